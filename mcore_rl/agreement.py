@@ -1,0 +1,137 @@
+"""Ranks agree on a failure before anyone leaves, so that none waits for a dead one.
+
+Before Megatron runs there are no process groups, only torchrun's (or Slurm's) rendezvous store;
+that is enough to exchange one sentence a rank.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import sys
+import threading
+from collections.abc import Callable
+from datetime import timedelta
+from typing import NoReturn, TypeVar
+
+from mcore_rl.errors import UsageError
+
+T = TypeVar("T")
+
+EXIT_USAGE = 2
+
+
+def open_store():
+    """The rendezvous store of this job, or None in a single process started without a launcher.
+
+    A launcher that sets RANK without the rest ends this process with exit code 2: without a store
+    there is nobody to agree with, and all ranks miss the same variables.
+    """
+    if "RANK" not in os.environ:
+        return None
+    missing = [n for n in ("WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if not os.environ.get(n)]
+    if missing:
+        if int(os.environ["RANK"]) == 0:
+            _print_error(
+                f"the environment has RANK but lacks {' and '.join(missing)}; start with torchrun, "
+                "or set what it sets"
+            )
+        _leave()
+    from torch.distributed.rendezvous import rendezvous
+
+    store, _, _ = next(iter(rendezvous("env://", timeout=timedelta(minutes=10))))
+    return store
+
+
+def agreed(check: Callable[[], T], store, *, stage: str) -> T:
+    """Run `check` on every rank and return its result, if it succeeded on all of them.
+
+    Collective over the world, through `store` (None: one process). If it raised UsageError
+    anywhere, rank 0 prints the first failing rank's sentence (with its host, if others succeeded)
+    and every rank exits with code 2. Other exceptions are bugs; they are told to the other ranks,
+    which stop too, and propagate here.
+    """
+    from torch.distributed import PrefixStore
+
+    rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    result: list[T] = []
+    failure, bug = "", None
+    try:
+        result.append(check())
+    except UsageError as error:
+        # What a parser says of a file may have lines of its own.
+        failure = " ".join(line.strip() for line in str(error).splitlines())
+    except Exception as error:
+        failure = f"failed while checking its input: {error!r}"
+        bug = error
+    failures, scoped = [failure], None
+    if store is not None and world_size > 1:
+        scoped = PrefixStore(f"mcore_rl/{stage}", store)
+        scoped.set(str(rank), (failure and f"{socket.gethostname()}\n{failure}").encode())
+        # get() blocks until the key is there: this is the barrier, too.
+        failures = [scoped.get(str(other)).decode() for other in range(world_size)]
+    if not any(failures):
+        if scoped is not None:
+            _wait_until_all_have_read(scoped, rank, world_size)
+        return result[0]
+    if rank == 0 and bug is None:
+        _print_error(_sentence(failures) if scoped is not None else failure)
+    if scoped is not None:
+        _leave_after_the_others(scoped, rank, world_size)
+    if bug is not None:
+        raise bug
+    _leave()
+
+
+def _sentence(failures: list[str]) -> str:
+    """The first failing rank's text, saying where it happened unless it happened everywhere."""
+    failing = [rank for rank, text in enumerate(failures) if text]
+    host, _, text = failures[failing[0]].partition("\n")
+    if len(failing) == len(failures):
+        return text
+    return f"on rank {failing[0]} (host {host}): {text}"
+
+
+def leave_with(error: UsageError) -> NoReturn:
+    """End this process for a mistake that every rank finds by itself; rank 0 prints it."""
+    if int(os.environ.get("RANK", 0)) == 0:
+        _print_error(str(error))
+    _leave()
+
+
+def _print_error(sentence: str) -> None:
+    print(f"mcore_rl: error: {sentence}", file=sys.stderr, flush=True)
+
+
+def _leave() -> NoReturn:
+    sys.stdout.flush()
+    # At once and without destructors: other libraries' exit handlers may wait for other ranks.
+    os._exit(EXIT_USAGE)
+
+
+def _wait_until_all_have_read(store, rank: int, world_size: int) -> None:
+    """Hold rank 0, which may host the store, until nobody needs these answers any more."""
+    if rank == 0:
+        for other in range(1, world_size):
+            store.get(f"read/{other}")
+    else:
+        store.set(f"read/{rank}", b"1")
+
+
+def _leave_after_the_others(store, rank: int, world_size: int) -> None:
+    """Return when this rank may end: the sentence is printed and, on rank 0, nobody needs it.
+
+    Rank 0 may host the store, and the launcher ends everybody once one rank is gone. So nobody
+    leaves before rank 0 has printed, rank 0 leaves last, and a launcher's SIGTERM in between is
+    not heeded.
+    """
+    if threading.current_thread() is threading.main_thread():  # others may not set handlers
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    if rank == 0:
+        store.set("printed", b"1")
+        for other in range(1, world_size):
+            store.get(f"left/{other}")
+    else:
+        store.get("printed")
+        store.set(f"left/{rank}", b"1")  # needs no answer, so rank 0 may be gone the moment after

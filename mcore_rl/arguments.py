@@ -1,0 +1,277 @@
+"""The `--rl-*` flags, the YAML file, and how both join Megatron's own arguments.
+
+Every field of `RLConfig` is one flag: `prompts_per_step` is `--rl-prompts-per-step`... with the
+dataclass as the only place that knows names, types, defaults and help. Megatron's flags keep their
+meaning; those that a checkpoint's config.json decides are derived from it, and one that is given
+and contradicts it is an error. Precedence: the command line, then `--rl-config` (the later file
+first), then what is derived.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import difflib
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from mcore_rl.errors import UsageError
+
+
+def _flag(
+    default: Any, help: str, *, choices: Sequence[str] | None = None, kind: type | None = None
+):
+    metadata = {"help": help, "choices": choices, "kind": kind or type(default)}
+    return field(default=default, metadata=metadata)
+
+
+@dataclass(frozen=True, slots=True)
+class RLConfig:
+    """Everything mcore_rl is told beyond Megatron's own arguments. One field, one flag."""
+
+    # checkpoint, prompts, reward
+    hf_checkpoint: str | None = _flag(
+        None, "Hugging Face checkpoint folder to start from", kind=str
+    )
+    prompts: str | None = _flag(None, "JSONL or Parquet file of training prompts", kind=str)
+    eval_prompts: str | None = _flag(None, "JSONL or Parquet file of held-out prompts", kind=str)
+    prompt_column: str = _flag("prompt", "column that holds the prompt (text or chat messages)")
+    answer_column: str = _flag("answer", "column that holds what the reward compares with")
+    no_chat_template: bool = _flag(False, "give prompts to the model as they stand in the file")
+    max_prompt_tokens: int = _flag(512, "longer prompts are dropped, and counted")
+    max_response_tokens: int = _flag(512, "generation stops after this many tokens")
+    cache_dir: str | None = _flag(None, "folder for tokenised prompts", kind=str)
+    reward: str = _flag("exact_match", "exact_match, arithmetic, gsm8k or package.module:function")
+    reward_workers: int = _flag(1, "reward processes per engine")
+    reward_timeout_seconds: float = _flag(10.0, "a sample whose reward takes longer gets reward 0")
+
+    precision: str = _flag("bf16", "of parameters in training", choices=("bf16", "fp16", "fp32"))
+
+    # algorithm
+    algorithm: str = _flag("grpo", "which recipe trains the policy", choices=("grpo",))
+    num_steps: int = _flag(100, "rollout-and-update steps")
+    num_prompts_per_step: int = _flag(16, "prompts drawn per step")
+    num_samples_per_prompt: int = _flag(8, "responses sampled per prompt, the group of GRPO")
+    num_mini_batches: int = _flag(1, "optimizer updates per step")
+    temperature: float = _flag(1.0, "sampling temperature; log-probs are of the tempered policy")
+    clip_eps_lower: float = _flag(0.2, "lower clip range of the probability ratio")
+    clip_eps_upper: float = _flag(0.2, "upper clip range; larger than the lower one is clip-higher")
+    kl_coef: float = _flag(0.0, "weight of the KL to the initial policy in the loss")
+    kl_estimator: str = _flag("k3", "estimator of that KL", choices=("k1", "k2", "k3"))
+    entropy_coef: float = _flag(0.0, "weight of the entropy bonus in the loss")
+    no_advantage_std: bool = _flag(False, "do not divide advantages by the group's deviation")
+    on_nonfinite_grad: str = _flag(
+        "stop", "what a non-finite gradient does to the run", choices=("stop", "skip")
+    )
+
+    # evaluation
+    eval_interval: int = _flag(20, "steps between evaluations; 0 evaluates never")
+    num_eval_prompts: int = _flag(128, "held-out prompts per evaluation")
+    eval_temperature: float = _flag(0.0, "0 is greedy")
+
+    # rollout engine and hand-over
+    rollout_tp_size: int = _flag(
+        0, "TP size of a vLLM engine; 0 takes --tensor-model-parallel-size"
+    )
+    rollout_no_expert_parallel: bool = _flag(False, "split experts over TP instead of keeping EP")
+    rollout_max_num_seqs: int = _flag(128, "sequences in flight per engine")
+    rollout_kv_cache_gib: float = _flag(1.0, "KV cache per CPU rank")
+    rollout_gpu_memory_utilization: float = _flag(0.5, "share of a GPU that vLLM may take")
+    rollout_enforce_eager: bool = _flag(False, "no CUDA graphs in vLLM (always so on CPU)")
+    reshard_bucket_mb: int = _flag(512, "bytes in flight during a hand-over, in MiB")
+
+    # run directory and output
+    run_dir: str | None = _flag(None, "where metrics, samples and checkpoints go", kind=str)
+    run_name: str = _flag("run", "names the default run directory, runs/<name>")
+    num_logged_rollouts: int = _flag(8, "sampled texts per step in rollouts.jsonl")
+    export_hf: str | None = _flag(
+        None, "write the trained policy as a Hugging Face folder", kind=str
+    )
+    log_prob_chunk_tokens: int = _flag(1024, "tokens whose logits exist at one time")
+    verify_out: str | None = _flag(None, "JSON file of mcore_rl.verify", kind=str)
+
+    @classmethod
+    def from_args(cls, args: argparse.Namespace) -> RLConfig:
+        """The `--rl-*` part of a parsed namespace; a missing attribute is a bug and raises."""
+        return cls(**{f.name: getattr(args, f"rl_{f.name}") for f in dataclasses.fields(cls)})
+
+    @property
+    def samples_per_step(self) -> int:
+        return self.num_prompts_per_step * self.num_samples_per_prompt
+
+    @property
+    def directory(self) -> Path:
+        return Path(self.run_dir) if self.run_dir else Path("runs") / self.run_name
+
+
+def flag_of(field_name: str) -> str:
+    """num_steps -> --rl-num-steps."""
+    return "--rl-" + field_name.replace("_", "-")
+
+
+def add_rl_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """Add the `--rl-*` flags to a parser, Megatron's or a fork's; returns the parser.
+
+    Raises UsageError if the parser already defines one of our flags: two meanings of one flag would
+    be worse than stopping. Names that Megatron uses for its own RL are avoided.
+    """
+    taken = parser._option_string_actions
+    group = parser.add_argument_group(title="mcore_rl")
+    for spec in dataclasses.fields(RLConfig):
+        flag = flag_of(spec.name)
+        if flag in taken:
+            raise UsageError(
+                f"{flag} is already defined by this parser (as '{taken[flag].dest}') and mcore_rl "
+                "needs the name; rename the other one"
+            )
+        kind = spec.metadata["kind"]
+        options: dict[str, Any] = {"dest": f"rl_{spec.name}", "help": spec.metadata["help"]}
+        if kind is bool:
+            group.add_argument(flag, action="store_true", **options)
+        else:
+            group.add_argument(
+                flag, type=kind, default=spec.default, choices=spec.metadata["choices"], **options
+            )
+    group.add_argument(
+        "--rl-config",
+        dest="rl_config",
+        default=None,
+        help="YAML file of flags; given several times, the later file wins, key by key",
+    )
+    return parser
+
+
+def expand_config(tokens: Sequence[str], parser: argparse.ArgumentParser) -> list[str]:
+    """Replace every `--rl-config FILE` by the flags in the files, put before all others.
+
+    Keys are flag names, with or without the leading dashes, with `-` or `_`. Where several files
+    have a key the last one counts, so that `false` or an empty value takes back what an earlier one
+    said. Raises UsageError for a missing file, what is not a mapping, and an unknown key (naming
+    the nearest known one).
+    """
+
+    def refuse(message: str) -> None:
+        raise UsageError(f"{message}; see --help")
+
+    finder = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    finder.error = refuse  # type: ignore[assignment, method-assign]
+    finder.add_argument("--rl-config", action="append", default=[])
+    found, rest = finder.parse_known_args(list(tokens))
+    flags: dict[str, list[str]] = {}
+    for path in found.rl_config:
+        for flag, tokens_of_flag in _read_config(Path(path), parser).items():
+            # Last, as argparse has it: there are flags that undo each other.
+            flags.pop(flag, None)
+            flags[flag] = tokens_of_flag
+    return [token for tokens_of_flag in flags.values() for token in tokens_of_flag] + rest
+
+
+def _read_config(path: Path, parser: argparse.ArgumentParser) -> dict[str, list[str]]:
+    """One file of `--rl-config`: the flag of each key under its first name, and its tokens."""
+    try:
+        values = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
+        raise UsageError(f"--rl-config {path} cannot be read: {reason}") from error
+    except yaml.YAMLError as error:
+        reason = " ".join(str(error).split())
+        raise UsageError(f"--rl-config {path} is not valid YAML: {reason}") from error
+    if not isinstance(values, dict):
+        raise UsageError(f"--rl-config {path} must hold 'flag: value' lines, not a list or a text")
+    flags: dict[str, list[str]] = {}
+    for key, value in values.items():
+        action, tokens = _tokens_of(str(key), value, parser, path)
+        flags[action.option_strings[0]] = tokens
+    return flags
+
+
+def _tokens_of(
+    key: str, value: Any, parser: argparse.ArgumentParser, path: Path
+) -> tuple[argparse.Action, list[str]]:
+    flags = parser._option_string_actions
+    flag = "--" + key.lstrip("-")
+    if flag not in flags:  # some of Megatron's do have a "_"
+        flag = flag.replace("_", "-")
+    action = flags.get(flag)
+    if action is None:
+        raise UsageError(f"--rl-config {path}: unknown key '{key}'{_suggest(flag, parser)}")
+    if action.dest == "rl_config":
+        raise UsageError(f"--rl-config {path} cannot name another file; give the flag twice")
+    if action.nargs == 0:
+        if not isinstance(value, bool):
+            raise UsageError(f"--rl-config {path}: '{key}' is a switch; its value is true or false")
+        if isinstance(action, argparse.BooleanOptionalAction) and not value:
+            return action, [option for option in action.option_strings if option != flag]
+        return action, [flag] if value else []
+    if value is None:
+        return action, []
+    if isinstance(value, list) and not action.nargs:
+        return action, [flag, str(value).replace(" ", "")]  # as Megatron's patterns are written
+    return action, [flag, *(str(v) for v in (value if isinstance(value, list) else [value]))]
+
+
+def _suggest(flag: str, parser: argparse.ArgumentParser) -> str:
+    near = difflib.get_close_matches(flag, list(parser._option_string_actions), n=1, cutoff=0.6)
+    return f"; did you mean '{near[0]}'?" if near else "; see --help for the known flags"
+
+
+def given_values(tokens: Sequence[str], parser: argparse.ArgumentParser) -> dict[str, Any]:
+    """dest -> value of the flags that `tokens` set, without any default.
+
+    From here on the errors of `parser` are UsageErrors and none of its flags is required; it may be
+    given here again. Raises UsageError for unknown flags (naming the nearest known one) and values
+    that do not fit their flag.
+    """
+
+    def refuse(message: str) -> None:
+        raise UsageError(f"{message.removeprefix('argument ')}; see --help")
+
+    parser.error = refuse  # type: ignore[assignment, method-assign]
+    for action in parser._actions:
+        action.required = False
+        if action.type is not None and not isinstance(action.type, _Conversion):
+            action.type = _Conversion(action.type)
+    values, unknown = parser.parse_known_args(list(tokens), _Given())
+    for token in unknown:
+        if token.startswith("--"):
+            flag = token.split("=")[0]
+            raise UsageError(f"unknown flag {flag}{_suggest(flag, parser)}")
+    if unknown:
+        raise UsageError(f"'{unknown[0]}' belongs to no flag; check the command line around it")
+    return vars(values)
+
+
+class _Given(argparse.Namespace):
+    """Says that it has every flag's attribute, so that argparse fills in no default."""
+
+    def __getattr__(self, name: str) -> None:
+        if name.startswith("_"):  # argparse's own
+            raise AttributeError(name)
+
+
+@dataclass(frozen=True)
+class _Conversion:
+    """A flag's `type`, made to fail as argparse expects: some of Megatron's raise KeyError."""
+
+    convert: Any
+
+    def __call__(self, text: str) -> Any:
+        try:
+            return self.convert(text)
+        except (argparse.ArgumentTypeError, TypeError, ValueError, AssertionError, LookupError):
+            name = getattr(self.convert, "__name__", "<lambda>")
+            kind = f"{name} value" if name in ("int", "float", "str") else "value"
+            raise argparse.ArgumentTypeError(f"invalid {kind}: {text!r}") from None
+
+
+def flag_names(parser: argparse.ArgumentParser) -> dict[str, str]:
+    """dest -> the flag that sets it, to speak of values in the user's words."""
+    names: dict[str, str] = {}
+    for action in parser._actions:
+        if action.option_strings:
+            names.setdefault(action.dest, action.option_strings[-1])
+    return names

@@ -1,0 +1,200 @@
+"""Megatron flags that nobody should have to type: derived from the checkpoint and the machine.
+
+Three kinds, and what happens when a user gives one of them:
+- architecture, from config.json: a different value is an error that names both;
+- what Megatron needs on a machine without CUDA: likewise, there is no other value that works;
+- defaults that suit RL: the user's value wins.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from mcore_rl.arguments import RLConfig, flag_names, given_values
+from mcore_rl.errors import UsageError
+from mcore_rl.hf_config import ModelShape, megatron_flags
+
+# Flags that change what a model computes; giving one that config.json does not ask for contradicts
+# it, even where Megatron could: vLLM would still compute what config.json says.
+_ARCHITECTURE_FLAGS = frozenset(
+    """num_layers hidden_size ffn_hidden_size num_attention_heads kv_channels num_query_groups
+    group_query_attention normalization layernorm_epsilon position_embedding_type rotary_base
+    rope_type rotary_scaling_factor mscale mscale_all_dim swiglu add_bias_linear add_qkv_bias
+    qk_layernorm untie_embeddings_and_output_weights multi_latent_attention q_lora_rank kv_lora_rank
+    qk_head_dim qk_pos_emb_head_dim v_head_dim num_experts moe_router_topk moe_ffn_hidden_size
+    moe_layer_freq moe_shared_expert_intermediate_size moe_router_score_function
+    moe_router_pre_softmax moe_router_enable_expert_bias moe_router_topk_scaling_factor
+    moe_router_num_groups moe_router_group_topk vocab_size mtp_num_layers
+    activation_func_clamp_value apply_residual_connection_post_layernorm attention_output_gate
+    experimental_attention_variant glu_linear_offset heterogeneous_layers_config_encoded_json
+    heterogeneous_layers_config_path hybrid_layer_pattern hybrid_override_pattern
+    layernorm_zero_centered_gamma linear_attention_freq moe_apply_probs_on_input moe_latent_size
+    moe_shared_expert_gate no_rope_freq openai_gelu qk_l2_norm quick_geglu rotary_interleaved
+    rotary_percent rotary_seq_len_interpolation_factor softmax_type squared_relu use_mup
+    use_rope_scaling window_size yarn_beta_fast yarn_beta_slow
+    yarn_original_max_position_embeddings""".split()
+)
+
+# Fusions that need CUDA, Apex or Transformer Engine.
+CPU_FLAGS = (
+    "--distributed-backend gloo --transformer-impl local --use-cpu-initialization "
+    "--no-masked-softmax-fusion --no-bias-swiglu-fusion --no-bias-gelu-fusion "
+    "--no-bias-dropout-fusion --no-rope-fusion --no-gradient-accumulation-fusion "
+    "--no-persist-layer-norm"
+).split()
+
+# Values that Megatron's validation lets pass and that fail when the model is built.
+_NEEDS_CUDA = {
+    "cuda_graph_impl": ("local", "transformer_engine", "full_iteration"),
+    "enable_cuda_graph": (True,),
+    "external_cuda_graph": (True,),
+    "cpu_offloading_num_layers": range(1, 1 << 30),
+    "moe_token_dispatcher_type": ("flex",),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class DerivedFlags:
+    """Tokens to put before the user's, by kind."""
+
+    architecture: tuple[str, ...]
+    machine: tuple[str, ...]
+    defaults: tuple[str, ...]
+
+    @property
+    def tokens(self) -> list[str]:
+        return [*self.architecture, *self.machine, *self.defaults]
+
+
+def derive_flags(
+    shape: ModelShape,
+    config: RLConfig,
+    given: Mapping[str, Any],
+    *,
+    parser: argparse.ArgumentParser,
+    has_cuda: bool,
+) -> DerivedFlags:
+    """What `given` (dest -> value, from the user) leaves to be derived.
+
+    `parser` is Megatron's with ours and is used as by `given_values`. Raises UsageError where the
+    user contradicts config.json, the machine, or `--rl-precision`.
+    """
+    architecture = megatron_flags(shape)
+    machine = [] if has_cuda else CPU_FLAGS
+    names = flag_names(parser)
+    wanted = given_values(architecture, parser)
+    _refuse_contradictions(wanted, given, names, "config.json")
+    for dest in [d for d in given if d in _ARCHITECTURE_FLAGS and d not in wanted]:
+        if given[dest] != parser.get_default(dest):  # scripts like to spell out defaults
+            raise UsageError(
+                f"{_shown(dest, given[dest], names)} contradicts config.json, which has no such "
+                "part; drop the flag"
+            )
+    _refuse_contradictions(given_values(machine, parser), given, names, "a machine without CUDA")
+    for dest in [] if has_cuda else [d for d in given if given[d] in _NEEDS_CUDA.get(d, ())]:
+        raise UsageError(
+            f"{_shown(dest, given[dest], names)} needs CUDA, which this machine lacks; drop it"
+        )
+    _refuse_other_precision(config, given)
+    defaults = given_values(_defaults(shape, config, given), parser)
+    kept = {dest: value for dest, value in defaults.items() if dest not in given}
+    return DerivedFlags(tuple(architecture), tuple(machine), tuple(_as_tokens(kept, names)))
+
+
+def _refuse_contradictions(
+    wanted: Mapping[str, Any], given: Mapping[str, Any], names: Mapping[str, str], source: str
+) -> None:
+    for dest, value in given.items():
+        if dest in wanted and not _equal(dest, value, wanted[dest]):
+            needed = _shown(dest, wanted[dest], names)
+            raise UsageError(
+                f"{_shown(dest, value, names)} contradicts {source}, which needs {needed}; drop "
+                "the flag, it is derived"
+            )
+
+
+def _equal(dest: str, value: Any, wanted: Any) -> bool:
+    if dest == "moe_layer_freq" and isinstance(value, int) and value > 0:
+        value = [int(layer % value == 0) for layer in range(len(wanted))]  # what it is short for
+    return value == wanted
+
+
+def _shown(dest: str, value: Any, names: Mapping[str, str]) -> str:
+    """As on a command line; a switch is its name alone."""
+    return names[dest] if isinstance(value, bool) else f"{names[dest]} {value}"
+
+
+def _refuse_other_precision(config: RLConfig, given: Mapping[str, Any]) -> None:
+    """The engine's dtype follows --rl-precision, so Megatron's flags may only repeat it."""
+    for dest in ("bf16", "fp16"):
+        if given.get(dest) and config.precision != dest:
+            raise UsageError(
+                f"--{dest} contradicts --rl-precision {config.precision}; drop --{dest} or give "
+                f"--rl-precision {dest}"
+            )
+
+
+def _defaults(shape: ModelShape, config: RLConfig, given: Mapping[str, Any]) -> list[str]:
+    """What RL wants where the user says nothing, and what Megatron insists on being told."""
+    mini_batch = config.samples_per_step // config.num_mini_batches
+    tokens = [
+        *("--tokenizer-type", "NullTokenizer"),
+        *("--micro-batch-size", "1"),
+        *("--global-batch-size", str(mini_batch)),
+        *("--seq-length", str(config.max_prompt_tokens + config.max_response_tokens)),
+        *("--train-iters", str(config.num_steps * config.num_mini_batches)),
+        *("--lr", "1e-6"),
+        *("--lr-decay-style", "constant"),
+        *("--clip-grad", "1.0"),
+        *("--weight-decay", "0.0"),
+        *("--adam-beta2", "0.95"),
+        *("--attention-dropout", "0.0"),
+        *("--hidden-dropout", "0.0"),
+        *("--make-vocab-size-divisible-by", str(_vocabulary_multiple(given))),
+        *("--ckpt-format", "torch_dist"),
+        "--no-create-attention-mask-in-dataloader",
+        "--use-distributed-optimizer",
+    ]
+    if given.get("save"):
+        tokens += ["--save-interval", str(config.num_steps)]  # once, at the end
+    if config.precision != "fp32" and not given.keys() & {"bf16", "fp16"}:
+        tokens.append(f"--{config.precision}")
+    if not given.get("use_checkpoint_opt_param_scheduler"):
+        # A continued run has more steps than the checkpoint knew of; the command line counts.
+        tokens.append("--override-opt_param-scheduler")
+    if given.get("tensor_model_parallel_size", 1) > 1:
+        # MoE with TP needs it, and it is no loss for dense models.
+        tokens.append("--sequence-parallel")
+    if shape.experts:
+        tokens += [
+            *("--moe-token-dispatcher-type", "alltoall"),
+            *("--moe-router-dtype", "fp32"),
+            *("--expert-tensor-parallel-size", "1"),
+            # Balancing belongs to pre-training: it would move the policy where no reward asks.
+            *("--moe-router-load-balancing-type", "none"),
+        ]
+        if shape.experts.has_bias:
+            tokens += ["--moe-router-bias-update-rate", "0.0"]
+    return tokens
+
+
+def _vocabulary_multiple(given: Mapping[str, Any]) -> int:
+    """Pad the vocabulary as vLLM does, to a multiple of 64, so that both cut it at the same rows.
+
+    Megatron multiplies the flag's value by the TP size.
+    """
+    return 64 // math.gcd(64, given.get("tensor_model_parallel_size", 1))
+
+
+def _as_tokens(values: Mapping[str, Any], names: Mapping[str, str]) -> list[str]:
+    tokens: list[str] = []
+    for dest, value in values.items():
+        if isinstance(value, bool):
+            tokens.append(names[dest])
+            continue
+        tokens += [names[dest], *(str(v) for v in (value if isinstance(value, list) else [value]))]
+    return tokens

@@ -1,0 +1,145 @@
+"""Arithmetic of boxes: axis-aligned ranges of a tensor's elements.
+
+A box gives a half-open range (start, stop) per dimension, in the coordinates of the full tensor. A
+scalar's only box is `()`, of volume 1. Weight maps, needs and transfer plans are all written in
+boxes, so that "nothing twice, nothing missing" is a question of integers.
+
+This module is pure: integers in, integers out.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+
+Box = tuple[tuple[int, int], ...]
+
+
+def full_box(shape: Sequence[int]) -> Box:
+    """The box of a whole tensor of `shape`."""
+    return tuple((0, n) for n in shape)
+
+
+def extent(box: Box) -> tuple[int, ...]:
+    """The shape of what `box` cuts out."""
+    return tuple(stop - start for start, stop in box)
+
+
+def volume(box: Box) -> int:
+    """The number of elements in `box`."""
+    return math.prod(stop - start for start, stop in box)
+
+
+def intersect(a: Box, b: Box) -> Box | None:
+    """What `a` and `b` share, or None where that is nothing."""
+    parts = []
+    for (a_start, a_stop), (b_start, b_stop) in zip(a, b, strict=True):
+        start, stop = max(a_start, b_start), min(a_stop, b_stop)
+        if start >= stop:
+            return None
+        parts.append((start, stop))
+    return tuple(parts)
+
+
+def contains(outer: Box, inner: Box) -> bool:
+    """Whether every element of `inner` lies in `outer`."""
+    if volume(inner) == 0:
+        return True
+    return all(
+        o_start <= i_start and i_stop <= o_stop
+        for (o_start, o_stop), (i_start, i_stop) in zip(outer, inner, strict=True)
+    )
+
+
+def relative(inner: Box, outer: Box) -> Box:
+    """`inner` in coordinates that count from the corner of `outer`, which must contain it."""
+    assert contains(outer, inner), f"{show(inner)} does not lie in {show(outer)}"
+    return tuple(
+        (start - origin, stop - origin)
+        for (start, stop), (origin, _) in zip(inner, outer, strict=True)
+    )
+
+
+def subtract(box: Box, hole: Box) -> list[Box]:
+    """Disjoint boxes that together are `box` without `hole`; at most two per dimension."""
+    shared = intersect(box, hole)
+    if shared is None:
+        return [box] if volume(box) else []
+    parts: list[Box] = []
+    rest = list(box)
+    for dim, (start, stop) in enumerate(shared):
+        low, high = rest[dim]
+        for piece in ((low, start), (stop, high)):
+            if piece[0] < piece[1]:
+                parts.append((*rest[:dim], piece, *rest[dim + 1 :]))
+        rest[dim] = (start, stop)
+    return parts
+
+
+def uncovered(box: Box, covers: Iterable[Box]) -> list[Box]:
+    """Disjoint boxes that together are the part of `box` that lies in none of `covers`."""
+    rest = [box] if volume(box) else []
+    for cover in covers:
+        rest = [part for piece in rest for part in subtract(piece, cover)]
+    return rest
+
+
+def disjoint(boxes: Iterable[Box]) -> tuple[Box, ...]:
+    """The union of `boxes`, as sorted disjoint boxes of which no two join to a larger box."""
+    parts: list[Box] = []
+    for box in sorted(set(boxes), key=lambda b: (-volume(b), b)):
+        parts.extend(uncovered(box, parts))
+    joined = True
+    while joined:
+        joined = False
+        for i, a in enumerate(parts):
+            for j in range(i + 1, len(parts)):
+                union = _join(a, parts[j])
+                if union is not None:
+                    parts[i : i + 1] = [union]
+                    del parts[j]
+                    joined = True
+                    break
+            if joined:
+                break
+    return tuple(sorted(parts))
+
+
+def _join(a: Box, b: Box) -> Box | None:
+    """The box that two disjoint neighbours make up, or None where they make up none."""
+    differing = [dim for dim, (x, y) in enumerate(zip(a, b, strict=True)) if x != y]
+    if len(differing) != 1:
+        return None
+    dim = differing[0]
+    low, high = sorted((a[dim], b[dim]))
+    if low[1] != high[0]:
+        return None
+    return (*a[:dim], (low[0], high[1]), *a[dim + 1 :])
+
+
+def cover_fault(box: Box, pieces: Sequence[Box]) -> str | None:
+    """What keeps `pieces` from covering `box` exactly once, in words; None where they do."""
+    for piece in pieces:
+        if not contains(box, piece):
+            return f"{show(piece)} reaches outside {show(box)}"
+    gaps = uncovered(box, pieces)
+    if gaps:
+        return f"{show(gaps[0])} is in no piece" + _and_more(gaps)
+    if sum(volume(piece) for piece in pieces) != volume(box):
+        doubled = [
+            shared
+            for i, a in enumerate(pieces)
+            for b in pieces[i + 1 :]
+            if (shared := intersect(a, b)) is not None
+        ]
+        return f"{show(doubled[0])} is in more than one piece" + _and_more(doubled)
+    return None
+
+
+def show(box: Box) -> str:
+    """`box` as one would slice it: "[0:4, 2:3]"."""
+    return "[" + ", ".join(f"{start}:{stop}" for start, stop in box) + "]"
+
+
+def _and_more(boxes: Sequence[Box]) -> str:
+    return f" (and {len(boxes) - 1} more)" if len(boxes) > 1 else ""

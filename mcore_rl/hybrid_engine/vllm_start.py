@@ -1,0 +1,195 @@
+"""How an engine is started: its configuration, and what vLLM must find and must not disturb.
+
+Nothing here is imported from vLLM before the environment it reads is set.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import random
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from mcore_rl.errors import UsageError
+
+_DEFAULT_CPU_KV_CACHE_BYTES = 1 << 30
+
+# These warn on every reload, of rotary tables that no checkpoint holds and of parameters that are
+# computed from others. `reload` finds out for itself what was loaded.
+_RELOAD_LOGGERS = (
+    "vllm.model_executor.model_loader.reload.layerwise",
+    "vllm.model_executor.model_loader.reload.inplace",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class EngineConfig:
+    """What an engine is started with.
+
+    `load_format` is "dummy" (weights come by `reload`) or "auto" (from `model_dir`).
+    `kv_cache_bytes` is per rank; None leaves it to `gpu_memory_utilization`, a share of the device,
+    on GPUs, and to VLLM_CPU_KVCACHE_SPACE or 1 GiB on CPU.
+    """
+
+    model_dir: Path
+    tp_size: int = 1
+    enable_expert_parallel: bool = False
+    dtype: str = "bfloat16"
+    max_model_len: int | None = None
+    max_num_seqs: int = 256
+    max_num_batched_tokens: int | None = None
+    kv_cache_bytes: int | None = None
+    gpu_memory_utilization: float = 0.5
+    enable_prefix_caching: bool = True
+    enforce_eager: bool = True
+    seed: int = 0
+    load_format: str = "dummy"
+    verbose: bool = False
+
+
+def start_llm(config: EngineConfig) -> Any:
+    """Start vLLM's `LLM` for this process's rank. Collective over the world.
+
+    The random states of torch, numpy and Python stay as they are, though vLLM seeds all of them.
+    """
+    _require_world(config.tp_size)
+    _prepare_environment(config)
+    with _random_state_kept(), _start_up_logging(config.verbose):
+        llm = _make_llm(config)
+    # Its client's finalizer, which garbage collection would run too, destroys the default process
+    # group, and that is the training's. VLLMEngine.close frees what is the engine's. Older versions
+    # have none.
+    finalizer = getattr(llm.llm_engine.engine_core, "_finalizer", None)
+    if finalizer is not None:
+        finalizer.detach()
+    return llm
+
+
+def on_cuda() -> bool:
+    """Whether vLLM's platform in this process is CUDA."""
+    from vllm.platforms import current_platform
+
+    return current_platform.is_cuda()
+
+
+def _require_world(tp_size: int) -> None:
+    if not dist.is_initialized():
+        raise RuntimeError("torch.distributed is not initialised; the engine uses its world")
+    if dist.get_world_size() % tp_size:
+        raise UsageError(
+            f"a rollout tensor parallel size of {tp_size} does not divide the world of "
+            f"{dist.get_world_size()} processes; choose a divisor"
+        )
+
+
+def _prepare_environment(config: EngineConfig) -> None:
+    """Set what vLLM reads from the environment when it is imported and when an engine starts."""
+    if os.environ.get("VLLM_ENABLE_V1_MULTIPROCESSING", "0") != "0":
+        raise UsageError(
+            "VLLM_ENABLE_V1_MULTIPROCESSING=1 puts the engine into a process of its own, but it "
+            "must share its weights' process; unset it"
+        )
+    rank = str(dist.get_rank())
+    defaults = {
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        # Without verbose vLLM's messages go the way of all others, by the levels set at the start.
+        "VLLM_CONFIGURE_LOGGING": "1" if config.verbose else "0",
+        "VLLM_NO_USAGE_STATS": "1",
+        "RANK": rank,
+        "LOCAL_RANK": str(torch.cuda.current_device()) if torch.cuda.is_available() else rank,
+    }
+    if not torch.cuda.is_available():
+        defaults["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"  # several ranks share the cores
+        if config.enforce_eager:
+            # Some of vLLM's functions are compiled even so: C++, half a minute at the first token.
+            defaults["TORCHDYNAMO_DISABLE"] = "1"
+    for name, value in defaults.items():
+        os.environ.setdefault(name, value)
+    if not torch.cuda.is_available() and config.kv_cache_bytes is not None:
+        os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)  # would win over the flag
+
+
+def _make_llm(config: EngineConfig) -> Any:
+    from vllm import LLM
+
+    from mcore_rl.patches.vllm import register
+
+    register()  # the plugin does so too, unless VLLM_PLUGINS leaves it out
+    options: dict[str, Any] = {}
+    kv_cache_bytes = config.kv_cache_bytes
+    if on_cuda():
+        options["enable_sleep_mode"] = True
+    else:
+        if kv_cache_bytes is None and not os.environ.get("VLLM_CPU_KVCACHE_SPACE"):
+            kv_cache_bytes = _DEFAULT_CPU_KV_CACHE_BYTES
+        if _uses_mla(config.model_dir):
+            # The AMX one packs kv_b_proj and throws the weight away: no reload.
+            options["attention_backend"] = "CPU_MLA"
+    return LLM(
+        str(config.model_dir),
+        distributed_executor_backend="external_launcher",
+        tensor_parallel_size=config.tp_size,
+        enable_expert_parallel=config.enable_expert_parallel,
+        dtype=config.dtype,
+        max_model_len=config.max_model_len,
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        kv_cache_memory_bytes=kv_cache_bytes,
+        gpu_memory_utilization=config.gpu_memory_utilization,
+        enable_prefix_caching=config.enable_prefix_caching,
+        enforce_eager=config.enforce_eager,
+        seed=config.seed,
+        load_format=config.load_format,
+        logprobs_mode="processed_logprobs",
+        use_tqdm_on_load=config.verbose,
+        **options,
+    )
+
+
+@contextmanager
+def _start_up_logging(verbose: bool) -> Iterator[None]:
+    """Without `verbose`, errors only while the engine starts, and warnings afterwards.
+
+    What vLLM warns of at a start is the consequence of how it is started here: eager, in process,
+    without Triton on CPU, with threads left alone.
+    """
+    if verbose:
+        yield
+        return
+    vllm = logging.getLogger("vllm")
+    vllm.setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings(category=FutureWarning, action="ignore"):
+            yield
+    finally:
+        vllm.setLevel(logging.WARNING)
+        for name in _RELOAD_LOGGERS:
+            logging.getLogger(name).setLevel(logging.ERROR)
+
+
+@contextmanager
+def _random_state_kept() -> Iterator[None]:
+    states = torch.get_rng_state(), np.random.get_state(), random.getstate()
+    device = torch.cuda.get_rng_state() if torch.cuda.is_available() else None
+    try:
+        yield
+    finally:
+        torch.set_rng_state(states[0])
+        np.random.set_state(states[1])
+        random.setstate(states[2])
+        if device is not None:
+            torch.cuda.set_rng_state(device)
+
+
+def _uses_mla(model_dir: Path) -> bool:
+    return "kv_lora_rank" in json.loads((Path(model_dir) / "config.json").read_text())

@@ -1,0 +1,203 @@
+"""torchrun whose exit code is that of the ranks: 2 for a user's mistake, told in one sentence.
+
+    python -m mcore_rl.launch <torchrun's flags> -m mcore_rl.train <Megatron and --rl-* flags>
+
+torchrun answers every failure with 1, a traceback of its own and a table. Here a mistake that the
+ranks agreed on (see `agreement`) ends with their code and with nothing beside the sentence that
+rank 0 has printed; any other failure keeps the table.
+
+A signal that ends this process ends the ranks by SIGTERM, whichever it was: on SIGINT each would
+unwind its stack, and wait there for the others. What does not end within `SHUTDOWN_SECONDS` is
+killed; a second signal shortens that. Nothing that the ranks started outlives this process.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import ctypes
+import logging
+import os
+import signal
+import sys
+import tempfile
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
+from types import FrameType
+from typing import NoReturn
+
+import psutil
+import torch.distributed.run as torchrun
+from torch.distributed.elastic.multiprocessing.api import SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, record
+
+from mcore_rl.agreement import EXIT_USAGE
+
+SHUTDOWN_SECONDS = 10
+# Enough for multiprocessing's trackers, which remove a dead rank's shared memory, to do their work.
+_LEFTOVER_SECONDS = 3
+_PR_SET_CHILD_SUBREAPER = 36
+# Besides SIGTERM, which torchrun may handle.
+_OTHER_ENDING_SIGNALS = (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+# Worth reading when a rank failed, and noise when a user's mistake or a signal ended the run.
+_SHUTDOWN_LOGGERS = (
+    "torch.distributed.elastic.multiprocessing.api",
+    "torch.distributed.elastic.agent.server.api",
+)
+# What torchrun ends the others with once one rank has failed; they say nothing about the failure.
+_SENT_BY_TORCHRUN = (-signal.SIGKILL, -signal.SIGTERM)
+
+
+def main(tokens: Sequence[str] | None = None) -> int:
+    """Run torchrun on `tokens` (default: the command line) in this process; the exit code.
+
+    For the end of a program: afterwards this process ignores the signals that would end it.
+    """
+    args = torchrun.parse_args(None if tokens is None else list(tokens))
+    # torchrun sets it, too, but below a banner.
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(SHUTDOWN_SECONDS))
+    if torchrun.parse_min_max_nnodes(args.nnodes)[1] == 1:
+        # The name of a single machine need not resolve to an address that it can reach itself by.
+        args.local_addr = args.local_addr or "127.0.0.1"
+    _handle_signals(args)
+    _adopt_orphans()
+    with _held_back(_SHUTDOWN_LOGGERS) as entries, _log_dir(args):
+        ending = _run(args)
+    if ending.with_log:
+        for entry in entries:
+            logging.getLogger(entry.name).handle(entry)
+    if ending.message:
+        print(ending.message, file=sys.stderr, flush=True)
+    return ending.exit_code
+
+
+def exit_code(codes: Collection[int]) -> int:
+    """The exit code of a run whose failed ranks ended with `codes`, in order of time.
+
+    Negative codes are signals. Ranks that ended by themselves decide, not those that torchrun ended
+    because of them: the first code that is no user's mistake, else 2. Where all were ended by
+    signals it is 128 + the signal, of SIGKILL before SIGTERM: torchrun sends SIGTERM first.
+    """
+    decisive = [code for code in codes if code not in _SENT_BY_TORCHRUN]
+    if not decisive:
+        decisive = [max(codes)]
+    code = next((code for code in decisive if code != EXIT_USAGE), EXIT_USAGE)
+    return code if code > 0 else 128 - code
+
+
+@dataclass(frozen=True, slots=True)
+class _Ending:
+    """How a run ended, and whether what torchrun logged about it is to be shown, too."""
+
+    exit_code: int
+    message: str = ""
+    with_log: bool = False
+
+
+def _run(args: argparse.Namespace) -> _Ending:
+    try:
+        record(torchrun.run)(args)
+        return _Ending(0)
+    except ChildFailedError as error:
+        in_time = sorted(error.failures.values(), key=lambda failure: failure.timestamp)
+        code = exit_code([failure.exitcode for failure in in_time])
+        if code != EXIT_USAGE:
+            return _Ending(code, error.format_msg(), with_log=True)
+        if 0 in error.failures:
+            return _Ending(code)
+        return _Ending(code, "mcore_rl: error: see the output of rank 0, on another machine")
+    except SignalException as stopped:
+        number = stopped.number if isinstance(stopped, _Stopped) else stopped.sigval
+        return _Ending(
+            128 + number, f"mcore_rl: stopped by {number.name}, all processes have ended"
+        )
+    finally:
+        _end_leftovers()
+
+
+class _Stopped(SignalException):
+    """To torchrun, which sends `sigval` on, a SIGTERM; `number` is the signal that came."""
+
+    def __init__(self, number: signal.Signals) -> None:
+        super().__init__(f"stopped by {number.name}", sigval=signal.SIGTERM)
+        self.number = number
+
+
+def _handle_signals(args: argparse.Namespace) -> None:
+    """The signals that end the run are handled here, SIGTERM and what a user adds by torchrun."""
+
+    def stop(number: int, frame: FrameType | None) -> NoReturn:
+        raise _Stopped(signal.Signals(number))
+
+    for number in _OTHER_ENDING_SIGNALS:
+        signal.signal(number, stop)
+    names = {number.name for number in _OTHER_ENDING_SIGNALS}
+    kept = [name for name in args.signals_to_handle.split(",") if name.strip() not in names]
+    args.signals_to_handle = ",".join(kept)
+
+
+def _adopt_orphans() -> None:
+    """Make this process the parent of whatever loses its own below it, to be able to end it."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) != 0:
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_CHILD_SUBREAPER) failed")
+
+
+def _end_leftovers() -> None:
+    """Return when no process below this one is left; ranks are killed, others may end first.
+
+    Ranks are left where a second signal interrupted torchrun's waiting for them. The trackers of
+    ranks that have ended are children of this process by then, as ranks are, and must be waited
+    for: killed, they would leave the shared memory that they are about to remove.
+    """
+    for number in (signal.SIGTERM, *_OTHER_ENDING_SIGNALS):
+        signal.signal(number, signal.SIG_IGN)
+    this = psutil.Process()
+    ranks = [child for child in this.children() if not _is_tracker(child)]
+    below = this.children(recursive=True)
+    for processes in (ranks, below):
+        for process in processes:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+        psutil.wait_procs(below, timeout=_LEFTOVER_SECONDS)
+
+
+def _is_tracker(process: psutil.Process) -> bool:
+    """Whether `process` is multiprocessing's resource tracker, which ends when its users have."""
+    with contextlib.suppress(psutil.Error):
+        return any("multiprocessing.resource_tracker" in part for part in process.cmdline())
+    return False
+
+
+@contextlib.contextmanager
+def _held_back(names: Sequence[str]) -> Iterator[list[logging.LogRecord]]:
+    """Collects what the loggers `names` would say."""
+    entries: list[logging.LogRecord] = []
+
+    def hold(entry: logging.LogRecord) -> bool:
+        entries.append(entry)
+        return False
+
+    for name in names:
+        logging.getLogger(name).addFilter(hold)
+    try:
+        yield entries
+    finally:
+        for name in names:
+            logging.getLogger(name).removeFilter(hold)
+
+
+@contextlib.contextmanager
+def _log_dir(args: argparse.Namespace) -> Iterator[None]:
+    """A place for torchrun's files that is gone afterwards, unless logs were asked for."""
+    if args.log_dir is not None or args.redirects != "0" or args.tee != "0":
+        yield
+        return
+    with tempfile.TemporaryDirectory(prefix="mcore_rl_launch_") as folder:
+        args.log_dir = folder
+        yield
+
+
+if __name__ == "__main__":
+    sys.exit(main())

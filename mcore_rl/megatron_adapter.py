@@ -1,0 +1,306 @@
+"""The only module that knows which Megatron runs: its parser, its start, its model and optimizer.
+
+Everything here calls `megatron.training` (0.19.2); nothing is copied from it. Importing this module
+applies the patches that Megatron needs on this machine, so import it before any `megatron.*`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib.metadata
+import os
+import sys
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TextIO
+
+import torch
+
+from mcore_rl.agreement import leave_with
+from mcore_rl.errors import UsageError
+from mcore_rl.hf_config import ModelShape
+from mcore_rl.hybrid_engine.layout import TrainLayout
+from mcore_rl.patches import megatron as megatron_patches
+
+SUPPORTED_VERSIONS = ("0.19.2",)
+
+# Without CUDA Megatron says several times that it has no Apex and no Transformer Engine; the flags
+# that follow from this are printed once instead.
+warnings.filterwarnings("ignore", message=".*(Apex|[Tt]ransformer[ _-][Ee]ngine).*")
+# Said by every expert under ETP1, and by a model nobody asked for.
+warnings.filterwarnings("ignore", message=".*sequence_parallel. is set to .True., but tensor model")
+warnings.filterwarnings("ignore", message="MimoModelConfig is experimental")
+# Names that torch 2.13 renamed and Megatron 0.19 uses.
+warnings.filterwarnings(
+    "ignore", message=".*(reduce_scatter_tensor|all_gather_into_tensor). is deprecated"
+)
+
+
+def check_version() -> str:
+    """The installed megatron-core's version; raises UsageError if it is missing or unsupported."""
+    try:
+        version = importlib.metadata.version("megatron-core")
+    except importlib.metadata.PackageNotFoundError as error:
+        raise UsageError(
+            "megatron-core is not installed; run scripts/setup_env.sh or pip install "
+            f"megatron-core=={SUPPORTED_VERSIONS[-1]}"
+        ) from error
+    if version not in SUPPORTED_VERSIONS:
+        raise UsageError(
+            f"megatron-core {version} is installed; mcore_rl supports "
+            f"{', '.join(SUPPORTED_VERSIONS)}: pip install megatron-core=={SUPPORTED_VERSIONS[-1]}"
+        )
+    return version
+
+
+def prepare() -> None:
+    """Check the version and apply the patches this machine needs. Idempotent."""
+    check_version()
+    # Megatron requires it for TP overlap on CUDA and asserts it everywhere.
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    megatron_patches.apply()
+
+
+def _prepare_on_import() -> None:
+    try:
+        prepare()
+    except UsageError as error:
+        # This is imported before an entry point of ours has a line to catch it in; a fork that
+        # imports us gets the exception.
+        spec = sys.modules["__main__"].__spec__
+        if spec is not None and spec.name.startswith("mcore_rl."):
+            leave_with(error)
+        raise
+
+
+_prepare_on_import()
+
+
+def make_parser(
+    extra_args: Callable[[argparse.ArgumentParser], Any] | None = None,
+) -> argparse.ArgumentParser:
+    """Megatron's own argument parser, `extra_args` added."""
+    from megatron.training.arguments import add_megatron_arguments
+
+    parser = argparse.ArgumentParser(description="mcore_rl on Megatron-LM", allow_abbrev=False)
+    add_megatron_arguments(parser)
+    if extra_args is not None:
+        extra_args(parser)
+    return parser
+
+
+@contextlib.contextmanager
+def megatron_output_to(log: TextIO | None) -> Iterator[None]:
+    """Send what Megatron prints to a log file: its hundreds of lines would bury the run's own."""
+    if log is None:
+        yield
+        return
+    with contextlib.redirect_stdout(log):
+        yield
+    log.flush()
+
+
+def initialize(
+    tokens: Sequence[str],
+    extra_args: Callable[[argparse.ArgumentParser], Any],
+    *,
+    store: torch.distributed.Store | None,
+    program: str = "mcore_rl.train",
+) -> argparse.Namespace:
+    """Parse `tokens` with Megatron's parser, validate, and start torch.distributed and the groups.
+
+    Collective. `store` is the rendezvous store if one is open already. Returns Megatron's args.
+    """
+    from megatron.training.arguments import parse_and_validate_args
+    from megatron.training.global_vars import get_args
+    from megatron.training.initialize import initialize_megatron
+
+    saved = sys.argv
+    sys.argv = [program, *tokens]
+    try:
+        parse_and_validate_args(extra_args_provider=extra_args)
+    finally:
+        sys.argv = saved
+    initialize_megatron(allow_no_cuda=not torch.cuda.is_available(), store=store)
+    return get_args()
+
+
+def train_layout(args: argparse.Namespace) -> TrainLayout:
+    """The parallel degrees in Megatron's args."""
+    return TrainLayout(
+        world_size=args.world_size,
+        tp_size=args.tensor_model_parallel_size,
+        pp_size=args.pipeline_model_parallel_size,
+        cp_size=args.context_parallel_size,
+        ep_size=args.expert_model_parallel_size,
+        etp_size=args.expert_tensor_parallel_size or args.tensor_model_parallel_size,
+    )
+
+
+def block_spec(config: Any, vp_stage: int | None) -> Any:
+    """The decoder layers of this stage: Transformer Engine's where it is installed, else local."""
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+
+    from mcore_rl.patches.megatron import local_layers
+
+    spec = get_gpt_decoder_block_spec(
+        config,
+        use_transformer_engine=config.transformer_impl == "transformer_engine",
+        normalization=config.normalization,
+        vp_stage=vp_stage,
+    )
+    if config.transformer_impl != "local":
+        return spec
+    return local_layers.use_local_layers(spec, config)
+
+
+def transformer_config(args: argparse.Namespace) -> Any:
+    """Megatron's TransformerConfig for these args."""
+    from megatron.training.arguments import core_transformer_config_from_args
+
+    return core_transformer_config_from_args(args)
+
+
+@dataclass(slots=True)
+class TrainState:
+    """What Megatron trains: model chunks (one, or one per virtual stage), optimizer, scheduler."""
+
+    model: list[torch.nn.Module]
+    optimizer: Any
+    scheduler: Any
+    iteration: int
+
+    @property
+    def chunks(self) -> list[torch.nn.Module]:
+        """The model chunks without their data-parallel and precision wrappers."""
+        from megatron.core.utils import unwrap_model
+
+        return unwrap_model(self.model)
+
+
+def setup(provider: Callable[..., torch.nn.Module]) -> TrainState:
+    """Build model, optimizer and scheduler through Megatron; load `--load`. Collective."""
+    from megatron.core.distributed import finalize_model_grads
+    from megatron.core.enums import ModelType
+    from megatron.core.utils import get_model_config
+    from megatron.training.global_vars import get_args
+    from megatron.training.training import setup_model_and_optimizer
+
+    # That check asserts that Megatron's own training loop runs, and ends the process without naming
+    # the parameter; `mcore_rl.optimizer` does it before each update.
+    get_args().check_for_nan_in_loss_and_grad = False
+    model, optimizer, scheduler = setup_model_and_optimizer(
+        ModelType.encoder_or_decoder, model_provider_func=provider
+    )
+    config = get_model_config(model[0])
+    config.finalize_model_grads_func = finalize_model_grads
+    config.timers = None  # stages are timed outside
+    if optimizer is not None:
+        config.grad_scale_func = optimizer.scale_loss
+    return TrainState(model, optimizer, scheduler, get_args().iteration)
+
+
+def forward_backward(
+    state: TrainState,
+    forward_step: Callable[..., Any],
+    data: Sequence[Any],
+    *,
+    seq_length: int,
+    micro_batch_size: int,
+    forward_only: bool,
+    collect: bool = False,
+) -> list[Any]:
+    """Run Megatron's pipeline schedule over the micro-batches in `data`. Collective.
+
+    Returns one entry a micro-batch on the last pipeline stage (what the loss function returned
+    beside the loss, or its non-loss data with `collect`), an empty list elsewhere.
+    """
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+
+    num_chunks = len(state.model)
+    return get_forward_backward_func()(
+        forward_step_func=forward_step,
+        data_iterator=[iter(data) for _ in range(num_chunks)] if num_chunks > 1 else iter(data),
+        model=state.model,
+        num_microbatches=len(data),
+        seq_length=seq_length,
+        micro_batch_size=micro_batch_size,
+        forward_only=forward_only,
+        collect_non_loss_data=collect,
+    )
+
+
+def zero_gradients(state: TrainState) -> None:
+    """Clear the gradient buffers of the model and the optimizer."""
+    for chunk in state.model:
+        chunk.zero_grad_buffer()
+    state.optimizer.zero_grad()
+
+
+def reload_main_params(state: TrainState) -> None:
+    """Make the optimizer's float32 copies follow parameters that were written from outside."""
+    if state.optimizer is not None:
+        state.optimizer.reload_model_params()
+
+
+def finish_param_sync(args: argparse.Namespace, state: TrainState) -> None:
+    """Wait until every parameter holds the last update (with --overlap-param-gather it may not)."""
+    if args.overlap_param_gather:
+        from megatron.training.training import force_param_sync
+
+        force_param_sync(state.model, optimizer=state.optimizer)
+
+
+def save_checkpoint(
+    args: argparse.Namespace, state: TrainState, iteration: int, folder: Path
+) -> Path:
+    """Write a Megatron checkpoint below `folder`; returns its own folder. Collective."""
+    from megatron.training.checkpointing import save_checkpoint as save
+
+    args.save = str(folder)  # Megatron looks there for the place
+    args.iteration = args.curr_iteration = iteration
+    save(iteration, state.model, state.optimizer, state.scheduler, 0)
+    state.iteration = iteration
+    return folder / f"iter_{iteration:07d}"
+
+
+def rng_tracker_states() -> dict[str, torch.Tensor]:
+    """Copies of the states of Megatron's RNG tracker."""
+    from megatron.core.tensor_parallel import get_cuda_rng_tracker
+
+    states = get_cuda_rng_tracker().get_states()
+    return {
+        name: state.clone() if torch.is_tensor(state) else state for name, state in states.items()
+    }
+
+
+def set_rng_tracker_states(states: dict[str, torch.Tensor]) -> None:
+    """Put back what `rng_tracker_states` returned."""
+    from megatron.core.tensor_parallel import get_cuda_rng_tracker
+
+    get_cuda_rng_tracker().set_states(states)
+
+
+def stage_layers(chunk: torch.nn.Module) -> tuple[int, ...]:
+    """Global numbers, from 0, of the decoder layers in a model chunk."""
+    return tuple(layer.layer_number - 1 for layer in chunk.decoder.layers)
+
+
+def model_parallel_groups() -> dict[str, torch.distributed.ProcessGroup]:
+    """The process groups mcore_rl speaks over: `tp`, `pp`, `dp`."""
+    from megatron.core import parallel_state
+
+    return {
+        "tp": parallel_state.get_tensor_model_parallel_group(),
+        "pp": parallel_state.get_pipeline_model_parallel_group(),
+        "dp": parallel_state.get_data_parallel_group(),
+    }
+
+
+def padded_vocab_size(shape: ModelShape, args: argparse.Namespace) -> int:
+    """Rows of the embedding over all TP ranks."""
+    assert args.padded_vocab_size >= shape.vocab_size, (args.padded_vocab_size, shape.vocab_size)
+    return args.padded_vocab_size

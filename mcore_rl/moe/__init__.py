@@ -1,0 +1,1 @@
+"""What concerns experts alone; routing replay and load statistics come here."""

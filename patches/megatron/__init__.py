@@ -1,0 +1,28 @@
+"""What Megatron needs to run on this machine; `apply` must precede the first `import megatron`."""
+
+from __future__ import annotations
+
+from mcore_rl.patches.megatron import (
+    cpu_torch,
+    dataset_helpers,
+    local_layers,
+    mla_direct_query,
+    torch_adam_state,
+    typing_override,
+)
+from mcore_rl.patches.registry import apply_all
+
+# In this order: the others import Megatron, which must happen under the first two.
+PATCHES = (
+    typing_override.PATCH,
+    cpu_torch.PATCH,
+    dataset_helpers.PATCH,
+    local_layers.PATCH,
+    mla_direct_query.PATCH,
+    torch_adam_state.PATCH,
+)
+
+
+def apply() -> tuple[str, ...]:
+    """Apply what is needed here; idempotent. Returns the names of the patches applied now."""
+    return apply_all(PATCHES)

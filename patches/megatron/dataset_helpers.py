@@ -1,0 +1,49 @@
+"""Let `initialize_megatron` go on without the compiled dataset index builder.
+
+Symptom: `initialize_megatron` exits with "Failed to compile the C++ dataset helper functions".
+
+Cause: `megatron.core.datasets.utils.compile_helpers` runs `make` in a folder whose Makefile is part
+of the repository but not of the wheel.
+
+Why safe: the helpers build the sample index of `.bin`/`.idx` corpora. Prompts of mcore_rl are not
+such a corpus, nothing in RL calls the helpers, and whoever has the Makefile still gets them.
+
+Upstream: present in 0.17 to 0.19.
+
+Drop when: the wheel ships the Makefile or the compiled helpers.
+
+Versions: megatron-core 0.19.2.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from mcore_rl.patches.registry import Patch
+
+
+def needed() -> bool:
+    """True where Megatron was installed from the wheel, which lacks the Makefile."""
+    from megatron.core.datasets import utils
+
+    return not (Path(utils.__file__).parent / "Makefile").exists()
+
+
+def apply() -> None:
+    """Replace `compile_helpers` by a function that has nothing to do."""
+    from megatron.core.datasets import utils
+
+    def compile_helpers() -> None:
+        """The index builder is not used by mcore_rl, see the module's docstring."""
+
+    utils.compile_helpers = compile_helpers
+
+
+PATCH = Patch(
+    name="megatron.dataset_helpers",
+    package="megatron-core",
+    versions=("0.19.2",),
+    reason="the dataset index builder of pre-training is not compiled",
+    needed=needed,
+    apply=apply,
+)

@@ -1,0 +1,206 @@
+"""Layers that Megatron's local spec lacks without Transformer Engine.
+
+Symptom: with `--transformer-impl local`, DeepSeek's attention cannot be built at all
+(`DotProductAttention` takes no `k_channels`/`v_channels`, and `isinstance(x, TELinear)` fails on
+None), sequence parallelism is refused by the norm, and the MLA down-projections are split over TP
+where Transformer Engine's are replicated.
+
+Cause: the local spec serves tests upstream; MLA, and MoE with TP, which needs sequence parallelism,
+are used with Transformer Engine only.
+
+Why safe: the layers are given to the model through its layer spec, the way Megatron means layers to
+be replaced. Three names in Megatron's modules that are None, missing or useless without Transformer
+Engine are bound (`multi_latent_attention.TELinear`, `moe_utils.te_general_gemm`, and
+`hybrid_block.TENorm`, which `HybridStack` names instead of asking its spec). Parameter names and
+shapes are those of the Transformer Engine spec (unfused), so that weights move the same way on CPU
+and GPU.
+
+Upstream: no issue; the local spec is documented as for testing.
+
+Drop when: Transformer Engine installs without CUDA, or the local spec supports MLA.
+
+Versions: megatron-core 0.19.2.
+
+Shape legend: s positions (of this rank's share under sequence parallelism), b samples, n heads of
+this rank, g key/value groups of this rank, d head size, h hidden.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from mcore_rl.patches.registry import Patch
+
+
+class SDPACoreAttention(torch.nn.Module):
+    """Core attention over `torch.nn.functional.scaled_dot_product_attention`.
+
+    Takes query `[s, b, n, d]`, key `[s, b, g, d]`, value `[s, b, g, dv]` with dv != d allowed
+    (MLA), and returns `[s, b, n * dv]`. Causal: padding must be on the right.
+    """
+
+    def __init__(
+        self,
+        config: Any,
+        layer_number: int,
+        attn_mask_type: Any,
+        attention_type: str,
+        attention_dropout: float | None = None,
+        softmax_scale: float | None = None,
+        **unused: Any,
+    ) -> None:
+        super().__init__()
+        if config.context_parallel_size > 1:
+            raise ValueError(
+                "--context-parallel-size needs Transformer Engine's attention; without a GPU it "
+                "is 1"
+            )
+        self.softmax_scale = softmax_scale
+        dropout = config.attention_dropout if attention_dropout is None else attention_dropout
+        self.dropout_p = float(dropout)
+
+    def forward(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: torch.Tensor | None = None,
+        attn_mask_type: Any = None,
+        attention_bias: torch.Tensor | None = None,
+        packed_seq_params: Any = None,
+    ) -> torch.Tensor:
+        """Causal attention; `attention_mask` must be None, the mask is implied."""
+        if packed_seq_params is not None or attention_bias is not None:
+            raise RuntimeError("the CPU core attention takes neither packed sequences nor a bias")
+        query, key, value = (x.permute(1, 2, 0, 3) for x in (query, key, value))
+        context = F.scaled_dot_product_attention(
+            query,
+            key,
+            value,
+            is_causal=True,
+            dropout_p=self.dropout_p if self.training else 0.0,
+            scale=self.softmax_scale,
+            enable_gqa=query.shape[1] != key.shape[1],
+        )
+        return context.permute(2, 0, 1, 3).flatten(2)
+
+
+class LocalRMSNorm(torch.nn.Module):
+    """RMSNorm (arXiv 1910.07467) whose weight takes part in sequence parallelism.
+
+    `weight` `[hidden_size]` is replicated over TP. Under sequence parallelism each TP rank sees its
+    share of the positions; the mark on the weight makes Megatron sum the partial gradients.
+    """
+
+    def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5, **unused: Any) -> None:
+        super().__init__()
+        if config.normalization != "RMSNorm" or config.layernorm_zero_centered_gamma:
+            raise ValueError(
+                f"--normalization {config.normalization} is not supported without Transformer "
+                "Engine; it must be RMSNorm without --apply-layernorm-1p"
+            )
+        self.weight = torch.nn.Parameter(torch.ones(hidden_size))
+        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+        self.eps = eps
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Normalise the last dimension of `x`."""
+        return F.rms_norm(x, (x.shape[-1],), self.weight, self.eps)
+
+
+class DuplicatedLinear(torch.nn.Module):
+    """A linear layer replicated over TP, as Transformer Engine's `parallel_mode="duplicated"`.
+
+    `weight` `[out, in]`, no bias. The input is this rank's share of the positions under sequence
+    parallelism, and so is the output.
+    """
+
+    def __init__(
+        self,
+        input_size: int,
+        output_size: int,
+        *,
+        config: Any,
+        init_method: Any,
+        bias: bool,
+        parallel_mode: str,
+        **unused: Any,
+    ) -> None:
+        super().__init__()
+        assert parallel_mode == "duplicated" and not bias, (parallel_mode, bias)
+        self.weight = torch.nn.Parameter(
+            torch.empty(output_size, input_size, dtype=config.params_dtype)
+        )
+        if config.perform_initialization:
+            init_method(self.weight)
+        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, None]:
+        """`[..., in]` -> `[..., out]`; the second value is Megatron's bias, always None."""
+        return F.linear(x, self.weight), None
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None
+    ) -> dict:
+        """One replicated entry, for Megatron's distributed checkpoints."""
+        from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
+
+        return make_sharded_tensors_for_checkpoint(
+            self.state_dict(keep_vars=True), prefix, {}, sharded_offsets
+        )
+
+
+def use_local_layers(block_spec: Any, config: Any) -> Any:
+    """Put the layers of this module into a decoder block spec of Megatron, in place.
+
+    `block_spec` is what `get_gpt_decoder_block_spec(config, use_transformer_engine=False)` returns.
+    """
+    from megatron.core.transformer.identity_op import IdentityOp
+
+    for layer_spec in block_spec.layer_specs:
+        layer = layer_spec.submodules
+        layer.input_layernorm = layer.pre_mlp_layernorm = LocalRMSNorm
+        attention = layer.self_attention.submodules
+        attention.core_attention = SDPACoreAttention
+        for name in ("q_layernorm", "k_layernorm", "kv_layernorm"):
+            if getattr(attention, name, IdentityOp) not in (IdentityOp, None):
+                setattr(attention, name, LocalRMSNorm)
+        if config.multi_latent_attention and config.q_lora_rank is None:
+            attention.q_layernorm = IdentityOp  # no query latent to normalise
+        for name in ("linear_q_down_proj", "linear_kv_down_proj"):
+            if hasattr(attention, name):
+                setattr(attention, name, DuplicatedLinear)
+    block_spec.layer_norm = LocalRMSNorm
+    return block_spec
+
+
+def needed() -> bool:
+    """True where Transformer Engine is absent."""
+    from megatron.core.transformer import multi_latent_attention
+
+    return not multi_latent_attention.HAVE_TE
+
+
+def apply() -> None:
+    """Bind the three names that Megatron leaves empty without Transformer Engine."""
+    from megatron.core.models.hybrid import hybrid_block
+    from megatron.core.transformer import multi_latent_attention
+    from megatron.core.transformer.moe import moe_utils
+
+    multi_latent_attention.TELinear = DuplicatedLinear
+    if not hasattr(moe_utils, "te_general_gemm"):
+        moe_utils.te_general_gemm = None
+    hybrid_block.TENorm = LocalRMSNorm
+
+
+PATCH = Patch(
+    name="megatron.local_layers",
+    package="megatron-core",
+    versions=("0.19.2",),
+    reason="MLA can be built without Transformer Engine",
+    needed=needed,
+    apply=apply,
+)

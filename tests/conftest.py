@@ -1,0 +1,63 @@
+"""Fixtures that several test files share."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from tests.rank_pool import ENVIRONMENT, ROOT, RankPool
+
+os.environ.update({name: value for name, value in ENVIRONMENT.items() if name != "MASTER_ADDR"})
+
+
+def load_script(name: str) -> ModuleType:
+    """A module of scripts/, which is no package."""
+    if str(ROOT / "scripts") not in sys.path:
+        sys.path.insert(0, str(ROOT / "scripts"))
+    spec = importlib.util.spec_from_file_location(name, ROOT / "scripts" / f"{name}.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="session")
+def checkpoint_factory(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """`factory(arch, size="micro", **options)`: a random checkpoint, made once per test session."""
+    script = load_script("make_tiny_deepseek")
+    made: dict[str, Path] = {}
+
+    def factory(arch: str = "deepseek_v3", size: str = "micro", **options: object) -> Path:
+        key = repr((arch, size, sorted(options.items())))
+        if key not in made:
+            folder = tmp_path_factory.mktemp(arch) / "checkpoint"
+            made[key] = script.make_checkpoint(folder, arch=arch, size=size, **options)
+        return made[key]
+
+    return factory
+
+
+@pytest.fixture(scope="session")
+def ranks() -> Iterator[RankPool]:
+    """Processes that play the ranks of small jobs."""
+    pool = RankPool()
+    yield pool
+    pool.close()
+
+
+@pytest.fixture(scope="session")
+def warmed_checkpoint() -> Path:
+    """Made once, in minutes, and cached where `scripts/run_deepseek_moe.sh` looks for it."""
+    if named := os.environ.get("MCORE_RL_TINY_CHECKPOINT"):
+        return Path(named)
+    cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    root = Path(os.environ.get("MCORE_RL_CACHE") or Path(cache) / "mcore_rl")
+    script = load_script("make_tiny_deepseek")
+    return script.make_checkpoint(root / "tiny_deepseek_v3", warm_up=True)

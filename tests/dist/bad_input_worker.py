@@ -1,0 +1,94 @@
+"""What the ranks of test_bad_input.py do; `tests.rank_pool` calls these by name."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+
+from mcore_rl.agreement import agreed, open_store
+from mcore_rl.errors import UsageError
+from mcore_rl.preflight import check_command_line
+from mcore_rl.run_parts import check_data
+
+
+class ParameterCounter:
+    """Counts the parameters that modules of this process get from now on."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        torch.nn.modules.module.register_module_parameter_registration_hook(self._add)
+
+    def _add(self, *_: Any) -> None:
+        self.count += 1
+
+
+def start(
+    entry: str,
+    tokens: list[str],
+    report: str,
+    installed: dict[str, str],
+    folders: list[str],
+    unset: list[str],
+) -> None:
+    """Do what `python -m <entry> <tokens>` does; this ends the process.
+
+    `<report>.<rank>.stderr` is what it printed, `<report>.<rank>.json` how far it came. `installed`
+    has this process believe in other versions of packages; `folders` are the ranks' working
+    directories, as on hosts with disks of their own; `unset` variables are as under a launcher that
+    does not set them.
+    """
+    rank = os.environ["RANK"]
+    os.dup2(os.open(f"{report}.{rank}.stderr", os.O_CREAT | os.O_WRONLY), 2)
+    report_at_exit(Path(f"{report}.{rank}.json"))
+    version = importlib.metadata.version
+    importlib.metadata.version = lambda name: installed.get(name) or version(name)
+    if folders:
+        os.chdir(folders[int(rank)])
+    for name in unset:
+        del os.environ[name]
+    sys.exit(importlib.import_module(entry).main(tokens))
+
+
+def report_at_exit(path: Path) -> None:
+    """Have this process write whether torch.distributed runs and how many parameters were made."""
+    parameters, leave = ParameterCounter(), os._exit
+
+    def write_and_leave(code: int) -> NoReturn:
+        facts = {"is_initialized": dist.is_initialized(), "num_parameters": parameters.count}
+        path.write_text(json.dumps(facts))
+        leave(code)
+
+    os._exit = write_and_leave
+
+
+def count_parameters_of_a_layer() -> int:
+    parameters = ParameterCounter()
+    torch.nn.Linear(2, 2)
+    return parameters.count
+
+
+def check(tokens: list[str]) -> str:
+    """All the checks of mcore_rl.train and nothing else; returns the layout they found."""
+    checked = check_command_line(tokens, has_cuda=False)
+    check_data(checked)
+    return checked.train_layout.describe()
+
+
+def agree(failing: list[int], is_bug: bool) -> str:
+    """Agree on a check that raises on the ranks `failing`."""
+    rank = int(os.environ["RANK"])
+
+    def content() -> str:
+        if rank in failing:
+            raise (KeyError if is_bug else UsageError)(f"rank {rank} is not\n  content")
+        return f"rank {rank} is content"
+
+    return agreed(content, open_store(), stage="test")

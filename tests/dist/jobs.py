@@ -1,0 +1,192 @@
+"""What a rank does in the distributed tests; run by `tests.rank_pool`, which calls these by name."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from mcore_rl.actor import Actor
+from mcore_rl.checkpoint import export
+from mcore_rl.hybrid_engine.sharding_manager import ReshardReport, _RngState, log_reshard
+from mcore_rl.hybrid_engine.vllm_engine import VLLMEngine
+from mcore_rl.packing import shard_for_data_parallel, split_mini_batches
+from mcore_rl.run_parts import build_manager, engine_config, setup_logging
+from mcore_rl.startup import Job, build_actor, start
+from mcore_rl.types import Prompt, TrainBatch
+from mcore_rl.verify import overwrite_with_zeros, stored_digests
+
+from megatron.core.tensor_parallel import get_cuda_rng_tracker  # isort: skip  (after the patches)
+
+
+def started(flags: list[str], *, in_float32: bool = False) -> tuple[Job, Actor, Any]:
+    """Megatron running with a checkpoint in it; `in_float32` is how it will be exported."""
+    setup_logging()
+    with open("/dev/null", "w") as log:
+        job = start(flags, log=log)
+        if in_float32:
+            tensors = {
+                name: dataclasses.replace(info, dtype="float32", itemsize=4)
+                for name, info in job.checkpoint.tensors.items()
+            }
+            checkpoint = dataclasses.replace(job.checkpoint, tensors=tensors)
+            job = dataclasses.replace(job, checkpoint=checkpoint)
+        state, shards = build_actor(job, log=log)
+    return job, Actor(job.args, job.config, state, job.train_layout), shards
+
+
+def random_tokens(vocab_size: int, samples: int = 8, positions: int = 32) -> torch.Tensor:
+    """The same `[samples, positions]` in every layout."""
+    generator = torch.Generator().manual_seed(5)
+    return torch.randint(3, vocab_size, (samples, positions), generator=generator)
+
+
+def random_batch(vocab_size: int) -> TrainBatch:
+    """Samples of different lengths with everything a GRPO update reads, the same in every layout."""
+    tokens = random_tokens(vocab_size)
+    generator = torch.Generator().manual_seed(6)
+    starts = torch.randint(2, 12, (len(tokens), 1), generator=generator)
+    ends = torch.randint(14, tokens.shape[1], (len(tokens), 1), generator=generator)
+    positions = torch.arange(tokens.shape[1])
+    noise = torch.randn(3, *tokens.shape, generator=generator)
+    return TrainBatch(
+        token_ids=tokens,
+        loss_mask=(positions >= starts) & (positions < ends),
+        rollout_log_probs=noise[0] * 0.1 - 6,
+        advantages=torch.randn(len(tokens), generator=generator),
+        old_log_probs=noise[1] * 0.2 - 6.4,
+        ref_log_probs=noise[2] * 0.2 - 6.4,
+    )
+
+
+def log_probs_and_export(flags: list[str], target: str) -> list[list[float]]:
+    """Log-probs of `random_tokens` by Megatron, then the model back as a checkpoint."""
+    job, actor, shards = started(flags)
+    batch = random_batch(job.shape.vocab_size)
+    mine = shard_for_data_parallel(
+        batch, job.train_layout.dp_rank(dist.get_rank()), job.train_layout.dp_size
+    )
+    log_probs = gathered(job, actor.log_probs(mine))
+    # Several files and several writers, whatever the size of the model.
+    export(shards, job.checkpoint, Path(target), max_file_bytes=1 << 17, bucket_bytes=1 << 14)
+    dist.destroy_process_group()
+    return log_probs.tolist()
+
+
+def gathered(job: Job, values: torch.Tensor) -> torch.Tensor:
+    """Rows of all DP ranks in the order of the whole batch."""
+    layout = job.train_layout
+    parts: list[Any] = [None] * layout.world_size
+    dist.all_gather_object(parts, (layout.dp_rank(dist.get_rank()), values))
+    whole = torch.empty(len(values) * layout.dp_size, *values.shape[1:])
+    for dp_rank, part in parts:
+        whole[dp_rank :: layout.dp_size] = part
+    return whole
+
+
+def grpo_updates(flags: list[str], target: str) -> dict[str, list[float]]:
+    """Two updates with the GRPO loss, all its terms on; the float32 weights go to `target`."""
+    job, actor, shards = started(flags, in_float32=True)
+    batch = shard_for_data_parallel(
+        random_batch(job.shape.vocab_size),
+        job.train_layout.dp_rank(dist.get_rank()),
+        job.train_layout.dp_size,
+    )
+    found: dict[str, list[float]] = {"grad_norm": [], "policy_loss": [], "kl": [], "entropy": []}
+    for mini_batch in split_mini_batches(batch, 2):
+        stats = actor.update(mini_batch)
+        found["grad_norm"].append(stats.result.grad_norm)
+        for name in ("policy_loss", "kl", "entropy"):
+            found[name].append(float(getattr(stats.sums, name) / stats.sums.num_tokens))
+    export(shards, job.checkpoint, Path(target))
+    dist.destroy_process_group()
+    return found
+
+
+def hand_over(flags: list[str]) -> dict[str, Any]:
+    """Everything that is asked of a hand-over, in one start of the engines."""
+    job, actor, shards = started(flags)
+    engine = VLLMEngine(engine_config(job, load_format="auto"))
+    from_disk = stored_digests(engine)
+    manager = build_manager(job, shards, engine)
+    events: list[tuple[str, ReshardReport]] = []
+    manager.on_reshard_start.append(lambda report: events.append(("start", report)))
+    manager.on_reshard_end.append(lambda report: events.append(("end", report)))
+    overwrite_with_zeros(engine, job, from_disk)
+
+    before = _RngState.capture()
+    expected_draws = _draw()
+    before.restore()
+    with manager:
+        handed_over = stored_digests(engine)
+        spoken_to = sorted(manager._transfer.stats.ranks_spoken_to)
+        first = _sample(engine, job)
+        torch.rand(3)  # rollout draws from the same generators
+    draws = _draw()
+
+    # An update changes the weights, and the next hand-over must bring them.
+    mini_batch = shard_for_data_parallel(
+        split_mini_batches(random_batch(job.shape.vocab_size), 2)[0],
+        job.train_layout.dp_rank(dist.get_rank()),
+        job.train_layout.dp_size,
+    )
+    actor.update(dataclasses.replace(mini_batch, ref_log_probs=None))
+    with manager:
+        updated = stored_digests(engine)
+        second = _sample(engine, job)
+        prompt = random_tokens(job.shape.vocab_size)[0].tolist()
+        vllm = engine.prompt_log_probs([prompt])[0]
+    megatron = actor.log_probs(
+        dataclasses.replace(mini_batch, token_ids=random_tokens(job.shape.vocab_size)[:4])
+    )
+    engine.close()
+    result = {
+        "stored_equal": from_disk == handed_over,
+        "num_stored": len(from_disk),
+        "num_changed_by_update": sum(updated[n] != handed_over[n] for n in handed_over),
+        "rng_restored": expected_draws == draws,
+        "first_tokens": first,
+        "second_tokens": second,
+        "engine": [engine_index(job), job.rollout_layout.tp_rank(dist.get_rank())],
+        "spoken_to": spoken_to,
+        "pp_group": list(job.train_layout.pp_group(dist.get_rank())),
+        "events": [(kind, r.direction, r.weight_version) for kind, r in events],
+        "received_bytes": [r.received_bytes for kind, r in events if kind == "end"],
+        "lower_bound_bytes": manager.lower_bound_bytes,
+        "log_line": log_reshard(events[1][1], 0.25),
+        "mean_difference_after_update": float(
+            (megatron[0, :-1] - torch.from_numpy(vllm)).abs().mean()
+        ),
+        "shared_memory": [p.name for p in Path("/dev/shm").iterdir() if str(os.getpid()) in p.name],
+    }
+    dist.destroy_process_group()
+    return result
+
+
+def engine_index(job: Job) -> int:
+    return job.rollout_layout.engine_index(dist.get_rank())
+
+
+def _draw() -> list[Any]:
+    """One draw from every generator that training uses."""
+    with get_cuda_rng_tracker().fork():
+        tracked = torch.rand(2).tolist()
+    return [torch.rand(2).tolist(), tracked, random.random(), np.random.rand()]
+
+
+def _sample(engine: VLLMEngine, job: Job) -> list[list[int]]:
+    """The same prompts on every engine, so that only the generators can make a difference."""
+    prompts = [
+        Prompt(index=i, text="", answer="", token_ids=np.arange(5 + i, 15 + i, dtype=np.int32))
+        for i in range(4)
+    ]
+    rollouts = engine.generate(
+        prompts, num_samples=2, temperature=1.0, max_tokens=8, weight_version=1
+    )
+    return [rollout.response_token_ids.tolist() for rollout in rollouts]

@@ -1,0 +1,153 @@
+"""Rank jobs about the policy head and the optimizer; run by `tests.rank_pool`."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from mcore_rl import megatron_adapter
+from mcore_rl.packing import shard_for_data_parallel, split_mini_batches
+from mcore_rl.policy_model import as_policy, make_actor_provider
+from tests.dist.jobs import random_batch, random_tokens, started
+
+# After the patches, which mcore_rl.megatron_adapter applies.
+from megatron.core import parallel_state  # isort: skip
+from megatron.core.models.hybrid.hybrid_block import HybridStack, HybridStackSubmodules  # isort: skip
+from megatron.core.models.hybrid.hybrid_model import HybridModel  # isort: skip
+from megatron.core.process_groups_config import ProcessGroupCollection  # isort: skip
+from megatron.core.transformer.identity_op import IdentityFuncOp, IdentityOp  # isort: skip
+from megatron.core.transformer.spec_utils import ModuleSpec  # isort: skip
+from megatron.core.transformer.transformer_layer import TransformerLayer  # isort: skip
+
+
+def _hybrid_model(args: Any, config: Any) -> HybridModel:
+    """Attention and MLP layers in turn, from the layers that a GPTModel would have."""
+    layer = megatron_adapter.block_spec(config, None).layer_specs[0].submodules
+    attention, mlp = copy.copy(layer), copy.copy(layer)
+    attention.mlp = attention.pre_mlp_layernorm = IdentityOp
+    attention.mlp_bda = IdentityFuncOp
+    mlp.self_attention = mlp.input_layernorm = IdentityOp
+    mlp.self_attn_bda = IdentityFuncOp
+    stack = ModuleSpec(
+        module=HybridStack,
+        submodules=HybridStackSubmodules(
+            attention_layer=ModuleSpec(module=TransformerLayer, submodules=attention),
+            mlp_layer=ModuleSpec(module=TransformerLayer, submodules=mlp),
+        ),
+    )
+    return HybridModel(
+        config=config,
+        hybrid_stack_spec=stack,
+        vocab_size=args.padded_vocab_size,
+        max_sequence_length=64,
+        hybrid_layer_pattern="*-" * (config.num_layers // 2),
+        position_embedding_type="rope",
+        pg_collection=ProcessGroupCollection.use_mpu_process_groups(),
+    )
+
+
+def policy_against_logits(flags: list[str], model_class: str) -> dict[str, Any]:
+    """Log-probs, entropy and gradients of a policy, and the same from its own full logits."""
+    job, _, _ = started(flags)
+    # Of its own and not under DDP, which would take the gradients away.
+    if model_class == "HybridModel":
+        base = _hybrid_model(job.args, megatron_adapter.transformer_config(job.args))
+    else:
+        groups = ProcessGroupCollection.use_mpu_process_groups()
+        base = make_actor_provider(job.args, job.shape)(pg_collection=groups)
+    built = type(base)
+    model = as_policy(base, real_vocab_size=job.shape.vocab_size, chunk_tokens=7)
+    assert built.__name__ == model_class and isinstance(model, built)
+    # Padding rows must not count, whatever is in them.
+    if dist.get_rank() == dist.get_world_size() - 1:
+        padding = job.args.padded_vocab_size - job.shape.vocab_size
+        model.output_layer.weight.data[-padding:] = 3.0
+
+    tokens = random_tokens(job.shape.vocab_size, samples=2)
+    inputs = (tokens, torch.arange(tokens.shape[1]).expand(2, -1), None)
+    targets, temperature = tokens.roll(-1, dims=1), 0.7
+    scores = model(*inputs, target_ids=targets, temperature=temperature)
+    scores.sum().backward()
+    gradient = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad()
+
+    group = parallel_state.get_tensor_model_parallel_group()
+    logits = model(*inputs)  # [b, s, v/tp], this rank's part of the padded vocabulary
+    shards = [torch.empty_like(logits) for _ in range(group.size())]
+    dist.all_gather(shards, logits.detach(), group=group)
+    shards[group.rank()] = logits
+    whole = torch.cat(shards, dim=-1)[..., : job.shape.vocab_size] / temperature
+    log_probs = whole.log_softmax(-1)
+    expected = torch.stack(
+        (
+            log_probs.gather(-1, targets[..., None])[..., 0],
+            -(log_probs.exp() * log_probs).sum(-1),
+        ),
+        dim=-1,
+    )
+    expected.sum().backward()
+    difference = {
+        name: float((gradient[name] - parameter.grad).abs().max())
+        for name, parameter in model.named_parameters()
+        if parameter.grad is not None
+    }
+    result = {
+        "shape": list(scores.shape),
+        "dtype": str(scores.dtype),
+        "difference": float((scores - expected).abs().max()),
+        "gradient_difference": max(difference.values()),
+        "gradient": max(float(g.abs().max()) for g in gradient.values()),
+        "num_gradients": len(difference),
+        "same_parameters": set(gradient) == set(difference),
+    }
+    dist.destroy_process_group()
+    return result
+
+
+def nonfinite_gradient(flags: list[str], culprit: int) -> dict[str, Any]:
+    """Rank `culprit` finds a nan in one of its gradients; then a healthy update follows."""
+    job, actor, _ = started(flags)
+    batches = [
+        shard_for_data_parallel(
+            part, job.train_layout.dp_rank(dist.get_rank()), job.train_layout.dp_size
+        )
+        for part in split_mini_batches(random_batch(job.shape.vocab_size), 2)
+    ]
+    name, parameter = next(
+        (n, p)
+        for n, p in actor.state.chunks[0].named_parameters()
+        if n.endswith("linear_proj.weight")
+    )
+    step = actor.optimizer.step
+
+    def poisoned(num_samples: int) -> Any:
+        if dist.get_rank() == culprit:
+            parameter.main_grad.view(-1)[3] = float("nan")
+        return step(num_samples)
+
+    before = parameter.detach().clone()
+    rate = actor.optimizer.learning_rate
+    actor.optimizer.step = poisoned  # type: ignore[method-assign]
+    error, skipped = "", False
+    try:
+        skipped = actor.update(batches[0]).result.skipped
+    except RuntimeError as raised:
+        error = str(raised)
+    unchanged = bool(torch.equal(before, parameter))
+    actor.optimizer.step = step  # type: ignore[method-assign]
+    healthy = actor.update(batches[1]).result
+    result = {
+        "error": error,
+        "skipped": skipped,
+        "unchanged": unchanged,
+        "rate": rate,
+        "name": name,
+        "healthy_skipped": healthy.skipped,
+        "healthy_norm": healthy.grad_norm,
+        "finite": all(bool(torch.isfinite(p).all()) for p in actor.state.chunks[0].parameters()),
+    }
+    dist.destroy_process_group()
+    return result

@@ -1,0 +1,74 @@
+"""Megatron against transformers, and a checkpoint there and back, over splits and architectures."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from tests.dist.jobs import random_tokens
+from tests.dist.layouts import SPLITS, job_flags
+from tests.rank_pool import RankPool
+
+# Every split of the two main architectures; the others where their own tensors matter.
+CASES = [
+    *(("deepseek_v3", {}, split) for split in SPLITS),
+    *(("qwen3_moe", {}, split) for split in SPLITS),
+    ("deepseek_v2", {}, "tp2_pp2_ep2"),
+    ("qwen3", {"tie_word_embeddings": True}, "tp2_pp2_ep1"),
+    ("deepseek_v3", {"num_mtp_layers": 1}, "tp1_pp1_ep1"),
+]
+SPLITS.setdefault("tp2_pp2_ep1", (2, 2, 1, 4))
+
+
+def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
+    tensors: dict[str, torch.Tensor] = {}
+    for file in sorted(folder.glob("*.safetensors")):
+        tensors.update(load_file(file))
+    return tensors
+
+
+@pytest.mark.parametrize(
+    ("arch", "options", "split"), CASES, ids=lambda v: v if isinstance(v, str) else "-".join(v)
+)
+def test_log_probs_and_export_equal_transformers_in_float32(
+    arch: str,
+    options: dict,
+    split: str,
+    checkpoint_factory: Callable[..., Path],
+    ranks: RankPool,
+    tmp_path: Path,
+) -> None:
+    checkpoint = checkpoint_factory(arch, **options)
+    target = tmp_path / "exported"
+    results = ranks.run(
+        "tests.dist.jobs:log_probs_and_export",
+        world_size=SPLITS[split][3],
+        arguments={"flags": job_flags(checkpoint, split), "target": str(target)},
+    )
+
+    model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
+    tokens = random_tokens(model.config.vocab_size)
+    with torch.no_grad():
+        logits = model(tokens).logits.double()
+    expected = logits.log_softmax(-1)[:, :-1].gather(-1, tokens[:, 1:, None])[..., 0]
+    for found in results:  # every rank has all of them
+        difference = (torch.tensor(found)[:, :-1] - expected).abs().max()
+        assert difference <= 1e-4
+
+    before, after = tensors_of(checkpoint), tensors_of(target)
+    kept = {name for name in before if not name.startswith(f"model.layers.{_layers(model)}.")}
+    assert after.keys() == kept and len(kept) > 20
+    for name in kept:
+        assert after[name].dtype == before[name].dtype, name
+        assert torch.equal(after[name], before[name]), name
+    assert len(list(target.glob("*.safetensors"))) > 1, "one file shows nothing about several"
+    AutoModelForCausalLM.from_pretrained(target)
+
+
+def _layers(model: torch.nn.Module) -> int:
+    return model.config.num_hidden_layers

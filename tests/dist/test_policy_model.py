@@ -1,0 +1,60 @@
+"""The policy head on Megatron's model classes, against the full logits of the same model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.dist.layouts import job_flags
+from tests.rank_pool import RankPool
+
+
+@pytest.mark.parametrize("split", ["tp1_pp1_ep1", "tp2_pp1_ep1"])
+@pytest.mark.parametrize("model_class", ["GPTModel", "HybridModel"])
+def test_policy_equals_softmax_of_logits_in_value_and_gradient(
+    model_class: str, split: str, checkpoint_factory: Callable[..., Path], ranks: RankPool
+) -> None:
+    results = ranks.run(
+        "tests.dist.policy_jobs:policy_against_logits",
+        world_size=2 if split.startswith("tp2") else 1,
+        arguments={
+            "flags": job_flags(checkpoint_factory("qwen3"), split),
+            "model_class": model_class,
+        },
+    )
+    for result in results:
+        assert result["shape"] == [2, 32, 2] and result["dtype"] == "torch.float32"
+        assert result["same_parameters"] and result["num_gradients"] > 10
+        assert result["difference"] <= 1e-5
+        # The reference's gradient of a TP shard goes through its own slice of the logits only, which
+        # is what a vocabulary shard owns; float32 sums in another order.
+        assert result["gradient"] > 0.1
+        assert result["gradient_difference"] <= 2e-5 * max(1.0, result["gradient"])
+
+
+@pytest.mark.parametrize("policy", ["stop", "skip"])
+def test_nonfinite_gradient_is_named_and_handled_on_all_ranks(
+    policy: str, checkpoint_factory: Callable[..., Path], ranks: RankPool
+) -> None:
+    results = ranks.run(
+        "tests.dist.policy_jobs:nonfinite_gradient",
+        world_size=2,
+        arguments={
+            "flags": job_flags(
+                checkpoint_factory("qwen3"),
+                "tp1_pp2_ep1",
+                *("--rl-on-nonfinite-grad", policy, "--lr", "1e-3"),
+            ),
+            "culprit": 1,
+        },
+    )
+    for result in results:
+        assert result["unchanged"] and result["finite"]
+        assert not result["healthy_skipped"] and result["healthy_norm"] > 0
+        if policy == "stop":
+            assert f"rank 1: {results[1]['name']}" in result["error"]
+            assert "--rl-on-nonfinite-grad skip" in result["error"]
+        else:
+            assert result["skipped"] and not result["error"]

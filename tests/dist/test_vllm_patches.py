@@ -1,0 +1,126 @@
+"""Each repair of vLLM: what happens without it, and that it does not happen with it.
+
+What vLLM does is in `vllm_patches_worker`, which runs all cases once, in processes of their own.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.rank_pool import ENVIRONMENT, ROOT
+
+pytestmark = [pytest.mark.timeout(400), pytest.mark.slow]
+
+
+@pytest.fixture(scope="module")
+def cases(
+    checkpoint_factory: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, Any]:
+    """Case -> what its ranks returned or how they ended, and the segments they left in /dev/shm."""
+    # One model for all: routed experts, and an output layer tied to the embedding.
+    checkpoint = checkpoint_factory("qwen3_moe", tie_word_embeddings=True)
+    out = tmp_path_factory.mktemp("patches") / "out.json"
+    run = subprocess.run(
+        [sys.executable, "-m", "tests.dist.vllm_patches_worker", out, checkpoint],
+        cwd=ROOT,
+        env={**os.environ, **ENVIRONMENT},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert run.returncode == 0, run.stderr[-4000:]
+    return json.loads(out.read_text())
+
+
+def _scores(cases: dict[str, Any], case: str) -> np.ndarray:
+    (rank,) = cases[case]["ranks"]
+    assert "result" in rank, rank
+    return np.array(rank["result"])
+
+
+def test_a_reload_leaves_what_a_start_from_disk_leaves(cases):
+    assert np.array_equal(_scores(cases, "reloaded"), _scores(cases, "started from disk"))
+
+
+@pytest.mark.parametrize(
+    "patch", ["vllm.repack_experts_on_reload", "vllm.repack_tied_weights_on_reload"]
+)
+def test_a_reload_computes_with_other_weights_without_the_patch(cases, patch):
+    difference = _scores(cases, f"reloaded without {patch}") - _scores(cases, "started from disk")
+    assert np.abs(difference).max() > 0.02
+
+
+def test_expert_parallelism_crashes_without_the_patch(cases):
+    ranks = cases["expert parallel unpatched"]["ranks"]
+    assert any(rank.get("died_of") == "SIGSEGV" for rank in ranks)
+
+
+def test_expert_parallelism_gives_the_scores_of_one_rank_with_the_patch(cases):
+    """The ranks' partial sums are rounded to bf16: 8 bits, at log-probs of about 5."""
+    expected = _scores(cases, "started from disk")
+    for rank in cases["expert parallel"]["ranks"]:
+        assert np.abs(np.array(rank["result"]) - expected).mean() < 0.03
+
+
+def test_a_leftover_segment_stops_the_next_run_without_the_patch(cases):
+    errors = [rank.get("error", "") for rank in cases["beside a leftover unpatched"]["ranks"]]
+    assert any("create shm in SHMManager failed. errno: 17" in error for error in errors)
+
+
+def test_a_leftover_segment_does_not_matter_with_the_patch(cases):
+    ranks = cases["beside a leftover"]["ranks"]
+    assert [rank["result"]["total"] for rank in ranks] == [[3.0] * 8] * 2
+    first, second = (rank["result"]["name"] for rank in ranks)
+    assert first == second
+    assert first.startswith("mcore_rl-")
+
+
+def test_a_killed_run_leaves_segments_without_the_patch_only(cases):
+    for case in ("killed", "killed unpatched"):
+        assert [rank["died_of"] for rank in cases[case]["ranks"]] == ["SIGKILL"] * 2
+    assert len(cases["killed unpatched"]["left"]) == 2
+    assert cases["killed"]["left"] == []
+
+
+def test_only_what_dead_runs_of_ours_left_is_removed(cases):
+    (rank,) = cases["leftovers"]["ranks"]
+    assert rank["result"] == {
+        "alive": True,
+        "dead": False,
+        "pid_reused": False,
+        "other_namespace": True,
+        "not_ours": True,
+    }
+
+
+def test_vllm_loads_the_patches_through_its_plugins_once():
+    code = """
+import logging, sys
+logging.basicConfig(level=logging.INFO, stream=sys.stdout, format="%(message)s")
+from vllm.plugins import load_general_plugins
+load_general_plugins()
+from mcore_rl.patches.registry import applied_patches
+from mcore_rl.patches.vllm import patches, register
+register()
+assert sorted(applied_patches()) == sorted(p.name for p in patches()), applied_patches()
+"""
+    run = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=ROOT,
+        env={**os.environ, **ENVIRONMENT, "VLLM_CONFIGURE_LOGGING": "0"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert run.returncode == 0, run.stderr[-4000:]
+    lines = [line for line in run.stdout.splitlines() if line.startswith("[Patch] vllm.")]
+    assert len(lines) == len({line.split()[1] for line in lines}) == 5

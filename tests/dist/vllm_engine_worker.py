@@ -1,0 +1,309 @@
+"""What two ranks do for the tests of the engine: put engines through it, and tell what happened.
+
+All engines live one after the other in the same two processes: importing vLLM costs more than any
+of them, and closing one must leave everything as it was.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file
+from transformers import AutoTokenizer
+
+from mcore_rl.hybrid_engine.boxes import Box, volume
+from mcore_rl.hybrid_engine.needs import learn_needs
+from mcore_rl.hybrid_engine.sliced_tensor import SlicedTensor
+from mcore_rl.hybrid_engine.vllm_engine import EngineConfig, VLLMEngine
+from mcore_rl.types import Prompt, Rollout
+
+Weights = Mapping[str, torch.Tensor]
+SEQUENCES = [list(range(5, 37)), list(range(40, 50))]
+
+
+def start(checkpoint: Path, load_format: str = "auto", **config: Any) -> VLLMEngine:
+    return VLLMEngine(
+        EngineConfig(
+            model_dir=checkpoint,
+            load_format=load_format,
+            max_model_len=128,
+            max_num_seqs=32,
+            kv_cache_bytes=1 << 26,
+            **config,
+        )
+    )
+
+
+def metadata_of(weights: Weights) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+    return {name: (tuple(t.shape), t.dtype) for name, t in weights.items()}
+
+
+def slices(weights: Weights, needs: Mapping[str, Iterable[Box]]) -> dict[str, SlicedTensor]:
+    """Stand-ins that hold the needed boxes and nothing else."""
+    return {
+        name: SlicedTensor(
+            name,
+            whole.shape,
+            whole.dtype,
+            [(box, whole[tuple(slice(*r) for r in box)].clone()) for box in needs[name]],
+        )
+        for name, whole in weights.items()
+    }
+
+
+def snapshot(engine: VLLMEngine) -> dict[str, torch.Tensor]:
+    return {name: tensor.clone() for name, tensor in engine.stored_tensors()}
+
+
+def differing(engine: VLLMEngine, before: Weights) -> list[str]:
+    """Which stored tensors are not what they were, bit for bit."""
+    now = dict(engine.stored_tensors())
+    assert now.keys() == before.keys()
+    return sorted(name for name, tensor in now.items() if not torch.equal(tensor, before[name]))
+
+
+def error_of(action: Callable[[], object]) -> str:
+    try:
+        action()
+    except Exception as error:  # the tests look at what it is
+        return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
+def weights_of(checkpoint: Path) -> tuple[Weights, Weights]:
+    """The checkpoint's tensors: those of the model, and those of its MTP layers."""
+    weights = load_file(checkpoint / "model.safetensors")
+    num_layers = json.loads((checkpoint / "config.json").read_text())["num_hidden_layers"]
+    mtp = {n: t for n, t in weights.items() if n.startswith(f"model.layers.{num_layers}.")}
+    return {n: t for n, t in weights.items() if n not in mtp}, mtp
+
+
+def hand_over(checkpoint: Path, **config: Any) -> dict[str, Any]:
+    """Load from disk, learn, load zeros, load slices: what is stored after each."""
+    weights, mtp = weights_of(checkpoint)
+    engine = start(checkpoint, **config)
+    stored, scores = snapshot(engine), engine.prompt_log_probs(SEQUENCES)
+
+    def scores_differ() -> bool:
+        return any(
+            not np.array_equal(a, b)
+            for a, b in zip(scores, engine.prompt_log_probs(SEQUENCES), strict=True)
+        )
+
+    needs = engine.learn_needs(metadata_of({**weights, **mtp}))
+    result: dict[str, Any] = {
+        "score_lengths": [len(s) for s in scores],
+        "after_learning": [differing(engine, stored), scores_differ()],
+        "needs": needs,
+        "needed_elements": sum(volume(b) for boxes in needs.values() for b in boxes),
+        "elements": sum(t.numel() for t in weights.values()),
+        "mtp_needs": [needs[name] for name in mtp],
+    }
+    engine.reload((name, torch.zeros_like(t)) for name, t in weights.items())
+    result["same_as_zeros"] = sorted(stored.keys() - set(differing(engine, stored)))
+    for _ in range(2):  # the second time the loaders have been wrapped before
+        engine.reload(slices(weights, needs).items())
+    result["after_slices"] = [differing(engine, stored), scores_differ()]
+    result["learnt_again_differs"] = differing_needs(engine, weights, needs)
+    result["num_stored"] = len(stored)
+    result["close"] = close(engine)
+    return result
+
+
+def differing_needs(
+    engine: VLLMEngine, weights: Weights, before: Mapping[str, tuple[Box, ...]]
+) -> list[str]:
+    """Learn once more, in the reverse order and after reloads."""
+    again = learn_needs(engine, dict(reversed(metadata_of(weights).items())))
+    return [name for name in weights if again[name] != before[name]]
+
+
+def close(engine: VLLMEngine) -> dict[str, Any]:
+    """Segments in /dev/shm that this process has mapped, and the world, before and after."""
+
+    def mapped_segments() -> list[str]:
+        maps = Path("/proc/self/maps").read_text()
+        paths = set(re.findall(r"(/dev/shm/\S+)$", maps, re.MULTILINE))
+        return sorted(path for path in paths if os.path.exists(path))
+
+    before = mapped_segments()
+    named = [p.name for p in Path("/dev/shm").glob(f"mcore_rl-*-{os.getpid()}-*")]
+    dist.barrier()
+    engine.close()
+    engine.close()
+    dist.barrier()
+    total = torch.ones(1)
+    dist.all_reduce(total)
+    left = [path for path in before if os.path.exists(path)]
+    return {"before": before, "named": named, "left": left, "world_sum": total.item()}
+
+
+def strictness(checkpoint: Path) -> dict[str, str]:
+    """What faulty hand-overs raise; each but the last leaves an engine that refuses to generate."""
+    weights, mtp = weights_of(checkpoint)
+    engine = start(checkpoint, "dummy")
+    norm, expert = "model.norm.weight", "model.layers.1.mlp.experts.3.up_proj.weight"
+
+    def without(name: str) -> Weights:
+        return {n: t for n, t in weights.items() if n != name}
+
+    def twice() -> Iterable[tuple[str, torch.Tensor]]:
+        yield from weights.items()
+        yield norm, weights[norm]
+
+    def reload(changed: Weights) -> str:
+        return error_of(lambda: engine.reload(changed.items()))
+
+    short = {**weights, expert: weights[expert][:-1]}
+    errors = {
+        "generate on dummy weights": error_of(lambda: engine.prompt_log_probs(SEQUENCES)),
+        "missing, nothing learnt": reload(without(expert)),
+        "generate after a failure": error_of(lambda: engine.prompt_log_probs(SEQUENCES)),
+        "unknown": reload({**weights, "model.layers.0.mlp.gate.weight": weights[norm]}),
+        "unknown expert": reload({**weights, expert.replace(".3.", ".99."): weights[expert]}),
+        "too small": reload(short),
+        "twice": error_of(lambda: engine.reload(twice())),
+    }
+    needs = engine.learn_needs(metadata_of(weights))
+    errors["missing, learnt"] = reload(without(norm))
+    held = {**needs, expert: [((0, 8), needs[expert][0][1])]}
+    errors["outside the slices"] = reload(slices(weights, held))
+    errors["complete again"] = reload(weights)
+    scores = engine.prompt_log_probs(SEQUENCES)
+    errors["without a place"] = reload({**weights, **mtp})
+    errors["sleep"] = error_of(engine.sleep)
+    errors["generate asleep"] = error_of(lambda: engine.prompt_log_probs(SEQUENCES))
+    errors["reload asleep"] = reload(weights)
+    engine.wake_weights()
+    engine.wake_kv_cache()
+    errors["wake twice"] = error_of(engine.wake_kv_cache)
+    errors["generate before reload"] = error_of(lambda: engine.prompt_log_probs(SEQUENCES))
+    errors["reload after sleep"] = reload(weights)
+    again = engine.prompt_log_probs(SEQUENCES)
+    same = all(np.array_equal(a, b) for a, b in zip(scores, again, strict=True))
+    errors["scores after all that"] = "the same" if same else "others"
+    engine.sleep(keep_weights=True)
+    engine.wake_weights()
+    engine.wake_kv_cache()
+    errors["kept weights"] = error_of(lambda: engine.prompt_log_probs(SEQUENCES))
+    errors["too long"] = error_of(lambda: engine.generate(prompts(), **sampling(max_tokens=120)))
+    engine.close()
+    return errors
+
+
+def disagreement(checkpoint: Path) -> dict[str, str]:
+    """Rank 1 lacks a slice, while the weights come by collectives: both must hear of it."""
+    weights, _ = weights_of(checkpoint)
+    engine = start(checkpoint, "dummy", tp_size=2)
+    needs = engine.learn_needs(metadata_of(weights))
+    lacking = {**needs, "model.layers.1.self_attn.o_proj.weight": ()}
+
+    def arriving(held: Mapping[str, Iterable[Box]]) -> Iterable[tuple[str, torch.Tensor]]:
+        for item in slices(weights, held).items():
+            dist.all_reduce(torch.ones(1))
+            yield item
+
+    errors = {
+        "faulty": error_of(
+            lambda: engine.reload(arriving(lacking if dist.get_rank() == 1 else needs))
+        ),
+        "generate after": error_of(lambda: engine.prompt_log_probs(SEQUENCES)),
+        "right": error_of(lambda: engine.reload(arriving(needs))),
+    }
+    engine.close()
+    return errors
+
+
+def prompts() -> list[Prompt]:
+    tokens = np.random.default_rng(0).integers(4, 60, size=(3, 12)).astype(np.int32)
+    return [Prompt(10 * i, "", "", row[: 10 + i]) for i, row in enumerate(tokens)]
+
+
+def sampling(**changes: Any) -> dict[str, Any]:
+    options = dict(num_samples=8, temperature=1.0, max_tokens=16, weight_version=3)
+    return options | changes
+
+
+def as_json(rollouts: list[Rollout]) -> list[dict[str, Any]]:
+    return [
+        {
+            "prompt": r.prompt.index,
+            "sample": r.sample_index,
+            "tokens": r.response_token_ids.tolist(),
+            "dtypes": [str(r.response_token_ids.dtype), str(r.rollout_log_probs.dtype)],
+            "log_probs": r.rollout_log_probs.tolist(),
+            "text": r.text,
+            "finish_reason": r.finish_reason,
+            "weight_version": r.weight_version,
+        }
+        for r in rollouts
+    ]
+
+
+def rollouts(checkpoint: Path, **config: Any) -> dict[str, Any]:
+    """Sample under equal and under different seeds, and score what was sampled."""
+    states = torch.get_rng_state(), np.random.get_state()[1].tolist()
+    engine = start(checkpoint, **config)
+    kept = torch.equal(states[0], torch.get_rng_state())
+    kept &= states[1] == np.random.get_state()[1].tolist()
+
+    def sample(seed: int, **changes: Any) -> list[Rollout]:
+        engine.seed_sampling(seed)
+        return engine.generate(prompts(), **sampling(**changes))
+
+    first = sample(1)
+    tokens = [np.concatenate([r.prompt.token_ids, r.response_token_ids]).tolist() for r in first]
+    scores = engine.prompt_log_probs(tokens)
+    tokenizer = AutoTokenizer.from_pretrained(checkpoint)
+    result = {
+        "place": {
+            name: getattr(engine, name)
+            for name in ("tp_rank", "ep_rank", "ep_size", "engine_index", "num_engines")
+        },
+        "random_state_kept": kept,
+        "first": as_json(first),
+        "again": as_json(sample(1)),
+        "own_seed": as_json(sample(100 + engine.engine_index)),
+        "greedy": as_json(sample(2, temperature=0.0, num_samples=1)),
+        "narrow": as_json(sample(3, temperature=0.5, top_k=2)),
+        "ignore_eos": as_json(sample(1, ignore_eos=True)),
+        "scores": [
+            score[len(r.prompt.token_ids) - 1 :].tolist()
+            for score, r in zip(scores, first, strict=True)
+        ],
+        "texts": [
+            tokenizer.decode(r.response_token_ids.tolist(), skip_special_tokens=True) for r in first
+        ],
+    }
+    engine.close()
+    return result
+
+
+def run(checkpoints: dict[str, str]) -> dict[str, Any]:
+    """Everything, on this rank. `checkpoints` maps architectures to directories."""
+    paths = {name: Path(path) for name, path in checkpoints.items()}
+    dist.init_process_group("gloo")
+    parallel = dict(tp_size=2, enable_expert_parallel=True)
+    v3 = paths["deepseek_v3"]
+    return {
+        "hand_over": {
+            "deepseek_v3, TP2 with EP": hand_over(v3, **parallel),
+            "deepseek_v3, TP2": hand_over(v3, tp_size=2),
+            "deepseek_v2, TP2 with EP": hand_over(paths["deepseek_v2"], **parallel),
+            "qwen3_moe, TP2 with EP": hand_over(paths["qwen3_moe"], **parallel),
+            "qwen3_moe, TP1": hand_over(paths["qwen3_moe"]),
+            "qwen3, tied, TP2": hand_over(paths["qwen3"], tp_size=2),
+        },
+        "strictness": strictness(v3),
+        "disagreement": disagreement(v3),
+        "one engine of two": rollouts(v3, **parallel),
+        "two engines of one": rollouts(v3),
+    }

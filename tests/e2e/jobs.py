@@ -1,0 +1,63 @@
+"""Whole runs, as one rank sees them; called by `tests.rank_pool`."""
+
+from __future__ import annotations
+
+import sys
+
+import torch
+
+from mcore_rl import train as train_module
+from mcore_rl import verify as verify_module
+
+
+def train(tokens: list[str]) -> None:
+    """`-m mcore_rl.train`."""
+    train_module.main(tokens)
+
+
+def verify(tokens: list[str]) -> int:
+    """`-m mcore_rl.verify`; returns its exit code."""
+    return verify_module.main(tokens)
+
+
+def train_in_a_fork(tokens: list[str], megatron_tokens: list[str]) -> list[str]:
+    """What a Megatron fork does: its own parser, start and model provider, then `mcore_rl.run`."""
+    import mcore_rl
+    from mcore_rl import megatron_adapter
+
+    megatron_adapter.prepare()
+    from megatron.core.models.gpt import GPTModel
+    from megatron.training.arguments import parse_and_validate_args
+    from megatron.training.global_vars import get_args
+    from megatron.training.initialize import initialize_megatron
+
+    sys.argv = ["fork.py", *megatron_tokens, *tokens]
+    parse_and_validate_args(extra_args_provider=mcore_rl.add_rl_args)
+    initialize_megatron(allow_no_cuda=True)
+    args = get_args()
+    built: list[str] = []
+
+    def model_provider(
+        pre_process: bool = True,
+        post_process: bool = True,
+        vp_stage: int | None = None,
+        config: object = None,
+        pg_collection: object = None,
+    ) -> torch.nn.Module:
+        config = config or megatron_adapter.transformer_config(args)
+        model = GPTModel(
+            config=config,
+            transformer_layer_spec=megatron_adapter.block_spec(config, vp_stage),
+            vocab_size=args.padded_vocab_size,
+            max_sequence_length=args.max_position_embeddings,
+            pre_process=pre_process,
+            post_process=post_process,
+            position_embedding_type="rope",
+            rotary_base=args.rotary_base,
+            pg_collection=pg_collection,
+        )
+        built.append(type(model).__name__)
+        return model
+
+    mcore_rl.run(args, model_provider)
+    return built

@@ -1,0 +1,215 @@
+"""Whole runs: four processes, the real Megatron, the real vLLM, the real task."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from mcore_rl.arguments import RLConfig
+from mcore_rl.derived_flags import derive_flags
+from mcore_rl.hf_config import megatron_flags, read_model_shape
+from mcore_rl.preflight import make_parser
+from tests.rank_pool import ROOT, RankPool
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+
+GSM8K = ROOT.parent / "shared" / "data" / "gsm8k"
+LAYOUT = [
+    *("--tensor-model-parallel-size", "2"),
+    *("--pipeline-model-parallel-size", "2"),
+    *("--expert-model-parallel-size", "2"),
+]
+# Measured with a clock or by the kernel: not a function of the seed.
+MEASURED = ("time/", "throughput/", "memory/", "reshard/peak_extra_bytes_max")
+
+
+def task_flags(checkpoint: Path, run_dir: Path, *more: str) -> list[str]:
+    """The main job's recipe, by its preset; later flags win."""
+    return [
+        *("--rl-config", str(ROOT / "scripts" / "presets" / "tiny.yaml")),
+        *("--rl-hf-checkpoint", str(checkpoint)),
+        *("--rl-prompts", str(checkpoint / "prompts" / "train.jsonl")),
+        *("--rl-eval-prompts", str(checkpoint / "prompts" / "heldout.jsonl")),
+        *("--rl-run-dir", str(run_dir)),
+        *more,
+    ]
+
+
+def metrics_of(run_dir: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.fixture(scope="module")
+def short_run(warmed_checkpoint: Path, ranks: RankPool, tmp_path_factory: Any) -> Path:
+    """The main job, cut to 12 steps, with a checkpoint and an export at the end."""
+    run_dir = tmp_path_factory.mktemp("runs") / "short"
+    flags = task_flags(
+        warmed_checkpoint,
+        run_dir,
+        *("--rl-num-steps", "12", "--rl-eval-interval", "12"),
+        *("--rl-export-hf", str(run_dir / "exported")),
+    )
+    outcomes = ranks.run_raw(
+        "tests.e2e.jobs:train", world_size=4, arguments={"tokens": flags}, timeout_seconds=600
+    )
+    for outcome in outcomes:
+        assert outcome.exit_code == 0, outcome.output[-4000:]
+    (run_dir / "stdout.txt").write_text(outcomes[0].output)
+    return run_dir
+
+
+def test_held_out_accuracy_rises(short_run: Path) -> None:
+    accuracies = [m["eval/accuracy"] for m in metrics_of(short_run) if "eval/accuracy" in m]
+    assert len(accuracies) == 2
+    assert 0.15 <= accuracies[0] <= 0.5
+    assert accuracies[1] >= accuracies[0] + 0.2
+
+
+def test_engine_and_actor_agree_at_every_step(short_run: Path) -> None:
+    mismatch = [m["kl/rollout_actor"] for m in metrics_of(short_run)[:-1]]
+    assert len(mismatch) == 12 and max(mismatch) < 0.01
+
+
+def test_hand_over_moves_the_lower_bound_at_every_step(short_run: Path) -> None:
+    for metrics in metrics_of(short_run)[:-1]:
+        received = metrics["reshard/received_bytes_max"]
+        assert received == metrics["reshard/lower_bound_bytes_max"] > 0
+        assert metrics["reshard/weight_version"] == metrics["step"] + 1
+
+
+def test_run_directory_holds_what_its_contract_names(short_run: Path) -> None:
+    names = """step reward/mean reward/std loss/policy kl/ref kl/rollout_actor entropy grad_norm
+        clip_fraction response_tokens/mean time/data_seconds time/rollout_seconds
+        time/reward_seconds time/log_probs_seconds time/advantages_seconds time/train_seconds
+        time/reshard_to_rollout_seconds time/reshard_to_train_seconds time/checkpoint_seconds
+        time/step_seconds reshard/received_bytes_max reshard/lower_bound_bytes_max
+        reshard/peak_extra_bytes_max reshard/weight_version
+        throughput/rollout_tokens_per_second throughput/train_tokens_per_second
+        memory/host_peak_bytes memory/device_peak_bytes""".split()
+    for metrics in metrics_of(short_run)[:-1]:
+        assert metrics.keys() >= set(names)
+    config = yaml.safe_load((short_run / "config.yaml").read_text())
+    assert config["num_layers"] == 4 and config["reward"] == "arithmetic"
+    summary = json.loads((short_run / "summary.json").read_text())
+    assert summary["metrics"]["eval/accuracy"].keys() == {"first", "last", "best"}
+    assert summary["versions"]["megatron-core"] == "0.19.2"
+    rollouts = [json.loads(r) for r in (short_run / "rollouts.jsonl").read_text().splitlines()]
+    assert {r["weight_version"] for r in rollouts} == set(range(1, 13))
+    assert any((short_run / "tensorboard").iterdir())
+    assert any((short_run / "checkpoints").glob("iter_0000012"))
+    shown = (short_run / "stdout.txt").read_text()
+    assert "what was learnt" in shown and "continue" in shown and "[Reshard]" in shown
+
+
+def test_exported_policy_is_a_checkpoint_for_transformers(short_run: Path) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    AutoModelForCausalLM.from_pretrained(short_run / "exported")
+    assert AutoTokenizer.from_pretrained(short_run / "exported").chat_template
+
+
+def test_same_seed_gives_the_same_metrics(
+    short_run: Path, warmed_checkpoint: Path, ranks: RankPool, tmp_path: Path
+) -> None:
+    flags = task_flags(
+        warmed_checkpoint, tmp_path / "again", *("--rl-num-steps", "3", "--rl-eval-interval", "12")
+    )
+    ranks.run("tests.e2e.jobs:train", world_size=4, arguments={"tokens": flags})
+    for first, second in zip(metrics_of(short_run), metrics_of(tmp_path / "again")[:3]):  # noqa: B905
+        for name, value in second.items():
+            if not name.startswith(MEASURED):
+                assert first[name] == value, (second["step"], name)
+
+
+def test_saved_run_continues_where_it_stopped(
+    short_run: Path, warmed_checkpoint: Path, ranks: RankPool, tmp_path: Path
+) -> None:
+    flags = task_flags(
+        warmed_checkpoint,
+        tmp_path / "more",
+        *("--rl-num-steps", "13", "--rl-eval-interval", "0"),
+        *("--load", str(short_run / "checkpoints")),
+    )
+    ranks.run("tests.e2e.jobs:train", world_size=4, arguments={"tokens": flags})
+    (metrics,) = metrics_of(tmp_path / "more")
+    assert metrics["step"] == 12
+    # The trained policy samples, not the one of the Hugging Face checkpoint (0.39).
+    assert metrics["reward/mean"] > 0.5
+    assert metrics["kl/rollout_actor"] < 0.01
+
+
+def test_engine_scores_the_warmed_up_model_as_megatron_does(
+    warmed_checkpoint: Path, ranks: RankPool, tmp_path: Path
+) -> None:
+    out = tmp_path / "verify.json"
+    flags = task_flags(warmed_checkpoint, tmp_path / "unused", "--rl-verify-out", str(out))
+    codes = ranks.run("tests.e2e.jobs:verify", world_size=4, arguments={"tokens": flags})
+    assert codes == [0] * 4
+    result = json.loads(out.read_text())
+    assert result["stored_equal"] is True and result["differing"] == []
+    assert result["mean_abs_difference"] <= 0.03
+    assert result["num_tensors"] > 100 and result["received_bytes_max"] > 0
+    for ids, megatron, vllm in zip(
+        result["token_ids"],
+        result["megatron_log_probs"],
+        result["vllm_log_probs"],
+        strict=True,
+    ):
+        assert len(megatron) == len(vllm) == len(ids) - 1
+    assert result["max_abs_difference"] >= result["mean_abs_difference"] > 0
+
+
+@pytest.mark.skipif(not GSM8K.is_dir(), reason="../shared/data/gsm8k is not there")
+def test_two_steps_on_gsm8k(warmed_checkpoint: Path, ranks: RankPool, tmp_path: Path) -> None:
+    flags = [
+        *("--rl-hf-checkpoint", str(warmed_checkpoint)),
+        *("--rl-prompts", str(GSM8K / "train.jsonl")),
+        *("--rl-eval-prompts", str(GSM8K / "test.jsonl")),
+        *("--rl-prompt-column", "question", "--rl-answer-column", "answer"),
+        *("--rl-reward", "gsm8k", "--rl-num-steps", "2", "--rl-num-eval-prompts", "4"),
+        *("--rl-num-prompts-per-step", "4", "--rl-num-samples-per-prompt", "2"),
+        *("--rl-max-prompt-tokens", "400", "--rl-max-response-tokens", "16"),
+        *("--rl-run-dir", str(tmp_path / "gsm8k"), "--micro-batch-size", "2"),
+        *LAYOUT,
+    ]
+    ranks.run("tests.e2e.jobs:train", world_size=4, arguments={"tokens": flags})
+    *steps, final = metrics_of(tmp_path / "gsm8k")
+    assert [m["step"] for m in steps] == [0, 1]
+    assert all(m["reward/failures"] == 0 and m["kl/rollout_actor"] < 0.01 for m in steps)
+    assert "eval/accuracy" in final
+
+
+def test_fork_brings_its_own_parser_and_model(
+    warmed_checkpoint: Path, ranks: RankPool, tmp_path: Path
+) -> None:
+    ours = [
+        *("--rl-hf-checkpoint", str(warmed_checkpoint)),
+        *("--rl-prompts", str(warmed_checkpoint / "prompts" / "train.jsonl")),
+        *("--rl-reward", "arithmetic", "--rl-num-steps", "1"),
+        *("--rl-num-prompts-per-step", "2", "--rl-num-samples-per-prompt", "2"),
+        *("--rl-max-prompt-tokens", "32", "--rl-max-response-tokens", "8"),
+        *("--rl-run-dir", str(tmp_path / "fork")),
+    ]
+    shape = read_model_shape(warmed_checkpoint)
+    given = {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 1}
+    config = RLConfig(
+        num_prompts_per_step=2,
+        num_samples_per_prompt=2,
+        num_steps=1,
+        max_prompt_tokens=32,
+        max_response_tokens=8,
+    )
+    derived = derive_flags(shape, config, given, parser=make_parser(), has_cuda=False)
+    megatron = [*derived.tokens, "--tensor-model-parallel-size", "2"]
+    assert set(megatron_flags(shape)) <= set(megatron)
+    built = ranks.run(
+        "tests.e2e.jobs:train_in_a_fork",
+        world_size=2,
+        arguments={"tokens": ours, "megatron_tokens": megatron},
+    )
+    assert built == [["GPTModel"]] * 2
+    assert metrics_of(tmp_path / "fork")[0]["kl/rollout_actor"] < 0.01

@@ -1,0 +1,211 @@
+"""The `--rl-*` flags in Megatron's real parser: names, defaults, files, and what is refused."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from mcore_rl import preflight
+from mcore_rl.arguments import (
+    RLConfig,
+    add_rl_args,
+    expand_config,
+    flag_of,
+    given_values,
+)
+from mcore_rl.errors import UsageError
+from mcore_rl.megatron_adapter import make_parser
+
+FIELDS = dataclasses.fields(RLConfig)
+# Of Megatron's RL loop, in any of its versions; ours must leave them alone.
+TAKEN = """
+    --perform-rl-step --refit-method --langrl-env-config --grpo-prompts-per-step --grpo-group-size
+    --grpo-iterations --grpo-clamp-eps-lower --grpo-clamp-eps-upper --grpo-kl-beta
+    --grpo-entropy-term-weight --grpo-filter-groups-with-same-reward --grpo-default-temperature
+    --rl-prompts-per-eval --rl-generation-lag --rl-default-temperature --rl-default-top-p
+    --rl-skip-bos-token --rl-offload-optimizer-during-inference --rl-partial-rollouts
+    --rl-importance-sampling-truncation-coef --rl-use-sequence-packing --rl-profile --rl-profile-dir
+    --rl-generation-batch-size --rl-num-parallel-generations --rl-verify-model-weights-swap
+    --rl-inference-tensor-model-parallel-size --rl-training-cuda-graphs
+""".split()
+
+
+@pytest.fixture(scope="module")
+def megatron() -> argparse.ArgumentParser:
+    """Megatron's parser alone; tests only look at it."""
+    return make_parser()
+
+
+@pytest.fixture(scope="module")
+def parser() -> argparse.ArgumentParser:
+    """Megatron's parser with our flags, as `given_values` leaves it."""
+    return make_parser(add_rl_args)
+
+
+def group_of(parser: argparse.ArgumentParser, title: str) -> list[argparse.Action]:
+    (group,) = [group for group in parser._action_groups if group.title == title]
+    return group._group_actions
+
+
+def another_value(spec: dataclasses.Field) -> tuple[list[str], Any]:
+    """Tokens that set a field to something else than its default, and what they set it to."""
+    kind, choices = spec.metadata["kind"], spec.metadata["choices"]
+    if kind is bool:
+        return [flag_of(spec.name)], True
+    if choices:
+        value = choices[-1] if choices[-1] != spec.default else choices[0]
+    else:
+        value = {int: 17, float: 0.125, str: "other"}[kind]
+    return [flag_of(spec.name), str(value)], value
+
+
+def test_every_field_has_a_flag_in_the_parser_of_megatron(parser: argparse.ArgumentParser) -> None:
+    flags = [option for action in group_of(parser, "mcore_rl") for option in action.option_strings]
+    assert flags == [*(flag_of(spec.name) for spec in FIELDS), "--rl-config"]
+    assert all(action.help for action in group_of(parser, "mcore_rl"))
+
+
+def test_flags_left_out_give_the_defaults() -> None:
+    assert RLConfig.from_args(make_parser(add_rl_args).parse_args([])) == RLConfig()
+
+
+@pytest.mark.parametrize("spec", FIELDS, ids=lambda spec: spec.name)
+def test_flag_sets_its_field_alone(spec: dataclasses.Field) -> None:
+    tokens, value = another_value(spec)
+    if spec.metadata["choices"] == ("grpo",):
+        assert value == "grpo"  # the only one there is
+    args = add_rl_args(argparse.ArgumentParser()).parse_args(tokens)
+    assert RLConfig.from_args(args) == dataclasses.replace(RLConfig(), **{spec.name: value})
+
+
+def test_namespace_without_a_flag_is_a_bug() -> None:
+    with pytest.raises(AttributeError, match="rl_hf_checkpoint"):
+        RLConfig.from_args(argparse.Namespace())
+
+
+def test_no_flag_is_one_of_megatron(megatron: argparse.ArgumentParser) -> None:
+    ours = {flag_of(spec.name) for spec in FIELDS} | {"--rl-config"}
+    assert len(group_of(megatron, "rl")) >= 39, "Megatron's own RL flags have moved"
+    assert not ours & megatron._option_string_actions.keys()
+    assert not ours & set(TAKEN)
+
+
+def test_no_dest_is_one_of_megatron(megatron: argparse.ArgumentParser) -> None:
+    ours = {f"rl_{spec.name}" for spec in FIELDS} | {"rl_config"}
+    assert not ours & {action.dest for action in megatron._actions}
+
+
+def test_parser_with_one_of_our_flags_is_refused() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--rl-num-steps", dest="rounds")
+    with pytest.raises(UsageError, match=r"--rl-num-steps is already defined .*'rounds'.*; rename"):
+        add_rl_args(parser)
+
+
+def test_help_can_be_printed() -> None:
+    text = preflight.make_parser().format_help()
+    assert "--rl-num-samples-per-prompt" in text and "--tensor-model-parallel-size" in text
+
+
+def test_batch_and_directory_follow_from_the_flags() -> None:
+    config = RLConfig(num_prompts_per_step=6, num_samples_per_prompt=4, run_name="a")
+    assert config.samples_per_step == 24
+    assert config.directory == Path("runs/a")
+    assert dataclasses.replace(config, run_dir="/b").directory == Path("/b")
+
+
+# What a command line sets ------------------------------------------------------------------------
+
+
+def test_given_values_are_those_on_the_command_line(parser: argparse.ArgumentParser) -> None:
+    tokens = "--num-layers 2 --swiglu --rl-temperature=0.5 --disable-bias-linear".split()
+    expected = {"num_layers": 2, "swiglu": True, "rl_temperature": 0.5, "add_bias_linear": False}
+    assert given_values(tokens, parser) == expected
+    # Again with the same parser, and nothing is left of the last time.
+    assert given_values(["--lr", "1e-3", "--lr", "1e-4"], parser) == {"lr": 1e-4}
+
+
+@pytest.mark.parametrize(
+    ("tokens", "says"),
+    [
+        ("--rl-num-step 3", "unknown flag --rl-num-step; did you mean '--rl-num-steps'"),
+        ("--rl-num-step=3", "unknown flag --rl-num-step; did you mean '--rl-num-steps'"),
+        ("--num_layers 3", "unknown flag --num_layers; did you mean '--num-layers'"),
+        ("--qqqqqq", "unknown flag --qqqqqq; see --help"),
+        ("--num-layers 3 4", "'4' belongs to no flag"),
+        ("--num-layers", "--num-layers: expected one argument; see --help"),
+        ("--num-layers two", "--num-layers: invalid int value: 'two'; see --help"),
+        ("--rl-kl-estimator k9", "--rl-kl-estimator: invalid choice: 'k9' (choose from 'k1', "),
+        ("--attention-backend slow", "--attention-backend: invalid value: 'slow'; see --help"),
+        ("--moe-layer-freq [0,a]", "--moe-layer-freq: invalid value: '[0,a]'; see --help"),
+    ],
+)
+def test_command_line_is_refused_in_one_sentence(
+    tokens: str, says: str, parser: argparse.ArgumentParser
+) -> None:
+    with pytest.raises(UsageError) as caught:
+        given_values(tokens.split(), parser)
+    assert str(caught.value).startswith(says)
+
+
+# Files of flags, with Megatron's whole parser; their rules: test_arguments_config -----------------
+
+
+def test_every_flag_of_megatron_is_a_key(parser: argparse.ArgumentParser, tmp_path: Path) -> None:
+    """With dashes and with underscores."""
+    for spell in (str, lambda flag: flag[2:].replace("-", "_")):
+        keys = {}
+        for action in parser._actions:
+            if action.dest in ("help", "rl_config"):
+                continue
+            for option in action.option_strings:
+                keys[spell(option)] = True if action.nargs == 0 else "value"
+        # A file for each name of a flag that has several: within a file the last one counts.
+        for chunk in (dict([item]) for item in keys.items()):
+            (tmp_path / "keys.yaml").write_text(yaml.safe_dump(chunk))
+            ((key, value),) = chunk.items()
+            tokens = expand_config(["--rl-config", str(tmp_path / "keys.yaml")], parser)
+            flag = tokens[0]
+            assert flag.lstrip("-").replace("_", "-") == key.lstrip("-").replace("_", "-")
+            assert flag in parser._option_string_actions
+            assert tokens[1:] == ([] if value is True else ["value"])
+
+
+def test_command_line_wins_over_the_file(parser: argparse.ArgumentParser, tmp_path: Path) -> None:
+    (tmp_path / "rl.yaml").write_text("rl_num_steps: 3\nnum_layers: 4\nswiglu: true\n")
+    tokens = ["--num-layers", "5", "--rl-config", str(tmp_path / "rl.yaml")]
+    expected = {"rl_num_steps": 3, "num_layers": 5, "swiglu": True}
+    assert given_values(expand_config(tokens, parser), parser) == expected
+
+
+def test_list_of_a_flag_with_several_values(
+    parser: argparse.ArgumentParser, tmp_path: Path
+) -> None:
+    (tmp_path / "rl.yaml").write_text(
+        "moe_layer_freq: [0, 1, 1]\nrecompute_modules: [core_attn, moe]\n"
+    )
+    values = given_values(expand_config(["--rl-config", str(tmp_path / "rl.yaml")], parser), parser)
+    assert values == {"moe_layer_freq": [0, 1, 1], "recompute_modules": ["core_attn", "moe"]}
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("num_layer: 3", "unknown key 'num_layer'; did you mean '--num-layers'"),
+        ("rl_num_stepz: 3", "unknown key 'rl_num_stepz'; did you mean '--rl-num-steps'"),
+        ("swiglu: 3", "'swiglu' is a switch; its value is true or false"),
+    ],
+)
+def test_key_is_refused_in_one_sentence(
+    text: str, says: str, parser: argparse.ArgumentParser, tmp_path: Path
+) -> None:
+    file = tmp_path / "rl.yaml"
+    file.write_text(text)
+    with pytest.raises(UsageError) as caught:
+        expand_config(["--rl-config", str(file)], parser)
+    assert str(caught.value).startswith(f"--rl-config {file}: {says}")

@@ -1,0 +1,124 @@
+"""`--rl-config`: flags from YAML files, put before the command line's."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+import pytest
+
+from mcore_rl.arguments import add_rl_args, expand_config, given_values
+from mcore_rl.errors import UsageError
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """A few flags of the kinds that Megatron has, and ours."""
+    parser = argparse.ArgumentParser(allow_abbrev=False)
+    parser.add_argument("--lr", type=float)
+    parser.add_argument("--micro-batch-size", "--mbs", type=int)
+    parser.add_argument("--sequence-parallel", action="store_true")
+    parser.add_argument("--no-fusion", action="store_false", dest="fusion")
+    parser.add_argument("--fusion", action="store_true", dest="fusion")
+    parser.add_argument("--profile", action=argparse.BooleanOptionalAction)
+    parser.add_argument("--betas", type=float, nargs="+")
+    parser.add_argument("--override-opt_param-scheduler", action="store_true")
+    return add_rl_args(parser)
+
+
+def write(folder: Path, name: str, text: str) -> str:
+    (folder / name).write_text(text)
+    return str(folder / name)
+
+
+def values(*tokens: str) -> dict[str, object]:
+    return given_values(expand_config(tokens, make_parser()), make_parser())
+
+
+def test_config_is_left_out_when_not_given() -> None:
+    tokens = ["--lr", "1e-4", "--rl-num-steps", "3"]
+    assert expand_config(tokens, make_parser()) == tokens
+
+
+def test_config_sets_flags_of_every_kind(tmp_path: Path) -> None:
+    file = write(
+        tmp_path,
+        "a.yaml",
+        """
+        lr: 5.0e-4
+        --micro_batch-size: 4
+        sequence_parallel: true
+        no-fusion: true
+        profile: false
+        betas: [0.9, 0.95]
+        override-opt_param-scheduler: true
+        rl-num-steps: 7
+        rl-prompts:
+        """,
+    )
+    assert values("--rl-config", file) == {
+        "lr": 5e-4,
+        "micro_batch_size": 4,
+        "sequence_parallel": True,
+        "fusion": False,
+        "profile": False,
+        "betas": [0.9, 0.95],
+        "override_opt_param_scheduler": True,
+        "rl_num_steps": 7,
+    }
+
+
+def test_command_line_wins_over_config_wherever_it_stands(tmp_path: Path) -> None:
+    file = write(tmp_path, "a.yaml", "lr: 1.0\nrl-num-steps: 7\n")
+    assert values("--lr", "2", f"--rl-config={file}") == {"lr": 2.0, "rl_num_steps": 7}
+
+
+def test_later_config_wins_key_by_key(tmp_path: Path) -> None:
+    first = write(tmp_path, "a.yaml", "lr: 1.0\nmicro-batch-size: 4\nrl-num-steps: 7\n")
+    second = write(tmp_path, "b.yaml", "mbs: 2\nrl_num_steps: 9\n")
+    expected = {"lr": 1.0, "micro_batch_size": 2, "rl_num_steps": 9}
+    assert values("--rl-config", first, "--rl-config", second) == expected
+    expected |= {"micro_batch_size": 4, "rl_num_steps": 7}
+    assert values("--rl-config", second, "--rl-config", first) == expected
+
+
+def test_later_config_takes_back_what_an_earlier_one_set(tmp_path: Path) -> None:
+    first = write(tmp_path, "a.yaml", "sequence-parallel: true\nrl-num-steps: 7\nlr: 1.0\n")
+    second = write(tmp_path, "b.yaml", "sequence-parallel: false\nrl-num-steps:\n")
+    assert values("--rl-config", first, "--rl-config", second) == {"lr": 1.0}
+
+
+def test_later_config_wins_between_flags_that_undo_each_other(tmp_path: Path) -> None:
+    first = write(tmp_path, "a.yaml", "fusion: true\nno-fusion: true\n")
+    second = write(tmp_path, "b.yaml", "fusion: true\n")
+    assert values("--rl-config", first) == {"fusion": False}
+    assert values("--rl-config", first, "--rl-config", second) == {"fusion": True}
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("rl-num-step: 3", "unknown key 'rl-num-step'; did you mean '--rl-num-steps'?"),
+        ("sequence-parallel: 1", "'sequence-parallel' is a switch; its value is true or false"),
+        ("- lr", "must hold 'flag: value' lines, not a list or a text"),
+        ("a: [", "is not valid YAML: "),
+        ("rl-config: other.yaml", "cannot name another file; give the flag twice"),
+        (b"\xff\xfe\x00", "cannot be read: it is not UTF-8 text"),
+    ],
+)
+def test_config_is_refused_in_one_sentence(
+    tmp_path: Path, text: str | bytes, sentence: str
+) -> None:
+    file = tmp_path / "a.yaml"
+    file.write_bytes(text if isinstance(text, bytes) else text.encode())
+    with pytest.raises(UsageError) as refusal:
+        values("--rl-config", str(file))
+    assert sentence in str(refusal.value)
+    assert str(refusal.value).startswith(f"--rl-config {file}")
+    assert "\n" not in str(refusal.value)
+
+
+def test_config_is_refused_when_it_is_missing(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="nowhere.yaml cannot be read: No such file"):
+        values("--rl-config", str(tmp_path / "nowhere.yaml"))
+    with pytest.raises(UsageError, match="--rl-config: expected one argument"):
+        values("--rl-config")

@@ -1,0 +1,124 @@
+"""Boxes against the obvious reference: boolean masks over a small grid."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mcore_rl.hybrid_engine import boxes as bx
+
+SHAPES = st.lists(st.integers(0, 5), min_size=0, max_size=3)
+
+
+@st.composite
+def _grid(draw, max_boxes: int = 5):
+    shape = tuple(draw(SHAPES))
+    ranges = [
+        st.tuples(st.integers(0, n), st.integers(0, n)).map(lambda r: (min(r), max(r)))
+        for n in shape
+    ]
+    return shape, draw(st.lists(st.tuples(*ranges), min_size=2, max_size=max_boxes))
+
+
+def _counts(shape, boxes) -> np.ndarray:
+    """How many of `boxes` each element of a grid of `shape` lies in."""
+    counts = np.zeros(shape, dtype=int)
+    for box in boxes:
+        counts[tuple(slice(*r) for r in box)] += 1
+    return counts
+
+
+@settings(deadline=None)
+@given(_grid())
+def test_intersect_and_contains_agree_with_masks(grid):
+    shape, (a, b, *_) = grid
+    both = (_counts(shape, [a]) + _counts(shape, [b])) == 2
+    shared = bx.intersect(a, b)
+    assert np.array_equal(_counts(shape, [] if shared is None else [shared]).astype(bool), both)
+    assert bx.contains(a, b) == bool(np.all(_counts(shape, [a]) >= _counts(shape, [b])))
+    assert bx.volume(a) == _counts(shape, [a]).sum()
+
+
+@settings(deadline=None)
+@given(_grid())
+def test_subtract_is_disjoint_and_complete(grid):
+    shape, (a, b, *_) = grid
+    expected = np.where(_counts(shape, [b]) > 0, 0, _counts(shape, [a]))
+    assert np.array_equal(_counts(shape, bx.subtract(a, b)), expected)
+
+
+@settings(deadline=None)
+@given(_grid())
+def test_uncovered_is_what_no_cover_holds(grid):
+    shape, (box, *covers) = grid
+    expected = np.where(_counts(shape, covers) > 0, 0, _counts(shape, [box]))
+    assert np.array_equal(_counts(shape, bx.uncovered(box, covers)), expected)
+
+
+@settings(deadline=None)
+@given(_grid())
+def test_disjoint_covers_the_union_exactly_once_in_any_order(grid):
+    shape, boxes = grid
+    result = bx.disjoint(boxes)
+    assert np.array_equal(_counts(shape, result), (_counts(shape, boxes) > 0).astype(int))
+    assert bx.disjoint(reversed(boxes)) == result
+    for i, a in enumerate(result):
+        assert all(bx._join(a, b) is None for b in result[i + 1 :])
+
+
+@settings(deadline=None)
+@given(_grid())
+def test_cover_fault_is_none_exactly_for_a_partition(grid):
+    shape, (box, *pieces) = grid
+    inside = _counts(shape, [box])
+    counts = _counts(shape, pieces)
+    exactly_once = np.array_equal(counts, inside)
+    assert (bx.cover_fault(box, pieces) is None) == exactly_once
+
+
+def test_disjoint_joins_the_shards_of_a_tensor_into_one_box():
+    shards = [((r * 4, r * 4 + 4), (c * 3, c * 3 + 3)) for r in range(2) for c in range(2)]
+    assert bx.disjoint(shards) == (((0, 8), (0, 6)),)
+
+
+def test_relative_counts_from_the_corner():
+    assert bx.relative(((5, 7), (2, 3)), ((4, 8), (2, 6))) == ((1, 3), (0, 1))
+    with pytest.raises(AssertionError, match="does not lie in"):
+        bx.relative(((0, 2),), ((1, 3),))
+
+
+@pytest.mark.parametrize(
+    ("pieces", "words"),
+    [
+        ([((0, 2),)], r"\[2:4\] is in no piece"),
+        ([((0, 3),), ((2, 4),)], r"\[2:3\] is in more than one piece"),
+        ([((0, 5),)], r"reaches outside"),
+    ],
+)
+def test_cover_fault_names_the_place(pieces, words):
+    fault = bx.cover_fault(((0, 4),), pieces)
+    assert fault is not None
+    assert re.search(words, fault)
+
+
+def test_a_scalar_has_one_element():
+    assert bx.full_box(()) == ()
+    assert bx.volume(()) == 1
+    assert bx.intersect((), ()) == ()
+    assert bx.subtract((), ()) == []
+    assert bx.disjoint([(), ()]) == ((),)
+    assert bx.extent(()) == ()
+
+
+def test_the_module_is_pure():
+    code = (
+        "import sys, mcore_rl.hybrid_engine.boxes\n"
+        "assert not {'torch', 'vllm', 'megatron'} & set(sys.modules), sorted(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)

@@ -1,0 +1,309 @@
+"""What is derived, what a user may say beside it, and that Megatron takes it: its real parser."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from mcore_rl import megatron_adapter
+from mcore_rl.arguments import RLConfig, add_rl_args, given_values
+from mcore_rl.derived_flags import _ARCHITECTURE_FLAGS, _NEEDS_CUDA, DerivedFlags, derive_flags
+from mcore_rl.errors import UsageError
+from mcore_rl.hf_config import ModelShape
+from mcore_rl.preflight import check_megatron_accepts
+from tests.unit.test_hf_config import (
+    DEEPSEEK_V2_LITE,
+    DEEPSEEK_V3,
+    PUBLISHED,
+    QWEN3_30B_A3B,
+    QWEN3_600M,
+    read,
+)
+
+
+@pytest.fixture(scope="module")
+def parser() -> argparse.ArgumentParser:
+    return megatron_adapter.make_parser(add_rl_args)
+
+
+@pytest.fixture(scope="module")
+def shapes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, ModelShape]:
+    folder = tmp_path_factory.mktemp("configs")
+    return {text: read(folder, text) for text in PUBLISHED.values()}
+
+
+def derive(
+    shape: ModelShape,
+    tokens: str,
+    parser: argparse.ArgumentParser,
+    *,
+    has_cuda: bool = False,
+    **config: Any,
+) -> DerivedFlags:
+    given = given_values(tokens.split(), parser)
+    return derive_flags(shape, RLConfig(**config), given, parser=parser, has_cuda=has_cuda)
+
+
+def values_of(derived: DerivedFlags, tokens: str, parser: argparse.ArgumentParser) -> dict:
+    return given_values([*derived.tokens, *tokens.split()], parser)
+
+
+def test_architecture_flags_are_flags_of_megatron(parser: argparse.ArgumentParser) -> None:
+    """A name that no flag has would never contradict anything."""
+    known = {action.dest for action in parser._actions}
+    assert known >= _ARCHITECTURE_FLAGS | _NEEDS_CUDA.keys()
+
+
+@pytest.mark.parametrize(
+    ("text", "tokens", "says"),
+    [
+        (
+            DEEPSEEK_V3,
+            "--num-layers 60",
+            "--num-layers 60 .* config.json, .* needs --num-layers 61;",
+        ),
+        (DEEPSEEK_V3, "--num-experts 128", "--num-experts 128 .* needs --num-experts 256;"),
+        (DEEPSEEK_V3, "--norm-epsilon 1e-5", "--norm-epsilon 1e-05 .* needs --norm-epsilon 1e-06"),
+        (DEEPSEEK_V3, "--rope-type rope", "--rope-type rope .* needs --rope-type yarn"),
+        (DEEPSEEK_V3, "--moe-layer-freq 1", r"--moe-layer-freq 1 .* needs .* \[0, 0, 0, 1, 1"),
+        (DEEPSEEK_V3, "--group-query-attention", "--group-query-attention .* no such part"),
+        (DEEPSEEK_V3, "--mtp-num-layers 1", "--mtp-num-layers 1 .* no such part; drop the flag"),
+        (DEEPSEEK_V2_LITE, "--q-lora-rank 1536", "--q-lora-rank 1536 .* no such part"),
+        (DEEPSEEK_V2_LITE, "--moe-router-enable-expert-bias", "enable-expert-bias .* no such"),
+        (QWEN3_30B_A3B, "--kv-channels 64", "--kv-channels 64 .* needs --kv-channels 128"),
+        (QWEN3_30B_A3B, "--multi-latent-attention", "--multi-latent-attention .* no such part"),
+        (QWEN3_600M, "--num-experts 8", "--num-experts 8 .* no such part"),
+        (QWEN3_600M, "--untie-embeddings-and-output-weights", "--untie-embed.* no such part"),
+        (QWEN3_600M, "--window-size 128,0", r"--window-size \(128, 0\) .* no such part"),
+        (QWEN3_600M, "--squared-relu", "--squared-relu contradicts config.json"),
+        (QWEN3_600M, "--rotary-percent 0.5", "--rotary-percent 0.5 .* no such part"),
+    ],
+)
+def test_contradiction_of_config_names_both_values(
+    text: str,
+    tokens: str,
+    says: str,
+    shapes: dict[str, ModelShape],
+    parser: argparse.ArgumentParser,
+) -> None:
+    with pytest.raises(UsageError, match=says):
+        derive(shapes[text], tokens, parser)
+
+
+@pytest.mark.parametrize("text", PUBLISHED.values(), ids=PUBLISHED)
+def test_equal_architecture_is_accepted(
+    text: str, shapes: dict[str, ModelShape], parser: argparse.ArgumentParser
+) -> None:
+    """As a launch script of that model has it."""
+    alone = derive(shapes[text], "", parser)
+    assert derive(shapes[text], " ".join(alone.architecture), parser) == alone
+
+
+@pytest.mark.parametrize(
+    ("text", "tokens"),
+    [
+        (DEEPSEEK_V3, "--norm-epsilon 0.000001"),
+        (DEEPSEEK_V3, "--moe-layer-freq ([0]*3+[1]*58)"),
+        (QWEN3_30B_A3B, "--moe-layer-freq 1"),  # of every layer
+        # Megatron's defaults, spelt out
+        (DEEPSEEK_V3, "--rotary-percent 1.0 --num-query-groups 1 --softmax-type vanilla"),
+    ],
+)
+def test_same_architecture_in_other_words_is_accepted(
+    text: str, tokens: str, shapes: dict[str, ModelShape], parser: argparse.ArgumentParser
+) -> None:
+    assert derive(shapes[text], tokens, parser) == derive(shapes[text], "", parser)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "says"),
+    [
+        (
+            "--transformer-impl transformer_engine",
+            "without CUDA, .* needs --transformer-impl local",
+        ),
+        ("--distributed-backend nccl", "without CUDA, .* needs --distributed-backend gloo"),
+        ("--cuda-graph-impl local", "--cuda-graph-impl local needs CUDA"),
+        ("--enable-cuda-graph", "--enable-cuda-graph needs CUDA"),
+        ("--cpu-offloading-num-layers 3", "--cpu-offloading-num-layers 3 needs CUDA"),
+        ("--moe-token-dispatcher-type flex", "--moe-token-dispatcher-type flex needs CUDA"),
+    ],
+)
+def test_contradiction_of_the_machine_is_an_error_only_there(
+    tokens: str, says: str, shapes: dict[str, ModelShape], parser: argparse.ArgumentParser
+) -> None:
+    with pytest.raises(UsageError, match=says):
+        derive(shapes[DEEPSEEK_V3], tokens, parser)
+    derive(shapes[DEEPSEEK_V3], tokens, parser, has_cuda=True)
+
+
+def test_machine_flags_are_accepted_and_left_out_with_cuda(
+    shapes: dict[str, ModelShape], parser: argparse.ArgumentParser
+) -> None:
+    alone = derive(shapes[QWEN3_600M], "", parser)
+    assert derive(shapes[QWEN3_600M], " ".join(alone.machine), parser) == alone
+    assert "--transformer-impl" in alone.machine
+    assert derive(shapes[QWEN3_600M], "", parser, has_cuda=True).machine == ()
+
+
+@pytest.mark.parametrize(
+    ("tokens", "precision", "says"),
+    [
+        ("--fp16", "bf16", "--fp16 contradicts --rl-precision bf16"),
+        ("--bf16", "fp32", "--bf16 contradicts --rl-precision fp32"),
+        ("--bf16 --fp16", "bf16", "--fp16 contradicts --rl-precision bf16"),
+    ],
+)
+def test_other_precision_than_the_engines_is_refused(
+    tokens: str,
+    precision: str,
+    says: str,
+    shapes: dict[str, ModelShape],
+    parser: argparse.ArgumentParser,
+) -> None:
+    with pytest.raises(UsageError, match=says):
+        derive(shapes[QWEN3_600M], tokens, parser, precision=precision)
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16", "fp32"])
+def test_precision_becomes_a_flag_of_megatron(
+    precision: str, shapes: dict[str, ModelShape], parser: argparse.ArgumentParser
+) -> None:
+    derived = derive(shapes[QWEN3_600M], "", parser, precision=precision)
+    flags = {"--bf16", "--fp16"} & set(derived.defaults)
+    assert flags == ({f"--{precision}"} if precision != "fp32" else set())
+    if precision != "fp32":
+        assert derive(shapes[QWEN3_600M], f"--{precision}", parser, precision=precision)
+
+
+def test_defaults_follow_the_rl_flags(
+    shapes: dict[str, ModelShape], parser: argparse.ArgumentParser
+) -> None:
+    config = {
+        "num_prompts_per_step": 6,
+        "num_samples_per_prompt": 4,
+        "num_mini_batches": 3,
+        "num_steps": 10,
+        "max_prompt_tokens": 100,
+        "max_response_tokens": 28,
+    }
+    derived = derive(shapes[QWEN3_600M], "", parser, **config)
+    values = given_values(derived.defaults, parser)
+    assert values["global_batch_size"] == 8
+    assert values["train_iters"] == 30
+    assert values["seq_length"] == 128
+    assert "sequence_parallel" not in values
+    assert not [dest for dest in values if dest.startswith("moe_")]
+
+
+def test_defaults_yield_to_the_user(
+    shapes: dict[str, ModelShape], parser: argparse.ArgumentParser
+) -> None:
+    tokens = (
+        "--lr 3e-4 --micro-batch-size 2 --clip-grad 0.5 --moe-router-load-balancing-type aux_loss "
+        "--expert-tensor-parallel-size 2 --seq-length 64"
+    )
+    before = given_values(derive(shapes[DEEPSEEK_V3], "", parser).defaults, parser)
+    derived = derive(shapes[DEEPSEEK_V3], tokens, parser)
+    given = given_values(tokens.split(), parser)
+    left = given_values(derived.defaults, parser)
+    assert left == {dest: value for dest, value in before.items() if dest not in given}
+    assert values_of(derived, tokens, parser).items() >= given.items()
+
+
+def test_folder_of_checkpoints_brings_an_interval(
+    shapes: dict[str, ModelShape], parser: argparse.ArgumentParser
+) -> None:
+    """Megatron insists on one."""
+    shape = shapes[QWEN3_600M]
+    derived = derive(shape, "--save folder", parser, num_steps=9)
+    assert given_values(derived.defaults, parser)["save_interval"] == 9
+    assert "--save-interval" not in derive(shape, "--save folder --save-interval 2", parser).tokens
+    check_megatron_accepts([*derived.tokens, "--save", "folder"], shape)
+
+
+def test_tensor_parallelism_brings_sequence_parallelism(
+    shapes: dict[str, ModelShape], parser: argparse.ArgumentParser
+) -> None:
+    derived = derive(shapes[DEEPSEEK_V3], "--tensor-model-parallel-size 2", parser)
+    assert "--sequence-parallel" in derived.defaults
+
+
+@pytest.mark.parametrize("text", PUBLISHED.values(), ids=PUBLISHED)
+def test_megatron_builds_the_published_architecture(
+    text: str,
+    shapes: dict[str, ModelShape],
+    parser: argparse.ArgumentParser,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its own validation and its TransformerConfig, from the derived flags."""
+    from megatron.training.arguments import parse_args, validate_args
+
+    shape = shapes[text]
+    tokens = derive(shape, "", parser).tokens
+    check_megatron_accepts(tokens, shape)
+    monkeypatch.setattr("sys.argv", ["test", *tokens])
+    with open(os.devnull, "w") as log, contextlib.redirect_stdout(log):
+        args = parse_args(add_rl_args)
+        validate_args(args)
+        config = megatron_adapter.transformer_config(args)
+    assert config.num_layers == shape.num_layers
+    assert (config.hidden_size, config.ffn_hidden_size) == (
+        shape.hidden_size,
+        shape.ffn_hidden_size,
+    )
+    assert config.num_attention_heads == shape.num_heads
+    assert config.num_query_groups == shape.num_kv_heads
+    assert config.layernorm_epsilon == shape.norm_epsilon
+    assert config.params_dtype == torch.bfloat16
+    assert not config.add_bias_linear and not config.add_qkv_bias
+    assert args.untie_embeddings_and_output_weights is not shape.tied_embeddings
+    assert args.rotary_base == shape.rope["rope_theta"]
+    if shape.latent:
+        assert config.multi_latent_attention
+        assert config.q_lora_rank == shape.latent.q_lora_rank
+        assert config.kv_lora_rank == shape.latent.kv_lora_rank
+        assert config.qk_head_dim == shape.latent.qk_nope_head_dim
+        assert config.qk_pos_emb_head_dim == shape.latent.qk_rope_head_dim
+        assert config.v_head_dim == shape.latent.v_head_dim
+        assert config.rope_type == "yarn"
+        assert config.rotary_scaling_factor == shape.rope["factor"]
+        assert (config.beta_fast, config.beta_slow) == (32, 1)
+        assert config.original_max_position_embeddings == 4096
+        assert config.mscale == shape.rope["mscale"]
+        assert config.mscale_all_dim == shape.rope["mscale_all_dim"]
+    else:
+        assert config.kv_channels == shape.head_dim
+    if shape.experts:
+        assert config.num_moe_experts == shape.experts.num_experts
+        assert config.moe_router_topk == shape.experts.topk
+        assert config.moe_ffn_hidden_size == shape.experts.hidden_size
+        assert config.moe_layer_freq == [int(is_moe) for is_moe in shape.is_moe_layer]
+        assert config.moe_shared_expert_intermediate_size == shape.experts.shared_hidden_size
+        assert config.moe_router_score_function == shape.experts.score_function
+        assert config.moe_router_num_groups == shape.experts.num_groups
+        assert config.moe_router_group_topk == shape.experts.topk_groups
+        assert config.moe_router_bias_update_rate == (0 if shape.experts.has_bias else 1e-3)
+    else:
+        assert config.num_moe_experts is None
+
+
+def test_tokenizer_with_too_few_tokens_is_refused(
+    shapes: dict[str, ModelShape], parser: argparse.ArgumentParser, tmp_path: Path
+) -> None:
+    """Megatron pads its tokenizer's vocabulary to what it builds; config.json may say more."""
+    from tests.dist.test_bad_input import save_tokenizer
+
+    save_tokenizer(tmp_path)
+    tokens = f"--tokenizer-type HuggingFaceTokenizer --tokenizer-model {tmp_path}"
+    shape = shapes[QWEN3_600M]
+    derived = derive(shape, tokens, parser)
+    says = "--tokenizer-type HuggingFaceTokenizer gives Megatron 256 tokens, but .* is 151936; drop"
+    with pytest.raises(UsageError, match=says):
+        check_megatron_accepts([*derived.tokens, *tokens.split()], shape)

@@ -1,0 +1,195 @@
+"""The pure modules stay pure, and `import mcore_rl` stays light.
+
+Which modules are pure is read from the list in pyproject.toml that mypy checks; those whose file is
+not there are left out. What an import loads is seen in a fresh process. torch imports
+torch.distributed by itself, so that one is looked for in the source, along the imports of mcore_rl.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import subprocess
+import sys
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+FORBIDDEN = "torch.distributed"
+
+# Imports the modules named in argv in turn and tells for each which of the heavy packages are
+# loaded by then.
+PROBE = """
+import importlib, json, sys
+loaded = {}
+for name in sys.argv[1:]:
+    importlib.import_module(name)
+    loaded[name] = sorted({"megatron", "torch", "vllm"} & sys.modules.keys())
+print(json.dumps(loaded))
+"""
+
+
+def source_of(module: str, root: Path = ROOT) -> Path | None:
+    path = root.joinpath(*module.split("."))
+    for file in (path.with_suffix(".py"), path / "__init__.py"):
+        if file.exists():
+            return file
+    return None
+
+
+def pure_modules() -> list[str]:
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    checked = [
+        override["module"]
+        for override in settings["tool"]["mypy"]["overrides"]
+        if override.get("ignore_errors") is False
+    ]
+    assert len(checked) == 1, "one list of pure modules in pyproject.toml"
+    return [module for module in checked[0] if source_of(module)]
+
+
+def loaded_by(*modules: str) -> dict[str, list[str]]:
+    process = subprocess.run(
+        [sys.executable, "-c", PROBE, *modules], cwd=ROOT, capture_output=True, text=True
+    )
+    assert process.returncode == 0, process.stderr
+    return json.loads(process.stdout.splitlines()[-1])
+
+
+def dotted(node: ast.expr) -> str:
+    """`a.b.c` of an attribute or name, and "" of anything else."""
+    if isinstance(node, ast.Attribute) and (value := dotted(node.value)):
+        return f"{value}.{node.attr}"
+    return node.id if isinstance(node, ast.Name) else ""
+
+
+def nodes(tree: ast.AST, with_functions: bool) -> Iterator[ast.AST]:
+    yield tree
+    for child in ast.iter_child_nodes(tree):
+        if with_functions or not isinstance(child, ast.FunctionDef):
+            yield from nodes(child, with_functions)
+
+
+def names_used(source: str, package: str, with_functions: bool = True) -> Iterator[str]:
+    """Full names of what a module imports, and of the attributes it reads of what it imported.
+
+    Of the strings only the forbidden name, for importlib.import_module.
+    """
+    used = list(nodes(ast.parse(source), with_functions))
+    meaning: dict[str, str] = {}
+    for node in used:
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                yield alias.name
+                top = alias.name.split(".")[0]
+                meaning[alias.asname or top] = alias.name if alias.asname else top
+        elif isinstance(node, ast.ImportFrom):
+            parents = package.split(".")[: len(package.split(".")) - node.level + 1]
+            base = ".".join([*(parents if node.level else []), *filter(None, [node.module])])
+            for alias in node.names:
+                yield f"{base}.{alias.name}"
+                meaning[alias.asname or alias.name] = f"{base}.{alias.name}"
+        elif isinstance(node, ast.Constant) and is_forbidden(node.value):
+            yield node.value
+    for node in used:
+        if isinstance(node, ast.Attribute):
+            head, _, rest = dotted(node).partition(".")
+            if head in meaning:
+                yield f"{meaning[head]}.{rest}"
+
+
+def is_forbidden(name: object) -> bool:
+    return isinstance(name, str) and (name == FORBIDDEN or name.startswith(f"{FORBIDDEN}."))
+
+
+def paths_to_forbidden(module: str, root: Path = ROOT) -> list[str]:
+    """Each way along the imports of `mcore_rl` from `module` to torch.distributed.
+
+    Modules count with what their functions import. Packages, which importing a module of theirs
+    runs, may be lazy: of them only what runs on import counts.
+    """
+    found, seen, waiting = [], {module}, [(module, module)]
+    while waiting:
+        current, path = waiting.pop()
+        file = source_of(current, root)
+        assert file is not None
+        is_package = file.name == "__init__.py"
+        package = current if is_package else current.rpartition(".")[0]
+        names = [package, *names_used(file.read_text(), package, with_functions=not is_package)]
+        found += [f"{path} -> {name}" for name in names if is_forbidden(name)]
+        for name in names:
+            # A name may go on after the module, and all packages above the module are run.
+            parts = name.split(".") if name.startswith("mcore_rl") else []
+            for target in (".".join(parts[:end]) for end in range(1, len(parts) + 1)):
+                if target not in seen and source_of(target, root):
+                    seen.add(target)
+                    waiting.append((target, f"{path} -> {target}"))
+    return found
+
+
+@pytest.fixture(scope="module")
+def loaded_by_pure_modules() -> dict[str, list[str]]:
+    return loaded_by(*pure_modules())
+
+
+def test_pure_modules_are_listed() -> None:
+    assert "mcore_rl.types" in pure_modules()
+
+
+@pytest.mark.parametrize("module", pure_modules())
+def test_pure_module_loads_neither_megatron_nor_vllm(
+    module: str, loaded_by_pure_modules: dict[str, list[str]]
+) -> None:
+    assert set(loaded_by_pure_modules[module]) <= {"torch"}
+
+
+@pytest.mark.parametrize("module", pure_modules())
+def test_pure_module_leads_nowhere_to_torch_distributed(module: str) -> None:
+    assert paths_to_forbidden(module) == []
+
+
+def test_package_import_loads_nothing_heavy() -> None:
+    assert loaded_by("mcore_rl") == {"mcore_rl": []}
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "import torch.distributed",
+        "import torch.distributed as dist",
+        "import torch.distributed.nn.functional",
+        "from torch import distributed",
+        "from torch.distributed import all_reduce",
+        "def f():\n    from torch.distributed import all_reduce",
+        "import torch\n\n\ndef f(x):\n    torch.distributed.all_reduce(x)",
+        "import torch as t\n\nrank = t.distributed.get_rank()",
+        "import importlib\n\ndist = importlib.import_module('torch.distributed')",
+        "from mcore_rl import other",
+        "from mcore_rl.other import rank",
+        "from . import other",
+        "from .other import rank",
+        "import mcore_rl.eager.part",
+    ],
+)
+def test_way_to_torch_distributed_is_found(source: str, tmp_path: Path) -> None:
+    (tmp_path / "mcore_rl" / "eager").mkdir(parents=True)
+    (tmp_path / "mcore_rl" / "__init__.py").touch()
+    (tmp_path / "mcore_rl" / "other.py").write_text("import torch.distributed\n\nrank = 0\n")
+    (tmp_path / "mcore_rl" / "eager" / "__init__.py").write_text("from mcore_rl.other import rank")
+    (tmp_path / "mcore_rl" / "eager" / "part.py").touch()
+    (tmp_path / "mcore_rl" / "pure.py").write_text(source)
+    assert len(paths_to_forbidden("mcore_rl.pure", tmp_path)) >= 1
+
+
+def test_way_to_torch_distributed_is_not_found_where_there_is_none(tmp_path: Path) -> None:
+    (tmp_path / "mcore_rl").mkdir()
+    (tmp_path / "mcore_rl" / "__init__.py").write_text(
+        "def lazy():\n    import torch.distributed\n    return torch.distributed\n"
+    )
+    (tmp_path / "mcore_rl" / "pure.py").write_text(
+        '"""Imports no torch.distributed."""\nimport torch\n\nnormal = torch.distributions.Normal\n'
+    )
+    assert paths_to_forbidden("mcore_rl.pure", tmp_path) == []

@@ -1,0 +1,304 @@
+"""The launcher, run for real on ranks that are a few lines of Python."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import psutil
+import pytest
+
+from mcore_rl.launch import exit_code
+
+SENTENCE = "mcore_rl: error: --some-flag 3 must be 4; change it"
+
+
+class Launcher:
+    """Starts launchers on a program given as text, and tells what the ranks wrote."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._started: list[subprocess.Popen[str]] = []
+
+    def start(self, program: str, num_ranks: int, *flags: str) -> subprocess.Popen[str]:
+        """`program` knows `rank`, `folder` and `here(name)`, which leaves a file <name>.<rank>."""
+        script = self.folder / "program.py"
+        prelude = """
+            import os, signal, sys, time
+            from pathlib import Path
+            rank, folder = int(os.environ["RANK"]), Path(__file__).parent
+
+            def here(name, text=""):
+                (folder / f".{rank}").write_text(text)
+                (folder / f".{rank}").rename(folder / f"{name}.{rank}")
+        """
+        script.write_text(textwrap.dedent(prelude) + textwrap.dedent(program))
+        process = subprocess.Popen(
+            [sys.executable, "-m", "mcore_rl.launch", "--nproc-per-node", str(num_ranks)]
+            + [*flags, str(script)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "TMPDIR": str(self.folder)},
+        )
+        self._started.append(process)
+        return process
+
+    def run(self, program: str, num_ranks: int = 3, *flags: str) -> tuple[int, str]:
+        """The exit code and stderr."""
+        process = self.start(program, num_ranks, *flags)
+        _, stderr = process.communicate(timeout=120)
+        return process.returncode, stderr
+
+    def wait_for(self, name: str, num_ranks: int) -> list[int]:
+        """Until all ranks were `here(name, pid)`; their pids."""
+        files = [self.folder / f"{name}.{rank}" for rank in range(num_ranks)]
+        wait_until(lambda: all(file.exists() for file in files))
+        return [int(file.read_text()) for file in files]
+
+    def end(self) -> None:
+        for process in self._started:
+            if process.poll() is None:
+                for child in psutil.Process(process.pid).children(recursive=True):
+                    child.kill()
+                process.kill()
+                process.communicate()
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline, "waited for 60 s"
+        time.sleep(0.05)
+
+
+@pytest.fixture
+def launcher(tmp_path: Path) -> Iterator[Launcher]:
+    launcher = Launcher(tmp_path)
+    yield launcher
+    launcher.end()
+
+
+@pytest.mark.parametrize(
+    ("codes", "expected"),
+    [
+        ([2, 2, 2], 2),
+        ([2, -15, -15], 2),
+        ([-15, 2], 2),
+        ([2, -9], 2),
+        ([3, -15], 3),
+        ([2, 1], 1),
+        ([1, 3], 1),
+        ([-11, -15], 139),
+        ([-9, -15, -15], 137),
+        ([-15, -9], 137),
+        ([-15, -15], 143),
+    ],
+)
+def test_exit_code_of_failed_ranks(codes: Sequence[int], expected: int) -> None:
+    assert exit_code(codes) == expected
+
+
+def test_launch_is_silent_when_all_ranks_succeed(launcher: Launcher) -> None:
+    assert launcher.run("here('done')") == (0, "")
+    assert sorted(path.name for path in launcher.folder.glob("done.*")) == [
+        "done.0",
+        "done.1",
+        "done.2",
+    ]
+
+
+def test_launch_says_one_sentence_when_ranks_agree_on_a_mistake(launcher: Launcher) -> None:
+    # The last rank is slow to leave, so that torchrun ends it with SIGTERM.
+    code, stderr = launcher.run(
+        f"""
+        here("pid", str(os.getpid()))
+        if rank == 0:
+            print({SENTENCE!r}, file=sys.stderr, flush=True)
+        while not all((folder / f"pid.{{other}}").exists() for other in range(3)):
+            time.sleep(0.01)
+        if rank == 2:
+            time.sleep(60)
+        os._exit(2)
+        """
+    )
+    assert code == 2
+    assert stderr == SENTENCE + "\n"
+    assert not any(psutil.pid_exists(pid) for pid in launcher.wait_for("pid", 3))
+
+
+def test_launch_keeps_the_table_when_a_rank_fails(launcher: Launcher) -> None:
+    code, stderr = launcher.run(
+        """
+        if rank == 1:
+            sys.exit(3)
+        time.sleep(60)
+        """
+    )
+    assert code == 3
+    assert "program.py FAILED" in stderr
+    assert re.search(r"(?s)Root Cause.* rank +: 1 ", stderr)
+    assert "Sending process" in stderr
+    assert "Traceback" not in stderr
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_launch_ends_the_ranks_on_a_signal_and_waits(
+    launcher: Launcher, number: signal.Signals
+) -> None:
+    process = launcher.start(
+        """
+        def leave(number, frame):
+            time.sleep(0.5)
+            here("left", str(number))
+            sys.exit(0)
+
+        for ending in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            signal.signal(ending, leave)
+        here("pid", str(os.getpid()))
+        time.sleep(60)
+        """,
+        2,
+    )
+    pids = launcher.wait_for("pid", 2)
+    process.send_signal(number)
+    _, stderr = process.communicate(timeout=60)
+    assert process.returncode == 128 + number
+    assert stderr == f"mcore_rl: stopped by {number.name}, all processes have ended\n"
+    assert launcher.wait_for("left", 2) == [signal.SIGTERM, signal.SIGTERM]
+    assert not any(psutil.pid_exists(pid) for pid in pids)
+
+
+def test_launch_removes_the_shared_memory_of_ranks_that_a_signal_ended(launcher: Launcher) -> None:
+    process = launcher.start(
+        """
+        from multiprocessing import shared_memory
+        memory = shared_memory.SharedMemory(create=True, size=4096)
+        (folder / f"name.{rank}").write_text(memory.name)
+        here("pid", str(os.getpid()))
+        time.sleep(60)
+        """,
+        2,
+    )
+    launcher.wait_for("pid", 2)
+    segments = [
+        Path("/dev/shm") / (launcher.folder / f"name.{rank}").read_text() for rank in (0, 1)
+    ]
+    assert all(segment.exists() for segment in segments)
+    process.send_signal(signal.SIGINT)
+    process.communicate(timeout=60)
+    assert not any(segment.exists() for segment in segments)
+
+
+def test_launch_ends_what_ranks_leave_behind(launcher: Launcher) -> None:
+    program = """
+        import subprocess
+        code = "import time; time.sleep(60)"
+        child = subprocess.Popen([sys.executable, "-c", code], start_new_session=True)
+        here("child", str(child.pid))
+        os._exit(2)
+    """
+    assert launcher.run(program, 2) == (2, "")
+    assert not any(psutil.pid_exists(pid) for pid in launcher.wait_for("child", 2))
+
+
+def test_launch_leaves_no_process_when_a_second_signal_comes(launcher: Launcher) -> None:
+    # Ranks that nothing but SIGKILL ends, each with a process of its own.
+    process = launcher.start(
+        """
+        import subprocess
+        for ignored in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(ignored, signal.SIG_IGN)
+        child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+        here("child", str(child.pid))
+        here("pid", str(os.getpid()))
+        time.sleep(60)
+        """,
+        2,
+        "--shutdown-timeout=60",
+    )
+    pids = launcher.wait_for("pid", 2) + launcher.wait_for("child", 2)
+    started = time.monotonic()
+    for _ in range(3):  # torchrun sends SIGTERM, once more, then gives up
+        process.send_signal(signal.SIGINT)
+        time.sleep(1)
+    _, stderr = process.communicate(timeout=60)
+    assert process.returncode == 128 + signal.SIGINT
+    assert stderr == "mcore_rl: stopped by SIGINT, all processes have ended\n"
+    assert time.monotonic() - started < 40
+    assert not any(psutil.pid_exists(pid) for pid in pids)
+
+
+def test_launch_kills_what_does_not_end_in_time(launcher: Launcher) -> None:
+    process = launcher.start(
+        """
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        here("pid", str(os.getpid()))
+        time.sleep(60)
+        """,
+        2,
+        "--shutdown-timeout=1",
+    )
+    pids = launcher.wait_for("pid", 2)
+    process.terminate()
+    process.communicate(timeout=30)
+    assert process.returncode == 128 + signal.SIGTERM
+    assert not any(psutil.pid_exists(pid) for pid in pids)
+
+
+def test_two_launches_side_by_side_get_ports_of_their_own(tmp_path: Path) -> None:
+    folders = [tmp_path / "one", tmp_path / "two"]
+    launchers = []
+    for folder in folders:
+        folder.mkdir()
+        launchers.append(Launcher(folder))
+    program = """
+        here("port", os.environ["MASTER_PORT"])
+        while not (folder / "leave").exists():
+            time.sleep(0.01)
+    """
+    try:
+        processes = [launcher.start(program, 2) for launcher in launchers]
+        ports = [launcher.wait_for("port", 2) for launcher in launchers]
+        for folder in folders:
+            (folder / "leave").touch()
+        assert [process.wait(timeout=60) for process in processes] == [0, 0]
+    finally:
+        for launcher in launchers:
+            launcher.end()
+    assert ports[0][0] == ports[0][1] != ports[1][0] == ports[1][1]
+
+
+def test_launch_on_two_machines_ends_both_with_the_same_code(launcher: Launcher) -> None:
+    program = f"""
+        if rank == 0:
+            print({SENTENCE!r}, file=sys.stderr, flush=True)
+        os._exit(2)
+    """
+    port = free_port()
+    flags = ("--nnodes=2", "--master-addr=127.0.0.1", f"--master-port={port}")
+    processes = [launcher.start(program, 2, *flags, f"--node-rank={rank}") for rank in (0, 1)]
+    outputs = [process.communicate(timeout=120)[1] for process in processes]
+    assert [process.returncode for process in processes] == [2, 2]
+    assert outputs[0] == SENTENCE + "\n"
+    assert outputs[1] == "mcore_rl: error: see the output of rank 0, on another machine\n"
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def test_launch_leaves_no_files_in_the_temporary_folder(launcher: Launcher) -> None:
+    before = set(launcher.folder.iterdir())
+    launcher.run("sys.exit(4)", 1)
+    assert set(launcher.folder.iterdir()) - before == {launcher.folder / "program.py"}

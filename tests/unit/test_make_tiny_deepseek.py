@@ -1,0 +1,296 @@
+"""The tiny checkpoint is what it says: a checkpoint others can read, and a task that can be learnt.
+
+Oracle: `transformers` loading the directory, and the tensors on disk.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
+
+from mcore_rl.errors import UsageError
+from mcore_rl.reward_functions import arithmetic
+from scripts import make_tiny_deepseek
+from scripts.make_tiny_deepseek import ARCHS, MARKER, make_checkpoint, tiny_task
+
+REPOSITORY = Path(__file__).parents[2]
+TEXTS = (
+    "Natalia sold 48/2 = <<48/2=24>>24 clips in May.\n#### 72",
+    "  two  spaces,\ttabs\r\n and a line that ends in one ",
+    "größer, 漢字, 😀👩‍👩‍👧, \u200b\ufeff, e\u0301",
+    "".join(map(chr, range(1, 300))),
+    "12345678901234567890 3.14 -7",
+)
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """One random micro checkpoint of each architecture."""
+    folder = tmp_path_factory.mktemp("checkpoints")
+    return {arch: make_checkpoint(folder / arch, arch=arch, size="micro") for arch in ARCHS}
+
+
+@pytest.fixture(scope="module")
+def tokenizer(checkpoints: dict[str, Path]) -> PreTrainedTokenizerBase:
+    return AutoTokenizer.from_pretrained(checkpoints["deepseek_v3"])
+
+
+def tensor_dtypes(folder: Path) -> dict[str, str]:
+    with safe_open(folder / "model.safetensors", "pt") as file:
+        return {name: file.get_slice(name).get_dtype() for name in file.keys()}
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+def test_checkpoint_loads_in_transformers_without_loose_ends(
+    checkpoints: dict[str, Path], arch: str
+) -> None:
+    model, info = AutoModelForCausalLM.from_pretrained(checkpoints[arch], output_loading_info=True)
+    assert not any(info.values()), info
+    assert model.dtype == torch.bfloat16
+    assert model.config.architectures == [type(model).__name__]
+    logits = model(torch.tensor([[1, 4, 5], [1, 5, 4]])).logits.float()
+    assert logits.isfinite().all()
+    assert (logits[0, -1] - logits[1, -1]).abs().max() > 0.05
+
+
+def test_experts_are_stored_one_by_one_with_distinct_weights(
+    checkpoints: dict[str, Path],
+) -> None:
+    for arch in ("deepseek_v3", "deepseek_v2", "qwen3_moe"):
+        tensors = load_file(checkpoints[arch] / "model.safetensors")
+        experts = [
+            tensors[f"model.layers.1.mlp.experts.{expert}.{kind}_proj.weight"].flatten()
+            for expert in range(8)
+            for kind in ("gate", "up", "down")
+        ]
+        assert len({tuple(expert[:8].tolist()) for expert in experts}) == len(experts)
+        norms = {n: t for n, t in tensors.items() if n.endswith("norm.weight")}
+        assert len({tuple(norm[:8].tolist()) for norm in norms.values()}) == len(norms)
+
+
+def test_weights_are_bfloat16_and_router_bias_float32_and_not_zero(
+    checkpoints: dict[str, Path],
+) -> None:
+    dtypes = tensor_dtypes(checkpoints["deepseek_v3"])
+    biases = {name for name in dtypes if name.endswith("e_score_correction_bias")}
+    assert biases == {"model.layers.1.mlp.gate.e_score_correction_bias"}
+    assert {dtypes[name] for name in biases} == {"F32"}
+    assert {dtype for name, dtype in dtypes.items() if name not in biases} == {"BF16"}
+    bias = load_file(checkpoints["deepseek_v3"] / "model.safetensors")[biases.pop()]
+    assert (bias != 0).all()
+    assert (bias != bias.bfloat16().float()).any(), "float32 in name only"
+
+
+def test_config_has_the_keys_of_published_checkpoints(checkpoints: dict[str, Path]) -> None:
+    config = json.loads((checkpoints["deepseek_v3"] / "config.json").read_text())
+    assert config["kv_lora_rank"] + config["qk_rope_head_dim"] == 576, "vLLM on CPU takes only this"
+    assert (config["topk_method"], config["scoring_func"]) == ("noaux_tc", "sigmoid")
+    assert config["torch_dtype"] == "bfloat16"
+    assert config["num_nextn_predict_layers"] == 0
+    assert "num_experts" in json.loads((checkpoints["qwen3_moe"] / "config.json").read_text())
+
+
+def test_mtp_layer_is_stored_but_not_part_of_the_model(tmp_path: Path) -> None:
+    plain = load_file(make_checkpoint(tmp_path / "plain", size="micro") / "model.safetensors")
+    folder = make_checkpoint(tmp_path / "mtp", size="micro", num_mtp_layers=1)
+    tensors = load_file(folder / "model.safetensors")
+    extra = {n.removeprefix("model.layers.2."): t for n, t in tensors.items() if n not in plain}
+    assert all(torch.equal(tensors[name], plain[name]) for name in plain)
+    decoder = {n.removeprefix("model.layers.1.") for n in plain if n.startswith("model.layers.1.")}
+    assert extra.keys() == decoder | {
+        "enorm.weight", "hnorm.weight", "eh_proj.weight", "embed_tokens.weight",
+        "shared_head.norm.weight", "shared_head.head.weight",
+    }  # fmt: skip
+    assert extra["eh_proj.weight"].shape == (64, 128)
+    assert torch.equal(extra["shared_head.head.weight"], plain["lm_head.weight"])
+    assert extra["mlp.gate.e_score_correction_bias"].dtype == torch.float32
+    assert json.loads((folder / "config.json").read_text())["num_nextn_predict_layers"] == 1
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    assert len(model.model.layers) == 2
+
+
+def test_tied_checkpoint_has_no_head_of_its_own(tmp_path: Path) -> None:
+    folder = make_checkpoint(tmp_path / "c", arch="qwen3", size="micro", tie_word_embeddings=True)
+    assert "lm_head.weight" not in tensor_dtypes(folder)
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+
+
+@pytest.mark.parametrize(
+    ("arch", "overrides"),
+    [
+        ("deepseek_v3", {"n_group": 4, "topk_group": 2, "routed_scaling_factor": 2.5}),
+        (
+            "deepseek_v2",
+            {"n_group": 4, "topk_group": 2, "topk_method": "group_limited_greedy"},
+        ),
+        ("deepseek_v3", {"q_lora_rank": None, "num_hidden_layers": 3}),
+    ],
+)
+def test_overrides_reach_the_model(tmp_path: Path, arch: str, overrides: dict[str, object]) -> None:
+    folder = make_checkpoint(tmp_path / "c", arch=arch, size="micro", overrides=overrides)
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    assert {name: getattr(model.config, name) for name in overrides} == overrides
+    assert model(torch.tensor([[1, 4, 5]])).logits.isfinite().all()
+
+
+def test_dtype_float32_is_written(tmp_path: Path) -> None:
+    folder = make_checkpoint(tmp_path / "c", arch="qwen3", size="micro", dtype=torch.float32)
+    assert set(tensor_dtypes(folder).values()) == {"F32"}
+    assert AutoModelForCausalLM.from_pretrained(folder).dtype == torch.float32
+
+
+def test_tokenizer_returns_any_text_unchanged(tokenizer: PreTrainedTokenizerBase) -> None:
+    assert len(tokenizer) == tiny_task.VOCAB_SIZE == 509
+    for text in TEXTS:
+        token_ids = tokenizer.encode(text)
+        assert max(token_ids) < tiny_task.VOCAB_SIZE
+        assert tokenizer.decode(token_ids) == text
+    assert len(tokenizer.encode("1234567890")) == 10, "digits are split one by one"
+
+
+def test_chat_template_separates_roles_and_opens_the_answer(
+    tokenizer: PreTrainedTokenizerBase,
+) -> None:
+    chat = [
+        {"role": "system", "content": "Add."},
+        {"role": "user", "content": "47+38"},
+        {"role": "assistant", "content": "15 85"},
+        {"role": "user", "content": "1+1"},
+    ]
+    text = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
+    assert text == (
+        "<bos><|system|>Add.<|user|>47+38<|assistant|>15 85<eos><|user|>1+1<|assistant|>"
+    )
+    token_ids = tokenizer.apply_chat_template(chat, add_generation_prompt=True)["input_ids"]
+    assert token_ids == tokenizer.encode(text, add_special_tokens=True), "no second <bos>"
+    assert tokenizer.convert_ids_to_tokens([0, 1, 2]) == ["<pad>", "<bos>", "<eos>"]
+
+
+def test_prompts_are_disjoint_and_their_answers_right(checkpoints: dict[str, Path]) -> None:
+    rows = {
+        name: [json.loads(line) for line in path.read_text().splitlines()]
+        for name in ("train", "heldout")
+        for path in [checkpoints["qwen3"] / "prompts" / f"{name}.jsonl"]
+    }
+    prompts = {name: {row["prompt"] for row in rows[name]} for name in rows}
+    assert not prompts["train"] & prompts["heldout"]
+    assert len(prompts["heldout"]) == len(rows["heldout"]) >= 128
+    assert len(prompts["train"]) == len(rows["train"]) >= 1000
+    for row in rows["train"] + rows["heldout"]:
+        assert row.keys() == {"prompt", "answer"}
+        assert sum(map(int, row["prompt"].split("+"))) == int(row["answer"])
+
+
+def test_careless_demonstration_is_rewarded_only_where_nothing_carries() -> None:
+    for problem in sum(tiny_task.split_problems(seed=0), []):
+        reward = {
+            response: arithmetic(prompt=problem.prompt, response=response, answer=problem.answer)
+            for response in (problem.worked_answer, problem.careless_answer)
+        }
+        assert reward[problem.worked_answer] == 1
+        assert reward[problem.careless_answer] == (0 if problem.carries else 1)
+
+
+def test_same_seed_gives_same_tensors_and_another_seed_others(tmp_path: Path) -> None:
+    first, second, third = (
+        load_file(make_checkpoint(tmp_path / name, size="micro", seed=seed) / "model.safetensors")
+        for name, seed in (("a", 5), ("b", 5), ("c", 6))
+    )
+    assert first.keys() == second.keys() == third.keys()
+    assert all(torch.equal(first[name], second[name]) for name in first)
+    assert not any(torch.equal(first[name], third[name]) for name in first)
+
+
+def test_finished_checkpoint_is_reused_at_once(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = make_checkpoint(tmp_path / "c", size="micro")
+    before = {path: path.stat().st_mtime_ns for path in folder.rglob("*")}
+    capsys.readouterr()
+    started = time.perf_counter()
+    assert make_checkpoint(tmp_path / "c", size="micro") == folder
+    assert time.perf_counter() - started < 1
+    assert {path: path.stat().st_mtime_ns for path in folder.rglob("*")} == before
+    assert capsys.readouterr().out == f"Reusing the checkpoint in {folder}.\n"
+
+
+@pytest.mark.parametrize("change", ["options", "code"])
+def test_checkpoint_of_other_options_or_code_is_made_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: str
+) -> None:
+    folder = make_checkpoint(tmp_path / "c", arch="qwen3", size="micro")
+    before = (folder / "model.safetensors").stat().st_mtime_ns
+    if change == "code":
+        monkeypatch.setattr(make_tiny_deepseek, "_code_hash", lambda: "of an edited script")
+    seed = 9 if change == "options" else make_tiny_deepseek.DEFAULT_SEED
+    make_checkpoint(folder, arch="qwen3", size="micro", seed=seed)
+    assert (folder / "model.safetensors").stat().st_mtime_ns != before
+
+
+def test_interrupted_build_is_not_reused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Killed while it writes, the script leaves no directory of the final name."""
+    script = (
+        "import os, sys; from scripts import make_tiny_deepseek as make\n"
+        "def die(*_): os.kill(os.getpid(), 9)\n"
+        "make._set_buffers = die\n"
+        "make.make_checkpoint(sys.argv[1], size='micro')\n"
+    )
+    out = tmp_path / "c"
+    killed = subprocess.run([sys.executable, "-c", script, str(out)], cwd=REPOSITORY)
+    assert killed.returncode == -9
+    assert not out.exists()
+    assert (tmp_path / ".c.partial").is_dir(), "the interruption came too early to mean anything"
+    make_checkpoint(out, size="micro")
+    assert (out / MARKER).is_file()
+    assert not (tmp_path / ".c.partial").exists()
+
+
+def test_directory_of_somebody_else_is_refused_and_kept(tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").write_text("mine")
+    with pytest.raises(UsageError, match="name another directory"):
+        make_checkpoint(tmp_path, size="micro")
+    assert (tmp_path / "notes.txt").read_text() == "mine"
+
+
+def test_bad_options_end_in_one_sentence(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="--arch gpt2"):
+        make_checkpoint(tmp_path / "c", arch="gpt2")
+    with pytest.raises(UsageError, match="--num-mtp-layers 1"):
+        make_checkpoint(tmp_path / "c", arch="qwen3", num_mtp_layers=1)
+    assert not (tmp_path / "c").exists()
+
+
+def test_warm_up_gives_the_same_tensors_twice(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tiny_task, "WARM_UP_STEPS", 3)
+    first, second = (
+        load_file(make_checkpoint(tmp_path / n, size="micro", warm_up=True) / "model.safetensors")
+        for n in "ab"
+    )
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_warm_up_leaves_the_policy_right_in_20_to_50_percent(warmed_checkpoint: Path) -> None:
+    folder = warmed_checkpoint
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    recipe = json.loads((folder / MARKER).read_text())
+    assert recipe["warm_up"]
+    _, heldout = tiny_task.split_problems(recipe["seed"])
+    sampled = tiny_task.sample_accuracy(model, tokenizer, heldout * 4, greedy=False)
+    greedy = tiny_task.sample_accuracy(model, tokenizer, heldout, greedy=True)
+    assert 0.2 <= sampled <= 0.5
+    assert 0.2 <= greedy <= 0.5

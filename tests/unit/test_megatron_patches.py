@@ -1,0 +1,133 @@
+"""Megatron's repairs: what they change for Megatron, and what they leave alone for everyone else.
+
+Each case runs in a process of its own, because a repair stays applied. That DeepSeek-V2-Lite can be
+built and that a checkpoint can be loaded again is shown by tests/dist and tests/e2e.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+pytestmark = pytest.mark.skipif(
+    torch.cuda.is_available(), reason="these repairs do not exist where there is a GPU"
+)
+
+# `from m import x` at module level, called from a module that is not Megatron's.
+OTHERS_SEE_NO_CUDA = """
+from mcore_rl import megatron_adapter
+import torch
+assert not torch.cuda.is_available()
+assert torch.zeros(1).type() == "torch.FloatTensor"
+for call in (torch.cuda.current_device, torch.zeros(1).cuda, torch.nn.Linear(1, 1).cuda):
+    try:
+        call()
+    except (AssertionError, RuntimeError) as error:
+        assert "CUDA" in str(error) or "NVIDIA" in str(error), error
+    else:
+        raise SystemExit(f"{call} did not fail")
+try:
+    torch.zeros(1, device="cuda")
+except (AssertionError, RuntimeError):
+    pass
+else:
+    raise SystemExit("a CUDA tensor was made")
+"""
+MEGATRON_SEES_THE_CPU = """
+from mcore_rl import megatron_adapter
+import torch
+from megatron.core import parallel_state, utils
+from megatron.core.optimizer import distrib_optimizer
+assert utils.torch is not torch and utils.torch.Tensor is torch.Tensor
+seen = distrib_optimizer.torch
+assert seen.cuda.current_device() == torch.device("cpu") and seen.cuda.is_available()
+assert seen.zeros(2, device="cuda").device.type == "cpu"
+assert seen.empty(2, device=seen.cuda.current_device()).device.type == "cpu"
+event = seen.cuda.current_stream().record_event()
+event.synchronize()
+with seen.cuda.stream(seen.cuda.Stream()):
+    pass
+inside = {"__name__": "megatron.x"}
+exec("def of(t): return t.type(), t.cuda()", inside)
+tensor = torch.zeros(1)
+name, moved = inside["of"](tensor)
+assert name == "torch.cuda.FloatTensor" and moved is tensor
+"""
+WITHOUT_IT_MEGATRON_FAILS = """
+import typing, typing_extensions
+typing.override = typing_extensions.override
+from megatron.core.tensor_parallel import random
+try:
+    random.torch.cuda.current_device()
+except (AssertionError, RuntimeError):
+    pass
+else:
+    raise SystemExit("the test needs a machine without CUDA")
+"""
+EARLY_IMPORT_IS_REFUSED = """
+import megatron.core
+try:
+    from mcore_rl import megatron_adapter
+except RuntimeError as error:
+    assert "imported before" in str(error)
+else:
+    raise SystemExit("half a Megatron was patched")
+"""
+TRAINING_NEEDS_OVERRIDE = """
+import sys, typing
+if sys.version_info < (3, 12):
+    assert not hasattr(typing, "override")
+from mcore_rl import megatron_adapter
+import megatron.training.models.gpt
+assert typing.override
+"""
+HELPERS_ARE_NOT_COMPILED = """
+from mcore_rl import megatron_adapter
+from mcore_rl.patches.registry import applied_patches
+from megatron.core.datasets.utils import compile_helpers
+compile_helpers()
+assert applied_patches()["megatron.dataset_helpers"] == "megatron-core 0.19.2"
+"""
+HELPERS_END_THE_PROCESS_WITHOUT_IT = """
+import typing, typing_extensions
+typing.override = typing_extensions.override
+from megatron.core.datasets.utils import compile_helpers
+try:
+    compile_helpers()
+except SystemExit as leave:
+    assert leave.code
+else:
+    raise SystemExit("the wheel has its Makefile now: drop the repair")
+"""
+CASES = {name.lower(): code for name, code in globals().items() if name.isupper()}
+
+
+@pytest.mark.parametrize("case", [name for name in CASES if name != "cases"])
+def test_megatron_on_cpu(case: str) -> None:
+    run = subprocess.run(
+        [sys.executable, "-c", CASES[case]], capture_output=True, text=True, timeout=120
+    )
+    assert run.returncode == 0, run.stderr[-3000:]
+
+
+def test_unsupported_megatron_ends_an_entry_point_with_one_sentence(tmp_path: Path) -> None:
+    fake = tmp_path / "megatron_core-0.16.1.dist-info"
+    fake.mkdir()
+    (fake / "METADATA").write_text("Metadata-Version: 2.1\nName: megatron-core\nVersion: 0.16.1\n")
+    run = subprocess.run(
+        [sys.executable, "-m", "mcore_rl.train"],
+        env={**os.environ, "PYTHONPATH": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert run.returncode == 2
+    assert run.stderr == (
+        "mcore_rl: error: megatron-core 0.16.1 is installed; mcore_rl supports 0.19.2: pip install "
+        "megatron-core==0.19.2\n"
+    )

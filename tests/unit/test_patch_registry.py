@@ -1,0 +1,113 @@
+"""The rules by which upstream code is patched; the package patched here is a small real one."""
+
+from __future__ import annotations
+
+import logging
+
+import packaging
+import pytest
+from packaging.specifiers import SpecifierSet
+
+from mcore_rl.errors import UsageError
+from mcore_rl.patches import registry
+from mcore_rl.patches.registry import Patch, applied_patches, apply_all, apply_patch
+
+HERE = packaging.__version__
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """Collects what patches do, with an empty record of applied patches."""
+    monkeypatch.setattr(registry, "_applied", {})
+    return []
+
+
+def _patch(calls, name="test.patch", **changes) -> Patch:
+    fields = dict(
+        package="packaging",
+        versions=(HERE,),
+        reason="a reason",
+        needed=lambda: True,
+        apply=lambda: calls.append(name),
+    )
+    return Patch(name=name, **{**fields, **changes})
+
+
+def test_a_patch_is_applied_once_and_says_so(calls, caplog):
+    patch = _patch(calls)
+    with caplog.at_level(logging.INFO):
+        assert apply_patch(patch)
+        assert not apply_patch(patch)
+    assert calls == ["test.patch"]
+    assert [r.getMessage() for r in caplog.records] == [
+        f"[Patch] test.patch applied to packaging {HERE}: a reason"
+    ]
+    assert dict(registry._applied) == {"test.patch": f"packaging {HERE}"}
+
+
+def test_apply_all_returns_what_was_applied_now(calls):
+    first, second = _patch(calls, "first"), _patch(calls, "second")
+    apply_patch(first)
+    assert apply_all([first, second]) == ("second",)
+    assert calls == ["first", "second"]
+
+
+def test_an_unknown_version_is_refused_with_the_way_out(calls):
+    with pytest.raises(UsageError) as error:
+        apply_patch(_patch(calls, versions=("0.1", "0.2")))
+    message = str(error.value)
+    assert "packaging 0.1, 0.2" in message
+    assert HERE in message
+    assert "install one of those versions" in message
+    assert calls == []
+
+
+def test_a_patch_that_is_not_needed_does_not_look_at_versions(calls):
+    patch = _patch(calls, versions=("0.1",), package="no-such-package", needed=lambda: False)
+    assert not apply_patch(patch)
+    assert calls == []
+
+
+def test_a_missing_package_is_refused(calls):
+    with pytest.raises(UsageError, match="no-such-a or no-such-b, which is not installed"):
+        apply_patch(_patch(calls, package=("no-such-a", "no-such-b")))
+
+
+def test_any_of_the_names_of_a_package_will_do(calls):
+    assert apply_patch(_patch(calls, package=("no-such-package", "packaging")))
+
+
+@pytest.mark.parametrize(
+    ("versions", "version", "expected"),
+    [
+        (SpecifierSet(">=0.16,<0.20"), "0.19.2", True),
+        (SpecifierSet(">=0.16,<0.20"), "0.20.0", False),
+        (SpecifierSet("==0.32.0"), "0.32.0+cpu", True),
+        (SpecifierSet(">=0.16"), "0.17.0rc1", True),
+        (("0.32.0",), "0.32.0+cpu", True),
+        (("0.32.0",), "0.32.1", False),
+    ],
+)
+def test_supports_knows_local_labels_and_prereleases(calls, versions, version, expected):
+    assert _patch(calls, versions=versions).supports(version) == expected
+
+
+def test_a_target_with_other_parameters_is_refused_and_not_counted(calls):
+    def target(layer, keep):
+        return layer, keep
+
+    def apply():
+        registry.require_parameters(target, "layer", "remove_weight")
+
+    with pytest.raises(UsageError, match=r"takes layer, keep, not layer, remove_weight"):
+        apply_patch(_patch(calls, apply=apply))
+    assert registry._applied == {}
+
+
+def test_require_parameters_accepts_what_it_expects():
+    registry.require_parameters(registry.require, "condition", "target", "expectation")
+
+
+def test_the_record_cannot_be_changed_from_outside():
+    with pytest.raises(TypeError):
+        applied_patches()["x"] = "y"

@@ -1,0 +1,108 @@
+"""Moves cover every needed element exactly once, from a rank that holds it."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mcore_rl.hybrid_engine.boxes import contains, cover_fault, full_box, intersect, volume
+from mcore_rl.hybrid_engine.plan import TensorInfo, make_plan
+
+ROWS, COLUMNS = 12, 8
+INFO = {"w": TensorInfo((ROWS, COLUMNS), "bfloat16", 2)}
+
+
+@st.composite
+def partitions(draw: st.DrawFn) -> list[tuple]:
+    """The tensor cut into a grid of uneven boxes."""
+
+    def cuts(size: int) -> list[tuple[int, int]]:
+        inner = draw(st.sets(st.integers(1, size - 1), max_size=3))
+        edges = [0, *sorted(inner), size]
+        return list(zip(edges, edges[1:], strict=False))
+
+    columns = cuts(COLUMNS)
+    return [(row, column) for row in cuts(ROWS) for column in columns]
+
+
+@st.composite
+def holdings(draw: st.DrawFn) -> list[dict[str, list]]:
+    """Every element on at least one of 4 ranks, in boxes of one grid or of two."""
+    have: list[dict[str, list]] = [{"w": []} for _ in range(4)]
+    for grid in draw(st.lists(partitions(), min_size=1, max_size=2)):
+        for box in grid:
+            for rank in draw(st.sets(st.integers(0, 3), min_size=1)):
+                if all(intersect(box, other) is None for other in have[rank]["w"]):
+                    have[rank]["w"].append(box)
+    return have
+
+
+def _complete(have: list[dict[str, list]]) -> bool:
+    from mcore_rl.hybrid_engine.boxes import uncovered
+
+    return not uncovered(full_box((ROWS, COLUMNS)), [b for rank in have for b in rank["w"]])
+
+
+@settings(max_examples=300, deadline=None)
+@given(holdings(), st.lists(partitions(), min_size=4, max_size=4), st.data())
+def test_every_needed_element_is_covered_exactly_once(
+    have: list, grids: list, data: st.DataObject
+) -> None:
+    if not _complete(have):
+        return
+    need = [{"w": [box for box in grid if data.draw(st.booleans())]} for grid in grids]
+    plan = make_plan(INFO, order=["w"], have=have, need=need, distance=lambda a, b: abs(a - b))
+    for move in plan.moves:
+        assert any(contains(box, move.box) for box in have[move.source]["w"])
+        assert move.source not in move.receivers
+        assert move.num_bytes == 2 * volume(move.box)
+    for rank in range(4):
+        arriving = [move.box for move in plan.moves if rank in move.receivers]
+        for box in need[rank]["w"]:
+            parts = [intersect(box, piece) for piece in [*arriving, *have[rank]["w"]]]
+            assert cover_fault(box, [part for part in parts if part is not None]) is None
+        # Nothing is received that is held already or not needed.
+        missing = sum(volume(box) for box in need[rank]["w"]) - sum(
+            volume(part)
+            for box in need[rank]["w"]
+            for held in have[rank]["w"]
+            if (part := intersect(box, held)) is not None
+        )
+        assert plan.received_bytes(rank) == 2 * missing
+
+
+def test_what_several_ranks_need_of_one_source_goes_out_once() -> None:
+    whole = full_box((ROWS, COLUMNS))
+    plan = make_plan(
+        INFO,
+        order=["w"],
+        have=[{"w": [whole]}, {}, {}, {}],
+        need=[{"w": [whole]}] * 4,
+        distance=lambda a, b: 0,
+    )
+    assert [(m.source, m.receivers) for m in plan.moves] == [(0, (1, 2, 3))]
+    assert plan.sent_bytes(0) == 2 * ROWS * COLUMNS
+
+
+def test_nearest_holder_is_the_source() -> None:
+    whole = full_box((ROWS, COLUMNS))
+    plan = make_plan(
+        INFO,
+        order=["w"],
+        have=[{"w": [whole]}, {"w": [whole]}, {}, {}],
+        need=[{}, {}, {"w": [whole]}, {"w": [whole]}],
+        distance=lambda receiver, holder: (receiver - holder) % 2,
+    )
+    assert sorted((m.source, m.receivers) for m in plan.moves) == [(0, (2,)), (1, (3,))]
+
+
+def test_box_that_nobody_holds_is_named() -> None:
+    with pytest.raises(RuntimeError, match=r"rank 1 needs w\[0:2, 0:8\]"):
+        make_plan(
+            INFO,
+            order=["w"],
+            have=[{"w": [((2, 12), (0, 8))]}, {}],
+            need=[{}, {"w": [((0, 2), (0, 8))]}],
+            distance=lambda a, b: 0,
+        )

@@ -1,0 +1,405 @@
+"""Reward functions, and the pool that runs them in real processes."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from mcore_rl.errors import UsageError
+from mcore_rl.reward_functions import arithmetic, exact_match, gsm8k, resolve_reward, reward
+from mcore_rl.rewards import RewardPool
+from mcore_rl.types import Prompt, Rollout
+
+REPOSITORY = Path(__file__).parents[2]
+GSM8K_TRAIN = REPOSITORY.parent / "shared/data/gsm8k/train.jsonl"
+
+# What the samples ask for in their answers; anything else is taken for the reward itself.
+USER_REWARD = """
+import os, signal, sys, threading, time
+
+def score(*, prompt, response, answer):
+    if answer == "hang":
+        time.sleep(600)
+    if answer == "hang in C":
+        return len(str(9 ** (9 ** 9)))
+    if answer == "hang without alarm":
+        signal.alarm(0)
+        time.sleep(600)
+    if answer == "raise":
+        raise ValueError("cannot read " + response * 1000)
+    if answer == "exit":
+        sys.exit(3)
+    if answer == "_exit":
+        os._exit(1)
+    if answer == "_exit with 0":
+        os._exit(0)
+    if answer == "segfault":
+        os.kill(os.getpid(), signal.SIGSEGV)
+    if answer == "die when idle":
+        threading.Timer(0.2, os._exit, [1]).start()
+        return 1.0
+    if answer == "True":
+        return True
+    if answer == "texts":
+        return float((prompt, response) == ("question", "7"))
+    if answer == "SIGTERM":
+        return signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+    if answer == "pid":
+        return os.getpid()
+    if answer == "heavy modules":
+        heavy = {"torch", "numpy", "megatron", "vllm", "transformers", "pyarrow", "mcore_rl.types"}
+        return len(heavy & set(sys.modules))
+    if answer == "string":
+        return "1.0"
+    if answer == "none":
+        return None
+    return float(answer)
+"""
+
+
+def rollouts(*answers: str) -> list[Rollout]:
+    return [
+        Rollout(
+            prompt=Prompt(index, "question", answer, np.zeros(1, np.int32)),
+            sample_index=0,
+            text=str(index),
+            response_token_ids=np.zeros(1, np.int32),
+            rollout_log_probs=np.zeros(1, np.float32),
+            finish_reason="stop",
+            weight_version=0,
+        )
+        for index, answer in enumerate(answers)
+    ]
+
+
+@pytest.fixture(scope="module")
+def user_module(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("rewards_of_a_user")
+    (folder / "rewards_of_a_user.py").write_text(USER_REWARD)
+    (folder / "broken_rewards.py").write_text("raise OSError('no licence file')\n")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(folder)
+        yield folder
+
+
+@pytest.fixture(scope="module")
+def pool(user_module):
+    with RewardPool("rewards_of_a_user:score", num_workers=2, timeout_seconds=1.0) as pool:
+        yield pool
+
+
+# The built-in functions ---------------------------------------------------------------------------
+
+
+def call(function, response: str, answer: str) -> float:
+    return function(prompt="", response=response, answer=answer)
+
+
+def test_exact_match_ignores_only_outer_white_space():
+    assert call(exact_match, " a b\n", "a b") == 1
+    assert call(exact_match, "a  b", "a b") == 0
+
+
+@pytest.mark.parametrize(
+    ("response", "answer", "expected"),
+    [
+        ("7", "7", 1),
+        ("3 + 4 = 7.\n", "7", 1),
+        ("**7**", "7", 1),
+        (r"\boxed{7}", "7", 1),
+        ("007.0", "7", 1),
+        ("It is 1,234,567.50", "1234567.5", 1),
+        (".5", "0.5", 1),
+        ("= -7", "-7", 1),
+        ("= \N{MINUS SIGN}7", "-7", 1),
+        ("7", "-7", 0),
+        ("12-5", "5", 1),
+        ("12-5", "-5", 0),
+        ("7 8", "7", 0),
+        ("7 apples", "7", 0),
+        ("17", "7", 0),
+        ("0.07", "7", 0),
+        ("12,3456", "6", 0),
+        ("seven", "7", 0),
+        ("", "7", 0),
+    ],
+)
+def test_arithmetic_wants_the_number_at_the_end(response, answer, expected):
+    assert call(arithmetic, response, answer) == expected
+
+
+GSM8K_ANSWER = "She sold 48+24 = <<48+24=72>>72 clips in all.\n#### 72"
+
+
+@pytest.mark.parametrize(
+    ("response", "answer", "expected"),
+    [
+        ("So 48 + 24 = 72 clips.\n#### 72", GSM8K_ANSWER, 1),
+        ("#### 72 clips in May and 5 in June", GSM8K_ANSWER, 1),
+        ("#### 71\nNo, wait.\n#### 72.", GSM8K_ANSWER, 1),
+        ("#### 72\nNo, wait.\n#### 71", GSM8K_ANSWER, 0),
+        ("72\n#### no idea", GSM8K_ANSWER, 0),
+        ("The answer is 72.", GSM8K_ANSWER, 1),
+        ("72 is 48 plus 24", GSM8K_ANSWER, 0),
+        ("#### 172", GSM8K_ANSWER, 0),
+        ("", GSM8K_ANSWER, 0),
+        ("#### $1,080.00", "It costs $1,080.\n#### 1,080", 1),
+        (r"#### \$1080", "#### 1080", 1),
+        ("#### 25%", "#### 25", 1),
+        ("#### -$5", "#### -5", 1),
+        ("#### 5", "#### -5", 0),
+        ("#### 0.5", "0.50", 1),
+    ],
+)
+def test_gsm8k_reads_marks_signs_and_separators(response, answer, expected):
+    assert call(gsm8k, response, answer) == expected
+
+
+@pytest.mark.parametrize("function", [arithmetic, gsm8k])
+@pytest.mark.parametrize("answer", ["seven", "", "1 2", "#### "])
+def test_numeric_rewards_refuse_an_answer_without_a_number(function, answer):
+    with pytest.raises(ValueError, match="is not a number"):
+        call(function, "7", answer)
+
+
+@pytest.mark.skipif(not GSM8K_TRAIN.exists(), reason=f"there is no {GSM8K_TRAIN}")
+def test_gsm8k_pays_every_published_answer_and_no_other():
+    answers = [json.loads(line)["answer"] for line in GSM8K_TRAIN.open()]
+    assert [answer for answer in answers if call(gsm8k, answer, answer) != 1] == []
+    results = [answer.rpartition("####")[2].strip() for answer in answers]
+    assert [r for r in results if call(gsm8k, f"It is {r}.", r) != 1] == []
+    assert [r for r in results if call(gsm8k, f"#### 1{r}", r) != 0] == []
+
+
+# Finding a function -------------------------------------------------------------------------------
+
+
+def test_resolve_reward_finds_built_in_and_user_functions(user_module):
+    assert resolve_reward("gsm8k") is gsm8k
+    assert resolve_reward("rewards_of_a_user:score").__module__ == "rewards_of_a_user"
+
+
+def test_resolve_reward_finds_a_module_in_the_working_directory(tmp_path, monkeypatch):
+    (tmp_path / "reward_in_cwd.py").write_text("def f(prompt, response, answer): return 1\n")
+    monkeypatch.setattr(sys, "path", [path for path in sys.path if path])
+    monkeypatch.chdir(tmp_path)
+    assert resolve_reward("reward_in_cwd:f")(prompt="", response="", answer="") == 1
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        ("gms8k", r"--reward gms8k is no built-in reward \(did you mean gsm8k\?\).*package.module"),
+        ("no_such_module_here:f", "there is no module 'no_such_module_here'"),
+        ("rewards_of_a_user.sub:f", "there is no module|rewards_of_a_user.sub"),
+        ("broken_rewards:f", "importing 'broken_rewards' raised OSError: no licence file"),
+        ("rewards_of_a_user:scor", r"no attribute 'scor' \(did you mean score\?\)"),
+        ("rewards_of_a_user:", "no attribute ''"),
+        (":score", "importing '' raised ValueError"),
+        ("rewards_of_a_user:USER", "no attribute 'USER'"),
+        ("os:sep", "--reward os:sep is of type str, which cannot be called"),
+        ("os.path:join", r"has the parameters .* but is called as fn\(prompt="),
+    ],
+)
+def test_resolve_reward_names_flag_and_remedy_when_it_cannot(user_module, spec, message):
+    with pytest.raises(UsageError, match=message) as caught:
+        resolve_reward(spec, flag="--reward")
+    assert str(caught.value).startswith(f"--reward {spec} ")
+
+
+def test_reward_refuses_a_name_that_is_taken():
+    with pytest.raises(ValueError, match="gsm8k"):
+        reward("gsm8k")(exact_match)
+
+
+# The pool -----------------------------------------------------------------------------------------
+
+
+def test_score_keeps_order_and_texts(pool):
+    samples = rollouts("texts", *[str(i / 4) for i in range(100)], "True")
+    scored = pool.score(samples)
+    assert [s.rollout for s in scored] == samples
+    assert [s.reward for s in scored] == [0.0, *[i / 4 for i in range(100)], 1.0]
+    assert all(s.failure is None for s in scored)
+    assert pool.score(rollouts(*["0"] * 7, "texts"))[7].reward == 1.0
+    assert pool.score([]) == []
+
+
+@pytest.mark.parametrize(
+    ("answer", "failure"),
+    [
+        ("hang", "timed out: no value within 1 s"),
+        ("hang in C", "timed out: no value within 1 s"),
+        (
+            "hang without alarm",
+            "timed out: no value within 1 s, or its process exited with code 0",
+        ),
+        ("raise", "raised ValueError: cannot read " + "1" * 488 + " ..."),
+        ("exit", "raised SystemExit: 3"),
+        ("_exit", "ended its process: exit code 1"),
+        ("_exit with 0", "timed out: no value within 1 s, or its process exited with code 0"),
+        ("segfault", f"ended its process: exit code -{int(signal.SIGSEGV)}"),
+        ("nan", "returned nan: a reward is a finite number"),
+        ("inf", "returned inf: a reward is a finite number"),
+        ("string", "returned str: a reward is a finite number"),
+        ("none", "returned NoneType: a reward is a finite number"),
+    ],
+)
+def test_score_costs_one_sample_when_its_reward_fails(pool, caplog, answer, failure):
+    kind = failure.partition(":")[0]
+    num_before = pool.failure_counts[kind]
+    is_known = num_before > 0
+    with caplog.at_level(logging.WARNING):
+        scored = pool.score(rollouts("0.5", answer, "0.25", answer, *["0.125"] * 20))
+    assert [s.reward for s in scored] == [0.5, 0.0, 0.25, 0.0, *[0.125] * 20]
+    assert [i for i, s in enumerate(scored) if s.failure is not None] == [1, 3]
+    assert scored[1].failure == failure
+    assert pool.failure_counts[kind] == num_before + 2
+    assert [failure in message for message in caplog.messages] == [True] * (not is_known)
+
+
+def test_score_starts_the_clock_when_a_sample_runs(pool):
+    """Three times the limit passes on each of the 2 workers before the last sample runs."""
+    scored = pool.score(rollouts(*["hang"] * 6, "1"))
+    assert [s.reward for s in scored] == [0.0] * 6 + [1.0]
+
+
+def test_workers_end_at_once_when_stopped(pool):
+    """pebble stops a worker by SIGTERM, and locks all others out until it is gone."""
+    assert pool.score(rollouts("SIGTERM"))[0].reward == 1.0
+
+
+def test_score_recovers_when_an_idle_worker_dies(pool):
+    assert [s.reward for s in pool.score(rollouts("die when idle", "1"))] == [1.0, 1.0]
+    time.sleep(0.6)
+    scored = pool.score(rollouts(*["1"] * 10))
+    assert [s.reward for s in scored] == [1.0] * 10
+
+
+def test_score_recovers_when_workers_are_killed_at_random(pool):
+    """As the kernel does when memory is short: what ran is lost, everything else is scored."""
+    pids = {int(s.reward) for s in pool.score(rollouts(*["pid"] * 50))}
+    for pid in pids:
+        os.kill(pid, signal.SIGKILL)
+    scored = pool.score(rollouts(*["1"] * 50))
+    assert sum(s.reward for s in scored) >= 50 - len(pids)
+
+
+def test_score_raises_usage_error_when_workers_cannot_resolve(user_module):
+    with RewardPool("broken_rewards:f", num_workers=1, timeout_seconds=5) as broken:
+        with pytest.raises(UsageError, match="no licence file"):
+            broken.score(rollouts("1", "1"))
+
+
+def test_score_raises_when_workers_die_at_start(tmp_path, monkeypatch):
+    (tmp_path / "deadly_reward.py").write_text("import os\nos._exit(7)\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    with RewardPool("deadly_reward:f", num_workers=1, timeout_seconds=5) as deadly:
+        with pytest.raises(RuntimeError, match="started 3 times and scored none of 2 samples"):
+            deadly.score(rollouts("1", "1"))
+
+
+def test_score_raises_after_close(user_module):
+    with RewardPool("exact_match", num_workers=1, timeout_seconds=5) as closed:
+        assert closed.score(rollouts("0", "0"))[0].reward == 1.0
+    closed.close()
+    with pytest.raises(RuntimeError, match="closed"):
+        closed.score(rollouts("0"))
+
+
+def test_reward_pool_refuses_what_cannot_work():
+    with pytest.raises(ValueError, match="num_workers"):
+        RewardPool("exact_match", num_workers=0, timeout_seconds=1)
+    with pytest.raises(ValueError, match="timeout_seconds"):
+        RewardPool("exact_match", num_workers=1, timeout_seconds=float("nan"))
+
+
+TRAINER = """
+import os, sys
+with open("main_was_run", "a") as file:
+    file.write(__name__ + " ")
+import torch
+from mcore_rl.rewards import RewardPool
+sys.path.insert(0, {tests!r})
+from test_rewards import rollouts
+
+if __name__ == "__main__":
+    main = sys.modules["__main__"]
+    spec = main.__spec__
+    pool = RewardPool("rewards_of_a_user:score", num_workers=2, timeout_seconds=600)
+    print(*[int(s.reward) for s in pool.score(rollouts("heavy modules", "pid", "pid"))])
+    assert main.__spec__ is spec
+    if "hang" in sys.argv:
+        pids = {{int(s.reward) for s in pool.score(rollouts(*["pid"] * 200))}}
+        print(*pids, flush=True)
+        pool.score(rollouts("hang", "hang in C"))
+"""
+
+
+@pytest.fixture
+def trainer_folder(user_module, tmp_path):
+    text = TRAINER.format(tests=str(Path(__file__).parent))
+    (tmp_path / "trainer_script.py").write_text(text)
+    return tmp_path
+
+
+def trainer_environment(user_module: Path) -> dict[str, str]:
+    return os.environ | {"PYTHONPATH": f"{user_module}:{REPOSITORY}"}
+
+
+@pytest.mark.parametrize("how", [["trainer_script.py"], ["-m", "trainer_script"]])
+def test_workers_import_neither_main_nor_torch(trainer_folder, user_module, how):
+    run = subprocess.run(
+        [sys.executable, *how],
+        cwd=trainer_folder,
+        env=trainer_environment(user_module),
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert run.returncode == 0, run.stderr
+    assert run.stdout.split()[0] == "0"
+    assert (trainer_folder / "main_was_run").read_text().split() == ["__main__"]
+    # It ended without closing its pool.
+    assert all(not is_running(int(pid)) for pid in run.stdout.split()[1:])
+
+
+def is_running(pid: int) -> bool:
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except FileNotFoundError:
+        return False
+    return state != "Z"  # a zombie waits only for being collected
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the kernel does this on Linux only")
+def test_workers_die_when_the_trainer_is_killed(trainer_folder, user_module):
+    trainer = subprocess.Popen(
+        [sys.executable, "trainer_script.py", "hang"],
+        cwd=trainer_folder,
+        env=trainer_environment(user_module),
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        assert trainer.stdout is not None
+        trainer.stdout.readline()
+        pids = [int(pid) for pid in trainer.stdout.readline().split()]
+        time.sleep(0.5)  # both workers hang by now, one of them in C code
+        assert pids and all(is_running(pid) for pid in pids)
+    finally:
+        trainer.kill()
+        trainer.wait()
+    deadline = time.monotonic() + 10
+    while any(is_running(pid) for pid in pids) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert [pid for pid in pids if is_running(pid)] == []

@@ -1,0 +1,463 @@
+"""scripts/run_deepseek_moe.sh and its presets.
+
+The script runs in a copy of what it reads, with a `python3` in PATH that writes down how it was
+called; only the last test starts processes that train.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+PRESETS = {"tiny": 4, "v2-lite": 8, "v3": 256}  # and the processes they are laid out for
+
+# Sizes as published. Nothing else about the models is needed to hold a preset against them.
+YARN = dict(
+    type="yarn", beta_fast=32, beta_slow=1, factor=40, original_max_position_embeddings=4096
+)  # fmt: skip
+DEEPSEEK = dict(
+    first_k_dense_replace=1, hidden_act="silu", kv_lora_rank=512, max_position_embeddings=163840,
+    moe_layer_freq=1, qk_nope_head_dim=128, qk_rope_head_dim=64, rms_norm_eps=1e-6,
+    rope_theta=10000, tie_word_embeddings=False, v_head_dim=128,
+)  # fmt: skip
+DEEPSEEK_V2_LITE = DEEPSEEK | dict(
+    model_type="deepseek_v2", hidden_size=2048, intermediate_size=10944, moe_intermediate_size=1408,
+    n_group=1, n_routed_experts=64, n_shared_experts=2, norm_topk_prob=False,
+    num_attention_heads=16, num_experts_per_tok=6, num_hidden_layers=27, num_key_value_heads=16,
+    q_lora_rank=None, rope_scaling=YARN | dict(mscale=0.707, mscale_all_dim=0.707),
+    routed_scaling_factor=1.0, scoring_func="softmax", topk_group=1, topk_method="greedy",
+    vocab_size=102400,
+)  # fmt: skip
+DEEPSEEK_V3 = DEEPSEEK | dict(
+    model_type="deepseek_v3", first_k_dense_replace=3, hidden_size=7168, intermediate_size=18432,
+    moe_intermediate_size=2048, n_group=8, n_routed_experts=256, n_shared_experts=1,
+    norm_topk_prob=True, num_attention_heads=128, num_experts_per_tok=8, num_hidden_layers=61,
+    num_key_value_heads=128, num_nextn_predict_layers=1, q_lora_rank=1536,
+    rope_scaling=YARN | dict(mscale=1.0, mscale_all_dim=1.0),
+    routed_scaling_factor=2.5, scoring_func="sigmoid", topk_group=4, topk_method="noaux_tc",
+    vocab_size=129280,
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Call:
+    """One command of the script: its environment, its words, and the flags of mcore_rl.train."""
+
+    environment: dict[str, str]
+    words: list[str]
+
+    @classmethod
+    def of(cls, words: Sequence[str]) -> Call:
+        words = list(words)
+        assert words.pop(0) == "env"
+        environment = {}
+        while "=" in words[0]:
+            name, _, value = words.pop(0).partition("=")
+            environment[name] = value
+        return cls(environment, words)
+
+    @property
+    def launcher_flags(self) -> list[str]:
+        assert self.words[1:3] == ["-m", "mcore_rl.launch"]
+        return self.words[3 : self.words.index("mcore_rl.train") - 1]
+
+    @property
+    def flags(self) -> list[str]:
+        return self.words[self.words.index("mcore_rl.train") + 1 :]
+
+    def values(self, flag: str) -> list[str]:
+        followed_by = zip(self.flags, self.flags[1:], strict=False)
+        return [value for name, value in followed_by if name == flag]
+
+
+class Script:
+    """The script in a checkout without .venv, on a machine with `num_gpus` GPUs."""
+
+    def __init__(self, folder: Path, num_gpus: int = 0) -> None:
+        self.folder = folder
+        (folder / "scripts").mkdir()
+        shutil.copy(ROOT / "scripts" / "run_deepseek_moe.sh", folder / "scripts")
+        shutil.copytree(ROOT / "scripts" / "presets", folder / "scripts" / "presets")
+        self.programs = folder / "programs"
+        self.programs.mkdir()
+        self.home = folder / "home"
+        self.home.mkdir()
+        self.environment = {
+            "PATH": f"{self.programs}:{os.defpath}",
+            "HOME": str(self.home),
+            "MCORE_RL_SKIP_SETUP": "1",
+        }
+        self.program("python3", 'echo env OMP_NUM_THREADS="$OMP_NUM_THREADS" "$0" "$@"')
+        if num_gpus:
+            gpus = "; ".join(f"echo GPU {index}: NVIDIA" for index in range(num_gpus))
+            self.program("nvidia-smi", gpus)
+        else:
+            self.environment["MCORE_RL_STACK"] = "cpu"
+
+    def program(self, name: str, code: str) -> None:
+        file = self.programs / name
+        file.write_text(f"#!/bin/sh\n{code}\n")
+        file.chmod(0o755)
+
+    def start(self, *arguments: str, **environment: str) -> subprocess.Popen[str]:
+        return subprocess.Popen(
+            [shutil.which("bash") or "bash", "scripts/run_deepseek_moe.sh", *arguments],
+            cwd=self.folder,
+            env=self.environment | environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+
+    def output(self, *arguments: str, **environment: str) -> str:
+        process = self.start(*arguments, **environment)
+        stdout, stderr = process.communicate(timeout=60)
+        assert (process.returncode, stderr) == (0, ""), stderr
+        return stdout
+
+    def calls(self, *arguments: str, **environment: str) -> list[Call]:
+        """What --dry-run prints, comments left out."""
+        lines = self.output("--dry-run", *arguments, **environment).splitlines()
+        return [Call.of(shlex.split(line)) for line in lines if line.startswith("env ")]
+
+    def error(self, *arguments: str, **environment: str) -> str:
+        process = self.start(*arguments, **environment)
+        stdout, stderr = process.communicate(timeout=60)
+        assert process.returncode == 2, stdout + stderr
+        assert re.fullmatch(r"mcore_rl: error: [^\n]+\n", stderr), stderr
+        return stderr.removeprefix("mcore_rl: error: ").rstrip()
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> Script:
+    return Script(tmp_path)
+
+
+@pytest.fixture
+def gpu_script(tmp_path: Path) -> Script:
+    return Script(tmp_path, num_gpus=8)
+
+
+# ----------------------------------------------------------------------------------- one machine
+
+
+def test_script_makes_the_tiny_task_when_nothing_is_given(script: Script) -> None:
+    make, train = script.calls()
+    tiny = script.home / ".cache" / "mcore_rl" / "tiny_deepseek_v3"
+    assert make.words[1:] == [
+        str(script.folder / "scripts" / "make_tiny_deepseek.py"), "--out", str(tiny), "--warm-up"
+    ]  # fmt: skip
+    assert train.launcher_flags == ["--nproc-per-node", "4"]
+    assert train.values("--rl-config") == [str(script.folder / "scripts/presets/tiny.yaml")]
+    assert train.values("--rl-hf-checkpoint") == [str(tiny)]
+    assert train.values("--rl-prompts") == [str(tiny / "prompts" / "train.jsonl")]
+    assert train.values("--rl-eval-prompts") == [str(tiny / "prompts" / "heldout.jsonl")]
+    (run_dir,) = train.values("--rl-run-dir")
+    assert re.fullmatch(r"runs/tiny-\d{8}-\d{6}\.\d{3}", run_dir)
+    assert train.environment == make.environment
+    assert train.environment == {
+        "OMP_NUM_THREADS": "1",
+        "TORCHDYNAMO_DISABLE": "1",
+        "TORCH_CPP_LOG_LEVEL": "ERROR",
+        "TOKENIZERS_PARALLELISM": "false",
+        "HF_HUB_OFFLINE": "1",
+    }
+
+
+def test_dry_run_starts_and_leaves_nothing(script: Script) -> None:
+    script.program("python3", "touch started")
+    del script.environment["MCORE_RL_SKIP_SETUP"]
+    output = script.output("--dry-run")
+    assert f"bash {script.folder}/scripts/setup_env.sh" in output.splitlines()
+    assert not (script.folder / "started").exists()
+    assert not any(script.home.iterdir())
+    assert not (script.folder / "runs").exists()
+
+
+def test_script_runs_what_the_dry_run_prints(script: Script) -> None:
+    # Without --dry-run the commands reach `python3`, which prints them.
+    arguments = ("--rl-run-dir", "here", "--rl-run-name", "a b")
+    lines = script.output(*arguments).splitlines()
+    printed = [call.words for call in script.calls(*arguments)]
+    assert [Call.of(line.split(" ")).words for line in lines] == [
+        " ".join(words).split(" ") for words in printed
+    ]
+    assert all(line.startswith("env OMP_NUM_THREADS=1 ") for line in lines)
+
+
+def test_script_ends_with_the_exit_code_of_the_launcher(script: Script) -> None:
+    script.program("python3", 'case "$2" in mcore_rl.launch) exit 7 ;; esac')
+    assert script.start().wait(timeout=60) == 7
+
+
+def test_script_ends_with_the_exit_code_of_a_step_before(script: Script) -> None:
+    script.program("python3", 'case "$2" in mcore_rl.launch) touch started ;; *) exit 5 ;; esac')
+    assert script.start().wait(timeout=60) == 5
+    assert not (script.folder / "started").exists()
+
+
+def test_own_arguments_come_after_those_of_the_script(script: Script) -> None:
+    flags = ["--rl-config", "mine.yaml", "--lr", "1e-4", "--rl-num-steps=3"]
+    (script.folder / "mine.yaml").write_text("lr: 1.0\n")
+    train = script.calls(*flags)[-1]
+    assert train.flags[-len(flags) :] == flags
+    assert train.values("--rl-config") == [
+        str(script.folder / "scripts/presets/tiny.yaml"),
+        "mine.yaml",
+    ]
+
+
+@pytest.mark.parametrize("flags", [["--rl-hf-checkpoint", "own"], ["--rl-hf-checkpoint=own"]])
+def test_own_checkpoint_replaces_the_tiny_task(script: Script, flags: list[str]) -> None:
+    (train,) = script.calls(*flags)
+    assert train.flags.count("--rl-hf-checkpoint") == flags.count("--rl-hf-checkpoint")
+    assert not train.values("--rl-prompts") and not train.values("--rl-eval-prompts")
+    assert "HF_HUB_OFFLINE" not in train.environment
+    (script.folder / "own").mkdir()
+    (train,) = script.calls(*flags)
+    assert train.environment["HF_HUB_OFFLINE"] == "1"
+
+
+def test_own_prompts_are_not_evaluated_on_the_tiny_task(script: Script) -> None:
+    _, train = script.calls("--rl-prompts", "mine.jsonl")
+    assert train.values("--rl-prompts") == ["mine.jsonl"]
+    assert not train.values("--rl-eval-prompts")
+
+
+@pytest.mark.parametrize("key", ["rl-hf-checkpoint", "rl_hf_checkpoint", '"--rl-hf-checkpoint"'])
+def test_own_config_counts_as_given(script: Script, key: str) -> None:
+    (script.folder / "mine.yaml").write_text(f"# mine\n{key}: own\n")
+    assert len(script.calls("--rl-config", "mine.yaml")) == 1
+    (script.folder / "mine.yaml").write_text(f"# {key}: own\n")
+    assert len(script.calls("--rl-config=mine.yaml")) == 2
+
+
+@pytest.mark.parametrize("flag", ["--rl-run-dir", "--rl-run-name"])
+def test_run_directory_is_the_users(script: Script, flag: str) -> None:
+    train = script.calls(flag, "mine")[-1]
+    assert train.values("--rl-run-dir") == (["mine"] if flag == "--rl-run-dir" else [])
+
+
+def test_environment_of_the_caller_is_kept(script: Script) -> None:
+    make, train = script.calls(OMP_NUM_THREADS="3", MCORE_RL_CACHE="/elsewhere")
+    assert "OMP_NUM_THREADS" not in train.environment
+    assert make.words[2:4] == ["--out", "/elsewhere/tiny_deepseek_v3"]
+
+
+def test_number_of_processes_is_that_of_the_gpus(gpu_script: Script) -> None:
+    assert gpu_script.calls()[-1].launcher_flags == ["--nproc-per-node", "8"]
+    assert "OMP_NUM_THREADS" not in gpu_script.calls()[-1].environment
+    two = gpu_script.calls(CUDA_VISIBLE_DEVICES="3,5")[-1]
+    assert two.launcher_flags == ["--nproc-per-node", "2"]
+    one = gpu_script.calls("--nproc=1")[-1]
+    assert one.launcher_flags == ["--nproc-per-node", "1"]
+    none = gpu_script.calls(CUDA_VISIBLE_DEVICES="")[-1]
+    assert none.launcher_flags == ["--nproc-per-node", "4"]
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_signal_before_training_ends_the_step(
+    script: Script, number: signal.Signals, code: int
+) -> None:
+    script.program("python3", "echo $$ >pid.new && mv pid.new pid && exec sleep 60")
+    process = script.start()
+    pid = script.folder / "pid"
+    deadline = time.monotonic() + 60
+    while not pid.exists():
+        assert time.monotonic() < deadline, "waited for 60 s"
+        time.sleep(0.05)
+    process.send_signal(number)
+    assert process.wait(timeout=60) == code
+    assert not Path(f"/proc/{pid.read_text().strip()}").exists()
+
+
+# ------------------------------------------------------------------------------ several machines
+
+
+def test_dry_run_prints_a_command_for_every_machine(script: Script) -> None:
+    calls = script.calls("--preset=v3", "--rl-hf-checkpoint", "v3", "--rl-prompts", "p.jsonl")
+    assert len(calls) == 32
+    for rank, call in enumerate(calls):
+        assert call.launcher_flags == (
+            "--nproc-per-node 8 --nnodes 32 --node-rank".split()
+            + [str(rank)]
+            + "--master-addr MASTER_ADDR --master-port 29500".split()
+        )
+        assert "OMP_NUM_THREADS" not in call.environment
+
+
+def test_machines_come_from_the_environment(script: Script) -> None:
+    output = script.output(NNODES="2", NODE_RANK="1", MASTER_ADDR="head", MASTER_PORT="1234")
+    assert (
+        "-m mcore_rl.launch --nproc-per-node 4 --nnodes 2 --node-rank 1 --master-addr head "
+        "--master-port 1234 -m mcore_rl.train"
+    ) in output
+
+
+SLURM = {"SLURM_NNODES": "3", "SLURM_NODEID": "2", "SLURM_JOB_NODELIST": "n[1-3]"}
+
+
+def test_machines_come_from_slurm(script: Script) -> None:
+    script.program("scontrol", '[ "$*" = "show hostnames n[1-3]" ] && printf "n1\\nn2\\nn3\\n"')
+    output = script.output(**SLURM, SLURM_JOB_ID="123456")
+    assert "--nnodes 3 --node-rank 2 --master-addr n1 --master-port 23456 -m" in output
+    output = script.output(**SLURM, SLURM_JOB_ID="123456", MASTER_ADDR="n9", MASTER_PORT="7")
+    assert "--nnodes 3 --node-rank 2 --master-addr n9 --master-port 7 -m" in output
+
+
+# ---------------------------------------------------------------------------------------- mistakes
+
+
+@pytest.mark.parametrize(
+    ("arguments", "environment", "sentence"),
+    [
+        ("--preset v4", {}, "--preset v4 is unknown; choose tiny, v2-lite or v3"),
+        ("--preset", {}, "--preset is the last argument and needs a value"),
+        ("--nproc 0", {}, "--nproc 0 must be a number above 0"),
+        ("--nproc=four", {}, "--nproc four must be a number above 0"),
+        ("--rl-config nowhere.yaml", {}, "--rl-config nowhere.yaml cannot be read"),
+        ("--rl-config", {}, "--rl-config  cannot be read"),
+        ("--preset v2-lite --rl-hf-checkpoint x --rl-prompts y", {}, "needs GPUs and this machine"),
+        ("", {"NNODES": "two"}, "NNODES=two must be a number above 0"),
+        ("", {"NNODES": "2"}, "NODE_RANK= must be this machine's number, 0 to 1"),
+        ("", {"NNODES": "2", "NODE_RANK": "2"}, "NODE_RANK=2 must be this machine's number"),
+        ("", {"NNODES": "2", "NODE_RANK": "0"}, "MASTER_ADDR is not set"),
+        ("", SLURM, "MASTER_ADDR is not set; with NNODES=3 it must be the address of node 0"),
+        ("", SLURM | {"SLURM_LOCALID": "1"}, "srun --ntasks-per-node=1"),
+    ],
+)
+def test_mistake_gets_one_sentence(
+    script: Script, arguments: str, environment: dict[str, str], sentence: str
+) -> None:
+    script.program("python3", "touch started")
+    assert sentence in script.error(*arguments.split(), **environment)
+    assert not (script.folder / "started").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        ("--preset v2-lite", "--preset v2-lite needs --rl-hf-checkpoint"),
+        ("--preset v2-lite --rl-hf-checkpoint x", "--preset v2-lite needs --rl-prompts"),
+        ("--preset v3 --rl-hf-checkpoint x --rl-prompts y", "laid out for 32 machines of 8 GPUs"),
+    ],
+)
+def test_large_preset_says_what_it_needs(gpu_script: Script, arguments: str, sentence: str) -> None:
+    assert sentence in gpu_script.error(*arguments.split())
+
+
+def test_help_names_every_option_and_preset(script: Script) -> None:
+    output = script.output("--help")
+    for name in ("--preset", "--nproc", "--dry-run", *PRESETS):
+        assert name in output
+
+
+# ----------------------------------------------------------------------------------------- presets
+
+
+@pytest.fixture(scope="module")
+def parser() -> Any:
+    from mcore_rl.preflight import make_parser
+
+    return make_parser()
+
+
+def preset_file(name: str) -> Path:
+    return ROOT / "scripts" / "presets" / f"{name}.yaml"
+
+
+def test_all_presets_are_tested() -> None:
+    assert {path.stem for path in preset_file("x").parent.iterdir()} == PRESETS.keys()
+
+
+@pytest.mark.parametrize("option", ["--preset", "--nproc", "--dry-run"])
+def test_options_of_the_script_are_no_flags_of_megatron(parser: Any, option: str) -> None:
+    assert option not in parser._option_string_actions
+
+
+def test_large_presets_are_marked_as_not_run() -> None:
+    for name in ("v2-lite", "v3"):
+        assert preset_file(name).read_text().startswith("# PLANNED, NOT RUN. ")
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_preset_fits_its_model_and_machines(
+    name: str, parser: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every check of `preflight` that needs no weights, on the model the preset is for."""
+    from mcore_rl import preflight
+    from mcore_rl.arguments import RLConfig, expand_config, given_values
+    from mcore_rl.derived_flags import derive_flags
+    from mcore_rl.hf_config import read_model_shape
+
+    monkeypatch.setenv("WORLD_SIZE", str(PRESETS[name]))
+    has_cuda = name != "tiny"
+    (tmp_path / "config.json").write_text(json.dumps(published_config(name)))
+    shape = read_model_shape(tmp_path)
+
+    tokens = expand_config(["--rl-config", str(preset_file(name))], parser)
+    given = given_values(tokens, parser)
+    config = RLConfig(**{key[3:]: value for key, value in given.items() if key.startswith("rl_")})
+    derived = derive_flags(shape, config, given, parser=parser, has_cuda=has_cuda)
+    values = given_values(derived.tokens, parser) | given
+    preflight.check_ranges(config)
+    preflight.check_lengths(config, shape)
+    preflight.check_switches(values)
+    layout = preflight.check_layout(shape, values, PRESETS[name])
+    rollout = preflight.check_rollout(config, shape, layout, has_cuda=has_cuda)
+    preflight.check_batches(config, layout, values)
+    preflight.check_megatron_accepts([*derived.tokens, *tokens], shape)
+
+    last = values.get("decoder_last_pipeline_num_layers")
+    if last is not None:  # the other stages share the rest evenly
+        assert (shape.num_layers - last) % (layout.pp_size - 1) == 0
+    # An expert stays on its rank: what rollout mode is built on.
+    assert rollout.ep_size == layout.ep_size > 1
+    assert layout.etp_size == layout.edp_size == 1
+
+
+def published_config(name: str) -> dict[str, Any]:
+    if name != "tiny":
+        return {"v2-lite": DEEPSEEK_V2_LITE, "v3": DEEPSEEK_V3}[name]
+    sys.path.insert(0, str(ROOT / "scripts"))
+    try:
+        from make_tiny_deepseek import hf_config
+    finally:
+        sys.path.pop(0)
+    return hf_config("deepseek_v3", "tiny")
+
+
+# ------------------------------------------------------------------------------------- for real
+
+
+@pytest.mark.slow
+def test_missing_checkpoint_ends_four_ranks_with_one_sentence(tmp_path: Path) -> None:
+    process = subprocess.run(
+        ["bash", str(ROOT / "scripts" / "run_deepseek_moe.sh"), "--nproc", "4"]
+        + ["--rl-hf-checkpoint", "/nonexistent", "--rl-prompts", "/nonexistent.jsonl"],
+        cwd=tmp_path,
+        env=os.environ | {"MCORE_RL_SKIP_SETUP": "1", "MCORE_RL_STACK": "cpu"},
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert process.returncode == 2, process.stderr
+    assert process.stderr == (
+        "mcore_rl: error: --rl-hf-checkpoint /nonexistent is not a directory; give the folder of a "
+        "Hugging Face checkpoint\n"
+    )
+    assert not (tmp_path / "runs").exists()

@@ -31,6 +31,7 @@ setup(
         "pyyaml",
         "rich",
         "safetensors",
+        "scipy",
         "tensorboard",
         "tokenizers",
         "transformers",
@@ -46,6 +47,11 @@ setup(
             "types-PyYAML",
         ],
     },
-    # vLLM calls this in the front end, in the engine core and in every worker.
-    entry_points={"vllm.general_plugins": ["mcore_rl = mcore_rl.patches.vllm:register"]},
+    # vLLM calls these in the front end, in the engine core and in every worker.
+    entry_points={
+        "vllm.general_plugins": [
+            "mcore_rl = mcore_rl.patches.vllm:register",
+            "mcore_rl_weight_transfer = mcore_rl.hybrid_engine.weight_transfer:register",
+        ]
+    },
 )

@@ -215,7 +215,6 @@ def export(
             order=[t for tensors in turn for t in tensors],
             have=have,
             need=need,
-            distance=lambda receiver, holder: abs(receiver - holder),
         )
         transfer = Transfer(plan, checkpoint.tensors, bucket_bytes=bucket_bytes)
         filled: dict[str, torch.Tensor] = {}

@@ -5,15 +5,21 @@ Pure integers: neither Megatron nor vLLM nor torch is imported. Degrees multiply
     world = tp x cp x dp x pp          (dense part, innermost first: tp, cp, dp, pp)
     world = etp x ep x edp x pp        (experts, innermost first: etp, ep, edp, pp)
 
-and rollout engines of `tp` ranks each fill the world in rank order. PP is outermost in Megatron and
-absent in rollout, so the ranks of one pipeline stage become whole engines: PP becomes extra DP.
+and rollout engines of `tp x dp` slots each fill the world. Which rank plays which slot is the rank
+map; under the identity slots are filled in rank order. PP is outermost in Megatron and absent in
+rollout, so the ranks of one pipeline stage become whole engines: PP becomes extra DP.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 from mcore_rl.errors import UsageError
+
+# stage -> model chunk (one without virtual stages) -> global numbers of its decoder layers, from 0
+PipelineLayers = tuple[tuple[tuple[int, ...], ...], ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,13 +95,78 @@ class TrainLayout:
         )
 
 
+def pipeline_layers(
+    num_layers: int,
+    pp_size: int,
+    *,
+    vp_size: int = 1,
+    first: int | None = None,
+    last: int | None = None,
+    embedding_counts: bool = False,
+    loss_counts: bool = False,
+) -> PipelineLayers:
+    """Which decoder layers each stage and model chunk holds, as Megatron cuts them.
+
+    `first` and `last` are the layers of an uneven first or last stage
+    (`--decoder-first-pipeline-num-layers`, `--decoder-last-...`); with `embedding_counts` and
+    `loss_counts` (`--account-for-*-in-pipeline-split`) the embedding and the loss each take the
+    place of one layer. Raises UsageError where the layers do not divide.
+    """
+    per_stage = _layers_per_stage(
+        num_layers + embedding_counts + loss_counts, pp_size, first=first, last=last
+    )
+    for stage, count in enumerate(per_stage):
+        if count % vp_size:
+            raise UsageError(
+                f"{vp_size} model chunks do not divide the {count} layers of pipeline stage "
+                f"{stage}; change --num-layers-per-virtual-pipeline-stage, "
+                "--num-virtual-stages-per-pipeline-rank or the stages"
+            )
+    # Chunks take their layers in turn: the first of every stage, then the second of every stage.
+    counts = [per_stage[stage] // vp_size for _ in range(vp_size) for stage in range(pp_size)]
+    counts[0] -= embedding_counts
+    counts[-1] -= loss_counts
+    starts = [0, *accumulate(counts)]
+    return tuple(
+        tuple(
+            tuple(range(starts[chunk * pp_size + stage], starts[chunk * pp_size + stage + 1]))
+            for chunk in range(vp_size)
+        )
+        for stage in range(pp_size)
+    )
+
+
+def _layers_per_stage(
+    num_layers: int, pp_size: int, *, first: int | None, last: int | None
+) -> list[int]:
+    ends = (first or 0) + (last or 0)
+    middle = pp_size - (first is not None) - (last is not None)
+    left = num_layers - ends
+    if middle < 0 or (middle == 0 and left) or (middle and (left < 0 or left % middle)):
+        uneven = "" if not ends else f", of which {ends} are in an uneven first or last stage,"
+        raise UsageError(
+            f"{num_layers} layers{uneven} do not divide into --pipeline-model-parallel-size "
+            f"{pp_size} stages; change it or set --decoder-last-pipeline-num-layers"
+        )
+    stages = [left // middle] * middle if middle else []
+    return [*([] if first is None else [first]), *stages, *([] if last is None else [last])]
+
+
 @dataclass(frozen=True, slots=True)
 class RolloutLayout:
-    """vLLM's degrees: engines of `tp_size` consecutive ranks, experts whole (EP) or split (TP)."""
+    """vLLM's degrees: engines of `tp_size` x `dp_size` slots, experts whole (EP) or split (TP).
+
+    Slots are vLLM's positions, in its order: engine, then DP rank, then TP rank, innermost. With
+    `expert_parallel` experts spread over all slots of an engine, so that EP = `tp_size` x
+    `dp_size`; without it engines have `dp_size` 1. `rank_map[slot]` is the torch rank that plays a
+    slot, empty the identity.
+    """
 
     world_size: int
     tp_size: int
     expert_parallel: bool
+    dp_size: int = 1
+    rank_map: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         if self.tp_size < 1 or self.world_size % self.tp_size:
@@ -103,21 +174,72 @@ class RolloutLayout:
                 f"--rl-rollout-tp-size {self.tp_size} does not divide the world of "
                 f"{self.world_size} processes; choose a divisor of {self.world_size}"
             )
+        slots = self.tp_size * self.dp_size
+        if self.dp_size < 1 or self.world_size % slots:
+            raise UsageError(
+                f"--rl-rollout-ep-size {slots} (--rl-rollout-tp-size {self.tp_size} x "
+                f"{self.dp_size} data-parallel ranks of an engine) does not divide the world of "
+                f"{self.world_size} processes; choose a divisor of {self.world_size}"
+            )
+        if self.dp_size > 1 and not self.expert_parallel:
+            raise UsageError(
+                f"an engine of {self.dp_size} data-parallel ranks has no use without expert "
+                "parallelism; drop --rl-rollout-no-expert-parallel"
+            )
+        if self.rank_map and sorted(self.rank_map) != list(range(self.world_size)):
+            raise RuntimeError(
+                f"the rank map {self.rank_map} is no permutation of {self.world_size} ranks"
+            )
 
     @property
     def num_engines(self) -> int:
-        return self.world_size // self.tp_size
+        return self.world_size // self.slots_per_engine
+
+    @property
+    def slots_per_engine(self) -> int:
+        return self.tp_size * self.dp_size
 
     @property
     def ep_size(self) -> int:
-        return self.tp_size if self.expert_parallel else 1
+        return self.slots_per_engine if self.expert_parallel else 1
+
+    @property
+    def is_identity(self) -> bool:
+        return self.rank_map in ((), tuple(range(self.world_size)))
+
+    def rank(self, slot: int) -> int:
+        """The torch rank that plays a slot."""
+        return self.rank_map[slot] if self.rank_map else slot
+
+    def slot(self, rank: int) -> int:
+        """The slot that a torch rank plays."""
+        return self.rank_map.index(rank) if self.rank_map else rank
 
     def engine_index(self, rank: int) -> int:
-        return rank // self.tp_size
+        return self.slot(rank) // self.slots_per_engine
+
+    def engine_ranks(self, engine: int) -> tuple[int, ...]:
+        """The torch ranks of an engine, in the order of their slots."""
+        first = engine * self.slots_per_engine
+        return tuple(self.rank(first + i) for i in range(self.slots_per_engine))
+
+    def dp_rank(self, rank: int) -> int:
+        """Within the engine."""
+        return self.slot(rank) // self.tp_size % self.dp_size
 
     def tp_rank(self, rank: int) -> int:
-        return rank % self.tp_size
+        return self.slot(rank) % self.tp_size
+
+    def ep_rank(self, rank: int) -> int:
+        return self.slot(rank) % self.slots_per_engine if self.expert_parallel else 0
 
     def describe(self) -> str:
         """2 engines of TP2, EP2."""
-        return f"{self.num_engines} engines of TP{self.tp_size}, EP{self.ep_size}"
+        dp = f" x DP{self.dp_size}" if self.dp_size > 1 else ""
+        mapped = "" if self.is_identity else f", ranks {_ranges(self.rank_map)}"
+        return f"{self.num_engines} engines of TP{self.tp_size}{dp}, EP{self.ep_size}{mapped}"
+
+
+def _ranges(ranks: Sequence[int], limit: int = 16) -> str:
+    shown = ",".join(map(str, ranks[:limit]))
+    return shown + (",..." if len(ranks) > limit else "")

@@ -4,16 +4,17 @@ Pure: holdings and needs are boxes of checkpoint tensors, the result is a datacl
 element is covered exactly once, either by a move or by the receiver itself. What several ranks need
 of one source goes out once, to all of them.
 
-Here the source of a slice is the receiver itself, else the nearest holder by a distance that the
-caller gives. Choosing the rank map, spreading load over replicas and the lower bound are not
-decided here yet; they change `nearest` and the order of moves, not the types.
+Where a slice lies on several ranks, a receiver takes it from the nearest: first those of its own
+pipeline in its own node, then its node, then its pipeline, then anywhere. Among equally near ones
+the one that has the least to send so far is taken, and receivers that have the same choice get the
+same source, so that the slice is not sent twice for no reason.
 """
 
 from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from mcore_rl.hybrid_engine.boxes import Box, intersect, show, subtract, uncovered, volume
@@ -46,6 +47,23 @@ class Move:
 
 
 @dataclass(frozen=True, slots=True)
+class Neighbourhoods:
+    """Which ranks are near each other: equal numbers, one per rank.
+
+    Ranks of a node share its links; ranks of a pipeline (a PP group) hold the same part of every
+    layer, each of other layers.
+    """
+
+    node: tuple[int, ...]
+    pipeline: tuple[int, ...]
+
+    @classmethod
+    def alike(cls, world_size: int) -> Neighbourhoods:
+        """No rank is nearer than another."""
+        return cls((0,) * world_size, (0,) * world_size)
+
+
+@dataclass(frozen=True, slots=True)
 class Plan:
     """Moves in the order of the tensors; every rank holds the same plan."""
 
@@ -64,63 +82,115 @@ def make_plan(
     order: Sequence[str],
     have: Sequence[Boxes],
     need: Sequence[Boxes],
-    distance: Callable[[int, int], int],
+    near: Neighbourhoods | None = None,
 ) -> Plan:
     """Plan the moves of all ranks.
 
     `have[rank]` and `need[rank]` are that rank's boxes; `order` names the tensors in the order in
-    which they travel. `distance(receiver, holder)` ranks the possible sources of a slice; ties go
-    to the lowest rank. Raises RuntimeError naming the tensor, rank and box that nobody holds.
+    which they travel. Ranks may share one mapping object, which saves work. `near` is None where
+    all ranks are equally near. Raises RuntimeError naming the tensor, rank and box that nobody
+    holds.
     """
+    near = near or Neighbourhoods.alike(len(have))
+    groups = _by_object(have, need)
+    load = [0] * len(have)
     moves: list[Move] = []
     for tensor in order:
-        holders: dict[Box, list[int]] = defaultdict(list)
-        for rank, boxes in enumerate(have):
-            for box in boxes.get(tensor, ()):
-                holders[box].append(rank)
-        wanted = _sources(tensor, holders, have, need, distance)
         itemsize = tensors[tensor].itemsize
-        moves.extend(
-            Move(tensor, box, source, tuple(receivers), volume(box) * itemsize)
-            for (source, box), receivers in wanted.items()
-        )
+        holders: dict[Box, list[int]] = defaultdict(list)
+        missing: dict[Box, list[int]] = defaultdict(list)
+        for (held, needed), ranks in groups:
+            boxes = held.get(tensor, ())
+            for box in boxes:
+                holders[box].extend(ranks)
+            for box in needed.get(tensor, ()):
+                for part in uncovered(box, boxes):
+                    missing[part].extend(ranks)
+        wanted = _cut_by_holder(tensor, missing, holders)
+        for (box, held_box), ranks in sorted(wanted.items()):
+            num_bytes = volume(box) * itemsize
+            for source, receivers in _sources(sorted(ranks), sorted(holders[held_box]), near, load):
+                load[source] += num_bytes
+                moves.append(Move(tensor, box, source, tuple(receivers), num_bytes))
     return Plan(tuple(moves))
 
 
-def _sources(
-    tensor: str,
-    holders: Mapping[Box, Sequence[int]],
-    have: Sequence[Boxes],
-    need: Sequence[Boxes],
-    distance: Callable[[int, int], int],
-) -> dict[tuple[int, Box], list[int]]:
-    """(source, box) -> receivers, of one tensor."""
-    wanted: dict[tuple[int, Box], list[int]] = defaultdict(list)
-    for rank, boxes in enumerate(need):
-        missing = [
-            part
-            for box in boxes.get(tensor, ())
-            for part in uncovered(box, have[rank].get(tensor, ()))
-        ]
-        while missing:
-            box = missing.pop()
-            held, part = _best_overlap(box, holders)
+def _by_object(
+    have: Sequence[Boxes], need: Sequence[Boxes]
+) -> list[tuple[tuple[Boxes, Boxes], list[int]]]:
+    """Ranks that have and need the same, as far as the caller gave them the same objects."""
+    ranks: dict[tuple[int, int], list[int]] = defaultdict(list)
+    for rank, (held, needed) in enumerate(zip(have, need, strict=True)):
+        ranks[id(held), id(needed)].append(rank)
+    return [((have[some[0]], need[some[0]]), some) for some in ranks.values()]
+
+
+def _cut_by_holder(
+    tensor: str, missing: Mapping[Box, Sequence[int]], holders: Mapping[Box, Sequence[int]]
+) -> dict[tuple[Box, Box], list[int]]:
+    """(part, held box it lies in) -> receivers: each missing box, cut where its holders change."""
+    wanted: dict[tuple[Box, Box], list[int]] = defaultdict(list)
+    for box, ranks in missing.items():
+        left = [box]
+        while left:
+            rest = left.pop()
+            held, part = _best_overlap(rest, holders)
             if part is None:
                 raise RuntimeError(
-                    f"rank {rank} needs {tensor}{show(box)} and no rank holds it; the weight map "
-                    "and the engine's needs do not describe the same checkpoint"
+                    f"rank {min(ranks)} needs {tensor}{show(rest)} and no rank holds it; the "
+                    "weight map and the engine's needs do not describe the same checkpoint"
                 )
-            source = min(holders[held], key=lambda holder: (distance(rank, holder), holder))
-            wanted[source, part].append(rank)
-            missing.extend(subtract(box, part))
-    # In a fixed order whatever the order of the boxes above.
-    return dict(sorted(wanted.items(), key=lambda item: (item[0][1], item[0][0])))
+            wanted[part, held].extend(ranks)
+            left.extend(subtract(rest, part))
+    return wanted
+
+
+def _sources(
+    receivers: Sequence[int], holders: Sequence[int], near: Neighbourhoods, load: Sequence[int]
+) -> list[tuple[int, list[int]]]:
+    """(source, its receivers): the nearest holder of each, the least loaded of those."""
+    if len(holders) == 1:
+        return [(holders[0], list(receivers))]
+    by_node, by_pipeline, by_both = _index(holders, near)
+    choices: dict[tuple[int, ...], list[int]] = defaultdict(list)
+    for rank in receivers:
+        node, pipeline = near.node[rank], near.pipeline[rank]
+        choice = (
+            by_both.get((node, pipeline))
+            or by_node.get(node)
+            or by_pipeline.get(pipeline)
+            or holders
+        )
+        choices[tuple(choice)].append(rank)
+    found: dict[int, list[int]] = defaultdict(list)
+    for choice, ranks in choices.items():
+        found[min(choice, key=lambda holder: (load[holder], holder))].extend(ranks)
+    return [(source, sorted(ranks)) for source, ranks in sorted(found.items())]
+
+
+def _index(
+    holders: Sequence[int], near: Neighbourhoods
+) -> tuple[
+    dict[int, list[int]],
+    dict[int, list[int]],
+    dict[tuple[int, int], list[int]],
+]:
+    """Holders by node, by pipeline and by both."""
+    by_node: dict[int, list[int]] = defaultdict(list)
+    by_pipeline: dict[int, list[int]] = defaultdict(list)
+    by_both: dict[tuple[int, int], list[int]] = defaultdict(list)
+    for rank in holders:
+        node, pipeline = near.node[rank], near.pipeline[rank]
+        by_node[node].append(rank)
+        by_pipeline[pipeline].append(rank)
+        by_both[node, pipeline].append(rank)
+    return by_node, by_pipeline, by_both
 
 
 def _best_overlap(box: Box, holders: Mapping[Box, Sequence[int]]) -> tuple[Box, Box | None]:
-    """The held box that overlaps `box` most, and the overlap."""
+    """The held box that overlaps `box` most, and the overlap; the first of equals."""
     best: tuple[Box, Box | None] = ((), None)
-    for held in holders:
+    for held in sorted(holders):
         part = intersect(box, held)
         if part is not None and (best[1] is None or volume(part) > volume(best[1])):
             best = (held, part)

@@ -15,7 +15,6 @@ other layouts give other moves through the same code.
 from __future__ import annotations
 
 import logging
-import random
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -31,7 +30,8 @@ from mcore_rl.hybrid_engine.layout import RolloutLayout, TrainLayout
 from mcore_rl.hybrid_engine.memory import PeakMemory
 from mcore_rl.hybrid_engine.model_shards import ModelShards
 from mcore_rl.hybrid_engine.needs import learn_needs
-from mcore_rl.hybrid_engine.plan import TensorInfo, make_plan
+from mcore_rl.hybrid_engine.plan import Neighbourhoods, TensorInfo, make_plan
+from mcore_rl.hybrid_engine.rng import RngState
 from mcore_rl.hybrid_engine.sliced_tensor import SlicedTensor
 from mcore_rl.hybrid_engine.transfer import Transfer
 from mcore_rl.hybrid_engine.vllm_engine import VLLMEngine
@@ -58,35 +58,6 @@ class ReshardReport:
 Hook = Callable[[ReshardReport], None]
 
 
-@dataclass(frozen=True, slots=True)
-class _RngState:
-    """Every generator that training draws from."""
-
-    cpu: torch.Tensor
-    cuda: torch.Tensor | None
-    tracker: Mapping[str, torch.Tensor]
-    python: Any
-    numpy: Any
-
-    @classmethod
-    def capture(cls) -> _RngState:
-        return cls(
-            cpu=torch.get_rng_state(),
-            cuda=torch.cuda.get_rng_state() if torch.cuda.is_available() else None,
-            tracker=megatron_adapter.rng_tracker_states(),
-            python=random.getstate(),
-            numpy=np.random.get_state(),
-        )
-
-    def restore(self) -> None:
-        torch.set_rng_state(self.cpu)
-        if self.cuda is not None:
-            torch.cuda.set_rng_state(self.cuda)
-        megatron_adapter.set_rng_tracker_states(dict(self.tracker))
-        random.setstate(self.python)
-        np.random.set_state(self.numpy)
-
-
 class MegatronVLLMShardingManager:
     """Hands the weights of a Megatron model to the vLLM engines in the same processes.
 
@@ -105,8 +76,10 @@ class MegatronVLLMShardingManager:
         *,
         seed: int,
         bucket_bytes: int = 512 << 20,
+        ranks_per_node: int | None = None,
     ) -> None:
         self._shards, self._engine = shards, engine
+        self._ranks_per_node = ranks_per_node or train_layout.world_size
         self._layout, self._rollout = train_layout, rollout_layout
         self._seed, self._bucket_bytes = seed, bucket_bytes
         self._rank = dist.get_rank()
@@ -118,7 +91,7 @@ class MegatronVLLMShardingManager:
         )
         engine.sleep()  # training comes first
         self._transfer, self.lower_bound_bytes = self._plan()
-        self._rng: _RngState | None = None
+        self._rng: RngState | None = None
         self.weight_version = 0
         self.on_reshard_start: list[Hook] = []
         self.on_reshard_end: list[Hook] = []
@@ -133,7 +106,7 @@ class MegatronVLLMShardingManager:
             order=self._order,
             have=[held for held, _ in boxes],
             need=[needed for _, needed in boxes],
-            distance=self._distance,
+            near=self._near(),
         )
         groups = {frozenset(self._layout.pp_group(r)) for r in range(self._layout.world_size)}
         pp_group = megatron_adapter.model_parallel_groups()["pp"]
@@ -146,9 +119,12 @@ class MegatronVLLMShardingManager:
         )
         return transfer, lower_bound_bytes(self._tensors, have, self._need)
 
-    def _distance(self, receiver: int, holder: int) -> int:
-        """A holder in the receiver's own pipeline is nearest: its slices are cut the same way."""
-        return 0 if holder in self._layout.pp_group(receiver) else 1
+    def _near(self) -> Neighbourhoods:
+        ranks = range(self._layout.world_size)
+        return Neighbourhoods(
+            node=tuple(rank // self._ranks_per_node for rank in ranks),
+            pipeline=tuple(self._layout.pp_group(rank)[0] for rank in ranks),
+        )
 
     def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """(checkpoint name, stand-in of full shape holding this rank's slices), ordered by layer.
@@ -173,7 +149,7 @@ class MegatronVLLMShardingManager:
     def __enter__(self) -> MegatronVLLMShardingManager:
         if self._rng is not None:
             raise RuntimeError(f"rank {self._rank}: rollout mode was entered twice")
-        self._rng = _RngState.capture()
+        self._rng = RngState.capture()
         self.weight_version += 1
         begin = ReshardReport(TO_ROLLOUT, self.weight_version, 0.0)
         _call(self.on_reshard_start, begin)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mcore_rl import megatron_adapter
 from mcore_rl.errors import UsageError
-from mcore_rl.hybrid_engine.layout import RolloutLayout, TrainLayout
+from mcore_rl.hybrid_engine.layout import RolloutLayout, TrainLayout, pipeline_layers
 
 SIZE = st.sampled_from([1, 2, 3, 4])
 
@@ -67,3 +68,89 @@ def test_pipeline_parallelism_becomes_engines() -> None:
 def test_rollout_tp_size_must_divide_the_world() -> None:
     with pytest.raises(UsageError, match=r"--rl-rollout-tp-size 3 does not divide .* 4"):
         RolloutLayout(4, tp_size=3, expert_parallel=False)
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    st.integers(1, 6),
+    st.integers(1, 3),
+    st.integers(1, 3),
+    st.sampled_from(["even", "first", "last", "both", "embedding", "loss", "embedding and loss"]),
+)
+def test_layers_of_a_stage_equal_megatrons(
+    pp_size: int, vp_size: int, per_chunk: int, kind: str
+) -> None:
+    megatron_adapter.prepare()
+    from megatron.core.transformer.transformer_block import get_num_layers_to_build
+    from megatron.core.transformer.transformer_config import TransformerConfig
+    from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
+
+    if pp_size == 1:
+        vp_size = 1
+    uneven = pp_size > (2 if kind == "both" else 1)
+    first = vp_size if uneven and kind in ("first", "both") else None
+    last = 2 * vp_size if uneven and kind in ("last", "both") else None
+    ends = [count for count in (first, last) if count is not None]
+    embedding, loss = "embedding" in kind and pp_size > 1, "loss" in kind and pp_size > 1
+    num_layers = per_chunk * vp_size * (pp_size - len(ends)) + sum(ends) - embedding - loss
+    found = pipeline_layers(
+        num_layers,
+        pp_size,
+        vp_size=vp_size,
+        first=first,
+        last=last,
+        embedding_counts=embedding,
+        loss_counts=loss,
+    )
+    config = TransformerConfig(
+        num_layers=num_layers,
+        hidden_size=8,
+        num_attention_heads=1,
+        pipeline_model_parallel_size=pp_size,
+        virtual_pipeline_model_parallel_size=vp_size if vp_size > 1 else None,
+        pipeline_dtype=torch.bfloat16,
+        num_layers_in_first_pipeline_stage=first,
+        num_layers_in_last_pipeline_stage=last,
+        account_for_embedding_in_pipeline_split=embedding,
+        account_for_loss_in_pipeline_split=loss,
+    )
+    for stage, chunks in enumerate(found):
+        for chunk, layers in enumerate(chunks):
+            at = {"vp_stage": chunk if vp_size > 1 else None, "pp_rank": stage}
+            count = get_num_layers_to_build(config, **at)
+            offset = get_transformer_layer_offset(config, **at)
+            assert layers == tuple(range(offset, offset + count))
+    assert sorted(n for chunks in found for layers in chunks for n in layers) == list(
+        range(num_layers)
+    )
+
+
+def test_layers_that_do_not_divide_are_an_error() -> None:
+    with pytest.raises(UsageError, match=r"61 layers do not divide .* 8 stages"):
+        pipeline_layers(61, 8)
+    with pytest.raises(UsageError, match=r"61 layers, of which 4 are .* do not divide"):
+        pipeline_layers(61, 8, last=4)
+    with pytest.raises(UsageError, match=r"3 model chunks do not divide the 8 layers"):
+        pipeline_layers(16, 2, vp_size=3)
+
+
+def test_rank_map_gives_slots_to_ranks() -> None:
+    rollout = RolloutLayout(4, tp_size=2, expert_parallel=True, rank_map=(0, 2, 1, 3))
+    assert [rollout.engine_ranks(engine) for engine in range(2)] == [(0, 2), (1, 3)]
+    assert [rollout.engine_index(rank) for rank in range(4)] == [0, 1, 0, 1]
+    assert [rollout.tp_rank(rank) for rank in range(4)] == [0, 0, 1, 1]
+    assert rollout.ep_rank(2) == 1
+    with pytest.raises(RuntimeError, match="no permutation"):
+        RolloutLayout(4, tp_size=2, expert_parallel=True, rank_map=(0, 2, 1, 1))
+
+
+def test_experts_span_the_data_parallel_ranks_of_an_engine() -> None:
+    rollout = RolloutLayout(8, tp_size=2, expert_parallel=True, dp_size=2)
+    assert (rollout.num_engines, rollout.ep_size) == (2, 4)
+    assert [rollout.ep_rank(rank) for rank in range(8)] == [0, 1, 2, 3] * 2
+    assert [rollout.dp_rank(rank) for rank in range(8)] == [0, 0, 1, 1] * 2
+    assert rollout.engine_ranks(1) == (4, 5, 6, 7)
+    with pytest.raises(UsageError, match=r"--rl-rollout-ep-size 16 .* does not divide"):
+        RolloutLayout(8, tp_size=2, expert_parallel=True, dp_size=8)
+    with pytest.raises(UsageError, match="no use without expert parallelism"):
+        RolloutLayout(8, tp_size=2, expert_parallel=False, dp_size=2)

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mcore_rl.hybrid_engine.boxes import contains, cover_fault, full_box, intersect, volume
-from mcore_rl.hybrid_engine.plan import TensorInfo, make_plan
+from mcore_rl.hybrid_engine.plan import Neighbourhoods, TensorInfo, make_plan
 
 ROWS, COLUMNS = 12, 8
 INFO = {"w": TensorInfo((ROWS, COLUMNS), "bfloat16", 2)}
@@ -52,7 +52,7 @@ def test_every_needed_element_is_covered_exactly_once(
     if not _complete(have):
         return
     need = [{"w": [box for box in grid if data.draw(st.booleans())]} for grid in grids]
-    plan = make_plan(INFO, order=["w"], have=have, need=need, distance=lambda a, b: abs(a - b))
+    plan = make_plan(INFO, order=["w"], have=have, need=need)
     for move in plan.moves:
         assert any(contains(box, move.box) for box in have[move.source]["w"])
         assert move.source not in move.receivers
@@ -79,22 +79,52 @@ def test_what_several_ranks_need_of_one_source_goes_out_once() -> None:
         order=["w"],
         have=[{"w": [whole]}, {}, {}, {}],
         need=[{"w": [whole]}] * 4,
-        distance=lambda a, b: 0,
     )
     assert [(m.source, m.receivers) for m in plan.moves] == [(0, (1, 2, 3))]
     assert plan.sent_bytes(0) == 2 * ROWS * COLUMNS
 
 
-def test_nearest_holder_is_the_source() -> None:
-    whole = full_box((ROWS, COLUMNS))
+@pytest.mark.parametrize(
+    ("node", "pipeline", "expected"),
+    [
+        ((0, 1, 0, 1), (0, 1, 1, 0), [(0, (2,)), (1, (3,))]),  # the node goes before the pipeline
+        ((0, 1, 2, 3), (0, 1, 1, 0), [(0, (3,)), (1, (2,))]),  # else the pipeline decides
+        ((0, 0, 0, 0), (0, 1, 1, 0), [(0, (3,)), (1, (2,))]),  # as it does inside a node
+    ],
+)
+def test_nearest_holder_is_the_source(node: tuple, pipeline: tuple, expected: list) -> None:
+    whole = [full_box((ROWS, COLUMNS))]
     plan = make_plan(
         INFO,
         order=["w"],
-        have=[{"w": [whole]}, {"w": [whole]}, {}, {}],
-        need=[{}, {}, {"w": [whole]}, {"w": [whole]}],
-        distance=lambda receiver, holder: (receiver - holder) % 2,
+        have=[{"w": whole}, {"w": whole}, {}, {}],
+        need=[{}, {}, {"w": whole}, {"w": whole}],
+        near=Neighbourhoods(node, pipeline),
     )
-    assert sorted((m.source, m.receivers) for m in plan.moves) == [(0, (2,)), (1, (3,))]
+    assert sorted((m.source, m.receivers) for m in plan.moves) == expected
+
+
+def test_load_is_spread_over_replicas() -> None:
+    tensors = {f"w{i}": TensorInfo((ROWS, COLUMNS), "bfloat16", 2) for i in range(6)}
+    whole = {name: [full_box((ROWS, COLUMNS))] for name in tensors}
+    plan = make_plan(
+        tensors,
+        order=list(tensors),
+        have=[whole, whole, whole, {}, {}],
+        need=[{}, {}, {}, whole, whole],
+    )
+    assert [plan.sent_bytes(rank) for rank in range(5)] == [2 * 2 * ROWS * COLUMNS] * 3 + [0, 0]
+    assert all(move.receivers == (3, 4) for move in plan.moves), "each goes out once, to both"
+
+
+def test_plan_does_not_depend_on_which_ranks_share_a_mapping() -> None:
+    boxes = [((0, 4), (0, 8)), ((4, 12), (0, 8))]
+    shared = {"w": boxes}
+    options = {"order": ["w"], "need": [shared] * 4}
+    have = [{"w": boxes[:1]}, {"w": boxes[1:]}, {"w": boxes[:1]}, {"w": boxes[1:]}]
+    again = [have[0], have[1], have[0], have[1]]
+    own = {"order": ["w"], "need": [{"w": list(boxes)} for _ in range(4)]}
+    assert make_plan(INFO, have=have, **options) == make_plan(INFO, have=again, **own)
 
 
 def test_box_that_nobody_holds_is_named() -> None:
@@ -104,5 +134,4 @@ def test_box_that_nobody_holds_is_named() -> None:
             order=["w"],
             have=[{"w": [((2, 12), (0, 8))]}, {}],
             need=[{}, {"w": [((0, 2), (0, 8))]}],
-            distance=lambda a, b: 0,
         )

@@ -47,11 +47,12 @@ setup(
             "types-PyYAML",
         ],
     },
-    # vLLM calls these in the front end, in the engine core and in every worker.
     entry_points={
+        "console_scripts": ["mcore-rl = mcore_rl.cli:main"],
+        # vLLM calls these in the front end, in the engine core and in every worker.
         "vllm.general_plugins": [
             "mcore_rl = mcore_rl.patches.vllm:register",
             "mcore_rl_weight_transfer = mcore_rl.hybrid_engine.weight_transfer:register",
-        ]
+        ],
     },
 )

@@ -77,12 +77,49 @@ class RLConfig:
     rollout_tp_size: int = _flag(
         0, "TP size of a vLLM engine; 0 takes --tensor-model-parallel-size"
     )
+    rollout_ep_size: int = _flag(
+        0, "EP size of a vLLM engine: TP size x its data-parallel ranks; 0 takes the TP size"
+    )
     rollout_no_expert_parallel: bool = _flag(False, "split experts over TP instead of keeping EP")
+    rollout_all2all_backend: str = _flag(
+        "", "vLLM's all-to-all backend where experts span data-parallel ranks; empty: its default"
+    )
     rollout_max_num_seqs: int = _flag(128, "sequences in flight per engine")
     rollout_kv_cache_gib: float = _flag(1.0, "KV cache per CPU rank")
     rollout_gpu_memory_utilization: float = _flag(0.5, "share of a GPU that vLLM may take")
     rollout_enforce_eager: bool = _flag(False, "no CUDA graphs in vLLM (always so on CPU)")
+    ranks_per_node: int = _flag(
+        0, "processes on one machine, which engines' TP groups do not leave; 0 asks the launcher"
+    )
     reshard_bucket_mb: int = _flag(512, "bytes in flight during a hand-over, in MiB")
+    offload: str = _flag(
+        "auto",
+        "what training keeps in host memory during rollout: gradients, optimizer, parameters, with "
+        "commas; none; or auto: gradients and optimizer with a GPU. Without one copies lie in the "
+        "same memory and save nothing",
+    )
+    offload_keep_gradients: bool = _flag(
+        False, "copy gradients when they are offloaded, instead of zeroing them afterwards"
+    )
+    reshard_dtype: str = _flag(
+        "checkpoint",
+        "dtype in which weights travel; a cast at the source",
+        choices=("checkpoint", "bf16", "fp16"),
+    )
+    reshard_delta: bool = _flag(False, "send only blocks that changed since the last hand-over")
+    reshard_full_interval: int = _flag(
+        20, "with --rl-reshard-delta, hand-overs from one full transfer to the next"
+    )
+
+    attest: str = _flag(
+        "sample",
+        "how much of a hand-over is proved to have arrived: every element, a sixteenth (another "
+        "one each time), or nothing",
+        choices=("full", "sample", "off"),
+    )
+    canary_interval: int = _flag(
+        50, "hand-overs from one comparison of both sides' log-probs to the next; 0 compares never"
+    )
 
     # run directory and output
     run_dir: str | None = _flag(None, "where metrics, samples and checkpoints go", kind=str)

@@ -44,7 +44,7 @@ class HFCheckpoint:
 
     folder: Path
     files: Mapping[str, str]  # tensor -> file name
-    tensors: Mapping[str, TensorInfo]  # those of the model proper, MTP layers left out
+    tensors: Mapping[str, TensorInfo]  # of the model proper: no MTP layers, no position tables
     num_skipped_mtp: int
 
 
@@ -65,7 +65,7 @@ def open_checkpoint(
         for tensor, info in _read_header(folder / name, wanted, flag):
             if _is_mtp(tensor, shape):
                 skipped += 1
-            else:
+            elif not tensor.endswith("inv_freq"):  # a position table is no weight
                 tensors[tensor] = info
     return HFCheckpoint(folder, files, tensors, skipped)
 
@@ -167,11 +167,9 @@ def load_into_megatron(checkpoint: HFCheckpoint, shards: ModelShards) -> int:
 def check_complete(checkpoint: HFCheckpoint, all_tensors: set[str]) -> None:
     """Raise RuntimeError unless every tensor of the checkpoint lies on some rank.
 
-    `all_tensors` is the union over all ranks. Position tables are no weights and may be left over.
+    `all_tensors` is the union over all ranks.
     """
-    left = sorted(
-        t for t in checkpoint.tensors if t not in all_tensors and not t.endswith("inv_freq")
-    )
+    left = sorted(t for t in checkpoint.tensors if t not in all_tensors)
     if left:
         raise RuntimeError(
             f"{left[0]} (and {len(left) - 1} more) of {checkpoint.folder} has no place in the model"

@@ -31,6 +31,7 @@ from filelock import FileLock
 from numpy.random import PCG64, SeedSequence
 
 from mcore_rl.errors import UsageError
+from mcore_rl.known_to_transformers import register_families
 from mcore_rl.types import Prompt
 
 logger = logging.getLogger(__name__)
@@ -417,6 +418,7 @@ def _rendered(row: _Row, tokenizer: Any, source: PromptSource, flag: str) -> str
 def _load_tokenizer(source: PromptSource, tokenizer_dir: Path) -> Any:
     from transformers import AutoTokenizer
 
+    register_families()
     try:
         tokenizer = AutoTokenizer.from_pretrained(str(tokenizer_dir), local_files_only=True)
     except Exception as error:  # `tokenizers` raises nothing more special for a broken file

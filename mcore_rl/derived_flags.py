@@ -35,8 +35,9 @@ _ARCHITECTURE_FLAGS = frozenset(
     layernorm_zero_centered_gamma linear_attention_freq moe_apply_probs_on_input moe_latent_size
     moe_shared_expert_gate no_rope_freq openai_gelu qk_l2_norm quick_geglu rotary_interleaved
     rotary_percent rotary_seq_len_interpolation_factor softmax_type squared_relu use_mup
-    use_rope_scaling window_size yarn_beta_fast yarn_beta_slow
-    yarn_original_max_position_embeddings""".split()
+    use_rope_scaling rope_scaling_factor moe_mlp_glu_interleave_size
+    moe_shared_expert_glu_interleave_size moe_single_grouped_weight window_size yarn_beta_fast
+    yarn_beta_slow yarn_original_max_position_embeddings""".split()
 )
 
 # Fusions that need CUDA, Apex or Transformer Engine.
@@ -100,6 +101,11 @@ def derive_flags(
             f"{_shown(dest, given[dest], names)} needs CUDA, which this machine lacks; drop it"
         )
     _refuse_other_precision(config, given)
+    if given.get("moe_router_fusion") and shape.experts and shape.experts.ranks_groups_by_best:
+        raise UsageError(
+            "--moe-router-fusion ranks a group of experts by the sum of several, but config.json "
+            "(topk_method 'group_limited_greedy') by its best one; drop the flag"
+        )
     defaults = given_values(_defaults(shape, config, given), parser)
     kept = {dest: value for dest, value in defaults.items() if dest not in given}
     return DerivedFlags(tuple(architecture), tuple(machine), tuple(_as_tokens(kept, names)))

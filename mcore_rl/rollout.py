@@ -1,12 +1,13 @@
 """Rollouts over all engines of the world: who samples which prompt, and how all ranks get them all.
 
-Prompts are dealt out to the engines in blocks; all ranks of an engine generate alike; the first
-rank of each scores its samples; then everybody receives everything, in the order of the prompts.
+Prompts are dealt out in blocks to the TP groups of the engines (an engine with data-parallel ranks
+of its own has several); all ranks of a group generate alike; the first rank of each scores its
+samples; then everybody receives everything, in the order of the prompts.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -39,22 +40,27 @@ class RolloutWorkers:
         num_samples: int,
         temperature: float,
         weight_version: int,
+        when_few_are_left: Callable[[], object] | None = None,
     ) -> list[Rollout]:
-        """Sample responses to this engine's block of `prompts`, in rollout mode."""
-        blocks = np.array_split(np.arange(len(prompts)), self._layout.num_engines)
-        mine = [prompts[i] for i in blocks[self._layout.engine_index(self._rank)]]
-        if not mine:  # fewer prompts than engines
-            return []
+        """Sample responses to this TP group's block of `prompts`, in rollout mode.
+
+        `when_few_are_left` is passed to the engine.
+        """
+        blocks = np.array_split(np.arange(len(prompts)), self._layout.num_tp_groups)
+        mine = [prompts[i] for i in blocks[self._layout.tp_group_index(self._rank)]]
+        if not mine and self._layout.dp_size == 1:  # fewer prompts than groups
+            return []  # data-parallel ranks of one engine step together, prompts or not
         return self._engine.generate(
             mine,
             num_samples=num_samples,
             temperature=temperature,
             max_tokens=self._config.max_response_tokens,
             weight_version=weight_version,
+            when_few_are_left=when_few_are_left,
         )
 
     def score(self, rollouts: Sequence[Rollout]) -> list[ScoredRollout]:
-        """Reward this engine's rollouts and exchange: all engines' samples, in prompt order."""
+        """Reward this group's rollouts and exchange: all samples, in prompt order."""
         outcome: Any = None
         if self._scores:
             try:
@@ -63,10 +69,11 @@ class RolloutWorkers:
                 outcome = error
         outcomes: list[Any] = [None] * self._layout.world_size
         dist.all_gather_object(outcomes, outcome)
+        by_slot = [outcomes[self._layout.rank(slot)] for slot in range(len(outcomes))]
         for rank, other in enumerate(outcomes):
             if isinstance(other, Exception):
                 raise RuntimeError(f"scoring failed on rank {rank}: {other}") from other
-        return [scored for part in outcomes if part is not None for scored in part]
+        return [scored for part in by_slot if part is not None for scored in part]
 
     def close(self) -> None:
         """End the reward processes of this rank."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import importlib.metadata
 import logging
 import os
@@ -27,7 +28,9 @@ from mcore_rl.arguments import RLConfig
 from mcore_rl.checkpoint import export
 from mcore_rl.data import PromptDataset, PromptSource, load_prompts, prompt_indices_for_step
 from mcore_rl.errors import UsageError
+from mcore_rl.hybrid_engine.canary import NUM_PROMPTS, Canary
 from mcore_rl.hybrid_engine.memory import host_bytes
+from mcore_rl.hybrid_engine.offload import Offloader, offload_kinds
 from mcore_rl.hybrid_engine.sharding_manager import (
     TO_ROLLOUT,
     MegatronVLLMShardingManager,
@@ -35,6 +38,7 @@ from mcore_rl.hybrid_engine.sharding_manager import (
     log_reshard,
 )
 from mcore_rl.hybrid_engine.vllm_engine import EngineConfig, VLLMEngine
+from mcore_rl.layout_checks import ranks_per_node
 from mcore_rl.losses import kl_estimate
 from mcore_rl.metrics import RunDirectory, StageTimers
 from mcore_rl.packing import build_train_batch, shard_for_data_parallel, split_mini_batches
@@ -117,6 +121,9 @@ def engine_config(job: Job, *, load_format: str = "dummy") -> EngineConfig:
     return EngineConfig(
         model_dir=job.checkpoint.folder,
         tp_size=job.rollout_layout.tp_size,
+        dp_size=job.rollout_layout.dp_size,
+        rank_map=job.rollout_layout.rank_map,
+        all2all_backend=job.rollout_layout.all2all_backend,
         enable_expert_parallel=job.rollout_layout.expert_parallel,
         # A float32 actor samples in bfloat16, too: vLLM's CPU experts know nothing else.
         dtype="float16" if config.precision == "fp16" else "bfloat16",
@@ -130,7 +137,25 @@ def engine_config(job: Job, *, load_format: str = "dummy") -> EngineConfig:
     )
 
 
-def build_manager(job: Job, shards: Any, engine: VLLMEngine) -> MegatronVLLMShardingManager:
+def build_offloader(job: Job, state: megatron_adapter.TrainState) -> Offloader:
+    """What `--rl-offload` asks for, on this rank."""
+    has_cuda = torch.cuda.is_available()
+    return Offloader(
+        functools.partial(megatron_adapter.train_tensors, state),
+        offload_kinds(job.config.offload, vars(job.args), has_cuda=has_cuda),
+        device=next(state.model[0].parameters()).device,
+        keep_gradients=job.config.offload_keep_gradients,
+    )
+
+
+def build_manager(
+    job: Job,
+    shards: Any,
+    engine: VLLMEngine,
+    *,
+    canary: Canary | None = None,
+    offloader: Offloader | None = None,
+) -> MegatronVLLMShardingManager:
     """The sharding manager of a job. Collective."""
     return MegatronVLLMShardingManager(
         shards,
@@ -140,6 +165,13 @@ def build_manager(job: Job, shards: Any, engine: VLLMEngine) -> MegatronVLLMShar
         job.rollout_layout,
         seed=job.args.seed,
         bucket_bytes=job.config.reshard_bucket_mb << 20,
+        offloader=offloader,
+        ranks_per_node=ranks_per_node(job.config, job.train_layout.world_size),
+        dtype=job.config.reshard_dtype,
+        delta=job.config.reshard_delta,
+        full_every=job.config.reshard_full_interval,
+        attest=job.config.attest,
+        canary=canary,
     )
 
 
@@ -165,7 +197,13 @@ class Parts:
         self.timers = StageTimers()
         self.actor = Actor(job.args, job.config, state, job.train_layout)
         self.reference = ReferencePolicy(state) if job.config.kl_coef > 0 else None
-        self.manager = build_manager(job, shards, engine)
+        self.manager = build_manager(
+            job,
+            shards,
+            engine,
+            canary=self._canary(),
+            offloader=build_offloader(job, state),
+        )
         self.manager.on_reshard_end.append(self._note_reshard)
         self.workers = RolloutWorkers(engine, job.rollout_layout, job.config)
         self.first_step = state.iteration
@@ -202,6 +240,7 @@ class Parts:
                 num_samples=self._config.num_samples_per_prompt,
                 temperature=self._config.temperature,
                 weight_version=weight_version,
+                when_few_are_left=self.manager.prefetch,
             )
 
     def sample_eval(self, step: int, weight_version: int) -> list[Rollout] | None:
@@ -282,6 +321,20 @@ class Parts:
             )
         self._saved_at = num_steps
 
+    def _canary(self) -> Canary | None:
+        interval = self._config.canary_interval
+        if interval == 0:
+            return None
+        rows = [self._prompts[row] for row in range(min(NUM_PROMPTS, len(self._prompts)))]
+        return Canary(
+            self._job.args,
+            self._config,
+            self._state,
+            self._job.train_layout,
+            [prompt.token_ids.tolist() for prompt in rows],
+            interval=interval,
+        )
+
     def _note_reshard(self, report: ReshardReport) -> None:
         self._reshards[report.direction] = report
         name = "rollout" if report.direction == TO_ROLLOUT else "train"
@@ -351,6 +404,7 @@ class Parts:
         dist.all_reduce(values, op=dist.ReduceOp.MAX)
         metrics = dict(zip(names, values.tolist(), strict=True))
         metrics["reshard/weight_version"] = float(report.weight_version)
+        metrics["reshard/attested"] = float(report.attested)
         sampled = sum(len(s.rollout.response_token_ids) for s in scored)
         trained = sampled + sum(len(s.rollout.prompt.token_ids) for s in scored)
         metrics["throughput/rollout_tokens_per_second"] = sampled / max(rollout_seconds, 1e-9)

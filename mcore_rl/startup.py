@@ -20,8 +20,8 @@ from mcore_rl import megatron_adapter
 from mcore_rl.agreement import agreed, open_store
 from mcore_rl.arguments import RLConfig, add_rl_args
 from mcore_rl.checkpoint import HFCheckpoint, check_complete, load_into_megatron
-from mcore_rl.hf_config import ModelShape
-from mcore_rl.hybrid_engine.layout import RolloutLayout, TrainLayout
+from mcore_rl.hf_config import ModelShape, settings_without_flag
+from mcore_rl.hybrid_engine.layout import PipelineLayers, RolloutLayout, TrainLayout
 from mcore_rl.hybrid_engine.model_shards import ModelShards
 from mcore_rl.policy_model import make_actor_provider, make_policy_provider
 from mcore_rl.preflight import Checked, check_command_line, check_parsed_args
@@ -38,6 +38,7 @@ class Job:
     shape: ModelShape
     checkpoint: HFCheckpoint
     train_layout: TrainLayout
+    layers: PipelineLayers
     rollout_layout: RolloutLayout
 
 
@@ -95,12 +96,15 @@ def job_from_args(
 
 
 def _job(args: argparse.Namespace, checked: Checked) -> Job:
+    for name, value in settings_without_flag(checked.shape).items():
+        setattr(args, name, value)  # Megatron fills its model configuration from here, by name
     return Job(
         args=args,
         config=RLConfig.from_args(args),
         shape=checked.shape,
         checkpoint=checked.checkpoint,
         train_layout=checked.train_layout,
+        layers=checked.layers,
         rollout_layout=checked.rollout_layout,
     )
 

@@ -29,6 +29,7 @@ from rich.table import Table
 from mcore_rl.actor import Actor
 from mcore_rl.data import load_prompts
 from mcore_rl.errors import UsageError
+from mcore_rl.hybrid_engine.canary import differences, megatron_log_probs
 from mcore_rl.hybrid_engine.sharding_manager import TO_ROLLOUT, ReshardReport, log_reshard
 from mcore_rl.hybrid_engine.vllm_engine import VLLMEngine
 from mcore_rl.preflight import Checked
@@ -40,7 +41,6 @@ from mcore_rl.run_parts import (
     setup_logging,
 )
 from mcore_rl.startup import Job, build_actor, start
-from mcore_rl.types import TrainBatch
 
 logger = logging.getLogger(__name__)
 
@@ -96,7 +96,12 @@ def verify(job: Job, *, log: Any = None) -> Verification:
         with manager:
             differing = _differing(expected, stored_digests(engine))
             vllm = engine.prompt_log_probs(token_ids)
-        megatron = _megatron_log_probs(actor, token_ids, job)
+        megatron = megatron_log_probs(
+            actor.log_probs,
+            token_ids,
+            micro_batch_size=job.args.micro_batch_size,
+            multiple_of=job.train_layout.tp_size * job.train_layout.cp_size,
+        )
     finally:
         engine.close()
     report = next(r for r in reports if r.direction == TO_ROLLOUT)
@@ -135,27 +140,6 @@ def _differing(expected: Mapping[str, str], stored: Mapping[str, str]) -> list[s
     return [f"rank {rank}: {name}" for rank, names in enumerate(found) for name in names]
 
 
-def _megatron_log_probs(
-    actor: Actor, token_ids: Sequence[Sequence[int]], job: Job
-) -> list[np.ndarray]:
-    """Every prompt scored by Megatron, one at a time; the same prompts on every DP rank."""
-    layout = job.train_layout
-    multiple = layout.tp_size * layout.cp_size
-    log_probs = []
-    for ids in token_ids:
-        length = -(-len(ids) // multiple) * multiple
-        tokens = torch.zeros(job.args.micro_batch_size, length, dtype=torch.int64)
-        tokens[:, : len(ids)] = torch.tensor(ids)
-        batch = TrainBatch(
-            token_ids=tokens,
-            loss_mask=torch.ones(tokens.shape, dtype=torch.bool),
-            rollout_log_probs=torch.zeros(tokens.shape),
-            advantages=torch.zeros(tokens.shape[0]),
-        )
-        log_probs.append(actor.log_probs(batch)[0, : len(ids) - 1].numpy())
-    return log_probs
-
-
 def _compare(
     token_ids: list[list[int]],
     megatron: Sequence[np.ndarray],
@@ -185,12 +169,9 @@ def show(result: Verification, job: Job) -> None:
     table = Table(title=f"Megatron and vLLM on {job.checkpoint.folder}")
     for column in ("prompt", "tokens", "max |difference|", "mean |difference|"):
         table.add_column(column, justify="right")
-    for row, (ours, theirs) in enumerate(
-        zip(result.megatron_log_probs, result.vllm_log_probs, strict=True)
-    ):
-        difference = np.abs(np.array(ours) - np.array(theirs))
-        largest, mean = difference.max(), difference.mean()
-        table.add_row(str(row), str(len(ours) + 1), f"{largest:.4f}", f"{mean:.4f}")
+    means, largest = differences(result.megatron_log_probs, result.vllm_log_probs)
+    for row, token_ids in enumerate(result.token_ids):
+        table.add_row(str(row), str(len(token_ids)), f"{largest[row]:.4f}", f"{means[row]:.4f}")
     console = Console()
     console.print(table)
     verdict = "equal, bit for bit" if result.stored_equal else "DIFFERENT"

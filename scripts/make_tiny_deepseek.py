@@ -1,4 +1,4 @@
-"""Make a tiny Hugging Face checkpoint of a DeepSeek or Qwen3 architecture, once, and cache it.
+"""Make a tiny Hugging Face checkpoint of a supported family, once, and cache it.
 
     python scripts/make_tiny_deepseek.py --out DIR [--arch deepseek_v3] [--size tiny] [--no-warm-up]
 
@@ -34,7 +34,13 @@ from mcore_rl.errors import UsageError  # noqa: E402
 if TYPE_CHECKING:
     import torch
 
-ARCHS = ("deepseek_v3", "deepseek_v2", "qwen3_moe", "qwen3")
+# Values of --arch: a model_type, or (the last two) a model whose config.json differs in more than
+# sizes from the others of its model_type.
+ARCHS = (
+    "deepseek_v3 deepseek_v2 kimi_k2 qwen3_moe mixtral qwen3 qwen2 llama moonlight "
+    "deepseek_v2_large"
+).split()
+WITH_MTP = ("deepseek_v3", "kimi_k2")
 DEFAULT_SEED = 1234
 MARKER = "complete.json"
 RANDOM_STD = 0.05
@@ -70,30 +76,74 @@ def hf_config(
         tie_word_embeddings=tie_word_embeddings, bos_token_id=1, eos_token_id=2, pad_token_id=0,
         attention_bias=False, attention_dropout=0.0, initializer_range=0.02, use_cache=True,
     )  # fmt: skip
-    mla_moe = dict(
+    mla_moe = common | shape | dict(
         num_key_value_heads=num_heads, kv_lora_rank=512, qk_nope_head_dim=128, qk_rope_head_dim=64,
         v_head_dim=128, n_shared_experts=1, n_routed_experts=num_experts, n_group=1, topk_group=1,
         first_k_dense_replace=1, moe_layer_freq=1, routed_scaling_factor=1.0,
     )  # fmt: skip
-    gqa = dict(num_key_value_heads=num_heads // 2, head_dim=32, use_sliding_window=False)
-    if arch == "deepseek_v3":
-        return common | shape | mla_moe | dict(
-            architectures=["DeepseekV3ForCausalLM"], q_lora_rank=q_lora_rank,
-            topk_method="noaux_tc", scoring_func="sigmoid", norm_topk_prob=True,
-            num_nextn_predict_layers=num_mtp_layers,
-        )  # fmt: skip
-    if arch == "deepseek_v2":
-        return common | shape | mla_moe | dict(
-            architectures=["DeepseekV2ForCausalLM"], q_lora_rank=None,
-            topk_method="greedy", scoring_func="softmax", norm_topk_prob=False,
-        )  # fmt: skip
-    if arch == "qwen3_moe":
-        return common | shape | gqa | dict(
+    v3 = mla_moe | dict(
+        architectures=["DeepseekV3ForCausalLM"], q_lora_rank=q_lora_rank, topk_method="noaux_tc",
+        scoring_func="sigmoid", norm_topk_prob=True, num_nextn_predict_layers=num_mtp_layers,
+    )  # fmt: skip
+    v2 = mla_moe | dict(
+        architectures=["DeepseekV2ForCausalLM"], q_lora_rank=None, topk_method="greedy",
+        scoring_func="softmax", norm_topk_prob=False,
+    )  # fmt: skip
+    gqa = common | shape | dict(num_key_value_heads=num_heads // 2)
+    # Where config.json has no head_dim; vLLM's CPU attention takes 32 and not 16.
+    of_heads = dict(hidden_size=32 * num_heads)
+    dense = {name: value for name, value in gqa.items() if name not in _OF_EXPERTS}
+    configs = {
+        "deepseek_v3": v3,
+        "deepseek_v2": v2,
+        "kimi_k2": v3 | dict(
+            rope_theta=50000.0, rope_scaling=_yarn(beta_fast=1.0), routed_scaling_factor=2.827
+        ),
+        "moonlight": v3 | dict(
+            model_type="deepseek_v3", q_lora_rank=None, n_shared_experts=2, rope_theta=50000.0,
+            routed_scaling_factor=2.446,
+        ),
+        # As published, a token gets more experts than groups, and a group counts as its best one.
+        "deepseek_v2_large": v2 | dict(
+            model_type="deepseek_v2", q_lora_rank=q_lora_rank, n_shared_experts=2, n_group=4,
+            topk_group=2, num_experts_per_tok=4, topk_method="group_limited_greedy",
+            routed_scaling_factor=16.0, rope_scaling=_yarn(mscale=0.707),
+        ),
+        "qwen3_moe": gqa | dict(
             architectures=["Qwen3MoeForCausalLM"], num_experts=num_experts, norm_topk_prob=True,
-            decoder_sparse_step=1, mlp_only_layers=[],
-        )  # fmt: skip
-    del shape["moe_intermediate_size"], shape["num_experts_per_tok"]
-    return common | shape | gqa | dict(architectures=["Qwen3ForCausalLM"])
+            decoder_sparse_step=1, mlp_only_layers=[], head_dim=32, use_sliding_window=False,
+        ),
+        "mixtral": {n: v for n, v in gqa.items() if n != "moe_intermediate_size"} | dict(
+            architectures=["MixtralForCausalLM"], num_local_experts=num_experts,
+            sliding_window=None, rope_theta=1000000.0, **of_heads,
+        ),
+        "qwen3": dense | dict(
+            architectures=["Qwen3ForCausalLM"], head_dim=32, use_sliding_window=False
+        ),
+        "qwen2": dense | dict(
+            architectures=["Qwen2ForCausalLM"], use_sliding_window=False, **of_heads
+        ),
+        "llama": dense | dict(
+            architectures=["LlamaForCausalLM"], head_dim=32, mlp_bias=False, rope_theta=500000.0,
+            # Published are factors of 8 and 32; few tokens tell 2 from both 1 and Megatron's 8.
+            max_position_embeddings=131072, rope_scaling=dict(
+                rope_type="llama3", factor=2.0, low_freq_factor=1.0, high_freq_factor=4.0,
+                original_max_position_embeddings=8192,
+            ),
+        ),
+    }  # fmt: skip
+    return configs[arch]
+
+
+_OF_EXPERTS = ("moe_intermediate_size", "num_experts_per_tok")
+
+
+def _yarn(*, beta_fast: float = 32.0, mscale: float = 1.0) -> dict[str, Any]:
+    """Yarn from 64 positions on, where published models have 4096: few tokens then tell."""
+    return dict(
+        type="yarn", factor=32.0, beta_fast=beta_fast, beta_slow=1.0, mscale=mscale,
+        mscale_all_dim=mscale, original_max_position_embeddings=64,
+    )  # fmt: skip
 
 
 def make_checkpoint(
@@ -152,10 +202,10 @@ def _checked_config(
         raise UsageError(f"--arch {arch} is unknown; choose one of {', '.join(ARCHS)}")
     if size not in SIZES:
         raise UsageError(f"--size {size} is unknown; choose one of {', '.join(SIZES)}")
-    if num_mtp_layers < 0 or (num_mtp_layers and arch != "deepseek_v3"):
+    if num_mtp_layers < 0 or (num_mtp_layers and arch not in WITH_MTP):
         raise UsageError(
-            f"--num-mtp-layers {num_mtp_layers} must be 0, or above 0 with --arch deepseek_v3 "
-            f"(here {arch}); leave it out or change the architecture"
+            f"--num-mtp-layers {num_mtp_layers} must be 0, or above 0 with --arch "
+            f"{' or '.join(WITH_MTP)} (here {arch}); leave it out or change the architecture"
         )
     return hf_config(
         arch, size, num_mtp_layers=num_mtp_layers, tie_word_embeddings=tie_word_embeddings
@@ -181,13 +231,13 @@ def _locked(path: Path) -> Iterator[None]:
 
 def _write_checkpoint(folder: Path, config: dict[str, Any], *, warm_up: bool, seed: int) -> None:
     import torch
-    from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
+    from transformers import GenerationConfig
 
     config_text = json.dumps(config, indent=2) + "\n"
     (folder / "config.json").write_text(config_text)
     tokenizer = tiny_task.build_tokenizer()
     tiny_task.write_prompts(folder / "prompts", seed)
-    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder)).float()
+    model = _empty_model(config)
     if warm_up:
         tiny_task.initialize(model, seed)
     else:
@@ -215,6 +265,15 @@ def _write_checkpoint(folder: Path, config: dict[str, Any], *, warm_up: bool, se
     GenerationConfig(
         bos_token_id=1, eos_token_id=2, pad_token_id=0, do_sample=True, temperature=1.0
     ).save_pretrained(folder)
+
+
+def _empty_model(config: Mapping[str, Any]) -> torch.nn.Module:
+    """The model in float32, under the model_type of its class, by which its weights are saved."""
+    import transformers
+
+    model_class = getattr(transformers, config["architectures"][0])
+    values = {name: value for name, value in config.items() if name != "model_type"}
+    return model_class(model_class.config_class(**values)).float()
 
 
 def _set_buffers(model: torch.nn.Module, buffers: Mapping[str, torch.Tensor]) -> None:

@@ -14,7 +14,8 @@ Trains a DeepSeek-architecture mixture of experts with GRPO, on Megatron and vLL
                  v2-lite: DeepSeek-V2-Lite on 8 GPUs        (planned, not run)
                  v3: DeepSeek-V3 on 32 machines of 8 GPUs   (planned, not run)
   --nproc N      processes on this machine (default: its GPUs; 4 where there are none)
-  --dry-run      print what would run, for every machine, and start nothing
+  --dry-run      print what would run, for every machine, and train nothing; of the large presets
+                 also the plan: what fits where, and what a hand-over moves (docs/planner.md)
   --help         this text
 
 All other arguments go to mcore_rl.train: any Megatron flag and any --rl-* flag, --rl-config FILE
@@ -194,11 +195,15 @@ elif [[ $preset == tiny ]]; then
     own+=(--rl-prompts "$tiny/prompts/train.jsonl")
     given --rl-eval-prompts || own+=(--rl-eval-prompts "$tiny/prompts/heldout.jsonl")
   fi
+elif [[ -n $dry_run ]]; then
+  own+=(--rl-hf-checkpoint CHECKPOINT)
 else
   fail "--preset $preset needs --rl-hf-checkpoint, the folder of the checkpoint to train"
 fi
-if [[ $preset != tiny ]]; then
-  given --rl-prompts || fail "--preset $preset needs --rl-prompts, a JSONL or Parquet file of prompts"
+if [[ $preset != tiny ]] && ! given --rl-prompts; then
+  [[ -n $dry_run ]] ||
+    fail "--preset $preset needs --rl-prompts, a JSONL or Parquet file of prompts"
+  own+=(--rl-prompts PROMPTS)
 fi
 if ! given --rl-run-dir && ! given --rl-run-name; then
   # With milliseconds: two runs that start together write to different folders.
@@ -218,6 +223,20 @@ launch() { # node rank: sets command. One machine takes a free port by itself.
 if [[ -n $dry_run ]]; then
   show() { printf '%q' "$1" && printf ' %q' "${@:2}" && echo; }
   echo "# preset $preset, machines: $nodes, processes on each: $nproc"
+  if [[ $preset != tiny ]]; then
+    # Of the checkpoint, if it is there; else as it was published.
+    config=${folder:-}/config.json
+    [[ -f $config ]] || config=$root/scripts/presets/$preset.json
+    plan=("$python" -m mcore_rl.cli plan --hf-config "$config" --world-size "$((nodes * nproc))"
+      --rl-ranks-per-node "$nproc" --rl-config "$root/scripts/presets/$preset.yaml" "${flags[@]}")
+    echo "# the plan"
+    show "${plan[@]}"
+    if [[ -x $python ]]; then
+      "${plan[@]}"
+    else
+      echo "# (there is no .venv to make it with yet; scripts/setup_env.sh makes one)"
+    fi
+  fi
   [[ -n ${MCORE_RL_SKIP_SETUP:-} ]] || show bash "$root/scripts/setup_env.sh"
   ((${#make_checkpoint[@]} == 0)) || show env "${environment[@]}" "${make_checkpoint[@]}"
   for ((node = 0; node < nodes; node++)); do

@@ -12,9 +12,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 
+from mcore_rl.families import TensorNames, family_of
 from mcore_rl.hf_config import LatentAttention, ModelShape
 
 _VLLM_VOCABULARY_MULTIPLE = 64
@@ -43,6 +44,7 @@ class TensorSpec:
     cut: Cut
     num_experts: int = 0
     dtype: str = "bfloat16"
+    is_shared_expert: bool = False
 
     @property
     def num_bytes(self) -> int:
@@ -133,11 +135,17 @@ def _latent_attention(shape: ModelShape, latent: LatentAttention) -> list[Tensor
     ]
 
 
-def _gated(prefix: str, hidden: int, width: int, num_experts: int = 0) -> list[TensorSpec]:
+def _gated(
+    prefix: str,
+    hidden: int,
+    width: int,
+    num_experts: int = 0,
+    names: TensorNames = TensorNames(),  # noqa: B008 (frozen)
+) -> list[TensorSpec]:
     return [
-        TensorSpec(f"{prefix}gate_proj.weight", (width, hidden), Cut.ROWS, num_experts),
-        TensorSpec(f"{prefix}up_proj.weight", (width, hidden), Cut.ROWS, num_experts),
-        TensorSpec(f"{prefix}down_proj.weight", (hidden, width), Cut.COLUMNS, num_experts),
+        TensorSpec(prefix + names.gate, (width, hidden), Cut.ROWS, num_experts),
+        TensorSpec(prefix + names.up, (width, hidden), Cut.ROWS, num_experts),
+        TensorSpec(prefix + names.down, (hidden, width), Cut.COLUMNS, num_experts),
     ]
 
 
@@ -145,16 +153,14 @@ def _experts(shape: ModelShape) -> list[TensorSpec]:
     experts, hidden = shape.experts, shape.hidden_size
     assert experts is not None, "a MoE layer of a model without experts"
     count = experts.num_experts
-    specs = [TensorSpec("mlp.gate.weight", (count, hidden), Cut.REPLICATED)]
+    names = family_of(shape.architecture).names
+    specs = [TensorSpec(names.router, (count, hidden), Cut.REPLICATED)]
     if experts.has_bias:
-        specs.append(
-            TensorSpec(
-                "mlp.gate.e_score_correction_bias", (count,), Cut.REPLICATED, dtype="float32"
-            )
-        )
-    specs += _gated("mlp.experts.{expert}.", hidden, experts.hidden_size, count)
+        specs.append(TensorSpec(names.router_bias, (count,), Cut.REPLICATED, dtype="float32"))
+    specs += _gated(names.expert, hidden, experts.hidden_size, count, names)
     if experts.shared_hidden_size:
-        specs += _gated("mlp.shared_experts.", hidden, experts.shared_hidden_size)
+        shared = _gated(names.shared_experts, hidden, experts.shared_hidden_size)
+        specs += [replace(spec, is_shared_expert=True) for spec in shared]
     return specs
 
 

@@ -18,6 +18,10 @@ from itertools import accumulate
 
 from mcore_rl.errors import UsageError
 
+# The all-to-all backends of vLLM (0.26 to 0.33) with which experts do not work on token shards of
+# their TP group, so that shared experts are split over TP like any dense layer.
+SPLITS_SHARED_EXPERTS = ("flashinfer_all2allv", "flashinfer_nvlink_two_sided", "moonep")
+
 # stage -> model chunk (one without virtual stages) -> global numbers of its decoder layers, from 0
 PipelineLayers = tuple[tuple[tuple[int, ...], ...], ...]
 
@@ -122,11 +126,20 @@ def pipeline_layers(
                 f"{stage}; change --num-layers-per-virtual-pipeline-stage, "
                 "--num-virtual-stages-per-pipeline-rank or the stages"
             )
-    # Chunks take their layers in turn: the first of every stage, then the second of every stage.
-    counts = [per_stage[stage] // vp_size for _ in range(vp_size) for stage in range(pp_size)]
-    counts[0] -= embedding_counts
-    counts[-1] -= loss_counts
-    starts = [0, *accumulate(counts)]
+    counts = [[per_stage[stage] // vp_size] * vp_size for stage in range(pp_size)]
+    counts[0][0] -= embedding_counts
+    counts[-1][-1] -= loss_counts
+    return layers_of_chunks(counts)
+
+
+def layers_of_chunks(counts: Sequence[Sequence[int]]) -> PipelineLayers:
+    """The layers of each stage and chunk, given how many each has.
+
+    Chunks take them in turn: the first chunk of every stage, then the second of every stage.
+    """
+    pp_size, vp_size = len(counts), len(counts[0])
+    in_turn = [counts[stage][chunk] for chunk in range(vp_size) for stage in range(pp_size)]
+    starts = [0, *accumulate(in_turn)]
     return tuple(
         tuple(
             tuple(range(starts[chunk * pp_size + stage], starts[chunk * pp_size + stage + 1]))
@@ -159,7 +172,7 @@ class RolloutLayout:
     Slots are vLLM's positions, in its order: engine, then DP rank, then TP rank, innermost. With
     `expert_parallel` experts spread over all slots of an engine, so that EP = `tp_size` x
     `dp_size`; without it engines have `dp_size` 1. `rank_map[slot]` is the torch rank that plays a
-    slot, empty the identity.
+    slot, empty the identity. `all2all_backend` is vLLM's, empty its default.
     """
 
     world_size: int
@@ -167,6 +180,7 @@ class RolloutLayout:
     expert_parallel: bool
     dp_size: int = 1
     rank_map: tuple[int, ...] = ()
+    all2all_backend: str = ""
 
     def __post_init__(self) -> None:
         if self.tp_size < 1 or self.world_size % self.tp_size:
@@ -204,6 +218,16 @@ class RolloutLayout:
         return self.slots_per_engine if self.expert_parallel else 1
 
     @property
+    def has_whole_shared_experts(self) -> bool:
+        """Whether vLLM keeps shared experts whole on every TP rank.
+
+        It does where experts span data-parallel ranks and TP is above 1: each TP rank then takes a
+        shard of the tokens through the whole MoE layer (vLLM's use_sequence_parallel_moe).
+        """
+        spans = self.expert_parallel and self.tp_size > 1 and self.dp_size > 1
+        return spans and self.all2all_backend not in SPLITS_SHARED_EXPERTS
+
+    @property
     def is_identity(self) -> bool:
         return self.rank_map in ((), tuple(range(self.world_size)))
 
@@ -214,6 +238,14 @@ class RolloutLayout:
     def slot(self, rank: int) -> int:
         """The slot that a torch rank plays."""
         return self.rank_map.index(rank) if self.rank_map else rank
+
+    @property
+    def num_tp_groups(self) -> int:
+        return self.world_size // self.tp_size
+
+    def tp_group_index(self, rank: int) -> int:
+        """Which TP group of the world a rank is in, by slots; prompts are dealt out by it."""
+        return self.slot(rank) // self.tp_size
 
     def engine_index(self, rank: int) -> int:
         return self.slot(rank) // self.slots_per_engine

@@ -1,8 +1,16 @@
-"""Measured memory of this process: what it peaks at, on the host or on the device."""
+"""Measured memory of this process: what it peaks at, and what it holds, on the host and the device.
+
+"The device" is this process's CUDA device as PyTorch's allocator sees it, 0 bytes without one.
+"""
 
 from __future__ import annotations
 
+import ctypes
+import gc
+import os
 import re
+import sys
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -41,3 +49,32 @@ class PeakMemory:
         else:
             peak = host_bytes("VmHWM")
         self.extra_bytes = max(0, peak - self._before)
+
+
+@dataclass(frozen=True, slots=True)
+class Footprint:
+    """What this process holds of everything that a leak would eat up."""
+
+    resident_bytes: int
+    device_bytes: int  # allocated, not what the allocator caches
+    open_files: int
+    threads: int
+    shared_memory: int  # segments in /dev/shm that this process has mapped
+
+    @classmethod
+    def now(cls) -> Footprint:
+        """Measured after unreachable objects and free pages were given back, and no earlier.
+
+        Otherwise the resident set would count what the collector or malloc have not got round to.
+        """
+        gc.collect()
+        if sys.platform == "linux" and hasattr(libc := ctypes.CDLL(None), "malloc_trim"):
+            libc.malloc_trim(0)  # glibc's; other libraries give pages back by themselves
+        mapped = Path("/proc/self/maps").read_text()
+        return cls(
+            resident_bytes=host_bytes(),
+            device_bytes=torch.cuda.memory_allocated() if torch.cuda.is_available() else 0,
+            open_files=len(os.listdir("/proc/self/fd")),
+            threads=len(os.listdir("/proc/self/task")),
+            shared_memory=len(set(re.findall(r"/dev/shm/.*$", mapped, re.MULTILINE))),
+        )

@@ -25,7 +25,7 @@ import numpy.typing as npt
 from scipy.optimize import linear_sum_assignment
 
 from mcore_rl.hf_config import ModelShape
-from mcore_rl.hybrid_engine.boxes import Box, full_box, intersect, volume
+from mcore_rl.hybrid_engine.boxes import Box, full_box, volume
 from mcore_rl.hybrid_engine.checkpoint_tensors import (
     TensorSpec,
     cut_range,
@@ -37,7 +37,6 @@ from mcore_rl.hybrid_engine.checkpoint_tensors import (
 )
 from mcore_rl.hybrid_engine.layout import PipelineLayers, RolloutLayout, TrainLayout
 from mcore_rl.hybrid_engine.plan import TensorInfo
-
 
 Bytes = npt.NDArray[np.int64]
 _Class = tuple[int, ...]
@@ -131,11 +130,13 @@ class Placement:
         rollout = self.rollout
         rows = served_vocabulary_rows(self.shape.vocab_size, rollout.tp_size)
         for name, tensor in self.tensors.items():
-            whole_experts = tensor.spec.num_experts > 0 and rollout.expert_parallel
+            is_whole = (tensor.spec.num_experts > 0 and rollout.expert_parallel) or (
+                tensor.spec.is_shared_expert and rollout.has_whole_shared_experts
+            )
             box = self._box(
                 tensor,
                 expert=(ep_rank, rollout.ep_size),
-                cut=(0, 1) if whole_experts else (tp_rank, rollout.tp_size),
+                cut=(0, 1) if is_whole else (tp_rank, rollout.tp_size),
                 vocabulary_rows=rows,
             )
             if volume(box):
@@ -205,16 +206,13 @@ class Placement:
     @cached_property
     def _missing(self) -> tuple[Bytes, npt.NDArray[np.intp], npt.NDArray[np.intp]]:
         """`[train classes, slot classes]`, the class of each rank, the class of each slot."""
-        table = np.array(
-            [
-                [
-                    self._bytes(needed) - self._shared(held, needed)
-                    for needed in self.needed.values()
-                ]
-                for held in self.held.values()
-            ],
-            dtype=np.int64,
-        )
+        whole = np.array([self._bytes(boxes) for boxes in self.needed.values()], dtype=np.int64)
+        table = np.repeat(whole[None], len(self.held), axis=0)
+        for name, info in self.infos.items():
+            held, needed = _stacked(self.held, name), _stacked(self.needed, name)
+            if held is not None and needed is not None:
+                shared = _shared_elements(held[1], needed[1]) * info.itemsize
+                np.subtract.at(table, np.ix_(held[0], needed[0]), shared)
         numbers = [{at: i for i, at in enumerate(classes)} for classes in (self.held, self.needed)]
         return (
             table,
@@ -222,16 +220,28 @@ class Placement:
             np.array([numbers[1][at] for at in self.slot_class]),
         )
 
-    def _shared(
-        self, held: Mapping[str, Sequence[Box]], needed: Mapping[str, Sequence[Box]]
-    ) -> int:
-        return sum(
-            volume(shared) * self.infos[name].itemsize
-            for name, boxes in held.items()
-            for box in boxes
-            for other in needed.get(name, ())
-            if (shared := intersect(box, other)) is not None
-        )
+
+def _stacked(
+    classes: Mapping[_Class, Mapping[str, Sequence[Box]]], name: str
+) -> tuple[Bytes, Bytes] | None:
+    """The boxes of one tensor: which class each is of, `[boxes]`, and its ranges, `[boxes, d, 2]`.
+
+    None where no class has any.
+    """
+    found = [(i, box) for i, boxes in enumerate(classes.values()) for box in boxes.get(name, ())]
+    if not found:
+        return None
+    return np.array([i for i, _ in found]), np.array([box for _, box in found], dtype=np.int64)
+
+
+def _shared_elements(held: Bytes, needed: Bytes) -> Bytes:
+    """`[held boxes, needed boxes]` int64: how many elements each two of them share."""
+    shared = np.ones((len(held), len(needed)), dtype=np.int64)
+    for dim in range(held.shape[1]):
+        stops = np.minimum.outer(held[:, dim, 1], needed[:, dim, 1])
+        starts = np.maximum.outer(held[:, dim, 0], needed[:, dim, 0])
+        shared *= np.maximum(stops - starts, 0)
+    return shared
 
 
 def _fused(shape: ModelShape, layers: PipelineLayers) -> Iterator[FusedTensor]:

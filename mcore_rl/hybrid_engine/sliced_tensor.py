@@ -6,12 +6,15 @@ chunk, transpose, ...) as arithmetic on boxes, and hands out data only when a lo
 from the pieces it holds, or not at all. So no rank ever needs a full tensor, and a read outside the
 pieces is an error instead of a wrong weight.
 
+A loader ends with `parameter_view.copy_(tensor_view)`. That goes from each piece straight to its
+place, without putting the pieces together first, so a tensor may also come in several parts.
+
 The same class without data records what a loader would read (see `needs`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,15 +29,18 @@ from mcore_rl.hybrid_engine.boxes import (
     intersect,
     relative,
     show,
+    subtract,
     uncovered,
     volume,
 )
 
+Pieces = Sequence[tuple[Box, torch.Tensor]]
 ReadObserver = Callable[[str, Box], None]
+WriteObserver = Callable[[str, Box, torch.Tensor], None]
 _aten = torch.ops.aten
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class _Source:
     """The checkpoint tensor behind all views of it; `pieces` is None where only reads are noted."""
 
@@ -42,15 +48,29 @@ class _Source:
     shape: tuple[int, ...]
     dtype: torch.dtype
     pieces: tuple[tuple[Box, torch.Tensor], ...] | None
-    on_read: ReadObserver | None
+    on_read: ReadObserver | None = None
+    on_write: WriteObserver | None = None
+    on_compute: Callable[[str], None] | None = None
+    partial: bool = False  # a copy takes what is held and leaves the rest for another part
+    released: bool = False
+    device: torch.device = torch.device("cpu")
+
+    def __post_init__(self) -> None:
+        if self.pieces:
+            self.device = self.pieces[0][1].device
 
     def read(self, box: Box) -> torch.Tensor:
         """The elements of `box`: a view where one piece holds them all, else put together."""
         self.require(box)
         if volume(box) == 0:
             return torch.empty(extent(box), dtype=self.dtype, device=self.device)
-        if self.on_read is not None:
-            self.on_read(self.name, box)
+        if self.on_compute is not None:
+            self.on_compute(self.name)
+        data = self._gathered(box)
+        self.tell(box, data)
+        return data
+
+    def _gathered(self, box: Box) -> torch.Tensor:
         if self.pieces is None:
             return torch.empty(extent(box), dtype=self.dtype, device="meta")
         for held, data in self.pieces:
@@ -63,14 +83,31 @@ class _Source:
                 _cut(result, relative(shared, box)).copy_(_cut(data, relative(shared, held)))
         return result
 
-    @property
-    def device(self) -> torch.device:
-        return self.pieces[0][1].device if self.pieces else torch.device("cpu")
+    def parts_of(self, box: Box) -> Iterator[tuple[Box, torch.Tensor]]:
+        """Disjoint parts of `box`, each with its data: what is held of it, each element once."""
+        rest = [box]
+        for held, data in self.pieces or ():
+            for part in rest:
+                shared = intersect(held, part)
+                if shared is not None:
+                    yield shared, _cut(data, relative(shared, held))
+            rest = [left for part in rest for left in subtract(part, held)]
+
+    def tell(self, box: Box, data: torch.Tensor) -> None:
+        if self.on_read is not None:
+            self.on_read(self.name, box)
+        if self.on_write is not None:
+            self.on_write(self.name, box, data)
 
     def require(self, box: Box) -> None:
         """Raise RuntimeError unless every element of `box` is held."""
         if self.pieces is None:
             return
+        if self.released:
+            raise RuntimeError(
+                f"{self.name}: {show(box)} was read after the next tensor had been asked for, when "
+                "its memory may hold something else"
+            )
         missing = uncovered(box, [held for held, _ in self.pieces])
         if missing:
             held = ", ".join(show(held) for held, _ in self.pieces) or "nothing"
@@ -84,12 +121,14 @@ class SlicedTensor(torch.Tensor):
     """Stand-in for the checkpoint tensor `name` of `shape` and `dtype`, made of `pieces`.
 
     `pieces` are (box, tensor) pairs: the tensor has the box's extent and holds those elements. They
-    may overlap, need not cover the tensor, and must stay unchanged for as long as the stand-in or
-    a view of it lives: vLLM's layerwise reload keeps them until the layer is complete, and reads
-    them then. Reading what no piece holds raises RuntimeError; so does writing.
+    may overlap, need not cover the tensor, and must stay unchanged until `release` is called, or
+    for as long as the stand-in or a view of it lives. Reading what no piece holds raises
+    RuntimeError; so does writing.
 
-    `on_read(name, box)` is called whenever data is handed out. A copy into a meta tensor, by which
-    layerwise reload counts elements before it loads, hands out none.
+    `on_read(name, box)` is called whenever data is handed out, for each piece of which something
+    is copied. `on_write(name, box, data)` is called likewise, after a copy with the elements that
+    stand in its target now, of the box's extent; the piece's own where the copy changes the dtype.
+    A copy into a meta tensor, by which vLLM's layerwise reload counts elements, hands out none.
 
     `SlicedTensor.recording` has no pieces: any box may be read, `on_read` hears of each, and the
     data are meta tensors.
@@ -126,20 +165,47 @@ class SlicedTensor(torch.Tensor):
 
     @classmethod
     def recording(
-        cls, name: str, shape: Sequence[int], dtype: torch.dtype, on_read: ReadObserver
+        cls,
+        name: str,
+        shape: Sequence[int],
+        dtype: torch.dtype,
+        on_read: ReadObserver,
+        on_compute: Callable[[str], None] | None = None,
     ) -> SlicedTensor:
-        """A stand-in that holds no data and tells `on_read` what is read of it."""
+        """A stand-in that holds no data and tells `on_read` what is read of it.
+
+        `on_compute(name)` is called where a loader does more with it than cut and copy.
+        """
         shape = tuple(shape)
-        source = _Source(name, shape, dtype, None, on_read)
+        source = _Source(name, shape, dtype, None, on_read, on_compute=on_compute)
         return cls._view(source, full_box(shape), tuple(range(len(shape))))
 
     @classmethod
-    def observed(cls, name: str, tensor: torch.Tensor, on_read: ReadObserver) -> SlicedTensor:
-        """`tensor`, whole or already a SlicedTensor, such that `on_read` hears of its reads."""
-        if isinstance(tensor, SlicedTensor):
-            assert tensor._source.pieces is not None, f"{name} has no data to load"
-            return cls(name, tensor.shape, tensor.dtype, tensor._source.pieces, on_read)
-        return cls(name, tensor.shape, tensor.dtype, [(full_box(tensor.shape), tensor)], on_read)
+    def observed(
+        cls,
+        name: str,
+        tensor: torch.Tensor,
+        on_read: ReadObserver | None = None,
+        *,
+        on_write: WriteObserver | None = None,
+        partial: bool = False,
+    ) -> SlicedTensor:
+        """`tensor`, whole or already a SlicedTensor, such that the observers hear of its reads.
+
+        Those that it has already hear of them too. With `partial` a copy takes what is held and
+        leaves the rest of its target as it is.
+        """
+        view = cls(name, tensor.shape, tensor.dtype, pieces_of(tensor))
+        source = view._source
+        inner = tensor._source if isinstance(tensor, SlicedTensor) else None
+        source.on_read = _both(on_read, inner and inner.on_read)
+        source.on_write = _both(on_write, inner and inner.on_write)
+        source.partial = partial
+        return view
+
+    def release(self) -> None:
+        """Let go of the pieces; reading afterwards raises RuntimeError."""
+        self._source.pieces, self._source.released = (), True
 
     @classmethod
     def _view(cls, source: _Source, box: Box, dims: tuple[int | None, ...]) -> SlicedTensor:
@@ -182,18 +248,44 @@ class SlicedTensor(torch.Tensor):
             result = follow(*args, **kwargs)
             if result is not None:
                 return result
-        if func is _aten.copy_.default and args[0].is_meta and not isinstance(args[0], cls):
-            args[1]._count()
-            return args[0]
+        if func is _aten.copy_.default and not isinstance(args[0], cls):
+            target, view = args[:2]
+            if target.shape == view.shape:  # else it is broadcast
+                view._count() if target.is_meta else view._copy_into(target)
+                return target
         _refuse_writes(func, args, kwargs)
         prepare = _contiguous if func in _LAYOUT_SENSITIVE else _plain
         return func(*tree_map(prepare, args), **tree_map(prepare, kwargs))
 
     def _count(self) -> None:
         """What a copy into a meta tensor does: fail early, but hand out nothing."""
-        self._source.require(self._box)
-        if self._source.pieces is None:
-            self._source.read(self._box)
+        source = self._source
+        if source.pieces is not None:
+            source.require(self._box)
+        elif source.on_read is not None and volume(self._box):
+            source.on_read(source.name, self._box)
+
+    def _copy_into(self, target: torch.Tensor) -> None:
+        """Copy what is held to its place in `target`, a plain tensor of this view's shape."""
+        source = self._source
+        if source.released or not source.partial:
+            source.require(self._box)
+        with torch._C.DisableTorchFunctionSubclass():  # of vLLM's parameters
+            for box, data in source.parts_of(self._box):
+                stored = self._place_of(box, target)
+                stored.copy_(data)
+                source.tell(box, stored if stored.dtype == data.dtype else data)
+
+    def _place_of(self, box: Box, target: torch.Tensor) -> torch.Tensor:
+        """The part of `target` that takes `box`, as a view with the source's dimensions."""
+        cut = relative(box, self._box)
+        index = [0 if dim is None else slice(*cut[dim]) for dim in self._dims]
+        kept = [dim for dim in self._dims if dim is not None]
+        part = target.detach()[tuple(index)].permute([kept.index(dim) for dim in sorted(kept)])
+        for dim in range(len(box)):
+            if dim not in kept:  # selected, of extent 1
+                part = part.unsqueeze(dim)
+        return part
 
     def _with_range(self, dim: int, start: int, length: int) -> SlicedTensor | None:
         """This view with `length` elements from `start` along its dimension `dim`."""
@@ -204,6 +296,27 @@ class SlicedTensor(torch.Tensor):
         cut = (origin + start, origin + start + length)
         box = (*self._box[:of_source], cut, *self._box[of_source + 1 :])
         return self._view(self._source, box, self._dims)
+
+
+def pieces_of(tensor: torch.Tensor) -> Pieces:
+    """What is held of a checkpoint tensor: the pieces of a SlicedTensor, or all of it."""
+    if not isinstance(tensor, SlicedTensor):
+        return [(full_box(tensor.shape), tensor)]
+    pieces = tensor._source.pieces
+    assert pieces is not None, f"{tensor!r} has no data to load"
+    return pieces
+
+
+def _both(first: Any, second: Any) -> Any:
+    """A function that calls both, of which either may be None."""
+    if first is None or second is None:
+        return first or second
+
+    def call(*args: Any) -> None:
+        first(*args)
+        second(*args)
+
+    return call
 
 
 def _cut(data: torch.Tensor, box: Box) -> torch.Tensor:

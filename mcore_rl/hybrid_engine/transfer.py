@@ -1,45 +1,47 @@
-"""Executes a plan over torch.distributed, bucket by bucket.
+"""Executes a plan over torch.distributed, bucket by bucket, while the caller works.
 
-All ranks walk the plan in the same order. Moves are packed into buckets of at most `bucket_bytes`;
-within a bucket, what one source sends to one set of receivers travels as one message. A message
-goes by broadcast over the process group made of source and receivers; PP groups are given, others
-are created once. The first bucket of the next tensors starts only when the caller has taken what
-was in this one, so one bucket is in flight.
+The plan is cut into rounds of messages (see `buckets`), the same on all ranks; a rank takes part in
+some of them. Buffers rotate: while the caller works on one bucket the next travels in another, and
+together they are never larger than `bucket_bytes`, whatever the largest tensor. With `delta` only
+what changed since the last version travels (see `delta`), for which a third buffer rotates: the
+sizes of messages go ahead by one bucket more, so that nobody waits for them.
+
+All ranks start their messages in one order (`buckets.steps`), and none waits for one before it
+has started those that come earlier; why that cannot deadlock is said in `wire.Wire`.
 
 Bytes are counted where they are sent, on this rank.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator, Mapping
+from functools import cached_property
 
 import torch
-import torch.distributed as dist
 
-from mcore_rl.hybrid_engine.boxes import Box, extent
-from mcore_rl.hybrid_engine.plan import Move, Plan, TensorInfo
+from mcore_rl.hybrid_engine.buckets import Route, frame_of, make_route, participants, slot_bytes
+from mcore_rl.hybrid_engine.plan import Plan, TensorInfo
+from mcore_rl.hybrid_engine.transfer_run import Copies, Pieces, ReadSlice, Run, TransferStats
+from mcore_rl.hybrid_engine.wire import Groups, Wire
+from mcore_rl.hybrid_engine.worlds import DefaultWorld, World
 
-Pieces = list[tuple[Box, torch.Tensor]]
-ReadSlice = Callable[[str, Box], torch.Tensor]
-
-
-@dataclass(slots=True)
-class TransferStats:
-    """What this rank did, in bytes and calls."""
-
-    received_bytes: int = 0
-    sent_bytes: int = 0
-    largest_bucket_bytes: int = 0
-    num_calls: int = 0
-    ranks_spoken_to: set[int] = field(default_factory=set)
+__all__ = ["Pieces", "ReadSlice", "Transfer", "TransferStats"]
 
 
 class Transfer:
     """One plan, ready to run any number of times.
 
-    Constructing it is collective (it may create process groups), and so is `stream`. `groups` maps
-    sets of ranks to existing process groups over them; `device` is where messages are built.
+    Constructing it is collective (it may create process groups), and so are `stream` and `close`.
+    The plan's ranks are those of `world`, by default the job's. `groups` maps sets of ranks to
+    existing process groups over them, with the same sets on all ranks; `device` is where messages
+    are built. `bucket_bytes` caps what this rank has in flight, all buffers together; UsageError
+    where it does not hold a single element in each. `keep_buffers` keeps the buffers between runs
+    instead of freeing them for training.
+
+    With `delta`, a message of which nothing changed costs 8 bytes, and what did change arrives bit
+    for bit. Each rank then holds, in host memory, a copy of all it sends and all it receives.
+    Everything travels in the first run, in every `full_every`th after a full one, after
+    `invalidate`, and after a run that did not end well on every rank.
     """
 
     def __init__(
@@ -48,119 +50,146 @@ class Transfer:
         tensors: Mapping[str, TensorInfo],
         *,
         bucket_bytes: int,
-        groups: Mapping[frozenset[int], dist.ProcessGroup] | None = None,
+        groups: Groups | None = None,
+        world: World | None = None,
         device: torch.device | str = "cpu",
+        delta: bool = False,
+        full_every: int = 50,
+        keep_buffers: bool = False,
     ) -> None:
-        self._tensors = tensors
-        self._device = device
-        self._rank = dist.get_rank()
-        self._buckets = _split(plan, bucket_bytes)
-        self._order = [
-            list(dict.fromkeys(move.tensor for move in bucket)) for bucket in self._buckets
-        ]
-        self._groups = dict(groups or {})
-        self._own_groups: list[dist.ProcessGroup] = []
-        for move in plan.moves:
-            ranks = _participants(move)
-            if ranks not in self._groups:
-                self._groups[ranks] = dist.new_group(sorted(ranks))
-                self._own_groups.append(self._groups[ranks])
+        assert full_every >= 1, f"full_every is {full_every}"
+        self._plan, self._tensors = plan, tensors
+        self._device = torch.device(device)
+        world = world or DefaultWorld()
+        self._rank = world.rank
+        self._num_buffers = 3 if delta else 2
+        itemsizes = {name: tensors[name].itemsize for name in {m.tensor for m in plan.moves}}
+        self._frame = frame_of(itemsizes, with_delta=delta)
+        self._share = slot_bytes(bucket_bytes, self._num_buffers, self._frame)
+        self._wire = Wire(map(participants, plan.moves), groups, world, self._device)
+        self.num_groups = self._wire.num_groups  # created here, the same on all ranks
+        self._copies = Copies(full_every) if delta else None
+        self._keep_buffers = keep_buffers
+        self._buffers: list[torch.Tensor] = []
+        self._running: Iterator[tuple[int, dict[str, Pieces]]] | None = None
         self.stats = TransferStats()
+
+    @cached_property
+    def _route(self) -> Route:
+        """What this rank does, worked out before the first run."""
+        return make_route(self._plan, self._tensors, self._rank, self._share, self._frame)
 
     def close(self) -> None:
-        """Free the process groups that this transfer created. Collective."""
-        for group in self._own_groups:
-            if group is not dist.GroupMember.NON_GROUP_MEMBER:
-                dist.destroy_process_group(group)
-        self._own_groups.clear()
+        """Free buffers, copies and the process groups that this transfer created. Collective."""
+        self._wire.close()
+        self._buffers.clear()
+        if self._copies is not None:
+            self._copies = Copies(self._copies.full_every)
 
-    def stream(self, read: ReadSlice) -> Iterator[tuple[str, Pieces]]:
+    def invalidate(self) -> None:
+        """What this rank holds of the last version is lost: next time all travels. Not collective.
+
+        Without delta nothing is held, and this does nothing.
+        """
+        if self._copies is not None:
+            self._copies.invalidate()
+
+    def stream(
+        self, read: ReadSlice, *, partial: bool = False, keep: bool = True
+    ) -> Iterator[tuple[str, Pieces]]:
         """Yield (tensor, what this rank received of it), in the plan's order. Collective.
 
-        `read(tensor, box)` gives the values of a box that this rank holds. A tensor split over
-        several buckets is yielded when its last piece is here; tensors of which this rank receives
-        nothing are not yielded. The caller must exhaust the iterator, or the other ranks hang.
+        `read(tensor, box)` gives the values of a box that this rank holds, in the tensor's dtype.
+        Tensors of which this rank receives nothing are not yielded.
+
+        With `keep` the data are the caller's own. Without, they are valid until it asks for the
+        next item, and must not be written to. A tensor is yielded when its last piece is here;
+        pieces that came in earlier buckets are copied to wait for it. With `partial` it is yielded
+        once for every bucket that brought some of it, each time with those pieces alone. So nothing
+        beyond the bucket is ever held with `partial` and without `keep`.
+
+        The other ranks wait for what this one sends. A caller that gives up before the end closes
+        the iterator, or calls `drain`: either takes part in the rest and drops it. Where `read`
+        fails, the rest still travels, with zeros in the place of what could not be read, and then
+        RuntimeError is raised on all ranks.
         """
-        self.stats = TransferStats()
+        if self._running is not None:
+            raise RuntimeError(
+                f"rank {self._rank}: a transfer was started before the last one had ended; exhaust "
+                "its iterator, close it or call drain"
+            )
+        self.stats = TransferStats(saved_bytes=self._route.planned_bytes)
+        self._running = self._arrivals(read)
+        return self._deliver(self._running, partial, keep)
+
+    def drain(self) -> None:
+        """Take part in what is left of a run that was not exhausted, and drop it.
+
+        Does nothing after a run that was.
+        """
+        if self._running is not None:
+            for _ in self._running:
+                pass
+
+    def _deliver(
+        self,
+        buckets: Iterator[tuple[int, dict[str, Pieces]]],
+        partial: bool,
+        keep: bool,
+    ) -> Iterator[tuple[str, Pieces]]:
         waiting: dict[str, Pieces] = {}
-        for number, bucket in enumerate(self._buckets):
-            self._run(bucket, read, waiting)
-            later = {m.tensor for m in self._buckets[number + 1]} if self._more(number) else set()
-            # Messages arrive by source; the caller gets tensors in the order of the plan.
-            for tensor in [t for t in self._order[number] if t in waiting and t not in later]:
-                yield tensor, waiting.pop(tensor)
+        waiting_bytes = 0
+        try:
+            for number, arrived in buckets:
+                for tensor in sorted(arrived, key=self._route.position.__getitem__):
+                    pieces = arrived.pop(tensor)
+                    complete = self._route.last_bucket[tensor] == number
+                    if keep or not (partial or complete):
+                        pieces = [(box, data.clone()) for box, data in pieces]
+                    if not (partial or complete):
+                        waiting.setdefault(tensor, []).extend(pieces)
+                        waiting_bytes += _num_bytes(pieces)
+                        self.stats.waiting_bytes = max(self.stats.waiting_bytes, waiting_bytes)
+                        continue
+                    before = waiting.pop(tensor, [])
+                    waiting_bytes -= _num_bytes(before)
+                    yield tensor, [*before, *pieces]
+                    if self._running is not buckets:
+                        return  # drained: the buffers hold something else now
+        finally:
+            self.drain()
 
-    def _more(self, number: int) -> bool:
-        return number + 1 < len(self._buckets)
+    def _arrivals(self, read: ReadSlice) -> Iterator[tuple[int, dict[str, Pieces]]]:
+        """`Run.arrivals` with the buffers it needs."""
+        run = Run(
+            rank=self._rank,
+            buckets=self._route.buckets,
+            steps=self._route.steps,
+            buffers=self._allocated(),
+            tensors=self._tensors,
+            wire=self._wire,
+            copies=self._copies,
+            read=read,
+            stats=self.stats,
+        )
+        try:
+            yield from run.arrivals()
+        finally:
+            self._running = None
+            self._wire.rest()
+            if not self._keep_buffers:
+                self._buffers.clear()
 
-    def _run(self, bucket: list[Move], read: ReadSlice, arrived: dict[str, Pieces]) -> None:
-        messages: dict[tuple[int, frozenset[int]], list[Move]] = {}
-        for move in bucket:
-            messages.setdefault((move.source, _participants(move)), []).append(move)
-        held = 0
-        for (source, ranks), moves in messages.items():
-            if self._rank not in ranks:
-                continue
-            num_bytes = sum(move.num_bytes for move in moves)
-            held += num_bytes
-            if source == self._rank:
-                flat = torch.cat([_as_bytes(read(m.tensor, m.box), self._device) for m in moves])
-                self.stats.sent_bytes += num_bytes
-            else:
-                flat = torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
-                self.stats.received_bytes += num_bytes
-            dist.broadcast(flat, src=source, group=self._groups[ranks])
-            self.stats.num_calls += 1
-            self.stats.ranks_spoken_to |= ranks - {self._rank}
-            if source != self._rank:
-                self._unpack(flat, moves, arrived)
-        self.stats.largest_bucket_bytes = max(self.stats.largest_bucket_bytes, held)
-
-    def _unpack(self, flat: torch.Tensor, moves: list[Move], arrived: dict[str, Pieces]) -> None:
-        start = 0
-        for move in moves:
-            dtype = getattr(torch, self._tensors[move.tensor].dtype)
-            part = flat[start : start + move.num_bytes]
-            # Mixed dtypes in one message may leave a part off its element's alignment.
-            part = part if start % dtype.itemsize == 0 else part.clone()
-            data = part.view(dtype).view(extent(move.box))
-            arrived.setdefault(move.tensor, []).append((move.box, data))
-            start += move.num_bytes
-
-
-def _participants(move: Move) -> frozenset[int]:
-    return frozenset((move.source, *move.receivers))
-
-
-def _as_bytes(data: torch.Tensor, device: torch.device | str) -> torch.Tensor:
-    return data.to(device).contiguous().view(-1).view(torch.uint8)
-
-
-def _split(plan: Plan, bucket_bytes: int) -> list[list[Move]]:
-    """The moves, in order, in buckets of at most `bucket_bytes`; larger moves are cut by rows.
-
-    Only a single row that is larger than that stands alone in a bucket of its own size.
-    """
-    buckets: list[list[Move]] = []
-    size = 0
-    for move in (part for whole in plan.moves for part in _by_rows(whole, bucket_bytes)):
-        if not buckets or size + move.num_bytes > bucket_bytes:
-            buckets.append([])
-            size = 0
-        buckets[-1].append(move)
-        size += move.num_bytes
-    return buckets
+    def _allocated(self) -> list[torch.Tensor]:
+        """The rotating buffers, each as large as the fullest bucket that it will hold."""
+        if not self._buffers:
+            sizes = [bucket[-1].end for bucket in self._route.buckets]
+            for first in range(self._num_buffers):
+                size = max(sizes[first :: self._num_buffers], default=0)
+                self._buffers.append(torch.empty(size, dtype=torch.uint8, device=self._device))
+        self.stats.buffer_bytes = sum(buffer.numel() for buffer in self._buffers)
+        return self._buffers
 
 
-def _by_rows(move: Move, limit: int) -> Iterator[Move]:
-    """`move` as moves of consecutive rows, each of at most `limit` bytes where a row allows it."""
-    if move.num_bytes <= limit or not move.box:
-        yield move
-        return
-    (start, stop), *rest = move.box
-    row_bytes = move.num_bytes // (stop - start)
-    step = max(1, limit // row_bytes)
-    for first in range(start, stop, step):
-        last = min(first + step, stop)
-        box = ((first, last), *rest)
-        yield replace(move, box=box, num_bytes=(last - first) * row_bytes)
+def _num_bytes(pieces: Pieces) -> int:
+    return sum(data.nbytes for _, data in pieces)

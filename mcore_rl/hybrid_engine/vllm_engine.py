@@ -12,9 +12,8 @@ closing an engine disturbs neither the process's random state nor its process gr
 from __future__ import annotations
 
 import gc
-from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import numpy as np
@@ -22,9 +21,9 @@ import torch
 import torch.distributed as dist
 
 from mcore_rl.errors import UsageError
-from mcore_rl.hybrid_engine.boxes import Box, show, uncovered
-from mcore_rl.hybrid_engine.needs import Metadata, learn_needs
-from mcore_rl.hybrid_engine.sliced_tensor import SlicedTensor
+from mcore_rl.hybrid_engine.needs import Metadata, Needs
+from mcore_rl.hybrid_engine.reload import Reloader
+from mcore_rl.hybrid_engine.sliced_tensor import WriteObserver
 from mcore_rl.hybrid_engine.vllm_start import EngineConfig, on_cuda, start_llm
 from mcore_rl.types import Prompt, Rollout
 
@@ -41,17 +40,29 @@ class VLLMEngine:
 
     def __init__(self, config: EngineConfig) -> None:
         self.config = config
-        self._llm = start_llm(config)
+        self._start()
         self._asleep: set[str] = set()
         self._weights_complete = config.load_format != "dummy"
-        self._metadata: dict[str, tuple[tuple[int, ...], torch.dtype]] | None = None
-        self._needs: dict[str, tuple[Box, ...]] = {}
+        self._reloader = Reloader(self.model, self._vllm_config)
+
+    def _start(self) -> None:
+        self._llm = start_llm(self.config)
 
     # Where this process sits
 
     @property
+    def slot(self) -> int:
+        """vLLM's position that this rank plays: engine, then DP rank, then TP rank, innermost."""
+        return self.config.slot(dist.get_rank())
+
+    @property
     def tp_rank(self) -> int:
         return self._groups.get_tensor_model_parallel_rank()
+
+    @property
+    def dp_rank(self) -> int:
+        """Within the engine: which of its data-parallel ranks."""
+        return self._groups.get_dp_group().rank_in_group
 
     @property
     def ep_size(self) -> int:
@@ -63,12 +74,12 @@ class VLLMEngine:
 
     @property
     def engine_index(self) -> int:
-        """Which engine of the world this rank belongs to, counted in rank order."""
-        return self._groups.get_tp_group().ranks[0] // self.config.tp_size
+        """Which engine of the world this rank belongs to, counted in the order of slots."""
+        return self.slot // self.config.slots_per_engine
 
     @property
     def num_engines(self) -> int:
-        return self._groups.get_world_group().world_size // self.config.tp_size
+        return self._groups.get_world_group().world_size // self.config.slots_per_engine
 
     @property
     def model(self) -> torch.nn.Module:
@@ -102,37 +113,61 @@ class VLLMEngine:
         top_p: float = 1.0,
         top_k: int = -1,
         ignore_eos: bool = False,
+        when_few_are_left: Callable[[], object] | None = None,
     ) -> list[Rollout]:
         """Sample `num_samples` responses to each prompt, in the order of the prompts.
 
         `rollout_log_probs` are those of the distribution that was sampled from, after temperature,
         top-p and top-k; at temperature 0 those of the untempered distribution. Tokens depend on the
         process's random state, the order of the prompts and the weights, and on nothing else.
+
+        `when_few_are_left` is called once, between two steps of the engine, as soon as no more than
+        a quarter of the sequences that fit are still being generated.
         """
         from vllm import SamplingParams
 
         self._require_ready()
         self._require_room(prompts, max_tokens)
-        outputs = self._llm.generate(
-            [{"prompt_token_ids": prompt.token_ids.tolist()} for prompt in prompts],
-            SamplingParams(
-                n=num_samples,
-                temperature=temperature,
-                top_p=top_p,
-                top_k=top_k,
-                max_tokens=max_tokens,
-                ignore_eos=ignore_eos,
-                logprobs=0,  # of the sampled token only
-                detokenize=False,  # vLLM's, token by token, keeps back unfinished characters
-            ),
-            use_tqdm=False,
-        )
+        with self._calling_when_few_are_left(when_few_are_left):
+            outputs = self._llm.generate(
+                [{"prompt_token_ids": prompt.token_ids.tolist()} for prompt in prompts],
+                SamplingParams(
+                    n=num_samples,
+                    temperature=temperature,
+                    top_p=top_p,
+                    top_k=top_k,
+                    max_tokens=max_tokens,
+                    ignore_eos=ignore_eos,
+                    logprobs=0,  # of the sampled token only
+                    detokenize=False,  # vLLM's, token by token, keeps back unfinished characters
+                ),
+                use_tqdm=False,
+            )
         tokenizer = self.tokenizer
         return [
             _rollout(prompt, completion, tokenizer, weight_version)
             for prompt, output in zip(prompts, outputs, strict=True)
             for completion in output.outputs
         ]
+
+    @contextmanager
+    def _calling_when_few_are_left(self, call: Callable[[], object] | None) -> Iterator[None]:
+        engine = self._llm.llm_engine
+        few = max(1, self.config.max_num_seqs // 4)
+        step, waiting = engine.step, [call]
+
+        def watched() -> Any:
+            outputs = step()
+            if waiting and engine.get_num_unfinished_requests() <= few:
+                waiting.pop()()
+            return outputs
+
+        if call is not None:
+            engine.step = watched  # of this engine object, over its class's
+        try:
+            yield
+        finally:
+            vars(engine).pop("step", None)
 
     def prompt_log_probs(self, token_ids: Sequence[Sequence[int]]) -> list[np.ndarray]:
         """Score given sequences: per sequence `[s - 1]` float32, entry i scores token i + 1."""
@@ -157,28 +192,26 @@ class VLLMEngine:
 
     # Weights
 
-    @contextmanager
-    def loading_context(self) -> Iterator[None]:
+    def loading_context(self) -> AbstractContextManager[None]:
         """In which the model's `load_weights` may be called."""
-        from vllm.config import set_current_vllm_config
+        return self._reloader.loading_context()
 
-        with set_current_vllm_config(self._llm.llm_engine.vllm_config), torch.no_grad():
-            yield
+    def learn_needs(self, tensor_metadata: Metadata) -> Needs:
+        """`needs.learn_needs`, remembered: `reload` then knows when a layer has all its weights."""
+        return self._reloader.learn_needs(tensor_metadata)
 
-    def learn_needs(self, tensor_metadata: Metadata) -> dict[str, tuple[Box, ...]]:
-        """`needs.learn_needs`, remembered, so that `reload` can name a tensor that is missing."""
-        if self._metadata != dict(tensor_metadata):
-            self._needs = learn_needs(self, tensor_metadata)
-            self._metadata = dict(tensor_metadata)
-        return self._needs
+    def reload(
+        self,
+        weights: Iterable[tuple[str, torch.Tensor]],
+        on_write: WriteObserver | None = None,
+    ) -> None:
+        """Replace all weights by checkpoint tensors, whole ones or `SlicedTensor`s, in place.
 
-    def reload(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Replace all weights by checkpoint tensors, whole ones or `SlicedTensor`s, layer by layer.
-
-        What this rank needs must come, each tensor once; what it does not need may be left out. Any
-        order will do; ordered by layer the memory held at a time is least, because a tensor is kept
-        until the layer it belongs to is complete. `weights` is exhausted even on failure, so that
-        it may be collective. Collective over the engine's ranks.
+        What this rank needs must come, each element once; what it does not need may be left out.
+        Any order will do; ordered by layer the memory held at a time is least. A tensor may come in
+        several items of its name, and each item is read before the next is asked for and not kept.
+        `weights` is exhausted even on failure, so that it may be collective. Collective over the
+        engine's ranks. `on_write` hears of all that was written, see `Reloader.load`.
 
         Raises RuntimeError, on all ranks of the engine, naming the tensor that has no place in the
         model, comes twice, is missing or was not loaded in full, or the parameter that remains
@@ -187,70 +220,10 @@ class VLLMEngine:
         if "weights" in self._asleep:
             raise RuntimeError("reload while the weights sleep; call wake_weights first")
         self._weights_complete = False
-        remaining = iter(weights)
-        fault: Exception | None = None
-        unread: list[str] = []
-        try:
-            unread = self._load(remaining)
-        except Exception as error:  # whatever it is, the other ranks must hear of it first
-            fault = error
-            self._abandon_reload()
-            for _ in remaining:
-                pass
-        self._agree_on_reload(fault, unread)
-        if not self._llm.reset_prefix_cache():
+        self._reloader.reload(weights, self._engine_group, on_write)
+        if not self._drop_kv_cache():
             raise RuntimeError("the prefix cache of the old weights could not be dropped")
         self._weights_complete = True
-
-    def _load(self, weights: Iterator[tuple[str, torch.Tensor]]) -> list[str]:
-        """Load `weights`, check that all arrived, and return those not needed on this rank."""
-        reads: dict[str, list[Box]] = defaultdict(list)
-        metadata: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
-        try:
-            self._worker.reload_weights(weights_iterator=_observed(weights, metadata, reads))
-        except (ValueError, LookupError, AttributeError, AssertionError) as error:
-            last = next(reversed(metadata), "the first tensor")
-            raise RuntimeError(f"vLLM's loader failed at {last}: {error}") from error
-        missing = [n for n, boxes in self._needs.items() if boxes and n not in metadata]
-        if missing:
-            raise RuntimeError(f"not given to reload, though vLLM needs them: {_some(missing)}")
-        needs = self.learn_needs(metadata)
-        for name, boxes in needs.items():
-            for box in boxes:
-                gaps = uncovered(box, reads[name])
-                if gaps:
-                    raise RuntimeError(
-                        f"vLLM's loader took {show(box)} of {name} for this rank, but did not load "
-                        f"{show(gaps[0])}"
-                    )
-        return [name for name, boxes in needs.items() if not boxes]
-
-    def _abandon_reload(self) -> None:
-        """Give the layers that were not complete their old tensors back, as before the reload."""
-        from vllm.model_executor.model_loader.reload import layerwise
-
-        for module in self.model.modules():
-            info = layerwise.get_layerwise_info(module)
-            if info.kernel_tensors is not None:
-                layerwise._place_kernel_tensors(module, info)
-            info.reset()
-
-    def _agree_on_reload(self, fault: Exception | None, unread: list[str]) -> None:
-        """Raise on all ranks of the engine if one failed or if a tensor has no place on any."""
-        group = self._groups.get_tp_group()
-        all_results: list[Any] = [None] * group.world_size
-        mine = (None if fault is None else str(fault), unread)
-        dist.all_gather_object(all_results, mine, group=group.cpu_group)
-        if fault is not None:
-            raise fault
-        for rank, (text, _) in zip(group.ranks, all_results, strict=True):
-            if text is not None:
-                raise RuntimeError(f"reload failed on rank {rank}: {text}")
-        nowhere = set(unread).intersection(*(other for _, other in all_results))
-        if nowhere:
-            raise RuntimeError(
-                f"no rank of the engine has a place for: {_some(sorted(nowhere))}; leave them out"
-            )
 
     def stored_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Everything this rank stores of the weights, for comparison bit by bit.
@@ -283,7 +256,7 @@ class VLLMEngine:
             raise RuntimeError(f"the engine already sleeps ({', '.join(sorted(self._asleep))})")
         if on_cuda():
             self._llm.sleep(level=1 if keep_weights else 2)
-        elif not self._llm.reset_prefix_cache():
+        elif not self._drop_kv_cache():
             raise RuntimeError("the KV cache could not be dropped; a request is still running")
         self._asleep = {"weights", "kv_cache"}
         self._weights_complete &= keep_weights
@@ -331,12 +304,27 @@ class VLLMEngine:
 
     @property
     def _has_expert_parallel(self) -> bool:
-        config = self._llm.llm_engine.vllm_config
+        config = self._vllm_config
         return config.parallel_config.enable_expert_parallel and config.model_config.is_moe
+
+    @property
+    def _engine_group(self) -> Any:
+        """All ranks of the engine. Only of experts does a data-parallel rank hold but a part."""
+        groups = self._groups
+        spread = self.config.dp_size > 1 and self._vllm_config.model_config.is_moe
+        return groups.get_ep_group() if spread else groups.get_tp_group()
+
+    @property
+    def _vllm_config(self) -> Any:
+        return self._llm.llm_engine.vllm_config
 
     @property
     def _worker(self) -> Any:
         return self._llm.llm_engine.model_executor.driver_worker.worker
+
+    def _drop_kv_cache(self) -> bool:
+        """Forget what was computed with the weights so far; False if a request still runs."""
+        return self._llm.reset_prefix_cache()
 
     def _require_ready(self) -> None:
         if self._asleep:
@@ -345,7 +333,7 @@ class VLLMEngine:
             raise RuntimeError("the engine has no complete set of weights; call reload first")
 
     def _require_room(self, prompts: Sequence[Prompt], max_tokens: int) -> None:
-        limit = self._llm.llm_engine.vllm_config.model_config.max_model_len
+        limit = self._vllm_config.model_config.max_model_len
         for prompt in prompts:
             if len(prompt.token_ids) + max_tokens > limit:
                 raise UsageError(
@@ -353,19 +341,6 @@ class VLLMEngine:
                     f"{max_tokens} new ones exceeds the engine's {limit}; shorten one of the two "
                     "or raise the engine's length"
                 )
-
-
-def _observed(
-    weights: Iterable[tuple[str, torch.Tensor]],
-    metadata: dict[str, tuple[tuple[int, ...], torch.dtype]],
-    reads: Mapping[str, list[Box]],
-) -> Iterator[tuple[str, torch.Tensor]]:
-    """`weights`, with note taken of each tensor's metadata and of what is read of it."""
-    for name, tensor in weights:
-        if name in metadata:
-            raise RuntimeError(f"{name} was given to reload twice")
-        metadata[name] = (tuple(tensor.shape), tensor.dtype)
-        yield name, SlicedTensor.observed(name, tensor, lambda of, box: reads[of].append(box))
 
 
 def _rollout(prompt: Prompt, completion: Any, tokenizer: Any, weight_version: int) -> Rollout:
@@ -394,8 +369,3 @@ def _packed_weight(module: torch.nn.Module) -> torch.Tensor:
     loaded_as = get_layerwise_info(module).restore_metadata[0]["weight"]
     identity = torch.eye(loaded_as.shape[1], dtype=loaded_as.dtype)
     return module.cpu_linear(identity, module.weight, None).t()
-
-
-def _some(names: Sequence[str], limit: int = 5) -> str:
-    more = f" and {len(names) - limit} more" if len(names) > limit else ""
-    return ", ".join(names[:limit]) + more

@@ -39,11 +39,21 @@ class EngineConfig:
     `load_format` is "dummy" (weights come by `reload`) or "auto" (from `model_dir`).
     `kv_cache_bytes` is per rank; None leaves it to `gpu_memory_utilization`, a share of the device,
     on GPUs, and to VLLM_CPU_KVCACHE_SPACE or 1 GiB on CPU.
+
+    vLLM's positions are called slots: engine, then its data-parallel rank, then TP rank, innermost.
+    An engine has `tp_size` x `dp_size` slots, and with expert parallelism experts spread over all
+    of them. `rank_map[slot]` is the rank of the torch.distributed world that plays a slot; None, or
+    an empty one, is the identity. With `ranks_per_node`, consecutive ranks, the ranks of a TP group
+    must be in one node.
     """
 
     model_dir: Path
     tp_size: int = 1
+    dp_size: int = 1
+    rank_map: tuple[int, ...] | None = None
+    ranks_per_node: int | None = None
     enable_expert_parallel: bool = False
+    all2all_backend: str = ""  # of experts over data-parallel ranks; empty: vLLM's default
     dtype: str = "bfloat16"
     max_model_len: int | None = None
     max_num_seqs: int = 256
@@ -56,16 +66,25 @@ class EngineConfig:
     load_format: str = "dummy"
     verbose: bool = False
 
+    @property
+    def slots_per_engine(self) -> int:
+        return self.tp_size * self.dp_size
+
+    def slot(self, rank: int) -> int:
+        """The slot that a rank of the world plays."""
+        return self.rank_map.index(rank) if self.rank_map else rank
+
 
 def start_llm(config: EngineConfig) -> Any:
     """Start vLLM's `LLM` for this process's rank. Collective over the world.
 
     The random states of torch, numpy and Python stay as they are, though vLLM seeds all of them.
     """
-    _require_world(config.tp_size)
-    _prepare_environment(config)
-    with _random_state_kept(), _start_up_logging(config.verbose):
-        llm = _make_llm(config)
+    with _starting(config):
+        from vllm import LLM
+
+        _require_runnable(config)
+        llm = LLM(str(config.model_dir), **_arguments(config))
     # Its client's finalizer, which garbage collection would run too, destroys the default process
     # group, and that is the training's. VLLMEngine.close frees what is the engine's. Older versions
     # have none.
@@ -75,6 +94,22 @@ def start_llm(config: EngineConfig) -> Any:
     return llm
 
 
+def start_executor(config: EngineConfig) -> Any:
+    """Start vLLM's executor alone: its worker with the model, which nothing can run yet.
+
+    Without a KV cache, a scheduler and a profiling run, and therefore in layouts too in which vLLM
+    cannot run on this platform. Collective over the world; random states stay as they are.
+    """
+    with _starting(config):
+        from vllm.engine.arg_utils import EngineArgs
+        from vllm.usage.usage_lib import UsageContext
+        from vllm.v1.executor.abstract import Executor
+
+        arguments = EngineArgs(model=str(config.model_dir), **_arguments(config))
+        vllm_config = arguments.create_engine_config(UsageContext.LLM_CLASS)
+        return Executor.get_class(vllm_config)(vllm_config)
+
+
 def on_cuda() -> bool:
     """Whether vLLM's platform in this process is CUDA."""
     from vllm.platforms import current_platform
@@ -82,14 +117,84 @@ def on_cuda() -> bool:
     return current_platform.is_cuda()
 
 
-def _require_world(tp_size: int) -> None:
+@contextmanager
+def _starting(config: EngineConfig) -> Iterator[None]:
+    """In which vLLM starts: with our environment and patches, and with the process left alone."""
+    require_placement(config)
+    _prepare_environment(config)
+    from mcore_rl.patches.vllm import rank_map, register
+
+    with (
+        rank_map.in_use(config.rank_map),
+        _slot_as_rank(config),
+        _random_state_kept(),
+        _start_up_logging(config.verbose),
+    ):
+        register()  # the plugin does so too, unless VLLM_PLUGINS leaves it out
+        yield
+
+
+def require_placement(config: EngineConfig) -> None:
+    """Refuse sizes and a rank map that this world cannot have."""
     if not dist.is_initialized():
         raise RuntimeError("torch.distributed is not initialised; the engine uses its world")
-    if dist.get_world_size() % tp_size:
+    world_size, tp_size = dist.get_world_size(), config.tp_size
+    if tp_size < 1 or world_size % tp_size:
         raise UsageError(
             f"a rollout tensor parallel size of {tp_size} does not divide the world of "
-            f"{dist.get_world_size()} processes; choose a divisor"
+            f"{world_size} processes; choose a divisor"
         )
+    if config.dp_size < 1 or world_size % config.slots_per_engine:
+        raise UsageError(
+            f"a rollout tensor parallel size of {tp_size} x {config.dp_size} data-parallel ranks = "
+            f"{config.slots_per_engine} does not divide the world of {world_size} processes; "
+            "choose a divisor"
+        )
+    ranks = config.rank_map or tuple(range(world_size))
+    if sorted(ranks) != list(range(world_size)):
+        raise UsageError(
+            f"the rank map {','.join(map(str, ranks))} does not name each of the {world_size} "
+            "ranks exactly once; correct it"
+        )
+    if config.ranks_per_node is None:
+        return
+    for first in range(0, world_size, tp_size):
+        group = ranks[first : first + tp_size]
+        nodes = sorted({rank // config.ranks_per_node for rank in group})
+        if len(nodes) > 1:
+            raise UsageError(
+                f"the rank map puts ranks {','.join(map(str, group))} into one rollout TP group, "
+                f"but they are in {len(nodes)} nodes of {config.ranks_per_node} ranks "
+                f"({','.join(map(str, nodes))}); keep each group of {tp_size} in one node"
+            )
+
+
+def _require_runnable(config: EngineConfig) -> None:
+    if config.dp_size > 1 and not on_cuda():
+        raise UsageError(
+            f"vLLM on CPU cannot run experts over {config.dp_size} data-parallel ranks; choose "
+            "EP equal to the rollout tensor parallel size, or VLLMModelOnly, which does not "
+            "generate"
+        )
+
+
+@contextmanager
+def _slot_as_rank(config: EngineConfig) -> Iterator[None]:
+    """In which RANK, from which vLLM derives its data-parallel rank, says what it expects to find.
+
+    It divides RANK by the TP size and wants to get a data-parallel rank, so that it counts within
+    one engine; nothing but names of files and traces comes from it otherwise.
+    """
+    if config.dp_size == 1 and not config.rank_map:
+        yield
+        return
+    before = os.environ["RANK"]
+    slot = config.slot(dist.get_rank())
+    os.environ["RANK"] = str(slot % config.slots_per_engine if config.dp_size > 1 else slot)
+    try:
+        yield
+    finally:
+        os.environ["RANK"] = before
 
 
 def _prepare_environment(config: EngineConfig) -> None:
@@ -119,12 +224,8 @@ def _prepare_environment(config: EngineConfig) -> None:
         os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)  # would win over the flag
 
 
-def _make_llm(config: EngineConfig) -> Any:
-    from vllm import LLM
-
-    from mcore_rl.patches.vllm import register
-
-    register()  # the plugin does so too, unless VLLM_PLUGINS leaves it out
+def _arguments(config: EngineConfig) -> dict[str, Any]:
+    """What vLLM's engine is asked for, but for the model."""
     options: dict[str, Any] = {}
     kv_cache_bytes = config.kv_cache_bytes
     if on_cuda():
@@ -135,8 +236,11 @@ def _make_llm(config: EngineConfig) -> Any:
         if _uses_mla(config.model_dir):
             # The AMX one packs kv_b_proj and throws the weight away: no reload.
             options["attention_backend"] = "CPU_MLA"
-    return LLM(
-        str(config.model_dir),
+    if config.dp_size > 1:
+        options["data_parallel_size"] = config.dp_size
+        if config.all2all_backend:
+            options["all2all_backend"] = config.all2all_backend
+    return dict(
         distributed_executor_backend="external_launcher",
         tensor_parallel_size=config.tp_size,
         enable_expert_parallel=config.enable_expert_parallel,

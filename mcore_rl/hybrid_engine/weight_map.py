@@ -4,8 +4,9 @@ A parameter of one rank is described by pieces: a box of a checkpoint tensor equ
 local parameter. Read forwards, the pieces load a checkpoint into Megatron; read backwards, they
 export one; intersected with what a vLLM rank needs, they are the hand-over's source.
 
-Names are those of both of Megatron's spec families: local layers, and Transformer Engine with its
-norms fused into the following linear layer and its grouped experts.
+Megatron's names are those of both of its spec families: local layers, and Transformer Engine with
+its norms fused into the following linear layer and its grouped experts. The checkpoint's are common
+to all families of models but for those of the experts, which `families` tells.
 
 This module is pure: names, shapes and integers go in, boxes come out. A parameter that no rule
 knows is an error that names it.
@@ -16,9 +17,10 @@ Shape legend: o output rows of a weight, i input columns, v vocabulary, h hidden
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from mcore_rl.families import TensorNames, family_of
 from mcore_rl.hf_config import LatentAttention, ModelShape
 from mcore_rl.hybrid_engine.boxes import Box, full_box
 
@@ -98,36 +100,59 @@ def _row(name: str) -> _Rule:
     return rule
 
 
-def _column_or_replicated(name: str, full_rows: Callable[[ModelShape], int]) -> _Rule:
-    """MLA's down-projections: replicated in Transformer Engine's spec, split in the local one."""
+def _stacked(*parts: tuple[str, Callable[[ModelShape], int]]) -> _Rule:
+    """Tensors on top of each other, `(name, rows)`: all of each, or this rank's rows of each."""
 
     def rule(p: _Parameter, shape: ModelShape) -> list[Piece]:
-        kind = _replicated if p.shape[0] == full_rows(shape) else _column
-        return kind(name)(p, shape)
+        sizes = [rows(shape) for _, rows in parts]
+        is_whole = p.shape[0] == sum(sizes)
+        pieces, local = [], 0
+        for (name, _), size in zip(parts, sizes, strict=True):
+            count = size if is_whole else size // p.size
+            first = 0 if is_whole else p.rank * count
+            pieces.append(_rows(p.layer + name, p.shape, first, local, count))
+            local += count
+        assert local == p.shape[0], (p.name, p.shape)
+        return pieces
 
     return rule
 
 
-def _gated(gate: str, up: str) -> _Rule:
+def _gate_and_up(p: _Parameter, gate: str, up: str) -> list[Piece]:
     """SwiGLU's first layer: this rank's rows of the gate, then its rows of the up-projection."""
+    half = p.shape[0] // 2
+    first = p.rank * half
+    return [
+        _rows(p.layer + gate, p.shape, first, 0, half),
+        _rows(p.layer + up, p.shape, first, half, half),
+    ]
 
+
+def _gated(prefix: str) -> _Rule:
     def rule(p: _Parameter, shape: ModelShape) -> list[Piece]:
-        half = p.shape[0] // 2
-        first = p.rank * half
-        experts = f"mlp.experts.{p.expert}." if p.expert is not None else ""
-        return [
-            _rows(p.layer + experts + gate, p.shape, first, 0, half),
-            _rows(p.layer + experts + up, p.shape, first, half, half),
-        ]
+        return _gate_and_up(p, f"{prefix}gate_proj.weight", f"{prefix}up_proj.weight")
 
     return rule
 
 
-def _expert_row(name: str) -> _Rule:
-    def rule(p: _Parameter, shape: ModelShape) -> list[Piece]:
-        return _row(f"mlp.experts.{p.expert}.{name}")(p, shape)
+def _names(shape: ModelShape) -> TensorNames:
+    return family_of(shape.architecture).names
 
-    return rule
+
+def _expert_gated(p: _Parameter, shape: ModelShape) -> list[Piece]:
+    names = _names(shape)
+    prefix = names.expert.format(expert=p.expert)
+    return _gate_and_up(p, prefix + names.gate, prefix + names.up)
+
+
+def _expert_down(p: _Parameter, shape: ModelShape) -> list[Piece]:
+    names = _names(shape)
+    return _row(names.expert.format(expert=p.expert) + names.down)(p, shape)
+
+
+def _of_family(rule: Callable[[str], _Rule], name: Callable[[TensorNames], str]) -> _Rule:
+    """`rule` for a tensor whose name depends on the family."""
+    return lambda p, shape: rule(name(_names(shape)))(p, shape)
 
 
 def _qkv(kind: str) -> _Rule:
@@ -176,12 +201,17 @@ def _latent(shape: ModelShape) -> LatentAttention:
     return shape.latent
 
 
-def _q_norm(p: _Parameter, shape: ModelShape) -> list[Piece]:
-    name = "self_attn.q_a_layernorm.weight" if shape.latent else "self_attn.q_norm.weight"
-    return _replicated(name)(p, shape)
+def _q_rank(shape: ModelShape) -> int:
+    return _latent(shape).q_lora_rank or 0
 
 
-_GATED = _gated("gate_proj.weight", "up_proj.weight")
+def _kv_rank_and_rope(shape: ModelShape) -> int:
+    return _latent(shape).kv_lora_rank + _latent(shape).qk_rope_head_dim
+
+
+_INPUT_NORM = _replicated("input_layernorm.weight")
+_MLP_NORM = _replicated("post_attention_layernorm.weight")
+_KV_LATENT_NORM = _replicated("self_attn.kv_a_layernorm.weight")
 
 # Outside the decoder layers.
 _TOP_RULES: Mapping[str, _Rule] = {
@@ -191,48 +221,90 @@ _TOP_RULES: Mapping[str, _Rule] = {
 }
 
 # Within `decoder.layers.N.`; the norms stand under two names each, local and fused.
-_LAYER_RULES: Mapping[str, _Rule] = {
-    "input_layernorm.weight": _replicated("input_layernorm.weight"),
-    "self_attention.linear_qkv.layer_norm_weight": _replicated("input_layernorm.weight"),
-    "pre_mlp_layernorm.weight": _replicated("post_attention_layernorm.weight"),
-    "mlp.linear_fc1.layer_norm_weight": _replicated("post_attention_layernorm.weight"),
+_COMMON_RULES: Mapping[str, _Rule] = {
+    "input_layernorm.weight": _INPUT_NORM,
+    "pre_mlp_layernorm.weight": _MLP_NORM,
     "self_attention.linear_proj.weight": _row("self_attn.o_proj.weight"),
-    # grouped-query attention
-    "self_attention.linear_qkv.weight": _qkv("weight"),
-    "self_attention.linear_qkv.bias": _qkv("bias"),
-    "self_attention.q_layernorm.weight": _q_norm,
-    "self_attention.k_layernorm.weight": _replicated("self_attn.k_norm.weight"),
-    # multi-head latent attention
-    "self_attention.linear_q_proj.weight": _column("self_attn.q_proj.weight"),
-    "self_attention.linear_q_down_proj.weight": _column_or_replicated(
-        "self_attn.q_a_proj.weight", lambda shape: _latent(shape).q_lora_rank or 0
-    ),
-    "self_attention.linear_q_up_proj.weight": _column("self_attn.q_b_proj.weight"),
-    "self_attention.linear_q_up_proj.layer_norm_weight": _q_norm,
-    "self_attention.linear_kv_down_proj.weight": _column_or_replicated(
-        "self_attn.kv_a_proj_with_mqa.weight",
-        lambda shape: _latent(shape).kv_lora_rank + _latent(shape).qk_rope_head_dim,
-    ),
-    "self_attention.linear_kv_up_proj.weight": _column("self_attn.kv_b_proj.weight"),
-    "self_attention.linear_kv_up_proj.layer_norm_weight": _replicated(
-        "self_attn.kv_a_layernorm.weight"
-    ),
-    "self_attention.kv_layernorm.weight": _replicated("self_attn.kv_a_layernorm.weight"),
-    # dense layers
-    "mlp.linear_fc1.weight": _gated("mlp.gate_proj.weight", "mlp.up_proj.weight"),
+    "mlp.linear_fc1.layer_norm_weight": _MLP_NORM,
+    "mlp.linear_fc1.weight": _gated("mlp."),
     "mlp.linear_fc2.weight": _row("mlp.down_proj.weight"),
-    # mixture of experts
-    "mlp.router.weight": _replicated("mlp.gate.weight"),
-    "mlp.router.expert_bias": _replicated("mlp.gate.e_score_correction_bias"),
-    "mlp.experts.linear_fc1.weight": _GATED,
-    "mlp.experts.linear_fc2.weight": _expert_row("down_proj.weight"),
-    "mlp.shared_experts.linear_fc1.weight": _gated(
-        "mlp.shared_experts.gate_proj.weight", "mlp.shared_experts.up_proj.weight"
-    ),
-    "mlp.shared_experts.linear_fc2.weight": _row("mlp.shared_experts.down_proj.weight"),
 }
 
+_GROUPED_ATTENTION_RULES: Mapping[str, _Rule] = {
+    "self_attention.linear_qkv.layer_norm_weight": _INPUT_NORM,
+    "self_attention.linear_qkv.weight": _qkv("weight"),
+}
+_QKV_BIAS_RULES: Mapping[str, _Rule] = {"self_attention.linear_qkv.bias": _qkv("bias")}
+_HEAD_NORM_RULES: Mapping[str, _Rule] = {
+    "self_attention.q_layernorm.weight": _replicated("self_attn.q_norm.weight"),
+    "self_attention.k_layernorm.weight": _replicated("self_attn.k_norm.weight"),
+}
+
+_LATENT_ATTENTION_RULES: Mapping[str, _Rule] = {
+    "self_attention.linear_kv_down_proj.weight": _stacked(
+        ("self_attn.kv_a_proj_with_mqa.weight", _kv_rank_and_rope)
+    ),
+    "self_attention.linear_kv_up_proj.weight": _column("self_attn.kv_b_proj.weight"),
+    "self_attention.linear_kv_up_proj.layer_norm_weight": _KV_LATENT_NORM,
+    "self_attention.kv_layernorm.weight": _KV_LATENT_NORM,
+}
+_DIRECT_QUERY_RULES: Mapping[str, _Rule] = {
+    "self_attention.linear_q_proj.weight": _column("self_attn.q_proj.weight"),
+}
+_LATENT_QUERY_RULES: Mapping[str, _Rule] = {
+    # Replicated in Transformer Engine's spec, split in Megatron's own local one.
+    "self_attention.linear_q_down_proj.weight": _stacked(("self_attn.q_a_proj.weight", _q_rank)),
+    "self_attention.linear_q_up_proj.weight": _column("self_attn.q_b_proj.weight"),
+    "self_attention.linear_q_up_proj.layer_norm_weight": _replicated(
+        "self_attn.q_a_layernorm.weight"
+    ),
+    "self_attention.q_layernorm.weight": _replicated("self_attn.q_a_layernorm.weight"),
+    # --mla-down-proj-fusion
+    "self_attention.linear_qkv_down_proj.layer_norm_weight": _INPUT_NORM,
+    "self_attention.linear_qkv_down_proj.weight": _stacked(
+        ("self_attn.q_a_proj.weight", _q_rank),
+        ("self_attn.kv_a_proj_with_mqa.weight", _kv_rank_and_rope),
+    ),
+}
+
+_EXPERT_RULES: Mapping[str, _Rule] = {
+    "mlp.router.weight": _of_family(_replicated, lambda names: names.router),
+    "mlp.experts.N.linear_fc1.weight": _expert_gated,
+    "mlp.experts.N.linear_fc2.weight": _expert_down,
+}
+_ROUTER_BIAS_RULES: Mapping[str, _Rule] = {
+    "mlp.router.expert_bias": _of_family(_replicated, lambda names: names.router_bias),
+}
+_SHARED_EXPERT_RULES: Mapping[str, _Rule] = {
+    "mlp.shared_experts.linear_fc1.weight": _of_family(_gated, lambda names: names.shared_experts),
+    "mlp.shared_experts.linear_fc2.weight": _of_family(
+        _row, lambda names: f"{names.shared_experts}down_proj.weight"
+    ),
+}
+
+
+def _layer_rules(shape: ModelShape) -> Iterator[Mapping[str, _Rule]]:
+    """The tables of what a layer of this shape may consist of, and of nothing else."""
+    yield _COMMON_RULES
+    if shape.latent:
+        yield _LATENT_ATTENTION_RULES
+        yield _DIRECT_QUERY_RULES if shape.latent.q_lora_rank is None else _LATENT_QUERY_RULES
+    else:
+        yield _GROUPED_ATTENTION_RULES
+        if shape.qkv_bias:
+            yield _QKV_BIAS_RULES
+        if shape.qk_norm:
+            yield _HEAD_NORM_RULES
+    if shape.experts:
+        yield _EXPERT_RULES
+        if shape.experts.has_bias:
+            yield _ROUTER_BIAS_RULES
+        if shape.experts.shared_hidden_size:
+            yield _SHARED_EXPERT_RULES
+
+
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
+# An expert is a module of its own, or one weight of Transformer Engine's grouped layer.
 _LOCAL_EXPERT = re.compile(r"mlp\.experts\.local_experts\.(\d+)\.(linear_fc[12]\.weight)")
 _GROUPED_EXPERT = re.compile(r"mlp\.experts\.(linear_fc[12]\.weight)(\d+)")
 
@@ -240,9 +312,9 @@ _GROUPED_EXPERT = re.compile(r"mlp\.experts\.(linear_fc[12]\.weight)(\d+)")
 def _split_expert(rest: str) -> tuple[str, int | None]:
     """The rule's name and the local expert's number, of either way Megatron names experts."""
     if match := _LOCAL_EXPERT.fullmatch(rest):
-        return f"mlp.experts.{match[2]}", int(match[1])
+        return f"mlp.experts.N.{match[2]}", int(match[1])
     if match := _GROUPED_EXPERT.fullmatch(rest):
-        return f"mlp.experts.{match[1]}", int(match[2])
+        return f"mlp.experts.N.{match[1]}", int(match[2])
     return rest, None
 
 
@@ -252,17 +324,15 @@ def map_parameter(
     """The pieces of one parameter (or persistent buffer) of one model chunk.
 
     `name` is Megatron's, without the wrappers' `module.`; `local_shape` is this rank's. Raises
-    RuntimeError for a name that no rule knows, and where the pieces do not fill the parameter.
+    RuntimeError for a name that no rule knows or that a model of this shape has no part for.
     """
     match = _LAYER.fullmatch(name)
-    if match is None:
-        rule, layer, expert = _TOP_RULES.get(name), "", None
-    else:
+    rule, layer, expert = _TOP_RULES.get(name), "", None
+    if match is not None:
         rest, local_expert = _split_expert(match[2])
-        rule, layer = _LAYER_RULES.get(rest), f"model.layers.{at.layers[int(match[1])]}."
-        expert = None
-        if local_expert is not None:
-            assert shape.experts is not None, name
+        rule = next((rules[rest] for rules in _layer_rules(shape) if rest in rules), None)
+        layer = f"model.layers.{at.layers[int(match[1])]}."
+        if local_expert is not None and shape.experts is not None:
             expert = at.ep_rank * (shape.experts.num_experts // at.ep_size) + local_expert
     if rule is None:
         raise RuntimeError(

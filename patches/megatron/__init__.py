@@ -5,6 +5,7 @@ from __future__ import annotations
 from mcore_rl.patches.megatron import (
     cpu_torch,
     dataset_helpers,
+    groups_by_best_expert,
     local_layers,
     mla_direct_query,
     torch_adam_state,
@@ -19,6 +20,7 @@ PATCHES = (
     dataset_helpers.PATCH,
     local_layers.PATCH,
     mla_direct_query.PATCH,
+    groups_by_best_expert.PATCH,
     torch_adam_state.PATCH,
 )
 

@@ -53,11 +53,7 @@ class SDPACoreAttention(torch.nn.Module):
         **unused: Any,
     ) -> None:
         super().__init__()
-        if config.context_parallel_size > 1:
-            raise ValueError(
-                "--context-parallel-size needs Transformer Engine's attention; without a GPU it "
-                "is 1"
-            )
+        self.cp_size = config.context_parallel_size
         self.softmax_scale = softmax_scale
         dropout = config.attention_dropout if attention_dropout is None else attention_dropout
         self.dropout_p = float(dropout)
@@ -75,6 +71,11 @@ class SDPACoreAttention(torch.nn.Module):
         """Causal attention; `attention_mask` must be None, the mask is implied."""
         if packed_seq_params is not None or attention_bias is not None:
             raise RuntimeError("the CPU core attention takes neither packed sequences nor a bias")
+        if self.cp_size > 1:
+            raise RuntimeError(
+                f"--context-parallel-size {self.cp_size} needs Transformer Engine's attention; "
+                "without a GPU such a model can be built, and not run"
+            )
         query, key, value = (x.permute(1, 2, 0, 3) for x in (query, key, value))
         context = F.scaled_dot_product_attention(
             query,

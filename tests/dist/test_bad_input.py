@@ -460,6 +460,47 @@ LAYOUT = [
         more="--context-parallel-size 2",
     ),
     Case(
+        "virtual_stages_without_pipeline",
+        ["--num-virtual-stages-per-pipeline-rank 2 needs --pipeline-model-parallel-size above 1"],
+        more="--num-virtual-stages-per-pipeline-rank 2",
+    ),
+    Case(
+        "layers_of_a_custom_layout",
+        ["--pipeline-model-parallel-layout Et|tttL has 4 decoder layers", "has 2", "correct"],
+        flags={"--tensor-model-parallel-size": "1", "--expert-model-parallel-size": "1"},
+        more="--pipeline-model-parallel-size 2 --pipeline-model-parallel-layout Et|tttL",
+    ),
+    Case(
+        "ep_of_rollout_is_no_multiple_of_tp",
+        ["--rl-rollout-ep-size 3 is no multiple of the engine's TP size 2", "change"],
+        more="--rl-rollout-ep-size 3",
+    ),
+    Case(
+        "ep_of_rollout_exceeds_the_world",
+        ["--rl-rollout-ep-size 4", "does not divide the world of 2 processes", "choose a divisor"],
+        more="--rl-rollout-ep-size 4",
+    ),
+    Case(
+        "ep_of_rollout_over_data_parallel_ranks_on_cpu",
+        ["--rl-rollout-ep-size 2 spreads experts over 2 data-parallel ranks", "GPUs only", "drop"],
+        more="--rl-rollout-tp-size 1 --rl-rollout-ep-size 2",
+    ),
+    Case(
+        "ep_of_rollout_contradicts_no_ep",
+        ["--rl-rollout-ep-size 2 contradicts --rl-rollout-no-expert-parallel", "drop one"],
+        more="--rl-rollout-ep-size 2 --rl-rollout-no-expert-parallel",
+    ),
+    Case(
+        "dtype_of_the_hand_over",
+        ["--rl-reshard-dtype", "invalid choice: 'fp8'", "--help"],
+        more="--rl-reshard-dtype fp8",
+    ),
+    Case(
+        "interval_of_full_hand_overs",
+        ["--rl-reshard-full-interval 0 must be greater than 0"],
+        more="--rl-reshard-full-interval 0",
+    ),
+    Case(
         "rollout_degree",
         ["--rl-rollout-tp-size 3 does not divide the world of 2 processes", "choose a divisor"],
         more="--rl-rollout-tp-size 3",

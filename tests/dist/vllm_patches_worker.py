@@ -36,7 +36,10 @@ def leave_out(patch: str) -> None:
 
 
 def log_probs(model_dir: str, load_format: str, **config: Any) -> list[float]:
-    """Score TOKENS with weights read from disk: at the start ("auto") or by a reload ("dummy")."""
+    """Score TOKENS with weights read from disk: at the start ("auto") or by a reload ("dummy").
+
+    The reload is vLLM's own: `VLLMEngine.reload` packs tied weights without a patch.
+    """
     from safetensors.torch import load_file
 
     engine = VLLMEngine(
@@ -50,7 +53,9 @@ def log_probs(model_dir: str, load_format: str, **config: Any) -> list[float]:
         )
     )
     if load_format == "dummy":
-        engine.reload(load_file(Path(model_dir) / "model.safetensors").items())
+        weights = load_file(Path(model_dir) / "model.safetensors")
+        engine._worker.reload_weights(weights_iterator=iter(weights.items()))
+        engine._weights_complete = True
     (scores,) = engine.prompt_log_probs([TOKENS])
     engine.close()
     return scores.tolist()

@@ -15,14 +15,18 @@ from mcore_rl import megatron_adapter
 from mcore_rl.arguments import RLConfig, add_rl_args, given_values
 from mcore_rl.derived_flags import _ARCHITECTURE_FLAGS, _NEEDS_CUDA, DerivedFlags, derive_flags
 from mcore_rl.errors import UsageError
-from mcore_rl.hf_config import ModelShape
+from mcore_rl.hf_config import ModelShape, settings_without_flag
 from mcore_rl.preflight import check_megatron_accepts
 from tests.unit.test_hf_config import (
+    DEEPSEEK_V2,
     DEEPSEEK_V2_LITE,
     DEEPSEEK_V3,
-    PUBLISHED,
+    LLAMA_1B,
+    MIXTRAL,
+    QWEN2_7B,
     QWEN3_30B_A3B,
     QWEN3_600M,
+    TRAINABLE,
     read,
 )
 
@@ -35,7 +39,7 @@ def parser() -> argparse.ArgumentParser:
 @pytest.fixture(scope="module")
 def shapes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, ModelShape]:
     folder = tmp_path_factory.mktemp("configs")
-    return {text: read(folder, text) for text in PUBLISHED.values()}
+    return {text: read(folder, text) for text in TRAINABLE.values()}
 
 
 def derive(
@@ -83,6 +87,13 @@ def test_architecture_flags_are_flags_of_megatron(parser: argparse.ArgumentParse
         (QWEN3_600M, "--window-size 128,0", r"--window-size \(128, 0\) .* no such part"),
         (QWEN3_600M, "--squared-relu", "--squared-relu contradicts config.json"),
         (QWEN3_600M, "--rotary-percent 0.5", "--rotary-percent 0.5 .* no such part"),
+        (QWEN3_600M, "--add-qkv-bias", "--add-qkv-bias .* no such part"),
+        (QWEN2_7B, "--qk-layernorm", "--qk-layernorm .* no such part"),
+        (LLAMA_1B, "--rope-scaling-factor 8", "factor 8.0 .* needs --rope-scaling-factor 32.0"),
+        (QWEN2_7B, "--use-rope-scaling", "--use-rope-scaling .* no such part"),
+        (MIXTRAL, "--moe-router-pre-softmax", "--moe-router-pre-softmax .* no such part"),
+        (DEEPSEEK_V2, "--moe-router-fusion", "--moe-router-fusion ranks .* by its best one; drop"),
+        (DEEPSEEK_V3, "--moe-mlp-glu-interleave-size 32", "interleave-size 32 .* no such part"),
     ],
 )
 def test_contradiction_of_config_names_both_values(
@@ -96,7 +107,7 @@ def test_contradiction_of_config_names_both_values(
         derive(shapes[text], tokens, parser)
 
 
-@pytest.mark.parametrize("text", PUBLISHED.values(), ids=PUBLISHED)
+@pytest.mark.parametrize("text", TRAINABLE.values(), ids=TRAINABLE)
 def test_equal_architecture_is_accepted(
     text: str, shapes: dict[str, ModelShape], parser: argparse.ArgumentParser
 ) -> None:
@@ -235,7 +246,7 @@ def test_tensor_parallelism_brings_sequence_parallelism(
     assert "--sequence-parallel" in derived.defaults
 
 
-@pytest.mark.parametrize("text", PUBLISHED.values(), ids=PUBLISHED)
+@pytest.mark.parametrize("text", TRAINABLE.values(), ids=TRAINABLE)
 def test_megatron_builds_the_published_architecture(
     text: str,
     shapes: dict[str, ModelShape],
@@ -252,6 +263,8 @@ def test_megatron_builds_the_published_architecture(
     with open(os.devnull, "w") as log, contextlib.redirect_stdout(log):
         args = parse_args(add_rl_args)
         validate_args(args)
+        for name, value in settings_without_flag(shape).items():
+            setattr(args, name, value)  # as `startup` does
         config = megatron_adapter.transformer_config(args)
     assert config.num_layers == shape.num_layers
     assert (config.hidden_size, config.ffn_hidden_size) == (
@@ -262,7 +275,9 @@ def test_megatron_builds_the_published_architecture(
     assert config.num_query_groups == shape.num_kv_heads
     assert config.layernorm_epsilon == shape.norm_epsilon
     assert config.params_dtype == torch.bfloat16
-    assert not config.add_bias_linear and not config.add_qkv_bias
+    assert not config.add_bias_linear and config.add_qkv_bias == shape.qkv_bias
+    assert config.qk_layernorm == shape.qk_norm
+    assert args.use_rope_scaling == (shape.rope["rope_type"] == "llama3")
     assert args.untie_embeddings_and_output_weights is not shape.tied_embeddings
     assert args.rotary_base == shape.rope["rope_theta"]
     if shape.latent:
@@ -272,13 +287,14 @@ def test_megatron_builds_the_published_architecture(
         assert config.qk_head_dim == shape.latent.qk_nope_head_dim
         assert config.qk_pos_emb_head_dim == shape.latent.qk_rope_head_dim
         assert config.v_head_dim == shape.latent.v_head_dim
-        assert config.rope_type == "yarn"
+        assert config.rope_type == ("yarn" if shape.rope["rope_type"] == "yarn" else "rope")
+    if shape.rope["rope_type"] == "yarn":
         assert config.rotary_scaling_factor == shape.rope["factor"]
-        assert (config.beta_fast, config.beta_slow) == (32, 1)
-        assert config.original_max_position_embeddings == 4096
+        for name in ("beta_fast", "beta_slow", "original_max_position_embeddings"):
+            assert getattr(config, name) == shape.rope[name]
         assert config.mscale == shape.rope["mscale"]
         assert config.mscale_all_dim == shape.rope["mscale_all_dim"]
-    else:
+    if not shape.latent:
         assert config.kv_channels == shape.head_dim
     if shape.experts:
         assert config.num_moe_experts == shape.experts.num_experts

@@ -18,6 +18,8 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
 
 from mcore_rl.errors import UsageError
+from mcore_rl.families import family_of
+from mcore_rl.known_to_transformers import model_class, register_families
 from mcore_rl.reward_functions import arithmetic
 from scripts import make_tiny_deepseek
 from scripts.make_tiny_deepseek import ARCHS, MARKER, make_checkpoint, tiny_task
@@ -53,10 +55,15 @@ def tensor_dtypes(folder: Path) -> dict[str, str]:
 def test_checkpoint_loads_in_transformers_without_loose_ends(
     checkpoints: dict[str, Path], arch: str
 ) -> None:
-    model, info = AutoModelForCausalLM.from_pretrained(checkpoints[arch], output_loading_info=True)
+    folder = checkpoints[arch]
+    config = json.loads((folder / "config.json").read_text())
+    found = model_class(config.pop("model_type"))  # by its class: transformers lacks Kimi-K2's type
+    model, info = found.from_pretrained(
+        folder, config=found.config_class(**config), output_loading_info=True
+    )
     assert not any(info.values()), info
     assert model.dtype == torch.bfloat16
-    assert model.config.architectures == [type(model).__name__]
+    assert config["architectures"] == [type(model).__name__]
     logits = model(torch.tensor([[1, 4, 5], [1, 5, 4]])).logits.float()
     assert logits.isfinite().all()
     assert (logits[0, -1] - logits[1, -1]).abs().max() > 0.05
@@ -65,12 +72,16 @@ def test_checkpoint_loads_in_transformers_without_loose_ends(
 def test_experts_are_stored_one_by_one_with_distinct_weights(
     checkpoints: dict[str, Path],
 ) -> None:
-    for arch in ("deepseek_v3", "deepseek_v2", "qwen3_moe"):
+    for arch, names in (
+        *((arch, family_of(arch).names) for arch in ("deepseek_v3", "kimi_k2", "qwen3_moe")),
+        ("deepseek_v2_large", family_of("deepseek_v2").names),
+        ("mixtral", family_of("mixtral").names),
+    ):
         tensors = load_file(checkpoints[arch] / "model.safetensors")
         experts = [
-            tensors[f"model.layers.1.mlp.experts.{expert}.{kind}_proj.weight"].flatten()
+            tensors["model.layers.1." + names.expert.format(expert=expert) + kind].flatten()
             for expert in range(8)
-            for kind in ("gate", "up", "down")
+            for kind in (names.gate, names.up, names.down)
         ]
         assert len({tuple(expert[:8].tolist()) for expert in experts}) == len(experts)
         norms = {n: t for n, t in tensors.items() if n.endswith("norm.weight")}
@@ -96,7 +107,14 @@ def test_config_has_the_keys_of_published_checkpoints(checkpoints: dict[str, Pat
     assert (config["topk_method"], config["scoring_func"]) == ("noaux_tc", "sigmoid")
     assert config["torch_dtype"] == "bfloat16"
     assert config["num_nextn_predict_layers"] == 0
-    assert "num_experts" in json.loads((checkpoints["qwen3_moe"] / "config.json").read_text())
+    configs = {a: json.loads((f / "config.json").read_text()) for a, f in checkpoints.items()}
+    assert "num_experts" in configs["qwen3_moe"] and "num_local_experts" in configs["mixtral"]
+    assert (configs["moonlight"]["model_type"], configs["moonlight"]["q_lora_rank"]) == (
+        "deepseek_v3",
+        None,
+    )
+    assert configs["kimi_k2"]["rope_scaling"]["beta_fast"] == 1.0
+    assert configs["llama"]["rope_scaling"]["rope_type"] == "llama3"
 
 
 def test_mtp_layer_is_stored_but_not_part_of_the_model(tmp_path: Path) -> None:
@@ -118,6 +136,13 @@ def test_mtp_layer_is_stored_but_not_part_of_the_model(tmp_path: Path) -> None:
     assert len(model.model.layers) == 2
 
 
+def test_tokenizer_of_a_family_that_transformers_lacks_is_loaded(
+    checkpoints: dict[str, Path],
+) -> None:
+    register_families()
+    assert len(AutoTokenizer.from_pretrained(checkpoints["kimi_k2"])) == tiny_task.VOCAB_SIZE
+
+
 def test_tied_checkpoint_has_no_head_of_its_own(tmp_path: Path) -> None:
     folder = make_checkpoint(tmp_path / "c", arch="qwen3", size="micro", tie_word_embeddings=True)
     assert "lm_head.weight" not in tensor_dtypes(folder)
@@ -134,6 +159,7 @@ def test_tied_checkpoint_has_no_head_of_its_own(tmp_path: Path) -> None:
             {"n_group": 4, "topk_group": 2, "topk_method": "group_limited_greedy"},
         ),
         ("deepseek_v3", {"q_lora_rank": None, "num_hidden_layers": 3}),
+        ("qwen2", {"num_key_value_heads": 1}),
     ],
 )
 def test_overrides_reach_the_model(tmp_path: Path, arch: str, overrides: dict[str, object]) -> None:

@@ -74,6 +74,7 @@ def placements(draw: st.DrawFn) -> tuple[Placement, int]:
     tp_size = draw(st.sampled_from(divisors(world)))
     pp_size = draw(st.sampled_from([n for n in divisors(world // tp_size) if n <= 4]))
     per_stage = world // pp_size
+    cp_size = draw(st.sampled_from(divisors(per_stage // tp_size)))
     has_experts = draw(st.booleans())
     etp_size = draw(st.sampled_from(divisors(per_stage))) if has_experts else tp_size
     ep_size = draw(st.sampled_from(divisors(per_stage // etp_size))) if has_experts else 1
@@ -81,7 +82,14 @@ def placements(draw: st.DrawFn) -> tuple[Placement, int]:
     last = draw(st.sampled_from([None, vp_size])) if pp_size > 1 else None
     middle = draw(st.integers(1, 2)) * vp_size
     num_layers = middle * (pp_size - 1) + last if last else middle * pp_size
-    train = TrainLayout(world, tp_size=tp_size, pp_size=pp_size, ep_size=ep_size, etp_size=etp_size)
+    train = TrainLayout(
+        world,
+        tp_size=tp_size,
+        pp_size=pp_size,
+        cp_size=cp_size,
+        ep_size=ep_size,
+        etp_size=etp_size,
+    )
     rollout_tp = draw(st.sampled_from(divisors(world)))
     whole_experts = has_experts and draw(st.booleans())
     dp_size = draw(st.sampled_from(divisors(world // rollout_tp))) if whole_experts else 1
@@ -187,7 +195,7 @@ def test_best_rank_map_receives_the_lower_bound_of_nested_layouts(layout: tuple)
     if ep > 1:
         shape = replace(shape, is_moe_layer=(True,) * 4)
     train = TrainLayout(world, tp_size=tp, pp_size=pp, ep_size=ep)
-    rollout = RolloutLayout(world, rollout_tp, with_ep, rollout_dp)
+    rollout = RolloutLayout(world, rollout_tp, with_ep, rollout_dp, (), "moonep")
     placement = Placement(shape, train, pipeline_layers(4, pp), rollout)
     received = placement.received_bytes(choose_rank_map(placement, ranks_per_node=world))
     assert received.tolist() == placement.lower_bound_bytes.tolist()
@@ -283,10 +291,15 @@ def test_deepseek_v3_on_256_ranks_equals_the_known_figures() -> None:
     assert round(experts / 1e9, 1) == 1307.8
     train = TrainLayout(256, tp_size=8, pp_size=8, ep_size=32)
     layers = pipeline_layers(61, 8, last=5)
-    placement = Placement(shape, train, layers, RolloutLayout(256, 8, True, 4))
+    backend = "flashinfer_nvlink_two_sided"  # with others, vLLM keeps shared experts whole
+    rollout = RolloutLayout(256, 8, True, 4, all2all_backend=backend)
+    placement = Placement(shape, train, layers, rollout)
     rank_map = choose_rank_map(placement, ranks_per_node=8)
     assert rank_map == tuple(range(256)), "EP intact and TP' = TP: stage s is engine s"
     received = placement.received_bytes(rank_map)
     assert math.isclose(received.mean(), 41.1e9, rel_tol=0.01)
     assert math.isclose(placement.resident_bytes.max(), 47.0e9, rel_tol=0.01)
     assert np.array_equal(received, placement.lower_bound_bytes)
+    whole = Placement(shape, train, layers, RolloutLayout(256, 8, True, 4))
+    more = whole.resident_bytes.max() - placement.resident_bytes.max()
+    assert more == 58 * 3 * 7168 * 2048 * 2 * 7 // 8

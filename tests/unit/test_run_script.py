@@ -25,33 +25,6 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 PRESETS = {"tiny": 4, "v2-lite": 8, "v3": 256}  # and the processes they are laid out for
 
-# Sizes as published. Nothing else about the models is needed to hold a preset against them.
-YARN = dict(
-    type="yarn", beta_fast=32, beta_slow=1, factor=40, original_max_position_embeddings=4096
-)  # fmt: skip
-DEEPSEEK = dict(
-    first_k_dense_replace=1, hidden_act="silu", kv_lora_rank=512, max_position_embeddings=163840,
-    moe_layer_freq=1, qk_nope_head_dim=128, qk_rope_head_dim=64, rms_norm_eps=1e-6,
-    rope_theta=10000, tie_word_embeddings=False, v_head_dim=128,
-)  # fmt: skip
-DEEPSEEK_V2_LITE = DEEPSEEK | dict(
-    model_type="deepseek_v2", hidden_size=2048, intermediate_size=10944, moe_intermediate_size=1408,
-    n_group=1, n_routed_experts=64, n_shared_experts=2, norm_topk_prob=False,
-    num_attention_heads=16, num_experts_per_tok=6, num_hidden_layers=27, num_key_value_heads=16,
-    q_lora_rank=None, rope_scaling=YARN | dict(mscale=0.707, mscale_all_dim=0.707),
-    routed_scaling_factor=1.0, scoring_func="softmax", topk_group=1, topk_method="greedy",
-    vocab_size=102400,
-)  # fmt: skip
-DEEPSEEK_V3 = DEEPSEEK | dict(
-    model_type="deepseek_v3", first_k_dense_replace=3, hidden_size=7168, intermediate_size=18432,
-    moe_intermediate_size=2048, n_group=8, n_routed_experts=256, n_shared_experts=1,
-    norm_topk_prob=True, num_attention_heads=128, num_experts_per_tok=8, num_hidden_layers=61,
-    num_key_value_heads=128, num_nextn_predict_layers=1, q_lora_rank=1536,
-    rope_scaling=YARN | dict(mscale=1.0, mscale_all_dim=1.0),
-    routed_scaling_factor=2.5, scoring_func="sigmoid", topk_group=4, topk_method="noaux_tc",
-    vocab_size=129280,
-)  # fmt: skip
-
 
 @dataclass(frozen=True)
 class Call:
@@ -308,6 +281,41 @@ def test_machines_come_from_the_environment(script: Script) -> None:
     ) in output
 
 
+@pytest.mark.parametrize(("preset", "world"), [("v2-lite", 8), ("v3", 256)])
+def test_dry_run_of_a_large_preset_makes_the_plan(script: Script, preset: str, world: int) -> None:
+    """Without a checkpoint, prompts or GPUs, and with the flags that the run would get."""
+    script.program("python3", 'printf "planned:"; printf " %s" "$@"; echo')
+    lines = script.output("--dry-run", "--preset", preset, "--lr", "1e-5").splitlines()
+    (planned,) = [line for line in lines if line.startswith("planned:")]
+    presets = script.folder / "scripts" / "presets"
+    assert planned.split()[1:] == [
+        *("-m", "mcore_rl.cli", "plan", "--hf-config", str(presets / f"{preset}.json")),
+        *("--world-size", str(world), "--rl-ranks-per-node", "8"),
+        *("--rl-config", str(presets / f"{preset}.yaml"), "--lr", "1e-5"),
+    ]
+    command = planned.removeprefix("planned: ")
+    assert f"{script.programs}/python3 {command}" in lines, "the command stands above its output"
+    commands = [Call.of(shlex.split(line)) for line in lines if line.startswith("env ")]
+    assert len(commands) == world // 8
+    assert commands[0].values("--rl-hf-checkpoint") == ["CHECKPOINT"]
+    assert commands[0].values("--rl-prompts") == ["PROMPTS"]
+
+
+def test_plan_is_of_the_checkpoint_that_is_there(script: Script) -> None:
+    script.program("python3", 'echo planned "$@"')
+    (script.folder / "own").mkdir()
+    (script.folder / "own" / "config.json").touch()
+    output = script.output(
+        "--dry-run", "--preset", "v3", "--rl-hf-checkpoint", "own", NNODES="64", NODE_RANK="0"
+    )
+    assert "planned -m mcore_rl.cli plan --hf-config own/config.json --world-size 512" in output
+
+
+def test_plan_that_cannot_be_made_ends_the_dry_run(script: Script) -> None:
+    script.program("python3", "echo 'mcore_rl: error: no.' >&2; exit 2")
+    assert script.error("--dry-run", "--preset", "v3") == "no."
+
+
 SLURM = {"SLURM_NNODES": "3", "SLURM_NODEID": "2", "SLURM_JOB_NODELIST": "n[1-3]"}
 
 
@@ -389,6 +397,14 @@ def test_options_of_the_script_are_no_flags_of_megatron(parser: Any, option: str
     assert option not in parser._option_string_actions
 
 
+@pytest.mark.parametrize(
+    ("name", "published"), [("v2-lite", "deepseek-v2-lite"), ("v3", "deepseek-v3")]
+)
+def test_large_preset_has_the_published_config(name: str, published: str) -> None:
+    file = ROOT / "tests" / "data" / "configs" / f"{published}.json"
+    assert json.loads(file.read_text()) == published_config(name)
+
+
 def test_large_presets_are_marked_as_not_run() -> None:
     for name in ("v2-lite", "v3"):
         assert preset_file(name).read_text().startswith("# PLANNED, NOT RUN. ")
@@ -399,7 +415,7 @@ def test_preset_fits_its_model_and_machines(
     name: str, parser: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Every check of `preflight` that needs no weights, on the model the preset is for."""
-    from mcore_rl import preflight
+    from mcore_rl import layout_checks, preflight
     from mcore_rl.arguments import RLConfig, expand_config, given_values
     from mcore_rl.derived_flags import derive_flags
     from mcore_rl.hf_config import read_model_shape
@@ -407,7 +423,7 @@ def test_preset_fits_its_model_and_machines(
     monkeypatch.setenv("WORLD_SIZE", str(PRESETS[name]))
     has_cuda = name != "tiny"
     (tmp_path / "config.json").write_text(json.dumps(published_config(name)))
-    shape = read_model_shape(tmp_path)
+    shape = read_model_shape(tmp_path, for_planning=has_cuda)  # V3 is published in FP8
 
     tokens = expand_config(["--rl-config", str(preset_file(name))], parser)
     given = given_values(tokens, parser)
@@ -417,9 +433,10 @@ def test_preset_fits_its_model_and_machines(
     preflight.check_ranges(config)
     preflight.check_lengths(config, shape)
     preflight.check_switches(values)
-    layout = preflight.check_layout(shape, values, PRESETS[name])
-    rollout = preflight.check_rollout(config, shape, layout, has_cuda=has_cuda)
-    preflight.check_batches(config, layout, values)
+    layout = layout_checks.check_layout(shape, values, PRESETS[name])
+    layers = layout_checks.check_stages(shape, layout.pp_size, values)
+    rollout = layout_checks.check_rollout(config, shape, layout, layers, has_cuda=has_cuda)
+    layout_checks.check_batches(config, layout, values)
     preflight.check_megatron_accepts([*derived.tokens, *tokens], shape)
 
     last = values.get("decoder_last_pipeline_num_layers")
@@ -432,7 +449,7 @@ def test_preset_fits_its_model_and_machines(
 
 def published_config(name: str) -> dict[str, Any]:
     if name != "tiny":
-        return {"v2-lite": DEEPSEEK_V2_LITE, "v3": DEEPSEEK_V3}[name]
+        return json.loads(preset_file(name).with_suffix(".json").read_text())
     sys.path.insert(0, str(ROOT / "scripts"))
     try:
         from make_tiny_deepseek import hf_config

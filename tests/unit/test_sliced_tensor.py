@@ -92,6 +92,34 @@ def test_a_chain_of_views_reads_what_the_whole_tensor_has(case):
     assert torch.equal(_stored(view), expected)
 
 
+@settings(deadline=None)
+@given(_views(), st.booleans())
+def test_what_comes_in_parts_is_stored_as_if_whole_and_told_of_once(case, swapped):
+    shape, steps, cut = case
+    whole = _whole(*shape)
+    full = full_box(shape)
+    boxes = [((0, cut), *full[1:]), ((max(cut - 1, 0), shape[0]), *full[1:])]  # overlapping
+    expected = _follow(whole, steps)
+    target = torch.full(expected.shape[::-1] if swapped else expected.shape, -1.0)
+    target = target.permute(list(range(target.dim()))[::-1]) if swapped else target
+    told = torch.zeros(shape, dtype=torch.int64)
+
+    def on_write(name: str, box: Box, data: torch.Tensor) -> None:
+        assert torch.equal(data, _cut(whole, box))
+        _cut(told, box).add_(1)
+
+    sliced = _sliced(whole, *(b for b in boxes if b[0][0] < b[0][1]))
+    target.copy_(_follow(SlicedTensor.observed("w", sliced, on_write=on_write), steps))
+    assert torch.equal(target, expected)
+    assert (int(told.max()), int(told.sum())) == (1, expected.numel())
+    again = torch.full(expected.shape, -1.0)
+    for rows in ((cut, shape[0]), (0, cut)):
+        boxes = [(rows, *full[1:])] if rows[0] < rows[1] else []
+        part = SlicedTensor.observed("w", _sliced(whole, *boxes), partial=True)
+        again.copy_(_follow(part, steps))
+    assert torch.equal(again, expected)
+
+
 def test_it_looks_like_the_whole_tensor():
     piece = torch.ones(2, 4, dtype=torch.bfloat16)
     sliced = SlicedTensor("w", (6, 4), torch.bfloat16, [(((2, 4), (0, 4)), piece)])
@@ -197,6 +225,56 @@ def test_observed_wraps_whole_and_sliced_tensors_alike():
         observed = SlicedTensor.observed("w", tensor, lambda name, box: reads.append(box))
         assert torch.equal(_stored(observed.narrow(0, 1, 1)), whole[1:2])
     assert reads == [((1, 2), (0, 2))] * 2
+
+
+def test_observed_tells_the_observers_that_were_there_before():
+    whole, first, second = _whole(4, 2), [], []
+    inner = SlicedTensor.observed("w", whole, lambda name, box: first.append(box))
+    _stored(SlicedTensor.observed("w", inner, on_write=lambda *told: second.append(told[:2]))[1:3])
+    assert first == [((1, 3), (0, 2))]
+    assert second == [("w", ((1, 3), (0, 2)))]
+
+
+def test_what_is_told_is_what_stands_in_the_target():
+    told = []
+    view = SlicedTensor.observed("w", _whole(4), on_write=lambda *of: told.append(of[2]))
+    target = torch.zeros(2, 4)
+    target[1].copy_(view)
+    assert told[0].data_ptr() == target[1].data_ptr()
+    torch.zeros(4, dtype=torch.bfloat16).copy_(view)  # a cast may lose bits: then what was given
+    assert torch.equal(told[1], _whole(4))
+    assert (view * 2).sum() == 12  # nor is there a target where a loader computes
+    assert torch.equal(told[2], _whole(4))
+
+
+def test_a_part_that_lacks_something_cannot_be_computed_with():
+    part = SlicedTensor.observed("w", _sliced(_whole(4, 2), ((0, 2), (0, 2))), partial=True)
+    target = torch.full((4, 2), -1.0).copy_(part)
+    assert target.tolist() == [[0, 1], [2, 3], [-1, -1], [-1, -1]]
+    with pytest.raises(RuntimeError, match="is not held here"):
+        part + 1
+    with pytest.raises(RuntimeError, match="is not held here"):
+        torch.zeros(3, 4, 2).copy_(part)  # broadcast
+
+
+def test_a_released_tensor_cannot_be_read():
+    for partial in (False, True):
+        view = SlicedTensor.observed("w", _whole(4), partial=partial)
+        half = view[:2]
+        view.release()
+        with pytest.raises(RuntimeError, match="after the next tensor had been asked for"):
+            _stored(half)
+
+
+def test_recording_tells_of_tensors_that_are_computed_with():
+    computed = []
+    meta = torch.empty(4, 2, device="meta")
+    copied = SlicedTensor.recording("a", (8, 2), torch.float32, lambda *_: None, computed.append)
+    meta.copy_(copied[4:])
+    assert computed == []
+    meta.copy_(copied[4:] * 2)
+    torch.empty(3, 8, 2, device="meta").copy_(copied)
+    assert computed == ["a", "a"]
 
 
 @pytest.mark.parametrize(

@@ -110,7 +110,7 @@ REPLICATED = {
 
 @pytest.mark.parametrize(("name", "tensor"), REPLICATED.items())
 def test_replicated_parameter_is_whole_on_every_rank(name: str, tensor: str) -> None:
-    found = tiles(name, (16,), DEEPSEEK, tp_size=2)
+    found = tiles(name, (16,), QWEN if "linear_qkv" in name else DEEPSEEK, tp_size=2)
     assert found == {tensor: [((0, 16),), ((0, 16),)]}
 
 
@@ -118,6 +118,17 @@ def test_down_projection_is_replicated_in_the_transformer_engine_spec() -> None:
     name = L0 + "self_attention.linear_kv_down_proj.weight"
     found = tiles(name, (10, 16), DEEPSEEK, tp_size=2)
     assert list(found.values()) == [[((0, 10), (0, 16))] * 2]
+
+
+def test_fused_down_projection_is_split_within_both_its_tensors() -> None:
+    """--mla-down-proj-fusion: a rank holds its rows of the queries', then of the keys/values'."""
+    name = L0 + "self_attention.linear_qkv_down_proj.weight"
+    kv_a = H0 + "self_attn.kv_a_proj_with_mqa.weight"
+    found = tiles(name, (8, 16), DEEPSEEK, tp_size=2)  # half of 6 rows, then of 10
+    assert found == {
+        QA: [((0, 3), (0, 16)), ((3, 6), (0, 16))],
+        kv_a: [((0, 5), (0, 16)), ((5, 10), (0, 16))],
+    }
 
 
 @pytest.mark.parametrize("form", ["local_experts.{}.linear_fc1.weight", "linear_fc1.weight{}"])

@@ -1,0 +1,205 @@
+"""From what all ranks measured to rows, to the table and to the verdicts. Pure."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+Row = dict[str, Any]
+
+
+class Measured(Protocol):
+    """One rank's samples of one path (see measuring.Samples)."""
+
+    received_bytes: int
+    num_calls: int
+    control_bytes: int
+    control_calls: int
+    peak_extra_bytes: int
+    seconds: list[float]
+    differing: list[str]
+
+
+def rows_of(
+    samples: Mapping[str, Sequence[Measured]],
+    *,
+    model: str,
+    layout: str,
+    model_bytes: int,
+    lower_bound_bytes: int,
+    resident_bytes: int,
+    not_here: Mapping[str, str],
+) -> list[Row]:
+    """One row a path. A repetition takes as long as its slowest rank.
+
+    Ratios of seconds are medians over repetitions of the ratio within one: all paths of a
+    repetition ran one after the other, and what else the machine did hit them alike.
+    """
+    common = {
+        "model": model,
+        "layout": layout,
+        "model_bytes": model_bytes,
+        "lower_bound_bytes_max": lower_bound_bytes,
+        "resident_bytes_max": resident_bytes,
+    }
+    seconds = {
+        path: [max(times) for times in zip(*(rank.seconds for rank in ranks), strict=True)]
+        for path, ranks in samples.items()
+    }
+    received = {path: max(r.received_bytes for r in ranks) for path, ranks in samples.items()}
+    rows = [
+        {
+            "path": path,
+            **common,
+            "received_bytes_max": received[path],
+            "peak_extra_bytes_max": max(r.peak_extra_bytes for r in ranks),
+            "median_seconds": statistics.median(seconds[path]),
+            "min_seconds": min(seconds[path]),
+            "max_seconds": max(seconds[path]),
+            "quartile_spread": quartile_spread(seconds[path]),
+            "repetitions": len(seconds[path]),
+            "collectives_max": max(r.num_calls for r in ranks),
+            "control_calls_max": max(r.control_calls for r in ranks),
+            "control_bytes_max": max(r.control_bytes for r in ranks),
+            "received_over_lower_bound": _ratio(received[path], lower_bound_bytes),
+            "received_over_ours": _ratio(received[path], received["ours"]),
+            "seconds_over_ours": paired(seconds[path], seconds["ours"]),
+            "seconds_over_memcpy": paired(seconds[path], seconds["memcpy"]),
+            "bit_identical": not any(rank.differing for rank in ranks),
+            "note": "",
+        }
+        for path, ranks in samples.items()
+    ]
+    if "switch" in seconds and "vllm_load" in seconds:
+        row = next(row for row in rows if row["path"] == "switch")
+        row["seconds_over_vllm_load"] = paired(seconds["switch"], seconds["vllm_load"])
+    rows += [{"path": path, **common, "note": why} for path, why in not_here.items()]
+    return rows
+
+
+def paired(seconds: Sequence[float], reference: Sequence[float]) -> float:
+    """The median over repetitions of the ratio within a repetition."""
+    return statistics.median(a / b for a, b in zip(seconds, reference, strict=True))
+
+
+def quartile_spread(seconds: Sequence[float]) -> float:
+    """The middle half's width as a share of the median."""
+    if len(seconds) < 2:
+        return 0.0
+    low, middle, high = statistics.quantiles(seconds, n=4, method="inclusive")
+    return (high - low) / middle
+
+
+def _ratio(a: float, b: float) -> float | None:
+    return a / b if b else None
+
+
+def verdicts(rows: Sequence[Row]) -> list[tuple[str, str, bool]]:
+    """(target, what was measured, met) for every target of which the rows say something."""
+    found: list[tuple[str, str, bool]] = []
+    measured = [row for row in rows if "median_seconds" in row]
+    by_case: dict[tuple[str, str], dict[str, Row]] = {}
+    for row in measured:
+        by_case.setdefault((row["model"], row["layout"]), {})[row["path"]] = row
+
+    def add(target: str, case: tuple[str, str], measure: str, met: bool) -> None:
+        found.append((f"{target} ({case[0]}, {case[1]})", measure, met))
+
+    for case, paths in by_case.items():
+        ours = paths["ours"]
+        received, bound = ours["received_bytes_max"], ours["lower_bound_bytes_max"]
+        add("ours receives the lower bound", case, f"{received:,} of {bound:,}", received == bound)
+        if "EP4" in case[1]:
+            for name in ("gather", "mbridge"):
+                if name in paths:
+                    ratio = paths[name]["received_over_ours"]
+                    add(f"4x fewer bytes than {name}", case, f"{ratio:.2f}x", ratio >= 4)
+        if "core.resharding" in paths and "-> TP4" in case[1]:
+            share = 1 - 1 / paths["core.resharding"]["received_over_ours"]
+            add(
+                "a third fewer bytes than core.resharding",
+                case,
+                f"{100 * share:.1f} % fewer",
+                share >= 1 / 3,
+            )
+        if "mbridge" in paths:
+            ratio = paths["mbridge"]["seconds_over_ours"]
+            add("3x faster than mbridge's export", case, f"{ratio:.2f}x", ratio >= 3)
+        if "switch" in paths:
+            ratio = paths["switch"]["seconds_over_vllm_load"]
+            add("switch at most 2x vLLM's own load", case, f"{ratio:.2f}x", ratio <= 2)
+    return found
+
+
+def markdown(rows: Sequence[Row], facts: Mapping[str, str]) -> str:
+    """The page: how it was measured, what was aimed at, and a table per case."""
+    lines = ["# Resharding, measured beside the peers", "", _INTRODUCTION, ""]
+    lines += [f"- {name}: {value}" for name, value in facts.items()]
+    lines += ["", "## Targets", "", "| target | measured | met |", "| --- | --- | --- |"]
+    lines += [
+        f"| {target} | {value} | {'yes' if met else '**no**'} |"
+        for target, value, met in verdicts(rows)
+    ]
+    cases = dict.fromkeys((row["model"], row["layout"]) for row in rows)
+    for model, layout in cases:
+        some = [row for row in rows if (row["model"], row["layout"]) == (model, layout)]
+        first = some[0]
+        lines += [
+            "",
+            f"## {model}: {layout}",
+            "",
+            f"Model {_mb(first['model_bytes'])} MB; W' {_mb(first['resident_bytes_max'])} MB; lower "
+            f"bound {_mb(first['lower_bound_bytes_max'])} MB on the rank that needs most.",
+            "",
+            "| path | received MB | / bound | / ours | calls (control) | peak extra MB | median s |"
+            " min-max s | spread | x ours | x memcpy | same bits |",
+            "| --- " + "| ---: " * 10 + "| --- |",
+        ]
+        lines += [_line(row) for row in some if "median_seconds" in row]
+        notes = [f"- {row['path']}: {row['note']}" for row in some if row["note"]]
+        lines += ["", *notes] if notes else []
+    return "\n".join(lines) + "\n"
+
+
+def _line(row: Row) -> str:
+    cells = (
+        row["path"],
+        _mb(row["received_bytes_max"]),
+        _times(row["received_over_lower_bound"]),
+        _times(row["received_over_ours"]),
+        f"{row['collectives_max']} ({row['control_calls_max']})",
+        _mb(row["peak_extra_bytes_max"]),
+        f"{row['median_seconds']:.3f}",
+        f"{row['min_seconds']:.3f}-{row['max_seconds']:.3f}",
+        f"{100 * row['quartile_spread']:.0f} %",
+        _times(row["seconds_over_ours"]),
+        _times(row["seconds_over_memcpy"]),
+        "yes" if row["bit_identical"] else "**NO**",
+    )
+    return "| " + " | ".join(cells) + " |"
+
+
+def _mb(num_bytes: int) -> str:
+    return f"{num_bytes / 1e6:.1f}"
+
+
+def _times(ratio: float | None) -> str:
+    return "-" if ratio is None else f"{ratio:.2f}"
+
+
+_INTRODUCTION = """\
+Generated by `benchmarks/reshard.py`. All paths of a case ran in the same processes, on the same
+Megatron modules, one after the other in every repetition, and end at the same point: the tensors
+that a vLLM rank stores, allocated before, hold the checkpoint's bits (compared once per path). Of
+every figure the rank with the largest counts.
+
+- `ours`: the plan and its transfer. `gather`: every tensor, whole, to every rank (the way back of
+  mcore_rl). `mbridge`: `export_weights`. `core.resharding`: `swap_model_weights` over gloo into a
+  second Megatron model, then a local copy. `memcpy`: W' from memory to memory.
+- `switch`: the whole switch into vLLM, its loaders included. `vllm_load`: vLLM's own reload of the
+  same tensors, whole in memory already. These two end in vLLM's model, packed for its kernels.
+- Received bytes are counted at the calls of torch.distributed; pickled metadata and reductions are
+  control and counted apart. Peak extra is of the process, above where it stood before, in the
+  second run. Spread is the width of the middle half over the median. Ratios of seconds are medians
+  of the ratios within a repetition."""

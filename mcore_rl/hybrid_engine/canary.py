@@ -1,0 +1,151 @@
+"""Canaries: a few prompts that Megatron and vLLM must score alike, with the same weights.
+
+They see what no hash of weights can: what vLLM made of a tensor after reading it, a weight map that
+names the wrong tensor, a kernel that computes something else. And they are blunt: both sides round
+in their own order, and where a router's scores are close they choose different experts. So they
+follow the first hand-over and then every so many, and what is compared is a mean over tokens.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from mcore_rl import megatron_adapter
+from mcore_rl.actor import Actor
+from mcore_rl.arguments import RLConfig
+from mcore_rl.hybrid_engine.layout import TrainLayout
+from mcore_rl.hybrid_engine.vllm_engine import VLLMEngine
+from mcore_rl.types import TrainBatch
+
+TOLERANCE = 0.1  # mean |difference| of a prompt's log-probs, in nats
+NUM_PROMPTS = 4
+MAX_TOKENS = 64
+
+
+@dataclass(frozen=True, slots=True)
+class CanaryResult:
+    """How far apart both sides' log-probs are, by prompt, on the worst engine; on all ranks."""
+
+    weight_version: int
+    mean_abs_differences: tuple[float, ...]
+    max_abs_differences: tuple[float, ...]
+    tolerance: float  # of the means
+
+    @property
+    def ok(self) -> bool:
+        """Whether every prompt's mean is within the tolerance; nan is not."""
+        return all(mean <= self.tolerance for mean in self.mean_abs_differences)
+
+    def __str__(self) -> str:
+        worst = int(np.argmax(self.mean_abs_differences))  # the first nan, if there is one
+        return (
+            f"canary prompt {worst} is scored apart by {self.mean_abs_differences[worst]:.4f} on "
+            f"average and {self.max_abs_differences[worst]:.4f} at most (version "
+            f"{self.weight_version}, tolerance {self.tolerance:g} on average)"
+        )
+
+
+class Canary:
+    """Scores prompts on both sides of a hand-over.
+
+    `prompts` are token ids, the same on all ranks. Both methods are collective over the world:
+    `score` while Megatron's parameters are in place, that is before rollout mode, and `compare`
+    once the engine can generate.
+    """
+
+    def __init__(
+        self,
+        args: argparse.Namespace,
+        config: RLConfig,
+        state: megatron_adapter.TrainState,
+        layout: TrainLayout,
+        prompts: Sequence[Sequence[int]],
+        *,
+        interval: int,
+        tolerance: float = TOLERANCE,
+    ) -> None:
+        assert interval >= 1, f"canaries every {interval} hand-overs"
+        # vLLM scores prompts untempered, whatever temperature the policy samples at.
+        config = dataclasses.replace(config, temperature=1.0)
+        self._actor = Actor(args, config, state, layout)
+        self._layout, self._micro_batch_size = layout, args.micro_batch_size
+        self._prompts = [[int(t) for t in ids[:MAX_TOKENS]] for ids in prompts[:NUM_PROMPTS]]
+        self._prompts = [ids for ids in self._prompts if len(ids) > 1]  # the first has no score
+        if not self._prompts:
+            raise RuntimeError("canaries were given no prompt of two tokens or more")
+        self._interval, self._tolerance = interval, tolerance
+        self._megatron: list[np.ndarray] = []
+
+    def due(self, weight_version: int) -> bool:
+        """After the first hand-over and every `interval`th from there."""
+        return (weight_version - 1) % self._interval == 0
+
+    def score(self) -> None:
+        """Score the prompts by Megatron, for the next `compare`."""
+        self._megatron = megatron_log_probs(
+            self._actor.log_probs,
+            self._prompts,
+            micro_batch_size=self._micro_batch_size,
+            multiple_of=self._layout.tp_size * self._layout.cp_size,
+        )
+
+    def compare(self, engine: VLLMEngine, weight_version: int) -> CanaryResult:
+        """Score the prompts by every engine and compare with the last `score`."""
+        assert self._megatron, "compare before score"
+        means, largest = differences(self._megatron, engine.prompt_log_probs(self._prompts))
+        everywhere: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(everywhere, (means, largest))
+        return CanaryResult(
+            weight_version=weight_version,
+            mean_abs_differences=_worst([found for found, _ in everywhere]),
+            max_abs_differences=_worst([found for _, found in everywhere]),
+            tolerance=self._tolerance,
+        )
+
+
+def megatron_log_probs(
+    log_probs: Callable[[TrainBatch], torch.Tensor],
+    token_ids: Sequence[Sequence[int]],
+    *,
+    micro_batch_size: int,
+    multiple_of: int,
+) -> list[np.ndarray]:
+    """Every prompt scored by Megatron, one at a time; the same prompts on every DP rank.
+
+    `log_probs` is `Actor.log_probs`. Per prompt `[s - 1]` float32, entry i scores token i + 1.
+    Sequences are padded to a multiple of `multiple_of` (TP x CP).
+    """
+    scores = []
+    for ids in token_ids:
+        length = -(-len(ids) // multiple_of) * multiple_of
+        tokens = torch.zeros(micro_batch_size, length, dtype=torch.int64)
+        tokens[:, : len(ids)] = torch.tensor(ids)
+        batch = TrainBatch(
+            token_ids=tokens,
+            loss_mask=torch.ones(tokens.shape, dtype=torch.bool),
+            rollout_log_probs=torch.zeros(tokens.shape),
+            advantages=torch.zeros(tokens.shape[0]),
+        )
+        scores.append(log_probs(batch)[0, : len(ids) - 1].numpy())
+    return scores
+
+
+def differences(
+    ours: Sequence[np.ndarray], theirs: Sequence[np.ndarray]
+) -> tuple[list[float], list[float]]:
+    """(mean, largest) |difference| of each prompt's log-probs."""
+    apart = [np.abs(np.asarray(a) - np.asarray(b)) for a, b in zip(ours, theirs, strict=True)]
+    return [float(d.mean()) for d in apart], [float(d.max()) for d in apart]
+
+
+def _worst(by_rank: Sequence[Sequence[float]]) -> tuple[float, ...]:
+    """The largest of each prompt; nan counts as larger than anything."""
+    return tuple(float(value) for value in np.max(np.array(by_rank), axis=0))

@@ -1,0 +1,354 @@
+"""What training holds on the device, moved to host memory while rollout runs, and back bit for bit.
+
+Storages are emptied and refilled in place, never replaced: a parameter that is a view of a buffer,
+a `main_grad`, a tied weight, a main parameter that some other object points to, all stay what they
+were and are valid again after `onload`. In between they may not be touched: where one is read torch
+raises, where one is written the process dies.
+
+Megatron's own helpers do not serve. That of the optimizer replaces `p.data`, which tears a float32
+parameter out of its buffer, copies through pageable memory and cannot begin early; that of the
+gradients can only forget them.
+
+    kind         what it is                                      while away
+    parameters   the model's                                     host copy
+    optimizer    float32 main parameters, moments                host copy
+    gradients    data-parallel buffers and the optimizer's       nothing (zero afterwards), or a
+                 copies                                          host copy with `keep_gradients`
+
+On a machine without CUDA the device is host memory, too. The same code runs there, so that tests
+exercise it, but a copy saves nothing: only forgotten gradients do, and `OffloadStats.saved_bytes`
+counts nothing else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from mcore_rl.errors import UsageError
+
+# Of storages shared between kinds the first one owns: what must be kept is never forgotten with a
+# gradient. Also the order of the way back: log-probs need the parameters, the update the rest.
+KINDS = ("parameters", "optimizer", "gradients")
+
+Tensors = Mapping[str, Iterable[tuple[str, torch.Tensor]]]  # kind -> (name, tensor)
+
+
+# Megatron's flags that hold on to addresses, by destination: the kinds concerned, and why.
+_GRAPHS = (frozenset(KINDS), "captures the addresses of all that training holds in CUDA graphs")
+_REGISTERED = (frozenset({"gradients", "parameters"}), "registers these buffers with NCCL")
+_QUANTISED = (frozenset({"parameters"}), "keeps parameters in a form that cannot be emptied")
+_CLASHES: dict[str, tuple[frozenset[str], str]] = {
+    "cuda_graph_impl": _GRAPHS,
+    "enable_cuda_graph": _GRAPHS,
+    "external_cuda_graph": _GRAPHS,
+    "optimizer_cuda_graph": _GRAPHS,
+    "nccl_ub": _REGISTERED,
+    "fp8_param_gather": _QUANTISED,
+    "fp4_param_gather": _QUANTISED,
+}
+_FLAGS = {"nccl_ub": "use-nccl-ub"}  # where it is not the destination's name
+
+
+def offload_kinds(
+    text: str, values: Mapping[str, Any], *, has_cuda: bool, flag: str = "--rl-offload"
+) -> frozenset[str]:
+    """The kinds that a flag's value asks for: "auto", "none", or some of KINDS with commas.
+
+    "auto" is what pays off: gradients and optimizer where there is a GPU, nothing where there is
+    none, and nothing that Megatron's flags (`values`, by destination) do not allow. Raises
+    UsageError for an unknown kind, and for one that is asked for and not allowed.
+    """
+    forbidden = {
+        kind: f"--{_FLAGS.get(dest, dest.replace('_', '-'))}, which {reason}"
+        for dest, (kinds, reason) in _CLASHES.items()
+        if values.get(dest) not in (None, False, "none")
+        for kind in kinds
+    }
+    if text == "auto":
+        pays_off = {"gradients", "optimizer"} if has_cuda else set()
+        return frozenset(pays_off - forbidden.keys())
+    wanted = frozenset() if text == "none" else frozenset(k.strip() for k in text.split(","))
+    for kind in sorted(wanted):
+        if kind not in KINDS:
+            raise UsageError(
+                f"{flag} {text} names {kind!r}, which is none of {', '.join(sorted(KINDS))}; "
+                "give some of these separated by commas, or auto, or none"
+            )
+        if kind in forbidden:
+            raise UsageError(
+                f"{flag} {text} does not go with {forbidden[kind]}; drop one of the two"
+            )
+    return wanted
+
+
+@dataclass(slots=True)
+class OffloadStats:
+    """One way there and back, as this rank saw it."""
+
+    moved_bytes: int = 0  # copied to the host
+    dropped_bytes: int = 0  # gradients that were not kept
+    prefetched_bytes: int = 0  # of those moved, brought back by `prefetch`
+    saved_bytes: int = 0  # less memory in use in between
+
+
+@dataclass(slots=True)
+class _Segment:
+    """One storage that is away."""
+
+    kind: str
+    name: str  # of a tensor in it
+    storage: torch.UntypedStorage
+    num_bytes: int
+    start: int | None  # in the kind's host buffer; None: not kept
+    is_back: bool = False
+
+    @property
+    def end(self) -> int:
+        assert self.start is not None
+        return self.start + self.num_bytes
+
+
+class Offloader:
+    """Takes `what` (some of KINDS) off the device and brings it back. Local to this rank.
+
+    `find` is asked before each way out, because an optimizer makes its state at its first step.
+    Tensors that are not on `device` stay where they are (some optimizers keep theirs on the host).
+    With `pin`, host memory is page-locked on CUDA and kept from one switch to the next, because
+    locking is slow; without, and without CUDA, it is freed on the way back.
+
+    RuntimeError: offloading a kind that is away, coming back when nothing is, a tensor whose
+    storage cannot be emptied, a storage that somebody refilled in between.
+    """
+
+    def __init__(
+        self,
+        find: Callable[[], Tensors],
+        what: frozenset[str],
+        *,
+        device: torch.device,
+        keep_gradients: bool = False,
+        pin: bool = True,
+        chunk_bytes: int = 256 << 20,
+    ) -> None:
+        assert what <= set(KINDS), f"{sorted(what)} are not all among {KINDS}"
+        self.what = what
+        self.stats = OffloadStats()
+        self._find, self._device = find, device
+        self._on_cuda = device.type == "cuda"
+        self._kept = set(KINDS) if keep_gradients else set(KINDS) - {"gradients"}
+        self._host = {kind: HostBuffer(pin and self._on_cuda, chunk_bytes) for kind in KINDS}
+        self._away: dict[str, list[_Segment]] = {}
+        self._stream = torch.cuda.Stream(device) if self._on_cuda else None
+
+    @property
+    def away(self) -> frozenset[str]:
+        """The kinds that are not, or not all, on the device."""
+        return frozenset(self._away)
+
+    @property
+    def host_bytes(self) -> int:
+        """Host memory held for copies just now."""
+        return sum(buffer.num_bytes for buffer in self._host.values())
+
+    def offload(self, *kinds: str) -> None:
+        """Take those of `kinds` (default: all) that are in `what` off the device.
+
+        Waits for the device. If host memory cannot be had, everything stays as it is.
+        """
+        wanted = [kind for kind in KINDS if kind in self.what and kind in (kinds or KINDS)]
+        if again := self._away.keys() & set(wanted):
+            raise RuntimeError(f"{_rank()}{', '.join(sorted(again))} are offloaded already")
+        if not self._away:
+            self.stats = OffloadStats()
+        segments = self._segments(wanted)
+        for kind in wanted:
+            self._host[kind].reserve(
+                max((s.end for s in segments if s.kind == kind and s.start is not None), default=0)
+            )
+        self._away.update({kind: [s for s in segments if s.kind == kind] for kind in wanted})
+        for segment in segments:
+            self._copy(segment, to_host=True)
+            if not self._on_cuda:  # at once, so that nothing is there twice
+                segment.storage.resize_(0)
+        if self._on_cuda and segments:
+            torch.cuda.current_stream(self._device).synchronize()  # the copies have arrived
+            for segment in segments:
+                segment.storage.resize_(0)
+            torch.cuda.empty_cache()  # the engine takes its memory from the driver
+        self._count(segments)
+
+    def prefetch(self, reserve_bytes: int = 1 << 30) -> int:
+        """Begin to bring back what fits, while the last responses are being generated.
+
+        On CUDA the copies run on a stream of their own beside the engine's kernels, as many as
+        leave `reserve_bytes` of the device free; elsewhere all is copied before this returns.
+        Returns the bytes under way. May be called again, when more has become free; the rest
+        follows with `onload`, and not before that may anything be touched.
+        """
+        self._require_away("prefetch")
+        free = torch.cuda.mem_get_info(self._device)[0] - reserve_bytes if self._on_cuda else None
+        fitting = []
+        for segment in self._missing():
+            if segment.start is None:
+                continue  # zeros need no time
+            if free is not None:
+                free -= segment.num_bytes
+                if free < 0:
+                    break
+            fitting.append(segment)
+        self._bring_back(fitting)
+        num_bytes = sum(segment.num_bytes for segment in fitting)
+        self.stats.prefetched_bytes += num_bytes
+        return num_bytes
+
+    def onload(self, *kinds: str) -> None:
+        """Bring `kinds` (default: all) back; what the caller puts on its stream next sees them."""
+        self._require_away("onload")
+        coming = [kind for kind in KINDS if kind in self._away and kind in (kinds or KINDS)]
+        self._bring_back([s for s in self._missing() if s.kind in coming])
+        if self._stream is not None:
+            torch.cuda.current_stream(self._device).wait_stream(self._stream)
+        for kind in coming:
+            self._host[kind].release()
+            del self._away[kind]
+
+    def _require_away(self, call: str) -> None:
+        if self.what and not self._away:
+            raise RuntimeError(f"{_rank()}{call} was called, but nothing is offloaded")
+
+    def _missing(self) -> Iterator[_Segment]:
+        for kind in KINDS:
+            yield from (s for s in self._away.get(kind, ()) if not s.is_back)
+
+    def _segments(self, kinds: list[str]) -> list[_Segment]:
+        """The storages of `kinds`, each once, with their places in host memory."""
+        seen = {s.storage._cdata for segments in self._away.values() for s in segments}
+        ends = dict.fromkeys(KINDS, 0)
+        segments = []
+        found = self._find() if kinds else {}
+        for kind in KINDS if kinds else ():
+            for name, tensor in found[kind]:
+                storage = tensor.untyped_storage()
+                if storage._cdata in seen or tensor.device.type != self._device.type:
+                    continue
+                seen.add(storage._cdata)
+                if kind not in kinds or storage.nbytes() == 0:
+                    continue
+                _require_plain(name, tensor)
+                start = ends[kind] if kind in self._kept else None
+                segments.append(_Segment(kind, name, storage, storage.nbytes(), start))
+                ends[kind] += -(-storage.nbytes() // 512) * 512  # aligned for the copy engine
+        return segments
+
+    def _bring_back(self, segments: list[_Segment]) -> None:
+        for segment in segments:
+            if segment.storage.nbytes() != 0:
+                raise RuntimeError(
+                    f"{_rank()}the storage of {segment.name} ({segment.kind}) holds "
+                    f"{segment.storage.nbytes()} bytes, expected 0: it was refilled while offloaded"
+                )
+        if self._stream is None:
+            for segment in segments:
+                segment.storage.resize_(segment.num_bytes)
+                self._copy(segment, to_host=False)
+                segment.is_back = True
+            return
+        # Memory belongs to the stream it was allocated on, and may have been freed by kernels
+        # there that still run: hence allocate here, let the copies wait, and wait in `onload`.
+        try:
+            for segment in segments:
+                segment.storage.resize_(segment.num_bytes)
+        except torch.OutOfMemoryError:
+            for segment in segments:
+                segment.storage.resize_(0)  # still away, all of them: the caller may try again
+            raise
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._stream):
+            for segment in segments:
+                self._copy(segment, to_host=False)
+                segment.is_back = True
+
+    def _copy(self, segment: _Segment, *, to_host: bool) -> None:
+        device = _bytes_of(segment.storage)
+        if segment.start is None:
+            if not to_host:
+                device.zero_()
+            return
+        done = 0
+        for piece in self._host[segment.kind].pieces(segment.start, segment.num_bytes):
+            part = device[done : done + len(piece)]
+            source, target = (part, piece) if to_host else (piece, part)
+            target.copy_(source, non_blocking=True)
+            done += len(piece)
+
+    def _count(self, segments: list[_Segment]) -> None:
+        dropped = sum(s.num_bytes for s in segments if s.start is None)
+        moved = sum(s.num_bytes for s in segments) - dropped
+        self.stats.moved_bytes += moved
+        self.stats.dropped_bytes += dropped
+        self.stats.saved_bytes += dropped + (moved if self._on_cuda else 0)
+
+
+class HostBuffer:
+    """Host memory for one kind, in chunks that a bucket of the host allocator holds exactly.
+
+    torch rounds page-locked memory up to a power of two: one piece of 65 GiB would take 128. Chunks
+    are powers of two but for the last one, and a storage may run over the border of two.
+    """
+
+    def __init__(self, pinned: bool, chunk_bytes: int) -> None:
+        assert chunk_bytes.bit_count() == 1, f"{chunk_bytes} is not a power of two"
+        self._pinned, self._chunk_bytes = pinned, chunk_bytes
+        self._chunks: list[torch.Tensor] = []
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(len(chunk) for chunk in self._chunks)
+
+    def reserve(self, num_bytes: int) -> None:
+        """Have room for at least `num_bytes`. What was allocated before a failure is kept."""
+        while (missing := num_bytes - self.num_bytes) > 0:
+            size = min(missing, self._chunk_bytes)
+            if self._pinned:
+                size = 1 << (size - 1).bit_length()
+            self._chunks.append(torch.empty(size, dtype=torch.uint8, pin_memory=self._pinned))
+
+    def pieces(self, start: int, num_bytes: int) -> Iterator[torch.Tensor]:
+        """`[n]` uint8 views that together are the bytes from `start`."""
+        offset = 0
+        for chunk in self._chunks:
+            low, high = max(start - offset, 0), min(start + num_bytes - offset, len(chunk))
+            if low < high:
+                yield chunk[low:high]
+            offset += len(chunk)
+
+    def release(self) -> None:
+        """Free the memory, unless it is page-locked."""
+        if not self._pinned:
+            self._chunks.clear()
+
+
+def _bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+
+
+def _require_plain(name: str, tensor: torch.Tensor) -> None:
+    if type(tensor.detach()) is not torch.Tensor:
+        raise RuntimeError(
+            f"{_rank()}{name} is a {type(tensor).__name__}, expected a plain tensor: quantised "
+            "weights keep their bytes elsewhere and cannot be offloaded"
+        )
+    if not tensor.untyped_storage().resizable():
+        raise RuntimeError(
+            f"{_rank()}the memory of {name} cannot be freed: it is not torch's own, or numpy has a "
+            "view of it"
+        )
+
+
+def _rank() -> str:
+    return f"rank {dist.get_rank()}: " if dist.is_initialized() else ""

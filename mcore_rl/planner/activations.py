@@ -1,0 +1,250 @@
+"""By formula: the memory of activations, in training and in the engine.
+
+After Korthikanti et al. (arXiv 2205.05198, sections 4 and 5), with the terms of the layers that are
+built here: RMSNorm, SwiGLU, no dropout, attention that never stores its scores (flash or fused),
+latent attention and routed experts. Pipelines hold micro-batches as in Narayanan et al. (arXiv
+2104.04473, section 2.2). What kernels use for themselves is not in it.
+
+A term is what the backward pass of one layer needs per token. Tokens outside of matrix products are
+shared out over TP where Megatron runs sequence parallel.
+
+This module is pure: it imports neither Megatron nor vLLM nor torch.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from mcore_rl.hf_config import Experts, LatentAttention, ModelShape
+from mcore_rl.hybrid_engine.layout import PipelineLayers, RolloutLayout, TrainLayout
+from mcore_rl.planner.parameters import vocabulary_rows
+from mcore_rl.planner.settings import EngineSettings, TrainSettings
+
+_FLOAT32 = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Term:
+    """Bytes per token that one layer keeps, and the modules whose recomputation drops them."""
+
+    name: str
+    bytes_per_token: float
+    dropped_by: frozenset[str] = frozenset()
+
+
+def layer_terms(
+    shape: ModelShape, train: TrainLayout, settings: TrainSettings, *, is_moe: bool
+) -> Iterator[Term]:
+    """All that one layer keeps for its backward pass; its input comes first."""
+    item, tp = settings.weight_bytes, train.tp_size
+    own = 1 / tp if settings.sequence_parallel else 1.0  # share of the tokens outside of TP
+    hidden = item * shape.hidden_size * own
+    yield Term("input", hidden)
+    yield Term("normed input", hidden, frozenset({"layernorm"}))
+    if shape.latent:
+        yield from _latent_terms(shape, shape.latent, item, tp, own)
+    else:
+        yield from _grouped_terms(shape, item, tp)
+    yield Term("attention residual", hidden)
+    yield Term("normed residual", hidden, frozenset({"layernorm"}))
+    if is_moe and shape.experts:
+        yield from _expert_terms(shape, shape.experts, train, settings, own)
+    else:
+        width = item * shape.ffn_hidden_size / tp
+        yield Term("gate, up and their product", 3 * width, frozenset({"mlp"}))
+
+
+def _grouped_terms(shape: ModelShape, item: int, tp: int) -> Iterator[Term]:
+    queries = item * shape.num_heads * shape.head_dim / tp
+    keys = item * shape.num_kv_heads * shape.head_dim / tp
+    yield Term("queries, keys, values", queries + 2 * keys)
+    if shape.qk_norm:
+        yield Term("queries and keys before their norms", queries + keys)
+    yield Term("attention output", queries + _FLOAT32 * shape.num_heads / tp)
+
+
+def _latent_terms(
+    shape: ModelShape, latent: LatentAttention, item: int, tp: int, own: float
+) -> Iterator[Term]:
+    heads = item * shape.num_heads / tp
+    nope, rope, value = latent.qk_nope_head_dim, latent.qk_rope_head_dim, latent.v_head_dim
+    compressed = 2 * latent.kv_lora_rank + rope + 2 * (latent.q_lora_rank or 0)
+    yield Term("latents and normed latents", item * compressed * own)
+    up = heads * (2 * (nope + rope) + nope + value)
+    yield Term("queries, keys, values", up, frozenset({"mla_up_proj"}))
+    yield Term("attention output", heads * value + _FLOAT32 * shape.num_heads / tp)
+
+
+def _expert_terms(
+    shape: ModelShape, experts: Experts, train: TrainLayout, settings: TrainSettings, own: float
+) -> Iterator[Term]:
+    item = settings.weight_bytes
+    moe = frozenset({"moe"})
+    yield Term("router logits and scores", 2 * _FLOAT32 * experts.num_experts * own, moe)
+    # Copies of tokens that arrive here, for each token of this rank: each of them goes to `topk`
+    # experts somewhere, and under expert tensor parallelism to all ranks that share an expert.
+    copies = experts.topk * own * train.etp_size * settings.expert_load
+    width = item * experts.hidden_size / train.etp_size
+    yield Term("tokens of experts", item * shape.hidden_size * copies, moe)
+    yield Term("gate and up of experts", 2 * width * copies, moe)
+    yield Term("their product", width * copies, frozenset({"moe", "moe_act"}))
+    if experts.shared_hidden_size:
+        shared = 3 * item * experts.shared_hidden_size / train.tp_size
+        yield Term("shared experts", shared, frozenset({"moe", "shared_experts"}))
+
+
+@dataclass(frozen=True, slots=True)
+class _LayerBytes:
+    """Of one layer and one micro-batch."""
+
+    input: float  # what full recomputation keeps
+    saved: float  # with selective recomputation, or none
+    everything: float  # without any
+
+
+def _layer_bytes(
+    shape: ModelShape, train: TrainLayout, settings: TrainSettings, *, is_moe: bool
+) -> _LayerBytes:
+    tokens = settings.micro_batch_size * settings.positions / train.cp_size
+    terms = list(layer_terms(shape, train, settings, is_moe=is_moe))
+    recompute = settings.recompute
+    dropping = recompute.modules if recompute.granularity == "selective" else frozenset()
+    saved = sum(t.bytes_per_token for t in terms if not t.dropped_by & dropping)
+    spread = recompute.spread_over_tp and not settings.sequence_parallel
+    return _LayerBytes(
+        input=tokens * terms[0].bytes_per_token / (train.tp_size if spread else 1),
+        saved=tokens * saved,
+        everything=tokens * sum(t.bytes_per_token for t in terms),
+    )
+
+
+def micro_batches_in_flight(
+    stage: int, *, pp_size: int, vp_size: int, num_micro_batches: int
+) -> float:
+    """How many micro-batches' activations of all its layers a stage holds at most.
+
+    1F1B: as many as there are stages from here to the last. Interleaved, stages hold chunks of
+    layers, so that this is no whole number.
+    """
+    if pp_size == 1:
+        return 1.0
+    if vp_size == 1:
+        return float(min(num_micro_batches, pp_size - stage))
+    chunks = 2 * (pp_size - stage - 1) + (vp_size - 1) * pp_size + 1
+    return min(num_micro_batches * vp_size, chunks) / vp_size
+
+
+def train_activation_bytes(
+    shape: ModelShape, train: TrainLayout, layers: PipelineLayers, settings: TrainSettings
+) -> list[int]:
+    """Of a rank of each stage at its peak: what is kept, and what the layer in work needs besides.
+
+    In work is one group of recomputed layers, and the gradients of one layer, at most as many bytes
+    as the layer keeps.
+    """
+    of = {
+        is_moe: _layer_bytes(shape, train, settings, is_moe=is_moe)
+        for is_moe in set(shape.is_moe_layer)
+    }
+    found = []
+    for stage, chunks in enumerate(layers):
+        in_flight = micro_batches_in_flight(
+            stage,
+            pp_size=train.pp_size,
+            vp_size=len(chunks),
+            num_micro_batches=settings.num_micro_batches,
+        )
+        kept, group = 0.0, 0.0
+        for chunk in chunks:
+            sizes = [of[shape.is_moe_layer[n]] for n in chunk]
+            more, largest = _kept(sizes, settings)
+            kept, group = kept + more, max(group, largest)
+        gradients = max(of[shape.is_moe_layer[n]].everything for chunk in chunks for n in chunk)
+        total = kept * in_flight + group + gradients
+        if stage == train.pp_size - 1:
+            total += head_bytes(shape, train, settings, with_gradients=True)
+        found.append(math.ceil(total))
+    return found
+
+
+def _kept(sizes: list[_LayerBytes], settings: TrainSettings) -> tuple[float, float]:
+    """(kept from forward to backward, of the largest group that is recomputed) of a chunk."""
+    recompute = settings.recompute
+    if recompute.granularity != "full":
+        return sum(size.saved for size in sizes), 0.0
+    step = max(1, recompute.num_layers)
+    if recompute.method == "block":  # the first layers, one by one
+        again, rest = sizes[:step], sizes[step:]
+        kept = sum(s.input for s in again) + sum(s.everything for s in rest)
+        return kept, max((s.everything for s in again), default=0.0)
+    groups = [sizes[first : first + step] for first in range(0, len(sizes), step)]
+    kept = sum(group[0].input for group in groups)
+    return kept, max((sum(s.everything for s in group) for group in groups), default=0.0)
+
+
+def head_bytes(
+    shape: ModelShape, train: TrainLayout, settings: TrainSettings, *, with_gradients: bool
+) -> float:
+    """Final norm, log-probs and entropy, as `mcore_rl.log_probs` bounds them.
+
+    The hidden states of all tokens are gathered over TP; logits exist for a chunk of tokens, once
+    in the dtype of the weights and twice in float32.
+    """
+    item, tp = settings.weight_bytes, train.tp_size
+    tokens = settings.micro_batch_size * settings.positions / train.cp_size
+    rows = vocabulary_rows(shape, tp, settings)
+    own = 1 / tp if settings.sequence_parallel else 1.0
+    hidden = item * shape.hidden_size * tokens
+    chunk = min(settings.chunk_tokens, tokens) * rows * (2 * _FLOAT32 + item)
+    total = hidden + 2 * hidden * own + chunk
+    if with_gradients:
+        total += hidden + _FLOAT32 * rows * shape.hidden_size
+    return total
+
+
+def log_prob_activation_bytes(
+    shape: ModelShape, train: TrainLayout, layers: PipelineLayers, settings: TrainSettings
+) -> list[int]:
+    """Of a rank of each stage in the forward pass alone: one layer in work, on the last the head.
+
+    One layer's set is what it would keep for a backward pass; here it is freed as it goes.
+    """
+    found = []
+    for stage, chunks in enumerate(layers):
+        kinds = {shape.is_moe_layer[n] for chunk in chunks for n in chunk}
+        total = max(_layer_bytes(shape, train, settings, is_moe=k).everything for k in kinds)
+        if stage == train.pp_size - 1:
+            total = max(total, head_bytes(shape, train, settings, with_gradients=False))
+        found.append(math.ceil(total))
+    return found
+
+
+def engine_activation_bytes(
+    shape: ModelShape, rollout: RolloutLayout, settings: EngineSettings
+) -> int:
+    """Of a rank of the engine at its peak: a layer at work on a full batch, and the logits.
+
+    Experts compute on what all data-parallel ranks of the engine have, in two workspaces with a row
+    for every token and chosen expert, wherever that expert lies. The sampler has the logits of
+    every sequence over the whole vocabulary, in float32 and once more as log-probs.
+    """
+    item, tp, hidden = 2, rollout.tp_size, shape.hidden_size
+    tokens = settings.batched_tokens
+    heads = shape.num_heads / tp
+    if shape.latent:
+        latent = shape.latent
+        per_head = 2 * (latent.qk_nope_head_dim + latent.qk_rope_head_dim) + 2 * latent.v_head_dim
+    else:
+        per_head = 4 * shape.head_dim
+    attention = tokens * (3 * hidden + heads * per_head) * item
+    feed_forward = tokens * (3 * hidden + 3 * shape.ffn_hidden_size / tp) * item
+    if shape.experts:
+        width = shape.experts.hidden_size / (1 if rollout.expert_parallel else tp)
+        gathered = tokens * rollout.dp_size
+        rows = gathered * shape.experts.topk
+        experts = (rows * (max(2 * width, hidden) + width) + 2 * gathered * hidden) * item
+        feed_forward = max(feed_forward, experts + tokens * 2 * hidden * item)
+    logits = 2 * settings.max_num_seqs * shape.vocab_size * _FLOAT32
+    return math.ceil(max(attention, feed_forward, logits))

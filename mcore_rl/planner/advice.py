@@ -1,0 +1,202 @@
+"""What does not fit, and which flags would change it: each is tried, none is guessed.
+
+This module is pure: it imports neither Megatron nor vLLM nor torch.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import numpy as np
+import numpy.typing as npt
+
+from mcore_rl.errors import UsageError
+from mcore_rl.hybrid_engine.layout import RolloutLayout
+from mcore_rl.hybrid_engine.placement import Placement
+from mcore_rl.planner.phases import (
+    HAND_OVER,
+    LOG_PROBS,
+    TRAIN,
+    Case,
+    Memory,
+    memory_of,
+)
+from mcore_rl.planner.settings import MIB, Recompute
+from mcore_rl.planner.stages import stages_for
+
+Bytes = npt.NDArray[np.int64]
+HOST = "host memory"
+_MOST = 5  # remedies that are named
+
+
+@dataclass(frozen=True, slots=True)
+class Remedy:
+    """Flags that lessen a problem, and what would then still be lacking; 0: it fits."""
+
+    flags: str
+    lacking_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """A phase, or the host's memory, that does not fit."""
+
+    where: str
+    lacking_bytes: int
+    remedies: tuple[Remedy, ...]
+
+
+def problems_of(case: Case, memory: Memory, resident: Bytes, traffic_bytes: int) -> list[Problem]:
+    """Everything that does not fit, with remedies; those that suffice alone come first."""
+    found = []
+    for where, lacking in _lacking(case, memory).items():
+        if not lacking:
+            continue
+        remedies = []
+        for flags, other in _candidates(case, memory, where):
+            needed = resident
+            if other.rollout != case.rollout:
+                needed = Placement(
+                    other.shape, other.train, other.layers, other.rollout
+                ).resident_bytes
+            left = _lacking(other, memory_of(other, needed, traffic_bytes))[where]
+            if left < lacking:
+                remedies.append(Remedy(flags, left))
+        found.append(Problem(where, lacking, tuple(_best(remedies)[:_MOST])))
+    return found
+
+
+def _best(remedies: list[Remedy]) -> list[Remedy]:
+    """Those that leave least come first; no flags to which others add nothing but length."""
+    ordered: list[Remedy] = []
+    for remedy in sorted(remedies, key=lambda remedy: remedy.lacking_bytes):
+        before = ordered[-1] if ordered else None
+        adds_nothing = (
+            before is not None
+            and remedy.lacking_bytes == before.lacking_bytes
+            and remedy.flags.startswith(f"{before.flags} ")
+        )
+        if not adds_nothing:
+            ordered.append(remedy)
+    return ordered
+
+
+def _lacking(case: Case, memory: Memory) -> dict[str, int]:
+    host = max(0, memory.host_total_bytes - case.machine.host_bytes)
+    return {phase.name: phase.lacking_bytes for phase in memory.phases} | {HOST: host}
+
+
+def _candidates(case: Case, memory: Memory, where: str) -> Iterator[tuple[str, Case]]:
+    if where in (TRAIN, LOG_PROBS):
+        yield from _training(case)
+    elif where == HOST:
+        yield from _host(case)
+    else:
+        yield from _engine(case, memory)
+    if where in (TRAIN, LOG_PROBS, HAND_OVER):
+        yield from _train_layouts(case)
+
+
+def _training(case: Case) -> Iterator[tuple[str, Case]]:
+    now = case.training
+
+    def having(**changes: object) -> Case:
+        return replace(case, training=replace(now, **changes))  # type: ignore[arg-type]
+
+    if not now.distributed_optimizer:
+        yield "--use-distributed-optimizer", having(distributed_optimizer=True)
+    if now.recompute.granularity != "full":
+        flags = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
+        yield flags, having(recompute=Recompute(granularity="full", method="uniform"))
+    if now.micro_batch_size > 1:
+        more = now.num_micro_batches * now.micro_batch_size
+        yield "--micro-batch-size 1", having(micro_batch_size=1, num_micro_batches=more)
+    if now.chunk_tokens > 256:
+        yield "--rl-log-prob-chunk-tokens 256", having(chunk_tokens=256)
+    if now.gradient_bytes == 4 and now.weight_bytes == 2:
+        yield "--grad-reduce-in-bf16", having(gradient_bytes=2)
+    if now.optimizer_bytes == 12:
+        flags = "--use-precision-aware-optimizer --exp-avg-dtype bf16 --exp-avg-sq-dtype bf16"
+        yield flags, having(optimizer_bytes=8)
+    if not now.optimizer_host_share:
+        yield "--optimizer-cpu-offload", having(optimizer_host_share=1.0)
+
+
+def _train_layouts(case: Case) -> Iterator[tuple[str, Case]]:
+    """Twice as many ranks in one direction, where that is possible."""
+    train, shape = case.train, case.shape
+    with_ep = shape.experts and shape.experts.num_experts % (2 * train.ep_size) == 0
+    changes = [
+        *([{"ep_size": 2 * train.ep_size}] if with_ep else []),
+        {"pp_size": 2 * train.pp_size},
+    ]
+    for change in changes:
+        try:
+            other = replace(train, **change)
+            stages = stages_for(shape.num_layers, other.pp_size)
+        except UsageError:
+            continue
+        if stages is None or case.training.num_micro_batches < 1:
+            continue
+        if other.pp_size == train.pp_size:
+            flags = f"--expert-model-parallel-size {other.ep_size}"
+            yield flags, replace(case, train=other)
+            continue
+        samples = case.training.num_micro_batches * train.dp_size
+        training = replace(case.training, num_micro_batches=max(1, samples // other.dp_size))
+        flags = f"--pipeline-model-parallel-size {other.pp_size}{stages.flags}"
+        yield flags, replace(case, train=other, layers=stages.layers, training=training)
+
+
+def _engine(case: Case, memory: Memory) -> Iterator[tuple[str, Case]]:
+    now = case.engine
+
+    def having(**changes: object) -> Case:
+        return replace(case, engine=replace(now, **changes))  # type: ignore[arg-type]
+
+    useful = math.floor(memory.kv_cache.useful_utilization * 100) / 100
+    more = having(gpu_memory_utilization=useful)
+    raised = f"--rl-rollout-gpu-memory-utilization {useful:g}"
+    helps = useful > now.gpu_memory_utilization
+    if helps:
+        yield raised, more
+    for kinds in (("gradients", "optimizer"), ("gradients", "optimizer", "parameters")):
+        if not now.offloaded >= set(kinds):
+            yield f"--rl-offload {','.join(kinds)}", having(offloaded=frozenset(kinds))
+    if now.bucket_bytes > 64 * MIB:
+        yield "--rl-reshard-bucket-mb 64", having(bucket_bytes=64 * MIB)
+    for flags, wider in _wider_engines(case):
+        yield flags, replace(case, rollout=wider)
+        if helps:
+            yield f"{flags} {raised}", replace(more, rollout=wider)
+
+
+def _wider_engines(case: Case) -> Iterator[tuple[str, RolloutLayout]]:
+    """Engines of 2, 4 and 8 times as many ranks: experts spread over more, else a wider TP."""
+    rollout, experts, world = case.rollout, case.shape.experts, case.rollout.world_size
+    for factor in (2, 4, 8):
+        if experts and case.engine.may_spread_experts:
+            ep_size = factor * rollout.slots_per_engine
+            if experts.num_experts % ep_size == 0 and world % ep_size == 0:
+                dp_size = factor * rollout.dp_size
+                wider = replace(rollout, expert_parallel=True, dp_size=dp_size, rank_map=())
+                yield f"--rl-rollout-ep-size {ep_size}", wider
+            continue
+        tp_size = factor * rollout.tp_size
+        inside = case.machine.ranks_per_node % tp_size == 0 and world % tp_size == 0
+        if inside and case.shape.num_heads % tp_size == 0:
+            wider = replace(rollout, tp_size=tp_size, rank_map=())
+            yield f"--rl-rollout-tp-size {tp_size}", wider
+
+
+def _host(case: Case) -> Iterator[tuple[str, Case]]:
+    now = case.engine
+    if now.delta:
+        yield "drop --rl-reshard-delta", replace(case, engine=replace(now, delta=False))
+    if now.keeps_reference:
+        yield "--rl-kl-coef 0", replace(case, engine=replace(now, keeps_reference=False))
+    if now.offloaded:
+        none = replace(case, engine=replace(now, offloaded=frozenset()))
+        yield "--rl-offload none", none

@@ -1,0 +1,334 @@
+"""From the command line of `mcore-rl plan` to the case to be planned.
+
+Every Megatron and --rl-* flag is read as a run reads it: by Megatron's own parser, after
+`--rl-config` files, with what config.json and RL add. The module imports Megatron for that and
+takes no other part of it: no device, no process group, no model.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from mcore_rl.arguments import RLConfig, expand_config, given_values
+from mcore_rl.derived_flags import derive_flags
+from mcore_rl.errors import UsageError
+from mcore_rl.hf_config import ModelShape, read_model_shape
+from mcore_rl.hybrid_engine.buckets import frame_of, slot_bytes
+from mcore_rl.hybrid_engine.layout import SPLITS_SHARED_EXPERTS, RolloutLayout, TrainLayout
+from mcore_rl.planner.phases import Case
+from mcore_rl.planner.settings import (
+    GB,
+    MIB,
+    EngineSettings,
+    Machine,
+    Recompute,
+    TrainSettings,
+)
+
+_BATCH_FLAGS = frozenset(
+    "rl_num_prompts_per_step rl_num_samples_per_prompt rl_num_mini_batches micro_batch_size "
+    "global_batch_size".split()
+)
+_DTYPE_BYTES = {"fp32": 4, "fp16": 2, "bf16": 2, "fp8": 1}
+# Moments of each optimizer, of parameters that are matrices; others may have more.
+_MOMENTS = {"adam": 2, "sgd": 1, "lion": 1, "muon": 1, "dist_muon": 1, "adaptive_muon": 2}
+_USUAL_RANKS_PER_NODE = 8
+# Of published checkpoints; their tensors have the shapes of those that are trained.
+_DEQUANTIZED = ("fp8",)
+
+
+@dataclass(frozen=True, slots=True)
+class PlanRequest:
+    """A parsed command line: the case, and what is asked beside it."""
+
+    case: Case
+    options: argparse.Namespace  # those of the planner alone
+    samples_per_step: int
+    num_mini_batches: int
+    notes: tuple[str, ...]
+
+
+def planner_parser() -> argparse.ArgumentParser:
+    """The planner's own flags; all others are Megatron's and ours."""
+    parser = argparse.ArgumentParser(
+        prog="mcore-rl plan",
+        allow_abbrev=False,
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        description="Plan a job without a GPU and without weights: its memory in every phase, and "
+        "what a hand-over moves.",
+        epilog="All other flags are those of mcore_rl.train (see -m mcore_rl.train --help): any "
+        "Megatron flag, any --rl-* flag, --rl-config FILE. GB are 10^9 bytes.",
+    )
+    add = parser.add_argument
+    add("--hf-config", help="config.json of the checkpoint, or its folder")
+    add("--world-size", type=int, help="number of GPUs")
+    add("--json", metavar="FILE", help="also write the plan there")
+    add("--search", action="store_true", help="rank other layouts that fit")
+    add("--top", type=int, default=10, help="with --search, how many to show")
+    add("--gpu-memory-gb", type=float, default=80.0, help="of a device")
+    add("--gpu-reserved-gb", type=float, default=5.0, help="of it, what no tensor gets: contexts, "
+        "communicators, CUDA graphs, fragmentation")  # fmt: skip
+    add("--host-memory-gb", type=float, default=2000.0, help="of a node")
+    add("--intra-node-gb-per-second", type=float, default=400.0, help="a rank's, each way")
+    add("--inter-node-gb-per-second", type=float, default=50.0, help="a rank's, each way")
+    add("--expert-load", type=float, default=1.5, help="tokens of the busiest rank's experts over "
+        "the mean")  # fmt: skip
+    add("--batched-tokens", type=int, default=16384, help="that vLLM works on at one time")
+    add("--gpu-tflops", type=float, default=400.0, help="achieved in training, for --search")
+    add("--gpu-memory-gb-per-second", type=float, default=3000.0, help="for --search")
+    return parser
+
+
+def read_command_line(tokens: Sequence[str]) -> PlanRequest:
+    """Parse and check `tokens`. Raises UsageError; leaves with SystemExit after --help."""
+    options, rest = _planner_options(tokens)
+    # Late, because it takes seconds: importing them imports Megatron.
+    from mcore_rl import layout_checks, preflight
+
+    parser = preflight.make_parser()
+    rest = expand_config(rest, parser)
+    given = given_values(rest, parser)
+    preflight.check_no_megatron_rl_flag(given, parser)
+    config = _config(given, options.world_size)
+    preflight.check_ranges(config)
+    shape = _read_shape(options.hf_config, config)
+    preflight.check_lengths(config, shape)
+
+    def all_values(config: RLConfig) -> dict[str, Any]:
+        derived = derive_flags(shape, config, given, parser=parser, has_cuda=True)
+        return {**given_values(derived.tokens, parser), **given}
+
+    values = all_values(config)
+    preflight.check_switches(values)
+    train = layout_checks.check_layout(shape, values, options.world_size)
+    layers = layout_checks.check_stages(shape, train.pp_size, values)
+    rollout = layout_checks.check_rollout(config, shape, train, layers, has_cuda=True)
+    notes = _notes(shape, rollout)
+    if not given.keys() & _BATCH_FLAGS:
+        raised = _with_batch_for(config, train)
+        if raised != config:
+            notes.append(
+                f"--rl-num-prompts-per-step is taken as {raised.num_prompts_per_step}, the least "
+                f"that {train.dp_size} data-parallel ranks can share"
+            )
+            config, values = raised, all_values(raised)
+    layout_checks.check_batches(config, train, values)
+    case = Case(
+        shape=shape,
+        train=train,
+        layers=layers,
+        rollout=rollout,
+        training=_train_settings(config, values, given, train, options),
+        engine=_engine_settings(config, values, options),
+        machine=_machine(options, layout_checks.ranks_per_node(config, options.world_size)),
+    )
+    _check_bucket(case)
+    return PlanRequest(
+        case, options, config.samples_per_step, config.num_mini_batches, tuple(notes)
+    )
+
+
+def _planner_options(tokens: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
+    parser = planner_parser()
+
+    def refuse(message: str) -> None:
+        raise UsageError(f"{message.removeprefix('argument ')}; see mcore-rl plan --help")
+
+    parser.error = refuse  # type: ignore[assignment, method-assign]
+    options, rest = parser.parse_known_args(list(tokens))
+    if options.world_size is None:
+        raise UsageError("--world-size is missing; give the number of GPUs to plan for")
+    for name, value in vars(options).items():
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        least_is_0 = name == "gpu_reserved_gb"
+        if is_number and not (value > 0 or (least_is_0 and value == 0)):
+            raise UsageError(f"--{name.replace('_', '-')} {value} must be greater than 0")
+    if options.expert_load < 1:
+        raise UsageError(f"--expert-load {options.expert_load} must be at least 1, an even load")
+    if options.gpu_reserved_gb >= options.gpu_memory_gb:
+        raise UsageError(
+            f"--gpu-reserved-gb {options.gpu_reserved_gb} leaves nothing of --gpu-memory-gb "
+            f"{options.gpu_memory_gb}; lower it"
+        )
+    target = Path(options.json) if options.json else None
+    if target and (target.is_dir() or not target.absolute().parent.is_dir()):
+        raise UsageError(f"--json {options.json} must name a file in a folder that exists")
+    return options, rest
+
+
+def _config(given: Mapping[str, Any], world_size: int) -> RLConfig:
+    """As a run has it, but for the machine: the one that plans is another."""
+    fields = {field.name for field in dataclasses.fields(RLConfig)}
+    ours = {name[3:]: value for name, value in given.items() if name[3:] in fields}
+    ours = {name: value for name, value in ours.items() if f"rl_{name}" in given}
+    config = RLConfig(**ours)
+    if config.ranks_per_node:
+        return config
+    return dataclasses.replace(config, ranks_per_node=min(_USUAL_RANKS_PER_NODE, world_size))
+
+
+def _read_shape(named: str | None, config: RLConfig) -> ModelShape:
+    flag, source = "--hf-config", named
+    if source is None:
+        flag, source = "--rl-hf-checkpoint", config.hf_checkpoint
+    if source is None:
+        raise UsageError("--hf-config is missing; give the config.json of the checkpoint to train")
+    if not Path(source).exists():
+        raise UsageError(f"{flag} {source} is not there; give a config.json or its folder")
+    shape = read_model_shape(Path(source), flag=flag, for_planning=True)
+    if shape.quantization not in (None, *_DEQUANTIZED):
+        raise UsageError(
+            f"{flag} {source} describes weights quantised by {shape.quantization}; the planner "
+            f"knows {', '.join(_DEQUANTIZED)}, which is converted to bfloat16 for training: give "
+            "the config.json of such a checkpoint or of one that is not quantised"
+        )
+    return shape
+
+
+def _notes(shape: ModelShape, rollout: RolloutLayout) -> list[str]:
+    """What the figures do not say by themselves."""
+    notes = []
+    if shape.quantization:
+        notes.append(
+            f"config.json describes weights in {shape.quantization}; the plan is for the "
+            "checkpoint once it is converted to bfloat16, which training needs"
+        )
+    if shape.num_mtp_layers:
+        notes.append(
+            f"{shape.num_mtp_layers} multi-token-prediction layer(s) are left out: RL neither "
+            "trains them nor samples from them"
+        )
+    if rollout.has_whole_shared_experts and shape.experts and shape.experts.shared_hidden_size:
+        width = shape.experts.shared_hidden_size * (rollout.tp_size - 1) // rollout.tp_size
+        more = sum(shape.is_moe_layer) * 3 * shape.hidden_size * width * 2
+        notes.append(
+            f"in this layout vLLM keeps shared experts whole on every rank, {more / GB:.2f} GB "
+            "more than their share; --rl-rollout-all2all-backend with one of "
+            f"{', '.join(SPLITS_SHARED_EXPERTS)} splits them, where the machine can run it"
+        )
+    return notes
+
+
+def _with_batch_for(config: RLConfig, train: TrainLayout) -> RLConfig:
+    """`config` with the least batch, not below the default, that data-parallel ranks can share."""
+    parts = config.num_mini_batches * train.dp_size
+    step = parts // math.gcd(parts, config.num_samples_per_prompt)
+    prompts = math.ceil(config.num_prompts_per_step / step) * step
+    return dataclasses.replace(config, num_prompts_per_step=prompts)
+
+
+def _train_settings(
+    config: RLConfig,
+    values: Mapping[str, Any],
+    given: Mapping[str, Any],
+    train: TrainLayout,
+    options: argparse.Namespace,
+) -> TrainSettings:
+    micro_batch_size = values["micro_batch_size"]
+    mini_batch = config.samples_per_step // config.num_mini_batches
+    return TrainSettings(
+        weight_bytes=4 if config.precision == "fp32" else 2,
+        gradient_bytes=_gradient_bytes(config, values),
+        optimizer_bytes=_optimizer_bytes(config, values),
+        distributed_optimizer=bool(values.get("use_distributed_optimizer")),
+        optimizer_instances=values.get("num_distributed_optimizer_instances", 1),
+        optimizer_host_share=(
+            values.get("optimizer_offload_fraction", 1.0)
+            if values.get("optimizer_cpu_offload")
+            else 0.0
+        ),
+        vocabulary_multiple=given.get("make_vocab_size_divisible_by"),
+        micro_batch_size=micro_batch_size,
+        num_micro_batches=mini_batch // train.dp_size // micro_batch_size,
+        positions=config.max_prompt_tokens + config.max_response_tokens,
+        sequence_parallel=bool(values.get("sequence_parallel")) and train.tp_size > 1,
+        recompute=_recompute(values),
+        chunk_tokens=config.log_prob_chunk_tokens,
+        expert_load=options.expert_load,
+    )
+
+
+def _gradient_bytes(config: RLConfig, values: Mapping[str, Any]) -> int:
+    """Of Megatron's gradient buffers."""
+    if values.get("accumulate_allreduce_grads_in_fp32") or config.precision == "fp32":
+        return 4
+    if config.precision == "fp16":
+        return 2
+    in_bf16 = values.get("grad_reduce_in_bf16") or values.get("main_grads_dtype") == "bf16"
+    return 2 if in_bf16 else 4
+
+
+def _optimizer_bytes(config: RLConfig, values: Mapping[str, Any]) -> int:
+    """Main parameter and moments."""
+    name = values.get("optimizer", "adam")
+    if name not in _MOMENTS:
+        raise UsageError(
+            f"--optimizer {name} is not known to the planner; choose one of {', '.join(_MOMENTS)}"
+        )
+    precise = bool(values.get("use_precision_aware_optimizer"))
+    main = values.get("main_params_dtype", "fp32") if precise else "fp32"
+    dtypes = ("exp_avg_dtype", "exp_avg_sq_dtype")[: _MOMENTS[name]]
+    moments = [values.get(dest, "fp32") if precise else "fp32" for dest in dtypes]
+    # A float32 parameter is its own main parameter.
+    kept = moments if config.precision == "fp32" else [main, *moments]
+    return sum(_DTYPE_BYTES[dtype] for dtype in kept)
+
+
+def _recompute(values: Mapping[str, Any]) -> Recompute:
+    granularity = values.get("recompute_granularity")
+    if values.get("recompute_activations"):
+        granularity = "selective"
+    return Recompute(
+        granularity=granularity,
+        method=values.get("recompute_method") or ("uniform" if granularity == "full" else None),
+        num_layers=values.get("recompute_num_layers") or 1,
+        modules=frozenset(values.get("recompute_modules") or ["core_attn"]),
+        spread_over_tp=bool(values.get("distribute_saved_activations")),
+    )
+
+
+def _engine_settings(
+    config: RLConfig, values: Mapping[str, Any], options: argparse.Namespace
+) -> EngineSettings:
+    return EngineSettings(
+        gpu_memory_utilization=config.rollout_gpu_memory_utilization,
+        max_num_seqs=config.rollout_max_num_seqs,
+        max_model_tokens=config.max_prompt_tokens + config.max_response_tokens,
+        max_response_tokens=config.max_response_tokens,
+        batched_tokens=options.batched_tokens,
+        bucket_bytes=config.reshard_bucket_mb * MIB,
+        delta=config.reshard_delta,
+        may_spread_experts=not config.rollout_no_expert_parallel,
+        offloaded=_offloaded(config, values),
+        keeps_reference=config.kl_coef > 0,
+        saves_checkpoints=bool(values.get("save")),
+    )
+
+
+def _offloaded(config: RLConfig, values: Mapping[str, Any]) -> frozenset[str]:
+    from mcore_rl.hybrid_engine.offload import offload_kinds
+
+    return offload_kinds("auto", values, has_cuda=True)
+
+
+def _machine(options: argparse.Namespace, ranks_per_node: int) -> Machine:
+    return Machine(
+        ranks_per_node=ranks_per_node,
+        gpu_bytes=int(options.gpu_memory_gb * GB),
+        reserved_bytes=int(options.gpu_reserved_gb * GB),
+        host_bytes=int(options.host_memory_gb * GB),
+        own_node_rate=options.intra_node_gb_per_second * GB,
+        other_nodes_rate=options.inter_node_gb_per_second * GB,
+    )
+
+
+def _check_bucket(case: Case) -> None:
+    """The bucket must hold a message in each of its buffers, as a transfer asks for."""
+    frame = frame_of({"float32": 4}, with_delta=case.engine.delta)
+    slot_bytes(case.engine.bucket_bytes, 3 if case.engine.delta else 2, frame)

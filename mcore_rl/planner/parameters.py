@@ -1,0 +1,127 @@
+"""Exact: the parameters of a rank, what the optimizer keeps of them, and the KV cache of a token.
+
+Counted from `checkpoint_tensors`, which a test holds against real Megatron models; the vocabulary
+is padded as Megatron pads it. What Megatron adds on top is the padding inside its buffers: less
+than 64 elements a parameter and less than lcm(DP, 128) a bucket.
+
+This module is pure: it imports neither Megatron nor vLLM nor torch.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from mcore_rl.hf_config import ModelShape
+from mcore_rl.hybrid_engine.checkpoint_tensors import (
+    Cut,
+    TensorSpec,
+    embedding_specs,
+    head_specs,
+    layer_specs,
+    trained_vocabulary_rows,
+)
+from mcore_rl.hybrid_engine.layout import PipelineLayers, TrainLayout
+from mcore_rl.planner.settings import TrainSettings
+
+
+@dataclass(frozen=True, slots=True)
+class StageParameters:
+    """Parameters of each rank of a pipeline stage; all its ranks have as many."""
+
+    dense: int
+    experts: int
+
+    @property
+    def total(self) -> int:
+        return self.dense + self.experts
+
+
+def vocabulary_rows(shape: ModelShape, tp_size: int, settings: TrainSettings) -> int:
+    """Rows of the padded vocabulary on a rank."""
+    multiple = settings.vocabulary_multiple
+    if multiple is None:
+        return trained_vocabulary_rows(shape.vocab_size, tp_size)
+    return math.ceil(shape.vocab_size / (multiple * tp_size)) * multiple
+
+
+def stage_parameters(
+    shape: ModelShape, train: TrainLayout, layers: PipelineLayers, settings: TrainSettings
+) -> list[StageParameters]:
+    """Of every stage. The router's bias is no parameter, and MTP layers are not trained."""
+    rows = vocabulary_rows(shape, train.tp_size, settings)
+    last = len(layers) - 1
+    embedding, head = embedding_specs(shape), head_specs(shape)
+    if shape.tied_embeddings and last:
+        head = [*head, *embedding]  # Megatron keeps a copy of it on the last stage
+    of_kind = {
+        is_moe: _count(layer_specs(shape, is_moe=is_moe), train, rows)
+        for is_moe in set(shape.is_moe_layer)
+    }
+    found = []
+    for stage, chunks in enumerate(layers):
+        parts = [of_kind[shape.is_moe_layer[n]] for chunk in chunks for n in chunk]
+        if stage == 0:
+            parts.append(_count(embedding, train, rows))
+        if stage == last:
+            parts.append(_count(head, train, rows))
+        found.append(StageParameters(sum(p.dense for p in parts), sum(p.experts for p in parts)))
+    return found
+
+
+def _count(specs: Iterable[TensorSpec], train: TrainLayout, rows: int) -> StageParameters:
+    dense = experts = 0
+    for spec in specs:
+        if spec.dtype == "float32":
+            continue  # the router's bias
+        size = math.prod(spec.shape)
+        if spec.num_experts:
+            experts += size * spec.num_experts // (train.ep_size * train.etp_size)
+        elif spec.cut is Cut.VOCABULARY:
+            dense += rows * spec.shape[1]
+        elif spec.cut is Cut.REPLICATED:
+            dense += size
+        else:
+            dense += size // train.tp_size
+    return StageParameters(dense, experts)
+
+
+def optimizer_parameters(
+    parameters: StageParameters, train: TrainLayout, settings: TrainSettings
+) -> int:
+    """How many parameters' state a rank keeps: its share where the optimizer is distributed.
+
+    Dense parameters are shared out over data and context parallel ranks, experts over theirs.
+    """
+    if not settings.distributed_optimizer:
+        return parameters.total
+    copies = settings.optimizer_instances
+    dense = math.ceil(parameters.dense * copies / (train.dp_size * train.cp_size))
+    return dense + math.ceil(parameters.experts * copies / train.edp_size)
+
+
+def kv_bytes_per_token(shape: ModelShape, tp_size: int, itemsize: int = 2) -> int:
+    """What a rank of the engine caches for a token, in all layers.
+
+    Latent attention caches one latent and one rotary key, which no head owns, so that every TP rank
+    has all of it; else keys and values are cut by heads, of which a rank has at least one.
+    """
+    if shape.latent:
+        width = shape.latent.kv_lora_rank + shape.latent.qk_rope_head_dim
+    else:
+        width = 2 * max(1, shape.num_kv_heads // tp_size) * shape.head_dim
+    return width * itemsize * shape.num_layers
+
+
+def active_parameters(shape: ModelShape) -> int:
+    """Parameters that a token passes through, without the embedding."""
+    total = sum(math.prod(spec.shape) for spec in head_specs(shape))
+    if shape.tied_embeddings:
+        total += shape.vocab_size * shape.hidden_size
+    topk = shape.experts.topk if shape.experts else 0
+    for is_moe in set(shape.is_moe_layer):
+        specs = layer_specs(shape, is_moe=is_moe)
+        layer = sum(math.prod(s.shape) * (topk if s.num_experts else 1) for s in specs)
+        total += layer * shape.is_moe_layer.count(is_moe)
+    return total

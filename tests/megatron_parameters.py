@@ -1,0 +1,157 @@
+"""What Megatron-core 0.19.2 calls the parameters of a rank, and their shapes, written out by hand.
+
+From its sources: models/gpt/gpt_layer_specs.py (which module is what in either spec family),
+transformer/moe/experts.py (SequentialMLP, TEGroupedMLP), extensions/transformer_engine.py
+(layer_norm_weight, weight0 ..) and transformer/multi_latent_attention.py. The local names are held
+against a living model by tests/dist/test_families.py; Transformer Engine needs CUDA.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from mcore_rl.hf_config import LatentAttention, ModelShape
+from mcore_rl.hybrid_engine.checkpoint_tensors import trained_vocabulary_rows
+
+Named = Iterator[tuple[str, tuple[int, ...]]]
+
+
+@dataclass(frozen=True)
+class Spec:
+    """A family of layer specs."""
+
+    fused_norms: bool  # the norm is part of the linear layer behind it
+    grouped_experts: bool  # TEGroupedMLP instead of SequentialMLP
+    fused_down_projections: bool = False  # --mla-down-proj-fusion
+    split_down_projections: bool = False  # column-parallel, as in Megatron's own local spec
+
+
+SPECS = {
+    "local": Spec(fused_norms=False, grouped_experts=False),
+    "local_as_upstream": Spec(
+        fused_norms=False, grouped_experts=False, split_down_projections=True
+    ),
+    "transformer_engine": Spec(fused_norms=True, grouped_experts=True),
+    "transformer_engine_sequential": Spec(fused_norms=True, grouped_experts=False),
+    "transformer_engine_fused_down": Spec(
+        fused_norms=True,
+        grouped_experts=True,
+        fused_down_projections=True,
+        split_down_projections=True,
+    ),
+}
+
+
+def stage_parameters(
+    shape: ModelShape,
+    spec: Spec,
+    *,
+    tp_size: int,
+    ep_size: int = 1,
+    etp_size: int = 1,
+    layers: tuple[int, ...],
+) -> dict[str, tuple[int, ...]]:
+    """Name -> local shape of the parameters and persistent buffers of the stage with `layers`."""
+    found: dict[str, tuple[int, ...]] = {}
+    vocabulary = (trained_vocabulary_rows(shape.vocab_size, tp_size), shape.hidden_size)
+    first, last = layers[0] == 0, layers[-1] == shape.num_layers - 1
+    if first:
+        found["embedding.word_embeddings.weight"] = vocabulary
+    for local, layer in enumerate(layers):
+        parts = [
+            *_attention(shape, spec, tp_size),
+            *(
+                _experts(shape, spec, tp_size, ep_size, etp_size)
+                if shape.is_moe_layer[layer]
+                else _dense(shape, spec, tp_size)
+            ),
+        ]
+        found |= {f"decoder.layers.{local}.{name}": size for name, size in parts}
+    if last:
+        found["decoder.final_layernorm.weight"] = (shape.hidden_size,)
+        if not (shape.tied_embeddings and first):
+            found["output_layer.weight"] = vocabulary
+    return found
+
+
+def _attention(shape: ModelShape, spec: Spec, tp_size: int) -> Named:
+    hidden = shape.hidden_size
+    if shape.latent:
+        yield from _latent_attention(shape, shape.latent, spec, tp_size)
+        return
+    if spec.fused_norms:
+        yield "self_attention.linear_qkv.layer_norm_weight", (hidden,)
+    else:
+        yield "input_layernorm.weight", (hidden,)
+    rows = (shape.num_heads + 2 * shape.num_kv_heads) * shape.head_dim // tp_size
+    yield "self_attention.linear_qkv.weight", (rows, hidden)
+    if shape.qkv_bias:
+        yield "self_attention.linear_qkv.bias", (rows,)
+    if shape.qk_norm:
+        yield "self_attention.q_layernorm.weight", (shape.head_dim,)
+        yield "self_attention.k_layernorm.weight", (shape.head_dim,)
+    columns = shape.num_heads * shape.head_dim // tp_size
+    yield "self_attention.linear_proj.weight", (hidden, columns)
+
+
+def _latent_attention(
+    shape: ModelShape, latent: LatentAttention, spec: Spec, tp_size: int
+) -> Named:
+    hidden, rank, compressed = shape.hidden_size, latent.q_lora_rank, latent.kv_lora_rank
+    heads = shape.num_heads // tp_size
+    query = heads * (latent.qk_nope_head_dim + latent.qk_rope_head_dim)
+    kv_down = compressed + latent.qk_rope_head_dim
+    share = tp_size if spec.split_down_projections else 1
+    fused_down = spec.fused_down_projections and rank is not None
+    if fused_down:
+        yield "self_attention.linear_qkv_down_proj.layer_norm_weight", (hidden,)
+        yield "self_attention.linear_qkv_down_proj.weight", ((rank + kv_down) // share, hidden)
+    else:
+        yield "input_layernorm.weight", (hidden,)
+        yield "self_attention.linear_kv_down_proj.weight", (kv_down // share, hidden)
+    if rank is None:
+        yield "self_attention.linear_q_proj.weight", (query, hidden)
+    else:
+        if not fused_down:
+            yield "self_attention.linear_q_down_proj.weight", (rank // share, hidden)
+        yield "self_attention.linear_q_up_proj.weight", (query, rank)
+    up = heads * (latent.qk_nope_head_dim + latent.v_head_dim)
+    yield "self_attention.linear_kv_up_proj.weight", (up, compressed)
+    norms = {"q": rank, "kv": compressed}
+    for name, size in norms.items():
+        if size is None:
+            continue
+        if spec.fused_norms:
+            yield f"self_attention.linear_{name}_up_proj.layer_norm_weight", (size,)
+        else:
+            yield f"self_attention.{name}_layernorm.weight", (size,)
+    yield "self_attention.linear_proj.weight", (hidden, heads * latent.v_head_dim)
+
+
+def _dense(shape: ModelShape, spec: Spec, tp_size: int) -> Named:
+    hidden, width = shape.hidden_size, shape.ffn_hidden_size // tp_size
+    norm = "mlp.linear_fc1.layer_norm_weight" if spec.fused_norms else "pre_mlp_layernorm.weight"
+    yield norm, (hidden,)
+    yield "mlp.linear_fc1.weight", (2 * width, hidden)
+    yield "mlp.linear_fc2.weight", (hidden, width)
+
+
+def _experts(shape: ModelShape, spec: Spec, tp_size: int, ep_size: int, etp_size: int) -> Named:
+    experts, hidden = shape.experts, shape.hidden_size
+    assert experts is not None
+    yield "pre_mlp_layernorm.weight", (hidden,)
+    yield "mlp.router.weight", (experts.num_experts, hidden)
+    if experts.has_bias:
+        yield "mlp.router.expert_bias", (experts.num_experts,)
+    width = experts.hidden_size // etp_size
+    for local in range(experts.num_experts // ep_size):
+        form = "mlp.experts.{}.weight" + str(local)
+        if not spec.grouped_experts:
+            form = f"mlp.experts.local_experts.{local}.{{}}.weight"
+        yield form.format("linear_fc1"), (2 * width, hidden)
+        yield form.format("linear_fc2"), (hidden, width)
+    if experts.shared_hidden_size:
+        width = experts.shared_hidden_size // tp_size
+        yield "mlp.shared_experts.linear_fc1.weight", (2 * width, hidden)
+        yield "mlp.shared_experts.linear_fc2.weight", (hidden, width)

@@ -1,0 +1,68 @@
+"""What canaries compare, and when."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from mcore_rl.hybrid_engine.canary import (
+    Canary,
+    CanaryResult,
+    _worst,
+    differences,
+    megatron_log_probs,
+)
+from mcore_rl.types import TrainBatch
+
+
+def result(*means: float, tolerance: float = 0.1) -> CanaryResult:
+    return CanaryResult(3, means, tuple(2 * m for m in means), tolerance)
+
+
+def test_result_is_judged_by_the_mean_of_every_prompt() -> None:
+    assert result(0.02, 0.1).ok
+    assert not result(0.02, 0.11).ok
+    assert not result(float("nan"), 0.02).ok
+    assert "canary prompt 1 is scored apart by 0.1100 on average and 0.2200 at most" in str(
+        result(0.02, 0.11)
+    )
+    assert "prompt 1 is scored apart by nan" in str(result(0.5, float("nan")))
+
+
+def test_differences_are_by_prompt() -> None:
+    ours = [np.array([-1.0, -2.0], np.float32), np.array([-3.0], np.float32)]
+    theirs = [np.array([-1.5, -2.0], np.float32), np.array([-2.0], np.float32)]
+    assert differences(ours, theirs) == ([0.25, 1.0], [0.5, 1.0])
+    with pytest.raises(ValueError):
+        differences(ours, theirs[:1])
+
+
+def test_the_worst_engine_counts() -> None:
+    assert _worst([[0.1, 0.2], [0.3, 0.1]]) == (0.3, 0.2)
+    assert np.isnan(_worst([[0.1], [float("nan")]])[0])
+
+
+def test_prompts_are_padded_and_scored_alone() -> None:
+    seen: list[TrainBatch] = []
+
+    def log_probs(batch: TrainBatch) -> torch.Tensor:
+        seen.append(batch)
+        return batch.token_ids.float().roll(-1, dims=1)  # as if token t+1 were its score
+
+    scores = megatron_log_probs(
+        log_probs, [[7, 8, 9], [1, 2, 3, 4, 5]], micro_batch_size=2, multiple_of=4
+    )
+    assert [batch.token_ids.shape for batch in seen] == [(2, 4), (2, 8)]
+    assert [score.tolist() for score in scores] == [[8.0, 9.0], [2.0, 3.0, 4.0, 5.0]]
+
+
+@pytest.mark.parametrize(
+    ("interval", "expected"), [(1, [1, 2, 3, 4, 5]), (2, [1, 3, 5]), (50, [1])]
+)
+def test_canaries_follow_the_first_hand_over_and_every_so_many(
+    interval: int, expected: list[int]
+) -> None:
+    canary = object.__new__(Canary)
+    canary._interval = interval
+    assert [version for version in range(1, 6) if canary.due(version)] == expected

@@ -1,0 +1,269 @@
+"""The program `mcore-rl`, from its command line to what it prints and writes."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mcore_rl.cli import main
+
+ROOT = Path(__file__).resolve().parents[2]
+CONFIGS = ROOT / "tests" / "data" / "configs"
+V3 = CONFIGS / "deepseek-v3.json"
+V3_LAYOUT = (
+    "--tensor-model-parallel-size 8 --pipeline-model-parallel-size 8 "
+    "--decoder-last-pipeline-num-layers 5 --expert-model-parallel-size 32 "
+    "--rl-rollout-tp-size 8 --rl-rollout-ep-size 32"
+).split()
+SPLIT_SHARED = ["--rl-rollout-all2all-backend", "flashinfer_nvlink_two_sided"]
+QWEN = ["--hf-config", str(CONFIGS / "qwen3-0.6b.json"), "--world-size", "8"]
+
+# Runs a command and tells of its process: peak memory, what it loaded and started.
+WATCHED = """
+import json, resource, sys
+from mcore_rl.cli import main
+code = main(sys.argv[1:])
+import torch.distributed
+print(json.dumps({
+    "peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+    "distributed": torch.distributed.is_initialized(),
+    "has_vllm": "vllm" in sys.modules,
+}), file=sys.stderr)
+sys.exit(code)
+"""
+
+
+def plan(tmp_path: Path, *flags: str) -> dict[str, Any]:
+    """What `mcore-rl plan` writes."""
+    target = tmp_path / "plan.json"
+    assert main(["plan", *flags, "--json", str(target)]) == 0
+    return json.loads(target.read_text())
+
+
+# ---------------------------------------------------------------------------------------- the plan
+
+
+def test_published_deepseek_v3_gives_the_known_figures(tmp_path: Path) -> None:
+    flags = ["--hf-config", str(V3), "--world-size", "256", *V3_LAYOUT]
+    split = plan(tmp_path, *flags, *SPLIT_SHARED)
+    assert split["received_bytes_mean"] == pytest.approx(41.1e9, rel=0.01)
+    assert split["resident_bytes_max"] == pytest.approx(47.0e9, rel=0.01)
+    assert split["received_bytes_max"] == split["lower_bound_bytes_max"]
+    assert split["train"]["layers_of_stages_and_chunks"][-1] == [[56, 57, 58, 59, 60]]
+    assert split["model"]["num_mtp_layers_left_out"] == 1
+    notes = " ".join(split["notes"])
+    assert "fp8" in notes and "multi-token-prediction" in notes
+
+
+def test_shared_experts_that_vllm_keeps_whole_are_counted_and_said(tmp_path: Path) -> None:
+    flags = ["--hf-config", str(V3), "--world-size", "256", *V3_LAYOUT]
+    split, whole = plan(tmp_path, *flags, *SPLIT_SHARED), plan(tmp_path, *flags)
+    more = whole["resident_bytes_max"] - split["resident_bytes_max"]
+    assert more == 58 * 3 * 7168 * 2048 * 2 * 7 // 8
+    assert f"{more / 1e9:.2f} GB more" in " ".join(whole["notes"])
+    assert "shared experts" not in " ".join(split["notes"])
+
+
+def test_4096_ranks_take_little_memory_and_start_nothing(tmp_path: Path) -> None:
+    target = tmp_path / "plan.json"
+    flags = ["--hf-config", str(V3), "--world-size", "4096", *V3_LAYOUT, "--json", str(target)]
+    process = subprocess.run(
+        [sys.executable, "-c", WATCHED, "plan", *flags], capture_output=True, text=True, cwd=ROOT
+    )
+    assert process.returncode == 0, process.stderr
+    watched = json.loads(process.stderr.splitlines()[-1])
+    assert watched.pop("peak_bytes") < 2 << 30
+    assert not any(watched.values()), watched
+    found = json.loads(target.read_text())
+    assert found["rollout"]["num_engines"] == 128
+    assert len(found["rollout"]["rank_map"]) == 4096
+    assert found["received_over_lower_bound"] == 1.0
+
+
+def test_yaml_and_command_line_give_the_same_plan(tmp_path: Path) -> None:
+    (tmp_path / "flags.yaml").write_text(
+        "tensor-model-parallel-size: 4\nmicro-batch-size: 2\nrl-rollout-tp-size: 2\n"
+    )
+    given = plan(
+        tmp_path,
+        *QWEN,
+        *("--tensor-model-parallel-size", "4", "--micro-batch-size", "2"),
+        *("--rl-rollout-tp-size", "2"),
+    )
+    assert plan(tmp_path, *QWEN, "--rl-config", str(tmp_path / "flags.yaml")) == given
+    assert given["train"]["tp_size"] == 4 and given["rollout"]["num_engines"] == 4
+    assert given["rollout"]["rank_map"] == [0, 2, 1, 3, 4, 6, 5, 7]
+
+
+@pytest.mark.parametrize(
+    ("flags", "part", "share"),
+    [
+        ("--rl-precision fp32", "weights_bytes", 2),
+        ("--grad-reduce-in-bf16", "gradients_bytes", 0.5),
+        ("--use-precision-aware-optimizer --exp-avg-dtype bf16", "optimizer_bytes", 10 / 12),
+        ("--optimizer sgd", "optimizer_bytes", 8 / 12),
+        ("--rl-precision fp32", "optimizer_bytes", 8 / 12),
+        ("--optimizer-cpu-offload --optimizer-offload-fraction 0.75", "optimizer_bytes", 0.25),
+        ("--tensor-model-parallel-size 4", "optimizer_bytes", 1.0),  # TP4 x DP2 as DP8
+    ],
+)
+def test_megatron_flags_keep_their_meaning(
+    tmp_path: Path, flags: str, part: str, share: float
+) -> None:
+    before = plan(tmp_path, *QWEN)["phases"][0][part]
+    after = plan(tmp_path, *QWEN, *flags.split())["phases"][0][part]
+    assert after == pytest.approx(share * before, rel=0.001)
+
+
+def test_batch_that_nobody_gave_follows_the_data_parallel_size(tmp_path: Path) -> None:
+    flags = ["--hf-config", str(CONFIGS / "qwen3-0.6b.json"), "--world-size", "768"]
+    found = plan(tmp_path, *flags)
+    assert any("--rl-num-prompts-per-step is taken as 96" in note for note in found["notes"])
+
+
+def test_what_does_not_fit_is_a_result_and_its_remedies_hold(tmp_path: Path) -> None:
+    """Planning again with a remedy's flags gives what the remedy promised."""
+    flags = ["--hf-config", str(CONFIGS / "qwen3-30b-a3b.json"), "--world-size", "16"]
+    flags += "--pipeline-model-parallel-size 2 --expert-model-parallel-size 4".split()
+    flags += "--gpu-memory-gb 40 --rl-max-response-tokens 8192".split()
+    found = plan(tmp_path, *flags)
+    assert not found["fits"] and found["problems"]
+    for problem in found["problems"]:
+        assert problem["remedies"], problem
+        for remedy in problem["remedies"]:
+            again = plan(tmp_path, *flags, *remedy["flags"].split())
+            left = {p["where"]: p["lacking_bytes"] for p in again["problems"]}
+            assert left.get(problem["where"], 0) == remedy["lacking_bytes"], remedy
+
+
+def test_search_is_written_and_its_best_can_be_planned(tmp_path: Path) -> None:
+    start = ["--hf-config", str(CONFIGS / "qwen3-30b-a3b.json"), "--world-size", "16"]
+    search = plan(tmp_path, *start, "--expert-model-parallel-size", "8", "--search", "--top", "3")[
+        "search"
+    ]
+    assert search["num_fitting"] > 3 == len(search["layouts"])
+    best = search["layouts"][0]
+    again = plan(tmp_path, *start, *best["flags"].split())
+    assert again["fits"]
+    assert again["received_bytes_max"] == best["received_bytes_max"]
+    assert again["kv_cache_tokens"] == best["kv_cache_tokens"]
+
+
+def test_output_is_plain_where_it_is_piped(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", *QWEN, "--search"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "PLANNED, NOT RUN"
+    assert max(map(len, lines)) <= 100
+    assert not any("\x1b" in line or "─" in line for line in lines)
+
+
+# ---------------------------------------------------------------------------------------- mistakes
+
+
+def _config(tmp_path: Path, **changes: Any) -> str:
+    values = json.loads(V3.read_text())
+    for name, value in changes.items():
+        if value is None:
+            del values[name]
+        else:
+            values[name] = value
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    return str(tmp_path / "config.json")
+
+
+@pytest.mark.parametrize(
+    ("changes", "flags", "sentence"),
+    [
+        ({}, "--tensor-model-parallel-size 6", "= 6 does not divide the world of 256 processes"),
+        ({}, "--pipeline-model-parallel-size 3", "= 3 does not divide the world of 256 processes"),
+        (
+            {},
+            "--expert-model-parallel-size 64 --pipeline-model-parallel-size 8 "
+            "--decoder-last-pipeline-num-layers 5",
+            "--expert-model-parallel-size 64 x --pipeline-model-parallel-size 8 = 512",
+        ),
+        ({}, "--pipeline-model-parallel-size 8", "does not divide the 61 layers"),
+        ({}, "--rl-rollout-tp-size 16 --rl-rollout-ep-size 8", "is no multiple of the engine's TP"),
+        ({}, "--rl-rollout-tp-size 3", "--rl-rollout-tp-size 3 does not divide the world of 256"),
+        ({}, "--rl-reshard-bucket-mb 0", "--rl-reshard-bucket-mb 0 must be greater than 0"),
+        ({}, "--num-layers 60", "--num-layers 60 contradicts config.json"),
+        ({}, "--optimizer soap", "--optimizer soap is not known to the planner"),
+        ({}, "--tensor-model-parallel-sise 8", "unknown flag --tensor-model-parallel-sise"),
+        ({}, "--gpu-memory-gb -1", "--gpu-memory-gb -1.0 must be greater than 0"),
+        ({}, "--gpu-reserved-gb 80", "--gpu-reserved-gb 80.0 leaves nothing"),
+        ({}, "--rl-num-prompts-per-step 3", "samples do not divide into"),
+        ({}, "--json /nonexistent/plan.json", "must name a file in a folder that exists"),
+        ({"kv_lora_rank": None}, "", "has no field 'kv_lora_rank'"),
+        ({"model_type": "gpt_oss"}, "", "has model_type 'gpt_oss'; supported are"),
+        ({"quantization_config": {"quant_method": "awq"}}, "", "awq"),
+    ],
+)
+def test_mistake_gets_one_sentence_and_exit_code_2(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    changes: dict[str, Any],
+    flags: str,
+    sentence: str,
+) -> None:
+    config = _config(tmp_path, **changes)
+    code = main(["plan", "--hf-config", config, "--world-size", "256", *flags.split()])
+    output = capsys.readouterr()
+    assert code == 2 and output.out == ""
+    assert re.fullmatch(r"mcore_rl: error: [^\n]+\n", output.err), output.err
+    assert sentence in output.err
+
+
+@pytest.mark.parametrize(
+    ("tokens", "sentence"),
+    [
+        (["plan"], "--world-size is missing"),
+        (["plan", "--world-size", "8"], "--hf-config is missing"),
+        (["plan", "--world-size", "0"], "--world-size 0 must be greater than 0"),
+        (["plan", "--world-size", "eight"], "invalid int value: 'eight'"),
+        (["plan", "--world-size", "8", "--hf-config", "nowhere"], "nowhere is not there"),
+        (["plam"], "'plam' is no command of mcore-rl"),
+    ],
+)
+def test_command_that_cannot_be_read_gets_one_sentence(
+    tokens: list[str], sentence: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(tokens) == 2
+    assert re.fullmatch(r"mcore_rl: error: [^\n]+\n", error := capsys.readouterr().err), error
+    assert sentence in error
+
+
+def test_help_lists_commands_and_flags(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--help"]) == 0
+    assert "plan" in capsys.readouterr().out
+    with pytest.raises(SystemExit) as leave:
+        main(["plan", "--help"])
+    assert leave.value.code == 0
+    assert "--hf-config" in capsys.readouterr().out
+
+
+# ----------------------------------------------------------------------------------------- the page
+
+
+def test_page_of_671b_is_what_the_command_prints() -> None:
+    """Between the fences of docs/plan_671b.md: the command, then its output, word for word."""
+    page = (ROOT / "docs" / "plan_671b.md").read_text()
+    blocks = re.findall(r"```console\n\$ mcore-rl (.*?)\n(.*?)```", page, re.DOTALL)
+    assert len(blocks) == 2
+    for command, expected in blocks:
+        tokens = command.replace("\\\n", " ").split()
+        process = subprocess.run(
+            [sys.executable, "-m", "mcore_rl.cli", *tokens],
+            capture_output=True,
+            text=True,
+            cwd=ROOT,
+        )
+        assert process.returncode == 0, process.stderr
+        printed = "\n".join(line.rstrip() for line in process.stdout.splitlines())
+        assert printed == expected.strip("\n"), "regenerate docs/plan_671b.md with this command"
+    assert "PLANNED, NOT RUN" in page

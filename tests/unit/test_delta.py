@@ -1,0 +1,95 @@
+"""Encoded changes bring the old version to the new one, bit for bit, in no more bytes."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mcore_rl.hybrid_engine import delta
+from mcore_rl.hybrid_engine.buckets import CHUNK_BYTES, table_bytes
+
+
+def _encoded(old: np.ndarray, new: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """(payload, what the source keeps) for a message of `new`, where `old` was sent before."""
+    table = table_bytes(len(new))
+    buffer = np.full(table + delta.padded_bytes(len(new)), 0xEE, dtype=np.uint8)
+    buffer[table:] = _padded(new)
+    last = _padded(old)
+    size = delta.encode(buffer, last, len(new))
+    start = table if size == len(new) else 0
+    return buffer[start : start + size].copy(), last
+
+
+def _padded(data: np.ndarray) -> np.ndarray:
+    padded = np.zeros(delta.padded_bytes(len(data)), dtype=np.uint8)
+    padded[: len(data)] = data
+    return padded
+
+
+def _check(old: np.ndarray, new: np.ndarray) -> int:
+    payload, kept = _encoded(old, new)
+    assert np.array_equal(kept, _padded(new))
+    received = _padded(old)
+    if len(payload) == len(new):
+        assert np.array_equal(payload, new)
+        return len(payload)
+    if len(payload):
+        weights = delta.decode(payload, received, len(new))
+        assert 0 < weights < len(payload) < len(new)
+    assert np.array_equal(received, _padded(new))
+    return len(payload)
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    st.sampled_from([1, 7, 8, 100, 512, 4096, 5000, CHUNK_BYTES - 3, 2 * CHUNK_BYTES + 1000]),
+    st.lists(st.tuples(st.floats(0, 1), st.integers(1, 3000), st.integers(1, 97)), max_size=8),
+    st.integers(0, 9),
+)
+def test_old_version_becomes_the_new_one(size: int, runs: list, seed: int) -> None:
+    old = np.random.default_rng(seed).integers(0, 256, size, dtype=np.uint8)
+    new = old.copy()
+    for place, length, step in runs:  # runs of changed bytes, dense or spread
+        start = int(place * (size - 1))
+        new[start : start + length * step : step] ^= 1
+    assert _check(old, new) <= size
+    assert _check(new, new) == 0
+
+
+@pytest.mark.parametrize(
+    ("share", "at_most"), [(0.0, 0.0), (0.001, 0.025), (0.01, 0.06), (0.1, 0.38), (1.0, 1.0)]
+)
+def test_random_sparse_changes_cost_little(share: float, at_most: float) -> None:
+    random = np.random.default_rng(0)
+    old = random.integers(0, 256, 3 * CHUNK_BYTES, dtype=np.uint8)
+    new = old.copy()
+    new.view(np.int16)[random.random(len(new) // 2) < share] ^= 1
+    assert _check(old, new) <= at_most * len(new)
+
+
+def test_changed_rows_cost_little_more_than_themselves() -> None:
+    old = np.zeros(8 * CHUNK_BYTES, dtype=np.uint8)
+    new = old.copy()
+    new[: CHUNK_BYTES + 4096] = 7  # the first chunk whole, of the second 4 KiB
+    assert CHUNK_BYTES + 4096 < _check(old, new) < CHUNK_BYTES + 4096 + 600
+
+
+def test_negative_zero_and_nan_are_changes_like_any() -> None:
+    old = np.zeros(64, dtype=np.float32)
+    new = old.copy()
+    new[3], new[40] = -0.0, np.nan
+    assert 0 < _check(old.view(np.uint8), new.view(np.uint8)) < 256
+
+
+def test_payload_of_another_message_is_refused() -> None:
+    old = np.zeros(4096, dtype=np.uint8)
+    new = old.copy()
+    new[::512] = 1
+    payload, _ = _encoded(old, new)
+    with pytest.raises(RuntimeError, match="describes changes of"):
+        delta.decode(np.append(payload, np.uint8(0)), old.copy(), 4096)
+    payload[0] = 77
+    with pytest.raises(RuntimeError, match="unknown form 77"):
+        delta.decode(payload, old.copy(), 4096)

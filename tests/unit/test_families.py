@@ -1,0 +1,109 @@
+"""Every family: its published models have their published size, and under both of Megatron's spec
+families the parameters of all ranks together are the checkpoint, nothing more and nothing less."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from pathlib import Path
+
+import pytest
+
+from mcore_rl.families import FAMILIES
+from mcore_rl.hf_config import ModelShape, model_shape, read_model_shape
+from mcore_rl.hybrid_engine.boxes import cover_fault, full_box, uncovered
+from mcore_rl.hybrid_engine.checkpoint_tensors import (
+    checkpoint_tensors,
+    embedding_specs,
+    head_specs,
+    layer_specs,
+)
+from mcore_rl.hybrid_engine.weight_map import ShardCoordinates, map_parameter
+from scripts.make_tiny_deepseek import ARCHS, hf_config
+from tests.megatron_parameters import SPECS, stage_parameters
+
+CONFIGS = Path(__file__).parents[1] / "data" / "configs"
+# Published counts of parameters, without MTP layers.
+SIZES = {
+    "deepseek-v2": 235_741_434_880,
+    "deepseek-v2-lite": 15_706_484_224,
+    "deepseek-v3": 671_026_404_352 + 58 * 256,  # and the routers' biases
+    "llama-3.1-8b": 8_030_261_248,
+    "llama-3.2-1b": 1_235_814_400,
+    "mixtral-8x7b": 46_702_792_704,
+    "qwen2.5-7b": 7_615_616_512,
+    "qwen3-0.6b": 596_049_920,
+    "qwen3-30b-a3b": 30_532_122_624,
+}
+
+
+def tiny(arch: str, tied: bool = False) -> ModelShape:
+    return model_shape(hf_config(arch, tie_word_embeddings=tied), Path("config.json"))
+
+
+@pytest.mark.parametrize("name", SIZES)
+def test_published_model_has_its_published_size(name: str) -> None:
+    shape = read_model_shape(CONFIGS / f"{name}.json", for_planning=True)
+    specs = [*embedding_specs(shape), *head_specs(shape)]
+    for is_moe in shape.is_moe_layer:
+        specs += layer_specs(shape, is_moe=is_moe)
+    assert sum(math.prod(s.shape) * max(1, s.num_experts) for s in specs) == SIZES[name]
+
+
+def test_every_family_has_a_tiny_and_a_published_model() -> None:
+    published = {read_model_shape(f, for_planning=True).architecture for f in CONFIGS.iterdir()}
+    assert published == {tiny(arch).architecture for arch in ARCHS} == set(FAMILIES)
+
+
+@pytest.mark.parametrize("spec", SPECS)
+@pytest.mark.parametrize("arch", ARCHS)
+def test_parameters_of_all_ranks_are_the_checkpoint(arch: str, spec: str) -> None:
+    """Distinct boxes tile every tensor of the table; locally only padding is left over."""
+    shape = tiny(arch, tied=arch in ("qwen3", "llama"))
+    tp_size, (ep_size, etp_size) = 2, (2, 2) if shape.experts else (1, 1)
+    found: dict[str, set] = defaultdict(set)
+    for rank in range(tp_size * ep_size * etp_size):
+        tp_rank, etp_rank, ep_rank = rank % tp_size, rank // tp_size % etp_size, rank // 4
+        at = ShardCoordinates(
+            tp_rank, tp_size, ep_rank, ep_size, etp_rank, etp_size, tuple(range(shape.num_layers))
+        )
+        parameters = stage_parameters(
+            shape,
+            SPECS[spec],
+            tp_size=tp_size,
+            ep_size=ep_size,
+            etp_size=etp_size,
+            layers=at.layers,
+        )
+        for name, size in parameters.items():
+            pieces = map_parameter(name, size, shape, at)
+            for piece in pieces:
+                found[piece.tensor].add(piece.checkpoint_box)
+            left = uncovered(full_box(size), [piece.local_box for piece in pieces])
+            assert not left or "word_embeddings" in name or "output_layer" in name
+    expected = {name: tensor.shape for name, tensor in checkpoint_tensors(shape)}
+    assert found.keys() == expected.keys()
+    for tensor, size in expected.items():
+        assert cover_fault(full_box(size), list(found[tensor])) is None, tensor
+
+
+STRANGERS = {
+    "mlp.experts.linear_fc1.weight": "deepseek_v3",  # --moe-single-grouped-weight
+    "mlp.shared_experts.gate_weight": "deepseek_v3",
+    "mlp.shared_experts.linear_fc1.weight": "qwen3_moe",
+    "mlp.router.expert_bias": "mixtral",
+    "mlp.experts.local_experts.0.linear_fc1.weight": "llama",
+    "self_attention.linear_qkv.bias": "llama",
+    "self_attention.linear_q_down_proj.weight": "moonlight",
+    "self_attention.linear_q_proj.weight": "deepseek_v3",
+    "self_attention.linear_qkv.weight": "kimi_k2",
+    "self_attention.q_layernorm.weight": "qwen2",
+    "mlp.linear_fc1.bias": "qwen2",
+}
+
+
+@pytest.mark.parametrize(("name", "arch"), STRANGERS.items())
+def test_parameter_that_the_family_lacks_is_named(name: str, arch: str) -> None:
+    at = ShardCoordinates(0, 1, 0, 1, 0, 1, layers=(0, 1))
+    with pytest.raises(RuntimeError, match=rf"'decoder.layers.1.{name}' \[4, 4\] has no counterp"):
+        map_parameter(f"decoder.layers.1.{name}", (4, 4), tiny(arch), at)

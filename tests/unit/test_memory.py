@@ -1,0 +1,55 @@
+"""What the measurements of this process's memory see."""
+
+from __future__ import annotations
+
+import threading
+from multiprocessing import resource_tracker, shared_memory
+from pathlib import Path
+
+import torch
+
+from mcore_rl.hybrid_engine.memory import Footprint, PeakMemory, host_bytes
+
+MIB = 1 << 20
+
+
+def test_peak_sees_what_was_freed_before_the_end() -> None:
+    with PeakMemory() as peak:
+        torch.ones(64 * MIB, dtype=torch.uint8)
+    with PeakMemory() as small:
+        torch.ones(MIB, dtype=torch.uint8)
+    # Pages of other threads and of the interpreter come and go meanwhile, by far less than 8 MiB.
+    assert abs(peak.extra_bytes - 64 * MIB) < 8 * MIB
+    assert small.extra_bytes < 8 * MIB
+
+
+def test_footprint_sees_memory_files_threads_and_segments(tmp_path: Path) -> None:
+    resource_tracker.ensure_running()  # it takes two files of its own
+    before = Footprint.now()
+    assert abs(before.resident_bytes - host_bytes()) < 8 * MIB
+    held = torch.ones(64 * MIB, dtype=torch.uint8)
+    segment = shared_memory.SharedMemory(create=True, size=4096)
+    stop = threading.Event()
+    thread = threading.Thread(target=stop.wait)
+    thread.start()
+    try:
+        with open(tmp_path / "file", "w"):
+            during = Footprint.now()
+    finally:
+        stop.set()
+        thread.join()
+        segment.close()
+        segment.unlink()
+    assert abs(during.resident_bytes - before.resident_bytes - 64 * MIB) < 8 * MIB
+    assert during.open_files == before.open_files + 3  # the file, the segment, its mapping
+    assert during.threads == before.threads + 1
+    assert during.shared_memory == before.shared_memory + 1
+    assert during.device_bytes == before.device_bytes == 0 or torch.cuda.is_available()
+    del held
+    after = Footprint.now()
+    assert abs(after.resident_bytes - before.resident_bytes) < 8 * MIB
+    assert (after.open_files, after.threads, after.shared_memory) == (
+        before.open_files,
+        before.threads,
+        before.shared_memory,
+    )

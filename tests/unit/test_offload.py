@@ -1,0 +1,275 @@
+"""The offloader on plain tensors: storages are emptied and refilled in place, or not touched."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from mcore_rl.errors import UsageError
+from mcore_rl.hybrid_engine.offload import HostBuffer, Offloader, offload_kinds
+
+CPU = torch.device("cpu")
+ALL = frozenset({"parameters", "optimizer", "gradients"})
+
+
+class Training:
+    """A model as Megatron lays it out: parameters and gradients are views of buffers."""
+
+    def __init__(self) -> None:
+        generator = torch.Generator().manual_seed(1)
+        self.buffer = torch.randn(3001, generator=generator).bfloat16()
+        self.weight = torch.nn.Parameter(self.buffer[10:910].view(30, 30))
+        self.tied = torch.nn.Parameter(self.buffer[10:910].view(30, 30))
+        self.own = torch.nn.Parameter(torch.randn(7, 5, generator=generator))
+        self.grad_buffer = torch.randn(3001, generator=generator)
+        self.main_grad = self.grad_buffer[10:910].view(30, 30)
+        self.main = self.weight.detach().clone().float()
+        self.shard_of_own = self.own.detach().view(-1)[3:20]  # as a float32 run has it
+        self.moments = [torch.randn(30, 30, generator=generator) for _ in range(2)]
+        # A float32 gradient that is the main parameter's memory must not be forgotten with it.
+        self.alias_of_moment = self.moments[0].view(-1)[:10]
+
+    def tensors(self) -> dict[str, list[tuple[str, torch.Tensor]]]:
+        return {
+            "gradients": [("grads", self.grad_buffer), ("alias", self.alias_of_moment)],
+            "optimizer": [
+                ("main", self.main),
+                ("shard", self.shard_of_own),
+                *((f"moment{i}", m) for i, m in enumerate(self.moments)),
+            ],
+            "parameters": [("weight", self.weight), ("tied", self.tied), ("own", self.own)],
+        }
+
+    def views(self) -> dict[str, torch.Tensor]:
+        return {name: value for name, value in vars(self).items() if torch.is_tensor(value)} | {
+            f"moment{i}": moment for i, moment in enumerate(self.moments)
+        }
+
+    def copies(self) -> dict[str, torch.Tensor]:
+        return {name: value.detach().clone() for name, value in self.views().items()}
+
+
+def offloader(training: Training, what: frozenset[str] = ALL, **options) -> Offloader:
+    # Chunks of 1 KiB: storages run over their borders.
+    return Offloader(training.tensors, what, device=CPU, **{"chunk_bytes": 1024, **options})
+
+
+def assert_equal_but_gradients(training: Training, before: dict[str, torch.Tensor]) -> None:
+    for name, value in training.views().items():
+        if name in ("grad_buffer", "main_grad"):
+            assert not value.any(), name
+        else:
+            assert torch.equal(value, before[name]), name
+
+
+def test_cycle_restores_every_view_bit_for_bit() -> None:
+    training = Training()
+    before, addresses = training.copies(), {n: id(v) for n, v in training.views().items()}
+    there_and_back = offloader(training, keep_gradients=True)
+    for _ in range(2):
+        there_and_back.offload()
+        storages = [v.untyped_storage() for v in training.views().values()]
+        assert {storage.nbytes() for storage in storages} == {0}
+        there_and_back.onload()
+        for name, value in training.views().items():
+            assert torch.equal(value, before[name]), name
+    assert {n: id(v) for n, v in training.views().items()} == addresses
+    with torch.no_grad():
+        training.tied.fill_(3.0)
+        training.own.fill_(4.0)
+    assert (training.weight == 3).all() and (training.buffer[10:910] == 3).all()
+    assert (training.shard_of_own == 4).all()
+
+
+def test_forgotten_gradients_come_back_zero_and_are_not_copied() -> None:
+    training = Training()
+    before = training.copies()
+    there_and_back = offloader(training)
+    there_and_back.offload()
+    assert there_and_back.stats.dropped_bytes == 3001 * 4
+    there_and_back.onload()
+    assert_equal_but_gradients(training, before)
+
+
+def test_nan_payloads_and_odd_sizes_survive() -> None:
+    bits = torch.randint(0, 256, (4099,), dtype=torch.uint8, generator=torch.Generator())
+    halves = bits[:4098].clone().view(torch.bfloat16)
+    assert halves.isnan().any()
+    tensors = {"parameters": [("a", bits), ("b", halves)], "optimizer": [], "gradients": []}
+    there_and_back = Offloader(lambda: tensors, ALL, device=CPU, chunk_bytes=512)
+    expected = bits.clone(), halves.clone().view(torch.int16)
+    there_and_back.offload()
+    there_and_back.onload()
+    assert torch.equal(bits, expected[0])
+    assert torch.equal(halves.view(torch.int16), expected[1])
+
+
+@pytest.mark.parametrize("what", [{"gradients"}, {"optimizer"}, {"parameters"}, set()])
+def test_only_what_was_asked_for_leaves(what: set[str]) -> None:
+    training = Training()
+    there_and_back = offloader(training, frozenset(what))
+    there_and_back.offload()
+    assert there_and_back.away == what
+    gone = {n for n, v in training.views().items() if v.untyped_storage().nbytes() == 0}
+    assert (
+        gone
+        == {
+            "gradients": {"grad_buffer", "main_grad"},
+            "optimizer": {"main", "moment0", "moment1", "alias_of_moment"},
+            # The float32 main parameter is the parameter itself, and leaves with it.
+            "parameters": {"buffer", "weight", "tied", "own", "shard_of_own"},
+            "": set(),
+        }["".join(what)]
+    )
+    there_and_back.onload()
+    assert not there_and_back.away
+
+
+def test_kinds_leave_in_two_steps_and_prefetch_brings_copies_back_early() -> None:
+    training = Training()
+    before = training.copies()
+    there_and_back = offloader(training)
+    there_and_back.offload("gradients", "optimizer")
+    assert training.weight.untyped_storage().nbytes() > 0
+    there_and_back.offload("parameters")
+    copied = sum(v.untyped_storage().nbytes() for v in Training().moments) + 30 * 30 * 4
+    copied += 3001 * 2 + 7 * 5 * 4
+    assert there_and_back.prefetch() == copied == there_and_back.stats.moved_bytes
+    assert torch.equal(training.moments[1], before["moment1"])
+    assert training.grad_buffer.untyped_storage().nbytes() == 0  # zeros can wait
+    assert there_and_back.prefetch() == 0
+    there_and_back.onload()
+    assert_equal_but_gradients(training, before)
+
+
+def test_one_kind_can_come_back_before_the_rest() -> None:
+    training = Training()
+    before = training.copies()
+    there_and_back = offloader(training)
+    there_and_back.offload()
+    there_and_back.onload("parameters")
+    assert there_and_back.away == {"optimizer", "gradients"}
+    assert torch.equal(training.weight, before["weight"])
+    assert training.main.untyped_storage().nbytes() == 0
+    there_and_back.offload("parameters")
+    there_and_back.onload()
+    assert_equal_but_gradients(training, before)
+
+
+def test_host_memory_is_given_back_and_saving_is_not_claimed() -> None:
+    training = Training()
+    there_and_back = offloader(training)
+    there_and_back.offload()
+    stats = there_and_back.stats
+    assert there_and_back.host_bytes >= stats.moved_bytes > 0
+    # Without a device the copies lie in the very memory that was freed.
+    assert stats.saved_bytes == stats.dropped_bytes
+    there_and_back.onload()
+    assert there_and_back.host_bytes == 0
+
+
+def test_state_that_appears_later_is_found() -> None:
+    training = Training()
+    moments, training.moments = training.moments, []
+    there_and_back = offloader(training, frozenset({"optimizer"}))
+    there_and_back.offload()
+    there_and_back.onload()
+    training.moments = moments
+    expected = [moment.clone() for moment in moments]
+    there_and_back.offload()
+    assert moments[0].untyped_storage().nbytes() == 0
+    there_and_back.onload()
+    assert all(torch.equal(a, b) for a, b in zip(moments, expected, strict=True))
+
+
+def test_calls_out_of_order_are_refused() -> None:
+    training = Training()
+    there_and_back = offloader(training)
+    with pytest.raises(RuntimeError, match="onload was called, but nothing is offloaded"):
+        there_and_back.onload()
+    with pytest.raises(RuntimeError, match="prefetch was called, but nothing is offloaded"):
+        there_and_back.prefetch()
+    there_and_back.offload("optimizer")
+    with pytest.raises(RuntimeError, match="optimizer are offloaded already"):
+        there_and_back.offload()
+    there_and_back.onload()
+    with pytest.raises(RuntimeError, match="nothing is offloaded"):
+        there_and_back.onload()
+
+
+def test_storage_refilled_in_between_is_named() -> None:
+    training = Training()
+    there_and_back = offloader(training, frozenset({"optimizer"}))
+    there_and_back.offload()
+    training.main.untyped_storage().resize_(30 * 30 * 4)
+    with pytest.raises(RuntimeError, match=r"storage of main \(optimizer\) holds 3600 bytes"):
+        there_and_back.onload()
+
+
+def test_use_while_away_raises_instead_of_reading_garbage() -> None:
+    training = Training()
+    there_and_back = offloader(training, frozenset({"parameters"}))
+    there_and_back.offload()
+    with pytest.raises(RuntimeError, match="data is not allocated"):
+        training.weight.float()
+    there_and_back.onload()
+
+
+class Quantised(torch.Tensor):
+    pass
+
+
+@pytest.mark.parametrize(
+    ("tensor", "message"),
+    [
+        (torch.ones(4).as_subclass(Quantised), "odd is a Quantised, expected a plain tensor"),
+        (torch.from_numpy(torch.ones(4).numpy().copy()), "memory of odd cannot be freed"),
+    ],
+)
+def test_tensor_without_a_plain_storage_is_refused_before_anything_leaves(
+    tensor: torch.Tensor, message: str
+) -> None:
+    fine = torch.ones(8)
+    tensors = {"parameters": [("fine", fine), ("odd", tensor)], "optimizer": [], "gradients": []}
+    there_and_back = Offloader(lambda: tensors, ALL, device=CPU)
+    with pytest.raises(RuntimeError, match=message):
+        there_and_back.offload()
+    assert not there_and_back.away and (fine == 1).all()
+
+
+def test_host_buffer_covers_a_range_across_chunks_once() -> None:
+    buffer = HostBuffer(pinned=False, chunk_bytes=64)
+    buffer.reserve(150)
+    assert buffer.num_bytes == 150
+    buffer.reserve(100)
+    assert buffer.num_bytes == 150
+    buffer.reserve(200)  # more chunks, the old ones stay
+    whole = torch.cat(list(buffer.pieces(0, 200)))
+    assert len(whole) == 200
+    for number, piece in enumerate(buffer.pieces(60, 100)):
+        piece.fill_(number + 1)
+    assert [len(piece) for piece in buffer.pieces(60, 100)] == [4, 64, 22, 10]
+    assert list(buffer.pieces(150, 0)) == []
+
+
+def test_flag_names_kinds_or_says_what_it_takes() -> None:
+    assert offload_kinds("auto", {}, has_cuda=True) == {"gradients", "optimizer"}
+    assert offload_kinds("auto", {}, has_cuda=False) == set()
+    assert offload_kinds("none", {}, has_cuda=True) == set()
+    some = offload_kinds("parameters, gradients", {"cuda_graph_impl": "none"}, has_cuda=False)
+    assert some == {"parameters", "gradients"}
+    for text in ("weights", "gradients,", "", "none,gradients"):
+        with pytest.raises(UsageError, match="--rl-offload .*gradients, optimizer, parameters"):
+            offload_kinds(text, {}, has_cuda=True)
+
+
+def test_flag_refuses_what_megatron_has_pinned_down_and_auto_leaves_it() -> None:
+    registered = {"nccl_ub": True}
+    assert offload_kinds("auto", registered, has_cuda=True) == {"optimizer"}
+    assert offload_kinds("optimizer", registered, has_cuda=True) == {"optimizer"}
+    with pytest.raises(UsageError, match="--rl-offload gradients does not go with --use-nccl-ub"):
+        offload_kinds("gradients", registered, has_cuda=True)
+    captured = {"cuda_graph_impl": "local"}
+    assert offload_kinds("auto", captured, has_cuda=True) == set()
+    with pytest.raises(UsageError, match="--cuda-graph-impl, which captures the addresses"):
+        offload_kinds("optimizer", captured, has_cuda=True)

@@ -1,0 +1,377 @@
+"""The planner's figures: known ones, formulas of papers, and properties of what it proposes."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from mcore_rl.hf_config import ModelShape, read_model_shape
+from mcore_rl.hybrid_engine.layout import RolloutLayout, TrainLayout, pipeline_layers
+from mcore_rl.hybrid_engine.placement import Placement, with_rank_map
+from mcore_rl.planner.activations import (
+    layer_terms,
+    micro_batches_in_flight,
+    train_activation_bytes,
+)
+from mcore_rl.planner.advice import HOST
+from mcore_rl.planner.outcome import Outcome, as_json, plan_case
+from mcore_rl.planner.parameters import (
+    kv_bytes_per_token,
+    optimizer_parameters,
+    stage_parameters,
+)
+from mcore_rl.planner.phases import HAND_OVER, ROLLOUT, TRAIN, Case
+from mcore_rl.planner.search import Rates, search
+from mcore_rl.planner.settings import (
+    GB,
+    MIB,
+    EngineSettings,
+    Machine,
+    Recompute,
+    TrainSettings,
+)
+from mcore_rl.planner.stages import stages_for
+
+CONFIGS = Path(__file__).resolve().parents[1] / "data" / "configs"
+FULL = Recompute(granularity="full", method="uniform")
+MACHINE = Machine(
+    ranks_per_node=8,
+    gpu_bytes=80 * GB,
+    reserved_bytes=5 * GB,
+    host_bytes=2000 * GB,
+    own_node_rate=400e9,
+    other_nodes_rate=50e9,
+)
+TRAINING = TrainSettings(
+    weight_bytes=2,
+    gradient_bytes=4,
+    optimizer_bytes=12,
+    distributed_optimizer=True,
+    optimizer_instances=1,
+    optimizer_host_share=0.0,
+    vocabulary_multiple=None,
+    micro_batch_size=1,
+    num_micro_batches=32,
+    positions=4096,
+    sequence_parallel=True,
+    recompute=FULL,
+    chunk_tokens=1024,
+    expert_load=1.0,
+)
+ENGINE = EngineSettings(
+    gpu_memory_utilization=0.9,
+    max_num_seqs=128,
+    max_model_tokens=4096,
+    max_response_tokens=3072,
+    batched_tokens=8192,
+    bucket_bytes=512 * MIB,
+    delta=False,
+    may_spread_experts=True,
+    offloaded=frozenset({"gradients", "optimizer"}),
+    keeps_reference=False,
+    saves_checkpoints=False,
+)
+
+
+@functools.cache
+def shape_of(name: str) -> ModelShape:
+    return read_model_shape(CONFIGS / f"{name}.json", for_planning=True)
+
+
+def case_of(
+    name: str,
+    train: TrainLayout,
+    rollout: RolloutLayout,
+    machine: Machine = MACHINE,
+    **changes: Any,
+) -> Case:
+    """A case with its rank map; `changes` are of the training or the engine."""
+    shape = shape_of(name)
+    stages = stages_for(shape.num_layers, train.pp_size)
+    assert stages is not None
+    placement = Placement(shape, train, stages.layers, rollout)
+    of_training = {k: v for k, v in changes.items() if k in TrainSettings.__dataclass_fields__}
+    of_engine = {k: v for k, v in changes.items() if k not in of_training}
+    return Case(
+        shape=shape,
+        train=train,
+        layers=stages.layers,
+        rollout=with_rank_map(placement, ranks_per_node=machine.ranks_per_node),
+        training=dataclasses.replace(
+            TRAINING, **{"sequence_parallel": train.tp_size > 1, **of_training}
+        ),
+        engine=dataclasses.replace(ENGINE, **of_engine),
+        machine=machine,
+    )
+
+
+@functools.cache
+def deepseek_v3() -> Outcome:
+    """TP8 PP8 EP32 on 256 ranks, to engines of TP8 x DP4 with EP32."""
+    rollout = RolloutLayout(256, 8, True, 4, all2all_backend="flashinfer_nvlink_two_sided")
+    train = TrainLayout(256, tp_size=8, pp_size=8, ep_size=32)
+    return plan_case(case_of("deepseek-v3", train, rollout))
+
+
+# ------------------------------------------------------------------------------------ known figures
+
+
+def test_deepseek_v3_on_256_ranks_moves_the_known_bytes() -> None:
+    found = as_json(deepseek_v3())
+    assert found["received_bytes_mean"] == pytest.approx(41.1e9, rel=0.01)
+    assert found["resident_bytes_max"] == pytest.approx(47.0e9, rel=0.01)
+    assert found["gather_export_received_bytes_mean"] == pytest.approx(1336e9, rel=0.001)
+    assert found["received_bytes_max"] == found["lower_bound_bytes_max"]
+    assert found["received_over_lower_bound"] == 1.0
+    # 0.82 s for a rank of average, at 50 GB/s between nodes
+    slowest = found["received_bytes_max"] / 50e9
+    assert found["hand_over_seconds"] == pytest.approx(slowest) == pytest.approx(0.855, abs=0.001)
+    assert found["rollout"]["rank_map"] == list(range(256))
+
+
+def test_deepseek_v3_has_the_published_number_of_parameters() -> None:
+    whole = TrainLayout(1)
+    layers = pipeline_layers(61, 1)
+    (parameters,) = stage_parameters(shape_of("deepseek-v3"), whole, layers, TRAINING)
+    assert round(parameters.total / 1e9) == 671
+
+
+def test_deepseek_v3_cache_of_a_token_is_the_latent_in_every_rank() -> None:
+    shape = shape_of("deepseek-v3")
+    assert kv_bytes_per_token(shape, 1) == kv_bytes_per_token(shape, 8) == (512 + 64) * 2 * 61
+
+
+@pytest.mark.parametrize(("tp_size", "heads"), [(1, 8), (4, 2), (8, 1), (16, 1)])
+def test_cache_of_grouped_attention_is_cut_by_heads(tp_size: int, heads: int) -> None:
+    shape = shape_of("llama-3.1-8b")
+    assert kv_bytes_per_token(shape, tp_size) == 2 * heads * 128 * 2 * 32
+
+
+# ------------------------------------------------------------------------------------------ traffic
+
+
+@pytest.mark.parametrize("ranks_per_node", [2, 4, 8])
+def test_links_divide_what_is_received(ranks_per_node: int) -> None:
+    machine = dataclasses.replace(MACHINE, ranks_per_node=ranks_per_node)
+    train = TrainLayout(8, tp_size=4, pp_size=2)
+    case = case_of("qwen3-0.6b", train, RolloutLayout(8, 2, False), machine)
+    outcome = plan_case(case)
+    placement = Placement(case.shape, case.train, case.layers, case.rollout)
+    expected = placement.received_bytes(case.rollout.rank_map)
+    traffic = outcome.traffic
+    assert np.array_equal(traffic.received, expected)
+    assert (traffic.received_other_nodes.any()) == (ranks_per_node < 8)
+    # What is sent once reaches one rank at least, and no byte comes from nowhere.
+    assert 0 < traffic.sent.sum() <= traffic.received.sum()
+
+
+def test_seconds_are_those_of_the_fullest_link() -> None:
+    train = TrainLayout(8, tp_size=4, pp_size=2)
+    machine = dataclasses.replace(MACHINE, ranks_per_node=4)
+    case = case_of("qwen3-0.6b", train, RolloutLayout(8, 4, False), machine)
+    traffic = plan_case(case).traffic
+    slow = dataclasses.replace(machine, other_nodes_rate=machine.other_nodes_rate / 2)
+    assert traffic.received_other_nodes.max() > 0
+    assert traffic.seconds(slow) == pytest.approx(2 * traffic.seconds(machine))
+
+
+# ------------------------------------------------------------------------------------------- memory
+
+
+def test_optimizer_state_is_shared_out_over_data_parallel_ranks() -> None:
+    train = TrainLayout(64, tp_size=2, pp_size=2, ep_size=8)  # DP16, experts EDP4
+    stages = stages_for(48, 2)
+    assert stages is not None
+    shape = shape_of("qwen3-30b-a3b")
+    parameters = stage_parameters(shape, train, stages.layers, TRAINING)[0]
+    shared = optimizer_parameters(parameters, train, TRAINING)
+    assert shared == -(-parameters.dense // 16) - (-parameters.experts // 4)
+    alone = dataclasses.replace(TRAINING, distributed_optimizer=False)
+    assert optimizer_parameters(parameters, train, alone) == parameters.total
+
+
+def _layer_bytes(shape: ModelShape, train: TrainLayout, **changes: Any) -> float:
+    settings = dataclasses.replace(TRAINING, **changes)
+    return sum(t.bytes_per_token for t in layer_terms(shape, train, settings, is_moe=False))
+
+
+def test_activations_of_a_dense_layer_follow_the_published_formula() -> None:
+    """Korthikanti et al., equation 4: s b h / t (34 + ...) for GELU and 4 h, with dropout.
+
+    Without dropout masks (3 bytes), and with 3 x f instead of 2 x 4 h of an MLP's width, what is
+    left of its terms for multi-head attention is counted here by hand.
+    """
+    shape = dataclasses.replace(
+        shape_of("llama-3.1-8b"), num_kv_heads=32, num_heads=32, head_dim=128, hidden_size=4096
+    )
+    h, f = 4096, shape.ffn_hidden_size
+    # norm in 2h, out 2h; Q, K, V 6h; attention out 2h; second norm in 2h, out 2h; MLP 6f
+    by_hand = 16 * h + 6 * f
+    one = TrainLayout(1)
+    per_head_statistics = 4 * 32
+    assert _layer_bytes(shape, one, sequence_parallel=False) == by_hand + per_head_statistics
+    # With sequence parallelism everything is divided by t.
+    eight = TrainLayout(8, tp_size=8)
+    divided = _layer_bytes(shape, eight, sequence_parallel=True)
+    assert divided == pytest.approx((by_hand + per_head_statistics) / 8)
+    kept_whole = 4 * 2 * h  # norms' inputs and outputs
+    without = _layer_bytes(shape, eight, sequence_parallel=False)
+    assert without == pytest.approx(divided + kept_whole * 7 / 8)
+
+
+@pytest.mark.parametrize(
+    ("stage", "vp_size", "num_micro_batches", "expected"),
+    [
+        (0, 1, 32, 4),
+        (3, 1, 32, 1),
+        (0, 1, 2, 2),
+        (0, 2, 32, 11 / 2),
+        (3, 2, 32, 5 / 2),
+        (0, 2, 1, 1),
+    ],
+)
+def test_pipeline_holds_as_many_micro_batches_as_its_schedule_starts(
+    stage: int, vp_size: int, num_micro_batches: int, expected: float
+) -> None:
+    found = micro_batches_in_flight(
+        stage, pp_size=4, vp_size=vp_size, num_micro_batches=num_micro_batches
+    )
+    assert found == expected
+
+
+@pytest.mark.parametrize(
+    "less",
+    [
+        {"recompute": FULL},
+        {"recompute": Recompute(granularity="full", method="block", num_layers=2)},
+        {"recompute": Recompute(granularity="selective", modules=frozenset({"layernorm"}))},
+        {"recompute": Recompute(granularity="selective", modules=frozenset({"moe"}))},
+        {"recompute": Recompute(granularity="selective", modules=frozenset({"mla_up_proj"}))},
+        {"positions": 2048},
+        {"num_micro_batches": 2},
+        {"chunk_tokens": 128},
+    ],
+    ids=str,
+)
+def test_what_should_save_activations_does(less: dict[str, Any]) -> None:
+    shape = shape_of("deepseek-v2-lite")
+    train = TrainLayout(8, tp_size=2, pp_size=4, ep_size=2)
+    stages = stages_for(27, 4)
+    assert stages is not None
+    settings = dataclasses.replace(TRAINING, recompute=Recompute())
+    before = train_activation_bytes(shape, train, stages.layers, settings)
+    after = train_activation_bytes(
+        shape, train, stages.layers, dataclasses.replace(settings, **less)
+    )
+    assert sum(after) < sum(before)
+    assert all(a <= b for a, b in zip(after, before, strict=True))
+
+
+def test_rollout_keeps_of_training_what_is_not_offloaded() -> None:
+    everything = {"gradients", "optimizer", "parameters"}
+    train, rollout = TrainLayout(8, tp_size=4, pp_size=2), RolloutLayout(8, 4, False)
+    for away in (set(), {"gradients"}, {"gradients", "optimizer"}, everything):
+        case = case_of("llama-3.1-8b", train, rollout, offloaded=frozenset(away))
+        memory = plan_case(case).memory
+        parts = {phase.name: phase.parts for phase in memory.phases}
+        staying = {"weights", "gradients", "optimizer"} - {
+            "weights" if kind == "parameters" else kind for kind in away
+        }
+        assert staying == parts[ROLLOUT].keys() & {"weights", "gradients", "optimizer"}
+        assert "weights" in parts[HAND_OVER], "they are what is handed over"
+        copied = [k for k in memory.host_bytes if k.startswith("offloaded")]
+        assert len(copied) == len(away - {"gradients"}), "gradients are forgotten, not copied"
+
+
+def test_cache_gets_what_is_left_within_the_share_of_the_engine() -> None:
+    train, rollout = TrainLayout(8, tp_size=4, pp_size=2), RolloutLayout(8, 4, False)
+    small = plan_case(case_of("llama-3.1-8b", train, rollout, gpu_memory_utilization=0.5))
+    assert small.memory.kv_cache.limited_by == "--rl-rollout-gpu-memory-utilization"
+    parts = small.memory.phases[-1].parts
+    engine = parts["rollout weights"] + parts["activations"] + parts["KV cache"]
+    assert engine == 40 * GB
+    large = plan_case(case_of("llama-3.1-8b", train, rollout, gpu_memory_utilization=1.0))
+    assert large.memory.kv_cache.limited_by == "memory"
+    assert large.memory.phases[-1].total_bytes == 75 * GB
+    share = small.memory.kv_cache.useful_utilization
+    at_share = case_of("llama-3.1-8b", train, rollout, gpu_memory_utilization=share)
+    assert plan_case(at_share).memory.kv_cache.tokens == large.memory.kv_cache.tokens
+
+
+# ------------------------------------------------------------------------------------------- advice
+
+
+def _tight(phase: str) -> Case:
+    """A case in which one phase does not fit."""
+    train, rollout = TrainLayout(8, tp_size=2, pp_size=4), RolloutLayout(8, 2, False)
+    make: Callable[..., Case] = functools.partial(case_of, "llama-3.1-8b", train, rollout)
+    small = dataclasses.replace(MACHINE, gpu_bytes=30 * GB)
+    tight: dict[str, Callable[[], Case]] = {
+        TRAIN: lambda: make(small, recompute=Recompute(), positions=16384, micro_batch_size=2),
+        ROLLOUT: lambda: make(gpu_memory_utilization=0.1),
+        HAND_OVER: lambda: make(
+            dataclasses.replace(MACHINE, gpu_bytes=31 * GB),
+            offloaded=frozenset(),
+            positions=64,
+            gradient_bytes=2,
+        ),
+        HOST: lambda: make(dataclasses.replace(MACHINE, host_bytes=GB), delta=True),
+    }
+    return tight[phase]()
+
+
+@pytest.mark.parametrize("phase", [TRAIN, HAND_OVER, ROLLOUT, HOST])
+def test_every_remedy_lessens_what_is_lacking(phase: str) -> None:
+    outcome = plan_case(_tight(phase))
+    problem = next(p for p in outcome.problems if p.where == phase)
+    assert problem.lacking_bytes > 0 and problem.remedies
+    left = [remedy.lacking_bytes for remedy in problem.remedies]
+    assert left == sorted(left) and left[-1] < problem.lacking_bytes
+
+
+def test_a_case_that_fits_has_no_problem() -> None:
+    case = case_of("llama-3.1-8b", TrainLayout(8, tp_size=4, pp_size=2), RolloutLayout(8, 4, False))
+    assert plan_case(case).fits
+
+
+# ------------------------------------------------------------------------------------------- search
+
+
+@pytest.mark.parametrize(("name", "gpu_gb"), [("qwen3-30b-a3b", 80), ("llama-3.1-8b", 24)])
+def test_search_finds_layouts_that_fit_in_order(name: str, gpu_gb: int) -> None:
+    machine = dataclasses.replace(MACHINE, gpu_bytes=gpu_gb * GB)
+    train, rollout = TrainLayout(16, tp_size=8, pp_size=2), RolloutLayout(16, 8, False)
+    start = case_of(name, train, rollout, machine)
+    found = search(start, Rates(400e12, 3e12), samples=512, mini_batches=1, top=5)
+    assert 5 <= found.num_fitting < found.num_tried
+    totals = [candidate.seconds.total for candidate in found.candidates]
+    assert len(totals) == 5 and totals == sorted(totals)
+    for candidate in found.candidates:
+        outcome = plan_case(candidate.case)
+        assert outcome.fits
+        assert outcome.traffic.received.max() == candidate.received_bytes_max
+
+
+def test_search_that_finds_nothing_says_so() -> None:
+    start = case_of("deepseek-v3", TrainLayout(8, tp_size=8, ep_size=8), RolloutLayout(8, 8, True))
+    found = search(start, Rates(400e12, 3e12), samples=512, mini_batches=1, top=5)
+    assert found.num_tried > 0 and found.num_fitting == 0 and found.candidates == ()
+
+
+@pytest.mark.parametrize("num_layers", [1, 2, 27, 61])
+def test_stages_take_all_layers_and_none_is_empty(num_layers: int) -> None:
+    possible = set()
+    for pp_size in range(1, 65):
+        stages = stages_for(num_layers, pp_size)
+        if stages is None:
+            continue
+        possible.add(pp_size)
+        held = [layer for stage in stages.layers for chunk in stage for layer in chunk]
+        assert held == list(range(num_layers)) and all(chunk for s in stages.layers for chunk in s)
+    assert {1, num_layers} <= possible

@@ -45,6 +45,7 @@ class ModelShards:
         rank: int,
         tensors: dict[str, TensorInfo],
     ) -> None:
+        self.shape = shape
         self._infos = tensors
         self._held: dict[str, list[_Held]] = defaultdict(list)
         self._padding: list[torch.Tensor] = []

@@ -45,7 +45,7 @@ class Bench:
         )
         manager = self.manager
         self.holdings = exchange(
-            {name: self.shards.boxes(name) for name in manager._tensors}, manager._need
+            {name: self.shards.boxes(name) for name in manager.stream.tensors}, manager.stream.need
         )
         tokens = random_tokens(self.job.shape.vocab_size).tolist()
         self.canary = Canary(
@@ -58,10 +58,10 @@ class Bench:
             tolerance=CANARY_TOLERANCE,
         )
         self.gather = GatherPath(
-            manager._tensors,
-            order=manager._order,
+            manager.stream.tensors,
+            order=manager.stream.order,
             have=self.holdings.have,
-            wanted=[name for name, boxes in manager._need.items() if boxes],
+            wanted=[name for name, boxes in manager.stream.need.items() if boxes],
             bucket_bytes=1 << 14,  # so that tensors take several
         )
         self.verdicts: list[Attestation] = []
@@ -71,7 +71,7 @@ class Bench:
 
     def use(self, mode: str, *, with_canary: bool) -> None:
         attestor = Attestor(
-            self.manager._tensors,
+            self.manager.stream.tensors,
             self.holdings.have,
             self.holdings.need,
             rank=dist.get_rank(),
@@ -107,7 +107,7 @@ class Bench:
         self.engine.wake_weights()
         try:
             with fault or contextlib.nullcontext():
-                self.proof.reload(self.manager.weights(), self.shards.read)
+                self.proof.reload(self.manager.stream.weights(), self.shards.read)
                 self.engine.wake_kv_cache()
                 canary = self.proof.check_canary(self.shards.read)
             equal = stored_digests(self.engine) == self.from_disk
@@ -141,12 +141,12 @@ class Bench:
     @contextlib.contextmanager
     def stream(self, change: Callable[[Any], Any]) -> Iterator[None]:
         """`change(stream)` in the place of the transfer's stream."""
-        original = self.manager._transfer.stream
-        self.manager._transfer.stream = change(original)  # type: ignore[method-assign]
+        original = self.manager.stream._transfer.stream
+        self.manager.stream._transfer.stream = change(original)  # type: ignore[method-assign]
         try:
             yield
         finally:
-            del self.manager._transfer.stream
+            del self.manager.stream._transfer.stream
 
     def flipped_bit(self):
         def change(stream):
@@ -176,37 +176,37 @@ class Bench:
     @contextlib.contextmanager
     def skipped_tensor(self) -> Iterator[None]:
         """On one rank the manager leaves a tensor out."""
-        weights = self.manager.weights
+        weights = self.manager.stream.weights
 
         def skipping():
             for name, tensor in weights():
                 if name != TRAVELS or dist.get_rank() != 1:
                     yield name, tensor
 
-        self.manager.weights = skipping  # type: ignore[method-assign]
+        self.manager.stream.weights = skipping  # type: ignore[method-assign]
         try:
             yield
         finally:
-            del self.manager.weights
+            del self.manager.stream.weights
 
     @contextlib.contextmanager
     def stale_plan(self) -> Iterator[None]:
         """As if rollout ranks had changed places since the plan was made."""
         manager, need = self.manager, self.holdings.need
         plan = make_plan(
-            manager._tensors,
-            order=manager._order,
+            manager.stream.tensors,
+            order=manager.stream.order,
             have=self.holdings.have,
             need=[*need[1:], need[0]],
             near=manager._near(),
         )
-        current = manager._transfer
-        manager._transfer = Transfer(plan, manager._tensors, bucket_bytes=1 << 20)
+        current = manager.stream._transfer
+        manager.stream._transfer = Transfer(plan, manager.stream.tensors, bucket_bytes=1 << 20)
         try:
             yield
         finally:
-            manager._transfer.close()
-            manager._transfer = current
+            manager.stream._transfer.close()
+            manager.stream._transfer = current
 
     @contextlib.contextmanager
     def loader(self, change: Callable[[Any], Any], times: int) -> Iterator[None]:
@@ -271,7 +271,7 @@ class Bench:
 def attested_hand_overs(flags: list[str]) -> dict[str, Any]:
     """Every fault in turn, between hand-overs that go well."""
     bench = Bench(flags)
-    tensors = bench.manager._tensors
+    tensors = bench.manager.stream.tensors
     rank = dist.get_rank()
     found: dict[str, Any] = {"clean": bench.switch()}
     for name in ("flipped_bit", "swapped_experts", "skipped_tensor", "stale_plan"):
@@ -289,7 +289,7 @@ def attested_hand_overs(flags: list[str]) -> dict[str, Any]:
     found["served_bytes"] = sum(tensors[n].num_bytes for n in tensors)
     found["needed_bytes"] = sum(
         volume(box) * tensors[n].itemsize
-        for n, boxes in bench.manager._need.items()
+        for n, boxes in bench.manager.stream.need.items()
         for box in boxes
     )
     # The plain gather sends what lies on several ranks from the lowest.

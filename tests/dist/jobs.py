@@ -126,7 +126,7 @@ def hand_over(flags: list[str]) -> dict[str, Any]:
     before.restore()
     with manager:
         handed_over = stored_digests(engine)
-        spoken_to = sorted(manager._transfer.stats.ranks_spoken_to)
+        spoken_to = sorted(manager.stream.ranks_spoken_to)
         first = _sample(engine, job)
         torch.rand(3)  # rollout draws from the same generators
     draws = _draw()
@@ -159,7 +159,7 @@ def hand_over(flags: list[str]) -> dict[str, Any]:
         "pp_group": list(job.train_layout.pp_group(dist.get_rank())),
         "events": [(kind, r.direction, r.weight_version) for kind, r in events],
         "received_bytes": [r.received_bytes for kind, r in events if kind == "end"],
-        "lower_bound_bytes": manager.lower_bound_bytes,
+        "lower_bound_bytes": manager.stream.lower_bound_bytes,
         "log_line": log_reshard(events[1][1], 0.25),
         "mean_difference_after_update": float(
             (megatron[0, :-1] - torch.from_numpy(vllm)).abs().mean()

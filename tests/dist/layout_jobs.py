@@ -42,7 +42,7 @@ def hand_over(
         handed_over = stored_digests(engine)
     slot = rollout.slot(rank)
     specs = {name: (spec.shape, spec.dtype) for name, spec in checkpoint_tensors(job.shape)}
-    tensors = manager._tensors
+    tensors = manager.stream.tensors
     held = {name: shards.boxes(name) for name in tensors}
     result = {
         "stored_equal": handed_over == from_disk and len(from_disk) > 10,
@@ -57,14 +57,14 @@ def hand_over(
         "planned": int(
             placement.received_bytes([rollout.rank(s) for s in range(rollout.world_size)])[rank]
         ),
-        "lower_bound": manager.lower_bound_bytes,
+        "lower_bound": manager.stream.lower_bound_bytes,
         "planned_lower_bound": int(placement.lower_bound_bytes[rank]),
-        "resident": _bytes(tensors, manager._need),
+        "resident": _bytes(tensors, manager.stream.need),
         "planned_resident": int(placement.resident_bytes[slot]),
         "held": _bytes(tensors, held),
         "planned_held": int(placement.trained_bytes[rank]),
         "other_needs": _other(
-            expanded(placement, placement.needed[placement.slot_class[slot]]), manager._need
+            expanded(placement, placement.needed[placement.slot_class[slot]]), manager.stream.need
         ),
         "other_holdings": _other(
             expanded(placement, placement.held[placement.train_class[rank]]), held

@@ -1,0 +1,198 @@
+"""The weights of this rank's engine, as they come: what lies here, and what other ranks send.
+
+Joins the pure parts: what Megatron holds (`model_shards`), what the engine needs (`needs`), the
+plan between them and the transfer that carries it out. Everything but the weights themselves is
+worked out once, from the two layouts.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from mcore_rl import megatron_adapter
+from mcore_rl.hf_config import ModelShape
+from mcore_rl.hybrid_engine.boxes import Box, intersect, uncovered, volume
+from mcore_rl.hybrid_engine.checkpoint_tensors import checkpoint_tensors
+from mcore_rl.hybrid_engine.holdings import exchange
+from mcore_rl.hybrid_engine.layout import TrainLayout
+from mcore_rl.hybrid_engine.model_shards import ModelShards
+from mcore_rl.hybrid_engine.plan import Neighbourhoods, Plan, TensorInfo, make_plan
+from mcore_rl.hybrid_engine.sliced_tensor import SlicedTensor
+from mcore_rl.hybrid_engine.transfer import Transfer
+from mcore_rl.hybrid_engine.vllm_engine import VLLMEngine
+from mcore_rl.hybrid_engine.weight_map import layer_order
+
+# Of what the busiest rank sends and receives, what is in flight at most: less than all of it, so
+# that something is left to load while the rest travels.
+_SHARE_IN_FLIGHT = 1 / 4
+_LEAST_BUCKET_BYTES = 2 << 20
+
+
+class WeightStream:
+    """One plan, streamed once per hand-over. Constructing and streaming are collective.
+
+    `tensors` are the checkpoint's; those travel that training holds, on whichever rank, in `dtype`
+    ("checkpoint", "bf16" or "fp16"). With `delta` only what changed travels, and everything every
+    `full_every` times. `bucket_bytes` caps what is in flight; `ranks_per_node` consecutive ranks
+    are near each other.
+    """
+
+    def __init__(
+        self,
+        shards: ModelShards,
+        engine: VLLMEngine,
+        tensors: Mapping[str, TensorInfo],
+        layout: TrainLayout,
+        *,
+        bucket_bytes: int,
+        ranks_per_node: int,
+        dtype: str,
+        delta: bool,
+        full_every: int,
+    ) -> None:
+        self._shards = shards
+        served = _served(tensors, shards)
+        self.tensors = travelling_as(served, dtype, shards.shape)
+        self.order = layer_order(self.tensors)
+        self.need = engine.learn_needs(
+            {name: (i.shape, getattr(torch, i.dtype)) for name, i in self.tensors.items()}
+        )
+        self.holdings = exchange({name: shards.boxes(name) for name in self.tensors}, self.need)
+        plan = make_plan(
+            self.tensors,
+            order=self.order,
+            have=self.holdings.have,
+            need=self.holdings.need,
+            near=_near(layout, ranks_per_node),
+        )
+        pp_group = megatron_adapter.model_parallel_groups()["pp"]
+        self._transfer = Transfer(
+            plan,
+            self.tensors,
+            bucket_bytes=min(bucket_bytes, _enough_to_overlap(plan, layout.world_size)),
+            delta=delta,
+            full_every=full_every,
+            groups={frozenset(layout.pp_group(r)): pp_group for r in range(layout.world_size)},
+            device=shards.device,
+        )
+        rank = dist.get_rank()
+        self.lower_bound_bytes = self.holdings.lower_bound_bytes(rank, self.tensors)
+        self._saved_by_dtype = sum(
+            (served[move.tensor].itemsize - self.tensors[move.tensor].itemsize) * volume(move.box)
+            for move in plan.moves
+            if rank in move.receivers
+        )
+
+    @property
+    def received_bytes(self) -> int:
+        """In the last hand-over, counted at the calls."""
+        return self._transfer.stats.received_bytes
+
+    @property
+    def saved_bytes(self) -> int:
+        """In the last hand-over, by the dtype and by sending changes only."""
+        return self._transfer.stats.saved_bytes + self._saved_by_dtype
+
+    @property
+    def hidden_share(self) -> float:
+        """Of the time in which something was on its way, that in which this rank did not wait."""
+        return self._transfer.stats.hidden_share
+
+    @property
+    def ranks_spoken_to(self) -> frozenset[int]:
+        """Those this rank exchanged anything with in the last hand-over."""
+        return frozenset(self._transfer.stats.ranks_spoken_to)
+
+    def invalidate(self) -> None:
+        """What the engine has is not to be built upon: next time everything travels."""
+        self._transfer.invalidate()
+
+    def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """(checkpoint name, stand-in of full shape with some of this rank's slices), by layer.
+
+        Collective; must be exhausted. Only tensors of which this rank needs anything are given, one
+        after the other, each in one or more parts: what lies here already, then what each bucket
+        brings. A part is valid until the next one is asked for.
+        """
+        with contextlib.closing(
+            self._transfer.stream(self.read, partial=True, keep=False)
+        ) as arriving:
+            ahead = next(arriving, None)
+            for name in self.order:
+                own = self._own_pieces(name)
+                if own:
+                    yield name, self._part(name, own)
+                while ahead is not None and ahead[0] == name:
+                    yield name, self._part(name, ahead[1])
+                    ahead = next(arriving, None)
+            assert ahead is None, f"{ahead[0]} arrived out of order"
+
+    def _own_pieces(self, name: str) -> list[tuple[Box, torch.Tensor]]:
+        """What this rank needs and holds already, each element once."""
+        found: list[tuple[Box, torch.Tensor]] = []
+        for needed in self.need[name]:
+            for held in self._shards.boxes(name):
+                shared = intersect(needed, held)
+                rest = [] if shared is None else uncovered(shared, [box for box, _ in found])
+                found.extend((box, self.read(name, box)) for box in rest)
+        return found
+
+    def _part(self, name: str, pieces: list[tuple[Box, torch.Tensor]]) -> SlicedTensor:
+        info = self.tensors[name]
+        return SlicedTensor(name, info.shape, getattr(torch, info.dtype), pieces)
+
+    def read(self, name: str, box: Box) -> torch.Tensor:
+        """A slice of the training weights, in the dtype in which it travels."""
+        return self._shards.read(name, box).to(getattr(torch, self.tensors[name].dtype))
+
+
+def _enough_to_overlap(plan: Plan, world_size: int) -> int:
+    """Bytes of a bucket with which a small model, too, travels while it is loaded."""
+    busy = [0] * world_size
+    for move in plan.moves:
+        for rank in (move.source, *move.receivers):
+            busy[rank] += move.num_bytes
+    return max(_LEAST_BUCKET_BYTES, int(max(busy) * _SHARE_IN_FLIGHT))
+
+
+def _near(layout: TrainLayout, ranks_per_node: int) -> Neighbourhoods:
+    ranks = range(layout.world_size)
+    return Neighbourhoods(
+        node=tuple(rank // ranks_per_node for rank in ranks),
+        pipeline=tuple(layout.pp_group(rank)[0] for rank in ranks),
+    )
+
+
+def _served(tensors: Mapping[str, TensorInfo], shards: ModelShards) -> dict[str, TensorInfo]:
+    """The tensors that travel: all that training holds, on whichever rank.
+
+    A checkpoint of tied embeddings may hold a copy of the embedding as lm_head; training has one.
+    """
+    held: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(held, shards.tensors())
+    trained = set().union(*held)
+    return {name: info for name, info in tensors.items() if name in trained}
+
+
+def travelling_as(
+    tensors: Mapping[str, TensorInfo], dtype: str, shape: ModelShape
+) -> dict[str, TensorInfo]:
+    """`tensors` with the dtype in which they travel: "checkpoint", "bf16" or "fp16".
+
+    What engines keep in float32 travels as it is: a router's bias decides between experts by
+    differences that a narrower dtype loses.
+    """
+    if dtype == "checkpoint":
+        return dict(tensors)
+    narrow = {"bf16": "bfloat16", "fp16": "float16"}[dtype]
+    kept = {name for name, spec in checkpoint_tensors(shape) if spec.dtype == "float32"}
+    return {
+        name: info if name in kept else replace(info, dtype=narrow, itemsize=2)
+        for name, info in tensors.items()
+    }

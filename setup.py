@@ -37,6 +37,8 @@ setup(
         "transformers",
     ],
     extras_require={
+        # What benchmarks/reshard.py measures us beside, in the version it was run with; Apache-2.0.
+        "bench": ["mbridge==0.15.1"],
         "test": [
             "hypothesis",
             "mypy",

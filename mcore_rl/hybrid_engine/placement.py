@@ -171,6 +171,14 @@ class Placement:
         of = {at: self._bytes(boxes) for at, boxes in self.needed.items()}
         return np.array([of[at] for at in self.slot_class], dtype=np.int64)
 
+    @property
+    def most_resident_bytes(self) -> int:
+        """The largest of `resident_bytes`, from the first slot alone.
+
+        Slots differ in the padding of the vocabulary only, which the last ones have.
+        """
+        return self._bytes(dict(self._needed(0, 0)))
+
     @cached_property
     def trained_bytes(self) -> Bytes:
         """`[ranks]` int64: what a rank holds in training, in the checkpoint's dtype."""

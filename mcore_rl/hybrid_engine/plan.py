@@ -17,9 +17,13 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+import numpy.typing as npt
+
 from mcore_rl.hybrid_engine.boxes import Box, intersect, show, subtract, uncovered, volume
 
 Boxes = Mapping[str, Sequence[Box]]  # tensor -> disjoint boxes
+_MANY_BOXES = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,11 +134,13 @@ def _cut_by_holder(
 ) -> dict[tuple[Box, Box], list[int]]:
     """(part, held box it lies in) -> receivers: each missing box, cut where its holders change."""
     wanted: dict[tuple[Box, Box], list[int]] = defaultdict(list)
+    held_boxes = sorted(holders)
+    ranges = np.array(held_boxes, dtype=np.int64)  # [boxes, dimensions, 2]
     for box, ranks in missing.items():
         left = [box]
         while left:
             rest = left.pop()
-            held, part = _best_overlap(rest, holders)
+            held, part = _best_overlap(rest, held_boxes, ranges)
             if part is None:
                 raise RuntimeError(
                     f"rank {min(ranks)} needs {tensor}{show(rest)} and no rank holds it; the "
@@ -187,10 +193,22 @@ def _index(
     return by_node, by_pipeline, by_both
 
 
-def _best_overlap(box: Box, holders: Mapping[Box, Sequence[int]]) -> tuple[Box, Box | None]:
-    """The held box that overlaps `box` most, and the overlap; the first of equals."""
+def _best_overlap(
+    box: Box, held_boxes: Sequence[Box], ranges: npt.NDArray[np.int64]
+) -> tuple[Box, Box | None]:
+    """The held box that overlaps `box` most, and the overlap; the first of equals.
+
+    `ranges` are the held boxes as an array. Where there are many, as experts make them on thousands
+    of ranks, they are compared there.
+    """
+    if len(held_boxes) > _MANY_BOXES and box:
+        mine = np.array(box, dtype=np.int64)
+        shared = np.minimum(ranges[..., 1], mine[:, 1]) - np.maximum(ranges[..., 0], mine[:, 0])
+        volumes = np.maximum(shared, 0).prod(axis=1)
+        best_held = held_boxes[int(volumes.argmax())]
+        return best_held, intersect(box, best_held)
     best: tuple[Box, Box | None] = ((), None)
-    for held in sorted(holders):
+    for held in held_boxes:
         part = intersect(box, held)
         if part is not None and (best[1] is None or volume(part) > volume(best[1])):
             best = (held, part)

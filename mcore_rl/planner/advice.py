@@ -58,9 +58,8 @@ def problems_of(case: Case, memory: Memory, resident: Bytes, traffic_bytes: int)
         for flags, other in _candidates(case, memory, where):
             needed = resident
             if other.rollout != case.rollout:
-                needed = Placement(
-                    other.shape, other.train, other.layers, other.rollout
-                ).resident_bytes
+                wider = Placement(other.shape, other.train, other.layers, other.rollout)
+                needed = np.full_like(resident, wider.most_resident_bytes)
             left = _lacking(other, memory_of(other, needed, traffic_bytes))[where]
             if left < lacking:
                 remedies.append(Remedy(flags, left))

@@ -296,6 +296,8 @@ def _recompute(values: Mapping[str, Any]) -> Recompute:
 def _engine_settings(
     config: RLConfig, values: Mapping[str, Any], options: argparse.Namespace
 ) -> EngineSettings:
+    from mcore_rl.hybrid_engine.offload import offload_kinds  # which imports torch
+
     return EngineSettings(
         gpu_memory_utilization=config.rollout_gpu_memory_utilization,
         max_num_seqs=config.rollout_max_num_seqs,
@@ -305,16 +307,11 @@ def _engine_settings(
         bucket_bytes=config.reshard_bucket_mb * MIB,
         delta=config.reshard_delta,
         may_spread_experts=not config.rollout_no_expert_parallel,
-        offloaded=_offloaded(config, values),
+        offloaded=offload_kinds(config.offload, values, has_cuda=True),
+        keeps_gradients=config.offload_keep_gradients,
         keeps_reference=config.kl_coef > 0,
         saves_checkpoints=bool(values.get("save")),
     )
-
-
-def _offloaded(config: RLConfig, values: Mapping[str, Any]) -> frozenset[str]:
-    from mcore_rl.hybrid_engine.offload import offload_kinds
-
-    return offload_kinds("auto", values, has_cuda=True)
 
 
 def _machine(options: argparse.Namespace, ranks_per_node: int) -> Machine:

@@ -202,9 +202,11 @@ def _host(case: Case, state: list[dict[str, int]], traffic_bytes: int) -> dict[s
     training, engine = case.training, case.engine
     weights = max(held["weights"] for held in state)
     optimizer = max(held["optimizer"] for held in state)
+    gradients = max(held["gradients"] for held in state) if engine.keeps_gradients else 0
     on_host = max(_optimizer_bytes(case)) - optimizer if training.optimizer_host_share else 0
     per_rank = {
         "offloaded parameters": weights if "parameters" in engine.offloaded else 0,
+        "offloaded gradients": gradients if "gradients" in engine.offloaded else 0,
         "offloaded optimizer": optimizer if "optimizer" in engine.offloaded else 0,
         "optimizer of --optimizer-cpu-offload": on_host,
         "reference policy": weights if engine.keeps_reference else 0,

@@ -76,7 +76,7 @@ def _table(console: Console, *columns: str) -> Table:
     style = box.SIMPLE_HEAD if console.is_terminal else None
     table = Table(box=style, pad_edge=False)
     for i, column in enumerate(columns):
-        table.add_column(column, justify="left" if i == 0 else "right")
+        table.add_column(column, justify="left" if i == 0 else "right", no_wrap=True)
     return table
 
 
@@ -193,13 +193,13 @@ def print_search(
         "rollout",
         *(
             "seconds",
-            "compute",
+            "train",
             "comm.",
             "hand-over",
             "rollout",
             "GB recv.",
             "peak GB",
-            "KV tokens",
+            "KV tok.",
         ),
     )
     for found in candidates:

@@ -195,7 +195,7 @@ def _training(case: Case, train: TrainLayout, stages: Stages, mini_batch: int) -
 
 def _resident(case: Case, rollout: RolloutLayout) -> int:
     """Of the fullest slot."""
-    return int(Placement(case.shape, case.train, case.layers, rollout).resident_bytes.max())
+    return Placement(case.shape, case.train, case.layers, rollout).most_resident_bytes
 
 
 def _least_received(case: Case, resident: int) -> int:
@@ -284,20 +284,21 @@ def _communication(case: Case, tokens: int, *, passes: int) -> float:
     """Seconds of a step in TP's and EP's collectives, none of it hidden.
 
     A rank sees `tokens / DP` tokens in the layers of its stage. In each pass over a layer TP moves
-    their hidden states four times (all-gather and reduce-scatter, of attention and of the MLP), and
-    each routed expert's copy goes out and comes back.
+    their hidden states four times (all-gather and reduce-scatter, of attention and of the MLP). A
+    copy for each chosen expert goes to its EP rank and back, and from there to all that share it.
     """
     train, shape, machine = case.train, case.shape, case.machine
     layers = max(sum(map(len, stage)) for stage in case.layers)
     hidden = case.training.weight_bytes * shape.hidden_size * tokens / train.dp_size
     dense = 4 * hidden * (train.tp_size - 1) / train.tp_size / machine.own_node_rate
-    routed = 0.0
-    if shape.experts and train.ep_size > 1:
-        inside = train.ep_size * train.etp_size <= machine.ranks_per_node
-        rate = machine.own_node_rate if inside else machine.other_nodes_rate
-        moe = sum(shape.is_moe_layer) / shape.num_layers
-        copies = 2 * shape.experts.topk * hidden / train.tp_size * moe * train.etp_size
-        routed = copies * (train.ep_size - 1) / train.ep_size / rate
+    if not shape.experts:
+        return layers * passes * dense
+    inside = train.ep_size * train.etp_size <= machine.ranks_per_node
+    rate = machine.own_node_rate if inside else machine.other_nodes_rate
+    per_copy = (train.ep_size - 1) / train.ep_size / rate
+    per_copy += (train.etp_size - 1) / machine.own_node_rate
+    copies = 2 * shape.experts.topk * hidden / train.tp_size
+    routed = copies * per_copy * sum(shape.is_moe_layer) / shape.num_layers
     return layers * passes * (dense + routed)
 
 

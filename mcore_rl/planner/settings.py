@@ -63,6 +63,7 @@ class EngineSettings:
     delta: bool  # both ends keep a copy of what travels
     may_spread_experts: bool  # no --rl-rollout-no-expert-parallel
     offloaded: frozenset[str]  # kinds of hybrid_engine.offload that leave the device for rollout
+    keeps_gradients: bool  # of offloaded ones a copy, instead of zeros afterwards
     keeps_reference: bool  # weights of the initial policy, in host memory
     saves_checkpoints: bool
 

@@ -26,7 +26,13 @@ def measured_bytes(flags: list[str]) -> dict[str, int]:
     buffers = [b for c in state.model for b in [*c.buffers, *c.expert_parallel_buffers]]
     num_buckets = sum(len(buffer.buckets) for buffer in buffers)
     found = megatron_adapter.train_tensors(state)["optimizer"]
-    optimizer = [t for name, t in found if not name.startswith("step ")]
+    # A float32 parameter is its own main parameter.
+    trained = {parameter.untyped_storage().data_ptr() for parameter in parameters}
+    optimizer = [
+        tensor
+        for name, tensor in found
+        if not name.startswith("step ") and tensor.untyped_storage().data_ptr() not in trained
+    ]
     result = {
         "weights": _num_bytes(parameters),
         "gradients": _num_bytes([buffer.grad_data for buffer in buffers]),

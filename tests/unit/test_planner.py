@@ -74,6 +74,7 @@ ENGINE = EngineSettings(
     delta=False,
     may_spread_experts=True,
     offloaded=frozenset({"gradients", "optimizer"}),
+    keeps_gradients=False,
     keeps_reference=False,
     saves_checkpoints=False,
 )
@@ -153,6 +154,18 @@ def test_cache_of_grouped_attention_is_cut_by_heads(tp_size: int, heads: int) ->
     assert kv_bytes_per_token(shape, tp_size) == 2 * heads * 128 * 2 * 32
 
 
+@pytest.mark.parametrize("name", ["deepseek-v2-lite", "qwen3-0.6b", "mixtral-8x7b"])
+@pytest.mark.parametrize(("tp_size", "dp_size"), [(1, 1), (4, 1), (8, 1), (1, 4), (4, 2)])
+def test_first_slot_holds_most_for_rollout(name: str, tp_size: int, dp_size: int) -> None:
+    shape = shape_of(name)
+    shape = dataclasses.replace(shape, vocab_size=shape.vocab_size - 40)  # padded
+    dp_size = dp_size if shape.experts else 1  # a dense model has no use for it
+    rollout = RolloutLayout(8, tp_size, dp_size > 1, dp_size)
+    layers = pipeline_layers(shape.num_layers, 1)
+    placement = Placement(shape, TrainLayout(8), layers, rollout)
+    assert placement.most_resident_bytes == placement.resident_bytes.max()
+
+
 # ------------------------------------------------------------------------------------------ traffic
 
 
@@ -166,7 +179,8 @@ def test_links_divide_what_is_received(ranks_per_node: int) -> None:
     expected = placement.received_bytes(case.rollout.rank_map)
     traffic = outcome.traffic
     assert np.array_equal(traffic.received, expected)
-    assert (traffic.received_other_nodes.any()) == (ranks_per_node < 8)
+    assert traffic.received_other_nodes.any() == (ranks_per_node < 8)
+    assert traffic.sent_other_nodes.any() == (ranks_per_node < 8)
     # What is sent once reaches one rank at least, and no byte comes from nowhere.
     assert 0 < traffic.sent.sum() <= traffic.received.sum()
 
@@ -287,6 +301,11 @@ def test_rollout_keeps_of_training_what_is_not_offloaded() -> None:
         assert "weights" in parts[HAND_OVER], "they are what is handed over"
         copied = [k for k in memory.host_bytes if k.startswith("offloaded")]
         assert len(copied) == len(away - {"gradients"}), "gradients are forgotten, not copied"
+        case = dataclasses.replace(
+            case, engine=dataclasses.replace(case.engine, keeps_gradients=True)
+        )
+        kept = plan_case(case).memory.host_bytes
+        assert ("offloaded gradients" in kept) == ("gradients" in away)
 
 
 def test_cache_gets_what_is_left_within_the_share_of_the_engine() -> None:

@@ -262,6 +262,7 @@ def test_signal_before_training_ends_the_step(
 
 
 def test_dry_run_prints_a_command_for_every_machine(script: Script) -> None:
+    script.program("python3", ":")  # which would make the plan
     calls = script.calls("--preset=v3", "--rl-hf-checkpoint", "v3", "--rl-prompts", "p.jsonl")
     assert len(calls) == 32
     for rank, call in enumerate(calls):

@@ -24,7 +24,7 @@ _MOE = dict(
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """A checkpoint of random weights in bf16: a family, a size by name, and what differs from it."""
+    """A checkpoint of random weights in bf16: a family, a size by name, and what differs."""
 
     name: str
     arch: str
@@ -34,7 +34,7 @@ class Model:
 
 DENSE = Model("qwen3 (dense)", "qwen3", overrides=_DENSE)
 MOE = Model("deepseek_v3 (MoE)", "deepseek_v3", overrides=_MOE)
-TINY = Model("qwen3 (tiny)", "qwen3", "tiny", dict(vocab_size=1024, tie_word_embeddings=False))
+TINY = Model("qwen3 (tiny)", "qwen3", "tiny", dict(vocab_size=1024, num_key_value_heads=4))
 
 
 @dataclass(frozen=True, slots=True)

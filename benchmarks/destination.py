@@ -28,14 +28,15 @@ class Destination:
         }
 
     @property
-    def names(self) -> frozenset[str]:
-        return frozenset(self._held)
+    def names(self) -> tuple[str, ...]:
+        return tuple(self._held)
 
     @property
     def num_bytes(self) -> int:
         return sum(data.nbytes for data in self.parts())
 
     def parts(self) -> list[torch.Tensor]:
+        """In the order of `names`, and of `boxes` of each."""
         return [data for some in self._held.values() for _, data in some]
 
     def boxes(self, name: str) -> list[Box]:

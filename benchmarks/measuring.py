@@ -16,6 +16,7 @@ from benchmarks.paths import Path
 from mcore_rl.hybrid_engine.memory import PeakMemory
 
 NUM_WARM_UP = 2
+_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # of mallopt, from malloc.h
 
 
 @dataclass(slots=True)
@@ -40,13 +41,14 @@ def measure(
 ) -> dict[str, Samples]:
     """Warm up and count, then time `repetitions` runs of every path in turns.
 
-    In the first warm-up run the destination is cleared before and checked after. Memory is taken in
-    the warm-up runs, after malloc has given back what earlier paths left; its largest counts.
+    In the first warm-up run the destination is cleared before and checked after. Memory and traffic
+    are those of the last; `return_freed_memory_at_once` should be in force.
     """
     found = {path.name: Samples() for path in paths}
     for number in range(NUM_WARM_UP):
         for path in paths:
             _warm_up(path, found[path.name], check, clear if number == 0 else None)
+    return_freed_memory_at_once(False)
     for number in range(repetitions):
         # Another path follows another one each time.
         turn = number % len(paths)
@@ -83,9 +85,28 @@ def _warm_up(
     samples.peak_extra_bytes = peak.extra_bytes
 
 
+def return_freed_memory_at_once(enabled: bool) -> None:
+    """Whether malloc gives back what is freed, or keeps it for later, as it does by itself.
+
+    What it keeps would be counted as memory of the path that happened to free or to want it. Call
+    this before anything large is allocated: what lies in malloc's heap already stays there.
+    Disabled is the state that malloc comes to once something of 32 MiB was freed.
+    """
+    if (libc := _libc()) is not None:
+        libc.mallopt(_MMAP_THRESHOLD, 128 << 10 if enabled else 32 << 20)
+        libc.mallopt(_TRIM_THRESHOLD, 128 << 10 if enabled else 64 << 20)
+
+
 def _give_back_free_pages() -> None:
-    if sys.platform == "linux" and hasattr(libc := ctypes.CDLL(None), "malloc_trim"):
+    if (libc := _libc()) is not None:
         libc.malloc_trim(0)
+
+
+def _libc() -> Any:
+    """The C library if it is glibc; only that has these calls."""
+    if sys.platform == "linux" and hasattr(libc := ctypes.CDLL(None), "malloc_trim"):
+        return libc
+    return None
 
 
 def of_all_ranks(mine: Mapping[str, Samples]) -> dict[str, list[Samples]]:

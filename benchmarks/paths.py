@@ -6,7 +6,7 @@ A path's `run` is collective over the world and ends when this rank's destinatio
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -14,13 +14,10 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.destination import Destination
-from mcore_rl import megatron_adapter
-from mcore_rl.hybrid_engine.boxes import Box, intersect, uncovered
 from mcore_rl.hybrid_engine.gather import GatherPath
 from mcore_rl.hybrid_engine.holdings import Holdings
-from mcore_rl.hybrid_engine.plan import Neighbourhoods, TensorInfo, make_plan
-from mcore_rl.hybrid_engine.transfer import Transfer
-from mcore_rl.hybrid_engine.weight_map import layer_order
+from mcore_rl.hybrid_engine.plan import TensorInfo
+from mcore_rl.hybrid_engine.sliced_tensor import pieces_of
 from mcore_rl.startup import Job
 
 Weights = Mapping[str, torch.Tensor]
@@ -33,8 +30,7 @@ class Setting:
     job: Job
     shards: Any  # ModelShards
     chunks: list[torch.nn.Module]
-    tensors: Mapping[str, TensorInfo]
-    holdings: Holdings
+    stream: Any  # WeightStream: the plan between what is held and what is needed
     engine: Any  # VLLMModelOnly
     weights: Weights  # the checkpoint in memory, shared by all ranks
     bucket_bytes: int
@@ -44,14 +40,19 @@ class Setting:
         return dist.get_rank()
 
     @property
-    def order(self) -> list[str]:
-        return layer_order(self.tensors)
+    def tensors(self) -> Mapping[str, TensorInfo]:
+        return self.stream.tensors
+
+    @property
+    def holdings(self) -> Holdings:
+        return self.stream.holdings
 
 
 class Path(Protocol):
     """One way; `destination` is None where it fills the engine."""
 
     name: str
+    note: str  # for the table
     destination: Destination | None
 
     def prepare(self) -> None:
@@ -68,6 +69,7 @@ class OnDestination:
     """Base of the paths that fill a destination."""
 
     name: str
+    note = ""
 
     def __init__(self, destination: Destination) -> None:
         self.destination: Destination | None = destination
@@ -80,55 +82,17 @@ class OnDestination:
 
 
 class Ours(OnDestination):
-    """The planned transfer: what a rank holds is copied, what it lacks arrives, bucket by bucket."""
+    """The stream that feeds vLLM: what a rank holds is read, what it lacks arrives in buckets."""
 
     name = "ours"
 
     def __init__(self, setting: Setting, destination: Destination) -> None:
         super().__init__(destination)
-        layout, holdings = setting.job.train_layout, setting.holdings
-        ranks = range(layout.world_size)
-        plan = make_plan(
-            setting.tensors,
-            order=setting.order,
-            have=holdings.have,
-            need=holdings.need,
-            near=Neighbourhoods(
-                node=(0,) * layout.world_size,
-                pipeline=tuple(layout.pp_group(rank)[0] for rank in ranks),
-            ),
-        )
-        pp_group = megatron_adapter.model_parallel_groups()["pp"]
-        self._transfer = Transfer(
-            plan,
-            setting.tensors,
-            bucket_bytes=setting.bucket_bytes,
-            groups={frozenset(layout.pp_group(rank)): pp_group for rank in ranks},
-        )
-        self._read = setting.shards.read
-        self._own = list(_own_pieces(setting))
+        self._stream = setting.stream
 
     def run(self) -> None:
-        # The stream starts the first two buckets before it gives the first tensor.
-        arriving = self._transfer.stream(self._read, partial=True, keep=False)
-        ahead = next(arriving, None)
-        for name, box in self._own:
-            self._target.fill(name, [(box, self._read(name, box))])
-        while ahead is not None:
-            self._target.fill(*ahead)
-            ahead = next(arriving, None)
-
-
-def _own_pieces(setting: Setting) -> Iterator[tuple[str, Box]]:
-    """What this rank needs and holds already, each element once."""
-    for name, boxes in setting.holdings.need[setting.rank].items():
-        for needed in boxes:
-            found: list[Box] = []
-            for held in setting.shards.boxes(name):
-                shared = intersect(needed, held)
-                if shared is not None:
-                    found.extend(uncovered(shared, found))
-            yield from ((name, box) for box in found)
+        for name, part in self._stream.weights():
+            self._target.fill(name, pieces_of(part))
 
 
 class Gather(OnDestination):
@@ -140,12 +104,12 @@ class Gather(OnDestination):
         super().__init__(destination)
         self._path = GatherPath(
             setting.tensors,
-            order=setting.order,
+            order=setting.stream.order,
             have=setting.holdings.have,
             wanted=destination.names,
             bucket_bytes=setting.bucket_bytes,
         )
-        self._read = setting.shards.read
+        self._read = setting.stream.read
 
     def run(self) -> None:
         for name, tensor in self._path.weights(self._read):
@@ -159,25 +123,25 @@ class Memcpy(OnDestination):
 
     def __init__(self, setting: Setting, destination: Destination) -> None:
         super().__init__(destination)
-        self._pairs = [
-            (name, box, setting.weights[name][tuple(slice(*r) for r in box)].clone())
+        self._sources = [
+            setting.weights[name][tuple(slice(*r) for r in box)].clone()
             for name in destination.names
             for box in destination.boxes(name)
         ]
 
     def run(self) -> None:
-        for (_, _, source), target in zip(self._pairs, self._target.parts(), strict=True):
+        for source, target in zip(self._sources, self._target.parts(), strict=True):
             target.copy_(source)
 
 
 class Switch:
-    """The whole switch into vLLM by the sharding manager: needs, transfer, vLLM's loaders."""
+    """The whole switch into vLLM by the sharding manager: transfer, vLLM's loaders, proof."""
 
-    name = "switch"
     destination = None
 
-    def __init__(self, setting: Setting, manager: Any) -> None:
-        self._manager = manager
+    def __init__(self, manager: Any, name: str, attest: str) -> None:
+        self.name, self._manager = name, manager
+        self.note = f"with `--rl-attest {attest}`"
         self._stack = contextlib.ExitStack()
 
     def prepare(self) -> None:
@@ -194,12 +158,13 @@ class VllmLoad:
     """vLLM's own reload of the tensors of which this rank needs anything, whole and in memory."""
 
     name = "vllm_load"
+    note = ""
     destination = None
 
     def __init__(self, setting: Setting) -> None:
         self._engine = setting.engine
-        needed = setting.holdings.need[setting.rank]
-        self._weights = [(name, setting.weights[name]) for name in setting.order if name in needed]
+        stream = setting.stream
+        self._weights = [(n, setting.weights[n]) for n in stream.order if stream.need[n]]
 
     def prepare(self) -> None:
         self._engine.wake_weights()

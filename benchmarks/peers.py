@@ -10,7 +10,7 @@ import copy
 import dataclasses
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -75,9 +75,9 @@ class UnderTransformerEngineNames:
 
 
 def transformer_engine_name(name: str, *, latent: bool, is_moe: list[bool]) -> str:
-    """The name that a parameter of the local spec has under Transformer Engine's, as mbridge knows.
+    """What a parameter of the local spec is called in Transformer Engine's, as mbridge knows it.
 
-    `is_moe` is by local layer; `latent` is whether attention is MLA, whose norms are fused elsewhere.
+    `is_moe` is by local layer; `latent` is whether attention is MLA, which fuses other norms.
     """
     expert = re.fullmatch(
         r"(.*\.mlp\.experts)\.local_experts\.(\d+)\.(linear_fc[12])\.weight", name
@@ -122,6 +122,10 @@ class MBridge(OnDestination):
         config = HFConfig({"router_aux_loss_coef": 0.0} | json.loads(text))
         if not config.get("num_nextn_predict_layers"):
             config.pop("num_nextn_predict_layers", None)
+        # It is given the models' own configuration instead of building one: that names fields
+        # which Megatron has renamed since.
+        bridge_class = bridge._MODEL_REGISTRY[config.model_type]
+        bridge_class.TransformerConfigClass = staticmethod(lambda **_: setting.chunks[0].config)
         self._bridge = mbridge.AutoBridge.from_config(config)
         latent = setting.job.shape.latent is not None
         self._models = [UnderTransformerEngineNames(c, latent=latent) for c in setting.chunks]
@@ -145,21 +149,29 @@ class CoreResharding(OnDestination):
 
     def __init__(self, setting: Setting) -> None:
         job = setting.job
-        rollout = job.rollout_layout
-        if job.shape.experts is not None:
+        rollout, has_experts = job.rollout_layout, job.shape.experts is not None
+        if has_experts and rollout.has_whole_shared_experts:
             raise NotHere(
-                "it does not know the experts' names in Megatron's local spec, and Transformer "
-                "Engine is not installed here"
-                if job.args.transformer_impl == "local"
-                else "only dense models are set up"
+                "vLLM wants shared experts whole on every TP rank here, and no layout of Megatron "
+                "has them so"
+            )
+        if has_experts and rollout.ep_size != job.train_layout.ep_size:
+            raise NotHere(
+                "it matches experts of another EP rank by Transformer Engine's names only"
             )
         # What vLLM's rank of the same number would need without a rank map.
         needed = setting.holdings.need[rollout.rank(setting.rank)]
         super().__init__(Destination(needed, setting.tensors))
-        layout = TrainLayout(world_size=rollout.world_size, tp_size=rollout.tp_size)
+        layout = TrainLayout(
+            world_size=rollout.world_size,
+            tp_size=rollout.tp_size,
+            ep_size=rollout.ep_size,
+            etp_size=1 if has_experts else rollout.tp_size,
+        )
         self._source = setting.chunks[0]
         self._model = _model_in(setting, layout)
-        self.resident_bytes = sum(p.nbytes for p in self._model.parameters())
+        resident = sum(p.nbytes for p in self._model.parameters())
+        self.note = f"and a second model of {resident / 1e6:.0f} MB stays resident on every rank"
         self._shards = ModelShards(
             [self._model], job.shape, layout, setting.rank, dict(setting.tensors)
         )
@@ -192,38 +204,45 @@ def _gloo_service() -> Any:
 
 
 def _model_in(setting: Setting, layout: TrainLayout) -> torch.nn.Module:
-    """A second model in bf16, in `layout`, which has no PP and no EP. Collective."""
+    """A second model in bf16, in `layout`, which has no PP. Collective."""
     args = copy.copy(setting.job.args)
-    args.tensor_model_parallel_size = layout.tp_size
-    args.pipeline_model_parallel_size = args.expert_model_parallel_size = 1
-    args.expert_tensor_parallel_size = layout.tp_size
+    args.pipeline_model_parallel_size = 1
+    args.expert_model_parallel_size = layout.ep_size
+    args.tensor_model_parallel_size = args.tensor_parallel_num_weight_shards = layout.tp_size
+    args.expert_tensor_parallel_size = layout.etp_size
+    args.expert_tensor_parallel_num_weight_shards = layout.etp_size
     args.sequence_parallel = layout.tp_size > 1 and args.sequence_parallel
     config = megatron_adapter.transformer_config(args)
     provider = make_actor_provider(args, setting.job.shape)
-    with megatron_adapter.megatron_output_to(None):
-        model = provider(True, True, config=config, pg_collection=_groups(layout))
+    model = provider(True, True, config=config, pg_collection=_groups(layout))
     return model.bfloat16().requires_grad_(False)
 
 
 def _groups(layout: TrainLayout) -> Any:
-    """Megatron's collection of groups for TP x DP. Collective."""
+    """Megatron's collection of groups for TP x DP, experts ETP x EP x EDP. Collective."""
     from megatron.core.process_groups_config import ProcessGroupCollection
 
     world = range(layout.world_size)
-    tp_sets = sorted(
-        {tuple(r for r in world if r // layout.tp_size == o // layout.tp_size) for o in world}
-    )
-    dp_sets = sorted(
-        {tuple(r for r in world if r % layout.tp_size == o % layout.tp_size) for o in world}
-    )
-    tp, _ = dist.new_subgroups_by_enumeration([list(ranks) for ranks in tp_sets])
-    dp, _ = dist.new_subgroups_by_enumeration([list(ranks) for ranks in dp_sets])
-    alone, _ = dist.new_subgroups_by_enumeration([[rank] for rank in world])
+
+    def same(key: Callable[[int], Any]) -> Any:
+        sets = [[r for r in world if key(r) == value] for value in sorted(set(map(key, world)))]
+        return dist.new_subgroups_by_enumeration(sets)[0]
+
+    def expert_replica(rank: int) -> int:
+        return rank // (layout.etp_size * layout.ep_size)
+
+    tp, dp = same(layout.dp_rank), same(layout.tp_rank)
+    expt_dp = same(lambda rank: (layout.etp_rank(rank), layout.ep_rank(rank)))
+    of = {
+        **dict.fromkeys(("tp", "mp", "tp_cp"), tp),
+        **dict.fromkeys(("dp", "dp_cp", "intra_dp_cp"), dp),
+        **dict.fromkeys(("expt_dp", "intra_expt_dp"), expt_dp),
+        **dict.fromkeys(("tp_ep", "tp_ep_pp"), same(expert_replica)),
+        "ep": same(lambda rank: (expert_replica(rank), layout.etp_rank(rank))),
+        "expt_tp": same(lambda rank: (expert_replica(rank), layout.ep_rank(rank))),
+    }
+    alone = same(lambda rank: rank)
     groups = ProcessGroupCollection()
     for field in dataclasses.fields(ProcessGroupCollection):
-        setattr(groups, field.name, alone)
-    for name in ("tp", "mp", "tp_cp", "expt_tp", "tp_ep", "tp_ep_pp"):
-        setattr(groups, name, tp)
-    for name in ("dp", "dp_cp", "expt_dp", "intra_dp_cp", "intra_expt_dp"):
-        setattr(groups, name, dp)
+        setattr(groups, field.name, of.get(field.name, alone))
     return groups

@@ -4,7 +4,7 @@
 
 Makes two checkpoints of random weights in a temporary folder, plays each case on 4 or 8 processes
 of this machine and prints a table per case. Installs nothing: without mbridge (the `bench` extra)
-its rows say so. About ten minutes on 2 cores; --quick takes one small layout.
+its rows say so. Eight to ten minutes on 2 cores; --quick takes one small layout.
 """
 
 from __future__ import annotations
@@ -68,18 +68,25 @@ def main(tokens: Sequence[str] | None = None) -> int:
     for name in ("repetitions", "bucket_mb"):
         if getattr(options, name) < 1:
             flag = "--" + name.replace("_", "-")
-            print(f"reshard.py: {flag} {getattr(options, name)} must be at least 1; raise it")
+            print(
+                f"reshard.py: {flag} {getattr(options, name)} must be at least 1; raise it",
+                file=sys.stderr,
+            )
             return 2
     cases = [case for case in (QUICK if options.quick else CASES) if options.only in case.layout]
     if not cases:
-        print(f"reshard.py: --only {options.only} is part of no layout; leave it out to see them")
+        print(
+            f"reshard.py: --only {options.only} is part of no layout; leave it out to see them",
+            file=sys.stderr,
+        )
         return 2
     repetitions = 2 if options.quick else options.repetitions
     rows: list[Row] = []
+    facts = _facts(tokens, options.bucket_mb)
     with tempfile.TemporaryDirectory(prefix="mcore_rl_bench_") as folder:
         for case in cases:
             rows += _measured(case, Path(folder), options.bucket_mb, repetitions)
-            page = markdown(rows, _facts(tokens, options.bucket_mb))
+            page = markdown(rows, facts)
             if options.json:
                 options.json.write_text(json.dumps(rows, indent=1) + "\n")
             if options.markdown:
@@ -213,11 +220,13 @@ def _facts(tokens: Sequence[str] | None, bucket_mb: int) -> dict[str, str]:
     for package in packages:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             versions.append(f"{package} {importlib.metadata.version(package)}")
+    load = os.getloadavg()[1]
     return {
         "command": f"`python benchmarks/reshard.py {' '.join(_named_shortly(arguments))}`",
         "commit": _commit(),
         "date": datetime.date.today().isoformat(),
-        "machine": f"{_cpu()}, {os.cpu_count()} cores, no GPU used, gloo over the loopback",
+        "machine": f"{_cpu()}, {os.cpu_count()} cores, no GPU used, gloo over the loopback; "
+        f"load average of the 5 minutes before: {load:.1f}",
         "versions": f"Python {platform.python_version()}, {', '.join(versions)}",
         "bucket": f"{bucket_mb} MiB; OMP_NUM_THREADS=1",
     }
@@ -225,7 +234,14 @@ def _facts(tokens: Sequence[str] | None, bucket_mb: int) -> dict[str, str]:
 
 def _named_shortly(arguments: Sequence[str]) -> list[str]:
     """Without the folders of this machine."""
-    return [str(Path(a).relative_to(ROOT)) if a.startswith(str(ROOT)) else a for a in arguments]
+    found = []
+    for argument in arguments:
+        path = Path(argument)
+        if path.is_absolute():
+            inside = path.is_relative_to(ROOT)
+            argument = str(path.relative_to(ROOT)) if inside else path.name
+        found.append(argument)
+    return found
 
 
 def _commit() -> str:
@@ -250,4 +266,7 @@ def _cpu() -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    code = main()
+    sys.stdout.flush()
+    # Triton, imported and never used, would list all it has not freed.
+    os._exit(code)

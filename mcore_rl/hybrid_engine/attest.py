@@ -34,7 +34,7 @@ from mcore_rl.hybrid_engine.plan import Boxes, TensorInfo
 from mcore_rl.hybrid_engine.slice_hash import Sample, slice_hash_tensor, tensor_key
 
 FULL, SAMPLE, OFF = "full", "sample", "off"
-SAMPLE_PERIOD = 16  # in mode sample every row is hashed once in so many versions
+SAMPLE_PERIOD = 32  # in mode sample every row is hashed once in so many versions
 _READ_BYTES = 16 << 20  # at a time: what is served in another dtype is converted for it
 _SHOWN = 20  # mismatches that a rank tells the others of
 
@@ -92,7 +92,7 @@ class Attestor:
         attestor.finish(fault)                           compare: collective over the world
 
     `have` and `need` are the boxes of all ranks, as they are exchanged for planning. `device` is
-    where the collective's tensor is made. `mode` FULL hashes every element, SAMPLE a sixteenth
+    where the collective's tensor is made. `mode` FULL hashes every element, SAMPLE one row of 32
     (see `slice_hash.Sample`); that every needed element was read is checked in both.
     """
 

@@ -9,7 +9,6 @@ import ctypes
 import gc
 import os
 import re
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -56,6 +55,7 @@ class Footprint:
     """What this process holds of everything that a leak would eat up."""
 
     resident_bytes: int
+    heap_bytes: int  # malloc's, in use: the resident set without its free pieces; glibc only
     device_bytes: int  # allocated, not what the allocator caches
     open_files: int
     threads: int
@@ -68,13 +68,34 @@ class Footprint:
         Otherwise the resident set would count what the collector or malloc have not got round to.
         """
         gc.collect()
-        if sys.platform == "linux" and hasattr(libc := ctypes.CDLL(None), "malloc_trim"):
-            libc.malloc_trim(0)  # glibc's; other libraries give pages back by themselves
+        libc = ctypes.CDLL(None)
+        if hasattr(libc, "malloc_trim"):  # glibc's; other libraries give pages back by themselves
+            libc.malloc_trim(0)
         mapped = Path("/proc/self/maps").read_text()
         return cls(
             resident_bytes=host_bytes(),
+            heap_bytes=_heap_bytes(libc),
             device_bytes=torch.cuda.memory_allocated() if torch.cuda.is_available() else 0,
             open_files=len(os.listdir("/proc/self/fd")),
             threads=len(os.listdir("/proc/self/task")),
             shared_memory=len(set(re.findall(r"/dev/shm/.*$", mapped, re.MULTILINE))),
         )
+
+
+class _MallInfo(ctypes.Structure):
+    """glibc's `struct mallinfo2` (malloc.h)."""
+
+    _fields_ = [
+        (name, ctypes.c_size_t)
+        for name in (
+            "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks keepcost"
+        ).split()
+    ]
+
+
+def _heap_bytes(libc: ctypes.CDLL) -> int:
+    if not hasattr(libc, "mallinfo2"):
+        return 0
+    libc.mallinfo2.restype = _MallInfo
+    info = libc.mallinfo2()
+    return info.uordblks + info.hblkhd  # from the heaps, and mapped one by one

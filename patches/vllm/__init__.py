@@ -18,14 +18,12 @@ def patches() -> tuple[Patch, ...]:
         expert_parallel_on_cpu,
         rank_map,
         repack_experts_on_reload,
-        repack_tied_weights_on_reload,
         rotary_embedding_of_heads,
         shared_memory_names,
     )
 
     modules = (
         repack_experts_on_reload,
-        repack_tied_weights_on_reload,
         expert_parallel_on_cpu,
         rotary_embedding_of_heads,
         shared_memory_names,

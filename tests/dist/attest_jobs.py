@@ -19,6 +19,7 @@ from mcore_rl.hybrid_engine.proof import Proof
 from mcore_rl.hybrid_engine.sharding_manager import MegatronVLLMShardingManager
 from mcore_rl.hybrid_engine.transfer import Transfer
 from mcore_rl.hybrid_engine.vllm_engine import VLLMEngine
+from mcore_rl.hybrid_engine.weight_stream import _near
 from mcore_rl.run_parts import build_manager, engine_config
 from mcore_rl.verify import stored_digests
 from tests.dist.jobs import random_tokens, started
@@ -198,7 +199,7 @@ class Bench:
             order=manager.stream.order,
             have=self.holdings.have,
             need=[*need[1:], need[0]],
-            near=manager._near(),
+            near=_near(self.job.train_layout, dist.get_world_size()),
         )
         current = manager.stream._transfer
         manager.stream._transfer = Transfer(plan, manager.stream.tensors, bucket_bytes=1 << 20)

@@ -6,6 +6,8 @@ memory as asked for, so that what is measured is what loading needs.
 
 from __future__ import annotations
 
+import ctypes
+import functools
 import math
 import time
 import zlib
@@ -21,6 +23,9 @@ from mcore_rl.hybrid_engine.sliced_tensor import SlicedTensor
 from mcore_rl.hybrid_engine.vllm_engine import EngineConfig
 from mcore_rl.hybrid_engine.vllm_model_only import VLLMModelOnly
 from mcore_rl.verify import stored_digests
+
+NOISE_ELEMENTS = 3 << 20  # of which a chunk is a cut-out
+_M_MMAP_THRESHOLD = -3  # of glibc's mallopt
 
 Metadata = dict[str, tuple[tuple[int, ...], torch.dtype]]
 Weights = Iterable[tuple[str, torch.Tensor]]
@@ -62,10 +67,17 @@ def deepseek_v3_tensors(config: dict[str, Any]) -> Metadata:
     return {name: (shape, torch.bfloat16) for name, shape in shapes.items()}
 
 
+@functools.cache
+def _noise(num_elements: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(7)
+    return torch.empty(num_elements, dtype=torch.bfloat16).normal_(0, 0.05, generator=generator)
+
+
 def draw(into: torch.Tensor, name: str, version: int, row: int) -> torch.Tensor:
     """Fill `into` with what the rows from `row` on of a tensor hold in a version of the weights."""
-    seed = zlib.crc32(f"{name}/{version}/{row}".encode())
-    return into.normal_(0, 0.05, generator=torch.Generator().manual_seed(seed))
+    noise = _noise(NOISE_ELEMENTS)
+    start = zlib.crc32(f"{name}/{version}/{row}".encode()) % (NOISE_ELEMENTS - into.numel())
+    return into.copy_(noise[start : start + into.numel()].view(into.shape))
 
 
 def chunks(metadata: Metadata, chunk_bytes: int) -> Iterator[tuple[str, int, tuple[int, ...]]]:
@@ -104,6 +116,9 @@ def measure(
     model_dir: str, config: dict[str, Any], chunk_bytes: int, repetitions: int
 ) -> dict[str, Any]:
     """Peaks, seconds and digests of reloads by vLLM's own layerwise reload and by ours."""
+    # glibc gives freed memory back at once from 32 MB on, and keeps smaller pieces for a while.
+    # The model is a small one: its tensors are treated as those of a large one would be.
+    assert ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, 1 << 20)
     dist.init_process_group("gloo")
     metadata = deepseek_v3_tensors(config)
     engine = VLLMModelOnly(EngineConfig(model_dir=Path(model_dir), max_model_len=128))

@@ -79,9 +79,10 @@ def test_generators_are_restored_bit_for_bit(case: tuple) -> None:
     assert all(result["rng"] for result in case[1])
 
 
-# After gc and malloc_trim two measurements of an idle process differ by some pages; a leak of one
-# copy of the smallest tensor a switch brings would be larger after 48.
-NOISE_BYTES = 2 << 20
+# What malloc has given out grows by caches of Python and of the runtimes, a few KiB in all. The
+# resident set also has the holes between living pieces, which come and go by some hundred KiB.
+HEAP_NOISE_BYTES = 128 << 10
+RESIDENT_NOISE_BYTES = 2 << 20
 
 
 def test_memory_after_50_switches_equals_that_after_2(
@@ -94,6 +95,9 @@ def test_memory_after_50_switches_equals_that_after_2(
         "tests.dist.offload_jobs:many_switches",
         world_size=4,
         arguments={"flags": flags, "num_switches": 50},
+        # torch notes its last 2000 collectives, 1.4 KB each: not a leak, but until it is full it
+        # looks like one.
+        environment={"TORCH_FR_BUFFER_SIZE": "0"},
     )
     for result in results:
         print(result)
@@ -104,4 +108,5 @@ def test_memory_after_50_switches_equals_that_after_2(
         early, _, late = result["footprints"]
         for name in ("device_bytes", "open_files", "threads", "shared_memory"):
             assert late[name] == early[name], name
-        assert abs(late["resident_bytes"] - early["resident_bytes"]) < NOISE_BYTES
+        assert abs(late["heap_bytes"] - early["heap_bytes"]) < HEAP_NOISE_BYTES
+        assert abs(late["resident_bytes"] - early["resident_bytes"]) < RESIDENT_NOISE_BYTES

@@ -54,7 +54,15 @@ def test_slices_leave_what_the_own_loader_leaves_bit_for_bit(results, case):
         assert [n for n in found["same_as_zeros"] if not NO_WEIGHT.search(n)] == []
         # ... and the slices bring every bit back: what is stored, and what is computed.
         assert found["after_slices"] == [[], False]
+        assert found["after_halves"] == [[], False]
         assert found["score_lengths"] == [31, 9]
+
+
+@pytest.mark.parametrize("case", HAND_OVERS)
+def test_an_observer_hears_of_each_needed_element_once_as_it_was_stored(results, case):
+    for rank in results:
+        found = rank["hand_over"][case]
+        assert found["witnessed"] == [found["needed_elements"], []]
 
 
 @pytest.mark.parametrize("case", HAND_OVERS)
@@ -135,6 +143,8 @@ def test_closing_leaves_no_shared_memory_and_the_world_in_place(results):
         ("twice", r"model\.norm\.weight was given to reload twice"),
         ("missing, learnt", r"not given to reload.*: model\.norm\.weight"),
         ("outside the slices", r"not given to reload.*: \[8:\d+, 0:\d+\] of .*experts\.3\.up_proj"),
+        ("a part twice", r"model\.norm\.weight was given to reload twice \(\[32:64\] and \[0:40\]"),
+        ("a part missing", r"not given to reload.*: \[40:48\] of model\.norm\.weight"),
         ("without a place", r"no rank of the engine has a place for: model\.layers\.2\."),
         ("generate asleep", r"the engine sleeps \(kv_cache, weights\)"),
         ("reload asleep", "call wake_weights first"),

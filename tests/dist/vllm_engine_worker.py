@@ -6,10 +6,11 @@ of them, and closing one must leave everything as it was.
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +58,43 @@ def slices(weights: Weights, needs: Mapping[str, Iterable[Box]]) -> dict[str, Sl
         )
         for name, whole in weights.items()
     }
+
+
+def halves(
+    weights: Weights, needs: Mapping[str, Iterable[Box]]
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """The needed boxes in two items per tensor, cut along the last dimension.
+
+    The first halves of two tensors come before their second ones, and each is overwritten when the
+    next item is asked for.
+    """
+    names = [name for name in weights if needs[name]]
+    for pair in (names[at : at + 2] for at in range(0, len(names), 2)):
+        for half, name in itertools.product((0, 1), pair):
+            whole, pieces = weights[name], []
+            for box in needs[name]:
+                start, stop = box[-1]
+                middle = (start + stop) // 2
+                part = (*box[:-1], ((start, middle), (middle, stop))[half])
+                pieces.append((part, whole[tuple(slice(*r) for r in part)].clone()))
+            yield name, SlicedTensor(name, whole.shape, whole.dtype, pieces)
+            for _, data in pieces:
+                data.fill_(float("nan"))
+
+
+class Witness:
+    """`on_write` of a reload: counts what was written, and compares it with what it should be."""
+
+    def __init__(self, weights: Weights) -> None:
+        self._weights = weights
+        self.elements = 0
+        self.wrong: list[str] = []
+
+    def __call__(self, name: str, box: Box, data: torch.Tensor) -> None:
+        self.elements += volume(box)
+        expected = self._weights[name][tuple(slice(*r) for r in box)]
+        if data.dtype != expected.dtype or not torch.equal(data, expected):
+            self.wrong.append(name)
 
 
 def snapshot(engine: VLLMEngine) -> dict[str, torch.Tensor]:
@@ -112,6 +150,11 @@ def hand_over(checkpoint: Path, **config: Any) -> dict[str, Any]:
     for _ in range(2):  # the second time the loaders have been wrapped before
         engine.reload(slices(weights, needs).items())
     result["after_slices"] = [differing(engine, stored), scores_differ()]
+    engine.reload((name, torch.zeros_like(t)) for name, t in weights.items())
+    witness = Witness(weights)
+    engine.reload(halves(weights, needs), witness)
+    result["after_halves"] = [differing(engine, stored), scores_differ()]
+    result["witnessed"] = [witness.elements, witness.wrong]
     result["learnt_again_differs"] = differing_needs(engine, weights, needs)
     result["num_stored"] = len(stored)
     result["close"] = close(engine)
@@ -162,6 +205,11 @@ def strictness(checkpoint: Path) -> dict[str, str]:
     def reload(changed: Weights) -> str:
         return error_of(lambda: engine.reload(changed.items()))
 
+    def rows(start: int, stop: int) -> tuple[str, torch.Tensor]:
+        whole = weights[norm]
+        pieces = [(((start, stop),), whole[start:stop])]
+        return norm, SlicedTensor(norm, whole.shape, whole.dtype, pieces)
+
     short = {**weights, expert: weights[expert][:-1]}
     errors = {
         "generate on dummy weights": error_of(lambda: engine.prompt_log_probs(SEQUENCES)),
@@ -176,6 +224,9 @@ def strictness(checkpoint: Path) -> dict[str, str]:
     errors["missing, learnt"] = reload(without(norm))
     held = {**needs, expert: [((0, 8), needs[expert][0][1])]}
     errors["outside the slices"] = reload(slices(weights, held))
+    rest = list(without(norm).items())
+    errors["a part twice"] = error_of(lambda: engine.reload([*rest, rows(0, 40), rows(32, 64)]))
+    errors["a part missing"] = error_of(lambda: engine.reload([*rest, rows(0, 40), rows(48, 64)]))
     errors["complete again"] = reload(weights)
     scores = engine.prompt_log_probs(SEQUENCES)
     errors["without a place"] = reload({**weights, **mtp})

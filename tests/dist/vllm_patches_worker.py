@@ -36,10 +36,7 @@ def leave_out(patch: str) -> None:
 
 
 def log_probs(model_dir: str, load_format: str, **config: Any) -> list[float]:
-    """Score TOKENS with weights read from disk: at the start ("auto") or by a reload ("dummy").
-
-    The reload is vLLM's own: `VLLMEngine.reload` packs tied weights without a patch.
-    """
+    """Score TOKENS with weights read from disk: at the start ("auto") or by a reload ("dummy")."""
     from safetensors.torch import load_file
 
     engine = VLLMEngine(
@@ -53,9 +50,7 @@ def log_probs(model_dir: str, load_format: str, **config: Any) -> list[float]:
         )
     )
     if load_format == "dummy":
-        weights = load_file(Path(model_dir) / "model.safetensors")
-        engine._worker.reload_weights(weights_iterator=iter(weights.items()))
-        engine._weights_complete = True
+        engine.reload(load_file(Path(model_dir) / "model.safetensors").items())
     (scores,) = engine.prompt_log_probs([TOKENS])
     engine.close()
     return scores.tolist()
@@ -123,13 +118,10 @@ def cases(model_dir: str) -> dict[str, tuple[int, Callable[[], Any]]]:
     return {
         "started from disk": (1, lambda: log_probs(model_dir, "auto")),
         "reloaded": (1, lambda: log_probs(model_dir, "dummy")),
-        **{
-            f"reloaded without {patch}": (1, lambda p=patch: reload_without(p, model_dir))
-            for patch in (
-                "vllm.repack_experts_on_reload",
-                "vllm.repack_tied_weights_on_reload",
-            )
-        },
+        "reloaded without vllm.repack_experts_on_reload": (
+            1,
+            lambda: reload_without("vllm.repack_experts_on_reload", model_dir),
+        ),
         "expert parallel": (2, lambda: expert_parallel(model_dir)),
         "expert parallel unpatched": (
             2,

@@ -18,6 +18,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import psutil
 import requests
 import torch.distributed as dist
 
@@ -49,7 +50,10 @@ def play(
 
 
 def keep_server(folder: Path, port: int, checkpoint: str, serve: list[str]) -> dict[str, Any]:
-    """Run `vllm serve` until the trainers are done, then fresh engines on what they exported."""
+    """Run `vllm serve` until the trainers are done, then a fresh one on what they exported.
+
+    The fresh one starts with the last export and loads the others by vLLM's own reload.
+    """
     for name in [n for n in os.environ if "RANK" in n or "WORLD_SIZE" in n or "MASTER" in n]:
         del os.environ[name]
     fork = multiprocessing.get_context("fork")
@@ -63,16 +67,39 @@ def keep_server(folder: Path, port: int, checkpoint: str, serve: list[str]) -> d
         (folder / "over").touch()
     os.kill(server.pid, signal.SIGTERM)
     server.join(30)
-    fresh = {}
-    for exported in sorted(folder.glob("export-*")):
-        process = fork.Process(target=_serve, args=(port, str(exported), serve))
-        process.start()
-        url = f"http://127.0.0.1:{port}"
-        _wait_for_health(url, process.is_alive)
-        fresh[exported.name] = ask(url)
-        os.kill(process.pid, signal.SIGTERM)
-        process.join(30)
-    return {"fresh": fresh}
+    *others, last = sorted(folder.glob("export-*"))
+    fresh = fork.Process(target=_serve, args=(port, str(last), serve))
+    fresh.start()
+    url = f"http://127.0.0.1:{port}"
+    _wait_for_health(url, fresh.is_alive)
+    answers = {last.name: ask(url)}
+    for exported in others:
+        call = {"method": "reload_weights", "kwargs": {"weights_path": str(exported)}}
+        assert requests.post(f"{url}/collective_rpc", json=call, timeout=60).ok
+        assert requests.post(f"{url}/reset_prefix_cache", timeout=60).json() == {"success": True}
+        answers[exported.name] = ask(url)
+    os.kill(fresh.pid, signal.SIGTERM)
+    fresh.join(30)
+    _wait_for_the_rest()
+    return {"fresh": answers}
+
+
+def _wait_for_the_rest(seconds: float = 20) -> None:
+    """Until nothing of the servers runs: Python's resource tracker frees their shared memory."""
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        others = [pid for pid in psutil.pids() if pid != os.getpid() and _in_this_job(pid)]
+        if not others:
+            return
+        time.sleep(0.1)
+
+
+def _in_this_job(pid: int) -> bool:
+    try:
+        process = psutil.Process(pid)
+        return os.getpgid(pid) == os.getpgrp() and process.status() != psutil.STATUS_ZOMBIE
+    except (ProcessLookupError, psutil.NoSuchProcess):
+        return False
 
 
 def _serve(port: int, checkpoint: str, options: list[str]) -> None:

@@ -41,6 +41,7 @@ def test_footprint_sees_memory_files_threads_and_segments(tmp_path: Path) -> Non
         segment.close()
         segment.unlink()
     assert abs(during.resident_bytes - before.resident_bytes - 64 * MIB) < 8 * MIB
+    assert abs(during.heap_bytes - before.heap_bytes - 64 * MIB) < MIB
     assert during.open_files == before.open_files + 3  # the file, the segment, its mapping
     assert during.threads == before.threads + 1
     assert during.shared_memory == before.shared_memory + 1
@@ -48,6 +49,7 @@ def test_footprint_sees_memory_files_threads_and_segments(tmp_path: Path) -> Non
     del held
     after = Footprint.now()
     assert abs(after.resident_bytes - before.resident_bytes) < 8 * MIB
+    assert abs(after.heap_bytes - before.heap_bytes) < MIB
     assert (after.open_files, after.threads, after.shared_memory) == (
         before.open_files,
         before.threads,

@@ -1,0 +1,48 @@
+"""`python benchmarks/reshard.py --quick` as a user runs it: every path delivers the same bits."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+KEYS = (
+    "path model layout received_bytes_max lower_bound_bytes_max peak_extra_bytes_max median_seconds"
+).split()
+
+
+@pytest.mark.slow
+def test_quick_benchmark_runs_all_paths_to_the_same_bits(tmp_path: Path) -> None:
+    files = tmp_path / "rows.json", tmp_path / "page.md"
+    done = subprocess.run(
+        [
+            *(sys.executable, "benchmarks/reshard.py", "--quick"),
+            *("--json", str(files[0]), "--markdown", str(files[1])),
+        ],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=280,
+    )
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
+    rows = {row["path"]: row for row in json.loads(files[0].read_text())}
+    # mbridge is there where the bench extra is; else its row says why it is not.
+    if "median_seconds" not in rows["mbridge"]:
+        assert "bench" in rows.pop("mbridge")["note"]
+    assert rows.keys() - {"mbridge"} == {
+        *("ours", "gather", "core.resharding", "memcpy"),
+        *("switch", "switch, proved in full", "switch, unproved", "vllm_load"),
+    }
+    for row in rows.values():
+        assert all(key in row for key in KEYS)
+        assert row["bit_identical"], row["path"]
+    for path in ("ours", "switch", "switch, unproved"):
+        assert rows[path]["received_bytes_max"] == rows[path]["lower_bound_bytes_max"]
+    assert rows["gather"]["received_over_ours"] > 4
+    page = files[1].read_text()
+    assert str(tmp_path) not in page
+    assert "| ours |" in page

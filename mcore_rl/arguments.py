@@ -113,8 +113,8 @@ class RLConfig:
 
     attest: str = _flag(
         "sample",
-        "how much of a hand-over is proved to have arrived: every element, a sixteenth (another "
-        "one each time), or nothing",
+        "how much of a hand-over is proved to have arrived: every element, one row of 32 (other "
+        "rows each time), or nothing",
         choices=("full", "sample", "off"),
     )
     canary_interval: int = _flag(

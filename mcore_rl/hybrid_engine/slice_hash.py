@@ -114,7 +114,7 @@ def slice_hash_tensor(
     step = max(1, chunk_bytes // (len(lanes) * LANE_BYTES))
     sums = [
         _row_sums(_as_lanes(part, first % per_lane, -last % per_lane), *column_weights)
-        for part in rows.split(step)
+        for part in (rows.split(step) if len(rows) > step else (rows,))
     ]
     by_row = sums[0] if len(sums) == 1 else torch.cat(sums)
     return (by_row * row_weights).sum() * _signed(key)

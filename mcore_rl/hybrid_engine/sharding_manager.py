@@ -117,7 +117,7 @@ class MegatronVLLMShardingManager:
         """The parameters are read once more, and nothing is built on what arrived before."""
         self.stream.invalidate()
         if self._offloader is not None and "parameters" in self._offloader.away:
-            self._offloader.onload()
+            self._offloader.onload("parameters")
 
     def _attestor(self, mode: str) -> Attestor | None:
         if mode == OFF:
@@ -193,7 +193,9 @@ class MegatronVLLMShardingManager:
 
         In rollout mode, when few responses are still being generated. Local to this rank.
         """
-        return 0 if self._offloader is None else self._offloader.prefetch()
+        if self._offloader is None or not self._offloader.away:
+            return 0  # nothing was to go, or a repeated hand-over has brought it back
+        return self._offloader.prefetch()
 
     def _bring_training_back(self) -> None:
         assert self._rng is not None

@@ -18,7 +18,7 @@ _STATUS = Path("/proc/self/status")
 
 
 def host_bytes(field: str = "VmRSS") -> int:
-    """Resident bytes of this process now (`VmRSS`) or at their highest (`VmHWM`)."""
+    """Resident bytes: now (`VmRSS`), now without files (`RssAnon`), or at the highest (`VmHWM`)."""
     match = re.search(rf"^{field}:\s+(\d+) kB", _STATUS.read_text(), re.MULTILINE)
     assert match is not None, f"{_STATUS} has no {field}"
     return int(match[1]) << 10
@@ -54,7 +54,7 @@ class PeakMemory:
 class Footprint:
     """What this process holds of everything that a leak would eat up."""
 
-    resident_bytes: int
+    resident_bytes: int  # without mapped files: code that is touched late is no leak
     heap_bytes: int  # malloc's, in use: the resident set without its free pieces; glibc only
     device_bytes: int  # allocated, not what the allocator caches
     open_files: int
@@ -73,7 +73,7 @@ class Footprint:
             libc.malloc_trim(0)
         mapped = Path("/proc/self/maps").read_text()
         return cls(
-            resident_bytes=host_bytes(),
+            resident_bytes=host_bytes("RssAnon"),
             heap_bytes=_heap_bytes(libc),
             device_bytes=torch.cuda.memory_allocated() if torch.cuda.is_available() else 0,
             open_files=len(os.listdir("/proc/self/fd")),

@@ -19,9 +19,9 @@ from __future__ import annotations
 import itertools
 import time
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -31,14 +31,19 @@ from mcore_rl.hybrid_engine.boxes import Box, contains, intersect, relative, sho
 from mcore_rl.hybrid_engine.buckets import cut
 from mcore_rl.hybrid_engine.cells import Cell, make_cells
 from mcore_rl.hybrid_engine.plan import Boxes, TensorInfo
-from mcore_rl.hybrid_engine.slice_hash import Sample, slice_hash_tensor, tensor_key
+from mcore_rl.hybrid_engine.slice_hash import Place, Sample, tensor_key
 
 FULL, SAMPLE, OFF = "full", "sample", "off"
 SAMPLE_PERIOD = 32  # in mode sample every row is hashed once in so many versions
 _READ_BYTES = 16 << 20  # at a time: what is served in another dtype is converted for it
 _SHOWN = 20  # mismatches that a rank tells the others of
 
-ReadSlice = Callable[[str, Box], torch.Tensor]
+
+class ReadSlice(Protocol):
+    """Serves what a rank holds: the values of `box` of a tensor, or what the index `at` cuts out
+    of them, of which alone more is made than a view."""
+
+    def __call__(self, tensor: str, box: Box, at: Any = ..., /) -> torch.Tensor: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,32 +118,45 @@ class Attestor:
         self._device = torch.device(device)
         cells = make_cells(tensors, have, need)
         self._num_cells = sum(map(len, cells.values()))
-        self._owned = [c for group in cells.values() for c in group if c.owner == rank]
+        self._owned = [
+            self._part(cell, box)
+            for group in cells.values()
+            for cell in group
+            if cell.owner == rank
+            for box in cut(cell.box, _READ_BYTES // tensors[cell.tensor].itemsize)
+        ]
         self._needed = {
             tensor: [c for c in cells[tensor] if any(contains(box, c.box) for box in boxes)]
             for tensor, boxes in need[rank].items()
             if boxes
         }
         self._version = 0
+        self._salts: dict[str, tuple[int, Sample | None]] = {}  # of this version
+        self._parts_of: dict[tuple[str, Box], list[_Part]] = {}
         self._source = _Tally()
         self._arrived = _Tally()
+        self._expected: _Sums | None = None
         self._fault: str | None = None
 
     def begin(self, weight_version: int, read: ReadSlice) -> None:
-        """Hash the cells that this rank attests, as `read(tensor, box)` serves them.
+        """Hash the cells that this rank attests, as `read` serves them, and begin to exchange them.
 
-        Not collective. A slice that cannot be read is a fault that `finish` tells of.
+        Collective over the world, and not waited for. A slice that cannot be read is a fault that
+        `finish` tells of.
         """
         self._version = weight_version
+        self._salts.clear()
         self._source, self._arrived, self._fault = _Tally(), _Tally(), None
         try:
             with self._source.timed():
-                for cell in self._owned:
-                    itemsize = self._tensors[cell.tensor].itemsize
-                    for box in cut(cell.box, _READ_BYTES // itemsize):
-                        self._hash(self._source, cell, box, read(cell.tensor, box))
+                for part in self._owned:
+                    key, sample = self._salt(part.tensor)
+                    rows = part.place.rows(sample)
+                    data = read(part.tensor, part.box, part.place.index(rows))
+                    self._source.add(part, part.place.hash(data, key, rows), len(rows))
         except RuntimeError as error:
             self._fault = str(error)
+        self._expected = _Sums(self._source.sums(self._num_cells, self._device))
 
     def repeat(self) -> None:
         """Begin again with the same version: what was loaded until now is forgotten."""
@@ -151,21 +169,24 @@ class Attestor:
         it was given.
         """
         with self._arrived.timed():
-            for cell in self._needed.get(tensor, ()):
-                part = intersect(cell.box, box)
-                if part is not None:
-                    at = tuple(slice(start, stop) for start, stop in relative(part, box))
-                    self._hash(self._arrived, cell, part, data[at])
+            parts = self._parts_of.get((tensor, box))
+            if parts is None:
+                parts = self._parts_of[tensor, box] = self._parts(tensor, box)
+            key, sample = self._salt(tensor)
+            for part in parts:
+                rows = part.place.rows(sample)
+                cuts = (*part.at, part.place.index(rows))
+                self._arrived.add(part, part.place.hash(data, key, rows, cuts=cuts), len(rows))
 
     def finish(self, fault: str | None = None) -> Attestation:
         """Compare on all ranks. Collective over the world.
 
         `fault` is what this rank's hand-over raised, if it did.
         """
-        source = torch.from_numpy(self._source.sums(self._num_cells)).to(self._device)
-        dist.all_reduce(source)  # int64 wraps around, as the hashes do
+        assert self._expected is not None, "begin comes first"
+        expected = self._expected.over_all_ranks()
         with self._arrived.timed():
-            mine = self._mismatches(source.cpu().numpy())
+            mine = self._mismatches(expected)
         faults = [text for text in (self._fault, fault) if text is not None]
         count = torch.tensor([len(mine) + len(faults)], device=self._device)
         dist.all_reduce(count)
@@ -186,7 +207,7 @@ class Attestor:
 
     def _mismatches(self, expected: np.ndarray) -> list[Mismatch]:
         """What this rank needs and did not get as it was held."""
-        found = self._arrived.sums(self._num_cells)
+        found = self._arrived.sums(self._num_cells, self._device).cpu().numpy()
         mismatches = []
         for cell in itertools.chain.from_iterable(self._needed.values()):
             read, size = self._arrived.elements[cell.number], volume(cell.box)
@@ -200,38 +221,86 @@ class Attestor:
             mismatches.append(Mismatch(cell.tensor, cell.box, sources, self._rank, problem))
         return mismatches
 
-    def _hash(self, tally: _Tally, cell: Cell, box: Box, data: torch.Tensor) -> None:
-        """Add `data`, the part `box` of a cell, to a tally."""
-        shape = self._tensors[cell.tensor].shape
-        key = tensor_key(cell.tensor, self._version, self._seed)
-        sample = None
-        if self.mode == SAMPLE:
-            sample = Sample(cell.tensor, self._version, SAMPLE_PERIOD)
-        tally.add(cell.number, slice_hash_tensor(data, box, shape, key, sample), volume(box))
-        sampled = sample is not None and sample.applies(shape, data.element_size())
-        tally.num_bytes += data.nbytes // (SAMPLE_PERIOD if sampled else 1)
+    def _salt(self, tensor: str) -> tuple[int, Sample | None]:
+        """What this version's hashes of a tensor depend on beside its elements."""
+        if tensor not in self._salts:
+            sample = None
+            if self.mode == SAMPLE:
+                sample = Sample(tensor, self._version, SAMPLE_PERIOD)
+            self._salts[tensor] = tensor_key(tensor, self._version, self._seed), sample
+        return self._salts[tensor]
+
+    def _parts(self, tensor: str, box: Box) -> list[_Part]:
+        """What of the cells that this rank needs lies in `box`."""
+        shared = ((cell, intersect(cell.box, box)) for cell in self._needed.get(tensor, ()))
+        return [self._part(cell, part, box) for cell, part in shared if part is not None]
+
+    def _part(self, cell: Cell, box: Box, within: Box | None = None) -> _Part:
+        info = self._tensors[cell.tensor]
+        at = ()
+        if within is not None and within != box:
+            at = (tuple(slice(*ends) for ends in relative(box, within)),)
+        place = Place(box, info.shape, info.itemsize)
+        num_rows = max(1, box[-2][1] - box[-2][0]) if len(box) > 1 else 1
+        row_bytes = volume(box) // num_rows * info.itemsize
+        return _Part(cell.tensor, cell.number, box, at, place, volume(box), row_bytes)
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """A part of a cell that is hashed at once."""
+
+    tensor: str
+    number: int  # of the cell
+    box: Box
+    at: tuple[tuple[slice, ...], ...]  # what cuts it out of what is given, if anything does
+    place: Place
+    num_elements: int
+    row_bytes: int  # of one index along the last dimension but one
+
+
+class _Sums:
+    """`[cells]` int64 of this rank, on their way to be added up over all ranks."""
+
+    def __init__(self, mine: torch.Tensor) -> None:
+        self._sums = mine
+        self._work = dist.all_reduce(mine, async_op=True)  # int64 wraps around, as the hashes do
+
+    def over_all_ranks(self) -> np.ndarray:
+        """Waits for them, the first time."""
+        if self._work is not None:
+            self._work.wait()
+            self._work = None
+        return self._sums.cpu().numpy()
 
 
 class _Tally:
     """Hashes and numbers of elements, by cell."""
 
     def __init__(self) -> None:
-        self._numbers: list[int] = []
-        self._hashes: list[torch.Tensor] = []  # scalars on their device: nobody waits for it here
+        self._sums: dict[int, int] = defaultdict(int)
+        self._elsewhere: list[tuple[int, torch.Tensor]] = []  # not waited for until they are summed
         self.elements: dict[int, int] = defaultdict(int)
         self.num_bytes = 0
         self.seconds = 0.0
 
-    def add(self, number: int, hashed: torch.Tensor, num_elements: int) -> None:
-        self._numbers.append(number)
-        self._hashes.append(hashed)
-        self.elements[number] += num_elements
+    def add(self, part: _Part, hashed: int | torch.Tensor, num_rows: int) -> None:
+        if isinstance(hashed, int):
+            self._sums[part.number] += hashed
+        else:
+            self._elsewhere.append((part.number, hashed))
+        self.elements[part.number] += part.num_elements
+        self.num_bytes += num_rows * part.row_bytes
 
-    def sums(self, num_cells: int) -> np.ndarray:
-        """`[cells]` int64, the sum of each cell's hashes modulo 2^64."""
-        sums = np.zeros(num_cells, dtype=np.int64)
-        if self._hashes:
-            np.add.at(sums, self._numbers, torch.stack(self._hashes).cpu().numpy())
+    def sums(self, num_cells: int, device: torch.device) -> torch.Tensor:
+        """`[cells]` int64 on `device`, the sum of each cell's hashes modulo 2^64."""
+        on_host = np.zeros(num_cells, dtype=np.uint64)
+        for number, total in self._sums.items():
+            on_host[number] = total % (1 << 64)
+        sums = torch.from_numpy(on_host.view(np.int64)).to(device)
+        if self._elsewhere:
+            numbers, hashes = zip(*self._elsewhere, strict=True)
+            sums.index_add_(0, torch.tensor(numbers, device=device), torch.stack(hashes).to(device))
         return sums
 
     def timed(self) -> _Timed:

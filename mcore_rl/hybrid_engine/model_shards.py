@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -86,12 +87,15 @@ class ModelShards:
         """The distinct boxes of `tensor` on this rank (a tied embedding may lie here twice)."""
         return tuple(dict.fromkeys(held.box for held in self._held.get(tensor, ())))
 
-    def read(self, tensor: str, box: Box) -> torch.Tensor:
-        """The values of `box`, which must lie in one held box, in the checkpoint's dtype."""
+    def read(self, tensor: str, box: Box, at: Any = ...) -> torch.Tensor:
+        """The values of `box`, which must lie in one held box, in the checkpoint's dtype.
+
+        `at` is an index into the box's elements, by default all of them.
+        """
         for held in self._held.get(tensor, ()):
             if contains(held.box, box):
                 data = _cut(_cut(held.parameter.detach(), held.local_box), relative(box, held.box))
-                return data.to(getattr(torch, self._infos[tensor].dtype))
+                return data[at].to(getattr(torch, self._infos[tensor].dtype))
         raise RuntimeError(f"{tensor}{show(box)} was asked of a rank that does not hold it")
 
     @torch.no_grad()

@@ -147,9 +147,9 @@ class WeightStream:
         info = self.tensors[name]
         return SlicedTensor(name, info.shape, getattr(torch, info.dtype), pieces)
 
-    def read(self, name: str, box: Box) -> torch.Tensor:
-        """A slice of the training weights, in the dtype in which it travels."""
-        return self._shards.read(name, box).to(getattr(torch, self.tensors[name].dtype))
+    def read(self, name: str, box: Box, at: Any = ...) -> torch.Tensor:
+        """A slice of the training weights, or what `at` cuts out of it, as it travels."""
+        return self._shards.read(name, box, at).to(getattr(torch, self.tensors[name].dtype))
 
 
 def _enough_to_overlap(plan: Plan, world_size: int) -> int:

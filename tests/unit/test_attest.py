@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 
+import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -14,7 +17,7 @@ from mcore_rl.hybrid_engine.attest import Attestor
 from mcore_rl.hybrid_engine.boxes import Box, contains, cover_fault, intersect, uncovered
 from mcore_rl.hybrid_engine.cells import make_cells
 from mcore_rl.hybrid_engine.plan import TensorInfo
-from mcore_rl.hybrid_engine.slice_hash import Sample, slice_hash, tensor_key
+from mcore_rl.hybrid_engine.slice_hash import Place, Sample, slice_hash, tensor_key
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.uint8)
 KEY = tensor_key("model.layers.0.mlp.experts.3.up_proj.weight", 1)
@@ -62,7 +65,7 @@ def test_hashes_of_the_parts_add_up_to_that_of_the_whole(
     sample = Sample("w", version, 3) if sampled else None
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(slice_hash_module, "_SMALL_BYTES", 0)  # sample these small tensors, too
-        patch.setattr(slice_hash_module, "_CHUNK_BYTES", {"cpu": 64})  # and in several chunks
+        patch.setattr(slice_hash_module, "_CHUNK_BYTES", 64)  # and in several chunks
         parts = [slice_hash(cut(data, box), box, shape, KEY, sample) for box in boxes]
         assert sum(parts) % 2**64 == slice_hash(data, whole(shape), shape, KEY, sample)
 
@@ -104,18 +107,26 @@ def test_hash_is_the_sum_of_the_docstring(dtype: torch.dtype) -> None:
     assert slice_hash(data.t().contiguous().t(), box, shape, KEY) == expected
 
 
+@settings(max_examples=100, deadline=None)
+@given(cut_tensors(), st.booleans())
 def test_other_devices_compute_the_same_by_other_operations(
-    monkeypatch: pytest.MonkeyPatch,
+    cutting: tuple[torch.Tensor, list[Box]], sampled: bool
 ) -> None:
-    lanes = values((5, 8), torch.float64).view(torch.int64)
-    low, high = values((2, 8), torch.float64).view(torch.int64)
-
-    class Elsewhere(torch.Tensor):
-        device = torch.device("meta")  # decides, and nothing is computed there
-
-    on_cpu = slice_hash_module._row_sums(lanes, low, high)
-    elsewhere = slice_hash_module._row_sums(lanes.as_subclass(Elsewhere), low, high)
-    assert torch.equal(on_cpu, elsewhere.as_subclass(torch.Tensor))
+    """Their operations, on this device: none other is here."""
+    data, boxes = cutting
+    sample = Sample("w", 5, 3) if sampled else None
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(slice_hash_module, "_SMALL_BYTES", 0)
+        patch.setattr(slice_hash_module, "_DEVICE_CHUNK_BYTES", 64)
+        for box in boxes:
+            place = Place(box, tuple(data.shape), data.element_size())
+            rows = place.rows(sample)
+            here = cut(data, box)[place.index(rows)]
+            on_host = place.hash(here, KEY, rows)
+            assert isinstance(on_host, int)
+            if here.numel():
+                elsewhere = place.hash_on_device(here, KEY, rows)
+                assert int(elsewhere) % 2**64 == on_host
 
 
 @settings(max_examples=200, deadline=None)
@@ -270,6 +281,14 @@ def reads(draw: st.DrawFn) -> list[Box]:
     return boxes
 
 
+@pytest.fixture(scope="module")
+def world_of_one() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("world_of_one")
 @settings(max_examples=100, deadline=None)
 @given(reads())
 def test_what_is_loaded_in_whatever_parts_adds_up_to_the_hashes_of_the_cells(
@@ -283,20 +302,24 @@ def test_what_is_loaded_in_whatever_parts_adds_up_to_the_hashes_of_the_cells(
     for box in boxes:
         disjoint += uncovered(box, disjoint)
     for box in (*disjoint, *uncovered(box_of_all, disjoint)):
-        assert [m.problem[:14] for m in attestor._mismatches(attestor._arrived.sums(2))]
+        assert [m.problem[:14] for m in attestor._mismatches(arrived(attestor))]
         attestor.note("w", box, cut(data, box))
     expected = [
         slice_hash(cut(data, cell.box), cell.box, (12, 8), tensor_key("w", 1))
         for cell in make_cells(INFO, HAVE, need)["w"]
     ]
-    assert [int(h) % 2**64 for h in attestor._arrived.sums(2)] == expected
+    assert [int(h) % 2**64 for h in arrived(attestor)] == expected
     # An element that is loaded twice is as wrong as one that is not loaded.
-    assert attestor._mismatches(attestor._arrived.sums(2)) == []
+    assert attestor._mismatches(arrived(attestor)) == []
     attestor.note("w", ((0, 1), (0, 1)), data[:1, :1])
-    assert [m.problem for m in attestor._mismatches(attestor._arrived.sums(2))] == [
+    assert [m.problem for m in attestor._mismatches(arrived(attestor))] == [
         "was not loaded (49 of 48 elements were)"
     ]
 
 
 def cut_of(data: torch.Tensor):
-    return lambda tensor, box: cut(data, box)
+    return lambda tensor, box, at: cut(data, box)[at]
+
+
+def arrived(attestor: Attestor) -> np.ndarray:
+    return attestor._arrived.sums(2, torch.device("cpu")).numpy()

@@ -140,6 +140,7 @@ class Actor:
         micro_batches = split_micro_batches(batch, self._args.micro_batch_size)
 
         def forward_step(data: Iterator[TrainBatch], model: torch.nn.Module) -> tuple[Any, Any]:
+            """One micro-batch through this stage: its output, and what makes the loss of it."""
             micro_batch = next(data)
             token_ids = micro_batch.token_ids.to(self._device)
             samples, positions = token_ids.shape

@@ -62,7 +62,7 @@ def agreed(check: Callable[[], T], store, *, stage: str) -> T:
     except UsageError as error:
         # What a parser says of a file may have lines of its own.
         failure = " ".join(line.strip() for line in str(error).splitlines())
-    except Exception as error:
+    except Exception as error:  # a bug; the others must hear of it, then it is raised here
         failure = f"failed while checking its input: {error!r}"
         bug = error
     failures, scoped = [failure], None
@@ -101,6 +101,7 @@ def leave_with(error: UsageError) -> NoReturn:
 
 
 def _print_error(sentence: str) -> None:
+    # By no logger: it must be on stderr however the calling program has set up its logging.
     print(f"mcore_rl: error: {sentence}", file=sys.stderr, flush=True)
 
 

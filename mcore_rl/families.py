@@ -37,10 +37,12 @@ class TensorNames:
 
     @property
     def router(self) -> str:
+        """The weight that scores the experts."""
         return f"{self.block}gate.weight"
 
     @property
     def router_bias(self) -> str:
+        """The bias that is added to the scores only to choose experts by."""
         return f"{self.block}gate.e_score_correction_bias"
 
     @property

@@ -68,6 +68,7 @@ def main(tokens: Sequence[str] | None = None) -> int:
         for entry in entries:
             logging.getLogger(entry.name).handle(entry)
     if ending.message:
+        # By no logger: this is the program's answer to its user, without a level or a name.
         print(ending.message, file=sys.stderr, flush=True)
     return ending.exit_code
 

@@ -103,6 +103,7 @@ class _Head:
     with_entropy: bool
 
     def chunks(self, num_tokens: int) -> Iterator[slice]:
+        """Slices that cover the tokens, each of which is worked off at once."""
         # A shard of nothing but padding has nothing to add.
         if self.num_rows:
             for start in range(0, num_tokens, self.chunk_tokens):
@@ -120,6 +121,7 @@ class _Head:
         return is_mine, torch.where(is_mine, row, 0)
 
     def all_reduce(self, stats: torch.Tensor, op: dist.ReduceOp.RedOpType) -> None:
+        """Reduce `stats` over the group in place; nothing to do without a group or tokens."""
         if self.tp_group is not None and stats.numel():
             dist.all_reduce(stats, op=op, group=self.tp_group)
 
@@ -133,6 +135,7 @@ class _VocabParallelLogProbs(torch.autograd.Function):
         target_ids: torch.Tensor,
         head: _Head,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """(log-probs, entropy or None), each `[t]`. Collective over the head's group."""
         maximum, target_logit, sum_exp, sum_exp_z = _shard_statistics(
             hidden, weight, target_ids, head
         )
@@ -162,6 +165,7 @@ class _VocabParallelLogProbs(torch.autograd.Function):
     def backward(
         ctx: Any, grad_log_probs: torch.Tensor | None, grad_entropy: torch.Tensor | None
     ) -> tuple[torch.Tensor | None, torch.Tensor | None, None, None]:
+        """Gradients of `hidden` (partial over the group) and `weight`, where asked for."""
         hidden, weight, target_ids, maximum, log_sum_exp, entropy = ctx.saved_tensors
         head: _Head = ctx.head
         needs_hidden, needs_weight = ctx.needs_input_grad[:2]

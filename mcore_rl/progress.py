@@ -56,9 +56,11 @@ class RunProgress:
             return
         done = step + 1 - self._first_step
         left = (time.perf_counter() - self._started) / done * (self._num_steps - step - 1)
+        # On stdout, as the bar and the table are; what loggers say goes to stderr and run.log.
         print(f"step {step + 1}/{self._num_steps} · {text} · {left:.0f} s left", flush=True)
 
     def close(self) -> None:
+        """End the live bar, if there is one. May be called again."""
         if self._bar is not None:
             self._bar.stop()
             self._bar = None

@@ -205,6 +205,7 @@ class Outcome(NamedTuple):
 
     @property
     def failure(self) -> str | None:
+        """What went wrong, for people to read; None if nothing did."""
         return f"{self.kind}: {self.detail}" if self.detail else self.kind
 
 
@@ -218,6 +219,7 @@ class WorkerProcess(SpawnProcess):
     """
 
     def start(self) -> None:
+        """Start the process, as a child to which the main script is unknown."""
         with _nameless_main():
             super().start()
 

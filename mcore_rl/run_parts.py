@@ -8,171 +8,39 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import importlib.metadata
 import logging
-import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
 import numpy as np
-import torch
 import torch.distributed as dist
 
 from mcore_rl import megatron_adapter
 from mcore_rl.actor import Actor, ReferencePolicy, UpdateStats
 from mcore_rl.advantages import grpo_advantages
-from mcore_rl.arguments import RLConfig
-from mcore_rl.checkpoint import export
-from mcore_rl.data import PromptDataset, PromptSource, load_prompts, prompt_indices_for_step
-from mcore_rl.errors import UsageError
-from mcore_rl.hybrid_engine.canary import NUM_PROMPTS, Canary
-from mcore_rl.hybrid_engine.memory import host_bytes
-from mcore_rl.hybrid_engine.offload import Offloader, offload_kinds
-from mcore_rl.hybrid_engine.sharding_manager import (
-    TO_ROLLOUT,
-    MegatronVLLMShardingManager,
-    ReshardReport,
-    log_reshard,
+from mcore_rl.builders import (
+    build_canary,
+    build_manager,
+    build_offloader,
+    engine_config,
+    load_prompt_files,
 )
-from mcore_rl.hybrid_engine.vllm_engine import EngineConfig, VLLMEngine
-from mcore_rl.layout_checks import ranks_per_node
-from mcore_rl.losses import kl_estimate
+from mcore_rl.checkpoint import export
+from mcore_rl.data import PromptDataset, prompt_indices_for_step
+from mcore_rl.hybrid_engine.sharding_manager import TO_ROLLOUT, ReshardReport, log_reshard
+from mcore_rl.hybrid_engine.vllm_engine import VLLMEngine
 from mcore_rl.metrics import RunDirectory, StageTimers
 from mcore_rl.packing import build_train_batch, shard_for_data_parallel, split_mini_batches
-from mcore_rl.preflight import Checked
 from mcore_rl.progress import RunProgress, run_facts
-from mcore_rl.reward_functions import resolve_reward
 from mcore_rl.rollout import RolloutWorkers
 from mcore_rl.startup import Job, build_actor
+from mcore_rl.step_metrics import engine_mismatch, measured, rollout_metrics, update_metrics
 from mcore_rl.types import Prompt, Rollout, ScoredRollout, StepStats, TrainBatch
 
 logger = logging.getLogger(__name__)
-
-
-def setup_logging() -> None:
-    """mcore_rl speaks on rank 0; every rank's warnings are heard; Megatron's chatter is not."""
-    rank = int(os.environ.get("RANK", 0))
-    logging.basicConfig(format="%(message)s", level=logging.WARNING, force=True)
-    for handler in logging.getLogger().handlers:
-        handler.setLevel(logging.INFO)
-    # Down to DEBUG, for run.log; the console shows INFO.
-    logging.getLogger("mcore_rl").setLevel(logging.DEBUG if rank == 0 else logging.WARNING)
-    logging.getLogger("megatron").setLevel(logging.ERROR)
-
-
-@contextlib.contextmanager
-def log_file() -> Iterator[TextIO]:
-    """Where what Megatron prints goes: the file MCORE_RL_MEGATRON_LOG names (".rankN" appended)."""
-    name = os.environ.get("MCORE_RL_MEGATRON_LOG")
-    path = f"{name}.rank{os.environ.get('RANK', 0)}" if name else os.devnull
-    with open(path, "w", encoding="utf-8") as log:
-        yield log
-
-
-def prompt_source(config: RLConfig, path: str) -> PromptSource:
-    """How the flags say a prompts file is to be read."""
-    return PromptSource(
-        path=Path(path),
-        prompt_column=config.prompt_column,
-        answer_column=config.answer_column,
-        use_chat_template=not config.no_chat_template,
-        max_prompt_tokens=config.max_prompt_tokens,
-    )
-
-
-def load_prompt_files(config: RLConfig) -> tuple[PromptDataset, PromptDataset | None]:
-    """Training and held-out prompts, from the cache if they were tokenised before."""
-    if config.prompts is None:
-        raise UsageError("--rl-prompts is missing; give a JSONL or Parquet file of prompts")
-    assert config.hf_checkpoint is not None, "checked before"
-    files = []
-    for path, flag in (
-        (config.prompts, "--rl-prompts"),
-        (config.eval_prompts, "--rl-eval-prompts"),
-    ):
-        files.append(
-            None
-            if path is None
-            else load_prompts(
-                prompt_source(config, path),
-                config.hf_checkpoint,
-                cache_dir=config.cache_dir,
-                flag=flag,
-            )
-        )
-    train, held_out = files
-    assert train is not None
-    return train, held_out
-
-
-def check_data(checked: Checked) -> None:
-    """What training needs beyond a valid command line: readable prompts and a reward."""
-    load_prompt_files(checked.config)
-    resolve_reward(checked.config.reward)
-
-
-def engine_config(job: Job, *, load_format: str = "dummy") -> EngineConfig:
-    """How the flags say the engines are to be started."""
-    config = job.config
-    on_cpu = not torch.cuda.is_available()
-    return EngineConfig(
-        model_dir=job.checkpoint.folder,
-        tp_size=job.rollout_layout.tp_size,
-        dp_size=job.rollout_layout.dp_size,
-        rank_map=job.rollout_layout.rank_map,
-        all2all_backend=job.rollout_layout.all2all_backend,
-        enable_expert_parallel=job.rollout_layout.expert_parallel,
-        # A float32 actor samples in bfloat16, too: vLLM's CPU experts know nothing else.
-        dtype="float16" if config.precision == "fp16" else "bfloat16",
-        max_model_len=config.max_prompt_tokens + config.max_response_tokens,
-        max_num_seqs=config.rollout_max_num_seqs,
-        kv_cache_bytes=int(config.rollout_kv_cache_gib * 2**30) if on_cpu else None,
-        gpu_memory_utilization=config.rollout_gpu_memory_utilization,
-        enforce_eager=on_cpu or config.rollout_enforce_eager,
-        seed=job.args.seed,
-        load_format=load_format,
-    )
-
-
-def build_offloader(job: Job, state: megatron_adapter.TrainState) -> Offloader:
-    """What `--rl-offload` asks for, on this rank."""
-    has_cuda = torch.cuda.is_available()
-    return Offloader(
-        functools.partial(megatron_adapter.train_tensors, state),
-        offload_kinds(job.config.offload, vars(job.args), has_cuda=has_cuda),
-        device=next(state.model[0].parameters()).device,
-        keep_gradients=job.config.offload_keep_gradients,
-    )
-
-
-def build_manager(
-    job: Job,
-    shards: Any,
-    engine: VLLMEngine,
-    *,
-    canary: Canary | None = None,
-    offloader: Offloader | None = None,
-) -> MegatronVLLMShardingManager:
-    """The sharding manager of a job. Collective."""
-    return MegatronVLLMShardingManager(
-        shards,
-        engine,
-        job.checkpoint.tensors,
-        job.train_layout,
-        job.rollout_layout,
-        seed=job.args.seed,
-        bucket_bytes=job.config.reshard_bucket_mb << 20,
-        offloader=offloader,
-        ranks_per_node=ranks_per_node(job.config, job.train_layout.world_size),
-        dtype=job.config.reshard_dtype,
-        delta=job.config.reshard_delta,
-        full_every=job.config.reshard_full_interval,
-        attest=job.config.attest,
-        canary=canary,
-    )
 
 
 class Parts:
@@ -201,7 +69,7 @@ class Parts:
             job,
             shards,
             engine,
-            canary=self._canary(),
+            canary=build_canary(job, state, prompts),
             offloader=build_offloader(job, state),
         )
         self.manager.on_reshard_end.append(self._note_reshard)
@@ -321,20 +189,6 @@ class Parts:
             )
         self._saved_at = num_steps
 
-    def _canary(self) -> Canary | None:
-        interval = self._config.canary_interval
-        if interval == 0:
-            return None
-        rows = [self._prompts[row] for row in range(min(NUM_PROMPTS, len(self._prompts)))]
-        return Canary(
-            self._job.args,
-            self._config,
-            self._state,
-            self._job.train_layout,
-            [prompt.token_ids.tolist() for prompt in rows],
-            interval=interval,
-        )
-
     def _note_reshard(self, report: ReshardReport) -> None:
         self._reshards[report.direction] = report
         name = "rollout" if report.direction == TO_ROLLOUT else "train"
@@ -348,12 +202,13 @@ class Parts:
         updates: Sequence[UpdateStats],
     ) -> None:
         """Write the step's metrics and samples, and move the bar."""
+        device = self._shards.device
         metrics = {
-            **_rollout_metrics(scored),
-            **_update_metrics(updates),
-            "kl/rollout_actor": self._mismatch(batch),
+            **rollout_metrics(scored),
+            **update_metrics(updates),
+            "kl/rollout_actor": engine_mismatch(batch, device),
             "learning_rate": self.actor.optimizer.learning_rate,
-            **self._measured(scored),
+            **measured(scored, self._reshards[TO_ROLLOUT], self.timers, device),
         }
         if self._accuracy is not None:
             metrics["eval/accuracy"] = self._accuracy
@@ -367,50 +222,6 @@ class Parts:
             level = logging.INFO if step == self.first_step else logging.DEBUG
             logger.log(level, "%s", log_reshard(report, share))
         self.progress.update(step, metrics)
-
-    def _mismatch(self, batch: TrainBatch) -> float:
-        """Mean over tokens of k3 for KL(engine || actor): the tokens were drawn from the engine."""
-        assert batch.old_log_probs is not None
-        mask = batch.loss_mask
-        kl = kl_estimate(batch.rollout_log_probs[mask], batch.old_log_probs[mask], "k3")
-        total = torch.tensor([kl.double().sum(), mask.sum()], dtype=torch.float64)
-        total = total.to(self._shards.device)
-        dist.all_reduce(total, group=megatron_adapter.model_parallel_groups()["dp"])
-        return float(total[0] / total[1].clamp(min=1))
-
-    def _measured(self, scored: Sequence[ScoredRollout]) -> dict[str, float]:
-        """Times, bytes and memory: the largest of all ranks."""
-        report = self._reshards[TO_ROLLOUT]
-        device = torch.cuda.max_memory_allocated() if torch.cuda.is_available() else 0
-        rollout_seconds, train_seconds = self.timers["rollout"], self.timers["train"]
-        names = (
-            "reshard/received_bytes_max",
-            "reshard/lower_bound_bytes_max",
-            "reshard/peak_extra_bytes_max",
-            "memory/host_peak_bytes",
-            "memory/device_peak_bytes",
-        )
-        values = torch.tensor(
-            [
-                report.received_bytes,
-                report.lower_bound_bytes,
-                report.peak_extra_bytes,
-                host_bytes("VmHWM"),
-                device,
-            ],
-            dtype=torch.float64,
-            device=self._shards.device,
-        )
-        dist.all_reduce(values, op=dist.ReduceOp.MAX)
-        metrics = dict(zip(names, values.tolist(), strict=True))
-        metrics["reshard/weight_version"] = float(report.weight_version)
-        metrics["reshard/attested"] = float(report.attested)
-        sampled = sum(len(s.rollout.response_token_ids) for s in scored)
-        trained = sampled + sum(len(s.rollout.prompt.token_ids) for s in scored)
-        metrics["throughput/rollout_tokens_per_second"] = sampled / max(rollout_seconds, 1e-9)
-        metrics["throughput/train_tokens_per_second"] = trained / max(train_seconds, 1e-9)
-        metrics.update(self.timers.finish_step())
-        return metrics
 
     def finish(self) -> None:
         """Evaluate the final policy, save, export, and write the summary."""
@@ -445,37 +256,6 @@ class Parts:
         if self.directory is not None:
             self.directory.close()
             self.directory = None
-
-
-def _rollout_metrics(scored: Sequence[ScoredRollout]) -> dict[str, float]:
-    rewards = np.array([s.reward for s in scored])
-    lengths = np.array([len(s.rollout.response_token_ids) for s in scored])
-    cut = [s.rollout.finish_reason == "length" for s in scored]
-    return {
-        "reward/mean": float(rewards.mean()),
-        "reward/std": float(rewards.std()),
-        "reward/failures": float(sum(s.failure is not None for s in scored)),
-        "response_tokens/mean": float(lengths.mean()),
-        "response_tokens/cut_share": float(np.mean(cut)),
-    }
-
-
-def _update_metrics(updates: Sequence[UpdateStats]) -> dict[str, float]:
-    total = updates[0].sums
-    for update in updates[1:]:
-        total = total + update.sums
-    tokens = max(float(total.num_tokens), 1.0)
-    clipped = float(total.clipped_lower + total.clipped_upper)
-    norms = [u.result.grad_norm for u in updates]
-    return {
-        "loss/policy": float(total.policy_loss) / tokens,
-        "kl/ref": float(total.kl) / tokens,
-        "entropy": float(total.entropy) / tokens,
-        "clip_fraction": clipped / tokens,
-        "ratio/mean": float(total.ratio) / tokens,
-        "grad_norm": float(np.mean(norms)),
-        "skipped_updates": float(sum(u.result.skipped for u in updates)),
-    }
 
 
 def _versions() -> dict[str, str]:

@@ -14,7 +14,9 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from mcore_rl.run_parts import Parts, build_parts, check_data, log_file, setup_logging
+from mcore_rl.builders import check_data
+from mcore_rl.run_output import log_file, setup_logging
+from mcore_rl.run_parts import Parts, build_parts
 from mcore_rl.startup import Job, job_from_args, start
 
 

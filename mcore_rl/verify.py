@@ -27,19 +27,14 @@ from rich.console import Console
 from rich.table import Table
 
 from mcore_rl.actor import Actor
+from mcore_rl.builders import build_manager, build_offloader, engine_config, prompt_source
 from mcore_rl.data import load_prompts
 from mcore_rl.errors import UsageError
 from mcore_rl.hybrid_engine.canary import differences, megatron_log_probs
 from mcore_rl.hybrid_engine.sharding_manager import TO_ROLLOUT, ReshardReport, log_reshard
 from mcore_rl.hybrid_engine.vllm_engine import VLLMEngine
 from mcore_rl.preflight import Checked
-from mcore_rl.run_parts import (
-    build_manager,
-    engine_config,
-    log_file,
-    prompt_source,
-    setup_logging,
-)
+from mcore_rl.run_output import log_file, setup_logging
 from mcore_rl.startup import Job, build_actor, start
 
 logger = logging.getLogger(__name__)
@@ -84,7 +79,7 @@ def verify(job: Job, *, log: Any = None) -> Verification:
     reports: list[ReshardReport] = []
     try:
         expected = stored_digests(engine)
-        manager = build_manager(job, shards, engine)
+        manager = build_manager(job, shards, engine, offloader=build_offloader(job, state))
         manager.on_reshard_end.append(reports.append)
         overwrite_with_zeros(engine, job, expected)
         rows = load_prompts(

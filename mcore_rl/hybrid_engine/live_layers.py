@@ -46,6 +46,7 @@ class Layers:
 
         @wraps(loader)
         def load(*args: Any, **kwargs: Any) -> Any:
+            """Load into the target instead of the stand-in; the last element finishes the layer."""
             if layer.done:
                 with WriteRecorder() as writes:  # foreign experts come here too, and write nothing
                     result = loader(*args, **kwargs)
@@ -67,6 +68,7 @@ class Layers:
 
     @contextmanager
     def put_back_at_the_end(self) -> Iterator[None]:
+        """In which the stand-ins are loaded: whatever happens, no module is left with one."""
         try:
             yield
         finally:
@@ -191,10 +193,12 @@ class _Layer:
         self.put_back()
 
     def put_back(self) -> None:
+        """Give the module its own parameters again."""
         self.module._parameters.clear()
         self.module._parameters.update(self._saved)
 
     def drop(self) -> None:
+        """Let go of what was loaded."""
         self._targets.clear()
 
 

@@ -24,6 +24,21 @@ def host_bytes(field: str = "VmRSS") -> int:
     return int(match[1]) << 10
 
 
+_highest_before_reset = [0, 0]  # of the host and of the device
+
+
+def highest_bytes() -> tuple[int, int]:
+    """(host, device) at their highest since the process began, in spite of any `PeakMemory`.
+
+    On the host the resident set, on the device what its allocator has given out.
+    """
+    on_device = torch.cuda.max_memory_allocated() if torch.cuda.is_available() else 0
+    for which, now in enumerate((host_bytes("VmHWM"), on_device)):
+        _highest_before_reset[which] = max(_highest_before_reset[which], now)
+    host, device = _highest_before_reset
+    return host, device
+
+
 class PeakMemory:
     """Measures the peak within a `with` block, above where the process stood at its start.
 
@@ -34,6 +49,7 @@ class PeakMemory:
     extra_bytes = 0
 
     def __enter__(self) -> PeakMemory:
+        highest_bytes()  # remembered, for the mark is lost now
         if torch.cuda.is_available():
             torch.cuda.reset_peak_memory_stats()
             self._before = torch.cuda.memory_allocated()

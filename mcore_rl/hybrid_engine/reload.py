@@ -19,7 +19,7 @@ from __future__ import annotations
 import weakref
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
@@ -47,6 +47,7 @@ class Reloader:
 
     @property
     def model(self) -> torch.nn.Module:
+        """The model that is reloaded, while it lives."""
         model = self._model()
         assert model is not None, "the model was closed"
         return model
@@ -79,8 +80,10 @@ class Reloader:
             unread = self.load(remaining, on_write)
         except Exception as error:  # whatever it is, the other ranks must hear of it first
             fault = error
-            for _ in remaining:
-                pass
+            # The stream may be collective, and may fail in its turn: the first fault is told.
+            with suppress(Exception):
+                for _ in remaining:
+                    pass
         _agree(group, fault, unread)
 
     def load(self, weights: Weights, on_write: WriteObserver | None = None) -> list[str]:

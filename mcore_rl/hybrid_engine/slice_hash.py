@@ -128,11 +128,13 @@ class Place:
 
         Elsewhere than on the host it is a scalar int64 tensor there, which is not waited for.
         """
+        if data.numel() == 0:
+            return 0
         if data.device.type != "cpu":
             for at in cuts:
                 data = data[at]
             return self.hash_on_device(data, key, rows) if data.numel() else 0
-        bits = data.detach().view(_BITS_OF[self._itemsize]).numpy()
+        bits = np.asarray(_HostMemory(data))
         for at in cuts:  # here, because numpy's views cost a tenth of PyTorch's
             bits = bits[at]
         if not bits.size:
@@ -192,6 +194,23 @@ class Place:
             flat = (flat[:, None] * size + np.array(along)).reshape(-1)
         r = _weights("row", range(int(flat[-1]) + 1), key >> 36, device)
         return c, d, r[flat if device is None else torch.from_numpy(flat).to(device)]
+
+
+class _HostMemory:
+    """A tensor's memory for numpy, read-only, as integers; the tensor must outlive what is made.
+
+    `Tensor.numpy` would forbid PyTorch for good to free that memory, as offloading does.
+    """
+
+    def __init__(self, data: torch.Tensor) -> None:
+        itemsize = data.element_size()
+        self.__array_interface__ = {
+            "version": 3,
+            "typestr": f"<i{itemsize}",
+            "shape": tuple(data.shape),
+            "strides": tuple(step * itemsize for step in data.stride()),
+            "data": (data.data_ptr(), True),
+        }
 
 
 def _row_sums(lanes: _Array, weights: _Array, high_weights: _Array) -> _Array:

@@ -70,6 +70,7 @@ class Copies:
         self.bytes: dict[int, Bytes] = {}
 
     def invalidate(self) -> None:
+        """Count the copies as lost, also if the run that is under way ends well."""
         self._known, self._invalidated = False, True
 
     def begin(self) -> bool:

@@ -57,6 +57,7 @@ class VLLMEngine:
 
     @property
     def tp_rank(self) -> int:
+        """Within the engine's data-parallel rank: which tensor-parallel shard."""
         return self._groups.get_tensor_model_parallel_rank()
 
     @property
@@ -66,10 +67,12 @@ class VLLMEngine:
 
     @property
     def ep_size(self) -> int:
+        """Over how many ranks of the engine whole experts are dealt out; 1 if they are not."""
         return self._groups.get_ep_group().world_size if self._has_expert_parallel else 1
 
     @property
     def ep_rank(self) -> int:
+        """Which of these ranks this one is; 0 if experts are not dealt out."""
         return self._groups.get_ep_group().rank_in_group if self._has_expert_parallel else 0
 
     @property
@@ -79,6 +82,7 @@ class VLLMEngine:
 
     @property
     def num_engines(self) -> int:
+        """How many engines the world is filled with."""
         return self._groups.get_world_group().world_size // self.config.slots_per_engine
 
     @property

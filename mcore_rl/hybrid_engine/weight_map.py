@@ -73,6 +73,8 @@ def _rows(tensor: str, shape: Sequence[int], start: int, local_start: int, count
 
 
 def _replicated(name: str) -> _Rule:
+    """Nothing is split: every rank holds all of it."""
+
     def rule(p: _Parameter, shape: ModelShape) -> list[Piece]:
         box = full_box(p.shape)
         return [Piece(p.layer + name, box, box)]
@@ -104,6 +106,7 @@ def _stacked(*parts: tuple[str, Callable[[ModelShape], int]]) -> _Rule:
     """Tensors on top of each other, `(name, rows)`: all of each, or this rank's rows of each."""
 
     def rule(p: _Parameter, shape: ModelShape) -> list[Piece]:
+        """Down the stack: from which rows of each tensor, to which rows of the parameter."""
         sizes = [rows(shape) for _, rows in parts]
         is_whole = p.shape[0] == sum(sizes)
         pieces, local = [], 0
@@ -129,6 +132,8 @@ def _gate_and_up(p: _Parameter, gate: str, up: str) -> list[Piece]:
 
 
 def _gated(prefix: str) -> _Rule:
+    """`_gate_and_up` of a feed-forward network that is no routed expert."""
+
     def rule(p: _Parameter, shape: ModelShape) -> list[Piece]:
         return _gate_and_up(p, f"{prefix}gate_proj.weight", f"{prefix}up_proj.weight")
 
@@ -159,6 +164,7 @@ def _qkv(kind: str) -> _Rule:
     """Megatron interleaves by key/value group: [its query heads, its key, its value] per group."""
 
     def rule(p: _Parameter, shape: ModelShape) -> list[Piece]:
+        """This rank's groups one after the other: query heads, then key, then value."""
         head = shape.head_dim
         queries = shape.num_heads // shape.num_kv_heads * head
         groups = shape.num_kv_heads // p.size

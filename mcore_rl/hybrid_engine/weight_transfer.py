@@ -99,6 +99,7 @@ class MegatronWeightTransferEngine(WeightTransferEngine[MegatronInitInfo, Megatr
     last_report: UpdateReport | None = None
 
     def init_transfer_engine(self, init_info: MegatronInitInfo) -> None:
+        """Join the trainer's world, learn what this worker needs, and agree on the plan."""
         self.shutdown()
         parallel = self.parallel_config
         worker = parallel.data_parallel_index * parallel.world_size + parallel.rank
@@ -140,6 +141,7 @@ class MegatronWeightTransferEngine(WeightTransferEngine[MegatronInitInfo, Megatr
         return Reloader(self.model, self.vllm_config)
 
     def start_weight_update(self) -> None:
+        """Begin an update. RuntimeError if no trainer is connected."""
         if self._session is None:
             raise RuntimeError(
                 "mcore_rl: no trainer is connected; call init_weight_transfer_engine first"
@@ -147,11 +149,13 @@ class MegatronWeightTransferEngine(WeightTransferEngine[MegatronInitInfo, Megatr
         self._loaded = None
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
+        """`receive_weights` of the request's JSON; the device is done with it on return."""
         self.receive_weights(self.parse_update_info(update_info))
         if self.device.type != "cpu":
             torch.accelerator.synchronize()
 
     def receive_weights(self, update_info: MegatronUpdateInfo) -> None:
+        """Receive this worker's slices and load them in place; a failure ends the connection."""
         assert self._session is not None, "start_weight_update asks for a session"
         try:
             report = self._session.update(
@@ -166,6 +170,7 @@ class MegatronWeightTransferEngine(WeightTransferEngine[MegatronInitInfo, Megatr
         self._loaded, self.last_report = report.weight_version, report
 
     def finish_weight_update(self) -> None:
+        """End an update. RuntimeError if `update_weights` has not succeeded since it began."""
         if self._loaded is None:
             raise RuntimeError("mcore_rl: finish_weight_update, but no update succeeded before it")
         logger.info("mcore_rl: weight version %s is loaded", self._loaded)

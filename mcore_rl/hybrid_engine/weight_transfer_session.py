@@ -171,7 +171,7 @@ class Session:
         assert self._transfer is not None
         try:
             yield from self._transfer.stream(read, partial=True, keep=False)
-        except Exception as error:
+        except Exception as error:  # told to the others by `fail`, and raised here
             self._transfer = None
             # The frames of the calls that failed hold the process groups, which keep the
             # connections open on which the other ranks wait.

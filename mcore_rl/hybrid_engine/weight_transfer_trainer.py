@@ -72,6 +72,7 @@ class ShardSource(WeightSource):
         self.shards, self.tensors = shards, tensors
 
     def metadata(self) -> list[ParamMeta]:
+        """Names, dtypes and whole shapes of the checkpoint's tensors."""
         return [
             ParamMeta(name, getattr(torch, info.dtype), info.shape)
             for name, info in self.tensors.items()
@@ -149,7 +150,7 @@ class MegatronTrainerWeightTransferEngine(TrainerWeightTransferEngine[MegatronTr
         result, fault = None, None
         try:
             result = work()
-        except Exception as error:
+        except Exception as error:  # whatever it is, workers and trainer ranks must hear of it
             if self._world is not None:
                 self._world.fail(str(error))
             self.shutdown()
@@ -209,7 +210,7 @@ class MegatronTrainerWeightTransferEngine(TrainerWeightTransferEngine[MegatronTr
         try:
             workers = [engine.num_workers() for engine in self._engines]
             self._store = host_store(info.master_address, info.master_port, info.timeout_seconds)
-        except Exception as error:
+        except Exception as error:  # of a client of any make; told to all ranks by `_connect`
             return str(error)
         name, size = new_name(), num_trainers + sum(workers)
         offset = num_trainers

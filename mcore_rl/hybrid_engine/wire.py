@@ -49,17 +49,19 @@ class Flight:
         try:
             for work in self._works:
                 work.wait()
-        except Exception as error:  # raised again where the caller waits
+        except Exception as error:  # raised again by `wait`, which else never returned
             self._error = error
         self._end = time.perf_counter()
         self._done.set()
 
     def wait(self) -> None:
+        """Block until all messages are through; raises what broke one."""
         self._done.wait()
         if self._error is not None:
             raise self._error
 
     def interval(self) -> tuple[float, float]:
+        """(start, end) in seconds of `time.perf_counter`, after `wait`."""
         return self._start, self._end
 
 
@@ -70,10 +72,12 @@ class CudaFlight:
         self._origin, self._start, self._end = origin, start, end
 
     def wait(self) -> None:
+        """Block the host until all messages are through."""
         # The host waits: what it launches next on its own stream then finds the data in place.
         self._end.synchronize()
 
     def interval(self) -> tuple[float, float]:
+        """(start, end) in seconds since the wire was made, after `wait`."""
         return (
             self._origin.elapsed_time(self._start) / 1e3,
             self._origin.elapsed_time(self._end) / 1e3,

@@ -33,10 +33,12 @@ class Outcome:
 
     @property
     def fits(self) -> bool:
+        """Whether no rank and no node lacks anything."""
         return not self.problems
 
     @property
     def seconds(self) -> float:
+        """The estimated duration of a hand-over."""
         return self.traffic.seconds(self.case.machine)
 
 

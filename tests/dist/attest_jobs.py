@@ -5,10 +5,13 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 
+from mcore_rl.builders import build_manager, engine_config
+from mcore_rl.hybrid_engine import slice_hash
 from mcore_rl.hybrid_engine.attest import Attestation, Attestor
 from mcore_rl.hybrid_engine.boxes import full_box, volume
 from mcore_rl.hybrid_engine.canary import Canary
@@ -20,7 +23,6 @@ from mcore_rl.hybrid_engine.sharding_manager import MegatronVLLMShardingManager
 from mcore_rl.hybrid_engine.transfer import Transfer
 from mcore_rl.hybrid_engine.vllm_engine import VLLMEngine
 from mcore_rl.hybrid_engine.weight_stream import _near
-from mcore_rl.run_parts import build_manager, engine_config
 from mcore_rl.verify import stored_digests
 from tests.dist.jobs import random_tokens, started
 
@@ -32,6 +34,32 @@ EXPERTS = ("model.layers.1.mlp.experts.0.", "model.layers.1.mlp.experts.1.")
 # Random weights leave all tokens about equally likely, so that wrong ones change little: 0.014 with
 # gates and up-projections exchanged. With the right ones, in bfloat16, 0.003.
 CANARY_TOLERANCE = 0.008
+
+
+@contextlib.contextmanager
+def loading(model: Any, change: Callable[[Any], Any], times: int) -> Iterator[None]:
+    """vLLM's `load_weights` gets `change(weights)`, the first `times`."""
+    original = model.load_weights
+    left = iter(range(times))
+
+    def changed(weights: Any) -> Any:
+        return original(change(weights) if next(left, None) is not None else weights)
+
+    object.__setattr__(model, "load_weights", changed)
+    try:
+        yield
+    finally:
+        object.__delattr__(model, "load_weights")
+
+
+def gates_for_up_projections(weights: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    """Each under the name of the other: what no hash of what was read can see."""
+    for name, tensor in weights:
+        for a, b in (("gate_proj", "up_proj"), ("up_proj", "gate_proj")):
+            if a in name:
+                name = name.replace(a, b)
+                break
+        yield name, tensor
 
 
 class Bench:
@@ -209,22 +237,6 @@ class Bench:
             manager.stream._transfer.close()
             manager.stream._transfer = current
 
-    @contextlib.contextmanager
-    def loader(self, change: Callable[[Any], Any], times: int) -> Iterator[None]:
-        """vLLM's `load_weights` gets `change(weights)`, the first `times`."""
-        model = self.engine.model
-        original = model.load_weights
-        left = iter(range(times))
-
-        def changed(weights):
-            return original(change(weights) if next(left, None) is not None else weights)
-
-        object.__setattr__(model, "load_weights", changed)
-        try:
-            yield
-        finally:
-            object.__delattr__(model, "load_weights")
-
     def dropped_slice(self):
         """On rank 2 the loader takes only the first half of the rows, and zeros for the rest."""
 
@@ -235,20 +247,11 @@ class Bench:
                     tensor = torch.cat([tensor[:half], torch.zeros(half, dtype=tensor.dtype)])
                 yield name, tensor
 
-        return self.loader(halved, 1)
+        return loading(self.engine.model, halved, 1)
 
     def misplaced(self, times: int):
         """All is read as it should be, and then stored as if it were another tensor."""
-
-        def exchanged(weights):
-            for name, tensor in weights:
-                for a, b in (("gate_proj", "up_proj"), ("up_proj", "gate_proj")):
-                    if a in name:
-                        name = name.replace(a, b)
-                        break
-                yield name, tensor
-
-        return self.loader(exchanged, times)
+        return loading(self.engine.model, gates_for_up_projections, times)
 
     @contextlib.contextmanager
     def broken_everywhere(self) -> Iterator[None]:
@@ -282,6 +285,10 @@ def attested_hand_overs(flags: list[str]) -> dict[str, Any]:
     bench.use("sample", with_canary=False)
     found["sampled"] = bench.switch()
     found["sampled_skipped"] = bench.switch(bench.skipped_tensor())
+    with mock.patch.object(slice_hash, "_SMALL_BYTES", 0):  # one row of 32 of these, too
+        bench.use("sample", with_canary=False)
+        found["few_rows"] = bench.switch()
+        found["few_rows_swapped"] = bench.switch(bench.swapped_experts())
     bench.use("full", with_canary=True)
     found["canary"] = bench.switch()
     found["misplaced_once"] = bench.switch(bench.misplaced(1))

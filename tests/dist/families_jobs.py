@@ -8,10 +8,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from mcore_rl.builders import build_manager, engine_config
 from mcore_rl.checkpoint import export
 from mcore_rl.hybrid_engine.vllm_engine import VLLMEngine
 from mcore_rl.packing import shard_for_data_parallel
-from mcore_rl.run_parts import build_manager, engine_config
 from mcore_rl.verify import overwrite_with_zeros, stored_digests
 from tests.dist.jobs import gathered, random_batch, random_tokens, started
 

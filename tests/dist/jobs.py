@@ -13,12 +13,13 @@ import torch
 import torch.distributed as dist
 
 from mcore_rl.actor import Actor
+from mcore_rl.builders import build_manager, engine_config
 from mcore_rl.checkpoint import export
 from mcore_rl.hybrid_engine.rng import RngState
 from mcore_rl.hybrid_engine.sharding_manager import ReshardReport, log_reshard
 from mcore_rl.hybrid_engine.vllm_engine import VLLMEngine
 from mcore_rl.packing import shard_for_data_parallel, split_mini_batches
-from mcore_rl.run_parts import build_manager, engine_config, setup_logging
+from mcore_rl.run_output import setup_logging
 from mcore_rl.startup import Job, build_actor, start
 from mcore_rl.types import Prompt, TrainBatch
 from mcore_rl.verify import overwrite_with_zeros, stored_digests

@@ -13,12 +13,13 @@ import torch.distributed as dist
 
 from mcore_rl import megatron_adapter
 from mcore_rl.actor import Actor, ReferencePolicy
+from mcore_rl.builders import build_manager, build_offloader, engine_config
 from mcore_rl.hybrid_engine.memory import Footprint
 from mcore_rl.hybrid_engine.offload import KINDS, Offloader
 from mcore_rl.hybrid_engine.rng import RngState
 from mcore_rl.hybrid_engine.vllm_engine import VLLMEngine
 from mcore_rl.packing import shard_for_data_parallel, split_mini_batches
-from mcore_rl.run_parts import build_manager, build_offloader, engine_config, setup_logging
+from mcore_rl.run_output import setup_logging
 from mcore_rl.startup import Job, build_actor, start
 from mcore_rl.types import Prompt
 from tests.dist.jobs import random_batch, random_tokens
@@ -239,9 +240,14 @@ def _one_mini_batch(job: Job) -> Any:
     return split_mini_batches(batch, 2)[0]
 
 
+def state_digests(state: megatron_adapter.TrainState) -> dict[str, str]:
+    """Of parameters and optimizer state, tensor by tensor."""
+    return _digests(megatron_adapter.train_tensors(state), KINDS[:2])
+
+
 def _fails_without_harm(manager: Any, engine: VLLMEngine, state: Any) -> bool:
     """A hand-over that breaks off, here because the engine is awake, leaves training its state."""
-    rng, before = RngState.capture(), _digests(megatron_adapter.train_tensors(state), KINDS[:2])
+    rng, before = RngState.capture(), state_digests(state)
     engine.wake_weights()
     try:
         with manager:
@@ -250,7 +256,7 @@ def _fails_without_harm(manager: Any, engine: VLLMEngine, state: Any) -> bool:
         assert "does not sleep" in str(error), error
     engine.wake_kv_cache()
     engine.sleep()
-    same = _digests(megatron_adapter.train_tensors(state), KINDS[:2]) == before
+    same = state_digests(state) == before
     return same and torch.equal(RngState.capture().cpu, rng.cpu)
 
 

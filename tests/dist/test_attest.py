@@ -50,7 +50,7 @@ def tensors_of(found: list[dict[str, Any]], problem: str) -> set[str]:
     return {tensor for tensor, _, _, text in found[0]["mismatches"] if text.startswith(problem)}
 
 
-@pytest.mark.parametrize("name", ["clean", "sampled", "canary", "clean_again"])
+@pytest.mark.parametrize("name", ["clean", "sampled", "few_rows", "canary", "clean_again"])
 def test_a_good_hand_over_is_attested_and_not_repeated(results: Results, name: str) -> None:
     for one in of(results, name):
         assert one["ok"] == [True] and not one["repeated"] and one["invalidated"] == 0
@@ -65,6 +65,7 @@ def test_every_element_is_hashed_once_at_its_source_and_once_where_it_is_needed(
     assert hashed == results[0]["served_bytes"] + needed
     # A sample hashes less, though this model's tensors are mostly too small to be sampled.
     assert sum(one["hashed_bytes"] for one in of(results, "sampled")) < 0.5 * hashed
+    assert sum(one["hashed_bytes"] for one in of(results, "few_rows")) < 0.1 * hashed
 
 
 def test_a_flipped_bit_is_named(results: Results) -> None:
@@ -77,8 +78,9 @@ def test_a_flipped_bit_is_named(results: Results) -> None:
     assert f"{TRAVELS}[0:64, 0:256] of rank 2 differs on rank 0" in found[0]["sentence"]
 
 
-def test_swapped_experts_are_named(results: Results) -> None:
-    found = of(results, "swapped_experts")
+@pytest.mark.parametrize("name", ["swapped_experts", "few_rows_swapped"])
+def test_swapped_experts_are_named(results: Results, name: str) -> None:
+    found = of(results, name)
     assert_repaired(found)
     expected = {
         expert + f"{kind}_proj.weight" for expert in EXPERTS for kind in ("gate", "up", "down")

@@ -13,6 +13,7 @@ from mcore_rl.arguments import RLConfig
 from mcore_rl.derived_flags import derive_flags
 from mcore_rl.hf_config import megatron_flags, read_model_shape
 from mcore_rl.preflight import make_parser
+from tests.e2e.recipe import task_flags
 from tests.rank_pool import ROOT, RankPool
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
@@ -25,18 +26,6 @@ LAYOUT = [
 ]
 # Measured with a clock or by the kernel: not a function of the seed.
 MEASURED = ("time/", "throughput/", "memory/", "reshard/peak_extra_bytes_max")
-
-
-def task_flags(checkpoint: Path, run_dir: Path, *more: str) -> list[str]:
-    """The main job's recipe, by its preset; later flags win."""
-    return [
-        *("--rl-config", str(ROOT / "scripts" / "presets" / "tiny.yaml")),
-        *("--rl-hf-checkpoint", str(checkpoint)),
-        *("--rl-prompts", str(checkpoint / "prompts" / "train.jsonl")),
-        *("--rl-eval-prompts", str(checkpoint / "prompts" / "heldout.jsonl")),
-        *("--rl-run-dir", str(run_dir)),
-        *more,
-    ]
 
 
 def metrics_of(run_dir: Path) -> list[dict[str, Any]]:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from mcore_rl.hybrid_engine.memory import Footprint, PeakMemory, host_bytes
+from mcore_rl.hybrid_engine.memory import Footprint, PeakMemory, highest_bytes, host_bytes
 
 MIB = 1 << 20
 
@@ -21,6 +21,16 @@ def test_peak_sees_what_was_freed_before_the_end() -> None:
     # Pages of other threads and of the interpreter come and go meanwhile, by far less than 8 MiB.
     assert abs(peak.extra_bytes - 64 * MIB) < 8 * MIB
     assert small.extra_bytes < 8 * MIB
+
+
+def test_highest_remembers_what_a_measurement_resets() -> None:
+    held = torch.ones(256 * MIB, dtype=torch.uint8)
+    high = host_bytes()
+    del held
+    with PeakMemory():
+        pass
+    assert host_bytes("VmHWM") < high - 128 * MIB
+    assert highest_bytes()[0] >= high - MIB  # the kernel counts per core, and sums now and then
 
 
 def test_footprint_sees_memory_files_threads_and_segments(tmp_path: Path) -> None:

@@ -105,7 +105,18 @@ def test_a_target_with_other_parameters_is_refused_and_not_counted(calls):
 
 
 def test_require_parameters_accepts_what_it_expects():
-    registry.require_parameters(registry.require, "condition", "target", "expectation")
+    def target(layer, keep):
+        return layer, keep
+
+    def refused(*names):
+        try:
+            registry.require_parameters(target, *names)
+        except UsageError:
+            return True
+        return False
+
+    expectations = [("layer", "keep"), ("keep", "layer"), ("layer",), ("layer", "keep", "more"), ()]
+    assert [names for names in expectations if not refused(*names)] == [("layer", "keep")]
 
 
 def test_the_record_cannot_be_changed_from_outside():

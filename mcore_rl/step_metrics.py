@@ -1,0 +1,108 @@
+"""The metrics of a step: rewards, losses, how far engine and actor are apart, times, memory."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from mcore_rl import megatron_adapter
+from mcore_rl.actor import UpdateStats
+from mcore_rl.hybrid_engine.memory import highest_bytes
+from mcore_rl.hybrid_engine.reshard_report import ReshardReport
+from mcore_rl.losses import kl_estimate
+from mcore_rl.metrics import StageTimers
+from mcore_rl.types import ScoredRollout, TrainBatch
+
+
+def rollout_metrics(scored: Sequence[ScoredRollout]) -> dict[str, float]:
+    """Rewards and lengths of a step's samples, which are the same on all ranks."""
+    rewards = np.array([s.reward for s in scored])
+    lengths = np.array([len(s.rollout.response_token_ids) for s in scored])
+    cut = [s.rollout.finish_reason == "length" for s in scored]
+    return {
+        "reward/mean": float(rewards.mean()),
+        "reward/std": float(rewards.std()),
+        "reward/failures": float(sum(s.failure is not None for s in scored)),
+        "response_tokens/mean": float(lengths.mean()),
+        "response_tokens/cut_share": float(np.mean(cut)),
+    }
+
+
+def update_metrics(updates: Sequence[UpdateStats]) -> dict[str, float]:
+    """Over a step's updates: means over all loss tokens, the mean gradient norm, skipped ones."""
+    total = updates[0].sums
+    for update in updates[1:]:
+        total = total + update.sums
+    tokens = max(float(total.num_tokens), 1.0)
+    clipped = float(total.clipped_lower + total.clipped_upper)
+    norms = [u.result.grad_norm for u in updates]
+    return {
+        "loss/policy": float(total.policy_loss) / tokens,
+        "kl/ref": float(total.kl) / tokens,
+        "entropy": float(total.entropy) / tokens,
+        "clip_fraction": clipped / tokens,
+        "ratio/mean": float(total.ratio) / tokens,
+        "grad_norm": float(np.mean(norms)),
+        "skipped_updates": float(sum(u.result.skipped for u in updates)),
+    }
+
+
+def engine_mismatch(batch: TrainBatch, device: torch.device) -> float:
+    """Mean over tokens of k3 for KL(engine || actor): the tokens were drawn from the engine.
+
+    `batch` is this DP rank's, with `old_log_probs`; `device` is what the groups communicate from.
+    Collective over DP.
+    """
+    assert batch.old_log_probs is not None
+    mask = batch.loss_mask
+    kl = kl_estimate(batch.rollout_log_probs[mask], batch.old_log_probs[mask], "k3")
+    total = torch.tensor([kl.double().sum(), mask.sum()], dtype=torch.float64)
+    total = total.to(device)
+    dist.all_reduce(total, group=megatron_adapter.model_parallel_groups()["dp"])
+    return float(total[0] / total[1].clamp(min=1))
+
+
+def measured(
+    scored: Sequence[ScoredRollout],
+    report: ReshardReport,
+    timers: StageTimers,
+    device: torch.device,
+) -> dict[str, float]:
+    """Bytes and memory, the largest of all ranks; this rank's times, and all ranks' tokens by them.
+
+    `report` is that of the step's hand-over, `device` what the groups communicate from. Ends the
+    step of `timers`. Collective over the world.
+    """
+    host_bytes, device_bytes = highest_bytes()
+    rollout_seconds, train_seconds = timers["rollout"], timers["train"]
+    names = (
+        "reshard/received_bytes_max",
+        "reshard/lower_bound_bytes_max",
+        "reshard/peak_extra_bytes_max",
+        "memory/host_peak_bytes",
+        "memory/device_peak_bytes",
+    )
+    values = torch.tensor(
+        [
+            report.received_bytes,
+            report.lower_bound_bytes,
+            report.peak_extra_bytes,
+            host_bytes,
+            device_bytes,
+        ],
+        dtype=torch.float64,
+        device=device,
+    )
+    dist.all_reduce(values, op=dist.ReduceOp.MAX)
+    metrics = dict(zip(names, values.tolist(), strict=True))
+    metrics["reshard/weight_version"] = float(report.weight_version)
+    metrics["reshard/attested"] = float(report.attested)
+    sampled = sum(len(s.rollout.response_token_ids) for s in scored)
+    trained = sampled + sum(len(s.rollout.prompt.token_ids) for s in scored)
+    metrics["throughput/rollout_tokens_per_second"] = sampled / max(rollout_seconds, 1e-9)
+    metrics["throughput/train_tokens_per_second"] = trained / max(train_seconds, 1e-9)
+    metrics.update(timers.finish_step())
+    return metrics

@@ -1,0 +1,79 @@
+"""What a rank does in `test_canary.py`; run by `tests.rank_pool`."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch.distributed as dist
+
+from mcore_rl import megatron_adapter
+from mcore_rl.builders import (
+    build_canary,
+    build_manager,
+    build_offloader,
+    engine_config,
+    load_prompt_files,
+)
+from mcore_rl.hybrid_engine.canary import CanaryResult
+from mcore_rl.hybrid_engine.vllm_engine import VLLMEngine
+from mcore_rl.run_output import setup_logging
+from mcore_rl.startup import build_actor, start
+from mcore_rl.verify import stored_digests
+from tests.dist.attest_jobs import gates_for_up_projections, loading
+from tests.dist.offload_jobs import state_digests
+
+
+def switches_with_canaries(flags: list[str]) -> dict[str, Any]:
+    """A good hand-over, one of which vLLM stores gates as up-projections, and a good one again.
+
+    With everything offloaded, and canaries of real prompts in each.
+    """
+    setup_logging()
+    with open(os.devnull, "w") as log:
+        job = start(flags, log=log)
+        state, shards = build_actor(job, log=log)
+    engine = VLLMEngine(engine_config(job, load_format="auto"))
+    from_disk = stored_digests(engine)
+    offloader = build_offloader(job, state)
+    prompts, _ = load_prompt_files(job.config)
+    canary = build_canary(job, state, prompts)
+    assert canary is not None
+    compared: list[CanaryResult] = []
+    compare = canary.compare
+
+    def noted(*args: Any) -> CanaryResult:
+        compared.append(compare(*args))
+        return compared[-1]
+
+    canary.compare = noted  # type: ignore[method-assign]
+    manager = build_manager(job, shards, engine, canary=canary, offloader=offloader)
+    before = state_digests(state)
+
+    def in_rollout() -> dict[str, Any]:
+        return {
+            "away": sorted(offloader.away),
+            "stored_equal": stored_digests(engine) == from_disk,
+            "prefetched": manager.prefetch(),
+        }
+
+    with manager:
+        good = in_rollout()
+    with loading(engine.model, gates_for_up_projections, 1), manager:
+        repeated = in_rollout()
+    state_kept = state_digests(state) == before
+    with manager:
+        good_again = in_rollout()
+    found = {
+        "means": [result.mean_abs_differences for result in compared],
+        "ok": [result.ok for result in compared],
+        "tolerance": compared[0].tolerance,
+        "good": good,
+        "repeated": repeated,
+        "good_again": good_again,
+        "state_kept": state_kept and state_digests(state) == before,
+        "kinds": {k: len(found) for k, found in megatron_adapter.train_tensors(state).items()},
+    }
+    engine.close()
+    dist.destroy_process_group()
+    return found

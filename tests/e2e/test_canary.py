@@ -1,0 +1,51 @@
+"""Canaries on a trained model with real prompts, and what they leave behind when they fail."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.e2e.recipe import task_flags
+from tests.rank_pool import RankPool
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+
+
+@pytest.fixture(scope="module")
+def results(warmed_checkpoint: Path, ranks: RankPool, tmp_path_factory: Any) -> list[dict]:
+    flags = task_flags(
+        warmed_checkpoint,
+        tmp_path_factory.mktemp("runs") / "canary",
+        *("--rl-offload", "gradients,optimizer,parameters", "--rl-canary-interval", "1"),
+    )
+    return ranks.run(
+        "tests.e2e.canary_jobs:switches_with_canaries", world_size=4, arguments={"flags": flags}
+    )
+
+
+def test_the_tolerance_lies_between_right_and_wrong_weights(results: list[dict]) -> None:
+    right, wrong, repaired, again = results[0]["means"]
+    tolerance = results[0]["tolerance"]
+    for means in (right, repaired, again):
+        assert max(means) < tolerance / 5
+    assert max(wrong) > 2 * tolerance
+    for result in results:
+        assert result["means"] == results[0]["means"]
+        assert result["ok"] == [True, False, True, True]
+
+
+def test_a_repetition_brings_back_the_parameters_alone(results: list[dict]) -> None:
+    for result in results:
+        assert result["good"]["away"] == ["gradients", "optimizer", "parameters"]
+        assert result["repeated"]["away"] == ["gradients", "optimizer"]
+        assert 0 < result["repeated"]["prefetched"] < result["good"]["prefetched"]
+        for name in ("good", "repeated", "good_again"):
+            assert result[name]["stored_equal"], name
+        assert result["good_again"] == result["good"]
+
+
+def test_training_finds_its_state_after_either(results: list[dict]) -> None:
+    for result in results:
+        assert result["state_kept"] and min(result["kinds"].values()) > 0

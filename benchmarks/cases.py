@@ -15,6 +15,12 @@ _DENSE = dict(
     vocab_size=8192, hidden_size=1024, intermediate_size=3072, num_hidden_layers=8,
     num_attention_heads=16, num_key_value_heads=8, head_dim=64,
 )  # fmt: skip
+# Fewer layers of larger tensors: 8 to 28 MB each on a TP rank, as models have them whose hand-over
+# takes long. What is paid per tensor no longer counts.
+_LARGE = dict(
+    vocab_size=8192, hidden_size=3072, intermediate_size=9216, num_hidden_layers=2,
+    num_attention_heads=24, num_key_value_heads=8, head_dim=128,
+)  # fmt: skip
 _MOE = dict(
     vocab_size=8192, hidden_size=512, intermediate_size=1024, moe_intermediate_size=512,
     num_hidden_layers=8, num_attention_heads=8, num_key_value_heads=8, q_lora_rank=128,
@@ -33,6 +39,7 @@ class Model:
 
 
 DENSE = Model("qwen3 (dense)", "qwen3", overrides=_DENSE)
+LARGE = Model("qwen3 (large tensors)", "qwen3", overrides=_LARGE)
 MOE = Model("deepseek_v3 (MoE)", "deepseek_v3", overrides=_MOE)
 TINY = Model("qwen3 (tiny)", "qwen3", "tiny", dict(vocab_size=1024, num_key_value_heads=4))
 
@@ -81,6 +88,7 @@ class Case:
 CASES = (
     Case(DENSE, 4, tp_size=2, pp_size=2, rollout_tp_size=2),
     Case(DENSE, 4, tp_size=2, pp_size=2, rollout_tp_size=4),
+    Case(LARGE, 4, tp_size=2, pp_size=2, rollout_tp_size=2),
     Case(MOE, 4, tp_size=2, pp_size=2, ep_size=2, rollout_tp_size=2),
     Case(MOE, 8, tp_size=2, pp_size=2, ep_size=4, rollout_tp_size=2, rollout_dp_size=2),
 )

@@ -29,6 +29,7 @@ class Samples:
     control_calls: int = 0
     peak_extra_bytes: int = 0
     seconds: list[float] = field(default_factory=list)
+    cpu_seconds: list[float] = field(default_factory=list)  # of this process, all threads
     differing: list[str] = field(default_factory=list)
 
 
@@ -55,9 +56,10 @@ def measure(
         for path in (*paths[turn:], *paths[:turn]):
             path.prepare()
             dist.barrier()
-            started = time.perf_counter()
+            started, cpu_started = time.perf_counter(), time.process_time()
             path.run()
             found[path.name].seconds.append(time.perf_counter() - started)
+            found[path.name].cpu_seconds.append(time.process_time() - cpu_started)
             dist.barrier()
             path.finish()
     return found

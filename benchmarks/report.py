@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 Row = dict[str, Any]
+SWITCH, UNPROVED = "switch", "switch, unproved"
 
 
 class Measured(Protocol):
@@ -18,6 +19,7 @@ class Measured(Protocol):
     control_calls: int
     peak_extra_bytes: int
     seconds: list[float]
+    cpu_seconds: list[float]
     differing: list[str]
 
 
@@ -31,7 +33,7 @@ def rows_of(
     resident_bytes: int,
     notes: Mapping[str, str],
 ) -> list[Row]:
-    """One row a path. A repetition takes as long as its slowest rank.
+    """One row a path. A repetition takes as long as its slowest rank; CPU time is a rank's mean.
 
     A path that has a note and no samples could not run, and its row has only that.
 
@@ -49,6 +51,10 @@ def rows_of(
         path: [max(times) for times in zip(*(rank.seconds for rank in ranks), strict=True)]
         for path, ranks in samples.items()
     }
+    cpu_seconds = {
+        path: [statistics.fmean(t) for t in zip(*(r.cpu_seconds for r in ranks), strict=True)]
+        for path, ranks in samples.items()
+    }
     received = {path: max(r.received_bytes for r in ranks) for path, ranks in samples.items()}
     rows = [
         {
@@ -60,6 +66,7 @@ def rows_of(
             "min_seconds": min(seconds[path]),
             "max_seconds": max(seconds[path]),
             "quartile_spread": quartile_spread(seconds[path]),
+            "median_cpu_seconds": statistics.median(cpu_seconds[path]),
             "repetitions": len(seconds[path]),
             "collectives_max": max(r.num_calls for r in ranks),
             "control_calls_max": max(r.control_calls for r in ranks),
@@ -76,6 +83,10 @@ def rows_of(
     for row in rows:
         if "vllm_load" in seconds:
             row["seconds_over_vllm_load"] = paired(seconds[row["path"]], seconds["vllm_load"])
+        if row["path"].startswith(SWITCH) and UNPROVED in seconds:
+            path = row["path"]
+            row["seconds_over_unproved"] = paired(seconds[path], seconds[UNPROVED])
+            row["cpu_seconds_over_unproved"] = paired(cpu_seconds[path], cpu_seconds[UNPROVED])
     rows += [
         {"path": path, **common, "note": why} for path, why in notes.items() if path not in samples
     ]
@@ -131,9 +142,20 @@ def verdicts(rows: Sequence[Row]) -> list[tuple[str, str, bool]]:
             ratio = paths["mbridge"]["seconds_over_ours"]
             add("3x faster than mbridge's export", case, f"{ratio:.2f}x", ratio >= 3)
         for name in paths:
-            if name.startswith("switch"):
+            if name.startswith(SWITCH):
                 ratio = paths[name]["seconds_over_vllm_load"]
                 add(f"{name}: at most 2x vLLM's own load", case, f"{ratio:.2f}x", ratio <= 2)
+        if "seconds_over_unproved" in paths.get(SWITCH, {}):
+            clock, cpu = (
+                100 * (paths[SWITCH][f"{kind}_over_unproved"] - 1)
+                for kind in ("seconds", "cpu_seconds")
+            )
+            add(
+                "proof: at most 5 % of the switch",
+                case,
+                f"{clock:.1f} % of its time, {cpu:.1f} % of its CPU time",
+                max(clock, cpu) <= 5,
+            )
     return found
 
 
@@ -158,8 +180,8 @@ def markdown(rows: Sequence[Row], facts: Mapping[str, str]) -> str:
             f"lower bound {_mb(first['lower_bound_bytes_max'])} MB on the rank that needs most.",
             "",
             "| path | received MB | / bound | / ours | calls (control) | peak extra MB | median s |"
-            " min-max s | spread | x ours | x memcpy | same bits |",
-            "| --- " + "| ---: " * 10 + "| --- |",
+            " min-max s | spread | CPU s | x ours | x memcpy | same bits |",
+            "| --- " + "| ---: " * 11 + "| --- |",
         ]
         lines += [_line(row) for row in some if "median_seconds" in row]
         notes = [f"- {row['path']}: {row['note']}" for row in some if row["note"]]
@@ -178,6 +200,7 @@ def _line(row: Row) -> str:
         f"{row['median_seconds']:.3f}",
         f"{row['min_seconds']:.3f}-{row['max_seconds']:.3f}",
         f"{100 * row['quartile_spread']:.0f} %",
+        f"{row['median_cpu_seconds']:.3f}",
         _times(row["seconds_over_ours"]),
         _times(row["seconds_over_memcpy"]),
         "yes" if row["bit_identical"] else "**NO**",
@@ -208,5 +231,5 @@ every figure the rank with the largest counts.
 - Received bytes are counted at the calls of torch.distributed; pickled metadata and reductions are
   control and counted apart. Peak extra is of the process, above where it stood before, in the
   second run; there malloc returns what is freed at once, so that what it would keep for later
-  counts for nobody. Spread is the width of the middle half over the median. Ratios of seconds are
-  medians of the ratios within a repetition."""
+  counts for nobody. Spread is the width of the middle half over the median. CPU seconds are the
+  mean of the ranks. Ratios of seconds are medians of the ratios within a repetition."""

@@ -99,7 +99,8 @@ def _measured(case: Case, folder: Path, bucket_mb: int, repetitions: int) -> lis
     """One case in processes of its own, forked from this one, which has everything imported."""
     os.environ.update(ENVIRONMENT)
     started = time.monotonic()
-    checkpoint = folder / case.model.arch
+    model = re.sub(r"\W+", "_", case.model.name)
+    checkpoint = folder / model
     in_processes(1, lambda: _make_checkpoint(case.model, checkpoint), folder / "making")
     _import_everything()
     weights = _load(checkpoint)
@@ -117,7 +118,7 @@ def _measured(case: Case, folder: Path, bucket_mb: int, repetitions: int) -> lis
         )
 
     name = re.sub(r"\W+", "_", case.layout)
-    rows = in_processes(case.world_size, play, folder / f"{case.model.arch}_{name}")[0]
+    rows = in_processes(case.world_size, play, folder / f"{model}_{name}")[0]
     print(f"{case.model.name}, {case.layout}: {time.monotonic() - started:.0f} s", flush=True)
     return rows
 

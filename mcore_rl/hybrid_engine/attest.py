@@ -31,11 +31,12 @@ from mcore_rl.hybrid_engine.boxes import Box, contains, intersect, relative, sho
 from mcore_rl.hybrid_engine.buckets import cut
 from mcore_rl.hybrid_engine.cells import Cell, make_cells
 from mcore_rl.hybrid_engine.plan import Boxes, TensorInfo
-from mcore_rl.hybrid_engine.slice_hash import Place, Sample, tensor_key
+from mcore_rl.hybrid_engine.slice_hash import HostBits, Place, Sample, host_bits, tensor_key
 
 FULL, SAMPLE, OFF = "full", "sample", "off"
 SAMPLE_PERIOD = 32  # in mode sample every row is hashed once in so many versions
 _READ_BYTES = 16 << 20  # at a time: what is served in another dtype is converted for it
+_SAMPLES_AT_ONCE = 64
 _SHOWN = 20  # mismatches that a rank tells the others of
 
 
@@ -135,6 +136,7 @@ class Attestor:
         self._parts_of: dict[tuple[str, Box], list[_Part]] = {}
         self._source = _Tally()
         self._arrived = _Tally()
+        self._samples: list[tuple[_Part, int, range, HostBits]] = []  # copied, not yet hashed
         self._expected: _Sums | None = None
         self._fault: str | None = None
 
@@ -146,7 +148,8 @@ class Attestor:
         """
         self._version = weight_version
         self._salts.clear()
-        self._source, self._arrived, self._fault = _Tally(), _Tally(), None
+        self._source, self._fault = _Tally(), None
+        self._forget_arrived()
         try:
             with self._source.timed():
                 for part in self._owned:
@@ -160,7 +163,11 @@ class Attestor:
 
     def repeat(self) -> None:
         """Begin again with the same version: what was loaded until now is forgotten."""
+        self._forget_arrived()
+
+    def _forget_arrived(self) -> None:
         self._arrived = _Tally()
+        self._samples.clear()
 
     def note(self, tensor: str, box: Box, data: torch.Tensor) -> None:
         """Hash what a loader took of a tensor: `on_write` of `VLLMEngine.reload`.
@@ -176,7 +183,21 @@ class Attestor:
             for part in parts:
                 rows = part.place.rows(sample)
                 cuts = (*part.at, part.place.index(rows))
-                self._arrived.add(part, part.place.hash(data, key, rows, cuts=cuts), len(rows))
+                if self.mode == SAMPLE and data.device.type == "cpu":
+                    self._samples.append((part, key, rows, host_bits(data, cuts).copy()))
+                else:
+                    self._arrived.add(part, part.place.hash(data, key, rows, cuts=cuts), len(rows))
+            if len(self._samples) >= _SAMPLES_AT_ONCE:
+                self._hash_samples()
+
+    def _hash_samples(self) -> None:
+        """Those of which `note` took copies.
+
+        Many at once: between the loaders' copies, which fill all caches, each takes thrice as long.
+        """
+        for part, key, rows, bits in self._samples:
+            self._arrived.add(part, part.place.hash_bits(bits, key, rows), len(rows))
+        self._samples.clear()
 
     def finish(self, fault: str | None = None) -> Attestation:
         """Compare on all ranks. Collective over the world.
@@ -186,6 +207,7 @@ class Attestor:
         assert self._expected is not None, "begin comes first"
         expected = self._expected.over_all_ranks()
         with self._arrived.timed():
+            self._hash_samples()
             mine = self._mismatches(expected)
         faults = [text for text in (self._fault, fault) if text is not None]
         count = torch.tensor([len(mine) + len(faults)], device=self._device)

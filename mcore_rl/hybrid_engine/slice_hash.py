@@ -48,6 +48,7 @@ _ROTATIONS = 4096  # places where the weights of a tensor may start
 _SMALL_BYTES = 1 << 16  # tensors so small are hashed whole, which costs less than choosing rows
 _MODULUS = 1 << 64
 _BITS_OF = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+HostBits = npt.NDArray[Any]
 _Array = npt.NDArray[Any]
 
 
@@ -91,6 +92,33 @@ def slice_hash(
     return int(place.hash(data, key, rows, cuts=(place.index(rows),))) % _MODULUS
 
 
+class _HostMemory:
+    """A tensor's memory for numpy, read-only, as integers; the tensor must outlive what is made.
+
+    `Tensor.numpy` would forbid PyTorch for good to free that memory, as offloading does.
+    """
+
+    def __init__(self, data: torch.Tensor) -> None:
+        itemsize = data.element_size()
+        self.__array_interface__ = {
+            "version": 3,
+            "typestr": f"<i{itemsize}",
+            "shape": tuple(data.shape),
+            "strides": tuple(step * itemsize for step in data.stride()),
+            "data": (data.data_ptr(), True),
+        }
+
+
+def host_bits(data: torch.Tensor, cuts: Sequence[Any] = ()) -> HostBits:
+    """The elements of `data` on the host as integers, after all `cuts`: a view, valid while `data`
+    lives."""
+    # An empty tensor may have no address.
+    bits = np.asarray(_HostMemory(data)) if data.numel() else np.zeros(data.shape, dtype=np.uint8)
+    for at in cuts:  # here, because numpy's views cost a tenth of PyTorch's
+        bits = bits[at]
+    return bits
+
+
 class Place:
     """Where a slice lies in its tensor: all of its hash that its elements do not decide.
 
@@ -128,15 +156,14 @@ class Place:
 
         Elsewhere than on the host it is a scalar int64 tensor there, which is not waited for.
         """
-        if data.numel() == 0:
-            return 0
-        if data.device.type != "cpu":
-            for at in cuts:
-                data = data[at]
-            return self.hash_on_device(data, key, rows) if data.numel() else 0
-        bits = np.asarray(_HostMemory(data))
-        for at in cuts:  # here, because numpy's views cost a tenth of PyTorch's
-            bits = bits[at]
+        if data.device.type == "cpu":
+            return self.hash_bits(host_bits(data, cuts), key, rows)
+        for at in cuts:
+            data = data[at]
+        return self.hash_on_device(data, key, rows) if data.numel() else 0
+
+    def hash_bits(self, bits: HostBits, key: int, rows: range) -> int:
+        """As `hash`, of `host_bits` or a copy of them."""
         if not bits.size:
             return 0
         lanes = self._lanes_of(bits.reshape(-1, self._columns))
@@ -194,23 +221,6 @@ class Place:
             flat = (flat[:, None] * size + np.array(along)).reshape(-1)
         r = _weights("row", range(int(flat[-1]) + 1), key >> 36, device)
         return c, d, r[flat if device is None else torch.from_numpy(flat).to(device)]
-
-
-class _HostMemory:
-    """A tensor's memory for numpy, read-only, as integers; the tensor must outlive what is made.
-
-    `Tensor.numpy` would forbid PyTorch for good to free that memory, as offloading does.
-    """
-
-    def __init__(self, data: torch.Tensor) -> None:
-        itemsize = data.element_size()
-        self.__array_interface__ = {
-            "version": 3,
-            "typestr": f"<i{itemsize}",
-            "shape": tuple(data.shape),
-            "strides": tuple(step * itemsize for step in data.stride()),
-            "data": (data.data_ptr(), True),
-        }
 
 
 def _row_sums(lanes: _Array, weights: _Array, high_weights: _Array) -> _Array:

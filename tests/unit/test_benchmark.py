@@ -33,6 +33,7 @@ class Rank:
 
     received_bytes: int = 0
     seconds: list[float] = field(default_factory=lambda: [1.0, 1.0, 1.0])
+    cpu_seconds: list[float] = field(default_factory=lambda: [0.5, 0.5, 0.5])
     num_calls: int = 1
     control_bytes: int = 0
     control_calls: int = 0
@@ -129,6 +130,27 @@ def test_verdict_follows_the_figures(gathered: int, met: bool) -> None:
 def test_verdict_on_a_third_fewer(received: int, met: bool) -> None:
     found = verdicts(list(rows(core_resharding=[Rank(received)]).values()))
     assert [ok for target, _, ok in found if "core.resharding" in target] == [met]
+
+
+@pytest.mark.parametrize(
+    ("seconds", "cpu_seconds", "met"), [(1.04, 0.52, True), (1.06, 0.5, False), (1.0, 0.53, False)]
+)
+def test_verdict_on_the_proof_takes_the_dearer_of_both_clocks(
+    seconds: float, cpu_seconds: float, met: bool
+) -> None:
+    samples = {"ours": [Rank(100)], "memcpy": [Rank()], "vllm_load": [Rank()]}
+    samples["switch"] = [Rank(seconds=[seconds] * 3, cpu_seconds=[cpu_seconds] * 3)]
+    samples["switch, unproved"] = [Rank()]
+    found = rows_of(
+        samples,
+        model="m",
+        layout="TP2 PP2 -> TP2 on 4",
+        model_bytes=1000,
+        lower_bound_bytes=100,
+        resident_bytes=300,
+        notes={},
+    )
+    assert [ok for target, _, ok in verdicts(found) if "proof: " in target] == [met]
 
 
 def test_destination_takes_what_is_needed_and_sees_a_flipped_bit() -> None:

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from typing import Any
 import torch
 
 from mcore_rl import megatron_adapter
+from mcore_rl.actor import Actor
 from mcore_rl.arguments import RLConfig
 from mcore_rl.data import PromptDataset, PromptSource, load_prompts
 from mcore_rl.errors import UsageError
@@ -109,12 +111,13 @@ def build_canary(
     if interval == 0:
         return None
     rows = [prompts[row] for row in range(min(NUM_PROMPTS, len(prompts)))]
+    # vLLM scores prompts untempered, whatever temperature the policy samples at.
+    untempered = dataclasses.replace(job.config, temperature=1.0)
     return Canary(
-        job.args,
-        job.config,
-        state,
-        job.train_layout,
+        Actor(job.args, untempered, state, job.train_layout).log_probs,
         [prompt.token_ids.tolist() for prompt in rows],
+        micro_batch_size=job.args.micro_batch_size,
+        multiple_of=job.train_layout.tp_size * job.train_layout.cp_size,
         interval=interval,
     )
 

@@ -78,11 +78,10 @@ class Bench:
         )
         tokens = random_tokens(self.job.shape.vocab_size).tolist()
         self.canary = Canary(
-            self.job.args,
-            self.job.config,
-            actor.state,
-            self.job.train_layout,
+            actor.log_probs,
             tokens,
+            micro_batch_size=self.job.args.micro_batch_size,
+            multiple_of=self.job.train_layout.tp_size * self.job.train_layout.cp_size,
             interval=1,
             tolerance=CANARY_TOLERANCE,
         )

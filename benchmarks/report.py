@@ -231,5 +231,7 @@ every figure the rank with the largest counts.
 - Received bytes are counted at the calls of torch.distributed; pickled metadata and reductions are
   control and counted apart. Peak extra is of the process, above where it stood before, in the
   second run; there malloc returns what is freed at once, so that what it would keep for later
-  counts for nobody. Spread is the width of the middle half over the median. CPU seconds are the
-  mean of the ranks. Ratios of seconds are medians of the ratios within a repetition."""
+  counts for nobody. That of a switch, and of vLLM's own load, contains the largest module in the
+  checkpoint's shape, of which the CPU kernels want a packed copy. Spread is the width of the middle
+  half over the median. CPU seconds are the mean of the ranks. Ratios of seconds are
+  medians of the ratios within a repetition."""

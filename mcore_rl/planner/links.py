@@ -9,15 +9,17 @@ This module is pure: it imports neither Megatron nor vLLM nor torch.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 import numpy as np
 import numpy.typing as npt
 
 from mcore_rl.hybrid_engine.layout import TrainLayout
 from mcore_rl.hybrid_engine.placement import Placement
-from mcore_rl.hybrid_engine.plan import Neighbourhoods, Plan, make_plan
+from mcore_rl.hybrid_engine.plan import Boxes, Move, Neighbourhoods, Plan, make_plan
 from mcore_rl.planner.settings import Machine
 
 Bytes = npt.NDArray[np.int64]
@@ -64,16 +66,44 @@ def neighbourhoods(train: TrainLayout, ranks_per_node: int) -> Neighbourhoods:
 
 
 def plan_moves(placement: Placement, rank_map: Sequence[int], near: Neighbourhoods) -> Plan:
-    """The moves of all ranks under slot -> rank."""
+    """The moves of all ranks under slot -> rank, in the order of the stages.
+
+    A rank sends nothing but what its stage holds, so that no stage's moves depend on another's.
+    Planned one by one, all ranks of the other stages that need the same are alike.
+    """
     slot_of = dict(zip(rank_map, range(len(rank_map)), strict=True))
     ranks = range(placement.train.world_size)
-    return make_plan(
-        placement.infos,
-        order=list(placement.infos),
-        have=[placement.held[placement.train_class[rank]] for rank in ranks],
-        need=[placement.needed[placement.slot_class[slot_of[rank]]] for rank in ranks],
-        near=near,
-    )
+    stage_of = [placement.train.pp_rank(rank) for rank in ranks]
+    slot_class = [placement.slot_class[slot_of[rank]] for rank in ranks]
+    nothing: Boxes = {}
+    moves: list[Move] = []
+    for stages, tensors in _by_holders(placement).items():
+        needed = {
+            at: {name: boxes[name] for name in tensors if name in boxes}
+            for at, boxes in placement.needed.items()
+        }
+        plan = make_plan(
+            placement.infos,
+            order=tensors,
+            have=[
+                placement.held[placement.train_class[rank]] if stage_of[rank] in stages else nothing
+                for rank in ranks
+            ],
+            need=[needed[at] for at in slot_class],
+            near=near,
+        )
+        moves.extend(plan.moves)
+    return Plan(tuple(moves))
+
+
+def _by_holders(placement: Placement) -> dict[tuple[int, ...], list[str]]:
+    """Stages -> the tensors that they hold; two with a tensor in common are taken together."""
+    tensors = placement.tensors.values()
+    joined = {stage: t.stages for t in tensors if len(t.stages) > 1 for stage in t.stages}
+    found: dict[tuple[int, ...], list[str]] = defaultdict(list)
+    for tensor in tensors:
+        found[joined.get(tensor.stages[0], tensor.stages)].append(tensor.name)
+    return found
 
 
 def traffic_of(placement: Placement, rank_map: Sequence[int], machine: Machine) -> Traffic:
@@ -82,18 +112,28 @@ def traffic_of(placement: Placement, rank_map: Sequence[int], machine: Machine) 
     rank_map = rank_map or range(world)
     near = neighbourhoods(placement.train, machine.ranks_per_node)
     plan = plan_moves(placement, rank_map, near)
-    node = np.array(near.node)
-    received, sent = np.zeros((2, 2, world), dtype=np.int64)  # each [own node or others, ranks]
-    for move in plan.moves:
-        receivers = np.array(move.receivers)
-        elsewhere = (node[receivers] != node[move.source]).astype(np.intp)
-        received[elsewhere, receivers] += move.num_bytes
-        sent[int(elsewhere.any()), move.source] += move.num_bytes
+    received, sent = _over_links(plan, np.array(near.node))
     resident = np.empty(world, dtype=np.int64)
     resident[np.array(rank_map)] = placement.resident_bytes
     return Traffic(
         received[0], received[1], sent[0], sent[1], placement.lower_bound_bytes, resident
     )
+
+
+def _over_links(plan: Plan, node: npt.NDArray[np.int64]) -> tuple[Bytes, Bytes]:
+    """Received and sent bytes, each `[own node or others, ranks]`; `node` is that of each rank."""
+    received, sent = np.zeros((2, 2, len(node)), dtype=np.int64)
+    if not plan.moves:
+        return received, sent
+    sources = np.array([move.source for move in plan.moves])
+    sizes = np.array([move.num_bytes for move in plan.moves])
+    counts = np.array([len(move.receivers) for move in plan.moves])
+    receivers = np.fromiter(chain.from_iterable(m.receivers for m in plan.moves), np.int64)
+    elsewhere = (node[receivers] != node[np.repeat(sources, counts)]).astype(np.intp)
+    np.add.at(received, (elsewhere, receivers), np.repeat(sizes, counts))
+    any_elsewhere = np.maximum.reduceat(elsewhere, np.cumsum(counts) - counts)
+    np.add.at(sent, (any_elsewhere, sources), sizes)
+    return received, sent
 
 
 def gather_bytes(placement: Placement) -> Bytes:

@@ -10,15 +10,14 @@ import pytest
 
 from mcore_rl.errors import UsageError
 from mcore_rl.hf_config import (
-    Experts,
-    LatentAttention,
     ModelShape,
     megatron_flags,
     read_model_shape,
     settings_without_flag,
 )
+from tests import model_shapes
+from tests.model_shapes import CONFIGS
 
-CONFIGS = Path(__file__).parents[1] / "data" / "configs"
 # As published, but for names of classes and files, token ids, dropout and dtype.
 PUBLISHED = {path.stem: path.read_text() for path in sorted(CONFIGS.glob("*.json"))}
 QUANTISED = ("deepseek-v3", "kimi-k2-instruct-0905")  # in float8, of which nothing can be trained
@@ -65,52 +64,7 @@ def flags(shape: ModelShape) -> dict[str, str | None]:
 
 
 def test_deepseek_v3_is_read(tmp_path: Path) -> None:
-    assert read(tmp_path, DEEPSEEK_V3) == ModelShape(
-        architecture="deepseek_v3",
-        num_layers=61,
-        hidden_size=7168,
-        ffn_hidden_size=18432,
-        vocab_size=129280,
-        num_heads=128,
-        num_kv_heads=128,
-        head_dim=56,  # 7168 / 128; means nothing in latent attention
-        latent=LatentAttention(
-            q_lora_rank=1536,
-            kv_lora_rank=512,
-            qk_nope_head_dim=128,
-            qk_rope_head_dim=64,
-            v_head_dim=128,
-        ),
-        experts=Experts(
-            num_experts=256,
-            topk=8,
-            hidden_size=2048,
-            shared_hidden_size=2048,
-            score_function="sigmoid",
-            has_bias=True,
-            normalize_topk=True,
-            scaling_factor=2.5,
-            num_groups=8,
-            topk_groups=4,
-        ),
-        is_moe_layer=(False,) * 3 + (True,) * 58,
-        qk_norm=True,
-        qkv_bias=False,
-        tied_embeddings=False,
-        norm_epsilon=1e-6,
-        rope={
-            "rope_type": "yarn",
-            "rope_theta": 10000.0,
-            "beta_fast": 32,
-            "beta_slow": 1,
-            "factor": 40,
-            "mscale": 1.0,
-            "mscale_all_dim": 1.0,
-            "original_max_position_embeddings": 4096,
-        },
-        max_positions=163840,
-        num_mtp_layers=1,
-    )
+    assert read(tmp_path, DEEPSEEK_V3) == model_shapes.DEEPSEEK_V3
 
 
 def test_flags_of_deepseek_v3(tmp_path: Path) -> None:

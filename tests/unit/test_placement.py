@@ -11,56 +11,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mcore_rl.hf_config import Experts, LatentAttention, ModelShape
+from mcore_rl.hf_config import ModelShape
 from mcore_rl.hybrid_engine.boxes import cover_fault, intersect
 from mcore_rl.hybrid_engine.checkpoint_tensors import Cut, checkpoint_tensors
 from mcore_rl.hybrid_engine.layout import RolloutLayout, TrainLayout, pipeline_layers
 from mcore_rl.hybrid_engine.placement import Placement, choose_rank_map, with_rank_map
 from mcore_rl.hybrid_engine.plan import Neighbourhoods, make_plan
+from tests.model_shapes import DEEPSEEK_V3, small_shape
 
-
-def model(
-    *,
-    num_layers: int = 4,
-    num_experts: int = 16,
-    latent: bool = False,
-    tied: bool = False,
-    vocab_size: int = 500,
-    num_kv_heads: int = 16,
-) -> ModelShape:
-    """A model whose sizes divide by 16."""
-    experts = Experts(
-        num_experts=num_experts,
-        topk=2,
-        hidden_size=32,
-        shared_hidden_size=64,
-        score_function="sigmoid",
-        has_bias=True,
-        normalize_topk=True,
-        scaling_factor=1.0,
-        num_groups=None,
-        topk_groups=None,
-    )
-    return ModelShape(
-        architecture="deepseek_v3" if latent else "qwen3_moe",
-        num_layers=num_layers,
-        hidden_size=64,
-        ffn_hidden_size=128,
-        vocab_size=vocab_size,
-        num_heads=16,
-        num_kv_heads=num_kv_heads,
-        head_dim=4,
-        latent=LatentAttention(24, 16, 8, 4, 8) if latent else None,
-        experts=experts if num_experts else None,
-        is_moe_layer=tuple(bool(num_experts) and i > 0 for i in range(num_layers)),
-        qk_norm=True,
-        qkv_bias=False,
-        tied_embeddings=tied,
-        norm_epsilon=1e-6,
-        rope={"rope_type": "default", "rope_theta": 1e4},
-        max_positions=64,
-        num_mtp_layers=0,
-    )
+model = small_shape  # as test_layout_checks.py calls it
 
 
 def divisors(number: int) -> list[int]:
@@ -93,7 +52,7 @@ def placements(draw: st.DrawFn) -> tuple[Placement, int]:
     rollout_tp = draw(st.sampled_from(divisors(world)))
     whole_experts = has_experts and draw(st.booleans())
     dp_size = draw(st.sampled_from(divisors(world // rollout_tp))) if whole_experts else 1
-    shape = model(
+    shape = small_shape(
         num_layers=num_layers,
         num_experts=16 if has_experts else 0,
         latent=draw(st.booleans()),
@@ -191,7 +150,7 @@ def test_best_rank_map_receives_the_lower_bound_of_nested_layouts(layout: tuple)
     """R_min for uniform stages (HybridFlow, arXiv 2409.19256, table 2, with replicated weights and
     experts beside the TP-cut ones), which each rank of a nested layout can reach."""
     world, tp, pp, ep, rollout_tp, rollout_dp, with_ep = layout
-    shape = model(num_layers=4, num_experts=16 if ep > 1 else 0, vocab_size=512)
+    shape = small_shape(num_layers=4, num_experts=16 if ep > 1 else 0, vocab_size=512)
     if ep > 1:
         shape = replace(shape, is_moe_layer=(True,) * 4)
     train = TrainLayout(world, tp_size=tp, pp_size=pp, ep_size=ep)
@@ -243,7 +202,7 @@ def test_smaller_rollout_groups_take_ranks_at_regular_intervals(
 ) -> None:
     world = tp * pp
     placement = Placement(
-        model(num_experts=0),
+        small_shape(num_experts=0),
         TrainLayout(world, tp_size=tp, pp_size=pp),
         pipeline_layers(4, pp),
         RolloutLayout(world, rollout_tp, False),
@@ -256,7 +215,7 @@ def test_smaller_rollout_groups_take_ranks_at_regular_intervals(
 @pytest.mark.parametrize("ep", [1, 2, 4])
 @pytest.mark.parametrize(("rollout_tp", "rollout_dp"), [(1, 1), (2, 1), (1, 2), (2, 2), (4, 1)])
 def test_rank_map_is_the_best_of_all(ep: int, rollout_tp: int, rollout_dp: int) -> None:
-    shape = model(num_layers=2)
+    shape = small_shape(num_layers=2)
     train = TrainLayout(4, tp_size=2, pp_size=1, ep_size=ep)
     rollout = RolloutLayout(4, rollout_tp, True, rollout_dp)
     placement = Placement(shape, train, pipeline_layers(2, 1), rollout)
@@ -266,40 +225,20 @@ def test_rank_map_is_the_best_of_all(ep: int, rollout_tp: int, rollout_dp: int) 
 
 
 def test_deepseek_v3_on_256_ranks_equals_the_known_figures() -> None:
-    shape = ModelShape(
-        architecture="deepseek_v3",
-        num_layers=61,
-        hidden_size=7168,
-        ffn_hidden_size=18432,
-        vocab_size=129280,
-        num_heads=128,
-        num_kv_heads=128,
-        head_dim=56,
-        latent=LatentAttention(1536, 512, 128, 64, 128),
-        experts=Experts(256, 8, 2048, 2048, "sigmoid", True, True, 2.5, 8, 4),
-        is_moe_layer=(False,) * 3 + (True,) * 58,
-        qk_norm=True,
-        qkv_bias=False,
-        tied_embeddings=False,
-        norm_epsilon=1e-6,
-        rope={"rope_type": "default", "rope_theta": 1e4},
-        max_positions=4096,
-        num_mtp_layers=1,
-    )
-    cut, replicated, experts = _roles(shape)
+    cut, replicated, experts = _roles(DEEPSEEK_V3)
     assert (round(cut / 1e9, 1), round(replicated / 1e9, 2)) == (32.2, 2.06)
     assert round(experts / 1e9, 1) == 1307.8
     train = TrainLayout(256, tp_size=8, pp_size=8, ep_size=32)
     layers = pipeline_layers(61, 8, last=5)
     backend = "flashinfer_nvlink_two_sided"  # with others, vLLM keeps shared experts whole
     rollout = RolloutLayout(256, 8, True, 4, all2all_backend=backend)
-    placement = Placement(shape, train, layers, rollout)
+    placement = Placement(DEEPSEEK_V3, train, layers, rollout)
     rank_map = choose_rank_map(placement, ranks_per_node=8)
     assert rank_map == tuple(range(256)), "EP intact and TP' = TP: stage s is engine s"
     received = placement.received_bytes(rank_map)
     assert math.isclose(received.mean(), 41.1e9, rel_tol=0.01)
     assert math.isclose(placement.resident_bytes.max(), 47.0e9, rel_tol=0.01)
     assert np.array_equal(received, placement.lower_bound_bytes)
-    whole = Placement(shape, train, layers, RolloutLayout(256, 8, True, 4))
+    whole = Placement(DEEPSEEK_V3, train, layers, RolloutLayout(256, 8, True, 4))
     more = whole.resident_bytes.max() - placement.resident_bytes.max()
     assert more == 58 * 3 * 7168 * 2048 * 2 * 7 // 8

@@ -5,21 +5,22 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from mcore_rl.hf_config import ModelShape, read_model_shape
+from mcore_rl.hf_config import ModelShape
 from mcore_rl.hybrid_engine.layout import RolloutLayout, TrainLayout, pipeline_layers
 from mcore_rl.hybrid_engine.placement import Placement, with_rank_map
+from mcore_rl.hybrid_engine.plan import make_plan
 from mcore_rl.planner.activations import (
     layer_terms,
     micro_batches_in_flight,
     train_activation_bytes,
 )
 from mcore_rl.planner.advice import HOST
+from mcore_rl.planner.links import neighbourhoods, traffic_of
 from mcore_rl.planner.outcome import Outcome, as_json, plan_case
 from mcore_rl.planner.parameters import (
     kv_bytes_per_token,
@@ -37,8 +38,8 @@ from mcore_rl.planner.settings import (
     TrainSettings,
 )
 from mcore_rl.planner.stages import stages_for
+from tests.model_shapes import published_shape, small_shape
 
-CONFIGS = Path(__file__).resolve().parents[1] / "data" / "configs"
 FULL = Recompute(granularity="full", method="uniform")
 MACHINE = Machine(
     ranks_per_node=8,
@@ -80,11 +81,6 @@ ENGINE = EngineSettings(
 )
 
 
-@functools.cache
-def shape_of(name: str) -> ModelShape:
-    return read_model_shape(CONFIGS / f"{name}.json", for_planning=True)
-
-
 def case_of(
     name: str,
     train: TrainLayout,
@@ -93,7 +89,7 @@ def case_of(
     **changes: Any,
 ) -> Case:
     """A case with its rank map; `changes` are of the training or the engine."""
-    shape = shape_of(name)
+    shape = published_shape(name)
     stages = stages_for(shape.num_layers, train.pp_size)
     assert stages is not None
     placement = Placement(shape, train, stages.layers, rollout)
@@ -139,25 +135,25 @@ def test_deepseek_v3_on_256_ranks_moves_the_known_bytes() -> None:
 def test_deepseek_v3_has_the_published_number_of_parameters() -> None:
     whole = TrainLayout(1)
     layers = pipeline_layers(61, 1)
-    (parameters,) = stage_parameters(shape_of("deepseek-v3"), whole, layers, TRAINING)
+    (parameters,) = stage_parameters(published_shape("deepseek-v3"), whole, layers, TRAINING)
     assert round(parameters.total / 1e9) == 671
 
 
 def test_deepseek_v3_cache_of_a_token_is_the_latent_in_every_rank() -> None:
-    shape = shape_of("deepseek-v3")
+    shape = published_shape("deepseek-v3")
     assert kv_bytes_per_token(shape, 1) == kv_bytes_per_token(shape, 8) == (512 + 64) * 2 * 61
 
 
 @pytest.mark.parametrize(("tp_size", "heads"), [(1, 8), (4, 2), (8, 1), (16, 1)])
 def test_cache_of_grouped_attention_is_cut_by_heads(tp_size: int, heads: int) -> None:
-    shape = shape_of("llama-3.1-8b")
+    shape = published_shape("llama-3.1-8b")
     assert kv_bytes_per_token(shape, tp_size) == 2 * heads * 128 * 2 * 32
 
 
 @pytest.mark.parametrize("name", ["deepseek-v2-lite", "qwen3-0.6b", "mixtral-8x7b"])
 @pytest.mark.parametrize(("tp_size", "dp_size"), [(1, 1), (4, 1), (8, 1), (1, 4), (4, 2)])
 def test_first_slot_holds_most_for_rollout(name: str, tp_size: int, dp_size: int) -> None:
-    shape = shape_of(name)
+    shape = published_shape(name)
     shape = dataclasses.replace(shape, vocab_size=shape.vocab_size - 40)  # padded
     dp_size = dp_size if shape.experts else 1  # a dense model has no use for it
     rollout = RolloutLayout(8, tp_size, dp_size > 1, dp_size)
@@ -185,6 +181,42 @@ def test_links_divide_what_is_received(ranks_per_node: int) -> None:
     assert 0 < traffic.sent.sum() <= traffic.received.sum()
 
 
+@pytest.mark.parametrize("ranks_per_node", [2, 8])
+@pytest.mark.parametrize("tied", [False, True])  # a tied embedding lies on both ends
+@pytest.mark.parametrize("rank_map", [(), (0, 2, 1, 3, 4, 6, 5, 7)])
+def test_traffic_is_that_of_all_moves_planned_together(
+    rank_map: tuple[int, ...], tied: bool, ranks_per_node: int
+) -> None:
+    train = TrainLayout(8, tp_size=4, pp_size=2, ep_size=2)
+    rollout = RolloutLayout(8, 1, True, 4, rank_map)
+    placement = Placement(small_shape(tied=tied), train, pipeline_layers(4, 2), rollout)
+    near = neighbourhoods(train, ranks_per_node)
+    plan = make_plan(
+        placement.infos,
+        order=list(placement.infos),
+        have=[placement.held[at] for at in placement.train_class],
+        need=[placement.needed[placement.slot_class[rollout.slot(rank)]] for rank in range(8)],
+        near=near,
+    )
+    received, sent = np.zeros((2, 2, 8), dtype=np.int64)  # each [own node or others, ranks]
+    for move in plan.moves:
+        away = [near.node[rank] != near.node[move.source] for rank in move.receivers]
+        sent[int(any(away)), move.source] += move.num_bytes
+        for rank, is_away in zip(move.receivers, away, strict=True):
+            received[int(is_away), rank] += move.num_bytes
+    machine = dataclasses.replace(MACHINE, ranks_per_node=ranks_per_node)
+    traffic = traffic_of(placement, rank_map, machine)
+    assert np.array_equal(received, [traffic.received_own_node, traffic.received_other_nodes])
+    assert np.array_equal(sent, [traffic.sent_own_node, traffic.sent_other_nodes])
+
+
+def test_a_hand_over_without_moves_has_no_traffic() -> None:
+    case = case_of("qwen3-0.6b", TrainLayout(2), RolloutLayout(2, 1, False))
+    traffic = plan_case(case).traffic
+    assert not traffic.received.any() and not traffic.sent.any()
+    assert traffic.seconds(case.machine) == 0
+
+
 def test_seconds_are_those_of_the_fullest_link() -> None:
     train = TrainLayout(8, tp_size=4, pp_size=2)
     machine = dataclasses.replace(MACHINE, ranks_per_node=4)
@@ -202,7 +234,7 @@ def test_optimizer_state_is_shared_out_over_data_parallel_ranks() -> None:
     train = TrainLayout(64, tp_size=2, pp_size=2, ep_size=8)  # DP16, experts EDP4
     stages = stages_for(48, 2)
     assert stages is not None
-    shape = shape_of("qwen3-30b-a3b")
+    shape = published_shape("qwen3-30b-a3b")
     parameters = stage_parameters(shape, train, stages.layers, TRAINING)[0]
     shared = optimizer_parameters(parameters, train, TRAINING)
     assert shared == -(-parameters.dense // 16) - (-parameters.experts // 4)
@@ -222,7 +254,11 @@ def test_activations_of_a_dense_layer_follow_the_published_formula() -> None:
     left of its terms for multi-head attention is counted here by hand.
     """
     shape = dataclasses.replace(
-        shape_of("llama-3.1-8b"), num_kv_heads=32, num_heads=32, head_dim=128, hidden_size=4096
+        published_shape("llama-3.1-8b"),
+        num_kv_heads=32,
+        num_heads=32,
+        head_dim=128,
+        hidden_size=4096,
     )
     h, f = 4096, shape.ffn_hidden_size
     # norm in 2h, out 2h; Q, K, V 6h; attention out 2h; second norm in 2h, out 2h; MLP 6f
@@ -274,7 +310,7 @@ def test_pipeline_holds_as_many_micro_batches_as_its_schedule_starts(
     ids=str,
 )
 def test_what_should_save_activations_does(less: dict[str, Any]) -> None:
-    shape = shape_of("deepseek-v2-lite")
+    shape = published_shape("deepseek-v2-lite")
     train = TrainLayout(8, tp_size=2, pp_size=4, ep_size=2)
     stages = stages_for(27, 4)
     assert stages is not None

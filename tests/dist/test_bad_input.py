@@ -23,7 +23,6 @@ from tests.dist.bad_input_cases import (
     run_case,
     tokens_of,
 )
-from tests.dist.bad_input_folder import save_tokenizer as save_tokenizer  # of test_derived_flags
 from tests.rank_pool import ENVIRONMENT, ROOT, RankPool, free_port
 
 

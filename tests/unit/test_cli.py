@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 from mcore_rl.cli import main
+from tests.model_shapes import CONFIGS
 
 ROOT = Path(__file__).resolve().parents[2]
-CONFIGS = ROOT / "tests" / "data" / "configs"
 V3 = CONFIGS / "deepseek-v3.json"
 V3_LAYOUT = (
     "--tensor-model-parallel-size 8 --pipeline-model-parallel-size 8 "

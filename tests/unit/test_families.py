@@ -21,8 +21,8 @@ from mcore_rl.hybrid_engine.checkpoint_tensors import (
 from mcore_rl.hybrid_engine.weight_map import ShardCoordinates, map_parameter
 from scripts.make_tiny_deepseek import ARCHS, hf_config
 from tests.megatron_parameters import SPECS, stage_parameters
+from tests.model_shapes import CONFIGS
 
-CONFIGS = Path(__file__).parents[1] / "data" / "configs"
 # Published counts of parameters, without MTP layers.
 SIZES = {
     "deepseek-v2": 235_741_434_880,

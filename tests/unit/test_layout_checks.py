@@ -11,12 +11,12 @@ from mcore_rl.arguments import RLConfig
 from mcore_rl.errors import UsageError
 from mcore_rl.hybrid_engine.layout import TrainLayout, pipeline_layers
 from mcore_rl.layout_checks import check_rollout, check_stages, ranks_per_node
-from tests.unit.test_placement import model
+from tests.model_shapes import small_shape
 
 
 def rollout(world_size: int, **given: Any) -> Any:
     layout = TrainLayout(world_size, tp_size=4, ep_size=4)
-    shape = replace(model(), num_heads=48, num_kv_heads=48)
+    shape = replace(small_shape(), num_heads=48, num_kv_heads=48)
     layers = pipeline_layers(shape.num_layers, 1)
     return check_rollout(RLConfig(**given), shape, layout, layers, has_cuda=True)
 
@@ -60,7 +60,7 @@ def test_ranks_of_a_node_come_from_the_flag_then_the_launcher(
 
 
 def test_stages_of_flags() -> None:
-    shape = model(num_layers=8)
+    shape = small_shape(num_layers=8)
     even = check_stages(shape, 2, {"num_layers_per_virtual_pipeline_stage": 2})
     assert even == (((0, 1), (4, 5)), ((2, 3), (6, 7)))
     custom = check_stages(shape, 2, {"pipeline_model_parallel_layout": "Ett|tttttt,L"})

@@ -19,8 +19,6 @@ from mcore_rl.hybrid_engine.placement import Placement, choose_rank_map, with_ra
 from mcore_rl.hybrid_engine.plan import Neighbourhoods, make_plan
 from tests.model_shapes import DEEPSEEK_V3, small_shape
 
-model = small_shape  # as test_layout_checks.py calls it
-
 
 def divisors(number: int) -> list[int]:
     return [n for n in range(1, number + 1) if number % n == 0]

@@ -20,7 +20,8 @@ from mcore_rl.derived_flags import derive_flags
 from mcore_rl.errors import UsageError
 from mcore_rl.hf_config import ModelShape, read_model_shape
 from mcore_rl.hybrid_engine.buckets import frame_of, slot_bytes
-from mcore_rl.hybrid_engine.layout import SPLITS_SHARED_EXPERTS, RolloutLayout, TrainLayout
+from mcore_rl.hybrid_engine.layout import SPLITS_SHARED_EXPERTS, TrainLayout
+from mcore_rl.hybrid_engine.placement import Placement
 from mcore_rl.planner.phases import Case
 from mcore_rl.planner.settings import (
     GB,
@@ -109,7 +110,7 @@ def read_command_line(tokens: Sequence[str]) -> PlanRequest:
     train = layout_checks.check_layout(shape, values, options.world_size)
     layers = layout_checks.check_stages(shape, train.pp_size, values)
     rollout = layout_checks.check_rollout(config, shape, train, layers, has_cuda=True)
-    notes = _notes(shape, rollout)
+    notes = _notes(Placement(shape, train, layers, rollout))
     if not given.keys() & _BATCH_FLAGS:
         raised = _with_batch_for(config, train)
         if raised != config:
@@ -191,8 +192,9 @@ def _read_shape(named: str | None, config: RLConfig) -> ModelShape:
     return shape
 
 
-def _notes(shape: ModelShape, rollout: RolloutLayout) -> list[str]:
+def _notes(placement: Placement) -> list[str]:
     """What the figures do not say by themselves."""
+    shape, rollout = placement.shape, placement.rollout
     notes = []
     if shape.quantization:
         notes.append(
@@ -205,12 +207,18 @@ def _notes(shape: ModelShape, rollout: RolloutLayout) -> list[str]:
             "trains them nor samples from them"
         )
     if rollout.has_whole_shared_experts and shape.experts and shape.experts.shared_hidden_size:
-        width = shape.experts.shared_hidden_size * (rollout.tp_size - 1) // rollout.tp_size
-        more = sum(shape.is_moe_layer) * 3 * shape.hidden_size * width * 2
+        backends = SPLITS_SHARED_EXPERTS
+        split = Placement(
+            shape,
+            placement.train,
+            placement.layers,
+            dataclasses.replace(rollout, all2all_backend=backends[0]),
+        )
         notes.append(
-            f"in this layout vLLM keeps shared experts whole on every rank, {more / GB:.2f} GB "
-            "more than their share; --rl-rollout-all2all-backend with one of "
-            f"{', '.join(SPLITS_SHARED_EXPERTS)} splits them, where the machine can run it"
+            "in this layout vLLM keeps shared experts whole on every rank; "
+            f"--rl-rollout-all2all-backend with one of {', '.join(backends)} splits them, where "
+            f"the machine can run it: then {split.resident_bytes.max() / GB:.2f} GB are resident "
+            f"and at least {split.lower_bound_bytes.mean() / GB:.2f} GB received on average"
         )
     return notes
 

@@ -94,6 +94,8 @@ class Script:
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
+            # Ignored where the tests run in the background, and bash cannot undo that.
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
         )
 
     def output(self, *arguments: str, **environment: str) -> str:

@@ -17,8 +17,7 @@ MIB = 1 << 20
 
 
 def in_a_fresh_process(function: Callable[[], None]) -> None:
-    """Of a process that has lived for long the kernel may take back what was read from files, just
-    while it is measured."""
+    """In the process of all tests, what others left behind may be freed while it is measured."""
     code = f"from {__name__} import {function.__name__} as f; f()"
     done = subprocess.run(
         [sys.executable, "-c", code],

@@ -23,6 +23,7 @@ import numpy.typing as npt
 from mcore_rl.hybrid_engine.boxes import Box, intersect, show, subtract, uncovered, volume
 
 Boxes = Mapping[str, Sequence[Box]]  # tensor -> disjoint boxes
+Choices = dict[tuple[int, ...], list[int]]  # holders that may be the source -> receivers
 _MANY_BOXES = 16
 
 
@@ -98,6 +99,8 @@ def make_plan(
     near = near or Neighbourhoods.alike(len(have))
     groups = _by_object(have, need)
     load = [0] * len(have)
+    # Most tensors of a stage have the same holders and receivers.
+    known: dict[tuple[tuple[int, ...], tuple[int, ...]], Choices] = {}
     moves: list[Move] = []
     for tensor in order:
         itemsize = tensors[tensor].itemsize
@@ -113,7 +116,10 @@ def make_plan(
         wanted = _cut_by_holder(tensor, missing, holders)
         for (box, held_box), ranks in sorted(wanted.items()):
             num_bytes = volume(box) * itemsize
-            for source, receivers in _sources(sorted(ranks), sorted(holders[held_box]), near, load):
+            ends = tuple(sorted(ranks)), tuple(sorted(holders[held_box]))
+            if ends not in known:
+                known[ends] = _choices(*ends, near)
+            for source, receivers in _sources(known[ends], load):
                 load[source] += num_bytes
                 moves.append(Move(tensor, box, source, tuple(receivers), num_bytes))
     return Plan(tuple(moves))
@@ -151,14 +157,12 @@ def _cut_by_holder(
     return wanted
 
 
-def _sources(
-    receivers: Sequence[int], holders: Sequence[int], near: Neighbourhoods, load: Sequence[int]
-) -> list[tuple[int, list[int]]]:
-    """(source, its receivers): the nearest holder of each, the least loaded of those."""
+def _choices(receivers: Sequence[int], holders: Sequence[int], near: Neighbourhoods) -> Choices:
+    """The nearest holders of each receiver -> the receivers that have these."""
     if len(holders) == 1:
-        return [(holders[0], list(receivers))]
+        return {tuple(holders): list(receivers)}
     by_node, by_pipeline, by_both = _index(holders, near)
-    choices: dict[tuple[int, ...], list[int]] = defaultdict(list)
+    choices: Choices = defaultdict(list)
     for rank in receivers:
         node, pipeline = near.node[rank], near.pipeline[rank]
         choice = (
@@ -168,6 +172,11 @@ def _sources(
             or holders
         )
         choices[tuple(choice)].append(rank)
+    return choices
+
+
+def _sources(choices: Choices, load: Sequence[int]) -> list[tuple[int, list[int]]]:
+    """(source, its receivers): of each choice of holders the one that is least loaded."""
     found: dict[int, list[int]] = defaultdict(list)
     for choice, ranks in choices.items():
         found[min(choice, key=lambda holder: (load[holder], holder))].extend(ranks)

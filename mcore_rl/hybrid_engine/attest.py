@@ -149,7 +149,7 @@ class Attestor:
         self._version = weight_version
         self._salts.clear()
         self._source, self._fault = _Tally(), None
-        self._forget_arrived()
+        self.repeat()
         try:
             with self._source.timed():
                 for part in self._owned:
@@ -163,9 +163,6 @@ class Attestor:
 
     def repeat(self) -> None:
         """Begin again with the same version: what was loaded until now is forgotten."""
-        self._forget_arrived()
-
-    def _forget_arrived(self) -> None:
         self._arrived = _Tally()
         self._samples.clear()
 

@@ -22,6 +22,7 @@ setup(
     # not see its own Megatron replaced. scripts/requirements-cpu.txt and requirements-cuda.txt pin
     # the sets that were seen to work, and scripts/setup_env.sh installs them.
     install_requires=[
+        "aiohttp",
         "filelock",
         "jinja2",
         "numpy",

@@ -5,7 +5,8 @@ Importing the package imports neither torch nor Megatron nor vLLM. A Megatron fo
     mcore_rl.add_rl_args(parser)           the `--rl-*` flags
     mcore_rl.run(args, model_provider)     the whole run, on an initialised Megatron
 
-and the parts by their modules: `mcore_rl.losses`, `mcore_rl.hybrid_engine.sharding_manager`, ...
+and the parts by their modules: `mcore_rl.algorithms.total_loss`,
+`mcore_rl.hybrid_engine.sharding_manager`, ...
 """
 
 from __future__ import annotations

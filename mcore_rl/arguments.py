@@ -12,14 +12,18 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import difflib
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import yaml
 
 from mcore_rl.errors import UsageError
+
+if TYPE_CHECKING:
+    from mcore_rl.algorithms.recipes import Algorithm
 
 
 def _flag(
@@ -27,6 +31,12 @@ def _flag(
 ):
     metadata = {"help": help, "choices": choices, "kind": kind or type(default)}
     return field(default=default, metadata=metadata)
+
+
+def _part(kind: type, help: str, *, choices: Sequence[str] | None = None):
+    """A part of the algorithm; unless it is given it is the recipe's."""
+    metadata = {"help": help, "choices": choices, "kind": kind, "part": True}
+    return field(default=None, metadata=metadata)
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,25 +55,118 @@ class RLConfig:
     max_prompt_tokens: int = _flag(512, "longer prompts are dropped, and counted")
     max_response_tokens: int = _flag(512, "generation stops after this many tokens")
     cache_dir: str | None = _flag(None, "folder for tokenised prompts", kind=str)
-    reward: str = _flag("exact_match", "exact_match, arithmetic, gsm8k or package.module:function")
+    reward: str = _flag(
+        "exact_match",
+        "exact_match, arithmetic, gsm8k, http, pooling, package.module:function or one of "
+        "--rl-import; several with commas",
+    )
+    reward_weights: str | None = _flag(
+        None,
+        "a weight for each reward, with commas; default 1 (a negative first one needs a =: "
+        "--rl-reward-weights=-1,1)",
+        kind=str,
+    )
     reward_workers: int = _flag(1, "reward processes per engine")
     reward_timeout_seconds: float = _flag(10.0, "a sample whose reward takes longer gets reward 0")
+    reward_url: str | None = _flag(None, "endpoint of reward http (docs/rewards.md)", kind=str)
+    reward_http_batch: int = _flag(16, "samples per request to it")
+    reward_http_concurrency: int = _flag(8, "requests at a time, per scoring rank")
+    reward_http_retries: int = _flag(3, "further attempts after timeouts, 429 and 5xx")
+    reward_http_header_env: str | None = _flag(
+        None, "environment variable that holds a header for it, 'Name: value'", kind=str
+    )
+    reward_pooling_url: str | None = _flag(
+        None, "a vLLM server with a reward model, for reward pooling", kind=str
+    )
+    reward_pooling_header_env: str | None = _flag(
+        None, "environment variable that holds a header for that server", kind=str
+    )
 
     precision: str = _flag("bf16", "of parameters in training", choices=("bf16", "fp16", "fp32"))
 
     # algorithm
-    algorithm: str = _flag("grpo", "which recipe trains the policy", choices=("grpo",))
+    algorithm: str = _flag(
+        "grpo",
+        "the recipe: ppo, grpo, dr_grpo, rloo, reinforce_pp, reinforce_pp_baseline, remax, opo, "
+        "dapo, gspo, cispo, gmpo or sapo; the flags up to --rl-mismatch-high replace parts of it",
+    )
+    import_: str | None = _flag(
+        None,
+        "your own .py file of estimators, losses or rewards, each with its decorator",
+        kind=str,
+    )
     num_steps: int = _flag(100, "rollout-and-update steps")
     num_prompts_per_step: int = _flag(16, "prompts drawn per step")
-    num_samples_per_prompt: int = _flag(8, "responses sampled per prompt, the group of GRPO")
-    num_mini_batches: int = _flag(1, "optimizer updates per step")
+    num_samples_per_prompt: int | None = _part(int, "responses sampled per prompt, a group")
+    num_mini_batches: int = _flag(1, "parts of a step's samples, one optimizer update each")
+    num_epochs: int = _flag(1, "how often a step's samples are learnt from")
     temperature: float = _flag(1.0, "sampling temperature; log-probs are of the tempered policy")
-    clip_eps_lower: float = _flag(0.2, "lower clip range of the probability ratio")
-    clip_eps_upper: float = _flag(0.2, "upper clip range; larger than the lower one is clip-higher")
-    kl_coef: float = _flag(0.0, "weight of the KL to the initial policy in the loss")
-    kl_estimator: str = _flag("k3", "estimator of that KL", choices=("k1", "k2", "k3"))
-    entropy_coef: float = _flag(0.0, "weight of the entropy bonus in the loss")
-    no_advantage_std: bool = _flag(False, "do not divide advantages by the group's deviation")
+    top_p: float | None = _part(float, "sample from the likeliest tokens of this mass")
+    top_k: int | None = _part(int, "sample from so many likeliest tokens; 0: from all")
+    advantage: str | None = _part(
+        str,
+        "estimator: gae, grpo, dr_grpo, rloo, opo, remax, reinforce_pp, reinforce_pp_baseline, or "
+        "one of --rl-import",
+    )
+    policy_loss: str | None = _part(
+        str, "ppo_clip, gspo, cispo, gmpo, sapo, policy_gradient, or one of --rl-import"
+    )
+    loss_aggregation: str | None = _part(
+        str,
+        "how losses of tokens become one: the mean of all, or per sequence and then over these",
+        choices=("token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "constant"),
+    )
+    loss_constant: float | None = _part(
+        float, "tokens to divide by, of aggregation constant; default --rl-max-response-tokens"
+    )
+    clip_eps_lower: float | None = _part(float, "lower clip range of the probability ratio")
+    clip_eps_upper: float | None = _part(float, "upper clip range; a larger one is clip-higher")
+    dual_clip: float | None = _part(float, "bound on ratios where the advantage is negative")
+    sapo_temperature_positive: float | None = _part(float, "of SAPO's gate, for good tokens")
+    sapo_temperature_negative: float | None = _part(float, "and for bad ones")
+    kl_coef: float | None = _part(float, "weight of the KL to the reference policy in the loss")
+    kl_in_reward: bool | None = _part(bool, "take that KL from the reward, token by token")
+    kl_reward_coef: float | None = _part(float, "its weight there")
+    kl_target: float | None = _part(
+        float, "nats per token that the weight in the reward is adapted to (arXiv 1909.08593)"
+    )
+    kl_horizon: float | None = _part(float, "samples over which it is adapted")
+    kl_estimator: str | None = _part(str, "estimator of the KL", choices=("k1", "k2", "k3"))
+    entropy_coef: float | None = _part(float, "weight of the entropy bonus in the loss")
+    gamma: float | None = _part(float, "what a reward one token later is worth")
+    gae_lambda: float | None = _part(float, "of GAE: 0 trusts the critic, 1 the rewards alone")
+    whiten_advantages: bool | None = _part(bool, "to mean 0 and deviation 1 over all tokens")
+    value_clip_eps: float | None = _part(float, "how far a value counts from what it was; or inf")
+    dynamic_sampling: bool | None = _part(
+        bool, "draw prompts again whose responses all have the same reward (arXiv 2503.14476)"
+    )
+    max_refills: int | None = _part(int, "how often a step may draw again")
+    overlong_buffer_tokens: int | None = _part(
+        int, "last tokens of the response budget over which a penalty of up to 1 grows"
+    )
+    critic_init: str | None = _part(
+        str, "Hugging Face folder of the critic, a reward model's say; default: the actor's"
+    )
+    critic_lr: float | None = _part(float, "learning rate of the critic; default: --lr")
+    critic_clip_grad: float | None = _part(float, "gradient norm; default: --clip-grad")
+    critic_warmup_steps: int | None = _part(int, "steps at first that train the critic alone")
+    critic_tp_size: int | None = _part(int, "TP of the critic; default: the actor's")
+    critic_pp_size: int | None = _part(int, "PP of the critic; default: the actor's")
+    critic_ep_size: int | None = _part(int, "EP of the critic; default: the actor's")
+    mismatch_correction: str | None = _part(
+        str,
+        "of engine against trainer: weights per token or sequence, or what is left out",
+        choices=(
+            *("none", "token_tis", "sequence_tis", "icepop"),
+            *("geometric_rejection", "product_rejection"),
+        ),
+    )
+    mismatch_cap: float | None = _part(float, "largest weight of the two that truncate")
+    mismatch_low: float | None = _part(float, "least ratio that the others keep")
+    mismatch_high: float | None = _part(float, "and the largest")
+    reference_refresh_interval: int = _flag(
+        0, "steps from one renewal of the reference policy to the next; 0 keeps the first"
+    )
     on_nonfinite_grad: str = _flag(
         "stop", "what a non-finite gradient does to the run", choices=("stop", "skip")
     )
@@ -128,6 +231,11 @@ class RLConfig:
     export_hf: str | None = _flag(
         None, "write the trained policy as a Hugging Face folder", kind=str
     )
+    max_tokens_per_microbatch: int = _flag(
+        0,
+        "pack samples without padding into rows of at most this many tokens, balanced over ranks; "
+        "0 pads --micro-batch-size samples to one length",
+    )
     log_prob_chunk_tokens: int = _flag(1024, "tokens whose logits exist at one time")
     verify_out: str | None = _flag(None, "JSON file of mcore_rl.verify", kind=str)
 
@@ -137,17 +245,37 @@ class RLConfig:
         return cls(**{f.name: getattr(args, f"rl_{f.name}") for f in dataclasses.fields(cls)})
 
     @property
+    def recipe(self) -> Algorithm:
+        """The algorithm with the parts that were given; UsageError if they do not go together."""
+        parts = {
+            f.name: getattr(self, f.name) for f in dataclasses.fields(self) if "part" in f.metadata
+        }
+        given = tuple((name, value) for name, value in parts.items() if value is not None)
+        return _recipe(self.algorithm, given)
+
+    @property
+    def samples_per_prompt(self) -> int:
+        return self.recipe.num_samples_per_prompt
+
+    @property
     def samples_per_step(self) -> int:
-        return self.num_prompts_per_step * self.num_samples_per_prompt
+        return self.num_prompts_per_step * self.samples_per_prompt
 
     @property
     def directory(self) -> Path:
         return Path(self.run_dir) if self.run_dir else Path("runs") / self.run_name
 
 
+@functools.cache
+def _recipe(name: str, given: tuple[tuple[str, Any], ...]) -> Algorithm:
+    from mcore_rl.algorithms.recipes import resolve_algorithm  # torch, which flags do without
+
+    return resolve_algorithm(name, dict(given))
+
+
 def flag_of(field_name: str) -> str:
-    """num_steps -> --rl-num-steps."""
-    return "--rl-" + field_name.replace("_", "-")
+    """num_steps -> --rl-num-steps; import_, which is no name in Python, -> --rl-import."""
+    return "--rl-" + field_name.rstrip("_").replace("_", "-")
 
 
 def add_rl_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
@@ -167,7 +295,9 @@ def add_rl_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
             )
         kind = spec.metadata["kind"]
         options: dict[str, Any] = {"dest": f"rl_{spec.name}", "help": spec.metadata["help"]}
-        if kind is bool:
+        if kind is bool and spec.default is None:
+            group.add_argument(flag, action=argparse.BooleanOptionalAction, **options)
+        elif kind is bool:
             group.add_argument(flag, action="store_true", **options)
         else:
             group.add_argument(

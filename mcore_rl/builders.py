@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,9 @@ import torch
 from mcore_rl import megatron_adapter
 from mcore_rl.actor import Actor
 from mcore_rl.arguments import RLConfig
+from mcore_rl.balance import SampleFlops
+from mcore_rl.critic import Critic
+from mcore_rl.critic_startup import BuiltCritic
 from mcore_rl.data import PromptDataset, PromptSource, load_prompts
 from mcore_rl.errors import UsageError
 from mcore_rl.hybrid_engine.canary import NUM_PROMPTS, Canary
@@ -22,8 +24,10 @@ from mcore_rl.hybrid_engine.offload import Offloader, offload_kinds
 from mcore_rl.hybrid_engine.sharding_manager import MegatronVLLMShardingManager
 from mcore_rl.hybrid_engine.vllm_engine import EngineConfig, VLLMEngine
 from mcore_rl.layout_checks import ranks_per_node
+from mcore_rl.learner import Learner
+from mcore_rl.packing import MicroBatching
 from mcore_rl.preflight import Checked
-from mcore_rl.reward_functions import resolve_reward
+from mcore_rl.reward_specs import RewardSpec, check_rewards, parse_rewards
 from mcore_rl.startup import Job
 
 
@@ -66,7 +70,25 @@ def load_prompt_files(config: RLConfig) -> tuple[PromptDataset, PromptDataset | 
 def check_data(checked: Checked) -> None:
     """What training needs beyond a valid command line: readable prompts and a reward."""
     load_prompt_files(checked.config)
-    resolve_reward(checked.config.reward)
+    check_rewards(reward_spec(checked.config))
+
+
+def reward_spec(config: RLConfig) -> RewardSpec:
+    """The rewards that the flags name, with their weights."""
+    return parse_rewards(
+        config.reward,
+        config.reward_weights,
+        num_workers=config.reward_workers,
+        timeout_seconds=config.reward_timeout_seconds,
+        imports=() if config.import_ is None else (config.import_,),
+        url=config.reward_url,
+        header_env=config.reward_http_header_env,
+        pooling_url=config.reward_pooling_url,
+        pooling_header_env=config.reward_pooling_header_env,
+        http_batch=config.reward_http_batch,
+        http_concurrency=config.reward_http_concurrency,
+        http_retries=config.reward_http_retries,
+    )
 
 
 def engine_config(job: Job, *, load_format: str = "dummy") -> EngineConfig:
@@ -92,11 +114,60 @@ def engine_config(job: Job, *, load_format: str = "dummy") -> EngineConfig:
     )
 
 
-def build_offloader(job: Job, state: megatron_adapter.TrainState) -> Offloader:
-    """What `--rl-offload` asks for, on this rank."""
+def micro_batching(job: Job) -> MicroBatching:
+    """How the flags say samples become micro-batches."""
+    layout, args = job.train_layout, job.args
+    return MicroBatching(
+        max_tokens=job.config.max_tokens_per_microbatch,
+        micro_batch_size=args.micro_batch_size,
+        multiple_of=layout.tp_size * layout.cp_size,
+        same_length=layout.pp_size > 1,
+        count_multiple_of=(
+            1 if args.virtual_pipeline_model_parallel_size is None else layout.pp_size
+        ),
+        cost=SampleFlops.of(job.shape),
+    )
+
+
+def build_learner(
+    job: Job, state: megatron_adapter.TrainState, critic: BuiltCritic | None
+) -> Learner:
+    """Actor, reference and critic of a job. Collective."""
+    batching = micro_batching(job)
+    actor = Actor(job.args, job.config, state, job.train_layout, batching)
+    if critic is None:
+        return Learner(job.config, job.train_layout, batching, actor, None)
+    assert job.critic is not None
+    of_critic = micro_batching(
+        dataclasses.replace(
+            job, args=critic.world.args, train_layout=critic.world.layout, shape=job.critic.shape
+        )
+    )
+    return Learner(
+        job.config,
+        job.train_layout,
+        batching,
+        actor,
+        Critic(critic.world, job.config, critic.state, of_critic),
+    )
+
+
+def build_offloader(
+    job: Job, state: megatron_adapter.TrainState, critic: BuiltCritic | None = None
+) -> Offloader:
+    """What `--rl-offload` asks for, on this rank, of the actor and the critic."""
     has_cuda = torch.cuda.is_available()
+    states = [state] if critic is None else [state, critic.state]
+
+    def train_tensors() -> dict[str, list[tuple[str, torch.Tensor]]]:
+        found: dict[str, list[tuple[str, torch.Tensor]]] = {}
+        for each in states:
+            for kind, tensors in megatron_adapter.train_tensors(each).items():
+                found.setdefault(kind, []).extend(tensors)
+        return found
+
     return Offloader(
-        functools.partial(megatron_adapter.train_tensors, state),
+        train_tensors,
         offload_kinds(job.config.offload, vars(job.args), has_cuda=has_cuda),
         device=next(state.model[0].parameters()).device,
         keep_gradients=job.config.offload_keep_gradients,
@@ -113,12 +184,12 @@ def build_canary(
     rows = [prompts[row] for row in range(min(NUM_PROMPTS, len(prompts)))]
     # vLLM scores prompts untempered, whatever temperature the policy samples at.
     untempered = dataclasses.replace(job.config, temperature=1.0)
+    batching = micro_batching(job)
     return Canary(
-        Actor(job.args, untempered, state, job.train_layout).log_probs,
+        Actor(job.args, untempered, state, job.train_layout, batching).log_probs,
         [prompt.token_ids.tolist() for prompt in rows],
-        micro_batch_size=job.args.micro_batch_size,
-        multiple_of=job.train_layout.tp_size * job.train_layout.cp_size,
         interval=interval,
+        count_multiple_of=batching.count_multiple_of,
     )
 
 

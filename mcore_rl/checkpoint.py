@@ -135,14 +135,17 @@ def _is_mtp(tensor: str, shape: ModelShape) -> bool:
 
 
 @torch.no_grad()
-def load_into_megatron(checkpoint: HFCheckpoint, shards: ModelShards) -> int:
+def load_into_megatron(
+    checkpoint: HFCheckpoint, shards: ModelShards, *, absent: frozenset[str] = frozenset()
+) -> int:
     """Fill every parameter and persistent buffer of this rank; returns the bytes read.
 
+    Tensors in `absent` are not in the folder, and stay as the model was made.
     Not collective. Raises UsageError naming a tensor that the checkpoint lacks or has in another
     shape, RuntimeError for a tensor that no parameter of any rank takes (through `check_complete`).
     """
     num_bytes = 0
-    for tensor in layer_order(shards.tensors()):
+    for tensor in layer_order(t for t in shards.tensors() if t not in absent):
         info = checkpoint.tensors.get(tensor)
         if info is None:
             raise UsageError(

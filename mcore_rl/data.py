@@ -177,7 +177,12 @@ def prompt_indices_for_step(num_rows: int, *, step: int, num_prompts: int, seed:
     """
     if num_rows < 1 or num_prompts < 1 or step < 0 or seed < 0:
         raise ValueError(f"cannot draw: {num_rows=}, {num_prompts=}, {step=}, {seed=}")
-    start, stop = step * num_prompts, (step + 1) * num_prompts
+    return prompt_indices(num_rows, start=step * num_prompts, count=num_prompts, seed=seed)
+
+
+def prompt_indices(num_rows: int, *, start: int, count: int, seed: int) -> np.ndarray:
+    """Positions, `[count]` int64, of draws number `start` and on; see `prompt_indices_for_step`."""
+    stop = start + count
     pieces = []
     while start < stop:
         epoch, position = divmod(start, num_rows)

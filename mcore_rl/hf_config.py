@@ -96,6 +96,8 @@ class ModelShape:
     num_mtp_layers: int  # beside num_layers; they are neither trained nor sampled from
     # How the checkpoint's weights are quantised, if so: such a shape is for planning only.
     quantization: str | None = None
+    # `score.weight` `[1, h]` instead of `lm_head.weight`: a critic, or a reward model.
+    value_head: bool = False
 
 
 class _Fields:

@@ -269,7 +269,7 @@ def check_batches(config: RLConfig, layout: TrainLayout, values: Mapping[str, An
     parts = config.num_mini_batches * layout.dp_size * micro_batch_size
     sentence = (
         f"--rl-num-prompts-per-step {config.num_prompts_per_step} x --rl-num-samples-per-prompt "
-        f"{config.num_samples_per_prompt} = {samples} samples do not divide into "
+        f"{config.samples_per_prompt} = {samples} samples do not divide into "
         f"--rl-num-mini-batches {config.num_mini_batches} x {layout.dp_size} data-parallel ranks x "
         f"--micro-batch-size {micro_batch_size} = {parts}; change one of them"
     )

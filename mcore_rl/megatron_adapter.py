@@ -248,6 +248,24 @@ def forward_backward(
     )
 
 
+def packed_samples(cu_seqlens: torch.Tensor | None, longest: int) -> Any:
+    """What tells Megatron's attention where the samples of a packed row begin; None for None.
+
+    `cu_seqlens` `[k + 1]` int32, from 0 to the length of the row; `longest` of the samples.
+    """
+    if cu_seqlens is None:
+        return None
+    from megatron.core.packed_seq_params import PackedSeqParams
+
+    return PackedSeqParams(
+        qkv_format="thd",
+        cu_seqlens_q=cu_seqlens,
+        cu_seqlens_kv=cu_seqlens,
+        max_seqlen_q=longest,
+        max_seqlen_kv=longest,
+    )
+
+
 def zero_gradients(state: TrainState) -> None:
     """Clear the gradient buffers of the model and the optimizer."""
     for chunk in state.model:

@@ -94,6 +94,7 @@ class RunDirectory:
                 "response": rollout.text,
                 "answer": rollout.prompt.answer,
                 "reward": scored.reward,
+                "parts": dict(scored.parts),
                 "failure": scored.failure,
                 "finish_reason": rollout.finish_reason,
                 "weight_version": rollout.weight_version,

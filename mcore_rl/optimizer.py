@@ -26,15 +26,18 @@ class UpdateResult:
     skipped: bool
 
 
-class ActorOptimizer:
-    """Wraps the optimizer and scheduler in a `TrainState`.
+class CheckedOptimizer:
+    """Wraps the optimizer and scheduler in a `TrainState`; `name` is the model's, for messages.
 
     `on_nonfinite_grad` is "stop" (RuntimeError on every rank) or "skip" (parameters, optimizer
     state and scheduler stay as they are).
     """
 
-    def __init__(self, state: megatron_adapter.TrainState, *, on_nonfinite_grad: str) -> None:
+    def __init__(
+        self, state: megatron_adapter.TrainState, *, name: str, on_nonfinite_grad: str
+    ) -> None:
         self._state = state
+        self._name = name
         self._skip = on_nonfinite_grad == "skip"
 
     @property
@@ -47,7 +50,7 @@ class ActorOptimizer:
         `num_samples` is what Megatron's scheduler counts in: samples of the global mini-batch.
         """
         if culprits := self._nonfinite_gradients():
-            message = "non-finite gradient in " + "; ".join(culprits)
+            message = f"non-finite gradient of the {self._name} in " + "; ".join(culprits)
             if not self._skip:
                 raise RuntimeError(
                     f"{message}; --rl-on-nonfinite-grad skip would go on without this update"

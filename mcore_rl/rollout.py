@@ -16,22 +16,21 @@ import torch.distributed as dist
 from mcore_rl.arguments import RLConfig
 from mcore_rl.hybrid_engine.layout import RolloutLayout
 from mcore_rl.hybrid_engine.vllm_engine import VLLMEngine
-from mcore_rl.rewards import RewardPool
+from mcore_rl.reward_specs import RewardSpec
+from mcore_rl.reward_stack import RewardStack
 from mcore_rl.types import Prompt, Rollout, ScoredRollout
 
 
 class RolloutWorkers:
     """This rank's part in sampling and scoring. All methods but `close` are collective."""
 
-    def __init__(self, engine: VLLMEngine, layout: RolloutLayout, config: RLConfig) -> None:
+    def __init__(
+        self, engine: VLLMEngine, layout: RolloutLayout, config: RLConfig, rewards: RewardSpec
+    ) -> None:
         self._engine, self._layout, self._config = engine, layout, config
         self._rank = dist.get_rank()
         self._scores = layout.tp_rank(self._rank) == 0
-        self._rewards = RewardPool(
-            config.reward,
-            num_workers=config.reward_workers,
-            timeout_seconds=config.reward_timeout_seconds,
-        )
+        self._rewards = RewardStack(rewards)
 
     def generate(
         self,
@@ -40,6 +39,8 @@ class RolloutWorkers:
         num_samples: int,
         temperature: float,
         weight_version: int,
+        top_p: float = 1.0,
+        top_k: int = -1,
         when_few_are_left: Callable[[], object] | None = None,
     ) -> list[Rollout]:
         """Sample responses to this TP group's block of `prompts`, in rollout mode.
@@ -55,6 +56,8 @@ class RolloutWorkers:
             num_samples=num_samples,
             temperature=temperature,
             max_tokens=self._config.max_response_tokens,
+            top_p=top_p,
+            top_k=top_k,
             weight_version=weight_version,
             when_few_are_left=when_few_are_left,
         )

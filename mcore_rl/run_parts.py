@@ -11,7 +11,7 @@ import dataclasses
 import importlib.metadata
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -19,26 +19,29 @@ import numpy as np
 import torch.distributed as dist
 
 from mcore_rl import megatron_adapter
-from mcore_rl.actor import Actor, ReferencePolicy, UpdateStats
-from mcore_rl.advantages import grpo_advantages
 from mcore_rl.builders import (
     build_canary,
+    build_learner,
     build_manager,
     build_offloader,
     engine_config,
     load_prompt_files,
+    reward_spec,
 )
 from mcore_rl.checkpoint import export
-from mcore_rl.data import PromptDataset, prompt_indices_for_step
+from mcore_rl.collector import Collected, Collector
+from mcore_rl.critic_startup import BuiltCritic, build_critic, save_critic
+from mcore_rl.data import PromptDataset
 from mcore_rl.hybrid_engine.sharding_manager import TO_ROLLOUT, ReshardReport, log_reshard
 from mcore_rl.hybrid_engine.vllm_engine import VLLMEngine
+from mcore_rl.learner import Learnt, StepBatch
 from mcore_rl.metrics import RunDirectory, StageTimers
-from mcore_rl.packing import build_train_batch, shard_for_data_parallel, split_mini_batches
 from mcore_rl.progress import RunProgress, run_facts
+from mcore_rl.reward_parts import part_metrics
 from mcore_rl.rollout import RolloutWorkers
 from mcore_rl.startup import Job, build_actor
-from mcore_rl.step_metrics import engine_mismatch, measured, rollout_metrics, update_metrics
-from mcore_rl.types import Prompt, Rollout, ScoredRollout, StepStats, TrainBatch
+from mcore_rl.step_metrics import measured, rollout_metrics, update_metrics, value_metrics
+from mcore_rl.types import Rollout, StepStats
 
 logger = logging.getLogger(__name__)
 
@@ -51,6 +54,7 @@ class Parts:
         job: Job,
         *,
         state: megatron_adapter.TrainState,
+        critic: BuiltCritic | None,
         shards: Any,
         engine: VLLMEngine,
         prompts: PromptDataset,
@@ -60,21 +64,30 @@ class Parts:
         self._job, self._config, self._log = job, job.config, log
         self._rank = dist.get_rank()
         self._dp_rank = job.train_layout.dp_rank(self._rank)
-        self._prompts, self._eval_prompts = prompts, eval_prompts
+        self._eval_prompts = eval_prompts
         self._shards, self._engine, self._state = shards, engine, state
         self.timers = StageTimers()
-        self.actor = Actor(job.args, job.config, state, job.train_layout)
-        self.reference = ReferencePolicy(state) if job.config.kl_coef > 0 else None
+        self._critic = critic
+        self.learner = build_learner(job, state, critic)
         self.manager = build_manager(
             job,
             shards,
             engine,
             canary=build_canary(job, state, prompts),
-            offloader=build_offloader(job, state),
+            offloader=build_offloader(job, state, critic),
         )
         self.manager.on_reshard_end.append(self._note_reshard)
-        self.workers = RolloutWorkers(engine, job.rollout_layout, job.config)
+        self._rewards = reward_spec(job.config)
+        self.workers = RolloutWorkers(engine, job.rollout_layout, job.config, self._rewards)
         self.first_step = state.iteration
+        self.collector = Collector(
+            self.workers,
+            prompts,
+            job.config,
+            seed=job.args.seed,
+            timers=self.timers,
+            position=self.first_step * job.config.num_prompts_per_step,
+        )
         self._reshards: dict[str, ReshardReport] = {}
         self._accuracy: float | None = None
         self._saved_at = -1
@@ -90,26 +103,9 @@ class Parts:
             enabled=self._rank == 0,
         )
 
-    def prompts_of_step(self, step: int) -> list[Prompt]:
-        """The prompts of a step, the same on all ranks."""
-        rows = prompt_indices_for_step(
-            len(self._prompts),
-            step=step,
-            num_prompts=self._config.num_prompts_per_step,
-            seed=self._job.args.seed,
-        )
-        return [self._prompts[int(row)] for row in rows]
-
-    def sample(self, prompts: Sequence[Prompt], weight_version: int) -> list[Rollout]:
-        """This engine's rollouts of a step; in rollout mode."""
-        with self.timers("rollout"):
-            return self.workers.generate(
-                prompts,
-                num_samples=self._config.num_samples_per_prompt,
-                temperature=self._config.temperature,
-                weight_version=weight_version,
-                when_few_are_left=self.manager.prefetch,
-            )
+    def collect(self, weight_version: int) -> Collected:
+        """A step's samples with their rewards; in rollout mode."""
+        return self.collector.collect(weight_version, self.manager.prefetch)
 
     def sample_eval(self, step: int, weight_version: int) -> list[Rollout] | None:
         """This engine's rollouts of held-out prompts, where an evaluation is due."""
@@ -135,46 +131,25 @@ class Parts:
             self._accuracy = float(np.mean([s.reward >= 1.0 for s in scored]))
         return self._accuracy
 
-    def score(self, rollouts: Sequence[Rollout]) -> list[ScoredRollout]:
-        """Rewards of all engines' rollouts, in prompt order, on every rank."""
-        with self.timers("reward"):
-            return self.workers.score(rollouts)
-
-    def make_batch(self, scored: Sequence[ScoredRollout]) -> TrainBatch:
-        """Advantages, and this DP rank's samples as padded tensors."""
+    def make_batch(self, collected: Collected) -> StepBatch:
+        """The samples as tensors, divided into mini-batches, ranks and micro-batches."""
         with self.timers("advantages"):
-            rewards = np.array([s.reward for s in scored])
-            groups = np.repeat(
-                np.arange(self._config.num_prompts_per_step), self._config.num_samples_per_prompt
-            )
-            advantages = grpo_advantages(
-                rewards, groups, normalize_std=not self._config.no_advantage_std
-            )
-            layout = self._job.train_layout
-            batch = build_train_batch(
-                scored,
-                advantages,
-                pad_token_id=0,  # masked, and behind every token that counts
-                multiple_of=layout.tp_size * layout.cp_size,
-            )
-            return shard_for_data_parallel(batch, self._dp_rank, layout.dp_size)
+            return self.learner.make_batch(collected.scored)
 
-    def with_log_probs(self, batch: TrainBatch) -> TrainBatch:
-        """Log-probs of the actor before the update, and of the reference if the loss needs it."""
+    def with_log_probs(self, batch: StepBatch) -> StepBatch:
+        """What actor, reference and critic say before the update."""
         with self.timers("log_probs"):
-            batch = dataclasses.replace(batch, old_log_probs=self.actor.log_probs(batch))
-            if self.reference is not None:
-                with self.reference:
-                    batch = dataclasses.replace(batch, ref_log_probs=self.actor.log_probs(batch))
-            return batch
+            return self.learner.with_log_probs(batch)
 
-    def update(self, batch: TrainBatch) -> list[UpdateStats]:
-        """One optimizer step per mini-batch."""
+    def with_advantages(self, collected: Collected, batch: StepBatch) -> StepBatch:
+        """What each token is worth."""
+        with self.timers("advantages"):
+            return self.learner.with_advantages(collected.scored, batch)
+
+    def update(self, step: int, batch: StepBatch) -> Learnt:
+        """One optimizer step per mini-batch and epoch."""
         with self.timers("train"):
-            return [
-                self.actor.update(mini_batch)
-                for mini_batch in split_mini_batches(batch, self._config.num_mini_batches)
-            ]
+            return self.learner.update(step, batch)
 
     def save_if_due(self, step: int) -> None:
         """A Megatron checkpoint every `--save-interval` steps."""
@@ -187,6 +162,8 @@ class Parts:
             megatron_adapter.save_checkpoint(
                 self._job.args, self._state, num_steps, self._checkpoints
             )
+            if self._critic is not None:
+                save_critic(self._critic, num_steps, self._checkpoints)
         self._saved_at = num_steps
 
     def _note_reshard(self, report: ReshardReport) -> None:
@@ -197,17 +174,20 @@ class Parts:
     def record(
         self,
         step: int,
-        scored: Sequence[ScoredRollout],
-        batch: TrainBatch,
-        updates: Sequence[UpdateStats],
+        collected: Collected,
+        batch: StepBatch,
+        learnt: Learnt,
     ) -> None:
         """Write the step's metrics and samples, and move the bar."""
-        device = self._shards.device
+        device, scored = self._shards.device, collected.scored
         metrics = {
             **rollout_metrics(scored),
-            **update_metrics(updates),
-            "kl/rollout_actor": engine_mismatch(batch, device),
-            "learning_rate": self.actor.optimizer.learning_rate,
+            **(part_metrics(scored, self._rewards.names) if len(self._rewards.names) > 1 else {}),
+            **collected.metrics,
+            **update_metrics(learnt.actor),
+            **value_metrics(learnt.critic),
+            **batch.metrics,
+            **self.learner.rates(),
             **measured(scored, self._reshards[TO_ROLLOUT], self.timers, device),
         }
         if self._accuracy is not None:
@@ -276,11 +256,15 @@ def build_parts(
     """Build actor, engine and the rest on this rank. Collective."""
     started = time.perf_counter()
     state, shards = build_actor(job, model_provider, log=log)
+    critic = None
+    if job.critic is not None:
+        critic = build_critic(job.critic, job.config, job.args, model_provider, log=log)
     engine = VLLMEngine(engine_config(job))
     prompts, eval_prompts = load_prompt_files(job.config)
     parts = Parts(
         job,
         state=state,
+        critic=critic,
         shards=shards,
         engine=engine,
         prompts=prompts,

@@ -20,6 +20,7 @@ from mcore_rl import megatron_adapter
 from mcore_rl.agreement import agreed, open_store
 from mcore_rl.arguments import RLConfig, add_rl_args
 from mcore_rl.checkpoint import HFCheckpoint, check_complete, load_into_megatron
+from mcore_rl.critic_startup import CheckedCritic
 from mcore_rl.hf_config import ModelShape, settings_without_flag
 from mcore_rl.hybrid_engine.layout import PipelineLayers, RolloutLayout, TrainLayout
 from mcore_rl.hybrid_engine.model_shards import ModelShards
@@ -40,6 +41,7 @@ class Job:
     train_layout: TrainLayout
     layers: PipelineLayers
     rollout_layout: RolloutLayout
+    critic: CheckedCritic | None
 
 
 def start(
@@ -106,6 +108,7 @@ def _job(args: argparse.Namespace, checked: Checked) -> Job:
         train_layout=checked.train_layout,
         layers=checked.layers,
         rollout_layout=checked.rollout_layout,
+        critic=checked.critic,
     )
 
 

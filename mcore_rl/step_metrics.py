@@ -8,13 +8,12 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from mcore_rl import megatron_adapter
 from mcore_rl.actor import UpdateStats
+from mcore_rl.critic import ValueUpdateStats
 from mcore_rl.hybrid_engine.memory import highest_bytes
 from mcore_rl.hybrid_engine.reshard_report import ReshardReport
-from mcore_rl.losses import kl_estimate
 from mcore_rl.metrics import StageTimers
-from mcore_rl.types import ScoredRollout, TrainBatch
+from mcore_rl.types import ScoredRollout
 
 
 def rollout_metrics(scored: Sequence[ScoredRollout]) -> dict[str, float]:
@@ -32,7 +31,10 @@ def rollout_metrics(scored: Sequence[ScoredRollout]) -> dict[str, float]:
 
 
 def update_metrics(updates: Sequence[UpdateStats]) -> dict[str, float]:
-    """Over a step's updates: means over all loss tokens, the mean gradient norm, skipped ones."""
+    """Of the actor over a step's updates: means over all loss tokens, the mean gradient norm,
+    skipped ones; nothing without an update."""
+    if not updates:
+        return {}
     total = updates[0].sums
     for update in updates[1:]:
         total = total + update.sums
@@ -50,19 +52,20 @@ def update_metrics(updates: Sequence[UpdateStats]) -> dict[str, float]:
     }
 
 
-def engine_mismatch(batch: TrainBatch, device: torch.device) -> float:
-    """Mean over tokens of k3 for KL(engine || actor): the tokens were drawn from the engine.
-
-    `batch` is this DP rank's, with `old_log_probs`; `device` is what the groups communicate from.
-    Collective over DP.
-    """
-    assert batch.old_log_probs is not None
-    mask = batch.loss_mask
-    kl = kl_estimate(batch.rollout_log_probs[mask], batch.old_log_probs[mask], "k3")
-    total = torch.tensor([kl.double().sum(), mask.sum()], dtype=torch.float64)
-    total = total.to(device)
-    dist.all_reduce(total, group=megatron_adapter.model_parallel_groups()["dp"])
-    return float(total[0] / total[1].clamp(min=1))
+def value_metrics(updates: Sequence[ValueUpdateStats]) -> dict[str, float]:
+    """Of the critic over a step's updates, as `update_metrics`."""
+    if not updates:
+        return {}
+    total = updates[0].sums
+    for update in updates[1:]:
+        total = total + update.sums
+    tokens = max(float(total.num_tokens), 1.0)
+    return {
+        "loss/value": float(total.value_loss) / tokens,
+        "critic/clip_fraction": float(total.clipped) / tokens,
+        "critic/grad_norm": float(np.mean([u.result.grad_norm for u in updates])),
+        "critic/skipped_updates": float(sum(u.result.skipped for u in updates)),
+    }
 
 
 def measured(

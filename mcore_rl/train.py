@@ -1,9 +1,9 @@
 """The story of a run. Start it with torchrun: `torchrun ... -m mcore_rl.train <Megatron and --rl-*
 flags>`.
 
-prompts ─► engine (rollout mode) ─► rewards ─► log-probs ─► advantages ─► mini-batches ─► update
-               ▲                                                                            │
-               └───────────────── weights, by the sharding manager ◄────────────────────────┘
+prompts ─► engine (rollout mode) ─► rewards ─► log-probs, values ─► advantages ─► updates
+               ▲                                                                     │
+               └───────────── weights, by the sharding manager ◄─────────────────────┘
 """
 
 from __future__ import annotations
@@ -24,17 +24,15 @@ def train(job: Job, parts: Parts) -> None:
     """Run the steps that are left, evaluate the final policy, and write what was asked for."""
     config = job.config
     for step in range(parts.first_step, config.num_steps):
-        with parts.timers("data"):
-            prompts = parts.prompts_of_step(step)
         with parts.manager as engine:  # the engines get the policy; leaving gives training back
             eval_rollouts = parts.sample_eval(step, engine.weight_version)
-            rollouts = parts.sample(prompts, engine.weight_version)
+            collected = parts.collect(engine.weight_version)
         parts.evaluate(step, eval_rollouts)
-        scored = parts.score(rollouts)
-        batch = parts.with_log_probs(parts.make_batch(scored))
-        updates = parts.update(batch)
+        batch = parts.with_log_probs(parts.make_batch(collected))
+        batch = parts.with_advantages(collected, batch)
+        learnt = parts.update(step, batch)
         parts.save_if_due(step)
-        parts.record(step, scored, batch, updates)
+        parts.record(step, collected, batch, learnt)
     parts.finish()
 
 

@@ -27,7 +27,13 @@ from rich.console import Console
 from rich.table import Table
 
 from mcore_rl.actor import Actor
-from mcore_rl.builders import build_manager, build_offloader, engine_config, prompt_source
+from mcore_rl.builders import (
+    build_manager,
+    build_offloader,
+    engine_config,
+    micro_batching,
+    prompt_source,
+)
 from mcore_rl.data import load_prompts
 from mcore_rl.errors import UsageError
 from mcore_rl.hybrid_engine.canary import differences, megatron_log_probs
@@ -75,7 +81,8 @@ def verify(job: Job, *, log: Any = None) -> Verification:
     assert job.config.prompts is not None, "checked before"
     engine = VLLMEngine(engine_config(job, load_format="auto"))
     state, shards = build_actor(job, log=log)
-    actor = Actor(job.args, job.config, state, job.train_layout)
+    batching = micro_batching(job)
+    actor = Actor(job.args, job.config, state, job.train_layout, batching)
     reports: list[ReshardReport] = []
     try:
         expected = stored_digests(engine)
@@ -92,10 +99,7 @@ def verify(job: Job, *, log: Any = None) -> Verification:
             differing = _differing(expected, stored_digests(engine))
             vllm = engine.prompt_log_probs(token_ids)
         megatron = megatron_log_probs(
-            actor.log_probs,
-            token_ids,
-            micro_batch_size=job.args.micro_batch_size,
-            multiple_of=job.train_layout.tp_size * job.train_layout.cp_size,
+            actor.log_probs, token_ids, count_multiple_of=batching.count_multiple_of
         )
     finally:
         engine.close()

@@ -17,9 +17,10 @@ import torch
 import torch.distributed as dist
 
 from mcore_rl.hybrid_engine.vllm_engine import VLLMEngine
+from mcore_rl.packing import batch_of_tokens
 from mcore_rl.types import TrainBatch
 
-LogProbs = Callable[[TrainBatch], torch.Tensor]  # [b, s] float32, as `Actor.log_probs`
+LogProbs = Callable[[TrainBatch], torch.Tensor]  # [t] float32, as `Actor.log_probs`
 
 # Mean |difference| of a prompt's log-probs, in nats. Measured on the trained model of the main job,
 # in bfloat16: up to 0.005 with the right weights, 0.13 to 0.22 with gates and up-projections
@@ -66,14 +67,13 @@ class Canary:
         log_probs: LogProbs,
         prompts: Sequence[Sequence[int]],
         *,
-        micro_batch_size: int,
-        multiple_of: int,
         interval: int,
+        count_multiple_of: int = 1,
         tolerance: float = TOLERANCE,
     ) -> None:
         assert interval >= 1, f"canaries every {interval} hand-overs"
         self._log_probs = log_probs
-        self._micro_batch_size, self._multiple_of = micro_batch_size, multiple_of
+        self._count_multiple_of = count_multiple_of
         self._prompts = [[int(t) for t in ids[:MAX_TOKENS]] for ids in prompts[:NUM_PROMPTS]]
         self._prompts = [ids for ids in self._prompts if len(ids) > 1]  # the first has no score
         if not self._prompts:
@@ -88,10 +88,7 @@ class Canary:
     def score(self) -> None:
         """Score the prompts by Megatron, for the next `compare`."""
         self._megatron = megatron_log_probs(
-            self._log_probs,
-            self._prompts,
-            micro_batch_size=self._micro_batch_size,
-            multiple_of=self._multiple_of,
+            self._log_probs, self._prompts, count_multiple_of=self._count_multiple_of
         )
 
     def compare(self, engine: VLLMEngine, weight_version: int) -> CanaryResult:
@@ -109,30 +106,17 @@ class Canary:
 
 
 def megatron_log_probs(
-    log_probs: LogProbs,
-    token_ids: Sequence[Sequence[int]],
-    *,
-    micro_batch_size: int,
-    multiple_of: int,
+    log_probs: LogProbs, token_ids: Sequence[Sequence[int]], *, count_multiple_of: int = 1
 ) -> list[np.ndarray]:
-    """Every prompt scored by Megatron, one at a time; the same prompts on every DP rank.
+    """Every prompt scored by Megatron, each in a micro-batch of its own, of which there must be a
+    multiple of `count_multiple_of`; the same prompts on every DP rank.
 
     `log_probs` is `Actor.log_probs`. Per prompt `[s - 1]` float32, entry i scores token i + 1.
-    Sequences are padded to a multiple of `multiple_of` (TP x CP).
     """
-    scores = []
-    for ids in token_ids:
-        length = -(-len(ids) // multiple_of) * multiple_of
-        tokens = torch.zeros(micro_batch_size, length, dtype=torch.int64)
-        tokens[:, : len(ids)] = torch.tensor(ids)
-        batch = TrainBatch(
-            token_ids=tokens,
-            loss_mask=torch.ones(tokens.shape, dtype=torch.bool),
-            rollout_log_probs=torch.zeros(tokens.shape),
-            advantages=torch.zeros(tokens.shape[0]),
-        )
-        scores.append(log_probs(batch)[0, : len(ids) - 1].numpy())
-    return scores
+    batch = batch_of_tokens(token_ids, count_multiple_of=count_multiple_of)
+    of_prompts = log_probs(batch).split(batch.lengths.tolist())
+    # The last position of a prompt scores nothing, and what fills up the count is left out.
+    return [scores[:-1].numpy() for scores in of_prompts[: len(token_ids)]]
 
 
 def differences(

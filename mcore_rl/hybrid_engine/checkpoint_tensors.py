@@ -62,7 +62,9 @@ def embedding_specs(shape: ModelShape) -> list[TensorSpec]:
 def head_specs(shape: ModelShape) -> list[TensorSpec]:
     """What lies behind the layers."""
     specs = [TensorSpec("model.norm.weight", (shape.hidden_size,), Cut.REPLICATED)]
-    if not shape.tied_embeddings:
+    if shape.value_head:
+        specs.append(TensorSpec("score.weight", (1, shape.hidden_size), Cut.REPLICATED))
+    elif not shape.tied_embeddings:
         vocabulary = (shape.vocab_size, shape.hidden_size)
         specs.append(TensorSpec("lm_head.weight", vocabulary, Cut.VOCABULARY))
     return specs

@@ -197,6 +197,8 @@ def _vocabulary(name: str) -> _Rule:
 
 
 def _output_layer(p: _Parameter, shape: ModelShape) -> list[Piece]:
+    if shape.value_head:
+        return _replicated("score.weight")(p, shape)
     # With tied embeddings the last pipeline stage holds a second copy of the embedding.
     name = "model.embed_tokens.weight" if shape.tied_embeddings else "lm_head.weight"
     return _vocabulary(name)(p, shape)

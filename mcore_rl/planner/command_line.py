@@ -226,7 +226,7 @@ def _notes(placement: Placement) -> list[str]:
 def _with_batch_for(config: RLConfig, train: TrainLayout) -> RLConfig:
     """`config` with the least batch, not below the default, that data-parallel ranks can share."""
     parts = config.num_mini_batches * train.dp_size
-    step = parts // math.gcd(parts, config.num_samples_per_prompt)
+    step = parts // math.gcd(parts, config.samples_per_prompt)
     prompts = math.ceil(config.num_prompts_per_step / step) * step
     return dataclasses.replace(config, num_prompts_per_step=prompts)
 
@@ -317,7 +317,7 @@ def _engine_settings(
         may_spread_experts=not config.rollout_no_expert_parallel,
         offloaded=offload_kinds(config.offload, values, has_cuda=True),
         keeps_gradients=config.offload_keep_gradients,
-        keeps_reference=config.kl_coef > 0,
+        keeps_reference=config.recipe.needs_reference,
         saves_checkpoints=bool(values.get("save")),
     )
 

@@ -27,6 +27,7 @@ this rank, g key/value groups of this rank, d head size, h hidden.
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import torch
@@ -39,7 +40,9 @@ class SDPACoreAttention(torch.nn.Module):
     """Core attention over `torch.nn.functional.scaled_dot_product_attention`.
 
     Takes query `[s, b, n, d]`, key `[s, b, g, d]`, value `[s, b, g, dv]` with dv != d allowed
-    (MLA), and returns `[s, b, n * dv]`. Causal: padding must be on the right.
+    (MLA), and returns `[s, b, n * dv]`. Causal: padding must be on the right. With packed samples
+    (`packed_seq_params` of format thd) it takes `[t, n, d]`, `[t, g, d]`, `[t, g, dv]`, returns
+    `[t, n * dv]`, and no sample attends to another.
     """
 
     def __init__(
@@ -69,13 +72,23 @@ class SDPACoreAttention(torch.nn.Module):
         packed_seq_params: Any = None,
     ) -> torch.Tensor:
         """Causal attention; `attention_mask` must be None, the mask is implied."""
-        if packed_seq_params is not None or attention_bias is not None:
-            raise RuntimeError("the CPU core attention takes neither packed sequences nor a bias")
+        if attention_bias is not None:
+            raise RuntimeError("the CPU core attention takes no bias")
         if self.cp_size > 1:
             raise RuntimeError(
                 f"--context-parallel-size {self.cp_size} needs Transformer Engine's attention; "
                 "without a GPU such a model can be built, and not run"
             )
+        if packed_seq_params is None:
+            return self._attend(query, key, value).flatten(2)
+        bounds = packed_seq_params.cu_seqlens_q.tolist()
+        samples = [slice(start, end) for start, end in itertools.pairwise(bounds)]
+        context = [
+            self._attend(query[own, None], key[own, None], value[own, None]) for own in samples
+        ]
+        return torch.cat(context).squeeze(1).flatten(1)
+
+    def _attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         query, key, value = (x.permute(1, 2, 0, 3) for x in (query, key, value))
         context = F.scaled_dot_product_attention(
             query,
@@ -86,7 +99,7 @@ class SDPACoreAttention(torch.nn.Module):
             scale=self.softmax_scale,
             enable_gqa=query.shape[1] != key.shape[1],
         )
-        return context.permute(2, 0, 1, 3).flatten(2)
+        return context.permute(2, 0, 1, 3)
 
 
 class LocalRMSNorm(torch.nn.Module):

@@ -11,9 +11,8 @@ import torch.distributed as dist
 from mcore_rl.builders import build_manager, engine_config
 from mcore_rl.checkpoint import export
 from mcore_rl.hybrid_engine.vllm_engine import VLLMEngine
-from mcore_rl.packing import shard_for_data_parallel
 from mcore_rl.verify import overwrite_with_zeros, stored_digests
-from tests.dist.jobs import gathered, random_batch, random_tokens, started
+from tests.dist.jobs import log_probs_of_random_tokens, random_tokens, started
 
 NUM_PROMPTS = 4  # scored by vLLM
 
@@ -21,11 +20,7 @@ NUM_PROMPTS = 4  # scored by vLLM
 def all_ways(flags: list[str], target: str) -> dict[str, Any]:
     """Checkpoint -> Megatron (log-probs) -> checkpoint, and Megatron -> vLLM (what it stores)."""
     job, actor, shards = started(flags)
-    layout = job.train_layout
-    mine = shard_for_data_parallel(
-        random_batch(job.shape.vocab_size), layout.dp_rank(dist.get_rank()), layout.dp_size
-    )
-    log_probs = gathered(job, actor.log_probs(mine))
+    log_probs = log_probs_of_random_tokens(job, actor)
     # Several files and several writers, whatever the size of the model.
     export(shards, job.checkpoint, Path(target), max_file_bytes=1 << 17, bucket_bytes=1 << 14)
 

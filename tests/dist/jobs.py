@@ -13,12 +13,12 @@ import torch
 import torch.distributed as dist
 
 from mcore_rl.actor import Actor
-from mcore_rl.builders import build_manager, engine_config
+from mcore_rl.builders import build_manager, engine_config, micro_batching
 from mcore_rl.checkpoint import export
 from mcore_rl.hybrid_engine.rng import RngState
 from mcore_rl.hybrid_engine.sharding_manager import ReshardReport, log_reshard
 from mcore_rl.hybrid_engine.vllm_engine import VLLMEngine
-from mcore_rl.packing import shard_for_data_parallel, split_mini_batches
+from mcore_rl.packing import batch_of_tokens, plan_step, split_mini_batches, take
 from mcore_rl.run_output import setup_logging
 from mcore_rl.startup import Job, build_actor, start
 from mcore_rl.types import Prompt, TrainBatch
@@ -40,7 +40,8 @@ def started(flags: list[str], *, in_float32: bool = False) -> tuple[Job, Actor, 
             checkpoint = dataclasses.replace(job.checkpoint, tensors=tensors)
             job = dataclasses.replace(job, checkpoint=checkpoint)
         state, shards = build_actor(job, log=log)
-    return job, Actor(job.args, job.config, state, job.train_layout), shards
+    actor = Actor(job.args, job.config, state, job.train_layout, micro_batching(job))
+    return job, actor, shards
 
 
 def random_tokens(vocab_size: int, samples: int = 8, positions: int = 32) -> torch.Tensor:
@@ -50,58 +51,76 @@ def random_tokens(vocab_size: int, samples: int = 8, positions: int = 32) -> tor
 
 
 def random_batch(vocab_size: int) -> TrainBatch:
-    """Samples of different lengths with everything a GRPO update reads, the same in every layout."""
-    tokens = random_tokens(vocab_size)
+    """All samples of a step, of different lengths and with everything an update reads; the same in
+    every layout."""
     generator = torch.Generator().manual_seed(6)
-    starts = torch.randint(2, 12, (len(tokens), 1), generator=generator)
-    ends = torch.randint(14, tokens.shape[1], (len(tokens), 1), generator=generator)
-    positions = torch.arange(tokens.shape[1])
-    noise = torch.randn(3, *tokens.shape, generator=generator)
+    lengths = torch.randint(14, 33, (8,), generator=generator)
+    first = torch.randint(2, 12, (8,), generator=generator).repeat_interleave(lengths)
+    noise = torch.randn(6, int(lengths.sum()), generator=generator)
+    starts = lengths.cumsum(0) - lengths
+    position = torch.arange(len(first)) - starts.repeat_interleave(lengths)
+    last = (lengths - 1).repeat_interleave(lengths)
+    rows = random_tokens(vocab_size)
     return TrainBatch(
-        token_ids=tokens,
-        loss_mask=(positions >= starts) & (positions < ends),
+        token_ids=torch.cat([row[:length] for row, length in zip(rows, lengths, strict=True)]),
+        lengths=lengths,
+        sample_ids=torch.arange(8),
+        loss_mask=(position >= first) & (position < last),
         rollout_log_probs=noise[0] * 0.1 - 6,
-        advantages=torch.randn(len(tokens), generator=generator),
+        cuts=((8,),),
+        advantages=noise[3],
         old_log_probs=noise[1] * 0.2 - 6.4,
         ref_log_probs=noise[2] * 0.2 - 6.4,
+        values=noise[4],
+        returns=noise[5],
     )
+
+
+def rank_part(job: Job, batch: TrainBatch, num_mini_batches: int = 2) -> TrainBatch:
+    """What this rank trains on of a step's samples, divided as the job's flags say."""
+    layout = job.train_layout
+    cuts = plan_step(
+        batch.lengths.numpy(),
+        num_mini_batches=num_mini_batches,
+        dp_size=layout.dp_size,
+        batching=micro_batching(job),
+    )
+    return take(batch, cuts[layout.dp_rank(dist.get_rank())])
+
+
+def rank_batch(job: Job) -> TrainBatch:
+    """This rank's part of `random_batch`, of two mini-batches."""
+    return rank_part(job, random_batch(job.shape.vocab_size))
+
+
+def log_probs_of_random_tokens(job: Job, actor: Actor) -> torch.Tensor:
+    """Of all of `random_tokens`, `[samples, positions]`; the last position scores nothing."""
+    tokens = random_tokens(job.shape.vocab_size)
+    mine = rank_part(job, batch_of_tokens(tokens.tolist()))
+    parts: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(parts, (mine.sample_ids, actor.log_probs(mine)))
+    whole = torch.full(tokens.shape, float("nan"))
+    for samples, log_probs in parts:
+        whole[samples] = log_probs.view(len(samples), -1)
+    return whole
 
 
 def log_probs_and_export(flags: list[str], target: str) -> list[list[float]]:
     """Log-probs of `random_tokens` by Megatron, then the model back as a checkpoint."""
     job, actor, shards = started(flags)
-    batch = random_batch(job.shape.vocab_size)
-    mine = shard_for_data_parallel(
-        batch, job.train_layout.dp_rank(dist.get_rank()), job.train_layout.dp_size
-    )
-    log_probs = gathered(job, actor.log_probs(mine))
+    log_probs = log_probs_of_random_tokens(job, actor)
     # Several files and several writers, whatever the size of the model.
     export(shards, job.checkpoint, Path(target), max_file_bytes=1 << 17, bucket_bytes=1 << 14)
     dist.destroy_process_group()
     return log_probs.tolist()
 
 
-def gathered(job: Job, values: torch.Tensor) -> torch.Tensor:
-    """Rows of all DP ranks in the order of the whole batch."""
-    layout = job.train_layout
-    parts: list[Any] = [None] * layout.world_size
-    dist.all_gather_object(parts, (layout.dp_rank(dist.get_rank()), values))
-    whole = torch.empty(len(values) * layout.dp_size, *values.shape[1:])
-    for dp_rank, part in parts:
-        whole[dp_rank :: layout.dp_size] = part
-    return whole
-
-
 def grpo_updates(flags: list[str], target: str) -> dict[str, list[float]]:
     """Two updates with the GRPO loss, all its terms on; the float32 weights go to `target`."""
     job, actor, shards = started(flags, in_float32=True)
-    batch = shard_for_data_parallel(
-        random_batch(job.shape.vocab_size),
-        job.train_layout.dp_rank(dist.get_rank()),
-        job.train_layout.dp_size,
-    )
+    batch = rank_batch(job)
     found: dict[str, list[float]] = {"grad_norm": [], "policy_loss": [], "kl": [], "entropy": []}
-    for mini_batch in split_mini_batches(batch, 2):
+    for mini_batch in split_mini_batches(batch):
         stats = actor.update(mini_batch)
         found["grad_norm"].append(stats.result.grad_norm)
         for name in ("policy_loss", "kl", "entropy"):
@@ -133,20 +152,14 @@ def hand_over(flags: list[str]) -> dict[str, Any]:
     draws = _draw()
 
     # An update changes the weights, and the next hand-over must bring them.
-    mini_batch = shard_for_data_parallel(
-        split_mini_batches(random_batch(job.shape.vocab_size), 2)[0],
-        job.train_layout.dp_rank(dist.get_rank()),
-        job.train_layout.dp_size,
-    )
+    mini_batch = split_mini_batches(rank_batch(job))[0]
     actor.update(dataclasses.replace(mini_batch, ref_log_probs=None))
     with manager:
         updated = stored_digests(engine)
         second = _sample(engine, job)
         prompt = random_tokens(job.shape.vocab_size)[0].tolist()
         vllm = engine.prompt_log_probs([prompt])[0]
-    megatron = actor.log_probs(
-        dataclasses.replace(mini_batch, token_ids=random_tokens(job.shape.vocab_size)[:4])
-    )
+    megatron = log_probs_of_random_tokens(job, actor)
     engine.close()
     result = {
         "stored_equal": from_disk == handed_over,

@@ -13,16 +13,16 @@ import torch.distributed as dist
 
 from mcore_rl import megatron_adapter
 from mcore_rl.actor import Actor, ReferencePolicy
-from mcore_rl.builders import build_manager, build_offloader, engine_config
+from mcore_rl.builders import build_manager, build_offloader, engine_config, micro_batching
 from mcore_rl.hybrid_engine.memory import Footprint
 from mcore_rl.hybrid_engine.offload import KINDS, Offloader
 from mcore_rl.hybrid_engine.rng import RngState
 from mcore_rl.hybrid_engine.vllm_engine import VLLMEngine
-from mcore_rl.packing import shard_for_data_parallel, split_mini_batches
+from mcore_rl.packing import split_mini_batches
 from mcore_rl.run_output import setup_logging
 from mcore_rl.startup import Job, build_actor, start
 from mcore_rl.types import Prompt
-from tests.dist.jobs import random_batch, random_tokens
+from tests.dist.jobs import random_tokens, rank_batch
 
 from megatron.core.tensor_parallel import get_cuda_rng_tracker  # isort: skip  (after the patches)
 
@@ -37,15 +37,11 @@ def train_with_and_without(
         if plain_optimizer:  # what a fork may use; ours is the distributed one
             job.args.use_distributed_optimizer = False
         state, shards = build_actor(job, log=log)
-    actor = Actor(job.args, job.config, state, job.train_layout)
+    actor = Actor(job.args, job.config, state, job.train_layout, micro_batching(job))
     reference = ReferencePolicy(state)
     find = functools.partial(megatron_adapter.train_tensors, state)
-    batch = shard_for_data_parallel(
-        random_batch(job.shape.vocab_size),
-        job.train_layout.dp_rank(dist.get_rank()),
-        job.train_layout.dp_size,
-    )
-    actor.update(split_mini_batches(batch, 2)[1])  # makes the moments
+    batch = rank_batch(job)
+    actor.update(split_mini_batches(batch)[1])  # makes the moments
     begin = _copies(find())
     expected = [_step(actor, reference, batch) for _ in range(2)]
     expected_state = _digests(find(), ("parameters", "optimizer"))
@@ -106,7 +102,7 @@ def _optimizers(state: megatron_adapter.TrainState) -> list[Any]:
 
 def _step(actor: Actor, reference: ReferencePolicy, batch: Any) -> list[Any]:
     """An update, seen from outside: loss, norm, log-probs of the actor and of the reference."""
-    stats = actor.update(split_mini_batches(batch, 2)[0])
+    stats = actor.update(split_mini_batches(batch)[0])
     with reference:
         of_reference = _digest(actor.log_probs(batch))
     return [
@@ -194,7 +190,7 @@ def many_switches(flags: list[str], num_switches: int) -> dict[str, Any]:
     with open("/dev/null", "w") as log:
         job = start(flags, log=log)
         state, shards = build_actor(job, log=log)
-    actor = Actor(job.args, job.config, state, job.train_layout)
+    actor = Actor(job.args, job.config, state, job.train_layout, micro_batching(job))
     batch = _one_mini_batch(job)
     actor.update(batch)
     engine = VLLMEngine(engine_config(job))
@@ -232,12 +228,7 @@ def many_switches(flags: list[str], num_switches: int) -> dict[str, Any]:
 
 
 def _one_mini_batch(job: Job) -> Any:
-    batch = shard_for_data_parallel(
-        random_batch(job.shape.vocab_size),
-        job.train_layout.dp_rank(dist.get_rank()),
-        job.train_layout.dp_size,
-    )
-    return split_mini_batches(batch, 2)[0]
+    return split_mini_batches(rank_batch(job))[0]
 
 
 def state_digests(state: megatron_adapter.TrainState) -> dict[str, str]:

@@ -8,19 +8,14 @@ import torch
 import torch.distributed as dist
 
 from mcore_rl import megatron_adapter
-from mcore_rl.packing import shard_for_data_parallel, split_mini_batches
-from tests.dist.jobs import random_batch, started
+from mcore_rl.packing import split_mini_batches
+from tests.dist.jobs import rank_batch, started
 
 
 def measured_bytes(flags: list[str]) -> dict[str, int]:
     """Bytes that this rank really holds after an update, and the most padding of its buffers."""
     job, actor, _ = started(flags)
-    batch = shard_for_data_parallel(
-        random_batch(job.shape.vocab_size),
-        job.train_layout.dp_rank(dist.get_rank()),
-        job.train_layout.dp_size,
-    )
-    actor.update(split_mini_batches(batch, 2)[0])  # makes the moments
+    actor.update(split_mini_batches(rank_batch(job))[0])  # makes the moments
     state = actor.state
     parameters = [p for chunk in state.chunks for p in chunk.parameters()]
     buffers = [b for c in state.model for b in [*c.buffers, *c.expert_parallel_buffers]]

@@ -9,9 +9,9 @@ import torch
 import torch.distributed as dist
 
 from mcore_rl import megatron_adapter
-from mcore_rl.packing import shard_for_data_parallel, split_mini_batches
+from mcore_rl.packing import split_mini_batches
 from mcore_rl.policy_model import as_policy, make_actor_provider
-from tests.dist.jobs import random_batch, random_tokens, started
+from tests.dist.jobs import random_tokens, rank_batch, started
 
 # After the patches, which mcore_rl.megatron_adapter applies.
 from megatron.core import parallel_state  # isort: skip
@@ -110,12 +110,7 @@ def policy_against_logits(flags: list[str], model_class: str) -> dict[str, Any]:
 def nonfinite_gradient(flags: list[str], culprit: int) -> dict[str, Any]:
     """Rank `culprit` finds a nan in one of its gradients; then a healthy update follows."""
     job, actor, _ = started(flags)
-    batches = [
-        shard_for_data_parallel(
-            part, job.train_layout.dp_rank(dist.get_rank()), job.train_layout.dp_size
-        )
-        for part in split_mini_batches(random_batch(job.shape.vocab_size), 2)
-    ]
+    batches = split_mini_batches(rank_batch(job))
     name, parameter = next(
         (n, p)
         for n, p in actor.state.chunks[0].named_parameters()

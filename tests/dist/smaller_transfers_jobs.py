@@ -11,9 +11,9 @@ import torch.distributed as dist
 from mcore_rl.builders import build_manager, engine_config
 from mcore_rl.hybrid_engine.sharding_manager import TO_ROLLOUT, ReshardReport
 from mcore_rl.hybrid_engine.vllm_model_only import VLLMModelOnly
-from mcore_rl.packing import shard_for_data_parallel, split_mini_batches
+from mcore_rl.packing import split_mini_batches
 from mcore_rl.verify import stored_digests
-from tests.dist.jobs import random_batch, started
+from tests.dist.jobs import rank_batch, started
 
 
 def hand_overs(flags: list[str]) -> dict[str, list[Any]]:
@@ -23,12 +23,7 @@ def hand_overs(flags: list[str]) -> dict[str, list[Any]]:
     then one matrix does, then an update changes everything, then nothing.
     """
     job, actor, shards = started(flags, in_float32=True)
-    batch = shard_for_data_parallel(
-        split_mini_batches(random_batch(job.shape.vocab_size), 2)[0],
-        job.train_layout.dp_rank(dist.get_rank()),
-        job.train_layout.dp_size,
-    )
-    batch = dataclasses.replace(batch, ref_log_probs=None)
+    batch = dataclasses.replace(split_mini_batches(rank_batch(job))[0], ref_log_probs=None)
     engine = VLLMModelOnly(engine_config(job))
     ways = {
         "whole": {},

@@ -24,24 +24,30 @@ LOSS_FLAGS = (
     *("--adam-eps", "1.0"),
     *("--lr", "0.5"),
 )
+# Samples a micro-batch, or a budget of tokens for packing.
 VARIANTS = [
     *((split, 2) for split in SPLITS if split != "tp1_pp1_ep1"),
     ("tp1_pp1_ep1", 1),
     ("tp1_pp1_ep1", 4),
     ("tp2_pp2_ep2", 1),
     ("tp2_pp2_ep2", 4),
+    *((split, "128 tokens") for split in SPLITS),
 ]
 
 
 @pytest.fixture(scope="module")
 def train(
     checkpoint_factory: Callable[..., Path], ranks: RankPool, tmp_path_factory: Any
-) -> Callable[[str, int], tuple[dict, dict]]:
+) -> Callable[[str, int | str], tuple[dict, dict]]:
     checkpoint = checkpoint_factory("deepseek_v3")
 
-    def train(split: str, micro_batch_size: int) -> tuple[dict, dict]:
+    def train(split: str, micro_batch: int | str) -> tuple[dict, dict]:
         target = tmp_path_factory.mktemp("trained") / "weights"
-        flags = job_flags(checkpoint, split, *LOSS_FLAGS, micro_batch_size=micro_batch_size)
+        if isinstance(micro_batch, int):
+            flags = job_flags(checkpoint, split, *LOSS_FLAGS, micro_batch_size=micro_batch)
+        else:
+            budget = ("--rl-max-tokens-per-microbatch", micro_batch.removesuffix(" tokens"))
+            flags = job_flags(checkpoint, split, *LOSS_FLAGS, *budget, micro_batch_size=1)
         results = ranks.run(
             "tests.dist.jobs:grpo_updates",
             world_size=SPLITS[split][3],
@@ -63,12 +69,12 @@ def reference(train: Callable, checkpoint_factory: Callable[..., Path]) -> tuple
     return numbers, weights
 
 
-@pytest.mark.parametrize(("split", "micro_batch_size"), VARIANTS)
-def test_grpo_update_is_the_same_for_split_and_micro_batch_size(
-    split: str, micro_batch_size: int, train: Callable, reference: tuple[dict, dict]
+@pytest.mark.parametrize(("split", "micro_batch"), VARIANTS)
+def test_grpo_update_is_the_same_for_split_micro_batches_and_packing(
+    split: str, micro_batch: int | str, train: Callable, reference: tuple[dict, dict]
 ) -> None:
     expected, expected_weights = reference
-    numbers, weights = train(split, micro_batch_size)
+    numbers, weights = train(split, micro_batch)
     for name, values in expected.items():
         assert numbers[name] == pytest.approx(values, rel=TOLERANCE, abs=TOLERANCE), name
     for name, weight in expected_weights.items():

@@ -114,7 +114,9 @@ def test_memory_after_50_switches_equals_that_after_2(
         assert result["failed_well"]
         early = result["footprints"][1]
         for name in ("device_bytes", "open_files", "threads", "shared_memory"):
-            assert {footprint[name] for footprint in result["footprints"][1:]} == {early[name]}, name
+            assert {footprint[name] for footprint in result["footprints"][1:]} == {early[name]}, (
+                name
+            )
         tens = [_lowest(result["footprints"][end - 10 : end]) for end in (30, 40, 50)]
         for name, limit in BYTES_IN_TEN_SWITCHES.items():
             growth = [later[name] - earlier[name] for earlier, later in pairwise(tens)]

@@ -29,8 +29,8 @@ from mcore_rl.hybrid_engine.weight_transfer_trainer import (
     MegatronTrainerWeightTransferEngine,
     ShardSource,
 )
-from mcore_rl.packing import shard_for_data_parallel, split_mini_batches
-from tests.dist.jobs import random_batch, started
+from mcore_rl.packing import split_mini_batches
+from tests.dist.jobs import rank_batch, started
 
 NUM_TRAINERS = 4
 PROMPTS = [list(range(5 + i, 15 + 2 * i)) for i in range(4)]
@@ -216,11 +216,7 @@ def _train(flags: list[str], folder: Path, url: str) -> dict[str, Any]:
         _wait_for_health(url, lambda: not (folder / "over").exists())
     found: dict[str, Any] = {"updates": [], "answers": {}}
     trainer.connect()
-    mini_batch = shard_for_data_parallel(
-        split_mini_batches(random_batch(job.shape.vocab_size), 2)[0],
-        job.train_layout.dp_rank(rank),
-        job.train_layout.dp_size,
-    )
+    mini_batch = split_mini_batches(rank_batch(job))[0]
     for version in ("1", "2"):
         actor.update(dataclasses.replace(mini_batch, ref_log_probs=None))
         export(shards, job.checkpoint, folder / f"export-{version}")

@@ -65,7 +65,7 @@ def another_value(spec: dataclasses.Field) -> tuple[list[str], Any]:
 
 
 def test_every_field_has_a_flag_in_the_parser_of_megatron(parser: argparse.ArgumentParser) -> None:
-    flags = [option for action in group_of(parser, "mcore_rl") for option in action.option_strings]
+    flags = [action.option_strings[0] for action in group_of(parser, "mcore_rl")]
     assert flags == [*(flag_of(spec.name) for spec in FIELDS), "--rl-config"]
     assert all(action.help for action in group_of(parser, "mcore_rl"))
 
@@ -77,8 +77,6 @@ def test_flags_left_out_give_the_defaults() -> None:
 @pytest.mark.parametrize("spec", FIELDS, ids=lambda spec: spec.name)
 def test_flag_sets_its_field_alone(spec: dataclasses.Field) -> None:
     tokens, value = another_value(spec)
-    if spec.metadata["choices"] == ("grpo",):
-        assert value == "grpo"  # the only one there is
     args = add_rl_args(argparse.ArgumentParser()).parse_args(tokens)
     assert RLConfig.from_args(args) == dataclasses.replace(RLConfig(), **{spec.name: value})
 

@@ -43,17 +43,16 @@ def test_the_worst_engine_counts() -> None:
     assert np.isnan(_worst([[0.1], [float("nan")]])[0])
 
 
-def test_prompts_are_padded_and_scored_alone() -> None:
+def test_prompts_are_scored_each_in_a_micro_batch_of_its_own() -> None:
     seen: list[TrainBatch] = []
 
     def log_probs(batch: TrainBatch) -> torch.Tensor:
         seen.append(batch)
-        return batch.token_ids.float().roll(-1, dims=1)  # as if token t+1 were its score
+        return batch.token_ids.float().roll(-1)  # as if token t+1 were its score
 
-    scores = megatron_log_probs(
-        log_probs, [[7, 8, 9], [1, 2, 3, 4, 5]], micro_batch_size=2, multiple_of=4
-    )
-    assert [batch.token_ids.shape for batch in seen] == [(2, 4), (2, 8)]
+    prompts = [[7, 8, 9], [1, 2, 3, 4, 5]]
+    scores = megatron_log_probs(log_probs, prompts, count_multiple_of=4)
+    assert [batch.cuts for batch in seen] == [((1, 1, 1, 1),)]
     assert [score.tolist() for score in scores] == [[8.0, 9.0], [2.0, 3.0, 4.0, 5.0]]
 
 

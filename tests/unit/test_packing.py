@@ -1,4 +1,4 @@
-"""Rollouts to padded tensors, and the splits: each token in its place, each sample exactly once."""
+"""Rollouts to tensors and rows: each token in its place, each sample exactly once."""
 
 from __future__ import annotations
 
@@ -9,14 +9,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mcore_rl.packing import (
+    MicroBatching,
+    batch_of_tokens,
     build_train_batch,
-    shard_for_data_parallel,
+    lay_out,
+    plan_step,
+    row_length,
     split_micro_batches,
     split_mini_batches,
+    take,
 )
 from mcore_rl.types import Prompt, Rollout, ScoredRollout, TrainBatch
-
-PAD = 99
 
 
 def scored_rollout(prompt_ids: list[int], response_ids: list[int]) -> ScoredRollout:
@@ -34,127 +37,220 @@ def scored_rollout(prompt_ids: list[int], response_ids: list[int]) -> ScoredRoll
     return ScoredRollout(rollout=rollout, reward=1.0)
 
 
-def numbered_batch(num_samples: int) -> TrainBatch:
-    """A batch in which every value of sample i is i."""
-    ids = torch.arange(num_samples)[:, None].expand(-1, 4)
-    return TrainBatch(
-        token_ids=ids.clone(),
-        loss_mask=torch.ones(num_samples, 4, dtype=torch.bool),
-        rollout_log_probs=ids.float(),
-        advantages=torch.arange(num_samples).float(),
-        old_log_probs=ids.float(),
-    )
-
-
-def sample_numbers(batch: TrainBatch) -> list[int]:
-    """Which samples a batch holds, once all of its fields have been found to agree on that."""
-    numbers = batch.advantages.long()
-    assert (batch.token_ids == numbers[:, None]).all()
-    assert (batch.rollout_log_probs == numbers[:, None]).all()
-    assert batch.old_log_probs is not None and (batch.old_log_probs == numbers[:, None]).all()
-    assert batch.loss_mask.shape == (len(numbers), 4)
-    assert batch.ref_log_probs is None
-    return numbers.tolist()
-
-
 TOKENS = st.lists(st.integers(1, 50), max_size=9)
+SAMPLES = st.lists(st.tuples(TOKENS.filter(bool), TOKENS), min_size=1, max_size=8)
 
 
-@given(
-    samples=st.lists(st.tuples(TOKENS.filter(bool), TOKENS), min_size=1, max_size=6),
-    multiple_of=st.integers(1, 8),
-)
+def one_cut(num_samples: int) -> tuple[tuple[tuple[int, ...], ...], ...]:
+    return ((tuple(range(num_samples)),),)
+
+
+def batch_of(samples: list[tuple[list[int], list[int]]]) -> TrainBatch:
+    return build_train_batch([scored_rollout(*s) for s in samples], one_cut(len(samples)))
+
+
+@given(samples=SAMPLES)
 def test_build_train_batch_puts_every_token_where_it_is_scored(
-    samples: list[tuple[list[int], list[int]]], multiple_of: int
+    samples: list[tuple[list[int], list[int]]],
 ) -> None:
-    advantages = [0.5 * row for row in range(len(samples))]
-    batch = build_train_batch(
-        [scored_rollout(*sample) for sample in samples],
-        advantages,
-        pad_token_id=PAD,
-        multiple_of=multiple_of,
-    )
-    longest = max(len(prompt) + len(response) for prompt, response in samples)
-    num_positions = batch.token_ids.shape[1]
-    assert num_positions % multiple_of == 0 and longest <= num_positions < longest + multiple_of
+    batch = batch_of(samples)
     assert batch.token_ids.dtype == torch.int64 and batch.loss_mask.dtype == torch.bool
-    assert batch.rollout_log_probs.dtype == batch.advantages.dtype == torch.float32
-    assert batch.advantages.tolist() == advantages
-    for row, (prompt, response) in enumerate(samples):
-        tokens = prompt + response + [PAD] * (num_positions - len(prompt) - len(response))
-        assert batch.token_ids[row].tolist() == tokens
-        for t in range(num_positions):
-            is_response = len(prompt) <= t + 1 < len(prompt) + len(response)
-            assert batch.loss_mask[row, t].item() == is_response
-            expected = -float(tokens[t + 1]) if is_response else 0.0
-            assert batch.rollout_log_probs[row, t].item() == expected
-
-
-def test_build_train_batch_copies_advantages() -> None:
-    advantages = np.ones(1, dtype=np.float32)
-    batch = build_train_batch(
-        [scored_rollout([1], [2])], advantages, pad_token_id=PAD, multiple_of=1
-    )
-    advantages[0] = 7.0
-    assert batch.advantages.tolist() == [1.0]
+    assert batch.rollout_log_probs.dtype == torch.float32
+    assert batch.sample_ids.tolist() == list(range(len(samples)))
+    end = 0
+    for (prompt, response), length in zip(samples, batch.lengths.tolist(), strict=True):
+        tokens = prompt + response
+        start, end = end, end + length
+        assert batch.token_ids[start:end].tolist() == tokens
+        for position in range(length):
+            is_response = len(prompt) <= position + 1 < len(tokens)
+            assert batch.loss_mask[start + position].item() == is_response
+            expected = -float(tokens[position + 1]) if is_response else 0.0
+            assert batch.rollout_log_probs[start + position].item() == expected
+    assert end == batch.num_tokens
 
 
 def test_build_train_batch_names_the_sample_without_prompt() -> None:
     with pytest.raises(RuntimeError, match="prompt 5, sample 2: the prompt has no token"):
-        build_train_batch([scored_rollout([], [1])], [0.0], pad_token_id=PAD, multiple_of=1)
+        build_train_batch([scored_rollout([], [1])], one_cut(1))
 
 
 def test_build_train_batch_names_the_sample_whose_log_probs_do_not_fit() -> None:
     sample = scored_rollout([1, 2], [3, 4, 5])
     sample.rollout.rollout_log_probs.resize(1, refcheck=False)
     with pytest.raises(RuntimeError, match="sample 2: expected 3 rollout_log_probs.* got 1"):
-        build_train_batch([sample], [0.0], pad_token_id=PAD, multiple_of=1)
+        build_train_batch([sample], one_cut(1))
 
 
-def test_build_train_batch_refuses_other_number_of_advantages() -> None:
-    with pytest.raises(AssertionError, match="1 samples need as many advantages, got 2"):
-        build_train_batch([scored_rollout([1], [2])], [0.0, 1.0], pad_token_id=PAD, multiple_of=1)
+BATCHINGS = st.builds(
+    MicroBatching,
+    max_tokens=st.integers(40, 100),
+    count_multiple_of=st.integers(1, 4),
+    cost=st.sampled_from([np.asarray, lambda lengths: lengths.astype(float) ** 2]),
+)
 
 
-@pytest.mark.parametrize("dp_size", [1, 2, 3, 4, 6, 12])
+@given(
+    lengths=st.lists(st.integers(1, 40), min_size=1, max_size=20),
+    num_mini_batches=st.integers(1, 3),
+    dp_size=st.integers(1, 5),
+    batching=BATCHINGS,
+)
+def test_packed_plan_deals_out_every_sample_once_within_the_budget(
+    lengths: list[int], num_mini_batches: int, dp_size: int, batching: MicroBatching
+) -> None:
+    lengths = lengths * num_mini_batches
+    plan = plan_step(lengths, num_mini_batches=num_mini_batches, dp_size=dp_size, batching=batching)
+    assert len(plan) == dp_size
+    size = len(lengths) // num_mini_batches
+    for k in range(num_mini_batches):
+        micro_batches = [micro_batch for cuts in plan for micro_batch in cuts[k]]
+        dealt = sorted(sample for micro_batch in micro_batches for sample in micro_batch)
+        assert dealt == list(range(k * size, (k + 1) * size))
+        counts = {len(cuts[k]) for cuts in plan}
+        assert len(counts) == 1 and counts.pop() % batching.count_multiple_of == 0
+        for micro_batch in micro_batches:
+            assert sum(lengths[sample] for sample in micro_batch) <= batching.max_tokens
+
+
+@pytest.mark.parametrize("dp_size", [1, 2, 3, 6])
 @pytest.mark.parametrize("num_mini_batches", [1, 2])
-@pytest.mark.parametrize("micro_batch_size", [1, 2, 3])
-def test_splits_cover_every_sample_once_and_mini_batches_do_not_depend_on_dp(
+@pytest.mark.parametrize("micro_batch_size", [1, 2])
+def test_padded_plan_deals_out_every_sample_once_and_mini_batches_do_not_depend_on_dp(
     dp_size: int, num_mini_batches: int, micro_batch_size: int
 ) -> None:
-    num_samples = 2 * 12 * micro_batch_size
-    batch = numbered_batch(num_samples)
-    in_mini_batch: list[list[int]] = [[] for _ in range(num_mini_batches)]
-    for dp_rank in range(dp_size):
-        shard = shard_for_data_parallel(batch, dp_rank, dp_size)
-        as_list = shard_for_data_parallel(list(range(num_samples)), dp_rank, dp_size)
-        assert sample_numbers(shard) == as_list
-        for seen, mini_batch in zip(
-            in_mini_batch, split_mini_batches(shard, num_mini_batches), strict=True
-        ):
-            for micro_batch in split_micro_batches(mini_batch, micro_batch_size):
-                assert micro_batch.num_samples == micro_batch_size
-                seen += sample_numbers(micro_batch)
-    size = num_samples // num_mini_batches
-    expected = [list(range(k * size, (k + 1) * size)) for k in range(num_mini_batches)]
-    assert [sorted(seen) for seen in in_mini_batch] == expected
-
-
-def test_split_micro_batches_copies_nothing() -> None:
-    batch = numbered_batch(4)
-    second = split_micro_batches(batch, 2)[1]
-    assert second.token_ids.untyped_storage().data_ptr() == (
-        batch.token_ids.untyped_storage().data_ptr()
+    batching = MicroBatching(micro_batch_size=micro_batch_size)
+    plan = plan_step(
+        [7] * 24, num_mini_batches=num_mini_batches, dp_size=dp_size, batching=batching
     )
+    size = 24 // num_mini_batches
+    for k in range(num_mini_batches):
+        micro_batches = [micro_batch for cuts in plan for micro_batch in cuts[k]]
+        assert {len(micro_batch) for micro_batch in micro_batches} == {micro_batch_size}
+        dealt = sorted(sample for micro_batch in micro_batches for sample in micro_batch)
+        assert dealt == list(range(k * size, (k + 1) * size))
 
 
-def test_splits_refuse_sizes_that_do_not_divide() -> None:
-    batch = numbered_batch(6)
-    with pytest.raises(AssertionError, match="6 samples do not divide into micro-batches of 4"):
-        split_micro_batches(batch, 4)
+def test_plans_refuse_numbers_that_do_not_divide_and_samples_over_the_budget() -> None:
+    def plan(num_mini_batches: int, dp_size: int, batching: MicroBatching) -> object:
+        return plan_step(
+            [9] * 6, num_mini_batches=num_mini_batches, dp_size=dp_size, batching=batching
+        )
+
     with pytest.raises(AssertionError, match="6 samples do not divide into 4 mini-batches"):
-        split_mini_batches(batch, 4)
-    with pytest.raises(AssertionError, match="6 samples do not divide by dp_size 4"):
-        shard_for_data_parallel(batch, 0, 4)
-    with pytest.raises(AssertionError, match="dp_rank 2 is outside dp_size 2"):
-        shard_for_data_parallel(batch, 2, 2)
+        plan(4, 1, MicroBatching())
+    with pytest.raises(AssertionError, match="6 samples do not divide into 2 ranks x .* of 2"):
+        plan(1, 2, MicroBatching(micro_batch_size=2))
+    with pytest.raises(RuntimeError, match="sample 0 has 9 tokens, more than the 8 of --rl-max-"):
+        plan(1, 1, MicroBatching(max_tokens=8))
+
+
+def gsm8k_like_lengths(num_samples: int) -> np.ndarray:
+    """Prompts of about 100 tokens and answers of about 200, log-normal."""
+    rng = np.random.default_rng(0)
+    prompts = rng.lognormal(4.6, 0.35, num_samples).clip(20, 300)
+    answers = rng.lognormal(5.2, 0.5, num_samples).clip(5, 1024)
+    return (prompts + answers).astype(np.int64)
+
+
+@pytest.mark.parametrize("same_length", [False, True])
+@pytest.mark.parametrize("dp_size", [1, 8])
+def test_packing_pads_less_than_5_percent_and_balances_ranks(
+    dp_size: int, same_length: bool
+) -> None:
+    lengths = gsm8k_like_lengths(1024)
+    batching = MicroBatching(
+        max_tokens=4096,
+        multiple_of=8,
+        same_length=same_length,
+        cost=lambda x: 7e9 * x + 4096 * 32 * 2.0 * x**2,
+    )
+    plan = plan_step(lengths, num_mini_batches=1, dp_size=dp_size, batching=batching)
+    tokens = [[int(lengths[list(micro)].sum()) for micro in cuts[0]] for cuts in plan]
+    rows = 0
+    for of_rank in tokens:
+        rounded = [-(-count // 8) * 8 for count in of_rank]
+        rows += max(rounded) * len(rounded) if same_length else sum(rounded)
+    padding = 1 - lengths.sum() / rows
+    assert 0 <= padding < 0.05
+    # Without packing two thirds would be padding.
+    assert 1 - lengths.mean() / lengths.max() > 0.6
+    costs = [
+        sum(float(batching.cost(lengths[list(micro)]).sum()) for micro in cuts[0]) for cuts in plan
+    ]
+    assert max(costs) / min(costs) < 1.001
+
+
+@given(samples=SAMPLES, data=st.data(), multiple_of=st.integers(1, 8), packed=st.booleans())
+def test_lay_out_puts_every_token_in_a_row_with_its_position(
+    samples: list[tuple[list[int], list[int]]], data: st.DataObject, multiple_of: int, packed: bool
+) -> None:
+    batch = batch_of(samples)
+    batching = MicroBatching(max_tokens=1000 if packed else 0, multiple_of=multiple_of)
+    needed = batch.num_tokens if packed else int(batch.lengths.max())
+    least = -(-needed // multiple_of) * multiple_of
+    more = data.draw(st.sampled_from([0, multiple_of, 5 * multiple_of]))
+    rows = lay_out(batch, batching, least + more if more else None)
+    assert rows.token_ids.shape == (1 if packed else len(samples), least + more)
+    assert (rows.token_ids.flatten()[rows.places] == batch.token_ids).all()
+    assert int((rows.token_ids != 0).sum()) <= batch.num_tokens
+    positions = rows.position_ids.flatten()[rows.places]
+    expected = [i for length in batch.lengths.tolist() for i in range(length)]
+    assert positions.tolist() == expected
+    assert rows.position_ids.min() >= 0
+    # The target of every position that scores a token is that token.
+    targets = rows.target_ids.flatten()[rows.places]
+    following = torch.tensor([*batch.token_ids.tolist()[1:], 0])
+    assert (targets[batch.loss_mask] == following[batch.loss_mask]).all()
+    if packed:
+        assert rows.cu_seqlens is not None and rows.cu_seqlens.dtype == torch.int32
+        bounds = rows.cu_seqlens.tolist()
+        assert bounds[0] == 0 and bounds[-1] == least + more
+        assert np.diff(bounds[: len(samples) + 1]).tolist() == batch.lengths.tolist()
+        assert rows.longest == max(np.diff(bounds))
+    else:
+        assert rows.cu_seqlens is None
+
+
+def test_an_empty_micro_batch_is_a_row_of_padding() -> None:
+    batching = MicroBatching(max_tokens=16, multiple_of=4)
+    empty = take(batch_of([([1], [2])]), (((),),))
+    rows = lay_out(empty, batching, None)
+    assert rows.token_ids.tolist() == [[0] * 4] and len(rows.places) == 0
+    assert rows.cu_seqlens is not None and rows.cu_seqlens.tolist() == [0, 4]
+
+
+@given(samples=SAMPLES.filter(lambda s: len(s) > 1), data=st.data())
+def test_take_and_splits_give_the_samples_that_building_from_them_gives(
+    samples: list[tuple[list[int], list[int]]], data: st.DataObject
+) -> None:
+    order = data.draw(st.permutations(range(len(samples))))
+    first, second = tuple(order[:1]), tuple(order[1:])
+    cuts = ((first, ()), (second,))
+    scored = [scored_rollout(*sample) for sample in samples]
+    taken, built = take(batch_of(samples), cuts), build_train_batch(scored, cuts)
+    assert taken.cuts == built.cuts == ((1, 0), (len(second),))
+    for name in ("token_ids", "lengths", "sample_ids", "loss_mask", "rollout_log_probs"):
+        assert torch.equal(getattr(taken, name), getattr(built, name)), name
+    mini_batches = split_mini_batches(built)
+    assert [m.sample_ids.tolist() for m in mini_batches] == [list(first), list(second)]
+    assert [m.cuts for m in mini_batches] == [((1, 0),), ((len(second),),)]
+    micro_batches = split_micro_batches(built)
+    assert [m.num_samples for m in micro_batches] == [1, 0, len(second)]
+    assert torch.equal(torch.cat([m.token_ids for m in micro_batches]), built.token_ids)
+    base = built.token_ids.untyped_storage().data_ptr()
+    assert all(m.token_ids.untyped_storage().data_ptr() == base for m in micro_batches)
+
+
+def test_rows_have_one_length_where_a_pipeline_needs_it() -> None:
+    micro_batches = split_micro_batches(batch_of_tokens([[1, 2, 3], [4] * 9, [5]]))
+    assert row_length(micro_batches, MicroBatching(multiple_of=4)) is None
+    assert row_length(micro_batches, MicroBatching(multiple_of=4, same_length=True)) == 12
+    packed = MicroBatching(max_tokens=16, multiple_of=4, same_length=True)
+    assert row_length(micro_batches, packed) == 12
+
+
+def test_batch_of_tokens_repeats_the_last_until_the_count_fits() -> None:
+    batch = batch_of_tokens([[1, 2], [3, 4, 5]], count_multiple_of=4)
+    assert batch.token_ids.tolist() == [1, 2, *[3, 4, 5] * 3]
+    assert batch.lengths.tolist() == [2, 3, 3, 3] and batch.cuts == ((1, 1, 1, 1),)

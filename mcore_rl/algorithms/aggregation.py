@@ -1,0 +1,98 @@
+"""How losses of tokens become the loss of a mini-batch: one weight per token.
+
+    token_mean            1 / T                DAPO, arXiv 2503.14476, eq. 8
+    seq_mean_token_mean   1 / (N * length)     GRPO, arXiv 2402.03300, eq. 3
+    seq_mean_token_sum    1 / N
+    constant              1 / (N * constant)   Dr. GRPO, arXiv 2503.20783: constant is the response
+                                               budget, so that no length weighs more than another
+
+T is the loss tokens and N the samples with at least one of them in the *global* mini-batch, over
+all micro-batches and data-parallel ranks; length is a sample's own loss tokens. Nothing else is
+averaged, so the losses and gradients of any split into micro-batches and ranks add up to those of
+the whole, as long as samples stay whole.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+import torch
+
+from mcore_rl.algorithms.segments import Segments
+from mcore_rl.errors import UsageError
+
+AggregationMode = Literal["token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "constant"]
+AGGREGATION_MODES: tuple[AggregationMode, ...] = get_args(AggregationMode)
+
+
+@dataclass(frozen=True, slots=True)
+class Denominators:
+    """Counts of the global mini-batch: numbers, or 0-dim tensors on the tokens' device.
+
+    Masking by a correction (`mismatch`) does not change them: they stay those of all generated
+    tokens, as otherwise few kept tokens would weigh as much as many.
+    """
+
+    num_tokens: float | torch.Tensor  # loss tokens
+    num_samples: float | torch.Tensor  # samples with at least one loss token
+
+    def __post_init__(self) -> None:
+        for name, count in (("num_tokens", self.num_tokens), ("num_samples", self.num_samples)):
+            # A tensor is left alone: looking at it would wait for the GPU.
+            if not isinstance(count, torch.Tensor) and not 0 < count < math.inf:
+                raise RuntimeError(
+                    f"the loss denominator {name} is {count}, expected a positive count"
+                )
+
+    @classmethod
+    def of(cls, segments: Segments) -> Denominators:
+        """Those of a mini-batch that lies in one call. RuntimeError: no loss token in it."""
+        return cls(int(segments.counts.sum()), int((segments.counts > 0).sum()))
+
+
+@dataclass(frozen=True, slots=True)
+class Aggregation:
+    """UsageError on an unknown mode, and on a constant that is missing, idle or not positive."""
+
+    mode: AggregationMode = "token_mean"  # --rl-loss-aggregation
+    constant: float | None = None  # --rl-loss-constant: tokens, of mode "constant" alone
+
+    def __post_init__(self) -> None:
+        if self.mode not in AGGREGATION_MODES:
+            raise UsageError(
+                f"--rl-loss-aggregation {self.mode} is unknown: choose one of "
+                f"{', '.join(AGGREGATION_MODES)}."
+            )
+        if self.mode == "constant" and self.constant is None:
+            raise UsageError(
+                "--rl-loss-aggregation constant needs --rl-loss-constant, the number of tokens to "
+                "divide by: give for example the value of --rl-max-response-tokens."
+            )
+        if self.mode != "constant" and self.constant is not None:
+            raise UsageError(
+                f"--rl-loss-constant {self.constant} has no effect with --rl-loss-aggregation "
+                f"{self.mode}: drop it, or choose --rl-loss-aggregation constant."
+            )
+        if self.constant is not None and not 0.0 < self.constant < math.inf:
+            raise UsageError(
+                f"--rl-loss-constant {self.constant} is not a positive number: token losses are "
+                "divided by it, so choose for example the value of --rl-max-response-tokens."
+            )
+
+
+def token_weights(
+    segments: Segments, denominators: Denominators, aggregation: Aggregation, dtype: torch.dtype
+) -> torch.Tensor:
+    """`[t]`: what each token's loss is multiplied by before all are added up; 0 where masked."""
+    mask = segments.loss_mask.to(dtype)
+    if aggregation.mode == "token_mean":
+        return mask / denominators.num_tokens
+    per_sample = mask / denominators.num_samples
+    if aggregation.mode == "seq_mean_token_mean":
+        return per_sample / segments.to_tokens(segments.counts.clamp(min=1).to(dtype))
+    if aggregation.mode == "constant":
+        assert aggregation.constant is not None, "checked when the aggregation was made"
+        return per_sample / aggregation.constant
+    return per_sample

@@ -1,0 +1,266 @@
+"""Advantages from outcomes: how much better a response was than what it is compared with.
+
+    grpo                   (r_i - mean(r)) / (std(r) + eps)           arXiv 2402.03300, 4.1.2
+    dr_grpo                 r_i - mean(r)                             arXiv 2503.20783
+    rloo                    r_i - mean of the group's other r         arXiv 2402.14740
+    opo                     r_i - sum(length r) / sum(length)         arXiv 2505.23585
+    remax                   return to go - r(greedy response)         arXiv 2310.10505
+    reinforce_pp            whitened return to go                     arXiv 2501.03262
+    reinforce_pp_baseline   whitened r_i - mean(r)                    arXiv 2501.03262
+    gae                     see `mcore_rl.algorithms.gae`
+
+mean, std and sums run over the group, the responses to one prompt; r is the outcome of a sample.
+Shape legend: see `mcore_rl.algorithms`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from mcore_rl.algorithms.registry import advantage_estimator
+from mcore_rl.algorithms.segments import Segments, discounted_sums_to_go, masked
+from mcore_rl.errors import UsageError
+
+
+@dataclass(frozen=True, slots=True)
+class AdvantageConfig:
+    """What estimators are told. UsageError on a value out of range."""
+
+    gamma: float = 1.0  # --rl-gamma: what a reward one token later is worth
+    gae_lambda: float = 0.95  # --rl-gae-lambda: 0 trusts the critic, 1 the rewards alone
+    whiten: bool = False  # --rl-whiten-advantages: of gae; the two reinforce_pp always whiten
+    eps: float = 1e-6  # added to a standard deviation before dividing by it
+
+    def __post_init__(self) -> None:
+        for flag, value in (("--rl-gamma", self.gamma), ("--rl-gae-lambda", self.gae_lambda)):
+            if not 0.0 <= value <= 1.0:
+                raise UsageError(
+                    f"{flag} {value} is not in [0, 1]: later rewards count at most fully, so "
+                    "choose for example 1."
+                )
+        assert 0.0 < self.eps < math.inf, f"eps {self.eps} is not positive"
+
+
+def _of_this_rank_alone(sums: torch.Tensor) -> torch.Tensor:
+    return sums
+
+
+@dataclass(frozen=True, slots=True)
+class AdvantageInputs:
+    """What one data-parallel rank knows when advantages are formed.
+
+    The `[n]` arrays are of the whole global step and the same on every rank; groups are complete in
+    them. A prompt drawn twice into one step needs two group ids if it is to form two groups.
+
+    A penalty such as the KL is part of both `scores` (summed over the response) and `token_rewards`
+    (where it arose): estimators read one or the other. Masked positions of `[t]` tensors may hold
+    anything, nan and inf included. A token that is no loss token is passed over: the next token
+    after it is its sample's next loss token.
+    """
+
+    scores: np.ndarray  # [n] float64, outcome of each sample, penalties included
+    group_ids: np.ndarray  # [n], equal where samples answer the same prompt
+    response_lengths: np.ndarray  # [n] int64, generated tokens
+    rows: np.ndarray  # [b] int64, which of the n samples lie on this rank, in order
+    token_rewards: torch.Tensor  # [t] float32, penalties, and the outcome on the last loss token
+    loss_mask: torch.Tensor  # [t] bool
+    lengths: torch.Tensor  # [b] int64, tokens of each sample of this rank
+    baselines: np.ndarray | None = None  # [n] float64, reward of the prompt's greedy response
+    values: torch.Tensor | None = None  # [t] float32, critic before the token that j scores
+    # Sums a float64 tensor over the data-parallel ranks. Collective: where an estimator whitens,
+    # every rank calls it, also one without any token.
+    global_sum: Callable[[torch.Tensor], torch.Tensor] = _of_this_rank_alone
+
+
+@dataclass(frozen=True, slots=True)
+class AdvantageOutputs:
+    advantages: torch.Tensor  # [t] float32, 0 where masked
+    returns: torch.Tensor | None = None  # [t] float32, what a critic learns; 0 where masked
+
+
+@advantage_estimator("grpo", compares_group=True, reads=())
+def grpo(inputs: AdvantageInputs, config: AdvantageConfig) -> AdvantageOutputs:
+    """GRPO: (r - mean) / (std + eps) for all tokens of a response.
+
+    The standard deviation is that of a sample (divisor n - 1), as in the code that the authors of
+    Dr. GRPO published for both forms; the GRPO paper writes only "std" and came without code. A
+    group of equal outcomes, a group of one included, gets exactly 0.
+    """
+
+    def normalised(scores: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+        centred = scores - math.fsum(scores) / scores.size
+        std = math.sqrt(math.fsum(centred**2) / (scores.size - 1))
+        return centred / (std + config.eps)
+
+    return _per_response(inputs, normalised)
+
+
+@advantage_estimator("dr_grpo", compares_group=True, reads=())
+def dr_grpo(inputs: AdvantageInputs, config: AdvantageConfig) -> AdvantageOutputs:
+    """Dr. GRPO: r - mean.
+
+    Without GRPO's division, which favours prompts that are almost always or almost never solved. A
+    group of equal outcomes gets exactly 0.
+    """
+
+    def centred(scores: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+        return scores - math.fsum(scores) / scores.size
+
+    return _per_response(inputs, centred)
+
+
+@advantage_estimator("rloo", compares_group=True, reads=())
+def rloo(inputs: AdvantageInputs, config: AdvantageConfig) -> AdvantageOutputs:
+    """RLOO: r minus the mean of the group's other n - 1 outcomes, = (r - mean) * n / (n - 1).
+
+    A group of equal outcomes gets exactly 0, and so does a group of one, which has nothing to be
+    compared with.
+    """
+
+    def against_the_others(scores: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+        centred = scores - math.fsum(scores) / scores.size
+        return centred * (scores.size / (scores.size - 1))
+
+    return _per_response(inputs, against_the_others)
+
+
+@advantage_estimator("opo", compares_group=True, reads=())
+def opo(inputs: AdvantageInputs, config: AdvantageConfig) -> AdvantageOutputs:
+    """OPO: r - sum(length * r) / sum(length).
+
+    The baseline of least variance if the gradients of a response's tokens are orthogonal and of
+    equal norm (the paper's assumption): the squared gradient of a response then grows with its
+    length. A group of equal outcomes gets exactly 0; one whose responses are all empty has no
+    tokens to train, and is compared with the plain mean.
+    """
+
+    def against_weighted_mean(scores: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+        weights = lengths if lengths.any() else np.ones_like(lengths)
+        return scores - math.fsum(weights * scores) / math.fsum(weights)
+
+    return _per_response(inputs, against_weighted_mean)
+
+
+@advantage_estimator("remax", needs_greedy_baseline=True, reads=())
+def remax(inputs: AdvantageInputs, config: AdvantageConfig) -> AdvantageOutputs:
+    """ReMax: the undiscounted return to go minus the reward of the prompt's greedy response.
+
+    RuntimeError: no baselines.
+    """
+    if inputs.baselines is None:
+        raise RuntimeError(
+            "remax needs the rewards of greedy responses, but there are no baselines"
+        )
+    segments = Segments.of(inputs.lengths, inputs.loss_mask)
+    baselines = _of_rows(np.asarray(inputs.baselines, np.float64), inputs)
+    advantages = returns_to_go(inputs, segments, 1.0) - segments.to_tokens(baselines)
+    return AdvantageOutputs(masked(inputs.loss_mask, advantages).float())
+
+
+@advantage_estimator("reinforce_pp", reads=("gamma",))
+def reinforce_pp(inputs: AdvantageInputs, config: AdvantageConfig) -> AdvantageOutputs:
+    """REINFORCE++: token returns to go, discounted by gamma, whitened over the global batch."""
+    segments = Segments.of(inputs.lengths, inputs.loss_mask)
+    returns = returns_to_go(inputs, segments, config.gamma)
+    return AdvantageOutputs(whiten(returns, inputs, config.eps))
+
+
+@advantage_estimator("reinforce_pp_baseline", compares_group=True, reads=())
+def reinforce_pp_baseline(inputs: AdvantageInputs, config: AdvantageConfig) -> AdvantageOutputs:
+    """REINFORCE++ with baseline: r - mean of the group, whitened over the global batch's tokens.
+
+    A group of equal outcomes starts at exactly 0; whitening then moves all tokens by the same mean,
+    which is 0 unless longer responses tend to be better or worse.
+    """
+
+    def centred(scores: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+        return scores - math.fsum(scores) / scores.size
+
+    segments = Segments.of(inputs.lengths, inputs.loss_mask)
+    per_response = _of_rows(_by_group(inputs, centred), inputs)
+    return AdvantageOutputs(whiten(segments.to_tokens(per_response), inputs, config.eps))
+
+
+def returns_to_go(inputs: AdvantageInputs, segments: Segments, gamma: float) -> torch.Tensor:
+    """`[t]` float64: this and all later token rewards of the sample, discounted; 0 where masked."""
+    rewards = inputs.token_rewards[inputs.loss_mask].double()
+    returns = torch.zeros_like(inputs.token_rewards, dtype=torch.float64)
+    returns[inputs.loss_mask] = discounted_sums_to_go(rewards, segments.tokens_left(), gamma)
+    return returns
+
+
+def whiten(values: torch.Tensor, inputs: AdvantageInputs, eps: float) -> torch.Tensor:
+    """(values - mean) / (std + eps) over all loss tokens of all ranks, `[t]` float32.
+
+    The variance's divisor is the number of tokens n, as in the code of the authors of REINFORCE++
+    (the papers write only "std"): it also holds for one token, and differs from n - 1 by a factor
+    of 1 + 1 / 2n. Values that differ by no more than float64's rounding get exactly 0. Collective:
+    calls `inputs.global_sum` twice.
+    """
+    values = masked(inputs.loss_mask, values.double())
+    count = inputs.loss_mask.sum().double()
+    total = inputs.global_sum(torch.stack((count, values.sum(), values.abs().sum())))
+    num_tokens = total[0].clamp(min=1.0)
+    centred = masked(inputs.loss_mask, values - total[1] / num_tokens)
+    # From the centred values: mean of squares minus square of mean loses its digits.
+    std = (inputs.global_sum(centred.square().sum()) / num_tokens).sqrt()
+    all_equal = std <= 1e-12 * total[2] / num_tokens  # false for nan, which is to be seen
+    return torch.where(all_equal, torch.zeros_like(centred), centred / (std + eps)).float()
+
+
+def finite_scores(scores: np.ndarray, group_ids: np.ndarray) -> np.ndarray:
+    """`scores` as float64. RuntimeError: one is not finite (a failed reward is scored 0 before)."""
+    values = np.asarray(scores, dtype=np.float64)
+    assert values.ndim == 1 and values.shape == np.shape(group_ids), (
+        f"scores {values.shape} and group_ids {np.shape(group_ids)} must both be [n]"
+    )
+    if not np.isfinite(values).all():
+        sample = int(np.flatnonzero(~np.isfinite(values))[0])
+        raise RuntimeError(
+            f"reward {values[sample]} of sample {sample} (group {group_ids[sample]}) is not finite"
+        )
+    return values
+
+
+def members_by_group(group_ids: np.ndarray) -> list[np.ndarray]:
+    """The samples of each group, groups by rising id and samples in order."""
+    order = np.argsort(group_ids, kind="stable")
+    _, starts = np.unique(np.asarray(group_ids)[order], return_index=True)
+    return np.split(order, starts[1:])
+
+
+def _by_group(
+    inputs: AdvantageInputs, compare: Callable[[np.ndarray, np.ndarray], np.ndarray]
+) -> np.ndarray:
+    """`[n]` float64: `compare(scores, response lengths)` of every group, 0 for equal scores.
+
+    `compare` must round its sums once (math.fsum): the order of the samples then leaves no trace.
+    """
+    scores = finite_scores(inputs.scores, inputs.group_ids)
+    lengths = np.asarray(inputs.response_lengths, dtype=np.float64)
+    advantages = np.zeros_like(scores)
+    for members in members_by_group(inputs.group_ids):
+        group = scores[members]
+        # The mean of equal numbers need not equal them in floating point (three times 0.1), and
+        # that residue divided by eps would no longer be small.
+        if group.min() != group.max():
+            advantages[members] = compare(group, lengths[members])
+    return advantages
+
+
+def _of_rows(per_sample: np.ndarray, inputs: AdvantageInputs) -> torch.Tensor:
+    """`[n]` -> `[b]` float64 on the device of the tokens."""
+    return torch.from_numpy(per_sample[inputs.rows]).to(inputs.loss_mask.device)
+
+
+def _per_response(
+    inputs: AdvantageInputs, compare: Callable[[np.ndarray, np.ndarray], np.ndarray]
+) -> AdvantageOutputs:
+    segments = Segments.of(inputs.lengths, inputs.loss_mask)
+    per_response = _of_rows(_by_group(inputs, compare), inputs).float()
+    return AdvantageOutputs(masked(inputs.loss_mask, segments.to_tokens(per_response)))

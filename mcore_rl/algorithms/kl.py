@@ -1,0 +1,165 @@
+"""The KL to the reference policy: its estimates, its place in the reward, and its coefficient."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal, Protocol
+
+import torch
+
+from mcore_rl.algorithms.segments import masked
+from mcore_rl.errors import UsageError
+
+KLEstimator = Literal["k1", "k2", "k3"]
+
+# exp(20) = 4.9e8: far beyond any ratio that a healthy step meets, and far enough below the largest
+# float32 (exp(88.7)) for products with advantages and sums over a mini-batch to stay finite.
+MAX_LOG_RATIO = 20.0
+
+
+def kl_estimate(
+    log_probs: torch.Tensor, other_log_probs: torch.Tensor, estimator: KLEstimator
+) -> torch.Tensor:
+    """Estimates KL(p || q) token by token, from tokens that were sampled from p.
+
+    `log_probs` is log p and `other_log_probs` log q of the sampled tokens, any equal shapes; the
+    result has that shape. With r = log q - log p (Schulman, "Approximating KL Divergence",
+    joschu.net/blog/kl-approx.html), and with the gradient that flows into log p when the estimate
+    is used as a loss, as GRPO does:
+
+        k1  -r              unbiased, may be negative     gradient 1: as a loss its expectation is
+                                                          zero, so it adds noise and no pull
+        k2  r^2 / 2         biased, low variance          gradient -r: in expectation that of
+                                                          KL(p || q)
+        k3  exp(r) - 1 - r  unbiased, never negative      gradient 1 - exp(r): in expectation that
+                                                          of KL(q || p), equal to first order in r
+
+    As a metric, `kl/rollout_actor` is the token mean of k3 with p the engine (it drew the tokens)
+    and q the actor: `kl_estimate(rollout_log_probs, log_probs, "k3")` estimates
+    KL(rollout || actor).
+
+    k3 takes r above MAX_LOG_RATIO as that, without gradient.
+    """
+    log_ratio = other_log_probs - log_probs
+    if estimator == "k1":
+        return -log_ratio
+    if estimator == "k2":
+        return 0.5 * log_ratio.square()
+    if estimator == "k3":
+        bounded = log_ratio.clamp(max=MAX_LOG_RATIO)
+        # expm1: between equal policies r is about 1e-3, and exp(r) - 1 would lose half its digits.
+        return torch.expm1(bounded) - bounded
+    raise AssertionError(f"unknown KL estimator {estimator!r}")
+
+
+@torch.no_grad()
+def kl_penalty_rewards(
+    old_log_probs: torch.Tensor,
+    ref_log_probs: torch.Tensor,
+    loss_mask: torch.Tensor,
+    *,
+    coef: float,
+    estimator: KLEstimator = "k1",
+) -> torch.Tensor:
+    """`[t]` float32: -coef * KL(old || ref) at every loss token, 0 where masked.
+
+    A reward is not differentiated, so here k1, the unbiased one, does pull (Ziegler et al.,
+    arXiv 1909.08593, eq. 2). Masked positions may hold anything.
+    """
+    old, ref = masked(loss_mask, old_log_probs), masked(loss_mask, ref_log_probs)
+    return masked(loss_mask, -coef * kl_estimate(old, ref, estimator)).float()
+
+
+class KLController(Protocol):
+    """Who decides the coefficient of the KL in the reward."""
+
+    @property
+    def coef(self) -> float:
+        """What the next step multiplies the KL with."""
+        ...
+
+    def update(self, kl: float, num_samples: int) -> None:
+        """After a step: its KL per token, mean over all loss tokens, and its samples."""
+        ...
+
+    def state_dict(self) -> dict[str, float]:
+        """What a checkpoint must hold."""
+        ...
+
+    def load_state_dict(self, state: Mapping[str, float]) -> None:
+        """Goes on from there. A state of the other kind of controller leaves the flag's value."""
+        ...
+
+
+@dataclass(slots=True)
+class FixedKL:
+    """A coefficient that stays; after a resume too it is the flag's, so there is no state."""
+
+    coef: float
+
+    def __post_init__(self) -> None:
+        _check_coef(self.coef)
+
+    def update(self, kl: float, num_samples: int) -> None:
+        """Nothing to do."""
+
+    def state_dict(self) -> dict[str, float]:
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, float]) -> None:
+        """Nothing to load."""
+
+
+@dataclass(slots=True)
+class AdaptiveKL:
+    """Keeps the KL near a target (Ziegler et al., arXiv 1909.08593, section 2.2).
+
+        coef *= 1 + clip(kl / target - 1, -0.2, 0.2) * min(num_samples / horizon, 1)
+
+    The paper writes a constant 0.1 in place of num_samples / horizon; its code has the latter,
+    which makes the speed independent of how many samples a step has. Without the bound of 1 a step
+    of more than five horizons could turn the coefficient negative. A non-finite KL changes nothing.
+    `target` is per token, as the KL is; the paper's is per response. UsageError on a value out of
+    range.
+    """
+
+    coef: float  # --rl-kl-reward-coef: where it starts
+    target: float  # --rl-kl-target: nats per token
+    horizon: float = 10_000.0  # --rl-kl-horizon: samples after which a constant error shows in full
+    _max_error: float = field(default=0.2, init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        _check_coef(self.coef)
+        for flag, value in (("--rl-kl-target", self.target), ("--rl-kl-horizon", self.horizon)):
+            if not 0.0 < value < math.inf:
+                raise UsageError(
+                    f"{flag} {value} is not a positive number: choose for example "
+                    f"{'0.01' if flag == '--rl-kl-target' else '10000'}."
+                )
+        if self.coef == 0.0:
+            raise UsageError(
+                f"--rl-kl-reward-coef {self.coef} cannot be adapted, because every multiple of it "
+                "is 0: start above 0, or drop --rl-kl-target."
+            )
+
+    def update(self, kl: float, num_samples: int) -> None:
+        if not math.isfinite(kl):
+            return
+        error = min(max(kl / self.target - 1.0, -self._max_error), self._max_error)
+        self.coef *= 1.0 + error * min(num_samples / self.horizon, 1.0)
+
+    def state_dict(self) -> dict[str, float]:
+        return {"coef": self.coef}
+
+    def load_state_dict(self, state: Mapping[str, float]) -> None:
+        self.coef = float(state.get("coef", self.coef))
+
+
+def _check_coef(coef: float) -> None:
+    if not 0.0 <= coef < math.inf:
+        raise UsageError(
+            f"--rl-kl-reward-coef {coef} is not a number of 0 or more: choose 0 to leave the KL "
+            "out."
+        )

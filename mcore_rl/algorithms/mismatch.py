@@ -1,0 +1,190 @@
+"""Corrections for tokens that the engine drew from another distribution than the trainer sees.
+
+Trainer and engine hold the same weights and still disagree a little (kernels, dtypes, the engine's
+quantisation), so the policy that sampled is not the policy before the update. With
+rho = exp(old_log_probs - rollout_log_probs) per token:
+
+    none                  1
+    token_tis             min(rho, cap)                              truncated importance sampling
+    sequence_tis          min(product of the response's rho, cap)    the same, of whole responses
+    icepop                rho if it is in [low, high], else 0             Ring-1T, arXiv 2510.18855
+    geometric_rejection   1 if the geometric mean of the response's rho is in [low, high], else 0
+    product_rejection     1 if their product is, else 0
+
+(Yao et al., "Your efficient RL framework secretly brings you off-policy RL training", 2025, for
+truncation.) The weights multiply the surrogate. The denominators of the loss stay those of all
+generated tokens: a token of weight 0 counts as one that teaches nothing.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection
+from dataclasses import dataclass, fields
+from typing import Literal, get_args
+
+import torch
+
+from mcore_rl.algorithms.kl import kl_estimate
+from mcore_rl.algorithms.loss_types import bounded_ratio
+from mcore_rl.algorithms.registry import unknown_name
+from mcore_rl.algorithms.segments import Segments, masked
+from mcore_rl.errors import UsageError
+
+MismatchCorrection = Literal[
+    "none", "token_tis", "sequence_tis", "icepop", "geometric_rejection", "product_rejection"
+]
+MISMATCH_CORRECTIONS: tuple[MismatchCorrection, ...] = get_args(MismatchCorrection)
+CAPPED = ("token_tis", "sequence_tis")
+DEFAULT_CAP = 2.0
+# A mean over a response lies much closer to 1 than a token's ratio or a product.
+DEFAULT_BOUNDS = {
+    "icepop": (0.5, 5.0),
+    "geometric_rejection": (0.999, 1.001),
+    "product_rejection": (0.5, 2.0),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class MismatchConfig:
+    """A correction and its bounds; None takes the default of the correction that has one.
+
+    UsageError: an unknown correction, a bound that the correction does not have or out of range.
+    """
+
+    correction: MismatchCorrection = "none"  # --rl-mismatch-correction
+    cap: float | None = None  # --rl-mismatch-cap: of the two that truncate
+    low: float | None = None  # --rl-mismatch-low: of the others
+    high: float | None = None  # --rl-mismatch-high
+
+    def __post_init__(self) -> None:
+        if self.correction not in MISMATCH_CORRECTIONS:
+            raise unknown_name(
+                "--rl-mismatch-correction", self.correction, "correction", MISMATCH_CORRECTIONS
+            )
+        self._refuse("--rl-mismatch-cap", self.cap, CAPPED)
+        self._refuse("--rl-mismatch-low", self.low, DEFAULT_BOUNDS)
+        self._refuse("--rl-mismatch-high", self.high, DEFAULT_BOUNDS)
+        if self.cap is not None and not 0.0 < self.cap < math.inf:
+            raise UsageError(
+                f"--rl-mismatch-cap {self.cap} is not a positive number: weights above it are "
+                "lowered to it, so choose for example 2."
+            )
+        if self.correction in DEFAULT_BOUNDS:
+            low, high = self.bounds
+            if not 0.0 <= low < high < math.inf:
+                raise UsageError(
+                    f"--rl-mismatch-low {low} and --rl-mismatch-high {high} are not 0 <= low < "
+                    "high: ratios between them are kept, so choose for example 0.5 and 2."
+                )
+
+    def _refuse(self, flag: str, value: float | None, owners: Collection[str]) -> None:
+        if value is not None and self.correction not in owners:
+            raise UsageError(
+                f"{flag} {value} has no effect with --rl-mismatch-correction {self.correction}: "
+                f"drop it, or choose {' or '.join(owners)}."
+            )
+
+    @property
+    def weight_cap(self) -> float:
+        return DEFAULT_CAP if self.cap is None else self.cap
+
+    @property
+    def bounds(self) -> tuple[float, float]:
+        low, high = DEFAULT_BOUNDS[self.correction]
+        return low if self.low is None else self.low, high if self.high is None else self.high
+
+
+@dataclass(frozen=True, slots=True)
+class MismatchSums:
+    """Sums over loss tokens, 0-dim float64. Add up over ranks (`stacked`), then `metrics`."""
+
+    num_tokens: torch.Tensor
+    masked: torch.Tensor  # tokens that the correction gave weight 0
+    truncated: torch.Tensor  # tokens whose weight was lowered to the cap
+    weight: torch.Tensor
+    weight_squared: torch.Tensor
+    kl: torch.Tensor  # k3 of KL(engine || actor)
+
+    def stacked(self) -> torch.Tensor:
+        """`[6]`, in the order of the fields; `from_stacked` is the inverse."""
+        return torch.stack([getattr(self, field.name) for field in fields(self)])
+
+    @classmethod
+    def from_stacked(cls, stacked: torch.Tensor) -> MismatchSums:
+        return cls(*stacked.unbind())
+
+    def __add__(self, other: MismatchSums) -> MismatchSums:
+        return self.from_stacked(self.stacked() + other.stacked())
+
+    def metrics(self) -> dict[str, float]:
+        """Shares and means over the tokens that were summed; all 0 if there were none.
+
+        effective_sample_size is (sum w)^2 / (n sum w^2): 1 where all weights are equal, and 1 / n
+        where one token has all the weight.
+        """
+        num_tokens = max(float(self.num_tokens), 1.0)
+        squared = float(self.weight_squared)
+        return {
+            "masked_share": float(self.masked) / num_tokens,
+            "truncated_share": float(self.truncated) / num_tokens,
+            "mean_weight": float(self.weight) / num_tokens,
+            "effective_sample_size": (
+                float(self.weight) ** 2 / (num_tokens * squared) if squared > 0 else 0.0
+            ),
+            "kl": float(self.kl) / num_tokens,
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Mismatch:
+    weights: torch.Tensor  # [t] float32, detached; 1 where masked and where nothing is corrected
+    sums: MismatchSums
+
+
+@torch.no_grad()
+def mismatch_weights(
+    old_log_probs: torch.Tensor,
+    rollout_log_probs: torch.Tensor,
+    loss_mask: torch.Tensor,
+    lengths: torch.Tensor,
+    config: MismatchConfig,
+) -> Mismatch:
+    """The weights of this call's samples, see the module's docstring.
+
+    old_log_probs, rollout_log_probs: `[t]` float32, nats, of trainer and engine under the same
+    weights; masked positions may hold anything. Samples are whole. A nan in a loss token shows in
+    its weight, or as a rejected sample in `sums.masked`.
+    """
+    old, rollout = masked(loss_mask, old_log_probs), masked(loss_mask, rollout_log_probs)
+    segments = Segments.of(lengths, loss_mask)
+    log_ratio = old - rollout
+    if config.correction in ("sequence_tis", "product_rejection"):
+        log_ratio = segments.to_tokens(segments.sum(log_ratio))
+    elif config.correction == "geometric_rejection":
+        log_ratio = segments.to_tokens(segments.mean(log_ratio))
+    ratio, weights = bounded_ratio(log_ratio), torch.ones_like(old)
+    rejected = truncated = torch.zeros_like(loss_mask)
+    if config.correction in CAPPED:
+        weights, truncated = ratio.clamp(max=config.weight_cap), ratio > config.weight_cap
+    elif config.correction != "none":
+        low, high = config.bounds
+        rejected = ~((ratio >= low) & (ratio <= high))
+        kept = ratio if config.correction == "icepop" else weights
+        weights = torch.where(rejected, torch.zeros_like(kept), kept)
+    weights = torch.where(loss_mask, weights, torch.ones_like(weights))
+
+    def total(tokens: torch.Tensor) -> torch.Tensor:
+        return masked(loss_mask, tokens.double()).sum()
+
+    return Mismatch(
+        weights=weights,
+        sums=MismatchSums(
+            num_tokens=total(loss_mask),
+            masked=total(rejected),
+            truncated=total(truncated),
+            weight=total(weights),
+            weight_squared=total(weights.double().square()),
+            kl=total(kl_estimate(rollout, old, "k3")),
+        ),
+    )

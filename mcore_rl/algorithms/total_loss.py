@@ -1,0 +1,140 @@
+"""The policy's loss: surrogate, KL and entropy, weighed and added up, and the sums for metrics.
+
+    loss = sum over tokens of weight * [ correction * surrogate + kl_coef * kl
+                                         - entropy_coef * entropy ]
+
+The weights are those of `aggregation`, from denominators of the *global* mini-batch. They are
+passed in and nothing else is averaged, so the losses (and gradients) of any split into
+micro-batches and ranks add up to those of the whole.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+import torch
+
+from mcore_rl.algorithms.aggregation import Denominators, token_weights
+from mcore_rl.algorithms.kl import kl_estimate
+from mcore_rl.algorithms.loss_types import (
+    PolicyLossConfig,
+    PolicyLossInputs,
+    TokenLosses,
+    bounded_ratio,
+)
+from mcore_rl.algorithms.registry import find_policy_loss
+from mcore_rl.algorithms.segments import Segments, masked
+
+
+@dataclass(frozen=True, slots=True)
+class PolicyLossSums:
+    """Sums over loss tokens, each a detached 0-dim tensor of the loss's dtype.
+
+    Add them up over micro-batches, then over data-parallel ranks (`stacked` makes that one
+    collective), and divide by `num_tokens` once. They are token sums whatever the aggregation.
+    """
+
+    num_tokens: torch.Tensor
+    policy_loss: torch.Tensor  # the surrogate alone, without KL and entropy terms, as corrected
+    kl: torch.Tensor  # to the reference policy, by the configured estimator; 0 without a reference
+    entropy: torch.Tensor
+    ratio: torch.Tensor  # exp(log_probs - old_log_probs)
+    clipped_lower: torch.Tensor  # see TokenLosses
+    clipped_upper: torch.Tensor
+
+    def stacked(self) -> torch.Tensor:
+        """`[7]`, in the order of the fields; `from_stacked` is the inverse."""
+        return torch.stack([getattr(self, field.name) for field in fields(self)])
+
+    @classmethod
+    def from_stacked(cls, stacked: torch.Tensor) -> PolicyLossSums:
+        return cls(*stacked.unbind())
+
+    def __add__(self, other: PolicyLossSums) -> PolicyLossSums:
+        return self.from_stacked(self.stacked() + other.stacked())
+
+
+@dataclass(frozen=True, slots=True)
+class PolicyLossOutput:
+    loss: torch.Tensor  # 0-dim, differentiable: this call's share of the global loss
+    sums: PolicyLossSums
+
+
+def policy_loss_total(
+    log_probs: torch.Tensor,
+    entropy: torch.Tensor,
+    *,
+    old_log_probs: torch.Tensor,
+    advantages: torch.Tensor,
+    loss_mask: torch.Tensor,
+    lengths: torch.Tensor,
+    ref_log_probs: torch.Tensor | None = None,
+    weights: torch.Tensor | None = None,
+    denominators: Denominators,
+    config: PolicyLossConfig,
+) -> PolicyLossOutput:
+    """The loss of some whole samples, by the policy loss and aggregation that `config` names.
+
+    log_probs, entropy: `[t]` float32, of the policy as it is now; gradients flow through these.
+    old_log_probs: `[t]` float32, of the policy before this step's first update.
+    advantages: `[t]` float32.
+    loss_mask: `[t]` bool. Masked positions may hold anything, nan and inf included: they add
+        nothing to loss, gradient or sums.
+    lengths: `[b]` int64, tokens per sample.
+    ref_log_probs: `[t]` float32, of the reference policy; required if `config.kl_coef` > 0.
+        Without a coefficient it is only measured.
+    weights: `[t]` float32, the correction of `mismatch`: multiplies the surrogate alone, and is
+        detached.
+
+    RuntimeError: `kl_coef` > 0 without `ref_log_probs`. UsageError: an unknown policy loss.
+    """
+    if ref_log_probs is None and config.kl_coef > 0:
+        raise RuntimeError(f"kl_coef is {config.kl_coef} but there are no ref_log_probs")
+    # Garbage is replaced before any arithmetic, and not only after: the gradient of
+    # where(mask, f(x), 0) at a nan x is 0 * nan.
+    log_probs, entropy, old_log_probs, advantages = (
+        masked(loss_mask, values) for values in (log_probs, entropy, old_log_probs, advantages)
+    )
+    inputs = PolicyLossInputs(log_probs, old_log_probs, advantages, loss_mask, lengths)
+    token_losses = find_policy_loss(config.policy_loss).function(inputs, config)
+    surrogate = token_losses.loss
+    if weights is not None:
+        surrogate = surrogate * masked(loss_mask, weights.detach())
+    kl = torch.zeros_like(log_probs)
+    if ref_log_probs is not None:
+        kl = kl_estimate(log_probs, masked(loss_mask, ref_log_probs), config.kl_estimator)
+    per_token = surrogate
+    # A term without a coefficient is left out and not multiplied by 0, so that its gradient, which
+    # costs another pass over the vocabulary for the entropy, is not computed at all.
+    if config.kl_coef > 0:
+        per_token = per_token + config.kl_coef * kl
+    if config.entropy_coef > 0:
+        per_token = per_token - config.entropy_coef * entropy
+    segments = Segments.of(lengths, loss_mask)
+    weight = token_weights(segments, denominators, config.aggregation, per_token.dtype)
+    return PolicyLossOutput(
+        loss=(weight * masked(loss_mask, per_token)).sum(),
+        sums=_sums(inputs, surrogate, kl, entropy, token_losses),
+    )
+
+
+@torch.no_grad()
+def _sums(
+    inputs: PolicyLossInputs,
+    surrogate: torch.Tensor,
+    kl: torch.Tensor,
+    entropy: torch.Tensor,
+    token_losses: TokenLosses,
+) -> PolicyLossSums:
+    def total(values: torch.Tensor) -> torch.Tensor:
+        return masked(inputs.loss_mask, values.to(surrogate.dtype)).sum()
+
+    return PolicyLossSums(
+        num_tokens=total(inputs.loss_mask),
+        policy_loss=total(surrogate),
+        kl=total(kl),
+        entropy=total(entropy),
+        ratio=total(bounded_ratio(inputs.log_probs - inputs.old_log_probs)),
+        clipped_lower=total(token_losses.clipped_lower),
+        clipped_upper=total(token_losses.clipped_upper),
+    )

@@ -1,0 +1,144 @@
+"""The critic's loss, and how much of the returns it explains."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field, fields
+
+import torch
+
+from mcore_rl.algorithms.aggregation import Aggregation, Denominators, token_weights
+from mcore_rl.algorithms.segments import Segments, masked
+from mcore_rl.errors import UsageError
+
+
+@dataclass(frozen=True, slots=True)
+class ValueLossConfig:
+    """UsageError on a value out of range."""
+
+    clip_eps: float | None = (
+        0.2  # --rl-value-clip-eps: how far values count; None, inf: any distance
+    )
+    aggregation: Aggregation = field(default_factory=Aggregation)
+
+    def __post_init__(self) -> None:
+        if self.clip_eps is not None and not self.clip_eps > 0.0:
+            raise UsageError(
+                f"--rl-value-clip-eps {self.clip_eps} is not a positive number: values are held "
+                "within it of what they were before the update, so choose for example 0.2, or inf."
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class ValueLossSums:
+    """Sums over loss tokens, each a detached 0-dim float64 tensor.
+
+    float64, because `explained_variance` subtracts the square of a mean from a mean of squares. Add
+    them up over micro-batches, then over data-parallel ranks (`stacked`: one collective).
+    """
+
+    num_tokens: torch.Tensor
+    value_loss: torch.Tensor
+    values: torch.Tensor
+    returns: torch.Tensor
+    returns_squared: torch.Tensor
+    errors: torch.Tensor  # returns - values
+    errors_squared: torch.Tensor
+    clipped: torch.Tensor  # tokens whose loss is that of the clipped value: no gradient
+
+    def stacked(self) -> torch.Tensor:
+        """`[8]`, in the order of the fields; `from_stacked` is the inverse."""
+        return torch.stack([getattr(self, field.name) for field in fields(self)])
+
+    @classmethod
+    def from_stacked(cls, stacked: torch.Tensor) -> ValueLossSums:
+        return cls(*stacked.unbind())
+
+    def __add__(self, other: ValueLossSums) -> ValueLossSums:
+        return self.from_stacked(self.stacked() + other.stacked())
+
+
+@dataclass(frozen=True, slots=True)
+class ValueLossOutput:
+    loss: torch.Tensor  # 0-dim, differentiable: this call's share of the global loss
+    sums: ValueLossSums
+
+
+def value_loss(
+    values: torch.Tensor,
+    *,
+    old_values: torch.Tensor,
+    returns: torch.Tensor,
+    loss_mask: torch.Tensor,
+    lengths: torch.Tensor,
+    denominators: Denominators,
+    config: ValueLossConfig,
+) -> ValueLossOutput:
+    """0.5 max((V - R)^2, (clip(V, V_old - clip_eps, V_old + clip_eps) - R)^2), aggregated.
+
+    The pessimistic form of PPO's published code (the paper, arXiv 1707.06347, does not clip
+    values): no gradient where a value has already moved by more than clip_eps towards R.
+
+    values, old_values, returns: `[t]` float32; gradients flow through `values` alone. Masked
+    positions may hold anything. `denominators` and aggregation are those of the policy loss.
+    """
+    values, old_values, returns = (
+        masked(loss_mask, tensor) for tensor in (values, old_values.detach(), returns.detach())
+    )
+    squared = (values - returns).square()
+    chosen, clipped = squared, torch.zeros_like(loss_mask)
+    if config.clip_eps is not None:
+        held = values.clamp(old_values - config.clip_eps, old_values + config.clip_eps)
+        held_squared = (held - returns).square()
+        chosen, clipped = torch.maximum(squared, held_squared), held_squared > squared
+    per_token = 0.5 * chosen
+    weight = token_weights(
+        Segments.of(lengths, loss_mask), denominators, config.aggregation, per_token.dtype
+    )
+    return ValueLossOutput(
+        loss=(weight * masked(loss_mask, per_token)).sum(),
+        sums=_sums(loss_mask, per_token, values, returns, clipped),
+    )
+
+
+def explained_variance(sums: ValueLossSums) -> float:
+    """1 - var(R - V) / var(R) over all loss tokens: 1 is perfect, 0 a constant, below 0 worse.
+
+    nan if the returns do not vary, as there is nothing to explain.
+    """
+    num_tokens = float(sums.num_tokens)
+    if num_tokens == 0:
+        return math.nan
+
+    def variance(total: torch.Tensor, squares: torch.Tensor) -> float:
+        return float(squares) / num_tokens - (float(total) / num_tokens) ** 2
+
+    returns = variance(sums.returns, sums.returns_squared)
+    # What float64 leaves of a variance that is 0.
+    if returns <= 1e-12 * float(sums.returns_squared) / num_tokens:
+        return math.nan
+    return 1.0 - variance(sums.errors, sums.errors_squared) / returns
+
+
+@torch.no_grad()
+def _sums(
+    loss_mask: torch.Tensor,
+    per_token: torch.Tensor,
+    values: torch.Tensor,
+    returns: torch.Tensor,
+    clipped: torch.Tensor,
+) -> ValueLossSums:
+    def total(tokens: torch.Tensor) -> torch.Tensor:
+        return masked(loss_mask, tokens.double()).sum()
+
+    errors = returns.double() - values.double()
+    return ValueLossSums(
+        num_tokens=total(loss_mask),
+        value_loss=total(per_token),
+        values=total(values),
+        returns=total(returns),
+        returns_squared=total(returns.double().square()),
+        errors=total(errors),
+        errors_squared=total(errors.square()),
+        clipped=total(clipped),
+    )

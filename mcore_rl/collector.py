@@ -1,0 +1,127 @@
+"""The samples that a step learns from: prompts, rollouts, rewards, and prompts drawn again.
+
+Dynamic sampling (DAPO, arXiv 2503.14476, section 3.2) keeps a prompt only if its responses differ
+in reward, as otherwise no response is better than another. A step draws as many prompts as are
+missing, again and again but no more often than `--rl-max-refills`; what is missing then is filled
+up with prompts that teach nothing, so that a step always has the same number of samples.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from mcore_rl.algorithms.shaping import select_informative_groups
+from mcore_rl.arguments import RLConfig
+from mcore_rl.data import PromptDataset, prompt_indices
+from mcore_rl.metrics import StageTimers
+from mcore_rl.rollout import RolloutWorkers
+from mcore_rl.types import Prompt, ScoredRollout
+
+
+@dataclass(frozen=True, slots=True)
+class Collected:
+    """A step's samples, the same on all ranks: the responses to one prompt stand together."""
+
+    scored: list[ScoredRollout]
+    metrics: dict[str, float] = field(default_factory=dict)
+
+
+class Collector:
+    """Draws prompts, samples responses and has them scored. All methods are collective.
+
+    `position` counts the prompts drawn so far; a run that is resumed starts where it was.
+    """
+
+    def __init__(
+        self,
+        workers: RolloutWorkers,
+        prompts: PromptDataset,
+        config: RLConfig,
+        *,
+        seed: int,
+        timers: StageTimers,
+        position: int,
+    ) -> None:
+        self._workers, self._prompts, self._config = workers, prompts, config
+        self._recipe = config.recipe
+        self._seed, self._timers = seed, timers
+        self.position = position
+
+    def collect(self, weight_version: int, when_few_are_left: Callable[[], object]) -> Collected:
+        """One step's samples; in rollout mode. `when_few_are_left` is passed to the engine."""
+        wanted = self._config.num_prompts_per_step
+        if not self._recipe.dynamic_sampling:
+            groups = self._groups(wanted, weight_version, when_few_are_left)
+            return Collected([sample for group in groups for sample in group])
+        kept: list[list[ScoredRollout]] = []
+        useless: list[list[ScoredRollout]] = []
+        num_draws = 0
+        while len(kept) < wanted and num_draws <= self._recipe.max_refills:
+            # Training is not called back early: whether another draw follows is not known yet.
+            for group in self._groups(wanted - len(kept), weight_version, None):
+                (kept if _differ(group) else useless).append(group)
+            num_draws += 1
+        missing = wanted - len(kept)
+        groups = kept + useless[: max(missing, 0)]
+        metrics = {
+            "rollout/refills": float(num_draws - 1),
+            "rollout/uninformative_share": missing / wanted,
+            "rollout/dropped_samples": float(
+                (len(useless) - max(missing, 0)) * self._recipe.num_samples_per_prompt
+            ),
+        }
+        return Collected([sample for group in groups for sample in group], metrics)
+
+    def _groups(
+        self, num_prompts: int, weight_version: int, when_few_are_left: Callable[[], object] | None
+    ) -> list[list[ScoredRollout]]:
+        with self._timers("data"):
+            prompts = self._draw(num_prompts)
+        with self._timers("rollout"):
+            rollouts = self._workers.generate(
+                prompts,
+                num_samples=self._recipe.num_samples_per_prompt,
+                temperature=self._config.temperature,
+                top_p=1.0 if self._config.top_p is None else self._config.top_p,
+                top_k=self._config.top_k or -1,
+                weight_version=weight_version,
+                when_few_are_left=when_few_are_left,
+            )
+            greedy = None
+            if self._recipe.needs_greedy_baseline:
+                greedy = self._workers.generate(
+                    prompts, num_samples=1, temperature=0.0, weight_version=weight_version
+                )
+        with self._timers("reward"):
+            scored = self._workers.score(rollouts)
+            if greedy is not None:
+                baselines = [sample.reward for sample in self._workers.score(greedy)]
+                scored = _with_baselines(scored, baselines)
+        size = self._recipe.num_samples_per_prompt
+        return [scored[start : start + size] for start in range(0, len(scored), size)]
+
+    def _draw(self, num_prompts: int) -> list[Prompt]:
+        rows = prompt_indices(
+            len(self._prompts), start=self.position, count=num_prompts, seed=self._seed
+        )
+        self.position += num_prompts
+        return [self._prompts[int(row)] for row in rows]
+
+
+def _differ(group: Sequence[ScoredRollout]) -> bool:
+    rewards = np.array([sample.reward for sample in group])
+    return len(select_informative_groups(rewards, np.zeros(len(group), dtype=np.int64))) > 0
+
+
+def _with_baselines(
+    scored: Sequence[ScoredRollout], baselines: Sequence[float]
+) -> list[ScoredRollout]:
+    size = len(scored) // len(baselines)
+    return [
+        dataclasses.replace(sample, baseline=baselines[index // size])
+        for index, sample in enumerate(scored)
+    ]

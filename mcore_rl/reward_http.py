@@ -1,0 +1,247 @@
+"""Rewards from a server of the user's, asked over HTTP.
+
+The reward `http` sends batches of samples by POST to `--rl-reward-url`,
+
+    {"samples": [{"prompt": "2+3=", "response": " 5", "answer": "5"}, ...]}
+
+and expects one finite number for each sample, in the same order:
+
+    {"rewards": [1.0, ...]}
+
+A server fails in many ways: it is not there, hangs, answers with an error or with nonsense. That
+costs the samples that were asked about, never the run. Only what may pass is tried again: a broken
+connection, a timeout, and the statuses 429 and 5xx. Nothing but the configured address is ever
+asked: redirects are not followed, and proxies, cookies and .netrc are not used.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import random
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import aiohttp
+
+from mcore_rl.reward_specs import ServerSpec, header_of
+from mcore_rl.reward_worker import Outcome
+from mcore_rl.types import Rollout
+
+_FIRST_BACKOFF_SECONDS = 0.5
+_SHAPE = "the answer must be"
+
+
+@dataclass(frozen=True, slots=True)
+class Dialect:
+    """How samples become a request's JSON, and the answer's JSON one entry for each sample.
+
+    `entries` raises KeyError, TypeError, IndexError or ValueError if the answer has another form
+    than `form`, which is told to the user. An entry that is no finite number costs its own sample
+    only.
+    """
+
+    form: str
+    body: Callable[[Sequence[Rollout]], dict[str, Any]]
+    entries: Callable[[Any], list[Any]]
+    max_answer_bytes: int
+
+
+def _samples(rollouts: Sequence[Rollout]) -> dict[str, Any]:
+    return {
+        "samples": [
+            {"prompt": r.prompt.text, "response": r.text, "answer": r.prompt.answer}
+            for r in rollouts
+        ]
+    }
+
+
+def _rewards(answer: Any) -> list[Any]:
+    rewards = answer["rewards"]
+    if not isinstance(rewards, list):
+        raise TypeError("not a list")
+    return rewards
+
+
+PLAIN_DIALECT = Dialect('{"rewards": [numbers]}', _samples, _rewards, max_answer_bytes=1 << 20)
+
+
+class _Failed(Exception):
+    """An attempt failed. Holds nothing that the server wrote: it may repeat the secret header."""
+
+    def __init__(self, kind: str, detail: str = "", *, may_pass: bool = False) -> None:
+        super().__init__(kind, detail)
+        self.outcome = Outcome(0.0, kind, detail)
+        self.may_pass = may_pass
+
+
+class ServerReward:
+    """Asks one server for rewards. Holds no connection and no thread between calls.
+
+    Each attempt at a request has `timeout_seconds` in all, from connecting to the last byte of the
+    answer. Before attempt n+1 come up to 0.5 x 2^(n-1) seconds, at most `timeout_seconds`; how much
+    of the upper half of that is drawn at random, so that ranks do not come back together.
+    """
+
+    def __init__(self, server: ServerSpec, dialect: Dialect, *, timeout_seconds: float) -> None:
+        """Raises UsageError if the environment does not hold the header that `server` names."""
+        self.name = server.name
+        self._server, self._dialect = server, dialect
+        self._timeout_seconds = timeout_seconds
+        self._header = header_of(server)
+        # Not the global generator: its state is part of the training's.
+        self._random = random.Random()
+
+    async def outcomes(self, rollouts: Sequence[Rollout]) -> list[Outcome]:
+        """What became of each rollout, in order; raises nothing that a server can cause."""
+        size = self._server.batch_samples
+        batches = [rollouts[i : i + size] for i in range(0, len(rollouts), size)]
+        found: list[list[Outcome]] = [[] for _ in batches]
+        waiting = iter(enumerate(batches))
+        async with aiohttp.ClientSession(
+            trust_env=False,
+            cookie_jar=aiohttp.DummyCookieJar(),
+            # A small answer may unpack to a huge one, so packed ones are not asked for nor read.
+            auto_decompress=False,
+            headers={"Accept-Encoding": "identity", **self._header},
+            timeout=aiohttp.ClientTimeout(total=None, sock_connect=None),
+            connector=aiohttp.TCPConnector(limit=self._server.concurrency),
+        ) as session:
+
+            async def work() -> None:
+                for index, batch in waiting:
+                    found[index] = await self._ask(session, batch)
+
+            async with asyncio.TaskGroup() as tasks:
+                for _ in range(min(self._server.concurrency, len(batches))):
+                    tasks.create_task(work())
+        return [outcome for batch in found for outcome in batch]
+
+    async def _ask(self, session: aiohttp.ClientSession, batch: Sequence[Rollout]) -> list[Outcome]:
+        """One batch, tried until it succeeds, cannot succeed or was tried often enough."""
+        body = json.dumps(self._dialect.body(batch)).encode()
+        for attempt in range(self._server.retries + 1):
+            if attempt > 0:
+                await asyncio.sleep(self._backoff_seconds(attempt))
+            try:
+                text = await self._attempt(session, body)
+                return self._understood(text, len(batch))
+            except _Failed as failed:
+                outcome = failed.outcome
+                if not failed.may_pass:
+                    break
+        return [outcome] * len(batch)
+
+    def _backoff_seconds(self, attempt: int) -> float:
+        longest = min(_FIRST_BACKOFF_SECONDS * 2.0 ** min(attempt - 1, 32), self._timeout_seconds)
+        return longest * self._random.uniform(0.5, 1.0)
+
+    async def _attempt(self, session: aiohttp.ClientSession, body: bytes) -> bytes:
+        try:
+            async with (
+                asyncio.timeout(self._timeout_seconds),
+                session.post(
+                    self._server.url,
+                    data=body,
+                    headers={"Content-Type": "application/json"},
+                    allow_redirects=False,
+                ) as response,
+            ):
+                self._check_status(response.status)
+                return await self._read(response)
+        except TimeoutError:
+            limit = f"no answer within {self._timeout_seconds:g} s"
+            raise _Failed("timed out", limit, may_pass=True) from None
+        except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError) as error:
+            raise _Failed("connection failed", _text_of(error), may_pass=True) from None
+        except aiohttp.ClientError as error:
+            raise _Failed("request failed", type(error).__name__) from None
+
+    def _check_status(self, status: int) -> None:
+        if 300 <= status < 400:
+            raise _Failed(f"HTTP status {status}", "redirects are not followed; give the new URL")
+        if not 200 <= status < 300:
+            raise _Failed(f"HTTP status {status}", may_pass=status == 429 or status >= 500)
+
+    async def _read(self, response: aiohttp.ClientResponse) -> bytes:
+        text = bytearray()
+        async for chunk in response.content.iter_any():
+            text += chunk
+            if len(text) > self._dialect.max_answer_bytes:
+                response.close()  # else the rest might be read to keep the connection
+                limit = f"more than {self._dialect.max_answer_bytes} bytes"
+                raise _Failed("answer too long", limit)
+        return bytes(text)
+
+    def _understood(self, text: bytes, num_samples: int) -> list[Outcome]:
+        form = f"{_SHAPE} {self._dialect.form}"
+        try:
+            answer = json.loads(text)
+        except (ValueError, RecursionError):  # UnicodeDecodeError is a ValueError
+            raise _Failed("answer is not JSON", form) from None
+        try:
+            entries = self._dialect.entries(answer)
+        except (KeyError, TypeError, IndexError, ValueError):
+            raise _Failed("answer has another form", form) from None
+        if len(entries) != num_samples:
+            detail = f"{len(entries)} for {num_samples} samples; {form}, one for each sample"
+            raise _Failed("answer has a wrong number of rewards", detail)
+        return [_number(entry) for entry in entries]
+
+
+def _number(entry: Any) -> Outcome:
+    if isinstance(entry, bool) or not isinstance(entry, (int, float)):
+        return Outcome(0.0, f"returned {type(entry).__name__}", "a reward is a finite number")
+    try:
+        value = float(entry)
+    except OverflowError:  # an integer of hundreds of digits
+        value = math.inf
+    if not math.isfinite(value):
+        return Outcome(0.0, f"returned {value}", "a reward is a finite number")
+    return Outcome(value)
+
+
+def _text_of(error: aiohttp.ClientError) -> str:
+    """What the operating system said, where it was the one to speak."""
+    reason = error.strerror if isinstance(error, OSError) else None
+    return f"{type(error).__name__}, {reason}" if reason else type(error).__name__
+
+
+@contextmanager
+def asking(
+    servers: Sequence[ServerReward], rollouts: Sequence[Rollout]
+) -> Iterator[list[Future[list[Outcome]]]]:
+    """Asks all servers about all rollouts, in a thread of its own, while the body runs.
+
+    Yields for each server the future of its outcomes. Leaving the body takes back what was not
+    waited for.
+    """
+    if not servers:
+        yield []
+        return
+    loop = asyncio.new_event_loop()
+    thread = threading.Thread(target=loop.run_forever, name="rewards over HTTP", daemon=True)
+    thread.start()
+    futures: list[Future[list[Outcome]]] = []
+    try:
+        for server in servers:
+            futures.append(asyncio.run_coroutine_threadsafe(server.outcomes(rollouts), loop))
+        yield futures
+    finally:
+        asyncio.run_coroutine_threadsafe(_wind_up(), loop).result()
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join()
+        loop.close()
+
+
+async def _wind_up() -> None:
+    """Cancel all tasks of this loop but this one, and wait until they have closed what they had."""
+    others = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in others:
+        task.cancel()
+    await asyncio.gather(*others, return_exceptions=True)

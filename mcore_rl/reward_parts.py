@@ -1,0 +1,94 @@
+"""What several rewards of a sample make together: the weighted sum, the failures, the metrics.
+
+    reward = sum over the parts of weight x value
+
+A sample of which one part has no value has the reward 0: a sum without that part would be on
+another scale than those of the other samples of its group.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+
+from mcore_rl.reward_worker import Outcome
+from mcore_rl.types import Rollout, ScoredRollout
+
+logger = logging.getLogger(__name__)
+
+
+def weighed(
+    rollouts: Sequence[Rollout],
+    outcomes: Mapping[str, Sequence[Outcome]],
+    weights: Mapping[str, float],
+) -> list[ScoredRollout]:
+    """Each rollout with the sum of its parts, in order.
+
+    `outcomes` has for each reward's name what became of each rollout, `weights` its weight. The
+    failure of a sample is that of its first part that failed, and names it where there are several.
+    """
+    assert list(outcomes) == list(weights), f"{list(outcomes)} and {list(weights)} differ"
+    return [
+        _weighed_sample(rollout, dict(zip(outcomes, parts, strict=True)), weights)
+        for rollout, *parts in zip(rollouts, *outcomes.values(), strict=True)
+    ]
+
+
+def _weighed_sample(
+    rollout: Rollout, outcomes: Mapping[str, Outcome], weights: Mapping[str, float]
+) -> ScoredRollout:
+    parts = {name: outcome.reward for name, outcome in outcomes.items() if outcome.kind is None}
+    for name, outcome in outcomes.items():
+        if outcome.kind is not None:
+            failure = outcome.failure if len(outcomes) == 1 else f"{name}: {outcome.failure}"
+            return ScoredRollout(rollout, 0.0, failure, parts=parts)
+    total = sum(weights[name] * value for name, value in parts.items())
+    if not math.isfinite(total):
+        return ScoredRollout(
+            rollout, 0.0, f"the weighted sum of its rewards is {total}", parts=parts
+        )
+    return ScoredRollout(rollout, float(total), parts=parts)
+
+
+def part_metrics(
+    scored: Sequence[ScoredRollout], names: Sequence[str] | None = None
+) -> dict[str, float]:
+    """`reward/<name>/mean` and `reward/<name>/failures` of each part, before its weight.
+
+    The mean is over the samples of which the part did not fail, and is left out where it failed on
+    all; failures are counted in samples. `names` are the rewards that were asked for; by default
+    those that some sample has a value of.
+    """
+    if names is None:
+        names = list(dict.fromkeys(name for sample in scored for name in sample.parts))
+    metrics: dict[str, float] = {}
+    for name in names:
+        values = [sample.parts[name] for sample in scored if name in sample.parts]
+        if values:
+            metrics[f"reward/{name}/mean"] = math.fsum(v / len(values) for v in values)
+        metrics[f"reward/{name}/failures"] = float(len(scored) - len(values))
+    return metrics
+
+
+class FailureLog:
+    """Counts the failures of one reward by kind, and logs the first of each kind."""
+
+    def __init__(self, name: str) -> None:
+        self.counts: Counter[str] = Counter()
+        self._name = name
+
+    def note(self, outcomes: Sequence[Outcome]) -> None:
+        """Take in what became of some samples."""
+        for outcome in outcomes:
+            if outcome.kind is None:
+                continue
+            if outcome.kind not in self.counts:
+                logger.warning(
+                    "reward %s failed on a sample, which costs that sample its reward; the reason, "
+                    "logged once of its kind: %s",
+                    self._name,
+                    outcome.failure,
+                )
+            self.counts[outcome.kind] += 1

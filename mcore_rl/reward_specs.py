@@ -1,0 +1,243 @@
+"""What the `--rl-reward*` flags say, read and checked before anything is built.
+
+This module is pure, and parsing opens no file: `check_rewards` is what looks for functions, files
+and the environment.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from urllib.parse import SplitResult, urlsplit
+
+from mcore_rl.algorithms.registry import import_user_file
+from mcore_rl.errors import UsageError
+from mcore_rl.reward_functions import SERVED_REWARDS, resolve_reward
+
+_HEADER = re.compile(
+    r"(?P<name>[!#$%&'*+.^_`|~0-9A-Za-z-]+):[ \t]*(?P<value>[\x21-\x7e][\x20-\x7e]*)"
+)
+_VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+_HTTP_HEADER_FLAG = "--rl-reward-http-header-env"
+_POOLING_HEADER_FLAG = "--rl-reward-pooling-header-env"
+
+
+@dataclass(frozen=True, slots=True)
+class ServerSpec:
+    """A server that gives rewards. Only `url` is ever requested."""
+
+    name: str  # of the reward
+    url: str
+    header_env: str | None  # environment variable that holds "Header: value"
+    header_flag: str  # the flag that named it, for messages
+    batch_samples: int  # samples per request
+    concurrency: int  # requests in flight, per scoring rank
+    retries: int  # further attempts after the first
+
+
+@dataclass(frozen=True, slots=True)
+class RewardSpec:
+    """The rewards of a run; `names` and `weights` are aligned and no name stands twice."""
+
+    names: tuple[str, ...]
+    weights: tuple[float, ...]
+    num_workers: int
+    timeout_seconds: float
+    imports: tuple[str, ...] = ()  # files to run before names are resolved
+    servers: tuple[ServerSpec, ...] = ()  # of the names in SERVED_REWARDS
+
+    @property
+    def functions(self) -> tuple[str, ...]:
+        """The names of functions, which worker processes call."""
+        return tuple(name for name in self.names if name not in SERVED_REWARDS)
+
+
+def parse_rewards(
+    rewards: str,
+    weights: str | None = None,
+    *,
+    num_workers: int = 1,
+    timeout_seconds: float = 10.0,
+    imports: Sequence[str] = (),
+    url: str | None = None,
+    header_env: str | None = None,
+    pooling_url: str | None = None,
+    pooling_header_env: str | None = None,
+    http_batch: int = 16,
+    http_concurrency: int = 8,
+    http_retries: int = 3,
+) -> RewardSpec:
+    """The flags' values as a `RewardSpec`; raises UsageError for what cannot work."""
+    names = tuple(name.strip() for name in rewards.split(","))
+    _check_names(names, rewards)
+    for value, flag, least in (
+        (num_workers, "--rl-reward-workers", 1),
+        (http_batch, "--rl-reward-http-batch", 1),
+        (http_concurrency, "--rl-reward-http-concurrency", 1),
+        (http_retries, "--rl-reward-http-retries", 0),
+    ):
+        if value < least:
+            raise UsageError(f"{flag} {value} is too small; give {least} or more")
+    if not (timeout_seconds > 0 and math.isfinite(timeout_seconds)):
+        raise UsageError(
+            f"--rl-reward-timeout-seconds {timeout_seconds:g} is no time that can pass; give a "
+            "finite number above 0"
+        )
+    attempts = {"concurrency": http_concurrency, "retries": http_retries}
+    servers = []
+    if _wants_server("http", names, "--rl-reward-url", url, header_env, _HTTP_HEADER_FLAG):
+        assert url is not None
+        address = _checked_url(url, "--rl-reward-url").geturl()
+        servers.append(
+            ServerSpec("http", address, header_env, _HTTP_HEADER_FLAG, http_batch, **attempts)
+        )
+    flag = "--rl-reward-pooling-url"
+    if _wants_server("pooling", names, flag, pooling_url, pooling_header_env, _POOLING_HEADER_FLAG):
+        assert pooling_url is not None
+        address = _pooling_route(_checked_url(pooling_url, flag)).geturl()
+        # One text a request: vLLM forms batches by itself, and refuses a request as a whole if one
+        # of its texts is longer than the reward model takes.
+        servers.append(
+            ServerSpec("pooling", address, pooling_header_env, _POOLING_HEADER_FLAG, 1, **attempts)
+        )
+    return RewardSpec(
+        names=names,
+        weights=_parse_weights(weights, names, rewards),
+        num_workers=num_workers,
+        timeout_seconds=timeout_seconds,
+        imports=tuple(imports),
+        servers=tuple(servers),
+    )
+
+
+def check_rewards(spec: RewardSpec) -> None:
+    """Raise UsageError for a file that cannot be run, a name that means no function, and a header
+    that the environment does not hold. Runs the files of `--rl-import`."""
+    for path in spec.imports:
+        import_user_file(path)
+    for name in spec.functions:
+        resolve_reward(name)
+    for server in spec.servers:
+        header_of(server)
+
+
+def header_of(server: ServerSpec) -> dict[str, str]:
+    """The header that the environment holds for `server`; empty if none was asked for.
+
+    It may be a secret: no message of ours has any of it. Raises UsageError if the variable is not
+    set or holds something else.
+    """
+    if server.header_env is None:
+        return {}
+    flag, variable = server.header_flag, server.header_env
+    text = os.environ.get(variable)
+    if text is None:
+        raise UsageError(
+            f"{flag} {variable} names an environment variable that is not set; export it as "
+            "'Header: value'"
+        )
+    match = _HEADER.fullmatch(text.strip())
+    if match is None:
+        raise UsageError(
+            f"{flag} {variable} names an environment variable whose value is not of the form "
+            "'Header: value' in one line of printable ASCII; correct the value, which is not shown "
+            "here"
+        )
+    return {match["name"]: match["value"]}
+
+
+def _check_names(names: tuple[str, ...], rewards: str) -> None:
+    if "" in names:
+        raise UsageError(
+            f"--rl-reward '{rewards}' has an empty name; give names with one comma between two"
+        )
+    for name in names:
+        if names.count(name) > 1:
+            raise UsageError(
+                f"--rl-reward {rewards} has {name} twice; name it once and give it the sum of the "
+                "weights"
+            )
+
+
+def _parse_weights(weights: str | None, names: tuple[str, ...], rewards: str) -> tuple[float, ...]:
+    if weights is None:
+        return (1.0,) * len(names)
+    flag = f"--rl-reward-weights {weights}"
+    values = []
+    for text in weights.split(","):
+        try:
+            value = float(text)
+        except ValueError:
+            value = math.nan
+        if not math.isfinite(value):
+            raise UsageError(
+                f"{flag} has '{text.strip()}', which is not a finite number; give numbers with "
+                "commas between them"
+            )
+        values.append(value)
+    if len(values) != len(names):
+        raise UsageError(
+            f"{flag} has {len(values)} weight(s), but --rl-reward {rewards} names {len(names)}; "
+            "give one weight for each reward, in the same order"
+        )
+    if not any(values):
+        raise UsageError(f"{flag} makes every reward 0; give at least one weight other than 0")
+    return tuple(values)
+
+
+def _wants_server(
+    name: str,
+    names: tuple[str, ...],
+    flag: str,
+    url: str | None,
+    header_env: str | None,
+    header_flag: str,
+) -> bool:
+    """Whether the reward `name` is asked for; UsageError if its flags say otherwise."""
+    if name not in names:
+        for given, given_flag in ((url, flag), (header_env, header_flag)):
+            if given is not None:
+                # The value may be a secret that was taken for a variable's name.
+                raise UsageError(
+                    f"{given_flag} has no effect, because --rl-reward {','.join(names)} does not "
+                    f"name {name}; add {name} to it or leave out {given_flag}"
+                )
+        return False
+    if url is None:
+        raise UsageError(
+            f"--rl-reward {','.join(names)} names {name}, but {flag} is missing; give the address "
+            "of the server"
+        )
+    if header_env is not None and not _VARIABLE.fullmatch(header_env):
+        raise UsageError(
+            f"{header_flag} must be the name of an environment variable, made of letters, digits "
+            "and _; put the header into a variable and give its name"
+        )
+    return True
+
+
+def _checked_url(url: str, flag: str) -> SplitResult:
+    try:
+        parts = urlsplit(url)
+        has_password = parts.username is not None or parts.password is not None
+        (parts.hostname or "").rstrip(".").encode("idna")  # a name that DNS cannot hold raises
+        valid = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:  # also a port that is no number, and brackets that do not match
+        valid = has_password = False
+    if has_password or (not valid and "@" in url):
+        raise UsageError(
+            f"{flag} has a user or password in it, which everybody on the machine can read there; "
+            "leave it out and put an Authorization header into an environment variable"
+        )
+    if not valid or any(character.isspace() for character in url):
+        raise UsageError(f"{flag} {url} is no http:// or https:// address; give one with a host")
+    return parts
+
+
+def _pooling_route(parts: SplitResult) -> SplitResult:
+    if parts.path.rstrip("/").endswith("/pooling"):
+        return parts
+    return parts._replace(path=parts.path.rstrip("/") + "/pooling")

@@ -1,0 +1,76 @@
+"""All rewards of a run: functions in worker processes, servers over HTTP, their weighted sum."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import TracebackType
+
+from mcore_rl.reward_http import PLAIN_DIALECT, ServerReward, asking
+from mcore_rl.reward_parts import FailureLog, weighed
+from mcore_rl.reward_pooling import POOLING_DIALECT
+from mcore_rl.reward_specs import RewardSpec
+from mcore_rl.rewards import RewardPool
+from mcore_rl.types import Rollout, ScoredRollout
+
+_DIALECTS = {"http": PLAIN_DIALECT, "pooling": POOLING_DIALECT}
+
+
+class RewardStack:
+    """Scores rollouts by every reward of a `RewardSpec`.
+
+    Not collective: every rank that scores has its own. All functions share one pool of processes
+    (see `RewardPool`); servers are asked while these work. Call `check_rewards` before building
+    anything, for its errors.
+    """
+
+    def __init__(self, spec: RewardSpec) -> None:
+        """Raises UsageError if the environment does not hold a header that a server needs."""
+        self._weights = dict(zip(spec.names, spec.weights, strict=True))
+        self._servers = [
+            ServerReward(server, _DIALECTS[server.name], timeout_seconds=spec.timeout_seconds)
+            for server in spec.servers
+        ]
+        self._logs = {server.name: FailureLog(server.name) for server in self._servers}
+        self._pool = (
+            RewardPool(
+                *spec.functions,
+                num_workers=spec.num_workers,
+                timeout_seconds=spec.timeout_seconds,
+                imports=spec.imports,
+            )
+            if spec.functions
+            else None
+        )
+
+    def score(self, rollouts: Sequence[Rollout]) -> list[ScoredRollout]:
+        """Scores all rollouts, in their order; blocks until every part has a value or has failed.
+
+        `reward` is the weighted sum, `parts` has the values before their weights. A sample of
+        which a part failed has reward 0 and the part's reason in `failure`, and keeps the parts
+        that did not fail; the first failure of each kind is logged.
+
+        Raises what `RewardPool.outcomes` raises; a server raises nothing.
+        """
+        with asking(self._servers, rollouts) as answers:
+            outcomes = {} if self._pool is None else self._pool.outcomes(rollouts)
+            for server, answer in zip(self._servers, answers, strict=True):
+                outcomes[server.name] = answer.result()
+                self._logs[server.name].note(outcomes[server.name])
+        in_order = {name: outcomes[name] for name in self._weights}
+        return weighed(rollouts, in_order, self._weights)
+
+    def close(self) -> None:
+        """Ends the worker processes. A second call does nothing."""
+        if self._pool is not None:
+            self._pool.close()
+
+    def __enter__(self) -> RewardStack:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()

@@ -1,0 +1,187 @@
+"""Corrections against loops over tokens, and their metrics against plain means."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mcore_rl.algorithms.mismatch import (
+    MISMATCH_CORRECTIONS,
+    MismatchConfig,
+    MismatchSums,
+    mismatch_weights,
+)
+from mcore_rl.errors import UsageError
+from tests.unit.algorithms.ragged import Ragged, normal, ragged, random_ragged, spoilt
+
+CONFIGS = {
+    "none": MismatchConfig(),
+    "token_tis": MismatchConfig("token_tis", cap=1.2),
+    "sequence_tis": MismatchConfig("sequence_tis", cap=1.5),
+    "icepop": MismatchConfig("icepop", low=0.8, high=1.3),
+    "geometric_rejection": MismatchConfig("geometric_rejection", low=0.9, high=1.1),
+    "product_rejection": MismatchConfig("product_rejection", low=0.5, high=1.5),
+}
+
+
+def log_probs_of(batch: Ragged, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+    old = -normal(batch, seed).abs()
+    return old, old + 0.3 * normal(batch, seed + 1)
+
+
+def reference(ratios: list[float], config: MismatchConfig) -> list[tuple[float, bool, bool]]:
+    """(weight, rejected, truncated) of every token of one response."""
+    product = math.prod(ratios)
+    rows = []
+    for ratio in ratios:
+        weight, rejected, truncated = 1.0, False, False
+        if config.correction.endswith("tis"):
+            raw = ratio if config.correction == "token_tis" else product
+            weight, truncated = min(raw, config.cap), raw > config.cap
+        if config.correction == "icepop":
+            rejected = not config.low <= ratio <= config.high
+            weight = 0.0 if rejected else ratio
+        if config.correction.endswith("rejection"):
+            mean = product ** (1 / len(ratios))
+            decides = mean if config.correction == "geometric_rejection" else product
+            rejected = not config.low <= decides <= config.high
+            weight = 0.0 if rejected else 1.0
+        rows.append((weight, rejected, truncated))
+    return rows
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
+def test_weights_and_metrics_equal_loops(config: MismatchConfig, seed: int) -> None:
+    batch = random_ragged(seed, gaps=seed == 2)
+    old, rollout = log_probs_of(batch, seed)
+    found = mismatch_weights(old.requires_grad_(), rollout, batch.loss_mask, batch.lengths, config)
+    assert not found.weights.requires_grad
+    expected, rows, kl = torch.ones_like(old), [], []
+    for tokens in batch.loss_tokens:
+        ratios = [math.exp(old[j].item() - rollout[j].item()) for j in tokens]
+        of_response = reference(ratios, config)
+        rows += of_response
+        kl += [ratio - 1 - math.log(ratio) for ratio in ratios]
+        for j, (weight, _, _) in zip(tokens, of_response, strict=True):
+            expected[j] = weight
+    torch.testing.assert_close(found.weights, expected.detach(), rtol=1e-12, atol=1e-14)
+    weights = [row[0] for row in rows]
+    metrics = {
+        "masked_share": np.mean([row[1] for row in rows]),
+        "truncated_share": np.mean([row[2] for row in rows]),
+        "mean_weight": np.mean(weights),
+        "effective_sample_size": sum(weights) ** 2 / (len(rows) * sum(w * w for w in weights)),
+        "kl": np.mean(kl),
+    }
+    assert found.sums.metrics() == pytest.approx(metrics, rel=1e-10)
+
+
+@given(seed=st.integers(0, 1000), name=st.sampled_from(sorted(CONFIGS)), parts=st.integers(1, 8))
+@settings(max_examples=40, deadline=None)
+def test_weights_and_sums_do_not_depend_on_the_split(seed: int, name: str, parts: int) -> None:
+    batch = random_ragged(seed)
+    old, rollout = log_probs_of(batch, seed)
+    whole = mismatch_weights(old, rollout, batch.loss_mask, batch.lengths, CONFIGS[name])
+    order = np.random.default_rng(seed).permutation(len(batch.lengths))
+    sums: list[MismatchSums] = []
+    for rows in np.array_split(order, parts):
+        part, index = batch.part(rows.tolist())
+        found = mismatch_weights(
+            old[index], rollout[index], part.loss_mask, part.lengths, CONFIGS[name]
+        )
+        assert torch.equal(found.weights, whole.weights[index])
+        sums.append(found.sums)
+    added = sums[0]
+    for more in sums[1:]:
+        added = added + more
+    torch.testing.assert_close(added.stacked(), whole.sums.stacked(), rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
+@pytest.mark.parametrize("garbage", [math.nan, math.inf, -math.inf])
+def test_garbage_in_masked_positions_changes_no_bit(garbage: float, config: MismatchConfig) -> None:
+    batch = random_ragged(3, gaps=True)
+    old, rollout = log_probs_of(batch, 3)
+    clean = mismatch_weights(old, rollout, batch.loss_mask, batch.lengths, config)
+    dirty = mismatch_weights(
+        spoilt(batch, old, garbage),
+        spoilt(batch, rollout, garbage),
+        batch.loss_mask,
+        batch.lengths,
+        config,
+    )
+    assert torch.equal(clean.weights, dirty.weights) and clean.weights.isfinite().all()
+    assert torch.equal(clean.sums.stacked(), dirty.sums.stacked())
+
+
+@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
+def test_nan_in_a_loss_token_is_seen_in_weight_or_count(config: MismatchConfig) -> None:
+    batch = ragged([3, 2], [1, 1])
+    old, rollout = log_probs_of(batch, 0)
+    rollout = rollout.clone()
+    rollout[0] = math.nan
+    found = mismatch_weights(old, rollout, batch.loss_mask, batch.lengths, config)
+    assert found.sums.kl.isnan()
+    if config.correction.endswith("tis"):
+        assert found.weights[0].isnan()
+    elif config.correction != "none":
+        assert found.weights[0] == 0
+
+
+def test_equal_log_probs_need_no_correction() -> None:
+    batch = random_ragged(0)
+    old, _ = log_probs_of(batch, 0)
+    for correction in MISMATCH_CORRECTIONS:
+        found = mismatch_weights(
+            old, old.clone(), batch.loss_mask, batch.lengths, MismatchConfig(correction)
+        )
+        assert (found.weights == 1).all()
+        assert found.sums.metrics() == {
+            "masked_share": 0.0,
+            "truncated_share": 0.0,
+            "mean_weight": 1.0,
+            "effective_sample_size": 1.0,
+            "kl": 0.0,
+        }
+
+
+def test_product_of_a_long_response_stays_finite() -> None:
+    batch = ragged([3000], [1])
+    old = torch.zeros(batch.num_tokens)
+    found = mismatch_weights(
+        old, old - 1.0, batch.loss_mask, batch.lengths, MismatchConfig("sequence_tis", cap=1e12)
+    )
+    assert found.weights.isfinite().all() and found.sums.stacked().isfinite().all()
+
+
+def test_metrics_of_no_tokens_are_zero() -> None:
+    batch = ragged([0], [2])
+    empty = torch.zeros(batch.num_tokens)
+    found = mismatch_weights(empty, empty, batch.loss_mask, batch.lengths, MismatchConfig())
+    assert set(found.sums.metrics().values()) == {0.0}
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        ({"correction": "token_tiss"}, "--rl-mismatch-correction token_tiss .*token_tis"),
+        ({"cap": 2.0}, "--rl-mismatch-cap 2.0 has no effect"),
+        ({"correction": "icepop", "cap": 2.0}, "--rl-mismatch-cap 2.0 has no effect"),
+        ({"correction": "token_tis", "low": 0.5}, "--rl-mismatch-low 0.5 has no effect"),
+        ({"correction": "token_tis", "high": 0.5}, "--rl-mismatch-high 0.5 has no effect"),
+        ({"correction": "token_tis", "cap": 0.0}, "--rl-mismatch-cap 0.0 is not"),
+        ({"correction": "token_tis", "cap": math.inf}, "--rl-mismatch-cap inf is not"),
+        ({"correction": "icepop", "low": 2.0, "high": 2.0}, "--rl-mismatch-low 2.0 and"),
+        ({"correction": "icepop", "low": -1.0}, "--rl-mismatch-low -1.0 and"),
+        ({"correction": "icepop", "high": math.nan}, "--rl-mismatch-low 0.5 and .*-high nan"),
+    ],
+)
+def test_config_out_of_range_is_a_usage_error(arguments: dict, message: str) -> None:
+    with pytest.raises(UsageError, match=f"^{message}"):
+        MismatchConfig(**arguments)

@@ -1,0 +1,261 @@
+"""Recipes, the parts that flags replace, and every combination that is refused."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import pytest
+
+from mcore_rl.algorithms.aggregation import Aggregation
+from mcore_rl.algorithms.kl import AdaptiveKL, FixedKL
+from mcore_rl.algorithms.loss_types import PolicyLossConfig
+from mcore_rl.algorithms.recipes import RECIPES, Algorithm, resolve_algorithm
+from mcore_rl.errors import UsageError
+
+# name: advantage, loss, aggregation, clip range, place of the KL, critic, greedy baseline
+EXPECTED = {
+    "ppo": ("gae", "ppo_clip", "token_mean", (0.2, 0.2), "reward", True, False),
+    "grpo": ("grpo", "ppo_clip", "token_mean", (0.2, 0.2), "none", False, False),
+    "dr_grpo": ("dr_grpo", "ppo_clip", "constant", (0.2, 0.2), "none", False, False),
+    "rloo": ("rloo", "ppo_clip", "token_mean", (0.2, 0.2), "reward", False, False),
+    "reinforce_pp": ("reinforce_pp", "ppo_clip", "token_mean", (0.2, 0.2), "reward", False, False),
+    "reinforce_pp_baseline": (
+        "reinforce_pp_baseline", "ppo_clip", "token_mean", (0.2, 0.2), "loss", False, False,
+    ),
+    "remax": ("remax", "ppo_clip", "token_mean", (0.2, 0.2), "reward", False, True),
+    "opo": ("opo", "ppo_clip", "token_mean", (0.2, 0.2), "none", False, False),
+    "dapo": ("grpo", "ppo_clip", "token_mean", (0.2, 0.28), "none", False, False),
+    "gspo": ("grpo", "gspo", "seq_mean_token_mean", (3e-4, 4e-4), "none", False, False),
+    "cispo": ("grpo", "cispo", "token_mean", (1.0, 4.0), "none", False, False),
+    "gmpo": ("grpo", "gmpo", "seq_mean_token_mean", (0.4, 0.4), "none", False, False),
+    "sapo": ("grpo", "sapo", "seq_mean_token_mean", (0.2, 0.2), "none", False, False),
+}  # fmt: skip
+
+
+def summary(algorithm: Algorithm) -> tuple:
+    return (
+        algorithm.advantage,
+        algorithm.policy_loss,
+        algorithm.loss_aggregation,
+        (algorithm.clip_eps_lower, algorithm.clip_eps_upper),
+        algorithm.kl_place,
+        algorithm.needs_critic,
+        algorithm.needs_greedy_baseline,
+    )
+
+
+def test_every_recipe_resolves_to_what_its_paper_says() -> None:
+    assert RECIPES.keys() == EXPECTED.keys()
+    for name, expected in EXPECTED.items():
+        algorithm = resolve_algorithm(name, {})
+        assert (algorithm.name, summary(algorithm)) == (name, expected)
+        assert algorithm.needs_reference == (algorithm.kl_place != "none")
+
+
+def test_dapo_has_its_other_parts() -> None:
+    algorithm = resolve_algorithm("dapo", {})
+    assert algorithm.dynamic_sampling and algorithm.num_samples_per_prompt == 16
+    assert algorithm.overlong_buffer(20_480) == 4_096
+    assert resolve_algorithm("grpo", {}).overlong_buffer(20_480) == 0
+
+
+def test_parts_that_the_user_set_replace_the_recipes() -> None:
+    given = {
+        "policy_loss": "cispo",
+        "loss_aggregation": "constant",
+        "loss_constant": 64.0,
+        "clip_eps_upper": 0.5,
+        "kl_coef": 0.02,
+        "kl_estimator": "k2",
+        "entropy_coef": 0.001,
+        "mismatch_correction": "token_tis",
+        "mismatch_cap": 3.0,
+        "num_samples_per_prompt": 4,
+        "dynamic_sampling": True,
+        "max_refills": 3,
+        "overlong_buffer_tokens": 5,
+        "top_p": 0.9,
+        "top_k": 50,
+    }
+    algorithm = resolve_algorithm("grpo", given)
+    for key in given.keys() - {"top_p", "top_k"}:
+        assert getattr(algorithm, key) == given[key], key
+    assert algorithm.policy_loss_config(512) == PolicyLossConfig(
+        "cispo",
+        Aggregation("constant", 64.0),
+        clip_eps_lower=1.0,
+        clip_eps_upper=0.5,
+        kl_coef=0.02,
+        kl_estimator="k2",
+        entropy_coef=0.001,
+    )
+    assert algorithm.mismatch_config.weight_cap == 3.0
+    assert algorithm.overlong_buffer(512) == 5
+
+
+def test_critic_parts_are_kept_where_there_is_a_critic() -> None:
+    given = {"gae_lambda": 0.8, "gamma": 0.9, "value_clip_eps": 0.3, "critic_lr": 1e-5}
+    algorithm = resolve_algorithm("ppo", given)
+    assert algorithm.advantage_config.gae_lambda == 0.8 and algorithm.advantage_config.whiten
+    assert algorithm.value_loss_config(512).clip_eps == 0.3
+    switched_off = resolve_algorithm("ppo", {"whiten_advantages": False})
+    assert not switched_off.advantage_config.whiten
+
+
+def test_what_an_estimator_needs_follows_it_and_not_the_recipe() -> None:
+    with_critic = resolve_algorithm("grpo", {"advantage": "gae", "critic_lr": 1e-5})
+    assert with_critic.needs_critic and with_critic.whiten_advantages
+    without = resolve_algorithm("ppo", {"advantage": "rloo", "num_samples_per_prompt": 4})
+    assert not without.needs_critic and not without.whiten_advantages
+    assert resolve_algorithm("grpo", {"advantage": "remax"}).needs_greedy_baseline
+
+
+def test_a_clip_range_follows_its_loss_and_not_the_recipe() -> None:
+    to_gspo = resolve_algorithm("grpo", {"policy_loss": "gspo"})
+    assert (to_gspo.clip_eps_lower, to_gspo.clip_eps_upper) == (3e-4, 4e-4)
+    away = resolve_algorithm("gspo", {"policy_loss": "ppo_clip", "clip_eps_upper": 0.3})
+    assert (away.clip_eps_lower, away.clip_eps_upper) == (0.2, 0.3)
+
+
+def test_dr_grpo_divides_by_the_response_budget_unless_told_otherwise() -> None:
+    assert resolve_algorithm("dr_grpo", {}).aggregation(512) == Aggregation("constant", 512.0)
+    told = resolve_algorithm("dr_grpo", {"loss_constant": 100.0})
+    assert told.aggregation(512) == Aggregation("constant", 100.0)
+
+
+@pytest.mark.parametrize(
+    "name, given, place, coef, estimator",
+    [
+        ("grpo", {}, "none", 0.0, "k3"),
+        ("grpo", {"kl_coef": 0.0}, "none", 0.0, "k3"),
+        ("grpo", {"kl_coef": 0.1}, "loss", 0.1, "k3"),
+        ("grpo", {"kl_in_reward": True}, "reward", 0.01, "k1"),
+        ("grpo", {"kl_in_reward": True, "kl_reward_coef": 0.2}, "reward", 0.2, "k1"),
+        ("grpo", {"kl_in_reward": True, "kl_coef": 0.0}, "reward", 0.01, "k1"),
+        ("grpo", {"kl_in_reward": True, "kl_estimator": "k2"}, "reward", 0.01, "k2"),
+        ("ppo", {}, "reward", 0.02, "k1"),
+        ("ppo", {"kl_reward_coef": 0.5}, "reward", 0.5, "k1"),
+        ("ppo", {"kl_reward_coef": 0.0}, "none", 0.0, "k1"),
+        ("ppo", {"kl_in_reward": False}, "none", 0.0, "k1"),
+        ("ppo", {"kl_coef": 0.1}, "loss", 0.1, "k3"),
+        ("ppo", {"kl_in_reward": False, "kl_coef": 0.1}, "loss", 0.1, "k3"),
+        ("reinforce_pp_baseline", {}, "loss", 1e-5, "k2"),
+        ("reinforce_pp_baseline", {"kl_coef": 0.0}, "none", 0.0, "k2"),
+        ("reinforce_pp_baseline", {"kl_in_reward": True}, "reward", 0.01, "k1"),
+    ],
+)
+def test_the_kl_has_one_place(
+    name: str, given: dict, place: str, coef: float, estimator: str
+) -> None:
+    algorithm = resolve_algorithm(name, given)
+    assert (algorithm.kl_place, algorithm.kl_coef, algorithm.kl_estimator) == (
+        place,
+        coef,
+        estimator,
+    )
+    assert algorithm.policy_loss_config(512).kl_coef == (coef if place == "loss" else 0.0)
+    assert algorithm.kl_controller() == FixedKL(coef if place == "reward" else 0.0)
+
+
+def test_a_target_makes_the_coefficient_adaptive() -> None:
+    algorithm = resolve_algorithm("ppo", {"kl_target": 0.1, "kl_horizon": 500.0})
+    assert algorithm.kl_controller() == AdaptiveKL(0.02, 0.1, 500.0)
+
+
+@pytest.mark.parametrize(
+    "name, given, message",
+    [
+        ("grop", {}, r"--rl-algorithm grop is no algorithm \(did you mean grpo\?\)"),
+        ("grpo", {"advantage": "gea"}, r"--rl-advantage gea is no .*did you mean gae\?"),
+        ("grpo", {"policy_loss": "gsop"}, r"--rl-policy-loss gsop is no .*did you mean gspo\?"),
+        ("grpo", {"loss_aggregation": "mean"}, "--rl-loss-aggregation mean is unknown"),
+        ("grpo", {"mismatch_correction": "tis"}, "--rl-mismatch-correction tis is no"),
+        ("grpo", {"critic_lr": 1e-5}, "--rl-critic-lr 1e-05 has no effect.* grpo uses no critic"),
+        ("grpo", {"value_clip_eps": 0.1}, "--rl-value-clip-eps 0.1 has no effect"),
+        ("rloo", {"gae_lambda": 0.9}, "--rl-gae-lambda 0.9 has no effect.* rloo uses no critic"),
+        ("grpo", {"gamma": 0.9}, "--rl-gamma 0.9 has no effect.* grpo does not read it"),
+        (
+            "reinforce_pp",
+            {"whiten_advantages": True},
+            "--rl-whiten-advantages True has no effect.* reinforce_pp always whitens",
+        ),
+        ("grpo", {"whiten_advantages": True}, "--rl-whiten-advantages True has no effect"),
+        ("sapo", {"clip_eps_upper": 0.3}, "--rl-clip-eps-upper 0.3 has no effect.* sapo does not"),
+        ("cispo", {"dual_clip": 3.0}, "--rl-dual-clip 3.0 has no effect.* cispo does not"),
+        ("grpo", {"sapo_temperature_positive": 2.0}, "--rl-sapo-temperature-positive 2.0 has no"),
+        (
+            "grpo",
+            {"kl_coef": 0.1, "kl_in_reward": True},
+            "--rl-kl-coef 0.1 puts the KL into the loss and --rl-kl-in-reward into the reward",
+        ),
+        ("ppo", {"kl_coef": 0.1, "kl_reward_coef": 0.2}, "--rl-kl-coef 0.1 .*-reward-coef 0.2"),
+        ("grpo", {"kl_reward_coef": 0.2}, "--rl-kl-reward-coef 0.2 has no effect"),
+        (
+            "ppo",
+            {"kl_in_reward": False, "kl_reward_coef": 0.2},
+            "--rl-kl-reward-coef 0.2 has no effect",
+        ),
+        ("grpo", {"kl_target": 0.1}, "--rl-kl-target 0.1 has no effect"),
+        ("grpo", {"kl_coef": 0.1, "kl_target": 0.1}, "--rl-kl-target 0.1 has no effect"),
+        ("ppo", {"kl_horizon": 10.0}, "--rl-kl-horizon 10.0 has no effect"),
+        ("ppo", {"kl_target": 0.1, "kl_reward_coef": 0.0}, "--rl-kl-reward-coef 0.0 cannot be"),
+        ("grpo", {"num_samples_per_prompt": 1}, "--rl-num-samples-per-prompt 1 leaves nothing"),
+        ("grpo", {"num_samples_per_prompt": 0}, "--rl-num-samples-per-prompt 0 is not 1 or more"),
+        ("ppo", {"dynamic_sampling": True}, "--rl-num-samples-per-prompt 1 would have"),
+        ("grpo", {"max_refills": 2}, "--rl-max-refills 2 has no effect"),
+        ("dapo", {"max_refills": -1}, "--rl-max-refills -1 is not"),
+        ("grpo", {"mismatch_cap": 2.0}, "--rl-mismatch-cap 2.0 has no effect"),
+        ("grpo", {"mismatch_low": 0.5}, "--rl-mismatch-low 0.5 has no effect"),
+        ("grpo", {"mismatch_high": 2.0}, "--rl-mismatch-high 2.0 has no effect"),
+        (
+            "grpo",
+            {"mismatch_correction": "icepop", "mismatch_low": 3.0, "mismatch_high": 2.0},
+            "--rl-mismatch-low 3.0 and --rl-mismatch-high 2.0 are not",
+        ),
+        (
+            "grpo",
+            {"mismatch_correction": "token_tis", "mismatch_cap": -1.0},
+            "--rl-mismatch-cap -1.0 is not a positive number",
+        ),
+        ("grpo", {"loss_constant": 10.0}, "--rl-loss-constant 10.0 has no effect"),
+        ("dr_grpo", {"loss_constant": 0.0}, "--rl-loss-constant 0.0 is not a positive number"),
+        ("grpo", {"top_p": 0.9}, "--rl-top-p 0.9 needs --rl-mismatch-correction"),
+        ("grpo", {"top_k": 20}, "--rl-top-k 20 needs --rl-mismatch-correction"),
+        ("grpo", {"clip_eps_lower": 2.0}, "--rl-clip-eps-lower 2.0 is not"),
+        ("grpo", {"kl_coef": -0.1}, "--rl-kl-coef -0.1 is not"),
+        ("ppo", {"kl_coef": -0.1}, "--rl-kl-coef -0.1 is not"),
+        ("grpo", {"kl_coef": math.nan}, "--rl-kl-coef nan is not"),
+        ("ppo", {"kl_reward_coef": -0.1}, "--rl-kl-reward-coef -0.1 is not"),
+        ("ppo", {"gamma": 1.5}, "--rl-gamma 1.5 is not"),
+        ("ppo", {"value_clip_eps": 0.0}, "--rl-value-clip-eps 0.0 is not"),
+    ],
+)
+def test_what_cannot_be_is_one_sentence_that_names_the_flag(
+    name: str, given: dict, message: str
+) -> None:
+    with pytest.raises(UsageError, match=f"^{message}") as caught:
+        resolve_algorithm(name, given)
+    text = str(caught.value)
+    assert text.endswith(".") and "\n" not in text and ". " not in text
+
+
+@pytest.mark.parametrize("given", [{"top_p": 1.0}, {"top_k": 0}, {"top_k": -1}])
+def test_sampling_from_all_tokens_needs_no_correction(given: dict) -> None:
+    resolve_algorithm("grpo", given)
+
+
+def test_a_buffer_beyond_the_budget_is_refused_where_the_budget_is_known() -> None:
+    algorithm = resolve_algorithm("dapo", {"overlong_buffer_tokens": 600})
+    with pytest.raises(UsageError, match="^--rl-overlong-buffer-tokens 600 is not between"):
+        algorithm.overlong_buffer(512)
+
+
+def test_a_key_that_is_no_part_is_a_bug() -> None:
+    with pytest.raises(AssertionError, match="no part of an algorithm: .*clip_eps'"):
+        resolve_algorithm("grpo", {"clip_eps": 0.2})
+
+
+def test_recipes_hold_only_parts_of_an_algorithm() -> None:
+    parts = {field.name for field in dataclasses.fields(Algorithm)}
+    assert {field.name for field in dataclasses.fields(RECIPES["ppo"])} <= parts

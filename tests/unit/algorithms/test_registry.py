@@ -1,0 +1,196 @@
+"""Names, duplicates, and a user's own file."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from mcore_rl.algorithms import registry
+from mcore_rl.algorithms.aggregation import Denominators
+from mcore_rl.algorithms.loss_types import PolicyLossConfig
+from mcore_rl.algorithms.recipes import resolve_algorithm
+from mcore_rl.algorithms.registry import (
+    advantage_estimator,
+    find_advantage_estimator,
+    find_policy_loss,
+    import_user_file,
+    policy_loss,
+)
+from mcore_rl.algorithms.total_loss import policy_loss_total
+from mcore_rl.errors import UsageError
+from mcore_rl.reward_functions import resolve_reward
+from tests.unit.algorithms.ragged import ragged, random_ragged
+from tests.unit.algorithms.test_estimators import inputs_of
+
+ROOT = Path(__file__).resolve().parents[3]
+MINE = """
+import torch
+
+from mcore_rl.algorithms.estimators import AdvantageOutputs
+from mcore_rl.algorithms.loss_types import TokenLosses
+from mcore_rl.algorithms.registry import advantage_estimator, policy_loss
+from mcore_rl.reward_functions import reward
+
+
+@advantage_estimator("{name}_constant", needs_critic=True)
+def constant(inputs, config):
+    return AdvantageOutputs(inputs.loss_mask.float() * config.gamma)
+
+
+@policy_loss("{name}_square")
+def square(inputs, config):
+    none = torch.zeros_like(inputs.loss_mask)
+    return TokenLosses(inputs.log_probs.square(), none, none)
+
+
+@reward("{name}_length")
+def length(*, prompt, response, answer):
+    return float(len(response))
+"""
+
+
+@pytest.fixture(autouse=True)
+def restored_tables(monkeypatch: pytest.MonkeyPatch) -> None:
+    from mcore_rl import reward_functions
+
+    find_policy_loss("ppo_clip")
+    for module, table in (
+        (registry, "_ESTIMATORS"),
+        (registry, "_POLICY_LOSSES"),
+        (registry, "_IMPORTED"),
+        (reward_functions, "_BY_NAME"),
+    ):
+        monkeypatch.setattr(module, table, dict(getattr(module, table)))
+
+
+def test_built_in_names_are_found() -> None:
+    assert find_advantage_estimator("gae").needs_critic
+    assert find_advantage_estimator("remax").needs_greedy_baseline
+    assert find_advantage_estimator("grpo").compares_group
+    assert find_policy_loss("gspo").name == "gspo"
+
+
+@pytest.mark.parametrize(
+    "find, message",
+    [
+        (
+            lambda: find_advantage_estimator("rlo"),
+            r"--rl-advantage rlo is no .* \(did you mean rloo\?\)",
+        ),
+        (
+            lambda: find_policy_loss("ppo"),
+            r"--rl-policy-loss ppo is no policy loss.*: choose one of cispo, gmpo, gspo, .*sapo\.",
+        ),
+    ],
+)
+def test_unknown_name_is_a_usage_error_with_the_nearest(find, message: str) -> None:
+    with pytest.raises(UsageError, match=f"^{message}"):
+        find()
+
+
+@pytest.mark.parametrize("decorator, name", [(advantage_estimator, "gae"), (policy_loss, "gspo")])
+def test_a_name_that_is_taken_raises(decorator, name: str) -> None:
+    with pytest.raises(ValueError, match=f"called '{name}'; rename one"):
+        decorator(name)(lambda inputs, config: None)
+
+
+def test_a_users_file_brings_an_estimator_a_loss_and_a_reward(tmp_path: Path) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text(MINE.format(name="first"))
+    import_user_file(str(file))
+    batch = random_ragged(0)
+    inputs = inputs_of(batch)
+    config = resolve_algorithm("ppo", {"advantage": "first_constant", "gamma": 0.5})
+    entry = find_advantage_estimator("first_constant")
+    assert config.needs_critic and entry.needs_critic
+    advantages = entry.function(inputs, config.advantage_config).advantages
+    assert torch.equal(advantages, 0.5 * batch.loss_mask.float())
+    one = ragged([2], [1])
+    output = policy_loss_total(
+        torch.tensor([2.0, 3.0, float("nan")]),
+        torch.zeros(3),
+        old_log_probs=torch.zeros(3),
+        advantages=torch.zeros(3),
+        loss_mask=one.loss_mask,
+        lengths=one.lengths,
+        denominators=Denominators(2, 1),
+        config=PolicyLossConfig("first_square"),
+    )
+    assert output.loss.item() == 6.5
+    assert resolve_reward("first_length")(prompt="", response="four", answer="") == 4.0
+
+
+def test_a_file_runs_once_however_its_path_is_spelt(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text(MINE.format(name="once"))
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "link.py").symlink_to(file)
+    for spelling in (str(file), "mine.py", "./mine.py", "link.py"):
+        import_user_file(spelling)
+
+
+def test_two_files_of_one_name_are_two_modules(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "mine.py").write_text(MINE.format(name=name))
+        import_user_file(str(tmp_path / name / "mine.py"))
+    assert find_policy_loss("a_square").function is not find_policy_loss("b_square").function
+
+
+@pytest.mark.parametrize(
+    "name, text, message",
+    [
+        ("gone.py", None, "--rl-import .*gone.py does not exist"),
+        ("mine.txt", "", "--rl-import .*mine.txt is not a .py file"),
+        ("raises.py", "raise OSError('no disk')", "--rl-import .* raised OSError: no disk"),
+        ("exits.py", "import sys; sys.exit(3)", "--rl-import .* raised SystemExit: 3"),
+        ("syntax.py", "def", "--rl-import .* raised SyntaxError"),
+        (
+            "taken.py",
+            "from mcore_rl.algorithms.registry import policy_loss\n"
+            "policy_loss('sapo')(lambda inputs, config: None)",
+            "--rl-import .* raised ValueError: two policy losses are called 'sapo'",
+        ),
+    ],
+)
+def test_a_file_that_cannot_be_used_is_a_usage_error(
+    name: str, text: str | None, message: str, tmp_path: Path
+) -> None:
+    if text is not None:
+        (tmp_path / name).write_text(text)
+    with pytest.raises(UsageError, match=f"^{message}"):
+        import_user_file(str(tmp_path / name))
+
+
+def test_a_name_that_a_built_in_has_is_refused_before_any_was_looked_up(tmp_path: Path) -> None:
+    file = tmp_path / "taken.py"
+    file.write_text(
+        "from mcore_rl.algorithms.registry import advantage_estimator\n"
+        "advantage_estimator('gae')(lambda inputs, config: None)\n"
+    )
+    program = f"from mcore_rl.algorithms.registry import import_user_file as i; i({str(file)!r})"
+    process = subprocess.run(
+        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True
+    )
+    assert "two advantage estimators are called 'gae'" in process.stderr.splitlines()[-1]
+
+
+def test_a_file_of_rewards_alone_does_not_import_torch(tmp_path: Path) -> None:
+    file = tmp_path / "rewards.py"
+    file.write_text(
+        "from mcore_rl.reward_functions import reward\n"
+        "reward('mine')(lambda *, prompt, response, answer: 1.0)\n"
+    )
+    program = (
+        "import sys\n"
+        "from mcore_rl.algorithms.registry import import_user_file\n"
+        f"import_user_file({str(file)!r})\n"
+        "assert 'torch' not in sys.modules and 'numpy' not in sys.modules\n"
+    )
+    subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=True)

@@ -1,0 +1,611 @@
+"""Rewards over HTTP, against a server on the loopback device."""
+
+from __future__ import annotations
+
+import json
+import logging
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import numpy as np
+import pytest
+
+from mcore_rl import reward_http
+from mcore_rl.errors import UsageError
+from mcore_rl.reward_http import PLAIN_DIALECT, ServerReward, asking
+from mcore_rl.reward_pooling import POOLING_DIALECT
+from mcore_rl.reward_specs import parse_rewards
+from mcore_rl.reward_stack import RewardStack
+from mcore_rl.reward_worker import Outcome
+from mcore_rl.types import Prompt, Rollout
+
+SECRET = "Bearer hush-hush"
+
+
+def rollouts(*answers: str) -> list[Rollout]:
+    """Samples numbered in their responses; what the server makes of them stands in `answers`."""
+    none = np.zeros(0, np.float32)
+    return [
+        Rollout(
+            Prompt(i, "question", answer, none.astype(np.int32)),
+            sample_index=0,
+            text=str(i),
+            response_token_ids=none.astype(np.int32),
+            rollout_log_probs=none,
+            finish_reason="stop",
+            weight_version=0,
+        )
+        for i, answer in enumerate(answers)
+    ]
+
+
+def answers_as_rewards(body: dict) -> tuple[int, bytes]:
+    """Gives each sample the reward that its answer is."""
+    rewards = [float(sample["answer"]) for sample in body["samples"]]
+    return 200, json.dumps({"rewards": rewards}).encode()
+
+
+class Server(ThreadingHTTPServer):
+    """Answers by `behaviour(body) -> status, text`; notes requests and how many run at one time."""
+
+    daemon_threads = True
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), Handler)
+        self.behaviour: Callable[[dict], tuple[int, bytes]] = answers_as_rewards
+        self.headers_sent: dict[str, str] = {}
+        self.requests: list[dict] = []
+        self.paths: list[str] = []
+        self.seen_headers: list[dict[str, str]] = []
+        self.num_running = self.most_running = 0
+        self.lock = threading.Lock()
+        self.released = threading.Event()
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.server_address[1]}/score?model=a"
+
+
+class Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    server: Server
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        with self.server.lock:
+            self.server.paths.append(self.path)
+            self.server.requests.append(body)
+            self.server.seen_headers.append(dict(self.headers))
+            self.server.num_running += 1
+            self.server.most_running = max(self.server.most_running, self.server.num_running)
+        try:
+            status, text = self.server.behaviour(body)
+        finally:
+            with self.server.lock:
+                self.server.num_running -= 1
+        self.send_response(status)
+        for name, value in self.server.headers_sent.items():
+            self.send_header(name, value)
+        self.send_header("Content-Length", str(len(text)))
+        self.end_headers()
+        try:
+            self.wfile.write(text)
+        except ConnectionError:  # the client did not want to read it all
+            self.close_connection = True
+
+    def do_GET(self) -> None:  # what a followed redirect would do
+        self.server.paths.append(self.path)
+        self.send_error(404)
+
+    def log_message(self, format: str, *args: object) -> None:
+        pass
+
+
+@pytest.fixture
+def server() -> Iterator[Server]:
+    with Server() as server:
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
+        thread.start()
+        yield server
+        server.released.set()
+        server.shutdown()
+        thread.join()
+
+
+@pytest.fixture(autouse=True)
+def short_waits(monkeypatch):
+    monkeypatch.setattr(reward_http, "_FIRST_BACKOFF_SECONDS", 0.02)
+
+
+def ask(url: str, *answers: str, timeout_seconds: float = 5.0, **options: int) -> list[Outcome]:
+    (server,) = parse_rewards("http", url=url, **options).servers
+    reward = ServerReward(server, PLAIN_DIALECT, timeout_seconds=timeout_seconds)
+    with asking([reward], rollouts(*answers)) as (future,):
+        return future.result()
+
+
+def in_turn(*behaviours: Callable[[dict], tuple[int, bytes]]):
+    """Each request meets the next behaviour; the last one stays."""
+    left = list(behaviours)
+    lock = threading.Lock()
+
+    def behave(body: dict) -> tuple[int, bytes]:
+        with lock:
+            current = left.pop(0) if len(left) > 1 else left[0]
+        return current(body)
+
+    return behave
+
+
+def status(code: int):
+    return lambda body: (code, b"{}")
+
+
+def text(answer: str | bytes):
+    return lambda body: (200, answer if isinstance(answer, bytes) else answer.encode())
+
+
+# Answers that are as they should be ---------------------------------------------------------------
+
+
+def test_samples_are_sent_in_batches_and_rewards_come_back_in_order(server):
+    answers = [str(i / 4) for i in range(11)]
+    outcomes = ask(server.url, *answers, http_batch=4, http_concurrency=3)
+    assert outcomes == [Outcome(i / 4) for i in range(11)]
+    assert sorted(len(body["samples"]) for body in server.requests) == [3, 4, 4]
+    sent = sorted(
+        (s for b in server.requests for s in b["samples"]), key=lambda s: int(s["response"])
+    )
+    assert sent == [
+        {"prompt": "question", "response": str(i), "answer": answer}
+        for i, answer in enumerate(answers)
+    ]
+    assert set(server.paths) == {"/score?model=a"}
+    assert {h["Content-Type"] for h in server.seen_headers} == {"application/json"}
+
+
+def test_no_sample_makes_no_request(server):
+    assert ask(server.url) == []
+    assert server.requests == []
+
+
+@pytest.mark.parametrize("concurrency", [1, 3])
+def test_no_more_requests_than_allowed_run_at_one_time(server, concurrency):
+    def slow(body: dict) -> tuple[int, bytes]:
+        time.sleep(0.05)
+        return answers_as_rewards(body)
+
+    server.behaviour = slow
+    outcomes = ask(server.url, *["1"] * 12, http_batch=1, http_concurrency=concurrency)
+    assert outcomes == [Outcome(1.0)] * 12
+    assert server.most_running == concurrency
+
+
+def test_text_of_any_kind_arrives(server):
+    samples = rollouts("0", "0")
+    odd = 'half a pair \ud800, "quotes", \x00 and \N{GREEK SMALL LETTER ALPHA}'
+    object.__setattr__(samples[1], "text", odd)
+    (spec,) = parse_rewards("http", url=server.url).servers
+    with asking([ServerReward(spec, PLAIN_DIALECT, timeout_seconds=5)], samples) as (future,):
+        assert future.result() == [Outcome(0.0)] * 2
+    assert server.requests[0]["samples"][1]["response"] == odd
+
+
+# What is tried again, and what is not -------------------------------------------------------------
+
+
+@pytest.mark.parametrize("code", [429, 500, 502, 503, 599])
+def test_a_status_that_may_pass_is_tried_again(server, code):
+    server.behaviour = in_turn(status(code), status(code), answers_as_rewards)
+    assert ask(server.url, "0.5", http_retries=2) == [Outcome(0.5)]
+    assert len(server.requests) == 3
+
+
+@pytest.mark.parametrize("code", [400, 401, 403, 404, 422])
+def test_a_status_that_will_not_pass_is_not_tried_again(server, code):
+    server.behaviour = status(code)
+    assert ask(server.url, "1", "1") == [Outcome(0.0, f"HTTP status {code}")] * 2
+    assert len(server.requests) == 1
+
+
+def test_retries_end(server):
+    server.behaviour = status(503)
+    assert ask(server.url, "1", http_retries=2) == [Outcome(0.0, "HTTP status 503")]
+    assert len(server.requests) == 3
+    assert ask(server.url, "1", http_retries=0) == [Outcome(0.0, "HTTP status 503")]
+    assert len(server.requests) == 4
+
+
+def test_one_bad_batch_costs_no_other(server):
+    server.behaviour = lambda body: (
+        (400, b"") if body["samples"][0]["response"] == "2" else answers_as_rewards(body)
+    )
+    kinds = [o.kind for o in ask(server.url, *["1"] * 6, http_batch=2)]
+    assert kinds == [None, None, "HTTP status 400", "HTTP status 400", None, None]
+
+
+def test_a_server_that_hangs_costs_its_samples_and_the_time_of_each_attempt(server):
+    def hang(body: dict) -> tuple[int, bytes]:
+        server.released.wait(30)
+        return status(500)(body)
+
+    server.behaviour = hang
+    started = time.monotonic()
+    outcomes = ask(server.url, "1", "1", timeout_seconds=0.3, http_retries=1)
+    assert outcomes == [Outcome(0.0, "timed out", "no answer within 0.3 s")] * 2
+    assert 0.6 < time.monotonic() - started < 3
+    assert len(server.requests) == 2
+
+
+def test_a_server_that_hangs_once_is_asked_again(server):
+    def hang(body: dict) -> tuple[int, bytes]:
+        server.released.wait(30)
+        return status(500)(body)
+
+    server.behaviour = in_turn(hang, answers_as_rewards)
+    assert ask(server.url, "0.5", timeout_seconds=0.5) == [Outcome(0.5)]
+
+
+def test_an_answer_that_trickles_in_does_not_outlast_the_limit():
+    """Each byte comes in time, the last never does."""
+    listener = socket.create_server(("127.0.0.1", 0))
+    stop = threading.Event()
+
+    def trickle() -> None:
+        connection, _ = listener.accept()
+        with connection:
+            connection.recv(65536)
+            connection.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 1000\r\n\r\n")
+            while not stop.wait(0.05):
+                try:
+                    connection.sendall(b" ")
+                except OSError:
+                    return
+
+    thread = threading.Thread(target=trickle)
+    thread.start()
+    try:
+        url = f"http://127.0.0.1:{listener.getsockname()[1]}/"
+        started = time.monotonic()
+        (outcome,) = ask(url, "1", timeout_seconds=0.4, http_retries=0)
+        assert outcome.kind == "timed out"
+        assert time.monotonic() - started < 2
+    finally:
+        stop.set()
+        thread.join()
+        listener.close()
+
+
+def test_a_server_that_is_not_there_costs_its_samples():
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        url = f"http://127.0.0.1:{free.getsockname()[1]}/"
+    (outcome,) = ask(url, "1", http_retries=1)
+    assert outcome.kind == "connection failed"
+    assert outcome.detail.startswith("ClientConnectorError, ")
+
+
+def test_a_connection_that_breaks_is_tried_again(server):
+    broken = []
+
+    def breaks(body: dict) -> tuple[int, bytes]:
+        broken.append(body)
+        raise ConnectionAbortedError  # the handler ends without an answer
+
+    server.handle_error = lambda *_: None  # it would print the traceback
+    server.behaviour = in_turn(breaks, answers_as_rewards)
+    assert ask(server.url, "0.5") == [Outcome(0.5)]
+    assert len(broken) == 1
+
+
+def test_waits_grow_and_are_bounded(monkeypatch):
+    monkeypatch.setattr(reward_http, "_FIRST_BACKOFF_SECONDS", 0.5)
+    (spec,) = parse_rewards("http", url="http://127.0.0.1:9/").servers
+    reward = ServerReward(spec, PLAIN_DIALECT, timeout_seconds=3.0)
+    for attempt, longest in ((1, 0.5), (2, 1.0), (3, 2.0), (4, 3.0), (5, 3.0), (9999, 3.0)):
+        waits = {reward._backoff_seconds(attempt) for _ in range(100)}
+        assert len(waits) > 90 and longest / 2 <= min(waits) and max(waits) <= longest
+
+
+# Only the configured address ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("code", [301, 302, 303, 307, 308])
+def test_a_redirect_is_not_followed(server, code):
+    server.behaviour = status(code)
+    server.headers_sent = {"Location": "/elsewhere"}
+    (outcome,) = ask(server.url, "1")
+    assert outcome.kind == f"HTTP status {code}"
+    assert outcome.detail == "redirects are not followed; give the new URL"
+    assert server.paths == ["/score?model=a"]
+
+
+def test_proxies_netrc_and_cookies_are_not_used(server, monkeypatch, tmp_path):
+    with socket.create_server(("127.0.0.1", 0)) as proxy:
+        for name in ("http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY"):
+            monkeypatch.setenv(name, f"http://127.0.0.1:{proxy.getsockname()[1]}")
+        for name in ("no_proxy", "NO_PROXY"):
+            monkeypatch.delenv(name, raising=False)
+        (tmp_path / "netrc").write_text("machine localhost login me password hush\n")
+        monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
+        server.headers_sent = {"Set-Cookie": "a=1"}
+        # A name, as cookies of bare addresses are kept by nobody.
+        url = server.url.replace("127.0.0.1", "localhost")
+        outcomes = ask(url, "1", "1", http_batch=1, http_concurrency=1)
+    assert outcomes == [Outcome(1.0)] * 2
+    for headers in server.seen_headers:
+        assert "Authorization" not in headers and "Cookie" not in headers
+
+
+# Answers that are not as they should be -----------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("answer", "kind"),
+    [
+        ('{"rewards": [1.0]}', "answer has a wrong number of rewards"),
+        ('{"rewards": [1.0, 2.0, 3.0]}', "answer has a wrong number of rewards"),
+        ('{"rewards": []}', "answer has a wrong number of rewards"),
+        ('{"rewards": "12"}', "answer has another form"),
+        ('{"rewards": {"0": 1, "1": 2}}', "answer has another form"),
+        ('{"reward": [1, 2]}', "answer has another form"),
+        ("[1.0, 2.0]", "answer has another form"),
+        ("null", "answer has another form"),
+        ('"text"', "answer has another form"),
+        ("", "answer is not JSON"),
+        ("<html>busy</html>", "answer is not JSON"),
+        (b"\xff\xfe\xfd", "answer is not JSON"),
+        ("[" * 200_000, "answer is not JSON"),
+        ('{"rewards": [1, ' + "9" * 5000 + "]}", "answer is not JSON"),
+    ],
+    ids=range(14),
+)
+def test_an_answer_of_another_form_costs_the_batch_and_is_not_asked_for_again(server, answer, kind):
+    server.behaviour = text(answer)
+    outcomes = ask(server.url, "1", "1")
+    assert [(o.reward, o.kind) for o in outcomes] == [(0.0, kind)] * 2
+    assert '{"rewards": [numbers]}' in outcomes[0].detail
+    assert len(server.requests) == 1
+
+
+@pytest.mark.parametrize(
+    ("entry", "kind"),
+    [
+        ("NaN", "returned nan"),
+        ("Infinity", "returned inf"),
+        ("-Infinity", "returned -inf"),
+        ("1e999", "returned inf"),
+        ("9" * 400, "returned inf"),
+        ('"1.0"', "returned str"),
+        ("null", "returned NoneType"),
+        ("true", "returned bool"),
+        ("[1.0]", "returned list"),
+        ('{"score": 1}', "returned dict"),
+    ],
+)
+def test_an_entry_that_is_no_finite_number_costs_its_sample_only(server, entry, kind):
+    server.behaviour = text(f'{{"rewards": [0.5, {entry}, -2]}}')
+    good, bad, also_good = ask(server.url, "1", "1", "1")
+    assert (good, also_good) == (Outcome(0.5), Outcome(-2.0))
+    assert bad == Outcome(0.0, kind, "a reward is a finite number")
+
+
+def test_a_huge_answer_is_not_read_to_its_end(server):
+    server.behaviour = text(b" " * (PLAIN_DIALECT.max_answer_bytes + 1) + b'{"rewards": [1]}')
+    (outcome,) = ask(server.url, "1")
+    assert outcome == Outcome(0.0, "answer too long", "more than 1048576 bytes")
+    assert len(server.requests) == 1
+
+
+def test_an_endless_answer_is_not_read_to_its_end():
+    """Without a length, in chunks, as long as somebody reads."""
+    listener = socket.create_server(("127.0.0.1", 0))
+    num_sent = 0
+
+    def pour() -> None:
+        nonlocal num_sent
+        connection, _ = listener.accept()
+        with connection:
+            connection.recv(65536)
+            connection.sendall(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n")
+            try:
+                while num_sent < 1 << 30:
+                    connection.sendall(b"10000\r\n" + b" " * 65536 + b"\r\n")
+                    num_sent += 65536
+            except OSError:
+                return
+
+    thread = threading.Thread(target=pour)
+    thread.start()
+    try:
+        url = f"http://127.0.0.1:{listener.getsockname()[1]}/"
+        (outcome,) = ask(url, "1", timeout_seconds=20)
+        assert outcome.kind == "answer too long"
+    finally:
+        thread.join()
+        listener.close()
+    assert num_sent < 1 << 26
+
+
+def test_a_packed_answer_is_not_unpacked(server):
+    import gzip
+
+    server.behaviour = text(gzip.compress(b'{"rewards": [1.0]}' + b" " * (1 << 22)))
+    server.headers_sent = {"Content-Encoding": "gzip"}
+    (outcome,) = ask(server.url, "1")
+    assert outcome.kind == "answer is not JSON"
+    assert server.seen_headers[0]["Accept-Encoding"] == "identity"
+
+
+# The header from the environment ------------------------------------------------------------------
+
+
+def test_the_header_is_sent_and_told_to_nobody(server, monkeypatch, caplog, capfd):
+    """Not even where the server repeats it in its answer."""
+    monkeypatch.setenv("REWARD_HEADER", f"Authorization: {SECRET}")
+    spec = parse_rewards("http", url=server.url, header_env="REWARD_HEADER", http_retries=0)
+    echoes = [
+        (401, SECRET.encode()),
+        (200, SECRET.encode()),
+        (200, json.dumps({SECRET: SECRET}).encode()),
+        (200, json.dumps({"rewards": [SECRET]}).encode()),
+        (200, json.dumps({"rewards": [{SECRET: 1}]}).encode()),
+        (200, json.dumps({"rewards": [SECRET, SECRET]}).encode()),
+    ]
+    server.headers_sent = {"Location": SECRET, "X-Echo": SECRET}
+    with caplog.at_level(logging.DEBUG), RewardStack(spec) as stack:
+        texts = [repr(spec), repr(vars(stack))]
+        for echo in echoes:
+            server.behaviour = lambda body, echo=echo: echo
+            (scored,) = stack.score(rollouts("1"))
+            assert scored.reward == 0.0 and scored.failure
+            texts.append(scored.failure)
+    assert [h["Authorization"] for h in server.seen_headers] == [SECRET] * len(echoes)
+    captured = capfd.readouterr()
+    everything = "\n".join([*texts, caplog.text, captured.out, captured.err])
+    assert "hush" not in everything
+
+
+def test_a_server_that_does_not_speak_http_costs_its_samples_and_its_text_is_not_told():
+    listener = socket.create_server(("127.0.0.1", 0))
+
+    def speak() -> None:
+        connection, _ = listener.accept()
+        with connection:
+            connection.recv(65536)
+            connection.sendall(f"{SECRET}\r\n\r\n".encode())
+
+    thread = threading.Thread(target=speak)
+    thread.start()
+    try:
+        url = f"http://127.0.0.1:{listener.getsockname()[1]}/"
+        (outcome,) = ask(url, "1", http_retries=0)
+    finally:
+        thread.join()
+        listener.close()
+    assert outcome.kind in ("request failed", "connection failed")
+    assert "hush" not in outcome.detail
+
+
+def test_a_variable_that_is_not_set_is_an_error_at_once(server, monkeypatch):
+    monkeypatch.delenv("REWARD_HEADER", raising=False)
+    spec = parse_rewards("http", url=server.url, header_env="REWARD_HEADER")
+    with pytest.raises(UsageError, match="REWARD_HEADER"):
+        RewardStack(spec)
+
+
+# Together with functions --------------------------------------------------------------------------
+
+
+def test_stack_adds_functions_and_server_and_tells_parts(server, caplog):
+    def fails_on_two(body: dict) -> tuple[int, bytes]:
+        entries = ["null" if s["response"] == "2" else "0.5" for s in body["samples"]]
+        return 200, f'{{"rewards": [{", ".join(entries)}]}}'.encode()
+
+    server.behaviour = fails_on_two
+    spec = parse_rewards("http,exact_match,arithmetic", "-0.5,1,2", url=server.url)
+    samples = rollouts("0", "one", "2", "8")
+    with RewardStack(spec) as stack:
+        scored = stack.score(samples)
+        assert stack.score([]) == []
+    assert [s.rollout for s in scored] == samples
+    assert [s.reward for s in scored] == [-0.25 + 1 + 2, 0.0, 0.0, -0.25]
+    assert [list(s.parts) for s in scored] == [
+        ["http", "exact_match", "arithmetic"],
+        ["http", "exact_match"],
+        ["exact_match", "arithmetic"],
+        ["http", "exact_match", "arithmetic"],
+    ]
+    assert scored[0].parts == {"http": 0.5, "exact_match": 1.0, "arithmetic": 1.0}
+    assert scored[1].failure == "arithmetic: raised ValueError: the answer 'one' is not a number"
+    assert scored[2].failure == "http: returned NoneType: a reward is a finite number"
+    logged = [message.split(" failed")[0] for message in caplog.messages]
+    assert sorted(logged) == ["reward arithmetic", "reward http"]
+
+
+def test_stack_asks_the_server_while_functions_run(server):
+    """Each waits for the other."""
+    running = threading.Event()
+
+    def wait(body: dict) -> tuple[int, bytes]:
+        running.wait(20)
+        return answers_as_rewards(body)
+
+    server.behaviour = wait
+    spec = parse_rewards("http,exact_match", url=server.url, timeout_seconds=30)
+    with RewardStack(spec) as stack:
+        pool = stack._pool
+        assert pool is not None
+        outcomes = pool.outcomes
+
+        def noted(samples):
+            found = outcomes(samples)
+            running.set()
+            return found
+
+        pool.outcomes = noted
+        assert [s.reward for s in stack.score(rollouts("0"))] == [1.0]
+
+
+def test_requests_are_taken_back_when_a_function_raises(server):
+    def hang(body: dict) -> tuple[int, bytes]:
+        server.released.wait(30)
+        return status(500)(body)
+
+    server.behaviour = hang
+    spec = parse_rewards("http,no_such_function", url=server.url, timeout_seconds=60)
+    started = time.monotonic()
+    with RewardStack(spec) as stack, pytest.raises(UsageError, match="no_such_function"):
+        stack.score(rollouts("1"))
+    assert time.monotonic() - started < 20
+    assert "rewards over HTTP" not in {thread.name for thread in threading.enumerate()}
+
+
+def test_stack_logs_the_first_failure_of_a_kind_once(server, caplog):
+    server.behaviour = status(404)
+    with RewardStack(parse_rewards("http", url=server.url, http_batch=1)) as stack:
+        for _ in range(2):
+            assert [s.failure for s in stack.score(rollouts("1", "1"))] == ["HTTP status 404"] * 2
+    assert len([m for m in caplog.messages if "HTTP status 404" in m]) == 1
+
+
+# The dialect of vLLM's pooling server -------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("data", "expected"),
+    [
+        ([0.75], Outcome(0.75)),
+        ([[9.0], [-0.5]], Outcome(-0.5)),
+        ([[0.25]], Outcome(0.25)),
+        ([None], Outcome(0.0, "returned NoneType", "a reward is a finite number")),
+    ],
+)
+def test_pooling_takes_the_score_of_a_sequence_or_of_its_last_token(server, data, expected):
+    answer = {"object": "list", "data": [{"index": 0, "object": "pooling", "data": data}]}
+    server.behaviour = text(json.dumps(answer))
+    url = f"http://127.0.0.1:{server.server_address[1]}"
+    (spec,) = parse_rewards("pooling", pooling_url=url).servers
+    reward = ServerReward(spec, POOLING_DIALECT, timeout_seconds=5)
+    with asking([reward], rollouts("1", "1")) as (future,):
+        assert future.result() == [expected] * 2
+    assert server.paths == ["/pooling"] * 2
+    bodies = sorted(server.requests, key=lambda body: body["input"])
+    assert [body["input"] for body in bodies] == [["question0"], ["question1"]]
+    assert all(body["use_activation"] is False for body in bodies)
+
+
+@pytest.mark.parametrize(
+    "data",
+    [[0.1, 0.9], [[0.1, 0.9]], [[1.0], [0.1, 0.9]], [], [[]], "AACAPw==", None, {"a": 1}, 1.0],
+)
+def test_pooling_refuses_what_is_not_one_score(server, data):
+    server.behaviour = text(json.dumps({"data": [{"index": 0, "data": data}]}))
+    url = f"http://127.0.0.1:{server.server_address[1]}"
+    spec = parse_rewards("pooling", pooling_url=url)
+    with RewardStack(spec) as stack:
+        (scored,) = stack.score(rollouts("1"))
+    assert scored.reward == 0.0
+    assert scored.failure and scored.failure.startswith("answer has another form: the answer must")

@@ -1,0 +1,77 @@
+"""Weighted sums of rewards, what a failed part costs, and the metrics of each part."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from mcore_rl.reward_parts import part_metrics, weighed
+from mcore_rl.reward_worker import Outcome
+from mcore_rl.types import Prompt, Rollout
+
+FAILED = Outcome(0.0, "timed out", "no value within 1 s")
+
+
+def rollouts(num: int) -> list[Rollout]:
+    prompt = Prompt(0, "question", "answer", np.zeros(1, np.int32))
+    none = np.zeros(0, np.float32)
+    return [Rollout(prompt, i, str(i), none.astype(np.int32), none, "stop", 0) for i in range(num)]
+
+
+def outcomes(*values: float | Outcome) -> list[Outcome]:
+    return [value if isinstance(value, Outcome) else Outcome(value) for value in values]
+
+
+def test_weighed_sums_parts_by_weight():
+    samples = rollouts(3)
+    parts = {"a": outcomes(1.0, 0.0, 2.0), "b": outcomes(4.0, -2.0, 0.0)}
+    scored = weighed(samples, parts, {"a": 1.0, "b": -0.25})
+    assert [s.rollout for s in scored] == samples
+    assert [s.reward for s in scored] == [0.0, 0.5, 2.0]
+    assert [s.parts for s in scored] == [
+        {"a": 1.0, "b": 4.0},
+        {"a": 0.0, "b": -2.0},
+        {"a": 2.0, "b": 0.0},
+    ]
+    assert all(s.failure is None for s in scored)
+
+
+def test_weighed_gives_0_and_names_the_part_that_failed():
+    parts = {"a": outcomes(1.0, 1.0), "b": outcomes(FAILED, 1.0), "c": outcomes(FAILED, 1.0)}
+    failed, whole = weighed(rollouts(2), parts, {"a": 1.0, "b": 1.0, "c": 1.0})
+    assert (failed.reward, failed.parts) == (0.0, {"a": 1.0})
+    assert failed.failure == "b: timed out: no value within 1 s"
+    assert (whole.reward, whole.failure) == (3.0, None)
+
+
+def test_weighed_names_no_part_where_there_is_one():
+    (sample,) = weighed(rollouts(1), {"a": [FAILED]}, {"a": 1.0})
+    assert sample.failure == "timed out: no value within 1 s"
+
+
+def test_weighed_gives_0_where_the_sum_is_not_finite():
+    (sample,) = weighed(rollouts(1), {"a": outcomes(1e308)}, {"a": 100.0})
+    assert (sample.reward, sample.failure) == (0.0, "the weighted sum of its rewards is inf")
+
+
+def test_weighed_keeps_the_value_of_a_single_reward():
+    (sample,) = weighed(rollouts(1), {"a": outcomes(0.1)}, {"a": 1.0})
+    assert sample.reward == 0.1
+
+
+def test_part_metrics_leave_out_what_failed():
+    parts = {"a": outcomes(1.0, 2.0, FAILED), "b:f": outcomes(FAILED, FAILED, FAILED)}
+    scored = weighed(rollouts(3), parts, {"a": 5.0, "b:f": 1.0})
+    assert part_metrics(scored, ["a", "b:f"]) == {
+        "reward/a/mean": 1.5,
+        "reward/a/failures": 1.0,
+        "reward/b:f/failures": 3.0,
+    }
+    assert part_metrics(scored) == {"reward/a/mean": 1.5, "reward/a/failures": 1.0}
+    assert part_metrics([], ["a"]) == {"reward/a/failures": 0.0}
+
+
+@pytest.mark.parametrize("value", [1e308, -1e308])
+def test_part_metrics_are_finite_for_huge_values(value):
+    scored = weighed(rollouts(4), {"a": outcomes(*[value] * 4)}, {"a": 1.0})
+    assert part_metrics(scored)["reward/a/mean"] == value

@@ -17,6 +17,7 @@ from typing import Any
 
 import yaml
 
+from mcore_rl import trace
 from mcore_rl.types import ScoredRollout, StepStats
 
 STAGES = ("data", "rollout", "reward", "log_probs", "advantages", "train", "checkpoint", "eval")
@@ -25,7 +26,7 @@ MAIN_METRICS = ("reward/mean", "eval/accuracy", "kl/rollout_actor", "entropy", "
 
 
 class StageTimers:
-    """Seconds spent in each stage of a step."""
+    """Seconds spent in each stage of a step, of which `--rl-trace` makes spans as well."""
 
     def __init__(self) -> None:
         self._seconds: dict[str, float] = {}
@@ -35,7 +36,8 @@ class StageTimers:
     def __call__(self, stage: str) -> Iterator[None]:
         """Add the time of a `with` block to `stage`; a stage may be entered several times."""
         started = time.perf_counter()
-        yield
+        with trace.span(stage, trace.STAGE):
+            yield
         self.add(stage, time.perf_counter() - started)
 
     def add(self, stage: str, seconds: float) -> None:
@@ -53,6 +55,7 @@ class StageTimers:
         metrics["time/step_seconds"] = now - self._started
         self._seconds.clear()
         self._started = now
+        trace.step_ended()
         return metrics
 
 

@@ -1,14 +1,17 @@
-"""A checkpoint can be loaded without Apex and Transformer Engine.
+"""A checkpoint can be saved and loaded without Apex and Transformer Engine.
 
 Symptom: `--load` of a checkpoint with optimizer state dies in `DistributedOptimizer.state_dict`
-("assert len(steps) == 1", or KeyError 'step').
+("assert len(steps) == 1", or KeyError 'step'); so does saving where a pipeline stage has no experts
+beside others that have.
 
 Cause: loading first asks the new optimizer for its state, to know the shapes. PyTorch's AdamW has
 none before its first step, and Megatron's own initialiser of it leaves out `step`, which Apex's
-and Transformer Engine's Adam keep elsewhere.
+and Transformer Engine's Adam keep elsewhere. The optimizer of a stage's experts, where there are
+none, has no state at all to read the step of.
 
 Why safe: an AdamW without state gets what it would give itself at its first step: zero moments and
-step 0. A state that exists is left alone.
+step 0. A state that exists is left alone. Without parameters the step that is read stands for
+nothing.
 
 Upstream: no issue known; with Apex or Transformer Engine the branch is never taken.
 
@@ -18,6 +21,10 @@ Versions: megatron-core 0.19.2.
 """
 
 from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
 
 from mcore_rl.patches.registry import Patch, require_parameters
 
@@ -46,9 +53,25 @@ def apply() -> None:
                     for moment in ("exp_avg", "exp_avg_sq"):
                         if moment not in state:
                             state[moment] = torch.zeros_like(parameter.data)
+            if not self.optimizer.state:
+                with _showing_a_step(self.optimizer):
+                    return state_dict(self)
         return state_dict(self)
 
     DistributedOptimizer.state_dict = state_dict_of_initialised
+
+
+@contextlib.contextmanager
+def _showing_a_step(optimizer: Any) -> Iterator[None]:
+    """While inside, the state dict of an optimizer without parameters has a step to read."""
+    import torch
+
+    own = optimizer.state_dict
+    optimizer.state_dict = lambda: {**own(), "state": {0: {"step": torch.tensor(0.0)}}}
+    try:
+        yield
+    finally:
+        del optimizer.state_dict
 
 
 PATCH = Patch(

@@ -1,0 +1,182 @@
+"""What a run is made of, in numbers: prompts, sequences, mini-batches, micro-batches, updates.
+
+    prompts x samples = sequences of a step
+    sequences / mini-batches, each learnt from once an epoch: one optimizer step each
+    a rank's share of a mini-batch, cut into micro-batches
+
+This module is pure: it imports neither Megatron nor vLLM nor torch.distributed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from mcore_rl.packing import MicroBatching
+
+
+@dataclass(frozen=True, slots=True)
+class ModelAccounting:
+    """What one model, actor or critic, makes of a step in its own layout.
+
+    Micro-batches are of one pass over one mini-batch on one data-parallel rank. Without packing
+    their number is known. Packed, it follows from the lengths: no fewer than `least`, and `full`
+    where every sequence has all tokens that it may have.
+    """
+
+    dp_size: int
+    max_tokens: int  # of a packed micro-batch; 0: padded
+    micro_batch_size: int  # sequences of a padded one
+    sequences_per_mini_batch: int
+    least_micro_batches: int
+    full_micro_batches: int
+    optimizer_steps_per_step: int
+    optimizer_steps: int  # in the whole run
+
+    @property
+    def packed(self) -> bool:
+        return self.max_tokens > 0
+
+    @property
+    def sequences_per_rank(self) -> float:
+        """Of a mini-batch; a mean where packing deals them out by their cost."""
+        return self.sequences_per_mini_batch / self.dp_size
+
+
+@dataclass(frozen=True, slots=True)
+class BatchAccounting:
+    """The numbers of a step and of the run."""
+
+    prompts_per_step: int
+    samples_per_prompt: int
+    sequences_per_step: int
+    max_sequence_tokens: int  # prompt and response
+    num_mini_batches: int
+    num_epochs: int
+    num_steps: int  # of the whole run, from its beginning
+    sequences: int  # in the whole run
+    max_draws: int  # of prompts in a step, the first one included; 1 without dynamic sampling
+    critic_warmup_steps: int  # in which the actor has no optimizer step
+    actor: ModelAccounting
+    critic: ModelAccounting | None
+
+
+def batch_accounting(
+    *,
+    num_prompts: int,
+    samples_per_prompt: int,
+    num_mini_batches: int,
+    num_epochs: int,
+    num_steps: int,
+    max_sequence_tokens: int,
+    actor: tuple[int, MicroBatching],
+    critic: tuple[int, MicroBatching] | None = None,
+    critic_warmup_steps: int = 0,
+    max_draws: int = 1,
+) -> BatchAccounting:
+    """The numbers of a run; `actor` and `critic` are data-parallel size and micro-batching."""
+    sequences = num_prompts * samples_per_prompt
+    assert sequences % num_mini_batches == 0, (
+        f"{sequences} sequences do not divide into {num_mini_batches} mini-batches"
+    )
+
+    def of_model(dp_size: int, batching: MicroBatching, warmup_steps: int) -> ModelAccounting:
+        mini_batch = sequences // num_mini_batches
+        least, full = _micro_batches(mini_batch, dp_size, batching, max_sequence_tokens)
+        updates = num_mini_batches * num_epochs
+        return ModelAccounting(
+            dp_size=dp_size,
+            max_tokens=batching.max_tokens,
+            micro_batch_size=batching.micro_batch_size,
+            sequences_per_mini_batch=mini_batch,
+            least_micro_batches=least,
+            full_micro_batches=full,
+            optimizer_steps_per_step=updates,
+            optimizer_steps=updates * max(num_steps - warmup_steps, 0),
+        )
+
+    return BatchAccounting(
+        prompts_per_step=num_prompts,
+        samples_per_prompt=samples_per_prompt,
+        sequences_per_step=sequences,
+        max_sequence_tokens=max_sequence_tokens,
+        num_mini_batches=num_mini_batches,
+        num_epochs=num_epochs,
+        num_steps=num_steps,
+        sequences=sequences * num_steps,
+        max_draws=max_draws,
+        critic_warmup_steps=critic_warmup_steps if critic else 0,
+        actor=of_model(*actor, critic_warmup_steps if critic else 0),
+        critic=of_model(*critic, 0) if critic else None,
+    )
+
+
+def _micro_batches(
+    mini_batch: int, dp_size: int, batching: MicroBatching, max_sequence_tokens: int
+) -> tuple[int, int]:
+    """Micro-batches of a rank: (at least, with all sequences as long as they may be)."""
+    if not batching.packed:
+        each = dp_size * batching.micro_batch_size
+        assert mini_batch % each == 0, f"{mini_batch} sequences do not divide into {each}"
+        return mini_batch // each, mini_batch // each
+    together = max(batching.max_tokens // max_sequence_tokens, 1)  # full ones in a micro-batch
+    most = -(-mini_batch // dp_size)  # sequences of a rank
+    multiple = batching.count_multiple_of
+    return multiple, -(-(-(-most // together)) // multiple) * multiple
+
+
+def describe(accounting: BatchAccounting) -> list[str]:
+    """The numbers as lines of text."""
+    a = accounting
+    parts = f"{a.num_mini_batches} {_plural('mini-batch', a.num_mini_batches)}"
+    first = (
+        f"a step: {_n(a.prompts_per_step)} prompts x {_n(a.samples_per_prompt)} samples = "
+        f"{_n(a.sequences_per_step)} sequences of up to {_n(a.max_sequence_tokens)} tokens, in "
+        f"{parts} of {_n(a.actor.sequences_per_mini_batch)}, {a.num_epochs} "
+        f"{_plural('epoch', a.num_epochs)}"
+    )
+    lines = [first]
+    if a.max_draws > 1:
+        lines.append(
+            f"dynamic sampling may draw {a.max_draws} times a step: up to "
+            f"{_n(a.max_draws * a.sequences_per_step)} sequences, of which "
+            f"{_n(a.sequences_per_step)} are kept"
+        )
+    lines.append(_describe_model("actor", a.actor))
+    if a.critic is not None:
+        lines.append(_describe_model("critic", a.critic))
+    steps = f"{_n(a.actor.optimizer_steps)} optimizer steps of the actor"
+    if a.critic_warmup_steps:
+        steps += f" (none in the first {_n(a.critic_warmup_steps)} steps)"
+    if a.critic is not None:
+        steps += f", {_n(a.critic.optimizer_steps)} of the critic"
+    lines.append(f"the run: {_n(a.num_steps)} steps, {_n(a.sequences)} sequences, {steps}")
+    return lines
+
+
+def _describe_model(name: str, model: ModelAccounting) -> str:
+    dp, full, updates = model.dp_size, model.full_micro_batches, model.optimizer_steps_per_step
+    share = model.sequences_per_rank
+    about = f"{share:.0f}" if share == int(share) else f"about {share:.1f}"
+    if model.packed:
+        least = model.least_micro_batches
+        what = f"packed micro-batches of at most {_n(model.max_tokens)} tokens"
+        count = (
+            f"{_n(least)} at least and {_n(full)} with all sequences at full length, that is "
+            f"{_n(least * dp * updates)} to {_n(full * dp * updates)} a step on all ranks"
+        )
+    else:
+        what = f"micro-batches of {_n(model.micro_batch_size)}"
+        count = f"{_n(full)}, that is {_n(full * dp * updates)} a step on all ranks"
+    return (
+        f"{name}: {_n(dp)} data-parallel {_plural('rank', dp)} with {about} "
+        f"{_plural('sequence', share)} of a mini-batch each, in {what}: {count}; {_n(updates)} "
+        f"optimizer {_plural('step', updates)} a step"
+    )
+
+
+def _n(number: int) -> str:
+    return f"{number:,}"
+
+
+def _plural(word: str, number: float) -> str:
+    return word if number == 1 else word + ("es" if word.endswith("tch") else "s")

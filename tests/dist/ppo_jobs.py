@@ -1,0 +1,94 @@
+"""What a rank does in the tests of PPO and its critic; run by `tests.rank_pool`."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from mcore_rl.builders import build_learner
+from mcore_rl.checkpoint import export
+from mcore_rl.critic_startup import build_critic, save_critic
+from mcore_rl.learner import Learner
+from mcore_rl.run_output import setup_logging
+from mcore_rl.startup import Job, build_actor, start
+from mcore_rl.types import Prompt, Rollout, ScoredRollout
+from tests.dist.jobs import random_tokens
+
+
+def scored_rollouts(job: Job) -> list[ScoredRollout]:
+    """A step's samples, of different lengths and rewards; the same in every layout."""
+    rng = random.Random(3)
+    generator = torch.Generator().manual_seed(4)
+    scored = []
+    for number, row in enumerate(random_tokens(job.shape.vocab_size)):
+        length, response = rng.randint(14, 32), rng.randint(4, 10)
+        tokens = row[:length].numpy().astype(np.int32)
+        noise = torch.randn(response, generator=generator) * 0.1
+        prompt = Prompt(number, "", "", tokens[: length - response])
+        rollout = Rollout(
+            prompt=prompt,
+            sample_index=0,
+            text="",
+            response_token_ids=tokens[length - response :],
+            rollout_log_probs=(noise - 6).numpy(),
+            finish_reason="stop",
+            weight_version=1,
+        )
+        scored.append(ScoredRollout(rollout, reward=rng.random(), baseline=rng.random()))
+    return scored
+
+
+def in_float32(job: Job) -> Job:
+    """As if the checkpoint were of float32, so that exports are exact."""
+
+    def widened(checkpoint: Any) -> Any:
+        tensors = {
+            name: dataclasses.replace(info, dtype="float32", itemsize=4)
+            for name, info in checkpoint.tensors.items()
+        }
+        return dataclasses.replace(checkpoint, tensors=tensors)
+
+    critic = job.critic
+    if critic is not None:
+        critic = dataclasses.replace(critic, checkpoint=widened(critic.checkpoint))
+    return dataclasses.replace(job, checkpoint=widened(job.checkpoint), critic=critic)
+
+
+def learn(flags: list[str], target: str, num_steps: int = 2) -> dict[str, Any]:
+    """Whole steps from given rollouts; what they measured, and both models afterwards."""
+    setup_logging()
+    with open("/dev/null", "w") as log:
+        job = in_float32(start(flags, log=log))
+        state, shards = build_actor(job, log=log)
+        critic = None
+        if job.critic is not None:
+            critic = build_critic(job.critic, job.config, job.args, log=log)
+    learner = build_learner(job, state, critic)
+    scored = scored_rollouts(job)
+    found: dict[str, Any] = {"steps": [_step(learner, step, scored) for step in range(num_steps)]}
+    export(shards, job.checkpoint, Path(target) / "actor")
+    if critic is not None:
+        assert job.critic is not None
+        export(critic.shards, job.critic.checkpoint, Path(target) / "critic")
+        save_critic(critic, num_steps, Path(target) / "saved")
+        found["critic_layout"] = critic.world.layout.describe()
+    dist.destroy_process_group()
+    return found
+
+
+def _step(learner: Learner, step: int, scored: list[ScoredRollout]) -> dict[str, Any]:
+    batch = learner.with_advantages(scored, learner.with_log_probs(learner.make_batch(scored)))
+    learnt = learner.update(step, batch)
+    found = dict(batch.metrics)
+    for number, stats in enumerate([*learnt.actor, *learnt.critic]):
+        found[f"{number} grad_norm"] = stats.result.grad_norm
+        for name in type(stats.sums).__slots__:
+            mean = getattr(stats.sums, name) / stats.sums.num_tokens
+            found[f"{number} {name}"] = float(mean)
+    return found

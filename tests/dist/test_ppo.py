@@ -1,0 +1,116 @@
+"""PPO's updates do not depend on the layout of actor or critic, nor on how samples are divided."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.dist.layouts import SPLITS, job_flags
+from tests.dist.test_parity import tensors_of
+from tests.rank_pool import RankPool
+
+TOLERANCE = 1e-5
+# As in test_invariance: every term is on, and the weights show the gradient. The rates are low enough
+# that 8 updates do not blow up the rounding of the first.
+PPO_FLAGS = (
+    *("--rl-algorithm", "ppo"),
+    *("--rl-num-samples-per-prompt", "2"),
+    *("--rl-kl-reward-coef", "0.05"),
+    *("--rl-kl-target", "0.1"),
+    *("--rl-gae-lambda", "0.9"),
+    *("--rl-gamma", "0.99"),
+    *("--rl-value-clip-eps", "0.5"),
+    *("--rl-num-epochs", "2"),
+    *("--adam-eps", "1.0"),
+    *("--lr", "0.1"),
+    *("--rl-critic-lr", "0.06"),
+)
+PACKED = ("--rl-max-tokens-per-microbatch", "128")
+# (split of the actor, further flags)
+VARIANTS = {
+    "tp2": ("tp2_pp1_ep1", ()),
+    "pp2 packed": ("tp1_pp2_ep1", PACKED),
+    "ep2": ("tp1_pp1_ep2", ()),
+    "tp2 pp2 ep2 packed": ("tp2_pp2_ep2", PACKED),
+    "critic tp1 beside tp2 pp2 ep2": (
+        "tp2_pp2_ep2",
+        (*("--rl-critic-tp-size", "1"), *("--rl-critic-pp-size", "1"), *PACKED),
+    ),
+    "critic tp2 pp2 beside ep2": (
+        "tp1_pp1_ep2",
+        (*("--rl-critic-tp-size", "2"), *("--rl-critic-ep-size", "1")),
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def learn(
+    checkpoint_factory: Callable[..., Path], ranks: RankPool, tmp_path_factory: Any
+) -> Callable[..., tuple[dict, dict, dict]]:
+    checkpoint = checkpoint_factory("deepseek_v3")
+
+    def learn(split: str, *more: str) -> tuple[dict, dict, dict]:
+        target = tmp_path_factory.mktemp("learnt")
+        results = ranks.run(
+            "tests.dist.ppo_jobs:learn",
+            world_size=SPLITS[split][3],
+            arguments={
+                "flags": job_flags(checkpoint, split, *PPO_FLAGS, *more, micro_batch_size=1),
+                "target": str(target),
+            },
+        )
+        assert all(result == results[0] for result in results), "ranks disagree"
+        return results[0], tensors_of(target / "actor"), tensors_of(target / "critic")
+
+    return learn
+
+
+@pytest.fixture(scope="module")
+def reference(learn: Callable[..., tuple[dict, dict, dict]]) -> tuple[dict, dict, dict]:
+    """One process, whole models, samples padded one by one."""
+    return learn("tp1_pp1_ep1")
+
+
+def test_the_reference_learns(
+    reference: tuple[dict, dict, dict], checkpoint_factory: Callable[..., Path]
+) -> None:
+    found, actor, critic = reference
+    assert all(math.isfinite(value) for step in found["steps"] for value in step.values())
+    before = tensors_of(checkpoint_factory("deepseek_v3"))
+    for weights in (actor, critic):
+        moved = max(
+            (weights[n].float() - before[n].float()).abs().max() for n in weights & before.keys()
+        )
+        assert moved > 100 * TOLERANCE
+    assert critic["score.weight"].abs().max() > 100 * TOLERANCE
+    assert "lm_head.weight" not in critic
+    # The second step sees values that are no longer 0.
+    first, second = found["steps"]
+    assert first["critic/value_mean"] == 0.0 != second["critic/value_mean"]
+    assert first["critic/explained_variance"] == pytest.approx(0.0, abs=1e-6)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_ppo_update_is_the_same_for_layouts_of_actor_and_critic(
+    variant: str,
+    learn: Callable[..., tuple[dict, dict, dict]],
+    reference: tuple[dict, dict, dict],
+) -> None:
+    split, more = VARIANTS[variant]
+    found, *models = learn(split, *more)
+    expected, *expected_models = reference
+    for step, expected_step in zip(found["steps"], expected["steps"], strict=True):
+        assert step.keys() == expected_step.keys()
+        for name, value in expected_step.items():
+            assert step[name] == pytest.approx(value, rel=TOLERANCE, abs=TOLERANCE), name
+    for weights, expected_weights in zip(models, expected_models, strict=True):
+        assert weights.keys() == expected_weights.keys()
+        for name, weight in expected_weights.items():
+            assert weight.dtype == weights[name].dtype == torch.float32
+            difference = (weights[name] - weight).abs().max()
+            assert difference <= TOLERANCE, f"{name} differs by {difference}"

@@ -9,6 +9,7 @@ This module is pure: it imports neither Megatron nor vLLM nor torch.distributed.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from mcore_rl.packing import MicroBatching
@@ -119,9 +120,9 @@ def _micro_batches(
         assert mini_batch % each == 0, f"{mini_batch} sequences do not divide into {each}"
         return mini_batch // each, mini_batch // each
     together = max(batching.max_tokens // max_sequence_tokens, 1)  # full ones in a micro-batch
-    most = -(-mini_batch // dp_size)  # sequences of a rank
+    most = math.ceil(mini_batch / dp_size)  # sequences of a rank
     multiple = batching.count_multiple_of
-    return multiple, -(-(-(-most // together)) // multiple) * multiple
+    return multiple, math.ceil(math.ceil(most / together) / multiple) * multiple
 
 
 def describe(accounting: BatchAccounting) -> list[str]:

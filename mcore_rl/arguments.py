@@ -236,6 +236,11 @@ class RLConfig:
         "pack samples without padding into rows of at most this many tokens, balanced over ranks; "
         "0 pads --micro-batch-size samples to one length",
     )
+    trace: int = _flag(
+        0,
+        "trace so many steps, after the first: files for ui.perfetto.dev and a table of where the "
+        "time goes, in the run directory's trace/",
+    )
     log_prob_chunk_tokens: int = _flag(1024, "tokens whose logits exist at one time")
     verify_out: str | None = _flag(None, "JSON file of mcore_rl.verify", kind=str)
 

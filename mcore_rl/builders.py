@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from mcore_rl import megatron_adapter
+from mcore_rl.accounting import BatchAccounting, batch_accounting
 from mcore_rl.actor import Actor
 from mcore_rl.arguments import RLConfig
 from mcore_rl.balance import SampleFlops
@@ -149,6 +150,23 @@ def build_learner(
         batching,
         actor,
         Critic(critic.world, job.config, critic.state, of_critic),
+    )
+
+
+def batches_of(job: Job, learner: Learner) -> BatchAccounting:
+    """The sequences, micro-batches and updates that the flags of a job make."""
+    config, recipe, critic = job.config, job.config.recipe, learner.critic
+    return batch_accounting(
+        num_prompts=config.num_prompts_per_step,
+        samples_per_prompt=config.samples_per_prompt,
+        num_mini_batches=config.num_mini_batches,
+        num_epochs=config.num_epochs,
+        num_steps=config.num_steps,
+        max_sequence_tokens=config.max_prompt_tokens + config.max_response_tokens,
+        actor=(job.train_layout.dp_size, micro_batching(job)),
+        critic=None if critic is None else (critic.layout.dp_size, critic.batching),
+        critic_warmup_steps=config.critic_warmup_steps or 0,
+        max_draws=1 + recipe.max_refills if recipe.dynamic_sampling else 1,
     )
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from mcore_rl import megatron_adapter
+from mcore_rl import megatron_adapter, trace
 
 logger = logging.getLogger(__name__)
 
@@ -44,6 +44,7 @@ class CheckedOptimizer:
     def learning_rate(self) -> float:
         return max(group["lr"] for group in self._state.optimizer.param_groups)
 
+    @trace.timed("optimizer", trace.MODEL)
     def step(self, num_samples: int) -> UpdateResult:
         """Update the parameters from the finished gradients. Collective over all ranks.
 

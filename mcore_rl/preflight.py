@@ -52,7 +52,7 @@ _POSITIVE = (
 ).split()
 _NOT_NEGATIVE = (
     "eval_interval eval_temperature num_logged_rollouts rollout_tp_size rollout_ep_size "
-    "ranks_per_node canary_interval max_tokens_per_microbatch reference_refresh_interval"
+    "ranks_per_node canary_interval max_tokens_per_microbatch reference_refresh_interval trace"
 ).split()
 
 _COUNTS_STEPS = "counts another way than RL; set --rl-num-steps and the batch by --rl-num-* flags"

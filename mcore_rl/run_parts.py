@@ -19,7 +19,9 @@ import numpy as np
 import torch.distributed as dist
 
 from mcore_rl import megatron_adapter
+from mcore_rl.accounting import describe
 from mcore_rl.builders import (
+    batches_of,
     build_canary,
     build_learner,
     build_manager,
@@ -41,6 +43,7 @@ from mcore_rl.reward_parts import part_metrics
 from mcore_rl.rollout import RolloutWorkers
 from mcore_rl.startup import Job, build_actor
 from mcore_rl.step_metrics import measured, rollout_metrics, update_metrics, value_metrics
+from mcore_rl.trace import Tracer
 from mcore_rl.types import Rollout, StepStats
 
 logger = logging.getLogger(__name__)
@@ -102,6 +105,21 @@ class Parts:
             first_step=self.first_step,
             enabled=self._rank == 0,
         )
+        for line in describe(batches_of(job, self.learner)):
+            logger.info("%s", line)
+        layout = job.train_layout
+        self.tracer = Tracer(
+            job.config.trace,
+            first_step=self.first_step,
+            num_steps_left=job.config.num_steps - self.first_step,
+            folder=job.config.directory / "trace",
+            rank=self._rank,
+            label=f"tp{layout.tp_rank(self._rank)} pp{layout.pp_rank(self._rank)} "
+            f"dp{self._dp_rank}",
+        )
+        self.manager.on_reshard_start.append(self.tracer.handover_started)
+        self.manager.on_reshard_end.append(self.tracer.handover_ended)
+        self.tracer.start()
 
     def collect(self, weight_version: int) -> Collected:
         """A step's samples with their rewards; in rollout mode."""
@@ -192,6 +210,7 @@ class Parts:
         }
         if self._accuracy is not None:
             metrics["eval/accuracy"] = self._accuracy
+        self.tracer.report()
         if self.directory is None:
             return
         self.directory.write_step(StepStats(step, metrics))
@@ -230,6 +249,7 @@ class Parts:
 
     def close(self) -> None:
         """End what would outlive the run: reward processes, the engine, open files. Idempotent."""
+        self.tracer.close()
         self.progress.close()
         self.workers.close()
         self._engine.close()

@@ -161,20 +161,20 @@ class Tracer:
 
     @contextlib.contextmanager
     def _span(self, name: str, category: str) -> Iterator[None]:
-        opened = self.open(name, category)
+        opened = self.begin(name, category)
         try:
             yield
         finally:
-            self.close(opened)
+            self.end(opened)
 
-    def open(self, name: str, category: str) -> Span | None:
-        """Begin a span of the stages or the model; `close` takes what is returned."""
+    def begin(self, name: str, category: str) -> Span | None:
+        """Begin a span of the stages or the model; `end` takes what is returned."""
         self._begin_run(category)
         if not self._recording or threading.get_ident() != self._thread:
             return None
-        return self._open(name, category)
+        return self._begin(name, category)
 
-    def open_collective(self, name: str, *, of_world: bool, launches: bool) -> Span | None:
+    def begin_collective(self, name: str, *, of_world: bool, launches: bool) -> Span | None:
         """Begin a collective; None for one that another calls, and where none are traced.
 
         One that only launches does not wait for the device.
@@ -187,11 +187,11 @@ class Tracer:
             return None
         if any(stage.name in _UNTRACED_STAGES for stage in self._stages):
             return None
-        opened = self._open(name, COMMUNICATION, of_world=of_world and mine, launches=launches)
+        opened = self._begin(name, COMMUNICATION, of_world=of_world and mine, launches=launches)
         self._inside.collective = opened is not None
         return opened
 
-    def _open(
+    def _begin(
         self, name: str, category: str, *, of_world: bool = False, launches: bool = False
     ) -> Span | None:
         try:
@@ -209,8 +209,8 @@ class Tracer:
             self._num_backward += 1
         return opened
 
-    def close(self, span: Span | None, *, launches: bool = False) -> None:
-        """End what `open` began; None is nothing."""
+    def end(self, span: Span | None, *, launches: bool = False) -> None:
+        """End what `begin` began; None is nothing."""
         if span is None:
             return
         if span.category == COMMUNICATION:
@@ -227,11 +227,11 @@ class Tracer:
     def handover_started(self, report: ReshardReport) -> None:
         """For `on_reshard_start` of the sharding manager."""
         direction = "rollout" if report.direction == TO_ROLLOUT else "train"
-        self._handover = self.open(f"reshard_to_{direction}", STAGE)
+        self._handover = self.begin(f"reshard_to_{direction}", STAGE)
 
     def handover_ended(self, report: ReshardReport) -> None:
         """For `on_reshard_end` of the sharding manager."""
-        self.close(self._handover)
+        self.end(self._handover)
         self._handover = None
 
     def step_ended(self) -> None:

@@ -6,7 +6,7 @@ keeps `dist_all_gather_func` and others); Megatron's stand-in for torch.distribu
 without CUDA looks names up in the real one, call by call. All of it is put back at the end.
 
 - Blocking collectives are timed as they are called, asynchronous ones where they are waited for,
-  in `Work.wait`. `isend` and `irecv` only launch, and torch compares them by identity, so they stay.
+  in `Work.wait`. `isend` and `irecv` only launch, and torch compares them by identity: they stay.
 - Forward and backward: `forward_step` and `backward_step` of Megatron's schedules, which hold the
   loss, the release of the output and the gradient's hand-on as well. Hooks of autograd would see
   neither where a backward pass begins on the host nor the passes of a stage without a loss.
@@ -25,11 +25,13 @@ from typing import Any, Protocol
 from mcore_rl.trace_table import MODEL, Span
 
 COLLECTIVES = (
-    *("all_reduce", "all_reduce_coalesced", "reduce", "reduce_scatter", "reduce_scatter_tensor"),
-    *("_reduce_scatter_base", "all_gather", "all_gather_into_tensor", "_all_gather_base"),
-    *("all_gather_coalesced", "all_gather_object", "gather", "gather_object", "scatter"),
-    *("scatter_object_list", "all_to_all", "all_to_all_single", "broadcast"),
-    *("broadcast_object_list", "batch_isend_irecv", "send", "recv", "barrier"),
+    *("all_reduce", "all_reduce_coalesced", "reduce"),
+    *("reduce_scatter", "reduce_scatter_tensor", "reduce_scatter_single", "_reduce_scatter_base"),
+    *("all_gather", "all_gather_into_tensor", "all_gather_single", "_all_gather_base"),
+    *("all_gather_coalesced", "all_gather_object", "gather", "gather_object"),
+    *("all_to_all", "all_to_all_single", "scatter", "scatter_object_list"),
+    *("broadcast", "broadcast_object_list", "barrier", "monitored_barrier"),
+    *("batch_isend_irecv", "send", "recv", "send_object_list", "recv_object_list"),
 )
 _LAUNCHES = ("batch_isend_irecv",)  # asynchronous without saying so
 SCHEDULES = "megatron.core.pipeline_parallel.schedules"
@@ -44,15 +46,15 @@ _HOLDERS = ("megatron.", "mcore_rl.")
 class Clock(Protocol):
     """What the hooks tell of; none of its methods raises."""
 
-    def open(self, name: str, category: str) -> Span | None: ...
+    def begin(self, name: str, category: str) -> Span | None: ...
 
-    def open_collective(self, name: str, *, of_world: bool, launches: bool) -> Span | None: ...
+    def begin_collective(self, name: str, *, of_world: bool, launches: bool) -> Span | None: ...
 
-    def close(self, span: Span | None, *, launches: bool = False) -> None: ...
+    def end(self, span: Span | None, *, launches: bool = False) -> None: ...
 
 
 class Hooks:
-    """The clocks, once installed. `remove` may be called again, and from an unfinished `install`."""
+    """The clocks, between `install` and `remove`. Both may be called again."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
@@ -110,13 +112,13 @@ class Hooks:
             launches = name in _LAUNCHES or bool(argument("async_op", args, kwargs))
             group = argument("group", args, kwargs)
             whole = "group" in positions and (group is None or group is dist.group.WORLD)
-            span = self._clock.open_collective(
+            span = self._clock.begin_collective(
                 name, of_world=whole and not launches, launches=launches
             )
             try:
                 result = original(*args, **kwargs)
             finally:
-                self._clock.close(span, launches=launches)
+                self._clock.end(span, launches=launches)
             if launches:
                 for work in result if isinstance(result, list) else [result]:
                     with contextlib.suppress(TypeError):  # None, and what nothing can refer to
@@ -128,23 +130,24 @@ class Hooks:
     def _timed_wait(self, original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
         def wait(work: Any, *args: Any, **kwargs: Any) -> Any:
-            name = f"wait {self._launched.get(work, 'send or receive')}"
-            span = self._clock.open_collective(name, of_world=False, launches=False)
+            launched = self._launched.get(work)  # not known of isend and irecv
+            name = "wait" if launched is None else f"wait {launched}"
+            span = self._clock.begin_collective(name, of_world=False, launches=False)
             try:
                 return original(work, *args, **kwargs)
             finally:
-                self._clock.close(span)
+                self._clock.end(span)
 
         return wait
 
     def _timed_pass(self, name: str, original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
         def timed(*args: Any, **kwargs: Any) -> Any:
-            span = self._clock.open(name, MODEL)
+            span = self._clock.begin(name, MODEL)
             try:
                 return original(*args, **kwargs)
             finally:
-                self._clock.close(span)
+                self._clock.end(span)
 
         return timed
 

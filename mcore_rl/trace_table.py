@@ -1,9 +1,9 @@
 """From the spans of a step to a table: where the time goes, every moment counted once.
 
 A moment belongs to the innermost span that is open then: a collective inside a forward pass is
-communication, and the forward pass is without it. `row_of` says in which row of the table a span
-is. Collectives of training (log-probs, advantages, updates) are in the row "communication"; those
-of a hand-over, of a reward or of a checkpoint belong to it, as nobody would look for them elsewhere.
+communication, and the forward pass is without it. Collectives of training (log-probs, advantages,
+updates) are in the row "communication". Those of a hand-over, a reward or a checkpoint stay in its
+row: a hand-over is little else.
 
 Waiting is told from communication where it can be: all ranks leave a blocking collective of the
 whole world together, so what a rank spent there beyond the rank that came last was waiting for

@@ -1,0 +1,122 @@
+"""Parts of an algorithm that do not exist, do not fit or have no effect, and bad rewards and
+critics; see bad_input_cases.py."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.dist.bad_input_cases import Case, assert_ends_all_ranks_with_one_sentence, table
+from tests.dist.bad_input_folder import write
+from tests.rank_pool import RankPool
+
+PARTS = [
+    Case(
+        "unknown_algorithm",
+        ["--rl-algorithm grop", "did you mean grpo?", "dapo"],
+        more="--rl-algorithm grop",
+    ),
+    Case(
+        "unknown_estimator",
+        ["--rl-advantage rlo", "did you mean rloo?"],
+        more="--rl-advantage rlo",
+    ),
+    Case(
+        "unknown_loss",
+        ["--rl-policy-loss ppo_clipp", "did you mean ppo_clip?"],
+        more="--rl-policy-loss ppo_clipp",
+    ),
+    Case(
+        "critic_flag_without_a_critic",
+        ["--rl-critic-lr 0.001 has no effect", "uses no critic", "--rl-advantage gae"],
+        more="--rl-critic-lr 1e-3",
+    ),
+    Case(
+        "kl_in_both_places",
+        ["--rl-kl-coef 0.1", "--rl-kl-in-reward", "count it twice", "give one"],
+        more="--rl-kl-coef 0.1 --rl-kl-in-reward",
+    ),
+    Case(
+        "dynamic_sampling_of_one_sample",
+        ["--rl-num-samples-per-prompt 1", "choose 2 or more"],
+        more="--rl-algorithm ppo --rl-dynamic-sampling",
+    ),
+    Case(
+        "group_of_one",
+        ["--rl-num-samples-per-prompt 1 leaves nothing to learn from", "choose 2 or more"],
+        more="--rl-num-samples-per-prompt 1",
+    ),
+    Case(
+        "top_p_without_correction",
+        ["--rl-top-p 0.9 needs --rl-mismatch-correction", "renormalises", "token_tis"],
+        more="--rl-top-p 0.9",
+    ),
+    Case(
+        "bounds_without_correction",
+        ["--rl-mismatch-cap 2.0 has no effect", "drop it"],
+        more="--rl-mismatch-cap 2",
+    ),
+    Case(
+        "overlong_buffer_beyond_the_budget",
+        ["--rl-overlong-buffer-tokens 65", "--rl-max-response-tokens 64", "choose"],
+        more="--rl-overlong-buffer-tokens 65",
+    ),
+    Case(
+        "refresh_without_a_reference",
+        ["--rl-reference-refresh-interval 5 has no effect", "--rl-kl-coef"],
+        more="--rl-reference-refresh-interval 5",
+    ),
+    Case(
+        "token_budget_below_the_longest_sample",
+        ["--rl-max-tokens-per-microbatch 100 is less than the longest sample", "= 128", "raise it"],
+        more="--rl-max-tokens-per-microbatch 100",
+    ),
+    Case(
+        "import_that_raises",
+        ["--rl-import {here}/mine.py", "ZeroDivisionError"],
+        more="--rl-import {here}/mine.py",
+        change=write("mine.py", "1 / 0\n"),
+    ),
+]
+CRITIC = [
+    Case(
+        "layout_that_does_not_divide",
+        ["of the critic: --tensor-model-parallel-size 3", "does not divide the world of 2", "change"],
+        more="--rl-algorithm ppo --rl-critic-tp-size 3",
+    ),
+    Case(
+        "layout_of_zero",
+        ["--rl-critic-pp-size 0 must be at least 1"],
+        more="--rl-algorithm ppo --rl-critic-pp-size 0",
+    ),
+    Case(
+        "no_such_checkpoint",
+        ["--rl-critic-init {here}/absent"],
+        more="--rl-algorithm ppo --rl-critic-init {here}/absent",
+    ),
+]
+REWARDS = [
+    Case(
+        "weights_of_another_number",
+        ["--rl-reward-weights 1,2", "arithmetic"],
+        more="--rl-reward-weights 1,2",
+    ),
+    Case(
+        "http_without_url",
+        ["--rl-reward http", "--rl-reward-url"],
+        flags={"--rl-reward": "http"},
+    ),
+    Case(
+        "url_without_http",
+        ["--rl-reward-url", "no effect"],
+        more="--rl-reward-url http://127.0.0.1:1/score",
+    ),
+]
+
+
+@pytest.mark.parametrize("case", table(parts=PARTS, critic=CRITIC, rewards=REWARDS))
+def test_bad_algorithm_ends_all_ranks_with_one_sentence(
+    case: Case, ranks: RankPool, here: Path
+) -> None:
+    assert_ends_all_ranks_with_one_sentence(case, ranks, here)

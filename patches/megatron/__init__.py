@@ -8,6 +8,7 @@ from mcore_rl.patches.megatron import (
     groups_by_best_expert,
     local_layers,
     mla_direct_query,
+    packed_rope,
     torch_adam_state,
     typing_override,
 )
@@ -21,6 +22,7 @@ PATCHES = (
     local_layers.PATCH,
     mla_direct_query.PATCH,
     groups_by_best_expert.PATCH,
+    packed_rope.PATCH,
     torch_adam_state.PATCH,
 )
 

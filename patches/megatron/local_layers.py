@@ -27,7 +27,6 @@ this rank, g key/value groups of this rank, d head size, h hidden.
 
 from __future__ import annotations
 
-import itertools
 from typing import Any
 
 import torch
@@ -81,11 +80,10 @@ class SDPACoreAttention(torch.nn.Module):
             )
         if packed_seq_params is None:
             return self._attend(query, key, value).flatten(2)
-        bounds = packed_seq_params.cu_seqlens_q.tolist()
-        samples = [slice(start, end) for start, end in itertools.pairwise(bounds)]
-        context = [
-            self._attend(query[own, None], key[own, None], value[own, None]) for own in samples
-        ]
+        # Split, and not sliced one by one: the gradient of every slice would be a whole row.
+        lengths = packed_seq_params.cu_seqlens_q.diff().tolist()
+        samples = zip(*(x.unsqueeze(1).split(lengths) for x in (query, key, value)), strict=True)
+        context = [self._attend(*sample) for sample in samples]
         return torch.cat(context).squeeze(1).flatten(1)
 
     def _attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:

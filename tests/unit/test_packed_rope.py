@@ -1,0 +1,63 @@
+"""The rotation of packed samples: upstream's numbers, and as few operations as for one sample.
+
+In a process of its own, because a repair stays applied.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+SAME_AS_UPSTREAM = """
+from mcore_rl.patches.megatron import cpu_torch, dataset_helpers, typing_override
+from mcore_rl.patches.registry import apply_all
+apply_all((typing_override.PATCH, cpu_torch.PATCH, dataset_helpers.PATCH))
+import torch
+from megatron.core.models.common.embeddings import rope_utils
+from mcore_rl.patches.megatron import packed_rope
+
+
+class OneRank:
+    def size(self):
+        return 1
+
+    def rank(self):
+        return 0
+
+
+def rotated(interleaved, mla):
+    generator = torch.Generator().manual_seed(1)
+    lengths = torch.tensor([3, 1, 7, 5], dtype=torch.int32)
+    bounds = torch.cat([torch.zeros(1, dtype=torch.int32), lengths.cumsum(0, dtype=torch.int32)])
+    x = torch.randn(16, 2, 8, generator=generator, requires_grad=True)
+    freqs = torch.randn(7, 1, 1, 8, generator=generator)
+    out = rope_utils._apply_rotary_pos_emb_thd(
+        x, bounds, freqs, rotary_interleaved=interleaved, mla_rotary_interleaved=mla,
+        mscale=1.5, cp_group=OneRank(),
+    )
+    out.backward(torch.randn(out.shape, generator=generator))
+    nodes, seen = [out.grad_fn], set()
+    while nodes:
+        node = nodes.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            nodes += [following for following, _ in node.next_functions]
+    return out.detach(), x.grad, len(seen)
+
+
+cases = [(False, False), (True, False), (False, True)]
+upstream = [rotated(*case) for case in cases]
+packed_rope.apply()
+for case, (out, gradient, nodes) in zip(cases, upstream, strict=True):
+    ours, ours_gradient, ours_nodes = rotated(*case)
+    assert torch.equal(ours, out), case
+    assert torch.equal(ours_gradient, gradient), case
+    assert ours_nodes < nodes / 2, (ours_nodes, nodes)
+"""
+
+
+def test_packed_samples_are_rotated_as_upstream_rotates_them_one_by_one() -> None:
+    process = subprocess.run(
+        [sys.executable, "-c", SAME_AS_UPSTREAM], capture_output=True, text=True, timeout=120
+    )
+    assert process.returncode == 0, process.stderr[-3000:]

@@ -114,14 +114,15 @@ class ReferencePolicy:
             host.copy_(parameter)
 
     def __enter__(self) -> ReferencePolicy:
-        self._swap()
+        self.swap()
         return self
 
     def __exit__(self, *exc: object) -> None:
-        self._swap()
+        self.swap()
 
     @torch.no_grad()
-    def _swap(self) -> None:
+    def swap(self) -> None:
+        """Exchange the model's weights with those kept here."""
         for parameter, host in zip(self._parameters, self._host, strict=True):
             current = parameter.detach().to("cpu", copy=True)
             parameter.copy_(host)

@@ -13,14 +13,16 @@ import torch
 
 from mcore_rl import megatron_adapter
 from mcore_rl.accounting import BatchAccounting, batch_accounting
-from mcore_rl.actor import Actor
+from mcore_rl.actor import Actor, ReferencePolicy
 from mcore_rl.arguments import RLConfig
 from mcore_rl.balance import SampleFlops
+from mcore_rl.checkpoint import load_into_megatron
 from mcore_rl.critic import Critic
 from mcore_rl.critic_startup import BuiltCritic
 from mcore_rl.data import PromptDataset, PromptSource, load_prompts
 from mcore_rl.errors import UsageError
 from mcore_rl.hybrid_engine.canary import NUM_PROMPTS, Canary
+from mcore_rl.hybrid_engine.model_shards import ModelShards
 from mcore_rl.hybrid_engine.offload import Offloader, offload_kinds
 from mcore_rl.hybrid_engine.sharding_manager import MegatronVLLMShardingManager
 from mcore_rl.hybrid_engine.vllm_engine import EngineConfig, VLLMEngine
@@ -130,14 +132,33 @@ def micro_batching(job: Job) -> MicroBatching:
     )
 
 
+def build_reference(
+    job: Job, state: megatron_adapter.TrainState, shards: ModelShards
+) -> ReferencePolicy | None:
+    """The policy that the KL is taken to, if there is one: that of the Hugging Face checkpoint."""
+    if not job.config.recipe.needs_reference:
+        return None
+    reference = ReferencePolicy(state)
+    if state.iteration:  # the actor goes on from a later policy
+        load_into_megatron(job.checkpoint, shards)
+        reference.swap()
+    return reference
+
+
 def build_learner(
-    job: Job, state: megatron_adapter.TrainState, critic: BuiltCritic | None
+    job: Job,
+    state: megatron_adapter.TrainState,
+    shards: ModelShards,
+    critic: BuiltCritic | None,
 ) -> Learner:
     """Actor, reference and critic of a job. Collective."""
     batching = micro_batching(job)
     actor = Actor(job.args, job.config, state, job.train_layout, batching)
+    reference = build_reference(job, state, shards)
     if critic is None:
-        return Learner(job.config, job.train_layout, batching, actor, None)
+        return Learner(
+            job.config, job.train_layout, batching, actor, None, reference=reference
+        )
     assert job.critic is not None
     of_critic = micro_batching(
         dataclasses.replace(
@@ -150,6 +171,7 @@ def build_learner(
         batching,
         actor,
         Critic(critic.world, job.config, critic.state, of_critic),
+        reference=reference,
     )
 
 

@@ -67,11 +67,13 @@ class Learner:
         batching: MicroBatching,
         actor: Actor,
         critic: Critic | None,
+        *,
+        reference: ReferencePolicy | None,
     ) -> None:
         self._config, self._layout, self._batching = config, layout, batching
         self.recipe = config.recipe
         self.actor, self.critic = actor, critic
-        self.reference = ReferencePolicy(actor.state) if self.recipe.needs_reference else None
+        self.reference = reference
         self.kl_controller = self.recipe.kl_controller()
         self._rank = dist.get_rank()
 

@@ -71,7 +71,7 @@ class Parts:
         self._shards, self._engine, self._state = shards, engine, state
         self.timers = StageTimers()
         self._critic = critic
-        self.learner = build_learner(job, state, critic)
+        self.learner = build_learner(job, state, shards, critic)
         self.manager = build_manager(
             job,
             shards,

@@ -2,16 +2,20 @@
 
 Symptom: `--load` of a checkpoint with optimizer state dies in `DistributedOptimizer.state_dict`
 ("assert len(steps) == 1", or KeyError 'step'); so does saving where a pipeline stage has no experts
-beside others that have.
+beside others that have. What is loaded has step 0, in one tensor that all parameters count up, so
+that training goes on otherwise than it would have; and in float32 loading dies ("a view of a leaf
+Variable that requires grad is being used in an in-place operation").
 
 Cause: loading first asks the new optimizer for its state, to know the shapes. PyTorch's AdamW has
 none before its first step, and Megatron's own initialiser of it leaves out `step`, which Apex's
 and Transformer Engine's Adam keep elsewhere. The optimizer of a stage's experts, where there are
-none, has no state at all to read the step of.
+none, has no state at all to read the step of. The step that was read from the checkpoint is then
+overwritten by the new optimizer's own, which stands in the state of its parameters. Main parameters
+in float32 are views of the model's, and of the three ways to load them one forbids gradients.
 
 Why safe: an AdamW without state gets what it would give itself at its first step: zero moments and
 step 0. A state that exists is left alone. Without parameters the step that is read stands for
-nothing.
+nothing. A step is no part of the buffers that are loaded, so none is taken from there.
 
 Upstream: no issue known; with Apex or Transformer Engine the branch is never taken.
 
@@ -37,7 +41,7 @@ def needed() -> bool:
 
 
 def apply() -> None:
-    """Initialise AdamW before its state is asked for."""
+    """Initialise AdamW before its state is asked for, and keep the step that is loaded."""
     import torch
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
@@ -58,7 +62,26 @@ def apply() -> None:
                     return state_dict(self)
         return state_dict(self)
 
+    load_state_dict = DistributedOptimizer.load_state_dict
+    require_parameters(load_state_dict, "self", "state_dict")
+    set_states = DistributedOptimizer._set_main_param_and_optimizer_states
+    require_parameters(set_states, "self", "model_param", "tensors")
+
+    def load_with_steps_of_their_own(self, state_dict):
+        load_state_dict(self, state_dict)
+        if isinstance(self.optimizer, (torch.optim.Adam, torch.optim.AdamW)):
+            for state in self.optimizer.state.values():
+                state["step"] = state["step"].clone()
+
+    @torch.no_grad()
+    def set_states_but_step(self, model_param, tensors):
+        if isinstance(self.optimizer, (torch.optim.Adam, torch.optim.AdamW)):
+            tensors = {**tensors, "step": None}  # what is no tensor is passed over
+        set_states(self, model_param, tensors)
+
     DistributedOptimizer.state_dict = state_dict_of_initialised
+    DistributedOptimizer.load_state_dict = load_with_steps_of_their_own
+    DistributedOptimizer._set_main_param_and_optimizer_states = set_states_but_step
 
 
 @contextlib.contextmanager

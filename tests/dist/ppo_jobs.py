@@ -69,7 +69,7 @@ def learn(flags: list[str], target: str, num_steps: int = 2) -> dict[str, Any]:
         critic = None
         if job.critic is not None:
             critic = build_critic(job.critic, job.config, job.args, log=log)
-    learner = build_learner(job, state, critic)
+    learner = build_learner(job, state, shards, critic)
     scored = scored_rollouts(job)
     found: dict[str, Any] = {"steps": [_step(learner, step, scored) for step in range(num_steps)]}
     export(shards, job.checkpoint, Path(target) / "actor")

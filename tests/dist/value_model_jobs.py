@@ -1,0 +1,88 @@
+"""What a rank does in the tests of the critic's model; run by `tests.rank_pool`."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from mcore_rl.builders import micro_batching
+from mcore_rl.critic import Critic
+from mcore_rl.critic_startup import BuiltCritic, build_critic, save_critic
+from mcore_rl.megatron_adapter import megatron_output_to
+from mcore_rl.packing import split_mini_batches
+from mcore_rl.run_output import setup_logging
+from mcore_rl.startup import Job, start
+from tests.dist.jobs import random_batch, rank_part
+
+NUM_SAVED_STEPS = 3
+
+
+def _built(flags: list[str]) -> tuple[Job, BuiltCritic, Critic]:
+    """Megatron running, with a critic and no actor, whose layout and batches the critic has."""
+    setup_logging()
+    with open("/dev/null", "w") as log:
+        job = start(flags, log=log)
+        assert job.critic is not None
+        built = build_critic(job.critic, job.config, job.args, log=log)
+    assert built.world.layout == job.train_layout
+    as_actor = dataclasses.replace(job, args=built.world.args, shape=job.critic.shape)
+    return job, built, Critic(built.world, job.config, built.state, micro_batching(as_actor))
+
+
+def _values(job: Job, critic: Critic) -> list[list[float]]:
+    """Of every token of the 8 samples of `random_batch`, on every rank the same."""
+    mine = rank_part(job, random_batch(job.shape.vocab_size))
+    parts: list[Any] = [None] * dist.get_world_size()
+    pieces = critic.values(mine).split(mine.lengths.tolist())
+    dist.all_gather_object(parts, (mine.sample_ids.tolist(), [p.tolist() for p in pieces]))
+    found: dict[int, list[float]] = {}
+    for samples, values in parts:
+        for sample, of_sample in zip(samples, values, strict=True):
+            # Pipeline stages and TP ranks have the same samples.
+            assert found.setdefault(sample, of_sample) == of_sample, f"ranks disagree on {sample}"
+    return [found[sample] for sample in sorted(found)]
+
+
+def _update(job: Job, critic: Critic) -> list[float]:
+    """Both mini-batches of `random_batch`; the gradient norms."""
+    parts = split_mini_batches(rank_part(job, random_batch(job.shape.vocab_size)))
+    return [critic.update(part).result.grad_norm for part in parts]
+
+
+def values_of_init(flags: list[str]) -> list[list[float]]:
+    """What the critic says that `--rl-critic-init` fills."""
+    job, _, critic = _built(flags)
+    values = _values(job, critic)
+    dist.destroy_process_group()
+    return values
+
+
+def update_and_save(flags: list[str], folder: str) -> dict[str, Any]:
+    """Values at first, after an update and a save, and after another update."""
+    job, built, critic = _built(flags)
+    found: dict[str, Any] = {"first": _values(job, critic)}
+    _update(job, critic)
+    with open("/dev/null", "w") as log, megatron_output_to(log):
+        save_critic(built, NUM_SAVED_STEPS, Path(folder))
+    return found | _before_and_after_an_update(job, critic)
+
+
+def load_and_update(flags: list[str]) -> dict[str, Any]:
+    """Values of a critic that `--load` fills, and after an update."""
+    job, built, critic = _built(flags)
+    found: dict[str, Any] = {"iteration": built.state.iteration}
+    return found | _before_and_after_an_update(job, critic)
+
+
+def _before_and_after_an_update(job: Job, critic: Critic) -> dict[str, Any]:
+    found: dict[str, Any] = {
+        "learning_rate": critic.optimizer.learning_rate,
+        "saved": _values(job, critic),
+        "grad_norms": _update(job, critic),
+        "updated": _values(job, critic),
+    }
+    dist.destroy_process_group()
+    return found

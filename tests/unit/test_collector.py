@@ -1,0 +1,303 @@
+"""Which prompts a step draws, which samples it keeps, and what it says of the others."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import pytest
+
+from mcore_rl.arguments import RLConfig
+from mcore_rl.collector import Collected, Collector
+from mcore_rl.data import prompt_indices
+from mcore_rl.metrics import StageTimers
+from mcore_rl.types import Prompt, Rollout, ScoredRollout
+
+SEED = 7
+NUM_PROMPTS = 20
+GREEDY_REWARD = 0.25
+Rewards = Callable[[int], Sequence[float]]
+
+
+@dataclass
+class ScriptedWorkers:
+    """In the place of `RolloutWorkers`: two rewards for each row, which its responses get in turn.
+
+    Each response holds a number of its own, so that a sample that is counted twice shows.
+    """
+
+    rewards: Rewards
+    calls: list[dict[str, Any]] = field(default_factory=list)
+    num_responses: int = 0
+
+    def generate(
+        self, prompts: Sequence[Prompt], *, num_samples: int, temperature: float, **options: Any
+    ) -> list[Rollout]:
+        rows = [prompt.index for prompt in prompts]
+        self.calls.append(
+            {"rows": rows, "num_samples": num_samples, "temperature": temperature, **options}
+        )
+        return [
+            self._rollout(prompt, number, temperature)
+            for prompt in prompts
+            for number in range(num_samples)
+        ]
+
+    def _rollout(self, prompt: Prompt, number: int, temperature: float) -> Rollout:
+        self.num_responses += 1
+        return Rollout(
+            prompt=prompt,
+            sample_index=number,
+            text="greedy" if temperature == 0.0 else "sampled",
+            response_token_ids=np.array([self.num_responses], np.int32),
+            rollout_log_probs=np.zeros(1, np.float32),
+            finish_reason="stop",
+            weight_version=0,
+        )
+
+    def score(self, rollouts: Sequence[Rollout]) -> list[ScoredRollout]:
+        return [
+            ScoredRollout(
+                r,
+                GREEDY_REWARD + r.prompt.index
+                if r.text == "greedy"
+                else float(self.rewards(r.prompt.index)[r.sample_index % 2]),
+            )
+            for r in rollouts
+        ]
+
+
+def prompts() -> list[Prompt]:
+    return [Prompt(i, f"prompt {i}", "", np.zeros(1, np.int32)) for i in range(NUM_PROMPTS)]
+
+
+def made(
+    rewards: Rewards, *, position: int = 0, num_prompts: int = 4, **flags: Any
+) -> tuple[Collector, ScriptedWorkers]:
+    workers = ScriptedWorkers(rewards)
+    given = {"algorithm": "grpo", "num_samples_per_prompt": 2, **flags}
+    config = RLConfig(num_prompts_per_step=num_prompts, **given)
+    collector = Collector(
+        workers,  # type: ignore[arg-type]
+        prompts(),  # type: ignore[arg-type]
+        config,
+        seed=SEED,
+        timers=StageTimers(),
+        position=position,
+    )
+    return collector, workers
+
+
+def dynamic(rewards: Rewards, **flags: Any) -> tuple[Collector, ScriptedWorkers]:
+    return made(rewards, dynamic_sampling=True, **flags)
+
+
+def drawn(start: int, count: int) -> list[int]:
+    """Rows in the order in which the sampler gives them."""
+    return prompt_indices(NUM_PROMPTS, start=start, count=count, seed=SEED).tolist()
+
+
+def differ(row: int) -> tuple[float, float]:
+    return (0.0, 1.0)
+
+
+def equal(row: int) -> tuple[float, float]:
+    return (1.0, 1.0)
+
+
+def informative_at(*places: int) -> Rewards:
+    """Only the draws at these places, counted from 0, have responses that differ."""
+    rows = {drawn(0, NUM_PROMPTS)[place] for place in places}
+    return lambda row: differ(row) if row in rows else equal(row)
+
+
+def rows_of(collected: Collected) -> list[int]:
+    """The prompt of each group, after a look at how the samples stand."""
+    indices = [(s.rollout.prompt.index, s.rollout.sample_index) for s in collected.scored]
+    groups = [indices[at : at + 2] for at in range(0, len(indices), 2)]
+    assert all(group == [(group[0][0], 0), (group[0][0], 1)] for group in groups)
+    return [group[0][0] for group in groups]
+
+
+def assert_nothing_counts_twice(collected: Collected) -> None:
+    numbers = [int(s.rollout.response_token_ids[0]) for s in collected.scored]
+    assert len(set(numbers)) == len(numbers)
+
+
+def nothing() -> None:
+    return None
+
+
+# Without dynamic sampling ------------------------------------------------------------------------
+
+
+def test_collect_draws_in_the_samplers_order_and_goes_on_from_there():
+    collector, workers = made(equal, position=3)
+    first, second = (collector.collect(1, nothing) for _ in range(2))
+    assert rows_of(first) == drawn(3, 4) and rows_of(second) == drawn(7, 4)
+    assert collector.position == 11
+    assert [call["rows"] for call in workers.calls] == [drawn(3, 4), drawn(7, 4)]
+    assert first.metrics == {}  # equal rewards are nobody's business here
+
+
+def test_collect_goes_over_the_end_of_an_epoch():
+    collector, _ = made(equal, position=NUM_PROMPTS - 1)
+    collected = collector.collect(1, nothing)
+    assert rows_of(collected) == [*drawn(NUM_PROMPTS - 1, 1), *drawn(NUM_PROMPTS, 3)]
+
+
+def test_collect_samples_as_the_flags_say():
+    collector, workers = made(
+        equal,
+        num_samples_per_prompt=3,
+        temperature=0.7,
+        top_p=0.9,
+        top_k=5,
+        mismatch_correction="token_tis",
+    )
+    collected = collector.collect(12, nothing)
+    (call,) = workers.calls
+    assert len(collected.scored) == 12
+    assert (call["num_samples"], call["temperature"]) == (3, 0.7)
+    assert (call["top_p"], call["top_k"], call["weight_version"]) == (0.9, 5, 12)
+    assert call["when_few_are_left"] is nothing
+
+
+@pytest.mark.parametrize("top_k", [None, 0])
+def test_collect_samples_from_all_tokens_unless_told(top_k: int | None):
+    collector, workers = made(equal, top_k=top_k)
+    collector.collect(1, nothing)
+    assert (workers.calls[0]["top_p"], workers.calls[0]["top_k"]) == (1.0, -1)
+
+
+# Greedy baselines --------------------------------------------------------------------------------
+
+
+def test_collect_asks_for_one_greedy_response_to_each_prompt():
+    collector, workers = made(differ, algorithm="remax")
+    collected = collector.collect(5, nothing)
+    sampled, greedy = workers.calls
+    assert sampled["num_samples"] == 2
+    assert greedy == {
+        "rows": drawn(0, 4),
+        "num_samples": 1,
+        "temperature": 0.0,
+        "weight_version": 5,
+    }
+    # The responses that are learnt from are the sampled ones, each with its own prompt's baseline.
+    assert [s.rollout.text for s in collected.scored] == ["sampled"] * 8
+    expected = [GREEDY_REWARD + row for row in drawn(0, 4) for _ in range(2)]
+    assert [s.baseline for s in collected.scored] == expected
+
+
+def test_collect_without_an_estimator_that_reads_them_has_no_baselines():
+    collector, workers = made(differ)
+    collected = collector.collect(5, nothing)
+    assert len(workers.calls) == 1
+    assert all(s.baseline is None for s in collected.scored)
+
+
+# Dynamic sampling --------------------------------------------------------------------------------
+
+
+def metrics(refills: int, share: float, dropped: int) -> dict[str, float]:
+    return {
+        "rollout/refills": refills,
+        "rollout/uninformative_share": share,
+        "rollout/dropped_samples": dropped,
+    }
+
+
+def test_dynamic_sampling_draws_once_where_all_groups_differ():
+    collector, workers = dynamic(differ)
+    collected = collector.collect(1, nothing)
+    assert rows_of(collected) == drawn(0, 4)
+    assert len(workers.calls) == 1 and collector.position == 4
+    assert collected.metrics == metrics(0, 0.0, 0)
+
+
+@pytest.mark.parametrize("max_refills", [0, 1, 3])
+def test_dynamic_sampling_ends_with_what_teaches_nothing_where_no_group_differs(max_refills: int):
+    collector, workers = dynamic(equal, max_refills=max_refills)
+    collected = collector.collect(1, nothing)
+    draws = max_refills + 1
+    assert [call["rows"] for call in workers.calls] == [drawn(4 * k, 4) for k in range(draws)]
+    assert rows_of(collected) == drawn(0, 4)
+    assert collector.position == 4 * draws
+    assert collected.metrics == metrics(max_refills, 1.0, 8 * max_refills)
+    assert_nothing_counts_twice(collected)
+
+
+def test_dynamic_sampling_draws_as_many_as_are_missing():
+    # Of draws 0-3 two differ, of 4-5 none, of 6-7 both.
+    collector, workers = dynamic(informative_at(1, 3, 6, 7))
+    collected = collector.collect(1, nothing)
+    order = drawn(0, 8)
+    assert [call["rows"] for call in workers.calls] == [order[:4], order[4:6], order[6:]]
+    assert rows_of(collected) == [order[1], order[3], order[6], order[7]]
+    assert collector.position == 8
+    assert collected.metrics == metrics(2, 0.0, 8)
+    assert_nothing_counts_twice(collected)
+
+
+def test_dynamic_sampling_fills_up_where_some_groups_differ():
+    # Of draws 0-3 one differs, of 4-6 one; two are missing when the refills are used up.
+    collector, workers = dynamic(informative_at(2, 5, 8, 9), max_refills=1)
+    collected = collector.collect(1, nothing)
+    order = drawn(0, 8)
+    assert len(workers.calls) == 2 and collector.position == 7
+    assert rows_of(collected) == [order[2], order[5], order[0], order[1]]
+    # Of seven groups four are kept.
+    assert collected.metrics == metrics(1, 0.5, 6)
+    assert_nothing_counts_twice(collected)
+
+
+def test_dynamic_sampling_stops_at_its_last_refill_where_that_completes_the_step():
+    collector, workers = dynamic(informative_at(0, 1, 2, 4), max_refills=1)
+    collected = collector.collect(1, nothing)
+    order = drawn(0, 5)
+    assert rows_of(collected) == [order[0], order[1], order[2], order[4]]
+    assert collected.metrics == metrics(1, 0.0, 2)
+
+
+def test_dynamic_sampling_goes_on_behind_what_it_drew():
+    collector, _ = dynamic(informative_at(1, 3, 4, 5, 6, 7, 8, 9))
+    first, second = (collector.collect(1, nothing) for _ in range(2))
+    order = drawn(0, 10)
+    assert rows_of(first) == [order[place] for place in (1, 3, 4, 5)]
+    assert rows_of(second) == order[6:]
+    assert collector.position == 10
+
+
+def test_dynamic_sampling_may_draw_a_prompt_again_in_another_epoch():
+    """Two groups of one prompt are two groups, of different responses."""
+    collector, _ = dynamic(informative_at(0), num_prompts=2, max_refills=2 * NUM_PROMPTS)
+    collected = collector.collect(1, nothing)
+    row = drawn(0, 1)[0]
+    assert rows_of(collected) == [row, row]
+    assert_nothing_counts_twice(collected)
+
+
+def test_dynamic_sampling_does_not_call_training_back_before_it_knows_that_it_is_done():
+    collector, workers = dynamic(informative_at(1, 3, 6, 7))
+    collector.collect(1, nothing)
+    assert [call["when_few_are_left"] for call in workers.calls] == [None] * 3
+
+
+def test_dynamic_sampling_scores_the_greedy_responses_of_refills_too():
+    collector, workers = dynamic(informative_at(1, 3, 4, 5), algorithm="remax")
+    collected = collector.collect(1, nothing)
+    assert [call["rows"] for call in workers.calls if call["temperature"] == 0.0] == [
+        drawn(0, 4),
+        drawn(4, 2),
+    ]
+    for sample in collected.scored:
+        assert sample.baseline == GREEDY_REWARD + sample.rollout.prompt.index
+
+
+def test_dynamic_sampling_compares_rewards_before_any_penalty_for_length():
+    """An overlong penalty would make equal outcomes differ; it comes later (`learner`)."""
+    collector, _ = dynamic(equal, overlong_buffer_tokens=4, max_response_tokens=4, max_refills=0)
+    assert collector.collect(1, nothing).metrics["rollout/uninformative_share"] == 1.0

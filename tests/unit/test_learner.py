@@ -1,0 +1,425 @@
+"""What a step's samples become before the update, and in which order updates come.
+
+Actor and critic are stand-ins of one process; `tests.dist.test_ppo` has real ones on several.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+
+from mcore_rl.actor import ReferencePolicy
+from mcore_rl.algorithms.aggregation import Denominators
+from mcore_rl.algorithms.recipes import RECIPES
+from mcore_rl.algorithms.registry import import_user_file
+from mcore_rl.algorithms.total_loss import policy_loss_total
+from mcore_rl.arguments import RLConfig
+from mcore_rl.hybrid_engine.layout import TrainLayout
+from mcore_rl.learner import Learner, StepBatch
+from mcore_rl.packing import MicroBatching, take
+from mcore_rl.types import Prompt, Rollout, ScoredRollout, TrainBatch
+
+LAYOUT = TrainLayout(world_size=1)
+# (prompt tokens, response tokens, reward) of two groups of two; one response is empty.
+SAMPLES = [(3, 4, 1.0), (3, 2, 0.0), (1, 0, 0.5), (1, 3, 2.0)]
+ACTOR_SHIFT = 0.25  # nats by which the actor is above the reference
+MAX_RESPONSE_TOKENS = 4
+
+
+@pytest.fixture(scope="module", autouse=True)
+def process_group() -> Iterator[None]:
+    """A gloo group of this process alone."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+class Runner:
+    """Of one process: everybody's sum is its own."""
+
+    def __init__(self) -> None:
+        self.device = torch.device("cpu")
+        self.groups = {"dp": dist.group.WORLD}
+
+    def global_sum(self, values: torch.Tensor) -> torch.Tensor:
+        return values.clone()
+
+
+class Optimizer:
+    learning_rate = 0.125
+
+
+class State:
+    """One chunk with one parameter, which the reference keeps a copy of."""
+
+    def __init__(self) -> None:
+        self.parameter = torch.nn.Parameter(torch.tensor([ACTOR_SHIFT]))
+
+    @property
+    def chunks(self) -> list[Any]:
+        return [self]
+
+    def parameters(self) -> list[torch.nn.Parameter]:
+        return [self.parameter]
+
+
+class ScriptedActor:
+    """Log-probs are those of the engine plus the model's parameter."""
+
+    def __init__(self, log: list[tuple]) -> None:
+        self.state, self.runner, self.optimizer = State(), Runner(), Optimizer()
+        self._log = log
+
+    def log_probs(self, batch: TrainBatch) -> torch.Tensor:
+        found = batch.rollout_log_probs + self.state.parameter.detach()
+        # What stands at masked positions means nothing and must not matter.
+        return torch.where(batch.loss_mask, found, torch.full_like(found, torch.nan))
+
+    def update(self, batch: TrainBatch) -> str:
+        self._log.append(("actor", batch.sample_ids.tolist()))
+        with torch.no_grad():
+            self.state.parameter += 1.0
+        return "actor"
+
+
+class ScriptedCritic:
+    """Its value of a token is the token's number."""
+
+    def __init__(self, log: list[tuple]) -> None:
+        self.layout, self.batching = LAYOUT, MicroBatching()
+        self.runner, self.optimizer, self._log = Runner(), Optimizer(), log
+
+    def values(self, batch: TrainBatch) -> torch.Tensor:
+        return batch.token_ids.float()
+
+    def update(self, batch: TrainBatch) -> str:
+        assert batch.values is not None and batch.returns is not None
+        self._log.append(("critic", batch.sample_ids.tolist()))
+        return "critic"
+
+
+def scored(samples: Sequence[tuple[int, int, float]] = SAMPLES) -> list[ScoredRollout]:
+    """Token ids count on from sample to sample; log-probs of the engine are all -1."""
+    found, token = [], 0
+    for number, (prompt, response, reward) in enumerate(samples):
+        ids = np.arange(token, token + prompt + response, dtype=np.int32)
+        token += len(ids)
+        rollout = Rollout(
+            prompt=Prompt(number // 2, "", "", ids[:prompt]),
+            sample_index=number % 2,
+            text="",
+            response_token_ids=ids[prompt:],
+            rollout_log_probs=-np.ones(response, np.float32),
+            finish_reason="stop",
+            weight_version=0,
+        )
+        found.append(ScoredRollout(rollout, reward, baseline=0.5))
+    return found
+
+
+def learner_of(*, algorithm: str = "grpo", **flags: Any) -> tuple[Learner, list[tuple]]:
+    log: list[tuple] = []
+    config = RLConfig(
+        algorithm=algorithm,
+        num_prompts_per_step=2,
+        num_samples_per_prompt=2,
+        max_response_tokens=MAX_RESPONSE_TOKENS,
+        **flags,
+    )
+    critic: Any = ScriptedCritic(log) if config.recipe.needs_critic else None
+    actor: Any = ScriptedActor(log)
+    reference = ReferencePolicy(actor.state) if config.recipe.needs_reference else None
+    learner = Learner(config, LAYOUT, MicroBatching(), actor, critic, reference=reference)
+    actor.state.parameter.data += ACTOR_SHIFT  # the reference stays behind by as much
+    return learner, log
+
+
+def evaluated(learner: Learner, samples: Sequence[ScoredRollout]) -> StepBatch:
+    return learner.with_advantages(samples, learner.with_log_probs(learner.make_batch(samples)))
+
+
+def inputs_of(learner: Learner, samples: Sequence[ScoredRollout]) -> Any:
+    batch = learner.with_log_probs(learner.make_batch(samples)).actor
+    return learner._advantage_inputs(samples, batch)
+
+
+def of_samples(values: torch.Tensor) -> list[list[float]]:
+    """`[t]` -> each sample's own."""
+    return [
+        s.tolist() for s in values.split([prompt + response for prompt, response, _ in SAMPLES])
+    ]
+
+
+# Inputs of the estimators -------------------------------------------------------------------------
+
+
+def test_outcome_comes_with_the_last_token_that_was_generated():
+    learner, _ = learner_of()
+    inputs = inputs_of(learner, scored())
+    # A response of r tokens after a prompt of p is scored by positions p-1 .. p+r-2.
+    assert of_samples(inputs.token_rewards) == [
+        [0, 0, 0, 0, 0, 1.0, 0],
+        [0, 0, 0, 0.0, 0],
+        [0],  # nothing was generated, so nothing is rewarded
+        [0, 0, 2.0, 0],
+    ]
+    assert inputs.scores.tolist() == [1.0, 0.0, 0.5, 2.0]
+    assert inputs.group_ids.tolist() == [0, 0, 1, 1]
+    assert inputs.response_lengths.tolist() == [4, 2, 0, 3]
+    assert inputs.baselines.tolist() == [0.5] * 4
+    assert inputs.values is None
+
+
+def test_baselines_are_missing_unless_all_samples_have_one():
+    learner, _ = learner_of()
+    samples = scored()
+    samples[1] = dataclasses.replace(samples[1], baseline=None)
+    assert inputs_of(learner, samples).baselines is None
+
+
+def test_kl_in_the_reward_is_taken_from_every_token_and_from_the_score():
+    learner, _ = learner_of(algorithm="rloo", kl_reward_coef=0.5, kl_estimator="k1")
+    # k1 is old - ref: the actor is 0.25 above the reference.
+    penalty = -0.5 * ACTOR_SHIFT
+    inputs = inputs_of(learner, scored())
+    assert of_samples(inputs.token_rewards) == [
+        [0, 0, penalty, penalty, penalty, penalty + 1.0, 0],
+        [0, 0, penalty, penalty, 0],
+        [0],
+        [penalty, penalty, penalty + 2.0, 0],
+    ]
+    assert inputs.scores.tolist() == pytest.approx(
+        [1.0 + 4 * penalty, 2 * penalty, 0.5, 2.0 + 3 * penalty]
+    )
+
+
+def test_kl_in_the_loss_leaves_rewards_alone():
+    learner, _ = learner_of(kl_coef=0.5)
+    samples = scored()
+    batch = learner.with_log_probs(learner.make_batch(samples)).actor
+    assert batch.ref_log_probs is not None
+    assert torch.equal(
+        (batch.old_log_probs - batch.ref_log_probs)[batch.loss_mask],
+        torch.full((9,), ACTOR_SHIFT),
+    )
+    inputs = learner._advantage_inputs(samples, batch)
+    assert inputs.scores.tolist() == [1.0, 0.0, 0.5, 2.0]
+    assert float(inputs.token_rewards.sum()) == 3.0
+
+
+def test_without_a_kl_there_is_no_reference():
+    learner, _ = learner_of()
+    assert learner.reference is None
+    assert learner.with_log_probs(learner.make_batch(scored())).actor.ref_log_probs is None
+
+
+def test_the_reference_leaves_the_actors_weights_as_they_were():
+    learner, _ = learner_of(kl_coef=0.5)
+    learner.with_log_probs(learner.make_batch(scored()))
+    assert learner.actor.state.parameter.item() == 2 * ACTOR_SHIFT
+
+
+def test_kl_coefficient_is_adapted_once_a_step_and_after_it_was_used():
+    learner, _ = learner_of(algorithm="rloo", kl_reward_coef=0.5, kl_target=0.125, kl_horizon=4.0)
+    inputs = inputs_of(learner, scored())
+    assert inputs.scores[1] == pytest.approx(2 * -0.5 * ACTOR_SHIFT)
+    # KL 0.25 is twice the target, which counts as 20 %; 4 samples are a whole horizon.
+    assert learner.kl_controller.coef == pytest.approx(0.5 * 1.2)
+    assert learner.rates()["kl/coef"] == learner.kl_controller.coef
+
+
+def test_overlong_penalty_is_part_of_score_and_token_rewards():
+    learner, _ = learner_of(overlong_buffer_tokens=2)
+    inputs = inputs_of(learner, scored())
+    # Budget 4, buffer 2: a response of 3 tokens loses a half, one of 4 a whole.
+    assert inputs.scores.tolist() == [0.0, 0.0, 0.5, 1.5]
+    assert [max(s) for s in of_samples(inputs.token_rewards)] == [0.0, 0.0, 0.0, 1.5]
+
+
+# Advantages, corrections, metrics -----------------------------------------------------------------
+
+
+def test_advantages_are_those_of_the_estimator():
+    learner, _ = learner_of(algorithm="dr_grpo")
+    batch = evaluated(learner, scored()).actor
+    assert of_samples(batch.advantages) == [
+        [0, 0, 0.5, 0.5, 0.5, 0.5, 0],
+        [0, 0, -0.5, -0.5, 0],
+        [0],
+        [0.75, 0.75, 0.75, 0],
+    ]
+    assert batch.returns is None
+
+
+@pytest.mark.parametrize("correction", ["none", "token_tis", "geometric_rejection"])
+def test_weights_exist_only_with_a_correction_and_metrics_always(correction: str):
+    learner, _ = learner_of(mismatch_correction=correction)
+    batch = evaluated(learner, scored())
+    # Actor and engine differ by 0.5 nats: a ratio of 1.65, within the cap of 2, and far from 1.
+    ratio = float(np.exp(2 * ACTOR_SHIFT))
+    assert batch.metrics["kl/rollout_actor"] == pytest.approx(ratio - 1 - 2 * ACTOR_SHIFT, rel=1e-5)
+    assert "mismatch/kl" not in batch.metrics
+    weights = batch.actor.weights
+    if correction == "none":
+        assert weights is None
+        assert batch.metrics["mismatch/mean_weight"] == 1.0
+        return
+    expected = ratio if correction == "token_tis" else 0.0
+    assert weights is not None
+    assert weights[batch.actor.loss_mask].tolist() == pytest.approx([expected] * 9)
+    assert batch.metrics["mismatch/mean_weight"] == pytest.approx(expected)
+    assert batch.metrics["mismatch/masked_share"] == float(correction == "geometric_rejection")
+
+
+def test_only_empty_responses_give_finite_metrics_and_no_advantage():
+    learner, _ = learner_of(algorithm="ppo")
+    batch = evaluated(learner, scored([(2, 0, 1.0)] * 4))
+    assert torch.equal(batch.actor.advantages, torch.zeros(8))
+    assert torch.equal(batch.actor.returns, torch.zeros(8))
+    assert batch.metrics["kl/rollout_actor"] == 0.0
+    assert batch.metrics["critic/value_mean"] == 0.0
+    # Nothing varies, so there is nothing to explain.
+    assert np.isnan(batch.metrics["critic/explained_variance"])
+
+
+def test_ppo_hands_values_and_returns_to_actor_and_critic():
+    learner, _ = learner_of(
+        algorithm="ppo", kl_reward_coef=0.0, gae_lambda=1.0, whiten_advantages=False
+    )
+    batch = evaluated(learner, scored())
+    assert learner.critic_shares_layout
+    actor, critic = batch.actor, batch.critic
+    assert critic is not None and critic.returns is not None
+    mask = actor.loss_mask
+    # With gamma and lambda 1 the return of every token is the outcome.
+    outcomes = torch.tensor([1.0] * 4 + [0.0] * 2 + [2.0] * 3)
+    assert torch.equal(actor.returns[mask], outcomes)
+    assert torch.equal(critic.returns, actor.returns) and torch.equal(critic.values, actor.values)
+    values = actor.token_ids[mask].float()
+    assert torch.equal(actor.advantages[mask], outcomes - values)
+    assert batch.metrics["critic/value_mean"] == pytest.approx(float(values.mean()))
+    assert batch.metrics["critic/return_mean"] == pytest.approx(float(outcomes.mean()))
+    explained = 1 - (outcomes - values).var() / outcomes.var()
+    assert batch.metrics["critic/explained_variance"] == pytest.approx(float(explained), rel=1e-5)
+
+
+def test_values_travel_between_two_orders_of_the_samples():
+    """Actor and critic deal samples out in their own ways; a value stays with its token."""
+    learner, _ = learner_of(algorithm="ppo")
+    samples = scored()
+    own = learner.make_batch(samples)
+    lengths = np.array([prompt + response for prompt, response, _ in SAMPLES])
+    backwards = take(own.actor, (((3, 1, 0, 2),),))
+    groups = learner.actor.runner.groups
+    learner.critic.layout = TrainLayout(world_size=2, tp_size=2)
+    assert not learner.critic_shares_layout
+    moved = learner._moved(own.actor.token_ids.float(), own.actor, backwards, lengths, groups)
+    assert torch.equal(moved, backwards.token_ids.float())
+    back = learner._moved(moved, backwards, own.actor, lengths, groups)
+    assert torch.equal(back, own.actor.token_ids.float())
+
+
+# Updates ------------------------------------------------------------------------------------------
+
+
+def test_updates_go_through_the_mini_batches_once_an_epoch_and_the_critics_come_first():
+    learner, log = learner_of(algorithm="ppo", num_mini_batches=2, num_epochs=2)
+    learnt = learner.update(0, evaluated(learner, scored()))
+    halves = [[0, 1], [2, 3]]
+    assert log == [(name, half) for name in ("critic", "actor") for half in halves * 2]
+    assert learnt.actor == ["actor"] * 4 and learnt.critic == ["critic"] * 4
+
+
+def test_the_actor_waits_while_the_critic_warms_up():
+    learner, log = learner_of(algorithm="ppo", critic_warmup_steps=2)
+    batch = evaluated(learner, scored())
+    for step in range(3):
+        learnt = learner.update(step, batch)
+        assert len(learnt.critic) == 1 and len(learnt.actor) == (1 if step == 2 else 0)
+    assert [name for name, _ in log] == ["critic", "critic", "critic", "actor"]
+
+
+def test_the_reference_follows_the_actor_at_its_interval():
+    learner, _ = learner_of(kl_coef=0.5, reference_refresh_interval=2)
+    distances = []
+    for step in range(5):
+        samples = scored()
+        batch = evaluated(learner, samples)
+        old, ref = batch.actor.old_log_probs, batch.actor.ref_log_probs
+        distances.append(float((old - ref)[batch.actor.loss_mask].mean()))
+        learner.update(step, batch)  # moves the actor by 1
+    # Renewed behind steps 2 and 4 (counted from 1).
+    assert distances == pytest.approx([ACTOR_SHIFT, 1 + ACTOR_SHIFT, 0, 1, 0])
+
+
+def test_the_first_reference_stays_without_an_interval():
+    learner, _ = learner_of(kl_coef=0.5)
+    batch = evaluated(learner, scored())
+    for step in range(3):
+        learner.update(step, batch)
+    samples = learner.with_log_probs(batch).actor
+    moved = (samples.old_log_probs - samples.ref_log_probs)[samples.loss_mask]
+    assert float(moved.mean()) == pytest.approx(3 + ACTOR_SHIFT)
+
+
+def test_rates_are_those_of_the_models_that_there_are():
+    assert learner_of()[0].rates() == {"learning_rate": 0.125}
+    rates = learner_of(algorithm="ppo")[0].rates()
+    assert rates == {"learning_rate": 0.125, "critic/learning_rate": 0.125, "kl/coef": 0.02}
+
+
+# docs/algorithms.md -------------------------------------------------------------------------------
+
+DOCS = Path(__file__).parents[2] / "docs" / "algorithms.md"
+
+
+def test_the_example_of_the_docs_runs_as_written(tmp_path: Path):
+    (example,) = re.findall(r"```python\n(.*?)```", DOCS.read_text(), flags=re.DOTALL)
+    file = tmp_path / "mine.py"
+    file.write_text(example)
+    import_user_file(str(file))
+    learner, _ = learner_of(advantage="median", policy_loss="spo", clip_eps_upper=0.2)
+    batch = evaluated(learner, scored()).actor
+    # Of two samples the median is the mean.
+    assert torch.equal(batch.advantages, dr_grpo_advantages())
+    assert batch.old_log_probs is not None and batch.advantages is not None
+    log_probs = (batch.old_log_probs + 0.1).requires_grad_()
+    out = policy_loss_total(
+        log_probs,
+        torch.zeros_like(log_probs),
+        old_log_probs=batch.old_log_probs,
+        advantages=batch.advantages,
+        loss_mask=batch.loss_mask,
+        lengths=batch.lengths,
+        denominators=Denominators(9.0, 3.0),
+        config=learner.recipe.policy_loss_config(MAX_RESPONSE_TOKENS),
+    )
+    a, ratio = batch.advantages[batch.loss_mask], float(np.exp(0.1))
+    expected = (a.abs() * (ratio - 1) ** 2 / 0.4 - ratio * a).sum() / 9
+    assert float(out.loss.detach()) == pytest.approx(float(expected), rel=1e-5)
+    out.loss.backward()
+    assert torch.isfinite(log_probs.grad[batch.loss_mask]).all()
+
+
+def dr_grpo_advantages() -> torch.Tensor:
+    return evaluated(learner_of(algorithm="dr_grpo")[0], scored()).actor.advantages
+
+
+def test_the_table_of_the_docs_is_that_of_the_recipes():
+    rows = [line.strip("| ").split(" | ") for line in DOCS.read_text().splitlines()]
+    table = {row[0].strip("`"): row for row in rows if len(row) >= 6 and row[0].startswith("`")}
+    assert table.keys() == RECIPES.keys()
+    for name, row in table.items():
+        recipe = RECIPES[name]
+        parts = [cell.strip("` ") for cell in row[2:5]]
+        assert parts == [recipe.advantage, recipe.policy_loss, recipe.loss_aggregation], name
+        kl = f"{recipe.kl_place} {recipe.kl_coef:g}, {recipe.kl_estimator}"
+        assert row[5].strip("| ") == ("none" if recipe.kl_place == "none" else kl), name

@@ -158,11 +158,13 @@ def build_critic(
     actor_args: argparse.Namespace,
     provider: Callable[..., Any] | None = None,
     *,
+    actor_iteration: int = 0,
     log: TextIO | None = None,
 ) -> BuiltCritic:
     """Build the critic through Megatron and fill it. Collective.
 
     A Megatron checkpoint below `--load`, in its folder `critic`, wins over the Hugging Face one.
+    RuntimeError: it is of another step than `actor_iteration`, that of the actor's.
     """
     if checked.tokens is None:
         own = {"lr": config.critic_lr, "clip_grad": config.critic_clip_grad}
@@ -188,7 +190,18 @@ def build_critic(
             dist.get_rank(),
             dict(checked.checkpoint.tensors),
         )
+        if args.load is not None and state.iteration != actor_iteration:
+            raise RuntimeError(
+                f"the critic in {args.load} is of step {state.iteration}, the actor of step "
+                f"{actor_iteration}: the run ended between the two saves; load an earlier step of "
+                "both with --ckpt-step"
+            )
         if state.iteration == 0:
+            if actor_iteration:
+                logger.warning(
+                    "no critic lies beside the actor's checkpoint: it starts from %s",
+                    checked.checkpoint.folder,
+                )
             absent = frozenset() if checked.has_head else frozenset({HEAD})
             load_into_megatron(checked.checkpoint, shards, absent=absent)
             megatron_adapter.reload_main_params(state)

@@ -278,7 +278,14 @@ def build_parts(
     state, shards = build_actor(job, model_provider, log=log)
     critic = None
     if job.critic is not None:
-        critic = build_critic(job.critic, job.config, job.args, model_provider, log=log)
+        critic = build_critic(
+            job.critic,
+            job.config,
+            job.args,
+            model_provider,
+            actor_iteration=state.iteration,
+            log=log,
+        )
     engine = VLLMEngine(engine_config(job))
     prompts, eval_prompts = load_prompt_files(job.config)
     parts = Parts(

@@ -105,11 +105,17 @@ def resumed(
             world_size=SPLITS[split][3],
             arguments={"flags": flags_of(base, init, split, *options), "folder": checkpoints},
         )[0]
+        loading = {"flags": flags_of(base, init, split, *options, "--load", checkpoints)}
         loaded = ranks.run(
             "tests.dist.value_model_jobs:load_and_update",
             world_size=SPLITS[split][3],
-            arguments={"flags": flags_of(base, init, split, *options, "--load", checkpoints)},
+            arguments=loading,
         )
+        if (split, precision) == ("tp1_pp1_ep1", "bf16"):
+            refusals = ranks.run(
+                "tests.dist.value_model_jobs:refuses_another_step", world_size=1, arguments=loading
+            )
+            loaded[0]["refusal"] = refusals[0]
         return saved, loaded
 
     return resumed
@@ -136,3 +142,11 @@ def test_a_loaded_critic_learns_as_if_it_had_gone_on(
     for found in loaded:
         for name in ("saved", "learning_rate", "grad_norms", "updated"):  # bit for bit
             assert found[name] == saved[name], name
+
+
+def test_a_critic_of_another_step_than_the_actor_is_refused(
+    resumed: Callable[[str, str], tuple[dict, list[dict]]],
+) -> None:
+    refusal = resumed("tp1_pp1_ep1", "bf16")[1][0]["refusal"]
+    assert f"is of step {NUM_SAVED_STEPS}, the actor of step {NUM_SAVED_STEPS + 1}" in refusal
+    assert "--ckpt-step" in refusal

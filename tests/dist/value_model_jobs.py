@@ -26,7 +26,8 @@ def _built(flags: list[str]) -> tuple[Job, BuiltCritic, Critic]:
     with open("/dev/null", "w") as log:
         job = start(flags, log=log)
         assert job.critic is not None
-        built = build_critic(job.critic, job.config, job.args, log=log)
+        loaded = NUM_SAVED_STEPS if job.args.load else 0
+        built = build_critic(job.critic, job.config, job.args, actor_iteration=loaded, log=log)
     assert built.world.layout == job.train_layout
     as_actor = dataclasses.replace(job, args=built.world.args, shape=job.critic.shape)
     return job, built, Critic(built.world, job.config, built.state, micro_batching(as_actor))
@@ -68,6 +69,22 @@ def update_and_save(flags: list[str], folder: str) -> dict[str, Any]:
     with open("/dev/null", "w") as log, megatron_output_to(log):
         save_critic(built, NUM_SAVED_STEPS, Path(folder))
     return found | _before_and_after_an_update(job, critic)
+
+
+def refuses_another_step(flags: list[str]) -> str:
+    """What is said of a critic beside an actor of a later step."""
+    setup_logging()
+    with open("/dev/null", "w") as log:
+        job = start(flags, log=log)
+        assert job.critic is not None
+        try:
+            build_critic(
+                job.critic, job.config, job.args, actor_iteration=NUM_SAVED_STEPS + 1, log=log
+            )
+        except RuntimeError as error:
+            dist.destroy_process_group()
+            return str(error)
+    raise AssertionError("it was taken")
 
 
 def load_and_update(flags: list[str]) -> dict[str, Any]:

@@ -38,8 +38,9 @@ setup(
         "transformers",
     ],
     extras_require={
-        # What benchmarks/reshard.py measures us beside, in the version it was run with; Apache-2.0.
-        "bench": ["mbridge==0.15.1"],
+        # What benchmarks/reshard.py (mbridge) and step_time.py (the others) measure us beside, in
+        # the versions they were run with; Apache-2.0.
+        "bench": ["mbridge==0.15.1", "trl==1.16.0", "accelerate==1.15.0", "datasets==5.2.0"],
         "test": [
             "hypothesis",
             "mypy",

@@ -156,9 +156,7 @@ def build_learner(
     actor = Actor(job.args, job.config, state, job.train_layout, batching)
     reference = build_reference(job, state, shards)
     if critic is None:
-        return Learner(
-            job.config, job.train_layout, batching, actor, None, reference=reference
-        )
+        return Learner(job.config, job.train_layout, batching, actor, None, reference=reference)
     assert job.critic is not None
     of_critic = micro_batching(
         dataclasses.replace(

@@ -265,6 +265,12 @@ def _check_node(config: RLConfig, rollout: RolloutLayout) -> None:
 def check_batches(config: RLConfig, layout: TrainLayout, values: Mapping[str, Any]) -> None:
     """Prompts x samples must divide into mini-batches, DP ranks and micro-batches."""
     micro_batch_size = values["micro_batch_size"]
+    if config.max_tokens_per_microbatch and micro_batch_size != 1:
+        raise UsageError(
+            f"--micro-batch-size {micro_batch_size} has no effect where samples are packed by "
+            f"--rl-max-tokens-per-microbatch {config.max_tokens_per_microbatch}; set it to 1, or "
+            "the latter to 0"
+        )
     samples = config.samples_per_step
     parts = config.num_mini_batches * layout.dp_size * micro_batch_size
     sentence = (

@@ -50,9 +50,7 @@ def apply() -> None:
         num_tokens = t.shape[0]
         if cp_group is None or cp_group.size() > 1 or freqs.shape[0] == num_tokens:
             return one_by_one(t, cu_seqlens, freqs, *args, cp_group=cp_group, **kwargs)
-        starts = torch.repeat_interleave(
-            cu_seqlens[:-1], cu_seqlens.diff(), output_size=num_tokens
-        )
+        starts = torch.repeat_interleave(cu_seqlens[:-1], cu_seqlens.diff(), output_size=num_tokens)
         positions = torch.arange(num_tokens, device=t.device) - starts
         return rotate(t.unsqueeze(1), freqs[positions], *args, **kwargs).squeeze(1)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import random
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +12,12 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from mcore_rl import megatron_adapter
 from mcore_rl.builders import build_learner
 from mcore_rl.checkpoint import export
-from mcore_rl.critic_startup import build_critic, save_critic
-from mcore_rl.learner import Learner
+from mcore_rl.critic_startup import BuiltCritic, build_critic, save_critic
+from mcore_rl.hybrid_engine.model_shards import ModelShards
+from mcore_rl.learner import Learner, StepBatch
 from mcore_rl.run_output import setup_logging
 from mcore_rl.startup import Job, build_actor, start
 from mcore_rl.types import Prompt, Rollout, ScoredRollout
@@ -26,7 +29,8 @@ def scored_rollouts(job: Job) -> list[ScoredRollout]:
     rng = random.Random(3)
     generator = torch.Generator().manual_seed(4)
     scored = []
-    for number, row in enumerate(random_tokens(job.shape.vocab_size)):
+    rows = random_tokens(job.shape.vocab_size, samples=job.config.samples_per_step)
+    for number, row in enumerate(rows):
         length, response = rng.randint(14, 32), rng.randint(4, 10)
         tokens = row[:length].numpy().astype(np.int32)
         noise = torch.randn(response, generator=generator) * 0.1
@@ -60,8 +64,19 @@ def in_float32(job: Job) -> Job:
     return dataclasses.replace(job, checkpoint=widened(job.checkpoint), critic=critic)
 
 
-def learn(flags: list[str], target: str, num_steps: int = 2) -> dict[str, Any]:
-    """Whole steps from given rollouts; what they measured, and both models afterwards."""
+@dataclass(frozen=True)
+class Models:
+    """What a job trains, and what trains it."""
+
+    job: Job
+    state: megatron_adapter.TrainState
+    shards: ModelShards
+    critic: BuiltCritic | None
+    learner: Learner
+
+
+def build_models(flags: list[str]) -> Models:
+    """Megatron running, with the checkpoint in actor and critic."""
     setup_logging()
     with open("/dev/null", "w") as log:
         job = in_float32(start(flags, log=log))
@@ -69,21 +84,41 @@ def learn(flags: list[str], target: str, num_steps: int = 2) -> dict[str, Any]:
         critic = None
         if job.critic is not None:
             critic = build_critic(job.critic, job.config, job.args, log=log)
-    learner = build_learner(job, state, shards, critic)
-    scored = scored_rollouts(job)
-    found: dict[str, Any] = {"steps": [_step(learner, step, scored) for step in range(num_steps)]}
-    export(shards, job.checkpoint, Path(target) / "actor")
+    return Models(job, state, shards, critic, build_learner(job, state, shards, critic))
+
+
+def export_models(models: Models, target: Path) -> None:
+    """The weights of actor and critic, into folders of these names."""
+    export(models.shards, models.job.checkpoint, target / "actor")
+    if models.critic is not None:
+        assert models.job.critic is not None
+        export(models.critic.shards, models.job.critic.checkpoint, target / "critic")
+
+
+def learn(flags: list[str], target: str, num_steps: int = 2) -> dict[str, Any]:
+    """Whole steps from given rollouts; what they measured, and both models afterwards."""
+    models = build_models(flags)
+    learner, critic = models.learner, models.critic
+    scored = scored_rollouts(models.job)
+    found: dict[str, Any] = {
+        "steps": [
+            take_step(learner, step, learner.make_batch(scored), scored)
+            for step in range(num_steps)
+        ]
+    }
+    export_models(models, Path(target))
     if critic is not None:
-        assert job.critic is not None
-        export(critic.shards, job.critic.checkpoint, Path(target) / "critic")
         save_critic(critic, num_steps, Path(target) / "saved")
         found["critic_layout"] = critic.world.layout.describe()
     dist.destroy_process_group()
     return found
 
 
-def _step(learner: Learner, step: int, scored: list[ScoredRollout]) -> dict[str, Any]:
-    batch = learner.with_advantages(scored, learner.with_log_probs(learner.make_batch(scored)))
+def take_step(
+    learner: Learner, step: int, batch: StepBatch, scored: list[ScoredRollout]
+) -> dict[str, float]:
+    """One step of the algorithm on `scored`, of which `batch` is made; what it measured."""
+    batch = learner.with_advantages(scored, learner.with_log_probs(batch))
     learnt = learner.update(step, batch)
     found = dict(batch.metrics)
     for number, stats in enumerate([*learnt.actor, *learnt.critic]):

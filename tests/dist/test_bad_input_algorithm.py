@@ -73,6 +73,11 @@ PARTS = [
         more="--rl-max-tokens-per-microbatch 100",
     ),
     Case(
+        "micro_batches_counted_in_samples_and_in_tokens",
+        ["--micro-batch-size 2 has no effect", "--rl-max-tokens-per-microbatch 128", "set it to 1"],
+        more="--rl-max-tokens-per-microbatch 128 --micro-batch-size 2",
+    ),
+    Case(
         "import_that_raises",
         ["--rl-import {here}/mine.py", "ZeroDivisionError"],
         more="--rl-import {here}/mine.py",

@@ -1,4 +1,7 @@
-"""PPO's updates do not depend on the layout of actor or critic, nor on how samples are divided."""
+"""PPO's updates do not depend on the layouts of actor and critic, which may differ.
+
+Where they share one, test_invariance.py compares more layouts, and packing, recompute and offload.
+"""
 
 from __future__ import annotations
 
@@ -33,9 +36,6 @@ PPO_FLAGS = (
 PACKED = ("--rl-max-tokens-per-microbatch", "128")
 # (split of the actor, further flags)
 VARIANTS = {
-    "tp2": ("tp2_pp1_ep1", ()),
-    "pp2 packed": ("tp1_pp2_ep1", PACKED),
-    "ep2": ("tp1_pp1_ep2", ()),
     "tp2 pp2 ep2 packed": ("tp2_pp2_ep2", PACKED),
     "critic tp1 beside tp2 pp2 ep2": (
         "tp2_pp2_ep2",

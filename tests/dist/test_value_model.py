@@ -111,7 +111,7 @@ def resumed(
             world_size=SPLITS[split][3],
             arguments=loading,
         )
-        if (split, precision) == ("tp1_pp1_ep1", "bf16"):
+        if (split, precision) == RESUMED[1]:
             refusals = ranks.run(
                 "tests.dist.value_model_jobs:refuses_another_step", world_size=1, arguments=loading
             )
@@ -147,6 +147,6 @@ def test_a_loaded_critic_learns_as_if_it_had_gone_on(
 def test_a_critic_of_another_step_than_the_actor_is_refused(
     resumed: Callable[[str, str], tuple[dict, list[dict]]],
 ) -> None:
-    refusal = resumed("tp1_pp1_ep1", "bf16")[1][0]["refusal"]
+    refusal = resumed(*RESUMED[1])[1][0]["refusal"]
     assert f"is of step {NUM_SAVED_STEPS}, the actor of step {NUM_SAVED_STEPS + 1}" in refusal
     assert "--ckpt-step" in refusal

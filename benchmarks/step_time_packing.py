@@ -1,0 +1,110 @@
+"""Packed against padded: one kind in a process of its own for `step_time.py`; prints JSON.
+
+    python benchmarks/step_time_packing.py CHECKPOINT packed|padded
+
+Samples of log-normal lengths go through what a step does after its rewards (tensors, log-probs,
+advantages, update), without an engine, on one process. Both kinds get the same samples. A padded
+micro-batch of 4 has 632 positions in the mean and 1,228 at most, a packed one 640 at most.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
+
+NUM_SAMPLES, GROUP_SIZE = 64, 8
+MEDIAN_TOKENS, SIGMA, LIMIT_TOKENS = 64, 0.8, 512
+PROMPT_TOKENS = 8
+KINDS = {
+    "packed": ("--rl-max-tokens-per-microbatch", "640"),
+    "padded": ("--micro-batch-size", "4"),
+}
+WARM_UPS, REPETITIONS = 1, 5
+
+
+def sample_lengths(seed: int = 0) -> np.ndarray:
+    """`[n]` tokens of each sample, prompt included."""
+    rng = np.random.default_rng(seed)
+    drawn = MEDIAN_TOKENS * np.exp(SIGMA * rng.standard_normal(NUM_SAMPLES))
+    return np.clip(drawn.astype(np.int64), PROMPT_TOKENS + 2, LIMIT_TOKENS)
+
+
+def samples(lengths: np.ndarray, vocab_size: int) -> list[Any]:
+    """Random tokens of these lengths, with rewards that differ within every group."""
+    from mcore_rl.types import Prompt, Rollout, ScoredRollout
+
+    rng = np.random.default_rng(1)
+    found = []
+    for index, length in enumerate(lengths):
+        tokens = rng.integers(6, vocab_size, size=length).astype(np.int32)
+        rollout = Rollout(
+            prompt=Prompt(index // GROUP_SIZE, "", "", tokens[:PROMPT_TOKENS]),
+            sample_index=index % GROUP_SIZE,
+            text="",
+            response_token_ids=tokens[PROMPT_TOKENS:],
+            rollout_log_probs=np.full(length - PROMPT_TOKENS, -6.0, dtype=np.float32),
+            finish_reason="stop",
+            weight_version=1,
+        )
+        found.append(ScoredRollout(rollout, reward=float(index % 2)))
+    return found
+
+
+def measured(checkpoint: Path, kind: str) -> dict[str, Any]:
+    """Seconds of every repetition, tokens in each, and the peak of memory above the model's."""
+    from benchmarks.measuring import return_freed_memory_at_once
+    from mcore_rl.builders import build_learner
+    from mcore_rl.hybrid_engine.memory import PeakMemory
+    from mcore_rl.startup import build_actor, start
+
+    prompts = checkpoint / "prompts" / "train.jsonl"
+    tokens = (
+        f"--rl-hf-checkpoint {checkpoint} --rl-prompts {prompts} --rl-reward arithmetic "
+        f"--rl-max-prompt-tokens {PROMPT_TOKENS} "
+        f"--rl-max-response-tokens {LIMIT_TOKENS - PROMPT_TOKENS} "
+        f"--rl-num-prompts-per-step {NUM_SAMPLES // GROUP_SIZE} "
+        f"--rl-num-samples-per-prompt {GROUP_SIZE} --lr 1e-6"
+    ).split()
+    with open(os.devnull, "w") as nowhere:
+        job = start([*tokens, *KINDS[kind]], log=nowhere)
+        state, shards = build_actor(job, log=nowhere)
+    learner = build_learner(job, state, shards, None)
+    scored = samples(sample_lengths(), job.shape.vocab_size)
+    # Before anything large is allocated: what malloc keeps for later would count for nobody.
+    return_freed_memory_at_once(True)
+    seconds, cpu_seconds = [], []
+    for number in range(WARM_UPS + 1):
+        with PeakMemory() as peak:  # of the last: the first allocates the optimizer's state, too
+            _step(learner, scored, number)
+    return_freed_memory_at_once(False)
+    for number in range(REPETITIONS):
+        started, cpu_started = time.perf_counter(), time.process_time()
+        _step(learner, scored, number)
+        seconds.append(time.perf_counter() - started)
+        cpu_seconds.append(time.process_time() - cpu_started)
+    return {
+        "seconds": seconds,
+        "cpu_seconds": cpu_seconds,
+        "tokens": int(sample_lengths().sum()),
+        "peak_bytes": peak.extra_bytes,
+    }
+
+
+def _step(learner: Any, scored: list[Any], number: int) -> None:
+    batch = learner.with_log_probs(learner.make_batch(scored))
+    learner.update(number, learner.with_advantages(scored, batch))
+
+
+if __name__ == "__main__":
+    found = measured(Path(sys.argv[1]), sys.argv[2])
+    print(json.dumps(found), flush=True)
+    os._exit(0)

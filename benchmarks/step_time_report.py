@@ -1,0 +1,200 @@
+"""From what the runs of `step_time.py` measured to rows, verdicts and a section of a page. Pure."""
+
+from __future__ import annotations
+
+import re
+import statistics
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+Row = dict[str, Any]
+Run = Mapping[str, Any]
+OURS, TRL, TRL_BF16_WEIGHTS = "mcore_rl", "trl", "trl, bf16 weights"
+PACKED_RATIO, MEMORY_SHARE_SAVED = 1.4, 0.2
+BEGIN, END = "<!-- step_time: begin -->", "<!-- step_time: end -->"
+
+
+def training_row(
+    workload: str,
+    system: str,
+    runs: Sequence[Run],
+    *,
+    samples_per_step: int,
+    left_out_steps: int,
+    accuracy_at_start: float | None,
+) -> Row:
+    """One system's row of a workload over all its runs; a run has `step_seconds`,
+    `response_tokens` (the mean of every step) and `accuracy` at the end, or None.
+
+    Samples per second are by the mean step without the first `left_out_steps`; of several runs the
+    mean. Accuracy per minute is the gain over all steps by the minutes that these would take at
+    that pace, so that it is the same clock. Raises ValueError for a run in which nothing is left.
+    """
+    paces, gains = [], []
+    for run in runs:
+        counted = run["step_seconds"][left_out_steps:]
+        if not counted:
+            raise ValueError(
+                f"{system} made {len(run['step_seconds'])} steps of workload {workload}, of which "
+                f"the first {left_out_steps} do not count"
+            )
+        mean = statistics.fmean(counted)
+        paces.append(samples_per_step / mean)
+        if accuracy_at_start is not None and run["accuracy"] is not None:
+            minutes = mean * len(run["step_seconds"]) / 60
+            gains.append((run["accuracy"] - accuracy_at_start) / minutes)
+    ends = [run["accuracy"] for run in runs if run["accuracy"] is not None]
+    return {
+        "workload": workload,
+        "system": system,
+        "samples_per_second": statistics.fmean(paces),
+        "accuracy_per_minute": statistics.fmean(gains) if gains else None,
+        "samples_per_second_of_runs": paces,
+        "accuracy_at_start": accuracy_at_start,
+        "accuracy_at_end": statistics.fmean(ends) if ends else None,
+        "response_tokens_mean": statistics.fmean(
+            statistics.fmean(run["response_tokens"]) for run in runs
+        ),
+        "setting": runs[0]["setting"],
+    }
+
+
+def packing_row(model: str, kind: str, runs: Sequence[Run]) -> Row:
+    """The row of packed or padded updates; a run has `seconds`, `cpu_seconds`,
+    `tokens` and `peak_bytes`."""
+    paces = [run["tokens"] / statistics.median(run["seconds"]) for run in runs]
+    return {
+        "workload": "packing",
+        "system": f"{kind}, {model}",
+        "samples_per_second": None,
+        "accuracy_per_minute": None,
+        "model": model,
+        "kind": kind,
+        "tokens_per_second": statistics.fmean(paces),
+        "tokens_per_second_of_runs": paces,
+        "tokens_per_cpu_second": statistics.fmean(
+            run["tokens"] / statistics.median(run["cpu_seconds"]) for run in runs
+        ),
+        "peak_bytes": max(run["peak_bytes"] for run in runs),
+        "setting": runs[0]["setting"],
+    }
+
+
+def paired_ratio(mine: Sequence[float], other: Sequence[float]) -> float:
+    """The median over repetitions of the ratio within one, which ran one after the other."""
+    return statistics.median(a / b for a, b in zip(mine, other, strict=True))
+
+
+def verdicts(rows: Sequence[Row], aimed: Mapping[str, float]) -> list[tuple[str, str, bool]]:
+    """(target, what was measured, met). `aimed` is the ratio asked of each workload."""
+    found = []
+    for workload, wanted in aimed.items():
+        by_system = {row["system"]: row for row in rows if row["workload"] == workload}
+        if {OURS, TRL} <= by_system.keys():
+            ratio = paired_ratio(
+                *(by_system[name]["samples_per_second_of_runs"] for name in (OURS, TRL))
+            )
+            target = f"{workload}: {wanted:g}x TRL's samples per second"
+            found.append((target, f"{ratio:.2f}x", ratio >= wanted))
+    packing = [row for row in rows if row["workload"] == "packing"]
+    for model in dict.fromkeys(row["model"] for row in packing):
+        kinds = {row["kind"]: row for row in packing if row["model"] == model}
+        if not {"packed", "padded"} <= kinds.keys():
+            continue
+        packed, padded = kinds["packed"], kinds["padded"]
+        ratio = paired_ratio(
+            packed["tokens_per_second_of_runs"], padded["tokens_per_second_of_runs"]
+        )
+        saved = 1 - packed["peak_bytes"] / padded["peak_bytes"]
+        target = f"packing, {model}: {PACKED_RATIO:g}x the tokens per second of padding"
+        found.append((target, f"{ratio:.2f}x", ratio >= PACKED_RATIO))
+        target = f"packing, {model}: {100 * MEMORY_SHARE_SAVED:.0f} % less memory"
+        found.append((target, f"{100 * saved:.1f} % less", saved >= MEMORY_SHARE_SAVED))
+    return found
+
+
+def section(rows: Sequence[Row], facts: Mapping[str, str], aimed: Mapping[str, float]) -> str:
+    """The section of the page, between its markers and with them."""
+    lines = [BEGIN, "# Step time, measured beside TRL", "", _INTRODUCTION, ""]
+    lines += [f"- {name}: {value}" for name, value in facts.items()]
+    lines += ["", "| target | measured | met |", "| --- | --- | --- |"]
+    lines += [
+        f"| {target} | {value} | {'yes' if met else '**no**'} |"
+        for target, value, met in verdicts(rows, aimed)
+    ]
+    training = [row for row in rows if row["workload"] != "packing"]
+    if training:
+        lines += [
+            "",
+            "| workload | system | samples/s (runs) | accuracy/min | accuracy, start to end |"
+            " tokens per answer | setting |",
+            "| --- | --- | ---: | ---: | ---: | ---: | --- |",
+        ]
+        lines += [_training_line(row) for row in training]
+    packing = [row for row in rows if row["workload"] == "packing"]
+    if packing:
+        lines += [
+            "",
+            "| packing | tokens/s (runs) | tokens per CPU second | peak extra MB | setting |",
+            "| --- | ---: | ---: | ---: | --- |",
+        ]
+        lines += [
+            f"| {row['system']} | {row['tokens_per_second']:.0f} "
+            f"({_of_runs(row['tokens_per_second_of_runs'], 0)}) | "
+            f"{row['tokens_per_cpu_second']:.0f} | "
+            f"{row['peak_bytes'] / 1e6:.1f} | {row['setting']} |"
+            for row in packing
+        ]
+    return "\n".join([*lines, END]) + "\n"
+
+
+def _training_line(row: Row) -> str:
+    gain, end = row["accuracy_per_minute"], row["accuracy_at_end"]
+    cells = (
+        row["workload"],
+        row["system"],
+        f"{row['samples_per_second']:.2f} ({_of_runs(row['samples_per_second_of_runs'], 2)})",
+        "-" if gain is None else f"{gain:.3f}",
+        "-" if end is None else f"{row['accuracy_at_start']:.3f} to {end:.3f}",
+        f"{row['response_tokens_mean']:.1f}",
+        row["setting"],
+    )
+    return "| " + " | ".join(cells) + " |"
+
+
+def _of_runs(values: Sequence[float], digits: int) -> str:
+    return ", ".join(f"{value:.{digits}f}" for value in values)
+
+
+def with_section(page: str, part: str) -> str:
+    """`page` with `part` in the place of the section between the markers, or at the end.
+
+    The rest of the page stays as it is. Raises ValueError where one marker stands without the
+    other, or either stands twice.
+    """
+    if not page:
+        return part
+    begins, ends = page.count(BEGIN), page.count(END)
+    if begins == ends == 0:
+        return page.rstrip("\n") + "\n\n" + part
+    if begins != 1 or ends != 1 or page.index(BEGIN) > page.index(END):
+        raise ValueError(f"the markers {BEGIN} and {END} must stand there once each, in this order")
+    pattern = re.escape(BEGIN) + ".*?" + re.escape(END) + "\n?"
+    return re.sub(pattern, lambda _: part, page, flags=re.DOTALL)
+
+
+_INTRODUCTION = """\
+Generated by `benchmarks/step_time.py`. Each run is a job of its own, the systems take turns, and
+ratios are medians of those within a repetition. Same model, prompts, group size, lengths, learning
+rate and number of steps; start-up and the first two steps do not count. Accuracy is greedy, on
+held-out prompts, by our reward, of the saved checkpoints, with one function for both; its gain is
+divided by the minutes of all steps.
+
+- `short`: answers of six tokens, at most 16. `long`: lengths are geometric, cut at 200.
+- `trl` is its GRPO with the fastest generation that runs here, in the faster precision;
+  `benchmarks/step_time_trl.py` tells which were tried. `trl, bf16 weights` trains without
+  float32 weights, which ours keeps: it is no comparison, and here for completeness.
+- `packing`: what a step does after its rewards, on 64 samples of log-normal lengths (median 64,
+  sigma 0.8, at most 512), packed rows of up to 640 tokens against 4 padded rows (632
+  positions in the mean). Memory is what a step takes above the model and its optimizer, the peak
+  of the resident set."""

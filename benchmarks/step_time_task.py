@@ -1,0 +1,242 @@
+"""What both systems of `step_time.py` train on: the checkpoints, the sizes, and one evaluation.
+
+`short` is the warmed tiny checkpoint as it is: every answer has six tokens. `long` is the same
+model taught to go on after its answer with full stops, and to end after each of them with the same
+probability: lengths are then geometric, cut at the limit, as they are where some answers ramble.
+The reward is `arithmetic` on what stands before the first full stop, so that there is something to
+learn in either, and length is no part of it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import json
+import math
+import os
+import shutil
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
+
+from mcore_rl.reward_functions import arithmetic  # noqa: E402
+
+FILLER = "."
+SHAPING_STEPS, SHAPING_SAMPLES, SHAPING_LEARNING_RATE = 100, 8, 5e-4
+MARKER = "step_time.json"
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """Sizes that hold for both systems; tokens, samples and steps as the names say."""
+
+    name: str
+    max_response_tokens: int
+    num_prompts_per_step: int
+    num_samples_per_prompt: int
+    num_steps: int
+    num_eval_prompts: int
+    learning_rate: float = 1e-4
+    max_prompt_tokens: int = 24
+    num_trial_prompts: int = 1  # per step, where TRL's precision is chosen
+    packed_tokens: int = 0  # of ours in a micro-batch; 0: all samples of a rank, padded
+    aimed_ratio: float = 1.0  # samples per second, ours over TRL's
+
+    @property
+    def samples_per_step(self) -> int:
+        return self.num_prompts_per_step * self.num_samples_per_prompt
+
+
+WORKLOADS = (
+    Workload(
+        "short",
+        16,
+        16,
+        8,
+        num_steps=16,
+        num_eval_prompts=256,
+        num_trial_prompts=16,
+        aimed_ratio=1.2,
+    ),
+    Workload(
+        "long",
+        200,
+        8,
+        8,
+        num_steps=4,
+        num_eval_prompts=256,
+        packed_tokens=2048,
+        aimed_ratio=8.0,
+        # Small, as lengths would drift at random, to another mean in each system.
+        learning_rate=1e-5,
+    ),  # fmt: skip
+)
+LEFT_OUT_STEPS = 2  # at the start: caches, connections and allocators are still being filled
+
+
+def quick(workload: Workload) -> Workload:
+    """As many steps as leave one that counts."""
+    return dataclasses.replace(workload, num_steps=LEFT_OUT_STEPS + 1, num_eval_prompts=16)
+
+
+def trial(workload: Workload) -> Workload:
+    """As much as tells which of two settings is faster."""
+    return dataclasses.replace(
+        workload,
+        num_steps=LEFT_OUT_STEPS + 1,
+        num_prompts_per_step=workload.num_trial_prompts,
+        max_response_tokens=min(workload.max_response_tokens, 64),
+    )
+
+
+def stop_probability(mean: float, limit: int) -> float:
+    """p of a geometric length, cut at `limit`, whose mean is `mean`: (1 - (1-p)^limit) / p."""
+    if not 1.0 < mean < limit:
+        raise ValueError(f"a mean of {mean} is not between 1 and the limit {limit}")
+    low, high = 1e-9, 1.0
+    for _ in range(100):
+        middle = math.sqrt(low * high)
+        too_long = -math.expm1(limit * math.log1p(-middle)) / middle > mean
+        low, high = (middle, high) if too_long else (low, middle)
+    return high
+
+
+def cache_folder() -> Path:
+    """Where scripts/run_deepseek_moe.sh keeps the tiny checkpoint, too."""
+    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(os.environ.get("MCORE_RL_CACHE") or Path(base) / "mcore_rl")
+
+
+def checkpoint_of(workload: Workload) -> Path:
+    """The folder of the workload's checkpoint, made once: minutes the first time."""
+    from make_tiny_deepseek import make_checkpoint
+
+    warmed = make_checkpoint(cache_folder() / "tiny_deepseek_v3", warm_up=True)
+    if workload.name == "short":
+        return warmed
+    folder = cache_folder() / "step_time_long"
+    recipe = {
+        "source": inspect.getsource(_shape_lengths) + inspect.getsource(stop_probability),
+        "constants": [FILLER, SHAPING_STEPS, SHAPING_SAMPLES, SHAPING_LEARNING_RATE],
+        "limit": workload.max_response_tokens,
+        "of": (warmed / "complete.json").read_text(),
+    }
+    marker = folder / MARKER
+    if not (marker.is_file() and json.loads(marker.read_text()) == recipe):
+        shutil.rmtree(folder, ignore_errors=True)
+        shutil.copytree(warmed, folder)
+        _shape_lengths(folder, limit=workload.max_response_tokens)
+        marker.write_text(json.dumps(recipe))
+    return folder
+
+
+def _shape_lengths(folder: Path, *, limit: int) -> None:
+    """Train the model in `folder` on its own demonstrations with a tail of full stops."""
+    import tiny_task
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    config_text = (folder / "config.json").read_text()
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    (filler,) = tokenizer.encode(FILLER)
+    problems, _ = tiny_task.split_problems(1234)
+    prompts = tiny_task.encode_prompts(tokenizer, problems)
+    generator = torch.Generator().manual_seed(0)
+    answer_length = tiny_task.NUM_ANSWER_TOKENS - 1
+    stop = torch.tensor(stop_probability(limit / 2 - answer_length, limit - answer_length))
+    optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.98), weight_decay=0.01)
+    for step in range(SHAPING_STEPS):
+        rows, targets = [], []
+        for index in torch.randint(len(problems), (SHAPING_SAMPLES,), generator=generator).tolist():
+            careless = torch.rand((), generator=generator) < tiny_task.SHARE_CARELESS
+            problem = problems[index]
+            answer = tokenizer.encode(
+                problem.careless_answer if careless else problem.worked_answer
+            )
+            # A tail that does not end within the limit is shown without its end.
+            tail = int(torch.empty(()).geometric_(float(stop), generator=generator)) - 1
+            shown = answer + [filler] * tail + [tokenizer.eos_token_id]
+            shown = shown[:limit]
+            rows.append(prompts[index] + shown)
+            targets.append([-100] * len(prompts[index]) + shown)
+        width = max(len(row) for row in rows)
+        token_ids = torch.tensor([row + [0] * (width - len(row)) for row in rows])
+        labels = torch.tensor([row + [-100] * (width - len(row)) for row in targets])
+        logits = model(input_ids=token_ids[:, :-1], use_cache=False).logits
+        losses = torch.nn.functional.cross_entropy(
+            logits.transpose(1, 2), labels[:, 1:], reduction="none"
+        )
+        start = len(prompts[0]) - 1
+        # Two means: a hundred full stops must not drown five digits.
+        answers = losses[:, start : start + answer_length].mean()
+        tails = losses[:, start + answer_length :].sum()
+        num_tails = (labels[:, 1 + start + answer_length :] != -100).sum()
+        optimizer.zero_grad()
+        (answers + tails / num_tails).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        for group in optimizer.param_groups:
+            rest = min(1.0, 2 * (1 - step / SHAPING_STEPS))
+            group["lr"] = SHAPING_LEARNING_RATE * min(rest, (step + 1) / 10)
+        optimizer.step()
+        if step % 10 == 0:
+            print(
+                f"shaping the lengths: step {step} of {SHAPING_STEPS}, loss of answers "
+                f"{answers:.3f}, of tails {tails / num_tails:.3f}",
+                flush=True,
+            )
+    model.to(torch.bfloat16).save_pretrained(folder)
+    (folder / "config.json").write_text(config_text)  # as published, as make_tiny_deepseek does
+
+
+def reward(*, prompt: str, response: str, answer: str) -> float:
+    """`arithmetic` on what stands before the first full stop, as both systems are paid."""
+    return arithmetic(prompt=prompt, response=response.split(FILLER)[0], answer=answer)
+
+
+def rows_of(file: Path) -> list[dict[str, str]]:
+    """The prompts and answers of a JSONL file."""
+    return [json.loads(line) for line in file.read_text().splitlines()]
+
+
+def held_out_accuracy(checkpoint: Path, heldout: Path, workload: Workload) -> float:
+    """Share of held-out prompts that `checkpoint` answers rightly, greedily.
+
+    By transformers in bfloat16 weights and float32 arithmetic, whichever system trained it.
+    """
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(checkpoint)
+    model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.bfloat16).float().eval()
+    rows = rows_of(heldout)[: workload.num_eval_prompts]
+    chats = [[{"role": "user", "content": row["prompt"]}] for row in rows]
+    asked = tokenizer.apply_chat_template(chats, add_generation_prompt=True)["input_ids"]
+    assert len({len(ids) for ids in asked}) == 1, "prompts of this task have one length"
+    with torch.no_grad():
+        found = model.generate(
+            torch.tensor(asked),
+            attention_mask=torch.ones(len(asked), len(asked[0]), dtype=torch.int64),
+            do_sample=False,
+            # What follows an answer and its end changes no reward, or (a number) would be wrong.
+            max_new_tokens=16,
+        )
+    texts = tokenizer.batch_decode(found[:, len(asked[0]) :], skip_special_tokens=True)
+    found_rewards = [
+        reward(prompt=row["prompt"], response=text, answer=row["answer"])
+        for row, text in zip(rows, texts, strict=True)
+    ]
+    return sum(value >= 1.0 for value in found_rewards) / len(found_rewards)
+
+
+def trl_reward(completions: list[Any], answer: list[str], **unused: Any) -> list[float]:
+    """Our reward in TRL's calling convention."""
+    texts = [c if isinstance(c, str) else c[0]["content"] for c in completions]
+    return [
+        reward(prompt="", response=text, answer=right)
+        for text, right in zip(texts, answer, strict=True)
+    ]

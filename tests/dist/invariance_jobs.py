@@ -1,0 +1,79 @@
+"""What a rank does in `test_invariance.py`; run by `tests.rank_pool`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from mcore_rl.builders import build_offloader
+from mcore_rl.hybrid_engine.offload import Offloader
+from mcore_rl.packing import split_micro_batches
+from mcore_rl.types import TrainBatch
+from tests.dist.ppo_jobs import build_models, export_models, scored_rollouts, take_step
+
+
+def learn(flags: list[str], target: str, num_steps: int = 2) -> dict[str, Any]:
+    """Whole steps from given rollouts, the training state going away before each as in rollout.
+
+    Returns what they measured, and what shows that the flags had their effect: the
+    `offloaded` kinds, and of each model the `forwards` per layer and micro-batch of an update (2
+    with recomputation). The weights go to `target`.
+    """
+    models = build_models(flags)
+    job, learner = models.job, models.learner
+    offloader = build_offloader(job, models.state, models.critic)
+    scored = scored_rollouts(job)
+    forwards = [Forwards(models.state.chunks)]
+    if models.critic is not None:
+        forwards.append(Forwards(models.critic.state.chunks))
+    steps = []
+    for step in range(num_steps):
+        _there_and_back(offloader)
+        batch = learner.make_batch(scored)
+        steps.append(take_step(learner, step, batch, scored))
+        for counter, part in zip(forwards, (batch.actor, batch.critic), strict=False):
+            assert part is not None
+            counter.expect(part)
+    export_models(models, Path(target))
+    found = {
+        "steps": steps,
+        "offloaded": sorted(offloader.what),
+        "forwards": [counter.per_micro_batch() for counter in forwards],
+    }
+    dist.destroy_process_group()
+    return found
+
+
+def _there_and_back(offloader: Offloader) -> None:
+    """The calls of the sharding manager in a switch to rollout and back."""
+    offloader.offload("gradients", "optimizer")
+    offloader.offload("parameters")
+    assert offloader.away == offloader.what
+    assert not offloader.what or offloader.stats.moved_bytes > 0
+    if offloader.away:
+        offloader.prefetch()
+        offloader.onload()
+    assert not offloader.away
+
+
+class Forwards:
+    """Counts how often an update runs the attention of a layer, beside how often it must."""
+
+    def __init__(self, chunks: list[torch.nn.Module]) -> None:
+        self._found = self._expected = 0
+        self._layers = [layer for chunk in chunks for layer in chunk.decoder.layers]
+        for layer in self._layers:
+            layer.self_attention.core_attention.register_forward_pre_hook(self._count)
+
+    def _count(self, module: torch.nn.Module, _: Any) -> None:
+        self._found += module.training  # scoring is done in evaluation mode
+
+    def expect(self, batch: TrainBatch) -> None:
+        """`batch` has been learnt from once."""
+        self._expected += len(self._layers) * len(split_micro_batches(batch))
+
+    def per_micro_batch(self) -> float:
+        return self._found / self._expected

@@ -1,0 +1,215 @@
+"""The pure parts of benchmarks/step_time.py: rows, ratios, verdicts, the section and its markers.
+
+The runs themselves are `python benchmarks/step_time.py --quick`.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from benchmarks import step_time
+from benchmarks.step_time_packing import LIMIT_TOKENS, sample_lengths, samples
+from benchmarks.step_time_report import (
+    BEGIN,
+    END,
+    packing_row,
+    paired_ratio,
+    section,
+    training_row,
+    verdicts,
+    with_section,
+)
+from benchmarks.step_time_task import (
+    LEFT_OUT_STEPS,
+    WORKLOADS,
+    quick,
+    reward,
+    stop_probability,
+    trl_reward,
+)
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def run(*step_seconds: float, accuracy: float | None = 0.5) -> dict[str, Any]:
+    return {
+        "step_seconds": list(step_seconds),
+        "response_tokens": [6.0, 8.0],
+        "accuracy": accuracy,
+        "setting": "1 process",
+    }
+
+
+def row(system: str, *runs: dict[str, Any], workload: str = "short") -> dict[str, Any]:
+    return training_row(
+        workload,
+        system,
+        runs,
+        samples_per_step=10,
+        left_out_steps=2,
+        accuracy_at_start=0.25,
+    )
+
+
+def packed(seconds: float, peak_bytes: int) -> dict[str, Any]:
+    return {
+        "seconds": [seconds, 100.0, seconds],
+        "cpu_seconds": [seconds / 2] * 3,
+        "tokens": 600,
+        "peak_bytes": peak_bytes,
+        "setting": "",
+    }
+
+
+def test_pace_leaves_out_the_first_steps() -> None:
+    found = row("mcore_rl", run(100.0, 50.0, 1.0, 3.0))
+    assert found["samples_per_second"] == 5.0
+    assert found["response_tokens_mean"] == 7.0
+    assert {"workload", "system", "samples_per_second", "accuracy_per_minute"} <= found.keys()
+
+
+def test_gain_in_accuracy_is_over_all_steps_at_the_counted_pace() -> None:
+    # 4 steps of 3 s are a fifth of a minute.
+    found = row("mcore_rl", run(100.0, 50.0, 2.0, 4.0, accuracy=0.5))
+    assert found["accuracy_per_minute"] == pytest.approx(0.25 / 0.2)
+    assert row("mcore_rl", run(1, 1, 1, accuracy=None))["accuracy_per_minute"] is None
+
+
+def test_run_without_a_counted_step_is_refused() -> None:
+    with pytest.raises(ValueError, match="trl made 2 steps of workload short"):
+        row("trl", run(1.0, 1.0))
+
+
+def test_ratio_is_of_one_repetition() -> None:
+    # The machine was slow in the second repetition, for both.
+    assert paired_ratio([20.0, 2.0], [10.0, 1.0]) == 2.0
+
+
+@pytest.mark.parametrize(("seconds", "met"), [(1.19, False), (1.21, True)])
+def test_verdict_follows_the_figures(seconds: float, met: bool) -> None:
+    rows = [row("mcore_rl", run(0, 0, 1.0)), row("trl", run(0, 0, seconds))]
+    assert [ok for _, _, ok in verdicts(rows, {"short": 1.2, "long": 8.0})] == [met]
+
+
+def test_system_that_is_no_comparison_gives_no_verdict() -> None:
+    rows = [row("mcore_rl", run(0, 0, 1.0)), row("trl, bf16 weights", run(0, 0, 9.0))]
+    assert verdicts(rows, {"short": 1.2}) == []
+
+
+@pytest.mark.parametrize(("seconds", "peak", "met"), [(1.0, 79, True), (1.01, 81, False)])
+def test_packing_is_judged_by_pace_and_by_memory(seconds: float, peak: int, met: bool) -> None:
+    rows = [
+        packing_row("dense", "packed", [packed(seconds, peak)]),
+        packing_row("dense", "padded", [packed(1.4, 100)]),
+    ]
+    assert rows[0]["workload"] == "packing"
+    assert [ok for _, _, ok in verdicts(rows, {})] == [met, met]
+    assert verdicts(rows[:1], {}) == []
+
+
+def test_section_stands_between_its_markers() -> None:
+    rows = [row("mcore_rl", run(0, 0, 1.0)), packing_row("dense", "packed", [packed(1.0, 5)])]
+    text = section(rows, {"commit": "abc"}, {"short": 1.2})
+    assert text.startswith(BEGIN + "\n") and text.endswith(END + "\n")
+    assert "- commit: abc" in text and "| packed, dense |" in text
+
+
+def test_section_is_replaced_and_the_rest_of_the_page_stays() -> None:
+    first, second = f"{BEGIN}\none \\1\n{END}\n", f"{BEGIN}\ntwo \\2\n{END}\n"
+    page = with_section("# Resharding\n", first)
+    assert page == f"# Resharding\n\n{first}"
+    assert with_section(page + "\nmore\n", second) == f"# Resharding\n\n{second}\nmore\n"
+    assert with_section("", first) == first
+
+
+@pytest.mark.parametrize("page", [BEGIN, END, f"{END}{BEGIN}", f"{BEGIN}{BEGIN}{END}"])
+def test_broken_markers_are_refused(page: str) -> None:
+    with pytest.raises(ValueError, match="once each"):
+        with_section(page, "")
+
+
+def step_time_command(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "benchmarks/step_time.py", *arguments],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    )
+
+
+def test_help_works() -> None:
+    done = step_time_command("--help")
+    assert done.returncode == 0
+    for flag in ("--json", "--markdown", "--quick"):
+        assert flag in done.stdout
+
+
+@pytest.mark.parametrize("arguments", [("--repetitions", "0"), ("--processes", "3")])
+def test_bad_input_is_one_sentence(arguments: tuple[str, str]) -> None:
+    done = step_time_command(*arguments)
+    assert done.returncode == 2
+    assert len(done.stderr.strip().splitlines()) == 1
+    assert " ".join(arguments) in done.stderr
+
+
+def test_page_with_broken_markers_is_told_before_anything_runs(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text(BEGIN)
+    done = step_time_command("--only", "packing", "--markdown", str(page))
+    assert done.returncode == 2
+    assert f"--markdown {page}" in done.stderr
+
+
+def test_missing_trl_is_told_with_the_way_out(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(step_time.importlib.util, "find_spec", lambda name: None)
+    assert step_time.main(["--only", "short"]) == 2
+    assert "pip install .[bench]" in capsys.readouterr().err
+
+
+def test_workloads_are_what_the_targets_name() -> None:
+    assert {w.name: w.aimed_ratio for w in WORKLOADS} == {"short": 1.2, "long": 8.0}
+    assert {w.name: w.max_response_tokens for w in WORKLOADS} == {"short": 16, "long": 200}
+    for workload in WORKLOADS:
+        assert workload.num_steps > LEFT_OUT_STEPS
+        assert quick(workload).num_steps == LEFT_OUT_STEPS + 1
+
+
+def test_stop_probability_gives_the_mean() -> None:
+    p = stop_probability(100.0, 200)
+    # The oracle: the sum over all lengths, one by one.
+    chances = [p * (1 - p) ** (n - 1) for n in range(1, 200)]
+    mean = sum(n * c for n, c in enumerate(chances, 1)) + 200 * (1 - sum(chances))
+    assert mean == pytest.approx(100.0)
+    with pytest.raises(ValueError, match="between 1 and the limit"):
+        stop_probability(200.0, 200)
+
+
+def test_reward_reads_what_stands_before_the_first_full_stop() -> None:
+    assert reward(prompt="", response="15 85....9 and more", answer="85") == 1.0
+    assert reward(prompt="", response="15 75....85", answer="85") == 0.0
+
+
+def test_both_systems_are_paid_alike() -> None:
+    texts, answers = ["15 85", "15 75....", "no"], ["85", "85", "85"]
+    alone = [reward(prompt="", response=t, answer=a) for t, a in zip(texts, answers, strict=True)]
+    assert trl_reward(texts, answers) == alone
+    chats = [[{"role": "assistant", "content": text}] for text in texts]
+    assert trl_reward(chats, answers) == alone
+
+
+def test_lengths_have_a_long_tail() -> None:
+    lengths = sample_lengths()
+    assert 50 <= np.median(lengths) <= 80
+    assert lengths.max() <= LIMIT_TOKENS and lengths.max() >= 4 * np.median(lengths)
+    made = samples(lengths, 509)
+    assert [
+        len(s.rollout.prompt.token_ids) + len(s.rollout.response_token_ids) for s in made
+    ] == lengths.tolist()

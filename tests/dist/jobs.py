@@ -115,21 +115,6 @@ def log_probs_and_export(flags: list[str], target: str) -> list[list[float]]:
     return log_probs.tolist()
 
 
-def grpo_updates(flags: list[str], target: str) -> dict[str, list[float]]:
-    """Two updates with the GRPO loss, all its terms on; the float32 weights go to `target`."""
-    job, actor, shards = started(flags, in_float32=True)
-    batch = rank_batch(job)
-    found: dict[str, list[float]] = {"grad_norm": [], "policy_loss": [], "kl": [], "entropy": []}
-    for mini_batch in split_mini_batches(batch):
-        stats = actor.update(mini_batch)
-        found["grad_norm"].append(stats.result.grad_norm)
-        for name in ("policy_loss", "kl", "entropy"):
-            found[name].append(float(getattr(stats.sums, name) / stats.sums.num_tokens))
-    export(shards, job.checkpoint, Path(target))
-    dist.destroy_process_group()
-    return found
-
-
 def hand_over(flags: list[str]) -> dict[str, Any]:
     """Everything that is asked of a hand-over, in one start of the engines."""
     job, actor, shards = started(flags)

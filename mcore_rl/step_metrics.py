@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import operator
 from collections.abc import Sequence
 
 import numpy as np
@@ -35,9 +37,7 @@ def update_metrics(updates: Sequence[UpdateStats]) -> dict[str, float]:
     skipped ones; nothing without an update."""
     if not updates:
         return {}
-    total = updates[0].sums
-    for update in updates[1:]:
-        total = total + update.sums
+    total = functools.reduce(operator.add, (update.sums for update in updates))
     tokens = max(float(total.num_tokens), 1.0)
     clipped = float(total.clipped_lower + total.clipped_upper)
     norms = [u.result.grad_norm for u in updates]
@@ -56,9 +56,7 @@ def value_metrics(updates: Sequence[ValueUpdateStats]) -> dict[str, float]:
     """Of the critic over a step's updates, as `update_metrics`."""
     if not updates:
         return {}
-    total = updates[0].sums
-    for update in updates[1:]:
-        total = total + update.sums
+    total = functools.reduce(operator.add, (update.sums for update in updates))
     tokens = max(float(total.num_tokens), 1.0)
     return {
         "loss/value": float(total.value_loss) / tokens,

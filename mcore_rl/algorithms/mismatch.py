@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Literal, get_args
 
 import torch
@@ -29,6 +29,7 @@ from mcore_rl.algorithms.kl import kl_estimate
 from mcore_rl.algorithms.loss_types import bounded_ratio
 from mcore_rl.algorithms.registry import unknown_name
 from mcore_rl.algorithms.segments import Segments, masked
+from mcore_rl.algorithms.sums import TokenSums
 from mcore_rl.errors import UsageError
 
 MismatchCorrection = Literal[
@@ -96,7 +97,7 @@ class MismatchConfig:
 
 
 @dataclass(frozen=True, slots=True)
-class MismatchSums:
+class MismatchSums(TokenSums):
     """Sums over loss tokens, 0-dim float64. Add up over ranks (`stacked`), then `metrics`."""
 
     num_tokens: torch.Tensor
@@ -105,17 +106,6 @@ class MismatchSums:
     weight: torch.Tensor
     weight_squared: torch.Tensor
     kl: torch.Tensor  # k3 of KL(engine || actor)
-
-    def stacked(self) -> torch.Tensor:
-        """`[6]`, in the order of the fields; `from_stacked` is the inverse."""
-        return torch.stack([getattr(self, field.name) for field in fields(self)])
-
-    @classmethod
-    def from_stacked(cls, stacked: torch.Tensor) -> MismatchSums:
-        return cls(*stacked.unbind())
-
-    def __add__(self, other: MismatchSums) -> MismatchSums:
-        return self.from_stacked(self.stacked() + other.stacked())
 
     def metrics(self) -> dict[str, float]:
         """Shares and means over the tokens that were summed; all 0 if there were none.

@@ -10,7 +10,7 @@ micro-batches and ranks add up to those of the whole.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 import torch
 
@@ -24,10 +24,11 @@ from mcore_rl.algorithms.loss_types import (
 )
 from mcore_rl.algorithms.registry import find_policy_loss
 from mcore_rl.algorithms.segments import Segments, masked
+from mcore_rl.algorithms.sums import TokenSums
 
 
 @dataclass(frozen=True, slots=True)
-class PolicyLossSums:
+class PolicyLossSums(TokenSums):
     """Sums over loss tokens, each a detached 0-dim tensor of the loss's dtype.
 
     Add them up over micro-batches, then over data-parallel ranks (`stacked` makes that one
@@ -41,17 +42,6 @@ class PolicyLossSums:
     ratio: torch.Tensor  # exp(log_probs - old_log_probs)
     clipped_lower: torch.Tensor  # see TokenLosses
     clipped_upper: torch.Tensor
-
-    def stacked(self) -> torch.Tensor:
-        """`[7]`, in the order of the fields; `from_stacked` is the inverse."""
-        return torch.stack([getattr(self, field.name) for field in fields(self)])
-
-    @classmethod
-    def from_stacked(cls, stacked: torch.Tensor) -> PolicyLossSums:
-        return cls(*stacked.unbind())
-
-    def __add__(self, other: PolicyLossSums) -> PolicyLossSums:
-        return self.from_stacked(self.stacked() + other.stacked())
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 
 import torch
 
 from mcore_rl.algorithms.aggregation import Aggregation, Denominators, token_weights
 from mcore_rl.algorithms.segments import Segments, masked
+from mcore_rl.algorithms.sums import TokenSums
 from mcore_rl.errors import UsageError
 
 
@@ -30,7 +31,7 @@ class ValueLossConfig:
 
 
 @dataclass(frozen=True, slots=True)
-class ValueLossSums:
+class ValueLossSums(TokenSums):
     """Sums over loss tokens, each a detached 0-dim float64 tensor.
 
     float64, because `explained_variance` subtracts the square of a mean from a mean of squares. Add
@@ -45,17 +46,6 @@ class ValueLossSums:
     errors: torch.Tensor  # returns - values
     errors_squared: torch.Tensor
     clipped: torch.Tensor  # tokens whose loss is that of the clipped value: no gradient
-
-    def stacked(self) -> torch.Tensor:
-        """`[8]`, in the order of the fields; `from_stacked` is the inverse."""
-        return torch.stack([getattr(self, field.name) for field in fields(self)])
-
-    @classmethod
-    def from_stacked(cls, stacked: torch.Tensor) -> ValueLossSums:
-        return cls(*stacked.unbind())
-
-    def __add__(self, other: ValueLossSums) -> ValueLossSums:
-        return self.from_stacked(self.stacked() + other.stacked())
 
 
 @dataclass(frozen=True, slots=True)

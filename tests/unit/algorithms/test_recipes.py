@@ -242,7 +242,7 @@ def test_what_cannot_be_is_one_sentence_that_names_the_flag(
 
 @pytest.mark.parametrize("given", [{"top_p": 1.0}, {"top_k": 0}, {"top_k": -1}])
 def test_sampling_from_all_tokens_needs_no_correction(given: dict) -> None:
-    resolve_algorithm("grpo", given)
+    assert resolve_algorithm("grpo", given) == resolve_algorithm("grpo", {})
 
 
 def test_a_buffer_beyond_the_budget_is_refused_where_the_budget_is_known() -> None:

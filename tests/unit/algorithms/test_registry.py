@@ -131,8 +131,11 @@ def test_a_file_runs_once_however_its_path_is_spelt(
     file.write_text(MINE.format(name="once"))
     monkeypatch.chdir(tmp_path)
     (tmp_path / "link.py").symlink_to(file)
+    found = []
     for spelling in (str(file), "mine.py", "./mine.py", "link.py"):
         import_user_file(spelling)
+        found.append(find_policy_loss("once_square").function)
+    assert len(set(found)) == 1
 
 
 def test_two_files_of_one_name_are_two_modules(tmp_path: Path) -> None:

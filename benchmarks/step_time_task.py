@@ -23,7 +23,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
 
-from mcore_rl.reward_functions import arithmetic  # noqa: E402
+from mcore_rl.rewards.functions import arithmetic  # noqa: E402
 
 FILLER = "."
 SHAPING_STEPS, SHAPING_SAMPLES, SHAPING_LEARNING_RATE = 100, 8, 5e-4

@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from mcore_rl.packing import MicroBatching
+from mcore_rl.packing import MicroBatching, chunks_of_sample, round_up
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +119,8 @@ def _micro_batches(
         each = dp_size * batching.micro_batch_size
         assert mini_batch % each == 0, f"{mini_batch} sequences do not divide into {each}"
         return mini_batch // each, mini_batch // each
-    together = max(batching.max_tokens // max_sequence_tokens, 1)  # full ones in a micro-batch
+    in_row = round_up(max_sequence_tokens, chunks_of_sample(batching.cp_size))
+    together = max(batching.max_tokens // in_row, 1)  # full ones in a micro-batch
     most = math.ceil(mini_batch / dp_size)  # sequences of a rank
     multiple = batching.count_multiple_of
     return multiple, math.ceil(math.ceil(most / together) / multiple) * multiple

@@ -14,6 +14,7 @@ import torch
 
 from mcore_rl import megatron_adapter
 from mcore_rl.algorithms.aggregation import Denominators
+from mcore_rl.algorithms.mismatch import MismatchSums, mismatch_weights
 from mcore_rl.algorithms.total_loss import PolicyLossSums, policy_loss_total
 from mcore_rl.arguments import RLConfig
 from mcore_rl.hybrid_engine.layout import TrainLayout
@@ -29,6 +30,7 @@ class UpdateStats:
 
     sums: PolicyLossSums
     result: UpdateResult
+    mismatch: MismatchSums | None = None  # where the update itself scored the samples first
 
 
 class Actor:
@@ -53,9 +55,15 @@ class Actor:
             state, name="actor", on_nonfinite_grad=config.on_nonfinite_grad
         )
         self.loss_config = config.recipe.policy_loss_config(config.max_response_tokens)
+        self._mismatch_config = config.recipe.mismatch_config
+
+    @property
+    def has_dropout(self) -> bool:
+        """Whether a forward pass in training is not that of scoring."""
+        return bool(self._args.hidden_dropout or self._args.attention_dropout)
 
     def log_probs(self, batch: TrainBatch) -> torch.Tensor:
-        """Log-prob of every next token, `[t]` float32 on the CPU, on every rank of TP and PP.
+        """Log-prob of every next token, `[t]` float32 on the CPU, on every rank of TP, CP and PP.
 
         `batch` is this DP rank's.
         """
@@ -64,14 +72,22 @@ class Actor:
     def update(self, batch: TrainBatch) -> UpdateStats:
         """One optimizer step on one mini-batch, of which `batch` is this DP rank's part.
 
-        `batch` must have `old_log_probs` and `advantages`, and `ref_log_probs` if there is a KL
-        term. Raises RuntimeError on all ranks for a non-finite gradient, unless asked to skip it.
+        `batch` must have `advantages`, and `ref_log_probs` if there is a KL term. Without
+        `old_log_probs` the policy before the update is the one that this forward pass finds, as is
+        true of the first update after a rollout: log-probs and the mismatch's correction are then
+        taken from it. Raises RuntimeError on all ranks for a non-finite gradient, unless asked to
+        skip it.
         """
         loss = functools.partial(self._loss, denominators=self.runner.denominators(batch))
-        sums = self.runner.accumulate_gradients(batch, loss, num_sums=len(PolicyLossSums.__slots__))
+        num_sums = len(PolicyLossSums.__slots__)
+        scores_first = batch.old_log_probs is None
+        sums = self.runner.accumulate_gradients(
+            batch, loss, num_sums=num_sums + scores_first * len(MismatchSums.__slots__)
+        )
         result = self.optimizer.step(num_samples=self.runner.num_samples(batch))
         megatron_adapter.finish_param_sync(self._args, self.state)
-        return UpdateStats(PolicyLossSums.from_stacked(sums), result)
+        mismatch = MismatchSums.from_stacked(sums[num_sums:]) if scores_first else None
+        return UpdateStats(PolicyLossSums.from_stacked(sums[:num_sums]), result, mismatch)
 
     def _keywords(self, rows: ModelRows) -> dict[str, object]:
         return {"target_ids": rows.target_ids, "temperature": self._config.temperature}
@@ -79,22 +95,35 @@ class Actor:
     def _loss(
         self, scores: torch.Tensor, samples: TrainBatch, *, denominators: Denominators
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        assert samples.old_log_probs is not None and samples.advantages is not None, (
-            "a stage before the update left out a tensor of the batch"
-        )
+        assert samples.advantages is not None, "a stage before the update left out the advantages"
+        log_probs, entropy = scores.unbind(dim=1)
+        old_log_probs, weights, mismatch = samples.old_log_probs, samples.weights, None
+        if old_log_probs is None:
+            old_log_probs = log_probs.detach()
+            mismatch = mismatch_weights(
+                old_log_probs,
+                samples.rollout_log_probs,
+                samples.loss_mask,
+                samples.lengths,
+                self._mismatch_config,
+            )
+            weights = None if self._mismatch_config.correction == "none" else mismatch.weights
         out = policy_loss_total(
-            scores[:, 0],
-            scores[:, 1],
-            old_log_probs=samples.old_log_probs,
+            log_probs,
+            entropy,
+            old_log_probs=old_log_probs,
             advantages=samples.advantages,
             loss_mask=samples.loss_mask,
             lengths=samples.lengths,
             ref_log_probs=samples.ref_log_probs,
-            weights=samples.weights,
+            weights=weights,
             denominators=denominators,
             config=self.loss_config,
         )
-        return out.loss, out.sums.stacked()
+        sums = out.sums.stacked().double()
+        if mismatch is not None:
+            sums = torch.cat([sums, mismatch.sums.stacked()])
+        return out.loss, sums
 
 
 class ReferencePolicy:
@@ -104,14 +133,14 @@ class ReferencePolicy:
     """
 
     def __init__(self, state: megatron_adapter.TrainState) -> None:
-        self._parameters = [p for chunk in state.chunks for p in chunk.parameters()]
-        self._host = [p.detach().to("cpu", copy=True) for p in self._parameters]
+        self._state, self._weights = state, megatron_adapter.weights(state)
+        self._host = [weight.to("cpu", copy=True) for weight in self._weights]
 
     @torch.no_grad()
     def refresh(self) -> None:
         """Take the actor as it is now."""
-        for parameter, host in zip(self._parameters, self._host, strict=True):
-            host.copy_(parameter)
+        for weight, host in zip(self._weights, self._host, strict=True):
+            host.copy_(weight)
 
     def __enter__(self) -> ReferencePolicy:
         self.swap()
@@ -123,7 +152,9 @@ class ReferencePolicy:
     @torch.no_grad()
     def swap(self) -> None:
         """Exchange the model's weights with those kept here."""
-        for parameter, host in zip(self._parameters, self._host, strict=True):
-            current = parameter.detach().to("cpu", copy=True)
-            parameter.copy_(host)
+        for weight, host in zip(self._weights, self._host, strict=True):
+            current = weight.to("cpu", copy=True)
+            weight.copy_(host)
             host.copy_(current)
+            del current  # before the next one is made
+        megatron_adapter.weights_written(self._state)

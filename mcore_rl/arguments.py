@@ -57,7 +57,7 @@ class RLConfig:
     cache_dir: str | None = _flag(None, "folder for tokenised prompts", kind=str)
     reward: str = _flag(
         "exact_match",
-        "exact_match, arithmetic, gsm8k, http, pooling, package.module:function or one of "
+        "exact_match, arithmetic, gsm8k, http, pooling, model, package.module:function or one of "
         "--rl-import; several with commas",
     )
     reward_weights: str | None = _flag(
@@ -81,6 +81,13 @@ class RLConfig:
     reward_pooling_header_env: str | None = _flag(
         None, "environment variable that holds a header for that server", kind=str
     )
+    reward_model: str | None = _flag(
+        None, "Hugging Face folder with a score head, for reward model, run by Megatron", kind=str
+    )
+    reward_tp_size: int | None = _flag(None, "TP of the model; default: the actor's", kind=int)
+    reward_pp_size: int | None = _flag(None, "PP of the model; default: the actor's", kind=int)
+    reward_ep_size: int | None = _flag(None, "EP of the model; default: the actor's", kind=int)
+    reward_ranks: str | None = _flag(None, "ranks of the model's own, like 6-7", kind=str)
 
     precision: str = _flag("bf16", "of parameters in training", choices=("bf16", "fp16", "fp32"))
 
@@ -153,6 +160,9 @@ class RLConfig:
     critic_tp_size: int | None = _part(int, "TP of the critic; default: the actor's")
     critic_pp_size: int | None = _part(int, "PP of the critic; default: the actor's")
     critic_ep_size: int | None = _part(int, "EP of the critic; default: the actor's")
+    critic_ranks: str | None = _part(
+        str, "ranks of the critic's own, like 4-7, which train while the actor's do"
+    )
     mismatch_correction: str | None = _part(
         str,
         "of engine against trainer: weights per token or sequence, or what is left out",
@@ -197,9 +207,9 @@ class RLConfig:
     reshard_bucket_mb: int = _flag(512, "bytes in flight during a hand-over, in MiB")
     offload: str = _flag(
         "auto",
-        "what training keeps in host memory during rollout: gradients, optimizer, parameters, with "
-        "commas; none; or auto: gradients and optimizer with a GPU. Without one copies lie in the "
-        "same memory and save nothing",
+        "what training keeps in host memory during rollout: gradients (or grads), optimizer, "
+        "parameters (or params), with commas; none; or auto: gradients and optimizer with a GPU. "
+        "Without one copies lie in the same memory and save nothing",
     )
     offload_keep_gradients: bool = _flag(
         False, "copy gradients when they are offloaded, instead of zeroing them afterwards"

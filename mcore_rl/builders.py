@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import torch
 
@@ -28,9 +28,14 @@ from mcore_rl.hybrid_engine.sharding_manager import MegatronVLLMShardingManager
 from mcore_rl.hybrid_engine.vllm_engine import EngineConfig, VLLMEngine
 from mcore_rl.layout_checks import ranks_per_node
 from mcore_rl.learner import Learner
+from mcore_rl.megatron_world import MegatronWorld
 from mcore_rl.packing import MicroBatching
 from mcore_rl.preflight import Checked
-from mcore_rl.reward_specs import RewardSpec, check_rewards, parse_rewards
+from mcore_rl.rewards.model import RewardModel, build_reward_model
+from mcore_rl.rewards.specs import RewardSpec, check_rewards, parse_rewards
+from mcore_rl.roles.critic import ColocatedCritic, CriticRole, RemoteCritic
+from mcore_rl.roles.ranks import CRITIC, REWARD
+from mcore_rl.roles.reward import ColocatedRewardModel, RemoteRewardModel, RewardModelRole
 from mcore_rl.startup import Job
 
 
@@ -124,9 +129,12 @@ def micro_batching(job: Job) -> MicroBatching:
         max_tokens=job.config.max_tokens_per_microbatch,
         micro_batch_size=args.micro_batch_size,
         multiple_of=layout.tp_size * layout.cp_size,
+        cp_size=layout.cp_size,
         same_length=layout.pp_size > 1,
         count_multiple_of=(
-            1 if args.virtual_pipeline_model_parallel_size is None else layout.pp_size
+            1
+            if args.virtual_pipeline_model_parallel_size is None
+            else args.microbatch_group_size_per_vp_stage or layout.pp_size
         ),
         cost=SampleFlops.of(job.shape),
     )
@@ -151,26 +159,54 @@ def build_learner(
     shards: ModelShards,
     critic: BuiltCritic | None,
 ) -> Learner:
-    """Actor, reference and critic of a job. Collective."""
+    """Actor, reference and critic of a job; the one who runs is the actor. Collective.
+
+    `critic` is there if it shares the actor's ranks.
+    """
     batching = micro_batching(job)
     actor = Actor(job.args, job.config, state, job.train_layout, batching)
+    role: CriticRole | None = None
+    if critic is not None:
+        role = ColocatedCritic(
+            critic_model(job, critic), job.config, actor.runner, job.train_layout
+        )
+    elif job.critic is not None:
+        bridge = job.world.bridges.get(CRITIC)
+        role = RemoteCritic(actor.runner, bridge, iteration=state.iteration)
     reference = build_reference(job, state, shards)
-    if critic is None:
-        return Learner(job.config, job.train_layout, batching, actor, None, reference=reference)
+    return Learner(job.config, job.train_layout, batching, actor, role, reference=reference)
+
+
+def critic_model(job: Job, built: BuiltCritic) -> Critic:
+    """What scores and learns, of what `build_critic` returns."""
     assert job.critic is not None
-    of_critic = micro_batching(
+    batching = micro_batching(
         dataclasses.replace(
-            job, args=critic.world.args, train_layout=critic.world.layout, shape=job.critic.shape
+            job, args=built.world.args, train_layout=built.world.layout, shape=job.critic.shape
         )
     )
-    return Learner(
-        job.config,
-        job.train_layout,
-        batching,
-        actor,
-        Critic(critic.world, job.config, critic.state, of_critic),
-        reference=reference,
-    )
+    return Critic(built.world, job.config, built.state, batching)
+
+
+def reward_model_of(job: Job, *, log: TextIO | None = None) -> RewardModel:
+    """That of `--rl-reward-model`, on the ranks of this process's role. Collective."""
+    checked = job.reward_model
+    assert checked is not None
+
+    def batching(world: MegatronWorld) -> MicroBatching:
+        own = dataclasses.replace(
+            job, args=world.args, train_layout=world.layout, shape=checked.shape
+        )
+        return micro_batching(own)
+
+    return build_reward_model(checked, job.args, batching, log=log)
+
+
+def reward_role(job: Job, *, log: TextIO | None = None) -> RewardModelRole:
+    """The reward model as the actor's ranks see it. Collective."""
+    if job.roles.is_apart(REWARD):
+        return RemoteRewardModel(job.world.bridges.get(REWARD))
+    return ColocatedRewardModel(reward_model_of(job, log=log))
 
 
 def batches_of(job: Job, learner: Learner) -> BatchAccounting:
@@ -184,7 +220,7 @@ def batches_of(job: Job, learner: Learner) -> BatchAccounting:
         num_steps=config.num_steps,
         max_sequence_tokens=config.max_prompt_tokens + config.max_response_tokens,
         actor=(job.train_layout.dp_size, micro_batching(job)),
-        critic=None if critic is None else (critic.layout.dp_size, critic.batching),
+        critic=None if critic is None else (critic.dp_size, critic.batching),
         critic_warmup_steps=config.critic_warmup_steps or 0,
         max_draws=1 + recipe.max_refills if recipe.dynamic_sampling else 1,
     )

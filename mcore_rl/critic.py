@@ -54,7 +54,7 @@ class Critic:
         )
 
     def values(self, batch: TrainBatch) -> torch.Tensor:
-        """Value of every position, `[t]` float32 on the CPU, on every rank of TP and PP.
+        """Value of every position, `[t]` float32 on the CPU, on every rank of TP, CP and PP.
 
         `batch` is this rank's in the critic's layout.
         """

@@ -17,6 +17,7 @@ from typing import Any
 from mcore_rl.arguments import RLConfig, flag_names, given_values
 from mcore_rl.errors import UsageError
 from mcore_rl.hf_config import ModelShape, megatron_flags
+from mcore_rl.packing import chunks_of_sample, round_up
 
 # Flags that change what a model computes; giving one that config.json does not ask for contradicts
 # it, even where Megatron could: vLLM would still compute what config.json says.
@@ -56,6 +57,8 @@ _NEEDS_CUDA = {
     "cpu_offloading_num_layers": range(1, 1 << 30),
     "moe_token_dispatcher_type": ("flex",),
 }
+# Their checkpointing keeps no output, by a function that Megatron imports with Transformer Engine.
+_RECOMPUTED_BY_TRANSFORMER_ENGINE = ("layernorm", "mla_up_proj", "moe_act")
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +103,12 @@ def derive_flags(
         raise UsageError(
             f"{_shown(dest, given[dest], names)} needs CUDA, which this machine lacks; drop it"
         )
+    for module in given.get("recompute_modules") or ():
+        if module in _RECOMPUTED_BY_TRANSFORMER_ENGINE and not has_cuda:
+            raise UsageError(
+                f"--recompute-modules {module} needs Transformer Engine, which a machine without "
+                "CUDA lacks; drop it, or use --recompute-granularity full"
+            )
     _refuse_other_precision(config, given)
     if given.get("moe_router_fusion") and shape.experts and shape.experts.ranks_groups_by_best:
         raise UsageError(
@@ -147,11 +156,13 @@ def _refuse_other_precision(config: RLConfig, given: Mapping[str, Any]) -> None:
 def _defaults(shape: ModelShape, config: RLConfig, given: Mapping[str, Any]) -> list[str]:
     """What RL wants where the user says nothing, and what Megatron insists on being told."""
     mini_batch = config.samples_per_step // config.num_mini_batches
+    longest = config.max_prompt_tokens + config.max_response_tokens
+    chunks = chunks_of_sample(given.get("context_parallel_size") or 1)
     tokens = [
         *("--tokenizer-type", "NullTokenizer"),
         *("--micro-batch-size", "1"),
         *("--global-batch-size", str(mini_batch)),
-        *("--seq-length", str(config.max_prompt_tokens + config.max_response_tokens)),
+        *("--seq-length", str(round_up(longest, chunks))),
         *("--train-iters", str(config.num_steps * config.num_mini_batches)),
         *("--lr", "1e-6"),
         *("--lr-decay-style", "constant"),
@@ -161,7 +172,7 @@ def _defaults(shape: ModelShape, config: RLConfig, given: Mapping[str, Any]) -> 
         *("--attention-dropout", "0.0"),
         *("--hidden-dropout", "0.0"),
         *("--make-vocab-size-divisible-by", str(_vocabulary_multiple(given))),
-        *("--ckpt-format", "torch_dist"),
+        *("--ckpt-format", "fsdp_dtensor" if given.get("use_megatron_fsdp") else "torch_dist"),
         "--no-create-attention-mask-in-dataloader",
         "--use-distributed-optimizer",
     ]

@@ -124,7 +124,7 @@ def check_stages(shape: ModelShape, pp_size: int, values: Mapping[str, Any]) -> 
 
 
 def _virtual_stages(num_layers: int, pp_size: int, values: Mapping[str, Any]) -> int:
-    """Model chunks of a stage."""
+    """Model chunks of a stage; `num_layers` counts what takes the place of a layer."""
     per_rank = values.get("num_virtual_stages_per_pipeline_rank")
     per_chunk = values.get("num_layers_per_virtual_pipeline_stage")
     given = per_rank if per_rank is not None else per_chunk
@@ -263,7 +263,8 @@ def _check_node(config: RLConfig, rollout: RolloutLayout) -> None:
 
 
 def check_batches(config: RLConfig, layout: TrainLayout, values: Mapping[str, Any]) -> None:
-    """Prompts x samples must divide into mini-batches, DP ranks and micro-batches."""
+    """Prompts x samples must divide into mini-batches, DP ranks and micro-batches, and these into
+    the groups that an interleaved schedule takes."""
     micro_batch_size = values["micro_batch_size"]
     if config.max_tokens_per_microbatch and micro_batch_size != 1:
         raise UsageError(
@@ -288,3 +289,71 @@ def check_batches(config: RLConfig, layout: TrainLayout, values: Mapping[str, An
             f"samples of a mini-batch ({samples} samples / --rl-num-mini-batches "
             f"{config.num_mini_batches}); drop the flag, it is derived"
         )
+    _check_interleaving(config, layout, values, samples // parts)
+
+
+def _check_interleaving(
+    config: RLConfig, layout: TrainLayout, values: Mapping[str, Any], num_micro_batches: int
+) -> None:
+    """With virtual stages Megatron takes micro-batches in groups and dies of a group too small.
+
+    Its rule: groups are of PP micro-batches or more, there is a whole one, and what is left over is
+    nothing or PP at least. A mini-batch is one pass of `num_micro_batches`, the log-probs of a step
+    are one of all of its mini-batches. Packed, as many micro-batches are made as it takes.
+    """
+    pp_size = layout.pp_size
+    if pp_size == 1 or _num_chunks(pp_size, values) == 1:
+        return
+    given = values.get("microbatch_group_size_per_vp_stage")
+    group = pp_size if given is None else given
+    flag = f"--microbatch-group-size-per-virtual-pipeline-stage {group}"
+    stages = f"--pipeline-model-parallel-size {pp_size}"
+    if group < pp_size:
+        raise UsageError(
+            f"{flag} is less than {stages}, and an interleaved schedule cannot take fewer "
+            "micro-batches at a time than it has stages; raise or drop it"
+        )
+    if config.max_tokens_per_microbatch:
+        return
+    rule = f"a multiple of {stages}"
+    if group != pp_size:
+        rule = (
+            f"{flag} or more, with none or at least {stages} left over by whole groups of {group}"
+        )
+    passes = {"mini-batch": num_micro_batches, "step": num_micro_batches * config.num_mini_batches}
+    for name, count in passes.items():
+        if count < group or 0 < count % group < pp_size:
+            raise UsageError(
+                f"{_virtual_flag(values)} interleaves the micro-batches of a data-parallel rank, "
+                f"whose number must be {rule}, but --rl-num-prompts-per-step "
+                f"{config.num_prompts_per_step}, --rl-num-samples-per-prompt "
+                f"{config.samples_per_prompt}, --rl-num-mini-batches {config.num_mini_batches}, "
+                f"{layout.dp_size} data-parallel ranks and --micro-batch-size "
+                f"{values['micro_batch_size']} make {count} of a {name}; change one of them, or "
+                "pack samples by --rl-max-tokens-per-microbatch, which takes care of it"
+            )
+
+
+def _num_chunks(pp_size: int, values: Mapping[str, Any]) -> int:
+    """Model chunks of a stage, of flags that `check_stages` has passed."""
+    if values.get("pipeline_model_parallel_layout"):
+        from mcore_rl import megatron_adapter
+
+        layout = values["pipeline_model_parallel_layout"]
+        return len(megatron_adapter.decoder_layers_of_layout(layout, pp_size)[0])
+    num_layers = 0  # which counts where chunks are given by their size
+    if values.get("num_layers_per_virtual_pipeline_stage") is not None:
+        num_layers = values["num_layers"] + sum(bool(values.get(dest)) for dest in _COUNTED)
+    return _virtual_stages(num_layers, pp_size, values)
+
+
+def _virtual_flag(values: Mapping[str, Any]) -> str:
+    """The flag that asks for virtual stages."""
+    for dest in (
+        "pipeline_model_parallel_layout",
+        "num_virtual_stages_per_pipeline_rank",
+        "num_layers_per_virtual_pipeline_stage",
+    ):
+        if values.get(dest):
+            return f"--{dest.replace('_', '-')} {values[dest]}"
+    raise AssertionError("virtual stages without a flag that asks for them")

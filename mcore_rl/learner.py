@@ -9,8 +9,8 @@ Shape legend: n samples of the step, b samples of this rank, t their tokens.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -26,27 +26,13 @@ from mcore_rl.algorithms.segments import Segments
 from mcore_rl.algorithms.shaping import overlong_penalty
 from mcore_rl.algorithms.value_loss import explained_variance, value_loss
 from mcore_rl.arguments import RLConfig
-from mcore_rl.critic import Critic, ValueUpdateStats
+from mcore_rl.critic import ValueUpdateStats
 from mcore_rl.hybrid_engine.layout import TrainLayout
-from mcore_rl.packing import (
-    Cuts,
-    MicroBatching,
-    build_train_batch,
-    num_tokens,
-    plan_step,
-    split_mini_batches,
-)
-from mcore_rl.types import ScoredRollout, TrainBatch
-
-
-@dataclass(frozen=True, slots=True)
-class StepBatch:
-    """A step's samples as the actor's ranks have them, and as the critic's do."""
-
-    actor: TrainBatch
-    critic: TrainBatch | None
-    lengths: np.ndarray  # [n] int64, tokens of every sample of the step
-    metrics: dict[str, float] = field(default_factory=dict)
+from mcore_rl.packing import MicroBatching, num_tokens
+from mcore_rl.roles.critic import CriticRole, mini_batches
+from mcore_rl.roles.tokens import batch_of_rank
+from mcore_rl.step_metrics import mismatch_metrics
+from mcore_rl.types import ScoredRollout, StepBatch, TrainBatch
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +52,7 @@ class Learner:
         layout: TrainLayout,
         batching: MicroBatching,
         actor: Actor,
-        critic: Critic | None,
+        critic: CriticRole | None,
         *,
         reference: ReferencePolicy | None,
     ) -> None:
@@ -76,56 +62,58 @@ class Learner:
         self.reference = reference
         self.kl_controller = self.recipe.kl_controller()
         self._rank = dist.get_rank()
+        # With one update a step the policy before it is the one whose gradient is taken, so that
+        # scoring the samples first would do the same forward pass twice. A KL in the reward is
+        # needed before, and so is what a step without an update reports.
+        self.scores_in_update = (
+            config.num_mini_batches * config.num_epochs == 1
+            and self.recipe.kl_place != "reward"
+            and not config.critic_warmup_steps
+            and not actor.has_dropout
+        )
 
     def make_batch(self, scored: Sequence[ScoredRollout]) -> StepBatch:
         """The samples as tensors, divided into mini-batches, ranks and micro-batches."""
         lengths = np.array([num_tokens(sample) for sample in scored], dtype=np.int64)
-        batch = build_train_batch(scored, self._cuts(lengths, self._layout, self._batching))
-        of_critic = None
-        if self.critic_shares_layout:
-            of_critic = batch
-        elif self.critic is not None:
-            cuts = self._cuts(lengths, self.critic.layout, self.critic.batching)
-            of_critic = build_train_batch(scored, cuts)
-        return StepBatch(batch, of_critic, lengths)
-
-    def _cuts(self, lengths: np.ndarray, layout: TrainLayout, batching: MicroBatching) -> Cuts:
-        plan = plan_step(
+        batch = batch_of_rank(
+            scored,
             lengths,
             num_mini_batches=self._config.num_mini_batches,
-            dp_size=layout.dp_size,
-            batching=batching,
+            layout=self._layout,
+            batching=self._batching,
+            rank=self._rank,
         )
-        return plan[layout.dp_rank(self._rank)]
+        of_critic = None if self.critic is None else self.critic.take(scored, lengths, batch)
+        return StepBatch(batch, of_critic, lengths)
 
     def with_log_probs(self, batch: StepBatch) -> StepBatch:
         """Log-probs of the actor and the reference, values of the critic, before any update."""
-        samples = dataclasses.replace(batch.actor, old_log_probs=self.actor.log_probs(batch.actor))
+        samples = batch.actor
+        if not self.scores_in_update:
+            samples = dataclasses.replace(samples, old_log_probs=self.actor.log_probs(samples))
         if self.reference is not None:
             with self.reference:
                 samples = dataclasses.replace(
                     samples, ref_log_probs=self.actor.log_probs(batch.actor)
                 )
-        of_critic = batch.critic
-        if of_critic is not None and self.critic is not None:
-            values = self.critic.values(of_critic)
-            of_critic = dataclasses.replace(of_critic, values=values)
-            here = self._moved(values, of_critic, samples, batch.lengths, self.critic.runner.groups)
-            samples = dataclasses.replace(samples, values=here)
-        return dataclasses.replace(batch, actor=samples, critic=of_critic)
+        batch = dataclasses.replace(batch, actor=samples)
+        return batch if self.critic is None else self.critic.with_values(batch)
 
     def with_advantages(self, scored: Sequence[ScoredRollout], batch: StepBatch) -> StepBatch:
         """What each token is worth, what the critic is to learn, and the mismatch's correction."""
-        samples = batch.actor
-        assert samples.old_log_probs is not None
-        mismatch = mismatch_weights(
-            samples.old_log_probs,
-            samples.rollout_log_probs,
-            samples.loss_mask,
-            samples.lengths,
-            self.recipe.mismatch_config,
-        )
-        sums = MismatchSums.from_stacked(self.actor.runner.global_sum(mismatch.sums.stacked()))
+        samples, metrics = batch.actor, dict(batch.metrics)
+        if samples.old_log_probs is not None:
+            mismatch = mismatch_weights(
+                samples.old_log_probs,
+                samples.rollout_log_probs,
+                samples.loss_mask,
+                samples.lengths,
+                self.recipe.mismatch_config,
+            )
+            sums = self.actor.runner.global_sum(mismatch.sums.stacked())
+            metrics.update(mismatch_metrics(MismatchSums.from_stacked(sums)))
+            if self.recipe.mismatch_correction != "none":
+                samples = dataclasses.replace(samples, weights=mismatch.weights)
         found = find_advantage_estimator(self.recipe.advantage).function(
             self._advantage_inputs(scored, samples), self.recipe.advantage_config
         )
@@ -133,19 +121,9 @@ class Learner:
             samples,
             advantages=found.advantages,
             returns=found.returns,
-            weights=None if self.recipe.mismatch_correction == "none" else mismatch.weights,
         )
-        of_critic = batch.critic
-        if of_critic is not None:
-            assert found.returns is not None, f"{self.recipe.advantage} gave no returns"
-            there = self._moved(
-                found.returns, samples, of_critic, batch.lengths, self.actor.runner.groups
-            )
-            of_critic = dataclasses.replace(of_critic, returns=there)
-        metrics = {f"mismatch/{name}": value for name, value in sums.metrics().items()}
-        metrics["kl/rollout_actor"] = metrics.pop("mismatch/kl")
         metrics.update(self._explained_variance(samples))
-        return dataclasses.replace(batch, actor=samples, critic=of_critic, metrics=metrics)
+        return dataclasses.replace(batch, actor=samples, metrics=metrics)
 
     def _advantage_inputs(
         self, scored: Sequence[ScoredRollout], samples: TrainBatch
@@ -226,64 +204,31 @@ class Learner:
             "critic/return_mean": float(total.returns) / tokens,
         }
 
-    def _moved(
-        self,
-        values: torch.Tensor,
-        held: TrainBatch,
-        wanted: TrainBatch,
-        lengths: np.ndarray,
-        groups: dict[str, dist.ProcessGroup],
-    ) -> torch.Tensor:
-        """`[t]` of the samples in `held` -> `[t]` of those in `wanted`, from rank to rank.
-
-        `groups` are those of the layout that `values` are in. A float32 per token of the step
-        passes through every rank.
-        """
-        if self.critic_shares_layout:
-            return values
-        starts = torch.from_numpy(lengths.cumsum() - lengths)
-        everywhere = torch.zeros(int(lengths.sum()), device=self.actor.runner.device)
-        everywhere[_places(held, starts)] = values.to(everywhere.device)
-        dist.all_reduce(everywhere, group=groups["dp"])
-        return everywhere[_places(wanted, starts)].cpu()
-
-    @property
-    def critic_shares_layout(self) -> bool:
-        """Whether actor and critic have the same samples on every rank."""
-        return self.critic is not None and self.critic.layout == self._layout
-
     def update(self, step: int, batch: StepBatch) -> Learnt:
-        """One optimizer step per mini-batch and epoch, of the critic and then of the actor."""
+        """One optimizer step per mini-batch and epoch, of critic and actor."""
         warming_up = step < (self._config.critic_warmup_steps or 0)
-        of_critic, of_actor = [], []
-        if self.critic is not None and batch.critic is not None:
-            of_critic = [self.critic.update(part) for part in self._parts(batch.critic)]
+        if self.critic is not None:
+            self.critic.begin_update(batch)
+        of_actor = []
         if not warming_up:
-            of_actor = [self.actor.update(part) for part in self._parts(batch.actor)]
+            of_actor = [
+                self.actor.update(part)
+                for part in mini_batches(batch.actor, self._config.num_epochs)
+            ]
+        of_critic = [] if self.critic is None else self.critic.end_update()
         interval = self._config.reference_refresh_interval
         if interval and self.reference is not None and (step + 1) % interval == 0:
             self.reference.refresh()
         return Learnt(of_actor, of_critic)
 
     def rates(self) -> dict[str, float]:
-        """Learning rates and the coefficient of the KL, as they are after the step."""
+        """Learning rates, the coefficient of the KL and what the critic says, after the step."""
         found = {"learning_rate": self.actor.optimizer.learning_rate}
         if self.critic is not None:
-            found["critic/learning_rate"] = self.critic.optimizer.learning_rate
+            found.update(self.critic.metrics())
         if self.recipe.kl_place == "reward":
             found["kl/coef"] = self.kl_controller.coef
         return found
-
-    def _parts(self, batch: TrainBatch) -> Iterator[TrainBatch]:
-        for _ in range(self._config.num_epochs):
-            yield from split_mini_batches(batch)
-
-
-def _places(batch: TrainBatch, starts: torch.Tensor) -> torch.Tensor:
-    """`[t]`: where a batch's tokens are among all of the step's, sample by sample."""
-    own = batch.lengths.cumsum(0) - batch.lengths
-    shift = starts[batch.sample_ids] - own
-    return torch.arange(batch.num_tokens) + shift.repeat_interleave(batch.lengths)
 
 
 def _baselines(scored: Sequence[ScoredRollout]) -> np.ndarray | None:

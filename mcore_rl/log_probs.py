@@ -106,8 +106,10 @@ class _Head:
         """Slices that cover the tokens, each of which is worked off at once."""
         # A shard of nothing but padding has nothing to add.
         if self.num_rows:
-            for start in range(0, num_tokens, self.chunk_tokens):
-                yield slice(start, min(start + self.chunk_tokens, num_tokens))
+            # Of equal length: a short last one might take another kernel, and round otherwise.
+            count = math.ceil(num_tokens / self.chunk_tokens)
+            for i in range(count):
+                yield slice(i * num_tokens // count, (i + 1) * num_tokens // count)
 
     def logits(self, hidden: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
         """`[chunk, num_rows]` float32, scaled by the temperature; the caller may overwrite it."""
@@ -189,6 +191,7 @@ class _VocabParallelLogProbs(torch.autograd.Function):
                 torch.mm(grad_logits, rows, out=grad_hidden[chunk])
             if grad_weight is not None:
                 _add_product(grad_weight[: head.num_rows], grad_logits.t(), hidden[chunk])
+            del log_p, grad_logits  # before the next chunk's
         if grad_weight is not None:
             grad_weight = grad_weight.to(weight.dtype)
         return grad_hidden, grad_weight, None, None
@@ -216,6 +219,7 @@ def _shard_statistics(
         sum_exp[chunk] = e.sum(dim=1)
         if head.with_entropy:
             sum_exp_z[chunk] = e.mul_(z).sum(dim=1)
+        del z, e  # before the next chunk's
     return maximum, target_logit, sum_exp, sum_exp_z
 
 

@@ -19,10 +19,12 @@ from typing import Any, TextIO
 
 import torch
 
+from mcore_rl import megatron_fsdp
 from mcore_rl.agreement import leave_with
 from mcore_rl.errors import UsageError
 from mcore_rl.hf_config import ModelShape
 from mcore_rl.hybrid_engine.layout import TrainLayout
+from mcore_rl.megatron_fsdp import local_weights
 from mcore_rl.patches import megatron as megatron_patches
 
 SUPPORTED_VERSIONS = ("0.19.2",)
@@ -37,6 +39,10 @@ warnings.filterwarnings("ignore", message="MimoModelConfig is experimental")
 warnings.filterwarnings(
     "ignore", message=".*(reduce_scatter_tensor|all_gather_into_tensor). is deprecated"
 )
+
+
+_QUEUES = "CUDA_DEVICE_MAX_CONNECTIONS"
+_chosen_here: set[str] = set()  # variables that the user has not set
 
 
 def check_version() -> str:
@@ -60,8 +66,17 @@ def prepare() -> None:
     """Check the version and apply the patches this machine needs. Idempotent."""
     check_version()
     # Megatron requires it for TP overlap on CUDA and asserts it everywhere.
-    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    if _QUEUES not in os.environ:
+        os.environ[_QUEUES] = "1"
+        _chosen_here.add(_QUEUES)
     megatron_patches.apply()
+
+
+def allow_many_queues() -> None:
+    """For Megatron-FSDP, which asserts the opposite: unless the user has said how many queues to
+    the device there are. Before CUDA starts."""
+    if _QUEUES in _chosen_here:
+        os.environ[_QUEUES] = "8"
 
 
 def _prepare_on_import() -> None:
@@ -191,9 +206,16 @@ class TrainState:
     @property
     def chunks(self) -> list[torch.nn.Module]:
         """The model chunks without their data-parallel and precision wrappers."""
-        from megatron.core.utils import unwrap_model
+        return [_unwrapped(chunk) for chunk in self.model]
 
-        return unwrap_model(self.model)
+
+def _unwrapped(chunk: torch.nn.Module) -> torch.nn.Module:
+    from megatron.core.utils import unwrap_model
+
+    # Megatron-FSDP wraps twice, and Megatron knows of the outer wrapper only.
+    if (wrapped := megatron_fsdp.wrapper_of(chunk)) is not None:
+        chunk = wrapped.module
+    return unwrap_model(chunk)
 
 
 def setup(provider: Callable[..., torch.nn.Module]) -> TrainState:
@@ -206,16 +228,35 @@ def setup(provider: Callable[..., torch.nn.Module]) -> TrainState:
 
     # That check asserts that Megatron's own training loop runs, and ends the process without naming
     # the parameter; `mcore_rl.optimizer` does it before each update.
-    get_args().check_for_nan_in_loss_and_grad = False
+    args = get_args()
+    args.check_for_nan_in_loss_and_grad = False
     model, optimizer, scheduler = setup_model_and_optimizer(
         ModelType.encoder_or_decoder, model_provider_func=provider
     )
     config = get_model_config(model[0])
     config.finalize_model_grads_func = finalize_model_grads
     config.timers = None  # stages are timed outside
+    if optimizer is not None and args.overlap_grad_reduce:
+        # It marks an update's last micro-batch. Else Megatron goes by the number that the first
+        # update had, which changes with packing, and Megatron-FSDP never adds anything up.
+        no_sync = [chunk.no_sync for chunk in model]
+        config.no_sync_func = no_sync[0] if len(no_sync) == 1 else no_sync
     if optimizer is not None:
         config.grad_scale_func = optimizer.scale_loss
-    return TrainState(model, optimizer, scheduler, get_args().iteration)
+    return TrainState(model, optimizer, scheduler, args.iteration)
+
+
+def setup_without_optimizer(provider: Callable[..., torch.nn.Module]) -> TrainState:
+    """Build a model through Megatron that is only ever evaluated. Collective."""
+    from megatron.core.enums import ModelType
+    from megatron.core.utils import get_model_config
+    from megatron.training.training import get_model
+
+    model = get_model(provider, ModelType.encoder_or_decoder, wrap_with_ddp=False)
+    for chunk in model:
+        chunk.requires_grad_(False)
+        get_model_config(chunk).timers = None
+    return TrainState(model, None, None, 0)
 
 
 def forward_backward(
@@ -229,6 +270,8 @@ def forward_backward(
     collect: bool = False,
 ) -> list[Any]:
     """Run Megatron's pipeline schedule over the micro-batches in `data`. Collective.
+
+    `seq_length` is that of whole rows, which the schedule divides by CP and TP.
 
     Returns one entry a micro-batch on the last pipeline stage (what the loss function returned
     beside the loss, or its non-loss data with `collect`), an empty list elsewhere.
@@ -251,7 +294,8 @@ def forward_backward(
 def packed_samples(cu_seqlens: torch.Tensor | None, longest: int) -> Any:
     """What tells Megatron's attention where the samples of a packed row begin; None for None.
 
-    `cu_seqlens` `[k + 1]` int32, from 0 to the length of the row; `longest` of the samples.
+    `cu_seqlens` `[k + 1]` int32, from 0 to the length of the row; `longest` of the samples. Both
+    are of the whole row under context parallelism, and count what samples are padded by.
     """
     if cu_seqlens is None:
         return None
@@ -273,15 +317,36 @@ def zero_gradients(state: TrainState) -> None:
     state.optimizer.zero_grad()
 
 
+def weights(state: TrainState) -> list[torch.Tensor]:
+    """This rank's parameters, where they stay: of sharded ones the rows that are here.
+
+    Whoever writes them calls `weights_written` before the next forward.
+    """
+    return [weight.data for chunk in state.chunks for weight in local_weights(chunk)]
+
+
+def weights_written(state: TrainState) -> None:
+    """Make the next forward compute with parameters that were written from outside."""
+    for fsdp in _fsdp_wrappers(state):
+        megatron_fsdp.forget_gathered(fsdp)
+
+
 def reload_main_params(state: TrainState) -> None:
     """Make the optimizer's float32 copies follow parameters that were written from outside."""
-    if state.optimizer is not None:
+    weights_written(state)
+    if fsdp_wrappers := _fsdp_wrappers(state):
+        for fsdp in fsdp_wrappers:
+            megatron_fsdp.copy_weights_to_main_weights(fsdp)
+    elif state.optimizer is not None:
         state.optimizer.reload_model_params()
 
 
 def finish_param_sync(args: argparse.Namespace, state: TrainState) -> None:
     """Wait until every parameter holds the last update (with --overlap-param-gather it may not)."""
-    if args.overlap_param_gather:
+    if fsdp_wrappers := _fsdp_wrappers(state):
+        for fsdp in fsdp_wrappers:
+            megatron_fsdp.finish_param_sync(fsdp)
+    elif args.overlap_param_gather:
         from megatron.training.training import force_param_sync
 
         force_param_sync(state.model, optimizer=state.optimizer)
@@ -336,7 +401,10 @@ def train_tensors(state: TrainState) -> dict[str, list[tuple[str, torch.Tensor]]
         "gradients": [],
         "optimizer": [],
     }
-    for number, chunk in enumerate(state.model):
+    fsdp_wrappers = _fsdp_wrappers(state)
+    for number, fsdp in enumerate(fsdp_wrappers):
+        megatron_fsdp.add_tensors(found, fsdp, number)
+    for number, chunk in enumerate([] if fsdp_wrappers else state.model):
         for name, parameter in chunk.named_parameters():
             found["parameters"].append((name, parameter))
             _add_gradients(found, name, parameter)
@@ -350,22 +418,38 @@ def train_tensors(state: TrainState) -> dict[str, list[tuple[str, torch.Tensor]]
         parameters = [p for group in optimizer.optimizer.param_groups for p in group["params"]]
         for index, parameter in enumerate(parameters):
             name = f"main parameter {index} of optimizer {number}"
-            found["optimizer"].append((name, parameter))
+            found["optimizer"].append((name, megatron_fsdp.local(parameter)))
             _add_gradients(found, name, parameter)
         for index, values in enumerate(optimizer.optimizer.state.values()):
             found["optimizer"] += [
-                (f"{key} {index} of optimizer {number}", value)
+                (f"{key} {index} of optimizer {number}", megatron_fsdp.local(value))
                 for key, value in values.items()
                 if torch.is_tensor(value)
             ]
     return found
 
 
+def finished_gradients(state: TrainState) -> Iterator[tuple[str, torch.Tensor]]:
+    """Name and gradient of each parameter, added up over data parallelism; this rank's part."""
+    for chunk in state.chunks:
+        for name, parameter in chunk.named_parameters():
+            for attribute in ("main_grad", "grad", "decoupled_grad"):
+                if (gradient := getattr(parameter, attribute, None)) is not None:
+                    yield name, megatron_fsdp.local(gradient)
+                    break
+
+
+def _fsdp_wrappers(state: TrainState) -> list[Any]:
+    """The MegatronFSDP of each model chunk; none without Megatron-FSDP."""
+    found = [megatron_fsdp.wrapper_of(chunk) for chunk in state.model]
+    return [fsdp for fsdp in found if fsdp is not None]
+
+
 def _add_gradients(found: dict[str, list], name: str, parameter: torch.Tensor) -> None:
     # The second one belongs to the precision-aware optimizer.
     for attribute in ("grad", "decoupled_grad"):
         if (gradient := getattr(parameter, attribute, None)) is not None:
-            found["gradients"].append((f"{attribute} of {name}", gradient))
+            found["gradients"].append((f"{attribute} of {name}", megatron_fsdp.local(gradient)))
 
 
 def stage_layers(chunk: torch.nn.Module) -> tuple[int, ...]:
@@ -374,12 +458,13 @@ def stage_layers(chunk: torch.nn.Module) -> tuple[int, ...]:
 
 
 def model_parallel_groups() -> dict[str, torch.distributed.ProcessGroup]:
-    """The process groups mcore_rl speaks over: `tp`, `pp`, `dp`."""
+    """The process groups mcore_rl speaks over: `tp`, `pp`, `cp`, `dp` (without CP)."""
     from megatron.core import parallel_state
 
     return {
         "tp": parallel_state.get_tensor_model_parallel_group(),
         "pp": parallel_state.get_pipeline_model_parallel_group(),
+        "cp": parallel_state.get_context_parallel_group(),
         "dp": parallel_state.get_data_parallel_group(),
     }
 

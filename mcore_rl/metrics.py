@@ -17,7 +17,7 @@ from typing import Any
 
 import yaml
 
-from mcore_rl import trace
+from mcore_rl.trace import tracer as trace
 from mcore_rl.types import ScoredRollout, StepStats
 
 STAGES = ("data", "rollout", "reward", "log_probs", "advantages", "train", "checkpoint", "eval")

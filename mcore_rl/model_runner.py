@@ -4,7 +4,11 @@ Used by every model that mcore_rl runs, actor and critic alike. The loss is norm
 numbers of the global mini-batch, so that neither the parallel layout nor the micro-batches change
 it; what the schedule and data parallelism divide by is undone here, in one place.
 
-Shape legend: t tokens of a rank's samples, one sample after the other; k numbers per token.
+Context parallelism ends here, too: a model returns its part of every sample, and what all ranks
+returned is put together, so that every loss sees whole samples, on every rank the same.
+
+Shape legend: t tokens of a rank's samples, one sample after the other; k numbers per token; s
+positions of a row, on all context-parallel ranks.
 """
 
 from __future__ import annotations
@@ -18,7 +22,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from mcore_rl import megatron_adapter
+from mcore_rl import megatron_adapter  # isort: skip  (first: it applies what Megatron needs here)
+
+from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
+
 from mcore_rl.algorithms.aggregation import Denominators
 from mcore_rl.algorithms.segments import Segments
 from mcore_rl.hybrid_engine.layout import TrainLayout
@@ -70,7 +77,7 @@ class ModelRunner:
     @torch.no_grad()
     def evaluate(self, batch: TrainBatch, num_outputs: int) -> torch.Tensor:
         """What the model says of every token, `[t, num_outputs]` float32 on the CPU, on every rank
-        of TP and PP. Without dropout and without gradients.
+        of TP, CP and PP. Without dropout and without gradients.
         """
         for chunk in self.state.model:
             chunk.eval()
@@ -96,13 +103,16 @@ class ModelRunner:
         """
         num_micro_batches = sum(len(sizes) for sizes in batch.cuts)
         # The schedule divides by the number of micro-batches and DDP averages over DP; the loss is
-        # this sample's share of the global mean already, so both are undone here.
+        # this sample's share of the global mean already, so both are undone here. Of CP nothing is
+        # left to undo: DDP averages over its ranks, too, each of which has the gradients of its own
+        # positions, and the schedule multiplies by their number.
         scale = num_micro_batches * self._layout.dp_size
         megatron_adapter.zero_gradients(self.state)
         collected = self._run(batch, functools.partial(_scaled, loss, scale), forward_only=False)
         # Some sums are of squares, whose variance float32 would lose.
         total = torch.zeros(num_sums, dtype=torch.float64, device=self.device)
-        if self._is_last_stage and self._layout.tp_rank(self._rank) == 0:
+        first = self._layout.tp_rank(self._rank) == 0 and self.groups["cp"].rank() == 0
+        if self._is_last_stage and first:
             total += torch.stack(collected).sum(dim=0)
         dist.all_reduce(total)
         return total.cpu()
@@ -128,10 +138,11 @@ class ModelRunner:
     def _run(self, batch: TrainBatch, loss: Any, *, forward_only: bool) -> list[torch.Tensor]:
         micro_batches = split_micro_batches(batch)
         length = row_length(micro_batches, self._batching)
+        cp_rank = self.groups["cp"].rank()
         work = [
             _Work(
                 samples=self._on_device(micro_batch),
-                rows=self._on_device(lay_out(micro_batch, self._batching, length)),
+                rows=self._on_device(lay_out(micro_batch, self._batching, length, cp_rank)),
             )
             for micro_batch in micro_batches
         ]
@@ -148,13 +159,13 @@ class ModelRunner:
                 ),
                 **self._keywords(now.rows),
             )
-            return output, functools.partial(loss, work=now)
+            return output, functools.partial(self._on_tokens, loss, now)
 
         return megatron_adapter.forward_backward(
             self.state,
             forward_step,
             work,
-            seq_length=work[0].rows.token_ids.shape[1],
+            seq_length=work[0].rows.token_ids.shape[1] * self._layout.cp_size,
             micro_batch_size=work[0].rows.token_ids.shape[0],
             forward_only=forward_only,
             collect=forward_only,
@@ -169,18 +180,23 @@ class ModelRunner:
         }
         return type(tensors)(**moved)
 
+    def _on_tokens(self, loss: Any, work: _Work, output: torch.Tensor, **kwargs: Any) -> Any:
+        """`loss` of `[t, k]`, without padding, given `[rows, s / cp_size, k]` of a model.
 
-def _of_tokens(output: torch.Tensor, work: _Work) -> torch.Tensor:
-    """`[rows, s, k]` of a model -> `[t, k]`, without padding."""
-    return output.flatten(0, 1)[work.rows.places]
+        Collective over CP, whose ranks all go on alike: each takes its own part of the gradient.
+        """
+        output = gather_from_sequence_parallel_region(
+            output, tensor_parallel_output_grad=False, group=self.groups["cp"]
+        )
+        return loss(output.flatten(0, 1)[work.rows.places], work.samples, **kwargs)
 
 
-def _collect(output: torch.Tensor, *, work: _Work, non_loss_data: bool) -> torch.Tensor:
-    return _of_tokens(output, work)
+def _collect(outputs: torch.Tensor, samples: TrainBatch, *, non_loss_data: bool) -> torch.Tensor:
+    return outputs
 
 
 def _scaled(
-    loss: TokenLoss, scale: int, output: torch.Tensor, *, work: _Work
+    loss: TokenLoss, scale: int, outputs: torch.Tensor, samples: TrainBatch
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    value, sums = loss(_of_tokens(output, work), work.samples)
+    value, sums = loss(outputs, samples)
     return value * scale, sums

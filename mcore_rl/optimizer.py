@@ -13,7 +13,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from mcore_rl import megatron_adapter, trace
+from mcore_rl import megatron_adapter
+from mcore_rl.trace import tracer as trace
 
 logger = logging.getLogger(__name__)
 
@@ -70,9 +71,8 @@ class CheckedOptimizer:
         mine = next(
             (
                 name
-                for chunk in self._state.chunks
-                for name, parameter in chunk.named_parameters()
-                if not _gradient_is_finite(parameter)
+                for name, gradient in megatron_adapter.finished_gradients(self._state)
+                if not torch.isfinite(gradient).all()
             ),
             None,
         )
@@ -84,10 +84,3 @@ class CheckedOptimizer:
         names: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(names, mine)
         return [f"rank {rank}: {name}" for rank, name in enumerate(names) if name is not None]
-
-
-def _gradient_is_finite(parameter: torch.nn.Parameter) -> bool:
-    gradient = getattr(parameter, "main_grad", None)
-    if gradient is None:
-        gradient = parameter.grad
-    return gradient is None or bool(torch.isfinite(gradient).all())

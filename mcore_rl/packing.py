@@ -7,22 +7,31 @@ micro-batches as any other: ranks with different numbers would wait for each oth
 `lay_out` then makes a micro-batch the rows of a model: all its samples packed into one row, with
 the lengths that keep attention inside each, or one padded row a sample.
 
+With context parallelism every sample of a packed row, and every padded row, is cut into twice as
+many equal chunks as there are ranks; rank i takes chunk i from the front and chunk i from the back,
+so that a causal mask gives all of them the same work. It is the order in which Megatron cuts its
+own batches, and the only one that Transformer Engine's attention knows.
+
 Shape legend: n samples of the step, b samples of a rank or micro-batch, t their tokens, one sample
-after the other; s positions of a row.
+after the other; s positions of a row, on all context-parallel ranks.
 This module is pure: it imports neither Megatron nor vLLM nor torch.distributed.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 import torch
 
 from mcore_rl.balance import partition
 from mcore_rl.types import ScoredRollout, TrainBatch
+
+_Number = TypeVar("_Number", int, np.ndarray, torch.Tensor)
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,8 +44,9 @@ class MicroBatching:
 
     max_tokens: int = 0  # --rl-max-tokens-per-microbatch
     micro_batch_size: int = 1  # --micro-batch-size, without packing
-    # Row lengths: sequence parallelism needs a multiple of tp_size.
+    # Row lengths: sequence parallelism needs a multiple of tp_size on every context-parallel rank.
     multiple_of: int = 1
+    cp_size: int = 1
     # Megatron's pipeline sends buffers of one shape, so all rows of a rank have the longest length.
     same_length: bool = False
     # The interleaved schedule takes micro-batches by the pipeline's size.
@@ -47,6 +57,11 @@ class MicroBatching:
     @property
     def packed(self) -> bool:
         return self.max_tokens > 0
+
+    @property
+    def row_multiple(self) -> int:
+        """What the length of every row is a multiple of."""
+        return math.lcm(self.multiple_of, chunks_of_sample(self.cp_size))
 
 
 Cuts = tuple[tuple[tuple[int, ...], ...], ...]  # mini-batch -> micro-batch -> sample of the step
@@ -67,8 +82,9 @@ def plan_step(
 
     Packed, ranks and then micro-batches are balanced by cost (Karmarkar-Karp, see
     `mcore_rl.balance`); there are as few micro-batches as the token budget allows, and some are
-    empty where there are fewer samples than that. A sample longer than the budget is a RuntimeError
-    naming it. Padded, samples are dealt out like cards, and their number must divide.
+    empty where there are fewer samples than that. The budget counts samples as context parallelism
+    pads them; one that is longer is a RuntimeError naming it. Padded, samples are dealt out like
+    cards, and their number must divide.
     """
     lengths = np.asarray(lengths, dtype=np.int64)
     assert num_mini_batches >= 1 and len(lengths) % num_mini_batches == 0, (
@@ -99,19 +115,22 @@ def _deal_padded(
 def _deal_packed(
     samples: np.ndarray, lengths: np.ndarray, dp_size: int, batching: MicroBatching
 ) -> list[tuple[tuple[int, ...], ...]]:
-    too_long = samples[lengths[samples] > batching.max_tokens]
+    in_row = round_up(lengths, chunks_of_sample(batching.cp_size))
+    too_long = samples[in_row[samples] > batching.max_tokens]
     if len(too_long):
+        tokens, positions = lengths[too_long[0]], in_row[too_long[0]]
+        padded = f", padded to {positions} for context parallelism" if positions > tokens else ""
         raise RuntimeError(
-            f"sample {too_long[0]} has {lengths[too_long[0]]} tokens, more than the "
+            f"sample {too_long[0]} has {tokens} tokens{padded}, more than the "
             f"{batching.max_tokens} of --rl-max-tokens-per-microbatch"
         )
     costs = np.asarray(batching.cost(lengths), dtype=np.float64)
     of_rank = [samples[bin_] for bin_ in partition(costs[samples], dp_size)]
-    most = max(int(lengths[mine].sum()) for mine in of_rank)
-    count = _round_up(max(1, -(-most // batching.max_tokens)), batching.count_multiple_of)
+    most = max(int(in_row[mine].sum()) for mine in of_rank)
+    count = round_up(max(1, -(-most // batching.max_tokens)), batching.count_multiple_of)
     while True:
         dealt = [[mine[bin_] for bin_ in partition(costs[mine], count)] for mine in of_rank]
-        if all(lengths[bin_].sum() <= batching.max_tokens for bins in dealt for bin_ in bins):
+        if all(in_row[bin_].sum() <= batching.max_tokens for bins in dealt for bin_ in bins):
             return [tuple(tuple(int(i) for i in bin_) for bin_ in bins) for bins in dealt]
         count += batching.count_multiple_of
 
@@ -242,20 +261,17 @@ def _selected(
 
 @dataclass(frozen=True, slots=True)
 class ModelRows:
-    """A micro-batch as a model takes it, and where its tokens are in there."""
+    """A micro-batch as a model takes it on one context-parallel rank, and where its tokens are."""
 
-    token_ids: torch.Tensor  # [rows, s] int64, padded with 0 behind every token that counts
-    position_ids: torch.Tensor  # [rows, s] int64, from 0 in every sample
-    # [k + 1] int32, where the samples of a packed row begin, its padding being one more; None
-    # where each row is one sample.
+    token_ids: torch.Tensor  # [rows, s / cp_size] int64, padded with 0 behind tokens that count
+    position_ids: torch.Tensor  # [rows, s / cp_size] int64, from 0 in every sample
+    target_ids: torch.Tensor  # [rows, s / cp_size] int64, next tokens; the last of a sample: masked
+    # [k + 1] int32, where the samples of the whole packed row begin, with the padding that each
+    # has, that of the row being one more; None where each row is one sample.
     cu_seqlens: torch.Tensor | None
-    longest: int  # tokens of the longest sample
-    places: torch.Tensor  # [t] int64, of the tokens in the flattened rows
-
-    @property
-    def target_ids(self) -> torch.Tensor:
-        """`[rows, s]`, each position's next token. The last of a sample has none: it is masked."""
-        return self.token_ids.roll(-1, dims=1)
+    longest: int  # positions of the longest sample, on all context-parallel ranks
+    # [t] int64, of the tokens in the rows of all context-parallel ranks, rank after rank, flattened
+    places: torch.Tensor
 
 
 def row_length(micro_batches: Sequence[TrainBatch], batching: MicroBatching) -> int | None:
@@ -266,47 +282,99 @@ def row_length(micro_batches: Sequence[TrainBatch], batching: MicroBatching) -> 
 
 
 def _needed(micro_batch: TrainBatch, batching: MicroBatching) -> int:
-    tokens = micro_batch.num_tokens
-    if not batching.packed:
-        tokens = int(micro_batch.lengths.max())
-    return _round_up(max(tokens, 1), batching.multiple_of)
+    lengths = round_up(micro_batch.lengths, chunks_of_sample(batching.cp_size))
+    tokens = int(lengths.sum() if batching.packed else lengths.max())
+    return round_up(max(tokens, 1), batching.row_multiple)
 
 
-def lay_out(micro_batch: TrainBatch, batching: MicroBatching, length: int | None) -> ModelRows:
-    """The rows of a micro-batch, of `length` positions or as many as it needs.
+def lay_out(
+    micro_batch: TrainBatch, batching: MicroBatching, length: int | None, cp_rank: int = 0
+) -> ModelRows:
+    """The rows of a micro-batch, of `length` positions or as many as it needs, and of these the
+    part of a context-parallel rank.
 
     Because of the causal mask padding on the right changes no earlier position, and all of it is
-    masked. Packed, the padding is a sample of its own.
+    masked. Packed, the padding of the row is a sample of its own, while what context parallelism
+    adds to a sample is its end.
     """
     length = _needed(micro_batch, batching) if length is None else length
     lengths = micro_batch.lengths
-    starts = lengths.cumsum(0) - lengths
-    in_sample = torch.arange(micro_batch.num_tokens) - starts.repeat_interleave(lengths)
     if batching.packed:
-        num_rows, places = 1, torch.arange(micro_batch.num_tokens)
-        ends = lengths.cumsum(0).tolist()
-        if not ends or ends[-1] < length:
-            ends.append(length)
-        cu_seqlens = torch.tensor([0, *ends], dtype=torch.int32)
-        longest = int(cu_seqlens.diff().max())
+        bounds = _bounds(round_up(lengths, chunks_of_sample(batching.cp_size)), length)
+        num_rows, starts = 1, bounds[: len(lengths)]
+        cu_seqlens, longest = bounds.int(), int(bounds.diff().max())
     else:
-        num_rows, cu_seqlens, longest = micro_batch.num_samples, None, length
-        places = torch.arange(num_rows).repeat_interleave(lengths) * length + in_sample
+        bounds = torch.tensor([0, length])
+        num_rows, starts = len(lengths), torch.arange(len(lengths)) * length
+        cu_seqlens, longest = None, length
+    places = starts.repeat_interleave(lengths) + _counted(lengths)  # in the whole rows
     token_ids = torch.zeros(num_rows * length, dtype=torch.int64)
     token_ids[places] = micro_batch.token_ids
-    position_ids = torch.arange(length).repeat(num_rows)
-    if batching.packed:
-        # Behind the samples the padding counts from 0, too.
-        position_ids -= micro_batch.num_tokens
-        position_ids[places] = in_sample
+    token_ids = token_ids.view(num_rows, length)
+    share = length // batching.cp_size
+    order = torch.stack(
+        [
+            positions_on_cp_rank(bounds, share, cp_size=batching.cp_size, cp_rank=rank)
+            for rank in range(batching.cp_size)
+        ]
+    )
+    # A position of a row is the n-th of those on all context-parallel ranks.
+    nth = order.flatten().argsort()[places % length]
+    mine = order[cp_rank]
     return ModelRows(
-        token_ids=token_ids.view(num_rows, length),
-        position_ids=position_ids.view(num_rows, length),
+        token_ids=token_ids[:, mine],
+        position_ids=_counted(bounds.diff())[mine].repeat(num_rows, 1),
+        target_ids=token_ids.roll(-1, dims=1)[:, mine],
         cu_seqlens=cu_seqlens,
         longest=longest,
-        places=places,
+        places=(nth // share * num_rows + places // length) * share + nth % share,
     )
 
 
-def _round_up(number: int, multiple_of: int) -> int:
+def _bounds(lengths: torch.Tensor, length: int) -> torch.Tensor:
+    """`[k + 1]`: where samples begin in a row of `length` positions, and its padding behind."""
+    ends = lengths.cumsum(0).tolist()
+    if not ends or ends[-1] < length:
+        ends.append(length)
+    return torch.tensor([0, *ends])
+
+
+def _counted(lengths: torch.Tensor) -> torch.Tensor:
+    """0, 1, ... in each of some pieces that lie one after the other."""
+    starts = lengths.cumsum(0) - lengths
+    return torch.arange(int(lengths.sum())) - starts.repeat_interleave(lengths)
+
+
+def chunks_of_sample(cp_size: int) -> int:
+    """How many equal chunks context parallelism cuts a sample into; what its length divides by."""
+    return 2 * cp_size if cp_size > 1 else 1
+
+
+def positions_on_cp_rank(
+    bounds: torch.Tensor, share: int, *, cp_size: int, cp_rank: int
+) -> torch.Tensor:
+    """`[share]` int64, the positions of a row that a context-parallel rank takes, ascending.
+
+    The row's samples begin at `bounds` `[k + 1]`, from 0 to `share` x `cp_size`; their lengths
+    are multiples of `chunks_of_sample`. Any device; nothing waits for it.
+    """
+    starts, inside = samples_on_cp_rank(bounds, share, cp_size=cp_size, cp_rank=cp_rank)
+    return starts + inside
+
+
+def samples_on_cp_rank(
+    bounds: torch.Tensor, share: int, *, cp_size: int, cp_rank: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of `positions_on_cp_rank`: where in the row its sample begins, and the position in there."""
+    lengths = bounds.diff() // cp_size  # on each rank
+    of_samples = torch.stack([bounds[:-1], bounds[:-1] // cp_size, lengths // 2])
+    starts, mine, half = of_samples.repeat_interleave(lengths, dim=1, output_size=share).long()
+    nth = torch.arange(share, device=bounds.device) - mine
+    # Half of them are chunk i from the front, the others chunk i from the back.
+    skipped = torch.where(nth < half, cp_rank, 2 * (cp_size - 1) - cp_rank)
+    return starts, nth + half * skipped
+
+
+def round_up(number: _Number, multiple_of: int) -> _Number:
+    """The next multiple, of each number."""
     return -(-number // multiple_of) * multiple_of

@@ -4,7 +4,8 @@
 an `output_layer` (`GPTModel`, `HybridModel`), as a base class or, for a model that a fork has
 built, through `as_policy`. Parameters, their names and the checkpoint format stay Megatron's.
 
-Shape legend: b samples, s positions, h hidden, v vocabulary (padded, over all TP ranks).
+Shape legend: b samples, s positions (of this context-parallel rank), h hidden, v vocabulary
+(padded, over all TP ranks).
 """
 
 from __future__ import annotations

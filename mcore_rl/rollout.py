@@ -16,8 +16,11 @@ import torch.distributed as dist
 from mcore_rl.arguments import RLConfig
 from mcore_rl.hybrid_engine.layout import RolloutLayout
 from mcore_rl.hybrid_engine.vllm_engine import VLLMEngine
-from mcore_rl.reward_specs import RewardSpec
-from mcore_rl.reward_stack import RewardStack
+from mcore_rl.rewards.functions import REWARD_MODEL
+from mcore_rl.rewards.specs import RewardSpec
+from mcore_rl.rewards.stack import RewardStack
+from mcore_rl.rewards.worker import Outcome
+from mcore_rl.roles.reward import ModelReward
 from mcore_rl.types import Prompt, Rollout, ScoredRollout
 
 
@@ -25,12 +28,18 @@ class RolloutWorkers:
     """This rank's part in sampling and scoring. All methods but `close` are collective."""
 
     def __init__(
-        self, engine: VLLMEngine, layout: RolloutLayout, config: RLConfig, rewards: RewardSpec
+        self,
+        engine: VLLMEngine,
+        layout: RolloutLayout,
+        config: RLConfig,
+        rewards: RewardSpec,
+        reward_model: ModelReward | None = None,
     ) -> None:
         self._engine, self._layout, self._config = engine, layout, config
         self._rank = dist.get_rank()
         self._scores = layout.tp_rank(self._rank) == 0
         self._rewards = RewardStack(rewards)
+        self._reward_model = reward_model
 
     def generate(
         self,
@@ -63,21 +72,35 @@ class RolloutWorkers:
         )
 
     def score(self, rollouts: Sequence[Rollout]) -> list[ScoredRollout]:
-        """Reward this group's rollouts and exchange: all samples, in prompt order."""
-        outcome: Any = None
+        """Reward this group's rollouts and exchange: all samples, in prompt order.
+
+        A reward model then scores them all, on every rank.
+        """
+        mine: Any = None
         if self._scores:
             try:
-                outcome = self._rewards.score(rollouts)
+                mine = (rollouts, self._rewards.outcomes(rollouts))
             except Exception as error:  # told to all ranks below, which raise together
-                outcome = error
-        outcomes: list[Any] = [None] * self._layout.world_size
-        dist.all_gather_object(outcomes, outcome)
-        by_slot = [outcomes[self._layout.rank(slot)] for slot in range(len(outcomes))]
-        for rank, other in enumerate(outcomes):
+                mine = error
+        gathered: list[Any] = [None] * self._layout.world_size
+        dist.all_gather_object(gathered, mine)
+        for rank, other in enumerate(gathered):
             if isinstance(other, Exception):
                 raise RuntimeError(f"scoring failed on rank {rank}: {other}") from other
-        return [scored for part in by_slot if part is not None for scored in part]
+        by_slot = [gathered[self._layout.rank(slot)] for slot in range(len(gathered))]
+        everything: list[Rollout] = []
+        outcomes: dict[str, list[Outcome]] = {}
+        for part in by_slot:
+            if part is not None:
+                everything += part[0]
+                for name, found in part[1].items():
+                    outcomes.setdefault(name, []).extend(found)
+        if self._reward_model is not None:
+            outcomes[REWARD_MODEL] = self._reward_model.outcomes(everything)
+        return self._rewards.weigh(everything, outcomes)
 
     def close(self) -> None:
-        """End the reward processes of this rank."""
+        """End the reward processes of this rank, and the reward model's."""
         self._rewards.close()
+        if self._reward_model is not None:
+            self._reward_model.close()

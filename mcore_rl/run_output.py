@@ -9,14 +9,15 @@ from collections.abc import Iterator
 from typing import TextIO
 
 
-def setup_logging() -> None:
-    """mcore_rl speaks on rank 0; every rank's warnings are heard; Megatron's chatter is not."""
-    rank = int(os.environ.get("RANK", 0))
+def setup_logging(*, quiet: bool = False) -> None:
+    """mcore_rl speaks on rank 0, unless `quiet`; every rank's warnings are heard; Megatron's
+    chatter is not."""
+    speaks = not quiet and int(os.environ.get("RANK", 0)) == 0
     logging.basicConfig(format="%(message)s", level=logging.WARNING, force=True)
     for handler in logging.getLogger().handlers:
         handler.setLevel(logging.INFO)
     # Down to DEBUG, for run.log; the console shows INFO.
-    logging.getLogger("mcore_rl").setLevel(logging.DEBUG if rank == 0 else logging.WARNING)
+    logging.getLogger("mcore_rl").setLevel(logging.DEBUG if speaks else logging.WARNING)
     logging.getLogger("megatron").setLevel(logging.ERROR)
 
 

@@ -26,25 +26,35 @@ from mcore_rl.builders import (
     build_learner,
     build_manager,
     build_offloader,
+    critic_model,
     engine_config,
     load_prompt_files,
+    reward_model_of,
+    reward_role,
     reward_spec,
 )
 from mcore_rl.checkpoint import export
 from mcore_rl.collector import Collected, Collector
-from mcore_rl.critic_startup import BuiltCritic, build_critic, save_critic
+from mcore_rl.critic import Critic
+from mcore_rl.critic_startup import BuiltCritic, build_critic
 from mcore_rl.data import PromptDataset
+from mcore_rl.hybrid_engine.reshard_report import OffloadLog
 from mcore_rl.hybrid_engine.sharding_manager import TO_ROLLOUT, ReshardReport, log_reshard
 from mcore_rl.hybrid_engine.vllm_engine import VLLMEngine
-from mcore_rl.learner import Learnt, StepBatch
+from mcore_rl.layout_checks import check_stages
+from mcore_rl.learner import Learner, Learnt
+from mcore_rl.memory_report import memory_lines
 from mcore_rl.metrics import RunDirectory, StageTimers
 from mcore_rl.progress import RunProgress, run_facts
-from mcore_rl.reward_parts import part_metrics
+from mcore_rl.rewards.parts import part_metrics
+from mcore_rl.roles.critic import serve_critic
+from mcore_rl.roles.ranks import CRITIC, REWARD
+from mcore_rl.roles.reward import ModelReward, serve_reward_model
 from mcore_rl.rollout import RolloutWorkers
 from mcore_rl.startup import Job, build_actor
 from mcore_rl.step_metrics import measured, rollout_metrics, update_metrics, value_metrics
-from mcore_rl.trace import Tracer
-from mcore_rl.types import Rollout, StepStats
+from mcore_rl.trace.tracer import Tracer
+from mcore_rl.types import Rollout, StepBatch, StepStats
 
 logger = logging.getLogger(__name__)
 
@@ -58,6 +68,8 @@ class Parts:
         *,
         state: megatron_adapter.TrainState,
         critic: BuiltCritic | None,
+        learner: Learner,
+        reward_model: ModelReward | None,
         shards: Any,
         engine: VLLMEngine,
         prompts: PromptDataset,
@@ -70,8 +82,7 @@ class Parts:
         self._eval_prompts = eval_prompts
         self._shards, self._engine, self._state = shards, engine, state
         self.timers = StageTimers()
-        self._critic = critic
-        self.learner = build_learner(job, state, shards, critic)
+        self.learner = learner
         self.manager = build_manager(
             job,
             shards,
@@ -81,7 +92,9 @@ class Parts:
         )
         self.manager.on_reshard_end.append(self._note_reshard)
         self._rewards = reward_spec(job.config)
-        self.workers = RolloutWorkers(engine, job.rollout_layout, job.config, self._rewards)
+        self.workers = RolloutWorkers(
+            engine, job.rollout_layout, job.config, self._rewards, reward_model
+        )
         self.first_step = state.iteration
         self.collector = Collector(
             self.workers,
@@ -92,6 +105,7 @@ class Parts:
             position=self.first_step * job.config.num_prompts_per_step,
         )
         self._reshards: dict[str, ReshardReport] = {}
+        self._offload_log = OffloadLog()
         self._accuracy: float | None = None
         self._saved_at = -1
         save = job.args.save
@@ -105,7 +119,9 @@ class Parts:
             first_step=self.first_step,
             enabled=self._rank == 0,
         )
-        for line in describe(batches_of(job, self.learner)):
+        if learner.critic is not None:
+            learner.critic.wait()
+        for line in (*describe(batches_of(job, self.learner)), *_memory_lines(job, critic)):
             logger.info("%s", line)
         layout = job.train_layout
         self.tracer = Tracer(
@@ -115,7 +131,7 @@ class Parts:
             folder=job.config.directory / "trace",
             rank=self._rank,
             label=f"tp{layout.tp_rank(self._rank)} pp{layout.pp_rank(self._rank)} "
-            f"dp{self._dp_rank}",
+            f"cp{layout.cp_rank(self._rank)} dp{self._dp_rank}",
         )
         self.manager.on_reshard_start.append(self.tracer.handover_started)
         self.manager.on_reshard_end.append(self.tracer.handover_ended)
@@ -180,14 +196,16 @@ class Parts:
             megatron_adapter.save_checkpoint(
                 self._job.args, self._state, num_steps, self._checkpoints
             )
-            if self._critic is not None:
-                save_critic(self._critic, num_steps, self._checkpoints)
+            if self.learner.critic is not None:
+                self.learner.critic.save(num_steps, self._checkpoints)
         self._saved_at = num_steps
 
     def _note_reshard(self, report: ReshardReport) -> None:
         self._reshards[report.direction] = report
         name = "rollout" if report.direction == TO_ROLLOUT else "train"
         self.timers.add(f"reshard_to_{name}", report.duration_seconds)
+        if line := self._offload_log.line(report):
+            logger.info("%s", line)
 
     def record(
         self,
@@ -251,11 +269,23 @@ class Parts:
         """End what would outlive the run: reward processes, the engine, open files. Idempotent."""
         self.tracer.close()
         self.progress.close()
+        if self.learner.critic is not None:
+            self.learner.critic.close()
         self.workers.close()
         self._engine.close()
         if self.directory is not None:
             self.directory.close()
             self.directory = None
+
+
+def _memory_lines(job: Job, critic: BuiltCritic | None) -> list[str]:
+    """What flags save of memory, of the models on these ranks."""
+    lines = memory_lines(job.config, vars(job.args), job.shape, job.train_layout, job.layers)
+    if critic is not None and job.critic is not None:
+        args, layout = vars(critic.world.args), critic.world.layout
+        layers = check_stages(job.critic.shape, layout.pp_size, args)
+        lines += memory_lines(job.config, args, job.critic.shape, layout, layers, name="critic")
+    return lines
 
 
 def _versions() -> dict[str, str]:
@@ -277,7 +307,7 @@ def build_parts(
     started = time.perf_counter()
     state, shards = build_actor(job, model_provider, log=log)
     critic = None
-    if job.critic is not None:
+    if job.critic is not None and not job.roles.is_apart(CRITIC):
         critic = build_critic(
             job.critic,
             job.config,
@@ -286,12 +316,16 @@ def build_parts(
             actor_iteration=state.iteration,
             log=log,
         )
+    # A critic on ranks of its own is built while the engines start.
+    learner = build_learner(job, state, shards, critic)
     engine = VLLMEngine(engine_config(job))
     prompts, eval_prompts = load_prompt_files(job.config)
     parts = Parts(
         job,
         state=state,
         critic=critic,
+        learner=learner,
+        reward_model=None if job.reward_model is None else ModelReward(reward_role(job, log=log)),
         shards=shards,
         engine=engine,
         prompts=prompts,
@@ -300,3 +334,19 @@ def build_parts(
     )
     logger.info("model and engines ready after %.0f s", time.perf_counter() - started)
     return parts
+
+
+def serve(job: Job, *, log: TextIO | None = None) -> None:
+    """Be a rank of a role that is not the actor's, until the actor ends the run. Collective over
+    the role's ranks."""
+    if job.world.role == REWARD:
+        serve_reward_model(job.world.bridges[REWARD], lambda: reward_model_of(job, log=log))
+        return
+    assert job.world.role == CRITIC and job.critic is not None, job.world.role
+    checked = job.critic
+
+    def build(iteration: int) -> Critic:
+        built = build_critic(checked, job.config, job.args, actor_iteration=iteration, log=log)
+        return critic_model(job, built)
+
+    serve_critic(job.world.bridges[CRITIC], build, job.config, log=log)

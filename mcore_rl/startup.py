@@ -20,19 +20,21 @@ from mcore_rl import megatron_adapter
 from mcore_rl.agreement import agreed, open_store
 from mcore_rl.arguments import RLConfig, add_rl_args
 from mcore_rl.checkpoint import HFCheckpoint, check_complete, load_into_megatron
-from mcore_rl.critic_startup import CheckedCritic
 from mcore_rl.hf_config import ModelShape, settings_without_flag
 from mcore_rl.hybrid_engine.layout import PipelineLayers, RolloutLayout, TrainLayout
 from mcore_rl.hybrid_engine.model_shards import ModelShards
 from mcore_rl.policy_model import make_actor_provider, make_policy_provider
 from mcore_rl.preflight import Checked, check_command_line, check_parsed_args
+from mcore_rl.roles.ranks import ACTOR, CRITIC, REWARD, Roles, describe_ranks
+from mcore_rl.roles.world import RoleWorld, enter_role
+from mcore_rl.value_startup import CheckedValueModel
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """What is known once Megatron runs; the same on all ranks but for `args.rank`."""
+    """What is known once Megatron runs; the same on all ranks of a role but for `args.rank`."""
 
     args: argparse.Namespace
     config: RLConfig
@@ -41,7 +43,10 @@ class Job:
     train_layout: TrainLayout
     layers: PipelineLayers
     rollout_layout: RolloutLayout
-    critic: CheckedCritic | None
+    critic: CheckedValueModel | None
+    reward_model: CheckedValueModel | None
+    roles: Roles
+    world: RoleWorld
 
 
 def start(
@@ -67,15 +72,20 @@ def start(
 
     checked = agreed(check, store, stage="input")
     _say(checked, has_cuda)
+    world = enter_role(checked.roles, store)
+    tokens = _of_role(checked, world).tokens
+    assert tokens is not None, "a role with ranks of its own has a command line"
     with megatron_adapter.megatron_output_to(log):
         args = megatron_adapter.initialize(
-            checked.tokens,
+            tokens,
             add_rl_args,
             # A process without a launcher is a world of its own.
-            store=dist.HashStore() if store is None else dist.PrefixStore("megatron", store),
+            store=dist.HashStore()
+            if world.store is None
+            else dist.PrefixStore("megatron", world.store),
             program=program,
         )
-    return _job(args, checked)
+    return _job(args, checked, world)
 
 
 def job_from_args(
@@ -94,11 +104,12 @@ def job_from_args(
         return checked
 
     store = dist.distributed_c10d._get_default_store() if dist.get_world_size() > 1 else None
-    return _job(args, agreed(check, store, stage="input"))
+    checked = agreed(check, store, stage="input")
+    return _job(args, checked, enter_role(checked.roles, store))
 
 
-def _job(args: argparse.Namespace, checked: Checked) -> Job:
-    for name, value in settings_without_flag(checked.shape).items():
+def _job(args: argparse.Namespace, checked: Checked, world: RoleWorld) -> Job:
+    for name, value in settings_without_flag(_of_role(checked, world).shape).items():
         setattr(args, name, value)  # Megatron fills its model configuration from here, by name
     return Job(
         args=args,
@@ -109,7 +120,17 @@ def _job(args: argparse.Namespace, checked: Checked) -> Job:
         layers=checked.layers,
         rollout_layout=checked.rollout_layout,
         critic=checked.critic,
+        reward_model=checked.reward_model,
+        roles=checked.roles,
+        world=world,
     )
+
+
+def _of_role(checked: Checked, world: RoleWorld) -> Checked | CheckedValueModel:
+    """The model that this process's role is about."""
+    found = {ACTOR: checked, CRITIC: checked.critic, REWARD: checked.reward_model}[world.role]
+    assert found is not None, f"ranks of a role without a model: {world.role}"
+    return found
 
 
 def _say(checked: Checked, has_cuda: bool) -> None:
@@ -125,11 +146,29 @@ def _say(checked: Checked, has_cuda: bool) -> None:
             "and samples the model without them",
             checked.checkpoint.num_skipped_mtp,
         )
-    logger.info(
-        "train %s; rollout %s",
-        checked.train_layout.describe(),
-        checked.rollout_layout.describe(),
-    )
+    logger.info("%s", _placement(checked))
+
+
+def _placement(checked: Checked) -> str:
+    """Who is where, in one line."""
+    roles = checked.roles
+    here = [
+        f"actor ({checked.train_layout.describe()})",
+        f"engines ({checked.rollout_layout.describe()})",
+    ]
+    apart = []
+    for role, name, model in (
+        (CRITIC, "critic", checked.critic),
+        (REWARD, "reward model", checked.reward_model),
+    ):
+        if model is not None:
+            text = f"{name} ({model.layout.describe()})"
+            if roles.is_apart(role):
+                apart.append(f"{text} on {describe_ranks(roles.ranks(role))}")
+            else:
+                here.append(text)
+    here_text = f"{', '.join(here)} in turn on {describe_ranks(roles.actor)}"
+    return f"placement: {'; '.join([here_text, *apart])}"
 
 
 def build_actor(

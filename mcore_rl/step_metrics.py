@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from mcore_rl.actor import UpdateStats
+from mcore_rl.algorithms.mismatch import MismatchSums
 from mcore_rl.critic import ValueUpdateStats
 from mcore_rl.hybrid_engine.memory import highest_bytes
 from mcore_rl.hybrid_engine.reshard_report import ReshardReport
@@ -49,7 +50,15 @@ def update_metrics(updates: Sequence[UpdateStats]) -> dict[str, float]:
         "ratio/mean": float(total.ratio) / tokens,
         "grad_norm": float(np.mean(norms)),
         "skipped_updates": float(sum(u.result.skipped for u in updates)),
+        **(mismatch_metrics(updates[0].mismatch) if updates[0].mismatch is not None else {}),
     }
+
+
+def mismatch_metrics(sums: MismatchSums) -> dict[str, float]:
+    """How far the engine is from the actor with the same weights, and what its correction did."""
+    metrics = {f"mismatch/{name}": value for name, value in sums.metrics().items()}
+    metrics["kl/rollout_actor"] = metrics.pop("mismatch/kl")
+    return metrics
 
 
 def value_metrics(updates: Sequence[ValueUpdateStats]) -> dict[str, float]:
@@ -83,6 +92,8 @@ def measured(
         "reshard/received_bytes_max",
         "reshard/lower_bound_bytes_max",
         "reshard/peak_extra_bytes_max",
+        "offload/moved_bytes_max",
+        "offload/saved_bytes_max",
         "memory/host_peak_bytes",
         "memory/device_peak_bytes",
     )
@@ -91,6 +102,8 @@ def measured(
             report.received_bytes,
             report.lower_bound_bytes,
             report.peak_extra_bytes,
+            report.offloaded.moved_bytes,
+            report.offloaded.saved_bytes,
             host_bytes,
             device_bytes,
         ],

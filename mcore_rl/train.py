@@ -15,8 +15,9 @@ from collections.abc import Callable
 from typing import Any
 
 from mcore_rl.builders import check_data
+from mcore_rl.roles.ranks import ACTOR
 from mcore_rl.run_output import log_file, setup_logging
-from mcore_rl.run_parts import Parts, build_parts
+from mcore_rl.run_parts import Parts, build_parts, serve
 from mcore_rl.startup import Job, job_from_args, start
 
 
@@ -58,6 +59,11 @@ def main(tokens: list[str] | None = None) -> None:
     tokens = sys.argv[1:] if tokens is None else tokens
     with log_file() as log:
         job = start(tokens, also_check=check_data, log=log)
+        if job.world.role != ACTOR:
+            setup_logging(quiet=True)
+            serve(job, log=log)
+            return
+        setup_logging()  # the actor's first rank may not be the job's
         parts = build_parts(job, log=log)
         try:
             train(job, parts)

@@ -59,7 +59,7 @@ class ScoredRollout:
 @dataclass(frozen=True, slots=True)
 class TrainBatch:
     """Samples of one data-parallel rank, one after the other, without padding; the same on all its
-    TP and PP ranks.
+    TP, CP and PP ranks.
 
     All `[t]` tensors but `token_ids` are in scoring alignment (see the module's docstring) and on
     the CPU. `cuts` says how the samples are divided: one entry per mini-batch (optimizer step),
@@ -88,6 +88,16 @@ class TrainBatch:
     @property
     def num_tokens(self) -> int:
         return self.token_ids.shape[0]
+
+
+@dataclass(frozen=True, slots=True)
+class StepBatch:
+    """A step's samples as this rank's part of the actor has them, and its part of the critic."""
+
+    actor: TrainBatch
+    critic: TrainBatch | None  # None: no critic, or one on ranks of its own
+    lengths: np.ndarray  # [n] int64, tokens of every sample of the step
+    metrics: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

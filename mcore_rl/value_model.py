@@ -4,7 +4,7 @@
 (`GPTModel`, `HybridModel`). The rest of the model, its parameter names and its checkpoint format
 stay Megatron's.
 
-Shape legend: b samples, s positions, h hidden.
+Shape legend: b samples, s positions (of this context-parallel rank), h hidden.
 """
 
 from __future__ import annotations

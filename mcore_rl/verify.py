@@ -40,6 +40,7 @@ from mcore_rl.hybrid_engine.canary import differences, megatron_log_probs
 from mcore_rl.hybrid_engine.sharding_manager import TO_ROLLOUT, ReshardReport, log_reshard
 from mcore_rl.hybrid_engine.vllm_engine import VLLMEngine
 from mcore_rl.preflight import Checked
+from mcore_rl.roles.ranks import ACTOR
 from mcore_rl.run_output import log_file, setup_logging
 from mcore_rl.startup import Job, build_actor, start
 
@@ -206,6 +207,8 @@ def main(tokens: list[str] | None = None) -> int:
     tokens = sys.argv[1:] if tokens is None else tokens
     with log_file() as log:
         job = start(tokens, also_check=check_prompts_given, log=log, program="mcore_rl.verify")
+        if job.world.role != ACTOR:
+            return 0  # what has ranks of its own has no part in this
         result = verify(job, log=log)
     if dist.get_rank() == 0:
         show(result, job)

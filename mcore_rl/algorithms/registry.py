@@ -8,7 +8,7 @@ A new one is one function and a decorator in a file that `--rl-import` names:
     @policy_loss("mine")
     def mine(inputs: PolicyLossInputs, config: PolicyLossConfig) -> TokenLosses: ...
 
-A reward is registered the same way, with `mcore_rl.reward_functions.reward`. This module imports
+A reward is registered the same way, with `mcore_rl.rewards.functions.reward`. This module imports
 torch only once an estimator or loss is registered or looked up: reward processes read the user's
 file too, and one that holds rewards alone stays light.
 """

@@ -77,6 +77,9 @@ class TrainLayout:
     def pp_rank(self, rank: int) -> int:
         return rank // self.ranks_per_stage
 
+    def cp_rank(self, rank: int) -> int:
+        return rank // self.tp_size % self.cp_size
+
     def dp_rank(self, rank: int) -> int:
         return rank // (self.tp_size * self.cp_size) % self.dp_size
 

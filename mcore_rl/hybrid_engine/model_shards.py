@@ -1,12 +1,13 @@
 """A rank's share of the model, addressed by checkpoint tensor and box.
 
-Joins `weight_map` (pure) to the live parameters and buffers of the model chunks on this rank.
+Joins `weight_map` (pure) to the live parameters and buffers of the model chunks on this rank. Where
+Megatron-FSDP shards parameters over data parallelism, the share is the rows that lie here.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,12 +18,14 @@ from mcore_rl.hf_config import ModelShape
 from mcore_rl.hybrid_engine.boxes import Box, contains, extent, full_box, relative, show, uncovered
 from mcore_rl.hybrid_engine.layout import TrainLayout
 from mcore_rl.hybrid_engine.plan import TensorInfo
+from mcore_rl.hybrid_engine.row_shards import box_of_rows, pieces_within
 from mcore_rl.hybrid_engine.weight_map import ShardCoordinates, map_parameter
+from mcore_rl.megatron_fsdp import LocalWeight, local_weights
 
 
 @dataclass(frozen=True, slots=True)
 class _Held:
-    """One piece: a box of a checkpoint tensor, and where it lies here."""
+    """One piece: a box of a checkpoint tensor, and where it lies in the rows held here."""
 
     box: Box
     name: str
@@ -60,18 +63,21 @@ class ModelShards:
                 etp_size=layout.etp_size,
                 layers=megatron_adapter.stage_layers(chunk),
             )
-            for name, value in _weights(chunk):
-                self._add(name, value, shape, at)
+            for weight in _weights(chunk):
+                self._add(weight, shape, at)
 
-    def _add(self, name: str, value: torch.Tensor, shape: ModelShape, at: ShardCoordinates) -> None:
-        pieces = map_parameter(name, value.shape, shape, at)
+    def _add(self, weight: LocalWeight, shape: ModelShape, at: ShardCoordinates) -> None:
+        value = weight.data
+        held = box_of_rows(weight.shape, weight.first_row, len(value) if value.dim() else 1)
+        whole = map_parameter(weight.name, weight.shape, shape, at)
+        pieces = list(pieces_within(whole, held))
         for piece in pieces:
             self._held[piece.tensor].append(
-                _Held(piece.checkpoint_box, name, value, piece.local_box)
+                _Held(piece.checkpoint_box, weight.name, value, piece.local_box)
             )
         for gap in uncovered(full_box(value.shape), [piece.local_box for piece in pieces]):
-            if "word_embeddings" not in name and "output_layer" not in name:
-                raise RuntimeError(f"{name}{show(gap)} has no counterpart in the checkpoint")
+            if "word_embeddings" not in weight.name and "output_layer" not in weight.name:
+                raise RuntimeError(f"{weight.name}{show(gap)} has no counterpart in the checkpoint")
             self._padding.append(_cut(value, gap))
 
     @property
@@ -112,16 +118,17 @@ class ModelShards:
             rows.zero_()
 
 
-def _weights(chunk: torch.nn.Module):
-    """Parameters and persistent buffers with their names."""
-    yield from ((name, p.data) for name, p in chunk.named_parameters())
+def _weights(chunk: torch.nn.Module) -> Iterator[LocalWeight]:
+    """What is here of the parameters, and the persistent buffers."""
+    yield from local_weights(chunk)
     for prefix, module in chunk.named_modules():
         # Megatron keeps the routing bias in float32, and converts back lazily after bfloat16().
         if hasattr(module, "_maintain_float32_expert_bias"):
             module._maintain_float32_expert_bias()
         for name, buffer in module._buffers.items():
             if buffer is not None and name not in module._non_persistent_buffers_set:
-                yield (f"{prefix}.{name}" if prefix else name), buffer
+                full_name = f"{prefix}.{name}" if prefix else name
+                yield LocalWeight(full_name, tuple(buffer.shape), 0, buffer)
 
 
 def _cut(value: torch.Tensor, box: Box) -> torch.Tensor:

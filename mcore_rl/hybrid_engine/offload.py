@@ -16,14 +16,14 @@ gradients can only forget them.
                  copies                                          host copy with `keep_gradients`
 
 On a machine without CUDA the device is host memory, too. The same code runs there, so that tests
-exercise it, but a copy saves nothing: only forgotten gradients do, and `OffloadStats.saved_bytes`
+exercise it, but a copy saves nothing: only forgotten gradients do, and `OffloadStats.saved`
 counts nothing else.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -34,6 +34,7 @@ from mcore_rl.errors import UsageError
 # Of storages shared between kinds the first one owns: what must be kept is never forgotten with a
 # gradient. Also the order of the way back: log-probs need the parameters, the update the rest.
 KINDS = ("parameters", "optimizer", "gradients")
+SHORT_NAMES = {"params": "parameters", "grads": "gradients"}  # on the command line
 
 Tensors = Mapping[str, Iterable[tuple[str, torch.Tensor]]]  # kind -> (name, tensor)
 
@@ -59,6 +60,7 @@ def offload_kinds(
 ) -> frozenset[str]:
     """The kinds that a flag's value asks for: "auto", "none", or some of KINDS with commas.
 
+    SHORT_NAMES mean the same as the whole names.
     "auto" is what pays off: gradients and optimizer where there is a GPU, nothing where there is
     none, and nothing that Megatron's flags (`values`, by destination) do not allow. Raises
     UsageError for an unknown kind, and for one that is asked for and not allowed.
@@ -72,7 +74,8 @@ def offload_kinds(
     if text == "auto":
         pays_off = {"gradients", "optimizer"} if has_cuda else set()
         return frozenset(pays_off - forbidden.keys())
-    wanted = frozenset() if text == "none" else frozenset(k.strip() for k in text.split(","))
+    named = [] if text == "none" else [kind.strip() for kind in text.split(",")]
+    wanted = frozenset(SHORT_NAMES.get(kind, kind) for kind in named)
     for kind in sorted(wanted):
         if kind not in KINDS:
             raise UsageError(
@@ -88,12 +91,40 @@ def offload_kinds(
 
 @dataclass(slots=True)
 class OffloadStats:
-    """One way there and back, as this rank saw it."""
+    """One way there and back, as this rank saw it: bytes of each kind that was taken off.
 
-    moved_bytes: int = 0  # copied to the host
-    dropped_bytes: int = 0  # gradients that were not kept
+    A kind whose tensors take no memory yet, as moments before the first update, has 0 bytes.
+    """
+
+    moved: dict[str, int] = field(default_factory=dict)  # copied to the host
+    dropped: dict[str, int] = field(default_factory=dict)  # gradients that were not kept
+    saved: dict[str, int] = field(default_factory=dict)  # less memory in use in between
     prefetched_bytes: int = 0  # of those moved, brought back by `prefetch`
-    saved_bytes: int = 0  # less memory in use in between
+
+    @property
+    def moved_bytes(self) -> int:
+        return sum(self.moved.values())
+
+    @property
+    def dropped_bytes(self) -> int:
+        return sum(self.dropped.values())
+
+    @property
+    def saved_bytes(self) -> int:
+        return sum(self.saved.values())
+
+    def of(self, kinds: frozenset[str]) -> OffloadStats:
+        """A copy of what it says of `kinds`; `prefetched_bytes`, which no kind owns, is 0."""
+
+        def chosen(found: Mapping[str, int]) -> dict[str, int]:
+            return {kind: size for kind, size in found.items() if kind in kinds}
+
+        return OffloadStats(chosen(self.moved), chosen(self.dropped), chosen(self.saved))
+
+    def add(self, kind: str, *, moved: int, dropped: int, saved: int) -> None:
+        """Bytes of `kind` that were taken off."""
+        for total, size in ((self.moved, moved), (self.dropped, dropped), (self.saved, saved)):
+            total[kind] = total.get(kind, 0) + size
 
 
 @dataclass(slots=True)
@@ -180,7 +211,7 @@ class Offloader:
             for segment in segments:
                 segment.storage.resize_(0)
             torch.cuda.empty_cache()  # the engine takes its memory from the driver
-        self._count(segments)
+        self._count(wanted, segments)
 
     def prefetch(self, reserve_bytes: int = 1 << 30) -> int:
         """Begin to bring back what fits, while the last responses are being generated.
@@ -286,12 +317,13 @@ class Offloader:
             target.copy_(source, non_blocking=True)
             done += len(piece)
 
-    def _count(self, segments: list[_Segment]) -> None:
-        dropped = sum(s.num_bytes for s in segments if s.start is None)
-        moved = sum(s.num_bytes for s in segments) - dropped
-        self.stats.moved_bytes += moved
-        self.stats.dropped_bytes += dropped
-        self.stats.saved_bytes += dropped + (moved if self._on_cuda else 0)
+    def _count(self, kinds: list[str], segments: list[_Segment]) -> None:
+        for kind in kinds:
+            sizes = [(s.num_bytes, s.start is None) for s in segments if s.kind == kind]
+            dropped = sum(size for size, is_dropped in sizes if is_dropped)
+            moved = sum(size for size, is_dropped in sizes if not is_dropped)
+            saved = dropped + (moved if self._on_cuda else 0)
+            self.stats.add(kind, moved=moved, dropped=dropped, saved=saved)
 
 
 class HostBuffer:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+
+from mcore_rl.byte_sizes import shown_bytes
+from mcore_rl.hybrid_engine.offload import KINDS, OffloadStats
 
 TO_ROLLOUT, TO_TRAIN = "train_to_rollout", "rollout_to_train"
 
@@ -27,6 +30,8 @@ class ReshardReport:
     attested: bool = False  # proved to have arrived; a hand-over that is not raises
     attest_seconds: float = 0.0  # of this rank's hashing
     repeated: bool = False  # by the plain gather, whose bytes are in `received_bytes` too
+    # What of training is away during rollout; nothing without an offloader.
+    offloaded: OffloadStats = field(default_factory=OffloadStats)
 
 
 Hook = Callable[[ReshardReport], None]
@@ -49,3 +54,52 @@ def log_reshard(report: ReshardReport, share_of_step: float | None = None) -> st
     if share_of_step is not None:
         parts.append(f"share_of_step={100 * share_of_step:.1f}%")
     return "[Reshard] " + " ".join(parts)
+
+
+def offload_line(stats: OffloadStats) -> str | None:
+    """The `[Offload]` line of a switch, of this rank; None if nothing was to be taken off.
+
+    Says plainly where a host copy saves nothing.
+    """
+    kinds = [kind for kind in KINDS if kind in stats.moved]
+    if not kinds:
+        return None
+    parts = [
+        f"{kind}: {_what_became(stats.moved[kind], stats.dropped[kind], stats.saved[kind])}"
+        for kind in kinds
+    ]
+    whole = _what_became(stats.moved_bytes, stats.dropped_bytes, stats.saved_bytes)
+    parts.append(f"together: {whole}")
+    if stats.saved_bytes < stats.moved_bytes + stats.dropped_bytes:
+        parts.append(
+            "without a GPU the device is host memory, where a host copy saves nothing and only "
+            "dropped gradients do"
+        )
+    return "[Offload] of this rank, during rollout; " + "; ".join(parts)
+
+
+def _what_became(moved: int, dropped: int, saved: int) -> str:
+    taken = [f"{shown_bytes(moved)} copied to the host"] if moved else []
+    taken += [f"{shown_bytes(dropped)} dropped"] if dropped else []
+    return (
+        f"{shown_bytes(moved + dropped)} taken off ({', '.join(taken) or 'nothing was there'}), "
+        f"{shown_bytes(saved)} of device memory saved"
+    )
+
+
+class OffloadLog:
+    """Says what offload saved, once: after the first switch to rollout, and again when it changes.
+
+    It does after the first update, which makes the optimizer's moments.
+    """
+
+    def __init__(self) -> None:
+        self._said: str | None = None
+
+    def line(self, report: ReshardReport) -> str | None:
+        """The line of `report` if there is something new to say, else None."""
+        line = offload_line(report.offloaded) if report.direction == TO_ROLLOUT else None
+        if line is None or line == self._said:
+            return None
+        self._said = line
+        return line

@@ -28,7 +28,7 @@ from mcore_rl.hybrid_engine.gather import GatherPath
 from mcore_rl.hybrid_engine.layout import RolloutLayout, TrainLayout
 from mcore_rl.hybrid_engine.memory import PeakMemory
 from mcore_rl.hybrid_engine.model_shards import ModelShards
-from mcore_rl.hybrid_engine.offload import Offloader
+from mcore_rl.hybrid_engine.offload import Offloader, OffloadStats
 from mcore_rl.hybrid_engine.plan import TensorInfo
 from mcore_rl.hybrid_engine.proof import Proof
 from mcore_rl.hybrid_engine.reshard_report import (
@@ -171,6 +171,7 @@ class MegatronVLLMShardingManager:
             attested=attestation is not None,  # not to be proved raises
             attest_seconds=0.0 if attestation is None else attestation.seconds,
             repeated=self._proof.repeated,
+            offloaded=self._offloaded(),
         )
         _call(self.on_reshard_end, report)
         return self
@@ -196,6 +197,12 @@ class MegatronVLLMShardingManager:
         if self._offloader is None or not self._offloader.away:
             return 0  # nothing was to go, or a repeated hand-over has brought it back
         return self._offloader.prefetch()
+
+    def _offloaded(self) -> OffloadStats:
+        """Of what is away now: a repeated hand-over has brought the parameters back."""
+        if self._offloader is None:
+            return OffloadStats()
+        return self._offloader.stats.of(self._offloader.away)
 
     def _bring_training_back(self) -> None:
         assert self._rng is not None

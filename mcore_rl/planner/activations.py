@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from mcore_rl.hf_config import Experts, LatentAttention, ModelShape
 from mcore_rl.hybrid_engine.layout import PipelineLayers, RolloutLayout, TrainLayout
 from mcore_rl.planner.parameters import vocabulary_rows
-from mcore_rl.planner.settings import EngineSettings, TrainSettings
+from mcore_rl.planner.settings import ActivationSettings, EngineSettings
 
 _FLOAT32 = 4
 
@@ -35,7 +35,7 @@ class Term:
 
 
 def layer_terms(
-    shape: ModelShape, train: TrainLayout, settings: TrainSettings, *, is_moe: bool
+    shape: ModelShape, train: TrainLayout, settings: ActivationSettings, *, is_moe: bool
 ) -> Iterator[Term]:
     """All that one layer keeps for its backward pass; its input comes first."""
     item, tp = settings.weight_bytes, train.tp_size
@@ -62,7 +62,8 @@ def _grouped_terms(shape: ModelShape, item: int, tp: int) -> Iterator[Term]:
     yield Term("queries, keys, values", queries + 2 * keys)
     if shape.qk_norm:
         yield Term("queries and keys before their norms", queries + keys)
-    yield Term("attention output", queries + _FLOAT32 * shape.num_heads / tp)
+    yield Term("attention output", queries)
+    yield _softmax_statistics(shape, tp)
 
 
 def _latent_terms(
@@ -74,11 +75,22 @@ def _latent_terms(
     yield Term("latents and normed latents", item * compressed * own)
     up = heads * (2 * (nope + rope) + nope + value)
     yield Term("queries, keys, values", up, frozenset({"mla_up_proj"}))
-    yield Term("attention output", heads * value + _FLOAT32 * shape.num_heads / tp)
+    yield Term("attention output", heads * value)
+    yield _softmax_statistics(shape, tp)
+
+
+def _softmax_statistics(shape: ModelShape, tp: int) -> Term:
+    """All that attention keeps for its softmax: a number per head, instead of the scores."""
+    per_token = _FLOAT32 * shape.num_heads / tp
+    return Term("softmax statistics", per_token, frozenset({"core_attn"}))
 
 
 def _expert_terms(
-    shape: ModelShape, experts: Experts, train: TrainLayout, settings: TrainSettings, own: float
+    shape: ModelShape,
+    experts: Experts,
+    train: TrainLayout,
+    settings: ActivationSettings,
+    own: float,
 ) -> Iterator[Term]:
     item = settings.weight_bytes
     moe = frozenset({"moe"})
@@ -105,9 +117,9 @@ class _LayerBytes:
 
 
 def _layer_bytes(
-    shape: ModelShape, train: TrainLayout, settings: TrainSettings, *, is_moe: bool
+    shape: ModelShape, train: TrainLayout, settings: ActivationSettings, *, is_moe: bool
 ) -> _LayerBytes:
-    tokens = settings.micro_batch_size * settings.positions / train.cp_size
+    tokens = settings.micro_batch_tokens / train.cp_size
     terms = list(layer_terms(shape, train, settings, is_moe=is_moe))
     recompute = settings.recompute
     dropping = recompute.modules if recompute.granularity == "selective" else frozenset()
@@ -137,17 +149,14 @@ def micro_batches_in_flight(
 
 
 def train_activation_bytes(
-    shape: ModelShape, train: TrainLayout, layers: PipelineLayers, settings: TrainSettings
+    shape: ModelShape, train: TrainLayout, layers: PipelineLayers, settings: ActivationSettings
 ) -> list[int]:
     """Of a rank of each stage at its peak: what is kept, and what the layer in work needs besides.
 
     In work is one group of recomputed layers, and the gradients of one layer, at most as many bytes
     as the layer keeps.
     """
-    of = {
-        is_moe: _layer_bytes(shape, train, settings, is_moe=is_moe)
-        for is_moe in set(shape.is_moe_layer)
-    }
+    of = _layer_sizes(shape, train, settings)
     found = []
     for stage, chunks in enumerate(layers):
         in_flight = micro_batches_in_flight(
@@ -169,7 +178,7 @@ def train_activation_bytes(
     return found
 
 
-def _kept(sizes: list[_LayerBytes], settings: TrainSettings) -> tuple[float, float]:
+def _kept(sizes: list[_LayerBytes], settings: ActivationSettings) -> tuple[float, float]:
     """(kept from forward to backward, of the largest group that is recomputed) of a chunk."""
     recompute = settings.recompute
     if recompute.granularity != "full":
@@ -185,27 +194,62 @@ def _kept(sizes: list[_LayerBytes], settings: TrainSettings) -> tuple[float, flo
 
 
 def head_bytes(
-    shape: ModelShape, train: TrainLayout, settings: TrainSettings, *, with_gradients: bool
+    shape: ModelShape, train: TrainLayout, settings: ActivationSettings, *, with_gradients: bool
 ) -> float:
-    """Final norm, log-probs and entropy, as `mcore_rl.log_probs` bounds them.
+    """Final norm and what lies behind it.
 
-    The hidden states of all tokens are gathered over TP; logits exist for a chunk of tokens, once
-    in the dtype of the weights and twice in float32.
+    Of a policy, log-probs and entropy as `mcore_rl.log_probs` bounds them: the hidden states of all
+    tokens are gathered over TP, logits exist for a chunk of tokens. Of a critic, its head on this
+    rank's tokens, in float32.
     """
-    item, tp = settings.weight_bytes, train.tp_size
-    tokens = settings.micro_batch_size * settings.positions / train.cp_size
-    rows = vocabulary_rows(shape, tp, settings)
-    own = 1 / tp if settings.sequence_parallel else 1.0
-    hidden = item * shape.hidden_size * tokens
-    chunk = min(settings.chunk_tokens, tokens) * rows * (2 * _FLOAT32 + item)
-    total = hidden + 2 * hidden * own + chunk
+    tokens = settings.micro_batch_tokens / train.cp_size
+    own = 1 / train.tp_size if settings.sequence_parallel else 1.0
+    hidden = settings.weight_bytes * shape.hidden_size * tokens
+    if shape.value_head:
+        in_float32 = _FLOAT32 * shape.hidden_size * tokens * own
+        total = 2 * hidden * own + in_float32
+        return total + hidden * own + in_float32 if with_gradients else total
+    total = hidden + 2 * hidden * own + logits_bytes(shape, train, settings, settings.chunk_tokens)
     if with_gradients:
+        rows = vocabulary_rows(shape, train.tp_size, settings)
         total += hidden + _FLOAT32 * rows * shape.hidden_size
     return total
 
 
+def logits_bytes(
+    shape: ModelShape, train: TrainLayout, settings: ActivationSettings, chunk_tokens: int
+) -> float:
+    """Of at most `chunk_tokens` tokens of a micro-batch, over a rank's part of the vocabulary:
+    twice in float32."""
+    tokens = min(chunk_tokens, settings.micro_batch_tokens / train.cp_size)
+    rows = vocabulary_rows(shape, train.tp_size, settings)
+    return tokens * rows * 2 * _FLOAT32
+
+
+def micro_batch_activation_bytes(
+    shape: ModelShape, train: TrainLayout, layers: PipelineLayers, settings: ActivationSettings
+) -> list[int]:
+    """What the layers of each stage keep of one micro-batch from its forward to its backward pass,
+    without what is recomputed."""
+    of = _layer_sizes(shape, train, settings)
+    return [
+        math.ceil(sum(_kept([of[shape.is_moe_layer[n]] for n in c], settings)[0] for c in chunks))
+        for chunks in layers
+    ]
+
+
+def _layer_sizes(
+    shape: ModelShape, train: TrainLayout, settings: ActivationSettings
+) -> dict[bool, _LayerBytes]:
+    """Whether a layer has experts -> its bytes, of the kinds that there are."""
+    return {
+        is_moe: _layer_bytes(shape, train, settings, is_moe=is_moe)
+        for is_moe in set(shape.is_moe_layer)
+    }
+
+
 def log_prob_activation_bytes(
-    shape: ModelShape, train: TrainLayout, layers: PipelineLayers, settings: TrainSettings
+    shape: ModelShape, train: TrainLayout, layers: PipelineLayers, settings: ActivationSettings
 ) -> list[int]:
     """Of a rank of each stage in the forward pass alone: one layer in work, on the last the head.
 

@@ -6,7 +6,7 @@ This module is pure: it imports neither Megatron nor vLLM nor torch.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -15,15 +15,18 @@ import numpy.typing as npt
 from mcore_rl.errors import UsageError
 from mcore_rl.hybrid_engine.layout import RolloutLayout
 from mcore_rl.hybrid_engine.placement import Placement
+from mcore_rl.planner.models import CRITIC_FLAGS, TrainedModel, following, in_layout
 from mcore_rl.planner.phases import (
     HAND_OVER,
     LOG_PROBS,
     TRAIN,
+    TRAIN_CRITIC,
+    VALUES,
     Case,
     Memory,
     memory_of,
 )
-from mcore_rl.planner.settings import MIB, Recompute
+from mcore_rl.planner.settings import MIB, Recompute, TrainSettings
 from mcore_rl.planner.stages import stages_for
 
 Bytes = npt.NDArray[np.int64]
@@ -88,30 +91,34 @@ def _lacking(case: Case, memory: Memory) -> dict[str, int]:
 
 
 def _candidates(case: Case, memory: Memory, where: str) -> Iterator[tuple[str, Case]]:
-    if where in (TRAIN, LOG_PROBS):
+    passes = (TRAIN, LOG_PROBS, TRAIN_CRITIC, VALUES)
+    if where in passes:
         yield from _training(case)
     elif where == HOST:
         yield from _host(case)
     else:
         yield from _engine(case, memory)
-    if where in (TRAIN, LOG_PROBS, HAND_OVER):
+    if where in (*passes, HAND_OVER):
         yield from _train_layouts(case)
+        yield from _critic_layouts(case)
 
 
 def _training(case: Case) -> Iterator[tuple[str, Case]]:
     now = case.training
 
     def having(**changes: object) -> Case:
-        return replace(case, training=replace(now, **changes))  # type: ignore[arg-type]
+        return _changed(case, lambda settings: replace(settings, **changes))  # type: ignore[arg-type]
 
     if not now.distributed_optimizer:
         yield "--use-distributed-optimizer", having(distributed_optimizer=True)
     if now.recompute.granularity != "full":
         flags = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
         yield flags, having(recompute=Recompute(granularity="full", method="uniform"))
-    if now.micro_batch_size > 1:
-        more = now.num_micro_batches * now.micro_batch_size
-        yield "--micro-batch-size 1", having(micro_batch_size=1, num_micro_batches=more)
+    if now.packed_tokens >= 2 * now.positions:
+        flags = f"--rl-max-tokens-per-microbatch {now.positions}"
+        yield flags, _changed(case, _with_a_sample_at_a_time)
+    elif now.micro_batch_size > 1:
+        yield "--micro-batch-size 1", _changed(case, _with_a_sample_at_a_time)
     if now.chunk_tokens > 256:
         yield "--rl-log-prob-chunk-tokens 256", having(chunk_tokens=256)
     if now.gradient_bytes == 4 and now.weight_bytes == 2:
@@ -121,6 +128,24 @@ def _training(case: Case) -> Iterator[tuple[str, Case]]:
         yield flags, having(optimizer_bytes=8)
     if not now.optimizer_host_share:
         yield "--optimizer-cpu-offload", having(optimizer_host_share=1.0)
+
+
+def _changed(case: Case, change: Callable[[TrainSettings], TrainSettings]) -> Case:
+    """With flags of training that a critic has from the actor."""
+    critic = case.critic
+    if critic is not None:
+        critic = replace(critic, training=change(critic.training))
+    return replace(case, training=change(case.training), critic=critic)
+
+
+def _with_a_sample_at_a_time(settings: TrainSettings) -> TrainSettings:
+    samples = settings.packed_tokens // settings.positions or settings.micro_batch_size
+    return replace(
+        settings,
+        micro_batch_size=1,
+        packed_tokens=settings.positions if settings.packed_tokens else 0,
+        num_micro_batches=settings.num_micro_batches * samples,
+    )
 
 
 def _train_layouts(case: Case) -> Iterator[tuple[str, Case]]:
@@ -139,14 +164,48 @@ def _train_layouts(case: Case) -> Iterator[tuple[str, Case]]:
             continue
         if stages is None or case.training.num_micro_batches < 1:
             continue
-        if other.pp_size == train.pp_size:
-            flags = f"--expert-model-parallel-size {other.ep_size}"
-            yield flags, replace(case, train=other)
-            continue
-        samples = case.training.num_micro_batches * train.dp_size
-        training = replace(case.training, num_micro_batches=max(1, samples // other.dp_size))
-        flags = f"--pipeline-model-parallel-size {other.pp_size}{stages.flags}"
-        yield flags, replace(case, train=other, layers=stages.layers, training=training)
+        layers, flags = case.layers, f"--expert-model-parallel-size {other.ep_size}"
+        training = case.training
+        if other.pp_size != train.pp_size:
+            samples = case.training.num_micro_batches * train.dp_size
+            training = replace(training, num_micro_batches=max(1, samples // other.dp_size))
+            layers = stages.layers
+            flags = f"--pipeline-model-parallel-size {other.pp_size}{stages.flags}"
+        critic = None
+        if case.critic is not None:
+            critic = following(case.critic, other, layers)
+            if critic is None:
+                continue
+        yield flags, replace(case, train=other, layers=layers, training=training, critic=critic)
+
+
+def _critic_layouts(case: Case) -> Iterator[tuple[str, Case]]:
+    """Twice as many ranks in one direction for the critic alone."""
+    critic = case.critic
+    if critic is None:
+        return
+    for name, flag in CRITIC_FLAGS.items():
+        size = 2 * getattr(critic.train, name)
+        wider = _critic_with(critic, name, size)
+        if wider is not None:
+            yield f"{flag} {size}", replace(case, critic=wider)
+
+
+def _critic_with(critic: TrainedModel, name: str, size: int) -> TrainedModel | None:
+    """The critic with one degree of its own, where model, world and batch divide by it."""
+    shape, old = critic.shape, critic.train
+    if name == "ep_size" and (shape.experts is None or shape.experts.num_experts % size):
+        return None
+    sizes = [shape.num_heads, shape.num_kv_heads, shape.ffn_hidden_size]
+    if shape.experts and shape.experts.shared_hidden_size:
+        sizes.append(shape.experts.shared_hidden_size)
+    if name == "tp_size" and any(s % size for s in sizes):
+        return None
+    try:
+        train = replace(old, **{name: size})
+    except UsageError:
+        return None
+    return in_layout(critic, train)
 
 
 def _engine(case: Case, memory: Memory) -> Iterator[tuple[str, Case]]:

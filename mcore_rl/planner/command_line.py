@@ -20,25 +20,18 @@ from mcore_rl.derived_flags import derive_flags
 from mcore_rl.errors import UsageError
 from mcore_rl.hf_config import ModelShape, read_model_shape
 from mcore_rl.hybrid_engine.buckets import frame_of, slot_bytes
-from mcore_rl.hybrid_engine.layout import SPLITS_SHARED_EXPERTS, TrainLayout
+from mcore_rl.hybrid_engine.layout import SPLITS_SHARED_EXPERTS, PipelineLayers, TrainLayout
 from mcore_rl.hybrid_engine.placement import Placement
+from mcore_rl.planner.flag_settings import train_settings
+from mcore_rl.planner.models import ACTOR, CRITIC, CRITIC_FLAGS, MEGATRON_FLAGS, TrainedModel
 from mcore_rl.planner.phases import Case
-from mcore_rl.planner.settings import (
-    GB,
-    MIB,
-    EngineSettings,
-    Machine,
-    Recompute,
-    TrainSettings,
-)
+from mcore_rl.planner.settings import GB, MIB, EngineSettings, Machine
+from mcore_rl.roles.ranks import Roles, parse_roles
 
 _BATCH_FLAGS = frozenset(
     "rl_num_prompts_per_step rl_num_samples_per_prompt rl_num_mini_batches micro_batch_size "
     "global_batch_size".split()
 )
-_DTYPE_BYTES = {"fp32": 4, "fp16": 2, "bf16": 2, "fp8": 1}
-# Moments of each optimizer, of parameters that are matrices; others may have more.
-_MOMENTS = {"adam": 2, "sgd": 1, "lion": 1, "muon": 1, "dist_muon": 1, "adaptive_muon": 2}
 _USUAL_RANKS_PER_NODE = 8
 # Of published checkpoints; their tensors have the shapes of those that are trained.
 _DEQUANTIZED = ("fp8",)
@@ -99,39 +92,143 @@ def read_command_line(tokens: Sequence[str]) -> PlanRequest:
     config = _config(given, options.world_size)
     preflight.check_ranges(config)
     shape = _read_shape(options.hf_config, config)
-    preflight.check_lengths(config, shape)
-
-    def all_values(config: RLConfig) -> dict[str, Any]:
-        derived = derive_flags(shape, config, given, parser=parser, has_cuda=True)
-        return {**given_values(derived.tokens, parser), **given}
-
-    values = all_values(config)
+    preflight.check_lengths(config, shape, cp_size=given.get("context_parallel_size") or 1)
+    actor = _Flags(shape, given, parser)
+    values = actor.values(config)
     preflight.check_switches(values)
-    train = layout_checks.check_layout(shape, values, options.world_size)
-    layers = layout_checks.check_stages(shape, train.pp_size, values)
+    roles = parse_roles(options.world_size, config.critic_ranks, config.reward_ranks)
+    models = [_laid_out(ACTOR, actor, config, world_size=len(roles.actor))]
+    if config.recipe.needs_critic:
+        models.append(_critic(actor, config, roles))
+    train, layers = models[0].train, models[0].layers
     rollout = layout_checks.check_rollout(config, shape, train, layers, has_cuda=True)
     notes = _notes(Placement(shape, train, layers, rollout))
+    if config.reward_model is not None:
+        notes.append("the reward model of --rl-reward-model is not counted")
     if not given.keys() & _BATCH_FLAGS:
-        raised = _with_batch_for(config, train)
+        raised = _with_batch_for(config, models)
         if raised != config:
             notes.append(
                 f"--rl-num-prompts-per-step is taken as {raised.num_prompts_per_step}, the least "
-                f"that {train.dp_size} data-parallel ranks can share"
+                f"that {' and '.join(_sharing(models, config))} can share"
             )
-            config, values = raised, all_values(raised)
-    layout_checks.check_batches(config, train, values)
+            config = raised
+    trained = [_trained(model, config, options) for model in models]
     case = Case(
         shape=shape,
         train=train,
         layers=layers,
         rollout=rollout,
-        training=_train_settings(config, values, given, train, options),
+        training=trained[0].training,
+        critic=trained[1] if len(trained) > 1 else None,
         engine=_engine_settings(config, values, options),
-        machine=_machine(options, layout_checks.ranks_per_node(config, options.world_size)),
+        machine=_machine(options, layout_checks.ranks_per_node(config, train.world_size)),
     )
     _check_bucket(case)
     return PlanRequest(
         case, options, config.samples_per_step, config.num_mini_batches, tuple(notes)
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Flags:
+    """A model's shape, and the flags that are given for it."""
+
+    shape: ModelShape
+    given: Mapping[str, Any]
+    parser: argparse.ArgumentParser
+
+    def values(self, config: RLConfig) -> dict[str, Any]:
+        """All of Megatron's and ours, by destination: what is derived, and what was given."""
+        derived = derive_flags(self.shape, config, self.given, parser=self.parser, has_cuda=True)
+        return {**given_values(derived.tokens, self.parser), **self.given}
+
+
+@dataclass(frozen=True, slots=True)
+class _LaidOut:
+    """A model in its layout, before the batch is settled."""
+
+    name: str
+    flags: _Flags
+    train: TrainLayout
+    layers: PipelineLayers
+    own_degrees: frozenset[str]
+    ranks: tuple[int, ...]
+
+    def group(self, config: RLConfig) -> int:
+        """What the number of micro-batches of a data-parallel rank must divide by."""
+        if len(self.layers[0]) == 1 or config.max_tokens_per_microbatch:
+            return 1
+        given = self.flags.given.get("microbatch_group_size_per_vp_stage")
+        return int(given or self.train.pp_size)
+
+
+def _laid_out(
+    name: str,
+    flags: _Flags,
+    config: RLConfig,
+    *,
+    world_size: int,
+    own_degrees: frozenset[str] = frozenset(),
+    ranks: tuple[int, ...] = (),
+) -> _LaidOut:
+    from mcore_rl import layout_checks
+
+    values = flags.values(config)
+    train = layout_checks.check_layout(flags.shape, values, world_size)
+    layers = layout_checks.check_stages(flags.shape, train.pp_size, values)
+    return _LaidOut(name, flags, train, layers, own_degrees, ranks)
+
+
+def _critic(actor: _Flags, config: RLConfig, roles: Roles) -> _LaidOut:
+    """The critic, of the actor's flags and those that it has of its own; as `critic_startup`."""
+    shape = actor.shape
+    if config.critic_init is not None:
+        shape = _shape_of("--rl-critic-init", config.critic_init)
+    shape = dataclasses.replace(shape, value_head=True, tied_embeddings=False)
+    own = {d: size for d in CRITIC_FLAGS if (size := getattr(config, f"critic_{d}")) is not None}
+    tokens = [t for degree, size in own.items() for t in (MEGATRON_FLAGS[degree], str(size))]
+    given = {**actor.given, **given_values(tokens, actor.parser)}
+    flags = _Flags(shape, given, actor.parser)
+    try:
+        return _laid_out(
+            CRITIC,
+            flags,
+            config,
+            world_size=len(roles.ranks(CRITIC)),
+            own_degrees=frozenset(own),
+            ranks=roles.critic,
+        )
+    except UsageError as error:
+        raise UsageError(f"of the critic: {error}") from error
+
+
+def _trained(model: _LaidOut, config: RLConfig, options: argparse.Namespace) -> TrainedModel:
+    """With the settings that its flags give it, now that the batch is settled."""
+    from mcore_rl import layout_checks
+
+    values = model.flags.values(config)
+    try:
+        layout_checks.check_batches(config, model.train, values)
+    except UsageError as error:
+        if model.name == ACTOR:
+            raise
+        raise UsageError(f"of the {model.name}: {error}") from error
+    return TrainedModel(
+        name=model.name,
+        shape=model.flags.shape,
+        train=model.train,
+        layers=model.layers,
+        training=train_settings(
+            config,
+            values,
+            model.train,
+            model.layers,
+            vocabulary_multiple=model.flags.given.get("make_vocab_size_divisible_by"),
+            expert_load=options.expert_load,
+        ),
+        own_degrees=model.own_degrees,
+        ranks=model.ranks,
     )
 
 
@@ -180,6 +277,10 @@ def _read_shape(named: str | None, config: RLConfig) -> ModelShape:
         flag, source = "--rl-hf-checkpoint", config.hf_checkpoint
     if source is None:
         raise UsageError("--hf-config is missing; give the config.json of the checkpoint to train")
+    return _shape_of(flag, source)
+
+
+def _shape_of(flag: str, source: str) -> ModelShape:
     if not Path(source).exists():
         raise UsageError(f"{flag} {source} is not there; give a config.json or its folder")
     shape = read_model_shape(Path(source), flag=flag, for_planning=True)
@@ -223,82 +324,24 @@ def _notes(placement: Placement) -> list[str]:
     return notes
 
 
-def _with_batch_for(config: RLConfig, train: TrainLayout) -> RLConfig:
+def _with_batch_for(config: RLConfig, models: Sequence[_LaidOut]) -> RLConfig:
     """`config` with the least batch, not below the default, that data-parallel ranks can share."""
-    parts = config.num_mini_batches * train.dp_size
+    shares = [model.train.dp_size * model.group(config) for model in models]
+    parts = config.num_mini_batches * math.lcm(*shares)
     step = parts // math.gcd(parts, config.samples_per_prompt)
     prompts = math.ceil(config.num_prompts_per_step / step) * step
     return dataclasses.replace(config, num_prompts_per_step=prompts)
 
 
-def _train_settings(
-    config: RLConfig,
-    values: Mapping[str, Any],
-    given: Mapping[str, Any],
-    train: TrainLayout,
-    options: argparse.Namespace,
-) -> TrainSettings:
-    micro_batch_size = values["micro_batch_size"]
-    mini_batch = config.samples_per_step // config.num_mini_batches
-    return TrainSettings(
-        weight_bytes=4 if config.precision == "fp32" else 2,
-        gradient_bytes=_gradient_bytes(config, values),
-        optimizer_bytes=_optimizer_bytes(config, values),
-        distributed_optimizer=bool(values.get("use_distributed_optimizer")),
-        optimizer_instances=values.get("num_distributed_optimizer_instances", 1),
-        optimizer_host_share=(
-            values.get("optimizer_offload_fraction", 1.0)
-            if values.get("optimizer_cpu_offload")
-            else 0.0
-        ),
-        vocabulary_multiple=given.get("make_vocab_size_divisible_by"),
-        micro_batch_size=micro_batch_size,
-        num_micro_batches=mini_batch // train.dp_size // micro_batch_size,
-        positions=config.max_prompt_tokens + config.max_response_tokens,
-        sequence_parallel=bool(values.get("sequence_parallel")) and train.tp_size > 1,
-        recompute=_recompute(values),
-        chunk_tokens=config.log_prob_chunk_tokens,
-        expert_load=options.expert_load,
-    )
-
-
-def _gradient_bytes(config: RLConfig, values: Mapping[str, Any]) -> int:
-    """Of Megatron's gradient buffers."""
-    if values.get("accumulate_allreduce_grads_in_fp32") or config.precision == "fp32":
-        return 4
-    if config.precision == "fp16":
-        return 2
-    in_bf16 = values.get("grad_reduce_in_bf16") or values.get("main_grads_dtype") == "bf16"
-    return 2 if in_bf16 else 4
-
-
-def _optimizer_bytes(config: RLConfig, values: Mapping[str, Any]) -> int:
-    """Main parameter and moments."""
-    name = values.get("optimizer", "adam")
-    if name not in _MOMENTS:
-        raise UsageError(
-            f"--optimizer {name} is not known to the planner; choose one of {', '.join(_MOMENTS)}"
-        )
-    precise = bool(values.get("use_precision_aware_optimizer"))
-    main = values.get("main_params_dtype", "fp32") if precise else "fp32"
-    dtypes = ("exp_avg_dtype", "exp_avg_sq_dtype")[: _MOMENTS[name]]
-    moments = [values.get(dest, "fp32") if precise else "fp32" for dest in dtypes]
-    # A float32 parameter is its own main parameter.
-    kept = moments if config.precision == "fp32" else [main, *moments]
-    return sum(_DTYPE_BYTES[dtype] for dtype in kept)
-
-
-def _recompute(values: Mapping[str, Any]) -> Recompute:
-    granularity = values.get("recompute_granularity")
-    if values.get("recompute_activations"):
-        granularity = "selective"
-    return Recompute(
-        granularity=granularity,
-        method=values.get("recompute_method") or ("uniform" if granularity == "full" else None),
-        num_layers=values.get("recompute_num_layers") or 1,
-        modules=frozenset(values.get("recompute_modules") or ["core_attn"]),
-        spread_over_tp=bool(values.get("distribute_saved_activations")),
-    )
+def _sharing(models: Sequence[_LaidOut], config: RLConfig) -> list[str]:
+    """4 data-parallel ranks; of each model if they differ."""
+    found: dict[str, str] = {}
+    for model in models:
+        group = model.group(config)
+        by = f" by {group} micro-batches" if group > 1 else ""
+        whose = "" if model.name == ACTOR else f" of the {model.name}"
+        found.setdefault(f"{model.train.dp_size} data-parallel ranks{by}", whose)
+    return [text + whose for text, whose in found.items()]
 
 
 def _engine_settings(

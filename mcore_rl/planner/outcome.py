@@ -15,6 +15,7 @@ import numpy.typing as npt
 from mcore_rl.hybrid_engine.placement import Placement
 from mcore_rl.planner.advice import Problem, problems_of
 from mcore_rl.planner.links import Traffic, gather_bytes, traffic_of
+from mcore_rl.planner.models import TrainedModel
 from mcore_rl.planner.parameters import kv_bytes_per_token
 from mcore_rl.planner.phases import Case, Memory, Phase, memory_of
 
@@ -58,11 +59,13 @@ def as_json(outcome: Outcome, notes: Sequence[str] = ()) -> dict[str, Any]:
     found: dict[str, Any] = {
         "status": "planned, not run",
         "world_size": case.train.world_size,
-        "model": _model(case),
-        "train": _train(case),
+        "model": _model(case.actor),
+        "train": _train(case.actor),
         "rollout": _rollout(case),
         "fits": outcome.fits,
     }
+    if case.critic is not None:
+        found["critic"] = {**_model(case.critic), **_train(case.critic)}
     for name, values in _byte_arrays(outcome).items():
         found[f"{name}_bytes_max"] = int(values.max())
         found[f"{name}_bytes_mean"] = float(values.mean())
@@ -80,6 +83,8 @@ def as_json(outcome: Outcome, notes: Sequence[str] = ()) -> dict[str, Any]:
         "engine": asdict(case.engine),
         "machine": asdict(case.machine),
     }
+    if case.critic is not None:
+        found["settings"]["critic"] = asdict(case.critic.training)
     found["notes"] = list(notes)
     return found
 
@@ -100,8 +105,8 @@ def _byte_arrays(outcome: Outcome) -> dict[str, Bytes]:
     }
 
 
-def _model(case: Case) -> dict[str, Any]:
-    shape = case.shape
+def _model(model: TrainedModel) -> dict[str, Any]:
+    shape = model.shape
     return {
         "architecture": shape.architecture,
         "num_layers": shape.num_layers,
@@ -111,13 +116,13 @@ def _model(case: Case) -> dict[str, Any]:
     }
 
 
-def _train(case: Case) -> dict[str, Any]:
-    train = case.train
+def _train(model: TrainedModel) -> dict[str, Any]:
+    train = model.train
     degrees = {
         name: getattr(train, name)
         for name in "tp_size cp_size dp_size pp_size etp_size ep_size edp_size".split()
     }
-    chunks = [[list(chunk) for chunk in stage] for stage in case.layers]
+    chunks = [[list(chunk) for chunk in stage] for stage in model.layers]
     return {**degrees, "layers_of_stages_and_chunks": chunks}
 
 

@@ -23,7 +23,7 @@ from mcore_rl.hybrid_engine.checkpoint_tensors import (
     trained_vocabulary_rows,
 )
 from mcore_rl.hybrid_engine.layout import PipelineLayers, TrainLayout
-from mcore_rl.planner.settings import TrainSettings
+from mcore_rl.planner.settings import ActivationSettings, TrainSettings
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +38,7 @@ class StageParameters:
         return self.dense + self.experts
 
 
-def vocabulary_rows(shape: ModelShape, tp_size: int, settings: TrainSettings) -> int:
+def vocabulary_rows(shape: ModelShape, tp_size: int, settings: ActivationSettings) -> int:
     """Rows of the padded vocabulary on a rank."""
     multiple = settings.vocabulary_multiple
     if multiple is None:

@@ -8,6 +8,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from mcore_rl.planner.models import ACTOR, CRITIC
 from mcore_rl.planner.outcome import Outcome
 from mcore_rl.planner.phases import BUCKETS
 from mcore_rl.planner.search import Candidate
@@ -50,10 +51,10 @@ def print_plan(outcome: Outcome, notes: Sequence[str], console: Console) -> None
 
 def _print_layouts(outcome: Outcome, console: Console) -> None:
     case = outcome.case
-    counts = [[len(chunk) for chunk in stage] for stage in case.layers]
-    shown = " ".join("+".join(map(str, chunks)) for chunks in counts)
     console.print(f"model    {case.shape.architecture}, {case.shape.num_layers} layers")
-    console.print(f"train    {case.train.describe()}; layers of the stages: {shown}")
+    console.print(f"train    {case.actor.describe()}")
+    if case.critic is not None:
+        console.print(f"critic   {case.critic.describe()}")
     rollout = case.rollout
     dp = f" x DP{rollout.dp_size}" if rollout.dp_size > 1 else ""
     console.print(
@@ -116,7 +117,7 @@ def _print_traffic_facts(outcome: Outcome, console: Console) -> None:
 
 def _memory_table(outcome: Outcome, console: Console) -> Table:
     phases = outcome.memory.phases
-    used = [part for part in _PARTS if any(part in phase.parts for phase in phases)]
+    used = [p for p in _PARTS if any({p, f"{CRITIC} {p}"} & phase.parts.keys() for phase in phases)]
     table = _table(
         console,
         "phase",
@@ -136,12 +137,16 @@ def _memory_table(outcome: Outcome, console: Console) -> Table:
             _gb(phase.limit_bytes),
             style=style,
         )
+        of_critic = {part: phase.parts.get(f"{CRITIC} {part}") for part in used}
+        if any(size is not None for size in of_critic.values()):
+            cells = ["" if size is None else _gb(size) for size in of_critic.values()]
+            table.add_row("  critic's", "", *cells, "", "", style=style)
     return table
 
 
 def _print_memory_facts(outcome: Outcome, console: Console) -> None:
     case, kv_cache = outcome.case, outcome.memory.kv_cache
-    machine, training, engine = case.machine, case.training, case.engine
+    machine, engine = case.machine, case.engine
     samples = kv_cache.tokens / engine.max_model_tokens
     console.print(
         f"KV cache {kv_cache.tokens:,} tokens on a rank: {samples:.1f} sequences of "
@@ -149,10 +154,13 @@ def _print_memory_facts(outcome: Outcome, console: Console) -> None:
     )
     away = ", ".join(sorted(engine.offloaded)) or "nothing"
     console.print(f"offloaded during rollout: {away}")
-    console.print(
-        f"train: {training.num_micro_batches} micro-batches of {training.micro_batch_size} x "
-        f"{training.positions:,} tokens, recomputation {training.recompute.describe()}"
-    )
+    for model in case.models:
+        training = model.training
+        console.print(
+            f"{'train' if model.name == ACTOR else model.name}: {training.num_micro_batches} "
+            f"micro-batches of {training.describe_micro_batch()}, recomputation "
+            f"{training.recompute.describe()}"
+        )
     host = outcome.memory
     parts = "; ".join(f"{name} {_gb(size)}" for name, size in host.host_bytes.items()) or "nothing"
     console.print(

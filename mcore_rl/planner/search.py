@@ -28,8 +28,10 @@ from mcore_rl.errors import UsageError
 from mcore_rl.hf_config import ModelShape
 from mcore_rl.hybrid_engine.layout import RolloutLayout, TrainLayout
 from mcore_rl.hybrid_engine.placement import Placement, choose_rank_map
+from mcore_rl.planner.models import TrainedModel, following
 from mcore_rl.planner.parameters import active_parameters, kv_bytes_per_token
 from mcore_rl.planner.phases import Case, Memory, memory_of
+from mcore_rl.planner.settings import Machine
 from mcore_rl.planner.stages import Stages, stages_for
 
 CRITERIA = (
@@ -181,16 +183,21 @@ def _tp_divides(shape: ModelShape, tp: int, *, dense: bool) -> bool:
 
 
 def _training(case: Case, train: TrainLayout, stages: Stages, mini_batch: int) -> Case | None:
-    """The case in another training layout, where the batch can be shared out."""
+    """The case in another training layout, where the batch can be shared out; a critic follows."""
     parts = train.dp_size * case.training.micro_batch_size
     if mini_batch % parts:
         return None
     training = replace(
         case.training,
-        num_micro_batches=mini_batch // parts,
+        num_micro_batches=case.training.micro_batches_of(mini_batch, train.dp_size),
         sequence_parallel=train.tp_size > 1,
     )
-    return replace(case, train=train, layers=stages.layers, training=training)
+    critic = None
+    if case.critic is not None:
+        critic = following(case.critic, train, stages.layers)
+        if critic is None:
+            return None
+    return replace(case, train=train, layers=stages.layers, training=training, critic=critic)
 
 
 def _resident(case: Case, rollout: RolloutLayout) -> int:
@@ -265,31 +272,37 @@ def _flags(case: Case, stages: Stages) -> str:
 def _seconds(
     case: Case, memory: Memory, received: int, rates: Rates, samples: int, mini_batches: int
 ) -> Seconds:
-    train, training = case.train, case.training
-    tokens = samples * training.positions
-    full = training.recompute.granularity == "full"
-    vp_size = len(case.layers[0])
-    bubble = (train.pp_size - 1) / (training.num_micro_batches * vp_size)
-    flops = (8 if full else 6) * active_parameters(case.shape) * tokens
-    compute = flops / (train.world_size * rates.flops) * (1 + bubble)
     return Seconds(
-        compute=compute,
-        communication=_communication(case, tokens, passes=4 if full else 3),
+        compute=sum(_compute(model, rates, samples) for model in case.models),
+        communication=sum(_communication(model, case.machine, samples) for model in case.models),
         hand_over=received / case.machine.other_nodes_rate,
         rollout=_rollout_seconds(case, memory, rates, samples),
     )
 
 
-def _communication(case: Case, tokens: int, *, passes: int) -> float:
+def _compute(model: TrainedModel, rates: Rates, samples: int) -> float:
+    """Seconds of a step in a model's matrix products, with the pipeline's bubble."""
+    train, training = model.train, model.training
+    full = training.recompute.granularity == "full"
+    vp_size = len(model.layers[0])
+    bubble = (train.pp_size - 1) / (training.num_micro_batches * vp_size)
+    tokens = samples * training.positions
+    flops = (8 if full else 6) * active_parameters(model.shape) * tokens
+    return flops / (train.world_size * rates.flops) * (1 + bubble)
+
+
+def _communication(model: TrainedModel, machine: Machine, samples: int) -> float:
     """Seconds of a step in TP's and EP's collectives, none of it hidden.
 
     A rank sees `tokens / DP` tokens in the layers of its stage. In each pass over a layer TP moves
     their hidden states four times (all-gather and reduce-scatter, of attention and of the MLP). A
     copy for each chosen expert goes to its EP rank and back, and from there to all that share it.
     """
-    train, shape, machine = case.train, case.shape, case.machine
-    layers = max(sum(map(len, stage)) for stage in case.layers)
-    hidden = case.training.weight_bytes * shape.hidden_size * tokens / train.dp_size
+    train, shape, training = model.train, model.shape, model.training
+    passes = 4 if training.recompute.granularity == "full" else 3
+    tokens = samples * training.positions
+    layers = max(sum(map(len, stage)) for stage in model.layers)
+    hidden = training.weight_bytes * shape.hidden_size * tokens / train.dp_size
     dense = 4 * hidden * (train.tp_size - 1) / train.tp_size / machine.own_node_rate
     if not shape.experts:
         return layers * passes * dense

@@ -5,6 +5,7 @@ This module is pure: it imports neither Megatron nor vLLM nor torch.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 GB = 10**9
@@ -31,23 +32,51 @@ class Recompute:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TrainSettings:
+class ActivationSettings:
+    """What decides, beside model and layout, how large activations are."""
+
+    weight_bytes: int  # per parameter; activations have the same dtype
+    vocabulary_multiple: int | None  # --make-vocab-size-divisible-by; None: as it is derived
+    micro_batch_size: int  # samples of a padded one
+    num_micro_batches: int  # of a mini-batch, on each data-parallel rank
+    positions: int  # of the longest sample: prompt and response
+    packed_tokens: int = 0  # that a micro-batch holds at most; 0: it is padded
+    sequence_parallel: bool
+    recompute: Recompute
+    chunk_tokens: int  # whose logits exist at one time
+    expert_load: float  # tokens of the busiest rank's experts over the mean
+
+    @property
+    def micro_batch_tokens(self) -> int:
+        """Of the largest micro-batch, over all context-parallel ranks."""
+        return self.packed_tokens or self.micro_batch_size * self.positions
+
+    def micro_batches_of(self, samples: int, dp_size: int, multiple_of: int = 1) -> int:
+        """Of a mini-batch of `samples`, on each data-parallel rank, all samples being full length;
+        packed, their number is rounded up to `multiple_of`. As `mcore_rl.accounting` has it.
+        """
+        if not self.packed_tokens:
+            return samples // dp_size // self.micro_batch_size
+        together = max(self.packed_tokens // self.positions, 1)
+        count = math.ceil(math.ceil(samples / dp_size) / together)
+        return math.ceil(count / multiple_of) * multiple_of
+
+    def describe_micro_batch(self) -> str:
+        """1 x 8,192 tokens; or, packed, up to 8,192 tokens."""
+        if self.packed_tokens:
+            return f"up to {self.packed_tokens:,} tokens"
+        return f"{self.micro_batch_size} x {self.positions:,} tokens"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainSettings(ActivationSettings):
     """How training stores what it has. `*_bytes` are per parameter."""
 
-    weight_bytes: int
     gradient_bytes: int
     optimizer_bytes: int  # main parameter and moments
     distributed_optimizer: bool
     optimizer_instances: int  # --num-distributed-optimizer-instances: copies of the sharded state
     optimizer_host_share: float  # of the optimizer's state, what --optimizer-cpu-offload moves
-    vocabulary_multiple: int | None  # --make-vocab-size-divisible-by; None: as it is derived
-    micro_batch_size: int
-    num_micro_batches: int  # of a mini-batch, on each data-parallel rank
-    positions: int  # of the longest sample: prompt and response
-    sequence_parallel: bool
-    recompute: Recompute
-    chunk_tokens: int  # whose logits exist at one time
-    expert_load: float  # tokens of the busiest rank's experts over the mean
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -5,12 +5,15 @@ from __future__ import annotations
 from mcore_rl.patches.megatron import (
     cpu_torch,
     dataset_helpers,
+    fsdp_checkpoint,
+    fsdp_on_cpu,
     groups_by_best_expert,
     local_layers,
     mla_direct_query,
     packed_rope,
     torch_adam_state,
     typing_override,
+    yarn_context_parallel,
 )
 from mcore_rl.patches.registry import apply_all
 
@@ -19,11 +22,14 @@ PATCHES = (
     typing_override.PATCH,
     cpu_torch.PATCH,
     dataset_helpers.PATCH,
+    fsdp_on_cpu.PATCH,
     local_layers.PATCH,
     mla_direct_query.PATCH,
     groups_by_best_expert.PATCH,
     packed_rope.PATCH,
+    yarn_context_parallel.PATCH,
     torch_adam_state.PATCH,
+    fsdp_checkpoint.PATCH,
 )
 
 

@@ -154,13 +154,14 @@ def _make_cuda() -> types.ModuleType:
 
 
 def _on_cpu(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """A tensor factory for which every CUDA device (an int too) is the CPU."""
+    """A tensor factory for which every CUDA device (an int too) is the CPU, unpinned."""
 
     @functools.wraps(factory)
     def on_cpu(*args: Any, **kwargs: Any) -> torch.Tensor:
         device = kwargs.get("device")
         if device is not None and (isinstance(device, int) or str(device).startswith("cuda")):
             kwargs["device"] = "cpu"
+        kwargs.pop("pin_memory", None)  # needs a device that it is pinned for
         return factory(*args, **kwargs)
 
     return on_cpu

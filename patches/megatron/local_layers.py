@@ -21,8 +21,9 @@ Drop when: Transformer Engine installs without CUDA, or the local spec supports 
 
 Versions: megatron-core 0.19.2.
 
-Shape legend: s positions (of this rank's share under sequence parallelism), b samples, n heads of
-this rank, g key/value groups of this rank, d head size, h hidden.
+Shape legend: s positions (of this rank's share under sequence or context parallelism), b samples, t
+tokens of a packed row (likewise), n heads of this rank, g key/value groups of this rank, d head
+size, h hidden.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from mcore_rl.packing import positions_on_cp_rank
 from mcore_rl.patches.registry import Patch
 
 
@@ -42,6 +44,10 @@ class SDPACoreAttention(torch.nn.Module):
     (MLA), and returns `[s, b, n * dv]`. Causal: padding must be on the right. With packed samples
     (`packed_seq_params` of format thd) it takes `[t, n, d]`, `[t, g, d]`, `[t, g, dv]`, returns
     `[t, n * dv]`, and no sample attends to another.
+
+    With context parallelism these are this rank's chunks of each sample (`mcore_rl.packing`), while
+    `packed_seq_params` speak of whole rows. Collective over CP then: each rank gathers the keys and
+    values of the whole row, whatever `--cp-comm-type` says, and its backward pass keeps them.
     """
 
     def __init__(
@@ -52,10 +58,12 @@ class SDPACoreAttention(torch.nn.Module):
         attention_type: str,
         attention_dropout: float | None = None,
         softmax_scale: float | None = None,
+        pg_collection: Any = None,
         **unused: Any,
     ) -> None:
         super().__init__()
         self.cp_size = config.context_parallel_size
+        self.cp_group = pg_collection.cp if self.cp_size > 1 else None
         self.softmax_scale = softmax_scale
         dropout = config.attention_dropout if attention_dropout is None else attention_dropout
         self.dropout_p = float(dropout)
@@ -73,26 +81,60 @@ class SDPACoreAttention(torch.nn.Module):
         """Causal attention; `attention_mask` must be None, the mask is implied."""
         if attention_bias is not None:
             raise RuntimeError("the CPU core attention takes no bias")
-        if self.cp_size > 1:
-            raise RuntimeError(
-                f"--context-parallel-size {self.cp_size} needs Transformer Engine's attention; "
-                "without a GPU such a model can be built, and not run"
-            )
         if packed_seq_params is None:
-            return self._attend(query, key, value).flatten(2)
+            bounds = torch.tensor([0, query.shape[0] * self.cp_size], device=query.device)
+            return self._attend_by_sample(query, key, value, bounds).flatten(2)
+        query, key, value = (x.unsqueeze(1) for x in (query, key, value))
+        bounds = packed_seq_params.cu_seqlens_q
+        return self._attend_by_sample(query, key, value, bounds).squeeze(1).flatten(1)
+
+    def _attend_by_sample(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, bounds: torch.Tensor
+    ) -> torch.Tensor:
+        """`[s, b, n, dv]`; samples begin at `bounds` of the whole row."""
+        if self.cp_group is not None:
+            key, value = self._in_order_of_the_row(key, value, bounds)
         # Split, and not sliced one by one: the gradient of every slice would be a whole row.
-        lengths = packed_seq_params.cu_seqlens_q.diff().tolist()
-        samples = zip(*(x.unsqueeze(1).split(lengths) for x in (query, key, value)), strict=True)
+        lengths = bounds.diff().tolist()
+        queries = query.split([length // self.cp_size for length in lengths])
+        samples = zip(queries, key.split(lengths), value.split(lengths), strict=True)
         context = [self._attend(*sample) for sample in samples]
-        return torch.cat(context).squeeze(1).flatten(1)
+        return torch.cat(context) if len(context) > 1 else context[0]
+
+    def _in_order_of_the_row(
+        self, key: torch.Tensor, value: torch.Tensor, bounds: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values of all context-parallel ranks; their gradients come from all of them."""
+        from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
+
+        order = [self._positions(bounds, len(key), rank) for rank in range(self.cp_size)]
+        nth = torch.cat(order).argsort()
+        gathered = (
+            gather_from_sequence_parallel_region(x, group=self.cp_group) for x in (key, value)
+        )
+        key, value = (x.index_select(0, nth) for x in gathered)
+        return key, value
+
+    def _positions(self, bounds: torch.Tensor, share: int, cp_rank: int) -> torch.Tensor:
+        return positions_on_cp_rank(bounds, share, cp_size=self.cp_size, cp_rank=cp_rank)
+
+    def _mask(self, num_queries: int, num_keys: int, device: torch.device) -> torch.Tensor | None:
+        """Which keys of a sample each query of this rank sees; None: all up to its own."""
+        if self.cp_group is None:
+            return None
+        bounds = torch.tensor([0, num_keys], device=device)
+        positions = self._positions(bounds, num_queries, self.cp_group.rank())
+        return positions[:, None] >= torch.arange(num_keys, device=device)
 
     def _attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        mask = self._mask(len(query), len(key), query.device)
         query, key, value = (x.permute(1, 2, 0, 3) for x in (query, key, value))
         context = F.scaled_dot_product_attention(
             query,
             key,
             value,
-            is_causal=True,
+            attn_mask=mask,
+            is_causal=mask is None,
             dropout_p=self.dropout_p if self.training else 0.0,
             scale=self.softmax_scale,
             enable_gqa=query.shape[1] != key.shape[1],

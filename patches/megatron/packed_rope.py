@@ -8,7 +8,7 @@ each result into its place of one tensor. The gradient of every such copy is a c
 row, so that the cost grows with tokens x samples; and reading the bounds waits for the device.
 
 Why safe: each token is rotated by the frequencies of its position in its sample, the same numbers
-as before; only the loop is gone. With context parallelism, and where the frequencies are those of
+as before, with context parallelism, too; only the loop is gone. Where the frequencies are those of
 the whole row, upstream's function is called.
 
 Upstream: no issue known.
@@ -30,8 +30,9 @@ def needed() -> bool:
 
 def apply() -> None:
     """Rotate by gathered frequencies."""
-    import torch
     from megatron.core.models.common.embeddings import rope_utils
+
+    from mcore_rl.packing import samples_on_cp_rank
 
     one_by_one = rope_utils._apply_rotary_pos_emb_thd
     require_parameters(
@@ -48,10 +49,12 @@ def apply() -> None:
 
     def all_at_once(t, cu_seqlens, freqs, *args, cp_group=None, **kwargs):
         num_tokens = t.shape[0]
-        if cp_group is None or cp_group.size() > 1 or freqs.shape[0] == num_tokens:
+        cp_size = 1 if cp_group is None else cp_group.size()
+        if cp_group is None or freqs.shape[0] == num_tokens * cp_size:
             return one_by_one(t, cu_seqlens, freqs, *args, cp_group=cp_group, **kwargs)
-        starts = torch.repeat_interleave(cu_seqlens[:-1], cu_seqlens.diff(), output_size=num_tokens)
-        positions = torch.arange(num_tokens, device=t.device) - starts
+        _, positions = samples_on_cp_rank(
+            cu_seqlens, num_tokens, cp_size=cp_size, cp_rank=cp_group.rank()
+        )
         return rotate(t.unsqueeze(1), freqs[positions], *args, **kwargs).squeeze(1)
 
     rope_utils._apply_rotary_pos_emb_thd = all_at_once

@@ -8,7 +8,6 @@ from typing import Any
 
 import torch.distributed as dist
 
-from mcore_rl import preflight
 from mcore_rl.builders import build_manager, engine_config
 from mcore_rl.hybrid_engine.boxes import Box, disjoint, volume
 from mcore_rl.hybrid_engine.checkpoint_tensors import checkpoint_tensors
@@ -24,8 +23,6 @@ def hand_over(
     flags: list[str], rollout_tp: int, rollout_dp: int, expert_parallel: bool
 ) -> dict[str, Any]:
     """Load by vLLM from disk, zero, hand over by Megatron, compare; planned and measured bytes."""
-    # Training with context parallelism is refused for now; handing its weights over is not.
-    preflight.check_switches = lambda values: None
     job, _, shards = started(flags)
     rollout = RolloutLayout(dist.get_world_size(), rollout_tp, expert_parallel, rollout_dp)
     placement = Placement(job.shape, job.train_layout, job.layers, rollout)

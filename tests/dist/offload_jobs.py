@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import hashlib
 import random
@@ -197,6 +198,10 @@ def many_switches(flags: list[str], num_switches: int) -> dict[str, Any]:
     offloader = build_offloader(job, state)
     manager = build_manager(job, shards, engine, offloader=offloader)
     failed_well = _fails_without_harm(manager, engine, state)
+    reported: list[dict[str, Any]] = []
+    manager.on_reshard_end.append(
+        lambda report: reported.append(dataclasses.asdict(report.offloaded))
+    )
     prompt = random_tokens(job.shape.vocab_size)[0].tolist()
 
     footprints, scores = [], []
@@ -224,6 +229,8 @@ def many_switches(flags: list[str], num_switches: int) -> dict[str, Any]:
         "moved_bytes": offloader.stats.moved_bytes,
         "prefetched_bytes": offloader.stats.prefetched_bytes,
         "failed_well": failed_well,
+        "reported": reported[-2:],
+        "stats": dataclasses.asdict(offloader.stats.of(offloader.what)),
     }
 
 

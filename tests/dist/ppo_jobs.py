@@ -17,19 +17,25 @@ from mcore_rl.builders import build_learner
 from mcore_rl.checkpoint import export
 from mcore_rl.critic_startup import BuiltCritic, build_critic, save_critic
 from mcore_rl.hybrid_engine.model_shards import ModelShards
-from mcore_rl.learner import Learner, StepBatch
+from mcore_rl.learner import Learner
 from mcore_rl.run_output import setup_logging
 from mcore_rl.startup import Job, build_actor, start
-from mcore_rl.types import Prompt, Rollout, ScoredRollout
+from mcore_rl.step_metrics import mismatch_metrics
+from mcore_rl.types import Prompt, Rollout, ScoredRollout, StepBatch
 from tests.dist.jobs import random_tokens
 
 
 def scored_rollouts(job: Job) -> list[ScoredRollout]:
     """A step's samples, of different lengths and rewards; the same in every layout."""
+    return scored_samples(job.shape.vocab_size, job.config.samples_per_step)
+
+
+def scored_samples(vocab_size: int, num_samples: int) -> list[ScoredRollout]:
+    """So many of them."""
     rng = random.Random(3)
     generator = torch.Generator().manual_seed(4)
     scored = []
-    rows = random_tokens(job.shape.vocab_size, samples=job.config.samples_per_step)
+    rows = random_tokens(vocab_size, samples=num_samples)
     for number, row in enumerate(rows):
         length, response = rng.randint(14, 32), rng.randint(4, 10)
         tokens = row[:length].numpy().astype(np.int32)
@@ -95,10 +101,18 @@ def export_models(models: Models, target: Path) -> None:
         export(models.critic.shards, models.job.critic.checkpoint, target / "critic")
 
 
-def learn(flags: list[str], target: str, num_steps: int = 2) -> dict[str, Any]:
-    """Whole steps from given rollouts; what they measured, and both models afterwards."""
+def learn(
+    flags: list[str], target: str, num_steps: int = 2, scores_in_update: bool | None = None
+) -> dict[str, Any]:
+    """Whole steps from given rollouts; what they measured, and both models afterwards.
+
+    `scores_in_update` replaces what the learner decides about it.
+    """
     models = build_models(flags)
     learner, critic = models.learner, models.critic
+    if scores_in_update is not None:
+        assert learner.scores_in_update, "it would be no choice"
+        learner.scores_in_update = scores_in_update
     scored = scored_rollouts(models.job)
     found: dict[str, Any] = {
         "steps": [
@@ -121,6 +135,9 @@ def take_step(
     batch = learner.with_advantages(scored, learner.with_log_probs(batch))
     learnt = learner.update(step, batch)
     found = dict(batch.metrics)
+    for stats in learnt.actor:
+        if stats.mismatch is not None:
+            found.update(mismatch_metrics(stats.mismatch))
     for number, stats in enumerate([*learnt.actor, *learnt.critic]):
         found[f"{number} grad_norm"] = stats.result.grad_norm
         for name in type(stats.sums).__slots__:

@@ -87,7 +87,7 @@ PARTS = [
 CRITIC = [
     Case(
         "layout_that_does_not_divide",
-        ["of the critic: --tensor-model-parallel-size 3", "does not divide the world of 2", "change"],
+        ["of the critic: --tensor-model-parallel-size 3", "divide the world of 2", "change"],
         more="--rl-algorithm ppo --rl-critic-tp-size 3",
     ),
     Case(
@@ -99,6 +99,55 @@ CRITIC = [
         "no_such_checkpoint",
         ["--rl-critic-init {here}/absent"],
         more="--rl-algorithm ppo --rl-critic-init {here}/absent",
+    ),
+]
+ROLES = [
+    Case(
+        "critic_on_ranks_that_do_not_exist",
+        ["--rl-critic-ranks 1-2 names rank 2", "ranks 0 to 1", "change"],
+        more="--rl-algorithm ppo --rl-critic-ranks 1-2",
+    ),
+    Case(
+        "critic_on_all_ranks",
+        ["--rl-critic-ranks 0-1 leave none of the 2 ranks to the actor", "drop"],
+        more="--rl-algorithm ppo --rl-critic-ranks 0-1",
+    ),
+    Case(
+        "critic_ranks_without_a_critic",
+        ["--rl-critic-ranks 1 has no effect", "uses no critic"],
+        more="--rl-critic-ranks 1",
+    ),
+    Case(
+        "critic_that_does_not_fit_its_ranks",
+        ["of the critic: --tensor-model-parallel-size 2", "does not divide the world of 1"],
+        flags={"--tensor-model-parallel-size": "1", "--expert-model-parallel-size": "1"},
+        more="--rl-algorithm ppo --rl-critic-ranks 1 --rl-critic-tp-size 2",
+    ),
+    Case(
+        "actor_that_does_not_fit_the_ranks_left",
+        ["of the actor, on rank 0: --tensor-model-parallel-size 2", "divide the world of 1"],
+        more="--rl-algorithm ppo --rl-critic-ranks 1 --rl-critic-tp-size 1",
+    ),
+    Case(
+        "reward_model_without_a_folder",
+        ["--rl-reward model names model", "--rl-reward-model is missing", "score head"],
+        flags={"--rl-reward": "model"},
+    ),
+    Case(
+        "reward_model_that_no_reward_is",
+        ["--rl-reward-model {here} has no effect", "add model to it"],
+        more="--rl-reward-model {here}",
+    ),
+    Case(
+        "reward_ranks_without_a_model",
+        ["--rl-reward-ranks 1 has no effect", "add model to it"],
+        more="--rl-reward-ranks 1",
+    ),
+    Case(
+        "reward_model_without_a_head",
+        ["--rl-reward-model {here}/checkpoint has no score.weight", "one label"],
+        flags={"--rl-reward": "model"},
+        more="--rl-reward-model {here}/checkpoint",
     ),
 ]
 REWARDS = [
@@ -120,7 +169,7 @@ REWARDS = [
 ]
 
 
-@pytest.mark.parametrize("case", table(parts=PARTS, critic=CRITIC, rewards=REWARDS))
+@pytest.mark.parametrize("case", table(parts=PARTS, critic=CRITIC, roles=ROLES, rewards=REWARDS))
 def test_bad_algorithm_ends_all_ranks_with_one_sentence(
     case: Case, ranks: RankPool, here: Path
 ) -> None:

@@ -70,10 +70,20 @@ LAYOUT = [
         change=model(QWEN3),
     ),
     Case(
-        "context_parallel",
-        ["--context-parallel-size 2 is not supported yet", "must be 1"],
-        flags={"--tensor-model-parallel-size": "1", "--expert-model-parallel-size": "1"},
-        more="--context-parallel-size 2",
+        "sample_as_context_parallelism_pads_it",
+        [
+            "--rl-max-tokens-per-microbatch 131 is less than the longest sample, "
+            "--rl-max-prompt-tokens 66 + --rl-max-response-tokens 64 = 130, which "
+            "--context-parallel-size 2 pads to 132; raise it to that"
+        ],
+        flags={"--tensor-model-parallel-size": "1", "--rl-max-prompt-tokens": "66"},
+        more="--context-parallel-size 2 --rl-max-tokens-per-microbatch 131",
+    ),
+    Case(
+        "hybrid_context_parallel",
+        ["--hybrid-context-parallel shares samples out by a data loader", "drop it"],
+        flags={"--tensor-model-parallel-size": "1"},
+        more="--context-parallel-size 2 --hybrid-context-parallel",
     ),
     Case(
         "virtual_stages_without_pipeline",
@@ -166,6 +176,20 @@ BATCHES = [
         "one_sample",
         ["--rl-num-samples-per-prompt 1 leaves nothing to learn from", "choose 2 or more"],
         more="--rl-num-samples-per-prompt 1",
+    ),
+    Case(
+        "micro_batches_of_virtual_stages",
+        [
+            "--num-virtual-stages-per-pipeline-rank 2 interleaves the micro-batches",
+            "must be a multiple of --pipeline-model-parallel-size 2",
+            "--rl-num-prompts-per-step 1, --rl-num-samples-per-prompt 3",
+            "make 3 of a mini-batch",
+            "change one of them, or pack samples by --rl-max-tokens-per-microbatch",
+        ],
+        flags={"--tensor-model-parallel-size": "1", "--expert-model-parallel-size": "1"},
+        more="--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2 "
+        "--rl-num-prompts-per-step 1 --rl-num-samples-per-prompt 3",
+        change=model(num_hidden_layers=4),
     ),
     Case(
         "positions",

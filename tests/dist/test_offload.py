@@ -112,6 +112,13 @@ def test_memory_after_50_switches_equals_that_after_2(
         assert result["same_scores"]
         assert result["prefetched_bytes"] == result["moved_bytes"]
         assert result["failed_well"]
+        of_switch, of_return = result["reported"]
+        assert of_switch == result["stats"]
+        assert sum(of_switch["moved"].values()) == result["moved_bytes"]
+        # Nothing of a host copy is saved here, only gradients are.
+        assert of_switch["saved"] == of_switch["dropped"]
+        assert of_switch["dropped"]["gradients"] > 0
+        assert not any(of_return[name] for name in ("moved", "dropped", "saved"))
         early = result["footprints"][1]
         for name in ("device_bytes", "open_files", "threads", "shared_memory"):
             assert {footprint[name] for footprint in result["footprints"][1:]} == {early[name]}, (

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from mcore_rl.planner.command_line import read_command_line
+from mcore_rl.planner.models import TrainedModel, stage_state
 from mcore_rl.planner.parameters import stage_parameters
-from mcore_rl.planner.phases import stage_state
 from tests.dist.layouts import SPLITS, job_flags
 from tests.rank_pool import RankPool
 
@@ -25,6 +25,41 @@ CASES: dict[str, tuple[str, dict[str, Any], str, str]] = {
 }
 
 
+# name -> architecture, the actor's split, precision, flags of the critic
+CRITICS: dict[str, tuple[str, str, str, tuple[str, ...]]] = {
+    "critic_like_the_actor": ("deepseek_v3", "tp2_pp2_ep2", "bf16", ()),
+    "critic_of_its_own_layout": (
+        "qwen3_moe", "tp1_pp2_ep1", "bf16",
+        ("--rl-critic-tp-size", "2", "--rl-critic-pp-size", "1", "--rl-critic-ep-size", "2"),
+    ),
+    "critic_shared_out": ("qwen3", "dp2", "bf16", ()),
+}  # fmt: skip
+
+
+def assert_equals_what_is_held(model: TrainedModel, measured: list[dict[str, Any]]) -> None:
+    """What is planned of a model against what its ranks hold, but for padding."""
+    train, training = model.train, model.training
+    planned = stage_state(model)
+    for rank, held in enumerate(measured):
+        stage = train.pp_rank(rank)
+        padding = held["padding_elements"]
+        assert held["weights"] == planned[stage]["weights"]
+        in_buffers = held["gradients"] - planned[stage]["gradients"]
+        assert 0 <= in_buffers <= padding * training.gradient_bytes
+        # Padding moves the borders between data-parallel ranks.
+        of_rank = abs(held["optimizer"] - planned[stage]["optimizer"])
+        limit = padding if train.dp_size > 1 else 0
+        assert of_rank <= limit * training.optimizer_bytes
+    # All data-parallel ranks together hold the state of every parameter once.
+    parameters = stage_parameters(model.shape, train, model.layers, training)
+    for stage, of_stage in enumerate(parameters):
+        members = [r for r in range(len(measured)) if train.pp_rank(r) == stage]
+        state = sum(measured[rank]["optimizer"] for rank in members)
+        dense = of_stage.dense * len(members) // train.dp_size
+        experts = of_stage.experts * len(members) // train.edp_size
+        assert state == (dense + experts) * training.optimizer_bytes
+
+
 @pytest.mark.parametrize("name", list(CASES))
 def test_plan_equals_what_training_holds(
     name: str, checkpoint_factory: Callable[..., Path], ranks: RankPool
@@ -34,27 +69,29 @@ def test_plan_equals_what_training_holds(
     flags = job_flags(checkpoint_factory(arch, **options), split)
     flags[flags.index("fp32")] = precision
     case = read_command_line([*flags, "--world-size", str(world_size)]).case
-    planned = stage_state(case)
-    parameters = stage_parameters(case.shape, case.train, case.layers, case.training)
-
+    assert case.critic is None
     measured = ranks.run(
         "tests.dist.planner_jobs:measured_bytes", world_size=world_size, arguments={"flags": flags}
     )
-    for rank, held in enumerate(measured):
-        stage = case.train.pp_rank(rank)
-        padding = held["padding_elements"]
-        assert held["weights"] == planned[stage]["weights"]
-        in_buffers = held["gradients"] - planned[stage]["gradients"]
-        assert 0 <= in_buffers <= padding * case.training.gradient_bytes
-        # Padding moves the borders between data-parallel ranks.
-        of_rank = abs(held["optimizer"] - planned[stage]["optimizer"])
-        limit = padding if case.train.dp_size > 1 else 0
-        assert of_rank <= limit * case.training.optimizer_bytes
-    # All data-parallel ranks together hold the state of every parameter once.
-    for stage, of_stage in enumerate(parameters):
-        members = [r for r in range(world_size) if case.train.pp_rank(r) == stage]
-        state = sum(measured[rank]["optimizer"] for rank in members)
-        dense = of_stage.dense * len(members) // case.train.dp_size
-        experts = of_stage.experts * len(members) // case.train.edp_size
-        expected = (dense + experts) * case.training.optimizer_bytes
-        assert state == expected
+    assert_equals_what_is_held(case.actor, measured)
+
+
+@pytest.mark.parametrize("name", list(CRITICS))
+def test_plan_of_a_critic_equals_what_it_holds(
+    name: str, checkpoint_factory: Callable[..., Path], ranks: RankPool
+) -> None:
+    arch, split, precision, own = CRITICS[name]
+    world_size = SPLITS[split][3]
+    flags = job_flags(checkpoint_factory(arch), split, "--rl-algorithm", "ppo", *own)
+    flags[flags.index("fp32")] = precision
+    case = read_command_line([*flags, "--world-size", str(world_size)]).case
+    assert case.critic is not None
+    measured = ranks.run(
+        "tests.dist.planner_jobs:measured_bytes_of_critic",
+        world_size=world_size,
+        arguments={"flags": flags},
+    )
+    assert {held["layout"] for held in measured} == {case.critic.train.describe()}
+    assert_equals_what_is_held(case.critic, measured)
+    if case.critic.train == case.train:  # one number for each token, instead of the vocabulary's
+        assert measured[-1]["weights"] < stage_state(case.actor)[-1]["weights"]

@@ -17,8 +17,8 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForSequenceClassification, PreTrainedTokenizerFast
 
-from mcore_rl.reward_specs import parse_rewards
-from mcore_rl.reward_stack import RewardStack
+from mcore_rl.rewards.specs import parse_rewards
+from mcore_rl.rewards.stack import RewardStack
 from mcore_rl.types import Prompt, Rollout, ScoredRollout
 from tests.rank_pool import free_port
 

@@ -6,7 +6,7 @@ import functools
 import json
 import math
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +58,19 @@ def reference_values(init: Path) -> list[torch.Tensor]:
         (model(tokens[None]).last_hidden_state[0] @ head.T)[:, 0]
         for tokens in batch.token_ids.split(batch.lengths.tolist())
     ]
+
+
+@torch.no_grad()
+def reference_scores(folder: Path, token_ids: Sequence[torch.Tensor]) -> torch.Tensor:
+    """`[n]` of a reward model: the head on the last token of each sample, in float32."""
+    model = AutoModel.from_pretrained(folder, dtype=torch.float32)
+    head = tensors_of(folder)["score.weight"].float()
+    return torch.stack(
+        [
+            (model(tokens[None]).last_hidden_state[0, -1] @ head.T)[0].double()
+            for tokens in token_ids
+        ]
+    )
 
 
 @pytest.mark.parametrize("split", ["tp1_pp1_ep1", "tp2_pp2_ep2"])

@@ -47,6 +47,14 @@ def test_packed_numbers_by_hand() -> None:
     assert actor.sequences_per_rank == pytest.approx(21.333, abs=1e-3)
 
 
+def test_samples_count_as_context_parallelism_pads_them() -> None:
+    # 3023 tokens have room for 3 samples of 1000, and not for 3 of 1008, a multiple of 2 x 8.
+    for cp_size, of_rank in ((1, 8), (4, 8), (8, 11)):
+        batching = MicroBatching(max_tokens=3023, cp_size=cp_size)
+        actor = of_run(max_sequence_tokens=1000, actor=(3, batching)).actor
+        assert actor.full_micro_batches == of_rank, cp_size
+
+
 def test_interleaved_schedule_rounds_micro_batches_up() -> None:
     batching = MicroBatching(max_tokens=3072, count_multiple_of=5)
     actor = of_run(max_sequence_tokens=1000, actor=(3, batching)).actor
@@ -81,6 +89,8 @@ def test_warmup_longer_than_the_run_leaves_the_actor_alone() -> None:
         MicroBatching(max_tokens=250),
         MicroBatching(max_tokens=350, count_multiple_of=4),
         MicroBatching(max_tokens=10_000, count_multiple_of=2),
+        MicroBatching(max_tokens=310, multiple_of=6, cp_size=3),  # 100 tokens are padded to 102
+        MicroBatching(micro_batch_size=2, multiple_of=6, cp_size=3),
     ],
 )
 def test_numbers_are_those_of_the_plan(batching: MicroBatching, dp_size: int) -> None:

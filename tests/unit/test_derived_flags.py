@@ -144,6 +144,7 @@ def test_same_architecture_in_other_words_is_accepted(
         ("--enable-cuda-graph", "--enable-cuda-graph needs CUDA"),
         ("--cpu-offloading-num-layers 3", "--cpu-offloading-num-layers 3 needs CUDA"),
         ("--moe-token-dispatcher-type flex", "--moe-token-dispatcher-type flex needs CUDA"),
+        ("--recompute-modules core_attn layernorm", "--recompute-modules layernorm needs Trans"),
     ],
 )
 def test_contradiction_of_the_machine_is_an_error_only_there(

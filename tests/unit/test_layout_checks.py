@@ -10,7 +10,7 @@ import pytest
 from mcore_rl.arguments import RLConfig
 from mcore_rl.errors import UsageError
 from mcore_rl.hybrid_engine.layout import TrainLayout, pipeline_layers
-from mcore_rl.layout_checks import check_rollout, check_stages, ranks_per_node
+from mcore_rl.layout_checks import check_batches, check_rollout, check_stages, ranks_per_node
 from tests.model_shapes import small_shape
 
 
@@ -71,3 +71,93 @@ def test_stages_of_flags() -> None:
         check_stages(shape, 2, {"num_layers_per_virtual_pipeline_stage": 3})
     with pytest.raises(UsageError, match="cannot be read"):
         check_stages(shape, 2, {"pipeline_model_parallel_layout": "Ett|ttt|tttL"})
+
+
+PER_RANK = {"num_virtual_stages_per_pipeline_rank": 2}
+GROUP = "microbatch_group_size_per_vp_stage"
+
+
+def batches(
+    num_samples: int, given: dict[str, Any], *, mini_batches: int = 1, packed: int = 0
+) -> None:
+    """Of 4 ranks of PP2, so that each has half of the samples as micro-batches of one."""
+    config = RLConfig(
+        num_prompts_per_step=num_samples // 2,
+        num_samples_per_prompt=2,
+        num_mini_batches=mini_batches,
+        max_tokens_per_microbatch=packed,
+    )
+    values = {"micro_batch_size": 1, "global_batch_size": num_samples // mini_batches, **given}
+    check_batches(config, TrainLayout(4, pp_size=2), values)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        PER_RANK,
+        {"num_layers_per_virtual_pipeline_stage": 2, "num_layers": 8},
+        {"pipeline_model_parallel_layout": "Et|t|t|tL"},
+    ],
+    ids=["per_rank", "per_chunk", "custom"],
+)
+def test_interleaved_micro_batches_must_fill_the_pipeline(given: dict[str, Any]) -> None:
+    flag = "--" + next(iter(given)).replace("_", "-")
+    batches(8, given)
+    with pytest.raises(UsageError) as raised:
+        batches(6, given)
+    sentence = str(raised.value)
+    assert sentence.startswith(f"{flag} {next(iter(given.values()))} interleaves")
+    for part in (
+        "must be a multiple of --pipeline-model-parallel-size 2",
+        "--rl-num-prompts-per-step 3, --rl-num-samples-per-prompt 2, --rl-num-mini-batches 1, "
+        "2 data-parallel ranks and --micro-batch-size 1 make 3 of a mini-batch",
+        "change one of them, or pack samples by --rl-max-tokens-per-microbatch",
+    ):
+        assert part in sentence
+    batches(6, given, packed=64)  # then their number is made to fit
+
+
+def test_without_virtual_stages_any_number_of_micro_batches_goes() -> None:
+    batches(6, {})
+    batches(6, {"num_virtual_stages_per_pipeline_rank": 1})
+    batches(6, {"num_layers_per_virtual_pipeline_stage": 4, "num_layers": 8})
+    batches(6, {"pipeline_model_parallel_layout": "Et|tL"})
+
+
+@pytest.mark.parametrize(
+    ("group", "samples", "mini_batches", "sentence"),
+    [
+        (1, 8, 1, "-stage 1 is less than --pipeline-model-parallel-size 2, .*; raise or drop it"),
+        (4, 4, 1, "must be --microbatch-.* 4 or more, .* make 2 of a mini-batch"),
+        (
+            3,
+            8,
+            1,
+            "with none or at least --pipeline-model-parallel-size 2 left .* make 4 of a mini",
+        ),
+        (3, 10, 1, None),  # 5 is a group and the 2 that it takes at least
+        (3, 20, 2, "make 10 of a step"),  # whose log-probs are one pass: three groups and one left
+    ],
+)
+def test_groups_of_another_size_follow_megatrons_rule(
+    group: int, samples: int, mini_batches: int, sentence: str | None
+) -> None:
+    given = {**PER_RANK, GROUP: group}
+    if sentence is None:
+        batches(samples, given, mini_batches=mini_batches)
+        return
+    with pytest.raises(UsageError, match=sentence):
+        batches(samples, given, mini_batches=mini_batches)
+
+
+def test_interleaving_is_refused_where_megatron_refuses_it() -> None:
+    """Megatron's own conditions, read from its schedule, against the sentence."""
+    for group in range(1, 6):
+        for micro_batches in range(1, 13):
+            rest = micro_batches % group
+            refused = group > micro_batches or group < 2 or 0 < rest < 2
+            try:
+                batches(2 * micro_batches, {**PER_RANK, GROUP: group})
+                assert not refused, (group, micro_batches)
+            except UsageError:
+                assert refused, (group, micro_batches)

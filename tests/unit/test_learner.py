@@ -16,6 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from mcore_rl import megatron_adapter
 from mcore_rl.actor import ReferencePolicy
 from mcore_rl.algorithms.aggregation import Denominators
 from mcore_rl.algorithms.recipes import RECIPES
@@ -23,9 +24,10 @@ from mcore_rl.algorithms.registry import import_user_file
 from mcore_rl.algorithms.total_loss import policy_loss_total
 from mcore_rl.arguments import RLConfig
 from mcore_rl.hybrid_engine.layout import TrainLayout
-from mcore_rl.learner import Learner, StepBatch
+from mcore_rl.learner import Learner
 from mcore_rl.packing import MicroBatching, take
-from mcore_rl.types import Prompt, Rollout, ScoredRollout, TrainBatch
+from mcore_rl.roles.critic import ColocatedCritic
+from mcore_rl.types import Prompt, Rollout, ScoredRollout, StepBatch, TrainBatch
 
 LAYOUT = TrainLayout(world_size=1)
 # (prompt tokens, response tokens, reward) of two groups of two; one response is empty.
@@ -57,22 +59,18 @@ class Optimizer:
     learning_rate = 0.125
 
 
-class State:
+class State(megatron_adapter.TrainState):
     """One chunk with one parameter, which the reference keeps a copy of."""
 
     def __init__(self) -> None:
         self.parameter = torch.nn.Parameter(torch.tensor([ACTOR_SHIFT]))
-
-    @property
-    def chunks(self) -> list[Any]:
-        return [self]
-
-    def parameters(self) -> list[torch.nn.Parameter]:
-        return [self.parameter]
+        super().__init__([torch.nn.ParameterList([self.parameter])], None, None, 0)
 
 
 class ScriptedActor:
     """Log-probs are those of the engine plus the model's parameter."""
+
+    has_dropout = False
 
     def __init__(self, log: list[tuple]) -> None:
         self.state, self.runner, self.optimizer = State(), Runner(), Optimizer()
@@ -125,7 +123,9 @@ def scored(samples: Sequence[tuple[int, int, float]] = SAMPLES) -> list[ScoredRo
     return found
 
 
-def learner_of(*, algorithm: str = "grpo", **flags: Any) -> tuple[Learner, list[tuple]]:
+def learner_of(
+    *, algorithm: str = "grpo", scored_before: bool = True, **flags: Any
+) -> tuple[Learner, list[tuple]]:
     log: list[tuple] = []
     config = RLConfig(
         algorithm=algorithm,
@@ -134,10 +134,14 @@ def learner_of(*, algorithm: str = "grpo", **flags: Any) -> tuple[Learner, list[
         max_response_tokens=MAX_RESPONSE_TOKENS,
         **flags,
     )
-    critic: Any = ScriptedCritic(log) if config.recipe.needs_critic else None
     actor: Any = ScriptedActor(log)
+    critic = None
+    if config.recipe.needs_critic:
+        model: Any = ScriptedCritic(log)
+        critic = ColocatedCritic(model, config, actor.runner, LAYOUT)
     reference = ReferencePolicy(actor.state) if config.recipe.needs_reference else None
     learner = Learner(config, LAYOUT, MicroBatching(), actor, critic, reference=reference)
+    learner.scores_in_update &= not scored_before
     actor.state.parameter.data += ACTOR_SHIFT  # the reference stays behind by as much
     return learner, log
 
@@ -295,14 +299,18 @@ def test_ppo_hands_values_and_returns_to_actor_and_critic():
         algorithm="ppo", kl_reward_coef=0.0, gae_lambda=1.0, whiten_advantages=False
     )
     batch = evaluated(learner, scored())
-    assert learner.critic_shares_layout
+    assert learner.critic.shares_layout
     actor, critic = batch.actor, batch.critic
-    assert critic is not None and critic.returns is not None
+    assert critic is not None
     mask = actor.loss_mask
     # With gamma and lambda 1 the return of every token is the outcome.
     outcomes = torch.tensor([1.0] * 4 + [0.0] * 2 + [2.0] * 3)
     assert torch.equal(actor.returns[mask], outcomes)
-    assert torch.equal(critic.returns, actor.returns) and torch.equal(critic.values, actor.values)
+    assert torch.equal(critic.values, actor.values)
+    learnt: list[TrainBatch] = []
+    learner.critic.model.update = learnt.append
+    learner.update(0, batch)
+    assert [torch.equal(part.returns, actor.returns) for part in learnt] == [True]
     values = actor.token_ids[mask].float()
     assert torch.equal(actor.advantages[mask], outcomes - values)
     assert batch.metrics["critic/value_mean"] == pytest.approx(float(values.mean()))
@@ -316,15 +324,42 @@ def test_values_travel_between_two_orders_of_the_samples():
     learner, _ = learner_of(algorithm="ppo")
     samples = scored()
     own = learner.make_batch(samples)
-    lengths = np.array([prompt + response for prompt, response, _ in SAMPLES])
     backwards = take(own.actor, (((3, 1, 0, 2),),))
-    groups = learner.actor.runner.groups
-    learner.critic.layout = TrainLayout(world_size=2, tp_size=2)
-    assert not learner.critic_shares_layout
-    moved = learner._moved(own.actor.token_ids.float(), own.actor, backwards, lengths, groups)
-    assert torch.equal(moved, backwards.token_ids.float())
-    back = learner._moved(moved, backwards, own.actor, lengths, groups)
-    assert torch.equal(back, own.actor.token_ids.float())
+    learner.critic.shares_layout = False
+    there = learner.critic.with_values(dataclasses.replace(own, critic=backwards))
+    assert torch.equal(there.critic.values, backwards.token_ids.float())
+    assert torch.equal(there.actor.values, own.actor.token_ids.float())
+    learnt: list[TrainBatch] = []
+    learner.critic.model.update = learnt.append
+    returns = own.actor.token_ids.float()
+    actor = dataclasses.replace(there.actor, returns=returns)
+    learner.critic.begin_update(dataclasses.replace(there, actor=actor))
+    assert torch.equal(learnt[0].returns, backwards.token_ids.float())
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        ({}, True),
+        ({"kl_coef": 0.1, "mismatch_correction": "sequence_tis"}, True),
+        ({"num_epochs": 2}, False),  # the second epoch learns from another policy
+        ({"num_mini_batches": 2}, False),
+        ({"algorithm": "rloo"}, False),  # has the KL in its reward
+        ({"algorithm": "ppo", "kl_reward_coef": 0.0, "critic_warmup_steps": 1}, False),
+    ],
+)
+def test_samples_are_scored_in_the_update_where_it_is_the_only_one(flags, expected):
+    learner, _ = learner_of(scored_before=False, **flags)
+    assert learner.scores_in_update is expected
+    batch = evaluated(learner, scored())
+    assert (batch.actor.old_log_probs is None) is expected
+    assert ("kl/rollout_actor" in batch.metrics) is not expected  # else the update tells
+
+
+def test_dropout_makes_scoring_another_pass(monkeypatch):
+    monkeypatch.setattr(ScriptedActor, "has_dropout", True)
+    learner, _ = learner_of(scored_before=False)
+    assert not learner.scores_in_update
 
 
 # Updates ------------------------------------------------------------------------------------------

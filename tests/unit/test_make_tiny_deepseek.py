@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenize
 from mcore_rl.errors import UsageError
 from mcore_rl.families import family_of
 from mcore_rl.known_to_transformers import model_class, register_families
-from mcore_rl.reward_functions import arithmetic
+from mcore_rl.rewards.functions import arithmetic
 from scripts import make_tiny_deepseek
 from scripts.make_tiny_deepseek import ARCHS, MARKER, make_checkpoint, tiny_task
 

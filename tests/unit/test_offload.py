@@ -168,6 +168,29 @@ def test_host_memory_is_given_back_and_saving_is_not_claimed() -> None:
     assert there_and_back.host_bytes == 0
 
 
+def test_stats_say_what_became_of_each_kind() -> None:
+    training = Training()
+    moments = 2 * 30 * 30 * 4 + 30 * 30 * 4  # and the main parameter
+    weights = 3001 * 2 + 7 * 5 * 4
+    there_and_back = offloader(training)
+    there_and_back.offload("gradients", "optimizer")
+    there_and_back.offload("parameters")
+    stats = there_and_back.stats
+    assert stats.moved == {"gradients": 0, "optimizer": moments, "parameters": weights}
+    assert stats.dropped == {"gradients": 3001 * 4, "optimizer": 0, "parameters": 0}
+    assert stats.saved == stats.dropped  # on this device
+    assert stats.moved_bytes == moments + weights
+    of_away = stats.of(frozenset({"gradients", "parameters"}))
+    assert of_away.moved == {"gradients": 0, "parameters": weights}
+    assert of_away.moved_bytes == weights and of_away.saved_bytes == 3001 * 4
+    there_and_back.onload()
+    assert of_away.moved_bytes == weights, "a copy"
+    kept = offloader(training, keep_gradients=True)
+    kept.offload("gradients")
+    assert kept.stats.moved == {"gradients": 3001 * 4} and kept.stats.dropped == {"gradients": 0}
+    kept.onload()
+
+
 def test_state_that_appears_later_is_found() -> None:
     training = Training()
     moments, training.moments = training.moments, []
@@ -258,7 +281,10 @@ def test_flag_names_kinds_or_says_what_it_takes() -> None:
     assert offload_kinds("none", {}, has_cuda=True) == set()
     some = offload_kinds("parameters, gradients", {"cuda_graph_impl": "none"}, has_cuda=False)
     assert some == {"parameters", "gradients"}
-    for text in ("weights", "gradients,", "", "none,gradients"):
+    short = offload_kinds("params,grads", {}, has_cuda=False)
+    assert short == {"parameters", "gradients"}
+    assert offload_kinds("grads, optimizer,params", {}, has_cuda=True) == ALL
+    for text in ("weights", "gradients,", "", "none,gradients", "param", "grads,auto"):
         with pytest.raises(UsageError, match="--rl-offload .*gradients, optimizer, parameters"):
             offload_kinds(text, {}, has_cuda=True)
 
@@ -267,8 +293,9 @@ def test_flag_refuses_what_megatron_has_pinned_down_and_auto_leaves_it() -> None
     registered = {"nccl_ub": True}
     assert offload_kinds("auto", registered, has_cuda=True) == {"optimizer"}
     assert offload_kinds("optimizer", registered, has_cuda=True) == {"optimizer"}
-    with pytest.raises(UsageError, match="--rl-offload gradients does not go with --use-nccl-ub"):
-        offload_kinds("gradients", registered, has_cuda=True)
+    for text in ("gradients", "grads", "params,optimizer"):
+        with pytest.raises(UsageError, match=f"--rl-offload {text} does not go with --use-nccl-ub"):
+            offload_kinds(text, registered, has_cuda=True)
     captured = {"cuda_graph_impl": "local"}
     assert offload_kinds("auto", captured, has_cuda=True) == set()
     with pytest.raises(UsageError, match="--cuda-graph-impl, which captures the addresses"):

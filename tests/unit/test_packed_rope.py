@@ -17,23 +17,23 @@ from megatron.core.models.common.embeddings import rope_utils
 from mcore_rl.patches.megatron import packed_rope
 
 
-class OneRank:
-    def size(self):
-        return 1
-
-    def rank(self):
-        return 0
+class Group:
+    def __init__(self, size, rank):
+        self.size, self.rank = lambda: size, lambda: rank
 
 
-def rotated(interleaved, mla):
+def rotated(cp_size, cp_rank, interleaved, mla):
     generator = torch.Generator().manual_seed(1)
     lengths = torch.tensor([3, 1, 7, 5], dtype=torch.int32)
+    if cp_size > 1:
+        lengths *= 2 * cp_size
     bounds = torch.cat([torch.zeros(1, dtype=torch.int32), lengths.cumsum(0, dtype=torch.int32)])
-    x = torch.randn(16, 2, 8, generator=generator, requires_grad=True)
-    freqs = torch.randn(7, 1, 1, 8, generator=generator)
+    num_tokens = int(bounds[-1]) // cp_size
+    x = torch.randn(num_tokens, 2, 8, generator=generator, requires_grad=True)
+    freqs = torch.randn(int(lengths.max()), 1, 1, 8, generator=generator)
     out = rope_utils._apply_rotary_pos_emb_thd(
         x, bounds, freqs, rotary_interleaved=interleaved, mla_rotary_interleaved=mla,
-        mscale=1.5, cp_group=OneRank(),
+        mscale=1.5, cp_group=Group(cp_size, cp_rank),
     )
     out.backward(torch.randn(out.shape, generator=generator))
     nodes, seen = [out.grad_fn], set()
@@ -45,7 +45,11 @@ def rotated(interleaved, mla):
     return out.detach(), x.grad, len(seen)
 
 
-cases = [(False, False), (True, False), (False, True)]
+cases = [
+    (*place, *kind)
+    for place in ((1, 0), (2, 0), (2, 1), (3, 1))
+    for kind in ((False, False), (True, False), (False, True))
+]
 upstream = [rotated(*case) for case in cases]
 packed_rope.apply()
 for case, (out, gradient, nodes) in zip(cases, upstream, strict=True):

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
+import math
+
 import numpy as np
 import pytest
 import torch
@@ -9,11 +12,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mcore_rl.packing import (
+    Cuts,
     MicroBatching,
     batch_of_tokens,
     build_train_batch,
+    chunks_of_sample,
     lay_out,
     plan_step,
+    positions_on_cp_rank,
+    round_up,
     row_length,
     split_micro_batches,
     split_mini_batches,
@@ -86,6 +93,7 @@ BATCHINGS = st.builds(
     MicroBatching,
     max_tokens=st.integers(40, 100),
     count_multiple_of=st.integers(1, 4),
+    cp_size=st.sampled_from([1, 2, 4]),
     cost=st.sampled_from([np.asarray, lambda lengths: lengths.astype(float) ** 2]),
 )
 
@@ -110,7 +118,8 @@ def test_packed_plan_deals_out_every_sample_once_within_the_budget(
         counts = {len(cuts[k]) for cuts in plan}
         assert len(counts) == 1 and counts.pop() % batching.count_multiple_of == 0
         for micro_batch in micro_batches:
-            assert sum(lengths[sample] for sample in micro_batch) <= batching.max_tokens
+            in_row = [round_up(lengths[s], chunks_of_sample(batching.cp_size)) for s in micro_batch]
+            assert sum(in_row) <= batching.max_tokens
 
 
 @pytest.mark.parametrize("dp_size", [1, 2, 3, 6])
@@ -132,7 +141,7 @@ def test_padded_plan_deals_out_every_sample_once_and_mini_batches_do_not_depend_
 
 
 def test_plans_refuse_numbers_that_do_not_divide_and_samples_over_the_budget() -> None:
-    def plan(num_mini_batches: int, dp_size: int, batching: MicroBatching) -> object:
+    def plan(num_mini_batches: int, dp_size: int, batching: MicroBatching) -> list[Cuts]:
         return plan_step(
             [9] * 6, num_mini_batches=num_mini_batches, dp_size=dp_size, batching=batching
         )
@@ -143,6 +152,9 @@ def test_plans_refuse_numbers_that_do_not_divide_and_samples_over_the_budget() -
         plan(1, 2, MicroBatching(micro_batch_size=2))
     with pytest.raises(RuntimeError, match="sample 0 has 9 tokens, more than the 8 of --rl-max-"):
         plan(1, 1, MicroBatching(max_tokens=8))
+    with pytest.raises(RuntimeError, match="has 9 tokens, padded to 12 for .* than the 11 of --rl"):
+        plan(1, 1, MicroBatching(max_tokens=11, cp_size=2))
+    assert len(plan(1, 1, MicroBatching(max_tokens=12, cp_size=2))[0][0]) == 6
 
 
 def gsm8k_like_lengths(num_samples: int) -> np.ndarray:
@@ -212,12 +224,135 @@ def test_lay_out_puts_every_token_in_a_row_with_its_position(
         assert rows.cu_seqlens is None
 
 
+def on_cp_rank(whole: list[int], bounds: list[int], cp_size: int, cp_rank: int) -> list[int]:
+    """The two chunks of each sample that a context-parallel rank takes, one by one."""
+    taken = []
+    for start, end in itertools.pairwise(bounds):
+        sample = whole[start:end]
+        size, rest = divmod(len(sample), 2 * cp_size)
+        assert rest == 0
+        for chunk in (cp_rank, 2 * cp_size - 1 - cp_rank):
+            taken += sample[chunk * size : (chunk + 1) * size]
+    return taken
+
+
+@given(chunks=st.lists(st.integers(1, 5), min_size=1, max_size=6), cp_size=st.integers(2, 5))
+def test_positions_on_cp_ranks_are_two_chunks_of_every_sample(
+    chunks: list[int], cp_size: int
+) -> None:
+    bounds = [0, *itertools.accumulate(2 * cp_size * size for size in chunks)]
+    share = bounds[-1] // cp_size
+    for dtype in (torch.int32, torch.int64):
+        found = [
+            positions_on_cp_rank(
+                torch.tensor(bounds, dtype=dtype), share, cp_size=cp_size, cp_rank=rank
+            )
+            for rank in range(cp_size)
+        ]
+        for rank, positions in enumerate(found):
+            assert positions.dtype == torch.int64
+            whole = list(range(bounds[-1]))
+            assert positions.tolist() == on_cp_rank(whole, bounds, cp_size, rank)
+        assert torch.cat(found).sort().values.tolist() == whole
+
+
+def test_positions_without_context_parallelism_are_all() -> None:
+    positions = positions_on_cp_rank(torch.tensor([0, 3, 4, 11]), 11, cp_size=1, cp_rank=0)
+    assert positions.tolist() == list(range(11))
+
+
+@given(
+    samples=SAMPLES,
+    data=st.data(),
+    tp_size=st.integers(1, 3),
+    cp_size=st.integers(2, 4),
+    packed=st.booleans(),
+)
+def test_rows_of_cp_ranks_are_the_whole_rows(
+    samples: list[tuple[list[int], list[int]]],
+    data: st.DataObject,
+    tp_size: int,
+    cp_size: int,
+    packed: bool,
+) -> None:
+    batch = batch_of(samples)
+    chunks = 2 * cp_size
+    batching = MicroBatching(
+        max_tokens=1000 if packed else 0, multiple_of=tp_size * cp_size, cp_size=cp_size
+    )
+    in_row = [-(-length // chunks) * chunks for length in batch.lengths.tolist()]
+    multiple = math.lcm(tp_size * cp_size, chunks)
+    least = -(-(sum(in_row) if packed else max(in_row)) // multiple) * multiple
+    more = data.draw(st.sampled_from([0, multiple, 5 * multiple]))
+    length = least + more
+    # Every sequence-parallel rank has its share, too.
+    assert length % (tp_size * cp_size) == 0
+    of_ranks = [lay_out(batch, batching, length if more else None, r) for r in range(cp_size)]
+
+    # The whole rows, by hand: what samples are padded by is theirs, what a row is padded by is not.
+    rows, positions, bounds = [], [], [0, length]
+    if packed:
+        bounds = sorted({0, *itertools.accumulate(in_row), length})
+        rows.append([])
+        for (prompt, response), count in zip(samples, in_row, strict=True):
+            rows[0] += [*prompt, *response, *[0] * (count - len(prompt) - len(response))]
+        rows[0] += [0] * (length - len(rows[0]))
+        positions = [p for start, end in itertools.pairwise(bounds) for p in range(end - start)]
+    else:
+        for prompt, response in samples:
+            rows.append([*prompt, *response, *[0] * (length - len(prompt) - len(response))])
+        positions = list(range(length))
+    targets = [[*row[1:], row[0]] for row in rows]
+
+    for rank, found in enumerate(of_ranks):
+        assert found.token_ids.shape == (len(rows), length // cp_size)
+        for whole, part in ((rows, found.token_ids), (targets, found.target_ids)):
+            expected = [on_cp_rank(row, bounds, cp_size, rank) for row in whole]
+            assert part.tolist() == expected
+        expected_positions = on_cp_rank(positions, bounds, cp_size, rank)
+        assert found.position_ids.tolist() == [expected_positions] * len(rows)
+        assert torch.equal(found.places, of_ranks[0].places)
+        assert (found.cu_seqlens is not None) == packed
+        if found.cu_seqlens is not None:
+            assert found.cu_seqlens.tolist() == bounds
+        assert found.longest == max(np.diff(bounds))
+    # Outputs, gathered rank after rank: those of tokens, and what each is to be scored on.
+    gathered = torch.cat([found.token_ids for found in of_ranks]).flatten()
+    assert torch.equal(gathered[found.places], batch.token_ids)
+    scored = torch.cat([found.target_ids for found in of_ranks]).flatten()[found.places]
+    following = torch.tensor([*batch.token_ids.tolist()[1:], 0])
+    assert torch.equal(scored[batch.loss_mask], following[batch.loss_mask])
+
+
+@pytest.mark.parametrize("cp_size", [2, 4, 8])
+def test_context_parallelism_pads_packed_rows_by_less_than_5_percent(cp_size: int) -> None:
+    """All padding together, with sequence parallelism over 8 ranks."""
+    lengths = gsm8k_like_lengths(1024)
+    batching = MicroBatching(max_tokens=4096, multiple_of=8 * cp_size, cp_size=cp_size)
+    plan = plan_step(lengths, num_mini_batches=1, dp_size=8, batching=batching)
+    positions = 0
+    for cuts in plan:
+        batch = take(batch_of_tokens([[1] * length for length in lengths]), cuts)
+        for micro_batch in split_micro_batches(batch):
+            row = lay_out(micro_batch, batching, None)
+            own = row.token_ids.shape[1] * cp_size
+            assert own <= 4096
+            # Of each sample less than its chunks, and of the row less than what it is rounded to.
+            limit = micro_batch.num_samples * (2 * cp_size - 1) + batching.row_multiple - 1
+            assert own - micro_batch.num_tokens <= limit
+            positions += own
+    assert 0 <= 1 - lengths.sum() / positions < 0.05
+
+
 def test_an_empty_micro_batch_is_a_row_of_padding() -> None:
     batching = MicroBatching(max_tokens=16, multiple_of=4)
     empty = take(batch_of([([1], [2])]), (((),),))
     rows = lay_out(empty, batching, None)
     assert rows.token_ids.tolist() == [[0] * 4] and len(rows.places) == 0
     assert rows.cu_seqlens is not None and rows.cu_seqlens.tolist() == [0, 4]
+    rows = lay_out(empty, MicroBatching(max_tokens=16, multiple_of=6, cp_size=2), None, 1)
+    assert rows.token_ids.tolist() == [[0] * 6] and len(rows.places) == 0
+    assert rows.cu_seqlens is not None and rows.cu_seqlens.tolist() == [0, 12]
 
 
 @given(samples=SAMPLES.filter(lambda s: len(s) > 1), data=st.data())
@@ -248,6 +383,8 @@ def test_rows_have_one_length_where_a_pipeline_needs_it() -> None:
     assert row_length(micro_batches, MicroBatching(multiple_of=4, same_length=True)) == 12
     packed = MicroBatching(max_tokens=16, multiple_of=4, same_length=True)
     assert row_length(micro_batches, packed) == 12
+    in_chunks = MicroBatching(multiple_of=4, same_length=True, cp_size=4)
+    assert row_length(micro_batches, in_chunks) == 16
 
 
 def test_batch_of_tokens_repeats_the_last_until_the_count_fits() -> None:

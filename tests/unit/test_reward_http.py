@@ -13,13 +13,13 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import numpy as np
 import pytest
 
-from mcore_rl import reward_http
 from mcore_rl.errors import UsageError
-from mcore_rl.reward_http import PLAIN_DIALECT, ServerReward, asking
-from mcore_rl.reward_pooling import POOLING_DIALECT
-from mcore_rl.reward_specs import parse_rewards
-from mcore_rl.reward_stack import RewardStack
-from mcore_rl.reward_worker import Outcome
+from mcore_rl.rewards import http as reward_http
+from mcore_rl.rewards.http import PLAIN_DIALECT, ServerReward, asking
+from mcore_rl.rewards.pooling import POOLING_DIALECT
+from mcore_rl.rewards.specs import parse_rewards
+from mcore_rl.rewards.stack import RewardStack
+from mcore_rl.rewards.worker import Outcome
 from mcore_rl.types import Prompt, Rollout
 
 SECRET = "Bearer hush-hush"

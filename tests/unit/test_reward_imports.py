@@ -9,16 +9,16 @@ import numpy as np
 import pytest
 
 from mcore_rl.errors import UsageError
-from mcore_rl.reward_functions import exact_match, resolve_reward, reward
-from mcore_rl.reward_specs import check_rewards, parse_rewards
-from mcore_rl.reward_stack import RewardStack
-from mcore_rl.rewards import RewardPool
+from mcore_rl.rewards.functions import exact_match, resolve_reward, reward
+from mcore_rl.rewards.pool import RewardPool
+from mcore_rl.rewards.specs import check_rewards, parse_rewards
+from mcore_rl.rewards.stack import RewardStack
 from mcore_rl.types import Prompt, Rollout
 
 # Names are of this test alone: they stay registered as long as the process lives.
 FILE = """
 import os, sys, time
-from mcore_rl.reward_functions import reward
+from mcore_rl.rewards.functions import reward
 
 @reward("imports_length")
 def length(*, prompt, response, answer):
@@ -107,7 +107,7 @@ def test_a_file_may_be_a_module_as_well(tmp_path, monkeypatch):
 )
 def test_a_file_that_fails_is_an_error_that_names_it(tmp_path, text, message):
     path = tmp_path / "fails.py"
-    path.write_text("from mcore_rl.reward_functions import reward\n" + text)
+    path.write_text("from mcore_rl.rewards.functions import reward\n" + text)
     spec = parse_rewards("exact_match", imports=[str(path)])
     with pytest.raises(UsageError, match="fails.py.*" + message):
         check_rewards(spec)
@@ -118,7 +118,7 @@ def test_a_file_that_fails_is_an_error_that_names_it(tmp_path, text, message):
 def test_a_registered_function_is_called_with_three_keywords(tmp_path):
     path = tmp_path / "parameters.py"
     path.write_text(
-        "from mcore_rl.reward_functions import reward\n"
+        "from mcore_rl.rewards.functions import reward\n"
         "@reward('imports_two')\ndef f(prompt, response): return 1\n"
     )
     with pytest.raises(UsageError, match="--rl-reward imports_two has the parameters"):
@@ -177,7 +177,7 @@ def test_each_function_has_a_time_of_its_own(tmp_path):
     """Together they take longer than one may."""
     path = tmp_path / "slow.py"
     path.write_text(
-        "import time\nfrom mcore_rl.reward_functions import reward\n"
+        "import time\nfrom mcore_rl.rewards.functions import reward\n"
         + "".join(
             f"@reward('slow_{i}')\ndef f{i}(**_):\n    time.sleep(0.6)\n    return {i}\n"
             for i in range(3)

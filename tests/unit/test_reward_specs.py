@@ -7,7 +7,7 @@ import re
 import pytest
 
 from mcore_rl.errors import UsageError
-from mcore_rl.reward_specs import check_rewards, header_of, parse_rewards
+from mcore_rl.rewards.specs import check_rewards, header_of, parse_rewards
 
 URL = "http://127.0.0.1:9/score"
 

@@ -15,8 +15,8 @@ import numpy as np
 import pytest
 
 from mcore_rl.errors import UsageError
-from mcore_rl.reward_functions import arithmetic, exact_match, gsm8k, resolve_reward, reward
-from mcore_rl.rewards import RewardPool
+from mcore_rl.rewards.functions import arithmetic, exact_match, gsm8k, resolve_reward, reward
+from mcore_rl.rewards.pool import RewardPool
 from mcore_rl.types import Prompt, Rollout
 
 REPOSITORY = Path(__file__).parents[2]
@@ -328,7 +328,7 @@ import os, sys
 with open("main_was_run", "a") as file:
     file.write(__name__ + " ")
 import torch
-from mcore_rl.rewards import RewardPool
+from mcore_rl.rewards.pool import RewardPool
 sys.path.insert(0, {tests!r})
 from test_rewards import rollouts
 

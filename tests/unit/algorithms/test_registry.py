@@ -22,7 +22,7 @@ from mcore_rl.algorithms.registry import (
 )
 from mcore_rl.algorithms.total_loss import policy_loss_total
 from mcore_rl.errors import UsageError
-from mcore_rl.reward_functions import resolve_reward
+from mcore_rl.rewards.functions import resolve_reward
 from tests.unit.algorithms.ragged import ragged, random_ragged
 from tests.unit.algorithms.test_estimators import inputs_of
 
@@ -33,7 +33,7 @@ import torch
 from mcore_rl.algorithms.estimators import AdvantageOutputs
 from mcore_rl.algorithms.loss_types import TokenLosses
 from mcore_rl.algorithms.registry import advantage_estimator, policy_loss
-from mcore_rl.reward_functions import reward
+from mcore_rl.rewards.functions import reward
 
 
 @advantage_estimator("{name}_constant", needs_critic=True)
@@ -55,7 +55,7 @@ def length(*, prompt, response, answer):
 
 @pytest.fixture(autouse=True)
 def restored_tables(monkeypatch: pytest.MonkeyPatch) -> None:
-    from mcore_rl import reward_functions
+    from mcore_rl.rewards import functions as reward_functions
 
     find_policy_loss("ppo_clip")
     for module, table in (
@@ -187,7 +187,7 @@ def test_a_name_that_a_built_in_has_is_refused_before_any_was_looked_up(tmp_path
 def test_a_file_of_rewards_alone_does_not_import_torch(tmp_path: Path) -> None:
     file = tmp_path / "rewards.py"
     file.write_text(
-        "from mcore_rl.reward_functions import reward\n"
+        "from mcore_rl.rewards.functions import reward\n"
         "reward('mine')(lambda *, prompt, response, answer: 1.0)\n"
     )
     program = (

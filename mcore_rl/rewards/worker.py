@@ -1,6 +1,6 @@
 """What a worker process of a reward pool runs.
 
-Workers import this module, `reward_functions`, `algorithms.registry` and what the user's own
+Workers import this module, `functions`, `algorithms.registry` and what the user's own
 functions import, nothing else: it must stay free of torch, Megatron, vLLM and numpy, and so must
 whatever it imports.
 """
@@ -23,7 +23,7 @@ from typing import NamedTuple, SupportsFloat
 
 from mcore_rl.algorithms.registry import import_user_file
 from mcore_rl.errors import UsageError
-from mcore_rl.reward_functions import RewardFunction, resolve_reward, shortened
+from mcore_rl.rewards.functions import RewardFunction, resolve_reward, shortened
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 

@@ -15,7 +15,7 @@ from urllib.parse import SplitResult, urlsplit
 
 from mcore_rl.algorithms.registry import import_user_file
 from mcore_rl.errors import UsageError
-from mcore_rl.reward_functions import SERVED_REWARDS, resolve_reward
+from mcore_rl.rewards.functions import REWARD_MODEL, SERVED_REWARDS, resolve_reward
 
 _HEADER = re.compile(
     r"(?P<name>[!#$%&'*+.^_`|~0-9A-Za-z-]+):[ \t]*(?P<value>[\x21-\x7e][\x20-\x7e]*)"
@@ -52,7 +52,8 @@ class RewardSpec:
     @property
     def functions(self) -> tuple[str, ...]:
         """The names of functions, which worker processes call."""
-        return tuple(name for name in self.names if name not in SERVED_REWARDS)
+        others = (*SERVED_REWARDS, REWARD_MODEL)
+        return tuple(name for name in self.names if name not in others)
 
 
 def parse_rewards(

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from types import TracebackType
 
-from mcore_rl.reward_http import PLAIN_DIALECT, ServerReward, asking
-from mcore_rl.reward_parts import FailureLog, weighed
-from mcore_rl.reward_pooling import POOLING_DIALECT
-from mcore_rl.reward_specs import RewardSpec
-from mcore_rl.rewards import RewardPool
+from mcore_rl.rewards.http import PLAIN_DIALECT, ServerReward, asking
+from mcore_rl.rewards.parts import FailureLog, weighed
+from mcore_rl.rewards.pool import RewardPool
+from mcore_rl.rewards.pooling import POOLING_DIALECT
+from mcore_rl.rewards.specs import RewardSpec
+from mcore_rl.rewards.worker import Outcome
 from mcore_rl.types import Rollout, ScoredRollout
 
 _DIALECTS = {"http": PLAIN_DIALECT, "pooling": POOLING_DIALECT}
@@ -43,11 +44,12 @@ class RewardStack:
         )
 
     def score(self, rollouts: Sequence[Rollout]) -> list[ScoredRollout]:
-        """Scores all rollouts, in their order; blocks until every part has a value or has failed.
+        """Scores all rollouts, in their order, by functions and servers."""
+        return self.weigh(rollouts, self.outcomes(rollouts))
 
-        `reward` is the weighted sum, `parts` has the values before their weights. A sample of
-        which a part failed has reward 0 and the part's reason in `failure`, and keeps the parts
-        that did not fail; the first failure of each kind is logged.
+    def outcomes(self, rollouts: Sequence[Rollout]) -> dict[str, list[Outcome]]:
+        """What functions and servers make of each rollout; blocks until every part has a value or
+        has failed. The first failure of each kind is logged.
 
         Raises what `RewardPool.outcomes` raises; a server raises nothing.
         """
@@ -56,6 +58,17 @@ class RewardStack:
             for server, answer in zip(self._servers, answers, strict=True):
                 outcomes[server.name] = answer.result()
                 self._logs[server.name].note(outcomes[server.name])
+        return outcomes
+
+    def weigh(
+        self, rollouts: Sequence[Rollout], outcomes: Mapping[str, Sequence[Outcome]]
+    ) -> list[ScoredRollout]:
+        """The rollouts with the sum of what all rewards made of them.
+
+        `reward` is the weighted sum, `parts` has the values before their weights. A sample of
+        which a part failed has reward 0 and the part's reason in `failure`, and keeps the parts
+        that did not fail.
+        """
         in_order = {name: outcomes[name] for name in self._weights}
         return weighed(rollouts, in_order, self._weights)
 

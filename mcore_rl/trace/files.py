@@ -14,7 +14,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from mcore_rl.trace_table import COMMUNICATION, MODEL, STAGE, Span
+from mcore_rl.trace.table import COMMUNICATION, MODEL, STAGE, Span
 
 _THREADS = {STAGE: 0, MODEL: 1, COMMUNICATION: 2}
 _THREAD_NAMES = ("stages", "model", "communication")

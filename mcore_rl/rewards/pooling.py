@@ -21,7 +21,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from mcore_rl.reward_http import Dialect
+from mcore_rl.rewards.http import Dialect
 from mcore_rl.types import Rollout
 
 

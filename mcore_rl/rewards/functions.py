@@ -7,13 +7,13 @@ policy wrote.
 A user's own function is named as `package.module:function`, or by the name under which a file of
 `--rl-import` registers it:
 
-    from mcore_rl.reward_functions import reward
+    from mcore_rl.rewards.functions import reward
 
     @reward("brevity")
     def brevity(*, prompt: str, response: str, answer: str) -> float:
         return 1 / (1 + len(response))
 
-Worker processes import this module, `reward_worker` and what the user's own functions import,
+Worker processes import this module, `worker` and what the user's own functions import,
 nothing else: it must stay free of torch, Megatron, vLLM and numpy, and so must whatever it imports.
 """
 
@@ -34,8 +34,9 @@ from mcore_rl.errors import UsageError
 
 RewardFunction = Callable[..., float]
 
-# Names of `--rl-reward` that mean a server, not a function.
+# Names of `--rl-reward` that mean a server, or a model that Megatron runs, and no function.
 SERVED_REWARDS = ("http", "pooling")
+REWARD_MODEL = "model"
 
 _BY_NAME: dict[str, RewardFunction] = {}
 _REGISTERED_AT: dict[str, tuple[str, int]] = {}  # name -> file and line of its `@reward(...)`
@@ -59,8 +60,10 @@ def reward(name: str) -> Callable[[RewardFunction], RewardFunction]:
         raise ValueError(
             f"a reward function cannot be called {name!r}; leave out commas, colons and white space"
         )
-    if name in SERVED_REWARDS:
-        raise ValueError(f"{name!r} is the reward of a server; call the reward function otherwise")
+    if name in (*SERVED_REWARDS, REWARD_MODEL):
+        raise ValueError(
+            f"{name!r} is the reward of a server or a model; call the reward function otherwise"
+        )
     caller = sys._getframe(1)
     place = (os.path.realpath(caller.f_code.co_filename), caller.f_lineno)
 

@@ -22,7 +22,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
-from mcore_rl.trace_table import MODEL, Span
+from mcore_rl.trace.table import MODEL, Span
 
 COLLECTIVES = (
     *("all_reduce", "all_reduce_coalesced", "reduce"),

@@ -15,8 +15,8 @@ from types import TracebackType
 
 from pebble import ProcessExpired, ProcessPool
 
-from mcore_rl.reward_parts import FailureLog, weighed
-from mcore_rl.reward_worker import Outcome, WorkerContext, score_sample, start_worker
+from mcore_rl.rewards.parts import FailureLog, weighed
+from mcore_rl.rewards.worker import Outcome, WorkerContext, score_sample, start_worker
 from mcore_rl.types import Rollout, ScoredRollout
 
 _Task = tuple[int, str]  # which rollout is scored by which function
@@ -32,7 +32,7 @@ class RewardPool:
     """Processes that score samples, each sample and function within a time of its own.
 
     Not collective: every rank that scores has its own pool. Workers start at the first `score`,
-    import only `reward_worker`, `reward_functions` and the user's modules, inherit the environment
+    import only `worker`, `functions` and the user's modules, inherit the environment
     and the standard streams, and are killed when this process ends, however it ends. Linux kills
     them also when the thread that called the first `score` ends; the next call then starts new
     ones.

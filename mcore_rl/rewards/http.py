@@ -29,8 +29,8 @@ from typing import Any
 
 import aiohttp
 
-from mcore_rl.reward_specs import ServerSpec, header_of
-from mcore_rl.reward_worker import Outcome
+from mcore_rl.rewards.specs import ServerSpec, header_of
+from mcore_rl.rewards.worker import Outcome
 from mcore_rl.types import Rollout
 
 _FIRST_BACKOFF_SECONDS = 0.5

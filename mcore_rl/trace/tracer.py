@@ -35,9 +35,9 @@ from pathlib import Path
 from typing import Any
 
 from mcore_rl.hybrid_engine.reshard_report import TO_ROLLOUT, ReshardReport
-from mcore_rl.trace_files import chrome_events, merge, write_events, write_text
-from mcore_rl.trace_hooks import Hooks
-from mcore_rl.trace_table import (
+from mcore_rl.trace.files import chrome_events, merge, write_events, write_text
+from mcore_rl.trace.hooks import Hooks
+from mcore_rl.trace.table import (
     COMMUNICATION,
     MODEL,
     STAGE,

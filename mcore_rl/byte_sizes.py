@@ -1,0 +1,17 @@
+"""Sizes in words: 12.3 MB, 4.56 GB. Units are decimal, as in every log line and plan.
+
+This module is pure: it imports neither Megatron nor vLLM nor torch.
+"""
+
+from __future__ import annotations
+
+_UNITS = ((10**9, "GB"), (10**6, "MB"), (10**3, "kB"))
+
+
+def shown_bytes(num_bytes: float) -> str:
+    """Three digits that count, in the largest unit of which there is one at least."""
+    for size, unit in _UNITS:
+        if num_bytes >= size:
+            number = num_bytes / size
+            return f"{number:.{0 if number >= 100 else 1 if number >= 10 else 2}f} {unit}"
+    return f"{num_bytes:.0f} bytes"

@@ -1,0 +1,139 @@
+"""The models that a job trains: the actor and, where the algorithm has one, the critic.
+
+Each has a layout and settings of its own. This module is pure: it imports neither Megatron nor vLLM
+nor torch.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import numpy.typing as npt
+
+from mcore_rl.errors import UsageError
+from mcore_rl.hf_config import ModelShape
+from mcore_rl.hybrid_engine.layout import PipelineLayers, TrainLayout
+from mcore_rl.planner.parameters import optimizer_parameters, stage_parameters
+from mcore_rl.planner.settings import TrainSettings
+from mcore_rl.planner.stages import stages_for
+
+Bytes = npt.NDArray[np.int64]
+
+ACTOR, CRITIC = "actor", "critic"
+# Degrees in which a critic may differ from the actor, and the flags for that.
+CRITIC_FLAGS = {
+    "tp_size": "--rl-critic-tp-size",
+    "pp_size": "--rl-critic-pp-size",
+    "ep_size": "--rl-critic-ep-size",
+}
+# What these set of Megatron's, for the critic.
+MEGATRON_FLAGS = {
+    "tp_size": "--tensor-model-parallel-size",
+    "pp_size": "--pipeline-model-parallel-size",
+    "ep_size": "--expert-model-parallel-size",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainedModel:
+    """A model with what it is trained by, on `train.world_size` ranks."""
+
+    name: str
+    shape: ModelShape
+    train: TrainLayout
+    layers: PipelineLayers
+    training: TrainSettings
+    own_degrees: frozenset[str] = frozenset()  # of a critic, those that do not follow the actor's
+    # Ranks of the world that are its own, `train.world_size` of them; empty: it shares the actor's,
+    # which are counted from 0.
+    ranks: tuple[int, ...] = ()
+
+    def of_ranks(self, of_stages: Sequence[int]) -> Bytes:
+        """`[train.world_size]`: what each rank has, of what a rank of each stage has."""
+        return np.repeat(np.array(of_stages, dtype=np.int64), self.train.ranks_per_stage)
+
+    def describe(self) -> str:
+        """TP8 x CP1 x DP4 x PP2, experts ...; layers of the stages: 8 8, or 4+4 with chunks."""
+        counts = [[len(chunk) for chunk in stage] for stage in self.layers]
+        shown = " ".join("+".join(map(str, chunks)) for chunks in counts)
+        return f"{self.train.describe()}; layers of the stages: {shown}"
+
+
+def stage_state(model: TrainedModel) -> list[dict[str, int]]:
+    """What a rank of each stage holds on the device between two passes."""
+    training = model.training
+    return [
+        {
+            "weights": parameters.total * training.weight_bytes,
+            "gradients": parameters.total * training.gradient_bytes,
+            "optimizer": math.ceil(optimizer * (1 - training.optimizer_host_share)),
+        }
+        for parameters, optimizer in zip(
+            stage_parameters(model.shape, model.train, model.layers, training),
+            optimizer_bytes(model),
+            strict=True,
+        )
+    ]
+
+
+def optimizer_bytes(model: TrainedModel) -> list[int]:
+    """Of a rank of each stage, on the device and on the host together."""
+    return [
+        optimizer_parameters(parameters, model.train, model.training)
+        * model.training.optimizer_bytes
+        for parameters in stage_parameters(model.shape, model.train, model.layers, model.training)
+    ]
+
+
+def following(
+    critic: TrainedModel, train: TrainLayout, layers: PipelineLayers
+) -> TrainedModel | None:
+    """The critic where the actor's layout is `train`: it follows in all that no flag of its own
+    fixes. None where that cannot be, or would need flags for its stages alone.
+    """
+    degrees = {
+        name: getattr(critic.train if name in critic.own_degrees else train, name)
+        for name in CRITIC_FLAGS
+    }
+    etp_size = train.etp_size if critic.shape.experts else degrees["tp_size"]
+    try:
+        new = TrainLayout(
+            critic.train.world_size, cp_size=train.cp_size, etp_size=etp_size, **degrees
+        )
+    except UsageError:
+        return None
+    depth = sum(len(chunk) for stage in layers for chunk in stage)
+    alike = new.pp_size == train.pp_size and depth == critic.shape.num_layers
+    return in_layout(critic, new, layers if alike else None)
+
+
+def in_layout(
+    model: TrainedModel, train: TrainLayout, layers: PipelineLayers | None = None
+) -> TrainedModel | None:
+    """`model` in another layout, with the same samples in a mini-batch.
+
+    Its stages are `layers`, else those that it has, else even ones. None where neither layers nor
+    samples divide.
+    """
+    old, settings = model.train, model.training
+    if layers is None and train.pp_size == old.pp_size:
+        layers = model.layers
+    if layers is None:
+        stages = stages_for(model.shape.num_layers, train.pp_size)
+        if stages is None or stages.flags:
+            return None
+        layers = stages.layers
+    share, rest = divmod(settings.num_micro_batches * old.dp_size, train.dp_size)
+    if not settings.packed_tokens and (rest or not share):
+        return None
+    training = replace(
+        settings,
+        num_micro_batches=share + bool(rest),
+        sequence_parallel=(
+            settings.sequence_parallel if train.tp_size == old.tp_size else train.tp_size > 1
+        ),
+    )
+    return replace(model, train=train, layers=layers, training=training)

@@ -1,0 +1,1 @@
+"""Who does what on which ranks: actor and engines, critic, reward model."""

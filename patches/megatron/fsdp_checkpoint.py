@@ -1,0 +1,104 @@
+"""Megatron-FSDP can save and load a checkpoint with PyTorch's AdamW, and in float32.
+
+Symptom: with `--ckpt-format fsdp_dtensor` saving hangs as soon as some rank holds no row of some
+gated layer (a small expert lies on one rank as a whole); so does loading. In float32 both die with
+"has no attribute `module`".
+
+Cause: saving splits each gated layer's moments by a collective call, over the keys of the
+optimizer's state. A rank without rows has no gradient there, and AdamW makes no state for what has
+no gradient, where Transformer Engine's Adam makes one of no elements; so that ranks call for
+different layers. And the names under which the layers are looked up count on the wrapper that
+half precision adds.
+
+Why safe: what AdamW lacks is of no elements; it gets the step that all parameters share. The order
+of the state becomes that of the parameters, which is the same on all ranks. Without the wrapper one
+"module." is left out of a name that cannot be found with it.
+
+Upstream: Megatron-LM issue 4910 and pull request 6573 are about ranks whose state differs, with
+other optimizers; nothing is merged.
+
+Drop when: `sharded_param_state_fsdp_dtensor` gives all ranks the same keys, and
+`handle_swiglu_in_state_dict` finds the parameters of a float32 model.
+
+Versions: megatron-core 0.19.2.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+from mcore_rl.patches.registry import Patch, require_parameters
+
+
+def needed() -> bool:
+    """True wherever Megatron-FSDP exists: float32 is a matter of flags."""
+    return True
+
+
+def apply() -> None:
+    """Complete the optimizer's state, and look names up as the model has them."""
+    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+    from megatron.core.transformer import fsdp_dtensor_checkpoint
+
+    pack = DistributedOptimizer.sharded_param_state_fsdp_dtensor
+    require_parameters(pack, "self", "is_loading")
+    init = DistributedOptimizer._init_optimizer_states_with_dummy_values
+    require_parameters(init, "self")
+    split = fsdp_dtensor_checkpoint.handle_swiglu_in_state_dict
+    require_parameters(split, "model", "model_state_dict", "optimizer_state_dict")
+
+    def init_all(self):
+        init(self)
+        _complete(self.optimizer)
+
+    def pack_all(self, is_loading=False):
+        _complete(self.optimizer)
+        packed = pack(self, is_loading)
+        state = packed["state"]
+        order = [name for name in packed["param_to_group_meta"] if name in state]
+        packed["state"] = {name: state[name] for name in order}
+        return packed
+
+    def split_of_any(model, model_state_dict, optimizer_state_dict):
+        if hasattr(model.module, "module"):
+            return split(model, model_state_dict, optimizer_state_dict)
+        find = model.get_parameter
+        model.get_parameter = lambda name: find(name.replace("module.module.", "module.", 1))
+        try:
+            return split(model, model_state_dict, optimizer_state_dict)
+        finally:
+            del model.get_parameter
+
+    DistributedOptimizer._init_optimizer_states_with_dummy_values = init_all
+    DistributedOptimizer.sharded_param_state_fsdp_dtensor = pack_all
+    # Megatron's training imports the function by name, perhaps it already has.
+    importer = sys.modules.get("megatron.training.checkpointing")
+    for module in filter(None, (fsdp_dtensor_checkpoint, importer)):
+        module.handle_swiglu_in_state_dict = split_of_any
+
+
+def _complete(optimizer: Any) -> None:
+    """Give AdamW a state for the parameters of which this rank has nothing."""
+    import torch
+
+    if not isinstance(optimizer, (torch.optim.Adam, torch.optim.AdamW)) or not optimizer.state:
+        return
+    step = max(float(state["step"]) for state in optimizer.state.values())
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            state = optimizer.state[parameter]
+            state.setdefault("step", torch.tensor(step))
+            for moment in ("exp_avg", "exp_avg_sq"):
+                if moment not in state:
+                    state[moment] = torch.zeros_like(parameter.data)
+
+
+PATCH = Patch(
+    name="megatron.fsdp_checkpoint",
+    package="megatron-core",
+    versions=("0.19.2",),
+    reason="Megatron-FSDP can save with PyTorch's AdamW, and in float32",
+    needed=needed,
+    apply=apply,
+)

@@ -1,0 +1,101 @@
+"""Megatron-FSDP runs on a machine without CUDA, over gloo.
+
+Symptom: `--use-megatron-fsdp` dies where the model is wrapped ("Invalid device string:
+'cuda:cpu'"), then at its device meshes, then at the first reduction of gradients ("Cannot use
+ReduceOp.PREMUL_SUM with Gloo").
+
+Cause: it spells out CUDA devices and meshes of type "cuda", and lets NCCL multiply while it adds.
+
+Why safe: a CUDA device or mesh becomes that of the CPU in Megatron-FSDP's own modules, as
+`cpu_torch` does for the rest of Megatron; nobody else's `torch` changes. Gradients are scaled
+before they are added up, which is what Megatron-FSDP itself does in bfloat16.
+
+Upstream: no issue proposes it.
+
+Drop when: Megatron takes the device from `torch.accelerator`.
+
+Versions: megatron-core 0.19.2.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import types
+from typing import Any
+
+from mcore_rl.patches.registry import Patch, require, require_parameters
+
+_PACKAGE = "megatron.core.distributed.fsdp"
+_BUFFERS = f"{_PACKAGE}.src.megatron_fsdp.param_and_grad_buffer"
+# Those that name a device.
+_MODULES = (
+    f"{_PACKAGE}.mcore_fsdp_adapter",
+    f"{_PACKAGE}.src.megatron_fsdp.megatron_fsdp",
+    f"{_PACKAGE}.src.megatron_fsdp.utils",
+    _BUFFERS,
+)
+
+
+def needed() -> bool:
+    """True where there is no CUDA device."""
+    import torch
+
+    return not torch.cuda.is_available()
+
+
+def apply() -> None:
+    """Give Megatron-FSDP devices, meshes and sums that exist here."""
+    for name in _MODULES:
+        module = importlib.import_module(name)
+        module.torch = _with_cpu_devices(module.torch)
+    _use_cpu_meshes(importlib.import_module(f"{_PACKAGE}.mcore_fsdp_adapter"))
+    _scale_before_adding(importlib.import_module(_BUFFERS))
+
+
+def _with_cpu_devices(torch: Any) -> types.ModuleType:
+    """`torch` for one module, of which `device("cuda:...")` is the CPU."""
+
+    def device(kind: Any, *index: Any) -> Any:
+        return torch.device("cpu") if str(kind).startswith("cuda") else torch.device(kind, *index)
+
+    stand_in = types.ModuleType("torch")
+    stand_in.__getattr__ = functools.partial(getattr, torch)  # type: ignore[method-assign]
+    stand_in.device = device  # type: ignore[attr-defined]
+    return stand_in
+
+
+def _use_cpu_meshes(adapter: Any) -> None:
+    mesh = adapter.DeviceMesh
+    require(hasattr(mesh, "from_group"), "DeviceMesh of Megatron-FSDP", "has no from_group")
+
+    def from_group(group: Any, *, device_type: str, **options: Any) -> Any:
+        return mesh.from_group(group, device_type="cpu", **options)
+
+    # Nothing else of it is used there.
+    adapter.DeviceMesh = types.SimpleNamespace(from_group=from_group)
+
+
+def _scale_before_adding(buffers: Any) -> None:
+    import torch
+
+    prepare = buffers.gradient_reduce_preprocessing
+    require_parameters(prepare, "grad_data", "scaling_factor", "ddp_config")
+
+    def prepare_for_gloo(grad_data: Any, scaling_factor: Any, ddp_config: Any) -> Any:
+        if scaling_factor is None or ddp_config.average_in_collective:
+            return prepare(grad_data, scaling_factor, ddp_config)
+        grad_data.mul_(scaling_factor)
+        return torch.distributed.ReduceOp.SUM
+
+    buffers.gradient_reduce_preprocessing = prepare_for_gloo
+
+
+PATCH = Patch(
+    name="megatron.fsdp_on_cpu",
+    package="megatron-core",
+    versions=("0.19.2",),
+    reason="Megatron-FSDP runs over gloo",
+    needed=needed,
+    apply=apply,
+)

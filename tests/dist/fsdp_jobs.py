@@ -1,0 +1,173 @@
+"""What a rank does in `test_fsdp.py`; run by `tests.rank_pool`."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from mcore_rl import megatron_adapter
+from mcore_rl.builders import build_manager, build_offloader, engine_config
+from mcore_rl.checkpoint import export
+from mcore_rl.hybrid_engine.boxes import volume
+from mcore_rl.hybrid_engine.holdings import missing_bytes
+from mcore_rl.hybrid_engine.model_shards import ModelShards
+from mcore_rl.hybrid_engine.sharding_manager import TO_ROLLOUT, ReshardReport
+from mcore_rl.hybrid_engine.vllm_model_only import VLLMModelOnly
+from mcore_rl.packing import split_mini_batches
+from mcore_rl.startup import Job
+from mcore_rl.types import TrainBatch
+from mcore_rl.verify import overwrite_with_zeros, stored_digests
+from tests.dist.jobs import log_probs_of_random_tokens, rank_batch, started
+
+
+def learn(flags: list[str], target: str) -> dict[str, Any]:
+    """The checkpoint exported again, then two updates, and the weights and log-probs after them.
+
+    Between the updates what `--rl-offload` names goes away and comes back.
+    """
+    job, actor, shards = started(flags, in_float32=True)
+    offloader = build_offloader(job, actor.state)
+    export(shards, job.checkpoint, Path(target) / "before", max_file_bytes=1 << 17)
+    found: dict[str, Any] = {
+        "held": num_held(shards),
+        "log_probs": log_probs_of_random_tokens(job, actor).nan_to_num().tolist(),
+        "updates": [],
+    }
+    for mini_batch in split_mini_batches(rank_batch(job)):
+        stats = actor.update(mini_batch)
+        sums = {name: float(getattr(stats.sums, name)) for name in type(stats.sums).__slots__}
+        found["updates"].append({"grad_norm": stats.result.grad_norm, **sums})
+        if offloader.what:
+            offloader.offload()
+            found["offloaded"] = offloader.stats.moved_bytes + offloader.stats.dropped_bytes
+            offloader.onload()
+    export(shards, job.checkpoint, Path(target) / "after", max_file_bytes=1 << 17)
+    found["log_probs_after"] = log_probs_of_random_tokens(job, actor).nan_to_num().tolist()
+    dist.destroy_process_group()
+    return found
+
+
+def num_held(shards: ModelShards) -> int:
+    """Elements of the checkpoint on this rank."""
+    return sum(volume(box) for name in shards.tensors() for box in shards.boxes(name))
+
+
+def hand_over(flags: list[str]) -> dict[str, Any]:
+    """Load by vLLM from disk, zero, hand over, compare; then an update and a second hand-over."""
+    job, actor, shards = started(flags)
+    engine = VLLMModelOnly(engine_config(job, load_format="auto"))
+    from_disk = stored_digests(engine)
+    manager = build_manager(job, shards, engine)
+    reports: list[ReshardReport] = []
+    manager.on_reshard_end.append(reports.append)
+    overwrite_with_zeros(engine, job, from_disk)
+    with manager:
+        handed_over = stored_digests(engine)
+    actor.update(without_kl(split_mini_batches(rank_batch(job))[0]))
+    with manager:
+        updated = stored_digests(engine)
+    result = {
+        "stored_equal": handed_over == from_disk and len(from_disk) > 10,
+        "num_changed_by_update": sum(updated[name] != from_disk[name] for name in from_disk),
+        "received": [r.received_bytes for r in reports if r.direction == TO_ROLLOUT],
+        "missing": missing_bytes(
+            manager.stream.tensors,
+            {name: shards.boxes(name) for name in shards.tensors()},
+            manager.stream.need,
+        ),
+        "attested": all(r.attested for r in reports if r.direction == TO_ROLLOUT),
+    }
+    engine.close()
+    dist.destroy_process_group()
+    return result
+
+
+def without_kl(batch: TrainBatch) -> TrainBatch:
+    return dataclasses.replace(batch, ref_log_probs=None)
+
+
+def written_weights_count(flags: list[str]) -> dict[str, Any]:
+    """An update; the weights of before it put in and taken out again, as of a reference policy."""
+    job, actor, _ = started(flags)
+    before = log_probs_of_random_tokens(job, actor)
+    weights = megatron_adapter.weights(actor.state)
+    kept = [weight.clone() for weight in weights]
+    actor.update(without_kl(split_mini_batches(rank_batch(job))[0]))
+    after = log_probs_of_random_tokens(job, actor)
+
+    def swap() -> torch.Tensor:
+        for weight, other in zip(weights, kept, strict=True):
+            current = weight.clone()
+            weight.copy_(other)
+            other.copy_(current)
+        megatron_adapter.weights_written(actor.state)
+        return log_probs_of_random_tokens(job, actor)
+
+    result = {
+        "moved": not same(before, after),
+        "old_again": same(swap(), before),
+        "new_again": same(swap(), after),
+    }
+    dist.destroy_process_group()
+    return result
+
+
+def same(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return torch.equal(a.nan_to_num(), b.nan_to_num())
+
+
+def save_and_go_on(flags: list[str], target: str) -> str:
+    """An update, a checkpoint, another update; the weights go to `went_on`."""
+    job, actor, shards = started(flags, in_float32=True)
+    first, second = split_mini_batches(rank_batch(job))
+    actor.update(first)
+    saved = megatron_adapter.save_checkpoint(job.args, actor.state, 1, Path(target) / "saved")
+    _update_and_export(job, actor, shards, second, Path(target) / "went_on")
+    return saved.name
+
+
+def load_and_go_on(flags: list[str], target: str) -> int:
+    """That checkpoint, and the second update; the weights go to `resumed`."""
+    loading = ["--load", str(Path(target) / "saved")]
+    job, actor, shards = started([*flags, *loading], in_float32=True)
+    _update_and_export(
+        job, actor, shards, split_mini_batches(rank_batch(job))[1], Path(target) / "resumed"
+    )
+    return actor.state.iteration
+
+
+def _update_and_export(
+    job: Job, actor: Any, shards: ModelShards, batch: TrainBatch, target: Path
+) -> None:
+    actor.update(batch)
+    export(shards, job.checkpoint, target)
+    dist.destroy_process_group()
+
+
+def nonfinite_gradient(flags: list[str]) -> str:
+    """A gradient becomes nan on rank 1 alone, and no update may follow; what was raised."""
+    job, actor, _ = started(flags)
+    assert os.environ["WORLD_SIZE"] == "2"
+    finish = megatron_adapter.finished_gradients
+
+    def spoilt(state: megatron_adapter.TrainState) -> Any:
+        for name, gradient in finish(state):
+            if dist.get_rank() == 1 and gradient.numel():
+                gradient.view(-1)[0] = float("nan")
+            yield name, gradient
+
+    megatron_adapter.finished_gradients = spoilt
+    before = [weight.clone() for weight in megatron_adapter.weights(actor.state)]
+    try:
+        actor.update(without_kl(split_mini_batches(rank_batch(job))[0]))
+    except RuntimeError as error:
+        after = megatron_adapter.weights(actor.state)
+        assert all(map(torch.equal, before, after))
+        dist.destroy_process_group()
+        return str(error)
+    raise AssertionError("an update was made of a nan")

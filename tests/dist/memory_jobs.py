@@ -1,0 +1,181 @@
+"""What a rank does in `test_memory_switches.py`; run by `tests.rank_pool`."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from mcore_rl import megatron_adapter
+from mcore_rl.actor import Actor, ReferencePolicy
+from mcore_rl.builders import build_learner, build_offloader, micro_batching
+from mcore_rl.critic_startup import build_critic
+from mcore_rl.hybrid_engine.offload import Offloader
+from mcore_rl.memory_report import memory_lines, recompute_saving
+from mcore_rl.packing import lay_out, split_micro_batches, split_mini_batches
+from mcore_rl.planner.flag_settings import activation_settings
+from mcore_rl.run_output import setup_logging
+from mcore_rl.startup import Job, build_actor, start
+from mcore_rl.types import TrainBatch
+from tests.dist.invariance_jobs import Forwards
+from tests.dist.jobs import rank_batch, started
+from tests.dist.offload_jobs import state_digests
+from tests.dist.ppo_jobs import scored_rollouts, take_step
+
+
+def learn_with_each(
+    flags: list[str], variants: dict[str, dict[str, Any]], num_steps: int = 2
+) -> dict[str, dict[str, Any]]:
+    """The same from the same checkpoint with each variant's switches: an update of the actor, then
+    whole steps of actor and critic.
+
+    A variant may have `args` (destination -> value of Megatron's arguments), `tokens` (the same as
+    flags, for the critic's command line) and `config` (field -> value of RLConfig). With those that
+    follow it one that `is_reference` is compared in its gradients; the first one must be.
+    """
+    setup_logging()
+    with open("/dev/null", "w") as log:
+        job = start(flags, log=log)
+    assert job.critic is not None and job.critic.tokens is not None
+    found: dict[str, dict[str, Any]] = {}
+    gradients: dict[str, torch.Tensor] = {}
+    for name, variant in variants.items():
+        before = {dest: getattr(job.args, dest) for dest in variant.get("args", {})}
+        vars(job.args).update(variant.get("args", {}))
+        if variant.get("is_reference"):
+            gradients.clear()
+        tokens = (*job.critic.tokens, *variant.get("tokens", ()))
+        changed = dataclasses.replace(
+            job,
+            config=dataclasses.replace(job.config, **variant.get("config", {})),
+            critic=dataclasses.replace(job.critic, tokens=tokens),
+        )
+        found[name] = _learn(changed, num_steps, gradients)
+        vars(job.args).update(before)
+    dist.destroy_process_group()
+    return found
+
+
+def _learn(job: Job, num_steps: int, gradients: dict[str, torch.Tensor]) -> dict[str, Any]:
+    """`gradients` are those of the reference's first update; empty, they are filled."""
+    with open("/dev/null", "w") as log:
+        state, shards = build_actor(job, log=log)
+        assert job.critic is not None
+        critic = build_critic(job.critic, job.config, job.args, log=log)
+    learner = build_learner(job, state, shards, critic)
+    offloader = build_offloader(job, state, critic)
+    found: dict[str, Any] = {"first": _first_update(job, learner.actor, gradients)}
+    scored = scored_rollouts(job)
+    counters = [Forwards(state.chunks), Forwards(critic.state.chunks)]
+    steps = []
+    for step in range(num_steps):
+        _as_in_a_switch(offloader)
+        batch = learner.make_batch(scored)
+        measured = take_step(learner, step, batch, scored)
+        steps.append({name: value.hex() for name, value in measured.items()})
+        for counter, part in zip(counters, (batch.actor, batch.critic), strict=True):
+            assert part is not None
+            counter.expect(part)
+    largest = max(split_micro_batches(batch.actor), key=lambda part: part.num_tokens)
+    return found | {
+        "steps": steps,
+        "actor": state_digests(state),
+        "critic": state_digests(critic.state),
+        "forwards": [counter.per_micro_batch() for counter in counters],
+        "moved_bytes": offloader.stats.moved,
+        "dropped_bytes": offloader.stats.dropped,
+        "kept_bytes": kept_bytes(job, state, largest),
+        "computed": _computed(job, largest),
+        "lines": memory_lines(job.config, vars(job.args), job.shape, job.train_layout, job.layers),
+    }
+
+
+def _first_update(job: Job, actor: Actor, gradients: dict[str, torch.Tensor]) -> dict[str, Any]:
+    """What the actor scores, and the bits of an update that has all terms of a loss."""
+    batch = split_mini_batches(rank_batch(job))[0]
+    log_probs = actor.log_probs(batch)
+    stats = actor.update(batch)
+    parameters = {n: p for chunk in actor.state.chunks for n, p in chunk.named_parameters()}
+    of_update = {name: p.main_grad.detach() for name, p in parameters.items()}
+    if not gradients:
+        gradients.update({name: gradient.clone() for name, gradient in of_update.items()})
+    apart = {
+        name: float((gradient - gradients[name]).abs().max() / gradients[name].abs().max())
+        for name, gradient in of_update.items()
+        if not torch.equal(gradient, gradients[name])
+    }
+    return {
+        "log_probs": [value.hex() for value in log_probs.tolist()],
+        "sums": {name: getattr(stats.sums, name).item().hex() for name in stats.sums.__slots__},
+        "grad_norm": stats.result.grad_norm.hex(),
+        "gradients_apart": apart,  # parameter -> largest difference over the largest element
+        "num_gradients": sum(bool(gradient.any()) for gradient in of_update.values()),
+    }
+
+
+def _as_in_a_switch(offloader: Offloader) -> None:
+    """The calls of the sharding manager around rollout."""
+    offloader.offload("gradients", "optimizer")
+    offloader.offload("parameters")
+    if offloader.away:
+        offloader.onload()
+
+
+def kept_bytes(job: Job, state: megatron_adapter.TrainState, samples: TrainBatch) -> int:
+    """Bytes of all storages that one micro-batch's forward pass keeps for its backward pass, but
+    for parameters and buffers."""
+    (model,) = state.model
+    (chunk,) = state.chunks
+    rows = lay_out(samples, micro_batching(job), None)
+    held = {t.untyped_storage()._cdata for t in (*chunk.parameters(), *chunk.buffers())}
+    kept: dict[int, torch.UntypedStorage] = {}
+
+    def note(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage._cdata not in held:
+            kept[storage._cdata] = storage  # alive, so that no other takes its place
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+        model(
+            rows.token_ids,
+            rows.position_ids,
+            None,
+            packed_seq_params=megatron_adapter.packed_samples(rows.cu_seqlens, rows.longest),
+            target_ids=rows.target_ids,
+            temperature=1.0,
+        )
+    return sum(storage.nbytes() for storage in kept.values())
+
+
+def _computed(job: Job, samples: TrainBatch) -> dict[str, int]:
+    """What the formulas say of a micro-batch with as many tokens as `samples`."""
+    settings = activation_settings(job.config, vars(job.args), job.train_layout, job.layers)
+    settings = dataclasses.replace(settings, packed_tokens=samples.num_tokens)
+    saving = recompute_saving(job.shape, job.train_layout, job.layers, settings)
+    return {"kept_bytes": saving.kept_bytes, "whole_bytes": saving.whole_bytes}
+
+
+def update_peaks(flags: list[str]) -> dict[str, int]:
+    """Peak bytes of device memory of a whole update, without a reference policy and with one."""
+    job, actor, _ = started(flags)
+    batch = rank_batch(job)
+
+    def peak(reference: ReferencePolicy | None) -> int:
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        if reference is not None:
+            with reference:
+                actor.log_probs(batch)
+        actor.log_probs(batch)
+        for mini_batch in split_mini_batches(batch):
+            actor.update(mini_batch)
+        torch.cuda.synchronize()
+        return torch.cuda.max_memory_allocated()
+
+    peak(None)  # makes the optimizer's moments, and all else that is made once
+    found = {"without": peak(None), "with": peak(ReferencePolicy(actor.state))}
+    dist.destroy_process_group()
+    return found

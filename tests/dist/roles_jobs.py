@@ -1,0 +1,109 @@
+"""What a rank does in the tests of roles with ranks of their own; run by `tests.rank_pool`."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch.distributed as dist
+
+from mcore_rl.builders import build_learner, critic_model, reward_model_of, reward_role
+from mcore_rl.checkpoint import export
+from mcore_rl.critic import Critic
+from mcore_rl.critic_startup import BuiltCritic, build_critic
+from mcore_rl.roles.critic import serve_critic
+from mcore_rl.roles.ranks import CRITIC, REWARD
+from mcore_rl.roles.reward import serve_reward_model
+from mcore_rl.run_output import setup_logging
+from mcore_rl.startup import Job, build_actor, start
+from tests.dist.ppo_jobs import in_float32, scored_rollouts, take_step
+
+MEETING_SECONDS = 60
+
+
+def scores(flags: list[str]) -> list[float]:
+    """What the reward model says of the samples of `scored_rollouts`, on the actor's ranks."""
+    setup_logging()
+    with open("/dev/null", "w") as log:
+        job = start(flags, log=log)
+        role = reward_role(job, log=log)
+    rollouts = [sample.rollout for sample in scored_rollouts(job)]
+    found = role.scores(rollouts).tolist()
+    # Any number of samples; divided otherwise, they round otherwise.
+    np.testing.assert_allclose(role.scores(rollouts[:3]), found[:3], atol=1e-5)
+    assert role.scores([]).tolist() == []
+    role.close()
+    dist.destroy_process_group()
+    return found
+
+
+def learn_apart(flags: list[str], target: str, num_steps: int = 2) -> dict[str, Any]:
+    """As `ppo_jobs.learn`, each role on its own ranks. Actor and critic wait for each other in
+    every update, which only ends if they are in it at the same time."""
+    setup_logging()
+    with open("/dev/null", "w") as log:
+        job = in_float32(start(flags, log=log))
+        if job.world.role == REWARD:
+            serve_reward_model(job.world.bridges[REWARD], lambda: reward_model_of(job, log=log))
+            found: dict[str, Any] = {}
+        elif job.world.role == CRITIC:
+            found = _criticise(job, Path(target), log)
+        else:
+            found = _act(job, Path(target), num_steps, log)
+    dist.destroy_process_group()
+    return {"role": job.world.role, **found}
+
+
+def _criticise(job: Job, target: Path, log: Any) -> dict[str, Any]:
+    built: list[BuiltCritic] = []
+    assert job.critic is not None
+
+    def build(iteration: int) -> Critic:
+        built.append(build_critic(job.critic, job.config, job.args, log=log))
+        critic = critic_model(job, built[0])
+        critic.update = _meeting(critic.update, target, CRITIC, "actor")
+        return critic
+
+    serve_critic(job.world.bridges[CRITIC], build, job.config, log=log)
+    export(built[0].shards, job.critic.checkpoint, target / "critic")
+    return {"layout": built[0].world.layout.describe()}
+
+
+def _act(job: Job, target: Path, num_steps: int, log: Any) -> dict[str, Any]:
+    state, shards = build_actor(job, log=log)
+    learner = build_learner(job, state, shards, None)
+    learner.actor.update = _meeting(learner.actor.update, target, "actor", CRITIC)
+    role = reward_role(job, log=log)
+    assert learner.critic is not None
+    learner.critic.wait()
+    scored = scored_rollouts(job)
+    found: dict[str, Any] = {"scores": role.scores([s.rollout for s in scored]).tolist()}
+    found["steps"] = [
+        take_step(learner, step, learner.make_batch(scored), scored) for step in range(num_steps)
+    ]
+    found["rates"] = sorted(learner.rates())
+    learner.critic.save(num_steps, target / "saved")
+    export(shards, job.checkpoint, target / "actor")
+    learner.critic.close()
+    role.close()
+    return found
+
+
+def _meeting(update: Callable, folder: Path, me: str, other: str) -> Callable:
+    """`update` that first waits until the other role is in its update of the same number."""
+    count = 0
+
+    def meet(batch: Any) -> Any:
+        nonlocal count
+        count += 1
+        (folder / f"{me} {count}").touch()
+        deadline = time.monotonic() + MEETING_SECONDS
+        while not (folder / f"{other} {count}").exists():
+            assert time.monotonic() < deadline, f"{other} was not in update {count}"
+            time.sleep(0.01)
+        return update(batch)
+
+    return meet

@@ -1,0 +1,105 @@
+"""Context parallelism on CPU: its attention, every kind of attention of a whole model, and a critic
+beside it in another layout.
+
+That updates are those of one process, test_invariance shows, of latent attention.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.dist.layouts import job_flags
+from tests.dist.test_families import loaded, log_probs_of
+from tests.dist.test_invariance import (
+    ALGORITHMS,
+    COMMON_FLAGS,
+    TOLERANCE,
+    Outcome,
+    differences_of,
+)
+from tests.dist.test_parity import tensors_of
+from tests.rank_pool import RankPool
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"])
+@pytest.mark.parametrize(("groups", "value_size"), [(4, 8), (2, 16)], ids=["latent", "grouped"])
+@pytest.mark.parametrize("cp_size", [2, 3])
+def test_attention_is_that_over_whole_samples(
+    cp_size: int, groups: int, value_size: int, packed: bool, ranks: RankPool
+) -> None:
+    results = ranks.run(
+        "tests.dist.context_parallel_jobs:attention",
+        world_size=cp_size,
+        arguments={
+            "lengths": [2 * cp_size * size for size in (3, 1, 5)],
+            "packed": packed,
+            "groups": groups,
+            "value_size": value_size,
+        },
+    )
+    # In float32, of numbers of the order of 1.
+    assert all(len(result) == 4 and max(result) < 1e-5 for result in results), results
+
+
+@pytest.mark.parametrize("division", ["padded", "packed"])
+@pytest.mark.parametrize("arch", ["kimi_k2", "qwen3_moe"])  # yarn and latent; grouped
+def test_log_probs_equal_transformers_in_float32(
+    arch: str,
+    division: str,
+    checkpoint_factory: Callable[..., Path],
+    ranks: RankPool,
+    tmp_path: Path,
+) -> None:
+    checkpoint = checkpoint_factory(arch)
+    budget = ["--rl-max-tokens-per-microbatch", "128"] if division == "packed" else []
+    flags = job_flags(
+        checkpoint, "tp1_pp1_ep2", "--context-parallel-size", "2", *budget, micro_batch_size=1
+    )
+    results = ranks.run(
+        "tests.dist.jobs:log_probs_and_export",
+        world_size=2,
+        arguments={"flags": flags, "target": str(tmp_path / "exported")},
+    )
+    expected = log_probs_of(loaded(checkpoint))
+    for found in results:  # every rank has all of them
+        assert (torch.tensor(found)[:, :-1] - expected).abs().max() <= 1e-4
+
+
+def test_ppo_update_is_the_same_where_actor_and_critic_differ_in_their_layouts(
+    checkpoint_factory: Callable[..., Path], ranks: RankPool, tmp_path: Path
+) -> None:
+    checkpoint = checkpoint_factory("deepseek_v3")
+
+    def learnt(name: str, world_size: int, *flags: str) -> Outcome:
+        target = tmp_path / name
+        common = ["--rl-hf-checkpoint", str(checkpoint), *COMMON_FLAGS, *ALGORITHMS["ppo"].split()]
+        results = ranks.run(
+            "tests.dist.ppo_jobs:learn",
+            world_size=world_size,
+            arguments={"flags": [*common, *flags], "target": str(target)},
+        )
+        assert all(result == results[0] for result in results), "ranks disagree"
+        weights = {
+            f"{model}/{name}": weight
+            for model in ("actor", "critic")
+            for name, weight in tensors_of(target / model).items()
+        }
+        return Outcome(results[0], weights)
+
+    # Actor CP2 x DP2, its critic TP2 x CP2: what a rank's row is a multiple of differs, too.
+    different = learnt(
+        "different",
+        4,
+        *("--context-parallel-size", "2", "--expert-model-parallel-size", "2"),
+        *("--rl-critic-tp-size", "2", "--rl-critic-ep-size", "1"),
+        *("--rl-max-tokens-per-microbatch", "128"),
+    )
+    assert "TP2 x CP2 x DP1" in different.found["critic_layout"]
+    differences = differences_of(different, learnt("one", 1))
+    assert differences.loss <= TOLERANCE
+    assert differences.grad_norm <= TOLERANCE
+    assert differences.weight <= TOLERANCE, differences.weight_name

@@ -1,0 +1,137 @@
+"""Critic and reward model on the actor's ranks in turn and on ranks of their own: the same numbers.
+
+`tests.e2e.test_roles` runs the whole program so.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tests.dist.layouts import SPLITS, job_flags
+from tests.dist.ppo_jobs import scored_samples
+from tests.dist.test_parity import tensors_of
+from tests.dist.test_ppo import PACKED, PPO_FLAGS, TOLERANCE
+from tests.dist.test_value_model import TOLERANCE as SCORE_TOLERANCE
+from tests.dist.test_value_model import reference_scores, reward_model
+from tests.rank_pool import RankPool
+
+# Rank 0 and 1 act in two stages, 2 and 3 criticise by TP2, 4 rewards.
+APART = (
+    *("--rl-critic-ranks", "2-3"),
+    *("--rl-critic-tp-size", "2"),
+    *("--rl-critic-pp-size", "1"),
+    *("--rl-reward-ranks", "4"),
+    *("--rl-reward-pp-size", "1"),
+)
+# actor's split -> further flags of the reward model
+IN_TURN = {
+    "tp1_pp1_ep1": (),
+    "tp2_pp2_ep2": ("--rl-reward-tp-size", "1", "--rl-reward-pp-size", "1", *PACKED),
+}
+
+
+@pytest.fixture(scope="module")
+def checkpoint(checkpoint_factory: Callable[..., Path]) -> Path:
+    return checkpoint_factory("deepseek_v3")
+
+
+@pytest.fixture(scope="module")
+def reward(checkpoint: Path, tmp_path_factory: Any) -> Path:
+    return reward_model(checkpoint, tmp_path_factory.mktemp("r") / "reward", with_lm_head=False)
+
+
+@pytest.fixture(scope="module")
+def reward_flags(reward: Path) -> tuple[str, ...]:
+    return ("--rl-reward", "exact_match,model", "--rl-reward-model", str(reward))
+
+
+@pytest.fixture(scope="module")
+def apart(
+    checkpoint: Path, reward_flags: tuple[str, ...], ranks: RankPool, tmp_path_factory: Any
+) -> tuple[list[dict], Path]:
+    """What ranks of three roles found, and where the weights are."""
+    target = tmp_path_factory.mktemp("apart")
+    flags = job_flags(
+        checkpoint,
+        "tp1_pp2_ep1",
+        *(*PPO_FLAGS, *PACKED, *reward_flags, *APART),
+        micro_batch_size=1,
+    )
+    arguments = {"flags": flags, "target": str(target)}
+    return ranks.run("tests.dist.roles_jobs:learn_apart", world_size=5, arguments=arguments), target
+
+
+@pytest.fixture(scope="module")
+def expected_scores(checkpoint: Path, reward: Path) -> torch.Tensor:
+    samples = scored_samples(
+        json.loads((checkpoint / "config.json").read_text())["vocab_size"], num_samples=8
+    )
+    tokens = [
+        torch.from_numpy(
+            np.concatenate([s.rollout.prompt.token_ids, s.rollout.response_token_ids])
+        ).long()
+        for s in samples
+    ]
+    return reference_scores(reward, tokens)
+
+
+def test_each_rank_has_its_role(apart: tuple[list[dict], Path]) -> None:
+    results, target = apart
+    assert [found["role"] for found in results] == [*["actor"] * 2, *["critic"] * 2, "reward"]
+    assert results[0] == results[1] and results[2] == results[3]
+    assert results[2]["layout"].startswith("TP2 x CP1 x DP1 x PP1,")
+    assert {"critic/learning_rate", "critic/update_seconds"} <= set(results[0]["rates"])
+    assert (target / "saved" / "critic" / "latest_checkpointed_iteration.txt").read_text() == "2"
+
+
+def test_a_critic_of_its_own_ranks_learns_while_the_actor_does_and_the_same(
+    apart: tuple[list[dict], Path], checkpoint: Path, ranks: RankPool, tmp_path: Path
+) -> None:
+    """That they are in every update together is what `learn_apart` waits for."""
+    results, target = apart
+    flags = job_flags(checkpoint, "tp1_pp1_ep1", *PPO_FLAGS, micro_batch_size=1)
+    (expected,) = ranks.run(
+        "tests.dist.ppo_jobs:learn",
+        world_size=1,
+        arguments={"flags": flags, "target": str(tmp_path)},
+    )
+    for step, expected_step in zip(results[0]["steps"], expected["steps"], strict=True):
+        assert step.keys() == expected_step.keys()
+        for name, value in expected_step.items():
+            assert step[name] == pytest.approx(value, rel=TOLERANCE, abs=TOLERANCE), name
+    for model in ("actor", "critic"):
+        weights, expected_weights = tensors_of(target / model), tensors_of(tmp_path / model)
+        assert weights.keys() == expected_weights.keys()
+        for name, weight in expected_weights.items():
+            assert (weights[name] - weight).abs().max() <= TOLERANCE, f"{model}: {name}"
+
+
+def test_scores_of_ranks_of_their_own_equal_transformers(
+    apart: tuple[list[dict], Path], expected_scores: torch.Tensor
+) -> None:
+    found = torch.tensor(apart[0][0]["scores"])
+    assert (found - expected_scores).abs().max() <= SCORE_TOLERANCE
+
+
+@pytest.mark.parametrize("split", IN_TURN)
+def test_scores_in_turn_with_the_actor_equal_transformers(
+    split: str,
+    checkpoint: Path,
+    reward_flags: tuple[str, ...],
+    ranks: RankPool,
+    expected_scores: torch.Tensor,
+) -> None:
+    flags = job_flags(checkpoint, split, *reward_flags, *IN_TURN[split], micro_batch_size=1)
+    results = ranks.run(
+        "tests.dist.roles_jobs:scores", world_size=SPLITS[split][3], arguments={"flags": flags}
+    )
+    assert expected_scores.std() > 0.1, "scores that hardly differ show nothing"
+    for found in results:
+        assert (torch.tensor(found) - expected_scores).abs().max() <= SCORE_TOLERANCE

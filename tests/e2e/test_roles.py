@@ -1,0 +1,80 @@
+"""The whole program with a critic and a reward model on ranks of their own, and a run continued."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.dist.test_value_model import reward_model
+from tests.e2e.recipe import task_flags
+from tests.e2e.test_training import metrics_of
+from tests.rank_pool import RankPool
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+
+ROLES = (
+    *("--rl-algorithm", "ppo"),
+    *("--rl-critic-ranks", "2"),
+    *("--rl-critic-tp-size", "1"),
+    *("--rl-reward-ranks", "3"),
+    *("--rl-reward-tp-size", "1"),
+    *("--tensor-model-parallel-size", "2"),
+    *("--pipeline-model-parallel-size", "1"),
+    *("--rl-critic-ep-size", "1"),
+    *("--rl-reward-ep-size", "1"),
+    *("--rl-num-eval-prompts", "16"),
+)
+
+
+@pytest.fixture(scope="module")
+def runs(
+    warmed_checkpoint: Path, ranks: RankPool, tmp_path_factory: Any
+) -> list[tuple[str, list[dict[str, Any]]]]:
+    """What rank 0 said and the metrics: of two steps, and of a third that goes on from there."""
+    folder = tmp_path_factory.mktemp("roles")
+    model = reward_model(warmed_checkpoint, folder / "reward", with_lm_head=False)
+    found = []
+    for name, flags in (
+        ("first", ("--rl-num-steps", "2")),
+        ("second", ("--rl-num-steps", "3", "--load", str(folder / "first" / "checkpoints"))),
+    ):
+        reward = ("--rl-reward", "arithmetic,model", "--rl-reward-weights", "1,0.01")
+        more = (*ROLES, *reward, "--rl-reward-model", str(model), *flags)
+        outcomes = ranks.run_raw(
+            "tests.e2e.jobs:train",
+            world_size=4,
+            arguments={"tokens": task_flags(warmed_checkpoint, folder / name, *more)},
+        )
+        for outcome in outcomes:
+            assert outcome.exit_code == 0, outcome.output[-4000:]
+        found.append((outcomes[0].output, metrics_of(folder / name)))
+    return found
+
+
+def test_one_line_says_who_is_where(runs: list) -> None:
+    lines = [line for line in runs[0][0].splitlines() if line.startswith("placement: ")]
+    assert len(lines) == 1
+    for words in ("in turn on ranks 0-1;", "critic (TP1", "on rank 2;", "reward model (TP1"):
+        assert words in lines[0]
+    assert lines[0].endswith("on rank 3")
+
+
+def test_both_roles_do_their_part_in_every_step(runs: list) -> None:
+    _, metrics = runs[0]
+    for step in metrics[:2]:
+        assert step["critic/update_seconds"] > 0 and step["critic/host_peak_bytes"] > 0
+        assert step["critic/learning_rate"] > 0 and step["critic/grad_norm"] > 0
+        assert math.isfinite(step["reward/model/mean"]) and step["reward/model/failures"] == 0
+        parts = step["reward/arithmetic/mean"] + 0.01 * step["reward/model/mean"]
+        assert step["reward/mean"] == pytest.approx(parts)
+
+
+def test_a_run_goes_on_with_its_critic(runs: list) -> None:
+    (_, first), (said, second) = runs
+    assert [step["step"] for step in second] == [2, 3]
+    assert "no critic lies beside" not in said
+    # A head of zeros explains nothing; the one that was saved is no longer of zeros.
+    assert first[0]["critic/value_mean"] == 0.0 != second[0]["critic/value_mean"]

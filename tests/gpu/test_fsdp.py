@@ -1,0 +1,113 @@
+"""Megatron-FSDP on two CUDA devices: NCCL's sums, Transformer Engine's layers and Adam.
+
+What does not depend on them is in tests/dist/test_fsdp.py, over gloo. Here, too, the ranks play the
+jobs of `tests.dist.fsdp_jobs`, started by torchrun: `tests/gpu/test_fsdp.py FOLDER`
+calls the one that is named there and writes what it returned.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+ROOT = Path(__file__).resolve().parents[2]
+NUM_RANKS = 2
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(
+        torch.cuda.device_count() < NUM_RANKS, reason=f"needs {NUM_RANKS} CUDA devices"
+    ),
+]
+
+FSDP = (
+    "--use-megatron-fsdp",
+    *("--ckpt-format", "fsdp_dtensor"),
+    "--no-gradient-accumulation-fusion",
+)
+
+
+def run(function: str, flags: list[str], target: Path) -> list[Any]:
+    """What each rank's call of `function(flags, target)` returned."""
+    (target / "order").write_text(json.dumps([function, {"flags": flags, "target": str(target)}]))
+    process = subprocess.run(
+        [
+            *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
+            *("--nproc-per-node", str(NUM_RANKS)),
+            *(str(Path(__file__)), str(target)),
+        ],
+        cwd=ROOT,
+        env={**os.environ, "CUDA_DEVICE_MAX_CONNECTIONS": "8", "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=900,
+    )
+    assert process.returncode == 0, process.stdout[-2000:] + process.stderr[-6000:]
+    return [json.loads((target / f"result.{rank}").read_text()) for rank in range(NUM_RANKS)]
+
+
+@pytest.mark.parametrize("strategy", ["optim_grads_params", "optim_grads", "optim"])
+def test_updates_are_those_of_plain_data_parallelism(
+    strategy: str, checkpoint_factory: Callable[..., Path], tmp_path: Path
+) -> None:
+    from tests.dist.layouts import job_flags
+    from tests.dist.test_parity import tensors_of
+
+    results, weights = [], []
+    for name, more in (
+        ("plain", ()),
+        ("fsdp", (*FSDP, "--data-parallel-sharding-strategy", strategy)),
+    ):
+        target = tmp_path / name
+        target.mkdir()
+        flags = job_flags(
+            checkpoint_factory("deepseek_v3"),
+            "tp1_pp1_ep1",
+            *("--rl-precision", "bf16", "--adam-eps", "1.0", "--lr", "0.1", *more),
+        )
+        results.append(run("learn", flags, target))
+        weights.append([tensors_of(target / when) for when in ("before", "after")])
+    for plain, sharded in zip(*results, strict=True):
+        for expected, update in zip(plain["updates"], sharded["updates"], strict=True):
+            # Of bfloat16's gradients, added up in another order.
+            assert update["grad_norm"] == pytest.approx(expected["grad_norm"], rel=2e-2)
+    (before, after), (unchanged, updated) = weights
+    for tensor, value in before.items():
+        assert torch.equal(unchanged[tensor], value), tensor
+        # Two steps of bfloat16 at the largest weights.
+        assert torch.allclose(updated[tensor], after[tensor], rtol=2**-6, atol=1e-3), tensor
+
+
+def test_a_checkpoint_is_gone_on_from(
+    checkpoint_factory: Callable[..., Path], tmp_path: Path
+) -> None:
+    from tests.dist.layouts import job_flags
+    from tests.dist.test_parity import tensors_of
+
+    flags = job_flags(
+        checkpoint_factory("deepseek_v3"), "tp1_pp1_ep1", "--rl-precision", "bf16", *FSDP
+    )
+    assert run("save_and_go_on", flags, tmp_path) == ["iter_0000001"] * NUM_RANKS
+    assert run("load_and_go_on", flags, tmp_path) == [1] * NUM_RANKS
+    went_on, resumed = tensors_of(tmp_path / "went_on"), tensors_of(tmp_path / "resumed")
+    assert all(torch.equal(resumed[tensor], value) for tensor, value in went_on.items())
+
+
+def _play(target: Path) -> None:
+    from tests.dist import fsdp_jobs
+
+    function, arguments = json.loads((target / "order").read_text())
+    result = getattr(fsdp_jobs, function)(**arguments)
+    (target / f"result.{os.environ['RANK']}").write_text(json.dumps(result))
+
+
+if __name__ == "__main__":
+    _play(Path(sys.argv[1]))

@@ -1,0 +1,86 @@
+"""Megatron-FSDP's flags: what is refused, with one sentence that names the flag and the way out."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from mcore_rl.errors import UsageError
+from mcore_rl.fsdp_checks import check_fsdp
+
+GOOD = {
+    "use_megatron_fsdp": True,
+    "data_parallel_sharding_strategy": "optim_grads_params",
+    "ckpt_format": "fsdp_dtensor",
+    "gradient_accumulation_fusion": False,
+}
+QUEUES = {"CUDA_DEVICE_MAX_CONNECTIONS": "8"}
+
+
+def check(changes: dict[str, Any], environment: dict[str, str] = QUEUES, **options: Any) -> None:
+    check_fsdp({**GOOD, **changes}, environment, has_cuda=True, **options)
+
+
+@pytest.mark.parametrize("strategy", ["optim", "optim_grads", "optim_grads_params"])
+def test_sharding_strategies_are_taken(strategy: str) -> None:
+    check({"data_parallel_sharding_strategy": strategy})
+
+
+def test_nothing_is_asked_without_the_flag() -> None:
+    check_fsdp({}, {}, has_cuda=True)
+    check_fsdp({"data_parallel_sharding_strategy": "optim_grads_params"}, {}, has_cuda=False)
+
+
+@pytest.mark.parametrize(
+    ("changes", "parts"),
+    [
+        (
+            {"use_megatron_fsdp": False, "data_parallel_sharding_strategy": "optim"},
+            ["optim has no effect", "drop the strategy"],
+        ),
+        ({"data_parallel_sharding_strategy": "no_shard"}, ["shards nothing", "give one of optim"]),
+        ({"ckpt_format": "torch_dist"}, ["add --ckpt-format fsdp_dtensor"]),
+        ({"pipeline_model_parallel_size": 2}, ["--pipeline-model-parallel-size 2", "drop one"]),
+        (
+            {"num_distributed_optimizer_instances": 2},
+            ["--num-distributed-optimizer-instances 2", "must be 1"],
+        ),
+        ({"fp8_param_gather": True}, ["--fp8-param-gather", "float8", "drop one"]),
+        ({"fp4_param_gather": True}, ["--fp4-param-gather", "4 bits", "drop one"]),
+        ({"optimizer_cpu_offload": True}, ["--optimizer-cpu-offload", "drop one"]),
+        (
+            {"gradient_accumulation_fusion": True},
+            ["Transformer Engine 2.10", "add --no-gradient-accumulation-fusion"],
+        ),
+    ],
+)
+def test_flags_that_do_not_go_together_are_named(changes: dict[str, Any], parts: list[str]) -> None:
+    with pytest.raises(UsageError) as error:
+        check(changes)
+    message = str(error.value)
+    assert all(part in message for part in parts), message
+    assert "\n" not in message
+
+
+def test_a_missing_strategy_is_megatrons_default() -> None:
+    values = {name: value for name, value in GOOD.items() if "strategy" not in name}
+    check_fsdp(values, QUEUES, has_cuda=False)
+
+
+@pytest.mark.parametrize("environment", [{}, {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}])
+def test_one_queue_is_refused(environment: dict[str, str]) -> None:
+    with pytest.raises(UsageError, match="CUDA_DEVICE_MAX_CONNECTIONS=1; unset it"):
+        check({}, environment)
+
+
+@pytest.mark.parametrize("version", [(2, 10), (3, 0, 1)])
+def test_fusion_is_taken_with_a_new_transformer_engine(version: tuple[int, ...]) -> None:
+    check({"gradient_accumulation_fusion": True}, transformer_engine=version)
+
+
+def test_fusion_is_megatrons_default() -> None:
+    values = {name: value for name, value in GOOD.items() if "fusion" not in name}
+    with pytest.raises(UsageError, match="--no-gradient-accumulation-fusion"):
+        check_fsdp(values, QUEUES, has_cuda=True, transformer_engine=(2, 9))
+    check_fsdp(values, QUEUES, has_cuda=False)  # there the flag is derived

@@ -1,0 +1,82 @@
+"""Megatron-FSDP's repairs: what they change for it, and that they change nothing for others.
+
+That it runs, saves and loads is shown by tests/dist/test_fsdp.py.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).resolve().parents[2]
+
+ITS_DEVICE_IS_THE_CPU = """
+from mcore_rl import megatron_adapter
+import torch
+from megatron.core.distributed.fsdp import mcore_fsdp_adapter as outer
+from megatron.core.distributed.fsdp.src.megatron_fsdp import megatron_fsdp, param_and_grad_buffer
+for module in (outer, megatron_fsdp, param_and_grad_buffer):
+    assert module.torch.device("cuda:0") == module.torch.device("cuda", 0) == torch.device("cpu")
+    assert module.torch.device("meta") == torch.device("meta")
+    assert module.torch.zeros(1, device="cuda").device.type == "cpu"
+assert torch.device("cuda:0").type == "cuda"
+assert torch.distributed.device_mesh.DeviceMesh.__name__ == "DeviceMesh"
+"""
+SUMS_ARE_SCALED_FIRST = """
+from mcore_rl import megatron_adapter
+import torch
+from megatron.core.distributed import DistributedDataParallelConfig
+from megatron.core.distributed.fsdp.src.megatron_fsdp import param_and_grad_buffer
+prepare = param_and_grad_buffer.gradient_reduce_preprocessing
+SUM, AVG = torch.distributed.ReduceOp.SUM, torch.distributed.ReduceOp.AVG
+gradient = torch.tensor([4.0, 8.0])
+assert prepare(gradient, None, DistributedDataParallelConfig()) == SUM
+averaging = DistributedDataParallelConfig(average_in_collective=True)
+assert prepare(gradient, 0.5, averaging) == AVG
+assert gradient.tolist() == [4.0, 8.0]
+assert prepare(gradient, 0.5, DistributedDataParallelConfig()) == SUM
+assert gradient.tolist() == [2.0, 4.0]
+"""
+STATE_IS_COMPLETED = """
+from mcore_rl import megatron_adapter
+import torch
+from mcore_rl.patches.megatron.fsdp_checkpoint import _complete
+parameters = [torch.nn.Parameter(torch.ones(n)) for n in (0, 3, 0)]
+optimizer = torch.optim.AdamW(parameters)
+_complete(optimizer)
+assert not optimizer.state  # before the first step nobody has one
+for _ in range(2):
+    parameters[1].grad = torch.ones(3)
+    optimizer.step()
+moments = optimizer.state[parameters[1]]["exp_avg"].clone()
+_complete(optimizer)
+assert set(optimizer.state) == set(parameters)
+assert [float(optimizer.state[p]["step"]) for p in parameters] == [2, 2, 2]
+assert [optimizer.state[p]["exp_avg_sq"].numel() for p in parameters] == [0, 3, 0]
+assert torch.equal(optimizer.state[parameters[1]]["exp_avg"], moments)
+"""
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        pytest.param(
+            code,
+            marks=pytest.mark.skipif(
+                torch.cuda.is_available(), reason="the repair does not exist where there is a GPU"
+            ),
+        )
+        for code in (ITS_DEVICE_IS_THE_CPU, SUMS_ARE_SCALED_FIRST)
+    ]
+    + [STATE_IS_COMPLETED],
+    ids=["devices", "sums", "adam"],
+)
+def test_repair_does_what_it_says(code: str) -> None:
+    process = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120
+    )
+    assert process.returncode == 0, process.stderr[-2000:]

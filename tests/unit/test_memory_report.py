@@ -1,0 +1,199 @@
+"""The lines about memory at the start of a run, and the figures in them."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+
+from mcore_rl.accounting import batch_accounting
+from mcore_rl.arguments import RLConfig
+from mcore_rl.hf_config import ModelShape
+from mcore_rl.hybrid_engine.layout import TrainLayout, pipeline_layers
+from mcore_rl.log_probs import vocab_parallel_log_probs
+from mcore_rl.memory_report import memory_lines, recompute_saving
+from mcore_rl.packing import MicroBatching
+from mcore_rl.planner.activations import layer_terms, logits_bytes, train_activation_bytes
+from mcore_rl.planner.flag_settings import activation_settings
+from mcore_rl.planner.settings import ActivationSettings, Recompute
+from tests.live_bytes import LiveBytes
+from tests.model_shapes import published_shape, small_shape
+
+FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+TRAIN = TrainLayout(8, tp_size=2, pp_size=4, ep_size=2)
+SHAPE = published_shape("deepseek-v2-lite")
+LAYERS = pipeline_layers(27, 4, last=6)
+
+
+def config(**given: Any) -> RLConfig:
+    return RLConfig(
+        **{
+            "max_prompt_tokens": 1024,
+            "max_response_tokens": 1024,
+            "num_prompts_per_step": 16,
+            "num_samples_per_prompt": 8,
+            **given,
+        }
+    )
+
+
+def lines(values: dict[str, Any], shape: ModelShape = SHAPE, **given: Any) -> list[str]:
+    flags = {"micro_batch_size": 1, "sequence_parallel": True, **values}
+    return memory_lines(config(**given), flags, shape, TRAIN, LAYERS, name="model")
+
+
+def test_nothing_is_said_of_what_has_no_effect() -> None:
+    assert lines({}, log_prob_chunk_tokens=2048) == []
+    assert lines({"micro_batch_size": 4}, log_prob_chunk_tokens=8192) == []
+    assert lines({}, max_tokens_per_microbatch=4096, log_prob_chunk_tokens=4096) == []
+    of_experts = {"recompute_granularity": "selective", "recompute_modules": ["moe"]}
+    dense = dataclasses.replace(SHAPE, experts=None, is_moe_layer=(False,) * 27)
+    assert lines(of_experts, dense, log_prob_chunk_tokens=2048) == []
+
+
+def test_each_switch_has_a_line_of_its_own() -> None:
+    recompute, logits = lines(FULL)
+    assert recompute.startswith(
+        "model: activation recomputation (full, uniform, --recompute-num-layers 1), computed"
+    )
+    assert "of a micro-batch of 1 x 2,048 tokens instead of" in recompute
+    assert logits.startswith("model: chunked log-probs (--rl-log-prob-chunk-tokens 1024), computed")
+    assert lines({"recompute_activations": True})[0].startswith(
+        "model: activation recomputation (selective: core_attn), computed"
+    )
+    packed = lines(FULL, max_tokens_per_microbatch=8192)
+    assert all("a micro-batch of up to 8,192 tokens" in line for line in packed)
+    # A critic has no vocabulary at its end.
+    critic = dataclasses.replace(SHAPE, value_head=True)
+    assert len(lines(FULL, critic)) == 1
+
+
+def test_figures_of_full_recomputation_are_layers_less_their_inputs() -> None:
+    settings = activation_settings(
+        config(), {"micro_batch_size": 2, "sequence_parallel": True, **FULL}, TRAIN, LAYERS
+    )
+    terms = list(layer_terms(SHAPE, TRAIN, settings, is_moe=True))
+    tokens = 2 * 2048
+    saving = recompute_saving(SHAPE, TRAIN, LAYERS, settings)
+    assert saving.stage == 1  # all of its seven layers have experts
+    assert saving.kept_bytes == 7 * tokens * terms[0].bytes_per_token
+    assert saving.saved_bytes == 7 * tokens * sum(t.bytes_per_token for t in terms[1:])
+    # Three micro-batches are in flight there, and one layer is recomputed at a time.
+    one_layer = tokens * sum(t.bytes_per_token for t in terms)
+    assert saving.peak_bytes == 3 * saving.saved_bytes - one_layer
+    without = dataclasses.replace(settings, recompute=Recompute())
+    peaks = [train_activation_bytes(SHAPE, TRAIN, LAYERS, s)[1] for s in (settings, without)]
+    assert peaks[1] - peaks[0] == saving.peak_bytes
+
+
+def test_one_group_of_all_layers_saves_nothing_at_the_peak() -> None:
+    one = TrainLayout(2, tp_size=2)
+    values = {"micro_batch_size": 1, **FULL, "recompute_num_layers": 27}
+    (line, _) = memory_lines(config(), values, SHAPE, one, pipeline_layers(27, 1))
+    assert "of each micro-batch saved, nothing at the peak of an update" in line
+
+
+@pytest.mark.parametrize(
+    ("given", "values"),
+    [
+        ({}, {"micro_batch_size": 4}),
+        ({"num_mini_batches": 4}, {"micro_batch_size": 1}),
+        ({"max_tokens_per_microbatch": 2048}, {"micro_batch_size": 1}),
+        ({"max_tokens_per_microbatch": 7000, "num_mini_batches": 2}, {"micro_batch_size": 1}),
+    ],
+)
+@pytest.mark.parametrize("chunks", [1, 2])
+def test_micro_batches_are_those_of_the_accounting(
+    given: dict[str, Any], values: dict[str, Any], chunks: int
+) -> None:
+    train = TrainLayout(16, tp_size=2, pp_size=2)
+    layers = pipeline_layers(8, 2, vp_size=chunks)
+    settings = activation_settings(config(**given), values, train, layers)
+    made = config(**given)
+    accounting = batch_accounting(
+        num_prompts=made.num_prompts_per_step,
+        samples_per_prompt=made.samples_per_prompt,
+        num_mini_batches=made.num_mini_batches,
+        num_epochs=1,
+        num_steps=1,
+        max_sequence_tokens=2048,
+        actor=(
+            train.dp_size,
+            MicroBatching(
+                max_tokens=made.max_tokens_per_microbatch,
+                micro_batch_size=values["micro_batch_size"],
+                count_multiple_of=2 if chunks > 1 else 1,
+            ),
+        ),
+    )
+    assert settings.num_micro_batches == accounting.actor.full_micro_batches
+
+
+def _settings(num_tokens: int, chunk_tokens: int, weight_bytes: int) -> ActivationSettings:
+    return ActivationSettings(
+        weight_bytes=weight_bytes,
+        vocabulary_multiple=None,
+        micro_batch_size=1,
+        num_micro_batches=1,
+        positions=num_tokens,
+        sequence_parallel=False,
+        recompute=Recompute(),
+        chunk_tokens=chunk_tokens,
+        expert_load=1.0,
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_logits_are_as_large_as_computed(dtype: torch.dtype) -> None:
+    """The peak of scoring and of its gradients, in chunks and at once, differs by what the line
+    says is saved."""
+    num_tokens, chunk, hidden_size = 2048, 128, 16
+    shape = dataclasses.replace(small_shape(vocab_size=512), hidden_size=hidden_size)
+    torch.manual_seed(0)
+    hidden = torch.randn(num_tokens, hidden_size, dtype=dtype, requires_grad=True)
+    weight = torch.randn(512, hidden_size, dtype=dtype, requires_grad=True)
+    targets = torch.randint(0, 512, (num_tokens,))
+
+    def peak(chunk_tokens: int) -> int:
+        hidden.grad = weight.grad = None
+        with LiveBytes() as live:
+            log_probs, entropy = vocab_parallel_log_probs(
+                hidden,
+                weight,
+                targets,
+                vocab_start=0,
+                vocab_size=512,
+                tp_group=None,
+                chunk_tokens=chunk_tokens,
+            )
+            assert entropy is not None
+            (log_probs.sum() + entropy.sum()).backward()
+        return live.peak_bytes
+
+    settings = _settings(num_tokens, chunk, weight_bytes=hidden.element_size())
+    whole = logits_bytes(shape, TrainLayout(1), settings, num_tokens)
+    computed = whole - logits_bytes(shape, TrainLayout(1), settings, chunk)
+    measured = peak(num_tokens) - peak(chunk)
+    # A chunk's logits may live until those of the next one are there.
+    assert measured == pytest.approx(computed, rel=0.05)
+
+
+def test_lines_are_of_what_megatrons_arguments_hold_after_validation() -> None:
+    """None where a flag was not given, and switches that Megatron has set itself."""
+    values = {
+        "micro_batch_size": 1,
+        "sequence_parallel": True,
+        "recompute_granularity": None,
+        "recompute_method": None,
+        "recompute_num_layers": None,
+        "recompute_modules": None,
+        "recompute_activations": False,
+        "distribute_saved_activations": False,
+        "microbatch_group_size_per_vp_stage": None,
+        "make_vocab_size_divisible_by": 32,
+    }
+    (line,) = memory_lines(config(), values, SHAPE, TRAIN, LAYERS)
+    # 102,400 rows, half of them here, twice in float32, of 1,024 and of 2,048 tokens
+    assert "logits take 419 MB instead of 839 MB for a micro-batch of 1 x 2,048 tokens" in line

@@ -1,0 +1,332 @@
+"""A critic in a plan: what it adds to every phase, in a layout of its own, and what is advised."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from mcore_rl.arguments import RLConfig
+from mcore_rl.errors import UsageError
+from mcore_rl.hybrid_engine.layout import RolloutLayout, TrainLayout, pipeline_layers
+from mcore_rl.planner.activations import (
+    head_bytes,
+    log_prob_activation_bytes,
+    train_activation_bytes,
+)
+from mcore_rl.planner.command_line import PlanRequest, read_command_line
+from mcore_rl.planner.models import (
+    CRITIC,
+    CRITIC_FLAGS,
+    MEGATRON_FLAGS,
+    TrainedModel,
+    following,
+    in_layout,
+    stage_state,
+)
+from mcore_rl.planner.outcome import Outcome, as_json, plan_case
+from mcore_rl.planner.phases import (
+    HAND_OVER,
+    LOG_PROBS,
+    ROLLOUT,
+    TRAIN,
+    TRAIN_CRITIC,
+    VALUES,
+    Case,
+    memory_of,
+)
+from mcore_rl.planner.report import print_plan
+from mcore_rl.planner.search import Rates, search
+from mcore_rl.planner.settings import GB, Recompute
+from tests.model_shapes import CONFIGS
+from tests.unit.test_planner import case_of
+
+QWEN = ["--hf-config", str(CONFIGS / "qwen3-30b-a3b.json"), "--world-size", "16"]
+LAYOUT = "--tensor-model-parallel-size 4 --pipeline-model-parallel-size 2 "
+LAYOUT += "--expert-model-parallel-size 4"
+OWN = "--rl-critic-tp-size 2 --rl-critic-pp-size 1 --rl-critic-ep-size 8"
+
+
+def request_of(*flags: str, algorithm: str = "ppo") -> PlanRequest:
+    return read_command_line(
+        [*QWEN, *LAYOUT.split(), "--rl-algorithm", algorithm, *" ".join(flags).split()]
+    )
+
+
+def with_critic(case: Case, **changes: Any) -> Case:
+    """`case` with a critic that follows its actor, but for `changes`."""
+    shape = dataclasses.replace(case.shape, value_head=True, tied_embeddings=False)
+    critic = dataclasses.replace(case.actor, name=CRITIC, shape=shape)
+    return dataclasses.replace(case, critic=dataclasses.replace(critic, **changes))
+
+
+def llama(**changes: Any) -> Case:
+    train, rollout = TrainLayout(8, tp_size=2, pp_size=4), RolloutLayout(8, 2, False)
+    return case_of("llama-3.1-8b", train, rollout, **changes)
+
+
+# ----------------------------------------------------------------------------------- from the flags
+
+
+def test_only_an_algorithm_with_a_critic_has_one() -> None:
+    assert request_of(algorithm="grpo").case.critic is None
+    assert request_of("--rl-advantage gae", algorithm="grpo").case.critic is not None
+
+
+def test_critic_follows_the_actor_but_for_flags_of_its_own() -> None:
+    case = request_of().case
+    critic = case.critic
+    assert critic is not None and critic.name == CRITIC
+    assert critic.train == case.train and critic.layers == case.layers
+    assert critic.shape.value_head and not critic.shape.tied_embeddings
+    assert critic.training == case.training and critic.own_degrees == frozenset()
+    case = request_of(OWN).case
+    critic = case.critic
+    assert critic is not None
+    assert (critic.train.tp_size, critic.train.pp_size, critic.train.ep_size) == (2, 1, 8)
+    assert critic.own_degrees == {"tp_size", "pp_size", "ep_size"}
+    assert (case.train.tp_size, case.train.pp_size, case.train.ep_size) == (4, 2, 4)
+    # The samples of a mini-batch are shared out over its own data-parallel ranks.
+    assert critic.training.num_micro_batches * 4 == case.training.num_micro_batches
+
+
+def test_critic_flags_are_flags_of_a_run() -> None:
+    """What they make of a critic is compared in tests/dist with one that was built."""
+    for degree, flag in CRITIC_FLAGS.items():
+        name = f"critic_{degree}"
+        assert flag == f"--rl-{name.replace('_', '-')}"
+        assert name in RLConfig.__dataclass_fields__ and degree in MEGATRON_FLAGS
+
+
+def test_critic_ranks_are_taken_from_the_actor() -> None:
+    flags = ("--rl-critic-ranks 8-15", "--rl-critic-tp-size 2 --rl-critic-pp-size 1")
+    case = request_of(*flags).case
+    assert case.critic is not None and case.critic.ranks == tuple(range(8, 16))
+    assert case.train.world_size == case.rollout.world_size == case.critic.train.world_size == 8
+    (phase,) = [p for p in plan_case(case).memory.phases if p.name == TRAIN_CRITIC]
+    assert phase.rank in case.critic.ranks
+
+
+def test_critic_of_another_checkpoint_has_its_shape() -> None:
+    init = f"--rl-critic-init {CONFIGS / 'qwen3-0.6b.json'}"
+    case = request_of(init, "--rl-critic-ep-size 1").case
+    assert case.critic is not None and case.critic.shape.experts is None
+    assert case.critic.shape.num_layers == 28
+
+
+@pytest.mark.parametrize(
+    ("flags", "sentence"),
+    [
+        ("--rl-critic-tp-size 3", "of the critic: .*-size 3 .* does not divide the world of 16"),
+        ("--rl-critic-ep-size 5", "of the critic: .*does not divide"),
+        ("--rl-critic-ranks 8-16", "--rl-critic-ranks 8-16 names rank 16"),
+        ("--rl-critic-init /nowhere", "--rl-critic-init /nowhere is not there; give a config.json"),
+        (
+            "--rl-critic-tp-size 1 --rl-critic-pp-size 1 --rl-num-prompts-per-step 2",
+            "of the critic: .* samples do not divide into .* 16 data-parallel ranks",
+        ),
+    ],
+)
+def test_critic_that_cannot_be_is_told(flags: str, sentence: str) -> None:
+    with pytest.raises(UsageError, match=sentence):
+        request_of(flags)
+
+
+def test_batch_is_what_both_models_can_share() -> None:
+    request = request_of(
+        "--rl-critic-tp-size 1 --rl-critic-pp-size 1 --rl-num-epochs 1 --rl-algorithm gspo"
+        " --rl-advantage gae"
+    )
+    assert request.samples_per_step % 16 == 0
+    request = request_of("--rl-critic-tp-size 1 --rl-critic-pp-size 1")
+    assert request.samples_per_step % 16 == 0
+
+
+# ---------------------------------------------------------------------------------------- in phases
+
+
+def test_every_phase_holds_both_models_and_the_activations_of_one() -> None:
+    case = request_of(OWN, "--rl-offload none").case
+    assert case.critic is not None
+    memory = plan_case(case).memory
+    names = [phase.name for phase in memory.phases]
+    assert names == [TRAIN, TRAIN_CRITIC, LOG_PROBS, VALUES, HAND_OVER, ROLLOUT]
+    phases = {phase.name: phase for phase in memory.phases}
+    for phase in memory.phases:
+        actor = stage_state(case.actor)[case.train.pp_rank(phase.rank)]
+        critic = stage_state(case.critic)[case.critic.train.pp_rank(phase.rank)]
+        for part, size in actor.items():
+            assert phase.parts[part] == size
+        for part, size in critic.items():
+            assert phase.parts[f"critic {part}"] == size
+    models = {TRAIN: case.actor, TRAIN_CRITIC: case.critic}
+    for name, model in models.items():
+        used = train_activation_bytes(model.shape, model.train, model.layers, model.training)
+        assert phases[name].parts["activations"] == used[phases[name].stage]
+    used = log_prob_activation_bytes(
+        case.critic.shape, case.critic.train, case.critic.layers, case.critic.training
+    )
+    assert phases[VALUES].parts["activations"] == used[phases[VALUES].stage]
+
+
+def test_fullest_rank_is_that_of_both_models_together() -> None:
+    """The actor's last stage is fuller, the critic's first: it has no vocabulary at its end."""
+    case = with_critic(llama())
+    assert case.critic is not None
+    totals = []
+    for rank in range(8):
+        stage = case.train.pp_rank(rank)
+        of_rank = [stage_state(model)[stage] for model in case.models]
+        used = train_activation_bytes(case.shape, case.train, case.layers, case.training)[stage]
+        totals.append(sum(sum(state.values()) for state in of_rank) + used)
+    (train, *_) = plan_case(case).memory.phases
+    assert train.total_bytes == max(totals) and totals[train.rank] == max(totals)
+
+
+def test_offload_takes_the_critic_along() -> None:
+    kinds = {"parameters": "weights", "gradients": "gradients", "optimizer": "optimizer"}
+    for away in (set(), {"gradients"}, {"gradients", "optimizer"}, set(kinds)):
+        case = with_critic(llama(offloaded=frozenset(away)))
+        memory = plan_case(case).memory
+        parts = {phase.name: phase.parts for phase in memory.phases}
+        for kind, part in kinds.items():
+            assert (f"critic {part}" in parts[ROLLOUT]) == (kind not in away)
+            there = kind not in away or kind == "parameters"
+            assert (f"critic {part}" in parts[HAND_OVER]) == there
+        copied = {name for name in memory.host_bytes if name.startswith("critic's offloaded")}
+        assert copied == {f"critic's offloaded {kind}" for kind in away - {"gradients"}}
+    optimizer = max(state["optimizer"] for state in stage_state(case.critic or case.actor))
+    assert memory.host_bytes["critic's offloaded optimizer"] == 8 * optimizer
+    assert "critic's reference policy" not in memory.host_bytes
+
+
+def test_critic_without_vocabulary_keeps_less_at_its_end() -> None:
+    case = with_critic(llama(chunk_tokens=4096))
+    assert case.critic is not None
+    head = head_bytes(case.critic.shape, case.train, case.critic.training, with_gradients=True)
+    assert 0 < head < head_bytes(case.shape, case.train, case.training, with_gradients=True)
+    # 4096 tokens of 4096 numbers, over two ranks: norm, its input and a gradient in bf16, the head
+    # and a gradient in float32
+    assert head == 4096 * 4096 / 2 * (3 * 2 + 2 * 4)
+
+
+def test_critic_on_ranks_of_its_own_shares_nothing() -> None:
+    """Room for a critic whose ranks are not the actor's."""
+    alone = llama()
+    ranks = tuple(range(8, 12))
+    critic = with_critic(alone).critic
+    assert critic is not None
+    moved = in_layout(critic, TrainLayout(4, tp_size=2, pp_size=2))
+    assert moved is not None
+    case = dataclasses.replace(alone, critic=dataclasses.replace(moved, ranks=ranks))
+    resident = plan_case(alone).traffic.resident
+    both, without = memory_of(case, resident), memory_of(alone, resident)
+    of_actor = [p for p in both.phases if p.name not in (TRAIN_CRITIC, VALUES)]
+    assert of_actor == list(without.phases)
+    (train_critic,) = [p for p in both.phases if p.name == TRAIN_CRITIC]
+    assert train_critic.rank in ranks
+    assert not {"weights", "gradients", "optimizer"} & train_critic.parts.keys()
+    stages = [sum(state.values()) for state in stage_state(moved)]
+    assert (
+        train_critic.total_bytes - train_critic.parts["activations"] == stages[train_critic.stage]
+    )
+
+
+# ------------------------------------------------------------------------------- advice and search
+
+
+def test_following_keeps_what_the_critic_has_of_its_own() -> None:
+    critic = with_critic(llama(num_micro_batches=32)).critic
+    assert critic is not None
+    train = TrainLayout(8, tp_size=1, pp_size=2)
+    layers = pipeline_layers(32, 2)
+    found = following(critic, train, layers)
+    assert found is not None and found.train == train and found.layers == layers
+    assert found.training.num_micro_batches * 4 == 32 * 1
+    assert not found.training.sequence_parallel
+    own = dataclasses.replace(critic, own_degrees=frozenset({"pp_size"}))
+    found = following(own, train, layers)
+    assert found is not None and found.train.pp_size == 4 and found.layers == critic.layers
+    # Three micro-batches are no two data-parallel ranks' worth.
+    odd = dataclasses.replace(critic.training, num_micro_batches=3)
+    assert following(dataclasses.replace(critic, training=odd), train, layers) is None
+    # Even stages there are none, and uneven ones would need a flag.
+    assert in_layout(critic, TrainLayout(10, tp_size=2, pp_size=5)) is None
+
+
+@pytest.mark.parametrize("name", [TRAIN, TRAIN_CRITIC])
+def test_every_remedy_lessens_what_both_models_lack(name: str) -> None:
+    small = {"recompute": Recompute(), "positions": 16384, "micro_batch_size": 2}
+    case = with_critic(llama(**small))
+    case = dataclasses.replace(case, machine=dataclasses.replace(case.machine, gpu_bytes=60 * GB))
+    outcome = plan_case(case)
+    problem = next(p for p in outcome.problems if p.where == name)
+    left = [remedy.lacking_bytes for remedy in problem.remedies]
+    assert left and left == sorted(left) and left[-1] < problem.lacking_bytes
+
+
+def test_critic_s_own_layout_is_advised_and_helps() -> None:
+    case = request_of("--rl-critic-ep-size 1 --gpu-memory-gb 60").case
+    outcome = plan_case(case)
+    advised = [r.flags for p in outcome.problems for r in p.remedies]
+    assert "--rl-critic-ep-size 2" in advised
+    wider = request_of("--rl-critic-ep-size 2 --gpu-memory-gb 60").case
+    lacking = {p.where: p.lacking_bytes for p in plan_case(wider).problems}
+    for problem in outcome.problems:
+        for remedy in problem.remedies:
+            if remedy.flags == "--rl-critic-ep-size 2":
+                assert remedy.lacking_bytes == lacking.get(problem.where, 0)
+
+
+def test_search_counts_the_critic() -> None:
+    train, rollout = TrainLayout(16, tp_size=8, pp_size=2), RolloutLayout(16, 8, False)
+    alone = case_of("llama-3.1-8b", train, rollout)
+    options: dict[str, Any] = {"samples": 512, "mini_batches": 1, "top": 3}
+    rates = Rates(400e12, 3e12)
+    both = search(with_critic(alone), rates, **options)
+    assert both.candidates and both.num_fitting < search(alone, rates, **options).num_fitting
+    for candidate in both.candidates:
+        critic = candidate.case.critic
+        assert critic is not None and critic.train == candidate.case.train
+        assert plan_case(candidate.case).fits
+
+
+# ------------------------------------------------------------------------------------------ printed
+
+
+def printed(outcome: Outcome) -> list[str]:
+    console = Console(file=io.StringIO(), width=100, highlight=False)
+    print_plan(outcome, (), console)
+    assert isinstance(console.file, io.StringIO)
+    return console.file.getvalue().splitlines()
+
+
+def test_plan_of_ppo_has_a_line_for_each_model() -> None:
+    outcome = plan_case(request_of(OWN).case)
+    lines = printed(outcome)
+    assert sum(line.startswith("train    TP4 x CP1 x DP2 x PP2") for line in lines) == 1
+    assert sum(line.startswith("critic   TP2 x CP1 x DP8 x PP1") for line in lines) == 1
+    assert sum("micro-batches of" in line for line in lines) == 2
+    assert sum(line.startswith("critic: ") for line in lines) == 1
+    table = [line for line in lines if line.startswith("  critic's ")]
+    assert len(table) == len(outcome.memory.phases)
+    assert "…" not in "\n".join(lines)
+    found = as_json(outcome)
+    assert found["critic"]["tp_size"] == 2 and found["critic"]["architecture"] == "qwen3_moe"
+    assert found["phases"][0]["critic_optimizer_bytes"] > 0
+    assert found["settings"]["critic"]["num_micro_batches"] > 0
+
+
+def test_plan_without_a_critic_says_nothing_of_one() -> None:
+    outcome = plan_case(request_of(algorithm="grpo").case)
+    assert not any("critic" in line for line in printed(outcome))
+    assert "critic" not in as_json(outcome)
+
+
+def test_models_are_told_apart_by_name() -> None:
+    case = with_critic(llama())
+    assert [model.name for model in case.models] == ["actor", "critic"]
+    assert all(isinstance(model, TrainedModel) for model in case.models)

@@ -1,0 +1,161 @@
+"""Which rank has which role, and what roles on different ranks tell each other."""
+
+from __future__ import annotations
+
+import os
+import threading
+from datetime import timedelta
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+
+from mcore_rl.errors import UsageError
+from mcore_rl.packing import build_train_batch
+from mcore_rl.roles.bridge import Bridge, Message
+from mcore_rl.roles.ranks import ACTOR, CRITIC, REWARD, Roles, describe_ranks, parse_roles
+from mcore_rl.roles.samples import samples_to_tensors, tensors_to_samples
+from mcore_rl.roles.world import enter_role, world_of_size
+from mcore_rl.types import Prompt, Rollout, ScoredRollout
+
+
+def test_without_flags_all_ranks_do_everything_in_turn():
+    roles = parse_roles(4)
+    assert roles.actor == roles.ranks(CRITIC) == roles.ranks(REWARD) == (0, 1, 2, 3)
+    assert not roles.is_apart(CRITIC) and not roles.is_apart(REWARD)
+    assert [roles.role_of(rank) for rank in range(4)] == [ACTOR] * 4
+
+
+def test_ranges_take_ranks_away_from_the_actor():
+    roles = parse_roles(10, "4-5,8", "9")
+    assert roles.critic == (4, 5, 8) and roles.reward == (9,)
+    assert roles.actor == (0, 1, 2, 3, 6, 7)
+    assert roles.is_apart(CRITIC) and roles.is_apart(REWARD) and not roles.is_apart(ACTOR)
+    assert [roles.role_of(rank) for rank in (3, 5, 9)] == [ACTOR, CRITIC, REWARD]
+    assert describe_ranks(roles.actor) == "ranks 0-3, 6-7"
+    assert describe_ranks(roles.reward) == "rank 9"
+
+
+@pytest.mark.parametrize(
+    ("critic", "reward", "words"),
+    [
+        ("4-8", None, ["--rl-critic-ranks 4-8", "rank 8", "0 to 7"]),
+        ("7-4", None, ["'7-4' is no range", "4-7"]),
+        ("x", None, ["'x' is no range"]),
+        ("", None, ["'' is no range"]),
+        ("-1", None, ["'-1' is no range"]),
+        ("4-6,6", None, ["names a rank twice"]),
+        ("0-7", None, ["leave none of the 8 ranks to the actor", "drop the flag"]),
+        ("0-3", "4-7", ["--rl-critic-ranks 0-3 and --rl-reward-ranks 4-7 leave none"]),
+        ("4-5", "5-6", ["rank 5 is in --rl-critic-ranks 4-5 and in --rl-reward-ranks 5-6"]),
+        (None, "8", ["--rl-reward-ranks 8", "rank 8"]),
+    ],
+)
+def test_bad_ranges_are_refused(critic, reward, words):
+    with pytest.raises(UsageError) as refusal:
+        parse_roles(8, critic, reward)
+    for word in words:
+        assert word in str(refusal.value)
+
+
+def test_a_world_of_another_size_lasts_as_long_as_the_block(monkeypatch):
+    monkeypatch.setenv("RANK", "3")
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    with world_of_size(2):
+        assert (os.environ["RANK"], os.environ["WORLD_SIZE"]) == ("0", "2")
+    assert os.environ["RANK"] == "3" and "WORLD_SIZE" not in os.environ
+
+
+def test_a_job_of_one_role_keeps_its_world(monkeypatch):
+    monkeypatch.setenv("RANK", "3")
+    store = dist.HashStore()
+    world = enter_role(Roles(4), store)
+    assert (world.role, world.store, world.bridges) == (ACTOR, store, {})
+    assert os.environ["RANK"] == "3"
+
+
+def bridge_ends(num_far_ranks: int) -> list[Bridge]:
+    """Both sides of a bridge, each made by a thread, as making one waits for all."""
+    store = dist.HashStore()
+    ends: list[Bridge | None] = [None] * (1 + num_far_ranks)
+
+    def make(place: int) -> None:
+        ends[place] = Bridge(
+            dist.PrefixStore("bridge", store), place=place, num_far_ranks=num_far_ranks
+        )
+
+    threads = [threading.Thread(target=make, args=(place,)) for place in range(len(ends))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=timedelta(seconds=60).total_seconds())
+    assert all(end is not None for end in ends)
+    return ends  # type: ignore[return-value]
+
+
+def all_at_once(*calls):
+    """What the calls return, each in a thread of its own."""
+    found = [None] * len(calls)
+
+    def run(index: int) -> None:
+        found[index] = calls[index]()
+
+    threads = [threading.Thread(target=run, args=(index,)) for index in range(len(calls))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=60)
+    return found
+
+
+def test_messages_reach_every_rank_of_the_role_and_answers_the_actor():
+    near, *far = bridge_ends(2)
+    message = Message(
+        "samples",
+        {"step": 3, "scale": 0.5, "name": "ä"},
+        {
+            "tokens": torch.arange(7),
+            "values": torch.randn(2, 3),
+            "mask": torch.tensor([True, False]),
+            "none": torch.empty(0, dtype=torch.float64),
+        },
+    )
+    _, *heard = all_at_once(lambda: near.tell(message), *(end.hear for end in far))
+    answer = Message("sums", tensors={"sums": torch.tensor([1 / 3], dtype=torch.float64)})
+    answered, *_ = all_at_once(
+        near.hear_answer, *(lambda end=end: end.answer(answer) for end in far)
+    )
+    for sent, found in ((message, heard[0]), (message, heard[1]), (answer, answered)):
+        assert (found.name, dict(found.numbers)) == (sent.name, dict(sent.numbers))
+        assert found.tensors.keys() == sent.tensors.keys()
+        for name, tensor in sent.tensors.items():
+            assert found.tensors[name].dtype == tensor.dtype
+            assert torch.equal(found.tensors[name], tensor)
+
+
+def samples() -> list[ScoredRollout]:
+    found, token = [], 0
+    for number, (prompt, response) in enumerate([(3, 2), (1, 0), (2, 4)]):
+        ids = np.arange(token, token + prompt + response, dtype=np.int32)
+        token += len(ids)
+        rollout = Rollout(
+            prompt=Prompt(number, "text", "answer", ids[:prompt]),
+            sample_index=1,
+            text="response",
+            response_token_ids=ids[prompt:],
+            rollout_log_probs=-np.ones(response, np.float32),
+            finish_reason="stop",
+            weight_version=2,
+        )
+        found.append(ScoredRollout(rollout, reward=1.0))
+    return found
+
+
+def test_samples_keep_their_tokens_on_the_way():
+    there = tensors_to_samples(samples_to_tensors(samples()))
+    cuts = (((2, 0, 1),),)
+    expected, found = build_train_batch(samples(), cuts), build_train_batch(there, cuts)
+    for name in ("token_ids", "lengths", "sample_ids", "loss_mask"):
+        assert torch.equal(getattr(found, name), getattr(expected, name)), name
+    assert tensors_to_samples(samples_to_tensors([])) == []

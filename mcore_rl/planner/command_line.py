@@ -103,6 +103,11 @@ def read_command_line(tokens: Sequence[str]) -> PlanRequest:
     train, layers = models[0].train, models[0].layers
     rollout = layout_checks.check_rollout(config, shape, train, layers, has_cuda=True)
     notes = _notes(Placement(shape, train, layers, rollout))
+    if values.get("use_megatron_fsdp"):
+        notes.append(
+            "--use-megatron-fsdp: weights, gradients and what travels are counted as if every "
+            "data-parallel rank held whole parameters, which is more than it shards them to"
+        )
     if config.reward_model is not None:
         notes.append("the reward model of --rl-reward-model is not counted")
     if not given.keys() & _BATCH_FLAGS:

@@ -288,6 +288,14 @@ def _recipe(name: str, given: tuple[tuple[str, Any], ...]) -> Algorithm:
     return resolve_algorithm(name, dict(given))
 
 
+# Degrees in which a critic or a reward model may differ from the actor, and Megatron's flags.
+DEGREE_FLAGS = {
+    "tp_size": "--tensor-model-parallel-size",
+    "pp_size": "--pipeline-model-parallel-size",
+    "ep_size": "--expert-model-parallel-size",
+}
+
+
 def flag_of(field_name: str) -> str:
     """num_steps -> --rl-num-steps; import_, which is no name in Python, -> --rl-import."""
     return "--rl-" + field_name.rstrip("_").replace("_", "-")

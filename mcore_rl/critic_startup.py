@@ -9,21 +9,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, TextIO
 
-import torch.distributed as dist
-
 from mcore_rl import megatron_adapter
-from mcore_rl.arguments import RLConfig
+from mcore_rl.arguments import DEGREE_FLAGS, RLConfig
 from mcore_rl.checkpoint import HFCheckpoint, load_into_megatron
-from mcore_rl.hf_config import ModelShape, settings_without_flag
+from mcore_rl.hf_config import ModelShape
 from mcore_rl.hybrid_engine.layout import TrainLayout
 from mcore_rl.hybrid_engine.model_shards import ModelShards
 from mcore_rl.megatron_world import MegatronWorld, changed_args, parsed_args
-from mcore_rl.policy_model import make_actor_provider
-from mcore_rl.value_model import make_critic_provider
 from mcore_rl.value_startup import (
     HEAD,
     CheckedValueModel,
     ValueRole,
+    build_value_model,
     check_value_model,
     check_value_model_of_fork,
 )
@@ -34,15 +31,13 @@ _ROLE = ValueRole(
     name="critic",
     init="critic_init",
     megatron_flags={
-        "critic_tp_size": "--tensor-model-parallel-size",
-        "critic_pp_size": "--pipeline-model-parallel-size",
-        "critic_ep_size": "--expert-model-parallel-size",
+        **{f"critic_{degree}": flag for degree, flag in DEGREE_FLAGS.items()},
         "critic_lr": "--lr",
         "critic_clip_grad": "--clip-grad",
     },
     learns=True,
 )
-_NEED_THE_COMMAND_LINE = ("critic_tp_size", "critic_pp_size", "critic_ep_size", "critic_ranks")
+_NEED_THE_COMMAND_LINE = (*(f"critic_{degree}" for degree in DEGREE_FLAGS), "critic_ranks")
 
 
 def check_critic(
@@ -115,24 +110,13 @@ def build_critic(
         args = changed_args(actor_args, changes)
     else:
         args = parsed_args(checked.tokens, actor_args, log=log)
-    for name, value in settings_without_flag(checked.shape).items():
-        setattr(args, name, value)
     saved = critic_folder(Path(args.load)) if args.load else None
     args.load = str(saved) if saved is not None and saved.is_dir() else None
     args.iteration = 0
-    with megatron_adapter.megatron_output_to(log):
-        world = MegatronWorld(args)
+    world, state, shards = build_value_model(
+        checked, args, megatron_adapter.setup, provider, log=log
+    )
     with world:
-        make = make_critic_provider(provider or make_actor_provider(args, checked.shape))
-        with megatron_adapter.megatron_output_to(log):
-            state = megatron_adapter.setup(make)
-        shards = ModelShards(
-            state.chunks,
-            checked.shape,
-            world.layout,
-            dist.get_rank(),
-            dict(checked.checkpoint.tensors),
-        )
         if args.load is not None and state.iteration != actor_iteration:
             raise RuntimeError(
                 f"the critic in {args.load} is of step {state.iteration}, the actor of step "

@@ -8,21 +8,28 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
+import torch.distributed as dist
+
+from mcore_rl import megatron_adapter
 from mcore_rl.arguments import RLConfig, flag_of, given_values
 from mcore_rl.checkpoint import HFCheckpoint, open_checkpoint
 from mcore_rl.derived_flags import derive_flags
 from mcore_rl.errors import UsageError
-from mcore_rl.hf_config import ModelShape, read_model_shape
+from mcore_rl.hf_config import ModelShape, read_model_shape, settings_without_flag
 from mcore_rl.hybrid_engine.layout import TrainLayout
+from mcore_rl.hybrid_engine.model_shards import ModelShards
 from mcore_rl.hybrid_engine.plan import TensorInfo
 from mcore_rl.layout_checks import check_batches, check_layout, check_stages
 from mcore_rl.megatron_checks import check_megatron_accepts
+from mcore_rl.megatron_world import MegatronWorld
+from mcore_rl.policy_model import make_actor_provider
 from mcore_rl.roles.world import world_of_size
+from mcore_rl.value_model import make_critic_provider
 
 HEAD = "score.weight"
 
@@ -115,6 +122,36 @@ def check_value_model_of_fork(
             "the same, or start by -m mcore_rl.train"
         )
     return CheckedValueModel(shape, checkpoint, has_head, layout, tokens=None)
+
+
+def build_value_model(
+    checked: CheckedValueModel,
+    args: argparse.Namespace,
+    setup: Callable[[Any], megatron_adapter.TrainState],
+    provider: Callable[..., Any] | None = None,
+    *,
+    log: TextIO | None = None,
+) -> tuple[MegatronWorld, megatron_adapter.TrainState, ModelShards]:
+    """The model in a world of its own, its weights not read yet. Collective.
+
+    `args` are Megatron's for it, `setup` builds with or without an optimizer, `provider` is a
+    fork's own.
+    """
+    for name, value in settings_without_flag(checked.shape).items():
+        setattr(args, name, value)
+    with megatron_adapter.megatron_output_to(log):
+        world = MegatronWorld(args)
+        with world:
+            base = provider or make_actor_provider(args, checked.shape)
+            state = setup(make_critic_provider(base))
+            shards = ModelShards(
+                state.chunks,
+                checked.shape,
+                world.layout,
+                dist.get_rank(),
+                dict(checked.checkpoint.tensors),
+            )
+    return world, state, shards
 
 
 def value_checkpoint(

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mcore_rl.arguments import RLConfig, expand_config, given_values
+from mcore_rl.arguments import DEGREE_FLAGS, RLConfig, expand_config, given_values
 from mcore_rl.derived_flags import derive_flags
 from mcore_rl.errors import UsageError
 from mcore_rl.hf_config import ModelShape, read_model_shape
@@ -23,7 +23,7 @@ from mcore_rl.hybrid_engine.buckets import frame_of, slot_bytes
 from mcore_rl.hybrid_engine.layout import SPLITS_SHARED_EXPERTS, PipelineLayers, TrainLayout
 from mcore_rl.hybrid_engine.placement import Placement
 from mcore_rl.planner.flag_settings import train_settings
-from mcore_rl.planner.models import ACTOR, CRITIC, CRITIC_FLAGS, MEGATRON_FLAGS, TrainedModel
+from mcore_rl.planner.models import ACTOR, CRITIC, CRITIC_FLAGS, TrainedModel
 from mcore_rl.planner.phases import Case
 from mcore_rl.planner.settings import GB, MIB, EngineSettings, Machine
 from mcore_rl.roles.ranks import Roles, parse_roles
@@ -192,7 +192,7 @@ def _critic(actor: _Flags, config: RLConfig, roles: Roles) -> _LaidOut:
         shape = _shape_of("--rl-critic-init", config.critic_init)
     shape = dataclasses.replace(shape, value_head=True, tied_embeddings=False)
     own = {d: size for d in CRITIC_FLAGS if (size := getattr(config, f"critic_{d}")) is not None}
-    tokens = [t for degree, size in own.items() for t in (MEGATRON_FLAGS[degree], str(size))]
+    tokens = [t for degree, size in own.items() for t in (DEGREE_FLAGS[degree], str(size))]
     given = {**actor.given, **given_values(tokens, actor.parser)}
     flags = _Flags(shape, given, actor.parser)
     try:

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 
+from mcore_rl.arguments import DEGREE_FLAGS, flag_of
 from mcore_rl.errors import UsageError
 from mcore_rl.hf_config import ModelShape
 from mcore_rl.hybrid_engine.layout import PipelineLayers, TrainLayout
@@ -24,17 +25,7 @@ Bytes = npt.NDArray[np.int64]
 
 ACTOR, CRITIC = "actor", "critic"
 # Degrees in which a critic may differ from the actor, and the flags for that.
-CRITIC_FLAGS = {
-    "tp_size": "--rl-critic-tp-size",
-    "pp_size": "--rl-critic-pp-size",
-    "ep_size": "--rl-critic-ep-size",
-}
-# What these set of Megatron's, for the critic.
-MEGATRON_FLAGS = {
-    "tp_size": "--tensor-model-parallel-size",
-    "pp_size": "--pipeline-model-parallel-size",
-    "ep_size": "--expert-model-parallel-size",
-}
+CRITIC_FLAGS = {degree: flag_of(f"critic_{degree}") for degree in DEGREE_FLAGS}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

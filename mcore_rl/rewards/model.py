@@ -17,31 +17,30 @@ import torch
 import torch.distributed as dist
 
 from mcore_rl import megatron_adapter
-from mcore_rl.arguments import RLConfig
+from mcore_rl.arguments import DEGREE_FLAGS, RLConfig, flag_of
 from mcore_rl.checkpoint import HFCheckpoint, load_into_megatron
 from mcore_rl.errors import UsageError
-from mcore_rl.hf_config import ModelShape, settings_without_flag
-from mcore_rl.hybrid_engine.model_shards import ModelShards
+from mcore_rl.hf_config import ModelShape
 from mcore_rl.megatron_world import MegatronWorld, parsed_args
 from mcore_rl.model_runner import ModelRunner
 from mcore_rl.packing import MicroBatching, num_tokens
-from mcore_rl.policy_model import make_actor_provider
 from mcore_rl.rewards.functions import REWARD_MODEL
 from mcore_rl.roles.tokens import batch_of_rank
 from mcore_rl.types import Rollout, ScoredRollout
-from mcore_rl.value_model import make_critic_provider
-from mcore_rl.value_startup import HEAD, CheckedValueModel, ValueRole, check_value_model
+from mcore_rl.value_startup import (
+    HEAD,
+    CheckedValueModel,
+    ValueRole,
+    build_value_model,
+    check_value_model,
+)
 
 logger = logging.getLogger(__name__)
 
 _ROLE = ValueRole(
     name="reward model",
     init="reward_model",
-    megatron_flags={
-        "reward_tp_size": "--tensor-model-parallel-size",
-        "reward_pp_size": "--pipeline-model-parallel-size",
-        "reward_ep_size": "--expert-model-parallel-size",
-    },
+    megatron_flags={f"reward_{degree}": flag for degree, flag in DEGREE_FLAGS.items()},
     learns=False,
 )
 _FLAGS = ("reward_model", *_ROLE.megatron_flags, "reward_ranks")
@@ -100,7 +99,7 @@ def check_reward_model_flags(config: RLConfig) -> None:
         value = getattr(config, name)
         if value is not None and REWARD_MODEL not in names:
             raise UsageError(
-                f"--rl-{name.replace('_', '-')} {value} has no effect, because --rl-reward "
+                f"{flag_of(name)} {value} has no effect, because --rl-reward "
                 f"{config.reward} does not name {REWARD_MODEL}; add {REWARD_MODEL} to it or drop "
                 "the flag"
             )
@@ -150,20 +149,10 @@ def build_reward_model(
     """Build the model through Megatron, without an optimizer, and fill it. Collective."""
     assert checked.tokens is not None, "its layout is of a command line"
     args = parsed_args(checked.tokens, actor_args, log=log)
-    for name, value in settings_without_flag(checked.shape).items():
-        setattr(args, name, value)
-    with megatron_adapter.megatron_output_to(log):
-        world = MegatronWorld(args)
-    with world, megatron_adapter.megatron_output_to(log):
-        provider = make_critic_provider(make_actor_provider(args, checked.shape))
-        state = megatron_adapter.setup_without_optimizer(provider)
-        shards = ModelShards(
-            state.chunks,
-            checked.shape,
-            world.layout,
-            dist.get_rank(),
-            dict(checked.checkpoint.tensors),
-        )
+    world, state, shards = build_value_model(
+        checked, args, megatron_adapter.setup_without_optimizer, log=log
+    )
+    with world:
         num_bytes = load_into_megatron(checked.checkpoint, shards)
     logger.info("read %.1f MB of %s", num_bytes / 1e6, checked.checkpoint.folder)
     return RewardModel(world, state, make_batching(world))

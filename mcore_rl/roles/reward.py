@@ -86,7 +86,8 @@ class ModelReward:
             else Outcome(0.0, "no number", f"the reward model's score is {score}")
             for score in self._role.scores(rollouts).tolist()
         ]
-        self._log.note(found)
+        if dist.get_rank() == 0:  # all ranks have found the same
+            self._log.note(found)
         return found
 
     def close(self) -> None:

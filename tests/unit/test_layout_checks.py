@@ -118,6 +118,8 @@ def test_interleaved_micro_batches_must_fill_the_pipeline(given: dict[str, Any])
 
 
 def test_without_virtual_stages_any_number_of_micro_batches_goes() -> None:
+    with pytest.raises(UsageError, match="interleaves"):
+        batches(6, {"num_virtual_stages_per_pipeline_rank": 2})
     batches(6, {})
     batches(6, {"num_virtual_stages_per_pipeline_rank": 1})
     batches(6, {"num_layers_per_virtual_pipeline_stage": 4, "num_layers": 8})

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from mcore_rl.arguments import RLConfig
+from mcore_rl.arguments import DEGREE_FLAGS, RLConfig
 from mcore_rl.errors import UsageError
 from mcore_rl.hybrid_engine.layout import RolloutLayout, TrainLayout, pipeline_layers
 from mcore_rl.planner.activations import (
@@ -21,7 +21,6 @@ from mcore_rl.planner.command_line import PlanRequest, read_command_line
 from mcore_rl.planner.models import (
     CRITIC,
     CRITIC_FLAGS,
-    MEGATRON_FLAGS,
     TrainedModel,
     following,
     in_layout,
@@ -98,7 +97,7 @@ def test_critic_flags_are_flags_of_a_run() -> None:
     for degree, flag in CRITIC_FLAGS.items():
         name = f"critic_{degree}"
         assert flag == f"--rl-{name.replace('_', '-')}"
-        assert name in RLConfig.__dataclass_fields__ and degree in MEGATRON_FLAGS
+        assert name in RLConfig.__dataclass_fields__ and degree in DEGREE_FLAGS
 
 
 def test_critic_ranks_are_taken_from_the_actor() -> None:

@@ -46,6 +46,7 @@ setup(
             "mypy",
             "pytest",
             "pytest-timeout",
+            "pytest-xdist",
             "ruff",
             "scipy",
             "types-PyYAML",

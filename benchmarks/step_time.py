@@ -10,7 +10,6 @@ replaces its own section of FILE and leaves what else stands there.
 from __future__ import annotations
 
 import argparse
-import functools
 import importlib.metadata
 import importlib.util
 import json
@@ -21,6 +20,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +46,9 @@ MODELS = {"dense (qwen3)": "qwen3", "MoE (deepseek_v3)": "deepseek_v3"}
 # The fastest on two cores, a step of `short`: 2 processes (DP2) 0.74 s; 1 process with one thread
 # 1.03 s, with two threads 1.17 s, as products this small gain little from a second thread.
 OURS_PROCESSES = 2
+
+# One run, of a seed, whose trained checkpoint goes to a folder.
+_System = Callable[[int, Path], dict[str, Any]]
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -124,17 +127,21 @@ def _compared(
     checkpoint = _in_a_process(checkpoint_of, workload)
     workload = quick(workload) if options.quick else workload
     heldout = checkpoint / "prompts" / "heldout.jsonl"
-    accuracy = functools.partial(_in_a_process, held_out_accuracy)
-    systems: dict[str, Callable[[int, Path], dict[str, Any]]] = {
-        report.OURS: functools.partial(_ours, workload, checkpoint, options.processes),
-    }
+    accuracy = partial(_in_a_process, held_out_accuracy)
     way = ["--quick"] if options.quick else []
-    precision = _faster_precision(workload, checkpoint, folder)
-    systems[report.TRL] = functools.partial(_trl, workload, checkpoint, precision, way)
+
+    def ours(short: Workload, precision: str) -> _System:
+        return partial(_ours, short, checkpoint, options.processes, precision)
+
+    def trl(extent: Sequence[str], precision: str) -> _System:
+        return partial(_trl, workload, checkpoint, precision, extent)
+
+    systems = {
+        report.OURS: ours(workload, _faster(report.OURS, folder, partial(ours, quick(workload)))),
+        report.TRL: trl(way, _faster(report.TRL, folder, partial(trl, ["--trial"]))),
+    }
     if workload.name == "short":  # where it is quick to tell
-        systems[report.TRL_BF16_WEIGHTS] = functools.partial(
-            _trl, workload, checkpoint, "bf16_weights", way
-        )
+        systems[report.TRL_BF16_WEIGHTS] = trl(way, "bf16_weights")
     runs: dict[str, list[dict[str, Any]]] = {name: [] for name in systems}
     for number in range(repetitions):
         names = list(systems)
@@ -161,7 +168,7 @@ def _compared(
 
 
 def _ours(
-    workload: Workload, checkpoint: Path, processes: int, seed: int, out: Path
+    workload: Workload, checkpoint: Path, processes: int, precision: str, seed: int, out: Path
 ) -> dict[str, Any]:
     """One run of ours; TP only beyond the two processes that data parallelism serves best."""
     run_dir = out.with_name(out.name + ".run")
@@ -180,7 +187,7 @@ def _ours(
         f"--rl-num-samples-per-prompt {workload.num_samples_per_prompt} "
         f"--rl-num-steps {workload.num_steps} --rl-eval-interval 0 --lr {workload.learning_rate} "
         f"--tensor-model-parallel-size {tp_size} --expert-model-parallel-size {tp_size} "
-        f"--expert-tensor-parallel-size 1 --seed {seed} {micro_batch} "
+        f"--expert-tensor-parallel-size 1 --seed {seed} {micro_batch} --rl-precision {precision} "
         f"--rl-rollout-kv-cache-gib 0.25 --rl-run-dir {run_dir} --rl-export-hf {out}"
     ).split()
     launch = ["-m", "mcore_rl.launch", "--nproc-per-node", str(processes)]
@@ -191,19 +198,23 @@ def _ours(
     return {
         "step_seconds": [step["time/step_seconds"] for step in steps],
         "response_tokens": [step["response_tokens/mean"] for step in steps],
-        "setting": f"{processes} processes, TP{tp_size} DP{dp_size}, bf16, {micro_batch[2:]}",
+        "setting": f"{processes} processes, TP{tp_size} DP{dp_size}, {precision}, "
+        f"{micro_batch[2:]}",
     }
 
 
-def _faster_precision(workload: Workload, checkpoint: Path, folder: Path) -> str:
-    """Of the two in which TRL keeps float32 weights, as ours does, the one with the faster step."""
+def _faster(system: str, folder: Path, with_precision: Callable[[str], _System]) -> str:
+    """Of the two precisions with float32 weights in the optimizer, the one with the faster step.
+
+    Which it is depends on the CPU: many have no instruction for products of bf16.
+    """
     seconds = {}
     for precision in ("bf16", "fp32"):
-        out = folder / f"trial_{workload.name}_{precision}"
-        run = _trl(workload, checkpoint, precision, ["--trial"], 0, out)
+        out = folder / f"trial_{system}_{precision}"
+        run = with_precision(precision)(1, out)
         shutil.rmtree(out)
         seconds[precision] = min(run["step_seconds"][1:])
-    print(f"{workload.name}, trl's step by precision: {seconds}", flush=True)
+    print(f"{system}'s step by precision: {seconds}", flush=True)
     return min(seconds, key=seconds.__getitem__)
 
 

@@ -60,6 +60,7 @@ WORKLOADS = (
         num_steps=16,
         num_eval_prompts=256,
         num_trial_prompts=16,
+        packed_tokens=2048,
         aimed_ratio=1.2,
     ),
     Workload(

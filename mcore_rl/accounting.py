@@ -26,6 +26,7 @@ class ModelAccounting:
 
     dp_size: int
     max_tokens: int  # of a packed micro-batch; 0: padded
+    shares_prompts: bool  # packed samples of one prompt have its tokens once
     micro_batch_size: int  # sequences of a padded one
     sequences_per_mini_batch: int
     least_micro_batches: int
@@ -87,6 +88,7 @@ def batch_accounting(
         return ModelAccounting(
             dp_size=dp_size,
             max_tokens=batching.max_tokens,
+            shares_prompts=batching.share_prompts,
             micro_batch_size=batching.micro_batch_size,
             sequences_per_mini_batch=mini_batch,
             least_micro_batches=least,
@@ -162,6 +164,8 @@ def _describe_model(name: str, model: ModelAccounting) -> str:
     if model.packed:
         least = model.least_micro_batches
         what = f"packed micro-batches of at most {_n(model.max_tokens)} tokens"
+        if model.shares_prompts:
+            what += " that have a prompt once for its samples"
         count = (
             f"{_n(least)} at least and {_n(full)} with all sequences at full length, that is "
             f"{_n(least * dp * updates)} to {_n(full * dp * updates)} a step on all ranks"

@@ -246,6 +246,11 @@ class RLConfig:
         "pack samples without padding into rows of at most this many tokens, balanced over ranks; "
         "0 pads --micro-batch-size samples to one length",
     )
+    share_prompts: str = _flag(
+        "auto",
+        "compute a prompt once for its samples in a packed row; auto: where that changes nothing",
+        choices=("auto", "on", "off"),
+    )
     trace: int = _flag(
         0,
         "trace so many steps, after the first: files for ui.perfetto.dev and a table of where the "

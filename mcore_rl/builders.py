@@ -36,6 +36,7 @@ from mcore_rl.rewards.specs import RewardSpec, check_rewards, parse_rewards
 from mcore_rl.roles.critic import ColocatedCritic, CriticRole, RemoteCritic
 from mcore_rl.roles.ranks import CRITIC, REWARD
 from mcore_rl.roles.reward import ColocatedRewardModel, RemoteRewardModel, RewardModelRole
+from mcore_rl.shared_prompts import shares_prompts
 from mcore_rl.startup import Job
 
 
@@ -135,6 +136,9 @@ def micro_batching(job: Job) -> MicroBatching:
             1
             if args.virtual_pipeline_model_parallel_size is None
             else args.microbatch_group_size_per_vp_stage or layout.pp_size
+        ),
+        share_prompts=shares_prompts(
+            job.config.share_prompts, vars(args), job.config.max_tokens_per_microbatch
         ),
         cost=SampleFlops.of(job.shape),
     )

@@ -21,6 +21,7 @@ from mcore_rl.hybrid_engine.layout import (
     pipeline_layers,
 )
 from mcore_rl.hybrid_engine.placement import Placement, with_rank_map
+from mcore_rl.shared_prompts import shares_prompts
 
 # The latent that vLLM's CPU attention is compiled for.
 CPU_LATENT = (512, 64)
@@ -272,6 +273,7 @@ def check_batches(config: RLConfig, layout: TrainLayout, values: Mapping[str, An
             f"--rl-max-tokens-per-microbatch {config.max_tokens_per_microbatch}; set it to 1, or "
             "the latter to 0"
         )
+    shares_prompts(config.share_prompts, values, config.max_tokens_per_microbatch)
     samples = config.samples_per_step
     parts = config.num_mini_batches * layout.dp_size * micro_batch_size
     sentence = (

@@ -25,6 +25,7 @@ from mcore_rl.errors import UsageError
 from mcore_rl.hf_config import ModelShape
 from mcore_rl.hybrid_engine.layout import TrainLayout
 from mcore_rl.megatron_fsdp import local_weights
+from mcore_rl.packing import set_prefixes
 from mcore_rl.patches import megatron as megatron_patches
 
 SUPPORTED_VERSIONS = ("0.19.2",)
@@ -291,16 +292,21 @@ def forward_backward(
     )
 
 
-def packed_samples(cu_seqlens: torch.Tensor | None, longest: int) -> Any:
+def packed_samples(
+    cu_seqlens: torch.Tensor | None, longest: int, prefix_of: torch.Tensor | None = None
+) -> Any:
     """What tells Megatron's attention where the samples of a packed row begin; None for None.
 
     `cu_seqlens` `[k + 1]` int32, from 0 to the length of the row; `longest` of the samples. Both
     are of the whole row under context parallelism, and count what samples are padded by.
+    `prefix_of` as in `ModelRows`, for the layers of `patches/megatron` only.
     """
     if cu_seqlens is None:
         return None
     from megatron.core.packed_seq_params import PackedSeqParams
 
+    if prefix_of is not None:
+        set_prefixes(cu_seqlens, prefix_of)
     return PackedSeqParams(
         qkv_format="thd",
         cu_seqlens_q=cu_seqlens,

@@ -155,7 +155,7 @@ class ModelRunner:
                 now.rows.position_ids,
                 None,  # causal, and padding is on the right
                 packed_seq_params=megatron_adapter.packed_samples(
-                    now.rows.cu_seqlens, now.rows.longest
+                    now.rows.cu_seqlens, now.rows.longest, now.rows.prefix_of
                 ),
                 **self._keywords(now.rows),
             )

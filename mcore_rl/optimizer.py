@@ -68,14 +68,15 @@ class CheckedOptimizer:
 
     def _nonfinite_gradients(self) -> list[str]:
         """ "rank R: parameter" of every rank's first non-finite gradient; the same on all ranks."""
-        mine = next(
-            (
-                name
-                for name, gradient in megatron_adapter.finished_gradients(self._state)
-                if not torch.isfinite(gradient).all()
-            ),
-            None,
-        )
+        gradients = dict(megatron_adapter.finished_gradients(self._state))
+        # Most often all are finite, which one number per gradient tells at once; a sum that is not
+        # may have overflowed.
+        sums = [gradient.sum(dtype=torch.float64) for gradient in gradients.values()]
+        mine = None
+        if sums and not torch.isfinite(torch.stack(sums)).all():
+            mine = next(
+                (name for name, grad in gradients.items() if not torch.isfinite(grad).all()), None
+            )
         device = next(self._state.model[0].parameters()).device
         found = torch.tensor([mine is not None], dtype=torch.int32, device=device)
         dist.all_reduce(found, op=dist.ReduceOp.MAX)

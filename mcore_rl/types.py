@@ -70,6 +70,7 @@ class TrainBatch:
 
     token_ids: torch.Tensor  # [t] int64
     lengths: torch.Tensor  # [b] int64, tokens of each sample, prompt and response
+    prompt_lengths: torch.Tensor  # [b] int64, of these the prompt's; 0: it is nobody's
     sample_ids: torch.Tensor  # [b] int64, which samples of the step these are
     loss_mask: torch.Tensor  # [t] bool, True where the sample's next token came from the policy
     rollout_log_probs: torch.Tensor  # [t] float32, 0 where masked

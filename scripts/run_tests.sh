@@ -25,7 +25,13 @@ check() { # name, command
 check "ruff check" ruff check .
 check "ruff format" ruff format --check .
 check "mypy" mypy
-check "pytest" python -m pytest "$@"
+if (($#)); then
+  check "pytest" python -m pytest "$@"
+else
+  # Most unit tests are one process of one thread; the others start as many as there are cores.
+  check "pytest, unit tests" python -m pytest --numprocesses 2 --dist loadfile tests/unit
+  check "pytest, the others" python -m pytest --ignore tests/unit
+fi
 
 if ((${#failed[@]})); then
   printf -v list ', %s' "${failed[@]}"

@@ -227,7 +227,7 @@ def serve_critic(
     assert start.name == "start", start.name
     critic = build(start.numbers["iteration"])
     layout, batching, runner = critic.layout, critic.batching, critic.runner
-    facts = ("max_tokens", "micro_batch_size", "count_multiple_of")
+    facts = ("max_tokens", "micro_batch_size", "count_multiple_of", "share_prompts")
     bridge.answer(
         Message(
             "ready",

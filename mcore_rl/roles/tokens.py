@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from mcore_rl.hybrid_engine.layout import TrainLayout
-from mcore_rl.packing import MicroBatching, build_train_batch, plan_step
+from mcore_rl.packing import MicroBatching, Prompts, build_train_batch, plan_step
 from mcore_rl.types import ScoredRollout, TrainBatch
 
 
@@ -28,7 +28,11 @@ def batch_of_rank(
 ) -> TrainBatch:
     """What a rank of `layout` gets of a step's samples; `lengths` `[n]` are their tokens."""
     plan = plan_step(
-        lengths, num_mini_batches=num_mini_batches, dp_size=layout.dp_size, batching=batching
+        lengths,
+        num_mini_batches=num_mini_batches,
+        dp_size=layout.dp_size,
+        batching=batching,
+        prompts=Prompts.of(scored),
     )
     return build_train_batch(scored, plan[layout.dp_rank(rank)])
 

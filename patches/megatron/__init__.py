@@ -16,9 +16,11 @@ from mcore_rl.patches.megatron import (
     yarn_context_parallel,
 )
 from mcore_rl.patches.registry import apply_all
+from mcore_rl.patches.torch import narrow_products
 
-# In this order: the others import Megatron, which must happen under the first two.
+# In this order: later ones import Megatron, which must happen under the first three.
 PATCHES = (
+    narrow_products.PATCH,
     typing_override.PATCH,
     cpu_torch.PATCH,
     dataset_helpers.PATCH,

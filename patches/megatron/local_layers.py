@@ -33,7 +33,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from mcore_rl.packing import positions_on_cp_rank
+from mcore_rl.attention_batches import similar_segments
+from mcore_rl.packing import positions_on_cp_rank, prefixes_of
 from mcore_rl.patches.registry import Patch
 
 
@@ -43,7 +44,11 @@ class SDPACoreAttention(torch.nn.Module):
     Takes query `[s, b, n, d]`, key `[s, b, g, d]`, value `[s, b, g, dv]` with dv != d allowed
     (MLA), and returns `[s, b, n * dv]`. Causal: padding must be on the right. With packed samples
     (`packed_seq_params` of format thd) it takes `[t, n, d]`, `[t, g, d]`, `[t, g, dv]`, returns
-    `[t, n * dv]`, and no sample attends to another.
+    `[t, n * dv]`, and no sample attends to another, but to a prompt that it shares with others
+    (`mcore_rl.packing.prefixes_of`).
+
+    Packed samples are attended to in batches of similar lengths: one call costs more than the
+    attention of a short sample.
 
     With context parallelism these are this rank's chunks of each sample (`mcore_rl.packing`), while
     `packed_seq_params` speak of whole rows. Collective over CP then: each rank gathers the keys and
@@ -84,8 +89,10 @@ class SDPACoreAttention(torch.nn.Module):
         if packed_seq_params is None:
             bounds = torch.tensor([0, query.shape[0] * self.cp_size], device=query.device)
             return self._attend_by_sample(query, key, value, bounds).flatten(2)
-        query, key, value = (x.unsqueeze(1) for x in (query, key, value))
         bounds = packed_seq_params.cu_seqlens_q
+        if self.cp_group is None:
+            return self._attend_in_batches(query, key, value, bounds).flatten(1)
+        query, key, value = (x.unsqueeze(1) for x in (query, key, value))
         return self._attend_by_sample(query, key, value, bounds).squeeze(1).flatten(1)
 
     def _attend_by_sample(
@@ -100,6 +107,35 @@ class SDPACoreAttention(torch.nn.Module):
         samples = zip(queries, key.split(lengths), value.split(lengths), strict=True)
         context = [self._attend(*sample) for sample in samples]
         return torch.cat(context) if len(context) > 1 else context[0]
+
+    def _attend_in_batches(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, bounds: torch.Tensor
+    ) -> torch.Tensor:
+        """`[t, n, dv]`; samples, or what is left of them behind a shared prompt, begin at
+        `bounds`."""
+        batches = similar_segments(bounds, prefixes_of(bounds))
+        if len(batches) == 1 and batches[0].is_whole_row:
+            context = self._attend(*(x.unsqueeze(1) for x in (query, key, value)))
+            return context.squeeze(1)
+        found = []
+        for batch in batches:
+            shape = batch.queries.shape
+            context = self._attended(
+                *(
+                    x.index_select(0, places.flatten()).unflatten(0, places.shape).transpose(1, 2)
+                    for x, places in (
+                        (query, batch.queries),
+                        (key, batch.keys),
+                        (value, batch.keys),
+                    )
+                ),
+                batch.visible,
+            )
+            found.append(context.transpose(1, 2).reshape(shape.numel(), *context.shape[1::2]))
+        # Of padding nothing is taken.
+        taken = torch.cat([batch.is_query.flatten() for batch in batches]).nonzero().flatten()
+        rows = torch.cat([batch.queries.flatten() for batch in batches])[taken]
+        return torch.cat(found).index_select(0, taken[rows.argsort()])
 
     def _in_order_of_the_row(
         self, key: torch.Tensor, value: torch.Tensor, bounds: torch.Tensor
@@ -128,8 +164,19 @@ class SDPACoreAttention(torch.nn.Module):
 
     def _attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         mask = self._mask(len(query), len(key), query.device)
-        query, key, value = (x.permute(1, 2, 0, 3) for x in (query, key, value))
-        context = F.scaled_dot_product_attention(
+        context = self._attended(*(x.permute(1, 2, 0, 3) for x in (query, key, value)), mask)
+        return context.permute(2, 0, 1, 3)
+
+    def _attended(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        mask: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """`[b, n, s, dv]` of `[b, n, s, d]`, `[b, g, s', d]`, `[b, g, s', dv]`; a mask of None is
+        the causal one."""
+        return F.scaled_dot_product_attention(
             query,
             key,
             value,
@@ -139,7 +186,6 @@ class SDPACoreAttention(torch.nn.Module):
             scale=self.softmax_scale,
             enable_gqa=query.shape[1] != key.shape[1],
         )
-        return context.permute(2, 0, 1, 3)
 
 
 class LocalRMSNorm(torch.nn.Module):

@@ -9,7 +9,8 @@ row, so that the cost grows with tokens x samples; and reading the bounds waits 
 
 Why safe: each token is rotated by the frequencies of its position in its sample, the same numbers
 as before, with context parallelism, too; only the loop is gone. Where the frequencies are those of
-the whole row, upstream's function is called.
+the whole row, upstream's function is called. What is left of samples that share a prompt
+(`mcore_rl.packing`), which upstream knows nothing of, is rotated as what follows that prompt.
 
 Upstream: no issue known.
 
@@ -32,7 +33,7 @@ def apply() -> None:
     """Rotate by gathered frequencies."""
     from megatron.core.models.common.embeddings import rope_utils
 
-    from mcore_rl.packing import samples_on_cp_rank
+    from mcore_rl.packing import prefix_lengths, prefixes_of, samples_on_cp_rank
 
     one_by_one = rope_utils._apply_rotary_pos_emb_thd
     require_parameters(
@@ -55,6 +56,10 @@ def apply() -> None:
         _, positions = samples_on_cp_rank(
             cu_seqlens, num_tokens, cp_size=cp_size, cp_rank=cp_group.rank()
         )
+        prefix_of = prefixes_of(cu_seqlens)
+        if prefix_of is not None:
+            before = prefix_lengths(cu_seqlens, prefix_of)
+            positions = positions + before.repeat_interleave(cu_seqlens.diff())
         return rotate(t.unsqueeze(1), freqs[positions], *args, **kwargs).squeeze(1)
 
     rope_utils._apply_rotary_pos_emb_thd = all_at_once

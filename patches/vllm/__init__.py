@@ -1,9 +1,9 @@
 """Repairs of vLLM, applied by `register`, the entry point in group `vllm.general_plugins`.
 
-vLLM calls it in its front end, engine core and workers. All but `rank_map` concern the CPU build;
-on CUDA (vLLM 0.26 to 0.33) none of those is needed and none is applied. `rank_map` is applied where
-an engine is started with a rank map, `answers_after_failure` to the versions it knows on either.
-`VLLM_PLUGINS=` starts vLLM without them.
+vLLM calls it in its front end, engine core and workers. All but `rank_map` concern the CPU build
+(one of them is torch's); on CUDA (vLLM 0.26 to 0.33) none of those is needed and none is applied.
+`rank_map` is applied where an engine is started with a rank map, `answers_after_failure` to the
+versions it knows on either. `VLLM_PLUGINS=` starts vLLM without them.
 """
 
 from __future__ import annotations
@@ -13,9 +13,11 @@ from mcore_rl.patches.registry import Patch, apply_all
 
 def patches() -> tuple[Patch, ...]:
     """All repairs of vLLM, in the order in which they are applied."""
+    from mcore_rl.patches.torch import narrow_products
     from mcore_rl.patches.vllm import (
         answers_after_failure,
         expert_parallel_on_cpu,
+        mla_prefill_together,
         rank_map,
         repack_experts_on_reload,
         rotary_embedding_of_heads,
@@ -23,9 +25,11 @@ def patches() -> tuple[Patch, ...]:
     )
 
     modules = (
+        narrow_products,
         repack_experts_on_reload,
         expert_parallel_on_cpu,
         rotary_embedding_of_heads,
+        mla_prefill_together,
         shared_memory_names,
         rank_map,
         answers_after_failure,

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from mcore_rl.builders import build_offloader
+from mcore_rl.builders import build_offloader, micro_batching
 from mcore_rl.hybrid_engine.offload import Offloader
-from mcore_rl.packing import split_micro_batches
+from mcore_rl.packing import lay_out, split_micro_batches
 from mcore_rl.types import TrainBatch
 from tests.dist.ppo_jobs import build_models, export_models, scored_rollouts, take_step
 
@@ -19,21 +19,24 @@ def learn(flags: list[str], target: str, num_steps: int = 2) -> dict[str, Any]:
     """Whole steps from given rollouts, the training state going away before each as in rollout.
 
     Returns what they measured, and what shows that the flags had their effect: the
-    `offloaded` kinds, and of each model the `forwards` per layer and micro-batch of an update (2
-    with recomputation). The weights go to `target`.
+    `offloaded` kinds, of each model the `forwards` per layer and micro-batch of an update (2 with
+    recomputation), and the number of micro-batches in which samples `share` a prompt. The weights
+    go to `target`.
     """
     models = build_models(flags)
     job, learner = models.job, models.learner
     offloader = build_offloader(job, models.state, models.critic)
-    scored = scored_rollouts(job)
+    scored, batching = scored_rollouts(job), micro_batching(job)
     forwards = [Forwards(models.state.chunks)]
     if models.critic is not None:
         forwards.append(Forwards(models.critic.state.chunks))
-    steps = []
+    steps, sharing = [], 0
     for step in range(num_steps):
         _there_and_back(offloader)
         batch = learner.make_batch(scored)
         steps.append(take_step(learner, step, batch, scored))
+        rows = [lay_out(part, batching, None) for part in split_micro_batches(batch.actor)]
+        sharing += sum(each.prefix_of is not None for each in rows)
         for counter, part in zip(forwards, (batch.actor, batch.critic), strict=False):
             assert part is not None
             counter.expect(part)
@@ -42,6 +45,7 @@ def learn(flags: list[str], target: str, num_steps: int = 2) -> dict[str, Any]:
         "steps": steps,
         "offloaded": sorted(offloader.what),
         "forwards": [counter.per_micro_batch() for counter in forwards],
+        "sharing": float(learner.actor.runner.global_sum(torch.tensor([float(sharing)]))),
     }
     dist.destroy_process_group()
     return found

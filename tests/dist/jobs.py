@@ -55,15 +55,20 @@ def random_batch(vocab_size: int) -> TrainBatch:
     every layout."""
     generator = torch.Generator().manual_seed(6)
     lengths = torch.randint(14, 33, (8,), generator=generator)
-    first = torch.randint(2, 12, (8,), generator=generator).repeat_interleave(lengths)
+    # Two samples each after the same prompt.
+    first_of_each = torch.randint(2, 12, (4,), generator=generator).repeat_interleave(2)
+    first = first_of_each.repeat_interleave(lengths)
     noise = torch.randn(6, int(lengths.sum()), generator=generator)
     starts = lengths.cumsum(0) - lengths
     position = torch.arange(len(first)) - starts.repeat_interleave(lengths)
     last = (lengths - 1).repeat_interleave(lengths)
-    rows = random_tokens(vocab_size)
+    rows = random_tokens(vocab_size).clone()
+    for sample in range(1, 8, 2):
+        rows[sample, : first_of_each[sample] + 1] = rows[sample - 1, : first_of_each[sample] + 1]
     return TrainBatch(
         token_ids=torch.cat([row[:length] for row, length in zip(rows, lengths, strict=True)]),
         lengths=lengths,
+        prompt_lengths=first_of_each + 1,
         sample_ids=torch.arange(8),
         loss_mask=(position >= first) & (position < last),
         rollout_log_probs=noise[0] * 0.1 - 6,

@@ -31,7 +31,7 @@ def scored_rollouts(job: Job) -> list[ScoredRollout]:
 
 
 def scored_samples(vocab_size: int, num_samples: int) -> list[ScoredRollout]:
-    """So many of them."""
+    """So many of them, two each after one prompt."""
     rng = random.Random(3)
     generator = torch.Generator().manual_seed(4)
     scored = []
@@ -40,7 +40,8 @@ def scored_samples(vocab_size: int, num_samples: int) -> list[ScoredRollout]:
         length, response = rng.randint(14, 32), rng.randint(4, 10)
         tokens = row[:length].numpy().astype(np.int32)
         noise = torch.randn(response, generator=generator) * 0.1
-        prompt = Prompt(number, "", "", tokens[: length - response])
+        if number % 2 == 0:
+            prompt = Prompt(number // 2, "", "", tokens[: length - response])
         rollout = Rollout(
             prompt=prompt,
             sample_index=0,

@@ -78,6 +78,16 @@ PARTS = [
         more="--rl-max-tokens-per-microbatch 128 --micro-batch-size 2",
     ),
     Case(
+        "shared_prompts_without_packing",
+        ["--rl-share-prompts on", "--rl-max-tokens-per-microbatch 0", "drop one of the two"],
+        more="--rl-share-prompts on",
+    ),
+    Case(
+        "shared_prompts_with_dropout",
+        ["--rl-share-prompts on", "--attention-dropout 0.1", "drop one of the two"],
+        more="--rl-share-prompts on --rl-max-tokens-per-microbatch 128 --attention-dropout 0.1",
+    ),
+    Case(
         "import_that_raises",
         ["--rl-import {here}/mine.py", "ZeroDivisionError"],
         more="--rl-import {here}/mine.py",

@@ -67,7 +67,8 @@ STAGES = {
     "4": ("--pipeline-model-parallel-size", "4"),
 }
 PP_SIZES = {"1": 1, "2": 2, "2 x 2": 2, "3 + 1": 2, "4": 4}
-PACKED = "packed"
+# Packed samples share prompts (but under context parallelism), or are kept apart.
+PACKED, APART = "packed", "apart"
 RECOMPUTE = {
     "none": "",
     "full": "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
@@ -99,6 +100,14 @@ class Case:
         return self.tp_size * self.cp_size * self.dp_size
 
     @property
+    def is_packed(self) -> bool:
+        return self.division in (PACKED, APART)
+
+    @property
+    def shares_prompts(self) -> bool:
+        return self.division == PACKED and self.cp_size == 1
+
+    @property
     def layout(self) -> str:
         stages = f"PP{self.stages}".replace("PP2 x 2", "PP2 VPP2").replace("PP3 + 1", "PP2 (3 + 1)")
         dense = f"TP{self.tp_size} CP{self.cp_size} {stages} DP{self.dp_size}"
@@ -113,15 +122,16 @@ class Case:
             return False
         if self.processes_per_stage % (self.ep_size * self.etp_size):
             return False
-        if self.division == PACKED:
+        if self.is_packed:
             return True
         micro_batches, rest = divmod(SAMPLES_PER_MINI_BATCH, self.dp_size * int(self.division))
         # The interleaved schedule takes them by the number of stages.
         return rest == 0 and (self.stages != "2 x 2" or micro_batches % 2 == 0)
 
     def flags(self, checkpoint: Path) -> list[str]:
-        if self.division == PACKED:
+        if self.is_packed:
             division = ["--rl-max-tokens-per-microbatch", "128", "--micro-batch-size", "1"]
+            division += ["--rl-share-prompts", "on" if self.shares_prompts else "off"]
         else:
             division = ["--micro-batch-size", self.division]
         return [
@@ -177,10 +187,10 @@ COVERING = covering_cases(possible_cases())
 FURTHER = [
     Case("grpo", 4, "1", 1, 4, 1, 1, "2", "selective", False),
     Case("grpo", 1, "3 + 1", 1, 2, 1, 2, PACKED, "full", True),
-    Case("gspo", 2, "2", 1, 2, 1, 1, PACKED, "full", True),
+    Case("gspo", 2, "2", 1, 2, 1, 1, APART, "full", True),
     Case("gspo", 1, "2 x 2", 1, 2, 1, 2, "2", "none", False),
     Case("rloo", 1, "1", 1, 2, 1, 4, PACKED, "selective", True),
-    Case("reinforce_pp", 2, "1", 1, 1, 2, 2, PACKED, "none", False),
+    Case("reinforce_pp", 2, "1", 1, 1, 2, 2, APART, "none", False),
     Case("gspo", 1, "2", 4, 2, 1, 1, PACKED, "selective", False),
 ]
 CASES = [*COVERING, *FURTHER]
@@ -222,8 +232,8 @@ class Table:
             case.algorithm,
             str(case.num_processes),
             case.layout,
-            "yes" if case.division == PACKED else "no",
-            "128 tokens" if case.division == PACKED else f"{case.division} rows",
+            "yes, prompts shared" if case.shares_prompts else "yes" if case.is_packed else "no",
+            "128 tokens" if case.is_packed else f"{case.division} rows",
             case.recompute,
             "all" if case.offload else "none",
             *(f"{d:.1e}" for d in (differences.loss, differences.grad_norm, differences.weight)),
@@ -358,6 +368,9 @@ def test_update_is_that_of_one_process(
     models = 2 if case.algorithm == "ppo" else 1
     assert outcome.found["forwards"] == [1.0 if case.recompute == "none" else 2.0] * models
     assert len(outcome.found["offloaded"]) == (3 if case.offload else 0)
+    # With 4 ranks for 8 samples of a mini-batch there is little to be shared.
+    assert case.shares_prompts or not outcome.found["sharing"]
+    assert not case.shares_prompts or case.dp_size == 4 or outcome.found["sharing"] >= 4
     assert differences.loss <= TOLERANCE
     assert differences.grad_norm <= TOLERANCE
     assert differences.weight <= TOLERANCE, differences.weight_name

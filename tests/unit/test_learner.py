@@ -416,6 +416,7 @@ def test_rates_are_those_of_the_models_that_there_are():
 DOCS = Path(__file__).parents[2] / "docs" / "algorithms.md"
 
 
+@pytest.mark.usefixtures("restored_tables")
 def test_the_example_of_the_docs_runs_as_written(tmp_path: Path):
     (example,) = re.findall(r"```python\n(.*?)```", DOCS.read_text(), flags=re.DOTALL)
     file = tmp_path / "mine.py"

@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from mcore_rl.algorithms import registry
 from mcore_rl.algorithms.aggregation import Denominators
 from mcore_rl.algorithms.loss_types import PolicyLossConfig
 from mcore_rl.algorithms.recipes import resolve_algorithm
@@ -53,18 +52,7 @@ def length(*, prompt, response, answer):
 """
 
 
-@pytest.fixture(autouse=True)
-def restored_tables(monkeypatch: pytest.MonkeyPatch) -> None:
-    from mcore_rl.rewards import functions as reward_functions
-
-    find_policy_loss("ppo_clip")
-    for module, table in (
-        (registry, "_ESTIMATORS"),
-        (registry, "_POLICY_LOSSES"),
-        (registry, "_IMPORTED"),
-        (reward_functions, "_BY_NAME"),
-    ):
-        monkeypatch.setattr(module, table, dict(getattr(module, table)))
+pytestmark = pytest.mark.usefixtures("restored_tables")
 
 
 def test_built_in_names_are_found() -> None:

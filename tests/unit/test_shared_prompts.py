@@ -1,0 +1,327 @@
+"""Prompts that samples share: the layout of rows, what attention sees, and when it is allowed."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mcore_rl import attention_batches
+from mcore_rl.attention_batches import similar_segments
+from mcore_rl.errors import UsageError
+from mcore_rl.packing import (
+    Cuts,
+    MicroBatching,
+    ModelRows,
+    Prompts,
+    batch_of_tokens,
+    build_train_batch,
+    lay_out,
+    num_tokens,
+    plan_step,
+    prefixes_of,
+    set_prefixes,
+    split_micro_batches,
+)
+from mcore_rl.patches.megatron.local_layers import SDPACoreAttention
+from mcore_rl.shared_prompts import obstacle, shares_prompts
+from mcore_rl.types import Prompt, Rollout, ScoredRollout, TrainBatch
+
+SHARED = MicroBatching(max_tokens=200, share_prompts=True)
+# (tokens of the prompt, of each response)
+Groups = list[tuple[int, list[int]]]
+groups_of_samples = st.lists(
+    st.tuples(st.integers(1, 9), st.lists(st.integers(0, 12), min_size=1, max_size=5)),
+    min_size=1,
+    max_size=5,
+)
+
+
+def scored_samples(groups: Groups) -> list[ScoredRollout]:
+    """Samples of random tokens."""
+    rng = np.random.default_rng(1)
+    scored = []
+    for index, (num_prompt, responses) in enumerate(groups):
+        prompt = Prompt(index, "", "", rng.integers(1, 99, num_prompt))
+        for number, length in enumerate(responses):
+            rollout = Rollout(
+                prompt=prompt,
+                sample_index=number,
+                text="",
+                response_token_ids=rng.integers(1, 99, length).astype(np.int32),
+                rollout_log_probs=np.zeros(length, dtype=np.float32),
+                finish_reason="stop",
+                weight_version=0,
+            )
+            scored.append(ScoredRollout(rollout, reward=0.0))
+    return scored
+
+
+def in_one_row(groups: Groups) -> TrainBatch:
+    scored = scored_samples(groups)
+    return build_train_batch(scored, ((tuple(range(len(scored))),),))
+
+
+def tokens_of_samples(batch: TrainBatch) -> list[torch.Tensor]:
+    return list(torch.arange(batch.num_tokens).split(batch.lengths.tolist()))
+
+
+@given(groups_of_samples, st.sampled_from([1, 4]))
+def test_a_row_has_a_prompt_once_and_every_token_of_every_sample(
+    groups: Groups, multiple_of: int
+) -> None:
+    batch = in_one_row(groups)
+    batching = MicroBatching(max_tokens=500, share_prompts=True, multiple_of=multiple_of)
+    rows = lay_out(batch, batching, None)
+    needed = sum(
+        num_prompt - 1 + sum(1 + length for length in responses)
+        if len(responses) > 1
+        else num_prompt + responses[0]
+        for num_prompt, responses in merged(groups, batch)
+    )
+    assert rows.token_ids.shape[1] == -(-needed // multiple_of) * multiple_of
+    assert torch.equal(rows.token_ids.flatten()[rows.places], batch.token_ids)
+    for tokens in tokens_of_samples(batch):
+        places = rows.places[tokens]
+        assert rows.position_ids.flatten()[places].tolist() == list(range(len(tokens)))
+        # What a token is scored by is the sample's next one.
+        assert torch.equal(rows.target_ids.flatten()[places[:-1]], batch.token_ids[tokens[1:]])
+    assert rows.longest >= int(batch.lengths.max())
+
+
+def merged(groups: Groups, batch: TrainBatch) -> Groups:
+    """Neighbours with the same tokens in their prompts are one group, too."""
+    found: Groups = []
+    last = None
+    samples = iter(tokens_of_samples(batch))
+    for num_prompt, responses in groups:
+        first = [next(samples) for _ in responses][0]
+        prompt = batch.token_ids[first[:num_prompt]].tolist()
+        if prompt == last and num_prompt > 1:
+            found[-1] = (num_prompt, found[-1][1] + responses)
+        else:
+            found.append((num_prompt, responses))
+        last = prompt
+    return found
+
+
+@pytest.mark.parametrize("most_of_a_mask", [2**22, 0], ids=["masks", "causal"])
+@given(groups=groups_of_samples)
+def test_attention_sees_the_tokens_of_its_sample_and_no_others(
+    groups: Groups, most_of_a_mask: int
+) -> None:
+    batch = in_one_row(groups)
+    rows = lay_out(batch, MicroBatching(max_tokens=500, share_prompts=True, multiple_of=4), None)
+    assert rows.cu_seqlens is not None
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(attention_batches, "MOST_OF_A_MASK", most_of_a_mask)
+        seen = keys_of_queries(rows)
+    for tokens in tokens_of_samples(batch):
+        places = rows.places[tokens].tolist()
+        for at, place in enumerate(places):
+            assert seen[place] == places[: at + 1]
+
+
+def keys_of_queries(rows: ModelRows) -> dict[int, list[int]]:
+    """Of every position of the row: what it attends to, in the order of the keys."""
+    assert rows.cu_seqlens is not None
+    seen: dict[int, list[int]] = {}
+    for batch in similar_segments(rows.cu_seqlens, rows.prefix_of):
+        size, num_keys = batch.keys.shape
+        visible = batch.visible
+        if visible is None:
+            assert batch.queries.shape == batch.keys.shape
+            visible = torch.ones(num_keys, num_keys, dtype=torch.bool).tril()[None, None]
+            visible = visible.expand(size, 1, -1, -1)
+        for segment, at in batch.is_query.nonzero().tolist():
+            place = int(batch.queries[segment, at])
+            assert place not in seen, "computed twice"
+            seen[place] = batch.keys[segment][visible[segment, 0, at]].tolist()
+    assert sorted(seen) == list(range(rows.token_ids.shape[1]))
+    return seen
+
+
+def test_segments_of_other_lengths_are_not_padded_to_each_other() -> None:
+    bounds = torch.tensor([0, 100, 190, 290, 300, 303]).int()
+    sizes = {tuple(batch.keys.shape) for batch in similar_segments(bounds, None)}
+    assert sizes == {(3, 100), (2, 10)}
+    assert all(batch.visible is None for batch in similar_segments(bounds, None))
+
+
+@pytest.mark.parametrize("num_groups", [1, 2], ids=["mha", "gqa"])
+def test_outputs_and_gradients_are_those_of_every_sample_alone(num_groups: int) -> None:
+    batch = in_one_row([(7, [3, 0, 11]), (1, [4]), (40, [2, 2, 30]), (5, [6, 6])])
+    rows = lay_out(batch, MicroBatching(max_tokens=500, share_prompts=True, multiple_of=8), None)
+    assert rows.cu_seqlens is not None and rows.prefix_of is not None
+    attention = SDPACoreAttention(
+        SimpleNamespace(context_parallel_size=1, attention_dropout=0.0), 1, None, "self"
+    )
+    generator = torch.Generator().manual_seed(2)
+    heads = {"query": 2, "key": 2 // num_groups, "value": 2 // num_groups}
+    sizes = {"query": 8, "key": 8, "value": 6}
+    row = {
+        name: torch.randn(
+            rows.token_ids.shape[1], heads[name], sizes[name], generator=generator
+        ).double()
+        for name in heads
+    }
+    weight = torch.randn(batch.num_tokens, 2 * 6, generator=generator).double()
+
+    def gradients(outputs: torch.Tensor, inputs: dict[str, torch.Tensor]) -> list[torch.Tensor]:
+        return list(torch.autograd.grad((outputs * weight).sum(), list(inputs.values())))
+
+    together = {name: x.clone().requires_grad_() for name, x in row.items()}
+    set_prefixes(rows.cu_seqlens, rows.prefix_of)
+    packed = attention(
+        *together.values(), packed_seq_params=SimpleNamespace(cu_seqlens_q=rows.cu_seqlens)
+    )[rows.places]
+    alone = {name: x.clone().requires_grad_() for name, x in row.items()}
+    one_by_one = torch.cat(
+        [
+            attention(*(x[rows.places[tokens], None] for x in alone.values())).squeeze(1)
+            for tokens in tokens_of_samples(batch)
+        ]
+    )
+    torch.testing.assert_close(packed, one_by_one)
+    for found, expected in zip(
+        gradients(packed, together), gradients(one_by_one, alone), strict=True
+    ):
+        torch.testing.assert_close(found, expected)
+
+
+@settings(deadline=None)
+@given(
+    groups_of_samples,
+    st.integers(1, 4),
+    st.sampled_from([22, 40, 200]),
+    st.sampled_from([1, 2]),
+)
+def test_every_sample_is_dealt_out_once_within_the_budget(
+    groups: Groups, dp_size: int, max_tokens: int, count_multiple_of: int
+) -> None:
+    scored = scored_samples(groups)
+    lengths = np.array([num_tokens(sample) for sample in scored])
+    batching = MicroBatching(
+        max_tokens=max_tokens, share_prompts=True, count_multiple_of=count_multiple_of
+    )
+    plan = plan_step(
+        lengths, num_mini_batches=1, dp_size=dp_size, batching=batching, prompts=Prompts.of(scored)
+    )
+    assert sorted(samples_of(plan)) == list(range(len(scored)))
+    counts = {len(mini_batch) for cuts in plan for mini_batch in cuts}
+    assert len(counts) == 1 and counts.pop() % count_multiple_of == 0
+    for cuts in plan:
+        for micro_batch in split_micro_batches(build_train_batch(scored, cuts)):
+            assert lay_out(micro_batch, batching, None).token_ids.shape[1] <= max_tokens
+
+
+def samples_of(plan: list[Cuts]) -> list[int]:
+    return [i for cuts in plan for mini_batch in cuts for bin_ in mini_batch for i in bin_]
+
+
+def test_samples_of_a_prompt_stay_together_and_ranks_are_balanced() -> None:
+    rng = np.random.default_rng(3)
+    groups = [(24, rng.integers(2, 9, 8).tolist()) for _ in range(16)]
+    scored = scored_samples(groups)
+    lengths = np.array([num_tokens(sample) for sample in scored])
+    batching = MicroBatching(max_tokens=2048, share_prompts=True)
+    plan = plan_step(
+        lengths, num_mini_batches=1, dp_size=2, batching=batching, prompts=Prompts.of(scored)
+    )
+    in_rows = []
+    for cuts in plan:
+        ((bin_,),) = cuts
+        assert len(bin_) == 64 and {i // 8 for i in bin_} == {bin_[8 * k] // 8 for k in range(8)}
+        in_rows.append(lay_out(build_train_batch(scored, cuts), batching, None).token_ids.shape[1])
+    assert max(in_rows) / min(in_rows) < 1.05
+    # 24 + 8 x 5.5 tokens a prompt where there would be 8 x 29.5.
+    assert sum(in_rows) < 0.35 * lengths.sum()
+
+
+def test_a_large_group_is_cut_so_that_every_rank_has_work() -> None:
+    scored = scored_samples([(10, [20] * 16)])
+    lengths = np.array([num_tokens(sample) for sample in scored])
+    plan = plan_step(
+        lengths,
+        num_mini_batches=1,
+        dp_size=2,
+        batching=MicroBatching(max_tokens=4096, share_prompts=True),
+        prompts=Prompts.of(scored),
+    )
+    assert min(sum(map(len, cuts[0])) for cuts in plan) >= 7
+
+
+def test_without_sharing_prompts_change_no_division() -> None:
+    scored = scored_samples([(9, [3, 5]), (4, [8, 1, 7])])
+    lengths = np.array([num_tokens(sample) for sample in scored])
+    plain = MicroBatching(max_tokens=30)
+    with_prompts, without = (
+        plan_step(lengths, num_mini_batches=1, dp_size=2, batching=plain, prompts=prompts)
+        for prompts in (Prompts.of(scored), None)
+    )
+    assert with_prompts == without
+    rows = lay_out(build_train_batch(scored, ((tuple(range(5)),),)), plain, None)
+    assert rows.prefix_of is None and rows.token_ids.shape[1] == lengths.sum()
+
+
+def test_prompts_are_recognised_by_their_tokens() -> None:
+    first, second, third = (Prompt(0, "", "", np.array(ids)) for ids in ([1, 2], [1, 2], [2, 1]))
+    rollouts = [
+        Rollout(prompt, 0, "", np.zeros(0, np.int32), np.zeros(0, np.float32), "stop", 0)
+        for prompt in (first, second, third, first)
+    ]
+    found = Prompts.of([ScoredRollout(rollout, 0.0) for rollout in rollouts])
+    assert found.ids.tolist() == [0, 0, 1, 2] and found.lengths.tolist() == [2] * 4
+    assert Prompts.of([]).ids.tolist() == []
+
+
+def test_sequences_without_prompts_share_nothing() -> None:
+    rows = lay_out(batch_of_tokens([[1, 2, 3]] * 2), SHARED, None)
+    assert rows.prefix_of is None and rows.token_ids.shape[1] == 6
+
+
+def test_prefixes_travel_with_the_bounds_they_were_noted_on() -> None:
+    bounds = torch.tensor([0, 3, 5])
+    assert prefixes_of(bounds) is None
+    set_prefixes(bounds, torch.tensor([0, 0]))
+    found = prefixes_of(bounds)
+    assert found is not None and found.tolist() == [0, 0]
+
+
+POSSIBLE = {"transformer_impl": "local", "hidden_dropout": 0.0, "attention_dropout": 0.0}
+
+
+@pytest.mark.parametrize(
+    ("values", "named"),
+    [
+        ({"transformer_impl": "transformer_engine"}, "--transformer-impl transformer_engine"),
+        ({"context_parallel_size": 2}, "--context-parallel-size 2"),
+        ({"hidden_dropout": 0.1}, "--hidden-dropout 0.1"),
+        ({"attention_dropout": 0.2}, "--attention-dropout 0.2"),
+        ({"moe_z_loss_coeff": 1e-3}, "--moe-z-loss-coeff 0.001"),
+        ({"moe_expert_capacity_factor": 1.5}, "--moe-expert-capacity-factor 1.5"),
+        ({"moe_aux_loss_coeff": 0.01}, "--moe-aux-loss-coeff 0.01"),
+        ({"moe_aux_loss_coeff": [0.0, 0.02]}, "--moe-aux-loss-coeff 0.02"),
+        ({"moe_router_enable_expert_bias": True}, "--moe-router-bias-update-rate 0.001"),
+        ({"mtp_num_layers": 1}, "--mtp-num-layers 1"),
+    ],
+)
+def test_what_is_against_sharing_is_named(values: dict[str, object], named: str) -> None:
+    assert obstacle(POSSIBLE, 512) == ""
+    assert obstacle(POSSIBLE | values, 512).startswith(named)
+    assert not shares_prompts("auto", POSSIBLE | values, 512)
+    with pytest.raises(UsageError, match=f"--rl-share-prompts on .*{named}.*; drop one of the two"):
+        shares_prompts("on", POSSIBLE | values, 512)
+
+
+def test_sharing_is_for_packed_samples_of_experts_that_keep_their_bias() -> None:
+    kept = {"moe_router_enable_expert_bias": True, "moe_router_bias_update_rate": 0.0}
+    assert shares_prompts("auto", POSSIBLE | kept, 512)
+    assert not shares_prompts("off", POSSIBLE, 512)
+    assert not shares_prompts("auto", POSSIBLE, 0)
+    with pytest.raises(UsageError, match="--rl-max-tokens-per-microbatch 0"):
+        shares_prompts("on", POSSIBLE, 0)

@@ -1,10 +1,11 @@
 """Samples per second and accuracy per minute beside TRL's GRPO, and packing beside padding.
 
-    python benchmarks/step_time.py [--json FILE] [--markdown FILE] [--only NAME] [--quick]
+    python benchmarks/step_time.py [--json FILE] [--markdown FILE] [--only NAME ...] [--quick]
 
 Needs the `bench` extra. The first call makes two checkpoints, in the cache folder of
-scripts/run_deepseek_moe.sh (MCORE_RL_CACHE); the rest takes under 20 minutes on 2 cores. --markdown
-replaces its own section of FILE and leaves what else stands there.
+scripts/run_deepseek_moe.sh (MCORE_RL_CACHE); the rest takes about an hour on 2 cores, half of it
+TRL's steps of `long_256` (`--only short long packing`: 20 to 30 minutes). --markdown replaces its
+own section of FILE and leaves what else stands there.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ from benchmarks.step_time_task import (  # noqa: E402
 )
 
 PACKING = "packing"
-RUN_SECONDS = 900
+RUN_SECONDS = 1800
 # Of models for the packed and the padded update.
 MODELS = {"dense (qwen3)": "qwen3", "MoE (deepseek_v3)": "deepseek_v3"}
 # The fastest on two cores, a step of `short`: 2 processes (DP2) 0.74 s; 1 process with one thread
@@ -60,7 +61,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--markdown", type=Path, metavar="FILE", help="put the section there")
     parser.add_argument("--repetitions", type=int, default=2, help="runs of each, in turns")
     parser.add_argument("--processes", type=int, default=OURS_PROCESSES, help="of ours: 1, 2 or 4")
-    parser.add_argument("--only", choices=names, help="one workload")
+    parser.add_argument("--only", nargs="+", choices=names, default=names, help="some workloads")
     parser.add_argument("--quick", action="store_true", help="one repetition, steps that just do")
     return parser
 
@@ -79,10 +80,10 @@ def main(tokens: Sequence[str] | None = None) -> int:
     aimed = {workload.name: workload.aimed_ratio for workload in WORKLOADS}
     with tempfile.TemporaryDirectory(prefix="mcore_rl_step_time_") as folder:
         for workload in WORKLOADS:
-            if options.only in (None, workload.name):
+            if workload.name in options.only:
                 rows += _compared(workload, options, repetitions, Path(folder))
                 _write(options, rows, facts, aimed)
-        if options.only in (None, PACKING):
+        if PACKING in options.only:
             rows += _packing(repetitions, Path(folder))
     facts["time"] = f"{(time.monotonic() - started) / 60:.0f} minutes in all"
     print(_write(options, rows, facts, aimed))
@@ -95,7 +96,7 @@ def _fault(options: argparse.Namespace) -> str:
         return f"--repetitions {options.repetitions} must be at least 1; raise it"
     if options.processes not in (1, 2, 4):
         return f"--processes {options.processes} must be 1, 2 or 4"
-    if options.only != PACKING and importlib.util.find_spec("trl") is None:
+    if options.only != [PACKING] and importlib.util.find_spec("trl") is None:
         return "trl is not installed; pip install .[bench] or take --only packing"
     if options.markdown and options.markdown.is_file():
         try:

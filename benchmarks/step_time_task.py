@@ -51,31 +51,35 @@ class Workload:
         return self.num_prompts_per_step * self.num_samples_per_prompt
 
 
-WORKLOADS = (
-    Workload(
-        "short",
-        16,
-        16,
-        8,
-        num_steps=16,
-        num_eval_prompts=256,
-        num_trial_prompts=16,
-        packed_tokens=2048,
-        aimed_ratio=1.2,
-    ),
-    Workload(
-        "long",
-        200,
-        8,
-        8,
-        num_steps=4,
-        num_eval_prompts=256,
-        packed_tokens=2048,
-        aimed_ratio=8.0,
-        # Small, as lengths would drift at random, to another mean in each system.
-        learning_rate=1e-5,
-    ),  # fmt: skip
+_SHORT = Workload(
+    "short",
+    max_response_tokens=16,
+    num_prompts_per_step=16,
+    num_samples_per_prompt=8,
+    num_steps=16,
+    num_eval_prompts=256,
+    num_trial_prompts=16,
+    packed_tokens=2048,
+    aimed_ratio=1.2,
 )
+_LONG = Workload(
+    "long",
+    max_response_tokens=200,
+    num_prompts_per_step=8,
+    num_samples_per_prompt=8,
+    num_steps=4,
+    num_eval_prompts=256,
+    packed_tokens=2048,
+    aimed_ratio=8.0,
+    # Small, as lengths would drift at random, to another mean in each system.
+    learning_rate=1e-5,
+)
+# The same with four times the samples in a step: what a step costs whatever is in it counts less.
+_SHORT_512 = dataclasses.replace(
+    _SHORT, name="short_512", num_prompts_per_step=64, num_steps=8, packed_tokens=4096
+)
+_LONG_256 = dataclasses.replace(_LONG, name="long_256", num_prompts_per_step=32, num_steps=3)
+WORKLOADS = (_SHORT, _SHORT_512, _LONG, _LONG_256)
 LEFT_OUT_STEPS = 2  # at the start: caches, connections and allocators are still being filled
 
 
@@ -117,7 +121,7 @@ def checkpoint_of(workload: Workload) -> Path:
     from make_tiny_deepseek import make_checkpoint
 
     warmed = make_checkpoint(cache_folder() / "tiny_deepseek_v3", warm_up=True)
-    if workload.name == "short":
+    if workload.max_response_tokens == _SHORT.max_response_tokens:
         return warmed
     folder = cache_folder() / "step_time_long"
     recipe = {

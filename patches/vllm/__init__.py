@@ -22,10 +22,12 @@ def patches() -> tuple[Patch, ...]:
         repack_experts_on_reload,
         rotary_embedding_of_heads,
         shared_memory_names,
+        wide_linear,
     )
 
     modules = (
         narrow_products,
+        wide_linear,
         repack_experts_on_reload,
         expert_parallel_on_cpu,
         rotary_embedding_of_heads,

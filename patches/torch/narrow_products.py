@@ -42,16 +42,20 @@ def slow_dtypes() -> frozenset[torch.dtype]:
     return frozenset(dtype for dtype, is_supported in supported.items() if not is_supported())
 
 
+def widened_dtypes() -> frozenset[torch.dtype]:
+    """Those whose products are computed in float32 here: none where a GPU does the work."""
+    return frozenset() if torch.cuda.is_available() else slow_dtypes()
+
+
 def needed() -> bool:
-    """Without a GPU, where a model's products would be slow ones."""
-    return not torch.cuda.is_available() and bool(slow_dtypes())
+    return bool(widened_dtypes())
 
 
 def apply() -> None:
     global _library
     known = hasattr(torch.library, "get_kernel")
     require(known, "aten's CPU kernels", "torch.library has no get_kernel")
-    slow = slow_dtypes()
+    slow = widened_dtypes()
     _library = torch.library.Library("aten", "IMPL")
     for name in (*PRODUCTS, *ATTENTION):
         _replace(_library, name, _widened(_kernel(name), slow))

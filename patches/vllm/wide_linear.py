@@ -19,12 +19,12 @@ from typing import Any
 import torch
 
 from mcore_rl.patches.registry import Patch, require_parameters
-from mcore_rl.patches.torch.narrow_products import slow_dtypes
+from mcore_rl.patches.torch.narrow_products import widened_dtypes
 from mcore_rl.patches.vllm.platform import PACKAGES, VERSIONS, runs_on_cpu
 
 
 def needed() -> bool:
-    return runs_on_cpu() and bool(slow_dtypes())
+    return runs_on_cpu() and bool(widened_dtypes())
 
 
 def apply() -> None:
@@ -32,7 +32,7 @@ def apply() -> None:
 
     dispatch = utils.dispatch_cpu_unquantized_gemm
     require_parameters(dispatch, "layer", "remove_weight")
-    slow = slow_dtypes()
+    slow = widened_dtypes()
 
     def dispatch_wide(layer: torch.nn.Module, remove_weight: bool) -> None:
         weight: Any = layer.weight

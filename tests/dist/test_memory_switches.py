@@ -24,6 +24,8 @@ Learnt = dict[str, Any]  # variant -> what came of it; and the precision
 PPO = (
     *("--rl-algorithm", "ppo", "--rl-kl-coef", "0.05", "--rl-entropy-coef", "0.01"),
     *("--rl-max-tokens-per-microbatch", "128", "--rl-offload", "none", "--lr", "1e-2"),
+    # What is kept is computed for the tokens of whole samples.
+    *("--rl-share-prompts", "off"),
 )
 RECOMPUTE: dict[str, dict[str, Any]] = {
     "full": {

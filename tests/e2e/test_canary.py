@@ -30,7 +30,9 @@ def test_the_tolerance_lies_between_right_and_wrong_weights(results: list[dict])
     tolerance = results[0]["tolerance"]
     for means in (right, repaired, again):
         assert max(means) < tolerance / 5
-    assert max(wrong) > 2 * tolerance
+    # How far wrong ones are depends on the model, and that on the CPU that trained it: above 0.2
+    # with AVX-512, 0.177 without.
+    assert max(wrong) > 1.5 * tolerance
     for result in results:
         assert result["means"] == results[0]["means"]
         assert result["ok"] == [True, False, True, True]

@@ -193,6 +193,30 @@ def test_outputs_and_gradients_are_those_of_every_sample_alone(num_groups: int) 
         torch.testing.assert_close(found, expected)
 
 
+def test_where_the_cpu_has_no_16_bit_products_shared_gradients_are_summed_in_float32() -> None:
+    batch = in_one_row([(30, [2] * 16)])
+    rows = lay_out(batch, SHARED, None)
+    assert rows.cu_seqlens is not None and rows.prefix_of is not None
+    set_prefixes(rows.cu_seqlens, rows.prefix_of)
+    packed = SimpleNamespace(cu_seqlens_q=rows.cu_seqlens)
+    attention = SDPACoreAttention(
+        SimpleNamespace(context_parallel_size=1, attention_dropout=0.0), 1, None, "self"
+    )
+    generator = torch.Generator().manual_seed(4)
+    exact = [torch.randn(rows.token_ids.shape[1], 2, 8, generator=generator) for _ in range(3)]
+    narrow = [x.bfloat16().requires_grad_() for x in exact]
+    wide = [x.detach().double().requires_grad_() for x in narrow]
+    attention(*wide, packed_seq_params=packed).sum().backward()
+    attention.widened = frozenset({torch.bfloat16})
+    found = attention(*narrow, packed_seq_params=packed)
+    assert found.dtype == torch.bfloat16
+    found.sum().backward()
+    for got, expected in zip(narrow, wide, strict=True):
+        assert got.grad is not None and expected.grad is not None
+        # One rounding, of the sum over 16 samples.
+        torch.testing.assert_close(got.grad.double(), expected.grad, rtol=2.0**-8, atol=1e-5)
+
+
 @settings(deadline=None)
 @given(
     groups_of_samples,

@@ -17,7 +17,7 @@ from mcore_rl.patches.vllm import wide_linear
 
 asked = []
 utils.dispatch_cpu_unquantized_gemm = lambda layer, remove_weight: asked.append(layer)
-wide_linear.slow_dtypes = lambda: frozenset({torch.bfloat16})
+wide_linear.widened_dtypes = lambda: frozenset({torch.bfloat16})
 wide_linear.require_parameters = lambda *unused: None  # of the stand-in for upstream's
 assert wide_linear.needed()
 wide_linear.apply()

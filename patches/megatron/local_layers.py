@@ -115,9 +115,9 @@ class SDPACoreAttention(torch.nn.Module):
     ) -> torch.Tensor:
         """`[t, n, dv]`; samples, or what is left of them behind a shared prompt, begin at
         `bounds`."""
-        batches = similar_segments(bounds, prefixes_of(bounds))
-        dtype = query.dtype
-        if dtype in self.widened:  # once, and not after tokens of shared prompts are repeated
+        prefixes, dtype = prefixes_of(bounds), query.dtype
+        batches = similar_segments(bounds, prefixes)
+        if prefixes is not None and dtype in self.widened:  # once, before prompts are repeated
             query, key, value = (x.float() for x in (query, key, value))
         if len(batches) == 1 and batches[0].is_whole_row:
             context = self._attend(*(x.unsqueeze(1) for x in (query, key, value)))

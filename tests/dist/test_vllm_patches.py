@@ -69,11 +69,19 @@ def test_expert_parallelism_gives_the_scores_of_one_rank_with_the_patch(cases):
         assert np.abs(np.array(rank["result"]) - expected).mean() < 0.03
 
 
+@pytest.fixture(scope="module")
+def shared_memory(cases: dict[str, Any]) -> None:
+    if not cases["has shared memory"]:
+        pytest.skip("vLLM's build for CPUs without AVX-512 has no shared memory: ranks use gloo")
+
+
+@pytest.mark.usefixtures("shared_memory")
 def test_a_leftover_segment_stops_the_next_run_without_the_patch(cases):
     errors = [rank.get("error", "") for rank in cases["beside a leftover unpatched"]["ranks"]]
     assert any("create shm in SHMManager failed. errno: 17" in error for error in errors)
 
 
+@pytest.mark.usefixtures("shared_memory")
 def test_a_leftover_segment_does_not_matter_with_the_patch(cases):
     ranks = cases["beside a leftover"]["ranks"]
     assert [rank["result"]["total"] for rank in ranks] == [[3.0] * 8] * 2
@@ -82,6 +90,7 @@ def test_a_leftover_segment_does_not_matter_with_the_patch(cases):
     assert first.startswith("mcore_rl-")
 
 
+@pytest.mark.usefixtures("shared_memory")
 def test_a_killed_run_leaves_segments_without_the_patch_only(cases):
     for case in ("killed", "killed unpatched"):
         assert [rank["died_of"] for rank in cases[case]["ranks"]] == ["SIGKILL"] * 2
@@ -109,8 +118,11 @@ load_general_plugins()
 from mcore_rl.patches.registry import applied_patches
 from mcore_rl.patches.vllm import patches, register
 register()
-needed = sorted(p.name for p in patches() if p.name != "vllm.rank_map")
+# rank_map waits for an engine with such a map; which others are needed is up to the CPU, too.
+needed = sorted(p.name for p in patches() if p.name != "vllm.rank_map" and p.needed())
 assert sorted(applied_patches()) == needed, applied_patches()
+assert len(needed) >= 5
+print("needed", *needed)
 """
     run = subprocess.run(
         [sys.executable, "-c", code],
@@ -121,5 +133,7 @@ assert sorted(applied_patches()) == needed, applied_patches()
         timeout=120,
     )
     assert run.returncode == 0, run.stderr[-4000:]
-    lines = [line for line in run.stdout.splitlines() if line.startswith("[Patch] vllm.")]
-    assert len(lines) == len({line.split()[1] for line in lines}) == 5
+    lines = run.stdout.splitlines()
+    (needed,) = (line.split()[1:] for line in lines if line.startswith("needed "))
+    said = [line.split()[1].rstrip(":") for line in lines if line.startswith("[Patch] ")]
+    assert sorted(said) == needed

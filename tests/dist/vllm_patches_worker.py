@@ -206,7 +206,9 @@ def main() -> None:
     # For all the forks: the engine, and the kernels with the communicator's operators.
     from vllm import LLM, _custom_ops  # noqa: F401
 
-    results = {}
+    results: dict[str, Any] = {
+        "has shared memory": hasattr(torch.ops._C, "init_shm_manager"),
+    }
     for name, (num_ranks, case) in cases(model_dir).items():
         results[name] = run_case(num_ranks, case)
         Path(out).write_text(json.dumps(results, indent=1))

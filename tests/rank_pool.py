@@ -1,8 +1,8 @@
-"""Processes that have Megatron and vLLM imported and play the ranks of one small job after another.
+"""A process that has Megatron and vLLM imported and is forked into the ranks of small jobs.
 
-Importing both costs more than most tests, so it is done once per rank: each job runs in children
-forked from these processes, with ranks, ports and working files of its own. A fork is safe here
-because the parents only import: they start no thread, no process group and no engine.
+Importing both costs more than most tests, so it is done once: each job runs in children of this
+process, with ranks, ports and working files of their own. A fork is safe here because the parent
+only imports: it starts no thread, no process group and no engine.
 
     pool.run("tests.dist.jobs:log_probs", world_size=4, arguments={...})  ->  each rank's result
 """
@@ -14,6 +14,7 @@ import contextlib
 import importlib
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -54,10 +55,10 @@ def free_port() -> int:
 
 
 class RankPool:
-    """As many importing processes as the largest job so far had ranks."""
+    """Runs one job at a time. The importing process starts with the first."""
 
     def __init__(self) -> None:
-        self._parents: list[subprocess.Popen] = []
+        self._parent: subprocess.Popen | None = None
         self._folder = Path(tempfile.mkdtemp(prefix="mcore_rl_ranks_"))
         self._num_jobs = 0
 
@@ -71,42 +72,34 @@ class RankPool:
         timeout_seconds: float = 300,
     ) -> list[RankOutcome]:
         """Call `module:function(**arguments)` on `world_size` ranks; results must be JSON."""
-        while len(self._parents) < world_size:
-            self._parents.append(self._start())
         self._num_jobs += 1
-        port = free_port()
         files = [self._folder / f"{self._num_jobs}.{rank}" for rank in range(world_size)]
-        for rank in range(world_size):
-            order = {
-                "function": function,
-                "arguments": arguments or {},
-                "files": str(files[rank]),
-                "timeout": timeout_seconds,
-                "environment": {
-                    **(environment or {}),
-                    "RANK": str(rank),
-                    "LOCAL_RANK": str(rank),
-                    "WORLD_SIZE": str(world_size),
-                    "LOCAL_WORLD_SIZE": str(world_size),
-                    "MASTER_PORT": str(port),
-                },
-            }
-            stdin = self._parents[rank].stdin
-            assert stdin is not None
-            stdin.write(json.dumps(order) + "\n")
-            stdin.flush()
+        shared = {
+            **(environment or {}),
+            "WORLD_SIZE": str(world_size),
+            "LOCAL_WORLD_SIZE": str(world_size),
+            "MASTER_PORT": str(free_port()),
+        }
+        order = {
+            "function": function,
+            "arguments": arguments or {},
+            "timeout": timeout_seconds,
+            "ranks": [
+                {
+                    "files": str(file),
+                    "environment": {**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+                }
+                for rank, file in enumerate(files)
+            ],
+        }
         outcomes = []
-        for rank in range(world_size):
-            stdout = self._parents[rank].stdout
-            assert stdout is not None
-            line = stdout.readline()
-            assert line, f"the parent of rank {rank} died"
-            result = files[rank].with_suffix(f".{rank}.result")
+        for file, exit_code in zip(files, self._ask(order), strict=True):
+            result = _result_file(file)
             outcomes.append(
                 RankOutcome(
-                    exit_code=int(line),
+                    exit_code=exit_code,
                     result=json.loads(result.read_text()) if result.exists() else None,
-                    output=files[rank].with_suffix(f".{rank}.output").read_text(errors="replace"),
+                    output=_output_file(file).read_text(errors="replace"),
                 )
             )
         return outcomes
@@ -121,26 +114,42 @@ class RankPool:
             )
         return [outcome.result for outcome in outcomes]
 
-    def _start(self) -> subprocess.Popen:
-        return subprocess.Popen(
-            [sys.executable, "-m", "tests.rank_pool"],
-            cwd=ROOT,
-            env={**os.environ, **ENVIRONMENT},
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
+    def _ask(self, order: dict[str, Any]) -> list[int]:
+        """Exit code of every rank; negative: the signal that ended it."""
+        if self._parent is None:
+            self._parent = subprocess.Popen(
+                [sys.executable, "-m", "tests.rank_pool"],
+                cwd=ROOT,
+                env={**os.environ, **ENVIRONMENT},
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                text=True,
+            )
+        assert self._parent.stdin is not None and self._parent.stdout is not None
+        self._parent.stdin.write(json.dumps(order) + "\n")
+        self._parent.stdin.flush()
+        line = self._parent.stdout.readline()
+        assert line, "the parent of the ranks died"
+        return json.loads(line)
 
     def close(self) -> None:
-        for parent in self._parents:
-            assert parent.stdin is not None
-            parent.stdin.close()
-        for parent in self._parents:
-            parent.wait(timeout=60)
+        if self._parent is not None:
+            assert self._parent.stdin is not None
+            self._parent.stdin.close()
+            self._parent.wait(timeout=60)
+        shutil.rmtree(self._folder)
+
+
+def _result_file(file: Path) -> Path:
+    return file.with_suffix(f"{file.suffix}.result")
+
+
+def _output_file(file: Path) -> Path:
+    return file.with_suffix(f"{file.suffix}.output")
 
 
 def _serve() -> None:
-    """The parent of one rank: import, then fork a child per order from stdin."""
+    """The parent of all ranks: import, then fork their processes for every order from stdin."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what the imports print is no answer
     from mcore_rl import megatron_adapter, run_parts, train  # noqa: F401
@@ -150,41 +159,50 @@ def _serve() -> None:
 
     for line in sys.stdin:
         order = json.loads(line)
-        pid = os.fork()
-        if pid == 0:
-            _play(order)
-        answers.write(f"{_wait(pid, order['timeout'])}\n")
+        pids = []
+        for rank in order["ranks"]:
+            pid = os.fork()
+            if pid == 0:
+                _play(order, rank)
+            pids.append(pid)
+        answers.write(json.dumps(_wait(pids, order["timeout"])) + "\n")
         answers.flush()
 
 
-def _wait(pid: int, timeout_seconds: float) -> int:
+def _wait(pids: list[int], timeout_seconds: float) -> list[int]:
+    """How each process ended; those that run at the end of the time are killed."""
     deadline = time.monotonic() + timeout_seconds
-    while time.monotonic() < deadline:
-        done, status = os.waitpid(pid, os.WNOHANG)
-        if done:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(pid, signal.SIGKILL)  # what a rank that was killed has left behind
-            return os.waitstatus_to_exitcode(status)
+    codes: dict[int, int] = {}
+    while len(codes) < len(pids):
+        for pid in pids:
+            if pid in codes:
+                continue
+            done, status = os.waitpid(pid, os.WNOHANG)
+            if done:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(pid, signal.SIGKILL)  # what a rank that was killed has left behind
+                codes[pid] = os.waitstatus_to_exitcode(status)
+            elif time.monotonic() > deadline:
+                os.killpg(pid, signal.SIGKILL)
+                os.waitpid(pid, 0)
+                codes[pid] = -signal.SIGALRM
         time.sleep(0.02)
-    os.killpg(pid, signal.SIGKILL)
-    os.waitpid(pid, 0)
-    return -signal.SIGALRM
+    return [codes[pid] for pid in pids]
 
 
-def _play(order: dict[str, Any]) -> None:
+def _play(order: dict[str, Any], rank: dict[str, Any]) -> None:
     """The child: one rank of one job. Never returns."""
     os.setpgid(0, 0)
-    base = Path(order["files"])
-    rank = order["environment"]["RANK"]
-    output = os.open(base.with_suffix(f".{rank}.output"), os.O_CREAT | os.O_WRONLY)
+    file = Path(rank["files"])
+    output = os.open(_output_file(file), os.O_CREAT | os.O_WRONLY)
     os.dup2(output, 1)
     os.dup2(output, 2)
-    os.environ.update(order["environment"])
+    os.environ.update(rank["environment"])
     code = 1
     try:
         module, name = order["function"].split(":")
         result = getattr(importlib.import_module(module), name)(**order["arguments"])
-        base.with_suffix(f".{rank}.result").write_text(json.dumps(result))
+        _result_file(file).write_text(json.dumps(result))
         code = 0
     except SystemExit as leave:
         code = leave.code if isinstance(leave.code, int) else 1

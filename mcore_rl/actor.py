@@ -17,10 +17,11 @@ from mcore_rl.algorithms.aggregation import Denominators
 from mcore_rl.algorithms.mismatch import MismatchSums, mismatch_weights
 from mcore_rl.algorithms.total_loss import PolicyLossSums, policy_loss_total
 from mcore_rl.arguments import RLConfig
+from mcore_rl.batching.micro_batching import MicroBatching
+from mcore_rl.batching.rows import ModelRows
 from mcore_rl.hybrid_engine.layout import TrainLayout
 from mcore_rl.model_runner import ModelRunner
 from mcore_rl.optimizer import CheckedOptimizer, UpdateResult
-from mcore_rl.packing import MicroBatching, ModelRows
 from mcore_rl.types import TrainBatch
 
 

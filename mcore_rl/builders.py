@@ -12,11 +12,15 @@ from typing import Any, TextIO
 import torch
 
 from mcore_rl import megatron_adapter
-from mcore_rl.accounting import BatchAccounting, batch_accounting
 from mcore_rl.actor import Actor, ReferencePolicy
 from mcore_rl.arguments import RLConfig
-from mcore_rl.balance import SampleFlops
+from mcore_rl.batching.accounting import BatchAccounting, batch_accounting
+from mcore_rl.batching.balance import SampleFlops
+from mcore_rl.batching.micro_batching import MicroBatching
+from mcore_rl.batching.shared_prompts import shares_prompts
 from mcore_rl.checkpoint import load_into_megatron
+from mcore_rl.checks.layout import ranks_per_node
+from mcore_rl.checks.preflight import Checked
 from mcore_rl.critic import Critic
 from mcore_rl.critic_startup import BuiltCritic
 from mcore_rl.data import PromptDataset, PromptSource, load_prompts
@@ -26,17 +30,13 @@ from mcore_rl.hybrid_engine.model_shards import ModelShards
 from mcore_rl.hybrid_engine.offload import Offloader, offload_kinds
 from mcore_rl.hybrid_engine.sharding_manager import MegatronVLLMShardingManager
 from mcore_rl.hybrid_engine.vllm_engine import EngineConfig, VLLMEngine
-from mcore_rl.layout_checks import ranks_per_node
 from mcore_rl.learner import Learner
 from mcore_rl.megatron_world import MegatronWorld
-from mcore_rl.packing import MicroBatching
-from mcore_rl.preflight import Checked
 from mcore_rl.rewards.model import RewardModel, build_reward_model
 from mcore_rl.rewards.specs import RewardSpec, check_rewards, parse_rewards
 from mcore_rl.roles.critic import ColocatedCritic, CriticRole, RemoteCritic
 from mcore_rl.roles.ranks import CRITIC, REWARD
 from mcore_rl.roles.reward import ColocatedRewardModel, RemoteRewardModel, RewardModelRole
-from mcore_rl.shared_prompts import shares_prompts
 from mcore_rl.startup import Job
 
 

@@ -16,10 +16,11 @@ from mcore_rl import megatron_adapter
 from mcore_rl.algorithms.aggregation import Denominators
 from mcore_rl.algorithms.value_loss import ValueLossSums, value_loss
 from mcore_rl.arguments import RLConfig
+from mcore_rl.batching.micro_batching import MicroBatching
+from mcore_rl.batching.rows import ModelRows
 from mcore_rl.megatron_world import MegatronWorld
 from mcore_rl.model_runner import ModelRunner
 from mcore_rl.optimizer import CheckedOptimizer, UpdateResult
-from mcore_rl.packing import MicroBatching, ModelRows
 from mcore_rl.types import TrainBatch
 
 

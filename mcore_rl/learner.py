@@ -17,8 +17,8 @@ import torch
 import torch.distributed as dist
 
 from mcore_rl.actor import Actor, ReferencePolicy, UpdateStats
+from mcore_rl.algorithms.advantage_types import AdvantageInputs
 from mcore_rl.algorithms.aggregation import Denominators
-from mcore_rl.algorithms.estimators import AdvantageInputs
 from mcore_rl.algorithms.kl import kl_penalty_rewards
 from mcore_rl.algorithms.mismatch import MismatchSums, mismatch_weights
 from mcore_rl.algorithms.registry import find_advantage_estimator
@@ -26,9 +26,10 @@ from mcore_rl.algorithms.segments import Segments
 from mcore_rl.algorithms.shaping import overlong_penalty
 from mcore_rl.algorithms.value_loss import explained_variance, value_loss
 from mcore_rl.arguments import RLConfig
+from mcore_rl.batching.micro_batching import MicroBatching
+from mcore_rl.batching.train_batches import num_tokens
 from mcore_rl.critic import ValueUpdateStats
 from mcore_rl.hybrid_engine.layout import TrainLayout
-from mcore_rl.packing import MicroBatching, num_tokens
 from mcore_rl.roles.critic import CriticRole, mini_batches
 from mcore_rl.roles.tokens import batch_of_rank
 from mcore_rl.step_metrics import mismatch_metrics

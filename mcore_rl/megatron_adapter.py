@@ -21,11 +21,11 @@ import torch
 
 from mcore_rl import megatron_fsdp
 from mcore_rl.agreement import leave_with
+from mcore_rl.batching.prefixes import set_prefixes
 from mcore_rl.errors import UsageError
 from mcore_rl.hf_config import ModelShape
 from mcore_rl.hybrid_engine.layout import TrainLayout
 from mcore_rl.megatron_fsdp import local_weights
-from mcore_rl.packing import set_prefixes
 from mcore_rl.patches import megatron as megatron_patches
 
 SUPPORTED_VERSIONS = ("0.19.2",)

@@ -28,8 +28,10 @@ from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel
 
 from mcore_rl.algorithms.aggregation import Denominators
 from mcore_rl.algorithms.segments import Segments
+from mcore_rl.batching.micro_batching import MicroBatching
+from mcore_rl.batching.rows import ModelRows, lay_out, row_length
+from mcore_rl.batching.train_batches import split_micro_batches
 from mcore_rl.hybrid_engine.layout import TrainLayout
-from mcore_rl.packing import MicroBatching, ModelRows, lay_out, row_length, split_micro_batches
 from mcore_rl.types import TrainBatch
 
 # What a model takes beside tokens and positions, of the rows of a micro-batch.

@@ -19,7 +19,7 @@ import numpy as np
 import torch.distributed as dist
 
 from mcore_rl import megatron_adapter
-from mcore_rl.accounting import describe
+from mcore_rl.batching.accounting import describe
 from mcore_rl.builders import (
     batches_of,
     build_canary,
@@ -34,6 +34,7 @@ from mcore_rl.builders import (
     reward_spec,
 )
 from mcore_rl.checkpoint import export
+from mcore_rl.checks.layout import check_stages
 from mcore_rl.collector import Collected, Collector
 from mcore_rl.critic import Critic
 from mcore_rl.critic_startup import BuiltCritic, build_critic
@@ -41,7 +42,6 @@ from mcore_rl.data import PromptDataset
 from mcore_rl.hybrid_engine.reshard_report import OffloadLog
 from mcore_rl.hybrid_engine.sharding_manager import TO_ROLLOUT, ReshardReport, log_reshard
 from mcore_rl.hybrid_engine.vllm_engine import VLLMEngine
-from mcore_rl.layout_checks import check_stages
 from mcore_rl.learner import Learner, Learnt
 from mcore_rl.memory_report import memory_lines
 from mcore_rl.metrics import RunDirectory, StageTimers

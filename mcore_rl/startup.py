@@ -20,11 +20,11 @@ from mcore_rl import megatron_adapter
 from mcore_rl.agreement import agreed, open_store
 from mcore_rl.arguments import RLConfig, add_rl_args
 from mcore_rl.checkpoint import HFCheckpoint, check_complete, load_into_megatron
+from mcore_rl.checks.preflight import Checked, check_command_line, check_parsed_args
 from mcore_rl.hf_config import ModelShape, settings_without_flag
 from mcore_rl.hybrid_engine.layout import PipelineLayers, RolloutLayout, TrainLayout
 from mcore_rl.hybrid_engine.model_shards import ModelShards
 from mcore_rl.policy_model import make_actor_provider, make_policy_provider
-from mcore_rl.preflight import Checked, check_command_line, check_parsed_args
 from mcore_rl.roles.ranks import ACTOR, CRITIC, REWARD, Roles, describe_ranks
 from mcore_rl.roles.world import RoleWorld, enter_role
 from mcore_rl.value_startup import CheckedValueModel

@@ -65,7 +65,7 @@ class TrainBatch:
     the CPU. `cuts` says how the samples are divided: one entry per mini-batch (optimizer step),
     each with the number of samples in each of its micro-batches, in order. The number of
     micro-batches in a mini-batch is the same on every data-parallel rank; a micro-batch may be
-    empty. `mcore_rl.packing` makes the cuts.
+    empty. `mcore_rl.batching.dealing` makes the cuts.
     """
 
     token_ids: torch.Tensor  # [t] int64

@@ -34,12 +34,12 @@ from mcore_rl.builders import (
     micro_batching,
     prompt_source,
 )
+from mcore_rl.checks.preflight import Checked
 from mcore_rl.data import load_prompts
 from mcore_rl.errors import UsageError
 from mcore_rl.hybrid_engine.canary import differences, megatron_log_probs
 from mcore_rl.hybrid_engine.sharding_manager import TO_ROLLOUT, ReshardReport, log_reshard
 from mcore_rl.hybrid_engine.vllm_engine import VLLMEngine
-from mcore_rl.preflight import Checked
 from mcore_rl.roles.ranks import ACTOR
 from mcore_rl.run_output import log_file, setup_logging
 from mcore_rl.startup import Job, build_actor, start

@@ -17,70 +17,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import numpy as np
 import torch
 
+from mcore_rl.algorithms.advantage_types import (
+    AdvantageConfig,
+    AdvantageInputs,
+    AdvantageOutputs,
+)
 from mcore_rl.algorithms.registry import advantage_estimator
 from mcore_rl.algorithms.segments import Segments, discounted_sums_to_go, masked
-from mcore_rl.errors import UsageError
-
-
-@dataclass(frozen=True, slots=True)
-class AdvantageConfig:
-    """What estimators are told. UsageError on a value out of range."""
-
-    gamma: float = 1.0  # --rl-gamma: what a reward one token later is worth
-    gae_lambda: float = 0.95  # --rl-gae-lambda: 0 trusts the critic, 1 the rewards alone
-    whiten: bool = False  # --rl-whiten-advantages: of gae; the two reinforce_pp always whiten
-    eps: float = 1e-6  # added to a standard deviation before dividing by it
-
-    def __post_init__(self) -> None:
-        for flag, value in (("--rl-gamma", self.gamma), ("--rl-gae-lambda", self.gae_lambda)):
-            if not 0.0 <= value <= 1.0:
-                raise UsageError(
-                    f"{flag} {value} is not in [0, 1]: later rewards count at most fully, so "
-                    "choose for example 1."
-                )
-        assert 0.0 < self.eps < math.inf, f"eps {self.eps} is not positive"
-
-
-def _of_this_rank_alone(sums: torch.Tensor) -> torch.Tensor:
-    return sums
-
-
-@dataclass(frozen=True, slots=True)
-class AdvantageInputs:
-    """What one data-parallel rank knows when advantages are formed.
-
-    The `[n]` arrays are of the whole global step and the same on every rank; groups are complete in
-    them. A prompt drawn twice into one step needs two group ids if it is to form two groups.
-
-    A penalty such as the KL is part of both `scores` (summed over the response) and `token_rewards`
-    (where it arose): estimators read one or the other. Masked positions of `[t]` tensors may hold
-    anything, nan and inf included. A token that is no loss token is passed over: the next token
-    after it is its sample's next loss token.
-    """
-
-    scores: np.ndarray  # [n] float64, outcome of each sample, penalties included
-    group_ids: np.ndarray  # [n], equal where samples answer the same prompt
-    response_lengths: np.ndarray  # [n] int64, generated tokens
-    rows: np.ndarray  # [b] int64, which of the n samples lie on this rank, in order
-    token_rewards: torch.Tensor  # [t] float32, penalties, and the outcome on the last loss token
-    loss_mask: torch.Tensor  # [t] bool
-    lengths: torch.Tensor  # [b] int64, tokens of each sample of this rank
-    baselines: np.ndarray | None = None  # [n] float64, reward of the prompt's greedy response
-    values: torch.Tensor | None = None  # [t] float32, critic before the token that j scores
-    # Sums a float64 tensor over the data-parallel ranks. Collective: where an estimator whitens,
-    # every rank calls it, also one without any token.
-    global_sum: Callable[[torch.Tensor], torch.Tensor] = _of_this_rank_alone
-
-
-@dataclass(frozen=True, slots=True)
-class AdvantageOutputs:
-    advantages: torch.Tensor  # [t] float32, 0 where masked
-    returns: torch.Tensor | None = None  # [t] float32, what a critic learns; 0 where masked
 
 
 @advantage_estimator("grpo", compares_group=True, reads=())

@@ -11,12 +11,8 @@ from __future__ import annotations
 
 import torch
 
-from mcore_rl.algorithms.estimators import (
-    AdvantageConfig,
-    AdvantageInputs,
-    AdvantageOutputs,
-    whiten,
-)
+from mcore_rl.algorithms.advantage_types import AdvantageConfig, AdvantageInputs, AdvantageOutputs
+from mcore_rl.algorithms.estimators import whiten
 from mcore_rl.algorithms.registry import advantage_estimator
 from mcore_rl.algorithms.segments import Segments, discounted_sums_to_go
 

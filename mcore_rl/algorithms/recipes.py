@@ -11,9 +11,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from mcore_rl.algorithms.advantage_types import AdvantageConfig
 from mcore_rl.algorithms.aggregation import Aggregation, AggregationMode
 from mcore_rl.algorithms.algorithm_checks import check_parts, resolved_kl
-from mcore_rl.algorithms.estimators import AdvantageConfig
 from mcore_rl.algorithms.kl import AdaptiveKL, FixedKL, KLController, KLEstimator
 from mcore_rl.algorithms.loss_types import PolicyLossConfig
 from mcore_rl.algorithms.mismatch import MismatchConfig, MismatchCorrection

@@ -28,7 +28,11 @@ from typing import TYPE_CHECKING
 from mcore_rl.errors import UsageError
 
 if TYPE_CHECKING:
-    from mcore_rl.algorithms.estimators import AdvantageConfig, AdvantageInputs, AdvantageOutputs
+    from mcore_rl.algorithms.advantage_types import (
+        AdvantageConfig,
+        AdvantageInputs,
+        AdvantageOutputs,
+    )
     from mcore_rl.algorithms.loss_types import PolicyLossConfig, PolicyLossInputs, TokenLosses
 
     EstimatorFunction = Callable[[AdvantageInputs, AdvantageConfig], AdvantageOutputs]

@@ -16,8 +16,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from mcore_rl.batching.train_batches import batch_of_tokens
 from mcore_rl.hybrid_engine.vllm_engine import VLLMEngine
-from mcore_rl.packing import batch_of_tokens
 from mcore_rl.types import TrainBatch
 
 LogProbs = Callable[[TrainBatch], torch.Tensor]  # [t] float32, as `Actor.log_probs`

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from mcore_rl.arguments import DEGREE_FLAGS, RLConfig, expand_config, given_values
-from mcore_rl.derived_flags import derive_flags
+from mcore_rl.checks.derived_flags import derive_flags
 from mcore_rl.errors import UsageError
 from mcore_rl.hf_config import ModelShape, read_model_shape
 from mcore_rl.hybrid_engine.buckets import frame_of, slot_bytes
@@ -83,7 +83,8 @@ def read_command_line(tokens: Sequence[str]) -> PlanRequest:
     """Parse and check `tokens`. Raises UsageError; leaves with SystemExit after --help."""
     options, rest = _planner_options(tokens)
     # Late, because it takes seconds: importing them imports Megatron.
-    from mcore_rl import layout_checks, preflight
+    from mcore_rl.checks import layout as layout_checks
+    from mcore_rl.checks import preflight
 
     parser = preflight.make_parser()
     rest = expand_config(rest, parser)
@@ -177,7 +178,7 @@ def _laid_out(
     own_degrees: frozenset[str] = frozenset(),
     ranks: tuple[int, ...] = (),
 ) -> _LaidOut:
-    from mcore_rl import layout_checks
+    from mcore_rl.checks import layout as layout_checks
 
     values = flags.values(config)
     train = layout_checks.check_layout(flags.shape, values, world_size)
@@ -210,7 +211,7 @@ def _critic(actor: _Flags, config: RLConfig, roles: Roles) -> _LaidOut:
 
 def _trained(model: _LaidOut, config: RLConfig, options: argparse.Namespace) -> TrainedModel:
     """With the settings that its flags give it, now that the batch is settled."""
-    from mcore_rl import layout_checks
+    from mcore_rl.checks import layout as layout_checks
 
     values = model.flags.values(config)
     try:

@@ -53,7 +53,7 @@ class ActivationSettings:
 
     def micro_batches_of(self, samples: int, dp_size: int, multiple_of: int = 1) -> int:
         """Of a mini-batch of `samples`, on each data-parallel rank, all samples being full length;
-        packed, their number is rounded up to `multiple_of`. As `mcore_rl.accounting` has it.
+        packed, their number is rounded up to `multiple_of`. As in `mcore_rl.batching.accounting`.
         """
         if not self.packed_tokens:
             return samples // dp_size // self.micro_batch_size

@@ -18,12 +18,13 @@ import torch.distributed as dist
 
 from mcore_rl import megatron_adapter
 from mcore_rl.arguments import DEGREE_FLAGS, RLConfig, flag_of
+from mcore_rl.batching.micro_batching import MicroBatching
+from mcore_rl.batching.train_batches import num_tokens
 from mcore_rl.checkpoint import HFCheckpoint, load_into_megatron
 from mcore_rl.errors import UsageError
 from mcore_rl.hf_config import ModelShape
 from mcore_rl.megatron_world import MegatronWorld, parsed_args
 from mcore_rl.model_runner import ModelRunner
-from mcore_rl.packing import MicroBatching, num_tokens
 from mcore_rl.rewards.functions import REWARD_MODEL
 from mcore_rl.roles.tokens import batch_of_rank
 from mcore_rl.types import Rollout, ScoredRollout

@@ -19,13 +19,14 @@ import torch.distributed as dist
 from mcore_rl import megatron_adapter
 from mcore_rl.algorithms.value_loss import ValueLossSums
 from mcore_rl.arguments import RLConfig
+from mcore_rl.batching.micro_batching import MicroBatching
+from mcore_rl.batching.train_batches import num_tokens, split_mini_batches
 from mcore_rl.critic import Critic, ValueUpdateStats
 from mcore_rl.critic_startup import save_critic
 from mcore_rl.hybrid_engine.layout import TrainLayout
 from mcore_rl.hybrid_engine.memory import highest_bytes
 from mcore_rl.model_runner import ModelRunner
 from mcore_rl.optimizer import UpdateResult
-from mcore_rl.packing import MicroBatching, num_tokens, split_mini_batches
 from mcore_rl.roles.bridge import Bridge, Message
 from mcore_rl.roles.samples import samples_to_tensors, tensors_to_samples
 from mcore_rl.roles.tokens import batch_of_rank, of_batch, to_all

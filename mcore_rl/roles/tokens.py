@@ -12,8 +12,10 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from mcore_rl.batching.dealing import Prompts, plan_step
+from mcore_rl.batching.micro_batching import MicroBatching
+from mcore_rl.batching.train_batches import build_train_batch
 from mcore_rl.hybrid_engine.layout import TrainLayout
-from mcore_rl.packing import MicroBatching, Prompts, build_train_batch, plan_step
 from mcore_rl.types import ScoredRollout, TrainBatch
 
 

@@ -10,7 +10,7 @@ row, so that the cost grows with tokens x samples; and reading the bounds waits 
 Why safe: each token is rotated by the frequencies of its position in its sample, the same numbers
 as before, with context parallelism, too; only the loop is gone. Where the frequencies are those of
 the whole row, upstream's function is called. What is left of samples that share a prompt
-(`mcore_rl.packing`), which upstream knows nothing of, is rotated as what follows that prompt.
+(`mcore_rl.batching.rows`), which upstream knows nothing of, is rotated as what follows that prompt.
 
 Upstream: no issue known.
 
@@ -33,7 +33,8 @@ def apply() -> None:
     """Rotate by gathered frequencies."""
     from megatron.core.models.common.embeddings import rope_utils
 
-    from mcore_rl.packing import prefix_lengths, prefixes_of, samples_on_cp_rank
+    from mcore_rl.batching.context_chunks import samples_on_cp_rank
+    from mcore_rl.batching.prefixes import prefix_lengths, prefixes_of
 
     one_by_one = rope_utils._apply_rotary_pos_emb_thd
     require_parameters(

@@ -18,7 +18,8 @@ from mcore_rl.checkpoint import export
 from mcore_rl.hybrid_engine.rng import RngState
 from mcore_rl.hybrid_engine.sharding_manager import ReshardReport, log_reshard
 from mcore_rl.hybrid_engine.vllm_engine import VLLMEngine
-from mcore_rl.packing import batch_of_tokens, plan_step, split_mini_batches, take
+from mcore_rl.batching.dealing import plan_step
+from mcore_rl.batching.train_batches import batch_of_tokens, split_mini_batches, take
 from mcore_rl.run_output import setup_logging
 from mcore_rl.startup import Job, build_actor, start
 from mcore_rl.types import Prompt, TrainBatch

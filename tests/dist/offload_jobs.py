@@ -19,7 +19,7 @@ from mcore_rl.hybrid_engine.memory import Footprint
 from mcore_rl.hybrid_engine.offload import KINDS, Offloader
 from mcore_rl.hybrid_engine.rng import RngState
 from mcore_rl.hybrid_engine.vllm_engine import VLLMEngine
-from mcore_rl.packing import split_mini_batches
+from mcore_rl.batching.train_batches import split_mini_batches
 from mcore_rl.run_output import setup_logging
 from mcore_rl.startup import Job, build_actor, start
 from mcore_rl.types import Prompt

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from mcore_rl import megatron_adapter
-from mcore_rl.packing import split_mini_batches
+from mcore_rl.batching.train_batches import split_mini_batches
 from tests.dist.jobs import rank_batch, started
 from tests.dist.ppo_jobs import build_models, scored_rollouts, take_step
 

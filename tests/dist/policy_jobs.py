@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from mcore_rl import megatron_adapter
-from mcore_rl.packing import split_mini_batches
+from mcore_rl.batching.train_batches import split_mini_batches
 from mcore_rl.policy_model import as_policy, make_actor_provider
 from tests.dist.jobs import random_tokens, rank_batch, started
 

@@ -29,7 +29,7 @@ from mcore_rl.hybrid_engine.weight_transfer_trainer import (
     MegatronTrainerWeightTransferEngine,
     ShardSource,
 )
-from mcore_rl.packing import split_mini_batches
+from mcore_rl.batching.train_batches import split_mini_batches
 from tests.dist.jobs import rank_batch, started
 
 NUM_TRAINERS = 4

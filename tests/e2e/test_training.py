@@ -10,9 +10,9 @@ import pytest
 import yaml
 
 from mcore_rl.arguments import RLConfig
-from mcore_rl.derived_flags import derive_flags
+from mcore_rl.checks.derived_flags import derive_flags
+from mcore_rl.checks.preflight import make_parser
 from mcore_rl.hf_config import megatron_flags, read_model_shape
-from mcore_rl.preflight import make_parser
 from tests.e2e.recipe import task_flags
 from tests.rank_pool import ROOT, RankPool
 

@@ -9,8 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mcore_rl.accounting import BatchAccounting, batch_accounting, describe
-from mcore_rl.packing import MicroBatching, plan_step
+from mcore_rl.batching.accounting import BatchAccounting, batch_accounting, describe
+from mcore_rl.batching.dealing import plan_step
+from mcore_rl.batching.micro_batching import MicroBatching
 
 
 def of_run(**changes: Any) -> BatchAccounting:

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import yaml
 
-from mcore_rl import preflight
 from mcore_rl.arguments import (
     RLConfig,
     add_rl_args,
@@ -18,6 +17,7 @@ from mcore_rl.arguments import (
     flag_of,
     given_values,
 )
+from mcore_rl.checks import preflight
 from mcore_rl.errors import UsageError
 from mcore_rl.megatron_adapter import make_parser
 

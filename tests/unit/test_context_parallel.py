@@ -16,15 +16,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mcore_rl.arguments import given_values
+from mcore_rl.batching.context_chunks import positions_on_cp_rank
 from mcore_rl.errors import UsageError
-from mcore_rl.packing import positions_on_cp_rank
 
 SETUP = """
 from mcore_rl import megatron_adapter
 import torch
 from megatron.core import utils
 from megatron.core.models.common.embeddings import rope_utils
-from mcore_rl.packing import MicroBatching, batch_of_tokens, lay_out, take
+from mcore_rl.batching.micro_batching import MicroBatching
+from mcore_rl.batching.rows import lay_out
+from mcore_rl.batching.train_batches import batch_of_tokens, take
 
 
 class Group:
@@ -114,7 +116,7 @@ def test_cached_yarn_rotation_is_that_of_the_rows_own_positions() -> None:
 
 
 def test_backend_that_knows_no_context_parallelism_is_refused() -> None:
-    from mcore_rl import preflight
+    from mcore_rl.checks import preflight
 
     parser = preflight.make_parser()
 

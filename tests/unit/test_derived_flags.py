@@ -13,10 +13,15 @@ import torch
 
 from mcore_rl import megatron_adapter
 from mcore_rl.arguments import RLConfig, add_rl_args, given_values
-from mcore_rl.derived_flags import _ARCHITECTURE_FLAGS, _NEEDS_CUDA, DerivedFlags, derive_flags
+from mcore_rl.checks.derived_flags import (
+    _ARCHITECTURE_FLAGS,
+    _NEEDS_CUDA,
+    DerivedFlags,
+    derive_flags,
+)
+from mcore_rl.checks.preflight import check_megatron_accepts
 from mcore_rl.errors import UsageError
 from mcore_rl.hf_config import ModelShape, settings_without_flag
-from mcore_rl.preflight import check_megatron_accepts
 from tests.unit.test_hf_config import (
     DEEPSEEK_V2,
     DEEPSEEK_V2_LITE,

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
+from mcore_rl.checks.fsdp import check_fsdp
 from mcore_rl.errors import UsageError
-from mcore_rl.fsdp_checks import check_fsdp
 
 GOOD = {
     "use_megatron_fsdp": True,

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from mcore_rl.arguments import RLConfig
+from mcore_rl.checks.layout import check_batches, check_rollout, check_stages, ranks_per_node
 from mcore_rl.errors import UsageError
 from mcore_rl.hybrid_engine.layout import TrainLayout, pipeline_layers
-from mcore_rl.layout_checks import check_batches, check_rollout, check_stages, ranks_per_node
 from tests.model_shapes import small_shape
 
 

@@ -23,9 +23,10 @@ from mcore_rl.algorithms.recipes import RECIPES
 from mcore_rl.algorithms.registry import import_user_file
 from mcore_rl.algorithms.total_loss import policy_loss_total
 from mcore_rl.arguments import RLConfig
+from mcore_rl.batching.micro_batching import MicroBatching
+from mcore_rl.batching.train_batches import take
 from mcore_rl.hybrid_engine.layout import TrainLayout
 from mcore_rl.learner import Learner
-from mcore_rl.packing import MicroBatching, take
 from mcore_rl.roles.critic import ColocatedCritic
 from mcore_rl.types import Prompt, Rollout, ScoredRollout, StepBatch, TrainBatch
 

@@ -11,8 +11,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from mcore_rl.batching.train_batches import build_train_batch
 from mcore_rl.errors import UsageError
-from mcore_rl.packing import build_train_batch
 from mcore_rl.roles.bridge import Bridge, Message
 from mcore_rl.roles.ranks import ACTOR, CRITIC, REWARD, Roles, describe_ranks, parse_roles
 from mcore_rl.roles.samples import samples_to_tensors, tensors_to_samples

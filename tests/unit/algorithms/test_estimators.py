@@ -12,7 +12,7 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from mcore_rl.algorithms.estimators import AdvantageConfig, AdvantageInputs
+from mcore_rl.algorithms.advantage_types import AdvantageConfig, AdvantageInputs
 from mcore_rl.algorithms.registry import find_advantage_estimator
 from mcore_rl.errors import UsageError
 from tests.unit.algorithms.ragged import Ragged, normal, ragged, random_ragged, spoilt

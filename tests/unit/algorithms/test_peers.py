@@ -16,8 +16,8 @@ import numpy as np
 import pytest
 import torch
 
+from mcore_rl.algorithms.advantage_types import AdvantageConfig, AdvantageInputs
 from mcore_rl.algorithms.aggregation import Aggregation, Denominators, token_weights
-from mcore_rl.algorithms.estimators import AdvantageConfig, AdvantageInputs
 from mcore_rl.algorithms.kl import AdaptiveKL, kl_estimate
 from mcore_rl.algorithms.loss_types import PolicyLossConfig
 from mcore_rl.algorithms.mismatch import MismatchConfig, mismatch_weights

@@ -29,7 +29,7 @@ ROOT = Path(__file__).resolve().parents[3]
 MINE = """
 import torch
 
-from mcore_rl.algorithms.estimators import AdvantageOutputs
+from mcore_rl.algorithms.advantage_types import AdvantageOutputs
 from mcore_rl.algorithms.loss_types import TokenLosses
 from mcore_rl.algorithms.registry import advantage_estimator, policy_loss
 from mcore_rl.rewards.functions import reward

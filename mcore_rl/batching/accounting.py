@@ -12,7 +12,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from mcore_rl.packing import MicroBatching, chunks_of_sample, round_up
+from mcore_rl.batching.context_chunks import chunks_of_sample, round_up
+from mcore_rl.batching.micro_batching import MicroBatching
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,9 +15,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from mcore_rl.arguments import RLConfig, flag_names, given_values
+from mcore_rl.batching.context_chunks import chunks_of_sample, round_up
 from mcore_rl.errors import UsageError
 from mcore_rl.hf_config import ModelShape, megatron_flags
-from mcore_rl.packing import chunks_of_sample, round_up
 
 # Flags that change what a model computes; giving one that config.json does not ask for contradicts
 # it, even where Megatron could: vLLM would still compute what config.json says.

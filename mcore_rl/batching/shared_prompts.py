@@ -1,6 +1,6 @@
 """Whether the samples of a prompt may share its tokens in training, and if not, what is against it.
 
-Sharing (`mcore_rl.packing`) changes no number but by the order of sums, as long as every token's
+Sharing (see `rows`) changes no number but by the order of sums, as long as every token's
 computation depends on the tokens before it alone, and attention can be told what those are.
 """
 

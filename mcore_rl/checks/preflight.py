@@ -28,18 +28,18 @@ from mcore_rl.arguments import (
     flag_of,
     given_values,
 )
+from mcore_rl.batching.context_chunks import chunks_of_sample, round_up
 from mcore_rl.checkpoint import HFCheckpoint, open_checkpoint
+from mcore_rl.checks.derived_flags import DerivedFlags, derive_flags
+from mcore_rl.checks.fsdp import check_fsdp
+from mcore_rl.checks.layout import check_batches, check_layout, check_rollout, check_stages
+from mcore_rl.checks.megatron import check_megatron_accepts
 from mcore_rl.critic_startup import check_critic, check_critic_of_fork
-from mcore_rl.derived_flags import DerivedFlags, derive_flags
 from mcore_rl.errors import UsageError
 from mcore_rl.families import family_of
-from mcore_rl.fsdp_checks import check_fsdp
 from mcore_rl.hf_config import ModelShape, megatron_flags, read_model_shape
 from mcore_rl.hybrid_engine.layout import PipelineLayers, RolloutLayout, TrainLayout
 from mcore_rl.hybrid_engine.offload import offload_kinds
-from mcore_rl.layout_checks import check_batches, check_layout, check_rollout, check_stages
-from mcore_rl.megatron_checks import check_megatron_accepts
-from mcore_rl.packing import chunks_of_sample, round_up
 from mcore_rl.rewards.model import check_reward_model, check_reward_model_flags
 from mcore_rl.roles.ranks import CRITIC, REWARD, Roles, describe_ranks, parse_roles
 from mcore_rl.roles.world import world_of_size

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from mcore_rl.arguments import RLConfig
+from mcore_rl.batching.shared_prompts import shares_prompts
 from mcore_rl.errors import UsageError
 from mcore_rl.hf_config import ModelShape
 from mcore_rl.hybrid_engine.layout import (
@@ -21,7 +22,6 @@ from mcore_rl.hybrid_engine.layout import (
     pipeline_layers,
 )
 from mcore_rl.hybrid_engine.placement import Placement, with_rank_map
-from mcore_rl.shared_prompts import shares_prompts
 
 # The latent that vLLM's CPU attention is compiled for.
 CPU_LATENT = (512, 64)

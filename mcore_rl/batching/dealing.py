@@ -1,0 +1,175 @@
+"""Which samples of a step go to which data-parallel rank, mini-batch and micro-batch.
+
+A step's samples are cut into mini-batches (consecutive, so that an update learns from the same
+samples in every layout), the samples of each dealt out to the data-parallel ranks, and those of a
+rank to micro-batches. `plan_step` decides this from lengths alone and gives every rank as many
+micro-batches as any other: ranks with different numbers would wait for each other forever.
+
+Shape legend: n samples of the step.
+This module is pure: it imports neither Megatron nor vLLM nor torch.distributed.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from mcore_rl.batching.balance import partition
+from mcore_rl.batching.context_chunks import chunks_of_sample, round_up
+from mcore_rl.batching.micro_batching import MicroBatching
+from mcore_rl.types import ScoredRollout
+
+# Samples of one prompt are dealt out together, but no more of them than a data-parallel rank, and a
+# micro-batch, has room for this many times: fewer and larger pieces are hard to balance.
+PIECES = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Prompts:
+    """Which samples of a step have one prompt, and how long it is."""
+
+    ids: np.ndarray  # [n] int64, the same for consecutive samples of one prompt, else different
+    lengths: np.ndarray  # [n] int64, tokens of the sample's prompt
+
+    @classmethod
+    def of(cls, scored: Sequence[ScoredRollout]) -> Prompts:
+        prompts = [sample.rollout.prompt.token_ids for sample in scored]
+        is_new = [
+            now is not before and not np.array_equal(now, before)
+            for before, now in itertools.pairwise(prompts)
+        ]
+        return cls(
+            ids=np.cumsum([0, *is_new])[: len(prompts)],
+            lengths=np.array([len(prompt) for prompt in prompts], dtype=np.int64),
+        )
+
+    @classmethod
+    def all_different(cls, num_samples: int) -> Prompts:
+        """Samples that share nothing."""
+        return cls(ids=np.arange(num_samples), lengths=np.zeros(num_samples, dtype=np.int64))
+
+
+Cuts = tuple[tuple[tuple[int, ...], ...], ...]  # mini-batch -> micro-batch -> sample of the step
+
+
+def plan_step(
+    lengths: Sequence[int] | np.ndarray,
+    *,
+    num_mini_batches: int,
+    dp_size: int,
+    batching: MicroBatching,
+    prompts: Prompts | None = None,
+) -> list[Cuts]:
+    """What each data-parallel rank trains on, in which mini-batch and micro-batch.
+
+    `lengths` `[n]` are prompt plus response tokens of the step's samples. Mini-batch k is the k-th
+    of `num_mini_batches` equal consecutive parts of them. Every sample is dealt out exactly once;
+    all ranks have equally many micro-batches in a mini-batch, a multiple of `count_multiple_of`.
+
+    Packed, ranks and then micro-batches are balanced by cost (Karmarkar-Karp, see `balance`); there
+    are as few micro-batches as the token budget allows, and some are empty where there are fewer
+    samples than that. The budget counts samples as context parallelism
+    pads them; one that is longer is a RuntimeError naming it. Where prompts are shared, `prompts`
+    says by whom, and samples of one prompt stay together as far as budget and balance allow.
+    Padded, samples are dealt out like cards, and their number must divide.
+    """
+    lengths = np.asarray(lengths, dtype=np.int64)
+    if not batching.share_prompts or prompts is None:
+        prompts = Prompts.all_different(len(lengths))
+    assert num_mini_batches >= 1 and len(lengths) % num_mini_batches == 0, (
+        f"{len(lengths)} samples do not divide into {num_mini_batches} mini-batches"
+    )
+    assert dp_size >= 1, f"dp_size {dp_size}"
+    mini_batches = np.split(np.arange(len(lengths)), num_mini_batches)
+    if batching.packed:
+        by_mini_batch = [
+            _deal_packed(samples, lengths, prompts, dp_size, batching) for samples in mini_batches
+        ]
+    else:
+        by_mini_batch = [_deal_padded(samples, dp_size, batching) for samples in mini_batches]
+    return [tuple(ranks[dp_rank] for ranks in by_mini_batch) for dp_rank in range(dp_size)]
+
+
+def _deal_padded(
+    samples: np.ndarray, dp_size: int, batching: MicroBatching
+) -> list[tuple[tuple[int, ...], ...]]:
+    size = batching.micro_batch_size
+    assert size >= 1 and len(samples) % (dp_size * size) == 0, (
+        f"{len(samples)} samples do not divide into {dp_size} ranks x micro-batches of {size}"
+    )
+    return [
+        tuple(tuple(int(i) for i in mine[at : at + size]) for at in range(0, len(mine), size))
+        for mine in (samples[dp_rank::dp_size] for dp_rank in range(dp_size))
+    ]
+
+
+def _deal_packed(
+    samples: np.ndarray,
+    lengths: np.ndarray,
+    prompts: Prompts,
+    dp_size: int,
+    batching: MicroBatching,
+) -> list[tuple[tuple[int, ...], ...]]:
+    in_row = round_up(lengths, chunks_of_sample(batching.cp_size))
+    too_long = samples[in_row[samples] > batching.max_tokens]
+    if len(too_long):
+        tokens, positions = lengths[too_long[0]], in_row[too_long[0]]
+        padded = f", padded to {positions} for context parallelism" if positions > tokens else ""
+        raise RuntimeError(
+            f"sample {too_long[0]} has {tokens} tokens{padded}, more than the "
+            f"{batching.max_tokens} of --rl-max-tokens-per-microbatch"
+        )
+    together = np.maximum(prompts.lengths[samples] - 1, 0)  # what a piece has once
+    costs_together = np.asarray(batching.cost(together), dtype=np.float64)
+    own = in_row[samples] - together
+    own_costs = np.asarray(batching.cost(lengths[samples]), dtype=np.float64) - costs_together
+    is_first = np.diff(prompts.ids[samples], prepend=-1) != 0
+    all_costs = own_costs.sum() + costs_together[is_first].sum()
+    starts = _piece_starts(
+        prompts.ids[samples],
+        _Amounts(own_costs, costs_together, all_costs / (PIECES * dp_size)),
+        _Amounts(own, together, batching.max_tokens / PIECES),
+    )
+    pieces = np.split(samples, starts[1:])
+    costs = np.add.reduceat(own_costs, starts) + costs_together[starts]
+    tokens = np.add.reduceat(own, starts) + together[starts]
+    of_rank = partition(costs, dp_size)
+    most = max(int(tokens[mine].sum()) for mine in of_rank)
+    count = round_up(max(1, -(-most // batching.max_tokens)), batching.count_multiple_of)
+    while True:
+        dealt = [[mine[bin_] for bin_ in partition(costs[mine], count)] for mine in of_rank]
+        if all(tokens[bin_].sum() <= batching.max_tokens for bins in dealt for bin_ in bins):
+            break
+        count += batching.count_multiple_of
+    return [
+        tuple(tuple(int(i) for piece in bin_ for i in pieces[piece]) for bin_ in bins)
+        for bins in dealt
+    ]
+
+
+@dataclass(frozen=True, slots=True)
+class _Amounts:
+    """Costs or tokens of samples: of each by itself, of what it shares, and the most of a piece."""
+
+    own: np.ndarray
+    together: np.ndarray
+    most: float
+
+
+def _piece_starts(prompt_ids: np.ndarray, *amounts: _Amounts) -> np.ndarray:
+    """Where runs of samples begin that are dealt out as one: a prompt's samples, or, as `amounts`
+    limit them, parts of these."""
+    starts = [0]
+    sums = [of.together[0] + of.own[0] for of in amounts]
+    for i in range(1, len(prompt_ids)):
+        longer = [total + of.own[i] for total, of in zip(sums, amounts, strict=True)]
+        fits = all(total <= of.most for total, of in zip(longer, amounts, strict=True))
+        if fits and prompt_ids[i] == prompt_ids[starts[-1]]:
+            sums = longer
+        else:
+            starts.append(i)
+            sums = [of.together[i] + of.own[i] for of in amounts]
+    return np.array(starts)

@@ -1,0 +1,143 @@
+"""The tensors that a rank learns from, one sample after the other, and parts of them.
+
+Shape legend: n samples of the step, b samples of a rank or micro-batch, t their tokens.
+This module is pure: it imports neither Megatron nor vLLM nor torch.distributed.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from mcore_rl.batching.dealing import Cuts
+from mcore_rl.types import ScoredRollout, TrainBatch
+
+
+def build_train_batch(scored: Sequence[ScoredRollout], cuts: Cuts) -> TrainBatch:
+    """One rank's samples on the CPU, in the order of `cuts`, without what log-probs bring.
+
+    `scored` are all samples of the step, of which those in `cuts` are taken. A response of r tokens
+    after a prompt of p is scored by positions p-1 .. p+r-2. An empty response has no loss token.
+
+    RuntimeError: a prompt is empty (its first response token would have nothing to be scored by),
+    or a response and its log-probs differ in length.
+    """
+    rows = [row for mini_batch in cuts for micro_batch in mini_batch for row in micro_batch]
+    lengths = np.array([num_tokens(scored[row]) for row in rows], dtype=np.int64)
+    token_ids = np.empty(lengths.sum(), dtype=np.int64)
+    loss_mask = np.zeros(token_ids.shape, dtype=np.bool_)
+    rollout_log_probs = np.zeros(token_ids.shape, dtype=np.float32)
+    end = 0
+    for row, length in zip(rows, lengths, strict=True):
+        rollout = scored[row].rollout
+        start, end = end, end + int(length)
+        response = start + len(rollout.prompt.token_ids)
+        token_ids[start:response] = rollout.prompt.token_ids
+        token_ids[response:end] = rollout.response_token_ids
+        loss_mask[response - 1 : end - 1] = True
+        rollout_log_probs[response - 1 : end - 1] = rollout.rollout_log_probs
+    prompt_lengths = [len(scored[row].rollout.prompt.token_ids) for row in rows]
+    return TrainBatch(
+        token_ids=torch.from_numpy(token_ids),
+        lengths=torch.from_numpy(lengths),
+        prompt_lengths=torch.tensor(prompt_lengths, dtype=torch.int64),
+        sample_ids=torch.tensor(rows, dtype=torch.int64),
+        loss_mask=torch.from_numpy(loss_mask),
+        rollout_log_probs=torch.from_numpy(rollout_log_probs),
+        cuts=tuple(tuple(len(micro_batch) for micro_batch in mini_batch) for mini_batch in cuts),
+    )
+
+
+def batch_of_tokens(
+    token_ids: Sequence[Sequence[int]], *, count_multiple_of: int = 1
+) -> TrainBatch:
+    """Sequences to be scored, each in a micro-batch of its own, all positions in the loss mask.
+
+    The last one is repeated until there is a multiple of `count_multiple_of` micro-batches.
+    """
+    sequences = [*token_ids, *[token_ids[-1]] * (-len(token_ids) % count_multiple_of)]
+    lengths = torch.tensor([len(ids) for ids in sequences])
+    flat = [token for ids in sequences for token in ids]
+    return TrainBatch(
+        token_ids=torch.tensor(flat, dtype=torch.int64),
+        lengths=lengths,
+        prompt_lengths=torch.zeros_like(lengths),
+        sample_ids=torch.arange(len(lengths)),
+        loss_mask=torch.ones(len(flat), dtype=torch.bool),
+        rollout_log_probs=torch.zeros(len(flat)),
+        cuts=((1,) * len(lengths),),
+    )
+
+
+def num_tokens(sample: ScoredRollout) -> int:
+    """Prompt and response tokens of a sample whose parts fit together; RuntimeError if not."""
+    rollout = sample.rollout
+    num_prompt, num_response = len(rollout.prompt.token_ids), len(rollout.response_token_ids)
+    name = f"prompt {rollout.prompt.index}, sample {rollout.sample_index}"
+    if num_prompt == 0:
+        raise RuntimeError(f"{name}: the prompt has no token")
+    if len(rollout.rollout_log_probs) != num_response:
+        raise RuntimeError(
+            f"{name}: expected {num_response} rollout_log_probs, one per response token, "
+            f"got {len(rollout.rollout_log_probs)}"
+        )
+    return num_prompt + num_response
+
+
+def split_mini_batches(batch: TrainBatch) -> list[TrainBatch]:
+    """The parts of a batch that one optimizer step each learns from; the tensors are views."""
+    ends = np.cumsum([sum(sizes) for sizes in batch.cuts])
+    return [
+        _slice(batch, int(end) - sum(sizes), int(end), (sizes,))
+        for end, sizes in zip(ends, batch.cuts, strict=True)
+    ]
+
+
+def split_micro_batches(batch: TrainBatch) -> list[TrainBatch]:
+    """The parts of a batch that go through the model at one time; the tensors are views."""
+    sizes = [size for mini_batch in batch.cuts for size in mini_batch]
+    ends = np.cumsum(sizes)
+    return [
+        _slice(batch, int(end) - size, int(end), ((size,),))
+        for end, size in zip(ends, sizes, strict=True)
+    ]
+
+
+def take(batch: TrainBatch, cuts: Cuts) -> TrainBatch:
+    """The samples of `cuts`, by their place in `batch`, in this order and cut like this."""
+    rows = [row for mini_batch in cuts for micro_batch in mini_batch for row in micro_batch]
+    starts = (batch.lengths.cumsum(0) - batch.lengths).tolist()
+    pieces = [
+        torch.arange(starts[row], starts[row] + int(batch.lengths[row]), dtype=torch.int64)
+        for row in rows
+    ]
+    tokens = torch.cat([torch.empty(0, dtype=torch.int64), *pieces])
+    sizes = tuple(tuple(len(micro_batch) for micro_batch in mini_batch) for mini_batch in cuts)
+    return _selected(batch, tokens, torch.tensor(rows, dtype=torch.int64), sizes)
+
+
+def _slice(
+    batch: TrainBatch, first: int, last: int, cuts: tuple[tuple[int, ...], ...]
+) -> TrainBatch:
+    start = int(batch.lengths[:first].sum())
+    tokens = slice(start, start + int(batch.lengths[first:last].sum()))
+    return _selected(batch, tokens, slice(first, last), cuts)
+
+
+def _selected(
+    batch: TrainBatch,
+    tokens: slice | torch.Tensor,
+    samples: slice | torch.Tensor,
+    cuts: tuple[tuple[int, ...], ...],
+) -> TrainBatch:
+    selected: dict[str, object] = {"cuts": cuts}
+    for field in dataclasses.fields(batch):
+        value = getattr(batch, field.name)
+        if field.name in ("lengths", "prompt_lengths", "sample_ids"):
+            selected[field.name] = value[samples]
+        elif field.name != "cuts":
+            selected[field.name] = None if value is None else value[tokens]
+    return TrainBatch(**selected)  # type: ignore[arg-type]

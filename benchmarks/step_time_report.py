@@ -196,8 +196,9 @@ rate and number of steps; start-up and the first two steps do not count. Accurac
 held-out prompts, by our reward, of the saved checkpoints, with one function for both; its gain is
 divided by the minutes of all steps.
 
-- `short`: answers of six tokens, at most 16. `long`: lengths are geometric, cut at 200. A step has
-  128 and 64 samples, `short_512` and `long_256` as many as their names say.
+- `short`: prompts of 8 tokens, answers of six, at most 16. `short_instructed`: the same behind an
+  instruction, prompts of 53 tokens. `long`: lengths are geometric, cut at 200. A step has 128 and
+  64 samples, `short_512` and `long_256` as many as their names say.
 - `trl` is its GRPO with the fastest generation that runs here, in the faster precision;
   `benchmarks/step_time_trl.py` tells which were tried. `trl, bf16 weights` trains without
   float32 weights, which ours keeps: it is no comparison, and here for completeness.

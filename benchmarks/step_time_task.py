@@ -1,7 +1,9 @@
 """What both systems of `step_time.py` train on: the checkpoints, the sizes, and one evaluation.
 
-`short` is the warmed tiny checkpoint as it is: every answer has six tokens. `long` is the same
-model taught to go on after its answer with full stops, and to end after each of them with the same
+`short` is the warmed tiny checkpoint as it is: prompts of eight tokens, answers of six.
+`short_instructed` is the same model taught to answer behind an instruction, which makes prompts as
+long as people's are: most RL runs tell the model how to answer before they ask. `long` is the model
+taught to go on after its answer with full stops, and to end after each of them with the same
 probability: lengths are then geometric, cut at the limit, as they are where some answers ramble.
 The reward is `arithmetic` on what stands before the first full stop, so that there is something to
 learn in either, and length is no part of it.
@@ -26,7 +28,11 @@ sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
 from mcore_rl.rewards.functions import arithmetic  # noqa: E402
 
 FILLER = "."
-SHAPING_STEPS, SHAPING_SAMPLES, SHAPING_LEARNING_RATE = 100, 8, 5e-4
+INSTRUCTION = (
+    "Add the first and the second number. Let us think step by step: first write the sum of the "
+    "ones as two digits, and then write the final answer. "
+)
+TEACHING_STEPS, TEACHING_LEARNING_RATE = 100, 5e-4
 MARKER = "step_time.json"
 
 
@@ -44,11 +50,16 @@ class Workload:
     max_prompt_tokens: int = 24
     num_trial_prompts: int = 1  # per step, where TRL's precision is chosen
     packed_tokens: int = 0  # of ours in a micro-batch; 0: all samples of a rank, padded
+    instruction: str = ""  # before every sum
     aimed_ratio: float = 1.0  # samples per second, ours over TRL's
 
     @property
     def samples_per_step(self) -> int:
         return self.num_prompts_per_step * self.num_samples_per_prompt
+
+    @property
+    def has_tails(self) -> bool:
+        return self.max_response_tokens > _SHORT.max_response_tokens
 
 
 _SHORT = Workload(
@@ -74,12 +85,19 @@ _LONG = Workload(
     # Small, as lengths would drift at random, to another mean in each system.
     learning_rate=1e-5,
 )
+_INSTRUCTED = dataclasses.replace(
+    _SHORT,
+    name="short_instructed",
+    instruction=INSTRUCTION,
+    max_prompt_tokens=64,
+    packed_tokens=4096,
+)
 # The same with four times the samples in a step: what a step costs whatever is in it counts less.
 _SHORT_512 = dataclasses.replace(
     _SHORT, name="short_512", num_prompts_per_step=64, num_steps=8, packed_tokens=4096
 )
 _LONG_256 = dataclasses.replace(_LONG, name="long_256", num_prompts_per_step=32, num_steps=3)
-WORKLOADS = (_SHORT, _SHORT_512, _LONG, _LONG_256)
+WORKLOADS = (_SHORT, _INSTRUCTED, _SHORT_512, _LONG, _LONG_256)
 LEFT_OUT_STEPS = 2  # at the start: caches, connections and allocators are still being filled
 
 
@@ -121,26 +139,35 @@ def checkpoint_of(workload: Workload) -> Path:
     from make_tiny_deepseek import make_checkpoint
 
     warmed = make_checkpoint(cache_folder() / "tiny_deepseek_v3", warm_up=True)
-    if workload.max_response_tokens == _SHORT.max_response_tokens:
+    if not workload.has_tails and not workload.instruction:
         return warmed
-    folder = cache_folder() / "step_time_long"
+    folder = cache_folder() / ("step_time_long" if workload.has_tails else "step_time_instructed")
     recipe = {
-        "source": inspect.getsource(_shape_lengths) + inspect.getsource(stop_probability),
-        "constants": [FILLER, SHAPING_STEPS, SHAPING_SAMPLES, SHAPING_LEARNING_RATE],
+        "source": inspect.getsource(_teach) + inspect.getsource(stop_probability),
+        "constants": [FILLER, TEACHING_STEPS, TEACHING_LEARNING_RATE],
         "limit": workload.max_response_tokens,
+        "instruction": workload.instruction,
         "of": (warmed / "complete.json").read_text(),
     }
     marker = folder / MARKER
     if not (marker.is_file() and json.loads(marker.read_text()) == recipe):
         shutil.rmtree(folder, ignore_errors=True)
         shutil.copytree(warmed, folder)
-        _shape_lengths(folder, limit=workload.max_response_tokens)
+        for file in (folder / "prompts").glob("*.jsonl"):
+            _instruct(file, workload.instruction)
+        _teach(folder, workload)
         marker.write_text(json.dumps(recipe))
     return folder
 
 
-def _shape_lengths(folder: Path, *, limit: int) -> None:
-    """Train the model in `folder` on its own demonstrations with a tail of full stops."""
+def _instruct(file: Path, instruction: str) -> None:
+    rows = [{**row, "prompt": instruction + row["prompt"]} for row in rows_of(file)]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def _teach(folder: Path, workload: Workload) -> None:
+    """Train the model in `folder` on its own demonstrations: with the instruction before them, or
+    with a tail of full stops behind them."""
     import tiny_task
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -150,21 +177,27 @@ def _shape_lengths(folder: Path, *, limit: int) -> None:
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     (filler,) = tokenizer.encode(FILLER)
     problems, _ = tiny_task.split_problems(1234)
-    prompts = tiny_task.encode_prompts(tokenizer, problems)
+    chats = [
+        [{"role": "user", "content": workload.instruction + problem.prompt}] for problem in problems
+    ]
+    prompts = tokenizer.apply_chat_template(chats, add_generation_prompt=True)["input_ids"]
     generator = torch.Generator().manual_seed(0)
     answer_length = tiny_task.NUM_ANSWER_TOKENS - 1
-    stop = torch.tensor(stop_probability(limit / 2 - answer_length, limit - answer_length))
+    limit = workload.max_response_tokens
+    stop = stop_probability(limit / 2 - answer_length, limit - answer_length)
+    num_samples = 8 if workload.has_tails else 32
     optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.98), weight_decay=0.01)
-    for step in range(SHAPING_STEPS):
+    for step in range(TEACHING_STEPS):
         rows, targets = [], []
-        for index in torch.randint(len(problems), (SHAPING_SAMPLES,), generator=generator).tolist():
+        for index in torch.randint(len(problems), (num_samples,), generator=generator).tolist():
             careless = torch.rand((), generator=generator) < tiny_task.SHARE_CARELESS
             problem = problems[index]
             answer = tokenizer.encode(
                 problem.careless_answer if careless else problem.worked_answer
             )
             # A tail that does not end within the limit is shown without its end.
-            tail = int(torch.empty(()).geometric_(float(stop), generator=generator)) - 1
+            tail = int(torch.empty(()).geometric_(stop, generator=generator)) - 1
+            tail *= workload.has_tails
             shown = answer + [filler] * tail + [tokenizer.eos_token_id]
             shown = shown[:limit]
             rows.append(prompts[index] + shown)
@@ -177,7 +210,7 @@ def _shape_lengths(folder: Path, *, limit: int) -> None:
             logits.transpose(1, 2), labels[:, 1:], reduction="none"
         )
         start = len(prompts[0]) - 1
-        # Two means: a hundred full stops must not drown five digits.
+        # Two means: a hundred full stops must not drown five digits. The end is one of the tail.
         answers = losses[:, start : start + answer_length].mean()
         tails = losses[:, start + answer_length :].sum()
         num_tails = (labels[:, 1 + start + answer_length :] != -100).sum()
@@ -185,12 +218,12 @@ def _shape_lengths(folder: Path, *, limit: int) -> None:
         (answers + tails / num_tails).backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         for group in optimizer.param_groups:
-            rest = min(1.0, 2 * (1 - step / SHAPING_STEPS))
-            group["lr"] = SHAPING_LEARNING_RATE * min(rest, (step + 1) / 10)
+            rest = min(1.0, 2 * (1 - step / TEACHING_STEPS))
+            group["lr"] = TEACHING_LEARNING_RATE * min(rest, (step + 1) / 10)
         optimizer.step()
         if step % 10 == 0:
             print(
-                f"shaping the lengths: step {step} of {SHAPING_STEPS}, loss of answers "
+                f"teaching {workload.name}: step {step} of {TEACHING_STEPS}, loss of answers "
                 f"{answers:.3f}, of tails {tails / num_tails:.3f}",
                 flush=True,
             )

@@ -180,7 +180,7 @@ def test_workloads_are_what_the_targets_name() -> None:
     shorts, longs = (
         [w for w in WORKLOADS if w.name.startswith(kind)] for kind in ("short", "long")
     )
-    assert [w.samples_per_step for w in shorts] == [128, 512]
+    assert [w.samples_per_step for w in shorts] == [128, 128, 512]
     assert [w.samples_per_step for w in longs] == [64, 256]
     assert all((w.aimed_ratio, w.max_response_tokens) == (1.2, 16) for w in shorts)
     assert all((w.aimed_ratio, w.max_response_tokens) == (8.0, 200) for w in longs)

@@ -15,8 +15,8 @@ import torch.distributed as dist
 
 from mcore_rl.agreement import agreed, open_store
 from mcore_rl.builders import check_data
-from mcore_rl.errors import UsageError
 from mcore_rl.checks.preflight import check_command_line
+from mcore_rl.errors import UsageError
 
 
 class ParameterCounter:

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from mcore_rl import megatron_adapter
+from mcore_rl.batching.train_batches import split_mini_batches
 from mcore_rl.builders import build_manager, build_offloader, engine_config
 from mcore_rl.checkpoint import export
 from mcore_rl.hybrid_engine.boxes import volume
@@ -18,7 +19,6 @@ from mcore_rl.hybrid_engine.holdings import missing_bytes
 from mcore_rl.hybrid_engine.model_shards import ModelShards
 from mcore_rl.hybrid_engine.sharding_manager import TO_ROLLOUT, ReshardReport
 from mcore_rl.hybrid_engine.vllm_model_only import VLLMModelOnly
-from mcore_rl.batching.train_batches import split_mini_batches
 from mcore_rl.startup import Job
 from mcore_rl.types import TrainBatch
 from mcore_rl.verify import overwrite_with_zeros, stored_digests

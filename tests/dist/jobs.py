@@ -1,4 +1,4 @@
-"""What a rank does in the distributed tests; run by `tests.rank_pool`, which calls these by name."""
+"""What a rank does in the distributed tests; `tests.rank_pool` calls these by name."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ import torch
 import torch.distributed as dist
 
 from mcore_rl.actor import Actor
+from mcore_rl.batching.dealing import plan_step
+from mcore_rl.batching.train_batches import batch_of_tokens, split_mini_batches, take
 from mcore_rl.builders import build_manager, engine_config, micro_batching
 from mcore_rl.checkpoint import export
 from mcore_rl.hybrid_engine.rng import RngState
 from mcore_rl.hybrid_engine.sharding_manager import ReshardReport, log_reshard
 from mcore_rl.hybrid_engine.vllm_engine import VLLMEngine
-from mcore_rl.batching.dealing import plan_step
-from mcore_rl.batching.train_batches import batch_of_tokens, split_mini_batches, take
 from mcore_rl.run_output import setup_logging
 from mcore_rl.startup import Job, build_actor, start
 from mcore_rl.types import Prompt, TrainBatch

@@ -10,12 +10,12 @@ import torch.distributed as dist
 
 from mcore_rl import megatron_adapter
 from mcore_rl.actor import Actor, ReferencePolicy
+from mcore_rl.batching.rows import lay_out
+from mcore_rl.batching.train_batches import split_micro_batches, split_mini_batches
 from mcore_rl.builders import build_learner, build_offloader, micro_batching
 from mcore_rl.critic_startup import build_critic
 from mcore_rl.hybrid_engine.offload import Offloader
 from mcore_rl.memory_report import memory_lines, recompute_saving
-from mcore_rl.batching.rows import lay_out
-from mcore_rl.batching.train_batches import split_micro_batches, split_mini_batches
 from mcore_rl.planner.flag_settings import activation_settings
 from mcore_rl.run_output import setup_logging
 from mcore_rl.startup import Job, build_actor, start

@@ -14,12 +14,12 @@ import torch.distributed as dist
 
 from mcore_rl import megatron_adapter
 from mcore_rl.actor import Actor, ReferencePolicy
+from mcore_rl.batching.train_batches import split_mini_batches
 from mcore_rl.builders import build_manager, build_offloader, engine_config, micro_batching
 from mcore_rl.hybrid_engine.memory import Footprint
 from mcore_rl.hybrid_engine.offload import KINDS, Offloader
 from mcore_rl.hybrid_engine.rng import RngState
 from mcore_rl.hybrid_engine.vllm_engine import VLLMEngine
-from mcore_rl.batching.train_batches import split_mini_batches
 from mcore_rl.run_output import setup_logging
 from mcore_rl.startup import Job, build_actor, start
 from mcore_rl.types import Prompt

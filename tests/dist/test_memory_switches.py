@@ -46,8 +46,8 @@ OFFLOAD: dict[str, dict[str, Any]] = {
 CHUNKS = (7, 64)
 UNCLIPPED = {"clip_grad": 0.0}  # else the norm would carry a difference into every parameter
 OUTPUT_WEIGHT = "output_layer.weight"
-# Of its gradient, over its largest element, of sums whose terms cancel: float32 keeps 24 bits, bf16,
-# which the product of a chunk has there, 8.
+# Of its gradient, over its largest element, of sums whose terms cancel: float32 keeps 24 bits,
+# bf16, which the product of a chunk has there, 8.
 LARGEST_DIFFERENCE = {"fp32": 2**-20, "bf16": 2**-7}
 # What is computed of what a model keeps. Without a GPU no kernel is fused: norms, SwiGLU and
 # attention keep steps in between, in float32 whatever the precision.

@@ -28,8 +28,8 @@ def test_policy_equals_softmax_of_logits_in_value_and_gradient(
         assert result["shape"] == [2, 32, 2] and result["dtype"] == "torch.float32"
         assert result["same_parameters"] and result["num_gradients"] > 10
         assert result["difference"] <= 1e-5
-        # The reference's gradient of a TP shard goes through its own slice of the logits only, which
-        # is what a vocabulary shard owns; float32 sums in another order.
+        # The reference's gradient of a TP shard goes through its own slice of the logits only,
+        # which is what a vocabulary shard owns; float32 sums in another order.
         assert result["gradient"] > 0.1
         assert result["gradient_difference"] <= 2e-5 * max(1.0, result["gradient"])
 

@@ -18,8 +18,8 @@ from tests.dist.test_parity import tensors_of
 from tests.rank_pool import RankPool
 
 TOLERANCE = 1e-5
-# As in test_invariance: every term is on, and the weights show the gradient. The rates are low enough
-# that 8 updates do not blow up the rounding of the first.
+# As in test_invariance: every term is on, and the weights show the gradient. The rates are low
+# enough that 8 updates do not blow up the rounding of the first.
 PPO_FLAGS = (
     *("--rl-algorithm", "ppo"),
     *("--rl-num-samples-per-prompt", "2"),

@@ -22,6 +22,7 @@ import psutil
 import requests
 import torch.distributed as dist
 
+from mcore_rl.batching.train_batches import split_mini_batches
 from mcore_rl.checkpoint import export
 from mcore_rl.hybrid_engine.engine_client import HTTPEngineClient
 from mcore_rl.hybrid_engine.weight_transfer_trainer import (
@@ -29,7 +30,6 @@ from mcore_rl.hybrid_engine.weight_transfer_trainer import (
     MegatronTrainerWeightTransferEngine,
     ShardSource,
 )
-from mcore_rl.batching.train_batches import split_mini_batches
 from tests.dist.jobs import rank_batch, started
 
 NUM_TRAINERS = 4

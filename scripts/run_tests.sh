@@ -28,9 +28,10 @@ check "mypy" mypy
 if (($#)); then
   check "pytest" python -m pytest "$@"
 else
-  # Most unit tests are one process of one thread; the others start as many as there are cores.
-  check "pytest, unit tests" python -m pytest --numprocesses 2 --dist loadfile tests/unit
-  check "pytest, the others" python -m pytest --ignore tests/unit
+  # Two tests at a time: most keep one core busy, or wait for each other's ranks.
+  two=(--numprocesses 2 --dist loadfile)
+  check "pytest, unit tests" python -m pytest "${two[@]}" tests/unit
+  check "pytest, the others" python -m pytest "${two[@]}" --ignore tests/unit
 fi
 
 if ((${#failed[@]})); then

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import gc
 import importlib
 import json
 import os
@@ -157,6 +158,9 @@ def _serve() -> None:
     importlib.import_module("megatron.training.training")
     from vllm import LLM, _custom_ops  # noqa: F401  (the package alone is lazy)
 
+    # Children would walk through, and thereby copy, all that was imported.
+    gc.collect()
+    gc.freeze()
     for line in sys.stdin:
         order = json.loads(line)
         pids = []

@@ -6,26 +6,36 @@ or take its process with it: that costs the one sample it was scoring, never the
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import Future, wait
+from itertools import groupby
 from types import TracebackType
 
 from pebble import ProcessExpired, ProcessPool
 
 from mcore_rl.rewards.parts import FailureLog, weighed
-from mcore_rl.rewards.worker import Outcome, WorkerContext, score_sample, start_worker
+from mcore_rl.rewards.worker import Outcome, WorkerContext, score_samples, start_worker
 from mcore_rl.types import Rollout, ScoredRollout
 
 _Task = tuple[int, str]  # which rollout is scored by which function
+_Scored = tuple[list[Outcome], float]  # of a batch of tasks, and its seconds
 
 # The worker's own timer (see `score_sample`) fires first and is exact. The pool's is for what
 # escapes that: a reward that takes SIGALRM for itself, or that ends its process with exit code 0.
 _POOL_TIMEOUT_MARGIN_SECONDS = 2.0
 _WORKER_START_SECONDS = 60.0
 _MAX_FRUITLESS_STARTS = 3
+
+# Sending a sample to a worker and back costs half a millisecond of the trainer's, more than most
+# rewards take. Quick ones travel together, for about so long; in company a sample gets less time
+# before it is scored by itself, with all of its own.
+_BATCH_SECONDS = 0.02
+_TIMEOUT_IN_COMPANY_SECONDS = 1.0
+_BATCHES_PER_WORKER = 4
 
 
 class RewardPool:
@@ -39,8 +49,9 @@ class RewardPool:
 
     `specs` are what `resolve_reward` takes, `imports` what `import_file` does; call these before
     building anything, for their errors. All functions share the workers: each of them scores any
-    sample by any function. `failure_counts` has the number of failures by kind since the pool was
-    made.
+    sample by any function. Of a quick function several samples go to a worker at once; if one of
+    these takes its process with it, all of them are scored again, each by itself. `failure_counts`
+    has the number of failures by kind since the pool was made.
     """
 
     def __init__(
@@ -62,6 +73,8 @@ class RewardPool:
         # The working directory may be another one when workers start.
         self._imports = tuple(os.path.abspath(path) for path in imports)
         self._logs = {spec: FailureLog(spec) for spec in specs}
+        # Of each function's slowest sample, or batch in the mean, in the latest call that had any.
+        self._slowest: dict[str, float] = {}
         self._pool = self._new_pool()
         self._closed = False
 
@@ -91,9 +104,11 @@ class RewardPool:
         outcomes: dict[_Task, Outcome] = {}
         num_tasks = len(rollouts) * len(self._specs)
         num_fruitless_starts = 0
+        alone: set[_Task] = set()
+        slowest: dict[str, float] = {}
         while len(outcomes) < num_tasks:
             num_before = len(outcomes)
-            broken = self._score_missing(rollouts, outcomes)
+            broken = self._score_missing(rollouts, outcomes, alone, slowest)
             if broken is None:
                 continue
             self._restart()
@@ -105,6 +120,7 @@ class RewardPool:
                     f"{num_fruitless_starts} times and scored none of {len(missing)} samples: "
                     f"{broken}"
                 )
+        self._slowest.update(slowest)
         by_spec = {
             spec: [outcomes[index, spec] for index in range(len(rollouts))] for spec in self._specs
         }
@@ -145,61 +161,94 @@ class RewardPool:
         self._pool = self._new_pool()
 
     def _missing(self, rollouts: Sequence[Rollout], outcomes: dict[_Task, Outcome]) -> list[_Task]:
-        tasks = [(index, spec) for index in range(len(rollouts)) for spec in self._specs]
+        tasks = [(index, spec) for spec in self._specs for index in range(len(rollouts))]
         return [task for task in tasks if task not in outcomes]
 
     def _score_missing(
-        self, rollouts: Sequence[Rollout], outcomes: dict[_Task, Outcome]
+        self,
+        rollouts: Sequence[Rollout],
+        outcomes: dict[_Task, Outcome],
+        alone: set[_Task],
+        slowest: dict[str, float],
     ) -> str | None:
-        """Adds the outcomes that are not there yet; returns why the pool broke, or None.
+        """Adds outcomes that are not there yet, to `alone` what must be scored by itself, and to
+        `slowest` the seconds of a sample; returns why the pool broke, or None.
 
         A pool breaks when a worker dies that had no sample (the kernel is short of memory, say):
         pebble then gives up all samples, and some of their futures never end.
         """
-        futures: dict[_Task, Future[Outcome]] = {}
+        futures: list[tuple[list[_Task], Future[_Scored]]] = []
         broken: str | None = None
         try:
             try:
-                for index, spec in self._missing(rollouts, outcomes):
-                    futures[index, spec] = self._schedule(rollouts[index], spec)
+                for batch in self._batches(self._missing(rollouts, outcomes), alone):
+                    futures.append((batch, self._schedule(rollouts, batch)))
             except RuntimeError as refusal:
                 broken = str(refusal)
-            for task, future in futures.items():
-                if broken is None:
-                    wait([future], timeout=self._stall_seconds)
+            for batch, future in futures:
+                stall_seconds = _WORKER_START_SECONDS + 2 * self._limit_seconds(batch)
+                if broken is None:  # a worker may have to start, and to finish a batch before
+                    wait([future], timeout=stall_seconds)
                 if not future.done():
-                    broken = broken or f"no answer within {self._stall_seconds:g} s"
+                    broken = broken or f"no answer within {stall_seconds:g} s"
                 elif isinstance(error := future.exception(), RuntimeError):
                     broken = broken or str(error)
+                elif len(batch) > 1 and isinstance(error, (TimeoutError, ProcessExpired)):
+                    alone.update(batch)
                 else:
-                    outcomes[task] = self._outcome(future)
+                    found, seconds = self._outcomes(future)
+                    outcomes.update(zip(batch, found, strict=True))
+                    spec = batch[0][1]
+                    slowest[spec] = max(slowest.get(spec, 0.0), seconds / len(batch))
         finally:
-            for future in futures.values():
+            for _, future in futures:
                 future.cancel()
         return broken
 
-    def _schedule(self, rollout: Rollout, spec: str) -> Future[Outcome]:
-        prompt = rollout.prompt
+    def _batches(self, tasks: Sequence[_Task], alone: set[_Task]) -> list[list[_Task]]:
+        """Tasks in parts that one worker does one after the other, each of a single function."""
+        batches = [[task] for task in tasks if task in alone]
+        in_company = (task for task in tasks if task not in alone)
+        for spec, of_spec in groupby(in_company, key=lambda task: task[1]):
+            together = list(of_spec)
+            size = 1
+            if spec in self._slowest:
+                quick = int(_BATCH_SECONDS / max(self._slowest[spec], 1e-6))
+                share = -(-len(together) // (_BATCHES_PER_WORKER * self._num_workers))
+                size = max(1, min(quick, share))
+            batches += [together[at : at + size] for at in range(0, len(together), size)]
+        return batches
+
+    def _sample_seconds(self, batch: Sequence[_Task]) -> float:
+        """What each sample of a batch gets."""
+        if len(batch) == 1:
+            return self._timeout_seconds
+        return min(self._timeout_seconds, _TIMEOUT_IN_COMPANY_SECONDS)
+
+    def _limit_seconds(self, batch: Sequence[_Task]) -> float:
+        return len(batch) * self._sample_seconds(batch) + _POOL_TIMEOUT_MARGIN_SECONDS
+
+    def _schedule(self, rollouts: Sequence[Rollout], batch: Sequence[_Task]) -> Future[_Scored]:
+        samples = [
+            (rollout.prompt.text, rollout.text, rollout.prompt.answer)
+            for rollout in (rollouts[index] for index, _ in batch)
+        ]
         return self._pool.schedule(
-            score_sample,
-            args=(spec, prompt.text, rollout.text, prompt.answer),
-            kwargs={"timeout_seconds": self._timeout_seconds, "imports": self._imports},
-            timeout=self._timeout_seconds + _POOL_TIMEOUT_MARGIN_SECONDS,
+            score_samples,
+            args=(samples, batch[0][1]),
+            kwargs={"timeout_seconds": self._sample_seconds(batch), "imports": self._imports},
+            timeout=self._limit_seconds(batch),
         )
 
-    @property
-    def _stall_seconds(self) -> float:
-        """Longest time to the end of the oldest sample in a pool that works: a worker may have to
-        start, and to finish the sample before it."""
-        return _WORKER_START_SECONDS + 2 * (self._timeout_seconds + _POOL_TIMEOUT_MARGIN_SECONDS)
-
-    def _outcome(self, future: Future[Outcome]) -> Outcome:
+    def _outcomes(self, future: Future[_Scored]) -> _Scored:
         limit = f"no value within {self._timeout_seconds:g} s"
         try:
             return future.result()
         except TimeoutError:
-            return Outcome(0.0, "timed out", f"{limit}, or its process exited with code 0")
+            outcome = Outcome(0.0, "timed out", f"{limit}, or its process exited with code 0")
         except ProcessExpired as error:
             if error.exitcode == -signal.SIGALRM:
-                return Outcome(0.0, "timed out", limit)
-            return Outcome(0.0, "ended its process", f"exit code {error.exitcode}")
+                outcome = Outcome(0.0, "timed out", limit)
+            else:
+                outcome = Outcome(0.0, "ended its process", f"exit code {error.exitcode}")
+        return [outcome], math.inf

@@ -15,6 +15,7 @@ import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from importlib.machinery import ModuleSpec
@@ -117,6 +118,25 @@ def score_sample(
         return Outcome(0.0, f"raised {type(error).__name__}", _text_of(error))
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
+
+
+def score_samples(
+    samples: Sequence[tuple[str, str, str]],
+    spec: str,
+    *,
+    timeout_seconds: float,
+    imports: tuple[str, ...] = (),
+) -> tuple[list[Outcome], float]:
+    """`score_sample` of (prompt, response, answer) after each other, and the seconds of all.
+
+    A sample that takes too long takes those with it that were scored before.
+    """
+    started = time.perf_counter()
+    outcomes = [
+        score_sample(spec, *sample, timeout_seconds=timeout_seconds, imports=imports)
+        for sample in samples
+    ]
+    return outcomes, time.perf_counter() - started
 
 
 def _checked(value: object) -> Outcome:

@@ -24,7 +24,7 @@ from tests.rank_pool import free_port
 
 pytestmark = pytest.mark.timeout(400)
 
-START_SECONDS = 180
+START_SECONDS = 300
 MAX_TOKENS = 32
 SERVE = [
     *("--host", "127.0.0.1", "--runner", "pooling", "--dtype", "bfloat16", "--enforce-eager"),

@@ -29,6 +29,9 @@ import os, signal, sys, threading, time
 def score(*, prompt, response, answer):
     if answer == "hang":
         time.sleep(600)
+    if answer == "slow":
+        time.sleep(1.5)
+        return 1.0
     if answer == "hang in C":
         return len(str(9 ** (9 ** 9)))
     if answer == "hang without alarm":
@@ -292,6 +295,44 @@ def test_score_recovers_when_workers_are_killed_at_random(pool):
         os.kill(pid, signal.SIGKILL)
     scored = pool.score(rollouts(*["1"] * 50))
     assert sum(s.reward for s in scored) >= 50 - len(pids)
+
+
+def scheduled_batches(pool: RewardPool, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Grows by the number of samples of each batch that goes to a worker."""
+    sizes = []
+    schedule = RewardPool._schedule
+
+    def noting(self, rollouts, batch):
+        sizes.append(len(batch))
+        return schedule(self, rollouts, batch)
+
+    monkeypatch.setattr(RewardPool, "_schedule", noting)
+    return sizes
+
+
+def test_samples_of_a_quick_reward_travel_together(user_module, monkeypatch):
+    with RewardPool("rewards_of_a_user:score", num_workers=2, timeout_seconds=3) as pool:
+        sizes = scheduled_batches(pool, monkeypatch)
+        answers = [str(i / 4) for i in range(80)]
+        expected = [float(answer) for answer in answers]
+        assert [s.reward for s in pool.score(rollouts(*answers))] == expected
+        assert sizes == [1] * 80  # nobody knows yet how long one takes
+        sizes.clear()
+        assert [s.reward for s in pool.score(rollouts(*answers))] == expected
+        assert sizes == [10] * 8  # 4 batches for each worker
+
+        # One that takes longer than it may in company, and one that ends its process.
+        sizes.clear()
+        answers[3], answers[77] = "slow", "segfault"
+        expected[3], expected[77] = 1.0, 0.0
+        scored = pool.score(rollouts(*answers))
+        assert [s.reward for s in scored] == expected
+        assert [i for i, s in enumerate(scored) if s.failure is not None] == [77]
+        assert sizes == [10] * 8 + [1] * 20
+
+        sizes.clear()
+        assert sum(s.reward for s in pool.score(rollouts(*["1"] * 80))) == 80
+        assert sizes == [1] * 80  # quick ones are not to wait behind such
 
 
 def test_score_raises_usage_error_when_workers_cannot_resolve(user_module):

@@ -32,8 +32,16 @@ INSTRUCTION = (
     "Add the first and the second number. Let us think step by step: first write the sum of the "
     "ones as two digits, and then write the final answer. "
 )
-TEACHING_STEPS, TEACHING_LEARNING_RATE = 100, 5e-4
 MARKER = "step_time.json"
+
+
+@dataclass(frozen=True, slots=True)
+class Teaching:
+    """How much the warmed model learns before a workload."""
+
+    num_steps: int
+    num_samples: int  # a step
+    learning_rate: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +59,7 @@ class Workload:
     num_trial_prompts: int = 1  # per step, where TRL's precision is chosen
     packed_tokens: int = 0  # of ours in a micro-batch; 0: all samples of a rank, padded
     instruction: str = ""  # before every sum
+    teaching: Teaching | None = None  # None: the warmed model as it is
     aimed_ratio: float = 1.0  # samples per second, ours over TRL's
 
     @property
@@ -82,6 +91,7 @@ _LONG = Workload(
     num_eval_prompts=256,
     packed_tokens=2048,
     aimed_ratio=8.0,
+    teaching=Teaching(num_steps=100, num_samples=8, learning_rate=5e-4),
     # Small, as lengths would drift at random, to another mean in each system.
     learning_rate=1e-5,
 )
@@ -89,6 +99,7 @@ _INSTRUCTED = dataclasses.replace(
     _SHORT,
     name="short_instructed",
     instruction=INSTRUCTION,
+    teaching=Teaching(num_steps=250, num_samples=32, learning_rate=1e-3),
     max_prompt_tokens=64,
     packed_tokens=4096,
 )
@@ -139,14 +150,13 @@ def checkpoint_of(workload: Workload) -> Path:
     from make_tiny_deepseek import make_checkpoint
 
     warmed = make_checkpoint(cache_folder() / "tiny_deepseek_v3", warm_up=True)
-    if not workload.has_tails and not workload.instruction:
+    if workload.teaching is None:
         return warmed
     folder = cache_folder() / ("step_time_long" if workload.has_tails else "step_time_instructed")
     recipe = {
         "source": inspect.getsource(_teach) + inspect.getsource(stop_probability),
-        "constants": [FILLER, TEACHING_STEPS, TEACHING_LEARNING_RATE],
-        "limit": workload.max_response_tokens,
-        "instruction": workload.instruction,
+        "constants": [FILLER, workload.instruction, workload.max_response_tokens],
+        "teaching": dataclasses.asdict(workload.teaching),
         "of": (warmed / "complete.json").read_text(),
     }
     marker = folder / MARKER
@@ -175,6 +185,8 @@ def _teach(folder: Path, workload: Workload) -> None:
     config_text = (folder / "config.json").read_text()
     tokenizer = AutoTokenizer.from_pretrained(folder)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    teaching = workload.teaching
+    assert teaching is not None
     (filler,) = tokenizer.encode(FILLER)
     problems, _ = tiny_task.split_problems(1234)
     chats = [
@@ -185,11 +197,11 @@ def _teach(folder: Path, workload: Workload) -> None:
     answer_length = tiny_task.NUM_ANSWER_TOKENS - 1
     limit = workload.max_response_tokens
     stop = stop_probability(limit / 2 - answer_length, limit - answer_length)
-    num_samples = 8 if workload.has_tails else 32
     optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.98), weight_decay=0.01)
-    for step in range(TEACHING_STEPS):
+    for step in range(teaching.num_steps):
         rows, targets = [], []
-        for index in torch.randint(len(problems), (num_samples,), generator=generator).tolist():
+        drawn = torch.randint(len(problems), (teaching.num_samples,), generator=generator)
+        for index in drawn.tolist():
             careless = torch.rand((), generator=generator) < tiny_task.SHARE_CARELESS
             problem = problems[index]
             answer = tokenizer.encode(
@@ -218,12 +230,12 @@ def _teach(folder: Path, workload: Workload) -> None:
         (answers + tails / num_tails).backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         for group in optimizer.param_groups:
-            rest = min(1.0, 2 * (1 - step / TEACHING_STEPS))
-            group["lr"] = TEACHING_LEARNING_RATE * min(rest, (step + 1) / 10)
+            rest = min(1.0, 2 * (1 - step / teaching.num_steps))
+            group["lr"] = teaching.learning_rate * min(rest, (step + 1) / 10)
         optimizer.step()
         if step % 10 == 0:
             print(
-                f"teaching {workload.name}: step {step} of {TEACHING_STEPS}, loss of answers "
+                f"teaching {workload.name}: step {step} of {teaching.num_steps}, loss of answers "
                 f"{answers:.3f}, of tails {tails / num_tails:.3f}",
                 flush=True,
             )

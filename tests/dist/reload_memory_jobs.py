@@ -116,9 +116,10 @@ def measure(
     model_dir: str, config: dict[str, Any], chunk_bytes: int, repetitions: int
 ) -> dict[str, Any]:
     """Peaks, seconds and digests of reloads by vLLM's own layerwise reload and by ours."""
-    # glibc gives freed memory back at once from 32 MB on, and keeps smaller pieces for a while.
-    # The model is a small one: its tensors are treated as those of a large one would be.
-    assert ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, 1 << 20)
+    # glibc gives freed memory back at once from 32 MB on, and keeps smaller pieces for a while:
+    # with a limit of 1 MB from 1 to 9 MB of them, by chance. The model is a small one: its tensors
+    # are treated as those of a large one would be.
+    assert ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, 1 << 17)
     dist.init_process_group("gloo")
     metadata = deepseek_v3_tensors(config)
     engine = VLLMModelOnly(EngineConfig(model_dir=Path(model_dir), max_model_len=128))

@@ -20,7 +20,7 @@ CHUNK_BYTES = 4 << 20
 REPETITIONS = 10
 # What an engine stores that comes from no checkpoint.
 NO_WEIGHT = re.compile(r"(cos_sin_cache|_[kvq]_scale|_prob_scale|_expert_map)$")
-SLACK_BYTES = 4 << 20  # what is kept of small allocations, and Python's own objects
+SLACK_BYTES = 2 << 20  # what is kept of small allocations, and Python's own objects
 
 pytestmark = [pytest.mark.timeout(300), pytest.mark.slow]
 

@@ -311,6 +311,8 @@ def scheduled_batches(pool: RewardPool, monkeypatch: pytest.MonkeyPatch) -> list
 
 
 def test_samples_of_a_quick_reward_travel_together(user_module, monkeypatch):
+    # Of a sample, 0.1 s are quick then: more than a busy machine ever keeps a worker waiting.
+    monkeypatch.setattr("mcore_rl.rewards.pool._BATCH_SECONDS", 1.0)
     with RewardPool("rewards_of_a_user:score", num_workers=2, timeout_seconds=3) as pool:
         sizes = scheduled_batches(pool, monkeypatch)
         answers = [str(i / 4) for i in range(80)]

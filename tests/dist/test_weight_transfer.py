@@ -11,6 +11,9 @@ import pytest
 from tests.dist.layouts import SPLITS, job_flags
 from tests.rank_pool import RankPool, free_port
 
+# Two minutes, most of them for imports: five ranks and the server's three processes start at once.
+pytestmark = pytest.mark.timeout(600)
+
 SPLITS.setdefault("tp2_pp2_ep1", (2, 2, 1, 4))
 
 SERVE = [
@@ -50,7 +53,7 @@ def results(
         "tests.dist.weight_transfer_jobs:play",
         world_size=5,
         arguments=arguments,
-        timeout_seconds=200,
+        timeout_seconds=500,
     )
     for rank, outcome in enumerate(outcomes):
         # Rank 3 ends itself in the middle of the last update.

@@ -29,7 +29,8 @@ class Launcher:
         self._started: list[subprocess.Popen[str]] = []
 
     def start(self, program: str, num_ranks: int, *flags: str) -> subprocess.Popen[str]:
-        """`program` knows `rank`, `folder` and `here(name)`, which leaves a file <name>.<rank>."""
+        """`program` knows `rank`, `folder` and `here(name)`, which leaves a file <name>.<rank>;
+        `all_here(name)` is for ranks of which none may end before the others have come so far."""
         script = self.folder / "program.py"
         prelude = """
             import os, signal, sys, time
@@ -39,6 +40,12 @@ class Launcher:
             def here(name, text=""):
                 (folder / f".{rank}").write_text(text)
                 (folder / f".{rank}").rename(folder / f"{name}.{rank}")
+
+            def all_here(name, text=""):
+                here(name, text)
+                ranks = range(int(os.environ["WORLD_SIZE"]))
+                while not all((folder / f"{name}.{other}").exists() for other in ranks):
+                    time.sleep(0.01)
         """
         script.write_text(textwrap.dedent(prelude) + textwrap.dedent(program))
         process = subprocess.Popen(
@@ -120,11 +127,9 @@ def test_launch_says_one_sentence_when_ranks_agree_on_a_mistake(launcher: Launch
     # The last rank is slow to leave, so that torchrun ends it with SIGTERM.
     code, stderr = launcher.run(
         f"""
-        here("pid", str(os.getpid()))
         if rank == 0:
             print({SENTENCE!r}, file=sys.stderr, flush=True)
-        while not all((folder / f"pid.{{other}}").exists() for other in range(3)):
-            time.sleep(0.01)
+        all_here("pid", str(os.getpid()))
         if rank == 2:
             time.sleep(60)
         os._exit(2)
@@ -203,7 +208,7 @@ def test_launch_ends_what_ranks_leave_behind(launcher: Launcher) -> None:
         import subprocess
         code = "import time; time.sleep(60)"
         child = subprocess.Popen([sys.executable, "-c", code], start_new_session=True)
-        here("child", str(child.pid))
+        all_here("child", str(child.pid))
         os._exit(2)
     """
     assert launcher.run(program, 2) == (2, "")
@@ -281,6 +286,7 @@ def test_launch_on_two_machines_ends_both_with_the_same_code(launcher: Launcher)
     program = f"""
         if rank == 0:
             print({SENTENCE!r}, file=sys.stderr, flush=True)
+        all_here("printed")
         os._exit(2)
     """
     port = free_port()

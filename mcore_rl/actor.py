@@ -131,15 +131,18 @@ class ReferencePolicy:
     """The policy as it was, kept on the host in this rank's own shards.
 
     `with reference:` swaps its weights into the actor's model and back; no second model exists.
+    `version` is the step whose policy it is, 0 for the one that the run began with.
     """
 
     def __init__(self, state: megatron_adapter.TrainState) -> None:
+        self.version = 0
         self._state, self._weights = state, megatron_adapter.weights(state)
         self._host = [weight.to("cpu", copy=True) for weight in self._weights]
 
     @torch.no_grad()
-    def refresh(self) -> None:
-        """Take the actor as it is now."""
+    def refresh(self, version: int) -> None:
+        """Take the actor as it is now, after `version` steps."""
+        self.version = version
         for weight, host in zip(self._weights, self._host, strict=True):
             host.copy_(weight)
 

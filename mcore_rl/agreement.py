@@ -20,6 +20,7 @@ from mcore_rl.errors import UsageError
 T = TypeVar("T")
 
 EXIT_USAGE = 2
+EXIT_ALARM = os.EX_TEMPFAIL  # 75: ended by --rl-on-alarm stop, with everything saved
 
 
 def open_store():
@@ -98,6 +99,16 @@ def leave_with(error: UsageError) -> NoReturn:
     if int(os.environ.get("RANK", 0)) == 0:
         _print_error(str(error))
     _leave()
+
+
+def leave_together(exit_code: int) -> NoReturn:
+    """End all ranks with this code, none before the others have come so far. Collective."""
+    import torch.distributed as dist
+
+    dist.barrier()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(exit_code)
 
 
 def _print_error(sentence: str) -> None:

@@ -180,6 +180,12 @@ class RLConfig:
     on_nonfinite_grad: str = _flag(
         "stop", "what a non-finite gradient does to the run", choices=("stop", "skip")
     )
+    on_changed_prompts: str = _flag(
+        "stop",
+        "what --load does if --rl-prompts are others than the checkpoint's; restart begins with "
+        "the first of them",
+        choices=("stop", "restart"),
+    )
 
     # evaluation
     eval_interval: int = _flag(20, "steps between evaluations; 0 evaluates never")
@@ -232,6 +238,37 @@ class RLConfig:
     )
     canary_interval: int = _flag(
         50, "hand-overs from one comparison of both sides' log-probs to the next; 0 compares never"
+    )
+
+    stage_timeout_seconds: float = _flag(
+        3600.0, "a stage that takes longer ends the run, and says what each rank does; 0 waits"
+    )
+
+    # health; a threshold of 0 switches its alarm off
+    on_alarm: str = _flag(
+        "warn",
+        "what an alarm does: a warning, or a checkpoint and the end of the run (exit code 75)",
+        choices=("warn", "stop"),
+    )
+    alarm_window: int = _flag(10, "steps that an alarm looks at")
+    alarm_reward_std: float = _flag(1e-3, "alarm if the standard deviation of rewards is lower")
+    alarm_kl: float = _flag(1.0, "alarm if the KL to the reference is higher")
+    alarm_entropy: float = _flag(0.1, "alarm if the entropy is below this share of the first")
+    alarm_response_tokens: float = _flag(
+        3.0, "alarm if responses get longer or shorter by more than this factor"
+    )
+    alarm_clip_fraction: float = _flag(0.5, "alarm if a larger share of tokens is clipped")
+    alarm_mismatch: float = _flag(0.1, "alarm if kl/rollout_actor is higher")
+    alarm_grad_norm: float = _flag(
+        10.0, "alarm if the gradient norm is so many times the median of the last steps"
+    )
+    alarm_host_growth_mib: float = _flag(64.0, "alarm if a rank's host memory grows more a step")
+    alarm_device_growth_mib: float = _flag(64.0, "the same of device memory")
+    alarm_expert_imbalance: float = _flag(
+        0.0, "alarm if an expert gets more than so many times the mean of its layer"
+    )
+    alarm_tokens_per_second: float = _flag(
+        0.5, "alarm if rollout is slower than this share of the first steps' speed"
     )
 
     # run directory and output

@@ -32,6 +32,7 @@ from mcore_rl.hybrid_engine.sharding_manager import MegatronVLLMShardingManager
 from mcore_rl.hybrid_engine.vllm_engine import EngineConfig, VLLMEngine
 from mcore_rl.learner import Learner
 from mcore_rl.megatron_world import MegatronWorld
+from mcore_rl.resume.point import ResumePoint
 from mcore_rl.rewards.model import RewardModel, build_reward_model
 from mcore_rl.rewards.specs import RewardSpec, check_rewards, parse_rewards
 from mcore_rl.roles.critic import ColocatedCritic, CriticRole, RemoteCritic
@@ -145,14 +146,25 @@ def micro_batching(job: Job) -> MicroBatching:
 
 
 def build_reference(
-    job: Job, state: megatron_adapter.TrainState, shards: ModelShards
+    job: Job,
+    state: megatron_adapter.TrainState,
+    shards: ModelShards,
+    point: ResumePoint | None,
+    *,
+    log: TextIO | None = None,
 ) -> ReferencePolicy | None:
-    """The policy that the KL is taken to, if there is one: that of the Hugging Face checkpoint."""
+    """The policy that the KL is taken to, if there is one: that of the Hugging Face checkpoint, or
+    a later one that a run was saved with. Collective."""
     if not job.config.recipe.needs_reference:
         return None
     reference = ReferencePolicy(state)
     if state.iteration:  # the actor goes on from a later policy
-        load_into_megatron(job.checkpoint, shards)
+        if point is not None and point.reference is not None:
+            reference.version = point.state.reference_version
+            with megatron_adapter.megatron_output_to(log):
+                megatron_adapter.load_weights(job.args, state, state.iteration, point.reference)
+        else:
+            load_into_megatron(job.checkpoint, shards)
         reference.swap()
     return reference
 
@@ -162,10 +174,13 @@ def build_learner(
     state: megatron_adapter.TrainState,
     shards: ModelShards,
     critic: BuiltCritic | None,
+    point: ResumePoint | None = None,
+    *,
+    log: TextIO | None = None,
 ) -> Learner:
     """Actor, reference and critic of a job; the one who runs is the actor. Collective.
 
-    `critic` is there if it shares the actor's ranks.
+    `critic` is there if it shares the actor's ranks, `point` if the run goes on from it.
     """
     batching = micro_batching(job)
     actor = Actor(job.args, job.config, state, job.train_layout, batching)
@@ -177,7 +192,7 @@ def build_learner(
     elif job.critic is not None:
         bridge = job.world.bridges.get(CRITIC)
         role = RemoteCritic(actor.runner, bridge, iteration=state.iteration)
-    reference = build_reference(job, state, shards)
+    reference = build_reference(job, state, shards, point, log=log)
     return Learner(job.config, job.train_layout, batching, actor, role, reference=reference)
 
 

@@ -16,6 +16,14 @@ from mcore_rl.hf_config import ModelShape
 from mcore_rl.hybrid_engine.layout import TrainLayout
 from mcore_rl.hybrid_engine.model_shards import ModelShards
 from mcore_rl.megatron_world import MegatronWorld, changed_args, parsed_args
+from mcore_rl.resume.folders import critic_folder, iteration_name
+from mcore_rl.resume.saver import write_checkpoint
+from mcore_rl.resume.trainer_state import (
+    TRAINER,
+    TrainerState,
+    load_trainer_state,
+    trainer_writer,
+)
 from mcore_rl.value_startup import (
     HEAD,
     CheckedValueModel,
@@ -110,19 +118,12 @@ def build_critic(
         args = changed_args(actor_args, changes)
     else:
         args = parsed_args(checked.tokens, actor_args, log=log)
-    saved = critic_folder(Path(args.load)) if args.load else None
-    args.load = str(saved) if saved is not None and saved.is_dir() else None
+    _load_from_beside(args, actor_iteration)
     args.iteration = 0
     world, state, shards = build_value_model(
         checked, args, megatron_adapter.setup, provider, log=log
     )
     with world:
-        if args.load is not None and state.iteration != actor_iteration:
-            raise RuntimeError(
-                f"the critic in {args.load} is of step {state.iteration}, the actor of step "
-                f"{actor_iteration}: the run ended between the two saves; load an earlier step of "
-                "both with --ckpt-step"
-            )
         if state.iteration == 0:
             if actor_iteration:
                 logger.warning(
@@ -135,13 +136,44 @@ def build_critic(
     return BuiltCritic(world, state, shards)
 
 
+def _load_from_beside(args: argparse.Namespace, actor_iteration: int) -> None:
+    """Make `--load` and `--ckpt-step` those of the critic, or nothing."""
+    saved = critic_folder(Path(args.load)) if args.load else None
+    args.load, args.ckpt_step = None, None
+    if saved is None or not saved.is_dir() or not actor_iteration:
+        return
+    if not (saved / iteration_name(actor_iteration)).is_dir():
+        raise RuntimeError(
+            f"the critic in {saved} is not of step {actor_iteration}, as the actor is; load a step "
+            "of both with --ckpt-step"
+        )
+    args.load, args.ckpt_step = str(saved), actor_iteration
+
+
 def save_critic(critic: _Saved, num_steps: int, checkpoints: Path) -> None:
-    """Write a Megatron checkpoint of the critic beside the actor's. Collective."""
+    """Write a checkpoint of the critic, with its ranks' generators, beside the actor's. Collective
+    over its ranks."""
     with critic.world as world:
-        folder = critic_folder(checkpoints)
-        megatron_adapter.save_checkpoint(world.args, critic.state, num_steps, folder)
+
+        def write_model(saving: Path) -> None:
+            megatron_adapter.save_checkpoint(world.args, critic.state, num_steps, saving)
+
+        trainer = TrainerState(num_steps, world.layout.describe())
+        write_checkpoint(
+            critic_folder(checkpoints),
+            num_steps,
+            [write_model, trainer_writer(trainer)],
+            retain_interval=world.args.save_retain_interval,
+        )
 
 
-def critic_folder(checkpoints: Path) -> Path:
-    """Where the critic's Megatron checkpoints are, below those of the actor."""
-    return checkpoints / "critic"
+def restore_random_states(critic: _Saved) -> None:
+    """Those that a checkpoint of the critic has of this rank, if it has any. Collective."""
+    args, layout = critic.world.args, critic.world.layout.describe()
+    if args.load is None or args.no_load_rng:
+        return
+    trainer = Path(args.load) / iteration_name(args.ckpt_step) / TRAINER
+    if trainer.is_dir():  # not where Megatron has written the checkpoint
+        state, rng = load_trainer_state(trainer)
+        if rng is not None and state.layout == layout:
+            rng.restore()

@@ -8,7 +8,8 @@ rank 0 has printed; any other failure keeps the table.
 
 A signal that ends this process ends the ranks by SIGTERM, whichever it was: on SIGINT each would
 unwind its stack, and wait there for the others. What does not end within `SHUTDOWN_SECONDS` is
-killed; a second signal shortens that. Nothing that the ranks started outlives this process.
+killed; a second signal shortens that. Nothing that the ranks started outlives this process, and
+nothing that they put into the temporary folder, which is one of their own.
 """
 
 from __future__ import annotations
@@ -28,10 +29,11 @@ from typing import NoReturn
 
 import psutil
 import torch.distributed.run as torchrun
+from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, record
 
-from mcore_rl.agreement import EXIT_USAGE
+from mcore_rl.agreement import EXIT_ALARM, EXIT_USAGE
 
 SHUTDOWN_SECONDS = 10
 # Enough for multiprocessing's trackers, which remove a dead rank's shared memory, to do their work.
@@ -62,7 +64,9 @@ def main(tokens: Sequence[str] | None = None) -> int:
         args.local_addr = args.local_addr or "127.0.0.1"
     _handle_signals(args)
     _adopt_orphans()
-    with _held_back(_SHUTDOWN_LOGGERS) as entries, _log_dir(args):
+    with _held_back(_SHUTDOWN_LOGGERS) as entries, _temporary_folder() as folder:
+        if args.log_dir is None and args.redirects == "0" and args.tee == "0":
+            args.log_dir = folder  # torchrun's files, unless logs were asked for
         ending = _run(args)
     if ending.with_log:
         for entry in entries:
@@ -103,6 +107,8 @@ def _run(args: argparse.Namespace) -> _Ending:
     except ChildFailedError as error:
         in_time = sorted(error.failures.values(), key=lambda failure: failure.timestamp)
         code = exit_code([failure.exitcode for failure in in_time])
+        if code == EXIT_ALARM:  # rank 0 has said why
+            return _Ending(code)
         if code != EXIT_USAGE:
             return _Ending(code, error.format_msg(), with_log=True)
         if 0 in error.failures:
@@ -190,14 +196,16 @@ def _held_back(names: Sequence[str]) -> Iterator[list[logging.LogRecord]]:
 
 
 @contextlib.contextmanager
-def _log_dir(args: argparse.Namespace) -> Iterator[None]:
-    """A place for torchrun's files that is gone afterwards, unless logs were asked for."""
-    if args.log_dir is not None or args.redirects != "0" or args.tee != "0":
-        yield
-        return
-    with tempfile.TemporaryDirectory(prefix="mcore_rl_launch_") as folder:
-        args.log_dir = folder
-        yield
+def _temporary_folder() -> Iterator[str]:
+    """The ranks' TMPDIR, which is gone afterwards: a rank that is killed removes nothing itself.
+
+    What is kept there from one run to the next stays where it was.
+    """
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", default_cache_dir())
+    # A short name: it is part of the paths of vLLM's sockets, which may have 107 characters.
+    with tempfile.TemporaryDirectory(prefix="mcore_rl_", ignore_cleanup_errors=True) as folder:
+        os.environ["TMPDIR"] = folder
+        yield folder
 
 
 if __name__ == "__main__":

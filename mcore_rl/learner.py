@@ -123,8 +123,28 @@ class Learner:
             advantages=found.advantages,
             returns=found.returns,
         )
+        self._require_finite_advantages(samples)
         metrics.update(self._explained_variance(samples))
         return dataclasses.replace(batch, actor=samples, metrics=metrics)
+
+    def _require_finite_advantages(self, samples: TrainBatch) -> None:
+        """RuntimeError on all ranks, naming the first sample of each that has another one."""
+        assert samples.advantages is not None
+        bad = (~torch.isfinite(samples.advantages)).nonzero().flatten()
+        total = self.actor.runner.global_sum(torch.tensor([float(len(bad))]))
+        if not total.item():
+            return
+        mine = None
+        if len(bad):
+            index = int(torch.searchsorted(samples.lengths.cumsum(0), bad[0], right=True))
+            mine = f"sample {int(samples.sample_ids[index])} of the step"
+        everywhere: list[str | None] = [None] * dist.get_world_size()
+        dist.all_gather_object(everywhere, mine)
+        named = [f"rank {rank}: {text}" for rank, text in enumerate(everywhere) if text]
+        raise RuntimeError(
+            f"{int(total.item())} advantages are not finite ({'; '.join(named)}), for the "
+            f"log-probs, values or rewards that --rl-advantage {self.recipe.advantage} takes are"
+        )
 
     def _advantage_inputs(
         self, scored: Sequence[ScoredRollout], samples: TrainBatch
@@ -219,7 +239,7 @@ class Learner:
         of_critic = [] if self.critic is None else self.critic.end_update()
         interval = self._config.reference_refresh_interval
         if interval and self.reference is not None and (step + 1) % interval == 0:
-            self.reference.refresh()
+            self.reference.refresh(step + 1)
         return Learnt(of_actor, of_critic)
 
     def rates(self) -> dict[str, float]:

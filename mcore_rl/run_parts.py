@@ -11,7 +11,7 @@ import dataclasses
 import importlib.metadata
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -37,24 +37,33 @@ from mcore_rl.checkpoint import export
 from mcore_rl.checks.layout import check_stages
 from mcore_rl.collector import Collected, Collector
 from mcore_rl.critic import Critic
-from mcore_rl.critic_startup import BuiltCritic, build_critic
+from mcore_rl.critic_startup import BuiltCritic, build_critic, restore_random_states
 from mcore_rl.data import PromptDataset
+from mcore_rl.errors import StoppedByAlarm
+from mcore_rl.health_watch import HealthWatch
 from mcore_rl.hybrid_engine.reshard_report import OffloadLog
 from mcore_rl.hybrid_engine.sharding_manager import TO_ROLLOUT, ReshardReport, log_reshard
 from mcore_rl.hybrid_engine.vllm_engine import VLLMEngine
 from mcore_rl.learner import Learner, Learnt
 from mcore_rl.memory_report import memory_lines
-from mcore_rl.metrics import RunDirectory, StageTimers
+from mcore_rl.moe.expert_load import ExpertLoad
 from mcore_rl.progress import RunProgress, run_facts
+from mcore_rl.resume.folders import iteration_name
+from mcore_rl.resume.point import ResumePoint, find_resume_point
+from mcore_rl.resume.saver import write_checkpoint
+from mcore_rl.resume.trainer_state import TrainerState, trainer_writer
 from mcore_rl.rewards.parts import part_metrics
 from mcore_rl.roles.critic import serve_critic
 from mcore_rl.roles.ranks import CRITIC, REWARD
 from mcore_rl.roles.reward import ModelReward, serve_reward_model
 from mcore_rl.rollout import RolloutWorkers
+from mcore_rl.run_directory import RunDirectory
+from mcore_rl.stage_timers import StageTimers
 from mcore_rl.startup import Job, build_actor
 from mcore_rl.step_metrics import measured, rollout_metrics, update_metrics, value_metrics
 from mcore_rl.trace.tracer import Tracer
-from mcore_rl.types import Rollout, StepBatch, StepStats
+from mcore_rl.types import Rollout, ScoredRollout, StepBatch, StepStats
+from mcore_rl.watchdog import StageWatchdog, own_connection
 
 logger = logging.getLogger(__name__)
 
@@ -74,14 +83,21 @@ class Parts:
         engine: VLLMEngine,
         prompts: PromptDataset,
         eval_prompts: PromptDataset | None,
+        point: ResumePoint | None,
         log: TextIO | None,
     ) -> None:
         self._job, self._config, self._log = job, job.config, log
         self._rank = dist.get_rank()
         self._dp_rank = job.train_layout.dp_rank(self._rank)
-        self._eval_prompts = eval_prompts
+        self._prompts, self._eval_prompts = prompts, eval_prompts
         self._shards, self._engine, self._state = shards, engine, state
-        self.timers = StageTimers()
+        self.watchdog = StageWatchdog(
+            job.config.stage_timeout_seconds,
+            rank=self._rank,
+            world_size=dist.get_world_size(),
+            connect=own_connection if dist.get_world_size() > 1 else None,
+        )
+        self.timers = StageTimers(self.watchdog)
         self.learner = learner
         self.manager = build_manager(
             job,
@@ -90,6 +106,10 @@ class Parts:
             canary=build_canary(job, state, prompts),
             offloader=build_offloader(job, state, critic),
         )
+        self.manager.on_reshard_start.append(
+            lambda report: self.watchdog.enter(f"hand-over {report.direction}")
+        )
+        self.manager.on_reshard_end.append(lambda _: self.watchdog.leave())
         self.manager.on_reshard_end.append(self._note_reshard)
         self._rewards = reward_spec(job.config)
         self.workers = RolloutWorkers(
@@ -102,23 +122,42 @@ class Parts:
             job.config,
             seed=job.args.seed,
             timers=self.timers,
-            position=self.first_step * job.config.num_prompts_per_step,
+            position=(
+                self.first_step * job.config.num_prompts_per_step
+                if point is None
+                else point.state.sampler_position
+            ),
         )
+        if point is not None:
+            self.manager.weight_version = point.state.weight_version
+            learner.kl_controller.load_state_dict(dict(point.state.kl_controller))
         self._reshards: dict[str, ReshardReport] = {}
         self._offload_log = OffloadLog()
         self._accuracy: float | None = None
-        self._saved_at = -1
+        self._saved_at = -1 if point is None else self.first_step
         save = job.args.save
         self._checkpoints = Path(save) if save else job.config.directory / "checkpoints"
         self.directory: RunDirectory | None = None
         if self._rank == 0:
             everything = {**vars(job.args), **dataclasses.asdict(job.config)}
-            self.directory = RunDirectory(job.config.directory, everything)
+            self.directory = RunDirectory(
+                job.config.directory, everything, first_step=self.first_step
+            )
         self.progress = RunProgress(
             num_steps=job.config.num_steps,
             first_step=self.first_step,
             enabled=self._rank == 0,
         )
+        self._health = HealthWatch(
+            job.config, None if self.directory is None else self.directory.history
+        )
+        self._expert_load: ExpertLoad | None = None
+        if job.shape.experts is not None:
+            self._expert_load = ExpertLoad(
+                state.chunks,
+                num_layers=job.shape.num_layers,
+                num_experts=job.shape.experts.num_experts,
+            )
         if learner.critic is not None:
             learner.critic.wait()
         for line in (*describe(batches_of(job, self.learner)), *_memory_lines(job, critic)):
@@ -192,12 +231,36 @@ class Parts:
             self._save(step + 1)
 
     def _save(self, num_steps: int) -> None:
+        """One of the actor is complete only after the critic's, without which it is of no use."""
+        args, reference = self._job.args, self.learner.reference
+        trainer = TrainerState(
+            step=num_steps,
+            layout=self._job.train_layout.describe(),
+            weight_version=self.manager.weight_version,
+            sampler_position=self.collector.position,
+            prompts=self._prompts.fingerprint,
+            eval_prompts="" if self._eval_prompts is None else self._eval_prompts.fingerprint,
+            kl_controller=self.learner.kl_controller.state_dict(),
+            reference_version=0 if reference is None else reference.version,
+        )
+
+        def write_actor(saving: Path) -> None:
+            megatron_adapter.save_checkpoint(args, self._state, num_steps, saving)
+
+        def write_reference(saving: Path) -> None:
+            folder = saving / iteration_name(num_steps) / "reference"
+            with reference:
+                megatron_adapter.save_weights(args, self._state, num_steps, folder)
+
+        writers = [write_actor, trainer_writer(trainer)]
+        if reference is not None and reference.version:
+            writers.append(write_reference)
         with self.timers("checkpoint"), megatron_adapter.megatron_output_to(self._log):
-            megatron_adapter.save_checkpoint(
-                self._job.args, self._state, num_steps, self._checkpoints
-            )
             if self.learner.critic is not None:
                 self.learner.critic.save(num_steps, self._checkpoints)
+            write_checkpoint(
+                self._checkpoints, num_steps, writers, retain_interval=args.save_retain_interval
+            )
         self._saved_at = num_steps
 
     def _note_reshard(self, report: ReshardReport) -> None:
@@ -214,7 +277,10 @@ class Parts:
         batch: StepBatch,
         learnt: Learnt,
     ) -> None:
-        """Write the step's metrics and samples, and move the bar."""
+        """Write the step's metrics and samples, and move the bar.
+
+        Raises StoppedByAlarm on all ranks, once all is saved, if an alarm is to end the run.
+        """
         device, scored = self._shards.device, collected.scored
         metrics = {
             **rollout_metrics(scored),
@@ -228,11 +294,31 @@ class Parts:
         }
         if self._accuracy is not None:
             metrics["eval/accuracy"] = self._accuracy
+        if self._expert_load is not None:
+            metrics.update(self._expert_load.metrics())
+        stop = self._health.observe(step, metrics)
         self.tracer.report()
-        if self.directory is None:
-            return
-        self.directory.write_step(StepStats(step, metrics))
-        self.directory.write_rollouts(step, scored[: self._config.num_logged_rollouts])
+        if self.directory is not None:
+            self._write(self.directory, step, scored, metrics)
+        if stop:
+            if self._saved_at != step + 1:
+                self._save(step + 1)
+            logger.warning(
+                "[Health] stopped after step %d by --rl-on-alarm stop; go on with --load %s",
+                step,
+                self._checkpoints,
+            )
+            raise StoppedByAlarm
+
+    def _write(
+        self,
+        directory: RunDirectory,
+        step: int,
+        scored: Sequence[ScoredRollout],
+        metrics: dict[str, float],
+    ) -> None:
+        directory.write_step(StepStats(step, metrics))
+        directory.write_rollouts(step, scored[: self._config.num_logged_rollouts])
         for report in self._reshards.values():
             share = report.duration_seconds / metrics["time/step_seconds"]
             # Every switch is in run.log, the first one on the console too.
@@ -267,6 +353,7 @@ class Parts:
 
     def close(self) -> None:
         """End what would outlive the run: reward processes, the engine, open files. Idempotent."""
+        self.watchdog.close()
         self.tracer.close()
         self.progress.close()
         if self.learner.critic is not None:
@@ -305,6 +392,14 @@ def build_parts(
 ) -> Parts:
     """Build actor, engine and the rest on this rank. Collective."""
     started = time.perf_counter()
+    prompts, eval_prompts = load_prompt_files(job.config)
+    point = find_resume_point(
+        job.args,
+        job.config,
+        layout=job.train_layout.describe(),
+        prompts=prompts,
+        eval_prompts=eval_prompts,
+    )
     state, shards = build_actor(job, model_provider, log=log)
     critic = None
     if job.critic is not None and not job.roles.is_apart(CRITIC):
@@ -317,9 +412,8 @@ def build_parts(
             log=log,
         )
     # A critic on ranks of its own is built while the engines start.
-    learner = build_learner(job, state, shards, critic)
+    learner = build_learner(job, state, shards, critic, point, log=log)
     engine = VLLMEngine(engine_config(job))
-    prompts, eval_prompts = load_prompt_files(job.config)
     parts = Parts(
         job,
         state=state,
@@ -330,8 +424,11 @@ def build_parts(
         engine=engine,
         prompts=prompts,
         eval_prompts=eval_prompts,
+        point=point,
         log=log,
     )
+    if point is not None and point.rng is not None:
+        point.rng.restore()  # at last: what is built before draws from them, too
     logger.info("model and engines ready after %.0f s", time.perf_counter() - started)
     return parts
 
@@ -347,6 +444,8 @@ def serve(job: Job, *, log: TextIO | None = None) -> None:
 
     def build(iteration: int) -> Critic:
         built = build_critic(checked, job.config, job.args, actor_iteration=iteration, log=log)
-        return critic_model(job, built)
+        critic = critic_model(job, built)
+        restore_random_states(built)
+        return critic
 
     serve_critic(job.world.bridges[CRITIC], build, job.config, log=log)

@@ -179,8 +179,9 @@ def build_actor(
 ) -> tuple[megatron_adapter.TrainState, ModelShards]:
     """Build the actor through Megatron and fill it from the Hugging Face checkpoint. Collective.
 
-    With `--load` naming a Megatron checkpoint, its weights win and the Hugging Face ones are not
-    read. `model_provider` is a fork's own; without it the model follows config.json.
+    With `--load` naming a Megatron checkpoint (or `--pretrained-checkpoint`), its weights win and
+    the Hugging Face ones are not read. `model_provider` is a fork's own; without it the model
+    follows config.json.
     """
     provider = make_policy_provider(
         model_provider or make_actor_provider(job.args, job.shape),
@@ -195,7 +196,7 @@ def build_actor(
     held: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(held, shards.tensors())
     check_complete(job.checkpoint, set().union(*held))
-    if state.iteration == 0:
+    if not megatron_adapter.loads_checkpoint(job.args):
         num_bytes = load_into_megatron(job.checkpoint, shards)
         megatron_adapter.reload_main_params(state)
         logger.info("read %.1f MB of %s", num_bytes / 1e6, job.checkpoint.folder)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import operator
+import os
 from collections.abc import Sequence
 
 import numpy as np
@@ -13,9 +14,9 @@ import torch.distributed as dist
 from mcore_rl.actor import UpdateStats
 from mcore_rl.algorithms.mismatch import MismatchSums
 from mcore_rl.critic import ValueUpdateStats
-from mcore_rl.hybrid_engine.memory import highest_bytes
+from mcore_rl.hybrid_engine.memory import highest_bytes, host_bytes
 from mcore_rl.hybrid_engine.reshard_report import ReshardReport
-from mcore_rl.metrics import StageTimers
+from mcore_rl.stage_timers import StageTimers
 from mcore_rl.types import ScoredRollout
 
 
@@ -86,7 +87,8 @@ def measured(
     `report` is that of the step's hand-over, `device` what the groups communicate from. Ends the
     step of `timers`. Collective over the world.
     """
-    host_bytes, device_bytes = highest_bytes()
+    host_peak_bytes, device_peak_bytes = highest_bytes()
+    on_device = torch.cuda.memory_allocated() if torch.cuda.is_available() else 0
     rollout_seconds, train_seconds = timers["rollout"], timers["train"]
     names = (
         "reshard/received_bytes_max",
@@ -96,6 +98,9 @@ def measured(
         "offload/saved_bytes_max",
         "memory/host_peak_bytes",
         "memory/device_peak_bytes",
+        "memory/host_bytes",
+        "memory/device_bytes",
+        "memory/open_files",
     )
     values = torch.tensor(
         [
@@ -104,8 +109,11 @@ def measured(
             report.peak_extra_bytes,
             report.offloaded.moved_bytes,
             report.offloaded.saved_bytes,
-            host_bytes,
-            device_bytes,
+            host_peak_bytes,
+            device_peak_bytes,
+            host_bytes("RssAnon"),
+            on_device,
+            len(os.listdir("/proc/self/fd")),
         ],
         dtype=torch.float64,
         device=device,

@@ -14,7 +14,9 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+from mcore_rl.agreement import EXIT_ALARM, leave_together
 from mcore_rl.builders import check_data
+from mcore_rl.errors import StoppedByAlarm
 from mcore_rl.roles.ranks import ACTOR
 from mcore_rl.run_output import log_file, setup_logging
 from mcore_rl.run_parts import Parts, build_parts, serve
@@ -67,6 +69,9 @@ def main(tokens: list[str] | None = None) -> None:
         parts = build_parts(job, log=log)
         try:
             train(job, parts)
+        except StoppedByAlarm:
+            parts.close()
+            leave_together(EXIT_ALARM)
         except BaseException:
             # Said now: the launcher ends this process while others are still being torn down.
             logging.getLogger("mcore_rl").exception("the run ended early")

@@ -176,6 +176,9 @@ def _defaults(shape: ModelShape, config: RLConfig, given: Mapping[str, Any]) -> 
         "--no-create-attention-mask-in-dataloader",
         "--use-distributed-optimizer",
     ]
+    if not given.get("use_megatron_fsdp"):  # whose format is
+        # A run goes on in whatever layout is free; else the optimizer is bound to its TP and PP.
+        tokens.append("--dist-ckpt-optim-fully-reshardable")
     if given.get("save"):
         tokens += ["--save-interval", str(config.num_steps)]  # once, at the end
     if config.precision != "fp32" and not given.keys() & {"bf16", "fp16"}:

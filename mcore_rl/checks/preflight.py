@@ -58,12 +58,16 @@ _POSITIVE = (
 ).split()
 _NOT_NEGATIVE = (
     "eval_interval eval_temperature num_logged_rollouts rollout_tp_size rollout_ep_size "
-    "ranks_per_node canary_interval max_tokens_per_microbatch reference_refresh_interval trace"
+    "ranks_per_node canary_interval max_tokens_per_microbatch reference_refresh_interval trace "
+    "stage_timeout_seconds alarm_reward_std alarm_kl alarm_entropy alarm_response_tokens "
+    "alarm_clip_fraction alarm_mismatch alarm_grad_norm alarm_host_growth_mib "
+    "alarm_device_growth_mib alarm_expert_imbalance alarm_tokens_per_second"
 ).split()
 
 _COUNTS_STEPS = "counts another way than RL; set --rl-num-steps and the batch by --rl-num-* flags"
 _NOT_VLLM = "makes Megatron route otherwise than vLLM, which samples; drop it"
 _NOT_YET = "is not supported yet; drop it"
+_NO_CHECKPOINT = "makes no checkpoint that a run goes on from bit for bit; drop it"
 # Megatron's switches that RL cannot honour: a run would do something else than the flag says.
 _REFUSED = {
     "calculate_per_token_loss": "switches on another normalisation of the loss; drop it",
@@ -78,6 +82,11 @@ _REFUSED = {
     "moe_router_force_load_balancing": _NOT_VLLM,
     "moe_router_force_biased": _NOT_VLLM,
     "use_torch_fsdp2": _NOT_YET,
+    # A checkpoint is complete, on the disk and hashed, before the step ends.
+    "async_save": _NOT_YET,
+    "non_persistent_ckpt_type": _NOT_YET,
+    "no_save_optim": _NO_CHECKPOINT,
+    "no_save_rng": _NO_CHECKPOINT,
     # Needs a sampler of Megatron's, and the loss per token.
     "hybrid_context_parallel": "shares samples out by a data loader that RL does not have; drop it",
 }
@@ -305,6 +314,10 @@ def check_ranges(config: RLConfig) -> None:
         if not math.isfinite(value) or not (value > 0 or (value == 0 and name in _NOT_NEGATIVE)):
             least = "at least 0" if name in _NOT_NEGATIVE else "greater than 0"
             raise UsageError(f"{flag_of(name)} {value} must be {least}")
+    if config.alarm_window < 2:
+        raise UsageError(
+            f"--rl-alarm-window {config.alarm_window} must be at least 2; one step is no trend"
+        )
     if config.rollout_gpu_memory_utilization > 1:
         raise UsageError(
             f"--rl-rollout-gpu-memory-utilization {config.rollout_gpu_memory_utilization} is a "
@@ -345,7 +358,9 @@ def check_outputs(config: RLConfig, values: Mapping[str, Any]) -> None:
         _check_writable(Path(values["save"]), f"--save {values['save']}")
     if config.export_hf:
         target, flag = Path(config.export_hf), f"--rl-export-hf {config.export_hf}"
-        if target.exists() and not (target.is_dir() and not any(target.iterdir())):
+        # A run that goes on may have been killed after its export.
+        again = values.get("load") and (target / "config.json").is_file()
+        if target.exists() and not again and not (target.is_dir() and not any(target.iterdir())):
             raise UsageError(
                 f"{flag} is there already and would be replaced; remove it or name a new folder"
             )

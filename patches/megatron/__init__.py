@@ -5,6 +5,7 @@ from __future__ import annotations
 from mcore_rl.patches.megatron import (
     cpu_torch,
     dataset_helpers,
+    expert_optimizer,
     fsdp_checkpoint,
     fsdp_on_cpu,
     groups_by_best_expert,
@@ -31,6 +32,7 @@ PATCHES = (
     packed_rope.PATCH,
     yarn_context_parallel.PATCH,
     torch_adam_state.PATCH,
+    expert_optimizer.PATCH,
     fsdp_checkpoint.PATCH,
 )
 

@@ -19,6 +19,7 @@ from mcore_rl.hybrid_engine.holdings import missing_bytes
 from mcore_rl.hybrid_engine.model_shards import ModelShards
 from mcore_rl.hybrid_engine.sharding_manager import TO_ROLLOUT, ReshardReport
 from mcore_rl.hybrid_engine.vllm_model_only import VLLMModelOnly
+from mcore_rl.resume.folders import iteration_name
 from mcore_rl.startup import Job
 from mcore_rl.types import TrainBatch
 from mcore_rl.verify import overwrite_with_zeros, stored_digests
@@ -126,9 +127,9 @@ def save_and_go_on(flags: list[str], target: str) -> str:
     job, actor, shards = started(flags, in_float32=True)
     first, second = split_mini_batches(rank_batch(job))
     actor.update(first)
-    saved = megatron_adapter.save_checkpoint(job.args, actor.state, 1, Path(target) / "saved")
+    megatron_adapter.save_checkpoint(job.args, actor.state, 1, Path(target) / "saved")
     _update_and_export(job, actor, shards, second, Path(target) / "went_on")
-    return saved.name
+    return iteration_name(1)
 
 
 def load_and_go_on(flags: list[str], target: str) -> int:

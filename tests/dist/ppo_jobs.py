@@ -18,6 +18,7 @@ from mcore_rl.checkpoint import export
 from mcore_rl.critic_startup import BuiltCritic, build_critic, save_critic
 from mcore_rl.hybrid_engine.model_shards import ModelShards
 from mcore_rl.learner import Learner
+from mcore_rl.resume.saver import write_checkpoint
 from mcore_rl.run_output import setup_logging
 from mcore_rl.startup import Job, build_actor, start
 from mcore_rl.step_metrics import mismatch_metrics
@@ -90,7 +91,9 @@ def build_models(flags: list[str]) -> Models:
         state, shards = build_actor(job, log=log)
         critic = None
         if job.critic is not None:
-            critic = build_critic(job.critic, job.config, job.args, log=log)
+            critic = build_critic(
+                job.critic, job.config, job.args, actor_iteration=state.iteration, log=log
+            )
     return Models(job, state, shards, critic, build_learner(job, state, shards, critic))
 
 
@@ -144,4 +147,36 @@ def take_step(
         for name in type(stats.sums).__slots__:
             mean = getattr(stats.sums, name) / stats.sums.num_tokens
             found[f"{number} {name}"] = float(mean)
+    return found
+
+
+def learn_save_and_learn(flags: list[str], target: str) -> dict[str, float]:
+    """A step, a checkpoint in `saved`, and another step; what that one measured."""
+    models = build_models(flags)
+    scored = scored_rollouts(models.job)
+    take_step(models.learner, 0, models.learner.make_batch(scored), scored)
+    folder = Path(target) / "saved"
+    if models.critic is not None:
+        save_critic(models.critic, 1, folder)
+
+    def write_actor(saving: Path) -> None:
+        megatron_adapter.save_checkpoint(models.job.args, models.state, 1, saving)
+
+    with open("/dev/null", "w") as log, megatron_adapter.megatron_output_to(log):
+        write_checkpoint(folder, 1, [write_actor])
+    return _step_and_export(models, 1, target)
+
+
+def load_and_learn(flags: list[str], target: str) -> dict[str, float]:
+    """That second step, after `--load`."""
+    models = build_models(flags)
+    assert models.state.iteration == 1
+    return _step_and_export(models, 1, target)
+
+
+def _step_and_export(models: Models, step: int, target: str) -> dict[str, float]:
+    scored = scored_rollouts(models.job)
+    found = take_step(models.learner, step, models.learner.make_batch(scored), scored)
+    export_models(models, Path(target))
+    dist.destroy_process_group()
     return found

@@ -133,6 +133,22 @@ MEGATRON = [
         ["--calculate-per-token-loss switches on another normalisation", "drop it"],
         more="--calculate-per-token-loss",
     ),
+    Case("async_save", ["--async-save is not supported yet", "drop it"], more="--async-save"),
+    Case(
+        "half_a_checkpoint",
+        ["--no-save-optim makes no checkpoint that a run goes on from", "drop it"],
+        more="--no-save-optim",
+    ),
+    Case(
+        "alarm_of_one_step",
+        ["--rl-alarm-window 1 must be at least 2", "one step is no trend"],
+        more="--rl-alarm-window 1",
+    ),
+    Case(
+        "time_limit",
+        ["--rl-stage-timeout-seconds -1.0 must be at least 0"],
+        more="--rl-stage-timeout-seconds -1",
+    ),
     Case("seed", ["--seed 0 must be at least 1"], more="--seed 0"),
     Case(
         "validation",

@@ -305,6 +305,18 @@ def free_port() -> int:
 
 
 def test_launch_leaves_no_files_in_the_temporary_folder(launcher: Launcher) -> None:
-    before = set(launcher.folder.iterdir())
-    launcher.run("sys.exit(4)", 1)
-    assert set(launcher.folder.iterdir()) - before == {launcher.folder / "program.py"}
+    program = """
+        import tempfile
+        handle, path = tempfile.mkstemp()
+        here("path", path)
+        here("kept", os.environ["TORCHINDUCTOR_CACHE_DIR"])
+        os.kill(os.getpid(), signal.SIGKILL)
+    """
+    code, _ = launcher.run(program, 1)
+    assert code == 128 + signal.SIGKILL
+    path = Path((launcher.folder / "path.0").read_text())
+    assert path.parent.parent == launcher.folder and not path.exists()
+    # What may be found again by the next run is not in what goes away.
+    assert not Path((launcher.folder / "kept.0").read_text()).is_relative_to(path.parent)
+    left = {entry.name for entry in launcher.folder.iterdir()}
+    assert left == {"program.py", "path.0", "kept.0"}

@@ -1,0 +1,182 @@
+"""Alarms: what goes wrong in a run shows in its metrics long before it ends it. Pure.
+
+Each rule looks at one metric over the last `window` steps and has one threshold, a flag. Runs
+collapse in known ways: rewards that no longer differ teach nothing; entropy goes and the policy
+repeats itself; responses grow to the limit or shrink to nothing; a KL or a gradient norm breaks
+away; engine and actor compute different things; memory grows until the job is killed; one expert
+gets all tokens.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+_MIB = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """One alarm. `holds(threshold, recent, first)` says that all is well.
+
+    `recent` are the metric's last `window` values, the newest last, `first` the mean of the first
+    `window` of the run.
+    """
+
+    field: str  # of RLConfig: alarm_<...>
+    metric: str
+    holds: Callable[[float, Sequence[float], float], bool]
+    says: str  # with {value}, {limit} and {first}
+    value: Callable[[Sequence[float]], float] = statistics.fmean
+    remedy: str = ""
+
+
+def _slope(values: Sequence[float]) -> float:
+    """Least squares, per step."""
+    return statistics.linear_regression(range(len(values)), values).slope
+
+
+def _last(values: Sequence[float]) -> float:
+    return values[-1]
+
+
+def _grows(field: str, metric: str, where: str) -> Rule:
+    return Rule(
+        field,
+        metric,
+        lambda limit, recent, _: _slope(recent) <= limit * _MIB,
+        f"{where} memory grows by {{value}} MiB a step",
+        value=lambda recent: _slope(recent) / _MIB,
+        remedy="what holds on to it shows in a memory profile; the run ends when none is left",
+    )
+
+
+RULES = (
+    Rule(
+        "alarm_reward_std",
+        "reward/std",
+        lambda limit, recent, _: statistics.fmean(recent) >= limit,
+        "the rewards' standard deviation is {value}, below {limit}",
+        remedy="responses no longer differ in reward and teach nothing: look at rollouts.jsonl, "
+        "the reward and the prompts' difficulty",
+    ),
+    Rule(
+        "alarm_kl",
+        "kl/ref",
+        lambda limit, recent, _: statistics.fmean(recent) <= limit,
+        "the KL to the reference is {value}, above {limit}",
+        remedy="lower --lr, or raise --rl-kl-coef",
+    ),
+    Rule(
+        "alarm_entropy",
+        "entropy",
+        lambda limit, recent, first: statistics.fmean(recent) >= limit * first,
+        "the entropy is {value}, less than {limit} of what it was ({first})",
+        remedy="lower --lr, raise --rl-entropy-coef or --rl-clip-eps-upper",
+    ),
+    Rule(
+        "alarm_response_tokens",
+        "response_tokens/mean",
+        lambda limit, recent, first: first / limit <= statistics.fmean(recent) <= first * limit,
+        "responses have {value} tokens in the mean, {first} at first: a change by more than "
+        "{limit}",
+        remedy="look at rollouts.jsonl for what the reward pays for",
+    ),
+    Rule(
+        "alarm_clip_fraction",
+        "clip_fraction",
+        lambda limit, recent, _: statistics.fmean(recent) <= limit,
+        "{value} of the tokens are clipped, more than {limit}",
+        remedy="lower --lr or --rl-num-mini-batches",
+    ),
+    Rule(
+        "alarm_mismatch",
+        "kl/rollout_actor",
+        lambda limit, recent, _: statistics.fmean(recent) <= limit,
+        "engine and actor are apart by a KL of {value}, more than {limit}, with the same weights",
+        remedy="see --rl-mismatch-correction, --rl-attest full and --rl-canary-interval",
+    ),
+    Rule(
+        "alarm_grad_norm",
+        "grad_norm",
+        lambda limit, recent, _: recent[-1] <= limit * statistics.median(recent),
+        "the gradient norm is {value}, more than {limit} times the median of the last steps",
+        value=_last,
+        remedy="lower --clip-grad; look at the step's samples in rollouts.jsonl",
+    ),
+    _grows("alarm_host_growth_mib", "memory/host_bytes", "a rank's host"),
+    _grows("alarm_device_growth_mib", "memory/device_bytes", "a rank's device"),
+    Rule(
+        "alarm_expert_imbalance",
+        "moe/imbalance",
+        lambda limit, recent, _: statistics.fmean(recent) <= limit,
+        "in some layer one expert gets {value} times as many tokens as the mean, more than {limit}",
+        remedy="see --moe-router-load-balancing-type and --moe-router-bias-update-rate",
+    ),
+    Rule(
+        "alarm_tokens_per_second",
+        "throughput/rollout_tokens_per_second",
+        lambda limit, recent, first: statistics.fmean(recent) >= limit * first,
+        "rollout makes {value} tokens per second, less than {limit} of what it did ({first})",
+        remedy="look for another process on a device, or a slow rank with --rl-trace 1",
+    ),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Alarm:
+    """A rule that no longer holds."""
+
+    rule: Rule
+    step: int
+    text: str
+
+    @property
+    def name(self) -> str:
+        """As in `health/<name>`."""
+        return self.rule.field.removeprefix("alarm_")
+
+
+class Health:
+    """Hears the metrics of every step, and says what is new to worry about.
+
+    `thresholds` are by a rule's field; 0 or none at all switches it off. A rule speaks when it has
+    heard `window` values, once, and again only after it held in between. Values that are not finite
+    are not heard, they stop a run elsewhere.
+    """
+
+    def __init__(self, thresholds: Mapping[str, float], *, window: int) -> None:
+        if window < 2:
+            raise ValueError(f"window is {window}, it must be 2 or more")
+        self._rules = [rule for rule in RULES if thresholds.get(rule.field)]
+        self._thresholds, self._window = dict(thresholds), window
+        self._recent: dict[str, deque[float]] = {}
+        self._first: dict[str, float] = {}
+        self.active: dict[str, Alarm] = {}
+
+    def observe(self, step: int, metrics: Mapping[str, float]) -> list[Alarm]:
+        """The alarms that this step's metrics raise; `active` has all that last."""
+        raised = []
+        for rule in self._rules:
+            value = metrics.get(rule.metric)
+            if value is None or not math.isfinite(value):
+                continue
+            recent = self._recent.setdefault(rule.field, deque(maxlen=self._window))
+            recent.append(value)
+            if len(recent) < self._window:
+                continue
+            first = self._first.setdefault(rule.field, statistics.fmean(recent))
+            limit = self._thresholds[rule.field]
+            if rule.holds(limit, recent, first):
+                self.active.pop(rule.field, None)
+            elif rule.field not in self.active:
+                text = rule.says.format(
+                    value=f"{rule.value(recent):.4g}", limit=f"{limit:g}", first=f"{first:.4g}"
+                )
+                alarm = Alarm(rule, step, f"{text} (over {self._window} steps): {rule.remedy}")
+                self.active[rule.field] = alarm
+                raised.append(alarm)
+        return raised

@@ -1,0 +1,53 @@
+"""Has the first rank listen to a run's health, and all ranks act alike."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Mapping, Sequence
+
+import torch.distributed as dist
+
+from mcore_rl.arguments import RLConfig
+from mcore_rl.health import Health
+
+logger = logging.getLogger(__name__)
+
+History = Mapping[str, Sequence[tuple[int, float]]]
+
+
+class HealthWatch:
+    """The alarms of a run. Metrics with clocks in them differ between ranks, so one decides."""
+
+    def __init__(self, config: RLConfig, history: History | None) -> None:
+        """`history` is that of the run directory, there on the first rank: a run that goes on goes
+        on listening."""
+        self._stops = config.on_alarm == "stop"
+        self._health: Health | None = None
+        if history is None:
+            return
+        thresholds = {
+            spec.name: getattr(config, spec.name)
+            for spec in dataclasses.fields(config)
+            if spec.name.startswith("alarm_") and spec.name != "alarm_window"
+        }
+        self._health = Health(thresholds, window=config.alarm_window)
+        steps: dict[int, dict[str, float]] = {}
+        for name, values in history.items():
+            for step, value in values:
+                steps.setdefault(step, {})[name] = value
+        for step in sorted(steps):
+            self._health.observe(step, steps[step])
+
+    def observe(self, step: int, metrics: dict[str, float]) -> bool:
+        """Whether the run is to stop now. Collective; adds `health/alarms` on the first rank."""
+        stop = [False]
+        if self._health is not None:
+            raised = self._health.observe(step, metrics)
+            for alarm in raised:
+                logger.warning("[Health] step %d, %s: %s", step, alarm.name, alarm.text)
+            metrics["health/alarms"] = float(len(self._health.active))
+            stop = [bool(raised) and self._stops]
+        if self._stops:
+            dist.broadcast_object_list(stop, src=0)
+        return stop[0]

@@ -1,0 +1,245 @@
+"""The checkpoints of a run on disk: written aside, checked, and complete under their own name.
+
+    <--save>/
+      iter_0000040/                        complete: nothing else gets such a name
+        integrity.json                     SHA-256 of every file, Megatron's manifest
+        complete.json                      written last: the step, and the bytes of every file
+        ...                                Megatron's files, and folders of ours
+      critic/iter_0000040/                 of the critic, made in the same way, before the actor's
+      saving/iter_0000050/                 being written, or left by a run that was killed
+      latest_checkpointed_iteration.txt    Megatron's: the newest step
+
+`complete.json` is what makes a checkpoint: when it is written everything else is on the disk, and
+what follows are renames, which `recover` does where a kill came before them. Without it a folder is
+nothing, and the checkpoints are as they were.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import re
+import shutil
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+SAVING = "saving"
+TRACKER = "latest_checkpointed_iteration.txt"
+COMPLETE = "complete.json"
+INTEGRITY = "integrity.json"
+_REPLACED = ".replaced"
+_FORMAT = 1
+_NAME = re.compile(r"iter_(\d{7,})")
+
+
+@dataclass(frozen=True, slots=True)
+class Damage:
+    """What is wrong with a file of a checkpoint."""
+
+    file: Path
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{self.file}: {self.reason}"
+
+
+def iteration_name(step: int) -> str:
+    """Megatron's name of a checkpoint's folder."""
+    return f"iter_{step:07d}"
+
+
+def critic_folder(folder: Path) -> Path:
+    """Where the checkpoints of the critic are, below those of the actor."""
+    return folder / "critic"
+
+
+def saving_folder(folder: Path) -> Path:
+    """Where checkpoints of `folder` are written before they are complete."""
+    return folder / SAVING
+
+
+def complete_steps(folder: Path) -> list[int]:
+    """Steps of the checkpoints that say they are complete, the newest first."""
+    if not folder.is_dir():
+        return []
+    steps = []
+    for entry in folder.iterdir():
+        match = _NAME.fullmatch(entry.name)
+        if match is not None and _record(entry, int(match[1])) is not None:
+            steps.append(int(match[1]))
+    return sorted(steps, reverse=True)
+
+
+def tracked_step(folder: Path) -> int | None:
+    """The step that Megatron would load, None where it finds none ("release" included)."""
+    with contextlib.suppress(OSError, ValueError):
+        return int((folder / TRACKER).read_text(encoding="utf-8"))
+    return None
+
+
+def files_of(folder: Path) -> list[Path]:
+    """All files of a checkpoint but its own records, relative to it, in a fixed order."""
+    found = (path.relative_to(folder) for path in sorted(folder.rglob("*")) if path.is_file())
+    return [path for path in found if path.as_posix() not in (COMPLETE, INTEGRITY)]
+
+
+def share(files: Sequence[Path], rank: int, world_size: int) -> list[Path]:
+    """The files that one of several readers takes."""
+    return list(files[rank::world_size])
+
+
+def sealed(folder: Path, files: Sequence[Path]) -> dict[str, str]:
+    """SHA-256, in hexadecimal, of files of a checkpoint, which are on the disk afterwards."""
+    found = {}
+    for file in files:
+        found[file.as_posix()] = _sha256(folder / file)
+        _sync(folder / file)
+    return found
+
+
+def complete(
+    folder: Path,
+    step: int,
+    digests: Mapping[str, str],
+    *,
+    retain_interval: int | None = None,
+) -> Path:
+    """Make what was written to `saving` a complete checkpoint; returns its folder. One process.
+
+    `digests` are those of all its files, from `sealed`. A checkpoint of the same step gives way to
+    it. With `retain_interval` the checkpoint that was the newest before is deleted unless its step
+    is a multiple of it, as Megatron's --save-retain-interval does.
+
+    Raises RuntimeError if a file has no digest or does not exist.
+    """
+    written = saving_folder(folder) / iteration_name(step)
+    missing = {file.as_posix() for file in files_of(written)} ^ digests.keys()
+    if missing:
+        raise RuntimeError(f"{sorted(missing)[0]} of {written} is not there, or has no digest")
+    before = tracked_step(folder)
+    sizes = {name: (written / name).stat().st_size for name in digests}
+    for path in _folders_of(written):
+        _sync(path)
+    _write(written / INTEGRITY, {"algorithm": "sha256", "files": dict(sorted(digests.items()))})
+    _write(written / COMPLETE, {"format": _FORMAT, "step": step, "bytes": sizes})
+    target = _move_into_place(folder, step)
+    _write_text(folder / TRACKER, str(step))
+    if retain_interval and before is not None and before != step and before % retain_interval:
+        shutil.rmtree(folder / iteration_name(before), ignore_errors=True)
+    return target
+
+
+def recover(folder: Path) -> list[int]:
+    """Put in place what a kill has left complete in `saving`; returns the steps. One process."""
+    found = []
+    if saving_folder(folder).is_dir():
+        for entry in sorted(saving_folder(folder).iterdir()):
+            match = _NAME.fullmatch(entry.name)
+            if match is not None and _record(entry, int(match[1])) is not None:
+                _move_into_place(folder, int(match[1]))
+                found.append(int(match[1]))
+    return found
+
+
+def _move_into_place(folder: Path, step: int) -> Path:
+    written = saving_folder(folder) / iteration_name(step)
+    target = folder / iteration_name(step)
+    replaced = written.with_name(written.name + _REPLACED)
+    if target.exists():
+        shutil.rmtree(replaced, ignore_errors=True)
+        target.rename(replaced)
+    written.rename(target)
+    _sync(folder)
+    shutil.rmtree(replaced, ignore_errors=True)
+    (saving_folder(folder) / TRACKER).unlink(missing_ok=True)  # Megatron has written one there
+    with contextlib.suppress(OSError):  # another step may lie there, from a killed run
+        saving_folder(folder).rmdir()
+    return target
+
+
+def clear_saving(folder: Path, step: int) -> None:
+    """Remove what a run that was killed has left of a checkpoint that is written again now."""
+    name = iteration_name(step)
+    for left in (name, name + _REPLACED):
+        shutil.rmtree(saving_folder(folder) / left, ignore_errors=True)
+
+
+def damage(folder: Path, step: int, *, rank: int = 0, world_size: int = 1) -> list[Damage]:
+    """What is missing, cut short or changed of a complete checkpoint since it was written.
+
+    Of all files the sizes are compared, and the digests of this reader's share.
+    """
+    place = folder / iteration_name(step)
+    record = _record(place, step)
+    if record is None:
+        return [Damage(place / COMPLETE, "it is not there or cannot be read")]
+    sizes, found = record, []
+    try:
+        expected = json.loads((place / INTEGRITY).read_text(encoding="utf-8"))["files"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        return [Damage(place / INTEGRITY, f"it cannot be read ({error})")]
+    for name, size in sizes.items():
+        with contextlib.suppress(OSError):
+            now = (place / name).stat().st_size
+            if now != size:
+                found.append(Damage(place / name, f"{now} bytes instead of {size}"))
+            continue
+        found.append(Damage(place / name, "it is missing"))
+    if found:
+        return found
+    for file in share([Path(name) for name in sorted(sizes)], rank, world_size):
+        try:
+            changed = _sha256(place / file) != expected.get(file.as_posix())
+        except OSError as error:
+            found.append(Damage(place / file, f"it cannot be read ({error})"))
+            continue
+        if changed:
+            found.append(Damage(place / file, "its content has changed (SHA-256)"))
+    return found
+
+
+def _record(place: Path, step: int) -> dict[str, int] | None:
+    """The bytes of each file of a complete checkpoint."""
+    try:
+        record = json.loads((place / COMPLETE).read_text(encoding="utf-8"))
+        if record["format"] != _FORMAT or record["step"] != step:
+            return None
+        return {str(name): int(size) for name, size in record["bytes"].items()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return None
+
+
+def _folders_of(folder: Path) -> list[Path]:
+    """`folder` and all below it, the deepest first."""
+    below = [path for path in folder.rglob("*") if path.is_dir()]
+    return [*sorted(below, key=lambda path: len(path.parts), reverse=True), folder]
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _write(path: Path, content: Mapping[str, object]) -> None:
+    _write_text(path, json.dumps(content, indent=1) + "\n")
+
+
+def _write_text(path: Path, text: str) -> None:
+    """Replace a file so that it is never seen half written."""
+    partial = path.with_name(path.name + ".partial")
+    partial.write_text(text, encoding="utf-8")
+    _sync(partial)
+    partial.replace(path)
+    _sync(path.parent)
+
+
+def _sync(path: Path) -> None:
+    """Have a file, or the names in a folder, on the disk before what follows."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

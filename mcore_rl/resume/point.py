@@ -1,0 +1,132 @@
+"""Where a run goes on: the checkpoint that was chosen, and what the trainer was at that time."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch.distributed as dist
+
+from mcore_rl.agreement import agreed
+from mcore_rl.arguments import RLConfig
+from mcore_rl.data import PromptDataset
+from mcore_rl.errors import UsageError
+from mcore_rl.hybrid_engine.rng import RngState
+from mcore_rl.resume import folders
+from mcore_rl.resume.choice import choose
+from mcore_rl.resume.trainer_state import TRAINER, TrainerState, load_trainer_state
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class ResumePoint:
+    """A checkpoint of mcore_rl that a run goes on from."""
+
+    folder: Path  # of the checkpoint
+    state: TrainerState
+    rng: RngState | None  # of this rank; None where the ranks are others
+
+    @property
+    def reference(self) -> Path | None:
+        """Where the weights of a reference are that was refreshed, as a checkpoint of its own."""
+        return self.folder / "reference" if self.state.reference_version else None
+
+
+def find_resume_point(
+    args: argparse.Namespace,
+    config: RLConfig,
+    *,
+    layout: str,
+    prompts: PromptDataset,
+    eval_prompts: PromptDataset | None,
+) -> ResumePoint | None:
+    """What `--load` goes on from, None for a run that begins. Collective; before models are built.
+
+    `args.ckpt_step` then says the same to Megatron. A checkpoint that Megatron itself has written
+    is left to it. With `--finetune`, which counts from 0 again, the weights are all that is taken.
+    A user's mistake ends every rank with exit code 2.
+    """
+    if args.load is None:
+        return None
+    load = Path(args.load)
+
+    def find() -> ResumePoint | None:
+        beside = [folders.critic_folder(load)] if config.recipe.needs_critic else []
+        step = choose(load, beside=beside, step=args.ckpt_step)
+        if step is None:
+            _say_what_megatron_finds(args, load)
+            return None
+        args.ckpt_step = step
+        if args.finetune:
+            return None
+        folder = load / folders.iteration_name(step)
+        state, rng = load_trainer_state(folder / TRAINER)
+        return ResumePoint(
+            folder,
+            _with_known_prompts(state, config, prompts, eval_prompts),
+            _of_same_layout(state, rng, layout, args),
+        )
+
+    store = dist.distributed_c10d._get_default_store() if dist.get_world_size() > 1 else None
+    return agreed(find, store, stage="resume")
+
+
+def _say_what_megatron_finds(args: argparse.Namespace, load: Path) -> None:
+    if (load / folders.TRACKER).is_file():
+        logger.info(
+            "[Resume] %s is a checkpoint of Megatron's own: the weights are taken, and what "
+            "Megatron saves beside them; the prompts begin at the step's place",
+            load,
+        )
+    elif args.exit_on_missing_checkpoint:
+        raise UsageError(
+            f"--load {load} has no complete checkpoint; drop --exit-on-missing-checkpoint to begin "
+            "with --rl-hf-checkpoint there"
+        )
+    else:
+        logger.info("[Resume] nothing is complete in %s yet: the run begins", load)
+
+
+def _with_known_prompts(
+    state: TrainerState,
+    config: RLConfig,
+    prompts: PromptDataset,
+    eval_prompts: PromptDataset | None,
+) -> TrainerState:
+    if eval_prompts is not None and state.eval_prompts not in ("", eval_prompts.fingerprint):
+        logger.warning(
+            "[Resume] --rl-eval-prompts are others than before step %d: accuracies before and "
+            "after it do not compare",
+            state.step,
+        )
+    if state.prompts == prompts.fingerprint:
+        return state
+    if config.on_changed_prompts == "stop":
+        raise UsageError(
+            f"--rl-prompts {config.prompts} are others than those that the checkpoint of step "
+            f"{state.step} has drawn from (the file, the tokenizer or --rl-max-prompt-tokens has "
+            "changed); bring them back, or begin with the first of the new ones by "
+            "--rl-on-changed-prompts restart"
+        )
+    logger.warning("[Resume] --rl-prompts are others than before: they begin with the first")
+    return dataclasses.replace(state, sampler_position=0)
+
+
+def _of_same_layout(
+    state: TrainerState, rng: RngState | None, layout: str, args: argparse.Namespace
+) -> RngState | None:
+    if args.no_load_rng:
+        return None
+    if state.layout == layout:
+        return rng
+    logger.info(
+        "[Resume] the checkpoint was written by %s, this is %s: the random states of training "
+        "begin anew",
+        state.layout,
+        layout,
+    )
+    return None

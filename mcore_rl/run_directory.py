@@ -1,0 +1,247 @@
+"""The run directory: metrics, samples, configuration, summary.
+
+Rank 0 writes, the others keep silent. Names of files and metrics are the run directory's contract:
+`metrics.jsonl` (one object a step), `rollouts.jsonl`, `run.log`, `config.yaml`, `summary.json`,
+`tensorboard/`. Nothing here stops training: lines that cannot be written wait until they can, and
+what else fails is said once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from mcore_rl.types import ScoredRollout, StepStats
+
+logger = logging.getLogger(__name__)
+
+# In the summary table and the progress line.
+MAIN_METRICS = ("reward/mean", "eval/accuracy", "kl/rollout_actor", "entropy", "grad_norm")
+
+
+class RunDirectory:
+    """Writes the files of a run; only one process may.
+
+    A run that goes on from `first_step` appends. What a run has written before it was killed and
+    does again stands there twice; the later line of a step counts, as in TensorBoard.
+    """
+
+    def __init__(self, folder: Path, config: Mapping[str, Any], *, first_step: int = 0) -> None:
+        self.folder = Path(folder)
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self.history: dict[str, list[tuple[int, float]]] = {}
+        for step, metrics in sorted(read_metrics(self.folder / "metrics.jsonl").items()):
+            if step < first_step:
+                self._remember(step, metrics)
+        self._metrics = PatientFile(self.folder / "metrics.jsonl")
+        self._rollouts = PatientFile(self.folder / "rollouts.jsonl")
+        self._tensorboard = _TensorBoard(self.folder / "tensorboard", first_step)
+        text = yaml.safe_dump(_plain(config), sort_keys=True, allow_unicode=True)
+        self._replace("config.yaml", text)
+        self._log = _LogHandler(PatientFile(self.folder / "run.log"))
+        logging.getLogger("mcore_rl").addHandler(self._log)
+
+    def write_step(self, stats: StepStats) -> None:
+        """Append one line to metrics.jsonl and one point a metric to TensorBoard."""
+        self._metrics.write(json.dumps({"step": stats.step, **stats.metrics}) + "\n")
+        self._tensorboard.write(stats)
+        self._remember(stats.step, stats.metrics)
+
+    def _remember(self, step: int, metrics: Mapping[str, float]) -> None:
+        for name, value in metrics.items():
+            self.history.setdefault(name, []).append((step, value))
+
+    def write_rollouts(self, step: int, rollouts: Sequence[ScoredRollout]) -> None:
+        """Append sampled texts with their rewards and weight versions to rollouts.jsonl."""
+        lines = []
+        for scored in rollouts:
+            rollout = scored.rollout
+            line = {
+                "step": step,
+                "prompt_index": rollout.prompt.index,
+                "prompt": rollout.prompt.text,
+                "response": rollout.text,
+                "answer": rollout.prompt.answer,
+                "reward": scored.reward,
+                "parts": dict(scored.parts),
+                "failure": scored.failure,
+                "finish_reason": rollout.finish_reason,
+                "weight_version": rollout.weight_version,
+            }
+            lines.append(json.dumps(line, ensure_ascii=False) + "\n")
+        self._rollouts.write("".join(lines))
+
+    def write_summary(self, facts: Mapping[str, Any]) -> dict[str, dict[str, float]]:
+        """Write `facts` and first, last, best of the main metrics; returns the latter."""
+        main = {}
+        for name in MAIN_METRICS:
+            values = [value for _, value in self.history.get(name, ())]
+            if values:
+                best = min(values) if name.startswith("kl/") else max(values)
+                main[name] = {"first": values[0], "last": values[-1], "best": best}
+        summary = {**_plain(facts), "metrics": main}
+        self._replace("summary.json", json.dumps(summary, indent=2, ensure_ascii=False) + "\n")
+        return main
+
+    def close(self) -> None:
+        """Close the files; nothing may be written afterwards."""
+        logging.getLogger("mcore_rl").removeHandler(self._log)
+        self._log.close()
+        self._metrics.close()
+        self._rollouts.close()
+        self._tensorboard.close()
+
+    def _replace(self, name: str, text: str) -> None:
+        try:
+            (self.folder / name).write_text(text, encoding="utf-8", errors="replace")
+        except OSError as error:
+            logger.warning("%s cannot be written (%s)", self.folder / name, error)
+
+
+class PatientFile:
+    """A file of lines that is appended to. What a full disk does not take waits for the next call.
+
+    A line that a killed run has not finished is ended first.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._file: io.FileIO | None = None
+        self._waiting = bytearray()
+        self._has_begun = self._has_warned = False
+
+    def write(self, text: str) -> None:
+        """Append the text, and what waits; nothing is raised for what the disk says."""
+        self._waiting += text.encode(errors="replace")
+        try:
+            if self._file is None:
+                self._file = self._opened()
+            while self._waiting:
+                written = self._file.write(self._waiting)
+                del self._waiting[:written]
+        except OSError as error:
+            self._give_up()
+            if not self._has_warned:
+                self._has_warned = True  # before: it may be the log's own file
+                logger.warning(
+                    "%s: %s; its lines wait until they can be written", self._path, error.strerror
+                )
+            return
+        if self._has_warned:
+            self._has_warned = False
+            logger.warning("%s can be written again, and nothing is missing in it", self._path)
+
+    def close(self) -> None:
+        """Try once more to write what waits."""
+        if self._waiting:
+            self.write("")
+        if self._waiting:
+            logger.warning("%s lacks its last %d bytes", self._path, len(self._waiting))
+        self._give_up()
+
+    def _give_up(self) -> None:
+        """Let go of the file: what is opened again later may be on a disk that was mounted anew."""
+        with contextlib.suppress(OSError):
+            if self._file is not None:
+                self._file.close()
+        self._file = None
+
+    def _opened(self) -> io.FileIO:
+        if not self._has_begun and self._path.is_file():
+            with self._path.open("rb") as before:
+                size = before.seek(0, io.SEEK_END)
+                before.seek(max(0, size - 1))
+                if size and before.read(1) != b"\n":
+                    self._waiting[:0] = b"\n"
+        self._has_begun = True
+        return io.FileIO(self._path, "a")
+
+
+class _LogHandler(logging.Handler):
+    """run.log."""
+
+    def __init__(self, file: PatientFile) -> None:
+        super().__init__()
+        self._file = file
+        self.setFormatter(logging.Formatter("%(asctime)s %(message)s"))
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._file.write(self.format(record) + "\n")
+
+    def close(self) -> None:
+        self._file.close()
+        super().close()
+
+
+class _TensorBoard:
+    """Points for TensorBoard, as long as it takes them."""
+
+    def __init__(self, folder: Path, first_step: int) -> None:
+        self._folder = folder
+        self._writer: Any = None
+
+        def open_writer() -> None:
+            from torch.utils.tensorboard import SummaryWriter
+
+            self._writer = SummaryWriter(str(folder), purge_step=first_step or None)
+
+        self._try(open_writer)
+
+    def write(self, stats: StepStats) -> None:
+        if self._writer is None:
+            return
+
+        def add() -> None:
+            for name, value in stats.metrics.items():
+                self._writer.add_scalar(name, value, stats.step)
+
+        self._try(add)
+
+    def close(self) -> None:
+        if self._writer is not None:
+            self._try(self._writer.close)
+
+    def _try(self, work: Callable[[], None]) -> None:
+        try:
+            work()
+        except Exception as error:  # whatever it is, training is worth more
+            self._writer = None
+            logger.warning(
+                "TensorBoard gets no further points in %s (%r); metrics.jsonl has them all",
+                self._folder,
+                error,
+            )
+
+
+def read_metrics(path: Path) -> dict[int, dict[str, float]]:
+    """The metrics of each step in a metrics.jsonl; of a step that was done twice the later ones.
+
+    A line that a killed run has not finished is passed over. The evaluation after the last step
+    has a line of its own, whose step no other line has.
+    """
+    found: dict[int, dict[str, float]] = {}
+    if not path.is_file():
+        return found
+    with path.open(encoding="utf-8", errors="replace") as file:
+        for line in file:
+            with contextlib.suppress(ValueError, TypeError, KeyError, AttributeError):
+                metrics = json.loads(line)
+                found[int(metrics.pop("step"))] = metrics
+    return found
+
+
+def _plain(value: Any) -> Any:
+    """What JSON and YAML can hold; anything else by its text."""
+    if isinstance(value, Mapping):
+        return {str(key): _plain(entry) for key, entry in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(entry) for entry in value]
+    # The exact types: an enum that is an int as well would be written as an object.
+    return value if type(value) in (str, int, float, bool, type(None)) else str(value)

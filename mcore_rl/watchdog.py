@@ -1,0 +1,196 @@
+"""Ends a run whose stage takes too long, and says which rank is stuck where.
+
+A rank that is slow or stuck shows on all others as a collective that does not return; after
+`--distributed-timeout-minutes` these fail, and say nothing about the one. Here each rank watches
+its own stages. When one takes longer than `--rl-stage-timeout-seconds` the ranks tell each other,
+over connections of their own to the job's store, what their main threads are doing; one of them
+prints that, ranks alike together, and all end. A rank that does not answer is named.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import json
+import os
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from types import FrameType
+from typing import Any
+
+EXIT_STUCK = 1
+_POLL_SECONDS = 0.2
+# From one look at whether another rank has run out of time to the next, and what answers may take.
+_ASK_SECONDS = 5.0
+_ANSWER_SECONDS = 10.0
+# If not even the watching thread gets to run: C code that keeps Python's lock.
+_BACKSTOP_SECONDS = 30.0
+_KEY = "mcore_rl/stuck"
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What a rank was doing when its time was up."""
+
+    stage: str
+    seconds: float
+    stack: tuple[str, ...]  # "file:line in function", the outermost first
+
+    @property
+    def where(self) -> str:
+        return self.stack[-1] if self.stack else "(nowhere)"
+
+
+class StageWatchdog:
+    """Watches the stages of this rank. `limit_seconds` 0 watches nothing."""
+
+    def __init__(
+        self,
+        limit_seconds: float,
+        *,
+        rank: int,
+        world_size: int,
+        connect: Callable[[], Any] | None = None,
+        leave: Callable[[int], Any] = os._exit,
+    ) -> None:
+        """`connect` makes a connection to the job's store that nothing else uses; None: one rank.
+        `leave` ends the process."""
+        self._limit, self._rank, self._world_size = limit_seconds, rank, world_size
+        self._leave, self._since = leave, 0.0
+        self._stages: list[str] = []
+        self._lock = threading.Lock()
+        self._main = threading.get_ident()
+        self._closed = threading.Event()
+        self._store = connect() if connect is not None and limit_seconds > 0 else None
+        self._thread = threading.Thread(target=self._watch, name="stage watchdog", daemon=True)
+        if limit_seconds > 0:
+            self._thread.start()
+
+    def enter(self, stage: str) -> None:
+        """A stage begins, maybe within another."""
+        if self._limit > 0:
+            with self._lock:
+                self._stages.append(stage)
+                self._begin()
+
+    def leave(self) -> None:
+        """The innermost stage has ended; the one around it gets its time anew."""
+        if self._limit > 0:
+            with self._lock:
+                self._stages.pop()
+                self._begin()
+
+    def close(self) -> None:
+        """Watch nothing from now on. Idempotent."""
+        self._closed.set()
+        if self._limit > 0:
+            faulthandler.cancel_dump_traceback_later()
+
+    def _begin(self) -> None:
+        self._since = time.monotonic()
+        if not self._stages:
+            faulthandler.cancel_dump_traceback_later()
+            return
+        with contextlib.suppress(ValueError, OSError):  # a stderr that is no file
+            faulthandler.dump_traceback_later(self._limit + _BACKSTOP_SECONDS, exit=True)
+
+    def _watch(self) -> None:
+        asked_at = time.monotonic()
+        while not self._closed.wait(_POLL_SECONDS):
+            with self._lock:
+                stage = self._stages[-1] if self._stages else None
+                seconds = time.monotonic() - self._since
+            late = stage is not None and seconds > self._limit
+            if not late and time.monotonic() - asked_at > _ASK_SECONDS:
+                asked_at = time.monotonic()
+                late = self._is_asked()
+            if late:
+                stack = stack_of(sys._current_frames().get(self._main))
+                self._end(Report(stage or "no stage", seconds, stack))
+                return
+
+    def _is_asked(self) -> bool:
+        """Whether another rank wants to know what this one does."""
+        with contextlib.suppress(Exception):  # the store goes with the run
+            return self._store is not None and self._store.check([f"{_KEY}/speaker"])
+        return False
+
+    def _end(self, mine: Report) -> None:
+        reports: dict[int, Report] = {self._rank: mine}
+        speaks = True
+        if self._store is not None:
+            try:
+                reports, speaks = self._exchange(mine)
+            except Exception as error:  # the store is gone: every rank speaks for itself
+                print(f"mcore_rl: the other ranks cannot be asked ({error!r})", file=sys.stderr)
+        if speaks:
+            print(describe(reports, self._world_size, self._limit), file=sys.stderr, flush=True)
+        self._leave(EXIT_STUCK)
+
+    def _exchange(self, mine: Report) -> tuple[dict[int, Report], bool]:
+        """What all ranks say that can, and whether this one prints it."""
+        store = self._store
+        store.set(f"{_KEY}/{self._rank}", json.dumps([mine.stage, mine.seconds, mine.stack]))
+        speaks = store.add(f"{_KEY}/speaker", 1) == 1
+        deadline = time.monotonic() + _ANSWER_SECONDS
+        missing = set(range(self._world_size))
+        while missing and time.monotonic() < deadline:
+            missing = {rank for rank in missing if not store.check([f"{_KEY}/{rank}"])}
+            time.sleep(_POLL_SECONDS)
+        reports = {}
+        for rank in set(range(self._world_size)) - missing:
+            stage, seconds, stack = json.loads(store.get(f"{_KEY}/{rank}"))
+            reports[rank] = Report(stage, seconds, tuple(stack))
+        if speaks:
+            return reports, True
+        # Whoever ends first has the launcher end all others: not before it is printed.
+        self._closed.wait(_ANSWER_SECONDS)
+        return reports, False
+
+
+def stack_of(frame: FrameType | None) -> tuple[str, ...]:
+    """The stack that ends in a frame."""
+    entries = traceback.extract_stack(frame) if frame is not None else []
+    return tuple(f"{entry.filename}:{entry.lineno} in {entry.name}" for entry in entries)
+
+
+def describe(reports: Mapping[int, Report], world_size: int, limit_seconds: float) -> str:
+    """Who is stuck where, for people: ranks that do the same stand together, the fewest first."""
+    together: dict[tuple[str, ...], list[int]] = {}
+    for rank, report in sorted(reports.items()):
+        together.setdefault((report.stage, *report.stack), []).append(rank)
+    lines = [
+        f"mcore_rl: error: a stage took longer than --rl-stage-timeout-seconds {limit_seconds:g}; "
+        "raise it if that is no fault"
+    ]
+    if silent := [rank for rank in range(world_size) if rank not in reports]:
+        lines.append(f"{_ranks(silent)} gave no answer: ended, stopped, or deep in other code")
+    for (stage, *stack), ranks in sorted(together.items(), key=lambda item: len(item[1])):
+        seconds = max(reports[rank].seconds for rank in ranks)
+        lines.append(f"{_ranks(ranks)}, {seconds:.0f} s in {stage}:")
+        lines += [f"    {entry}" for entry in stack]
+    return "\n".join(lines)
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
+
+
+def own_connection() -> Any:
+    """To the job's store: what hangs in the other one cannot keep this one waiting."""
+    from torch.distributed import PrefixStore, TCPStore
+
+    store = TCPStore(
+        os.environ["MASTER_ADDR"],
+        int(os.environ["MASTER_PORT"]),
+        is_master=False,
+        wait_for_workers=False,
+        timeout=timedelta(seconds=60),
+    )
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")  # the store outlives it
+    return PrefixStore(f"mcore_rl/watchdog/{attempt}", store)

@@ -1,0 +1,117 @@
+"""A checkpoint of an MoE model is loaded under another expert parallelism, and by every stage.
+
+Symptom: `--load` under another EP dies with KeyError 'optimizer' (from EP2 to EP1) or with
+"Expected 2 entries in state dict" (from EP1 to EP2), `--dist-ckpt-optim-fully-reshardable` or not.
+Where the first pipeline stage has dense layers only, `--load` dies in `_synchronize_steps`
+("steps: [0.0, 2.0]"), in the same layout too.
+
+Cause: with EP above 1 experts have an optimizer of their own beside the dense one, with EP1 they
+are in the same. Tensors of the fully reshardable format are named after parameters and find their
+place; the rest (parameter groups, kind of sharding) is stored by the number of the optimizer, as
+the first rank has it. If that rank's stage has no experts, their optimizer's step there is 0.
+
+Why safe: where the stored optimizers are as many as there are, and their steps agree, Megatron's
+own function is called with what it would get. Else each optimizer gets the groups that are stored
+for parameters like its own (the same keys by which Megatron pairs them, but for whether they are
+experts), and all get the latest step: all optimizers of a model step together.
+
+Upstream: no issue known.
+
+Drop when: a checkpoint of EP2 can be loaded with EP1, and the other way round.
+
+Versions: megatron-core 0.19.2.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from mcore_rl.patches.registry import Patch, require_parameters
+
+_EXPERT = "is_expert_parallel"
+
+
+def needed() -> bool:
+    """Always."""
+    return True
+
+
+def apply() -> None:
+    """Sort what is stored of several optimizers, before Megatron hands it to them."""
+    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+    from megatron.core.optimizer.optimizer import ChainedOptimizer, param_group_identifier_keys
+
+    load_state_dict = ChainedOptimizer.load_state_dict
+    require_parameters(load_state_dict, "self", "state_dict")
+
+    def load_sorted(self, state_dict):
+        optimizers = self.chained_optimizers
+        sorts = all(isinstance(optimizer, DistributedOptimizer) for optimizer in optimizers)
+        if sorts and isinstance(state_dict, dict):
+            kept = [
+                [{k: v for k, v in group.items() if k != "params"} for group in groups]
+                for groups in (o.optimizer.param_groups for o in optimizers)
+            ]
+            state_dict = sorted_by_optimizer(state_dict, kept, param_group_identifier_keys)
+        load_state_dict(self, state_dict)
+
+    ChainedOptimizer.load_state_dict = load_sorted
+
+
+def sorted_by_optimizer(
+    state_dict: Mapping[Any, Any],
+    groups_of: Sequence[Sequence[Mapping[str, Any]]],
+    identifiers: Sequence[str],
+) -> dict[Any, Any]:
+    """What `ChainedOptimizer.load_state_dict` takes: the state of the only optimizer, or by number.
+
+    `groups_of` are the parameter groups of each optimizer that loads, `identifiers` the keys that
+    tell them apart. A state dict of one optimizer has the keys "optimizer" and "param_state", of
+    several they are below a number; what was stored and what is loaded may differ in this.
+    """
+    numbers = [key for key in state_dict if isinstance(key, int)]
+    stored = [state_dict[number] for number in sorted(numbers)]
+    stored = [part for part in (*stored, state_dict) if "optimizer" in part]
+    if not stored:
+        return dict(state_dict)
+    groups = [group for part in stored for group in part["optimizer"]["param_groups"]]
+    steps = {group["step"] for group in groups if group.get("step") is not None}
+    if len(stored) == len(groups_of) and len(steps) <= 1:
+        return dict(state_dict)
+
+    def like(group: Mapping[str, Any]) -> dict[str, Any]:
+        keys = [key for key in identifiers if key != _EXPERT]
+        alike = [other for other in groups if all(other.get(k) == group.get(k) for k in keys)]
+        # Of the same kind if there is one.
+        alike.sort(key=lambda other: other.get(_EXPERT) != group.get(_EXPERT))
+        found = {**(alike[0] if alike else group), _EXPERT: group.get(_EXPERT)}
+        return found | ({"step": max(steps)} if steps else {})
+
+    common = {
+        key: value
+        for key, value in stored[0].items()
+        if not isinstance(key, int) and key not in ("optimizer", "param_state")
+    }
+    found = {}
+    for number, own_groups in enumerate(groups_of):
+        place = state_dict.get(number, {}) if len(groups_of) > 1 else state_dict
+        found[number] = {
+            **common,
+            **({"param_state": place["param_state"]} if "param_state" in place else {}),
+            "optimizer": {
+                **stored[0]["optimizer"],
+                "param_groups": [like(group) for group in own_groups],
+            },
+        }
+    return found if len(groups_of) > 1 else found[0]
+
+
+PATCH = Patch(
+    name="megatron.expert_optimizer",
+    package="megatron-core",
+    versions=("0.19.2",),
+    reason="a checkpoint of an MoE model can be loaded under another expert parallelism",
+    needed=needed,
+    apply=apply,
+)

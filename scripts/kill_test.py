@@ -1,0 +1,268 @@
+"""Kills a small run at seeded random moments, and shows that nothing is lost by it.
+
+    python scripts/kill_test.py [--kills 20] [--seed 0] [--processes 2] [--steps 6] [--folder DIR]
+
+A run of the tiny task is done once undisturbed. Then runs are killed: SIGKILL or SIGTERM, to one
+rank or to all, at a random moment of a random step (rollout, reward, hand-over to rollout and back,
+log-probs, update, checkpoint), and started again by the same command. After every kill
+
+- the launcher has ended within 60 s, with an exit code that is not 0 and a text that names the rank
+  and the signal;
+- no process of the run is left, nothing new in /dev/shm, nothing in its temporary folder;
+- the newest complete checkpoint is undamaged.
+
+Every --kills-per-run kills a run is left alone, ends, and has the same weights as the undisturbed
+one, bit for bit. Exit code 0 if all of that was so, else 1.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import os
+import random
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import psutil
+from rich.console import Console
+from rich.table import Table
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
+
+from make_tiny_deepseek import make_checkpoint  # noqa: E402
+
+from mcore_rl.resume import folders  # noqa: E402
+from mcore_rl.run_directory import read_metrics  # noqa: E402
+
+LIMIT_SECONDS = 60.0
+SAVE_INTERVAL = 2
+STAGES = {  # and the metric that says how long it lasts
+    "to_rollout": "time/reshard_to_rollout_seconds",
+    "rollout": "time/rollout_seconds",
+    "reward": "time/reward_seconds",
+    "to_train": "time/reshard_to_train_seconds",
+    "log_probs": "time/log_probs_seconds",
+    "train": "time/train_seconds",
+    "checkpoint": "time/checkpoint_seconds",
+}
+MARK = "MCORE_RL_KILL_TEST"  # in the environment of every process of a run
+
+
+@dataclass(frozen=True)
+class Kill:
+    """When whom what hits."""
+
+    stage: str
+    step: int
+    delay_seconds: float
+    signal: str
+    ranks: tuple[int, ...]
+
+    def __str__(self) -> str:
+        whom = f"rank {self.ranks[0]}" if len(self.ranks) == 1 else "all ranks"
+        moment = f"{1000 * self.delay_seconds:.0f} ms into {self.stage} of step {self.step}"
+        return f"{self.signal} to {whom}, {moment}"
+
+
+@dataclass
+class Ending:
+    """How a launcher and what it had started ended."""
+
+    exit_code: int
+    output: str
+    seconds_after_kill: float | None
+    faults: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What all runs have in common."""
+
+    checkpoint: Path
+    work: Path
+    num_processes: int
+    num_steps: int
+
+    def command(self, folder: Path) -> list[str]:
+        launcher = ["-m", "mcore_rl.launch", "--nproc-per-node", str(self.num_processes)]
+        return [
+            *(sys.executable, *launcher, "-m", "mcore_rl.train"),
+            *("--rl-hf-checkpoint", str(self.checkpoint)),
+            *("--rl-prompts", str(self.checkpoint / "prompts" / "train.jsonl")),
+            *("--rl-reward", "arithmetic", "--rl-reward-workers", "1"),
+            *("--rl-num-steps", str(self.num_steps), "--save-interval", str(SAVE_INTERVAL)),
+            *("--rl-num-prompts-per-step", "4", "--rl-num-samples-per-prompt", "4"),
+            *("--rl-max-prompt-tokens", "24", "--rl-max-response-tokens", "8"),
+            *("--rl-eval-interval", "0", "--rl-rollout-kv-cache-gib", "0.1", "--lr", "1e-3"),
+            *("--rl-num-mini-batches", "2"),  # so that log-probs are a stage of their own
+            *("--rl-run-dir", str(folder), "--rl-export-hf", str(folder / "exported")),
+            *("--load", str(folder / "checkpoints")),
+        ]
+
+
+def run(setting: Setting, folder: Path, kill: Kill | None = None) -> Ending:
+    """One start of a run, to its end or to its kill, and what it has left behind."""
+    mark = f"{os.getpid()}-{time.monotonic_ns()}"
+    temporary = Path(tempfile.mkdtemp(dir=setting.work, prefix="t"))
+    said = setting.work / f"killed.{mark}"
+    command = setting.command(folder)
+    environment = {
+        **os.environ,
+        **{MARK: mark, "TMPDIR": str(temporary), "OMP_NUM_THREADS": "1"},
+        **{"TORCHDYNAMO_DISABLE": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"},
+    }
+    if kill is not None:
+        environment["MCORE_RL_KILL"] = json.dumps({**vars(kill), "said": str(said)})
+        command += ["--rl-import", str(ROOT / "scripts" / "kill_at.py")]
+    before = set(os.listdir("/dev/shm"))
+    ended = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    now = time.time()
+    ending = Ending(ended.returncode, ended.stdout + ended.stderr, None)
+    if said.exists():
+        ending.seconds_after_kill = now - float(said.read_text(encoding="utf-8"))
+        said.unlink()
+    if stray := processes_with(mark):
+        ending.faults.append(f"{len(stray)} processes are left: {stray}")
+    if memory := set(os.listdir("/dev/shm")) - before:
+        ending.faults.append(f"in /dev/shm is left: {sorted(memory)}")
+    if files := [path.name for path in temporary.iterdir()]:
+        ending.faults.append(f"in the temporary folder is left: {sorted(files)}")
+    else:
+        temporary.rmdir()
+    return ending
+
+
+def processes_with(mark: str) -> list[str]:
+    """Command lines of the processes whose environment has the mark."""
+    found = []
+    for process in psutil.process_iter():
+        try:
+            if process.environ().get(MARK) == mark and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(" ".join(process.cmdline())[:100])
+        except psutil.Error:
+            continue
+    return found
+
+
+def faults_of_kill(ending: Ending, kill: Kill, folder: Path) -> list[str]:
+    """What is not as it should be after a kill."""
+    found = list(ending.faults)
+    if ending.seconds_after_kill is None:
+        return [*found, "the kill did not happen"]
+    if ending.exit_code == 0:
+        found.append("the exit code is 0")
+    if ending.seconds_after_kill > LIMIT_SECONDS:
+        found.append(f"it ended {ending.seconds_after_kill:.0f} s after the kill")
+    named = any(f"rank      : {rank} " in ending.output for rank in kill.ranks)
+    if not named or kill.signal not in ending.output:
+        found.append("the output names neither rank nor signal")
+    for step in folders.complete_steps(folder / "checkpoints")[:1]:
+        found += [str(damage) for damage in folders.damage(folder / "checkpoints", step)]
+    return found
+
+
+def weights(folder: Path) -> str:
+    """One digest of all exported tensors."""
+    digest = hashlib.sha256()
+    files = sorted((folder / "exported").glob("*.safetensors"))
+    for file in files:
+        digest.update(file.read_bytes())
+    return digest.hexdigest() if files else "nothing was exported"
+
+
+def stage_seconds(folder: Path) -> dict[str, float]:
+    """How long each stage lasts; the first step, which warms up, does not count."""
+    steps = [m for step, m in read_metrics(folder / "metrics.jsonl").items() if step > 0]
+    found = {}
+    for stage, name in STAGES.items():
+        values = [m[name] for m in steps if m.get(name)]
+        found[stage] = sum(values) / len(values) if values else 0.0
+    return found
+
+
+def draw(rng: random.Random, setting: Setting, folder: Path, seconds: dict[str, float]) -> Kill:
+    """A random moment of the steps that are left."""
+    first = next(iter(folders.complete_steps(folder / "checkpoints")), 0)
+    stage = rng.choice(list(STAGES))
+    steps = list(range(first, setting.num_steps))
+    if stage == "checkpoint":
+        steps = [step for step in steps if (step + 1) % SAVE_INTERVAL == 0]
+    ranks = tuple(range(setting.num_processes))
+    return Kill(
+        stage,
+        rng.choice(steps),
+        rng.random() * seconds[stage],
+        rng.choice(["SIGKILL", "SIGTERM"]),
+        rng.choice([ranks, (rng.choice(ranks),)]),
+    )
+
+
+def main(tokens: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--kills", type=int, default=20)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--kills-per-run", type=int, default=4, help="before a run is left alone")
+    parser.add_argument("--processes", type=int, default=2)
+    parser.add_argument("--steps", type=int, default=6)
+    parser.add_argument("--folder", type=Path, help="keep all files there; a temporary one if not")
+    args = parser.parse_args(tokens)
+    with tempfile.TemporaryDirectory(prefix="mcore_rl_kill_") as temporary:
+        return _test(args, args.folder or Path(temporary))
+
+
+def _test(args: argparse.Namespace, work: Path) -> int:
+    console = Console(width=140, highlight=False)
+    work.mkdir(parents=True, exist_ok=True)
+    checkpoint = make_checkpoint(work / "checkpoint", size="micro")
+    setting = Setting(checkpoint, work, args.processes, args.steps)
+    whole = run(setting, work / "undisturbed")
+    if whole.exit_code or whole.faults:
+        console.print(whole.output[-6000:], whole.faults, "the undisturbed run failed", sep="\n")
+        return 1
+    expected, seconds = weights(work / "undisturbed"), stage_seconds(work / "undisturbed")
+    rng, num_bad = random.Random(args.seed), 0
+    table = Table(title=f"{args.kills} kills, seed {args.seed}")
+    for name in ("", "kill", "exit code", "ended after", "then"):
+        table.add_column(name)
+    for number in range(args.kills):
+        folder = work / f"run{number // args.kills_per_run}"
+        kill = draw(rng, setting, folder, seconds)
+        ending = run(setting, folder, kill)
+        faults = faults_of_kill(ending, kill, folder)
+        then = f"step {(folders.complete_steps(folder / 'checkpoints') or [0])[0]} is there"
+        if (number + 1) % args.kills_per_run == 0 or number + 1 == args.kills:
+            rest = run(setting, folder)
+            faults += rest.faults
+            if rest.exit_code:
+                faults.append(f"the rerun ended with {rest.exit_code}: {rest.output[-3000:]}")
+            elif weights(folder) != expected:
+                faults.append("the weights are not those of the undisturbed run")
+            else:
+                then = "the rerun ends with the same weights"
+        num_bad += bool(faults)
+        after = ending.seconds_after_kill
+        table.add_row(
+            str(number + 1),
+            str(kill),
+            str(ending.exit_code),
+            "-" if after is None else f"{after:.1f} s",
+            "; ".join(faults) or then,
+        )
+        console.print(f"{number + 1}: {kill}: {'; '.join(faults) or 'as it should'}")
+        if faults:
+            console.print(ending.output[-3000:])
+    console.print(table)
+    console.print(f"{args.kills - num_bad} of {args.kills} kills went as they should")
+    return int(num_bad > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,39 @@
+"""What a rank does in `test_watchdog.py`; run by `tests.rank_pool`."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+
+import torch.distributed as dist
+
+from mcore_rl import watchdog
+from mcore_rl.stage_timers import StageTimers
+from mcore_rl.watchdog import StageWatchdog, own_connection
+
+
+def one_is_stuck(stopped_rank: int | None) -> None:
+    """Rank 1 sleeps in the reward, the others wait for it; one may be stopped by a signal."""
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    dog = StageWatchdog(3.0, rank=rank, world_size=dist.get_world_size(), connect=own_connection)
+    timers = StageTimers(dog)
+    with timers("reward"):
+        if rank == stopped_rank:
+            os.kill(os.getpid(), signal.SIGSTOP)
+        if rank == 1:
+            a_reward_that_hangs()
+        dist.barrier()
+
+
+def a_reward_that_hangs() -> None:
+    time.sleep(600)
+
+
+def holds_the_lock() -> None:
+    """C code that lets no other thread run, so that only faulthandler is left."""
+    watchdog._BACKSTOP_SECONDS = 2.0
+    dog = StageWatchdog(1.0, rank=0, world_size=1)
+    dog.enter("reward")
+    len(str(9 ** (9**9)))

@@ -1,0 +1,73 @@
+"""An alarm saves and ends a run, which goes on when it is told to."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mcore_rl.agreement import EXIT_ALARM
+from mcore_rl.resume import folders
+from mcore_rl.run_directory import read_metrics
+from tests.e2e.recipe import task_flags
+from tests.rank_pool import RankPool
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+
+COMMON = (
+    *("--tensor-model-parallel-size", "1", "--pipeline-model-parallel-size", "1"),
+    *("--rl-num-prompts-per-step", "4", "--rl-num-samples-per-prompt", "4"),
+    *("--rl-eval-interval", "0", "--rl-alarm-window", "2"),
+)
+
+
+@pytest.fixture(scope="module")
+def runs(
+    warmed_checkpoint: Path, ranks: RankPool, tmp_path_factory: Any
+) -> tuple[Path, list[tuple[set[int], str]]]:
+    """The folder; exit codes and what was said of the run that an alarm ends, and of the next."""
+    folder = tmp_path_factory.mktemp("health") / "run"
+    found = []
+    for more in (
+        # No reward varies so much.
+        ("--rl-num-steps", "6", "--rl-on-alarm", "stop", "--rl-alarm-reward-std", "9"),
+        ("--rl-num-steps", "3", "--rl-alarm-reward-std", "9"),
+    ):
+        load = ("--load", str(folder / "checkpoints"))
+        outcomes = ranks.run_raw(
+            "tests.e2e.jobs:train",
+            world_size=2,
+            arguments={"tokens": task_flags(warmed_checkpoint, folder, *COMMON, *more, *load)},
+        )
+        found.append(({o.exit_code for o in outcomes}, "".join(o.output for o in outcomes)))
+    return folder, found
+
+
+def test_an_alarm_saves_and_ends_the_run_on_all_ranks(runs) -> None:
+    folder, ((codes, said), _) = runs
+    assert codes == {EXIT_ALARM}, said[-3000:]
+    assert said.count("[Health] step 1, reward_std: the rewards' standard deviation is") == 1
+    assert "[Health] stopped after step 1 by --rl-on-alarm stop" in said
+    assert 2 in folders.complete_steps(folder / "checkpoints")
+    assert folders.damage(folder / "checkpoints", 2) == []
+    assert "Traceback" not in said
+
+
+def test_the_run_goes_on_and_an_alarm_that_lasts_is_not_told_again(runs) -> None:
+    folder, (_, (codes, said)) = runs
+    assert codes == {0}, said[-3000:]
+    assert "going on from step 2" in said
+    assert "[Health]" not in said
+    metrics = read_metrics(folder / "metrics.jsonl")
+    assert [metrics[step]["health/alarms"] for step in range(3)] == [0, 1, 1]
+
+
+def test_what_alarms_look_at_is_measured(runs) -> None:
+    folder, _ = runs
+    for step, metrics in read_metrics(folder / "metrics.jsonl").items():
+        if step < 3:
+            assert 1 <= metrics["moe/imbalance"] <= 16  # experts
+            assert 0 <= metrics["moe/unused_experts"] < 1
+            assert 1e8 < metrics["memory/host_bytes"] <= metrics["memory/host_peak_bytes"]
+            assert metrics["memory/open_files"] > 10

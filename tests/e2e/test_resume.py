@@ -1,0 +1,153 @@
+"""A run that is killed and goes on ends as if nothing had happened, bit for bit."""
+
+from __future__ import annotations
+
+import hashlib
+import signal
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mcore_rl.run_directory import read_metrics
+from tests.e2e.recipe import task_flags
+from tests.e2e.test_training import MEASURED
+from tests.rank_pool import ROOT, RankPool
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+
+NUM_STEPS, SAVED_AT, KILLED_AFTER = 4, 2, 2  # the third step is done twice
+COMMON = (
+    *("--rl-num-steps", str(NUM_STEPS), "--save-interval", str(SAVED_AT)),
+    *("--rl-num-prompts-per-step", "8", "--rl-num-samples-per-prompt", "4"),
+    *("--rl-eval-interval", "4", "--rl-num-eval-prompts", "32"),
+    *("--rl-reference-refresh-interval", "1"),
+    # Draws from Megatron's generators in every forward pass of training, on every rank.
+    *("--hidden-dropout", "0.1"),
+    *("--lr-decay-style", "linear", "--lr-warmup-iters", "1", "--min-lr", "1e-6"),
+)
+RUNS = {
+    # How many prompts a step draws depends on their rewards.
+    "grpo TP2 PP2 EP2": (
+        4,
+        "--rl-algorithm grpo --rl-kl-coef 0.05 --rl-dynamic-sampling --rl-max-refills 2 "
+        "--rl-num-mini-batches 2 --moe-router-bias-update-rate 1e-3",
+    ),
+    "ppo DP2, critic TP2": (
+        2,
+        "--rl-algorithm ppo --rl-kl-reward-coef 0.05 --rl-kl-target 0.1 "
+        "--tensor-model-parallel-size 1 --pipeline-model-parallel-size 1 "
+        "--rl-critic-tp-size 2 --rl-critic-ep-size 2",
+    ),
+    "ppo, critic apart": (
+        2,
+        "--rl-algorithm ppo --rl-kl-reward-coef 0.05 --rl-kl-target 0.1 --rl-critic-ranks 1 "
+        "--tensor-model-parallel-size 1 --pipeline-model-parallel-size 1 "
+        "--expert-model-parallel-size 1",
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Run:
+    """What a run has left behind, and what its first rank has said."""
+
+    folder: Path
+    said: str
+
+    @property
+    def metrics(self) -> dict[int, dict[str, float]]:
+        """Of each step, but what a clock or the kernel has measured."""
+
+        def is_measured(name: str) -> bool:
+            return name.startswith(MEASURED) or name.endswith(("_seconds", "_peak_bytes"))
+
+        return {
+            step: {name: v for name, v in metrics.items() if not is_measured(name)}
+            for step, metrics in read_metrics(self.folder / "metrics.jsonl").items()
+        }
+
+    @property
+    def weights(self) -> dict[str, str]:
+        files = sorted((self.folder / "exported").glob("*.safetensors"))
+        return {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in files}
+
+
+def run(
+    ranks: RankPool,
+    checkpoint: Path,
+    folder: Path,
+    num_ranks: int,
+    flags: str,
+    *,
+    ends_after: int | None = None,
+    goes_on: bool = False,
+) -> Run:
+    tokens = task_flags(checkpoint, folder, *COMMON, *flags.split())
+    tokens += ["--rl-export-hf", str(folder / "exported")]
+    environment = {}
+    if ends_after is not None:
+        tokens += ["--rl-import", str(ROOT / "tests" / "e2e" / "end_at_step.py")]
+        environment["MCORE_RL_TEST_END_AT_STEP"] = str(ends_after)
+    if goes_on:
+        tokens += ["--load", str(folder / "checkpoints")]
+    outcomes = ranks.run_raw(
+        "tests.e2e.jobs:train",
+        world_size=num_ranks,
+        arguments={"tokens": tokens},
+        environment=environment,
+        timeout_seconds=400,
+    )
+    codes = {outcome.exit_code for outcome in outcomes}
+    if ends_after is None:
+        assert codes == {0}, "\n".join(outcome.output[-3000:] for outcome in outcomes)
+    else:
+        assert -signal.SIGKILL in codes and 0 not in codes, outcomes[0].output[-3000:]
+    return Run(folder, outcomes[0].output)
+
+
+@pytest.fixture(scope="module", params=RUNS, ids=list(RUNS))
+def runs(
+    request: Any, warmed_checkpoint: Path, ranks: RankPool, tmp_path_factory: Any
+) -> tuple[Run, Run, Run]:
+    """Undisturbed; killed; and going on after that."""
+    num_ranks, flags = RUNS[request.param]
+    folder = tmp_path_factory.mktemp("resume")
+    whole = run(ranks, warmed_checkpoint, folder / "whole", num_ranks, flags)
+    killed = run(
+        ranks, warmed_checkpoint, folder / "cut", num_ranks, flags, ends_after=KILLED_AFTER
+    )
+    resumed = run(ranks, warmed_checkpoint, folder / "cut", num_ranks, flags, goes_on=True)
+    return whole, killed, resumed
+
+
+def test_metrics_and_weights_are_those_of_an_undisturbed_run(runs: tuple[Run, Run, Run]) -> None:
+    whole, _, resumed = runs
+    assert whole.metrics.keys() == resumed.metrics.keys() == set(range(NUM_STEPS + 1))
+    for step, metrics in whole.metrics.items():
+        other = resumed.metrics[step]
+        differing = {n: (v, other.get(n)) for n, v in metrics.items() if other.get(n) != v}
+        assert not differing, (step, differing)
+        assert metrics.keys() == other.keys()
+    assert whole.weights == resumed.weights and whole.weights
+
+
+def test_the_run_says_where_it_goes_on(runs: tuple[Run, Run, Run]) -> None:
+    _, killed, resumed = runs
+    assert "[Resume] nothing is complete" not in killed.said
+    assert f"[Resume] going on from step {SAVED_AT} of {resumed.folder}/checkpoints" in resumed.said
+    lines = (resumed.folder / "metrics.jsonl").read_text().splitlines()
+    assert len(lines) == NUM_STEPS + 2  # the third step stands there twice
+
+
+def test_nothing_is_left_in_the_folder_of_checkpoints_but_checkpoints(
+    runs: tuple[Run, Run, Run],
+) -> None:
+    *_, resumed = runs
+    names = {"iter_0000002", "iter_0000004", "latest_checkpointed_iteration.txt"}
+    places = [resumed.folder / "checkpoints"]
+    if (places[0] / "critic").is_dir():
+        places.append(places[0] / "critic")
+    for place in places:
+        assert {path.name for path in place.iterdir()} - {"critic"} == names

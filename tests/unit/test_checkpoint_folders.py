@@ -1,0 +1,212 @@
+"""Checkpoints on disk: whatever moment a save ends at, and whatever happens to a file later."""
+
+from __future__ import annotations
+
+import builtins
+import hashlib
+import io
+import json
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mcore_rl.resume import folders
+
+FILES = {"__0_0.distcp": b"weights" * 100, ".metadata": b"m", "trainer/.metadata": b"t" * 7}
+
+
+class Killed(BaseException):
+    """A kill: nothing of ours may catch it."""
+
+
+def write_files(folder: Path, step: int, content: bytes = b"") -> Path:
+    place = folders.saving_folder(folder) / folders.iteration_name(step)
+    for name, data in FILES.items():
+        (place / name).parent.mkdir(parents=True, exist_ok=True)
+        (place / name).write_bytes(data + content)
+    (folders.saving_folder(folder) / folders.TRACKER).write_text(str(step))  # as Megatron does
+    return place
+
+
+def save(folder: Path, step: int, content: bytes = b"", retain_interval: int | None = None) -> Path:
+    folders.clear_saving(folder, step)
+    place = write_files(folder, step, content)
+    digests = folders.sealed(place, folders.files_of(place))
+    return folders.complete(folder, step, digests, retain_interval=retain_interval)
+
+
+def damage_of(folder: Path, step: int, world_size: int = 1) -> list[str]:
+    found = [folders.damage(folder, step, rank=r, world_size=world_size) for r in range(world_size)]
+    return sorted({str(damage.file.name) for part in found for damage in part})
+
+
+def test_a_saved_checkpoint_is_complete_and_nothing_else_is_left(tmp_path: Path) -> None:
+    place = save(tmp_path, 10)
+    assert place == tmp_path / "iter_0000010"
+    assert {p.name for p in tmp_path.iterdir()} == {place.name, folders.TRACKER}
+    assert folders.complete_steps(tmp_path) == [10]
+    assert folders.tracked_step(tmp_path) == 10
+    assert folders.damage(tmp_path, 10) == []
+    assert (place / "trainer/.metadata").read_bytes() == FILES["trainer/.metadata"]
+
+
+def test_the_manifest_is_the_one_that_megatron_checks(tmp_path: Path) -> None:
+    from megatron.core.dist_checkpointing.core import CheckpointingException
+    from megatron.core.dist_checkpointing.validation import verify_integrity_manifest
+
+    place = save(tmp_path, 10)
+    verify_integrity_manifest(str(place))
+    (place / ".metadata").write_bytes(b"n")
+    with pytest.raises(CheckpointingException, match=r"\.metadata: hash mismatch"):
+        verify_integrity_manifest(str(place))
+
+
+def test_the_newest_comes_first_and_what_is_not_complete_does_not_count(tmp_path: Path) -> None:
+    for step in (10, 30, 20):
+        save(tmp_path, step)
+    write_files(tmp_path, 40)
+    (tmp_path / "iter_0000050").mkdir()
+    (tmp_path / "iter_0000060").mkdir()
+    (tmp_path / "iter_0000060" / folders.COMPLETE).write_text('{"format": 1, "step": 60, "by')
+    shutil.copytree(tmp_path / "iter_0000030", tmp_path / "iter_0000070")  # of another step
+    assert folders.complete_steps(tmp_path) == [30, 20, 10]
+    assert folders.complete_steps(tmp_path / "missing") == []
+
+
+@pytest.mark.parametrize("content", ["", "release", "ten"])
+def test_a_tracker_without_a_number_names_no_step(tmp_path: Path, content: str) -> None:
+    (tmp_path / folders.TRACKER).write_text(content)
+    assert folders.tracked_step(tmp_path) is None
+
+
+def test_a_file_without_a_digest_makes_no_checkpoint(tmp_path: Path) -> None:
+    place = write_files(tmp_path, 10)
+    digests = folders.sealed(place, folders.files_of(place)[1:])
+    with pytest.raises(RuntimeError, match=r"\.metadata of .* has no digest"):
+        folders.complete(tmp_path, 10, digests)
+    assert folders.complete_steps(tmp_path) == []
+
+
+def flip(path: Path, at: int) -> None:
+    data = bytearray(path.read_bytes())
+    data[at] ^= 1
+    path.write_bytes(data)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 5])
+@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize("how", ["flipped", "cut", "longer", "missing"])
+def test_damage_names_the_file(tmp_path: Path, name: str, how: str, world_size: int) -> None:
+    place = save(tmp_path, 10)
+    file = place / name
+    if how == "flipped":
+        flip(file, file.stat().st_size // 2)
+    elif how == "missing":
+        file.unlink()
+    else:
+        file.write_bytes(file.read_bytes()[:-1] if how == "cut" else file.read_bytes() + b"x")
+    assert damage_of(tmp_path, 10, world_size) == [file.name]
+
+
+def test_damage_names_a_record_that_cannot_be_read(tmp_path: Path) -> None:
+    place = save(tmp_path, 10)
+    (place / folders.INTEGRITY).write_text("{")
+    assert damage_of(tmp_path, 10) == [folders.INTEGRITY]
+    (place / folders.COMPLETE).write_text("[]")
+    assert damage_of(tmp_path, 10) == [folders.COMPLETE]
+
+
+def test_retention_deletes_the_newest_before_as_megatron_does(tmp_path: Path) -> None:
+    for step in (10, 20, 30, 40):
+        save(tmp_path, step, retain_interval=20)
+    assert folders.complete_steps(tmp_path) == [40, 20]
+
+
+def content_of(folder: Path, step: int) -> str:
+    place = folder / folders.iteration_name(step)
+    return hashlib.sha256(b"".join((place / name).read_bytes() for name in FILES)).hexdigest()
+
+
+class KillAt:
+    """Ends the process, so to say, before the n-th operation that changes something on the disk."""
+
+    def __init__(self, patch: pytest.MonkeyPatch, number: int) -> None:
+        self.left = number
+        for name in ("rename", "replace", "mkdir", "rmdir", "unlink", "fsync"):
+            self._guard(patch, os, name)
+        opened = io.open
+
+        def guarded_open(file, mode="r", *args, **keywords):
+            if set(mode) & set("wax+"):
+                self.count()
+            return opened(file, mode, *args, **keywords)
+
+        patch.setattr(io, "open", guarded_open)
+        patch.setattr(builtins, "open", guarded_open)
+
+    def count(self) -> None:
+        if self.left == 0:
+            raise Killed
+        self.left -= 1
+
+    def _guard(self, patch: pytest.MonkeyPatch, module, name: str) -> None:
+        real = getattr(module, name)
+
+        def guarded(*args, **keywords):
+            self.count()
+            return real(*args, **keywords)
+
+        patch.setattr(module, name, guarded)
+
+
+@pytest.mark.parametrize("again", [False, True], ids=["next step", "the same step again"])
+def test_a_kill_at_any_moment_leaves_a_complete_checkpoint(tmp_path: Path, again: bool) -> None:
+    """Every operation on the disk is the last one, in turn; then the run goes on and saves."""
+    step = 10 if again else 20
+    for number in range(1000):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        save(folder, 10)
+        old = content_of(folder, 10)
+        killed = False
+        with pytest.MonkeyPatch.context() as patch:
+            KillAt(patch, number)
+            try:
+                save(folder, step, b"new", retain_interval=None if again else 100)
+            except Killed:
+                killed = True
+        folders.recover(folder)
+        newest = folders.complete_steps(folder)[0]
+        assert folders.damage(folder, newest) == []
+        if newest == 10 and not (again and content_of(folder, 10) != old):
+            assert content_of(folder, 10) == old
+        else:
+            assert newest == step and folders.damage(folder, step) == []
+        # The run goes on, and leaves nothing of the attempt.
+        save(folder, step, b"new")
+        assert content_of(folder, step) != old
+        left = {p.name for p in folder.iterdir()}
+        assert left <= {"iter_0000010", "iter_0000020", folders.TRACKER}
+        if not killed:
+            assert number > 10  # the guard counts
+            return
+    raise AssertionError("the save never came to its end")
+
+
+@settings(max_examples=50, deadline=None)
+@given(num_files=st.integers(0, 20), world_size=st.integers(1, 9))
+def test_shares_cover_every_file_once(num_files: int, world_size: int) -> None:
+    files = [Path(str(i)) for i in range(num_files)]
+    shares = [folders.share(files, rank, world_size) for rank in range(world_size)]
+    assert sorted(sum(shares, [])) == sorted(files)
+    assert max(map(len, shares)) - min(map(len, shares)) <= 1
+
+
+def test_records_are_plain_json(tmp_path: Path) -> None:
+    place = save(tmp_path, 10)
+    record = json.loads((place / folders.COMPLETE).read_text())
+    assert record["step"] == 10 and record["bytes"].keys() == FILES.keys()

@@ -1,0 +1,139 @@
+"""What a run writes, on disks that are full, read-only, and left by a run that was killed."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from pathlib import Path
+
+import pytest
+
+from mcore_rl.run_directory import PatientFile, RunDirectory, read_metrics
+from mcore_rl.types import StepStats
+
+
+@pytest.fixture
+def said(caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
+    caplog.set_level(logging.WARNING, logger="mcore_rl")
+    return caplog
+
+
+def test_lines_wait_for_a_full_disk_and_none_is_lost(tmp_path: Path, said) -> None:
+    path = tmp_path / "lines"
+    path.symlink_to("/dev/full")  # every write fails as on a full disk
+    file = PatientFile(path)
+    for number in range(3):
+        file.write(f"{number}\n")
+    assert [r.getMessage() for r in said.records] == [
+        f"{path}: No space left on device; its lines wait until they can be written"
+    ]
+    path.unlink()
+    file.write("3\n")
+    file.close()
+    assert path.read_text() == "0\n1\n2\n3\n"
+    assert "can be written again, and nothing is missing" in said.records[-1].getMessage()
+
+
+def test_what_was_written_in_part_is_not_written_twice(tmp_path: Path, monkeypatch) -> None:
+    file = PatientFile(tmp_path / "lines")
+    file.write("first\n")
+
+    class TakesTwoBytes:
+        """A disk with room for two bytes at a time, and then none."""
+
+        def __init__(self, real):
+            self.real, self.calls = real, 0
+
+        def write(self, data):
+            self.calls += 1
+            if self.calls % 2 == 0:
+                raise OSError(28, "No space left on device")
+            return self.real.write(bytes(data[:2]))
+
+        def close(self):
+            self.real.close()
+
+    opened = PatientFile._opened
+    monkeypatch.setattr(PatientFile, "_opened", lambda self: TakesTwoBytes(opened(self)))
+    file._give_up()
+    for line in ("second\n", "third\n"):
+        file.write(line)
+    assert (tmp_path / "lines").read_text() == "first\nseco"
+    monkeypatch.undo()
+    file.close()
+    assert (tmp_path / "lines").read_text() == "first\nsecond\nthird\n"
+
+
+def test_a_line_that_a_kill_has_cut_is_ended(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 0, "a": 1.0}\n{"step": 1, "a"')
+    directory = RunDirectory(tmp_path, {}, first_step=1)
+    directory.write_step(StepStats(1, {"a": 2.0}))
+    directory.close()
+    assert path.read_text() == '{"step": 0, "a": 1.0}\n{"step": 1, "a"\n{"step": 1, "a": 2.0}\n'
+    assert read_metrics(path) == {0: {"a": 1.0}, 1: {"a": 2.0}}
+
+
+def test_the_later_line_of_a_step_counts_and_later_steps_are_forgotten(tmp_path: Path) -> None:
+    for first_step, values in ((0, [1.0, 2.0, 3.0]), (1, [5.0])):
+        directory = RunDirectory(tmp_path, {}, first_step=first_step)
+        for step, value in enumerate(values, first_step):
+            directory.write_step(StepStats(step, {"entropy": value}))
+        summary = directory.write_summary({})
+        directory.close()
+    assert summary == {"entropy": {"first": 1.0, "last": 5.0, "best": 5.0}}
+    assert read_metrics(tmp_path / "metrics.jsonl")[1] == {"entropy": 5.0}
+
+
+@pytest.mark.parametrize("method", ["add_scalar", "close", "__init__"])
+def test_tensorboard_may_fail_and_is_left_out(tmp_path: Path, monkeypatch, said, method) -> None:
+    from torch.utils.tensorboard import SummaryWriter
+
+    def failing(*args, **keywords):
+        raise RuntimeError("the event file is gone")
+
+    monkeypatch.setattr(SummaryWriter, method, failing)
+    directory = RunDirectory(tmp_path, {})
+    for step in range(3):
+        directory.write_step(StepStats(step, {"a": 1.0}))
+    directory.close()
+    assert len(read_metrics(tmp_path / "metrics.jsonl")) == 3
+    assert [r.getMessage() for r in said.records] == [
+        f"TensorBoard gets no further points in {tmp_path / 'tensorboard'} "
+        "(RuntimeError('the event file is gone')); metrics.jsonl has them all"
+    ]
+
+
+def test_a_read_only_folder_costs_files_but_no_step(tmp_path: Path, monkeypatch, said) -> None:
+    """Whatever is opened to be written fails, as on a file system that has become read-only."""
+    import io
+
+    directory = RunDirectory(tmp_path, {})
+    real = io.open
+
+    def refusing(file, mode="r", *args, **keywords):
+        if set(mode) & set("wa+x"):
+            raise OSError(30, "Read-only file system", str(file))
+        return real(file, mode, *args, **keywords)
+
+    monkeypatch.setattr(io, "open", refusing)
+    main = directory.write_summary({"fact": 1})
+    assert main == {} and not (tmp_path / "summary.json").exists()
+    assert "summary.json cannot be written" in said.records[0].getMessage()
+    directory.write_step(StepStats(0, {"a": 1.0}))
+    monkeypatch.undo()
+    directory.close()
+    assert json.loads((tmp_path / "metrics.jsonl").read_text()) == {"step": 0, "a": 1.0}
+
+
+def test_the_log_is_written_and_survives_a_full_disk(tmp_path: Path) -> None:
+    logger = logging.getLogger("mcore_rl.test")
+    logger.parent.setLevel(logging.INFO)
+    directory = RunDirectory(tmp_path, {})
+    logger.info("first")
+    os.unlink(tmp_path / "run.log")
+    (tmp_path / "run.log").symlink_to("/dev/full")
+    directory._log._file._give_up()
+    logger.info("second")  # no exception, no recursion
+    directory.close()

@@ -1,0 +1,101 @@
+"""What is said of ranks that are stuck, and when; the ranks themselves are in tests/dist."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+from torch.distributed import HashStore
+
+from mcore_rl import watchdog
+from mcore_rl.watchdog import Report, StageWatchdog, describe
+
+
+def waiting_in(name: str) -> Report:
+    return Report("reward", 61.0, ("train.py:30 in train", f"rollout.py:97 in {name}"))
+
+
+def test_ranks_alike_stand_together_and_the_odd_one_first() -> None:
+    reports = {0: waiting_in("gather"), 1: waiting_in("score"), 3: waiting_in("gather")}
+    lines = describe(reports, 5, 60.0).splitlines()
+    assert lines[0].startswith("mcore_rl: error: a stage took longer than ")
+    assert "--rl-stage-timeout-seconds 60;" in lines[0]
+    assert lines[1].startswith("ranks 2, 4 gave no answer")
+    assert lines[2] == "rank 1, 61 s in reward:"
+    assert lines[4].strip() == "rollout.py:97 in score"
+    assert lines[5] == "ranks 0, 3, 61 s in reward:"
+
+
+class Rank:
+    """A rank that is a thread, with what it ended with."""
+
+    def __init__(self, rank: int, store: HashStore | None, limit: float, world_size: int) -> None:
+        self.codes: list[int] = []
+        self.watchdog: StageWatchdog | None = None
+        self._arguments = dict(
+            rank=rank,
+            world_size=world_size,
+            connect=None if store is None else lambda: store,
+            leave=self.codes.append,
+        )
+        self._limit = limit
+
+    def stage(self, seconds: float, name: str = "rollout") -> None:
+        dog = self.watchdog = StageWatchdog(self._limit, **self._arguments)
+        dog.enter(name)
+        time.sleep(seconds)
+        dog.leave()
+        dog.close()
+
+
+def test_stages_in_time_end_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    rank = Rank(0, None, limit=1.0, world_size=1)
+    for _ in range(5):
+        rank.stage(0.3)  # together they take longer than one may
+    assert rank.codes == [] and capsys.readouterr().err == ""
+
+
+def test_a_stage_within_another_has_a_time_of_its_own() -> None:
+    codes: list[int] = []
+    dog = StageWatchdog(1.0, rank=0, world_size=1, leave=codes.append)
+    dog.enter("outer")
+    for _ in range(4):
+        dog.enter("inner")
+        time.sleep(0.4)
+        dog.leave()
+    dog.leave()
+    time.sleep(1.5)  # between stages nothing is watched
+    assert codes == []
+    dog.close()
+
+
+def test_one_rank_is_ended_with_its_stack(capsys: pytest.CaptureFixture[str]) -> None:
+    rank = Rank(0, None, limit=0.5, world_size=1)
+    rank.stage(1.5)
+    assert rank.codes == [watchdog.EXIT_STUCK]
+    said = capsys.readouterr().err
+    assert "rank 0, 1 s in rollout:" in said
+    assert "test_watchdog.py" in said and "in stage" in said.splitlines()[-1]
+
+
+def test_a_rank_in_time_is_asked_and_one_rank_speaks(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(watchdog, "_ASK_SECONDS", 0.3)
+    monkeypatch.setattr(watchdog, "_ANSWER_SECONDS", 2.0)
+    store = HashStore()
+    ranks = [Rank(0, store, limit=0.5, world_size=3), Rank(1, store, limit=60, world_size=3)]
+    threads = [
+        threading.Thread(target=rank.stage, args=(5.0, name))
+        for rank, name in zip(ranks, ("rollout", "reward"), strict=True)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert [rank.codes for rank in ranks] == [[watchdog.EXIT_STUCK]] * 2
+    said = capsys.readouterr().err
+    assert said.count("mcore_rl: error:") == 1
+    assert "rank 2 gave no answer" in said
+    assert "rank 0, 1 s in rollout:" in said and "s in reward:" in said

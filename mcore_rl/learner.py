@@ -115,35 +115,46 @@ class Learner:
             metrics.update(mismatch_metrics(MismatchSums.from_stacked(sums)))
             if self.recipe.mismatch_correction != "none":
                 samples = dataclasses.replace(samples, weights=mismatch.weights)
+        inputs = self._advantage_inputs(scored, samples)
         found = find_advantage_estimator(self.recipe.advantage).function(
-            self._advantage_inputs(scored, samples), self.recipe.advantage_config
+            inputs, self.recipe.advantage_config
         )
         samples = dataclasses.replace(
             samples,
             advantages=found.advantages,
             returns=found.returns,
         )
-        self._require_finite_advantages(samples)
+        self._require_finite_advantages(samples, inputs)
         metrics.update(self._explained_variance(samples))
         return dataclasses.replace(batch, actor=samples, metrics=metrics)
 
-    def _require_finite_advantages(self, samples: TrainBatch) -> None:
-        """RuntimeError on all ranks, naming the first sample of each that has another one."""
+    def _require_finite_advantages(self, samples: TrainBatch, inputs: AdvantageInputs) -> None:
+        """RuntimeError on all ranks, naming what each has first that is not finite.
+
+        What an advantage is made of comes first: whitening spreads one NaN over all of them.
+        """
         assert samples.advantages is not None
-        bad = (~torch.isfinite(samples.advantages)).nonzero().flatten()
-        total = self.actor.runner.global_sum(torch.tensor([float(len(bad))]))
+        total = self.actor.runner.global_sum((~torch.isfinite(samples.advantages)).sum()[None])
         if not total.item():
             return
         mine = None
-        if len(bad):
-            index = int(torch.searchsorted(samples.lengths.cumsum(0), bad[0], right=True))
-            mine = f"sample {int(samples.sample_ids[index])} of the step"
+        for name, values in (
+            ("log-probs", samples.old_log_probs),
+            ("reference's log-probs", samples.ref_log_probs),
+            ("values", samples.values),
+            ("rewards", inputs.token_rewards),
+            ("advantages", samples.advantages),
+        ):
+            if mine is None and values is not None and not torch.isfinite(values).all():
+                first = (~torch.isfinite(values)).nonzero()[0, 0]
+                index = int(torch.searchsorted(samples.lengths.cumsum(0), first, right=True))
+                mine = f"{name} of sample {int(samples.sample_ids[index])} of the step"
         everywhere: list[str | None] = [None] * dist.get_world_size()
         dist.all_gather_object(everywhere, mine)
         named = [f"rank {rank}: {text}" for rank, text in enumerate(everywhere) if text]
         raise RuntimeError(
-            f"{int(total.item())} advantages are not finite ({'; '.join(named)}), for the "
-            f"log-probs, values or rewards that --rl-advantage {self.recipe.advantage} takes are"
+            f"{int(total.item())} advantages of --rl-advantage {self.recipe.advantage} are not "
+            f"finite, first of all on {'; '.join(named)}"
         )
 
     def _advantage_inputs(

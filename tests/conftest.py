@@ -61,3 +61,8 @@ def warmed_checkpoint() -> Path:
     root = Path(os.environ.get("MCORE_RL_CACHE") or Path(cache) / "mcore_rl")
     script = load_script("make_tiny_deepseek")
     return script.make_checkpoint(root / "tiny_deepseek_v3", warm_up=True)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Whole runs first: of two workers one would end with them, long after the other."""
+    items.sort(key=lambda item: not item.nodeid.startswith("tests/e2e/"))

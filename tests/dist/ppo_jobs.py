@@ -180,3 +180,16 @@ def _step_and_export(models: Models, step: int, target: str) -> dict[str, float]
     export_models(models, Path(target))
     dist.destroy_process_group()
     return found
+
+
+def refuses_a_reward(flags: list[str], sample: int) -> str:
+    """What is raised where a reward is no number."""
+    models = build_models(flags)
+    scored = scored_rollouts(models.job)
+    scored[sample] = dataclasses.replace(scored[sample], reward=float("nan"))
+    try:
+        take_step(models.learner, 0, models.learner.make_batch(scored), scored)
+    except RuntimeError as error:
+        dist.destroy_process_group()
+        return str(error)
+    raise AssertionError("a step was made of it")

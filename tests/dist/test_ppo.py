@@ -6,6 +6,7 @@ Where they share one, test_invariance.py compares more layouts, and packing, rec
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -114,3 +115,19 @@ def test_ppo_update_is_the_same_for_layouts_of_actor_and_critic(
             assert weight.dtype == weights[name].dtype == torch.float32
             difference = (weights[name] - weight).abs().max()
             assert difference <= TOLERANCE, f"{name} differs by {difference}"
+
+
+def test_an_advantage_that_is_no_number_names_sample_and_rank(
+    checkpoint_factory: Callable[..., Path], ranks: RankPool
+) -> None:
+    errors = ranks.run(
+        "tests.dist.ppo_jobs:refuses_a_reward",
+        world_size=2,
+        arguments={
+            "flags": job_flags(checkpoint_factory("deepseek_v3"), "tp1_pp1_ep2", *PPO_FLAGS),
+            "sample": 5,
+        },
+    )
+    assert errors[0] == errors[1]
+    assert "advantages of --rl-advantage gae are not finite" in errors[0]
+    assert re.search(r"rank [01]: rewards of sample 5 of the step", errors[0])

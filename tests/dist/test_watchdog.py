@@ -17,7 +17,7 @@ def said_by(ranks: RankPool, **arguments: object) -> tuple[list[int], str]:
         "tests.dist.watchdog_jobs:one_is_stuck",
         world_size=3,
         arguments=arguments,
-        timeout_seconds=60,
+        timeout_seconds=40,
     )
     return [o.exit_code for o in outcomes], "".join(o.output for o in outcomes)
 

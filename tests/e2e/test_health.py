@@ -71,3 +71,23 @@ def test_what_alarms_look_at_is_measured(runs) -> None:
             assert 0 <= metrics["moe/unused_experts"] < 1
             assert 1e8 < metrics["memory/host_bytes"] <= metrics["memory/host_peak_bytes"]
             assert metrics["memory/open_files"] > 10
+
+
+def test_other_prompts_end_the_run_before_models_are_built(
+    runs, warmed_checkpoint: Path, ranks: RankPool
+) -> None:
+    folder, _ = runs
+    other = (
+        *("--rl-prompts", str(warmed_checkpoint / "prompts" / "heldout.jsonl")),
+        *("--rl-num-steps", "4", "--load", str(folder / "checkpoints")),
+    )
+    outcomes = ranks.run_raw(
+        "tests.e2e.jobs:train",
+        world_size=2,
+        arguments={"tokens": task_flags(warmed_checkpoint, folder, *COMMON, *other)},
+    )
+    assert {o.exit_code for o in outcomes} == {2}
+    said = "".join(o.output for o in outcomes)
+    assert said.count("are others than those that the checkpoint of step 3 has drawn from") == 1
+    assert "--rl-on-changed-prompts restart" in said
+    assert "model and engines ready" not in said

@@ -1,0 +1,183 @@
+"""A long run of the tiny task: does memory grow, do files stay open, do steps get slower?
+
+    python benchmarks/soak.py [--steps 200] [--processes 2] [--json FILE]
+
+The ranks are watched from outside, a few times a second: anonymous resident memory and open files
+of each. Slopes are least squares over the steps after the first tenth, with twice their standard
+error; a slope counts as none if it is within that of 0. Exit code 1 if memory or the number of open
+files grows, or steps get slower.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import re
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+from scipy import stats
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
+
+from make_tiny_deepseek import make_checkpoint  # noqa: E402
+
+from mcore_rl.run_directory import read_metrics  # noqa: E402
+
+PERIOD_SECONDS = 0.3
+
+
+@dataclass(frozen=True)
+class Trend:
+    """A line through values by step."""
+
+    slope: float
+    twice_error: float  # twice the standard error of the slope
+
+    @classmethod
+    def of(cls, steps: Sequence[float], values: Sequence[float]) -> Trend:
+        line = stats.linregress(steps, values)
+        return cls(float(line.slope), 2 * float(line.stderr))
+
+
+@dataclass(frozen=True)
+class Sample:
+    """What a rank held at some time within a step."""
+
+    step: int
+    rank: int
+    anonymous_bytes: int
+    open_files: int
+
+
+class Watch(threading.Thread):
+    """Samples every rank below a process; `metrics` has a line for each step that has ended."""
+
+    def __init__(self, launcher: int, metrics: Path) -> None:
+        super().__init__(daemon=True)
+        self._launcher, self._metrics, self._ended = launcher, metrics, threading.Event()
+        self.samples: list[Sample] = []
+
+    def run(self) -> None:
+        while not self._ended.wait(PERIOD_SECONDS):
+            if not self._metrics.is_file():
+                continue  # no step yet
+            step = self._metrics.read_bytes().count(b"\n")
+            for process in psutil.Process(self._launcher).children():
+                with contextlib.suppress(psutil.Error, OSError):
+                    rank = process.environ().get("RANK")
+                    status = Path(f"/proc/{process.pid}/status").read_text(encoding="utf-8")
+                    found = re.search(r"RssAnon:\s+(\d+)", status)
+                    if rank is not None and found is not None:
+                        resident = int(found[1]) << 10
+                        self.samples.append(Sample(step, int(rank), resident, process.num_fds()))
+
+    def end(self) -> None:
+        self._ended.set()
+        self.join()
+
+
+def command(checkpoint: Path, folder: Path, num_steps: int, num_processes: int) -> list[str]:
+    return [
+        *(sys.executable, "-m", "mcore_rl.launch", "--nproc-per-node", str(num_processes)),
+        *("-m", "mcore_rl.train", "--rl-hf-checkpoint", str(checkpoint)),
+        *("--rl-prompts", str(checkpoint / "prompts" / "train.jsonl")),
+        *("--rl-eval-prompts", str(checkpoint / "prompts" / "heldout.jsonl")),
+        *("--rl-reward", "arithmetic", "--rl-num-steps", str(num_steps)),
+        *("--rl-num-prompts-per-step", "8", "--rl-num-samples-per-prompt", "4"),
+        *("--rl-max-prompt-tokens", "24", "--rl-max-response-tokens", "8"),
+        *("--rl-eval-interval", "50", "--rl-num-eval-prompts", "32", "--lr", "1e-4"),
+        *("--save-interval", "50", "--rl-rollout-kv-cache-gib", "0.1"),
+        *("--rl-run-dir", str(folder)),
+    ]
+
+
+def soak(num_steps: int, num_processes: int, work: Path) -> dict[str, Any]:
+    """Run, and what was found of each rank and of the steps."""
+    checkpoint = make_checkpoint(work / "checkpoint", size="micro")
+    folder = work / "run"
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1"}
+    process = subprocess.Popen(
+        command(checkpoint, folder, num_steps, num_processes),
+        cwd=ROOT,
+        env=environment | {"TORCH_CPP_LOG_LEVEL": "ERROR"},
+        stdout=subprocess.DEVNULL,
+    )
+    watch = Watch(process.pid, folder / "metrics.jsonl")
+    watch.start()
+    exit_code = process.wait()
+    watch.end()
+    if exit_code:
+        raise RuntimeError(f"the run ended with {exit_code}")
+    first = num_steps // 10
+    metrics = read_metrics(folder / "metrics.jsonl")
+    # Steps that save or evaluate are longer, and the same number is.
+    plain = [
+        step
+        for step in range(first, num_steps)
+        if not metrics[step]["time/checkpoint_seconds"] + metrics[step]["time/eval_seconds"]
+    ]
+    seconds = [metrics[step]["time/step_seconds"] for step in plain]
+    return {
+        "num_steps": num_steps,
+        "step_seconds": {"median": statistics.median(seconds), **vars(Trend.of(plain, seconds))},
+        "ranks": [
+            of_rank([s for s in watch.samples if s.rank == rank and first <= s.step < num_steps])
+            for rank in range(num_processes)
+        ],
+    }
+
+
+def of_rank(samples: Sequence[Sample]) -> dict[str, Any]:
+    """Of one rank: how its memory goes, in bytes a step, and its open files in both halves."""
+    least: dict[int, int] = {}  # of each step: what a step needs for a while comes and goes
+    for sample in samples:
+        least[sample.step] = min(sample.anonymous_bytes, least.get(sample.step, 1 << 60))
+    half = len(samples) // 2
+    return {
+        "rank": samples[0].rank,
+        "anonymous_bytes": {
+            "last": least[max(least)],
+            **vars(Trend.of(list(least), list(least.values()))),
+        },
+        "open_files": [
+            max(s.open_files for s in part) for part in (samples[:half], samples[half:])
+        ],
+    }
+
+
+def is_flat(found: dict[str, Any]) -> bool:
+    """Whether nothing rises by more than the noise."""
+    trends = [found["step_seconds"], *(rank["anonymous_bytes"] for rank in found["ranks"])]
+    files = [rank["open_files"] for rank in found["ranks"]]
+    return not any(t["slope"] > t["twice_error"] for t in trends) and all(a >= b for a, b in files)
+
+
+def main(tokens: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--processes", type=int, default=2)
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args(tokens)
+    with tempfile.TemporaryDirectory(prefix="mcore_rl_soak_") as work:
+        found = soak(args.steps, args.processes, Path(work))
+    text = json.dumps(found, indent=1)
+    print(text)
+    if args.json is not None:
+        args.json.write_text(text + "\n", encoding="utf-8")
+    return int(not is_flat(found))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

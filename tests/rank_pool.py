@@ -183,8 +183,7 @@ def _wait(pids: list[int], timeout_seconds: float) -> list[int]:
                 continue
             done, status = os.waitpid(pid, os.WNOHANG)
             if done:
-                with contextlib.suppress(ProcessLookupError):
-                    os.killpg(pid, signal.SIGKILL)  # what a rank that was killed has left behind
+                _end_group(pid)
                 codes[pid] = os.waitstatus_to_exitcode(status)
             elif time.monotonic() > deadline:
                 os.killpg(pid, signal.SIGKILL)
@@ -192,6 +191,16 @@ def _wait(pids: list[int], timeout_seconds: float) -> list[int]:
                 codes[pid] = -signal.SIGALRM
         time.sleep(0.02)
     return [codes[pid] for pid in pids]
+
+
+def _end_group(pid: int) -> None:
+    """End what a rank has left; multiprocessing's tracker first removes its shared memory."""
+    deadline = time.monotonic() + 1.0
+    with contextlib.suppress(ProcessLookupError):
+        while time.monotonic() < deadline:
+            os.killpg(pid, 0)
+            time.sleep(0.02)
+        os.killpg(pid, signal.SIGKILL)
 
 
 def _play(order: dict[str, Any], rank: dict[str, Any]) -> None:

@@ -34,6 +34,14 @@ class Rule:
     remedy: str = ""
 
 
+def _mean_at_most(limit: float, recent: Sequence[float], first: float) -> bool:
+    return statistics.fmean(recent) <= limit
+
+
+def _share_of_first_at_least(limit: float, recent: Sequence[float], first: float) -> bool:
+    return statistics.fmean(recent) >= limit * first
+
+
 def _slope(values: Sequence[float]) -> float:
     """Least squares, per step."""
     return statistics.linear_regression(range(len(values)), values).slope
@@ -66,14 +74,14 @@ RULES = (
     Rule(
         "alarm_kl",
         "kl/ref",
-        lambda limit, recent, _: statistics.fmean(recent) <= limit,
+        _mean_at_most,
         "the KL to the reference is {value}, above {limit}",
         remedy="lower --lr, or raise --rl-kl-coef",
     ),
     Rule(
         "alarm_entropy",
         "entropy",
-        lambda limit, recent, first: statistics.fmean(recent) >= limit * first,
+        _share_of_first_at_least,
         "the entropy is {value}, less than {limit} of what it was ({first})",
         remedy="lower --lr, raise --rl-entropy-coef or --rl-clip-eps-upper",
     ),
@@ -88,14 +96,14 @@ RULES = (
     Rule(
         "alarm_clip_fraction",
         "clip_fraction",
-        lambda limit, recent, _: statistics.fmean(recent) <= limit,
+        _mean_at_most,
         "{value} of the tokens are clipped, more than {limit}",
         remedy="lower --lr or --rl-num-mini-batches",
     ),
     Rule(
         "alarm_mismatch",
         "kl/rollout_actor",
-        lambda limit, recent, _: statistics.fmean(recent) <= limit,
+        _mean_at_most,
         "engine and actor are apart by a KL of {value}, more than {limit}, with the same weights",
         remedy="see --rl-mismatch-correction, --rl-attest full and --rl-canary-interval",
     ),
@@ -112,14 +120,14 @@ RULES = (
     Rule(
         "alarm_expert_imbalance",
         "moe/imbalance",
-        lambda limit, recent, _: statistics.fmean(recent) <= limit,
+        _mean_at_most,
         "in some layer one expert gets {value} times as many tokens as the mean, more than {limit}",
         remedy="see --moe-router-load-balancing-type and --moe-router-bias-update-rate",
     ),
     Rule(
         "alarm_tokens_per_second",
         "throughput/rollout_tokens_per_second",
-        lambda limit, recent, first: statistics.fmean(recent) >= limit * first,
+        _share_of_first_at_least,
         "rollout makes {value} tokens per second, less than {limit} of what it did ({first})",
         remedy="look for another process on a device, or a slow rank with --rl-trace 1",
     ),
@@ -136,8 +144,8 @@ class Alarm:
 
     @property
     def name(self) -> str:
-        """As in `health/<name>`."""
-        return self.rule.field.removeprefix("alarm_")
+        """As in its flag, `--rl-alarm-<name>`."""
+        return self.rule.field.removeprefix("alarm_").replace("_", "-")
 
 
 class Health:

@@ -362,7 +362,8 @@ def loads_checkpoint(args: argparse.Namespace) -> bool:
     """Whether `setup` reads a checkpoint; with --finetune the iteration is 0 all the same."""
     from megatron.training.checkpointing import checkpoint_exists
 
-    return checkpoint_exists(args.load) or checkpoint_exists(args.pretrained_checkpoint)
+    named = args.load is not None and bool(args.ckpt_step)  # needs no tracker
+    return named or any(map(checkpoint_exists, (args.load, args.pretrained_checkpoint)))
 
 
 def save_checkpoint(

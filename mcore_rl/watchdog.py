@@ -41,10 +41,6 @@ class Report:
     seconds: float
     stack: tuple[str, ...]  # "file:line in function", the outermost first
 
-    @property
-    def where(self) -> str:
-        return self.stack[-1] if self.stack else "(nowhere)"
-
 
 class StageWatchdog:
     """Watches the stages of this rank. `limit_seconds` 0 watches nothing."""

@@ -29,7 +29,8 @@ if (($#)); then
   check "pytest" python -m pytest "$@"
 else
   # Two tests at a time: most keep one core busy, or wait for each other's ranks.
-  two=(--numprocesses 2 --dist loadfile)
+  # In the order of collection, so that whole runs come first.
+  two=(--numprocesses 2 --dist loadfile --no-loadscope-reorder)
   check "pytest, unit tests" python -m pytest "${two[@]}" tests/unit
   check "pytest, the others" python -m pytest "${two[@]}" --ignore tests/unit
 fi

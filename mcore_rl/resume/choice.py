@@ -32,8 +32,7 @@ def choose(folder: Path, *, beside: Sequence[Path] = (), step: int | None = None
     found: list[list[int]] = [[]]
     if rank == 0:
         for place in places:
-            for recovered in folders.recover(place):
-                logger.info("[Resume] the save of step %d in %s was finished", recovered, place)
+            _recover(place)
         found = [_common_steps(places)]
     dist.broadcast_object_list(found, src=0)
     steps = found[0]
@@ -68,6 +67,15 @@ def choose(folder: Path, *, beside: Sequence[Path] = (), step: int | None = None
             "file, or drop --load to begin again"
         )
     return None
+
+
+def _recover(place: Path) -> None:
+    """The other ranks wait: a folder that cannot be written to is taken as it is."""
+    try:
+        for step in folders.recover(place):
+            logger.info("[Resume] the save of step %d in %s was finished", step, place)
+    except OSError as error:
+        logger.warning("[Resume] %s cannot be put in order (%s)", place, error)
 
 
 def _common_steps(places: Sequence[Path]) -> list[int]:

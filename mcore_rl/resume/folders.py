@@ -10,8 +10,8 @@
       latest_checkpointed_iteration.txt    Megatron's: the newest step
 
 `complete.json` is what makes a checkpoint: when it is written everything else is on the disk, and
-what follows are renames, which `recover` does where a kill came before them. Without it a folder is
-nothing, and the checkpoints are as they were.
+what follows are renames and the tracker, which `recover` does where a kill came before them.
+Without it a folder is nothing, and the checkpoints are as they were.
 """
 
 from __future__ import annotations
@@ -133,7 +133,12 @@ def complete(
 
 
 def recover(folder: Path) -> list[int]:
-    """Put in place what a kill has left complete in `saving`; returns the steps. One process."""
+    """Finish saves that a kill has ended once they were complete; returns the steps that were in
+    `saving` still. One process.
+
+    The tracker then names the newest: without one, or with one that is no number, Megatron takes
+    the folder for empty, or leaves.
+    """
     found = []
     if saving_folder(folder).is_dir():
         for entry in sorted(saving_folder(folder).iterdir()):
@@ -141,6 +146,9 @@ def recover(folder: Path) -> list[int]:
             if match is not None and _record(entry, int(match[1])) is not None:
                 _move_into_place(folder, int(match[1]))
                 found.append(int(match[1]))
+    tracked, newest = tracked_step(folder), max(complete_steps(folder), default=None)
+    if newest is not None and (tracked is None or tracked < newest):
+        _write_text(folder / TRACKER, str(newest))
     return found
 
 

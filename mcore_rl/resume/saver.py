@@ -23,14 +23,17 @@ def write_checkpoint(
     folder.
 
     Raises what a writer raises, on its rank; RuntimeError on all ranks, with the rank and the
-    reason, if the files cannot be read or moved.
+    reason, if the folder cannot be made, or the files cannot be read or moved.
     """
     rank, world_size = dist.get_rank(), dist.get_world_size()
     saving = folders.saving_folder(folder)
-    if rank == 0:
-        folders.clear_saving(folder, step)
-        saving.mkdir(parents=True, exist_ok=True)
-    dist.barrier()
+
+    def prepare() -> None:
+        if rank == 0:
+            folders.clear_saving(folder, step)
+            saving.mkdir(parents=True, exist_ok=True)
+
+    _everywhere(prepare)
     for write in writers:
         write(saving)
     dist.barrier()
@@ -59,5 +62,5 @@ def _everywhere(work: Callable[[], Any]) -> list[Any]:
     dist.all_gather_object(outcomes, outcome)
     for rank, (_, failure) in enumerate(outcomes):
         if failure:
-            raise RuntimeError(f"the checkpoint could not be completed on rank {rank}: {failure}")
+            raise RuntimeError(f"the checkpoint could not be written on rank {rank}: {failure}")
     return [result for result, _ in outcomes]

@@ -115,7 +115,7 @@ def test_a_failure_on_one_rank_is_told_on_all(ranks: RankPool, tmp_path: Path) -
         arguments={"folder": str(tmp_path), "step": 20, "failing_rank": 1},
     )
     assert errors == [errors[0]] * WORLD_SIZE
-    assert "could not be completed on rank 1: [Errno 28] No space left on device" in errors[0]
+    assert "could not be written on rank 1: [Errno 28] No space left on device" in errors[0]
     assert folders.complete_steps(tmp_path) == [10]
 
 

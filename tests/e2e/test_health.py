@@ -47,7 +47,7 @@ def runs(
 def test_an_alarm_saves_and_ends_the_run_on_all_ranks(runs) -> None:
     folder, ((codes, said), _) = runs
     assert codes == {EXIT_ALARM}, said[-3000:]
-    assert said.count("[Health] step 1, reward_std: the rewards' standard deviation is") == 1
+    assert said.count("[Health] step 1, reward-std: the rewards' standard deviation is") == 1
     assert "[Health] stopped after step 1 by --rl-on-alarm stop" in said
     assert 2 in folders.complete_steps(folder / "checkpoints")
     assert folders.damage(folder / "checkpoints", 2) == []

@@ -77,10 +77,16 @@ def test_the_newest_comes_first_and_what_is_not_complete_does_not_count(tmp_path
     assert folders.complete_steps(tmp_path / "missing") == []
 
 
-@pytest.mark.parametrize("content", ["", "release", "ten"])
-def test_a_tracker_without_a_number_names_no_step(tmp_path: Path, content: str) -> None:
-    (tmp_path / folders.TRACKER).write_text(content)
-    assert folders.tracked_step(tmp_path) is None
+@pytest.mark.parametrize("content", [None, "", "release", "ten", "10"])
+def test_a_tracker_that_names_no_newest_step_is_mended(tmp_path: Path, content: str | None) -> None:
+    assert folders.recover(tmp_path) == [] and not any(tmp_path.iterdir())
+    for step in (10, 20):
+        save(tmp_path, step)
+    tracker = tmp_path / folders.TRACKER
+    tracker.unlink() if content is None else tracker.write_text(content)
+    assert folders.tracked_step(tmp_path) == (10 if content == "10" else None)
+    assert folders.recover(tmp_path) == []
+    assert folders.tracked_step(tmp_path) == 20
 
 
 def test_a_file_without_a_digest_makes_no_checkpoint(tmp_path: Path) -> None:
@@ -182,6 +188,7 @@ def test_a_kill_at_any_moment_leaves_a_complete_checkpoint(tmp_path: Path, again
         folders.recover(folder)
         newest = folders.complete_steps(folder)[0]
         assert folders.damage(folder, newest) == []
+        assert folders.tracked_step(folder) == newest  # what Megatron would load
         if newest == 10 and not (again and content_of(folder, 10) != old):
             assert content_of(folder, 10) == old
         else:

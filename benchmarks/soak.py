@@ -150,6 +150,7 @@ def of_rank(samples: Sequence[Sample]) -> dict[str, Any]:
         "anonymous_bytes": {
             "last": least[max(least)],
             **vars(Trend.of(list(least), list(least.values()))),
+            "by_step": {step: least[step] for step in sorted(least)},
         },
         "open_files": [
             max(s.open_files for s in part) for part in (samples[:half], samples[half:])

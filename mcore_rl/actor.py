@@ -76,16 +76,19 @@ class Actor:
         `batch` must have `advantages`, and `ref_log_probs` if there is a KL term. Without
         `old_log_probs` the policy before the update is the one that this forward pass finds, as is
         true of the first update after a rollout: log-probs and the mismatch's correction are then
-        taken from it. Raises RuntimeError on all ranks for a non-finite gradient, unless asked to
-        skip it.
+        taken from it. Raises RuntimeError on all ranks for a non-finite loss or gradient, unless
+        asked to skip it.
         """
         loss = functools.partial(self._loss, denominators=self.runner.denominators(batch))
         num_sums = len(PolicyLossSums.__slots__)
         scores_first = batch.old_log_probs is None
-        sums = self.runner.accumulate_gradients(
+        total = self.runner.accumulate_gradients(
             batch, loss, num_sums=num_sums + scores_first * len(MismatchSums.__slots__)
         )
-        result = self.optimizer.step(num_samples=self.runner.num_samples(batch))
+        sums = total.sums
+        result = self.optimizer.step(
+            num_samples=self.runner.num_samples(batch), nonfinite_losses=total.nonfinite_ranks
+        )
         megatron_adapter.finish_param_sync(self._args, self.state)
         mismatch = MismatchSums.from_stacked(sums[num_sums:]) if scores_first else None
         return UpdateStats(PolicyLossSums.from_stacked(sums[:num_sums]), result, mismatch)

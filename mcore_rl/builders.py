@@ -1,6 +1,6 @@
 """From the flags of a job to what a run is made of on a rank: prompts, engine, hand-over, offload.
 
-`startup` builds the actor, `run_parts` puts everything together.
+`startup` builds the actor, `run_parts.building` puts everything together.
 """
 
 from __future__ import annotations

@@ -66,16 +66,18 @@ class Critic:
         """One optimizer step on one mini-batch, of which `batch` is this DP rank's part.
 
         `batch` must have `values` and `returns`. Raises RuntimeError on all ranks for a non-finite
-        gradient, unless asked to skip it.
+        loss or gradient, unless asked to skip it.
         """
         with self.world:
             loss = functools.partial(self._loss, denominators=self.runner.denominators(batch))
-            sums = self.runner.accumulate_gradients(
+            total = self.runner.accumulate_gradients(
                 batch, loss, num_sums=len(ValueLossSums.__slots__)
             )
-            result = self.optimizer.step(num_samples=self.runner.num_samples(batch))
+            result = self.optimizer.step(
+                num_samples=self.runner.num_samples(batch), nonfinite_losses=total.nonfinite_ranks
+            )
             megatron_adapter.finish_param_sync(self.world.args, self.state)
-            return ValueUpdateStats(ValueLossSums.from_stacked(sums), result)
+            return ValueUpdateStats(ValueLossSums.from_stacked(total.sums), result)
 
     def _loss(
         self, outputs: torch.Tensor, samples: TrainBatch, *, denominators: Denominators

@@ -42,6 +42,14 @@ TokenLoss = Callable[[torch.Tensor, TrainBatch], tuple[torch.Tensor, torch.Tenso
 
 
 @dataclass(frozen=True, slots=True)
+class LossSums:
+    """What the losses of a global mini-batch add up to; the same on all ranks."""
+
+    sums: torch.Tensor  # `[m]` float64 on the CPU: what the loss reports
+    nonfinite_ranks: tuple[int, ...]  # whose part of the loss is not finite
+
+
+@dataclass(frozen=True, slots=True)
 class _Work:
     """A micro-batch and its rows, on the device."""
 
@@ -95,13 +103,11 @@ class ModelRunner:
             dist.broadcast(found, src=last, group=self.groups["pp"])
         return found.cpu()
 
-    def accumulate_gradients(
-        self, batch: TrainBatch, loss: TokenLoss, num_sums: int
-    ) -> torch.Tensor:
+    def accumulate_gradients(self, batch: TrainBatch, loss: TokenLoss, num_sums: int) -> LossSums:
         """Forward and backward of one mini-batch, of which `batch` is this rank's part.
 
-        Gradients are finished (added up over DP and all) when it returns. Returns the loss's sums
-        `[num_sums]` over the global mini-batch, float64 on the CPU and the same on all ranks.
+        Gradients are finished (added up over DP and all) when it returns. `num_sums` is how many
+        the loss reports.
         """
         num_micro_batches = sum(len(sizes) for sizes in batch.cuts)
         # The schedule divides by the number of micro-batches and DDP averages over DP; the loss is
@@ -112,12 +118,18 @@ class ModelRunner:
         megatron_adapter.zero_gradients(self.state)
         collected = self._run(batch, functools.partial(_scaled, loss, scale), forward_only=False)
         # Some sums are of squares, whose variance float32 would lose.
-        total = torch.zeros(num_sums, dtype=torch.float64, device=self.device)
+        mine = torch.zeros(1 + num_sums, dtype=torch.float64, device=self.device)
         first = self._layout.tp_rank(self._rank) == 0 and self.groups["cp"].rank() == 0
         if self._is_last_stage and first:
-            total += torch.stack(collected).sum(dim=0)
+            mine += torch.stack(collected).sum(dim=0)
+        total = mine.clone()
         dist.all_reduce(total)
-        return total.cpu()
+        total = total.cpu()
+        nonfinite: list[bool] = []
+        if not torch.isfinite(total[0]):
+            nonfinite = [False] * dist.get_world_size()
+            dist.all_gather_object(nonfinite, not torch.isfinite(mine[0]).item())
+        return LossSums(total[1:], tuple(r for r, is_so in enumerate(nonfinite) if is_so))
 
     def global_sum(self, values: torch.Tensor) -> torch.Tensor:
         """Numbers of every data-parallel rank's part, added up; on the CPU."""
@@ -201,4 +213,4 @@ def _scaled(
     loss: TokenLoss, scale: int, outputs: torch.Tensor, samples: TrainBatch
 ) -> tuple[torch.Tensor, torch.Tensor]:
     value, sums = loss(outputs, samples)
-    return value * scale, sums
+    return value * scale, torch.cat([value.detach()[None].double(), sums.double()])

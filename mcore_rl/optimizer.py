@@ -1,12 +1,13 @@
 """Megatron's optimizer, with an eye on its gradients.
 
-A non-finite gradient is found before the update, named (parameter and rank) and agreed on by all
-ranks; the run then stops or skips the update, as asked.
+A non-finite loss or gradient is found before the update, named (parameter and rank) and agreed on
+by all ranks; the run then stops or skips the update, as asked.
 """
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,13 +47,19 @@ class CheckedOptimizer:
         return max(group["lr"] for group in self._state.optimizer.param_groups)
 
     @trace.timed("optimizer", trace.MODEL)
-    def step(self, num_samples: int) -> UpdateResult:
+    def step(self, *, num_samples: int, nonfinite_losses: Sequence[int] = ()) -> UpdateResult:
         """Update the parameters from the finished gradients. Collective over all ranks.
 
         `num_samples` is what Megatron's scheduler counts in: samples of the global mini-batch.
+        `nonfinite_losses` are the ranks whose part of the loss is not finite: in the message they
+        stand before the gradients, which data parallelism has spread to others.
         """
-        if culprits := self._nonfinite_gradients():
-            message = f"non-finite gradient of the {self._name} in " + "; ".join(culprits)
+        culprits = self._nonfinite_gradients()
+        if culprits or nonfinite_losses:
+            found = [f"non-finite loss of the {self._name} on rank {r}" for r in nonfinite_losses]
+            if culprits:
+                found.append(f"non-finite gradient of the {self._name} in {'; '.join(culprits)}")
+            message = ", ".join(found)
             if not self._skip:
                 raise RuntimeError(
                     f"{message}; --rl-on-nonfinite-grad skip would go on without this update"

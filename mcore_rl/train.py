@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import logging
+import os
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -19,7 +20,8 @@ from mcore_rl.builders import check_data
 from mcore_rl.errors import StoppedByAlarm
 from mcore_rl.roles.ranks import ACTOR
 from mcore_rl.run_output import log_file, setup_logging
-from mcore_rl.run_parts import Parts, build_parts, serve
+from mcore_rl.run_parts.building import build_parts, serve
+from mcore_rl.run_parts.parts import Parts
 from mcore_rl.startup import Job, job_from_args, start
 
 
@@ -74,7 +76,8 @@ def main(tokens: list[str] | None = None) -> None:
             leave_together(EXIT_ALARM)
         except BaseException:
             # Said now: the launcher ends this process while others are still being torn down.
-            logging.getLogger("mcore_rl").exception("the run ended early")
+            rank = os.environ.get("RANK", "0")
+            logging.getLogger("mcore_rl").exception("rank %s: the run ended early", rank)
             raise
         finally:
             parts.close()

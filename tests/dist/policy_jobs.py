@@ -107,6 +107,28 @@ def policy_against_logits(flags: list[str], model_class: str) -> dict[str, Any]:
     return result
 
 
+def nonfinite_loss(flags: list[str], culprit: int) -> dict[str, Any]:
+    """The loss of rank `culprit` is nan."""
+    job, actor, _ = started(flags)
+    batch = split_mini_batches(rank_batch(job))[0]
+    loss = actor._loss
+
+    def poisoned(*args: Any, **keywords: Any) -> Any:
+        value, sums = loss(*args, **keywords)
+        return value * (float("nan") if dist.get_rank() == culprit else 1.0), sums
+
+    actor._loss = poisoned  # type: ignore[method-assign]
+    before = [weight.clone() for weight in megatron_adapter.weights(actor.state)]
+    error, skipped = "", False
+    try:
+        skipped = actor.update(batch).result.skipped
+    except RuntimeError as raised:
+        error = str(raised)
+    unchanged = all(map(torch.equal, before, megatron_adapter.weights(actor.state)))
+    dist.destroy_process_group()
+    return {"error": error, "skipped": skipped, "unchanged": unchanged}
+
+
 def nonfinite_gradient(flags: list[str], culprit: int) -> dict[str, Any]:
     """Rank `culprit` finds a nan in one of its gradients; then a healthy update follows."""
     job, actor, _ = started(flags)
@@ -118,10 +140,10 @@ def nonfinite_gradient(flags: list[str], culprit: int) -> dict[str, Any]:
     )
     step = actor.optimizer.step
 
-    def poisoned(num_samples: int) -> Any:
+    def poisoned(**keywords: Any) -> Any:
         if dist.get_rank() == culprit:
             parameter.main_grad.view(-1)[3] = float("nan")
-        return step(num_samples)
+        return step(**keywords)
 
     before = parameter.detach().clone()
     rate = actor.optimizer.learning_rate

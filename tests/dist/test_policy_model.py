@@ -35,6 +35,29 @@ def test_policy_equals_softmax_of_logits_in_value_and_gradient(
 
 
 @pytest.mark.parametrize("policy", ["stop", "skip"])
+def test_nonfinite_loss_names_the_rank_that_it_comes_from(
+    policy: str, checkpoint_factory: Callable[..., Path], ranks: RankPool
+) -> None:
+    more = ("--rl-on-nonfinite-grad", policy, "--lr", "1e-3")
+    results = ranks.run(
+        "tests.dist.policy_jobs:nonfinite_loss",
+        world_size=2,
+        arguments={
+            "flags": job_flags(checkpoint_factory("qwen3"), "tp1_pp1_ep1", *more),
+            "culprit": 1,
+        },
+    )
+    for result in results:
+        assert result["unchanged"]
+        assert result["skipped"] == (policy == "skip")
+        if policy == "stop":
+            # The gradients, which both ranks have, are not finite on either.
+            expected = "non-finite loss of the actor on rank 1, non-finite gradient of the actor in"
+            assert result["error"].startswith(f"{expected} rank 0: "), result["error"]
+            assert "on rank 0" not in result["error"]
+
+
+@pytest.mark.parametrize("policy", ["stop", "skip"])
 def test_nonfinite_gradient_is_named_and_handled_on_all_ranks(
     policy: str, checkpoint_factory: Callable[..., Path], ranks: RankPool
 ) -> None:

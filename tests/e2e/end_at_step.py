@@ -6,7 +6,7 @@ The step is in the variable MCORE_RL_TEST_END_AT_STEP.
 import os
 import signal
 
-from mcore_rl.run_parts import Parts
+from mcore_rl.run_parts.parts import Parts
 
 record = Parts.record
 

@@ -1,0 +1,158 @@
+"""The stages that a run makes; `train.py` puts them in order.
+
+Each stage takes what the one before returned. Timing, evaluation, checkpoints and alarms hang on
+here, so that the story stays readable.
+"""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from mcore_rl.checkpoint import export
+from mcore_rl.collector import Collected, Collector
+from mcore_rl.data import PromptDataset
+from mcore_rl.errors import StoppedByAlarm
+from mcore_rl.hybrid_engine.sharding_manager import MegatronVLLMShardingManager
+from mcore_rl.hybrid_engine.vllm_engine import VLLMEngine
+from mcore_rl.learner import Learner, Learnt
+from mcore_rl.progress import run_facts
+from mcore_rl.rollout import RolloutWorkers
+from mcore_rl.run_parts.recorder import RunRecorder
+from mcore_rl.run_parts.saver import RunSaver
+from mcore_rl.stage_timers import StageTimers
+from mcore_rl.startup import Job
+from mcore_rl.trace.tracer import Tracer
+from mcore_rl.types import Rollout, StepBatch
+from mcore_rl.watchdog import StageWatchdog
+
+logger = logging.getLogger(__name__)
+
+
+class Parts:
+    """What a run is made of on this rank, and its stages. All methods are collective."""
+
+    def __init__(
+        self,
+        job: Job,
+        *,
+        first_step: int,
+        eval_prompts: PromptDataset | None,
+        learner: Learner,
+        shards: Any,
+        engine: VLLMEngine,
+        manager: MegatronVLLMShardingManager,
+        workers: RolloutWorkers,
+        collector: Collector,
+        timers: StageTimers,
+        watchdog: StageWatchdog,
+        tracer: Tracer,
+        saver: RunSaver,
+        recorder: RunRecorder,
+    ) -> None:
+        self._job, self._config, self.first_step = job, job.config, first_step
+        self._eval_prompts = eval_prompts
+        self._accuracy: float | None = None
+        self._shards, self._engine, self._workers = shards, engine, workers
+        self.learner, self.manager, self._collector = learner, manager, collector
+        self.timers, self._watchdog, self._tracer = timers, watchdog, tracer
+        self._saver, self._recorder = saver, recorder
+
+    def collect(self, weight_version: int) -> Collected:
+        """A step's samples with their rewards; in rollout mode."""
+        return self._collector.collect(weight_version, self.manager.prefetch)
+
+    def sample_eval(self, step: int, weight_version: int) -> list[Rollout] | None:
+        """This engine's rollouts of held-out prompts, where an evaluation is due."""
+        interval = self._config.eval_interval
+        due = interval > 0 and (step % interval == 0 or step == self._config.num_steps)
+        if self._eval_prompts is None or not due:
+            return None
+        with self.timers("eval"):
+            count = min(self._config.num_eval_prompts, len(self._eval_prompts))
+            return self._workers.generate(
+                [self._eval_prompts[row] for row in range(count)],
+                num_samples=1,
+                temperature=self._config.eval_temperature,
+                weight_version=weight_version,
+            )
+
+    def evaluate(self, step: int, rollouts: list[Rollout] | None) -> float | None:
+        """Held-out accuracy: the share of samples whose reward is at least 1."""
+        self._accuracy = None
+        if rollouts is not None:
+            with self.timers("eval"):
+                scored = self._workers.score(rollouts)
+            self._accuracy = float(np.mean([s.reward >= 1.0 for s in scored]))
+        return self._accuracy
+
+    def make_batch(self, collected: Collected) -> StepBatch:
+        """The samples as tensors, divided into mini-batches, ranks and micro-batches."""
+        with self.timers("advantages"):
+            return self.learner.make_batch(collected.scored)
+
+    def with_log_probs(self, batch: StepBatch) -> StepBatch:
+        """What actor, reference and critic say before the update."""
+        with self.timers("log_probs"):
+            return self.learner.with_log_probs(batch)
+
+    def with_advantages(self, collected: Collected, batch: StepBatch) -> StepBatch:
+        """What each token is worth."""
+        with self.timers("advantages"):
+            return self.learner.with_advantages(collected.scored, batch)
+
+    def update(self, step: int, batch: StepBatch) -> Learnt:
+        """One optimizer step per mini-batch and epoch."""
+        with self.timers("train"):
+            return self.learner.update(step, batch)
+
+    def save_if_due(self, step: int) -> None:
+        """A checkpoint every `--save-interval` steps."""
+        self._saver.save_if_due(step)
+
+    def record(
+        self,
+        step: int,
+        collected: Collected,
+        batch: StepBatch,
+        learnt: Learnt,
+    ) -> None:
+        """Write the step's metrics and samples, and move the bar.
+
+        Raises StoppedByAlarm on all ranks, once all is saved, if an alarm is to end the run.
+        """
+        stop = self._recorder.record(step, collected, batch, learnt, self._accuracy)
+        self._tracer.report()
+        if stop:
+            self._saver.save(step + 1)
+            logger.warning(
+                "[Health] stopped after step %d by --rl-on-alarm stop; go on with --load %s",
+                step,
+                self._saver.folder,
+            )
+            raise StoppedByAlarm
+
+    def finish(self) -> None:
+        """Evaluate the final policy, save, export, and write the summary."""
+        config = self._config
+        with self.manager as engine:
+            rollouts = self.sample_eval(config.num_steps, engine.weight_version)
+        accuracy = self.evaluate(config.num_steps, rollouts)
+        self._saver.save(config.num_steps)
+        if config.export_hf:
+            export(self._shards, self._job.checkpoint, Path(config.export_hf))
+        facts = run_facts(config.directory, self._saver.folder, config.export_hf)
+        self._recorder.finish(accuracy, facts)
+
+    def close(self) -> None:
+        """End what would outlive the run: reward processes, the engine, open files. Idempotent."""
+        self._watchdog.close()
+        self._tracer.close()
+        if self.learner.critic is not None:
+            self.learner.critic.close()
+        self._workers.close()
+        self._engine.close()
+        self._recorder.close()

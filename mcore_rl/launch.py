@@ -35,6 +35,8 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, r
 
 from mcore_rl.agreement import EXIT_ALARM, EXIT_USAGE
 
+logger = logging.getLogger(__name__)
+
 SHUTDOWN_SECONDS = 10
 # Enough for multiprocessing's trackers, which remove a dead rank's shared memory, to do their work.
 _LEFTOVER_SECONDS = 3
@@ -46,6 +48,8 @@ _SHUTDOWN_LOGGERS = (
     "torch.distributed.elastic.multiprocessing.api",
     "torch.distributed.elastic.agent.server.api",
 )
+# A socket's path may have 107 characters, of which Megatron's writer and vLLM need 55 below it.
+_LONGEST_TEMPORARY_FOLDER = 50
 # What torchrun ends the others with once one rank has failed; they say nothing about the failure.
 _SENT_BY_TORCHRUN = (-signal.SIGKILL, -signal.SIGTERM)
 
@@ -202,8 +206,18 @@ def _temporary_folder() -> Iterator[str]:
     What is kept there from one run to the next stays where it was.
     """
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", default_cache_dir())
-    # A short name: it is part of the paths of vLLM's sockets, which may have 107 characters.
-    with tempfile.TemporaryDirectory(prefix="mcore_rl_", ignore_cleanup_errors=True) as folder:
+    where = tempfile.gettempdir()
+    if len(where) > _LONGEST_TEMPORARY_FOLDER:
+        logger.warning(
+            "TMPDIR %s is longer than %d characters and leaves no room for the names of sockets: "
+            "the ranks use /tmp",
+            where,
+            _LONGEST_TEMPORARY_FOLDER,
+        )
+        where = "/tmp"
+    with tempfile.TemporaryDirectory(
+        dir=where, prefix="mcore_rl_", ignore_cleanup_errors=True
+    ) as folder:
         os.environ["TMPDIR"] = folder
         yield folder
 

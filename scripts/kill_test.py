@@ -18,6 +18,7 @@ one, bit for bit. Exit code 0 if all of that was so, else 1.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import hashlib
 import json
 import os
@@ -97,7 +98,7 @@ class Setting:
             *(sys.executable, *launcher, "-m", "mcore_rl.train"),
             *("--rl-hf-checkpoint", str(self.checkpoint)),
             *("--rl-prompts", str(self.checkpoint / "prompts" / "train.jsonl")),
-            *("--rl-reward", "arithmetic", "--rl-reward-workers", "1"),
+            *("--rl-reward", "scripts.varied_reward:score", "--rl-reward-workers", "1"),
             *("--rl-num-steps", str(self.num_steps), "--save-interval", str(SAVE_INTERVAL)),
             *("--rl-num-prompts-per-step", "4", "--rl-num-samples-per-prompt", "4"),
             *("--rl-max-prompt-tokens", "24", "--rl-max-response-tokens", "8"),
@@ -108,12 +109,14 @@ class Setting:
         ]
 
 
-def run(setting: Setting, folder: Path, kill: Kill | None = None) -> Ending:
+def run(
+    setting: Setting, folder: Path, kill: Kill | None = None, more: Sequence[str] = ()
+) -> Ending:
     """One start of a run, to its end or to its kill, and what it has left behind."""
     mark = f"{os.getpid()}-{time.monotonic_ns()}"
-    temporary = Path(tempfile.mkdtemp(dir=setting.work, prefix="t"))
+    temporary = Path(tempfile.mkdtemp(prefix="kill_"))  # sockets are made in it: short
     said = setting.work / f"killed.{mark}"
-    command = setting.command(folder)
+    command = [*setting.command(folder), *more]
     environment = {
         **os.environ,
         **{MARK: mark, "TMPDIR": str(temporary), "OMP_NUM_THREADS": "1"},
@@ -131,7 +134,7 @@ def run(setting: Setting, folder: Path, kill: Kill | None = None) -> Ending:
         said.unlink()
     if stray := processes_with(mark):
         ending.faults.append(f"{len(stray)} processes are left: {stray}")
-    if memory := set(os.listdir("/dev/shm")) - before:
+    if memory := set(os.listdir("/dev/shm")) - before - in_use_of_shared_memory():
         ending.faults.append(f"in /dev/shm is left: {sorted(memory)}")
     if files := [path.name for path in temporary.iterdir()]:
         ending.faults.append(f"in the temporary folder is left: {sorted(files)}")
@@ -149,6 +152,16 @@ def processes_with(mark: str) -> list[str]:
                 found.append(" ".join(process.cmdline())[:100])
         except psutil.Error:
             continue
+    return found
+
+
+def in_use_of_shared_memory() -> set[str]:
+    """Names in /dev/shm that some process has mapped: other runs may go on beside this one."""
+    found = set()
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            paths = [Path(area.path) for area in process.memory_maps()]
+            found |= {path.name for path in paths if path.parent == Path("/dev/shm")}
     return found
 
 
@@ -176,6 +189,12 @@ def weights(folder: Path) -> str:
     for file in files:
         digest.update(file.read_bytes())
     return digest.hexdigest() if files else "nothing was exported"
+
+
+def learns(folder: Path, num_steps: int) -> bool:
+    """Whether every step has changed the weights."""
+    metrics = read_metrics(folder / "metrics.jsonl")
+    return all(metrics[step]["grad_norm"] > 0 for step in range(num_steps))
 
 
 def stage_seconds(folder: Path) -> dict[str, float]:
@@ -226,6 +245,9 @@ def _test(args: argparse.Namespace, work: Path) -> int:
     whole = run(setting, work / "undisturbed")
     if whole.exit_code or whole.faults:
         console.print(whole.output[-6000:], whole.faults, "the undisturbed run failed", sep="\n")
+        return 1
+    if not learns(work / "undisturbed", args.steps):
+        console.print("some step has no gradient: equal weights would show nothing")
         return 1
     expected, seconds = weights(work / "undisturbed"), stage_seconds(work / "undisturbed")
     rng, num_bad = random.Random(args.seed), 0

@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import textwrap
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -24,8 +25,9 @@ SENTENCE = "mcore_rl: error: --some-flag 3 must be 4; change it"
 class Launcher:
     """Starts launchers on a program given as text, and tells what the ranks wrote."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, temporary: Path) -> None:
         self.folder = folder
+        self.temporary = temporary  # the launcher's TMPDIR
         self._started: list[subprocess.Popen[str]] = []
 
     def start(self, program: str, num_ranks: int, *flags: str) -> subprocess.Popen[str]:
@@ -54,7 +56,7 @@ class Launcher:
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
-            env={**os.environ, "TMPDIR": str(self.folder)},
+            env={**os.environ, "TMPDIR": str(self.temporary)},
         )
         self._started.append(process)
         return process
@@ -89,9 +91,10 @@ def wait_until(condition: Callable[[], bool]) -> None:
 
 @pytest.fixture
 def launcher(tmp_path: Path) -> Iterator[Launcher]:
-    launcher = Launcher(tmp_path)
-    yield launcher
-    launcher.end()
+    with tempfile.TemporaryDirectory() as temporary:  # the names of pytest's are too long
+        launcher = Launcher(tmp_path, Path(temporary))
+        yield launcher
+        launcher.end()
 
 
 @pytest.mark.parametrize(
@@ -264,7 +267,7 @@ def test_two_launches_side_by_side_get_ports_of_their_own(tmp_path: Path) -> Non
     launchers = []
     for folder in folders:
         folder.mkdir()
-        launchers.append(Launcher(folder))
+        launchers.append(Launcher(folder, folder))
     program = """
         here("port", os.environ["MASTER_PORT"])
         while not (folder / "leave").exists():
@@ -304,6 +307,21 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
+def test_launch_keeps_to_tmp_where_a_long_name_leaves_no_room_for_sockets(
+    launcher: Launcher, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    launcher.temporary = tmp_path / ("long" * 12)
+    launcher.temporary.mkdir()
+    program = """
+        import tempfile
+        here("folder", tempfile.gettempdir())
+    """
+    code, stderr = launcher.run(program, 1)
+    assert code == 0
+    assert Path((launcher.folder / "folder.0").read_text()).parent == Path("/tmp")
+    assert f"TMPDIR {launcher.temporary} is longer than 50 characters" in stderr
+
+
 def test_launch_leaves_no_files_in_the_temporary_folder(launcher: Launcher) -> None:
     program = """
         import tempfile
@@ -315,8 +333,8 @@ def test_launch_leaves_no_files_in_the_temporary_folder(launcher: Launcher) -> N
     code, _ = launcher.run(program, 1)
     assert code == 128 + signal.SIGKILL
     path = Path((launcher.folder / "path.0").read_text())
-    assert path.parent.parent == launcher.folder and not path.exists()
+    assert path.parent.parent == launcher.temporary and not path.exists()
     # What may be found again by the next run is not in what goes away.
     assert not Path((launcher.folder / "kept.0").read_text()).is_relative_to(path.parent)
-    left = {entry.name for entry in launcher.folder.iterdir()}
-    assert left == {"program.py", "path.0", "kept.0"}
+    assert {entry.name for entry in launcher.folder.iterdir()} == {"program.py", "path.0", "kept.0"}
+    assert not any(launcher.temporary.iterdir())

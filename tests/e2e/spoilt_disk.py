@@ -1,0 +1,44 @@
+"""Imported by `--rl-import`: a disk fills up, or becomes read-only, while a run goes on.
+
+MCORE_RL_TEST_DISK is a JSON object: `folder` (where the disk is mounted), `how` ("full" or
+"read-only"), `after` and `until` (the steps whose metrics are written last before and in that
+state; no `until`: it stays so).
+"""
+
+import contextlib
+import errno
+import json
+import os
+import subprocess
+from pathlib import Path
+
+from mcore_rl.run_parts.parts import Parts
+
+plan = json.loads(os.environ["MCORE_RL_TEST_DISK"])
+filler = Path(plan["folder"]) / "filler"
+record = Parts.record
+
+
+def spoil():
+    if plan["how"] == "read-only":
+        subprocess.run(["mount", "-o", "remount,ro", plan["folder"]], check=True)
+        return
+    with filler.open("wb", buffering=0) as file, contextlib.suppress(OSError):
+        size = 1 << 20
+        while size:
+            try:
+                file.write(bytes(size))
+            except OSError as error:
+                assert error.errno == errno.ENOSPC
+                size //= 2
+
+
+def record_and_spoil(self, step, *args):
+    record(self, step, *args)
+    if os.environ["RANK"] == "0" and step == plan["after"]:
+        spoil()
+    if os.environ["RANK"] == "0" and step == plan.get("until"):
+        filler.unlink()
+
+
+Parts.record = record_and_spoil

@@ -1,0 +1,149 @@
+"""What goes wrong in a whole run: it ends cleanly, or goes on, and loses nothing."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mcore_rl.resume import folders
+from mcore_rl.run_directory import read_metrics
+from tests.conftest import load_script
+from tests.e2e.recipe import task_flags
+from tests.rank_pool import ROOT, RankOutcome, RankPool
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+
+E2E = ROOT / "tests" / "e2e"
+SMALL = (
+    *("--tensor-model-parallel-size", "1", "--pipeline-model-parallel-size", "1"),
+    *("--rl-num-prompts-per-step", "4", "--rl-num-samples-per-prompt", "4"),
+    *("--rl-eval-interval", "0", "--rl-max-response-tokens", "8"),
+)
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Iterator[Path]:
+    """A disk of its own, small enough to fill."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=200m", "tmpfs", str(folder)]
+    if subprocess.run(mount, capture_output=True).returncode:
+        pytest.skip("mounting a small disk needs root's rights")
+    yield folder
+    subprocess.run(["umount", "--lazy", str(folder)], check=True)
+
+
+def run(
+    ranks: RankPool, checkpoint: Path, run_dir: Path, *more: str, disk: dict[str, Any] | None = None
+) -> list[RankOutcome]:
+    environment = {}
+    if disk is not None:
+        more = (*more, "--rl-import", str(E2E / "spoilt_disk.py"))
+        environment["MCORE_RL_TEST_DISK"] = json.dumps(disk)
+    return ranks.run_raw(
+        "tests.e2e.jobs:train",
+        world_size=2,
+        arguments={"tokens": task_flags(checkpoint, run_dir, *SMALL, *more)},
+        environment=environment,
+    )
+
+
+def said(outcomes: Sequence[RankOutcome]) -> str:
+    return "".join(outcome.output for outcome in outcomes)
+
+
+@pytest.mark.parametrize(
+    ("how", "reason"),
+    [("full", "No space left on device"), ("read-only", "Read-only file system")],
+)
+def test_a_disk_that_takes_no_checkpoint_ends_the_run_and_the_one_before_is_gone_on_from(
+    how: str,
+    reason: str,
+    disk: Path,
+    tmp_path: Path,
+    checkpoint_factory: Callable[..., Path],
+    ranks: RankPool,
+) -> None:
+    checkpoint, checkpoints = checkpoint_factory(), disk / "checkpoints"
+    flags = ("--save", str(checkpoints), "--save-interval", "1", "--load", str(checkpoints))
+    spoilt = {"folder": str(disk), "how": how, "after": 1}
+    steps = ("--rl-num-steps", "4")
+    outcomes = run(ranks, checkpoint, tmp_path / "run", *flags, *steps, disk=spoilt)
+    # All ranks, by themselves: nobody has waited for another until it was ended.
+    assert {outcome.exit_code for outcome in outcomes} == {1}, said(outcomes)[-6000:]
+    for rank, outcome in enumerate(outcomes):
+        assert f"rank {rank}: the run ended early" in outcome.output
+        assert reason in outcome.output
+    assert folders.complete_steps(checkpoints) == [2, 1]
+    assert folders.damage(checkpoints, 2) == []
+    assert sorted(read_metrics(tmp_path / "run" / "metrics.jsonl")) == [0, 1]
+
+    if how == "full":
+        (disk / "filler").unlink()
+    else:
+        subprocess.run(["mount", "-o", "remount,rw", str(disk)], check=True)
+    outcomes = run(ranks, checkpoint, tmp_path / "run", *flags, "--rl-num-steps", "3")
+    assert {outcome.exit_code for outcome in outcomes} == {0}, said(outcomes)[-6000:]
+    assert "[Resume] going on from step 2" in outcomes[0].output
+    assert folders.complete_steps(checkpoints)[0] == 3
+
+
+def test_a_full_disk_and_dying_reward_processes_do_not_stop_training(
+    disk: Path, tmp_path: Path, checkpoint_factory: Callable[..., Path], ranks: RankPool
+) -> None:
+    run_dir = disk / "run"
+    outcomes = run(
+        ranks,
+        checkpoint_factory(),
+        run_dir,
+        *("--rl-reward", "tests.e2e.deadly_reward:score", "--rl-num-steps", "4"),
+        *("--save", str(tmp_path / "checkpoints")),
+        disk={"folder": str(disk), "how": "full", "after": 0, "until": 2},
+    )
+    assert {outcome.exit_code for outcome in outcomes} == {0}, said(outcomes)[-6000:]
+    metrics = read_metrics(run_dir / "metrics.jsonl")
+    assert {0, 1, 2, 3} <= metrics.keys()  # the lines of the full disk's time came later
+    assert "No space left on device; its lines wait" in outcomes[0].output
+    assert "can be written again, and nothing is missing in it" in outcomes[0].output
+    failures = [metrics[step]["reward/failures"] for step in range(4)]
+    assert 0 < sum(failures) < 4 * 16, failures
+    with (run_dir / "rollouts.jsonl").open(encoding="utf-8") as file:
+        texts = [json.loads(line)["failure"] for line in file]
+    assert any(text and "ended its process: exit code 7" in text for text in texts), set(texts)
+
+
+def test_killed_runs_leave_nothing_and_go_on_to_the_same_weights(tmp_path: Path, capsys) -> None:
+    """Two of the kills that `python scripts/kill_test.py --kills 20` makes."""
+    code = load_script("kill_test").main(
+        ["--kills", "2", "--kills-per-run", "2", "--steps", "4", "--seed", "1"]
+        + ["--folder", str(tmp_path)]
+    )
+    said = capsys.readouterr().out
+    assert code == 0, said
+    assert "the rerun ends with the same weights" in said
+    assert "2 of 2 kills went as they should" in said
+
+
+def test_vllm_raising_while_it_generates_ends_all_ranks_and_names_the_one(tmp_path: Path) -> None:
+    """By the launcher, whose processes, shared memory and files are looked for afterwards."""
+    kill_test = load_script("kill_test")
+    checkpoint = kill_test.make_checkpoint(tmp_path / "checkpoint", size="micro")
+    setting = kill_test.Setting(checkpoint, tmp_path, num_processes=2, num_steps=4)
+    more = ("--rl-import", str(E2E / "engine_raises.py"), "--save-interval", "1")
+    ending = kill_test.run(setting, tmp_path / "run", more=more)
+    assert ending.exit_code == 1 and not ending.faults, (ending.faults, ending.output[-6000:])
+    assert "rank 1: the run ended early" in ending.output
+    assert "RuntimeError: the engine's kernel found an illegal address" in ending.output
+    assert "rank      : 1 " in ending.output  # torchrun's table
+    assert folders.complete_steps(tmp_path / "run" / "checkpoints") == [1]
+    assert folders.damage(tmp_path / "run" / "checkpoints", 1) == []
+    assert sorted(os.listdir(tmp_path / "run" / "checkpoints")) == [
+        "iter_0000001",
+        "latest_checkpointed_iteration.txt",
+    ]

@@ -70,12 +70,13 @@ class RankPool:
         world_size: int,
         arguments: dict[str, Any] | None = None,
         environment: dict[str, str] | None = None,
-        timeout_seconds: float = 300,
+        timeout_seconds: float = 450,
     ) -> list[RankOutcome]:
         """Call `module:function(**arguments)` on `world_size` ranks; results must be JSON."""
         self._num_jobs += 1
         files = [self._folder / f"{self._num_jobs}.{rank}" for rank in range(world_size)]
         shared = {
+            "TMPDIR": str(self._folder),
             **(environment or {}),
             "WORLD_SIZE": str(world_size),
             "LOCAL_WORLD_SIZE": str(world_size),
@@ -211,6 +212,7 @@ def _play(order: dict[str, Any], rank: dict[str, Any]) -> None:
     os.dup2(output, 1)
     os.dup2(output, 2)
     os.environ.update(rank["environment"])
+    tempfile.tempdir = None  # the parent's; what a rank leaves there goes with the pool
     code = 1
     try:
         module, name = order["function"].split(":")

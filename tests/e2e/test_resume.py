@@ -46,6 +46,13 @@ RUNS = {
         "--tensor-model-parallel-size 1 --pipeline-model-parallel-size 1 "
         "--expert-model-parallel-size 1",
     ),
+    "grpo, Megatron-FSDP": (
+        2,
+        "--rl-algorithm grpo --rl-kl-coef 0.05 --use-megatron-fsdp --ckpt-format fsdp_dtensor "
+        "--data-parallel-sharding-strategy optim_grads_params "
+        "--tensor-model-parallel-size 1 --pipeline-model-parallel-size 1 "
+        "--expert-model-parallel-size 1",
+    ),
 }
 
 
@@ -86,7 +93,8 @@ def run(
 ) -> Run:
     tokens = task_flags(checkpoint, folder, *COMMON, *flags.split())
     tokens += ["--rl-export-hf", str(folder / "exported")]
-    environment = {}
+    # Megatron-FSDP refuses one queue to the device.
+    environment = {"CUDA_DEVICE_MAX_CONNECTIONS": "8"} if "fsdp" in flags else {}
     if ends_after is not None:
         tokens += ["--rl-import", str(ROOT / "tests" / "e2e" / "end_at_step.py")]
         environment["MCORE_RL_TEST_END_AT_STEP"] = str(ends_after)

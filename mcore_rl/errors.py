@@ -1,4 +1,4 @@
-"""The exception type that means "the user can fix this", and the one that ends a run on request.
+"""The exception type that means "the user can fix this", and the one that ends a run as asked.
 
 Everything else that is raised is a fault of the program or of the machine, and keeps its traceback.
 """
@@ -13,5 +13,12 @@ class UsageError(ValueError):
     """
 
 
-class StoppedByAlarm(Exception):
-    """An alarm has ended the run, by `--rl-on-alarm stop`: everything is saved, and said."""
+class RunStopped(Exception):
+    """The run has ended before its last step, as asked: everything is saved, and said.
+
+    `exit_code` is what its processes are to end with.
+    """
+
+    def __init__(self, exit_code: int) -> None:
+        super().__init__(f"stopped as asked, with exit code {exit_code}")
+        self.exit_code = exit_code

@@ -38,8 +38,10 @@ from mcore_rl.agreement import EXIT_ALARM, EXIT_USAGE
 logger = logging.getLogger(__name__)
 
 SHUTDOWN_SECONDS = 10
-# Enough for multiprocessing's trackers, which remove a dead rank's shared memory, to do their work.
 _LEFTOVER_SECONDS = 3
+# For multiprocessing's trackers, which remove a dead rank's shared memory and then end: at once,
+# unless the machine is busy.
+_TRACKER_SECONDS = 20
 _PR_SET_CHILD_SUBREAPER = 36
 # Besides SIGTERM, which torchrun may handle.
 _OTHER_ENDING_SIGNALS = (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
@@ -165,13 +167,18 @@ def _end_leftovers() -> None:
     for number in (signal.SIGTERM, *_OTHER_ENDING_SIGNALS):
         signal.signal(number, signal.SIG_IGN)
     this = psutil.Process()
-    ranks = [child for child in this.children() if not _is_tracker(child)]
     below = this.children(recursive=True)
-    for processes in (ranks, below):
+    others = [process for process in below if not _is_tracker(process)]
+    ranks = [child for child in this.children() if child in others]
+    for processes, seconds in (
+        (ranks, _LEFTOVER_SECONDS),
+        (others, _TRACKER_SECONDS),
+        (below, _LEFTOVER_SECONDS),
+    ):
         for process in processes:
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
-        psutil.wait_procs(below, timeout=_LEFTOVER_SECONDS)
+        psutil.wait_procs(below, timeout=seconds)
 
 
 def _is_tracker(process: psutil.Process) -> bool:

@@ -15,9 +15,9 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from mcore_rl.agreement import EXIT_ALARM, leave_together
+from mcore_rl.agreement import leave_together
 from mcore_rl.builders import check_data
-from mcore_rl.errors import StoppedByAlarm
+from mcore_rl.errors import RunStopped
 from mcore_rl.roles.ranks import ACTOR
 from mcore_rl.run_output import log_file, setup_logging
 from mcore_rl.run_parts.building import build_parts, serve
@@ -46,7 +46,8 @@ def run(args: argparse.Namespace, model_provider: Callable[..., Any] | None = No
 
     `args` are Megatron's, with the flags of `mcore_rl.add_rl_args`; `model_provider` is the fork's
     own (default: the model that config.json describes). Collective. A user's mistake ends every
-    rank with exit code 2.
+    rank with exit code 2. Raises RunStopped on all ranks if an alarm or a flag of Megatron ends the
+    run early.
     """
     setup_logging()
     job = job_from_args(args, also_check=check_data)
@@ -71,9 +72,9 @@ def main(tokens: list[str] | None = None) -> None:
         parts = build_parts(job, log=log)
         try:
             train(job, parts)
-        except StoppedByAlarm:
+        except RunStopped as stopped:
             parts.close()
-            leave_together(EXIT_ALARM)
+            leave_together(stopped.exit_code)
         except BaseException:
             # Said now: the launcher ends this process while others are still being torn down.
             rank = os.environ.get("RANK", "0")

@@ -8,19 +8,21 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 
+from mcore_rl.agreement import EXIT_ALARM
 from mcore_rl.checkpoint import export
 from mcore_rl.collector import Collected, Collector
 from mcore_rl.data import PromptDataset
-from mcore_rl.errors import StoppedByAlarm
+from mcore_rl.errors import RunStopped
 from mcore_rl.hybrid_engine.sharding_manager import MegatronVLLMShardingManager
 from mcore_rl.hybrid_engine.vllm_engine import VLLMEngine
 from mcore_rl.learner import Learner, Learnt
 from mcore_rl.progress import run_facts
 from mcore_rl.rollout import RolloutWorkers
+from mcore_rl.run_parts.early_exit import EarlyExit
 from mcore_rl.run_parts.recorder import RunRecorder
 from mcore_rl.run_parts.saver import RunSaver
 from mcore_rl.stage_timers import StageTimers
@@ -60,6 +62,7 @@ class Parts:
         self.learner, self.manager, self._collector = learner, manager, collector
         self.timers, self._watchdog, self._tracer = timers, watchdog, tracer
         self._saver, self._recorder = saver, recorder
+        self._early_exit = EarlyExit(job.args)
 
     def collect(self, weight_version: int) -> Collected:
         """A step's samples with their rewards; in rollout mode."""
@@ -122,18 +125,23 @@ class Parts:
     ) -> None:
         """Write the step's metrics and samples, and move the bar.
 
-        Raises StoppedByAlarm on all ranks, once all is saved, if an alarm is to end the run.
+        Raises RunStopped on all ranks, once all is saved, if an alarm is to end the run, or a flag
+        of Megatron before the last step.
         """
-        stop = self._recorder.record(step, collected, batch, learnt, self._accuracy)
+        alarm = self._recorder.record(step, collected, batch, learnt, self._accuracy)
         self._tracer.report()
-        if stop:
-            self._saver.save(step + 1)
-            logger.warning(
-                "[Health] stopped after step %d by --rl-on-alarm stop; go on with --load %s",
-                step,
-                self._saver.folder,
-            )
-            raise StoppedByAlarm
+        if alarm:
+            self._stop(step, "[Health]", "--rl-on-alarm stop", EXIT_ALARM)
+        if step + 1 < self._config.num_steps and (reason := self._early_exit.reason(step + 1)):
+            self._stop(step, "[Exit]", reason, 0)
+
+    def _stop(self, step: int, who: str, reason: str, exit_code: int) -> NoReturn:
+        self._saver.save(step + 1)
+        folder = self._saver.folder
+        logger.info(
+            "%s stopped after step %d by %s; go on with --load %s", who, step, reason, folder
+        )
+        raise RunStopped(exit_code)
 
     def finish(self) -> None:
         """Evaluate the final policy, save, export, and write the summary."""

@@ -51,6 +51,8 @@ setup(
             "scipy",
             "types-PyYAML",
         ],
+        # Metrics to Weights & Biases as well, by --wandb-project; the version that was tried.
+        "wandb": ["wandb>=0.31"],
     },
     entry_points={
         "console_scripts": ["mcore-rl = mcore_rl.cli:main"],

@@ -46,6 +46,7 @@ from mcore_rl.hybrid_engine.sharding_manager import TO_ROLLOUT, ReshardReport, l
 from mcore_rl.hybrid_engine.vllm_engine import VLLMEngine
 from mcore_rl.learner import Learner, Learnt
 from mcore_rl.memory_report import memory_lines
+from mcore_rl.metric_sinks import WandbRun
 from mcore_rl.moe.expert_load import ExpertLoad
 from mcore_rl.progress import RunProgress, run_facts
 from mcore_rl.resume.folders import iteration_name
@@ -141,7 +142,10 @@ class Parts:
         if self._rank == 0:
             everything = {**vars(job.args), **dataclasses.asdict(job.config)}
             self.directory = RunDirectory(
-                job.config.directory, everything, first_step=self.first_step
+                job.config.directory,
+                everything,
+                first_step=self.first_step,
+                wandb=WandbRun.from_flags(vars(job.args)),
             )
         self.progress = RunProgress(
             num_steps=job.config.num_steps,

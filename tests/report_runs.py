@@ -128,6 +128,7 @@ def write_hostile_run(place: Path) -> Path:
     directory = RunDirectory(folder, {"num_steps": 50, _ACTS: _ACTS}, first_step=1)
     for step, rollout in enumerate([*rollouts, rollouts[0]], 1):
         parts = {f"reward/{_ACTS}/mean": 0.5, f"{_ACTS}/{_ACTS}": 1.0, "reward/mean": 0.5}
+        parts["entropy"] = 0.5
         directory.write_step(StepStats(step, parts))
         directory.write_rollouts(step, [rollout])
         logging.getLogger("mcore_rl").warning("[Health] step %d, entropy: %s", step, _ACTS)

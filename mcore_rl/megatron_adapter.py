@@ -43,6 +43,7 @@ warnings.filterwarnings(
 
 
 _QUEUES = "CUDA_DEVICE_MAX_CONNECTIONS"
+_WANDB_PROJECT = "--wandb-project"
 _chosen_here: set[str] = set()  # variables that the user has not set
 
 
@@ -135,13 +136,23 @@ def initialize(
     from megatron.training.initialize import initialize_megatron
 
     saved = sys.argv
-    sys.argv = [program, *tokens]
+    # Megatron would start Weights & Biases on the last rank, and let a failure of it end the job;
+    # the run directory does so on rank 0. The last one of a flag counts.
+    sys.argv = [program, *tokens, _WANDB_PROJECT, ""]
     try:
-        parse_and_validate_args(extra_args_provider=extra_args)
+        args = parse_and_validate_args(extra_args_provider=extra_args)
     finally:
         sys.argv = saved
+    args.wandb_project = _wandb_project(tokens)
     initialize_megatron(allow_no_cuda=not torch.cuda.is_available(), store=store)
     return get_args()
+
+
+def _wandb_project(tokens: Sequence[str]) -> str | None:
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument(_WANDB_PROJECT)
+    project: str | None = parser.parse_known_args(list(tokens))[0].wandb_project
+    return project
 
 
 def train_layout(args: argparse.Namespace) -> TrainLayout:

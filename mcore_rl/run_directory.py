@@ -3,7 +3,7 @@
 Rank 0 writes, the others keep silent. Names of files and metrics are the run directory's contract:
 `metrics.jsonl` (one object a step), `rollouts.jsonl`, `run.log`, `config.yaml`, `summary.json`,
 `tensorboard/`. Nothing here stops training: lines that cannot be written wait until they can, and
-what else fails is said once.
+what else fails is said once. Other places for metrics: `metric_sinks`.
 """
 
 from __future__ import annotations
@@ -12,13 +12,16 @@ import contextlib
 import io
 import json
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from mcore_rl.types import ScoredRollout, StepStats
+from mcore_rl.metric_sinks import WandbRun, tensorboard_sink, wandb_sink
+
+if TYPE_CHECKING:  # it imports torch, and `mcore-rl report` reads here without
+    from mcore_rl.types import ScoredRollout, StepStats
 
 logger = logging.getLogger(__name__)
 
@@ -33,7 +36,15 @@ class RunDirectory:
     does again stands there twice; the later line of a step counts, as in TensorBoard.
     """
 
-    def __init__(self, folder: Path, config: Mapping[str, Any], *, first_step: int = 0) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        config: Mapping[str, Any],
+        *,
+        first_step: int = 0,
+        wandb: WandbRun | None = None,
+    ) -> None:
+        """`config` is everything resolved; `wandb` has metrics go to Weights & Biases as well."""
         self.folder = Path(folder)
         self.folder.mkdir(parents=True, exist_ok=True)
         self.history: dict[str, list[tuple[int, float]]] = {}
@@ -42,16 +53,21 @@ class RunDirectory:
                 self._remember(step, metrics)
         self._metrics = PatientFile(self.folder / "metrics.jsonl")
         self._rollouts = PatientFile(self.folder / "rollouts.jsonl")
-        self._tensorboard = _TensorBoard(self.folder / "tensorboard", first_step)
-        text = yaml.safe_dump(_plain(config), sort_keys=True, allow_unicode=True)
+        plain = _plain(config)
+        text = yaml.safe_dump(plain, sort_keys=True, allow_unicode=True)
         self._replace("config.yaml", text)
         self._log = _LogHandler(PatientFile(self.folder / "run.log"))
         logging.getLogger("mcore_rl").addHandler(self._log)
+        # After the log, which is to have what they say.
+        self._sinks = [tensorboard_sink(self.folder / "tensorboard", first_step)]
+        if wandb is not None:
+            self._sinks.append(wandb_sink(wandb, self.folder, plain, first_step))
 
     def write_step(self, stats: StepStats) -> None:
-        """Append one line to metrics.jsonl and one point a metric to TensorBoard."""
+        """Append one line to metrics.jsonl and one point a metric to each sink."""
         self._metrics.write(json.dumps({"step": stats.step, **stats.metrics}) + "\n")
-        self._tensorboard.write(stats)
+        for sink in self._sinks:
+            sink.write(stats.step, stats.metrics)
         self._remember(stats.step, stats.metrics)
 
     def _remember(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -92,11 +108,12 @@ class RunDirectory:
 
     def close(self) -> None:
         """Close the files; nothing may be written afterwards."""
-        logging.getLogger("mcore_rl").removeHandler(self._log)
-        self._log.close()
         self._metrics.close()
         self._rollouts.close()
-        self._tensorboard.close()
+        for sink in self._sinks:
+            sink.close()
+        logging.getLogger("mcore_rl").removeHandler(self._log)
+        self._log.close()
 
     def _replace(self, name: str, text: str) -> None:
         try:
@@ -178,46 +195,6 @@ class _LogHandler(logging.Handler):
     def close(self) -> None:
         self._file.close()
         super().close()
-
-
-class _TensorBoard:
-    """Points for TensorBoard, as long as it takes them."""
-
-    def __init__(self, folder: Path, first_step: int) -> None:
-        self._folder = folder
-        self._writer: Any = None
-
-        def open_writer() -> None:
-            from torch.utils.tensorboard import SummaryWriter
-
-            self._writer = SummaryWriter(str(folder), purge_step=first_step or None)
-
-        self._try(open_writer)
-
-    def write(self, stats: StepStats) -> None:
-        if self._writer is None:
-            return
-
-        def add() -> None:
-            for name, value in stats.metrics.items():
-                self._writer.add_scalar(name, value, stats.step)
-
-        self._try(add)
-
-    def close(self) -> None:
-        if self._writer is not None:
-            self._try(self._writer.close)
-
-    def _try(self, work: Callable[[], None]) -> None:
-        try:
-            work()
-        except Exception as error:  # whatever it is, training is worth more
-            self._writer = None
-            logger.warning(
-                "TensorBoard gets no further points in %s (%r); metrics.jsonl has them all",
-                self._folder,
-                error,
-            )
 
 
 def read_metrics(path: Path) -> dict[int, dict[str, float]]:

@@ -34,6 +34,7 @@ from mcore_rl.checks.derived_flags import DerivedFlags, derive_flags
 from mcore_rl.checks.fsdp import check_fsdp
 from mcore_rl.checks.layout import check_batches, check_layout, check_rollout, check_stages
 from mcore_rl.checks.megatron import check_megatron_accepts
+from mcore_rl.checks.wandb_flags import check_wandb
 from mcore_rl.critic_startup import check_critic, check_critic_of_fork
 from mcore_rl.errors import UsageError
 from mcore_rl.families import family_of
@@ -136,6 +137,7 @@ def check_command_line(tokens: Sequence[str], *, has_cuda: bool) -> Checked:
     check_ranges(config)
     check_reward_model_flags(config)
     check_outputs(config, given)
+    check_wandb(given)
     shape, checkpoint = read_checkpoint(config)
     check_lengths(config, shape, cp_size=given.get("context_parallel_size", 1))
     derived = derive_flags(shape, config, given, parser=parser, has_cuda=has_cuda)
@@ -206,6 +208,7 @@ def check_parsed_args(args: argparse.Namespace, *, has_cuda: bool) -> Checked:
     config, values = RLConfig.from_args(args), vars(args)
     check_ranges(config)
     check_outputs(config, values)
+    check_wandb(values)
     shape, checkpoint = read_checkpoint(config)
     check_lengths(config, shape, cp_size=args.context_parallel_size)
     wanted = given_values(megatron_flags(shape), make_parser())
@@ -354,6 +357,8 @@ def check_outputs(config: RLConfig, values: Mapping[str, Any]) -> None:
     if _rank() == 0:  # nobody else writes there
         flag = f"--rl-run-dir {config.run_dir}" if config.run_dir else "--rl-run-name"
         _check_writable(config.directory, flag)
+        if folder := values.get("wandb_save_dir"):
+            _check_writable(Path(folder), f"--wandb-save-dir {folder}")
     if values.get("save"):
         _check_writable(Path(values["save"]), f"--save {values['save']}")
     if config.export_hf:

@@ -16,6 +16,7 @@ from mcore_rl.health_watch import HealthWatch
 from mcore_rl.hybrid_engine.reshard_report import OffloadLog
 from mcore_rl.hybrid_engine.sharding_manager import TO_ROLLOUT, ReshardReport, log_reshard
 from mcore_rl.learner import Learnt
+from mcore_rl.metric_sinks import WandbRun
 from mcore_rl.moe.expert_load import ExpertLoad
 from mcore_rl.progress import RunProgress
 from mcore_rl.rewards.parts import part_metrics
@@ -52,7 +53,12 @@ class RunRecorder:
         self._directory: RunDirectory | None = None
         if is_first:
             everything = {**vars(job.args), **dataclasses.asdict(job.config)}
-            self._directory = RunDirectory(job.config.directory, everything, first_step=first_step)
+            self._directory = RunDirectory(
+                job.config.directory,
+                everything,
+                first_step=first_step,
+                wandb=WandbRun.from_flags(vars(job.args)),
+            )
         self._progress = RunProgress(
             num_steps=job.config.num_steps, first_step=first_step, enabled=is_first
         )

@@ -189,6 +189,11 @@ MEGATRON = [
 
 OUTPUTS = [
     Case(
+        "wandb_without_a_project",
+        ["--wandb-entity we has no effect without --wandb-project", "add it or drop it"],
+        more="--wandb-entity we",
+    ),
+    Case(
         "export_would_replace",
         ["--rl-export-hf {here}/export is there already", "would be replaced", "name a new folder"],
         more="--rl-export-hf {here}/export",

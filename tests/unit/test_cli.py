@@ -248,11 +248,13 @@ def test_command_that_cannot_be_read_gets_one_sentence(
 
 def test_help_lists_commands_and_flags(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--help"]) == 0
-    assert "plan" in capsys.readouterr().out
-    with pytest.raises(SystemExit) as leave:
-        main(["plan", "--help"])
-    assert leave.value.code == 0
-    assert "--hf-config" in capsys.readouterr().out
+    commands = capsys.readouterr().out
+    for command, flag in (("plan", "--hf-config"), ("report", "OTHER_RUN_DIR")):
+        assert command in commands
+        with pytest.raises(SystemExit) as leave:
+            main([command, "--help"])
+        assert leave.value.code == 0
+        assert flag in capsys.readouterr().out
 
 
 # ----------------------------------------------------------------------------------------- the page

@@ -295,9 +295,9 @@ def test_requirements_pin_what_setup_py_asks_for(requirements: str) -> None:
         for keyword in ast.walk(ast.parse((ROOT / "setup.py").read_text()))
         if isinstance(keyword, ast.keyword)
     }
-    # The other extra, what benchmarks compare with, is nobody's need and not set up.
+    # The other extras, what benchmarks compare with and Weights & Biases, are not set up.
     extras = ast.literal_eval(arguments["extras_require"])
-    assert set(extras) == {"test", "bench"}
+    assert set(extras) == {"test", "bench", "wandb"}
     asked = {
         name.lower() for name in [*ast.literal_eval(arguments["install_requires"]), *extras["test"]]
     }

@@ -1,0 +1,172 @@
+"""Where metrics go beside metrics.jsonl: TensorBoard, and Weights & Biases where it is asked for.
+
+Both get the names and steps of metrics.jsonl. Neither may stop training: what one of them raises is
+said once, and it gets no further points.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import secrets
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+logger = logging.getLogger(__name__)
+
+# Seconds, of which Weights & Biases waits as much for its server, or for a login, before the run
+# begins, and to upload what is left at its end. What was not uploaded is on the disk.
+_INIT_SECONDS = 60
+_FINISH_SECONDS = 120
+# The run of Weights & Biases that a run which goes on adds to; in the run directory.
+_RUN_ID_FILE = "wandb_run_id"
+
+
+class Backend(Protocol):
+    """What takes points; may raise anything at any time."""
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class MetricSink:
+    """Hands each step's metrics to a backend, until that has failed once. Raises nothing.
+
+    `title` and `place` are for the sentence that is said then.
+    """
+
+    def __init__(self, title: str, place: str, start: Callable[[], Backend]) -> None:
+        self._title, self._place = title, place
+        self._backend: Backend | None = None
+        self._try(lambda: setattr(self, "_backend", start()))
+
+    def write(self, step: int, metrics: Mapping[str, float]) -> None:
+        """One point a metric."""
+        if (backend := self._backend) is not None:
+            self._try(lambda: backend.log(step, metrics))
+
+    def close(self) -> None:
+        """Have the backend finish; it gets nothing afterwards."""
+        backend, self._backend = self._backend, None
+        if backend is not None:
+            self._try(backend.close)
+
+    def _try(self, work: Callable[[], None]) -> None:
+        try:
+            work()
+        except (Exception, SystemExit) as error:  # whatever it is, training is worth more
+            self._backend = None
+            logger.warning(
+                "%s gets no further points in %s (%r); metrics.jsonl has them all",
+                self._title,
+                self._place,
+                error,
+            )
+
+
+def tensorboard_sink(folder: Path, first_step: int) -> MetricSink:
+    """Event files in `folder`; of a run that goes on, points from `first_step` on are replaced."""
+    return MetricSink("TensorBoard", str(folder), lambda: _TensorBoard(folder, first_step))
+
+
+class _TensorBoard:
+    def __init__(self, folder: Path, first_step: int) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._writer = SummaryWriter(str(folder), purge_step=first_step or None)
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        for name, value in metrics.items():
+            self._writer.add_scalar(name, value, step)
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+@dataclass(frozen=True, slots=True)
+class WandbRun:
+    """What Megatron's `--wandb-*` flags say."""
+
+    project: str
+    name: str | None = None  # default: the run directory's
+    entity: str | None = None  # default: the user's own
+    save_dir: str | None = None  # default: the run directory
+
+    @staticmethod
+    def from_flags(values: Mapping[str, Any]) -> WandbRun | None:
+        """None where no project is named."""
+        if not values.get("wandb_project"):
+            return None
+        return WandbRun(
+            project=values["wandb_project"],
+            name=values.get("wandb_exp_name") or None,
+            entity=values.get("wandb_entity") or None,
+            save_dir=values.get("wandb_save_dir") or None,
+        )
+
+
+def wandb_sink(
+    run: WandbRun, folder: Path, config: Mapping[str, Any], first_step: int
+) -> MetricSink:
+    """A run of Weights & Biases for the run directory `folder`.
+
+    A run that goes on adds to its former one; of a step that is done twice Weights & Biases keeps
+    the first. Waits no longer than `_INIT_SECONDS` for a server.
+    """
+    return MetricSink(
+        "Weights & Biases",
+        f"project {run.project}",
+        lambda: _Wandb(run, folder, config, first_step),
+    )
+
+
+class _Wandb:
+    def __init__(
+        self, run: WandbRun, folder: Path, config: Mapping[str, Any], first_step: int
+    ) -> None:
+        import wandb
+
+        run_id = _run_id(folder / _RUN_ID_FILE, goes_on=first_step > 0)
+        save_dir = Path(run.save_dir or folder)
+        save_dir.mkdir(parents=True, exist_ok=True)
+        self._run = wandb.init(
+            project=run.project,
+            entity=run.entity,
+            name=run.name or folder.absolute().name,
+            id=run_id,
+            resume="allow",
+            dir=save_dir,
+            config=dict(config),
+            # A fork may have a run of its own in this process.
+            reinit="create_new",
+            settings=wandb.Settings(
+                init_timeout=_INIT_SECONDS,
+                login_timeout=_INIT_SECONDS,
+                finish_timeout=_FINISH_SECONDS,
+                # The console is the progress bar's; its text is in run.log.
+                console="off",
+                quiet=True,
+            ),
+        )
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        self._run.log(dict(metrics), step=step)
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+def _run_id(path: Path, *, goes_on: bool) -> str:
+    """That of the run which goes on; a run that begins in a folder again is another one."""
+    if goes_on and path.is_file() and (found := path.read_text(encoding="utf-8").strip()):
+        return found
+    run_id = secrets.token_hex(4)
+    with contextlib.suppress(OSError):  # then only a run that goes on is a new one
+        temporary = path.with_suffix(".new")
+        temporary.write_text(run_id + "\n", encoding="utf-8")
+        os.replace(temporary, path)
+    return run_id

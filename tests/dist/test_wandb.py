@@ -1,0 +1,24 @@
+"""Megatron's `--wandb-*` flags start Weights & Biases once, and not in Megatron."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tests.dist.layouts import job_flags
+from tests.rank_pool import RankPool
+
+
+def test_megatron_does_not_start_wandb_and_the_project_is_kept(
+    ranks: RankPool, checkpoint_factory, tmp_path: Path
+) -> None:
+    """Megatron would on its last rank, and would let the error end the job."""
+    (tmp_path / "wandb.py").write_text("def init(**values):\n    raise ConnectionError\n")
+    [found] = ranks.run(
+        "tests.dist.wandb_jobs:started_with_a_project",
+        world_size=1,
+        arguments={
+            "flags": job_flags(checkpoint_factory(), "tp1_pp1_ep1"),
+            "packages": str(tmp_path),
+        },
+    )
+    assert found == {"project": "sums", "writer": "None"}

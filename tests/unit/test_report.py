@@ -1,0 +1,243 @@
+"""`mcore-rl report`: what its page says, that it is whole, and that texts cannot act in it.
+
+test_report_browser.py opens it.
+"""
+
+from __future__ import annotations
+
+import html.parser
+import json
+import random
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from mcore_rl.cli import main
+from mcore_rl.health import RULES
+from mcore_rl.report.charts import charts_of
+from mcore_rl.report.command import read_runs
+from mcore_rl.report.figures import headlines
+from mcore_rl.report.panels import SECTIONS
+from mcore_rl.report.tables import metric_rows, settings_of
+from mcore_rl.report.thinning import MAX_POINTS
+from mcore_rl.stage_timers import STAGES
+from tests.report_runs import step_metrics, write_hostile_run, write_run
+
+PANELS = {panel.key: panel for section in SECTIONS for panel in section.panels}
+
+
+class Page(html.parser.HTMLParser):
+    """The elements of a page with their attributes, and the text of those that are shown."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(convert_charrefs=True)
+        self.elements: list[tuple[str, dict[str, str | None]]] = []
+        self.shown: list[str] = []
+        self.raw: dict[str, str] = {}  # id -> what a script element holds
+        self._script: str | None = None
+        self.feed(text)
+        self.text = " ".join(" ".join(self.shown).split())
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.elements.append((tag, dict(attrs)))
+        self._script = (dict(attrs).get("id") or tag) if tag in ("script", "style") else None
+
+    def handle_endtag(self, tag: str) -> None:
+        self._script = None
+
+    def handle_data(self, data: str) -> None:
+        if self._script is None:
+            self.shown.append(data)
+        else:
+            self.raw[self._script] = self.raw.get(self._script, "") + data
+
+
+def report(*tokens: Path | str) -> Page:
+    assert main(["report", *map(str, tokens)]) == 0
+    target = Path(tokens[tokens.index("-o") + 1]) if "-o" in tokens else None
+    return Page((target or Path(tokens[0]) / "report.html").read_text(encoding="utf-8"))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_run(tmp_path_factory.mktemp("runs") / "first")
+
+
+@pytest.fixture(scope="module")
+def other(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    config = {"kl_coef": 0.05, "lr": 2e-6}
+    target = tmp_path_factory.mktemp("runs") / "second"
+    return write_run(target, seed=1, num_steps=40, asked=60, config=config, finish=False)
+
+
+@pytest.fixture(scope="module")
+def page(folder: Path) -> Page:
+    return report(folder)
+
+
+def test_all_that_a_run_measures_is_drawn_and_in_the_table(page: Page) -> None:
+    figures = json.loads(page.raw["figures"])
+    drawn = [attrs["data-figure"] for _, attrs in page.elements if "data-figure" in attrs]
+    assert sorted(drawn) == sorted(figures)
+    asked = "reward accuracy kl entropy mismatch lengths stages throughput handover-bytes "
+    asked += "host-memory device-memory grad-norm value-loss imbalance alarms"
+    assert set(asked.split()) <= set(drawn)
+    for name in step_metrics(0, 60, random.Random(0)):
+        assert name in page.text
+    assert "Without a value yet" not in page.text
+
+
+def test_headlines_say_what_the_numbers_are(folder: Path) -> None:
+    found = {line.title: line.figures[0] for line in headlines(read_runs([folder]))}
+    assert found["Steps"].value == "60 of 60" and found["Steps"].beneath == "finished"
+    assert found["Held-out accuracy"].value == "30.0 % → 81.0 %"
+    assert found["Hand-over a step"].value == "41.1 GB"
+    assert found["Hand-over a step"].beneath == "1.00 x the lower bound; 60 of 60 attested"
+    assert found["Alarms"].beneath == "1 lasting; entropy"
+    assert found["Memory"].value == "71.0 GB"
+
+
+def test_first_last_and_best_are_those_of_the_metrics(folder: Path) -> None:
+    [run] = read_runs([folder])
+    rows = {row.metric: row.cells for row in metric_rows([run])}
+    values = run.series("reward/mean")[1]
+    first, last, best = rows["reward/mean"]
+    assert (first, last) == (f"{values[0]:.4g}", f"{values[-1]:.4g}")
+    assert best == f"{values.max():.4g} @ {values.argmax()}"
+    assert rows["eval/accuracy"][1] == "81.0 %"
+    assert rows["entropy"][2] == "–"  # neither high nor low is good
+    assert rows["reshard/received_bytes_max"][0] == "41.1 GB"
+
+
+def test_stages_are_stacked_once_each_and_together_are_the_step(folder: Path) -> None:
+    names = [name for name, _ in PANELS["stages"].metrics]
+    assert {f"time/{stage}_seconds" for stage in STAGES} <= set(names)
+    assert len(names) == len(set(names))
+    [run] = read_runs([folder])
+    [chart] = charts_of(PANELS["stages"], [run])
+    stacked = np.sum([trace.y for trace in chart.figure.data], axis=0)
+    np.testing.assert_allclose(stacked, run.series("time/step_seconds")[1], rtol=1e-5)
+    other = next(trace for trace in chart.figure.data if trace.name == "other")
+    np.testing.assert_allclose(other.y, 0.05, atol=1e-4)
+
+
+def test_an_alarm_is_marked_on_the_chart_of_its_metric(folder: Path) -> None:
+    drawn = {name for panel in PANELS.values() for name, _ in panel.metrics}
+    assert {rule.metric for rule in RULES} <= drawn
+    [run] = read_runs([folder])
+    [chart] = charts_of(PANELS["entropy"], [run])
+    [mark] = [trace for trace in chart.figure.data if trace.name == "alarm"]
+    assert mark.x == (30,) and mark.y == (pytest.approx(run.values["entropy"][30]),)
+    assert "lower --lr" in mark.text[0].replace("<br>", " ")
+    assert not charts_of(PANELS["kl"], [run])[0].has_marks
+
+
+def test_comparison_has_both_runs_and_what_differs_first(folder: Path, other: Path, tmp_path: Path):
+    page = report(folder, other, "-o", tmp_path / "both.html")
+    assert not (other / "report.html").exists()
+    figures = json.loads(page.raw["figures"])
+    assert [trace["name"] for trace in figures["kl"]["data"]] == ["first", "second"]
+    heights = [figures[f"stages-{run}"]["layout"]["yaxis"]["range"] for run in (0, 1)]
+    assert heights[0] == heights[1]
+    differing, alike = settings_of(read_runs([folder, other]))
+    assert [row.name for row in differing.rows] == ["--rl-kl-coef", "lr"]
+    assert differing.rows[0].cells == ("0.01", "0.05")
+    assert "--rl-num-steps" in {row.name for row in alike.rows}
+    assert page.text.index("What differs") < page.text.index("What is alike")
+
+
+def test_settings_that_are_no_defaults_come_first(folder: Path) -> None:
+    ours, theirs = settings_of(read_runs([folder]))
+    assert [row.name for row in ours.rows[: ours.num_first]] == ["--rl-num-steps", "--rl-kl-coef"]
+    assert [row.name for row in theirs.rows] == ["lr", "tensor_model_parallel_size"]
+
+
+def test_page_needs_nothing_beside_itself(page: Page) -> None:
+    for tag, attrs in page.elements:
+        assert tag not in ("iframe", "object", "embed", "base", "form"), tag
+        for name in ("src", "href", "srcset", "data", "action", "poster", "background"):
+            assert (attrs.get(name) or "#").startswith(("#", "data:,")), (tag, attrs)
+    assert not re.search(r"@import|url\(", page.raw["style"])
+    policies = [a for t, a in page.elements if t == "meta" and "http-equiv" in a]
+    assert "default-src 'none'" in (policies[0]["content"] or "")
+
+
+def test_texts_of_a_run_stay_texts(tmp_path: Path) -> None:
+    page = report(write_hostile_run(tmp_path), "-o", tmp_path / "page.html")
+    nonces = [a.get("nonce") for tag, a in page.elements if tag == "script"]
+    assert len(nonces) == 3 and sum(nonce is not None for nonce in nonces) == 1
+    assert not [tag for tag, _ in page.elements if tag in ("img", "svg", "b-hostile")]
+    assert not [a for _, a in page.elements if any(name.startswith("on") for name in a)]
+    assert "<script>window.hacked" in page.text and "{{ 7 * 7 }}" in page.text
+    assert "\u2400" in page.text and "\x00" not in page.text
+    names = [t.get("name", "") for f in json.loads(page.raw["figures"]).values() for t in f["data"]]
+    assert names and not any("<" in name for name in names)
+
+
+@pytest.mark.parametrize("content", ["", '{"step": 0, "rew'])
+def test_page_of_a_run_that_has_just_begun_says_what_is_missing(
+    tmp_path: Path, content: str
+) -> None:
+    (tmp_path / "metrics.jsonl").write_text(content)
+    page = report(tmp_path)
+    for said in ("metrics.jsonl has no step yet", "config.yaml is not there", "Read in part."):
+        assert said in page.text
+    assert json.loads(page.raw["figures"]) == {}
+
+
+def test_page_of_5000_steps_takes_seconds_and_stays_small(tmp_path: Path) -> None:
+    rng = random.Random(0)
+    with (tmp_path / "metrics.jsonl").open("w") as file:
+        for step in range(5000):
+            file.write(json.dumps({"step": step, **step_metrics(step, 5000, rng)}) + "\n")
+    started = time.process_time()
+    page = report(tmp_path)
+    assert time.process_time() - started < 30
+    assert (tmp_path / "report.html").stat().st_size < 4_000_000
+    assert f"Of 5,000 steps lines show {MAX_POINTS} points" in page.text
+    run = read_runs([tmp_path])
+    for panel in PANELS.values():
+        for chart in charts_of(panel, run):
+            assert all(len(trace.x) <= MAX_POINTS for trace in chart.figure.data)
+
+
+def test_command_imports_neither_megatron_nor_torch(folder: Path, tmp_path: Path) -> None:
+    code = "import json, sys; from mcore_rl.cli import main; code = main(sys.argv[1:]); "
+    code += "print(json.dumps([code, sorted({'megatron', 'torch', 'vllm'} & sys.modules.keys())]))"
+    process = subprocess.run(
+        [sys.executable, "-c", code, "report", str(folder), "-o", str(tmp_path / "page.html")],
+        capture_output=True,
+        text=True,
+    )
+    assert json.loads(process.stdout.splitlines()[-1]) == [0, []], process.stderr
+
+
+@pytest.mark.parametrize(
+    ("tokens", "sentence"),
+    [
+        (["{here}/nowhere"], "{here}/nowhere is no folder; name the folder (--rl-run-dir)"),
+        (["{here}"], "{here} has no metrics.jsonl and no config.yaml"),
+        (["{run}", "{run}"], "are both {run}; name another run"),
+        (["{run}", "-o", "{here}/a/b.html"], "--output {here}/a/b.html cannot be written"),
+        ([], "the following arguments are required: RUN_DIR; see mcore-rl report --help"),
+        (["{run}", "--outptu", "x"], "unrecognized arguments: --outptu x"),
+    ],
+)
+def test_mistake_gets_one_sentence_and_exit_code_2(
+    tokens: list[str],
+    sentence: str,
+    folder: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    places: dict[str, Any] = {"here": tmp_path, "run": folder}
+    assert main(["report", *(token.format(**places) for token in tokens)]) == 2
+    error = capsys.readouterr().err
+    assert re.fullmatch(r"mcore_rl: error: [^\n]+\n", error), error
+    assert sentence.format(**places) in error

@@ -1,0 +1,218 @@
+"""What `mcore-rl report` reads: whole run directories, half written ones, and what is none."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from mcore_rl.errors import UsageError
+from mcore_rl.report.command import read_runs
+from mcore_rl.report.figures import headlines
+from mcore_rl.report.run_files import Run, read_run
+from mcore_rl.report.sample_texts import read_samples
+from mcore_rl.report.texts import clean
+from mcore_rl.report.thinning import thin_line, thin_means
+from tests.report_runs import scored, write_run
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_run(tmp_path_factory.mktemp("runs") / "a", num_steps=40)
+
+
+def copy(folder: Path, target: Path, *left_out: str) -> Path:
+    target.mkdir()
+    for file in folder.iterdir():
+        if file.is_file() and file.name not in left_out:
+            (target / file.name).write_bytes(file.read_bytes())
+    return target
+
+
+def read(folder: Path) -> Run:
+    return read_run(folder, name=folder.name)
+
+
+def test_everything_of_a_finished_run_is_read(folder: Path) -> None:
+    run = read(folder)
+    assert run.notes == () and run.is_finished and run.num_steps_done == 40
+    steps, accuracy = run.series("eval/accuracy")
+    assert steps.tolist() == [0, 15, 30, 40] and accuracy[-1] == 0.81
+    assert run.config["kl_coef"] == 0.01 and run.summary["train_layout"] == "TP8 x PP8"
+    assert [s.step for s in run.samples] == [0, 5, 10, 15, 20, 25, 30, 35]
+    [alarm] = run.events
+    assert (alarm.step, alarm.alarm) == (30, "entropy") and alarm.text.startswith("the entropy is")
+
+
+def test_a_run_that_is_going_on_lacks_what_is_not_written_yet(tmp_path: Path) -> None:
+    run = read(write_run(tmp_path / "run", num_steps=7, asked=50, finish=False))
+    assert not run.is_finished and (run.num_steps_done, run.num_steps_asked) == (7, 50)
+    assert len(run.notes) == 1 and "summary.json is not there" in run.notes[0]
+
+
+def test_an_old_summary_does_not_make_a_longer_run_a_finished_one(tmp_path: Path) -> None:
+    run = read(write_run(tmp_path / "run", num_steps=20, asked=50))
+    assert run.summary and not run.is_finished
+
+
+@pytest.mark.parametrize("size", [0, 20, -30])
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("metrics.jsonl", "metrics.jsonl"),
+        ("rollouts.jsonl", "rollouts.jsonl"),
+        ("summary.json", "summary.json is empty or cut"),
+        ("config.yaml", None),
+        ("run.log", None),
+    ],
+)
+def test_a_file_that_is_cut_is_read_as_far_as_it_goes(
+    folder: Path, tmp_path: Path, name: str, size: int, says: str | None
+) -> None:
+    here = copy(folder, tmp_path / "run")
+    (here / name).write_bytes((folder / name).read_bytes()[:size])
+    run = read(here)
+    if says and not (name == "rollouts.jsonl" and size == 0):
+        assert any(says in note for note in run.notes), run.notes
+    assert run.num_steps_done == (40 if name != "metrics.jsonl" or size < 0 else 0)
+    whole = read(folder)
+    for part in ("config", "summary", "samples", "events"):
+        others = {"config.yaml": "config", "summary.json": "summary"}
+        others |= {"rollouts.jsonl": "samples", "run.log": "events"}
+        if others.get(name) != part:
+            assert getattr(run, part) == getattr(whole, part)
+
+
+@pytest.mark.parametrize(
+    "name", ["metrics.jsonl", "rollouts.jsonl", "summary.json", "config.yaml", "run.log"]
+)
+def test_a_file_that_is_missing_is_said(folder: Path, tmp_path: Path, name: str) -> None:
+    run = read(copy(folder, tmp_path / "run", name))
+    assert f"{name} is not there" in run.notes[0]
+
+
+def test_lines_that_are_no_metrics_are_passed_over(tmp_path: Path) -> None:
+    lines = ['{"step": 0, "reward/mean": 0.5, "a": "x", "b": null, "c": NaN}', "[1]", "", "{"]
+    (tmp_path / "metrics.jsonl").write_text("\n".join([*lines, '{"step": 2, "a": 1}', ""]))
+    run = read(tmp_path)
+    assert run.steps.tolist() == [0, 2]
+    assert run.series("a")[1].tolist() == [1.0] and run.series("c")[1].size == 0
+    assert math.isnan(run.values["reward/mean"][1])
+
+
+def test_a_folder_that_is_no_run_directory_is_a_mistake(tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").touch()
+    with pytest.raises(UsageError, match="has no metrics.jsonl and no config.yaml"):
+        read(tmp_path)
+    with pytest.raises(UsageError, match="nowhere is no folder"):
+        read(tmp_path / "nowhere")
+
+
+def test_runs_of_one_name_are_told_apart(tmp_path: Path) -> None:
+    folders = [write_run(tmp_path / where / "run", num_steps=1) for where in ("x", "y")]
+    assert [run.name for run in read_runs(folders)] == ["x/run", "y/run"]
+    assert [run.name for run in read_runs(folders[:1])] == ["run"]
+
+
+# ----------------------------------------------------------------------------------------- events
+
+
+def test_resumes_ends_and_tracebacks_are_events(folder: Path, tmp_path: Path) -> None:
+    here = copy(folder, tmp_path / "run")
+    with (here / "run.log").open("a") as log:
+        log.write("2026-01-02 03:04:05,678 [Resume] going on from step 20 of x\n")
+        log.write("2026-01-02 03:04:06,678 [Reshard] direction=a attested=yes\n")
+        log.write("2026-01-02 03:05:00,000 the run ended early\nTraceback:\n  ValueError: no\n")
+    events = read(here).events[-2:]
+    assert [(e.kind, e.time) for e in events] == [
+        ("resume", "2026-01-02 03:04:05"),
+        ("end", "2026-01-02 03:05:00"),
+    ]
+    assert events[1].details == "Traceback:\n  ValueError: no"
+
+
+@pytest.mark.parametrize(
+    ("lines", "says"),
+    [
+        (["the run ended early"], "ended early, see the events"),
+        (["[Health] stopped after step 9 by --rl-on-alarm stop"], "stopped by an alarm"),
+        (["the run ended early", "[Resume] going on from step 20 of x"], "still going on"),
+        ([], "still going on"),
+    ],
+)
+def test_a_run_that_is_not_finished_says_why(tmp_path: Path, lines: list[str], says: str) -> None:
+    (tmp_path / "config.yaml").write_text("num_steps: 50\n")
+    (tmp_path / "metrics.jsonl").write_text('{"step": 20, "reward/mean": 0.5}\n')
+    with (tmp_path / "run.log").open("w") as log:
+        log.writelines(f"2026-01-02 03:04:05,678 {line}\n" for line in lines)
+    figure = headlines([read(tmp_path)])[0].figures[0]
+    assert figure.value == "1 of 50" and figure.beneath.startswith(says)
+
+
+# ---------------------------------------------------------------------------------------- samples
+
+
+def test_samples_are_the_best_and_worst_of_steps_spread_over_the_run(tmp_path: Path) -> None:
+    rewards = [0.25, 1.0, -0.5]
+    texts = [scored(f"for {reward}", reward) for reward in rewards]
+    write_run(tmp_path, num_steps=200, rollouts=texts)
+    found = read_samples(tmp_path / "rollouts.jsonl", num_steps=4)
+    assert [step.step for step in found] == [0, 65, 130, 195]
+    for step in found:
+        assert step.worst is not None and step.num_logged == 3
+        assert (step.best.response, step.worst.response) == ("for 1.0", "for -0.5")
+
+
+def test_of_a_step_that_was_done_twice_the_later_samples_count(tmp_path: Path) -> None:
+    lines = [{"step": step, "response": text, "reward": 1} for step, text in ((3, "old"), (4, "x"))]
+    lines += [{"step": 3, "response": text, "reward": 1} for text in ("new", "new")]
+    path = tmp_path / "rollouts.jsonl"
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    found = {step.step: step for step in read_samples(path)}
+    assert found[3].best.response == "new" and found[3].num_logged == 2 and found[3].worst is None
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("a\x00b\x1b[31mc\x7f", "a\u2400b\u241b[31mc\u2421"),
+        ("tab\tand\nline", "tab\tand\nline"),
+        ("half \ud83d a pair", "half \ufffd a pair"),
+        ("😀 שלום", "😀 שלום"),
+        (None, "null"),
+        (["a", 1.5], '["a", 1.5]'),
+    ],
+)
+def test_any_value_becomes_a_text_that_can_be_shown(text: object, shown: str) -> None:
+    assert clean(text) == shown
+    clean(text).encode("utf-8")
+
+
+def test_a_very_long_text_is_cut_and_says_so() -> None:
+    assert clean("x" * 25_000).endswith("x\n[5,000 more characters in the file]")
+
+
+# --------------------------------------------------------------------------------------- thinning
+
+
+def test_thinned_lines_keep_spikes_ends_and_only_points_that_were_there() -> None:
+    steps = np.arange(10_000)
+    values = np.random.default_rng(0).random(10_000)
+    values[777], values[7_777] = 50.0, -50.0
+    few_steps, few = thin_line(steps, values, 800)
+    assert few_steps.size <= 800 and (np.diff(few_steps) > 0).all()
+    assert (values[few_steps] == few).all()
+    assert few.max() == 50.0 and few.min() == -50.0
+    assert (few_steps[0], few_steps[-1]) == (0, 9_999)
+    assert thin_line(steps[:800], values[:800], 800)[0].size == 800
+
+
+def test_thinned_means_keep_the_sum() -> None:
+    steps = np.arange(1_000) + 5
+    columns = np.random.default_rng(0).random((3, 1_000))
+    few_steps, few = thin_means(steps, columns, 100)
+    assert few_steps.tolist() == list(range(5, 1_005, 10))
+    np.testing.assert_allclose(few, columns.reshape(3, 100, 10).mean(axis=2), rtol=1e-12)

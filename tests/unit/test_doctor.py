@@ -1,0 +1,139 @@
+"""The program `mcore-rl doctor`, from its command line to what it prints."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from mcore_rl.cli import main
+from tests.dist.bad_input_cases import Case, tokens_of
+from tests.dist.bad_input_folder import make_good_folder
+from tests.e2e.recipe import task_flags
+
+ROOT = Path(__file__).resolve().parents[2]
+AREAS = (
+    "versions patches flags checkpoint batches plan prompts reward ports shared_memory limits "
+    "space network"
+).split()
+
+# Runs a command and tells of its process.
+WATCHED = """
+import json, sys
+from mcore_rl.cli import main
+code = main(sys.argv[1:])
+import psutil, torch
+print(json.dumps({
+    "cuda": torch.cuda.is_initialized(),
+    "distributed": torch.distributed.is_initialized(),
+    "engine": "vllm.v1.engine.llm_engine" in sys.modules,
+    "children": [child.pid for child in psutil.Process().children(recursive=True)],
+}), file=sys.stderr)
+sys.exit(code)
+"""
+
+
+def tree(folder: Path) -> set[str]:
+    return {str(path.relative_to(folder)) for path in folder.rglob("*")}
+
+
+@pytest.mark.timeout(600)
+def test_main_job_has_no_red_and_leaves_nothing(warmed_checkpoint: Path, tmp_path: Path) -> None:
+    before = psutil.pids()
+    process = subprocess.run(
+        [
+            *(sys.executable, "-m", "mcore_rl.cli", "doctor", "--world-size", "4", "--"),
+            *task_flags(warmed_checkpoint, tmp_path / "run"),
+        ],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+    )
+    assert process.returncode == 0, process.stdout + process.stderr
+    lines = [line.rstrip() for line in process.stdout.splitlines()]
+    assert [line for line in lines if line and line[0].isalpha()] == [
+        area.replace("_", " ") for area in AREAS
+    ]
+    assert re.fullmatch(r"\d+ ok, \d+ warn, 0 fail, in \d+\.\d s", lines[-1])
+    text = " ".join(process.stdout.split())
+    assert "the flags are right for 4 ranks, as the start checks them" in text
+    assert "a step: 16 prompts x 8 samples = 128 sequences of up to 32 tokens" in text
+    assert "arithmetic gives 1 to the prompts' own answers and 0 to others" in text
+    assert "1 checkpoint of" in text and "4 ranks here need some" in text
+    assert "\x1b" not in process.stdout and process.stderr == ""
+    assert tree(tmp_path) == set(), "nothing is written"
+    started = [pid for pid in psutil.pids() if pid not in before]
+    assert not any("reward_trial" in _command(pid) for pid in started)
+
+
+def _command(pid: int) -> str:
+    try:
+        return " ".join(psutil.Process(pid).cmdline())
+    except psutil.Error:
+        return ""
+
+
+@pytest.fixture(scope="module")
+def spoilt(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], dict[str, Any], int]:
+    """Findings, facts of the process and exit code of a run with three faults of three kinds."""
+    here = tmp_path_factory.mktemp("spoilt") / "case"
+    make_good_folder(here)
+    with (here / "prompts.jsonl").open("a") as file:
+        file.write('{"prompt": "1+1="}\n')
+    tokens = tokens_of(
+        Case("", [], flags={"--tensor-model-parallel-size": "3"}, more="--rl-reward nowhere:fn"),
+        here,
+    )
+    process = subprocess.run(
+        [sys.executable, "-c", WATCHED, "doctor", "--json", "--world-size", "2", "--", *tokens],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        env={**os.environ, "MASTER_PORT": "65536"},
+    )
+    facts = json.loads(process.stderr.splitlines()[-1])
+    return json.loads(process.stdout), facts, process.returncode
+
+
+def test_independent_mistakes_are_all_told_and_the_exit_code_is_1(spoilt: tuple) -> None:
+    found, _, code = spoilt
+    reds = {each["area"]: each["found"] for each in found["findings"] if each["level"] == "red"}
+    assert reds.keys() == {"flags", "prompts", "reward", "ports"}
+    assert "--tensor-model-parallel-size 3" in reds["flags"]
+    assert "lacks in line 17" in reds["prompts"]
+    assert "nowhere:fn cannot be imported" in reds["reward"]
+    assert reds["ports"] == "MASTER_PORT=65536 is no port"
+    assert found["counts"]["red"] == 4 and code == 1
+    assert all(each["remedy"] for each in found["findings"] if each["level"] != "green")
+
+
+def test_no_device_engine_or_process_is_taken(spoilt: tuple) -> None:
+    _, facts, _ = spoilt
+    assert facts == {"cuda": False, "distributed": False, "engine": False, "children": []}
+
+
+@pytest.mark.parametrize(
+    ("tokens", "sentence"),
+    [
+        (["--", "--lr", "1"], "--world-size is missing"),
+        (["--world-size", "0"], "--world-size 0 must be greater than 0"),
+        (["--world-size", "two"], "invalid int value: 'two'"),
+        (["--world-size", "2", "--jason", "--", "--lr", "1"], "--jason is no flag of the doctor"),
+        (["--gpu-memory-gb", "-1"], "--gpu-memory-gb -1.0 must be greater than 0"),
+        (["--gpu-reserved-gb", "-1"], "--gpu-reserved-gb -1.0 must be at least 0"),
+    ],
+)
+def test_wrong_use_of_the_command_gets_one_sentence_and_exit_code_2(
+    tokens: list[str], sentence: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["doctor", *tokens]) == 2
+    output = capsys.readouterr()
+    assert re.fullmatch(r"mcore_rl: error: [^\n]+\n", output.err), output.err
+    assert sentence in output.err and output.out == ""

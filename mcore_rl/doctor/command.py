@@ -66,6 +66,8 @@ def _read(tokens: Sequence[str]) -> tuple[argparse.Namespace, Request]:
     if separator and rest:
         raise UsageError(f"{rest[0]} is no flag of the doctor; put the job's flags behind --")
     job = [*rest, *job]
+    if {"-h", "--help"} & set(job):
+        raise UsageError("--help behind -- is of no flag; see -m mcore_rl.train --help for those")
     for name in ("world_size", "gpu_memory_gb", "host_memory_gb"):
         value = getattr(options, name)
         if value is not None and not value > 0:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import psutil
 
 from mcore_rl.doctor import finding, limits, network, ports, shared_memory, space, versions
-from mcore_rl.doctor.finding import Finding, red, refusal, yellow
+from mcore_rl.doctor.finding import Finding, red, refusal
 from mcore_rl.doctor.gpus import Gpus, find_gpus
 from mcore_rl.errors import UsageError
 
@@ -57,6 +57,8 @@ class _Examination:
         # Makes torch count devices through NVML, without starting CUDA.
         os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
         self._gpus = Gpus()
+        self._has_torch = False
+        self._torch_cuda: str | None = None
         self._megatron_can_start = False
         self._read: ReadJob | None = None
         self._resumed: Path | None = None
@@ -81,8 +83,10 @@ class _Examination:
     # ------------------------------------------------------------------------- the installation
 
     def installation(self) -> None:
-        self._look(finding.VERSIONS, self._versions)
-        if not self._is_installed("torch"):
+        # One at a time: what cannot be imported must not hide which versions there are.
+        for check in (self._ask_nvml, self._import_torch, self._versions):
+            self._look(finding.VERSIONS, check)
+        if not self._has_torch:
             return
         self._look(finding.PATCHES, self._megatron_patches)
         self._megatron_can_start = not self._has_red(finding.PATCHES)
@@ -96,20 +100,21 @@ class _Examination:
             )
             self.findings.append(red(finding.FLAGS, what, "mend the installation first"))
 
-    def _is_installed(self, package: str) -> bool:
-        return package in versions.installed_versions()
+    def _ask_nvml(self) -> list[Finding]:
+        self._gpus = find_gpus()
+        return []
+
+    def _import_torch(self) -> list[Finding]:
+        import torch
+
+        self._has_torch, self._torch_cuda = True, torch.version.cuda
+        return []
 
     def _versions(self) -> list[Finding]:
-        self._gpus = find_gpus()
-        torch_cuda = None
-        if self._is_installed("torch"):
-            import torch
-
-            torch_cuda = torch.version.cuda
         return versions.check_versions(
             versions.installed_versions(),
             self._gpus,
-            torch_cuda=torch_cuda,
+            torch_cuda=self._torch_cuda,
             vllm_wants=versions.vllm_requirements(),
         )
 
@@ -157,21 +162,19 @@ class _Examination:
         if self._read.batch_is_right:
             self._look(finding.BATCHES, self._batches)
             self._look(finding.PLAN, self._plan)
-        elif not self._has_red(finding.FLAGS, finding.CHECKPOINT):
-            what = "batches and plan are not examined"
-            remedy = "correct the flags first"
-            self.findings.append(yellow(finding.PLAN, what, remedy))
         self._look(finding.PROMPTS, self._prompts_and_reward)
 
     def _flags(self) -> Sequence[Finding]:
         from mcore_rl.doctor.flags import read_job
+        from mcore_rl.doctor.no_context import properties_from_nvml
 
-        self._read = read_job(
-            self._request.tokens,
-            world_size=self._request.world_size or 1,
-            has_cuda=self._has_cuda,
-            environment=self._environment,
-        )
+        with properties_from_nvml(self._gpus):
+            self._read = read_job(
+                self._request.tokens,
+                world_size=self._request.world_size or 1,
+                has_cuda=self._has_cuda,
+                environment=self._environment,
+            )
         return self._read.findings
 
     def _checkpoint(self) -> list[Finding]:

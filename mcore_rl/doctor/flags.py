@@ -13,7 +13,7 @@ import dataclasses
 import os
 import re
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -117,7 +117,7 @@ class _Reader:
         self.findings: list[Finding] = []
         self.tokens: list[str] = []
         self.dropped: set[str] = set()  # destinations
-        self._parser = parser
+        self.parser = parser
         self._told: set[str] = set()
 
     def note(self, error: UsageError, area: str = FLAGS) -> None:
@@ -139,7 +139,7 @@ class _Reader:
         where it refuses something else."""
         while True:
             try:
-                return check(given_values(self.tokens, self._parser))
+                return check(given_values(self.tokens, self.parser))
             except UsageError as error:
                 self.note(error)
                 if not self._take_away(str(error)):
@@ -155,7 +155,7 @@ class _Reader:
         if match := _STRAY.match(sentence):
             names = {match[1]}
         for name in list(names):
-            action = self._parser._option_string_actions.get(name)
+            action = self.parser._option_string_actions.get(name)
             if action is not None:
                 names.update(action.option_strings)
                 self.dropped.add(action.dest)
@@ -173,7 +173,7 @@ class _Reader:
 
 
 def _read(reader: _Reader, world_size: int, has_cuda: bool) -> ReadJob:
-    parser, attempt = reader._parser, reader.attempt
+    parser, attempt = reader.parser, reader.attempt
     for check in (
         lambda given: preflight.check_no_megatron_rl_flag(given, parser),
         lambda given: preflight.check_ranges(preflight.config_from(given)),
@@ -185,7 +185,7 @@ def _read(reader: _Reader, world_size: int, has_cuda: bool) -> ReadJob:
     config = preflight.config_from(given)
     attempt(lambda: preflight.check_outputs(config, given))
     read = attempt(lambda: preflight.read_checkpoint(config), CHECKPOINT)
-    job = ReadJob((), config, tuple(reader.tokens))
+    job = ReadJob((), config, tuple(reader.tokens), given)
     if read is None:
         return job
     shape, checkpoint = read
@@ -250,7 +250,7 @@ def _check_fsdp(reader: _Reader, values: Mapping[str, Any], has_cuda: bool) -> N
 
 
 @contextlib.contextmanager
-def _environment_kept():
+def _environment_kept() -> Iterator[None]:
     before = dict(os.environ)
     try:
         yield

@@ -17,6 +17,7 @@ class Device:
     name: str
     total_bytes: int
     used_bytes: int
+    capability: tuple[int, int]  # (9, 0): Hopper
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +57,9 @@ def _ask(nvml: Any) -> Gpus:
         devices = []
         for handle in handles:
             memory = nvml.nvmlDeviceGetMemoryInfo(handle)
-            devices.append(Device(_text(nvml.nvmlDeviceGetName(handle)), memory.total, memory.used))
+            capability = tuple(nvml.nvmlDeviceGetCudaComputeCapability(handle))
+            name = _text(nvml.nvmlDeviceGetName(handle))
+            devices.append(Device(name, memory.total, memory.used, capability))
         version = nvml.nvmlSystemGetCudaDriverVersion_v2()
         return Gpus(
             tuple(devices),

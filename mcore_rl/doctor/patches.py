@@ -8,7 +8,7 @@ import re
 import sys
 from collections.abc import Sequence
 
-from mcore_rl.doctor.finding import PATCHES, Finding, green, plural, red, refusal
+from mcore_rl.doctor.finding import PATCHES, Finding, green, red, refusal
 from mcore_rl.errors import UsageError
 from mcore_rl.patches.registry import Patch, applied_patches, apply_patch
 
@@ -49,8 +49,7 @@ def _summary(
     if applying:
         how = "fit the installed code" if applied else "name the installed version"
         names = ", ".join(name.partition(".")[2] for name in applying)
-        what = f"{plural(len(applying), 'patch').replace('patchs', 'patches')} of {of} {how}"
-        found.append(green(PATCHES, f"{what}: {names}"))
+        found.append(green(PATCHES, f"of {of}, {len(applying)} {how}: {names}"))
     if unneeded:
         names = ", ".join(name.partition(".")[2] for name in unneeded)
         found.append(green(PATCHES, f"not needed here, of {of}: {names}"))

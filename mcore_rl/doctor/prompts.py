@@ -10,6 +10,7 @@ import numpy as np
 from mcore_rl.arguments import RLConfig
 from mcore_rl.builders import prompt_source
 from mcore_rl.data import PromptDataset, load_prompts
+from mcore_rl.data import check_prompts as count_prompts
 from mcore_rl.doctor.finding import PROMPTS, Finding, green, plural, red, refusal, yellow
 from mcore_rl.errors import UsageError
 from mcore_rl.resume.trainer_state import TRAINER, read_trainer_state
@@ -46,14 +47,15 @@ def check_prompts(
 
 def _read(config: RLConfig, path: str, flag: str, findings: list[Finding]) -> PromptDataset | None:
     """A file's prompts; None where training would refuse it, which is told."""
-    if config.hf_checkpoint is None or not Path(config.hf_checkpoint).is_dir():
-        findings.append(
-            red(PROMPTS, f"{flag} cannot be tokenised without a checkpoint", "give its folder")
-        )
-        return None
+    source = prompt_source(config, path)
     try:
+        if config.hf_checkpoint is None or not Path(config.hf_checkpoint).is_dir():
+            rows = plural(count_prompts(source, flag), "prompt")
+            what = f"{flag}: {rows}, of unknown length, as there is no checkpoint to tokenise by"
+            findings.append(yellow(PROMPTS, what, "give its folder as --rl-hf-checkpoint"))
+            return None
         prompts = load_prompts(
-            prompt_source(config, path),
+            source,
             config.hf_checkpoint,
             cache_dir=config.cache_dir,
             flag=flag,
@@ -79,10 +81,10 @@ def _of_file(prompts: PromptDataset, config: RLConfig, flag: str) -> list[Findin
         what += f"--rl-max-prompt-tokens {config.max_prompt_tokens} will be left out"
         findings.append(yellow(PROMPTS, what, "raise it, or take them out of the file"))
     if empty := sum(not row.answer.strip() for row in rows):
-        what = f"{flag}: {plural(empty, 'prompt')} have an empty answer"
+        what = f"{flag}: {plural(empty, 'prompt')} without an answer"
         findings.append(yellow(PROMPTS, what, "fill it in unless the reward does without"))
     if copies := sum(count - 1 for count in Counter(row.text for row in rows).values()):
-        what = f"{flag}: {plural(copies, 'row')} repeat the prompt of another"
+        what = f"{flag}: {plural(copies, 'row')} with the prompt of another"
         answers = {(row.text, row.answer) for row in rows}
         texts = {row.text for row in rows}
         if contradicting := len(answers) - len(texts):

@@ -14,6 +14,7 @@ import psutil
 import pytest
 
 from mcore_rl.cli import main
+from mcore_rl.doctor import examination
 from tests.dist.bad_input_cases import Case, tokens_of
 from tests.dist.bad_input_folder import make_good_folder
 from tests.e2e.recipe import task_flags
@@ -119,6 +120,47 @@ def test_no_device_engine_or_process_is_taken(spoilt: tuple) -> None:
     assert facts == {"cuda": False, "distributed": False, "engine": False, "children": []}
 
 
+def test_another_megatron_is_told_and_the_machine_is_examined_none_the_less(
+    tmp_path: Path,
+) -> None:
+    """Its import would end the process, as it ends a start."""
+    for name, version in (("megatron_core", "0.20.0"), ("transformers", "4.0.0")):
+        metadata = tmp_path / f"{name}-{version}.dist-info" / "METADATA"
+        metadata.parent.mkdir()
+        metadata.write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+    process = subprocess.run(
+        [sys.executable, "-m", "mcore_rl.cli", "doctor", "--json"],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(tmp_path)},
+    )
+    assert process.returncode == 1, process.stderr
+    findings = json.loads(process.stdout)["findings"]
+    reds = [each for each in findings if each["level"] == "red"]
+    assert "knows megatron-core 0.19.2, not the installed 0.20.0" in reds[0]["found"]
+    assert "(the patch may go when: " in reds[0]["remedy"]
+    assert reds[-1]["found"].endswith("are not examined: Megatron cannot be imported")
+    yellows = [each["found"] for each in findings if each["level"] == "yellow"]
+    assert any(
+        found.startswith("transformers 4.0.0 is installed and vLLM asks") for found in yellows
+    )
+    assert {"ports", "shared memory", "limits", "space", "network"} < {e["area"] for e in findings}
+
+
+def test_a_check_that_fails_itself_is_red_and_ends_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*arguments: object, **options: object) -> None:
+        raise OSError(5, "no such\nregister")
+
+    monkeypatch.setattr(examination.ports, "check_ports", broken)
+    checks = examination._Examination(examination.Request())
+    checks.machine()
+    first, *others = checks.findings
+    assert (first.area, first.level) == ("ports", "red")
+    assert first.found == "this check fails itself: OSError: [Errno 5] no such register"
+    assert {each.area for each in others} == {"shared memory", "limits", "space", "network"}
+
+
 @pytest.mark.parametrize(
     ("tokens", "sentence"),
     [
@@ -126,6 +168,7 @@ def test_no_device_engine_or_process_is_taken(spoilt: tuple) -> None:
         (["--world-size", "0"], "--world-size 0 must be greater than 0"),
         (["--world-size", "two"], "invalid int value: 'two'"),
         (["--world-size", "2", "--jason", "--", "--lr", "1"], "--jason is no flag of the doctor"),
+        (["--world-size", "2", "--", "--help"], "see -m mcore_rl.train --help"),
         (["--gpu-memory-gb", "-1"], "--gpu-memory-gb -1.0 must be greater than 0"),
         (["--gpu-reserved-gb", "-1"], "--gpu-reserved-gb -1.0 must be at least 0"),
     ],

@@ -283,8 +283,8 @@ def test_long_empty_and_repeated_prompts_are_counted(here: Path) -> None:
     found, few = check_prompts(config_of(here, max_prompt_tokens=8, num_prompts_per_step=1))
     too_long, empty, repeated = found_of(found, "yellow")
     assert "1 prompt longer than --rl-max-prompt-tokens 8" in too_long
-    assert "1 prompt have an empty answer" in empty
-    assert "1 row repeat the prompt of another, 1 with another answer" in repeated
+    assert "1 prompt without an answer" in empty
+    assert "1 row with the prompt of another, 1 with another answer" in repeated
     assert [prompt.answer for prompt in few] == ["2", "3"]
 
 
@@ -304,6 +304,13 @@ def test_prompts_that_training_refuses_are_red(here: Path, content: str, words: 
     assert words in red and few == []
     config = config_of(here, prompts=None)
     assert found_of(check_prompts(config)[0], "red") == ["--rl-prompts is missing"]
+
+
+def test_without_a_checkpoint_prompts_are_read_and_not_tokenised(here: Path) -> None:
+    found, few = check_prompts(config_of(here, hf_checkpoint=str(here / "nowhere")))
+    (warning,) = found
+    assert warning.level == "yellow" and "16 prompts, of unknown length" in warning.found
+    assert few == []
 
 
 def test_prompts_must_be_those_that_the_checkpoint_has_drawn_from(here: Path) -> None:

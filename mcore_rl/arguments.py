@@ -13,7 +13,7 @@ import argparse
 import dataclasses
 import difflib
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -377,13 +377,18 @@ def add_rl_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     return parser
 
 
-def expand_config(tokens: Sequence[str], parser: argparse.ArgumentParser) -> list[str]:
+def expand_config(
+    tokens: Sequence[str],
+    parser: argparse.ArgumentParser,
+    *,
+    refused: Callable[[UsageError], None] | None = None,
+) -> list[str]:
     """Replace every `--rl-config FILE` by the flags in the files, put before all others.
 
     Keys are flag names, with or without the leading dashes, with `-` or `_`. Where several files
     have a key the last one counts, so that `false` or an empty value takes back what an earlier one
     said. Raises UsageError for a missing file, what is not a mapping, and an unknown key (naming
-    the nearest known one).
+    the nearest known one). With `refused`, what is wrong in a file is told to it and left out.
     """
 
     def refuse(message: str) -> None:
@@ -395,15 +400,42 @@ def expand_config(tokens: Sequence[str], parser: argparse.ArgumentParser) -> lis
     found, rest = finder.parse_known_args(list(tokens))
     flags: dict[str, list[str]] = {}
     for path in found.rl_config:
-        for flag, tokens_of_flag in _read_config(Path(path), parser).items():
+        for flag, tokens_of_flag in _read_config(Path(path), parser, refused).items():
             # Last, as argparse has it: there are flags that undo each other.
             flags.pop(flag, None)
             flags[flag] = tokens_of_flag
     return [token for tokens_of_flag in flags.values() for token in tokens_of_flag] + rest
 
 
-def _read_config(path: Path, parser: argparse.ArgumentParser) -> dict[str, list[str]]:
+def _read_config(
+    path: Path,
+    parser: argparse.ArgumentParser,
+    refused: Callable[[UsageError], None] | None,
+) -> dict[str, list[str]]:
     """One file of `--rl-config`: the flag of each key under its first name, and its tokens."""
+
+    def refuse(error: UsageError) -> None:
+        if refused is None:
+            raise error
+        refused(error)
+
+    try:
+        values = _mapping_in(path)
+    except UsageError as error:
+        refuse(error)
+        return {}
+    flags: dict[str, list[str]] = {}
+    for key, value in values.items():
+        try:
+            action, tokens = _tokens_of(str(key), value, parser, path)
+        except UsageError as error:
+            refuse(error)
+            continue
+        flags[action.option_strings[0]] = tokens
+    return flags
+
+
+def _mapping_in(path: Path) -> dict[Any, Any]:
     try:
         values = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
     except (OSError, UnicodeDecodeError) as error:
@@ -414,11 +446,7 @@ def _read_config(path: Path, parser: argparse.ArgumentParser) -> dict[str, list[
         raise UsageError(f"--rl-config {path} is not valid YAML: {reason}") from error
     if not isinstance(values, dict):
         raise UsageError(f"--rl-config {path} must hold 'flag: value' lines, not a list or a text")
-    flags: dict[str, list[str]] = {}
-    for key, value in values.items():
-        action, tokens = _tokens_of(str(key), value, parser, path)
-        flags[action.option_strings[0]] = tokens
-    return flags
+    return values
 
 
 def _tokens_of(

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -25,7 +26,9 @@ from mcore_rl.critic import Critic
 from mcore_rl.critic_startup import BuiltCritic
 from mcore_rl.data import PromptDataset, PromptSource, load_prompts
 from mcore_rl.errors import UsageError
+from mcore_rl.hf_config import ModelShape
 from mcore_rl.hybrid_engine.canary import NUM_PROMPTS, Canary
+from mcore_rl.hybrid_engine.layout import TrainLayout
 from mcore_rl.hybrid_engine.model_shards import ModelShards
 from mcore_rl.hybrid_engine.offload import Offloader, offload_kinds
 from mcore_rl.hybrid_engine.sharding_manager import MegatronVLLMShardingManager
@@ -126,22 +129,37 @@ def engine_config(job: Job, *, load_format: str = "dummy") -> EngineConfig:
 
 def micro_batching(job: Job) -> MicroBatching:
     """How the flags say samples become micro-batches."""
-    layout, args = job.train_layout, job.args
+    return micro_batching_of(
+        job.config,
+        job.shape,
+        job.train_layout,
+        vars(job.args),
+        interleaved=job.args.virtual_pipeline_model_parallel_size is not None,
+    )
+
+
+def micro_batching_of(
+    config: RLConfig,
+    shape: ModelShape,
+    layout: TrainLayout,
+    values: Mapping[str, Any],
+    *,
+    interleaved: bool,
+) -> MicroBatching:
+    """The same of a model in its layout. `values` are Megatron's flags by destination, validated or
+    not; `interleaved` says whether a pipeline stage has several model chunks."""
+    group = values.get("microbatch_group_size_per_vp_stage") or layout.pp_size
     return MicroBatching(
-        max_tokens=job.config.max_tokens_per_microbatch,
-        micro_batch_size=args.micro_batch_size,
+        max_tokens=config.max_tokens_per_microbatch,
+        micro_batch_size=values["micro_batch_size"],
         multiple_of=layout.tp_size * layout.cp_size,
         cp_size=layout.cp_size,
         same_length=layout.pp_size > 1,
-        count_multiple_of=(
-            1
-            if args.virtual_pipeline_model_parallel_size is None
-            else args.microbatch_group_size_per_vp_stage or layout.pp_size
-        ),
+        count_multiple_of=group if interleaved else 1,
         share_prompts=shares_prompts(
-            job.config.share_prompts, vars(args), job.config.max_tokens_per_microbatch
+            config.share_prompts, values, config.max_tokens_per_microbatch
         ),
-        cost=SampleFlops.of(job.shape),
+        cost=SampleFlops.of(shape),
     )
 
 
@@ -230,7 +248,22 @@ def reward_role(job: Job, *, log: TextIO | None = None) -> RewardModelRole:
 
 def batches_of(job: Job, learner: Learner) -> BatchAccounting:
     """The sequences, micro-batches and updates that the flags of a job make."""
-    config, recipe, critic = job.config, job.config.recipe, learner.critic
+    critic = learner.critic
+    return accounting_of(
+        job.config,
+        actor=(job.train_layout.dp_size, micro_batching(job)),
+        critic=None if critic is None else (critic.dp_size, critic.batching),
+    )
+
+
+def accounting_of(
+    config: RLConfig,
+    *,
+    actor: tuple[int, MicroBatching],
+    critic: tuple[int, MicroBatching] | None,
+) -> BatchAccounting:
+    """The same of the data-parallel sizes and micro-batches of the models that learn."""
+    recipe = config.recipe
     return batch_accounting(
         num_prompts=config.num_prompts_per_step,
         samples_per_prompt=config.samples_per_prompt,
@@ -238,8 +271,8 @@ def batches_of(job: Job, learner: Learner) -> BatchAccounting:
         num_epochs=config.num_epochs,
         num_steps=config.num_steps,
         max_sequence_tokens=config.max_prompt_tokens + config.max_response_tokens,
-        actor=(job.train_layout.dp_size, micro_batching(job)),
-        critic=None if critic is None else (critic.dp_size, critic.batching),
+        actor=actor,
+        critic=critic,
         critic_warmup_steps=config.critic_warmup_steps or 0,
         max_draws=1 + recipe.max_refills if recipe.dynamic_sampling else 1,
     )

@@ -1,8 +1,9 @@
 """The program `mcore-rl`: what one does around a run. `mcore-rl plan` says how a job would fit,
-`mcore-rl report` shows what a run did.
+`mcore-rl doctor` whether it could start here, `mcore-rl report` what a run did.
 
-A run itself is started by torchrun with `-m mcore_rl.train`. Exit codes: 0 done, 2 a mistake that
-the caller can correct, told in one sentence on stderr.
+A run itself is started by torchrun with `-m mcore_rl.train`. Exit codes: 0 done, 1 the doctor has
+found something that must be mended, 2 a mistake that the caller can correct, told in one sentence
+on stderr.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from mcore_rl.errors import UsageError
 _USAGE = """usage: mcore-rl COMMAND ...
 
   plan    what a job needs and moves, before there is one: mcore-rl plan --help
+  doctor  an installation and a command line, checked before a GPU is taken: mcore-rl doctor --help
   report  what a run did, or two, as one HTML page: mcore-rl report --help
 """
 
@@ -31,6 +33,10 @@ def main(tokens: Sequence[str] | None = None) -> int:
 
             plan(tokens[1:])
             return 0
+        if tokens[0] == "doctor":
+            from mcore_rl.doctor.command import doctor
+
+            return doctor(tokens[1:])
         if tokens[0] == "report":
             from mcore_rl.report.command import report
 

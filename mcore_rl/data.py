@@ -126,13 +126,14 @@ def load_prompts(
     *,
     cache_dir: Path | str | None = None,
     flag: str = "--rl-prompts",
+    write_cache: bool = True,
 ) -> PromptDataset:
     """Maps the tokenised prompts, after tokenising them where the cache has none yet.
 
     Any number of processes may call it at once: one of a node tokenises, the others wait for its
     file. `cache_dir` is $XDG_CACHE_HOME/mcore_rl or ~/.cache/mcore_rl unless given; one that cannot
-    be written to is reported in the log and replaced by a temporary file. `transformers` is
-    imported only to tokenise.
+    be written to is reported in the log and replaced by a temporary file; without `write_cache` it
+    is only read, and that file is taken at once. `transformers` is imported only to tokenise.
 
     Raises UsageError for all that `check_prompts` raises it for, for a folder without a tokenizer,
     a tokenizer without the chat template asked for, and a limit that no prompt meets.
@@ -147,8 +148,10 @@ def load_prompts(
     content_key = _content_key(source, tokenizer_dir)
     path = folder / f"{content_key}.arrow"
     table = _map_table(path)
-    if table is None:
+    if table is None and write_cache:
         table = _tokenise_once(source, tokenizer_dir, path, flag)
+    elif table is None:
+        table = _tokenise_aside(source, tokenizer_dir, flag)
     prompts = PromptDataset(table, source.max_prompt_tokens, content_key)
     if len(prompts) == 0:
         raise UsageError(
@@ -357,10 +360,19 @@ def _tokenise_once(source: PromptSource, tokenizer_dir: Path, path: Path, flag: 
             path.parent,
             error,
         )
-        with tempfile.TemporaryDirectory(prefix="mcore_rl_") as folder:
-            path = Path(folder) / path.name
-            _write_table(source, tokenizer_dir, path, flag)
-            table = _map_table(path)  # stays mapped when the folder goes
+        return _tokenise_aside(source, tokenizer_dir, flag)
+    return _readable(table, path)
+
+
+def _tokenise_aside(source: PromptSource, tokenizer_dir: Path, flag: str) -> pa.Table:
+    """The same in a temporary file of this process."""
+    with tempfile.TemporaryDirectory(prefix="mcore_rl_") as folder:
+        path = Path(folder) / "prompts.arrow"
+        _write_table(source, tokenizer_dir, path, flag)
+        return _readable(_map_table(path), path)  # stays mapped when the folder goes
+
+
+def _readable(table: pa.Table | None, path: Path) -> pa.Table:
     if table is None:
         raise RuntimeError(f"the prompt cache {path} cannot be read right after it was written")
     return table

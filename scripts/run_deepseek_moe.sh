@@ -8,7 +8,7 @@ usage() {
   cat <<'END'
 Trains a DeepSeek-architecture mixture of experts with GRPO, on Megatron and vLLM, set-up included.
 
-    bash scripts/run_deepseek_moe.sh [--preset NAME] [--nproc N] [--dry-run] [flags]
+    bash scripts/run_deepseek_moe.sh [--preset NAME] [--nproc N] [--dry-run | --doctor] [flags]
 
   --preset NAME  tiny (default): minutes on 2 cores; makes a checkpoint and a task of its own
                  v2-lite: DeepSeek-V2-Lite on 8 GPUs        (planned, not run)
@@ -16,6 +16,7 @@ Trains a DeepSeek-architecture mixture of experts with GRPO, on Megatron and vLL
   --nproc N      processes on this machine (default: its GPUs; 4 where there are none)
   --dry-run      print what would run, for every machine, and train nothing; of the large presets
                  also the plan: what fits where, and what a hand-over moves (docs/planner.md)
+  --doctor       check this machine and what would run on it, and train nothing (docs/doctor.md)
   --help         this text
 
 All other arguments go to mcore_rl.train: any Megatron flag and any --rl-* flag, --rl-config FILE
@@ -36,7 +37,7 @@ Environment:
                          that scripts/setup_env.sh did not make
 
 Exit codes: 0 trained, 2 a mistake in the arguments or in what they name, told in one sentence on
-stderr; 128 + number if ended by a signal; otherwise that of the process that failed.
+stderr; 1 if --doctor has found something to mend; 128 + number if ended by a signal; otherwise that of the process that failed.
 END
 }
 
@@ -50,6 +51,7 @@ fail() {
 preset=tiny
 nproc=
 dry_run=
+doctor=
 flags=()
 
 while (($#)); do
@@ -61,6 +63,7 @@ while (($#)); do
       ;;
     --preset=* | --nproc=*) declare "${1#--}" ;;
     --dry-run) dry_run=1 ;;
+    --doctor) doctor=1 ;;
     -h | --help)
       usage
       exit
@@ -272,6 +275,12 @@ end_step() {
 [[ -n ${MCORE_RL_SKIP_SETUP:-} ]] || step bash "$root/scripts/setup_env.sh"
 ((${#environment[@]} == 0)) || export "${environment[@]}"
 ((${#make_checkpoint[@]} == 0)) || step "${make_checkpoint[@]}"
+if [[ -n $doctor ]]; then
+  ((nodes == 1)) || export MASTER_ADDR=$master_addr MASTER_PORT=$master_port
+  exec "$python" -m mcore_rl.cli doctor --world-size "$((nodes * nproc))" -- \
+    --rl-ranks-per-node "$nproc" --rl-config "$root/scripts/presets/$preset.yaml" "${own[@]}" \
+    "${flags[@]}"
+fi
 launch "${node_rank:-0}"
 # In place of this shell: signals and the exit code are the launcher's.
 exec "${command[@]}"

@@ -133,7 +133,7 @@ def check_command_line(tokens: Sequence[str], *, has_cuda: bool) -> Checked:
     tokens = expand_config(tokens, parser)
     given = given_values(tokens, parser)
     check_no_megatron_rl_flag(given, parser)
-    config = _config_from(given)
+    config = config_from(given)
     check_ranges(config)
     check_reward_model_flags(config)
     check_outputs(config, given)
@@ -155,7 +155,7 @@ def check_command_line(tokens: Sequence[str], *, has_cuda: bool) -> Checked:
     roles = parse_roles(
         int(os.environ.get("WORLD_SIZE", 1)), config.critic_ranks, config.reward_ranks
     )
-    layout = _actor_layout(shape, values, roles)
+    layout = actor_layout(shape, values, roles)
     layers = check_stages(shape, layout.pp_size, values)
     rollout = check_rollout(config, shape, layout, layers, has_cuda=has_cuda)
     check_batches(config, layout, values)
@@ -189,7 +189,8 @@ def check_command_line(tokens: Sequence[str], *, has_cuda: bool) -> Checked:
     )
 
 
-def _actor_layout(shape: ModelShape, values: Mapping[str, Any], roles: Roles) -> TrainLayout:
+def actor_layout(shape: ModelShape, values: Mapping[str, Any], roles: Roles) -> TrainLayout:
+    """`check_layout` of the actor's ranks; the error says so where others are of other roles."""
     try:
         return check_layout(shape, values, len(roles.actor))
     except UsageError as error:
@@ -258,7 +259,8 @@ def _rank() -> int:
     return int(os.environ.get("RANK", 0))
 
 
-def _config_from(given: Mapping[str, Any]) -> RLConfig:
+def config_from(given: Mapping[str, Any]) -> RLConfig:
+    """Our flags of those that were given, the others at their defaults."""
     ours = {name[3:]: value for name, value in given.items() if name.startswith("rl_")}
     known = {field for field in RLConfig.__dataclass_fields__}
     return RLConfig(**{name: value for name, value in ours.items() if name in known})

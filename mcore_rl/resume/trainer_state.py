@@ -17,6 +17,8 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load as load_safetensors
 from safetensors.torch import save as save_safetensors
+from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint import load as load_checkpoint
 
 from mcore_rl import megatron_adapter
 from mcore_rl.hybrid_engine.rng import RngState
@@ -64,17 +66,34 @@ def load_trainer_state(folder: Path) -> tuple[TrainerState, RngState | None]:
     Raises RuntimeError for a state that another version of mcore_rl has written.
     """
     rows = megatron_adapter.load_tensors(folder)
-    facts = json.loads(_content(rows[_FACTS][0]))
+    state = _state(rows[_FACTS][0], folder)
+    rng = None
+    if len(rows[_RNG]) == dist.get_world_size():
+        rng = RngState.from_tensors(load_safetensors(_content(rows[_RNG][dist.get_rank()])))
+    return state, rng
+
+
+def read_trainer_state(folder: Path) -> TrainerState:
+    """The state alone. Not collective: no process group is needed.
+
+    Raises RuntimeError as `load_trainer_state`.
+    """
+    reader = FileSystemReader(folder)
+    size = reader.read_metadata().state_dict_metadata[_FACTS].size
+    rows = {_FACTS: torch.empty(size, dtype=torch.uint8)}
+    load_checkpoint(rows, storage_reader=reader, no_dist=True)
+    return _state(rows[_FACTS][0], folder)
+
+
+def _state(row: torch.Tensor, folder: Path) -> TrainerState:
+    facts = json.loads(_content(row))
     known = {entry.name for entry in dataclasses.fields(TrainerState)}
     if facts.keys() != known:
         raise RuntimeError(
             f"{folder} is of another version of mcore_rl: it has {sorted(facts.keys() - known)} "
             f"more and {sorted(known - facts.keys())} less than is known here"
         )
-    rng = None
-    if len(rows[_RNG]) == dist.get_world_size():
-        rng = RngState.from_tensors(load_safetensors(_content(rows[_RNG][dist.get_rank()])))
-    return TrainerState(**facts), rng
+    return TrainerState(**facts)
 
 
 def _row(content: bytes) -> torch.Tensor:

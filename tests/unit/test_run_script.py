@@ -163,6 +163,17 @@ def test_dry_run_starts_and_leaves_nothing(script: Script) -> None:
     assert not (script.folder / "runs").exists()
 
 
+def test_doctor_is_given_what_would_run(script: Script) -> None:
+    make, examine = script.output("--doctor", "--rl-run-dir", "here", "--lr", "1e-5").splitlines()
+    assert "make_tiny_deepseek.py" in make
+    _, _, words = examine.partition(" -m mcore_rl.cli ")
+    _, train = script.calls("--rl-run-dir", "here", "--lr", "1e-5")
+    assert words.split() == [
+        *("doctor", "--world-size", "4", "--", "--rl-ranks-per-node", "4"),
+        *train.flags,
+    ]
+
+
 def test_script_runs_what_the_dry_run_prints(script: Script) -> None:
     # Without --dry-run the commands reach `python3`, which prints them.
     arguments = ("--rl-run-dir", "here", "--rl-run-name", "a b")

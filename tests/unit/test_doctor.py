@@ -1,0 +1,182 @@
+"""The program `mcore-rl doctor`, from its command line to what it prints."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from mcore_rl.cli import main
+from mcore_rl.doctor import examination
+from tests.dist.bad_input_cases import Case, tokens_of
+from tests.dist.bad_input_folder import make_good_folder
+from tests.e2e.recipe import task_flags
+
+ROOT = Path(__file__).resolve().parents[2]
+AREAS = (
+    "versions patches flags checkpoint batches plan prompts reward ports shared_memory limits "
+    "space network"
+).split()
+
+# Runs a command and tells of its process.
+WATCHED = """
+import json, sys
+from mcore_rl.cli import main
+code = main(sys.argv[1:])
+import psutil, torch
+print(json.dumps({
+    "cuda": torch.cuda.is_initialized(),
+    "distributed": torch.distributed.is_initialized(),
+    "engine": "vllm.v1.engine.llm_engine" in sys.modules,
+    "children": [child.pid for child in psutil.Process().children(recursive=True)],
+}), file=sys.stderr)
+sys.exit(code)
+"""
+
+
+def tree(folder: Path) -> set[str]:
+    return {str(path.relative_to(folder)) for path in folder.rglob("*")}
+
+
+@pytest.mark.timeout(600)
+def test_main_job_has_no_red_and_leaves_nothing(warmed_checkpoint: Path, tmp_path: Path) -> None:
+    before = psutil.pids()
+    process = subprocess.run(
+        [
+            *(sys.executable, "-m", "mcore_rl.cli", "doctor", "--world-size", "4", "--"),
+            *task_flags(warmed_checkpoint, tmp_path / "run"),
+        ],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+    )
+    assert process.returncode == 0, process.stdout + process.stderr
+    lines = [line.rstrip() for line in process.stdout.splitlines()]
+    assert [line for line in lines if line and line[0].isalpha()] == [
+        area.replace("_", " ") for area in AREAS
+    ]
+    assert re.fullmatch(r"\d+ ok, \d+ warn, 0 fail, in \d+\.\d s", lines[-1])
+    text = " ".join(process.stdout.split())
+    assert "the flags are right for 4 ranks, as the start checks them" in text
+    assert "a step: 16 prompts x 8 samples = 128 sequences of up to 32 tokens" in text
+    assert "arithmetic gives 1 to the prompts' own answers and 0 to others" in text
+    assert "1 checkpoint of" in text and "4 ranks here need some" in text
+    assert "\x1b" not in process.stdout and process.stderr == ""
+    assert tree(tmp_path) == set(), "nothing is written"
+    started = [pid for pid in psutil.pids() if pid not in before]
+    assert not any("reward_trial" in _command(pid) for pid in started)
+
+
+def _command(pid: int) -> str:
+    try:
+        return " ".join(psutil.Process(pid).cmdline())
+    except psutil.Error:
+        return ""
+
+
+@pytest.fixture(scope="module")
+def spoilt(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], dict[str, Any], int]:
+    """Findings, facts of the process and exit code of a run with three faults of three kinds."""
+    here = tmp_path_factory.mktemp("spoilt") / "case"
+    make_good_folder(here)
+    with (here / "prompts.jsonl").open("a") as file:
+        file.write('{"prompt": "1+1="}\n')
+    tokens = tokens_of(
+        Case("", [], flags={"--tensor-model-parallel-size": "3"}, more="--rl-reward nowhere:fn"),
+        here,
+    )
+    process = subprocess.run(
+        [sys.executable, "-c", WATCHED, "doctor", "--json", "--world-size", "2", "--", *tokens],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        env={**os.environ, "MASTER_PORT": "65536"},
+    )
+    facts = json.loads(process.stderr.splitlines()[-1])
+    return json.loads(process.stdout), facts, process.returncode
+
+
+def test_independent_mistakes_are_all_told_and_the_exit_code_is_1(spoilt: tuple) -> None:
+    found, _, code = spoilt
+    reds = {each["area"]: each["found"] for each in found["findings"] if each["level"] == "red"}
+    assert reds.keys() == {"flags", "prompts", "reward", "ports"}
+    assert "--tensor-model-parallel-size 3" in reds["flags"]
+    assert "lacks in line 17" in reds["prompts"]
+    assert "nowhere:fn cannot be imported" in reds["reward"]
+    assert reds["ports"] == "MASTER_PORT=65536 is no port"
+    assert found["counts"]["red"] == 4 and code == 1
+    assert all(each["remedy"] for each in found["findings"] if each["level"] != "green")
+
+
+def test_no_device_engine_or_process_is_taken(spoilt: tuple) -> None:
+    _, facts, _ = spoilt
+    assert facts == {"cuda": False, "distributed": False, "engine": False, "children": []}
+
+
+def test_another_megatron_is_told_and_the_machine_is_examined_none_the_less(
+    tmp_path: Path,
+) -> None:
+    """Its import would end the process, as it ends a start."""
+    for name, version in (("megatron_core", "0.20.0"), ("transformers", "4.0.0")):
+        metadata = tmp_path / f"{name}-{version}.dist-info" / "METADATA"
+        metadata.parent.mkdir()
+        metadata.write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+    process = subprocess.run(
+        [sys.executable, "-m", "mcore_rl.cli", "doctor", "--json"],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(tmp_path)},
+    )
+    assert process.returncode == 1, process.stderr
+    findings = json.loads(process.stdout)["findings"]
+    reds = [each for each in findings if each["level"] == "red"]
+    assert "knows megatron-core 0.19.2, not the installed 0.20.0" in reds[0]["found"]
+    assert "(the patch may go when: " in reds[0]["remedy"]
+    assert reds[-1]["found"].endswith("are not examined: Megatron cannot be imported")
+    yellows = [each["found"] for each in findings if each["level"] == "yellow"]
+    assert any(
+        found.startswith("transformers 4.0.0 is installed and vLLM asks") for found in yellows
+    )
+    assert {"ports", "shared memory", "limits", "space", "network"} < {e["area"] for e in findings}
+
+
+def test_a_check_that_fails_itself_is_red_and_ends_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*arguments: object, **options: object) -> None:
+        raise OSError(5, "no such\nregister")
+
+    monkeypatch.setattr(examination.ports, "check_ports", broken)
+    checks = examination._Examination(examination.Request())
+    checks.machine()
+    first, *others = checks.findings
+    assert (first.area, first.level) == ("ports", "red")
+    assert first.found == "this check fails itself: OSError: [Errno 5] no such register"
+    assert {each.area for each in others} == {"shared memory", "limits", "space", "network"}
+
+
+@pytest.mark.parametrize(
+    ("tokens", "sentence"),
+    [
+        (["--", "--lr", "1"], "--world-size is missing"),
+        (["--world-size", "0"], "--world-size 0 must be greater than 0"),
+        (["--world-size", "two"], "invalid int value: 'two'"),
+        (["--world-size", "2", "--jason", "--", "--lr", "1"], "--jason is no flag of the doctor"),
+        (["--world-size", "2", "--", "--help"], "see -m mcore_rl.train --help"),
+        (["--gpu-memory-gb", "-1"], "--gpu-memory-gb -1.0 must be greater than 0"),
+        (["--gpu-reserved-gb", "-1"], "--gpu-reserved-gb -1.0 must be at least 0"),
+    ],
+)
+def test_wrong_use_of_the_command_gets_one_sentence_and_exit_code_2(
+    tokens: list[str], sentence: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["doctor", *tokens]) == 2
+    output = capsys.readouterr()
+    assert re.fullmatch(r"mcore_rl: error: [^\n]+\n", output.err), output.err
+    assert sentence in output.err and output.out == ""

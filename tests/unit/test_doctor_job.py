@@ -1,0 +1,488 @@
+"""What the doctor finds of a command line and of what that names, by faults made here."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import os
+import shutil
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import save_file
+
+from mcore_rl.arguments import RLConfig
+from mcore_rl.doctor.checkpoint import check_load
+from mcore_rl.doctor.finding import Finding
+from mcore_rl.doctor.flags import ReadJob, read_job, taken_flags
+from mcore_rl.doctor.plan import (
+    DeviceMemory,
+    check_batches,
+    check_plan,
+    checkpoint_bytes,
+    host_needs,
+    make_plan,
+)
+from mcore_rl.doctor.prompts import check_prompts
+from mcore_rl.doctor.reward import asks_loopback, check_reward, run_trial
+from mcore_rl.hybrid_engine.rng import RngState
+from mcore_rl.planner.outcome import Outcome
+from mcore_rl.resume import folders
+from mcore_rl.resume.trainer_state import TrainerState, read_trainer_state, save_trainer_state
+from mcore_rl.rewards.specs import parse_rewards
+from mcore_rl.types import Prompt
+from tests.dist.bad_input_cases import Case, tokens_of
+from tests.dist.bad_input_folder import INDEX, SECOND, make_good_folder
+
+GB = 10**9
+
+
+def found_of(findings: list[Finding] | tuple[Finding, ...], level: str) -> list[str]:
+    return [finding.found for finding in findings if finding.level == level]
+
+
+@pytest.fixture(scope="module")
+def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a run that is in order."""
+    folder = tmp_path_factory.mktemp("doctor") / "good"
+    make_good_folder(folder)
+    return folder
+
+
+@pytest.fixture
+def here(good: Path, tmp_path: Path) -> Path:
+    """A copy of it to spoil."""
+    return Path(shutil.copytree(good, tmp_path / "case"))
+
+
+def read(
+    folder: Path,
+    more: str = "",
+    *,
+    world_size: int = 2,
+    environment: dict[str, str] | None = None,
+    **flags: str | None,
+) -> ReadJob:
+    """The job of a folder, its flags changed."""
+    changes = {"--" + name.replace("_", "-"): value for name, value in flags.items()}
+    tokens = tokens_of(Case("case", [], flags=changes, more=more), folder)
+    return read_job(tokens, world_size=world_size, has_cuda=False, environment=environment or {})
+
+
+@pytest.fixture(scope="module")
+def passed(good: Path) -> ReadJob:
+    return read(good)
+
+
+# -------------------------------------------------------------------------------------- the flags
+
+
+def test_a_command_line_in_order_passes_as_a_whole(passed: ReadJob) -> None:
+    assert [finding.level for finding in passed.findings] == ["green"]
+    assert passed.checked is not None and passed.batch_is_right
+    assert passed.layout is not None and passed.layout.tp_size == 2
+
+
+def test_faults_in_several_flags_hide_neither_each_other_nor_what_else_is_wrong(
+    here: Path,
+) -> None:
+    (here / "flags.yaml").write_text("rl_num_stepz: 4\nlr: 1e-5\nrl-alarm-window: 1\n")
+    (here / "run").write_text("a file where a folder is to be made")
+    job = read(
+        here,
+        "--rl-foo 3 --rl-num-epochs abc --calculate-per-token-loss --num-layers 7 "
+        f"--rl-config {here}/flags.yaml",
+        tensor_model_parallel_size="3",
+    )
+    reds = found_of(job.findings, "red")
+    for words in (
+        "unknown key 'rl_num_stepz'",
+        "--rl-num-epochs: invalid int value: 'abc'",
+        "unknown flag --rl-foo",
+        "--rl-alarm-window 1 must be at least 2",
+        "--calculate-per-token-loss switches on another normalisation",
+        f"--rl-run-dir {here}/run",
+        "--num-layers 7 contradicts config.json",
+        "--tensor-model-parallel-size 3",
+    ):
+        assert sum(words in sentence for sentence in reds) == 1, (words, reds)
+    assert len(reds) == 8, reds
+    assert all(finding.remedy for finding in job.findings if finding.level != "green")
+    assert job.values["lr"] == 1e-5 and job.checked is None
+
+
+def test_what_depends_on_a_flag_that_was_wrong_is_left_alone(good: Path) -> None:
+    """Its default is not what the user meant: no sentence speaks of it."""
+    for flags in (
+        {"tensor_model_parallel_size": "two"},
+        {"rl_max_prompt_tokens": "-5"},  # 512 of the default would not fit the model
+        {"rl_num_prompts_per_step": "0"},
+    ):
+        job = read(good, **flags)
+        assert len(found_of(job.findings, "red")) == 1, job.findings
+        assert job.shape is not None and job.checked is None
+
+
+def test_a_batch_that_does_not_divide_is_red_and_the_layout_stands(good: Path) -> None:
+    job = read(good, "--rl-num-mini-batches 3")
+    (red,) = found_of(job.findings, "red")
+    assert "samples do not divide into --rl-num-mini-batches 3" in red
+    assert job.layout is not None and not job.batch_is_right
+
+
+def test_what_megatron_refuses_is_red(good: Path) -> None:
+    (red,) = found_of(read(good, "--overlap-param-gather").findings, "red")
+    assert red.startswith("Megatron refuses these flags")
+
+
+def test_flags_without_effect_given_twice_and_of_a_launcher_are_yellow(good: Path) -> None:
+    job = read(
+        good,
+        "--rl-rollout-gpu-memory-utilization 0.4 --lr 1e-5 --lr 1e-6",
+        environment={"WORLD_SIZE": "16"},
+    )
+    twice, no_effect, launcher = found_of(job.findings, "yellow")
+    assert twice == "--lr is given 2 times, and the last one counts"
+    assert no_effect.startswith("--rl-rollout-gpu-memory-utilization has no effect")
+    assert launcher == "the environment has WORLD_SIZE=16, and --world-size is 2"
+    assert not found_of(job.findings, "red") and job.checked is not None
+
+
+def test_flags_that_megatron_has_too_are_all_told() -> None:
+    parser = argparse.ArgumentParser()
+    assert not found_of(taken_flags(parser), "red")
+    parser.add_argument("--rl-reward")
+    parser.add_argument("--rl-config")
+    reds = found_of(taken_flags(parser), "red")
+    assert [sentence.split()[0] for sentence in reds] == ["--rl-reward", "--rl-config"]
+
+
+# --------------------------------------------------------------------------------- the checkpoint
+
+
+def test_a_missing_shard_is_red_and_flags_are_checked_none_the_less(here: Path) -> None:
+    (here / "checkpoint" / SECOND).unlink()
+    job = read(here, "--rl-num-stepz 4")
+    assert [(f.area, f.level) for f in job.findings] == [("flags", "red"), ("checkpoint", "red")]
+    assert f"{SECOND} is missing but named in" in job.findings[1].found
+    assert job.findings[1].remedy == "copy the checkpoint again"
+
+
+def save(folder: Path, step: int) -> Path:
+    """A complete checkpoint of a few bytes."""
+    place = folders.saving_folder(folder) / folders.iteration_name(step)
+    place.mkdir(parents=True)
+    (place / "__0_0.distcp").write_bytes(b"weights" * step)
+    return folders.complete(folder, step, folders.sealed(place, folders.files_of(place)))
+
+
+def test_load_takes_the_newest_undamaged_step(tmp_path: Path) -> None:
+    config, values = RLConfig(), {"load": str(tmp_path)}
+    assert check_load({}, config) == ([], None)
+    (found,), place = check_load(values, config)
+    assert found.level == "green" and "the run begins" in found.found and place is None
+    exiting = {**values, "exit_on_missing_checkpoint": True}
+    assert check_load(exiting, config)[0][0].level == "red"
+    for step in (10, 20):
+        save(tmp_path, step)
+    (found,), place = check_load(values, config)
+    assert found.found.endswith("goes on from step 20") and place == tmp_path / "iter_0000020"
+    (tmp_path / "iter_0000020" / "__0_0.distcp").write_bytes(b"cut")
+    findings, place = check_load(values, config)
+    assert [finding.level for finding in findings] == ["yellow", "green"]
+    assert "3 bytes instead of 140" in findings[0].found and place == tmp_path / "iter_0000010"
+    (found,), _ = check_load({**values, "ckpt_step": 15}, config)
+    assert found.level == "red" and "which has 10, 20" in found.found
+    (tmp_path / "iter_0000010" / "__0_0.distcp").write_bytes(b"x" * 70)  # as many bytes
+    assert [f.level for f in check_load(values, config)[0]] == ["yellow", "yellow", "red"]
+
+
+# ------------------------------------------------------------------------------ batches and plan
+
+
+def test_batches_are_told_as_the_start_tells_them(passed: ReadJob) -> None:
+    found = check_batches(passed)
+    assert {finding.level for finding in found} == {"green"}
+    assert found[0].found.startswith("a step: 16 prompts x ")
+    assert found[-1].found.startswith("the run: 100 steps")
+
+
+@pytest.fixture(scope="module")
+def outcome(passed: ReadJob) -> Outcome:
+    made = make_plan(passed, 2, DeviceMemory(80 * GB, 5 * GB, "here"), 100 * GB)
+    assert isinstance(made, Outcome)
+    return made
+
+
+def test_plan_that_fits_is_green_with_its_figures(outcome: Outcome) -> None:
+    (found,) = check_plan(outcome, DeviceMemory(80 * GB, 5 * GB, "found here"))
+    assert found.level == "green" and "fits into 80.0 GB (found here)" in found.found
+    (found,) = check_plan(outcome, DeviceMemory(None, 0, ""))
+    assert found.level == "green" and found.found.startswith("no device memory to fit into")
+
+
+def test_plan_that_does_not_fit_is_red_with_the_planners_remedies(passed: ReadJob) -> None:
+    small = DeviceMemory(3 * GB, 2 * GB, "--gpu-memory-gb")
+    made = make_plan(passed, 2, small, 100 * GB)
+    assert isinstance(made, Outcome)
+    found = check_plan(made, small)
+    assert {finding.level for finding in found} == {"red"}
+    hand_over = next(finding for finding in found if finding.found.startswith("hand-over lacks"))
+    assert "on devices of 3.00 GB (--gpu-memory-gb)" in hand_over.found
+    assert "--rl-reshard-bucket-mb 64" in hand_over.remedy
+
+
+def test_memory_and_disk_grow_with_ranks_and_parameters(passed: ReadJob, outcome: Outcome) -> None:
+    few = host_needs(passed, outcome, local_ranks=2, has_cuda=False)
+    assert host_needs(passed, outcome, local_ranks=4, has_cuda=False) == 2 * few > 4 * GB
+    # bf16 weights; float32 main parameters and two moments
+    assert checkpoint_bytes(outcome, [1000]) == 1000 * (2 + 12)
+
+
+# ---------------------------------------------------------------------------------------- prompts
+
+
+def config_of(folder: Path, **changes: object) -> RLConfig:
+    config = RLConfig(
+        hf_checkpoint=str(folder / "checkpoint"),
+        prompts=str(folder / "prompts.jsonl"),
+        cache_dir=str(folder / "cache"),
+        reward="arithmetic",
+    )
+    return dataclasses.replace(config, **changes)  # type: ignore[arg-type]
+
+
+def test_prompts_in_order_are_green_and_nothing_is_written(here: Path) -> None:
+    before = sorted(here.rglob("*"))
+    found, few = check_prompts(config_of(here))
+    assert [finding.level for finding in found] == ["green"]
+    assert found[0].found == "--rl-prompts: 16 prompts of 4 to 4 tokens, 4 in the median"
+    assert [prompt.answer for prompt in few] == ["0", "1"]
+    assert sorted(here.rglob("*")) == before
+
+
+def test_prompts_held_out_that_are_trained_on_are_yellow(here: Path) -> None:
+    config = config_of(here, eval_prompts=str(here / "eval.jsonl"), num_prompts_per_step=32)
+    yellows = found_of(check_prompts(config)[0], "yellow")
+    assert yellows == [
+        "a step draws 32 prompts of 16, some twice",
+        "16 of 16 prompts of --rl-eval-prompts are in --rl-prompts",
+    ]
+
+
+def test_long_empty_and_repeated_prompts_are_counted(here: Path) -> None:
+    rows = [("1+1=", "2"), ("1+1=", "3"), ("2+2=", ""), ("one hundred and one plus 1=", "102")]
+    lines = [json.dumps({"prompt": prompt, "answer": answer}) for prompt, answer in rows]
+    (here / "prompts.jsonl").write_text("\n".join(lines))
+    found, few = check_prompts(config_of(here, max_prompt_tokens=8, num_prompts_per_step=1))
+    too_long, empty, repeated = found_of(found, "yellow")
+    assert "1 prompt longer than --rl-max-prompt-tokens 8" in too_long
+    assert "1 prompt without an answer" in empty
+    assert "1 row with the prompt of another, 1 with another answer" in repeated
+    assert [prompt.answer for prompt in few] == ["2", "3"]
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        ('{"prompt": "1+1=", "answer": "2"}\n{"prompt"', "line 2, is not valid JSON"),
+        ('{"question": "1+1=", "answer": "2"}\n', "names a column that"),
+        ('{"prompt": " ", "answer": "2"}\n', "line 1: column 'prompt' is blank"),
+        ("", "is empty"),
+    ],
+)
+def test_prompts_that_training_refuses_are_red(here: Path, content: str, words: str) -> None:
+    (here / "prompts.jsonl").write_text(content)
+    found, few = check_prompts(config_of(here))
+    (red,) = found_of(found, "red")
+    assert words in red and few == []
+    config = config_of(here, prompts=None)
+    assert found_of(check_prompts(config)[0], "red") == ["--rl-prompts is missing"]
+
+
+def test_without_a_checkpoint_prompts_are_read_and_not_tokenised(here: Path) -> None:
+    found, few = check_prompts(config_of(here, hf_checkpoint=str(here / "nowhere")))
+    (warning,) = found
+    assert warning.level == "yellow" and "16 prompts, of unknown length" in warning.found
+    assert few == []
+
+
+def test_prompts_must_be_those_that_the_checkpoint_has_drawn_from(here: Path) -> None:
+    from mcore_rl.builders import prompt_source
+    from mcore_rl.data import load_prompts
+
+    config = config_of(here)
+    assert config.prompts is not None and config.hf_checkpoint is not None
+    fingerprint = load_prompts(
+        prompt_source(config, config.prompts), config.hf_checkpoint, write_cache=False
+    ).fingerprint
+    for name, of_prompts in (("same", fingerprint), ("other", "0" * 64)):
+        state = TrainerState(3, "TP1", prompts=of_prompts)
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        try:
+            save_trainer_state(state, RngState.capture(), here / name / "trainer")
+        finally:
+            dist.destroy_process_group()
+        assert read_trainer_state(here / name / "trainer") == state
+
+    def last(name: str, **changes: object) -> Finding:
+        return check_prompts(config_of(here, **changes), here / name)[0][-1]
+
+    assert last("same").found == f"the prompts are those of {here}/same"
+    assert last("other").level == "red" and "restart" in last("other").remedy
+    assert last("other", on_changed_prompts="restart").level == "yellow"
+
+
+# ----------------------------------------------------------------------------------------- reward
+
+REWARDS = """
+import sys, time
+from mcore_rl.rewards.functions import reward
+
+@reward("raises")
+def raises(*, prompt, response, answer):
+    print("about to divide")
+    return 1 / 0
+
+@reward("blind")
+def blind(*, prompt, response, answer):
+    return 0.5
+
+@reward("hangs")
+def hangs(*, prompt, response, answer):
+    time.sleep(600)
+"""
+
+
+def prompts(*pairs: tuple[str, str]) -> list[Prompt]:
+    return [Prompt(i, text, answer, None) for i, (text, answer) in enumerate(pairs)]  # type: ignore[arg-type]
+
+
+FEW = prompts(("2+3=", "5"), ("4+5=", "9"))
+
+
+def test_a_reward_that_tells_right_from_wrong_is_green(tmp_path: Path) -> None:
+    config = config_of(tmp_path, reward="arithmetic,exact_match")
+    found = check_reward(config, FEW, None)
+    assert [finding.level for finding in found] == ["green", "green"]
+    assert found[0].found == "arithmetic gives 1 to the prompts' own answers and 0 to others"
+
+
+def test_rewards_that_fail_are_told_by_what_they_raise_and_print(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(REWARDS)
+    config = config_of(
+        tmp_path,
+        reward="raises,blind,hangs",
+        import_=str(tmp_path / "mine.py"),
+        reward_timeout_seconds=0.5,
+    )
+    printed, raises, blind, hangs = check_reward(config, FEW[:1], None)
+    assert printed.found == "what is asked for prints: about to divide about to divide"
+    assert raises.level == "red"
+    assert "gives no value for 2 of 2 samples: raised ZeroDivisionError" in raises.found
+    assert blind.level == "yellow" and "blind gives 0.5 to" in blind.found
+    assert hangs.level == "red" and "no value within 0.5 s" in hangs.found
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"reward": "nowhere:fn"}, "--rl-reward nowhere:fn cannot be imported"),
+        ({"reward": "exact_mach"}, "did you mean exact_match?"),
+        ({"reward": "arithmetic", "reward_weights": "1,2"}, "has 2 weight(s)"),
+        ({"reward": "ends", "import_": "{tmp}/ends.py"}, "its process ended with exit code 3"),
+    ],
+)
+def test_a_reward_that_cannot_be_had_is_red(
+    tmp_path: Path, changes: dict[str, str], words: str
+) -> None:
+    (tmp_path / "ends.py").write_text("import os\nos._exit(3)\n")
+    changes = {name: value.replace("{tmp}", str(tmp_path)) for name, value in changes.items()}
+    (found,) = check_reward(config_of(tmp_path, **changes), FEW, None)
+    assert found.level == "red" and words in f"{found.found} {found.remedy}"
+
+
+def test_a_reward_that_cannot_read_the_answers_is_red(tmp_path: Path) -> None:
+    (found,) = check_reward(config_of(tmp_path), prompts(("2+3=", "five")), None)
+    assert found.level == "red" and "'five' is not a number" in found.found
+
+
+def test_the_folder_of_a_reward_model_is_read(here: Path) -> None:
+    def of(folder: Path) -> Finding:
+        (found,) = check_reward(config_of(here, reward="model", reward_model=str(folder)), [], None)
+        return found
+
+    assert of(here / "checkpoint").level == "red"
+    assert "has no score.weight" in of(here / "checkpoint").found
+    assert of(here / "nowhere").level == "red"
+    save_file({"score.weight": torch.zeros(1, 32)}, here / "checkpoint" / SECOND)
+    index = here / "checkpoint" / INDEX
+    files = json.loads(index.read_text())["weight_map"]
+    files = {name: file for name, file in files.items() if file != SECOND}
+    index.write_text(json.dumps({"weight_map": {**files, "score.weight": SECOND}}))
+    assert of(here / "checkpoint").level == "green"
+
+
+def test_without_prompts_a_reward_is_imported_only(tmp_path: Path) -> None:
+    warning, found = check_reward(config_of(tmp_path), [], None)
+    assert warning.level == "yellow"
+    assert (found.level, found.found) == ("green", "arithmetic can be imported")
+
+
+def test_a_trial_leaves_no_process(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(
+        REWARDS.replace("return 0.5", "import os; return os.getpid()")
+    )
+    spec = parse_rewards("blind", imports=[str(tmp_path / "mine.py")])
+    trial = run_trial(spec, [("2+3=", "5", "5")])
+    ((pid, failure),) = trial.answer["outcomes"]["blind"]
+    assert failure is None and int(pid) != os.getpid()
+    assert not Path(f"/proc/{int(pid)}").exists()
+
+
+class _Server(BaseHTTPRequestHandler):
+    answers = True
+    requests = 0
+
+    def do_POST(self) -> None:
+        type(self).requests += 1
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        rewards = [float(s["response"] == s["answer"]) for s in body["samples"]]
+        content = json.dumps({"rewards": rewards}).encode()
+        self.send_response(200 if self.answers else 503)
+        self.send_header("Content-Length", str(len(content)))
+        self.end_headers()
+        self.wfile.write(content)
+
+    def log_message(self, format: str, *args: object) -> None:
+        pass
+
+
+@pytest.fixture
+def server() -> Iterator[str]:
+    with ThreadingHTTPServer(("127.0.0.1", 0), _Server) as running:
+        thread = threading.Thread(target=running.serve_forever)
+        thread.start()
+        yield f"http://127.0.0.1:{running.server_port}/"
+        running.shutdown()
+        thread.join()
+
+
+def test_a_server_is_asked_once(
+    server: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = config_of(tmp_path, reward="http", reward_url=server)
+    assert asks_loopback(config) and not asks_loopback(config_of(tmp_path))
+    (found,) = check_reward(config, FEW, None)
+    assert found.level == "green", found
+    monkeypatch.setattr(_Server, "answers", False)
+    monkeypatch.setattr(_Server, "requests", 0)
+    (found,) = check_reward(config, FEW, None)
+    assert found.level == "red" and "HTTP status 503" in found.found
+    assert _Server.requests == 1

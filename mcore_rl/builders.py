@@ -98,6 +98,8 @@ def reward_spec(config: RLConfig) -> RewardSpec:
         http_batch=config.reward_http_batch,
         http_concurrency=config.reward_http_concurrency,
         http_retries=config.reward_http_retries,
+        memory_gib=config.reward_memory_gib,
+        environment_names=config.reward_env,
     )
 
 

@@ -18,7 +18,7 @@ from mcore_rl.patches.megatron import (
     yarn_context_parallel,
 )
 from mcore_rl.patches.registry import apply_all
-from mcore_rl.patches.torch import checkpoint_reading, narrow_products
+from mcore_rl.patches.torch import checkpoint_reading, loopback_stores, narrow_products
 
 # In this order: later ones import Megatron, which must happen under the first three.
 PATCHES = (
@@ -37,6 +37,7 @@ PATCHES = (
     fsdp_checkpoint.PATCH,
     checkpoint_reading.PATCH,
     common_state_reading.PATCH,
+    loopback_stores.PATCH,
 )
 
 

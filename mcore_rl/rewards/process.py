@@ -86,7 +86,7 @@ class WorkerContext(SpawnContext):
         process = functools.partial(WorkerProcess, environment_names=tuple(environment_names))
         self.Process = process  # type: ignore[assignment, misc]
 
-    def Pipe(self, duplex: bool = True) -> tuple[AnswerReader, Connection]:  # type: ignore[override]
+    def Pipe(self, duplex: bool = True) -> tuple[AnswerReader, Connection]:
         """A pipe of one direction, whose end on this side reads answers and nothing else."""
         assert not duplex, "workers are talked to by pipes of one direction"
         reader, writer = os.pipe()
@@ -117,13 +117,13 @@ class WorkerPopen(popen_spawn_posix.Popen):
         self.sentinel, child_end = os.pipe()  # tells by its end that the child is gone
         child_reader, writer = os.pipe()
         # The writer stays open as well: by its end the child would know of this process's.
-        self.finalizer = util.Finalize(self, util.close_fds, (self.sentinel, writer))
+        self.finalizer = util.Finalize(self, util.close_fds, (self.sentinel, writer))  # type: ignore[attr-defined]
         try:
             self._process = subprocess.Popen(
                 spawn.get_command_line(pipe_handle=child_reader),
                 env=self._environment,
                 stdin=subprocess.DEVNULL,
-                pass_fds=(*self._fds, child_reader, child_end),
+                pass_fds=(*self._fds, child_reader, child_end),  # type: ignore[attr-defined]
             )
         finally:
             os.close(child_reader)

@@ -41,6 +41,12 @@ def open_store():
         _leave()
     from torch.distributed.rendezvous import rendezvous
 
+    from mcore_rl.loopback import stay_on_loopback  # imports torch, which a sentence does without
+
+    try:
+        stay_on_loopback(os.environ["MASTER_ADDR"])
+    except UsageError as error:
+        leave_with(error)
     store, _, _ = next(iter(rendezvous("env://", timeout=timedelta(minutes=10))))
     return store
 

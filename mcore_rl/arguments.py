@@ -68,6 +68,16 @@ class RLConfig:
     )
     reward_workers: int = _flag(1, "reward processes per engine")
     reward_timeout_seconds: float = _flag(10.0, "a sample whose reward takes longer gets reward 0")
+    reward_memory_gib: float = _flag(
+        4.0,
+        "memory of a reward process, in GiB; a sample that needs more gets reward 0; 0: no limit",
+    )
+    reward_env: str | None = _flag(
+        None,
+        "environment variables that reward processes get, with commas; they see no others but PATH "
+        "and the like (docs/security.md)",
+        kind=str,
+    )
     reward_url: str | None = _flag(None, "endpoint of reward http (docs/rewards.md)", kind=str)
     reward_http_batch: int = _flag(16, "samples per request to it")
     reward_http_concurrency: int = _flag(8, "requests at a time, per scoring rank")

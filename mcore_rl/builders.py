@@ -44,7 +44,7 @@ from mcore_rl.roles.reward import ColocatedRewardModel, RemoteRewardModel, Rewar
 from mcore_rl.startup import Job
 
 
-def prompt_source(config: RLConfig, path: str) -> PromptSource:
+def prompt_source(config: RLConfig, path: str, *, trust_remote_code: bool = False) -> PromptSource:
     """How the flags say a prompts file is to be read."""
     return PromptSource(
         path=Path(path),
@@ -52,11 +52,17 @@ def prompt_source(config: RLConfig, path: str) -> PromptSource:
         answer_column=config.answer_column,
         use_chat_template=not config.no_chat_template,
         max_prompt_tokens=config.max_prompt_tokens,
+        trust_remote_code=trust_remote_code,
     )
 
 
-def load_prompt_files(config: RLConfig) -> tuple[PromptDataset, PromptDataset | None]:
-    """Training and held-out prompts, from the cache if they were tokenised before."""
+def load_prompt_files(
+    config: RLConfig, *, trust_remote_code: bool = False
+) -> tuple[PromptDataset, PromptDataset | None]:
+    """Training and held-out prompts, from the cache if they were tokenised before.
+
+    `trust_remote_code` is Megatron's --trust-remote-code.
+    """
     if config.prompts is None:
         raise UsageError("--rl-prompts is missing; give a JSONL or Parquet file of prompts")
     assert config.hf_checkpoint is not None, "checked before"
@@ -69,7 +75,7 @@ def load_prompt_files(config: RLConfig) -> tuple[PromptDataset, PromptDataset | 
             None
             if path is None
             else load_prompts(
-                prompt_source(config, path),
+                prompt_source(config, path, trust_remote_code=trust_remote_code),
                 config.hf_checkpoint,
                 cache_dir=config.cache_dir,
                 flag=flag,
@@ -82,7 +88,7 @@ def load_prompt_files(config: RLConfig) -> tuple[PromptDataset, PromptDataset | 
 
 def check_data(checked: Checked) -> None:
     """What training needs beyond a valid command line: readable prompts and a reward."""
-    load_prompt_files(checked.config)
+    load_prompt_files(checked.config, trust_remote_code="--trust-remote-code" in checked.tokens)
     check_rewards(reward_spec(checked.config))
 
 
@@ -101,6 +107,8 @@ def reward_spec(config: RLConfig) -> RewardSpec:
         http_batch=config.reward_http_batch,
         http_concurrency=config.reward_http_concurrency,
         http_retries=config.reward_http_retries,
+        memory_gib=config.reward_memory_gib,
+        environment_names=config.reward_env,
     )
 
 
@@ -124,6 +132,7 @@ def engine_config(job: Job, *, load_format: str = "dummy") -> EngineConfig:
         enforce_eager=on_cpu or config.rollout_enforce_eager,
         seed=job.args.seed,
         load_format=load_format,
+        trust_remote_code=job.args.trust_remote_code,
     )
 
 

@@ -57,7 +57,8 @@ class PromptSource:
     `prompt_column` holds a string or a list of {role, content} messages; `answer_column` a string,
     an integer or a finite float, which becomes a string. With `use_chat_template` a string is one
     user message; without it, it goes to the model as it stands. Longer prompts than
-    `max_prompt_tokens` are dropped.
+    `max_prompt_tokens` are dropped. `trust_remote_code` lets the checkpoint's folder bring code of
+    its own for its tokenizer, which then runs.
     """
 
     path: Path
@@ -65,6 +66,7 @@ class PromptSource:
     prompt_column: str = "prompt"
     answer_column: str = "answer"
     use_chat_template: bool = True
+    trust_remote_code: bool = False
 
 
 class _Row(NamedTuple):
@@ -437,7 +439,12 @@ def _load_tokenizer(source: PromptSource, tokenizer_dir: Path) -> Any:
 
     register_families()
     try:
-        tokenizer = AutoTokenizer.from_pretrained(str(tokenizer_dir), local_files_only=True)
+        tokenizer = AutoTokenizer.from_pretrained(
+            str(tokenizer_dir),
+            local_files_only=True,
+            # Said aloud: transformers would ask on stdin, and take a y that lies there.
+            trust_remote_code=source.trust_remote_code,
+        )
     except Exception as error:  # `tokenizers` raises nothing more special for a broken file
         raise UsageError(
             f"--rl-hf-checkpoint {tokenizer_dir} holds no tokenizer that transformers can load "

@@ -34,6 +34,9 @@ from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, record
 
 from mcore_rl.agreement import EXIT_ALARM, EXIT_USAGE
+from mcore_rl.errors import UsageError
+from mcore_rl.loopback import stay_on_loopback
+from mcore_rl.patches.torch.loopback_stores import is_loopback
 
 logger = logging.getLogger(__name__)
 
@@ -68,6 +71,11 @@ def main(tokens: Sequence[str] | None = None) -> int:
     if torchrun.parse_min_max_nnodes(args.nnodes)[1] == 1:
         # The name of a single machine need not resolve to an address that it can reach itself by.
         args.local_addr = args.local_addr or "127.0.0.1"
+    try:
+        stay_on_loopback(_meeting_place(args))
+    except UsageError as error:
+        print(f"mcore_rl: error: {error}", file=sys.stderr, flush=True)
+        return EXIT_USAGE
     _handle_signals(args)
     _adopt_orphans()
     with _held_back(_SHUTDOWN_LOGGERS) as entries, _temporary_folder() as folder:
@@ -81,6 +89,18 @@ def main(tokens: Sequence[str] | None = None) -> int:
         # By no logger: this is the program's answer to its user, without a level or a name.
         print(ending.message, file=sys.stderr, flush=True)
     return ending.exit_code
+
+
+def _meeting_place(args: argparse.Namespace) -> str:
+    """The address by which torchrun's store is reached; the ranks' own is `local_addr`, if given.
+
+    On several machines that is for the user to say, and nothing here is about loopback.
+    """
+    if torchrun.parse_min_max_nnodes(args.nnodes)[1] != 1:
+        return ""
+    endpoint = args.rdzv_endpoint.rpartition(":")[0] or args.rdzv_endpoint
+    places = (endpoint.strip("[]") or args.master_addr, args.local_addr)
+    return next((place for place in places if not is_loopback(place)), places[0])
 
 
 def exit_code(codes: Collection[int]) -> int:

@@ -231,7 +231,10 @@ def _unwrapped(chunk: torch.nn.Module) -> torch.nn.Module:
 
 
 def setup(provider: Callable[..., torch.nn.Module]) -> TrainState:
-    """Build model, optimizer and scheduler through Megatron; load `--load`. Collective."""
+    """Build model, optimizer and scheduler through Megatron; load `--load`. Collective.
+
+    A checkpoint that holds code instead of data ends every rank with exit code 2.
+    """
     from megatron.core.distributed import finalize_model_grads
     from megatron.core.enums import ModelType
     from megatron.core.utils import get_model_config
@@ -242,9 +245,12 @@ def setup(provider: Callable[..., torch.nn.Module]) -> TrainState:
     # the parameter; `mcore_rl.optimizer` does it before each update.
     args = get_args()
     args.check_for_nan_in_loss_and_grad = False
-    model, optimizer, scheduler = setup_model_and_optimizer(
-        ModelType.encoder_or_decoder, model_provider_func=provider
-    )
+    try:
+        model, optimizer, scheduler = setup_model_and_optimizer(
+            ModelType.encoder_or_decoder, model_provider_func=provider
+        )
+    except UsageError as error:
+        leave_with(error)
     config = get_model_config(model[0])
     config.finalize_model_grads_func = finalize_model_grads
     config.timers = None  # stages are timed outside

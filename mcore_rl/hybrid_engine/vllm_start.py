@@ -36,7 +36,8 @@ _RELOAD_LOGGERS = (
 class EngineConfig:
     """What an engine is started with.
 
-    `load_format` is "dummy" (weights come by `reload`) or "auto" (from `model_dir`).
+    `load_format` is "dummy" (weights come by `reload`) or "auto" (from `model_dir`, where files of
+    safetensors are all that is read). `trust_remote_code` lets code in that folder run.
     `kv_cache_bytes` is per rank; None leaves it to `gpu_memory_utilization`, a share of the device,
     on GPUs, and to VLLM_CPU_KVCACHE_SPACE or 1 GiB on CPU.
 
@@ -64,6 +65,7 @@ class EngineConfig:
     enforce_eager: bool = True
     seed: int = 0
     load_format: str = "dummy"
+    trust_remote_code: bool = False
     verbose: bool = False
 
     @property
@@ -253,7 +255,9 @@ def _arguments(config: EngineConfig) -> dict[str, Any]:
         enable_prefix_caching=config.enable_prefix_caching,
         enforce_eager=config.enforce_eager,
         seed=config.seed,
-        load_format=config.load_format,
+        # vLLM's own "auto" goes on to pickled weights where there is no safetensors file.
+        load_format="safetensors" if config.load_format == "auto" else config.load_format,
+        trust_remote_code=config.trust_remote_code,
         logprobs_mode="processed_logprobs",
         use_tqdm_on_load=config.verbose,
         **options,

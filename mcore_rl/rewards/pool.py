@@ -17,8 +17,16 @@ from types import TracebackType
 
 from pebble import ProcessExpired, ProcessPool
 
+from mcore_rl.errors import UsageError
 from mcore_rl.rewards.parts import FailureLog, weighed
-from mcore_rl.rewards.worker import Outcome, WorkerContext, score_samples, start_worker
+from mcore_rl.rewards.process import WorkerContext
+from mcore_rl.rewards.worker import (
+    EXIT_OUT_OF_MEMORY,
+    Outcome,
+    resolve_rewards,
+    score_samples,
+    start_worker,
+)
 from mcore_rl.types import Rollout, ScoredRollout
 
 _Task = tuple[int, str]  # which rollout is scored by which function
@@ -42,10 +50,10 @@ class RewardPool:
     """Processes that score samples, each sample and function within a time of its own.
 
     Not collective: every rank that scores has its own pool. Workers start at the first `score`,
-    import only `worker`, `functions` and the user's modules, inherit the environment
-    and the standard streams, and are killed when this process ends, however it ends. Linux kills
-    them also when the thread that called the first `score` ends; the next call then starts new
-    ones.
+    import only `worker`, what that needs and the user's modules, inherit the standard streams and
+    of the environment what `process` names and `environment_names`, and are killed when this
+    process ends, however it ends. Linux kills them also when the thread that called the first
+    `score` ends; the next call then starts new ones. Each may have `memory_gib` GiB; 0 is no limit.
 
     `specs` are what `resolve_reward` takes, `imports` what `import_file` does; call these before
     building anything, for their errors. All functions share the workers: each of them scores any
@@ -60,6 +68,8 @@ class RewardPool:
         num_workers: int,
         timeout_seconds: float,
         imports: Sequence[str] = (),
+        memory_gib: float = 0.0,
+        environment_names: Sequence[str] = (),
     ) -> None:
         if not specs or len(set(specs)) < len(specs):
             raise ValueError(f"specs are {specs}, they must be one or several, none of them twice")
@@ -67,11 +77,15 @@ class RewardPool:
             raise ValueError(f"num_workers is {num_workers}, it must be at least 1")
         if not timeout_seconds > 0:
             raise ValueError(f"timeout_seconds is {timeout_seconds}, it must be above 0")
+        if not (memory_gib >= 0 and math.isfinite(memory_gib)):
+            raise ValueError(f"memory_gib is {memory_gib}, it must be finite and at least 0")
         self._specs = specs
         self._num_workers = num_workers
         self._timeout_seconds = timeout_seconds
         # The working directory may be another one when workers start.
         self._imports = tuple(os.path.abspath(path) for path in imports)
+        self._memory_gib = memory_gib
+        self._environment_names = tuple(environment_names)
         self._logs = {spec: FailureLog(spec) for spec in specs}
         # Of each function's slowest sample, or batch in the mean, in the latest call that had any.
         self._slowest: dict[str, float] = {}
@@ -128,6 +142,21 @@ class RewardPool:
             log.note(by_spec[spec])
         return by_spec
 
+    def check(self) -> None:
+        """Raises UsageError if a worker cannot find a function; this process imports nothing."""
+        asked = self._pool.schedule(
+            resolve_rewards, args=(self._specs, self._imports), timeout=_WORKER_START_SECONDS
+        )
+        try:
+            asked.result()
+        except (RuntimeError, ProcessExpired, TimeoutError) as error:
+            reason = str(error) if isinstance(error, RuntimeError) else type(error).__name__
+            raise UsageError(
+                f"--rl-reward {','.join(self._specs)} cannot be used, because the process that "
+                f"imported it ended or gave no answer within {_WORKER_START_SECONDS:g} s "
+                f"({reason}); make its import work by itself"
+            ) from error
+
     def close(self) -> None:
         """Ends the workers. A second call does nothing."""
         self._closed = True
@@ -148,8 +177,8 @@ class RewardPool:
         return ProcessPool(
             max_workers=self._num_workers,
             initializer=start_worker,
-            initargs=(self._specs, self._imports),
-            context=WorkerContext(),
+            initargs=(self._specs, self._imports, int(self._memory_gib * 2**30)),
+            context=WorkerContext(self._environment_names),
         )
 
     def _stop_workers(self) -> None:
@@ -249,6 +278,13 @@ class RewardPool:
         except ProcessExpired as error:
             if error.exitcode == -signal.SIGALRM:
                 outcome = Outcome(0.0, "timed out", limit)
+            elif error.exitcode == EXIT_OUT_OF_MEMORY:
+                outcome = Outcome(0.0, "ran out of memory", self._memory_limit())
             else:
                 outcome = Outcome(0.0, "ended its process", f"exit code {error.exitcode}")
         return [outcome], math.inf
+
+    def _memory_limit(self) -> str:
+        if self._memory_gib == 0:
+            return "the machine has no more"
+        return f"its process may have {self._memory_gib:g} GiB (--rl-reward-memory-gib)"

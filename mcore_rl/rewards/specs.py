@@ -48,6 +48,8 @@ class RewardSpec:
     timeout_seconds: float
     imports: tuple[str, ...] = ()  # files to run before names are resolved
     servers: tuple[ServerSpec, ...] = ()  # of the names in SERVED_REWARDS
+    memory_gib: float = 0.0  # of each worker process; 0 is no limit
+    environment_names: tuple[str, ...] = ()  # variables that workers get besides the harmless ones
 
     @property
     def functions(self) -> tuple[str, ...]:
@@ -70,6 +72,8 @@ def parse_rewards(
     http_batch: int = 16,
     http_concurrency: int = 8,
     http_retries: int = 3,
+    memory_gib: float = 0.0,
+    environment_names: str | None = None,
 ) -> RewardSpec:
     """The flags' values as a `RewardSpec`; raises UsageError for what cannot work."""
     names = tuple(name.strip() for name in rewards.split(","))
@@ -86,6 +90,11 @@ def parse_rewards(
         raise UsageError(
             f"--rl-reward-timeout-seconds {timeout_seconds:g} is no time that can pass; give a "
             "finite number above 0"
+        )
+    if not (memory_gib >= 0 and math.isfinite(memory_gib)):
+        raise UsageError(
+            f"--rl-reward-memory-gib {memory_gib:g} is no amount of memory; give a finite number "
+            "above 0, or 0 for no limit"
         )
     attempts = {"concurrency": http_concurrency, "retries": http_retries}
     servers = []
@@ -104,25 +113,57 @@ def parse_rewards(
         servers.append(
             ServerSpec("pooling", address, pooling_header_env, _POOLING_HEADER_FLAG, 1, **attempts)
         )
-    return RewardSpec(
+    spec = RewardSpec(
         names=names,
         weights=_parse_weights(weights, names, rewards),
         num_workers=num_workers,
         timeout_seconds=timeout_seconds,
         imports=tuple(imports),
         servers=tuple(servers),
+        memory_gib=memory_gib,
+        environment_names=_parse_environment_names(environment_names),
     )
+    if spec.environment_names and not spec.functions:
+        raise UsageError(
+            f"--rl-reward-env has no effect, because --rl-reward {rewards} names no function; "
+            "leave it out, or name a function too"
+        )
+    return spec
 
 
 def check_rewards(spec: RewardSpec) -> None:
-    """Raise UsageError for a file that cannot be run, a name that means no function, and a header
-    that the environment does not hold. Runs the files of `--rl-import`."""
-    for path in spec.imports:
-        import_user_file(path)
-    for name in spec.functions:
-        resolve_reward(name)
+    """Raise UsageError for a file that cannot be run, a name that means no function, and what the
+    environment does not hold.
+
+    Runs the files of `--rl-import`, which may hold losses too. A `package.module:function` is only
+    ever imported by worker processes, of which this starts one.
+    """
+    for name in spec.environment_names:
+        if name not in os.environ:
+            raise UsageError(
+                f"--rl-reward-env {name} names an environment variable that is not set; export it "
+                "or leave it out"
+            )
     for server in spec.servers:
         header_of(server)
+    for path in spec.imports:
+        import_user_file(path)
+    in_modules = [name for name in spec.functions if ":" in name]
+    for name in spec.functions:
+        if name not in in_modules:
+            resolve_reward(name)
+    if in_modules:
+        from mcore_rl.rewards.pool import RewardPool  # processes, which a spec does without
+
+        with RewardPool(
+            *in_modules,
+            num_workers=1,
+            timeout_seconds=spec.timeout_seconds,
+            imports=spec.imports,
+            memory_gib=spec.memory_gib,
+            environment_names=spec.environment_names,
+        ) as pool:
+            pool.check()
 
 
 def header_of(server: ServerSpec) -> dict[str, str]:
@@ -161,6 +202,17 @@ def _check_names(names: tuple[str, ...], rewards: str) -> None:
                 f"--rl-reward {rewards} has {name} twice; name it once and give it the sum of the "
                 "weights"
             )
+
+
+def _parse_environment_names(text: str | None) -> tuple[str, ...]:
+    names = () if text is None else tuple(name.strip() for name in text.split(","))
+    if not all(_VARIABLE.fullmatch(name) for name in names):
+        # What stands there may be the secret itself.
+        raise UsageError(
+            "--rl-reward-env must be names of environment variables, made of letters, digits and "
+            "_, with commas between them; put what a reward needs into a variable and give its name"
+        )
+    return names
 
 
 def _parse_weights(weights: str | None, names: tuple[str, ...], rewards: str) -> tuple[float, ...]:

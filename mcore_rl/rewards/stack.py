@@ -38,6 +38,8 @@ class RewardStack:
                 num_workers=spec.num_workers,
                 timeout_seconds=spec.timeout_seconds,
                 imports=spec.imports,
+                memory_gib=spec.memory_gib,
+                environment_names=spec.environment_names,
             )
             if spec.functions
             else None

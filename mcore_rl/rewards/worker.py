@@ -1,31 +1,35 @@
 """What a worker process of a reward pool runs.
 
-Workers import this module, `functions`, `algorithms.registry` and what the user's own
-functions import, nothing else: it must stay free of torch, Megatron, vLLM and numpy, and so must
-whatever it imports.
+Workers import this module, `functions`, `limits`, `process`, `algorithms.registry` and what the
+user's own functions import, nothing else: it must stay free of torch, Megatron, vLLM and numpy, and
+so must whatever it imports.
 """
 
 from __future__ import annotations
 
 import ctypes
+import errno
 import functools
 import math
 import multiprocessing
 import os
 import signal
 import sys
-import threading
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from importlib.machinery import ModuleSpec
-from multiprocessing.context import SpawnContext, SpawnProcess
+from collections.abc import Sequence
 from typing import NamedTuple, SupportsFloat
 
 from mcore_rl.algorithms.registry import import_user_file
 from mcore_rl.errors import UsageError
 from mcore_rl.rewards.functions import RewardFunction, resolve_reward, shortened
+from mcore_rl.rewards.limits import (
+    drop_privileges,
+    limit_memory,
+    see_no_other_process,
+    write_no_core,
+)
 
+EXIT_OUT_OF_MEMORY = 112  # of a process that has scored no sample to its end
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
@@ -42,51 +46,21 @@ class Outcome(NamedTuple):
         return f"{self.kind}: {self.detail}" if self.detail else self.kind
 
 
-class WorkerProcess(SpawnProcess):
-    """A spawned process that does not run the parent's main script again.
+def start_worker(specs: Sequence[str], imports: Sequence[str], memory_bytes: int = 0) -> None:
+    """First thing that runs in a worker: gives up what it must not have, before the user's code.
 
-    `multiprocessing` imports the parent's `__main__` in every spawned child, here a trainer with
-    torch, Megatron and vLLM: seconds and gigabytes for a function that compares two strings. It
-    leaves out a main module whose spec says that it is called `__main__`, as that of a package's
-    `__main__.py` may be, so this process is started while the spec says so.
-    """
-
-    def start(self) -> None:
-        """Start the process, as a child to which the main script is unknown."""
-        with _nameless_main():
-            super().start()
-
-
-class WorkerContext(SpawnContext):
-    """Fork is not an option: the trainer has threads (gloo, vLLM, pebble) and maybe CUDA."""
-
-    Process = WorkerProcess
-
-
-_main_spec_lock = threading.Lock()
-
-
-@contextmanager
-def _nameless_main() -> Iterator[None]:
-    main_module = sys.modules["__main__"]
-    with _main_spec_lock:
-        main_spec = main_module.__spec__
-        main_module.__spec__ = ModuleSpec("__main__", loader=None)
-        try:
-            yield
-        finally:
-            main_module.__spec__ = main_spec
-
-
-def start_worker(specs: Sequence[str], imports: Sequence[str]) -> None:
-    """First thing that runs in a worker; limits and the cleaning of its environment belong here.
-
-    Imports the user's files and modules now, so that this does not count against the first sample.
+    `memory_bytes` is the limit of its memory, 0 for none. What `process` has not given it needs no
+    taking away. Imports the user's files and modules now, so that this does not count against the
+    first sample.
     """
     # A worker that the pool stops must go at once: pebble holds the lock of all workers meanwhile,
     # and a handler in Python would wait for the C code that the reward may be hanging in.
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     _die_with_parent()
+    limit_memory(memory_bytes)
+    write_no_core()
+    drop_privileges()
+    see_no_other_process()
     try:
         for spec in specs:
             _resolve_once(spec, tuple(imports))
@@ -107,14 +81,20 @@ def score_sample(
 
     The kernel's timer starts with the sample, ends Python and C code alike, and can only hit the
     sample that is running. Raises UsageError if a file of `imports` cannot be run or `spec` not be
-    resolved; whatever the reward function itself does wrong is part of the outcome.
+    resolved; whatever the reward function itself does wrong is part of the outcome, but for one
+    thing: where there is no more memory the process ends, with EXIT_OUT_OF_MEMORY, as what holds it
+    may outlive the sample.
     """
     function = _resolve_once(spec, imports)
     signal.signal(signal.SIGALRM, signal.SIG_DFL)  # the last sample may have left a handler
     signal.setitimer(signal.ITIMER_REAL, timeout_seconds)
     try:
         return _checked(function(prompt=prompt, response=response, answer=answer))
+    except MemoryError:
+        os._exit(EXIT_OUT_OF_MEMORY)
     except BaseException as error:  # SystemExit too costs only this sample
+        if isinstance(error, OSError) and error.errno == errno.ENOMEM:
+            os._exit(EXIT_OUT_OF_MEMORY)
         return Outcome(0.0, f"raised {type(error).__name__}", _text_of(error))
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
@@ -137,6 +117,12 @@ def score_samples(
         for sample in samples
     ]
     return outcomes, time.perf_counter() - started
+
+
+def resolve_rewards(specs: Sequence[str], imports: tuple[str, ...] = ()) -> None:
+    """Raises UsageError for a function that cannot be found or called."""
+    for spec in specs:
+        _resolve_once(spec, imports)
 
 
 def _checked(value: object) -> Outcome:

@@ -56,7 +56,9 @@ def build_parts(
 ) -> Parts:
     """Build actor, engine and the rest on this rank. Collective."""
     started = time.perf_counter()
-    prompts, eval_prompts = load_prompt_files(job.config)
+    prompts, eval_prompts = load_prompt_files(
+        job.config, trust_remote_code=job.args.trust_remote_code
+    )
     point = find_resume_point(
         job.args,
         job.config,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from mcore_rl.patches.megatron import (
+    common_state_reading,
     cpu_torch,
     dataset_helpers,
     expert_optimizer,
@@ -17,7 +18,7 @@ from mcore_rl.patches.megatron import (
     yarn_context_parallel,
 )
 from mcore_rl.patches.registry import apply_all
-from mcore_rl.patches.torch import narrow_products
+from mcore_rl.patches.torch import checkpoint_reading, loopback_stores, narrow_products
 
 # In this order: later ones import Megatron, which must happen under the first three.
 PATCHES = (
@@ -34,6 +35,9 @@ PATCHES = (
     torch_adam_state.PATCH,
     expert_optimizer.PATCH,
     fsdp_checkpoint.PATCH,
+    checkpoint_reading.PATCH,
+    common_state_reading.PATCH,
+    loopback_stores.PATCH,
 )
 
 

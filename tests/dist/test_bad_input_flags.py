@@ -149,6 +149,11 @@ MEGATRON = [
         ["--rl-stage-timeout-seconds -1.0 must be at least 0"],
         more="--rl-stage-timeout-seconds -1",
     ),
+    Case(
+        "reward_memory",
+        ["--rl-reward-memory-gib -1 is no amount of memory", "or 0 for no limit"],
+        more="--rl-reward-memory-gib -1",
+    ),
     Case("seed", ["--seed 0 must be at least 1"], more="--seed 0"),
     Case(
         "validation",

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import datetime
 import json
 import logging
 import socket
+import ssl
 import threading
 import time
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -320,6 +323,75 @@ def test_a_redirect_is_not_followed(server, code):
     assert outcome.kind == f"HTTP status {code}"
     assert outcome.detail == "redirects are not followed; give the new URL"
     assert server.paths == ["/score?model=a"]
+
+
+@pytest.mark.parametrize("code", [302, 307])
+def test_a_redirect_to_another_server_sends_it_nothing(server, code, monkeypatch):
+    monkeypatch.setenv("REWARD_HEADER", f"Authorization: {SECRET}")
+    with Server() as other:
+        thread = threading.Thread(target=other.serve_forever, kwargs={"poll_interval": 0.02})
+        thread.start()
+        try:
+            server.behaviour = status(code)
+            server.headers_sent = {"Location": other.url}
+            spec = parse_rewards("http", url=server.url, header_env="REWARD_HEADER")
+            with RewardStack(spec) as stack:
+                (scored,) = stack.score(rollouts("1"))
+        finally:
+            other.shutdown()
+            thread.join()
+    assert scored.failure == f"HTTP status {code}: redirects are not followed; give the new URL"
+    assert (len(server.requests), other.paths) == (1, [])
+
+
+def test_a_proxy_of_the_environment_is_sent_nothing(server, monkeypatch):
+    """One that would work: it answers like the server that it stands before."""
+    with Server() as proxy:
+        thread = threading.Thread(target=proxy.serve_forever, kwargs={"poll_interval": 0.02})
+        thread.start()
+        try:
+            for name in ("http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY"):
+                monkeypatch.setenv(name, f"http://127.0.0.1:{proxy.server_address[1]}")
+            for name in ("no_proxy", "NO_PROXY"):
+                monkeypatch.delenv(name, raising=False)
+            assert ask(server.url, "1") == [Outcome(1.0)]
+        finally:
+            proxy.shutdown()
+            thread.join()
+    assert (len(server.requests), proxy.paths) == (1, [])
+
+
+def test_a_server_whose_certificate_nobody_vouches_for_is_sent_nothing(server, tmp_path):
+    certificate = self_signed(tmp_path)
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(certificate)
+    server.socket = context.wrap_socket(server.socket, server_side=True)
+    url = server.url.replace("http://127.0.0.1", "https://localhost")
+    (outcome,) = ask(url, "1", http_retries=0)
+    assert outcome.kind == "connection failed" and "Certificate" in outcome.detail
+    assert server.requests == []
+
+
+def self_signed(folder: Path) -> Path:
+    """A certificate for localhost with its key, in one file."""
+    from cryptography import x509
+    from cryptography.hazmat.primitives import hashes, serialization
+    from cryptography.hazmat.primitives.asymmetric import ec
+
+    key = ec.generate_private_key(ec.SECP256R1())
+    name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "localhost")])
+    now = datetime.datetime.now(datetime.UTC)
+    builder = x509.CertificateBuilder(
+        name, name, key.public_key(), 1, now - datetime.timedelta(1), now + datetime.timedelta(1)
+    ).add_extension(x509.SubjectAlternativeName([x509.DNSName("localhost")]), critical=False)
+    certificate = builder.sign(key, hashes.SHA256())
+    encoded = serialization.Encoding.PEM
+    path = folder / "certificate.pem"
+    path.write_bytes(
+        key.private_bytes(encoded, serialization.PrivateFormat.PKCS8, serialization.NoEncryption())
+        + certificate.public_bytes(encoded)
+    )
+    return path
 
 
 def test_proxies_netrc_and_cookies_are_not_used(server, monkeypatch, tmp_path):

@@ -1,0 +1,189 @@
+"""How the processes of a reward pool are started, and what of the trainer's they get to see.
+
+A reward meets text that nobody has read before and may be code that few have. It gets a process
+that is new (exec, so nothing of the trainer's memory is in it), an environment of a few names, no
+file descriptor but the standard streams and its pipes, and its answers are read as data.
+"""
+
+from __future__ import annotations
+
+import builtins
+import fnmatch
+import functools
+import io
+import os
+import pickle
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from importlib.machinery import ModuleSpec
+from multiprocessing import popen_spawn_posix, reduction, spawn, util
+from multiprocessing.connection import Connection
+from multiprocessing.context import SpawnContext, SpawnProcess, set_spawning_popen
+from typing import Any
+
+# What Python, the dynamic linker and numerical libraries read; nothing in it is a secret.
+_PASSED_ON = (
+    *("PATH", "HOME", "USER", "LOGNAME", "LANG", "LANGUAGE", "LC_*", "TZ", "TMPDIR", "TERM"),
+    *("PYTHONPATH", "PYTHONHOME", "PYTHONHASHSEED", "PYTHONUTF8", "PYTHONIOENCODING"),
+    *("PYTHONUNBUFFERED", "PYTHONDONTWRITEBYTECODE", "PYTHONPYCACHEPREFIX", "PYTHONWARNINGS"),
+    *("PYTHONNOUSERSITE", "PYTHONSAFEPATH", "PYTHONFAULTHANDLER", "VIRTUAL_ENV"),
+    *("LD_LIBRARY_PATH", "OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"),
+)
+
+# What pebble and `worker` send back, beside the exceptions of Python itself.
+_ANSWERS = {
+    *(("pebble.pool.process", name) for name in ("TaskResult", "TaskProblem", "Acknowledgement")),
+    *(("pebble.common.types", name) for name in ("Result", "ResultStatus")),
+    ("pebble.common.types", "RemoteException.rebuild_exception"),
+    ("mcore_rl.rewards.worker", "Outcome"),
+    ("mcore_rl.errors", "UsageError"),
+}
+
+
+def worker_environment(
+    environment: Mapping[str, str], extra_names: Sequence[str] = ()
+) -> dict[str, str]:
+    """The part of `environment` that a worker gets: what programs need, and `extra_names`."""
+    return {
+        name: value
+        for name, value in environment.items()
+        if name in extra_names or any(fnmatch.fnmatchcase(name, known) for known in _PASSED_ON)
+    }
+
+
+class WorkerProcess(SpawnProcess):
+    """A spawned process that does not run the parent's main script again.
+
+    `multiprocessing` imports the parent's `__main__` in every spawned child, here a trainer with
+    torch, Megatron and vLLM: seconds and gigabytes for a function that compares two strings. It
+    leaves out a main module whose spec says that it is called `__main__`, as that of a package's
+    `__main__.py` may be, so this process is started while the spec says so.
+    """
+
+    def __init__(self, *args: Any, environment_names: Sequence[str] = (), **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.authkey = os.urandom(32)
+        self._environment_names = tuple(environment_names)
+
+    def start(self) -> None:
+        """Start the process, as a child to which the main script is unknown."""
+        with _nameless_main():
+            super().start()
+
+    def _Popen(self, process_obj: SpawnProcess) -> WorkerPopen:  # type: ignore[override]
+        return WorkerPopen(process_obj, worker_environment(os.environ, self._environment_names))
+
+
+class WorkerContext(SpawnContext):
+    """Fork is not an option: the trainer has threads (gloo, vLLM, pebble) and maybe CUDA."""
+
+    def __init__(self, environment_names: Sequence[str] = ()) -> None:
+        """`environment_names` are variables that workers get besides those that all get."""
+        super().__init__()
+        process = functools.partial(WorkerProcess, environment_names=tuple(environment_names))
+        self.Process = process  # type: ignore[assignment, misc]
+
+    def Pipe(self, duplex: bool = True) -> tuple[AnswerReader, Connection]:
+        """A pipe of one direction, whose end on this side reads answers and nothing else."""
+        assert not duplex, "workers are talked to by pipes of one direction"
+        reader, writer = os.pipe()
+        return AnswerReader(reader, writable=False), Connection(writer, readable=False)
+
+
+class WorkerPopen(popen_spawn_posix.Popen):
+    """multiprocessing's way to start a process, with an environment that is given.
+
+    The child gets neither the pipe to this process's resource tracker, by which it could have
+    shared memory removed, nor (see `WorkerProcess`) the key by which its processes know each other.
+    """
+
+    def __init__(self, process_obj: SpawnProcess, environment: Mapping[str, str]) -> None:
+        self._environment = dict(environment)
+        super().__init__(process_obj)
+
+    def _launch(self, process_obj: SpawnProcess) -> None:
+        preparation = spawn.get_preparation_data(process_obj.name)
+        preparation["authkey"] = bytes(process_obj.authkey)
+        message = io.BytesIO()
+        set_spawning_popen(self)
+        try:
+            reduction.dump(preparation, message)
+            reduction.dump(process_obj, message)
+        finally:
+            set_spawning_popen(None)
+        self.sentinel, child_end = os.pipe()  # tells by its end that the child is gone
+        child_reader, writer = os.pipe()
+        # The writer stays open as well: by its end the child would know of this process's.
+        self.finalizer = util.Finalize(self, util.close_fds, (self.sentinel, writer))  # type: ignore[attr-defined]
+        try:
+            self._process = subprocess.Popen(
+                spawn.get_command_line(pipe_handle=child_reader),
+                env=self._environment,
+                stdin=subprocess.DEVNULL,
+                pass_fds=(*self._fds, child_reader, child_end),  # type: ignore[attr-defined]
+            )
+        finally:
+            os.close(child_reader)
+            os.close(child_end)
+        self.pid = self._process.pid
+        with open(writer, "wb", closefd=False) as pipe:
+            pipe.write(message.getbuffer())
+
+    def poll(self, flag: int = os.WNOHANG) -> int | None:
+        """The exit code, or None while the process runs; waits for it unless `flag` says not to."""
+        if self.returncode is None:
+            waits = flag != os.WNOHANG
+            self.returncode = self._process.wait() if waits else self._process.poll()
+        return self.returncode
+
+
+class AnswerReader(Connection):
+    """Reads what workers send. Unpickles no object but those that an answer is made of.
+
+    A reward can write into the pipe of its process, and what pickle reads there would otherwise run
+    in the trainer.
+    """
+
+    def recv(self) -> Any:
+        """The next message; OSError if it is none of a worker, by which the pool breaks."""
+        message = self.recv_bytes()
+        try:
+            return _AnswerUnpickler(io.BytesIO(message)).load()
+        except Exception as error:  # pickle raises anything on bytes that are none of its own
+            raise OSError(f"a worker sent what is no answer ({error})") from error
+
+    def __reduce__(self) -> tuple[Callable[..., Connection], tuple[Any, ...]]:
+        return _connection, (reduction.DupFd(self.fileno()), self.readable, self.writable)
+
+
+def _connection(duplicate: Any, readable: bool, writable: bool) -> Connection:
+    """An end of a pipe in the worker, which reads tasks: functions and their arguments."""
+    return Connection(duplicate.detach(), readable=readable, writable=writable)
+
+
+class _AnswerUnpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        found = getattr(builtins, name, None) if module == "builtins" else None
+        if isinstance(found, type) and issubclass(found, BaseException):
+            return found
+        if (module, name) not in _ANSWERS:
+            raise pickle.UnpicklingError(f"{module}.{name} is no part of one")
+        return super().find_class(module, name)
+
+
+_main_spec_lock = threading.Lock()
+
+
+@contextmanager
+def _nameless_main() -> Iterator[None]:
+    main_module = sys.modules["__main__"]
+    with _main_spec_lock:
+        main_spec = main_module.__spec__
+        main_module.__spec__ = ModuleSpec("__main__", loader=None)
+        try:
+            yield
+        finally:
+            main_module.__spec__ = main_spec

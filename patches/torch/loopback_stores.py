@@ -1,0 +1,96 @@
+"""A store that ranks reach on loopback listens there, and nowhere else.
+
+Symptom: a run on one machine, whose ranks meet on 127.0.0.1, has ports open that every machine of
+the network can reach: torchrun's store, the ranks' own, those that are made for other groups. Who
+connects can read and change what ranks tell each other there.
+Cause: TCPStore binds to all addresses, whatever host it is given; that one only tells clients where
+to connect.
+Why safe: TCPStore takes a socket that already listens, which is what it is given, bound to the
+address that was asked for. Only for loopback; with any other host it is torch's own, as it is where
+the port is already taken, by a store of this process that is to be shared or by somebody else.
+Upstream: as described, as of torch 2.13.0.
+Drop when: TCPStore binds to the host that it is given.
+Versions: torch 2.13.0; 2.8 to 2.12, which is not tried, have the same parameter.
+"""
+
+from __future__ import annotations
+
+import functools
+import ipaddress
+import socket
+from collections.abc import Callable
+from typing import Any
+
+from packaging.specifiers import SpecifierSet
+
+from mcore_rl.patches.registry import Patch, require
+
+_BACKLOG = 2048  # as torch has it
+_PARAMETERS = ("host_name", "port", "world_size", "is_master", "timeout", "wait_for_workers")
+_LISTENING = "master_listen_fd"
+
+
+def is_loopback(host: str) -> bool:
+    """Whether `host` says by itself that it is this machine; a name is not looked up."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def listening_socket(host: str, port: int) -> socket.socket | None:
+    """One that is bound to loopback alone; None if the port is taken. 0 takes a free one."""
+    address = "127.0.0.1" if host == "localhost" else host
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    listening = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listening.bind((address, port))
+        listening.listen(_BACKLOG)
+    except OSError:
+        listening.close()
+        return None
+    return listening
+
+
+def needed() -> bool:
+    return True
+
+
+def apply() -> None:
+    """Replace how a TCPStore is made, in place, as many modules have imported it by name."""
+    from torch.distributed import TCPStore
+
+    make = TCPStore.__init__
+    known = all(name in (make.__doc__ or "") for name in (*_PARAMETERS, _LISTENING))
+    require(known, "torch.distributed.TCPStore", f"takes no {_LISTENING}")
+    TCPStore.__init__ = _bound_to_loopback(make)
+
+
+def _bound_to_loopback(make: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(make)
+    def made(self: Any, *args: Any, **kwargs: Any) -> None:
+        given = {**dict(zip(_PARAMETERS, args, strict=False)), **kwargs}
+        listening = None
+        hosts = given.get("is_master") and given.get(_LISTENING) is None
+        if hosts and len(args) <= len(_PARAMETERS) and is_loopback(str(given["host_name"])):
+            listening = listening_socket(given["host_name"], int(given["port"]))
+        if listening is None:
+            make(self, *args, **kwargs)
+            return
+        given["port"] = listening.getsockname()[1]
+        make(self, **given, **{_LISTENING: listening.detach()})  # torch closes it
+
+    return made
+
+
+PATCH = Patch(
+    name="torch.loopback_stores",
+    package="torch",
+    versions=SpecifierSet(">=2.8,<2.14"),
+    reason="stores that ranks reach on loopback listen nowhere else",
+    needed=needed,
+    apply=apply,
+)

@@ -1,0 +1,108 @@
+"""A checkpoint that somebody else has made is read without running what is in it."""
+
+from __future__ import annotations
+
+import io
+import pickle
+from argparse import Namespace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.checkpoint.metadata import Metadata
+
+from tests.dist.untrusted_checkpoint_jobs import Command
+from tests.rank_pool import RankPool
+
+pytestmark = pytest.mark.timeout(300)
+
+JOBS = "tests.dist.untrusted_checkpoint_jobs"
+FORCE = "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"
+
+
+@pytest.fixture
+def marker(tmp_path: Path) -> Path:
+    return tmp_path / "was_here"
+
+
+def save(ranks: RankPool, folder: Path, marker: Path | None = None) -> None:
+    arguments = {"folder": str(folder), "marker": None if marker is None else str(marker)}
+    ranks.run(f"{JOBS}:save", world_size=1, arguments=arguments)
+
+
+def load(ranks: RankPool, folder: Path, **environment: str) -> dict[str, Any]:
+    options = {"arguments": {"folder": str(folder)}, "environment": environment}
+    return ranks.run(f"{JOBS}:load", world_size=1, **options)[0]
+
+
+EXPECTED = {
+    "weight": [0.0, 1.0, 2.0, 3.0, 4.0, 5.0],
+    "seed": 7,
+    "iteration": 3,
+    "rng": [["numpy", "random", "torch"], "MT19937"],
+}
+
+
+def test_a_checkpoint_of_megatron_is_read(ranks: RankPool, tmp_path: Path) -> None:
+    save(ranks, tmp_path / "saved")
+    assert load(ranks, tmp_path / "saved") == EXPECTED
+    # As older versions have written it.
+    common = {"args": Namespace(seed=8, path=Path("x")), "iteration": 4}
+    torch.save(common, tmp_path / "saved" / "common.pt")
+    assert load(ranks, tmp_path / "saved") == {**EXPECTED, "seed": 8, "iteration": 4}
+
+
+def test_code_in_metadata_is_not_run(ranks: RankPool, tmp_path: Path, marker: Path) -> None:
+    folder = tmp_path / "saved"
+    save(ranks, folder)
+    path = folder / ".metadata"
+    metadata: Metadata = pickle.loads(path.read_bytes())
+    metadata.planner_data = Command(str(marker))
+    path.write_bytes(pickle.dumps(metadata))
+    pickle.loads(path.read_bytes())
+    assert marker.exists(), "the attack would work on torch itself"
+    marker.unlink()
+    error = load(ranks, folder)["error"]
+    assert error.startswith(f"{path} holds builtins.exec, which is no part of a checkpoint")
+    assert not marker.exists()
+
+
+def test_metadata_that_is_none_is_a_sentence(ranks: RankPool, tmp_path: Path) -> None:
+    save(ranks, tmp_path / "saved")
+    path = tmp_path / "saved" / ".metadata"
+    path.write_bytes(b"<html>not found</html>")
+    assert load(ranks, tmp_path / "saved")["error"].startswith(f"{path} is no metadata of a check")
+
+
+@pytest.mark.parametrize("environment", [{}, {FORCE: "1"}], ids=["as it is", "switched off"])
+def test_code_in_the_common_state_is_not_run(
+    ranks: RankPool, tmp_path: Path, marker: Path, environment: dict[str, str]
+) -> None:
+    folder = tmp_path / "saved"
+    save(ranks, folder)
+    path = folder / "common.pt"
+    torch.save({"args": Command(str(marker))}, path)
+    torch.load(path, weights_only=False)
+    assert marker.exists(), "the attack would work without a guard"
+    marker.unlink()
+    error = load(ranks, folder, **environment)["error"]
+    assert error.startswith(f"{path} holds exec, which is no part of a checkpoint")
+    assert not marker.exists()
+
+
+def test_code_in_an_object_is_not_run(ranks: RankPool, tmp_path: Path, marker: Path) -> None:
+    """Objects, as random states, lie between the tensors in the .distcp files."""
+    folder = tmp_path / "saved"
+    save(ranks, folder, marker)
+    assert not marker.exists()
+    (file,) = folder.glob("*.distcp")
+    stored = pickle.loads((folder / ".metadata").read_bytes()).storage_data
+    (place,) = [info for index, info in stored.items() if index.fqn.startswith("rng_state")]
+    content = file.read_bytes()[place.offset : place.offset + place.length]
+    torch.load(io.BytesIO(content), weights_only=False)
+    assert marker.exists(), "the attack would work on torch itself"
+    marker.unlink()
+    error = load(ranks, folder)["error"]
+    assert error.startswith("the object rng_state/shard_0_1 of the checkpoint holds exec, which")
+    assert not marker.exists()

@@ -1,0 +1,66 @@
+"""A Hugging Face folder that brings code with it: nothing of it is run, by us or by vLLM."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.dist.untrusted_checkpoint_jobs import Command
+from tests.rank_pool import RankPool
+
+pytestmark = pytest.mark.timeout(400)
+
+CODE = """
+open({marker!r}, "w").close()
+from transformers import PretrainedConfig, PreTrainedTokenizerFast, PreTrainedModel
+class Evil(PreTrainedTokenizerFast): pass
+class EvilConfig(PretrainedConfig): pass
+class EvilModel(PreTrainedModel): pass
+"""
+
+
+def with_code(source: Path, target: Path, marker: Path) -> Path:
+    """The same checkpoint, which names classes of its own, and has pickled weights as well."""
+    shutil.copytree(source, target)
+    (target / "evil.py").write_text(CODE.format(marker=str(marker)))
+    maps = {
+        "config.json": {"AutoConfig": "evil.EvilConfig", "AutoModelForCausalLM": "evil.EvilModel"},
+        "tokenizer_config.json": {"AutoTokenizer": ["evil.Evil", "evil.Evil"]},
+    }
+    for name, auto_map in maps.items():
+        path = target / name
+        path.write_text(json.dumps({**json.loads(path.read_text()), "auto_map": auto_map}))
+    (target / "pytorch_model.bin").write_bytes(pickle.dumps(Command(str(marker))))
+    return target
+
+
+@pytest.mark.parametrize("load_format", ["dummy", "auto"])
+def test_an_engine_runs_no_code_of_the_folder(
+    checkpoint_factory: Callable[..., Path], ranks: RankPool, tmp_path: Path, load_format: str
+) -> None:
+    marker = tmp_path / "was_here"
+    folder = with_code(checkpoint_factory("deepseek_v3"), tmp_path / "model", marker)
+    arguments = {"folder": str(folder), "load_format": load_format}
+    job = "tests.dist.untrusted_model_jobs:start_engine"
+    (found,) = ranks.run(job, world_size=1, arguments=arguments)
+    assert "error" not in found and found["tokenizer"] not in ("Evil", "")
+    assert not marker.exists()
+
+
+def test_an_engine_opens_no_pickled_weights(
+    checkpoint_factory: Callable[..., Path], ranks: RankPool, tmp_path: Path
+) -> None:
+    marker = tmp_path / "was_here"
+    folder = with_code(checkpoint_factory("deepseek_v3"), tmp_path / "model", marker)
+    for path in folder.glob("*.safetensors*"):
+        path.unlink()
+    arguments = {"folder": str(folder), "load_format": "auto"}
+    job = "tests.dist.untrusted_model_jobs:start_engine"
+    (found,) = ranks.run(job, world_size=1, arguments=arguments)
+    assert "Cannot find any model weights" in found["error"]
+    assert not marker.exists()

@@ -1,0 +1,333 @@
+"""What a reward can reach of the trainer: each test is a reward that tries, and fails."""
+
+from __future__ import annotations
+
+import os
+import resource
+import socket
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from mcore_rl.errors import UsageError
+from mcore_rl.rewards.pool import RewardPool
+from mcore_rl.rewards.process import worker_environment
+from mcore_rl.rewards.specs import check_rewards, parse_rewards
+from mcore_rl.rewards.stack import RewardStack
+from mcore_rl.types import Prompt, Rollout, ScoredRollout
+
+SECRETS = {
+    "AWS_SECRET_ACCESS_KEY": "hush-aws",
+    "HF_TOKEN": "hush-hf",
+    "WANDB_API_KEY": "hush-wandb",
+    "OPENAI_API_KEY": "hush-openai",
+    "SSH_AUTH_SOCK": "hush-ssh",
+    "PYTHON_API_TOKEN": "hush-python",
+}
+
+# Each sample's response says what is tried; what is found is told in the text of an exception.
+SPY = """
+import ctypes, glob, mmap, multiprocessing, os, pickle, re, resource, sys, time
+
+kept = []
+
+class Command:
+    def __reduce__(self):
+        return exec, (f"open({MARKER!r}, 'w').close()",)
+
+def spy(*, prompt, response, answer):
+    if response == "environment":
+        raise ValueError(" ".join(sorted(os.environ)) + "; " + " ".join(os.environ.values()))
+    if response == "proc environment":
+        raise ValueError(open("/proc/self/environ").read())
+    if response == "trainer's environment":
+        return float("hush" in open(f"/proc/{os.getppid()}/environ").read())
+    if response == "trainer's memory":
+        return float(len(open(f"/proc/{os.getppid()}/mem", "rb").read(1) or b"x"))
+    if response == "own memory":
+        secret = re.compile(rb"[h]ush-(aws|hf|wandb|openai|ssh)")  # does not find itself
+        with open("/proc/self/maps") as maps, open("/proc/self/mem", "rb", 0) as memory:
+            for line in maps:
+                span, rights = line.split()[:2]
+                if rights.startswith("rw") and "[v" not in line:
+                    start, end = (int(part, 16) for part in span.split("-"))
+                    memory.seek(start)
+                    if secret.search(memory.read(end - start)):
+                        raise ValueError(f"a secret in {line}")
+        return 1.0
+    if response == "descriptors":
+        links = {}
+        for name in os.listdir("/proc/self/fd"):
+            try:
+                links[int(name)] = os.readlink(f"/proc/self/fd/{name}")
+            except OSError:
+                pass  # that of the listing itself
+        raise ValueError(" ".join(f"{n}:{link}" for n, link in sorted(links.items()) if n > 2))
+    if response == "limits":
+        kinds = (resource.RLIMIT_DATA, resource.RLIMIT_CORE)
+        try:
+            resource.setrlimit(resource.RLIMIT_DATA, (resource.RLIM_INFINITY,) * 2)
+        except ValueError:  # it may not
+            pass
+        raise ValueError(str([resource.getrlimit(kind) for kind in kinds]))
+    if response == "authkey":
+        raise ValueError(multiprocessing.current_process().authkey.hex())
+    if response == "tracker":
+        from multiprocessing import resource_tracker
+        raise ValueError(str(resource_tracker._resource_tracker._fd))
+    if response == "eat":
+        kept.append(bytearray(2 << 30))
+    if response == "eat slowly":
+        while True:
+            kept.append("x" * (1 << 20))
+    if response == "eat shared":
+        kept.append(mmap.mmap(-1, 64 << 30))
+    if response == "eat in C":
+        libc = ctypes.CDLL(None)
+        libc.malloc.restype = ctypes.c_void_p
+        ctypes.memset(libc.malloc(ctypes.c_size_t(2 << 30)), 1, 2 << 30)
+    if response == "hang":
+        time.sleep(600)
+    if response == "pickle":
+        # As long as a message, in every pipe of this process, of which one ends in the trainer.
+        text = pickle.dumps(Command())
+        for name in os.listdir("/proc/self/fd"):
+            try:
+                if "pipe" in os.readlink(f"/proc/self/fd/{name}") and int(name) > 2:
+                    os.write(int(name), len(text).to_bytes(4, "big") + text)
+            except OSError:
+                pass
+        return 1.0
+    return len(kept)
+"""
+
+
+@pytest.fixture(scope="module")
+def marker(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("marker") / "was_here"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory, marker: Path) -> Path:
+    folder = tmp_path_factory.mktemp("spies")
+    text = SPY.replace("{MARKER!r}", repr(str(marker)))
+    (folder / "a_spy.py").write_text(text)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(folder)
+        for name, value in SECRETS.items():
+            patch.setenv(name, value)
+        yield folder
+
+
+@pytest.fixture(scope="module")
+def pool(folder: Path) -> RewardPool:
+    # More than the trainer's interpreter has, less than one that eats.
+    with RewardPool("a_spy:spy", num_workers=1, timeout_seconds=20, memory_gib=0.5) as pool:
+        yield pool
+
+
+def rollouts(*texts: str) -> list[Rollout]:
+    none = np.zeros(0, np.float32)
+    prompt = Prompt(0, "question", "7", none.astype(np.int32))
+    return [
+        Rollout(prompt, i, t, none.astype(np.int32), none, "stop", 0) for i, t in enumerate(texts)
+    ]
+
+
+def found(pool: RewardPool, what: str) -> str:
+    failure = pool.score(rollouts(what))[0].failure
+    assert failure is not None and failure.startswith("raised ValueError: "), failure
+    return failure
+
+
+# Secrets ------------------------------------------------------------------------------------------
+
+
+def test_a_worker_has_no_secret_in_its_environment(pool):
+    seen = found(pool, "environment")
+    assert "PATH" in seen and "HOME" in seen
+    assert "hush" not in seen and not [name for name in SECRETS if name in seen]
+
+
+def test_a_worker_was_never_given_a_secret(pool):
+    """What the kernel keeps of its start, which a fork would have had from the trainer."""
+    seen = found(pool, "proc environment")
+    assert "PATH=" in seen and "hush" not in seen
+
+
+def test_a_worker_has_nothing_of_the_trainers_memory(pool):
+    scored = pool.score(rollouts("own memory"))[0]
+    assert (scored.failure, scored.reward) == (None, 1.0)
+
+
+def has_landlock() -> bool:
+    """Whether this kernel lets a process give up the sight of others."""
+    import ctypes
+
+    return ctypes.CDLL(None).syscall(444, None, ctypes.c_size_t(0), 1) >= 1
+
+
+@pytest.mark.skipif(not has_landlock(), reason="the kernel has no Landlock")
+@pytest.mark.parametrize("what", ["environment", "memory"])
+def test_a_worker_cannot_look_into_the_trainer(pool, what):
+    (scored,) = pool.score(rollouts(f"trainer's {what}"))
+    assert scored.failure is not None
+    assert scored.failure.startswith("raised PermissionError"), scored.failure
+
+
+def test_a_worker_gets_the_variables_that_are_named(folder):
+    spec = parse_rewards("a_spy:spy", environment_names="HF_TOKEN")
+    check_rewards(spec)
+    with RewardStack(spec) as stack:
+        seen = stack.score(rollouts("environment"))[0].failure
+    assert seen is not None and "hush-hf" in seen
+    assert not [value for value in SECRETS.values() if value != "hush-hf" and value in seen]
+
+
+def test_worker_environment_keeps_what_programs_need_and_nothing_that_looks_like_it():
+    harmless = {"PATH": "/bin", "LC_ALL": "C", "TZ": "UTC", "PYTHONPATH": "/x", "TMPDIR": "/t"}
+    others = {
+        "PATHS": "1",
+        "MY_PATH": "1",
+        "PYTHONTOKEN": "1",
+        "LD_PRELOAD": "x.so",
+        "PASSWORD": "",
+    }
+    assert worker_environment({**harmless, **others}) == harmless
+    assert worker_environment({**harmless, **others}, ["PATHS"]) == {**harmless, "PATHS": "1"}
+
+
+def test_a_worker_has_no_descriptor_of_the_trainer(folder, tmp_path):
+    """Files and sockets that a child could inherit, as those of libraries in C can be."""
+    path = tmp_path / "of_the_trainer"
+    with path.open("w") as file, socket.socket() as listening:
+        listening.bind(("127.0.0.1", 0))
+        listening.listen()
+        for descriptor in (file.fileno(), listening.fileno()):
+            os.set_inheritable(descriptor, True)
+        with RewardPool("a_spy:spy", num_workers=1, timeout_seconds=20) as pool:
+            seen = found(pool, "descriptors")
+            assert found(pool, "tracker").endswith(" None")
+    links = [link.partition(":")[2] for link in seen.removeprefix("raised ValueError: ").split()]
+    foreign = [link for link in links if not link.startswith("pipe:") and link != "/dev/null"]
+    assert links and foreign == []
+
+
+def test_a_worker_does_not_know_the_key_of_the_trainers_processes(pool):
+    import multiprocessing
+
+    assert multiprocessing.current_process().authkey.hex() not in found(pool, "authkey")
+
+
+def test_what_a_reward_writes_into_its_pipe_is_not_run(folder, marker, caplog):
+    with RewardPool("a_spy:spy", num_workers=1, timeout_seconds=3) as pool:
+        with pytest.raises(RuntimeError, match="started 3 times and scored none"):
+            pool.score(rollouts("pickle"))
+    assert not marker.exists()
+
+
+def test_a_module_of_rewards_is_not_imported_by_the_trainer(folder):
+    check_rewards(parse_rewards("a_spy:spy"))
+    assert "a_spy" not in sys.modules
+    with pytest.raises(UsageError, match=r"no attribute 'spi' \(did you mean spy\?\)"):
+        check_rewards(parse_rewards("a_spy:spi"))
+
+
+def test_a_module_that_ends_its_process_is_a_sentence(folder):
+    (folder / "a_deadly_one.py").write_text("import os\nos._exit(7)\n")
+    with pytest.raises(UsageError, match="a_deadly_one:f cannot be used.*make its import work"):
+        check_rewards(parse_rewards("a_deadly_one:f"))
+
+
+# Memory and time ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("how", ["eat", "eat slowly", "eat shared"])
+def test_a_reward_that_eats_memory_costs_its_sample(pool, how):
+    scored = pool.score(rollouts("", how, ""))
+    assert scored[1].failure == (
+        "ran out of memory: its process may have 0.5 GiB (--rl-reward-memory-gib)"
+    )
+    # What it had kept is gone with its process.
+    assert [s.reward for s in scored] == [0.0, 0.0, 0.0]
+    assert [s.failure is None for s in scored] == [True, False, True]
+
+
+def test_a_reward_that_eats_memory_in_c_ends_its_process(pool):
+    scored = pool.score(rollouts("eat in C", ""))
+    assert scored[0].failure is not None and "ended its process" in scored[0].failure
+    assert scored[1].failure is None
+
+
+def test_many_that_keep_a_little_are_scored_all(folder, tmp_path, monkeypatch):
+    """Of a process that fills slowly the sample that hits the limit is scored again by itself."""
+    (tmp_path / "a_leak.py").write_text(
+        "kept = []\ndef leak(**_):\n    kept.append(bytearray(32 << 20))\n    return 1.0\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr("mcore_rl.rewards.pool._BATCH_SECONDS", 5.0)
+    with RewardPool("a_leak:leak", num_workers=1, timeout_seconds=20, memory_gib=0.5) as pool:
+        pool.score(rollouts(*["x"] * 4))
+        scored: list[ScoredRollout] = pool.score(rollouts(*["x"] * 40))
+    assert len([s for s in scored if s.failure is None]) >= 36
+
+
+def test_limits_cannot_be_taken_back(pool):
+    limits = found(pool, "limits")
+    assert limits.endswith(f"[({1 << 29}, {1 << 29}), (0, 0)]")
+
+
+def test_without_a_limit_memory_is_as_the_trainers(folder):
+    with RewardPool("a_spy:spy", num_workers=1, timeout_seconds=20, memory_gib=0) as pool:
+        assert f"[{resource.getrlimit(resource.RLIMIT_DATA)}, (0, 0)]" in found(pool, "limits")
+
+
+def test_numpy_starts_under_the_default_limit(folder, tmp_path, monkeypatch):
+    from mcore_rl.arguments import RLConfig
+
+    (tmp_path / "a_big_import.py").write_text(
+        "import numpy\ndef f(**_):\n    return float((numpy.ones((300, 300)) @ "
+        "numpy.ones((300, 300)))[0, 0])\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    gib = RLConfig().reward_memory_gib
+    with RewardPool("a_big_import:f", num_workers=1, timeout_seconds=20, memory_gib=gib) as pool:
+        assert pool.score(rollouts("x"))[0].reward == 300
+
+
+def test_a_reward_that_hangs_costs_its_sample(folder):
+    started = time.monotonic()
+    with RewardPool("a_spy:spy", num_workers=1, timeout_seconds=1) as pool:
+        scored = pool.score(rollouts("hang", ""))
+    assert scored[0].failure == "timed out: no value within 1 s"
+    assert scored[1].failure is None and time.monotonic() - started < 30
+
+
+# Flags --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("rewards", "options", "message"),
+    [
+        ("gsm8k", {"memory_gib": -1.0}, "--rl-reward-memory-gib -1 is no amount of memory"),
+        ("gsm8k", {"memory_gib": float("nan")}, "--rl-reward-memory-gib nan is no amount"),
+        ("gsm8k", {"environment_names": "A,,B"}, "--rl-reward-env must be names"),
+        ("gsm8k", {"environment_names": "hf_hush="}, "--rl-reward-env must be names"),
+        ("model", {"environment_names": "HOME"}, "--rl-reward-env has no effect"),
+    ],
+)
+def test_flags_that_cannot_work_are_a_sentence(rewards, options, message):
+    with pytest.raises(UsageError, match=message) as caught:
+        parse_rewards(rewards, **options)
+    assert "hush" not in str(caught.value)
+
+
+def test_a_variable_that_is_not_set_is_a_sentence(monkeypatch):
+    monkeypatch.delenv("A_KEY", raising=False)
+    with pytest.raises(
+        UsageError, match="--rl-reward-env A_KEY names an environment variable that"
+    ):
+        check_rewards(parse_rewards("gsm8k", environment_names="A_KEY"))

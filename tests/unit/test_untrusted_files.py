@@ -1,0 +1,236 @@
+"""Files that a user downloads are read as data; and nothing in the source reads them otherwise."""
+
+from __future__ import annotations
+
+import ast
+import io
+import json
+import pickle
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+from mcore_rl.arguments import add_rl_args, expand_config
+from mcore_rl.checkpoint import open_checkpoint
+from mcore_rl.data import PromptSource, load_prompts
+from mcore_rl.errors import UsageError
+from mcore_rl.hf_config import read_model_shape
+
+ROOT = Path(__file__).parents[2]
+
+
+class Command:
+    """What pickle makes of it is a file."""
+
+    def __init__(self, marker: Path) -> None:
+        self.marker = marker
+
+    def __reduce__(self):
+        return exec, (f"open({str(self.marker)!r}, 'w').close()",)
+
+
+@pytest.fixture
+def marker(tmp_path: Path) -> Path:
+    return tmp_path / "was_here"
+
+
+@pytest.fixture
+def folder(tmp_path: Path, marker: Path) -> Path:
+    """A tokenizer whose class is in a file beside it."""
+    folder = tmp_path / "model"
+    tokenizer = Tokenizer(models.WordLevel({"<unk>": 0, "add": 1, "3": 2}, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>").save_pretrained(folder)
+    path = folder / "tokenizer_config.json"
+    settings = json.loads(path.read_text())
+    settings |= {"auto_map": {"AutoTokenizer": ["evil.Evil", "evil.Evil"]}}
+    path.write_text(json.dumps(settings | {"tokenizer_class": "Evil"}))
+    (folder / "evil.py").write_text(
+        f"open({str(marker)!r}, 'w').close()\n"
+        "from transformers import PreTrainedTokenizerFast\n"
+        "class Evil(PreTrainedTokenizerFast): pass\n"
+    )
+    return folder
+
+
+def source_of_prompts(folder: Path, **options: bool) -> PromptSource:
+    path = folder.parent / "prompts.jsonl"
+    path.write_text('{"prompt": "add 3", "answer": "3"}\n')
+    return PromptSource(path, 100, use_chat_template=False, **options)
+
+
+def test_code_of_a_tokenizer_is_not_run(folder, marker, tmp_path, monkeypatch):
+    """Even if a y lies on stdin, which transformers would take for an answer."""
+    monkeypatch.setattr(sys, "stdin", io.StringIO("y\ny\n"))
+    monkeypatch.setattr("builtins.input", lambda *_: "y")
+    try:
+        load_prompts(source_of_prompts(folder), folder, cache_dir=tmp_path)
+    except UsageError as error:
+        assert "holds no tokenizer that transformers can load" in str(error)
+    assert not marker.exists()
+
+
+def test_code_of_a_tokenizer_is_run_if_asked_for(folder, marker, tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_MODULES_CACHE", str(tmp_path / "modules"))
+    source = source_of_prompts(folder, trust_remote_code=True)
+    assert len(load_prompts(source, folder, cache_dir=tmp_path)) == 1
+    assert marker.exists()
+
+
+def test_pickled_weights_alone_are_refused_unopened(tmp_path, marker, checkpoint_factory):
+    folder = checkpoint_factory("deepseek_v3")
+    copy = tmp_path / "model"
+    copy.mkdir()
+    (copy / "config.json").write_bytes((folder / "config.json").read_bytes())
+    for name in ("pytorch_model.bin", "model.pt"):
+        (copy / name).write_bytes(pickle.dumps(Command(marker)))
+    shape = read_model_shape(copy)
+    with pytest.raises(
+        UsageError, match="has neither model.safetensors nor .* convert its weights"
+    ):
+        open_checkpoint(copy, shape)
+    # Nor if the index names them.
+    index = {"weight_map": {"model.embed_tokens.weight": "pytorch_model.bin"}}
+    (copy / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(UsageError, match="pytorch_model.bin is corrupt or cut short"):
+        open_checkpoint(copy, shape)
+    assert not marker.exists()
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "rl-run-name: !!python/object/apply:os.system ['touch {marker}']",
+        "rl-run-name: !!python/object/new:builtins.exec [\"open('{marker}', 'w')\"]",
+        "!!python/object/apply:os.mknod ['{marker}']",
+    ],
+)
+def test_code_in_yaml_is_refused(tmp_path, marker, text):
+    import argparse
+
+    path = tmp_path / "flags.yaml"
+    path.write_text(text.format(marker=marker))
+    parser = add_rl_args(argparse.ArgumentParser())
+    with pytest.raises(UsageError, match="--rl-config .*is not valid YAML: could not determine a"):
+        expand_config(["--rl-config", str(path)], parser)
+    assert not marker.exists()
+
+
+class PickledType(pa.ExtensionType):
+    """As libraries store Python objects in columns."""
+
+    def __init__(self) -> None:
+        super().__init__(pa.binary(), "a.pickled_type")
+
+    def __arrow_ext_serialize__(self) -> bytes:
+        return b""
+
+    @classmethod
+    def __arrow_ext_deserialize__(cls, storage_type, serialized):
+        return cls()
+
+
+def test_pickles_in_a_parquet_column_are_not_run(folder, marker, tmp_path):
+    (folder / "tokenizer_config.json").unlink()
+    blob = pa.array([pickle.dumps(Command(marker))], pa.binary())
+    pandas = {
+        "pandas": json.dumps({"columns": [{"pandas_type": "object", "numpy_type": "object"}]})
+    }
+    for number, column in enumerate((blob, pa.ExtensionArray.from_storage(PickledType(), blob))):
+        table = pa.table({"prompt": ["add 3"], "answer": column}).replace_schema_metadata(pandas)
+        path = tmp_path / f"{number}.parquet"
+        pq.write_table(table, path)
+        source = PromptSource(path, 100, use_chat_template=False)
+        with pytest.raises(UsageError, match="answer"):
+            load_prompts(source, folder, cache_dir=tmp_path)
+    assert not marker.exists()
+
+
+def test_transformers_would_run_it(folder, marker, tmp_path, monkeypatch):
+    """Else the tests above could not fail."""
+    monkeypatch.setenv("HF_MODULES_CACHE", str(tmp_path / "modules"))
+    AutoTokenizer.from_pretrained(str(folder), trust_remote_code=True)
+    assert marker.exists()
+
+
+# The source ---------------------------------------------------------------------------------------
+
+# File and call that are as they should be, and why.
+ALLOWED: dict[tuple[str, str], str] = {}
+
+
+def calls_of_danger(tree: ast.AST) -> Iterator[tuple[int, str]]:
+    """Line and name of each call that runs what it reads, or trusts whom it talks to."""
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.Call):
+            continue
+        name = ast.unparse(node.func)
+        last = name.rpartition(".")[2]
+        keywords = {k.arg: ast.unparse(k.value) for k in node.keywords if k.arg}
+        module = name.rpartition(".")[0].rpartition(".")[2]
+        if name in ("eval", "exec", "os.system", "os.popen"):
+            yield node.lineno, name
+        if module in ("pickle", "cPickle", "cloudpickle", "dill", "joblib", "marshal", "shelve"):
+            if last in ("load", "loads", "Unpickler", "open"):
+                yield node.lineno, name
+        if module == "torch" and last == "load" and keywords.get("weights_only") != "True":
+            yield node.lineno, name
+        if module in ("np", "numpy") and keywords.get("allow_pickle", "False") != "False":
+            yield node.lineno, name
+        if module == "yaml" and last in ("load", "load_all", "full_load", "unsafe_load"):
+            yield node.lineno, name
+        for keyword, value in (
+            ("shell", "True"),
+            ("verify", "False"),
+            ("trust_remote_code", "True"),
+        ):
+            if keywords.get(keyword) == value:
+                yield node.lineno, f"{name}({keyword}={value})"
+        if keywords.get("ssl") == "False":
+            yield node.lineno, f"{name}(ssl=False)"
+
+
+def test_nothing_in_the_source_runs_what_it_reads():
+    files = [path for part in ("mcore_rl", "patches") for path in (ROOT / part).rglob("*.py")]
+    assert len(files) > 100
+    found = {
+        (str(path.relative_to(ROOT)), call)
+        for path in files
+        for _, call in calls_of_danger(ast.parse(path.read_text()))
+    }
+    assert found == set(ALLOWED)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "torch.load(path)",
+        "torch.load(path, weights_only=False)",
+        "pickle.load(file)",
+        "pickle.loads(text)",
+        "pickle.Unpickler(file)",
+        "np.load(path, allow_pickle=True)",
+        "yaml.load(text, Loader=yaml.Loader)",
+        "yaml.unsafe_load(text)",
+        "eval(text)",
+        "exec(text)",
+        "os.system(text)",
+        "subprocess.run(text, shell=True)",
+        "requests.get(url, verify=False)",
+        "session.post(url, ssl=False)",
+        "AutoTokenizer.from_pretrained(path, trust_remote_code=True)",
+    ],
+)
+def test_the_search_finds(text):
+    assert len(list(calls_of_danger(ast.parse(f"def f():\n    return {text}\n")))) == 1
+
+
+def test_the_search_leaves_alone():
+    text = "torch.load(p, weights_only=True); np.load(p); yaml.safe_load(t); model.eval(); load(p)"
+    assert list(calls_of_danger(ast.parse(text))) == []

@@ -17,8 +17,8 @@ import numpy as np
 from mcore_rl.algorithms.shaping import select_informative_groups
 from mcore_rl.arguments import RLConfig
 from mcore_rl.data import PromptDataset, prompt_indices
+from mcore_rl.health.stage_timers import StageTimers
 from mcore_rl.rollout import RolloutWorkers
-from mcore_rl.stage_timers import StageTimers
 from mcore_rl.types import Prompt, ScoredRollout
 
 

@@ -30,9 +30,9 @@ from mcore_rl.batching.micro_batching import MicroBatching
 from mcore_rl.batching.train_batches import num_tokens
 from mcore_rl.critic import ValueUpdateStats
 from mcore_rl.hybrid_engine.layout import TrainLayout
+from mcore_rl.recording.step_metrics import mismatch_metrics
 from mcore_rl.roles.critic import CriticRole, mini_batches
 from mcore_rl.roles.tokens import batch_of_rank
-from mcore_rl.step_metrics import mismatch_metrics
 from mcore_rl.types import ScoredRollout, StepBatch, TrainBatch
 
 

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from plotly import graph_objects
 
-from mcore_rl.health import RULES
+from mcore_rl.health.alarms import RULES
 from mcore_rl.report.panels import BAND, SHARE, STACK, Panel
 from mcore_rl.report.run_files import Run
 from mcore_rl.report.thinning import MAX_BARS, MAX_POINTS, thin_line, thin_means

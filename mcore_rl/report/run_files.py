@@ -18,9 +18,9 @@ import numpy as np
 import yaml
 
 from mcore_rl.errors import UsageError
+from mcore_rl.recording.run_directory import read_metrics
 from mcore_rl.report.run_events import Event, read_events
 from mcore_rl.report.sample_texts import StepSamples, read_samples
-from mcore_rl.run_directory import read_metrics
 
 _Read = TypeVar("_Read")
 # Written in C where PyYAML was built with it: a configuration has a thousand lines.

@@ -28,22 +28,22 @@ from mcore_rl.checks.layout import check_stages
 from mcore_rl.collector import Collector
 from mcore_rl.critic import Critic
 from mcore_rl.critic_startup import BuiltCritic, build_critic, restore_random_states
+from mcore_rl.health.stage_timers import StageTimers
+from mcore_rl.health.watchdog import StageWatchdog, own_connection
 from mcore_rl.hybrid_engine.sharding_manager import MegatronVLLMShardingManager
 from mcore_rl.hybrid_engine.vllm_engine import VLLMEngine
 from mcore_rl.memory_report import memory_lines
 from mcore_rl.moe.expert_load import ExpertLoad
+from mcore_rl.recording.recorder import RunRecorder
 from mcore_rl.resume.point import find_resume_point
 from mcore_rl.roles.critic import serve_critic
 from mcore_rl.roles.ranks import CRITIC, REWARD
 from mcore_rl.roles.reward import ModelReward, serve_reward_model
 from mcore_rl.rollout import RolloutWorkers
 from mcore_rl.run_parts.parts import Parts
-from mcore_rl.run_parts.recorder import RunRecorder
 from mcore_rl.run_parts.saver import RunSaver
-from mcore_rl.stage_timers import StageTimers
 from mcore_rl.startup import Job, build_actor
 from mcore_rl.trace.tracer import Tracer
-from mcore_rl.watchdog import StageWatchdog, own_connection
 
 logger = logging.getLogger(__name__)
 

@@ -17,19 +17,19 @@ from mcore_rl.checkpoint import export
 from mcore_rl.collector import Collected, Collector
 from mcore_rl.data import PromptDataset
 from mcore_rl.errors import RunStopped
+from mcore_rl.health.stage_timers import StageTimers
+from mcore_rl.health.watchdog import StageWatchdog
 from mcore_rl.hybrid_engine.sharding_manager import MegatronVLLMShardingManager
 from mcore_rl.hybrid_engine.vllm_engine import VLLMEngine
 from mcore_rl.learner import Learner, Learnt
-from mcore_rl.progress import run_facts
+from mcore_rl.recording.progress import run_facts
+from mcore_rl.recording.recorder import RunRecorder
 from mcore_rl.rollout import RolloutWorkers
 from mcore_rl.run_parts.early_exit import EarlyExit
-from mcore_rl.run_parts.recorder import RunRecorder
 from mcore_rl.run_parts.saver import RunSaver
-from mcore_rl.stage_timers import StageTimers
 from mcore_rl.startup import Job
 from mcore_rl.trace.tracer import Tracer
 from mcore_rl.types import Rollout, StepBatch
-from mcore_rl.watchdog import StageWatchdog
 
 logger = logging.getLogger(__name__)
 

@@ -8,12 +8,12 @@ from typing import Any, TextIO
 from mcore_rl import megatron_adapter
 from mcore_rl.collector import Collector
 from mcore_rl.data import PromptDataset
+from mcore_rl.health.stage_timers import StageTimers
 from mcore_rl.hybrid_engine.sharding_manager import MegatronVLLMShardingManager
 from mcore_rl.learner import Learner
 from mcore_rl.resume.folders import iteration_name
 from mcore_rl.resume.saver import write_checkpoint
 from mcore_rl.resume.trainer_state import TrainerState, trainer_writer
-from mcore_rl.stage_timers import StageTimers
 from mcore_rl.startup import Job
 
 

@@ -18,10 +18,10 @@ from mcore_rl.checkpoint import export
 from mcore_rl.critic_startup import BuiltCritic, build_critic, save_critic
 from mcore_rl.hybrid_engine.model_shards import ModelShards
 from mcore_rl.learner import Learner
+from mcore_rl.recording.step_metrics import mismatch_metrics
 from mcore_rl.resume.saver import write_checkpoint
 from mcore_rl.run_output import setup_logging
 from mcore_rl.startup import Job, build_actor, start
-from mcore_rl.step_metrics import mismatch_metrics
 from mcore_rl.types import Prompt, Rollout, ScoredRollout, StepBatch
 from tests.dist.jobs import random_tokens
 

@@ -4,7 +4,7 @@ import os
 
 from vllm.v1.engine.llm_engine import LLMEngine
 
-from mcore_rl.stage_timers import StageTimers
+from mcore_rl.health.stage_timers import StageTimers
 
 steps_done = 0
 finish_step, engine_step = StageTimers.finish_step, LLMEngine.step

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
+from mcore_rl.recording.run_directory import read_metrics
 from mcore_rl.resume import folders
-from mcore_rl.run_directory import read_metrics
 from tests.conftest import load_script
 from tests.e2e.recipe import task_flags
 from tests.rank_pool import ROOT, RankOutcome, RankPool

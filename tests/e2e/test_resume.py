@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from mcore_rl.run_directory import read_metrics
+from mcore_rl.recording.run_directory import read_metrics
 from tests.e2e.recipe import task_flags
 from tests.rank_pool import ROOT, RankPool
 

@@ -12,7 +12,7 @@ import pytest
 from mcore_rl.arguments import RLConfig
 from mcore_rl.collector import Collected, Collector
 from mcore_rl.data import prompt_indices
-from mcore_rl.stage_timers import StageTimers
+from mcore_rl.health.stage_timers import StageTimers
 from mcore_rl.types import Prompt, Rollout, ScoredRollout
 
 SEED = 7

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mcore_rl.arguments import RLConfig
-from mcore_rl.health import RULES, Alarm, Health
+from mcore_rl.health.alarms import RULES, Alarm, Health
 
 WINDOW = 5
 MIB = 1 << 20

@@ -14,8 +14,8 @@ import pytest
 
 from mcore_rl.checks.wandb_flags import check_wandb
 from mcore_rl.errors import UsageError
-from mcore_rl.metric_sinks import WandbRun
-from mcore_rl.run_directory import RunDirectory, read_metrics
+from mcore_rl.recording.metric_sinks import WandbRun
+from mcore_rl.recording.run_directory import RunDirectory, read_metrics
 from mcore_rl.types import StepStats
 
 STEPS = {

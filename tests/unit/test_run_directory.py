@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from mcore_rl.run_directory import PatientFile, RunDirectory, read_metrics
+from mcore_rl.recording.run_directory import PatientFile, RunDirectory, read_metrics
 from mcore_rl.types import StepStats
 
 

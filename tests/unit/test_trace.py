@@ -16,9 +16,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from mcore_rl.health.stage_timers import StageTimers
 from mcore_rl.hybrid_engine.reshard_report import TO_ROLLOUT, TO_TRAIN, ReshardReport
 from mcore_rl.patches.megatron.cpu_torch import _make_torch
-from mcore_rl.stage_timers import StageTimers
 from mcore_rl.trace import tracer as trace
 from mcore_rl.trace.hooks import COLLECTIVES, SCHEDULES
 from mcore_rl.trace.table import (

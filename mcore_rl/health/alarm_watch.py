@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 import torch.distributed as dist
 
 from mcore_rl.arguments import RLConfig
-from mcore_rl.health import Health
+from mcore_rl.health.alarms import Health
 
 logger = logging.getLogger(__name__)
 

@@ -12,18 +12,18 @@ import torch
 import torch.distributed as dist
 
 from mcore_rl.collector import Collected
-from mcore_rl.health_watch import HealthWatch
+from mcore_rl.health.alarm_watch import HealthWatch
+from mcore_rl.health.stage_timers import StageTimers
 from mcore_rl.hybrid_engine.reshard_report import OffloadLog
 from mcore_rl.hybrid_engine.sharding_manager import TO_ROLLOUT, ReshardReport, log_reshard
 from mcore_rl.learner import Learnt
-from mcore_rl.metric_sinks import WandbRun
 from mcore_rl.moe.expert_load import ExpertLoad
-from mcore_rl.progress import RunProgress
+from mcore_rl.recording.metric_sinks import WandbRun
+from mcore_rl.recording.progress import RunProgress
+from mcore_rl.recording.run_directory import RunDirectory
+from mcore_rl.recording.step_metrics import measured, rollout_metrics, update_metrics, value_metrics
 from mcore_rl.rewards.parts import part_metrics
-from mcore_rl.run_directory import RunDirectory
-from mcore_rl.stage_timers import StageTimers
 from mcore_rl.startup import Job
-from mcore_rl.step_metrics import measured, rollout_metrics, update_metrics, value_metrics
 from mcore_rl.types import ScoredRollout, StepBatch, StepStats
 
 logger = logging.getLogger(__name__)

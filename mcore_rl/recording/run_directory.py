@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from mcore_rl.metric_sinks import WandbRun, tensorboard_sink, wandb_sink
+from mcore_rl.recording.metric_sinks import WandbRun, tensorboard_sink, wandb_sink
 
 if TYPE_CHECKING:  # it imports torch, and `mcore-rl report` reads here without
     from mcore_rl.types import ScoredRollout, StepStats

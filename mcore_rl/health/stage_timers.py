@@ -6,8 +6,8 @@ import contextlib
 import time
 from collections.abc import Iterator
 
+from mcore_rl.health.watchdog import StageWatchdog
 from mcore_rl.trace import tracer as trace
-from mcore_rl.watchdog import StageWatchdog
 
 STAGES = ("data", "rollout", "reward", "log_probs", "advantages", "train", "checkpoint", "eval")
 

@@ -14,9 +14,9 @@ import torch.distributed as dist
 from mcore_rl.actor import UpdateStats
 from mcore_rl.algorithms.mismatch import MismatchSums
 from mcore_rl.critic import ValueUpdateStats
+from mcore_rl.health.stage_timers import StageTimers
 from mcore_rl.hybrid_engine.memory import highest_bytes, host_bytes
 from mcore_rl.hybrid_engine.reshard_report import ReshardReport
-from mcore_rl.stage_timers import StageTimers
 from mcore_rl.types import ScoredRollout
 
 

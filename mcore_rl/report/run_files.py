@@ -23,8 +23,6 @@ from mcore_rl.report.run_events import Event, read_events
 from mcore_rl.report.sample_texts import StepSamples, read_samples
 
 _Read = TypeVar("_Read")
-# Written in C where PyYAML was built with it: a configuration has a thousand lines.
-_YAML_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 
 # What a run writes, and what is said where one of the files is not there.
@@ -138,8 +136,7 @@ def _last_byte(path: Path) -> bytes:
 
 
 def _parse_yaml(path: Path) -> Any:
-    text = path.read_text(encoding="utf-8", errors="replace")
-    return yaml.load(text, Loader=_YAML_LOADER)  # a safe one
+    return yaml.safe_load(path.read_text(encoding="utf-8", errors="replace"))
 
 
 def _parse_json(path: Path) -> Any:

@@ -111,7 +111,7 @@ def opened(
         timeout=240,
     )
     said = [line for line in process.stderr.splitlines() if "CONSOLE" in line]
-    assert said == []
+    assert not said, "\n".join(said)
     told = re.search(r'<pre id="told">(.+?)</pre>', process.stdout, re.DOTALL)
     assert told is not None, process.stdout[-2000:] + process.stderr[-2000:]
     return json.loads(html.unescape(told[1]))
@@ -180,10 +180,10 @@ def test_probe_hears_of_what_it_is_there_for(browser: str, tmp_path: Path) -> No
     (tmp_path / "metrics.jsonl").touch()
     page = render(read_runs([tmp_path]))
     fetched = page.replace("<main>", '<main><img src="http://example.com/a.png">', 1)
-    with pytest.raises(AssertionError, match="violates the followin"):
+    with pytest.raises(AssertionError, match="violates the following"):
         opened(browser, fetched, tmp_path)
     acting = page.replace("<main>", "<main><p onclick='' id=p><script>hacked = 1</script>", 1)
-    with pytest.raises(AssertionError, match="violates the followin"):
+    with pytest.raises(AssertionError, match="violates the following"):
         opened(browser, acting, tmp_path)
     wide = page.replace("<main>", '<main><div style="width: 3000px">wide</div>', 1)
     told = opened(browser, wide, tmp_path)

@@ -35,6 +35,7 @@ from mcore_rl.hybrid_engine.sharding_manager import MegatronVLLMShardingManager
 from mcore_rl.hybrid_engine.vllm_engine import EngineConfig, VLLMEngine
 from mcore_rl.learner import Learner
 from mcore_rl.megatron_world import MegatronWorld
+from mcore_rl.resume import megatron_checkpoint
 from mcore_rl.resume.point import ResumePoint
 from mcore_rl.rewards.model import RewardModel, build_reward_model
 from mcore_rl.rewards.specs import RewardSpec, check_rewards, parse_rewards
@@ -189,7 +190,7 @@ def build_reference(
         if point is not None and point.reference is not None:
             reference.version = point.state.reference_version
             with megatron_adapter.megatron_output_to(log):
-                megatron_adapter.load_weights(job.args, state, state.iteration, point.reference)
+                megatron_checkpoint.load_weights(job.args, state, state.iteration, point.reference)
         else:
             load_into_megatron(job.checkpoint, shards)
         reference.swap()

@@ -16,6 +16,7 @@ from mcore_rl.hf_config import ModelShape
 from mcore_rl.hybrid_engine.layout import TrainLayout
 from mcore_rl.hybrid_engine.model_shards import ModelShards
 from mcore_rl.megatron_world import MegatronWorld, changed_args, parsed_args
+from mcore_rl.resume import megatron_checkpoint
 from mcore_rl.resume.folders import critic_folder, iteration_name
 from mcore_rl.resume.saver import write_checkpoint
 from mcore_rl.resume.trainer_state import (
@@ -156,7 +157,7 @@ def save_critic(critic: _Saved, num_steps: int, checkpoints: Path) -> None:
     with critic.world as world:
 
         def write_model(saving: Path) -> None:
-            megatron_adapter.save_checkpoint(world.args, critic.state, num_steps, saving)
+            megatron_checkpoint.save_checkpoint(world.args, critic.state, num_steps, saving)
 
         trainer = TrainerState(num_steps, world.layout.describe())
         write_checkpoint(

@@ -25,6 +25,7 @@ from mcore_rl.hf_config import ModelShape, settings_without_flag
 from mcore_rl.hybrid_engine.layout import PipelineLayers, RolloutLayout, TrainLayout
 from mcore_rl.hybrid_engine.model_shards import ModelShards
 from mcore_rl.policy_model import make_actor_provider, make_policy_provider
+from mcore_rl.resume import megatron_checkpoint
 from mcore_rl.roles.ranks import ACTOR, CRITIC, REWARD, Roles, describe_ranks
 from mcore_rl.roles.world import RoleWorld, enter_role
 from mcore_rl.value_startup import CheckedValueModel
@@ -196,7 +197,7 @@ def build_actor(
     held: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(held, shards.tensors())
     check_complete(job.checkpoint, set().union(*held))
-    if not megatron_adapter.loads_checkpoint(job.args):
+    if not megatron_checkpoint.loads_checkpoint(job.args):
         num_bytes = load_into_megatron(job.checkpoint, shards)
         megatron_adapter.reload_main_params(state)
         logger.info("read %.1f MB of %s", num_bytes / 1e6, job.checkpoint.folder)

@@ -16,12 +16,13 @@ from typing import Any, TextIO
 import torch.distributed as dist
 
 from mcore_rl import megatron_adapter
-from mcore_rl.arguments import RLConfig, flag_of, given_values
+from mcore_rl.arguments import RLConfig, flag_of
 from mcore_rl.checkpoint import HFCheckpoint, open_checkpoint
 from mcore_rl.checks.derived_flags import derive_flags
 from mcore_rl.checks.layout import check_batches, check_layout, check_stages
 from mcore_rl.checks.megatron import check_megatron_accepts
 from mcore_rl.errors import UsageError
+from mcore_rl.given_flags import given_values
 from mcore_rl.hf_config import ModelShape, read_model_shape, settings_without_flag
 from mcore_rl.hybrid_engine.layout import TrainLayout
 from mcore_rl.hybrid_engine.model_shards import ModelShards

@@ -14,9 +14,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from mcore_rl.arguments import RLConfig, flag_names, given_values
+from mcore_rl.arguments import RLConfig
 from mcore_rl.batching.context_chunks import chunks_of_sample, round_up
 from mcore_rl.errors import UsageError
+from mcore_rl.given_flags import flag_names, given_values
 from mcore_rl.hf_config import ModelShape, megatron_flags
 
 # Flags that change what a model computes; giving one that config.json does not ask for contradicts

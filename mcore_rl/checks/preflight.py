@@ -21,13 +21,7 @@ from typing import Any
 
 from mcore_rl import megatron_adapter
 from mcore_rl.algorithms.registry import import_user_file
-from mcore_rl.arguments import (
-    RLConfig,
-    add_rl_args,
-    expand_config,
-    flag_of,
-    given_values,
-)
+from mcore_rl.arguments import RLConfig, add_rl_args, flag_of
 from mcore_rl.batching.context_chunks import chunks_of_sample, round_up
 from mcore_rl.checkpoint import HFCheckpoint, open_checkpoint
 from mcore_rl.checks.derived_flags import DerivedFlags, derive_flags
@@ -38,6 +32,7 @@ from mcore_rl.checks.wandb_flags import check_wandb
 from mcore_rl.critic_startup import check_critic, check_critic_of_fork
 from mcore_rl.errors import UsageError
 from mcore_rl.families import family_of
+from mcore_rl.given_flags import expand_config, given_values
 from mcore_rl.hf_config import ModelShape, megatron_flags, read_model_shape
 from mcore_rl.hybrid_engine.layout import PipelineLayers, RolloutLayout, TrainLayout
 from mcore_rl.hybrid_engine.offload import offload_kinds

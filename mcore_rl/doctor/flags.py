@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from mcore_rl import megatron_adapter
-from mcore_rl.arguments import RLConfig, expand_config, flag_names, flag_of, given_values
+from mcore_rl.arguments import RLConfig, flag_of
 from mcore_rl.checkpoint import HFCheckpoint
 from mcore_rl.checks import preflight
 from mcore_rl.checks.derived_flags import derive_flags
@@ -27,6 +27,7 @@ from mcore_rl.checks.layout import check_batches, check_rollout, check_stages
 from mcore_rl.checks.preflight import Checked
 from mcore_rl.doctor.finding import CHECKPOINT, FLAGS, Finding, green, plural, red, refusal, yellow
 from mcore_rl.errors import UsageError
+from mcore_rl.given_flags import expand_config, flag_names, given_values
 from mcore_rl.hf_config import ModelShape
 from mcore_rl.hybrid_engine.layout import PipelineLayers, TrainLayout
 from mcore_rl.hybrid_engine.offload import offload_kinds

@@ -15,9 +15,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mcore_rl.arguments import DEGREE_FLAGS, RLConfig, expand_config, given_values
+from mcore_rl.arguments import DEGREE_FLAGS, RLConfig
 from mcore_rl.checks.derived_flags import derive_flags
 from mcore_rl.errors import UsageError
+from mcore_rl.given_flags import expand_config, given_values
 from mcore_rl.hf_config import ModelShape, read_model_shape
 from mcore_rl.hybrid_engine.buckets import frame_of, slot_bytes
 from mcore_rl.hybrid_engine.layout import SPLITS_SHARED_EXPERTS, PipelineLayers, TrainLayout

@@ -20,8 +20,8 @@ from safetensors.torch import save as save_safetensors
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint import load as load_checkpoint
 
-from mcore_rl import megatron_adapter
 from mcore_rl.hybrid_engine.rng import RngState
+from mcore_rl.resume import megatron_checkpoint
 from mcore_rl.resume.folders import iteration_name
 
 TRAINER = "trainer"  # the folder, in that of a checkpoint
@@ -47,7 +47,7 @@ def save_trainer_state(state: TrainerState, rng: RngState, folder: Path) -> None
     """Write the state and this rank's generators. Collective."""
     facts = json.dumps(dataclasses.asdict(state)).encode()
     blob = save_safetensors(rng.to_tensors())
-    megatron_adapter.save_tensors({_FACTS: _row(facts), _RNG: _row(blob)}, folder)
+    megatron_checkpoint.save_tensors({_FACTS: _row(facts), _RNG: _row(blob)}, folder)
 
 
 def trainer_writer(state: TrainerState) -> Callable[[Path], None]:
@@ -65,7 +65,7 @@ def load_trainer_state(folder: Path) -> tuple[TrainerState, RngState | None]:
 
     Raises RuntimeError for a state that another version of mcore_rl has written.
     """
-    rows = megatron_adapter.load_tensors(folder)
+    rows = megatron_checkpoint.load_tensors(folder)
     state = _state(rows[_FACTS][0], folder)
     rng = None
     if len(rows[_RNG]) == dist.get_world_size():

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 from typing import Any, TextIO
 
+import torch
 import torch.distributed as dist
 
 from mcore_rl import megatron_adapter
@@ -32,6 +33,7 @@ from mcore_rl.health.stage_timers import StageTimers
 from mcore_rl.health.watchdog import StageWatchdog, own_connection
 from mcore_rl.hybrid_engine.sharding_manager import MegatronVLLMShardingManager
 from mcore_rl.hybrid_engine.vllm_engine import VLLMEngine
+from mcore_rl.learner import Learner
 from mcore_rl.memory_report import memory_lines
 from mcore_rl.moe.expert_load import ExpertLoad
 from mcore_rl.recording.recorder import RunRecorder
@@ -81,30 +83,15 @@ def build_parts(
         offloader=build_offloader(job, state, critic),
     )
     workers = _rollout_workers(job, engine, log)
-    collector = Collector(
-        workers,
-        prompts,
-        job.config,
-        seed=job.args.seed,
-        timers=timers,
-        position=(
-            state.iteration * job.config.num_prompts_per_step
-            if point is None
-            else point.state.sampler_position
-        ),
-    )
+    position = state.iteration * job.config.num_prompts_per_step
     if point is not None:
+        position = point.state.sampler_position
         manager.weight_version = point.state.weight_version
         learner.kl_controller.load_state_dict(dict(point.state.kl_controller))
-    recorder = RunRecorder(
-        job,
-        first_step=state.iteration,
-        device=shards.device,
-        timers=timers,
-        reward_names=reward_spec(job.config).names,
-        rates=learner.rates,
-        expert_load=_expert_load(job, state),
+    collector = Collector(
+        workers, prompts, job.config, seed=job.args.seed, timers=timers, position=position
     )
+    recorder = _recorder(job, state, shards.device, timers, learner)
     saver = RunSaver(
         job,
         state=state,
@@ -197,13 +184,28 @@ def _watchdog(job: Job) -> StageWatchdog:
     )
 
 
-def _expert_load(job: Job, state: megatron_adapter.TrainState) -> ExpertLoad | None:
-    if job.shape.experts is None:
-        return None
-    return ExpertLoad(
-        state.chunks,
-        num_layers=job.shape.num_layers,
-        num_experts=job.shape.experts.num_experts,
+def _recorder(
+    job: Job,
+    state: megatron_adapter.TrainState,
+    device: torch.device,
+    timers: StageTimers,
+    learner: Learner,
+) -> RunRecorder:
+    expert_load = None
+    if job.shape.experts is not None:
+        expert_load = ExpertLoad(
+            state.chunks,
+            num_layers=job.shape.num_layers,
+            num_experts=job.shape.experts.num_experts,
+        )
+    return RunRecorder(
+        job,
+        first_step=state.iteration,
+        device=device,
+        timers=timers,
+        reward_names=reward_spec(job.config).names,
+        rates=learner.rates,
+        expert_load=expert_load,
     )
 
 

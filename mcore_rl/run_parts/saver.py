@@ -11,6 +11,7 @@ from mcore_rl.data import PromptDataset
 from mcore_rl.health.stage_timers import StageTimers
 from mcore_rl.hybrid_engine.sharding_manager import MegatronVLLMShardingManager
 from mcore_rl.learner import Learner
+from mcore_rl.resume import megatron_checkpoint
 from mcore_rl.resume.folders import iteration_name
 from mcore_rl.resume.saver import write_checkpoint
 from mcore_rl.resume.trainer_state import TrainerState, trainer_writer
@@ -77,12 +78,12 @@ class RunSaver:
         args, reference = self._job.args, self._learner.reference
 
         def write_actor(saving: Path) -> None:
-            megatron_adapter.save_checkpoint(args, self._state, num_steps, saving)
+            megatron_checkpoint.save_checkpoint(args, self._state, num_steps, saving)
 
         def write_reference(saving: Path) -> None:
             folder = saving / iteration_name(num_steps) / "reference"
             with reference:
-                megatron_adapter.save_weights(args, self._state, num_steps, folder)
+                megatron_checkpoint.save_weights(args, self._state, num_steps, folder)
 
         writers = [write_actor, trainer_writer(self._trainer_state(num_steps))]
         if reference is not None and reference.version:

@@ -19,6 +19,7 @@ from mcore_rl.hybrid_engine.holdings import missing_bytes
 from mcore_rl.hybrid_engine.model_shards import ModelShards
 from mcore_rl.hybrid_engine.sharding_manager import TO_ROLLOUT, ReshardReport
 from mcore_rl.hybrid_engine.vllm_model_only import VLLMModelOnly
+from mcore_rl.resume import megatron_checkpoint
 from mcore_rl.resume.folders import iteration_name
 from mcore_rl.startup import Job
 from mcore_rl.types import TrainBatch
@@ -127,7 +128,7 @@ def save_and_go_on(flags: list[str], target: str) -> str:
     job, actor, shards = started(flags, in_float32=True)
     first, second = split_mini_batches(rank_batch(job))
     actor.update(first)
-    megatron_adapter.save_checkpoint(job.args, actor.state, 1, Path(target) / "saved")
+    megatron_checkpoint.save_checkpoint(job.args, actor.state, 1, Path(target) / "saved")
     _update_and_export(job, actor, shards, second, Path(target) / "went_on")
     return iteration_name(1)
 

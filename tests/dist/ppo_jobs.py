@@ -19,6 +19,7 @@ from mcore_rl.critic_startup import BuiltCritic, build_critic, save_critic
 from mcore_rl.hybrid_engine.model_shards import ModelShards
 from mcore_rl.learner import Learner
 from mcore_rl.recording.step_metrics import mismatch_metrics
+from mcore_rl.resume import megatron_checkpoint
 from mcore_rl.resume.saver import write_checkpoint
 from mcore_rl.run_output import setup_logging
 from mcore_rl.startup import Job, build_actor, start
@@ -160,7 +161,7 @@ def learn_save_and_learn(flags: list[str], target: str) -> dict[str, float]:
         save_critic(models.critic, 1, folder)
 
     def write_actor(saving: Path) -> None:
-        megatron_adapter.save_checkpoint(models.job.args, models.state, 1, saving)
+        megatron_checkpoint.save_checkpoint(models.job.args, models.state, 1, saving)
 
     with open("/dev/null", "w") as log, megatron_adapter.megatron_output_to(log):
         write_checkpoint(folder, 1, [write_actor])

@@ -10,15 +10,10 @@ from typing import Any
 import pytest
 import yaml
 
-from mcore_rl.arguments import (
-    RLConfig,
-    add_rl_args,
-    expand_config,
-    flag_of,
-    given_values,
-)
+from mcore_rl.arguments import RLConfig, add_rl_args, flag_of
 from mcore_rl.checks import preflight
 from mcore_rl.errors import UsageError
+from mcore_rl.given_flags import expand_config, given_values
 from mcore_rl.megatron_adapter import make_parser
 
 FIELDS = dataclasses.fields(RLConfig)

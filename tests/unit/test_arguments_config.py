@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from mcore_rl.arguments import add_rl_args, expand_config, given_values
+from mcore_rl.arguments import add_rl_args
 from mcore_rl.errors import UsageError
+from mcore_rl.given_flags import expand_config, given_values
 
 
 def make_parser() -> argparse.ArgumentParser:

@@ -15,9 +15,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mcore_rl.arguments import given_values
 from mcore_rl.batching.context_chunks import positions_on_cp_rank
 from mcore_rl.errors import UsageError
+from mcore_rl.given_flags import given_values
 
 SETUP = """
 from mcore_rl import megatron_adapter

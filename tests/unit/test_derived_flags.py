@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from mcore_rl import megatron_adapter
-from mcore_rl.arguments import RLConfig, add_rl_args, given_values
+from mcore_rl.arguments import RLConfig, add_rl_args
 from mcore_rl.checks.derived_flags import (
     _ARCHITECTURE_FLAGS,
     _NEEDS_CUDA,
@@ -21,6 +21,7 @@ from mcore_rl.checks.derived_flags import (
 )
 from mcore_rl.checks.preflight import check_megatron_accepts
 from mcore_rl.errors import UsageError
+from mcore_rl.given_flags import given_values
 from mcore_rl.hf_config import ModelShape, settings_without_flag
 from tests.unit.test_hf_config import (
     DEEPSEEK_V2,

@@ -429,10 +429,11 @@ def test_preset_fits_its_model_and_machines(
     name: str, parser: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Every check of `preflight` that needs no weights, on the model the preset is for."""
-    from mcore_rl.arguments import RLConfig, expand_config, given_values
+    from mcore_rl.arguments import RLConfig
     from mcore_rl.checks import layout as layout_checks
     from mcore_rl.checks import preflight
     from mcore_rl.checks.derived_flags import derive_flags
+    from mcore_rl.given_flags import expand_config, given_values
     from mcore_rl.hf_config import read_model_shape
 
     monkeypatch.setenv("WORLD_SIZE", str(PRESETS[name]))

@@ -1,6 +1,6 @@
 """A long run of the tiny task: does memory grow, do files stay open, do steps get slower?
 
-    python benchmarks/soak.py [--steps 200] [--processes 2] [--json FILE]
+    python benchmarks/soak.py [--steps 200] [--processes 2] [--json FILE] [--markdown FILE]
 
 The ranks are watched from outside, a few times a second: anonymous resident memory and open files
 of each, malloc giving back at once what is freed. The first half of the steps warms up and does not
@@ -22,7 +22,7 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -34,6 +34,8 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
 
 from make_tiny_deepseek import make_checkpoint  # noqa: E402
+
+from benchmarks.facts import facts_of_run  # noqa: E402
 
 from mcore_rl.recording.run_directory import read_metrics  # noqa: E402
 
@@ -172,18 +174,51 @@ def is_flat(found: dict[str, Any]) -> bool:
     return not any(t["slope"] > t["twice_error"] for t in trends) and all(a >= b for a, b in files)
 
 
+def page(found: dict[str, Any], facts: Mapping[str, str]) -> str:
+    """What was found, for people."""
+    step = found["step_seconds"]
+    lines = [
+        "# A long run of the tiny task",
+        "",
+        f"Of {found['num_steps']} steps the first half warms up. Slopes are a step's, with twice "
+        "their standard error; `soak.py` says how they are measured.",
+        "",
+        *(f"- {name}: {value}" for name, value in facts.items()),
+        f"- nothing grows: {'yes' if is_flat(found) else '**no**'}",
+        "",
+        "| | at the end | slope |",
+        "| --- | ---: | ---: |",
+    ]
+    for rank in found["ranks"]:
+        memory, files = rank["anonymous_bytes"], rank["open_files"]
+        lines += [
+            f"| rank {rank['rank']}, host memory | {memory['least'][-1] / 1e6:.1f} MB | "
+            f"{memory['slope'] / 1e3:+.1f} ± {memory['twice_error'] / 1e3:.1f} KB |",
+            f"| rank {rank['rank']}, open files | {files[1]} | {files[0]} before |",
+        ]
+    lines.append(
+        f"| step | {step['median']:.2f} s | "
+        f"{1e3 * step['slope']:+.1f} ± {1e3 * step['twice_error']:.1f} ms |"
+    )
+    return "\n".join(lines) + "\n"
+
+
 def main(tokens: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--markdown", type=Path, help="write a page of it, as SOAK.md")
     args = parser.parse_args(tokens)
+    facts = facts_of_run("soak.py", tokens, ())
     with tempfile.TemporaryDirectory(prefix="mcore_rl_soak_") as work:
         found = soak(args.steps, args.processes, Path(work))
     text = json.dumps(found, indent=1)
     print(text)
     if args.json is not None:
         args.json.write_text(text + "\n", encoding="utf-8")
+    if args.markdown is not None:
+        args.markdown.write_text(page(found, facts), encoding="utf-8")
     return int(not is_flat(found))
 
 

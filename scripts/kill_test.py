@@ -11,8 +11,9 @@ log-probs, update, checkpoint), and started again by the same command. After eve
 - no process of the run is left, nothing new in /dev/shm, nothing in its temporary folder;
 - the newest complete checkpoint is undamaged.
 
-Every --kills-per-run kills a run is left alone, ends, and has the same weights as the undisturbed
-one, bit for bit. Exit code 0 if all of that was so, else 1.
+Every --kills-per-run kills, and where the last step is saved already, a run is left alone, ends,
+and has the same weights as the undisturbed one, bit for bit. Exit code 0 if all of that was so,
+else 1.
 """
 
 from __future__ import annotations
@@ -207,13 +208,28 @@ def stage_seconds(folder: Path) -> dict[str, float]:
     return found
 
 
+def faults_of_rest(setting: Setting, folder: Path, expected: str) -> list[str]:
+    """Leave a run alone; what is not as it should be at its end."""
+    rest = run(setting, folder)
+    if rest.exit_code:
+        return [*rest.faults, f"the rerun ended with {rest.exit_code}: {rest.output[-3000:]}"]
+    if weights(folder) != expected:
+        return [*rest.faults, "the weights are not those of the undisturbed run"]
+    return rest.faults
+
+
+def newest_step(folder: Path) -> int:
+    """Steps that the newest complete checkpoint has behind it."""
+    return next(iter(folders.complete_steps(folder / "checkpoints")), 0)
+
+
 def draw(rng: random.Random, setting: Setting, folder: Path, seconds: dict[str, float]) -> Kill:
-    """A random moment of the steps that are left."""
-    first = next(iter(folders.complete_steps(folder / "checkpoints")), 0)
+    """A random moment of the steps that are left, of which there is one at least."""
     stage = rng.choice(list(STAGES))
-    steps = list(range(first, setting.num_steps))
-    if stage == "checkpoint":
-        steps = [step for step in steps if (step + 1) % SAVE_INTERVAL == 0]
+    steps = list(range(newest_step(folder), setting.num_steps))
+    if stage == "checkpoint":  # after the last step there is one in any case
+        saved = [step for step in steps if (step + 1) % SAVE_INTERVAL == 0]
+        steps = saved or [setting.num_steps]
     ranks = tuple(range(setting.num_processes))
     return Kill(
         stage,
@@ -254,21 +270,19 @@ def _test(args: argparse.Namespace, work: Path) -> int:
     table = Table(title=f"{args.kills} kills, seed {args.seed}")
     for name in ("", "kill", "exit code", "ended after", "then"):
         table.add_column(name)
+    num_runs = num_kills = 0  # of the run that goes on
     for number in range(args.kills):
-        folder = work / f"run{number // args.kills_per_run}"
+        folder = work / f"run{num_runs}"
         kill = draw(rng, setting, folder, seconds)
         ending = run(setting, folder, kill)
         faults = faults_of_kill(ending, kill, folder)
-        then = f"step {(folders.complete_steps(folder / 'checkpoints') or [0])[0]} is there"
-        if (number + 1) % args.kills_per_run == 0 or number + 1 == args.kills:
-            rest = run(setting, folder)
-            faults += rest.faults
-            if rest.exit_code:
-                faults.append(f"the rerun ended with {rest.exit_code}: {rest.output[-3000:]}")
-            elif weights(folder) != expected:
-                faults.append("the weights are not those of the undisturbed run")
-            else:
-                then = "the rerun ends with the same weights"
+        num_kills += 1
+        saved = newest_step(folder)
+        then = f"step {saved} is there"
+        if saved == args.steps or num_kills == args.kills_per_run or number + 1 == args.kills:
+            faults += faults_of_rest(setting, folder, expected)
+            num_runs, num_kills = num_runs + 1, 0
+            then = "the rerun ends with the same weights"
         num_bad += bool(faults)
         after = ending.seconds_after_kill
         table.add_row(

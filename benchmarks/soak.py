@@ -2,12 +2,18 @@
 
     python benchmarks/soak.py [--steps 200] [--processes 2] [--json FILE] [--markdown FILE]
 
-The ranks are watched from outside, a few times a second: anonymous resident memory and open files
-of each, malloc giving back at once what is freed. The first half of the steps warms up and does not
-count; of the others, lines are laid through the least memory in each of twenty spans of equal
-length, and through the seconds of the steps that neither save nor evaluate. A slope counts as none
-if it is within twice its standard error of 0. Exit code 1 if memory or the number of open files
-grows, or steps get slower.
+The first half of the steps warms up and does not count. Through the others lines are laid, with
+twice the standard error of their slope:
+
+- heap: what malloc has given out and not got back, and how many blocks Python's own allocator has,
+  both noted by each rank after every step (`soak_heap.py`);
+- resident: anonymous resident memory, watched from outside a few times a second, the least in each
+  of twenty spans of equal length. It is what the kernel counts, and moves in stairs: pages that one
+  small piece keeps stay, so that it tells of a leak later and less surely than the heap does;
+- the seconds of the steps that neither save nor evaluate.
+
+Exit code 1 if the heap grows by more than 1 KB a step (the first rank keeps the metrics' history),
+Python's blocks or the seconds by more than the error, or if files stay open.
 """
 
 from __future__ import annotations
@@ -40,6 +46,7 @@ from mcore_rl.recording.run_directory import read_metrics  # noqa: E402
 
 PERIOD_SECONDS = 0.3
 NUM_SPANS = 20
+HEAP_LIMIT_BYTES = 1024  # a step
 # What is free in the heap, or held for the next large tensor, would be counted as used: after a
 # save that is up to 40 MB, until another one.
 MALLOC = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
@@ -106,7 +113,7 @@ def command(checkpoint: Path, folder: Path, num_steps: int, num_processes: int) 
         *("--rl-max-prompt-tokens", "24", "--rl-max-response-tokens", "8"),
         *("--rl-eval-interval", "50", "--rl-num-eval-prompts", "32", "--lr", "1e-4"),
         *("--save-interval", "50", "--rl-rollout-kv-cache-gib", "0.1"),
-        *("--rl-run-dir", str(folder)),
+        *("--rl-run-dir", str(folder), "--rl-import", str(ROOT / "benchmarks" / "soak_heap.py")),
     ]
 
 
@@ -115,6 +122,7 @@ def soak(num_steps: int, num_processes: int, work: Path) -> dict[str, Any]:
     checkpoint = make_checkpoint(work / "checkpoint", size="micro")
     folder = work / "run"
     environment = {**os.environ, **MALLOC, "OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1"}
+    environment["MCORE_RL_SOAK_HEAP"] = str(work / "heap")
     process = subprocess.Popen(
         command(checkpoint, folder, num_steps, num_processes),
         cwd=ROOT,
@@ -140,14 +148,31 @@ def soak(num_steps: int, num_processes: int, work: Path) -> dict[str, Any]:
         "num_steps": num_steps,
         "step_seconds": {"median": statistics.median(seconds), **vars(Trend.of(plain, seconds))},
         "ranks": [
-            of_rank([s for s in watch.samples if s.rank == rank and first <= s.step < num_steps])
+            {
+                "rank": rank,
+                **heap_of(work / f"heap.{rank}", first),
+                **of_rank(
+                    [s for s in watch.samples if s.rank == rank and first <= s.step < num_steps]
+                ),
+            }
             for rank in range(num_processes)
         ],
     }
 
 
+def heap_of(path: Path, first: int) -> dict[str, Any]:
+    """Trends of what a rank has noted from step `first` on, and the last value."""
+    lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    steps = [line["step"] for line in lines if line["step"] >= first]
+    found = {}
+    for name in ("heap_bytes", "python_blocks"):
+        values = [line[name] for line in lines if line["step"] >= first]
+        found[name] = {"last": values[-1], **vars(Trend.of(steps, values))}
+    return found
+
+
 def of_rank(samples: Sequence[Sample]) -> dict[str, Any]:
-    """Of one rank: how its memory goes, in bytes a step, and its open files in both halves."""
+    """Of one rank: how resident memory goes, and the open files of both halves."""
     first, last = samples[0].step, samples[-1].step
     length = (last + 1 - first) / NUM_SPANS
     spans: dict[int, list[Sample]] = {}
@@ -158,7 +183,6 @@ def of_rank(samples: Sequence[Sample]) -> dict[str, Any]:
     trend = Trend.of([s.step for s in least], [s.anonymous_bytes for s in least])
     half = len(samples) // 2
     return {
-        "rank": samples[0].rank,
         "anonymous_bytes": {**vars(trend), "least": [s.anonymous_bytes for s in least]},
         "open_files": [
             min(s.open_files for s in part) for part in (samples[:half], samples[half:])
@@ -167,10 +191,14 @@ def of_rank(samples: Sequence[Sample]) -> dict[str, Any]:
 
 
 def is_flat(found: dict[str, Any]) -> bool:
-    """Whether nothing rises by more than the noise."""
-    trends = [found["step_seconds"], *(rank["anonymous_bytes"] for rank in found["ranks"])]
-    files = [rank["open_files"] for rank in found["ranks"]]
-    return not any(t["slope"] > t["twice_error"] for t in trends) and all(a >= b for a, b in files)
+    """Whether nothing grows, by the limits that stand above."""
+    ranks = found["ranks"]
+    trends = [found["step_seconds"], *(rank["python_blocks"] for rank in ranks)]
+    return (
+        all(rank["heap_bytes"]["slope"] <= HEAP_LIMIT_BYTES for rank in ranks)
+        and all(trend["slope"] <= trend["twice_error"] for trend in trends)
+        and all(before >= after for before, after in (rank["open_files"] for rank in ranks))
+    )
 
 
 def page(found: dict[str, Any], facts: Mapping[str, str]) -> str:
@@ -189,17 +217,22 @@ def page(found: dict[str, Any], facts: Mapping[str, str]) -> str:
         "| --- | ---: | ---: |",
     ]
     for rank in found["ranks"]:
-        memory, files = rank["anonymous_bytes"], rank["open_files"]
+        name = f"rank {rank['rank']}"
+        heap, blocks = rank["heap_bytes"], rank["python_blocks"]
+        resident, files = rank["anonymous_bytes"], rank["open_files"]
         lines += [
-            f"| rank {rank['rank']}, host memory | {memory['least'][-1] / 1e6:.1f} MB | "
-            f"{memory['slope'] / 1e3:+.1f} ± {memory['twice_error'] / 1e3:.1f} KB |",
-            f"| rank {rank['rank']}, open files | {files[1]} | {files[0]} before |",
+            f"| {name}, heap | {heap['last'] / 1e6:.1f} MB | {_slope(heap, 1e-3)} KB |",
+            f"| {name}, Python's blocks | {blocks['last']:,} | {_slope(blocks, 1)} |",
+            f"| {name}, resident | {resident['least'][-1] / 1e6:.1f} MB | "
+            f"{_slope(resident, 1e-3)} KB |",
+            f"| {name}, open files | {files[1]} | {files[0]} before |",
         ]
-    lines.append(
-        f"| step | {step['median']:.2f} s | "
-        f"{1e3 * step['slope']:+.1f} ± {1e3 * step['twice_error']:.1f} ms |"
-    )
+    lines.append(f"| seconds | {step['median']:.2f} | {_slope(step, 1e3)} ms |")
     return "\n".join(lines) + "\n"
+
+
+def _slope(trend: Mapping[str, float], scale: float) -> str:
+    return f"{scale * trend['slope']:+.1f} ± {scale * trend['twice_error']:.1f}"
 
 
 def main(tokens: Sequence[str] | None = None) -> int:

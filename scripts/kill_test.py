@@ -135,7 +135,7 @@ def run(
         said.unlink()
     if stray := processes_with(mark):
         ending.faults.append(f"{len(stray)} processes are left: {stray}")
-    if memory := set(os.listdir("/dev/shm")) - before - in_use_of_shared_memory():
+    if memory := left_in_shared_memory(before):
         ending.faults.append(f"in /dev/shm is left: {sorted(memory)}")
     if files := [path.name for path in temporary.iterdir()]:
         ending.faults.append(f"in the temporary folder is left: {sorted(files)}")
@@ -156,8 +156,21 @@ def processes_with(mark: str) -> list[str]:
     return found
 
 
-def in_use_of_shared_memory() -> set[str]:
-    """Names in /dev/shm that some process has mapped: other runs may go on beside this one."""
+def left_in_shared_memory(before: set[str], seconds: float = 20) -> set[str]:
+    """New names in /dev/shm that nobody uses and nobody removes.
+
+    Other runs may go on beside this one, or be about to end: theirs are in use, or gone soon.
+    """
+    deadline = time.monotonic() + seconds
+    while True:
+        left = set(os.listdir("/dev/shm")) - before - _in_use_of_shared_memory()
+        if not left or time.monotonic() > deadline:
+            return left
+        time.sleep(0.5)
+
+
+def _in_use_of_shared_memory() -> set[str]:
+    """Names in /dev/shm that some process has mapped."""
     found = set()
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):

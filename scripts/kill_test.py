@@ -34,6 +34,7 @@ from pathlib import Path
 
 import psutil
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -273,7 +274,8 @@ def _test(args: argparse.Namespace, work: Path) -> int:
     setting = Setting(checkpoint, work, args.processes, args.steps)
     whole = run(setting, work / "undisturbed")
     if whole.exit_code or whole.faults:
-        console.print(whole.output[-6000:], whole.faults, "the undisturbed run failed", sep="\n")
+        console.print(whole.output[-6000:], markup=False)
+        console.print(f"the undisturbed run failed: {whole.faults}", markup=False)
         return 1
     if not learns(work / "undisturbed", args.steps):
         console.print("some step has no gradient: equal weights would show nothing")
@@ -303,11 +305,11 @@ def _test(args: argparse.Namespace, work: Path) -> int:
             str(kill),
             str(ending.exit_code),
             "-" if after is None else f"{after:.1f} s",
-            "; ".join(faults) or then,
+            escape("; ".join(faults) or then),
         )
-        console.print(f"{number + 1}: {kill}: {'; '.join(faults) or 'as it should'}")
+        console.print(f"{number + 1}: {kill}: {'; '.join(faults) or 'as it should'}", markup=False)
         if faults:
-            console.print(ending.output[-3000:])
+            console.print(ending.output[-3000:], markup=False)
     console.print(table)
     console.print(f"{args.kills - num_bad} of {args.kills} kills went as they should")
     return int(num_bad > 0)

@@ -3,18 +3,23 @@
 The step is in the variable MCORE_RL_TEST_END_AT_STEP.
 """
 
+import multiprocessing
 import os
 import signal
 
-from mcore_rl.run_parts.parts import Parts
 
-record = Parts.record
+def end_at(last_step):
+    from mcore_rl.run_parts.parts import Parts
+
+    record = Parts.record
+
+    def record_and_end(self, step, *args):
+        record(self, step, *args)
+        if step == last_step:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    Parts.record = record_and_end
 
 
-def record_and_end(self, step, *args):
-    record(self, step, *args)
-    if step == int(os.environ["MCORE_RL_TEST_END_AT_STEP"]):
-        os.kill(os.getpid(), signal.SIGKILL)
-
-
-Parts.record = record_and_end
+if multiprocessing.parent_process() is None:  # the workers of rewards import this as well
+    end_at(int(os.environ["MCORE_RL_TEST_END_AT_STEP"]))

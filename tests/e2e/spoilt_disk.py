@@ -8,22 +8,17 @@ state; no `until`: it stays so).
 import contextlib
 import errno
 import json
+import multiprocessing
 import os
 import subprocess
 from pathlib import Path
 
-from mcore_rl.run_parts.parts import Parts
 
-plan = json.loads(os.environ["MCORE_RL_TEST_DISK"])
-filler = Path(plan["folder"]) / "filler"
-record = Parts.record
-
-
-def spoil():
+def spoil(plan):
     if plan["how"] == "read-only":
         subprocess.run(["mount", "-o", "remount,ro", plan["folder"]], check=True)
         return
-    with filler.open("wb", buffering=0) as file, contextlib.suppress(OSError):
+    with filler_of(plan).open("wb", buffering=0) as file, contextlib.suppress(OSError):
         size = 1 << 20
         while size:
             try:
@@ -33,12 +28,24 @@ def spoil():
                 size //= 2
 
 
-def record_and_spoil(self, step, *args):
-    record(self, step, *args)
-    if os.environ["RANK"] == "0" and step == plan["after"]:
-        spoil()
-    if os.environ["RANK"] == "0" and step == plan.get("until"):
-        filler.unlink()
+def filler_of(plan):
+    return Path(plan["folder"]) / "filler"
 
 
-Parts.record = record_and_spoil
+def spoil_at_a_step(plan):
+    from mcore_rl.run_parts.parts import Parts
+
+    record = Parts.record
+
+    def record_and_spoil(self, step, *args):
+        record(self, step, *args)
+        if os.environ["RANK"] == "0" and step == plan["after"]:
+            spoil(plan)
+        if os.environ["RANK"] == "0" and step == plan.get("until"):
+            filler_of(plan).unlink()
+
+    Parts.record = record_and_spoil
+
+
+if multiprocessing.parent_process() is None:  # the workers of rewards import this as well
+    spoil_at_a_step(json.loads(os.environ["MCORE_RL_TEST_DISK"]))

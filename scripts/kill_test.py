@@ -24,9 +24,11 @@ import hashlib
 import json
 import os
 import random
+import re
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -127,17 +129,26 @@ def run(
     if kill is not None:
         environment["MCORE_RL_KILL"] = json.dumps({**vars(kill), "said": str(said)})
         command += ["--rl-import", str(ROOT / "scripts" / "kill_at.py")]
-    before = set(os.listdir("/dev/shm"))
-    ended = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    process = subprocess.Popen(
+        command,
+        cwd=ROOT,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    names = SharedNames(process.pid)
+    names.start()
+    output, _ = process.communicate()
     now = time.time()
-    ending = Ending(ended.returncode, ended.stdout + ended.stderr, None)
+    ending = Ending(process.returncode, output, None)
     if said.exists():
         ending.seconds_after_kill = now - float(said.read_text(encoding="utf-8"))
         said.unlink()
     if stray := processes_with(mark):
         ending.faults.append(f"{len(stray)} processes are left: {stray}")
-    if memory := left_in_shared_memory(before):
-        ending.faults.append(f"in /dev/shm is left: {sorted(memory)}")
+    if memory := names.left():
+        ending.faults.append(f"in /dev/shm is left: {memory}")
     if files := [path.name for path in temporary.iterdir()]:
         ending.faults.append(f"in the temporary folder is left: {sorted(files)}")
     else:
@@ -157,27 +168,27 @@ def processes_with(mark: str) -> list[str]:
     return found
 
 
-def left_in_shared_memory(before: set[str], seconds: float = 20) -> set[str]:
-    """New names in /dev/shm that nobody uses and nobody removes.
+class SharedNames(threading.Thread):
+    """Learns which names in /dev/shm the processes below a launcher use: others use some, too."""
 
-    Other runs may go on beside this one, or be about to end: theirs are in use, or gone soon.
-    """
-    deadline = time.monotonic() + seconds
-    while True:
-        left = set(os.listdir("/dev/shm")) - before - _in_use_of_shared_memory()
-        if not left or time.monotonic() > deadline:
-            return left
-        time.sleep(0.5)
+    def __init__(self, launcher: int) -> None:
+        super().__init__(daemon=True)
+        self._launcher, self._ended = psutil.Process(launcher), threading.Event()
+        self._names: set[str] = set()
 
+    def run(self) -> None:
+        while not self._ended.wait(0.5):
+            with contextlib.suppress(psutil.Error):
+                for process in self._launcher.children(recursive=True):
+                    with contextlib.suppress(OSError):
+                        maps = Path(f"/proc/{process.pid}/maps").read_text(encoding="utf-8")
+                        self._names |= set(re.findall(r"/dev/shm/(\S+)", maps))
 
-def _in_use_of_shared_memory() -> set[str]:
-    """Names in /dev/shm that some process has mapped."""
-    found = set()
-    for process in psutil.process_iter():
-        with contextlib.suppress(psutil.Error):
-            paths = [Path(area.path) for area in process.memory_maps()]
-            found |= {path.name for path in paths if path.parent == Path("/dev/shm")}
-    return found
+    def left(self) -> list[str]:
+        """Those of them that are still there."""
+        self._ended.set()
+        self.join()
+        return sorted(self._names & set(os.listdir("/dev/shm")))
 
 
 def faults_of_kill(ending: Ending, kill: Kill, folder: Path) -> list[str]:

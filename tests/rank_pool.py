@@ -26,6 +26,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 ROOT = Path(__file__).parent.parent
 ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
@@ -195,13 +197,28 @@ def _wait(pids: list[int], timeout_seconds: float) -> list[int]:
 
 
 def _end_group(pid: int) -> None:
-    """End what a rank has left; multiprocessing's tracker first removes its shared memory."""
-    deadline = time.monotonic() + 1.0
+    """End what a rank has left; multiprocessing's trackers first remove its shared memory, for
+    which they need more than a moment where the machine is busy."""
     with contextlib.suppress(ProcessLookupError):
-        while time.monotonic() < deadline:
-            os.killpg(pid, 0)
-            time.sleep(0.02)
+        _wait_for_group(pid, 1.0)
+        for other in psutil.process_iter():
+            with contextlib.suppress(psutil.Error, ProcessLookupError):
+                if os.getpgid(other.pid) == pid and not _is_tracker(other):
+                    other.kill()
+        _wait_for_group(pid, 20.0)
         os.killpg(pid, signal.SIGKILL)
+
+
+def _wait_for_group(pid: int, seconds: float) -> None:
+    """Raises ProcessLookupError once nobody is left."""
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        os.killpg(pid, 0)
+        time.sleep(0.02)
+
+
+def _is_tracker(process: psutil.Process) -> bool:
+    return any("multiprocessing.resource_tracker" in part for part in process.cmdline())
 
 
 def _play(order: dict[str, Any], rank: dict[str, Any]) -> None:

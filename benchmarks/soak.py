@@ -240,7 +240,7 @@ def main(tokens: Sequence[str] | None = None) -> int:
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--json", type=Path)
-    parser.add_argument("--markdown", type=Path, help="write a page of it, as SOAK.md")
+    parser.add_argument("--markdown", type=Path, help="write a page of it")
     args = parser.parse_args(tokens)
     facts = facts_of_run("soak.py", tokens, ())
     with tempfile.TemporaryDirectory(prefix="mcore_rl_soak_") as work:

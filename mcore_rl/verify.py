@@ -91,7 +91,11 @@ def verify(job: Job, *, log: Any = None) -> Verification:
         manager.on_reshard_end.append(reports.append)
         overwrite_with_zeros(engine, job, expected)
         rows = load_prompts(
-            prompt_source(job.config, job.config.prompts),
+            prompt_source(
+                job.config,
+                job.config.prompts,
+                trust_remote_code=job.args.trust_remote_code,
+            ),
             job.checkpoint.folder,
             cache_dir=job.config.cache_dir,
         )
@@ -195,7 +199,11 @@ def check_prompts_given(checked: Checked) -> None:
             "--rl-prompts is missing; give a JSONL or Parquet file of prompts to score"
         )
     load_prompts(
-        prompt_source(checked.config, checked.config.prompts),
+        prompt_source(
+            checked.config,
+            checked.config.prompts,
+            trust_remote_code="--trust-remote-code" in checked.tokens,
+        ),
         checked.checkpoint.folder,
         cache_dir=checked.config.cache_dir,
     )

@@ -54,9 +54,8 @@ def drop_privileges() -> None:
     libc = ctypes.CDLL(None)
     libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
     header = struct.pack("=Ii", _CAPABILITY_VERSION_3, 0)
-    sets = ctypes.create_string_buffer(
-        24
-    )  # effective, permitted, inheritable; low words, high ones
+    # Effective, permitted, inheritable: their low words, then their high ones.
+    sets = ctypes.create_string_buffer(24)
     if libc.capget(ctypes.c_char_p(header), sets) != 0:
         return
     words = list(struct.unpack("=6I", sets.raw))

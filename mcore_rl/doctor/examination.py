@@ -216,7 +216,11 @@ class _Examination:
 
         read = self._read
         assert read is not None and read.config is not None
-        found, few = check_prompts(read.config, self._resumed)
+        found, few = check_prompts(
+            read.config,
+            self._resumed,
+            trust_remote_code="--trust-remote-code" in read.tokens,
+        )
         model = None if read.checked is None else read.checked.reward_model
         self._look(finding.REWARD, lambda: check_reward(read.config, few, model))
         return found

@@ -9,7 +9,7 @@ import numpy as np
 
 from mcore_rl.arguments import RLConfig
 from mcore_rl.builders import prompt_source
-from mcore_rl.data import PromptDataset, load_prompts
+from mcore_rl.data import PromptDataset, PromptSource, load_prompts
 from mcore_rl.data import check_prompts as count_prompts
 from mcore_rl.doctor.finding import PROMPTS, Finding, green, plural, red, refusal, yellow
 from mcore_rl.errors import UsageError
@@ -20,18 +20,20 @@ _FEW = 2
 
 
 def check_prompts(
-    config: RLConfig, resumed: Path | None = None
+    config: RLConfig, resumed: Path | None = None, *, trust_remote_code: bool = False
 ) -> tuple[list[Finding], list[Prompt]]:
     """Findings of both files, and a few training prompts whose answers differ. `resumed` is the
-    checkpoint that the run goes on from."""
+    checkpoint that the run goes on from, `trust_remote_code` Megatron's flag."""
     if config.prompts is None:
         remedy = "give a JSONL or Parquet file of prompts"
         return [red(PROMPTS, "--rl-prompts is missing", remedy)], []
     findings: list[Finding] = []
-    train = _read(config, config.prompts, "--rl-prompts", findings)
+    source = prompt_source(config, config.prompts, trust_remote_code=trust_remote_code)
+    train = _read(config, source, "--rl-prompts", findings)
     held_out = None
     if config.eval_prompts is not None:
-        held_out = _read(config, config.eval_prompts, "--rl-eval-prompts", findings)
+        source = prompt_source(config, config.eval_prompts, trust_remote_code=trust_remote_code)
+        held_out = _read(config, source, "--rl-eval-prompts", findings)
     if train is None:
         return findings, []
     rows = list(map(train.__getitem__, range(len(train))))
@@ -45,9 +47,10 @@ def check_prompts(
     return findings, _few(rows)
 
 
-def _read(config: RLConfig, path: str, flag: str, findings: list[Finding]) -> PromptDataset | None:
+def _read(
+    config: RLConfig, source: PromptSource, flag: str, findings: list[Finding]
+) -> PromptDataset | None:
     """A file's prompts; None where training would refuse it, which is told."""
-    source = prompt_source(config, path)
     try:
         if config.hf_checkpoint is None or not Path(config.hf_checkpoint).is_dir():
             rows = plural(count_prompts(source, flag), "prompt")

@@ -3,12 +3,13 @@
 file -> checked rows -> chat template -> tokens -> Arrow IPC file, mapped by all processes of a node
 
 The cache holds every row of the file, so that `max_prompt_tokens` only selects from it. Its name is
-a hash of all that decides its content: the file's bytes, the tokenizer's files, the columns, the
-template switch, the versions of the tokenizer libraries and `_FORMAT`.
+a hash of all that decides its content: the file's bytes, the tokenizer's files (and its code, where
+that is run), the columns, the template switch, the tokenizer libraries' versions and `_FORMAT`.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import importlib.metadata
 import json
@@ -446,6 +447,11 @@ def _load_tokenizer(source: PromptSource, tokenizer_dir: Path) -> Any:
             trust_remote_code=source.trust_remote_code,
         )
     except Exception as error:  # `tokenizers` raises nothing more special for a broken file
+        if not source.trust_remote_code and _brings_code(tokenizer_dir):
+            raise UsageError(
+                f"--rl-hf-checkpoint {tokenizer_dir} holds a tokenizer with code of its own, which "
+                "is not run unasked; read it, and give --trust-remote-code to have it run"
+            ) from error
         raise UsageError(
             f"--rl-hf-checkpoint {tokenizer_dir} holds no tokenizer that transformers can load "
             f"({str(error).partition(chr(10))[0]}); add its tokenizer files, as tokenizer.json"
@@ -456,6 +462,19 @@ def _load_tokenizer(source: PromptSource, tokenizer_dir: Path) -> Any:
             "--rl-no-chat-template to give prompts to the model as they stand"
         )
     return tokenizer
+
+
+def _runs_code(source: PromptSource, tokenizer_dir: Path) -> bool:
+    return source.trust_remote_code and _brings_code(tokenizer_dir)
+
+
+def _brings_code(tokenizer_dir: Path) -> bool:
+    """Whether the folder names a class of its own for its tokenizer."""
+    for name in ("tokenizer_config.json", "config.json"):
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+            settings = json.loads((tokenizer_dir / name).read_text(encoding="utf-8"))
+            return "AutoTokenizer" in settings["auto_map"]
+    return False
 
 
 # The cache's name ---------------------------------------------------------------------------------
@@ -476,14 +495,16 @@ def _content_key(source: PromptSource, tokenizer_dir: Path) -> str:
         source.answer_column,
         source.use_chat_template,
         *(importlib.metadata.version(name) for name in ("transformers", "tokenizers")),
-        *_tokenizer_hashes(tokenizer_dir),
+        *_tokenizer_hashes(tokenizer_dir, _TOKENIZER_SUFFIXES),
+        # Code may tokenise otherwise, and no cache may hide that it is needed.
+        *(_tokenizer_hashes(tokenizer_dir, (".py",)) if _runs_code(source, tokenizer_dir) else ()),
     )
 
 
-def _tokenizer_hashes(folder: Path) -> Iterator[str]:
+def _tokenizer_hashes(folder: Path, suffixes: tuple[str, ...]) -> Iterator[str]:
     for path in sorted(folder.iterdir()):
         is_index = path.name.endswith(".index.json")  # of weights; says nothing about tokens
-        if path.suffix in _TOKENIZER_SUFFIXES and not is_index and path.is_file():
+        if path.suffix in suffixes and not is_index and path.is_file():
             yield f"{path.name} {_sha256_of_file(path)}"
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import torch.distributed as dist
 
@@ -13,18 +13,16 @@ from mcore_rl.health.alarms import Health
 
 logger = logging.getLogger(__name__)
 
-History = Mapping[str, Sequence[tuple[int, float]]]
-
 
 class HealthWatch:
     """The alarms of a run. Metrics with clocks in them differ between ranks, so one decides."""
 
-    def __init__(self, config: RLConfig, history: History | None) -> None:
-        """`history` is that of the run directory, there on the first rank: a run that goes on goes
-        on listening."""
+    def __init__(self, config: RLConfig, earlier: Mapping[int, Mapping[str, float]] | None) -> None:
+        """`earlier` are the metrics of the steps before by their number, in order, on the first
+        rank, None on the others: a run that goes on goes on listening."""
         self._stops = config.on_alarm == "stop"
         self._health: Health | None = None
-        if history is None:
+        if earlier is None:
             return
         thresholds = {
             spec.name: getattr(config, spec.name)
@@ -32,12 +30,8 @@ class HealthWatch:
             if spec.name.startswith("alarm_") and spec.name != "alarm_window"
         }
         self._health = Health(thresholds, window=config.alarm_window)
-        steps: dict[int, dict[str, float]] = {}
-        for name, values in history.items():
-            for step, value in values:
-                steps.setdefault(step, {})[name] = value
-        for step in sorted(steps):
-            self._health.observe(step, steps[step])
+        for step, metrics in earlier.items():
+            self._health.observe(step, metrics)
 
     def observe(self, step: int, metrics: dict[str, float]) -> bool:
         """Whether the run is to stop now. Collective; adds `health/alarms` on the first rank."""

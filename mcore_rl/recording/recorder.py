@@ -63,7 +63,8 @@ class RunRecorder:
             num_steps=job.config.num_steps, first_step=first_step, enabled=is_first
         )
         self._health = HealthWatch(
-            job.config, None if self._directory is None else self._directory.history
+            job.config,
+            None if self._directory is None else self._directory.steps_before(first_step),
         )
 
     def note_reshard(self, report: ReshardReport) -> None:

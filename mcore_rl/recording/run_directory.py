@@ -47,10 +47,9 @@ class RunDirectory:
         """`config` is everything resolved; `wandb` has metrics go to Weights & Biases as well."""
         self.folder = Path(folder)
         self.folder.mkdir(parents=True, exist_ok=True)
-        self.history: dict[str, list[tuple[int, float]]] = {}
-        for step, metrics in sorted(read_metrics(self.folder / "metrics.jsonl").items()):
-            if step < first_step:
-                self._remember(step, metrics)
+        self._main: dict[str, dict[str, float]] = {}
+        for metrics in self.steps_before(first_step).values():
+            self._note_main(metrics)
         self._metrics = PatientFile(self.folder / "metrics.jsonl")
         self._rollouts = PatientFile(self.folder / "rollouts.jsonl")
         plain = _plain(config)
@@ -68,11 +67,21 @@ class RunDirectory:
         self._metrics.write(json.dumps({"step": stats.step, **stats.metrics}) + "\n")
         for sink in self._sinks:
             sink.write(stats.step, stats.metrics)
-        self._remember(stats.step, stats.metrics)
+        self._note_main(stats.metrics)
 
-    def _remember(self, step: int, metrics: Mapping[str, float]) -> None:
-        for name, value in metrics.items():
-            self.history.setdefault(name, []).append((step, value))
+    def steps_before(self, first_step: int) -> dict[int, dict[str, float]]:
+        """What earlier runs into this folder have measured, in the order of the steps."""
+        found = read_metrics(self.folder / "metrics.jsonl")
+        return {step: found[step] for step in sorted(found) if step < first_step}
+
+    def _note_main(self, metrics: Mapping[str, float]) -> None:
+        for name in MAIN_METRICS:
+            if name not in metrics:
+                continue
+            value = metrics[name]
+            noted = self._main.setdefault(name, {"first": value, "last": value, "best": value})
+            better = min if name.startswith("kl/") else max
+            noted |= {"last": value, "best": better(noted["best"], value)}
 
     def write_rollouts(self, step: int, rollouts: Sequence[ScoredRollout]) -> None:
         """Append sampled texts with their rewards and weight versions to rollouts.jsonl."""
@@ -96,12 +105,7 @@ class RunDirectory:
 
     def write_summary(self, facts: Mapping[str, Any]) -> dict[str, dict[str, float]]:
         """Write `facts` and first, last, best of the main metrics; returns the latter."""
-        main = {}
-        for name in MAIN_METRICS:
-            values = [value for _, value in self.history.get(name, ())]
-            if values:
-                best = min(values) if name.startswith("kl/") else max(values)
-                main[name] = {"first": values[0], "last": values[-1], "best": best}
+        main = {name: dict(self._main[name]) for name in MAIN_METRICS if name in self._main}
         summary = {**_plain(facts), "metrics": main}
         self._replace("summary.json", json.dumps(summary, indent=2, ensure_ascii=False) + "\n")
         return main

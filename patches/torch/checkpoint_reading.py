@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import functools
 import io
+import logging
 import pickle
 from collections.abc import Callable
 from typing import Any, BinaryIO
@@ -126,11 +127,17 @@ def _refusal(place: str, class_name: str) -> UsageError:
 
 def _told_to_the_user(load: Callable[..., Any], reading: _MetadataPickle) -> Callable[..., Any]:
     """`load`, which wraps the errors of all ranks in its own, with a refusal as it was raised."""
+    from torch.distributed.checkpoint import state_dict_loader
     from torch.distributed.checkpoint.api import CheckpointException
+
+    def without_tracebacks(record: logging.LogRecord) -> bool:
+        """torch warns of metadata that it cannot read, and looks for others."""
+        return reading.refusal is None or record.exc_info is None
 
     @functools.wraps(load)
     def loading(*args: Any, **kwargs: Any) -> Any:
         reading.refusal = None
+        state_dict_loader.logger.addFilter(without_tracebacks)
         try:
             return load(*args, **kwargs)
         except CheckpointException as error:
@@ -140,6 +147,8 @@ def _told_to_the_user(load: Callable[..., Any], reading: _MetadataPickle) -> Cal
             if reading.refusal is not None:
                 raise reading.refusal from error
             raise
+        finally:
+            state_dict_loader.logger.removeFilter(without_tracebacks)
 
     return loading
 

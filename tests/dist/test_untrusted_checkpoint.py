@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch.distributed.checkpoint.metadata import Metadata
 
-from tests.dist.untrusted_checkpoint_jobs import Command
 from tests.rank_pool import RankPool
+from tests.untrusted import Command
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -58,7 +58,7 @@ def test_code_in_metadata_is_not_run(ranks: RankPool, tmp_path: Path, marker: Pa
     save(ranks, folder)
     path = folder / ".metadata"
     metadata: Metadata = pickle.loads(path.read_bytes())
-    metadata.planner_data = Command(str(marker))
+    metadata.planner_data = Command(marker)
     path.write_bytes(pickle.dumps(metadata))
     pickle.loads(path.read_bytes())
     assert marker.exists(), "the attack would work on torch itself"
@@ -82,7 +82,7 @@ def test_code_in_the_common_state_is_not_run(
     folder = tmp_path / "saved"
     save(ranks, folder)
     path = folder / "common.pt"
-    torch.save({"args": Command(str(marker))}, path)
+    torch.save({"args": Command(marker)}, path)
     torch.load(path, weights_only=False)
     assert marker.exists(), "the attack would work without a guard"
     marker.unlink()

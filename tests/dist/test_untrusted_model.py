@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import pickle
 import shutil
 from collections.abc import Callable
@@ -10,32 +9,17 @@ from pathlib import Path
 
 import pytest
 
-from tests.dist.untrusted_checkpoint_jobs import Command
 from tests.rank_pool import RankPool
+from tests.untrusted import Command, bring_code
 
 pytestmark = pytest.mark.timeout(400)
-
-CODE = """
-open({marker!r}, "w").close()
-from transformers import PretrainedConfig, PreTrainedTokenizerFast, PreTrainedModel
-class Evil(PreTrainedTokenizerFast): pass
-class EvilConfig(PretrainedConfig): pass
-class EvilModel(PreTrainedModel): pass
-"""
 
 
 def with_code(source: Path, target: Path, marker: Path) -> Path:
     """The same checkpoint, which names classes of its own, and has pickled weights as well."""
     shutil.copytree(source, target)
-    (target / "evil.py").write_text(CODE.format(marker=str(marker)))
-    maps = {
-        "config.json": {"AutoConfig": "evil.EvilConfig", "AutoModelForCausalLM": "evil.EvilModel"},
-        "tokenizer_config.json": {"AutoTokenizer": ["evil.Evil", "evil.Evil"]},
-    }
-    for name, auto_map in maps.items():
-        path = target / name
-        path.write_text(json.dumps({**json.loads(path.read_text()), "auto_map": auto_map}))
-    (target / "pytorch_model.bin").write_bytes(pickle.dumps(Command(str(marker))))
+    bring_code(target, marker)
+    (target / "pytorch_model.bin").write_bytes(pickle.dumps(Command(marker)))
     return target
 
 

@@ -13,16 +13,7 @@ import torch.distributed as dist
 
 from mcore_rl import megatron_adapter  # noqa: F401  (it applies the patches)
 from mcore_rl.errors import UsageError
-
-
-class Command:
-    """What pickle makes of it is a file."""
-
-    def __init__(self, marker: str) -> None:
-        self.marker = marker
-
-    def __reduce__(self) -> tuple[Any, tuple[Any, ...]]:
-        return exec, (f"open({self.marker!r}, 'w').close()",)
+from tests.untrusted import Command
 
 
 def _parts(rng_state: Any) -> dict[str, Any]:
@@ -48,7 +39,7 @@ def save(folder: str, marker: str | None) -> None:
         "torch": torch.get_rng_state(),
     }
     if marker is not None:
-        state["torch"] = Command(marker)
+        state["torch"] = Command(Path(marker))
     arguments = Namespace(seed=7, path=Path("x"))
     dist_checkpointing.save({**_parts([state]), "args": arguments, "iteration": 3}, folder)
     dist.destroy_process_group()

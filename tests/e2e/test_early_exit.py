@@ -26,16 +26,16 @@ MINUTES = ("--exit-duration-in-mins", "2", "--rl-import", str(HOOKS / "started_l
 def test_signal_interval_and_duration_save_and_end_with_code_0(
     tmp_path: Path, checkpoint_factory: Callable[..., Path], ranks: RankPool
 ) -> None:
-    load = ("--load", str(tmp_path / "run" / "checkpoints"))
-    for more, reason, num_steps in (
-        (SIGNAL, "SIGTERM, by --exit-signal-handler", 2),
-        (("--exit-interval", "4"), "--exit-interval 4", 4),
-        (MINUTES, "--exit-duration-in-mins 2", 5),
+    load = ("--load", str(tmp_path / "run" / "checkpoints"), "--save-retain-interval", "4")
+    for more, reason, kept in (
+        (SIGNAL, "SIGTERM, by --exit-signal-handler", [2]),
+        (("--exit-interval", "4"), "--exit-interval 4", [4]),
+        (MINUTES, "--exit-duration-in-mins 2", [5, 4]),
     ):
         flags = task_flags(checkpoint_factory(), tmp_path / "run", *SMALL, *load, *more)
         outcomes = ranks.run_raw("tests.e2e.jobs:train", world_size=2, arguments={"tokens": flags})
         said = "".join(outcome.output for outcome in outcomes)
         assert {outcome.exit_code for outcome in outcomes} == {0}, said[-6000:]
-        assert said.count(f"[Exit] stopped after step {num_steps - 1} by {reason}; go on with") == 1
-        assert folders.complete_steps(tmp_path / "run" / "checkpoints")[0] == num_steps
+        assert said.count(f"[Exit] stopped after step {kept[0] - 1} by {reason}; go on with") == 1
+        assert folders.complete_steps(tmp_path / "run" / "checkpoints") == kept
         assert "Traceback" not in said

@@ -39,6 +39,7 @@ from mcore_rl.rewards.specs import parse_rewards
 from mcore_rl.types import Prompt
 from tests.dist.bad_input_cases import Case, tokens_of
 from tests.dist.bad_input_folder import INDEX, SECOND, make_good_folder
+from tests.untrusted import need_code_of_tokenizer
 
 GB = 10**9
 
@@ -304,6 +305,19 @@ def test_prompts_that_training_refuses_are_red(here: Path, content: str, words: 
     assert words in red and few == []
     config = config_of(here, prompts=None)
     assert found_of(check_prompts(config)[0], "red") == ["--rl-prompts is missing"]
+
+
+def test_a_tokenizer_with_code_is_red_unless_it_is_trusted(
+    here: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_MODULES_CACHE", str(tmp_path / "modules"))
+    marker = tmp_path / "was_here"
+    need_code_of_tokenizer(here / "checkpoint", marker)
+    (refused,) = check_prompts(config_of(here))[0]
+    assert refused.level == "red" and "with code of its own" in refused.found
+    assert "--trust-remote-code" in refused.remedy and not marker.exists()
+    (found,) = check_prompts(config_of(here), trust_remote_code=True)[0]
+    assert found.level == "green" and marker.exists()
 
 
 def test_without_a_checkpoint_prompts_are_read_and_not_tokenised(here: Path) -> None:

@@ -22,18 +22,9 @@ from mcore_rl.data import PromptSource, load_prompts
 from mcore_rl.errors import UsageError
 from mcore_rl.given_flags import expand_config
 from mcore_rl.hf_config import read_model_shape
+from tests.untrusted import Command, need_code_of_tokenizer
 
 ROOT = Path(__file__).parents[2]
-
-
-class Command:
-    """What pickle makes of it is a file."""
-
-    def __init__(self, marker: Path) -> None:
-        self.marker = marker
-
-    def __reduce__(self):
-        return exec, (f"open({str(self.marker)!r}, 'w').close()",)
 
 
 @pytest.fixture
@@ -48,16 +39,14 @@ def folder(tmp_path: Path, marker: Path) -> Path:
     tokenizer = Tokenizer(models.WordLevel({"<unk>": 0, "add": 1, "3": 2}, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>").save_pretrained(folder)
-    path = folder / "tokenizer_config.json"
-    settings = json.loads(path.read_text())
-    settings |= {"auto_map": {"AutoTokenizer": ["evil.Evil", "evil.Evil"]}}
-    path.write_text(json.dumps(settings | {"tokenizer_class": "Evil"}))
-    (folder / "evil.py").write_text(
-        f"open({str(marker)!r}, 'w').close()\n"
-        "from transformers import PreTrainedTokenizerFast\n"
-        "class Evil(PreTrainedTokenizerFast): pass\n"
-    )
+    need_code_of_tokenizer(folder, marker)
     return folder
+
+
+def without_code(folder: Path) -> None:
+    (folder / "tokenizer_config.json").unlink()
+    (folder / "evil.py").unlink()
+    (folder / "evil.json").rename(folder / "tokenizer.json")
 
 
 def source_of_prompts(folder: Path, **options: bool) -> PromptSource:
@@ -70,18 +59,35 @@ def test_code_of_a_tokenizer_is_not_run(folder, marker, tmp_path, monkeypatch):
     """Even if a y lies on stdin, which transformers would take for an answer."""
     monkeypatch.setattr(sys, "stdin", io.StringIO("y\ny\n"))
     monkeypatch.setattr("builtins.input", lambda *_: "y")
-    try:
+    with pytest.raises(UsageError, match="tokenizer with code of its own.*--trust-remote-code"):
         load_prompts(source_of_prompts(folder), folder, cache_dir=tmp_path)
-    except UsageError as error:
-        assert "holds no tokenizer that transformers can load" in str(error)
     assert not marker.exists()
 
 
 def test_code_of_a_tokenizer_is_run_if_asked_for(folder, marker, tmp_path, monkeypatch):
     monkeypatch.setenv("HF_MODULES_CACHE", str(tmp_path / "modules"))
     source = source_of_prompts(folder, trust_remote_code=True)
-    assert len(load_prompts(source, folder, cache_dir=tmp_path)) == 1
-    assert marker.exists()
+    trusted = load_prompts(source, folder, cache_dir=tmp_path)
+    assert len(trusted) == 1 and marker.exists()
+    # What it has tokenised is not for who does not trust it, nor for who trusts other code.
+    with pytest.raises(UsageError, match="tokenizer with code of its own"):
+        load_prompts(source_of_prompts(folder), folder, cache_dir=tmp_path)
+    marker.unlink()
+    again = load_prompts(source, folder, cache_dir=tmp_path)
+    assert again.fingerprint == trusted.fingerprint and not marker.exists()  # the cache
+    with (folder / "evil.py").open("a") as file:
+        file.write("# changed\n")
+    changed = load_prompts(source, folder, cache_dir=tmp_path)
+    assert changed.fingerprint != trusted.fingerprint and marker.exists()
+
+
+def test_trust_in_a_folder_without_code_changes_nothing(folder, tmp_path):
+    without_code(folder)
+    found = {
+        load_prompts(source_of_prompts(folder, **options), folder, cache_dir=tmp_path).fingerprint
+        for options in ({}, {"trust_remote_code": True})
+    }
+    assert len(found) == 1
 
 
 def test_pickled_weights_alone_are_refused_unopened(tmp_path, marker, checkpoint_factory):
@@ -138,7 +144,7 @@ class PickledType(pa.ExtensionType):
 
 
 def test_pickles_in_a_parquet_column_are_not_run(folder, marker, tmp_path):
-    (folder / "tokenizer_config.json").unlink()
+    without_code(folder)
     blob = pa.array([pickle.dumps(Command(marker))], pa.binary())
     pandas = {
         "pandas": json.dumps({"columns": [{"pandas_type": "object", "numpy_type": "object"}]})

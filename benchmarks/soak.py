@@ -6,14 +6,16 @@ The first half of the steps warms up and does not count. Through the others line
 twice the standard error of their slope:
 
 - heap: what malloc has given out and not got back, and how many blocks Python's own allocator has,
-  both noted by each rank after every step (`soak_heap.py`);
+  both noted by each rank after every step (`soak_notes.py`);
 - resident: anonymous resident memory, watched from outside a few times a second, the least in each
   of twenty spans of equal length. It is what the kernel counts, and moves in stairs: pages that one
   small piece keeps stay, so that it tells of a leak later and less surely than the heap does;
-- the seconds of the steps that neither save nor evaluate.
+- the seconds of the steps that neither save nor evaluate, and the same in units of a fixed piece of
+  work that the rank does after each: a machine that others share gets faster and slower over
+  minutes, which seconds take for a trend.
 
-Exit code 1 if the heap grows by more than 1 KB a step (the first rank keeps the metrics' history),
-Python's blocks or the seconds by more than the error, or if files stay open.
+Exit code 1 if the heap grows by more than 1 KB a step (0.1 GB in a hundred thousand), Python's
+blocks or the steps in units of that work by more than the error, or if files stay open.
 """
 
 from __future__ import annotations
@@ -49,7 +51,12 @@ NUM_SPANS = 20
 HEAP_LIMIT_BYTES = 1024  # a step
 # What is free in the heap, or held for the next large tensor, would be counted as used: after a
 # save that is up to 40 MB, until another one.
-MALLOC = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
+# So would what each thread keeps for itself of freed pieces.
+MALLOC = {
+    "MALLOC_MMAP_THRESHOLD_": "65536",
+    "MALLOC_TRIM_THRESHOLD_": "65536",
+    "GLIBC_TUNABLES": "glibc.malloc.tcache_count=0",
+}
 
 
 @dataclass(frozen=True)
@@ -113,7 +120,7 @@ def command(checkpoint: Path, folder: Path, num_steps: int, num_processes: int) 
         *("--rl-max-prompt-tokens", "24", "--rl-max-response-tokens", "8"),
         *("--rl-eval-interval", "50", "--rl-num-eval-prompts", "32", "--lr", "1e-4"),
         *("--save-interval", "50", "--rl-rollout-kv-cache-gib", "0.1"),
-        *("--rl-run-dir", str(folder), "--rl-import", str(ROOT / "benchmarks" / "soak_heap.py")),
+        *("--rl-run-dir", str(folder), "--rl-import", str(ROOT / "benchmarks" / "soak_notes.py")),
     ]
 
 
@@ -122,7 +129,7 @@ def soak(num_steps: int, num_processes: int, work: Path) -> dict[str, Any]:
     checkpoint = make_checkpoint(work / "checkpoint", size="micro")
     folder = work / "run"
     environment = {**os.environ, **MALLOC, "OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1"}
-    environment["MCORE_RL_SOAK_HEAP"] = str(work / "heap")
+    environment["MCORE_RL_SOAK_NOTES"] = str(work / "notes")
     process = subprocess.Popen(
         command(checkpoint, folder, num_steps, num_processes),
         cwd=ROOT,
@@ -143,14 +150,19 @@ def soak(num_steps: int, num_processes: int, work: Path) -> dict[str, Any]:
         for step in range(first, num_steps)
         if not metrics[step]["time/checkpoint_seconds"] + metrics[step]["time/eval_seconds"]
     ]
-    seconds = [metrics[step]["time/step_seconds"] for step in plain]
+    notes = [_notes(work / f"notes.{rank}") for rank in range(num_processes)]
+    # A step is counted from the end of the one before, and the work is done in between.
+    reference = [note["reference_seconds"] for note in notes[0]]
+    seconds = [metrics[step]["time/step_seconds"] - reference[step - 1] for step in plain]
+    units = [spent / reference[step] for step, spent in zip(plain, seconds, strict=True)]
     return {
         "num_steps": num_steps,
-        "step_seconds": {"median": statistics.median(seconds), **vars(Trend.of(plain, seconds))},
+        "step_seconds": _median_and_trend(plain, seconds),
+        "step_units": _median_and_trend(plain, units),
         "ranks": [
             {
                 "rank": rank,
-                **heap_of(work / f"heap.{rank}", first),
+                **heap_of(notes[rank][first:]),
                 **of_rank(
                     [s for s in watch.samples if s.rank == rank and first <= s.step < num_steps]
                 ),
@@ -160,13 +172,21 @@ def soak(num_steps: int, num_processes: int, work: Path) -> dict[str, Any]:
     }
 
 
-def heap_of(path: Path, first: int) -> dict[str, Any]:
-    """Trends of what a rank has noted from step `first` on, and the last value."""
-    lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-    steps = [line["step"] for line in lines if line["step"] >= first]
+def _notes(path: Path) -> list[dict[str, Any]]:
+    """What a rank has noted, by step."""
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def _median_and_trend(steps: Sequence[int], values: Sequence[float]) -> dict[str, float]:
+    return {"median": statistics.median(values), **vars(Trend.of(steps, values))}
+
+
+def heap_of(notes: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Trends of what a rank has noted, and the last values."""
+    steps = [note["step"] for note in notes]
     found = {}
     for name in ("heap_bytes", "python_blocks"):
-        values = [line[name] for line in lines if line["step"] >= first]
+        values = [note[name] for note in notes]
         found[name] = {"last": values[-1], **vars(Trend.of(steps, values))}
     return found
 
@@ -193,7 +213,7 @@ def of_rank(samples: Sequence[Sample]) -> dict[str, Any]:
 def is_flat(found: dict[str, Any]) -> bool:
     """Whether nothing grows, by the limits that stand above."""
     ranks = found["ranks"]
-    trends = [found["step_seconds"], *(rank["python_blocks"] for rank in ranks)]
+    trends = [found["step_units"], *(rank["python_blocks"] for rank in ranks)]
     return (
         all(rank["heap_bytes"]["slope"] <= HEAP_LIMIT_BYTES for rank in ranks)
         and all(trend["slope"] <= trend["twice_error"] for trend in trends)
@@ -203,7 +223,7 @@ def is_flat(found: dict[str, Any]) -> bool:
 
 def page(found: dict[str, Any], facts: Mapping[str, str]) -> str:
     """What was found, for people."""
-    step = found["step_seconds"]
+    seconds, units = found["step_seconds"], found["step_units"]
     lines = [
         "# A long run of the tiny task",
         "",
@@ -227,12 +247,16 @@ def page(found: dict[str, Any], facts: Mapping[str, str]) -> str:
             f"{_slope(resident, 1e-3)} KB |",
             f"| {name}, open files | {files[1]} | {files[0]} before |",
         ]
-    lines.append(f"| seconds | {step['median']:.2f} | {_slope(step, 1e3)} ms |")
+    lines += [
+        f"| seconds, in the median | {seconds['median']:.2f} | {_slope(seconds, 1e3)} ms |",
+        f"| the same by the seconds of fixed work | {units['median']:.1f} | "
+        f"{_slope(units, 100 / units['median'], 2)} % |",
+    ]
     return "\n".join(lines) + "\n"
 
 
-def _slope(trend: Mapping[str, float], scale: float) -> str:
-    return f"{scale * trend['slope']:+.1f} ± {scale * trend['twice_error']:.1f}"
+def _slope(trend: Mapping[str, float], scale: float, digits: int = 1) -> str:
+    return f"{scale * trend['slope']:+.{digits}f} ± {scale * trend['twice_error']:.{digits}f}"
 
 
 def main(tokens: Sequence[str] | None = None) -> int:

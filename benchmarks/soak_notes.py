@@ -1,7 +1,8 @@
 """Given to --rl-import by soak.py: after every step each rank notes what it holds of the heap.
 
-A line of `<MCORE_RL_SOAK_HEAP>.<rank>` is a JSON object: `step`, `heap_bytes` (what malloc has
-given out and not got back) and `python_blocks` (the same of Python's own allocator).
+A line of `<MCORE_RL_SOAK_NOTES>.<rank>` is a JSON object: `step`, `heap_bytes` (what malloc has
+given out and not got back), `python_blocks` (the same of Python's own allocator) and
+`reference_seconds` (how long the same piece of work took the machine this time).
 """
 
 from __future__ import annotations
@@ -11,7 +12,10 @@ import json
 import multiprocessing
 import os
 import sys
+import time
 from typing import Any
+
+import torch
 
 FIELDS = ("arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks", "fsmblks", "uordblks")
 
@@ -20,6 +24,15 @@ class _Mallinfo2(ctypes.Structure):
     """malloc.h"""
 
     _fields_ = [(name, ctypes.c_size_t) for name in (*FIELDS, "fordblks", "keepcost")]
+
+
+def reference_seconds() -> float:
+    """A step's kind of work, whose amount is always the same: small tensors, driven by Python."""
+    started = time.perf_counter()
+    matrix = torch.full((64, 64), 1 / 64)
+    for _ in range(5000):
+        matrix = matrix @ matrix
+    return time.perf_counter() - started
 
 
 def note_after_every_step(path: str) -> None:
@@ -36,6 +49,7 @@ def note_after_every_step(path: str) -> None:
             "step": step,
             "heap_bytes": info.uordblks + info.hblkhd,
             "python_blocks": sys.getallocatedblocks(),
+            "reference_seconds": reference_seconds(),
         }
         with open(path, "a", encoding="utf-8") as file:
             file.write(json.dumps(line) + "\n")
@@ -44,4 +58,4 @@ def note_after_every_step(path: str) -> None:
 
 
 if multiprocessing.parent_process() is None:  # the workers of rewards import this as well
-    note_after_every_step(f"{os.environ['MCORE_RL_SOAK_HEAP']}.{os.environ['RANK']}")
+    note_after_every_step(f"{os.environ['MCORE_RL_SOAK_NOTES']}.{os.environ['RANK']}")

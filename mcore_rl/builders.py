@@ -24,7 +24,7 @@ from mcore_rl.checks.layout import ranks_per_node
 from mcore_rl.checks.preflight import Checked
 from mcore_rl.critic import Critic
 from mcore_rl.critic_startup import BuiltCritic
-from mcore_rl.data import PromptDataset, PromptSource, load_prompts
+from mcore_rl.data import PromptDataset, load_prompts
 from mcore_rl.errors import UsageError
 from mcore_rl.hf_config import ModelShape
 from mcore_rl.hybrid_engine.canary import NUM_PROMPTS, Canary
@@ -35,6 +35,7 @@ from mcore_rl.hybrid_engine.sharding_manager import MegatronVLLMShardingManager
 from mcore_rl.hybrid_engine.vllm_engine import EngineConfig, VLLMEngine
 from mcore_rl.learner import Learner
 from mcore_rl.megatron_world import MegatronWorld
+from mcore_rl.prompt_file import PromptSource
 from mcore_rl.resume import megatron_checkpoint
 from mcore_rl.resume.point import ResumePoint
 from mcore_rl.rewards.model import RewardModel, build_reward_model

@@ -1,4 +1,4 @@
-"""Prompts: read from JSON Lines or Parquet, tokenised once, then mapped into memory from a cache.
+"""Prompts: read by `prompt_file`, tokenised once, then mapped into memory from a cache.
 
 file -> checked rows -> chat template -> tokens -> Arrow IPC file, mapped by all processes of a node
 
@@ -14,25 +14,23 @@ import hashlib
 import importlib.metadata
 import json
 import logging
-import math
 import os
 import tempfile
 import uuid
 from collections.abc import Iterator
-from dataclasses import dataclass
 from functools import lru_cache
 from itertools import islice
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.parquet as pq
 from filelock import FileLock
 from numpy.random import PCG64, SeedSequence
 
 from mcore_rl.errors import UsageError
 from mcore_rl.known_to_transformers import register_families
+from mcore_rl.prompt_file import PromptRow, PromptSource, check_path, read_rows
 from mcore_rl.types import Prompt
 
 logger = logging.getLogger(__name__)
@@ -47,42 +45,7 @@ _SCHEMA = pa.schema(
         "num_tokens": pa.int32(),
     }
 )
-_JSON_SUFFIXES = (".jsonl", ".json")
 _TOKENIZER_SUFFIXES = (".json", ".jinja", ".model", ".txt", ".tiktoken")
-
-
-@dataclass(frozen=True, slots=True)
-class PromptSource:
-    """A file of prompts and how it is read.
-
-    `prompt_column` holds a string or a list of {role, content} messages; `answer_column` a string,
-    an integer or a finite float, which becomes a string. With `use_chat_template` a string is one
-    user message; without it, it goes to the model as it stands. Longer prompts than
-    `max_prompt_tokens` are dropped. `trust_remote_code` lets the checkpoint's folder bring code of
-    its own for its tokenizer, which then runs.
-    """
-
-    path: Path
-    max_prompt_tokens: int
-    prompt_column: str = "prompt"
-    answer_column: str = "answer"
-    use_chat_template: bool = True
-    trust_remote_code: bool = False
-
-
-class _Row(NamedTuple):
-    """A checked row. `place` says where it stands, for messages: "line 3"."""
-
-    place: str
-    prompt: str | list[dict[str, str]]
-    answer: str
-
-    @property
-    def text(self) -> str:
-        """What `Prompt.text` is: the column's string, or the messages' contents in turn."""
-        if isinstance(self.prompt, str):
-            return self.prompt
-        return "\n\n".join(message["content"] for message in self.prompt)
 
 
 class PromptDataset:
@@ -114,15 +77,6 @@ class PromptDataset:
         return Prompt(row, text.as_py(), answer.as_py(), token_ids.values.to_numpy().copy())
 
 
-def check_prompts(source: PromptSource, flag: str = "--rl-prompts") -> int:
-    """Reads the whole file without a tokenizer; returns its number of rows.
-
-    Not collective. Raises UsageError for a file that is missing, empty, of another suffix or
-    unreadable, for a broken line (with its number), a missing column and a value of a wrong type.
-    """
-    return sum(1 for _ in _read_rows(source, flag))
-
-
 def load_prompts(
     source: PromptSource,
     tokenizer_dir: Path | str,
@@ -141,7 +95,7 @@ def load_prompts(
     Raises UsageError for all that `check_prompts` raises it for, for a folder without a tokenizer,
     a tokenizer without the chat template asked for, and a limit that no prompt meets.
     """
-    _check_path(source, flag)
+    check_path(source, flag)
     folder = (Path(cache_dir) if cache_dir is not None else _default_cache_dir()) / "prompts"
     tokenizer_dir = Path(tokenizer_dir)
     if not tokenizer_dir.is_dir():
@@ -204,146 +158,6 @@ def _permutation(num_rows: int, seed: int, epoch: int) -> np.ndarray:
     return np.argsort(raw)  # 64 bits are as good as never equal, so any kind of sort agrees
 
 
-# Reading ------------------------------------------------------------------------------------------
-
-
-def _check_path(source: PromptSource, flag: str) -> None:
-    path = source.path
-    if path.suffix not in (*_JSON_SUFFIXES, ".parquet"):
-        raise UsageError(
-            f"{flag} {path} has the suffix {path.suffix!r}, but .jsonl or .json (one JSON object a "
-            "line) or .parquet is needed; convert or rename it"
-        )
-    if not path.is_file():
-        state = "is not a file" if path.exists() else "does not exist"
-        raise UsageError(f"{flag} {path} {state}; give a .jsonl or .parquet file")
-    if not os.access(path, os.R_OK):
-        raise UsageError(f"{flag} {path} cannot be read; give yourself the permission (chmod)")
-    if path.stat().st_size == 0:
-        raise UsageError(f"{flag} {path} is empty; write one prompt a line")
-
-
-def _read_rows(source: PromptSource, flag: str) -> Iterator[_Row]:
-    _check_path(source, flag)
-    read = _read_parquet if source.path.suffix == ".parquet" else _read_json_lines
-    place = None
-    for place, fields in read(source, flag):
-        for column, column_flag in (
-            (source.prompt_column, "--rl-prompt-column"),
-            (source.answer_column, "--rl-answer-column"),
-        ):
-            if column not in fields:
-                raise UsageError(
-                    f"{column_flag} {column!r} names a column that {flag} {source.path} lacks in "
-                    f"{place}, which has {', '.join(map(repr, fields)) or 'no columns'}; name one "
-                    "that all rows have"
-                )
-        yield _Row(
-            place,
-            _checked_prompt(fields[source.prompt_column], source, flag, place),
-            _checked_answer(fields[source.answer_column], source, flag, place),
-        )
-    if place is None:
-        raise UsageError(f"{flag} {source.path} holds no rows; write one prompt a line")
-
-
-def _read_json_lines(source: PromptSource, flag: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    with source.path.open("rb") as file:
-        for number, line in enumerate(file, start=1):
-            if not line.strip():
-                continue
-            place = f"line {number}"
-            try:
-                fields = json.loads(line.decode("utf-8-sig" if number == 1 else "utf-8"))
-            except ValueError as error:  # of the JSON and of the UTF-8
-                raise UsageError(
-                    f"{flag} {source.path}, {place}, is not valid JSON ({error}); each line must "
-                    "be one JSON object in UTF-8"
-                ) from error
-            if b"\\ud" in line.lower() and not _is_unicode(fields):
-                _refuse(source, flag, place, "holds half a surrogate pair", "write whole ones")
-            if not isinstance(fields, dict):
-                _refuse(source, flag, place, "is no JSON object", "write {...} with the columns")
-            yield place, fields
-
-
-def _is_unicode(fields: Any) -> bool:
-    try:
-        json.dumps(fields, ensure_ascii=False).encode()
-    except UnicodeEncodeError:
-        return False
-    return True
-
-
-def _read_parquet(source: PromptSource, flag: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    try:
-        with pq.ParquetFile(source.path, memory_map=True) as file:
-            wanted = {source.prompt_column, source.answer_column}
-            present = file.schema_arrow.names
-            if not wanted.issubset(present):
-                yield "its schema", dict.fromkeys(present)
-            number = 0
-            for batch in file.iter_batches(batch_size=_ROWS_PER_BATCH, columns=sorted(wanted)):
-                for fields in batch.to_pylist():
-                    number += 1
-                    yield f"row {number}", fields
-    except (pa.ArrowException, UnicodeDecodeError, OSError) as error:
-        raise UsageError(
-            f"{flag} {source.path} cannot be read as Parquet ({error}); write it again"
-        ) from error
-
-
-def _checked_prompt(
-    value: Any, source: PromptSource, flag: str, place: str
-) -> str | list[dict[str, str]]:
-    column = f"column {source.prompt_column!r} is"
-    if isinstance(value, str):
-        if not value.strip():
-            _refuse(source, flag, place, f"{column} blank", "write a prompt or remove the row")
-        return value
-    if not isinstance(value, list) or not value or not all(map(_is_message, value)):
-        _refuse(
-            source,
-            flag,
-            place,
-            f"{column} {_kind(value)}",
-            "write a string or a list of {role, content} messages, all strings",
-        )
-    if not source.use_chat_template:
-        _refuse(
-            source,
-            flag,
-            place,
-            f"{column} a list of messages, which need the chat template",
-            "leave out --rl-no-chat-template or write a string",
-        )
-    return [{"role": message["role"], "content": message["content"]} for message in value]
-
-
-def _is_message(value: Any) -> bool:
-    return isinstance(value, dict) and all(
-        isinstance(value.get(key), str) for key in ("role", "content")
-    )
-
-
-def _checked_answer(value: Any, source: PromptSource, flag: str, place: str) -> str:
-    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    if isinstance(value, str) or (is_number and math.isfinite(value)):
-        return str(value)
-    column = f"column {source.answer_column!r} is {_kind(value)}"
-    _refuse(source, flag, place, column, "write a string, an integer or a finite number")
-
-
-def _kind(value: Any) -> str:
-    if value is None or isinstance(value, float):
-        return "null" if value is None else repr(value)
-    return f"of type {type(value).__name__} ({repr(value)[:60]})"
-
-
-def _refuse(source: PromptSource, flag: str, place: str, problem: str, remedy: str) -> NoReturn:
-    raise UsageError(f"{flag} {source.path}, {place}: {problem}; {remedy}")
-
-
 # Tokenising ---------------------------------------------------------------------------------------
 
 
@@ -395,7 +209,7 @@ def _write_table(source: PromptSource, tokenizer_dir: Path, path: Path, flag: st
     unfinished = path.with_name(f"{uuid.uuid4().hex}.tmp")  # other nodes may be writing theirs
     try:
         with pa.OSFile(str(unfinished), "wb") as file, pa.ipc.new_file(file, _SCHEMA) as writer:
-            rows = _read_rows(source, flag)
+            rows = read_rows(source, flag)
             while batch := list(islice(rows, _ROWS_PER_BATCH)):
                 writer.write_batch(_tokenised(batch, tokenizer, source, flag))
         unfinished.replace(path)
@@ -403,7 +217,9 @@ def _write_table(source: PromptSource, tokenizer_dir: Path, path: Path, flag: st
         unfinished.unlink(missing_ok=True)
 
 
-def _tokenised(rows: list[_Row], tokenizer: Any, source: PromptSource, flag: str) -> pa.RecordBatch:
+def _tokenised(
+    rows: list[PromptRow], tokenizer: Any, source: PromptSource, flag: str
+) -> pa.RecordBatch:
     if source.use_chat_template:
         texts = [_rendered(row, tokenizer, source, flag) for row in rows]
     else:
@@ -420,7 +236,7 @@ def _tokenised(rows: list[_Row], tokenizer: Any, source: PromptSource, flag: str
     return pa.record_batch(arrays, schema=_SCHEMA)
 
 
-def _rendered(row: _Row, tokenizer: Any, source: PromptSource, flag: str) -> str:
+def _rendered(row: PromptRow, tokenizer: Any, source: PromptSource, flag: str) -> str:
     from jinja2 import TemplateError
 
     messages = row.prompt

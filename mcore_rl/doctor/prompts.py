@@ -9,10 +9,11 @@ import numpy as np
 
 from mcore_rl.arguments import RLConfig
 from mcore_rl.builders import prompt_source
-from mcore_rl.data import PromptDataset, PromptSource, load_prompts
-from mcore_rl.data import check_prompts as count_prompts
+from mcore_rl.data import PromptDataset, load_prompts
 from mcore_rl.doctor.finding import PROMPTS, Finding, green, plural, red, refusal, yellow
 from mcore_rl.errors import UsageError
+from mcore_rl.prompt_file import PromptSource
+from mcore_rl.prompt_file import check_prompts as count_prompts
 from mcore_rl.resume.trainer_state import TRAINER, read_trainer_state
 from mcore_rl.types import Prompt
 

@@ -19,8 +19,9 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from tokenizers.processors import TemplateProcessing
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from mcore_rl.data import PromptSource, check_prompts, load_prompts, prompt_indices_for_step
+from mcore_rl.data import load_prompts, prompt_indices_for_step
 from mcore_rl.errors import UsageError
+from mcore_rl.prompt_file import PromptSource, check_prompts
 
 REPOSITORY = Path(__file__).parents[2]
 TEMPLATE = (
@@ -267,7 +268,8 @@ def test_check_prompts_refuses_messages_without_template(tmp_path):
 LOAD_IN_FOUR = """
 import json, multiprocessing, sys
 from pathlib import Path
-from mcore_rl.data import PromptSource, load_prompts
+from mcore_rl.data import load_prompts
+from mcore_rl.prompt_file import PromptSource
 
 context = multiprocessing.get_context("fork")  # safe without threads; spawn would import torch
 barrier = context.Barrier(4)

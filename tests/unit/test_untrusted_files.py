@@ -18,10 +18,11 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from mcore_rl.arguments import add_rl_args
 from mcore_rl.checkpoint import open_checkpoint
-from mcore_rl.data import PromptSource, load_prompts
+from mcore_rl.data import load_prompts
 from mcore_rl.errors import UsageError
 from mcore_rl.given_flags import expand_config
 from mcore_rl.hf_config import read_model_shape
+from mcore_rl.prompt_file import PromptSource
 from tests.untrusted import Command, need_code_of_tokenizer
 
 ROOT = Path(__file__).parents[2]

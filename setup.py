@@ -53,9 +53,10 @@ setup(
             "ruff",
             "scipy",
             "types-PyYAML",
+            "wandb>=0.30",
         ],
-        # Metrics to Weights & Biases as well, by --wandb-project; the version that was tried.
-        "wandb": ["wandb>=0.31"],
+        # Metrics to Weights & Biases as well, by --wandb-project.
+        "wandb": ["wandb>=0.30"],
     },
     entry_points={
         "console_scripts": ["mcore-rl = mcore_rl.cli:main"],

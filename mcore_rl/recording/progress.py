@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
+_VALUES = ("first", "last", "best")
 _FIELDS = "reward {reward} · accuracy {accuracy} · {tokens} tok/s · reshard {reshard}"
 
 
@@ -73,10 +74,13 @@ class RunProgress:
             return
         self.close()
         table = Table(title="what was learnt")
-        for column in ("metric", "first", "last", "best"):
+        for column in ("metric", *_VALUES):
             table.add_column(column, justify="left" if column == "metric" else "right")
         for name, values in main.items():
-            table.add_row(name, *(f"{values[key]:.4f}" for key in ("first", "last", "best")))
+            table.add_row(
+                name,
+                *(f"{values[key]:.4f}" if key in values else "–" for key in _VALUES),
+            )
         self.console.print(table)
         for name, value in facts.items():
             # Commands must survive being copied: no wrapping, no markup.

@@ -25,8 +25,17 @@ if TYPE_CHECKING:  # it imports torch, and `mcore-rl report` reads here without
 
 logger = logging.getLogger(__name__)
 
-# In the summary table and the progress line.
+# In the summary.
 MAIN_METRICS = ("reward/mean", "eval/accuracy", "kl/rollout_actor", "entropy", "grad_norm")
+# What a best value is; of other metrics there is none.
+HIGHEST_IS_BEST = (
+    "reward/mean",
+    "eval/accuracy",
+    "throughput/rollout_tokens_per_second",
+    "throughput/train_tokens_per_second",
+    "critic/explained_variance",
+)
+LOWEST_IS_BEST = ("kl/rollout_actor", "time/step_seconds")
 
 
 class RunDirectory:
@@ -79,9 +88,12 @@ class RunDirectory:
             if name not in metrics:
                 continue
             value = metrics[name]
-            noted = self._main.setdefault(name, {"first": value, "last": value, "best": value})
-            better = min if name.startswith("kl/") else max
-            noted |= {"last": value, "best": better(noted["best"], value)}
+            noted = self._main.setdefault(name, {"first": value})
+            noted["last"] = value
+            if name in HIGHEST_IS_BEST:
+                noted["best"] = max(noted.get("best", value), value)
+            elif name in LOWEST_IS_BEST:
+                noted["best"] = min(noted.get("best", value), value)
 
     def write_rollouts(self, step: int, rollouts: Sequence[ScoredRollout]) -> None:
         """Append sampled texts with their rewards and weight versions to rollouts.jsonl."""
@@ -104,7 +116,8 @@ class RunDirectory:
         self._rollouts.write("".join(lines))
 
     def write_summary(self, facts: Mapping[str, Any]) -> dict[str, dict[str, float]]:
-        """Write `facts` and first, last, best of the main metrics; returns the latter."""
+        """Write `facts` and first, last of the main metrics, and best of those that have one;
+        returns the latter."""
         main = {name: dict(self._main[name]) for name in MAIN_METRICS if name in self._main}
         summary = {**_plain(facts), "metrics": main}
         self._replace("summary.json", json.dumps(summary, indent=2, ensure_ascii=False) + "\n")
@@ -212,7 +225,9 @@ def read_metrics(path: Path) -> dict[int, dict[str, float]]:
         return found
     with path.open(encoding="utf-8", errors="replace") as file:
         for line in file:
-            with contextlib.suppress(ValueError, TypeError, KeyError, AttributeError):
+            with contextlib.suppress(
+                ValueError, TypeError, KeyError, AttributeError, OverflowError
+            ):
                 metrics = json.loads(line)
                 found[int(metrics.pop("step"))] = metrics
     return found

@@ -8,19 +8,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from mcore_rl.arguments import RLConfig, flag_of
+from mcore_rl.recording.run_directory import HIGHEST_IS_BEST, LOWEST_IS_BEST
 from mcore_rl.report.run_files import Run
 from mcore_rl.report.texts import clean
 from mcore_rl.report.units import shown
 
-# What a best value is; of other metrics there is none.
-_HIGHEST = (
-    "reward/mean",
-    "eval/accuracy",
-    "throughput/rollout_tokens_per_second",
-    "throughput/train_tokens_per_second",
-    "critic/explained_variance",
-)
-_LOWEST = ("kl/rollout_actor", "time/step_seconds")
 _FIRST = ("reward/mean", "eval/accuracy", "kl/ref", "entropy", "kl/rollout_actor", "grad_norm")
 _NOTHING = object()
 
@@ -65,8 +57,8 @@ def metric_rows(runs: Sequence[Run]) -> list[MetricRow]:
                 cells += ["–"] * 3
                 continue
             best = "–"
-            if name in _HIGHEST or name in _LOWEST:
-                place = int(values.argmax() if name in _HIGHEST else values.argmin())
+            if name in HIGHEST_IS_BEST or name in LOWEST_IS_BEST:
+                place = int(values.argmax() if name in HIGHEST_IS_BEST else values.argmin())
                 best = f"{shown(name, values[place])} @ {steps[place]}"
             cells += [shown(name, values[0]), shown(name, values[-1]), best]
         rows.append(MetricRow(name, tuple(cells), name in ordered))

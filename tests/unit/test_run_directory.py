@@ -79,11 +79,24 @@ def test_the_later_line_of_a_step_counts_and_later_steps_are_forgotten(tmp_path:
     for first_step, values in ((0, [1.0, 2.0, 3.0]), (1, [5.0])):
         directory = RunDirectory(tmp_path, {}, first_step=first_step)
         for step, value in enumerate(values, first_step):
-            directory.write_step(StepStats(step, {"entropy": value}))
+            metrics = dict.fromkeys(("entropy", "reward/mean", "kl/rollout_actor"), value)
+            directory.write_step(StepStats(step, metrics))
         summary = directory.write_summary({})
         directory.close()
-    assert summary == {"entropy": {"first": 1.0, "last": 5.0, "best": 5.0}}
-    assert read_metrics(tmp_path / "metrics.jsonl")[1] == {"entropy": 5.0}
+    assert summary == {
+        "reward/mean": {"first": 1.0, "last": 5.0, "best": 5.0},
+        "kl/rollout_actor": {"first": 1.0, "last": 5.0, "best": 1.0},
+        "entropy": {"first": 1.0, "last": 5.0},  # neither the highest nor the lowest is the best
+    }
+    assert json.loads((tmp_path / "summary.json").read_text())["metrics"] == summary
+    assert read_metrics(tmp_path / "metrics.jsonl")[1] == metrics
+
+
+def test_lines_that_are_none_are_passed_over(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    lines = ['{"step": 0, "a": 1.0}', '{"step": Infinity}', '{"step": "x"}', "[1]", "7", '{"a": 1}']
+    path.write_text("\n".join(lines))
+    assert read_metrics(path) == {0: {"a": 1.0}}
 
 
 @pytest.mark.parametrize("method", ["add_scalar", "close", "__init__"])

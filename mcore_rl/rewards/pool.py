@@ -148,7 +148,8 @@ class RewardPool:
             resolve_rewards, args=(self._specs, self._imports), timeout=_WORKER_START_SECONDS
         )
         try:
-            asked.result()
+            # A task's own time begins when a worker takes it, after the imports.
+            asked.result(timeout=_WORKER_START_SECONDS)
         except (RuntimeError, ProcessExpired, TimeoutError) as error:
             reason = str(error) if isinstance(error, RuntimeError) else type(error).__name__
             raise UsageError(

@@ -2,17 +2,19 @@
 
 A reward meets text that nobody has read before and may be code that few have. It gets a process
 that is new (exec, so nothing of the trainer's memory is in it), an environment of a few names, no
-file descriptor but the standard streams and its pipes, and its answers are read as data.
+file descriptor but the standard streams and its pipes, and its answers are JSON.
 """
 
 from __future__ import annotations
 
-import builtins
+import contextlib
 import fnmatch
 import functools
 import io
+import json
+import math
 import os
-import pickle
+import signal
 import subprocess
 import sys
 import threading
@@ -24,6 +26,12 @@ from multiprocessing.connection import Connection
 from multiprocessing.context import SpawnContext, SpawnProcess, set_spawning_popen
 from typing import Any
 
+from pebble.common.types import Result, ResultStatus
+from pebble.pool.process import Acknowledgement, TaskProblem, TaskResult
+
+from mcore_rl.errors import UsageError
+from mcore_rl.rewards.worker import Outcome
+
 # What Python, the dynamic linker and numerical libraries read; nothing in it is a secret.
 _PASSED_ON = (
     *("PATH", "HOME", "USER", "LOGNAME", "LANG", "LANGUAGE", "LC_*", "TZ", "TMPDIR", "TERM"),
@@ -32,15 +40,6 @@ _PASSED_ON = (
     *("PYTHONNOUSERSITE", "PYTHONSAFEPATH", "PYTHONFAULTHANDLER", "VIRTUAL_ENV"),
     *("LD_LIBRARY_PATH", "OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"),
 )
-
-# What pebble and `worker` send back, beside the exceptions of Python itself.
-_ANSWERS = {
-    *(("pebble.pool.process", name) for name in ("TaskResult", "TaskProblem", "Acknowledgement")),
-    *(("pebble.common.types", name) for name in ("Result", "ResultStatus")),
-    ("pebble.common.types", "RemoteException.rebuild_exception"),
-    ("mcore_rl.rewards.worker", "Outcome"),
-    ("mcore_rl.errors", "UsageError"),
-}
 
 
 def worker_environment(
@@ -87,10 +86,10 @@ class WorkerContext(SpawnContext):
         self.Process = process  # type: ignore[assignment, misc]
 
     def Pipe(self, duplex: bool = True) -> tuple[AnswerReader, Connection]:
-        """A pipe of one direction, whose end on this side reads answers and nothing else."""
+        """A pipe of one direction: for tasks, or for answers, which are JSON."""
         assert not duplex, "workers are talked to by pipes of one direction"
         reader, writer = os.pipe()
-        return AnswerReader(reader, writable=False), Connection(writer, readable=False)
+        return AnswerReader(reader, writable=False), TaskWriter(writer, readable=False)
 
 
 class WorkerPopen(popen_spawn_posix.Popen):
@@ -124,6 +123,9 @@ class WorkerPopen(popen_spawn_posix.Popen):
                 env=self._environment,
                 stdin=subprocess.DEVNULL,
                 pass_fds=(*self._fds, child_reader, child_end),  # type: ignore[attr-defined]
+                # So that what it starts ends with it, and a signal for the trainer, which may go on
+                # to the end of its step, does not reach it.
+                start_new_session=True,
             )
         finally:
             os.close(child_reader)
@@ -133,45 +135,99 @@ class WorkerPopen(popen_spawn_posix.Popen):
             pipe.write(message.getbuffer())
 
     def poll(self, flag: int = os.WNOHANG) -> int | None:
-        """The exit code, or None while the process runs; waits for it unless `flag` says not to."""
+        """The exit code, or None while the process runs; waits for it unless `flag` says not to.
+
+        Once it has ended, the processes that it has started are killed.
+        """
         if self.returncode is None:
-            waits = flag != os.WNOHANG
-            self.returncode = self._process.wait() if waits else self._process.poll()
+            options = os.WEXITED | os.WNOWAIT | (flag & os.WNOHANG)
+            assert self.pid is not None
+            if os.waitid(os.P_PID, self.pid, options) is None:
+                return None
+            # Before it is reaped: its number cannot be another's yet.
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(self.pid, signal.SIGKILL)
+            self.returncode = self._process.wait()
         return self.returncode
 
 
-class AnswerReader(Connection):
-    """Reads what workers send. Unpickles no object but those that an answer is made of.
+class TaskWriter(Connection):
+    """Sends tasks to workers. What a worker gets of the same class sends answers."""
 
-    A reward can write into the pipe of its process, and what pickle reads there would otherwise run
-    in the trainer.
-    """
+    def __reduce__(self) -> tuple[Callable[..., Connection], tuple[Any, ...]]:
+        return _connection, (AnswerWriter, reduction.DupFd(self.fileno()), False, True)
+
+
+class AnswerWriter(Connection):
+    """A worker's end: sends what pebble sends as JSON."""
+
+    def send(self, obj: Any) -> None:
+        """TypeError, which pebble answers, for what a task must not return."""
+        self.send_bytes(json.dumps(_as_json(obj)).encode())
+
+
+class AnswerReader(Connection):
+    """Reads what workers send, as data: a reward can write into the pipe of its process as well."""
 
     def recv(self) -> Any:
         """The next message; OSError if it is none of a worker, by which the pool breaks."""
         message = self.recv_bytes()
         try:
-            return _AnswerUnpickler(io.BytesIO(message)).load()
-        except Exception as error:  # pickle raises anything on bytes that are none of its own
+            return _as_message(json.loads(message))
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
             raise OSError(f"a worker sent what is no answer ({error})") from error
 
     def __reduce__(self) -> tuple[Callable[..., Connection], tuple[Any, ...]]:
-        return _connection, (reduction.DupFd(self.fileno()), self.readable, self.writable)
+        # In the worker it reads tasks: functions and their arguments, pickled by the trainer.
+        return _connection, (Connection, reduction.DupFd(self.fileno()), True, False)
 
 
-def _connection(duplicate: Any, readable: bool, writable: bool) -> Connection:
-    """An end of a pipe in the worker, which reads tasks: functions and their arguments."""
-    return Connection(duplicate.detach(), readable=readable, writable=writable)
+def _connection(
+    kind: type[Connection], duplicate: Any, readable: bool, writable: bool
+) -> Connection:
+    return kind(duplicate.detach(), readable=readable, writable=writable)
 
 
-class _AnswerUnpickler(pickle.Unpickler):
-    def find_class(self, module: str, name: str) -> Any:
-        found = getattr(builtins, name, None) if module == "builtins" else None
-        if isinstance(found, type) and issubclass(found, BaseException):
-            return found
-        if (module, name) not in _ANSWERS:
-            raise pickle.UnpicklingError(f"{module}.{name} is no part of one")
-        return super().find_class(module, name)
+def _as_json(message: Acknowledgement | TaskResult | TaskProblem) -> dict[str, Any]:
+    if isinstance(message, Acknowledgement):
+        return {"worker": message.worker, "task": message.task}
+    if isinstance(message, TaskResult) and message.result.status is ResultStatus.SUCCESS:
+        return {"task": message.task, "value": message.result.value}
+    # pebble wraps what a task has raised.
+    error = message.result.value.exception if isinstance(message, TaskResult) else message.error
+    return {"task": message.task, "error": type(error).__name__, "text": str(error)}
+
+
+def _as_message(fields: Any) -> Acknowledgement | TaskResult:
+    """ValueError and the like for anything but what `_as_json` makes."""
+    task = _whole(fields["task"])
+    if "worker" in fields:
+        return Acknowledgement(_whole(fields["worker"]), task)
+    if "error" not in fields:
+        return TaskResult(task, Result(ResultStatus.SUCCESS, _value(fields["value"])))
+    name, text = str(fields["error"]), str(fields["text"])
+    error = UsageError(text) if name == UsageError.__name__ else RuntimeError(f"{name}: {text}")
+    return TaskResult(task, Result(ResultStatus.FAILURE, error))
+
+
+def _value(value: Any) -> tuple[list[Outcome], float] | None:
+    """Of `score_samples`; what else runs in workers returns nothing."""
+    if value is None:
+        return None
+    outcomes, seconds = value
+    return [_outcome(*parts) for parts in outcomes], float(seconds)
+
+
+def _outcome(reward: Any, kind: Any, detail: Any) -> Outcome:
+    if not math.isfinite(reward):
+        raise ValueError(f"a reward of {reward}")
+    return Outcome(float(reward), None if kind is None else str(kind), str(detail))
+
+
+def _whole(number: Any) -> int:
+    if not isinstance(number, int):
+        raise TypeError(f"{number!r} is no whole number")
+    return number
 
 
 _main_spec_lock = threading.Lock()

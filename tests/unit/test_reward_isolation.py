@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import os
+import pickle
 import resource
 import socket
 import sys
+import threading
 import time
 from pathlib import Path
 
 import numpy as np
+import psutil
 import pytest
 
 from mcore_rl.errors import UsageError
 from mcore_rl.rewards.pool import RewardPool
-from mcore_rl.rewards.process import worker_environment
+from mcore_rl.rewards.process import WorkerContext, worker_environment
 from mcore_rl.rewards.specs import check_rewards, parse_rewards
 from mcore_rl.rewards.stack import RewardStack
+from mcore_rl.rewards.worker import Outcome
 from mcore_rl.types import Prompt, Rollout, ScoredRollout
 
 SECRETS = {
@@ -30,7 +34,7 @@ SECRETS = {
 
 # Each sample's response says what is tried; what is found is told in the text of an exception.
 SPY = """
-import ctypes, glob, mmap, multiprocessing, os, pickle, re, resource, sys, time
+import ctypes, glob, mmap, multiprocessing, os, pickle, re, resource, subprocess, sys, time
 
 kept = []
 
@@ -91,6 +95,13 @@ def spy(*, prompt, response, answer):
         ctypes.memset(libc.malloc(ctypes.c_size_t(2 << 30)), 1, 2 << 30)
     if response == "hang":
         time.sleep(600)
+    if response == "same group":
+        return float(os.getpgid(0) == os.getpgid(os.getppid()))
+    if response == "hang with a child":
+        child = subprocess.Popen(["sleep", "600"], close_fds=False)
+        with open({CHILD!r}, "w") as file:
+            file.write(str(child.pid))
+        time.sleep(600)
     if response == "pickle":
         # As long as a message, in every pipe of this process, of which one ends in the trainer.
         text = pickle.dumps(Command())
@@ -114,6 +125,7 @@ def marker(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def folder(tmp_path_factory: pytest.TempPathFactory, marker: Path) -> Path:
     folder = tmp_path_factory.mktemp("spies")
     text = SPY.replace("{MARKER!r}", repr(str(marker)))
+    text = text.replace("{CHILD!r}", repr(str(folder / "child")))
     (folder / "a_spy.py").write_text(text)
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(folder)
@@ -227,6 +239,76 @@ def test_what_a_reward_writes_into_its_pipe_is_not_run(folder, marker, caplog):
         with pytest.raises(RuntimeError, match="started 3 times and scored none"):
             pool.score(rollouts("pickle"))
     assert not marker.exists()
+
+
+# A pickle that would set Outcome.reward to 1 for good: the class itself is given a state.
+CHANGES_A_CLASS = b"cmcore_rl.rewards.worker\nOutcome\n(N}Vreward\nG?\xf0\0\0\0\0\0\0stb."
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        CHANGES_A_CLASS,
+        b"",
+        b"[1]",
+        b"{}",
+        b'{"task": 1}',
+        b'{"task": "1", "value": null}',
+        b'{"task": 1, "value": [[[NaN, null, ""]], 0.1]}',
+        b'{"task": 1, "value": [[["1", null, ""]], 0.1]}',
+        b'{"task": 1, "value": [[[1.0, null]], 0.1]}',
+        b'{"task": 1, "error": "UsageError"}',
+        b"[" * 100_000,
+    ],
+)
+def test_what_is_no_answer_is_refused_as_data(message):
+    reader, writer = WorkerContext().Pipe(duplex=False)
+    with reader, writer:
+        threading.Thread(target=writer.send_bytes, args=(message,)).start()
+        with pytest.raises(OSError, match="a worker sent what is no answer"):
+            reader.recv()
+    assert not isinstance(Outcome.reward, float)
+    assert Outcome(0.5).reward == 0.5
+
+
+def test_the_pickle_would_change_the_class():
+    """Else the first of the messages above would show nothing."""
+    pickle.loads(
+        CHANGES_A_CLASS.replace(b"Outcome", b"Victim").replace(
+            b"mcore_rl.rewards.worker", __name__.encode()
+        )
+    )
+    assert Victim.reward == 1.0
+
+
+class Victim:
+    reward = 0.0
+
+
+def test_a_signal_for_the_trainers_group_does_not_reach_a_worker(pool):
+    """As torchrun sends, which a run may answer by ending its step first."""
+    assert pool.score(rollouts("same group"))[0].reward == 0.0
+
+
+def test_what_a_worker_has_started_ends_with_it(folder, tmp_path):
+    with RewardPool("a_spy:spy", num_workers=1, timeout_seconds=2) as pool:
+        slow, quick = pool.score(rollouts("hang with a child", ""))
+        assert slow.failure is not None and slow.failure.startswith("timed out")
+        assert quick.failure is None
+        child = int((folder / "child").read_text())
+        deadline = time.monotonic() + 20
+        while psutil.pid_exists(child) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert not psutil.pid_exists(child) or psutil.Process(child).status() == "zombie"
+
+
+def test_a_module_whose_import_hangs_is_a_sentence(folder, monkeypatch):
+    monkeypatch.setattr("mcore_rl.rewards.pool._WORKER_START_SECONDS", 4.0)
+    (folder / "a_sleepy_one.py").write_text("import time\ntime.sleep(600)\n")
+    started = time.monotonic()
+    with pytest.raises(UsageError, match="a_sleepy_one:f cannot be used.*no answer within 4 s"):
+        check_rewards(parse_rewards("a_sleepy_one:f"))
+    assert time.monotonic() - started < 60
 
 
 def test_a_module_of_rewards_is_not_imported_by_the_trainer(folder):

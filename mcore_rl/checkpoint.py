@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -31,6 +32,8 @@ logger = logging.getLogger(__name__)
 
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
+# In what `export` writes: only a folder that has it may be replaced.
+EXPORT_MARKER = "mcore_rl_export.json"
 _DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 _COPIED = (
     "config.json generation_config.json tokenizer.json tokenizer_config.json tokenizer.model "
@@ -75,7 +78,7 @@ def _file_of_each_tensor(folder: Path, flag: str) -> dict[str, str]:
     if index.is_file():
         try:
             files = dict(json.loads(index.read_text(encoding="utf-8"))["weight_map"])
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError, RecursionError) as error:  # nested too deep
             raise UsageError(
                 f"{flag}: {index} is not a safetensors index; copy the checkpoint again"
             ) from error
@@ -192,9 +195,10 @@ def export(
     Names, shapes and dtypes are those of `checkpoint`, the folder the run started from, as are
     config.json and the tokenizer; config.json's MTP count is set to what is written, none. Files
     are written by ranks in turn, each holding one file's tensors at a time; `target` appears only
-    when it is complete.
+    when it is complete, with EXPORT_MARKER in it, and takes the place of what was there. If it is a
+    symbolic link, it stays one.
     """
-    target = Path(target)
+    target = Path(os.path.realpath(target))
     partial = target.with_name(target.name + ".partial")
     rank, world_size = dist.get_rank(), dist.get_world_size()
     if rank == 0:
@@ -285,3 +289,5 @@ def _write_rest(
     total = sum(info.num_bytes for info in checkpoint.tensors.values())
     index = {"metadata": {"total_size": total}, "weight_map": weight_map}
     (folder / _INDEX).write_text(json.dumps(index, indent=2), encoding="utf-8")
+    origin = {"exported_from": str(checkpoint.folder)}
+    (folder / EXPORT_MARKER).write_text(json.dumps(origin, indent=2), encoding="utf-8")

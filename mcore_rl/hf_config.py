@@ -160,7 +160,7 @@ def read_config_json(folder: Path, *, flag: str = "--rl-hf-checkpoint") -> dict[
 def _read_json_object(path: Path, flag: str) -> dict[str, Any]:
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, RecursionError) as error:  # the last: nested too deep
         raise UsageError(
             f"{flag}: {path} cannot be read as JSON ({error}); copy the published config.json again"
         ) from error

@@ -110,12 +110,14 @@ def _read_json_lines(source: PromptSource, flag: str) -> Iterator[tuple[str, dic
             place = f"line {number}"
             try:
                 fields = json.loads(line.decode("utf-8-sig" if number == 1 else "utf-8"))
-            except ValueError as error:  # of the JSON and of the UTF-8
+                is_whole = b"\\ud" not in line.lower() or _is_unicode(fields)
+            # Of the JSON and of the UTF-8; of JSON that is nested too deep.
+            except (ValueError, RecursionError) as error:
                 raise UsageError(
                     f"{flag} {source.path}, {place}, is not valid JSON ({error}); each line must "
                     "be one JSON object in UTF-8"
                 ) from error
-            if b"\\ud" in line.lower() and not _is_unicode(fields):
+            if not is_whole:
                 _refuse(source, flag, place, "holds half a surrogate pair", "write whole ones")
             if not isinstance(fields, dict):
                 _refuse(source, flag, place, "is no JSON object", "write {...} with the columns")

@@ -23,7 +23,7 @@ from mcore_rl import megatron_adapter
 from mcore_rl.algorithms.registry import import_user_file
 from mcore_rl.arguments import RLConfig, add_rl_args, flag_of
 from mcore_rl.batching.context_chunks import chunks_of_sample, round_up
-from mcore_rl.checkpoint import HFCheckpoint, open_checkpoint
+from mcore_rl.checkpoint import EXPORT_MARKER, HFCheckpoint, open_checkpoint
 from mcore_rl.checks.derived_flags import DerivedFlags, derive_flags
 from mcore_rl.checks.fsdp import check_fsdp
 from mcore_rl.checks.layout import check_batches, check_layout, check_rollout, check_stages
@@ -359,19 +359,37 @@ def check_outputs(config: RLConfig, values: Mapping[str, Any]) -> None:
     if values.get("save"):
         _check_writable(Path(values["save"]), f"--save {values['save']}")
     if config.export_hf:
-        target, flag = Path(config.export_hf), f"--rl-export-hf {config.export_hf}"
-        # A run that goes on may have been killed after its export.
-        again = values.get("load") and (target / "config.json").is_file()
-        if target.exists() and not again and not (target.is_dir() and not any(target.iterdir())):
-            raise UsageError(
-                f"{flag} is there already and would be replaced; remove it or name a new folder"
-            )
-        _check_writable(target.absolute().parent, flag)
+        _check_export(config, config.export_hf, goes_on=bool(values.get("load")))
     if config.verify_out:
         target, flag = Path(config.verify_out), f"--rl-verify-out {config.verify_out}"
         if target.is_dir() or not target.absolute().parent.is_dir():
             raise UsageError(f"{flag} must name a file in a folder that exists")
         _check_writable(target.absolute().parent, flag)
+
+
+def _check_export(config: RLConfig, folder: str, *, goes_on: bool) -> None:
+    """The folder must be new or empty, unless an export may be replaced by the run's own."""
+    target, flag = Path(os.path.realpath(folder)), f"--rl-export-hf {folder}"
+    for name in ("hf_checkpoint", "critic_init", "reward_model"):
+        source = getattr(config, name)
+        # What is replaced is deleted, with all that lies in it.
+        if source is not None and Path(os.path.realpath(source)).is_relative_to(target):
+            raise UsageError(
+                f"{flag} would replace {flag_of(name)} {source}, which the run reads; name a new "
+                "folder"
+            )
+    if os.path.ismount(target):
+        raise UsageError(
+            f"{flag} is a mount point, which nothing can take the place of; name a new folder in it"
+        )
+    is_empty = target.is_dir() and not any(target.iterdir())
+    # A run that goes on may have been killed after its export.
+    again = goes_on and (target / EXPORT_MARKER).is_file()
+    if os.path.lexists(target) and not is_empty and not again:
+        raise UsageError(
+            f"{flag} is there already and would be replaced; remove it or name a new folder"
+        )
+    _check_writable(target.parent, flag)
 
 
 def _check_writable(folder: Path, flag: str) -> None:

@@ -23,8 +23,9 @@ _FEW = 2
 def check_prompts(
     config: RLConfig, resumed: Path | None = None, *, trust_remote_code: bool = False
 ) -> tuple[list[Finding], list[Prompt]]:
-    """Findings of both files, and a few training prompts whose answers differ. `resumed` is the
-    checkpoint that the run goes on from, `trust_remote_code` Megatron's flag."""
+    """Findings of both files, and a few training prompts whose answers differ; if there is no
+    answer at all, a few without one. `resumed` is the checkpoint that the run goes on from,
+    `trust_remote_code` Megatron's flag."""
     if config.prompts is None:
         remedy = "give a JSONL or Parquet file of prompts"
         return [red(PROMPTS, "--rl-prompts is missing", remedy)], []
@@ -125,4 +126,4 @@ def _few(rows: list[Prompt]) -> list[Prompt]:
             found.setdefault(row.answer, row)
         if len(found) == _FEW:
             break
-    return list(found.values())
+    return list(found.values()) or rows[:_FEW]

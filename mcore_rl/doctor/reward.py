@@ -1,4 +1,7 @@
-"""The reward, tried in a process of its own on samples made of the prompts' own answers."""
+"""The reward, tried in a process of its own on samples made of the prompts' own answers.
+
+Where the prompts have none, as for a reward model, it is only seen whether there is a value.
+"""
 
 from __future__ import annotations
 
@@ -33,6 +36,7 @@ _EXACT = ("exact_match", "arithmetic", "gsm8k")
 _MOST_SECONDS = 20.0  # for one sample
 _START_SECONDS = 60.0  # for the process and its worker to import what they need
 _MOST_SHOWN = 200
+_TIMED_OUT = "timed out"  # as the kind of a failure, of functions and of servers
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +50,8 @@ class Trial:
 def check_reward(
     config: RLConfig, prompts: Sequence[Prompt], model: CheckedValueModel | None
 ) -> list[Finding]:
-    """`prompts` are a few whose answers differ; `model` that of --rl-reward-model, if checked."""
+    """`prompts` are a few whose answers differ, or without one; `model` is that of
+    --rl-reward-model, if checked."""
     try:
         spec = reward_spec(config)
     except UsageError as error:
@@ -55,7 +60,10 @@ def check_reward(
     if not spec.functions and not spec.servers:
         return findings
     if not prompts:
-        what = "no prompt can be read to try the reward on, so it is only imported"
+        what = (
+            "no prompt can be read to try the reward on, so functions are only imported and "
+            "servers are not asked"
+        )
         findings.append(yellow(REWARD, what, "correct the prompts first"))
     return [*findings, *_tried(spec, prompts)]
 
@@ -93,7 +101,8 @@ def _tried(spec: RewardSpec, prompts: Sequence[Prompt]) -> list[Finding]:
     samples = []
     for prompt in prompts:
         # The answer itself, and one that is not it, number or text.
-        samples.append((prompt.text, prompt.answer, prompt.answer))
+        if prompt.answer.strip():
+            samples.append((prompt.text, prompt.answer, prompt.answer))
         samples.append((prompt.text, f"{prompt.answer.rstrip()}7", prompt.answer))
     trial = run_trial(spec, samples)
     findings = _output(trial)
@@ -101,25 +110,38 @@ def _tried(spec: RewardSpec, prompts: Sequence[Prompt]) -> list[Finding]:
         return [refusal(REWARD, UsageError(refused)), *findings]
     for name in (*spec.functions, *(server.name for server in spec.servers)):
         outcomes = trial.answer["outcomes"].get(name)
-        if outcomes is None:
+        if outcomes is not None:
+            has_answers = len(samples) > len(prompts)
+            findings.append(_judged(name, outcomes, spec.timeout_seconds, has_answers=has_answers))
+        elif name in spec.functions:
             findings.append(green(REWARD, f"{name} can be imported"))
-        else:
-            findings.append(_judged(name, outcomes))
     return findings
 
 
-def _judged(name: str, outcomes: Sequence[Sequence[Any]]) -> Finding:
-    """Outcomes of right and wrong answers in turn."""
-    failures = [failure for _, failure in outcomes if failure is not None]
+def _judged(
+    name: str, outcomes: Sequence[Sequence[Any]], timeout_seconds: float, *, has_answers: bool
+) -> Finding:
+    """Outcomes of right and wrong answers in turn; without answers, of any responses."""
+    failures = [failure for _, _, failure in outcomes if failure is not None]
+    if failures and timeout_seconds > _MOST_SECONDS and _only_timeouts(outcomes):
+        what = (
+            f"{name} gives no value within {_MOST_SECONDS:g} s and is not waited for longer here; "
+            f"the run waits {timeout_seconds:g} s"
+        )
+        return yellow(REWARD, what, "make sure that it needs no longer than that")
     if failures:
         what = (
             f"{name} gives no value for {len(failures)} of {len(outcomes)} samples: {failures[0]}"
         )
         if name in SERVED_REWARDS:
             return red(REWARD, what, "start the server, or correct its address and its answer")
+        if not has_answers:
+            return red(REWARD, what, "correct the function, or fill in the answers that it needs")
         return red(REWARD, what, "correct the function: it is given the prompt's own answer here")
-    right = [reward for reward, _ in outcomes[::2]]
-    wrong = [reward for reward, _ in outcomes[1::2]]
+    rewards = [reward for reward, _, _ in outcomes]
+    if not has_answers:
+        return green(REWARD, f"{name} gives {_shown(rewards)} where prompts have no answer")
+    right, wrong = rewards[::2], rewards[1::2]
     what = f"{name} gives {_shown(right)} to the prompts' own answers and {_shown(wrong)} to others"
     if all(r > w for r, w in zip(right, wrong, strict=True)):
         return green(REWARD, what)
@@ -127,6 +149,10 @@ def _judged(name: str, outcomes: Sequence[Sequence[Any]]) -> Finding:
         remedy = "look at --rl-answer-column and at the form of its answers"
         return red(REWARD, what, remedy)
     return yellow(REWARD, what, "make sure that this is meant")
+
+
+def _only_timeouts(outcomes: Sequence[Sequence[Any]]) -> bool:
+    return all(kind in (None, _TIMED_OUT) for _, kind, _ in outcomes)
 
 
 def _shown(rewards: Sequence[float]) -> str:

@@ -37,7 +37,8 @@ def main() -> None:
 
 
 def _trial(spec: RewardSpec, samples: Sequence[Sample]) -> dict[str, Any]:
-    """{"refused": sentence}, or {"outcomes": {name: [[reward, failure or null], ...]}}."""
+    """{"refused": sentence}, or {"outcomes": {name: [[reward, kind, failure], ...]}}, the last two
+    null where there is a reward."""
     try:
         check_rewards(spec)
         if not samples:
@@ -47,7 +48,8 @@ def _trial(spec: RewardSpec, samples: Sequence[Sample]) -> dict[str, Any]:
     except (UsageError, RuntimeError) as error:  # RuntimeError: workers that die at once
         return {"refused": str(error)}
     outcomes = {
-        name: [[each.reward, each.failure] for each in outcomes] for name, outcomes in found.items()
+        name: [[each.reward, each.kind, each.failure] for each in outcomes]
+        for name, outcomes in found.items()
     }
     return {"outcomes": outcomes}
 

@@ -12,6 +12,7 @@ import contextlib
 import io
 import json
 import logging
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -199,7 +200,8 @@ class PatientFile:
 
 
 class _LogHandler(logging.Handler):
-    """run.log."""
+    """run.log. Further lines of a message are indented, so that none looks like a message: what a
+    reward raises may be a text that came from anywhere."""
 
     def __init__(self, file: PatientFile) -> None:
         super().__init__()
@@ -207,7 +209,8 @@ class _LogHandler(logging.Handler):
         self.setFormatter(logging.Formatter("%(asctime)s %(message)s"))
 
     def emit(self, record: logging.LogRecord) -> None:
-        self._file.write(self.format(record) + "\n")
+        # A lone carriage return ends a line, too, for who reads a text file.
+        self._file.write(re.sub(r"\r\n?|\n", "\n  ", self.format(record)) + "\n")
 
     def close(self) -> None:
         self._file.close()

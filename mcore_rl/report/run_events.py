@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import textwrap
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -60,7 +61,7 @@ def read_events(path: Path) -> tuple[Event, ...]:
 
 
 def _event(time: str, kind: str, text: str, details: str) -> Event:
-    text, details = clean(text), clean(details)
+    text, details = clean(text), clean(textwrap.dedent(details))  # run.log indents them
     found = _ALARM.match(text)
     if kind != "alarm" or found is None:
         return Event(time, kind, text, details)

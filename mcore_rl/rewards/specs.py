@@ -273,6 +273,11 @@ def _wants_server(
 
 
 def _checked_url(url: str, flag: str) -> SplitResult:
+    if "?" in url or "#" in url:  # also in one that is not valid and would be shown
+        raise UsageError(
+            f"{flag} has a query or fragment (from ? or # on), which files of the run would keep; "
+            "leave it out and put a key into a header, by an environment variable"
+        )
     try:
         parts = urlsplit(url)
         has_password = parts.username is not None or parts.password is not None

@@ -35,6 +35,11 @@ def in_float8(here: Path) -> None:
 
 CHECKPOINT = [
     Case(
+        "index_nested_too_deep",
+        ["checkpoint/model.safetensors.index.json is not a safetensors index", "copy"],
+        change=write(f"checkpoint/{INDEX}", "[" * 100_000),
+    ),
+    Case(
         "flag_missing",
         ["--rl-hf-checkpoint is missing", "give the folder"],
         flags={"--rl-hf-checkpoint": None},

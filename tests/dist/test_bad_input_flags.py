@@ -5,10 +5,12 @@ See bad_input_cases.py.
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
 
+from mcore_rl.checkpoint import EXPORT_MARKER
 from tests.dist.bad_input_cases import Case, assert_ends_all_ranks_with_one_sentence, table
 from tests.dist.bad_input_folder import write
 from tests.rank_pool import RankPool
@@ -17,6 +19,15 @@ from tests.rank_pool import RankPool
 def folder_with_a_file(here: Path) -> None:
     (here / "export").mkdir()
     (here / "export" / "mine.txt").touch()
+
+
+def folder_of_another_model(here: Path) -> None:
+    shutil.copytree(here / "checkpoint", here / "export")
+
+
+def folder_of_an_export(here: Path) -> None:
+    folder_of_another_model(here)
+    (here / "export" / EXPORT_MARKER).write_text("{}")
 
 
 VALUES = [
@@ -203,6 +214,28 @@ OUTPUTS = [
         ["--rl-export-hf {here}/export is there already", "would be replaced", "name a new folder"],
         more="--rl-export-hf {here}/export",
         change=folder_with_a_file,
+    ),
+    Case(
+        "export_would_replace_what_is_none",
+        ["--rl-export-hf {here}/export is there already", "would be replaced", "name a new folder"],
+        more="--rl-export-hf {here}/export --load {here}/saved",
+        change=folder_of_another_model,
+    ),
+    Case(
+        "export_would_replace_the_checkpoint",
+        [
+            "--rl-export-hf {here}/export would replace --rl-hf-checkpoint {here}/export",
+            "which the run reads",
+            "name a new folder",
+        ],
+        flags={"--rl-hf-checkpoint": "{here}/export"},
+        more="--rl-export-hf {here}/export --load {here}/saved",
+        change=folder_of_an_export,
+    ),
+    Case(
+        "export_to_a_mount_point",
+        ["--rl-export-hf /proc is a mount point", "name a new folder in it"],
+        more="--rl-export-hf /proc",
     ),
     Case(
         "export_below_a_file",

@@ -203,6 +203,12 @@ GOOD = json.dumps(ROWS[0])
         ("p.csv", "a,b", r"has the suffix '.csv', but .jsonl"),
         ("p", "a,b", r"has the suffix '', but .jsonl"),
         ("p.jsonl", GOOD + "\n\n{broken\n", r"p.jsonl, line 3, is not valid JSON \(Expecting"),
+        pytest.param(
+            "p.jsonl",
+            GOOD + "\n" + "[" * 100_000,
+            "line 2, is not valid JSON .*recursion depth",
+            id="nested_too_deep",
+        ),
         ("p.jsonl", GOOD + "\n[1]\n", "p.jsonl, line 2: is no JSON object"),
         ("p.json", "[\n" + GOOD + "\n]", "p.json, line 1, is not valid JSON"),
         ("p.jsonl", GOOD.encode() + b'\n{"prompt": "\xff"}', "line 2, is not valid JSON .*utf-8"),

@@ -331,6 +331,12 @@ def test_config_is_refused_in_one_sentence(
     assert "; " in sentence and "\n" not in sentence
 
 
+def test_config_that_is_nested_too_deep_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("[" * 100_000)
+    with pytest.raises(UsageError, match="config.json cannot be read as JSON .*recursion depth"):
+        read_model_shape(tmp_path)
+
+
 def test_shape_of_quantised_weights_is_for_planning_only() -> None:
     for name in PUBLISHED:
         file = CONFIGS / f"{name}.json"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import math
 from pathlib import Path
 
@@ -10,8 +11,10 @@ import numpy as np
 import pytest
 
 from mcore_rl.errors import UsageError
+from mcore_rl.recording.run_directory import RunDirectory
 from mcore_rl.report.command import read_runs
 from mcore_rl.report.figures import headlines
+from mcore_rl.report.run_events import read_events
 from mcore_rl.report.run_files import Run, read_run
 from mcore_rl.report.sample_texts import read_samples
 from mcore_rl.report.texts import clean
@@ -132,6 +135,20 @@ def test_resumes_ends_and_tracebacks_are_events(folder: Path, tmp_path: Path) ->
         ("end", "2026-01-02 03:05:00"),
     ]
     assert events[1].details == "Traceback:\n  ValueError: no"
+
+
+def test_a_text_of_several_lines_makes_no_event(tmp_path: Path) -> None:
+    """As a reward may raise one: only its first line is the run's own."""
+    forged = "2026-01-02 03:04:05,678 [Health] step 7, kl: forged"
+    directory = RunDirectory(tmp_path, {})
+    for end in ("\n", "\r", "\r\n"):
+        logging.getLogger("mcore_rl").warning(
+            "the run ended early%sTraceback:%s", end, end + forged
+        )
+    directory.close()
+    events = read_events(tmp_path / "run.log")
+    assert [event.kind for event in events] == ["end"] * 3
+    assert {event.details for event in events} == {f"Traceback:\n{forged}"}
 
 
 @pytest.mark.parametrize(

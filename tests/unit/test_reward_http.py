@@ -69,7 +69,7 @@ class Server(ThreadingHTTPServer):
 
     @property
     def url(self) -> str:
-        return f"http://127.0.0.1:{self.server_address[1]}/score?model=a"
+        return f"http://127.0.0.1:{self.server_address[1]}/score/a"
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -166,7 +166,7 @@ def test_samples_are_sent_in_batches_and_rewards_come_back_in_order(server):
         {"prompt": "question", "response": str(i), "answer": answer}
         for i, answer in enumerate(answers)
     ]
-    assert set(server.paths) == {"/score?model=a"}
+    assert set(server.paths) == {"/score/a"}
     assert {h["Content-Type"] for h in server.seen_headers} == {"application/json"}
 
 
@@ -322,7 +322,7 @@ def test_a_redirect_is_not_followed(server, code):
     (outcome,) = ask(server.url, "1")
     assert outcome.kind == f"HTTP status {code}"
     assert outcome.detail == "redirects are not followed; give the new URL"
-    assert server.paths == ["/score?model=a"]
+    assert server.paths == ["/score/a"]
 
 
 @pytest.mark.parametrize("code", [302, 307])

@@ -105,6 +105,9 @@ def test_parse_rewards_refuses_servers_and_limits(rewards, options, message):
         {"url": "http://me:hush@host/score"},
         {"url": "http://hush@host:no/score"},
         {"url": "ftp://me:hush@host/"},
+        {"url": "http://host/score?api_key=hush"},
+        {"url": "host:80/score?hush"},
+        {"url": "http://host/score#hush"},
         {"url": URL, "header_env": "Authorization: Bearer hush"},
     ],
 )

@@ -1,0 +1,113 @@
+"""What an export may take the place of, and what it leaves there."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file
+
+from mcore_rl.arguments import RLConfig
+from mcore_rl.checkpoint import EXPORT_MARKER, HFCheckpoint, export
+from mcore_rl.checks.preflight import check_outputs
+from mcore_rl.errors import UsageError
+from mcore_rl.hybrid_engine.boxes import Box, full_box
+from mcore_rl.hybrid_engine.plan import TensorInfo
+
+WEIGHT = torch.arange(6.0).view(2, 3)
+
+
+class WholeModel:
+    """The shards of the only rank there is."""
+
+    def tensors(self) -> tuple[str, ...]:
+        return ("model.embed_tokens.weight",)
+
+    def boxes(self, tensor: str) -> tuple[Box, ...]:
+        return (full_box(WEIGHT.shape),)
+
+    def read(self, tensor: str, box: Box, at: Any = ...) -> torch.Tensor:
+        return WEIGHT
+
+
+@pytest.fixture
+def alone() -> Iterator[None]:
+    """A world of one rank."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def write_export(folder: Path, target: Path) -> None:
+    source = folder / "source"
+    source.mkdir(exist_ok=True)
+    (source / "config.json").write_text("{}")
+    tensors = {"model.embed_tokens.weight": TensorInfo((2, 3), "float32", 4)}
+    checkpoint = HFCheckpoint(source, {}, tensors, 0)
+    export(WholeModel(), checkpoint, target)  # type: ignore[arg-type]
+
+
+def check(target: Path, *, load: str | None = "saved", **changes: str) -> None:
+    check_outputs(
+        RLConfig(run_dir=str(target.parent / "run"), export_hf=str(target), **changes),  # type: ignore[arg-type]
+        {"load": load},
+    )
+
+
+def test_a_run_that_goes_on_replaces_an_export_and_nothing_else(
+    alone: None, tmp_path: Path
+) -> None:
+    target = tmp_path / "exported"
+    write_export(tmp_path, target)
+    check(target)
+    write_export(tmp_path, target)
+    with pytest.raises(UsageError, match="is there already and would be replaced"):
+        check(target, load=None)
+    (target / EXPORT_MARKER).unlink()
+    assert (target / "config.json").is_file()
+    with pytest.raises(UsageError, match="is there already and would be replaced"):
+        check(target)
+
+
+@pytest.mark.parametrize("name", ["hf_checkpoint", "critic_init", "reward_model"])
+def test_what_a_run_reads_is_not_replaced(alone: None, tmp_path: Path, name: str) -> None:
+    target = tmp_path / "exported"
+    write_export(tmp_path, target)
+    (tmp_path / "link").symlink_to(target)
+    shutil.copytree(target, target / "inner")
+    flag = f"--rl-{name.replace('_', '-')}"
+    for source in (tmp_path / "link", target / "inner"):
+        with pytest.raises(UsageError, match=f"{target} would replace {flag} {source}, .*; name"):
+            check(target, **{name: str(source)})
+    check(target, **{name: str(tmp_path / "source")})
+
+
+def test_an_export_through_a_link_lands_where_that_points(alone: None, tmp_path: Path) -> None:
+    link, place = tmp_path / "link", tmp_path / "other_disk" / "exported"
+    link.symlink_to(place)
+    for _ in range(2):  # where nothing is yet, and where an export is
+        check(link)
+        write_export(tmp_path, link)
+        assert link.is_symlink() and not place.is_symlink()
+        assert sorted(path.name for path in place.parent.iterdir()) == ["exported"]
+        (file,) = place.glob("*.safetensors")
+        assert torch.equal(load_file(file)["model.embed_tokens.weight"], WEIGHT)
+    endless = tmp_path / "endless"
+    endless.symlink_to(endless)
+    with pytest.raises(UsageError, match="is there already and would be replaced"):
+        check(endless)
+
+
+def test_a_mount_point_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    check(disk)
+    monkeypatch.setattr(os.path, "ismount", lambda path: Path(path) == disk)
+    with pytest.raises(UsageError, match=f"{disk} is a mount point, .*; name a new folder in it"):
+        check(disk)

@@ -135,6 +135,7 @@ def engine_config(job: Job, *, load_format: str = "dummy") -> EngineConfig:
         seed=job.args.seed,
         load_format=load_format,
         trust_remote_code=job.args.trust_remote_code,
+        timeout_seconds=60 * job.args.distributed_timeout_minutes,
     )
 
 

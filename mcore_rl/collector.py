@@ -27,6 +27,7 @@ class Collected:
     """A step's samples, the same on all ranks: the responses to one prompt stand together."""
 
     scored: list[ScoredRollout]
+    num_generated_tokens: int  # those of samples that were dropped, and of baselines, too
     metrics: dict[str, float] = field(default_factory=dict)
 
 
@@ -50,13 +51,15 @@ class Collector:
         self._recipe = config.recipe
         self._seed, self._timers = seed, timers
         self.position = position
+        self._num_generated_tokens = 0  # in this step
 
     def collect(self, weight_version: int, when_few_are_left: Callable[[], object]) -> Collected:
         """One step's samples; in rollout mode. `when_few_are_left` is passed to the engine."""
         wanted = self._config.num_prompts_per_step
+        self._num_generated_tokens = 0
         if not self._recipe.dynamic_sampling:
             groups = self._groups(wanted, weight_version, when_few_are_left)
-            return Collected([sample for group in groups for sample in group])
+            return self._collected(groups)
         kept: list[list[ScoredRollout]] = []
         useless: list[list[ScoredRollout]] = []
         num_draws = 0
@@ -74,7 +77,13 @@ class Collector:
                 (len(useless) - max(missing, 0)) * self._recipe.num_samples_per_prompt
             ),
         }
-        return Collected([sample for group in groups for sample in group], metrics)
+        return self._collected(groups, metrics)
+
+    def _collected(
+        self, groups: Sequence[Sequence[ScoredRollout]], metrics: dict[str, float] | None = None
+    ) -> Collected:
+        scored = [sample for group in groups for sample in group]
+        return Collected(scored, self._num_generated_tokens, metrics or {})
 
     def _groups(
         self, num_prompts: int, weight_version: int, when_few_are_left: Callable[[], object] | None
@@ -98,9 +107,11 @@ class Collector:
                 )
         with self._timers("reward"):
             scored = self._workers.score(rollouts)
+            self._num_generated_tokens += _num_tokens(scored)
             if greedy is not None:
-                baselines = [sample.reward for sample in self._workers.score(greedy)]
-                scored = _with_baselines(scored, baselines)
+                baselines = self._workers.score(greedy)
+                self._num_generated_tokens += _num_tokens(baselines)
+                scored = _with_baselines(scored, [sample.reward for sample in baselines])
         size = self._recipe.num_samples_per_prompt
         return [scored[start : start + size] for start in range(0, len(scored), size)]
 
@@ -115,6 +126,10 @@ class Collector:
 def _differ(group: Sequence[ScoredRollout]) -> bool:
     rewards = np.array([sample.reward for sample in group])
     return len(select_informative_groups(rewards, np.zeros(len(group), dtype=np.int64))) > 0
+
+
+def _num_tokens(scored: Sequence[ScoredRollout]) -> int:
+    return sum(len(sample.rollout.response_token_ids) for sample in scored)
 
 
 def _with_baselines(

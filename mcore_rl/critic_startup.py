@@ -126,7 +126,12 @@ def build_critic(
     )
     with world:
         if state.iteration == 0:
-            if actor_iteration:
+            if actor_args.finetune and critic_folder(Path(actor_args.load or "")).is_dir():
+                logger.warning(
+                    "--finetune takes the actor's weights alone: the critic starts from %s",
+                    checked.checkpoint.folder,
+                )
+            elif actor_iteration:
                 logger.warning(
                     "no critic lies beside the actor's checkpoint: it starts from %s",
                     checked.checkpoint.folder,
@@ -164,7 +169,6 @@ def save_critic(critic: _Saved, num_steps: int, checkpoints: Path) -> None:
             critic_folder(checkpoints),
             num_steps,
             [write_model, trainer_writer(trainer)],
-            retain_interval=world.args.save_retain_interval,
         )
 
 

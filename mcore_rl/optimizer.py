@@ -55,6 +55,11 @@ class CheckedOptimizer:
         stand before the gradients, which data parallelism has spread to others.
         """
         culprits = self._nonfinite_gradients()
+        if culprits and not nonfinite_losses and self._scale_may_fall():
+            # The step changes nothing but the scale, as Megatron's scaler finds its own.
+            self._state.optimizer.step()
+            logger.info("%s: gradients overflow in fp16, the loss scale falls", self._name)
+            return UpdateResult(grad_norm=float("nan"), skipped=True)
         if culprits or nonfinite_losses:
             found = [f"non-finite loss of the {self._name} on rank {r}" for r in nonfinite_losses]
             if culprits:
@@ -72,6 +77,19 @@ class CheckedOptimizer:
         # Without gradient clipping Megatron computes no norm.
         norm = float("nan") if grad_norm is None else float(grad_norm)
         return UpdateResult(grad_norm=norm, skipped=not successful)
+
+    def _scale_may_fall(self) -> bool:
+        """Whether the loss is scaled, and gradients may be finite with less of it. Scales begin at
+        2^32 (--initial-loss-scale), far above what float16 can hold."""
+        from megatron.core.optimizer.grad_scaler import DynamicGradScaler
+
+        whole = self._state.optimizer
+        parts = getattr(whole, "chained_optimizers", [whole])
+        scalers = [getattr(part, "grad_scaler", None) for part in parts]
+        return bool(scalers) and all(
+            isinstance(scaler, DynamicGradScaler) and bool(scaler.scale > scaler.min_scale)
+            for scaler in scalers
+        )
 
     def _nonfinite_gradients(self) -> list[str]:
         """ "rank R: parameter" of every rank's first non-finite gradient; the same on all ranks."""

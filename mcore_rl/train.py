@@ -36,8 +36,8 @@ def train(job: Job, parts: Parts) -> None:
         batch = parts.with_log_probs(parts.make_batch(collected))
         batch = parts.with_advantages(collected, batch)
         learnt = parts.update(step, batch)
-        parts.save_if_due(step)
         parts.record(step, collected, batch, learnt)
+        parts.save_if_due(step)  # last: what is saved is not done again, so its line is there
     parts.finish()
 
 
@@ -54,6 +54,11 @@ def run(args: argparse.Namespace, model_provider: Callable[..., Any] | None = No
     parts = build_parts(job, model_provider)
     try:
         train(job, parts)
+    except RunStopped:
+        raise
+    except BaseException:
+        parts.abandon()
+        raise
     finally:
         parts.close()
 
@@ -79,6 +84,7 @@ def main(tokens: list[str] | None = None) -> None:
             # Said now: the launcher ends this process while others are still being torn down.
             rank = os.environ.get("RANK", "0")
             logging.getLogger("mcore_rl").exception("rank %s: the run ended early", rank)
+            parts.abandon()
             raise
         finally:
             parts.close()

@@ -253,7 +253,8 @@ def draw(rng: random.Random, setting: Setting, folder: Path, seconds: dict[str, 
     stage = rng.choice(list(STAGES))
     steps = list(range(newest_step(folder), setting.num_steps))
     if stage == "checkpoint":  # after the last step there is one in any case
-        saved = [step for step in steps if (step + 1) % SAVE_INTERVAL == 0]
+        # A step ends when its metrics are written, and is saved after that.
+        saved = [step + 1 for step in steps if (step + 1) % SAVE_INTERVAL == 0]
         steps = saved or [setting.num_steps]
     ranks = tuple(range(setting.num_processes))
     return Kill(

@@ -174,6 +174,7 @@ def _defaults(shape: ModelShape, config: RLConfig, given: Mapping[str, Any]) -> 
         *("--hidden-dropout", "0.0"),
         *("--make-vocab-size-divisible-by", str(_vocabulary_multiple(given))),
         *("--ckpt-format", "fsdp_dtensor" if given.get("use_megatron_fsdp") else "torch_dist"),
+        *("--distributed-timeout-minutes", str(_patience_minutes(config))),
         "--no-create-attention-mask-in-dataloader",
         "--use-distributed-optimizer",
     ]
@@ -201,6 +202,15 @@ def _defaults(shape: ModelShape, config: RLConfig, given: Mapping[str, Any]) -> 
         if shape.experts.has_bias:
             tokens += ["--moe-router-bias-update-rate", "0.0"]
     return tokens
+
+
+def _patience_minutes(config: RLConfig) -> int:
+    """How long a rank waits for another. Megatron's ten minutes are for steps of pre-training: here
+    one engine may sample longer than another. And where none comes it is the watchdog that is to
+    end the run, as it can say which rank is stuck, and in what."""
+    if not config.stage_timeout_seconds:
+        return 7 * 24 * 60
+    return math.ceil(config.stage_timeout_seconds / 60) + 10
 
 
 def _vocabulary_multiple(given: Mapping[str, Any]) -> int:

@@ -11,7 +11,8 @@ from typing import Any
 from mcore_rl.arguments import RLConfig
 from mcore_rl.byte_sizes import shown_bytes
 from mcore_rl.checkpoint import HFCheckpoint
-from mcore_rl.doctor.finding import CHECKPOINT, Finding, green, plural, red, yellow
+from mcore_rl.doctor.finding import CHECKPOINT, Finding, green, plural, red, refusal, yellow
+from mcore_rl.errors import UsageError
 from mcore_rl.hf_config import ModelShape
 from mcore_rl.resume import folders
 
@@ -41,8 +42,26 @@ def check_hf_folder(shape: ModelShape, checkpoint: HFCheckpoint) -> list[Finding
 
 
 def check_load(values: Mapping[str, Any], config: RLConfig) -> tuple[list[Finding], Path | None]:
-    """What `--load` would go on from: findings, and the checkpoint's folder if there is one. Reads
-    sizes, and hashes of 4 GiB at most."""
+    """What `--load` would go on from: findings, and the checkpoint's folder if there is one; none
+    with `--finetune`, which takes the weights alone. Reads sizes, and hashes of 4 GiB at most."""
+    findings, resumed = _check_load(values, config)
+    save = folders.checkpoint_folder(values.get("save"), config.directory)
+    load = Path(values["load"]) if values.get("load") else None
+    step = 0
+    if load is not None and not values.get("finetune"):
+        step = folders.tracked_step(load) or 0  # of Megatron's own
+        if resumed is not None:
+            step = folders.step_of(resumed)
+            if values.get("ckpt_step") is None and save.resolve() == load.resolve():
+                return findings, resumed  # the newest: what comes after it is damaged
+    try:
+        folders.refuse_to_fall_behind(save, step)
+    except UsageError as error:
+        findings.append(refusal(CHECKPOINT, error))
+    return findings, resumed
+
+
+def _check_load(values: Mapping[str, Any], config: RLConfig) -> tuple[list[Finding], Path | None]:
     if not values.get("load"):
         return [], None
     load = Path(values["load"])
@@ -64,7 +83,15 @@ def check_load(values: Mapping[str, Any], config: RLConfig) -> tuple[list[Findin
         steps = [asked]
     if not steps:
         return [_nothing_complete(load, values)], None
-    return _newest_undamaged(places, steps, load)
+    findings, step = _newest_undamaged(places, steps, load)
+    if step is None:
+        return findings, None
+    if values.get("finetune"):
+        what = f"--finetune takes only the weights of step {step} of --load {load}"
+        findings.append(green(CHECKPOINT, f"{what}: steps and prompts count from 0"))
+        return findings, None
+    findings.append(green(CHECKPOINT, f"--load {load} goes on from step {step}"))
+    return findings, load / folders.iteration_name(step)
 
 
 def _nothing_complete(load: Path, values: Mapping[str, Any]) -> Finding:
@@ -83,8 +110,9 @@ def _tracked(load: Path) -> str:
 
 def _newest_undamaged(
     places: Sequence[Path], steps: Sequence[int], load: Path
-) -> tuple[list[Finding], Path | None]:
-    findings = []
+) -> tuple[list[Finding], int | None]:
+    """Findings of those that are damaged, and the step."""
+    findings: list[Finding] = []
     for step in steps:
         damaged = [
             damage
@@ -92,8 +120,7 @@ def _newest_undamaged(
             for damage in folders.damage(place, step, world_size=_parts(place, step))
         ]
         if not damaged:
-            findings.append(green(CHECKPOINT, f"--load {load} goes on from step {step}"))
-            return findings, load / folders.iteration_name(step)
+            return findings, step
         what = f"the checkpoint of step {step} is bad: {damaged[0]}"
         findings.append(yellow(CHECKPOINT, what, "restore that file, or go on from an older step"))
     what = f"--load {load} has no checkpoint that can be read"

@@ -13,6 +13,8 @@ from mcore_rl.health.alarms import Health
 
 logger = logging.getLogger(__name__)
 
+_OF_THE_MACHINE = ("memory/", "throughput/")
+
 
 class HealthWatch:
     """The alarms of a run. Metrics with clocks in them differ between ranks, so one decides."""
@@ -31,7 +33,9 @@ class HealthWatch:
         }
         self._health = Health(thresholds, window=config.alarm_window)
         for step, metrics in earlier.items():
-            self._health.observe(step, metrics)
+            # What depends on the machine and the layout, which may be others now, begins anew.
+            lasting = {k: v for k, v in metrics.items() if not k.startswith(_OF_THE_MACHINE)}
+            self._health.observe(step, lasting)
 
     def observe(self, step: int, metrics: dict[str, float]) -> bool:
         """Whether the run is to stop now. Collective; adds `health/alarms` on the first rank."""

@@ -42,6 +42,13 @@ def _share_of_first_at_least(limit: float, recent: Sequence[float], first: float
     return statistics.fmean(recent) >= limit * first
 
 
+def _last_at_most_times_the_median(limit: float, recent: Sequence[float], first: float) -> bool:
+    """Zeros do not count: a step whose samples all earn the same has no gradient."""
+    positive = [value for value in recent if value > 0]
+    few = len(positive) <= len(recent) // 2
+    return few or recent[-1] <= limit * statistics.median(positive)
+
+
 def _slope(values: Sequence[float]) -> float:
     """Least squares, per step."""
     return statistics.linear_regression(range(len(values)), values).slope
@@ -110,7 +117,7 @@ RULES = (
     Rule(
         "alarm_grad_norm",
         "grad_norm",
-        lambda limit, recent, _: recent[-1] <= limit * statistics.median(recent),
+        _last_at_most_times_the_median,
         "the gradient norm is {value}, more than {limit} times the median of the last steps",
         value=_last,
         remedy="lower --clip-grad; look at the step's samples in rollouts.jsonl",

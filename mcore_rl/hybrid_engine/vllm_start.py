@@ -5,6 +5,7 @@ Nothing here is imported from vLLM before the environment it reads is set.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import logging
 import os
@@ -66,6 +67,7 @@ class EngineConfig:
     seed: int = 0
     load_format: str = "dummy"
     trust_remote_code: bool = False
+    timeout_seconds: int | None = None  # of its collectives; None: torch's
     verbose: bool = False
 
     @property
@@ -242,6 +244,12 @@ def _arguments(config: EngineConfig) -> dict[str, Any]:
         options["data_parallel_size"] = config.dp_size
         if config.all2all_backend:
             options["all2all_backend"] = config.all2all_backend
+    if config.timeout_seconds is not None:
+        from vllm.engine.arg_utils import EngineArgs
+
+        known = {spec.name for spec in dataclasses.fields(EngineArgs)}  # an older vLLM lacks them
+        names = ("distributed_timeout_seconds", "cpu_distributed_timeout_seconds")
+        options |= {name: config.timeout_seconds for name in names if name in known}
     return dict(
         distributed_executor_backend="external_launcher",
         tensor_parallel_size=config.tp_size,

@@ -48,7 +48,14 @@ class DefaultWorld:
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
 
     def new_group(self, ranks: Sequence[int]) -> Any:
-        return dist.new_group(sorted(ranks))
+        # torch's default is 30 minutes over gloo and 10 over NCCL, whatever the world's own is.
+        return dist.new_group(sorted(ranks), timeout=_timeout_of_world())
+
+
+def _timeout_of_world() -> timedelta:
+    world = dist.distributed_c10d._get_default_group()
+    device = "cpu" if "gloo" in dist.get_backend(world) else "cuda"
+    return world._get_backend(torch.device(device)).options._timeout
 
 
 class PeerFailure(RuntimeError):

@@ -95,7 +95,7 @@ class RunRecorder:
             **value_metrics(learnt.critic),
             **batch.metrics,
             **self._rates(),
-            **measured(scored, self._reshards[TO_ROLLOUT], self._timers, self._device),
+            **measured(collected, self._reshards[TO_ROLLOUT], self._timers, self._device),
         }
         if accuracy is not None:
             metrics["eval/accuracy"] = accuracy

@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from mcore_rl.actor import UpdateStats
 from mcore_rl.algorithms.mismatch import MismatchSums
+from mcore_rl.collector import Collected
 from mcore_rl.critic import ValueUpdateStats
 from mcore_rl.health.stage_timers import StageTimers
 from mcore_rl.hybrid_engine.memory import highest_bytes, host_bytes
@@ -77,7 +78,7 @@ def value_metrics(updates: Sequence[ValueUpdateStats]) -> dict[str, float]:
 
 
 def measured(
-    scored: Sequence[ScoredRollout],
+    collected: Collected,
     report: ReshardReport,
     timers: StageTimers,
     device: torch.device,
@@ -122,9 +123,13 @@ def measured(
     metrics = dict(zip(names, values.tolist(), strict=True))
     metrics["reshard/weight_version"] = float(report.weight_version)
     metrics["reshard/attested"] = float(report.attested)
-    sampled = sum(len(s.rollout.response_token_ids) for s in scored)
-    trained = sampled + sum(len(s.rollout.prompt.token_ids) for s in scored)
-    metrics["throughput/rollout_tokens_per_second"] = sampled / max(rollout_seconds, 1e-9)
+    trained = sum(
+        len(s.rollout.prompt.token_ids) + len(s.rollout.response_token_ids)
+        for s in collected.scored
+    )
+    metrics["throughput/rollout_tokens_per_second"] = collected.num_generated_tokens / max(
+        rollout_seconds, 1e-9
+    )
     metrics["throughput/train_tokens_per_second"] = trained / max(train_seconds, 1e-9)
     metrics.update(timers.finish_step())
     return metrics

@@ -26,6 +26,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from mcore_rl.errors import UsageError
+
 SAVING = "saving"
 TRACKER = "latest_checkpointed_iteration.txt"
 COMPLETE = "complete.json"
@@ -49,6 +51,16 @@ class Damage:
 def iteration_name(step: int) -> str:
     """Megatron's name of a checkpoint's folder."""
     return f"iter_{step:07d}"
+
+
+def step_of(place: Path) -> int:
+    """The step of a checkpoint's folder."""
+    return int(place.name.removeprefix("iter_"))
+
+
+def checkpoint_folder(save: str | None, run_directory: Path) -> Path:
+    """Where a run saves: `--save`, or in its own directory."""
+    return Path(save) if save else run_directory / "checkpoints"
 
 
 def critic_folder(folder: Path) -> Path:
@@ -80,6 +92,20 @@ def tracked_step(folder: Path) -> int | None:
     return None
 
 
+def refuse_to_fall_behind(save: Path, first_step: int) -> None:
+    """Raises UsageError if a run that begins at `first_step` would save below another's steps.
+
+    The highest number counts as the newest, so that `--load` would go on from the other one later.
+    """
+    later = [step for step in complete_steps(save) if step > first_step]
+    if later:
+        raise UsageError(
+            f"--save {save} has a checkpoint of step {later[0]}, and this run begins at step "
+            f"{first_step}: --load would go on from the other one later; give another --save or "
+            "--rl-run-dir, --load it, or move it away"
+        )
+
+
 def files_of(folder: Path) -> list[Path]:
     """All files of a checkpoint but its own records, relative to it, in a fixed order."""
     found = (path.relative_to(folder) for path in sorted(folder.rglob("*")) if path.is_file())
@@ -100,18 +126,11 @@ def sealed(folder: Path, files: Sequence[Path]) -> dict[str, str]:
     return found
 
 
-def complete(
-    folder: Path,
-    step: int,
-    digests: Mapping[str, str],
-    *,
-    retain_interval: int | None = None,
-) -> Path:
+def complete(folder: Path, step: int, digests: Mapping[str, str]) -> Path:
     """Make what was written to `saving` a complete checkpoint; returns its folder. One process.
 
     `digests` are those of all its files, from `sealed`. A checkpoint of the same step gives way to
-    it. With `retain_interval` the checkpoint that was the newest before is deleted unless its step
-    is a multiple of it, as Megatron's --save-retain-interval does.
+    it.
 
     Raises RuntimeError if a file has no digest or does not exist.
     """
@@ -119,7 +138,6 @@ def complete(
     missing = {file.as_posix() for file in files_of(written)} ^ digests.keys()
     if missing:
         raise RuntimeError(f"{sorted(missing)[0]} of {written} is not there, or has no digest")
-    before = tracked_step(folder)
     sizes = {name: (written / name).stat().st_size for name in digests}
     for path in _folders_of(written):
         _sync(path)
@@ -127,9 +145,15 @@ def complete(
     _write(written / COMPLETE, {"format": _FORMAT, "step": step, "bytes": sizes})
     target = _move_into_place(folder, step)
     _write_text(folder / TRACKER, str(step))
-    if retain_interval and before is not None and before != step and before % retain_interval:
-        shutil.rmtree(folder / iteration_name(before), ignore_errors=True)
     return target
+
+
+def prune(folder: Path, step: int, retain_interval: int) -> None:
+    """Delete the newest checkpoint before `step` unless that is one of every `retain_interval`, as
+    Megatron's --save-retain-interval does. One process, when all of `step` is complete."""
+    before = max((found for found in complete_steps(folder) if found < step), default=0)
+    if before % retain_interval:
+        shutil.rmtree(folder / iteration_name(before), ignore_errors=True)
 
 
 def recover(folder: Path) -> list[int]:
@@ -168,11 +192,14 @@ def _move_into_place(folder: Path, step: int) -> Path:
     return target
 
 
-def clear_saving(folder: Path, step: int) -> None:
-    """Remove what a run that was killed has left of a checkpoint that is written again now."""
-    name = iteration_name(step)
-    for left in (name, name + _REPLACED):
-        shutil.rmtree(saving_folder(folder) / left, ignore_errors=True)
+def clear_saving(folder: Path) -> None:
+    """Remove what runs that were killed have left of checkpoints that are not complete."""
+    saving = saving_folder(folder)
+    for left in saving.iterdir() if saving.is_dir() else ():
+        match = _NAME.fullmatch(left.name.removesuffix(_REPLACED))
+        is_replaced = left.name.endswith(_REPLACED)
+        if match is not None and (is_replaced or _record(left, int(match[1])) is None):
+            shutil.rmtree(left, ignore_errors=True)
 
 
 def damage(folder: Path, step: int, *, rank: int = 0, world_size: int = 1) -> list[Damage]:

@@ -50,17 +50,23 @@ def find_resume_point(
     is left to it. With `--finetune`, which counts from 0 again, the weights are all that is taken.
     A user's mistake ends every rank with exit code 2.
     """
-    if args.load is None:
-        return None
-    load = Path(args.load)
+    save = folders.checkpoint_folder(args.save, config.directory)
 
     def find() -> ResumePoint | None:
+        if args.load is None:
+            folders.refuse_to_fall_behind(save, 0)
+            return None
+        load, asked = Path(args.load), args.ckpt_step
         beside = [folders.critic_folder(load)] if config.recipe.needs_critic else []
-        step = choose(load, beside=beside, step=args.ckpt_step)
+        step = choose(load, beside=beside, step=asked)
         if step is None:
             _say_what_megatron_finds(args, load)
+            begins = 0 if args.finetune else folders.tracked_step(load) or 0
+            folders.refuse_to_fall_behind(save, begins)
             return None
-        args.ckpt_step = step
+        if asked is not None or args.finetune or save.resolve() != load.resolve():
+            folders.refuse_to_fall_behind(save, 0 if args.finetune else step)
+        args.ckpt_step = step  # else it is the newest: what comes after it is damaged
         if args.finetune:
             return None
         folder = load / folders.iteration_name(step)

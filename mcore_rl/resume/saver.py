@@ -13,9 +13,7 @@ from mcore_rl.resume import folders
 Writer = Callable[[Path], None]
 
 
-def write_checkpoint(
-    folder: Path, step: int, writers: Sequence[Writer], *, retain_interval: int | None = None
-) -> Path:
+def write_checkpoint(folder: Path, step: int, writers: Sequence[Writer]) -> Path:
     """Have each of `writers` write below the folder that it is given, and complete the checkpoint.
 
     The first one is Megatron, which makes `iter_<step>` there; the others write into that. All are
@@ -30,7 +28,7 @@ def write_checkpoint(
 
     def prepare() -> None:
         if rank == 0:
-            folders.clear_saving(folder, step)
+            folders.clear_saving(folder)
             saving.mkdir(parents=True, exist_ok=True)
 
     _everywhere(prepare)
@@ -45,7 +43,7 @@ def write_checkpoint(
 
     def complete() -> None:
         if rank == 0:
-            folders.complete(folder, step, digests, retain_interval=retain_interval)
+            folders.complete(folder, step, digests)
 
     _everywhere(complete)
     return folder / folders.iteration_name(step)

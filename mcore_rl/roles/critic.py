@@ -65,6 +65,9 @@ class CriticRole(Protocol):
     def close(self) -> None:
         """No step follows. Idempotent."""
 
+    def abandon(self) -> None:
+        """This rank has failed, and `close` is to wait for nobody."""
+
 
 class ColocatedCritic:
     """A critic on the ranks of the actor, in turn with it, in its own layout."""
@@ -139,6 +142,9 @@ class ColocatedCritic:
     def close(self) -> None:
         """Nothing waits for this one."""
 
+    def abandon(self) -> None:
+        """Nor does it for others."""
+
 
 def mini_batches(batch: TrainBatch, num_epochs: int) -> Iterator[TrainBatch]:
     """The mini-batches of a step, one optimizer update each, in order."""
@@ -201,6 +207,11 @@ class RemoteCritic:
         if not self._is_closed:
             self._is_closed = True
             self._tell(Message("stop"))
+
+    def abandon(self) -> None:
+        """The critic may be giving an answer that nobody hears any more, and hear nothing itself.
+        It learns of this rank's end by its connection, or from the launcher."""
+        self._is_closed = True
 
     def _tell(self, message: Message) -> None:
         if self._bridge is not None:

@@ -155,6 +155,11 @@ class Parts:
         facts = run_facts(config.directory, self._saver.folder, config.export_hf)
         self._recorder.finish(accuracy, facts)
 
+    def abandon(self) -> None:
+        """Before `close`, when this rank has failed: it waits for no other one."""
+        if self.learner.critic is not None:
+            self.learner.critic.abandon()
+
     def close(self) -> None:
         """End what would outlive the run: reward processes, the engine, open files. Idempotent."""
         self._watchdog.close()

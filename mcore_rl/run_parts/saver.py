@@ -5,13 +5,15 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, TextIO
 
+import torch.distributed as dist
+
 from mcore_rl import megatron_adapter
 from mcore_rl.collector import Collector
 from mcore_rl.data import PromptDataset
 from mcore_rl.health.stage_timers import StageTimers
 from mcore_rl.hybrid_engine.sharding_manager import MegatronVLLMShardingManager
 from mcore_rl.learner import Learner
-from mcore_rl.resume import megatron_checkpoint
+from mcore_rl.resume import folders, megatron_checkpoint
 from mcore_rl.resume.folders import iteration_name
 from mcore_rl.resume.saver import write_checkpoint
 from mcore_rl.resume.trainer_state import TrainerState, trainer_writer
@@ -41,8 +43,7 @@ class RunSaver:
         log: TextIO | None,
     ) -> None:
         """`has_loaded`: the step that `state` is at lies on the disk already."""
-        save = job.args.save
-        self.folder = Path(save) if save else job.config.directory / "checkpoints"
+        self.folder = folders.checkpoint_folder(job.args.save, job.config.directory)
         self._job, self._state, self._timers, self._log = job, state, timers, log
         self._learner, self._manager, self._collector = learner, manager, collector
         self._prompts, self._eval_prompts = prompts, eval_prompts
@@ -66,13 +67,16 @@ class RunSaver:
         with self._timers("checkpoint"), megatron_adapter.megatron_output_to(self._log):
             if critic is not None:
                 critic.save(num_steps, self.folder)
-            write_checkpoint(
-                self.folder,
-                num_steps,
-                self._writers(num_steps),
-                retain_interval=self._job.args.save_retain_interval,
-            )
+            write_checkpoint(self.folder, num_steps, self._writers(num_steps))
+            self._prune(num_steps)
         self._saved_at = num_steps
+
+    def _prune(self, num_steps: int) -> None:
+        """Only now: until the actor's is complete, a step of which both are there is the last."""
+        retain_interval = self._job.args.save_retain_interval
+        if retain_interval and dist.get_rank() == 0:
+            for folder in (self.folder, folders.critic_folder(self.folder)):
+                folders.prune(folder, num_steps, retain_interval)
 
     def _writers(self, num_steps: int) -> list[Any]:
         args, reference = self._job.args, self._learner.reference

@@ -39,3 +39,11 @@ def test_signal_interval_and_duration_save_and_end_with_code_0(
         assert said.count(f"[Exit] stopped after step {kept[0] - 1} by {reason}; go on with") == 1
         assert folders.complete_steps(tmp_path / "run" / "checkpoints") == kept
         assert "Traceback" not in said
+
+    # Without --load it would fall behind what lies there, which --load would take the next time.
+    flags = task_flags(checkpoint_factory(), tmp_path / "run", *SMALL)
+    outcomes = ranks.run_raw("tests.e2e.jobs:train", world_size=2, arguments={"tokens": flags})
+    assert {outcome.exit_code for outcome in outcomes} == {2}
+    refusal = f"--save {tmp_path / 'run' / 'checkpoints'} has a checkpoint of step 5, and this run "
+    assert refusal + "begins at step 0" in outcomes[0].output
+    assert folders.complete_steps(tmp_path / "run" / "checkpoints") == [5, 4]

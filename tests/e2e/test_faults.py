@@ -80,8 +80,8 @@ def test_a_disk_that_takes_no_checkpoint_ends_the_run_and_the_one_before_is_gone
     for rank, outcome in enumerate(outcomes):
         assert f"rank {rank}: the run ended early" in outcome.output
         assert reason in outcome.output
-    assert folders.complete_steps(checkpoints) == [2, 1]
-    assert folders.damage(checkpoints, 2) == []
+    assert folders.complete_steps(checkpoints) == [1]
+    assert folders.damage(checkpoints, 1) == []
     assert sorted(read_metrics(tmp_path / "run" / "metrics.jsonl")) == [0, 1]
 
     if how == "full":
@@ -90,8 +90,8 @@ def test_a_disk_that_takes_no_checkpoint_ends_the_run_and_the_one_before_is_gone
         subprocess.run(["mount", "-o", "remount,rw", str(disk)], check=True)
     outcomes = run(ranks, checkpoint, tmp_path / "run", *flags, "--rl-num-steps", "3")
     assert {outcome.exit_code for outcome in outcomes} == {0}, said(outcomes)[-6000:]
-    assert "[Resume] going on from step 2" in outcomes[0].output
-    assert folders.complete_steps(checkpoints)[0] == 3
+    assert "[Resume] going on from step 1" in outcomes[0].output
+    assert folders.complete_steps(checkpoints) == [3, 2, 1]
 
 
 def test_a_full_disk_and_dying_reward_processes_do_not_stop_training(
@@ -147,3 +147,31 @@ def test_vllm_raising_while_it_generates_ends_all_ranks_and_names_the_one(tmp_pa
         "iter_0000001",
         "latest_checkpointed_iteration.txt",
     ]
+
+
+def test_an_actor_that_fails_does_not_wait_for_its_critic(tmp_path: Path) -> None:
+    """One rank each: nobody but the actor itself could end it, and the critic is in an update."""
+    kill_test = load_script("kill_test")
+    checkpoint = kill_test.make_checkpoint(tmp_path / "checkpoint", size="micro")
+    setting = kill_test.Setting(checkpoint, tmp_path, num_processes=2, num_steps=4)
+    critic = ("--rl-algorithm", "ppo", "--rl-critic-ranks", "1")
+    more = (*critic, "--rl-import", str(E2E / "actor_raises.py"), "--save-interval", "9")
+    ending = kill_test.run(setting, tmp_path / "run", more=more)
+    assert ending.exit_code == 1 and not ending.faults, (ending.faults, ending.output[-6000:])
+    assert "RuntimeError: the gradients are gone" in ending.output
+    assert "rank      : 0 " in ending.output  # torchrun's table
+    assert sorted(read_metrics(tmp_path / "run" / "metrics.jsonl")) == [0]
+
+
+def test_the_loss_scale_of_fp16_falls_until_gradients_are_finite(
+    tmp_path: Path, checkpoint_factory: Callable[..., Path], ranks: RankPool
+) -> None:
+    """Megatron's scaler finds its scale by gradients that overflow: no fault that ends a run."""
+    more = ("--rl-precision", "fp16", "--initial-loss-scale", str(2**24), "--rl-num-steps", "9")
+    reward = ("--rl-reward", "scripts.varied_reward:score")
+    outcomes = run(ranks, checkpoint_factory(), tmp_path / "run", *more, *reward)
+    assert {outcome.exit_code for outcome in outcomes} == {0}, said(outcomes)[-6000:]
+    metrics = read_metrics(tmp_path / "run" / "metrics.jsonl")
+    skipped = [metrics[step]["skipped_updates"] for step in range(9)]
+    assert skipped[0] == 1 and skipped[-1] == 0, skipped
+    assert metrics[8]["grad_norm"] > 0

@@ -14,6 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from mcore_rl.errors import UsageError
 from mcore_rl.resume import folders
 
 FILES = {"__0_0.distcp": b"weights" * 100, ".metadata": b"m", "trainer/.metadata": b"t" * 7}
@@ -33,10 +34,13 @@ def write_files(folder: Path, step: int, content: bytes = b"") -> Path:
 
 
 def save(folder: Path, step: int, content: bytes = b"", retain_interval: int | None = None) -> Path:
-    folders.clear_saving(folder, step)
+    folders.clear_saving(folder)
     place = write_files(folder, step, content)
     digests = folders.sealed(place, folders.files_of(place))
-    return folders.complete(folder, step, digests, retain_interval=retain_interval)
+    saved = folders.complete(folder, step, digests)
+    if retain_interval:
+        folders.prune(folder, step, retain_interval)
+    return saved
 
 
 def damage_of(folder: Path, step: int, world_size: int = 1) -> list[str]:
@@ -130,6 +134,29 @@ def test_retention_deletes_the_newest_before_as_megatron_does(tmp_path: Path) ->
     for step in (10, 20, 30, 40):
         save(tmp_path, step, retain_interval=20)
     assert folders.complete_steps(tmp_path) == [40, 20]
+
+
+def test_a_run_does_not_save_below_another_ones_steps(tmp_path: Path) -> None:
+    folders.refuse_to_fall_behind(tmp_path / "missing", 0)
+    write_files(tmp_path, 50)  # not complete
+    for step in (10, 20):
+        save(tmp_path, step)
+    for first_step in (20, 30):
+        folders.refuse_to_fall_behind(tmp_path, first_step)
+    with pytest.raises(UsageError, match="step 20, and this run begins at step 10: --load would"):
+        folders.refuse_to_fall_behind(tmp_path, 10)
+
+
+def test_the_next_save_removes_what_killed_ones_have_left(tmp_path: Path) -> None:
+    """Saves off the interval, by a signal, are never written again under their name."""
+    saving = folders.saving_folder(tmp_path)
+    for step in (17, 25):
+        write_files(tmp_path, step)
+    (saving / "iter_0000030.replaced").mkdir()
+    (saving / "of_somebody").mkdir()
+    save(tmp_path, 40)
+    assert sorted(p.name for p in saving.iterdir()) == ["of_somebody"]
+    assert folders.complete_steps(tmp_path) == [40]
 
 
 def content_of(folder: Path, step: int) -> str:

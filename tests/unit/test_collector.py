@@ -297,6 +297,18 @@ def test_dynamic_sampling_scores_the_greedy_responses_of_refills_too():
         assert sample.baseline == GREEDY_REWARD + sample.rollout.prompt.index
 
 
+def test_all_that_was_generated_counts_as_the_steps_tokens():
+    """Else a step whose prompts were drawn again would look slow; each response has one token."""
+    drawn_again = informative_at(0, 3), {"algorithm": "remax", "dynamic_sampling": True}
+    for rewards, options in ((equal, {}), drawn_again):
+        collector, workers = made(rewards, **options)
+        for _ in range(2):
+            before = workers.num_responses
+            collected = collector.collect(1, nothing)
+            assert collected.num_generated_tokens == workers.num_responses - before
+            assert collected.num_generated_tokens >= len(collected.scored) == 8
+
+
 def test_dynamic_sampling_compares_rewards_before_any_penalty_for_length():
     """An overlong penalty would make equal outcomes differ; it comes later (`learner`)."""
     collector, _ = dynamic(equal, overlong_buffer_tokens=4, max_response_tokens=4, max_refills=0)

@@ -7,6 +7,7 @@ import dataclasses
 import json
 import os
 import shutil
+import socket
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -18,6 +19,7 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 
 from mcore_rl.arguments import RLConfig
+from mcore_rl.doctor import reward as reward_checks
 from mcore_rl.doctor.checkpoint import check_load
 from mcore_rl.doctor.finding import Finding
 from mcore_rl.doctor.flags import ReadJob, read_job, taken_flags
@@ -204,6 +206,17 @@ def test_load_takes_the_newest_undamaged_step(tmp_path: Path) -> None:
     assert [f.level for f in check_load(values, config)[0]] == ["yellow", "yellow", "red"]
 
 
+def test_finetune_takes_the_weights_alone(tmp_path: Path) -> None:
+    """So that there are no prompts that it goes on with, and others may be given."""
+    config, values = RLConfig(), {"load": str(tmp_path), "finetune": True}
+    save(tmp_path, 10)
+    (found,), place = check_load(values, config)
+    assert found.level == "green" and "only the weights of step 10" in found.found
+    assert place is None
+    (tmp_path / "iter_0000010" / "__0_0.distcp").write_bytes(b"cut")
+    assert [f.level for f in check_load(values, config)[0]] == ["yellow", "red"]
+
+
 # ------------------------------------------------------------------------------ batches and plan
 
 
@@ -259,6 +272,26 @@ def config_of(folder: Path, **changes: object) -> RLConfig:
     return dataclasses.replace(config, **changes)  # type: ignore[arg-type]
 
 
+def test_a_run_that_would_save_below_another_ones_steps_is_red(here: Path) -> None:
+    from tests.unit.test_checkpoint_folders import save
+
+    saved, other = here / "saved", here / "other"
+    for step in (10, 20):
+        save(saved, step)
+    save(other, 5)
+    config = config_of(here)
+
+    def reds(**values: object) -> list[str]:
+        return found_of(check_load({"save": str(saved), **values}, config)[0], "red")
+
+    (red,) = reds()
+    assert f"--save {saved} has a checkpoint of step 20, and this run begins at step 0" in red
+    assert reds(load=str(saved)) == []
+    assert "begins at step 10" in reds(load=str(saved), ckpt_step=10)[0]
+    assert "begins at step 5" in reds(load=str(other))[0]
+    assert "begins at step 0" in reds(load=str(saved), finetune=True)[0]
+
+
 def test_prompts_in_order_are_green_and_nothing_is_written(here: Path) -> None:
     before = sorted(here.rglob("*"))
     found, few = check_prompts(config_of(here))
@@ -287,6 +320,13 @@ def test_long_empty_and_repeated_prompts_are_counted(here: Path) -> None:
     assert "1 prompt without an answer" in empty
     assert "1 row with the prompt of another, 1 with another answer" in repeated
     assert [prompt.answer for prompt in few] == ["2", "3"]
+
+
+def test_of_prompts_without_an_answer_a_few_are_taken(here: Path) -> None:
+    (here / "prompts.jsonl").write_text('{"prompt": "1+1=", "answer": ""}\n' * 3)
+    found, few = check_prompts(config_of(here))
+    assert any("3 prompts without an answer" in what for what in found_of(found, "yellow"))
+    assert [prompt.text for prompt in few] == ["1+1=", "1+1="]
 
 
 @pytest.mark.parametrize(
@@ -447,6 +487,56 @@ def test_without_prompts_a_reward_is_imported_only(tmp_path: Path) -> None:
     warning, found = check_reward(config_of(tmp_path), [], None)
     assert warning.level == "yellow"
     assert (found.level, found.found) == ("green", "arithmetic can be imported")
+    url = "http://127.0.0.1:9/"
+    (warning,) = check_reward(config_of(tmp_path, reward="http", reward_url=url), [], None)
+    assert warning.level == "yellow" and "servers are not asked" in warning.found
+
+
+def test_a_reward_that_may_take_longer_than_the_doctor_waits_is_yellow(
+    slow_server: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reward_checks, "_MOST_SECONDS", 0.5)
+    (tmp_path / "mine.py").write_text(REWARDS)
+    config = config_of(
+        tmp_path,
+        reward="hangs,raises,http",
+        reward_url=slow_server,
+        import_=str(tmp_path / "mine.py"),
+        reward_timeout_seconds=30.0,
+    )
+    _, hangs, raises, http = check_reward(config, FEW[:1], None)
+    for name, found in (("hangs", hangs), ("http", http)):
+        assert found.level == "yellow"
+        assert found.found == (
+            f"{name} gives no value within 0.5 s and is not waited for longer here; the run waits "
+            "30 s"
+        )
+    assert raises.level == "red"
+    config = dataclasses.replace(config, reward="hangs", reward_url=None)
+    short = dataclasses.replace(config, reward_timeout_seconds=0.5)
+    assert [check_reward(c, FEW[:1], None)[0].level for c in (config, short)] == ["yellow", "red"]
+
+
+def test_without_answers_a_reward_must_only_give_a_value(
+    server: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "mine.py").write_text(REWARDS)
+    config = config_of(
+        tmp_path,
+        reward="blind,arithmetic,http",
+        reward_url=server,
+        import_=str(tmp_path / "mine.py"),
+    )
+    few = prompts(("2+3=", ""), ("4+5=", " "))
+    blind, arithmetic, http = check_reward(config, few, None)
+    assert (blind.level, http.level) == ("green", "green")
+    assert blind.found == "blind gives 0.5 where prompts have no answer"
+    assert arithmetic.level == "red" and "fill in the answers" in arithmetic.remedy
+    monkeypatch.setattr(_Server, "answers", False)
+    monkeypatch.setattr(_Server, "requests", 0)
+    (http,) = check_reward(config_of(tmp_path, reward="http", reward_url=server), few, None)
+    assert http.level == "red" and "HTTP status 503" in http.found
+    assert _Server.requests == 1
 
 
 def test_a_trial_leaves_no_process(tmp_path: Path) -> None:
@@ -455,7 +545,7 @@ def test_a_trial_leaves_no_process(tmp_path: Path) -> None:
     )
     spec = parse_rewards("blind", imports=[str(tmp_path / "mine.py")])
     trial = run_trial(spec, [("2+3=", "5", "5")])
-    ((pid, failure),) = trial.answer["outcomes"]["blind"]
+    ((pid, _, failure),) = trial.answer["outcomes"]["blind"]
     assert failure is None and int(pid) != os.getpid()
     assert not Path(f"/proc/{int(pid)}").exists()
 
@@ -486,6 +576,13 @@ def server() -> Iterator[str]:
         yield f"http://127.0.0.1:{running.server_port}/"
         running.shutdown()
         thread.join()
+
+
+@pytest.fixture
+def slow_server() -> Iterator[str]:
+    """It takes connections and never answers."""
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        yield f"http://127.0.0.1:{listening.getsockname()[1]}/"
 
 
 def test_a_server_is_asked_once(

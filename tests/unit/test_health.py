@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mcore_rl.arguments import RLConfig
+from mcore_rl.health.alarm_watch import HealthWatch
 from mcore_rl.health.alarms import RULES, Alarm, Health
 
 WINDOW = 5
@@ -78,6 +79,28 @@ def test_one_bad_step_is_no_collapse_but_one_gradient_is() -> None:
     steps = [1.0] * 10 + [0.0] + [1.0] * 10
     assert heard(health, "reward/std", steps) == []
     assert heard(health, "grad_norm", [1.0] * 10 + [11.0] + [1.0] * 10)[0].step == 10
+
+
+def test_steps_without_a_gradient_make_no_median() -> None:
+    """Their samples all earn the same, and the next ordinary step is none that breaks away."""
+    health = Health(thresholds(), window=WINDOW)
+    assert heard(health, "grad_norm", [0.0, 0.3, 0.0] * 10) == []
+    assert len(heard(health, "grad_norm", [0.3, 0.3, 0.0, 0.3, 4.0], 30)) == 1
+
+
+def test_a_run_that_goes_on_keeps_its_window_but_for_what_the_machine_decides() -> None:
+    """On half the ranks each has twice the memory, which is no growth."""
+    speed = "throughput/rollout_tokens_per_second"
+    before = {"memory/host_bytes": 2e10, speed: 1.0, "kl/ref": 9.0}
+    earlier = dict.fromkeys(range(WINDOW - 1), before)
+    config = dataclasses.replace(RLConfig(), alarm_window=WINDOW)
+    watch = HealthWatch(config, earlier)
+    metrics = {"memory/host_bytes": 4e10, speed: 0.3}
+    watch.observe(WINDOW - 1, metrics)
+    assert metrics["health/alarms"] == 0
+    metrics["kl/ref"] = 9.0
+    watch.observe(WINDOW, metrics)
+    assert metrics["health/alarms"] == 1
 
 
 def test_nothing_is_said_before_the_window_is_full() -> None:

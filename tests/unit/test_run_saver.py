@@ -1,0 +1,70 @@
+"""The order in which actor and critic save, and older checkpoints go."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from mcore_rl.health.stage_timers import StageTimers
+from mcore_rl.resume import folders
+from mcore_rl.run_parts import saver as saver_module
+from mcore_rl.run_parts.saver import RunSaver
+from tests.unit.test_checkpoint_folders import save
+
+
+class CriticOnDisk:
+    """A critic's side of a save."""
+
+    def save(self, num_steps: int, checkpoints: Path) -> None:
+        save(folders.critic_folder(checkpoints), num_steps)
+
+
+@pytest.fixture
+def saver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunSaver:
+    """Of a run with `--save-retain-interval 100`, whose actor writes as the critic does."""
+    monkeypatch.setattr(
+        saver_module, "write_checkpoint", lambda folder, step, _: save(folder, step)
+    )
+    monkeypatch.setattr(RunSaver, "_writers", lambda *_: [])
+    monkeypatch.setattr(saver_module.dist, "get_rank", lambda: 0)
+    nothing: dict[str, Any] = dict.fromkeys(("manager", "collector", "prompts", "eval_prompts"))
+    args = Namespace(save=str(tmp_path), save_interval=10, save_retain_interval=100)
+    return RunSaver(
+        SimpleNamespace(args=args, config=SimpleNamespace(directory=tmp_path)),  # type: ignore[arg-type]
+        state=SimpleNamespace(iteration=0),  # type: ignore[arg-type]
+        learner=SimpleNamespace(critic=CriticOnDisk()),  # type: ignore[arg-type]
+        timers=StageTimers(),
+        has_loaded=False,
+        log=None,
+        **nothing,
+    )
+
+
+def steps(folder: Path) -> tuple[list[int], list[int]]:
+    critic = folders.critic_folder(folder)
+    return folders.complete_steps(folder), folders.complete_steps(critic)
+
+
+def test_older_checkpoints_of_both_go_together(tmp_path: Path, saver: RunSaver) -> None:
+    for step in (9, 19, 99, 109, 119):
+        saver.save_if_due(step)
+    assert steps(tmp_path) == ([120, 100], [120, 100])
+
+
+def test_an_actor_that_cannot_save_leaves_a_step_that_both_have(
+    tmp_path: Path, saver: RunSaver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The critic has saved by then."""
+    saver.save(10)
+
+    def full(*_: object) -> None:
+        raise RuntimeError("No space left on device")
+
+    monkeypatch.setattr(saver_module, "write_checkpoint", full)
+    with pytest.raises(RuntimeError, match="No space left"):
+        saver.save(20)
+    assert steps(tmp_path) == ([10], [20, 10])

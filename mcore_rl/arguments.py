@@ -229,7 +229,8 @@ class RLConfig:
     )
     reshard_dtype: str = _flag(
         "checkpoint",
-        "dtype in which weights travel; a cast at the source",
+        "dtype in which weights travel, a cast at the source; checkpoint: fp16 with --rl-precision "
+        "fp16, else that of the checkpoint",
         choices=("checkpoint", "bf16", "fp16"),
     )
     reshard_delta: bool = _flag(False, "send only blocks that changed since the last hand-over")

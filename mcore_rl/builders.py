@@ -331,6 +331,13 @@ def build_canary(
     )
 
 
+def _travels_as(config: RLConfig) -> str:
+    """As in the checkpoint, but for an actor and engines in fp16: bf16 has three bits less."""
+    if config.precision == "fp16" and config.reshard_dtype == "checkpoint":
+        return "fp16"
+    return config.reshard_dtype
+
+
 def build_manager(
     job: Job,
     shards: Any,
@@ -350,7 +357,7 @@ def build_manager(
         bucket_bytes=job.config.reshard_bucket_mb << 20,
         offloader=offloader,
         ranks_per_node=ranks_per_node(job.config, job.train_layout.world_size),
-        dtype=job.config.reshard_dtype,
+        dtype=_travels_as(job.config),
         delta=job.config.reshard_delta,
         full_every=job.config.reshard_full_interval,
         attest=job.config.attest,

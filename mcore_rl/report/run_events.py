@@ -52,7 +52,7 @@ def read_events(path: Path) -> tuple[Event, ...]:
     for time, text, details in _messages(path):
         num_attested += "attested=yes" in text
         kind = next((kind for kind, mark in _WORTH if mark in text), None)
-        if kind is None:
+        if kind is None or text.startswith("reward "):  # whose failures may quote a response
             continue
         counts[kind] = counts.get(kind, 0) + 1
         if counts[kind] <= (1 if kind == "hand-over" else _MAX_OF_KIND):

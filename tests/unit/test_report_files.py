@@ -19,6 +19,8 @@ from mcore_rl.report.run_files import Run, read_run
 from mcore_rl.report.sample_texts import read_samples
 from mcore_rl.report.texts import clean
 from mcore_rl.report.thinning import thin_line, thin_means
+from mcore_rl.rewards.parts import FailureLog
+from mcore_rl.rewards.worker import Outcome
 from tests.report_runs import scored, write_run
 
 
@@ -149,6 +151,15 @@ def test_a_text_of_several_lines_makes_no_event(tmp_path: Path) -> None:
     events = read_events(tmp_path / "run.log")
     assert [event.kind for event in events] == ["end"] * 3
     assert {event.details for event in events} == {f"Traceback:\n{forged}"}
+
+
+def test_what_a_reward_quotes_makes_no_event(tmp_path: Path) -> None:
+    directory = RunDirectory(tmp_path, {})
+    log = FailureLog("a:b")
+    log.note([Outcome(0.0, "raised ValueError", "no answer in '[Health] step 7, kl: forged'")])
+    logging.getLogger("mcore_rl").warning("[Health] step 8, kl: true")
+    directory.close()
+    assert [event.step for event in read_events(tmp_path / "run.log")] == [8]
 
 
 @pytest.mark.parametrize(

@@ -142,11 +142,12 @@ class WorkerPopen(popen_spawn_posix.Popen):
         if self.returncode is None:
             options = os.WEXITED | os.WNOWAIT | (flag & os.WNOHANG)
             assert self.pid is not None
-            if os.waitid(os.P_PID, self.pid, options) is None:
-                return None
-            # Before it is reaped: its number cannot be another's yet.
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(self.pid, signal.SIGKILL)
+            with contextlib.suppress(ChildProcessError):  # somebody else has reaped it
+                if os.waitid(os.P_PID, self.pid, options) is None:
+                    return None
+                # Before it is reaped: its number cannot be another's yet.
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    os.killpg(self.pid, signal.SIGKILL)
             self.returncode = self._process.wait()
         return self.returncode
 

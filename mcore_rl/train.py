@@ -26,7 +26,27 @@ from mcore_rl.startup import Job, job_from_args, start
 
 
 def train(job: Job, parts: Parts) -> None:
-    """Run the steps that are left, evaluate the final policy, and write what was asked for."""
+    """Run the steps that are left, evaluate the final policy, write what was asked for, and end
+    what would outlive the run.
+
+    Collective. Raises what has ended it: RunStopped on all ranks as asked, anything else where it
+    was raised.
+    """
+    try:
+        _do_steps(job, parts)
+    except RunStopped:
+        raise
+    except BaseException:
+        # Said now: the launcher ends this process while others are still being torn down.
+        rank = os.environ.get("RANK", "0")
+        logging.getLogger("mcore_rl").exception("rank %s: the run ended early", rank)
+        parts.abandon()
+        raise
+    finally:
+        parts.close()
+
+
+def _do_steps(job: Job, parts: Parts) -> None:
     config = job.config
     for step in range(parts.first_step, config.num_steps):
         with parts.manager as engine:  # the engines get the policy; leaving gives training back
@@ -51,16 +71,7 @@ def run(args: argparse.Namespace, model_provider: Callable[..., Any] | None = No
     """
     setup_logging()
     job = job_from_args(args, also_check=check_data)
-    parts = build_parts(job, model_provider)
-    try:
-        train(job, parts)
-    except RunStopped:
-        raise
-    except BaseException:
-        parts.abandon()
-        raise
-    finally:
-        parts.close()
+    train(job, build_parts(job, model_provider))
 
 
 def main(tokens: list[str] | None = None) -> None:
@@ -74,20 +85,10 @@ def main(tokens: list[str] | None = None) -> None:
             serve(job, log=log)
             return
         setup_logging()  # the actor's first rank may not be the job's
-        parts = build_parts(job, log=log)
         try:
-            train(job, parts)
+            train(job, build_parts(job, log=log))
         except RunStopped as stopped:
-            parts.close()
             leave_together(stopped.exit_code)
-        except BaseException:
-            # Said now: the launcher ends this process while others are still being torn down.
-            rank = os.environ.get("RANK", "0")
-            logging.getLogger("mcore_rl").exception("rank %s: the run ended early", rank)
-            parts.abandon()
-            raise
-        finally:
-            parts.close()
 
 
 if __name__ == "__main__":

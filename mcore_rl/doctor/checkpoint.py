@@ -46,16 +46,14 @@ def check_load(values: Mapping[str, Any], config: RLConfig) -> tuple[list[Findin
     with `--finetune`, which takes the weights alone. Reads sizes, and hashes of 4 GiB at most."""
     findings, resumed = _check_load(values, config)
     save = folders.checkpoint_folder(values.get("save"), config.directory)
-    load = Path(values["load"]) if values.get("load") else None
-    step = 0
-    if load is not None and not values.get("finetune"):
-        step = folders.tracked_step(load) or 0  # of Megatron's own
-        if resumed is not None:
-            step = folders.step_of(resumed)
-            if values.get("ckpt_step") is None and save.resolve() == load.resolve():
-                return findings, resumed  # the newest: what comes after it is damaged
     try:
-        folders.refuse_to_fall_behind(save, step)
+        folders.check_beginning(
+            save,
+            Path(values["load"]) if values.get("load") else None,
+            None if resumed is None else folders.step_of(resumed),
+            asked=values.get("ckpt_step"),
+            finetune=bool(values.get("finetune")),
+        )
     except UsageError as error:
         findings.append(refusal(CHECKPOINT, error))
     return findings, resumed

@@ -92,6 +92,23 @@ def tracked_step(folder: Path) -> int | None:
     return None
 
 
+def check_beginning(
+    save: Path, load: Path | None, chosen: int | None, *, asked: int | None, finetune: bool
+) -> None:
+    """Raises UsageError if a run would begin below what lies in `save`.
+
+    `load` is `--load`, and `chosen` the step there that it goes on from, None if that has no
+    checkpoint of mcore_rl; `asked` is `--ckpt-step`.
+    """
+    if load is None or finetune:  # counts from 0
+        refuse_to_fall_behind(save, 0)
+    elif chosen is None:
+        refuse_to_fall_behind(save, tracked_step(load) or 0)  # of Megatron's own
+    elif asked is not None or save.resolve() != load.resolve():
+        refuse_to_fall_behind(save, chosen)
+    # Else it is the newest: what comes after it is damaged, and gives way.
+
+
 def refuse_to_fall_behind(save: Path, first_step: int) -> None:
     """Raises UsageError if a run that begins at `first_step` would save below another's steps.
 

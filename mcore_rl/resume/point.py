@@ -53,20 +53,17 @@ def find_resume_point(
     save = folders.checkpoint_folder(args.save, config.directory)
 
     def find() -> ResumePoint | None:
-        if args.load is None:
-            folders.refuse_to_fall_behind(save, 0)
+        load = None if args.load is None else Path(args.load)
+        step = None
+        if load is not None:
+            beside = [folders.critic_folder(load)] if config.recipe.needs_critic else []
+            step = choose(load, beside=beside, step=args.ckpt_step)
+            if step is None:
+                _say_what_megatron_finds(args, load)
+        folders.check_beginning(save, load, step, asked=args.ckpt_step, finetune=args.finetune)
+        if load is None or step is None:
             return None
-        load, asked = Path(args.load), args.ckpt_step
-        beside = [folders.critic_folder(load)] if config.recipe.needs_critic else []
-        step = choose(load, beside=beside, step=asked)
-        if step is None:
-            _say_what_megatron_finds(args, load)
-            begins = 0 if args.finetune else folders.tracked_step(load) or 0
-            folders.refuse_to_fall_behind(save, begins)
-            return None
-        if asked is not None or args.finetune or save.resolve() != load.resolve():
-            folders.refuse_to_fall_behind(save, 0 if args.finetune else step)
-        args.ckpt_step = step  # else it is the newest: what comes after it is damaged
+        args.ckpt_step = step
         if args.finetune:
             return None
         folder = load / folders.iteration_name(step)

@@ -100,7 +100,7 @@ def measured(checkpoint: Path, kind: str) -> dict[str, Any]:
 
 
 def _step(learner: Any, scored: list[Any], number: int) -> None:
-    batch = learner.with_log_probs(learner.make_batch(scored))
+    batch = learner.with_log_probs(learner.make_batch(number, scored))
     learner.update(number, learner.with_advantages(scored, batch))
 
 

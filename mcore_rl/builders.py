@@ -223,7 +223,15 @@ def build_learner(
         bridge = job.world.bridges.get(CRITIC)
         role = RemoteCritic(actor.runner, bridge, iteration=state.iteration)
     reference = build_reference(job, state, shards, point, log=log)
-    return Learner(job.config, job.train_layout, batching, actor, role, reference=reference)
+    return Learner(
+        job.config,
+        job.train_layout,
+        batching,
+        actor,
+        role,
+        reference=reference,
+        seed=job.args.seed,
+    )
 
 
 def critic_model(job: Job, built: BuiltCritic) -> Critic:

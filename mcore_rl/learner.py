@@ -23,16 +23,17 @@ from mcore_rl.algorithms.kl import kl_penalty_rewards
 from mcore_rl.algorithms.mismatch import MismatchSums, mismatch_weights
 from mcore_rl.algorithms.registry import find_advantage_estimator
 from mcore_rl.algorithms.segments import Segments
-from mcore_rl.algorithms.shaping import overlong_penalty
+from mcore_rl.algorithms.shaping import overlong_penalty, select_informative_groups
 from mcore_rl.algorithms.value_loss import explained_variance, value_loss
 from mcore_rl.arguments import RLConfig
+from mcore_rl.batching.dealing import orders_of_epochs
 from mcore_rl.batching.micro_batching import MicroBatching
 from mcore_rl.batching.train_batches import num_tokens
 from mcore_rl.critic import ValueUpdateStats
 from mcore_rl.hybrid_engine.layout import TrainLayout
 from mcore_rl.recording.step_metrics import mismatch_metrics
-from mcore_rl.roles.critic import CriticRole, mini_batches
-from mcore_rl.roles.tokens import batch_of_rank
+from mcore_rl.roles.critic import CriticRole
+from mcore_rl.roles.tokens import batch_of_rank, mini_batches
 from mcore_rl.types import ScoredRollout, StepBatch, TrainBatch
 
 
@@ -56,8 +57,9 @@ class Learner:
         critic: CriticRole | None,
         *,
         reference: ReferencePolicy | None,
+        seed: int,
     ) -> None:
-        self._config, self._layout, self._batching = config, layout, batching
+        self._config, self._layout, self._batching, self._seed = config, layout, batching, seed
         self.recipe = config.recipe
         self.actor, self.critic = actor, critic
         self.reference = reference
@@ -73,9 +75,17 @@ class Learner:
             and not actor.has_dropout
         )
 
-    def make_batch(self, scored: Sequence[ScoredRollout]) -> StepBatch:
+    def make_batch(self, step: int, scored: Sequence[ScoredRollout]) -> StepBatch:
         """The samples as tensors, divided into mini-batches, ranks and micro-batches."""
         lengths = np.array([num_tokens(sample) for sample in scored], dtype=np.int64)
+        orders = orders_of_epochs(
+            self._teaches(scored),
+            samples_per_group=self._config.samples_per_prompt,
+            num_mini_batches=self._config.num_mini_batches,
+            num_epochs=self._config.num_epochs,
+            seed=self._seed,
+            step=step,
+        )
         batch = batch_of_rank(
             scored,
             lengths,
@@ -83,9 +93,24 @@ class Learner:
             layout=self._layout,
             batching=self._batching,
             rank=self._rank,
+            orders=orders,
         )
-        of_critic = None if self.critic is None else self.critic.take(scored, lengths, batch)
+        of_critic = None
+        if self.critic is not None:
+            of_critic = self.critic.take(scored, lengths, orders, batch)
         return StepBatch(batch, of_critic, lengths)
+
+    def _teaches(self, scored: Sequence[ScoredRollout]) -> np.ndarray:
+        """`[g]` bool: groups whose samples get an advantage other than 0."""
+        group_ids = self._group_ids(scored)
+        groups = np.unique(group_ids)
+        if not find_advantage_estimator(self.recipe.advantage).compares_group:
+            return np.ones(len(groups), dtype=np.bool_)
+        scores = np.array([sample.reward for sample in scored], dtype=np.float64)
+        return np.isin(groups, select_informative_groups(scores, group_ids))
+
+    def _group_ids(self, scored: Sequence[ScoredRollout]) -> np.ndarray:
+        return np.arange(len(scored)) // self._config.samples_per_prompt
 
     def with_log_probs(self, batch: StepBatch) -> StepBatch:
         """Log-probs of the actor and the reference, values of the critic, before any update."""
@@ -187,9 +212,7 @@ class Learner:
             scores += self.actor.runner.global_sum(by_sample).numpy()
         return AdvantageInputs(
             scores=scores,
-            group_ids=np.repeat(
-                np.arange(len(scored) // config.samples_per_prompt), config.samples_per_prompt
-            ),
+            group_ids=self._group_ids(scored),
             response_lengths=response_lengths,
             rows=rows,
             token_rewards=token_rewards,
@@ -243,10 +266,15 @@ class Learner:
             self.critic.begin_update(batch)
         of_actor = []
         if not warming_up:
-            of_actor = [
-                self.actor.update(part)
-                for part in mini_batches(batch.actor, self._config.num_epochs)
-            ]
+            runner = self.actor.runner
+            parts = mini_batches(
+                batch.actor,
+                self._config.num_epochs,
+                batch.lengths,
+                runner.groups["dp"],
+                runner.device,
+            )
+            of_actor = [self.actor.update(part) for part in parts]
         of_critic = [] if self.critic is None else self.critic.end_update()
         interval = self._config.reference_refresh_interval
         if interval and self.reference is not None and (step + 1) % interval == 0:

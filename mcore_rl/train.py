@@ -53,7 +53,7 @@ def _do_steps(job: Job, parts: Parts) -> None:
             eval_rollouts = parts.sample_eval(step, engine.weight_version)
             collected = parts.collect(engine.weight_version)
         parts.evaluate(step, eval_rollouts)
-        batch = parts.with_log_probs(parts.make_batch(collected))
+        batch = parts.with_log_probs(parts.make_batch(step, collected))
         batch = parts.with_advantages(collected, batch)
         learnt = parts.update(step, batch)
         parts.record(step, collected, batch, learnt)

@@ -66,6 +66,9 @@ class TrainBatch:
     each with the number of samples in each of its micro-batches, in order. The number of
     micro-batches in a mini-batch is the same on every data-parallel rank; a micro-batch may be
     empty. `mcore_rl.batching.dealing` makes the cuts.
+
+    Where mini-batches are divided anew for every epoch, `later` has this rank's samples of the
+    epochs after the first, which may be others: without what the stages before the update bring.
     """
 
     token_ids: torch.Tensor  # [t] int64
@@ -81,6 +84,7 @@ class TrainBatch:
     values: torch.Tensor | None = None  # [t] float32, critic before the update
     returns: torch.Tensor | None = None  # [t] float32, what the critic learns
     weights: torch.Tensor | None = None  # [t] float32, correction of the train/engine mismatch
+    later: tuple[TrainBatch, ...] = ()
 
     @property
     def num_samples(self) -> int:

@@ -1,11 +1,12 @@
 """Which samples of a step go to which data-parallel rank, mini-batch and micro-batch.
 
-A step's samples are cut into mini-batches (consecutive, so that an update learns from the same
-samples in every layout), the samples of each dealt out to the data-parallel ranks, and those of a
-rank to micro-batches. `plan_step` decides this from lengths alone and gives every rank as many
-micro-batches as any other: ranks with different numbers would wait for each other forever.
+A step's samples are cut into mini-batches, the samples of each dealt out to the data-parallel
+ranks, and those of a rank to micro-batches. `orders_of_epochs` shuffles them for the first cut,
+from what no layout changes, so that an update learns from the same samples in every one.
+`plan_step` decides the rest from lengths alone and gives every rank as many micro-batches as any
+other: ranks with different numbers would wait for each other forever.
 
-Shape legend: n samples of the step.
+Shape legend: n samples of the step, in g groups; e epochs.
 This module is pure: it imports neither Megatron nor vLLM nor torch.distributed.
 """
 
@@ -16,6 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.random import PCG64, SeedSequence
 
 from mcore_rl.batching.balance import partition
 from mcore_rl.batching.context_chunks import chunks_of_sample, round_up
@@ -55,6 +57,48 @@ class Prompts:
 Cuts = tuple[tuple[tuple[int, ...], ...], ...]  # mini-batch -> micro-batch -> sample of the step
 
 
+def orders_of_epochs(
+    teaches: Sequence[bool] | np.ndarray,
+    *,
+    samples_per_group: int,
+    num_mini_batches: int,
+    num_epochs: int,
+    seed: int,
+    step: int,
+) -> np.ndarray:
+    """`[e, n]` int64: the step's samples in the order in which each epoch divides them into
+    mini-batches, by (seed, step, epoch) alone: a resume needs no state, and ranks agree.
+
+    `teaches` `[g]` says which groups have a gradient. Groups are shuffled whole, as samples of one
+    prompt can share its tokens, and those that teach nothing are spread evenly over the order: of
+    equal parts of whole groups none has two more of them than another. A single mini-batch has all
+    samples whatever the order, so that they keep theirs.
+    """
+    teaching = np.asarray(teaches, dtype=np.bool_)
+    orders = np.tile(np.arange(len(teaching) * samples_per_group), (num_epochs, 1))
+    if num_mini_batches == 1 or not len(teaching):
+        return orders
+    for epoch in range(num_epochs):
+        # Raw bits, which numpy keeps for ever, unlike what `permutation` makes of them.
+        raw = PCG64(SeedSequence([seed, step, epoch])).random_raw(len(teaching) + 1)
+        groups = _spread(np.argsort(raw[1:]), teaching, int(raw[0] % len(teaching)))
+        orders[epoch] = orders[epoch].reshape(len(teaching), samples_per_group)[groups].ravel()
+    return orders
+
+
+def _spread(groups: np.ndarray, teaching: np.ndarray, first: int) -> np.ndarray:
+    """`groups` with those that teach nothing at equal distances; `first` / their number is where
+    they begin. Each kind keeps its order."""
+    idle = groups[~teaching[groups]]
+    if not len(idle):
+        return groups
+    is_idle = np.zeros(len(groups), dtype=np.bool_)
+    is_idle[(np.arange(len(idle)) * len(groups) + first) // len(idle)] = True
+    spread = np.empty_like(groups)
+    spread[is_idle], spread[~is_idle] = idle, groups[teaching[groups]]
+    return spread
+
+
 def plan_step(
     lengths: Sequence[int] | np.ndarray,
     *,
@@ -62,11 +106,13 @@ def plan_step(
     dp_size: int,
     batching: MicroBatching,
     prompts: Prompts | None = None,
+    order: np.ndarray | None = None,
 ) -> list[Cuts]:
     """What each data-parallel rank trains on, in which mini-batch and micro-batch.
 
     `lengths` `[n]` are prompt plus response tokens of the step's samples. Mini-batch k is the k-th
-    of `num_mini_batches` equal consecutive parts of them. Every sample is dealt out exactly once;
+    of `num_mini_batches` equal parts of `order` `[n]` (default: as they are), consecutive ones in
+    it. Every sample is dealt out exactly once;
     all ranks have equally many micro-batches in a mini-batch, a multiple of `count_multiple_of`.
 
     Packed, ranks and then micro-batches are balanced by cost (Karmarkar-Karp, see `balance`); there
@@ -83,7 +129,9 @@ def plan_step(
         f"{len(lengths)} samples do not divide into {num_mini_batches} mini-batches"
     )
     assert dp_size >= 1, f"dp_size {dp_size}"
-    mini_batches = np.split(np.arange(len(lengths)), num_mini_batches)
+    order = np.arange(len(lengths)) if order is None else order
+    assert np.array_equal(np.sort(order), np.arange(len(lengths))), "not an order of the samples"
+    mini_batches = np.split(order, num_mini_batches)
     if batching.packed:
         by_mini_batch = [
             _deal_packed(samples, lengths, prompts, dp_size, batching) for samples in mini_batches

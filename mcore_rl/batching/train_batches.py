@@ -138,6 +138,6 @@ def _selected(
         value = getattr(batch, field.name)
         if field.name in ("lengths", "prompt_lengths", "sample_ids"):
             selected[field.name] = value[samples]
-        elif field.name != "cuts":
+        elif field.name not in ("cuts", "later"):
             selected[field.name] = None if value is None else value[tokens]
     return TrainBatch(**selected)  # type: ignore[arg-type]

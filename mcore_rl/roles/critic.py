@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Protocol, TextIO
 
@@ -20,7 +20,7 @@ from mcore_rl import megatron_adapter
 from mcore_rl.algorithms.value_loss import ValueLossSums
 from mcore_rl.arguments import RLConfig
 from mcore_rl.batching.micro_batching import MicroBatching
-from mcore_rl.batching.train_batches import num_tokens, split_mini_batches
+from mcore_rl.batching.train_batches import num_tokens
 from mcore_rl.critic import Critic, ValueUpdateStats
 from mcore_rl.critic_startup import save_critic
 from mcore_rl.hybrid_engine.layout import TrainLayout
@@ -29,7 +29,7 @@ from mcore_rl.model_runner import ModelRunner
 from mcore_rl.optimizer import UpdateResult
 from mcore_rl.roles.bridge import Bridge, Message
 from mcore_rl.roles.samples import samples_to_tensors, tensors_to_samples
-from mcore_rl.roles.tokens import batch_of_rank, of_batch, to_all
+from mcore_rl.roles.tokens import batch_of_rank, mini_batches, of_batch, to_all
 from mcore_rl.types import ScoredRollout, StepBatch, TrainBatch
 
 
@@ -43,9 +43,16 @@ class CriticRole(Protocol):
         """Until it is built; before anything else."""
 
     def take(
-        self, scored: Sequence[ScoredRollout], lengths: np.ndarray, of_actor: TrainBatch
+        self,
+        scored: Sequence[ScoredRollout],
+        lengths: np.ndarray,
+        orders: np.ndarray,
+        of_actor: TrainBatch,
     ) -> TrainBatch | None:
-        """A step begins; what this rank gets of its samples, if it has a part of the critic."""
+        """A step begins; what this rank gets of its samples, if it has a part of the critic.
+
+        `orders` `[e, n]` are those by which the epochs of actor and critic divide them.
+        """
 
     def with_values(self, batch: StepBatch) -> StepBatch:
         """The batch with values of every token, before any update."""
@@ -87,7 +94,11 @@ class ColocatedCritic:
         """It is there."""
 
     def take(
-        self, scored: Sequence[ScoredRollout], lengths: np.ndarray, of_actor: TrainBatch
+        self,
+        scored: Sequence[ScoredRollout],
+        lengths: np.ndarray,
+        orders: np.ndarray,
+        of_actor: TrainBatch,
     ) -> TrainBatch:
         if self.shares_layout:
             return of_actor
@@ -98,6 +109,7 @@ class ColocatedCritic:
             layout=self.model.layout,
             batching=self.batching,
             rank=dist.get_rank(),
+            orders=orders,
         )
 
     def with_values(self, batch: StepBatch) -> StepBatch:
@@ -126,9 +138,7 @@ class ColocatedCritic:
             )
             returns = of_batch(everywhere, batch.critic, batch.lengths)
         own = dataclasses.replace(batch.critic, returns=returns)
-        self._updates = [
-            self.model.update(part) for part in mini_batches(own, self._config.num_epochs)
-        ]
+        self._updates = _updates(self.model, own, batch.lengths, self._config.num_epochs)
 
     def end_update(self) -> list[ValueUpdateStats]:
         return self._updates
@@ -146,10 +156,14 @@ class ColocatedCritic:
         """Nor does it for others."""
 
 
-def mini_batches(batch: TrainBatch, num_epochs: int) -> Iterator[TrainBatch]:
-    """The mini-batches of a step, one optimizer update each, in order."""
-    for _ in range(num_epochs):
-        yield from split_mini_batches(batch)
+def _updates(
+    critic: Critic, batch: TrainBatch, lengths: np.ndarray, num_epochs: int
+) -> list[ValueUpdateStats]:
+    """Have the critic learn from its part of a step."""
+    dp_group, device = critic.runner.groups["dp"], critic.runner.device
+    return [
+        critic.update(part) for part in mini_batches(batch, num_epochs, lengths, dp_group, device)
+    ]
 
 
 class RemoteCritic:
@@ -169,10 +183,15 @@ class RemoteCritic:
         self.batching = MicroBatching(**facts["batching"])
 
     def take(
-        self, scored: Sequence[ScoredRollout], lengths: np.ndarray, of_actor: TrainBatch
+        self,
+        scored: Sequence[ScoredRollout],
+        lengths: np.ndarray,
+        orders: np.ndarray,
+        of_actor: TrainBatch,
     ) -> None:
         if self._bridge is not None:
-            self._bridge.tell(Message("samples", tensors=samples_to_tensors(scored)))
+            tensors = {**samples_to_tensors(scored), "orders": torch.from_numpy(orders)}
+            self._bridge.tell(Message("samples", tensors=tensors))
 
     def with_values(self, batch: StepBatch) -> StepBatch:
         everywhere = self._answer().tensors["values"]
@@ -262,6 +281,7 @@ def serve_critic(
                 layout=layout,
                 batching=batching,
                 rank=dist.get_rank(),
+                orders=message.tensors["orders"].numpy(),
             )
             batch = dataclasses.replace(batch, values=critic.values(batch))
             assert batch.values is not None
@@ -272,7 +292,7 @@ def serve_critic(
             assert batch is not None, "returns of no samples"
             returns = of_batch(message.tensors["returns"], batch, lengths)
             own = dataclasses.replace(batch, returns=returns)
-            updates = [critic.update(part) for part in mini_batches(own, config.num_epochs)]
+            updates = _updates(critic, own, lengths, config.num_epochs)
             seconds = {"values": values_seconds, "update": time.perf_counter() - started}
             bridge.answer(_report(critic, updates, seconds))
         elif message.name == "save":

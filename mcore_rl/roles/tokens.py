@@ -6,7 +6,8 @@ Shape legend: n samples and T tokens of the step, t tokens of a rank's samples.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import dataclasses
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import torch
@@ -14,7 +15,7 @@ import torch.distributed as dist
 
 from mcore_rl.batching.dealing import Prompts, plan_step
 from mcore_rl.batching.micro_batching import MicroBatching
-from mcore_rl.batching.train_batches import build_train_batch
+from mcore_rl.batching.train_batches import build_train_batch, split_mini_batches
 from mcore_rl.hybrid_engine.layout import TrainLayout
 from mcore_rl.types import ScoredRollout, TrainBatch
 
@@ -27,16 +28,58 @@ def batch_of_rank(
     layout: TrainLayout,
     batching: MicroBatching,
     rank: int,
+    orders: np.ndarray | None = None,
 ) -> TrainBatch:
-    """What a rank of `layout` gets of a step's samples; `lengths` `[n]` are their tokens."""
-    plan = plan_step(
-        lengths,
-        num_mini_batches=num_mini_batches,
-        dp_size=layout.dp_size,
-        batching=batching,
-        prompts=Prompts.of(scored),
-    )
-    return build_train_batch(scored, plan[layout.dp_rank(rank)])
+    """What a rank of `layout` gets of a step's samples; `lengths` `[n]` are their tokens.
+
+    `orders` `[e, n]` are those of the epochs (default: one, as they are). With a single mini-batch
+    all epochs learn from the same one.
+    """
+    prompts, dp_rank = Prompts.of(scored), layout.dp_rank(rank)
+
+    def of_epoch(order: np.ndarray | None) -> TrainBatch:
+        plan = plan_step(
+            lengths,
+            num_mini_batches=num_mini_batches,
+            dp_size=layout.dp_size,
+            batching=batching,
+            prompts=prompts,
+            order=order,
+        )
+        return build_train_batch(scored, plan[dp_rank])
+
+    if orders is None:
+        return of_epoch(None)
+    later = orders[1:] if num_mini_batches > 1 else ()
+    return dataclasses.replace(of_epoch(orders[0]), later=tuple(of_epoch(order) for order in later))
+
+
+def mini_batches(
+    batch: TrainBatch,
+    num_epochs: int,
+    lengths: np.ndarray,
+    group: dist.ProcessGroup,
+    device: torch.device,
+) -> Iterator[TrainBatch]:
+    """The mini-batches of a step, one optimizer update each, in order, as this rank has them.
+
+    Where an epoch deals samples out to other ranks, what the stages before have found of them goes
+    there first, one number per token after the other: collective over `group`, the data-parallel
+    one of the layout that `batch` is of. `lengths` `[n]` are the tokens of all samples.
+    """
+    later = batch.later
+    assert not later or len(later) == num_epochs - 1, f"{len(later)} later of {num_epochs} epochs"
+    for field in dataclasses.fields(batch) if later else ():
+        value = getattr(batch, field.name)
+        if value is None or getattr(later[0], field.name) is not None:
+            continue  # not found, or made of the samples themselves
+        everywhere = to_all(value, batch, lengths, group, device)
+        later = tuple(
+            dataclasses.replace(each, **{field.name: of_batch(everywhere, each, lengths)})
+            for each in later
+        )
+    for epoch in (batch, *(later or [batch] * (num_epochs - 1))):
+        yield from split_mini_batches(epoch)
 
 
 def to_all(

@@ -92,10 +92,10 @@ class Parts:
             self._accuracy = float(np.mean([s.reward >= 1.0 for s in scored]))
         return self._accuracy
 
-    def make_batch(self, collected: Collected) -> StepBatch:
+    def make_batch(self, step: int, collected: Collected) -> StepBatch:
         """The samples as tensors, divided into mini-batches, ranks and micro-batches."""
         with self.timers("advantages"):
-            return self.learner.make_batch(collected.scored)
+            return self.learner.make_batch(step, collected.scored)
 
     def with_log_probs(self, batch: StepBatch) -> StepBatch:
         """What actor, reference and critic say before the update."""

@@ -34,7 +34,7 @@ def learn(flags: list[str], target: str, num_steps: int = 2) -> dict[str, Any]:
     steps, sharing = [], 0
     for step in range(num_steps):
         _there_and_back(offloader)
-        batch = learner.make_batch(scored)
+        batch = learner.make_batch(step, scored)
         steps.append(take_step(learner, step, batch, scored))
         rows = [lay_out(part, batching, None) for part in split_micro_batches(batch.actor)]
         sharing += sum(each.prefix_of is not None for each in rows)

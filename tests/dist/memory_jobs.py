@@ -73,7 +73,7 @@ def _learn(job: Job, num_steps: int, gradients: dict[str, torch.Tensor]) -> dict
     steps = []
     for step in range(num_steps):
         _as_in_a_switch(offloader)
-        batch = learner.make_batch(scored)
+        batch = learner.make_batch(step, scored)
         measured = take_step(learner, step, batch, scored)
         steps.append({name: value.hex() for name, value in measured.items()})
         for counter, part in zip(counters, (batch.actor, batch.critic), strict=True):

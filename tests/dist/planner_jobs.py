@@ -28,7 +28,7 @@ def measured_bytes_of_critic(flags: list[str]) -> dict[str, Any]:
     models = build_models(flags)
     assert models.critic is not None
     scored = scored_rollouts(models.job)
-    take_step(models.learner, 0, models.learner.make_batch(scored), scored)
+    take_step(models.learner, 0, models.learner.make_batch(0, scored), scored)
     layout = models.critic.world.layout
     result = {**_held(models.critic.state, layout.world_size), "layout": layout.describe()}
     dist.destroy_process_group()

@@ -121,7 +121,7 @@ def learn(
     scored = scored_rollouts(models.job)
     found: dict[str, Any] = {
         "steps": [
-            take_step(learner, step, learner.make_batch(scored), scored)
+            take_step(learner, step, learner.make_batch(step, scored), scored)
             for step in range(num_steps)
         ]
     }
@@ -155,7 +155,7 @@ def learn_save_and_learn(flags: list[str], target: str) -> dict[str, float]:
     """A step, a checkpoint in `saved`, and another step; what that one measured."""
     models = build_models(flags)
     scored = scored_rollouts(models.job)
-    take_step(models.learner, 0, models.learner.make_batch(scored), scored)
+    take_step(models.learner, 0, models.learner.make_batch(0, scored), scored)
     folder = Path(target) / "saved"
     if models.critic is not None:
         save_critic(models.critic, 1, folder)
@@ -177,7 +177,7 @@ def load_and_learn(flags: list[str], target: str) -> dict[str, float]:
 
 def _step_and_export(models: Models, step: int, target: str) -> dict[str, float]:
     scored = scored_rollouts(models.job)
-    found = take_step(models.learner, step, models.learner.make_batch(scored), scored)
+    found = take_step(models.learner, step, models.learner.make_batch(step, scored), scored)
     export_models(models, Path(target))
     dist.destroy_process_group()
     return found
@@ -189,7 +189,7 @@ def refuses_a_reward(flags: list[str], sample: int) -> str:
     scored = scored_rollouts(models.job)
     scored[sample] = dataclasses.replace(scored[sample], reward=float("nan"))
     try:
-        take_step(models.learner, 0, models.learner.make_batch(scored), scored)
+        take_step(models.learner, 0, models.learner.make_batch(0, scored), scored)
     except RuntimeError as error:
         dist.destroy_process_group()
         return str(error)

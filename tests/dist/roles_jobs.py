@@ -82,7 +82,8 @@ def _act(job: Job, target: Path, num_steps: int, log: Any) -> dict[str, Any]:
     scored = scored_rollouts(job)
     found: dict[str, Any] = {"scores": role.scores([s.rollout for s in scored]).tolist()}
     found["steps"] = [
-        take_step(learner, step, learner.make_batch(scored), scored) for step in range(num_steps)
+        take_step(learner, step, learner.make_batch(step, scored), scored)
+        for step in range(num_steps)
     ]
     found["rates"] = sorted(learner.rates())
     learner.critic.save(num_steps, target / "saved")

@@ -141,18 +141,18 @@ def learner_of(
         model: Any = ScriptedCritic(log)
         critic = ColocatedCritic(model, config, actor.runner, LAYOUT)
     reference = ReferencePolicy(actor.state) if config.recipe.needs_reference else None
-    learner = Learner(config, LAYOUT, MicroBatching(), actor, critic, reference=reference)
+    learner = Learner(config, LAYOUT, MicroBatching(), actor, critic, reference=reference, seed=1)
     learner.scores_in_update &= not scored_before
     actor.state.parameter.data += ACTOR_SHIFT  # the reference stays behind by as much
     return learner, log
 
 
 def evaluated(learner: Learner, samples: Sequence[ScoredRollout]) -> StepBatch:
-    return learner.with_advantages(samples, learner.with_log_probs(learner.make_batch(samples)))
+    return learner.with_advantages(samples, learner.with_log_probs(learner.make_batch(0, samples)))
 
 
 def inputs_of(learner: Learner, samples: Sequence[ScoredRollout]) -> Any:
-    batch = learner.with_log_probs(learner.make_batch(samples)).actor
+    batch = learner.with_log_probs(learner.make_batch(0, samples)).actor
     return learner._advantage_inputs(samples, batch)
 
 
@@ -209,7 +209,7 @@ def test_kl_in_the_reward_is_taken_from_every_token_and_from_the_score():
 def test_kl_in_the_loss_leaves_rewards_alone():
     learner, _ = learner_of(kl_coef=0.5)
     samples = scored()
-    batch = learner.with_log_probs(learner.make_batch(samples)).actor
+    batch = learner.with_log_probs(learner.make_batch(0, samples)).actor
     assert batch.ref_log_probs is not None
     assert torch.equal(
         (batch.old_log_probs - batch.ref_log_probs)[batch.loss_mask],
@@ -223,12 +223,12 @@ def test_kl_in_the_loss_leaves_rewards_alone():
 def test_without_a_kl_there_is_no_reference():
     learner, _ = learner_of()
     assert learner.reference is None
-    assert learner.with_log_probs(learner.make_batch(scored())).actor.ref_log_probs is None
+    assert learner.with_log_probs(learner.make_batch(0, scored())).actor.ref_log_probs is None
 
 
 def test_the_reference_leaves_the_actors_weights_as_they_were():
     learner, _ = learner_of(kl_coef=0.5)
-    learner.with_log_probs(learner.make_batch(scored()))
+    learner.with_log_probs(learner.make_batch(0, scored()))
     assert learner.actor.state.parameter.item() == 2 * ACTOR_SHIFT
 
 
@@ -324,7 +324,7 @@ def test_values_travel_between_two_orders_of_the_samples():
     """Actor and critic deal samples out in their own ways; a value stays with its token."""
     learner, _ = learner_of(algorithm="ppo")
     samples = scored()
-    own = learner.make_batch(samples)
+    own = learner.make_batch(0, samples)
     backwards = take(own.actor, (((3, 1, 0, 2),),))
     learner.critic.shares_layout = False
     there = learner.critic.with_values(dataclasses.replace(own, critic=backwards))
@@ -367,11 +367,57 @@ def test_dropout_makes_scoring_another_pass(monkeypatch):
 
 
 def test_updates_go_through_the_mini_batches_once_an_epoch_and_the_critics_come_first():
-    learner, log = learner_of(algorithm="ppo", num_mini_batches=2, num_epochs=2)
+    learner, log = learner_of(algorithm="ppo", num_mini_batches=2, num_epochs=6)
     learnt = learner.update(0, evaluated(learner, scored()))
-    halves = [[0, 1], [2, 3]]
-    assert log == [(name, half) for name in ("critic", "actor") for half in halves * 2]
-    assert learnt.actor == ["actor"] * 4 and learnt.critic == ["critic"] * 4
+    parts = [samples for name, samples in log if name == "actor"]
+    assert log == [(name, part) for name in ("critic", "actor") for part in parts]
+    assert learnt.actor == ["actor"] * 12 and learnt.critic == ["critic"] * 12
+    epochs = [parts[at : at + 2] for at in range(0, 12, 2)]
+    halves = [[0, 1], [2, 3]]  # the samples of a prompt stay together
+    assert all(epoch in (halves, halves[::-1]) for epoch in epochs)
+    assert halves in epochs and halves[::-1] in epochs
+
+
+@pytest.mark.parametrize("shares_layout", [True, False])
+def test_what_was_found_of_a_sample_is_with_it_in_every_epoch(shares_layout: bool):
+    learner, _ = learner_of(
+        algorithm="ppo", num_mini_batches=2, num_epochs=4, mismatch_correction="token_tis"
+    )
+    learner.critic.shares_layout = shares_layout
+    batch = evaluated(learner, scored())
+    assert any(part.sample_ids[0] != 0 for part in (batch.actor, *batch.actor.later))
+    learnt: dict[str, list[TrainBatch]] = {"actor": [], "critic": []}
+    learner.actor.update = learnt["actor"].append
+    learner.critic.model.update = learnt["critic"].append
+    learner.update(0, batch)
+    of_sample: dict[tuple[str, int], set[tuple]] = {}
+    for name, fields in (
+        ("actor", ("token_ids", "advantages", "ref_log_probs", "values", "weights")),
+        ("critic", ("token_ids", "values", "returns")),
+    ):
+        assert len(learnt[name]) == 8
+        for part in learnt[name]:
+            for number, sample in enumerate(part.sample_ids.tolist()):
+                alone = take(part, (((number,),),))
+                kept = torch.stack([getattr(alone, field).float() for field in fields])
+                if name == "actor":
+                    kept = kept[:, alone.loss_mask]
+                of_sample.setdefault((name, sample), set()).add(tuple(kept.flatten().tolist()))
+    assert of_sample.keys() == {(name, sample) for name in learnt for sample in range(4)}
+    assert all(len(seen) == 1 for seen in of_sample.values())
+
+
+def test_groups_that_teach_nothing_are_shared_out_among_mini_batches():
+    """As dynamic sampling leaves them, at the end of the step."""
+    learner, _ = learner_of(num_mini_batches=2)
+    rewards = [1.0, 0.0] * 4 + [1.0, 1.0] * 4
+    orders = set()
+    for step in range(20):
+        batch = learner.make_batch(step, scored([(1, 1, reward) for reward in rewards]))
+        first, second = batch.actor.sample_ids.split(8)
+        assert (first < 8).sum() == (second < 8).sum() == 4
+        orders.add(tuple(first.sort().values.tolist()))
+    assert len(orders) > 5
 
 
 def test_the_actor_waits_while_the_critic_warms_up():

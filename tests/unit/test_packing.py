@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mcore_rl.batching.context_chunks import chunks_of_sample, positions_on_cp_rank, round_up
-from mcore_rl.batching.dealing import Cuts, plan_step
+from mcore_rl.batching.dealing import Cuts, orders_of_epochs, plan_step
 from mcore_rl.batching.micro_batching import MicroBatching
 from mcore_rl.batching.rows import lay_out, row_length
 from mcore_rl.batching.train_batches import (
@@ -134,6 +134,102 @@ def test_padded_plan_deals_out_every_sample_once_and_mini_batches_do_not_depend_
         assert {len(micro_batch) for micro_batch in micro_batches} == {micro_batch_size}
         dealt = sorted(sample for micro_batch in micro_batches for sample in micro_batch)
         assert dealt == list(range(k * size, (k + 1) * size))
+
+
+@given(
+    teaches=st.lists(st.booleans(), min_size=1, max_size=12),
+    groups_per_mini_batch=st.integers(1, 3),
+    num_mini_batches=st.integers(1, 4),
+    samples_per_group=st.integers(1, 4),
+    batching=BATCHINGS,
+    seed=st.integers(0, 9),
+    step=st.integers(0, 9),
+)
+def test_every_epoch_learns_from_each_sample_once_and_from_the_same_ones_on_all_ranks(
+    teaches: list[bool],
+    groups_per_mini_batch: int,
+    num_mini_batches: int,
+    samples_per_group: int,
+    batching: MicroBatching,
+    seed: int,
+    step: int,
+) -> None:
+    num_groups = groups_per_mini_batch * num_mini_batches
+    teaches = (teaches * num_groups)[:num_groups]
+    num_samples = num_groups * samples_per_group
+    orders = orders_of_epochs(
+        teaches,
+        samples_per_group=samples_per_group,
+        num_mini_batches=num_mini_batches,
+        num_epochs=3,
+        seed=seed,
+        step=step,
+    )
+    lengths = np.arange(num_samples) % 13 + 1
+    for order in orders:
+        assert sorted(order) == list(range(num_samples))
+        of_layouts = []
+        for dp_size in (1, 2, 3):
+            plan = plan_step(
+                lengths,
+                num_mini_batches=num_mini_batches,
+                dp_size=dp_size,
+                batching=batching,
+                order=order,
+            )
+            of_layouts.append(
+                [
+                    sorted(sample for cuts in plan for micro in cuts[k] for sample in micro)
+                    for k in range(num_mini_batches)
+                ]
+            )
+        assert of_layouts[0] == of_layouts[1] == of_layouts[2]
+        idle = []
+        for samples in of_layouts[0]:
+            groups = sorted({sample // samples_per_group for sample in samples})
+            assert len(groups) == groups_per_mini_batch, "a group is in two mini-batches"
+            idle.append(sum(not teaches[group] for group in groups))
+        assert max(idle) - min(idle) <= 1, idle
+    if num_mini_batches == 1:
+        assert (orders == np.arange(num_samples)).all()
+
+
+def test_epochs_and_steps_divide_samples_differently_and_a_resumed_step_as_before() -> None:
+    def orders(**changes: int) -> np.ndarray:
+        given = {"num_mini_batches": 4, "num_epochs": 3, "seed": 1, "step": 0, **changes}
+        return orders_of_epochs([True] * 16, samples_per_group=2, **given)
+
+    found = [
+        order.tolist() for change in ({}, {"step": 1}, {"seed": 2}) for order in orders(**change)
+    ]
+    assert len({tuple(order) for order in found}) == 9
+    mini_batches = {frozenset(order[:8]) for order in found}
+    assert len(mini_batches) == 9, "other mini-batches, and not these in another order"
+    assert (orders(num_epochs=4, step=1)[:3] == orders(step=1)).all()
+    # The numbers themselves: what a run draws must stay what it was.
+    assert (orders()[0][::2] // 2).tolist() == [
+        8,
+        15,
+        1,
+        13,
+        3,
+        11,
+        6,
+        4,
+        14,
+        10,
+        7,
+        9,
+        12,
+        5,
+        2,
+        0,
+    ]
+    # Groups that do not divide into mini-batches are cut, and none is left out.
+    odd = orders_of_epochs(
+        [True, False, True], samples_per_group=2, num_mini_batches=2, num_epochs=1, seed=0, step=0
+    )
+    assert sorted(odd[0]) == list(range(6))
 
 
 def test_plans_refuse_numbers_that_do_not_divide_and_samples_over_the_budget() -> None:

@@ -64,10 +64,10 @@ class RLConfig:
         kind=str,
     )
     reward_workers: int = _flag(1, "reward processes per engine")
-    reward_timeout_seconds: float = _flag(10.0, "a sample whose reward takes longer gets reward 0")
+    reward_timeout_seconds: float = _flag(10.0, "a sample whose reward takes longer is left out")
     reward_memory_gib: float = _flag(
         4.0,
-        "memory of a reward process, in GiB; a sample that needs more gets reward 0; 0: no limit",
+        "memory of a reward process, in GiB; a sample that needs more is left out; 0: no limit",
     )
     reward_env: str | None = _flag(
         None,

@@ -4,6 +4,8 @@ Dynamic sampling (DAPO, arXiv 2503.14476, section 3.2) keeps a prompt only if it
 in reward, as otherwise no response is better than another. A step draws as many prompts as are
 missing, again and again but no more often than `--rl-max-refills`; what is missing then is filled
 up with prompts that teach nothing, so that a step always has the same number of samples.
+
+A sample whose reward failed has none: it counts in no comparison, and nothing is learnt from it.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ from mcore_rl.arguments import RLConfig
 from mcore_rl.data import PromptDataset, prompt_indices
 from mcore_rl.health.stage_timers import StageTimers
 from mcore_rl.rollout import RolloutWorkers
-from mcore_rl.types import Prompt, ScoredRollout
+from mcore_rl.types import Baseline, Prompt, ScoredRollout
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +70,8 @@ class Collector:
             for group in self._groups(wanted - len(kept), weight_version, None):
                 (kept if _differ(group) else useless).append(group)
             num_draws += 1
+            if not any(sample.is_valid for group in (*kept, *useless) for sample in group):
+                break  # every reward fails, which more of them would not mend
         missing = wanted - len(kept)
         groups = kept + useless[: max(missing, 0)]
         metrics = {
@@ -82,8 +86,13 @@ class Collector:
     def _collected(
         self, groups: Sequence[Sequence[ScoredRollout]], metrics: dict[str, float] | None = None
     ) -> Collected:
+        metrics = dict(metrics or {})
+        if self._recipe.needs_greedy_baseline:
+            baselines = [group[0].baseline for group in groups]
+            failed = [each for each in baselines if each is not None and each.failure is not None]
+            metrics["reward/baseline_failures"] = float(len(failed))
         scored = [sample for group in groups for sample in group]
-        return Collected(scored, self._num_generated_tokens, metrics or {})
+        return Collected(scored, self._num_generated_tokens, metrics)
 
     def _groups(
         self, num_prompts: int, weight_version: int, when_few_are_left: Callable[[], object] | None
@@ -111,7 +120,7 @@ class Collector:
             if greedy is not None:
                 baselines = self._workers.score(greedy)
                 self._num_generated_tokens += _num_tokens(baselines)
-                scored = _with_baselines(scored, [sample.reward for sample in baselines])
+                scored = _with_baselines(scored, baselines)
         size = self._recipe.num_samples_per_prompt
         return [scored[start : start + size] for start in range(0, len(scored), size)]
 
@@ -124,8 +133,8 @@ class Collector:
 
 
 def _differ(group: Sequence[ScoredRollout]) -> bool:
-    rewards = np.array([sample.reward for sample in group])
-    return len(select_informative_groups(rewards, np.zeros(len(group), dtype=np.int64))) > 0
+    rewards = np.array([sample.reward for sample in group if sample.is_valid])
+    return len(select_informative_groups(rewards, np.zeros(len(rewards), dtype=np.int64))) > 0
 
 
 def _num_tokens(scored: Sequence[ScoredRollout]) -> int:
@@ -133,9 +142,12 @@ def _num_tokens(scored: Sequence[ScoredRollout]) -> int:
 
 
 def _with_baselines(
-    scored: Sequence[ScoredRollout], baselines: Sequence[float]
+    scored: Sequence[ScoredRollout], greedy: Sequence[ScoredRollout]
 ) -> list[ScoredRollout]:
-    size = len(scored) // len(baselines)
+    size = len(scored) // len(greedy)
+    baselines = [
+        Baseline(each.reward, len(each.rollout.response_token_ids), each.failure) for each in greedy
+    ]
     return [
         dataclasses.replace(sample, baseline=baselines[index // size])
         for index, sample in enumerate(scored)

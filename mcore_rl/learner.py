@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from mcore_rl.actor import Actor, ReferencePolicy, UpdateStats
-from mcore_rl.algorithms.advantage_types import AdvantageInputs
+from mcore_rl.algorithms.advantage_types import AdvantageInputs, advantages_of_valid
 from mcore_rl.algorithms.aggregation import Denominators
 from mcore_rl.algorithms.kl import kl_penalty_rewards
 from mcore_rl.algorithms.mismatch import MismatchSums, mismatch_weights
@@ -101,13 +101,13 @@ class Learner:
         return StepBatch(batch, of_critic, lengths)
 
     def _teaches(self, scored: Sequence[ScoredRollout]) -> np.ndarray:
-        """`[g]` bool: groups whose samples get an advantage other than 0."""
-        group_ids = self._group_ids(scored)
+        """`[g]` bool: groups with a sample whose advantage is other than 0."""
+        group_ids, valid = self._group_ids(scored), _valid(scored)
         groups = np.unique(group_ids)
         if not find_advantage_estimator(self.recipe.advantage).compares_group:
-            return np.ones(len(groups), dtype=np.bool_)
+            return np.isin(groups, group_ids[valid])
         scores = np.array([sample.reward for sample in scored], dtype=np.float64)
-        return np.isin(groups, select_informative_groups(scores, group_ids))
+        return np.isin(groups, select_informative_groups(scores[valid], group_ids[valid]))
 
     def _group_ids(self, scored: Sequence[ScoredRollout]) -> np.ndarray:
         return np.arange(len(scored)) // self._config.samples_per_prompt
@@ -141,8 +141,11 @@ class Learner:
             if self.recipe.mismatch_correction != "none":
                 samples = dataclasses.replace(samples, weights=mismatch.weights)
         inputs = self._advantage_inputs(scored, samples)
-        found = find_advantage_estimator(self.recipe.advantage).function(
-            inputs, self.recipe.advantage_config
+        found = advantages_of_valid(
+            find_advantage_estimator(self.recipe.advantage).function,
+            inputs,
+            self.recipe.advantage_config,
+            _valid(scored),
         )
         samples = dataclasses.replace(
             samples,
@@ -185,18 +188,13 @@ class Learner:
     def _advantage_inputs(
         self, scored: Sequence[ScoredRollout], samples: TrainBatch
     ) -> AdvantageInputs:
-        config, recipe = self._config, self.recipe
         response_lengths = np.array([len(s.rollout.response_token_ids) for s in scored])
         scores = np.array([s.reward for s in scored], dtype=np.float64)
-        scores += overlong_penalty(
-            response_lengths,
-            buffer_tokens=recipe.overlong_buffer(config.max_response_tokens),
-            max_response_tokens=config.max_response_tokens,
-        )
+        scores += self._overlong_penalty(response_lengths)
         segments = Segments.of(samples.lengths, samples.loss_mask)
         rows = samples.sample_ids.numpy()
         token_rewards = torch.zeros(samples.num_tokens)
-        if recipe.kl_place == "reward":
+        if self.recipe.kl_place == "reward":
             penalties = self._kl_penalties(samples)
             token_rewards += penalties
             by_sample = torch.zeros(len(scored), dtype=torch.float64)
@@ -218,10 +216,26 @@ class Learner:
             token_rewards=token_rewards,
             loss_mask=samples.loss_mask,
             lengths=samples.lengths,
-            baselines=_baselines(scored),
+            baselines=self._baselines(scored),
             values=samples.values,
             global_sum=self.actor.runner.global_sum,
         )
+
+    def _overlong_penalty(self, response_lengths: np.ndarray) -> np.ndarray:
+        max_response_tokens = self._config.max_response_tokens
+        return overlong_penalty(
+            response_lengths,
+            buffer_tokens=self.recipe.overlong_buffer(max_response_tokens),
+            max_response_tokens=max_response_tokens,
+        )
+
+    def _baselines(self, scored: Sequence[ScoredRollout]) -> np.ndarray | None:
+        """Outcomes of greedy responses, which are penalised for their length as samples are."""
+        found = [sample.baseline for sample in scored if sample.baseline is not None]
+        if len(found) < len(scored):
+            return None
+        rewards = np.array([baseline.reward for baseline in found], dtype=np.float64)
+        return rewards + self._overlong_penalty(np.array([each.num_tokens for each in found]))
 
     def _kl_penalties(self, samples: TrainBatch) -> torch.Tensor:
         """`[t]`, with the controller's present coefficient; the controller hears of the KL."""
@@ -291,7 +305,5 @@ class Learner:
         return found
 
 
-def _baselines(scored: Sequence[ScoredRollout]) -> np.ndarray | None:
-    if any(sample.baseline is None for sample in scored):
-        return None
-    return np.array([sample.baseline for sample in scored], dtype=np.float64)
+def _valid(scored: Sequence[ScoredRollout]) -> np.ndarray:
+    return np.array([sample.is_valid for sample in scored], dtype=np.bool_)

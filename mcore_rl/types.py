@@ -46,14 +46,28 @@ class Rollout:
 
 
 @dataclass(frozen=True, slots=True)
+class Baseline:
+    """The greedy response to a prompt, as its samples are compared with it."""
+
+    reward: float
+    num_tokens: int  # of the response
+    failure: str | None = None  # as in `ScoredRollout`
+
+
+@dataclass(frozen=True, slots=True)
 class ScoredRollout:
     """A rollout and what its reward function made of it."""
 
     rollout: Rollout
     reward: float
-    failure: str | None = None  # why the reward function gave no value; the reward is then 0
+    failure: str | None = None  # why the reward function gave no value; `reward` then means nothing
     parts: Mapping[str, float] = field(default_factory=dict)  # reward name -> unweighted value
-    baseline: float | None = None  # reward of the greedy response to the prompt, where it is asked
+    baseline: Baseline | None = None  # where the estimator asks for it
+
+    @property
+    def is_valid(self) -> bool:
+        """Whether it can be learnt from: it has a reward, and what that is compared with."""
+        return self.failure is None and (self.baseline is None or self.baseline.failure is None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +89,7 @@ class TrainBatch:
     lengths: torch.Tensor  # [b] int64, tokens of each sample, prompt and response
     prompt_lengths: torch.Tensor  # [b] int64, of these the prompt's; 0: it is nobody's
     sample_ids: torch.Tensor  # [b] int64, which samples of the step these are
-    loss_mask: torch.Tensor  # [t] bool, True where the sample's next token came from the policy
+    loss_mask: torch.Tensor  # [t] bool, True where the next token of a valid sample is generated
     rollout_log_probs: torch.Tensor  # [t] float32, 0 where masked
     cuts: tuple[tuple[int, ...], ...]
     advantages: torch.Tensor | None = None  # [t] float32

@@ -5,6 +5,7 @@ Shape legend: see `mcore_rl.algorithms`.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -43,7 +44,9 @@ class AdvantageInputs:
     """What one data-parallel rank knows when advantages are formed.
 
     The `[n]` arrays are of the whole global step and the same on every rank; groups are complete in
-    them. A prompt drawn twice into one step needs two group ids if it is to form two groups.
+    them, but for samples whose reward failed: these are left out (see `advantages_of_valid`), so
+    that a group may be smaller than others. A prompt drawn twice into one step needs two group ids
+    if it is to form two groups.
 
     A penalty such as the KL is part of both `scores` (summed over the response) and `token_rewards`
     (where it arose): estimators read one or the other. Masked positions of `[t]` tensors may hold
@@ -69,3 +72,47 @@ class AdvantageInputs:
 class AdvantageOutputs:
     advantages: torch.Tensor  # [t] float32, 0 where masked
     returns: torch.Tensor | None = None  # [t] float32, what a critic learns; 0 where masked
+
+
+def advantages_of_valid(
+    estimator: Callable[[AdvantageInputs, AdvantageConfig], AdvantageOutputs],
+    inputs: AdvantageInputs,
+    config: AdvantageConfig,
+    valid: np.ndarray,
+) -> AdvantageOutputs:
+    """What `estimator` says as if samples that are not `valid` `[n]` did not exist; theirs is 0.
+
+    No mean, deviation, baseline or whitening has a sample whose reward failed, whatever the
+    estimator. Their tokens must not be in `inputs.loss_mask`. Collective as the estimator is.
+    """
+    if valid.all():
+        return estimator(inputs, config)
+    number_among_valid = np.cumsum(valid) - 1
+    here = valid[inputs.rows]
+    samples = torch.from_numpy(here).to(inputs.lengths.device)
+    tokens = samples.repeat_interleave(inputs.lengths)
+    assert not inputs.loss_mask[~tokens].any(), "a sample without a reward is learnt from"
+    found = estimator(
+        dataclasses.replace(
+            inputs,
+            scores=inputs.scores[valid],
+            group_ids=inputs.group_ids[valid],
+            response_lengths=inputs.response_lengths[valid],
+            rows=number_among_valid[inputs.rows[here]],
+            token_rewards=inputs.token_rewards[tokens],
+            loss_mask=inputs.loss_mask[tokens],
+            lengths=inputs.lengths[samples],
+            baselines=None if inputs.baselines is None else inputs.baselines[valid],
+            values=None if inputs.values is None else inputs.values[tokens],
+        ),
+        config,
+    )
+
+    def in_place(values: torch.Tensor) -> torch.Tensor:
+        everywhere = values.new_zeros(tokens.shape)
+        everywhere[tokens] = values
+        return everywhere
+
+    return AdvantageOutputs(
+        in_place(found.advantages), None if found.returns is None else in_place(found.returns)
+    )

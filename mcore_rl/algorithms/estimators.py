@@ -161,7 +161,7 @@ def whiten(values: torch.Tensor, inputs: AdvantageInputs, eps: float) -> torch.T
 
 
 def finite_scores(scores: np.ndarray, group_ids: np.ndarray) -> np.ndarray:
-    """`scores` as float64. RuntimeError: one is not finite (a failed reward is scored 0 before)."""
+    """`scores` as float64. RuntimeError: one is not finite (failed rewards are left out before)."""
     values = np.asarray(scores, dtype=np.float64)
     assert values.ndim == 1 and values.shape == np.shape(group_ids), (
         f"scores {values.shape} and group_ids {np.shape(group_ids)} must both be [n]"
@@ -175,7 +175,9 @@ def finite_scores(scores: np.ndarray, group_ids: np.ndarray) -> np.ndarray:
 
 
 def members_by_group(group_ids: np.ndarray) -> list[np.ndarray]:
-    """The samples of each group, groups by rising id and samples in order."""
+    """The samples of each group, groups by rising id and samples in order; none without samples."""
+    if not len(group_ids):
+        return []
     order = np.argsort(group_ids, kind="stable")
     _, starts = np.unique(np.asarray(group_ids)[order], return_index=True)
     return np.split(order, starts[1:])

@@ -20,7 +20,8 @@ def build_train_batch(scored: Sequence[ScoredRollout], cuts: Cuts) -> TrainBatch
     """One rank's samples on the CPU, in the order of `cuts`, without what log-probs bring.
 
     `scored` are all samples of the step, of which those in `cuts` are taken. A response of r tokens
-    after a prompt of p is scored by positions p-1 .. p+r-2. An empty response has no loss token.
+    after a prompt of p is scored by positions p-1 .. p+r-2. An empty response has no loss token,
+    nor has a sample that is not valid, as its reward failed: it is scored, and not learnt from.
 
     RuntimeError: a prompt is empty (its first response token would have nothing to be scored by),
     or a response and its log-probs differ in length.
@@ -37,7 +38,7 @@ def build_train_batch(scored: Sequence[ScoredRollout], cuts: Cuts) -> TrainBatch
         response = start + len(rollout.prompt.token_ids)
         token_ids[start:response] = rollout.prompt.token_ids
         token_ids[response:end] = rollout.response_token_ids
-        loss_mask[response - 1 : end - 1] = True
+        loss_mask[response - 1 : end - 1] = scored[row].is_valid
         rollout_log_probs[response - 1 : end - 1] = rollout.rollout_log_probs
     prompt_lengths = [len(scored[row].rollout.prompt.token_ids) for row in rows]
     return TrainBatch(

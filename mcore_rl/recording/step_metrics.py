@@ -22,8 +22,11 @@ from mcore_rl.types import ScoredRollout
 
 
 def rollout_metrics(scored: Sequence[ScoredRollout]) -> dict[str, float]:
-    """Rewards and lengths of a step's samples, which are the same on all ranks."""
-    rewards = np.array([s.reward for s in scored])
+    """Rewards and lengths of a step's samples, which are the same on all ranks.
+
+    Mean and deviation are of the rewards that did not fail, of which there is at least one.
+    """
+    rewards = np.array([s.reward for s in scored if s.failure is None])
     lengths = np.array([len(s.rollout.response_token_ids) for s in scored])
     cut = [s.rollout.finish_reason == "length" for s in scored]
     return {

@@ -2,8 +2,8 @@
 
     reward = sum over the parts of weight x value
 
-A sample of which one part has no value has the reward 0: a sum without that part would be on
-another scale than those of the other samples of its group.
+A sample of which one part has no value has no reward, and the reason in `failure`: a sum without
+that part would be on another scale than those of the other samples of its group.
 """
 
 from __future__ import annotations

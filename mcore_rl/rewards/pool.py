@@ -99,7 +99,7 @@ class RewardPool:
     def score(self, rollouts: Sequence[Rollout]) -> list[ScoredRollout]:
         """Scores all rollouts, in their order, with the sum of all functions; see `outcomes`.
 
-        A sample that fails has reward 0 and the reason in `failure`.
+        A sample that fails has the reason in `failure`, and a reward of 0 that means nothing.
         """
         return weighed(rollouts, self.outcomes(rollouts), dict.fromkeys(self._specs, 1.0))
 

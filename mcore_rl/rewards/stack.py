@@ -68,8 +68,8 @@ class RewardStack:
         """The rollouts with the sum of what all rewards made of them.
 
         `reward` is the weighted sum, `parts` has the values before their weights. A sample of
-        which a part failed has reward 0 and the part's reason in `failure`, and keeps the parts
-        that did not fail.
+        which a part failed has the part's reason in `failure` and a reward of 0 that means nothing,
+        and keeps the parts that did not fail.
         """
         in_order = {name: outcomes[name] for name in self._weights}
         return weighed(rollouts, in_order, self._weights)

@@ -12,7 +12,7 @@ from mcore_rl.types import Prompt, Rollout, ScoredRollout
 
 def samples_to_tensors(scored: Sequence[ScoredRollout]) -> dict[str, torch.Tensor]:
     """`token_ids` `[T]`, all samples one after the other; `prompt` and `response` `[n]`, how many
-    of them are which; all int64."""
+    of them are which; `valid` `[n]`, 1 for what can be learnt from; all int64."""
     pieces: list[np.ndarray] = [np.empty(0, dtype=np.int64)]
     for sample in scored:
         pieces += [
@@ -27,6 +27,7 @@ def samples_to_tensors(scored: Sequence[ScoredRollout]) -> dict[str, torch.Tenso
         "response": torch.tensor(
             [len(s.rollout.response_token_ids) for s in scored], dtype=torch.int64
         ),
+        "valid": torch.tensor([s.is_valid for s in scored], dtype=torch.int64),
     }
 
 
@@ -34,8 +35,8 @@ def tensors_to_samples(tensors: Mapping[str, torch.Tensor]) -> list[ScoredRollou
     """The samples again, without texts, log-probs and rewards."""
     token_ids = tensors["token_ids"].numpy()
     scored, end = [], 0
-    for prompt, response in zip(
-        tensors["prompt"].tolist(), tensors["response"].tolist(), strict=True
+    for prompt, response, valid in zip(
+        *(tensors[name].tolist() for name in ("prompt", "response", "valid")), strict=True
     ):
         start, middle, end = end, end + prompt, end + prompt + response
         rollout = Rollout(
@@ -47,5 +48,6 @@ def tensors_to_samples(tensors: Mapping[str, torch.Tensor]) -> list[ScoredRollou
             finish_reason="",
             weight_version=0,
         )
-        scored.append(ScoredRollout(rollout, reward=0.0))
+        failure = None if valid else "as told by the actor"
+        scored.append(ScoredRollout(rollout, reward=0.0, failure=failure))
     return scored

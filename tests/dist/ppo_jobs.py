@@ -23,7 +23,7 @@ from mcore_rl.resume import megatron_checkpoint
 from mcore_rl.resume.saver import write_checkpoint
 from mcore_rl.run_output import setup_logging
 from mcore_rl.startup import Job, build_actor, start
-from mcore_rl.types import Prompt, Rollout, ScoredRollout, StepBatch
+from mcore_rl.types import Baseline, Prompt, Rollout, ScoredRollout, StepBatch
 from tests.dist.jobs import random_tokens
 
 
@@ -53,7 +53,8 @@ def scored_samples(vocab_size: int, num_samples: int) -> list[ScoredRollout]:
             finish_reason="stop",
             weight_version=1,
         )
-        scored.append(ScoredRollout(rollout, reward=rng.random(), baseline=rng.random()))
+        reward, baseline = rng.random(), Baseline(rng.random(), num_tokens=response)
+        scored.append(ScoredRollout(rollout, reward, baseline=baseline))
     return scored
 
 

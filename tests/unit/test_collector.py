@@ -13,12 +13,13 @@ from mcore_rl.arguments import RLConfig
 from mcore_rl.collector import Collected, Collector
 from mcore_rl.data import prompt_indices
 from mcore_rl.health.stage_timers import StageTimers
-from mcore_rl.types import Prompt, Rollout, ScoredRollout
+from mcore_rl.recording.step_metrics import rollout_metrics
+from mcore_rl.types import Baseline, Prompt, Rollout, ScoredRollout
 
 SEED = 7
 NUM_PROMPTS = 20
 GREEDY_REWARD = 0.25
-Rewards = Callable[[int], Sequence[float]]
+Rewards = Callable[[int], Sequence[float | None]]
 
 
 @dataclass
@@ -28,8 +29,9 @@ class ScriptedWorkers:
     Each response holds a number of its own, so that a sample that is counted twice shows.
     """
 
-    rewards: Rewards
+    rewards: Rewards  # None for one that fails
     calls: list[dict[str, Any]] = field(default_factory=list)
+    greedy_fails: Callable[[int], bool] = lambda row: False
     num_responses: int = 0
 
     def generate(
@@ -58,15 +60,16 @@ class ScriptedWorkers:
         )
 
     def score(self, rollouts: Sequence[Rollout]) -> list[ScoredRollout]:
-        return [
-            ScoredRollout(
-                r,
-                GREEDY_REWARD + r.prompt.index
-                if r.text == "greedy"
-                else float(self.rewards(r.prompt.index)[r.sample_index % 2]),
-            )
-            for r in rollouts
-        ]
+        return [self._scored(r, r.prompt.index) for r in rollouts]
+
+    def _scored(self, rollout: Rollout, row: int) -> ScoredRollout:
+        if rollout.text == "greedy":
+            failure = "timed out" if self.greedy_fails(row) else None
+            return ScoredRollout(rollout, GREEDY_REWARD + row, failure)
+        reward = self.rewards(row)[rollout.sample_index % 2]
+        if reward is None:
+            return ScoredRollout(rollout, 0.0, "timed out")
+        return ScoredRollout(rollout, float(reward))
 
 
 def prompts() -> list[Prompt]:
@@ -188,8 +191,20 @@ def test_collect_asks_for_one_greedy_response_to_each_prompt():
     }
     # The responses that are learnt from are the sampled ones, each with its own prompt's baseline.
     assert [s.rollout.text for s in collected.scored] == ["sampled"] * 8
-    expected = [GREEDY_REWARD + row for row in drawn(0, 4) for _ in range(2)]
+    expected = [Baseline(GREEDY_REWARD + row, 1) for row in drawn(0, 4) for _ in range(2)]
     assert [s.baseline for s in collected.scored] == expected
+    assert collected.metrics == {"reward/baseline_failures": 0.0}
+
+
+def test_a_prompt_whose_greedy_response_has_no_reward_has_nothing_to_compare_with():
+    collector, workers = made(differ, algorithm="remax")
+    failing = drawn(0, 4)[1]
+    workers.greedy_fails = lambda row: row == failing
+    collected = collector.collect(5, nothing)
+    assert [s.is_valid for s in collected.scored] == [True] * 2 + [False] * 2 + [True] * 4
+    assert collected.metrics == {"reward/baseline_failures": 1.0}
+    found = rollout_metrics(collected.scored)  # the samples' own rewards are there
+    assert (found["reward/mean"], found["reward/failures"]) == (0.5, 0.0)
 
 
 def test_collect_without_an_estimator_that_reads_them_has_no_baselines():
@@ -294,7 +309,30 @@ def test_dynamic_sampling_scores_the_greedy_responses_of_refills_too():
         drawn(4, 2),
     ]
     for sample in collected.scored:
-        assert sample.baseline == GREEDY_REWARD + sample.rollout.prompt.index
+        assert sample.baseline is not None
+        assert sample.baseline.reward == GREEDY_REWARD + sample.rollout.prompt.index
+
+
+def test_a_sample_without_a_reward_makes_no_difference_within_its_group():
+    # As 0 it would differ from the other's 1.
+    rows = drawn(0, 4)
+    collector, _ = dynamic(lambda row: (None, 1.0) if row in rows[:2] else differ(row))
+    collected = collector.collect(1, nothing)
+    assert rows_of(collected) == [*rows[2:], *drawn(4, 2)]
+    assert collected.metrics == metrics(refills=1, share=0.0, dropped=4)
+
+
+def test_nothing_is_drawn_again_where_every_reward_fails():
+    collector, workers = dynamic(lambda row: (None, None))
+    collected = collector.collect(1, nothing)
+    assert len(workers.calls) == 1 and len(collected.scored) == 8
+    assert not any(s.is_valid for s in collected.scored)
+
+
+def test_metrics_of_rewards_are_of_those_that_there_are():
+    collector, _ = made(lambda row: (None, 3.0))
+    found = rollout_metrics(collector.collect(1, nothing).scored)
+    assert (found["reward/mean"], found["reward/std"], found["reward/failures"]) == (3.0, 0.0, 4.0)
 
 
 def test_all_that_was_generated_counts_as_the_steps_tokens():

@@ -20,7 +20,7 @@ from mcore_rl import megatron_adapter
 from mcore_rl.actor import ReferencePolicy
 from mcore_rl.algorithms.aggregation import Denominators
 from mcore_rl.algorithms.recipes import RECIPES
-from mcore_rl.algorithms.registry import import_user_file
+from mcore_rl.algorithms.registry import find_advantage_estimator, import_user_file
 from mcore_rl.algorithms.total_loss import policy_loss_total
 from mcore_rl.arguments import RLConfig
 from mcore_rl.batching.micro_batching import MicroBatching
@@ -28,7 +28,8 @@ from mcore_rl.batching.train_batches import take
 from mcore_rl.hybrid_engine.layout import TrainLayout
 from mcore_rl.learner import Learner
 from mcore_rl.roles.critic import ColocatedCritic
-from mcore_rl.types import Prompt, Rollout, ScoredRollout, StepBatch, TrainBatch
+from mcore_rl.roles.samples import samples_to_tensors, tensors_to_samples
+from mcore_rl.types import Baseline, Prompt, Rollout, ScoredRollout, StepBatch, TrainBatch
 
 LAYOUT = TrainLayout(world_size=1)
 # (prompt tokens, response tokens, reward) of two groups of two; one response is empty.
@@ -120,7 +121,7 @@ def scored(samples: Sequence[tuple[int, int, float]] = SAMPLES) -> list[ScoredRo
             finish_reason="stop",
             weight_version=0,
         )
-        found.append(ScoredRollout(rollout, reward, baseline=0.5))
+        found.append(ScoredRollout(rollout, reward, baseline=Baseline(0.5, num_tokens=1)))
     return found
 
 
@@ -247,6 +248,76 @@ def test_overlong_penalty_is_part_of_score_and_token_rewards():
     # Budget 4, buffer 2: a response of 3 tokens loses a half, one of 4 a whole.
     assert inputs.scores.tolist() == [0.0, 0.0, 0.5, 1.5]
     assert [max(s) for s in of_samples(inputs.token_rewards)] == [0.0, 0.0, 0.0, 1.5]
+
+
+def test_overlong_penalty_of_the_greedy_response_is_by_its_own_length():
+    learner, _ = learner_of(algorithm="remax", kl_reward_coef=0.0, overlong_buffer_tokens=2)
+    samples = [
+        dataclasses.replace(sample, baseline=Baseline(0.5, num_tokens=length))
+        for sample, length in zip(scored(), (2, 3, 4, 4), strict=True)
+    ]
+    assert inputs_of(learner, samples).baselines.tolist() == [0.5, 0.0, -0.5, -0.5]
+    advantages = of_samples(evaluated(learner, samples).actor.advantages)
+    # Rewards 1, 0, 0.5 and 2 less penalties of 1, 0, 0 and 0.5.
+    assert [max(each, key=abs) for each in advantages] == [-0.5, 0.0, 0.0, 2.0]
+
+
+# Samples without a reward -------------------------------------------------------------------------
+
+
+def without_rewards(*numbers: int, samples: list[ScoredRollout] | None = None):
+    found = samples or scored([(2, 2, -1.0), (2, 2, -2.0), (2, 2, -3.0), (2, 2, -1.0)])
+    for number in numbers:
+        found[number] = dataclasses.replace(found[number], reward=0.0, failure="timed out")
+    return found
+
+
+@pytest.mark.parametrize("algorithm", ["grpo", "rloo", "opo", "reinforce_pp", "remax", "ppo"])
+def test_a_failed_reward_takes_its_sample_out_of_the_update(algorithm: str):
+    # Where others are negative, a reward of 0 would be the best of its group.
+    learner, _ = learner_of(algorithm=algorithm)
+    batch = evaluated(learner, without_rewards(1)).actor
+    assert not batch.loss_mask.view(4, 4)[1].any() and batch.loss_mask.sum() == 6
+    advantages = batch.advantages.view(4, 4)
+    assert not advantages[1].any()
+    if find_advantage_estimator(learner.recipe.advantage).compares_group:
+        assert not advantages[0].any()  # alone, it is compared with nothing
+        assert advantages[2:].any(dim=1).all()
+    if algorithm == "ppo":
+        assert not batch.returns.view(4, 4)[1].any()
+    # It is scored like the others, so that nothing depends on who failed where.
+    assert torch.isfinite(batch.old_log_probs[batch.loss_mask]).all()
+
+
+def test_a_prompt_whose_greedy_response_failed_is_not_learnt_from():
+    learner, _ = learner_of(algorithm="remax")
+    samples = scored()
+    for number in (0, 1):
+        samples[number] = dataclasses.replace(
+            samples[number], baseline=Baseline(0.0, 1, failure="timed out")
+        )
+    batch = evaluated(learner, samples).actor
+    expected = evaluated(learner_of(algorithm="remax")[0], scored()).actor
+    parts = list(zip(of_samples(batch.advantages), of_samples(expected.advantages), strict=True))
+    assert all(value == 0 for found, _ in parts[:2] for value in found)
+    assert parts[2][0] == parts[2][1] and parts[3][0] == parts[3][1] and any(parts[3][0])
+    assert batch.loss_mask.sum() == 3
+
+
+def test_groups_without_two_rewards_count_as_idle():
+    learner, _ = learner_of(num_mini_batches=2)
+    samples = scored([(1, 1, float(number)) for number in range(8)])
+    # Of four groups the last two have nothing to compare: each mini-batch gets one of them.
+    samples = without_rewards(5, 6, 7, samples=samples)
+    for step in range(8):
+        first, _ = learner.make_batch(step, samples).actor.sample_ids.split(4)
+        assert (first >= 4).sum() == 2
+
+
+def test_the_critics_ranks_hear_which_samples_are_valid():
+    samples = without_rewards(0, 3)
+    there = tensors_to_samples(samples_to_tensors(samples))
+    assert [sample.is_valid for sample in there] == [False, True, True, False]
 
 
 # Advantages, corrections, metrics -----------------------------------------------------------------

@@ -12,7 +12,11 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from mcore_rl.algorithms.advantage_types import AdvantageConfig, AdvantageInputs
+from mcore_rl.algorithms.advantage_types import (
+    AdvantageConfig,
+    AdvantageInputs,
+    advantages_of_valid,
+)
 from mcore_rl.algorithms.registry import find_advantage_estimator
 from mcore_rl.errors import UsageError
 from tests.unit.algorithms.ragged import Ragged, normal, ragged, random_ragged, spoilt
@@ -65,11 +69,15 @@ def reference_whitened(tokens: list[float], eps: float = 1e-6) -> list[float]:
     return [(value - mean) / (std + eps) for value in tokens]
 
 
-def reference(name: str, inputs: AdvantageInputs, batch: Ragged, gamma: float) -> torch.Tensor:
+def reference(
+    name: str, inputs: AdvantageInputs, batch: Ragged, gamma: float, failed: tuple[int, ...] = ()
+) -> torch.Tensor:
     """[t]; loops over samples and tokens."""
     lengths = batch.response_lengths
     expected = torch.zeros(batch.num_tokens, dtype=torch.float64)
     for i, tokens in enumerate(batch.loss_tokens):
+        if i in failed:
+            continue
         running = 0.0
         for j in reversed(tokens):
             running = inputs.token_rewards[j].item() + gamma * running
@@ -77,12 +85,13 @@ def reference(name: str, inputs: AdvantageInputs, batch: Ragged, gamma: float) -
             if name == "remax":
                 expected[j] -= inputs.baselines[i]
             elif name != "reinforce_pp":
-                members = [k for k, group in enumerate(GROUP_IDS) if group == GROUP_IDS[i]]
+                group = [k for k, group in enumerate(GROUP_IDS) if group == GROUP_IDS[i]]
+                members = [k for k in group if k not in failed]
                 rule = "dr_grpo" if name == "reinforce_pp_baseline" else name
                 expected[j] = reference_of_group(rule, i, members, lengths)
     if name.startswith("reinforce_pp"):
-        everything = expected[batch.loss_mask].tolist()
-        expected[batch.loss_mask] = torch.tensor(reference_whitened(everything)).double()
+        everything = expected[inputs.loss_mask].tolist()
+        expected[inputs.loss_mask] = torch.tensor(reference_whitened(everything)).double()
     return expected
 
 
@@ -99,6 +108,79 @@ def test_advantages_equal_the_formula(name: str, gaps: bool, seed: int) -> None:
     # Computed in float64, so float32 rounding of the result is all that may differ.
     expected = reference(name, inputs, batch, gamma)
     torch.testing.assert_close(outputs.advantages.double(), expected, rtol=2e-7, atol=1e-7)
+
+
+def without(batch: Ragged, failed: tuple[int, ...]) -> torch.Tensor:
+    """The loss mask without these samples."""
+    mask = batch.loss_mask.clone()
+    for i in failed:
+        mask[batch.loss_tokens[i]] = False
+    return mask
+
+
+# One of a group of three, all but one of it, whole groups, the first and the last sample.
+@pytest.mark.parametrize("failed", [(1,), (0, 3), (2, 4), (5, 6), (0, 7), tuple(range(1, 8))])
+@pytest.mark.parametrize("name", [name for name in ESTIMATORS if name != "gae"])
+def test_a_sample_whose_reward_failed_is_in_no_comparison(
+    name: str, failed: tuple[int, ...]
+) -> None:
+    batch = random_ragged(1)
+    valid = ~np.isin(np.arange(8), failed)
+    # What stands there is never looked at.
+    poisoned = np.where(valid, SCORES, np.nan)
+    inputs = inputs_of(batch, 1, loss_mask=without(batch, failed), scores=poisoned)
+    found = advantages_of_valid(
+        find_advantage_estimator(name).function, inputs, AdvantageConfig(), valid
+    )
+    assert found.returns is None
+    expected = reference(name, inputs, batch, 1.0, failed)
+    torch.testing.assert_close(found.advantages.double(), expected, rtol=2e-7, atol=1e-7)
+
+
+def test_gae_whitens_and_returns_what_it_would_without_failed_samples() -> None:
+    batch, config = random_ragged(2), AdvantageConfig(gamma=0.9, whiten=True)
+    keep = [0, 2, 3, 6, 7]
+    valid = np.isin(np.arange(8), keep)
+    mask = without(batch, (1, 4, 5))
+    # This rank has only some of the samples, in an order of its own.
+    inputs = inputs_of(batch, 2, loss_mask=mask)
+    found = advantages_of_valid(find_advantage_estimator("gae").function, inputs, config, valid)
+    starts = np.cumsum([0, *batch.lengths.tolist()])
+    tokens = torch.cat([torch.arange(starts[i], starts[i + 1]) for i in keep])
+    alone = dataclasses.replace(
+        inputs,
+        rows=np.arange(5),
+        scores=SCORES[keep],
+        lengths=batch.lengths[keep],
+        loss_mask=mask[tokens],
+        token_rewards=inputs.token_rewards[tokens],
+        values=inputs.values[tokens],
+    )
+    expected = find_advantage_estimator("gae").function(alone, config)
+    for name in ("advantages", "returns"):
+        assert torch.equal(getattr(found, name)[tokens], getattr(expected, name)), name
+        others = getattr(found, name)
+        others[tokens] = 0.0
+        assert not others.any(), name
+
+
+def test_ranks_without_any_valid_sample_are_no_exception() -> None:
+    batch = ragged([3, 4], [2, 3])
+    inputs = inputs_of(batch, loss_mask=without(batch, (0, 1)))
+    for name in ESTIMATORS:
+        found = advantages_of_valid(
+            find_advantage_estimator(name).function,
+            dataclasses.replace(
+                inputs,
+                scores=np.zeros(3),
+                group_ids=np.zeros(3, np.int64),
+                response_lengths=np.ones(3, np.int64),
+                baselines=np.zeros(3),
+            ),
+            AdvantageConfig(),
+            np.array([False, False, True]),
+        )
+        assert not found.advantages.any(), name
 
 
 @pytest.mark.parametrize("name", [*GROUP_ESTIMATORS, "reinforce_pp_baseline"])

@@ -64,6 +64,7 @@ class Learner:
         self.actor, self.critic = actor, critic
         self.reference = reference
         self.kl_controller = self.recipe.kl_controller()
+        self._kl_coef = self.kl_controller.coef  # of the present step; the controller's is the next
         self._rank = dist.get_rank()
         # With one update a step the policy before it is the one whose gradient is taken, so that
         # scoring the samples first would do the same forward pass twice. A KL in the reward is
@@ -249,7 +250,8 @@ class Learner:
         )
         sums = torch.tensor([kl.double().sum(), samples.loss_mask.sum(), samples.num_samples])
         total, tokens, count = self.actor.runner.global_sum(sums.double()).tolist()
-        penalties = -self.kl_controller.coef * kl
+        self._kl_coef = self.kl_controller.coef
+        penalties = -self._kl_coef * kl
         self.kl_controller.update(total / max(tokens, 1.0), int(count))
         return penalties
 
@@ -296,12 +298,12 @@ class Learner:
         return Learnt(of_actor, of_critic)
 
     def rates(self) -> dict[str, float]:
-        """Learning rates, the coefficient of the KL and what the critic says, after the step."""
+        """Learning rates after the step, the coefficient of the KL in it, what the critic says."""
         found = {"learning_rate": self.actor.optimizer.learning_rate}
         if self.critic is not None:
             found.update(self.critic.metrics())
         if self.recipe.kl_place == "reward":
-            found["kl/coef"] = self.kl_controller.coef
+            found["kl/coef"] = self._kl_coef
         return found
 
 

@@ -239,7 +239,9 @@ def test_kl_coefficient_is_adapted_once_a_step_and_after_it_was_used():
     assert inputs.scores[1] == pytest.approx(2 * -0.5 * ACTOR_SHIFT)
     # KL 0.25 is twice the target, which counts as 20 %; 4 samples are a whole horizon.
     assert learner.kl_controller.coef == pytest.approx(0.5 * 1.2)
-    assert learner.rates()["kl/coef"] == learner.kl_controller.coef
+    assert learner.rates()["kl/coef"] == 0.5  # of this step, not the next one's
+    inputs_of(learner, scored())
+    assert learner.rates()["kl/coef"] == pytest.approx(0.5 * 1.2)
 
 
 def test_overlong_penalty_is_part_of_score_and_token_rewards():

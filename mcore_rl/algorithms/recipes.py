@@ -82,11 +82,12 @@ RECIPES: Mapping[str, Recipe] = {
     "reinforce_pp_baseline": Recipe(
         advantage="reinforce_pp_baseline", kl_place="loss", kl_coef=1e-5, kl_estimator="k2"
     ),
-    # arXiv 2310.10505
+    # arXiv 2310.10505; the coefficient is --kl_ctl of both training scripts of its authors, in
+    # step3_rlhf_finetuning/training_scripts of github.com/liziniu/ReMax
     "remax": Recipe(
         advantage="remax",
         kl_place="reward",
-        kl_coef=0.001,
+        kl_coef=0.05,
         kl_estimator="k1",
         num_samples_per_prompt=1,
     ),

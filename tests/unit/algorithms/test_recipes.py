@@ -47,6 +47,7 @@ def summary(algorithm: Algorithm) -> tuple:
 
 def test_every_recipe_resolves_to_what_its_paper_says() -> None:
     assert RECIPES.keys() == EXPECTED.keys()
+    assert RECIPES["remax"].kl_coef == 0.05  # --kl_ctl of its authors' scripts
     for name, expected in EXPECTED.items():
         algorithm = resolve_algorithm(name, {})
         assert (algorithm.name, summary(algorithm)) == (name, expected)

@@ -183,14 +183,14 @@ def build_reference(
     *,
     log: TextIO | None = None,
 ) -> ReferencePolicy | None:
-    """The policy that the KL is taken to, if there is one: that of the Hugging Face checkpoint, or
-    a later one that a run was saved with. Collective."""
+    """The policy that the KL is taken to, if there is one: the one that the run began with, or a
+    later one that it was saved with. Collective."""
     if not job.config.recipe.needs_reference:
         return None
-    reference = ReferencePolicy(state)
-    if state.iteration:  # the actor goes on from a later policy
-        if point is not None and point.reference is not None:
-            reference.version = point.state.reference_version
+    reference = ReferencePolicy(state)  # of a run that begins, whatever it was loaded from
+    if point is not None:  # the actor goes on from a later policy
+        reference.version = point.state.reference_version
+        if point.reference is not None:
             with megatron_adapter.megatron_output_to(log):
                 megatron_checkpoint.load_weights(job.args, state, state.iteration, point.reference)
         else:

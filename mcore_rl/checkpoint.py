@@ -7,6 +7,7 @@ one writing rank, which receives the slices of the tensors in it, and no rank ho
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
 import os
@@ -34,6 +35,8 @@ _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
 # In what `export` writes: only a folder that has it may be replaced.
 EXPORT_MARKER = "mcore_rl_export.json"
+_BLOCK_BYTES, _NUM_BLOCKS = 4096, 4
+_DIGESTS = 1 << 256
 _DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 _COPIED = (
     "config.json generation_config.json tokenizer.json tokenizer_config.json tokenizer.model "
@@ -127,6 +130,42 @@ def _read_header(path: Path, tensors: Sequence[str], flag: str) -> Iterator[tupl
                 )
             name = str(dtype).removeprefix("torch.")
             yield tensor, TensorInfo(tuple(view.get_shape()), name, dtype.itemsize)
+
+
+def fingerprint(checkpoint: HFCheckpoint) -> str:
+    """Of names, shapes, dtypes and weights, however these are divided into files. Collective.
+
+    Of each tensor a few blocks are read, by one of the ranks: training changes all of them, and a
+    folder of a terabyte is done in seconds.
+    """
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    of_file: dict[str, list[str]] = {}
+    for tensor in sorted(checkpoint.tensors)[rank::world_size]:
+        of_file.setdefault(checkpoint.files[tensor], []).append(tensor)
+    total = sum(
+        int.from_bytes(digest, "little")
+        for name, tensors in of_file.items()
+        for digest in _digests(checkpoint.folder / name, tensors)
+    )
+    totals: list[int] = [0] * world_size
+    dist.all_gather_object(totals, total % _DIGESTS)
+    return f"{sum(totals) % _DIGESTS:064x}"
+
+
+def _digests(path: Path, tensors: Sequence[str]) -> Iterator[bytes]:
+    """SHA-256 of each tensor's entry in the header, and of blocks from its beginning to its end."""
+    with open(path, "rb") as file:
+        header_bytes = int.from_bytes(file.read(8), "little")
+        header = json.loads(file.read(header_bytes))
+        for tensor in tensors:
+            entry = header[tensor]
+            start, end = entry["data_offsets"]
+            found = hashlib.sha256(f"{tensor} {entry['dtype']} {entry['shape']}".encode())
+            for block in range(_NUM_BLOCKS):
+                at = start + max(0, end - start - _BLOCK_BYTES) * block // (_NUM_BLOCKS - 1)
+                file.seek(8 + header_bytes + at)
+                found.update(file.read(min(_BLOCK_BYTES, end - at)))
+            yield found.digest()
 
 
 def _is_mtp(tensor: str, shape: ModelShape) -> bool:

@@ -12,14 +12,17 @@ import torch.distributed as dist
 
 from mcore_rl.agreement import agreed
 from mcore_rl.arguments import RLConfig
+from mcore_rl.checkpoint import HFCheckpoint, fingerprint
 from mcore_rl.data import PromptDataset
 from mcore_rl.errors import UsageError
 from mcore_rl.hybrid_engine.rng import RngState
 from mcore_rl.resume import folders
 from mcore_rl.resume.choice import choose
-from mcore_rl.resume.trainer_state import TRAINER, TrainerState, load_trainer_state
+from mcore_rl.resume.trainer_state import LOADED, TRAINER, TrainerState, load_trainer_state
 
 logger = logging.getLogger(__name__)
+
+REFERENCE = "reference"  # the folder of the reference's weights, in that of a checkpoint
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,19 +35,25 @@ class ResumePoint:
 
     @property
     def reference(self) -> Path | None:
-        """Where the weights of a reference are that was refreshed, as a checkpoint of its own."""
-        return self.folder / "reference" if self.state.reference_version else None
+        """Where the weights of a reference are, as a checkpoint of its own; None: those of the
+        Hugging Face folder, which `find_resume_point` has compared."""
+        kept = self.folder / REFERENCE
+        return kept if kept.is_dir() else None
 
 
 def find_resume_point(
     args: argparse.Namespace,
     config: RLConfig,
     *,
+    checkpoint: HFCheckpoint,
     layout: str,
     prompts: PromptDataset,
     eval_prompts: PromptDataset | None,
 ) -> ResumePoint | None:
     """What `--load` goes on from, None for a run that begins. Collective; before models are built.
+
+    `checkpoint` is that of `--rl-hf-checkpoint`: if the KL's reference is to come from there, it
+    must be what the run began with.
 
     `args.ckpt_step` then says the same to Megatron. A checkpoint that Megatron itself has written
     is left to it. With `--finetune`, which counts from 0 again, the weights are all that is taken.
@@ -68,6 +77,14 @@ def find_resume_point(
             return None
         folder = load / folders.iteration_name(step)
         state, rng = load_trainer_state(folder / TRAINER)
+        # First, as it is collective: what comes after may fail on some ranks alone.
+        if config.recipe.needs_reference and not (folder / REFERENCE).is_dir():
+            now = fingerprint(checkpoint)
+            if reason := lost_reference(state, now, checkpoint.folder):
+                raise UsageError(
+                    f"--load {folder}: {reason}; or begin a new run with the trained weights, "
+                    "which are its reference then, by --finetune and another --rl-run-dir"
+                )
         return ResumePoint(
             folder,
             _with_known_prompts(state, config, prompts, eval_prompts),
@@ -76,6 +93,27 @@ def find_resume_point(
 
     store = dist.distributed_c10d._get_default_store() if dist.get_world_size() > 1 else None
     return agreed(find, store, stage="resume")
+
+
+def lost_reference(state: TrainerState, now: str, folder: Path) -> str:
+    """Why the weights of `folder`, whose fingerprint is `now`, are not the reference of a run whose
+    checkpoint holds none, and what to do about it; "" if they are."""
+    if state.began_with == now:
+        return ""
+    if state.began_with == LOADED:
+        return (
+            "the run began with the weights of a Megatron checkpoint and without a KL, so that the "
+            "reference which a KL now needs was not kept; leave the KL out as before"
+        )
+    if not state.began_with:
+        return (
+            "an earlier version of mcore_rl wrote it, which did not note what the reference of the "
+            "KL is; go on with that version"
+        )
+    return (
+        f"--rl-hf-checkpoint {folder} has other weights than those that the run began with, which "
+        "are the reference of its KL; bring these back"
+    )
 
 
 def _say_what_megatron_finds(args: argparse.Namespace, load: Path) -> None:

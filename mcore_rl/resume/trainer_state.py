@@ -27,6 +27,9 @@ from mcore_rl.resume.folders import iteration_name
 TRAINER = "trainer"  # the folder, in that of a checkpoint
 _FACTS, _RNG = "facts", "random_states"
 _LENGTH_BYTES = 8
+LOADED = "loaded"
+# What checkpoints of earlier versions may lack.
+_LATER_FACTS = {"began_with"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +44,9 @@ class TrainerState:
     eval_prompts: str = ""
     kl_controller: Mapping[str, float] = field(default_factory=dict)
     reference_version: int = 0  # the step whose policy the reference is, 0: where the run began
+    # Fingerprint of the Hugging Face weights that the run began with, LOADED for a Megatron
+    # checkpoint's; "": an earlier version did not note it.
+    began_with: str = ""
 
 
 def save_trainer_state(state: TrainerState, rng: RngState, folder: Path) -> None:
@@ -88,10 +94,10 @@ def read_trainer_state(folder: Path) -> TrainerState:
 def _state(row: torch.Tensor, folder: Path) -> TrainerState:
     facts = json.loads(_content(row))
     known = {entry.name for entry in dataclasses.fields(TrainerState)}
-    if facts.keys() != known:
+    if facts.keys() | _LATER_FACTS != known:
         raise RuntimeError(
             f"{folder} is of another version of mcore_rl: it has {sorted(facts.keys() - known)} "
-            f"more and {sorted(known - facts.keys())} less than is known here"
+            f"more and {sorted(known - facts.keys() - _LATER_FACTS)} less than is known here"
         )
     return TrainerState(**facts)
 

@@ -25,6 +25,7 @@ from mcore_rl.builders import (
     reward_role,
     reward_spec,
 )
+from mcore_rl.checkpoint import fingerprint
 from mcore_rl.checks.layout import check_stages
 from mcore_rl.collector import Collector
 from mcore_rl.critic import Critic
@@ -37,7 +38,9 @@ from mcore_rl.learner import Learner
 from mcore_rl.memory_report import memory_lines
 from mcore_rl.moe.expert_load import ExpertLoad
 from mcore_rl.recording.recorder import RunRecorder
+from mcore_rl.resume import megatron_checkpoint
 from mcore_rl.resume.point import find_resume_point
+from mcore_rl.resume.trainer_state import LOADED
 from mcore_rl.roles.critic import serve_critic
 from mcore_rl.roles.ranks import CRITIC, REWARD
 from mcore_rl.roles.reward import ModelReward, serve_reward_model
@@ -64,10 +67,12 @@ def build_parts(
     point = find_resume_point(
         job.args,
         job.config,
+        checkpoint=job.checkpoint,
         layout=job.train_layout.describe(),
         prompts=prompts,
         eval_prompts=eval_prompts,
     )
+    began_with = _beginning(job) if point is None else point.state.began_with
     state, shards = build_actor(job, model_provider, log=log)
     critic = _critic_here(job, model_provider, state.iteration, log)
     # A critic on ranks of its own is built while the engines start.
@@ -102,6 +107,7 @@ def build_parts(
         eval_prompts=eval_prompts,
         timers=timers,
         has_loaded=point is not None,
+        began_with=began_with,
         log=log,
     )
     if learner.critic is not None:
@@ -130,6 +136,13 @@ def build_parts(
         saver=saver,
         recorder=recorder,
     )
+
+
+def _beginning(job: Job) -> str:
+    """`TrainerState.began_with` of a run that begins. Collective."""
+    if megatron_checkpoint.loads_checkpoint(job.args):
+        return LOADED
+    return fingerprint(job.checkpoint)
 
 
 def serve(job: Job, *, log: TextIO | None = None) -> None:

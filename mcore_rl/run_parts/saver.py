@@ -15,8 +15,9 @@ from mcore_rl.hybrid_engine.sharding_manager import MegatronVLLMShardingManager
 from mcore_rl.learner import Learner
 from mcore_rl.resume import folders, megatron_checkpoint
 from mcore_rl.resume.folders import iteration_name
+from mcore_rl.resume.point import REFERENCE
 from mcore_rl.resume.saver import write_checkpoint
-from mcore_rl.resume.trainer_state import TrainerState, trainer_writer
+from mcore_rl.resume.trainer_state import LOADED, TrainerState, trainer_writer
 from mcore_rl.startup import Job
 
 
@@ -40,14 +41,17 @@ class RunSaver:
         eval_prompts: PromptDataset | None,
         timers: StageTimers,
         has_loaded: bool,
+        began_with: str,
         log: TextIO | None,
     ) -> None:
-        """`has_loaded`: the step that `state` is at lies on the disk already."""
+        """`has_loaded`: the step that `state` is at lies on the disk already. `began_with` is that
+        of `TrainerState`."""
         self.folder = folders.checkpoint_folder(job.args.save, job.config.directory)
         self._job, self._state, self._timers, self._log = job, state, timers, log
         self._learner, self._manager, self._collector = learner, manager, collector
         self._prompts, self._eval_prompts = prompts, eval_prompts
         self._saved_at = state.iteration if has_loaded else -1
+        self._began_with = began_with
 
     def save_if_due(self, step: int) -> None:
         """After every `--save-interval` steps; `step` is the last one, counted from 0."""
@@ -85,12 +89,13 @@ class RunSaver:
             megatron_checkpoint.save_checkpoint(args, self._state, num_steps, saving)
 
         def write_reference(saving: Path) -> None:
-            folder = saving / iteration_name(num_steps) / "reference"
+            folder = saving / iteration_name(num_steps) / REFERENCE
             with reference:
                 megatron_checkpoint.save_weights(args, self._state, num_steps, folder)
 
         writers = [write_actor, trainer_writer(self._trainer_state(num_steps))]
-        if reference is not None and reference.version:
+        # Else it lies in the Hugging Face folder.
+        if reference is not None and (reference.version or self._began_with == LOADED):
             writers.append(write_reference)
         return writers
 
@@ -105,4 +110,5 @@ class RunSaver:
             eval_prompts="" if self._eval_prompts is None else self._eval_prompts.fingerprint,
             kl_controller=self._learner.kl_controller.state_dict(),
             reference_version=0 if reference is None else reference.version,
+            began_with=self._began_with,
         )

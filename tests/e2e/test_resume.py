@@ -54,7 +54,20 @@ RUNS = {
         "--tensor-model-parallel-size 1 --pipeline-model-parallel-size 1 "
         "--expert-model-parallel-size 1",
     ),
+    # The reference is what the run began with, and no folder of Hugging Face has it. Every epoch
+    # divides the samples anew.
+    "grpo, begun with a Megatron checkpoint": (
+        1,
+        "--rl-algorithm grpo --rl-kl-coef 0.05 --rl-reference-refresh-interval 0 "
+        "--rl-num-mini-batches 2 --rl-num-epochs 2 --pretrained-checkpoint {trained} "
+        "--tensor-model-parallel-size 1 --pipeline-model-parallel-size 1 "
+        "--expert-model-parallel-size 1",
+    ),
 }
+TRAINED_BEFORE = (
+    "--rl-num-steps 1 --lr 1e-3 --tensor-model-parallel-size 1 --pipeline-model-parallel-size 1 "
+    "--expert-model-parallel-size 1"
+)
 
 
 @dataclass(frozen=True)
@@ -123,6 +136,9 @@ def runs(
     """Undisturbed; killed; and going on after that."""
     num_ranks, flags = RUNS[request.param]
     folder = tmp_path_factory.mktemp("resume")
+    if "{trained}" in flags:
+        run(ranks, warmed_checkpoint, folder / "before", num_ranks, TRAINED_BEFORE)
+        flags = flags.format(trained=folder / "before" / "checkpoints")
     whole = run(ranks, warmed_checkpoint, folder / "whole", num_ranks, flags)
     killed = run(
         ranks, warmed_checkpoint, folder / "cut", num_ranks, flags, ends_after=KILLED_AFTER
@@ -141,6 +157,15 @@ def test_metrics_and_weights_are_those_of_an_undisturbed_run(runs: tuple[Run, Ru
         assert not differing, (step, differing)
         assert metrics.keys() == other.keys()
     assert whole.weights == resumed.weights and whole.weights
+
+
+def test_the_reference_is_in_checkpoints_where_no_folder_has_it(
+    runs: tuple[Run, Run, Run],
+) -> None:
+    """It was renewed, or is a Megatron checkpoint's."""
+    for each in runs[::2]:
+        for step in (SAVED_AT, NUM_STEPS):
+            assert (each.folder / "checkpoints" / f"iter_{step:07d}" / "reference").is_dir()
 
 
 def test_the_run_says_where_it_goes_on(runs: tuple[Run, Run, Run]) -> None:

@@ -1,4 +1,4 @@
-"""What an export may take the place of, and what it leaves there."""
+"""What an export may take the place of, and what it leaves there; what tells two folders apart."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from mcore_rl.arguments import RLConfig
-from mcore_rl.checkpoint import EXPORT_MARKER, HFCheckpoint, export
+from mcore_rl.checkpoint import EXPORT_MARKER, HFCheckpoint, export, fingerprint
 from mcore_rl.checks.preflight import check_outputs
 from mcore_rl.errors import UsageError
 from mcore_rl.hybrid_engine.boxes import Box, full_box
@@ -111,3 +111,36 @@ def test_a_mount_point_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(os.path, "ismount", lambda path: Path(path) == disk)
     with pytest.raises(UsageError, match=f"{disk} is a mount point, .*; name a new folder in it"):
         check(disk)
+
+
+def folder_of(folder: Path, *files: dict[str, torch.Tensor]) -> HFCheckpoint:
+    folder.mkdir()
+    place, tensors = {}, {}
+    for number, content in enumerate(files):
+        save_file(content, folder / f"{number}.safetensors")
+        for name, tensor in content.items():
+            place[name] = f"{number}.safetensors"
+            dtype = str(tensor.dtype).removeprefix("torch.")
+            tensors[name] = TensorInfo(tuple(tensor.shape), dtype, tensor.itemsize)
+    return HFCheckpoint(folder, place, tensors, 0)
+
+
+def test_a_fingerprint_is_of_the_weights_and_not_of_their_files(
+    alone: None, tmp_path: Path
+) -> None:
+    a, b = torch.arange(20_000.0).view(100, 200), torch.arange(6, dtype=torch.bfloat16)
+    expected = fingerprint(folder_of(tmp_path / "one", {"a": a, "b": b}))
+    assert fingerprint(folder_of(tmp_path / "two", {"b": b}, {"a": a.clone()})) == expected
+    others = {
+        "a small change of all weights": {"a": a * (1 + 1e-6), "b": b},
+        "of a small tensor": {"a": a, "b": b + 1},
+        "of the last weight": {"a": a.index_put((torch.tensor(99),), a[99] + 1), "b": b},
+        "two tensors that change places": {"a": b, "b": a},
+        "another shape": {"a": a.view(200, 100), "b": b},
+        "another dtype": {"a": a, "b": b.view(torch.float16)},
+        "a tensor more": {"a": a, "b": b, "c": b.clone()},
+    }
+    found = {
+        name: fingerprint(folder_of(tmp_path / name, content)) for name, content in others.items()
+    }
+    assert len({expected, *found.values()}) == 1 + len(others), found

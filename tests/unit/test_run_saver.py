@@ -1,16 +1,22 @@
-"""The order in which actor and critic save, and older checkpoints go."""
+"""The order in which actor and critic save, and older checkpoints go; what a resume relies on."""
 
 from __future__ import annotations
 
+import dataclasses
+import json
 from argparse import Namespace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
 from mcore_rl.health.stage_timers import StageTimers
 from mcore_rl.resume import folders
+from mcore_rl.resume.point import lost_reference
+from mcore_rl.resume.trainer_state import LOADED, TrainerState, _state
 from mcore_rl.run_parts import saver as saver_module
 from mcore_rl.run_parts.saver import RunSaver
 from tests.unit.test_checkpoint_folders import save
@@ -39,6 +45,7 @@ def saver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunSaver:
         learner=SimpleNamespace(critic=CriticOnDisk()),  # type: ignore[arg-type]
         timers=StageTimers(),
         has_loaded=False,
+        began_with="",
         log=None,
         **nothing,
     )
@@ -68,3 +75,35 @@ def test_an_actor_that_cannot_save_leaves_a_step_that_both_have(
     with pytest.raises(RuntimeError, match="No space left"):
         saver.save(20)
     assert steps(tmp_path) == ([10], [20, 10])
+
+
+@pytest.mark.parametrize(
+    ("began_with", "reason"),
+    [
+        ("ab12", ""),
+        ("cd34", "--rl-hf-checkpoint hf/model has other weights than those that the run began"),
+        (LOADED, "with the weights of a Megatron checkpoint and without a KL, so that the ref"),
+        ("", "an earlier version of mcore_rl wrote it, which did not note what the reference"),
+    ],
+)
+def test_a_reference_that_is_not_what_the_run_began_with_is_an_error(
+    began_with: str, reason: str
+) -> None:
+    found = lost_reference(TrainerState(3, "TP1", began_with=began_with), "ab12", Path("hf/model"))
+    assert reason in found and bool(reason) == bool(found)
+
+
+def row_of(facts: dict[str, Any]) -> torch.Tensor:
+    content = json.dumps(facts).encode()
+    stored = len(content).to_bytes(8, "little") + content
+    return torch.from_numpy(np.frombuffer(stored, dtype=np.uint8).copy())
+
+
+def test_a_checkpoint_of_before_the_note_is_read_and_one_of_another_kind_is_not() -> None:
+    facts = dataclasses.asdict(TrainerState(3, "TP1", weight_version=7, began_with="ab12"))
+    assert _state(row_of(facts), Path("there")).began_with == "ab12"
+    del facts["began_with"]
+    assert _state(row_of(facts), Path("there")) == TrainerState(3, "TP1", weight_version=7)
+    del facts["weight_version"]
+    with pytest.raises(RuntimeError, match="another version .* \\['weight_version'\\] less"):
+        _state(row_of(facts), Path("there"))

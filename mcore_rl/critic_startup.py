@@ -12,6 +12,7 @@ from typing import Any, Protocol, TextIO
 from mcore_rl import megatron_adapter
 from mcore_rl.arguments import DEGREE_FLAGS, RLConfig
 from mcore_rl.checkpoint import HFCheckpoint, load_into_megatron
+from mcore_rl.checks.derived_flags import num_updates
 from mcore_rl.hf_config import ModelShape
 from mcore_rl.hybrid_engine.layout import TrainLayout
 from mcore_rl.hybrid_engine.model_shards import ModelShards
@@ -116,6 +117,7 @@ def build_critic(
     if checked.tokens is None:
         own = {"lr": config.critic_lr, "clip_grad": config.critic_clip_grad}
         changes = {name: value for name, value in own.items() if value is not None}
+        changes.update(_longer_schedule(config, actor_args))
         args = changed_args(actor_args, changes)
     else:
         args = parsed_args(checked.tokens, actor_args, log=log)
@@ -140,6 +142,16 @@ def build_critic(
             load_into_megatron(checked.checkpoint, shards, absent=absent)
             megatron_adapter.reload_main_params(state)
     return BuiltCritic(world, state, shards)
+
+
+def _longer_schedule(config: RLConfig, actor_args: argparse.Namespace) -> dict[str, int]:
+    """The critic of a fork learns in the actor's steps and in those that warm it up."""
+    more = num_updates(config, of_critic=True) - num_updates(config, of_critic=False)
+    lengths = {name: getattr(actor_args, name) for name in ("train_iters", "lr_decay_iters")}
+    # Megatron has set the second to the first for the actor unless the user said otherwise.
+    return {
+        name: length + more for name, length in lengths.items() if length == lengths["train_iters"]
+    }
 
 
 def _load_from_beside(args: argparse.Namespace, actor_iteration: int) -> None:

@@ -164,7 +164,7 @@ def _defaults(shape: ModelShape, config: RLConfig, given: Mapping[str, Any]) -> 
         *("--micro-batch-size", "1"),
         *("--global-batch-size", str(mini_batch)),
         *("--seq-length", str(round_up(longest, chunks))),
-        *("--train-iters", str(config.num_steps * config.num_mini_batches)),
+        *("--train-iters", str(num_updates(config, of_critic=shape.value_head))),
         *("--lr", "1e-6"),
         *("--lr-decay-style", "constant"),
         *("--clip-grad", "1.0"),
@@ -202,6 +202,14 @@ def _defaults(shape: ModelShape, config: RLConfig, given: Mapping[str, Any]) -> 
         if shape.experts.has_bias:
             tokens += ["--moe-router-bias-update-rate", "0.0"]
     return tokens
+
+
+def num_updates(config: RLConfig, *, of_critic: bool) -> int:
+    """Of the actor or the critic in a whole run: what Megatron's schedules of learning rate and
+    weight decay count as iterations. The actor has none while the critic warms up."""
+    waits = 0 if of_critic else config.critic_warmup_steps or 0
+    # 1 for a run that is all warm-up: Megatron's scheduler refuses 0.
+    return max(1, (config.num_steps - waits) * config.num_mini_batches * config.num_epochs)
 
 
 def _patience_minutes(config: RLConfig) -> int:

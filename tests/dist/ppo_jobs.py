@@ -134,6 +134,32 @@ def learn(
     return found
 
 
+def learning_rates(flags: list[str]) -> dict[str, list[float]]:
+    """Of actor and critic in every update of a whole run, and last what is left then."""
+    models = build_models(flags)
+    learner, scored = models.learner, scored_rollouts(models.job)
+    optimizers = {"actor": learner.actor.optimizer, "critic": learner.critic.model.optimizer}
+    found: dict[str, list[float]] = {name: [] for name in optimizers}
+
+    def noting(name: str, optimizer: Any) -> Any:
+        step = optimizer.step
+
+        def noted(**how: Any) -> Any:
+            found[name].append(optimizer.learning_rate)
+            return step(**how)
+
+        return noted
+
+    for name, optimizer in optimizers.items():
+        optimizer.step = noting(name, optimizer)
+    for step in range(models.job.config.num_steps):
+        take_step(learner, step, learner.make_batch(step, scored), scored)
+    for name, optimizer in optimizers.items():
+        found[name].append(optimizer.learning_rate)
+    dist.destroy_process_group()
+    return found
+
+
 def take_step(
     learner: Learner, step: int, batch: StepBatch, scored: list[ScoredRollout]
 ) -> dict[str, float]:

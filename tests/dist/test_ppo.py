@@ -117,6 +117,25 @@ def test_ppo_update_is_the_same_for_layouts_of_actor_and_critic(
             assert difference <= TOLERANCE, f"{name} differs by {difference}"
 
 
+def test_learning_rates_end_where_the_run_does(
+    checkpoint_factory: Callable[..., Path], ranks: RankPool
+) -> None:
+    """Two mini-batches and two epochs; the actor learns in two of three steps."""
+    schedule = (
+        *("--rl-num-steps", "3", "--rl-critic-warmup-steps", "1"),
+        *("--lr-decay-style", "linear", "--lr-warmup-iters", "2", "--min-lr", "0"),
+    )
+    flags = job_flags(checkpoint_factory("deepseek_v3"), "tp1_pp1_ep1", *PPO_FLAGS, *schedule)
+    (found,) = ranks.run(
+        "tests.dist.ppo_jobs:learning_rates", world_size=1, arguments={"flags": flags}
+    )
+    for name, highest, updates in (("actor", 0.1, 2 * 2 * 2), ("critic", 0.06, 3 * 2 * 2)):
+        up = [highest * number / 2 for number in range(2)]
+        down = [highest * left / (updates - 2) for left in range(updates - 2, -1, -1)]
+        assert found[name] == pytest.approx([*up, *down], abs=1e-12), name
+        assert len(found[name]) == updates + 1 and found[name][-1] == 0.0
+
+
 def test_an_advantage_that_is_no_number_names_sample_and_rank(
     checkpoint_factory: Callable[..., Path], ranks: RankPool
 ) -> None:

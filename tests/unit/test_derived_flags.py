@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
 import os
 from pathlib import Path
 from typing import Any
@@ -215,6 +216,14 @@ def test_defaults_follow_the_rl_flags(
     values = given_values(derived.defaults, parser)
     assert values["global_batch_size"] == 8
     assert values["train_iters"] == 30
+    # As many as there are updates: of the actor fewer while a critic warms up.
+    config |= {"algorithm": "ppo", "num_epochs": 4, "critic_warmup_steps": 2}
+    of_critic = dataclasses.replace(shapes[QWEN3_600M], value_head=True)
+    for shape, expected in ((shapes[QWEN3_600M], 8 * 3 * 4), (of_critic, 10 * 3 * 4)):
+        derived = derive(shape, "", parser, **config)
+        assert given_values(derived.defaults, parser)["train_iters"] == expected
+    all_warm_up = derive(shapes[QWEN3_600M], "", parser, **config | {"critic_warmup_steps": 10})
+    assert given_values(all_warm_up.defaults, parser)["train_iters"] == 1
     assert values["seq_length"] == 128
     assert "sequence_parallel" not in values
     assert not [dest for dest in values if dest.startswith("moe_")]

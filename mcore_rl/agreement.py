@@ -19,6 +19,7 @@ from mcore_rl.errors import UsageError
 
 T = TypeVar("T")
 
+EXIT_FAILED = 1  # what cannot go on, as an exception that nobody handles
 EXIT_USAGE = 2
 EXIT_ALARM = os.EX_TEMPFAIL  # 75: ended by --rl-on-alarm stop, with everything saved
 

@@ -52,13 +52,14 @@ class Collector:
         self._workers, self._prompts, self._config = workers, prompts, config
         self._recipe = config.recipe
         self._seed, self._timers = seed, timers
-        self.position = position
+        self.position = self._step_began_at = position
         self._num_generated_tokens = 0  # in this step
 
     def collect(self, weight_version: int, when_few_are_left: Callable[[], object]) -> Collected:
         """One step's samples; in rollout mode. `when_few_are_left` is passed to the engine."""
         wanted = self._config.num_prompts_per_step
         self._num_generated_tokens = 0
+        self._step_began_at = self.position
         if not self._recipe.dynamic_sampling:
             groups = self._groups(wanted, weight_version, when_few_are_left)
             return self._collected(groups)
@@ -82,6 +83,10 @@ class Collector:
             ),
         }
         return self._collected(groups, metrics)
+
+    def undo(self) -> None:
+        """The last step will be done again: its prompts count as not drawn. Local."""
+        self.position = self._step_began_at
 
     def _collected(
         self, groups: Sequence[Sequence[ScoredRollout]], metrics: dict[str, float] | None = None

@@ -14,11 +14,11 @@ class UsageError(ValueError):
 
 
 class RunStopped(Exception):
-    """The run has ended before its last step, as asked: everything is saved, and said.
+    """The run has ended before its last step on all ranks alike: everything is saved, and said.
 
     `exit_code` is what its processes are to end with.
     """
 
     def __init__(self, exit_code: int) -> None:
-        super().__init__(f"stopped as asked, with exit code {exit_code}")
+        super().__init__(f"stopped, with exit code {exit_code}")
         self.exit_code = exit_code

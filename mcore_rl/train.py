@@ -52,6 +52,7 @@ def _do_steps(job: Job, parts: Parts) -> None:
         with parts.manager as engine:  # the engines get the policy; leaving gives training back
             eval_rollouts = parts.sample_eval(step, engine.weight_version)
             collected = parts.collect(engine.weight_version)
+        parts.require_rewards(step, collected)
         parts.evaluate(step, eval_rollouts)
         batch = parts.with_log_probs(parts.make_batch(step, collected))
         batch = parts.with_advantages(collected, batch)

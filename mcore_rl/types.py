@@ -67,7 +67,13 @@ class ScoredRollout:
     @property
     def is_valid(self) -> bool:
         """Whether it can be learnt from: it has a reward, and what that is compared with."""
-        return self.failure is None and (self.baseline is None or self.baseline.failure is None)
+        return self.why_not_valid is None
+
+    @property
+    def why_not_valid(self) -> str | None:
+        if self.failure is None and self.baseline is not None:
+            return self.baseline.failure
+        return self.failure
 
 
 @dataclass(frozen=True, slots=True)

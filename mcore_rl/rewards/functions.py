@@ -1,8 +1,8 @@
 """Reward functions: the built-in ones, and how a user's own is found.
 
 A reward function is called as `fn(prompt=str, response=str, answer=str)` and returns a finite
-number. `prompt` and `answer` are the columns of the prompts file; `response` is the text that the
-policy wrote.
+number, or is async and does so when it is awaited. `prompt` and `answer` are the columns of the
+prompts file; `response` is the text that the policy wrote.
 
 A user's own function is named as `package.module:function`, or by the name under which a file of
 `--rl-import` registers it:

@@ -10,14 +10,15 @@ from __future__ import annotations
 import ctypes
 import errno
 import functools
+import inspect
 import math
 import multiprocessing
 import os
 import signal
 import sys
 import time
-from collections.abc import Sequence
-from typing import NamedTuple, SupportsFloat
+from collections.abc import Awaitable, Sequence
+from typing import TYPE_CHECKING, NamedTuple, SupportsFloat
 
 from mcore_rl.algorithms.registry import import_user_file
 from mcore_rl.errors import UsageError
@@ -28,6 +29,9 @@ from mcore_rl.rewards.limits import (
     see_no_other_process,
     write_no_core,
 )
+
+if TYPE_CHECKING:
+    import asyncio
 
 EXIT_OUT_OF_MEMORY = 112  # of a process that has scored no sample to its end
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
@@ -79,17 +83,20 @@ def score_sample(
 ) -> Outcome:
     """Scores one sample by one function. The process ends by SIGALRM when the time is over.
 
-    The kernel's timer starts with the sample, ends Python and C code alike, and can only hit the
-    sample that is running. Raises UsageError if a file of `imports` cannot be run or `spec` not be
-    resolved; whatever the reward function itself does wrong is part of the outcome, but for one
-    thing: where there is no more memory the process ends, with EXIT_OUT_OF_MEMORY, as what holds it
-    may outlive the sample.
+    What an async function returns is awaited. The kernel's timer starts with the sample, ends
+    Python and C code alike, and can only hit the sample that is running. Raises UsageError if a
+    file of `imports` cannot be run or `spec` not be resolved; whatever the reward function itself
+    does wrong is part of the outcome, but for one thing: where there is no more memory the process
+    ends, with EXIT_OUT_OF_MEMORY, as what holds it may outlive the sample.
     """
     function = _resolve_once(spec, imports)
     signal.signal(signal.SIGALRM, signal.SIG_DFL)  # the last sample may have left a handler
     signal.setitimer(signal.ITIMER_REAL, timeout_seconds)
     try:
-        return _checked(function(prompt=prompt, response=response, answer=answer))
+        value: object = function(prompt=prompt, response=response, answer=answer)
+        if inspect.isawaitable(value):
+            value = _runner().run(_awaited(value))
+        return _checked(value)
     except MemoryError:
         os._exit(EXIT_OUT_OF_MEMORY)
     except BaseException as error:  # SystemExit too costs only this sample
@@ -123,6 +130,19 @@ def resolve_rewards(specs: Sequence[str], imports: tuple[str, ...] = ()) -> None
     """Raises UsageError for a function that cannot be found or called."""
     for spec in specs:
         _resolve_once(spec, imports)
+
+
+async def _awaited(value: Awaitable[object]) -> object:
+    return await value
+
+
+@functools.cache
+def _runner() -> asyncio.Runner:
+    """One for all samples of this process: what a reward keeps from one to the next, as a session
+    of HTTP, belongs to the loop that it was made in."""
+    import asyncio  # which most rewards do without
+
+    return asyncio.Runner()
 
 
 def _checked(value: object) -> Outcome:

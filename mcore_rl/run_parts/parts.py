@@ -7,12 +7,14 @@ here, so that the story stays readable.
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from pathlib import Path
 from typing import Any, NoReturn
 
 import numpy as np
+import torch.distributed as dist
 
-from mcore_rl.agreement import EXIT_ALARM
+from mcore_rl.agreement import EXIT_ALARM, EXIT_FAILED
 from mcore_rl.checkpoint import export
 from mcore_rl.collector import Collected, Collector
 from mcore_rl.data import PromptDataset
@@ -67,6 +69,30 @@ class Parts:
     def collect(self, weight_version: int) -> Collected:
         """A step's samples with their rewards; in rollout mode."""
         return self._collector.collect(weight_version, self.manager.prefetch)
+
+    def require_rewards(self, step: int, collected: Collected) -> None:
+        """Raises RunStopped on all ranks, once what was learnt before is saved, if no sample of the
+        step can be learnt from because its reward failed."""
+        if any(sample.is_valid for sample in collected.scored):
+            return
+        # What goes on from here does this step again, and draws the same.
+        self._collector.undo()
+        self.manager.weight_version -= 1
+        saved = ""
+        if step:
+            self._saver.save(step)
+            saved = f"; what was learnt before is saved: go on with --load {self._saver.folder}"
+        reasons = Counter(sample.why_not_valid for sample in collected.scored)
+        if dist.get_rank() == 0:
+            logger.error(
+                "[Reward] step %d: no reward of %d samples could be had, most often because it %s; "
+                "mend it%s",
+                step,
+                len(collected.scored),
+                reasons.most_common(1)[0][0],
+                saved,
+            )
+        raise RunStopped(EXIT_FAILED)
 
     def sample_eval(self, step: int, weight_version: int) -> list[Rollout] | None:
         """This engine's rollouts of held-out prompts, where an evaluation is due."""

@@ -118,6 +118,53 @@ def test_a_full_disk_and_dying_reward_processes_do_not_stop_training(
     assert any(text and "ended its process: exit code 7" in text for text in texts), set(texts)
 
 
+def test_a_step_without_any_reward_ends_the_run_with_the_reason_and_loses_nothing(
+    tmp_path: Path, checkpoint_factory: Callable[..., Path], ranks: RankPool
+) -> None:
+    checkpoint, marker = checkpoint_factory(), tmp_path / "fails"
+
+    def run_once(folder: Path, *more: str, stays: bool = False) -> list[RankOutcome]:
+        environment = {"MCORE_RL_TEST_REWARD_FAILS": str(marker)}
+        if stays:
+            environment["MCORE_RL_TEST_REWARD_STAYS"] = "1"
+        tokens = (
+            *("--rl-import", str(E2E / "fails_later.py"), "--rl-reward", "fails_later"),
+            *("--rl-reward-env", "MCORE_RL_TEST_REWARD_FAILS", "--rl-num-steps", "4"),
+            *("--rl-num-mini-batches", "2", *more),
+        )
+        return ranks.run_raw(
+            "tests.e2e.jobs:train",
+            world_size=2,
+            arguments={"tokens": task_flags(checkpoint, folder, *SMALL, *tokens)},
+            environment=environment,
+        )
+
+    checkpoints = tmp_path / "run" / "checkpoints"
+    outcomes = run_once(tmp_path / "run")
+    assert {outcome.exit_code for outcome in outcomes} == {1}, said(outcomes)[-6000:]
+    reason = (
+        "[Reward] step 2: no reward of 16 samples could be had, most often because it raised "
+        f"ConnectionError: the judge is away; mend it; what was learnt before is saved: go on with "
+        f"--load {checkpoints}"
+    )
+    assert said(outcomes).count(reason) == 1 and "Traceback" not in said(outcomes)
+    assert folders.complete_steps(checkpoints) == [2]
+    marker.unlink()
+    for folder, more in (("run", ("--load", str(checkpoints))), ("whole", ())):
+        outcomes = run_once(tmp_path / folder, *more, stays=True)
+        assert {outcome.exit_code for outcome in outcomes} == {0}, said(outcomes)[-6000:]
+    found, expected = (
+        [
+            [metrics[step][name] for name in ("reward/mean", "loss/policy", "grad_norm")]
+            for step in range(4)
+        ]
+        for metrics in (
+            read_metrics(tmp_path / folder / "metrics.jsonl") for folder in ("run", "whole")
+        )
+    )
+    assert found == expected and all(0 < reward < 1 for reward, *_ in found)
+
+
 def test_killed_runs_leave_nothing_and_go_on_to_the_same_weights(tmp_path: Path, capsys) -> None:
     """Two of the kills that `python scripts/kill_test.py --kills 20` makes."""
     code = load_script("kill_test").main(

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.torch import load_file, save_file
 
 from mcore_rl.agreement import EXIT_ALARM
 from mcore_rl.recording.run_directory import read_metrics
@@ -90,4 +92,29 @@ def test_other_prompts_end_the_run_before_models_are_built(
     said = "".join(o.output for o in outcomes)
     assert said.count("are others than those that the checkpoint of step 3 has drawn from") == 1
     assert "--rl-on-changed-prompts restart" in said
+    assert "model and engines ready" not in said
+
+
+def test_a_folder_that_is_no_longer_the_reference_ends_the_run_before_models_are_built(
+    runs, warmed_checkpoint: Path, ranks: RankPool, tmp_path: Path
+) -> None:
+    folder, _ = runs
+    changed = tmp_path / "changed"
+    shutil.copytree(warmed_checkpoint, changed)
+    file = next(changed.glob("*.safetensors"))
+    tensors = load_file(file)
+    tensors["model.norm.weight"] *= 1.5
+    save_file(tensors, file, metadata={"format": "pt"})
+    flags = task_flags(
+        warmed_checkpoint,
+        folder,
+        *COMMON,
+        *("--rl-hf-checkpoint", str(changed), "--rl-kl-coef", "0.05"),
+        *("--rl-num-steps", "4", "--load", str(folder / "checkpoints")),
+    )
+    outcomes = ranks.run_raw("tests.e2e.jobs:train", world_size=2, arguments={"tokens": flags})
+    said = "".join(o.output for o in outcomes)
+    assert {o.exit_code for o in outcomes} == {2}, said[-3000:]
+    sentence = f"--rl-hf-checkpoint {changed} has other weights than those that the run began with"
+    assert said.count(sentence) == 1 and "by --finetune and another --rl-run-dir" in said
     assert "model and engines ready" not in said

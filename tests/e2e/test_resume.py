@@ -65,8 +65,8 @@ RUNS = {
     ),
 }
 TRAINED_BEFORE = (
-    "--rl-num-steps 1 --lr 1e-3 --tensor-model-parallel-size 1 --pipeline-model-parallel-size 1 "
-    "--expert-model-parallel-size 1"
+    "--rl-num-steps 2 --lr 1e-3 --rl-reference-refresh-interval 0 --tensor-model-parallel-size 1 "
+    "--pipeline-model-parallel-size 1 --expert-model-parallel-size 1"
 )
 
 

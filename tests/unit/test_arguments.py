@@ -212,7 +212,7 @@ def test_a_temperature_is_what_vllm_samples_at_or_refused(flag: str) -> None:
         """By vLLM, as it is."""
         try:
             return SamplingParams(temperature=value).temperature == value
-        except ValueError:
+        except Exception:  # of another class in other versions
             return False
 
     for value in (0.001, 0.0099, 0.01, 0.5, 1.0, 2.0, 2.5):

@@ -329,6 +329,16 @@ def test_nothing_is_drawn_again_where_every_reward_fails():
     assert not any(s.is_valid for s in collected.scored)
 
 
+def test_a_step_that_is_undone_draws_the_same_again():
+    collector, _ = dynamic(informative_at(1, 3, 6, 7), position=0)
+    collector.collect(1, nothing)
+    before = collector.position
+    first = rows_of(collector.collect(2, nothing))
+    collector.undo()
+    assert collector.position == before
+    assert rows_of(collector.collect(2, nothing)) == first
+
+
 def test_metrics_of_rewards_are_of_those_that_there_are():
     collector, _ = made(lambda row: (None, 3.0))
     found = rollout_metrics(collector.collect(1, nothing).scored)

@@ -396,7 +396,7 @@ def test_prompts_must_be_those_that_the_checkpoint_has_drawn_from(here: Path) ->
 # ----------------------------------------------------------------------------------------- reward
 
 REWARDS = """
-import sys, time
+import asyncio, sys, time
 from mcore_rl.rewards.functions import reward
 
 @reward("raises")
@@ -407,6 +407,11 @@ def raises(*, prompt, response, answer):
 @reward("blind")
 def blind(*, prompt, response, answer):
     return 0.5
+
+@reward("awaits")
+async def awaits(*, prompt, response, answer):
+    await asyncio.sleep(0)
+    return float(response == answer)
 
 @reward("hangs")
 def hangs(*, prompt, response, answer):
@@ -432,11 +437,12 @@ def test_rewards_that_fail_are_told_by_what_they_raise_and_print(tmp_path: Path)
     (tmp_path / "mine.py").write_text(REWARDS)
     config = config_of(
         tmp_path,
-        reward="raises,blind,hangs",
+        reward="raises,blind,awaits,hangs",
         import_=str(tmp_path / "mine.py"),
         reward_timeout_seconds=0.5,
     )
-    printed, raises, blind, hangs = check_reward(config, FEW[:1], None)
+    printed, raises, blind, awaits, hangs = check_reward(config, FEW[:1], None)
+    assert awaits.level == "green" and "awaits gives 1 to" in awaits.found
     assert printed.found == "what is asked for prints: about to divide about to divide"
     assert raises.level == "red"
     assert "gives no value for 2 of 2 samples: raised ZeroDivisionError" in raises.found

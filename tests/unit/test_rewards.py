@@ -24,9 +24,26 @@ GSM8K_TRAIN = REPOSITORY.parent / "shared/data/gsm8k/train.jsonl"
 
 # What the samples ask for in their answers; anything else is taken for the reward itself.
 USER_REWARD = """
-import os, signal, sys, threading, time
+import asyncio, os, signal, sys, threading, time
+
+async def later(response, answer):
+    await asyncio.sleep(0)
+    if answer == "async hang":
+        await asyncio.sleep(600)
+    if answer == "async raise":
+        raise ValueError("cannot await " + response * 1000)
+    if answer == "async none":
+        return None
+    if answer == "async loop":
+        loops.append(asyncio.get_running_loop())
+        return float(loops[0] is loops[-1])
+    return float(answer.removeprefix("async "))
+
+loops = []
 
 def score(*, prompt, response, answer):
+    if answer.startswith("async"):
+        return later(response, answer)
     if answer == "hang":
         time.sleep(600)
     if answer == "slow":
@@ -255,6 +272,9 @@ def test_score_keeps_order_and_texts(pool):
         ("inf", "returned inf: a reward is a finite number"),
         ("string", "returned str: a reward is a finite number"),
         ("none", "returned NoneType: a reward is a finite number"),
+        ("async hang", "timed out: no value within 1 s"),
+        ("async raise", "raised ValueError: cannot await " + "1" * 487 + " ..."),
+        ("async none", "returned NoneType: a reward is a finite number"),
     ],
 )
 def test_score_costs_one_sample_when_its_reward_fails(pool, caplog, answer, failure):
@@ -268,6 +288,12 @@ def test_score_costs_one_sample_when_its_reward_fails(pool, caplog, answer, fail
     assert scored[1].failure == failure
     assert pool.failure_counts[kind] == num_before + 2
     assert [failure in message for message in caplog.messages] == [True] * (not is_known)
+
+
+def test_what_an_async_reward_returns_is_awaited_in_one_loop(pool):
+    scored = pool.score(rollouts("async 0.5", "1", *["async loop"] * 8))
+    assert [s.reward for s in scored] == [0.5, *[1.0] * 9]
+    assert all(s.failure is None for s in scored)
 
 
 def test_score_starts_the_clock_when_a_sample_runs(pool):

@@ -1,0 +1,38 @@
+"""Imported by `--rl-import`: an async reward that raises from the third step on, as long as a file
+is there. The trainer's first rank makes the file; its processes for rewards see it."""
+
+import asyncio
+import multiprocessing
+import os
+from pathlib import Path
+
+from mcore_rl.rewards.functions import reward
+
+FAILS = Path(os.environ["MCORE_RL_TEST_REWARD_FAILS"])
+FIRST_TO_FAIL = 2
+
+
+@reward("fails_later")
+async def fails_later(*, prompt: str, response: str, answer: str) -> float:
+    await asyncio.sleep(0)
+    if FAILS.exists():
+        raise ConnectionError("the judge is away")
+    return len(response) % 7 / 7
+
+
+def make_the_file_in_the_third_step() -> None:
+    from mcore_rl.run_parts.parts import Parts
+
+    collect, calls = Parts.collect, []
+
+    def collect_and_fail(self, *args):
+        calls.append(None)
+        if len(calls) == FIRST_TO_FAIL + 1 and "MCORE_RL_TEST_REWARD_STAYS" not in os.environ:
+            FAILS.touch()
+        return collect(self, *args)
+
+    Parts.collect = collect_and_fail
+
+
+if multiprocessing.parent_process() is None:  # the workers of rewards import this as well
+    make_the_file_in_the_third_step()

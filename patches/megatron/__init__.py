@@ -15,6 +15,7 @@ from mcore_rl.patches.megatron import (
     packed_rope,
     torch_adam_state,
     typing_override,
+    uneven_all_gather,
     yarn_context_parallel,
 )
 from mcore_rl.patches.registry import apply_all
@@ -32,6 +33,7 @@ PATCHES = (
     groups_by_best_expert.PATCH,
     packed_rope.PATCH,
     yarn_context_parallel.PATCH,
+    uneven_all_gather.PATCH,
     torch_adam_state.PATCH,
     expert_optimizer.PATCH,
     fsdp_checkpoint.PATCH,

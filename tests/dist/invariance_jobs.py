@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from mcore_rl.batching.rows import lay_out
+from mcore_rl.batching.rows import lay_out, row_length
 from mcore_rl.batching.train_batches import split_micro_batches
 from mcore_rl.builders import build_offloader, micro_batching
 from mcore_rl.hybrid_engine.offload import Offloader
@@ -21,8 +21,9 @@ def learn(flags: list[str], target: str, num_steps: int = 2) -> dict[str, Any]:
 
     Returns what they measured, and what shows that the flags had their effect: the
     `offloaded` kinds, of each model the `forwards` per layer and micro-batch of an update (2 with
-    recomputation), and the number of micro-batches in which samples `share` a prompt. The weights
-    go to `target`.
+    recomputation), and the numbers of micro-batches in which samples share a prompt (`sharing`) and
+    in which data-parallel ranks have different numbers of tokens (`uneven`). The weights go to
+    `target`.
     """
     models = build_models(flags)
     job, learner = models.job, models.learner
@@ -31,13 +32,15 @@ def learn(flags: list[str], target: str, num_steps: int = 2) -> dict[str, Any]:
     forwards = [Forwards(models.state.chunks)]
     if models.critic is not None:
         forwards.append(Forwards(models.critic.state.chunks))
-    steps, sharing = [], 0
+    steps, sharing, uneven = [], 0, 0
     for step in range(num_steps):
         _there_and_back(offloader)
         batch = learner.make_batch(step, scored)
         steps.append(take_step(learner, step, batch, scored))
-        rows = [lay_out(part, batching, None) for part in split_micro_batches(batch.actor)]
+        parts = split_micro_batches(batch.actor)
+        rows = [lay_out(part, batching, row_length(parts, batching)) for part in parts]
         sharing += sum(each.prefix_of is not None for each in rows)
+        uneven += _num_uneven([each.token_ids.numel() for each in rows])
         for counter, part in zip(forwards, (batch.actor, batch.critic), strict=False):
             assert part is not None
             counter.expect(part)
@@ -47,9 +50,17 @@ def learn(flags: list[str], target: str, num_steps: int = 2) -> dict[str, Any]:
         "offloaded": sorted(offloader.what),
         "forwards": [counter.per_micro_batch() for counter in forwards],
         "sharing": float(learner.actor.runner.global_sum(torch.tensor([float(sharing)]))),
+        "uneven": uneven,
     }
     dist.destroy_process_group()
     return found
+
+
+def _num_uneven(num_tokens: list[int]) -> int:
+    """Micro-batches of which some ranks have more tokens than others."""
+    bounds = torch.tensor([num_tokens, [-number for number in num_tokens]])
+    dist.all_reduce(bounds, op=dist.ReduceOp.MAX)
+    return int((bounds.sum(dim=0) > 0).sum())
 
 
 def _there_and_back(offloader: Offloader) -> None:

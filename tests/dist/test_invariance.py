@@ -69,6 +69,7 @@ STAGES = {
 PP_SIZES = {"1": 1, "2": 2, "2 x 2": 2, "3 + 1": 2, "4": 4}
 # Packed samples share prompts (but under context parallelism), or are kept apart.
 PACKED, APART = "packed", "apart"
+ALL_TO_ALL, ALL_GATHER = "alltoall", "allgather"
 RECOMPUTE = {
     "none": "",
     "full": "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
@@ -90,6 +91,7 @@ class Case:
     division: str  # "packed", or padded rows of a micro-batch
     recompute: str
     offload: bool
+    dispatcher: str = ALL_TO_ALL  # of tokens to experts
 
     @property
     def num_processes(self) -> int:
@@ -98,6 +100,11 @@ class Case:
     @property
     def processes_per_stage(self) -> int:
         return self.tp_size * self.cp_size * self.dp_size
+
+    @property
+    def experts_span_dp(self) -> bool:
+        """Whether tokens for experts come from data-parallel ranks, which have different ones."""
+        return self.ep_size * self.etp_size > self.tp_size * self.cp_size
 
     @property
     def is_packed(self) -> bool:
@@ -122,6 +129,8 @@ class Case:
             return False
         if self.processes_per_stage % (self.ep_size * self.etp_size):
             return False
+        if self.dispatcher == ALL_GATHER and not self.experts_span_dp:
+            return False
         if self.is_packed:
             return True
         micro_batches, rest = divmod(SAMPLES_PER_MINI_BATCH, self.dp_size * int(self.division))
@@ -143,6 +152,7 @@ class Case:
             *("--context-parallel-size", str(self.cp_size)),
             *("--expert-model-parallel-size", str(self.ep_size)),
             *("--expert-tensor-parallel-size", str(self.etp_size)),
+            *("--moe-token-dispatcher-type", self.dispatcher),
             *division,
             *RECOMPUTE[self.recompute].split(),
             *("--rl-offload", "gradients,optimizer,parameters" if self.offload else "none"),
@@ -160,6 +170,7 @@ FACTORS: dict[str, tuple[Any, ...]] = {
     "division": (PACKED, "1", "2", "4"),
     "recompute": tuple(RECOMPUTE),
     "offload": (False, True),
+    "dispatcher": (ALL_TO_ALL, ALL_GATHER),
 }
 
 
@@ -177,7 +188,7 @@ def covering_cases(possible: list[Case]) -> list[Case]:
     missing = set().union(*pairs.values())
     chosen = []
     while missing:
-        best = max(possible, key=lambda c: len(pairs[c] & missing) / (24 + c.num_processes))
+        best = max(possible, key=lambda c: len(pairs[c] & missing) / (28 + c.num_processes))
         missing -= pairs[best]
         chosen.append(best)
     return chosen
@@ -198,7 +209,8 @@ CASES = [*COVERING, *FURTHER]
 
 def name_of(case: Case) -> str:
     offload = "offload" if case.offload else "stay"
-    return f"{case.algorithm} {case.layout} {case.division} {case.recompute} {offload}"
+    dispatcher = f" {case.dispatcher}" if case.dispatcher == ALL_GATHER else ""
+    return f"{case.algorithm} {case.layout} {case.division} {case.recompute} {offload}{dispatcher}"
 
 
 @dataclass(frozen=True)
@@ -236,6 +248,7 @@ class Table:
             "128 tokens" if case.is_packed else f"{case.division} rows",
             case.recompute,
             "all" if case.offload else "none",
+            case.dispatcher,
             *(f"{d:.1e}" for d in (differences.loss, differences.grad_norm, differences.weight)),
         )
         self.rows.append(f"| {' | '.join(cells)} |")
@@ -243,7 +256,7 @@ class Table:
     def text(self) -> str:
         names = (
             *("algorithm", "processes", "layout", "packing", "micro-batch", "recompute"),
-            *("offload", "loss", "gradient norm", "weights"),
+            *("offload", "dispatcher", "loss", "gradient norm", "weights"),
         )
         return "\n".join(
             [
@@ -371,6 +384,7 @@ def test_update_is_that_of_one_process(
     # With 4 ranks for 8 samples of a mini-batch there is little to be shared.
     assert case.shares_prompts or not outcome.found["sharing"]
     assert not case.shares_prompts or case.dp_size == 4 or outcome.found["sharing"] >= 4
+    assert case.dispatcher != ALL_GATHER or outcome.found["uneven"] > 0
     assert differences.loss <= TOLERANCE
     assert differences.grad_norm <= TOLERANCE
     assert differences.weight <= TOLERANCE, differences.weight_name

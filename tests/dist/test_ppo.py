@@ -38,9 +38,16 @@ PACKED = ("--rl-max-tokens-per-microbatch", "128")
 # (split of the actor, further flags)
 VARIANTS = {
     "tp2 pp2 ep2 packed": ("tp2_pp2_ep2", PACKED),
+    # Tokens for the critic's experts are gathered from data-parallel ranks, those for the actor's
+    # within a sample.
     "critic tp1 beside tp2 pp2 ep2": (
         "tp2_pp2_ep2",
-        (*("--rl-critic-tp-size", "1"), *("--rl-critic-pp-size", "1"), *PACKED),
+        (
+            *("--rl-critic-tp-size", "1"),
+            *("--rl-critic-pp-size", "1"),
+            *("--moe-token-dispatcher-type", "allgather"),
+            *PACKED,
+        ),
     ),
     "critic tp2 pp2 beside ep2": (
         "tp1_pp1_ep2",

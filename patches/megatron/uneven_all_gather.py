@@ -1,0 +1,72 @@
+"""Experts whose tokens are gathered from ranks with different numbers of them.
+
+Symptom: with `--moe-token-dispatcher-type allgather`, Megatron's default, and experts spread over
+data-parallel ranks a run ends at its first micro-batch: gloo aborts the process ("48 vs 45"), NCCL
+waits for ever or reads what is not there.
+
+Cause: `MoEAllGatherTokenDispatcher` takes it that all ranks whose tokens are gathered have equally
+many, as they have in pre-training. In RL a micro-batch is as long as its samples are.
+
+Why safe: the ranks agree on the most tokens that any of them has, and each fills up to that number
+with tokens of zeros that are routed to no expert, and drops these again once the experts' outputs
+are back. No expert computes them, and no router, loss or count of tokens sees them. It is what
+Megatron's HybridEP does with `--moe-hybridep-pad-uneven-dispatch-inputs`. Ranks with equally many
+tokens send what upstream sends, after the exchange of one number a layer.
+
+Upstream: no issue known; the other dispatchers exchange their numbers of tokens.
+
+Drop when: `MoEAllGatherTokenDispatcher` takes ranks with different numbers of tokens.
+
+Versions: megatron-core 0.19.2.
+"""
+
+from __future__ import annotations
+
+import math
+
+from mcore_rl.patches.registry import Patch, require_parameters
+
+
+def needed() -> bool:
+    """True everywhere; how many tokens a rank has is a matter of its samples."""
+    return True
+
+
+def apply() -> None:
+    """Fill up before tokens are gathered, and cut off after outputs are summed up."""
+    import torch
+    from megatron.core.transformer.moe.token_dispatcher import MoEAllGatherTokenDispatcher
+
+    dispatch = MoEAllGatherTokenDispatcher.token_dispatch
+    combine = MoEAllGatherTokenDispatcher.token_combine
+    require_parameters(dispatch, "self", "hidden_states", "probs")
+    require_parameters(combine, "self", "hidden_states")
+
+    def dispatch_equally_many(self, hidden_states, probs):
+        if self.tp_size > 1 or self.ep_size > 1:
+            most = torch.tensor([len(hidden_states)], device=hidden_states.device)
+            torch.distributed.all_reduce(
+                most, op=torch.distributed.ReduceOp.MAX, group=self.tp_ep_group
+            )
+            if missing := int(most) - len(hidden_states):
+                hidden_states, probs, self.routing_map = (
+                    torch.nn.functional.pad(of_tokens, (0, 0, 0, missing))
+                    for of_tokens in (hidden_states, probs, self.routing_map)
+                )
+        return dispatch(self, hidden_states, probs)
+
+    def combine_own(self, hidden_states):
+        return combine(self, hidden_states)[: math.prod(self.hidden_shape[:-1])]
+
+    MoEAllGatherTokenDispatcher.token_dispatch = dispatch_equally_many
+    MoEAllGatherTokenDispatcher.token_combine = combine_own
+
+
+PATCH = Patch(
+    name="megatron.uneven_all_gather",
+    package="megatron-core",
+    versions=("0.19.2",),
+    reason="tokens for experts are gathered from ranks with different numbers of them",
+    needed=needed,
+    apply=apply,
+)

@@ -201,6 +201,8 @@ def _defaults(shape: ModelShape, config: RLConfig, given: Mapping[str, Any]) -> 
         ]
         if shape.experts.has_bias:
             tokens += ["--moe-router-bias-update-rate", "0.0"]
+        if given.get("moe_flex_dispatcher_backend") == "hybridep":
+            tokens.append("--moe-hybridep-pad-uneven-dispatch-inputs")  # else they must be even
     return tokens
 
 

@@ -67,7 +67,30 @@ def check_layout(shape: ModelShape, values: Mapping[str, Any], world_size: int) 
         flag = f"--expert-tensor-parallel-size {layout.etp_size}"
         sizes = {"moe_intermediate_size": shape.experts.hidden_size}
         _check_divides(flag, layout.etp_size, sizes)
+        _check_dispatcher(values)
     return layout
+
+
+def _check_dispatcher(values: Mapping[str, Any]) -> None:
+    """Ranks have different numbers of tokens, and a rank other ones in each micro-batch.
+
+    `alltoall` and DeepEP take that; `allgather` does by `patches/megatron/uneven_all_gather`.
+    """
+    if values.get("moe_token_dispatcher_type") != "flex":
+        return
+    flag = "--moe-flex-dispatcher-backend"
+    backend = values.get("moe_flex_dispatcher_backend")
+    if backend == "ncclep":
+        raise UsageError(
+            f"{flag} ncclep makes its buffers for as many tokens as the first micro-batch has, and "
+            "in RL later ones have more; give deepep or hybridep, or --moe-token-dispatcher-type "
+            "alltoall"
+        )
+    if backend == "hybridep" and not values.get("moe_hybridep_pad_uneven_dispatch_inputs"):
+        raise UsageError(
+            f"{flag} hybridep needs as many tokens on every rank, which in RL have different "
+            "numbers; add --moe-hybridep-pad-uneven-dispatch-inputs"
+        )
 
 
 def _split_over_tp(shape: ModelShape) -> dict[str, int]:

@@ -262,6 +262,19 @@ def test_tensor_parallelism_brings_sequence_parallelism(
     assert "--sequence-parallel" in derived.defaults
 
 
+def test_dispatcher_of_tokens_copes_with_ranks_that_have_different_numbers(
+    shapes: dict[str, ModelShape], parser: argparse.ArgumentParser
+) -> None:
+    """HybridEP if it is told to."""
+    shape, pads = shapes[DEEPSEEK_V3], "--moe-hybridep-pad-uneven-dispatch-inputs"
+    derived = derive(shape, "", parser)
+    assert given_values(derived.defaults, parser)["moe_token_dispatcher_type"] == "alltoall"
+    flex = "--moe-token-dispatcher-type flex --moe-flex-dispatcher-backend"
+    assert pads in derive(shape, f"{flex} hybridep", parser, has_cuda=True).defaults
+    for tokens in ("", f"{flex} deepep", f"{flex} hybridep {pads}"):
+        assert pads not in derive(shape, tokens, parser, has_cuda=True).defaults
+
+
 @pytest.mark.parametrize("text", TRAINABLE.values(), ids=TRAINABLE)
 def test_megatron_builds_the_published_architecture(
     text: str,

@@ -8,7 +8,13 @@ from typing import Any
 import pytest
 
 from mcore_rl.arguments import RLConfig
-from mcore_rl.checks.layout import check_batches, check_rollout, check_stages, ranks_per_node
+from mcore_rl.checks.layout import (
+    check_batches,
+    check_layout,
+    check_rollout,
+    check_stages,
+    ranks_per_node,
+)
 from mcore_rl.errors import UsageError
 from mcore_rl.hybrid_engine.layout import TrainLayout, pipeline_layers
 from tests.model_shapes import small_shape
@@ -57,6 +63,38 @@ def test_ranks_of_a_node_come_from_the_flag_then_the_launcher(
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "16")
     assert ranks_per_node(RLConfig(), 64) == 16
     assert ranks_per_node(RLConfig(ranks_per_node=4), 64) == 4
+
+
+@pytest.mark.parametrize(
+    ("backend", "sentence"),
+    [
+        ("ncclep", "-backend ncclep makes its buffers for .* first micro-batch .*; give deepep or"),
+        ("hybridep", "hybridep needs as many .* add --moe-hybridep-pad-uneven-dispatch-inputs"),
+    ],
+)
+def test_dispatcher_that_needs_as_many_tokens_on_every_rank_is_told(
+    backend: str, sentence: str
+) -> None:
+    """Also to a fork, for which nothing is derived."""
+    shape = small_shape()
+    values = {
+        "expert_model_parallel_size": 2,
+        "moe_token_dispatcher_type": "flex",
+        "moe_flex_dispatcher_backend": backend,
+        "moe_hybridep_pad_uneven_dispatch_inputs": False,
+    }
+    with pytest.raises(UsageError, match=sentence):
+        check_layout(shape, values, 2)
+    for other in (
+        {"moe_flex_dispatcher_backend": "deepep"},
+        {
+            "moe_flex_dispatcher_backend": "hybridep",
+            "moe_hybridep_pad_uneven_dispatch_inputs": True,
+        },
+        {"moe_token_dispatcher_type": "alltoall"},
+        {"moe_token_dispatcher_type": "allgather"},
+    ):
+        assert check_layout(shape, values | other, 2).ep_size == 2
 
 
 def test_stages_of_flags() -> None:

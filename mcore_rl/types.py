@@ -71,6 +71,7 @@ class ScoredRollout:
 
     @property
     def why_not_valid(self) -> str | None:
+        """What failed, its own reward or that of the greedy response; None if neither did."""
         if self.failure is None and self.baseline is not None:
             return self.baseline.failure
         return self.failure

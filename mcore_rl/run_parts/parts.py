@@ -85,8 +85,8 @@ class Parts:
         reasons = Counter(sample.why_not_valid for sample in collected.scored)
         if dist.get_rank() == 0:
             logger.error(
-                "[Reward] step %d: no reward of %d samples could be had, most often because it %s; "
-                "mend it%s",
+                "[Reward] step %d: none of %d samples has a reward to learn from; the most frequent "
+                "reason, to be mended: %s%s",
                 step,
                 len(collected.scored),
                 reasons.most_common(1)[0][0],

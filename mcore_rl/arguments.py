@@ -30,6 +30,12 @@ def _flag(
     return field(default=default, metadata=metadata)
 
 
+def _several(help: str):
+    """A flag that may be given again, each time with one value or more; none of them is lost."""
+    metadata = {"help": help, "choices": None, "kind": str, "several": True}
+    return field(default=(), metadata=metadata)
+
+
 def _part(kind: type, help: str, *, choices: Sequence[str] | None = None):
     """A part of the algorithm; unless it is given it is the recipe's."""
     metadata = {"help": help, "choices": choices, "kind": kind, "part": True}
@@ -104,10 +110,9 @@ class RLConfig:
         "the recipe: ppo, grpo, dr_grpo, rloo, reinforce_pp, reinforce_pp_baseline, remax, opo, "
         "dapo, gspo, cispo, gmpo or sapo; the flags up to --rl-mismatch-high replace parts of it",
     )
-    import_: str | None = _flag(
-        None,
-        "your own .py file of estimators, losses or rewards, each with its decorator",
-        kind=str,
+    import_: tuple[str, ...] = _several(
+        "your own .py file of estimators, losses or rewards, each with its decorator; several may "
+        "be given",
     )
     num_steps: int = _flag(100, "rollout-and-update steps")
     num_prompts_per_step: int = _flag(16, "prompts drawn per step")
@@ -307,7 +312,8 @@ class RLConfig:
     @classmethod
     def from_args(cls, args: argparse.Namespace) -> RLConfig:
         """The `--rl-*` part of a parsed namespace; a missing attribute is a bug and raises."""
-        return cls(**{f.name: getattr(args, f"rl_{f.name}") for f in dataclasses.fields(cls)})
+        values = {f.name: getattr(args, f"rl_{f.name}") for f in dataclasses.fields(cls)}
+        return cls(**{name: frozen(value) for name, value in values.items()})
 
     @property
     def recipe(self) -> Algorithm:
@@ -329,6 +335,11 @@ class RLConfig:
     @property
     def directory(self) -> Path:
         return Path(self.run_dir) if self.run_dir else Path("runs") / self.run_name
+
+
+def frozen(value: Any) -> Any:
+    """What argparse collects in a list, as RLConfig holds it."""
+    return tuple(value) if isinstance(value, list) else value
 
 
 @functools.cache
@@ -372,6 +383,8 @@ def add_rl_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
             group.add_argument(flag, action=argparse.BooleanOptionalAction, **options)
         elif kind is bool:
             group.add_argument(flag, action="store_true", **options)
+        elif "several" in spec.metadata:
+            group.add_argument(flag, action="extend", nargs="+", type=kind, default=[], **options)
         else:
             group.add_argument(
                 flag, type=kind, default=spec.default, choices=spec.metadata["choices"], **options

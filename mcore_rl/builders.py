@@ -101,7 +101,7 @@ def reward_spec(config: RLConfig) -> RewardSpec:
         config.reward_weights,
         num_workers=config.reward_workers,
         timeout_seconds=config.reward_timeout_seconds,
-        imports=() if config.import_ is None else (config.import_,),
+        imports=config.import_,
         url=config.reward_url,
         header_env=config.reward_http_header_env,
         pooling_url=config.reward_pooling_url,

@@ -104,7 +104,7 @@ def _tokens_of(
         if isinstance(action, argparse.BooleanOptionalAction) and not value:
             return action, [option for option in action.option_strings if option != flag]
         return action, [flag] if value else []
-    if value is None:
+    if value is None or value == []:
         return action, []
     if isinstance(value, list) and not action.nargs:
         return action, [flag, str(value).replace(" ", "")]  # as Megatron's patterns are written

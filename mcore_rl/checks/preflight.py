@@ -21,7 +21,7 @@ from typing import Any
 
 from mcore_rl import megatron_adapter
 from mcore_rl.algorithms.registry import import_user_file
-from mcore_rl.arguments import RLConfig, add_rl_args, flag_of
+from mcore_rl.arguments import RLConfig, add_rl_args, flag_of, frozen
 from mcore_rl.batching.context_chunks import chunks_of_sample, round_up
 from mcore_rl.checkpoint import EXPORT_MARKER, HFCheckpoint, open_checkpoint
 from mcore_rl.checks.derived_flags import DerivedFlags, derive_flags
@@ -261,7 +261,7 @@ def config_from(given: Mapping[str, Any]) -> RLConfig:
     """Our flags of those that were given, the others at their defaults."""
     ours = {name[3:]: value for name, value in given.items() if name.startswith("rl_")}
     known = {field for field in RLConfig.__dataclass_fields__}
-    return RLConfig(**{name: value for name, value in ours.items() if name in known})
+    return RLConfig(**{name: frozen(value) for name, value in ours.items() if name in known})
 
 
 def check_versions() -> None:
@@ -340,8 +340,8 @@ def check_ranges(config: RLConfig) -> None:
 
 def check_algorithm(config: RLConfig) -> None:
     """The parts of the algorithm, by themselves and together."""
-    if config.import_ is not None:
-        import_user_file(config.import_)
+    for path in config.import_:
+        import_user_file(path)
     recipe = config.recipe
     recipe.overlong_buffer(config.max_response_tokens)
     if not 0.0 < (config.top_p or 1.0) <= 1.0:

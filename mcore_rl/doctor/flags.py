@@ -263,12 +263,13 @@ def _environment_kept() -> Iterator[None]:
 def _given_twice(tokens: Sequence[str], parser: argparse.ArgumentParser) -> list[Finding]:
     known = parser._option_string_actions
     flags = [known.get(token.split("=")[0]) for token in tokens if token.startswith("--")]
-    times = Counter(action.dest for action in flags if action is not None)
+    added_up = ("rl_config", "rl_import_")
+    times = Counter(a.dest for a in flags if a is not None and a.dest not in added_up)
     names = flag_names(parser)
     return [
         yellow(FLAGS, f"{names[dest]} is given {count} times, and the last one counts", "drop one")
         for dest, count in times.items()
-        if count > 1 and dest != "rl_config"
+        if count > 1
     ]
 
 

@@ -52,6 +52,8 @@ def another_value(spec: dataclasses.Field) -> tuple[list[str], Any]:
     kind, choices = spec.metadata["kind"], spec.metadata["choices"]
     if kind is bool:
         return [flag_of(spec.name)], True
+    if "several" in spec.metadata:
+        return [flag_of(spec.name), "one", flag_of(spec.name), "two"], ("one", "two")
     if choices:
         value = choices[-1] if choices[-1] != spec.default else choices[0]
     else:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from mcore_rl.arguments import add_rl_args
+from mcore_rl.arguments import RLConfig, add_rl_args
 from mcore_rl.errors import UsageError
 from mcore_rl.given_flags import expand_config, given_values
 
@@ -71,6 +71,27 @@ def test_config_sets_flags_of_every_kind(tmp_path: Path) -> None:
 def test_command_line_wins_over_config_wherever_it_stands(tmp_path: Path) -> None:
     file = write(tmp_path, "a.yaml", "lr: 1.0\nrl-num-steps: 7\n")
     assert values("--lr", "2", f"--rl-config={file}") == {"lr": 2.0, "rl_num_steps": 7}
+
+
+def test_files_to_import_add_up_wherever_they_are_given(tmp_path: Path) -> None:
+    """Of any other flag the last one counts; here each file registers something of its own."""
+    several = write(tmp_path, "a.yaml", "rl-import: [a.py, b.py]\n")
+    one = write(tmp_path, "b.yaml", "rl-import: c.py\n")
+    none = write(tmp_path, "c.yaml", "rl-import: []\n")
+    twice = ("--rl-import", "d.py", "--rl-import", "e.py")
+    files = ["a.py", "b.py", "d.py", "e.py"]
+    assert values("--rl-config", several, *twice) == {"rl_import_": files}
+    assert values("--rl-import", "d.py", "e.py", "--rl-num-steps", "3") == {
+        "rl_import_": ["d.py", "e.py"],
+        "rl_num_steps": 3,
+    }
+    assert values("--rl-config", several, "--rl-config", one) == {"rl_import_": ["c.py"]}
+    assert values("--rl-config", several, "--rl-config", none) == {}
+    # As a fork has it, which parses by itself.
+    parser = make_parser()
+    assert RLConfig.from_args(parser.parse_args([])).import_ == ()
+    assert RLConfig.from_args(parser.parse_args(list(twice))).import_ == ("d.py", "e.py")
+    assert RLConfig.from_args(parser.parse_args([])).import_ == (), "of the parse before"
 
 
 def test_later_config_wins_key_by_key(tmp_path: Path) -> None:

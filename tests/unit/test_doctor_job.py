@@ -12,6 +12,7 @@ import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -155,6 +156,36 @@ def test_flags_without_effect_given_twice_and_of_a_launcher_are_yellow(good: Pat
     assert no_effect.startswith("--rl-rollout-gpu-memory-utilization has no effect")
     assert launcher == "the environment has WORLD_SIZE=16, and --world-size is 2"
     assert not found_of(job.findings, "red") and job.checked is not None
+
+
+IMPORTED = {
+    "estimates": """
+from mcore_rl.algorithms.registry import advantage_estimator
+@advantage_estimator("doctor_estimates")
+def estimate(inputs, config):
+    raise NotImplementedError
+""",
+    "scores": """
+from mcore_rl.rewards.functions import reward
+@reward("doctor_scores")
+def score(*, prompt, response, answer):
+    return float(response == answer)
+""",
+}
+
+
+def test_several_files_may_be_imported(good: Path, tmp_path: Path) -> None:
+    """What only one of them has is known to the checks, and to the processes of rewards."""
+    imports = []
+    for name, text in IMPORTED.items():
+        (tmp_path / f"{name}.py").write_text(text)
+        imports += ["--rl-import", str(tmp_path / f"{name}.py")]
+    flags = f"{' '.join(imports)} --rl-advantage doctor_estimates"
+    job = read(good, flags, rl_reward="doctor_scores")
+    assert not found_of(job.findings, "red") and not found_of(job.findings, "yellow")
+    assert job.checked is not None
+    (found,) = check_reward(job.checked.config, FEW, None)
+    assert (found.level, found.area) == ("green", "reward")
 
 
 def test_flags_that_megatron_has_too_are_all_told() -> None:
@@ -438,7 +469,7 @@ def test_rewards_that_fail_are_told_by_what_they_raise_and_print(tmp_path: Path)
     config = config_of(
         tmp_path,
         reward="raises,blind,awaits,hangs",
-        import_=str(tmp_path / "mine.py"),
+        import_=(str(tmp_path / "mine.py"),),
         reward_timeout_seconds=0.5,
     )
     printed, raises, blind, awaits, hangs = check_reward(config, FEW[:1], None)
@@ -460,10 +491,12 @@ def test_rewards_that_fail_are_told_by_what_they_raise_and_print(tmp_path: Path)
     ],
 )
 def test_a_reward_that_cannot_be_had_is_red(
-    tmp_path: Path, changes: dict[str, str], words: str
+    tmp_path: Path, changes: dict[str, Any], words: str
 ) -> None:
     (tmp_path / "ends.py").write_text("import os\nos._exit(3)\n")
-    changes = {name: value.replace("{tmp}", str(tmp_path)) for name, value in changes.items()}
+    changes = dict(changes)
+    if "import_" in changes:
+        changes["import_"] = (changes["import_"].replace("{tmp}", str(tmp_path)),)
     (found,) = check_reward(config_of(tmp_path, **changes), FEW, None)
     assert found.level == "red" and words in f"{found.found} {found.remedy}"
 
@@ -507,7 +540,7 @@ def test_a_reward_that_may_take_longer_than_the_doctor_waits_is_yellow(
         tmp_path,
         reward="hangs,raises,http",
         reward_url=slow_server,
-        import_=str(tmp_path / "mine.py"),
+        import_=(str(tmp_path / "mine.py"),),
         reward_timeout_seconds=30.0,
     )
     _, hangs, raises, http = check_reward(config, FEW[:1], None)
@@ -531,7 +564,7 @@ def test_without_answers_a_reward_must_only_give_a_value(
         tmp_path,
         reward="blind,arithmetic,http",
         reward_url=server,
-        import_=str(tmp_path / "mine.py"),
+        import_=(str(tmp_path / "mine.py"),),
     )
     few = prompts(("2+3=", ""), ("4+5=", " "))
     blind, arithmetic, http = check_reward(config, few, None)

@@ -192,6 +192,9 @@ class RLConfig:
     on_nonfinite_grad: str = _flag(
         "stop", "what a non-finite gradient does to the run", choices=("stop", "skip")
     )
+    load_or_start: bool = _flag(
+        False, "begin where nothing is saved in --load yet, as a job that is started again needs it"
+    )
     on_changed_prompts: str = _flag(
         "stop",
         "what --load does if --rl-prompts are others than the checkpoint's; restart begins with "

@@ -109,7 +109,7 @@ class Setting:
             *("--rl-eval-interval", "0", "--rl-rollout-kv-cache-gib", "0.1", "--lr", "1e-3"),
             *("--rl-num-mini-batches", "2"),  # so that log-probs are a stage of their own
             *("--rl-run-dir", str(folder), "--rl-export-hf", str(folder / "exported")),
-            *("--load", str(folder / "checkpoints")),
+            *("--load", str(folder / "checkpoints"), "--rl-load-or-start"),
         ]
 
 

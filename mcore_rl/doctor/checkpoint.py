@@ -60,9 +60,19 @@ def check_load(values: Mapping[str, Any], config: RLConfig) -> tuple[list[Findin
 
 
 def _check_load(values: Mapping[str, Any], config: RLConfig) -> tuple[list[Finding], Path | None]:
-    if not values.get("load"):
+    load = Path(values["load"]) if values.get("load") else None
+    try:
+        folders.check_load(
+            load,
+            asked=values.get("ckpt_step"),
+            pretrained=values.get("pretrained_checkpoint"),
+            may_begin=config.load_or_start,
+            exits=bool(values.get("exit_on_missing_checkpoint")),
+        )
+    except UsageError as error:
+        return [refusal(CHECKPOINT, error)], None
+    if load is None:
         return [], None
-    load = Path(values["load"])
     critic = folders.critic_folder(load)
     beside = [critic] if config.recipe.needs_critic and critic.is_dir() else []
     places = [load, *beside]
@@ -80,7 +90,7 @@ def _check_load(values: Mapping[str, Any], config: RLConfig) -> tuple[list[Findi
             return [red(CHECKPOINT, what, remedy)], None
         steps = [asked]
     if not steps:
-        return [_nothing_complete(load, values)], None
+        return [_nothing_complete(load, asked)], None
     findings, step = _newest_undamaged(places, steps, load)
     if step is None:
         return findings, None
@@ -92,14 +102,12 @@ def _check_load(values: Mapping[str, Any], config: RLConfig) -> tuple[list[Findi
     return findings, load / folders.iteration_name(step)
 
 
-def _nothing_complete(load: Path, values: Mapping[str, Any]) -> Finding:
-    if (load / folders.TRACKER).is_file():
-        what = f"--load {load} is a checkpoint of Megatron's own, of step {_tracked(load)}"
+def _nothing_complete(load: Path, asked: int | None) -> Finding:
+    if asked is not None or (load / folders.TRACKER).is_file():
+        step = asked if asked is not None else _tracked(load)
+        what = f"--load {load} is a checkpoint of Megatron's own, of step {step}"
         return green(CHECKPOINT, what)
-    what = f"--load {load} has no complete checkpoint"
-    if values.get("exit_on_missing_checkpoint"):
-        return red(CHECKPOINT, what, "drop --exit-on-missing-checkpoint to begin anew")
-    return green(CHECKPOINT, f"{what}: the run begins")
+    return green(CHECKPOINT, f"--load {load} has no complete checkpoint: the run begins")
 
 
 def _tracked(load: Path) -> str:

@@ -92,6 +92,58 @@ def tracked_step(folder: Path) -> int | None:
     return None
 
 
+def check_load(
+    load: Path | None,
+    *,
+    asked: int | None,
+    pretrained: str | None,
+    may_begin: bool,
+    exits: bool,
+) -> None:
+    """Raises UsageError if there is nothing to go on from where a user names something.
+
+    `load` is `--load`, `asked` `--ckpt-step`, `pretrained` `--pretrained-checkpoint`, which
+    Megatron takes where `load` has nothing; `may_begin` and `exits` say whether there are
+    `--rl-load-or-start` and `--exit-on-missing-checkpoint`. For one process, as another may be
+    putting the folder in order.
+    """
+    if load is not None and _has_checkpoint(load, asked):
+        return
+    if pretrained is not None and not (Path(pretrained) / TRACKER).is_file():
+        raise UsageError(
+            f"--pretrained-checkpoint {pretrained} {_emptiness(Path(pretrained))} (there is no "
+            f"{TRACKER}); correct the path or drop the flag"
+        )
+    if load is None:
+        return
+    if asked is not None:
+        raise UsageError(
+            f"--ckpt-step {asked} is not in --load {load}, which {_emptiness(load)}; correct the "
+            "path or drop --ckpt-step"
+        )
+    if exits or not may_begin:
+        other = "drop --exit-on-missing-checkpoint and " if exits else ""
+        raise UsageError(
+            f"--load {load} {_emptiness(load)}; correct the path, or {other}give "
+            "--rl-load-or-start to begin where nothing is saved yet"
+        )
+
+
+def _has_checkpoint(load: Path, asked: int | None) -> bool:
+    """Of ours, a save that was killed when it was complete included, or of Megatron's own."""
+    if complete_steps(load) or complete_steps(saving_folder(load)):
+        return True
+    if asked is not None:  # which needs no tracker
+        return (load / iteration_name(asked)).is_dir()
+    return (load / TRACKER).is_file()
+
+
+def _emptiness(folder: Path) -> str:
+    if folder.is_dir():
+        return "has no complete checkpoint" if any(folder.iterdir()) else "is an empty folder"
+    return "is a file and no folder" if folder.exists() else "does not exist"
+
+
 def check_beginning(
     save: Path, load: Path | None, chosen: int | None, *, asked: int | None, finetune: bool
 ) -> None:

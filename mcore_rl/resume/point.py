@@ -63,12 +63,13 @@ def find_resume_point(
 
     def find() -> ResumePoint | None:
         load = None if args.load is None else Path(args.load)
+        _check_load(args, config, load)
         step = None
         if load is not None:
             beside = [folders.critic_folder(load)] if config.recipe.needs_critic else []
             step = choose(load, beside=beside, step=args.ckpt_step)
             if step is None:
-                _say_what_megatron_finds(args, load)
+                _say_what_megatron_finds(load, args.ckpt_step)
         folders.check_beginning(save, load, step, asked=args.ckpt_step, finetune=args.finetune)
         if load is None or step is None:
             return None
@@ -116,17 +117,31 @@ def lost_reference(state: TrainerState, now: str, folder: Path) -> str:
     )
 
 
-def _say_what_megatron_finds(args: argparse.Namespace, load: Path) -> None:
-    if (load / folders.TRACKER).is_file():
+def _check_load(args: argparse.Namespace, config: RLConfig, load: Path | None) -> None:
+    """`folders.check_load`, by the first rank for all."""
+    refusal: list[str | None] = [None]
+    if dist.get_rank() == 0:
+        try:
+            folders.check_load(
+                load,
+                asked=args.ckpt_step,
+                pretrained=args.pretrained_checkpoint,
+                may_begin=config.load_or_start,
+                exits=args.exit_on_missing_checkpoint,
+            )
+        except UsageError as error:
+            refusal = [str(error)]
+    dist.broadcast_object_list(refusal, src=0)
+    if refusal[0] is not None:
+        raise UsageError(refusal[0])
+
+
+def _say_what_megatron_finds(load: Path, asked: int | None) -> None:
+    if asked is not None or (load / folders.TRACKER).is_file():
         logger.info(
             "[Resume] %s is a checkpoint of Megatron's own: the weights are taken, and what "
             "Megatron saves beside them; the prompts begin at the step's place",
             load,
-        )
-    elif args.exit_on_missing_checkpoint:
-        raise UsageError(
-            f"--load {load} has no complete checkpoint; drop --exit-on-missing-checkpoint to begin "
-            "with --rl-hf-checkpoint there"
         )
     else:
         logger.info("[Resume] nothing is complete in %s yet: the run begins", load)

@@ -26,7 +26,8 @@ MINUTES = ("--exit-duration-in-mins", "2", "--rl-import", str(HOOKS / "started_l
 def test_signal_interval_and_duration_save_and_end_with_code_0(
     tmp_path: Path, checkpoint_factory: Callable[..., Path], ranks: RankPool
 ) -> None:
-    load = ("--load", str(tmp_path / "run" / "checkpoints"), "--save-retain-interval", "4")
+    checkpoints = str(tmp_path / "run" / "checkpoints")
+    load = ("--load", checkpoints, "--rl-load-or-start", "--save-retain-interval", "4")
     for more, reason, kept in (
         (SIGNAL, "SIGTERM, by --exit-signal-handler", [2]),
         (("--exit-interval", "4"), "--exit-interval 4", [4]),

@@ -72,6 +72,7 @@ def test_a_disk_that_takes_no_checkpoint_ends_the_run_and_the_one_before_is_gone
 ) -> None:
     checkpoint, checkpoints = checkpoint_factory(), disk / "checkpoints"
     flags = ("--save", str(checkpoints), "--save-interval", "1", "--load", str(checkpoints))
+    flags += ("--rl-load-or-start",)
     spoilt = {"folder": str(disk), "how": how, "after": 1}
     steps = ("--rl-num-steps", "4")
     outcomes = run(ranks, checkpoint, tmp_path / "run", *flags, *steps, disk=spoilt)

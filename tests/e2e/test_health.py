@@ -36,7 +36,7 @@ def runs(
         ("--rl-num-steps", "6", "--rl-on-alarm", "stop", "--rl-alarm-reward-std", "9"),
         ("--rl-num-steps", "3", "--rl-alarm-reward-std", "9"),
     ):
-        load = ("--load", str(folder / "checkpoints"))
+        load = ("--load", str(folder / "checkpoints"), "--rl-load-or-start")
         outcomes = ranks.run_raw(
             "tests.e2e.jobs:train",
             world_size=2,

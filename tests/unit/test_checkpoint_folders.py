@@ -136,6 +136,52 @@ def test_retention_deletes_the_newest_before_as_megatron_does(tmp_path: Path) ->
     assert folders.complete_steps(tmp_path) == [40, 20]
 
 
+def check_load(load: Path | None, **changes: object) -> None:
+    said = {"asked": None, "pretrained": None, "may_begin": False, "exits": False, **changes}
+    folders.check_load(load, **said)
+
+
+def test_what_is_named_to_load_must_have_something(tmp_path: Path) -> None:
+    """A mistyped path would begin a run from scratch."""
+    load, own = tmp_path / "load", tmp_path / "megatrons"
+    check_load(None)
+
+    def refused(says: str, **changes: object) -> None:
+        with pytest.raises(UsageError, match=says):
+            check_load(load, **changes)
+
+    refused("--load .*load does not exist; correct the path, or give --rl-load-or-start to begin")
+    refused("or drop --exit-on-missing-checkpoint and give --rl-load-or", exits=True)
+    refused("or drop --exit-on-missing-checkpoint and give", exits=True, may_begin=True)
+    refused("--ckpt-step 10 is not in .*, which does not exist; ", asked=10, may_begin=True)
+    refused(
+        "--pretrained-checkpoint .*megatrons does not exist .*; correct the path or drop the flag",
+        pretrained=str(own),
+        may_begin=True,
+    )
+    check_load(load, may_begin=True)
+    load.mkdir()
+    refused("--load .*load is an empty folder; correct")
+    write_files(load, 10)  # a save that was killed before it was complete
+    refused("--load .*load has no complete checkpoint; correct")
+
+    own.mkdir()
+    (own / folders.TRACKER).write_text("7")
+    refused("--load .*load has no complete checkpoint; correct", pretrained=str(own))
+    check_load(load, pretrained=str(own), may_begin=True)
+    check_load(own)
+    check_load(None, pretrained=str(own))
+    (own / folders.TRACKER).unlink()
+    (own / folders.iteration_name(7)).mkdir()
+    check_load(own, asked=7)  # which needs no tracker
+
+    place = save(load, 10)
+    check_load(load, pretrained="nowhere, and not read")
+    folders.saving_folder(load).mkdir(exist_ok=True)
+    place.rename(folders.saving_folder(load) / place.name)  # killed before the last rename
+    check_load(load)
+
+
 def test_a_run_does_not_save_below_another_ones_steps(tmp_path: Path) -> None:
     folders.refuse_to_fall_behind(tmp_path / "missing", 0)
     write_files(tmp_path, 50)  # not complete

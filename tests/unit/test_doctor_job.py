@@ -220,9 +220,11 @@ def test_load_takes_the_newest_undamaged_step(tmp_path: Path) -> None:
     config, values = RLConfig(), {"load": str(tmp_path)}
     assert check_load({}, config) == ([], None)
     (found,), place = check_load(values, config)
+    assert (found.level, place) == ("red", None)
+    assert found.found == f"--load {tmp_path} is an empty folder"
+    assert found.remedy.startswith("correct the path, or give --rl-load-or-start to begin")
+    (found,), place = check_load(values, RLConfig(load_or_start=True))
     assert found.level == "green" and "the run begins" in found.found and place is None
-    exiting = {**values, "exit_on_missing_checkpoint": True}
-    assert check_load(exiting, config)[0][0].level == "red"
     for step in (10, 20):
         save(tmp_path, step)
     (found,), place = check_load(values, config)

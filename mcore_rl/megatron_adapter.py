@@ -42,7 +42,7 @@ warnings.filterwarnings(
 
 
 _QUEUES = "CUDA_DEVICE_MAX_CONNECTIONS"
-_WANDB_PROJECT = "--wandb-project"
+_SINKS = ("--wandb-project", "--tensorboard-dir")
 _chosen_here: set[str] = set()  # variables that the user has not set
 
 
@@ -135,23 +135,24 @@ def initialize(
     from megatron.training.initialize import initialize_megatron
 
     saved = sys.argv
-    # Megatron would start Weights & Biases on the last rank, and let a failure of it end the job;
-    # the run directory does so on rank 0. The last one of a flag counts.
-    sys.argv = [program, *tokens, _WANDB_PROJECT, ""]
+    # Megatron would start Weights & Biases and TensorBoard on the last rank, and let a failure of
+    # the former end the job; the run directory does so on rank 0. The last one of a flag counts.
+    sys.argv = [program, *tokens, *(text for flag in _SINKS for text in (flag, ""))]
     try:
         args = parse_and_validate_args(extra_args_provider=extra_args)
     finally:
         sys.argv = saved
-    args.wandb_project = _wandb_project(tokens)
+    for flag in _SINKS:
+        setattr(args, flag[2:].replace("-", "_"), _value_of(flag, tokens))
     initialize_megatron(allow_no_cuda=not torch.cuda.is_available(), store=store)
     return get_args()
 
 
-def _wandb_project(tokens: Sequence[str]) -> str | None:
+def _value_of(flag: str, tokens: Sequence[str]) -> str | None:
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    parser.add_argument(_WANDB_PROJECT)
-    project: str | None = parser.parse_known_args(list(tokens))[0].wandb_project
-    return project
+    parser.add_argument(flag, dest="value")
+    value: str | None = parser.parse_known_args(list(tokens))[0].value
+    return value
 
 
 def train_layout(args: argparse.Namespace) -> TrainLayout:

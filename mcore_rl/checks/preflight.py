@@ -366,8 +366,9 @@ def check_outputs(config: RLConfig, values: Mapping[str, Any]) -> None:
     if _rank() == 0:  # nobody else writes there
         flag = f"--rl-run-dir {config.run_dir}" if config.run_dir else "--rl-run-name"
         _check_writable(config.directory, flag)
-        if folder := values.get("wandb_save_dir"):
-            _check_writable(Path(folder), f"--wandb-save-dir {folder}")
+        for dest in ("wandb_save_dir", "tensorboard_dir"):
+            if folder := values.get(dest):
+                _check_writable(Path(folder), f"--{dest.replace('_', '-')} {folder}")
     if values.get("save"):
         _check_writable(Path(values["save"]), f"--save {values['save']}")
     if config.export_hf:

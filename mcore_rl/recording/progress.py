@@ -93,11 +93,13 @@ def reshard_share(metrics: Mapping[str, float]) -> float:
     return spent / metrics["time/step_seconds"]
 
 
-def run_facts(folder: Path, checkpoints: Path, export: str | None) -> dict[str, str]:
+def run_facts(
+    folder: Path, checkpoints: Path, export: str | None, tensorboard: str | None = None
+) -> dict[str, str]:
     """Where the files of a finished run are, and how to continue it."""
     facts = {
         "files": str(folder),
-        "tensorboard": f"tensorboard --logdir {folder / 'tensorboard'}",
+        "tensorboard": f"tensorboard --logdir {tensorboard or folder / 'tensorboard'}",
         "continue": f"the same command with --load {checkpoints} and a larger --rl-num-steps",
     }
     if export:

@@ -57,6 +57,7 @@ class RunRecorder:
                 job.config.directory,
                 everything,
                 first_step=first_step,
+                tensorboard=job.args.tensorboard_dir,
                 wandb=WandbRun.from_flags(vars(job.args)),
             )
         self._progress = RunProgress(

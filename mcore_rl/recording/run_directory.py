@@ -52,9 +52,11 @@ class RunDirectory:
         config: Mapping[str, Any],
         *,
         first_step: int = 0,
+        tensorboard: str | None = None,
         wandb: WandbRun | None = None,
     ) -> None:
-        """`config` is everything resolved; `wandb` has metrics go to Weights & Biases as well."""
+        """`config` is everything resolved; `tensorboard` is another place than `tensorboard/` for
+        its files; `wandb` has metrics go to Weights & Biases as well."""
         self.folder = Path(folder)
         self.folder.mkdir(parents=True, exist_ok=True)
         self._main: dict[str, dict[str, float]] = {}
@@ -68,7 +70,8 @@ class RunDirectory:
         self._log = _LogHandler(PatientFile(self.folder / "run.log"))
         logging.getLogger("mcore_rl").addHandler(self._log)
         # After the log, which is to have what they say.
-        self._sinks = [tensorboard_sink(self.folder / "tensorboard", first_step)]
+        points = Path(tensorboard) if tensorboard else self.folder / "tensorboard"
+        self._sinks = [tensorboard_sink(points, first_step)]
         if wandb is not None:
             self._sinks.append(wandb_sink(wandb, self.folder, plain, first_step))
 

@@ -1,4 +1,4 @@
-"""Megatron's `--wandb-*` flags start Weights & Biases once, and not in Megatron."""
+"""Megatron's `--wandb-*` and `--tensorboard-dir` start what they name once, and not in Megatron."""
 
 from __future__ import annotations
 
@@ -21,4 +21,5 @@ def test_megatron_does_not_start_wandb_and_the_project_is_kept(
             "packages": str(tmp_path),
         },
     )
-    assert found == {"project": "sums", "writer": "None"}
+    assert found == {"project": "sums", "writers": "(None, None)", "points": "/points"}
+    assert not (tmp_path / "points").exists()

@@ -67,6 +67,13 @@ def test_tensorboard_has_the_names_steps_and_values_of_metrics_jsonl(tmp_path: P
         assert found[step] == pytest.approx(metrics, rel=1e-6)  # it stores float32
 
 
+def test_tensorboard_may_be_elsewhere(tmp_path: Path) -> None:
+    """Megatron's --tensorboard-dir."""
+    write(tmp_path / "run", tensorboard=str(tmp_path / "points"))
+    assert points_of_tensorboard(tmp_path / "points").keys() == STEPS.keys()
+    assert not (tmp_path / "run" / "tensorboard").exists()
+
+
 def test_a_run_that_goes_on_replaces_its_later_points(tmp_path: Path) -> None:
     write(tmp_path)
     write(tmp_path, {1: {"reward/mean": 0.625}}, first_step=1)

@@ -13,7 +13,9 @@ from __future__ import annotations
 import argparse
 import contextlib
 import functools
-from collections.abc import Iterator
+import importlib
+import inspect
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -25,7 +27,9 @@ from megatron.core.tensor_parallel.mappings import (
     copy_to_tensor_model_parallel_region,
     gather_from_sequence_parallel_region,
 )
+from megatron.core.transformer.spec_utils import ModuleSpec
 
+from mcore_rl.errors import UsageError
 from mcore_rl.hf_config import ModelShape
 from mcore_rl.log_probs import vocab_parallel_log_probs
 
@@ -132,6 +136,36 @@ def as_policy(
     return model
 
 
+def named_spec(spec: Sequence[str]) -> Any:
+    """What `--spec MODULE NAME` names: a layer spec, a block's, or a function that makes one.
+
+    UsageError: it is not two names, or cannot be imported.
+    """
+    flag = f"--spec {' '.join(spec)}"
+    if len(spec) != 2:
+        raise UsageError(f"{flag} must be a module and a name in it; correct it or drop the flag")
+    try:
+        return getattr(importlib.import_module(spec[0]), spec[1])
+    except Exception as error:  # whatever the module raises is its author's to see
+        raise UsageError(
+            f"{flag} cannot be imported ({type(error).__name__}: {error}); correct it, or put the "
+            "module's folder on PYTHONPATH"
+        ) from error
+
+
+def _layer_spec(args: argparse.Namespace, config: Any, vp_stage: int | None) -> Any:
+    """That of `--spec`, taken as Megatron's own builder of GPT models takes it, or the default."""
+    if not args.spec:
+        return megatron_adapter.block_spec(config, vp_stage)
+    spec = named_spec(args.spec)
+    if isinstance(spec, ModuleSpec) or not callable(spec):
+        return spec
+    from megatron.training.argument_utils import gpt_config_from_args
+
+    stage = {"vp_stage": vp_stage} if "vp_stage" in inspect.signature(spec).parameters else {}
+    return spec(gpt_config_from_args(args, config), **stage)
+
+
 def make_actor_provider(args: argparse.Namespace, shape: ModelShape) -> Any:
     """Megatron's `model_provider` for a checkpoint of this shape."""
 
@@ -145,7 +179,7 @@ def make_actor_provider(args: argparse.Namespace, shape: ModelShape) -> Any:
         config = config or megatron_adapter.transformer_config(args)
         return GPTModel(
             config=config,
-            transformer_layer_spec=megatron_adapter.block_spec(config, vp_stage),
+            transformer_layer_spec=_layer_spec(args, config, vp_stage),
             vocab_size=megatron_adapter.padded_vocab_size(shape, args),
             max_sequence_length=args.max_position_embeddings,
             pre_process=pre_process,

@@ -36,6 +36,7 @@ from mcore_rl.given_flags import expand_config, given_values
 from mcore_rl.hf_config import ModelShape, megatron_flags, read_model_shape
 from mcore_rl.hybrid_engine.layout import PipelineLayers, RolloutLayout, TrainLayout
 from mcore_rl.hybrid_engine.offload import offload_kinds
+from mcore_rl.policy_model import named_spec
 from mcore_rl.rewards.model import check_reward_model, check_reward_model_flags
 from mcore_rl.roles.ranks import CRITIC, REWARD, Roles, describe_ranks, parse_roles
 from mcore_rl.roles.world import world_of_size
@@ -486,6 +487,8 @@ def check_switches(values: Mapping[str, Any]) -> None:
         if values.get(dest) is not None and values[dest] < 1:
             flag = f"--{dest.replace('_', '-')}"
             raise UsageError(f"{flag} {values[dest]} must be at least 1; drop it or raise it")
+    if values.get("spec"):
+        named_spec(values["spec"])
     backend = getattr(values.get("attention_backend"), "name", None)
     by_engine = values.get("transformer_impl") != "local"
     if values.get("context_parallel_size", 1) > 1 and backend == "unfused" and by_engine:

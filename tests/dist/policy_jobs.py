@@ -49,6 +49,44 @@ def _hybrid_model(args: Any, config: Any) -> HybridModel:
     )
 
 
+class LayerOfFork(TransformerLayer):
+    """Computes what Megatron's does."""
+
+
+class LayerWithMore(LayerOfFork):
+    """Has a parameter that no checkpoint has."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.gate_of_fork = torch.nn.Parameter(torch.zeros(1))
+
+
+def spec_of_fork(config: Any, vp_stage: int | None = None) -> Any:
+    """For `--spec`: Megatron calls it with its GPTModelConfig."""
+    spec = megatron_adapter.block_spec(config.transformer, vp_stage)
+    for layer in spec.layer_specs:
+        layer.module = LayerOfFork
+    return spec
+
+
+def spec_with_more(config: Any) -> Any:
+    """A function need not know of virtual stages."""
+    spec = spec_of_fork(config)
+    spec.layer_specs[0].module = LayerWithMore
+    return spec
+
+
+def built_from_spec(flags: list[str]) -> dict[str, Any]:
+    """The layers of the model that `--spec` asks for, or what is said of them."""
+    try:
+        job, actor, _ = started(flags)
+    except RuntimeError as error:
+        return {"error": str(error)}
+    (chunk,) = actor.state.chunks
+    layers = sorted({type(layer).__name__ for layer in chunk.decoder.layers})
+    return {"layers": layers, "count": len(chunk.decoder.layers)}
+
+
 def policy_against_logits(flags: list[str], model_class: str) -> dict[str, Any]:
     """Log-probs, entropy and gradients of a policy, and the same from its own full logits."""
     job, _, _ = started(flags)

@@ -81,3 +81,23 @@ def test_nonfinite_gradient_is_named_and_handled_on_all_ranks(
             assert "--rl-on-nonfinite-grad skip" in result["error"]
         else:
             assert result["skipped"] and not result["error"]
+
+
+def test_a_forks_spec_makes_the_layers_and_may_add_no_parameter(
+    checkpoint_factory: Callable[..., Path], ranks: RankPool
+) -> None:
+    """Every tensor of the checkpoint finds its parameter, or the start says which has none."""
+
+    def built(name: str) -> dict:
+        flags = ("--spec", "tests.dist.policy_jobs", name)
+        (found,) = ranks.run(
+            "tests.dist.policy_jobs:built_from_spec",
+            world_size=1,
+            arguments={"flags": job_flags(checkpoint_factory("qwen3"), "tp1_pp1_ep1", *flags)},
+        )
+        return found
+
+    found = built("spec_of_fork")
+    assert found["layers"] == ["LayerOfFork"] and found["count"] > 1
+    error = built("spec_with_more")["error"]
+    assert "parameter 'decoder.layers.0.gate_of_fork' [1] has no counterpart" in error

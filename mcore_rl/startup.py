@@ -106,6 +106,8 @@ def job_from_args(
 
     store = dist.distributed_c10d._get_default_store() if dist.get_world_size() > 1 else None
     checked = agreed(check, store, stage="input")
+    if dist.get_rank() == 0:
+        _say_notes(checked)
     return _job(args, checked, enter_role(checked.roles, store))
 
 
@@ -141,6 +143,7 @@ def _say(checked: Checked, has_cuda: bool) -> None:
     if not has_cuda:
         logger.info("no CUDA here, so Megatron runs with: %s", " ".join(checked.derived.machine))
     logger.info("defaults for RL: %s", " ".join(checked.derived.defaults))
+    _say_notes(checked)
     if checked.checkpoint.num_skipped_mtp:
         logger.info(
             "the checkpoint's multi-token-prediction layers (%d tensors) are left out: RL trains "
@@ -148,6 +151,11 @@ def _say(checked: Checked, has_cuda: bool) -> None:
             checked.checkpoint.num_skipped_mtp,
         )
     logger.info("%s", _placement(checked))
+
+
+def _say_notes(checked: Checked) -> None:
+    for line in checked.notes:
+        logger.info("%s", line)
 
 
 def _placement(checked: Checked) -> str:

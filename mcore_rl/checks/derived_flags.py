@@ -16,31 +16,11 @@ from typing import Any
 
 from mcore_rl.arguments import RLConfig
 from mcore_rl.batching.context_chunks import chunks_of_sample, round_up
+from mcore_rl.checks.flag_classes import check_derived_count
+from mcore_rl.checks.megatron_flags import ARCHITECTURE
 from mcore_rl.errors import UsageError
 from mcore_rl.given_flags import flag_names, given_values
 from mcore_rl.hf_config import ModelShape, megatron_flags
-
-# Flags that change what a model computes; giving one that config.json does not ask for contradicts
-# it, even where Megatron could: vLLM would still compute what config.json says.
-_ARCHITECTURE_FLAGS = frozenset(
-    """num_layers hidden_size ffn_hidden_size num_attention_heads kv_channels num_query_groups
-    group_query_attention normalization layernorm_epsilon position_embedding_type rotary_base
-    rope_type rotary_scaling_factor mscale mscale_all_dim swiglu add_bias_linear add_qkv_bias
-    qk_layernorm untie_embeddings_and_output_weights multi_latent_attention q_lora_rank kv_lora_rank
-    qk_head_dim qk_pos_emb_head_dim v_head_dim num_experts moe_router_topk moe_ffn_hidden_size
-    moe_layer_freq moe_shared_expert_intermediate_size moe_router_score_function
-    moe_router_pre_softmax moe_router_enable_expert_bias moe_router_topk_scaling_factor
-    moe_router_num_groups moe_router_group_topk vocab_size mtp_num_layers
-    activation_func_clamp_value apply_residual_connection_post_layernorm attention_output_gate
-    experimental_attention_variant glu_linear_offset heterogeneous_layers_config_encoded_json
-    heterogeneous_layers_config_path hybrid_layer_pattern hybrid_override_pattern
-    layernorm_zero_centered_gamma linear_attention_freq moe_apply_probs_on_input moe_latent_size
-    moe_shared_expert_gate no_rope_freq openai_gelu qk_l2_norm quick_geglu rotary_interleaved
-    rotary_percent rotary_seq_len_interpolation_factor softmax_type squared_relu use_mup
-    use_rope_scaling rope_scaling_factor moe_mlp_glu_interleave_size
-    moe_shared_expert_glu_interleave_size moe_single_grouped_weight window_size yarn_beta_fast
-    yarn_beta_slow yarn_original_max_position_embeddings""".split()
-)
 
 # Fusions that need CUDA, Apex or Transformer Engine.
 CPU_FLAGS = (
@@ -93,7 +73,7 @@ def derive_flags(
     names = flag_names(parser)
     wanted = given_values(architecture, parser)
     _refuse_contradictions(wanted, given, names, "config.json")
-    for dest in [d for d in given if d in _ARCHITECTURE_FLAGS and d not in wanted]:
+    for dest in [d for d in given if d in ARCHITECTURE and d not in wanted]:
         if given[dest] != parser.get_default(dest):  # scripts like to spell out defaults
             raise UsageError(
                 f"{_shown(dest, given[dest], names)} contradicts config.json, which has no such "
@@ -117,6 +97,7 @@ def derive_flags(
             "(topk_method 'group_limited_greedy') by its best one; drop the flag"
         )
     defaults = given_values(_defaults(shape, config, given), parser)
+    check_derived_count(given, defaults)
     kept = {dest: value for dest, value in defaults.items() if dest not in given}
     return DerivedFlags(tuple(architecture), tuple(machine), tuple(_as_tokens(kept, names)))
 

@@ -25,9 +25,18 @@ from mcore_rl.arguments import RLConfig, add_rl_args, flag_of, frozen
 from mcore_rl.batching.context_chunks import chunks_of_sample, round_up
 from mcore_rl.checkpoint import EXPORT_MARKER, HFCheckpoint, open_checkpoint
 from mcore_rl.checks.derived_flags import DerivedFlags, derive_flags
+from mcore_rl.checks.flag_classes import (
+    check_critic_rate,
+    check_no_megatron_rl_flag,
+    check_numbers,
+    check_refused,
+    given_to_fork,
+    notes,
+)
 from mcore_rl.checks.fsdp import check_fsdp
 from mcore_rl.checks.layout import check_batches, check_layout, check_rollout, check_stages
 from mcore_rl.checks.megatron import check_megatron_accepts
+from mcore_rl.checks.megatron_flags import SET_BY_VALIDATION
 from mcore_rl.checks.wandb_flags import check_wandb
 from mcore_rl.critic_startup import check_critic, check_critic_of_fork
 from mcore_rl.errors import UsageError
@@ -64,33 +73,6 @@ _NOT_NEGATIVE = (
     "alarm_device_growth_mib alarm_expert_imbalance alarm_tokens_per_second"
 ).split()
 
-_COUNTS_STEPS = "counts another way than RL; set --rl-num-steps and the batch by --rl-num-* flags"
-_NOT_VLLM = "makes Megatron route otherwise than vLLM, which samples; drop it"
-_NOT_YET = "is not supported yet; drop it"
-_NO_CHECKPOINT = "makes no checkpoint that a run goes on from bit for bit; drop it"
-# Megatron's switches that RL cannot honour: a run would do something else than the flag says.
-_REFUSED = {
-    "calculate_per_token_loss": "switches on another normalisation of the loss; drop it",
-    "perform_rl_step": "switches on Megatron's own RL loop, which mcore_rl replaces; drop it",
-    "skip_train": "leaves nothing to do; to score prompts, run mcore_rl.verify",
-    "yaml_cfg": "replaces all other flags; give a file of flags as --rl-config",
-    "train_samples": _COUNTS_STEPS,
-    "rampup_batch_size": _COUNTS_STEPS,
-    "step_batch_size_schedule": _COUNTS_STEPS,
-    "moe_expert_capacity_factor": _NOT_VLLM,
-    "moe_input_jitter_eps": _NOT_VLLM,
-    "moe_router_force_load_balancing": _NOT_VLLM,
-    "moe_router_force_biased": _NOT_VLLM,
-    "use_torch_fsdp2": _NOT_YET,
-    # A checkpoint is complete, on the disk and hashed, before the step ends.
-    "async_save": _NOT_YET,
-    "non_persistent_ckpt_type": _NOT_YET,
-    "no_save_optim": _NO_CHECKPOINT,
-    "no_save_rng": _NO_CHECKPOINT,
-    # Needs a sampler of Megatron's, and the loss per token.
-    "hybrid_context_parallel": "shares samples out by a data loader that RL does not have; drop it",
-}
-
 
 @dataclass(frozen=True, slots=True)
 class Checked:
@@ -105,6 +87,7 @@ class Checked:
     rollout_layout: RolloutLayout
     derived: DerivedFlags
     tokens: tuple[str, ...]  # for Megatron's parser: derived flags, then the user's
+    notes: tuple[str, ...]  # of flags that were given and do nothing
     critic: CheckedValueModel | None
     reward_model: CheckedValueModel | None
 
@@ -142,6 +125,7 @@ def check_command_line(tokens: Sequence[str], *, has_cuda: bool) -> Checked:
     derived = derive_flags(shape, config, given, parser=parser, has_cuda=has_cuda)
     values = {**given_values(derived.tokens, parser), **given}
     check_switches(values)
+    check_critic_rate(config.critic_lr, values)
     if values.get("use_megatron_fsdp"):
         megatron_adapter.allow_many_queues()
     check_fsdp(
@@ -183,6 +167,7 @@ def check_command_line(tokens: Sequence[str], *, has_cuda: bool) -> Checked:
         rollout_layout=rollout,
         derived=derived,
         tokens=all_tokens,
+        notes=notes(given, parser),
         critic=critic,
         reward_model=reward_model,
     )
@@ -211,7 +196,10 @@ def check_parsed_args(args: argparse.Namespace, *, has_cuda: bool) -> Checked:
     check_wandb(values)
     shape, checkpoint = read_checkpoint(config)
     check_lengths(config, shape, cp_size=args.context_parallel_size)
-    wanted = given_values(megatron_flags(shape), make_parser())
+    parser = make_parser()
+    given = given_to_fork(args, parser)
+    check_no_megatron_rl_flag(given, parser)
+    wanted = given_values(megatron_flags(shape), parser)
     for dest, value in wanted.items():
         # validate_args rewrites some of these, so names are compared where values still tell.
         if dest not in _REWRITTEN and getattr(args, dest) != value:
@@ -219,7 +207,8 @@ def check_parsed_args(args: argparse.Namespace, *, has_cuda: bool) -> Checked:
                 f"the parsed {dest} is {getattr(args, dest)}, but config.json of "
                 f"{config.hf_checkpoint} needs {value}; pass {' '.join(megatron_flags(shape))}"
             )
-    check_switches(values)
+    check_switches({**values, **dict.fromkeys(SET_BY_VALIDATION)})
+    check_critic_rate(config.critic_lr, values)
     check_fsdp(
         values,
         os.environ,
@@ -249,6 +238,7 @@ def check_parsed_args(args: argparse.Namespace, *, has_cuda: bool) -> Checked:
         rollout_layout=rollout,
         derived=derived,
         tokens=(),
+        notes=notes(given, parser),
         critic=critic,
         reward_model=None,
     )
@@ -296,18 +286,6 @@ def check_vllm_version() -> str:
             "scripts/setup_env.sh"
         )
     raise UsageError("vLLM is not installed; run scripts/setup_env.sh")
-
-
-def check_no_megatron_rl_flag(given: Mapping[str, Any], parser: argparse.ArgumentParser) -> None:
-    """Flags of the RL loop in Megatron, which looks like ours and would have no effect here."""
-    for group in parser._action_groups:
-        for action in group._group_actions if group.title == "rl" else ():
-            if action.dest in given:
-                flag = action.option_strings[0]
-                raise UsageError(
-                    f"{flag} belongs to Megatron's own RL loop, which mcore_rl replaces; drop it "
-                    "and use the flags that --help lists under mcore_rl"
-                )
 
 
 def check_ranges(config: RLConfig) -> None:
@@ -479,10 +457,9 @@ def check_lengths(config: RLConfig, shape: ModelShape, *, cp_size: int = 1) -> N
 
 
 def check_switches(values: Mapping[str, Any]) -> None:
-    """Megatron's flags that RL cannot honour."""
-    for dest, reason in _REFUSED.items():
-        if values.get(dest):
-            raise UsageError(f"--{dest.replace('_', '-')} {reason}")
+    """Megatron's flags that RL cannot honour, and numbers that nobody can."""
+    check_refused(values)
+    check_numbers(values)
     for dest in ("seed", "save_interval"):
         if values.get(dest) is not None and values[dest] < 1:
             flag = f"--{dest.replace('_', '-')}"

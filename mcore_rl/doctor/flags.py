@@ -22,6 +22,7 @@ from mcore_rl.arguments import RLConfig, flag_of
 from mcore_rl.checkpoint import HFCheckpoint
 from mcore_rl.checks import preflight
 from mcore_rl.checks.derived_flags import derive_flags
+from mcore_rl.checks.flag_classes import check_no_megatron_rl_flag, notes
 from mcore_rl.checks.fsdp import check_fsdp
 from mcore_rl.checks.layout import check_batches, check_rollout, check_stages
 from mcore_rl.checks.preflight import Checked
@@ -176,7 +177,7 @@ class _Reader:
 def _read(reader: _Reader, world_size: int, has_cuda: bool) -> ReadJob:
     parser, attempt = reader.parser, reader.attempt
     for check in (
-        lambda given: preflight.check_no_megatron_rl_flag(given, parser),
+        lambda given: check_no_megatron_rl_flag(given, parser),
         lambda given: preflight.check_ranges(preflight.config_from(given)),
         lambda given: check_reward_model_flags(preflight.config_from(given)),
         preflight.check_switches,
@@ -278,7 +279,8 @@ def _without_effect(
 ) -> list[Finding]:
     here = "with a GPU" if has_cuda else "without a GPU"
     names = flag_names(parser)
-    return [
+    said = [yellow(FLAGS, line, "drop what you count on") for line in notes(given, parser)]
+    return said + [
         yellow(FLAGS, f"{names[dest]} has no effect on a machine {here}: it {why}", "drop it here")
         for dest, why in _NO_EFFECT[has_cuda].items()
         if dest in given

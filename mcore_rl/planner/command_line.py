@@ -17,6 +17,7 @@ from typing import Any
 
 from mcore_rl.arguments import DEGREE_FLAGS, RLConfig
 from mcore_rl.checks.derived_flags import derive_flags
+from mcore_rl.checks.flag_classes import check_no_megatron_rl_flag
 from mcore_rl.errors import UsageError
 from mcore_rl.given_flags import expand_config, given_values
 from mcore_rl.hf_config import ModelShape, read_model_shape
@@ -90,7 +91,7 @@ def read_command_line(tokens: Sequence[str]) -> PlanRequest:
     parser = preflight.make_parser()
     rest = expand_config(rest, parser)
     given = given_values(rest, parser)
-    preflight.check_no_megatron_rl_flag(given, parser)
+    check_no_megatron_rl_flag(given, parser)
     config = _config(given, options.world_size)
     preflight.check_ranges(config)
     shape = _read_shape(options.hf_config, config)

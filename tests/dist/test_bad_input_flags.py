@@ -178,8 +178,8 @@ MEGATRON = [
     ),
     Case(
         "validation_without_a_text",
-        ["Megatron refuses these flags (assert args.min_lr <= args.lr)", "change or drop"],
-        more="--lr 1e-6 --min-lr 1e-5",
+        ["Megatron refuses these flags (assert args.encoder_seq_length is None)", "change or drop"],
+        more="--encoder-seq-length 64",
     ),
     Case(
         "validation_by_leaving",

@@ -15,11 +15,11 @@ import torch
 from mcore_rl import megatron_adapter
 from mcore_rl.arguments import RLConfig, add_rl_args
 from mcore_rl.checks.derived_flags import (
-    _ARCHITECTURE_FLAGS,
     _NEEDS_CUDA,
     DerivedFlags,
     derive_flags,
 )
+from mcore_rl.checks.megatron_flags import ARCHITECTURE
 from mcore_rl.checks.preflight import check_megatron_accepts
 from mcore_rl.errors import UsageError
 from mcore_rl.given_flags import given_values
@@ -68,7 +68,7 @@ def values_of(derived: DerivedFlags, tokens: str, parser: argparse.ArgumentParse
 def test_architecture_flags_are_flags_of_megatron(parser: argparse.ArgumentParser) -> None:
     """A name that no flag has would never contradict anything."""
     known = {action.dest for action in parser._actions}
-    assert known >= _ARCHITECTURE_FLAGS | _NEEDS_CUDA.keys()
+    assert known >= ARCHITECTURE | _NEEDS_CUDA.keys()
 
 
 @pytest.mark.parametrize(

@@ -148,11 +148,12 @@ def test_what_megatron_refuses_is_red(good: Path) -> None:
 def test_flags_without_effect_given_twice_and_of_a_launcher_are_yellow(good: Path) -> None:
     job = read(
         good,
-        "--rl-rollout-gpu-memory-utilization 0.4 --lr 1e-5 --lr 1e-6",
+        "--rl-rollout-gpu-memory-utilization 0.4 --lr 1e-5 --lr 1e-6 --eval-iters 3",
         environment={"WORLD_SIZE": "16"},
     )
-    twice, no_effect, launcher = found_of(job.findings, "yellow")
+    twice, in_rl, no_effect, launcher = found_of(job.findings, "yellow")
     assert twice == "--lr is given 2 times, and the last one counts"
+    assert in_rl.startswith("without effect in RL: --eval-iters (evaluation is")
     assert no_effect.startswith("--rl-rollout-gpu-memory-utilization has no effect")
     assert launcher == "the environment has WORLD_SIZE=16, and --world-size is 2"
     assert not found_of(job.findings, "red") and job.checked is not None

@@ -1,0 +1,12 @@
+"""Prints docs/megatron_flags.md: what becomes of the flags of the installed Megatron.
+
+python scripts/document_flags.py > docs/megatron_flags.md
+"""
+
+from __future__ import annotations
+
+from mcore_rl import megatron_adapter
+from mcore_rl.checks.flag_classes import document
+
+if __name__ == "__main__":
+    print(document(megatron_adapter.make_parser(), megatron_adapter.check_version()), end="")

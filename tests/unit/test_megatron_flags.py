@@ -1,0 +1,223 @@
+"""What becomes of Megatron's flags, by its real parser and its validation."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import sys
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from mcore_rl import megatron_adapter
+from mcore_rl.arguments import RLConfig, add_rl_args
+from mcore_rl.checks import flag_classes, megatron_flags, preflight
+from mcore_rl.errors import UsageError
+from mcore_rl.given_flags import given_values
+
+ROOT = Path(__file__).parents[2]
+# What a launch script of Megatron must give.
+NECESSARY = (
+    "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --max-position-embeddings 64 "
+    "--seq-length 64 --micro-batch-size 1 --train-iters 3 --lr 1e-6 --bf16 --num-experts 8 "
+    "--transformer-impl local --position-embedding-type rope --vocab-size 256"
+)
+
+
+@pytest.fixture(scope="module")
+def parser() -> argparse.ArgumentParser:
+    return megatron_adapter.make_parser(add_rl_args)
+
+
+def notes(text: str, parser: argparse.ArgumentParser) -> tuple[str, ...]:
+    return flag_classes.notes(given_values(text.split(), parser), parser)
+
+
+def test_every_flag_is_in_one_table_and_no_other_is(parser: argparse.ArgumentParser) -> None:
+    known = {
+        action.dest
+        for group in parser._action_groups
+        for action in group._group_actions
+        if group.title != "mcore_rl" and action.dest != "help"
+    }
+    times = Counter(dest for _, _, dests in flag_classes.tables() for dest in dests)
+    assert known - times.keys() == set(), "in none of the tables of megatron_flags"
+    assert times.keys() - known == set(), "no flags of Megatron's any more"
+    assert {dest for dest, count in times.items() if count > 1} == set(), "in two tables"
+    assert megatron_flags.REFUSED_VALUES.keys() <= known
+    assert known >= megatron_flags.SET_BY_VALIDATION
+
+
+def test_no_name_is_twice_in_a_table() -> None:
+    for table in (megatron_flags.HONOURED, megatron_flags.WITHOUT_EFFECT):
+        names = " ".join(table.values()).split()
+        assert len(names) == len(set(names))
+
+
+def test_refused_flags_are_called_as_the_sentences_call_them(
+    parser: argparse.ArgumentParser,
+) -> None:
+    named = [
+        *megatron_flags.REFUSED,
+        *megatron_flags.REFUSED_OTHERWISE,
+        *megatron_flags.REFUSED_BY_MEGATRON,
+        *megatron_flags.REFUSED_VALUES,
+    ]
+    for dest in named:
+        action = parser._option_string_actions[f"--{dest.replace('_', '-')}"]
+        assert action.dest == dest
+        # Else a run that does not give it would be refused.
+        assert not action.default or dest in megatron_flags.OWN_RL | {
+            "cuda_graph_impl",
+            "transformer_impl",
+            "moe_router_load_balancing_type",
+            "attention_backend",
+        }
+
+
+def test_megatrons_own_rl_loop_is_refused_flag_by_flag(parser: argparse.ArgumentParser) -> None:
+    (group,) = [group for group in parser._action_groups if group.title == "rl"]
+    assert {action.dest for action in group._group_actions} == megatron_flags.OWN_RL
+
+
+def test_the_document_is_up_to_date() -> None:
+    version = megatron_adapter.check_version()
+    found = (ROOT / "docs" / "megatron_flags.md").read_text(encoding="utf-8")
+    assert found == flag_classes.document(megatron_adapter.make_parser(), version), (
+        "run python scripts/document_flags.py > docs/megatron_flags.md"
+    )
+
+
+def test_given_flags_without_effect_are_one_line(parser: argparse.ArgumentParser) -> None:
+    (line,) = notes(
+        "--data-path a b --split 99,1,0 --eval-iters 3 --eval-interval 5 --log-interval 1 "
+        "--mock-data --no-mmap-bin-files --tensor-model-parallel-size 2 --rl-num-steps 3",
+        parser,
+    )
+    assert line == (
+        "without effect in RL: --data-path, --split, --mock-data, --no-mmap-bin-files (prompts are "
+        "--rl-prompts); --eval-iters, --eval-interval (evaluation is --rl-eval-prompts and "
+        "--rl-eval-interval); --log-interval (every step has its line in metrics.jsonl)"
+    )
+
+
+def test_a_flag_of_another_megatron_is_named(parser: argparse.ArgumentParser) -> None:
+    other = megatron_adapter.make_parser()
+    other.add_argument_group("new").add_argument("--of-tomorrow", type=int)
+    add_rl_args(other)
+    assert notes("--of-tomorrow 3 --rl-num-steps 3", other) == (
+        "not known to mcore_rl, left to Megatron: --of-tomorrow",
+    )
+    assert notes("--lr 1e-6 --rl-num-steps 3", parser) == ()
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("--lr-decay-samples 9", "--lr-decay-samples counts samples; give the flag that ends in"),
+        ("--use-tp-pp-dp-mapping", "--use-tp-pp-dp-mapping puts stages on other ranks .*; drop it"),
+        ("--tensor-parallel-num-weight-shards 4", "shards weights .* does not know; drop it"),
+        ("--freeze-all-layers", "--freeze-all-layers leaves nothing to learn"),
+        ("--moe-router-load-balancing-type sinkhorn", "type sinkhorn makes Megatron route other"),
+        ("--moe-router-load-balancing-type none sinkhorn", "type sinkhorn makes Megatron route"),
+        ("--attention-backend local", "--attention-backend local is taken by .*; give"),
+        ("--transformer-impl inference_optimized", "inference; give transformer_engine"),
+        ("--spec mine", "--spec mine must be a module and a name in it; correct it"),
+        ("--spec no.such spec", r"--spec no.such spec cannot be imported \(ModuleNotFound.*; corr"),
+        ("--spec json spec", r"--spec json spec cannot be imported \(AttributeError.*; correct"),
+        ("--exit-signal-handler-for-training", "without saving it; give --exit-signal-handler"),
+    ],
+)
+def test_what_rl_cannot_honour_is_refused(
+    text: str, says: str, parser: argparse.ArgumentParser
+) -> None:
+    with pytest.raises(UsageError, match=says):
+        preflight.check_switches(given_values(text.split(), parser))
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("--lr -1", "--lr -1.0 must be at least 0$"),
+        ("--lr nan", "--lr nan must be at least 0$"),
+        ("--lr inf", "--lr inf must be at least 0$"),
+        ("--min-lr -0.1", "--min-lr -0.1 must be at least 0$"),
+        ("--lr 1e-6 --min-lr 1e-5", "--min-lr 1e-05 is greater than --lr 1e-06; lower the first"),
+        ("--lr 1e-6 --lr-warmup-init 1e-5", "--lr-warmup-init 1e-05 is greater than --lr 1e-06"),
+        ("--clip-grad -1", "--clip-grad -1.0 must be at least 0$"),
+        ("--weight-decay nan", "--weight-decay nan must be at least 0$"),
+        ("--adam-beta1 1", "--adam-beta1 1.0 must be at least 0 and less than 1$"),
+        ("--adam-eps 0", "--adam-eps 0.0 must be greater than 0$"),
+        ("--attention-dropout 1.5", "--attention-dropout 1.5 must be at least 0 and less than 1$"),
+        ("--moe-aux-loss-coeff 0.1 -0.1", "--moe-aux-loss-coeff -0.1 must be at least 0$"),
+        ("--optimizer-offload-fraction 2", "fraction 2.0 must be at least 0 and at most 1$"),
+        ("--lr-warmup-iters 9 --lr-decay-iters 9", "leaves nothing of --lr-decay-iters 9; lower"),
+        ("--lr-warmup-iters 9 --train-iters 3", "leaves nothing of the run's updates, 3; lower"),
+        ("--lr-decay-style WSD", "--lr-decay-style WSD needs --lr-wsd-decay-iters; add it"),
+    ],
+)
+def test_numbers_that_make_no_sense_are_refused(
+    text: str, says: str, parser: argparse.ArgumentParser
+) -> None:
+    with pytest.raises(UsageError, match=says):
+        preflight.check_switches(given_values(text.split(), parser))
+
+
+def test_numbers_at_their_bounds_are_taken(parser: argparse.ArgumentParser) -> None:
+    text = (
+        "--lr 0 --min-lr 0 --clip-grad 0 --weight-decay 0 --adam-beta1 0 --hidden-dropout 0 "
+        "--optimizer-offload-fraction 1 --lr-warmup-iters 2 --train-iters 3 --lr-decay-style WSD "
+        "--lr-wsd-decay-iters 1 --moe-aux-loss-coeff 0"
+    )
+    preflight.check_switches(given_values(text.split(), parser))
+
+
+def test_ranges_are_of_flags(parser: argparse.ArgumentParser) -> None:
+    for dest in " ".join(megatron_flags.RANGES.values()).split():
+        assert parser._option_string_actions[f"--{dest.replace('_', '-')}"].dest == dest
+
+
+def test_the_critics_rate_is_not_below_its_schedule() -> None:
+    values = {"lr": 1e-5, "min_lr": 1e-6, "lr_warmup_init": 0.0}
+    flag_classes.check_critic_rate(1e-6, values)
+    flag_classes.check_critic_rate(None, values)
+    says = "--rl-critic-lr 1e-07 is less than --min-lr 1e-06; lower the latter"
+    with pytest.raises(UsageError, match=says):
+        flag_classes.check_critic_rate(1e-7, values)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -1.0])
+def test_the_critics_rate_is_a_number(value: float) -> None:
+    with pytest.raises(UsageError, match=f"--rl-critic-lr {value} must be at least 0"):
+        preflight.check_ranges(RLConfig(algorithm="ppo", critic_lr=value))
+
+
+def parsed(text: str, monkeypatch: pytest.MonkeyPatch) -> argparse.Namespace:
+    """As a fork parses and validates."""
+    from megatron.training.arguments import parse_args, validate_args
+
+    monkeypatch.setattr(sys, "argv", ["fork", *f"{NECESSARY} {text}".split()])
+    args = parse_args(add_rl_args)
+    validate_args(args)
+    return args
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_in_a_fork_other_values_than_the_defaults_count_as_given(
+    parser: argparse.ArgumentParser, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    args = parsed("", monkeypatch)
+    given = flag_classes.given_to_fork(args, parser)
+    assert flag_classes.notes(given, parser) == ()
+    flag_classes.check_no_megatron_rl_flag(given, parser)
+    flag_classes.check_refused({**vars(args), **dict.fromkeys(megatron_flags.SET_BY_VALIDATION)})
+
+    args = parsed("--eval-iters 3 --grpo-group-size 4", monkeypatch)
+    given = flag_classes.given_to_fork(args, parser)
+    assert flag_classes.notes(given, parser) == (
+        "without effect in RL: --eval-iters (evaluation is --rl-eval-prompts and "
+        "--rl-eval-interval)",
+    )
+    with pytest.raises(UsageError, match="--grpo-group-size belongs to Megatron's own RL loop"):
+        flag_classes.check_no_megatron_rl_flag(given, parser)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import random
 from pathlib import Path
 from typing import Any
@@ -10,10 +11,12 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from mcore_rl.arguments import RLConfig
 from mcore_rl.errors import UsageError
 from mcore_rl.hybrid_engine.rng import RngState
 from mcore_rl.resume import folders
 from mcore_rl.resume.choice import choose
+from mcore_rl.resume.point import find_resume_point
 from mcore_rl.resume.saver import write_checkpoint
 from mcore_rl.resume.trainer_state import (
     TRAINER,
@@ -34,6 +37,27 @@ def choose_step(folder: str, beside: list[str], step: int | None) -> dict[str, A
         return {"error": str(error)}
     finally:
         dist.destroy_process_group()
+
+
+def find(load: str, run_dir: str, may_begin: bool) -> bool:
+    """Whether there is a point to go on from; without prompts, as nothing is read of them."""
+    setup_logging()
+    dist.init_process_group("gloo")
+    args = argparse.Namespace(
+        load=load,
+        save=None,
+        ckpt_step=None,
+        pretrained_checkpoint=None,
+        exit_on_missing_checkpoint=False,
+        finetune=False,
+    )
+    config = RLConfig(run_dir=run_dir, load_or_start=may_begin)
+    unread: Any = None
+    point = find_resume_point(
+        args, config, checkpoint=unread, layout="", prompts=unread, eval_prompts=None
+    )
+    dist.destroy_process_group()
+    return point is not None
 
 
 def _seed_all() -> None:

@@ -39,6 +39,28 @@ def test_the_newest_complete_one_is_chosen_and_named(ranks: RankPool, tmp_path: 
     assert f"[Resume] going on from step 20 of {tmp_path}" in said
 
 
+def test_a_mistyped_load_ends_all_ranks_unless_the_run_may_begin(
+    ranks: RankPool, tmp_path: Path
+) -> None:
+    arguments = {"load": str(tmp_path / "mistyped"), "run_dir": str(tmp_path / "run")}
+
+    def outcomes(may_begin: bool) -> list[Any]:
+        return ranks.run_raw(
+            "tests.dist.resume_jobs:find",
+            world_size=WORLD_SIZE,
+            arguments={**arguments, "may_begin": may_begin},
+        )
+
+    ended = outcomes(may_begin=False)
+    assert [outcome.exit_code for outcome in ended] == [2] * WORLD_SIZE
+    said = "".join(outcome.output for outcome in ended)
+    assert said.count(f"mcore_rl: error: --load {tmp_path / 'mistyped'} does not exist; ") == 1
+    assert "give --rl-load-or-start to begin where nothing is saved yet" in said
+    begun = outcomes(may_begin=True)
+    assert [outcome.result for outcome in begun] == [False] * WORLD_SIZE
+    assert "nothing is complete in" in begun[0].output
+
+
 def test_a_damaged_one_is_named_and_the_one_before_taken(ranks: RankPool, tmp_path: Path) -> None:
     for step in (10, 20, 30):
         save(tmp_path, step)

@@ -13,13 +13,17 @@ def test_megatron_does_not_start_wandb_and_the_project_is_kept(
 ) -> None:
     """Megatron would on its last rank, and would let the error end the job."""
     (tmp_path / "wandb.py").write_text("def init(**values):\n    raise ConnectionError\n")
-    [found] = ranks.run(
+    [outcome] = ranks.run_raw(
         "tests.dist.wandb_jobs:started_with_a_project",
         world_size=1,
         arguments={
-            "flags": job_flags(checkpoint_factory(), "tp1_pp1_ep1"),
+            "flags": job_flags(checkpoint_factory(), "tp1_pp1_ep1", "--log-interval", "3"),
             "packages": str(tmp_path),
         },
     )
+    found = outcome.result
     assert found == {"project": "sums", "writers": "(None, None)", "points": "/points"}
     assert not (tmp_path / "points").exists()
+    # What does nothing is named as the run starts.
+    line = "without effect in RL: --log-interval (every step has its line in metrics.jsonl)\n"
+    assert outcome.output.count(line) == 1, outcome.output

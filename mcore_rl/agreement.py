@@ -6,13 +6,17 @@ that is enough to exchange one sentence a rank.
 
 from __future__ import annotations
 
+import contextlib
+import json
 import os
 import signal
 import socket
 import sys
 import threading
+import time
 from collections.abc import Callable
 from datetime import timedelta
+from pathlib import Path
 from typing import NoReturn, TypeVar
 
 from mcore_rl.errors import UsageError
@@ -22,6 +26,8 @@ T = TypeVar("T")
 EXIT_FAILED = 1  # what cannot go on, as an exception that nobody handles
 EXIT_USAGE = 2
 EXIT_ALARM = os.EX_TEMPFAIL  # 75: ended by --rl-on-alarm stop, with everything saved
+# Set for its ranks by `mcore_rl.launch`, which says what they leave in their error files.
+LAUNCHER = "MCORE_RL_LAUNCHER"
 
 
 def open_store():
@@ -34,12 +40,12 @@ def open_store():
         return None
     missing = [n for n in ("WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if not os.environ.get(n)]
     if missing:
-        if int(os.environ["RANK"]) == 0:
-            _print_error(
+        leave_with(
+            UsageError(
                 f"the environment has RANK but lacks {' and '.join(missing)}; start with torchrun, "
                 "or set what it sets"
             )
-        _leave()
+        )
     from torch.distributed.rendezvous import rendezvous
 
     from mcore_rl.loopback import stay_on_loopback  # imports torch, which a sentence does without
@@ -56,8 +62,8 @@ def agreed(check: Callable[[], T], store, *, stage: str) -> T:
     """Run `check` on every rank and return its result, if it succeeded on all of them.
 
     Collective over the world, through `store` (None: one process). If it raised UsageError
-    anywhere, rank 0 prints the first failing rank's sentence (with its host, if others succeeded)
-    and every rank exits with code 2. Other exceptions are bugs; they are told to the other ranks,
+    anywhere, the first failing rank's sentence is told (with its host, if others succeeded) and
+    every rank exits with code 2. Other exceptions are bugs; they are told to the other ranks,
     which stop too, and propagate here.
     """
     from torch.distributed import PrefixStore
@@ -83,8 +89,8 @@ def agreed(check: Callable[[], T], store, *, stage: str) -> T:
         if scoped is not None:
             _wait_until_all_have_read(scoped, rank, world_size)
         return result[0]
-    if rank == 0 and bug is None:
-        _print_error(_sentence(failures) if scoped is not None else failure)
+    if bug is None:
+        _tell(_sentence(failures) if scoped is not None else failure)
     if scoped is not None:
         _leave_after_the_others(scoped, rank, world_size)
     if bug is not None:
@@ -102,9 +108,8 @@ def _sentence(failures: list[str]) -> str:
 
 
 def leave_with(error: UsageError) -> NoReturn:
-    """End this process for a mistake that every rank finds by itself; rank 0 prints it."""
-    if int(os.environ.get("RANK", 0)) == 0:
-        _print_error(str(error))
+    """End this process for a mistake that every rank finds by itself, and tell it."""
+    _tell(str(error))
     _leave()
 
 
@@ -118,7 +123,34 @@ def leave_together(exit_code: int) -> NoReturn:
     os._exit(exit_code)
 
 
-def _print_error(sentence: str) -> None:
+def _tell(sentence: str) -> None:
+    """Have the sentence on stderr, whichever of the ranks that tell it is ended first.
+
+    The first one to leave has the others ended, rank 0 maybe before it has printed. So each leaves
+    the sentence where torchrun looks once a rank has failed: `mcore_rl.launch` says it then, once,
+    and torchrun has it in its table, below what rank 0 prints.
+    """
+    if leave_reason(sentence) and LAUNCHER in os.environ:
+        return
+    if int(os.environ.get("RANK", 0)) == 0:
+        print_error(sentence)
+
+
+def leave_reason(reason: str) -> bool:
+    """Write why this rank fails into the error file that torchrun gave it; False without one."""
+    if not (name := os.environ.get("TORCHELASTIC_ERROR_FILE")):
+        return False
+    said = {"message": reason, "extraInfo": {"timestamp": str(int(time.time()))}}
+    partial = Path(f"{name}.partial")
+    with contextlib.suppress(OSError):
+        partial.write_text(json.dumps({"message": said}), encoding="utf-8")
+        partial.replace(name)  # torchrun fails at half a file, and may end this rank at any time
+        return True
+    return False
+
+
+def print_error(sentence: str) -> None:
+    """Print a sentence as all entry points do."""
     # By no logger: it must be on stderr however the calling program has set up its logging.
     print(f"mcore_rl: error: {sentence}", file=sys.stderr, flush=True)
 
@@ -139,7 +171,7 @@ def _wait_until_all_have_read(store, rank: int, world_size: int) -> None:
 
 
 def _leave_after_the_others(store, rank: int, world_size: int) -> None:
-    """Return when this rank may end: the sentence is printed and, on rank 0, nobody needs it.
+    """Return when this rank may end: the sentence is told and, on rank 0, nobody needs it.
 
     Rank 0 may host the store, and the launcher ends everybody once one rank is gone. So nobody
     leaves before rank 0 has printed, rank 0 leaves last, and a launcher's SIGTERM in between is

@@ -2,9 +2,10 @@
 
     python -m mcore_rl.launch <torchrun's flags> -m mcore_rl.train <Megatron and --rl-* flags>
 
-torchrun answers every failure with 1, a traceback of its own and a table. Here a mistake that the
-ranks agreed on (see `agreement`) ends with their code and with nothing beside the sentence that
-rank 0 has printed; any other failure keeps the table.
+torchrun answers every failure with 1, a traceback of its own and a table. Here a user's mistake
+ends with the code of the ranks and with nothing beside one sentence, which any of them may have
+left (see `agreement`): the first one that leaves has the others ended before they could say it. Any
+other failure keeps the table, below which stands what the first failing rank left.
 
 A signal that ends this process ends the ranks by SIGTERM, whichever it was: on SIGINT each would
 unwind its stack, and wait there for the others. What does not end within `SHUTDOWN_SECONDS` is
@@ -22,7 +23,7 @@ import os
 import signal
 import sys
 import tempfile
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import FrameType
 from typing import NoReturn
@@ -31,9 +32,9 @@ import psutil
 import torch.distributed.run as torchrun
 from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 from torch.distributed.elastic.multiprocessing.api import SignalException
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, record
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
-from mcore_rl.agreement import EXIT_ALARM, EXIT_USAGE
+from mcore_rl.agreement import EXIT_ALARM, EXIT_USAGE, LAUNCHER, print_error
 from mcore_rl.errors import UsageError
 from mcore_rl.loopback import stay_on_loopback
 from mcore_rl.patches.torch.loopback_stores import is_loopback
@@ -74,8 +75,9 @@ def main(tokens: Sequence[str] | None = None) -> int:
     try:
         stay_on_loopback(_meeting_place(args))
     except UsageError as error:
-        print(f"mcore_rl: error: {error}", file=sys.stderr, flush=True)
+        print_error(str(error))
         return EXIT_USAGE
+    os.environ[LAUNCHER] = str(os.getpid())
     _handle_signals(args)
     _adopt_orphans()
     with _held_back(_SHUTDOWN_LOGGERS) as entries, _temporary_folder() as folder:
@@ -128,18 +130,10 @@ class _Ending:
 
 def _run(args: argparse.Namespace) -> _Ending:
     try:
-        record(torchrun.run)(args)
+        torchrun.run(args)
         return _Ending(0)
     except ChildFailedError as error:
-        in_time = sorted(error.failures.values(), key=lambda failure: failure.timestamp)
-        code = exit_code([failure.exitcode for failure in in_time])
-        if code == EXIT_ALARM:  # rank 0 has said why
-            return _Ending(code)
-        if code != EXIT_USAGE:
-            return _Ending(code, error.format_msg(), with_log=True)
-        if 0 in error.failures:
-            return _Ending(code)
-        return _Ending(code, "mcore_rl: error: see the output of rank 0, on another machine")
+        return _ending_of_failure(error)
     except SignalException as stopped:
         number = stopped.number if isinstance(stopped, _Stopped) else stopped.sigval
         return _Ending(
@@ -147,6 +141,45 @@ def _run(args: argparse.Namespace) -> _Ending:
         )
     finally:
         _end_leftovers()
+
+
+def _ending_of_failure(error: ChildFailedError) -> _Ending:
+    in_time = sorted(error.failures.values(), key=lambda failure: failure.timestamp)
+    code = exit_code([failure.exitcode for failure in in_time])
+    if code == EXIT_ALARM:  # rank 0 has said why
+        return _Ending(code)
+    if code != EXIT_USAGE:
+        return _Ending(code, error.format_msg() + _last_line(error), with_log=True)
+    for rank, reason in _reasons(error):
+        if error.failures[rank].exitcode == EXIT_USAGE:
+            return _Ending(code, f"mcore_rl: error: {reason}")
+    rank = next(r for r, failure in error.failures.items() if failure.exitcode == EXIT_USAGE)
+    return _Ending(
+        code, f"mcore_rl: error: rank {rank} ended with exit code {code}; see what it printed"
+    )
+
+
+def _last_line(error: ChildFailedError) -> str:
+    """Below torchrun's table, why the first rank failed; "" where only its own output tells."""
+    rank, first = error.get_first_failure()
+    if first.exitcode < 0 and not _reason(first):  # others then miss it, and say so
+        return f"\nmcore_rl: error: rank {rank}: {first.message}"
+    return "".join(f"\nmcore_rl: error: rank {rank}: {text}" for rank, text in _reasons(error)[:1])
+
+
+def _reasons(error: ChildFailedError) -> list[tuple[int, str]]:
+    """What ranks left in their error files, in order of time, which torchrun knows by seconds."""
+    found = [
+        (os.stat(failure.error_file).st_mtime_ns, rank, reason)
+        for rank, failure in error.failures.items()
+        if (reason := _reason(failure))
+    ]
+    return [(rank, reason) for _, rank, reason in sorted(found)]
+
+
+def _reason(failure: ProcessFailure) -> str:
+    message = failure.error_file_data.get("message")
+    return str(message["message"]) if isinstance(message, Mapping) else ""
 
 
 class _Stopped(SignalException):

@@ -1,5 +1,5 @@
-"""The story of a run. Start it with torchrun: `torchrun ... -m mcore_rl.train <Megatron and --rl-*
-flags>`.
+"""The story of a run. Start it with the launcher: `python -m mcore_rl.launch ... -m mcore_rl.train
+<Megatron and --rl-* flags>`; torchrun and Slurm do as well.
 
 prompts ─► engine (rollout mode) ─► rewards ─► log-probs, values ─► advantages ─► updates
                ▲                                                                     │

@@ -1,6 +1,6 @@
 """Does the engine get the right weights? What to run before trusting a new checkpoint.
 
-    torchrun ... -m mcore_rl.verify --rl-hf-checkpoint DIR --rl-prompts FILE <parallel flags>
+    python -m mcore_rl.launch ... -m mcore_rl.verify <--rl-hf-checkpoint, --rl-prompts, degrees>
 
 Loads the checkpoint into vLLM with vLLM's own loader and notes what it stores; overwrites it with
 zeros; loads the checkpoint into Megatron and hands it over through the sharding manager. Then what

@@ -145,3 +145,37 @@ def test_bad_input_under_torchrun(here: Path) -> None:
     ], process.stderr
     codes = re.findall(r"exitcode\s*: (-?\d+)", process.stderr)
     assert codes and set(codes) == {"2"}, process.stderr
+
+
+@pytest.mark.parametrize("launcher", ["mcore_rl.launch", "torch.distributed.run"])
+def test_mistake_found_while_importing_is_told_though_rank_0_is_ended(
+    launcher: str, tmp_path: Path
+) -> None:
+    """The other rank leaves first, and the launcher ends rank 0 before it has said anything."""
+    (tmp_path / "sitecustomize.py").write_text(
+        "import importlib.metadata, os, time\n"
+        "version = importlib.metadata.version\n"
+        "def refused(name):\n"
+        "    if name == 'megatron-core' and os.environ.get('RANK') == '0':\n"
+        "        time.sleep(300)\n"
+        "    return '0.15.0' if name == 'megatron-core' else version(name)\n"
+        "importlib.metadata.version = refused\n"
+    )
+    process = subprocess.run(
+        [sys.executable, "-m", launcher, "--nproc-per-node", "2", "-m", "mcore_rl.train"],
+        cwd=tmp_path,
+        env={**os.environ, **ENVIRONMENT, "PYTHONPATH": f"{tmp_path}:{ROOT}"},
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    sentence = (
+        "megatron-core 0.15.0 is installed; mcore_rl supports 0.19.2: pip install "
+        "megatron-core==0.19.2"
+    )
+    if launcher == "mcore_rl.launch":
+        assert (process.returncode, process.stderr) == (2, f"mcore_rl: error: {sentence}\n")
+    else:
+        assert process.returncode == 1
+        assert f"traceback : {sentence}\n" in process.stderr
+    assert process.stdout == ""

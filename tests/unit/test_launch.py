@@ -126,16 +126,17 @@ def test_launch_is_silent_when_all_ranks_succeed(launcher: Launcher) -> None:
     ]
 
 
-def test_launch_says_one_sentence_when_ranks_agree_on_a_mistake(launcher: Launcher) -> None:
-    # The last rank is slow to leave, so that torchrun ends it with SIGTERM.
+@pytest.mark.parametrize("slow", [0, 2])
+def test_launch_says_one_sentence_when_ranks_find_a_mistake(launcher: Launcher, slow: int) -> None:
+    # One of the ranks is slow to leave, so that torchrun ends it with SIGTERM: the first one, too.
     code, stderr = launcher.run(
         f"""
-        if rank == 0:
-            print({SENTENCE!r}, file=sys.stderr, flush=True)
+        from mcore_rl.agreement import leave_with
+        from mcore_rl.errors import UsageError
         all_here("pid", str(os.getpid()))
-        if rank == 2:
+        if rank == {slow}:
             time.sleep(60)
-        os._exit(2)
+        leave_with(UsageError({SENTENCE.removeprefix("mcore_rl: error: ")!r}))
         """
     )
     assert code == 2
@@ -214,7 +215,10 @@ def test_launch_ends_what_ranks_leave_behind(launcher: Launcher) -> None:
         all_here("child", str(child.pid))
         os._exit(2)
     """
-    assert launcher.run(program, 2) == (2, "")
+    said = r"mcore_rl: error: rank [01] ended with exit code 2; see what it printed\n"
+    code, stderr = launcher.run(program, 2)
+    assert code == 2
+    assert re.fullmatch(said, stderr)
     assert not any(psutil.pid_exists(pid) for pid in launcher.wait_for("child", 2))
 
 
@@ -287,18 +291,37 @@ def test_two_launches_side_by_side_get_ports_of_their_own(tmp_path: Path) -> Non
 
 def test_launch_on_two_machines_ends_both_with_the_same_code(launcher: Launcher) -> None:
     program = f"""
-        if rank == 0:
-            print({SENTENCE!r}, file=sys.stderr, flush=True)
-        all_here("printed")
-        os._exit(2)
+        from mcore_rl.agreement import leave_with
+        from mcore_rl.errors import UsageError
+        all_here("ready")
+        leave_with(UsageError({SENTENCE.removeprefix("mcore_rl: error: ")!r}))
     """
     port = free_port()
     flags = ("--nnodes=2", "--master-addr=127.0.0.1", f"--master-port={port}")
     processes = [launcher.start(program, 2, *flags, f"--node-rank={rank}") for rank in (0, 1)]
     outputs = [process.communicate(timeout=120)[1] for process in processes]
     assert [process.returncode for process in processes] == [2, 2]
-    assert outputs[0] == SENTENCE + "\n"
-    assert outputs[1] == "mcore_rl: error: see the output of rank 0, on another machine\n"
+    assert outputs == [SENTENCE + "\n"] * 2  # each machine has its own output
+
+
+def test_launch_says_last_why_the_first_rank_failed(launcher: Launcher) -> None:
+    code, stderr = launcher.run(
+        """
+        from mcore_rl.agreement import leave_reason
+        if rank == 1:
+            leave_reason("OSError: the disk is full")
+            time.sleep(0.1)
+            here("failed")
+            sys.exit(1)
+        while not (folder / "failed.1").exists():
+            time.sleep(0.01)
+        leave_reason("RuntimeError: rank 1 is gone")
+        sys.exit(1)
+        """
+    )
+    assert code == 1
+    assert "program.py FAILED" in stderr
+    assert stderr.splitlines()[-1] == "mcore_rl: error: rank 1: OSError: the disk is full"
 
 
 def free_port() -> int:

@@ -31,6 +31,7 @@ from typing import NoReturn
 import psutil
 import torch.distributed.run as torchrun
 from torch._inductor.runtime.cache_dir_utils import default_cache_dir
+from torch.distributed import DistNetworkError
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
@@ -73,6 +74,7 @@ def main(tokens: Sequence[str] | None = None) -> int:
         # The name of a single machine need not resolve to an address that it can reach itself by.
         args.local_addr = args.local_addr or "127.0.0.1"
     try:
+        _check_port(args)
         stay_on_loopback(_meeting_place(args))
     except UsageError as error:
         print_error(str(error))
@@ -91,6 +93,11 @@ def main(tokens: Sequence[str] | None = None) -> int:
         # By no logger: this is the program's answer to its user, without a level or a name.
         print(ending.message, file=sys.stderr, flush=True)
     return ending.exit_code
+
+
+def _check_port(args: argparse.Namespace) -> None:
+    if args.master_port is not None and not 0 <= args.master_port < 65536:
+        raise UsageError(f"--master-port {args.master_port} must be from 0 to 65535")
 
 
 def _meeting_place(args: argparse.Namespace) -> str:
@@ -134,6 +141,10 @@ def _run(args: argparse.Namespace) -> _Ending:
         return _Ending(0)
     except ChildFailedError as error:
         return _ending_of_failure(error)
+    except DistNetworkError as error:
+        if not (sentence := _port_not_free(args, str(error))):
+            raise
+        return _Ending(EXIT_USAGE, sentence)
     except SignalException as stopped:
         number = stopped.number if isinstance(stopped, _Stopped) else stopped.sigval
         return _Ending(
@@ -180,6 +191,19 @@ def _reasons(error: ChildFailedError) -> list[tuple[int, str]]:
 def _reason(failure: ProcessFailure) -> str:
     message = failure.error_file_data.get("message")
     return str(message["message"]) if isinstance(message, Mapping) else ""
+
+
+def _port_not_free(args: argparse.Namespace, error: str) -> str:
+    """The sentence on a port that cannot be listened on, "" if that is not what torch says."""
+    found = {"EADDRINUSE": "is in use by another program", "EACCES": "is not for this user"}
+    for name, what in found.items():
+        if name in error:
+            port = f"--rdzv-endpoint {args.rdzv_endpoint}"
+            if not args.rdzv_endpoint:
+                port = f"--master-port {args.master_port} on {args.master_addr}"
+            remedy = "give another one, or none on a single machine, where a free one is taken"
+            return f"mcore_rl: error: {port} {what}; {remedy}"
+    return ""
 
 
 class _Stopped(SignalException):

@@ -304,6 +304,20 @@ def test_launch_on_two_machines_ends_both_with_the_same_code(launcher: Launcher)
     assert outputs == [SENTENCE + "\n"] * 2  # each machine has its own output
 
 
+def test_launch_names_a_port_that_is_in_use(launcher: Launcher) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        code, stderr = launcher.run("here('started')", 2, f"--master-port={port}")
+    assert (code, stderr) == (
+        2,
+        f"mcore_rl: error: --master-port {port} on 127.0.0.1 is in use by another program; give "
+        "another one, or none on a single machine, where a free one is taken\n",
+    )
+    assert not list(launcher.folder.glob("started.*"))
+
+
 def test_launch_says_last_why_the_first_rank_failed(launcher: Launcher) -> None:
     code, stderr = launcher.run(
         """

@@ -10,7 +10,8 @@ other failure keeps the table, below which stands what the first failing rank le
 A signal that ends this process ends the ranks by SIGTERM, whichever it was: on SIGINT each would
 unwind its stack, and wait there for the others. What does not end within `SHUTDOWN_SECONDS` is
 killed; a second signal shortens that. Nothing that the ranks started outlives this process, and
-nothing that they put into the temporary folder, which is one of their own.
+nothing that they put into the temporary folder, which is one of their own. Where this process
+itself is killed the kernel kills the ranks, and the next launcher removes the folder.
 """
 
 from __future__ import annotations
@@ -18,13 +19,18 @@ from __future__ import annotations
 import argparse
 import contextlib
 import ctypes
+import fcntl
+import functools
 import logging
 import os
+import shutil
 import signal
+import subprocess
 import sys
 import tempfile
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from types import FrameType
 from typing import NoReturn
 
@@ -34,6 +40,7 @@ from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 from torch.distributed import DistNetworkError
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
 
 from mcore_rl.agreement import EXIT_ALARM, EXIT_USAGE, LAUNCHER, print_error
 from mcore_rl.errors import UsageError
@@ -47,7 +54,7 @@ _LEFTOVER_SECONDS = 3
 # For multiprocessing's trackers, which remove a dead rank's shared memory and then end: at once,
 # unless the machine is busy.
 _TRACKER_SECONDS = 20
-_PR_SET_CHILD_SUBREAPER = 36
+_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36  # linux/prctl.h
 # Besides SIGTERM, which torchrun may handle.
 _OTHER_ENDING_SIGNALS = (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 # Worth reading when a rank failed, and noise when a user's mistake or a signal ended the run.
@@ -57,6 +64,8 @@ _SHUTDOWN_LOGGERS = (
 )
 # A socket's path may have 107 characters, of which Megatron's writer and vLLM need 55 below it.
 _LONGEST_TEMPORARY_FOLDER = 50
+_PREFIX = "mcore_rl_"
+_OWNER = "launcher.lock"  # in the temporary folder, locked by the launcher while it lives
 # What torchrun ends the others with once one rank has failed; they say nothing about the failure.
 _SENT_BY_TORCHRUN = (-signal.SIGKILL, -signal.SIGTERM)
 
@@ -82,6 +91,7 @@ def main(tokens: Sequence[str] | None = None) -> int:
     os.environ[LAUNCHER] = str(os.getpid())
     _handle_signals(args)
     _adopt_orphans()
+    _tie_ranks()
     with _held_back(_SHUTDOWN_LOGGERS) as entries, _temporary_folder() as folder:
         if args.log_dir is None and args.redirects == "0" and args.tee == "0":
             args.log_dir = folder  # torchrun's files, unless logs were asked for
@@ -234,6 +244,24 @@ def _adopt_orphans() -> None:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_CHILD_SUBREAPER) failed")
 
 
+def _tie_ranks() -> None:
+    """Have the kernel kill the ranks when this process ends, by SIGKILL too.
+
+    It does so when the thread ends that has started them: torchrun starts them in this one, the
+    main thread. Workers of rewards are tied to their rank in the same way.
+    """
+    libc, launcher = ctypes.CDLL(None), os.getpid()
+
+    def tie() -> None:
+        libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+        if os.getppid() != launcher:  # it ended before the call above
+            os._exit(1)
+
+    # What starts a rank leaves no other way to have something done in it before its program.
+    popen = functools.partial(subprocess.Popen, preexec_fn=tie)
+    subprocess_handler.Popen = popen  # type: ignore[misc, assignment]
+
+
 def _end_leftovers() -> None:
     """Return when no process below this one is left; ranks are killed, others may end first.
 
@@ -299,11 +327,42 @@ def _temporary_folder() -> Iterator[str]:
             _LONGEST_TEMPORARY_FOLDER,
         )
         where = "/tmp"
-    with tempfile.TemporaryDirectory(
-        dir=where, prefix="mcore_rl_", ignore_cleanup_errors=True
-    ) as folder:
+    _remove_leftovers(Path(where))
+    with (
+        tempfile.TemporaryDirectory(
+            dir=where, prefix=_PREFIX, ignore_cleanup_errors=True
+        ) as folder,
+        _owned(Path(folder)),
+    ):
         os.environ["TMPDIR"] = folder
         yield folder
+
+
+@contextlib.contextmanager
+def _owned(folder: Path) -> Iterator[None]:
+    """Have other launchers see, while inside, that this process lives: a dead one holds no lock."""
+    partial = folder / f"{_OWNER}.partial"
+    with partial.open("w", encoding="utf-8") as file:
+        with contextlib.suppress(OSError):  # a file system without locks: it is never removed
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            file.write(_boot())
+            file.flush()
+            partial.rename(folder / _OWNER)  # never seen without its lock
+        yield
+
+
+def _remove_leftovers(where: Path) -> None:
+    """Remove the temporary folders of launchers that were killed: of this user, on this machine."""
+    for folder in where.glob(f"{_PREFIX}*"):
+        with contextlib.suppress(OSError), (folder / _OWNER).open(encoding="utf-8") as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            # On a file system of the network a lock may be known to one machine alone.
+            if folder.lstat().st_uid == os.geteuid() and file.read() == _boot():
+                shutil.rmtree(folder, ignore_errors=True)
+
+
+def _boot() -> str:
+    return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -375,3 +375,40 @@ def test_launch_leaves_no_files_in_the_temporary_folder(launcher: Launcher) -> N
     assert not Path((launcher.folder / "kept.0").read_text()).is_relative_to(path.parent)
     assert {entry.name for entry in launcher.folder.iterdir()} == {"program.py", "path.0", "kept.0"}
     assert not any(launcher.temporary.iterdir())
+
+
+def test_killed_launch_leaves_no_process_and_the_next_one_removes_its_folder(
+    launcher: Launcher,
+) -> None:
+    """With shared memory, which a rank that is killed removes as little as its files."""
+    program = """
+        from multiprocessing import shared_memory
+        memory = shared_memory.SharedMemory(create=True, size=4096)
+        (folder / f"name.{rank}").write_text(memory.name)
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        here("tmp", os.environ["TMPDIR"])
+        here("pid", str(os.getpid()))
+        time.sleep(300)
+    """
+    process = launcher.start(program, 2)
+    pids = launcher.wait_for("pid", 2)
+    left = Path((launcher.folder / "tmp.0").read_text())
+    segments = [
+        Path("/dev/shm") / (launcher.folder / f"name.{rank}").read_text() for rank in (0, 1)
+    ]
+    foreign = launcher.temporary / "mcore_rl_of_somebody_else"
+    foreign.mkdir()
+    other = Launcher(launcher.folder / "other", launcher.temporary)
+    other.folder.mkdir()
+    try:
+        # A launcher that lives keeps its folder while others start.
+        assert other.run("here('done')", 1) == (0, "")
+        assert left.is_dir() and all(segment.exists() for segment in segments)
+        process.kill()
+        process.communicate()  # returns when the ranks have closed their ends
+        wait_until(lambda: not any(psutil.pid_exists(pid) for pid in pids))
+        wait_until(lambda: not any(segment.exists() for segment in segments))
+        assert other.run("here('done')", 1) == (0, "")
+    finally:
+        other.end()
+    assert [entry.name for entry in launcher.temporary.iterdir()] == [foreign.name]

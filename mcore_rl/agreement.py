@@ -98,6 +98,18 @@ def agreed(check: Callable[[], T], store, *, stage: str) -> T:
     _leave()
 
 
+def from_rank(rank: int, text: str, store, *, stage: str) -> str:
+    """The `text` of one rank, on all ranks. Collective, after `agreed` with the same `stage`."""
+    from torch.distributed import PrefixStore
+
+    if store is None or int(os.environ.get("WORLD_SIZE", 1)) == 1:
+        return text
+    scoped = PrefixStore(f"mcore_rl/{stage}", store)
+    if int(os.environ["RANK"]) == rank:
+        scoped.set("said", text.encode())
+    return scoped.get("said").decode()
+
+
 def _sentence(failures: list[str]) -> str:
     """The first failing rank's text, saying where it happened unless it happened everywhere."""
     failing = [rank for rank, text in enumerate(failures) if text]

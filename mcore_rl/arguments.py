@@ -289,7 +289,9 @@ class RLConfig:
 
     # run directory and output
     run_dir: str | None = _flag(None, "where metrics, samples and checkpoints go", kind=str)
-    run_name: str = _flag("run", "names the default run directory, runs/<name>")
+    run_name: str = _flag(
+        "run", "begins the name of the default run directory, runs/<name>-<date>-<time>.<n>"
+    )
     num_logged_rollouts: int = _flag(8, "sampled texts per step in rollouts.jsonl")
     export_hf: str | None = _flag(
         None, "write the trained policy as a Hugging Face folder", kind=str
@@ -337,7 +339,10 @@ class RLConfig:
 
     @property
     def directory(self) -> Path:
-        return Path(self.run_dir) if self.run_dir else Path("runs") / self.run_name
+        """The run directory; before a run has its own (see `startup`) what that would be called."""
+        if self.run_dir:
+            return Path(self.run_dir)
+        return Path("runs") / f"{self.run_name}-<date>-<time>.<n>"
 
 
 def frozen(value: Any) -> Any:

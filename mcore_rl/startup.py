@@ -7,17 +7,19 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import logging
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, TextIO
 
 import torch
 import torch.distributed as dist
 
 from mcore_rl import megatron_adapter
-from mcore_rl.agreement import agreed, open_store
+from mcore_rl.agreement import agreed, from_rank, open_store
 from mcore_rl.arguments import RLConfig, add_rl_args
 from mcore_rl.checkpoint import HFCheckpoint, check_complete, load_into_megatron
 from mcore_rl.checks.preflight import Checked, check_command_line, check_parsed_args
@@ -25,7 +27,8 @@ from mcore_rl.hf_config import ModelShape, settings_without_flag
 from mcore_rl.hybrid_engine.layout import PipelineLayers, RolloutLayout, TrainLayout
 from mcore_rl.hybrid_engine.model_shards import ModelShards
 from mcore_rl.policy_model import make_actor_provider, make_policy_provider
-from mcore_rl.resume import megatron_checkpoint
+from mcore_rl.recording import own_folders
+from mcore_rl.resume import folders, megatron_checkpoint
 from mcore_rl.roles.ranks import ACTOR, CRITIC, REWARD, Roles, describe_ranks
 from mcore_rl.roles.world import RoleWorld, enter_role
 from mcore_rl.value_startup import CheckedValueModel
@@ -56,11 +59,13 @@ def start(
     also_check: Callable[[Checked], None] | None = None,
     log: TextIO | None = None,
     program: str = "mcore_rl.train",
+    writes: bool = False,
 ) -> Job:
     """Check the command line on all ranks and start Megatron. Collective.
 
-    `also_check` adds checks of an entry point's own, under the same agreement. A user's mistake
-    ends every rank with exit code 2. Megatron's own output goes to `log`.
+    `also_check` adds checks of an entry point's own, under the same agreement. What `writes` has
+    the run directory and the checkpoints' folder for itself from here on. A user's mistake ends
+    every rank with exit code 2. Megatron's own output goes to `log`.
     """
     store = open_store()
     has_cuda = torch.cuda.is_available()
@@ -72,6 +77,8 @@ def start(
         return checked
 
     checked = agreed(check, store, stage="input")
+    if writes:
+        checked = hold_folders(checked, store)
     _say(checked, has_cuda)
     world = enter_role(checked.roles, store)
     tokens = _of_role(checked, world).tokens
@@ -105,15 +112,41 @@ def job_from_args(
         return checked
 
     store = dist.distributed_c10d._get_default_store() if dist.get_world_size() > 1 else None
-    checked = agreed(check, store, stage="input")
+    checked = hold_folders(agreed(check, store, stage="input"), store)
     if dist.get_rank() == 0:
         _say_notes(checked)
     return _job(args, checked, enter_role(checked.roles, store))
 
 
+def hold_folders(checked: Checked, store: dist.Store | None) -> Checked:
+    """Have the run directory and the folder of checkpoints for this run alone. Collective.
+
+    The actor's first rank, which writes there, holds them until its process ends. Without
+    --rl-run-dir it makes a directory, which `config.run_dir` then names on all ranks. A folder that
+    another run holds ends every rank with exit code 2.
+    """
+    config, writer = checked.config, checked.roles.actor[0]
+
+    def hold() -> str:
+        if int(os.environ.get("RANK", 0)) != writer:
+            return ""
+        if checked.save:
+            own_folders.hold(Path(checked.save), "--save")
+        directory = (
+            Path(config.run_dir) if config.run_dir else own_folders.make_directory(config.run_name)
+        )
+        own_folders.hold(directory, "--rl-run-dir")
+        own_folders.hold(folders.checkpoint_folder(checked.save, directory), "--save")
+        return str(directory)
+
+    directory = from_rank(writer, agreed(hold, store, stage="folders"), store, stage="folders")
+    return dataclasses.replace(checked, config=dataclasses.replace(config, run_dir=directory))
+
+
 def _job(args: argparse.Namespace, checked: Checked, world: RoleWorld) -> Job:
     for name, value in settings_without_flag(_of_role(checked, world).shape).items():
         setattr(args, name, value)  # Megatron fills its model configuration from here, by name
+    args.rl_run_dir = checked.config.run_dir  # which may have been chosen since
     return Job(
         args=args,
         config=RLConfig.from_args(args),

@@ -80,7 +80,7 @@ def main(tokens: list[str] | None = None) -> None:
     setup_logging()
     tokens = sys.argv[1:] if tokens is None else tokens
     with log_file() as log:
-        job = start(tokens, also_check=check_data, log=log)
+        job = start(tokens, also_check=check_data, log=log, writes=True)
         if job.world.role != ACTOR:
             setup_logging(quiet=True)
             serve(job, log=log)

@@ -88,6 +88,7 @@ class Checked:
     derived: DerivedFlags
     tokens: tuple[str, ...]  # for Megatron's parser: derived flags, then the user's
     notes: tuple[str, ...]  # of flags that were given and do nothing
+    save: str | None  # Megatron's --save
     critic: CheckedValueModel | None
     reward_model: CheckedValueModel | None
 
@@ -168,6 +169,7 @@ def check_command_line(tokens: Sequence[str], *, has_cuda: bool) -> Checked:
         derived=derived,
         tokens=all_tokens,
         notes=notes(given, parser),
+        save=given.get("save"),
         critic=critic,
         reward_model=reward_model,
     )
@@ -239,6 +241,7 @@ def check_parsed_args(args: argparse.Namespace, *, has_cuda: bool) -> Checked:
         derived=derived,
         tokens=(),
         notes=notes(given, parser),
+        save=args.save,
         critic=critic,
         reward_model=None,
     )

@@ -17,6 +17,7 @@ from mcore_rl.agreement import agreed, open_store
 from mcore_rl.builders import check_data
 from mcore_rl.checks.preflight import check_command_line
 from mcore_rl.errors import UsageError
+from mcore_rl.startup import hold_folders
 
 
 class ParameterCounter:
@@ -80,6 +81,13 @@ def check(tokens: list[str]) -> str:
     checked = check_command_line(tokens, has_cuda=False)
     check_data(checked)
     return checked.train_layout.describe()
+
+
+def run_directory(tokens: list[str], folder: str) -> str:
+    """The directory that this rank has for a run that is given none."""
+    os.chdir(folder)
+    checked = check_command_line(tokens, has_cuda=False)
+    return str(hold_folders(checked, open_store()).config.directory)
 
 
 def agree(failing: list[int], is_bug: bool) -> str:

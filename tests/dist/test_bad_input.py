@@ -6,6 +6,7 @@ checkpoint, data, a layout or flags is in test_bad_input_*.py.
 
 from __future__ import annotations
 
+import fcntl
 import os
 import re
 import shutil
@@ -15,6 +16,7 @@ from pathlib import Path
 
 import pytest
 
+from mcore_rl.recording import own_folders
 from tests.dist.bad_input_cases import (
     CASE_SECONDS,
     WORKER,
@@ -179,3 +181,32 @@ def test_mistake_found_while_importing_is_told_though_rank_0_is_ended(
         assert process.returncode == 1
         assert f"traceback : {sentence}\n" in process.stderr
     assert process.stdout == ""
+
+
+@pytest.mark.parametrize("flag", ["--rl-run-dir", "--save"])
+def test_folder_of_another_run_is_refused(flag: str, ranks: RankPool, here: Path) -> None:
+    """Also where the directories differ and the checkpoints would overwrite each other."""
+    (here / "taken").mkdir()
+    with (here / "taken" / own_folders.LOCK).open("w") as other_run:
+        fcntl.flock(other_run, fcntl.LOCK_EX)
+        tokens = tokens_of(Case("taken", [], {flag: str(here / "taken")}), here)
+        first, second = run_case(ranks, tokens, here)
+    assert_says(first, [f"{flag} {here}/taken is in use by another run", "wait until"], here)
+    assert second == ""
+
+
+def test_ranks_without_a_run_directory_agree_on_a_new_one(ranks: RankPool, here: Path) -> None:
+    """The actor's first rank makes it, which need not be the job's."""
+    given = {"--rl-run-dir": None, "--rl-run-name": "mine", "--rl-algorithm": "ppo"}
+    layout = {"--tensor-model-parallel-size": "1", "--expert-model-parallel-size": "1"}
+    case = Case("default", [], {**given, **layout, "--rl-critic-ranks": "0"})
+    first, second = ranks.run(
+        f"{WORKER}:run_directory",
+        world_size=2,
+        arguments={"tokens": tokens_of(case, here), "folder": str(here)},
+        timeout_seconds=CASE_SECONDS,
+    )
+    assert first == second
+    assert re.fullmatch(r"runs/mine-\d{8}-\d{6}\.\d{3}", first)
+    for held in (here / first, here / first / "checkpoints"):
+        assert (held / own_folders.LOCK).is_file()

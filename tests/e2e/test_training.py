@@ -13,6 +13,7 @@ from mcore_rl.arguments import RLConfig
 from mcore_rl.checks.derived_flags import derive_flags
 from mcore_rl.checks.preflight import make_parser
 from mcore_rl.hf_config import megatron_flags, read_model_shape
+from mcore_rl.recording import own_folders
 from tests.e2e.recipe import task_flags
 from tests.rank_pool import ROOT, RankPool
 
@@ -170,3 +171,5 @@ def test_fork_brings_its_own_parser_and_model(
     )
     assert built == [["GPTModel"]] * 2
     assert metrics_of(tmp_path / "fork")[0]["kl/rollout_actor"] < 0.01
+    for held in (tmp_path / "fork", tmp_path / "fork" / "checkpoints"):
+        assert (held / own_folders.LOCK).is_file()

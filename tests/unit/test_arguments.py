@@ -110,7 +110,7 @@ def test_help_can_be_printed() -> None:
 def test_batch_and_directory_follow_from_the_flags() -> None:
     config = RLConfig(num_prompts_per_step=6, num_samples_per_prompt=4, run_name="a")
     assert config.samples_per_step == 24
-    assert config.directory == Path("runs/a")
+    assert config.directory == Path("runs/a-<date>-<time>.<n>")
     assert dataclasses.replace(config, run_dir="/b").directory == Path("/b")
 
 

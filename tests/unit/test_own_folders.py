@@ -1,0 +1,66 @@
+"""Which run has a folder, by processes that live and die."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from mcore_rl.errors import UsageError
+from mcore_rl.recording import own_folders
+
+HOLDS = """
+import sys, time
+from pathlib import Path
+from mcore_rl.recording.own_folders import hold
+hold(Path(sys.argv[1]), "--rl-run-dir")
+print("held", flush=True)
+time.sleep(300)
+"""
+
+
+@pytest.fixture
+def other(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
+    """Another run, which has the folder."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", HOLDS, str(tmp_path / "run")], stdout=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None and process.stdout.readline() == "held\n"
+    with process:
+        yield process
+        process.kill()
+
+
+def test_a_folder_is_refused_while_another_run_has_it_and_free_once_that_is_killed(
+    other: subprocess.Popen[str], tmp_path: Path
+) -> None:
+    (tmp_path / "other_name").symlink_to(tmp_path / "run")
+    for name in ("run", "other_name"):
+        said = (
+            rf"^--save {tmp_path / name} is in use by another run \(process {other.pid} on \S+\); "
+            "give another folder, or wait until that run has ended$"
+        )
+        with pytest.raises(UsageError, match=said):
+            own_folders.hold(tmp_path / name, "--save")
+    other.kill()
+    other.wait()
+    own_folders.hold(tmp_path / "run", "--save")
+    own_folders.hold(tmp_path / "other_name", "--rl-run-dir")  # its own is not another run's
+
+
+def test_directories_made_at_one_moment_differ(tmp_path: Path) -> None:
+    made = [own_folders.make_directory("a b", tmp_path) for _ in range(20)]
+    assert len(set(made)) == 20 and all(folder.is_dir() for folder in made)
+    assert all(re.fullmatch(r"a b-\d{8}-\d{6}\.\d{3}", folder.name) for folder in made)
+
+
+def test_directory_that_cannot_be_made_is_told(tmp_path: Path) -> None:
+    (tmp_path / "runs").write_text("")
+    with pytest.raises(
+        UsageError, match="--rl-run-name a: .* cannot be made .*; give --rl-run-dir"
+    ):
+        own_folders.make_directory("a", tmp_path / "runs")

@@ -26,7 +26,7 @@ T = TypeVar("T")
 EXIT_FAILED = 1  # what cannot go on, as an exception that nobody handles
 EXIT_USAGE = 2
 EXIT_ALARM = os.EX_TEMPFAIL  # 75: ended by --rl-on-alarm stop, with everything saved
-# Set for its ranks by `mcore_rl.launch`, which says what they leave in their error files.
+# Set by `mcore_rl.launch`, which says what ranks leave in their error files, for all below it.
 LAUNCHER = "MCORE_RL_LAUNCHER"
 
 

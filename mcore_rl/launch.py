@@ -11,7 +11,8 @@ A signal that ends this process ends the ranks by SIGTERM, whichever it was: on 
 unwind its stack, and wait there for the others. What does not end within `SHUTDOWN_SECONDS` is
 killed; a second signal shortens that. Nothing that the ranks started outlives this process, and
 nothing that they put into the temporary folder, which is one of their own. Where this process
-itself is killed the kernel kills the ranks, and the next launcher removes the folder.
+itself is killed the kernel kills the ranks, and `guard` what they have started, and removes the
+folder; so does the next launcher, should the guard be gone as well.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -64,6 +66,7 @@ _SHUTDOWN_LOGGERS = (
 )
 # A socket's path may have 107 characters, of which Megatron's writer and vLLM need 55 below it.
 _LONGEST_TEMPORARY_FOLDER = 50
+_GUARD = str(Path(__file__).with_name("guard.py"))
 _PREFIX = "mcore_rl_"
 _OWNER = "launcher.lock"  # in the temporary folder, locked by the launcher while it lives
 # What torchrun ends the others with once one rank has failed; they say nothing about the failure.
@@ -88,11 +91,15 @@ def main(tokens: Sequence[str] | None = None) -> int:
     except UsageError as error:
         print_error(str(error))
         return EXIT_USAGE
-    os.environ[LAUNCHER] = str(os.getpid())
+    os.environ[LAUNCHER] = f"{os.getpid()}-{time.time_ns()}"
     _handle_signals(args)
     _adopt_orphans()
     _tie_ranks()
-    with _held_back(_SHUTDOWN_LOGGERS) as entries, _temporary_folder() as folder:
+    with (
+        _held_back(_SHUTDOWN_LOGGERS) as entries,
+        _temporary_folder() as folder,
+        _guarded(folder),
+    ):
         if args.log_dir is None and args.redirects == "0" and args.tee == "0":
             args.log_dir = folder  # torchrun's files, unless logs were asked for
         ending = _run(args)
@@ -260,6 +267,23 @@ def _tie_ranks() -> None:
     # What starts a rank leaves no other way to have something done in it before its program.
     popen = functools.partial(subprocess.Popen, preexec_fn=tie)
     subprocess_handler.Popen = popen  # type: ignore[misc, assignment]
+
+
+@contextlib.contextmanager
+def _guarded(folder: str) -> Iterator[None]:
+    """Have another process end what is left should this one, while inside, be killed."""
+    guard = subprocess.Popen(
+        [sys.executable, "-I", _GUARD, f"{LAUNCHER}={os.environ[LAUNCHER]}", folder],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,  # it is none of those whom a terminal's signals are for
+    )
+    try:
+        yield
+    finally:
+        guard.kill()
+        guard.wait()
 
 
 def _end_leftovers() -> None:

@@ -377,38 +377,52 @@ def test_launch_leaves_no_files_in_the_temporary_folder(launcher: Launcher) -> N
     assert not any(launcher.temporary.iterdir())
 
 
-def test_killed_launch_leaves_no_process_and_the_next_one_removes_its_folder(
-    launcher: Launcher,
-) -> None:
-    """With shared memory, which a rank that is killed removes as little as its files."""
+def test_killed_launch_leaves_nothing(launcher: Launcher) -> None:
+    """No rank, no process of a rank's, no shared memory, no folder."""
     program = """
+        import subprocess
         from multiprocessing import shared_memory
         memory = shared_memory.SharedMemory(create=True, size=4096)
         (folder / f"name.{rank}").write_text(memory.name)
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        code = "import time; time.sleep(300)"
+        child = subprocess.Popen([sys.executable, "-c", code], start_new_session=True)
+        here("child", str(child.pid))
         here("tmp", os.environ["TMPDIR"])
         here("pid", str(os.getpid()))
         time.sleep(300)
     """
     process = launcher.start(program, 2)
-    pids = launcher.wait_for("pid", 2)
+    pids = launcher.wait_for("pid", 2) + launcher.wait_for("child", 2)
     left = Path((launcher.folder / "tmp.0").read_text())
     segments = [
         Path("/dev/shm") / (launcher.folder / f"name.{rank}").read_text() for rank in (0, 1)
     ]
-    foreign = launcher.temporary / "mcore_rl_of_somebody_else"
-    foreign.mkdir()
+    assert left.is_dir() and all(segment.exists() for segment in segments)
+    process.kill()
+    process.communicate()  # returns when all have closed their ends
+    wait_until(lambda: not any(psutil.pid_exists(pid) for pid in pids))
+    wait_until(lambda: not any(segment.exists() for segment in segments))
+    wait_until(lambda: not any(launcher.temporary.iterdir()))
+
+
+def test_ranks_end_with_a_killed_launch_by_themselves(launcher: Launcher) -> None:
+    """Also where its guard is killed before it; the next launcher removes the folder then."""
+    process = launcher.start("here('pid', str(os.getpid()))\ntime.sleep(300)", 1)
+    (pid,) = launcher.wait_for("pid", 1)
+    (guard,) = [c for c in psutil.Process(process.pid).children() if c.pid != pid]
+    assert Path(guard.cmdline()[2]).name == "guard.py"
+    (foreign := launcher.temporary / "mcore_rl_of_another_program").mkdir()
+    (left,) = [entry for entry in launcher.temporary.iterdir() if entry != foreign]
+    # A launcher that lives keeps its folder while others start.
     other = Launcher(launcher.folder / "other", launcher.temporary)
     other.folder.mkdir()
-    try:
-        # A launcher that lives keeps its folder while others start.
-        assert other.run("here('done')", 1) == (0, "")
-        assert left.is_dir() and all(segment.exists() for segment in segments)
-        process.kill()
-        process.communicate()  # returns when the ranks have closed their ends
-        wait_until(lambda: not any(psutil.pid_exists(pid) for pid in pids))
-        wait_until(lambda: not any(segment.exists() for segment in segments))
-        assert other.run("here('done')", 1) == (0, "")
-    finally:
-        other.end()
-    assert [entry.name for entry in launcher.temporary.iterdir()] == [foreign.name]
+    assert other.run("here('done')", 1) == (0, "")
+    assert left.is_dir()
+    guard.kill()
+    process.kill()
+    process.communicate()
+    wait_until(lambda: not psutil.pid_exists(pid))
+    assert left.is_dir()
+    assert other.run("here('done')", 1) == (0, "")
+    assert list(launcher.temporary.iterdir()) == [foreign]

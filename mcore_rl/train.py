@@ -15,7 +15,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from mcore_rl.agreement import leave_together
+from mcore_rl.agreement import leave_reason, leave_together
 from mcore_rl.builders import check_data
 from mcore_rl.errors import RunStopped
 from mcore_rl.roles.ranks import ACTOR
@@ -36,8 +36,9 @@ def train(job: Job, parts: Parts) -> None:
         _do_steps(job, parts)
     except RunStopped:
         raise
-    except BaseException:
+    except BaseException as error:
         # Said now: the launcher ends this process while others are still being torn down.
+        leave_reason(f"{type(error).__name__}: {error}".splitlines()[0])
         rank = os.environ.get("RANK", "0")
         logging.getLogger("mcore_rl").exception("rank %s: the run ended early", rank)
         parts.abandon()

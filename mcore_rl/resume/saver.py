@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import errno
+import re
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,13 @@ import torch.distributed as dist
 from mcore_rl.resume import folders
 
 Writer = Callable[[Path], None]
+# What a disk says; a connection that another rank has dropped is no reason to look at it.
+_OF_DISKS = frozenset(
+    {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.EFBIG, errno.ESTALE}
+    | {errno.EACCES, errno.EPERM, errno.ENOENT, errno.ENOTDIR}
+)
+# What comes from another process or rank is a text.
+_ERRNO = re.compile(r"\[Errno (\d+)\] [^\n:]+")
 
 
 def write_checkpoint(folder: Path, step: int, writers: Sequence[Writer]) -> Path:
@@ -20,8 +29,9 @@ def write_checkpoint(folder: Path, step: int, writers: Sequence[Writer]) -> Path
     collective, as this is. Every file is hashed by one of the ranks. Returns the checkpoint's
     folder.
 
-    Raises what a writer raises, on its rank; RuntimeError on all ranks, with the rank and the
-    reason, if the folder cannot be made, or the files cannot be read or moved.
+    Raises RuntimeError on all ranks, with the folder and the reason, if the folder cannot be made,
+    or the files cannot be read or moved; on the ranks that notice if the disk fails a writer. What
+    else a writer raises is raised on its rank.
     """
     rank, world_size = dist.get_rank(), dist.get_world_size()
     saving = folders.saving_folder(folder)
@@ -31,12 +41,20 @@ def write_checkpoint(folder: Path, step: int, writers: Sequence[Writer]) -> Path
             folders.clear_saving(folder)
             saving.mkdir(parents=True, exist_ok=True)
 
-    _everywhere(prepare)
+    def everywhere(work: Callable[[], Any]) -> list[Any]:
+        return _everywhere(work, lambda reason: _not_written(folder, step, reason))
+
+    everywhere(prepare)
     for write in writers:
-        write(saving)
+        try:
+            write(saving)
+        except BaseException as error:  # as torch's own of a distributed checkpoint is
+            if not (reason := _disk_reason(error)):
+                raise
+            raise RuntimeError(_not_written(folder, step, reason)) from error
     dist.barrier()
     place = saving / folders.iteration_name(step)
-    found = _everywhere(
+    found = everywhere(
         lambda: folders.sealed(place, folders.share(folders.files_of(place), rank, world_size))
     )
     digests = {name: digest for part in found for name, digest in part.items()}
@@ -45,12 +63,41 @@ def write_checkpoint(folder: Path, step: int, writers: Sequence[Writer]) -> Path
         if rank == 0:
             folders.complete(folder, step, digests)
 
-    _everywhere(complete)
+    everywhere(complete)
     return folder / folders.iteration_name(step)
 
 
-def _everywhere(work: Callable[[], Any]) -> list[Any]:
-    """What `work` returned on each rank; RuntimeError everywhere if it failed anywhere."""
+def _not_written(folder: Path, step: int, reason: str) -> str:
+    """The line that a run ends with when the disk takes no checkpoint."""
+    before = next(iter(folders.complete_steps(folder)), None)
+    kept = "none was complete before"
+    if before is not None:
+        kept = f"that of step {before} is complete: mend this and go on by --load {folder}"
+    return f"the checkpoint of step {step} could not be written to {folder}: {reason}; {kept}"
+
+
+def _disk_reason(error: BaseException) -> str:
+    """ "[Errno 28] No space left on device", if that is behind `error`; "" if the disk is not."""
+    for cause in _causes(error):
+        for found in _ERRNO.finditer(str(cause)):
+            if int(found[1]) in _OF_DISKS:
+                return found[0]
+    return ""
+
+
+def _causes(error: BaseException) -> Iterator[BaseException]:
+    """`error`, and what it was raised for or while handling."""
+    at: BaseException | None = error
+    while at is not None:
+        yield at
+        at = at.__cause__ or at.__context__
+
+
+def _everywhere(work: Callable[[], Any], told: Callable[[str], str]) -> list[Any]:
+    """What `work` returned on each rank; RuntimeError everywhere if it failed anywhere.
+
+    `told` makes its text of the rank and the reason.
+    """
     outcome: tuple[Any, str] = (None, "")
     try:
         outcome = (work(), "")
@@ -60,5 +107,5 @@ def _everywhere(work: Callable[[], Any]) -> list[Any]:
     dist.all_gather_object(outcomes, outcome)
     for rank, (_, failure) in enumerate(outcomes):
         if failure:
-            raise RuntimeError(f"the checkpoint could not be written on rank {rank}: {failure}")
+            raise RuntimeError(told(f"on rank {rank}: {failure}"))
     return [result for result, _ in outcomes]

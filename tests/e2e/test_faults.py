@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -81,7 +82,13 @@ def test_a_disk_that_takes_no_checkpoint_ends_the_run_and_the_one_before_is_gone
     assert {outcome.exit_code for outcome in outcomes} == {1}, said(outcomes)[-6000:]
     for rank, outcome in enumerate(outcomes):
         assert f"rank {rank}: the run ended early" in outcome.output
-        assert reason in outcome.output
+        # Last of all, and not only in a traceback of Megatron's writer.
+        assert re.fullmatch(
+            rf"RuntimeError: the checkpoint of step 2 could not be written to {checkpoints}: "
+            rf".*\[Errno \d+\] {reason}.*; that of step 1 is complete: mend this and go on by "
+            rf"--load {checkpoints}",
+            outcome.output.splitlines()[-1],
+        ), outcome.output[-3000:]
     assert folders.complete_steps(checkpoints) == [1]
     assert folders.damage(checkpoints, 1) == []
     assert sorted(read_metrics(tmp_path / "run" / "metrics.jsonl")) == [0, 1]

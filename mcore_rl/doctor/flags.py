@@ -279,7 +279,10 @@ def _without_effect(
 ) -> list[Finding]:
     here = "with a GPU" if has_cuda else "without a GPU"
     names = flag_names(parser)
-    said = [yellow(FLAGS, line, "drop them, or read docs/megatron_flags.md") for line in notes(given, parser)]
+    said = [
+        yellow(FLAGS, line, "drop them, or read docs/megatron_flags.md")
+        for line in notes(given, parser)
+    ]
     return said + [
         yellow(FLAGS, f"{names[dest]} has no effect on a machine {here}: it {why}", "drop it here")
         for dest, why in _NO_EFFECT[has_cuda].items()

@@ -211,7 +211,8 @@ def test_in_a_fork_other_values_than_the_defaults_count_as_given(
     given = flag_classes.given_to_fork(args, parser)
     assert flag_classes.notes(given, parser) == ()
     flag_classes.check_no_megatron_rl_flag(given, parser)
-    flag_classes.check_refused({**vars(args), **dict.fromkeys(megatron_flags.SET_BY_VALIDATION)})
+    unsaid = dict.fromkeys(megatron_flags.SET_BY_VALIDATION)
+    preflight.check_switches({**vars(args), **unsaid})
 
     args = parsed("--eval-iters 3 --grpo-group-size 4", monkeypatch)
     given = flag_classes.given_to_fork(args, parser)

@@ -8,13 +8,13 @@ when it has given up a machine that vanished; where a file system has no locks a
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import logging
 import os
 import socket
 import time
 from pathlib import Path
-from typing import TextIO
 
 from mcore_rl.errors import UsageError
 
@@ -22,7 +22,8 @@ logger = logging.getLogger(__name__)
 
 LOCK = ".run.lock"
 # Open for as long as this process lives; by the folder.
-_held: dict[Path, TextIO] = {}
+_held: dict[Path, int] = {}
+_NO_LOCKS = frozenset({errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP})
 
 
 def make_directory(run_name: str, below: Path = Path("runs")) -> Path:
@@ -54,30 +55,42 @@ def hold(folder: Path, flag: str) -> None:
         return
     try:
         real.mkdir(parents=True, exist_ok=True)
-        file = (real / LOCK).open("a+", encoding="utf-8")
-    except OSError as error:
-        raise UsageError(
-            f"{flag} {folder}: nothing can be written there ({error.strerror}); choose another "
-            "folder or make room"
-        ) from error
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        _held[real] = _locked(real / LOCK)
     except BlockingIOError as error:
-        file.seek(0)
-        who = file.read().strip()
-        file.close()
+        who = (real / LOCK).read_text(encoding="utf-8", errors="replace").strip()
         raise UsageError(
             f"{flag} {folder} is in use by another run{f' ({who})' if who else ''}; give another "
             "folder, or wait until that run has ended"
         ) from error
     except OSError as error:
-        logger.warning(
-            "%s %s cannot be locked (%s): take care that no other run writes there",
-            flag,
-            folder,
-            error.strerror,
-        )
-    _held[real] = file
+        if error.errno in _NO_LOCKS:
+            logger.warning(
+                "%s %s cannot be locked (%s): take care that no other run writes there",
+                flag,
+                folder,
+                error.strerror,
+            )
+            return
+        raise UsageError(
+            f"{flag} {folder}: nothing can be written there ({error.strerror}); choose another "
+            "folder or make room"
+        ) from error
     with contextlib.suppress(OSError):  # a full disk: who it is matters less than the lock
-        file.truncate(0)
-        os.write(file.fileno(), f"process {os.getpid()} on {socket.gethostname()}\n".encode())
+        who = f"process {os.getpid()} on {socket.gethostname()}\n"
+        (real / LOCK).write_text(who, encoding="utf-8")
+
+
+def _locked(file: Path) -> int:
+    """A descriptor of the file with its lock; BlockingIOError if another process has it."""
+    # A disk with a file open for writing cannot be made read-only. NFS locks no other.
+    for access in (os.O_RDONLY, os.O_RDWR):
+        handle = os.open(file, access | os.O_CREAT, 0o666)
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            os.close(handle)
+            if error.errno == errno.EBADF and access == os.O_RDONLY:
+                continue
+            raise
+        return handle
+    raise AssertionError("the second one returns or raises")

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import logging
+import os
 import re
+import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -46,12 +50,13 @@ def write_checkpoint(folder: Path, step: int, writers: Sequence[Writer]) -> Path
 
     everywhere(prepare)
     for write in writers:
-        try:
-            write(saving)
-        except BaseException as error:  # as torch's own of a distributed checkpoint is
-            if not (reason := _disk_reason(error)):
-                raise
-            raise RuntimeError(_not_written(folder, step, reason)) from error
+        with _hearing_megatron() as heard:
+            try:
+                write(saving)
+            except BaseException as error:  # as torch's own of a distributed checkpoint is
+                if not (reason := _disk_reason(error, heard, saving)):
+                    raise
+                raise RuntimeError(_not_written(folder, step, reason)) from error
     dist.barrier()
     place = saving / folders.iteration_name(step)
     found = everywhere(
@@ -76,13 +81,45 @@ def _not_written(folder: Path, step: int, reason: str) -> str:
     return f"the checkpoint of step {step} could not be written to {folder}: {reason}; {kept}"
 
 
-def _disk_reason(error: BaseException) -> str:
-    """ "[Errno 28] No space left on device", if that is behind `error`; "" if the disk is not."""
-    for cause in _causes(error):
-        for found in _ERRNO.finditer(str(cause)):
+def _disk_reason(error: BaseException, heard: Sequence[str], folder: Path) -> str:
+    """ "[Errno 28] No space left on device", if that is behind `error`; "" if the disk is not.
+
+    Megatron's writer logs it (`heard`) and raises no more than the type of what it has caught; a
+    rank whose own writer went well is told even less, and asks the disk.
+    """
+    for text in (*map(str, _causes(error)), *heard):
+        for found in _ERRNO.finditer(text):
             if int(found[1]) in _OF_DISKS:
                 return found[0]
+    try:
+        with tempfile.TemporaryFile(dir=folder) as probe:
+            probe.write(bytes(1 << 20))
+            probe.flush()
+            os.fsync(probe.fileno())
+    except OSError as refused:
+        return f"[Errno {refused.errno}] {refused.strerror}"
     return ""
+
+
+class _Listener(logging.Handler):
+    """Keeps what is logged as an error."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.ERROR)
+        self.texts: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.texts.append(record.getMessage())
+
+
+@contextlib.contextmanager
+def _hearing_megatron() -> Iterator[list[str]]:
+    listener, logger = _Listener(), logging.getLogger("megatron")
+    logger.addHandler(listener)
+    try:
+        yield listener.texts
+    finally:
+        logger.removeHandler(listener)
 
 
 def _causes(error: BaseException) -> Iterator[BaseException]:

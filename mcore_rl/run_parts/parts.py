@@ -85,8 +85,8 @@ class Parts:
         reasons = Counter(sample.why_not_valid for sample in collected.scored)
         if dist.get_rank() == 0:
             logger.error(
-                "[Reward] step %d: none of %d samples has a reward to learn from; the most frequent "
-                "reason, to be mended: %s%s",
+                "[Reward] step %d: none of %d samples has a reward to learn from; the most "
+                "frequent reason, to be mended: %s%s",
                 step,
                 len(collected.scored),
                 reasons.most_common(1)[0][0],
@@ -178,12 +178,7 @@ class Parts:
         self._saver.save(config.num_steps)
         if config.export_hf:
             export(self._shards, self._job.checkpoint, Path(config.export_hf))
-        facts = run_facts(
-            config.directory,
-            self._saver.folder,
-            config.export_hf,
-            self._job.args.tensorboard_dir,
-        )
+        facts = run_facts(config.directory, self._saver.folder, config.export_hf)
         self._recorder.finish(accuracy, facts)
 
     def abandon(self) -> None:

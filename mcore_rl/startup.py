@@ -60,18 +60,20 @@ def start(
     log: TextIO | None = None,
     program: str = "mcore_rl.train",
     writes: bool = False,
+    scores_only: bool = False,
 ) -> Job:
     """Check the command line on all ranks and start Megatron. Collective.
 
     `also_check` adds checks of an entry point's own, under the same agreement. What `writes` has
-    the run directory and the checkpoints' folder for itself from here on. A user's mistake ends
-    every rank with exit code 2. Megatron's own output goes to `log`.
+    the run directory and the checkpoints' folder for itself from here on. With `scores_only` there
+    are no responses, and nothing has room for them. A user's mistake ends every rank with exit code
+    2. Megatron's own output goes to `log`.
     """
     store = open_store()
     has_cuda = torch.cuda.is_available()
 
     def check() -> Checked:
-        checked = check_command_line(tokens, has_cuda=has_cuda)
+        checked = check_command_line(tokens, has_cuda=has_cuda, scores_only=scores_only)
         if also_check is not None:
             also_check(checked)
         return checked
@@ -149,7 +151,7 @@ def _job(args: argparse.Namespace, checked: Checked, world: RoleWorld) -> Job:
     args.rl_run_dir = checked.config.run_dir  # which may have been chosen since
     return Job(
         args=args,
-        config=RLConfig.from_args(args),
+        config=checked.config,
         shape=checked.shape,
         checkpoint=checked.checkpoint,
         train_layout=checked.train_layout,

@@ -14,6 +14,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import os
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -38,8 +39,10 @@ from mcore_rl.checks.preflight import Checked
 from mcore_rl.data import load_prompts
 from mcore_rl.errors import UsageError
 from mcore_rl.hybrid_engine.canary import differences, megatron_log_probs
+from mcore_rl.hybrid_engine.model_shards import ModelShards
 from mcore_rl.hybrid_engine.sharding_manager import TO_ROLLOUT, ReshardReport, log_reshard
 from mcore_rl.hybrid_engine.vllm_engine import VLLMEngine
+from mcore_rl.megatron_adapter import TrainState
 from mcore_rl.roles.ranks import ACTOR
 from mcore_rl.run_output import log_file, setup_logging
 from mcore_rl.startup import Job, build_actor, start
@@ -78,36 +81,49 @@ def _digest(tensor: torch.Tensor) -> str:
 
 
 def verify(job: Job, *, log: Any = None) -> Verification:
-    """Compare vLLM's own load with a hand-over from Megatron. Collective; the same on all ranks."""
-    assert job.config.prompts is not None, "checked before"
+    """Compare vLLM's own load with a hand-over from Megatron. Collective; the same on all ranks.
+
+    What raises is said by the rank where it does, at once: others may never notice.
+    """
     engine = VLLMEngine(engine_config(job, load_format="auto"))
-    state, shards = build_actor(job, log=log)
+    try:
+        state, shards = build_actor(job, log=log)
+        return compare_loads(job, engine, state, shards)
+    except BaseException:
+        rank = os.environ.get("RANK", "0")
+        logger.exception("rank %s: the verification ended early", rank)
+        raise
+    finally:
+        engine.close()
+
+
+def compare_loads(
+    job: Job, engine: VLLMEngine, state: TrainState, shards: ModelShards
+) -> Verification:
+    """The same with both sides built: `engine` has read the checkpoint by vLLM's own loader.
+
+    Collective. Its weights are handed over by the model in `shards`, and it sleeps afterwards.
+    """
+    assert job.config.prompts is not None, "checked before"
+    expected = stored_digests(engine)
     batching = micro_batching(job)
     actor = Actor(job.args, job.config, state, job.train_layout, batching)
     reports: list[ReshardReport] = []
-    try:
-        expected = stored_digests(engine)
-        manager = build_manager(job, shards, engine, offloader=build_offloader(job, state))
-        manager.on_reshard_end.append(reports.append)
-        overwrite_with_zeros(engine, job, expected)
-        rows = load_prompts(
-            prompt_source(
-                job.config,
-                job.config.prompts,
-                trust_remote_code=job.args.trust_remote_code,
-            ),
-            job.checkpoint.folder,
-            cache_dir=job.config.cache_dir,
-        )
-        token_ids = [rows[i].token_ids.tolist() for i in range(min(MAX_PROMPTS, len(rows)))]
-        with manager:
-            differing = _differing(expected, stored_digests(engine))
-            vllm = engine.prompt_log_probs(token_ids)
-        megatron = megatron_log_probs(
-            actor.log_probs, token_ids, count_multiple_of=batching.count_multiple_of
-        )
-    finally:
-        engine.close()
+    manager = build_manager(job, shards, engine, offloader=build_offloader(job, state))
+    manager.on_reshard_end.append(reports.append)
+    overwrite_with_zeros(engine, job, expected)
+    rows = load_prompts(
+        prompt_source(job.config, job.config.prompts, trust_remote_code=job.args.trust_remote_code),
+        job.checkpoint.folder,
+        cache_dir=job.config.cache_dir,
+    )
+    token_ids = [rows[i].token_ids.tolist() for i in range(min(MAX_PROMPTS, len(rows)))]
+    with manager:
+        differing = _differing(expected, stored_digests(engine))
+        vllm = engine.prompt_log_probs(token_ids)
+    megatron = megatron_log_probs(
+        actor.log_probs, token_ids, count_multiple_of=batching.count_multiple_of
+    )
     report = next(r for r in reports if r.direction == TO_ROLLOUT)
     logger.info("%s", log_reshard(report))
     return _compare(token_ids, megatron, vllm, len(job.checkpoint.tensors), report, differing)
@@ -209,12 +225,23 @@ def check_prompts_given(checked: Checked) -> None:
     )
 
 
+def start_verification(tokens: Sequence[str], *, log: Any = None) -> Job:
+    """`startup.start` for scoring prompts."""
+    return start(
+        tokens,
+        also_check=check_prompts_given,
+        log=log,
+        program="mcore_rl.verify",
+        scores_only=True,
+    )
+
+
 def main(tokens: list[str] | None = None) -> int:
     """Entry point of `-m mcore_rl.verify`; returns the exit code."""
     setup_logging()
     tokens = sys.argv[1:] if tokens is None else tokens
     with log_file() as log:
-        job = start(tokens, also_check=check_prompts_given, log=log, program="mcore_rl.verify")
+        job = start_verification(tokens, log=log)
         if job.world.role != ACTOR:
             return 0  # what has ranks of its own has no part in this
         result = verify(job, log=log)

@@ -15,14 +15,13 @@ import re
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from mcore_rl import megatron_adapter
 from mcore_rl.algorithms.registry import import_user_file
 from mcore_rl.arguments import RLConfig, add_rl_args, flag_of, frozen
-from mcore_rl.batching.context_chunks import chunks_of_sample, round_up
 from mcore_rl.checkpoint import EXPORT_MARKER, HFCheckpoint, open_checkpoint
 from mcore_rl.checks.derived_flags import DerivedFlags, derive_flags
 from mcore_rl.checks.flag_classes import (
@@ -34,7 +33,13 @@ from mcore_rl.checks.flag_classes import (
     notes,
 )
 from mcore_rl.checks.fsdp import check_fsdp
-from mcore_rl.checks.layout import check_batches, check_layout, check_rollout, check_stages
+from mcore_rl.checks.layout import (
+    check_batches,
+    check_layout,
+    check_lengths,
+    check_rollout,
+    check_stages,
+)
 from mcore_rl.checks.megatron import check_megatron_accepts
 from mcore_rl.checks.megatron_flags import SET_BY_VALIDATION
 from mcore_rl.checks.wandb_flags import check_wandb
@@ -102,10 +107,14 @@ def make_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def check_command_line(tokens: Sequence[str], *, has_cuda: bool) -> Checked:
+def check_command_line(
+    tokens: Sequence[str], *, has_cuda: bool, scores_only: bool = False
+) -> Checked:
     """Check the whole command line and everything it names but the prompts; see the module.
 
-    With `--help` it leaves with SystemExit, after rank 0 has printed the flags.
+    With `scores_only`, prompts are scored and not answered: of --rl-max-response-tokens there is
+    the one token left that vLLM generates whenever it scores. With `--help` it leaves with
+    SystemExit, after rank 0 has printed the flags.
     """
     check_versions()
     parser = make_parser()
@@ -118,11 +127,18 @@ def check_command_line(tokens: Sequence[str], *, has_cuda: bool) -> Checked:
     check_no_megatron_rl_flag(given, parser)
     config = config_from(given)
     check_ranges(config)
+    if scores_only:
+        config = replace(config, max_response_tokens=1)
     check_reward_model_flags(config)
     check_outputs(config, given)
     check_wandb(given)
     shape, checkpoint = read_checkpoint(config)
-    check_lengths(config, shape, cp_size=given.get("context_parallel_size", 1))
+    check_lengths(
+        config,
+        shape,
+        cp_size=given.get("context_parallel_size", 1),
+        scores_only=scores_only,
+    )
     derived = derive_flags(shape, config, given, parser=parser, has_cuda=has_cuda)
     values = {**given_values(derived.tokens, parser), **given}
     check_switches(values)
@@ -437,26 +453,6 @@ def _landmarks(shape: ModelShape) -> list[tuple[str, tuple[int, ...]]]:
             width = shape.experts.hidden_size
         tensors.append((f"model.layers.{layer}.{gate}", (width, hidden)))
     return tensors
-
-
-def check_lengths(config: RLConfig, shape: ModelShape, *, cp_size: int = 1) -> None:
-    """The model must have positions for prompt and response, and a micro-batch room for both."""
-    length = config.max_prompt_tokens + config.max_response_tokens
-    if length > shape.max_positions:
-        raise UsageError(
-            f"--rl-max-prompt-tokens {config.max_prompt_tokens} + --rl-max-response-tokens "
-            f"{config.max_response_tokens} = {length} exceeds the checkpoint's "
-            f"max_position_embeddings {shape.max_positions}; lower one of them"
-        )
-    in_row = round_up(length, chunks_of_sample(cp_size))
-    if 0 < config.max_tokens_per_microbatch < in_row:
-        padded = f", which --context-parallel-size {cp_size} pads to {in_row}"
-        raise UsageError(
-            f"--rl-max-tokens-per-microbatch {config.max_tokens_per_microbatch} is less than the "
-            f"longest sample, --rl-max-prompt-tokens {config.max_prompt_tokens} + "
-            f"--rl-max-response-tokens {config.max_response_tokens} = {length}"
-            f"{padded if in_row > length else ''}; raise it to that"
-        )
 
 
 def check_switches(values: Mapping[str, Any]) -> None:

@@ -16,6 +16,7 @@ other layouts give other moves through the same code.
 from __future__ import annotations
 
 import contextlib
+import logging
 import time
 from collections.abc import Mapping
 
@@ -41,6 +42,8 @@ from mcore_rl.hybrid_engine.reshard_report import (
 from mcore_rl.hybrid_engine.rng import RngState
 from mcore_rl.hybrid_engine.vllm_engine import VLLMEngine
 from mcore_rl.hybrid_engine.weight_stream import WeightStream
+
+logger = logging.getLogger(__name__)
 
 __all__ = [
     "TO_ROLLOUT",
@@ -176,8 +179,17 @@ class MegatronVLLMShardingManager:
         _call(self.on_reshard_end, report)
         return self
 
-    def __exit__(self, *exc: object) -> None:
+    def __exit__(self, failed: type[BaseException] | None, *exc: object) -> None:
         assert self._rng is not None, "left rollout mode without entering it"
+        try:
+            self._leave()
+        except Exception as error:
+            if failed is None:
+                raise
+            # What failed is told, and not that its requests keep the engine from sleeping.
+            logger.debug("rank %d: after a failure in rollout mode: %s", self._rank, error)
+
+    def _leave(self) -> None:
         _call(self.on_reshard_start, ReshardReport(TO_TRAIN, self.weight_version, 0.0))
         started = time.perf_counter()
         try:

@@ -18,7 +18,11 @@ from mcore_rl.batching.train_batches import batch_of_tokens, split_mini_batches,
 from mcore_rl.builders import build_manager, engine_config, micro_batching
 from mcore_rl.checkpoint import export
 from mcore_rl.hybrid_engine.rng import RngState
-from mcore_rl.hybrid_engine.sharding_manager import ReshardReport, log_reshard
+from mcore_rl.hybrid_engine.sharding_manager import (
+    MegatronVLLMShardingManager,
+    ReshardReport,
+    log_reshard,
+)
 from mcore_rl.hybrid_engine.vllm_engine import VLLMEngine
 from mcore_rl.run_output import setup_logging
 from mcore_rl.startup import Job, build_actor, start
@@ -151,7 +155,6 @@ def hand_over(flags: list[str]) -> dict[str, Any]:
         prompt = random_tokens(job.shape.vocab_size)[0].tolist()
         vllm = engine.prompt_log_probs([prompt])[0]
     megatron = log_probs_of_random_tokens(job, actor)
-    engine.close()
     result = {
         "stored_equal": from_disk == handed_over,
         "num_stored": len(from_disk),
@@ -169,10 +172,32 @@ def hand_over(flags: list[str]) -> dict[str, Any]:
         "mean_difference_after_update": float(
             (megatron[0, :-1] - torch.from_numpy(vllm)).abs().mean()
         ),
-        "shared_memory": [p.name for p in Path("/dev/shm").iterdir() if str(os.getpid()) in p.name],
     }
+    result["told"] = _told_of_a_failure(manager, engine)
+    engine.close()
+    result["shared_memory"] = [
+        p.name for p in Path("/dev/shm").iterdir() if str(os.getpid()) in p.name
+    ]
     dist.destroy_process_group()
     return result
+
+
+def _told_of_a_failure(manager: MegatronVLLMShardingManager, engine: VLLMEngine) -> str:
+    """What leaves rollout mode if vLLM fails while it runs a request, which then stays there."""
+    from vllm.v1.engine.llm_engine import LLMEngine
+
+    def fail(self: LLMEngine) -> None:
+        raise RuntimeError("the kernel failed")
+
+    step, LLMEngine.step = LLMEngine.step, fail
+    try:
+        with manager:
+            engine.prompt_log_probs([[5, 6, 7]])
+    except RuntimeError as error:
+        return str(error)
+    finally:
+        LLMEngine.step = step
+    return "nothing"
 
 
 def engine_index(job: Job) -> int:

@@ -200,6 +200,16 @@ BATCHES = [
         ],
         flags={"--rl-max-response-tokens": "200"},
     ),
+    Case(
+        "positions_of_verify",  # which answers no prompt
+        [
+            "--rl-max-prompt-tokens 256 + 1 that vLLM adds when it scores = 257 exceeds",
+            "max_position_embeddings 256",
+            "lower it",
+        ],
+        flags={"--rl-max-prompt-tokens": "256"},
+        entry="mcore_rl.verify",
+    ),
 ]
 
 

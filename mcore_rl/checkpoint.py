@@ -22,6 +22,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from mcore_rl.errors import UsageError
+from mcore_rl.families import left_to_defaults
 from mcore_rl.hf_config import ModelShape
 from mcore_rl.hybrid_engine.boxes import Box, extent, full_box
 from mcore_rl.hybrid_engine.model_shards import ModelShards
@@ -232,10 +233,11 @@ def export(
     """Write the current weights as a Hugging Face folder that `transformers` loads. Collective.
 
     Names, shapes and dtypes are those of `checkpoint`, the folder the run started from, as are
-    config.json and the tokenizer; config.json's MTP count is set to what is written, none. Files
-    are written by ranks in turn, each holding one file's tensors at a time; `target` appears only
-    when it is complete, with EXPORT_MARKER in it, and takes the place of what was there. If it is a
-    symbolic link, it stays one.
+    config.json and the tokenizer; config.json's MTP count is set to what is written, none, and it
+    says what the source left to defaults that are not vLLM's. Files are written by ranks in turn,
+    each holding one file's tensors at a time; `target` appears only when it is complete, with
+    EXPORT_MARKER in it, and takes the place of what was there. If it is a symbolic link, it stays
+    one.
     """
     target = Path(os.path.realpath(target))
     partial = target.with_name(target.name + ".partial")
@@ -321,9 +323,12 @@ def _write_rest(
         if (checkpoint.folder / name).is_file():
             shutil.copyfile(checkpoint.folder / name, folder / name)
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    changes = left_to_defaults(config)
     if config.get("num_nextn_predict_layers"):
-        config["num_nextn_predict_layers"] = 0
-        (folder / "config.json").write_text(json.dumps(config, indent=2), encoding="utf-8")
+        changes["num_nextn_predict_layers"] = 0
+    if changes:
+        text = json.dumps(config | changes, indent=2)
+        (folder / "config.json").write_text(text, encoding="utf-8")
     weight_map = {t: name for part, name in zip(parts, names, strict=True) for t in part}
     total = sum(info.num_bytes for info in checkpoint.tensors.values())
     index = {"metadata": {"total_size": total}, "weight_map": weight_map}

@@ -9,8 +9,9 @@ This module is pure: it imports neither Megatron nor vLLM nor torch.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,6 +19,7 @@ class Router:
     """Where config.json tells of the routed experts, and what a family leaves unsaid there."""
 
     num_experts: str  # name of the field
+    also_called: str | None = None  # by transformers 5, which saves that field under this name
     expert_size: str = "moe_intermediate_size"  # name of the field
     score_function: str = "softmax"  # or "sigmoid", with a bias per expert (arXiv 2408.15664)
     always_normalizes: bool = False  # otherwise norm_topk_prob says whether weights add up to 1
@@ -63,8 +65,8 @@ class Family:
     model_type: str
     class_name: str  # in transformers and in vLLM; the `architectures` of config.json
     # Fields that must be spelt out, if only as null: where one is left out, transformers fills in
-    # the values of a published model, vLLM sometimes others (of DeepSeek-V3's router: those of V2)
-    # and we neither.
+    # the values of a published model, vLLM sometimes others, and we neither. transformers writes
+    # all of them; what it does not write has one value in a family (`Router.methods`).
     spelt_out: tuple[str, ...] = ()
     also_refused: tuple[str, ...] = ()  # fields that no checkpoint supported here sets
     latent_attention: bool = False
@@ -77,8 +79,8 @@ class Family:
 
 
 _V3_SPELT_OUT = tuple(
-    "q_lora_rank n_shared_experts first_k_dense_replace n_group topk_method scoring_func "
-    "norm_topk_prob routed_scaling_factor".split()
+    "q_lora_rank n_shared_experts first_k_dense_replace n_group norm_topk_prob "
+    "routed_scaling_factor".split()
 )
 _V3_ROUTER = Router("n_routed_experts", score_function="sigmoid", methods=("noaux_tc",))
 
@@ -116,7 +118,7 @@ def _families() -> Iterator[Family]:
         class_name="Qwen3MoeForCausalLM",
         spelt_out=("num_key_value_heads",),
         qk_norm=True,
-        router=Router("num_experts"),
+        router=Router("num_experts", also_called="num_local_experts"),
     )
     yield Family(
         model_type="mixtral",
@@ -154,3 +156,23 @@ FAMILIES = {family.model_type: family for family in _families()}
 def family_of(architecture: str) -> Family:
     """The family of a `ModelShape.architecture`, which is a key of `FAMILIES` by construction."""
     return FAMILIES[architecture]
+
+
+def left_to_defaults(values: Mapping[str, Any]) -> dict[str, Any]:
+    """What a parsed config.json leaves unsaid of a router and vLLM must be told.
+
+    transformers has no field for what all models of a family have in common, and does not write it;
+    vLLM, one class for all DeepSeeks, would take DeepSeek-V2's router for V3's, or no groups for
+    an error.
+    """
+    family = FAMILIES.get(values.get("model_type", ""))
+    router = family.router if family else None
+    if router is None or not router.methods:
+        return {}
+    said = {
+        "topk_method": router.methods[0],
+        "scoring_func": router.score_function,
+        "n_group": 1,
+        "topk_group": 1,
+    }
+    return {name: value for name, value in said.items() if values.get(name) is None}

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -93,7 +93,9 @@ class ModelShape:
     norm_epsilon: float
     rope: Mapping[str, Any]  # normalised: rope_type, rope_theta and what the type needs
     max_positions: int
-    num_mtp_layers: int  # beside num_layers; they are neither trained nor sampled from
+    # Beside num_layers. They are neither trained nor sampled from, and no part of what is compared:
+    # transformers drops them, and says that there is one where config.json is silent.
+    num_mtp_layers: int = field(compare=False)
     # How the checkpoint's weights are quantised, if so: such a shape is for planning only.
     quantization: str | None = None
     # `score.weight` `[1, h]` instead of `lm_head.weight`: a critic, or a reward model.
@@ -222,7 +224,7 @@ def model_shape(
         vocab_size=fields.count("vocab_size"),
         num_heads=num_heads,
         num_kv_heads=num_heads if latent else fields.count("num_key_value_heads", num_heads),
-        head_dim=fields.count("head_dim", fields.count("hidden_size") // num_heads),
+        head_dim=_head_dim(fields, num_heads, latent),
         latent=latent,
         experts=_experts(fields, family.router) if family.router else None,
         is_moe_layer=_moe_layers(fields, family, num_layers),
@@ -235,6 +237,12 @@ def model_shape(
         num_mtp_layers=fields.count("num_nextn_predict_layers", 0, least=0),
         quantization=quantization,
     )
+
+
+def _head_dim(fields: _Fields, num_heads: int, latent: LatentAttention | None) -> int:
+    """In latent attention it means nothing, and transformers writes a number of its own there."""
+    from_width = fields.count("hidden_size") // num_heads
+    return from_width if latent else fields.count("head_dim", from_width)
 
 
 def _quantization(fields: _Fields) -> str | None:
@@ -283,7 +291,7 @@ def _experts(fields: _Fields, router: Router) -> Experts:
     num_groups, topk_groups = _expert_groups(fields, method, topk) if method else (None, None)
     num_shared = fields.count("n_shared_experts", 0, least=0) if method else 0
     return Experts(
-        num_experts=fields.count(router.num_experts),
+        num_experts=_num_experts(fields, router),
         topk=topk,
         hidden_size=hidden_size,
         shared_hidden_size=num_shared * hidden_size if num_shared else None,
@@ -294,6 +302,20 @@ def _experts(fields: _Fields, router: Router) -> Experts:
         num_groups=num_groups,
         topk_groups=topk_groups,
     )
+
+
+def _num_experts(fields: _Fields, router: Router) -> int:
+    """Under the name that was published, or the one that transformers 5 saves."""
+    published, saved = router.num_experts, router.also_called
+    if saved is None or fields.get(saved) is None:
+        return fields.count(published)
+    count = fields.count(saved)
+    if fields.count(published, count) != count:
+        raise fields.refuse(
+            f"both {published} {fields[published]} and {saved} {count}",
+            "take out the one that the weights do not have",
+        )
+    return count
 
 
 def _routing_method(fields: _Fields, router: Router) -> str:

@@ -1,12 +1,15 @@
-"""Shapes of models that several tests share: published ones, and a small one of any kind."""
+"""Shapes and configurations of models that several tests share: published ones, and small ones."""
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from mcore_rl.hf_config import Experts, LatentAttention, ModelShape, read_model_shape
+from mcore_rl.known_to_transformers import model_class
 
 CONFIGS = Path(__file__).parent / "data" / "configs"
 # Written out, so that reading config.json can be compared with it.
@@ -103,3 +106,15 @@ def small_shape(
         max_positions=64,
         num_mtp_layers=0,
     )
+
+
+def made_values(config_json: Mapping[str, Any]) -> dict[str, Any]:
+    """Of a parsed config.json what someone gives who makes the configuration by transformers'
+    class, which has fewer fields."""
+    values = dict(config_json)
+    config_class = model_class(values.pop("model_type")).config_class
+    if config_class.model_type == "deepseek_v2" and values["n_group"] == 1:
+        del values["n_group"], values["topk_group"]  # no groups are its defaults
+    fields = {*config_class.__dataclass_fields__, *config_class.attribute_map.values()}
+    fields |= {"rope_scaling", "rope_theta", "head_dim"}  # which are understood all the same
+    return {name: value for name, value in values.items() if name in fields}

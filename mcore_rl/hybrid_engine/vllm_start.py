@@ -6,7 +6,6 @@ Nothing here is imported from vLLM before the environment it reads is set.
 from __future__ import annotations
 
 import dataclasses
-import json
 import logging
 import os
 import random
@@ -22,6 +21,8 @@ import torch
 import torch.distributed as dist
 
 from mcore_rl.errors import UsageError
+from mcore_rl.families import left_to_defaults
+from mcore_rl.hf_config import read_config_json
 
 _DEFAULT_CPU_KV_CACHE_BYTES = 1 << 30
 
@@ -230,14 +231,15 @@ def _prepare_environment(config: EngineConfig) -> None:
 
 def _arguments(config: EngineConfig) -> dict[str, Any]:
     """What vLLM's engine is asked for, but for the model."""
-    options: dict[str, Any] = {}
+    config_json = read_config_json(config.model_dir)
+    options: dict[str, Any] = {"hf_overrides": left_to_defaults(config_json)}
     kv_cache_bytes = config.kv_cache_bytes
     if on_cuda():
         options["enable_sleep_mode"] = True
     else:
         if kv_cache_bytes is None and not os.environ.get("VLLM_CPU_KVCACHE_SPACE"):
             kv_cache_bytes = _DEFAULT_CPU_KV_CACHE_BYTES
-        if _uses_mla(config.model_dir):
+        if "kv_lora_rank" in config_json:
             # The AMX one packs kv_b_proj and throws the weight away: no reload.
             options["attention_backend"] = "CPU_MLA"
     if config.dp_size > 1:
@@ -305,7 +307,3 @@ def _random_state_kept() -> Iterator[None]:
         random.setstate(states[2])
         if device is not None:
             torch.cuda.set_rng_state(device)
-
-
-def _uses_mla(model_dir: Path) -> bool:
-    return "kv_lora_rank" in json.loads((Path(model_dir) / "config.json").read_text())

@@ -2,39 +2,45 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
-from mcore_rl.builders import build_manager, engine_config
+from mcore_rl.actor import Actor
+from mcore_rl.builders import engine_config, micro_batching
 from mcore_rl.checkpoint import export
 from mcore_rl.hybrid_engine.vllm_engine import VLLMEngine
-from mcore_rl.verify import overwrite_with_zeros, stored_digests
-from tests.dist.jobs import log_probs_of_random_tokens, random_tokens, started
+from mcore_rl.run_output import setup_logging
+from mcore_rl.startup import build_actor
+from mcore_rl.verify import compare_loads, start_verification, stored_digests
+from tests.dist.jobs import log_probs_of_random_tokens
 
-NUM_PROMPTS = 4  # scored by vLLM
 
-
-def all_ways(flags: list[str], target: str) -> dict[str, Any]:
-    """Checkpoint -> Megatron (log-probs) -> checkpoint, and Megatron -> vLLM (what it stores)."""
-    job, actor, shards = started(flags)
+def all_ways(flags: list[str], target: str, published: str) -> dict[str, Any]:
+    """`mcore_rl.verify` of a folder, the way back into a checkpoint, and the engine on another
+    folder that holds the same model."""
+    setup_logging()
+    with open("/dev/null", "w") as log:
+        job = start_verification(flags, log=log)
+        engine = VLLMEngine(engine_config(job, load_format="auto"))
+        state, shards = build_actor(job, log=log)
+    from_disk = stored_digests(engine)
+    verification = compare_loads(job, engine, state, shards)
+    actor = Actor(job.args, job.config, state, job.train_layout, micro_batching(job))
     log_probs = log_probs_of_random_tokens(job, actor)
     # Several files and several writers, whatever the size of the model.
     export(shards, job.checkpoint, Path(target), max_file_bytes=1 << 17, bucket_bytes=1 << 14)
-
-    engine = VLLMEngine(engine_config(job, load_format="auto"))
-    from_disk = stored_digests(engine)
-    manager = build_manager(job, shards, engine)
-    overwrite_with_zeros(engine, job, from_disk)
-    with manager:
-        handed_over = stored_digests(engine)
-        prompts = random_tokens(job.shape.vocab_size)[:NUM_PROMPTS].tolist()
-        vllm = torch.stack([torch.from_numpy(v) for v in engine.prompt_log_probs(prompts)])
     engine.close()
-    names = sorted(from_disk.keys() | handed_over.keys())
+
+    as_published = replace(engine_config(job, load_format="auto"), model_dir=Path(published))
+    engine = VLLMEngine(as_published)
+    differing = [name for name, d in stored_digests(engine).items() if from_disk.get(name) != d]
+    scores = [scored.tolist() for scored in engine.prompt_log_probs(verification.token_ids)]
+    engine.close()
     result = {
+        "verification": asdict(verification),
         "log_probs": log_probs.tolist(),
         "parameters": {
             name: list(value.shape)
@@ -42,8 +48,8 @@ def all_ways(flags: list[str], target: str) -> dict[str, Any]:
             for name, value in chunk.named_parameters()
         },
         "num_stored": len(from_disk),
-        "stored_otherwise": [n for n in names if from_disk.get(n) != handed_over.get(n)],
-        "mean_difference_to_vllm": float((log_probs[:NUM_PROMPTS, :-1] - vllm).abs().mean()),
+        "published_stored_otherwise": differing,
+        "published_log_probs": scores,
     }
     dist.destroy_process_group()
     return result

@@ -1,13 +1,16 @@
 """Every family that docs/families.md names, on random tiny checkpoints of it: all ways of weights.
 
-Checkpoint -> Megatron -> checkpoint, with log-probs held against transformers' on the way; and
-Megatron -> vLLM, held against what vLLM's own loader makes of the same checkpoint.
+`mcore_rl.verify` of a folder that transformers has made, saved, loaded and saved again; on the way
+checkpoint -> Megatron -> checkpoint, with log-probs held against transformers'; and vLLM on the
+same weights beside the config.json that is published.
 """
 
 from __future__ import annotations
 
 import json
+import random
 import shutil
+import string
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,16 +20,16 @@ import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from transformers import PreTrainedModel
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from mcore_rl.hf_config import read_model_shape
 from mcore_rl.hybrid_engine.checkpoint_tensors import checkpoint_tensors
-from mcore_rl.known_to_transformers import model_class
-from tests.dist.families_jobs import NUM_PROMPTS
+from mcore_rl.known_to_transformers import model_class, register_families
 from tests.dist.jobs import random_tokens
 from tests.dist.layouts import SPLITS, job_flags
 from tests.dist.test_parity import tensors_of
 from tests.megatron_parameters import SPECS, stage_parameters
+from tests.model_shapes import made_values
 from tests.rank_pool import RankPool
 
 SPLITS.setdefault("tp2_pp2_ep1", (2, 2, 1, 4))
@@ -54,9 +57,16 @@ CASES: dict[str, tuple[str, dict[str, Any], str]] = {
 }
 
 
+PROMPTS = [
+    {"prompt": "".join(random.Random(seed).choices(string.ascii_letters, k=40)), "answer": ""}
+    for seed in range(6)
+]
+
+
 @dataclass(frozen=True)
 class Outcome:
-    checkpoint: Path
+    checkpoint: Path  # as published
+    saved: Path  # by transformers
     exported: Path
     results: list[dict[str, Any]]  # each rank's
 
@@ -73,13 +83,38 @@ def outcome(
     checkpoint = checkpoint_factory(arch, **options)
     if request.param == "llama":
         checkpoint = with_position_tables(checkpoint, tmp_path_factory.mktemp("llama"))
-    target = tmp_path_factory.mktemp("families") / request.param
+    folder = tmp_path_factory.mktemp("families")
+    saved, target = saved_by_transformers(checkpoint, folder), folder / "exported"
+    prompts = folder / "prompts.jsonl"
+    prompts.write_text("".join(json.dumps(row) + "\n" for row in PROMPTS))
+    flags = [
+        *job_flags(saved, split),
+        *("--rl-prompts", str(prompts), "--rl-no-chat-template"),
+        # As many as the model has positions, less the one that scoring takes.
+        *("--rl-max-prompt-tokens", str(read_model_shape(saved).max_positions - 1)),
+        *("--rl-cache-dir", str(folder / "cache")),
+    ]
     results = ranks.run(
         "tests.dist.families_jobs:all_ways",
         world_size=SPLITS[split][3],
-        arguments={"flags": job_flags(checkpoint, split), "target": str(target)},
+        arguments={"flags": flags, "target": str(target), "published": str(checkpoint)},
     )
-    return Outcome(checkpoint, target, results)
+    return Outcome(checkpoint, saved, target, results)
+
+
+def saved_by_transformers(published: Path, folder: Path) -> Path:
+    """The model with a configuration made by its class, which has fewer fields than config.json;
+    saved, loaded by the name that it then has, and saved again in several files."""
+    register_families()  # transformers knows no Kimi-K2
+    AutoTokenizer.from_pretrained(published).save_pretrained(folder / "saved")
+    model = loaded(published, torch.bfloat16)
+    values = made_values(json.loads((published / "config.json").read_text()))
+    model.config = type(model.config)(**values)
+    model.save_pretrained(folder / "made")
+    again = AutoModelForCausalLM.from_pretrained(folder / "made")
+    again.save_pretrained(folder / "saved", max_shard_size="200KB")
+    assert len(list((folder / "saved").glob("*.safetensors"))) > 1
+    return folder / "saved"
 
 
 def with_position_tables(checkpoint: Path, folder: Path) -> Path:
@@ -106,16 +141,16 @@ def loaded(folder: Path, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
     return model
 
 
-def log_probs_of(model: PreTrainedModel) -> torch.Tensor:
-    """`[samples, positions - 1]` of `random_tokens`."""
-    tokens = random_tokens(model.config.vocab_size)
+def log_probs_of(model: PreTrainedModel, tokens: torch.Tensor) -> torch.Tensor:
+    """`[samples, positions - 1]` of `tokens`."""
     with torch.no_grad():
         logits = model(tokens).logits.double()
     return logits.log_softmax(-1)[:, :-1].gather(-1, tokens[:, 1:, None])[..., 0]
 
 
 def test_log_probs_equal_transformers_in_float32(outcome: Outcome) -> None:
-    expected = log_probs_of(loaded(outcome.checkpoint))
+    model = loaded(outcome.checkpoint)
+    expected = log_probs_of(model, random_tokens(model.config.vocab_size))
     for result in outcome.results:  # every rank has all of them
         found = torch.tensor(result["log_probs"])[:, :-1]
         assert (found - expected).abs().max() <= 1e-4
@@ -136,10 +171,20 @@ def test_export_is_the_checkpoint_bit_for_bit(outcome: Outcome) -> None:
     loaded(outcome.exported)
 
 
-def test_engine_stores_what_its_own_loader_stores(outcome: Outcome) -> None:
+def test_verify_finds_equal_what_transformers_saved(outcome: Outcome) -> None:
     for result in outcome.results:
         assert result["num_stored"] > 15
-        assert result["stored_otherwise"] == []
+        assert result["verification"]["stored_equal"], result["verification"]["differing"]
+        assert result["verification"]["num_tensors"] == len(tensors_of(outcome.saved))
+
+
+def test_engine_is_the_same_beside_the_published_config(outcome: Outcome) -> None:
+    before, after = tensors_of(outcome.checkpoint), tensors_of(outcome.saved)
+    assert after.keys() <= before.keys()
+    assert [name for name in after if not torch.equal(after[name], before[name])] == []
+    for result in outcome.results:
+        assert result["published_stored_otherwise"] == []
+        assert result["published_log_probs"] == result["verification"]["vllm_log_probs"]
 
 
 def test_engine_computes_the_same_model(outcome: Outcome) -> None:
@@ -148,12 +193,15 @@ def test_engine_computes_the_same_model(outcome: Outcome) -> None:
     Twice as far is allowed. Another yarn, another choice or scale of experts is three times as far
     and more.
     """
-    models = (loaded(outcome.checkpoint, dtype) for dtype in (torch.float32, torch.bfloat16))
-    exact, rounded = (log_probs_of(model)[:NUM_PROMPTS] for model in models)
+    prompts = outcome.results[0]["verification"]["token_ids"]
+    exact, rounded = (
+        torch.cat([log_probs_of(model, torch.tensor([ids]))[0] for ids in prompts])
+        for model in (loaded(outcome.checkpoint, d) for d in (torch.float32, torch.bfloat16))
+    )
     rounding = (exact - rounded).abs().mean()
     assert 0.0005 < rounding < 0.02
     for result in outcome.results:
-        assert result["mean_difference_to_vllm"] < 2 * rounding
+        assert result["verification"]["mean_abs_difference"] < 2 * rounding
 
 
 def test_parameters_are_called_as_the_unit_tests_say(outcome: Outcome) -> None:

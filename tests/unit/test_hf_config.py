@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import AutoConfig
 
 from mcore_rl.errors import UsageError
+from mcore_rl.families import left_to_defaults
 from mcore_rl.hf_config import (
     ModelShape,
     megatron_flags,
+    read_config_json,
     read_model_shape,
     settings_without_flag,
 )
+from mcore_rl.known_to_transformers import model_class, register_families
 from tests import model_shapes
-from tests.model_shapes import CONFIGS
+from tests.model_shapes import CONFIGS, made_values
 
 # As published, but for names of classes and files, token ids, dropout and dtype.
 PUBLISHED = {path.stem: path.read_text() for path in sorted(CONFIGS.glob("*.json"))}
@@ -65,6 +70,41 @@ def flags(shape: ModelShape) -> dict[str, str | None]:
 
 def test_deepseek_v3_is_read(tmp_path: Path) -> None:
     assert read(tmp_path, DEEPSEEK_V3) == model_shapes.DEEPSEEK_V3
+
+
+@pytest.mark.parametrize("name", TRAINABLE)
+def test_config_that_transformers_has_saved_is_the_published_one(name: str, tmp_path: Path) -> None:
+    """Read and saved; and made by the class, whose defaults are not all those of config.json."""
+    published = read(tmp_path, TRAINABLE[name])
+    register_families()
+    AutoConfig.from_pretrained(tmp_path).save_pretrained(tmp_path / "read")
+    config_class = model_class(published.architecture).config_class
+    made = config_class(**made_values(json.loads(TRAINABLE[name])))
+    made.save_pretrained(tmp_path / "made")
+    AutoConfig.from_pretrained(tmp_path / "made").save_pretrained(tmp_path / "again")
+    for folder in ("read", "made", "again"):
+        saved = read_model_shape(tmp_path / folder)
+        # Kimi-K2 is none of transformers' own names.
+        assert replace(saved, architecture=published.architecture) == published
+        assert folder == "read" or saved.architecture == made.model_type
+
+
+def test_what_transformers_leaves_to_defaults_is_said_to_vllm(tmp_path: Path) -> None:
+    router_of_v3 = {"topk_method": "noaux_tc", "scoring_func": "sigmoid"}
+    for name, left in {
+        "deepseek-v3": router_of_v3,
+        "moonlight-16b-a3b": router_of_v3,
+        "deepseek-v2": {"scoring_func": "softmax"},
+        "deepseek-v2-lite": {"scoring_func": "softmax", "n_group": 1, "topk_group": 1},
+        "qwen3-30b-a3b": {},
+        "llama-3.2-1b": {},
+    }.items():
+        values = json.loads(TRAINABLE[name])
+        assert left_to_defaults(values) == {}
+        model_class(values["model_type"]).config_class(**made_values(values)).save_pretrained(
+            tmp_path / name
+        )
+        assert left_to_defaults(read_config_json(tmp_path / name)) == left
 
 
 def test_flags_of_deepseek_v3(tmp_path: Path) -> None:
@@ -239,12 +279,12 @@ def test_missing_field_is_named(published: str, tmp_path: Path) -> None:
         "attention_bias", "decoder_sparse_step", "hidden_act", "max_window_layers", "mlp_bias",
         "mlp_only_layers", "moe_layer_freq", "num_nextn_predict_layers", "output_router_logits",
         "pretraining_tp", "rope_scaling", "rope_theta", "router_aux_loss_coef", "sliding_window",
-        "tie_word_embeddings", "use_sliding_window",
+        "tie_word_embeddings", "use_sliding_window", "topk_method", "scoring_func",
     }  # fmt: skip
     may_be_left_out |= {
         "deepseek_v2": {
             "first_k_dense_replace", "norm_topk_prob", "num_key_value_heads",
-            "routed_scaling_factor", "scoring_func", "topk_method",
+            "routed_scaling_factor",
         },
         "deepseek_v3": {"num_key_value_heads"},  # latent attention has none
         "kimi_k2": {"num_key_value_heads"},
@@ -308,6 +348,11 @@ REFUSED = {
     # Megatron ranks a group by its topk // topk_group best experts, V3 by two.
     "groups_of_v3": (DEEPSEEK_V3, {"topk_group": 2}, "topk_group 2 .*its best 4 experts"),
     "groups_of_v2": (DEEPSEEK_V2, {"topk_method": ...}, "n_group 8 with topk_method 'greedy'"),
+    "two_counts_of_experts": (
+        QWEN3_30B_A3B,
+        {"num_local_experts": 64},
+        "both num_experts 128 and num_local_experts 64.*take out the one",
+    ),
     "groups_without_method": (DEEPSEEK_V2_LITE, {"n_group": 8}, "n_group 8 with topk_method"),
     "method": (DEEPSEEK_V3, {"topk_method": "greedy"}, "topk_method 'greedy' with model_type"),
     "scoring_of_v3": (DEEPSEEK_V3, {"scoring_func": "softmax"}, "scoring_func 'softmax'"),

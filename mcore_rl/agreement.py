@@ -110,6 +110,24 @@ def from_rank(rank: int, text: str, store, *, stage: str) -> str:
     return scoped.get("said").decode()
 
 
+def agreed_in_world(check: Callable[[], T]) -> T:
+    """`agreed`, once torch.distributed runs. Collective over its world."""
+    import torch.distributed as dist
+
+    result: list[T] = []
+    failure = ""
+    try:
+        result.append(check())
+    except UsageError as error:
+        failure = f"{socket.gethostname()}\n{error}"
+    failures: list[str] = [""] * dist.get_world_size()
+    dist.all_gather_object(failures, failure)
+    if not any(failures):
+        return result[0]
+    _tell(_sentence(failures))
+    leave_together(EXIT_USAGE)
+
+
 def _sentence(failures: list[str]) -> str:
     """The first failing rank's text, saying where it happened unless it happened everywhere."""
     failing = [rank for rank, text in enumerate(failures) if text]

@@ -184,8 +184,9 @@ def load_into_megatron(
     """Fill every parameter and persistent buffer of this rank; returns the bytes read.
 
     Tensors in `absent` are not in the folder, and stay as the model was made.
-    Not collective. Raises UsageError naming a tensor that the checkpoint lacks or has in another
-    shape, RuntimeError for a tensor that no parameter of any rank takes (through `check_complete`).
+    Not collective. Raises UsageError naming a tensor that the checkpoint lacks, has in another
+    shape, or with values that are not finite where this rank reads it; RuntimeError for a tensor
+    that no parameter of any rank takes (through `check_complete`).
     """
     num_bytes = 0
     for tensor in layer_order(t for t in shards.tensors() if t not in absent):
@@ -195,7 +196,8 @@ def load_into_megatron(
                 f"--rl-hf-checkpoint {checkpoint.folder} lacks {tensor}; its config.json describes "
                 "another model than its weights"
             )
-        with safe_open(checkpoint.folder / checkpoint.files[tensor], framework="pt") as file:
+        path = checkpoint.folder / checkpoint.files[tensor]
+        with safe_open(path, framework="pt") as file:
             view = file.get_slice(tensor)
             for box in shards.boxes(tensor):
                 if any(stop > size for (_, stop), size in zip(box, info.shape, strict=True)):
@@ -204,10 +206,24 @@ def load_into_megatron(
                         f"{list(info.shape)}, too small for config.json; they describe two models"
                     )
                 data = view[tuple(slice(start, stop) for start, stop in box)]
+                _require_finite(data, box, tensor, path)
                 shards.write(tensor, box, data)
                 num_bytes += data.numel() * info.itemsize
     shards.zero_padding()
     return num_bytes
+
+
+def _require_finite(data: torch.Tensor, box: Box, tensor: str, path: Path) -> None:
+    """Nothing would find fault with such a weight before its first losses or samples."""
+    finite = torch.isfinite(data)
+    if finite.all():
+        return
+    first = (~finite).nonzero()[0].tolist()
+    place = [start + index for (start, _), index in zip(box, first, strict=True)]
+    raise UsageError(
+        f"{tensor} in {path} holds {data[tuple(first)].item()} at {place}, and no weight may be "
+        "nan or infinite; copy this file again, or go back to a checkpoint that was saved before"
+    )
 
 
 def check_complete(checkpoint: HFCheckpoint, all_tensors: set[str]) -> None:

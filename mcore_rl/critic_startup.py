@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Protocol, TextIO
 
 from mcore_rl import megatron_adapter
+from mcore_rl.agreement import agreed_in_world
 from mcore_rl.arguments import DEGREE_FLAGS, RLConfig
 from mcore_rl.checkpoint import HFCheckpoint, load_into_megatron
 from mcore_rl.checks.derived_flags import num_updates
@@ -139,7 +140,7 @@ def build_critic(
                     checked.checkpoint.folder,
                 )
             absent = frozenset() if checked.has_head else frozenset({HEAD})
-            load_into_megatron(checked.checkpoint, shards, absent=absent)
+            agreed_in_world(lambda: load_into_megatron(checked.checkpoint, shards, absent=absent))
             megatron_adapter.reload_main_params(state)
     return BuiltCritic(world, state, shards)
 

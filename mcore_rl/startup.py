@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from mcore_rl import megatron_adapter
-from mcore_rl.agreement import agreed, from_rank, open_store
+from mcore_rl.agreement import agreed, agreed_in_world, from_rank, open_store
 from mcore_rl.arguments import RLConfig, add_rl_args
 from mcore_rl.checkpoint import HFCheckpoint, check_complete, load_into_megatron
 from mcore_rl.checks.preflight import Checked, check_command_line, check_parsed_args
@@ -225,7 +225,7 @@ def build_actor(
 
     With `--load` naming a Megatron checkpoint (or `--pretrained-checkpoint`), its weights win and
     the Hugging Face ones are not read. `model_provider` is a fork's own; without it the model
-    follows config.json.
+    follows config.json. Weights that a user must mend end every rank with exit code 2.
     """
     provider = make_policy_provider(
         model_provider or make_actor_provider(job.args, job.shape),
@@ -241,7 +241,7 @@ def build_actor(
     dist.all_gather_object(held, shards.tensors())
     check_complete(job.checkpoint, set().union(*held))
     if not megatron_checkpoint.loads_checkpoint(job.args):
-        num_bytes = load_into_megatron(job.checkpoint, shards)
+        num_bytes = agreed_in_world(lambda: load_into_megatron(job.checkpoint, shards))
         megatron_adapter.reload_main_params(state)
         logger.info("read %.1f MB of %s", num_bytes / 1e6, job.checkpoint.folder)
     return state, shards

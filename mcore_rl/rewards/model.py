@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from mcore_rl import megatron_adapter
+from mcore_rl.agreement import agreed_in_world
 from mcore_rl.arguments import DEGREE_FLAGS, RLConfig, flag_of
 from mcore_rl.batching.micro_batching import MicroBatching
 from mcore_rl.batching.train_batches import num_tokens
@@ -154,7 +155,7 @@ def build_reward_model(
         checked, args, megatron_adapter.setup_without_optimizer, log=log
     )
     with world:
-        num_bytes = load_into_megatron(checked.checkpoint, shards)
+        num_bytes = agreed_in_world(lambda: load_into_megatron(checked.checkpoint, shards))
     logger.info("read %.1f MB of %s", num_bytes / 1e6, checked.checkpoint.folder)
     return RewardModel(world, state, make_batching(world))
 

@@ -14,7 +14,13 @@ import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 
 from mcore_rl.arguments import RLConfig
-from mcore_rl.checkpoint import EXPORT_MARKER, HFCheckpoint, export, fingerprint
+from mcore_rl.checkpoint import (
+    EXPORT_MARKER,
+    HFCheckpoint,
+    export,
+    fingerprint,
+    load_into_megatron,
+)
 from mcore_rl.checks.preflight import check_outputs
 from mcore_rl.errors import UsageError
 from mcore_rl.hybrid_engine.boxes import Box, full_box
@@ -34,6 +40,25 @@ class WholeModel:
 
     def read(self, tensor: str, box: Box, at: Any = ...) -> torch.Tensor:
         return WEIGHT
+
+
+class Reader:
+    """The shards of a rank that holds one box of one tensor."""
+
+    def __init__(self, box: Box) -> None:
+        self.box = box
+
+    def tensors(self) -> tuple[str, ...]:
+        return ("model.norm.weight",)
+
+    def boxes(self, tensor: str) -> tuple[Box, ...]:
+        return (self.box,)
+
+    def write(self, tensor: str, box: Box, data: torch.Tensor) -> None:
+        assert data.isfinite().all()
+
+    def zero_padding(self) -> None:
+        pass
 
 
 @pytest.fixture
@@ -58,6 +83,24 @@ def check(target: Path, *, load: str | None = "saved", **changes: str) -> None:
         RLConfig(run_dir=str(target.parent / "run"), export_hf=str(target), **changes),  # type: ignore[arg-type]
         {"load": load},
     )
+
+
+@pytest.mark.parametrize(("dtype", "value"), [("bfloat16", "nan"), ("float32", "-inf")])
+def test_a_weight_that_is_not_finite_is_named_as_it_is_read(
+    tmp_path: Path, dtype: str, value: str
+) -> None:
+    weight = torch.zeros(4, 6, dtype=getattr(torch, dtype))
+    weight[2, 5] = float(value)
+    save_file({"model.norm.weight": weight}, tmp_path / "w.safetensors")
+    tensors = {"model.norm.weight": TensorInfo((4, 6), dtype, weight.itemsize)}
+    checkpoint = HFCheckpoint(tmp_path, dict.fromkeys(tensors, "w.safetensors"), tensors, 0)
+    # Who does not read the place has nothing to say.
+    assert load_into_megatron(checkpoint, Reader(((0, 2), (0, 6)))) == 12 * weight.itemsize
+    with pytest.raises(
+        UsageError,
+        match=rf"^model.norm.weight in {tmp_path}/w.safetensors holds {value} at \[2, 5\], .*copy",
+    ):
+        load_into_megatron(checkpoint, Reader(((2, 4), (3, 6))))
 
 
 def test_a_run_that_goes_on_replaces_an_export_and_nothing_else(

@@ -12,6 +12,7 @@ import json
 import logging
 import os
 import shutil
+import stat
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -288,7 +289,9 @@ def export(
             if tensor not in filled:  # nothing of it had to travel
                 filled[tensor] = _assemble(tensor, checkpoint.tensors[tensor], [], shards)
         if filled:
-            save_file(filled, partial / names[first + rank], metadata={"format": "pt"})
+            path = partial / names[first + rank]
+            save_file(filled, path, metadata={"format": "pt"})
+            _set_usual_mode(path)
         transfer.close()
     dist.barrier()  # every file is complete before the folder takes its name
     if rank == 0:
@@ -296,6 +299,15 @@ def export(
         shutil.rmtree(target, ignore_errors=True)
         partial.rename(target)
     dist.barrier()
+
+
+def _set_usual_mode(path: Path) -> None:
+    """Give a file the permissions that new files have: safetensors writes for the owner alone."""
+    # To ask for the umask one has to set it, for all threads.
+    beside = path.with_name(path.name + ".mode")
+    beside.touch()
+    path.chmod(stat.S_IMODE(beside.stat().st_mode))
+    beside.unlink()
 
 
 def _split_by_size(

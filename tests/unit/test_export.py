@@ -85,6 +85,16 @@ def check(target: Path, *, load: str | None = "saved", **changes: str) -> None:
     )
 
 
+def test_an_export_may_be_read_by_whom_the_umask_says(alone: None, tmp_path: Path) -> None:
+    before = os.umask(0o027)
+    try:
+        write_export(tmp_path, tmp_path / "exported")
+    finally:
+        os.umask(before)
+    modes = {path.name: path.stat().st_mode & 0o777 for path in (tmp_path / "exported").iterdir()}
+    assert len(modes) == 4 and set(modes.values()) == {0o640}, modes
+
+
 @pytest.mark.parametrize(("dtype", "value"), [("bfloat16", "nan"), ("float32", "-inf")])
 def test_a_weight_that_is_not_finite_is_named_as_it_is_read(
     tmp_path: Path, dtype: str, value: str

@@ -2,14 +2,14 @@
 
 file -> checked rows -> chat template -> tokens -> Arrow IPC file, mapped by all processes of a node
 
-The cache holds every row of the file, so that `max_prompt_tokens` only selects from it. Its name is
+The cache holds every row of the file, so that `max_prompt_tokens` only selects from it; but of
+texts far too long it has no tokens, and is made anew for a limit that they might meet. Its name is
 a hash of all that decides its content: the file's bytes, the tokenizer's files (and its code, where
 that is run), the columns, the template switch, the tokenizer libraries' versions and `_FORMAT`.
 """
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import importlib.metadata
 import json
@@ -17,9 +17,8 @@ import logging
 import os
 import tempfile
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import lru_cache
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -29,20 +28,24 @@ from filelock import FileLock
 from numpy.random import PCG64, SeedSequence
 
 from mcore_rl.errors import UsageError
-from mcore_rl.known_to_transformers import register_families
 from mcore_rl.prompt_file import PromptRow, PromptSource, check_path, read_rows
+from mcore_rl.tokenizer import TooLong, brings_code, load_tokenizer, vocabulary_size
 from mcore_rl.types import Prompt
 
 logger = logging.getLogger(__name__)
 
 _FORMAT = 1
 _ROWS_PER_BATCH = 4096
+_CHARACTERS_PER_BATCH = 1 << 20  # for which a tokenizer takes 200 MB
 _SCHEMA = pa.schema(
     {
         "text": pa.large_string(),
         "answer": pa.large_string(),
         "token_ids": pa.large_list(pa.int32()),
         "num_tokens": pa.int32(),
+        "max_token_id": pa.int32(),
+        # Too long for sure: it has no tokens and no text here, and num_tokens or more in the file.
+        "is_cut": pa.bool_(),
     }
 )
 _TOKENIZER_SUFFIXES = (".json", ".jinja", ".model", ".txt", ".tiktoken")
@@ -64,11 +67,19 @@ class PromptDataset:
         self._rows = np.flatnonzero(num_tokens <= max_prompt_tokens)
         self.num_too_long = table.num_rows - len(self._rows)
         self.min_tokens = int(num_tokens.min())
+        self._max_token_ids = table.column("max_token_id").to_numpy()
         self.fingerprint = _sha256_of(content_key, max_prompt_tokens)
         """sha256 of the rows, their tokens and the limit; equal means the same prompts."""
 
     def __len__(self) -> int:
         return len(self._rows)
+
+    def beyond(self, vocabulary: int) -> tuple[int, int] | None:
+        """Row in the file and token of the first prompt with one that is not below `vocabulary`."""
+        largest = self._max_token_ids[self._rows]
+        for position in np.flatnonzero(largest >= vocabulary)[:1]:
+            return int(self._rows[position]), int(largest[position])
+        return None
 
     def __getitem__(self, position: int) -> Prompt:
         row = int(self._rows[position])
@@ -93,7 +104,8 @@ def load_prompts(
     is only read, and that file is taken at once. `transformers` is imported only to tokenise.
 
     Raises UsageError for all that `check_prompts` raises it for, for a folder without a tokenizer,
-    a tokenizer without the chat template asked for, and a limit that no prompt meets.
+    a tokenizer without the chat template asked for, one whose tokens the model does not have, and a
+    limit that no prompt meets.
     """
     check_path(source, flag)
     folder = (Path(cache_dir) if cache_dir is not None else _default_cache_dir()) / "prompts"
@@ -104,7 +116,7 @@ def load_prompts(
         )
     content_key = _content_key(source, tokenizer_dir)
     path = folder / f"{content_key}.arrow"
-    table = _map_table(path)
+    table = _map_table(path, source.max_prompt_tokens)
     if table is None and write_cache:
         table = _tokenise_once(source, tokenizer_dir, path, flag)
     elif table is None:
@@ -113,8 +125,17 @@ def load_prompts(
     if len(prompts) == 0:
         raise UsageError(
             f"--rl-max-prompt-tokens {source.max_prompt_tokens} drops every prompt of {flag} "
-            f"{source.path}, the shortest of which has {prompts.min_tokens} tokens; raise it to "
-            "at least that"
+            f"{source.path}, the shortest of which has {prompts.min_tokens} tokens"
+            f"{' or more' if table.column('is_cut').to_numpy().all() else ''}; raise it to at "
+            "least that"
+        )
+    vocabulary = vocabulary_size(tokenizer_dir)
+    if vocabulary is not None and (beyond := prompts.beyond(vocabulary)) is not None:
+        raise UsageError(
+            f"--rl-hf-checkpoint {tokenizer_dir}: its tokenizer writes token {beyond[1]} in prompt "
+            f"{beyond[0] + 1} of {flag} {source.path}, and config.json has a vocab_size of "
+            f"{vocabulary}; copy the tokenizer that belongs to these weights, or resize the "
+            "model's embedding"
         )
     if prompts.num_too_long:
         logger.warning(
@@ -166,10 +187,10 @@ def _tokenise_once(source: PromptSource, tokenizer_dir: Path, path: Path, flag: 
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with FileLock(path.with_suffix(".lock")):
-            table = _map_table(path)
+            table = _map_table(path, source.max_prompt_tokens)
             if table is None:
                 _write_table(source, tokenizer_dir, path, flag)
-                table = _map_table(path)
+                table = _map_table(path, source.max_prompt_tokens)
     except OSError as error:
         logger.warning(
             "the cache %s cannot be used (%s); prompts are tokenised into a temporary file, by "
@@ -186,7 +207,8 @@ def _tokenise_aside(source: PromptSource, tokenizer_dir: Path, flag: str) -> pa.
     with tempfile.TemporaryDirectory(prefix="mcore_rl_") as folder:
         path = Path(folder) / "prompts.arrow"
         _write_table(source, tokenizer_dir, path, flag)
-        return _readable(_map_table(path), path)  # stays mapped when the folder goes
+        # Stays mapped when the folder goes.
+        return _readable(_map_table(path, source.max_prompt_tokens), path)
 
 
 def _readable(table: pa.Table | None, path: Path) -> pa.Table:
@@ -195,42 +217,69 @@ def _readable(table: pa.Table | None, path: Path) -> pa.Table:
     return table
 
 
-def _map_table(path: Path) -> pa.Table | None:
-    """None if there is no such file, or none that is whole."""
+def _map_table(path: Path, max_prompt_tokens: int) -> pa.Table | None:
+    """None if there is no such file, or none that is whole and right for that limit."""
     try:
-        return pa.ipc.open_file(pa.memory_map(str(path))).read_all()
+        table = pa.ipc.open_file(pa.memory_map(str(path))).read_all()
     except (pa.ArrowInvalid, OSError):
         return None
+    if table.schema != _SCHEMA:
+        return None
+    is_cut, num_tokens = (table.column(name).to_numpy() for name in ("is_cut", "num_tokens"))
+    return None if (num_tokens[is_cut] <= max_prompt_tokens).any() else table
 
 
 def _write_table(source: PromptSource, tokenizer_dir: Path, path: Path, flag: str) -> None:
     """Tokenises the file; the result appears at `path` whole or not at all."""
-    tokenizer = _load_tokenizer(source, tokenizer_dir)
+    tokenizer = load_tokenizer(
+        tokenizer_dir,
+        trust_remote_code=source.trust_remote_code,
+        needs_template=source.use_chat_template,
+    )
+    too_long = TooLong(tokenizer, source.max_prompt_tokens)
     unfinished = path.with_name(f"{uuid.uuid4().hex}.tmp")  # other nodes may be writing theirs
     try:
         with pa.OSFile(str(unfinished), "wb") as file, pa.ipc.new_file(file, _SCHEMA) as writer:
-            rows = read_rows(source, flag)
-            while batch := list(islice(rows, _ROWS_PER_BATCH)):
-                writer.write_batch(_tokenised(batch, tokenizer, source, flag))
+            for batch in _batches(read_rows(source, flag)):
+                writer.write_batch(_tokenised(batch, tokenizer, too_long, source, flag))
         unfinished.replace(path)
     finally:
         unfinished.unlink(missing_ok=True)
 
 
+def _batches(rows: Iterable[PromptRow]) -> Iterator[list[PromptRow]]:
+    """Of so many rows, or so many characters, as are tokenised at one time."""
+    batch: list[PromptRow] = []
+    characters = 0
+    for row in rows:
+        characters += len(row.text)
+        if batch and (len(batch) == _ROWS_PER_BATCH or characters > _CHARACTERS_PER_BATCH):
+            yield batch
+            batch, characters = [], len(row.text)
+        batch.append(row)
+    if batch:
+        yield batch
+
+
 def _tokenised(
-    rows: list[PromptRow], tokenizer: Any, source: PromptSource, flag: str
+    rows: list[PromptRow], tokenizer: Any, too_long: TooLong, source: PromptSource, flag: str
 ) -> pa.RecordBatch:
     if source.use_chat_template:
         texts = [_rendered(row, tokenizer, source, flag) for row in rows]
     else:
         texts = [row.text for row in rows]
+    least = [too_long.least_tokens(text) for text in texts]
+    texts = ["" if cut else text for cut, text in zip(least, texts, strict=True)]
     # A chat template writes its own special tokens.
     encoded = tokenizer(texts, add_special_tokens=not source.use_chat_template)["input_ids"]
+    encoded = [[] if cut else ids for cut, ids in zip(least, encoded, strict=True)]
     columns = [
-        [row.text for row in rows],
-        [row.answer for row in rows],
+        ["" if cut else row.text for cut, row in zip(least, rows, strict=True)],
+        ["" if cut else row.answer for cut, row in zip(least, rows, strict=True)],
         encoded,
-        [len(token_ids) for token_ids in encoded],
+        [cut or len(token_ids) for cut, token_ids in zip(least, encoded, strict=True)],
+        [max(token_ids, default=-1) for token_ids in encoded],
+        [bool(cut) for cut in least],
     ]
     arrays = [pa.array(column, field.type) for column, field in zip(columns, _SCHEMA, strict=True)]
     return pa.record_batch(arrays, schema=_SCHEMA)
@@ -251,48 +300,6 @@ def _rendered(row: PromptRow, tokenizer: Any, source: PromptSource, flag: str) -
         ) from error
 
 
-def _load_tokenizer(source: PromptSource, tokenizer_dir: Path) -> Any:
-    from transformers import AutoTokenizer
-
-    register_families()
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(
-            str(tokenizer_dir),
-            local_files_only=True,
-            # Said aloud: transformers would ask on stdin, and take a y that lies there.
-            trust_remote_code=source.trust_remote_code,
-        )
-    except Exception as error:  # `tokenizers` raises nothing more special for a broken file
-        if not source.trust_remote_code and _brings_code(tokenizer_dir):
-            raise UsageError(
-                f"--rl-hf-checkpoint {tokenizer_dir} holds a tokenizer with code of its own, which "
-                "is not run unasked; read it, and give --trust-remote-code to have it run"
-            ) from error
-        raise UsageError(
-            f"--rl-hf-checkpoint {tokenizer_dir} holds no tokenizer that transformers can load "
-            f"({str(error).partition(chr(10))[0]}); add its tokenizer files, as tokenizer.json"
-        ) from error
-    if source.use_chat_template and tokenizer.chat_template is None:
-        raise UsageError(
-            f"--rl-hf-checkpoint {tokenizer_dir} has a tokenizer without a chat template; pass "
-            "--rl-no-chat-template to give prompts to the model as they stand"
-        )
-    return tokenizer
-
-
-def _runs_code(source: PromptSource, tokenizer_dir: Path) -> bool:
-    return source.trust_remote_code and _brings_code(tokenizer_dir)
-
-
-def _brings_code(tokenizer_dir: Path) -> bool:
-    """Whether the folder names a class of its own for its tokenizer."""
-    for name in ("tokenizer_config.json", "config.json"):
-        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-            settings = json.loads((tokenizer_dir / name).read_text(encoding="utf-8"))
-            return "AutoTokenizer" in settings["auto_map"]
-    return False
-
-
 # The cache's name ---------------------------------------------------------------------------------
 
 
@@ -302,6 +309,7 @@ def _default_cache_dir() -> Path:
 
 
 def _content_key(source: PromptSource, tokenizer_dir: Path) -> str:
+    trusts_code = source.trust_remote_code and brings_code(tokenizer_dir)
     # Contents rather than times: a copied or touched file is the same, a rewritten one never.
     return _sha256_of(
         _FORMAT,
@@ -313,7 +321,7 @@ def _content_key(source: PromptSource, tokenizer_dir: Path) -> str:
         *(importlib.metadata.version(name) for name in ("transformers", "tokenizers")),
         *_tokenizer_hashes(tokenizer_dir, _TOKENIZER_SUFFIXES),
         # Code may tokenise otherwise, and no cache may hide that it is needed.
-        *(_tokenizer_hashes(tokenizer_dir, (".py",)) if _runs_code(source, tokenizer_dir) else ()),
+        *(_tokenizer_hashes(tokenizer_dir, (".py",)) if trusts_code else ()),
     )
 
 

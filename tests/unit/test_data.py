@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -267,6 +268,24 @@ def test_check_prompts_refuses_messages_without_template(tmp_path):
     assert check_prompts(PromptSource(path, 100)) == 1
     with pytest.raises(UsageError, match="leave out --rl-no-chat-template"):
         check_prompts(PromptSource(path, 100, use_chat_template=False))
+
+
+def test_token_that_the_model_does_not_have_is_told_in_one_sentence(tokenizer_dir, tmp_path):
+    folder = Path(shutil.copytree(tokenizer_dir, tmp_path / "other"))
+    path = write_lines(tmp_path / "p.jsonl", ROWS)
+    size = 259  # <|assistant|> is the last of 260 tokens
+    (folder / "config.json").write_text(json.dumps({"vocab_size": size}))
+    with pytest.raises(UsageError, match=f"token {size} in prompt 1 of --rl-prompts .*; copy the"):
+        load_prompts(PromptSource(path, 100), folder, cache_dir=tmp_path)
+    plain = PromptSource(path, 100, use_chat_template=False)
+    assert len(load_prompts(plain, folder, cache_dir=tmp_path)) == 3
+    # A prompt that is left out anyway costs nothing.
+    size = 257  # <|system|>
+    (folder / "config.json").write_text(json.dumps({"vocab_size": size}))
+    long = {"prompt": "<|system|>" + "9" * 20, "answer": "1"}
+    path = write_lines(tmp_path / "q.jsonl", [ROWS[0], long])
+    plain = PromptSource(path, 10, use_chat_template=False)
+    assert len(load_prompts(plain, folder, cache_dir=tmp_path)) == 1
 
 
 # The cache ----------------------------------------------------------------------------------------

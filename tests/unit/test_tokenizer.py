@@ -1,0 +1,111 @@
+"""What is asked of a tokenizer: how long texts are at least, and whether responses can end."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+from mcore_rl.data import load_prompts
+from mcore_rl.prompt_file import PromptSource
+from mcore_rl.tokenizer import characters_per_token, missing_end
+from tests.unit.test_data import save_tokenizer, write_lines
+
+
+@pytest.fixture(scope="module")
+def tokenizer_dir(tmp_path_factory):
+    return save_tokenizer(tmp_path_factory.mktemp("tokenizer"), None)
+
+
+def save_words_tokenizer(folder: Path) -> Path:
+    """One that drops blanks and takes a word of any length that it does not know for one token."""
+    words = Tokenizer(models.WordLevel({"<unk>": 0, "add": 1, "3": 2}, unk_token="<unk>"))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    PreTrainedTokenizerFast(tokenizer_object=words, unk_token="<unk>").save_pretrained(folder)
+    return folder
+
+
+def test_characters_of_a_token_are_bounded_where_none_can_be_lost(tokenizer_dir, tmp_path):
+    backend = AutoTokenizer.from_pretrained(tokenizer_dir)
+    longest = len("<|assistant|>")
+    assert characters_per_token(backend) == longest
+    for normalizer, bound in [
+        (normalizers.NFC(), 4 * longest),
+        (normalizers.Sequence([normalizers.Prepend("_"), normalizers.NFD()]), 4 * longest),
+        (normalizers.Replace(" ", "_"), longest),
+        (normalizers.Replace("  ", "_"), 0),
+        (normalizers.Strip(), 0),
+    ]:
+        backend.backend_tokenizer.normalizer = normalizer
+        assert characters_per_token(backend) == bound, normalizer
+    words = AutoTokenizer.from_pretrained(save_words_tokenizer(tmp_path / "words"))
+    assert characters_per_token(words) == 0
+
+
+@pytest.mark.parametrize("kind", ["bytes", "words"])
+def test_huge_text_is_left_out_without_being_tokenised(
+    kind, tokenizer_dir, tmp_path, monkeypatch, caplog
+):
+    """Counted as the others that are too long; and what fits in the end is tokenised after all."""
+    folder = tokenizer_dir if kind == "bytes" else save_words_tokenizer(tmp_path / "words")
+    given: list[int] = []
+    call = PreTrainedTokenizerFast.__call__
+
+    def noted(self, texts, *args, **options):
+        given.append(sum(map(len, [texts] if isinstance(texts, str) else texts)))
+        return call(self, texts, *args, **options)
+
+    monkeypatch.setattr(PreTrainedTokenizerFast, "__call__", noted)
+    # As one word, or as many: only of the words' tokenizer the former says nothing.
+    huge = "9" * 300_000 if kind == "bytes" else "add 3 " * 50_000
+    rows = [{"prompt": text, "answer": "1"} for text in ("add 3", huge, "3", "add 3 " * 3)]
+    path = write_lines(tmp_path / "p.jsonl", rows)
+    prompts = load_prompts(
+        PromptSource(path, 6, use_chat_template=False), folder, cache_dir=tmp_path
+    )
+    assert [prompt.index for prompt in prompts] == ([0, 2] if kind == "bytes" else [0, 2, 3])
+    assert prompts.num_too_long == (2 if kind == "bytes" else 1)
+    assert f"{prompts.num_too_long} of 4 prompts are longer than 6 tokens" in caplog.text
+    assert 0 < sum(given) < 100_000
+    (cached,) = (tmp_path / "prompts").glob("*.arrow")
+    assert cached.stat().st_size < 20_000
+    limit = 300_001
+    all_of_them = PromptSource(path, limit, use_chat_template=False)
+    assert load_prompts(all_of_them, folder, cache_dir=tmp_path)[1].text == huge
+    given.clear()
+    for again in (limit, 6):  # what is whole is right for both
+        load_prompts(PromptSource(path, again, use_chat_template=False), folder, cache_dir=tmp_path)
+    assert not given
+
+
+def test_missing_end_of_sequence_is_told(tokenizer_dir, tmp_path):
+    folder = Path(shutil.copytree(tokenizer_dir, tmp_path / "other"))
+
+    def write(name: str, **fields: object) -> None:
+        (folder / name).write_text(json.dumps(fields))
+
+    def fault() -> str | None:
+        return missing_end(folder, trust_remote_code=False)
+
+    write("config.json", vocab_size=300)
+    assert fault() == (
+        f"no end of sequence is known: {folder}/config.json has no eos_token_id, and the tokenizer "
+        "beside it no eos_token"
+    )
+    write("config.json", vocab_size=300, eos_token_id=2)
+    assert fault() is None
+    write("generation_config.json", do_sample=True)  # without one, and vLLM reads it alone
+    assert f"{folder}/generation_config.json has no eos_token_id" in str(fault())
+    write("generation_config.json", eos_token_id=[300, 301])
+    assert "is token 300, 301, which a model with a vocab_size of 300 never samples" in str(fault())
+    write("generation_config.json", eos_token_id=[300, 299])
+    assert fault() is None
+    write("generation_config.json")
+    write("tokenizer_config.json", tokenizer_class="PreTrainedTokenizerFast", eos_token="<|user|>")
+    assert fault() is None
+    write("config.json", vocab_size=200)
+    assert "is token 258, which" in str(fault())

@@ -6,6 +6,8 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TextIO
@@ -44,6 +46,9 @@ from mcore_rl.roles.critic import ColocatedCritic, CriticRole, RemoteCritic
 from mcore_rl.roles.ranks import CRITIC, REWARD
 from mcore_rl.roles.reward import ColocatedRewardModel, RemoteRewardModel, RewardModelRole
 from mcore_rl.startup import Job
+from mcore_rl.tokenizer import HOW_TO_END, missing_end
+
+logger = logging.getLogger(__name__)
 
 
 def prompt_source(config: RLConfig, path: str, *, trust_remote_code: bool = False) -> PromptSource:
@@ -90,8 +95,22 @@ def load_prompt_files(
 
 def check_data(checked: Checked) -> None:
     """What training needs beyond a valid command line: readable prompts and a reward."""
-    load_prompt_files(checked.config, trust_remote_code="--trust-remote-code" in checked.tokens)
+    trusts = "--trust-remote-code" in checked.tokens
+    load_prompt_files(checked.config, trust_remote_code=trusts)
     check_rewards(reward_spec(checked.config))
+    if int(os.environ.get("RANK", 0)) == 0:
+        _warn_without_end(checked, trust_remote_code=trusts)
+
+
+def _warn_without_end(checked: Checked, *, trust_remote_code: bool) -> None:
+    fault = missing_end(checked.checkpoint.folder, trust_remote_code=trust_remote_code)
+    if fault is not None:
+        logger.warning(
+            "%s: every response will be cut at --rl-max-response-tokens %d; %s",
+            fault,
+            checked.config.max_response_tokens,
+            HOW_TO_END,
+        )
 
 
 def reward_spec(config: RLConfig) -> RewardSpec:

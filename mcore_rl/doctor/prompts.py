@@ -15,6 +15,7 @@ from mcore_rl.errors import UsageError
 from mcore_rl.prompt_file import PromptSource
 from mcore_rl.prompt_file import check_prompts as count_prompts
 from mcore_rl.resume.trainer_state import TRAINER, read_trainer_state
+from mcore_rl.tokenizer import HOW_TO_END, missing_end
 from mcore_rl.types import Prompt
 
 _FEW = 2
@@ -38,6 +39,9 @@ def check_prompts(
         held_out = _read(config, source, "--rl-eval-prompts", findings)
     if train is None:
         return findings, []
+    fault = missing_end(Path(str(config.hf_checkpoint)), trust_remote_code=trust_remote_code)
+    if fault is not None:
+        findings.append(yellow(PROMPTS, f"{fault}: every response will be cut", HOW_TO_END))
     rows = list(map(train.__getitem__, range(len(train))))
     if len(rows) < config.num_prompts_per_step:
         what = f"a step draws {config.num_prompts_per_step} prompts of {len(rows)}, some twice"

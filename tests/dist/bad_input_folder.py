@@ -42,6 +42,7 @@ DEEPSEEK: dict[str, Any] = {
     "rms_norm_eps": 1e-6,
     "rope_theta": 10000.0,
     "max_position_embeddings": 256,
+    "eos_token_id": 0,
 }
 QWEN3: dict[str, Any] = {
     "model_type": "qwen3",
@@ -54,6 +55,7 @@ QWEN3: dict[str, Any] = {
     "head_dim": 8,
     "rms_norm_eps": 1e-6,
     "max_position_embeddings": 256,
+    "eos_token_id": 0,
 }
 FIRST, SECOND = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
 INDEX = "model.safetensors.index.json"

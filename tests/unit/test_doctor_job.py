@@ -12,6 +12,7 @@ import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,6 +21,7 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 
 from mcore_rl.arguments import RLConfig
+from mcore_rl.builders import check_data
 from mcore_rl.doctor import reward as reward_checks
 from mcore_rl.doctor.checkpoint import check_load
 from mcore_rl.doctor.finding import Finding
@@ -342,6 +344,23 @@ def test_prompts_held_out_that_are_trained_on_are_yellow(here: Path) -> None:
         "a step draws 32 prompts of 16, some twice",
         "16 of 16 prompts of --rl-eval-prompts are in --rl-prompts",
     ]
+
+
+def test_responses_that_cannot_end_are_yellow_and_warned_of_at_the_start(
+    here: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    config_json = json.loads((here / "checkpoint" / "config.json").read_text())
+    del config_json["eos_token_id"]
+    (here / "checkpoint" / "config.json").write_text(json.dumps(config_json))
+    config = config_of(here)
+    (yellow,) = found_of(check_prompts(config)[0], "yellow")
+    fault = f"no end of sequence is known: {here}/checkpoint/config.json has no eos_token_id"
+    assert yellow.startswith(fault) and yellow.endswith("every response will be cut")
+    checkpoint = SimpleNamespace(folder=here / "checkpoint")
+    check_data(SimpleNamespace(config=config, checkpoint=checkpoint, tokens=()))  # type: ignore[arg-type]
+    (warning,) = caplog.messages
+    assert warning.startswith(fault) and '"eos_token_id": 2' in warning
+    assert "will be cut at --rl-max-response-tokens 512; name the token in" in warning
 
 
 def test_long_empty_and_repeated_prompts_are_counted(here: Path) -> None:

@@ -26,6 +26,9 @@ and a reward of your own:
     bash scripts/run_deepseek_moe.sh --rl-hf-checkpoint DIR --rl-prompts FILE --rl-reward gsm8k \
         --lr 1e-6 --rl-max-prompt-tokens 512 --rl-max-response-tokens 512
 
+With either of the first two, what the tiny preset says of its own task (reward, lengths, learning
+rate: scripts/presets/tiny-task.yaml) does not apply.
+
 Several machines: call it on each one with NNODES, NODE_RANK, MASTER_ADDR (that of node 0) and, if
 29500 is taken, MASTER_PORT; or once per machine under Slurm, which answers all of that:
 
@@ -180,14 +183,19 @@ fi
 default_env TOKENIZERS_PARALLELISM false
 
 own=() # what the preset leaves to this script
+configs=(--rl-config "$root/scripts/presets/$preset.yaml")
+if [[ $preset == tiny ]]; then
+  if given --rl-hf-checkpoint || given --rl-prompts; then
+    echo "# own checkpoint or prompts: reward, lengths and learning rate are those of the command" \
+      "line, or the defaults of mcore_rl.train, and not those of the tiny task"
+  else
+    configs+=(--rl-config "$root/scripts/presets/tiny-task.yaml")
+  fi
+fi
 make_checkpoint=()
 if given --rl-hf-checkpoint; then
   folder=$(values_of --rl-hf-checkpoint | tail -n 1)
   [[ ! -d $folder ]] || default_env HF_HUB_OFFLINE 1
-  if [[ $preset == tiny ]] && ! given --lr; then
-    echo "the tiny preset's learning rate and lengths are for its own small task: set --lr," \
-      "--rl-max-prompt-tokens and --rl-max-response-tokens for your checkpoint"
-  fi
 elif [[ $preset == tiny ]]; then
   tiny=${MCORE_RL_CACHE:-${XDG_CACHE_HOME:-$HOME/.cache}/mcore_rl}/tiny_deepseek_v3
   make_checkpoint=("$python" "$root/scripts/make_tiny_deepseek.py" --out "$tiny" --warm-up)
@@ -219,8 +227,7 @@ launch() { # node rank: sets command. One machine takes a free port by itself.
     command+=(--nnodes "$nodes" --node-rank "$1"
       --master-addr "${master_addr:-MASTER_ADDR}" --master-port "$master_port")
   fi
-  command+=(-m mcore_rl.train --rl-config "$root/scripts/presets/$preset.yaml" "${own[@]}"
-    "${flags[@]}")
+  command+=(-m mcore_rl.train "${configs[@]}" "${own[@]}" "${flags[@]}")
 }
 
 if [[ -n $dry_run ]]; then
@@ -231,7 +238,7 @@ if [[ -n $dry_run ]]; then
     config=${folder:-}/config.json
     [[ -f $config ]] || config=$root/scripts/presets/$preset.json
     plan=("$python" -m mcore_rl.cli plan --hf-config "$config" --world-size "$((nodes * nproc))"
-      --rl-ranks-per-node "$nproc" --rl-config "$root/scripts/presets/$preset.yaml" "${flags[@]}")
+      --rl-ranks-per-node "$nproc" "${configs[@]}" "${flags[@]}")
     echo "# the plan"
     show "${plan[@]}"
     if [[ -x $python ]]; then
@@ -278,8 +285,7 @@ end_step() {
 if [[ -n $doctor ]]; then
   ((nodes == 1)) || export MASTER_ADDR=$master_addr MASTER_PORT=$master_port
   exec "$python" -m mcore_rl.cli doctor --world-size "$((nodes * nproc))" -- \
-    --rl-ranks-per-node "$nproc" --rl-config "$root/scripts/presets/$preset.yaml" "${own[@]}" \
-    "${flags[@]}"
+    --rl-ranks-per-node "$nproc" "${configs[@]}" "${own[@]}" "${flags[@]}"
 fi
 launch "${node_rank:-0}"
 # In place of this shell: signals and the exit code are the launcher's.

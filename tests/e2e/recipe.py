@@ -8,9 +8,11 @@ from tests.rank_pool import ROOT
 
 
 def task_flags(checkpoint: Path, run_dir: Path, *more: str) -> list[str]:
-    """The main job's recipe, by its preset; later flags win."""
+    """The main job's recipe, by its preset and its task; later flags win."""
+    presets = ROOT / "scripts" / "presets"
     return [
-        *("--rl-config", str(ROOT / "scripts" / "presets" / "tiny.yaml")),
+        *("--rl-config", str(presets / "tiny.yaml")),
+        *("--rl-config", str(presets / "tiny-task.yaml")),
         *("--rl-hf-checkpoint", str(checkpoint)),
         *("--rl-prompts", str(checkpoint / "prompts" / "train.jsonl")),
         *("--rl-eval-prompts", str(checkpoint / "prompts" / "heldout.jsonl")),

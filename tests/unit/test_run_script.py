@@ -15,12 +15,13 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 ROOT = Path(__file__).resolve().parents[2]
 PRESETS = {"tiny": 4, "v2-lite": 8, "v3": 256}  # and the processes they are laid out for
@@ -127,6 +128,11 @@ def gpu_script(tmp_path: Path) -> Script:
     return Script(tmp_path, num_gpus=8)
 
 
+def tiny_presets(script: Script) -> list[str]:
+    folder = script.folder / "scripts" / "presets"
+    return [str(folder / "tiny.yaml"), str(folder / "tiny-task.yaml")]
+
+
 # ----------------------------------------------------------------------------------- one machine
 
 
@@ -137,7 +143,7 @@ def test_script_makes_the_tiny_task_when_nothing_is_given(script: Script) -> Non
         str(script.folder / "scripts" / "make_tiny_deepseek.py"), "--out", str(tiny), "--warm-up"
     ]  # fmt: skip
     assert train.launcher_flags == ["--nproc-per-node", "4"]
-    assert train.values("--rl-config") == [str(script.folder / "scripts/presets/tiny.yaml")]
+    assert train.values("--rl-config") == tiny_presets(script)
     assert train.values("--rl-hf-checkpoint") == [str(tiny)]
     assert train.values("--rl-prompts") == [str(tiny / "prompts" / "train.jsonl")]
     assert train.values("--rl-eval-prompts") == [str(tiny / "prompts" / "heldout.jsonl")]
@@ -201,10 +207,7 @@ def test_own_arguments_come_after_those_of_the_script(script: Script) -> None:
     (script.folder / "mine.yaml").write_text("lr: 1.0\n")
     train = script.calls(*flags)[-1]
     assert train.flags[-len(flags) :] == flags
-    assert train.values("--rl-config") == [
-        str(script.folder / "scripts/presets/tiny.yaml"),
-        "mine.yaml",
-    ]
+    assert train.values("--rl-config") == [*tiny_presets(script), "mine.yaml"]
 
 
 @pytest.mark.parametrize("flags", [["--rl-hf-checkpoint", "own"], ["--rl-hf-checkpoint=own"]])
@@ -216,6 +219,29 @@ def test_own_checkpoint_replaces_the_tiny_task(script: Script, flags: list[str])
     (script.folder / "own").mkdir()
     (train,) = script.calls(*flags)
     assert train.environment["HF_HUB_OFFLINE"] == "1"
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ["--rl-hf-checkpoint", "own"],
+        ["--rl-prompts", "own.jsonl"],
+        ["--rl-config", "own.yaml"],
+        ["--rl-hf-checkpoint", "own", "--rl-prompts=own.jsonl"],
+    ],
+)
+def test_settings_of_the_tiny_task_are_not_those_of_others(
+    script: Script, flags: list[str]
+) -> None:
+    (script.folder / "own.yaml").write_text("rl-prompts: own.jsonl\n")
+    output = script.output("--dry-run", *flags)
+    assert "\n# own checkpoint or prompts: reward, lengths" in f"\n{output}"
+    train = script.calls(*flags)[-1]
+    (preset,) = [name for name in train.values("--rl-config") if name != "own.yaml"]
+    assert preset == tiny_presets(script)[0]
+    of_task = yaml.safe_load(preset_file("tiny-task").read_text())
+    assert not of_task.keys() & yaml.safe_load(Path(preset).read_text()).keys()
+    assert of_task.keys() >= {"rl-max-prompt-tokens", "rl-max-response-tokens", "rl-reward", "lr"}
 
 
 def test_own_prompts_are_not_evaluated_on_the_tiny_task(script: Script) -> None:
@@ -403,7 +429,8 @@ def preset_file(name: str) -> Path:
 
 
 def test_all_presets_are_tested() -> None:
-    assert {path.stem for path in preset_file("x").parent.iterdir()} == PRESETS.keys()
+    found = {path.stem for path in preset_file("x").parent.iterdir()}
+    assert found == {*PRESETS, "tiny-task"}
 
 
 @pytest.mark.parametrize("option", ["--preset", "--nproc", "--dry-run"])
@@ -441,7 +468,9 @@ def test_preset_fits_its_model_and_machines(
     (tmp_path / "config.json").write_text(json.dumps(published_config(name)))
     shape = read_model_shape(tmp_path, for_planning=has_cuda)  # V3 is published in FP8
 
-    tokens = expand_config(["--rl-config", str(preset_file(name))], parser)
+    files = [name, "tiny-task"] if name == "tiny" else [name]
+    configs = [token for file in files for token in ("--rl-config", str(preset_file(file)))]
+    tokens = expand_config(configs, parser)
     given = given_values(tokens, parser)
     config = RLConfig(**{key[3:]: value for key, value in given.items() if key.startswith("rl_")})
     derived = derive_flags(shape, config, given, parser=parser, has_cuda=has_cuda)
@@ -461,6 +490,36 @@ def test_preset_fits_its_model_and_machines(
     # An expert stays on its rank: what rollout mode is built on.
     assert rollout.ep_size == layout.ep_size > 1
     assert layout.etp_size == layout.edp_size == 1
+
+
+def test_own_data_command_of_the_readme_keeps_its_prompts(
+    script: Script, parser: Any, checkpoint_factory: Callable[..., Path]
+) -> None:
+    """On questions as long as those of GSM8K, of which the tiny task's lengths drop every one."""
+    from mcore_rl.builders import load_prompt_files
+    from mcore_rl.checks.preflight import check_lengths, config_from
+    from mcore_rl.given_flags import expand_config, given_values
+    from mcore_rl.hf_config import read_model_shape
+
+    _, _, section = (ROOT / "README.md").read_text().partition("## Your own checkpoint")
+    pattern = r"run_deepseek_moe\.sh (--rl-hf-checkpoint DIR(?:.*\\\n)*.*)"
+    command = re.findall(pattern, section)[0]
+    question = "Natalia sold clips to 48 of her friends in April, and then half as many in May. "
+    rows = [
+        {"question": question * count, "answer": f"48 + 24 = 72\n#### {72 * count}"}
+        for count in (1, 2, 4)
+    ]
+    file = script.folder / "gsm8k.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    checkpoint = checkpoint_factory("deepseek_v3")
+    words = command.replace("\\\n", " ").replace("DIR", str(checkpoint))
+    (train,) = script.calls(*words.replace("FILE", str(file)).split())
+    tokens = [*train.flags, "--rl-cache-dir", str(script.folder / "cache")]
+    config = config_from(given_values(expand_config(tokens, parser), parser))
+    check_lengths(config, read_model_shape(checkpoint))
+    prompts, _ = load_prompt_files(config)
+    assert (len(prompts), prompts.num_too_long) == (3, 0)
+    assert config.reward == "gsm8k"
 
 
 def published_config(name: str) -> dict[str, Any]:

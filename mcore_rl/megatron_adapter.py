@@ -186,17 +186,12 @@ def block_spec(config: Any, vp_stage: int | None) -> Any:
     """The decoder layers of this stage: Transformer Engine's where it is installed, else local."""
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 
-    from mcore_rl.patches.megatron import local_layers
-
-    spec = get_gpt_decoder_block_spec(
+    return get_gpt_decoder_block_spec(
         config,
         use_transformer_engine=config.transformer_impl == "transformer_engine",
         normalization=config.normalization,
         vp_stage=vp_stage,
     )
-    if config.transformer_impl != "local":
-        return spec
-    return local_layers.use_local_layers(spec, config)
 
 
 def transformer_config(args: argparse.Namespace) -> Any:

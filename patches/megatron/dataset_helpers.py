@@ -3,30 +3,28 @@
 Symptom: `initialize_megatron` exits with "Failed to compile the C++ dataset helper functions".
 
 Cause: `megatron.core.datasets.utils.compile_helpers` runs `make` in a folder whose Makefile is part
-of the repository but not of the wheel.
+of the repository but not of the wheel; in a checkout of the repository that wants pybind11, a
+compiler, and a folder that it may write into.
 
 Why safe: the helpers build the sample index of `.bin`/`.idx` corpora. Prompts of mcore_rl are not
-such a corpus, nothing in RL calls the helpers, and whoever has the Makefile still gets them.
+such a corpus, and nothing in RL calls the helpers. Pre-training compiles them as before, as it does
+not apply patches of mcore_rl.
 
-Upstream: present in 0.17 to 0.19.
+Upstream: present in 0.17 to 0.19, and on main.
 
-Drop when: the wheel ships the Makefile or the compiled helpers.
+Drop when: `initialize_megatron` compiles nothing that is not used.
 
 Versions: megatron-core 0.19.2.
 """
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from mcore_rl.patches.registry import Patch
 
 
 def needed() -> bool:
-    """True where Megatron was installed from the wheel, which lacks the Makefile."""
-    from megatron.core.datasets import utils
-
-    return not (Path(utils.__file__).parent / "Makefile").exists()
+    """True wherever Megatron is."""
+    return True
 
 
 def apply() -> None:

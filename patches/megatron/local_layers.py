@@ -3,17 +3,19 @@
 Symptom: with `--transformer-impl local`, DeepSeek's attention cannot be built at all
 (`DotProductAttention` takes no `k_channels`/`v_channels`, and `isinstance(x, TELinear)` fails on
 None), sequence parallelism is refused by the norm, and the MLA down-projections are split over TP
-where Transformer Engine's are replicated.
+where Transformer Engine's are replicated. A query without a latent is refused, because the spec
+names a norm for one ("q_layernorm").
 
 Cause: the local spec serves tests upstream; MLA, and MoE with TP, which needs sequence parallelism,
 are used with Transformer Engine only.
 
-Why safe: the layers are given to the model through its layer spec, the way Megatron means layers to
-be replaced. Three names in Megatron's modules that are None, missing or useless without Transformer
-Engine are bound (`multi_latent_attention.TELinear`, `moe_utils.te_general_gemm`, and
-`hybrid_block.TENorm`, which `HybridStack` names instead of asking its spec). Parameter names and
-shapes are those of the Transformer Engine spec (unfused), so that weights move the same way on CPU
-and GPU.
+Why safe: whoever builds a model from the local spec, `--spec` and a fork's builder included, gets
+these layers in the place of `WrappedTorchNorm` and a causal `DotProductAttention`; a subclass of
+the latter, another mask and another norm stay upstream's. Three names in Megatron's modules that
+are None, missing or useless without Transformer Engine are bound
+(`multi_latent_attention.TELinear`, `moe_utils.te_general_gemm`, and `hybrid_block.TENorm`, which
+`HybridStack` names instead of asking its spec). Parameter names and shapes are those of the
+Transformer Engine spec (unfused), so that weights move the same way on CPU and GPU.
 
 Upstream: no issue; the local spec is documented as for testing.
 
@@ -28,6 +30,8 @@ size, h hidden.
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 from typing import Any
 
 import torch
@@ -36,7 +40,7 @@ import torch.nn.functional as F
 from mcore_rl.batching.attention_batches import similar_segments
 from mcore_rl.batching.context_chunks import positions_on_cp_rank
 from mcore_rl.batching.prefixes import prefixes_of
-from mcore_rl.patches.registry import Patch
+from mcore_rl.patches.registry import Patch, require_parameters
 from mcore_rl.patches.torch import narrow_products
 
 
@@ -259,30 +263,6 @@ class DuplicatedLinear(torch.nn.Module):
         )
 
 
-def use_local_layers(block_spec: Any, config: Any) -> Any:
-    """Put the layers of this module into a decoder block spec of Megatron, in place.
-
-    `block_spec` is what `get_gpt_decoder_block_spec(config, use_transformer_engine=False)` returns.
-    """
-    from megatron.core.transformer.identity_op import IdentityOp
-
-    for layer_spec in block_spec.layer_specs:
-        layer = layer_spec.submodules
-        layer.input_layernorm = layer.pre_mlp_layernorm = LocalRMSNorm
-        attention = layer.self_attention.submodules
-        attention.core_attention = SDPACoreAttention
-        for name in ("q_layernorm", "k_layernorm", "kv_layernorm"):
-            if getattr(attention, name, IdentityOp) not in (IdentityOp, None):
-                setattr(attention, name, LocalRMSNorm)
-        if config.multi_latent_attention and config.q_lora_rank is None:
-            attention.q_layernorm = IdentityOp  # no query latent to normalise
-        for name in ("linear_q_down_proj", "linear_kv_down_proj"):
-            if hasattr(attention, name):
-                setattr(attention, name, DuplicatedLinear)
-    block_spec.layer_norm = LocalRMSNorm
-    return block_spec
-
-
 def needed() -> bool:
     """True where Transformer Engine is absent."""
     from megatron.core.transformer import multi_latent_attention
@@ -291,7 +271,7 @@ def needed() -> bool:
 
 
 def apply() -> None:
-    """Bind the three names that Megatron leaves empty without Transformer Engine."""
+    """Have Megatron's local layers be made as these, and bind the names that it leaves empty."""
     from megatron.core.models.hybrid import hybrid_block
     from megatron.core.transformer import multi_latent_attention
     from megatron.core.transformer.moe import moe_utils
@@ -300,6 +280,81 @@ def apply() -> None:
     if not hasattr(moe_utils, "te_general_gemm"):
         moe_utils.te_general_gemm = None
     hybrid_block.TENorm = LocalRMSNorm
+    _replace_norm()
+    _replace_core_attention()
+    _replicate_down_projections()
+    _allow_direct_query()
+
+
+def _replace_norm() -> None:
+    from megatron.core.transformer.torch_norm import WrappedTorchNorm
+
+    make = WrappedTorchNorm.__new__
+    require_parameters(
+        make,
+        *("cls", "config", "hidden_size", "eps"),
+        *("persist_layer_norm", "zero_centered_gamma", "normalization"),
+    )
+
+    def make_norm(cls, config, hidden_size, eps=1e-5, **unused):
+        if config.normalization == "RMSNorm" and not config.layernorm_zero_centered_gamma:
+            return LocalRMSNorm(config, hidden_size, eps)
+        return make(cls, config, hidden_size, eps, **unused)
+
+    WrappedTorchNorm.__new__ = make_norm
+
+
+def _replace_core_attention() -> None:
+    from megatron.core.transformer.dot_product_attention import DotProductAttention
+    from megatron.core.transformer.enums import AttnMaskType
+
+    require_parameters(
+        DotProductAttention.__init__,
+        *("self", "config", "layer_number", "attn_mask_type", "attention_type"),
+        *("attention_dropout", "softmax_scale", "cp_comm_type", "pg_collection"),
+    )
+
+    def make_attention(cls, *args, **kwargs):
+        # Of another class than `cls`, so that its __init__ is not called. A fork's own subclass is
+        # left as it is.
+        if cls is DotProductAttention and kwargs.get("attn_mask_type") is AttnMaskType.causal:
+            return SDPACoreAttention(*args, **kwargs)
+        return torch.nn.Module.__new__(cls)
+
+    DotProductAttention.__new__ = make_attention
+
+
+def _replicate_down_projections() -> None:
+    from megatron.core.models.gpt import gpt_layer_specs
+
+    make = gpt_layer_specs.get_gpt_layer_local_submodules
+
+    @functools.wraps(make)
+    def make_submodules(*args, **kwargs):
+        layer = make(*args, **kwargs)
+        attention = layer.self_attention.submodules
+        for name in ("linear_q_down_proj", "linear_kv_down_proj"):
+            if hasattr(attention, name):
+                setattr(attention, name, DuplicatedLinear)
+        return layer
+
+    gpt_layer_specs.get_gpt_layer_local_submodules = make_submodules
+
+
+def _allow_direct_query() -> None:
+    from megatron.core.transformer.identity_op import IdentityOp
+    from megatron.core.transformer.mla_qk_norm_config import QKNormConfigResolver
+
+    initialize = QKNormConfigResolver.__init__
+    require_parameters(initialize, "self", "config", "submodules")
+
+    def initialize_without_query_latent(self, config, submodules):
+        initialize(self, config, submodules)
+        # The local spec norms a query latent that such a model does not have.
+        if config.q_lora_rank is None and submodules.q_layernorm is self.qk_norm_impl:
+            self.submodules = dataclasses.replace(submodules, q_layernorm=IdentityOp)
+
+    QKNormConfigResolver.__init__ = initialize_without_query_latent
 
 
 PATCH = Patch(

@@ -95,6 +95,52 @@ assert applied_patches()["megatron.dataset_helpers"] == "megatron-core 0.19.2"
 """
 HELPERS_END_THE_PROCESS_WITHOUT_IT = """
 import typing, typing_extensions
+HELPERS_ARE_NOT_COMPILED_IN_A_CHECKOUT = """
+import pathlib, tempfile
+from mcore_rl.patches.megatron import typing_override
+typing_override.apply()
+from megatron.core.datasets import utils
+with tempfile.TemporaryDirectory() as folder:
+    pathlib.Path(folder, "Makefile").write_text("all:\\n\\texit 1\\n")
+    utils.__file__ = f"{folder}/utils.py"
+    from mcore_rl.patches.megatron import dataset_helpers
+    from mcore_rl.patches.registry import apply_patch
+    assert apply_patch(dataset_helpers.PATCH)
+    utils.compile_helpers()
+"""
+LOCAL_SPEC_HAS_LAYERS_FOR_THE_CPU = """
+from mcore_rl import megatron_adapter
+import types
+from mcore_rl.patches.megatron.local_layers import *
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.dot_product_attention import DotProductAttention
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.torch_norm import WrappedTorchNorm
+
+config = TransformerConfig(
+    num_layers=1, hidden_size=8, num_attention_heads=2, normalization="RMSNorm"
+)
+layer = get_gpt_layer_local_spec(normalization="RMSNorm").submodules
+assert type(layer.input_layernorm(config=config, hidden_size=8, eps=1e-6)) is LocalRMSNorm
+latent = get_gpt_layer_local_spec(multi_latent_attention=True).submodules.self_attention.submodules
+assert latent.linear_q_down_proj is latent.linear_kv_down_proj is DuplicatedLinear
+
+class Own(DotProductAttention):
+    pass
+
+groups = types.SimpleNamespace(tp=types.SimpleNamespace(size=lambda: 1))
+def attention(kind, mask):
+    return type(kind(config, 1, attn_mask_type=mask, attention_type="self", pg_collection=groups))
+assert attention(layer.self_attention.submodules.core_attention, AttnMaskType.causal) \\
+    is SDPACoreAttention
+assert attention(Own, AttnMaskType.causal) is Own
+assert attention(DotProductAttention, AttnMaskType.padding) is DotProductAttention
+config.normalization = "LayerNorm"
+config.persist_layer_norm = False
+norm = WrappedTorchNorm(config, 8)
+assert type(norm).__module__.startswith("torch."), type(norm)
+"""
 typing.override = typing_extensions.override
 from megatron.core.datasets.utils import compile_helpers
 try:

@@ -178,7 +178,12 @@ class Parts:
         self._saver.save(config.num_steps)
         if config.export_hf:
             export(self._shards, self._job.checkpoint, Path(config.export_hf))
-        facts = run_facts(config.directory, self._saver.folder, config.export_hf)
+        facts = run_facts(
+            config.directory,
+            self._saver.folder,
+            config.export_hf,
+            self._job.args.tensorboard_dir,
+        )
         self._recorder.finish(accuracy, facts)
 
     def abandon(self) -> None:

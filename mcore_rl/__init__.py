@@ -1,9 +1,11 @@
 """RL post-training for Megatron-LM, with vLLM as the rollout engine.
 
-Importing the package imports neither torch nor Megatron nor vLLM. A Megatron fork uses
+Importing the package imports neither torch nor Megatron nor vLLM. A script of a Megatron fork uses
 
-    mcore_rl.add_rl_args(parser)           the `--rl-*` flags
-    mcore_rl.run(args, model_provider)     the whole run, on an initialised Megatron
+    mcore_rl.prepare()                     before its first import of Megatron
+    mcore_rl.initialize(extra_args)        checks, Megatron's flags, Megatron's start
+    mcore_rl.run(job, model_provider)      the whole run
+    mcore_rl.add_rl_args(parser)           the `--rl-*` flags, to parse and start by itself
 
 and the parts by their modules: `mcore_rl.algorithms.total_loss`,
 `mcore_rl.hybrid_engine.sharding_manager`, ...
@@ -12,11 +14,56 @@ and the parts by their modules: `mcore_rl.algorithms.total_loss`,
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
-from typing import Any
+import contextlib
+import sys
+import typing
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+from mcore_rl.spawning import refuse_run_in_run
+
+if TYPE_CHECKING:
+    from mcore_rl.startup import Job
 
 __version__ = "0.1.0"
-__all__ = ["__version__", "add_rl_args", "run"]
+__all__ = ["__version__", "add_rl_args", "initialize", "prepare", "run"]
+
+if sys.version_info < (3, 12):
+    # Megatron imports it from there: `prepare`, where it was forgotten, is to be told by us.
+    import typing_extensions
+
+    typing.override = typing_extensions.override  # type: ignore[attr-defined]
+
+
+def prepare() -> None:
+    """Repair Megatron for this machine, before anything of it is imported; idempotent.
+
+    A Megatron that is not supported, or is imported already, ends the process with exit code 2 and
+    one sentence.
+    """
+    with _mistakes_end_the_process():
+        from mcore_rl import megatron_adapter
+
+        megatron_adapter.prepare()
+
+
+def initialize(
+    extra_args: Callable[[argparse.ArgumentParser], Any] | None = None, **megatron_options: Any
+) -> Job:
+    """Check the command line, derive Megatron's flags, start Megatron; see
+    `mcore_rl.train.initialize`."""
+    refuse_run_in_run()
+    with _mistakes_end_the_process():
+        from mcore_rl.train import initialize as start
+    return start(extra_args, **megatron_options)
+
+
+def run(job: Job | argparse.Namespace, model_provider: Callable[..., Any] | None = None) -> None:
+    """Train, on an initialised Megatron; see `mcore_rl.train.run`."""
+    refuse_run_in_run()
+    with _mistakes_end_the_process():
+        from mcore_rl.train import run as train
+    train(job, model_provider)
 
 
 def add_rl_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
@@ -26,8 +73,13 @@ def add_rl_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     return add(parser)
 
 
-def run(args: argparse.Namespace, model_provider: Callable[..., Any] | None = None) -> None:
-    """Train as `args` say, on an initialised Megatron; see `mcore_rl.train.run`."""
-    from mcore_rl.train import run as train
+@contextlib.contextmanager
+def _mistakes_end_the_process() -> Iterator[None]:
+    """For what every rank finds by itself."""
+    from mcore_rl.agreement import leave_with
+    from mcore_rl.errors import UsageError
 
-    train(args, model_provider)
+    try:
+        yield
+    except UsageError as error:
+        leave_with(error)

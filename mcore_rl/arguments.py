@@ -12,7 +12,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -370,6 +370,10 @@ def flag_of(field_name: str) -> str:
     return "--rl-" + field_name.rstrip("_").replace("_", "-")
 
 
+_GROUP = "mcore_rl"
+ExtraArgs = Callable[[argparse.ArgumentParser], Any]  # Megatron's `extra_args_provider`
+
+
 def add_rl_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     """Add the `--rl-*` flags to a parser, Megatron's or a fork's; returns the parser.
 
@@ -377,7 +381,7 @@ def add_rl_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     be worse than stopping. Names that Megatron uses for its own RL are avoided.
     """
     taken = parser._option_string_actions
-    group = parser.add_argument_group(title="mcore_rl")
+    group = parser.add_argument_group(title=_GROUP)
     for spec in dataclasses.fields(RLConfig):
         flag = flag_of(spec.name)
         if flag in taken:
@@ -404,3 +408,14 @@ def add_rl_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         help="YAML file of flags; given several times, the later file wins, key by key",
     )
     return parser
+
+
+def with_rl_args(extra_args: ExtraArgs | None) -> ExtraArgs:
+    """What adds a fork's flags to Megatron's parser, and ours unless the fork has added them."""
+
+    def add(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+        parser = parser if extra_args is None else extra_args(parser) or parser
+        has_ours = any(group.title == _GROUP for group in parser._action_groups)
+        return parser if has_ours else add_rl_args(parser)
+
+    return add

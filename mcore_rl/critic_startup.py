@@ -11,7 +11,7 @@ from typing import Any, Protocol, TextIO
 
 from mcore_rl import megatron_adapter
 from mcore_rl.agreement import agreed_in_world
-from mcore_rl.arguments import DEGREE_FLAGS, RLConfig
+from mcore_rl.arguments import DEGREE_FLAGS, ExtraArgs, RLConfig
 from mcore_rl.checkpoint import HFCheckpoint, load_into_megatron
 from mcore_rl.checks.derived_flags import num_updates
 from mcore_rl.hf_config import ModelShape
@@ -58,6 +58,7 @@ def check_critic(
     tokens: Sequence[str],
     *,
     parser: argparse.ArgumentParser,
+    extra_args: ExtraArgs,
     world_size: int,
     has_cuda: bool,
 ) -> CheckedValueModel | None:
@@ -71,6 +72,7 @@ def check_critic(
         given,
         tokens,
         parser=parser,
+        extra_args=extra_args,
         world_size=world_size,
         has_cuda=has_cuda,
     )
@@ -121,7 +123,7 @@ def build_critic(
         changes.update(_longer_schedule(config, actor_args))
         args = changed_args(actor_args, changes)
     else:
-        args = parsed_args(checked.tokens, actor_args, log=log)
+        args = parsed_args(checked.tokens, checked.extra_args, actor_args, log=log)
     _load_from_beside(args, actor_iteration)
     args.iteration = 0
     world, state, shards = build_value_model(

@@ -13,12 +13,12 @@ class UsageError(ValueError):
     """
 
 
-class RunStopped(Exception):
+class RunStopped(SystemExit):
     """The run has ended before its last step on all ranks alike: everything is saved, and said.
 
-    `exit_code` is what its processes are to end with.
+    `exit_code` is what its processes are to end with, and do where nobody catches it.
     """
 
     def __init__(self, exit_code: int) -> None:
-        super().__init__(f"stopped, with exit code {exit_code}")
+        super().__init__(exit_code)
         self.exit_code = exit_code

@@ -64,7 +64,10 @@ def check_version() -> str:
 
 
 def prepare() -> None:
-    """Check the version and apply the patches this machine needs. Idempotent."""
+    """Check the version and apply the patches this machine needs. Idempotent.
+
+    UsageError: the version is not supported, or Megatron was imported before the first call.
+    """
     check_version()
     # Megatron requires it for TP overlap on CUDA and asserts it everywhere.
     if _QUEUES not in os.environ:
@@ -125,10 +128,12 @@ def initialize(
     *,
     store: torch.distributed.Store | None,
     program: str = "mcore_rl.train",
+    **options: Any,
 ) -> argparse.Namespace:
     """Parse `tokens` with Megatron's parser, validate, and start torch.distributed and the groups.
 
-    Collective. `store` is the rendezvous store if one is open already. Returns Megatron's args.
+    Collective. `store` is the rendezvous store if one is open already, `options` are further ones
+    of `initialize_megatron`. Returns Megatron's args.
     """
     from megatron.training.arguments import parse_and_validate_args
     from megatron.training.global_vars import get_args
@@ -144,7 +149,7 @@ def initialize(
         sys.argv = saved
     for flag in _SINKS:
         setattr(args, flag[2:].replace("-", "_"), _value_of(flag, tokens))
-    initialize_megatron(allow_no_cuda=not torch.cuda.is_available(), store=store)
+    initialize_megatron(allow_no_cuda=not torch.cuda.is_available(), store=store, **options)
     return get_args()
 
 

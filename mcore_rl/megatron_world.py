@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, TextIO
 
 from mcore_rl import megatron_adapter
-from mcore_rl.arguments import add_rl_args
+from mcore_rl.arguments import ExtraArgs
 
 # The groups and their sizes; functions and imported modules are not written like this.
 _GLOBAL = re.compile(r"_[A-Z][A-Z0-9_]*|_global_process_group_list")
@@ -86,10 +86,15 @@ def _initialize_groups(args: argparse.Namespace) -> None:
 
 
 def parsed_args(
-    tokens: Sequence[str], like: argparse.Namespace, *, log: TextIO | None = None
+    tokens: Sequence[str],
+    extra_args: ExtraArgs,
+    like: argparse.Namespace,
+    *,
+    log: TextIO | None = None,
 ) -> argparse.Namespace:
     """Megatron's arguments for a command line of another model, validated by Megatron.
 
+    `extra_args` adds all flags that are not Megatron's own.
     The ranks are those of `like`. Raises what Megatron raises for flags that it refuses.
     """
     from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
@@ -99,7 +104,7 @@ def parsed_args(
     sys.argv = ["mcore_rl", *tokens]
     try:
         with megatron_adapter.megatron_output_to(log), warnings.catch_warnings(action="ignore"):
-            args = parse_args(add_rl_args)
+            args = parse_args(extra_args)
             validate_args(args)
             build_tokenizer(args)  # settles the padded vocabulary
     finally:

@@ -10,7 +10,7 @@ import argparse
 import dataclasses
 import logging
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from mcore_rl import megatron_adapter
 from mcore_rl.agreement import agreed, agreed_in_world, from_rank, open_store
-from mcore_rl.arguments import RLConfig, add_rl_args
+from mcore_rl.arguments import ExtraArgs, RLConfig, add_rl_args
 from mcore_rl.checkpoint import HFCheckpoint, check_complete, load_into_megatron
 from mcore_rl.checks.preflight import Checked, check_command_line, check_parsed_args
 from mcore_rl.hf_config import ModelShape, settings_without_flag
@@ -61,19 +61,24 @@ def start(
     program: str = "mcore_rl.train",
     writes: bool = False,
     scores_only: bool = False,
+    extra_args: ExtraArgs = add_rl_args,
+    megatron_options: Mapping[str, Any] | None = None,
 ) -> Job:
     """Check the command line on all ranks and start Megatron. Collective.
 
     `also_check` adds checks of an entry point's own, under the same agreement. What `writes` has
     the run directory and the checkpoints' folder for itself from here on. With `scores_only` there
     are no responses, and nothing has room for them. A user's mistake ends every rank with exit code
-    2. Megatron's own output goes to `log`.
+    2. Megatron's own output goes to `log`. `extra_args` adds all flags that are not Megatron's own,
+    `megatron_options` are for its `initialize_megatron`.
     """
     store = open_store()
     has_cuda = torch.cuda.is_available()
 
     def check() -> Checked:
-        checked = check_command_line(tokens, has_cuda=has_cuda, scores_only=scores_only)
+        checked = check_command_line(
+            tokens, has_cuda=has_cuda, scores_only=scores_only, extra_args=extra_args
+        )
         if also_check is not None:
             also_check(checked)
         return checked
@@ -88,12 +93,13 @@ def start(
     with megatron_adapter.megatron_output_to(log):
         args = megatron_adapter.initialize(
             tokens,
-            add_rl_args,
+            extra_args,
             # A process without a launcher is a world of its own.
             store=dist.HashStore()
             if world.store is None
             else dist.PrefixStore("megatron", world.store),
             program=program,
+            **(megatron_options or {}),
         )
     return _job(args, checked, world)
 

@@ -13,15 +13,17 @@ import logging
 import os
 import sys
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TextIO
 
 from mcore_rl.agreement import leave_reason, leave_together
+from mcore_rl.arguments import ExtraArgs, with_rl_args
 from mcore_rl.builders import check_data
 from mcore_rl.errors import RunStopped
 from mcore_rl.roles.ranks import ACTOR
 from mcore_rl.run_output import log_file, setup_logging
 from mcore_rl.run_parts.building import build_parts, serve
 from mcore_rl.run_parts.parts import Parts
+from mcore_rl.spawning import main_script_left_out
 from mcore_rl.startup import Job, job_from_args, start
 
 
@@ -63,17 +65,55 @@ def _do_steps(job: Job, parts: Parts) -> None:
     parts.finish()
 
 
-def run(args: argparse.Namespace, model_provider: Callable[..., Any] | None = None) -> None:
-    """The whole run on an initialised Megatron, for forks that parse and start it themselves.
+def initialize(extra_args: ExtraArgs | None = None, **megatron_options: Any) -> Job:
+    """Check the command line of a fork's script, derive what it leaves out, and start Megatron.
 
-    `args` are Megatron's, with the flags of `mcore_rl.add_rl_args`; `model_provider` is the fork's
-    own (default: the model that config.json describes). Collective. A user's mistake ends every
-    rank with exit code 2. Raises RunStopped on all ranks if an alarm or a flag of Megatron ends the
-    run early.
+    What `-m mcore_rl.train` does at its start, `--rl-config` included, with Megatron's own
+    `parse_and_validate_args` and `initialize_megatron`, which gets `megatron_options`.
+    `extra_args` is Megatron's `extra_args_provider`: a function that adds the fork's flags to the
+    parser and returns it. Collective; a user's mistake ends every rank with exit code 2. Megatron's
+    output goes where MCORE_RL_MEGATRON_LOG says. Returns the job for `run`; its `args` are
+    Megatron's, those of `get_args()`.
     """
     setup_logging()
-    job = job_from_args(args, also_check=check_data)
-    train(job, build_parts(job, model_provider))
+    with log_file() as log:
+        return start(
+            sys.argv[1:],
+            also_check=check_data,
+            log=log,
+            program=sys.argv[0],
+            writes=True,
+            extra_args=with_rl_args(extra_args),
+            megatron_options=megatron_options,
+        )
+
+
+def run(job: Job | argparse.Namespace, model_provider: Callable[..., Any] | None = None) -> None:
+    """The whole run on an initialised Megatron, for a fork's script.
+
+    `job` is what `initialize` returned, or Megatron's arguments, with the flags of
+    `mcore_rl.add_rl_args`, of a fork that has parsed them and started Megatron by itself.
+    `model_provider` is the fork's own (default: the model that config.json describes); actor and
+    critic are built by it, a reward model is what its own config.json describes. Collective. A
+    user's mistake ends every rank with exit code 2. Raises RunStopped, a SystemExit, on all ranks
+    if an alarm or a flag of Megatron ends the run early.
+    """
+    setup_logging()
+    if not isinstance(job, Job):
+        job = job_from_args(job, also_check=check_data)
+    with main_script_left_out():
+        _play_role(job, model_provider)
+
+
+def _play_role(
+    job: Job, model_provider: Callable[..., Any] | None = None, log: TextIO | None = None
+) -> None:
+    if job.world.role != ACTOR:
+        setup_logging(quiet=True)
+        serve(job, model_provider, log=log)
+        return
+    setup_logging()  # the actor's first rank may not be the job's
+    train(job, build_parts(job, model_provider, log=log))
 
 
 def main(tokens: list[str] | None = None) -> None:
@@ -82,13 +122,9 @@ def main(tokens: list[str] | None = None) -> None:
     tokens = sys.argv[1:] if tokens is None else tokens
     with log_file() as log:
         job = start(tokens, also_check=check_data, log=log, writes=True)
-        if job.world.role != ACTOR:
-            setup_logging(quiet=True)
-            serve(job, log=log)
-            return
-        setup_logging()  # the actor's first rank may not be the job's
         try:
-            train(job, build_parts(job, log=log))
+            with main_script_left_out():
+                _play_role(job, log=log)
         except RunStopped as stopped:
             leave_together(stopped.exit_code)
 

@@ -16,7 +16,7 @@ from typing import Any, TextIO
 import torch.distributed as dist
 
 from mcore_rl import megatron_adapter
-from mcore_rl.arguments import RLConfig, flag_of
+from mcore_rl.arguments import ExtraArgs, RLConfig, add_rl_args, flag_of
 from mcore_rl.checkpoint import HFCheckpoint, open_checkpoint
 from mcore_rl.checks.derived_flags import derive_flags
 from mcore_rl.checks.layout import check_batches, check_layout, check_stages
@@ -54,6 +54,7 @@ class CheckedValueModel:
     has_head: bool  # whether the folder has one; else it starts at zero
     layout: TrainLayout
     tokens: tuple[str, ...] | None  # for Megatron's parser; None: the actor's arguments, changed
+    extra_args: ExtraArgs = add_rl_args  # of that parser
 
 
 def check_value_model(
@@ -64,6 +65,7 @@ def check_value_model(
     tokens: Sequence[str],
     *,
     parser: argparse.ArgumentParser,
+    extra_args: ExtraArgs,
     world_size: int,
     has_cuda: bool,
 ) -> CheckedValueModel:
@@ -88,10 +90,10 @@ def check_value_model(
             check_batches(config, layout, values)
         all_tokens = (*derived.tokens, *tokens, *own)
         with world_of_size(world_size):
-            check_megatron_accepts(all_tokens, shape)
+            check_megatron_accepts(all_tokens, shape, extra_args=extra_args)
     except UsageError as error:
         raise UsageError(f"of the {role.name}: {error}") from error
-    return CheckedValueModel(shape, checkpoint, has_head, layout, all_tokens)
+    return CheckedValueModel(shape, checkpoint, has_head, layout, all_tokens, extra_args)
 
 
 def check_value_model_of_fork(

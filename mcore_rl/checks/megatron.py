@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import sys
 import traceback
@@ -9,14 +10,17 @@ import warnings
 from collections.abc import Sequence
 
 from mcore_rl import megatron_adapter
-from mcore_rl.arguments import add_rl_args
+from mcore_rl.arguments import ExtraArgs, add_rl_args
 from mcore_rl.errors import UsageError
 from mcore_rl.hf_config import ModelShape
 
 
-def check_megatron_accepts(tokens: Sequence[str], shape: ModelShape) -> None:
+def check_megatron_accepts(
+    tokens: Sequence[str], shape: ModelShape, *, extra_args: ExtraArgs = add_rl_args
+) -> None:
     """Run Megatron's own validation, and make its tokenizer and the configuration of its models.
 
+    `extra_args` adds all flags that are not Megatron's own.
     Nothing of the result is kept: Megatron does the same again when it starts, where a refusal
     would be an assertion's traceback on each rank.
     """
@@ -26,8 +30,12 @@ def check_megatron_accepts(tokens: Sequence[str], shape: ModelShape) -> None:
     saved, printed = sys.argv, io.StringIO()
     sys.argv = ["mcore_rl", *tokens]
     try:
-        with megatron_adapter.megatron_output_to(printed), warnings.catch_warnings(action="ignore"):
-            args = parse_args(add_rl_args)
+        with (
+            megatron_adapter.megatron_output_to(printed),
+            contextlib.redirect_stderr(printed),  # argparse's: a flag that a fork requires
+            warnings.catch_warnings(action="ignore"),
+        ):
+            args = parse_args(extra_args)
             validate_args(args)
             megatron_adapter.transformer_config(args)
             build_tokenizer(args)

@@ -21,7 +21,7 @@ from typing import Any
 
 from mcore_rl import megatron_adapter
 from mcore_rl.algorithms.registry import import_user_file
-from mcore_rl.arguments import RLConfig, add_rl_args, flag_of, frozen
+from mcore_rl.arguments import ExtraArgs, RLConfig, add_rl_args, flag_of, frozen
 from mcore_rl.checkpoint import EXPORT_MARKER, HFCheckpoint, open_checkpoint
 from mcore_rl.checks.derived_flags import DerivedFlags, derive_flags
 from mcore_rl.checks.flag_classes import (
@@ -77,6 +77,9 @@ _NOT_NEGATIVE = (
     "alarm_clip_fraction alarm_mismatch alarm_grad_norm alarm_host_growth_mib "
     "alarm_device_growth_mib alarm_expert_imbalance alarm_tokens_per_second"
 ).split()
+# Of what a fork has parsed by itself.
+_OUTSIDE = "needs the command line, and arguments were parsed outside of mcore_rl"
+_BY_US = "start by mcore_rl.initialize"
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,11 +99,12 @@ class Checked:
     save: str | None  # Megatron's --save
     critic: CheckedValueModel | None
     reward_model: CheckedValueModel | None
+    trust_remote_code: bool
 
 
-def make_parser() -> argparse.ArgumentParser:
-    """Megatron's parser with the `--rl-*` flags, able to print its help."""
-    parser = megatron_adapter.make_parser(add_rl_args)
+def make_parser(extra_args: ExtraArgs = add_rl_args) -> argparse.ArgumentParser:
+    """Megatron's parser with the `--rl-*` flags and a fork's, able to print its help."""
+    parser = megatron_adapter.make_parser(extra_args)
     for action in parser._actions:
         # One of Megatron's texts says "10%)", at which argparse raises.
         action.help = action.help and re.sub("%(?![%(])(?<!%%)", "%%", action.help)
@@ -108,16 +112,21 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def check_command_line(
-    tokens: Sequence[str], *, has_cuda: bool, scores_only: bool = False
+    tokens: Sequence[str],
+    *,
+    has_cuda: bool,
+    scores_only: bool = False,
+    extra_args: ExtraArgs = add_rl_args,
 ) -> Checked:
     """Check the whole command line and everything it names but the prompts; see the module.
 
     With `scores_only`, prompts are scored and not answered: of --rl-max-response-tokens there is
-    the one token left that vLLM generates whenever it scores. With `--help` it leaves with
-    SystemExit, after rank 0 has printed the flags.
+    the one token left that vLLM generates whenever it scores. `extra_args` adds all flags that are
+    not Megatron's own, ours among them. With `--help` it leaves with SystemExit, after rank 0 has
+    printed the flags.
     """
     check_versions()
-    parser = make_parser()
+    parser = make_parser(extra_args)
     if {"-h", "--help"} & set(tokens):
         if _rank() == 0:
             parser.print_help()
@@ -129,39 +138,19 @@ def check_command_line(
     check_ranges(config)
     if scores_only:
         config = replace(config, max_response_tokens=1)
-    check_reward_model_flags(config)
-    check_outputs(config, given)
-    check_wandb(given)
-    shape, checkpoint = read_checkpoint(config)
-    check_lengths(
-        config,
-        shape,
-        cp_size=given.get("context_parallel_size", 1),
-        scores_only=scores_only,
-    )
+    shape, checkpoint = _check_by_themselves(config, given, scores_only=scores_only)
     derived = derive_flags(shape, config, given, parser=parser, has_cuda=has_cuda)
     values = {**given_values(derived.tokens, parser), **given}
     check_switches(values)
-    check_critic_rate(config.critic_lr, values)
     if values.get("use_megatron_fsdp"):
         megatron_adapter.allow_many_queues()
-    check_fsdp(
-        values,
-        os.environ,
-        has_cuda=has_cuda,
-        transformer_engine=transformer_engine_version(),
-    )
-    offload_kinds(config.offload, values, has_cuda=has_cuda)
     roles = parse_roles(
         int(os.environ.get("WORLD_SIZE", 1)), config.critic_ranks, config.reward_ranks
     )
-    layout = actor_layout(shape, values, roles)
-    layers = check_stages(shape, layout.pp_size, values)
-    rollout = check_rollout(config, shape, layout, layers, has_cuda=has_cuda)
-    check_batches(config, layout, values)
+    layout, layers, rollout = _check_together(config, shape, values, roles, has_cuda=has_cuda)
     all_tokens = (*derived.tokens, *tokens)
     with world_of_size(len(roles.actor)):
-        check_megatron_accepts(all_tokens, shape)
+        check_megatron_accepts(all_tokens, shape, extra_args=extra_args)
     critic, reward_model = (
         check(
             config,
@@ -169,6 +158,7 @@ def check_command_line(
             given,
             tokens,
             parser=parser,
+            extra_args=extra_args,
             world_size=len(roles.ranks(role)),
             has_cuda=has_cuda,
         )
@@ -188,7 +178,41 @@ def check_command_line(
         save=given.get("save"),
         critic=critic,
         reward_model=reward_model,
+        trust_remote_code=bool(values.get("trust_remote_code")),
     )
+
+
+def _check_by_themselves(
+    config: RLConfig, values: Mapping[str, Any], *, scores_only: bool = False
+) -> tuple[ModelShape, HFCheckpoint]:
+    """Our flags and the files they name, and Megatron's as far as they concern these."""
+    check_reward_model_flags(config)
+    check_outputs(config, values)
+    check_wandb(values)
+    shape, checkpoint = read_checkpoint(config)
+    check_lengths(
+        config, shape, cp_size=values.get("context_parallel_size", 1), scores_only=scores_only
+    )
+    return shape, checkpoint
+
+
+def _check_together(
+    config: RLConfig, shape: ModelShape, values: Mapping[str, Any], roles: Roles, *, has_cuda: bool
+) -> tuple[TrainLayout, PipelineLayers, RolloutLayout]:
+    """All flags together: what the machine, the layouts and the batches allow."""
+    check_critic_rate(config.critic_lr, values)
+    check_fsdp(
+        values,
+        os.environ,
+        has_cuda=has_cuda,
+        transformer_engine=transformer_engine_version(),
+    )
+    offload_kinds(config.offload, values, has_cuda=has_cuda)
+    layout = actor_layout(shape, values, roles)
+    layers = check_stages(shape, layout.pp_size, values)
+    rollout = check_rollout(config, shape, layout, layers, has_cuda=has_cuda)
+    check_batches(config, layout, values)
+    return layout, layers, rollout
 
 
 def actor_layout(shape: ModelShape, values: Mapping[str, Any], roles: Roles) -> TrainLayout:
@@ -209,11 +233,18 @@ def check_parsed_args(args: argparse.Namespace, *, has_cuda: bool) -> Checked:
     """
     check_versions()
     config, values = RLConfig.from_args(args), vars(args)
+    if args.rl_config is not None:
+        raise UsageError(
+            f"--rl-config {args.rl_config} {_OUTSIDE}, where it has no effect; {_BY_US}, or give "
+            "the flags in it"
+        )
     check_ranges(config)
-    check_outputs(config, values)
-    check_wandb(values)
-    shape, checkpoint = read_checkpoint(config)
-    check_lengths(config, shape, cp_size=args.context_parallel_size)
+    shape, checkpoint = _check_by_themselves(config, values)
+    if config.reward_model is not None:
+        raise UsageError(
+            f"--rl-reward-model {config.reward_model} {_OUTSIDE}; {_BY_US}, or use a server "
+            "(--rl-reward pooling)"
+        )
     parser = make_parser()
     given = given_to_fork(args, parser)
     check_no_megatron_rl_flag(given, parser)
@@ -223,43 +254,28 @@ def check_parsed_args(args: argparse.Namespace, *, has_cuda: bool) -> Checked:
         if dest not in _REWRITTEN and getattr(args, dest) != value:
             raise UsageError(
                 f"the parsed {dest} is {getattr(args, dest)}, but config.json of "
-                f"{config.hf_checkpoint} needs {value}; pass {' '.join(megatron_flags(shape))}"
+                f"{config.hf_checkpoint} needs {value}; {_BY_US}, which derives it, or pass "
+                f"{' '.join(megatron_flags(shape))}"
             )
     check_switches({**values, **dict.fromkeys(SET_BY_VALIDATION)})
-    check_critic_rate(config.critic_lr, values)
-    check_fsdp(
-        values,
-        os.environ,
-        has_cuda=has_cuda,
-        transformer_engine=transformer_engine_version(),
-    )
-    offload_kinds(config.offload, values, has_cuda=has_cuda)
-    layout = check_layout(shape, values, args.world_size)
-    layers = check_stages(shape, layout.pp_size, values)
-    rollout = check_rollout(config, shape, layout, layers, has_cuda=has_cuda)
-    check_batches(config, layout, values)
-    derived = DerivedFlags((), (), ())
+    roles = Roles(args.world_size)
+    layout, layers, rollout = _check_together(config, shape, values, roles, has_cuda=has_cuda)
     critic = check_critic_of_fork(config, (shape, checkpoint), layout)
-    if config.reward_model is not None:
-        raise UsageError(
-            f"--rl-reward-model {config.reward_model} needs the command line, and arguments were "
-            "parsed outside of mcore_rl; start by -m mcore_rl.train, or use a server (--rl-reward "
-            "pooling)"
-        )
     return Checked(
         config=config,
         shape=shape,
         checkpoint=checkpoint,
-        roles=Roles(args.world_size),
+        roles=roles,
         train_layout=layout,
         layers=layers,
         rollout_layout=rollout,
-        derived=derived,
+        derived=DerivedFlags((), (), ()),
         tokens=(),
         notes=notes(given, parser),
         save=args.save,
         critic=critic,
         reward_model=None,
+        trust_remote_code=args.trust_remote_code,
     )
 
 

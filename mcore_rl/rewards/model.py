@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from mcore_rl import megatron_adapter
 from mcore_rl.agreement import agreed_in_world
-from mcore_rl.arguments import DEGREE_FLAGS, RLConfig, flag_of
+from mcore_rl.arguments import DEGREE_FLAGS, ExtraArgs, RLConfig, flag_of
 from mcore_rl.batching.micro_batching import MicroBatching
 from mcore_rl.batching.train_batches import num_tokens
 from mcore_rl.checkpoint import HFCheckpoint, load_into_megatron
@@ -55,6 +55,7 @@ def check_reward_model(
     tokens: Sequence[str],
     *,
     parser: argparse.ArgumentParser,
+    extra_args: ExtraArgs,
     world_size: int,
     has_cuda: bool,
 ) -> CheckedValueModel | None:
@@ -71,6 +72,7 @@ def check_reward_model(
         given,
         tokens,
         parser=parser,
+        extra_args=extra_args,
         world_size=world_size,
         has_cuda=has_cuda,
     )
@@ -150,7 +152,7 @@ def build_reward_model(
 ) -> RewardModel:
     """Build the model through Megatron, without an optimizer, and fill it. Collective."""
     assert checked.tokens is not None, "its layout is of a command line"
-    args = parsed_args(checked.tokens, actor_args, log=log)
+    args = parsed_args(checked.tokens, checked.extra_args, actor_args, log=log)
     world, state, shards = build_value_model(
         checked, args, megatron_adapter.setup_without_optimizer, log=log
     )

@@ -16,11 +16,7 @@ import math
 import os
 import signal
 import subprocess
-import sys
-import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from importlib.machinery import ModuleSpec
+from collections.abc import Callable, Mapping, Sequence
 from multiprocessing import popen_spawn_posix, reduction, spawn, util
 from multiprocessing.connection import Connection
 from multiprocessing.context import SpawnContext, SpawnProcess, set_spawning_popen
@@ -31,6 +27,7 @@ from pebble.pool.process import Acknowledgement, TaskProblem, TaskResult
 
 from mcore_rl.errors import UsageError
 from mcore_rl.rewards.worker import Outcome
+from mcore_rl.spawning import main_script_left_out
 
 # What Python, the dynamic linker and numerical libraries read; nothing in it is a secret.
 _PASSED_ON = (
@@ -55,13 +52,7 @@ def worker_environment(
 
 
 class WorkerProcess(SpawnProcess):
-    """A spawned process that does not run the parent's main script again.
-
-    `multiprocessing` imports the parent's `__main__` in every spawned child, here a trainer with
-    torch, Megatron and vLLM: seconds and gigabytes for a function that compares two strings. It
-    leaves out a main module whose spec says that it is called `__main__`, as that of a package's
-    `__main__.py` may be, so this process is started while the spec says so.
-    """
+    """A spawned process that does not run the parent's main script again."""
 
     def __init__(self, *args: Any, environment_names: Sequence[str] = (), **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -70,7 +61,7 @@ class WorkerProcess(SpawnProcess):
 
     def start(self) -> None:
         """Start the process, as a child to which the main script is unknown."""
-        with _nameless_main():
+        with main_script_left_out():
             super().start()
 
     def _Popen(self, process_obj: SpawnProcess) -> WorkerPopen:  # type: ignore[override]
@@ -230,18 +221,3 @@ def _whole(number: Any) -> int:
     if not isinstance(number, int):
         raise TypeError(f"{number!r} is no whole number")
     return number
-
-
-_main_spec_lock = threading.Lock()
-
-
-@contextmanager
-def _nameless_main() -> Iterator[None]:
-    main_module = sys.modules["__main__"]
-    with _main_spec_lock:
-        main_spec = main_module.__spec__
-        main_module.__spec__ = ModuleSpec("__main__", loader=None)
-        try:
-            yield
-        finally:
-            main_module.__spec__ = main_spec

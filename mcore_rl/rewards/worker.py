@@ -29,6 +29,7 @@ from mcore_rl.rewards.limits import (
     see_no_other_process,
     write_no_core,
 )
+from mcore_rl.spawning import forbid_runs
 
 if TYPE_CHECKING:
     import asyncio
@@ -57,6 +58,7 @@ def start_worker(specs: Sequence[str], imports: Sequence[str], memory_bytes: int
     taking away. Imports the user's files and modules now, so that this does not count against the
     first sample.
     """
+    forbid_runs()  # whatever script the user's modules are
     # A worker that the pool stops must go at once: pebble holds the lock of all workers meanwhile,
     # and a handler in Python would wait for the C code that the reward may be hanging in.
     signal.signal(signal.SIGTERM, signal.SIG_DFL)

@@ -145,9 +145,14 @@ def _beginning(job: Job) -> str:
     return fingerprint(job.checkpoint)
 
 
-def serve(job: Job, *, log: TextIO | None = None) -> None:
+def serve(
+    job: Job,
+    model_provider: Callable[..., Any] | None = None,
+    *,
+    log: TextIO | None = None,
+) -> None:
     """Be a rank of a role that is not the actor's, until the actor ends the run. Collective over
-    the role's ranks."""
+    the role's ranks. `model_provider` is a fork's own, for a critic."""
     if job.world.role == REWARD:
         serve_reward_model(job.world.bridges[REWARD], lambda: reward_model_of(job, log=log))
         return
@@ -155,7 +160,9 @@ def serve(job: Job, *, log: TextIO | None = None) -> None:
     checked = job.critic
 
     def build(iteration: int) -> Critic:
-        built = build_critic(checked, job.config, job.args, actor_iteration=iteration, log=log)
+        built = build_critic(
+            checked, job.config, job.args, model_provider, actor_iteration=iteration, log=log
+        )
         critic = critic_model(job, built)
         restore_random_states(built)
         return critic

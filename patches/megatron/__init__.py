@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import sys
+
+from mcore_rl.errors import UsageError
 from mcore_rl.patches.megatron import (
     common_state_reading,
     cpu_torch,
@@ -18,7 +21,7 @@ from mcore_rl.patches.megatron import (
     uneven_all_gather,
     yarn_context_parallel,
 )
-from mcore_rl.patches.registry import apply_all
+from mcore_rl.patches.registry import applied_patches, apply_all
 from mcore_rl.patches.torch import checkpoint_reading, loopback_stores, narrow_products
 
 # In this order: later ones import Megatron, which must happen under the first three.
@@ -44,5 +47,15 @@ PATCHES = (
 
 
 def apply() -> tuple[str, ...]:
-    """Apply what is needed here; idempotent. Returns the names of the patches applied now."""
+    """Apply what is needed here; idempotent. Returns the names of the patches applied now.
+
+    UsageError if Megatron is imported already: what its modules have taken from torch, or from one
+    another, would stay as it was.
+    """
+    early = {"megatron.core", "megatron.training"} & sys.modules.keys()
+    if early and not any(patch.name in applied_patches() for patch in PATCHES):
+        raise UsageError(
+            "Megatron was imported before mcore_rl.prepare(), which repairs it for this machine; "
+            "call it before the first import of Megatron"
+        )
     return apply_all(PATCHES)

@@ -338,18 +338,7 @@ def needed() -> bool:
 
 
 def apply() -> None:
-    """Install the import hook.
-
-    Raises RuntimeError if a module of Megatron was imported before: it would keep the real
-    `torch.cuda`, and half a machine would be patched.
-    """
-    early = [
-        name for name in sys.modules if name.startswith(("megatron.core", "megatron.training"))
-    ]
-    if early:
-        raise RuntimeError(
-            f"{early[0]} was imported before mcore_rl's CPU support; import mcore_rl first"
-        )
+    """Install the import hook, for what is imported from now on."""
     _replace_shared_methods()
     sys.meta_path.insert(0, _MegatronFinder(_make_torch()))
 

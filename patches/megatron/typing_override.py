@@ -18,6 +18,7 @@ Versions: megatron-core 0.19.2.
 
 from __future__ import annotations
 
+import sys
 import typing
 
 import typing_extensions
@@ -26,8 +27,8 @@ from mcore_rl.patches.registry import Patch
 
 
 def needed() -> bool:
-    """True on Python 3.11, which lacks the name."""
-    return not hasattr(typing, "override")
+    """True on Python 3.11, which lacks the name (`import mcore_rl` has added it already)."""
+    return sys.version_info < (3, 12)
 
 
 def apply() -> None:

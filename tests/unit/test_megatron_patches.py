@@ -70,11 +70,13 @@ else:
     raise SystemExit("the test needs a machine without CUDA")
 """
 EARLY_IMPORT_IS_REFUSED = """
-import megatron.core
+import mcore_rl
+import megatron.training
+from mcore_rl.errors import UsageError
 try:
     from mcore_rl import megatron_adapter
-except RuntimeError as error:
-    assert "imported before" in str(error)
+except UsageError as error:
+    assert "imported before mcore_rl.prepare()" in str(error)
 else:
     raise SystemExit("half a Megatron was patched")
 """
@@ -93,8 +95,6 @@ from megatron.core.datasets.utils import compile_helpers
 compile_helpers()
 assert applied_patches()["megatron.dataset_helpers"] == "megatron-core 0.19.2"
 """
-HELPERS_END_THE_PROCESS_WITHOUT_IT = """
-import typing, typing_extensions
 HELPERS_ARE_NOT_COMPILED_IN_A_CHECKOUT = """
 import pathlib, tempfile
 from mcore_rl.patches.megatron import typing_override
@@ -141,6 +141,8 @@ config.persist_layer_norm = False
 norm = WrappedTorchNorm(config, 8)
 assert type(norm).__module__.startswith("torch."), type(norm)
 """
+HELPERS_END_THE_PROCESS_WITHOUT_IT = """
+import typing, typing_extensions
 typing.override = typing_extensions.override
 from megatron.core.datasets.utils import compile_helpers
 try:

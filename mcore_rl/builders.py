@@ -95,7 +95,7 @@ def load_prompt_files(
 
 def check_data(checked: Checked) -> None:
     """What training needs beyond a valid command line: readable prompts and a reward."""
-    trusts = "--trust-remote-code" in checked.tokens
+    trusts = checked.trust_remote_code
     load_prompt_files(checked.config, trust_remote_code=trusts)
     check_rewards(reward_spec(checked.config))
     if int(os.environ.get("RANK", 0)) == 0:

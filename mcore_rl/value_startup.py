@@ -112,7 +112,7 @@ def check_value_model_of_fork(
         if getattr(config, name) is not None:
             raise UsageError(
                 f"{flag_of(name)} {getattr(config, name)} needs the command line, and arguments "
-                "were parsed outside of mcore_rl; drop it, or start by -m mcore_rl.train"
+                "were parsed outside of mcore_rl; drop it, or start by mcore_rl.initialize"
             )
     shape, checkpoint, has_head = value_checkpoint(role, config, *actor)
     if (
@@ -122,7 +122,7 @@ def check_value_model_of_fork(
         raise UsageError(
             f"{flag_of(role.init)} {getattr(config, role.init)} is of another architecture than "
             f"{config.hf_checkpoint}, and arguments were parsed outside of mcore_rl; give one of "
-            "the same, or start by -m mcore_rl.train"
+            "the same, or start by mcore_rl.initialize"
         )
     return CheckedValueModel(shape, checkpoint, has_head, layout, tokens=None)
 

@@ -218,7 +218,7 @@ def check_prompts_given(checked: Checked) -> None:
         prompt_source(
             checked.config,
             checked.config.prompts,
-            trust_remote_code="--trust-remote-code" in checked.tokens,
+            trust_remote_code=checked.trust_remote_code,
         ),
         checked.checkpoint.folder,
         cache_dir=checked.config.cache_dir,

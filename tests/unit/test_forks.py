@@ -1,0 +1,101 @@
+"""A fork that parses its arguments itself passes the checks of a command line, and its own flags
+pass them where it does not."""
+
+from __future__ import annotations
+
+import argparse
+import io
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mcore_rl.arguments import add_rl_args, with_rl_args
+from mcore_rl.builders import check_data
+from mcore_rl.checks.preflight import check_command_line, check_parsed_args
+from mcore_rl.errors import UsageError
+from mcore_rl.megatron_world import parsed_args
+from tests.untrusted import need_code_of_tokenizer
+
+
+@pytest.fixture
+def checkpoint(
+    checkpoint_factory: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Path:
+    """Of a dense model, for a test to spoil."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HF_MODULES_CACHE", str(tmp_path / "modules"))
+    return Path(shutil.copytree(checkpoint_factory("qwen2"), tmp_path / "model"))
+
+
+def tokens_of(checkpoint: Path, *more: str) -> list[str]:
+    return [
+        *("--rl-hf-checkpoint", str(checkpoint), "--rl-run-dir", "run", "--rl-cache-dir", "cache"),
+        *("--rl-prompts", str(checkpoint / "prompts" / "train.jsonl"), "--rl-reward", "arithmetic"),
+        *("--rl-max-prompt-tokens", "24", "--rl-max-response-tokens", "8"),
+        *more,
+    ]
+
+
+def parse(checkpoint: Path, *more: str) -> argparse.Namespace:
+    """What a fork's Megatron makes of derived flags and of `more`, which nobody has looked at."""
+    derived = check_command_line(tokens_of(checkpoint), has_cuda=False).tokens
+    like = argparse.Namespace(rank=0, local_rank=0)
+    return parsed_args([*derived, *more], add_rl_args, like, log=io.StringIO())
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    {
+        "--rl-reward model": "--rl-reward model names model, but --rl-reward-model is missing",
+        "--rl-reward-model other": "--rl-reward-model other has no effect",
+        "--rl-reward-tp-size 1": "--rl-reward-tp-size 1 has no effect",
+        "--rl-reward model --rl-reward-model other": "other needs the command line",
+        "--rl-config more.yaml": "--rl-config more.yaml needs the command line",
+        "--rl-algorithm ppo --rl-num-samples-per-prompt 8 --rl-critic-tp-size 1": (
+            "--rl-critic-tp-size 1 needs the command line"
+        ),
+        "--num-layers 3": "num_layers is 3, but config.json .* start by mcore_rl.initialize, which",
+    }.items(),
+)
+def test_fork_that_has_parsed_gets_the_sentence(flags: str, says: str, checkpoint: Path) -> None:
+    with pytest.raises(UsageError, match=says):
+        check_data(check_parsed_args(parse(checkpoint, *flags.split()), has_cuda=False))
+
+
+def test_fork_that_has_parsed_may_trust_the_code_of_a_tokenizer(
+    checkpoint: Path, tmp_path: Path
+) -> None:
+    marker = tmp_path / "was_here"
+    need_code_of_tokenizer(checkpoint, marker)
+    with pytest.raises(UsageError, match="holds a tokenizer with code"):
+        check_data(check_parsed_args(parse(checkpoint), has_cuda=False))
+    assert not marker.exists()
+    args = parse(checkpoint, "--trust-remote-code")
+    check_data(check_parsed_args(args, has_cuda=False))
+    assert marker.exists()
+
+
+def extra_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    parser.add_argument("--notes", required=True)
+    return parser
+
+
+def test_flags_of_a_fork_are_known_to_all_who_parse(checkpoint: Path) -> None:
+    tokens = tokens_of(checkpoint, "--notes", "folder", "--rl-algorithm", "ppo")
+    with pytest.raises(UsageError, match="unknown flag --notes"):
+        check_command_line(tokens, has_cuda=False)
+    both: list[Any] = [extra_args, lambda parser: extra_args(add_rl_args(parser))]
+    for of_fork in both:
+        checked = check_command_line(tokens, has_cuda=False, extra_args=with_rl_args(of_fork))
+        critic = checked.critic
+        assert critic is not None and critic.tokens is not None
+        like = argparse.Namespace(rank=0, local_rank=0)
+        args = parsed_args(critic.tokens, critic.extra_args, like, log=io.StringIO())
+        assert args.notes == "folder" and args.rl_algorithm == "ppo"
+    with pytest.raises(UsageError, match="Megatron refuses these flags .*required: --notes"):
+        check_command_line(
+            tokens_of(checkpoint), has_cuda=False, extra_args=with_rl_args(extra_args)
+        )

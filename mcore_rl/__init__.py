@@ -18,12 +18,9 @@ import contextlib
 import sys
 import typing
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from mcore_rl.spawning import refuse_run_in_run
-
-if TYPE_CHECKING:
-    from mcore_rl.startup import Job
 
 __version__ = "0.1.0"
 __all__ = ["__version__", "add_rl_args", "initialize", "prepare", "run"]
@@ -49,17 +46,18 @@ def prepare() -> None:
 
 def initialize(
     extra_args: Callable[[argparse.ArgumentParser], Any] | None = None, **megatron_options: Any
-) -> Job:
-    """Check the command line, derive Megatron's flags, start Megatron; see
-    `mcore_rl.train.initialize`."""
+) -> Any:
+    """Check the command line, derive Megatron's flags, start Megatron; returns the job for `run`,
+    see `mcore_rl.train.initialize`."""
     refuse_run_in_run()
     with _mistakes_end_the_process():
         from mcore_rl.train import initialize as start
     return start(extra_args, **megatron_options)
 
 
-def run(job: Job | argparse.Namespace, model_provider: Callable[..., Any] | None = None) -> None:
-    """Train, on an initialised Megatron; see `mcore_rl.train.run`."""
+def run(job: Any, model_provider: Callable[..., Any] | None = None) -> None:
+    """Train, on an initialised Megatron, by the job of `initialize` or Megatron's arguments; see
+    `mcore_rl.train.run`."""
     refuse_run_in_run()
     with _mistakes_end_the_process():
         from mcore_rl.train import run as train

@@ -174,7 +174,7 @@ def check_command_line(
         rollout_layout=rollout,
         derived=derived,
         tokens=all_tokens,
-        notes=notes(given, parser),
+        notes=notes(given, megatron_adapter.make_parser()),  # none of a fork's flags
         save=given.get("save"),
         critic=critic,
         reward_model=reward_model,

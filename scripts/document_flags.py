@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from mcore_rl import megatron_adapter
 from mcore_rl.checks.flag_classes import document
+from mcore_rl.megatron_version import check_megatron
 
 if __name__ == "__main__":
-    print(document(megatron_adapter.make_parser(), megatron_adapter.check_version()), end="")
+    print(document(megatron_adapter.make_parser(), check_megatron().version), end="")

@@ -50,6 +50,7 @@ from mcore_rl.given_flags import expand_config, given_values
 from mcore_rl.hf_config import ModelShape, megatron_flags, read_model_shape
 from mcore_rl.hybrid_engine.layout import PipelineLayers, RolloutLayout, TrainLayout
 from mcore_rl.hybrid_engine.offload import offload_kinds
+from mcore_rl.megatron_version import check_megatron
 from mcore_rl.policy_model import named_spec
 from mcore_rl.rewards.model import check_reward_model, check_reward_model_flags
 from mcore_rl.roles.ranks import CRITIC, REWARD, Roles, describe_ranks, parse_roles
@@ -292,7 +293,7 @@ def config_from(given: Mapping[str, Any]) -> RLConfig:
 
 def check_versions() -> None:
     """Megatron and vLLM must be there, in versions that were tried."""
-    megatron_adapter.check_version()
+    check_megatron()
     check_vllm_version()
 
 

@@ -120,8 +120,10 @@ class _Examination:
 
     def _megatron_patches(self) -> list[Finding]:
         from mcore_rl.doctor.patches import check_patches
+        from mcore_rl.megatron_version import check_megatron
         from mcore_rl.patches.megatron import PATCHES
 
+        check_megatron()
         return check_patches(PATCHES, "Megatron", apply=True)
 
     def _vllm_patches(self) -> list[Finding]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import inspect
 import re
 import sys
@@ -10,7 +9,13 @@ from collections.abc import Sequence
 
 from mcore_rl.doctor.finding import PATCHES, Finding, green, red, refusal
 from mcore_rl.errors import UsageError
-from mcore_rl.patches.registry import Patch, applied_patches, apply_patch
+from mcore_rl.patches.registry import (
+    Patch,
+    applied_patches,
+    apply_patch,
+    installed,
+    is_needed,
+)
 
 _DROP = re.compile(r"^Drop when: (.*?)(?:\n\n|\n[A-Z]|\Z)", re.DOTALL | re.MULTILINE)
 
@@ -23,22 +28,19 @@ def check_patches(patches: Sequence[Patch], of: str, *, apply: bool) -> list[Fin
     """
     applying, unneeded, refused = [], [], []
     for patch in patches:
-        version = _installed_version(patch)
-        if version is None:
-            what = f"patch {patch.name} is for {' or '.join(patch.packages)}, not installed here"
-            refused.append(red(PATCHES, what, "run scripts/setup_env.sh"))
-        elif patch.name not in applied_patches() and not patch.needed():
-            unneeded.append(patch.name)
-        elif not patch.supports(version):
-            refused.append(_unknown_version(patch, version))
-        else:
-            try:
+        try:
+            _, version = installed(patch)
+            if patch.name not in applied_patches() and not is_needed(patch):
+                unneeded.append(patch.name)
+            elif not patch.supports(version):
+                refused.append(_unknown_version(patch, version))
+            else:
                 if apply:
                     apply_patch(patch)
-            except UsageError as error:
-                refused.append(refusal(PATCHES, error))
-                continue
-            applying.append(patch.name)
+                applying.append(patch.name)
+        except UsageError as error:
+            found = refusal(PATCHES, error)
+            refused.append(red(PATCHES, found.found, found.remedy + _end_of(patch)))
     return [*_summary(of, applying, unneeded, apply), *refused]
 
 
@@ -62,22 +64,12 @@ def _unknown_version(patch: Patch, version: str) -> Finding:
         f"installed {version}"
     )
     remedy = "install a version that it knows: run scripts/setup_env.sh"
-    if drop := _drop_when(patch):
-        remedy += f" (the patch may go when: {drop})"
-    return red(PATCHES, what, remedy)
+    return red(PATCHES, what, remedy + _end_of(patch))
 
 
-def _installed_version(patch: Patch) -> str | None:
-    for package in patch.packages:
-        try:
-            return importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return None
-
-
-def _drop_when(patch: Patch) -> str:
-    """What the patch's module says of its end."""
+def _end_of(patch: Patch) -> str:
+    """What the patch's module says of its end, in brackets."""
     module = sys.modules.get(patch.apply.__module__)
     match = _DROP.search(inspect.getdoc(module) or "") if module else None
-    return " ".join(match[1].split()).rstrip(".") if match else ""
+    drop = " ".join(match[1].split()).rstrip(".") if match else ""
+    return f" (the patch may go when: {drop})" if drop else ""

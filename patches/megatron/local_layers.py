@@ -13,15 +13,16 @@ Why safe: whoever builds a model from the local spec, `--spec` and a fork's buil
 these layers in the place of `WrappedTorchNorm` and a causal `DotProductAttention`; a subclass of
 the latter, another mask and another norm stay upstream's. Three names in Megatron's modules that
 are None, missing or useless without Transformer Engine are bound
-(`multi_latent_attention.TELinear`, `moe_utils.te_general_gemm`, and `hybrid_block.TENorm`, which
-`HybridStack` names instead of asking its spec). Parameter names and shapes are those of the
-Transformer Engine spec (unfused), so that weights move the same way on CPU and GPU.
+(`multi_latent_attention.TELinear`, `moe_utils.te_general_gemm`, and the `TENorm` of `hybrid_block`,
+`mamba_block` before 0.18, which its stack names instead of asking its spec). Parameter names and
+shapes are those of the Transformer Engine spec (unfused), so that weights move the same way on CPU
+and GPU.
 
 Upstream: no issue; the local spec is documented as for testing.
 
 Drop when: Transformer Engine installs without CUDA, or the local spec supports MLA.
 
-Versions: megatron-core 0.19.2.
+Versions: megatron-core 0.17 to 0.20.
 
 Shape legend: s positions (of this rank's share under sequence or context parallelism), b samples, t
 tokens of a packed row (likewise), n heads of this rank, g key/value groups of this rank, d head
@@ -32,6 +33,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import importlib
+import importlib.util
 from typing import Any
 
 import torch
@@ -40,7 +43,7 @@ import torch.nn.functional as F
 from mcore_rl.batching.attention_batches import similar_segments
 from mcore_rl.batching.context_chunks import positions_on_cp_rank
 from mcore_rl.batching.prefixes import prefixes_of
-from mcore_rl.patches.registry import Patch, require_parameters
+from mcore_rl.patches.registry import Patch, require, require_parameters, require_source
 from mcore_rl.patches.torch import narrow_products
 
 
@@ -272,18 +275,29 @@ def needed() -> bool:
 
 def apply() -> None:
     """Have Megatron's local layers be made as these, and bind the names that it leaves empty."""
-    from megatron.core.models.hybrid import hybrid_block
     from megatron.core.transformer import multi_latent_attention
     from megatron.core.transformer.moe import moe_utils
 
+    require_source(
+        multi_latent_attention.MLASelfAttention.__init__,
+        "if submodules.linear_kv_down_proj in [TELinear]:",
+    )
+    require_source(moe_utils.RouterGatingLinearFunction.forward, "if te_general_gemm is not None")
+    is_new = importlib.util.find_spec("megatron.core.models.hybrid") is not None
+    stack = importlib.import_module(
+        "megatron.core.models.hybrid.hybrid_block" if is_new else "megatron.core.ssm.mamba_block"
+    )
+    require(hasattr(stack, "TENorm"), stack.__name__, "has no TENorm")
     multi_latent_attention.TELinear = DuplicatedLinear
     if not hasattr(moe_utils, "te_general_gemm"):
         moe_utils.te_general_gemm = None
-    hybrid_block.TENorm = LocalRMSNorm
+    stack.TENorm = LocalRMSNorm
     _replace_norm()
     _replace_core_attention()
     _replicate_down_projections()
-    _allow_direct_query()
+    # Up to 0.18 there is none, and a query latent that there is not is never normed.
+    if importlib.util.find_spec("megatron.core.transformer.mla_qk_norm_config") is not None:
+        _allow_direct_query()
 
 
 def _replace_norm() -> None:
@@ -360,7 +374,6 @@ def _allow_direct_query() -> None:
 PATCH = Patch(
     name="megatron.local_layers",
     package="megatron-core",
-    versions=("0.19.2",),
     reason="MLA can be built without Transformer Engine",
     needed=needed,
     apply=apply,

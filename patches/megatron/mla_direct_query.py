@@ -11,21 +11,32 @@ norm in front of the projection of the hidden states, which are normalised alrea
 Why safe: only the case `q_lora_rank is None` changes, from a layer that no DeepSeek checkpoint fits
 to the plain projection that the layer spec names.
 
-Upstream: introduced with the resolver; earlier releases built the plain projection.
+Upstream: introduced with the resolver in 0.19; earlier releases built the plain projection.
 
 Drop when: the resolver leaves a direct query projection alone.
 
-Versions: megatron-core 0.19.2.
+Versions: megatron-core 0.17 to 0.20.
 """
 
 from __future__ import annotations
 
-from mcore_rl.patches.registry import Patch, require_parameters
+import importlib.util
+
+from mcore_rl.patches.registry import Patch, require_parameters, require_source
+
+_RESOLVER = "megatron.core.transformer.mla_qk_norm_config"
 
 
 def needed() -> bool:
     """True wherever the resolver exists; it is a fault of the model, not of the machine."""
-    return True
+    from megatron.core.transformer.multi_latent_attention import MLASelfAttention
+
+    if importlib.util.find_spec(_RESOLVER) is not None:
+        return True
+    require_source(
+        MLASelfAttention.__init__, "self.linear_q_proj = build_module(submodules.linear_q_proj,"
+    )
+    return False
 
 
 def apply() -> None:
@@ -34,6 +45,7 @@ def apply() -> None:
 
     resolve = QKNormConfigResolver._mla_fused_linear_or_default
     require_parameters(resolve, "self", "module_spec", "module_name")
+    require_source(resolve, "self.fused_norm_linear_impl")
 
     def resolve_but_direct_query(self, module_spec, module_name):
         if module_name == "linear_q_proj":
@@ -46,7 +58,6 @@ def apply() -> None:
 PATCH = Patch(
     name="megatron.mla_direct_query",
     package="megatron-core",
-    versions=("0.19.2",),
     reason="DeepSeek-V2-Lite's query projection has no norm of its own",
     needed=needed,
     apply=apply,

@@ -1,27 +1,49 @@
 """Rotary embeddings of packed samples in one go.
 
 Symptom: the backward pass of a packed row takes longer the more samples are in it: 128 short ones
-in a row of 2,300 tokens take a third longer than in five rows.
+in a row of 2,300 tokens take a third longer than in five rows. And samples that share a prompt,
+which is once in the row, would each begin at position 0.
 
 Cause: the unfused rotation, which latent attention always uses, goes sample by sample and copies
 each result into its place of one tensor. The gradient of every such copy is a clone of the whole
 row, so that the cost grows with tokens x samples; and reading the bounds waits for the device.
+Shared prompts are ours (`mcore_rl.batching.rows`), so upstream knows nothing of them.
 
 Why safe: each token is rotated by the frequencies of its position in its sample, the same numbers
 as before, with context parallelism, too; only the loop is gone. Where the frequencies are those of
-the whole row, upstream's function is called. What is left of samples that share a prompt
-(`mcore_rl.batching.rows`), which upstream knows nothing of, is rotated as what follows that prompt.
+the whole row, upstream's function is called. What is left of samples that share a prompt is rotated
+as what follows that prompt.
 
-Upstream: no issue known.
+Upstream: 0.17 and 0.18 look frequencies up by sample, 0.19 has the loop, main rotates all at once.
 
-Drop when: `_apply_rotary_pos_emb_thd` rotates all samples at once.
+Drop when: `_apply_rotary_pos_emb_thd` takes a position for each token.
 
-Versions: megatron-core 0.19.2.
+Versions: megatron-core 0.17 to 0.20.
 """
 
 from __future__ import annotations
 
-from mcore_rl.patches.registry import Patch, require_parameters
+from mcore_rl.patches.registry import Patch, parameters_of, require, require_parameters
+
+_PLACE = ("t", "cu_seqlens", "freqs", "rotary_interleaved")
+# Parameters of the rotation of packed samples -> of the rotation of one. What follows `freqs` is
+# handed on by name, so that it must mean the same in both.
+_KNOWN = {
+    (*_PLACE, "multi_latent_attention", "mscale", "cp_group"): (
+        *("t", "freqs", "rotary_interleaved", "multi_latent_attention", "mscale"),
+    ),
+    (*_PLACE, "mla_rotary_interleaved", "mscale", "cp_group", "multi_latent_attention"): (
+        *("t", "freqs", "rotary_interleaved", "mla_rotary_interleaved", "mscale"),
+        "multi_latent_attention",
+    ),
+    (
+        *(*_PLACE, "mla_rotary_interleaved", "mscale", "inverse", "mla_output_remove_interleaving"),
+        *("cp_group", "multi_latent_attention", "max_seqlen"),
+    ): (
+        *("t", "freqs", "rotary_interleaved", "mla_rotary_interleaved", "mscale", "inverse"),
+        *("mla_output_remove_interleaving", "multi_latent_attention"),
+    ),
+}
 
 
 def needed() -> bool:
@@ -36,24 +58,21 @@ def apply() -> None:
     from mcore_rl.batching.context_chunks import samples_on_cp_rank
     from mcore_rl.batching.prefixes import prefix_lengths, prefixes_of
 
-    one_by_one = rope_utils._apply_rotary_pos_emb_thd
-    require_parameters(
-        one_by_one,
-        *("t", "cu_seqlens", "freqs", "rotary_interleaved", "mla_rotary_interleaved", "mscale"),
-        *("cp_group", "multi_latent_attention"),
+    upstream, rotate = rope_utils._apply_rotary_pos_emb_thd, rope_utils._apply_rotary_pos_emb_bshd
+    found = parameters_of(upstream)
+    require(
+        found in _KNOWN,
+        "rope_utils._apply_rotary_pos_emb_thd",
+        f"takes {', '.join(found)}, which is none of the lists of parameters known",
     )
-    rotate = rope_utils._apply_rotary_pos_emb_bshd
-    require_parameters(
-        rotate,
-        *("t", "freqs", "rotary_interleaved", "mla_rotary_interleaved", "mscale"),
-        "multi_latent_attention",
-    )
+    require_parameters(rotate, *_KNOWN[found])
 
     def all_at_once(t, cu_seqlens, freqs, *args, cp_group=None, **kwargs):
         num_tokens = t.shape[0]
         cp_size = 1 if cp_group is None else cp_group.size()
         if cp_group is None or freqs.shape[0] == num_tokens * cp_size:
-            return one_by_one(t, cu_seqlens, freqs, *args, cp_group=cp_group, **kwargs)
+            return upstream(t, cu_seqlens, freqs, *args, cp_group=cp_group, **kwargs)
+        kwargs.pop("max_seqlen", None)  # tells whether frequencies are those of the whole row
         _, positions = samples_on_cp_rank(
             cu_seqlens, num_tokens, cp_size=cp_size, cp_rank=cp_group.rank()
         )
@@ -69,7 +88,6 @@ def apply() -> None:
 PATCH = Patch(
     name="megatron.packed_rope",
     package="megatron-core",
-    versions=("0.19.2",),
     reason="the rotation of packed samples costs as much as that of one long sample",
     needed=needed,
     apply=apply,

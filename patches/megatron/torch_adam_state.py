@@ -21,7 +21,7 @@ Upstream: no issue known; with Apex or Transformer Engine the branch is never ta
 
 Drop when: `state_dict` of a fresh distributed optimizer works without both.
 
-Versions: megatron-core 0.19.2.
+Versions: megatron-core 0.17 to 0.20.
 """
 
 from __future__ import annotations
@@ -100,7 +100,6 @@ def _showing_a_step(optimizer: Any) -> Iterator[None]:
 PATCH = Patch(
     name="megatron.torch_adam_state",
     package="megatron-core",
-    versions=("0.19.2",),
     reason="a checkpoint's optimizer state can be loaded into PyTorch's AdamW",
     needed=needed,
     apply=apply,

@@ -13,7 +13,7 @@ Upstream: intended there, they ask for 3.12.
 
 Drop when: Python 3.11 is no longer supported here.
 
-Versions: megatron-core 0.19.2.
+Versions: megatron-core 0.17 to 0.20.
 """
 
 from __future__ import annotations
@@ -39,7 +39,6 @@ def apply() -> None:
 PATCH = Patch(
     name="megatron.typing_override",
     package="megatron-core",
-    versions=("0.19.2",),
     reason="typing.override exists on Python 3.11",
     needed=needed,
     apply=apply,

@@ -17,14 +17,14 @@ Upstream: no issue known; the other dispatchers exchange their numbers of tokens
 
 Drop when: `MoEAllGatherTokenDispatcher` takes ranks with different numbers of tokens.
 
-Versions: megatron-core 0.19.2.
+Versions: megatron-core 0.17 to 0.20.
 """
 
 from __future__ import annotations
 
 import math
 
-from mcore_rl.patches.registry import Patch, require_parameters
+from mcore_rl.patches.registry import Patch, require_parameters, require_source
 
 
 def needed() -> bool:
@@ -41,6 +41,8 @@ def apply() -> None:
     combine = MoEAllGatherTokenDispatcher.token_combine
     require_parameters(dispatch, "self", "hidden_states", "probs")
     require_parameters(combine, "self", "hidden_states")
+    require_source(dispatch, "self.routing_map, group=self.tp_ep_group")
+    require_source(MoEAllGatherTokenDispatcher.dispatch_preprocess, "self.hidden_shape =")
 
     def dispatch_equally_many(self, hidden_states, probs):
         if self.tp_size > 1 or self.ep_size > 1:
@@ -65,7 +67,6 @@ def apply() -> None:
 PATCH = Patch(
     name="megatron.uneven_all_gather",
     package="megatron-core",
-    versions=("0.19.2",),
     reason="tokens for experts are gathered from ranks with different numbers of them",
     needed=needed,
     apply=apply,

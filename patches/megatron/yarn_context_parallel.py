@@ -19,14 +19,14 @@ original_max_position_embeddings do not meet it.
 
 Drop when: `get_cached_cos_sin` cuts what it returns, and not what it keeps.
 
-Versions: megatron-core 0.19.2.
+Versions: megatron-core 0.17 to 0.20.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-from mcore_rl.patches.registry import Patch, require_parameters
+from mcore_rl.patches.registry import Patch, parameters_of, require_parameters
 
 
 def needed() -> bool:
@@ -42,22 +42,29 @@ def apply() -> None:
     from mcore_rl.batching.context_chunks import chunks_of_sample, round_up
 
     fill, look_up = YarnRotaryEmbedding._set_cos_sin_cache, YarnRotaryEmbedding.get_cached_cos_sin
-    require_parameters(fill, "self", "seq_len", "offset", "dtype", "packed_seq")
-    require_parameters(look_up, "self", "seq_len", "offset", "dtype", "packed_seq")
+    parameters = ("self", "seq_len", "offset", "dtype", "packed_seq")
+    if "cp_group" in parameters_of(fill):  # from 0.20 on
+        parameters = (*parameters, "cp_group", "mscale")
+    require_parameters(fill, *parameters)
+    require_parameters(look_up, *parameters)
 
-    def chunks(embedding: Any, packed_seq: bool) -> int:
-        group = embedding.cp_group
+    def chunks(embedding: Any, packed_seq: bool, cp_group: Any = None, mscale: Any = None) -> int:
+        group = embedding.cp_group if cp_group is None else cp_group
         return 1 if packed_seq or group is None else chunks_of_sample(group.size())
 
-    def fill_with_whole_chunks(self, seq_len, offset, dtype, packed_seq=False):
-        fill(self, round_up(seq_len, chunks(self, packed_seq)), offset, dtype, packed_seq)
+    def fill_with_whole_chunks(self, seq_len, offset, dtype, packed_seq=False, *more, **named):
+        length = round_up(seq_len, chunks(self, packed_seq, *more, **named))
+        fill(self, length, offset, dtype, packed_seq, *more, **named)
 
     default = torch.get_default_dtype()
 
-    def look_up_of_this_length(self, seq_len, offset=0, dtype=default, packed_seq=False):
-        if chunks(self, packed_seq) > 1 and seq_len != self.max_seq_len_cached:
-            fill_with_whole_chunks(self, seq_len, offset, dtype, packed_seq)
-        return look_up(self, seq_len, offset, dtype, packed_seq)
+    def look_up_of_this_length(
+        self, seq_len, offset=0, dtype=default, packed_seq=False, *more, **named
+    ):
+        is_cut = chunks(self, packed_seq, *more, **named) > 1
+        if is_cut and seq_len != getattr(self, "max_seq_len_cached", None):
+            fill_with_whole_chunks(self, seq_len, offset, dtype, packed_seq, *more, **named)
+        return look_up(self, seq_len, offset, dtype, packed_seq, *more, **named)
 
     YarnRotaryEmbedding._set_cos_sin_cache = fill_with_whole_chunks
     YarnRotaryEmbedding.get_cached_cos_sin = look_up_of_this_length
@@ -66,7 +73,6 @@ def apply() -> None:
 PATCH = Patch(
     name="megatron.yarn_context_parallel",
     package="megatron-core",
-    versions=("0.19.2",),
     reason="padded rows are rotated by their own positions under context parallelism",
     needed=needed,
     apply=apply,

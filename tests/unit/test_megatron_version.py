@@ -1,0 +1,138 @@
+"""Which Megatron is imported, whatever pip's record says; and what is said of one that lacks much.
+
+What looks for modules runs in a process of its own: this one has found its Megatron.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from mcore_rl.errors import UsageError
+from mcore_rl.megatron_version import MegatronSource, _stated_version
+from tests.megatron_sources import (
+    installed_megatron,
+    megatron_on_the_path,
+    write_version,
+)
+
+SAY_WHAT_IS_FOUND = """
+import sys
+from mcore_rl.megatron_version import check_megatron
+found = check_megatron()
+print(found.version, found.folder)
+assert not [name for name in sys.modules if name.startswith("megatron.")], "something of it ran"
+"""
+
+
+def python(*arguments: str, path: Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, *arguments],
+        env={**os.environ, "PYTHONPATH": str(path)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+
+
+def git(folder: Path, *command: str) -> str:
+    named = ("-c", "user.name=a", "-c", "user.email=a@example.org", "-c", "commit.gpgsign=false")
+    run = subprocess.run(
+        ["git", "-C", str(folder), *named, *command], capture_output=True, text=True, check=True
+    )
+    return run.stdout.strip()
+
+
+def test_a_checkout_on_the_path_is_what_counts_and_not_the_installed_one(tmp_path: Path) -> None:
+    megatron_on_the_path(tmp_path, "0.18.7")
+    run = python("-c", SAY_WHAT_IS_FOUND, path=tmp_path)
+    assert run.stdout == f"0.18.7 {tmp_path}\n", run.stderr
+
+
+def test_a_record_of_another_version_changes_nothing(tmp_path: Path) -> None:
+    record = tmp_path / "megatron_core-0.16.1.dist-info"
+    record.mkdir()
+    (record / "METADATA").write_text(
+        "Metadata-Version: 2.1\nName: megatron-core\nVersion: 0.16.1\n"
+    )
+    run = python("-c", SAY_WHAT_IS_FOUND, path=tmp_path)
+    assert run.stdout.split()[1:] == [str(installed_megatron())], run.stderr
+
+
+def test_one_that_trains_nothing_ends_an_entry_point_with_one_sentence(tmp_path: Path) -> None:
+    """As of 0.16.1, beside which the `megatron.training` of the installed one is found."""
+    write_version(tmp_path, "0.16.1")
+    run = python("-m", "mcore_rl.train", path=tmp_path)
+    assert run.returncode == 2
+    assert run.stderr == (
+        f"mcore_rl: error: megatron-core 0.16.1, which Python finds in {tmp_path}, lacks "
+        f"megatron.training (that in {installed_megatron()} belongs to another Megatron); mcore_rl "
+        "runs with 0.17.0 to 0.20.0: pip install megatron-core==0.19.2, or put a checkout of one "
+        "of them first on PYTHONPATH\n"
+    )
+
+
+def test_what_an_older_checkout_lacks_is_named(tmp_path: Path) -> None:
+    """0.16 has a `megatron.training`, and builds tokenizers elsewhere."""
+    megatron_on_the_path(tmp_path, "0.16.0")
+    (tmp_path / "megatron/core/tokenizers/utils/build_tokenizer.py").unlink()
+    run = python("-m", "mcore_rl.verify", path=tmp_path)
+    assert run.returncode == 2
+    assert "lacks megatron.core.tokenizers.utils.build_tokenizer; mcore_rl runs with" in run.stderr
+    assert "Traceback" not in run.stderr
+
+
+def test_code_that_no_patch_fits_is_refused_with_the_patch_and_the_reason(tmp_path: Path) -> None:
+    megatron_on_the_path(tmp_path, "0.21.0", changed=True)
+    run = python("-m", "mcore_rl.train", path=tmp_path)
+    assert run.returncode == 2
+    error = run.stderr.splitlines()[-1]
+    assert error.startswith("mcore_rl: error: patch megatron.packed_rope (")
+    assert "does not fit the code of megatron-core 0.21.0: " in error
+    assert "takes t, a_parameter_of_a_fork, cu_seqlens" in error
+    assert "Traceback" not in run.stderr
+
+
+def test_the_commit_is_that_of_the_checkout(tmp_path: Path) -> None:
+    write_version(tmp_path, "0.20.0")
+    source = MegatronSource(tmp_path, "0.20.0")
+    assert source.commit() is None
+    git(tmp_path, "init", "--quiet")
+    git(tmp_path, "add", "megatron")
+    git(tmp_path, "commit", "--quiet", "--message", "a fork")
+    commit = git(tmp_path, "rev-parse", "HEAD")
+    assert source.commit() == commit and len(commit) == 40
+    (tmp_path / "megatron/core/__init__.py").write_text("changed = True\n")
+    assert source.commit() == f"{commit}-dirty"
+
+
+def test_an_environment_inside_of_another_checkout_has_no_commit(tmp_path: Path) -> None:
+    git(tmp_path, "init", "--quiet")
+    git(tmp_path, "commit", "--quiet", "--allow-empty", "--message", "not Megatron's")
+    write_version(tmp_path / "packages", "0.20.0")
+    assert MegatronSource(tmp_path / "packages", "0.20.0").commit() is None
+
+
+@pytest.mark.parametrize(
+    ("text", "version"),
+    [
+        ("MAJOR = 0\nMINOR = 20\nPATCH = 1\nPRE_RELEASE = 'rc3'\n__version__ = f()", "0.20.1rc3"),
+        ("__version__ = '0.19.2+ours'", "0.19.2+ours"),
+    ],
+)
+def test_a_version_is_read_and_nothing_is_run(text: str, version: str, tmp_path: Path) -> None:
+    file = tmp_path / "package_info.py"
+    file.write_text(f"{text}\n")
+    assert _stated_version(file) == version
+
+
+@pytest.mark.parametrize("text", ["", "__version__ = f()", "MAJOR = ("])
+def test_a_file_without_a_version_is_refused_by_name(text: str, tmp_path: Path) -> None:
+    file = tmp_path / "package_info.py"
+    file.write_text(text)
+    with pytest.raises(UsageError, match=f"{file} does not say which Megatron it is"):
+        _stated_version(file)

@@ -150,7 +150,10 @@ def parameters_of(target: Callable) -> tuple[str, ...]:
 def require_source(target: Callable, *fragments: str) -> None:
     """Refuse to patch `target` unless its source has each of `fragments`, spaces aside."""
     label = f"{target.__module__}.{target.__qualname__}"
-    source = "".join(inspect.getsource(target).split())
+    try:
+        source = "".join(inspect.getsource(target).split())
+    except OSError as error:
+        raise _Unfit(f"{label} comes without its source") from error
     for fragment in fragments:
         require("".join(fragment.split()) in source, label, f"no longer has `{fragment}`")
 

@@ -58,10 +58,14 @@ def free_port() -> int:
 
 
 class RankPool:
-    """Runs one job at a time. The importing process starts with the first."""
+    """Runs one job at a time. The importing process starts with the first.
 
-    def __init__(self) -> None:
+    `megatron` is a folder whose Megatron is imported in place of the installed one.
+    """
+
+    def __init__(self, megatron: Path | None = None) -> None:
         self._parent: subprocess.Popen | None = None
+        self._path = {} if megatron is None else {"PYTHONPATH": str(megatron)}
         self._folder = Path(tempfile.mkdtemp(prefix="mcore_rl_ranks_"))
         self._num_jobs = 0
 
@@ -124,7 +128,7 @@ class RankPool:
             self._parent = subprocess.Popen(
                 [sys.executable, "-m", "tests.rank_pool"],
                 cwd=ROOT,
-                env={**os.environ, **ENVIRONMENT},
+                env={**os.environ, **ENVIRONMENT, **self._path},
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 text=True,

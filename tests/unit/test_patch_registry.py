@@ -122,12 +122,19 @@ def refuse_source():
     registry.require_source(packaging.version.parse, "return  Version(version)", "nowhere")
 
 
+def refuse_what_has_no_source():
+    made = {"__name__": "made"}
+    exec("def target(): pass", made)
+    registry.require_source(made["target"], "anything")
+
+
 @pytest.mark.parametrize("when", ["needed", "apply"])
 @pytest.mark.parametrize(
     ("look", "reason"),
     [
         (refuse_parameters, "builtins.len takes obj, not nothing"),
         (refuse_source, "packaging.version.parse no longer has `nowhere`"),
+        (refuse_what_has_no_source, "made.target comes without its source"),
         (lambda: __import__("packaging.nowhere"), "No module named 'packaging.nowhere'"),
         (lambda: packaging.nowhere, "module 'packaging' has no attribute 'nowhere'"),
     ],

@@ -110,10 +110,7 @@ def build_parts(
         began_with=began_with,
         log=log,
     )
-    if learner.critic is not None:
-        learner.critic.wait()
-    for line in (*describe(batches_of(job, learner)), *_memory_lines(job, critic)):
-        logger.info("%s", line)
+    _say_sizes(job, learner, critic)
     tracer = _tracer(job, state.iteration)
     _listen(manager, watchdog, recorder, tracer)
     tracer.start()
@@ -258,6 +255,15 @@ def _listen(
         recorder.note_reshard,
         tracer.handover_ended,
     ]
+
+
+def _say_sizes(job: Job, learner: Learner, critic: BuiltCritic | None) -> None:
+    """How large the updates are, of a critic apart too, once that is there; and what saves
+    memory."""
+    if learner.critic is not None:
+        learner.critic.wait()
+    for line in (*describe(batches_of(job, learner)), *_memory_lines(job, critic)):
+        logger.info("%s", line)
 
 
 def _memory_lines(job: Job, critic: BuiltCritic | None) -> list[str]:

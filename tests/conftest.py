@@ -10,10 +10,15 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 from tests.rank_pool import ENVIRONMENT, ROOT, RankPool
 
 os.environ.update({name: value for name, value in ENVIRONMENT.items() if name != "MASTER_ADDR"})
+
+# How long an example takes says how busy the machine is.
+settings.register_profile("shared", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("shared")
 
 
 def load_script(name: str) -> ModuleType:

@@ -39,6 +39,7 @@ ENVIRONMENT = {
     "PYTHONWARNINGS": "ignore::FutureWarning",
     "MASTER_ADDR": "127.0.0.1",
     "GLOO_SOCKET_IFNAME": "lo",
+    "WANDB__SERVICE_WAIT": "600",  # seconds; its 30 are too few on a busy machine
 }
 
 

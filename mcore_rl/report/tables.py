@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from mcore_rl.arguments import RLConfig, flag_of
+from mcore_rl.arguments import RLConfig, flag_of, frozen
 from mcore_rl.recording.run_directory import HIGHEST_IS_BEST, LOWEST_IS_BEST
 from mcore_rl.report.run_files import Run
 from mcore_rl.report.texts import clean
@@ -102,7 +102,7 @@ def _row(name: str, values: Sequence[Any], default: Any, *, of_rl: bool) -> Sett
     mark = ""
     if len(set(cells)) > 1:
         mark = "differs"
-    elif of_rl and values[0] != default:
+    elif of_rl and frozen(values[0]) != default:
         mark = "given"
     return SettingRow(name, cells, mark)
 

@@ -357,7 +357,8 @@ def test_responses_that_cannot_end_are_yellow_and_warned_of_at_the_start(
     fault = f"no end of sequence is known: {here}/checkpoint/config.json has no eos_token_id"
     assert yellow.startswith(fault) and yellow.endswith("every response will be cut")
     checkpoint = SimpleNamespace(folder=here / "checkpoint")
-    check_data(SimpleNamespace(config=config, checkpoint=checkpoint, tokens=()))  # type: ignore[arg-type]
+    checked: Any = SimpleNamespace(config=config, checkpoint=checkpoint, trust_remote_code=False)
+    check_data(checked)
     (warning,) = caplog.messages
     assert warning.startswith(fault) and '"eos_token_id": 2' in warning
     assert "will be cut at --rl-max-response-tokens 512; name the token in" in warning

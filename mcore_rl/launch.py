@@ -21,7 +21,6 @@ import argparse
 import contextlib
 import ctypes
 import fcntl
-import functools
 import logging
 import os
 import shutil
@@ -42,11 +41,12 @@ from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 from torch.distributed import DistNetworkError
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
-from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
 
 from mcore_rl.agreement import EXIT_ALARM, EXIT_USAGE, LAUNCHER, print_error
 from mcore_rl.errors import UsageError
 from mcore_rl.loopback import stay_on_loopback
+from mcore_rl.patches.registry import apply_patch
+from mcore_rl.patches.torch import ranks_end_with_launcher
 from mcore_rl.patches.torch.loopback_stores import is_loopback
 
 logger = logging.getLogger(__name__)
@@ -56,7 +56,7 @@ _LEFTOVER_SECONDS = 3
 # For multiprocessing's trackers, which remove a dead rank's shared memory and then end: at once,
 # unless the machine is busy.
 _TRACKER_SECONDS = 20
-_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36  # linux/prctl.h
+_PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
 # Besides SIGTERM, which torchrun may handle.
 _OTHER_ENDING_SIGNALS = (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 # Worth reading when a rank failed, and noise when a user's mistake or a signal ended the run.
@@ -88,13 +88,13 @@ def main(tokens: Sequence[str] | None = None) -> int:
     try:
         _check_port(args)
         stay_on_loopback(_meeting_place(args))
+        apply_patch(ranks_end_with_launcher.PATCH)
     except UsageError as error:
         print_error(str(error))
         return EXIT_USAGE
     os.environ[LAUNCHER] = f"{os.getpid()}-{time.time_ns()}"
     _handle_signals(args)
     _adopt_orphans()
-    _tie_ranks()
     with (
         _held_back(_SHUTDOWN_LOGGERS) as entries,
         _temporary_folder() as folder,
@@ -249,24 +249,6 @@ def _adopt_orphans() -> None:
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) != 0:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_CHILD_SUBREAPER) failed")
-
-
-def _tie_ranks() -> None:
-    """Have the kernel kill the ranks when this process ends, by SIGKILL too.
-
-    It does so when the thread ends that has started them: torchrun starts them in this one, the
-    main thread. Workers of rewards are tied to their rank in the same way.
-    """
-    libc, launcher = ctypes.CDLL(None), os.getpid()
-
-    def tie() -> None:
-        libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-        if os.getppid() != launcher:  # it ended before the call above
-            os._exit(1)
-
-    # What starts a rank leaves no other way to have something done in it before its program.
-    popen = functools.partial(subprocess.Popen, preexec_fn=tie)
-    subprocess_handler.Popen = popen  # type: ignore[misc, assignment]
 
 
 @contextlib.contextmanager

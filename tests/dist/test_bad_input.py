@@ -25,6 +25,7 @@ from tests.dist.bad_input_cases import (
     run_case,
     tokens_of,
 )
+from tests.megatron_sources import installed_megatron, write_version
 from tests.rank_pool import ENVIRONMENT, ROOT, RankPool, free_port
 
 
@@ -155,14 +156,15 @@ def test_mistake_found_while_importing_is_told_though_rank_0_is_ended(
 ) -> None:
     """The other rank leaves first, and the launcher ends rank 0 before it has said anything."""
     (tmp_path / "sitecustomize.py").write_text(
-        "import importlib.metadata, os, time\n"
-        "version = importlib.metadata.version\n"
-        "def refused(name):\n"
-        "    if name == 'megatron-core' and os.environ.get('RANK') == '0':\n"
+        "import importlib.util, os, time\n"
+        "find = importlib.util.find_spec\n"
+        "def late(name, package=None):\n"
+        "    if name == 'megatron.core' and os.environ.get('RANK') == '0':\n"
         "        time.sleep(300)\n"
-        "    return '0.15.0' if name == 'megatron-core' else version(name)\n"
-        "importlib.metadata.version = refused\n"
+        "    return find(name, package)\n"
+        "importlib.util.find_spec = late\n"
     )
+    write_version(tmp_path, "0.16.1")  # which trains nothing
     process = subprocess.run(
         [sys.executable, "-m", launcher, "--nproc-per-node", "2", "-m", "mcore_rl.train"],
         cwd=tmp_path,
@@ -172,8 +174,10 @@ def test_mistake_found_while_importing_is_told_though_rank_0_is_ended(
         timeout=240,
     )
     sentence = (
-        "megatron-core 0.15.0 is installed; mcore_rl supports 0.19.2: pip install "
-        "megatron-core==0.19.2"
+        f"megatron-core 0.16.1, which Python finds in {tmp_path}, lacks megatron.training (that in "
+        f"{installed_megatron()} belongs to another Megatron); mcore_rl runs with 0.17.0 to "
+        "0.20.0: pip install megatron-core==0.19.2, or put a checkout of one of them first on "
+        "PYTHONPATH"
     )
     if launcher == "mcore_rl.launch":
         assert (process.returncode, process.stderr) == (2, f"mcore_rl: error: {sentence}\n")

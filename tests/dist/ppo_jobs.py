@@ -20,7 +20,10 @@ from mcore_rl.hybrid_engine.model_shards import ModelShards
 from mcore_rl.learner import Learner
 from mcore_rl.recording.step_metrics import mismatch_metrics
 from mcore_rl.resume import megatron_checkpoint
+from mcore_rl.resume.folders import iteration_name
+from mcore_rl.resume.point import ResumePoint
 from mcore_rl.resume.saver import write_checkpoint
+from mcore_rl.resume.trainer_state import TrainerState
 from mcore_rl.run_output import setup_logging
 from mcore_rl.startup import Job, build_actor, start
 from mcore_rl.types import Baseline, Prompt, Rollout, ScoredRollout, StepBatch
@@ -85,8 +88,8 @@ class Models:
     learner: Learner
 
 
-def build_models(flags: list[str]) -> Models:
-    """Megatron running, with the checkpoint in actor and critic."""
+def build_models(flags: list[str], point: ResumePoint | None = None) -> Models:
+    """Megatron running, with the checkpoint in actor and critic; `point` if it is gone on from."""
     setup_logging()
     with open("/dev/null", "w") as log:
         job = in_float32(start(flags, log=log))
@@ -96,7 +99,8 @@ def build_models(flags: list[str]) -> Models:
             critic = build_critic(
                 job.critic, job.config, job.args, actor_iteration=state.iteration, log=log
             )
-    return Models(job, state, shards, critic, build_learner(job, state, shards, critic))
+    learner = build_learner(job, state, shards, critic, point)
+    return Models(job, state, shards, critic, learner)
 
 
 def export_models(models: Models, target: Path) -> None:
@@ -196,8 +200,10 @@ def learn_save_and_learn(flags: list[str], target: str) -> dict[str, float]:
 
 
 def load_and_learn(flags: list[str], target: str) -> dict[str, float]:
-    """That second step, after `--load`."""
-    models = build_models(flags)
+    """That second step, after `--load`, of a run whose reference is the Hugging Face folder."""
+    saved = Path(flags[flags.index("--load") + 1])
+    point = ResumePoint(saved / iteration_name(1), TrainerState(step=1, layout=""), rng=None)
+    models = build_models(flags, point)
     assert models.state.iteration == 1
     return _step_and_export(models, 1, target)
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from mcore_rl.recording import own_folders
 from mcore_rl.recording.run_directory import read_metrics
 from tests.e2e.recipe import task_flags
 from tests.rank_pool import ROOT, RankPool
@@ -181,8 +182,7 @@ def test_nothing_is_left_in_the_folder_of_checkpoints_but_checkpoints(
 ) -> None:
     *_, resumed = runs
     names = {"iter_0000002", "iter_0000004", "latest_checkpointed_iteration.txt"}
-    places = [resumed.folder / "checkpoints"]
-    if (places[0] / "critic").is_dir():
-        places.append(places[0] / "critic")
-    for place in places:
-        assert {path.name for path in place.iterdir()} - {"critic"} == names
+    folder = resumed.folder / "checkpoints"
+    assert {path.name for path in folder.iterdir()} - {"critic"} == {*names, own_folders.LOCK}
+    if (folder / "critic").is_dir():
+        assert {path.name for path in (folder / "critic").iterdir()} == names

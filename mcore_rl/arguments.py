@@ -370,7 +370,7 @@ def flag_of(field_name: str) -> str:
     return "--rl-" + field_name.rstrip("_").replace("_", "-")
 
 
-_GROUP = "mcore_rl"
+GROUP = "mcore_rl"  # the title that our flags stand under in a parser
 ExtraArgs = Callable[[argparse.ArgumentParser], Any]  # Megatron's `extra_args_provider`
 
 
@@ -381,7 +381,7 @@ def add_rl_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     be worse than stopping. Names that Megatron uses for its own RL are avoided.
     """
     taken = parser._option_string_actions
-    group = parser.add_argument_group(title=_GROUP)
+    group = parser.add_argument_group(title=GROUP)
     for spec in dataclasses.fields(RLConfig):
         flag = flag_of(spec.name)
         if flag in taken:
@@ -415,7 +415,7 @@ def with_rl_args(extra_args: ExtraArgs | None) -> ExtraArgs:
 
     def add(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         parser = parser if extra_args is None else extra_args(parser) or parser
-        has_ours = any(group.title == _GROUP for group in parser._action_groups)
+        has_ours = any(group.title == GROUP for group in parser._action_groups)
         return parser if has_ours else add_rl_args(parser)
 
     return add

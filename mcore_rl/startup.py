@@ -138,7 +138,7 @@ def hold_folders(checked: Checked, store: dist.Store | None) -> Checked:
     def hold() -> str:
         if int(os.environ.get("RANK", 0)) != writer:
             return ""
-        if checked.save:
+        if checked.save:  # first, or a directory would be made in vain
             own_folders.hold(Path(checked.save), "--save")
         directory = (
             Path(config.run_dir) if config.run_dir else own_folders.make_directory(config.run_name)

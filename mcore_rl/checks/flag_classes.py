@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import argparse
 import math
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from mcore_rl.arguments import GROUP
 from mcore_rl.checks.megatron_flags import (
     ARCHITECTURE,
     HONOURED,
@@ -163,7 +163,7 @@ def _actions(parser: argparse.ArgumentParser) -> Iterator[argparse.Action]:
     """Megatron's own, one a destination."""
     seen: set[str] = set()
     for group in parser._action_groups:
-        for action in group._group_actions if group.title != "mcore_rl" else ():
+        for action in group._group_actions if group.title != GROUP else ():
             if action.option_strings and action.dest not in seen | {"help"}:
                 seen.add(action.dest)
                 yield action
@@ -183,18 +183,16 @@ def document(parser: argparse.ArgumentParser, version: str) -> str:
         f"{' and '.join(values)}: {reason}": [flags[dest]]
         for dest, (values, reason) in REFUSED_VALUES.items()
     }
-    counts = {kind: sum(map(len, groups.values())) for kind, groups in rows.items()}
+    counts = {
+        kind.replace(" ", "_"): sum(map(len, groups.values())) for kind, groups in rows.items()
+    }
     counts["refused"] -= len(REFUSED_VALUES)
-    text = _HEAD.format(version=version, total=len(flags), **_underscored(counts))
+    text = _HEAD.format(version=version, total=len(flags), **counts)
     for title, kind, column in _SECTIONS:
         text += f"\n## {title}\n\n| {column} | flags |\n| --- | --- |\n"
         for reason, names in rows[kind].items():
             text += f"| {reason} | {' '.join(f'`{name}`' for name in sorted(names))} |\n"
     return text
-
-
-def _underscored(counts: Mapping[str, int]) -> dict[str, int]:
-    return {re.sub(" ", "_", kind): count for kind, count in counts.items()}
 
 
 _HEAD = """# Megatron's flags in RL

@@ -1,0 +1,175 @@
+"""The CUDA packages that contract tests run on, on a machine without a GPU.
+
+Two stacks with the same interface. The light one is a folder of CUDA packages, unpacked, that comes
+before site-packages of the environment that the tests run in, with its torch for CPU:
+
+    .cuda/light/site   vLLM's CUDA wheel without its libraries, Transformer Engine's pure wheel,
+                       and what that imports
+
+The full one is .venv-cuda, as `MCORE_RL_STACK=cuda scripts/setup_env.sh` builds it: torch for CUDA,
+vLLM's libraries, and Transformer Engine with its compiled extension. tests/cuda/standins.py stands
+in for what is missing in each of them.
+
+A job is a module of tests/cuda that is run in a process of its own, since it imports another vllm
+than the tests do. It installs stand-ins at its head and prints one JSON object as its last line:
+
+    def test_x(cuda_stack: Stack) -> None:
+        found = cuda_stack.run("models_job", "deepseek_v3", timeout=300)
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import zipfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from filelock import FileLock
+from packaging.requirements import Requirement
+
+ROOT = Path(__file__).resolve().parents[2]
+FOLDER = ROOT / ".cuda"
+# Set to "full" by scripts/test_cuda_stack.sh.
+TIER = "MCORE_RL_CUDA_STACK"
+# What the light stack takes of the pins: what torch for CPU can import, and the CPU stack lacks.
+_LIGHT = """vllm transformer-engine onnx onnx-ir onnxscript ml-dtypes nvdlfw-inspect lazy-importer
+importlib-metadata zipp""".split()
+_REQUIREMENTS = ("requirements-cuda.txt", "requirements-te.txt")
+
+
+@dataclass(frozen=True)
+class Stack:
+    """Packages for CUDA: an interpreter, what comes first on its path, and what it is told."""
+
+    name: str  # "light" or "full"
+    python: Path
+    site: Path  # the folder that vllm and transformer_engine are in
+    environment: Mapping[str, str]
+
+    def run(self, module: str, *args: str, timeout: float = 300, **environment: str) -> Any:
+        """What the job `tests.cuda.<module>` says: the JSON object of its last line.
+
+        Ends the job and all that it started after `timeout` seconds. Raises RuntimeError with the
+        end of its output if it fails.
+        """
+        command = [str(self.python), "-m", f"tests.cuda.{module}", *args]
+        job = subprocess.Popen(
+            command,
+            cwd=ROOT,
+            env={**os.environ, **_QUIET, **self.environment, **environment},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+        try:
+            stdout, stderr = job.communicate(timeout=timeout)
+        except BaseException as error:
+            os.killpg(job.pid, signal.SIGKILL)
+            stdout, stderr = job.communicate()
+            if not isinstance(error, subprocess.TimeoutExpired):
+                raise
+            stderr += f"\nended after {timeout} s"
+        if job.returncode:
+            said = "\n".join((stdout + stderr).splitlines()[-60:])
+            raise RuntimeError(f"{' '.join(command)} on the {self.name} stack:\n{said}")
+        return json.loads(stdout.splitlines()[-1])
+
+
+_QUIET = {
+    "VLLM_LOGGING_LEVEL": "WARNING",
+    "VLLM_NO_USAGE_STATS": "1",
+    "HF_HUB_OFFLINE": "1",
+    "OMP_NUM_THREADS": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+    "TORCHDYNAMO_DISABLE": "1",
+    "CUDA_DEVICE_MAX_CONNECTIONS": "1",
+}
+
+
+def chosen() -> Stack:
+    """The stack that the tests are to run on: the light one unless they are told otherwise."""
+    return full() if os.environ.get(TIER) == "full" else light()
+
+
+def pins() -> dict[str, str]:
+    """Version by package (lower case, "-" for "_") of the CUDA stack and Transformer Engine."""
+    found = {}
+    for file in _REQUIREMENTS:
+        for line in (ROOT / "scripts" / file).read_text().splitlines():
+            if line and not line.startswith("#"):
+                pin = Requirement(line)
+                (version,) = pin.specifier
+                found[canonical(pin.name)] = version.version
+    return found
+
+
+def canonical(package: str) -> str:
+    return re.sub(r"[-_.]+", "-", package).lower()
+
+
+def light() -> Stack:
+    """The light stack; made anew if the pins changed, by one process at a time."""
+    site = FOLDER / "light" / "site"
+    wanted = {name: version for name, version in pins().items() if name in _LIGHT}
+    stamp = site.with_name("stamp.json")
+    site.parent.mkdir(parents=True, exist_ok=True)
+    with FileLock(site.with_name("lock")):
+        if not (stamp.is_file() and json.loads(stamp.read_text()) == wanted):
+            stamp.unlink(missing_ok=True)
+            shutil.rmtree(site, ignore_errors=True)
+            for name, version in wanted.items():
+                unpack(name, version, site)
+            stamp.write_text(json.dumps(wanted))
+    return Stack("light", Path(sys.executable), site, {"PYTHONPATH": str(site)})
+
+
+def unpack(package: str, version: str, folder: Path) -> None:
+    """Put the wheel's files into `folder`, but for vLLM's libraries, made for another torch."""
+    # To pip a version is also that version built for CPU, where its configuration names some.
+    wanted = f"{package}=={version},!={version}+cpu"
+    command = [sys.executable, "-m", "pip", "-qq", "download", "--no-deps", wanted]
+    with tempfile.TemporaryDirectory(dir=folder.parent) as downloads:
+        subprocess.run(command, cwd=downloads, check=True)
+        (wheel,) = Path(downloads).iterdir()
+        with zipfile.ZipFile(wheel) as archive:
+            names = [name for name in archive.namelist() if not re.match(r"vllm/.*\.so$", name)]
+            archive.extractall(folder, names)
+
+
+def full() -> Stack:
+    """The CUDA stack as a GPU machine has it, and a libcuda.so.1 by which its libraries load."""
+    python = ROOT / ".venv-cuda" / "bin" / "python"
+    if not python.exists():
+        raise RuntimeError("there is no .venv-cuda: run scripts/test_cuda_stack.sh")
+    (site,) = (python.parents[1] / "lib").glob("python3.*/site-packages")
+    return Stack("full", python, site, {"LD_LIBRARY_PATH": str(driver_stub(site))})
+
+
+def driver_stub(site: Path) -> Path:
+    """A folder with a libcuda.so.1 of which every function says that there is no device.
+
+    Libraries for CUDA are linked with the driver's, which only machines with a GPU have. It has the
+    names that cuda.h of the installed CUDA has, and is never put into the environment.
+    """
+    folder = FOLDER / "driver"
+    folder.mkdir(parents=True, exist_ok=True)
+    header = (site / "nvidia" / "cu13" / "include" / "cuda.h").read_text()
+    names = sorted(set(re.findall(r"\bcu[A-Z]\w*", header)))
+    no_device = 100  # CUDA_ERROR_NO_DEVICE
+    source = "".join(f"int {name}(void) {{ return {no_device}; }}\n" for name in names)
+    with FileLock(folder / "lock"):
+        if not (folder / "stub.c").is_file() or (folder / "stub.c").read_text() != source:
+            (folder / "stub.c").write_text(source)
+            command = "gcc -shared -fPIC -Wl,-soname,libcuda.so.1 -o libcuda.so.1 stub.c"
+            subprocess.run(command.split(), cwd=folder, check=True)
+    return folder

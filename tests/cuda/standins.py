@@ -1,0 +1,280 @@
+"""Stand-ins for what a machine without a GPU lacks, for the jobs of tests/cuda.
+
+A job installs those it needs at its head, before it imports vllm, megatron or mcore_rl:
+
+    from tests.cuda import standins
+    standins.transformer_engine_extension()
+    standins.vllm_libraries()
+    standins.cuda_device(capability=(9, 0))
+
+Each does nothing where the real thing can be imported, so that the same job runs on the light and
+on the full stack. None of them computes anything: a kernel that is called raises RuntimeError. So
+no job can show what a kernel returns, what NCCL sends, what the device's allocator does (sleep,
+peaks, fragmentation), nor what CUDA graphs and streams change.
+"""
+
+from __future__ import annotations
+
+import enum
+import itertools
+import os
+import re
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from importlib.machinery import ModuleSpec
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+GIB = 1 << 30
+_CAPABILITIES = {(9, 0): "NVIDIA H100 80GB HBM3", (10, 0): "NVIDIA B200"}
+
+
+# ---------------------------------------------------------------------------- Transformer Engine
+
+
+def transformer_engine_extension() -> bool:
+    """Let transformer_engine.pytorch be imported from its pure wheel; whether that was needed.
+
+    Stands in for transformer_engine_torch, the compiled module, and for the core library. Modules
+    can be built (on `meta` too) with their parameters; nothing can be run forward, and what the
+    compiled module would refuse (a type, an enumeration's value) is accepted.
+    """
+    try:
+        version("transformer-engine-torch")
+        return False
+    except PackageNotFoundError:
+        pass
+    os.environ["NVTE_PROJECT_BUILDING"] = "1"  # the core library is not looked for
+    import transformer_engine.common as common
+
+    constants = Path(common.__file__).parents[1] / "pytorch" / "constants.py"
+    names = re.findall(r"^    (k\w+) = int\(tex\.DType\.", constants.read_text(), re.MULTILINE)
+    module = _CompiledModule("transformer_engine_torch")
+    module.DType = enum.IntEnum("DType", [(name, _TE_TYPES[name]) for name in names])
+    module.get_cudnn_version = lambda: 92000
+    sys.modules["transformer_engine_torch"] = module
+    common.load_framework_extension = lambda framework: None
+    return True
+
+
+# transformer_engine/common/include/transformer_engine/transformer_engine.h: enum NVTEDType.
+_TE_TYPES = {
+    name: value
+    for value, name in enumerate(
+        "kByte kInt16 kInt32 kInt64 kFloat32 kFloat16 kBFloat16 kFloat8E4M3 kFloat8E5M2 "
+        "kFloat8E8M0 kFloat4E2M1".split()
+    )
+}
+
+
+class _CompiledModule(ModuleType):
+    """Has every name: in capitals a type or an enumeration, else a function that raises."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        value = (
+            _Enumeration(name, (), {})
+            if name[0].isupper()
+            else needs_gpu(f"{self.__name__}.{name}")
+        )
+        setattr(self, name, value)
+        return value
+
+
+class _Enumeration(type):
+    """A class of which every attribute is a member, made when it is asked for."""
+
+    _counter = itertools.count()
+
+    def __getattr__(cls, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        member = cls()
+        member.name, member.value = name, next(_Enumeration._counter)
+        setattr(cls, name, member)
+        return member
+
+    def __iter__(cls) -> Any:
+        return iter([member for member in vars(cls).values() if isinstance(member, cls)])
+
+    @property
+    def __members__(cls) -> dict[str, Any]:
+        return {member.name: member for member in cls}
+
+    def __call__(cls, *_: Any, **__: Any) -> Any:
+        return type.__call__(cls)
+
+    def __new__(mcs, name: str, bases: tuple[type, ...], _: Mapping[str, Any]) -> Any:
+        number = {"__int__": lambda self: self.value, "__index__": lambda self: self.value}
+        return super().__new__(mcs, name, bases, number)
+
+
+def needs_gpu(name: str) -> Callable[..., Any]:
+    """A function of that name that cannot be run here."""
+
+    def function(*_: Any, **__: Any) -> Any:
+        raise RuntimeError(f"{name} was called, which needs a GPU")
+
+    function.__name__ = name.rpartition(".")[2]
+    return function
+
+
+# -------------------------------------------------------------------------------------- vLLM
+
+_LIBRARIES = """_C_stable_libtorch _moe_C_stable_libtorch cumem_allocator _flashmla_C
+_flashmla_extension_C _qutlass_C _deepselect_C _flashkda_C vllm_flash_attn._vllm_fa2_C
+vllm_flash_attn._vllm_fa3_C""".split()
+_OPERATORS = """_C _moe_C _C_cache_ops _C_cuda_utils _C_custom_ar _vllm_fa2_C _vllm_fa3_C""".split()
+
+
+def vllm_libraries() -> bool:
+    """Let vLLM for CUDA be imported on torch for CPU; whether that was needed.
+
+    Stands in for vLLM's shared libraries and the operators that they register. "Is this supported"
+    is answered by yes, for the pretended capability decides; an operator that does not exist is
+    found all the same.
+    """
+    if torch.version.cuda is not None:
+        return False
+    for name in _LIBRARIES:
+        module = ModuleType(f"vllm.{name}")
+        module.__spec__ = ModuleSpec(module.__name__, None)
+        sys.modules[module.__name__] = module
+    namespace = type(torch.ops._C)
+    found = namespace.__getattr__
+
+    def operator(self: Any, name: str) -> Any:
+        try:
+            return found(self, name)
+        except AttributeError:
+            if self.name not in _OPERATORS or name.startswith("__"):
+                raise
+        answers = "support" in name or name.startswith("get_")
+        stand_in = (lambda *_, **__: "support" in name) if answers else None
+        stand_in = stand_in or needs_gpu(f"torch.ops.{self.name}.{name}")
+        stand_in.default = stand_in
+        return stand_in
+
+    namespace.__getattr__ = operator
+    register = torch.library.register_fake
+
+    def register_fake(op: Any, *args: Any, **kwargs: Any) -> Any:
+        if isinstance(op, str) and op.split("::")[0] in _OPERATORS:
+            return lambda function: function
+        return register(op, *args, **kwargs)
+
+    torch.library.register_fake = register_fake
+    return True
+
+
+# ------------------------------------------------------------------------------------- a device
+
+
+def cuda_device(capability: tuple[int, int] = (9, 0), num_devices: int = 8) -> None:
+    """Let vLLM and Megatron believe in devices of that compute capability (9.0 H100, 10.0 B200).
+
+    Stands in for the driver: NVML as vLLM asks it, questions to torch.cuda and torch.accelerator,
+    streams and events. There is no memory and no device: what is made on "cuda" must go elsewhere,
+    by `CudaElsewhere`.
+    """
+    _nvml(capability, num_devices)
+    name, total = _CAPABILITIES[capability], 80 * GIB
+    properties = SimpleNamespace(
+        major=capability[0],
+        minor=capability[1],
+        multi_processor_count=132,
+        name=name,
+        total_memory=total,
+        is_integrated=False,
+        shared_memory_per_block_optin=232448,
+        L2_cache_size=50 << 20,
+        warp_size=32,
+        max_threads_per_multi_processor=2048,
+        uuid="0",
+        gcnArchName="",
+    )
+    nothing = "set_device synchronize empty_cache reset_peak_memory_stats ipc_collect".split()
+    answers = {
+        **dict.fromkeys(nothing),
+        **dict.fromkeys(("memory_allocated", "memory_reserved", "max_memory_allocated"), 0),
+        "is_available": True,
+        "is_initialized": False,
+        "is_current_stream_capturing": False,
+        "device_count": num_devices,
+        "current_device": 0,
+        "get_device_properties": properties,
+        "get_device_name": name,
+        "get_device_capability": capability,
+        "mem_get_info": (total, total),
+    }
+    for question, answer in answers.items():
+        setattr(torch.cuda, question, _always(answer))
+    for question in ("set_device_index", "empty_cache", "synchronize"):
+        setattr(torch.accelerator, question, _always(None))
+    torch.accelerator.is_available = _always(True)
+    torch.cuda.Stream = torch.cuda.Event = Stream
+    torch.cuda.current_stream = torch.cuda.stream = torch.cuda.default_stream = Stream
+
+
+def _nvml(capability: tuple[int, int], num_devices: int) -> None:
+    import vllm.third_party.pynvml as nvml
+
+    answers = {
+        "nvmlInit": None,
+        "nvmlShutdown": None,
+        "nvmlDeviceGetCount": num_devices,
+        "nvmlDeviceGetHandleByIndex": 0,
+        "nvmlDeviceGetName": _CAPABILITIES[capability],
+        "nvmlDeviceGetUUID": "GPU-0",
+        "nvmlDeviceGetMemoryInfo": SimpleNamespace(total=80 * GIB, free=80 * GIB, used=0),
+        "nvmlDeviceGetP2PStatus": 0,
+        "nvmlDeviceGetCudaComputeCapability": capability,
+    }
+    for question, answer in answers.items():
+        setattr(nvml, question, _always(answer))
+
+
+def _always(answer: Any) -> Callable[..., Any]:
+    return lambda *_, **__: answer
+
+
+class Stream:
+    """Of torch.cuda.Stream, Event and their contexts: whatever is asked for is done at once."""
+
+    cuda_stream = 0
+
+    def __init__(self, *_: Any, **__: Any) -> None: ...
+
+    def __getattr__(self, name: str) -> Callable[..., None]:
+        return _always(None)
+
+    def __enter__(self) -> Stream:
+        return self
+
+    def __exit__(self, *_: Any) -> None: ...
+
+
+class CudaElsewhere(TorchFunctionMode):
+    """Within it, what is asked for by `device=` on CUDA is made on `device`: "cpu" or "meta"."""
+
+    def __init__(self, device: str) -> None:
+        super().__init__()
+        self.device = device
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        kwargs = dict(kwargs or {})
+        if str(kwargs.get("device") or "").startswith("cuda"):
+            kwargs["device"] = self.device
+        return func(*args, **kwargs)

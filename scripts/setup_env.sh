@@ -7,7 +7,8 @@
 # without network; a change of the requirements or of the stack builds it anew, a change of setup.py
 # only installs mcore_rl again. What is already there is moved aside until the new one works.
 #
-#   MCORE_RL_STACK=cpu|cuda   the stack, instead of what the machine has
+#   MCORE_RL_STACK=cpu|cuda   the stack, instead of what the machine has; cuda on a machine without a
+#                             GPU is built in .venv-cuda, beside the .venv that works there
 #   MCORE_RL_PYTHON=PATH      the interpreter, instead of the first one in PATH that will do
 #
 # Exit codes: 0 .venv is ready, 2 something the caller chose (Python, stack) cannot be used,
@@ -19,21 +20,17 @@
 set -euo pipefail
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
-venv=$root/.venv
-previous=$root/.venv.previous
 state=$root/.cache/setup_env
 log=$state/install.log
-stamp=$venv/mcore_rl_stamp
-unfinished=$venv/mcore_rl_unfinished
+te_requirements=scripts/requirements-te.txt
+te_wheels=$state/wheels
 
 # Where the index has torch for CUDA only, PyTorch's own one is asked for the build that is pinned.
 torch_cpu_index=https://download.pytorch.org/whl/cpu
-# cu13 as torch 2.11.0 is built for CUDA 13. On PyPI "apex" is an unrelated package: never add it.
-transformer_engine='transformer-engine[core_cu13,pytorch]==2.14.0'
 # Space for the download, the unpacked wheels and what pip caches: 4.5 GiB measured for the CPU
 # stack before any cache, an estimate for CUDA.
 min_free_gib_cpu=6
-min_free_gib_cuda=12
+min_free_gib_cuda=16
 
 # What pip says of a connection that fails.
 no_connection='connection broken|timed out|Failed to establish|name resolution|SSLError|unreachable'
@@ -116,18 +113,25 @@ stack_is_current() {
 
 digest() { sha256sum <"$root/$1" | cut -d ' ' -f 1; }
 
-choose_stack() { # sets stack
+has_gpu() {
+  compgen -G '/dev/nvidia[0-9]*' >/dev/null || timeout 20 nvidia-smi -L >/dev/null 2>&1
+}
+
+choose_stack() { # sets stack, and where it goes: folder, venv, previous, stamp, unfinished
+  folder=.venv
   case ${MCORE_RL_STACK:-} in
-    cpu | cuda) stack=$MCORE_RL_STACK ;;
-    '')
-      if compgen -G '/dev/nvidia[0-9]*' >/dev/null || timeout 20 nvidia-smi -L >/dev/null 2>&1; then
-        stack=cuda
-      else
-        stack=cpu
-      fi
+    cpu) stack=cpu ;;
+    cuda)
+      stack=cuda
+      has_gpu || folder=.venv-cuda
       ;;
+    '') if has_gpu; then stack=cuda; else stack=cpu; fi ;;
     *) fail 2 "MCORE_RL_STACK is \"$MCORE_RL_STACK\" and must be cpu or cuda." ;;
   esac
+  venv=$root/$folder
+  previous=$venv.previous
+  stamp=$venv/mcore_rl_stamp
+  unfinished=$venv/mcore_rl_unfinished
 }
 
 # Prints "3.11 1": the version, and whether the modules are there that make an environment. Runs
@@ -217,6 +221,8 @@ if extent == "all":
     import vllm
     if stack == "cpu" and torch.version.cuda:
         sys.exit(f"torch {torch.__version__} is a CUDA build")
+    if stack == "cuda" and not torch.version.cuda:
+        sys.exit(f"torch {torch.__version__} is not a CUDA build")
     if find_spec("megatron.training") is None:
         sys.exit(f"megatron-core {megatron.core.__version__} came without megatron.training")
     if find_spec("mcore_rl") is None:
@@ -271,7 +277,14 @@ install_stack() {
   torch=$(pins torch)
   megatron=$(pins megatron-core)
   # See the head of requirements-cpu.txt for why its packages come without their dependencies.
-  if [[ $stack == cpu ]]; then deps=(--no-deps); else deps=(-c "$constraints"); fi
+  if [[ $stack == cpu ]]; then
+    deps=(--no-deps)
+  else
+    # To pip torch==2.13.0 is 2.13.0+cpu as well, and that the better one, where an index or a folder
+    # that its configuration names has it.
+    sed -i -E 's/^((torch|torchvision|torchaudio|vllm)==(.*))/\1,!=\3+cpu/' "$constraints"
+    deps=(-c "$constraints")
+  fi
 
   say "[1/5] pip and build tools"
   pip_install "${build[@]}" || explain_pip "${build[*]}"
@@ -294,9 +307,46 @@ install_torch() {
     explain_pip "$torch" "$torch_cpu_index"
 }
 
+# Compiled here against the torch that is installed: 33 files, some 25 minutes of one core and
+# MAX_JOBS of them at a time. The wheel is kept for the next environment with this torch and Python,
+# which pip's own cache would not tell from another.
 install_transformer_engine() {
-  pip_install --no-build-isolation -c "$constraints" "$transformer_engine" ||
-    say "Transformer Engine did not install (see $log): use --transformer-impl local."
+  local site wheels core=$state/tmp/te.txt
+  site=$("$venv/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
+  wheels=$te_wheels/$("$venv/bin/python" -c '
+import sys, torch; print(f"torch{torch.__version__}-cp{sys.version_info[0]}{sys.version_info[1]}")')
+  grep -vE '^(#|$|transformer-engine-torch==)' "$root/$te_requirements" >"$core"
+  say "      Transformer Engine, whose extension is compiled (25 minutes of one core)"
+  if pip_install -c "$constraints" -r "$core" &&
+    { compgen -G "$wheels/transformer_engine_torch-$(te_version)-*.whl" >/dev/null ||
+      compile_transformer_engine "$site" "$wheels"; } &&
+    pip_install --no-deps "$wheels"/transformer_engine_torch-"$(te_version)"-*.whl; then
+    return
+  fi
+  last_log | tail -n 15 | sed 's/^/  | /' >&2
+  say "Transformer Engine did not install (see $log): the environment works without it, by \
+Megatron's local implementation of the layers."
+  # Half of it would be found and could not be imported; Megatron takes an empty folder for it.
+  logged "$venv/bin/python" -m pip --no-input uninstall --yes transformer-engine \
+    transformer-engine-cu13 transformer-engine-torch || true
+  rm -rf "$site/transformer_engine"
+}
+
+te_version() { sed -n 's/^transformer-engine-torch==//p' "$root/$te_requirements"; }
+
+# With the headers and libraries of the CUDA that torch brings, and not of one that may be installed.
+compile_transformer_engine() { # site-packages, folder for the wheel
+  local cuda=$1/nvidia/cu13 links=$state/tmp/lib library
+  mkdir -p "$links" "$2"
+  # Packages have libcudart.so.13; a linker asks for libcudart.so.
+  for library in "$cuda"/lib/lib*.so.*; do
+    ln -sf "$library" "$links/$(basename "${library%%.so.*}").so"
+  done
+  # Its version would else have the commit of the checkout that this lies in, and pip refuses that.
+  NVTE_NO_LOCAL_VERSION=1 NVTE_BUILD_USE_NVIDIA_WHEELS=1 NVTE_PYTORCH_FORCE_BUILD=TRUE \
+    NVTE_WITH_NCCL_EP=0 CUDA_HOME=$cuda LIBRARY_PATH=$links logged "$venv/bin/python" -m pip --no-input \
+    --disable-pip-version-check --retries 3 wheel --progress-bar off --no-deps --no-cache-dir \
+    --no-build-isolation --wheel-dir "$2" "transformer-engine-torch==$(te_version)"
 }
 
 install_package() {
@@ -318,13 +368,13 @@ build() {
   if [[ -e $venv || -L $venv ]]; then
     if [[ ! -e $stamp ]]; then # made by someone else: theirs to throw away
       building=$venv.aside.$(date +%Y%m%d%H%M%S)
-      say "keeping the .venv that this script did not make as $(basename "$building")"
+      say "keeping the $folder that this script did not make as $(basename "$building")"
     fi
     mv -T "$venv" "$building"
   fi
   mkdir "$venv"
   touch "$unfinished"
-  say "building .venv for the $stack stack with $python; the log is $log"
+  say "building $folder for the $stack stack with $python; the log is $log"
   logged "$python" -m venv "$venv" || fail 1 "$python could not make $venv: \
 $(tail -n 1 "$log") (log: $log)."
   install_stack
@@ -334,12 +384,12 @@ $(tail -n 1 "$log") (log: $log)."
   rm -f "$unfinished"
   building=
   rm -rf "$previous"
-  say "the $stack stack is ready in .venv after $((SECONDS - started)) s"
+  say "the $stack stack is ready in $folder after $((SECONDS - started)) s"
 }
 
 # Brings a .venv of the right packages up to date with setup.py, in place.
 refresh() {
-  say "installing mcore_rl in .venv"
+  say "installing mcore_rl in $folder"
   install_package
   check_and_stamp
 }
@@ -362,6 +412,7 @@ done
 choose_stack
 requirements=scripts/requirements-$stack.txt
 stack_key="stack=$stack requirements=$(digest "$requirements") root=$root"
+[[ $stack == cpu ]] || stack_key+=" te=$(digest "$te_requirements")"
 package_key="package=$(digest setup.py)"
 # What the caller set for another environment must not reach into this one.
 unset PYTHONHOME PYTHONPATH PIP_USER PIP_TARGET PIP_PREFIX VIRTUAL_ENV

@@ -25,6 +25,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 REQUIREMENTS = ("scripts/requirements-cpu.txt", "scripts/requirements-cuda.txt")
+ENGINE_REQUIREMENTS = "scripts/requirements-te.txt"
 PROGRAMS = """awk basename bash cat cut date df dirname flock grep mkdir mv rm rmdir sed setsid
 sha256sum sleep tail timeout touch uname wc""".split()
 PYTHON_NAMES = ("python3.11", "python3.12", "python3", "python")
@@ -131,7 +132,7 @@ def has_ended(pid: str) -> bool:
 @pytest.fixture
 def checkout(tmp_path: Path) -> Checkout:
     made = Checkout(tmp_path / "checkout", tmp_path / "programs")
-    for name in ("scripts/setup_env.sh", "setup.py", *REQUIREMENTS):
+    for name in ("scripts/setup_env.sh", "setup.py", *REQUIREMENTS, ENGINE_REQUIREMENTS):
         (made.path / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(ROOT / name, made.path / name)
     made.programs.mkdir()
@@ -189,7 +190,25 @@ def test_stack_is_refused_when_unknown(checkout: Checkout) -> None:
 def test_stack_is_cuda_where_the_driver_answers(checkout: Checkout) -> None:
     checkout.little_disk()
     checkout.program("nvidia-smi", "echo 'GPU 0: a device'")
-    assert "the cuda stack needs 12 GiB" in checkout.fails(1, MCORE_RL_STACK="")
+    assert "the cuda stack needs 16 GiB" in checkout.fails(1, MCORE_RL_STACK="")
+
+
+@pytest.mark.skipif(any(Path("/dev").glob("nvidia[0-9]*")), reason="this machine has a GPU")
+def test_cuda_stack_is_built_beside_the_environment_of_a_machine_without_a_gpu(
+    checkout: Checkout,
+) -> None:
+    checkout.make_complete_venv()
+    checkout.little_disk()
+    assert "the cuda stack needs" in checkout.fails(1, MCORE_RL_STACK="cuda")
+    assert checkout.environments() == [".venv"] and (checkout.venv / "kept").exists()
+
+    # Refused by the index only now: the folder is the other one until that fails.
+    (checkout.programs / "df").unlink()
+    (checkout.programs / "df").symlink_to(shutil.which("df") or "df")
+    process = checkout.start(MCORE_RL_STACK="cuda")
+    stdout = process.communicate(timeout=60)[0]
+    assert "building .venv-cuda for the cuda stack" in stdout
+    assert checkout.environments() == [".venv"] and (checkout.venv / "kept").exists()
 
 
 @pytest.mark.skipif(any(Path("/dev").glob("nvidia[0-9]*")), reason="this machine has a GPU")

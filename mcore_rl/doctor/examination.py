@@ -92,7 +92,6 @@ class _Examination:
         self._megatron_can_start = not self._has_red(finding.PATCHES)
         self._look(finding.PATCHES, self._vllm_patches)
         if self._megatron_can_start:
-            self._look(finding.VERSIONS, self._supported)
             self._look(finding.FLAGS, self._taken_flags)
         else:
             what = (
@@ -133,13 +132,6 @@ class _Examination:
 
         # Applying them would import vLLM's models; they name exact versions. torch's is among both.
         return check_patches([p for p in patches() if p not in PATCHES], "vLLM", apply=False)
-
-    def _supported(self) -> list[Finding]:
-        """The versions that a start accepts; silent where it does."""
-        from mcore_rl.checks.preflight import check_versions
-
-        check_versions()
-        return []
 
     def _taken_flags(self) -> list[Finding]:
         from mcore_rl.doctor.flags import check_parser

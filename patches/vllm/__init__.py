@@ -1,7 +1,7 @@
 """Repairs of vLLM, applied by `register`, the entry point in group `vllm.general_plugins`.
 
 vLLM calls it in its front end, engine core and workers. All but `rank_map` concern the CPU build
-(one of them is torch's); on CUDA (vLLM 0.26 to 0.33) none of those is needed and none is applied.
+(one of them is torch's); on CUDA none of those is needed and none is applied.
 `rank_map` is applied where an engine is started with a rank map, `answers_after_failure` to the
 versions it knows on either. `VLLM_PLUGINS=` starts vLLM without them.
 """

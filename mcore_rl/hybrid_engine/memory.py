@@ -1,6 +1,8 @@
 """Measured memory of this process: what it peaks at, and what it holds, on the host and the device.
 
-"The device" is this process's CUDA device as PyTorch's allocator sees it, 0 bytes without one.
+"The device" is this process's CUDA device, 0 bytes without one. What is in use there is asked of
+the driver: PyTorch's allocator counts the memory of a sleeping engine, which is not there, and does
+not know that of communicators, graphs and libraries, which is.
 """
 
 from __future__ import annotations
@@ -24,26 +26,50 @@ def host_bytes(field: str = "VmRSS") -> int:
     return int(match[1]) << 10
 
 
-_highest_before_reset = [0, 0]  # of the host and of the device
+def device_bytes() -> int:
+    """What the driver has given out of this process's device, to whomever; noted for the peak."""
+    if not torch.cuda.is_available():
+        return 0
+    free, total = torch.cuda.mem_get_info()
+    _note(0, total - free)
+    return total - free
+
+
+def give_back_cached() -> None:
+    """Return to the driver what PyTorch's allocator keeps for later.
+
+    vLLM takes the memory of its weights and its KV cache from the driver, at its start and whenever
+    it wakes: before each of these this is called. Without CUDA nothing is kept.
+    """
+    device_bytes()  # at its highest just before
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+_highest = [0, 0]  # of the host and of the device, as far as it was noted
+
+
+def _note(host: int, device: int) -> None:
+    _highest[:] = max(_highest[0], host), max(_highest[1], device)
 
 
 def highest_bytes() -> tuple[int, int]:
     """(host, device) at their highest since the process began, in spite of any `PeakMemory`.
 
-    On the host the resident set, on the device what its allocator has given out.
+    On the host the resident set, on the device what the driver had given out, which it keeps no
+    record of: PyTorch's allocator keeps what it has until `give_back_cached`, and a stage's peak is
+    there until then, so that it is seen before each of these, and here.
     """
-    on_device = torch.cuda.max_memory_allocated() if torch.cuda.is_available() else 0
-    for which, now in enumerate((host_bytes("VmHWM"), on_device)):
-        _highest_before_reset[which] = max(_highest_before_reset[which], now)
-    host, device = _highest_before_reset
-    return host, device
+    _note(host_bytes("VmHWM"), device_bytes())
+    return _highest[0], _highest[1]
 
 
 class PeakMemory:
     """Measures the peak within a `with` block, above where the process stood at its start.
 
-    On CUDA the allocator's peak, without it the resident set's, whose high-water mark Linux resets
-    on request. Nested use would reset the outer one's mark.
+    On CUDA the peak of what PyTorch's allocator has given out, which an engine that wakes up does
+    not change; without it the resident set's, whose high-water mark Linux resets on request. Nested
+    use would reset the outer one's mark.
     """
 
     extra_bytes = 0
@@ -72,7 +98,7 @@ class Footprint:
 
     resident_bytes: int  # without mapped files: code that is touched late is no leak
     heap_bytes: int  # malloc's, in use: the resident set without its free pieces; glibc only
-    device_bytes: int  # allocated, not what the allocator caches
+    device_bytes: int  # given out by the driver, without what PyTorch keeps for later
     open_files: int
     threads: int
     shared_memory: int  # segments in /dev/shm that this process has mapped
@@ -84,6 +110,7 @@ class Footprint:
         Otherwise the resident set would count what the collector or malloc have not got round to.
         """
         gc.collect()
+        give_back_cached()
         libc = ctypes.CDLL(None)
         if hasattr(libc, "malloc_trim"):  # glibc's; other libraries give pages back by themselves
             libc.malloc_trim(0)
@@ -91,7 +118,7 @@ class Footprint:
         return cls(
             resident_bytes=host_bytes("RssAnon"),
             heap_bytes=_heap_bytes(libc),
-            device_bytes=torch.cuda.memory_allocated() if torch.cuda.is_available() else 0,
+            device_bytes=device_bytes(),
             open_files=len(os.listdir("/proc/self/fd")),
             threads=len(os.listdir("/proc/self/task")),
             shared_memory=len(set(re.findall(r"/dev/shm/.*$", mapped, re.MULTILINE))),

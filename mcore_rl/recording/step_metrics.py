@@ -16,7 +16,12 @@ from mcore_rl.algorithms.mismatch import MismatchSums
 from mcore_rl.collector import Collected
 from mcore_rl.critic import ValueUpdateStats
 from mcore_rl.health.stage_timers import StageTimers
-from mcore_rl.hybrid_engine.memory import highest_bytes, host_bytes
+from mcore_rl.hybrid_engine.memory import (
+    device_bytes,
+    give_back_cached,
+    highest_bytes,
+    host_bytes,
+)
 from mcore_rl.hybrid_engine.reshard_report import ReshardReport
 from mcore_rl.types import ScoredRollout
 
@@ -92,7 +97,7 @@ def measured(
     step of `timers`. Collective over the world.
     """
     host_peak_bytes, device_peak_bytes = highest_bytes()
-    on_device = torch.cuda.memory_allocated() if torch.cuda.is_available() else 0
+    give_back_cached()  # as the next switch does; what is left would be a leak if it grew
     rollout_seconds, train_seconds = timers["rollout"], timers["train"]
     names = (
         "reshard/received_bytes_max",
@@ -116,7 +121,7 @@ def measured(
             host_peak_bytes,
             device_peak_bytes,
             host_bytes("RssAnon"),
-            on_device,
+            device_bytes(),
             len(os.listdir("/proc/self/fd")),
         ],
         dtype=torch.float64,

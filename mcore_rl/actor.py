@@ -19,6 +19,7 @@ from mcore_rl.algorithms.total_loss import PolicyLossSums, policy_loss_total
 from mcore_rl.arguments import RLConfig
 from mcore_rl.batching.micro_batching import MicroBatching
 from mcore_rl.batching.rows import ModelRows
+from mcore_rl.hybrid_engine.host_memory import HostCopy
 from mcore_rl.hybrid_engine.layout import TrainLayout
 from mcore_rl.model_runner import ModelRunner
 from mcore_rl.optimizer import CheckedOptimizer, UpdateResult
@@ -131,7 +132,7 @@ class Actor:
 
 
 class ReferencePolicy:
-    """The policy as it was, kept on the host in this rank's own shards.
+    """The policy as it was, kept on the host (`HostCopy`) in this rank's own shards.
 
     `with reference:` swaps its weights into the actor's model and back; no second model exists.
     `version` is the step whose policy it is, 0 for the one that the run began with.
@@ -139,15 +140,13 @@ class ReferencePolicy:
 
     def __init__(self, state: megatron_adapter.TrainState) -> None:
         self.version = 0
-        self._state, self._weights = state, megatron_adapter.weights(state)
-        self._host = [weight.to("cpu", copy=True) for weight in self._weights]
+        self._state = state
+        self._weights = HostCopy(megatron_adapter.weights(state))
 
-    @torch.no_grad()
     def refresh(self, version: int) -> None:
         """Take the actor as it is now, after `version` steps."""
         self.version = version
-        for weight, host in zip(self._weights, self._host, strict=True):
-            host.copy_(weight)
+        self._weights.take()
 
     def __enter__(self) -> ReferencePolicy:
         self.swap()
@@ -156,12 +155,7 @@ class ReferencePolicy:
     def __exit__(self, *exc: object) -> None:
         self.swap()
 
-    @torch.no_grad()
     def swap(self) -> None:
         """Exchange the model's weights with those kept here."""
-        for weight, host in zip(self._weights, self._host, strict=True):
-            current = weight.to("cpu", copy=True)
-            weight.copy_(host)
-            host.copy_(current)
-            del current  # before the next one is made
+        self._weights.exchange()
         megatron_adapter.weights_written(self._state)

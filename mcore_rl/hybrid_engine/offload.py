@@ -30,6 +30,7 @@ import torch
 import torch.distributed as dist
 
 from mcore_rl.errors import UsageError
+from mcore_rl.hybrid_engine.host_memory import HostBuffer
 
 # Of storages shared between kinds the first one owns: what must be kept is never forgotten with a
 # gradient. Also the order of the way back: log-probs need the parameters, the update the rest.
@@ -324,45 +325,6 @@ class Offloader:
             moved = sum(size for size, is_dropped in sizes if not is_dropped)
             saved = dropped + (moved if self._on_cuda else 0)
             self.stats.add(kind, moved=moved, dropped=dropped, saved=saved)
-
-
-class HostBuffer:
-    """Host memory for one kind, in chunks that a bucket of the host allocator holds exactly.
-
-    torch rounds page-locked memory up to a power of two: one piece of 65 GiB would take 128. Chunks
-    are powers of two but for the last one, and a storage may run over the border of two.
-    """
-
-    def __init__(self, pinned: bool, chunk_bytes: int) -> None:
-        assert chunk_bytes.bit_count() == 1, f"{chunk_bytes} is not a power of two"
-        self._pinned, self._chunk_bytes = pinned, chunk_bytes
-        self._chunks: list[torch.Tensor] = []
-
-    @property
-    def num_bytes(self) -> int:
-        return sum(len(chunk) for chunk in self._chunks)
-
-    def reserve(self, num_bytes: int) -> None:
-        """Have room for at least `num_bytes`. What was allocated before a failure is kept."""
-        while (missing := num_bytes - self.num_bytes) > 0:
-            size = min(missing, self._chunk_bytes)
-            if self._pinned:
-                size = 1 << (size - 1).bit_length()
-            self._chunks.append(torch.empty(size, dtype=torch.uint8, pin_memory=self._pinned))
-
-    def pieces(self, start: int, num_bytes: int) -> Iterator[torch.Tensor]:
-        """`[n]` uint8 views that together are the bytes from `start`."""
-        offset = 0
-        for chunk in self._chunks:
-            low, high = max(start - offset, 0), min(start + num_bytes - offset, len(chunk))
-            if low < high:
-                yield chunk[low:high]
-            offset += len(chunk)
-
-    def release(self) -> None:
-        """Free the memory, unless it is page-locked."""
-        if not self._pinned:
-            self._chunks.clear()
 
 
 def _bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:

@@ -7,6 +7,7 @@ from unittest import mock
 import pytest
 import torch
 
+from mcore_rl.hybrid_engine.host_memory import HostCopy
 from mcore_rl.hybrid_engine.offload import Offloader
 from mcore_rl.hybrid_engine.rng import RngState
 
@@ -100,6 +101,27 @@ def test_host_memory_is_page_locked_and_kept() -> None:
     there_and_back.offload()
     assert there_and_back.host_bytes == held
     there_and_back.onload()
+
+
+def test_values_kept_on_the_host_are_exchanged_beside_the_callers_stream() -> None:
+    weights = [t for _, t in tensors_on_device()["optimizer"][:2]]
+    first = [weight.cpu() for weight in weights]
+    copy = HostCopy(weights, chunk_bytes=32 * MIB, bucket_bytes=8 * MIB)
+    assert all(chunk.is_pinned() for chunk in copy._host._chunks)
+    held = copy.host_bytes
+    busy = torch.randn(4096, 4096, device="cuda")
+    for _ in range(20):
+        busy = busy @ busy / 4096
+    for weight in weights:
+        weight.bitwise_not_()  # waits behind that, and the exchange for it
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    for expected in (first, [~value for value in first], first):
+        copy.exchange()
+        for weight, value in zip(weights, expected, strict=True):
+            assert torch.equal(weight.cpu(), value)
+    assert torch.cuda.max_memory_allocated() - before <= 8 * MIB
+    assert copy.host_bytes == held
 
 
 def test_generators_of_all_devices_are_restored() -> None:

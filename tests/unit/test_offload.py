@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from mcore_rl.errors import UsageError
-from mcore_rl.hybrid_engine.offload import HostBuffer, Offloader, offload_kinds
+from mcore_rl.hybrid_engine.host_memory import HostBuffer
+from mcore_rl.hybrid_engine.offload import Offloader, offload_kinds
 
 CPU = torch.device("cpu")
 ALL = frozenset({"parameters", "optimizer", "gradients"})

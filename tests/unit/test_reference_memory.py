@@ -1,15 +1,20 @@
-"""The reference policy costs a swap no more than a copy of a parameter at a time.
+"""The reference policy costs a swap no more than one bucket, and no allocation on the host.
 
-How device memory of whole updates compares with and without one is tests/gpu's part.
+How device memory of whole updates compares with and without one, and that copies run beside what
+the device computes, is tests/gpu's part.
 """
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from mcore_rl import megatron_adapter
 from mcore_rl.actor import ReferencePolicy
+from mcore_rl.hybrid_engine.host_memory import HostCopy
 from tests.live_bytes import LiveBytes
 
 WIDTHS = (10, 300, 200, 250, 50)
@@ -76,3 +81,68 @@ def test_scoring_by_the_reference_leaves_nothing_behind(chunk: torch.nn.Module) 
     both, left = peak(with_reference=True)
     assert left == 0
     assert both <= max(alone, COPIES_AT_A_TIME * largest)
+
+
+class Copies(TorchDispatchMode):
+    """Notes every operation that copies, and whether the host waits for it on a device."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocking: list[bool] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func._schema.name in ("aten::copy_", "aten::_to_copy"):
+            given = dict(zip((a.name for a in func._schema.arguments), args, strict=False))
+            self.blocking.append(not {**given, **(kwargs or {})}.get("non_blocking", False))
+        return func(*args, **(kwargs or {}))
+
+
+def test_no_copy_of_a_swap_or_a_renewal_keeps_the_host_waiting(chunk: torch.nn.Module) -> None:
+    reference = ReferencePolicy(megatron_adapter.TrainState([chunk], None, None, 0))
+    with Copies() as copies:
+        reference.swap()
+        reference.refresh(1)
+    assert copies.blocking == [False] * (3 + 1) * len(WIDTHS)
+
+
+def test_values_are_exchanged_bit_for_bit_whatever_borders_they_run_over() -> None:
+    """Of chunks of host memory, and of a bucket that holds none of the larger tensors whole."""
+    generator = torch.Generator().manual_seed(1)
+
+    def bits(*shape: int) -> torch.Tensor:
+        return torch.randint(0, 256, shape, dtype=torch.uint8, generator=generator)
+
+    tensors = [
+        bits(4099),
+        bits(600).view(torch.bfloat16).view(3, 100),  # with nans of any payload
+        bits(8).view(torch.float64)[0],
+        torch.empty(0, 7),
+        bits(2048).view(torch.float32).view(2, 8, 32)[1],  # a part of a larger storage
+        bits(1000),
+    ]
+
+    def all_bits() -> list[torch.Tensor]:
+        return [t.reshape(-1).view(torch.uint8).clone() for t in tensors]
+
+    first = all_bits()
+    copy = HostCopy(tensors, chunk_bytes=512, bucket_bytes=300)
+    assert copy.host_bytes == sum(tensor.nbytes for tensor in tensors)
+    for tensor in tensors:
+        tensor.view(-1).view(torch.uint8).bitwise_not_()
+    second = all_bits()
+    assert not torch.equal(first[0], second[0])
+    for expected in (first, second, first):
+        with LiveBytes() as live:
+            copy.exchange()
+        assert live.peak_bytes == 300
+        assert all(map(torch.equal, all_bits(), expected))
+    with LiveBytes() as live:
+        copy.take()
+    assert live.peak_bytes == 0
+    copy.exchange()
+    assert all(map(torch.equal, all_bits(), first))
+
+
+def test_a_weight_with_gaps_is_refused() -> None:
+    with pytest.raises(RuntimeError, match=r"shape \(4, 3\) has strides \(1, 4\)"):
+        HostCopy([torch.zeros(3, 4).t()])

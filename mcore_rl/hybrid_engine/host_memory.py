@@ -1,0 +1,134 @@
+"""Host memory for what training keeps off the device: page-locked, allocated once, used again.
+
+`HostBuffer` is the memory, `HostCopy` a second set of values for tensors that stay where they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+
+
+class HostBuffer:
+    """Host memory for one kind, in chunks that a bucket of the host allocator holds exactly.
+
+    torch rounds page-locked memory up to a power of two: one piece of 65 GiB would take 128. Chunks
+    are powers of two but for the last one, and a storage may run over the border of two.
+    """
+
+    def __init__(self, pinned: bool, chunk_bytes: int) -> None:
+        assert chunk_bytes.bit_count() == 1, f"{chunk_bytes} is not a power of two"
+        self._pinned, self._chunk_bytes = pinned, chunk_bytes
+        self._chunks: list[torch.Tensor] = []
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(len(chunk) for chunk in self._chunks)
+
+    def reserve(self, num_bytes: int) -> None:
+        """Have room for at least `num_bytes`. What was allocated before a failure is kept."""
+        while (missing := num_bytes - self.num_bytes) > 0:
+            size = min(missing, self._chunk_bytes)
+            if self._pinned:
+                size = 1 << (size - 1).bit_length()
+            self._chunks.append(torch.empty(size, dtype=torch.uint8, pin_memory=self._pinned))
+
+    def pieces(self, start: int, num_bytes: int) -> Iterator[torch.Tensor]:
+        """`[n]` uint8 views that together are the bytes from `start`."""
+        offset = 0
+        for chunk in self._chunks:
+            low, high = max(start - offset, 0), min(start + num_bytes - offset, len(chunk))
+            if low < high:
+                yield chunk[low:high]
+            offset += len(chunk)
+
+    def release(self) -> None:
+        """Free the memory, unless it is page-locked."""
+        if not self._pinned:
+            self._chunks.clear()
+
+
+class HostCopy:
+    """Other values of some tensors, kept on the host, that theirs can be exchanged with in place.
+
+    For tensors on CUDA the memory is page-locked and the copies run on a stream of their own: what
+    the caller has put on his stream before is waited for, and what he puts there next sees the
+    result, without the host waiting for either. Nothing is allocated after the first copy but, on
+    the device and during an exchange, `bucket_bytes` at most, less if no tensor is as large.
+
+    RuntimeError: a tensor whose elements do not lie one after the other.
+    """
+
+    def __init__(
+        self,
+        tensors: Sequence[torch.Tensor],
+        *,
+        chunk_bytes: int = 256 << 20,
+        bucket_bytes: int = 64 << 20,
+    ) -> None:
+        self._tensors = list(tensors)
+        self._device = self._tensors[0].device if self._tensors else torch.device("cpu")
+        on_cuda = self._device.type == "cuda"
+        self._host = HostBuffer(on_cuda, chunk_bytes)
+        self._host.reserve(sum(tensor.nbytes for tensor in self._tensors))
+        self._bucket_bytes = min(bucket_bytes, max((t.nbytes for t in self._tensors), default=0))
+        self._stream = torch.cuda.Stream(self._device) if on_cuda else None
+        self.take()
+
+    @property
+    def host_bytes(self) -> int:
+        """Host memory that is held, with what page-locked pieces are rounded up by."""
+        return self._host.num_bytes
+
+    def take(self) -> None:
+        """Keep the values that the tensors have now, in place of those that were kept."""
+        with self._beside():
+            for values, kept in self._pieces():
+                kept.copy_(values, non_blocking=True)
+
+    def exchange(self) -> None:
+        """Give the tensors the values kept here, and keep theirs."""
+        with self._beside():
+            bucket = torch.empty(self._bucket_bytes, dtype=torch.uint8, device=self._device)
+            for values, kept in self._pieces():
+                now = bucket[: len(values)]
+                now.copy_(values, non_blocking=True)
+                values.copy_(kept, non_blocking=True)
+                kept.copy_(now, non_blocking=True)
+
+    def _pieces(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """`[n]` uint8 views of tensors and of what is kept for them, n at most a bucket."""
+        start = 0
+        for tensor in self._tensors:
+            whole = _bytes_in_place(tensor)
+            for low in range(0, len(whole), max(1, self._bucket_bytes)):
+                piece = whole[low : low + self._bucket_bytes]
+                for kept in self._host.pieces(start, len(piece)):
+                    yield piece[: len(kept)], kept
+                    piece = piece[len(kept) :]
+                    start += len(kept)
+
+    @contextmanager
+    def _beside(self) -> Iterator[None]:
+        """In which copies run on the stream of their own, between what is on the caller's."""
+        if self._stream is None:
+            yield
+            return
+        callers = torch.cuda.current_stream(self._device)
+        self._stream.wait_stream(callers)
+        try:
+            with torch.cuda.stream(self._stream):
+                yield
+        finally:
+            callers.wait_stream(self._stream)
+
+
+def _bytes_in_place(tensor: torch.Tensor) -> torch.Tensor:
+    if not tensor.is_contiguous():
+        raise RuntimeError(
+            f"a weight of shape {tuple(tensor.shape)} has strides {tensor.stride()}, expected its "
+            "elements one after the other: it cannot be exchanged with a copy on the host"
+        )
+    return tensor.detach().view(-1).view(torch.uint8)

@@ -255,6 +255,11 @@ class RLConfig:
     canary_interval: int = _flag(
         50, "hand-overs from one comparison of both sides' log-probs to the next; 0 compares never"
     )
+    canary_tolerance: float = _flag(
+        0.3,
+        "how far these may be apart: the mean |difference| over a prompt's tokens, in nats, beyond "
+        "which the hand-over is repeated and then the run stops; 0 compares and never stops",
+    )
 
     stage_timeout_seconds: float = _flag(
         3600.0, "a stage that takes longer ends the run, and says what each rank does; 0 waits"

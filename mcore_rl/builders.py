@@ -354,6 +354,7 @@ def build_canary(
         Actor(job.args, untempered, state, job.train_layout, batching).log_probs,
         [prompt.token_ids.tolist() for prompt in rows],
         interval=interval,
+        tolerance=job.config.canary_tolerance,
         count_multiple_of=batching.count_multiple_of,
     )
 

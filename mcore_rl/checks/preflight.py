@@ -73,8 +73,9 @@ _POSITIVE = (
 ).split()
 _NOT_NEGATIVE = (
     "eval_interval eval_temperature num_logged_rollouts rollout_tp_size rollout_ep_size "
-    "ranks_per_node canary_interval max_tokens_per_microbatch reference_refresh_interval trace "
-    "stage_timeout_seconds alarm_reward_std alarm_kl alarm_entropy alarm_response_tokens "
+    "ranks_per_node canary_interval canary_tolerance max_tokens_per_microbatch "
+    "reference_refresh_interval trace stage_timeout_seconds "
+    "alarm_reward_std alarm_kl alarm_entropy alarm_response_tokens "
     "alarm_clip_fraction alarm_mismatch alarm_grad_norm alarm_host_growth_mib "
     "alarm_device_growth_mib alarm_expert_imbalance alarm_tokens_per_second"
 ).split()

@@ -3,7 +3,9 @@
 They see what no hash of weights can: what vLLM made of a tensor after reading it, a weight map that
 names the wrong tensor, a kernel that computes something else. And they are blunt: both sides round
 in their own order, and where a router's scores are close they choose different experts. So they
-follow the first hand-over and then every so many, and what is compared is a mean over tokens.
+follow the first hand-over and then every so many, and what is compared is a mean over tokens. How
+far right weights are apart depends on the model (docs/never_lose_a_run.md); what is measured stands
+in the log, whether or not it is within the tolerance.
 """
 
 from __future__ import annotations
@@ -22,10 +24,6 @@ from mcore_rl.types import TrainBatch
 
 LogProbs = Callable[[TrainBatch], torch.Tensor]  # [t] float32, as `Actor.log_probs`
 
-# Mean |difference| of a prompt's log-probs, in nats. Measured on the trained model of the main job,
-# in bfloat16: up to 0.005 with the right weights, 0.13 to 0.22 with gates and up-projections
-# exchanged. Deeper models with more experts round further apart.
-TOLERANCE = 0.1
 NUM_PROMPTS = 4
 MAX_TOKENS = 64
 
@@ -37,25 +35,28 @@ class CanaryResult:
     weight_version: int
     mean_abs_differences: tuple[float, ...]
     max_abs_differences: tuple[float, ...]
-    tolerance: float  # of the means
+    tolerance: float  # of the means, in nats; 0: none
 
     @property
     def ok(self) -> bool:
-        """Whether every prompt's mean is within the tolerance; nan is not."""
-        return all(mean <= self.tolerance for mean in self.mean_abs_differences)
+        """Whether every prompt's mean is within the tolerance; nan never is."""
+        tolerance = self.tolerance or float("inf")
+        return all(mean <= tolerance for mean in self.mean_abs_differences)
 
     def __str__(self) -> str:
         worst = int(np.argmax(self.mean_abs_differences))  # the first nan, if there is one
         return (
             f"canary prompt {worst} is scored apart by {self.mean_abs_differences[worst]:.4f} on "
             f"average and {self.max_abs_differences[worst]:.4f} at most (version "
-            f"{self.weight_version}, tolerance {self.tolerance:g} on average)"
+            f"{self.weight_version}, --rl-canary-tolerance {self.tolerance:g} on average)"
         )
 
 
 class Canary:
     """Scores prompts on both sides of a hand-over.
 
+    `tolerance` is that of the mean |difference| of a prompt's log-probs, in nats; with 0 nothing
+    but a nan is too far apart.
     `log_probs` is Megatron's scoring, untempered (see `megatron_log_probs`, also for
     `micro_batch_size` and `multiple_of`). `prompts` are token ids, the same on all ranks. Both
     methods are collective over the world: `score` while Megatron's parameters are in place, that
@@ -68,8 +69,8 @@ class Canary:
         prompts: Sequence[Sequence[int]],
         *,
         interval: int,
+        tolerance: float,
         count_multiple_of: int = 1,
-        tolerance: float = TOLERANCE,
     ) -> None:
         assert interval >= 1, f"canaries every {interval} hand-overs"
         self._log_probs = log_probs

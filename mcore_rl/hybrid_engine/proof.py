@@ -81,12 +81,22 @@ class Proof:
         """
         if self._canary is None or not self._canary.due(self._version):
             return None
-        result = self._canary.compare(self._engine, self._version)
+        result = self._compared(self._canary)
         if not result.ok and not self._repeated:
             self._repeat(str(result), read)
-            result = self._canary.compare(self._engine, self._version)
+            result = self._compared(self._canary)
         if not result.ok:
-            raise RuntimeError(f"{result}, and the plain gather did not change that")
+            raise RuntimeError(
+                f"{result}, and the plain gather did not change that; the engine has other weights "
+                "than Megatron or computes otherwise: python -m mcore_rl.verify tells which; if it "
+                "is rounding, raise --rl-canary-tolerance (0 compares and never stops)"
+            )
+        return result
+
+    def _compared(self, canary: Canary) -> CanaryResult:
+        result = canary.compare(self._engine, self._version)
+        if dist.get_rank() == 0:
+            logger.info("[Canary] %s", result)
         return result
 
     def _repeat(self, reason: str, read: ReadSlice) -> Attestation | None:

@@ -139,3 +139,4 @@ def test_canaries_see_what_is_stored_in_the_wrong_place(results: Results) -> Non
     for one in of(results, "misplaced"):
         assert one["repeated"] and not one["stored_equal"]
         assert "canary prompt" in one["raised"] and "did not change that" in one["raised"]
+        assert "raise --rl-canary-tolerance" in one["raised"]

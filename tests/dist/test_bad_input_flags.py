@@ -92,6 +92,11 @@ VALUES = [
         more="--rl-temperature nan",
     ),
     Case(
+        "canary_tolerance_of_nan",
+        ["--rl-canary-tolerance nan must be at least 0"],
+        more="--rl-canary-tolerance nan",
+    ),
+    Case(
         "negative_interval",
         ["--rl-eval-interval -1 must be at least 0"],
         more="--rl-eval-interval -1",

@@ -28,6 +28,7 @@ def results(warmed_checkpoint: Path, ranks: RankPool, tmp_path_factory: Any) -> 
 def test_the_tolerance_lies_between_right_and_wrong_weights(results: list[dict]) -> None:
     right, wrong, repaired, again = results[0]["means"]
     tolerance = results[0]["tolerance"]
+    assert tolerance == 0.1, "that of the tiny task, --rl-canary-tolerance"
     for means in (right, repaired, again):
         assert max(means) < tolerance / 5
     # How far wrong ones are depends on the model, and that on the CPU that trained it: above 0.2

@@ -30,6 +30,11 @@ def test_result_is_judged_by_the_mean_of_every_prompt() -> None:
     assert "prompt 1 is scored apart by nan" in str(result(0.5, float("nan")))
 
 
+def test_a_tolerance_of_0_lets_everything_pass_but_a_nan() -> None:
+    assert result(0.02, 7.5, tolerance=0.0).ok
+    assert not result(0.02, float("nan"), tolerance=0.0).ok
+
+
 def test_differences_are_by_prompt() -> None:
     ours = [np.array([-1.0, -2.0], np.float32), np.array([-3.0], np.float32)]
     theirs = [np.array([-1.5, -2.0], np.float32), np.array([-2.0], np.float32)]

@@ -68,12 +68,14 @@ class Verification:
 
 
 def stored_digests(engine: VLLMEngine) -> dict[str, str]:
-    """sha256 of every tensor that vLLM stores on this rank, by name."""
+    """sha256 of every tensor that vLLM stores on this rank, by name; of an engine whose weights are
+    awake."""
     return {name: _digest(tensor) for name, tensor in engine.stored_tensors()}
 
 
 def _digest(tensor: torch.Tensor) -> str:
-    content = tensor.detach().cpu().contiguous()
+    # A copy on CPU as well: torch frees no memory that numpy has once seen.
+    content = tensor.detach().to("cpu", copy=True).contiguous()
     head = f"{content.dtype} {tuple(content.shape)} ".encode()
     return hashlib.sha256(
         head + content.reshape(-1).view(torch.uint8).numpy().tobytes()
@@ -132,7 +134,8 @@ def compare_loads(
 def overwrite_with_zeros(engine: VLLMEngine, job: Job, expected: Mapping[str, str]) -> None:
     """Load zeros into a sleeping engine, and make sure that nothing of the first load is left.
 
-    `expected` are the digests of that load. Collective over the engine's ranks.
+    `expected` are the digests of that load; it sleeps again afterwards. Collective over the
+    engine's ranks.
     """
     engine.wake_weights()
     engine.reload(
@@ -140,13 +143,13 @@ def overwrite_with_zeros(engine: VLLMEngine, job: Job, expected: Mapping[str, st
         for name, info in job.checkpoint.tensors.items()
         if not (job.shape.tied_embeddings and name == "lm_head.weight")
     )
-    engine.wake_kv_cache()
-    engine.sleep()
     left = [
         name
         for name, digest in stored_digests(engine).items()
         if digest == expected[name] and name.endswith("weight")
     ]
+    engine.wake_kv_cache()
+    engine.sleep()
     if left:
         raise RuntimeError(f"{left[0]} (and {len(left) - 1} more) did not take new weights")
 

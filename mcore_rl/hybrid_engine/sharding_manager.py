@@ -57,9 +57,10 @@ __all__ = [
 class MegatronVLLMShardingManager:
     """Hands the weights of a Megatron model to the vLLM engines in the same processes.
 
-    Constructing, entering and leaving are collective over the world. Re-entering without leaving is
-    an error. `weight_version` counts the hand-overs, the first is 1. `on_reshard_start` and
-    `on_reshard_end` are lists of functions called on this rank before and after either direction.
+    Constructing, entering and leaving are collective over the world. Constructing it reads none of
+    the weights and puts the engine to sleep. Re-entering without leaving is an error.
+    `weight_version` counts the hand-overs, the first is 1. `on_reshard_start` and `on_reshard_end`
+    are lists of functions called on this rank before and after either direction.
     """
 
     def __init__(

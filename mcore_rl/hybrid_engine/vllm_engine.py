@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 
 from mcore_rl.errors import UsageError
+from mcore_rl.hybrid_engine.memory import give_back_cached
 from mcore_rl.hybrid_engine.needs import Metadata, Needs
 from mcore_rl.hybrid_engine.reload import Reloader
 from mcore_rl.hybrid_engine.sliced_tensor import WriteObserver
@@ -221,8 +222,7 @@ class VLLMEngine:
         model, comes twice, is missing or was not loaded in full, or the parameter that remains
         unfilled. The engine then refuses to generate until a reload succeeds.
         """
-        if "weights" in self._asleep:
-            raise RuntimeError("reload while the weights sleep; call wake_weights first")
+        self._require_weights("reload")
         self._weights_complete = False
         self._reloader.reload(weights, self._engine_group, on_write)
         if not self._drop_kv_cache():
@@ -236,7 +236,14 @@ class VLLMEngine:
         packed copies that nothing else reaches, what each of them makes of the identity matrix:
         exactly the weight it computes with. The tensors are vLLM's own, or views of them: copy what
         must survive the next reload.
+
+        RuntimeError while the weights sleep: there is no memory behind them then, and on CUDA the
+        process could do nothing more after reading it.
         """
+        self._require_weights("stored_tensors")
+        return self._stored_tensors()
+
+    def _stored_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         model = self.model
         for name, tensor in (
             *model.named_parameters(remove_duplicate=False),
@@ -254,14 +261,11 @@ class VLLMEngine:
         """Free the KV cache and the weights; with `keep_weights` those move to host memory.
 
         Without, `reload` must follow `wake_weights`. On CPU, where vLLM cannot sleep, nothing is
-        freed, but the same order of calls is asked for.
+        freed, but the same order of calls is asked for, and what sleeps may not be read.
         """
         if self._asleep:
             raise RuntimeError(f"the engine already sleeps ({', '.join(sorted(self._asleep))})")
-        if on_cuda():
-            self._llm.sleep(level=1 if keep_weights else 2)
-        elif not self._drop_kv_cache():
-            raise RuntimeError("the KV cache could not be dropped; a request is still running")
+        self._free(keep_weights)
         self._asleep = {"weights", "kv_cache"}
         self._weights_complete &= keep_weights
 
@@ -276,9 +280,19 @@ class VLLMEngine:
     def _wake(self, what: str) -> None:
         if what not in self._asleep:
             raise RuntimeError(f"{what} does not sleep")
+        give_back_cached()  # versions of vLLM that do so by themselves do not promise it
+        self._allocate(what)
+        self._asleep.remove(what)
+
+    def _free(self, keep_weights: bool) -> None:
+        if on_cuda():
+            self._llm.sleep(level=1 if keep_weights else 2)
+        elif not self._drop_kv_cache():
+            raise RuntimeError("the KV cache could not be dropped; a request is still running")
+
+    def _allocate(self, what: str) -> None:
         if on_cuda():
             self._llm.wake_up(tags=[what])
-        self._asleep.remove(what)
 
     def close(self) -> None:
         """Free the engine and vLLM's process groups; the world and everything else stays.
@@ -295,8 +309,7 @@ class VLLMEngine:
         self._llm = None
         gc.unfreeze()  # vLLM froze all that was alive when it started
         gc.collect()
-        if on_cuda():
-            torch.cuda.empty_cache()
+        give_back_cached()
 
     # Inside
 
@@ -329,6 +342,10 @@ class VLLMEngine:
     def _drop_kv_cache(self) -> bool:
         """Forget what was computed with the weights so far; False if a request still runs."""
         return self._llm.reset_prefix_cache()
+
+    def _require_weights(self, call: str) -> None:
+        if "weights" in self._asleep:
+            raise RuntimeError(f"{call} while the weights sleep; call wake_weights first")
 
     def _require_ready(self) -> None:
         if self._asleep:

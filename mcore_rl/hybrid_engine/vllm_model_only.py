@@ -42,17 +42,11 @@ class VLLMModelOnly(VLLMEngine):
         """Always raises RuntimeError."""
         self._refuse()
 
-    def sleep(self, *, keep_weights: bool = False) -> None:
-        """As in a `VLLMEngine`; nothing is freed."""
-        if self._asleep:
-            raise RuntimeError(f"the engine already sleeps ({', '.join(sorted(self._asleep))})")
-        self._asleep = {"weights", "kv_cache"}
-        self._weights_complete &= keep_weights
+    def _free(self, keep_weights: bool) -> None:
+        pass  # what nothing runs takes memory for as long as it is there
 
-    def _wake(self, what: str) -> None:
-        if what not in self._asleep:
-            raise RuntimeError(f"{what} does not sleep")
-        self._asleep.remove(what)
+    def _allocate(self, what: str) -> None:
+        pass
 
     def close(self) -> None:
         """Free the model and vLLM's process groups; the world and everything else stays."""

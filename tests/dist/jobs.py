@@ -28,6 +28,7 @@ from mcore_rl.run_output import setup_logging
 from mcore_rl.startup import Job, build_actor, start
 from mcore_rl.types import Prompt, TrainBatch
 from mcore_rl.verify import overwrite_with_zeros, stored_digests
+from tests.dist.sleeping import SleepLog, memory_gone_while_asleep
 
 from megatron.core.tensor_parallel import get_cuda_rng_tracker  # isort: skip  (after the patches)
 
@@ -126,7 +127,15 @@ def log_probs_and_export(flags: list[str], target: str) -> list[list[float]]:
 
 
 def hand_over(flags: list[str]) -> dict[str, Any]:
-    """Everything that is asked of a hand-over, in one start of the engines."""
+    """Everything that is asked of a hand-over, in one start of the engines.
+
+    What sleeps of an engine has no memory meanwhile.
+    """
+    with memory_gone_while_asleep() as log:
+        return _hand_over(flags, log)
+
+
+def _hand_over(flags: list[str], log: SleepLog) -> dict[str, Any]:
     job, actor, shards = started(flags)
     engine = VLLMEngine(engine_config(job, load_format="auto"))
     from_disk = stored_digests(engine)
@@ -139,7 +148,9 @@ def hand_over(flags: list[str]) -> dict[str, Any]:
     before = RngState.capture()
     expected_draws = _draw()
     before.restore()
+    log.events.clear()
     with manager:
+        events_of_switch = list(log.events)
         handed_over = stored_digests(engine)
         spoken_to = sorted(manager.stream.ranks_spoken_to)
         first = _sample(engine, job)
@@ -168,6 +179,9 @@ def hand_over(flags: list[str]) -> dict[str, Any]:
         "events": [(kind, r.direction, r.weight_version) for kind, r in events],
         "received_bytes": [r.received_bytes for kind, r in events if kind == "end"],
         "lower_bound_bytes": manager.stream.lower_bound_bytes,
+        "events_of_switch": events_of_switch,
+        "gone_while_asleep": log.num_gone,
+        "read_asleep": _read_asleep(engine),
         "log_line": log_reshard(events[1][1], 0.25),
         "mean_difference_after_update": float(
             (megatron[0, :-1] - torch.from_numpy(vllm)).abs().mean()
@@ -180,6 +194,23 @@ def hand_over(flags: list[str]) -> dict[str, Any]:
     ]
     dist.destroy_process_group()
     return result
+
+
+def _read_asleep(engine: VLLMEngine) -> dict[str, str]:
+    """What is said where weights that sleep are read, and of a tensor that was kept until then."""
+    weight = next(iter(engine.model.parameters()))
+    calls = {
+        "stored_tensors": engine.stored_tensors,
+        "reload": lambda: engine.reload(()),
+        "a tensor": weight.sum,
+    }
+    said = {}
+    for name, call in calls.items():
+        try:
+            call()
+        except RuntimeError as error:
+            said[name] = str(error)
+    return said
 
 
 def _told_of_a_failure(manager: MegatronVLLMShardingManager, engine: VLLMEngine) -> str:

@@ -109,5 +109,24 @@ def test_hooks_run_around_both_directions(case: tuple) -> None:
         assert line.endswith("share_of_step=25.0%")
 
 
+def test_caches_go_back_to_the_driver_before_either_of_the_engines_memories_wakes(
+    case: tuple,
+) -> None:
+    for result in case[1]:
+        assert result["events_of_switch"] == [
+            *("give back", "allocate weights", "reload", "give back", "allocate kv_cache"),
+        ]
+
+
+def test_what_sleeps_cannot_be_read(case: tuple) -> None:
+    """Nobody has in this job, where it had no memory."""
+    for result in case[1]:
+        assert min(result["gone_while_asleep"].values()) > 1 << 16
+        said = result["read_asleep"]
+        for call in ("stored_tensors", "reload"):
+            assert said[call] == f"{call} while the weights sleep; call wake_weights first"
+        assert "data is not allocated" in said["a tensor"]
+
+
 def test_no_shared_memory_is_left(case: tuple) -> None:
     assert all(result["shared_memory"] == [] for result in case[1])

@@ -32,7 +32,7 @@ from mcore_rl.hf_config import ModelShape
 from mcore_rl.hybrid_engine.canary import NUM_PROMPTS, Canary
 from mcore_rl.hybrid_engine.layout import TrainLayout
 from mcore_rl.hybrid_engine.model_shards import ModelShards
-from mcore_rl.hybrid_engine.offload import Offloader, offload_kinds
+from mcore_rl.hybrid_engine.offload import Offloader, kinds_at_start, offload_kinds
 from mcore_rl.hybrid_engine.sharding_manager import MegatronVLLMShardingManager
 from mcore_rl.hybrid_engine.vllm_engine import EngineConfig, VLLMEngine
 from mcore_rl.learner import Learner
@@ -335,6 +335,7 @@ def build_offloader(
         train_tensors,
         offload_kinds(job.config.offload, vars(job.args), has_cuda=has_cuda),
         device=next(state.model[0].parameters()).device,
+        at_start=kinds_at_start(vars(job.args)),
         keep_gradients=job.config.offload_keep_gradients,
     )
 
@@ -374,7 +375,7 @@ def build_manager(
     canary: Canary | None = None,
     offloader: Offloader | None = None,
 ) -> MegatronVLLMShardingManager:
-    """The sharding manager of a job. Collective."""
+    """The sharding manager of a job; the engine sleeps from here on. Collective."""
     return MegatronVLLMShardingManager(
         shards,
         engine,

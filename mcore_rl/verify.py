@@ -2,15 +2,17 @@
 
     python -m mcore_rl.launch ... -m mcore_rl.verify <--rl-hf-checkpoint, --rl-prompts, degrees>
 
-Loads the checkpoint into vLLM with vLLM's own loader and notes what it stores; overwrites it with
-zeros; loads the checkpoint into Megatron and hands it over through the sharding manager. Then what
-vLLM stores must be the same, bit for bit, and both must score the same prompts alike.
+Loads the checkpoint into Megatron, and into vLLM with vLLM's own loader; notes what vLLM stores and
+overwrites it with zeros; then Megatron hands over through the sharding manager. What vLLM stores
+must be the same, bit for bit, and both must score the same prompts alike. The two need fit on a
+device no more than in a run.
 
 Exit code 0 if what is stored is equal, 1 if not, 2 for bad input.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import logging
@@ -40,7 +42,12 @@ from mcore_rl.data import load_prompts
 from mcore_rl.errors import UsageError
 from mcore_rl.hybrid_engine.canary import differences, megatron_log_probs
 from mcore_rl.hybrid_engine.model_shards import ModelShards
-from mcore_rl.hybrid_engine.sharding_manager import TO_ROLLOUT, ReshardReport, log_reshard
+from mcore_rl.hybrid_engine.sharding_manager import (
+    TO_ROLLOUT,
+    MegatronVLLMShardingManager,
+    ReshardReport,
+    log_reshard,
+)
 from mcore_rl.hybrid_engine.vllm_engine import VLLMEngine
 from mcore_rl.megatron_adapter import TrainState
 from mcore_rl.roles.ranks import ACTOR
@@ -87,33 +94,44 @@ def verify(job: Job, *, log: Any = None) -> Verification:
 
     What raises is said by the rank where it does, at once: others may never notice.
     """
-    engine = VLLMEngine(engine_config(job, load_format="auto"))
     try:
         state, shards = build_actor(job, log=log)
-        return compare_loads(job, engine, state, shards)
+        return compare_loads(job, state, shards)
     except BaseException:
         rank = os.environ.get("RANK", "0")
         logger.exception("rank %s: the verification ended early", rank)
         raise
-    finally:
-        engine.close()
 
 
-def compare_loads(
-    job: Job, engine: VLLMEngine, state: TrainState, shards: ModelShards
-) -> Verification:
-    """The same with both sides built: `engine` has read the checkpoint by vLLM's own loader.
+def compare_loads(job: Job, state: TrainState, shards: ModelShards) -> Verification:
+    """The same with the actor built. Collective.
 
-    Collective. Its weights are handed over by the model in `shards`, and it sleeps afterwards.
+    As in a run, actor and engine share a device by turns: the actor is away while an engine starts
+    and loads the checkpoint by vLLM's own loader, and the engine sleeps while the actor scores.
     """
+    offloader = build_offloader(job, state)
+    with contextlib.ExitStack() as at_the_end:
+        with offloader.everything_away():
+            engine = VLLMEngine(engine_config(job, load_format="auto"))
+            at_the_end.callback(engine.close)
+            expected = stored_digests(engine)
+            manager = build_manager(job, shards, engine, offloader=offloader)
+            overwrite_with_zeros(engine, job, expected)
+        return _hand_over_and_compare(job, state, engine, manager, expected)
+
+
+def _hand_over_and_compare(
+    job: Job,
+    state: TrainState,
+    engine: VLLMEngine,
+    manager: MegatronVLLMShardingManager,
+    expected: Mapping[str, str],
+) -> Verification:
     assert job.config.prompts is not None, "checked before"
-    expected = stored_digests(engine)
     batching = micro_batching(job)
     actor = Actor(job.args, job.config, state, job.train_layout, batching)
     reports: list[ReshardReport] = []
-    manager = build_manager(job, shards, engine, offloader=build_offloader(job, state))
     manager.on_reshard_end.append(reports.append)
-    overwrite_with_zeros(engine, job, expected)
     rows = load_prompts(
         prompt_source(job.config, job.config.prompts, trust_remote_code=job.args.trust_remote_code),
         job.checkpoint.folder,

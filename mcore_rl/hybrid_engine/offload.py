@@ -15,6 +15,9 @@ gradients can only forget them.
     gradients    data-parallel buffers and the optimizer's       nothing (zero afterwards), or a
                  copies                                          host copy with `keep_gradients`
 
+While engines start, all of it leaves, whatever the flag says: vLLM wants its share of the device
+free then. What cannot leave stays and is named.
+
 On a machine without CUDA the device is host memory, too. The same code runs there, so that tests
 exercise it, but a copy saves nothing: only forgotten gradients do, and `OffloadStats.saved`
 counts nothing else.
@@ -22,7 +25,9 @@ counts nothing else.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -31,6 +36,9 @@ import torch.distributed as dist
 
 from mcore_rl.errors import UsageError
 from mcore_rl.hybrid_engine.host_memory import HostBuffer
+from mcore_rl.hybrid_engine.memory import give_back_cached
+
+logger = logging.getLogger(__name__)
 
 # Of storages shared between kinds the first one owns: what must be kept is never forgotten with a
 # gradient. Also the order of the way back: log-probs need the parameters, the update the rest.
@@ -56,6 +64,28 @@ _CLASHES: dict[str, tuple[frozenset[str], str]] = {
 _FLAGS = {"nccl_ub": "use-nccl-ub"}  # where it is not the destination's name
 
 
+def _forbidden(values: Mapping[str, Any]) -> dict[str, str]:
+    """kind -> the destination of the flag in `values` that holds on to it."""
+    return {
+        kind: dest
+        for dest, (kinds, _) in _CLASHES.items()
+        if values.get(dest) not in (None, False, "none")
+        for kind in kinds
+    }
+
+
+def kinds_at_start(values: Mapping[str, Any]) -> frozenset[str]:
+    """The kinds that leave the device while engines start, with Megatron's flags `values`, by
+    destination; the others take their memory then, too.
+
+    Not those that a flag pins down from the beginning. Graphs are captured in the first update,
+    after the engines' start.
+    """
+    captured_later = {dest for dest, clash in _CLASHES.items() if clash is _GRAPHS}
+    begun = {dest: value for dest, value in values.items() if dest not in captured_later}
+    return frozenset(KINDS) - _forbidden(begun).keys()
+
+
 def offload_kinds(
     text: str, values: Mapping[str, Any], *, has_cuda: bool, flag: str = "--rl-offload"
 ) -> frozenset[str]:
@@ -67,10 +97,8 @@ def offload_kinds(
     UsageError for an unknown kind, and for one that is asked for and not allowed.
     """
     forbidden = {
-        kind: f"--{_FLAGS.get(dest, dest.replace('_', '-'))}, which {reason}"
-        for dest, (kinds, reason) in _CLASHES.items()
-        if values.get(dest) not in (None, False, "none")
-        for kind in kinds
+        kind: f"--{_FLAGS.get(dest, dest.replace('_', '-'))}, which {_CLASHES[dest][1]}"
+        for kind, dest in _forbidden(values).items()
     }
     if text == "auto":
         pays_off = {"gradients", "optimizer"} if has_cuda else set()
@@ -148,6 +176,8 @@ class _Segment:
 class Offloader:
     """Takes `what` (some of KINDS) off the device and brings it back. Local to this rank.
 
+    `at_start` are the kinds that leave it while engines start (`kinds_at_start`).
+
     `find` is asked before each way out, because an optimizer makes its state at its first step.
     Tensors that are not on `device` stay where they are (some optimizers keep theirs on the host).
     With `pin`, host memory is page-locked on CUDA and kept from one switch to the next, because
@@ -163,17 +193,20 @@ class Offloader:
         what: frozenset[str],
         *,
         device: torch.device,
+        at_start: frozenset[str] = frozenset(KINDS),
         keep_gradients: bool = False,
         pin: bool = True,
         chunk_bytes: int = 256 << 20,
     ) -> None:
-        assert what <= set(KINDS), f"{sorted(what)} are not all among {KINDS}"
-        self.what = what
+        assert what | at_start <= set(KINDS), f"{sorted(what | at_start)}: not all among {KINDS}"
+        self.what, self._at_start = what, at_start
         self.stats = OffloadStats()
         self._find, self._device = find, device
         self._on_cuda = device.type == "cuda"
         self._kept = set(KINDS) if keep_gradients else set(KINDS) - {"gradients"}
-        self._host = {kind: HostBuffer(pin and self._on_cuda, chunk_bytes) for kind in KINDS}
+        # What leaves but once is not worth page-locking: that takes longer than the copy.
+        pinned = what if pin and self._on_cuda else frozenset()
+        self._host = {kind: HostBuffer(kind in pinned, chunk_bytes) for kind in KINDS}
         self._away: dict[str, list[_Segment]] = {}
         self._stream = torch.cuda.Stream(device) if self._on_cuda else None
 
@@ -195,9 +228,55 @@ class Offloader:
         wanted = [kind for kind in KINDS if kind in self.what and kind in (kinds or KINDS)]
         if again := self._away.keys() & set(wanted):
             raise RuntimeError(f"{_rank()}{', '.join(sorted(again))} are offloaded already")
+        self._take_off(wanted, self._segments(wanted))
+
+    @contextmanager
+    def everything_away(self) -> Iterator[None]:
+        """In which all that can leave is off the device: all of `at_start`, whatever `what` is.
+
+        For the start of an engine, which wants its share of the device free. A tensor whose storage
+        cannot be emptied stays; how much that is stands in the log. Everything is back afterwards,
+        bit for bit but for gradients that are not kept; after a failure as far as it fits.
+        """
+        if self._away:
+            raise RuntimeError(f"{_rank()}{', '.join(sorted(self._away))} are offloaded already")
+        wanted = [kind for kind in KINDS if kind in self._at_start]
+        stays: dict[str, int] = {}
+        self._take_off(wanted, self._segments(wanted, stays))
+        give_back_cached()  # of what was used and freed before
+        self._say(stays)
+        try:
+            yield
+        except BaseException:
+            try:
+                self._come_back()
+            except Exception:  # what failed first is told
+                logger.debug("%straining's state did not come back", _rank(), exc_info=True)
+            raise
+        self._come_back()
+
+    def _come_back(self) -> None:
+        if self._away:
+            self.onload()
+
+    def _say(self, stays: Mapping[str, int]) -> None:
+        # Without CUDA a copy lies in the same memory.
+        is_first = not dist.is_initialized() or dist.get_rank() == 0
+        text = ""
+        if stays:
+            more = f" and {len(stays) - 1} more tensors" if len(stays) > 1 else ""
+            size = sum(stays.values()) / 1e9
+            text = f"; {size:.1f} GB cannot leave: {next(iter(stays))}{more}"
+        logger.log(
+            logging.INFO if self._on_cuda and is_first else logging.DEBUG,
+            "[Offload] of this rank, while engines start: %.1f GB off the device%s",
+            (self.stats.moved_bytes + self.stats.dropped_bytes) / 1e9,
+            text,
+        )
+
+    def _take_off(self, wanted: list[str], segments: list[_Segment]) -> None:
         if not self._away:
             self.stats = OffloadStats()
-        segments = self._segments(wanted)
         for kind in wanted:
             self._host[kind].reserve(
                 max((s.end for s in segments if s.kind == kind and s.start is not None), default=0)
@@ -211,7 +290,7 @@ class Offloader:
             torch.cuda.current_stream(self._device).synchronize()  # the copies have arrived
             for segment in segments:
                 segment.storage.resize_(0)
-            torch.cuda.empty_cache()  # the engine takes its memory from the driver
+            give_back_cached()
         self._count(wanted, segments)
 
     def prefetch(self, reserve_bytes: int = 1 << 30) -> int:
@@ -257,8 +336,12 @@ class Offloader:
         for kind in KINDS:
             yield from (s for s in self._away.get(kind, ()) if not s.is_back)
 
-    def _segments(self, kinds: list[str]) -> list[_Segment]:
-        """The storages of `kinds`, each once, with their places in host memory."""
+    def _segments(self, kinds: list[str], stays: dict[str, int] | None = None) -> list[_Segment]:
+        """The storages of `kinds`, each once, with their places in host memory.
+
+        Those that cannot be emptied go to `stays`, by name, with their bytes; without it they are
+        an error.
+        """
         seen = {s.storage._cdata for segments in self._away.values() for s in segments}
         ends = dict.fromkeys(KINDS, 0)
         segments = []
@@ -271,7 +354,12 @@ class Offloader:
                 seen.add(storage._cdata)
                 if kind not in kinds or storage.nbytes() == 0:
                     continue
-                _require_plain(name, tensor)
+                fault = _why_not_plain(name, tensor)
+                if fault is not None and stays is not None:
+                    stays[name] = storage.nbytes()
+                    continue
+                if fault is not None:
+                    raise RuntimeError(f"{_rank()}{fault}")
                 start = ends[kind] if kind in self._kept else None
                 segments.append(_Segment(kind, name, storage, storage.nbytes(), start))
                 ends[kind] += -(-storage.nbytes() // 512) * 512  # aligned for the copy engine
@@ -331,17 +419,19 @@ def _bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
 
-def _require_plain(name: str, tensor: torch.Tensor) -> None:
+def _why_not_plain(name: str, tensor: torch.Tensor) -> str | None:
+    """Why a tensor's storage cannot be emptied; None if it can."""
     if type(tensor.detach()) is not torch.Tensor:
-        raise RuntimeError(
-            f"{_rank()}{name} is a {type(tensor).__name__}, expected a plain tensor: quantised "
-            "weights keep their bytes elsewhere and cannot be offloaded"
+        return (
+            f"{name} is a {type(tensor).__name__}, expected a plain tensor: quantised weights keep "
+            "their bytes elsewhere and cannot be offloaded"
         )
     if not tensor.untyped_storage().resizable():
-        raise RuntimeError(
-            f"{_rank()}the memory of {name} cannot be freed: it is not torch's own, or numpy has a "
-            "view of it"
+        return (
+            f"the memory of {name} cannot be freed: it is not torch's own, or numpy has a view of "
+            "it"
         )
+    return None
 
 
 def _rank() -> str:

@@ -77,16 +77,13 @@ def build_parts(
     critic = _critic_here(job, model_provider, state.iteration, log)
     # A critic on ranks of its own is built while the engines start.
     learner = build_learner(job, state, shards, critic, point, log=log)
-    engine = VLLMEngine(engine_config(job))
+    offloader = build_offloader(job, state, critic)
+    canary = build_canary(job, state, prompts)
+    with offloader.everything_away():
+        engine = VLLMEngine(engine_config(job))
+        manager = build_manager(job, shards, engine, canary=canary, offloader=offloader)
     watchdog = _watchdog(job)
     timers = StageTimers(watchdog)
-    manager = build_manager(
-        job,
-        shards,
-        engine,
-        canary=build_canary(job, state, prompts),
-        offloader=build_offloader(job, state, critic),
-    )
     workers = _rollout_workers(job, engine, log)
     position = state.iteration * job.config.num_prompts_per_step
     if point is not None:

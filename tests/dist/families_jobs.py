@@ -5,16 +5,18 @@ from __future__ import annotations
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch.distributed as dist
 
+from mcore_rl import verify
 from mcore_rl.actor import Actor
 from mcore_rl.builders import engine_config, micro_batching
 from mcore_rl.checkpoint import export
 from mcore_rl.hybrid_engine.vllm_engine import VLLMEngine
 from mcore_rl.run_output import setup_logging
 from mcore_rl.startup import build_actor
-from mcore_rl.verify import compare_loads, start_verification, stored_digests
+from mcore_rl.verify import start_verification, stored_digests
 from tests.dist.jobs import log_probs_of_random_tokens
 
 
@@ -24,15 +26,20 @@ def all_ways(flags: list[str], target: str, published: str) -> dict[str, Any]:
     setup_logging()
     with open("/dev/null", "w") as log:
         job = start_verification(flags, log=log)
-        engine = VLLMEngine(engine_config(job, load_format="auto"))
         state, shards = build_actor(job, log=log)
-    from_disk = stored_digests(engine)
-    verification = compare_loads(job, engine, state, shards)
+    digests: list[dict[str, str]] = []
+
+    def noted(engine: VLLMEngine) -> dict[str, str]:
+        digests.append(stored_digests(engine))
+        return digests[-1]
+
+    with mock.patch.object(verify, "stored_digests", noted):
+        verification = verify.compare_loads(job, state, shards)
+    from_disk = digests[0]
     actor = Actor(job.args, job.config, state, job.train_layout, micro_batching(job))
     log_probs = log_probs_of_random_tokens(job, actor)
     # Several files and several writers, whatever the size of the model.
     export(shards, job.checkpoint, Path(target), max_file_bytes=1 << 17, bucket_bytes=1 << 14)
-    engine.close()
 
     as_published = replace(engine_config(job, load_format="auto"), model_dir=Path(published))
     engine = VLLMEngine(as_published)

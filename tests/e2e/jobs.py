@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import sys
+from typing import Any
 
 import torch
 
 from mcore_rl import train as train_module
 from mcore_rl import verify as verify_module
+from tests.dist.sleeping import memory_gone_while_asleep, starts_watched
 
 
 def train(tokens: list[str]) -> None:
@@ -15,9 +17,23 @@ def train(tokens: list[str]) -> None:
     train_module.main(tokens)
 
 
+def watched_train(tokens: list[str]) -> list[dict[str, Any]]:
+    """`-m mcore_rl.train`; what `starts_watched` has seen."""
+    with starts_watched() as seen:
+        train_module.main(tokens)
+    return seen
+
+
 def verify(tokens: list[str]) -> int:
     """`-m mcore_rl.verify`; returns its exit code."""
     return verify_module.main(tokens)
+
+
+def watched_verify(tokens: list[str]) -> dict[str, Any]:
+    """`-m mcore_rl.verify`, where what sleeps has no memory meanwhile."""
+    with memory_gone_while_asleep() as log, starts_watched() as seen:
+        code = verify_module.main(tokens)
+    return {"code": code, "starts": seen, "events": log.events}
 
 
 def train_in_a_fork(tokens: list[str], megatron_tokens: list[str]) -> list[str]:

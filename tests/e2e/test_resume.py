@@ -77,6 +77,7 @@ class Run:
 
     folder: Path
     said: str
+    starts: list[Any]  # what `starts_watched` has seen on each rank, if it ended well
 
     @property
     def metrics(self) -> dict[int, dict[str, float]]:
@@ -116,7 +117,7 @@ def run(
     if goes_on:
         tokens += ["--load", str(folder / "checkpoints")]
     outcomes = ranks.run_raw(
-        "tests.e2e.jobs:train",
+        "tests.e2e.jobs:watched_train",
         world_size=num_ranks,
         arguments={"tokens": tokens},
         environment=environment,
@@ -127,7 +128,7 @@ def run(
         assert codes == {0}, "\n".join(outcome.output[-3000:] for outcome in outcomes)
     else:
         assert -signal.SIGKILL in codes and 0 not in codes, outcomes[0].output[-3000:]
-    return Run(folder, outcomes[0].output)
+    return Run(folder, outcomes[0].output, [outcome.result for outcome in outcomes])
 
 
 @pytest.fixture(scope="module", params=RUNS, ids=list(RUNS))
@@ -158,6 +159,21 @@ def test_metrics_and_weights_are_those_of_an_undisturbed_run(runs: tuple[Run, Ru
         assert not differing, (step, differing)
         assert metrics.keys() == other.keys()
     assert whole.weights == resumed.weights and whole.weights
+
+
+def test_training_is_away_while_engines_start(runs: tuple[Run, Run, Run]) -> None:
+    """With all that a run has by then: critic, reference, what a checkpoint brought."""
+    whole, _, resumed = runs
+    for run_, has_moments in ((whole, False), (resumed, True)):
+        with_engines = [starts for starts in run_.starts if starts]  # not a critic's own ranks
+        assert with_engines
+        for (start,) in with_engines:
+            assert min(start["before"].values()) > 0
+            assert start["while_starting"] == dict.fromkeys(start["before"], 0)
+            assert start["same_state"] and start["same_draws"]
+        if has_moments:
+            (before,), (now,) = whole.starts[0], resumed.starts[0]
+            assert now["num_tensors"] > before["num_tensors"]
 
 
 def test_the_reference_is_in_checkpoints_where_no_folder_has_it(

@@ -105,8 +105,13 @@ def test_engine_scores_the_warmed_up_model_as_megatron_does(
 ) -> None:
     out = tmp_path / "verify.json"
     flags = task_flags(warmed_checkpoint, tmp_path / "unused", "--rl-verify-out", str(out))
-    codes = ranks.run("tests.e2e.jobs:verify", world_size=4, arguments={"tokens": flags})
-    assert codes == [0] * 4
+    watched = ranks.run("tests.e2e.jobs:watched_verify", world_size=4, arguments={"tokens": flags})
+    for rank in watched:
+        assert rank["code"] == 0
+        (start,) = rank["starts"]
+        assert min(start["before"].values()) > 0
+        assert set(start["while_starting"].values()) == {0}
+        assert start["same_state"] and start["same_draws"]
     result = json.loads(out.read_text())
     assert result["stored_equal"] is True and result["differing"] == []
     assert result["mean_abs_difference"] <= 0.03

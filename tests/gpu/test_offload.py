@@ -124,6 +124,21 @@ def test_values_kept_on_the_host_are_exchanged_beside_the_callers_stream() -> No
     assert copy.host_bytes == held
 
 
+def test_everything_is_away_while_an_engine_starts() -> None:
+    """Also what no flag names, through memory that is not page-locked."""
+    tensors = tensors_on_device()
+    expected = [tensor.cpu() for _, tensor in tensors["parameters"] + tensors["optimizer"]]
+    there_and_back = Offloader(
+        lambda: tensors, frozenset(), device=torch.device("cuda", torch.cuda.current_device())
+    )
+    before = torch.cuda.mem_get_info()[0]
+    with there_and_back.everything_away():
+        assert torch.cuda.mem_get_info()[0] >= before + (2 * 64 + 2 * 96 - 4) * MIB
+    found = [tensor.cpu() for _, tensor in tensors["parameters"] + tensors["optimizer"]]
+    assert all(map(torch.equal, found, expected))
+    assert there_and_back.host_bytes == 0
+
+
 def test_generators_of_all_devices_are_restored() -> None:
     before = RngState.capture()
     assert len(before.devices) == torch.cuda.device_count()

@@ -7,7 +7,7 @@ import torch
 
 from mcore_rl.errors import UsageError
 from mcore_rl.hybrid_engine.host_memory import HostBuffer
-from mcore_rl.hybrid_engine.offload import Offloader, offload_kinds
+from mcore_rl.hybrid_engine.offload import Offloader, kinds_at_start, offload_kinds
 
 CPU = torch.device("cpu")
 ALL = frozenset({"parameters", "optimizer", "gradients"})
@@ -301,3 +301,61 @@ def test_flag_refuses_what_megatron_has_pinned_down_and_auto_leaves_it() -> None
     assert offload_kinds("auto", captured, has_cuda=True) == set()
     with pytest.raises(UsageError, match="--cuda-graph-impl, which captures the addresses"):
         offload_kinds("optimizer", captured, has_cuda=True)
+
+
+def test_everything_leaves_for_an_engines_start_whatever_the_flag_says() -> None:
+    training = Training()
+    before = training.copies()
+    for what in (frozenset[str](), frozenset({"optimizer"}), ALL):
+        there_and_back = offloader(training, what)
+        with there_and_back.everything_away():
+            assert there_and_back.away == ALL
+            assert not any(v.untyped_storage().nbytes() for v in training.views().values())
+        assert not there_and_back.away and there_and_back.host_bytes == 0
+        assert_equal_but_gradients(training, before)
+
+
+def test_what_cannot_leave_stays_while_an_engine_starts_and_is_named(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    odd = torch.from_numpy(torch.ones(4).numpy().copy())
+    fine = torch.ones(8)
+    tensors = {"parameters": [("fine", fine), ("odd", odd)], "optimizer": [], "gradients": []}
+    there_and_back = Offloader(lambda: tensors, frozenset(), device=CPU)
+    with caplog.at_level("DEBUG"), there_and_back.everything_away():
+        assert fine.untyped_storage().nbytes() == 0
+        assert (odd == 1).all()
+    assert (fine == 1).all()
+    assert "0.0 GB cannot leave: odd" in caplog.text
+    registered = Offloader(
+        lambda: tensors, frozenset(), device=CPU, at_start=kinds_at_start({"nccl_ub": True})
+    )
+    with registered.everything_away():
+        assert (fine == 1).all()
+
+
+def test_an_engine_that_does_not_start_is_what_is_told_and_everything_comes_back() -> None:
+    training = Training()
+    before = training.copies()
+    there_and_back = offloader(training)
+    with pytest.raises(ValueError, match="free memory"):
+        with there_and_back.everything_away():
+            raise ValueError("free memory is less than desired")
+    assert_equal_but_gradients(training, before)
+    with pytest.raises(ValueError, match="free memory"):
+        with there_and_back.everything_away():
+            training.main.untyped_storage().resize_(30 * 30 * 4)  # so that it cannot
+            raise ValueError("free memory is less than desired")
+    there_and_back = offloader(Training())
+    there_and_back.offload("optimizer")
+    with pytest.raises(RuntimeError, match="optimizer are offloaded already"):
+        with there_and_back.everything_away():
+            pass
+
+
+def test_kinds_at_start_are_all_but_those_pinned_down_from_the_beginning() -> None:
+    assert kinds_at_start({}) == ALL
+    # Captured with the first update, which comes later.
+    assert kinds_at_start({"cuda_graph_impl": "local", "optimizer_cuda_graph": True}) == ALL
+    assert kinds_at_start({"fp8_param_gather": True}) == {"gradients", "optimizer"}
+    assert kinds_at_start({"nccl_ub": True, "cuda_graph_impl": "local"}) == {"optimizer"}

@@ -423,6 +423,8 @@ def train_tensors(state: TrainState) -> dict[str, list[tuple[str, torch.Tensor]]
         if optimizer is None or optimizer.is_stub_optimizer:  # nothing to train on this rank
             continue
         parameters = [p for group in optimizer.optimizer.param_groups for p in group["params"]]
+        # --optimizer-cpu-offload keeps what it leaves on the device apart, with its gradients.
+        parameters += getattr(optimizer.optimizer, "param_to_fp32_param", {}).values()
         for index, parameter in enumerate(parameters):
             name = f"main parameter {index} of optimizer {number}"
             found["optimizer"].append((name, megatron_fsdp.local(parameter)))

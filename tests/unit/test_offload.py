@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
+from mcore_rl import megatron_adapter
 from mcore_rl.errors import UsageError
 from mcore_rl.hybrid_engine.host_memory import HostBuffer
 from mcore_rl.hybrid_engine.offload import Offloader, kinds_at_start, offload_kinds
@@ -359,3 +362,24 @@ def test_kinds_at_start_are_all_but_those_pinned_down_from_the_beginning() -> No
     assert kinds_at_start({"cuda_graph_impl": "local", "optimizer_cuda_graph": True}) == ALL
     assert kinds_at_start({"fp8_param_gather": True}) == {"gradients", "optimizer"}
     assert kinds_at_start({"nccl_ub": True, "cuda_graph_impl": "local"}) == {"optimizer"}
+
+
+def test_copies_of_an_optimizer_that_is_in_part_on_the_host_are_found() -> None:
+    """Before its first step, too, when no state points to them. It makes no step on CPU."""
+    from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
+
+    weight = torch.nn.Parameter(torch.ones(30, dtype=torch.bfloat16))
+    hybrid = HybridDeviceOptimizer(
+        [weight],
+        offload_fraction=0.5,
+        cpu_optimizer_cls=torch.optim.AdamW,
+        gpu_optimizer_cls=torch.optim.AdamW,
+        param_update_in_fp32=True,
+        overlap_cpu_optimizer_d2h_h2d=False,
+    )
+    (copy,) = hybrid.param_to_fp32_param.values()
+    copy.grad = torch.ones(30)
+    optimizer = SimpleNamespace(optimizer=hybrid, is_stub_optimizer=False)
+    found = megatron_adapter.train_tensors(megatron_adapter.TrainState([], optimizer, None, 0))
+    assert any(tensor is copy for _, tensor in found["optimizer"])
+    assert any(tensor is copy.grad for _, tensor in found["gradients"])

@@ -43,6 +43,7 @@ warnings.filterwarnings(
 
 
 _QUEUES = "CUDA_DEVICE_MAX_CONNECTIONS"
+_COPY_QUEUES = "CUDA_DEVICE_MAX_COPY_CONNECTIONS"
 _SINKS = ("--wandb-project", "--tensorboard-dir")
 _chosen_here: set[str] = set()  # variables that the user has not set
 
@@ -57,6 +58,9 @@ def prepare() -> None:
     if _QUEUES not in os.environ:
         os.environ[_QUEUES] = "1"
         _chosen_here.add(_QUEUES)
+    # That is for the order of kernels. What an offload brings back would stand in the same queue
+    # before the engine's kernels; from compute capability 8.0 on copies can have their own.
+    os.environ.setdefault(_COPY_QUEUES, "8")
     megatron_patches.apply()
 
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 import numpy as np
@@ -26,6 +26,7 @@ from mcore_rl.hybrid_engine.needs import Metadata, Needs
 from mcore_rl.hybrid_engine.reload import Reloader
 from mcore_rl.hybrid_engine.sliced_tensor import WriteObserver
 from mcore_rl.hybrid_engine.vllm_start import EngineConfig, on_cuda, start_llm
+from mcore_rl.trace import tracer as trace
 from mcore_rl.types import Prompt, Rollout
 
 __all__ = ["EngineConfig", "VLLMEngine"]
@@ -127,7 +128,8 @@ class VLLMEngine:
         process's random state, the order of the prompts and the weights, and on nothing else.
 
         `when_few_are_left` is called once, between two steps of the engine, as soon as no more than
-        a quarter of the sequences that fit are still being generated.
+        a quarter of the sequences that fit are still being generated. A trace shows what comes
+        before as "first responses" and what comes after as "last responses".
         """
         from vllm import SamplingParams
 
@@ -157,21 +159,29 @@ class VLLMEngine:
 
     @contextmanager
     def _calling_when_few_are_left(self, call: Callable[[], object] | None) -> Iterator[None]:
+        if call is None:
+            yield
+            return
         engine = self._llm.llm_engine
         few = max(1, self.config.max_num_seqs // 4)
         step, waiting = engine.step, [call]
+        traced = ExitStack()
 
         def watched() -> Any:
             outputs = step()
             if waiting and engine.get_num_unfinished_requests() <= few:
-                waiting.pop()()
+                traced.close()
+                with trace.span("prefetch", trace.MODEL):
+                    waiting.pop()()
+                traced.enter_context(trace.span("last responses", trace.MODEL))
             return outputs
 
-        if call is not None:
-            engine.step = watched  # of this engine object, over its class's
+        engine.step = watched  # of this engine object, over its class's
+        traced.enter_context(trace.span("first responses", trace.MODEL))
         try:
             yield
         finally:
+            traced.close()
             vars(engine).pop("step", None)
 
     def prompt_log_probs(self, token_ids: Sequence[Sequence[int]]) -> list[np.ndarray]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,7 @@ def short_run(warmed_checkpoint: Path, ranks: RankPool, tmp_path_factory: Any) -
         warmed_checkpoint,
         run_dir,
         *("--rl-num-steps", "12", "--rl-eval-interval", "12"),
+        *("--rl-trace", "1", "--rl-offload", "gradients,optimizer,parameters"),
         *("--rl-export-hf", str(run_dir / "exported")),
     )
     outcomes = ranks.run_raw(
@@ -91,6 +93,16 @@ def test_run_directory_holds_what_its_contract_names(short_run: Path) -> None:
     assert any((short_run / "checkpoints").glob("iter_0000012"))
     shown = (short_run / "stdout.txt").read_text()
     assert "what was learnt" in shown and "continue" in shown and "[Reshard]" in shown
+
+
+def test_trace_tells_the_rollout_beside_which_training_comes_back(short_run: Path) -> None:
+    events = json.loads((short_run / "trace" / "rank0.json").read_text())["traceEvents"]
+    at = {e["name"]: (e["ts"], e["ts"] + e["dur"]) for e in events if e.get("ph") == "X"}
+    order = [at[name] for name in ("first responses", "prefetch", "last responses")]
+    assert all(begin <= end for begin, end in order)
+    assert all(one[1] <= other[0] for one, other in pairwise(order))
+    rollout = at["rollout"]
+    assert rollout[0] <= order[0][0] and order[-1][1] <= rollout[1]
 
 
 def test_exported_policy_is_a_checkpoint_for_transformers(short_run: Path) -> None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import pytest
 
+from mcore_rl import megatron_adapter
 from mcore_rl.checks.fsdp import check_fsdp
 from mcore_rl.errors import UsageError
 
@@ -84,3 +86,18 @@ def test_fusion_is_megatrons_default() -> None:
     with pytest.raises(UsageError, match="--no-gradient-accumulation-fusion"):
         check_fsdp(values, QUEUES, has_cuda=True, transformer_engine=(2, 9))
     check_fsdp(values, QUEUES, has_cuda=False)  # there the flag is derived
+
+
+def test_copies_have_queues_of_their_own_unless_the_user_says_how_many(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The one queue that Megatron asks for is for kernels."""
+    copies = "CUDA_DEVICE_MAX_COPY_CONNECTIONS"
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    monkeypatch.setenv(copies, "")  # so that it is put back
+    monkeypatch.delenv(copies)
+    megatron_adapter.prepare()
+    assert os.environ[copies] == "8"
+    monkeypatch.setenv(copies, "1")
+    megatron_adapter.prepare()
+    assert os.environ[copies] == "1"

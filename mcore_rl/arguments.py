@@ -103,6 +103,10 @@ class RLConfig:
     reward_ranks: str | None = _flag(None, "ranks of the model's own, like 6-7", kind=str)
 
     precision: str = _flag("bf16", "of parameters in training", choices=("bf16", "fp16", "fp32"))
+    no_moe_grouped_gemm: bool = _flag(
+        False,
+        "each expert its own layers, where Transformer Engine would compute all of them together",
+    )
 
     # algorithm
     algorithm: str = _flag(

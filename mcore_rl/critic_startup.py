@@ -14,6 +14,7 @@ from mcore_rl.agreement import agreed_in_world
 from mcore_rl.arguments import DEGREE_FLAGS, ExtraArgs, RLConfig
 from mcore_rl.checkpoint import HFCheckpoint, load_into_megatron
 from mcore_rl.checks.derived_flags import num_updates
+from mcore_rl.checks.platform import Platform
 from mcore_rl.hf_config import ModelShape
 from mcore_rl.hybrid_engine.layout import TrainLayout
 from mcore_rl.hybrid_engine.model_shards import ModelShards
@@ -60,7 +61,7 @@ def check_critic(
     parser: argparse.ArgumentParser,
     extra_args: ExtraArgs,
     world_size: int,
-    has_cuda: bool,
+    platform: Platform,
 ) -> CheckedValueModel | None:
     """The critic of a command line, or None if the algorithm has none; see `check_value_model`."""
     if not config.recipe.needs_critic:
@@ -74,7 +75,7 @@ def check_critic(
         parser=parser,
         extra_args=extra_args,
         world_size=world_size,
-        has_cuda=has_cuda,
+        platform=platform,
     )
 
 

@@ -23,6 +23,7 @@ import torch
 from mcore_rl import megatron_fsdp
 from mcore_rl.agreement import leave_with
 from mcore_rl.batching.prefixes import set_prefixes
+from mcore_rl.checks.platform import find_platform
 from mcore_rl.errors import UsageError
 from mcore_rl.hf_config import ModelShape
 from mcore_rl.hybrid_engine.layout import TrainLayout
@@ -51,9 +52,11 @@ _chosen_here: set[str] = set()  # variables that the user has not set
 def prepare() -> None:
     """Check the version and apply the patches this machine needs. Idempotent.
 
-    UsageError: the version is not supported, or Megatron was imported before the first call.
+    UsageError: the version is not supported, Transformer Engine is broken, or Megatron was imported
+    before the first call.
     """
     check_megatron()
+    find_platform()
     # Megatron requires it for TP overlap on CUDA and asserts it everywhere.
     if _QUEUES not in os.environ:
         os.environ[_QUEUES] = "1"

@@ -15,13 +15,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
-import torch
 import torch.distributed as dist
 
 from mcore_rl import megatron_adapter
 from mcore_rl.agreement import agreed, agreed_in_world, from_rank, open_store
 from mcore_rl.arguments import ExtraArgs, RLConfig, add_rl_args
 from mcore_rl.checkpoint import HFCheckpoint, check_complete, load_into_megatron
+from mcore_rl.checks.platform import Platform, find_platform
 from mcore_rl.checks.preflight import Checked, check_command_line, check_parsed_args
 from mcore_rl.hf_config import ModelShape, settings_without_flag
 from mcore_rl.hybrid_engine.layout import PipelineLayers, RolloutLayout, TrainLayout
@@ -73,11 +73,11 @@ def start(
     `megatron_options` are for its `initialize_megatron`.
     """
     store = open_store()
-    has_cuda = torch.cuda.is_available()
+    platform = find_platform()
 
     def check() -> Checked:
         checked = check_command_line(
-            tokens, has_cuda=has_cuda, scores_only=scores_only, extra_args=extra_args
+            tokens, platform=platform, scores_only=scores_only, extra_args=extra_args
         )
         if also_check is not None:
             also_check(checked)
@@ -86,7 +86,7 @@ def start(
     checked = agreed(check, store, stage="input")
     if writes:
         checked = hold_folders(checked, store)
-    _say(checked, has_cuda)
+    _say(checked, platform)
     world = enter_role(checked.roles, store)
     tokens = _of_role(checked, world).tokens
     assert tokens is not None, "a role with ranks of its own has a command line"
@@ -114,7 +114,7 @@ def job_from_args(
     """
 
     def check() -> Checked:
-        checked = check_parsed_args(args, has_cuda=torch.cuda.is_available())
+        checked = check_parsed_args(args, platform=find_platform())
         if also_check is not None:
             also_check(checked)
         return checked
@@ -177,12 +177,13 @@ def _of_role(checked: Checked, world: RoleWorld) -> Checked | CheckedValueModel:
     return found
 
 
-def _say(checked: Checked, has_cuda: bool) -> None:
+def _say(checked: Checked, platform: Platform) -> None:
     if int(os.environ.get("RANK", 0)) != 0:
         return
     logger.info("derived from config.json: %s", " ".join(checked.derived.architecture))
-    if not has_cuda:
-        logger.info("no CUDA here, so Megatron runs with: %s", " ".join(checked.derived.machine))
+    if checked.derived.machine:
+        lacks = f"no {platform.lacks} here, so " if platform.lacks else ""
+        logger.info("%sMegatron runs with: %s", lacks, " ".join(checked.derived.machine))
     logger.info("defaults for RL: %s", " ".join(checked.derived.defaults))
     _say_notes(checked)
     if checked.checkpoint.num_skipped_mtp:

@@ -21,6 +21,7 @@ from mcore_rl.checkpoint import HFCheckpoint, open_checkpoint
 from mcore_rl.checks.derived_flags import derive_flags
 from mcore_rl.checks.layout import check_batches, check_layout, check_stages
 from mcore_rl.checks.megatron import check_megatron_accepts
+from mcore_rl.checks.platform import Platform
 from mcore_rl.errors import UsageError
 from mcore_rl.given_flags import given_values
 from mcore_rl.hf_config import ModelShape, read_model_shape, settings_without_flag
@@ -67,7 +68,7 @@ def check_value_model(
     parser: argparse.ArgumentParser,
     extra_args: ExtraArgs,
     world_size: int,
-    has_cuda: bool,
+    platform: Platform,
 ) -> CheckedValueModel:
     """`given` and `tokens` are what the user set, `world_size` counts the role's ranks.
 
@@ -81,7 +82,7 @@ def check_value_model(
         for token in (flag, str(value))
     ]
     changed = {**given, **given_values(own, parser)}
-    derived = derive_flags(shape, config, changed, parser=parser, has_cuda=has_cuda)
+    derived = derive_flags(shape, config, changed, parser=parser, platform=platform)
     values = {**given_values(derived.tokens, parser), **changed}
     try:
         layout = check_layout(shape, values, world_size)

@@ -2,7 +2,8 @@
 
 Three kinds, and what happens when a user gives one of them:
 - architecture, from config.json: a different value is an error that names both;
-- what Megatron needs on a machine without CUDA: likewise, there is no other value that works;
+- what Megatron needs where CUDA, Transformer Engine or Apex are missing, and where its own defaults
+  do not fit the model: likewise, there is no other value that works;
 - defaults that suit RL: the user's value wins.
 """
 
@@ -18,17 +19,26 @@ from mcore_rl.arguments import RLConfig
 from mcore_rl.batching.context_chunks import chunks_of_sample, round_up
 from mcore_rl.checks.flag_classes import check_derived_count
 from mcore_rl.checks.megatron_flags import ARCHITECTURE
+from mcore_rl.checks.platform import Platform
 from mcore_rl.errors import UsageError
 from mcore_rl.given_flags import flag_names, given_values
 from mcore_rl.hf_config import ModelShape, megatron_flags
 
-# Fusions that need CUDA, Apex or Transformer Engine.
-CPU_FLAGS = (
-    "--distributed-backend gloo --transformer-impl local --use-cpu-initialization "
-    "--no-masked-softmax-fusion --no-bias-swiglu-fusion --no-bias-gelu-fusion "
-    "--no-bias-dropout-fusion --no-rope-fusion --no-gradient-accumulation-fusion "
-    "--no-persist-layer-norm"
+# Megatron's local layers, with those of `patches/megatron/local_layers.py` among them. Of the
+# fusions that are on by default, attention and norms have none; rotation needs Transformer Engine,
+# but for latent attention with YaRN, whose kernel knows nothing of shared prompts.
+_LOCAL_FLAGS = (
+    "--transformer-impl local --no-masked-softmax-fusion --no-rope-fusion --no-persist-layer-norm"
 ).split()
+# On by default. Transformer Engine's layers have it built in, but the output layer is Megatron's
+# own in every spec, and cannot be made without Apex's kernel.
+_WITHOUT_APEX_FLAGS = ["--no-gradient-accumulation-fusion"]
+CPU_FLAGS = [
+    *"--distributed-backend gloo --use-cpu-initialization".split(),
+    *_LOCAL_FLAGS,
+    *_WITHOUT_APEX_FLAGS,
+    *"--no-bias-swiglu-fusion --no-bias-gelu-fusion --no-bias-dropout-fusion".split(),
+]
 
 # Values that Megatron's validation lets pass and that fail when the model is built.
 _NEEDS_CUDA = {
@@ -38,6 +48,14 @@ _NEEDS_CUDA = {
     "cpu_offloading_num_layers": range(1, 1 << 30),
     "moe_token_dispatcher_type": ("flex",),
 }
+# Likewise, or that have no effect; of what is given on a machine with CUDA.
+_NEEDS_TRANSFORMER_ENGINE = frozenset(
+    """
+    cpu_offloading_num_layers fp4 fp8 moe_grouped_gemm moe_permute_fusion moe_router_fusion
+    te_rng_tracker use_grouped_gemm_for_shared_expert use_precision_aware_optimizer
+    use_te_activation_func use_transformer_engine_op_fuser
+    """.split()
+)
 # Their checkpointing keeps no output, by a function that Megatron imports with Transformer Engine.
 _RECOMPUTED_BY_TRANSFORMER_ENGINE = ("layernorm", "mla_up_proj", "moe_act")
 
@@ -61,7 +79,7 @@ def derive_flags(
     given: Mapping[str, Any],
     *,
     parser: argparse.ArgumentParser,
-    has_cuda: bool,
+    platform: Platform,
 ) -> DerivedFlags:
     """What `given` (dest -> value, from the user) leaves to be derived.
 
@@ -69,7 +87,7 @@ def derive_flags(
     user contradicts config.json, the machine, or `--rl-precision`.
     """
     architecture = megatron_flags(shape)
-    machine = [] if has_cuda else CPU_FLAGS
+    machine = machine_flags(shape, platform)
     names = flag_names(parser)
     wanted = given_values(architecture, parser)
     _refuse_contradictions(wanted, given, names, "config.json")
@@ -79,27 +97,65 @@ def derive_flags(
                 f"{_shown(dest, given[dest], names)} contradicts config.json, which has no such "
                 "part; drop the flag"
             )
-    _refuse_contradictions(given_values(machine, parser), given, names, "a machine without CUDA")
-    for dest in [] if has_cuda else [d for d in given if given[d] in _NEEDS_CUDA.get(d, ())]:
-        raise UsageError(
-            f"{_shown(dest, given[dest], names)} needs CUDA, which this machine lacks; drop it"
-        )
-    for module in given.get("recompute_modules") or ():
-        if module in _RECOMPUTED_BY_TRANSFORMER_ENGINE and not has_cuda:
-            raise UsageError(
-                f"--recompute-modules {module} needs Transformer Engine, which a machine without "
-                "CUDA lacks; drop it, or use --recompute-granularity full"
-            )
+    for source, tokens in machine.items():
+        _refuse_contradictions(given_values(tokens, parser), given, names, source)
     _refuse_other_precision(config, given)
+    if given.get("moe_grouped_gemm") and config.no_moe_grouped_gemm:
+        raise UsageError("--moe-grouped-gemm contradicts --rl-no-moe-grouped-gemm; drop one")
     if given.get("moe_router_fusion") and shape.experts and shape.experts.ranks_groups_by_best:
         raise UsageError(
             "--moe-router-fusion ranks a group of experts by the sum of several, but config.json "
             "(topk_method 'group_limited_greedy') by its best one; drop the flag"
         )
-    defaults = given_values(_defaults(shape, config, given), parser)
+    _refuse_what_is_not_here(given, names, platform)
+    defaults = given_values(_defaults(shape, config, given, platform), parser)
     check_derived_count(given, defaults)
     kept = {dest: value for dest, value in defaults.items() if dest not in given}
-    return DerivedFlags(tuple(architecture), tuple(machine), tuple(_as_tokens(kept, names)))
+    on_machine = [token for tokens in machine.values() for token in tokens]
+    return DerivedFlags(tuple(architecture), tuple(on_machine), tuple(_as_tokens(kept, names)))
+
+
+def machine_flags(shape: ModelShape, platform: Platform) -> dict[str, list[str]]:
+    """What Megatron cannot do without here, by what asks for it (in words)."""
+    if not platform.cuda:
+        return {"a machine without CUDA": CPU_FLAGS}
+    found = {}
+    if platform.transformer_engine is None:
+        found["a machine without Transformer Engine"] = _LOCAL_FLAGS
+    elif shape.latent and shape.rope["rope_type"] != "yarn":
+        found["latent attention without YaRN"] = ["--no-rope-fusion"]
+    if not platform.fused_weight_gradients:
+        found["a machine without Apex's fused weight gradients"] = _WITHOUT_APEX_FLAGS
+    return found
+
+
+def _refuse_what_is_not_here(
+    given: Mapping[str, Any], names: Mapping[str, str], platform: Platform
+) -> None:
+    """Flags whose kernels or layers cannot be had on this machine."""
+    if not platform.cuda:
+        for dest in [dest for dest in given if given[dest] in _NEEDS_CUDA.get(dest, ())]:
+            raise UsageError(
+                f"{_shown(dest, given[dest], names)} needs CUDA, which this machine lacks; drop it"
+            )
+    if platform.transformer_engine is not None:
+        if given.get("transformer_impl") == "local":
+            raise UsageError(
+                "--transformer-impl local lacks layers that mcore_rl completes only where "
+                "Transformer Engine cannot be imported, and here it can; drop the flag"
+            )
+        return
+    for dest in [dest for dest in given if given[dest] and dest in _NEEDS_TRANSFORMER_ENGINE]:
+        raise UsageError(
+            f"{_shown(dest, given[dest], names)} needs Transformer Engine, which cannot be "
+            "imported here; drop it"
+        )
+    for module in given.get("recompute_modules") or ():
+        if module in _RECOMPUTED_BY_TRANSFORMER_ENGINE:
+            raise UsageError(
+                f"--recompute-modules {module} needs Transformer Engine, which cannot be imported "
+                "here; drop it, or use --recompute-granularity full"
+            )
 
 
 def _refuse_contradictions(
@@ -135,7 +191,9 @@ def _refuse_other_precision(config: RLConfig, given: Mapping[str, Any]) -> None:
             )
 
 
-def _defaults(shape: ModelShape, config: RLConfig, given: Mapping[str, Any]) -> list[str]:
+def _defaults(
+    shape: ModelShape, config: RLConfig, given: Mapping[str, Any], platform: Platform
+) -> list[str]:
     """What RL wants where the user says nothing, and what Megatron insists on being told."""
     mini_batch = config.samples_per_step // config.num_mini_batches
     longest = config.max_prompt_tokens + config.max_response_tokens
@@ -182,6 +240,8 @@ def _defaults(shape: ModelShape, config: RLConfig, given: Mapping[str, Any]) -> 
         ]
         if shape.experts.has_bias:
             tokens += ["--moe-router-bias-update-rate", "0.0"]
+        if platform.transformer_engine is not None and not config.no_moe_grouped_gemm:
+            tokens.append("--moe-grouped-gemm")  # else one product of matrices an expert
         if given.get("moe_flex_dispatcher_backend") == "hybridep":
             tokens.append("--moe-hybridep-pad-uneven-dispatch-inputs")  # else they must be even
     return tokens

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from mcore_rl.checks.platform import Platform
 from mcore_rl.errors import UsageError
 
 _DEFAULT = "optim_grads_params"  # Megatron's
@@ -27,13 +28,11 @@ def check_fsdp(
     values: Mapping[str, Any],
     environment: Mapping[str, str],
     *,
-    has_cuda: bool,
-    transformer_engine: tuple[int, ...] | None = None,
+    platform: Platform,
 ) -> None:
     """Raise UsageError for flags that do not go with, or are missing beside, Megatron-FSDP.
 
-    `values` are Megatron's, by destination, those that are given or all of them;
-    `transformer_engine` its version, None where it is not installed.
+    `values` are Megatron's, by destination, those that are given or all of them.
     """
     strategy = values.get("data_parallel_sharding_strategy", _DEFAULT)
     if not values.get("use_megatron_fsdp"):
@@ -60,8 +59,8 @@ def check_fsdp(
             f"{_FLAG} needs more than one queue to the device, and the environment has "
             "CUDA_DEVICE_MAX_CONNECTIONS=1; unset it, or set it to 8"
         )
-    is_fused = has_cuda and values.get("gradient_accumulation_fusion", True)
-    if is_fused and (transformer_engine or (0,)) < (2, 10):
+    is_fused = platform.cuda and values.get("gradient_accumulation_fusion", True)
+    if is_fused and (platform.transformer_engine or (0,)) < (2, 10):
         raise UsageError(
             f"{_FLAG} adds up gradients in the kernels of Transformer Engine 2.10 or later only; "
             "add --no-gradient-accumulation-fusion"

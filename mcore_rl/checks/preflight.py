@@ -8,7 +8,6 @@ would refuse comes last: its own validation is run once beforehand.
 from __future__ import annotations
 
 import argparse
-import importlib.metadata
 import math
 import os
 import re
@@ -23,7 +22,7 @@ from mcore_rl import megatron_adapter
 from mcore_rl.algorithms.registry import import_user_file
 from mcore_rl.arguments import ExtraArgs, RLConfig, add_rl_args, flag_of, frozen
 from mcore_rl.checkpoint import EXPORT_MARKER, HFCheckpoint, open_checkpoint
-from mcore_rl.checks.derived_flags import DerivedFlags, derive_flags
+from mcore_rl.checks.derived_flags import DerivedFlags, derive_flags, machine_flags
 from mcore_rl.checks.flag_classes import (
     check_critic_rate,
     check_no_megatron_rl_flag,
@@ -43,6 +42,7 @@ from mcore_rl.checks.layout import (
 from mcore_rl.checks.megatron import check_megatron_accepts
 from mcore_rl.checks.megatron_flags import SET_BY_VALIDATION
 from mcore_rl.checks.packages import check_packages
+from mcore_rl.checks.platform import Platform
 from mcore_rl.checks.wandb_flags import check_wandb
 from mcore_rl.critic_startup import check_critic, check_critic_of_fork
 from mcore_rl.errors import UsageError
@@ -116,7 +116,7 @@ def make_parser(extra_args: ExtraArgs = add_rl_args) -> argparse.ArgumentParser:
 def check_command_line(
     tokens: Sequence[str],
     *,
-    has_cuda: bool,
+    platform: Platform,
     scores_only: bool = False,
     extra_args: ExtraArgs = add_rl_args,
 ) -> Checked:
@@ -141,7 +141,7 @@ def check_command_line(
     if scores_only:
         config = replace(config, max_response_tokens=1)
     shape, checkpoint = _check_by_themselves(config, given, scores_only=scores_only)
-    derived = derive_flags(shape, config, given, parser=parser, has_cuda=has_cuda)
+    derived = derive_flags(shape, config, given, parser=parser, platform=platform)
     values = {**given_values(derived.tokens, parser), **given}
     check_switches(values)
     if values.get("use_megatron_fsdp"):
@@ -149,7 +149,7 @@ def check_command_line(
     roles = parse_roles(
         int(os.environ.get("WORLD_SIZE", 1)), config.critic_ranks, config.reward_ranks
     )
-    layout, layers, rollout = _check_together(config, shape, values, roles, has_cuda=has_cuda)
+    layout, layers, rollout = _check_together(config, shape, values, roles, platform)
     all_tokens = (*derived.tokens, *tokens)
     with world_of_size(len(roles.actor)):
         check_megatron_accepts(all_tokens, shape, extra_args=extra_args)
@@ -162,7 +162,7 @@ def check_command_line(
             parser=parser,
             extra_args=extra_args,
             world_size=len(roles.ranks(role)),
-            has_cuda=has_cuda,
+            platform=platform,
         )
         for role, check in ((CRITIC, check_critic), (REWARD, check_reward_model))
     )
@@ -199,20 +199,19 @@ def _check_by_themselves(
 
 
 def _check_together(
-    config: RLConfig, shape: ModelShape, values: Mapping[str, Any], roles: Roles, *, has_cuda: bool
+    config: RLConfig,
+    shape: ModelShape,
+    values: Mapping[str, Any],
+    roles: Roles,
+    platform: Platform,
 ) -> tuple[TrainLayout, PipelineLayers, RolloutLayout]:
     """All flags together: what the machine, the layouts and the batches allow."""
     check_critic_rate(config.critic_lr, values)
-    check_fsdp(
-        values,
-        os.environ,
-        has_cuda=has_cuda,
-        transformer_engine=transformer_engine_version(),
-    )
-    offload_kinds(config.offload, values, has_cuda=has_cuda)
+    check_fsdp(values, os.environ, platform=platform)
+    offload_kinds(config.offload, values, has_cuda=platform.cuda)
     layout = actor_layout(shape, values, roles)
     layers = check_stages(shape, layout.pp_size, values)
-    rollout = check_rollout(config, shape, layout, layers, has_cuda=has_cuda)
+    rollout = check_rollout(config, shape, layout, layers, has_cuda=platform.cuda)
     check_batches(config, layout, values)
     return layout, layers, rollout
 
@@ -227,7 +226,7 @@ def actor_layout(shape: ModelShape, values: Mapping[str, Any], roles: Roles) -> 
         raise UsageError(f"of the actor, on {describe_ranks(roles.actor)}: {error}") from error
 
 
-def check_parsed_args(args: argparse.Namespace, *, has_cuda: bool) -> Checked:
+def check_parsed_args(args: argparse.Namespace, *, platform: Platform) -> Checked:
     """The same checks for arguments that a fork has parsed with Megatron's parser.
 
     Nothing can be derived any more, so the architecture in `args` must be that of config.json:
@@ -259,9 +258,10 @@ def check_parsed_args(args: argparse.Namespace, *, has_cuda: bool) -> Checked:
                 f"{config.hf_checkpoint} needs {value}; {_BY_US}, which derives it, or pass "
                 f"{' '.join(megatron_flags(shape))}"
             )
+    _check_fits_machine(args, shape, parser, platform)
     check_switches({**values, **dict.fromkeys(SET_BY_VALIDATION)})
     roles = Roles(args.world_size)
-    layout, layers, rollout = _check_together(config, shape, values, roles, has_cuda=has_cuda)
+    layout, layers, rollout = _check_together(config, shape, values, roles, platform)
     critic = check_critic_of_fork(config, (shape, checkpoint), layout)
     return Checked(
         config=config,
@@ -281,6 +281,22 @@ def check_parsed_args(args: argparse.Namespace, *, has_cuda: bool) -> Checked:
     )
 
 
+def _check_fits_machine(
+    args: argparse.Namespace,
+    shape: ModelShape,
+    parser: argparse.ArgumentParser,
+    platform: Platform,
+) -> None:
+    """What is derived for a machine with CUDA is needed by layers that are built much later."""
+    for source, tokens in machine_flags(shape, platform).items() if platform.cuda else ():
+        for dest, value in given_values(tokens, parser).items():
+            if getattr(args, dest) != value:
+                raise UsageError(
+                    f"the parsed {dest} is {getattr(args, dest)}, but {source} needs "
+                    f"{' '.join(tokens)}; pass that, or {_BY_US}, which derives it"
+                )
+
+
 def _rank() -> int:
     return int(os.environ.get("RANK", 0))
 
@@ -296,15 +312,6 @@ def check_versions() -> None:
     """Megatron, torch and vLLM must be there, and they and what else is, in versions that fit."""
     check_megatron()
     check_packages()
-
-
-def transformer_engine_version() -> tuple[int, ...] | None:
-    """(2, 10, 0), or None where it is not installed."""
-    try:
-        version = importlib.metadata.version("transformer-engine")
-    except importlib.metadata.PackageNotFoundError:
-        return None
-    return tuple(int(part) for part in re.findall(r"\d+", version)[:3])
 
 
 def check_ranges(config: RLConfig) -> None:

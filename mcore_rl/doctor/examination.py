@@ -21,6 +21,7 @@ from mcore_rl.doctor.gpus import Gpus, find_gpus
 from mcore_rl.errors import UsageError
 
 if TYPE_CHECKING:
+    from mcore_rl.checks.platform import Platform
     from mcore_rl.doctor.flags import ReadJob
     from mcore_rl.planner.outcome import Outcome
 
@@ -139,10 +140,10 @@ class _Examination:
         return check_parser()
 
     @property
-    def _has_cuda(self) -> bool:
-        import torch
+    def _platform(self) -> Platform:
+        from mcore_rl.checks.platform import find_platform
 
-        return torch.cuda.is_available()
+        return find_platform()
 
     # ---------------------------------------------------------------------------------- the job
 
@@ -166,7 +167,7 @@ class _Examination:
             self._read = read_job(
                 self._request.tokens,
                 world_size=self._request.world_size or 1,
-                has_cuda=self._has_cuda,
+                platform=self._platform,
                 environment=self._environment,
             )
         return self._read.findings
@@ -278,7 +279,7 @@ class _Examination:
         from mcore_rl.doctor.plan import host_needs
 
         assert self._read is not None and self._outcome is not None
-        ranks, has_cuda = self._local_ranks, self._has_cuda
+        ranks, has_cuda = self._local_ranks, self._platform.cuda
         needed = host_needs(self._read, self._outcome, local_ranks=ranks, has_cuda=has_cuda)
         return space.check_host_memory(
             needed,

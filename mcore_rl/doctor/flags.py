@@ -25,6 +25,7 @@ from mcore_rl.checks.derived_flags import derive_flags
 from mcore_rl.checks.flag_classes import check_no_megatron_rl_flag, notes
 from mcore_rl.checks.fsdp import check_fsdp
 from mcore_rl.checks.layout import check_batches, check_rollout, check_stages
+from mcore_rl.checks.platform import Platform
 from mcore_rl.checks.preflight import Checked
 from mcore_rl.doctor.finding import CHECKPOINT, FLAGS, Finding, green, plural, red, refusal, yellow
 from mcore_rl.errors import UsageError
@@ -92,17 +93,17 @@ def check_parser() -> list[Finding]:
 
 
 def read_job(
-    tokens: Sequence[str], *, world_size: int, has_cuda: bool, environment: Mapping[str, str]
+    tokens: Sequence[str], *, world_size: int, platform: Platform, environment: Mapping[str, str]
 ) -> ReadJob:
     """Examine the flags of a job of `world_size` ranks."""
     parser = preflight.make_parser()
     reader = _Reader(parser)
     reader.tokens = expand_config(tokens, parser, refused=reader.note)
     with world_of_size(world_size):
-        job = _read(reader, world_size, has_cuda)
+        job = _read(reader, world_size, platform)
     more = [
         *_given_twice(tokens, parser),
-        *_without_effect(given_values(job.tokens, parser), parser, has_cuda),
+        *_without_effect(given_values(job.tokens, parser), parser, platform.cuda),
         *_from_environment(environment, world_size),
     ]
     found = [*reader.findings, *more]
@@ -174,7 +175,7 @@ class _Reader:
         return found
 
 
-def _read(reader: _Reader, world_size: int, has_cuda: bool) -> ReadJob:
+def _read(reader: _Reader, world_size: int, platform: Platform) -> ReadJob:
     parser, attempt = reader.parser, reader.attempt
     for check in (
         lambda given: check_no_megatron_rl_flag(given, parser),
@@ -193,7 +194,7 @@ def _read(reader: _Reader, world_size: int, has_cuda: bool) -> ReadJob:
     shape, checkpoint = read
 
     def derived_values(given: dict[str, Any]) -> dict[str, Any]:
-        derived = derive_flags(shape, config, given, parser=parser, has_cuda=has_cuda)
+        derived = derive_flags(shape, config, given, parser=parser, platform=platform)
         return {**given_values(derived.tokens, parser), **given}
 
     values = reader.until_accepted(derived_values)
@@ -205,15 +206,15 @@ def _read(reader: _Reader, world_size: int, has_cuda: bool) -> ReadJob:
     if reader.is_untouched(_LENGTHS):
         cp_size = values.get("context_parallel_size", 1)
         attempt(lambda: preflight.check_lengths(config, shape, cp_size=cp_size))
-    return _read_layout(reader, job, world_size, has_cuda)
+    return _read_layout(reader, job, world_size, platform)
 
 
-def _read_layout(reader: _Reader, job: ReadJob, world_size: int, has_cuda: bool) -> ReadJob:
+def _read_layout(reader: _Reader, job: ReadJob, world_size: int, platform: Platform) -> ReadJob:
     attempt, values = reader.attempt, job.values
     config, shape = job.config, job.shape
     assert config is not None and shape is not None
-    _check_fsdp(reader, values, has_cuda)
-    attempt(lambda: offload_kinds(config.offload, values, has_cuda=has_cuda))
+    _check_fsdp(reader, values, platform)
+    attempt(lambda: offload_kinds(config.offload, values, has_cuda=platform.cuda))
     if not reader.is_untouched(_LAYOUT):
         return job
     ranks = (world_size, config.critic_ranks, config.reward_ranks)
@@ -224,7 +225,7 @@ def _read_layout(reader: _Reader, job: ReadJob, world_size: int, has_cuda: bool)
     if not layout or not layers:
         return job
     rollout = attempt(
-        lambda: check_rollout(config, shape, layout, layers, has_cuda=has_cuda),
+        lambda: check_rollout(config, shape, layout, layers, has_cuda=platform.cuda),
     )
     batch = reader.is_untouched(_BATCH)
     if batch:
@@ -233,22 +234,15 @@ def _read_layout(reader: _Reader, job: ReadJob, world_size: int, has_cuda: bool)
     if rollout is None or not batch or not reader.is_untouched(_LENGTHS):
         return job
     tokens = job.tokens
-    checked = attempt(lambda: preflight.check_command_line(tokens, has_cuda=has_cuda))
+    checked = attempt(lambda: preflight.check_command_line(tokens, platform=platform))
     return dataclasses.replace(job, checked=checked)
 
 
-def _check_fsdp(reader: _Reader, values: Mapping[str, Any], has_cuda: bool) -> None:
+def _check_fsdp(reader: _Reader, values: Mapping[str, Any], platform: Platform) -> None:
     with _environment_kept():
         if values.get("use_megatron_fsdp"):
             megatron_adapter.allow_many_queues()
-        reader.attempt(
-            lambda: check_fsdp(
-                values,
-                os.environ,
-                has_cuda=has_cuda,
-                transformer_engine=preflight.transformer_engine_version(),
-            )
-        )
+        reader.attempt(lambda: check_fsdp(values, os.environ, platform=platform))
 
 
 @contextlib.contextmanager

@@ -18,6 +18,7 @@ from typing import Any
 from mcore_rl.arguments import DEGREE_FLAGS, RLConfig
 from mcore_rl.checks.derived_flags import derive_flags
 from mcore_rl.checks.flag_classes import check_no_megatron_rl_flag
+from mcore_rl.checks.platform import Platform
 from mcore_rl.errors import UsageError
 from mcore_rl.given_flags import expand_config, given_values
 from mcore_rl.hf_config import ModelShape, read_model_shape
@@ -37,6 +38,8 @@ _BATCH_FLAGS = frozenset(
 _USUAL_RANKS_PER_NODE = 8
 # Of published checkpoints; their tensors have the shapes of those that are trained.
 _DEQUANTIZED = ("fp8",)
+# What scripts/setup_env.sh makes of a machine with GPUs; the one that plans is another.
+_PLANNED_FOR = Platform(cuda=True, transformer_engine=(2, 20), fused_weight_gradients=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,7 +151,9 @@ class _Flags:
 
     def values(self, config: RLConfig) -> dict[str, Any]:
         """All of Megatron's and ours, by destination: what is derived, and what was given."""
-        derived = derive_flags(self.shape, config, self.given, parser=self.parser, has_cuda=True)
+        derived = derive_flags(
+            self.shape, config, self.given, parser=self.parser, platform=_PLANNED_FOR
+        )
         return {**given_values(derived.tokens, self.parser), **self.given}
 
 

@@ -22,6 +22,7 @@ from mcore_rl.arguments import DEGREE_FLAGS, ExtraArgs, RLConfig, flag_of
 from mcore_rl.batching.micro_batching import MicroBatching
 from mcore_rl.batching.train_batches import num_tokens
 from mcore_rl.checkpoint import HFCheckpoint, load_into_megatron
+from mcore_rl.checks.platform import Platform
 from mcore_rl.errors import UsageError
 from mcore_rl.hf_config import ModelShape
 from mcore_rl.megatron_world import MegatronWorld, parsed_args
@@ -57,7 +58,7 @@ def check_reward_model(
     parser: argparse.ArgumentParser,
     extra_args: ExtraArgs,
     world_size: int,
-    has_cuda: bool,
+    platform: Platform,
 ) -> CheckedValueModel | None:
     """The reward model of a command line, or None if no reward is one; see `check_value_model`.
 
@@ -74,7 +75,7 @@ def check_reward_model(
         parser=parser,
         extra_args=extra_args,
         world_size=world_size,
-        has_cuda=has_cuda,
+        platform=platform,
     )
     if not checked.has_head:
         raise UsageError(

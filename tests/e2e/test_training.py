@@ -12,6 +12,7 @@ import yaml
 
 from mcore_rl.arguments import RLConfig
 from mcore_rl.checks.derived_flags import derive_flags
+from mcore_rl.checks.platform import WITHOUT_CUDA
 from mcore_rl.checks.preflight import make_parser
 from mcore_rl.hf_config import megatron_flags, read_model_shape
 from mcore_rl.recording import own_folders
@@ -178,7 +179,7 @@ def test_fork_brings_its_own_parser_and_model(
         max_prompt_tokens=32,
         max_response_tokens=8,
     )
-    derived = derive_flags(shape, config, given, parser=make_parser(), has_cuda=False)
+    derived = derive_flags(shape, config, given, parser=make_parser(), platform=WITHOUT_CUDA)
     megatron = [*derived.tokens, "--tensor-model-parallel-size", "2"]
     assert set(megatron_flags(shape)) <= set(megatron)
     built = ranks.run(

@@ -20,6 +20,7 @@ from mcore_rl.checks.derived_flags import (
     derive_flags,
 )
 from mcore_rl.checks.megatron_flags import ARCHITECTURE
+from mcore_rl.checks.platform import WITHOUT_CUDA, Platform
 from mcore_rl.checks.preflight import check_megatron_accepts
 from mcore_rl.errors import UsageError
 from mcore_rl.given_flags import given_values
@@ -36,6 +37,10 @@ from tests.unit.test_hf_config import (
     TRAINABLE,
     read,
 )
+
+WHOLE = Platform(cuda=True, transformer_engine=(2, 20, 2), fused_weight_gradients=True)
+WITHOUT_APEX = dataclasses.replace(WHOLE, fused_weight_gradients=False)
+WITHOUT_ENGINE = dataclasses.replace(WHOLE, transformer_engine=None)
 
 
 @pytest.fixture(scope="module")
@@ -54,11 +59,11 @@ def derive(
     tokens: str,
     parser: argparse.ArgumentParser,
     *,
-    has_cuda: bool = False,
+    platform: Platform = WITHOUT_CUDA,
     **config: Any,
 ) -> DerivedFlags:
     given = given_values(tokens.split(), parser)
-    return derive_flags(shape, RLConfig(**config), given, parser=parser, has_cuda=has_cuda)
+    return derive_flags(shape, RLConfig(**config), given, parser=parser, platform=platform)
 
 
 def values_of(derived: DerivedFlags, tokens: str, parser: argparse.ArgumentParser) -> dict:
@@ -159,7 +164,7 @@ def test_contradiction_of_the_machine_is_an_error_only_there(
 ) -> None:
     with pytest.raises(UsageError, match=says):
         derive(shapes[DEEPSEEK_V3], tokens, parser)
-    derive(shapes[DEEPSEEK_V3], tokens, parser, has_cuda=True)
+    derive(shapes[DEEPSEEK_V3], tokens, parser, platform=WHOLE)
 
 
 def test_machine_flags_are_accepted_and_left_out_with_cuda(
@@ -168,7 +173,87 @@ def test_machine_flags_are_accepted_and_left_out_with_cuda(
     alone = derive(shapes[QWEN3_600M], "", parser)
     assert derive(shapes[QWEN3_600M], " ".join(alone.machine), parser) == alone
     assert "--transformer-impl" in alone.machine
-    assert derive(shapes[QWEN3_600M], "", parser, has_cuda=True).machine == ()
+    assert derive(shapes[QWEN3_600M], "", parser, platform=WHOLE).machine == ()
+
+
+@pytest.mark.parametrize(
+    ("name", "platform", "wanted"),
+    [
+        ("deepseek-v3", WHOLE, ""),
+        ("moonlight-16b-a3b", WHOLE, "--no-rope-fusion"),  # latent attention without YaRN
+        ("llama-3.2-1b", WITHOUT_APEX, "--no-gradient-accumulation-fusion"),
+        (
+            "moonlight-16b-a3b",
+            WITHOUT_APEX,
+            "--no-rope-fusion --no-gradient-accumulation-fusion",
+        ),
+        (
+            "qwen3-0.6b",
+            WITHOUT_ENGINE,
+            "--transformer-impl local --no-masked-softmax-fusion --no-rope-fusion "
+            "--no-persist-layer-norm",
+        ),
+        (
+            "deepseek-v3",
+            Platform(cuda=True),
+            "--transformer-impl local --no-masked-softmax-fusion --no-rope-fusion "
+            "--no-persist-layer-norm --no-gradient-accumulation-fusion",
+        ),
+    ],
+)
+def test_what_cannot_be_imported_is_switched_off_with_cuda(
+    name: str,
+    platform: Platform,
+    wanted: str,
+    shapes: dict[str, ModelShape],
+    parser: argparse.ArgumentParser,
+) -> None:
+    shape = shapes[TRAINABLE[name]]
+    derived = derive(shape, "", parser, platform=platform)
+    assert " ".join(derived.machine) == wanted
+    assert derive(shape, wanted, parser, platform=platform) == derived  # by the user as well
+    experts_at_once = "--moe-grouped-gemm" in derived.defaults
+    assert experts_at_once == bool(shape.experts and platform.transformer_engine)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "platform", "says"),
+    [
+        (
+            "--transformer-impl transformer_engine",
+            WITHOUT_ENGINE,
+            "without Transformer Engine, which needs --transformer-impl local; drop the flag",
+        ),
+        ("--transformer-impl local", WHOLE, "--transformer-impl local .* here it can; drop"),
+        ("--moe-grouped-gemm", WITHOUT_ENGINE, "--moe-grouped-gemm needs Transformer Engine"),
+        ("--moe-grouped-gemm", WITHOUT_CUDA, "--moe-grouped-gemm needs Transformer Engine"),
+        ("--fp8-format hybrid", WITHOUT_ENGINE, "--fp8-format hybrid needs Transformer Engine"),
+        (
+            "--recompute-granularity selective --recompute-modules mla_up_proj",
+            WITHOUT_ENGINE,
+            "--recompute-modules mla_up_proj needs Transformer Engine",
+        ),
+    ],
+)
+def test_flag_for_what_is_not_here_is_refused_with_cuda(
+    tokens: str,
+    platform: Platform,
+    says: str,
+    shapes: dict[str, ModelShape],
+    parser: argparse.ArgumentParser,
+) -> None:
+    with pytest.raises(UsageError, match=says):
+        derive(shapes[DEEPSEEK_V3], tokens, parser, platform=platform)
+
+
+def test_user_may_have_experts_by_themselves(
+    shapes: dict[str, ModelShape], parser: argparse.ArgumentParser
+) -> None:
+    shape = shapes[DEEPSEEK_V3]
+    derived = derive(shape, "", parser, platform=WHOLE, no_moe_grouped_gemm=True)
+    assert "--moe-grouped-gemm" not in derived.tokens
+    with pytest.raises(UsageError, match="contradicts --rl-no-moe-grouped-gemm; drop one"):
+        derive(shape, "--moe-grouped-gemm", parser, platform=WHOLE, no_moe_grouped_gemm=True)
 
 
 @pytest.mark.parametrize(
@@ -270,9 +355,9 @@ def test_dispatcher_of_tokens_copes_with_ranks_that_have_different_numbers(
     derived = derive(shape, "", parser)
     assert given_values(derived.defaults, parser)["moe_token_dispatcher_type"] == "alltoall"
     flex = "--moe-token-dispatcher-type flex --moe-flex-dispatcher-backend"
-    assert pads in derive(shape, f"{flex} hybridep", parser, has_cuda=True).defaults
+    assert pads in derive(shape, f"{flex} hybridep", parser, platform=WHOLE).defaults
     for tokens in ("", f"{flex} deepep", f"{flex} hybridep {pads}"):
-        assert pads not in derive(shape, tokens, parser, has_cuda=True).defaults
+        assert pads not in derive(shape, tokens, parser, platform=WHOLE).defaults
 
 
 @pytest.mark.parametrize("text", TRAINABLE.values(), ids=TRAINABLE)

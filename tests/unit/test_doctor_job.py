@@ -22,6 +22,7 @@ from safetensors.torch import save_file
 
 from mcore_rl.arguments import RLConfig
 from mcore_rl.builders import check_data
+from mcore_rl.checks.platform import WITHOUT_CUDA
 from mcore_rl.doctor import reward as reward_checks
 from mcore_rl.doctor.checkpoint import check_load
 from mcore_rl.doctor.finding import Finding
@@ -78,7 +79,9 @@ def read(
     """The job of a folder, its flags changed."""
     changes = {"--" + name.replace("_", "-"): value for name, value in flags.items()}
     tokens = tokens_of(Case("case", [], flags=changes, more=more), folder)
-    return read_job(tokens, world_size=world_size, has_cuda=False, environment=environment or {})
+    return read_job(
+        tokens, world_size=world_size, platform=WITHOUT_CUDA, environment=environment or {}
+    )
 
 
 @pytest.fixture(scope="module")

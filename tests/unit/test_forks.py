@@ -14,6 +14,7 @@ import pytest
 
 from mcore_rl.arguments import add_rl_args, with_rl_args
 from mcore_rl.builders import check_data
+from mcore_rl.checks.platform import WITHOUT_CUDA
 from mcore_rl.checks.preflight import check_command_line, check_parsed_args
 from mcore_rl.errors import UsageError
 from mcore_rl.megatron_world import parsed_args
@@ -41,7 +42,7 @@ def tokens_of(checkpoint: Path, *more: str) -> list[str]:
 
 def parse(checkpoint: Path, *more: str) -> argparse.Namespace:
     """What a fork's Megatron makes of derived flags and of `more`, which nobody has looked at."""
-    derived = check_command_line(tokens_of(checkpoint), has_cuda=False).tokens
+    derived = check_command_line(tokens_of(checkpoint), platform=WITHOUT_CUDA).tokens
     like = argparse.Namespace(rank=0, local_rank=0)
     return parsed_args([*derived, *more], add_rl_args, like, log=io.StringIO())
 
@@ -62,7 +63,7 @@ def parse(checkpoint: Path, *more: str) -> argparse.Namespace:
 )
 def test_fork_that_has_parsed_gets_the_sentence(flags: str, says: str, checkpoint: Path) -> None:
     with pytest.raises(UsageError, match=says):
-        check_data(check_parsed_args(parse(checkpoint, *flags.split()), has_cuda=False))
+        check_data(check_parsed_args(parse(checkpoint, *flags.split()), platform=WITHOUT_CUDA))
 
 
 def test_fork_that_has_parsed_may_trust_the_code_of_a_tokenizer(
@@ -71,10 +72,10 @@ def test_fork_that_has_parsed_may_trust_the_code_of_a_tokenizer(
     marker = tmp_path / "was_here"
     need_code_of_tokenizer(checkpoint, marker)
     with pytest.raises(UsageError, match="holds a tokenizer with code"):
-        check_data(check_parsed_args(parse(checkpoint), has_cuda=False))
+        check_data(check_parsed_args(parse(checkpoint), platform=WITHOUT_CUDA))
     assert not marker.exists()
     args = parse(checkpoint, "--trust-remote-code")
-    check_data(check_parsed_args(args, has_cuda=False))
+    check_data(check_parsed_args(args, platform=WITHOUT_CUDA))
     assert marker.exists()
 
 
@@ -86,10 +87,12 @@ def extra_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
 def test_flags_of_a_fork_are_known_to_all_who_parse(checkpoint: Path) -> None:
     tokens = tokens_of(checkpoint, "--notes", "folder", "--rl-algorithm", "ppo")
     with pytest.raises(UsageError, match="unknown flag --notes"):
-        check_command_line(tokens, has_cuda=False)
+        check_command_line(tokens, platform=WITHOUT_CUDA)
     both: list[Any] = [extra_args, lambda parser: extra_args(add_rl_args(parser))]
     for of_fork in both:
-        checked = check_command_line(tokens, has_cuda=False, extra_args=with_rl_args(of_fork))
+        checked = check_command_line(
+            tokens, platform=WITHOUT_CUDA, extra_args=with_rl_args(of_fork)
+        )
         critic = checked.critic
         assert critic is not None and critic.tokens is not None
         like = argparse.Namespace(rank=0, local_rank=0)
@@ -97,5 +100,5 @@ def test_flags_of_a_fork_are_known_to_all_who_parse(checkpoint: Path) -> None:
         assert args.notes == "folder" and args.rl_algorithm == "ppo"
     with pytest.raises(UsageError, match="Megatron refuses these flags .*required: --notes"):
         check_command_line(
-            tokens_of(checkpoint), has_cuda=False, extra_args=with_rl_args(extra_args)
+            tokens_of(checkpoint), platform=WITHOUT_CUDA, extra_args=with_rl_args(extra_args)
         )

@@ -9,6 +9,7 @@ import pytest
 
 from mcore_rl import megatron_adapter
 from mcore_rl.checks.fsdp import check_fsdp
+from mcore_rl.checks.platform import WITHOUT_CUDA, Platform
 from mcore_rl.errors import UsageError
 
 GOOD = {
@@ -21,7 +22,7 @@ QUEUES = {"CUDA_DEVICE_MAX_CONNECTIONS": "8"}
 
 
 def check(changes: dict[str, Any], environment: dict[str, str] = QUEUES, **options: Any) -> None:
-    check_fsdp({**GOOD, **changes}, environment, has_cuda=True, **options)
+    check_fsdp({**GOOD, **changes}, environment, platform=Platform(cuda=True, **options))
 
 
 @pytest.mark.parametrize("strategy", ["optim", "optim_grads", "optim_grads_params"])
@@ -30,8 +31,8 @@ def test_sharding_strategies_are_taken(strategy: str) -> None:
 
 
 def test_nothing_is_asked_without_the_flag() -> None:
-    check_fsdp({}, {}, has_cuda=True)
-    check_fsdp({"data_parallel_sharding_strategy": "optim_grads_params"}, {}, has_cuda=False)
+    check_fsdp({}, {}, platform=Platform(cuda=True))
+    check_fsdp({"data_parallel_sharding_strategy": "optim_grads_params"}, {}, platform=WITHOUT_CUDA)
 
 
 @pytest.mark.parametrize(
@@ -67,7 +68,7 @@ def test_flags_that_do_not_go_together_are_named(changes: dict[str, Any], parts:
 
 def test_a_missing_strategy_is_megatrons_default() -> None:
     values = {name: value for name, value in GOOD.items() if "strategy" not in name}
-    check_fsdp(values, QUEUES, has_cuda=False)
+    check_fsdp(values, QUEUES, platform=WITHOUT_CUDA)
 
 
 @pytest.mark.parametrize("environment", [{}, {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}])
@@ -84,8 +85,8 @@ def test_fusion_is_taken_with_a_new_transformer_engine(version: tuple[int, ...])
 def test_fusion_is_megatrons_default() -> None:
     values = {name: value for name, value in GOOD.items() if "fusion" not in name}
     with pytest.raises(UsageError, match="--no-gradient-accumulation-fusion"):
-        check_fsdp(values, QUEUES, has_cuda=True, transformer_engine=(2, 9))
-    check_fsdp(values, QUEUES, has_cuda=False)  # there the flag is derived
+        check_fsdp(values, QUEUES, platform=Platform(cuda=True, transformer_engine=(2, 9)))
+    check_fsdp(values, QUEUES, platform=WITHOUT_CUDA)  # there the flag is derived
 
 
 def test_copies_have_queues_of_their_own_unless_the_user_says_how_many(

@@ -460,11 +460,13 @@ def test_preset_fits_its_model_and_machines(
     from mcore_rl.checks import layout as layout_checks
     from mcore_rl.checks import preflight
     from mcore_rl.checks.derived_flags import derive_flags
+    from mcore_rl.checks.platform import WITHOUT_CUDA, Platform
     from mcore_rl.given_flags import expand_config, given_values
     from mcore_rl.hf_config import read_model_shape
 
     monkeypatch.setenv("WORLD_SIZE", str(PRESETS[name]))
     has_cuda = name != "tiny"
+    platform = Platform(cuda=True, transformer_engine=(2, 20)) if has_cuda else WITHOUT_CUDA
     (tmp_path / "config.json").write_text(json.dumps(published_config(name)))
     shape = read_model_shape(tmp_path, for_planning=has_cuda)  # V3 is published in FP8
 
@@ -473,7 +475,7 @@ def test_preset_fits_its_model_and_machines(
     tokens = expand_config(configs, parser)
     given = given_values(tokens, parser)
     config = RLConfig(**{key[3:]: value for key, value in given.items() if key.startswith("rl_")})
-    derived = derive_flags(shape, config, given, parser=parser, has_cuda=has_cuda)
+    derived = derive_flags(shape, config, given, parser=parser, platform=platform)
     values = given_values(derived.tokens, parser) | given
     preflight.check_ranges(config)
     preflight.check_lengths(config, shape)

@@ -1,0 +1,74 @@
+"""What the machine has is found by importing it, on a machine that seems to have a GPU."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from mcore_rl.checks.platform import WITHOUT_CUDA, Platform, find_platform
+from mcore_rl.errors import UsageError
+
+_ENGINE, _APEX = "transformer_engine", "fused_weight_gradient_mlp_cuda"
+
+
+@pytest.fixture
+def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A folder for packages that only this test can import, beside a GPU."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    kept = {name: sys.modules.pop(name) for name in list(sys.modules) if name.startswith(_ENGINE)}
+    find_platform.cache_clear()
+    yield tmp_path
+    for name in [name for name in sys.modules if name.startswith((_ENGINE, _APEX))]:
+        del sys.modules[name]
+    sys.modules.update(kept)
+    find_platform.cache_clear()
+
+
+def write_engine(site: Path, of_torch: str) -> None:
+    package = site / _ENGINE
+    package.mkdir()
+    (package / "__init__.py").write_text("")
+    (package / "pytorch.py").write_text(of_torch)
+    info = site / f"{_ENGINE}-2.20.2.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text(
+        "Metadata-Version: 2.1\nName: transformer_engine\nVersion: 2.20.2\n"
+    )
+
+
+def test_packages_that_can_be_imported_are_found(site: Path) -> None:
+    assert find_platform() == Platform(cuda=True)
+    assert find_platform().lacks == "Transformer Engine and Apex's fused weight gradients"
+    find_platform.cache_clear()
+    write_engine(site, "")
+    assert find_platform() == Platform(cuda=True, transformer_engine=(2, 20, 2))
+    find_platform.cache_clear()
+    (site / f"{_APEX}.py").write_text("")
+    assert find_platform().fused_weight_gradients and not find_platform().lacks
+
+
+@pytest.mark.parametrize(
+    ("of_torch", "reason"),
+    [
+        ("raise FileNotFoundError('no shared object\\nof torch')", "no shared object of torch"),
+        ("import compiled_for_another_torch", "No module named 'compiled_for_another_torch'"),
+    ],
+)
+def test_broken_transformer_engine_is_refused_before_megatron_dies_of_it(
+    of_torch: str, reason: str, site: Path
+) -> None:
+    write_engine(site, of_torch)
+    says = rf"Transformer Engine .* \({reason}\); run scripts/setup_env.sh, or uninstall it"
+    with pytest.raises(UsageError, match=says):
+        find_platform()
+
+
+def test_nothing_is_looked_for_without_cuda(site: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_engine(site, "raise FileNotFoundError")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert find_platform() == WITHOUT_CUDA

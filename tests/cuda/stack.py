@@ -42,7 +42,9 @@ FOLDER = ROOT / ".cuda"
 TIER = "MCORE_RL_CUDA_STACK"
 # What the light stack takes of the pins: what torch for CPU can import, and the CPU stack lacks.
 _LIGHT = """vllm transformer-engine onnx onnx-ir onnxscript ml-dtypes nvdlfw-inspect lazy-importer
-importlib-metadata zipp""".split()
+importlib-metadata zipp flashinfer-python nvidia-ml-py click einops tabulate""".split()
+# Libraries are made for another torch, and FlashInfer's sources are compiled on a GPU machine.
+_LEFT_OUT = re.compile(r"vllm/.*\.so$|flashinfer/data/")
 _REQUIREMENTS = ("requirements-cuda.txt", "requirements-te.txt")
 
 
@@ -134,7 +136,7 @@ def light() -> Stack:
 
 
 def unpack(package: str, version: str, folder: Path) -> None:
-    """Put the wheel's files into `folder`, but for vLLM's libraries, made for another torch."""
+    """Put the wheel's files into `folder`, but for what no test can use."""
     # To pip a version is also that version built for CPU, where its configuration names some.
     wanted = f"{package}=={version},!={version}+cpu"
     command = [sys.executable, "-m", "pip", "-qq", "download", "--no-deps", wanted]
@@ -142,7 +144,7 @@ def unpack(package: str, version: str, folder: Path) -> None:
         subprocess.run(command, cwd=downloads, check=True)
         (wheel,) = Path(downloads).iterdir()
         with zipfile.ZipFile(wheel) as archive:
-            names = [name for name in archive.namelist() if not re.match(r"vllm/.*\.so$", name)]
+            names = [name for name in archive.namelist() if not _LEFT_OUT.match(name)]
             archive.extractall(folder, names)
 
 

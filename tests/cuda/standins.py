@@ -158,7 +158,7 @@ def vllm_libraries() -> bool:
         answers = "support" in name or name.startswith("get_")
         stand_in = (lambda *_, **__: "support" in name) if answers else None
         stand_in = stand_in or needs_gpu(f"torch.ops.{self.name}.{name}")
-        stand_in.default = stand_in
+        stand_in.default = stand_in.out = stand_in
         return stand_in
 
     namespace.__getattr__ = operator

@@ -1,0 +1,309 @@
+"""vLLM's CUDA model of one rank of any layout, on tensors of the CPU or without any.
+
+    vllm_model.pretend(capability=(9, 0))                    # before vllm is imported
+    folder = vllm_model.write_checkpoint(tmp_path, config_json, seed=1)
+    with vllm_model.build(folder, tp_size=8, dp_size=4, expert_parallel=True, rank=5) as engine:
+        needs = engine.learn_needs(metadata)
+        engine.reload(...)
+
+The engine is the product's `VLLMModelOnly`: our own configuration, vLLM's executor, worker and model
+runner, its loader and what follows loading, all of the CUDA build. Stand-ins are the device (see
+`standins`), torch's fake process group for a world of which only one rank exists, and, under
+vLLM's own allocator of the sleep mode, the driver's mapping of memory: what is unmapped is
+overwritten, and comes back so.
+
+With `large_on_meta` everything of more than 64 Ki elements is a meta tensor: DeepSeek-V3 takes under
+1 GB, and needs can be learnt, but nothing is loaded.
+
+Out of reach: kernels, the memory that profiling finds, the KV cache, CUDA graphs.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import math
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from importlib import import_module
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from safetensors.torch import save_file
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from mcore_rl.hf_config import model_shape
+from mcore_rl.hybrid_engine.checkpoint_tensors import embedding_specs, head_specs, layer_specs
+from tests.cuda import standins
+
+Metadata = dict[str, tuple[tuple[int, ...], torch.dtype]]
+_LARGE_ELEMENTS = 1 << 16
+
+
+def pretend(capability: tuple[int, int]) -> None:
+    """Let vLLM, which must not be imported yet, start its worker here as on such a device."""
+    standins.vllm_libraries()
+    standins.cuda_device(capability)
+    # "FlashInfer can be used" is asked by its compiled kernels, its functions are Python.
+    os.environ["VLLM_HAS_FLASHINFER_CUBIN"] = "1"
+    os.environ["FLASHINFER_DISABLE_VERSION_CHECK"] = "1"
+    torch.cuda.get_rng_state = lambda *_: torch.get_rng_state()
+    torch.cuda.set_rng_state = lambda *_, **__: None
+    torch.cuda.manual_seed = torch.cuda.manual_seed_all = lambda *_: None
+    torch.cuda.memory.get_allocator_backend = lambda: "none"
+    memory = {
+        "memory_reserved": 0,
+        "memory_allocated": 0,
+        "max_memory_allocated": 0,
+        "memory_stats": {},
+        "get_memory_info": (80 * standins.GIB, 80 * standins.GIB),
+        "device_count": 8,
+        "current_device_index": 0,
+        "reset_peak_memory_stats": None,
+    }
+    for question, answer in memory.items():
+        setattr(torch.accelerator, question, lambda *_, answer=answer: answer)
+    import vllm.distributed.device_communicators.shm_broadcast as shm
+    import vllm.distributed.parallel_state as groups
+    import vllm.v1.worker.gpu.buffer_utils as buffers
+
+    groups.in_the_same_node_as = lambda group, source_rank=0: [True] * dist.get_world_size(group)
+    groups._ENABLE_CUSTOM_ALL_REDUCE = False
+    shm.MessageQueue.create_from_process_group = staticmethod(lambda *_, **__: None)
+    buffers.get_accelerator_view_from_cpu_tensor = lambda tensor: tensor  # of pinned memory
+    _map_memory()
+
+
+# ------------------------------------------------------------------------- the sleep mode's memory
+
+
+class _Allocations(TorchDispatchMode):
+    """Tells vLLM's allocator of what is made within, as the device's pool does."""
+
+    def __init__(self, tell: Any) -> None:
+        super().__init__()
+        self.kept: list[torch.UntypedStorage] = []
+        self._tell = tell
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        known = {_address(leaf) for leaf in tree_leaves((args, kwargs)) if _has_memory(leaf)}
+        result = func(*args, **kwargs)
+        for leaf in tree_leaves(result):
+            if _has_memory(leaf) and _address(leaf) not in known:
+                storage = leaf.untyped_storage()
+                self.kept.append(storage)  # so that no address comes twice
+                self._tell((0, storage.nbytes(), storage.data_ptr(), 0))
+        return result
+
+
+def _has_memory(value: Any) -> bool:
+    return type(value) in _PLAIN and not value.is_meta and value.untyped_storage().nbytes() > 0
+
+
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+
+
+def _address(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+class _Runtime:
+    """Of libcudart what vLLM's allocator asks for."""
+
+    def cudaMemcpy(self, to: int, source: int, size: int) -> None:
+        ctypes.memmove(to, source, size)
+
+
+def _map_memory() -> None:
+    """Let vLLM's allocator map and unmap memory that is always there."""
+    import vllm.distributed.device_communicators.cuda_wrapper as wrapper
+
+    def unmap(_: int, size: int, address: int, __: int) -> None:
+        ctypes.memset(address, 0xFF, size)
+
+    @contextmanager
+    def pool(allocated: Any, freed: Any) -> Iterator[tuple[Any, Any]]:
+        with _Allocations(allocated) as allocations:
+            yield SimpleNamespace(snapshot=lambda: []), allocations
+
+    wrapper.CudaRTLibrary = _Runtime
+    library = import_module("vllm.cumem_allocator")
+    library.init_module = None
+    library.python_create_and_map = lambda *_: None
+    library.python_unmap_and_release = unmap
+    cumem = import_module("vllm.device_allocator.cumem")
+    cumem.use_memory_pool_with_allocator = pool
+    cumem.current_alloc_conf = lambda: ""
+
+
+# -------------------------------------------------------------------------------- the model itself
+
+
+class _OnCpu(TorchFunctionMode):
+    """What is asked for on CUDA comes to be on the CPU, or, with `large_on_meta`, on meta."""
+
+    def __init__(self, large_on_meta: bool) -> None:
+        super().__init__()
+        self._large_on_meta = large_on_meta
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
+        if func is torch.Tensor.cuda:
+            return args[0]
+        kwargs = {name: _on_cpu(value) for name, value in (kwargs or {}).items()}
+        kwargs.pop("pin_memory", None)
+        args = tuple(map(_on_cpu, args)) if func is torch.Tensor.to else args
+        if self._large_on_meta and func in (torch.empty, torch.zeros, torch.ones):
+            size = args[0] if args and isinstance(args[0], Sequence) else args
+            if math.prod(size or kwargs.get("size", ())) > _LARGE_ELEMENTS:
+                kwargs["device"] = "meta"
+        return func(*args, **kwargs)
+
+
+def _on_cpu(value: Any) -> Any:
+    if isinstance(value, str) and value.startswith("cuda"):
+        return "cpu"
+    if isinstance(value, torch.device) and value.type == "cuda":
+        return torch.device("cpu")
+    return value
+
+
+@contextmanager
+def build(
+    model_dir: Path,
+    *,
+    tp_size: int = 1,
+    dp_size: int = 1,
+    expert_parallel: bool = False,
+    rank: int = 0,
+    moe_backend: str = "auto",
+    large_on_meta: bool = False,
+    **options: Any,
+) -> Iterator[Any]:
+    """The product's `VLLMModelOnly` of `rank` in a world of one engine, closed afterwards.
+
+    `options` are those of its `EngineConfig`; `load_format="auto"` lets vLLM load the folder.
+    One at a time; within, everything that is asked for on CUDA is made on the CPU.
+    """
+    from mcore_rl.hybrid_engine.vllm_model_only import VLLMModelOnly
+    from mcore_rl.hybrid_engine.vllm_start import EngineConfig
+
+    config = EngineConfig(
+        model_dir=model_dir,
+        tp_size=tp_size,
+        dp_size=dp_size,
+        enable_expert_parallel=expert_parallel,
+        **{"max_model_len": 1024, "max_num_seqs": 8, **options},
+    )
+    with (
+        _fake_world(rank, tp_size * dp_size),
+        _backend(moe_backend),
+        _without_dummy_weights(large_on_meta),
+        _OnCpu(large_on_meta),
+    ):
+        engine = VLLMModelOnly(config)
+        try:
+            yield engine
+        finally:
+            engine._executor = None
+
+
+@contextmanager
+def _fake_world(rank: int, world_size: int) -> Iterator[None]:
+    """One rank of a world whose collectives return at once, with what is there."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+    from vllm.device_allocator.cumem import CuMemAllocator
+    from vllm.distributed import parallel_state as groups
+
+    place = {"RANK": str(rank), "LOCAL_RANK": "0", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
+    os.environ.update(place)
+    new_group = dist.new_group
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
+    dist.new_group = lambda ranks=None, *_, **__: new_group(ranks, backend="fake")
+    try:
+        yield
+    finally:
+        groups.destroy_model_parallel()
+        groups._WORLD = CuMemAllocator.instance = None
+        dist.new_group = new_group
+        dist.destroy_process_group()
+        for name in place:
+            os.environ.pop(name, None)
+
+
+@contextmanager
+def _backend(moe_backend: str) -> Iterator[None]:
+    """In which engines are asked for with that backend of experts."""
+    from mcore_rl.hybrid_engine import vllm_start
+
+    arguments = vllm_start._arguments
+    vllm_start._arguments = lambda config: {**arguments(config), "moe_backend": moe_backend}
+    try:
+        yield
+    finally:
+        vllm_start._arguments = arguments
+
+
+@contextmanager
+def _without_dummy_weights(without: bool) -> Iterator[None]:
+    """In which nothing is drawn at random, since there is no memory to hold it."""
+    from vllm.model_executor.model_loader import dummy_loader
+
+    draw = dummy_loader.initialize_single_dummy_weight
+    if without:
+        dummy_loader.initialize_single_dummy_weight = lambda *_, **__: None
+    try:
+        yield
+    finally:
+        dummy_loader.initialize_single_dummy_weight = draw
+
+
+# --------------------------------------------------------------------------------- its checkpoint
+
+
+def write_config(folder: Path, config_json: Mapping[str, Any]) -> Path:
+    """A folder with config.json alone, for which needs can be learnt; without quantisation."""
+    folder.mkdir(parents=True, exist_ok=True)
+    kept = {name: value for name, value in config_json.items() if name != "quantization_config"}
+    (folder / "config.json").write_text(json.dumps(kept))
+    return folder
+
+
+def metadata_of(config_json: Mapping[str, Any]) -> Metadata:
+    """Every tensor of the checkpoint, under the names of Hugging Face, as the planner has them."""
+    shape = model_shape(config_json, Path("config.json"), for_planning=True)
+    found: Metadata = {}
+
+    def add(prefix: str, specs: Any) -> None:
+        for spec in specs:
+            for expert in range(max(1, spec.num_experts)):
+                name = prefix + spec.name.format(expert=expert)
+                found[name] = (spec.shape, getattr(torch, spec.dtype))
+
+    add("", embedding_specs(shape))
+    for layer, is_moe in enumerate(shape.is_moe_layer):
+        add(f"model.layers.{layer}.", layer_specs(shape, is_moe=is_moe))
+    add("", head_specs(shape))
+    return found
+
+
+def write_checkpoint(
+    folder: Path, config_json: Mapping[str, Any], *, seed: int
+) -> dict[str, torch.Tensor]:
+    """The folder of a checkpoint with random weights, which are returned."""
+    write_config(folder, config_json)
+    generator = torch.Generator().manual_seed(seed)
+    weights = {
+        name: (0.05 * torch.randn(shape, generator=generator)).to(dtype)
+        for name, (shape, dtype) in metadata_of(config_json).items()
+    }
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    return weights

@@ -129,6 +129,30 @@ def machine_flags(shape: ModelShape, platform: Platform) -> dict[str, list[str]]
     return found
 
 
+def check_fits_machine(
+    args: argparse.Namespace,
+    shape: ModelShape,
+    given: Mapping[str, Any],
+    *,
+    parser: argparse.ArgumentParser,
+    platform: Platform,
+) -> None:
+    """The same of arguments that a fork has parsed, of which `given` differ from the defaults.
+
+    UsageError: one asks for what is not here, or, with CUDA, one of `machine_flags` is missing,
+    without which layers that are built much later raise.
+    """
+    _refuse_what_is_not_here(given, flag_names(parser), platform)
+    for source, tokens in machine_flags(shape, platform).items() if platform.cuda else ():
+        for dest, value in given_values(tokens, parser).items():
+            if getattr(args, dest) != value:
+                raise UsageError(
+                    f"the parsed {dest} is {getattr(args, dest)}, but {source} needs "
+                    f"{' '.join(tokens)}; pass that, or start by mcore_rl.initialize, which "
+                    "derives it"
+                )
+
+
 def _refuse_what_is_not_here(
     given: Mapping[str, Any], names: Mapping[str, str], platform: Platform
 ) -> None:

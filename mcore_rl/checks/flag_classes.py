@@ -208,6 +208,14 @@ is left to Megatron and named as not known.
 In a fork, which parses its arguments itself, a value that differs from the parser's default counts
 as given. There `--train-iters` is not refused: Megatron makes the schedule of the learning rate so
 long.
+
+Flags that depend on the machine are derived from what can be imported there. Without CUDA, and
+without Transformer Engine, layers are Megatron's local ones and their fusions are off; without
+Apex's `fused_weight_gradient_mlp_cuda` the fusion of gradient accumulation is, which the output
+layer cannot do by Transformer Engine; for latent attention without YaRN that of rotation is. With
+Transformer Engine `--moe-grouped-gemm` is derived, unless there is `--rl-no-moe-grouped-gemm`. What
+is given and needs what is not there is refused. The planner takes the machine to have Transformer
+Engine, and no Apex.
 """
 _SECTIONS: Sequence[tuple[str, str, str]] = (
     ("Refused", "refused", "why, and what to do"),

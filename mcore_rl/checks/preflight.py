@@ -22,7 +22,7 @@ from mcore_rl import megatron_adapter
 from mcore_rl.algorithms.registry import import_user_file
 from mcore_rl.arguments import ExtraArgs, RLConfig, add_rl_args, flag_of, frozen
 from mcore_rl.checkpoint import EXPORT_MARKER, HFCheckpoint, open_checkpoint
-from mcore_rl.checks.derived_flags import DerivedFlags, derive_flags, machine_flags
+from mcore_rl.checks.derived_flags import DerivedFlags, check_fits_machine, derive_flags
 from mcore_rl.checks.flag_classes import (
     check_critic_rate,
     check_no_megatron_rl_flag,
@@ -258,7 +258,7 @@ def check_parsed_args(args: argparse.Namespace, *, platform: Platform) -> Checke
                 f"{config.hf_checkpoint} needs {value}; {_BY_US}, which derives it, or pass "
                 f"{' '.join(megatron_flags(shape))}"
             )
-    _check_fits_machine(args, shape, parser, platform)
+    check_fits_machine(args, shape, given, parser=parser, platform=platform)
     check_switches({**values, **dict.fromkeys(SET_BY_VALIDATION)})
     roles = Roles(args.world_size)
     layout, layers, rollout = _check_together(config, shape, values, roles, platform)
@@ -279,22 +279,6 @@ def check_parsed_args(args: argparse.Namespace, *, platform: Platform) -> Checke
         reward_model=None,
         trust_remote_code=args.trust_remote_code,
     )
-
-
-def _check_fits_machine(
-    args: argparse.Namespace,
-    shape: ModelShape,
-    parser: argparse.ArgumentParser,
-    platform: Platform,
-) -> None:
-    """What is derived for a machine with CUDA is needed by layers that are built much later."""
-    for source, tokens in machine_flags(shape, platform).items() if platform.cuda else ():
-        for dest, value in given_values(tokens, parser).items():
-            if getattr(args, dest) != value:
-                raise UsageError(
-                    f"the parsed {dest} is {getattr(args, dest)}, but {source} needs "
-                    f"{' '.join(tokens)}; pass that, or {_BY_US}, which derives it"
-                )
 
 
 def _rank() -> int:

@@ -14,7 +14,7 @@ import pytest
 
 from mcore_rl.arguments import add_rl_args, with_rl_args
 from mcore_rl.builders import check_data
-from mcore_rl.checks.platform import WITHOUT_CUDA
+from mcore_rl.checks.platform import WITHOUT_CUDA, Platform
 from mcore_rl.checks.preflight import check_command_line, check_parsed_args
 from mcore_rl.errors import UsageError
 from mcore_rl.megatron_world import parsed_args
@@ -64,6 +64,18 @@ def parse(checkpoint: Path, *more: str) -> argparse.Namespace:
 def test_fork_that_has_parsed_gets_the_sentence(flags: str, says: str, checkpoint: Path) -> None:
     with pytest.raises(UsageError, match=says):
         check_data(check_parsed_args(parse(checkpoint, *flags.split()), platform=WITHOUT_CUDA))
+
+
+def test_fork_that_has_parsed_learns_what_its_machine_lacks(checkpoint: Path) -> None:
+    args = parse(checkpoint)
+    without_engine = Platform(cuda=True, fused_weight_gradients=True)
+    check_parsed_args(args, platform=without_engine)
+    args.apply_rope_fusion = True
+    says = "apply_rope_fusion is True, but a machine without Transf.* --no-rope-fusion .*; pass"
+    with pytest.raises(UsageError, match=says):
+        check_parsed_args(args, platform=without_engine)
+    with pytest.raises(UsageError, match="--transformer-impl local lacks .* and here it can; drop"):
+        check_parsed_args(args, platform=Platform(cuda=True, transformer_engine=(2, 20)))
 
 
 def test_fork_that_has_parsed_may_trust_the_code_of_a_tokenizer(

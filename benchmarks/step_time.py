@@ -131,19 +131,19 @@ def _compared(
     accuracy = partial(_in_a_process, held_out_accuracy)
     way = ["--quick"] if options.quick else []
 
-    def ours(short: Workload, precision: str) -> _System:
-        return partial(_ours, short, checkpoint, options.processes, precision)
+    def our(short: Workload, precision: str) -> _System:
+        return partial(ours, short, checkpoint, options.processes, precision)
 
-    def trl(extent: Sequence[str], precision: str) -> _System:
-        return partial(_trl, workload, checkpoint, precision, extent)
+    def theirs(extent: Sequence[str], precision: str) -> _System:
+        return partial(trl, workload, checkpoint, precision, extent)
 
-    trls = _faster(report.TRL, folder, partial(trl, ["--trial"]))
+    trls = _faster(report.TRL, folder, partial(theirs, ["--trial"]))
     systems = {
-        report.OURS: ours(workload, _faster(report.OURS, folder, partial(ours, quick(workload)))),
-        report.TRL: trl(way, trls),
+        report.OURS: our(workload, _faster(report.OURS, folder, partial(our, quick(workload)))),
+        report.TRL: theirs(way, trls),
     }
     if workload.name == "short" and trls == "bf16":  # where it is quick to tell
-        systems[report.TRL_BF16_WEIGHTS] = trl(way, "bf16_weights")
+        systems[report.TRL_BF16_WEIGHTS] = theirs(way, "bf16_weights")
     runs: dict[str, list[dict[str, Any]]] = {name: [] for name in systems}
     for number in range(repetitions):
         names = list(systems)
@@ -169,7 +169,7 @@ def _compared(
     ]
 
 
-def _ours(
+def ours(
     workload: Workload, checkpoint: Path, processes: int, precision: str, seed: int, out: Path
 ) -> dict[str, Any]:
     """One run of ours; TP only beyond the two processes that data parallelism serves best."""
@@ -220,7 +220,7 @@ def _faster(system: str, folder: Path, with_precision: Callable[[str], _System])
     return min(seconds, key=seconds.__getitem__)
 
 
-def _trl(
+def trl(
     workload: Workload, checkpoint: Path, precision: str, way: Sequence[str], seed: int, out: Path
 ) -> dict[str, Any]:
     """One run of TRL's, which gets all cores as threads."""

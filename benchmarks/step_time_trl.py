@@ -26,6 +26,7 @@ it is told apart and not compared with.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import sys
 import time
@@ -49,12 +50,19 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--quick", action="store_true", help="few steps")
     parser.add_argument("--trial", action="store_true", help="few steps of few samples")
+    parser.add_argument("--steps", type=int, help="so many, instead of the workload's")
+    parser.add_argument("--response-tokens", type=int, help="at most, instead of the workload's")
     options = parser.parse_args()
     (workload,) = (w for w in WORKLOADS if w.name == options.workload)
     if options.quick:
         workload = quick(workload)
     if options.trial:
         workload = trial(workload)
+    workload = dataclasses.replace(
+        workload,
+        num_steps=options.steps or workload.num_steps,
+        max_response_tokens=options.response_tokens or workload.max_response_tokens,
+    )
     print(json.dumps(trained(workload, options)))
     return 0
 
@@ -99,8 +107,17 @@ def trained(workload: Workload, options: argparse.Namespace) -> dict[str, Any]:
 
 
 def _config(workload: Workload, options: argparse.Namespace) -> Any:
+    import torch
     from trl import GRPOConfig
 
+    on_gpu = torch.cuda.is_available()
+    # On the trainer's own device, as ours is. Not run: there was no GPU.
+    colocated: dict[str, Any] = dict(
+        use_vllm=True,
+        vllm_mode="colocate",
+        vllm_gpu_memory_utilization=0.3,
+        vllm_enable_sleep_mode=True,
+    )
     return GRPOConfig(
         output_dir=str(options.out),
         per_device_train_batch_size=workload.samples_per_step,
@@ -119,11 +136,12 @@ def _config(workload: Workload, options: argparse.Namespace) -> Any:
         seed=options.seed,
         bf16=options.precision == "bf16",
         gradient_checkpointing=False,  # on by default, and slower where memory is there
-        use_cpu=True,
+        use_cpu=not on_gpu,
         logging_steps=1,
         save_strategy="no",
         report_to="none",
         disable_tqdm=True,
+        **(colocated if on_gpu else {}),
     )
 
 

@@ -1,16 +1,11 @@
 """Megatron-FSDP on two CUDA devices: NCCL's sums, Transformer Engine's layers and Adam.
 
 What does not depend on them is in tests/dist/test_fsdp.py, over gloo. Here, too, the ranks play the
-jobs of `tests.dist.fsdp_jobs`, started by torchrun: `tests/gpu/test_fsdp.py FOLDER`
-calls the one that is named there and writes what it returned.
+jobs of `tests.dist.fsdp_jobs`.
 """
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,7 +13,8 @@ from typing import Any
 import pytest
 import torch
 
-ROOT = Path(__file__).resolve().parents[2]
+from tests.gpu.machine import play
+
 NUM_RANKS = 2
 
 pytestmark = [
@@ -37,21 +33,13 @@ FSDP = (
 
 def run(function: str, flags: list[str], target: Path) -> list[Any]:
     """What each rank's call of `function(flags, target)` returned."""
-    (target / "order").write_text(json.dumps([function, {"flags": flags, "target": str(target)}]))
-    process = subprocess.run(
-        [
-            *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
-            *("--nproc-per-node", str(NUM_RANKS)),
-            *(str(Path(__file__)), str(target)),
-        ],
-        cwd=ROOT,
-        env={**os.environ, "CUDA_DEVICE_MAX_CONNECTIONS": "8", "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=900,
+    return play(
+        f"tests.dist.fsdp_jobs:{function}",
+        target,
+        num_ranks=NUM_RANKS,
+        arguments={"flags": flags, "target": str(target)},
+        environment={"CUDA_DEVICE_MAX_CONNECTIONS": "8"},
     )
-    assert process.returncode == 0, process.stdout[-2000:] + process.stderr[-6000:]
-    return [json.loads((target / f"result.{rank}").read_text()) for rank in range(NUM_RANKS)]
 
 
 @pytest.mark.parametrize("strategy", ["optim_grads_params", "optim_grads", "optim"])
@@ -99,15 +87,3 @@ def test_a_checkpoint_is_gone_on_from(
     assert run("load_and_go_on", flags, tmp_path) == [1] * NUM_RANKS
     went_on, resumed = tensors_of(tmp_path / "went_on"), tensors_of(tmp_path / "resumed")
     assert all(torch.equal(resumed[tensor], value) for tensor, value in went_on.items())
-
-
-def _play(target: Path) -> None:
-    from tests.dist import fsdp_jobs
-
-    function, arguments = json.loads((target / "order").read_text())
-    result = getattr(fsdp_jobs, function)(**arguments)
-    (target / f"result.{os.environ['RANK']}").write_text(json.dumps(result))
-
-
-if __name__ == "__main__":
-    _play(Path(sys.argv[1]))

@@ -6,29 +6,23 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import torch
 
 from tests.dist.layouts import job_flags
-from tests.rank_pool import RankPool
+from tests.gpu.machine import cuda, play
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = cuda
 
 LARGEST_DIFFERENCE = 0.02
 
 
 @pytest.mark.parametrize("arch", ["deepseek_v3", "qwen3"])
 def test_peak_of_an_update_is_the_same_with_a_reference(
-    arch: str, checkpoint_factory: Callable[..., Path], ranks: RankPool
+    arch: str, checkpoint_factory: Callable[..., Path], tmp_path: Path
 ) -> None:
     # Larger than the caching allocator's blocks of 2 MiB, so that weights would show.
     flags = job_flags(checkpoint_factory(arch, size="small"), "tp1_pp1_ep1")
     flags[flags.index("fp32")] = "bf16"
-    (found,) = ranks.run(
-        "tests.dist.memory_jobs:update_peaks", world_size=1, arguments={"flags": flags}
-    )
+    (found,) = play("tests.dist.memory_jobs:update_peaks", tmp_path, arguments={"flags": flags})
     assert found["without"] > 0
     difference = abs(found["with"] - found["without"]) / found["without"]
     print(f"{arch}: {found}, {difference:.2%}")

@@ -1,0 +1,128 @@
+"""Given to --rl-import: what each switch of a run takes, beside a copy on the device.
+
+MCORE_RL_SWITCH_PARTS names a folder, which gets `RANK.jsonl` with a line for every hand-over:
+seconds of its parts, each with the device waited for, W' (`resident_bytes`, what this rank's engine
+needs), what was received, and the bytes a second of copies from device memory to device memory
+(without CUDA from host memory to host memory) in the same process, right after it.
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+PARTS = ("wake_weights", "reload", "wake_kv_cache", "sleep")  # methods of VLLMEngine
+MOST_COPIED_BYTES = 512 << 20
+NUM_COPIES = 10
+
+
+def synchronize() -> None:
+    import torch
+
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+def copy_bytes_per_second(num_bytes: int) -> float:
+    """Of the fastest of several copies of so many bytes, or of what fits.
+
+    Bytes copied, each of which is read once and written once.
+    """
+    import torch
+
+    device = "cpu"
+    if torch.cuda.is_available():
+        device, free = "cuda", torch.cuda.mem_get_info()[0]
+        num_bytes = min(num_bytes, free // 4)
+    source = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    target.copy_(source)
+    seconds = []
+    for _ in range(NUM_COPIES):
+        synchronize()
+        started = time.perf_counter()
+        target.copy_(source)
+        synchronize()
+        seconds.append(time.perf_counter() - started)
+    del source, target
+    if device == "cuda":
+        torch.cuda.empty_cache()  # the engine takes its memory from the driver
+    return num_bytes / min(seconds)
+
+
+class Watch:
+    """Times the engine's methods and writes a line a hand-over. On this rank."""
+
+    def __init__(self, folder: Path) -> None:
+        self._file = folder / f"{os.environ.get('RANK', '0')}.jsonl"
+        self._seconds: dict[str, float] = {}
+
+    def timed(self, owner: type, name: str) -> None:
+        """Have the method's calls timed."""
+        real = getattr(owner, name)
+
+        def timing(*args: Any, **keywords: Any) -> Any:
+            synchronize()
+            started = time.perf_counter()
+            try:
+                return real(*args, **keywords)
+            finally:
+                synchronize()
+                self._seconds[name] = time.perf_counter() - started
+
+        setattr(owner, name, timing)
+
+    def ended(self, manager: Any, report: Any) -> None:
+        """Hears of the end of either direction; the way back completes a line."""
+        if report.direction == "train_to_rollout":
+            self._report = report
+            return
+        stream = manager.stream
+        resident = sum(
+            stream.tensors[name].itemsize * _volume(box)
+            for name, boxes in stream.need.items()
+            for box in boxes
+        )
+        line = {
+            "seconds": self._report.duration_seconds,
+            "received_bytes": self._report.received_bytes,
+            "peak_extra_bytes": self._report.peak_extra_bytes,
+            "resident_bytes": resident,
+            "back_seconds": report.duration_seconds,
+            **{f"{name}_seconds": self._seconds[name] for name in PARTS},
+            "copy_bytes_per_second": copy_bytes_per_second(min(resident, MOST_COPIED_BYTES)),
+        }
+        with self._file.open("a") as file:
+            file.write(json.dumps(line) + "\n")
+
+
+def _volume(box: Any) -> int:
+    size = 1
+    for start, stop in box:
+        size *= stop - start
+    return size
+
+
+def watch(folder: Path) -> None:
+    """Watch the engine and the manager of this process."""
+    from mcore_rl.hybrid_engine.sharding_manager import MegatronVLLMShardingManager as Manager
+    from mcore_rl.hybrid_engine.vllm_engine import VLLMEngine
+
+    watcher = Watch(folder)
+    for name in PARTS:
+        watcher.timed(VLLMEngine, name)
+    init = Manager.__init__
+
+    def initialised(self: Any, *args: Any, **keywords: Any) -> None:
+        init(self, *args, **keywords)
+        self.on_reshard_end.append(lambda report: watcher.ended(self, report))
+
+    Manager.__init__ = initialised  # type: ignore[method-assign]
+
+
+if multiprocessing.parent_process() is None:  # the workers of rewards import this as well
+    watch(Path(os.environ["MCORE_RL_SWITCH_PARTS"]))

@@ -1,0 +1,23 @@
+#!/usr/bin/env bash
+# The first hour on a GPU, in stages of at most 8 minutes:
+#
+#     bash scripts/gpu_trial.sh                      # all stages, on what this machine has
+#     bash scripts/gpu_trial.sh --list               # the stages, their limits and what they need
+#     bash scripts/gpu_trial.sh --from train         # this stage and those after it
+#     bash scripts/gpu_trial.sh --only doctor train  # these stages
+#
+# See scripts/gpu_trial/driver.py, which this starts with any Python from 3.9 on; all of its options are in
+# --help. The stages themselves run in the environment that is there already (MCORE_RL_ENV, an
+# active one, .venv, the python3 in PATH), or else in the one that scripts/setup_env.sh makes.
+set -euo pipefail
+
+root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+
+for python in python3 python "$root/.venv/bin/python" "${MCORE_RL_ENV:-}/bin/python"; do
+  if "$python" -c 'import sys; sys.exit(sys.version_info < (3, 9))' 2>/dev/null; then
+    # In place of this shell: signals and the exit code are the driver's.
+    exec "$python" "$root/scripts/gpu_trial/driver.py" "$@"
+  fi
+done
+echo "gpu_trial: error: no Python from 3.9 on is in PATH; install one" >&2
+exit 64

@@ -1,0 +1,82 @@
+"""What these tests run on, and the processes in which ranks play their jobs.
+
+They wait for a GPU. Those that are `anywhere` also run without one where MCORE_RL_GPU_TESTS=cpu
+asks for it, as `scripts/gpu_trial.sh` does: the same calls, without what only a device can show.
+
+    python -m torch.distributed.run ... tests/gpu/machine.py FOLDER     plays what is ordered there
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+ROOT = Path(__file__).resolve().parents[2]
+HAS_CUDA = torch.cuda.is_available()
+DEVICE = torch.device("cuda" if HAS_CUDA else "cpu")
+ON_CPU = os.environ.get("MCORE_RL_GPU_TESTS") == "cpu"
+
+cuda = [pytest.mark.gpu, pytest.mark.skipif(not HAS_CUDA, reason="needs a CUDA device")]
+anywhere = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(
+        not HAS_CUDA and not ON_CPU,
+        reason="needs a CUDA device, or MCORE_RL_GPU_TESTS=cpu to do the same without one",
+    ),
+]
+with_vllm = pytest.mark.skipif(
+    importlib.util.find_spec("vllm") is None, reason="needs vLLM, which is not installed"
+)
+
+
+def play(
+    function: str,
+    folder: Path,
+    *,
+    num_ranks: int = 1,
+    arguments: dict[str, Any] | None = None,
+    environment: dict[str, str] | None = None,
+) -> list[Any]:
+    """Call `module:function(**arguments)` on so many ranks, a device each; each rank's result."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "order").write_text(json.dumps([function, arguments or {}]))
+    variables = {**os.environ, **(environment or {}), "PYTHONPATH": str(ROOT)}
+    if HAS_CUDA:
+        variables.pop("TORCHDYNAMO_DISABLE", None)  # vLLM compiles what it captures
+    process = subprocess.run(
+        [
+            *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
+            *("--nproc-per-node", str(num_ranks), str(Path(__file__)), str(folder)),
+        ],
+        cwd=ROOT,
+        env=variables,
+        capture_output=True,
+        text=True,
+        timeout=900,
+    )
+    assert process.returncode == 0, process.stdout[-3000:] + process.stderr[-6000:]
+    return [json.loads((folder / f"result.{rank}").read_text()) for rank in range(num_ranks)]
+
+
+def _play(folder: Path) -> None:
+    function, arguments = json.loads((folder / "order").read_text())
+    if importlib.util.find_spec("vllm") is None:  # Megatron's side can be tried even so
+        from mcore_rl.checks import preflight
+
+        preflight.check_vllm_version = lambda: "none"
+    module, name = function.split(":")
+    result = getattr(importlib.import_module(module), name)(**arguments)
+    (folder / f"result.{os.environ['RANK']}").write_text(json.dumps(result))
+
+
+if __name__ == "__main__":
+    _play(Path(sys.argv[1]))

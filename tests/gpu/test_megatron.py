@@ -1,0 +1,44 @@
+"""Megatron's side alone, for which vLLM need not be there: log-probs, and a checkpoint there and
+back through the transfer that exports it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from tests.dist.jobs import random_tokens
+from tests.dist.layouts import job_flags
+from tests.dist.test_parity import tensors_of
+from tests.gpu.machine import HAS_CUDA, anywhere, play
+
+pytestmark = anywhere
+
+# Float32 on a GPU adds up in another order; TF32, with 10 bits, is switched off.
+TOLERANCE = 1e-3 if HAS_CUDA else 1e-4
+
+
+@pytest.mark.parametrize("arch", ["deepseek_v3", "qwen3"])
+def test_log_probs_and_export_equal_transformers(
+    arch: str, checkpoint_factory: Callable[..., Path], tmp_path: Path
+) -> None:
+    checkpoint = checkpoint_factory(arch)
+    exported = tmp_path / "exported"
+    (found,) = play(
+        "tests.dist.jobs:log_probs_and_export",
+        tmp_path,
+        arguments={"flags": job_flags(checkpoint, "tp1_pp1_ep1"), "target": str(exported)},
+        environment={"NVIDIA_TF32_OVERRIDE": "0"},
+    )
+    model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
+    tokens = random_tokens(model.config.vocab_size)
+    with torch.no_grad():
+        logits = model(tokens).logits.double()
+    expected = logits.log_softmax(-1)[:, :-1].gather(-1, tokens[:, 1:, None])[..., 0]
+    assert (torch.tensor(found)[:, :-1] - expected).abs().max() <= TOLERANCE
+    before, after = tensors_of(checkpoint), tensors_of(exported)
+    assert after.keys() == before.keys()
+    assert all(torch.equal(after[name], value) for name, value in before.items())

@@ -39,6 +39,8 @@ def facts_of_run(
         "date": datetime.date.today().isoformat(),
         "machine": f"{_cpu()}, {os.cpu_count()} cores, no GPU used{note}; load average of the 5 "
         f"minutes before: {load:.1f}",
+        "GPU": "none was at hand; `bash scripts/gpu_trial.sh` measures on one what these figures "
+        "are of a CPU",
         "versions": f"Python {platform.python_version()}, {', '.join(versions)}",
     }
 

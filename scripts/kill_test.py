@@ -125,6 +125,8 @@ def run(
         **os.environ,
         **{MARK: mark, "TMPDIR": str(temporary), "OMP_NUM_THREADS": "1"},
         **{"TORCHDYNAMO_DISABLE": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"},
+        # What is compiled is kept from one run to the next, by itself in the temporary folder.
+        "TORCHINDUCTOR_CACHE_DIR": str(setting.work / "inductor"),
     }
     if kill is not None:
         environment["MCORE_RL_KILL"] = json.dumps({**vars(kill), "said": str(said)})

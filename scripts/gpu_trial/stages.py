@@ -65,13 +65,26 @@ def doctor(desk: Desk) -> None:
 
 
 def gpu_tests(desk: Desk) -> None:
-    """tests/gpu, and what became of each test."""
-    report = desk.work / "gpu-tests.xml"
+    """What of tests/gpu needs no engine."""
+    _pytest(desk, *(f"--ignore={file}" for file in _OF_ENGINES), "tests/gpu")
+
+
+def gpu_engine(desk: Desk) -> None:
+    """And what does."""
+    _pytest(desk, *_OF_ENGINES)
+
+
+_OF_ENGINES = ("tests/gpu/test_engine.py", "tests/gpu/test_switch.py")
+
+
+def _pytest(desk: Desk, *words: str) -> None:
+    """What became of each test."""
+    report = desk.work / f"{desk.stage}.xml"
     report.unlink(missing_ok=True)
     if not desk.has_cuda:
         desk.environment["MCORE_RL_GPU_TESTS"] = "cpu"
-    command = [desk.python, "-m", "pytest", "tests/gpu", "-q", "-p", "no:cacheprovider"]
-    done = desk.run("pytest tests/gpu", [*command, f"--junitxml={report}"], check=False)
+    command = [desk.python, "-m", "pytest", "-v", "-p", "no:cacheprovider", *words]
+    done = desk.run("pytest", [*command, f"--junitxml={report}"], check=False)
     if not report.is_file():
         raise Failed(done.last_error())
     rows = [_outcome(case) for case in ElementTree.parse(report).iter("testcase")]
@@ -245,9 +258,9 @@ def resume(desk: Desk) -> None:
         if when is None and ending.exit_code:
             raise Failed(f"{label}: ended with {ending.exit_code}", ending.output)
         endings[label] = ending
-    faults = kill_test.faults_of_kill(
-        endings["killed in the update of step 3"], kill, folder / "killed"
-    )
+    killed = endings["killed in the update of step 3"]
+    faults = kill_test.faults_of_kill(killed, kill, folder / "killed")
+    faults += endings["undisturbed"].faults + endings["gone on with"].faults
     whole, resumed = (_functions_of_seed(folder / where) for where in ("whole", "killed"))
     other = sorted({name for a, b in zip(whole, resumed, strict=True) for name in _unequal(a, b)})
     desk.figures |= {
@@ -255,9 +268,7 @@ def resume(desk: Desk) -> None:
         "metrics equal, bit for bit": not other,
         "weights equal, bit for bit": kill_test.weights(folder / "whole")
         == kill_test.weights(folder / "killed"),
-        "seconds from the kill to its end": endings[
-            "killed in the update of step 3"
-        ].seconds_after_kill,
+        "seconds from the kill to its end": killed.seconds_after_kill,
     }
     if other:
         faults.append(f"metrics of the two runs differ: {', '.join(other[:8])}")
@@ -459,7 +470,18 @@ def four_ep_dp(desk: Desk) -> None:
 FUNCTIONS: dict[str, Callable[[Desk], None]] = {
     function.__name__.replace("_", "-"): function
     for function in (
-        *(doctor, gpu_tests, verify_eager, verify_graphs, train, resume, switch, step_time, trace),
+        *(
+            doctor,
+            gpu_tests,
+            gpu_engine,
+            verify_eager,
+            verify_graphs,
+            train,
+            resume,
+            switch,
+            step_time,
+            trace,
+        ),
         *(two_pp, two_tp, four_tp, four_ep_dp),
     )
 }

@@ -34,8 +34,13 @@ STAGES = (
     Stage("doctor", "mcore-rl doctor on the tiny job", 240, packages=("torch",)),
     Stage(
         "gpu-tests",
-        "tests/gpu: offload, Megatron's side alone, sleep and wake, reload in place, NCCL",
+        "tests/gpu, what needs no engine: offload, Megatron's side alone, NCCL, Megatron-FSDP",
         packages=("torch", "megatron.training", "pytest"),
+    ),
+    Stage(
+        "gpu-engine",
+        "tests/gpu, the engine: sleep and wake, reload in place under graphs, training beside it",
+        packages=(*_BOTH, "pytest"),
     ),
     Stage("verify-eager", "hand-over bit for bit and log-probs, tiny MoE and dense, TP1, eager"),
     Stage("verify-graphs", "the same with CUDA graphs"),

@@ -179,18 +179,18 @@ def test_a_failure_stops_nothing_and_all_is_written_down(
     files = {file.name: json.loads(file.read_text()) for file in tmp_path.glob("*.json")}
     assert {name: file["status"] for name, file in files.items()} == {
         "02-doctor.json": "failed",
-        "06-train.json": "passed",
-        "07-resume.json": "skipped",
-        "08-switch.json": "failed",
-        "11-two-pp.json": "skipped",
+        "07-train.json": "passed",
+        "08-resume.json": "skipped",
+        "09-switch.json": "failed",
+        "12-two-pp.json": "skipped",
     }
     assert files["02-doctor.json"]["why"] == "something is wrong"
     assert files["02-doctor.json"]["log_tail"] == "the last words\n"
-    assert files["08-switch.json"]["why"] == "ended with 3"
-    assert files["11-two-pp.json"]["why"] == "needs 2 GPUs; here: 1"
+    assert files["09-switch.json"]["why"] == "ended with 3"
+    assert files["12-two-pp.json"]["why"] == "needs 2 GPUs; here: 1"
     text = (tmp_path / "trial.md").read_text()
     for line in (
-        "1 passed, 2 failed, 2 skipped, of 14 stages. Failed: doctor, switch.",
+        "1 passed, 2 failed, 2 skipped, of 15 stages. Failed: doctor, switch.",
         "| doctor | **FAILED** |",
         "| nothing to see |",
         "| environment | not run |",

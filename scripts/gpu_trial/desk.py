@@ -19,9 +19,10 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 TEXT_LINES = 60
-# Sizes over those of benchmarks/cases.py, so that a copy on a GPU takes milliseconds: 1.7 GB dense,
-# 1.5 GB of experts.
-_ON_GPU = {
+# Sizes over those of benchmarks/cases.py: on a GPU, so that a copy takes milliseconds, 1.7 GB dense
+# and 1.5 GB of experts; on a CPU, so that steps take seconds.
+_ON_CPU: dict[str, Any] = dict(num_hidden_layers=3)
+_ON_GPU: dict[str, dict[str, Any]] = {
     "dense": dict(
         hidden_size=4096, intermediate_size=12288, num_hidden_layers=4,
         num_attention_heads=32, num_key_value_heads=8, head_dim=128,
@@ -174,10 +175,10 @@ class Desk:
 
     def _shown(self, command: Sequence[str]) -> str:
         """The command without the folders of this machine."""
-        text = shlex.join(command)
+        variables = [f"{name}={value}" for name, value in self.environment.items()]
+        text = " ".join([*variables, shlex.join(command)])
         text = text.replace(self.python, "python").replace(str(self.work), "WORK")
-        text = text.replace(f"{ROOT}/", "")
-        return " ".join([*(f"{n}={v}" for n, v in self.environment.items()), text])
+        return text.replace(f"{ROOT}/", "")
 
     # Models and folders
 
@@ -208,8 +209,8 @@ class Desk:
         from benchmarks.cases import DENSE, MOE
 
         model = DENSE if kind == "dense" else MOE
-        larger = _ON_GPU[kind] if self.has_cuda else {}
-        return self._made(kind, model.arch, model.size, {**model.overrides, **larger})
+        sizes = _ON_GPU[kind] if self.has_cuda else _ON_CPU
+        return self._made(kind, model.arch, model.size, {**model.overrides, **sizes})
 
     def _made(self, name: str, arch: str, size: str, overrides: dict[str, Any]) -> Path:
         from make_tiny_deepseek import MARKER, make_checkpoint

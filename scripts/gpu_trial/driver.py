@@ -252,8 +252,8 @@ class Trial:
         if told.get("skipped"):
             result |= {"status": SKIPPED, "why": told["skipped"]}
         elif outcome["status"] == FAILED:
-            result["why"] = _why(outcome, told)
             result["log_tail"] = log.read_text(errors="replace")[-TAIL_CHARACTERS:]
+            result["why"] = _why(outcome, told, result["log_tail"])
         return result
 
     def _command(self, stage: Stage, result_file: Path) -> list[str]:
@@ -289,14 +289,14 @@ class Trial:
         print(f"gpu_trial: {time.strftime('%H:%M:%S')} {line}", flush=True)
 
 
-def _why(outcome: Json, told: Json) -> str:
+def _why(outcome: Json, told: Json, log_tail: str) -> str:
     """Why a stage failed, in a line."""
-    last = told.get("error") or ""
     if outcome["timed_out"]:
         running = told.get("running")
         during = f" during {running}" if running else ""
         return f"ended at its limit of {outcome['limit_seconds']:g} s{during}"
-    return last or f"ended with {outcome['exit_code']}"
+    last = log_tail.strip().rpartition("\n")[2]
+    return told.get("error") or f"ended with {outcome['exit_code']}{last and ': ' + last[:300]}"
 
 
 def print_stages() -> None:

@@ -19,9 +19,10 @@ import pytest
 
 from scripts.gpu_trial import driver, environments
 from scripts.gpu_trial.desk import Desk, Done, Failed, Skipped
+from scripts.gpu_trial.measurements import switch_row
 from scripts.gpu_trial.page import page
 from scripts.gpu_trial.processes import MARK, Memory, memory_reader
-from scripts.gpu_trial.stages import FUNCTIONS, _outcome, switch_row
+from scripts.gpu_trial.stages import FUNCTIONS, _outcome
 from scripts.gpu_trial.table import ENVIRONMENT, MOST_SECONDS, NAMES, STAGES, missing
 from tests.rank_pool import ROOT
 
@@ -186,7 +187,7 @@ def test_a_failure_stops_nothing_and_all_is_written_down(
     }
     assert files["02-doctor.json"]["why"] == "something is wrong"
     assert files["02-doctor.json"]["log_tail"] == "the last words\n"
-    assert files["09-switch.json"]["why"] == "ended with 3"
+    assert files["09-switch.json"]["why"] == "ended with 3: the last words"
     assert files["12-two-pp.json"]["why"] == "needs 2 GPUs; here: 1"
     text = (tmp_path / "trial.md").read_text()
     for line in (
@@ -210,7 +211,7 @@ def test_a_failure_stops_nothing_and_all_is_written_down(
 
 def test_the_limit_names_the_command_that_ran() -> None:
     outcome = {"timed_out": True, "limit_seconds": 480, "exit_code": -9}
-    assert driver._why(outcome, {"running": "train, MoE"}) == (
+    assert driver._why(outcome, {"running": "train, MoE"}, "") == (
         "ended at its limit of 480 s during train, MoE"
     )
 

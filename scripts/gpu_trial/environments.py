@@ -116,6 +116,13 @@ def _finds(python: Path | str, *modules: str) -> bool:
         return False
 
 
+def _has_ours(python: str) -> bool:
+    """Whether mcore_rl is installed there from this checkout: the folder patches/ tells."""
+    code = "import mcore_rl.patches as found; print(found.__path__[0])"
+    done = _python(python, "-c", code)
+    return done.returncode == 0 and Path(done.stdout.strip()).resolve() == ROOT / "patches"
+
+
 def variables(python: str | None) -> dict[str, str]:
     """The environment variables of a stage in the environment of `python`."""
     found = {name: value for name, value in os.environ.items() if name != MARK}
@@ -259,7 +266,7 @@ def main(result: str, out: str, seconds: str) -> int:
     python = base()
     if error is None and python is None:
         error = "scripts/setup_env.sh ended well, and torch and megatron.core are not in .venv"
-    if error is None and python is not None and not _finds(python, "mcore_rl.patches"):
+    if error is None and python is not None and not _has_ours(find() or python):
         error = lay_over(python)
     told["figures"]["seconds to make it"] = round(time.monotonic() - started, 1)
     if error is not None:

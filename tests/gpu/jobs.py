@@ -138,8 +138,9 @@ def switches(flags: list[str], num_switches: int) -> dict[str, Any]:
     }
 
 
-def transfers(num_plans: int) -> int:
-    """Random plans on the device, every byte compared on the host; how many."""
+def transfers_and_objects(num_plans: int) -> dict[str, Any]:
+    """Random plans on the device, every byte compared on the host; then objects of all ranks over a
+    gloo group beside the world's own backend, and what they took of the device."""
     device = _start_world()
     for seed in range(num_plans):
         world = World(seed)
@@ -154,13 +155,6 @@ def transfers(num_plans: int) -> int:
                 found.setdefault(name, []).extend((box, data.cpu()) for box, data in pieces)
             world.check(found)
             transfer.close()
-    dist.destroy_process_group()
-    return num_plans
-
-
-def objects() -> dict[str, Any]:
-    """Objects of all ranks over a gloo group beside the world's own backend."""
-    _start_world()
     group = dist.new_group(backend="gloo")
     before = free_bytes()
     mine = {"rank": dist.get_rank(), "tokens": list(range(100_000))}
@@ -168,7 +162,8 @@ def objects() -> dict[str, Any]:
     dist.all_gather_object(gathered, mine, group=group)
     taken = before - free_bytes()
     dist.destroy_process_group()
-    return {"ranks": [found["rank"] for found in gathered], "taken": taken}
+    ranks = [found["rank"] for found in gathered]
+    return {"num_plans": num_plans, "ranks": ranks, "taken": taken}
 
 
 def reference_swaps(flags: list[str]) -> dict[str, Any]:

@@ -20,12 +20,13 @@ from typing import Any
 import pytest
 import torch
 
+from tests.dist.layouts import job_flags
+
 ROOT = Path(__file__).resolve().parents[2]
 HAS_CUDA = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if HAS_CUDA else "cpu")
 ON_CPU = os.environ.get("MCORE_RL_GPU_TESTS") == "cpu"
 
-cuda = [pytest.mark.gpu, pytest.mark.skipif(not HAS_CUDA, reason="needs a CUDA device")]
 anywhere = [
     pytest.mark.gpu,
     pytest.mark.skipif(
@@ -36,6 +37,13 @@ anywhere = [
 with_vllm = pytest.mark.skipif(
     importlib.util.find_spec("vllm") is None, reason="needs vLLM, which is not installed"
 )
+
+
+def bf16_flags(checkpoint: Path, *more: str) -> list[str]:
+    """Flags of a small job on one device."""
+    flags = job_flags(checkpoint, "tp1_pp1_ep1", "--lr", "1e-2", *more)
+    flags[flags.index("fp32")] = "bf16"
+    return flags if HAS_CUDA else [*flags, "--rl-rollout-kv-cache-gib", "0.1"]
 
 
 def play(
@@ -49,7 +57,8 @@ def play(
     """Call `module:function(**arguments)` on so many ranks, a device each; each rank's result."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "order").write_text(json.dumps([function, arguments or {}]))
-    variables = {**os.environ, **(environment or {}), "PYTHONPATH": str(ROOT)}
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    variables = {**os.environ, **(environment or {}), "PYTHONPATH": path}
     if HAS_CUDA:
         variables.pop("TORCHDYNAMO_DISABLE", None)  # vLLM compiles what it captures
     process = subprocess.run(

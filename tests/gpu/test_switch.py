@@ -7,22 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from tests.dist.layouts import job_flags
-from tests.gpu.machine import HAS_CUDA, anywhere, play, with_vllm
+from tests.gpu.machine import HAS_CUDA, anywhere, bf16_flags, play, with_vllm
 
-pytestmark = [*anywhere, pytest.mark.timeout(900)]
+pytestmark = [*anywhere, with_vllm, pytest.mark.timeout(900)]
 
 NUM_SWITCHES = 3
 EVERYTHING = ("--rl-offload", "gradients,optimizer,parameters")
 
 
-def bf16_flags(checkpoint: Path, *more: str) -> list[str]:
-    flags = job_flags(checkpoint, "tp1_pp1_ep1", "--lr", "1e-2", *more)
-    flags[flags.index("fp32")] = "bf16"
-    return flags if HAS_CUDA else [*flags, "--rl-rollout-kv-cache-gib", "0.1"]
-
-
-@with_vllm
 @pytest.mark.parametrize("arch", ["deepseek_v3", "qwen3"])
 def test_training_comes_back_bit_for_bit_and_nothing_grows(
     arch: str, checkpoint_factory: Callable[..., Path], tmp_path: Path
@@ -46,11 +38,3 @@ def test_training_comes_back_bit_for_bit_and_nothing_grows(
         assert max(in_training[1:]) - min(in_training[1:]) <= 8 << 20, found["free"]
         # The engine's share is taken in rollout and nowhere else.
         assert all(training > rollout for training, rollout in found["free"]), found["free"]
-
-
-def test_the_reference_is_swapped_in_and_out_bit_for_bit(
-    checkpoint_factory: Callable[..., Path], tmp_path: Path
-) -> None:
-    flags = bf16_flags(checkpoint_factory("qwen3", "small"))
-    (found,) = play("tests.gpu.jobs:reference_swaps", tmp_path, arguments={"flags": flags})
-    assert found == {"learnt": True, "reference's": 0.0, "back": True, "actor's": 0.0}

@@ -13,6 +13,9 @@ killed; a second signal shortens that. Nothing that the ranks started outlives t
 nothing that they put into the temporary folder, which is one of their own. Where this process
 itself is killed the kernel kills the ranks, and `guard` what they have started, and removes the
 folder; so does the next launcher, should the guard be gone as well.
+
+On several machines one launcher's failure, or its disappearance, ends the ranks of all others with
+the same exit code and a sentence that names the machine: see `companions`.
 """
 
 from __future__ import annotations
@@ -42,7 +45,8 @@ from torch.distributed import DistNetworkError
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
-from mcore_rl.agreement import EXIT_ALARM, EXIT_USAGE, LAUNCHER, print_error
+from mcore_rl.agreement import EXIT_ALARM, EXIT_FAILED, EXIT_USAGE, LAUNCHER, print_error
+from mcore_rl.companions import Companions, Ended, store_client
 from mcore_rl.errors import UsageError
 from mcore_rl.loopback import stay_on_loopback
 from mcore_rl.patches.registry import apply_patch
@@ -95,6 +99,7 @@ def main(tokens: Sequence[str] | None = None) -> int:
     os.environ[LAUNCHER] = f"{os.getpid()}-{time.time_ns()}"
     _handle_signals(args)
     _adopt_orphans()
+    companions = _companions(args)
     with (
         _held_back(_SHUTDOWN_LOGGERS) as entries,
         _temporary_folder() as folder,
@@ -102,7 +107,9 @@ def main(tokens: Sequence[str] | None = None) -> int:
     ):
         if args.log_dir is None and args.redirects == "0" and args.tee == "0":
             args.log_dir = folder  # torchrun's files, unless logs were asked for
-        ending = _run(args)
+        ending = _run(args, companions)
+        if companions is not None:
+            companions.end(ending.exit_code, ending.sentence)
     if ending.with_log:
         for entry in entries:
             logging.getLogger(entry.name).handle(entry)
@@ -110,6 +117,26 @@ def main(tokens: Sequence[str] | None = None) -> int:
         # By no logger: this is the program's answer to its user, without a level or a name.
         print(ending.message, file=sys.stderr, flush=True)
     return ending.exit_code
+
+
+def _companions(args: argparse.Namespace) -> Companions | None:
+    """The tie to the launchers of other machines, where torchrun itself has none."""
+    num_nodes = torchrun.parse_min_max_nnodes(args.nnodes)[1]
+    if args.rdzv_backend != "static" or num_nodes == 1:
+        return None
+    address, _, port = torchrun.get_rdzv_endpoint(args).rpartition(":")
+    address = address.strip("[]")
+
+    companions = Companions(
+        args.node_rank,
+        num_nodes,
+        address,
+        connect=lambda: store_client(address, int(port)),
+        on_failure=lambda: os.kill(os.getpid(), signal.SIGHUP),
+    )
+    companions.start()
+    ranks_end_with_launcher.before_a_rank.append(companions.wait)
+    return companions
 
 
 def _check_port(args: argparse.Namespace) -> None:
@@ -151,8 +178,28 @@ class _Ending:
     message: str = ""
     with_log: bool = False
 
+    @property
+    def sentence(self) -> str:
+        """The last of the message, for the launchers of other machines."""
+        last = self.message.rpartition("\n")[2]
+        return last.removeprefix("mcore_rl: ").removeprefix("error: ")
 
-def _run(args: argparse.Namespace) -> _Ending:
+
+def _run(args: argparse.Namespace, companions: Companions | None) -> _Ending:
+    try:
+        return _run_ranks(args)
+    except SignalException as stopped:
+        if companions is not None and companions.failed is not None:
+            return _ending_elsewhere(companions.failed)
+        number = stopped.number if isinstance(stopped, _Stopped) else stopped.sigval
+        return _Ending(
+            128 + number, f"mcore_rl: stopped by {number.name}, all processes have ended"
+        )
+    finally:
+        _end_leftovers()
+
+
+def _run_ranks(args: argparse.Namespace) -> _Ending:
     try:
         torchrun.run(args)
         return _Ending(0)
@@ -162,13 +209,18 @@ def _run(args: argparse.Namespace) -> _Ending:
         if not (sentence := _port_not_free(args, str(error))):
             raise
         return _Ending(EXIT_USAGE, sentence)
-    except SignalException as stopped:
-        number = stopped.number if isinstance(stopped, _Stopped) else stopped.sigval
-        return _Ending(
-            128 + number, f"mcore_rl: stopped by {number.name}, all processes have ended"
-        )
-    finally:
-        _end_leftovers()
+
+
+def _ending_elsewhere(ended: Ended) -> _Ending:
+    where = f"node {ended.node} ({ended.host})"
+    if ended.exit_code is None:
+        what = f"the launcher of {where} is gone, or its machine is"
+        return _Ending(EXIT_FAILED, f"mcore_rl: error: {what}: all processes here have ended, too")
+    if ended.exit_code == EXIT_USAGE:
+        return _Ending(EXIT_USAGE, f"mcore_rl: error: {ended.sentence}")
+    why = f": {ended.sentence}" if ended.sentence else ""
+    what = f"{where} has ended with exit code {ended.exit_code}, and all processes here with it"
+    return _Ending(ended.exit_code, f"mcore_rl: error: {what}{why}")
 
 
 def _ending_of_failure(error: ChildFailedError) -> _Ending:

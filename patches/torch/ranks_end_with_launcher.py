@@ -7,7 +7,8 @@ Cause: torchrun's agent starts ranks as ordinary children; who is killed ends no
 Why safe: a rank asks the kernel for SIGKILL at the end of its parent (PR_SET_PDEATHSIG) before its
 program begins, and looks whether that came too late. The kernel goes by the thread that has started
 it: torchrun's agent starts ranks in the main thread, which lives as long as its process. Only where
-`apply` is called, which is `mcore_rl.launch`.
+`apply` is called, which is `mcore_rl.launch`. What is in `before_a_rank` is called before each of
+them starts, when torchrun's rendezvous is over.
 Upstream: as described, as of torch 2.13.0, which leaves no other way to have something done in a
 rank before its program.
 Drop when: torchrun ties its ranks to itself, or takes a `preexec_fn`.
@@ -17,16 +18,18 @@ Versions: torch 2.13.0; 2.8 to 2.12, which is not tried, start ranks by the same
 from __future__ import annotations
 
 import ctypes
-import functools
 import os
 import signal
 import subprocess
+from collections.abc import Callable
+from typing import Any
 
 from packaging.specifiers import SpecifierSet
 
 from mcore_rl.patches.registry import Patch, require
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
+before_a_rank: list[Callable[[], None]] = []
 
 
 def needed() -> bool:
@@ -49,7 +52,12 @@ def apply() -> None:
         if os.getppid() != launcher:  # it ended before the call above
             os._exit(1)
 
-    subprocess_handler.Popen = functools.partial(subprocess.Popen, preexec_fn=tie)
+    def start(*args: Any, **kwargs: Any) -> subprocess.Popen:
+        for call in before_a_rank:
+            call()
+        return subprocess.Popen(*args, preexec_fn=tie, **kwargs)
+
+    subprocess_handler.Popen = start
 
 
 PATCH = Patch(

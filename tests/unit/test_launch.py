@@ -304,6 +304,68 @@ def test_launch_on_two_machines_ends_both_with_the_same_code(launcher: Launcher)
     assert outputs == [SENTENCE + "\n"] * 2  # each machine has its own output
 
 
+FAILS_ON = {
+    "the launcher of node 0": ("os.kill(os.getppid(), signal.SIGKILL)", 0),
+    "the launcher of node 2": ("os.kill(os.getppid(), signal.SIGKILL)", 2),
+    "a rank of node 2": ("leave_reason('a bug'); sys.exit(7)", 2),
+}
+
+
+@pytest.mark.parametrize("what", FAILS_ON)
+def test_launch_ends_with_those_of_other_machines(launcher: Launcher, what: str) -> None:
+    """The other ranks wait for ever, as for a partner in a collective."""
+    action, node = FAILS_ON[what]
+    program = f"""
+        from mcore_rl.agreement import leave_reason
+        all_here("ready")
+        if rank == {node}:
+            {action}
+        time.sleep(1000)
+    """
+    flags = ("--nnodes=3", "--master-addr=127.0.0.1", f"--master-port={free_port()}")
+    processes = [launcher.start(program, 1, *flags, f"--node-rank={n}") for n in range(3)]
+    outputs = [process.communicate(timeout=120)[1] for process in processes]
+    fails = processes.pop(node)
+    told = outputs.pop(node).splitlines()
+    host = socket.gethostname()
+    if "launcher" in what:
+        assert fails.returncode == -signal.SIGKILL
+        # Node 0 is known by the address at which all meet.
+        name = "127.0.0.1" if node == 0 else host
+        expected, code = f"the launcher of node {node} ({name}) is gone, or its machine is", 1
+        expected += ": all processes here have ended, too"
+    else:
+        assert (fails.returncode, told[-1]) == (7, "mcore_rl: error: rank 2: a bug")
+        expected, code = f"node 2 ({host}) has ended with exit code 7, and all processes", 7
+        expected += " here with it: rank 2: a bug"
+    assert [process.returncode for process in processes] == [code, code]
+    assert outputs == [f"mcore_rl: error: {expected}\n"] * 2
+
+
+def test_a_stranger_ends_no_launch(launcher: Launcher) -> None:
+    """Nor does one that ends well before the others have."""
+    program = f"""
+        import json, socket
+        from mcore_rl import companions
+        if rank == 0:
+            store = companions.store_client("127.0.0.1", int(os.environ["MASTER_PORT"]))
+            port, secret = json.loads(store.get(companions._KEY))
+            for first in (["{"0" * 32}", 1, "elsewhere"], [None], 3, [secret]):
+                with socket.create_connection(("127.0.0.1", port)) as stranger:
+                    stranger.sendall(json.dumps(first).encode() + b"\\n")
+                    stranger.sendall(json.dumps([1, "elsewhere", 9, "a lie"]).encode() + b"\\n")
+                    stranger.shutdown(socket.SHUT_WR)
+                    assert stranger.recv(1) == b""  # sent away
+            here("tried")
+        while not (folder / "tried.0").exists():
+            time.sleep(0.01)
+    """
+    flags = ("--nnodes=2", "--master-addr=127.0.0.1", f"--master-port={free_port()}")
+    processes = [launcher.start(program, 1, *flags, f"--node-rank={n}") for n in range(2)]
+    outputs = [process.communicate(timeout=120)[1] for process in processes]
+    assert (outputs, [process.returncode for process in processes]) == ([""] * 2, [0, 0])
+
+
 def test_launch_names_a_port_that_is_in_use(launcher: Launcher) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))

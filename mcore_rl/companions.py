@@ -1,0 +1,198 @@
+"""The launchers of a job on several machines, tied together: none outlives another's failure.
+
+Ranks whose partners on another machine have died mostly wait for them, in gloo or NCCL, until
+`--distributed-timeout-minutes` are over, and torchrun's static rendezvous tells no launcher of
+another's end. Here that of node 0 takes a connection from each of the others, for as long as they
+run. Who ends says by what exit code and why, node 0 tells all, and a connection that breaks off
+without a word is a launcher, or a machine, that is gone.
+
+Where node 0 listens, and a secret that lets only launchers of this job in, stand in torchrun's
+store, which all launchers know.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import secrets
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+logger = logging.getLogger(__name__)
+
+_KEY = "mcore_rl/companions"
+_JOIN_SECONDS = 3600  # machines of a job may start long after each other
+_TIE_SECONDS = 60
+_MOST_BYTES = 1 << 16
+# A machine that vanishes is known to be gone after a minute: idle, then three questions.
+_KEEP_ALIVE = {
+    socket.TCP_KEEPIDLE: 30,
+    socket.TCP_KEEPINTVL: 10,
+    socket.TCP_KEEPCNT: 3,
+    socket.TCP_USER_TIMEOUT: 60_000,  # milliseconds, for what was sent
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """How the launcher of another node has ended; `sentence` may be empty."""
+
+    node: int
+    host: str
+    exit_code: int | None  # None: it broke off without a word
+    sentence: str = ""
+
+
+class Companions:
+    """This launcher's tie to those of the other nodes. The first that ends by another exit code
+    than 0, or without one, is `failed`, and `on_failure` is called from a thread.
+
+    `connect` makes a client of torchrun's store; it may wait until that is there.
+    """
+
+    def __init__(
+        self,
+        node: int,
+        num_nodes: int,
+        address: str,
+        connect: Callable[[], Any],
+        on_failure: Callable[[], None],
+    ) -> None:
+        self.failed: Ended | None = None
+        self._node, self._address, self._connect = node, address, connect
+        self._missing = num_nodes - 1 if node == 0 else 1
+        self._complete = threading.Event()
+        self._on_failure = on_failure
+        self._lock = threading.Lock()
+        self._tied: dict[socket.socket, Ended] = {}  # whom it leads to, as if broken off
+        self._has_ended = False
+
+    def start(self) -> None:
+        """Tie, in a thread: nobody waits for machines that have not been started yet."""
+        work = self._host if self._node == 0 else self._join
+        threading.Thread(target=work, name="companions", daemon=True).start()
+
+    def wait(self) -> None:
+        """Return once all are tied to node 0, and node 0 to all: what ends one is then known to
+        all. After a minute it says that some cannot be, and returns as well."""
+        if not self._complete.wait(_TIE_SECONDS):
+            self._complete.set()
+            logger.warning(
+                "no connection between the launchers of node %d and %s: should one of them fail, "
+                "the ranks of others wait for --distributed-timeout-minutes; let machines of a job "
+                "reach each other on all ports",
+                self._node,
+                f"of {self._missing} other(s)" if self._node == 0 else "of node 0",
+            )
+
+    def end(self, exit_code: int, sentence: str) -> None:
+        """Tell the others how this launcher ends; nothing is heard of them any more."""
+        with self._lock:
+            self._has_ended = True
+            tied = list(self._tied)
+        self._tell(tied, Ended(self._node, socket.gethostname(), exit_code, sentence))
+        for connection in tied:
+            with contextlib.suppress(OSError):
+                connection.shutdown(socket.SHUT_WR)
+
+    # ---------------------------------------------------------------------------------- inside
+
+    def _host(self) -> None:
+        secret = secrets.token_hex(16)
+        with _listening(self._address) as server:
+            port = server.getsockname()[1]
+            self._connect().set(_KEY, json.dumps([port, secret]).encode())
+            while not self._has_ended:
+                connection, _ = server.accept()
+                threading.Thread(target=self._admit, args=(connection, secret), daemon=True).start()
+
+    def _admit(self, connection: socket.socket, secret: str) -> None:
+        """One that knows the secret is heard from now on; others are sent away."""
+        _keep_alive(connection)
+        with contextlib.suppress(OSError, ValueError, TypeError), connection:
+            lines = _lines(connection)
+            found, node, host = next(lines, (None, -1, ""))
+            if secrets.compare_digest(str(found), secret):
+                _send(connection, ["admitted"])
+                self._hear(connection, lines, Ended(int(node), str(host), None))
+
+    def _join(self) -> None:
+        port, secret = json.loads(self._connect().get(_KEY))
+        with socket.create_connection((self._address, port)) as connection:
+            _keep_alive(connection)
+            _send(connection, [secret, self._node, socket.gethostname()])
+            lines = _lines(connection)
+            if next(lines, None) is not None:  # admitted
+                self._hear(connection, lines, Ended(0, self._address, None))
+
+    def _hear(self, connection: socket.socket, lines: Iterator[Any], gone: Ended) -> None:
+        """Wait for what the other side says last."""
+        with self._lock:
+            self._tied[connection] = gone
+            self._missing -= 1
+            if self._missing == 0:
+                self._complete.set()
+            failed = self.failed
+        if failed is not None:  # before this one came
+            self._tell([connection], failed)
+        said = None
+        with contextlib.suppress(OSError, ValueError):
+            said = next(lines, None)
+        ended = gone if said is None else Ended(*said)
+        with self._lock:
+            del self._tied[connection]
+            if self._has_ended or self.failed is not None or ended.exit_code == 0:
+                return
+            self.failed, others = ended, list(self._tied)
+        self._tell(others, ended)
+        self._on_failure()
+
+    @staticmethod
+    def _tell(connections: list[socket.socket], ended: Ended) -> None:
+        for connection in connections:
+            with contextlib.suppress(OSError):
+                _send(connection, [ended.node, ended.host, ended.exit_code, ended.sentence])
+
+
+def store_client(address: str, port: int) -> Any:
+    """A client of torchrun's store on node 0, once that is there."""
+    from torch.distributed import TCPStore
+
+    return TCPStore(
+        address,
+        port,
+        is_master=False,
+        wait_for_workers=False,
+        timeout=timedelta(seconds=_JOIN_SECONDS),
+    )
+
+
+def _listening(address: str) -> socket.socket:
+    """On `address`, or on all of them where this machine is reached by one that is not its own."""
+    family, _, _, _, place = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)[0]
+    try:
+        return socket.create_server(place, family=family)
+    except OSError:
+        return socket.create_server(("", 0))
+
+
+def _keep_alive(connection: socket.socket) -> None:
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for option, value in _KEEP_ALIVE.items():
+        connection.setsockopt(socket.IPPROTO_TCP, option, value)
+
+
+def _send(connection: socket.socket, values: list[Any]) -> None:
+    connection.sendall(json.dumps(values).encode() + b"\n")
+
+
+def _lines(connection: socket.socket) -> Iterator[Any]:
+    """What is sent, line by line, to the end."""
+    with connection.makefile("rb") as file:
+        while line := file.readline(_MOST_BYTES):
+            yield json.loads(line)

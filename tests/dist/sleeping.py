@@ -3,7 +3,8 @@ an engine starts.
 
 On CUDA a sleeping engine's weights and KV cache have no memory behind them: reading them ends the
 process, and what comes back holds anything. Here, on CPU, the same tensors' storages are emptied,
-so that reading raises, and refilled with what is a nan in every dtype of a weight.
+which ends the process that reads one as well (some operations raise), and refilled with what is a
+nan in every dtype of a weight.
 """
 
 from __future__ import annotations

@@ -119,13 +119,12 @@ def test_caches_go_back_to_the_driver_before_either_of_the_engines_memories_wake
 
 
 def test_what_sleeps_cannot_be_read(case: tuple) -> None:
-    """Nobody has in this job, where it had no memory."""
+    """Nobody has in this job, where it had no memory: that would have ended the process."""
     for result in case[1]:
         assert min(result["gone_while_asleep"].values()) > 1 << 16
         said = result["read_asleep"]
         for call in ("stored_tensors", "reload"):
             assert said[call] == f"{call} while the weights sleep; call wake_weights first"
-        assert "data is not allocated" in said["a tensor"]
 
 
 def test_no_shared_memory_is_left(case: tuple) -> None:

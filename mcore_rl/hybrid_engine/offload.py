@@ -150,10 +150,9 @@ class OffloadStats:
 
         return OffloadStats(chosen(self.moved), chosen(self.dropped), chosen(self.saved))
 
-    def add(self, kind: str, *, moved: int, dropped: int, saved: int) -> None:
-        """Bytes of `kind` that were taken off."""
-        for total, size in ((self.moved, moved), (self.dropped, dropped), (self.saved, saved)):
-            total[kind] = total.get(kind, 0) + size
+    def note(self, kind: str, *, moved: int, dropped: int, saved: int) -> None:
+        """Bytes of `kind` that were taken off; the last time counts, if it came back in between."""
+        self.moved[kind], self.dropped[kind], self.saved[kind] = moved, dropped, saved
 
 
 @dataclass(slots=True)
@@ -412,7 +411,7 @@ class Offloader:
             dropped = sum(size for size, is_dropped in sizes if is_dropped)
             moved = sum(size for size, is_dropped in sizes if not is_dropped)
             saved = dropped + (moved if self._on_cuda else 0)
-            self.stats.add(kind, moved=moved, dropped=dropped, saved=saved)
+            self.stats.note(kind, moved=moved, dropped=dropped, saved=saved)
 
 
 def _bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:

@@ -30,7 +30,8 @@ class Proof:
 
     Without an attestor nothing is hashed, and what goes wrong is raised as it is. `on_repeat` is
     called on all ranks before a hand-over is repeated: what the other path remembers of the last
-    version is not to be built upon.
+    version is not to be built upon. `on_repeated` is called afterwards where canaries asked for it:
+    as after the first time nothing is read any more, and the KV cache wakes next.
     """
 
     def __init__(
@@ -41,9 +42,11 @@ class Proof:
         gather: GatherPath,
         canary: Canary | None = None,
         on_repeat: Callable[[], None] = lambda: None,
+        on_repeated: Callable[[], None] = lambda: None,
     ) -> None:
         self._engine, self._attestor, self._gather = engine, attestor, gather
-        self._canary, self._on_repeat = canary, on_repeat
+        self._canary = canary
+        self._on_repeat, self._on_repeated = on_repeat, on_repeated
         self._version = 0
         self._repeated = False
 
@@ -83,7 +86,12 @@ class Proof:
             return None
         result = self._compared(self._canary)
         if not result.ok and not self._repeated:
+            # The KV cache may have the memory of what is read.
+            self._engine.sleep()
+            self._engine.wake_weights()
             self._repeat(str(result), read)
+            self._on_repeated()
+            self._engine.wake_kv_cache()
             result = self._compared(self._canary)
         if not result.ok:
             raise RuntimeError(

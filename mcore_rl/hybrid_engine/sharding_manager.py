@@ -110,6 +110,7 @@ class MegatronVLLMShardingManager:
             gather=self._gather,
             canary=canary,
             on_repeat=self._before_repetition,
+            on_repeated=self._offload_parameters,
         )
         self._offloader = offloader
         self._rng: RngState | None = None
@@ -122,6 +123,11 @@ class MegatronVLLMShardingManager:
         self.stream.invalidate()
         if self._offloader is not None and "parameters" in self._offloader.away:
             self._offloader.onload("parameters")
+
+    def _offload_parameters(self) -> None:
+        """After a hand-over, which reads them, and before the KV cache wakes."""
+        if self._offloader is not None:
+            self._offloader.offload("parameters")
 
     def _attestor(self, mode: str) -> Attestor | None:
         if mode == OFF:
@@ -154,8 +160,7 @@ class MegatronVLLMShardingManager:
                 self._proof.begin(self.weight_version, self.stream.read)
                 self._engine.wake_weights()
                 attestation = self._proof.reload(self.stream.weights(), self.stream.read)
-            if self._offloader is not None:  # they were read until here
-                self._offloader.offload("parameters")
+            self._offload_parameters()
             self._engine.wake_kv_cache()
             seconds = time.perf_counter() - started
             self._proof.check_canary(self.stream.read)
@@ -208,11 +213,10 @@ class MegatronVLLMShardingManager:
         In rollout mode, when few responses are still being generated. Local to this rank.
         """
         if self._offloader is None or not self._offloader.away:
-            return 0  # nothing was to go, or a repeated hand-over has brought it back
+            return 0  # nothing was to go
         return self._offloader.prefetch()
 
     def _offloaded(self) -> OffloadStats:
-        """Of what is away now: a repeated hand-over has brought the parameters back."""
         if self._offloader is None:
             return OffloadStats()
         return self._offloader.stats.of(self._offloader.away)

@@ -22,13 +22,19 @@ from mcore_rl.startup import build_actor, start
 from mcore_rl.verify import stored_digests
 from tests.dist.attest_jobs import gates_for_up_projections, loading
 from tests.dist.offload_jobs import state_digests
+from tests.dist.sleeping import SleepLog, memory_gone_while_asleep
 
 
 def switches_with_canaries(flags: list[str]) -> dict[str, Any]:
     """A good hand-over, one of which vLLM stores gates as up-projections, and a good one again.
 
-    With everything offloaded, and canaries of real prompts in each.
+    With everything offloaded, canaries of real prompts in each, and no memory for what sleeps.
     """
+    with memory_gone_while_asleep() as seen:
+        return _switches(flags, seen)
+
+
+def _switches(flags: list[str], seen: SleepLog) -> dict[str, Any]:
     setup_logging()
     with open(os.devnull, "w") as log:
         job = start(flags, log=log)
@@ -50,20 +56,26 @@ def switches_with_canaries(flags: list[str]) -> dict[str, Any]:
     manager = build_manager(job, shards, engine, canary=canary, offloader=offloader)
     before = state_digests(state)
 
-    def in_rollout() -> dict[str, Any]:
+    events: dict[str, list[str]] = {}
+
+    def in_rollout(name: str) -> dict[str, Any]:
+        events[name] = list(seen.events)
         return {
             "away": sorted(offloader.away),
             "stored_equal": stored_digests(engine) == from_disk,
             "prefetched": manager.prefetch(),
         }
 
+    seen.events.clear()
     with manager:
-        good = in_rollout()
+        good = in_rollout("good")
+    seen.events.clear()
     with loading(engine.model, gates_for_up_projections, 1), manager:
-        repeated = in_rollout()
+        repeated = in_rollout("repeated")
     state_kept = state_digests(state) == before
+    seen.events.clear()
     with manager:
-        good_again = in_rollout()
+        good_again = in_rollout("good_again")
     found = {
         "means": [result.mean_abs_differences for result in compared],
         "ok": [result.ok for result in compared],
@@ -71,6 +83,7 @@ def switches_with_canaries(flags: list[str]) -> dict[str, Any]:
         "good": good,
         "repeated": repeated,
         "good_again": good_again,
+        "events": events,
         "state_kept": state_kept and state_digests(state) == before,
         "kinds": {k: len(found) for k, found in megatron_adapter.train_tensors(state).items()},
     }

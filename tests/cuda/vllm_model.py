@@ -6,14 +6,14 @@
         needs = engine.learn_needs(metadata)
         engine.reload(...)
 
-The engine is the product's `VLLMModelOnly`: our own configuration, vLLM's executor, worker and model
-runner, its loader and what follows loading, all of the CUDA build. Stand-ins are the device (see
-`standins`), torch's fake process group for a world of which only one rank exists, and, under
+The engine is the product's `VLLMModelOnly`: our own configuration, vLLM's executor, worker and
+model runner, its loader and what follows loading, all of the CUDA build. Stand-ins are the device
+(see `standins`), torch's fake process group for a world of which only one rank exists, and, under
 vLLM's own allocator of the sleep mode, the driver's mapping of memory: what is unmapped is
 overwritten, and comes back so.
 
-With `large_on_meta` everything of more than 64 Ki elements is a meta tensor: DeepSeek-V3 takes under
-1 GB, and needs can be learnt, but nothing is loaded.
+With `large_on_meta` everything of more than 64 Ki elements is a meta tensor: DeepSeek-V3 takes
+under 1 GB, and needs can be learnt, but nothing is loaded.
 
 Out of reach: kernels, the memory that profiling finds, the KV cache, CUDA graphs.
 """
@@ -24,9 +24,12 @@ import ctypes
 import json
 import math
 import os
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib import import_module
+from importlib.machinery import ModuleSpec
+from importlib.util import find_spec, module_from_spec
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -38,6 +41,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from mcore_rl.families import FAMILIES
 from mcore_rl.hf_config import model_shape
 from mcore_rl.hybrid_engine.checkpoint_tensors import embedding_specs, head_specs, layer_specs
 from tests.cuda import standins
@@ -53,6 +57,9 @@ def pretend(capability: tuple[int, int]) -> None:
     # "FlashInfer can be used" is asked by its compiled kernels, its functions are Python.
     os.environ["VLLM_HAS_FLASHINFER_CUBIN"] = "1"
     os.environ["FLASHINFER_DISABLE_VERSION_CHECK"] = "1"
+    if find_spec("cuda") is None:  # NVIDIA's bindings, by which FlashInfer's ranks talk
+        spec = ModuleSpec("flashinfer.comm", None, is_package=True)
+        sys.modules[spec.name] = module_from_spec(spec)
     torch.cuda.get_rng_state = lambda *_: torch.get_rng_state()
     torch.cuda.set_rng_state = lambda *_, **__: None
     torch.cuda.manual_seed = torch.cuda.manual_seed_all = lambda *_: None
@@ -184,7 +191,7 @@ def build(
     dp_size: int = 1,
     expert_parallel: bool = False,
     rank: int = 0,
-    moe_backend: str = "auto",
+    moe_backend: str | None = None,
     large_on_meta: bool = False,
     **options: Any,
 ) -> Iterator[Any]:
@@ -193,6 +200,8 @@ def build(
     `options` are those of its `EngineConfig`; `load_format="auto"` lets vLLM load the folder.
     One at a time; within, everything that is asked for on CUDA is made on the CPU.
     """
+    from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+
     from mcore_rl.hybrid_engine.vllm_model_only import VLLMModelOnly
     from mcore_rl.hybrid_engine.vllm_start import EngineConfig
 
@@ -210,10 +219,13 @@ def build(
         _OnCpu(large_on_meta),
     ):
         engine = VLLMModelOnly(config)
+        for module in engine.model.modules():
+            # Where vLLM believes it to be, and a reload in place expects it.
+            get_layerwise_info(module).restore_device = torch.device("cpu")
         try:
             yield engine
         finally:
-            engine._executor = None
+            engine.close()
 
 
 @contextmanager
@@ -240,12 +252,13 @@ def _fake_world(rank: int, world_size: int) -> Iterator[None]:
 
 
 @contextmanager
-def _backend(moe_backend: str) -> Iterator[None]:
-    """In which engines are asked for with that backend of experts."""
+def _backend(moe_backend: str | None) -> Iterator[None]:
+    """In which engines ask for that backend of experts; None leaves it to the product."""
     from mcore_rl.hybrid_engine import vllm_start
 
     arguments = vllm_start._arguments
-    vllm_start._arguments = lambda config: {**arguments(config), "moe_backend": moe_backend}
+    given = {} if moe_backend is None else {"moe_backend": moe_backend}
+    vllm_start._arguments = lambda config: {**arguments(config), **given}
     try:
         yield
     finally:
@@ -272,7 +285,10 @@ def _without_dummy_weights(without: bool) -> Iterator[None]:
 def write_config(folder: Path, config_json: Mapping[str, Any]) -> Path:
     """A folder with config.json alone, for which needs can be learnt; without quantisation."""
     folder.mkdir(parents=True, exist_ok=True)
-    kept = {name: value for name, value in config_json.items() if name != "quantization_config"}
+    # Without architectures, as our copies of published files are, vLLM makes a model of embeddings.
+    architecture = FAMILIES[config_json["model_type"]].class_name
+    kept = {"architectures": [architecture], **config_json}
+    kept.pop("quantization_config", None)
     (folder / "config.json").write_text(json.dumps(kept))
     return folder
 

@@ -16,6 +16,7 @@ from mcore_rl.batching.shared_prompts import shares_prompts
 from mcore_rl.errors import UsageError
 from mcore_rl.hf_config import ModelShape
 from mcore_rl.hybrid_engine.layout import (
+    NOT_RELOADABLE,
     PipelineLayers,
     RolloutLayout,
     TrainLayout,
@@ -202,6 +203,11 @@ def check_rollout(
     has_cuda: bool,
 ) -> RolloutLayout:
     """The engines' layout with the best rank map, and what the engine cannot run."""
+    if config.rollout_all2all_backend == NOT_RELOADABLE:
+        raise UsageError(
+            f"--rl-rollout-all2all-backend {NOT_RELOADABLE}: with it vLLM keeps experts in memory "
+            "that new weights cannot be loaded into; choose another backend or leave the flag out"
+        )
     tp_size = config.rollout_tp_size or layout.tp_size
     dp_size = _engine_dp_size(config, shape, tp_size)
     rollout = RolloutLayout(

@@ -19,8 +19,11 @@ from itertools import accumulate
 from mcore_rl.errors import UsageError
 
 # The all-to-all backends of vLLM 0.32.0 with which experts do not work on token shards of
-# their TP group, so that shared experts are split over TP like any dense layer.
-SPLITS_SHARED_EXPERTS = ("flashinfer_all2allv", "flashinfer_nvlink_two_sided", "moonep")
+# their TP group, so that shared experts are split over TP like any dense layer. "moonep" is another
+# one, but its experts' weights cannot be exchanged (see NOT_RELOADABLE).
+SPLITS_SHARED_EXPERTS = ("flashinfer_all2allv", "flashinfer_nvlink_two_sided")
+# The one with which vLLM puts experts into memory that a checkpoint cannot be loaded into again.
+NOT_RELOADABLE = "moonep"
 
 # stage -> model chunk (one without virtual stages) -> global numbers of its decoder layers, from 0
 PipelineLayers = tuple[tuple[tuple[int, ...], ...], ...]

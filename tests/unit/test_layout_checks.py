@@ -38,6 +38,11 @@ def rollout(world_size: int, **given: Any) -> Any:
             {"rollout_ep_size": 12},
             r"--rl-rollout-ep-size 12 .* does not divide the world of 16",
         ),
+        (
+            16,
+            {"rollout_all2all_backend": "moonep"},
+            r"--rl-rollout-all2all-backend moonep: .* choose another backend or leave the flag",
+        ),
     ],
 )
 def test_impossible_rollout_is_told(world_size: int, given: dict, sentence: str) -> None:

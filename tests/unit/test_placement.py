@@ -152,7 +152,8 @@ def test_best_rank_map_receives_the_lower_bound_of_nested_layouts(layout: tuple)
     if ep > 1:
         shape = replace(shape, is_moe_layer=(True,) * 4)
     train = TrainLayout(world, tp_size=tp, pp_size=pp, ep_size=ep)
-    rollout = RolloutLayout(world, rollout_tp, with_ep, rollout_dp, (), "moonep")
+    backend = "flashinfer_nvlink_two_sided"  # shared experts are split
+    rollout = RolloutLayout(world, rollout_tp, with_ep, rollout_dp, (), backend)
     placement = Placement(shape, train, pipeline_layers(4, pp), rollout)
     received = placement.received_bytes(choose_rank_map(placement, ranks_per_node=world))
     assert received.tolist() == placement.lower_bound_bytes.tolist()

@@ -25,22 +25,27 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from mcore_rl.errors import UsageError
 from mcore_rl.hybrid_engine.boxes import Box, intersect, relative, show, uncovered, volume
 from mcore_rl.hybrid_engine.live_layers import Layers
 from mcore_rl.hybrid_engine.needs import Learnt, Metadata, Needs, learn
 from mcore_rl.hybrid_engine.sliced_tensor import Pieces, SlicedTensor, WriteObserver, pieces_of
 
 Weights = Iterable[tuple[str, torch.Tensor]]
+# vLLM's kernels of unquantised experts that tests have reloaded; its others keep weights elsewhere.
+_RELOADABLE = ("TRITON", "BATCHED_TRITON", "FLASHINFER_CUTLASS", "FLASHINFER_TRTLLM", "CPU")
 
 
 class Reloader:
     """Reloads one vLLM model, again and again. Holds the model weakly.
 
     `vllm_config` is the one that the model was built with. Nothing of an engine is used, so it
-    serves whoever has a model: an engine, a worker, a model that nothing runs.
+    serves whoever has a model: an engine, a worker, a model that nothing runs. Raises UsageError if
+    a layer's kernel keeps weights in a way that is not known to be reloadable.
     """
 
     def __init__(self, model: torch.nn.Module, vllm_config: Any) -> None:
+        _require_reloadable(model)
         self._model, self._config = weakref.ref(model), vllm_config
         self._metadata: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
         self._learnt: Learnt | None = None
@@ -137,6 +142,18 @@ class Reloader:
                 raise RuntimeError(f"not given to reload, though vLLM needs them: {_some(missing)}")
             return self.learn_needs(metadata)
         return self._learnt.needs
+
+
+def _require_reloadable(model: torch.nn.Module) -> None:
+    """Refuse kernels of experts whose weights nobody has seen exchanged in place."""
+    for name, module in model.named_modules():
+        backend = getattr(getattr(module, "quant_method", None), "unquantized_backend", None)
+        if backend is not None and backend.name not in _RELOADABLE:
+            raise UsageError(
+                f"vLLM has chosen the {backend.name} kernels for the experts of {name}, whose "
+                f"weights cannot be exchanged in place; leave --rl-rollout-all2all-backend out and "
+                f"VLLM_ROCM_USE_AITER_MOE unset, so that it chooses one of {', '.join(_RELOADABLE)}"
+            )
 
 
 def _agrees(given: Metadata, known: Metadata) -> bool:

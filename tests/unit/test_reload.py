@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+from mcore_rl.errors import UsageError
 from mcore_rl.hybrid_engine import reload as reload_module
 from mcore_rl.hybrid_engine.reload import Reloader
 
@@ -41,3 +43,12 @@ def test_a_loader_that_fails_is_told_to_all_after_the_stream_has_ended(
     Failing(torch.nn.Module(), None).reload(stream(), group=None)
     assert asked == ["first", "second", "third"]
     assert told == ["the loader failed"]
+
+
+def test_kernels_whose_weights_cannot_be_exchanged_are_refused_by_name() -> None:
+    model = torch.nn.ModuleDict({"experts": torch.nn.Module()})
+    model["experts"].quant_method = SimpleNamespace(
+        unquantized_backend=SimpleNamespace(name="AITER")
+    )
+    with pytest.raises(UsageError, match="the AITER kernels for the experts of experts.* TRITON"):
+        Reloader(model, None)

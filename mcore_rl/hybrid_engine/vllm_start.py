@@ -236,6 +236,13 @@ def _arguments(config: EngineConfig) -> dict[str, Any]:
     kv_cache_bytes = config.kv_cache_bytes
     if on_cuda():
         options["enable_sleep_mode"] = True
+        # Scheduled one step ahead, a data-parallel rank ends in a step without tokens. Model runner
+        # V2, the default, leaves it without the collective in which the others wait, and theirs
+        # then meets another one: gloo aborts at the end of the first generation.
+        options["async_scheduling"] = config.dp_size == 1
+        if config.dtype == "float16":
+            # Else vLLM chooses TRTLLM's experts on Blackwell, which take bfloat16 only.
+            options["moe_backend"] = "triton"
     else:
         if kv_cache_bytes is None and not os.environ.get("VLLM_CPU_KVCACHE_SPACE"):
             kv_cache_bytes = _DEFAULT_CPU_KV_CACHE_BYTES

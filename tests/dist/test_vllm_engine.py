@@ -250,3 +250,14 @@ def test_log_probs_are_of_the_distribution_sampled_from(results):
 def test_starting_an_engine_leaves_the_random_state_alone(results):
     for rank in results:
         assert rank["one engine of two"]["random_state_kept"]
+
+
+def test_steps_scheduled_ahead_give_the_same_rollouts_and_scores(results):
+    """vLLM schedules so on CUDA. The step that is left over when the last sequence has ended meets
+    a sleep, a reload and the next prompts."""
+    for rank in results:
+        ahead, usual = rank["one engine, scheduled ahead"], rank["one engine of two"]
+        assert ahead["steps_left"] == 1, "no step was scheduled ahead"
+        assert ahead["again"] == ahead["first"]
+        for case in ("first", "greedy", "narrow", "scores"):
+            assert ahead[case] == usual[case], case

@@ -11,8 +11,10 @@ import json
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -338,6 +340,54 @@ def rollouts(checkpoint: Path, **config: Any) -> dict[str, Any]:
     return result
 
 
+@contextmanager
+def scheduling_ahead() -> Iterator[None]:
+    """In which engines start that schedule a step before the last one's tokens are known, as on
+    CUDA; vLLM switches that off on CPU."""
+    from vllm.platforms.cpu import CpuPlatform
+
+    configure = CpuPlatform.check_and_update_config
+
+    def and_ahead(cls: Any, config: Any) -> None:
+        configure(config)
+        config.scheduler_config.async_scheduling = True
+
+    with patch.object(CpuPlatform, "check_and_update_config", classmethod(and_ahead)):
+        yield
+
+
+def rollouts_scheduled_ahead(checkpoint: Path, **config: Any) -> dict[str, Any]:
+    """`rollouts` in short, with a hand-over while a step is still to be taken."""
+    with scheduling_ahead():
+        engine = start(checkpoint, **config)
+
+    def sample(seed: int, **changes: Any) -> list[dict[str, Any]]:
+        engine.seed_sampling(seed)
+        return as_json(engine.generate(prompts(), **sampling(**changes)))
+
+    first = sample(1)
+    result = {
+        "first": first,
+        "steps_left": len(engine._llm.llm_engine.engine_core.engine_core.batch_queue),
+    }
+    engine.sleep()
+    engine.wake_weights()
+    engine.reload(weights_of(checkpoint)[0].items())
+    engine.wake_kv_cache()
+    result["again"] = sample(1)
+    result["greedy"] = sample(2, temperature=0.0, num_samples=1)
+    result["narrow"] = sample(3, temperature=0.5, top_k=2)
+    tokens = {prompt.index: prompt.token_ids.tolist() for prompt in prompts()}
+    texts = [tokens[r["prompt"]] + r["tokens"] for r in first]
+    scores = engine.prompt_log_probs(texts)
+    result["scores"] = [
+        score[len(tokens[r["prompt"]]) - 1 :].tolist()
+        for score, r in zip(scores, first, strict=True)
+    ]
+    engine.close()
+    return result
+
+
 def run(checkpoints: dict[str, str]) -> dict[str, Any]:
     """Everything, on this rank. `checkpoints` maps architectures to directories."""
     paths = {name: Path(path) for name, path in checkpoints.items()}
@@ -357,4 +407,5 @@ def run(checkpoints: dict[str, str]) -> dict[str, Any]:
         "disagreement": disagreement(v3),
         "one engine of two": rollouts(v3, **parallel),
         "two engines of one": rollouts(v3),
+        "one engine, scheduled ahead": rollouts_scheduled_ahead(v3, **parallel),
     }

@@ -1,0 +1,127 @@
+"""vLLM's CUDA models are reloaded in place: the bytes of its own load, where they were before.
+
+On the real CUDA build of vLLM, with tensors of the CPU, for all kernels of unquantised experts that
+it chooses on CUDA and all families; each engine starts with dummy weights, as a run does, sleeps
+and is reloaded from slices of two sets of weights in turn. Compared is every tensor that the model
+can reach, be it a parameter, a buffer, or what a kernel object or a closure has kept.
+
+Out of reach here:
+- BATCHED_TRITON, which vLLM takes with DeepEP's or NIXL's low-latency all-to-all alone, and whose
+  libraries are not in the CUDA stack; it keeps weights as TRITON does (one function prepares both).
+- What the kernels compute from these bytes, and that captured CUDA graphs read these addresses.
+- FlashInfer's compiled kernels: vLLM is told that they are there. On a GPU machine without them
+  (neither `flashinfer-cubin` nor nvcc) it chooses TRITON on every device.
+- Memory: what the driver maps when an engine wakes, and what a reload takes beside the model.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from tests.cuda.stack import Stack
+
+MLA = dict(arch="deepseek_v3")
+TP2 = dict(tp_size=2, rank=1)
+EP2 = dict(**TP2, expert_parallel=True)
+HOPPER = {
+    "deepseek_v3": dict(**MLA, **EP2),
+    "deepseek_v3, experts split": dict(**MLA, **TP2),
+    "deepseek_v3, cutlass": dict(**MLA, **EP2, moe_backend="flashinfer_cutlass"),
+    "deepseek_v3, EP over DP": dict(**MLA, tp_size=2, dp_size=2, rank=3, expert_parallel=True),
+    "deepseek_v3, CUDA graphs": dict(**MLA, **EP2, enforce_eager=False),
+    "deepseek_v2": dict(arch="deepseek_v2", **EP2),
+    "deepseek_v2_large": dict(arch="deepseek_v2_large", **EP2),
+    "kimi_k2": dict(arch="kimi_k2", **EP2),
+    "moonlight": dict(arch="moonlight", **EP2),
+    "qwen3_moe": dict(arch="qwen3_moe", **EP2),
+    "mixtral": dict(arch="mixtral", **TP2),
+    "qwen3, tied": dict(arch="qwen3", **TP2, tied=True),
+    "qwen2": dict(arch="qwen2", **TP2),
+    "llama, tied": dict(arch="llama", tied=True),
+}
+BLACKWELL = {
+    "deepseek_v3": dict(**MLA, **EP2),
+    "deepseek_v3, experts split": dict(**MLA, **TP2),  # padded
+    "deepseek_v3, small": dict(**MLA, size="small"),  # not padded
+    "deepseek_v3, cutlass": dict(**MLA, **EP2, moe_backend="flashinfer_cutlass"),
+    "deepseek_v3, triton": dict(**MLA, **EP2, moe_backend="triton"),
+    "deepseek_v3, float16": dict(**MLA, **EP2, dtype="float16"),
+    "qwen3_moe": dict(arch="qwen3_moe", **EP2),
+    "mixtral": dict(arch="mixtral", **TP2),
+    "qwen3, tied": dict(arch="qwen3", **TP2, tied=True),
+}
+CASES = [("9.0", name) for name in HOPPER] + [("10.0", name) for name in BLACKWELL]
+
+
+@pytest.fixture(scope="module")
+def found(cuda_stack: Stack) -> dict[str, dict[str, Any]]:
+    """Of each capability, what its cases saw."""
+    return {
+        capability: cuda_stack.run("vllm_models_job", capability, json.dumps(cases))
+        for capability, cases in (("9.0", HOPPER), ("10.0", BLACKWELL))
+    }
+
+
+@pytest.mark.parametrize(("capability", "case"), CASES)
+def test_reload_leaves_the_bytes_of_vllms_own_load_where_they_were(
+    found: dict[str, Any], capability: str, case: str
+) -> None:
+    seen = found[capability][case]
+    assert "error" not in seen, seen
+    assert seen["differing"] == [], "after the first reload"
+    assert seen["differing_at_last"] == [], "after another set of weights"
+    assert seen["of_other_weights"] > 10, "the two sets of weights are the same"
+    assert seen["moved"] == [], "another address, shape, stride or dtype"
+    assert seen["replaced"] == [], "another object where a kernel may hold the first"
+    assert seen["only_reloaded"] == []
+    assert seen["loaded_beside_the_model"] == [], "memory was taken for a second copy"
+    assert seen["tensors"] > 20
+
+
+@pytest.mark.parametrize(
+    ("capability", "case", "experts"),
+    [
+        ("9.0", "deepseek_v3", "TRITON TritonExperts"),
+        ("9.0", "deepseek_v3, cutlass", "FLASHINFER_CUTLASS FlashInferExperts"),
+        ("10.0", "deepseek_v3", "FLASHINFER_TRTLLM TrtLlmBf16ExpertsMonolithic"),
+        ("10.0", "mixtral", "FLASHINFER_TRTLLM TrtLlmBf16ExpertsMonolithic"),
+        ("10.0", "deepseek_v3, cutlass", "FLASHINFER_CUTLASS FlashInferExperts"),
+        ("10.0", "deepseek_v3, triton", "TRITON TritonExperts"),
+        ("10.0", "deepseek_v3, float16", "TRITON TritonExperts"),
+    ],
+)
+def test_cases_run_the_kernels_they_are_for(
+    found: dict[str, Any], capability: str, case: str, experts: str
+) -> None:
+    assert found[capability][case]["experts"] == [experts]
+
+
+def test_engines_run_on_a_gpu_as_we_ask_them_to(found: dict[str, Any]) -> None:
+    """What the CPU runs of the other tests do not have, or have otherwise."""
+    for cases in found.values():
+        for name, seen in cases.items():
+            settings = seen["settings"]
+            assert settings["runner"] == "vllm.v1.worker.gpu.model_runner", f"{name}: runner V2"
+            assert settings["logprobs_mode"] == ["processed_logprobs"] * 2, name
+            assert settings["launcher"] == "external_launcher", name
+            assert settings["sleep_mode"] and settings["prefix_caching"], name
+            assert not settings["load_balancing"], f"{name}: experts would move by themselves"
+    graphs = found["9.0"]["deepseek_v3, CUDA graphs"]["settings"]
+    assert graphs["cudagraph_mode"] == "FULL_AND_PIECEWISE"
+    assert found["9.0"]["deepseek_v3"]["settings"]["cudagraph_mode"] == "NONE"
+    attention = [found[capability]["deepseek_v3"]["attention"] for capability in ("9.0", "10.0")]
+    assert attention == [["FlashAttnMLAImpl"], ["FlashInferMLAImpl"]]
+    assert found["9.0"]["qwen2"]["attention"] == ["FlashAttentionImpl"]
+
+
+def test_experts_over_data_parallel_ranks_are_not_scheduled_ahead(found: dict[str, Any]) -> None:
+    """Scheduled ahead, a rank ends in a step without tokens, in which model runner V2 takes part in
+    no collective, while the others wait for it. Once it does, `async_scheduling` may be left on."""
+    over_dp = found["9.0"]["deepseek_v3, EP over DP"]["settings"]
+    assert over_dp["expert_parallel"] and (over_dp["ep_size"], over_dp["ep_rank"]) == (4, 3)
+    assert over_dp["collectives_of_an_idle_step"] == 0
+    assert over_dp["async_scheduling"] is False
+    assert found["9.0"]["deepseek_v3"]["settings"]["async_scheduling"] is True

@@ -1,0 +1,180 @@
+"""Reloads vLLM's CUDA models in place, and compares all that they hold with vLLM's own load.
+
+    python -m tests.cuda.vllm_models_job 9.0 '{"case": {"arch": "deepseek_v3", ...}, ...}'
+
+For each case one engine is loaded by vLLM from a checkpoint, another starts with dummy weights as a
+run does and is reloaded from slices of that checkpoint, of a second one and of the first again; it
+sleeps before each, so that what no reload writes comes back as garbage.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+from unittest.mock import Mock, patch
+
+from tests.cuda import vllm_model
+
+capability = tuple(int(number) for number in sys.argv[1].split("."))
+vllm_model.pretend(capability)
+
+import torch  # noqa: E402
+
+from mcore_rl.hybrid_engine.boxes import extent  # noqa: E402
+from mcore_rl.hybrid_engine.buckets import cut  # noqa: E402
+from mcore_rl.hybrid_engine.live_layers import _Layer  # noqa: E402
+from mcore_rl.hybrid_engine.sliced_tensor import SlicedTensor  # noqa: E402
+from scripts.make_tiny_deepseek import hf_config  # noqa: E402
+from tests.cuda.reachable import Place, reachable  # noqa: E402
+
+Weights = Mapping[str, torch.Tensor]
+
+
+def run(case: dict[str, Any], folder: Path) -> dict[str, Any]:
+    config = hf_config(
+        case.pop("arch"),
+        case.pop("size", "micro"),
+        tie_word_embeddings=case.pop("tied", False),
+    )
+    checkpoints = [folder / "first", folder / "second"]
+    first, second = (
+        vllm_model.write_checkpoint(path, config, seed=seed)
+        for seed, path in enumerate(checkpoints)
+    )
+    with vllm_model.build(checkpoints[0], load_format="auto", **case) as engine:
+        expected = {path: digest(tensor) for path, tensor in reachable(engine.model).items()}
+    with vllm_model.build(checkpoints[0], **case) as engine:
+        found = reloaded(engine, expected, first, second)
+        return {**chosen(engine), "settings": settings(engine), **found}
+
+
+def reloaded(
+    engine: Any, expected: Mapping[str, str], first: Weights, second: Weights
+) -> dict[str, Any]:
+    """What is another after reloads than after vLLM's own load, by path from the model."""
+    at_start = reachable(engine.model)
+    places = {path: Place.of(tensor) for path, tensor in at_start.items()}
+    needs = engine.learn_needs({n: (tuple(w.shape), w.dtype) for n, w in first.items()})
+    moved: set[str] = set()
+    replaced: set[str] = set()
+    differing = []
+    copies = []
+    for weights in (first, second, first):
+        engine._worker.sleep(level=2)
+        engine._worker.wake_up(["weights"])
+        with patch.object(_Layer, "_new_target", noting(copies)):
+            engine.reload(slices(weights, needs))
+        now = reachable(engine.model)
+        moved |= {p for p in places.keys() | now.keys() if place(now, p) != places.get(p)}
+        replaced |= {path for path in now if now[path] is not at_start.get(path)}
+        found = {path: digest(tensor) for path, tensor in now.items()}
+        differing.append(sorted(p for p in expected if expected[p] != found.get(p)))
+    return {
+        "tensors": len(places),
+        "loaded_beside_the_model": copies,
+        "only_reloaded": sorted(places.keys() - expected.keys()),
+        "moved": sorted(path for path in moved if not on_host(path)),
+        "replaced": sorted(path for path in replaced if not on_host(path)),
+        "differing": differing[0],
+        "of_other_weights": len(differing[1]),
+        "differing_at_last": differing[2],
+    }
+
+
+def noting(copies: list[str]) -> Any:
+    """`_Layer._new_target`, by which a reload takes memory of its own, telling of its calls."""
+    make = _Layer._new_target
+
+    def new_target(layer: _Layer, key: str) -> torch.Tensor:
+        copies.append(f"{layer.name}.{key}")
+        return make(layer, key)
+
+    return new_target
+
+
+def slices(weights: Weights, needs: Mapping[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
+    """What this rank needs, each box of it in two items, as a transfer in buckets brings them."""
+    for name, boxes in needs.items():
+        whole = weights[name]
+        for box in boxes:
+            size = torch.Size(extent(box)).numel()
+            for part in cut(box, -(-size // 2)):
+                data = whole[tuple(slice(*ends) for ends in part)].clone()
+                yield name, SlicedTensor(name, whole.shape, whole.dtype, [(part, data)])
+
+
+def chosen(engine: Any) -> dict[str, Any]:
+    """Which kernels vLLM has chosen."""
+    experts, attention = set(), set()
+    for module in engine.model.modules():
+        method = getattr(module, "quant_method", None)
+        if hasattr(method, "unquantized_backend"):
+            experts.add(f"{method.unquantized_backend.name} {method.experts_cls.__name__}")
+        if hasattr(module, "impl"):
+            attention.add(type(module.impl).__name__)
+    return {"experts": sorted(experts), "attention": sorted(attention)}
+
+
+def settings(engine: Any) -> dict[str, Any]:
+    """What a run on a GPU is started with, as vLLM has resolved it."""
+    config = engine._vllm_config
+    runner = engine._worker.model_runner
+    return {
+        "async_scheduling": config.scheduler_config.async_scheduling,
+        "runner": type(runner).__module__,
+        "logprobs_mode": [config.model_config.logprobs_mode, runner.model_config.logprobs_mode],
+        "sleep_mode": config.model_config.enable_sleep_mode,
+        "cudagraph_mode": config.compilation_config.cudagraph_mode.name,
+        "prefix_caching": config.cache_config.enable_prefix_caching,
+        "expert_parallel": config.parallel_config.enable_expert_parallel,
+        "load_balancing": config.parallel_config.enable_eplb,
+        "launcher": config.parallel_config.distributed_executor_backend,
+        "ep_size": engine.ep_size,
+        "ep_rank": engine.ep_rank,
+        "collectives_of_an_idle_step": collectives_of_an_idle_step(runner),
+    }
+
+
+def collectives_of_an_idle_step(runner: Any) -> int:
+    """How many all-reduces a data-parallel rank takes part in when it has nothing to run."""
+    from vllm.v1.core.sched.output import SchedulerOutput
+
+    if not hasattr(runner, "block_tables"):
+        runner.block_tables = Mock()  # made with the KV cache
+    with patch.object(torch.distributed, "all_reduce") as all_reduce:
+        runner.execute_model(SchedulerOutput.make_empty())
+    return all_reduce.call_count
+
+
+def on_host(path: str) -> bool:
+    """Scales that vLLM makes anew whenever it processes weights, for code on the host to read."""
+    return path.endswith(("_k_scale_cpu", "_v_scale_cpu"))
+
+
+def place(tensors: Mapping[str, torch.Tensor], path: str) -> Place | None:
+    return Place.of(tensors[path]) if path in tensors else None
+
+
+def digest(tensor: torch.Tensor) -> str:
+    data = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+    return hashlib.blake2b(data.numpy(), digest_size=16).hexdigest()
+
+
+found = {}
+for name, case in json.loads(sys.argv[2]).items():
+    started = time.process_time()
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            found[name] = run(case, Path(folder))
+        except Exception as error:
+            if "--raise" in sys.argv:
+                raise
+            found[name] = {"error": f"{type(error).__name__}: {error}"}
+    found[name]["seconds"] = round(time.process_time() - started, 1)
+print(json.dumps(found))

@@ -1,0 +1,83 @@
+"""What every slot of an engine needs of the checkpoint, by the loaders of vLLM's model for CUDA.
+
+    python -m tests.cuda.needs_job CONFIG TP DP FOLDER [SLOT ...]
+
+Writes a pickle to FOLDER/needs: for each slot, checkpoint tensor -> boxes, as `learn_needs` has
+them. Every slot is built with two layers of full width, a dense one and one with experts; the needs
+of the model's other layers are taken to be those of the layer of the same kind. The SLOTs named are
+built with all their layers, and their needs are compared with that.
+"""
+
+from __future__ import annotations
+
+import json
+import pickle
+import re
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from tests.cuda import vllm_model
+
+vllm_model.pretend((9, 0))
+
+from mcore_rl.families import FAMILIES  # noqa: E402
+from mcore_rl.hybrid_engine.boxes import Box  # noqa: E402
+from tests.model_shapes import CONFIGS  # noqa: E402
+
+Needs = dict[str, tuple[Box, ...]]
+_LAYER = re.compile(r"model\.layers\.(\d+)\.(.*)")
+
+
+def main() -> None:
+    config, tp_size, dp_size, folder, *whole_slots = sys.argv[1:]
+    published = json.loads((CONFIGS / f"{config}.json").read_text())
+    # Without it vLLM takes the model for one that embeds texts, and leaves its head out.
+    published["architectures"] = [FAMILIES[published["model_type"]].class_name]
+    short = {**published, "num_hidden_layers": 2, "first_k_dense_replace": 1}
+    layout = {"tp_size": int(tp_size), "dp_size": int(dp_size)}
+    seconds: dict[str, list[float]] = {"short": [], "whole": []}
+    needs, unlike = [], []
+    for slot in range(int(tp_size) * int(dp_size)):
+        started = time.monotonic()
+        learnt = learn(short, Path(folder) / "short", slot, **layout)
+        needs.append(of_all_layers(learnt, published))
+        seconds["short"].append(round(time.monotonic() - started, 1))
+    for slot in map(int, whole_slots):
+        started = time.monotonic()
+        learnt = learn(published, Path(folder) / "whole", slot, **layout)
+        unlike += [name for name in learnt if learnt[name] != needs[slot].get(name)]
+        unlike += [name for name in needs[slot] if name not in learnt]
+        seconds["whole"].append(round(time.monotonic() - started, 1))
+    (Path(folder) / "needs").write_bytes(pickle.dumps(needs))
+    print(json.dumps({"unlike": unlike[:10], "seconds": seconds}))
+
+
+def learn(config_json: Mapping[str, Any], folder: Path, slot: int, **layout: int) -> Needs:
+    model_dir = vllm_model.write_config(folder, config_json)
+    with vllm_model.build(
+        model_dir, **layout, expert_parallel=True, rank=slot, large_on_meta=True
+    ) as engine:
+        return engine.learn_needs(vllm_model.metadata_of(config_json))
+
+
+def of_all_layers(short: Needs, config_json: Mapping[str, Any]) -> Needs:
+    """Needs of a model of one dense layer and one with experts, for all layers of `config_json`."""
+    found: Needs = {}
+    for name, boxes in short.items():
+        match = _LAYER.fullmatch(name)
+        if match is None:
+            found[name] = boxes
+            continue
+        first_moe = config_json["first_k_dense_replace"]
+        layers = range(first_moe) if match[1] == "0" else range(
+            first_moe, config_json["num_hidden_layers"]
+        )  # fmt: skip
+        found |= {f"model.layers.{layer}.{match[2]}": boxes for layer in layers}
+    return found
+
+
+if __name__ == "__main__":
+    main()

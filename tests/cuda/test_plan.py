@@ -1,0 +1,139 @@
+"""The hand-over of the large presets, planned from the models that run on GPUs.
+
+What the ranks hold comes from Megatron's model with Transformer Engine's layers, what the engines
+need from vLLM's own loaders in its build for CUDA; both by the code of a run, every rank of it.
+Between them there is the code of a run as well: `Holdings` and `make_plan`. All ranks' boxes are
+collected here, as torch's fake process group, in which the models are built, exchanges none.
+
+Shared is what holdings_job.py and needs_job.py say and compare: a build of Megatron's model between
+the ranks of a stage, and the layers of one kind in vLLM's.
+"""
+
+from __future__ import annotations
+
+import pickle
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+
+from mcore_rl.hybrid_engine.boxes import volume
+from mcore_rl.hybrid_engine.holdings import Holdings
+from mcore_rl.hybrid_engine.plan import Boxes, Plan, TensorInfo, make_plan
+from mcore_rl.hybrid_engine.weight_map import layer_order
+from mcore_rl.planner.command_line import read_command_line
+from mcore_rl.planner.links import neighbourhoods
+from mcore_rl.planner.outcome import Outcome, as_json, plan_case
+from mcore_rl.planner.report import make_console, print_plan
+from mcore_rl.planner.settings import GB
+from tests.cuda.presets import ROOT, preset_flags, tensor_infos, trainable_shape
+from tests.cuda.stack import Stack
+
+# preset -> published config, ranks
+PRESETS = {"v2-lite": ("deepseek-v2-lite", 8), "v3": ("deepseek-v3", 256)}
+
+
+@dataclass(frozen=True)
+class Planned:
+    """The hand-over of a preset, by the models and by `mcore-rl plan`."""
+
+    tensors: dict[str, TensorInfo]
+    holdings: Holdings
+    plan: Plan
+    by_planner: Outcome
+    of_models: dict[str, Any]  # what the jobs say of themselves
+
+
+@pytest.fixture(scope="module", params=list(PRESETS))
+def planned(
+    request: pytest.FixtureRequest, cuda_stack: Stack, tmp_path_factory: pytest.TempPathFactory
+) -> Planned:
+    config, world_size = PRESETS[request.param]
+    flags, folder = preset_flags(request.param), tmp_path_factory.mktemp(request.param)
+    named = ["--hf-config", str(ROOT / "scripts" / "presets" / f"{request.param}.json")]
+    case = read_command_line([*named, "--world-size", str(world_size), *flags]).case
+    rollout = case.rollout
+    is_full = cuda_stack.name == "full"  # it takes its time
+    held = cuda_stack.run(
+        "holdings_job",
+        *(config, str(world_size), str(folder / "held"), *(["all"] if is_full else [])),
+        *("--", *flags),
+        timeout=3000,
+    )
+    slots = range(rollout.slots_per_engine) if is_full else [rollout.slots_per_engine - 1]
+    sizes = (str(rollout.tp_size), str(rollout.dp_size))
+    needed = cuda_stack.run(
+        "needs_job", config, *sizes, str(folder), *map(str, slots), timeout=7200
+    )
+    have = pickle.loads((folder / "held").read_bytes())
+    needs = [
+        {name: boxes for name, boxes in needs.items() if boxes}
+        for needs in pickle.loads((folder / "needs").read_bytes())
+    ]
+    tensors = tensor_infos(trainable_shape(config))
+    ranks = range(world_size)
+    holdings = Holdings(
+        have=tuple(have),
+        need=tuple(needs[rollout.slot(rank) % rollout.slots_per_engine] for rank in ranks),
+    )
+    plan = make_plan(
+        tensors,
+        order=layer_order(tensors),
+        have=holdings.have,
+        need=holdings.need,
+        near=neighbourhoods(case.train, case.machine.ranks_per_node),
+    )
+    return Planned(tensors, holdings, plan, plan_case(case), {"held": held, "needed": needed})
+
+
+@pytest.mark.timeout(10800)
+def test_ranks_and_layers_that_share_a_model_are_alike(planned: Planned) -> None:
+    assert planned.of_models["held"]["unlike"] == []
+    assert planned.of_models["needed"]["unlike"] == []
+
+
+def test_every_tensor_has_a_place(planned: Planned) -> None:
+    """Held by some rank and needed by some: the same tensors, those of the checkpoint."""
+    for boxes in (planned.holdings.have, planned.holdings.need):
+        assert {name for of_rank in boxes for name in of_rank} == planned.tensors.keys()
+
+
+def test_each_rank_receives_what_it_lacks_and_no_more(planned: Planned) -> None:
+    """By the boxes themselves: nothing less than the lower bound can be received."""
+    received = received_bytes(planned)
+    holdings, tensors = planned.holdings, planned.tensors
+    step = 1 if len(received) < 16 else len(received) // 16 + 1
+    for rank in range(0, len(received), step):
+        assert received[rank] == holdings.lower_bound_bytes(rank, tensors), rank
+
+
+def test_plan_is_that_of_the_planner(planned: Planned, capsys: pytest.CaptureFixture[str]) -> None:
+    """Of every rank; and of what is printed, to the byte."""
+    traffic, received = planned.by_planner.traffic, received_bytes(planned)
+    assert np.array_equal(received, traffic.received)
+    assert np.array_equal(received, traffic.lower_bound)
+    resident = [needed_bytes(planned.tensors, need) for need in planned.holdings.need]
+    assert np.array_equal(resident, traffic.resident)
+    printed = as_json(planned.by_planner)
+    assert printed["received_bytes_max"] == received.max()
+    assert printed["received_bytes_mean"] == received.mean()
+    assert printed["received_over_lower_bound"] == 1.0
+    print_plan(planned.by_planner, (), make_console())
+    rows = [line.split() for line in capsys.readouterr().out.splitlines()]
+    shown = [f"{size / GB:.2f}" for size in (received.max(), received.mean())]
+    assert ["received", *shown] in rows and ["lower", "bound", "of", "received", *shown] in rows
+
+
+def received_bytes(planned: Planned) -> np.ndarray:
+    """`[ranks]`, by the moves."""
+    received = np.zeros(len(planned.holdings.have), dtype=np.int64)
+    for move in planned.plan.moves:
+        received[list(move.receivers)] += move.num_bytes
+    return received
+
+
+def needed_bytes(tensors: dict[str, TensorInfo], need: Boxes) -> int:
+    return sum(
+        volume(box) * tensors[name].itemsize for name, boxes in need.items() for box in boxes
+    )

@@ -21,7 +21,7 @@ ROOT = Path(__file__).resolve().parents[2]
 TEXT_LINES = 60
 # Sizes over those of benchmarks/cases.py: on a GPU, so that a copy takes milliseconds, 1.7 GB dense
 # and 1.5 GB of experts; on a CPU, so that steps take seconds.
-_ON_CPU: dict[str, Any] = dict(num_hidden_layers=3)
+_ON_CPU: dict[str, Any] = dict(num_hidden_layers=4)
 _ON_GPU: dict[str, dict[str, Any]] = {
     "dense": dict(
         hidden_size=4096, intermediate_size=12288, num_hidden_layers=4,

@@ -54,7 +54,7 @@ def offloader(tensors: dict, **options) -> Offloader:
 @pytest.mark.parametrize("pin", [True, False])
 def test_device_memory_goes_to_the_driver_and_bits_come_back(pin: bool) -> None:
     tensors = tensors_on_device()
-    expected = {name: t.cpu() for kind in tensors.values() for name, t in kind}
+    expected = {name: t.cpu().clone() for kind in tensors.values() for name, t in kind}
     there_and_back = offloader(tensors, pin=pin)
     allocated, free = in_use()
     for _ in range(2):
@@ -113,6 +113,7 @@ def test_host_memory_is_page_locked_and_kept() -> None:
     there_and_back.onload()
 
 
+@only_cuda
 def test_values_kept_on_the_host_are_exchanged_beside_the_callers_stream() -> None:
     weights = [t for _, t in tensors_on_device()["optimizer"][:2]]
     first = [weight.cpu() for weight in weights]
@@ -134,6 +135,7 @@ def test_values_kept_on_the_host_are_exchanged_beside_the_callers_stream() -> No
     assert copy.host_bytes == held
 
 
+@only_cuda
 def test_everything_is_away_while_an_engine_starts() -> None:
     """Also what no flag names, through memory that is not page-locked."""
     tensors = tensors_on_device()

@@ -16,7 +16,7 @@ from mcore_rl.doctor.finding import counts
 from mcore_rl.doctor.report import as_json, print_findings
 from mcore_rl.errors import UsageError
 from mcore_rl.planner.report import make_console
-from mcore_rl.planner.settings import GB
+from mcore_rl.planner.settings import GB, GPU_RESERVED_GB
 
 
 def doctor(tokens: Sequence[str]) -> int:
@@ -49,7 +49,7 @@ def doctor_parser() -> argparse.ArgumentParser:
     add("--world-size", type=int, help="number of ranks of the job")
     add("--json", action="store_true", help="print the findings as JSON")
     add("--gpu-memory-gb", type=float, help="of a device (default: what is found here)")
-    add("--gpu-reserved-gb", type=float, default=5.0, help="of it, what no tensor gets (default 5)")
+    add("--gpu-reserved-gb", type=float, default=GPU_RESERVED_GB, help="of it, what no tensor gets")
     add("--host-memory-gb", type=float, help="of a node (default: what is found here)")
     return parser
 

@@ -15,7 +15,7 @@ from mcore_rl.errors import UsageError
 from mcore_rl.planner.advice import Problem
 from mcore_rl.planner.command_line import read_command_line
 from mcore_rl.planner.outcome import Outcome, plan_case
-from mcore_rl.planner.phases import ROLLOUT
+from mcore_rl.planner.phases import ROLLOUT, START
 from mcore_rl.planner.settings import GB
 
 _GIB = 1 << 30
@@ -76,7 +76,7 @@ def check_plan(outcome: Outcome, memory: DeviceMemory) -> list[Finding]:
     hand_over = f"a hand-over brings a rank {received} at most"
     if memory.total_bytes is None:
         fullest = max(
-            (phase for phase in phases if phase.name != ROLLOUT),
+            (phase for phase in phases if phase.name not in (START, ROLLOUT)),
             key=lambda phase: phase.total_bytes,
         )
         what = f"no device memory to fit into: {fullest.name} takes {_total(fullest.total_bytes)}"
@@ -115,7 +115,7 @@ def host_needs(job: ReadJob, outcome: Outcome, *, local_ranks: int, has_cuda: bo
     if has_cuda:
         return outcome.memory.host_total_bytes
     assert job.config is not None
-    fullest = max(p.total_bytes for p in outcome.memory.phases if p.name != ROLLOUT)
+    fullest = max(p.total_bytes for p in outcome.memory.phases if p.name not in (START, ROLLOUT))
     engine = int(outcome.traffic.resident.max() + job.config.rollout_kv_cache_gib * _GIB)
     return local_ranks * (_PROCESS_BYTES + fullest + engine)
 

@@ -15,17 +15,9 @@ import numpy.typing as npt
 from mcore_rl.errors import UsageError
 from mcore_rl.hybrid_engine.layout import RolloutLayout
 from mcore_rl.hybrid_engine.placement import Placement
+from mcore_rl.planner.memory import Memory, memory_of
 from mcore_rl.planner.models import CRITIC_FLAGS, TrainedModel, following, in_layout
-from mcore_rl.planner.phases import (
-    HAND_OVER,
-    LOG_PROBS,
-    TRAIN,
-    TRAIN_CRITIC,
-    VALUES,
-    Case,
-    Memory,
-    memory_of,
-)
+from mcore_rl.planner.phases import ROLLOUT, START, Case
 from mcore_rl.planner.settings import MIB, Recompute, TrainSettings
 from mcore_rl.planner.stages import stages_for
 
@@ -51,10 +43,14 @@ class Problem:
     remedies: tuple[Remedy, ...]
 
 
-def problems_of(case: Case, memory: Memory, resident: Bytes, traffic_bytes: int) -> list[Problem]:
-    """Everything that does not fit, with remedies; those that suffice alone come first."""
+def problems_of(
+    case: Case, memory: Memory, resident: Bytes, traffic_bytes: int, *, surely: bool = False
+) -> list[Problem]:
+    """Everything that does not fit, with remedies; those that suffice alone come first. With
+    `surely` only what does not fit by parts of exact size alone."""
     found = []
-    for where, lacking in _lacking(case, memory).items():
+    lacks = _surely_lacking if surely else _lacking
+    for where, lacking in lacks(case, memory).items():
         if not lacking:
             continue
         remedies = []
@@ -63,7 +59,8 @@ def problems_of(case: Case, memory: Memory, resident: Bytes, traffic_bytes: int)
             if other.rollout != case.rollout:
                 wider = Placement(other.shape, other.train, other.layers, other.rollout)
                 needed = np.full_like(resident, wider.most_resident_bytes)
-            left = _lacking(other, memory_of(other, needed, traffic_bytes))[where]
+            # A change of layout may do away with a phase.
+            left = lacks(other, memory_of(other, needed, traffic_bytes)).get(where, 0)
             if left < lacking:
                 remedies.append(Remedy(flags, left))
         found.append(Problem(where, lacking, tuple(_best(remedies)[:_MOST])))
@@ -90,15 +87,21 @@ def _lacking(case: Case, memory: Memory) -> dict[str, int]:
     return {phase.name: phase.lacking_bytes for phase in memory.phases} | {HOST: host}
 
 
+def _surely_lacking(case: Case, memory: Memory) -> dict[str, int]:
+    return {phase.name: phase.surely_lacking_bytes for phase in memory.phases}
+
+
 def _candidates(case: Case, memory: Memory, where: str) -> Iterator[tuple[str, Case]]:
-    passes = (TRAIN, LOG_PROBS, TRAIN_CRITIC, VALUES)
-    if where in passes:
-        yield from _training(case)
-    elif where == HOST:
+    if where == HOST:
         yield from _host(case)
-    else:
+        return
+    # Beside the engine's share nothing lies that flags of training would make smaller.
+    with_engine = where in (START, ROLLOUT)
+    if with_engine or "rollout weights" in memory.phase(where).parts:
         yield from _engine(case, memory)
-    if where in (*passes, HAND_OVER):
+    else:
+        yield from _training(case)
+    if not with_engine:
         yield from _train_layouts(case)
         yield from _critic_layouts(case)
 
@@ -214,10 +217,11 @@ def _engine(case: Case, memory: Memory) -> Iterator[tuple[str, Case]]:
     def having(**changes: object) -> Case:
         return replace(case, engine=replace(now, **changes))  # type: ignore[arg-type]
 
-    useful = math.floor(memory.kv_cache.useful_utilization * 100) / 100
+    # Of what is left beside it the share takes no more than vLLM finds free.
+    useful = math.floor(min(memory.kv_cache.useful_utilization, 0.99) * 100) / 100
     more = having(gpu_memory_utilization=useful)
     raised = f"--rl-rollout-gpu-memory-utilization {useful:g}"
-    helps = useful > now.gpu_memory_utilization
+    helps = 0 < useful != now.gpu_memory_utilization
     if helps:
         yield raised, more
     for kinds in (("gradients", "optimizer"), ("gradients", "optimizer", "parameters")):

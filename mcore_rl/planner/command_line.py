@@ -23,12 +23,25 @@ from mcore_rl.errors import UsageError
 from mcore_rl.given_flags import expand_config, given_values
 from mcore_rl.hf_config import ModelShape, read_model_shape
 from mcore_rl.hybrid_engine.buckets import frame_of, slot_bytes
-from mcore_rl.hybrid_engine.layout import SPLITS_SHARED_EXPERTS, PipelineLayers, TrainLayout
+from mcore_rl.hybrid_engine.layout import (
+    SPLITS_SHARED_EXPERTS,
+    PipelineLayers,
+    RolloutLayout,
+    TrainLayout,
+)
 from mcore_rl.hybrid_engine.placement import Placement
-from mcore_rl.planner.flag_settings import train_settings
+from mcore_rl.planner.flag_settings import engine_settings, train_settings
 from mcore_rl.planner.models import ACTOR, CRITIC, CRITIC_FLAGS, TrainedModel
 from mcore_rl.planner.phases import Case
-from mcore_rl.planner.settings import GB, MIB, EngineSettings, Machine
+from mcore_rl.planner.settings import (
+    BATCHED_TOKENS,
+    COMMUNICATOR_MB,
+    GB,
+    GPU_RESERVED_GB,
+    MB,
+    EngineSettings,
+    Machine,
+)
 from mcore_rl.roles.ranks import Roles, parse_roles
 
 _BATCH_FLAGS = frozenset(
@@ -71,14 +84,16 @@ def planner_parser() -> argparse.ArgumentParser:
     add("--search", action="store_true", help="rank other layouts that fit")
     add("--top", type=int, default=10, help="with --search, how many to show")
     add("--gpu-memory-gb", type=float, default=80.0, help="of a device")
-    add("--gpu-reserved-gb", type=float, default=5.0, help="of it, what no tensor gets: contexts, "
-        "communicators, CUDA graphs, fragmentation")  # fmt: skip
+    add("--gpu-reserved-gb", type=float, default=GPU_RESERVED_GB, help="of it, what no tensor "
+        "gets: contexts, CUDA graphs, fragmentation")  # fmt: skip
+    add("--communicator-mb", type=float, default=COMMUNICATOR_MB, help="of a device, what NCCL "
+        "takes for each communicator: an assumption, 50 to 200 by estimate")  # fmt: skip
     add("--host-memory-gb", type=float, default=2000.0, help="of a node")
     add("--intra-node-gb-per-second", type=float, default=400.0, help="a rank's, each way")
     add("--inter-node-gb-per-second", type=float, default=50.0, help="a rank's, each way")
     add("--expert-load", type=float, default=1.5, help="tokens of the busiest rank's experts over "
         "the mean")  # fmt: skip
-    add("--batched-tokens", type=int, default=16384, help="that vLLM works on at one time")
+    add("--batched-tokens", type=int, default=BATCHED_TOKENS, help="that vLLM works on at one time")
     add("--gpu-tflops", type=float, default=400.0, help="achieved in training, for --search")
     add("--gpu-memory-gb-per-second", type=float, default=3000.0, help="for --search")
     return parser
@@ -132,7 +147,7 @@ def read_command_line(tokens: Sequence[str]) -> PlanRequest:
         rollout=rollout,
         training=trained[0].training,
         critic=trained[1] if len(trained) > 1 else None,
-        engine=_engine_settings(config, values, options),
+        engine=_engine(config, values, rollout, options),
         machine=_machine(options, layout_checks.ranks_per_node(config, train.world_size)),
     )
     _check_bucket(case)
@@ -257,7 +272,7 @@ def _planner_options(tokens: Sequence[str]) -> tuple[argparse.Namespace, list[st
         raise UsageError("--world-size is missing; give the number of GPUs to plan for")
     for name, value in vars(options).items():
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
-        least_is_0 = name == "gpu_reserved_gb"
+        least_is_0 = name in ("gpu_reserved_gb", "communicator_mb")
         if is_number and not (value > 0 or (least_is_0 and value == 0)):
             raise UsageError(f"--{name.replace('_', '-')} {value} must be greater than 0")
     if options.expert_load < 1:
@@ -357,24 +372,18 @@ def _sharing(models: Sequence[_LaidOut], config: RLConfig) -> list[str]:
     return [text + whose for text, whose in found.items()]
 
 
-def _engine_settings(
-    config: RLConfig, values: Mapping[str, Any], options: argparse.Namespace
+def _engine(
+    config: RLConfig, values: Mapping[str, Any], rollout: RolloutLayout, options: argparse.Namespace
 ) -> EngineSettings:
-    from mcore_rl.hybrid_engine.offload import offload_kinds  # which imports torch
+    from mcore_rl.hybrid_engine.offload import kinds_at_start, offload_kinds  # which import torch
 
-    return EngineSettings(
-        gpu_memory_utilization=config.rollout_gpu_memory_utilization,
-        max_num_seqs=config.rollout_max_num_seqs,
-        max_model_tokens=config.max_prompt_tokens + config.max_response_tokens,
-        max_response_tokens=config.max_response_tokens,
-        batched_tokens=options.batched_tokens,
-        bucket_bytes=config.reshard_bucket_mb * MIB,
-        delta=config.reshard_delta,
-        may_spread_experts=not config.rollout_no_expert_parallel,
+    return engine_settings(
+        config,
+        values,
+        rollout,
         offloaded=offload_kinds(config.offload, values, has_cuda=True),
-        keeps_gradients=config.offload_keep_gradients,
-        keeps_reference=config.recipe.needs_reference,
-        saves_checkpoints=bool(values.get("save")),
+        away_at_start=kinds_at_start(values),
+        batched_tokens=options.batched_tokens,
     )
 
 
@@ -383,6 +392,7 @@ def _machine(options: argparse.Namespace, ranks_per_node: int) -> Machine:
         ranks_per_node=ranks_per_node,
         gpu_bytes=int(options.gpu_memory_gb * GB),
         reserved_bytes=int(options.gpu_reserved_gb * GB),
+        communicator_bytes=int(options.communicator_mb * MB),
         host_bytes=int(options.host_memory_gb * GB),
         own_node_rate=options.intra_node_gb_per_second * GB,
         other_nodes_rate=options.inter_node_gb_per_second * GB,

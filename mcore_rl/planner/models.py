@@ -53,8 +53,9 @@ class TrainedModel:
         return f"{self.train.describe()}; layers of the stages: {shown}"
 
 
-def stage_state(model: TrainedModel) -> list[dict[str, int]]:
-    """What a rank of each stage holds on the device between two passes."""
+def stage_state(model: TrainedModel, *, with_moments: bool = True) -> list[dict[str, int]]:
+    """What a rank of each stage holds on the device between two passes; before the first update,
+    unless it was loaded, the optimizer has no moments."""
     training = model.training
     return [
         {
@@ -64,17 +65,18 @@ def stage_state(model: TrainedModel) -> list[dict[str, int]]:
         }
         for parameters, optimizer in zip(
             stage_parameters(model.shape, model.train, model.layers, training),
-            optimizer_bytes(model),
+            optimizer_bytes(model, with_moments=with_moments),
             strict=True,
         )
     ]
 
 
-def optimizer_bytes(model: TrainedModel) -> list[int]:
+def optimizer_bytes(model: TrainedModel, *, with_moments: bool = True) -> list[int]:
     """Of a rank of each stage, on the device and on the host together."""
+    training = model.training
+    per_parameter = training.optimizer_bytes - (0 if with_moments else training.moment_bytes)
     return [
-        optimizer_parameters(parameters, model.train, model.training)
-        * model.training.optimizer_bytes
+        optimizer_parameters(parameters, model.train, model.training) * per_parameter
         for parameters in stage_parameters(model.shape, model.train, model.layers, model.training)
     ]
 

@@ -15,9 +15,10 @@ import numpy.typing as npt
 from mcore_rl.hybrid_engine.placement import Placement
 from mcore_rl.planner.advice import Problem, problems_of
 from mcore_rl.planner.links import Traffic, gather_bytes, traffic_of
+from mcore_rl.planner.memory import Memory, memory_of
 from mcore_rl.planner.models import TrainedModel
 from mcore_rl.planner.parameters import kv_bytes_per_token
-from mcore_rl.planner.phases import Case, Memory, Phase, memory_of
+from mcore_rl.planner.phases import Case, Phase
 
 Bytes = npt.NDArray[np.int64]
 
@@ -75,7 +76,6 @@ def as_json(outcome: Outcome, notes: Sequence[str] = ()) -> dict[str, Any]:
     found["phases"] = [_phase(phase) for phase in memory.phases]
     found["kv_cache_bytes"] = memory.kv_cache.num_bytes
     found["kv_cache_tokens"] = memory.kv_cache.tokens
-    found["kv_cache_limited_by"] = memory.kv_cache.limited_by
     found["host_bytes_per_node"] = {**memory.host_bytes, "total": memory.host_total_bytes}
     found["problems"] = [asdict(problem) for problem in outcome.problems]
     found["settings"] = {

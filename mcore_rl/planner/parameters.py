@@ -114,6 +114,16 @@ def kv_bytes_per_token(shape: ModelShape, tp_size: int, itemsize: int = 2) -> in
     return width * itemsize * shape.num_layers
 
 
+def absorbed_bytes(shape: ModelShape, tp_size: int, itemsize: int = 2) -> int:
+    """What a rank of the engine keeps of latent attention beside the checkpoint's tensors: both
+    halves of kv_b_proj once more, as decoding multiplies by them."""
+    if shape.latent is None:
+        return 0
+    latent = shape.latent
+    per_head = latent.kv_lora_rank * (latent.qk_nope_head_dim + latent.v_head_dim)
+    return shape.num_heads // tp_size * per_head * itemsize * shape.num_layers
+
+
 def active_parameters(shape: ModelShape) -> int:
     """Parameters that a token passes through, without the embedding."""
     total = sum(math.prod(spec.shape) for spec in head_specs(shape))

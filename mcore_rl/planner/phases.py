@@ -1,12 +1,23 @@
-"""What the fullest rank holds in each phase of a step, and what a node's host memory must take.
+"""What the fullest rank holds in each phase of a run, in the order in which they come.
 
-    train         weights, gradients, optimizer, activations
-    train critic  the same of the critic's update, where there is one
+    build         Megatron's models: weights, gradients, main parameters; "resume" with --load,
+                  where the optimizer is read whole
+    start         the engine's share of the device, beside what of training cannot leave it
+    canary        the build's state, and a forward pass over a few short prompts
+    first switch  a hand-over before there are moments
+    rollout       the engine's share: its weights, its activations, the KV cache; of training what
+                  is not away
     log-probs     weights, gradients, optimizer, and a forward pass only
     values        the same of the critic
+    train         weights, gradients, optimizer, activations
+    train critic  the same of the critic's update, where there is one
     hand-over     weights of training and of rollout, the bucket; gradients and optimizer unless
                   away
-    rollout       weights of rollout, the engine's activations, the KV cache; the rest unless away
+    export        all of training, and the bucket
+
+vLLM takes its share of the device whole, whatever others leave: at its start it refuses to begin
+with less, and what is not weights or activations is KV cache from then on. So start and rollout
+hold that share, and what stays beside it has to fit into the rest.
 
 Actor and critic take turns on the same ranks: in every phase a rank holds its part of both, in one
 the activations of one. This module is pure: it imports neither Megatron nor vLLM nor torch.
@@ -14,7 +25,8 @@ the activations of one. This module is pure: it imports neither Megatron nor vLL
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -27,18 +39,23 @@ from mcore_rl.planner.activations import (
     log_prob_activation_bytes,
     train_activation_bytes,
 )
-from mcore_rl.planner.models import ACTOR, TrainedModel, optimizer_bytes, stage_state
-from mcore_rl.planner.parameters import kv_bytes_per_token
+from mcore_rl.planner.communicators import communicators_of
+from mcore_rl.planner.models import ACTOR, TrainedModel, stage_state
+from mcore_rl.planner.parameters import absorbed_bytes, kv_bytes_per_token
 from mcore_rl.planner.settings import EngineSettings, Machine, TrainSettings
 
 Bytes = npt.NDArray[np.int64]
 Parts = dict[str, Bytes]  # part -> [ranks]
 States = Mapping[str, list[dict[str, int]]]  # model -> stage -> part -> bytes of a rank
 
+BUILD, RESUME, START, CANARY, FIRST_SWITCH = "build", "resume", "start", "canary", "first switch"
 TRAIN, LOG_PROBS, HAND_OVER, ROLLOUT = "train", "log-probs", "hand-over", "rollout"
-TRAIN_CRITIC, VALUES = "train critic", "values"
+TRAIN_CRITIC, VALUES, BUILD_CRITIC = "train critic", "values", "build critic"
+EXPORT = "export"
+NCCL = "NCCL"  # the part that its communicators take, outside of torch
 # A hand-over keeps all it needs beside both sets of weights under this many buckets.
 BUCKETS = 2
+CANARY_TOKENS = 64  # of a prompt, which has a micro-batch of its own
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,10 +86,19 @@ class Case:
         """All that are trained, the actor first."""
         return (self.actor,) if self.critic is None else (self.actor, self.critic)
 
+    @property
+    def share_bytes(self) -> int:
+        """What vLLM takes of a device, as it computes it."""
+        return math.ceil(self.machine.gpu_bytes * self.engine.gpu_memory_utilization)
+
 
 @dataclass(frozen=True, slots=True)
 class Phase:
-    """A phase on its fullest rank: part -> bytes, how much it may be, and what is lacking."""
+    """A phase on its fullest rank: part -> bytes, how much it may be, and what is lacking.
+
+    `surely_lacking_bytes` is what is lacking by the parts alone whose size is exact, of a device of
+    which nothing is reserved: a run cannot get through it.
+    """
 
     name: str
     rank: int
@@ -80,6 +106,7 @@ class Phase:
     parts: Mapping[str, int]
     limit_bytes: int
     lacking_bytes: int  # 0 where it fits
+    surely_lacking_bytes: int = 0
 
     @property
     def total_bytes(self) -> int:
@@ -88,12 +115,11 @@ class Phase:
 
 @dataclass(frozen=True, slots=True)
 class KVCache:
-    """What is left for the KV cache on the rank that has least; not below 0."""
+    """What vLLM's share leaves for the KV cache on the rank that has least; not below 0."""
 
     num_bytes: int
     bytes_per_token: int
-    limited_by: str  # "memory" or "--rl-rollout-gpu-memory-utilization"
-    useful_utilization: float  # at which vLLM may take all that training leaves
+    useful_utilization: float  # the largest share beside which training's part fits
 
     @property
     def tokens(self) -> int:
@@ -101,16 +127,15 @@ class KVCache:
 
 
 @dataclass(frozen=True, slots=True)
-class Memory:
-    """All phases of a case, and the host memory of a node by what it is for."""
+class DeviceMemory:
+    """All phases of a case, in the order of a run."""
 
     phases: tuple[Phase, ...]
     kv_cache: KVCache
-    host_bytes: Mapping[str, int]
 
-    @property
-    def host_total_bytes(self) -> int:
-        return sum(self.host_bytes.values())
+    def phase(self, name: str) -> Phase:
+        """The phase of that name, which must be there."""
+        return next(phase for phase in self.phases if phase.name == name)
 
 
 def part_name(model: TrainedModel, part: str) -> str:
@@ -118,138 +143,161 @@ def part_name(model: TrainedModel, part: str) -> str:
     return part if model.name == ACTOR else f"{model.name} {part}"
 
 
-def memory_of(case: Case, resident_bytes: Bytes, traffic_bytes: int = 0) -> Memory:
-    """Plan the memory of a case.
+def device_memory(case: Case, resident_bytes: Bytes) -> DeviceMemory:
+    """Plan the device memory of a case; `resident_bytes` `[ranks]` is what each rank holds for
+    rollout."""
+    return _Planning(case, resident_bytes).memory()
 
-    `resident_bytes` `[ranks]` is what each rank holds for rollout; `traffic_bytes` what a rank at
-    most sends and receives together, of which delta transfers keep copies.
-    """
-    states = {model.name: stage_state(model) for model in case.models}
-    phases = []
-    for model in case.models:
-        name = TRAIN if model.name == ACTOR else TRAIN_CRITIC
-        phases.append(_pass(name, case, states, model, train_activation_bytes(*_of(model))))
-    for model in case.models:
-        name = LOG_PROBS if model.name == ACTOR else VALUES
-        phases.append(_pass(name, case, states, model, log_prob_activation_bytes(*_of(model))))
-    phases.append(_hand_over(case, states, resident_bytes))
-    rollout, kv_cache = _rollout(case, states, resident_bytes)
-    return Memory((*phases, rollout), kv_cache, _host(case, states, traffic_bytes))
+
+class _Planning:
+    """What the phases of one case are made of: the state before the first update, which has no
+    moments unless they were loaded, and the state from then on."""
+
+    def __init__(self, case: Case, resident: Bytes) -> None:
+        self._case = case
+        self._resident = resident + absorbed_bytes(case.shape, case.rollout.tp_size)
+        self._trained: States = {m.name: stage_state(m) for m in case.models}
+        self._first = self._trained
+        if not case.engine.loads_checkpoint:
+            self._first = {m.name: stage_state(m, with_moments=False) for m in case.models}
+        per_rank = sum(communicators_of(case.train, case.rollout).values())
+        self._nccl = per_rank * case.machine.communicator_bytes
+
+    def memory(self) -> DeviceMemory:
+        case = self._case
+        start = self._with_engine(START, self._first, case.engine.away_at_start)
+        rollout = self._with_engine(ROLLOUT, self._trained, case.engine.offloaded)
+        beside = max(
+            phase.total_bytes - max(case.share_bytes, self._engine_bytes(phase))
+            for phase in (start, rollout)
+        )
+        kv_cache = KVCache(
+            num_bytes=max(0, case.share_bytes - self._engine_used - int(self._resident.max())),
+            bytes_per_token=kv_bytes_per_token(case.shape, case.rollout.tp_size),
+            useful_utilization=max(0, case.machine.usable_bytes - beside) / case.machine.gpu_bytes,
+        )
+        phases = (*self._before(), start, *self._until(rollout), *self._steps())
+        return DeviceMemory(phases, kv_cache)
+
+    # ------------------------------------------------------------------------------ the phases
+
+    def _before(self) -> Iterator[Phase]:
+        actor, critic = self._case.actor, self._case.critic
+        name = RESUME if self._case.engine.loads_checkpoint else BUILD
+        yield self._phase(name, self._staying(self._first, actor), actor)
+        if critic is not None and critic.ranks != actor.ranks:
+            yield self._phase(BUILD_CRITIC, self._staying(self._first, critic), critic)
+
+    def _until(self, rollout: Phase) -> Iterator[Phase]:
+        """The first way to rollout."""
+        if self._case.engine.has_canary:
+            yield self._canary()
+        yield self._switch(FIRST_SWITCH, self._first)
+        yield rollout
+
+    def _steps(self) -> Iterator[Phase]:
+        for model in self._case.models:
+            name = LOG_PROBS if model.name == ACTOR else VALUES
+            yield self._pass(name, self._trained, model, log_prob_activation_bytes(*_of(model)))
+        for model in self._case.models:
+            name = TRAIN if model.name == ACTOR else TRAIN_CRITIC
+            yield self._pass(name, self._trained, model, train_activation_bytes(*_of(model)))
+        yield self._switch(HAND_OVER, self._trained)
+        if self._case.engine.exports:
+            actor = self._case.actor
+            staying = self._staying(self._trained, actor)
+            yield self._phase(EXPORT, {**staying, "bucket": self._bucket}, actor)
+
+    def _pass(
+        self, name: str, states: States, model: TrainedModel, activations: list[int]
+    ) -> Phase:
+        """A pass of one model over its batch."""
+        used = {"activations": model.of_ranks(activations)}
+        return self._phase(name, {**self._staying(states, model), **used}, model)
+
+    def _canary(self) -> Phase:
+        actor = self._case.actor
+        short = replace(
+            actor.training, micro_batch_size=1, positions=CANARY_TOKENS, packed_tokens=0
+        )
+        used = log_prob_activation_bytes(actor.shape, actor.train, actor.layers, short)
+        return self._pass(CANARY, self._first, actor, used)
+
+    def _switch(self, name: str, states: States) -> Phase:
+        """The parameters stay until they were handed over."""
+        actor = self._case.actor
+        left = self._staying(states, actor, self._case.engine.offloaded - {"parameters"})
+        parts = {**left, "rollout weights": self._resident, "bucket": self._bucket}
+        return self._phase(name, parts, actor)
+
+    def _with_engine(self, name: str, states: States, away: frozenset[str]) -> Phase:
+        """The KV cache gets what the engine leaves of its share."""
+        case = self._case
+        left = self._staying(states, case.actor, away)
+        used = np.full_like(self._resident, self._engine_used)
+        cache = np.maximum(0, case.share_bytes - self._resident - used)
+        engine = {"rollout weights": self._resident, "activations": used, "KV cache": cache}
+        phase = self._phase(name, {**left, **engine}, case.actor, share=case.share_bytes)
+        sample = case.engine.max_model_tokens * kv_bytes_per_token(case.shape, case.rollout.tp_size)
+        # It must hold one sample to the end, and its weights at any rate.
+        short = int(self._resident.max()) + self._engine_used + sample - case.share_bytes
+        surely = int(self._resident.max()) - case.share_bytes
+        return replace(
+            phase,
+            lacking_bytes=max(phase.lacking_bytes, short),
+            surely_lacking_bytes=max(phase.surely_lacking_bytes, surely),
+        )
+
+    # ------------------------------------------------------------------------- what they share
+
+    @property
+    def _bucket(self) -> Bytes:
+        return np.full_like(self._resident, BUCKETS * self._case.engine.bucket_bytes)
+
+    @property
+    def _engine_used(self) -> int:
+        return engine_activation_bytes(self._case.shape, self._case.rollout, self._case.engine)
+
+    @staticmethod
+    def _engine_bytes(phase: Phase) -> int:
+        return sum(phase.parts[p] for p in ("rollout weights", "activations", "KV cache"))
+
+    def _staying(
+        self, states: States, model: TrainedModel, away: frozenset[str] = frozenset()
+    ) -> Parts:
+        """What training has on the ranks of `model`, of all models that are there; without the
+        kinds of offload that are `away`."""
+        kind = {"weights": "parameters"}
+        return {
+            part_name(other, part): other.of_ranks([held[part] for held in states[other.name]])
+            for other in self._case.models
+            if other.ranks == model.ranks
+            for part in states[other.name][0]
+            if kind.get(part, part) not in away
+        }
+
+    def _phase(self, name: str, parts: Parts, model: TrainedModel, *, share: int = 0) -> Phase:
+        """Of the rank that holds most, among those of `model`, whose stages count. `share` of the
+        device is taken for the engine whole."""
+        machine = self._case.machine
+        if self._nccl:
+            parts[NCCL] = np.full(model.train.world_size, self._nccl, dtype=np.int64)
+        total: Bytes = np.stack(list(parts.values())).sum(axis=0)
+        at = int(np.argmax(total))
+        exact = {part_name(m, part) for m in self._case.models for part in m.training.exact}
+        exact |= set() if share else {"rollout weights"}
+        sure = [sizes for part, sizes in parts.items() if part in exact]
+        surely = share + (int(np.stack(sure).sum(axis=0).max()) if sure else 0)
+        return Phase(
+            name,
+            rank=model.ranks[at] if model.ranks else at,
+            stage=model.train.pp_rank(at),
+            parts={part: int(sizes[at]) for part, sizes in parts.items()},
+            limit_bytes=machine.usable_bytes,
+            lacking_bytes=max(0, int(total[at]) - machine.usable_bytes),
+            surely_lacking_bytes=max(0, surely - machine.gpu_bytes),
+        )
 
 
 def _of(model: TrainedModel) -> tuple[ModelShape, TrainLayout, PipelineLayers, TrainSettings]:
     return model.shape, model.train, model.layers, model.training
-
-
-def _staying(
-    case: Case, states: States, model: TrainedModel, away: frozenset[str] = frozenset()
-) -> Parts:
-    """What training has on the ranks of `model`, of all models that are there; without the kinds of
-    offload that are `away`."""
-    kind = {"weights": "parameters"}
-    return {
-        part_name(other, part): other.of_ranks([held[part] for held in states[other.name]])
-        for other in case.models
-        if other.ranks == model.ranks
-        for part in states[other.name][0]
-        if kind.get(part, part) not in away
-    }
-
-
-def _pass(
-    name: str, case: Case, states: States, model: TrainedModel, activations: list[int]
-) -> Phase:
-    """A pass of one model over its batch."""
-    used = {"activations": model.of_ranks(activations)}
-    return _phase(name, case, {**_staying(case, states, model), **used}, model)
-
-
-def _phase(name: str, case: Case, parts: Parts, model: TrainedModel) -> Phase:
-    """Of the rank that holds most, among those of `model`, whose stages count."""
-    total: Bytes = np.stack(list(parts.values())).sum(axis=0)
-    at = int(np.argmax(total))
-    of_rank = {part: int(sizes[at]) for part, sizes in parts.items()}
-    limit = case.machine.usable_bytes
-    rank = model.ranks[at] if model.ranks else at
-    lacking = max(0, int(total[at]) - limit)
-    return Phase(name, rank, model.train.pp_rank(at), of_rank, limit, lacking)
-
-
-def _hand_over(case: Case, states: States, resident: Bytes) -> Phase:
-    """The parameters stay until they were handed over."""
-    left = _staying(case, states, case.actor, case.engine.offloaded - {"parameters"})
-    bucket = np.full_like(resident, BUCKETS * case.engine.bucket_bytes)
-    parts = {**left, "rollout weights": resident, "bucket": bucket}
-    return _phase(HAND_OVER, case, parts, case.actor)
-
-
-def _rollout(case: Case, states: States, resident: Bytes) -> tuple[Phase, KVCache]:
-    """The KV cache gets what is left, within vLLM's share of the device."""
-    used = engine_activation_bytes(case.shape, case.rollout, case.engine)
-    left = _staying(case, states, case.actor, case.engine.offloaded)
-    full = _phase(
-        ROLLOUT,
-        case,
-        {**left, "rollout weights": resident, "activations": np.full_like(resident, used)},
-        case.actor,
-    )
-    machine = case.machine
-    by_memory = machine.usable_bytes - full.total_bytes
-    engine = full.parts["rollout weights"] + used
-    by_share = int(machine.gpu_bytes * case.engine.gpu_memory_utilization) - engine
-    kv_cache = KVCache(
-        num_bytes=max(0, min(by_memory, by_share)),
-        bytes_per_token=kv_bytes_per_token(case.shape, case.rollout.tp_size),
-        limited_by=("memory" if by_memory <= by_share else "--rl-rollout-gpu-memory-utilization"),
-        useful_utilization=max(0, engine + by_memory) / machine.gpu_bytes,
-    )
-    sample = case.engine.max_model_tokens * kv_cache.bytes_per_token
-    lacking = max(0, sample - min(by_memory, by_share))  # it must hold one sample to the end
-    parts = {**full.parts, "KV cache": kv_cache.num_bytes}
-    return replace(full, parts=parts, lacking_bytes=lacking), kv_cache
-
-
-def _host(case: Case, states: States, traffic_bytes: int) -> dict[str, int]:
-    """Of a node whose ranks are all on the fullest stage of each model; where models have ranks of
-    their own, of a node with those that take more."""
-    sharing: dict[tuple[int, ...], list[TrainedModel]] = {}
-    for model in case.models:
-        sharing.setdefault(model.ranks, []).append(model)
-    of_ranks = [_host_of_rank(case, states, models, traffic_bytes) for models in sharing.values()]
-    per_rank = max(of_ranks, key=lambda sizes: sum(sizes.values()))
-    ranks = min(case.machine.ranks_per_node, case.train.world_size)
-    return {name: size * ranks for name, size in per_rank.items() if size}
-
-
-def _host_of_rank(
-    case: Case, states: States, models: list[TrainedModel], traffic_bytes: int
-) -> dict[str, int]:
-    """By what it is for, of a rank that holds `models`."""
-    engine = case.engine
-    found: dict[str, int] = {}
-    checkpoint = 0
-    for model in models:
-        is_actor = model.name == ACTOR
-        state = states[model.name]
-        weights = max(held["weights"] for held in state)
-        optimizer = max(held["optimizer"] for held in state)
-        gradients = max(held["gradients"] for held in state) if engine.keeps_gradients else 0
-        on_host = 0
-        if model.training.optimizer_host_share:
-            on_host = max(optimizer_bytes(model)) - optimizer
-        away = engine.offloaded if model.ranks == () else frozenset()
-        sizes = {
-            "offloaded parameters": weights if "parameters" in away else 0,
-            "offloaded gradients": gradients if "gradients" in away else 0,
-            "offloaded optimizer": optimizer if "optimizer" in away else 0,
-            "optimizer of --optimizer-cpu-offload": on_host,
-            "reference policy": weights if engine.keeps_reference and is_actor else 0,
-        }
-        whose = "" if is_actor else f"{model.name}'s "
-        found.update({f"{whose}{name}": size for name, size in sizes.items()})
-        if is_actor:
-            found["copies for delta"] = traffic_bytes if engine.delta else 0
-        # Written from host memory, one model after the other: this rank's share of the larger one.
-        checkpoint = max(checkpoint, weights + optimizer + on_host)
-    found["checkpoint being written"] = checkpoint if engine.saves_checkpoints else 0
-    return found

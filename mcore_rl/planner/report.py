@@ -8,11 +8,12 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from mcore_rl.planner.communicators import communicators_of
 from mcore_rl.planner.models import ACTOR, CRITIC
 from mcore_rl.planner.outcome import Outcome
-from mcore_rl.planner.phases import BUCKETS
+from mcore_rl.planner.phases import BUCKETS, NCCL
 from mcore_rl.planner.search import Candidate
-from mcore_rl.planner.settings import GB, MIB
+from mcore_rl.planner.settings import GB, MB, MIB
 
 _PLAIN_WIDTH = 100
 # Order of the columns; a phase has some of them.
@@ -24,7 +25,9 @@ _PARTS = (
     "rollout weights",
     "bucket",
     "KV cache",
+    NCCL,
 )
+_HEADINGS = {"gradients": "grads", "optimizer": "optim.", "activations": "activ."}
 _SHOWN_RANKS = 24
 
 
@@ -122,7 +125,7 @@ def _memory_table(outcome: Outcome, console: Console) -> Table:
         console,
         "phase",
         "rank",
-        *(part.replace(" ", "\n") for part in used),
+        *(_HEADINGS.get(part, part).replace(" ", "\n") for part in used),
         "total",
         "limit",
     )
@@ -150,10 +153,14 @@ def _print_memory_facts(outcome: Outcome, console: Console) -> None:
     samples = kv_cache.tokens / engine.max_model_tokens
     console.print(
         f"KV cache {kv_cache.tokens:,} tokens on a rank: {samples:.1f} sequences of "
-        f"{engine.max_model_tokens:,}; limited by {kv_cache.limited_by}"
+        f"{engine.max_model_tokens:,}; the engine's share is {_gb(case.share_bytes)} GB "
+        f"(--rl-rollout-gpu-memory-utilization {engine.gpu_memory_utilization:g})"
     )
-    away = ", ".join(sorted(engine.offloaded)) or "nothing"
-    console.print(f"offloaded during rollout: {away}")
+    away, at_start = (
+        ", ".join(sorted(kinds)) or "nothing" for kinds in (engine.offloaded, engine.away_at_start)
+    )
+    console.print(f"off the device during rollout: {away}; while engines start: {at_start}")
+    console.print("mcore_rl.verify goes through build, start, first switch, rollout, log-probs")
     for model in case.models:
         training = model.training
         console.print(
@@ -172,6 +179,13 @@ def _print_memory_facts(outcome: Outcome, console: Console) -> None:
         f"bucket: {BUCKETS} x {engine.bucket_bytes / MIB:g} MiB. Exact: weights, gradients, "
         "optimizer, rollout weights, hand-over. By formula: activations."
     )
+    counts = communicators_of(case.train, case.rollout)
+    if case.machine.communicator_bytes and any(counts.values()):
+        whose = ", ".join(f"{count} of {name}" for name, count in counts.items() if count)
+        console.print(
+            f"NCCL: {sum(counts.values())} communicators of a rank ({whose}), each taken as "
+            f"{case.machine.communicator_bytes / MB:g} MB: an assumption, --communicator-mb"
+        )
 
 
 def _print_problems(outcome: Outcome, console: Console) -> None:

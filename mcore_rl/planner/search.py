@@ -28,9 +28,10 @@ from mcore_rl.errors import UsageError
 from mcore_rl.hf_config import ModelShape
 from mcore_rl.hybrid_engine.layout import RolloutLayout, TrainLayout
 from mcore_rl.hybrid_engine.placement import Placement, choose_rank_map
+from mcore_rl.planner.memory import Memory, memory_of
 from mcore_rl.planner.models import TrainedModel, following
 from mcore_rl.planner.parameters import active_parameters, kv_bytes_per_token
-from mcore_rl.planner.phases import Case, Memory, memory_of
+from mcore_rl.planner.phases import ROLLOUT, Case
 from mcore_rl.planner.settings import Machine
 from mcore_rl.planner.stages import Stages, stages_for
 
@@ -321,7 +322,7 @@ def _rollout_seconds(case: Case, memory: Memory, rates: Rates, samples: int) -> 
     cached = memory.kv_cache.tokens // engine.max_model_tokens
     at_once = max(1, min(engine.max_num_seqs, cached, share))
     waves = math.ceil(share / at_once)
-    weights = memory.phases[-1].parts["rollout weights"]
+    weights = memory.phase(ROLLOUT).parts["rollout weights"]
     per_token = kv_bytes_per_token(case.shape, rollout.tp_size)
     cache = at_once * engine.max_model_tokens / 2 * per_token
     return waves * engine.max_response_tokens * (weights + cache) / rates.memory_rate

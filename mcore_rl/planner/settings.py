@@ -8,8 +8,13 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-GB = 10**9
+GB, MB = 10**9, 10**6
 MIB = 1 << 20
+
+# What a plan assumes of a device unless it is told otherwise.
+GPU_RESERVED_GB = 4.0
+COMMUNICATOR_MB = 100.0
+BATCHED_TOKENS = 16384  # that vLLM works on at one time
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,14 +79,20 @@ class TrainSettings(ActivationSettings):
 
     gradient_bytes: int
     optimizer_bytes: int  # main parameter and moments
+    moment_bytes: int  # of these, what --load or the first update makes
     distributed_optimizer: bool
     optimizer_instances: int  # --num-distributed-optimizer-instances: copies of the sharded state
     optimizer_host_share: float  # of the optimizer's state, what --optimizer-cpu-offload moves
+    # Megatron's checkpoints of the "fully reshardable" kind: every rank holds the optimizer's state
+    # of all that it has parameters of, on the host, while one is written or read.
+    whole_in_checkpoints: bool = False
+    # What is held in fact, byte by byte: a run is refused for these alone.
+    exact: frozenset[str] = frozenset({"weights", "gradients", "optimizer"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineSettings:
-    """How rollout and hand-over use memory."""
+    """How a run uses memory beside training itself: rollout, hand-over, start and end."""
 
     gpu_memory_utilization: float  # share of the device that vLLM may take
     max_num_seqs: int  # in flight on each data-parallel rank of an engine
@@ -92,9 +103,14 @@ class EngineSettings:
     delta: bool  # both ends keep a copy of what travels
     may_spread_experts: bool  # no --rl-rollout-no-expert-parallel
     offloaded: frozenset[str]  # kinds of hybrid_engine.offload that leave the device for rollout
+    away_at_start: frozenset[str]  # kinds that are off the device while the engine starts
     keeps_gradients: bool  # of offloaded ones a copy, instead of zeros afterwards
     keeps_reference: bool  # weights of the initial policy, in host memory
     saves_checkpoints: bool
+    loads_checkpoint: bool = False  # --load: the optimizer's state is there from the start
+    exports: bool = False  # --rl-export-hf
+    has_canary: bool = False
+    gathered_tokens: int = 0  # of a step's samples, those of the rank that generates most
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,7 +119,8 @@ class Machine:
 
     ranks_per_node: int
     gpu_bytes: int
-    reserved_bytes: int  # of a device: contexts, communicators, CUDA graphs, fragmentation
+    reserved_bytes: int  # of a device: contexts, CUDA graphs, fragmentation
+    communicator_bytes: int = 0  # of a device, what NCCL takes for each communicator
     host_bytes: int  # of a node
     own_node_rate: float
     other_nodes_rate: float

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import math
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -10,8 +14,16 @@ import torch.distributed as dist
 
 from mcore_rl import megatron_adapter
 from mcore_rl.batching.train_batches import split_mini_batches
+from mcore_rl.builders import build_manager, engine_config
+from mcore_rl.checkpoint import export
+from mcore_rl.hybrid_engine.canary import MAX_TOKENS, NUM_PROMPTS, Canary
+from mcore_rl.hybrid_engine.vllm_model_only import VLLMModelOnly
+from mcore_rl.resume import megatron_checkpoint
 from tests.dist.jobs import rank_batch, started
 from tests.dist.ppo_jobs import build_models, scored_rollouts, take_step
+from tests.live_bytes import LiveBytes
+
+_PACKED = ".cpu_linear(identity)"
 
 
 def measured_bytes(flags: list[str]) -> dict[str, int]:
@@ -57,3 +69,86 @@ def _held(state: megatron_adapter.TrainState, world_size: int) -> dict[str, int]
 
 def _num_bytes(tensors: list[torch.Tensor]) -> int:
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+
+def bytes_in_phases(flags: list[str], checkpoints: str) -> dict[str, dict[str, int]]:
+    """A run phase by phase on this rank: what it holds beside what was there at the beginning, and
+    at most. Without KV cache, of which it samples nothing. Writes a Megatron checkpoint at its end.
+    """
+    with LiveBytes() as live:
+        job, actor, shards = started(flags)
+        counted = _Counted(live)
+        counted.note("build", base=0)
+        prompts = [[3, *range(4, 4 + MAX_TOKENS)]] * NUM_PROMPTS
+        canary = Canary(actor.log_probs, prompts, interval=1, tolerance=1.0)
+        with counted.phase("canary"):
+            canary.score()
+        with counted.phase("engine"):
+            engine = VLLMModelOnly(engine_config(job))
+            manager = build_manager(job, shards, engine)
+        for name in ("first switch", "hand-over"):
+            with counted.phase(name):
+                manager.__enter__()
+            manager.__exit__(None)
+            if name == "first switch":
+                batch = rank_batch(job)
+                with counted.phase("first update"):
+                    actor.update(split_mini_batches(batch)[0])
+                with counted.phase("train"):
+                    actor.update(split_mini_batches(batch)[0])
+                with counted.phase("log-probs"):
+                    actor.log_probs(batch)
+        with counted.phase("export"):
+            export(shards, job.checkpoint, Path(checkpoints) / "exported", bucket_bytes=1 << 20)
+        with counted.phase("save"):
+            megatron_checkpoint.save_checkpoint(job.args, actor.state, 1, Path(checkpoints))
+    engine.wake_weights()  # which may not be read while they sleep
+    found = dict(counted.found)
+    found["rollout weights"] = {"held": _stored_bytes(engine), "peak": 0}
+    dist.destroy_process_group()
+    return found
+
+
+def bytes_after_load(flags: list[str]) -> dict[str, dict[str, int]]:
+    """The same of a run that goes on: once it has loaded, and at most while it does."""
+    with LiveBytes() as live:
+        kept = started(flags)
+        counted = _Counted(live)
+        counted.note("resume", base=0)
+        del kept
+    dist.destroy_process_group()
+    return counted.found
+
+
+class _Counted:
+    """Phase -> bytes of all tensors that it leaves (`held`), and that it had at most (`peak`), both
+    beyond what there was when it began."""
+
+    def __init__(self, live: LiveBytes) -> None:
+        self.found: dict[str, dict[str, int]] = {}
+        self._live = live
+
+    def note(self, name: str, *, base: int) -> None:
+        gc.collect()
+        held, peak = self._live.live_bytes - base, self._live.peak_bytes - base
+        self.found[name] = {"held": held, "peak": peak}
+
+    @contextlib.contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        gc.collect()
+        base = self._live.peak_bytes = self._live.live_bytes
+        yield
+        self.note(name, base=base)
+
+
+def _stored_bytes(engine: VLLMModelOnly) -> int:
+    """Of the weights of this rank's vLLM model, each once. On CPU most linear layers keep theirs
+    packed, out of reach but for what they make of the identity."""
+    held = {name: p.nbytes for name, p in engine.model.named_parameters() if p.numel()}
+    every = {name for name, p in engine.model.named_parameters(remove_duplicate=False) if p.numel()}
+    packed = [
+        tensor.nbytes
+        for name, tensor in engine.stored_tensors()
+        if name.endswith(_PACKED) and f"{name.removesuffix(_PACKED)}.weight" not in every
+    ]
+    return sum(held.values()) + sum(packed)

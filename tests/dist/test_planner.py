@@ -10,7 +10,9 @@ import pytest
 
 from mcore_rl.planner.command_line import read_command_line
 from mcore_rl.planner.models import TrainedModel, stage_state
-from mcore_rl.planner.parameters import stage_parameters
+from mcore_rl.planner.outcome import plan_case
+from mcore_rl.planner.parameters import absorbed_bytes, stage_parameters
+from mcore_rl.planner.phases import CANARY, EXPORT, FIRST_SWITCH, HAND_OVER, LOG_PROBS, TRAIN
 from tests.dist.layouts import SPLITS, job_flags
 from tests.rank_pool import RankPool
 
@@ -95,3 +97,73 @@ def test_plan_of_a_critic_equals_what_it_holds(
     assert_equals_what_is_held(case.critic, measured)
     if case.critic.train == case.train:  # one number for each token, instead of the vocabulary's
         assert measured[-1]["weights"] < stage_state(case.actor)[-1]["weights"]
+
+
+# Of what the plan says of activations: without a GPU no kernel is fused, and norms, SwiGLU, softmax
+# and Adam keep steps in between, in float32; and micro-batches of a test are not all full.
+ACTIVATIONS = (0.2, 1.2)
+# What a rank has beside its model: rotary tables, Adam's steps, scalars. And tensors of the host,
+# which on CPU is the device: what a bucket is read from, and what is hashed.
+SMALL_BYTES = 1 << 17
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("arch", ["deepseek_v3", "qwen3_moe"])
+def test_every_phase_holds_what_is_planned(
+    arch: str, checkpoint_factory: Callable[..., Path], ranks: RankPool, tmp_path: Path
+) -> None:
+    """A run phase by phase; the device is the host here, and nothing is away."""
+    split = "tp2_pp2_ep2" if arch == "deepseek_v3" else "dp2"
+    world_size = SPLITS[split][3]
+    lengths = ("--rl-max-prompt-tokens", "16", "--rl-max-response-tokens", "16")
+    flags = job_flags(checkpoint_factory(arch), split, *lengths, "--rl-offload", "none")
+    flags[flags.index("fp32")] = "bf16"
+    flags += ["--rl-reshard-bucket-mb", "1", "--rl-canary-interval", "1"]
+    options = {"world_size": world_size, "timeout_seconds": 250}
+    measured = ranks.run(
+        "tests.dist.planner_jobs:bytes_in_phases",
+        arguments={"flags": flags, "checkpoints": str(tmp_path)},
+        **options,
+    )
+    load = [*flags, "--load", str(tmp_path)]
+    after_load = ranks.run(
+        "tests.dist.planner_jobs:bytes_after_load", arguments={"flags": load}, **options
+    )
+
+    exported = [*flags, "--rl-export-hf", str(tmp_path / "exported again")]
+    case = read_command_line(
+        [*exported, "--world-size", str(world_size), "--communicator-mb", "0"]
+    ).case
+    outcome = plan_case(case)
+    memory = outcome.memory
+    fresh, whole = stage_state(case.actor, with_moments=False), stage_state(case.actor)
+    absorbed = absorbed_bytes(case.shape, case.rollout.tp_size)
+    for rank, found in enumerate(measured):
+        stage = case.train.pp_rank(rank)
+        # Exact but for padding: what is built, what an update adds, what is loaded.
+        built = found["build"]["held"]
+        assert 0 <= built - sum(fresh[stage].values()) <= SMALL_BYTES, rank
+        moments = whole[stage]["optimizer"] - fresh[stage]["optimizer"]
+        assert abs(found["first update"]["held"] - moments) <= SMALL_BYTES, rank
+        loaded = after_load[rank]["resume"]["held"]
+        assert abs(loaded - sum(whole[stage].values())) <= SMALL_BYTES, rank
+        # vLLM pads its vocabulary to a multiple of 64.
+        stored = found["rollout weights"]["held"] - absorbed - outcome.traffic.resident[rank]
+        assert 0 <= stored <= 2 * 63 * case.shape.hidden_size * 2, rank
+        # By formula.
+        for name in (CANARY, LOG_PROBS, TRAIN):
+            least, most = ACTIVATIONS
+            peak = found[name]["peak"] - max(0, found[name]["held"])
+            planned = memory.phase(name).parts["activations"]
+            assert least <= planned / peak <= most, (rank, name, planned, peak)
+        # Beside both sides' weights.
+        for name in (FIRST_SWITCH, HAND_OVER):
+            bucket = memory.phase(name).parts["bucket"]
+            assert found[name]["peak"] <= bucket + SMALL_BYTES, (rank, name)
+        files = memory.host_bytes["file being exported"] // world_size
+        bucket = memory.phase(EXPORT).parts["bucket"]
+        assert found["export"]["peak"] <= bucket + files + SMALL_BYTES, rank
+        # On the host, where a checkpoint is written and read through it.
+        checkpoint = memory.host_bytes["checkpoint being written"] // world_size
+        assert 0.5 * checkpoint <= found["save"]["peak"] <= checkpoint + SMALL_BYTES, rank
+        assert after_load[rank]["resume"]["peak"] - loaded <= checkpoint, rank

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from mcore_rl.cli import main
+from mcore_rl.planner.phases import TRAIN
 from tests.model_shapes import CONFIGS
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -44,6 +45,11 @@ def plan(tmp_path: Path, *flags: str) -> dict[str, Any]:
     target = tmp_path / "plan.json"
     assert main(["plan", *flags, "--json", str(target)]) == 0
     return json.loads(target.read_text())
+
+
+def phases(found: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """By name."""
+    return {phase["phase"]: phase for phase in found["phases"]}
 
 
 # ---------------------------------------------------------------------------------------- the plan
@@ -124,8 +130,8 @@ def test_yaml_and_command_line_give_the_same_plan(tmp_path: Path) -> None:
 def test_megatron_flags_keep_their_meaning(
     tmp_path: Path, flags: str, part: str, share: float
 ) -> None:
-    before = plan(tmp_path, *QWEN)["phases"][0][part]
-    after = plan(tmp_path, *QWEN, *flags.split())["phases"][0][part]
+    before = phases(plan(tmp_path, *QWEN))[TRAIN][part]
+    after = phases(plan(tmp_path, *QWEN, *flags.split()))[TRAIN][part]
     assert after == pytest.approx(share * before, rel=0.001)
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
+import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -20,17 +22,34 @@ from mcore_rl.planner.activations import (
     train_activation_bytes,
 )
 from mcore_rl.planner.advice import HOST
+from mcore_rl.planner.communicators import communicators_of
 from mcore_rl.planner.links import neighbourhoods, traffic_of
+from mcore_rl.planner.memory import EXPORTED_FILE_BYTES, gathered_bytes
+from mcore_rl.planner.models import stage_state
 from mcore_rl.planner.outcome import Outcome, as_json, plan_case
 from mcore_rl.planner.parameters import (
     kv_bytes_per_token,
     optimizer_parameters,
     stage_parameters,
 )
-from mcore_rl.planner.phases import HAND_OVER, ROLLOUT, TRAIN, Case
+from mcore_rl.planner.phases import (
+    BUILD,
+    CANARY,
+    EXPORT,
+    FIRST_SWITCH,
+    HAND_OVER,
+    LOG_PROBS,
+    NCCL,
+    RESUME,
+    ROLLOUT,
+    START,
+    TRAIN,
+    Case,
+)
 from mcore_rl.planner.search import Rates, search
 from mcore_rl.planner.settings import (
     GB,
+    MB,
     MIB,
     EngineSettings,
     Machine,
@@ -38,6 +57,7 @@ from mcore_rl.planner.settings import (
     TrainSettings,
 )
 from mcore_rl.planner.stages import stages_for
+from mcore_rl.types import Prompt, Rollout
 from tests.model_shapes import published_shape, small_shape
 
 FULL = Recompute(granularity="full", method="uniform")
@@ -53,6 +73,7 @@ TRAINING = TrainSettings(
     weight_bytes=2,
     gradient_bytes=4,
     optimizer_bytes=12,
+    moment_bytes=8,
     distributed_optimizer=True,
     optimizer_instances=1,
     optimizer_host_share=0.0,
@@ -66,7 +87,7 @@ TRAINING = TrainSettings(
     expert_load=1.0,
 )
 ENGINE = EngineSettings(
-    gpu_memory_utilization=0.9,
+    gpu_memory_utilization=0.7,
     max_num_seqs=128,
     max_model_tokens=4096,
     max_response_tokens=3072,
@@ -75,6 +96,7 @@ ENGINE = EngineSettings(
     delta=False,
     may_spread_experts=True,
     offloaded=frozenset({"gradients", "optimizer"}),
+    away_at_start=frozenset({"gradients", "optimizer", "parameters"}),
     keeps_gradients=False,
     keeps_reference=False,
     saves_checkpoints=False,
@@ -344,19 +366,105 @@ def test_rollout_keeps_of_training_what_is_not_offloaded() -> None:
         assert ("offloaded gradients" in kept) == ("gradients" in away)
 
 
-def test_cache_gets_what_is_left_within_the_share_of_the_engine() -> None:
+ENGINE_PARTS = ("rollout weights", "activations", "KV cache")
+
+
+@pytest.mark.parametrize("phase", [START, ROLLOUT])
+def test_the_engine_takes_its_share_whole_and_the_rest_must_fit_beside_it(phase: str) -> None:
     train, rollout = TrainLayout(8, tp_size=4, pp_size=2), RolloutLayout(8, 4, False)
-    small = plan_case(case_of("llama-3.1-8b", train, rollout, gpu_memory_utilization=0.5))
-    assert small.memory.kv_cache.limited_by == "--rl-rollout-gpu-memory-utilization"
-    parts = small.memory.phases[-1].parts
-    engine = parts["rollout weights"] + parts["activations"] + parts["KV cache"]
-    assert engine == 40 * GB
-    large = plan_case(case_of("llama-3.1-8b", train, rollout, gpu_memory_utilization=1.0))
-    assert large.memory.kv_cache.limited_by == "memory"
-    assert large.memory.phases[-1].total_bytes == 75 * GB
-    share = small.memory.kv_cache.useful_utilization
-    at_share = case_of("llama-3.1-8b", train, rollout, gpu_memory_utilization=share)
-    assert plan_case(at_share).memory.kv_cache.tokens == large.memory.kv_cache.tokens
+    make: Callable[..., Case] = functools.partial(case_of, "llama-3.1-8b", train, rollout)
+    small = plan_case(make(gpu_memory_utilization=0.5)).memory
+    parts = small.phase(phase).parts
+    assert sum(parts[part] for part in ENGINE_PARTS) == 40 * GB
+    # The same beside a larger share: vLLM takes that whatever is left.
+    large = plan_case(make(gpu_memory_utilization=0.94)).memory
+    beside = small.phase(phase).total_bytes - 40 * GB
+    share = math.ceil(0.94 * 80 * GB)
+    assert large.phase(phase).total_bytes == share + beside
+    assert large.phase(phase).lacking_bytes == share + beside - 75 * GB > 0
+    assert large.phase(phase).surely_lacking_bytes == 0  # on a device of which nothing is reserved
+    useful = small.kv_cache.useful_utilization
+    at_useful = plan_case(make(gpu_memory_utilization=useful - 1e-9)).memory
+    assert at_useful.phase(ROLLOUT).lacking_bytes == 0
+    assert at_useful.phase(ROLLOUT).total_bytes == pytest.approx(75 * GB, abs=200)
+
+
+def test_what_cannot_leave_at_the_start_lies_beside_the_engine() -> None:
+    """Of the actor's state before the first update, which has no moments unless they are loaded."""
+    train, rollout = TrainLayout(8, tp_size=4, pp_size=2), RolloutLayout(8, 4, False)
+    make: Callable[..., Case] = functools.partial(case_of, "llama-3.1-8b", train, rollout)
+    case = make()
+    (weights, gradients, main, whole) = (
+        max(held[part] for held in stage_state(case.actor, with_moments=moments))
+        for part, moments in (
+            ("weights", True), ("gradients", True), ("optimizer", False), ("optimizer", True)
+        )
+    )  # fmt: skip
+    assert whole == 3 * main == pytest.approx(3 * weights / case.train.dp_size * 2)
+    for away, loads, staying in (
+        (("gradients", "optimizer", "parameters"), False, 0),
+        (("gradients", "optimizer"), False, weights),
+        ((), False, weights + gradients + main),
+        ((), True, weights + gradients + whole),
+    ):
+        case = make(away_at_start=frozenset(away), loads_checkpoint=loads)
+        memory = plan_case(case).memory
+        start = memory.phase(START)
+        assert start.total_bytes == case.share_bytes + staying
+        built = memory.phase(RESUME if loads else BUILD).parts
+        assert sum(built.values()) == weights + gradients + (whole if loads else main)
+        # Away or not at the start, it is there at the first hand-over.
+        assert memory.phase(FIRST_SWITCH).parts["weights"] == weights
+
+
+def test_phases_come_in_the_order_of_a_run_and_only_those_that_there_are() -> None:
+    train, rollout = TrainLayout(8, tp_size=4, pp_size=2), RolloutLayout(8, 4, False)
+    make: Callable[..., Case] = functools.partial(case_of, "llama-3.1-8b", train, rollout)
+    least = [p.name for p in plan_case(make()).memory.phases]
+    assert least == [BUILD, START, FIRST_SWITCH, ROLLOUT, LOG_PROBS, TRAIN, HAND_OVER]
+    more = plan_case(make(has_canary=True, exports=True, loads_checkpoint=True)).memory
+    assert [p.name for p in more.phases] == [RESUME, START, CANARY, *least[2:], EXPORT]
+    canary, scoring = more.phase(CANARY).parts, more.phase(LOG_PROBS).parts
+    assert 0 < canary["activations"] < scoring["activations"]
+    bucket = more.phase(EXPORT).parts["bucket"]
+    assert bucket == more.phase(HAND_OVER).parts["bucket"] == 2 * 512 * MIB
+    assert more.host_bytes["file being exported"] == 8 * EXPORTED_FILE_BYTES
+
+
+def test_communicators_are_counted_by_groups_of_more_than_one_rank() -> None:
+    assert communicators_of(TrainLayout(1), RolloutLayout(1, 1, False)) == {
+        "Megatron": 0, "engine": 0, "hand-over": 0,
+    }  # fmt: skip
+    # The world, TP, PP, TP x PP; the engine's world and TP, torch's and vLLM's own of each.
+    train, rollout = TrainLayout(8, tp_size=4, pp_size=2), RolloutLayout(8, 4, False)
+    found = communicators_of(train, rollout)
+    assert found == {"Megatron": 4, "engine": 4, "hand-over": 1}
+    machine = dataclasses.replace(MACHINE, communicator_bytes=100 * MB)
+    memory = plan_case(case_of("llama-3.1-8b", train, rollout, machine)).memory
+    assert {phase.parts[NCCL] for phase in memory.phases} == {9 * 100 * MB}
+
+
+def test_samples_of_all_ranks_are_in_host_memory_at_one_time() -> None:
+    """Against messages as they are exchanged: rollouts of full length, pickled."""
+    tokens, samples, world = 512, 16, 8
+    rollouts = [
+        Rollout(
+            prompt=Prompt(index=0, token_ids=np.zeros(1, np.int32), answer="", text=""),
+            sample_index=number,
+            text="",
+            response_token_ids=np.arange(tokens, dtype=np.int32),
+            rollout_log_probs=np.zeros(tokens, dtype=np.float32),
+            finish_reason="length",
+            weight_version=1,
+        )
+        for number in range(samples)
+    ]
+    message = len(pickle.dumps(rollouts))
+    train, rollout = TrainLayout(world, tp_size=4, pp_size=2), RolloutLayout(world, 4, False)
+    case = case_of("llama-3.1-8b", train, rollout, gathered_tokens=samples * tokens)
+    planned = gathered_bytes(case)
+    assert planned <= world * message <= 1.2 * planned  # names and shapes of every sample
+    assert plan_case(case).memory.host_bytes["samples from all ranks"] == 8 * planned
 
 
 # ------------------------------------------------------------------------------------------- advice
@@ -388,6 +496,21 @@ def test_every_remedy_lessens_what_is_lacking(phase: str) -> None:
     assert problem.lacking_bytes > 0 and problem.remedies
     left = [remedy.lacking_bytes for remedy in problem.remedies]
     assert left == sorted(left) and left[-1] < problem.lacking_bytes
+
+
+def test_a_share_that_is_too_large_at_the_start_is_told_with_one_that_fits() -> None:
+    train, rollout = TrainLayout(8, tp_size=2, pp_size=4), RolloutLayout(8, 2, False)
+    make: Callable[..., Case] = functools.partial(
+        case_of, "llama-3.1-8b", train, rollout, away_at_start=frozenset(), offloaded=frozenset()
+    )
+    outcome = plan_case(make(gpu_memory_utilization=0.9))
+    problem = next(p for p in outcome.problems if p.where == START)
+    best = problem.remedies[0]
+    assert best.lacking_bytes == 0
+    flag, value = best.flags.split()
+    assert flag == "--rl-rollout-gpu-memory-utilization" and 0.5 < float(value) < 0.9
+    mended = plan_case(make(gpu_memory_utilization=float(value)))
+    assert START not in {p.where for p in mended.problems}
 
 
 def test_a_case_that_fits_has_no_problem() -> None:

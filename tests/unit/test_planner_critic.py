@@ -18,6 +18,7 @@ from mcore_rl.planner.activations import (
     train_activation_bytes,
 )
 from mcore_rl.planner.command_line import PlanRequest, read_command_line
+from mcore_rl.planner.memory import memory_of
 from mcore_rl.planner.models import (
     CRITIC,
     CRITIC_FLAGS,
@@ -28,14 +29,18 @@ from mcore_rl.planner.models import (
 )
 from mcore_rl.planner.outcome import Outcome, as_json, plan_case
 from mcore_rl.planner.phases import (
+    BUILD,
+    BUILD_CRITIC,
+    CANARY,
+    FIRST_SWITCH,
     HAND_OVER,
     LOG_PROBS,
     ROLLOUT,
+    START,
     TRAIN,
     TRAIN_CRITIC,
     VALUES,
     Case,
-    memory_of,
 )
 from mcore_rl.planner.report import print_plan
 from mcore_rl.planner.search import Rates, search
@@ -152,11 +157,20 @@ def test_every_phase_holds_both_models_and_the_activations_of_one() -> None:
     assert case.critic is not None
     memory = plan_case(case).memory
     names = [phase.name for phase in memory.phases]
-    assert names == [TRAIN, TRAIN_CRITIC, LOG_PROBS, VALUES, HAND_OVER, ROLLOUT]
+    before = [BUILD, START, CANARY, FIRST_SWITCH]
+    steps = [LOG_PROBS, VALUES, TRAIN, TRAIN_CRITIC, HAND_OVER]
+    assert names == [*before, ROLLOUT, *steps]
     phases = {phase.name: phase for phase in memory.phases}
     for phase in memory.phases:
-        actor = stage_state(case.actor)[case.train.pp_rank(phase.rank)]
-        critic = stage_state(case.critic)[case.critic.train.pp_rank(phase.rank)]
+        if phase.name == START:  # all of both is away
+            assert not {"weights", "critic weights"} & phase.parts.keys()
+            continue
+        actor, critic = (
+            stage_state(model, with_moments=phase.name not in before)[
+                model.train.pp_rank(phase.rank)
+            ]
+            for model in case.models
+        )
         for part, size in actor.items():
             assert phase.parts[part] == size
         for part, size in critic.items():
@@ -181,7 +195,7 @@ def test_fullest_rank_is_that_of_both_models_together() -> None:
         of_rank = [stage_state(model)[stage] for model in case.models]
         used = train_activation_bytes(case.shape, case.train, case.layers, case.training)[stage]
         totals.append(sum(sum(state.values()) for state in of_rank) + used)
-    (train, *_) = plan_case(case).memory.phases
+    train = plan_case(case).memory.phase(TRAIN)
     assert train.total_bytes == max(totals) and totals[train.rank] == max(totals)
 
 
@@ -223,7 +237,9 @@ def test_critic_on_ranks_of_its_own_shares_nothing() -> None:
     case = dataclasses.replace(alone, critic=dataclasses.replace(moved, ranks=ranks))
     resident = plan_case(alone).traffic.resident
     both, without = memory_of(case, resident), memory_of(alone, resident)
-    of_actor = [p for p in both.phases if p.name not in (TRAIN_CRITIC, VALUES)]
+    of_critic = (BUILD_CRITIC, TRAIN_CRITIC, VALUES)
+    assert {p.name for p in both.phases} >= set(of_critic)
+    of_actor = [p for p in both.phases if p.name not in of_critic]
     assert of_actor == list(without.phases)
     (train_critic,) = [p for p in both.phases if p.name == TRAIN_CRITIC]
     assert train_critic.rank in ranks
@@ -311,7 +327,7 @@ def test_plan_of_ppo_has_a_line_for_each_model() -> None:
     assert sum("micro-batches of" in line for line in lines) == 2
     assert sum(line.startswith("critic: ") for line in lines) == 1
     table = [line for line in lines if line.startswith("  critic's ")]
-    assert len(table) == len(outcome.memory.phases)
+    assert len(table) == len(outcome.memory.phases) - 1  # at the start it is away
     assert "…" not in "\n".join(lines)
     found = as_json(outcome)
     assert found["critic"]["tp_size"] == 2 and found["critic"]["architecture"] == "qwen3_moe"

@@ -1,0 +1,118 @@
+"""The whole memory of a case: the phases of a device, and what a node's host memory must take.
+
+This module is pure: it imports neither Megatron nor vLLM nor torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from mcore_rl.hybrid_engine.checkpoint_tensors import embedding_specs, head_specs, layer_specs
+from mcore_rl.planner.models import ACTOR, TrainedModel, optimizer_bytes, stage_state
+from mcore_rl.planner.phases import Bytes, Case, DeviceMemory, States, device_memory
+
+# Of a sampled token: its id and its log-prob; both are exchanged between all ranks.
+SAMPLED_TOKEN_BYTES = 8
+# Of Megatron's "fully reshardable" optimizer, while it is written: what was gathered, and what the
+# writer has taken of it; counted on CPU at 2.3 to 2.8.
+WHOLE_COPIES = 3
+# As `checkpoint.export` cuts its files; a rank holds one at a time.
+EXPORTED_FILE_BYTES = 5 << 30
+
+
+@dataclass(frozen=True, slots=True)
+class Memory(DeviceMemory):
+    """All phases of a case, and the host memory of a node by what it is for."""
+
+    host_bytes: Mapping[str, int]
+
+    @property
+    def host_total_bytes(self) -> int:
+        return sum(self.host_bytes.values())
+
+
+def memory_of(case: Case, resident_bytes: Bytes, traffic_bytes: int = 0) -> Memory:
+    """Plan the memory of a case.
+
+    `resident_bytes` `[ranks]` is what each rank holds for rollout; `traffic_bytes` what a rank at
+    most sends and receives together, of which delta transfers keep copies.
+    """
+    device = device_memory(case, resident_bytes)
+    return Memory(device.phases, device.kv_cache, _host(case, traffic_bytes))
+
+
+def gathered_bytes(case: Case) -> int:
+    """What a rank has in its hands while all tell all what they have sampled: the messages of all
+    ranks, each as large as the largest."""
+    largest = case.engine.gathered_tokens * SAMPLED_TOKEN_BYTES
+    return case.rollout.world_size * largest if case.rollout.world_size > 1 else 0
+
+
+def _exported_file_bytes(case: Case) -> int:
+    shape = case.shape
+    of_kind = {
+        is_moe: sum(spec.num_bytes for spec in layer_specs(shape, is_moe=is_moe))
+        for is_moe in set(shape.is_moe_layer)
+    }
+    ends = sum(spec.num_bytes for spec in (*embedding_specs(shape), *head_specs(shape)))
+    return min(EXPORTED_FILE_BYTES, ends + sum(of_kind[kind] for kind in shape.is_moe_layer))
+
+
+def _host(case: Case, traffic_bytes: int) -> dict[str, int]:
+    """Of a node whose ranks are all on the fullest stage of each model; where models have ranks of
+    their own, of a node with those that take more."""
+    states = {model.name: stage_state(model) for model in case.models}
+    sharing: dict[tuple[int, ...], list[TrainedModel]] = {}
+    for model in case.models:
+        sharing.setdefault(model.ranks, []).append(model)
+    of_ranks = [_host_of_rank(case, states, models, traffic_bytes) for models in sharing.values()]
+    per_rank = max(of_ranks, key=lambda sizes: sum(sizes.values()))
+    ranks = min(case.machine.ranks_per_node, case.train.world_size)
+    return {name: size * ranks for name, size in per_rank.items() if size}
+
+
+def _host_of_rank(
+    case: Case, states: States, models: list[TrainedModel], traffic_bytes: int
+) -> dict[str, int]:
+    """By what it is for, of a rank that holds `models`."""
+    engine = case.engine
+    found: dict[str, int] = {}
+    checkpoint = 0
+    for model in models:
+        is_actor = model.name == ACTOR
+        state = states[model.name]
+        weights = max(held["weights"] for held in state)
+        optimizer = max(held["optimizer"] for held in state)
+        gradients = max(held["gradients"] for held in state) if engine.keeps_gradients else 0
+        on_host = 0
+        if model.training.optimizer_host_share:
+            on_host = max(optimizer_bytes(model)) - optimizer
+        away = engine.offloaded if model.ranks == () else frozenset()
+        sizes = {
+            "offloaded parameters": weights if "parameters" in away else 0,
+            "offloaded gradients": gradients if "gradients" in away else 0,
+            "offloaded optimizer": optimizer if "optimizer" in away else 0,
+            "optimizer of --optimizer-cpu-offload": on_host,
+            "reference policy": weights if engine.keeps_reference and is_actor else 0,
+        }
+        whose = "" if is_actor else f"{model.name}'s "
+        found.update({f"{whose}{name}": size for name, size in sizes.items()})
+        if model.ranks == () and "parameters" in engine.away_at_start - away:
+            found[f"{whose}parameters while engines start"] = weights
+        if is_actor:
+            found["copies for delta"] = traffic_bytes if engine.delta else 0
+            found["samples from all ranks"] = gathered_bytes(case)
+            found["file being exported"] = _exported_file_bytes(case) if engine.exports else 0
+        # Through host memory, one model after the other: this rank's share of the larger one.
+        checkpoint = max(checkpoint, weights + _optimizer_in_checkpoints(model))
+    found["checkpoint being written"] = checkpoint if engine.saves_checkpoints else 0
+    return found
+
+
+def _optimizer_in_checkpoints(model: TrainedModel) -> int:
+    """What a rank has of the optimizer while a checkpoint is written; reading takes less."""
+    if not model.training.whole_in_checkpoints:
+        return max(optimizer_bytes(model))
+    alone = replace(model.training, distributed_optimizer=False)
+    return WHOLE_COPIES * max(optimizer_bytes(replace(model, training=alone)))

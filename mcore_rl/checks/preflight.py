@@ -13,7 +13,7 @@ import os
 import re
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,9 @@ from mcore_rl import megatron_adapter
 from mcore_rl.algorithms.registry import import_user_file
 from mcore_rl.arguments import ExtraArgs, RLConfig, add_rl_args, flag_of, frozen
 from mcore_rl.checkpoint import EXPORT_MARKER, HFCheckpoint, open_checkpoint
+from mcore_rl.checks.allocator import check_allocator
 from mcore_rl.checks.derived_flags import DerivedFlags, check_fits_machine, derive_flags
+from mcore_rl.checks.device import case_of_run, check_device, training_of
 from mcore_rl.checks.flag_classes import (
     check_critic_rate,
     check_no_megatron_rl_flag,
@@ -52,6 +54,7 @@ from mcore_rl.hf_config import ModelShape, megatron_flags, read_model_shape
 from mcore_rl.hybrid_engine.layout import PipelineLayers, RolloutLayout, TrainLayout
 from mcore_rl.hybrid_engine.offload import offload_kinds
 from mcore_rl.megatron_version import check_megatron
+from mcore_rl.planner.models import TrainedModel
 from mcore_rl.policy_model import named_spec
 from mcore_rl.rewards.model import check_reward_model, check_reward_model_flags
 from mcore_rl.roles.ranks import CRITIC, REWARD, Roles, describe_ranks, parse_roles
@@ -119,13 +122,15 @@ def check_command_line(
     platform: Platform,
     scores_only: bool = False,
     extra_args: ExtraArgs = add_rl_args,
+    device_bytes: Callable[[], int] | None = None,
 ) -> Checked:
     """Check the whole command line and everything it names but the prompts; see the module.
 
     With `scores_only`, prompts are scored and not answered: of --rl-max-response-tokens there is
     the one token left that vLLM generates whenever it scores. `extra_args` adds all flags that are
     not Megatron's own, ours among them. With `--help` it leaves with SystemExit, after rank 0 has
-    printed the flags.
+    printed the flags. `device_bytes`, which tells how large this rank's device is, is asked where
+    there is CUDA, and late: the environment may be changed for it before.
     """
     check_versions()
     parser = make_parser(extra_args)
@@ -166,6 +171,17 @@ def check_command_line(
         )
         for role, check in ((CRITIC, check_critic), (REWARD, check_reward_model))
     )
+    may_lack: tuple[str, ...] = ()
+    if platform.cuda and device_bytes is not None:
+        case = case_of_run(
+            config,
+            values,
+            (shape, layout, layers),
+            rollout,
+            _trained(critic, config, parser, roles),
+            device_bytes=device_bytes(),
+        )
+        may_lack = () if case is None else check_device(case, scores_only=scores_only)
     return Checked(
         config=config,
         shape=shape,
@@ -176,11 +192,33 @@ def check_command_line(
         rollout_layout=rollout,
         derived=derived,
         tokens=all_tokens,
-        notes=notes(given, megatron_adapter.make_parser()),  # none of a fork's flags
+        # None of a fork's flags.
+        notes=(*notes(given, megatron_adapter.make_parser()), *may_lack),
         save=given.get("save"),
         critic=critic,
         reward_model=reward_model,
         trust_remote_code=bool(values.get("trust_remote_code")),
+    )
+
+
+def _trained(
+    critic: CheckedValueModel | None,
+    config: RLConfig,
+    parser: argparse.ArgumentParser,
+    roles: Roles,
+) -> TrainedModel | None:
+    """The critic, as the planner sees it."""
+    if critic is None or critic.tokens is None:
+        return None
+    values = given_values(critic.tokens, parser)
+    layers = check_stages(critic.shape, critic.layout.pp_size, values)
+    return TrainedModel(
+        name=CRITIC,
+        shape=critic.shape,
+        train=critic.layout,
+        layers=layers,
+        training=training_of(config, values, critic.layout, layers),
+        ranks=roles.critic,
     )
 
 
@@ -207,6 +245,8 @@ def _check_together(
 ) -> tuple[TrainLayout, PipelineLayers, RolloutLayout]:
     """All flags together: what the machine, the layouts and the batches allow."""
     check_critic_rate(config.critic_lr, values)
+    if platform.cuda:
+        check_allocator(os.environ)
     check_fsdp(values, os.environ, platform=platform)
     offload_kinds(config.offload, values, has_cuda=platform.cuda)
     layout = actor_layout(shape, values, roles)

@@ -6,6 +6,7 @@ made: devices are asked through NVML, by torch as well.
 
 from __future__ import annotations
 
+import math
 import os
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
@@ -301,8 +302,13 @@ class _Examination:
         return NetworkUse(
             has_gpu=bool(self._gpus.devices),
             local_ranks=ranks,
+            num_nodes=math.ceil((self._request.world_size or 1) / ranks),
+            capabilities=tuple(device.capability for device in self._gpus.devices),
             splits_layers=any((values.get(dest) or 1) > 1 for dest in splits),
-            uses_fsdp=bool(values.get("use_megatron_fsdp")),
+            uses_fsdp=bool(values.get("use_megatron_fsdp") or values.get("use_torch_fsdp2")),
+            overlaps_experts=bool(values.get("overlap_moe_expert_parallel_comm")),
+            timeout_minutes=values.get("distributed_timeout_minutes"),
+            stage_timeout_seconds=config.stage_timeout_seconds,
             asks_loopback=asks_loopback(config),
             local_checkpoint=bool(config.hf_checkpoint and Path(config.hf_checkpoint).is_dir()),
         )

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -18,6 +19,7 @@ import packaging
 import pytest
 from packaging.requirements import Requirement
 
+from mcore_rl.checks import allocator
 from mcore_rl.doctor import gpus, limits, network, patches, ports, shared_memory, space, versions
 from mcore_rl.doctor.finding import FLAGS, Finding, green, red, refusal, yellow
 from mcore_rl.doctor.gpus import Device, Gpus
@@ -453,6 +455,8 @@ def check(
         ("TORCH_NCCL_BLOCKING_WAIT", "1", "yellow"),
         ("NCCL_CUMEM_ENABLE", "1", "yellow"),
         ("NCCL_P2P_DISABLE", "1", "yellow"),
+        ("NCCL_BUFFSIZE", "8388608", "yellow"),
+        ("NCCL_BUFFSIZE", "4194304", None),
         ("OMP_NUM_THREADS", "12", None),
         ("OMP_NUM_THREADS", "13", "yellow"),
         ("OMP_NUM_THREADS", "all", "yellow"),
@@ -483,10 +487,109 @@ def test_without_a_gpu_nccl_is_not_asked(sys_root: Callable[..., Path]) -> None:
 def test_queues_are_those_that_megatron_wants(sys_root: Callable[..., Path]) -> None:
     root = sys_root("lo")
     many, one = {"CUDA_DEVICE_MAX_CONNECTIONS": "8"}, {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
-    splits, fsdp = NetworkUse(True, splits_layers=True), NetworkUse(True, uses_fsdp=True)
-    assert "Megatron wants 1" in the_one(check(root, many, splits), "yellow").found
+    hopper = NetworkUse(True, splits_layers=True, capabilities=((9, 0), (10, 0)))
+    blackwell = replace(hopper, capabilities=((10, 0),))
+    fsdp = NetworkUse(True, uses_fsdp=True)
+    assert "Megatron wants 1" in the_one(check(root, many, hopper), "red").found
     assert "--use-megatron-fsdp" in the_one(check(root, one, fsdp), "red").found
-    assert levels(check(root, one, splits)) == levels(check(root, many, fsdp)) == {"green"}
+    for environment, use in (
+        (one, hopper), (many, blackwell), (one, blackwell), (many, fsdp), ({}, hopper),
+        (many, replace(hopper, uses_fsdp=True)),
+    ):  # fmt: skip
+        assert levels(check(root, environment, use)) == {"green"}, (environment, use)
+    overlaps = the_one(check(root, many, replace(hopper, overlaps_experts=True)), "yellow")
+    assert "wants CUDA_DEVICE_MAX_CONNECTIONS=32" in overlaps.found and "it is 8" in overlaps.found
+
+
+def test_queues_are_refused_where_megatron_asserts() -> None:
+    """The conditions are read in the source of the installed Megatron, and copied."""
+    from mcore_rl import megatron_adapter  # noqa: F401  (patches come before Megatron)
+
+    from megatron.training import arguments  # isort: skip
+
+    source = " ".join(inspect.getsource(arguments.validate_args).split())
+    assert (
+        "if (args.tensor_model_parallel_size > 1 or args.context_parallel_size > 1) \\ and "
+        "get_device_arch_version() < 10:" in source
+    )
+    first, second, third = (
+        source.index(text, source.index("get_device_arch_version() < 10:"))
+        for text in (
+            "if args.use_torch_fsdp2 or args.use_megatron_fsdp:",
+            "elif args.overlap_moe_expert_parallel_comm:",
+            "assert os.environ.get('CUDA_DEVICE_MAX_CONNECTIONS') == \"1\"",
+        )
+    )
+    assert first < second < third
+
+
+SEVERAL = NetworkUse(has_gpu=True, local_ranks=8, num_nodes=4)
+BETWEEN = {"NCCL_SOCKET_IFNAME": "eth0", "GLOO_SOCKET_IFNAME": "eth0", "MASTER_ADDR": "10.0.0.1"}
+
+
+@pytest.mark.parametrize(
+    ("changes", "own_address", "level", "words"),
+    [
+        ({}, "127.0.0.1", None, ""),
+        ({"NCCL_SOCKET_IFNAME": "eth"}, "10.0.0.2", None, ""),
+        ({"MASTER_ADDR": "localhost"}, "10.0.0.2", "red", "is each machine itself"),
+        ({"NCCL_SOCKET_IFNAME": "lo"}, "10.0.0.2", "red", "no other machine reaches"),
+        ({"GLOO_SOCKET_IFNAME": "ib0"}, "10.0.0.2", "yellow", "are different networks"),
+        ({"NCCL_SOCKET_IFNAME": "^docker"}, "10.0.0.2", None, ""),
+        ({"GLOO_SOCKET_IFNAME": ""}, "127.0.1.1", "red", "own name leads to 127.0.1.1"),
+        ({"GLOO_SOCKET_IFNAME": ""}, "10.0.0.2", "yellow", "would take that of 10.0.0.2"),
+        ({"GLOO_SOCKET_IFNAME": "", "NCCL_SOCKET_IFNAME": ""}, "10.0.0.2", None, ""),
+        ({"GLOO_SOCKET_IFNAME": "eth1"}, "10.0.0.2", "red", "eth1 is down"),
+    ],
+)
+def test_machines_must_reach_each_other(
+    sys_root: Callable[..., Path],
+    changes: dict[str, str],
+    own_address: str,
+    level: str | None,
+    words: str,
+) -> None:
+    root = sys_root("lo", "eth0", "eth1", "ib0", "docker0", mlx5_0="4: ACTIVE")
+    (root / "class/net/eth1/operstate").write_text("down\n")
+    (root / "class/net/eth0/operstate").write_text("up\n")
+    environment = {**BETWEEN, **changes}
+
+    def findings(use: NetworkUse) -> list[Finding]:
+        found = network.check_network(
+            environment, use, sys_root=root, num_cores=96, own_address=own_address
+        )
+        return [each for each in found if each.level != "green"]
+
+    found = findings(SEVERAL)
+    levels_found = {each.level for each in found}
+    assert levels_found >= ({level} if level else set()), found
+    if level is None:
+        assert not found
+    else:
+        assert any(words in each.found for each in found), found
+    if "eth1" not in words:  # one machine needs no other
+        assert not findings(replace(SEVERAL, num_nodes=1))
+
+
+def test_several_machines_without_infiniband_are_told_what_that_costs(
+    sys_root: Callable[..., Path],
+) -> None:
+    root = sys_root("lo", "eth0")
+    found = network.check_network(BETWEEN, SEVERAL, sys_root=root, own_address="10.0.0.2")
+    assert "4 machines talk over TCP" in the_one(found, "yellow").found
+
+
+def test_a_collective_must_not_give_up_before_a_stage(sys_root: Callable[..., Path]) -> None:
+    root = sys_root("lo")
+    stage = NetworkUse(has_gpu=True, stage_timeout_seconds=3600, timeout_minutes=70)
+    assert levels(check(root, {}, stage)) == {"green"}
+    short = the_one(check(root, {}, replace(stage, timeout_minutes=10)), "yellow")
+    assert "--distributed-timeout-minutes 10 is over before" in short.found
+    assert short.remedy == "drop the first, which is then 70"
+    unwatched = replace(stage, timeout_minutes=10, stage_timeout_seconds=0)
+    assert levels(check(root, {}, unwatched)) == {"green"}
+    heartbeat = {"TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC": "10m"}
+    assert "is no number of seconds" in the_one(check(root, heartbeat), "red").found
 
 
 def test_expandable_segments_are_red_where_the_installed_vllm_refuses_them(
@@ -496,6 +599,10 @@ def test_expandable_segments_are_red_where_the_installed_vllm_refuses_them(
     setting = {"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:64,expandable_segments:True"}
     # The installed one turns them off around its pool; that is read from its source.
     assert levels(check(root, setting)) == {"green"}
+    allocator.check_allocator(setting)
+    both = {**setting, "PYTORCH_ALLOC_CONF": "expandable_segments:1"}
+    assert "is set and not read" in the_one(check(root, both), "yellow").found
+    assert allocator.expandable_segments(both) == "PYTORCH_ALLOC_CONF=expandable_segments:1"
     source = tmp_path / "vllm/device_allocator/cumem.py"
     source.parent.mkdir(parents=True)
     source.write_text('assert "expandable_segments:True" not in conf, "not compatible"\n')
@@ -504,8 +611,11 @@ def test_expandable_segments_are_red_where_the_installed_vllm_refuses_them(
         def locate_file(self, path: str) -> Path:
             return tmp_path / path
 
-    monkeypatch.setattr(network.importlib.metadata, "distribution", lambda name: Older())
+    monkeypatch.setattr(allocator.importlib.metadata, "distribution", lambda name: Older())
     assert "sleep mode refuses" in the_one(check(root, setting), "red").found
+    with pytest.raises(UsageError, match="expandable_segments out of it"):
+        allocator.check_allocator(setting)
+    allocator.check_allocator({"PYTORCH_ALLOC_CONF": "expandable_segments:False"})
     assert levels(check(root, {"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:64"})) == {"green"}
 
 

@@ -14,7 +14,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from pathlib import Path
 from typing import NoReturn, TypeVar
@@ -108,6 +108,26 @@ def from_rank(rank: int, text: str, store, *, stage: str) -> str:
     if int(os.environ["RANK"]) == rank:
         scoped.set("said", text.encode())
     return scoped.get("said").decode()
+
+
+def check_alike(facts: Mapping[str, str], store) -> None:
+    """Refuse ranks of which one of `facts`, by name, is another than rank 0's. Collective.
+
+    What a user types on each machine, or has installed there, may differ by a slip, and shows much
+    later: in shapes that do not match, or in nothing.
+    """
+    first = json.loads(from_rank(0, json.dumps(facts), store, stage="facts"))
+
+    def check() -> None:
+        for name in sorted({*first, *facts}):
+            mine, other = facts.get(name, "not given"), first.get(name, "not given")
+            if mine != other:
+                raise UsageError(
+                    f"{name} is {mine} here and {other} on rank 0; start all machines with the "
+                    "same flags and the same packages"
+                )
+
+    agreed(check, store, stage="alike")
 
 
 def agreed_in_world(check: Callable[[], T]) -> T:

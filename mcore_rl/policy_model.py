@@ -139,18 +139,28 @@ def as_policy(
 def named_spec(spec: Sequence[str]) -> Any:
     """What `--spec MODULE NAME` names: a layer spec, a block's, or a function that makes one.
 
-    UsageError: it is not two names, or cannot be imported.
+    UsageError: it is not two names, cannot be imported, or is a function and Megatron has no
+    configuration to call it with.
     """
     flag = f"--spec {' '.join(spec)}"
     if len(spec) != 2:
         raise UsageError(f"{flag} must be a module and a name in it; correct it or drop the flag")
     try:
-        return getattr(importlib.import_module(spec[0]), spec[1])
+        named = getattr(importlib.import_module(spec[0]), spec[1])
     except Exception as error:  # whatever the module raises is its author's to see
         raise UsageError(
             f"{flag} cannot be imported ({type(error).__name__}: {error}); correct it, or put the "
             "module's folder on PYTHONPATH"
         ) from error
+    from megatron.training import argument_utils
+
+    is_function = callable(named) and not isinstance(named, ModuleSpec)
+    if is_function and not hasattr(argument_utils, "gpt_config_from_args"):
+        raise UsageError(
+            f"{flag} is a function, which Megatron calls from 0.19 on only; name a ModuleSpec, or "
+            "install megatron-core 0.19 or later"
+        )
+    return named
 
 
 def _layer_spec(args: argparse.Namespace, config: Any, vp_stage: int | None) -> Any:
@@ -160,10 +170,12 @@ def _layer_spec(args: argparse.Namespace, config: Any, vp_stage: int | None) -> 
     spec = named_spec(args.spec)
     if isinstance(spec, ModuleSpec) or not callable(spec):
         return spec
-    from megatron.training.argument_utils import gpt_config_from_args
+    from megatron.training import argument_utils
 
+    make_config = getattr(argument_utils, "gpt_config_from_args", None)
+    assert make_config is not None, "named_spec refuses a function where there is none"
     stage = {"vp_stage": vp_stage} if "vp_stage" in inspect.signature(spec).parameters else {}
-    return spec(gpt_config_from_args(args, config), **stage)
+    return spec(make_config(args, config), **stage)
 
 
 def make_actor_provider(args: argparse.Namespace, shape: ModelShape) -> Any:

@@ -137,6 +137,19 @@ def test_what_rl_cannot_honour_is_refused(
         preflight.check_switches(given_values(text.split(), parser))
 
 
+def test_spec_that_is_a_function_is_refused_before_megatron_0_19(
+    parser: argparse.ArgumentParser, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Up to there nothing makes the configuration that it is called with."""
+    from megatron.training import argument_utils
+
+    given = given_values(["--spec", "os.path", "join"], parser)
+    preflight.check_switches(given)
+    monkeypatch.delattr(argument_utils, "gpt_config_from_args")
+    with pytest.raises(UsageError, match="join is a function.*install megatron-core 0.19 or later"):
+        preflight.check_switches(given)
+
+
 @pytest.mark.parametrize(
     ("text", "says"),
     [

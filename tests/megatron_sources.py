@@ -4,8 +4,18 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import subprocess
+import sys
+import tarfile
+import tempfile
 from pathlib import Path
 
+import pytest
+
+from mcore_rl.megatron_version import OLDEST
+
+# Those that were tried, but for the installed one.
+RELEASES = (OLDEST, "0.17.1", "0.18.0", "0.18.2", "0.19.0")
 ROTATION = "megatron/core/models/common/embeddings/rope_utils.py"
 
 
@@ -60,3 +70,42 @@ def _rewrite(link: Path, *changes: tuple[str, str]) -> None:
         text = text.replace(old, new, 1)
     link.unlink()
     link.write_text(text)
+
+
+def other_sources() -> list[str]:
+    """Checkouts that no index has, such as Megatron-LM's main."""
+    named = os.environ.get("MCORE_RL_MEGATRON_SOURCES", "")
+    return [folder for folder in named.split(":") if folder]
+
+
+def release(version: str) -> Path:
+    """A checkout of the release's source, downloaded once."""
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    root = Path(os.environ.get("MCORE_RL_CACHE") or cache / "mcore_rl") / "megatron"
+    name = f"megatron_core-{version}"
+    if (root / name).is_dir():
+        return root / name
+    root.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=root) as folder:
+        pip = (sys.executable, "-m", "pip", "download", "--no-deps", "--no-binary", ":all:")
+        run = subprocess.run(
+            [*pip, "--ignore-requires-python", f"megatron-core=={version}", "-d", folder],
+            capture_output=True,
+            text=True,
+        )
+        if run.returncode:
+            said = (run.stderr.strip() or "pip said nothing").splitlines()[-1]
+            pytest.skip(f"the source of megatron-core {version} cannot be downloaded: {said}")
+        with tarfile.open(Path(folder) / f"{name}.tar.gz") as archive:
+            archive.extractall(folder, filter="data")
+        unpacked = Path(folder) / name
+        author = ("-c", "user.name=tests", "-c", "user.email=tests@localhost")
+        for command in (("init", "-q"), ("add", "-A"), (*author, "commit", "-q", "-m", version)):
+            git(unpacked, *command)
+        unpacked.rename(root / name)
+    return root / name
+
+
+def git(folder: Path, *command: str) -> str | None:
+    run = subprocess.run(["git", "-C", str(folder), *command], capture_output=True, text=True)
+    return run.stdout.strip() if run.returncode == 0 else None

@@ -310,10 +310,10 @@ def _replace_norm() -> None:
         *("persist_layer_norm", "zero_centered_gamma", "normalization"),
     )
 
-    def make_norm(cls, config, hidden_size, eps=1e-5, **unused):
+    def make_norm(cls, config, hidden_size, eps=1e-5, *unused, **by_name):
         if config.normalization == "RMSNorm" and not config.layernorm_zero_centered_gamma:
             return LocalRMSNorm(config, hidden_size, eps)
-        return make(cls, config, hidden_size, eps, **unused)
+        return make(cls, config, hidden_size, eps, *unused, **by_name)
 
     WrappedTorchNorm.__new__ = make_norm
 

@@ -10,11 +10,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
-import subprocess
-import sys
-import tarfile
-import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,14 +17,12 @@ from typing import Any
 
 import pytest
 
-from mcore_rl.megatron_version import OLDEST
 from tests.e2e.recipe import task_flags
+from tests.megatron_sources import RELEASES, git, other_sources, release
 from tests.rank_pool import RankPool
 
 pytestmark = [pytest.mark.slow, pytest.mark.versions, pytest.mark.timeout(1500)]
 
-RELEASES = (OLDEST, "0.17.1", "0.18.0", "0.18.2", "0.19.0")
-OTHERS = "MCORE_RL_MEGATRON_SOURCES"
 SMALL = (
     *("--rl-num-prompts-per-step", "4", "--rl-num-samples-per-prompt", "4"),
     *("--rl-num-steps", "2", "--save-interval", "1", "--rl-eval-interval", "0"),
@@ -40,8 +33,7 @@ SMALL = (
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "tried" in metafunc.fixturenames:
         asked_for = "versions" in metafunc.config.option.markexpr
-        others = [folder for folder in os.environ.get(OTHERS, "").split(":") if folder]
-        names = [*(RELEASES if asked_for else RELEASES[:1]), *others]
+        names = [*(RELEASES if asked_for else RELEASES[:1]), *other_sources()]
         metafunc.parametrize("tried", names, indirect=True, scope="module")
 
 
@@ -86,39 +78,6 @@ def tried(request: Any, warmed_checkpoint: Path, tmp_path_factory: Any) -> Itera
         resumed=resumed,
         verified=json.loads(verified.read_text()),
     )
-
-
-def release(version: str) -> Path:
-    """A checkout of the release's source, downloaded once."""
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    root = Path(os.environ.get("MCORE_RL_CACHE") or cache / "mcore_rl") / "megatron"
-    name = f"megatron_core-{version}"
-    if (root / name).is_dir():
-        return root / name
-    root.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=root) as folder:
-        pip = (sys.executable, "-m", "pip", "download", "--no-deps", "--no-binary", ":all:")
-        run = subprocess.run(
-            [*pip, "--ignore-requires-python", f"megatron-core=={version}", "-d", folder],
-            capture_output=True,
-            text=True,
-        )
-        if run.returncode:
-            said = (run.stderr.strip() or "pip said nothing").splitlines()[-1]
-            pytest.skip(f"the source of megatron-core {version} cannot be downloaded: {said}")
-        with tarfile.open(Path(folder) / f"{name}.tar.gz") as archive:
-            archive.extractall(folder, filter="data")
-        unpacked = Path(folder) / name
-        author = ("-c", "user.name=tests", "-c", "user.email=tests@localhost")
-        for command in (("init", "-q"), ("add", "-A"), (*author, "commit", "-q", "-m", version)):
-            git(unpacked, *command)
-        unpacked.rename(root / name)
-    return root / name
-
-
-def git(folder: Path, *command: str) -> str | None:
-    run = subprocess.run(["git", "-C", str(folder), *command], capture_output=True, text=True)
-    return run.stdout.strip() if run.returncode == 0 else None
 
 
 def steps_of(run_dir: Path) -> dict[int, dict[str, float]]:

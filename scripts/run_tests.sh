@@ -37,6 +37,8 @@ else
   # Two tests at a time: most keep one core busy, or wait for each other's ranks.
   # In the order of collection, so that whole runs come first.
   two=(--numprocesses 2 --dist loadfile --no-loadscope-reorder)
+  # Hundreds of megabytes the first time, in no test's time.
+  check "the CUDA packages of tests/cuda" python -m tests.cuda.stack
   check "pytest, unit tests" python -m pytest "${two[@]}" tests/unit
   check "pytest, the others" python -m pytest "${two[@]}" --ignore tests/unit
 fi

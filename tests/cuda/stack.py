@@ -19,6 +19,7 @@ than the tests do. It installs stand-ins at its head and prints one JSON object 
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import re
@@ -149,12 +150,24 @@ def unpack(package: str, version: str, folder: Path) -> None:
 
 
 def full() -> Stack:
-    """The CUDA stack as a GPU machine has it, and a libcuda.so.1 by which its libraries load."""
-    python = ROOT / ".venv-cuda" / "bin" / "python"
-    if not python.exists():
-        raise RuntimeError("there is no .venv-cuda: run scripts/test_cuda_stack.sh")
-    (site,) = (python.parents[1] / "lib").glob("python3.*/site-packages")
-    return Stack("full", python, site, {"LD_LIBRARY_PATH": str(driver_stub(site))})
+    """The CUDA stack as a GPU machine has it; without a driver, with one by which it can be loaded.
+
+    Built by scripts/test_cuda_stack.sh: in .venv-cuda, or in .venv on a machine with a GPU.
+    """
+    folder = next((ROOT / name for name in (".venv-cuda", ".venv") if (ROOT / name).is_dir()), ROOT)
+    (site,) = (folder / "lib").glob("python3.*/site-packages")
+    if not (site / "nvidia" / "cu13").is_dir():
+        raise RuntimeError(f"{folder} has no CUDA: run scripts/test_cuda_stack.sh")
+    driver = {} if _has_driver() else {"LD_LIBRARY_PATH": str(driver_stub(site))}
+    return Stack("full", folder / "bin" / "python", site, driver)
+
+
+def _has_driver() -> bool:
+    try:
+        ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return False
+    return True
 
 
 def driver_stub(site: Path) -> Path:
@@ -175,3 +188,7 @@ def driver_stub(site: Path) -> Path:
             command = "gcc -shared -fPIC -Wl,-soname,libcuda.so.1 -o libcuda.so.1 stub.c"
             subprocess.run(command.split(), cwd=folder, check=True)
     return folder
+
+
+if __name__ == "__main__":
+    print(chosen().site)

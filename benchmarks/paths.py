@@ -108,6 +108,7 @@ class Gather(OnDestination):
             have=setting.holdings.have,
             wanted=destination.names,
             bucket_bytes=setting.bucket_bytes,
+            device=setting.shards.device,
         )
         self._read = setting.stream.read
 

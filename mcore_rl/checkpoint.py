@@ -22,6 +22,7 @@ import torch.distributed as dist
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
+from mcore_rl import objects
 from mcore_rl.errors import UsageError
 from mcore_rl.families import left_to_defaults
 from mcore_rl.hf_config import ModelShape
@@ -149,8 +150,7 @@ def fingerprint(checkpoint: HFCheckpoint) -> str:
         for name, tensors in of_file.items()
         for digest in _digests(checkpoint.folder / name, tensors)
     )
-    totals: list[int] = [0] * world_size
-    dist.all_gather_object(totals, total % _DIGESTS)
+    totals = objects.all_gather(total % _DIGESTS)
     return f"{sum(totals) % _DIGESTS:064x}"
 
 
@@ -262,7 +262,7 @@ def export(
     if rank == 0:
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
-    dist.barrier()
+    objects.barrier()
 
     order = layer_order(checkpoint.tensors)
     parts = _split_by_size(order, checkpoint.tensors, max_file_bytes)
@@ -279,7 +279,9 @@ def export(
             have=have,
             need=need,
         )
-        transfer = Transfer(plan, checkpoint.tensors, bucket_bytes=bucket_bytes)
+        # On the host, where the files are written from: a writer has every rank as its peer, which
+        # on a device takes more than the weights of a turn.
+        transfer = Transfer(plan, checkpoint.tensors, bucket_bytes=bucket_bytes, device="cpu")
         filled: dict[str, torch.Tensor] = {}
         for tensor, pieces in transfer.stream(shards.read):
             if tensor not in need[rank]:
@@ -293,12 +295,12 @@ def export(
             save_file(filled, path, metadata={"format": "pt"})
             _set_usual_mode(path)
         transfer.close()
-    dist.barrier()  # every file is complete before the folder takes its name
+    objects.barrier()  # every file is complete before the folder takes its name
     if rank == 0:
         _write_rest(checkpoint, partial, parts, names)
         shutil.rmtree(target, ignore_errors=True)
         partial.rename(target)
-    dist.barrier()
+    objects.barrier()
 
 
 def _set_usual_mode(path: Path) -> None:
@@ -326,9 +328,7 @@ def _split_by_size(
 
 def _gather_boxes(shards: ModelShards) -> list[dict[str, tuple[Box, ...]]]:
     mine = {tensor: shards.boxes(tensor) for tensor in shards.tensors()}
-    have: list[dict[str, tuple[Box, ...]]] = [{} for _ in range(dist.get_world_size())]
-    dist.all_gather_object(have, mine)
-    return have
+    return objects.all_gather(mine)
 
 
 def _assemble(

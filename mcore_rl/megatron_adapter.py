@@ -485,6 +485,18 @@ def model_parallel_groups() -> dict[str, torch.distributed.ProcessGroup]:
     }
 
 
+def broadcast_groups() -> dict[str, torch.distributed.ProcessGroup]:
+    """This rank's groups of `TrainLayout.groups`, by the same names."""
+    from megatron.core import parallel_state
+
+    return {
+        "pp": parallel_state.get_pipeline_model_parallel_group(),
+        "ep": parallel_state.get_expert_model_parallel_group(),
+        "dp": parallel_state.get_data_parallel_group(with_context_parallel=True),
+        "tp": parallel_state.get_tensor_model_parallel_group(),
+    }
+
+
 def padded_vocab_size(shape: ModelShape, args: argparse.Namespace) -> int:
     """Rows of the embedding over all TP ranks."""
     assert args.padded_vocab_size >= shape.vocab_size, (args.padded_vocab_size, shape.vocab_size)

@@ -1,9 +1,9 @@
 """How a plan is cut into messages that fit into a bucket: the same rounds on every rank.
 
 A bucket holds what one rank has in flight in one round: what it sends and what it receives. Moves
-are cut along any dimension until their parts are small against it, parts of one round that go from
-one source to the same receivers become one message, and every move is given the first round in
-which all its ranks have room. A rank that takes no part in a round skips it, so groups of ranks
+are cut along any dimension until their parts are small against it, parts of one round that go along
+the same tree become one message, and every move is given the first round in which all its ranks
+have room. A rank that takes no part in a round skips it, so groups of ranks
 that share no move fill their buckets independently.
 
 Pure: integers in, dataclasses out. Bytes are of the tensors as they travel.
@@ -16,7 +16,8 @@ from dataclasses import dataclass
 
 from mcore_rl.errors import UsageError
 from mcore_rl.hybrid_engine.boxes import Box, volume
-from mcore_rl.hybrid_engine.plan import Move, Plan, TensorInfo
+from mcore_rl.hybrid_engine.plan import Plan, TensorInfo
+from mcore_rl.hybrid_engine.trees import Tree
 
 SIZE_BYTES = 8  # the size that goes ahead of a message in delta mode, an int64
 CHUNK_BYTES = 1 << 20  # delta mode compares and encodes a message in chunks of this many bytes
@@ -38,16 +39,15 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """What `source` sends to `receivers` in one round; parts without gaps, each aligned."""
+    """What goes along one tree in one round; parts without gaps, each aligned."""
 
-    source: int
-    receivers: tuple[int, ...]
+    tree: Tree
     parts: tuple[Part, ...]
     num_bytes: int
 
     @property
-    def participants(self) -> frozenset[int]:
-        return frozenset((self.source, *self.receivers))
+    def source(self) -> int:
+        return self.tree.source
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,22 +118,27 @@ def make_rounds(
     part_bytes = max(frame.alignment, slot_bytes // _PARTS_PER_BUCKET)
     current: dict[int, int] = {}  # rank -> the round it is in
     used: dict[int, int] = {}  # rank -> its bytes in that round
-    sizes: dict[tuple[int, int, tuple[int, ...]], int] = {}  # content so far
-    parts: dict[tuple[int, int, tuple[int, ...]], list[tuple[str, Box, int]]] = {}
+    sizes: dict[tuple[int, int], int] = {}  # (round, tree) -> content so far
+    parts: dict[tuple[int, int], list[tuple[str, Box, int]]] = {}
+    trees: dict[Tree, int] = {}  # -> its number
+    numbers: dict[int, int] = {}  # the same by object, to compare few of them
     for move in plan.moves:
+        if id(move.tree) not in numbers:
+            numbers[id(move.tree)] = trees.setdefault(move.tree, len(trees))
+        tree = numbers[id(move.tree)]
         ranks = (move.source, *move.receivers)
         keep = rank is None or rank in ranks
         itemsize = itemsizes[move.tensor]
         for box in cut(move.box, max(1, part_bytes // itemsize)):
             num_bytes = volume(box) * itemsize
             number = max(current.get(r, 0) for r in ranks)
-            key = (number, move.source, move.receivers)
+            key = (number, tree)
             before = sizes.get(key, 0)
             growth = frame.total_bytes(before + num_bytes)
             growth -= frame.total_bytes(before) if before else 0
             held = max(used.get(r, 0) for r in ranks if current.get(r, 0) == number)
             if held + growth > slot_bytes:
-                key = (number + 1, move.source, move.receivers)
+                key = (number + 1, tree)
                 before, growth = 0, frame.total_bytes(num_bytes)
             for r in ranks:
                 stays = current.get(r, 0) == key[0]
@@ -143,14 +148,14 @@ def make_rounds(
             if keep:
                 parts.setdefault(key, []).append((move.tensor, box, num_bytes))
     rounds: dict[int, list[Message]] = {}
-    for (number, source, receivers), content in parts.items():
-        rounds.setdefault(number, []).append(_message(source, receivers, content, itemsizes))
+    tree_of = list(trees)
+    for (number, tree), content in parts.items():
+        rounds.setdefault(number, []).append(_message(tree_of[tree], content, itemsizes))
     return dict(sorted(rounds.items()))
 
 
 def _message(
-    source: int,
-    receivers: tuple[int, ...],
+    tree: Tree,
     content: list[tuple[str, Box, int]],
     itemsizes: Mapping[str, int],
 ) -> Message:
@@ -160,7 +165,7 @@ def _message(
     for tensor, box, num_bytes in sorted(content, key=lambda item: -itemsizes[item[0]]):
         parts.append(Part(tensor, box, num_bytes, offset))
         offset += num_bytes
-    return Message(source, receivers, tuple(parts), offset)
+    return Message(tree, tuple(parts), offset)
 
 
 def cut(box: Box, max_elements: int) -> Iterator[Box]:
@@ -264,11 +269,6 @@ def make_route(
     }
     order = steps(list(rounds), ahead=1 if frame.with_delta else 0)
     return Route(buckets, order, last_bucket, position, plan.received_bytes(rank))
-
-
-def participants(move: Move) -> frozenset[int]:
-    """The ranks that a move concerns."""
-    return frozenset((move.source, *move.receivers))
 
 
 def _round_up(number: int, multiple: int) -> int:

@@ -38,7 +38,7 @@ class GatherPath:
         have: Sequence[Boxes],
         wanted: Collection[str],
         bucket_bytes: int,
-        device: torch.device | str = "cpu",
+        device: torch.device | str,
     ) -> None:
         self._tensors, self._order, self._have = tensors, order, have
         self._wanted, self._bucket_bytes, self._device = frozenset(wanted), bucket_bytes, device

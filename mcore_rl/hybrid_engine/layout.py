@@ -97,6 +97,27 @@ class TrainLayout:
         first = rank % self.ranks_per_stage
         return tuple(first + stage * self.ranks_per_stage for stage in range(self.pp_size))
 
+    def groups(self) -> dict[str, tuple[tuple[int, ...], ...]]:
+        """Megatron's process groups in which weights may be broadcast, all ranks of the world.
+
+        By name: `pp`, `ep`, `dp` (with CP), `tp`. What joins machines comes before what lies within
+        one.
+        """
+        tp, etp, stage = self.tp_size, self.etp_size, self.ranks_per_stage
+        first = range(0, self.world_size, stage)  # of each stage
+        experts = range(0, stage, etp * self.ep_size)
+        return {
+            "pp": tuple(self.pp_group(rank) for rank in range(stage)),
+            "ep": tuple(
+                tuple(range(at + block + i, at + block + etp * self.ep_size, etp))
+                for at in first
+                for block in experts
+                for i in range(etp)
+            ),
+            "dp": tuple(tuple(range(at + i, at + stage, tp)) for at in first for i in range(tp)),
+            "tp": tuple(tuple(range(at, at + tp)) for at in range(0, self.world_size, tp)),
+        }
+
     def describe(self) -> str:
         """TP2 x PP2 x DP1, EP2 x ETP1 x EDP1."""
         return (

@@ -1,19 +1,18 @@
 """From who has what and who needs what to moves: the same list on every rank.
 
 Pure: holdings and needs are boxes of checkpoint tensors, the result is a dataclass. Every needed
-element is covered exactly once, either by a move or by the receiver itself. What several ranks need
-of one source goes out once, to all of them.
+element is covered exactly once, either by a move or by the receiver itself.
 
 Where a slice lies on several ranks, a receiver takes it from the nearest: first those of its own
-pipeline in its own node, then its node, then its pipeline, then anywhere. Among equally near ones
-the one that has the least to send so far is taken, and receivers that have the same choice get the
-same source, so that the slice is not sent twice for no reason.
+pipeline in its own node, then its node, then its pipeline, then anywhere; those that have received
+it pass it on (see `trees`). Among equally near holders the one that has the least to send so far is
+taken.
 """
 
 from __future__ import annotations
 
 import math
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -21,10 +20,11 @@ import numpy as np
 import numpy.typing as npt
 
 from mcore_rl.hybrid_engine.boxes import Box, intersect, show, subtract, uncovered, volume
+from mcore_rl.hybrid_engine.trees import Forest, KnownGroups, Neighbourhoods, Tree
 
 Boxes = Mapping[str, Sequence[Box]]  # tensor -> disjoint boxes
-Choices = dict[tuple[int, ...], list[int]]  # holders that may be the source -> receivers
 _MANY_BOXES = 16
+_WAYS = 4  # from some holders to some receivers: more balance better, and take more messages
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,30 +42,20 @@ class TensorInfo:
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """`source` sends one box of one tensor, once, to all `receivers`."""
+    """One box of one tensor on its way from a rank that holds it to all that get it from there."""
 
     tensor: str
     box: Box
-    source: int
-    receivers: tuple[int, ...]
+    tree: Tree
     num_bytes: int
 
+    @property
+    def source(self) -> int:
+        return self.tree.source
 
-@dataclass(frozen=True, slots=True)
-class Neighbourhoods:
-    """Which ranks are near each other: equal numbers, one per rank.
-
-    Ranks of a node share its links; ranks of a pipeline (a PP group) hold the same part of every
-    layer, each of other layers.
-    """
-
-    node: tuple[int, ...]
-    pipeline: tuple[int, ...]
-
-    @classmethod
-    def alike(cls, world_size: int) -> Neighbourhoods:
-        """No rank is nearer than another."""
-        return cls((0,) * world_size, (0,) * world_size)
+    @property
+    def receivers(self) -> tuple[int, ...]:
+        return self.tree.receivers
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +68,8 @@ class Plan:
         return sum(m.num_bytes for m in self.moves if rank in m.receivers)
 
     def sent_bytes(self, rank: int) -> int:
-        return sum(m.num_bytes for m in self.moves if rank == m.source)
+        """What it passes on included; a broadcast counts once."""
+        return sum(m.num_bytes * m.tree.sends(rank) for m in self.moves)
 
 
 def make_plan(
@@ -88,25 +79,28 @@ def make_plan(
     have: Sequence[Boxes],
     need: Sequence[Boxes],
     near: Neighbourhoods | None = None,
+    groups: KnownGroups | None = None,
+    load: list[int] | None = None,
 ) -> Plan:
     """Plan the moves of all ranks.
 
     `have[rank]` and `need[rank]` are that rank's boxes; `order` names the tensors in the order in
     which they travel. Ranks may share one mapping object, which saves work. `near` is None where
-    all ranks are equally near. Raises RuntimeError naming the tensor, rank and box that nobody
-    holds.
+    all ranks are equally near, `groups` where there is none to broadcast in. `load` is what each
+    rank has to send besides, to which is added. Raises RuntimeError naming the tensor, rank and box
+    that nobody holds.
     """
-    near = near or Neighbourhoods.alike(len(have))
-    groups = _by_object(have, need)
-    load = [0] * len(have)
-    # Most tensors of a stage have the same holders and receivers.
-    known: dict[tuple[tuple[int, ...], tuple[int, ...]], Choices] = {}
+    near, known_groups = near or Neighbourhoods.alike(len(have)), groups or KnownGroups()
+    groups_of_ranks = _by_object(have, need)
+    load = [0] * len(have) if load is None else load
+    # Most tensors of a stage have the same holders and receivers, and take the same ways in turn.
+    known: dict[tuple[tuple[int, ...], tuple[int, ...]], deque[Forest]] = {}
     moves: list[Move] = []
     for tensor in order:
         itemsize = tensors[tensor].itemsize
         holders: dict[Box, list[int]] = defaultdict(list)
         missing: dict[Box, list[int]] = defaultdict(list)
-        for (held, needed), ranks in groups:
+        for (held, needed), ranks in groups_of_ranks:
             boxes = held.get(tensor, ())
             for box in boxes:
                 holders[box].extend(ranks)
@@ -117,11 +111,15 @@ def make_plan(
         for (box, held_box), ranks in sorted(wanted.items()):
             num_bytes = volume(box) * itemsize
             ends = tuple(sorted(ranks)), tuple(sorted(holders[held_box]))
-            if ends not in known:
-                known[ends] = _choices(*ends, near)
-            for source, receivers in _sources(known[ends], load):
-                load[source] += num_bytes
-                moves.append(Move(tensor, box, source, tuple(receivers), num_bytes))
+            ways = known.setdefault(ends, deque())
+            if not ways or (ways[-1].has_choice and len(ways) < _WAYS):
+                ways.append(Forest(ends[1], ends[0], near, known_groups, load))
+            else:
+                ways.rotate(-1)
+            for tree in ways[-1].trees:
+                for leg in tree.legs:
+                    load[leg.sender] += num_bytes
+                moves.append(Move(tensor, box, tree, num_bytes))
     return Plan(tuple(moves))
 
 
@@ -155,51 +153,6 @@ def _cut_by_holder(
             wanted[part, held].extend(ranks)
             left.extend(subtract(rest, part))
     return wanted
-
-
-def _choices(receivers: Sequence[int], holders: Sequence[int], near: Neighbourhoods) -> Choices:
-    """The nearest holders of each receiver -> the receivers that have these."""
-    if len(holders) == 1:
-        return {tuple(holders): list(receivers)}
-    by_node, by_pipeline, by_both = _index(holders, near)
-    choices: Choices = defaultdict(list)
-    for rank in receivers:
-        node, pipeline = near.node[rank], near.pipeline[rank]
-        choice = (
-            by_both.get((node, pipeline))
-            or by_node.get(node)
-            or by_pipeline.get(pipeline)
-            or holders
-        )
-        choices[tuple(choice)].append(rank)
-    return choices
-
-
-def _sources(choices: Choices, load: Sequence[int]) -> list[tuple[int, list[int]]]:
-    """(source, its receivers): of each choice of holders the one that is least loaded."""
-    found: dict[int, list[int]] = defaultdict(list)
-    for choice, ranks in choices.items():
-        found[min(choice, key=lambda holder: (load[holder], holder))].extend(ranks)
-    return [(source, sorted(ranks)) for source, ranks in sorted(found.items())]
-
-
-def _index(
-    holders: Sequence[int], near: Neighbourhoods
-) -> tuple[
-    dict[int, list[int]],
-    dict[int, list[int]],
-    dict[tuple[int, int], list[int]],
-]:
-    """Holders by node, by pipeline and by both."""
-    by_node: dict[int, list[int]] = defaultdict(list)
-    by_pipeline: dict[int, list[int]] = defaultdict(list)
-    by_both: dict[tuple[int, int], list[int]] = defaultdict(list)
-    for rank in holders:
-        node, pipeline = near.node[rank], near.pipeline[rank]
-        by_node[node].append(rank)
-        by_pipeline[pipeline].append(rank)
-        by_both[node, pipeline].append(rank)
-    return by_node, by_pipeline, by_both
 
 
 def _best_overlap(

@@ -19,9 +19,10 @@ from functools import cached_property
 
 import torch
 
-from mcore_rl.hybrid_engine.buckets import Route, frame_of, make_route, participants, slot_bytes
+from mcore_rl.hybrid_engine.buckets import Route, frame_of, make_route, slot_bytes
 from mcore_rl.hybrid_engine.plan import Plan, TensorInfo
 from mcore_rl.hybrid_engine.transfer_run import Copies, Pieces, ReadSlice, Run, TransferStats
+from mcore_rl.hybrid_engine.trees import Connections
 from mcore_rl.hybrid_engine.wire import Groups, Wire
 from mcore_rl.hybrid_engine.worlds import DefaultWorld, World
 
@@ -31,12 +32,13 @@ __all__ = ["Pieces", "ReadSlice", "Transfer", "TransferStats"]
 class Transfer:
     """One plan, ready to run any number of times.
 
-    Constructing it is collective (it may create process groups), and so are `stream` and `close`.
+    Constructing it is collective (it may create a process group), and so are `stream` and `close`.
     The plan's ranks are those of `world`, by default the job's. `groups` maps sets of ranks to
-    existing process groups over them, with the same sets on all ranks; `device` is where messages
-    are built. `bucket_bytes` caps what this rank has in flight, all buffers together; UsageError
-    where it does not hold a single element in each. `keep_buffers` keeps the buffers between runs
-    instead of freeing them for training.
+    existing process groups over them, the same sets on all ranks; the plan may have broadcasts in
+    these only. `device` is where messages are built: with the CPU they travel over gloo,
+    whatever the job's backend is. `bucket_bytes` caps what this rank has in flight, all buffers
+    together; UsageError where it does not hold a single element in each. `keep_buffers` keeps the
+    buffers between runs instead of freeing them for training.
 
     With `delta`, a message of which nothing changed costs 8 bytes, and what did change arrives bit
     for bit. Each rank then holds, in host memory, a copy of all it sends and all it receives.
@@ -52,7 +54,7 @@ class Transfer:
         bucket_bytes: int,
         groups: Groups | None = None,
         world: World | None = None,
-        device: torch.device | str = "cpu",
+        device: torch.device | str,
         delta: bool = False,
         full_every: int = 50,
         keep_buffers: bool = False,
@@ -60,13 +62,13 @@ class Transfer:
         assert full_every >= 1, f"full_every is {full_every}"
         self._plan, self._tensors = plan, tensors
         self._device = torch.device(device)
-        world = world or DefaultWorld()
+        world = world or DefaultWorld(self._device)
         self._rank = world.rank
         self._num_buffers = 3 if delta else 2
         itemsizes = {name: tensors[name].itemsize for name in {m.tensor for m in plan.moves}}
         self._frame = frame_of(itemsizes, with_delta=delta)
         self._share = slot_bytes(bucket_bytes, self._num_buffers, self._frame)
-        self._wire = Wire(map(participants, plan.moves), groups, world, self._device)
+        self._wire = Wire((move.tree for move in plan.moves), groups, world, self._device)
         self.num_groups = self._wire.num_groups  # created here, the same on all ranks
         self._copies = Copies(full_every) if delta else None
         self._keep_buffers = keep_buffers
@@ -78,6 +80,11 @@ class Transfer:
     def _route(self) -> Route:
         """What this rank does, worked out before the first run."""
         return make_route(self._plan, self._tensors, self._rank, self._share, self._frame)
+
+    @property
+    def connections(self) -> Connections:
+        """The groups in which this rank has broadcast so far, and its peers point to point."""
+        return self._wire.connections
 
     def close(self) -> None:
         """Free buffers, copies and the process groups that this transfer created. Collective."""

@@ -35,13 +35,13 @@ class TransferStats:
     """
 
     received_bytes: int = 0  # all that came, headers included
-    sent_bytes: int = 0  # likewise; a broadcast counts once
+    sent_bytes: int = 0  # likewise, and all that is passed on; a broadcast counts once
     header_bytes: int = 0  # of the received: sizes, tables and bitmaps of delta mode
     saved_bytes: int = 0  # what the plan has this rank receive, less what it received
     largest_bucket_bytes: int = 0  # in the fullest of the rotating buffers
     buffer_bytes: int = 0  # all rotating buffers together
     waiting_bytes: int = 0  # the most that waited in copies for the last piece of its tensor
-    num_calls: int = 0
+    num_calls: int = 0  # messages and sizes, each once
     num_buckets: int = 0
     is_full: bool = True  # False: only changes travelled
     in_flight_seconds: float = 0.0  # at least one message of this rank was on its way
@@ -182,11 +182,10 @@ class Run:
         calls = []
         for placed in self._buckets[bucket]:
             header = buffer[placed.start : placed.start + SIZE_BYTES]
-            sends = placed.message.source == self._rank
-            if sends:
+            if placed.message.source == self._rank:
                 header.view(torch.int64).fill_(self._sizes[placed.number])
             self._count(placed, SIZE_BYTES, weights=0)
-            calls.append(Call(placed.message, header, sends))
+            calls.append(Call(placed.message.tree, header))
         self._start(PREPARE, bucket, calls)
 
     @torch.no_grad()
@@ -241,7 +240,7 @@ class Run:
             size = self._sizes[placed.number]
             if size:
                 self._count(placed, size, weights=size)
-                calls.append(Call(placed.message, buffer[placed.region(size)], sends))
+                calls.append(Call(placed.message.tree, buffer[placed.region(size)]))
         held = self._buckets[bucket][-1].end
         self._stats.largest_bucket_bytes = max(self._stats.largest_bucket_bytes, held)
         self._start(POST, bucket, calls)
@@ -259,10 +258,10 @@ class Run:
     def _count(self, placed: Placed, size: int, *, weights: int) -> None:
         stats = self._stats
         stats.num_calls += 1
-        stats.ranks_spoken_to |= placed.message.participants - {self._rank}
-        if placed.message.source == self._rank:
-            stats.sent_bytes += size
-        else:
+        share = self._wire.share(placed.message.tree)
+        stats.ranks_spoken_to |= share.partners
+        stats.sent_bytes += size * share.num_sends
+        if placed.message.source != self._rank:
             stats.received_bytes += size
             stats.saved_bytes -= size
             stats.header_bytes += size - weights

@@ -15,16 +15,17 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from mcore_rl import megatron_adapter
+from mcore_rl import megatron_adapter, objects
 from mcore_rl.hf_config import ModelShape
 from mcore_rl.hybrid_engine.boxes import Box, intersect, uncovered, volume
 from mcore_rl.hybrid_engine.checkpoint_tensors import checkpoint_tensors
 from mcore_rl.hybrid_engine.holdings import exchange
 from mcore_rl.hybrid_engine.layout import TrainLayout
 from mcore_rl.hybrid_engine.model_shards import ModelShards
-from mcore_rl.hybrid_engine.plan import Neighbourhoods, Plan, TensorInfo, make_plan
+from mcore_rl.hybrid_engine.plan import Plan, TensorInfo, make_plan
 from mcore_rl.hybrid_engine.sliced_tensor import SlicedTensor
 from mcore_rl.hybrid_engine.transfer import Transfer
+from mcore_rl.hybrid_engine.trees import Connections, KnownGroups, Neighbourhoods
 from mcore_rl.hybrid_engine.vllm_engine import VLLMEngine
 from mcore_rl.hybrid_engine.weight_map import layer_order
 
@@ -70,15 +71,15 @@ class WeightStream:
             have=self.holdings.have,
             need=self.holdings.need,
             near=_near(layout, ranks_per_node),
+            groups=KnownGroups(layout.groups().values()),
         )
-        pp_group = megatron_adapter.model_parallel_groups()["pp"]
         self._transfer = Transfer(
             plan,
             self.tensors,
             bucket_bytes=min(bucket_bytes, _enough_to_overlap(plan, layout.world_size)),
             delta=delta,
             full_every=full_every,
-            groups={frozenset(layout.pp_group(r)): pp_group for r in range(layout.world_size)},
+            groups=_groups(layout),
             device=shards.device,
         )
         rank = dist.get_rank()
@@ -98,6 +99,11 @@ class WeightStream:
     def saved_bytes(self) -> int:
         """In the last hand-over, by the dtype and by sending changes only."""
         return self._transfer.stats.saved_bytes + self._saved_by_dtype
+
+    @property
+    def connections(self) -> Connections:
+        """The groups in which this rank has broadcast so far, and its peers point to point."""
+        return self._transfer.connections
 
     @property
     def hidden_share(self) -> float:
@@ -161,6 +167,16 @@ def _enough_to_overlap(plan: Plan, world_size: int) -> int:
     return max(_LEAST_BUCKET_BYTES, int(max(busy) * _SHARE_IN_FLIGHT))
 
 
+def _groups(layout: TrainLayout) -> dict[frozenset[int], Any]:
+    """Megatron's groups by their ranks; what stands for those of other ranks means nothing."""
+    mine = megatron_adapter.broadcast_groups()
+    found: dict[frozenset[int], Any] = {}
+    for name, sets in layout.groups().items():
+        for ranks in sets:
+            found.setdefault(frozenset(ranks), mine[name])
+    return found
+
+
 def _near(layout: TrainLayout, ranks_per_node: int) -> Neighbourhoods:
     ranks = range(layout.world_size)
     return Neighbourhoods(
@@ -174,9 +190,7 @@ def _served(tensors: Mapping[str, TensorInfo], shards: ModelShards) -> dict[str,
 
     A checkpoint of tied embeddings may hold a copy of the embedding as lm_head; training has one.
     """
-    held: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(held, shards.tensors())
-    trained = set().union(*held)
+    trained = set().union(*objects.all_gather(shards.tensors()))
     return {name: info for name, info in tensors.items() if name in trained}
 
 

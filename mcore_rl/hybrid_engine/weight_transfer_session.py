@@ -25,12 +25,13 @@ from typing import Any
 import torch
 
 from mcore_rl.hybrid_engine.boxes import Box, show, volume
-from mcore_rl.hybrid_engine.plan import Neighbourhoods, TensorInfo, make_plan
+from mcore_rl.hybrid_engine.plan import TensorInfo, make_plan
 from mcore_rl.hybrid_engine.transfer import Pieces, ReadSlice, Transfer
+from mcore_rl.hybrid_engine.trees import Neighbourhoods, Tree
 from mcore_rl.hybrid_engine.weight_map import layer_order
 from mcore_rl.hybrid_engine.worlds import JoinedWorld, PeerFailure
 
-PROTOCOL = 1  # of what is said in a session; raise it with every change
+PROTOCOL = 2  # of what is said in a session; raise it with every change
 Holdings = Mapping[str, Sequence[Box]]
 LearnNeeds = Callable[[Mapping[str, TensorInfo]], Holdings]
 Load = Callable[[Iterator[tuple[str, Pieces]]], None]
@@ -81,7 +82,7 @@ class Session:
                 near=near,
             ),
             say=lambda plan: _digest(
-                [[m.tensor, m.box, m.source, m.receivers] for m in plan.moves] + [bucket_bytes]
+                [[m.tensor, m.box, _ways(m.tree)] for m in plan.moves] + [bucket_bytes]
             ),
         )
         self.plan_id = self._require_same([said for said, _ in plan], "plan")
@@ -234,6 +235,10 @@ def _boxes(said: Mapping[str, Any]) -> dict[str, tuple[Box, ...]]:
 
 def _num_bytes(boxes: Holdings, tensors: Mapping[str, TensorInfo]) -> int:
     return sum(volume(box) * tensors[name].itemsize for name, held in boxes.items() for box in held)
+
+
+def _ways(tree: Tree) -> list[Any]:
+    return [[[leg.sender, leg.receivers] for leg in hop] for hop in tree.hops]
 
 
 def _digest(said: Any) -> str:

@@ -1,14 +1,13 @@
-"""Sends the messages of a bucket, and says when they were on their way.
+"""Sends the messages of a bucket along their trees, and says when they were on their way.
 
-What goes from one source to one receiver travels point to point, all such messages of a bucket as
-one batch in a group of all ranks; what goes to several receivers by broadcast in the group made of
-source and receivers. So there are as many groups as there are distinct sets of three or more ranks,
-plus one, less those that the caller has already.
+A leg whose ranks are a group that the caller has goes by broadcast in that group; all others go
+point to point, those of a hop as one batch, in one group of all ranks, which is made if there are
+any. So a wire adds one group, or none.
 
-On the host (gloo) messages are asynchronous by themselves, and a thread waits for them, so that
-their end is known also while the caller is busy. On CUDA they follow each other on a stream of
-their own, and events tell when. **The CUDA part was not run: it is written from PyTorch's
-documentation of streams, events and NCCL groups.**
+On the host (gloo) a thread starts the messages hop by hop and waits for them, so that a rank passes
+on what it has received, and their end is known, also while the caller is busy. On CUDA they follow
+each other on a stream of their own, and events tell when. **The CUDA part was not run: it is
+written from PyTorch's documentation of streams, events and NCCL groups.**
 """
 
 from __future__ import annotations
@@ -16,18 +15,19 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from mcore_rl.hybrid_engine.buckets import Message
+from mcore_rl import objects
+from mcore_rl.hybrid_engine.trees import Connections, Leg, Tree
 from mcore_rl.hybrid_engine.worlds import World
 
 Groups = Mapping[frozenset[int], dist.ProcessGroup]
-_TEXT_BYTES = 1024
 
 
 class Flight:
@@ -37,20 +37,22 @@ class Flight:
     has returned.
     """
 
-    def __init__(self, works: Sequence[dist.Work]) -> None:
-        self._works = works
+    def __init__(self, hops: Sequence[Callable[[], Iterable[dist.Work]]]) -> None:
+        self._hops = hops
         self._done = threading.Event()
         self._error: Exception | None = None
-        self._start = time.perf_counter()
-        self._end = self._start
+        self._start = self._end = 0.0
 
-    def watch(self) -> None:
-        """Wait in the thread that stands by for this, and take the time."""
+    def run(self) -> None:
+        """Start the hops one after the other, in the thread that stands by, and take the time."""
+        self._start = time.perf_counter()
         try:
-            for work in self._works:
-                work.wait()
+            for start in self._hops:
+                for work in list(start()):
+                    work.wait()
         except Exception as error:  # raised again by `wait`, which else never returned
             self._error = error
+        self._hops = ()  # which hold process groups
         self._end = time.perf_counter()
         self._done.set()
 
@@ -88,67 +90,97 @@ class CudaFlight:
 class Call:
     """One message and its bytes on this rank, uint8 `[n]`: what to send, or where to receive."""
 
-    message: Message
+    tree: Tree
     data: torch.Tensor
-    sends: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """What this rank does of a tree."""
+
+    hops: tuple[tuple[Leg, ...], ...]  # its legs; as many as the tree has
+    num_sends: int  # a broadcast is one
+    partners: frozenset[int]  # ranks that it sends to or receives from
 
 
 class Wire:
-    """The groups that a plan needs over the ranks of `world`, and its messages on them.
+    """The groups that some trees need over the ranks of `world`, and messages along these trees.
 
-    Constructing is collective over the world: groups are made in the order in which `sets` names
-    them, which must be the same on all ranks, as must the keys of `groups`, the groups that exist
-    already. `num_groups` is how many were made.
+    Constructing is collective over the world: the keys of `groups`, the groups that exist already,
+    must be the same on all ranks, and so must `trees`. A leg to several ranks must be one of these
+    groups. `num_groups` is how many were made, the same everywhere: one for what goes point to
+    point, or none.
 
-    Deadlock freedom: all ranks start the messages they take part in in one common order, never wait
-    before starting one except for messages earlier in that order, and the messages of one batch are
-    started together. So the earliest unfinished message has been started by all its ranks, or will
-    be, and ends; by induction all do. On CUDA each message runs after the earlier ones of its rank,
-    whatever their groups, so that communicators never wait for each other crosswise.
+    Deadlock freedom: messages have one common order, and within those that are started together
+    come first the first legs of all, broadcasts in the order of the messages and then all that goes
+    point to point at once; then the second legs; and so on. All ranks start the legs they take part
+    in in that order, and wait before starting one for none but earlier ones. So the earliest
+    unfinished leg has been started by all its ranks, or will be, and ends; by induction all do. A
+    leg comes after the one that brought its sender the message, since that is one of an earlier
+    hop. On CUDA each leg runs after the earlier ones of its rank, whatever their groups, so that
+    communicators never wait for each other crosswise.
     """
 
     def __init__(
         self,
-        sets: Iterable[frozenset[int]],
+        trees: Iterable[Tree],
         groups: Groups | None,
         world: World,
         device: torch.device,
     ) -> None:
         self._world, self._device = world, device
-        self._groups = dict(groups or {})
+        self._groups = {ranks: group for ranks, group in (groups or {}).items() if len(ranks) > 1}
+        self._shares: dict[Tree, Share] = {}
+        self._broadcast_in: set[frozenset[int]] = set()
+        self._peers: set[int] = set()
         self._own: list[Any] = []
-        everyone = frozenset(range(world.size))
-        for ranks in [everyone, *dict.fromkeys(sets)]:
-            if ranks not in self._groups and (len(ranks) > 2 or ranks == everyone):
-                self._groups[ranks] = world.new_group(sorted(ranks))
-                self._own.append(self._groups[ranks])
-        self._everyone = self._groups[everyone]
-        self.num_groups = len(self._own)
+        self._everyone: Any = None
         self._waiter: queue.SimpleQueue[Flight | None] | None = None
         self._stream: Any = None
         if device.type == "cuda":
             self._stream = torch.cuda.Stream(device)
             self._origin = torch.cuda.Event(enable_timing=True)
             self._origin.record()
+        legs = {leg for tree in set(trees) for leg in tree.legs}
+        if any(leg.ranks not in self._groups for leg in legs):
+            self._make_group_of_all()
+        self.num_groups = len(self._own)
+
+    def _make_group_of_all(self) -> None:
+        everyone = frozenset(range(self._world.size))
+        self._everyone = self._groups.get(everyone)
+        if self._everyone is None:
+            self._everyone = self._world.new_group(sorted(everyone))
+            self._own.append(self._everyone)
+        if self._stream is not None:
             # Point-to-point calls among some ranks must not be the first on their group.
-            self.any(False)
+            dist.all_reduce(torch.zeros(1, device=self._device), group=self._everyone)
+
+    def share(self, tree: Tree) -> Share:
+        """What this rank does of `tree`."""
+        found = self._shares.get(tree)
+        if found is None:
+            rank = self._world.rank
+            hops = tuple(tuple(leg for leg in hop if rank in leg.ranks) for hop in tree.hops)
+            legs = [leg for hop in hops for leg in hop]
+            partners = {r for leg in legs if leg.sender == rank for r in leg.receivers}
+            partners |= {leg.sender for leg in legs} - {rank}
+            num_sends = sum(leg.sender == rank for leg in legs)
+            found = self._shares[tree] = Share(hops, num_sends, frozenset(partners))
+        return found
+
+    @property
+    def connections(self) -> Connections:
+        """What this rank has used so far, counted at the calls."""
+        return Connections(frozenset(self._broadcast_in), frozenset(self._peers))
 
     def any(self, here: bool) -> bool:
         """Whether it is so on any rank. Collective over the world."""
-        flag = torch.tensor([int(here)], dtype=torch.int32, device=self._device)
-        dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=self._everyone)
-        return bool(flag.item())
+        return objects.on_any(here, self._world.control)
 
     def exchange(self, text: str) -> list[str]:
-        """Each rank's text, the first bytes of it. Collective over the world."""
-        mine = torch.zeros(_TEXT_BYTES, dtype=torch.uint8)
-        data = text.encode()[:_TEXT_BYTES]
-        mine[: len(data)] = torch.tensor(list(data), dtype=torch.uint8)
-        mine = mine.to(self._device)
-        everyone = [torch.empty_like(mine) for _ in range(self._world.size)]
-        dist.all_gather(everyone, mine, group=self._everyone)
-        texts = [bytes(data.tolist()).rstrip(b"\0") for data in everyone]
-        return [data.decode(errors="replace") for data in texts]
+        """Each rank's text. Collective over the world."""
+        return objects.all_gather(text, self._world.control)
 
     def close(self) -> None:
         """Free the groups that were made. Collective."""
@@ -169,41 +201,51 @@ class Wire:
 
         All ranks of a message call this with the message in the same place of the common order.
         """
+        num_hops = max(len(call.tree.hops) for call in calls)
+        hops = [partial(self._works, calls, hop) for hop in range(num_hops)]
         if self._stream is not None:
-            return self._start_cuda(calls)
-        flight = Flight(list(self._works(calls)))
+            return self._start_cuda(hops)
+        flight = Flight(hops)
         if self._waiter is None:
             self._waiter = queue.SimpleQueue()
             threading.Thread(target=_stand_by, args=(self._waiter,), daemon=True).start()
         self._waiter.put(flight)
         return flight
 
-    def _start_cuda(self, calls: Sequence[Call]) -> CudaFlight:
+    def _start_cuda(self, hops: Sequence[Callable[[], Iterable[dist.Work]]]) -> CudaFlight:
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         # What the caller has launched so far fills what is sent, or still reads what will be
         # overwritten.
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
             start.record()
-            for work in self._works(calls):
-                work.wait()  # makes this stream wait for NCCL's, not the host
+            for hop in hops:
+                for work in hop():
+                    work.wait()  # makes this stream wait for NCCL's, not the host
             end.record()
         return CudaFlight(self._origin, start, end)
 
-    def _works(self, calls: Sequence[Call]) -> Iterator[dist.Work]:
-        """Start broadcasts in the order of `calls`, then one batch of what goes point to point."""
+    def _works(self, calls: Sequence[Call], hop: int) -> Iterator[dist.Work]:
+        """Start one hop: broadcasts in the order of `calls`, then what goes point to point."""
         batch: list[dist.P2POp] = []
         for call in calls:
-            source, (receiver, *_) = call.message.source, call.message.receivers
-            group = self._groups.get(call.message.participants)
-            if group is not None:
-                work = dist.broadcast(call.data, src=source, group=group, async_op=True)
-                assert work is not None, f"not in the group of {call.message.participants}"
-                yield work
-                continue
-            operation = dist.isend if call.sends else dist.irecv
-            peer = receiver if call.sends else source
-            batch.append(dist.P2POp(operation, call.data, group=self._everyone, group_peer=peer))
+            hops = self.share(call.tree).hops
+            for leg in hops[hop] if hop < len(hops) else ():
+                group = self._groups.get(leg.ranks)
+                if group is not None:
+                    self._broadcast_in.add(leg.ranks)
+                    work = dist.broadcast(call.data, src=leg.sender, group=group, async_op=True)
+                    assert work is not None, f"not in the group of {sorted(leg.ranks)}"
+                    yield work
+                    continue
+                (receiver,) = leg.receivers
+                sends = leg.sender == self._world.rank
+                operation = dist.isend if sends else dist.irecv
+                peer = receiver if sends else leg.sender
+                self._peers.add(peer)
+                batch.append(
+                    dist.P2POp(operation, call.data, group=self._everyone, group_peer=peer)
+                )
         if batch:
             yield from dist.batch_isend_irecv(batch)
 
@@ -211,7 +253,8 @@ class Wire:
 def _stand_by(flights: queue.SimpleQueue[Flight | None]) -> None:
     """What the waiting thread does; None ends it."""
     while (flight := flights.get()) is not None:
-        flight.watch()
+        flight.run()
+        del flight  # whose calls hold process groups
 
 
 def covered_seconds(intervals: Iterable[tuple[float, float]]) -> float:

@@ -22,15 +22,21 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
+from mcore_rl import objects
+
 _FAILURE = "failure"
 _POLL_SECONDS = (0.002, 0.25)  # first and longest pause between two looks into the store
 
 
 class World(Protocol):
-    """Ranks 0 to `size - 1`, of which this process is `rank`."""
+    """Ranks 0 to `size - 1`, of which this process is `rank`.
+
+    `control` is a gloo group of all of them, for what is said beside the weights.
+    """
 
     rank: int
     size: int
+    control: Any
 
     def new_group(self, ranks: Sequence[int]) -> Any:
         """A process group over `ranks`, in whose calls `src` and `dst` are ranks of this world.
@@ -42,20 +48,18 @@ class World(Protocol):
 
 
 class DefaultWorld:
-    """The default process group of this job."""
+    """The ranks of this job. Its groups are for tensors on `device`: gloo's, or those of the job's
+    own backend."""
 
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device) -> None:
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
+        self._backend = "gloo" if device.type == "cpu" else None
+        self.control = objects.start()
 
     def new_group(self, ranks: Sequence[int]) -> Any:
         # torch's default is 30 minutes over gloo and 10 over NCCL, whatever the world's own is.
-        return dist.new_group(sorted(ranks), timeout=_timeout_of_world())
-
-
-def _timeout_of_world() -> timedelta:
-    world = dist.distributed_c10d._get_default_group()
-    device = "cpu" if "gloo" in dist.get_backend(world) else "cuda"
-    return world._get_backend(torch.device(device)).options._timeout
+        timeout = objects.timeout_of_world()
+        return dist.new_group(sorted(ranks), timeout=timeout, backend=self._backend)
 
 
 class PeerFailure(RuntimeError):
@@ -93,7 +97,7 @@ class JoinedWorld:
         self._groups: list[dist.ProcessGroup] = []
         self._num_groups = self._num_meetings = 0
         self.meet()
-        self._control = self._make_group(range(size), "gloo")
+        self.control = self._make_group(range(size), "gloo")
 
     def new_group(self, ranks: Sequence[int]) -> Any:
         return self._make_group(ranks, self._backend)
@@ -157,7 +161,7 @@ class JoinedWorld:
         mine[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
         everyone = [torch.empty_like(mine) for _ in sizes]
         try:
-            dist.all_gather(everyone, mine, group=self._control)
+            dist.all_gather(everyone, mine, group=self.control)
         except (RuntimeError, ValueError) as error:
             raise self._failure(f"the connection broke: {error}") from error
         return [
@@ -186,7 +190,7 @@ class JoinedWorld:
                 dist.destroy_process_group(group)
         self._groups.clear()
         # The sockets close when the last reference goes, here or with what was made of a group.
-        self._control = None
+        self.control = None
 
 
 def host_store(address: str, port: int, timeout_seconds: float) -> dist.TCPStore:

@@ -19,19 +19,29 @@ import numpy.typing as npt
 
 from mcore_rl.hybrid_engine.layout import TrainLayout
 from mcore_rl.hybrid_engine.placement import Placement
-from mcore_rl.hybrid_engine.plan import Boxes, Move, Neighbourhoods, Plan, make_plan
+from mcore_rl.hybrid_engine.plan import Boxes, Move, Plan, make_plan
+from mcore_rl.hybrid_engine.trees import (
+    Connections,
+    KnownGroups,
+    Neighbourhoods,
+    Tree,
+    connections,
+)
 from mcore_rl.planner.settings import Machine
 
 Bytes = npt.NDArray[np.int64]
+# What NCCL takes on a device, by estimate from its buffers (some 10 MB for a connection of a
+# channel), not measured: for a group in which is broadcast, and for a peer point to point.
+GROUP_BYTES, PEER_BYTES = 200 * 10**6, 40 * 10**6
 
 
 @dataclass(frozen=True, slots=True)
 class Traffic:
     """Bytes of one hand-over, each `[ranks]` int64.
 
-    A receiver counts what comes from another node as such, even if a neighbour receives the same. A
-    source counts what it sends once, however many receive it, and as sent to other nodes if any
-    receiver is there.
+    A receiver counts what comes from another node as such, even if a neighbour receives the same
+    broadcast. A sender counts a broadcast once, however many receive it, and as sent to other nodes
+    if any receiver is there; what it passes on is sent, too.
     """
 
     received_own_node: Bytes
@@ -40,6 +50,7 @@ class Traffic:
     sent_other_nodes: Bytes
     lower_bound: Bytes
     resident: Bytes  # needed for rollout, received or held
+    connections: tuple[Connections, ...]  # of each rank
 
     @property
     def received(self) -> Bytes:
@@ -48,6 +59,36 @@ class Traffic:
     @property
     def sent(self) -> Bytes:
         return self.sent_own_node + self.sent_other_nodes
+
+    @property
+    def num_own_groups(self) -> int:
+        """Process groups made for the hand-over: one of all ranks, if any two speak by themselves.
+
+        All others are Megatron's own.
+        """
+        return int(any(of_rank.peers for of_rank in self.connections))
+
+    @property
+    def num_communicators(self) -> Bytes:
+        """`[ranks]`: the process groups in which each rank takes part, Megatron's own included."""
+        own = self.num_own_groups
+        return np.array([own + len(of_rank.groups) for of_rank in self.connections])
+
+    @property
+    def num_communicators_in_all(self) -> int:
+        used = set().union(*(of_rank.groups for of_rank in self.connections))
+        return self.num_own_groups + len(used)
+
+    @property
+    def num_peers(self) -> Bytes:
+        """`[ranks]`: ranks with which each speaks point to point."""
+        return np.array([len(of_rank.peers) for of_rank in self.connections])
+
+    @property
+    def communicator_bytes(self) -> Bytes:
+        """`[ranks]`: of the device, by estimate."""
+        of_groups: Bytes = self.num_communicators * GROUP_BYTES
+        return of_groups + self.num_peers * PEER_BYTES
 
     def seconds(self, machine: Machine) -> float:
         """Of the slowest rank, at full rates, both directions and both kinds of links at a time."""
@@ -68,14 +109,15 @@ def neighbourhoods(train: TrainLayout, ranks_per_node: int) -> Neighbourhoods:
 def plan_moves(placement: Placement, rank_map: Sequence[int], near: Neighbourhoods) -> Plan:
     """The moves of all ranks under slot -> rank, in the order of the stages.
 
-    A rank sends nothing but what its stage holds, so that no stage's moves depend on another's.
-    Planned one by one, all ranks of the other stages that need the same are alike.
+    Planned stage by stage, since then all ranks of the other stages that need the same are alike.
     """
     slot_of = dict(zip(rank_map, range(len(rank_map)), strict=True))
     ranks = range(placement.train.world_size)
+    groups = KnownGroups(placement.train.groups().values())
     stage_of = [placement.train.pp_rank(rank) for rank in ranks]
     slot_class = [placement.slot_class[slot_of[rank]] for rank in ranks]
     nothing: Boxes = {}
+    load = [0] * placement.train.world_size
     moves: list[Move] = []
     for stages, tensors in _by_holders(placement).items():
         needed = {
@@ -91,6 +133,8 @@ def plan_moves(placement: Placement, rank_map: Sequence[int], near: Neighbourhoo
             ],
             need=[needed[at] for at in slot_class],
             near=near,
+            groups=groups,
+            load=load,
         )
         moves.extend(plan.moves)
     return Plan(tuple(moves))
@@ -115,24 +159,35 @@ def traffic_of(placement: Placement, rank_map: Sequence[int], machine: Machine) 
     received, sent = _over_links(plan, np.array(near.node))
     resident = np.empty(world, dtype=np.int64)
     resident[np.array(rank_map)] = placement.resident_bytes
+    known = KnownGroups(placement.train.groups().values()).sets
     return Traffic(
-        received[0], received[1], sent[0], sent[1], placement.lower_bound_bytes, resident
+        received[0],
+        received[1],
+        sent[0],
+        sent[1],
+        placement.lower_bound_bytes,
+        resident,
+        tuple(connections((move.tree for move in plan.moves), known, world)),
     )
 
 
 def _over_links(plan: Plan, node: npt.NDArray[np.int64]) -> tuple[Bytes, Bytes]:
     """Received and sent bytes, each `[own node or others, ranks]`; `node` is that of each rank."""
     received, sent = np.zeros((2, 2, len(node)), dtype=np.int64)
-    if not plan.moves:
+    along: dict[Tree, int] = defaultdict(int)
+    for move in plan.moves:
+        along[move.tree] += move.num_bytes
+    legs = [(leg, size) for tree, size in along.items() for leg in tree.legs]
+    if not legs:
         return received, sent
-    sources = np.array([move.source for move in plan.moves])
-    sizes = np.array([move.num_bytes for move in plan.moves])
-    counts = np.array([len(move.receivers) for move in plan.moves])
-    receivers = np.fromiter(chain.from_iterable(m.receivers for m in plan.moves), np.int64)
-    elsewhere = (node[receivers] != node[np.repeat(sources, counts)]).astype(np.intp)
+    senders = np.array([leg.sender for leg, _ in legs])
+    sizes = np.array([size for _, size in legs])
+    counts = np.array([len(leg.receivers) for leg, _ in legs])
+    receivers = np.fromiter(chain.from_iterable(leg.receivers for leg, _ in legs), np.int64)
+    elsewhere = (node[receivers] != node[np.repeat(senders, counts)]).astype(np.intp)
     np.add.at(received, (elsewhere, receivers), np.repeat(sizes, counts))
     any_elsewhere = np.maximum.reduceat(elsewhere, np.cumsum(counts) - counts)
-    np.add.at(sent, (any_elsewhere, sources), sizes)
+    np.add.at(sent, (any_elsewhere, senders), sizes)
     return received, sent
 
 

@@ -116,6 +116,12 @@ def _print_traffic_facts(outcome: Outcome, console: Console) -> None:
         f"{machine.own_node_rate / GB:g} GB/s within a node of {machine.ranks_per_node} and "
         f"{machine.other_nodes_rate / GB:g} GB/s between nodes, per rank"
     )
+    console.print(
+        f"communicators: {traffic.num_communicators.max()} on a rank, "
+        f"{traffic.num_communicators_in_all} in all, {traffic.num_own_groups} of them not "
+        f"Megatron's own; at most {traffic.num_peers.max()} peers of a rank point to point; about "
+        f"{_gb(traffic.communicator_bytes.max())} GB of a device"
+    )
 
 
 def _memory_table(outcome: Outcome, console: Console) -> Table:

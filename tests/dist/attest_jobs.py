@@ -89,6 +89,7 @@ class Bench:
             have=self.holdings.have,
             wanted=[name for name, boxes in manager.stream.need.items() if boxes],
             bucket_bytes=1 << 14,  # so that tensors take several
+            device="cpu",
         )
         self.verdicts: list[Attestation] = []
         self.invalidated = 0
@@ -227,7 +228,9 @@ class Bench:
             near=_near(self.job.train_layout, dist.get_world_size()),
         )
         current = manager.stream._transfer
-        manager.stream._transfer = Transfer(plan, manager.stream.tensors, bucket_bytes=1 << 20)
+        manager.stream._transfer = Transfer(
+            plan, manager.stream.tensors, bucket_bytes=1 << 20, device="cpu"
+        )
         try:
             yield
         finally:

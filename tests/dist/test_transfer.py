@@ -96,11 +96,12 @@ def test_with_delta_sizes_go_ahead_of_the_next_bucket(ranks: RankPool) -> None:
     assert arrived == [3, 5, 7, 9, 11, 12]
 
 
-def test_one_group_serves_all_pairs(ranks: RankPool) -> None:
+def test_one_group_serves_all_sets_but_those_that_have_one(ranks: RankPool) -> None:
     for rank, result in enumerate(ranks.run(f"{JOBS}:groups", world_size=4)):
-        # One for all pairs, and one for each set of three but the one that was given.
-        assert result["num_groups"] == 1 + 3
-        assert result["made_here"] == 1 + (2 if rank < 3 else 3)
+        assert result["num_groups"] == result["made_here"] == 1
         assert result["left"] == 0
+        assert result["as_planned"]
+        assert result["num_known_groups"] == (rank < 3)
+        assert result["peers"] == [other for other in range(4) if other != rank]
         assert result["received"] == result["planned"]
         assert result["spoken_to"] == [other for other in range(4) if other != rank]

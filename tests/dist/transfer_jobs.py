@@ -14,14 +14,25 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from mcore_rl import objects
 from mcore_rl.errors import UsageError
 from mcore_rl.hybrid_engine import wire
 from mcore_rl.hybrid_engine.boxes import Box, contains, extent, full_box, volume
 from mcore_rl.hybrid_engine.memory import PeakMemory
 from mcore_rl.hybrid_engine.plan import Move, Plan, TensorInfo
 from mcore_rl.hybrid_engine.transfer import Transfer
+from mcore_rl.hybrid_engine.trees import (
+    Forest,
+    KnownGroups,
+    Neighbourhoods,
+    Tree,
+    connections,
+    direct,
+)
 
 SHAPES = [(), (1,), (17,), (1, 300), (6, 10), (3, 4, 5), (40, 33), (2, 1, 64), (5, 2, 3, 4)]
+# Of 4 ranks: what Megatron has as PP and TP groups.
+FAMILIES = ([(0, 2), (1, 3)], [(0, 1), (2, 3)])
 DTYPES = {"uint8": 1, "bfloat16": 2, "float32": 4, "int64": 8}
 
 
@@ -40,6 +51,7 @@ class World:
             name: TensorInfo(tuple(v.shape), str(v.dtype)[len("torch.") :], v.itemsize)
             for name, v in self.values.items()
         }
+        self.known = KnownGroups(FAMILIES if dist.get_world_size() == 4 else [])
         self.plan = Plan(tuple(self._moves()))
 
     def _random(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
@@ -53,8 +65,21 @@ class World:
             for box in self._partition(full_box(info.shape)):
                 ranks = self.draw.sample(world, self.draw.randint(1, len(world)))
                 if len(ranks) > 1:
-                    receivers = tuple(sorted(ranks[1:]))
-                    yield Move(tensor, box, ranks[0], receivers, volume(box) * info.itemsize)
+                    yield Move(tensor, box, self._tree(ranks), volume(box) * info.itemsize)
+
+    def _tree(self, ranks: list[int]) -> Tree:
+        """From the first to the others, over one that passes it on more often than not."""
+        if self.draw.random() < 0.2:
+            return direct(ranks[0], ranks[1:])
+        world_size = dist.get_world_size()
+        load = [self.draw.randint(0, 3) for _ in range(world_size)]
+        near = Neighbourhoods.alike(world_size)
+        (tree,) = Forest(ranks[:1], ranks[1:], near, self.known, load).trees
+        return tree
+
+    def groups(self) -> dict[frozenset[int], Any]:
+        """Of the families, made here. Collective."""
+        return {ranks: dist.new_group(sorted(ranks)) for ranks in sorted(self.known.sets, key=min)}
 
     def _partition(self, box: Box) -> list[Box]:
         """A grid of uneven boxes, some of them of a single element's width."""
@@ -122,9 +147,12 @@ def arrivals(num_plans: int) -> dict[str, Any]:
     result: dict[str, Any] = {"runs": 0, "num_buckets": []}
     for seed in range(num_plans):
         world = World(seed)
+        groups = world.groups()
         unit = max((world.tensors[m.tensor].itemsize for m in world.plan.moves), default=1)
         for bucket_bytes in (2 * unit, 100, 4096, 1 << 20):
-            transfer = Transfer(world.plan, world.tensors, bucket_bytes=bucket_bytes)
+            transfer = Transfer(
+                world.plan, world.tensors, bucket_bytes=bucket_bytes, groups=groups, device="cpu"
+            )
             for partial, keep in itertools.product([False, True], repeat=2):
                 arriving = transfer.stream(world.read, partial=partial, keep=keep)
                 if keep:  # they must outlive the run
@@ -159,9 +187,10 @@ def bounded_memory() -> dict[str, Any]:
         "experts": TensorInfo((6, 1024, 8192), "bfloat16", 2),
     }
     moves = tuple(
-        Move(name, full_box(info.shape), 0, (1,), info.num_bytes) for name, info in tensors.items()
+        Move(name, full_box(info.shape), direct(0, [1]), info.num_bytes)
+        for name, info in tensors.items()
     )
-    transfer = Transfer(Plan(moves), tensors, bucket_bytes=bucket_bytes)
+    transfer = Transfer(Plan(moves), tensors, bucket_bytes=bucket_bytes, device="cpu")
     value = torch.arange(8192, dtype=torch.bfloat16) if rank == 0 else None
 
     def read(tensor: str, box: Box) -> torch.Tensor:
@@ -200,12 +229,15 @@ def delta_versions(num_plans: int) -> list[dict[str, Any]]:
     results = []
     for seed in range(num_plans):
         world = World(seed + 100)
+        groups = world.groups()
         planned = world.plan.received_bytes(rank)
         for bucket_bytes in (72, 300, 1 << 20):
             transfer = Transfer(
                 world.plan,
                 world.tensors,
                 bucket_bytes=bucket_bytes,
+                groups=groups,
+                device="cpu",
                 delta=True,
                 full_every=4,
             )
@@ -239,17 +271,18 @@ def delta_saves() -> dict[str, Any]:
         "frozen": TensorInfo((4, size // 4), "bfloat16", 2),
         "trained": TensorInfo((size,), "bfloat16", 2),
     }
-    others = tuple(range(1, dist.get_world_size()))
+    everyone = range(dist.get_world_size())
+    near = Neighbourhoods.alike(len(everyone))
+    (tree,) = Forest([0], everyone[1:], near, KnownGroups(), [0] * len(everyone)).trees
     moves = tuple(
-        Move(name, full_box(info.shape), 0, others, info.num_bytes)
-        for name, info in tensors.items()
+        Move(name, full_box(info.shape), tree, info.num_bytes) for name, info in tensors.items()
     )
     generator = torch.Generator().manual_seed(1)
     values = {
         name: torch.randn(info.shape, generator=generator).bfloat16()
         for name, info in tensors.items()
     }
-    transfer = Transfer(Plan(moves), tensors, bucket_bytes=3 << 20, delta=True)
+    transfer = Transfer(Plan(moves), tensors, bucket_bytes=3 << 20, device="cpu", delta=True)
     rows = []
     for _ in range(3):
         for tensor, pieces in transfer.stream(lambda tensor, box: cut(values[tensor], box)):
@@ -271,7 +304,7 @@ def failures(with_delta: bool) -> dict[str, Any]:
     dist.init_process_group("gloo")
     rank = dist.get_rank()
     world = World(7)
-    transfer = Transfer(world.plan, world.tensors, bucket_bytes=300, delta=with_delta)
+    transfer = Transfer(world.plan, world.tensors, bucket_bytes=300, device="cpu", delta=with_delta)
     result: dict[str, Any] = {"full": []}
     world.check(world.collect(transfer.stream(world.read)))
 
@@ -318,7 +351,7 @@ def failures(with_delta: bool) -> dict[str, Any]:
     world.check(world.collect(transfer.stream(world.read)))
     result["full"].append(transfer.stats.is_full)
     try:
-        Transfer(world.plan, world.tensors, bucket_bytes=2)
+        Transfer(world.plan, world.tensors, bucket_bytes=2, device="cpu")
     except UsageError as error:
         result["too_small"] = str(error)
     transfer.close()
@@ -331,13 +364,13 @@ def overlap(with_delta: bool) -> list[list[Any]]:
     dist.init_process_group("gloo")
     rank = dist.get_rank()
     tensors = {f"t{i}": TensorInfo((16,), "uint8", 1) for i in range(6)}
-    moves = tuple(Move(name, ((0, 16),), 0, (1,), 16) for name in tensors)
+    moves = tuple(Move(name, ((0, 16),), direct(0, [1]), 16) for name in tensors)
     bucket_bytes = 3 * (16 + 16) if with_delta else 2 * 16  # a tensor in each buffer
     events: list[list[Any]] = []
 
     class NotedFlight(wire.Flight):
-        def __init__(self, works: Any) -> None:
-            super().__init__(works)
+        def __init__(self, hops: Any) -> None:
+            super().__init__(hops)
             self.number = sum(event[0] == "start" for event in events)
             events.append(["start", self.number])
 
@@ -346,7 +379,9 @@ def overlap(with_delta: bool) -> list[list[Any]]:
             events.append(["arrived", self.number])
 
     wire.Flight = NotedFlight  # type: ignore[misc]
-    transfer = Transfer(Plan(moves), tensors, bucket_bytes=bucket_bytes, delta=with_delta)
+    transfer = Transfer(
+        Plan(moves), tensors, bucket_bytes=bucket_bytes, device="cpu", delta=with_delta
+    )
     for version in range(2 if with_delta else 1):
         events.clear()
         value = torch.full((16,), version + 1, dtype=torch.uint8)
@@ -363,19 +398,24 @@ def overlap(with_delta: bool) -> list[list[Any]]:
 
 
 def groups() -> dict[str, Any]:
-    """Every pair of ranks and every set of three, some of them known already."""
+    """Every pair of ranks and every set of three; of these one is a group already."""
     dist.init_process_group("gloo")
     world = range(dist.get_world_size())
     known = frozenset({0, 1, 2})
     group = dist.new_group(sorted(known))
     sets = [*itertools.permutations(world, 2), *itertools.permutations(world, 3)]
     tensors = {f"t{i}": TensorInfo((32,), "float32", 4) for i in range(len(sets))}
+    near, groups = Neighbourhoods.alike(len(world)), KnownGroups([[sorted(known)]])
+    trees = [
+        Forest(ranks[:1], ranks[1:], near, groups, [0] * len(world)).trees[0] for ranks in sets
+    ]
     moves = tuple(
-        Move(name, ((0, 32),), ranks[0], ranks[1:], 128)
-        for name, ranks in zip(tensors, sets, strict=True)
+        Move(name, ((0, 32),), tree, 128) for name, tree in zip(tensors, trees, strict=True)
     )
+    objects.start()
     before = len(dist.distributed_c10d._world.pg_map)
-    transfer = Transfer(Plan(moves), tensors, bucket_bytes=1024, groups={known: group})
+    given = {known: group}
+    transfer = Transfer(Plan(moves), tensors, bucket_bytes=1024, groups=given, device="cpu")
     made = len(dist.distributed_c10d._world.pg_map) - before
     received = 0
 
@@ -391,9 +431,14 @@ def groups() -> dict[str, Any]:
     spoken_to = sorted(transfer.stats.ranks_spoken_to)
     transfer.close()
     left = len(dist.distributed_c10d._world.pg_map) - before
-    planned = 2 * Plan(moves).received_bytes(dist.get_rank())
+    rank = dist.get_rank()
+    of_ranks = connections(trees, groups.sets, len(world))
+    planned = 2 * Plan(moves).received_bytes(rank)
     dist.destroy_process_group()
     return {
+        "as_planned": transfer.connections == of_ranks[rank],
+        "num_known_groups": len(of_ranks[rank].groups),
+        "peers": sorted(of_ranks[rank].peers),
         "num_groups": transfer.num_groups,
         "made_here": made,
         "left": left,

@@ -63,8 +63,8 @@ class Reader:
 
 @pytest.fixture
 def alone() -> Iterator[None]:
-    """A world of one rank."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    """A world of one rank, whose own backend takes no tensor on the host, as NCCL's."""
+    dist.init_process_group("cuda:gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield
     dist.destroy_process_group()
 

@@ -16,7 +16,8 @@ from mcore_rl.hybrid_engine.boxes import cover_fault, intersect
 from mcore_rl.hybrid_engine.checkpoint_tensors import Cut, checkpoint_tensors
 from mcore_rl.hybrid_engine.layout import RolloutLayout, TrainLayout, pipeline_layers
 from mcore_rl.hybrid_engine.placement import Placement, choose_rank_map, with_rank_map
-from mcore_rl.hybrid_engine.plan import Neighbourhoods, make_plan
+from mcore_rl.hybrid_engine.plan import make_plan
+from mcore_rl.hybrid_engine.trees import Neighbourhoods
 from tests.model_shapes import DEEPSEEK_V3, small_shape
 
 

@@ -7,7 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mcore_rl.hybrid_engine.boxes import contains, cover_fault, full_box, intersect, volume
-from mcore_rl.hybrid_engine.plan import Neighbourhoods, TensorInfo, make_plan
+from mcore_rl.hybrid_engine.plan import TensorInfo, make_plan
+from mcore_rl.hybrid_engine.trees import KnownGroups, Neighbourhoods
 
 ROWS, COLUMNS = 12, 8
 INFO = {"w": TensorInfo((ROWS, COLUMNS), "bfloat16", 2)}
@@ -72,16 +73,18 @@ def test_every_needed_element_is_covered_exactly_once(
         assert plan.received_bytes(rank) == 2 * missing
 
 
-def test_what_several_ranks_need_of_one_source_goes_out_once() -> None:
+@pytest.mark.parametrize(("groups", "sent"), [([], [2, 1, 0, 0]), ([[range(4)]], [1, 0, 0, 0])])
+def test_what_several_ranks_need_of_one_source_is_passed_on(groups: list, sent: list) -> None:
     whole = full_box((ROWS, COLUMNS))
     plan = make_plan(
         INFO,
         order=["w"],
         have=[{"w": [whole]}, {}, {}, {}],
         need=[{"w": [whole]}] * 4,
+        groups=KnownGroups(groups),
     )
     assert [(m.source, m.receivers) for m in plan.moves] == [(0, (1, 2, 3))]
-    assert plan.sent_bytes(0) == 2 * ROWS * COLUMNS
+    assert [plan.sent_bytes(rank) / (2 * ROWS * COLUMNS) for rank in range(4)] == sent
 
 
 @pytest.mark.parametrize(
@@ -105,16 +108,16 @@ def test_nearest_holder_is_the_source(node: tuple, pipeline: tuple, expected: li
 
 
 def test_load_is_spread_over_replicas() -> None:
-    tensors = {f"w{i}": TensorInfo((ROWS, COLUMNS), "bfloat16", 2) for i in range(6)}
+    tensors = {f"w{i}": TensorInfo((ROWS, COLUMNS), "bfloat16", 2) for i in range(8)}
     whole = {name: [full_box((ROWS, COLUMNS))] for name in tensors}
     plan = make_plan(
         tensors,
         order=list(tensors),
-        have=[whole, whole, whole, {}, {}],
-        need=[{}, {}, {}, whole, whole],
+        have=[whole] * 4 + [{}] * 2,
+        need=[{}] * 4 + [whole] * 2,
     )
-    assert [plan.sent_bytes(rank) for rank in range(5)] == [2 * 2 * ROWS * COLUMNS] * 3 + [0, 0]
-    assert all(move.receivers == (3, 4) for move in plan.moves), "each goes out once, to both"
+    assert [plan.sent_bytes(rank) for rank in range(6)] == [4 * 2 * ROWS * COLUMNS] * 4 + [0, 0]
+    assert all(len(move.receivers) == 1 for move in plan.moves), "no holder serves both"
 
 
 def test_plan_does_not_depend_on_which_ranks_share_a_mapping() -> None:

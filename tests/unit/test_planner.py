@@ -16,6 +16,7 @@ from mcore_rl.hf_config import ModelShape
 from mcore_rl.hybrid_engine.layout import RolloutLayout, TrainLayout, pipeline_layers
 from mcore_rl.hybrid_engine.placement import Placement, with_rank_map
 from mcore_rl.hybrid_engine.plan import make_plan
+from mcore_rl.hybrid_engine.trees import KnownGroups
 from mcore_rl.planner.activations import (
     layer_terms,
     micro_batches_in_flight,
@@ -219,13 +220,15 @@ def test_traffic_is_that_of_all_moves_planned_together(
         have=[placement.held[at] for at in placement.train_class],
         need=[placement.needed[placement.slot_class[rollout.slot(rank)]] for rank in range(8)],
         near=near,
+        groups=KnownGroups(train.groups().values()),
     )
     received, sent = np.zeros((2, 2, 8), dtype=np.int64)  # each [own node or others, ranks]
     for move in plan.moves:
-        away = [near.node[rank] != near.node[move.source] for rank in move.receivers]
-        sent[int(any(away)), move.source] += move.num_bytes
-        for rank, is_away in zip(move.receivers, away, strict=True):
-            received[int(is_away), rank] += move.num_bytes
+        for leg in move.tree.legs:
+            away = [near.node[rank] != near.node[leg.sender] for rank in leg.receivers]
+            sent[int(any(away)), leg.sender] += move.num_bytes
+            for rank, is_away in zip(leg.receivers, away, strict=True):
+                received[int(is_away), rank] += move.num_bytes
     machine = dataclasses.replace(MACHINE, ranks_per_node=ranks_per_node)
     traffic = traffic_of(placement, rank_map, machine)
     assert np.array_equal(received, [traffic.received_own_node, traffic.received_other_nodes])

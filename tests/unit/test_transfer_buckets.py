@@ -19,13 +19,13 @@ from mcore_rl.hybrid_engine.buckets import (
     cut,
     frame_of,
     make_rounds,
-    participants,
     place,
     slot_bytes,
     steps,
 )
 from mcore_rl.hybrid_engine.plan import Move, Plan
 from mcore_rl.hybrid_engine.transfer_run import TransferStats
+from mcore_rl.hybrid_engine.trees import direct
 from mcore_rl.hybrid_engine.wire import covered_seconds
 
 NUM_RANKS = 5
@@ -67,9 +67,7 @@ def plans(draw: st.DrawFn) -> tuple[Plan, dict[str, int]]:
                 st.lists(st.integers(0, NUM_RANKS - 1), min_size=2, max_size=4, unique=True)
             )
             box = draw(boxes())
-            moves.append(
-                Move(tensor, box, ranks[0], tuple(sorted(ranks[1:])), volume(box) * itemsize)
-            )
+            moves.append(Move(tensor, box, direct(ranks[0], ranks[1:]), volume(box) * itemsize))
     return Plan(tuple(moves)), itemsizes
 
 
@@ -85,27 +83,27 @@ def test_rounds_bring_every_element_once_within_the_share_of_every_rank(
     assert list(rounds) == sorted(rounds)
     sent: dict[tuple, int] = defaultdict(int)
     for number, messages in rounds.items():
-        assert len({(m.source, m.receivers) for m in messages}) == len(messages)
+        assert len({m.tree for m in messages}) == len(messages)
         held: dict[int, int] = defaultdict(int)
         for message in messages:
-            for rank in message.participants:
+            for rank in message.tree.ranks:
                 held[rank] += frame.total_bytes(message.num_bytes)
             end = 0
             for part in message.parts:
                 assert part.offset == end and part.offset % itemsizes[part.tensor] == 0
                 end += part.num_bytes
-                sent[part.tensor, message.source, message.receivers] += part.num_bytes
+                sent[part.tensor, message.tree] += part.num_bytes
             assert end == message.num_bytes
         assert all(bytes_ <= share for bytes_ in held.values()), (number, dict(held))
     planned: dict[tuple, int] = defaultdict(int)
     for move in plan.moves:
-        planned[move.tensor, move.source, move.receivers] += move.num_bytes
+        planned[move.tensor, move.tree] += move.num_bytes
     assert sent == {key: size for key, size in planned.items() if size}
     for rank in range(NUM_RANKS):
         mine = {
             number: own
             for number, messages in rounds.items()
-            if (own := [m for m in messages if rank in m.participants])
+            if (own := [m for m in messages if rank in m.tree.ranks])
         }
         assert mine == make_rounds(plan, itemsizes, slot_bytes=share, frame=frame, rank=rank)
         for bucket in place(mine, frame):
@@ -114,7 +112,7 @@ def test_rounds_bring_every_element_once_within_the_share_of_every_rank(
 
 
 def test_groups_that_share_no_rank_fill_their_rounds_side_by_side() -> None:
-    moves = [Move(f"t{i}", ((0, 8),), 2 * (i % 2), (2 * (i % 2) + 1,), 8) for i in range(16)]
+    moves = [Move(f"t{i}", ((0, 8),), direct(2 * (i % 2), [2 * (i % 2) + 1]), 8) for i in range(16)]
     itemsizes = {move.tensor: 1 for move in moves}
     rounds = make_rounds(Plan(tuple(moves)), itemsizes, slot_bytes=32, frame=Frame(1, False))
     assert [sum(m.num_bytes for m in messages) for messages in rounds.values()] == [64, 64]
@@ -155,10 +153,6 @@ def test_ranks_take_the_steps_of_shared_rounds_in_one_order(
     for a in orders:
         for b in orders:
             assert [step for step in a if step in b] == [step for step in b if step in a]
-
-
-def test_participants_are_source_and_receivers() -> None:
-    assert participants(Move("t", (), 3, (1, 2), 4)) == {1, 2, 3}
 
 
 def test_covered_seconds_counts_overlaps_once() -> None:

@@ -1,0 +1,213 @@
+"""The way of a slice from the ranks that hold it to all that need it.
+
+Process groups are costly on a device, and so are peers, so there is no group for each set of ranks
+that happens to need the same. A slice travels in hops, and a rank that has received it passes it
+on: by broadcast where a process group that exists anyway (Megatron's) is made of one rank that has
+the slice and ranks that all still need it, else point to point. Nobody receives a slice twice or
+without needing it, whoever passes it on.
+
+For DeepSeek-V3 whose engines keep shared experts whole, a TP rank's part of them goes to the other
+stages in the PP groups first, and each of these ranks then gives it to its TP group, within a node.
+
+This module is pure: it imports neither Megatron nor vLLM nor torch.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+
+@dataclass(frozen=True, slots=True)
+class Leg:
+    """`sender` passes a slice on: to one rank, or by broadcast to all others of a known group."""
+
+    sender: int
+    receivers: tuple[int, ...]
+
+    @property
+    def ranks(self) -> frozenset[int]:
+        return frozenset((self.sender, *self.receivers))
+
+
+@dataclass(frozen=True, slots=True)
+class Tree:
+    """From `source` to all `receivers` (ascending), each of which one leg reaches.
+
+    A leg starts from a rank that has the slice: the source, or one that an earlier hop reached.
+    """
+
+    source: int
+    receivers: tuple[int, ...]
+    hops: tuple[tuple[Leg, ...], ...]
+
+    @property
+    def ranks(self) -> frozenset[int]:
+        return frozenset((self.source, *self.receivers))
+
+    @property
+    def legs(self) -> Iterable[Leg]:
+        return (leg for hop in self.hops for leg in hop)
+
+    def sends(self, rank: int) -> int:
+        """How often `rank` sends the slice; a broadcast counts once."""
+        return sum(leg.sender == rank for leg in self.legs)
+
+
+def direct(source: int, receivers: Sequence[int]) -> Tree:
+    """From `source` to each of `receivers` point to point, at once."""
+    ranks = tuple(sorted(receivers))
+    return Tree(source, ranks, (tuple(Leg(source, (rank,)) for rank in ranks),))
+
+
+@dataclass(frozen=True, slots=True)
+class Neighbourhoods:
+    """Which ranks are near each other: equal numbers, one per rank.
+
+    Ranks of a node share its links; ranks of a pipeline (a PP group) hold the same part of every
+    layer, each of other layers.
+    """
+
+    node: tuple[int, ...]
+    pipeline: tuple[int, ...]
+
+    @classmethod
+    def alike(cls, world_size: int) -> Neighbourhoods:
+        """No rank is nearer than another."""
+        return cls((0,) * world_size, (0,) * world_size)
+
+
+class KnownGroups:
+    """Process groups that exist, in families that each divide the ranks; earlier ones go first."""
+
+    def __init__(self, families: Iterable[Sequence[Sequence[int]]] = ()) -> None:
+        self._of_rank = [
+            {rank: frozenset(group) for group in family if len(group) > 1 for rank in group}
+            for family in families
+        ]
+
+    def __iter__(self) -> Iterator[Mapping[int, frozenset[int]]]:
+        return iter(self._of_rank)
+
+    @property
+    def sets(self) -> frozenset[frozenset[int]]:
+        return frozenset(group for family in self._of_rank for group in family.values())
+
+
+class Forest:
+    """Grows the trees that bring one slice from its holders to its receivers.
+
+    `load` is what each rank has to send so far: of several that are equally near and free, the one
+    with less is taken. `has_choice` says whether that may have decided anything.
+    """
+
+    def __init__(
+        self,
+        holders: Sequence[int],
+        receivers: Collection[int],
+        near: Neighbourhoods,
+        groups: KnownGroups,
+        load: Sequence[int],
+    ) -> None:
+        self._near, self._load = near, load
+        self._waiting = set(receivers)
+        self._free_at = dict.fromkeys(holders, 0)  # the hop in which a rank can send next
+        self._root = {rank: rank for rank in holders}
+        self._legs: dict[int, list[tuple[int, Leg]]] = defaultdict(list)  # of each root
+        self.has_choice = False
+        for family in groups:
+            self._broadcast(family)
+        if self._waiting:
+            self._pass_on()
+
+    @cached_property
+    def trees(self) -> list[Tree]:
+        """By source."""
+        return [_tree(root, legs) for root, legs in sorted(self._legs.items())]
+
+    def _broadcast(self, family: Mapping[int, frozenset[int]]) -> None:
+        """In all groups of one rank that has the slice and others that all need it."""
+        for rank in sorted(self._free_at):
+            others = family.get(rank, frozenset()) - {rank}
+            if others and others <= self._waiting:
+                self._add(rank, tuple(sorted(others)))
+
+    def _add(self, sender: int, receivers: tuple[int, ...]) -> None:
+        root, hop = self._root[sender], self._free_at[sender]
+        self._legs[root].append((hop, Leg(sender, receivers)))
+        self._free_at[sender] = hop + 1
+        for rank in receivers:
+            self._root[rank], self._free_at[rank] = root, hop + 1
+        self._waiting.difference_update(receivers)
+
+    def _pass_on(self) -> None:
+        """To the rest from the nearest that has the slice and is free first, one by one.
+
+        So what one rank has reaches n more in log2(n) hops, and nobody sends much more often than
+        the others.
+        """
+        free: dict[tuple[int, int], list[tuple[int, int, int]]] = defaultdict(list)
+
+        def offer(rank: int) -> None:
+            entry = self._free_at[rank], self._load[rank], rank
+            for place in self._places(rank):
+                heapq.heappush(free[place], entry)
+
+        self.has_choice = len(self._free_at) + len(self._waiting) > 2
+        for rank in self._free_at:
+            offer(rank)
+        # Who gets it early passes it on often: those who have less to send.
+        for rank in sorted(self._waiting, key=lambda rank: (self._load[rank], rank)):
+            entries = next(free[place] for place in self._places(rank) if free[place])
+            while entries[0][0] != self._free_at[entries[0][2]]:
+                heapq.heappop(entries)  # it has sent since
+            sender = entries[0][2]
+            self._add(sender, (rank,))
+            offer(sender)
+            offer(rank)
+
+    def _places(self, rank: int) -> tuple[tuple[int, int], ...]:
+        """Where `rank` is, the nearest first: pipeline in the node, node, pipeline, anywhere."""
+        node, pipeline = self._near.node[rank], self._near.pipeline[rank]
+        return (node, pipeline), (node, -1), (-1, pipeline), (-1, -1)
+
+
+def _tree(root: int, legs: Sequence[tuple[int, Leg]]) -> Tree:
+    hops: list[list[Leg]] = [[] for _ in range(1 + max(hop for hop, _ in legs))]
+    for hop, leg in legs:
+        hops[hop].append(leg)
+    receivers = sorted(rank for _, leg in legs for rank in leg.receivers)
+    ordered = (tuple(sorted(some, key=lambda leg: leg.sender)) for some in hops)
+    return Tree(root, tuple(receivers), tuple(ordered))
+
+
+@dataclass(frozen=True, slots=True)
+class Connections:
+    """What a rank's part in some trees takes on its device."""
+
+    groups: frozenset[frozenset[int]]  # known ones, in which it broadcasts
+    peers: frozenset[int]  # ranks with which it speaks point to point
+
+
+def connections(
+    trees: Iterable[Tree], known: Collection[frozenset[int]], world_size: int
+) -> list[Connections]:
+    """Of each rank: the `known` groups that `trees` use; peers by all legs that are in none."""
+    groups: list[set[frozenset[int]]] = [set() for _ in range(world_size)]
+    peers: list[set[int]] = [set() for _ in range(world_size)]
+    for leg in {leg for tree in set(trees) for leg in tree.legs}:
+        ranks = leg.ranks
+        for rank in ranks:
+            if ranks in known:
+                groups[rank].add(ranks)
+            elif rank == leg.sender:
+                peers[rank].update(leg.receivers)
+            else:
+                peers[rank].add(leg.sender)
+    return [
+        Connections(frozenset(of_rank), frozenset(others))
+        for of_rank, others in zip(groups, peers, strict=True)
+    ]

@@ -132,7 +132,7 @@ def check_alike(facts: Mapping[str, str], store) -> None:
 
 def agreed_in_world(check: Callable[[], T]) -> T:
     """`agreed`, once torch.distributed runs. Collective over its world."""
-    import torch.distributed as dist
+    from mcore_rl import objects
 
     result: list[T] = []
     failure = ""
@@ -140,8 +140,7 @@ def agreed_in_world(check: Callable[[], T]) -> T:
         result.append(check())
     except UsageError as error:
         failure = f"{socket.gethostname()}\n{error}"
-    failures: list[str] = [""] * dist.get_world_size()
-    dist.all_gather_object(failures, failure)
+    failures = objects.all_gather(failure)
     if not any(failures):
         return result[0]
     _tell(_sentence(failures))
@@ -165,9 +164,9 @@ def leave_with(error: UsageError) -> NoReturn:
 
 def leave_together(exit_code: int) -> NoReturn:
     """End all ranks with this code, none before the others have come so far. Collective."""
-    import torch.distributed as dist
+    from mcore_rl import objects
 
-    dist.barrier()
+    objects.barrier()
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(exit_code)

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from mcore_rl import objects
 from mcore_rl.actor import Actor, ReferencePolicy, UpdateStats
 from mcore_rl.algorithms.advantage_types import AdvantageInputs, advantages_of_valid
 from mcore_rl.algorithms.aggregation import Denominators
@@ -178,8 +179,7 @@ class Learner:
                 first = (~torch.isfinite(values)).nonzero()[0, 0]
                 index = int(torch.searchsorted(samples.lengths.cumsum(0), first, right=True))
                 mine = f"{name} of sample {int(samples.sample_ids[index])} of the step"
-        everywhere: list[str | None] = [None] * dist.get_world_size()
-        dist.all_gather_object(everywhere, mine)
+        everywhere = objects.all_gather(mine)
         named = [f"rank {rank}: {text}" for rank, text in enumerate(everywhere) if text]
         raise RuntimeError(
             f"{int(total.item())} advantages of --rl-advantage {self.recipe.advantage} are not "

@@ -22,6 +22,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from mcore_rl import objects
+
 from mcore_rl import megatron_adapter  # isort: skip  (first: it applies what Megatron needs here)
 
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
@@ -127,8 +129,7 @@ class ModelRunner:
         total = total.cpu()
         nonfinite: list[bool] = []
         if not torch.isfinite(total[0]):
-            nonfinite = [False] * dist.get_world_size()
-            dist.all_gather_object(nonfinite, not torch.isfinite(mine[0]).item())
+            nonfinite = objects.all_gather(not torch.isfinite(mine[0]).item())
         return LossSums(total[1:], tuple(r for r, is_so in enumerate(nonfinite) if is_so))
 
     def global_sum(self, values: torch.Tensor) -> torch.Tensor:

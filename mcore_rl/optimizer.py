@@ -9,12 +9,11 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from mcore_rl import megatron_adapter
+from mcore_rl import megatron_adapter, objects
 from mcore_rl.trace import tracer as trace
 
 logger = logging.getLogger(__name__)
@@ -107,6 +106,5 @@ class CheckedOptimizer:
         dist.all_reduce(found, op=dist.ReduceOp.MAX)
         if not found.item():
             return []
-        names: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(names, mine)
+        names = objects.all_gather(mine)
         return [f"rank {rank}: {name}" for rank, name in enumerate(names) if name is not None]

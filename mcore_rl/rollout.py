@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import torch.distributed as dist
 
+from mcore_rl import objects
 from mcore_rl.arguments import RLConfig
 from mcore_rl.hybrid_engine.layout import RolloutLayout
 from mcore_rl.hybrid_engine.vllm_engine import VLLMEngine
@@ -82,8 +83,7 @@ class RolloutWorkers:
                 mine = (rollouts, self._rewards.outcomes(rollouts))
             except Exception as error:  # told to all ranks below, which raise together
                 mine = error
-        gathered: list[Any] = [None] * self._layout.world_size
-        dist.all_gather_object(gathered, mine)
+        gathered = objects.all_gather(mine)
         for rank, other in enumerate(gathered):
             if isinstance(other, Exception):
                 raise RuntimeError(f"scoring failed on rank {rank}: {other}") from other

@@ -19,7 +19,7 @@ from typing import Any, TextIO
 
 import torch.distributed as dist
 
-from mcore_rl import megatron_adapter
+from mcore_rl import megatron_adapter, objects
 from mcore_rl.agreement import agreed, agreed_in_world, check_alike, from_rank, open_store
 from mcore_rl.arguments import ExtraArgs, RLConfig, add_rl_args
 from mcore_rl.checkpoint import HFCheckpoint, check_complete, load_into_megatron
@@ -196,6 +196,7 @@ def _job(args: argparse.Namespace, checked: Checked, world: RoleWorld) -> Job:
     for name, value in settings_without_flag(_of_role(checked, world).shape).items():
         setattr(args, name, value)  # Megatron fills its model configuration from here, by name
     args.rl_run_dir = checked.config.run_dir  # which may have been chosen since
+    objects.start()
     return Job(
         args=args,
         config=checked.config,
@@ -285,9 +286,7 @@ def build_actor(
     shards = ModelShards(
         state.chunks, job.shape, job.train_layout, dist.get_rank(), dict(job.checkpoint.tensors)
     )
-    held: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(held, shards.tensors())
-    check_complete(job.checkpoint, set().union(*held))
+    check_complete(job.checkpoint, set().union(*objects.all_gather(shards.tensors())))
     if not megatron_checkpoint.loads_checkpoint(job.args):
         num_bytes = agreed_in_world(lambda: load_into_megatron(job.checkpoint, shards))
         megatron_adapter.reload_main_params(state)

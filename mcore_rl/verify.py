@@ -29,6 +29,7 @@ import torch.distributed as dist
 from rich.console import Console
 from rich.table import Table
 
+from mcore_rl import objects
 from mcore_rl.actor import Actor
 from mcore_rl.builders import (
     build_manager,
@@ -176,8 +177,7 @@ def _differing(expected: Mapping[str, str], stored: Mapping[str, str]) -> list[s
     """ "rank R: name" of what differs on any rank."""
     names = sorted(expected.keys() | stored.keys())
     mine = [name for name in names if expected.get(name) != stored.get(name)]
-    found: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, mine)
+    found = objects.all_gather(mine)
     return [f"rank {rank}: {name}" for rank, names in enumerate(found) for name in names]
 
 
@@ -190,8 +190,7 @@ def _compare(
     differing: list[str],
 ) -> Verification:
     difference = np.abs(np.concatenate(megatron) - np.concatenate(vllm))
-    received: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(received, report.received_bytes)
+    received = objects.all_gather(report.received_bytes)
     return Verification(
         token_ids=token_ids,
         megatron_log_probs=[values.tolist() for values in megatron],

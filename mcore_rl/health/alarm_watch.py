@@ -6,8 +6,7 @@ import dataclasses
 import logging
 from collections.abc import Mapping
 
-import torch.distributed as dist
-
+from mcore_rl import objects
 from mcore_rl.arguments import RLConfig
 from mcore_rl.health.alarms import Health
 
@@ -47,5 +46,5 @@ class HealthWatch:
             metrics["health/alarms"] = float(len(self._health.active))
             stop = [bool(raised) and self._stops]
         if self._stops:
-            dist.broadcast_object_list(stop, src=0)
+            return objects.broadcast(stop[0])
         return stop[0]

@@ -27,6 +27,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from mcore_rl import objects
 from mcore_rl.hybrid_engine.boxes import Box, contains, intersect, relative, show, volume
 from mcore_rl.hybrid_engine.buckets import cut
 from mcore_rl.hybrid_engine.cells import Cell, make_cells
@@ -211,8 +212,7 @@ class Attestor:
         dist.all_reduce(count)
         told: list[Any] = []
         if count.item():
-            told = [None] * dist.get_world_size()
-            dist.all_gather_object(told, (len(mine), mine[:_SHOWN], faults))
+            told = objects.all_gather((len(mine), mine[:_SHOWN], faults))
         return Attestation(
             mode=self.mode,
             weight_version=self._version,

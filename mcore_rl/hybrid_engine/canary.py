@@ -12,12 +12,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 
+from mcore_rl import objects
 from mcore_rl.batching.train_batches import batch_of_tokens
 from mcore_rl.hybrid_engine.vllm_engine import VLLMEngine
 from mcore_rl.types import TrainBatch
@@ -96,8 +95,7 @@ class Canary:
         """Score the prompts by every engine and compare with the last `score`."""
         assert self._megatron, "compare before score"
         means, largest = differences(self._megatron, engine.prompt_log_probs(self._prompts))
-        everywhere: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(everywhere, (means, largest))
+        everywhere = objects.all_gather((means, largest))
         return CanaryResult(
             weight_version=weight_version,
             mean_abs_differences=_worst([found for found, _ in everywhere]),

@@ -9,8 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch.distributed as dist
-
+from mcore_rl import objects
 from mcore_rl.hybrid_engine.boxes import Box, uncovered, volume
 from mcore_rl.hybrid_engine.plan import Boxes, TensorInfo
 
@@ -33,8 +32,7 @@ def exchange(have: Mapping[str, Sequence[Box]], need: Mapping[str, Sequence[Box]
     mine = tuple(
         {name: tuple(some) for name, some in boxes.items() if some} for boxes in (have, need)
     )
-    everybody: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everybody, mine)
+    everybody = objects.all_gather(mine)
     known: dict[frozenset[Any], Boxes] = {}
 
     def only_one(boxes: Boxes) -> Boxes:

@@ -23,8 +23,8 @@ from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
+from mcore_rl import objects
 from mcore_rl.errors import UsageError
 from mcore_rl.hybrid_engine.boxes import Box, intersect, relative, show, uncovered, volume
 from mcore_rl.hybrid_engine.live_layers import Layers
@@ -250,9 +250,8 @@ class _Arrivals:
 
 def _agree(group: Any, fault: Exception | None, unread: list[str]) -> None:
     """Raise on all ranks of `group` if one failed or if a tensor has no place on any."""
-    all_results: list[Any] = [None] * group.world_size
     mine = (None if fault is None else str(fault), unread)
-    dist.all_gather_object(all_results, mine, group=group.cpu_group)
+    all_results = objects.all_gather(mine, group=group.cpu_group)
     if fault is not None:
         raise fault
     for rank, (text, _) in zip(group.ranks, all_results, strict=True):

@@ -28,6 +28,7 @@ from vllm.distributed.weight_transfer.base import (
     WeightSource,
 )
 
+from mcore_rl import objects
 from mcore_rl.hybrid_engine.engine_client import EngineClient
 from mcore_rl.hybrid_engine.model_shards import ModelShards
 from mcore_rl.hybrid_engine.plan import TensorInfo
@@ -155,10 +156,9 @@ class MegatronTrainerWeightTransferEngine(TrainerWeightTransferEngine[MegatronTr
                 self._world.fail(str(error))
             self.shutdown()
             fault = error
-        faults: list[str | None] = [None] * dist.get_world_size()
         mine = None if fault is None else str(fault) or repr(fault)
         try:
-            dist.all_gather_object(faults, mine)
+            faults = objects.all_gather(mine)
         except RuntimeError as lost:  # a trainer rank is gone
             self.shutdown()
             raise RuntimeError(mine or f"a rank of the trainer is gone: {lost}") from fault
@@ -171,11 +171,8 @@ class MegatronTrainerWeightTransferEngine(TrainerWeightTransferEngine[MegatronTr
     def _connect(self) -> None:
         info = self._info
         num_trainers = dist.get_world_size()
-        meeting_point: list[Any] = [None]
-        if self.is_sender:
-            meeting_point = [self._invite(num_trainers)]
-        dist.broadcast_object_list(meeting_point, src=0)
-        found = meeting_point[0]
+        meeting_point = self._invite(num_trainers) if self.is_sender else None
+        found = objects.broadcast(meeting_point)
         if isinstance(found, str):
             raise RuntimeError(found)
         port, name, size = found

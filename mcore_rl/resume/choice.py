@@ -9,6 +9,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
+from mcore_rl import objects
 from mcore_rl.errors import UsageError
 from mcore_rl.resume import folders
 from mcore_rl.resume.folders import Damage
@@ -34,8 +35,7 @@ def choose(folder: Path, *, beside: Sequence[Path] = (), step: int | None = None
         for place in places:
             _recover(place)
         found = [_common_steps(places)]
-    dist.broadcast_object_list(found, src=0)
-    steps = found[0]
+    steps = objects.broadcast(found[0])
     if step is not None and steps:
         if step not in steps:
             raise UsageError(
@@ -90,8 +90,7 @@ def _damage(places: Sequence[Path], step: int, rank: int, world_size: int) -> li
         for place in places
         for damage in folders.damage(place, step, rank=rank, world_size=world_size)
     ]
-    everywhere: list[list[Damage]] = [[]] * world_size
-    dist.all_gather_object(everywhere, mine)
+    everywhere = objects.all_gather(mine)
     return sorted({damage for found in everywhere for damage in found}, key=str)
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from mcore_rl import megatron_adapter
+from mcore_rl import megatron_adapter, objects
 
 
 def loads_checkpoint(args: argparse.Namespace) -> bool:
@@ -81,7 +81,7 @@ def save_tensors(tensors: Mapping[str, torch.Tensor], folder: Path) -> None:
     rank, world_size = torch.distributed.get_rank(), torch.distributed.get_world_size()
     if rank == 0:
         folder.mkdir(parents=True, exist_ok=True)
-    torch.distributed.barrier()
+    objects.barrier()
     rows = {
         name: dist_checkpointing.ShardedTensor.from_rank_offsets(
             name, tensor[None].contiguous(), (0, rank, world_size)

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
+from mcore_rl import objects
 from mcore_rl.agreement import agreed
 from mcore_rl.arguments import RLConfig
 from mcore_rl.checkpoint import HFCheckpoint, fingerprint
@@ -131,9 +132,9 @@ def _check_load(args: argparse.Namespace, config: RLConfig, load: Path | None) -
             )
         except UsageError as error:
             refusal = [str(error)]
-    dist.broadcast_object_list(refusal, src=0)
-    if refusal[0] is not None:
-        raise UsageError(refusal[0])
+    told = objects.broadcast(refusal[0])
+    if told is not None:
+        raise UsageError(told)
 
 
 def _say_what_megatron_finds(load: Path, asked: int | None) -> None:

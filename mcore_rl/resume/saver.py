@@ -14,6 +14,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from mcore_rl import objects
 from mcore_rl.resume import folders
 
 Writer = Callable[[Path], None]
@@ -57,7 +58,7 @@ def write_checkpoint(folder: Path, step: int, writers: Sequence[Writer]) -> Path
                 if not (reason := _disk_reason(error, heard, saving)):
                     raise
                 raise RuntimeError(_not_written(folder, step, reason)) from error
-    dist.barrier()
+    objects.barrier()
     place = saving / folders.iteration_name(step)
     found = everywhere(
         lambda: folders.sealed(place, folders.share(folders.files_of(place), rank, world_size))
@@ -140,8 +141,7 @@ def _everywhere(work: Callable[[], Any], told: Callable[[str], str]) -> list[Any
         outcome = (work(), "")
     except (OSError, RuntimeError) as error:
         outcome = (None, str(error))
-    outcomes: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(outcomes, outcome)
+    outcomes = objects.all_gather(outcome)
     for rank, (_, failure) in enumerate(outcomes):
         if failure:
             raise RuntimeError(told(f"on rank {rank}: {failure}"))

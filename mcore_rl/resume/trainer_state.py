@@ -20,6 +20,7 @@ from safetensors.torch import save as save_safetensors
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint import load as load_checkpoint
 
+from mcore_rl import objects
 from mcore_rl.hybrid_engine.rng import RngState
 from mcore_rl.resume import megatron_checkpoint
 from mcore_rl.resume.folders import iteration_name
@@ -106,8 +107,7 @@ def _row(content: bytes) -> torch.Tensor:
     """Bytes after their number, as long as the longest rank's. Collective."""
     stored = bytearray(len(content).to_bytes(_LENGTH_BYTES, "little") + content)
     row = torch.frombuffer(stored, dtype=torch.uint8)
-    lengths: list[int] = [0] * dist.get_world_size()
-    dist.all_gather_object(lengths, len(row))
+    lengths = objects.all_gather(len(row))
     return torch.nn.functional.pad(row, (0, max(lengths) - len(row)))
 
 

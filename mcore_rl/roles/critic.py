@@ -10,13 +10,13 @@ import dataclasses
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Protocol, TextIO
+from typing import Protocol, TextIO
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
-from mcore_rl import megatron_adapter
+from mcore_rl import megatron_adapter, objects
 from mcore_rl.algorithms.value_loss import ValueLossSums
 from mcore_rl.arguments import RLConfig
 from mcore_rl.batching.micro_batching import MicroBatching
@@ -238,9 +238,7 @@ class RemoteCritic:
 
     def _answer(self) -> Message:
         """What the critic answered, on every rank of the actor."""
-        heard: list[Any] = [None if self._bridge is None else self._bridge.hear_answer()]
-        dist.broadcast_object_list(heard, src=0)
-        return heard[0]
+        return objects.broadcast(None if self._bridge is None else self._bridge.hear_answer())
 
 
 def serve_critic(

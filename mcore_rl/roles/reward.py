@@ -10,6 +10,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from mcore_rl import objects
 from mcore_rl.rewards.functions import REWARD_MODEL
 from mcore_rl.rewards.model import RewardModel
 from mcore_rl.rewards.parts import FailureLog
@@ -53,8 +54,7 @@ class RemoteRewardModel:
             samples = [ScoredRollout(rollout, reward=0.0) for rollout in rollouts]
             self._bridge.tell(Message("samples", tensors=samples_to_tensors(samples)))
             found = [self._bridge.hear_answer().tensors["scores"].numpy()]
-        dist.broadcast_object_list(found, src=0)
-        return found[0]
+        return objects.broadcast(found[0])
 
     def close(self) -> None:
         if self._bridge is not None and not self._is_closed:

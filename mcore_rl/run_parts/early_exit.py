@@ -10,7 +10,8 @@ import argparse
 import time
 
 import psutil
-import torch.distributed as dist
+
+from mcore_rl import objects
 
 
 class EarlyExit:
@@ -31,8 +32,6 @@ class EarlyExit:
             return f"--exit-interval {args.exit_interval}"
         if args.exit_duration_in_mins:
             minutes = (time.time() - psutil.Process().create_time()) / 60
-            found = [False] * dist.get_world_size()
-            dist.all_gather_object(found, minutes > args.exit_duration_in_mins)
-            if any(found):
+            if objects.on_any(minutes > args.exit_duration_in_mins):
                 return f"--exit-duration-in-mins {args.exit_duration_in_mins}"
         return None

@@ -99,7 +99,7 @@ class Hooks:
                 setattr(holder, name, original)
 
     def _timed_collective(self, name: str, original: Callable[..., Any]) -> Callable[..., Any]:
-        import torch.distributed as dist
+        from mcore_rl import objects
 
         positions = {parameter: i for i, parameter in enumerate(_parameters(original))}
 
@@ -111,7 +111,7 @@ class Hooks:
         def timed(*args: Any, **kwargs: Any) -> Any:
             launches = name in _LAUNCHES or bool(argument("async_op", args, kwargs))
             group = argument("group", args, kwargs)
-            whole = "group" in positions and (group is None or group is dist.group.WORLD)
+            whole = "group" in positions and objects.is_whole_world(group)
             span = self._clock.begin_collective(
                 name, of_world=whole and not launches, launches=launches
             )

@@ -34,6 +34,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from mcore_rl import objects
 from mcore_rl.hybrid_engine.reshard_report import TO_ROLLOUT, ReshardReport
 from mcore_rl.trace.files import chrome_events, merge, write_events, write_text
 from mcore_rl.trace.hooks import Hooks
@@ -335,9 +336,7 @@ class Tracer:
         mine = _Report(socket.gethostname(), self._steps, written, self._failure)
         if not dist.is_initialized():
             return [mine]
-        everyone: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(everyone, mine)
-        return everyone
+        return objects.all_gather(mine)
 
     def _show(self, everyone: Sequence[_Report]) -> None:
         lines = [

@@ -41,7 +41,8 @@ class Transfer:
     buffers between runs instead of freeing them for training.
 
     With `delta`, a message of which nothing changed costs 8 bytes, and what did change arrives bit
-    for bit. Each rank then holds, in host memory, a copy of all it sends and all it receives.
+    for bit. Each rank then holds, in host memory, a copy of all it sends and all it receives; where
+    messages are built on a device they are compared there, each with its copy brought beside it.
     Everything travels in the first run, in every `full_every`th after a full one, after
     `invalidate`, and after a run that did not end well on every rank.
     """
@@ -70,7 +71,7 @@ class Transfer:
         self._share = slot_bytes(bucket_bytes, self._num_buffers, self._frame)
         self._wire = Wire((move.tree for move in plan.moves), groups, world, self._device)
         self.num_groups = self._wire.num_groups  # created here, the same on all ranks
-        self._copies = Copies(full_every) if delta else None
+        self._copies = Copies(full_every, self._device) if delta else None
         self._keep_buffers = keep_buffers
         self._buffers: list[torch.Tensor] = []
         self._running: Iterator[tuple[int, dict[str, Pieces]]] | None = None
@@ -91,7 +92,7 @@ class Transfer:
         self._wire.close()
         self._buffers.clear()
         if self._copies is not None:
-            self._copies = Copies(self._copies.full_every)
+            self._copies = Copies(self._copies.full_every, self._device)
 
     def invalidate(self) -> None:
         """What this rank holds of the last version is lost: next time all travels. Not collective.

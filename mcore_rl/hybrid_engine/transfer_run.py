@@ -14,16 +14,16 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-import numpy as np
 import torch
 
 from mcore_rl.hybrid_engine.boxes import Box, extent, show
 from mcore_rl.hybrid_engine.buckets import POST, PREPARE, SIZE_BYTES, Part, Placed
-from mcore_rl.hybrid_engine.delta import Bytes, decode, encode, padded_bytes
+from mcore_rl.hybrid_engine.delta import decode, encode, padded_bytes
 from mcore_rl.hybrid_engine.plan import TensorInfo
 from mcore_rl.hybrid_engine.wire import Call, CudaFlight, Flight, Wire, covered_seconds
 
 Pieces = list[tuple[Box, torch.Tensor]]
+_CHUNK_BYTES = 1 << 30  # of page-locked memory, at one time
 ReadSlice = Callable[[str, Box], torch.Tensor]
 
 
@@ -60,14 +60,16 @@ class TransferStats:
 class Copies:
     """The last version of every message of this rank, in host memory, and whether it is to be had.
 
-    Numbers of messages -> bytes, padded to whole words.
+    Each is kept padded to whole words. Where messages are on a device the memory is page-locked,
+    and copies go there and back without the host waiting, in the order of the device's stream.
     """
 
-    def __init__(self, full_every: int) -> None:
-        self.full_every = full_every
+    def __init__(self, full_every: int, device: torch.device) -> None:
+        self.full_every, self.device = full_every, device
+        self._chunk, self._used = torch.empty(0, dtype=torch.uint8), 0
         self._known = self._invalidated = False
         self._runs = 0  # since everything travelled, that run included
-        self.bytes: dict[int, Bytes] = {}
+        self._kept: dict[int, torch.Tensor] = {}
 
     def invalidate(self) -> None:
         """Count the copies as lost, also if the run that is under way ends well."""
@@ -86,9 +88,23 @@ class Copies:
 
     def store(self, number: int, content: torch.Tensor) -> None:
         """Remember a whole message, padded."""
-        if number not in self.bytes:
-            self.bytes[number] = np.empty(len(content), dtype=np.uint8)
-        torch.from_numpy(self.bytes[number]).copy_(content)
+        if number not in self._kept:
+            self._kept[number] = self._allocated(len(content))
+        self._kept[number].copy_(content, non_blocking=True)
+
+    def last(self, number: int) -> torch.Tensor:
+        """The version before, where messages are. What is changed of it needs `store`."""
+        return self._kept[number].to(self.device, non_blocking=True)
+
+    def _allocated(self, num_bytes: int) -> torch.Tensor:
+        if self.device.type == "cpu":
+            return torch.empty(num_bytes, dtype=torch.uint8)
+        if self._used + num_bytes > len(self._chunk):
+            # torch rounds page-locked memory up to a power of two.
+            size = max(_CHUNK_BYTES, 1 << (num_bytes - 1).bit_length())
+            self._chunk, self._used = torch.empty(size, dtype=torch.uint8, pin_memory=True), 0
+        self._used += num_bytes
+        return self._chunk[self._used - num_bytes : self._used]
 
 
 class Run:
@@ -220,11 +236,10 @@ class Run:
         if self._full:
             copies.store(placed.number, buffer[placed.content : end])
             return num_bytes
-        region = buffer[placed.encoded : end]
-        on_host = region.cpu()  # itself, where it is there already
-        size = encode(on_host.numpy(), copies.bytes[placed.number], num_bytes)
-        if region.device.type != "cpu":
-            region.copy_(on_host)
+        last = copies.last(placed.number)
+        size = encode(buffer[placed.encoded : end], last, num_bytes)
+        if size:
+            copies.store(placed.number, last)
         return size
 
     def _post(self, bucket: int) -> None:
@@ -301,9 +316,10 @@ class Run:
             content[num_bytes:].zero_()
             copies.store(placed.number, content)
             return content
-        last = copies.bytes[placed.number]
+        last = copies.last(placed.number)
         if size:
-            weights = decode(buffer[placed.region(size)].cpu().numpy(), last, num_bytes)
+            weights = decode(buffer[placed.region(size)], last, num_bytes)
             self._stats.header_bytes += size - weights
-        on_host = torch.from_numpy(last)
-        return on_host if content.device.type == "cpu" else content.copy_(on_host)
+            copies.store(placed.number, last)
+        # On the host this is the copy itself; elsewhere it is one more, which the buffer replaces.
+        return last if content.device.type == "cpu" else content.copy_(last)

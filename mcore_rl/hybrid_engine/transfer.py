@@ -84,7 +84,7 @@ class Transfer:
 
     @property
     def connections(self) -> Connections:
-        """The groups in which this rank has broadcast so far, and its peers point to point."""
+        """The given groups that this rank has used so far, and its peers point to point."""
         return self._wire.connections
 
     def close(self) -> None:

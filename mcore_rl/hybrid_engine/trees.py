@@ -188,7 +188,7 @@ def _tree(root: int, legs: Sequence[tuple[int, Leg]]) -> Tree:
 class Connections:
     """What a rank's part in some trees takes on its device."""
 
-    groups: frozenset[frozenset[int]]  # known ones, in which it broadcasts
+    groups: frozenset[frozenset[int]]  # known ones, for broadcasts or, of all ranks, for the rest
     peers: frozenset[int]  # ranks with which it speaks point to point
 
 
@@ -198,15 +198,16 @@ def connections(
     """Of each rank: the `known` groups that `trees` use; peers by all legs that are in none."""
     groups: list[set[frozenset[int]]] = [set() for _ in range(world_size)]
     peers: list[set[int]] = [set() for _ in range(world_size)]
+    everyone = frozenset(range(world_size))
     for leg in {leg for tree in set(trees) for leg in tree.legs}:
         ranks = leg.ranks
         for rank in ranks:
             if ranks in known:
                 groups[rank].add(ranks)
-            elif rank == leg.sender:
-                peers[rank].update(leg.receivers)
-            else:
-                peers[rank].add(leg.sender)
+                continue
+            peers[rank].update(ranks - {rank} if rank == leg.sender else {leg.sender})
+            if everyone in known:
+                groups[rank].add(everyone)
     return [
         Connections(frozenset(of_rank), frozenset(others))
         for of_rank, others in zip(groups, peers, strict=True)

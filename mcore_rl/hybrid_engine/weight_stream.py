@@ -102,7 +102,7 @@ class WeightStream:
 
     @property
     def connections(self) -> Connections:
-        """The groups in which this rank has broadcast so far, and its peers point to point."""
+        """Megatron's groups that this rank has used so far, and its peers point to point."""
         return self._transfer.connections
 
     @property

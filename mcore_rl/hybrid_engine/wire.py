@@ -131,7 +131,7 @@ class Wire:
         self._world, self._device = world, device
         self._groups = {ranks: group for ranks, group in (groups or {}).items() if len(ranks) > 1}
         self._shares: dict[Tree, Share] = {}
-        self._broadcast_in: set[frozenset[int]] = set()
+        self._used: set[frozenset[int]] = set()
         self._peers: set[int] = set()
         self._own: list[Any] = []
         self._everyone: Any = None
@@ -172,7 +172,7 @@ class Wire:
     @property
     def connections(self) -> Connections:
         """What this rank has used so far, counted at the calls."""
-        return Connections(frozenset(self._broadcast_in), frozenset(self._peers))
+        return Connections(frozenset(self._used), frozenset(self._peers))
 
     def any(self, here: bool) -> bool:
         """Whether it is so on any rank. Collective over the world."""
@@ -233,7 +233,7 @@ class Wire:
             for leg in hops[hop] if hop < len(hops) else ():
                 group = self._groups.get(leg.ranks)
                 if group is not None:
-                    self._broadcast_in.add(leg.ranks)
+                    self._used.add(leg.ranks)
                     work = dist.broadcast(call.data, src=leg.sender, group=group, async_op=True)
                     assert work is not None, f"not in the group of {sorted(leg.ranks)}"
                     yield work
@@ -243,6 +243,8 @@ class Wire:
                 operation = dist.isend if sends else dist.irecv
                 peer = receiver if sends else leg.sender
                 self._peers.add(peer)
+                if not self._own:
+                    self._used.add(frozenset(range(self._world.size)))
                 batch.append(
                     dist.P2POp(operation, call.data, group=self._everyone, group_peer=peer)
                 )

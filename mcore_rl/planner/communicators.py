@@ -14,7 +14,11 @@ from mcore_rl.hybrid_engine.layout import RolloutLayout, TrainLayout
 
 
 def communicators_of(train: TrainLayout, rollout: RolloutLayout) -> dict[str, int]:
-    """Whose they are -> how many a rank has: Megatron's, the engine's, the hand-over's."""
+    """Whose they are -> how many a rank has at most: Megatron's, the engine's, the hand-over's.
+
+    The hand-over broadcasts in Megatron's; whether it makes one of all ranks, too, is known where
+    its moves are planned (`links.Traffic.num_own_groups`), and here it is counted.
+    """
     tp_ep = train.etp_size * train.ep_size
     megatron = {
         "world": train.world_size,

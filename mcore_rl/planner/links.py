@@ -30,9 +30,6 @@ from mcore_rl.hybrid_engine.trees import (
 from mcore_rl.planner.settings import Machine
 
 Bytes = npt.NDArray[np.int64]
-# What NCCL takes on a device, by estimate from its buffers (some 10 MB for a connection of a
-# channel), not measured: for a group in which is broadcast, and for a peer point to point.
-GROUP_BYTES, PEER_BYTES = 200 * 10**6, 40 * 10**6
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,11 +59,10 @@ class Traffic:
 
     @property
     def num_own_groups(self) -> int:
-        """Process groups made for the hand-over: one of all ranks, if any two speak by themselves.
-
-        All others are Megatron's own.
-        """
-        return int(any(of_rank.peers for of_rank in self.connections))
+        """Process groups made for the hand-over: one of all ranks, if any two speak by themselves
+        and none of Megatron's, which all others are, has all ranks."""
+        everyone = frozenset(range(len(self.connections)))
+        return int(any(c.peers and everyone not in c.groups for c in self.connections))
 
     @property
     def num_communicators(self) -> Bytes:
@@ -83,12 +79,6 @@ class Traffic:
     def num_peers(self) -> Bytes:
         """`[ranks]`: ranks with which each speaks point to point."""
         return np.array([len(of_rank.peers) for of_rank in self.connections])
-
-    @property
-    def communicator_bytes(self) -> Bytes:
-        """`[ranks]`: of the device, by estimate."""
-        of_groups: Bytes = self.num_communicators * GROUP_BYTES
-        return of_groups + self.num_peers * PEER_BYTES
 
     def seconds(self, machine: Machine) -> float:
         """Of the slowest rank, at full rates, both directions and both kinds of links at a time."""

@@ -14,6 +14,7 @@ import numpy.typing as npt
 
 from mcore_rl.hybrid_engine.placement import Placement
 from mcore_rl.planner.advice import Problem, problems_of
+from mcore_rl.planner.communicators import communicators_of
 from mcore_rl.planner.links import Traffic, gather_bytes, traffic_of
 from mcore_rl.planner.memory import Memory, memory_of
 from mcore_rl.planner.models import TrainedModel
@@ -77,7 +78,7 @@ def as_json(outcome: Outcome, notes: Sequence[str] = ()) -> dict[str, Any]:
     found["communicators_in_all"] = traffic.num_communicators_in_all
     found["communicators_not_megatrons"] = traffic.num_own_groups
     found["peers_max"] = int(traffic.num_peers.max())
-    found["communicator_bytes_max"] = int(traffic.communicator_bytes.max())
+    found["communicators_counted_as_memory"] = communicators_of(case.train, case.rollout)
     found["phases"] = [_phase(phase) for phase in memory.phases]
     found["kv_cache_bytes"] = memory.kv_cache.num_bytes
     found["kv_cache_tokens"] = memory.kv_cache.tokens

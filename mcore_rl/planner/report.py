@@ -117,10 +117,9 @@ def _print_traffic_facts(outcome: Outcome, console: Console) -> None:
         f"{machine.other_nodes_rate / GB:g} GB/s between nodes, per rank"
     )
     console.print(
-        f"communicators: {traffic.num_communicators.max()} on a rank, "
+        f"communicators of the hand-over: {traffic.num_communicators.max()} on a rank, "
         f"{traffic.num_communicators_in_all} in all, {traffic.num_own_groups} of them not "
-        f"Megatron's own; at most {traffic.num_peers.max()} peers of a rank point to point; about "
-        f"{_gb(traffic.communicator_bytes.max())} GB of a device"
+        f"Megatron's own; at most {traffic.num_peers.max()} peers of a rank point to point"
     )
 
 
@@ -189,7 +188,7 @@ def _print_memory_facts(outcome: Outcome, console: Console) -> None:
     if case.machine.communicator_bytes and any(counts.values()):
         whose = ", ".join(f"{count} of {name}" for name, count in counts.items() if count)
         console.print(
-            f"NCCL: {sum(counts.values())} communicators of a rank ({whose}), each taken as "
+            f"NCCL: up to {sum(counts.values())} communicators of a rank ({whose}), each taken as "
             f"{case.machine.communicator_bytes / MB:g} MB: an assumption, --communicator-mb"
         )
 

@@ -15,8 +15,20 @@ from mcore_rl.hybrid_engine.layout import RolloutLayout
 from mcore_rl.hybrid_engine.placement import Placement, with_rank_map
 from mcore_rl.hybrid_engine.sharding_manager import TO_ROLLOUT, ReshardReport
 from mcore_rl.hybrid_engine.vllm_model_only import VLLMModelOnly
+from mcore_rl.megatron_adapter import broadcast_groups
+from mcore_rl.planner.links import traffic_of
+from mcore_rl.planner.settings import GB, Machine
 from mcore_rl.verify import overwrite_with_zeros, stored_digests
 from tests.dist.jobs import started
+
+MACHINE = Machine(
+    ranks_per_node=8,
+    gpu_bytes=80 * GB,
+    reserved_bytes=0,
+    host_bytes=0,
+    own_node_rate=400e9,
+    other_nodes_rate=50e9,
+)
 
 
 def hand_over(
@@ -38,6 +50,9 @@ def hand_over(
     with manager:
         handed_over = stored_digests(engine)
     slot = rollout.slot(rank)
+    traffic = traffic_of(placement, rollout.rank_map, MACHINE)
+    connections, planned = manager.stream.connections, traffic.connections[rank]
+    own_groups = [set(dist.get_process_group_ranks(g)) for g in broadcast_groups().values()]
     specs = {name: (spec.shape, spec.dtype) for name, spec in checkpoint_tensors(job.shape)}
     tensors = manager.stream.tensors
     held = {name: shards.boxes(name) for name in tensors}
@@ -70,6 +85,12 @@ def hand_over(
             name for name, info in tensors.items() if specs.get(name) != (info.shape, info.dtype)
         ],
         "identity": rollout.is_identity,
+        "groups": len(connections.groups),
+        "groups_as_planned": connections.groups == planned.groups,
+        "groups_are_megatrons": all(set(group) in own_groups for group in connections.groups),
+        "speaks_point_to_point": [bool(connections.peers), bool(planned.peers)],
+        "made_groups": manager.stream._transfer.num_groups,
+        "planned_to_make": traffic.num_own_groups,
         "layout": f"{job.train_layout.describe()} -> {rollout.describe()}",
     }
     engine.close()

@@ -133,6 +133,15 @@ def test_received_bytes_are_the_lower_bound_and_were_planned(handed_over: tuple)
         assert received <= case.ratio * bound
 
 
+def test_communicators_are_megatrons_and_as_planned(handed_over: tuple) -> None:
+    for result in handed_over[1]:
+        assert result["groups_as_planned"] and result["groups_are_megatrons"]
+        assert result["groups"] <= 4  # of PP, EP, DP and TP
+        spoke, planned = result["speaks_point_to_point"]
+        assert spoke == planned
+        assert result["made_groups"] == result["planned_to_make"] <= 1
+
+
 def test_table_says_what_megatron_holds_and_vllm_needs(handed_over: tuple) -> None:
     for result in handed_over[1]:
         assert result["other_needs"] == []

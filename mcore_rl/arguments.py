@@ -216,7 +216,9 @@ class RLConfig:
         0, "TP size of a vLLM engine; 0 takes --tensor-model-parallel-size"
     )
     rollout_ep_size: int = _flag(
-        0, "EP size of a vLLM engine: TP size x its data-parallel ranks; 0 takes the TP size"
+        0,
+        "EP size of a vLLM engine: TP size x its data-parallel ranks; 0 keeps "
+        "--expert-model-parallel-size where the engine can, and else takes the TP size",
     )
     rollout_no_expert_parallel: bool = _flag(False, "split experts over TP instead of keeping EP")
     rollout_all2all_backend: str = _flag(

@@ -6,8 +6,9 @@ From the flags' values and config.json to `TrainLayout`, the layers of each stag
 
 from __future__ import annotations
 
+import dataclasses
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from mcore_rl.arguments import RLConfig
@@ -202,14 +203,18 @@ def check_rollout(
     *,
     has_cuda: bool,
 ) -> RolloutLayout:
-    """The engines' layout with the best rank map, and what the engine cannot run."""
+    """The engines' layout with the best rank map, and what the engine cannot run.
+
+    Without a word of the flags engines have Megatron's TP and EP, so that experts stay where they
+    are, wherever vLLM can; `note_on_experts` tells where it cannot.
+    """
     if config.rollout_all2all_backend == NOT_RELOADABLE:
         raise UsageError(
             f"--rl-rollout-all2all-backend {NOT_RELOADABLE}: with it vLLM keeps experts in memory "
             "that new weights cannot be loaded into; choose another backend or leave the flag out"
         )
     tp_size = config.rollout_tp_size or layout.tp_size
-    dp_size = _engine_dp_size(config, shape, tp_size)
+    dp_size = _engine_dp_size(config, shape, layout, tp_size, has_cuda=has_cuda)
     rollout = RolloutLayout(
         world_size=layout.world_size,
         tp_size=tp_size,
@@ -250,11 +255,15 @@ def check_rollout(
     return with_rank_map(placement, ranks_per_node=ranks_per_node(config, layout.world_size))
 
 
-def _engine_dp_size(config: RLConfig, shape: ModelShape, tp_size: int) -> int:
+def _engine_dp_size(
+    config: RLConfig, shape: ModelShape, layout: TrainLayout, tp_size: int, *, has_cuda: bool
+) -> int:
     """Data-parallel ranks of an engine: over them and TP, experts are spread."""
     ep_size = config.rollout_ep_size
     if not ep_size:
-        return 1
+        may_spread = has_cuda and shape.experts and not config.rollout_no_expert_parallel
+        keeps = may_spread and layout.ep_size % tp_size == 0
+        return layout.ep_size // tp_size if keeps else 1
     flag = f"--rl-rollout-ep-size {ep_size}"
     if shape.experts is None:
         raise UsageError(
@@ -268,6 +277,40 @@ def _engine_dp_size(config: RLConfig, shape: ModelShape, tp_size: int) -> int:
             "ranks of the engine); change it or --rl-rollout-tp-size"
         )
     return ep_size // tp_size
+
+
+def note_on_experts(config: RLConfig, placement: Placement) -> list[str]:
+    """That engines take a smaller EP than Megatron's, why, and what a hand-over costs by that."""
+    train, rollout = placement.train, placement.rollout
+    chosen = config.rollout_ep_size or config.rollout_no_expert_parallel
+    if chosen or placement.shape.experts is None or train.ep_size <= rollout.tp_size:
+        return []
+    if rollout.ep_size == train.ep_size:
+        return []
+    received = int(placement.received_bytes(_rank_map(rollout)).max()) / 1e9
+    told = (
+        f"engines have EP{rollout.ep_size}, their TP, and not Megatron's EP{train.ep_size}, so "
+        f"that experts move: a rank receives up to {received:.3g} GB in a hand-over"
+    )
+    if train.ep_size % rollout.tp_size:
+        return [
+            f"{told}; --rl-rollout-tp-size {rollout.tp_size} does not divide "
+            f"--expert-model-parallel-size {train.ep_size}, one that does keeps EP"
+        ]
+    kept = dataclasses.replace(
+        rollout, dp_size=train.ep_size // rollout.tp_size, expert_parallel=True, rank_map=()
+    )
+    would = Placement(placement.shape, train, placement.layers, kept)
+    kept = with_rank_map(would, ranks_per_node=ranks_per_node(config, train.world_size))
+    least = int(would.received_bytes(_rank_map(kept)).max()) / 1e9
+    return [
+        f"{told}, with Megatron's EP {least:.3g} GB; vLLM spreads experts over data-parallel ranks "
+        "of an engine on GPUs only"
+    ]
+
+
+def _rank_map(rollout: RolloutLayout) -> Sequence[int]:
+    return rollout.rank_map or range(rollout.world_size)
 
 
 def ranks_per_node(config: RLConfig, world_size: int) -> int:

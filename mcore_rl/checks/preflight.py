@@ -40,6 +40,7 @@ from mcore_rl.checks.layout import (
     check_lengths,
     check_rollout,
     check_stages,
+    note_on_experts,
 )
 from mcore_rl.checks.megatron import check_megatron_accepts
 from mcore_rl.checks.megatron_flags import SET_BY_VALIDATION
@@ -53,6 +54,7 @@ from mcore_rl.given_flags import expand_config, given_values
 from mcore_rl.hf_config import ModelShape, megatron_flags, read_model_shape
 from mcore_rl.hybrid_engine.layout import PipelineLayers, RolloutLayout, TrainLayout
 from mcore_rl.hybrid_engine.offload import offload_kinds
+from mcore_rl.hybrid_engine.placement import Placement
 from mcore_rl.megatron_version import check_megatron
 from mcore_rl.planner.models import TrainedModel
 from mcore_rl.policy_model import named_spec
@@ -192,8 +194,11 @@ def check_command_line(
         rollout_layout=rollout,
         derived=derived,
         tokens=all_tokens,
-        # None of a fork's flags.
-        notes=(*notes(given, megatron_adapter.make_parser()), *may_lack),
+        notes=(
+            *notes(given, megatron_adapter.make_parser()),  # none of a fork's flags
+            *note_on_experts(config, Placement(shape, layout, layers, rollout)),
+            *may_lack,
+        ),
         save=given.get("save"),
         critic=critic,
         reward_model=reward_model,
@@ -313,7 +318,10 @@ def check_parsed_args(args: argparse.Namespace, *, platform: Platform) -> Checke
         rollout_layout=rollout,
         derived=DerivedFlags((), (), ()),
         tokens=(),
-        notes=notes(given, parser),
+        notes=(
+            *notes(given, parser),
+            *note_on_experts(config, Placement(shape, layout, layers, rollout)),
+        ),
         save=args.save,
         critic=critic,
         reward_model=None,

@@ -179,7 +179,23 @@ def _train_layouts(case: Case) -> Iterator[tuple[str, Case]]:
             critic = following(case.critic, other, layers)
             if critic is None:
                 continue
-        yield flags, replace(case, train=other, layers=layers, training=training, critic=critic)
+        rollout = case.rollout
+        if other.ep_size != train.ep_size and rollout.expert_parallel:
+            # Without a word on it engines would follow; so the flags say what is planned here.
+            if rollout.ep_size == train.ep_size and case.engine.may_spread_experts:
+                rollout = replace(rollout, dp_size=2 * rollout.dp_size, rank_map=())
+            flags += f" --rl-rollout-ep-size {rollout.ep_size}"
+        yield (
+            flags,
+            replace(
+                case,
+                train=other,
+                layers=layers,
+                rollout=rollout,
+                training=training,
+                critic=critic,
+            ),
+        )
 
 
 def _critic_layouts(case: Case) -> Iterator[tuple[str, Case]]:

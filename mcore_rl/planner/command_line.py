@@ -123,7 +123,8 @@ def read_command_line(tokens: Sequence[str]) -> PlanRequest:
         models.append(_critic(actor, config, roles))
     train, layers = models[0].train, models[0].layers
     rollout = layout_checks.check_rollout(config, shape, train, layers, has_cuda=True)
-    notes = _notes(Placement(shape, train, layers, rollout))
+    placement = Placement(shape, train, layers, rollout)
+    notes = [*_notes(placement), *layout_checks.note_on_experts(config, placement)]
     if values.get("use_megatron_fsdp"):
         notes.append(
             "--use-megatron-fsdp: weights, gradients and what travels are counted as if every "

@@ -60,7 +60,8 @@ def v3_plans(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], 
     """DeepSeek-V3 on 256 ranks, with shared experts split over TP, and as vLLM does by default."""
     flags = ["--hf-config", str(V3), "--world-size", "256", *V3_LAYOUT]
     folder = tmp_path_factory.mktemp("plans")
-    return plan(folder, *flags, *SPLIT_SHARED), plan(folder, *flags)
+    without_rollout = flags[: flags.index("--rl-rollout-tp-size")]  # which keeps TP and EP
+    return plan(folder, *flags, *SPLIT_SHARED), plan(folder, *without_rollout)
 
 
 def test_published_deepseek_v3_gives_the_known_figures(v3_plans: tuple) -> None:
@@ -72,6 +73,15 @@ def test_published_deepseek_v3_gives_the_known_figures(v3_plans: tuple) -> None:
     assert split["model"]["num_mtp_layers_left_out"] == 1
     notes = " ".join(split["notes"])
     assert "fp8" in notes and "multi-token-prediction" in notes
+
+
+def test_deepseek_v3_without_a_flag_of_rollout_keeps_its_experts(v3_plans: tuple) -> None:
+    _, found = v3_plans
+    assert [found["rollout"][name] for name in ("tp_size", "dp_size", "ep_size")] == [8, 4, 32]
+    assert 41e9 < found["received_bytes_mean"] <= found["received_bytes_max"] < 48e9
+    assert found["received_over_lower_bound"] == 1.0
+    assert found["communicators_max"] == 2 and found["communicators_in_all"] == 64
+    assert found["communicators_not_megatrons"] == found["peers_max"] == 0
 
 
 def test_shared_experts_that_vllm_keeps_whole_are_counted_and_said(v3_plans: tuple) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from typing import Any
 
@@ -13,10 +14,12 @@ from mcore_rl.checks.layout import (
     check_layout,
     check_rollout,
     check_stages,
+    note_on_experts,
     ranks_per_node,
 )
 from mcore_rl.errors import UsageError
 from mcore_rl.hybrid_engine.layout import TrainLayout, pipeline_layers
+from mcore_rl.hybrid_engine.placement import Placement
 from tests.model_shapes import small_shape
 
 
@@ -25,6 +28,18 @@ def rollout(world_size: int, **given: Any) -> Any:
     shape = replace(small_shape(), num_heads=48, num_kv_heads=48)
     layers = pipeline_layers(shape.num_layers, 1)
     return check_rollout(RLConfig(**given), shape, layout, layers, has_cuda=True)
+
+
+def laid_out(world_size: int, *, ep_size: int, has_cuda: bool, **given: Any) -> tuple:
+    """The engines' layout, and what is told of it."""
+    layout = TrainLayout(world_size, tp_size=4, ep_size=ep_size)
+    shape = replace(small_shape(), num_heads=48, num_kv_heads=48, latent=None)
+    experts = replace(shape.experts, num_experts=48, shared_hidden_size=192)
+    shape = replace(shape, experts=experts, ffn_hidden_size=192)
+    layers = pipeline_layers(shape.num_layers, 1)
+    config = RLConfig(ranks_per_node=world_size, **given)
+    found = check_rollout(config, shape, layout, layers, has_cuda=has_cuda)
+    return found, note_on_experts(config, Placement(shape, layout, layers, found))
 
 
 @pytest.mark.parametrize(
@@ -53,6 +68,38 @@ def test_impossible_rollout_is_told(world_size: int, given: dict, sentence: str)
 def test_experts_span_data_parallel_ranks_of_an_engine() -> None:
     found = rollout(16, rollout_ep_size=8, ranks_per_node=8)
     assert (found.tp_size, found.dp_size, found.ep_size, found.num_engines) == (4, 2, 8, 2)
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({}, (4, 2, 8)),  # Megatron's EP, on two data-parallel ranks of an engine
+        ({"rollout_tp_size": 2}, (2, 4, 8)),
+        ({"rollout_tp_size": 8}, (8, 1, 8)),
+        ({"rollout_tp_size": 16}, (16, 1, 16)),  # engines have no smaller EP than their TP
+        ({"rollout_ep_size": 4}, (4, 1, 4)),
+        ({"rollout_no_expert_parallel": True}, (4, 1, 1)),
+    ],
+)
+def test_engines_keep_megatrons_ep(given: dict, expected: tuple) -> None:
+    found, notes = laid_out(16, ep_size=8, has_cuda=True, **given)
+    assert (found.tp_size, found.dp_size, found.ep_size) == expected
+    assert notes == []
+
+
+def test_engines_that_cannot_keep_ep_are_told_with_what_it_costs() -> None:
+    on_cpu, (note,) = laid_out(16, ep_size=8, has_cuda=False)
+    assert on_cpu.ep_size == on_cpu.tp_size == 4
+    found = re.fullmatch(
+        r"engines have EP4, their TP, and not Megatron's EP8, so that experts move: a rank "
+        r"receives up to (\S+) GB in a hand-over, with Megatron's EP (\S+) GB; vLLM spreads "
+        r"experts over data-parallel ranks of an engine on GPUs only",
+        note,
+    )
+    assert found is not None and float(found[1]) > float(found[2]) >= 0
+    other, (note,) = laid_out(48, ep_size=8, has_cuda=True, rollout_tp_size=3)
+    assert other.ep_size == other.tp_size == 3
+    assert "--rl-rollout-tp-size 3 does not divide --expert-model-parallel-size 8" in note
 
 
 def test_tp_group_may_fill_whole_nodes() -> None:

@@ -17,6 +17,7 @@ from mcore_rl.batching.shared_prompts import shares_prompts
 from mcore_rl.errors import UsageError
 from mcore_rl.hf_config import ModelShape
 from mcore_rl.hybrid_engine.layout import (
+    ALL2ALL_BACKENDS,
     NOT_RELOADABLE,
     PipelineLayers,
     RolloutLayout,
@@ -212,6 +213,11 @@ def check_rollout(
         raise UsageError(
             f"--rl-rollout-all2all-backend {NOT_RELOADABLE}: with it vLLM keeps experts in memory "
             "that new weights cannot be loaded into; choose another backend or leave the flag out"
+        )
+    if config.rollout_all2all_backend not in ("", *ALL2ALL_BACKENDS):
+        raise UsageError(
+            f"--rl-rollout-all2all-backend {config.rollout_all2all_backend} is none that vLLM has; "
+            f"choose one of {', '.join(ALL2ALL_BACKENDS)}, or leave the flag out"
         )
     tp_size = config.rollout_tp_size or layout.tp_size
     dp_size = _engine_dp_size(config, shape, layout, tp_size, has_cuda=has_cuda)

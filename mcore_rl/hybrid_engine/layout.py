@@ -22,6 +22,18 @@ from mcore_rl.errors import UsageError
 # their TP group, so that shared experts are split over TP like any dense layer. "moonep" is another
 # one, but its experts' weights cannot be exchanged (see NOT_RELOADABLE).
 SPLITS_SHARED_EXPERTS = ("flashinfer_all2allv", "flashinfer_nvlink_two_sided")
+# Those that vLLM takes from its users, but the one below.
+ALL2ALL_BACKENDS = (
+    "allgather_reducescatter",
+    "deepep_high_throughput",
+    "deepep_low_latency",
+    "deepep_v2",
+    "flashinfer_nvlink_one_sided",
+    *SPLITS_SHARED_EXPERTS,
+    "mori_high_throughput",
+    "mori_low_latency",
+    "nixl_ep",
+)
 # The one with which vLLM puts experts into memory that a checkpoint cannot be loaded into again.
 NOT_RELOADABLE = "moonep"
 

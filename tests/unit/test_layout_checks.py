@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
-from typing import Any
+from typing import Any, get_args
 
 import pytest
+from vllm.config.parallel import All2AllBackend
 
 from mcore_rl.arguments import RLConfig
 from mcore_rl.checks.layout import (
@@ -18,7 +19,12 @@ from mcore_rl.checks.layout import (
     ranks_per_node,
 )
 from mcore_rl.errors import UsageError
-from mcore_rl.hybrid_engine.layout import TrainLayout, pipeline_layers
+from mcore_rl.hybrid_engine.layout import (
+    ALL2ALL_BACKENDS,
+    NOT_RELOADABLE,
+    TrainLayout,
+    pipeline_layers,
+)
 from mcore_rl.hybrid_engine.placement import Placement
 from tests.model_shapes import small_shape
 
@@ -58,11 +64,22 @@ def laid_out(world_size: int, *, ep_size: int, has_cuda: bool, **given: Any) -> 
             {"rollout_all2all_backend": "moonep"},
             r"--rl-rollout-all2all-backend moonep: .* choose another backend or leave the flag",
         ),
+        (
+            16,
+            {"rollout_all2all_backend": "deepep"},
+            r"--rl-rollout-all2all-backend deepep is none that vLLM has; choose one of allgather_",
+        ),
     ],
 )
 def test_impossible_rollout_is_told(world_size: int, given: dict, sentence: str) -> None:
     with pytest.raises(UsageError, match=sentence):
         rollout(world_size, **given)
+
+
+def test_backends_are_those_of_vllm() -> None:
+    ours = {*ALL2ALL_BACKENDS, NOT_RELOADABLE}
+    # The first two were removed; the last is vLLM's to choose.
+    assert ours == {*get_args(All2AllBackend)} - {"naive", "pplx", "passthrough"}
 
 
 def test_experts_span_data_parallel_ranks_of_an_engine() -> None:

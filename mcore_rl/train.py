@@ -15,16 +15,16 @@ import sys
 from collections.abc import Callable
 from typing import Any, TextIO
 
-from mcore_rl.agreement import leave_reason, leave_together
-from mcore_rl.arguments import ExtraArgs, with_rl_args
-from mcore_rl.builders import check_data
-from mcore_rl.errors import RunStopped
-from mcore_rl.roles.ranks import ACTOR
-from mcore_rl.run_output import log_file, setup_logging
-from mcore_rl.run_parts.building import build_parts, serve
-from mcore_rl.run_parts.parts import Parts
-from mcore_rl.spawning import main_script_left_out
-from mcore_rl.startup import Job, job_from_args, start
+from mcore_rl.common.agreement import leave_reason, leave_together
+from mcore_rl.common.errors import RunStopped
+from mcore_rl.common.run_output import log_file, setup_logging
+from mcore_rl.common.spawning import main_script_left_out
+from mcore_rl.flags.options import ExtraArgs, with_rl_args
+from mcore_rl.flags.roles import ACTOR
+from mcore_rl.run.assembly import build_parts, serve
+from mcore_rl.run.builders import check_data
+from mcore_rl.run.parts import Parts
+from mcore_rl.run.startup import Job, job_from_args, start
 
 
 def train(job: Job, parts: Parts) -> None:

@@ -17,9 +17,9 @@ from types import MappingProxyType
 from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
-from mcore_rl.errors import UsageError
-from mcore_rl.megatron_version import NEWEST, OLDEST, find_megatron
-from mcore_rl.megatron_version import PACKAGE as MEGATRON
+from mcore_rl.common.errors import UsageError
+from mcore_rl.megatron.version import NEWEST, OLDEST, find_megatron
+from mcore_rl.megatron.version import PACKAGE as MEGATRON
 
 logger = logging.getLogger(__name__)
 

@@ -5,9 +5,9 @@ python scripts/document_flags.py > docs/megatron_flags.md
 
 from __future__ import annotations
 
-from mcore_rl import megatron_adapter
-from mcore_rl.checks.flag_classes import document
-from mcore_rl.megatron_version import check_megatron
+from mcore_rl.flags.classes import document
+from mcore_rl.megatron import adapter as megatron_adapter
+from mcore_rl.megatron.version import check_megatron
 
 if __name__ == "__main__":
     print(document(megatron_adapter.make_parser(), check_megatron().version), end="")

@@ -46,9 +46,9 @@ class Killer:
 
 def watch(killer: Killer) -> None:
     """Have the killer hear."""
-    from mcore_rl.health.stage_timers import StageTimers
     from mcore_rl.hybrid_engine.sharding_manager import MegatronVLLMShardingManager as Manager
-    from mcore_rl.run_parts.parts import Parts
+    from mcore_rl.observe.stage_timers import StageTimers
+    from mcore_rl.run.parts import Parts
 
     def before(owner: type, name: str, tell: Any) -> None:
         real = getattr(owner, name)

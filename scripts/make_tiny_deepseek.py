@@ -29,7 +29,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))  # scripts/ is no packa
 
 import tiny_task  # noqa: E402
 
-from mcore_rl.errors import UsageError  # noqa: E402
+from mcore_rl.common.errors import UsageError  # noqa: E402
 
 if TYPE_CHECKING:
     import torch

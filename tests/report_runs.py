@@ -11,10 +11,10 @@ from typing import Any
 
 import numpy as np
 
-from mcore_rl.arguments import RLConfig
-from mcore_rl.health.stage_timers import STAGES
-from mcore_rl.recording.run_directory import RunDirectory
-from mcore_rl.types import Prompt, Rollout, ScoredRollout, StepStats
+from mcore_rl.batching.types import Prompt, Rollout, ScoredRollout, StepStats
+from mcore_rl.flags.options import RLConfig
+from mcore_rl.observe.run_directory import RunDirectory
+from mcore_rl.observe.stage_timers import STAGES
 
 GB = 10**9
 SECONDS = dict(zip(STAGES, (0.01, 1.2, 0.15, 0.4, 0.02, 1.1, 0.0, 0.0), strict=True))
@@ -84,7 +84,7 @@ def write_run(
 ) -> Path:
     """A run of `num_steps` steps, of which `asked` were asked for; `rollouts` at every fifth."""
     rng = random.Random(seed)
-    logger = logging.getLogger("mcore_rl.health.alarm_watch")
+    logger = logging.getLogger("mcore_rl.observe.alarm_watch")
     fields = {name: spec.default for name, spec in RLConfig.__dataclass_fields__.items()}
     settings = {"lr": 1e-6, "tensor_model_parallel_size": 8, **fields, "kl_coef": 0.01}
     settings |= {"num_steps": asked or num_steps, **(config or {})}

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from mcore_rl.errors import UsageError
+from mcore_rl.common.errors import UsageError
 
 
 @dataclass(frozen=True, slots=True)

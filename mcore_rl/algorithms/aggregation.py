@@ -21,7 +21,7 @@ from typing import Literal, get_args
 import torch
 
 from mcore_rl.algorithms.segments import Segments
-from mcore_rl.errors import UsageError
+from mcore_rl.common.errors import UsageError
 
 AggregationMode = Literal["token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "constant"]
 AGGREGATION_MODES: tuple[AggregationMode, ...] = get_args(AggregationMode)

@@ -15,7 +15,7 @@ from mcore_rl.algorithms.registry import (
     RegisteredEstimator,
     RegisteredPolicyLoss,
 )
-from mcore_rl.errors import UsageError
+from mcore_rl.common.errors import UsageError
 
 DEFAULT_KL_REWARD_COEF = 0.01
 

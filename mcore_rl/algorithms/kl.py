@@ -10,7 +10,7 @@ from typing import Literal, Protocol
 import torch
 
 from mcore_rl.algorithms.segments import masked
-from mcore_rl.errors import UsageError
+from mcore_rl.common.errors import UsageError
 
 KLEstimator = Literal["k1", "k2", "k3"]
 

@@ -10,7 +10,7 @@ import torch
 
 from mcore_rl.algorithms.aggregation import Aggregation
 from mcore_rl.algorithms.kl import MAX_LOG_RATIO, KLEstimator
-from mcore_rl.errors import UsageError
+from mcore_rl.common.errors import UsageError
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,7 +30,7 @@ from mcore_rl.algorithms.loss_types import bounded_ratio
 from mcore_rl.algorithms.registry import unknown_name
 from mcore_rl.algorithms.segments import Segments, masked
 from mcore_rl.algorithms.sums import TokenSums
-from mcore_rl.errors import UsageError
+from mcore_rl.common.errors import UsageError
 
 MismatchCorrection = Literal[
     "none", "token_tis", "sequence_tis", "icepop", "geometric_rejection", "product_rejection"

@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mcore_rl.errors import UsageError
+from mcore_rl.common.errors import UsageError
 
 if TYPE_CHECKING:
     from mcore_rl.algorithms.advantage_types import (

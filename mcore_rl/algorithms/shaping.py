@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from mcore_rl.algorithms.estimators import finite_scores, members_by_group
-from mcore_rl.errors import UsageError
+from mcore_rl.common.errors import UsageError
 
 
 def check_overlong_buffer(buffer_tokens: int, max_response_tokens: int) -> None:

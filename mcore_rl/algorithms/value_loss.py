@@ -10,7 +10,7 @@ import torch
 from mcore_rl.algorithms.aggregation import Aggregation, Denominators, token_weights
 from mcore_rl.algorithms.segments import Segments, masked
 from mcore_rl.algorithms.sums import TokenSums
-from mcore_rl.errors import UsageError
+from mcore_rl.common.errors import UsageError
 
 
 @dataclass(frozen=True, slots=True)

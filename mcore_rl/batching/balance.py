@@ -16,8 +16,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from mcore_rl.hf_config import ModelShape
-from mcore_rl.planner.parameters import active_parameters
+from mcore_rl.model.config_json import ModelShape
+from mcore_rl.model.tensors import active_parameters
 
 
 def partition(costs: Sequence[float] | np.ndarray, num_bins: int) -> list[np.ndarray]:

@@ -22,7 +22,7 @@ from numpy.random import PCG64, SeedSequence
 from mcore_rl.batching.balance import partition
 from mcore_rl.batching.context_chunks import chunks_of_sample, round_up
 from mcore_rl.batching.micro_batching import MicroBatching
-from mcore_rl.types import ScoredRollout
+from mcore_rl.batching.types import ScoredRollout
 
 # Samples of one prompt are dealt out together, but no more of them than a data-parallel rank, and a
 # micro-batch, has room for this many times: fewer and larger pieces are hard to balance.

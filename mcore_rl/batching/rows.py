@@ -22,7 +22,7 @@ import torch
 from mcore_rl.batching.context_chunks import chunks_of_sample, positions_on_cp_rank, round_up
 from mcore_rl.batching.micro_batching import MicroBatching
 from mcore_rl.batching.prefixes import prefix_lengths
-from mcore_rl.types import TrainBatch
+from mcore_rl.batching.types import TrainBatch
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from mcore_rl.errors import UsageError
+from mcore_rl.common.errors import UsageError
 
 FLAG = "--rl-share-prompts"
 

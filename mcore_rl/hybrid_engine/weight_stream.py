@@ -15,19 +15,20 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from mcore_rl import megatron_adapter, objects
-from mcore_rl.hf_config import ModelShape
-from mcore_rl.hybrid_engine.boxes import Box, intersect, uncovered, volume
-from mcore_rl.hybrid_engine.checkpoint_tensors import checkpoint_tensors
-from mcore_rl.hybrid_engine.holdings import exchange
-from mcore_rl.hybrid_engine.layout import TrainLayout
-from mcore_rl.hybrid_engine.model_shards import ModelShards
-from mcore_rl.hybrid_engine.plan import Plan, TensorInfo, make_plan
-from mcore_rl.hybrid_engine.sliced_tensor import SlicedTensor
-from mcore_rl.hybrid_engine.transfer import Transfer
-from mcore_rl.hybrid_engine.trees import Connections, KnownGroups, Neighbourhoods
-from mcore_rl.hybrid_engine.vllm_engine import VLLMEngine
-from mcore_rl.hybrid_engine.weight_map import layer_order
+from mcore_rl.common import objects
+from mcore_rl.hybrid_engine.plan.moves import Plan, TensorInfo, make_plan
+from mcore_rl.hybrid_engine.plan.trees import Connections, KnownGroups, Neighbourhoods
+from mcore_rl.hybrid_engine.transfer.holdings import exchange
+from mcore_rl.hybrid_engine.transfer.transfer import Transfer
+from mcore_rl.hybrid_engine.vllm.engine import VLLMEngine
+from mcore_rl.hybrid_engine.vllm.sliced_tensor import SlicedTensor
+from mcore_rl.megatron import adapter as megatron_adapter
+from mcore_rl.megatron.shards import ModelShards
+from mcore_rl.model.boxes import Box, intersect, uncovered, volume
+from mcore_rl.model.config_json import ModelShape
+from mcore_rl.model.layout import TrainLayout
+from mcore_rl.model.tensors import checkpoint_tensors
+from mcore_rl.model.weight_map import layer_order
 
 # Of what the busiest rank sends and receives, what is in flight at most: less than all of it, so
 # that something is left to load while the rest travels.

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from mcore_rl import objects
-from mcore_rl.errors import UsageError
+from mcore_rl.common import objects
+from mcore_rl.common.errors import UsageError
 from mcore_rl.resume import folders
 from mcore_rl.resume.folders import Damage
 

@@ -26,7 +26,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from mcore_rl.errors import UsageError
+from mcore_rl.common.errors import UsageError
 
 SAVING = "saving"
 TRACKER = "latest_checkpointed_iteration.txt"

@@ -10,13 +10,13 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from mcore_rl import objects
-from mcore_rl.agreement import agreed
-from mcore_rl.arguments import RLConfig
-from mcore_rl.checkpoint import HFCheckpoint, fingerprint
-from mcore_rl.data import PromptDataset
-from mcore_rl.errors import UsageError
-from mcore_rl.hybrid_engine.rng import RngState
+from mcore_rl.common import objects
+from mcore_rl.common.agreement import agreed
+from mcore_rl.common.errors import UsageError
+from mcore_rl.data.prompts import PromptDataset
+from mcore_rl.flags.options import RLConfig
+from mcore_rl.megatron.hf_checkpoint import HFCheckpoint, fingerprint
+from mcore_rl.megatron.rng import RngState
 from mcore_rl.resume import folders
 from mcore_rl.resume.choice import choose
 from mcore_rl.resume.trainer_state import LOADED, TRAINER, TrainerState, load_trainer_state

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from mcore_rl import objects
+from mcore_rl.common import objects
 from mcore_rl.resume import folders
 
 Writer = Callable[[Path], None]

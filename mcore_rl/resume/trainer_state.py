@@ -20,9 +20,9 @@ from safetensors.torch import save as save_safetensors
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint import load as load_checkpoint
 
-from mcore_rl import objects
-from mcore_rl.hybrid_engine.rng import RngState
-from mcore_rl.resume import megatron_checkpoint
+from mcore_rl.common import objects
+from mcore_rl.megatron import saving as megatron_checkpoint
+from mcore_rl.megatron.rng import RngState
 from mcore_rl.resume.folders import iteration_name
 
 TRAINER = "trainer"  # the folder, in that of a checkpoint

@@ -30,7 +30,7 @@ from collections.abc import Callable
 from decimal import Decimal
 from types import ModuleType
 
-from mcore_rl.errors import UsageError
+from mcore_rl.common.errors import UsageError
 
 RewardFunction = Callable[..., float]
 

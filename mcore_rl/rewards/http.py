@@ -29,9 +29,9 @@ from typing import Any
 
 import aiohttp
 
+from mcore_rl.batching.types import Rollout
 from mcore_rl.rewards.specs import ServerSpec, header_of
 from mcore_rl.rewards.worker import Outcome
-from mcore_rl.types import Rollout
 
 _FIRST_BACKOFF_SECONDS = 0.5
 _SHAPE = "the answer must be"

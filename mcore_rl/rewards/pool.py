@@ -17,7 +17,8 @@ from types import TracebackType
 
 from pebble import ProcessExpired, ProcessPool
 
-from mcore_rl.errors import UsageError
+from mcore_rl.batching.types import Rollout, ScoredRollout
+from mcore_rl.common.errors import UsageError
 from mcore_rl.rewards.parts import FailureLog, weighed
 from mcore_rl.rewards.process import WorkerContext
 from mcore_rl.rewards.worker import (
@@ -27,7 +28,6 @@ from mcore_rl.rewards.worker import (
     score_samples,
     start_worker,
 )
-from mcore_rl.types import Rollout, ScoredRollout
 
 _Task = tuple[int, str]  # which rollout is scored by which function
 _Scored = tuple[list[Outcome], float]  # of a batch of tasks, and its seconds

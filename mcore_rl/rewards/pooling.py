@@ -21,8 +21,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from mcore_rl.batching.types import Rollout
 from mcore_rl.rewards.http import Dialect
-from mcore_rl.types import Rollout
 
 
 def _texts(rollouts: Sequence[Rollout]) -> dict[str, Any]:

@@ -25,9 +25,9 @@ from typing import Any
 from pebble.common.types import Result, ResultStatus
 from pebble.pool.process import Acknowledgement, TaskProblem, TaskResult
 
-from mcore_rl.errors import UsageError
+from mcore_rl.common.errors import UsageError
+from mcore_rl.common.spawning import main_script_left_out
 from mcore_rl.rewards.worker import Outcome
-from mcore_rl.spawning import main_script_left_out
 
 # What Python, the dynamic linker and numerical libraries read; nothing in it is a secret.
 _PASSED_ON = (

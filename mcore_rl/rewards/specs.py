@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from urllib.parse import SplitResult, urlsplit
 
 from mcore_rl.algorithms.registry import import_user_file
-from mcore_rl.errors import UsageError
+from mcore_rl.common.errors import UsageError
 from mcore_rl.rewards.functions import REWARD_MODEL, SERVED_REWARDS, resolve_reward
 
 _HEADER = re.compile(

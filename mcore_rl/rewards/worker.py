@@ -21,7 +21,8 @@ from collections.abc import Awaitable, Sequence
 from typing import TYPE_CHECKING, NamedTuple, SupportsFloat
 
 from mcore_rl.algorithms.registry import import_user_file
-from mcore_rl.errors import UsageError
+from mcore_rl.common.errors import UsageError
+from mcore_rl.common.spawning import forbid_runs
 from mcore_rl.rewards.functions import RewardFunction, resolve_reward, shortened
 from mcore_rl.rewards.limits import (
     drop_privileges,
@@ -29,7 +30,6 @@ from mcore_rl.rewards.limits import (
     see_no_other_process,
     write_no_core,
 )
-from mcore_rl.spawning import forbid_runs
 
 if TYPE_CHECKING:
     import asyncio

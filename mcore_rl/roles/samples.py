@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import torch
 
-from mcore_rl.types import Prompt, Rollout, ScoredRollout
+from mcore_rl.batching.types import Prompt, Rollout, ScoredRollout
 
 
 def samples_to_tensors(scored: Sequence[ScoredRollout]) -> dict[str, torch.Tensor]:

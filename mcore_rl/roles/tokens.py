@@ -16,8 +16,8 @@ import torch.distributed as dist
 from mcore_rl.batching.dealing import Prompts, plan_step
 from mcore_rl.batching.micro_batching import MicroBatching
 from mcore_rl.batching.train_batches import build_train_batch, split_mini_batches
-from mcore_rl.hybrid_engine.layout import TrainLayout
-from mcore_rl.types import ScoredRollout, TrainBatch
+from mcore_rl.batching.types import ScoredRollout, TrainBatch
+from mcore_rl.model.layout import TrainLayout
 
 
 def batch_of_rank(

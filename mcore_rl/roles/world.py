@@ -12,8 +12,8 @@ from dataclasses import dataclass
 
 import torch.distributed as dist
 
+from mcore_rl.flags.roles import ACTOR, CRITIC, REWARD, Roles
 from mcore_rl.roles.bridge import Bridge
-from mcore_rl.roles.ranks import ACTOR, CRITIC, REWARD, Roles
 
 
 @dataclass(frozen=True, slots=True)

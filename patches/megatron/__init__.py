@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from mcore_rl.errors import UsageError
+from mcore_rl.common.errors import UsageError
 from mcore_rl.patches.megatron import (
     common_state_reading,
     cpu_torch,

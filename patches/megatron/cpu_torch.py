@@ -34,8 +34,8 @@ from typing import Any
 import torch
 import torch.distributed
 
-from mcore_rl.errors import UsageError
-from mcore_rl.megatron_version import NEWEST, OLDEST
+from mcore_rl.common.errors import UsageError
+from mcore_rl.megatron.version import NEWEST, OLDEST
 from mcore_rl.patches.registry import Patch
 
 _PREFIX = "megatron."

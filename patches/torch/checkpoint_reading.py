@@ -24,7 +24,7 @@ from typing import Any, BinaryIO
 
 from packaging.specifiers import SpecifierSet
 
-from mcore_rl.errors import UsageError
+from mcore_rl.common.errors import UsageError
 from mcore_rl.patches.registry import Patch, require, require_parameters
 
 _CHECKPOINT = "torch.distributed.checkpoint"

@@ -13,12 +13,12 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 
-from mcore_rl.agreement import agreed, open_store
-from mcore_rl.builders import check_data
-from mcore_rl.checks.platform import WITHOUT_CUDA
-from mcore_rl.checks.preflight import check_command_line
-from mcore_rl.errors import UsageError
-from mcore_rl.startup import hold_folders
+from mcore_rl.common.agreement import agreed, open_store
+from mcore_rl.common.errors import UsageError
+from mcore_rl.common.platform import WITHOUT_CUDA
+from mcore_rl.job.preflight import check_command_line
+from mcore_rl.run.builders import check_data
+from mcore_rl.run.startup import hold_folders
 
 
 class ParameterCounter:

@@ -10,19 +10,19 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from mcore_rl import megatron_adapter
 from mcore_rl.batching.train_batches import split_mini_batches
-from mcore_rl.builders import build_manager, build_offloader, engine_config
-from mcore_rl.checkpoint import export
-from mcore_rl.hybrid_engine.boxes import volume
-from mcore_rl.hybrid_engine.holdings import missing_bytes
-from mcore_rl.hybrid_engine.model_shards import ModelShards
+from mcore_rl.batching.types import TrainBatch
 from mcore_rl.hybrid_engine.sharding_manager import TO_ROLLOUT, ReshardReport
-from mcore_rl.hybrid_engine.vllm_model_only import VLLMModelOnly
-from mcore_rl.resume import megatron_checkpoint
+from mcore_rl.hybrid_engine.transfer.holdings import missing_bytes
+from mcore_rl.hybrid_engine.vllm.model_only import VLLMModelOnly
+from mcore_rl.megatron import adapter as megatron_adapter
+from mcore_rl.megatron import saving as megatron_checkpoint
+from mcore_rl.megatron.hf_checkpoint import export
+from mcore_rl.megatron.shards import ModelShards
+from mcore_rl.model.boxes import volume
 from mcore_rl.resume.folders import iteration_name
-from mcore_rl.startup import Job
-from mcore_rl.types import TrainBatch
+from mcore_rl.run.builders import build_manager, build_offloader, engine_config
+from mcore_rl.run.startup import Job
 from mcore_rl.verify import overwrite_with_zeros, stored_digests
 from tests.dist.jobs import log_probs_of_random_tokens, rank_batch, started
 

@@ -12,21 +12,21 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from mcore_rl.actor import Actor
 from mcore_rl.batching.dealing import plan_step
 from mcore_rl.batching.train_batches import batch_of_tokens, split_mini_batches, take
-from mcore_rl.builders import build_manager, engine_config, micro_batching
-from mcore_rl.checkpoint import export
-from mcore_rl.hybrid_engine.rng import RngState
+from mcore_rl.batching.types import Prompt, TrainBatch
+from mcore_rl.common.run_output import setup_logging
 from mcore_rl.hybrid_engine.sharding_manager import (
     MegatronVLLMShardingManager,
     ReshardReport,
     log_reshard,
 )
-from mcore_rl.hybrid_engine.vllm_engine import VLLMEngine
-from mcore_rl.run_output import setup_logging
-from mcore_rl.startup import Job, build_actor, start
-from mcore_rl.types import Prompt, TrainBatch
+from mcore_rl.hybrid_engine.vllm.engine import VLLMEngine
+from mcore_rl.megatron.hf_checkpoint import export
+from mcore_rl.megatron.rng import RngState
+from mcore_rl.run.actor import Actor
+from mcore_rl.run.builders import build_manager, engine_config, micro_batching
+from mcore_rl.run.startup import Job, build_actor, start
 from mcore_rl.verify import overwrite_with_zeros, stored_digests
 from tests.dist.sleeping import SleepLog, memory_gone_while_asleep
 

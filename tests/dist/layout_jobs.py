@@ -8,16 +8,16 @@ from typing import Any
 
 import torch.distributed as dist
 
-from mcore_rl.builders import build_manager, engine_config
-from mcore_rl.hybrid_engine.boxes import Box, disjoint, volume
-from mcore_rl.hybrid_engine.checkpoint_tensors import checkpoint_tensors
-from mcore_rl.hybrid_engine.layout import RolloutLayout
-from mcore_rl.hybrid_engine.placement import Placement, with_rank_map
+from mcore_rl.hybrid_engine.plan.placement import Placement, with_rank_map
 from mcore_rl.hybrid_engine.sharding_manager import TO_ROLLOUT, ReshardReport
-from mcore_rl.hybrid_engine.vllm_model_only import VLLMModelOnly
-from mcore_rl.megatron_adapter import broadcast_groups
+from mcore_rl.hybrid_engine.vllm.model_only import VLLMModelOnly
+from mcore_rl.megatron.adapter import broadcast_groups
+from mcore_rl.model.boxes import Box, disjoint, volume
+from mcore_rl.model.layout import RolloutLayout
+from mcore_rl.model.tensors import checkpoint_tensors
 from mcore_rl.planner.links import traffic_of
 from mcore_rl.planner.settings import GB, Machine
+from mcore_rl.run.builders import build_manager, engine_config
 from mcore_rl.verify import overwrite_with_zeros, stored_digests
 from tests.dist.jobs import started
 

@@ -8,18 +8,18 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from mcore_rl import megatron_adapter
-from mcore_rl.actor import Actor, ReferencePolicy
 from mcore_rl.batching.rows import lay_out
 from mcore_rl.batching.train_batches import split_micro_batches, split_mini_batches
-from mcore_rl.builders import build_learner, build_offloader, micro_batching
-from mcore_rl.critic_startup import build_critic
-from mcore_rl.hybrid_engine.offload import Offloader
-from mcore_rl.memory_report import memory_lines, recompute_saving
-from mcore_rl.planner.flag_settings import activation_settings
-from mcore_rl.run_output import setup_logging
-from mcore_rl.startup import Job, build_actor, start
-from mcore_rl.types import TrainBatch
+from mcore_rl.batching.types import TrainBatch
+from mcore_rl.common.run_output import setup_logging
+from mcore_rl.hybrid_engine.memory.offload import Offloader
+from mcore_rl.job.memory_report import memory_lines, recompute_saving
+from mcore_rl.job.planner_settings import activation_settings
+from mcore_rl.megatron import adapter as megatron_adapter
+from mcore_rl.roles.critic_startup import build_critic
+from mcore_rl.run.actor import Actor, ReferencePolicy
+from mcore_rl.run.builders import build_learner, build_offloader, micro_batching
+from mcore_rl.run.startup import Job, build_actor, start
 from tests.dist.invariance_jobs import Forwards
 from tests.dist.jobs import rank_batch, started
 from tests.dist.offload_jobs import state_digests

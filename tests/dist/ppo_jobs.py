@@ -12,21 +12,21 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from mcore_rl import megatron_adapter
-from mcore_rl.builders import build_learner
-from mcore_rl.checkpoint import export
-from mcore_rl.critic_startup import BuiltCritic, build_critic, save_critic
-from mcore_rl.hybrid_engine.model_shards import ModelShards
-from mcore_rl.learner import Learner
-from mcore_rl.recording.step_metrics import mismatch_metrics
-from mcore_rl.resume import megatron_checkpoint
+from mcore_rl.batching.types import Baseline, Prompt, Rollout, ScoredRollout, StepBatch
+from mcore_rl.common.run_output import setup_logging
+from mcore_rl.megatron import adapter as megatron_adapter
+from mcore_rl.megatron import saving as megatron_checkpoint
+from mcore_rl.megatron.hf_checkpoint import export
+from mcore_rl.megatron.shards import ModelShards
 from mcore_rl.resume.folders import iteration_name
 from mcore_rl.resume.point import ResumePoint
 from mcore_rl.resume.saver import write_checkpoint
 from mcore_rl.resume.trainer_state import TrainerState
-from mcore_rl.run_output import setup_logging
-from mcore_rl.startup import Job, build_actor, start
-from mcore_rl.types import Baseline, Prompt, Rollout, ScoredRollout, StepBatch
+from mcore_rl.roles.critic_startup import BuiltCritic, build_critic, save_critic
+from mcore_rl.run.builders import build_learner
+from mcore_rl.run.learner import Learner
+from mcore_rl.run.startup import Job, build_actor, start
+from mcore_rl.run.step_metrics import mismatch_metrics
 from tests.dist.jobs import random_tokens
 
 

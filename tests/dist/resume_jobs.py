@@ -11,9 +11,10 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from mcore_rl.arguments import RLConfig
-from mcore_rl.errors import UsageError
-from mcore_rl.hybrid_engine.rng import RngState
+from mcore_rl.common.errors import UsageError
+from mcore_rl.common.run_output import setup_logging
+from mcore_rl.flags.options import RLConfig
+from mcore_rl.megatron.rng import RngState
 from mcore_rl.resume import folders
 from mcore_rl.resume.choice import choose
 from mcore_rl.resume.point import find_resume_point
@@ -24,7 +25,6 @@ from mcore_rl.resume.trainer_state import (
     load_trainer_state,
     trainer_writer,
 )
-from mcore_rl.run_output import setup_logging
 
 
 def choose_step(folder: str, beside: list[str], step: int | None) -> dict[str, Any]:

@@ -10,15 +10,15 @@ from typing import Any
 import numpy as np
 import torch.distributed as dist
 
-from mcore_rl.builders import build_learner, critic_model, reward_model_of, reward_role
-from mcore_rl.checkpoint import export
-from mcore_rl.critic import Critic
-from mcore_rl.critic_startup import BuiltCritic, build_critic
-from mcore_rl.roles.critic import serve_critic
-from mcore_rl.roles.ranks import CRITIC, REWARD
-from mcore_rl.roles.reward import serve_reward_model
-from mcore_rl.run_output import setup_logging
-from mcore_rl.startup import Job, build_actor, start
+from mcore_rl.common.run_output import setup_logging
+from mcore_rl.flags.roles import CRITIC, REWARD
+from mcore_rl.megatron.hf_checkpoint import export
+from mcore_rl.roles.critic import Critic
+from mcore_rl.roles.critic_role import serve_critic
+from mcore_rl.roles.critic_startup import BuiltCritic, build_critic
+from mcore_rl.roles.reward_role import serve_reward_model
+from mcore_rl.run.builders import build_learner, critic_model, reward_model_of, reward_role
+from mcore_rl.run.startup import Job, build_actor, start
 from tests.dist.ppo_jobs import in_float32, scored_rollouts, take_step
 
 MEETING_SECONDS = 60

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from mcore_rl.recording import own_folders
+from mcore_rl.observe import own_folders
 from tests.dist.bad_input_cases import (
     CASE_SECONDS,
     WORKER,

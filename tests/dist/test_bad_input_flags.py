@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from mcore_rl.checkpoint import EXPORT_MARKER
+from mcore_rl.megatron.hf_checkpoint import EXPORT_MARKER
 from tests.dist.bad_input_cases import Case, assert_ends_all_ranks_with_one_sentence, table
 from tests.dist.bad_input_folder import write
 from tests.rank_pool import RankPool

@@ -16,7 +16,7 @@ import torch.distributed as dist
 import torch.multiprocessing
 from torch.distributions import Categorical
 
-from mcore_rl.log_probs import vocab_parallel_log_probs
+from mcore_rl.megatron.log_probs import vocab_parallel_log_probs
 
 WORLD_SIZE, NUM_TOKENS, HIDDEN = 4, 17, 6
 # A bf16 number keeps 8 bits, and each rank rounds its own partial sum (of magnitude 4) to them.

@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from mcore_rl.health.watchdog import EXIT_STUCK
+from mcore_rl.observe.watchdog import EXIT_STUCK
 from tests.rank_pool import RankPool
 
 pytestmark = pytest.mark.timeout(200)

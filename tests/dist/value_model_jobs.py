@@ -9,12 +9,12 @@ from typing import Any
 import torch.distributed as dist
 
 from mcore_rl.batching.train_batches import split_mini_batches
-from mcore_rl.builders import micro_batching
-from mcore_rl.critic import Critic
-from mcore_rl.critic_startup import BuiltCritic, build_critic, save_critic
-from mcore_rl.megatron_adapter import megatron_output_to
-from mcore_rl.run_output import setup_logging
-from mcore_rl.startup import Job, start
+from mcore_rl.common.run_output import setup_logging
+from mcore_rl.megatron.adapter import megatron_output_to
+from mcore_rl.roles.critic import Critic
+from mcore_rl.roles.critic_startup import BuiltCritic, build_critic, save_critic
+from mcore_rl.run.builders import micro_batching
+from mcore_rl.run.startup import Job, start
 from tests.dist.jobs import random_batch, rank_part
 
 NUM_SAVED_STEPS = 3

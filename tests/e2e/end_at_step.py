@@ -10,7 +10,7 @@ import signal
 
 
 def end_at(last_step, launcher_of):
-    from mcore_rl.run_parts.parts import Parts
+    from mcore_rl.run.parts import Parts
 
     record = Parts.record
 

@@ -21,7 +21,7 @@ async def fails_later(*, prompt: str, response: str, answer: str) -> float:
 
 
 def make_the_file_in_the_third_step() -> None:
-    from mcore_rl.run_parts.parts import Parts
+    from mcore_rl.run.parts import Parts
 
     collect, calls = Parts.collect, []
 

@@ -39,7 +39,7 @@ def watched_verify(tokens: list[str]) -> dict[str, Any]:
 def train_in_a_fork(tokens: list[str], megatron_tokens: list[str]) -> list[str]:
     """What a Megatron fork does: its own parser, start and model provider, then `mcore_rl.run`."""
     import mcore_rl
-    from mcore_rl import megatron_adapter
+    from mcore_rl.megatron import adapter as megatron_adapter
 
     megatron_adapter.prepare()
     from megatron.core.models.gpt import GPTModel

@@ -6,7 +6,7 @@ import signal
 
 
 def signal_in_the_second_step():
-    from mcore_rl.run_parts.parts import Parts
+    from mcore_rl.run.parts import Parts
 
     make_batch, batches = Parts.make_batch, []
 

@@ -33,7 +33,7 @@ def filler_of(plan):
 
 
 def spoil_at_a_step(plan):
-    from mcore_rl.run_parts.parts import Parts
+    from mcore_rl.run.parts import Parts
 
     record = Parts.record
 

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from mcore_rl.recording import own_folders
-from mcore_rl.recording.run_directory import read_metrics
+from mcore_rl.observe import own_folders
+from mcore_rl.observe.run_directory import read_metrics
 from mcore_rl.resume import folders
 from tests.conftest import load_script
 from tests.e2e.recipe import task_flags

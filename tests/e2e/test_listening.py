@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from mcore_rl.recording.run_directory import read_metrics
+from mcore_rl.observe.run_directory import read_metrics
 from tests.e2e.recipe import task_flags
 from tests.rank_pool import ENVIRONMENT, ROOT, free_port
 

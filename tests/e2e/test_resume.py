@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from mcore_rl.recording import own_folders
-from mcore_rl.recording.run_directory import read_metrics
+from mcore_rl.observe import own_folders
+from mcore_rl.observe.run_directory import read_metrics
 from tests.e2e.recipe import task_flags
 from tests.rank_pool import ROOT, RankPool
 

@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 import yaml
 
-from mcore_rl.arguments import RLConfig
-from mcore_rl.checks.derived_flags import derive_flags
-from mcore_rl.checks.platform import WITHOUT_CUDA
-from mcore_rl.checks.preflight import make_parser
-from mcore_rl.hf_config import megatron_flags, read_model_shape
-from mcore_rl.recording import own_folders
+from mcore_rl.common.platform import WITHOUT_CUDA
+from mcore_rl.flags.derived import derive_flags
+from mcore_rl.flags.options import RLConfig
+from mcore_rl.job.preflight import make_parser
+from mcore_rl.model.config_json import megatron_flags, read_model_shape
+from mcore_rl.observe import own_folders
 from tests.e2e.recipe import task_flags
 from tests.rank_pool import ROOT, RankPool
 

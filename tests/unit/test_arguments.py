@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 import yaml
 
-from mcore_rl.arguments import RLConfig, add_rl_args, flag_of
-from mcore_rl.checks import preflight
-from mcore_rl.errors import UsageError
-from mcore_rl.given_flags import expand_config, given_values
-from mcore_rl.megatron_adapter import make_parser
+from mcore_rl.common.errors import UsageError
+from mcore_rl.flags.given import expand_config, given_values
+from mcore_rl.flags.options import RLConfig, add_rl_args, flag_of
+from mcore_rl.job import preflight
+from mcore_rl.megatron.adapter import make_parser
 
 FIELDS = dataclasses.fields(RLConfig)
 # Of Megatron's RL loop, in any of its versions; ours must leave them alone.

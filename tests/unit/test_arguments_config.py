@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from mcore_rl.arguments import RLConfig, add_rl_args
-from mcore_rl.errors import UsageError
-from mcore_rl.given_flags import expand_config, given_values
+from mcore_rl.common.errors import UsageError
+from mcore_rl.flags.given import expand_config, given_values
+from mcore_rl.flags.options import RLConfig, add_rl_args
 
 
 def make_parser() -> argparse.ArgumentParser:

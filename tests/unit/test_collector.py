@@ -9,12 +9,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mcore_rl.arguments import RLConfig
-from mcore_rl.collector import Collected, Collector
-from mcore_rl.data import prompt_indices
-from mcore_rl.health.stage_timers import StageTimers
-from mcore_rl.recording.step_metrics import rollout_metrics
-from mcore_rl.types import Baseline, Prompt, Rollout, ScoredRollout
+from mcore_rl.batching.types import Baseline, Prompt, Rollout, ScoredRollout
+from mcore_rl.data.prompts import prompt_indices
+from mcore_rl.flags.options import RLConfig
+from mcore_rl.observe.stage_timers import StageTimers
+from mcore_rl.rollout.collector import Collected, Collector
+from mcore_rl.run.step_metrics import rollout_metrics
 
 SEED = 7
 NUM_PROMPTS = 20

@@ -16,11 +16,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mcore_rl.batching.context_chunks import positions_on_cp_rank
-from mcore_rl.errors import UsageError
-from mcore_rl.given_flags import given_values
+from mcore_rl.common.errors import UsageError
+from mcore_rl.flags.given import given_values
 
 SETUP = """
-from mcore_rl import megatron_adapter
+from mcore_rl.megatron import adapter as megatron_adapter
 import torch
 from megatron.core import utils
 from megatron.core.models.common.embeddings import rope_utils
@@ -116,7 +116,7 @@ def test_cached_yarn_rotation_is_that_of_the_rows_own_positions() -> None:
 
 
 def test_backend_that_knows_no_context_parallelism_is_refused() -> None:
-    from mcore_rl.checks import preflight
+    from mcore_rl.job import preflight
 
     parser = preflight.make_parser()
 

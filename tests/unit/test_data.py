@@ -20,9 +20,9 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from tokenizers.processors import TemplateProcessing
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from mcore_rl.data import load_prompts, prompt_indices_for_step
-from mcore_rl.errors import UsageError
-from mcore_rl.prompt_file import PromptSource, check_prompts
+from mcore_rl.common.errors import UsageError
+from mcore_rl.data.prompt_file import PromptSource, check_prompts
+from mcore_rl.data.prompts import load_prompts, prompt_indices_for_step
 
 REPOSITORY = Path(__file__).parents[2]
 TEMPLATE = (
@@ -293,8 +293,8 @@ def test_token_that_the_model_does_not_have_is_told_in_one_sentence(tokenizer_di
 LOAD_IN_FOUR = """
 import json, multiprocessing, sys
 from pathlib import Path
-from mcore_rl.data import load_prompts
-from mcore_rl.prompt_file import PromptSource
+from mcore_rl.data.prompts import load_prompts
+from mcore_rl.data.prompt_file import PromptSource
 
 context = multiprocessing.get_context("fork")  # safe without threads; spawn would import torch
 barrier = context.Barrier(4)

@@ -12,19 +12,19 @@ from typing import Any
 import pytest
 import torch
 
-from mcore_rl import megatron_adapter
-from mcore_rl.arguments import RLConfig, add_rl_args
-from mcore_rl.checks.derived_flags import (
+from mcore_rl.common.errors import UsageError
+from mcore_rl.common.platform import WITHOUT_CUDA, Platform
+from mcore_rl.flags.derived import (
     _NEEDS_CUDA,
     DerivedFlags,
     derive_flags,
 )
-from mcore_rl.checks.megatron_flags import ARCHITECTURE
-from mcore_rl.checks.platform import WITHOUT_CUDA, Platform
-from mcore_rl.checks.preflight import check_megatron_accepts
-from mcore_rl.errors import UsageError
-from mcore_rl.given_flags import given_values
-from mcore_rl.hf_config import ModelShape, settings_without_flag
+from mcore_rl.flags.given import given_values
+from mcore_rl.flags.megatron_flags import ARCHITECTURE
+from mcore_rl.flags.options import RLConfig, add_rl_args
+from mcore_rl.job.preflight import check_megatron_accepts
+from mcore_rl.megatron import adapter as megatron_adapter
+from mcore_rl.model.config_json import ModelShape, settings_without_flag
 from tests.unit.test_hf_config import (
     DEEPSEEK_V2,
     DEEPSEEK_V2_LITE,

@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 
-from mcore_rl.checks.device import check_device
-from mcore_rl.checks.platform import Platform
-from mcore_rl.checks.preflight import check_command_line
-from mcore_rl.errors import UsageError
-from mcore_rl.hybrid_engine.layout import RolloutLayout, TrainLayout
+from mcore_rl.common.errors import UsageError
+from mcore_rl.common.platform import Platform
+from mcore_rl.job.device import check_device
+from mcore_rl.job.preflight import check_command_line
+from mcore_rl.model.layout import RolloutLayout, TrainLayout
 from mcore_rl.planner.models import stage_state
 from mcore_rl.planner.phases import Case
 from mcore_rl.planner.settings import GB

@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from mcore_rl.cli import main
-from mcore_rl.doctor import examination
+from mcore_rl.tools.doctor import examination
 from tests.dist.bad_input_cases import Case, tokens_of
 from tests.dist.bad_input_folder import make_good_folder
 from tests.e2e.recipe import task_flags

@@ -20,14 +20,19 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
 
-from mcore_rl.arguments import RLConfig
-from mcore_rl.builders import check_data
-from mcore_rl.checks.platform import WITHOUT_CUDA
-from mcore_rl.doctor import reward as reward_checks
-from mcore_rl.doctor.checkpoint import check_load
-from mcore_rl.doctor.finding import Finding
-from mcore_rl.doctor.flags import ReadJob, read_job, taken_flags
-from mcore_rl.doctor.plan import (
+from mcore_rl.batching.types import Prompt
+from mcore_rl.common.platform import WITHOUT_CUDA
+from mcore_rl.flags.options import RLConfig
+from mcore_rl.megatron.rng import RngState
+from mcore_rl.resume import folders
+from mcore_rl.resume.trainer_state import TrainerState, read_trainer_state, save_trainer_state
+from mcore_rl.rewards.specs import parse_rewards
+from mcore_rl.run.builders import check_data
+from mcore_rl.tools.doctor import reward as reward_checks
+from mcore_rl.tools.doctor.checkpoint import check_load
+from mcore_rl.tools.doctor.finding import Finding
+from mcore_rl.tools.doctor.flags import ReadJob, read_job, taken_flags
+from mcore_rl.tools.doctor.plan import (
     DeviceMemory,
     check_batches,
     check_plan,
@@ -35,14 +40,9 @@ from mcore_rl.doctor.plan import (
     host_needs,
     make_plan,
 )
-from mcore_rl.doctor.prompts import check_prompts
-from mcore_rl.doctor.reward import asks_loopback, check_reward, run_trial
-from mcore_rl.hybrid_engine.rng import RngState
-from mcore_rl.planner.outcome import Outcome
-from mcore_rl.resume import folders
-from mcore_rl.resume.trainer_state import TrainerState, read_trainer_state, save_trainer_state
-from mcore_rl.rewards.specs import parse_rewards
-from mcore_rl.types import Prompt
+from mcore_rl.tools.doctor.prompts import check_prompts
+from mcore_rl.tools.doctor.reward import asks_loopback, check_reward, run_trial
+from mcore_rl.tools.plan.outcome import Outcome
 from tests.dist.bad_input_cases import Case, tokens_of
 from tests.dist.bad_input_folder import INDEX, SECOND, make_good_folder
 from tests.untrusted import need_code_of_tokenizer
@@ -434,8 +434,8 @@ def test_without_a_checkpoint_prompts_are_read_and_not_tokenised(here: Path) -> 
 
 
 def test_prompts_must_be_those_that_the_checkpoint_has_drawn_from(here: Path) -> None:
-    from mcore_rl.builders import prompt_source
-    from mcore_rl.data import load_prompts
+    from mcore_rl.data.prompts import load_prompts
+    from mcore_rl.run.builders import prompt_source
 
     config = config_of(here)
     assert config.prompts is not None and config.hf_checkpoint is not None

@@ -19,15 +19,24 @@ import packaging
 import pytest
 from packaging.requirements import Requirement
 
-from mcore_rl.checks import allocator
-from mcore_rl.doctor import gpus, limits, network, patches, ports, shared_memory, space, versions
-from mcore_rl.doctor.finding import FLAGS, Finding, green, red, refusal, yellow
-from mcore_rl.doctor.gpus import Device, Gpus
-from mcore_rl.doctor.network import NetworkUse
-from mcore_rl.doctor.report import as_json
-from mcore_rl.errors import UsageError
+from mcore_rl.common.errors import UsageError
+from mcore_rl.flags import allocator
 from mcore_rl.patches import registry
 from mcore_rl.patches.registry import Patch, require
+from mcore_rl.tools.doctor import (
+    gpus,
+    limits,
+    network,
+    patches,
+    ports,
+    shared_memory,
+    space,
+    versions,
+)
+from mcore_rl.tools.doctor.finding import FLAGS, Finding, green, red, refusal, yellow
+from mcore_rl.tools.doctor.gpus import Device, Gpus
+from mcore_rl.tools.doctor.network import NetworkUse
+from mcore_rl.tools.doctor.report import as_json
 
 GB = 10**9
 GPU = NetworkUse(has_gpu=True, local_ranks=8)
@@ -192,7 +201,7 @@ def test_what_nvml_says_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_megatrons_questions_about_the_gpu_start_no_cuda() -> None:
     import torch
 
-    from mcore_rl.doctor.no_context import properties_from_nvml
+    from mcore_rl.tools.doctor.no_context import properties_from_nvml
 
     before = torch.cuda.get_device_properties
     with properties_from_nvml(hopper(0)):
@@ -503,7 +512,6 @@ def test_queues_are_those_that_megatron_wants(sys_root: Callable[..., Path]) -> 
 
 def test_queues_are_refused_where_megatron_asserts() -> None:
     """The conditions are read in the source of the installed Megatron, and copied."""
-    from mcore_rl import megatron_adapter  # noqa: F401  (patches come before Megatron)
 
     from megatron.training import arguments  # isort: skip
 

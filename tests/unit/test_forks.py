@@ -12,12 +12,12 @@ from typing import Any
 
 import pytest
 
-from mcore_rl.arguments import add_rl_args, with_rl_args
-from mcore_rl.builders import check_data
-from mcore_rl.checks.platform import WITHOUT_CUDA, Platform
-from mcore_rl.checks.preflight import check_command_line, check_parsed_args
-from mcore_rl.errors import UsageError
-from mcore_rl.megatron_world import parsed_args
+from mcore_rl.common.errors import UsageError
+from mcore_rl.common.platform import WITHOUT_CUDA, Platform
+from mcore_rl.flags.options import add_rl_args, with_rl_args
+from mcore_rl.job.preflight import check_command_line, check_parsed_args
+from mcore_rl.megatron.world import parsed_args
+from mcore_rl.run.builders import check_data
 from tests.untrusted import need_code_of_tokenizer
 
 

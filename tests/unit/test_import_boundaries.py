@@ -136,7 +136,7 @@ def loaded_by_pure_modules() -> dict[str, list[str]]:
 
 
 def test_pure_modules_are_listed() -> None:
-    assert "mcore_rl.types" in pure_modules()
+    assert "mcore_rl.batching.types" in pure_modules()
 
 
 @pytest.mark.parametrize("module", pure_modules())

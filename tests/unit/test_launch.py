@@ -131,8 +131,8 @@ def test_launch_says_one_sentence_when_ranks_find_a_mistake(launcher: Launcher, 
     # One of the ranks is slow to leave, so that torchrun ends it with SIGTERM: the first one, too.
     code, stderr = launcher.run(
         f"""
-        from mcore_rl.agreement import leave_with
-        from mcore_rl.errors import UsageError
+        from mcore_rl.common.agreement import leave_with
+        from mcore_rl.common.errors import UsageError
         all_here("pid", str(os.getpid()))
         if rank == {slow}:
             time.sleep(60)
@@ -291,8 +291,8 @@ def test_two_launches_side_by_side_get_ports_of_their_own(tmp_path: Path) -> Non
 
 def test_launch_on_two_machines_ends_both_with_the_same_code(launcher: Launcher) -> None:
     program = f"""
-        from mcore_rl.agreement import leave_with
-        from mcore_rl.errors import UsageError
+        from mcore_rl.common.agreement import leave_with
+        from mcore_rl.common.errors import UsageError
         all_here("ready")
         leave_with(UsageError({SENTENCE.removeprefix("mcore_rl: error: ")!r}))
     """
@@ -316,7 +316,7 @@ def test_launch_ends_with_those_of_other_machines(launcher: Launcher, what: str)
     """The other ranks wait for ever, as for a partner in a collective."""
     action, node = FAILS_ON[what]
     program = f"""
-        from mcore_rl.agreement import leave_reason
+        from mcore_rl.common.agreement import leave_reason
         all_here("ready")
         if rank == {node}:
             {action}
@@ -346,7 +346,7 @@ def test_a_stranger_ends_no_launch(launcher: Launcher) -> None:
     """Nor does one that ends well before the others have."""
     program = f"""
         import json, socket
-        from mcore_rl import companions
+        from mcore_rl.common import companions
         if rank == 0:
             store = companions.store_client("127.0.0.1", int(os.environ["MASTER_PORT"]))
             port, secret = json.loads(store.get(companions._KEY))
@@ -383,7 +383,7 @@ def test_launch_names_a_port_that_is_in_use(launcher: Launcher) -> None:
 def test_launch_says_last_why_the_first_rank_failed(launcher: Launcher) -> None:
     code, stderr = launcher.run(
         """
-        from mcore_rl.agreement import leave_reason
+        from mcore_rl.common.agreement import leave_reason
         if rank == 1:
             leave_reason("OSError: the disk is full")
             time.sleep(0.1)

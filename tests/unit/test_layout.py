@@ -7,9 +7,9 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from mcore_rl import megatron_adapter
-from mcore_rl.errors import UsageError
-from mcore_rl.hybrid_engine.layout import RolloutLayout, TrainLayout, pipeline_layers
+from mcore_rl.common.errors import UsageError
+from mcore_rl.megatron import adapter as megatron_adapter
+from mcore_rl.model.layout import RolloutLayout, TrainLayout, pipeline_layers
 
 SIZE = st.sampled_from([1, 2, 3, 4])
 

@@ -9,8 +9,10 @@ from typing import Any, get_args
 import pytest
 from vllm.config.parallel import All2AllBackend
 
-from mcore_rl.arguments import RLConfig
-from mcore_rl.checks.layout import (
+from mcore_rl.common.errors import UsageError
+from mcore_rl.flags.options import RLConfig
+from mcore_rl.hybrid_engine.plan.placement import Placement
+from mcore_rl.job.layout import (
     check_batches,
     check_layout,
     check_rollout,
@@ -18,14 +20,12 @@ from mcore_rl.checks.layout import (
     note_on_experts,
     ranks_per_node,
 )
-from mcore_rl.errors import UsageError
-from mcore_rl.hybrid_engine.layout import (
+from mcore_rl.model.layout import (
     ALL2ALL_BACKENDS,
     NOT_RELOADABLE,
     TrainLayout,
     pipeline_layers,
 )
-from mcore_rl.hybrid_engine.placement import Placement
 from tests.model_shapes import small_shape
 
 

@@ -16,20 +16,20 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from mcore_rl import megatron_adapter
-from mcore_rl.actor import ReferencePolicy
 from mcore_rl.algorithms.aggregation import Denominators
 from mcore_rl.algorithms.recipes import RECIPES
 from mcore_rl.algorithms.registry import find_advantage_estimator, import_user_file
 from mcore_rl.algorithms.total_loss import policy_loss_total
-from mcore_rl.arguments import RLConfig
 from mcore_rl.batching.micro_batching import MicroBatching
 from mcore_rl.batching.train_batches import take
-from mcore_rl.hybrid_engine.layout import TrainLayout
-from mcore_rl.learner import Learner
-from mcore_rl.roles.critic import ColocatedCritic
+from mcore_rl.batching.types import Baseline, Prompt, Rollout, ScoredRollout, StepBatch, TrainBatch
+from mcore_rl.flags.options import RLConfig
+from mcore_rl.megatron import adapter as megatron_adapter
+from mcore_rl.model.layout import TrainLayout
+from mcore_rl.roles.critic_role import ColocatedCritic
 from mcore_rl.roles.samples import samples_to_tensors, tensors_to_samples
-from mcore_rl.types import Baseline, Prompt, Rollout, ScoredRollout, StepBatch, TrainBatch
+from mcore_rl.run.actor import ReferencePolicy
+from mcore_rl.run.learner import Learner
 
 LAYOUT = TrainLayout(world_size=1)
 # (prompt tokens, response tokens, reward) of two groups of two; one response is empty.

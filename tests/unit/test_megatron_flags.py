@@ -10,12 +10,14 @@ from pathlib import Path
 
 import pytest
 
-from mcore_rl import megatron_adapter
-from mcore_rl.arguments import RLConfig, add_rl_args
-from mcore_rl.checks import flag_classes, megatron_flags, preflight
-from mcore_rl.errors import UsageError
-from mcore_rl.given_flags import given_values
-from mcore_rl.megatron_version import check_megatron
+from mcore_rl.common.errors import UsageError
+from mcore_rl.flags import classes as flag_classes
+from mcore_rl.flags import megatron_flags
+from mcore_rl.flags.given import given_values
+from mcore_rl.flags.options import RLConfig, add_rl_args
+from mcore_rl.job import preflight
+from mcore_rl.megatron import adapter as megatron_adapter
+from mcore_rl.megatron.version import check_megatron
 
 ROOT = Path(__file__).parents[2]
 # What a launch script of Megatron must give.

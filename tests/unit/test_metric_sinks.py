@@ -12,12 +12,12 @@ from pathlib import Path
 
 import pytest
 
-from mcore_rl.checks.wandb_flags import check_wandb
-from mcore_rl.errors import UsageError
-from mcore_rl.recording import metric_sinks
-from mcore_rl.recording.metric_sinks import WandbRun
-from mcore_rl.recording.run_directory import RunDirectory, read_metrics
-from mcore_rl.types import StepStats
+from mcore_rl.batching.types import StepStats
+from mcore_rl.common.errors import UsageError
+from mcore_rl.flags.wandb import check_wandb
+from mcore_rl.observe import metric_sinks
+from mcore_rl.observe.metric_sinks import WandbRun
+from mcore_rl.observe.run_directory import RunDirectory, read_metrics
 
 STEPS = {
     0: {"reward/mean": 0.25, "time/step_seconds": 2.5, "eval/accuracy": 0.5},

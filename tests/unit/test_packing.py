@@ -22,7 +22,7 @@ from mcore_rl.batching.train_batches import (
     split_mini_batches,
     take,
 )
-from mcore_rl.types import Prompt, Rollout, ScoredRollout, TrainBatch
+from mcore_rl.batching.types import Prompt, Rollout, ScoredRollout, TrainBatch
 
 
 def scored_rollout(prompt_ids: list[int], response_ids: list[int]) -> ScoredRollout:

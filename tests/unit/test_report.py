@@ -19,14 +19,14 @@ import numpy as np
 import pytest
 
 from mcore_rl.cli import main
-from mcore_rl.health.alarms import RULES
-from mcore_rl.health.stage_timers import STAGES
-from mcore_rl.report.charts import charts_of
-from mcore_rl.report.command import read_runs
-from mcore_rl.report.figures import headlines
-from mcore_rl.report.panels import SECTIONS
-from mcore_rl.report.tables import metric_rows, settings_of
-from mcore_rl.report.thinning import MAX_POINTS
+from mcore_rl.observe.alarms import RULES
+from mcore_rl.observe.stage_timers import STAGES
+from mcore_rl.tools.report.charts import charts_of
+from mcore_rl.tools.report.command import read_runs
+from mcore_rl.tools.report.figures import headlines
+from mcore_rl.tools.report.panels import SECTIONS
+from mcore_rl.tools.report.tables import metric_rows, settings_of
+from mcore_rl.tools.report.thinning import MAX_POINTS
 from tests.report_runs import step_metrics, write_hostile_run, write_run
 
 PANELS = {panel.key: panel for section in SECTIONS for panel in section.panels}

@@ -17,8 +17,8 @@ from typing import Any
 
 import pytest
 
-from mcore_rl.report.command import read_runs
-from mcore_rl.report.page import render
+from mcore_rl.tools.report.command import read_runs
+from mcore_rl.tools.report.page import render
 from tests.report_runs import write_hostile_run, write_run
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]

@@ -10,17 +10,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from mcore_rl.errors import UsageError
-from mcore_rl.recording.run_directory import RunDirectory
-from mcore_rl.report.command import read_runs
-from mcore_rl.report.figures import headlines
-from mcore_rl.report.run_events import read_events
-from mcore_rl.report.run_files import Run, read_run
-from mcore_rl.report.sample_texts import read_samples
-from mcore_rl.report.texts import clean
-from mcore_rl.report.thinning import thin_line, thin_means
+from mcore_rl.common.errors import UsageError
+from mcore_rl.observe.run_directory import RunDirectory
 from mcore_rl.rewards.parts import FailureLog
 from mcore_rl.rewards.worker import Outcome
+from mcore_rl.tools.report.command import read_runs
+from mcore_rl.tools.report.figures import headlines
+from mcore_rl.tools.report.run_events import read_events
+from mcore_rl.tools.report.run_files import Run, read_run
+from mcore_rl.tools.report.sample_texts import read_samples
+from mcore_rl.tools.report.texts import clean
+from mcore_rl.tools.report.thinning import thin_line, thin_means
 from tests.report_runs import scored, write_run
 
 

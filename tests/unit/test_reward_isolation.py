@@ -15,13 +15,13 @@ import numpy as np
 import psutil
 import pytest
 
-from mcore_rl.errors import UsageError
+from mcore_rl.batching.types import Prompt, Rollout, ScoredRollout
+from mcore_rl.common.errors import UsageError
 from mcore_rl.rewards.pool import RewardPool
 from mcore_rl.rewards.process import WorkerContext, worker_environment
 from mcore_rl.rewards.specs import check_rewards, parse_rewards
 from mcore_rl.rewards.stack import RewardStack
 from mcore_rl.rewards.worker import Outcome
-from mcore_rl.types import Prompt, Rollout, ScoredRollout
 
 SECRETS = {
     "AWS_SECRET_ACCESS_KEY": "hush-aws",
@@ -368,7 +368,7 @@ def test_without_a_limit_memory_is_as_the_trainers(folder):
 
 
 def test_numpy_starts_under_the_default_limit(folder, tmp_path, monkeypatch):
-    from mcore_rl.arguments import RLConfig
+    from mcore_rl.flags.options import RLConfig
 
     (tmp_path / "a_big_import.py").write_text(
         "import numpy\ndef f(**_):\n    return float((numpy.ones((300, 300)) @ "

@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from mcore_rl.errors import UsageError
+from mcore_rl.common.errors import UsageError
 from mcore_rl.rewards.specs import check_rewards, header_of, parse_rewards
 
 URL = "http://127.0.0.1:9/score"

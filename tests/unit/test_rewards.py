@@ -14,10 +14,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from mcore_rl.errors import UsageError
+from mcore_rl.batching.types import Prompt, Rollout
+from mcore_rl.common.errors import UsageError
 from mcore_rl.rewards.functions import arithmetic, exact_match, gsm8k, resolve_reward, reward
 from mcore_rl.rewards.pool import RewardPool
-from mcore_rl.types import Prompt, Rollout
 
 REPOSITORY = Path(__file__).parents[2]
 GSM8K_TRAIN = REPOSITORY.parent / "shared/data/gsm8k/train.jsonl"
@@ -76,7 +76,8 @@ def score(*, prompt, response, answer):
     if answer == "pid":
         return os.getpid()
     if answer == "heavy modules":
-        heavy = {"torch", "numpy", "megatron", "vllm", "transformers", "pyarrow", "mcore_rl.types"}
+        heavy = {"torch", "numpy", "megatron", "vllm", "transformers", "pyarrow"}
+        heavy.add("mcore_rl.batching.types")
         return len(heavy & set(sys.modules))
     if answer == "string":
         return "1.0"

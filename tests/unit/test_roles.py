@@ -12,12 +12,12 @@ import torch
 import torch.distributed as dist
 
 from mcore_rl.batching.train_batches import build_train_batch
-from mcore_rl.errors import UsageError
+from mcore_rl.batching.types import Prompt, Rollout, ScoredRollout
+from mcore_rl.common.errors import UsageError
+from mcore_rl.flags.roles import ACTOR, CRITIC, REWARD, Roles, describe_ranks, parse_roles
 from mcore_rl.roles.bridge import Bridge, Message
-from mcore_rl.roles.ranks import ACTOR, CRITIC, REWARD, Roles, describe_ranks, parse_roles
 from mcore_rl.roles.samples import samples_to_tensors, tensors_to_samples
 from mcore_rl.roles.world import enter_role, world_of_size
-from mcore_rl.types import Prompt, Rollout, ScoredRollout
 
 
 def test_without_flags_all_ranks_do_everything_in_turn():

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from mcore_rl.recording.run_directory import PatientFile, RunDirectory, read_metrics
-from mcore_rl.types import StepStats
+from mcore_rl.batching.types import StepStats
+from mcore_rl.observe.run_directory import PatientFile, RunDirectory, read_metrics
 
 
 @pytest.fixture

@@ -419,7 +419,7 @@ def test_help_names_every_option_and_preset(script: Script) -> None:
 
 @pytest.fixture(scope="module")
 def parser() -> Any:
-    from mcore_rl.checks.preflight import make_parser
+    from mcore_rl.job.preflight import make_parser
 
     return make_parser()
 
@@ -456,13 +456,13 @@ def test_preset_fits_its_model_and_machines(
     name: str, parser: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Every check of `preflight` that needs no weights, on the model the preset is for."""
-    from mcore_rl.arguments import RLConfig
-    from mcore_rl.checks import layout as layout_checks
-    from mcore_rl.checks import preflight
-    from mcore_rl.checks.derived_flags import derive_flags
-    from mcore_rl.checks.platform import WITHOUT_CUDA, Platform
-    from mcore_rl.given_flags import expand_config, given_values
-    from mcore_rl.hf_config import read_model_shape
+    from mcore_rl.common.platform import WITHOUT_CUDA, Platform
+    from mcore_rl.flags.derived import derive_flags
+    from mcore_rl.flags.given import expand_config, given_values
+    from mcore_rl.flags.options import RLConfig
+    from mcore_rl.job import layout as layout_checks
+    from mcore_rl.job import preflight
+    from mcore_rl.model.config_json import read_model_shape
 
     monkeypatch.setenv("WORLD_SIZE", str(PRESETS[name]))
     has_cuda = name != "tiny"
@@ -498,10 +498,10 @@ def test_own_data_command_of_the_readme_keeps_its_prompts(
     script: Script, parser: Any, checkpoint_factory: Callable[..., Path]
 ) -> None:
     """On questions as long as those of GSM8K, of which the tiny task's lengths drop every one."""
-    from mcore_rl.builders import load_prompt_files
-    from mcore_rl.checks.preflight import check_lengths, config_from
-    from mcore_rl.given_flags import expand_config, given_values
-    from mcore_rl.hf_config import read_model_shape
+    from mcore_rl.flags.given import expand_config, given_values
+    from mcore_rl.job.preflight import check_lengths, config_from
+    from mcore_rl.model.config_json import read_model_shape
+    from mcore_rl.run.builders import load_prompt_files
 
     _, _, section = (ROOT / "README.md").read_text().partition("## Your own checkpoint")
     pattern = r"run_deepseek_moe\.sh (--rl-hf-checkpoint DIR(?:.*\\\n)*.*)"

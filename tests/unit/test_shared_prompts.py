@@ -23,9 +23,9 @@ from mcore_rl.batching.train_batches import (
     num_tokens,
     split_micro_batches,
 )
-from mcore_rl.errors import UsageError
+from mcore_rl.batching.types import Prompt, Rollout, ScoredRollout, TrainBatch
+from mcore_rl.common.errors import UsageError
 from mcore_rl.patches.megatron.local_layers import SDPACoreAttention
-from mcore_rl.types import Prompt, Rollout, ScoredRollout, TrainBatch
 
 SHARED = MicroBatching(max_tokens=200, share_prompts=True)
 # (tokens of the prompt, of each response)

@@ -16,12 +16,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from mcore_rl.health.stage_timers import StageTimers
-from mcore_rl.hybrid_engine.reshard_report import TO_ROLLOUT, TO_TRAIN, ReshardReport
-from mcore_rl.patches.megatron.cpu_torch import _make_torch
-from mcore_rl.trace import tracer as trace
-from mcore_rl.trace.hooks import COLLECTIVES, SCHEDULES
-from mcore_rl.trace.table import (
+from mcore_rl.hybrid_engine.report import TO_ROLLOUT, TO_TRAIN, ReshardReport
+from mcore_rl.observe.stage_timers import StageTimers
+from mcore_rl.observe.trace import tracer as trace
+from mcore_rl.observe.trace.hooks import COLLECTIVES, SCHEDULES
+from mcore_rl.observe.trace.table import (
     Span,
     TracedStep,
     exclusive_times,
@@ -30,7 +29,8 @@ from mcore_rl.trace.table import (
     row_of,
     with_waiting_apart,
 )
-from mcore_rl.trace.tracer import COMMUNICATION, MODEL, STAGE, Tracer
+from mcore_rl.observe.trace.tracer import COMMUNICATION, MODEL, STAGE, Tracer
+from mcore_rl.patches.megatron.cpu_torch import _make_torch
 
 
 class FakeClock:
@@ -667,7 +667,7 @@ def test_files_of_a_run(
 
 
 def test_merged_trace_has_a_process_for_each_rank(tmp_path: Path, clock: FakeClock) -> None:
-    from mcore_rl.trace.files import merge
+    from mcore_rl.observe.trace.files import merge
 
     paths = []
     for rank in range(2):

@@ -6,9 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mcore_rl.hybrid_engine.layout import RolloutLayout, TrainLayout
-from mcore_rl.hybrid_engine.placement import Placement, with_rank_map
-from mcore_rl.hybrid_engine.trees import (
+from mcore_rl.hybrid_engine.plan.placement import Placement, with_rank_map
+from mcore_rl.hybrid_engine.plan.trees import (
     Forest,
     KnownGroups,
     Leg,
@@ -17,6 +16,7 @@ from mcore_rl.hybrid_engine.trees import (
     connections,
     direct,
 )
+from mcore_rl.model.layout import RolloutLayout, TrainLayout
 from mcore_rl.planner.links import Traffic, traffic_of
 from mcore_rl.planner.settings import GB, Machine
 from mcore_rl.planner.stages import stages_for

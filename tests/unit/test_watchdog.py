@@ -8,8 +8,8 @@ import time
 import pytest
 from torch.distributed import HashStore
 
-from mcore_rl.health import watchdog
-from mcore_rl.health.watchdog import Report, StageWatchdog, describe
+from mcore_rl.observe import watchdog
+from mcore_rl.observe.watchdog import Report, StageWatchdog, describe
 
 
 def waiting_in(name: str) -> Report:

@@ -14,7 +14,7 @@ from mcore_rl.algorithms.aggregation import (
     token_weights,
 )
 from mcore_rl.algorithms.segments import Segments
-from mcore_rl.errors import UsageError
+from mcore_rl.common.errors import UsageError
 from tests.unit.algorithms.losses_reference import aggregate, per_sample
 from tests.unit.algorithms.ragged import normal, ragged, random_ragged
 

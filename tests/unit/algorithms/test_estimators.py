@@ -18,7 +18,7 @@ from mcore_rl.algorithms.advantage_types import (
     advantages_of_valid,
 )
 from mcore_rl.algorithms.registry import find_advantage_estimator
-from mcore_rl.errors import UsageError
+from mcore_rl.common.errors import UsageError
 from tests.unit.algorithms.ragged import Ragged, normal, ragged, random_ragged, spoilt
 
 GROUP_ESTIMATORS = ["grpo", "dr_grpo", "rloo", "opo"]

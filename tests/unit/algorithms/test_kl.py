@@ -14,7 +14,7 @@ from mcore_rl.algorithms.kl import (
     kl_estimate,
     kl_penalty_rewards,
 )
-from mcore_rl.errors import UsageError
+from mcore_rl.common.errors import UsageError
 from tests.unit.algorithms.ragged import normal, random_ragged, spoilt
 
 

@@ -16,7 +16,7 @@ from mcore_rl.algorithms.mismatch import (
     MismatchSums,
     mismatch_weights,
 )
-from mcore_rl.errors import UsageError
+from mcore_rl.common.errors import UsageError
 from tests.unit.algorithms.ragged import Ragged, normal, ragged, random_ragged, spoilt
 
 CONFIGS = {

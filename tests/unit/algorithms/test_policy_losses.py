@@ -16,7 +16,7 @@ from mcore_rl.algorithms.kl import MAX_LOG_RATIO
 from mcore_rl.algorithms.loss_types import PolicyLossConfig
 from mcore_rl.algorithms.segments import Segments
 from mcore_rl.algorithms.total_loss import PolicyLossSums, policy_loss_total
-from mcore_rl.errors import UsageError
+from mcore_rl.common.errors import UsageError
 from tests.unit.algorithms.losses_reference import REFERENCES, aggregate, per_sample
 from tests.unit.algorithms.ragged import Ragged, normal, ragged, random_ragged, spoilt
 

@@ -11,7 +11,7 @@ from mcore_rl.algorithms.aggregation import Aggregation
 from mcore_rl.algorithms.kl import AdaptiveKL, FixedKL
 from mcore_rl.algorithms.loss_types import PolicyLossConfig
 from mcore_rl.algorithms.recipes import RECIPES, Algorithm, resolve_algorithm
-from mcore_rl.errors import UsageError
+from mcore_rl.common.errors import UsageError
 
 # name: advantage, loss, aggregation, clip range, place of the KL, critic, greedy baseline
 EXPECTED = {

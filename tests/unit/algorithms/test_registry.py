@@ -20,7 +20,7 @@ from mcore_rl.algorithms.registry import (
     policy_loss,
 )
 from mcore_rl.algorithms.total_loss import policy_loss_total
-from mcore_rl.errors import UsageError
+from mcore_rl.common.errors import UsageError
 from mcore_rl.rewards.functions import resolve_reward
 from tests.unit.algorithms.ragged import ragged, random_ragged
 from tests.unit.algorithms.test_estimators import inputs_of

@@ -20,7 +20,7 @@ from mcore_rl.algorithms.value_loss import (
     explained_variance,
     value_loss,
 )
-from mcore_rl.errors import UsageError
+from mcore_rl.common.errors import UsageError
 from tests.unit.algorithms.losses_reference import aggregate, per_sample
 from tests.unit.algorithms.ragged import Ragged, normal, ragged, random_ragged, spoilt
 

@@ -1,0 +1,201 @@
+"""A file of prompts, read and checked row by row: JSON Lines or Parquet."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple, NoReturn
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from mcore_rl.common.errors import UsageError
+
+_ROWS_PER_BATCH = 4096
+_JSON_SUFFIXES = (".jsonl", ".json")
+
+
+@dataclass(frozen=True, slots=True)
+class PromptSource:
+    """A file of prompts and how it is read.
+
+    `prompt_column` holds a string or a list of {role, content} messages; `answer_column` a string,
+    an integer or a finite float, which becomes a string. With `use_chat_template` a string is one
+    user message; without it, it goes to the model as it stands. Longer prompts than
+    `max_prompt_tokens` are dropped. `trust_remote_code` lets the checkpoint's folder bring code of
+    its own for its tokenizer, which then runs.
+    """
+
+    path: Path
+    max_prompt_tokens: int
+    prompt_column: str = "prompt"
+    answer_column: str = "answer"
+    use_chat_template: bool = True
+    trust_remote_code: bool = False
+
+
+class PromptRow(NamedTuple):
+    """A checked row. `place` says where it stands, for messages: "line 3"."""
+
+    place: str
+    prompt: str | list[dict[str, str]]
+    answer: str
+
+    @property
+    def text(self) -> str:
+        """What `Prompt.text` is: the column's string, or the messages' contents in turn."""
+        if isinstance(self.prompt, str):
+            return self.prompt
+        return "\n\n".join(message["content"] for message in self.prompt)
+
+
+def check_prompts(source: PromptSource, flag: str = "--rl-prompts") -> int:
+    """Reads the whole file without a tokenizer; returns its number of rows.
+
+    Not collective. Raises UsageError for a file that is missing, empty, of another suffix or
+    unreadable, for a broken line (with its number), a missing column and a value of a wrong type.
+    """
+    return sum(1 for _ in read_rows(source, flag))
+
+
+def check_path(source: PromptSource, flag: str) -> None:
+    path = source.path
+    if path.suffix not in (*_JSON_SUFFIXES, ".parquet"):
+        raise UsageError(
+            f"{flag} {path} has the suffix {path.suffix!r}, but .jsonl or .json (one JSON object a "
+            "line) or .parquet is needed; convert or rename it"
+        )
+    if not path.is_file():
+        state = "is not a file" if path.exists() else "does not exist"
+        raise UsageError(f"{flag} {path} {state}; give a .jsonl or .parquet file")
+    if not os.access(path, os.R_OK):
+        raise UsageError(f"{flag} {path} cannot be read; give yourself the permission (chmod)")
+    if path.stat().st_size == 0:
+        raise UsageError(f"{flag} {path} is empty; write one prompt a line")
+
+
+def read_rows(source: PromptSource, flag: str) -> Iterator[PromptRow]:
+    check_path(source, flag)
+    read = _read_parquet if source.path.suffix == ".parquet" else _read_json_lines
+    place = None
+    for place, fields in read(source, flag):
+        for column, column_flag in (
+            (source.prompt_column, "--rl-prompt-column"),
+            (source.answer_column, "--rl-answer-column"),
+        ):
+            if column not in fields:
+                raise UsageError(
+                    f"{column_flag} {column!r} names a column that {flag} {source.path} lacks in "
+                    f"{place}, which has {', '.join(map(repr, fields)) or 'no columns'}; name one "
+                    "that all rows have"
+                )
+        yield PromptRow(
+            place,
+            _checked_prompt(fields[source.prompt_column], source, flag, place),
+            _checked_answer(fields[source.answer_column], source, flag, place),
+        )
+    if place is None:
+        raise UsageError(f"{flag} {source.path} holds no rows; write one prompt a line")
+
+
+def _read_json_lines(source: PromptSource, flag: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    with source.path.open("rb") as file:
+        for number, line in enumerate(file, start=1):
+            if not line.strip():
+                continue
+            place = f"line {number}"
+            try:
+                fields = json.loads(line.decode("utf-8-sig" if number == 1 else "utf-8"))
+                is_whole = b"\\ud" not in line.lower() or _is_unicode(fields)
+            # Of the JSON and of the UTF-8; of JSON that is nested too deep.
+            except (ValueError, RecursionError) as error:
+                raise UsageError(
+                    f"{flag} {source.path}, {place}, is not valid JSON ({error}); each line must "
+                    "be one JSON object in UTF-8"
+                ) from error
+            if not is_whole:
+                _refuse(source, flag, place, "holds half a surrogate pair", "write whole ones")
+            if not isinstance(fields, dict):
+                _refuse(source, flag, place, "is no JSON object", "write {...} with the columns")
+            yield place, fields
+
+
+def _is_unicode(fields: Any) -> bool:
+    try:
+        json.dumps(fields, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _read_parquet(source: PromptSource, flag: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    try:
+        with pq.ParquetFile(source.path, memory_map=True) as file:
+            wanted = {source.prompt_column, source.answer_column}
+            present = file.schema_arrow.names
+            if not wanted.issubset(present):
+                yield "its schema", dict.fromkeys(present)
+            number = 0
+            for batch in file.iter_batches(batch_size=_ROWS_PER_BATCH, columns=sorted(wanted)):
+                for fields in batch.to_pylist():
+                    number += 1
+                    yield f"row {number}", fields
+    except (pa.ArrowException, UnicodeDecodeError, OSError) as error:
+        raise UsageError(
+            f"{flag} {source.path} cannot be read as Parquet ({error}); write it again"
+        ) from error
+
+
+def _checked_prompt(
+    value: Any, source: PromptSource, flag: str, place: str
+) -> str | list[dict[str, str]]:
+    column = f"column {source.prompt_column!r} is"
+    if isinstance(value, str):
+        if not value.strip():
+            _refuse(source, flag, place, f"{column} blank", "write a prompt or remove the row")
+        return value
+    if not isinstance(value, list) or not value or not all(map(_is_message, value)):
+        _refuse(
+            source,
+            flag,
+            place,
+            f"{column} {_kind(value)}",
+            "write a string or a list of {role, content} messages, all strings",
+        )
+    if not source.use_chat_template:
+        _refuse(
+            source,
+            flag,
+            place,
+            f"{column} a list of messages, which need the chat template",
+            "leave out --rl-no-chat-template or write a string",
+        )
+    return [{"role": message["role"], "content": message["content"]} for message in value]
+
+
+def _is_message(value: Any) -> bool:
+    return isinstance(value, dict) and all(
+        isinstance(value.get(key), str) for key in ("role", "content")
+    )
+
+
+def _checked_answer(value: Any, source: PromptSource, flag: str, place: str) -> str:
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if isinstance(value, str) or (is_number and math.isfinite(value)):
+        return str(value)
+    column = f"column {source.answer_column!r} is {_kind(value)}"
+    _refuse(source, flag, place, column, "write a string, an integer or a finite number")
+
+
+def _kind(value: Any) -> str:
+    if value is None or isinstance(value, float):
+        return "null" if value is None else repr(value)
+    return f"of type {type(value).__name__} ({repr(value)[:60]})"
+
+
+def _refuse(source: PromptSource, flag: str, place: str, problem: str, remedy: str) -> NoReturn:
+    raise UsageError(f"{flag} {source.path}, {place}: {problem}; {remedy}")

@@ -1,0 +1,174 @@
+"""What a command line gives: the flags of YAML files, and which flags were given at all."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from mcore_rl.common.errors import UsageError
+
+
+def expand_config(
+    tokens: Sequence[str],
+    parser: argparse.ArgumentParser,
+    *,
+    refused: Callable[[UsageError], None] | None = None,
+) -> list[str]:
+    """Replace every `--rl-config FILE` by the flags in the files, put before all others.
+
+    Keys are flag names, with or without the leading dashes, with `-` or `_`. Where several files
+    have a key the last one counts, so that `false` or an empty value takes back what an earlier one
+    said. Raises UsageError for a missing file, what is not a mapping, and an unknown key (naming
+    the nearest known one). With `refused`, what is wrong in a file is told to it and left out.
+    """
+
+    def refuse(message: str) -> None:
+        raise UsageError(f"{message}; see --help")
+
+    finder = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    finder.error = refuse  # type: ignore[assignment, method-assign]
+    finder.add_argument("--rl-config", action="append", default=[])
+    found, rest = finder.parse_known_args(list(tokens))
+    flags: dict[str, list[str]] = {}
+    for path in found.rl_config:
+        for flag, tokens_of_flag in _read_config(Path(path), parser, refused).items():
+            # Last, as argparse has it: there are flags that undo each other.
+            flags.pop(flag, None)
+            flags[flag] = tokens_of_flag
+    return [token for tokens_of_flag in flags.values() for token in tokens_of_flag] + rest
+
+
+def _read_config(
+    path: Path,
+    parser: argparse.ArgumentParser,
+    refused: Callable[[UsageError], None] | None,
+) -> dict[str, list[str]]:
+    """One file of `--rl-config`: the flag of each key under its first name, and its tokens."""
+
+    def refuse(error: UsageError) -> None:
+        if refused is None:
+            raise error
+        refused(error)
+
+    try:
+        values = _mapping_in(path)
+    except UsageError as error:
+        refuse(error)
+        return {}
+    flags: dict[str, list[str]] = {}
+    for key, value in values.items():
+        try:
+            action, tokens = _tokens_of(str(key), value, parser, path)
+        except UsageError as error:
+            refuse(error)
+            continue
+        flags[action.option_strings[0]] = tokens
+    return flags
+
+
+def _mapping_in(path: Path) -> dict[Any, Any]:
+    try:
+        values = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
+        raise UsageError(f"--rl-config {path} cannot be read: {reason}") from error
+    except yaml.YAMLError as error:
+        reason = " ".join(str(error).split())
+        raise UsageError(f"--rl-config {path} is not valid YAML: {reason}") from error
+    if not isinstance(values, dict):
+        raise UsageError(f"--rl-config {path} must hold 'flag: value' lines, not a list or a text")
+    return values
+
+
+def _tokens_of(
+    key: str, value: Any, parser: argparse.ArgumentParser, path: Path
+) -> tuple[argparse.Action, list[str]]:
+    flags = parser._option_string_actions
+    flag = "--" + key.lstrip("-")
+    if flag not in flags:  # some of Megatron's do have a "_"
+        flag = flag.replace("_", "-")
+    action = flags.get(flag)
+    if action is None:
+        raise UsageError(f"--rl-config {path}: unknown key '{key}'{_suggest(flag, parser)}")
+    if action.dest == "rl_config":
+        raise UsageError(f"--rl-config {path} cannot name another file; give the flag twice")
+    if action.nargs == 0:
+        if not isinstance(value, bool):
+            raise UsageError(f"--rl-config {path}: '{key}' is a switch; its value is true or false")
+        if isinstance(action, argparse.BooleanOptionalAction) and not value:
+            return action, [option for option in action.option_strings if option != flag]
+        return action, [flag] if value else []
+    if value is None or value == []:
+        return action, []
+    if isinstance(value, list) and not action.nargs:
+        return action, [flag, str(value).replace(" ", "")]  # as Megatron's patterns are written
+    return action, [flag, *(str(v) for v in (value if isinstance(value, list) else [value]))]
+
+
+def _suggest(flag: str, parser: argparse.ArgumentParser) -> str:
+    near = difflib.get_close_matches(flag, list(parser._option_string_actions), n=1, cutoff=0.6)
+    return f"; did you mean '{near[0]}'?" if near else "; see --help for the known flags"
+
+
+def given_values(tokens: Sequence[str], parser: argparse.ArgumentParser) -> dict[str, Any]:
+    """dest -> value of the flags that `tokens` set, without any default.
+
+    From here on the errors of `parser` are UsageErrors and none of its flags is required; it may be
+    given here again. Raises UsageError for unknown flags (naming the nearest known one) and values
+    that do not fit their flag.
+    """
+
+    def refuse(message: str) -> None:
+        raise UsageError(f"{message.removeprefix('argument ')}; see --help")
+
+    parser.error = refuse  # type: ignore[assignment, method-assign]
+    for action in parser._actions:
+        action.required = False
+        if action.type is not None and not isinstance(action.type, _Conversion):
+            action.type = _Conversion(action.type)
+    values, unknown = parser.parse_known_args(list(tokens), _Given())
+    for token in unknown:
+        if token.startswith("--"):
+            flag = token.split("=")[0]
+            raise UsageError(f"unknown flag {flag}{_suggest(flag, parser)}")
+    if unknown:
+        raise UsageError(f"'{unknown[0]}' belongs to no flag; check the command line around it")
+    return vars(values)
+
+
+class _Given(argparse.Namespace):
+    """Says that it has every flag's attribute, so that argparse fills in no default."""
+
+    def __getattr__(self, name: str) -> None:
+        if name.startswith("_"):  # argparse's own
+            raise AttributeError(name)
+
+
+@dataclass(frozen=True)
+class _Conversion:
+    """A flag's `type`, made to fail as argparse expects: some of Megatron's raise KeyError."""
+
+    convert: Any
+
+    def __call__(self, text: str) -> Any:
+        try:
+            return self.convert(text)
+        except (argparse.ArgumentTypeError, TypeError, ValueError, AssertionError, LookupError):
+            name = getattr(self.convert, "__name__", "<lambda>")
+            kind = f"{name} value" if name in ("int", "float", "str") else "value"
+            raise argparse.ArgumentTypeError(f"invalid {kind}: {text!r}") from None
+
+
+def flag_names(parser: argparse.ArgumentParser) -> dict[str, str]:
+    """dest -> the flag that sets it, to speak of values in the user's words."""
+    names: dict[str, str] = {}
+    for action in parser._actions:
+        if action.option_strings:
+            names.setdefault(action.dest, action.option_strings[-1])
+    return names

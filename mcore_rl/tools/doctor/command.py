@@ -1,0 +1,114 @@
+"""`mcore-rl doctor`: read the command line, examine, print."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import io
+import json
+import logging
+import time
+import warnings
+from collections.abc import Iterator, Sequence
+
+from mcore_rl.common.errors import UsageError
+from mcore_rl.planner.settings import GB, GPU_RESERVED_GB
+from mcore_rl.tools.doctor.examination import Request, examine
+from mcore_rl.tools.doctor.finding import counts
+from mcore_rl.tools.doctor.report import as_json, print_findings
+from mcore_rl.tools.plan.report import make_console
+
+
+def doctor(tokens: Sequence[str]) -> int:
+    """The whole command: 0 if nothing is red, else 1. UsageError: a wrong use of the command."""
+    options, request = _read(tokens)
+    started = time.perf_counter()
+    with _quiet():
+        findings = examine(request)
+    seconds = time.perf_counter() - started
+    if options.json:
+        print(json.dumps(as_json(findings, seconds), indent=2))
+    else:
+        print_findings(findings, seconds, make_console())
+    return 1 if counts(findings)["red"] else 0
+
+
+def doctor_parser() -> argparse.ArgumentParser:
+    """The doctor's own flags; all others are the job's."""
+    parser = argparse.ArgumentParser(
+        prog="mcore-rl doctor",
+        usage="mcore-rl doctor [options] [--world-size N -- flags of mcore_rl.train]",
+        allow_abbrev=False,
+        description="Check this installation, and with --world-size a command line, before any "
+        "GPU is taken. Exit code 0 if nothing is red, 1 if something is, 2 for a wrong use.",
+        epilog="All other flags are those of mcore_rl.train (see -m mcore_rl.train --help): any "
+        "Megatron flag, any --rl-* flag, --rl-ranks-per-node and --rl-config FILE included. GB "
+        "are 10^9 bytes.",
+    )
+    add = parser.add_argument
+    add("--world-size", type=int, help="number of ranks of the job")
+    add("--json", action="store_true", help="print the findings as JSON")
+    add("--gpu-memory-gb", type=float, help="of a device (default: what is found here)")
+    add("--gpu-reserved-gb", type=float, default=GPU_RESERVED_GB, help="of it, what no tensor gets")
+    add("--host-memory-gb", type=float, help="of a node (default: what is found here)")
+    return parser
+
+
+def _read(tokens: Sequence[str]) -> tuple[argparse.Namespace, Request]:
+    parser = doctor_parser()
+
+    def refuse(message: str) -> None:
+        raise UsageError(f"{message.removeprefix('argument ')}; see mcore-rl doctor --help")
+
+    parser.error = refuse  # type: ignore[assignment, method-assign]
+    own, separator, job = _split(tokens)
+    options, rest = parser.parse_known_args(own)
+    if separator and rest:
+        raise UsageError(f"{rest[0]} is no flag of the doctor; put the job's flags behind --")
+    job = [*rest, *job]
+    if {"-h", "--help"} & set(job):
+        raise UsageError("--help behind -- is of no flag; see -m mcore_rl.train --help for those")
+    for name in ("world_size", "gpu_memory_gb", "host_memory_gb"):
+        value = getattr(options, name)
+        if value is not None and not value > 0:
+            raise UsageError(f"--{name.replace('_', '-')} {value} must be greater than 0")
+    if not options.gpu_reserved_gb >= 0:
+        raise UsageError(f"--gpu-reserved-gb {options.gpu_reserved_gb} must be at least 0")
+    if job and options.world_size is None:
+        raise UsageError("--world-size is missing; give the number of ranks of the job")
+    return options, Request(
+        tokens=tuple(job),
+        world_size=options.world_size,
+        gpu_memory_bytes=_bytes(options.gpu_memory_gb),
+        gpu_reserved_bytes=_bytes(options.gpu_reserved_gb) or 0,
+        host_memory_bytes=_bytes(options.host_memory_gb),
+    )
+
+
+def _split(tokens: Sequence[str]) -> tuple[list[str], bool, list[str]]:
+    """What stands before and behind `--`, and whether there is one."""
+    tokens = list(tokens)
+    if "--" not in tokens:
+        return tokens, False, []
+    place = tokens.index("--")
+    return tokens[:place], True, tokens[place + 1 :]
+
+
+def _bytes(gigabytes: float | None) -> int | None:
+    return None if gigabytes is None else int(gigabytes * GB)
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Without what the examined packages print, log and warn: findings say it."""
+    disabled = logging.root.manager.disable
+    logging.disable(logging.CRITICAL)
+    try:
+        with (
+            contextlib.redirect_stdout(io.StringIO()),
+            contextlib.redirect_stderr(io.StringIO()),
+            warnings.catch_warnings(action="ignore"),
+        ):
+            yield
+    finally:
+        logging.disable(disabled)

@@ -1,0 +1,145 @@
+"""The page's tables: metrics by first, last and best, configuration, versions. Pure."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from mcore_rl.flags.options import RLConfig, flag_of, frozen
+from mcore_rl.observe.run_directory import HIGHEST_IS_BEST, LOWEST_IS_BEST
+from mcore_rl.tools.report.run_files import Run
+from mcore_rl.tools.report.texts import clean
+from mcore_rl.tools.report.units import shown
+
+_FIRST = ("reward/mean", "eval/accuracy", "kl/ref", "entropy", "kl/rollout_actor", "grad_norm")
+_NOTHING = object()
+
+
+@dataclass(frozen=True, slots=True)
+class MetricRow:
+    """`cells` are first, last, best of each run in turn."""
+
+    metric: str
+    cells: tuple[str, ...]
+    is_main: bool
+
+
+@dataclass(frozen=True, slots=True)
+class SettingRow:
+    """A value for each run; `mark` says why the row stands where it does."""
+
+    name: str
+    cells: tuple[str, ...]
+    mark: str = ""  # "differs", "given" (not the default), or ""
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """Rows of a table, and how many of them stand above the fold."""
+
+    title: str
+    rows: tuple[SettingRow, ...]
+    num_first: int
+
+
+def metric_rows(runs: Sequence[Run]) -> list[MetricRow]:
+    """All metrics that a run has values of, the main ones first."""
+    names = {name for run in runs for name in run.values if run.series(name)[1].size}
+    ordered = [name for name in _FIRST if name in names]
+    rows = []
+    for name in (*ordered, *sorted(names - set(ordered))):
+        cells: list[str] = []
+        for run in runs:
+            steps, values = run.series(name)
+            if not values.size:
+                cells += ["–"] * 3
+                continue
+            best = "–"
+            if name in HIGHEST_IS_BEST or name in LOWEST_IS_BEST:
+                place = int(values.argmax() if name in HIGHEST_IS_BEST else values.argmin())
+                best = f"{shown(name, values[place])} @ {steps[place]}"
+            cells += [shown(name, values[0]), shown(name, values[-1]), best]
+        rows.append(MetricRow(name, tuple(cells), name in ordered))
+    return rows
+
+
+def settings_of(runs: Sequence[Run]) -> list[Settings]:
+    """The configuration: what differs between two runs, or from the defaults, comes first."""
+    configs = [dict(run.config) for run in runs]
+    if not any(configs):
+        return []
+    ours: list[SettingRow] = []
+    for spec in dataclasses.fields(RLConfig):
+        values = [_taken(config, spec.name) for config in configs]
+        if any(value is not _NOTHING for value in values):
+            ours.append(_row(flag_of(spec.name), values, spec.default, of_rl=True))
+    names = sorted({name for config in configs for name in config})
+    theirs = [
+        _row(name, [config.get(name, _NOTHING) for config in configs], None, of_rl=False)
+        for name in names
+    ]
+    rows = [*ours, *theirs]
+    if len(runs) == 1:
+        return [_sorted("--rl-* flags", ours, "given"), _sorted("Megatron's arguments", theirs, "")]
+    differing = [row for row in rows if row.mark == "differs"]
+    alike = [row for row in rows if row.mark != "differs"]
+    return [
+        Settings("What differs", tuple(differing), len(differing)),
+        _sorted("What is alike", alike, "given"),
+    ]
+
+
+def _taken(config: dict[str, Any], field: str) -> Any:
+    """The value of a flag of ours, which config.yaml has under two names; both are gone then."""
+    values = [config.pop(name, _NOTHING) for name in (field, f"rl_{field}")]
+    return values[0] if values[0] is not _NOTHING else values[1]
+
+
+def _row(name: str, values: Sequence[Any], default: Any, *, of_rl: bool) -> SettingRow:
+    cells = tuple("–" if value is _NOTHING else clean(value) for value in values)
+    mark = ""
+    if len(set(cells)) > 1:
+        mark = "differs"
+    elif of_rl and frozen(values[0]) != default:
+        mark = "given"
+    return SettingRow(name, cells, mark)
+
+
+def _sorted(title: str, rows: Sequence[SettingRow], first: str) -> Settings:
+    above = [row for row in rows if first and row.mark == first]
+    below = [row for row in rows if not (first and row.mark == first)]
+    return Settings(title, (*above, *below), len(above))
+
+
+def facts_of(runs: Sequence[Run]) -> list[SettingRow]:
+    """Folders, layouts and versions, as the summaries have them."""
+    rows = [
+        SettingRow("folder", tuple(clean(str(run.folder)) for run in runs)),
+        SettingRow("last written", tuple(_when(run) for run in runs)),
+    ]
+    keys = [
+        key
+        for key in dict.fromkeys(key for run in runs for key in run.summary)
+        if key not in ("metrics", "versions", "num_steps")
+    ]
+    for key in keys:
+        rows.append(_fact(key.replace("_", " "), [run.summary.get(key) for run in runs]))
+    versions = [_mapping(run.summary.get("versions")) for run in runs]
+    for package in dict.fromkeys(name for found in versions for name in found):
+        rows.append(_fact(package, [found.get(package) for found in versions]))
+    return rows
+
+
+def _fact(name: str, values: Sequence[Any]) -> SettingRow:
+    cells = tuple("–" if value is None else clean(value) for value in values)
+    return SettingRow(clean(name), cells, "differs" if len(set(cells)) > 1 else "")
+
+
+def _mapping(value: Any) -> Mapping[str, Any]:
+    return value if isinstance(value, dict) else {}
+
+
+def _when(run: Run) -> str:
+    return run.last_written.strftime("%Y-%m-%d %H:%M:%S") if run.last_written else "–"

@@ -161,6 +161,8 @@ def _serve() -> None:
     """The parent of all ranks: import, then fork their processes for every order from stdin."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what the imports print is no answer
+    from mcore_rl import train  # noqa: F401
+    from mcore_rl.megatron import adapter  # noqa: F401
 
     importlib.import_module("megatron.training.training")
     from vllm import LLM, _custom_ops  # noqa: F401  (the package alone is lazy)

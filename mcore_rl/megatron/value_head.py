@@ -13,6 +13,9 @@ import functools
 from typing import Any
 
 import torch
+
+from mcore_rl.megatron import adapter  # noqa: F401  # isort: skip  (first: it applies patches)
+
 from megatron.core.models.gpt import GPTModel
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 

@@ -44,6 +44,7 @@ def prepare(*, transformer_engine: bool, apex: bool) -> Platform:
     # Megatron's layers ask for the device they are made on; none is made on a real one.
     torch.cuda.current_device = lambda: torch.device("meta")  # type: ignore[assignment,return-value]
     from mcore_rl.common.platform import find_platform
+    from mcore_rl.megatron import adapter  # noqa: F401  (first: it applies the patches)
 
     return find_platform()
 

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from mcore_rl.common.errors import UsageError
+from mcore_rl.megatron import adapter  # noqa: F401  (it applies the patches)
 from tests.untrusted import Command
 
 

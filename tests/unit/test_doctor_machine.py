@@ -512,6 +512,7 @@ def test_queues_are_those_that_megatron_wants(sys_root: Callable[..., Path]) -> 
 
 def test_queues_are_refused_where_megatron_asserts() -> None:
     """The conditions are read in the source of the installed Megatron, and copied."""
+    from mcore_rl.megatron import adapter  # noqa: F401  (patches come before Megatron)
 
     from megatron.training import arguments  # isort: skip
 

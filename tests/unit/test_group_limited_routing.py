@@ -7,6 +7,8 @@ import torch
 from transformers import DeepseekV2Config
 from transformers.models.deepseek_v2.modeling_deepseek_v2 import DeepseekV2TopkRouter
 
+from mcore_rl.megatron import adapter  # noqa: F401  (applies the patch)
+
 from megatron.core.transformer.moe import moe_utils, router  # isort: skip
 
 TOKENS, EXPERTS, GROUPS, OPEN_GROUPS, TOPK, SCALE = 512, 160, 8, 3, 6, 16.0  # DeepSeek-V2's

@@ -21,8 +21,8 @@ from mcore_rl.common.run_output import log_file, setup_logging
 from mcore_rl.common.spawning import main_script_left_out
 from mcore_rl.flags.options import ExtraArgs, with_rl_args
 from mcore_rl.flags.roles import ACTOR
-from mcore_rl.run.assembly import build_parts, serve
-from mcore_rl.run.builders import check_data
+from mcore_rl.run.assembly import build_parts
+from mcore_rl.run.builders import check_data, serve_role
 from mcore_rl.run.parts import Parts
 from mcore_rl.run.startup import Job, job_from_args, start
 
@@ -110,7 +110,7 @@ def _play_role(
 ) -> None:
     if job.world.role != ACTOR:
         setup_logging(quiet=True)
-        serve(job, model_provider, log=log)
+        serve_role(job, model_provider, log=log)
         return
     setup_logging()  # the actor's first rank may not be the job's
     train(job, build_parts(job, model_provider, log=log))

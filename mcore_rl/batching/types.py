@@ -118,10 +118,11 @@ class TrainBatch:
 
 @dataclass(frozen=True, slots=True)
 class StepBatch:
-    """A step's samples as this rank's part of the actor has them, and its part of the critic."""
+    """A step's samples as this rank's part of the actor has them, and as a critic is told of
+    them."""
 
     actor: TrainBatch
-    critic: TrainBatch | None  # None: no critic, or one on ranks of its own
+    for_critic: Mapping[str, torch.Tensor] | None  # `StepCritic.told_of`; None: no critic
     lengths: np.ndarray  # [n] int64, tokens of every sample of the step
     metrics: Mapping[str, float] = field(default_factory=dict)
 

@@ -1,27 +1,54 @@
 """The critic: Megatron's model as a value function. Values before the update, and the update.
 
-It has a layout, an optimizer and a schedule of its own; all of that lives in its `MegatronWorld`,
-which every method enters. Shape legend: t tokens of a rank's samples, in scoring alignment
+`Critic` is the model on a rank. It has a layout, an optimizer and a schedule of its own; all of
+that lives in its `MegatronWorld`, which every method enters. `ServedCritic` makes a role of it
+(`mcore_rl.roles.remote`), and `StepCritic` asks that role on the actor's ranks. What crosses over
+is the samples' tokens, a value and a return per token, and numbers. On ranks of its own it scores
+while the actor does, and learns while the actor does.
+
+Shape legend: t tokens of a rank's samples, T of all, in scoring alignment
 (`mcore_rl.batching.types`): position j's value is that of the state in which token j+1 is chosen.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import TextIO
 
+import numpy as np
 import torch
+import torch.distributed as dist
 
 from mcore_rl.algorithms.aggregation import Denominators
 from mcore_rl.algorithms.value_loss import ValueLossSums, value_loss
 from mcore_rl.batching.micro_batching import MicroBatching
 from mcore_rl.batching.rows import ModelRows
-from mcore_rl.batching.types import TrainBatch
+from mcore_rl.batching.train_batches import num_tokens
+from mcore_rl.batching.types import ScoredRollout, StepBatch, TrainBatch
 from mcore_rl.flags.options import RLConfig
+from mcore_rl.hybrid_engine.memory.device import highest_bytes
 from mcore_rl.megatron import adapter as megatron_adapter
 from mcore_rl.megatron.optimizer import CheckedOptimizer, UpdateResult
 from mcore_rl.megatron.runner import ModelRunner
 from mcore_rl.megatron.world import MegatronWorld
+from mcore_rl.roles.critic_startup import save_critic
+from mcore_rl.roles.remote import Role, Values
+from mcore_rl.roles.samples import (
+    batch_of_rank,
+    mini_batches,
+    of_batch,
+    samples_to_tensors,
+    tensors_to_samples,
+    to_all,
+)
+
+# What batch accounting needs of a `MicroBatching`.
+_OF_BATCHING = ("max_tokens", "micro_batch_size", "count_multiple_of", "share_prompts")
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,3 +126,138 @@ class Critic:
 
 def _no_keywords(rows: ModelRows) -> dict[str, object]:
     return {}
+
+
+class ServedCritic:
+    """The critic as a role: whole steps, told of by what the actor's ranks know of them.
+
+    All methods are collective over the ranks of its layout.
+    """
+
+    def __init__(
+        self, model: Critic, config: RLConfig, *, is_apart: bool, log: TextIO | None = None
+    ) -> None:
+        """On ranks of its own (`is_apart`) it says what it takes of them."""
+        self.model, self._config, self._is_apart, self._log = model, config, is_apart, log
+        self.batch: TrainBatch | None = None  # of the step, this rank's part
+        self._lengths = np.empty(0, dtype=np.int64)
+        self._seconds: dict[str, float] = {}
+
+    def facts(self) -> Values:
+        """How it divides samples."""
+        batching = {name: getattr(self.model.batching, name) for name in _OF_BATCHING}
+        return {"dp_size": self.model.layout.dp_size, "batching": batching}
+
+    def values(self, *, orders: torch.Tensor, **samples: torch.Tensor) -> Values:
+        """A step begins: `[T]` values of every token, before any update.
+
+        `samples` are those of `samples_to_tensors`; by `orders` `[e, n]` actor and critic divide
+        them in each epoch.
+        """
+        started = time.perf_counter()
+        scored = tensors_to_samples(samples)
+        self._lengths = np.array([num_tokens(sample) for sample in scored], dtype=np.int64)
+        batch = batch_of_rank(
+            scored,
+            self._lengths,
+            num_mini_batches=self._config.num_mini_batches,
+            layout=self.model.layout,
+            batching=self.model.batching,
+            rank=dist.get_rank(),
+            orders=orders.numpy(),
+        )
+        values, runner = self.model.values(batch), self.model.runner
+        self.batch = dataclasses.replace(batch, values=values)
+        everywhere = to_all(values, batch, self._lengths, runner.groups["dp"], runner.device)
+        self._seconds["values"] = time.perf_counter() - started
+        return {"values": everywhere}
+
+    def update(self, *, returns: torch.Tensor) -> Values:
+        """Learn from `[T]` returns of the step; what each update did, and `critic/...` metrics."""
+        assert self.batch is not None, "returns of no samples"
+        started = time.perf_counter()
+        batch = dataclasses.replace(
+            self.batch, returns=of_batch(returns, self.batch, self._lengths)
+        )
+        runner = self.model.runner
+        parts = mini_batches(
+            batch, self._config.num_epochs, self._lengths, runner.groups["dp"], runner.device
+        )
+        updates = [self.model.update(part) for part in parts]
+        self._seconds["update"] = time.perf_counter() - started
+        return {
+            "sums": torch.stack([update.sums.stacked() for update in updates]),
+            "results": [(update.result.grad_norm, update.result.skipped) for update in updates],
+            "metrics": self._metrics(),
+        }
+
+    def _metrics(self) -> dict[str, float]:
+        found = {"critic/learning_rate": self.model.optimizer.learning_rate}
+        if self._is_apart:
+            host_bytes, device_bytes = highest_bytes()
+            peaks = torch.tensor(
+                [host_bytes, device_bytes], dtype=torch.float64, device=self.model.runner.device
+            )
+            dist.all_reduce(peaks, op=dist.ReduceOp.MAX)
+            found.update({f"critic/{name}_seconds": each for name, each in self._seconds.items()})
+            found["critic/host_peak_bytes"] = float(peaks[0])
+            found["critic/device_peak_bytes"] = float(peaks[1])
+        return found
+
+    def save(self, *, num_steps: int, folder: str) -> None:
+        """Write a Megatron checkpoint beside the actor's."""
+        with megatron_adapter.megatron_output_to(self._log):
+            save_critic(self.model, num_steps, Path(folder))
+
+
+class StepCritic:
+    """The critic as the actor's ranks ask it. All methods are collective over them."""
+
+    def __init__(self, role: Role, of_actor: ModelRunner) -> None:
+        self.role, self._of_actor = role, of_actor
+        self._metrics: Mapping[str, float] = {}
+
+    def facts(self) -> tuple[int, MicroBatching]:
+        """Its data-parallel size, and how it divides samples. Waits until it is built."""
+        facts = self.role.call("facts")
+        return facts["dp_size"], MicroBatching(**facts["batching"])
+
+    def told_of(
+        self, scored: Sequence[ScoredRollout], orders: np.ndarray
+    ) -> dict[str, torch.Tensor]:
+        """`StepBatch.for_critic` of a step's samples."""
+        return {**samples_to_tensors(scored), "orders": torch.from_numpy(orders)}
+
+    def begin_values(self, batch: StepBatch) -> Callable[[], torch.Tensor]:
+        """Have the samples valued; what is returned waits for `[t]` of those in `batch.actor`."""
+        assert batch.for_critic is not None
+        finish = self.role.begin("values", **batch.for_critic)
+        return lambda: of_batch(finish()["values"], batch.actor, batch.lengths)
+
+    def begin_update(self, batch: StepBatch) -> Callable[[], list[ValueUpdateStats]]:
+        """Have it learn from the returns in `batch.actor`; what is returned waits for what the
+        updates did."""
+        assert batch.actor.returns is not None
+        runner = self._of_actor
+        returns = to_all(
+            batch.actor.returns, batch.actor, batch.lengths, runner.groups["dp"], runner.device
+        )
+        finish = self.role.begin("update", returns=returns)
+
+        def end_update() -> list[ValueUpdateStats]:
+            answer = finish()
+            self._metrics = answer["metrics"]
+            return [
+                ValueUpdateStats(ValueLossSums.from_stacked(row), UpdateResult(norm, skipped))
+                for row, (norm, skipped) in zip(answer["sums"], answer["results"], strict=True)
+            ]
+
+        return end_update
+
+    def metrics(self) -> Mapping[str, float]:
+        """`critic/...` of the last updates."""
+        return self._metrics
+
+    def save(self, num_steps: int, checkpoints: Path) -> None:
+        """Write a Megatron checkpoint of it beside the actor's."""
+        self.role.call("save", num_steps=num_steps, folder=str(checkpoints))

@@ -18,7 +18,6 @@ import torch.distributed as dist
 
 from mcore_rl.batching.micro_batching import MicroBatching
 from mcore_rl.batching.train_batches import num_tokens
-from mcore_rl.batching.types import Rollout, ScoredRollout
 from mcore_rl.common.agreement import agreed_in_world
 from mcore_rl.common.errors import UsageError
 from mcore_rl.common.platform import Platform
@@ -29,7 +28,8 @@ from mcore_rl.megatron.runner import ModelRunner
 from mcore_rl.megatron.world import MegatronWorld, parsed_args
 from mcore_rl.model.config_json import ModelShape
 from mcore_rl.rewards.functions import REWARD_MODEL
-from mcore_rl.roles.tokens import batch_of_rank
+from mcore_rl.roles.remote import Values
+from mcore_rl.roles.samples import batch_of_rank, tensors_to_samples
 from mcore_rl.roles.value_startup import (
     HEAD,
     CheckedValueModel,
@@ -111,7 +111,8 @@ def check_reward_model_flags(config: RLConfig) -> None:
 
 
 class RewardModel:
-    """The model on this rank's pipeline stage and TP shard, as its own layout has it."""
+    """The model on this rank's pipeline stage and TP shard, as its own layout has it: a role of
+    `mcore_rl.roles.remote`."""
 
     def __init__(
         self, world: MegatronWorld, state: megatron_adapter.TrainState, batching: MicroBatching
@@ -120,12 +121,13 @@ class RewardModel:
         with world:
             self.runner = ModelRunner(world.args, state, world.layout, batching, _no_keywords)
 
-    def scores(self, rollouts: Sequence[Rollout]) -> np.ndarray:
-        """`[n]` float64: what each sample's last token says. Collective over the layout's ranks,
-        which all give the same rollouts."""
-        if not rollouts:
-            return np.empty(0)
-        samples = [ScoredRollout(rollout, reward=0.0) for rollout in rollouts]
+    def scores(self, **tokens: torch.Tensor) -> Values:
+        """`[n]` float64: what each sample's last token says. A call of the role, collective over
+        the layout's ranks; `tokens` are those of `samples_to_tensors`."""
+        samples = tensors_to_samples(tokens)
+        num_samples = len(samples)
+        if not samples:
+            return {"scores": torch.empty(0, dtype=torch.float64)}
         if not self._batching.packed:  # rows must divide; what is said of the last ones is not used
             each = self.world.layout.dp_size * self._batching.micro_batch_size
             samples += samples[-1:] * (-len(samples) % (each * self._batching.count_multiple_of))
@@ -141,7 +143,7 @@ class RewardModel:
             values = self.runner.evaluate(batch, num_outputs=1)[:, 0]
         found = torch.zeros(len(samples), dtype=torch.float64)
         found[batch.sample_ids] = values[batch.lengths.cumsum(0) - 1].double()
-        return self.runner.global_sum(found).numpy()[: len(rollouts)]
+        return {"scores": self.runner.global_sum(found)[:num_samples]}
 
 
 def build_reward_model(

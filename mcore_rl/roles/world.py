@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch.distributed as dist
 
 from mcore_rl.flags.roles import ACTOR, CRITIC, REWARD, Roles
-from mcore_rl.roles.bridge import Bridge
+from mcore_rl.roles.remote import Bridge
 
 
 @dataclass(frozen=True, slots=True)

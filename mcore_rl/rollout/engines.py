@@ -22,7 +22,7 @@ from mcore_rl.rewards.functions import REWARD_MODEL
 from mcore_rl.rewards.specs import RewardSpec
 from mcore_rl.rewards.stack import RewardStack
 from mcore_rl.rewards.worker import Outcome
-from mcore_rl.roles.reward_role import ModelReward
+from mcore_rl.roles.reward import ModelReward
 
 
 class RolloutWorkers:
@@ -100,7 +100,5 @@ class RolloutWorkers:
         return self._rewards.weigh(everything, outcomes)
 
     def close(self) -> None:
-        """End the reward processes of this rank, and the reward model's."""
+        """End the reward processes of this rank."""
         self._rewards.close()
-        if self._reward_model is not None:
-            self._reward_model.close()

@@ -11,7 +11,6 @@ import torch
 import torch.distributed as dist
 
 from mcore_rl.batching.accounting import describe
-from mcore_rl.flags.roles import CRITIC, REWARD
 from mcore_rl.hybrid_engine.sharding_manager import MegatronVLLMShardingManager
 from mcore_rl.hybrid_engine.vllm.engine import VLLMEngine
 from mcore_rl.job.layout import check_stages
@@ -25,10 +24,8 @@ from mcore_rl.observe.trace.tracer import Tracer
 from mcore_rl.observe.watchdog import StageWatchdog, own_connection
 from mcore_rl.resume.point import find_resume_point
 from mcore_rl.resume.trainer_state import LOADED
-from mcore_rl.roles.critic import Critic
-from mcore_rl.roles.critic_role import serve_critic
-from mcore_rl.roles.critic_startup import BuiltCritic, build_critic, restore_random_states
-from mcore_rl.roles.reward_role import ModelReward, serve_reward_model
+from mcore_rl.roles.remote import Here, Role
+from mcore_rl.roles.reward import ModelReward
 from mcore_rl.rollout.collector import Collector
 from mcore_rl.rollout.engines import RolloutWorkers
 from mcore_rl.run.builders import (
@@ -37,10 +34,9 @@ from mcore_rl.run.builders import (
     build_learner,
     build_manager,
     build_offloader,
-    critic_model,
+    critic_role,
     engine_config,
     load_prompt_files,
-    reward_model_of,
     reward_role,
     reward_spec,
 )
@@ -74,8 +70,8 @@ def build_parts(
     )
     began_with = _beginning(job) if point is None else point.state.began_with
     state, shards = build_actor(job, model_provider, log=log)
-    critic = _critic_here(job, model_provider, state.iteration, log)
-    # A critic on ranks of its own is built while the engines start.
+    # On ranks of its own it is built while the engines start.
+    critic = critic_role(job, model_provider, iteration=state.iteration, log=log)
     learner = build_learner(job, state, shards, critic, point, log=log)
     offloader = build_offloader(job, state, critic)
     canary = build_canary(job, state, prompts)
@@ -84,7 +80,14 @@ def build_parts(
         manager = build_manager(job, shards, engine, canary=canary, offloader=offloader)
     watchdog = _watchdog(job)
     timers = StageTimers(watchdog)
-    workers = _rollout_workers(job, engine, log)
+    reward_model = reward_role(job, log=log)
+    workers = RolloutWorkers(
+        engine,
+        job.rollout_layout,
+        job.config,
+        reward_spec(job.config),
+        None if reward_model is None else ModelReward(reward_model),
+    )
     position = state.iteration * job.config.num_prompts_per_step
     if point is not None:
         position = point.state.sampler_position
@@ -129,6 +132,7 @@ def build_parts(
         tracer=tracer,
         saver=saver,
         recorder=recorder,
+        roles=[role for role in (critic, reward_model) if role is not None],
     )
 
 
@@ -137,55 +141,6 @@ def _beginning(job: Job) -> str:
     if megatron_checkpoint.loads_checkpoint(job.args):
         return LOADED
     return fingerprint(job.checkpoint)
-
-
-def serve(
-    job: Job,
-    model_provider: Callable[..., Any] | None = None,
-    *,
-    log: TextIO | None = None,
-) -> None:
-    """Be a rank of a role that is not the actor's, until the actor ends the run. Collective over
-    the role's ranks. `model_provider` is a fork's own, for a critic."""
-    if job.world.role == REWARD:
-        serve_reward_model(job.world.bridges[REWARD], lambda: reward_model_of(job, log=log))
-        return
-    assert job.world.role == CRITIC and job.critic is not None, job.world.role
-    checked = job.critic
-
-    def build(iteration: int) -> Critic:
-        built = build_critic(
-            checked, job.config, job.args, model_provider, actor_iteration=iteration, log=log
-        )
-        critic = critic_model(job, built)
-        restore_random_states(built)
-        return critic
-
-    serve_critic(job.world.bridges[CRITIC], build, job.config, log=log)
-
-
-def _critic_here(
-    job: Job,
-    model_provider: Callable[..., Any] | None,
-    actor_iteration: int,
-    log: TextIO | None,
-) -> BuiltCritic | None:
-    """The critic, if it lives on the actor's ranks."""
-    if job.critic is None or job.roles.is_apart(CRITIC):
-        return None
-    return build_critic(
-        job.critic,
-        job.config,
-        job.args,
-        model_provider,
-        actor_iteration=actor_iteration,
-        log=log,
-    )
-
-
-def _rollout_workers(job: Job, engine: VLLMEngine, log: TextIO | None) -> RolloutWorkers:
-    model = None if job.reward_model is None else ModelReward(reward_role(job, log=log))
-    return RolloutWorkers(engine, job.rollout_layout, job.config, reward_spec(job.config), model)
 
 
 def _watchdog(job: Job) -> StageWatchdog:
@@ -254,20 +209,19 @@ def _listen(
     ]
 
 
-def _say_sizes(job: Job, learner: Learner, critic: BuiltCritic | None) -> None:
+def _say_sizes(job: Job, learner: Learner, critic: Role | None) -> None:
     """How large the updates are, of a critic apart too, once that is there; and what saves
     memory."""
-    if learner.critic is not None:
-        learner.critic.wait()
     for line in (*describe(batches_of(job, learner)), *_memory_lines(job, critic)):
         logger.info("%s", line)
 
 
-def _memory_lines(job: Job, critic: BuiltCritic | None) -> list[str]:
+def _memory_lines(job: Job, critic: Role | None) -> list[str]:
     """What flags save of memory, of the models on these ranks."""
     lines = memory_lines(job.config, vars(job.args), job.shape, job.train_layout, job.layers)
-    if critic is not None and job.critic is not None:
-        args, layout = vars(critic.world.args), critic.world.layout
+    if isinstance(critic, Here) and job.critic is not None:
+        world = critic.served.model.world
+        args, layout = vars(world.args), world.layout
         layers = check_stages(job.critic.shape, layout.pp_size, args)
         lines += memory_lines(job.config, args, job.critic.shape, layout, layers, name="critic")
     return lines

@@ -6,9 +6,10 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -39,11 +40,10 @@ from mcore_rl.model.config_json import ModelShape
 from mcore_rl.model.layout import TrainLayout
 from mcore_rl.resume.point import ResumePoint
 from mcore_rl.rewards.specs import RewardSpec, check_rewards, parse_rewards
-from mcore_rl.roles.critic import Critic
-from mcore_rl.roles.critic_role import ColocatedCritic, CriticRole, RemoteCritic
-from mcore_rl.roles.critic_startup import BuiltCritic
+from mcore_rl.roles.critic import Critic, ServedCritic, StepCritic
+from mcore_rl.roles.critic_startup import BuiltCritic, build_critic, restore_random_states
+from mcore_rl.roles.remote import Apart, Here, Role, serve
 from mcore_rl.roles.reward_model import RewardModel, build_reward_model
-from mcore_rl.roles.reward_role import ColocatedRewardModel, RemoteRewardModel, RewardModelRole
 from mcore_rl.run.actor import Actor, ReferencePolicy
 from mcore_rl.run.learner import Learner
 from mcore_rl.run.startup import Job
@@ -222,38 +222,92 @@ def build_learner(
     job: Job,
     state: megatron_adapter.TrainState,
     shards: ModelShards,
-    critic: BuiltCritic | None,
+    critic: Role | None,
     point: ResumePoint | None = None,
     *,
     log: TextIO | None = None,
 ) -> Learner:
     """Actor, reference and critic of a job; the one who runs is the actor. Collective.
 
-    `critic` is there if it shares the actor's ranks, `point` if the run goes on from it.
+    `critic` is that of `critic_role`, `point` is there if the run goes on from it.
     """
     batching = micro_batching(job)
     actor = Actor(job.args, job.config, state, job.train_layout, batching)
-    role: CriticRole | None = None
-    if critic is not None:
-        role = ColocatedCritic(
-            critic_model(job, critic), job.config, actor.runner, job.train_layout
-        )
-    elif job.critic is not None:
-        bridge = job.world.bridges.get(CRITIC)
-        role = RemoteCritic(actor.runner, bridge, iteration=state.iteration)
-    reference = build_reference(job, state, shards, point, log=log)
     return Learner(
         job.config,
         job.train_layout,
         batching,
         actor,
-        role,
-        reference=reference,
+        None if critic is None else StepCritic(critic, actor.runner),
+        reference=build_reference(job, state, shards, point, log=log),
         seed=job.args.seed,
     )
 
 
-def critic_model(job: Job, built: BuiltCritic) -> Critic:
+def critic_role(
+    job: Job,
+    model_provider: Callable[..., Any] | None = None,
+    *,
+    iteration: int = 0,
+    log: TextIO | None = None,
+) -> Role | None:
+    """The critic as the actor's ranks ask it, if there is one. Collective.
+
+    `iteration` is the step that the actor is of, `model_provider` a fork's own.
+    """
+    if job.critic is None:
+        return None
+    return _role(job, CRITIC, model_provider, log=log, iteration=iteration)
+
+
+def reward_role(job: Job, *, log: TextIO | None = None) -> Role | None:
+    """The reward model as the actor's ranks ask it, if there is one. Collective."""
+    return None if job.reward_model is None else _role(job, REWARD, None, log=log)
+
+
+def _role(
+    job: Job,
+    name: str,
+    model_provider: Callable[..., Any] | None,
+    *,
+    log: TextIO | None,
+    **how: Any,
+) -> Role:
+    """Here or apart, as the flags say; `how` goes to what builds it."""
+    if job.roles.is_apart(name):
+        return Apart(NAMES[name], job.world.bridges.get(name), **how)
+    return Here(BUILDERS[name](job, model_provider, log=log, **how))
+
+
+def serve_role(
+    job: Job,
+    model_provider: Callable[..., Any] | None = None,
+    *,
+    log: TextIO | None = None,
+) -> None:
+    """Be a rank of a role that is not the actor's, until the actor ends the run. Collective over
+    the role's ranks. `model_provider` is a fork's own, for a critic."""
+    role = job.world.role
+    build = functools.partial(BUILDERS[role], job, model_provider, log=log)
+    serve(NAMES[role], job.world.bridges[role], build)
+
+
+def served_critic(
+    job: Job,
+    model_provider: Callable[..., Any] | None = None,
+    *,
+    iteration: int = 0,
+    log: TextIO | None = None,
+) -> ServedCritic:
+    """The critic on the ranks of this process's role. Collective."""
+    assert job.critic is not None
+    built = build_critic(
+        job.critic, job.config, job.args, model_provider, actor_iteration=iteration, log=log
+    )
+    return serving(job, built, log=log)
+
+
+def serving(job: Job, built: BuiltCritic, *, log: TextIO | None = None) -> ServedCritic:
     """What scores and learns, of what `build_critic` returns."""
     assert job.critic is not None
     batching = micro_batching(
@@ -261,11 +315,21 @@ def critic_model(job: Job, built: BuiltCritic) -> Critic:
             job, args=built.world.args, train_layout=built.world.layout, shape=job.critic.shape
         )
     )
-    return Critic(built.world, job.config, built.state, batching)
+    model = Critic(built.world, job.config, built.state, batching)
+    is_apart = job.roles.is_apart(CRITIC)
+    if is_apart:  # else the actor's are these
+        restore_random_states(built)
+    return ServedCritic(model, job.config, is_apart=is_apart, log=log)
 
 
-def reward_model_of(job: Job, *, log: TextIO | None = None) -> RewardModel:
-    """That of `--rl-reward-model`, on the ranks of this process's role. Collective."""
+def served_reward_model(
+    job: Job,
+    model_provider: Callable[..., Any] | None = None,
+    *,
+    log: TextIO | None = None,
+) -> RewardModel:
+    """That of `--rl-reward-model`, on the ranks of this process's role; its own config.json
+    describes it, whatever a fork provides. Collective."""
     checked = job.reward_model
     assert checked is not None
 
@@ -278,11 +342,9 @@ def reward_model_of(job: Job, *, log: TextIO | None = None) -> RewardModel:
     return build_reward_model(checked, job.args, batching, log=log)
 
 
-def reward_role(job: Job, *, log: TextIO | None = None) -> RewardModelRole:
-    """The reward model as the actor's ranks see it. Collective."""
-    if job.roles.is_apart(REWARD):
-        return RemoteRewardModel(job.world.bridges.get(REWARD))
-    return ColocatedRewardModel(reward_model_of(job, log=log))
+# What makes a role, here or on ranks of its own, and what it is called.
+BUILDERS: dict[str, Callable[..., Any]] = {CRITIC: served_critic, REWARD: served_reward_model}
+NAMES = {CRITIC: "critic", REWARD: "reward model"}
 
 
 def batches_of(job: Job, learner: Learner) -> BatchAccounting:
@@ -291,7 +353,7 @@ def batches_of(job: Job, learner: Learner) -> BatchAccounting:
     return accounting_of(
         job.config,
         actor=(job.train_layout.dp_size, micro_batching(job)),
-        critic=None if critic is None else (critic.dp_size, critic.batching),
+        critic=None if critic is None else critic.facts(),
     )
 
 
@@ -318,11 +380,11 @@ def accounting_of(
 
 
 def build_offloader(
-    job: Job, state: megatron_adapter.TrainState, critic: BuiltCritic | None = None
+    job: Job, state: megatron_adapter.TrainState, critic: Role | None = None
 ) -> Offloader:
-    """What `--rl-offload` asks for, on this rank, of the actor and the critic."""
+    """What `--rl-offload` asks for, on this rank, of the actor and of a critic that is here."""
     has_cuda = torch.cuda.is_available()
-    states = [state] if critic is None else [state, critic.state]
+    states = [state, critic.served.model.state] if isinstance(critic, Here) else [state]
 
     def train_tensors() -> dict[str, list[tuple[str, torch.Tensor]]]:
         found: dict[str, list[tuple[str, torch.Tensor]]] = {}

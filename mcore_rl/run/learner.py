@@ -31,9 +31,8 @@ from mcore_rl.batching.types import ScoredRollout, StepBatch, TrainBatch
 from mcore_rl.common import objects
 from mcore_rl.flags.options import RLConfig
 from mcore_rl.model.layout import TrainLayout
-from mcore_rl.roles.critic import ValueUpdateStats
-from mcore_rl.roles.critic_role import CriticRole
-from mcore_rl.roles.tokens import batch_of_rank, mini_batches
+from mcore_rl.roles.critic import StepCritic, ValueUpdateStats
+from mcore_rl.roles.samples import batch_of_rank, mini_batches
 from mcore_rl.run.actor import Actor, ReferencePolicy, UpdateStats
 from mcore_rl.run.step_metrics import mismatch_metrics
 
@@ -55,7 +54,7 @@ class Learner:
         layout: TrainLayout,
         batching: MicroBatching,
         actor: Actor,
-        critic: CriticRole | None,
+        critic: StepCritic | None,
         *,
         reference: ReferencePolicy | None,
         seed: int,
@@ -97,10 +96,8 @@ class Learner:
             rank=self._rank,
             orders=orders,
         )
-        of_critic = None
-        if self.critic is not None:
-            of_critic = self.critic.take(scored, lengths, orders, batch)
-        return StepBatch(batch, of_critic, lengths)
+        for_critic = None if self.critic is None else self.critic.told_of(scored, orders)
+        return StepBatch(batch, for_critic, lengths)
 
     def _teaches(self, scored: Sequence[ScoredRollout]) -> np.ndarray:
         """`[g]` bool: groups with a sample whose advantage is other than 0."""
@@ -117,6 +114,7 @@ class Learner:
     def with_log_probs(self, batch: StepBatch) -> StepBatch:
         """Log-probs of the actor and the reference, values of the critic, before any update."""
         samples = batch.actor
+        values = None if self.critic is None else self.critic.begin_values(batch)
         if not self.scores_in_update:
             samples = dataclasses.replace(samples, old_log_probs=self.actor.log_probs(samples))
         if self.reference is not None:
@@ -124,8 +122,9 @@ class Learner:
                 samples = dataclasses.replace(
                     samples, ref_log_probs=self.actor.log_probs(batch.actor)
                 )
-        batch = dataclasses.replace(batch, actor=samples)
-        return batch if self.critic is None else self.critic.with_values(batch)
+        if values is not None:
+            samples = dataclasses.replace(samples, values=values())
+        return dataclasses.replace(batch, actor=samples)
 
     def with_advantages(self, scored: Sequence[ScoredRollout], batch: StepBatch) -> StepBatch:
         """What each token is worth, what the critic is to learn, and the mismatch's correction."""
@@ -278,8 +277,7 @@ class Learner:
     def update(self, step: int, batch: StepBatch) -> Learnt:
         """One optimizer step per mini-batch and epoch, of critic and actor."""
         warming_up = step < (self._config.critic_warmup_steps or 0)
-        if self.critic is not None:
-            self.critic.begin_update(batch)
+        end_update = None if self.critic is None else self.critic.begin_update(batch)
         of_actor = []
         if not warming_up:
             runner = self.actor.runner
@@ -291,7 +289,7 @@ class Learner:
                 runner.device,
             )
             of_actor = [self.actor.update(part) for part in parts]
-        of_critic = [] if self.critic is None else self.critic.end_update()
+        of_critic = [] if end_update is None else end_update()
         interval = self._config.reference_refresh_interval
         if interval and self.reference is not None and (step + 1) % interval == 0:
             self.reference.refresh(step + 1)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -25,6 +26,7 @@ from mcore_rl.observe.progress import run_facts
 from mcore_rl.observe.stage_timers import StageTimers
 from mcore_rl.observe.trace.tracer import Tracer
 from mcore_rl.observe.watchdog import StageWatchdog
+from mcore_rl.roles.remote import Role
 from mcore_rl.rollout.collector import Collected, Collector
 from mcore_rl.rollout.engines import RolloutWorkers
 from mcore_rl.run.early_exit import EarlyExit
@@ -56,6 +58,7 @@ class Parts:
         tracer: Tracer,
         saver: RunSaver,
         recorder: RunRecorder,
+        roles: Sequence[Role],
     ) -> None:
         self._job, self._config, self.first_step = job, job.config, first_step
         self._eval_prompts = eval_prompts
@@ -64,6 +67,7 @@ class Parts:
         self.learner, self.manager, self._collector = learner, manager, collector
         self.timers, self._watchdog, self._tracer = timers, watchdog, tracer
         self._saver, self._recorder = saver, recorder
+        self._roles = roles
         self._early_exit = EarlyExit(job.args)
 
     def collect(self, weight_version: int) -> Collected:
@@ -188,15 +192,15 @@ class Parts:
 
     def abandon(self) -> None:
         """Before `close`, when this rank has failed: it waits for no other one."""
-        if self.learner.critic is not None:
-            self.learner.critic.abandon()
+        for role in self._roles:
+            role.abandon()
 
     def close(self) -> None:
         """End what would outlive the run: reward processes, the engine, open files. Idempotent."""
         self._watchdog.close()
         self._tracer.close()
-        if self.learner.critic is not None:
-            self.learner.critic.close()
+        for role in self._roles:
+            role.close()
         self._workers.close()
         self._engine.close()
         self._recorder.close()

@@ -27,7 +27,7 @@ def learn(flags: list[str], target: str, num_steps: int = 2) -> dict[str, Any]:
     """
     models = build_models(flags)
     job, learner = models.job, models.learner
-    offloader = build_offloader(job, models.state, models.critic)
+    offloader = build_offloader(job, models.state, models.role)
     scored, batching = scored_rollouts(job), micro_batching(job)
     forwards = [Forwards(models.state.chunks)]
     if models.critic is not None:
@@ -41,8 +41,10 @@ def learn(flags: list[str], target: str, num_steps: int = 2) -> dict[str, Any]:
         rows = [lay_out(part, batching, row_length(parts, batching)) for part in parts]
         sharing += sum(each.prefix_of is not None for each in rows)
         uneven += _num_uneven([each.token_ids.numel() for each in rows])
-        for counter, part in zip(forwards, (batch.actor, batch.critic), strict=False):
-            assert part is not None
+        learnt_from = [batch.actor]
+        if models.role is not None:
+            learnt_from.append(models.role.served.batch)
+        for counter, part in zip(forwards, learnt_from, strict=True):
             counter.expect(part)
     export_models(models, Path(target))
     found = {

@@ -17,8 +17,9 @@ from mcore_rl.job.memory_report import memory_lines, recompute_saving
 from mcore_rl.job.planner_settings import activation_settings
 from mcore_rl.megatron import adapter as megatron_adapter
 from mcore_rl.roles.critic_startup import build_critic
+from mcore_rl.roles.remote import Here
 from mcore_rl.run.actor import Actor, ReferencePolicy
-from mcore_rl.run.builders import build_learner, build_offloader, micro_batching
+from mcore_rl.run.builders import build_learner, build_offloader, micro_batching, serving
 from mcore_rl.run.startup import Job, build_actor, start
 from tests.dist.invariance_jobs import Forwards
 from tests.dist.jobs import rank_batch, started
@@ -65,8 +66,9 @@ def _learn(job: Job, num_steps: int, gradients: dict[str, torch.Tensor]) -> dict
         state, shards = build_actor(job, log=log)
         assert job.critic is not None
         critic = build_critic(job.critic, job.config, job.args, log=log)
-    learner = build_learner(job, state, shards, critic)
-    offloader = build_offloader(job, state, critic)
+    role = Here(serving(job, critic))
+    learner = build_learner(job, state, shards, role)
+    offloader = build_offloader(job, state, role)
     found: dict[str, Any] = {"first": _first_update(job, learner.actor, gradients)}
     scored = scored_rollouts(job)
     counters = [Forwards(state.chunks), Forwards(critic.state.chunks)]
@@ -76,7 +78,7 @@ def _learn(job: Job, num_steps: int, gradients: dict[str, torch.Tensor]) -> dict
         batch = learner.make_batch(step, scored)
         measured = take_step(learner, step, batch, scored)
         steps.append({name: value.hex() for name, value in measured.items()})
-        for counter, part in zip(counters, (batch.actor, batch.critic), strict=True):
+        for counter, part in zip(counters, (batch.actor, role.served.batch), strict=True):
             assert part is not None
             counter.expect(part)
     largest = max(split_micro_batches(batch.actor), key=lambda part: part.num_tokens)

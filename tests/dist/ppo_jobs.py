@@ -23,7 +23,8 @@ from mcore_rl.resume.point import ResumePoint
 from mcore_rl.resume.saver import write_checkpoint
 from mcore_rl.resume.trainer_state import TrainerState
 from mcore_rl.roles.critic_startup import BuiltCritic, build_critic, save_critic
-from mcore_rl.run.builders import build_learner
+from mcore_rl.roles.remote import Here
+from mcore_rl.run.builders import build_learner, serving
 from mcore_rl.run.learner import Learner
 from mcore_rl.run.startup import Job, build_actor, start
 from mcore_rl.run.step_metrics import mismatch_metrics
@@ -85,6 +86,7 @@ class Models:
     state: megatron_adapter.TrainState
     shards: ModelShards
     critic: BuiltCritic | None
+    role: Here | None  # what the critic is to the learner
     learner: Learner
 
 
@@ -99,8 +101,9 @@ def build_models(flags: list[str], point: ResumePoint | None = None) -> Models:
             critic = build_critic(
                 job.critic, job.config, job.args, actor_iteration=state.iteration, log=log
             )
-    learner = build_learner(job, state, shards, critic, point)
-    return Models(job, state, shards, critic, learner)
+    role = None if critic is None else Here(serving(job, critic))
+    learner = build_learner(job, state, shards, role, point)
+    return Models(job, state, shards, critic, role, learner)
 
 
 def export_models(models: Models, target: Path) -> None:
@@ -142,7 +145,9 @@ def learning_rates(flags: list[str]) -> dict[str, list[float]]:
     """Of actor and critic in every update of a whole run, and last what is left then."""
     models = build_models(flags)
     learner, scored = models.learner, scored_rollouts(models.job)
-    optimizers = {"actor": learner.actor.optimizer, "critic": learner.critic.model.optimizer}
+    assert models.role is not None
+    critic = models.role.served.model
+    optimizers = {"actor": learner.actor.optimizer, "critic": critic.optimizer}
     found: dict[str, list[float]] = {name: [] for name in optimizers}
 
     def noting(name: str, optimizer: Any) -> Any:

@@ -46,14 +46,10 @@ from mcore_rl.job.preflight import Checked
 from mcore_rl.megatron.adapter import TrainState
 from mcore_rl.megatron.shards import ModelShards
 from mcore_rl.run.actor import Actor
-from mcore_rl.run.builders import (
-    build_manager,
-    build_offloader,
-    engine_config,
-    micro_batching,
-    prompt_source,
-)
-from mcore_rl.run.startup import Job, build_actor, start
+from mcore_rl.run.build import build_manager, build_offloader, engine_config
+from mcore_rl.run.inputs import prompt_source
+from mcore_rl.run.models import build_actor, micro_batching
+from mcore_rl.run.start import Job, start
 
 logger = logging.getLogger(__name__)
 

@@ -48,7 +48,7 @@ def watch(killer: Killer) -> None:
     """Have the killer hear."""
     from mcore_rl.hybrid_engine.sharding_manager import MegatronVLLMShardingManager as Manager
     from mcore_rl.observe.stage_timers import StageTimers
-    from mcore_rl.run.parts import Parts
+    from mcore_rl.train import Run
 
     def before(owner: type, name: str, tell: Any) -> None:
         real = getattr(owner, name)
@@ -69,13 +69,13 @@ def watch(killer: Killer) -> None:
     before(Manager, "__exit__", lambda *_: killer.begins("to_train"))
     before(StageTimers, "__call__", lambda _, stage: killer.begins(stage))
     before(StageTimers, "finish_step", next_step)
-    init = Parts.__init__
+    init = Run.__init__
 
     def initialised(self: Any, *args: Any, **keywords: Any) -> None:
         init(self, *args, **keywords)
         first_step(self)
 
-    Parts.__init__ = initialised  # type: ignore[method-assign]
+    Run.__init__ = initialised  # type: ignore[method-assign]
 
 
 if multiprocessing.parent_process() is None:  # the workers of rewards import this as well

@@ -25,7 +25,7 @@ from mcore_rl.observe.stage_timers import StageTimers
 from mcore_rl.rewards.parts import part_metrics
 from mcore_rl.rollout.collector import Collected
 from mcore_rl.run.learner import Learnt
-from mcore_rl.run.startup import Job
+from mcore_rl.run.start import Job
 from mcore_rl.run.step_metrics import measured, rollout_metrics, update_metrics, value_metrics
 
 logger = logging.getLogger(__name__)

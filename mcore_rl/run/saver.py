@@ -1,12 +1,16 @@
-"""When a run saves, and what: all that decides its next step."""
+"""When a run saves, and what: all that decides its next step; and when it ends early."""
 
 from __future__ import annotations
 
+import argparse
+import time
 from pathlib import Path
 from typing import Any, TextIO
 
+import psutil
 import torch.distributed as dist
 
+from mcore_rl.common import objects
 from mcore_rl.data.prompts import PromptDataset
 from mcore_rl.hybrid_engine.sharding_manager import MegatronVLLMShardingManager
 from mcore_rl.megatron import adapter as megatron_adapter
@@ -19,7 +23,7 @@ from mcore_rl.resume.saver import write_checkpoint
 from mcore_rl.resume.trainer_state import LOADED, TrainerState, trainer_writer
 from mcore_rl.rollout.collector import Collector
 from mcore_rl.run.learner import Learner
-from mcore_rl.run.startup import Job
+from mcore_rl.run.start import Job
 
 
 class RunSaver:
@@ -113,3 +117,23 @@ class RunSaver:
             reference_version=0 if reference is None else reference.version,
             began_with=self._began_with,
         )
+
+
+def early_exit(args: argparse.Namespace, num_steps: int) -> str | None:
+    """Which of Megatron's flags ends the run after `num_steps` steps, in words. Collective.
+
+    `--exit-signal-handler` (with `--exit-signal`), `--exit-duration-in-mins` and `--exit-interval`,
+    as in Megatron. The same on all ranks, as it is enough that one of them has reason to; minutes
+    are counted from the start of this process.
+    """
+    from megatron.training.global_vars import get_signal_handler
+
+    if args.exit_signal_handler and any(get_signal_handler().signals_received()):
+        return f"{args.exit_signal.name}, by --exit-signal-handler"
+    if args.exit_interval and num_steps % args.exit_interval == 0:
+        return f"--exit-interval {args.exit_interval}"
+    if args.exit_duration_in_mins:
+        minutes = (time.time() - psutil.Process().create_time()) / 60
+        if objects.on_any(minutes > args.exit_duration_in_mins):
+            return f"--exit-duration-in-mins {args.exit_duration_in_mins}"
+    return None

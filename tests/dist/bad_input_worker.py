@@ -17,8 +17,8 @@ from mcore_rl.common.agreement import agreed, open_store
 from mcore_rl.common.errors import UsageError
 from mcore_rl.common.platform import WITHOUT_CUDA
 from mcore_rl.job.preflight import check_command_line
-from mcore_rl.run.builders import check_data
-from mcore_rl.run.startup import hold_folders
+from mcore_rl.run.inputs import check_data
+from mcore_rl.run.start import hold_folders
 
 
 class ParameterCounter:

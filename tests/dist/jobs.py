@@ -25,8 +25,9 @@ from mcore_rl.hybrid_engine.vllm.engine import VLLMEngine
 from mcore_rl.megatron.hf_checkpoint import export
 from mcore_rl.megatron.rng import RngState
 from mcore_rl.run.actor import Actor
-from mcore_rl.run.builders import build_manager, engine_config, micro_batching
-from mcore_rl.run.startup import Job, build_actor, start
+from mcore_rl.run.build import build_manager, engine_config
+from mcore_rl.run.models import build_actor, micro_batching
+from mcore_rl.run.start import Job, start
 from mcore_rl.verify import overwrite_with_zeros, stored_digests
 from tests.dist.sleeping import SleepLog, memory_gone_while_asleep
 

@@ -17,7 +17,7 @@ from mcore_rl.hybrid_engine.memory.device import Footprint
 from mcore_rl.hybrid_engine.sharding_manager import ReshardReport
 from mcore_rl.hybrid_engine.transfer.transfer import Transfer
 from mcore_rl.hybrid_engine.vllm.engine import EngineConfig, VLLMEngine
-from mcore_rl.run.builders import build_manager, build_offloader, engine_config
+from mcore_rl.run.build import build_manager, build_offloader, engine_config
 from mcore_rl.verify import stored_digests
 from tests.dist.jobs import random_tokens, rank_batch, started
 from tests.dist.offload_jobs import state_digests

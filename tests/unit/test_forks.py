@@ -17,7 +17,7 @@ from mcore_rl.common.platform import WITHOUT_CUDA, Platform
 from mcore_rl.flags.options import add_rl_args, with_rl_args
 from mcore_rl.job.preflight import check_command_line, check_parsed_args
 from mcore_rl.megatron.world import parsed_args
-from mcore_rl.run.builders import check_data
+from mcore_rl.run.inputs import check_data
 from tests.untrusted import need_code_of_tokenizer
 
 

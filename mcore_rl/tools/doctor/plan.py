@@ -12,7 +12,7 @@ from mcore_rl.job.layout import check_stages
 from mcore_rl.planner.advice import Problem
 from mcore_rl.planner.phases import ROLLOUT, START
 from mcore_rl.planner.settings import GB
-from mcore_rl.run.builders import accounting_of, micro_batching_of
+from mcore_rl.run.models import accounting_of, micro_batching_of
 from mcore_rl.tools.doctor.finding import BATCHES, PLAN, Finding, green, red, refusal, yellow
 from mcore_rl.tools.doctor.flags import ReadJob
 from mcore_rl.tools.plan.command_line import read_command_line

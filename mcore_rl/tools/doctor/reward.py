@@ -28,7 +28,7 @@ from mcore_rl.model.config_json import read_model_shape
 from mcore_rl.rewards.functions import REWARD_MODEL, SERVED_REWARDS
 from mcore_rl.rewards.specs import RewardSpec
 from mcore_rl.roles.value_startup import HEAD, CheckedValueModel
-from mcore_rl.run.builders import reward_spec
+from mcore_rl.run.inputs import reward_spec
 from mcore_rl.tools.doctor.finding import REWARD, Finding, green, red, refusal, yellow
 
 # Built-in rewards that compare with the answer: it must get more than anything else.

@@ -1,8 +1,5 @@
-"""From a command line to a Megatron with the checkpoint's weights in it.
-
-`start` checks everything (all ranks agree before anyone leaves), then starts Megatron;
-`build_actor` builds model and optimizer and loads the Hugging Face checkpoint into the shards.
-"""
+"""From a command line, or a fork's arguments, to a job: checked on all ranks, which agree before
+anyone leaves, with Megatron started."""
 
 from __future__ import annotations
 
@@ -20,7 +17,7 @@ from typing import Any, TextIO
 import torch.distributed as dist
 
 from mcore_rl.common import objects
-from mcore_rl.common.agreement import agreed, agreed_in_world, check_alike, from_rank, open_store
+from mcore_rl.common.agreement import agreed, check_alike, from_rank, open_store
 from mcore_rl.common.platform import Platform, find_platform
 from mcore_rl.flags.given import flag_names, given_values
 from mcore_rl.flags.options import ExtraArgs, RLConfig, add_rl_args
@@ -32,10 +29,7 @@ from mcore_rl.job.preflight import (
     make_parser,
 )
 from mcore_rl.megatron import adapter as megatron_adapter
-from mcore_rl.megatron import saving as megatron_checkpoint
-from mcore_rl.megatron.hf_checkpoint import HFCheckpoint, check_complete, load_into_megatron
-from mcore_rl.megatron.policy_head import make_actor_provider, make_policy_provider
-from mcore_rl.megatron.shards import ModelShards
+from mcore_rl.megatron.hf_checkpoint import HFCheckpoint
 from mcore_rl.model.config_json import ModelShape, settings_without_flag
 from mcore_rl.model.layout import PipelineLayers, RolloutLayout, TrainLayout
 from mcore_rl.observe import own_folders
@@ -264,33 +258,3 @@ def _placement(checked: Checked) -> str:
                 here.append(text)
     here_text = f"{', '.join(here)} in turn on {describe_ranks(roles.actor)}"
     return f"placement: {'; '.join([here_text, *apart])}"
-
-
-def build_actor(
-    job: Job,
-    model_provider: Callable[..., Any] | None = None,
-    *,
-    log: TextIO | None = None,
-) -> tuple[megatron_adapter.TrainState, ModelShards]:
-    """Build the actor through Megatron and fill it from the Hugging Face checkpoint. Collective.
-
-    With `--load` naming a Megatron checkpoint (or `--pretrained-checkpoint`), its weights win and
-    the Hugging Face ones are not read. `model_provider` is a fork's own; without it the model
-    follows config.json. Weights that a user must mend end every rank with exit code 2.
-    """
-    provider = make_policy_provider(
-        model_provider or make_actor_provider(job.args, job.shape),
-        real_vocab_size=job.shape.vocab_size,
-        chunk_tokens=job.config.log_prob_chunk_tokens,
-    )
-    with megatron_adapter.megatron_output_to(log):
-        state = megatron_adapter.setup(provider)
-    shards = ModelShards(
-        state.chunks, job.shape, job.train_layout, dist.get_rank(), dict(job.checkpoint.tensors)
-    )
-    check_complete(job.checkpoint, set().union(*objects.all_gather(shards.tensors())))
-    if not megatron_checkpoint.loads_checkpoint(job.args):
-        num_bytes = agreed_in_world(lambda: load_into_megatron(job.checkpoint, shards))
-        megatron_adapter.reload_main_params(state)
-        logger.info("read %.1f MB of %s", num_bytes / 1e6, job.checkpoint.folder)
-    return state, shards

@@ -114,9 +114,7 @@ def build(
     workers = RolloutWorkers(engine, job.rollout_layout, config, reward_spec(config), asked)
     position = state.iteration * config.num_prompts_per_step
     if point is not None:
-        position = point.state.sampler_position
-        manager.weight_version = point.state.weight_version
-        learner.kl_controller.load_state_dict(dict(point.state.kl_controller))
+        position = _go_on_from(point, manager, learner)
     collector = Collector(
         workers, prompts, config, seed=job.args.seed, timers=timers, position=position
     )
@@ -166,6 +164,13 @@ def _began_with(job: Job, point: ResumePoint | None) -> str:
     if megatron_checkpoint.loads_checkpoint(job.args):
         return LOADED
     return fingerprint(job.checkpoint)
+
+
+def _go_on_from(point: ResumePoint, manager: MegatronVLLMShardingManager, learner: Learner) -> int:
+    """Have both count on from what was saved; returns the position in the prompts."""
+    manager.weight_version = point.state.weight_version
+    learner.kl_controller.load_state_dict(dict(point.state.kl_controller))
+    return point.state.sampler_position
 
 
 def _watchdog(job: Job) -> StageWatchdog:

@@ -62,8 +62,8 @@ def watch(killer: Killer) -> None:
     def next_step(*_: Any) -> None:
         killer.step += 1
 
-    def first_step(parts: Any, *_: Any) -> None:
-        killer.step = parts.first_step
+    def first_step(run: Any, *_: Any) -> None:
+        killer.step = run.first_step
 
     before(Manager, "__enter__", lambda *_: killer.begins("to_rollout"))
     before(Manager, "__exit__", lambda *_: killer.begins("to_train"))

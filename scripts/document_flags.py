@@ -1,6 +1,6 @@
-"""Prints docs/megatron_flags.md: what becomes of the flags of the installed Megatron.
+"""Prints docs/using/megatron_flags.md: what becomes of the flags of the installed Megatron.
 
-python scripts/document_flags.py > docs/megatron_flags.md
+python scripts/document_flags.py > docs/using/megatron_flags.md
 """
 
 from __future__ import annotations

@@ -15,8 +15,9 @@ Trains a DeepSeek-architecture mixture of experts with GRPO, on Megatron and vLL
                  v3: DeepSeek-V3 on 32 machines of 8 GPUs   (planned, not run)
   --nproc N      processes on this machine (default: its GPUs; 4 where there are none)
   --dry-run      print what would run, for every machine, and train nothing; of the large presets
-                 also the plan: what fits where, and what a hand-over moves (docs/planner.md)
-  --doctor       check this machine and what would run on it, and train nothing (docs/doctor.md)
+                 also the plan: what fits where, and what a hand-over moves (docs/using/planner.md)
+  --doctor       check this machine and what would run on it, and train nothing
+                 (docs/using/doctor.md)
   --help         this text
 
 All other arguments go to mcore_rl.train: any Megatron flag and any --rl-* flag, --rl-config FILE

@@ -175,7 +175,7 @@ WITHOUT_EFFECT: Mapping[str, str] = {
     "a non-finite gradient is --rl-on-nonfinite-grad": """
         check_for_nan_in_loss_and_grad
     """,
-    "a job is started again by its launcher, docs/never_lose_a_run.md": """
+    "a job is started again by its launcher, docs/using/never_lose_a_run.md": """
         inprocess_restart inprocess_max_iterations inprocess_monitor_thread_interval
         inprocess_monitor_process_interval inprocess_progress_watchdog_interval
         inprocess_heartbeat_interval inprocess_soft_timeout inprocess_hard_timeout
@@ -188,7 +188,7 @@ WITHOUT_EFFECT: Mapping[str, str] = {
         log_straggler straggler_ctrlr_port straggler_minmax_count disable_straggler_on_startup
         run_workload_inspector_server distributed_timeout_seconds_after_init
     """,
-    "checkpoints are written as docs/never_lose_a_run.md says": """
+    "checkpoints are written as docs/using/never_lose_a_run.md says": """
         non_persistent_save_interval non_persistent_global_ckpt_dir non_persistent_local_ckpt_dir
         non_persistent_local_ckpt_algo async_strategy use_persistent_ckpt_worker
         async_ckpt_cpu_priority async_ckpt_io_priority async_ckpt_use_cpu_shm replication

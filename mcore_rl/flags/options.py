@@ -78,10 +78,12 @@ class RLConfig:
     reward_env: str | None = _flag(
         None,
         "environment variables that reward processes get, with commas; they see no others but PATH "
-        "and the like (docs/security.md)",
+        "and the like (docs/using/security.md)",
         kind=str,
     )
-    reward_url: str | None = _flag(None, "endpoint of reward http (docs/rewards.md)", kind=str)
+    reward_url: str | None = _flag(
+        None, "endpoint of reward http (docs/using/rewards.md)", kind=str
+    )
     reward_http_batch: int = _flag(16, "samples per request to it")
     reward_http_concurrency: int = _flag(8, "requests at a time, per scoring rank")
     reward_http_retries: int = _flag(3, "further attempts after timeouts, 429 and 5xx")

@@ -1,8 +1,8 @@
 """The families of models that are supported: what sets one apart, a short table each.
 
 `hf_config` reads a config.json by its family's table, `weight_map` and `checkpoint_tensors` take
-the names of its tensors from there, and nothing else knows a family by name. docs/families.md says
-how to add one.
+the names of its tensors from there, and nothing else knows a family by name.
+docs/using/families.md says how to add one.
 
 This module is pure: it imports neither Megatron nor vLLM nor torch.
 """

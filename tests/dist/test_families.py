@@ -1,4 +1,4 @@
-"""Every family that docs/families.md names, on random tiny checkpoints of it: all ways of weights.
+"""Every family of docs/using/families.md, on random tiny checkpoints of it: all ways of weights.
 
 `mcore_rl.verify` of a folder that transformers has made, saved, loaded and saved again; on the way
 checkpoint -> Megatron -> checkpoint, with log-probs held against transformers'; and vLLM on the

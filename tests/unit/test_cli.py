@@ -277,8 +277,8 @@ def test_help_lists_commands_and_flags(capsys: pytest.CaptureFixture[str]) -> No
 
 
 def test_page_of_671b_is_what_the_command_prints() -> None:
-    """Between the fences of docs/plan_671b.md: the command, then its output, word for word."""
-    page = (ROOT / "docs" / "plan_671b.md").read_text()
+    """Between the fences of plan_671b.md: the command, then its output, word for word."""
+    page = (ROOT / "docs" / "using" / "plan_671b.md").read_text()
     command = r"((?:[^\n]*\\\n)*[^\n]*)"  # lines that end in a backslash go on
     blocks = re.findall(rf"```console\n\$ mcore-rl {command}\n(.*?)```", page, re.DOTALL)
     assert len(blocks) == 2
@@ -292,5 +292,5 @@ def test_page_of_671b_is_what_the_command_prints() -> None:
         )
         assert process.returncode == 0, process.stderr
         printed = "\n".join(line.rstrip() for line in process.stdout.splitlines())
-        assert printed == expected.strip("\n"), "regenerate docs/plan_671b.md with this command"
+        assert printed == expected.strip("\n"), "regenerate plan_671b.md with this command"
     assert "PLANNED, NOT RUN" in page

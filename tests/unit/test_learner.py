@@ -559,9 +559,9 @@ def test_rates_are_those_of_the_models_that_there_are():
     }
 
 
-# docs/algorithms.md -------------------------------------------------------------------------------
+# docs/using/algorithms.md -------------------------------------------------------------------------
 
-DOCS = Path(__file__).parents[2] / "docs" / "algorithms.md"
+DOCS = Path(__file__).parents[2] / "docs" / "using" / "algorithms.md"
 
 
 @pytest.mark.usefixtures("restored_tables")

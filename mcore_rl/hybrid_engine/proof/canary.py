@@ -4,8 +4,8 @@ They see what no hash of weights can: what vLLM made of a tensor after reading i
 names the wrong tensor, a kernel that computes something else. And they are blunt: both sides round
 in their own order, and where a router's scores are close they choose different experts. So they
 follow the first hand-over and then every so many, and what is compared is a mean over tokens. How
-far right weights are apart depends on the model (docs/never_lose_a_run.md); what is measured stands
-in the log, whether or not it is within the tolerance.
+far right weights are apart depends on the model (docs/using/never_lose_a_run.md); what is measured
+stands in the log, whether or not it is within the tolerance.
 """
 
 from __future__ import annotations

@@ -283,7 +283,7 @@ def _without_effect(
     here = "with a GPU" if has_cuda else "without a GPU"
     names = flag_names(parser)
     said = [
-        yellow(FLAGS, line, "drop them, or read docs/megatron_flags.md")
+        yellow(FLAGS, line, "drop them, or read docs/using/megatron_flags.md")
         for line in notes(given, parser)
     ]
     return said + [

@@ -56,7 +56,7 @@ def plan_case(case: Case) -> Outcome:
 
 
 def as_json(outcome: Outcome, notes: Sequence[str] = ()) -> dict[str, Any]:
-    """The whole plan; docs/planner.md explains the keys."""
+    """The whole plan; docs/using/planner.md explains the keys."""
     case, traffic, memory = outcome.case, outcome.traffic, outcome.memory
     found: dict[str, Any] = {
         "status": "planned, not run",

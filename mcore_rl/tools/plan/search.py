@@ -38,7 +38,7 @@ from mcore_rl.planner.stages import Stages, stages_for
 
 CRITERIA = (
     "ranked by the seconds of a step that depend on the layout: compute with the pipeline's "
-    "bubble, TP and EP communication, hand-over, rollout; formulas in docs/planner.md"
+    "bubble, TP and EP communication, hand-over, rollout; formulas in docs/using/planner.md"
 )
 
 

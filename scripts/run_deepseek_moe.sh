@@ -143,7 +143,7 @@ srun --ntasks-per-node=1"
   nodes=$SLURM_NNODES
   node_rank=${node_rank:-${SLURM_NODEID:-}}
   if [[ -z $master_addr ]] && command -v scontrol >/dev/null; then
-    master_addr=$(scontrol show hostnames "${SLURM_JOB_NODELIST:-}" | head -n 1) || master_addr=
+    master_addr=$(scontrol show hostnames "${SLURM_JOB_NODELIST:-}" | sed -n 1p) || master_addr=
   fi
   # Jobs that share a machine must not share a port.
   master_port=${MASTER_PORT:-$((20000 + ${SLURM_JOB_ID:-9500} % 10000))}

@@ -1,9 +1,8 @@
-"""A fork's script, as README.md shows it, on the real launcher, Megatron and vLLM."""
+"""examples/fork/train.py in a fork, on the real launcher, Megatron and vLLM."""
 
 from __future__ import annotations
 
 import os
-import re
 import shutil
 import subprocess
 import sys
@@ -28,12 +27,9 @@ SMALL = (
 )
 
 
-def script_of_readme() -> str:
-    """The example in README.md: an indented block, of at most twelve lines that are not empty."""
-    blocks = re.findall(r"(?:^(?: {4}.*)?\n)+", (ROOT / "README.md").read_text(), re.MULTILINE)
-    found = [block for block in blocks if "mcore_rl.prepare()" in block]
-    assert len(found) == 1
-    script = "\n".join(line[4:] for line in found[0].splitlines())
+def script_of_a_fork() -> str:
+    """The example: at most twelve lines that are not empty."""
+    script = (ROOT / "examples" / "fork" / "train.py").read_text()
     assert len([line for line in script.splitlines() if line]) <= 12
     assert "__main__" not in script
     return script
@@ -47,7 +43,7 @@ def environment_of_fork(**more: str) -> dict[str, str]:
 
 def run_fork(folder: Path, checkpoint: Path, *flags: str, **environment: str) -> Path:
     """The run directory."""
-    (folder / "fork.py").write_text(script_of_readme())
+    (folder / "fork.py").write_text(script_of_a_fork())
     (folder / "notes").mkdir()
     run = subprocess.run(
         [
@@ -101,7 +97,7 @@ def test_dense_model_of_a_fork_on_tp2_with_its_spec_reward_tokenizer_and_critic(
 
 
 def test_a_forgotten_prepare_is_told(tmp_path: Path) -> None:
-    script = script_of_readme()
+    script = script_of_a_fork()
     (tmp_path / "fork.py").write_text(
         "".join(f"{line}\n" for line in script.splitlines() if "prepare()" not in line)
     )

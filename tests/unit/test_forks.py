@@ -114,3 +114,16 @@ def test_flags_of_a_fork_are_known_to_all_who_parse(checkpoint: Path) -> None:
         check_command_line(
             tokens_of(checkpoint), platform=WITHOUT_CUDA, extra_args=with_rl_args(extra_args)
         )
+
+
+def test_run_of_a_fork_is_callable_beside_the_package_of_its_name(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    import mcore_rl
+    import mcore_rl.run.early_exit
+    import mcore_rl.train
+
+    called: list[tuple[Any, ...]] = []
+    monkeypatch.setattr(mcore_rl.train, "run", lambda *job: called.append(job))
+    mcore_rl.run("job", "provider")  # type: ignore[operator]
+    assert called == [("job", "provider")]

@@ -1,7 +1,7 @@
 """A run: how it starts, what it is built of, its learner, and what it records and saves.
 
-`mcore_rl.run(job, model_provider)` is what a fork calls. Importing this package puts it in the place
-of that function, so it can be called like it.
+`mcore_rl.run(job, model_provider)` is what a fork calls. Importing this package puts it in the
+place of that function, so it can be called like it.
 """
 
 from __future__ import annotations

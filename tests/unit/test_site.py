@@ -81,12 +81,16 @@ def test_files_at_the_root_link_to_what_is_there() -> None:
     for file in (ROOT / "README.md", ROOT / "examples" / "README.md", ROOT / "CONTRIBUTING.md"):
         for target in re.findall(r"\]\(([^)#]+)[^)]*\)", file.read_text(encoding="utf-8")):
             assert "//" in target or (file.parent / target).exists(), f"{file.name}: {target}"
-    for name in re.findall(r"`((?:docs|tests|scripts|examples|mcore_rl)/[\w/.-]+)`", guide()):
-        assert (ROOT / name).exists(), f"CONTRIBUTING.md: {name}"
 
 
-def guide() -> str:
-    return (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+def test_pages_name_files_that_are_there() -> None:
+    """By their path from the root, with or without .py."""
+    folders = "benchmarks|docs|examples|mcore_rl|patches|scripts|tests"
+    path = re.compile(rf"(?<![\w/.<-])((?:{folders})/[\w/.-]*\w)")
+    for page in (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *DOCS.glob("**/*.md")):
+        for name in path.findall(page.read_text(encoding="utf-8")):
+            exists = (ROOT / name).exists() or (ROOT / f"{name}.py").exists()
+            assert exists, f"{page.name}: {name}"
 
 
 def test_readme_fits_two_screens_and_leads_to_every_page() -> None:

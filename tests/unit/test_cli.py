@@ -252,6 +252,9 @@ def test_mistake_gets_one_sentence_and_exit_code_2(
         (["plan", "--world-size", "eight"], "invalid int value: 'eight'"),
         (["plan", "--world-size", "8", "--hf-config", "nowhere"], "nowhere is not there"),
         (["plam"], "'plam' is not a command of mcore-rl"),
+        (["--plan"], "required: COMMAND; see mcore-rl --help"),
+        (["--top", "plan"], "--world-size is missing"),
+        (["plan", "--world-size"], "--world-size: expected one argument; see mcore-rl plan --help"),
     ],
 )
 def test_command_that_cannot_be_read_gets_one_sentence(
@@ -262,10 +265,22 @@ def test_command_that_cannot_be_read_gets_one_sentence(
     assert sentence in error
 
 
+def test_report_imports_neither_torch_nor_the_other_commands() -> None:
+    asked = "from mcore_rl.cli import main; main(['report']); import sys; print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", asked], capture_output=True, text=True, cwd=ROOT)
+    loaded = set(done.stdout.split())
+    assert "mcore_rl.tools.report.command" in loaded
+    assert not loaded & {"torch", "mcore_rl.tools.plan.command", "mcore_rl.tools.doctor.command"}
+
+
 def test_help_lists_commands_and_flags(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--help"]) == 0
     commands = capsys.readouterr().out
-    for command, flag in (("plan", "--hf-config"), ("report", "OTHER_RUN_DIR")):
+    for command, flag in (
+        ("plan", "--hf-config"),
+        ("doctor", "any --rl-* flag"),
+        ("report", "OTHER_RUN_DIR"),
+    ):
         assert command in commands
         with pytest.raises(SystemExit) as leave:
             main([command, "--help"])

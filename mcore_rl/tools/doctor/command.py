@@ -19,9 +19,12 @@ from mcore_rl.tools.doctor.report import as_json, print_findings
 from mcore_rl.tools.plan.report import make_console
 
 
-def doctor(tokens: Sequence[str]) -> int:
-    """The whole command: 0 if nothing is red, else 1. UsageError: a wrong use of the command."""
-    options, request = _read(tokens)
+def main(options: argparse.Namespace, others: Sequence[str]) -> int:
+    """The whole command: 0 if nothing is red, else 1. UsageError: a wrong use of the command.
+
+    `others` are the job's flags.
+    """
+    request = _request(options, others)
     started = time.perf_counter()
     with _quiet():
         findings = examine(request)
@@ -33,17 +36,17 @@ def doctor(tokens: Sequence[str]) -> int:
     return 1 if counts(findings)["red"] else 0
 
 
-def doctor_parser() -> argparse.ArgumentParser:
+def add_flags(parser: argparse.ArgumentParser) -> None:
     """The doctor's own flags; all others are the job's."""
-    parser = argparse.ArgumentParser(
-        prog="mcore-rl doctor",
-        usage="mcore-rl doctor [options] [--world-size N -- flags of mcore_rl.train]",
-        allow_abbrev=False,
-        description="Check this installation, and with --world-size a command line, before any "
-        "GPU is taken. Exit code 0 if nothing is red, 1 if something is, 2 for a wrong use.",
-        epilog="All other flags are those of mcore_rl.train (see -m mcore_rl.train --help): any "
-        "Megatron flag, any --rl-* flag, --rl-ranks-per-node and --rl-config FILE included. GB "
-        "are 10^9 bytes.",
+    parser.usage = "mcore-rl doctor [options] [--world-size N -- flags of mcore_rl.train]"
+    parser.description = (
+        "Check this installation, and with --world-size a command line, before any GPU is taken. "
+        "Exit code 0 if nothing is red, 1 if something is, 2 for a wrong use."
+    )
+    parser.epilog = (
+        "All other flags are those of mcore_rl.train (see -m mcore_rl.train --help): any Megatron "
+        "flag, any --rl-* flag, --rl-ranks-per-node and --rl-config FILE included. GB are 10^9 "
+        "bytes."
     )
     add = parser.add_argument
     add("--world-size", type=int, help="number of ranks of the job")
@@ -51,21 +54,14 @@ def doctor_parser() -> argparse.ArgumentParser:
     add("--gpu-memory-gb", type=float, help="of a device (default: what is found here)")
     add("--gpu-reserved-gb", type=float, default=GPU_RESERVED_GB, help="of it, what no tensor gets")
     add("--host-memory-gb", type=float, help="of a node (default: what is found here)")
-    return parser
 
 
-def _read(tokens: Sequence[str]) -> tuple[argparse.Namespace, Request]:
-    parser = doctor_parser()
-
-    def refuse(message: str) -> None:
-        raise UsageError(f"{message.removeprefix('argument ')}; see mcore-rl doctor --help")
-
-    parser.error = refuse  # type: ignore[assignment, method-assign]
-    own, separator, job = _split(tokens)
-    options, rest = parser.parse_known_args(own)
-    if separator and rest:
-        raise UsageError(f"{rest[0]} is no flag of the doctor; put the job's flags behind --")
-    job = [*rest, *job]
+def _request(options: argparse.Namespace, others: Sequence[str]) -> Request:
+    job = list(others)
+    if "--" in job:
+        if stray := job[: job.index("--")]:
+            raise UsageError(f"{stray[0]} is no flag of the doctor; put the job's flags behind --")
+        job.remove("--")
     if {"-h", "--help"} & set(job):
         raise UsageError("--help behind -- is of no flag; see -m mcore_rl.train --help for those")
     for name in ("world_size", "gpu_memory_gb", "host_memory_gb"):
@@ -76,22 +72,13 @@ def _read(tokens: Sequence[str]) -> tuple[argparse.Namespace, Request]:
         raise UsageError(f"--gpu-reserved-gb {options.gpu_reserved_gb} must be at least 0")
     if job and options.world_size is None:
         raise UsageError("--world-size is missing; give the number of ranks of the job")
-    return options, Request(
+    return Request(
         tokens=tuple(job),
         world_size=options.world_size,
         gpu_memory_bytes=_bytes(options.gpu_memory_gb),
         gpu_reserved_bytes=_bytes(options.gpu_reserved_gb) or 0,
         host_memory_bytes=_bytes(options.host_memory_gb),
     )
-
-
-def _split(tokens: Sequence[str]) -> tuple[list[str], bool, list[str]]:
-    """What stands before and behind `--`, and whether there is one."""
-    tokens = list(tokens)
-    if "--" not in tokens:
-        return tokens, False, []
-    place = tokens.index("--")
-    return tokens[:place], True, tokens[place + 1 :]
 
 
 def _bytes(gigabytes: float | None) -> int | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import json
 from collections.abc import Sequence
@@ -10,15 +11,17 @@ from typing import Any
 
 from mcore_rl.common.errors import UsageError
 from mcore_rl.planner.settings import GB
-from mcore_rl.tools.plan.command_line import PlanRequest, read_command_line
+from mcore_rl.tools.plan.command_line import PlanRequest, add_flags, read_request
 from mcore_rl.tools.plan.outcome import as_json, plan_case
 from mcore_rl.tools.plan.report import make_console, print_plan, print_search
 from mcore_rl.tools.plan.search import CRITERIA, Candidate, Found, Rates, search
 
+__all__ = ["add_flags", "main"]
 
-def plan(tokens: Sequence[str]) -> None:
-    """The whole command. Raises UsageError; a plan that does not fit is a result, no error."""
-    request = read_command_line(tokens)
+
+def main(options: argparse.Namespace, others: Sequence[str]) -> int:
+    """The whole command; returns 0. Raises UsageError; a plan that does not fit is a result."""
+    request = read_request(options, others)
     outcome = plan_case(request.case)
     console = make_console()
     print_plan(outcome, request.notes, console)
@@ -35,6 +38,7 @@ def plan(tokens: Sequence[str]) -> None:
         }
     if request.options.json:
         _write(Path(request.options.json), written)
+    return 0
 
 
 def _search(request: PlanRequest) -> Found:

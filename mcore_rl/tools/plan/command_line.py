@@ -43,6 +43,7 @@ from mcore_rl.planner.settings import (
     EngineSettings,
     Machine,
 )
+from mcore_rl.tools import CommandParser
 
 _BATCH_FLAGS = frozenset(
     "rl_num_prompts_per_step rl_num_samples_per_prompt rl_num_mini_batches micro_batch_size "
@@ -66,16 +67,16 @@ class PlanRequest:
     notes: tuple[str, ...]
 
 
-def planner_parser() -> argparse.ArgumentParser:
+def add_flags(parser: argparse.ArgumentParser) -> None:
     """The planner's own flags; all others are Megatron's and ours."""
-    parser = argparse.ArgumentParser(
-        prog="mcore-rl plan",
-        allow_abbrev=False,
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-        description="Plan a job without a GPU and without weights: its memory in every phase, and "
-        "what a hand-over moves.",
-        epilog="All other flags are those of mcore_rl.train (see -m mcore_rl.train --help): any "
-        "Megatron flag, any --rl-* flag, --rl-config FILE. GB are 10^9 bytes.",
+    parser.formatter_class = argparse.ArgumentDefaultsHelpFormatter
+    parser.description = (
+        "Plan a job without a GPU and without weights: its memory in every phase, and what a "
+        "hand-over moves."
+    )
+    parser.epilog = (
+        "All other flags are those of mcore_rl.train (see -m mcore_rl.train --help): any Megatron "
+        "flag, any --rl-* flag, --rl-config FILE. GB are 10^9 bytes."
     )
     add = parser.add_argument
     add("--hf-config", help="config.json of the checkpoint, or its folder")
@@ -96,12 +97,18 @@ def planner_parser() -> argparse.ArgumentParser:
     add("--batched-tokens", type=int, default=BATCHED_TOKENS, help="that vLLM works on at one time")
     add("--gpu-tflops", type=float, default=400.0, help="achieved in training, for --search")
     add("--gpu-memory-gb-per-second", type=float, default=3000.0, help="for --search")
-    return parser
 
 
 def read_command_line(tokens: Sequence[str]) -> PlanRequest:
     """Parse and check `tokens`. Raises UsageError; leaves with SystemExit after --help."""
-    options, rest = _planner_options(tokens)
+    parser = CommandParser(prog="mcore-rl plan")
+    add_flags(parser)
+    return read_request(*parser.parse_known_args(list(tokens)))
+
+
+def read_request(options: argparse.Namespace, rest: Sequence[str]) -> PlanRequest:
+    """From the planner's own flags and the job's. Raises UsageError."""
+    _check_options(options)
     # Late, because it takes seconds: importing them imports Megatron.
     from mcore_rl.job import layout as layout_checks
     from mcore_rl.job import preflight
@@ -261,14 +268,7 @@ def _trained(model: _LaidOut, config: RLConfig, options: argparse.Namespace) -> 
     )
 
 
-def _planner_options(tokens: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
-    parser = planner_parser()
-
-    def refuse(message: str) -> None:
-        raise UsageError(f"{message.removeprefix('argument ')}; see mcore-rl plan --help")
-
-    parser.error = refuse  # type: ignore[assignment, method-assign]
-    options, rest = parser.parse_known_args(list(tokens))
+def _check_options(options: argparse.Namespace) -> None:
     if options.world_size is None:
         raise UsageError("--world-size is missing; give the number of GPUs to plan for")
     for name, value in vars(options).items():
@@ -286,7 +286,6 @@ def _planner_options(tokens: Sequence[str]) -> tuple[argparse.Namespace, list[st
     target = Path(options.json) if options.json else None
     if target and (target.is_dir() or not target.absolute().parent.is_dir()):
         raise UsageError(f"--json {options.json} must name a file in a folder that exists")
-    return options, rest
 
 
 def _config(given: Mapping[str, Any], world_size: int) -> RLConfig:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NoReturn
 
 from mcore_rl.common.byte_sizes import shown_bytes
 from mcore_rl.common.errors import UsageError
@@ -13,18 +12,11 @@ from mcore_rl.tools.report.page import render
 from mcore_rl.tools.report.run_files import Run, read_run
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise UsageError(f"{message}; see mcore-rl report --help")
-
-
-def report_parser() -> argparse.ArgumentParser:
+def add_flags(parser: argparse.ArgumentParser) -> None:
     """The command's own flags."""
-    parser = _Parser(
-        prog="mcore-rl report",
-        allow_abbrev=False,
-        description="Write a run directory, finished or still being written, as one HTML page "
-        "that loads nothing; or compare two.",
+    parser.description = (
+        "Write a run directory, finished or still being written, as one HTML page that loads "
+        "nothing; or compare two."
     )
     parser.add_argument("run_dir", metavar="RUN_DIR", help="--rl-run-dir of a run")
     parser.add_argument(
@@ -33,12 +25,12 @@ def report_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "-o", "--output", metavar="FILE", help="the page (default: RUN_DIR/report.html)"
     )
-    return parser
 
 
-def report(tokens: Sequence[str]) -> None:
-    """The whole command. Raises UsageError."""
-    options = report_parser().parse_args(list(tokens))
+def main(options: argparse.Namespace, others: Sequence[str]) -> int:
+    """The whole command; returns 0. Raises UsageError."""
+    if others:
+        raise UsageError(f"unrecognized arguments: {' '.join(others)}; see mcore-rl report --help")
     folders = [Path(options.run_dir)]
     if options.other_run_dir is not None:
         folders.append(Path(options.other_run_dir))
@@ -60,6 +52,7 @@ def report(tokens: Sequence[str]) -> None:
         for note in run.notes:
             print(f"{run.name}: {note}")
     print(f"{target} ({shown_bytes(len(page))})")
+    return 0
 
 
 def read_runs(folders: Sequence[Path]) -> list[Run]:

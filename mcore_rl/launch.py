@@ -26,6 +26,7 @@ import ctypes
 import fcntl
 import logging
 import os
+import shlex
 import shutil
 import signal
 import subprocess
@@ -45,7 +46,14 @@ from torch.distributed import DistNetworkError
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
-from mcore_rl.common.agreement import EXIT_ALARM, EXIT_FAILED, EXIT_USAGE, LAUNCHER, print_error
+from mcore_rl.common.agreement import (
+    COMMAND,
+    EXIT_ALARM,
+    EXIT_FAILED,
+    EXIT_USAGE,
+    LAUNCHER,
+    print_error,
+)
 from mcore_rl.common.companions import Companions, Ended, store_client
 from mcore_rl.common.errors import UsageError
 from mcore_rl.common.loopback import stay_on_loopback
@@ -97,6 +105,7 @@ def main(tokens: Sequence[str] | None = None) -> int:
         print_error(str(error))
         return EXIT_USAGE
     os.environ[LAUNCHER] = f"{os.getpid()}-{time.time_ns()}"
+    os.environ[COMMAND] = shlex.join(sys.orig_argv)
     _handle_signals(args)
     _adopt_orphans()
     companions = _companions(args)

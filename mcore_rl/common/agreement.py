@@ -28,6 +28,7 @@ EXIT_USAGE = 2
 EXIT_ALARM = os.EX_TEMPFAIL  # 75: ended by --rl-on-alarm stop, with everything saved
 # Set by `mcore_rl.launch`, which says what ranks leave in their error files, for all below it.
 LAUNCHER = "MCORE_RL_LAUNCHER"
+COMMAND = "MCORE_RL_COMMAND"  # what the user has started it by
 
 
 def open_store():

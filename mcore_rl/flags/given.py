@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -108,7 +109,71 @@ def _tokens_of(
         return action, []
     if isinstance(value, list) and not action.nargs:
         return action, [flag, str(value).replace(" ", "")]  # as Megatron's patterns are written
+    if not action.nargs and str(value).startswith("-"):  # not to be taken for a flag
+        return action, [f"{flag}={value}"]
     return action, [flag, *(str(v) for v in (value if isinstance(value, list) else [value]))]
+
+
+def as_config(tokens: Sequence[str], parser: argparse.ArgumentParser) -> dict[str, Any]:
+    """The flags of `tokens` as a file of `--rl-config` holds them: key -> value, in their order.
+
+    Such a file, given in the place of these tokens, is read as they are. `tokens` have been read by
+    `parser` before, `--rl-config` is expanded in them.
+    """
+    recorder = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    config: dict[str, Any] = {}
+    for action in parser._actions:
+        if action.option_strings and not isinstance(action, argparse._HelpAction):
+            recorder.add_argument(
+                *action.option_strings,
+                dest="config",
+                action=_Recorded,
+                nargs=action.nargs,
+                metavar="VALUE",
+                flag=action,
+            )
+    recorder.parse_args(list(tokens), argparse.Namespace(config=config))
+    return config
+
+
+class _Recorded(argparse.Action):
+    """Notes that a flag stands there and the text of its value, before anything is made of it."""
+
+    def __init__(self, *, flag: argparse.Action, **options: Any) -> None:
+        super().__init__(**options)
+        self._flag = flag
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: Any,
+        option: str | None = None,
+    ) -> None:
+        assert option is not None, "a flag is an option"
+        config, key = namespace.config, option.lstrip("-")
+        texts = [_typed(text) for text in values] if isinstance(values, list) else _typed(values)
+        if isinstance(self._flag, argparse.BooleanOptionalAction):
+            on = self._flag.option_strings[0]
+            key, texts = on.lstrip("-"), option == on
+        elif self.nargs == 0:
+            texts = True
+        elif isinstance(self._flag, argparse._ExtendAction):
+            texts = config.get(key, []) + texts
+        config.pop(key, None)  # the last one counts, and stands where it was said
+        config[key] = texts
+
+
+def _typed(text: str) -> int | float | str:
+    """A number where that is written as `text` is again, else the text."""
+    for kind in (int, float):
+        try:
+            number = kind(text)
+        except ValueError:
+            continue
+        if str(number) == text and math.isfinite(number):
+            return number
+    return text
 
 
 def _suggest(flag: str, parser: argparse.ArgumentParser) -> str:

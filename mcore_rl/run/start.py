@@ -19,7 +19,7 @@ import torch.distributed as dist
 from mcore_rl.common import objects
 from mcore_rl.common.agreement import agreed, check_alike, from_rank, open_store
 from mcore_rl.common.platform import Platform, find_platform
-from mcore_rl.flags.given import flag_names, given_values
+from mcore_rl.flags.given import as_config, flag_names, given_values
 from mcore_rl.flags.options import ExtraArgs, RLConfig, add_rl_args
 from mcore_rl.flags.roles import ACTOR, CRITIC, REWARD, Roles, describe_ranks
 from mcore_rl.job.preflight import (
@@ -57,6 +57,8 @@ class Job:
     reward_model: CheckedValueModel | None
     roles: Roles
     world: RoleWorld
+    # Flag -> value as in a file of --rl-config; a fork that has parsed them by itself has none.
+    given: Mapping[str, Any]
 
 
 def start(
@@ -112,7 +114,8 @@ def start(
             program=program,
             **(megatron_options or {}),
         )
-    return _job(args, checked, world)
+    users = checked.tokens[len(checked.derived.tokens) :]
+    return _job(args, checked, world, as_config(users, make_parser(extra_args)))
 
 
 def job_from_args(
@@ -134,7 +137,7 @@ def job_from_args(
     checked = hold_folders(agreed(check, store, stage="input"), store)
     if dist.get_rank() == 0:
         _say_notes(checked)
-    return _job(args, checked, enter_role(checked.roles, store))
+    return _job(args, checked, enter_role(checked.roles, store), {})
 
 
 def _facts(tokens: Sequence[str], extra_args: ExtraArgs) -> dict[str, str]:
@@ -188,7 +191,9 @@ def hold_folders(checked: Checked, store: dist.Store | None) -> Checked:
     return dataclasses.replace(checked, config=dataclasses.replace(config, run_dir=directory))
 
 
-def _job(args: argparse.Namespace, checked: Checked, world: RoleWorld) -> Job:
+def _job(
+    args: argparse.Namespace, checked: Checked, world: RoleWorld, given: Mapping[str, Any]
+) -> Job:
     for name, value in settings_without_flag(_of_role(checked, world).shape).items():
         setattr(args, name, value)  # Megatron fills its model configuration from here, by name
     args.rl_run_dir = checked.config.run_dir  # which may have been chosen since
@@ -205,6 +210,7 @@ def _job(args: argparse.Namespace, checked: Checked, world: RoleWorld) -> Job:
         reward_model=checked.reward_model,
         roles=checked.roles,
         world=world,
+        given=given,
     )
 
 

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
 from mcore_rl.common.platform import WITHOUT_CUDA
 from mcore_rl.flags.derived import derive_flags
@@ -16,6 +15,7 @@ from mcore_rl.flags.options import RLConfig
 from mcore_rl.job.preflight import make_parser
 from mcore_rl.model.config_json import megatron_flags, read_model_shape
 from mcore_rl.observe import own_folders
+from mcore_rl.observe.run_directory import read_config
 from tests.e2e.recipe import task_flags
 from tests.rank_pool import ROOT, RankPool
 
@@ -83,8 +83,9 @@ def test_run_directory_holds_what_its_contract_names(short_run: Path) -> None:
         memory/host_peak_bytes memory/device_peak_bytes""".split()
     for metrics in metrics_of(short_run)[:-1]:
         assert metrics.keys() >= set(names)
-    config = yaml.safe_load((short_run / "config.yaml").read_text())
-    assert config["num_layers"] == 4 and config["reward"] == "arithmetic"
+    config = read_config(short_run / "config.yaml")
+    assert config.resolved["num_layers"] == 4 and config.resolved["rl_reward"] == "arithmetic"
+    assert "reward" not in config.resolved and config.given["rl-num-steps"] == 12
     summary = json.loads((short_run / "summary.json").read_text())
     assert summary["metrics"]["eval/accuracy"].keys() == {"first", "last", "best"}
     assert summary["versions"]["megatron-core"] == "0.19.2"

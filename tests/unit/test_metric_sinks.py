@@ -17,7 +17,7 @@ from mcore_rl.common.errors import UsageError
 from mcore_rl.flags.wandb import check_wandb
 from mcore_rl.observe import metric_sinks
 from mcore_rl.observe.metric_sinks import WandbRun
-from mcore_rl.observe.run_directory import RunDirectory, read_metrics
+from mcore_rl.observe.run_directory import RunConfig, RunDirectory, read_metrics
 
 STEPS = {
     0: {"reward/mean": 0.25, "time/step_seconds": 2.5, "eval/accuracy": 0.5},
@@ -40,7 +40,7 @@ def init(**values):
 
 
 def write(folder: Path, steps=STEPS, **options) -> None:
-    directory = RunDirectory(folder, {"lr": 1e-6}, **options)
+    directory = RunDirectory(folder, RunConfig(resolved={"lr": 1e-6}), **options)
     for step, metrics in steps.items():
         directory.write_step(StepStats(step, metrics))
     directory.close()

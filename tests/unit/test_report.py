@@ -71,7 +71,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def other(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    config = {"kl_coef": 0.05, "lr": 2e-6}
+    config = {"rl_kl_coef": 0.05, "lr": 2e-6}
     target = tmp_path_factory.mktemp("runs") / "second"
     return write_run(target, seed=1, num_steps=40, asked=60, config=config, finish=False)
 

@@ -131,7 +131,7 @@ def assert_is_well(told: dict[str, Any], width: int) -> None:
 def folders(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     place = tmp_path_factory.mktemp("runs")
     first = write_run(place / "first")
-    return [first, write_run(place / "second", seed=1, num_steps=40, config={"kl_coef": 0.05})]
+    return [first, write_run(place / "second", seed=1, num_steps=40, config={"rl_kl_coef": 0.05})]
 
 
 @pytest.mark.parametrize("width", [1280, 400])

@@ -18,7 +18,7 @@ import numpy as np
 import yaml
 
 from mcore_rl.common.errors import UsageError
-from mcore_rl.observe.run_directory import read_metrics
+from mcore_rl.observe.run_directory import RunConfig, read_config, read_metrics
 from mcore_rl.tools.report.run_events import Event, read_events
 from mcore_rl.tools.report.sample_texts import StepSamples, read_samples
 
@@ -47,7 +47,8 @@ class Run:
     name: str
     steps: np.ndarray  # [n] int64, ascending
     values: Mapping[str, np.ndarray]  # [n] float64
-    config: Mapping[str, Any]
+    config: Mapping[str, Any]  # every argument
+    about: Mapping[str, Any]  # command, ranks, versions
     summary: Mapping[str, Any]
     samples: tuple[StepSamples, ...]
     events: tuple[Event, ...]
@@ -70,7 +71,7 @@ class Run:
     @property
     def num_steps_asked(self) -> int | None:
         """`--rl-num-steps`, where the configuration is there."""
-        asked = self.config.get("num_steps")
+        asked = self.config.get("rl_num_steps", self.config.get("num_steps"))  # of an older run
         return asked if isinstance(asked, int) else None
 
     @property
@@ -92,6 +93,7 @@ def read_run(folder: Path, *, name: str) -> Run:
     if metrics == {}:
         _note(notes, "metrics.jsonl has no step yet: no curve can be drawn")
     steps, values = _columns(metrics or {})
+    config = _whole(folder / "config.yaml", read_config, notes) or RunConfig()
     files = [file for name in _ABSENT if (file := folder / name).is_file()]
     last_written = max((file.stat().st_mtime for file in files), default=None)
     return Run(
@@ -99,8 +101,9 @@ def read_run(folder: Path, *, name: str) -> Run:
         name=name,
         steps=steps,
         values=values,
-        config=_mapping(folder / "config.yaml", _parse_yaml, notes),
-        summary=_mapping(folder / "summary.json", _parse_json, notes),
+        config=config.resolved,
+        about=config.about,
+        summary=_whole(folder / "summary.json", _parse_json, notes) or {},
         samples=_read(folder / "rollouts.jsonl", read_samples, notes) or (),
         events=_read(folder / "run.log", read_events, notes) or (),
         notes=tuple(notes),
@@ -135,26 +138,21 @@ def _last_byte(path: Path) -> bytes:
         return file.read(1)
 
 
-def _parse_yaml(path: Path) -> Any:
-    return yaml.safe_load(path.read_text(encoding="utf-8", errors="replace"))
-
-
-def _parse_json(path: Path) -> Any:
-    return json.loads(path.read_text(encoding="utf-8", errors="replace"))
-
-
-def _mapping(path: Path, parse: Callable[[Path], Any], notes: list[str]) -> Mapping[str, Any]:
-    """A file that holds one mapping, which may be half written."""
-    if not path.is_file():
-        _note(notes, _ABSENT[path.name])
-        return {}
-    found = None
-    with contextlib.suppress(yaml.YAMLError, ValueError, RecursionError):
-        found = _read(path, parse, notes)
+def _parse_json(path: Path) -> dict[str, Any]:
+    found = json.loads(path.read_text(encoding="utf-8", errors="replace"))
     if not isinstance(found, dict):
+        raise ValueError(f"{path} is not a mapping")
+    return found
+
+
+def _whole(path: Path, parse: Callable[[Path], _Read], notes: list[str]) -> _Read | None:
+    """Of a file that is worth nothing if it is half written."""
+    found = None
+    with contextlib.suppress(yaml.YAMLError, ValueError, RecursionError, AttributeError):
+        found = _read(path, parse, notes)
+    if found is None and path.is_file():
         _note(notes, f"{path.name} is empty or cut; it is left out")
-        return {}
-    return {str(key): value for key, value in found.items()}
+    return found
 
 
 def _columns(

@@ -104,7 +104,12 @@ def records(path: Path) -> Iterator[bytes]:
 
 
 def points_of_wandb(folder: Path) -> tuple[dict[int, dict[str, float]], set[str]]:
-    """Points by step, and the ids of the runs, of all that was written offline."""
+    """Points by step, and the ids of the runs, of all that was written offline.
+
+    `finish` tells the service of Weights & Biases that a run is over and does not wait until its
+    file is written. The service's end, which an interpreter waits for at its own, does.
+    """
+    importlib.import_module("wandb").teardown()
     messages = importlib.import_module("wandb.proto.wandb_internal_pb2")
     found: dict[int, dict[str, float]] = {}
     runs = set()

@@ -30,7 +30,7 @@ class RunProgress:
         self._bar: Progress | None = None
         if enabled and sys.stdout.isatty():
             self._bar = Progress(
-                TextColumn("step"),
+                TextColumn("steps done"),
                 MofNCompleteColumn(),
                 BarColumn(bar_width=20),
                 TextColumn("{task.description}"),
@@ -41,7 +41,7 @@ class RunProgress:
             self._task = self._bar.add_task("", total=num_steps, completed=first_step)
 
     def update(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Show a finished step (counted from 0) by its metrics."""
+        """Show a finished step by its metrics, under the number that it has there (from 0)."""
         if not self._enabled:
             return
         if "eval/accuracy" in metrics:
@@ -53,12 +53,14 @@ class RunProgress:
             reshard=f"{100 * reshard_share(metrics):.1f}%",
         )
         if self._bar is not None:
+            text = f"step {step} · {text}"
             self._bar.update(self._task, completed=step + 1, description=text)
             return
         done = step + 1 - self._first_step
         left = (time.perf_counter() - self._started) / done * (self._num_steps - step - 1)
         # On stdout, as the bar and the table are; what loggers say goes to stderr and run.log.
-        print(f"step {step + 1}/{self._num_steps} · {text} · {left:.0f} s left", flush=True)
+        counts = f"step {step} ({step + 1}/{self._num_steps})"
+        print(f"{counts} · {text} · {left:.0f} s left", flush=True)
 
     def close(self) -> None:
         """End the live bar, if there is one. May be called again."""

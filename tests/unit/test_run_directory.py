@@ -8,6 +8,7 @@ import io
 import json
 import logging
 import os
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from mcore_rl.common.platform import WITHOUT_CUDA
 from mcore_rl.flags.given import as_config
 from mcore_rl.flags.options import add_rl_args
 from mcore_rl.job.preflight import Checked
+from mcore_rl.observe.progress import RunProgress
 from mcore_rl.observe.run_directory import (
     PatientFile,
     RunConfig,
@@ -159,6 +161,23 @@ def test_the_later_line_of_a_step_counts_and_later_steps_are_forgotten(tmp_path:
     }
     assert json.loads((tmp_path / "summary.json").read_text())["metrics"] == summary
     assert read_metrics(tmp_path / "metrics.jsonl")[1] == metrics
+
+
+def test_steps_count_alike_on_the_console_and_in_metrics(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    progress = RunProgress(num_steps=12, first_step=10, enabled=True)
+    directory = RunDirectory(tmp_path, RunConfig(), first_step=10)
+    for step in (10, 11):
+        names = ("reward/mean", "throughput/rollout_tokens_per_second", "time/step_seconds")
+        names += ("time/reshard_to_rollout_seconds", "time/reshard_to_train_seconds")
+        metrics = dict.fromkeys(names, 1.0)
+        directory.write_step(StepStats(step, metrics))
+        progress.update(step, metrics)
+    directory.close()
+    shown = re.findall(r"^step (\d+) \((\d+)/12\) · ", capsys.readouterr().out, re.MULTILINE)
+    assert [int(step) for step, _ in shown] == list(read_metrics(tmp_path / "metrics.jsonl"))
+    assert [done for _, done in shown] == ["11", "12"]
 
 
 def test_lines_that_are_none_are_passed_over(tmp_path: Path) -> None:

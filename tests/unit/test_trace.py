@@ -274,7 +274,7 @@ def test_first_step_warms_up(make_tracer: Any, clock: FakeClock) -> None:
     assert functions()["all_reduce"] is dist.all_reduce
     for _ in range(4):
         one_step(clock)
-    assert [step.number for step in tracer._steps] == [12, 13]
+    assert [step.number for step in tracer._steps] == [11, 12]
     assert [dict(step.rows) for step in tracer._steps] == [STEP_ROWS, STEP_ROWS]
     assert [step.duration for step in tracer._steps] == [100, 100]
 
@@ -287,7 +287,7 @@ def test_short_run_is_traced_from_its_first_stage(
     clock.passes(77)  # building the run
     for _ in range(2):
         one_step(clock)
-    assert [step.number for step in tracer._steps] == [1, 2]
+    assert [step.number for step in tracer._steps] == [0, 1]
     assert [dict(step.rows) for step in tracer._steps] == [STEP_ROWS, STEP_ROWS]
 
 
@@ -297,8 +297,8 @@ def test_which_steps_are_traced_is_said(make_tracer: Any, caplog: pytest.LogCapt
     make_tracer(4, 4).close()
     make_tracer(1, 4, rank=1).close()
     assert [record.message.split(":")[0] for record in caplog.records] == [
-        "steps 2 to 3 are traced (the one before warms up)",
-        "steps 1 to 4 are traced (the first one warms up as well)",
+        "steps 1 to 2 are traced (the one before warms up)",
+        "steps 0 to 3 are traced (the first one warms up as well)",
     ]
 
 
@@ -657,7 +657,7 @@ def test_files_of_a_run(
         rows = [e["args"]["name"] for e in events if e["name"] == "thread_name"]
         assert rows == ["stages", "model", "communication"]
         complete = [e for e in events if e["ph"] == "X"]
-        assert [e["name"] for e in complete if e["cat"] == "step"] == ["step 2", "step 3"]
+        assert [e["name"] for e in complete if e["cat"] == "step"] == ["step 1", "step 2"]
         forward = next(e for e in complete if e["name"] == "forward")
         # The clock starts at 1000 ns; 100 of the first step, 10 rollout and 5 before it.
         assert (forward["ts"], forward["dur"], forward["tid"]) == (1.115, 0.02, 1)
@@ -691,7 +691,7 @@ def test_run_that_ends_early_leaves_what_it_traced(
     tracer.close()
     events = json.loads((tmp_path / "rank0.json").read_text())["traceEvents"]
     check_chrome(events)
-    assert [e["name"] for e in events if e.get("cat") == "step"] == ["step 2"]
+    assert [e["name"] for e in events if e.get("cat") == "step"] == ["step 1"]
 
 
 def test_rank_that_failed_is_named_and_left_out(

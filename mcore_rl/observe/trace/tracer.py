@@ -143,7 +143,7 @@ class Tracer:
         global _current
         if self.num_steps == 0:
             return
-        first = self._first_step + self._num_skipped + 1
+        first = self._first_step + self._num_skipped
         last = first + self.num_steps - 1
         which = f"step {first} is" if first == last else f"steps {first} to {last} are"
         why = "the one before warms up" if self._num_skipped else "the first one warms up as well"
@@ -266,7 +266,7 @@ class Tracer:
             self._recording = True
 
     def _end_step(self, now: int) -> None:
-        number = self._first_step + self._num_ended
+        number = self._first_step + self._num_ended - 1  # which has just been counted
         spans = self._spans[self._first_of_step :]
         for opened in spans:
             opened.end = opened.end or now

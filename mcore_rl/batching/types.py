@@ -12,11 +12,15 @@ This module is pure: it imports neither Megatron nor vLLM nor torch.distributed.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
+
+Answer = str | list[Any] | dict[str, Any]  # of JSON
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,8 +32,17 @@ class Prompt:
 
     index: int
     text: str
-    answer: str
+    answer: Answer
     token_ids: np.ndarray  # [p] int32
+    row: str = "{}"  # all columns, as JSON; only who gives rewards has it
+
+    @property
+    def answer_text(self) -> str:
+        """A text that should be right: the first of a list of answers, the JSON of an object."""
+        answer = self.answer
+        if isinstance(answer, list) and answer and isinstance(answer[0], str):
+            return answer[0]
+        return answer if isinstance(answer, str) else json.dumps(answer, ensure_ascii=False)
 
 
 @dataclass(frozen=True, slots=True)

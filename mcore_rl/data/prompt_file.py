@@ -13,6 +13,7 @@ from typing import Any, NamedTuple, NoReturn
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from mcore_rl.batching.types import Answer
 from mcore_rl.common.errors import UsageError
 
 _ROWS_PER_BATCH = 4096
@@ -24,7 +25,8 @@ class PromptSource:
     """A file of prompts and how it is read.
 
     `prompt_column` holds a string or a list of {role, content} messages; `answer_column` a string,
-    an integer or a finite float, which becomes a string. With `use_chat_template` a string is one
+    a list, an object, or an integer or finite float, which becomes a string. `a.b` is field `b` of
+    column `a`, unless there is a column of that name. With `use_chat_template` a string is one
     user message; without it, it goes to the model as it stands. Longer prompts than
     `max_prompt_tokens` are dropped. `trust_remote_code` lets the checkpoint's folder bring code of
     its own for its tokenizer, which then runs.
@@ -43,7 +45,8 @@ class PromptRow(NamedTuple):
 
     place: str
     prompt: str | list[dict[str, str]]
-    answer: str
+    answer: Answer
+    columns: dict[str, Any]
 
     @property
     def text(self) -> str:
@@ -51,6 +54,10 @@ class PromptRow(NamedTuple):
         if isinstance(self.prompt, str):
             return self.prompt
         return "\n\n".join(message["content"] for message in self.prompt)
+
+    def as_json(self) -> str:
+        """All columns, for rewards."""
+        return json.dumps(_plain(self.columns), ensure_ascii=False)
 
 
 def check_prompts(source: PromptSource, flag: str = "--rl-prompts") -> int:
@@ -83,23 +90,61 @@ def read_rows(source: PromptSource, flag: str) -> Iterator[PromptRow]:
     read = _read_parquet if source.path.suffix == ".parquet" else _read_json_lines
     place = None
     for place, fields in read(source, flag):
+        found = []
         for column, column_flag in (
             (source.prompt_column, "--rl-prompt-column"),
             (source.answer_column, "--rl-answer-column"),
         ):
-            if column not in fields:
+            try:
+                found.append(_value_of(fields, column))
+            except KeyError:
                 raise UsageError(
                     f"{column_flag} {column!r} names a column that {flag} {source.path} lacks in "
-                    f"{place}, which has {', '.join(map(repr, fields)) or 'no columns'}; name one "
-                    "that all rows have"
-                )
+                    f"{place}, which has {_names(fields)}; name one that all rows have"
+                ) from None
+        prompt, answer = found
         yield PromptRow(
             place,
-            _checked_prompt(fields[source.prompt_column], source, flag, place),
-            _checked_answer(fields[source.answer_column], source, flag, place),
+            _checked_prompt(prompt, source, flag, place),
+            _checked_answer(answer, source, flag, place),
+            fields,
         )
     if place is None:
         raise UsageError(f"{flag} {source.path} holds no rows; write one prompt a line")
+
+
+def _value_of(fields: dict[str, Any], column: str) -> Any:
+    """Of a column, or of `a.b` in it; KeyError where there is none."""
+    if column in fields:
+        return fields[column]
+    value: Any = fields
+    for name in column.split("."):
+        if not isinstance(value, dict):
+            raise KeyError(name)
+        value = value[name]
+    return value
+
+
+def _names(fields: dict[str, Any]) -> str:
+    """The columns of a row, and what an object among them has."""
+    names = []
+    for name, value in fields.items():
+        names += [
+            name,
+            *(f"{name}.{inner}" for inner in (value if isinstance(value, dict) else ())),
+        ]
+    return ", ".join(map(repr, names)) or "no columns"
+
+
+def _plain(value: Any) -> Any:
+    """What JSON can hold: a date by its text, bytes and a number that is not finite as null."""
+    if isinstance(value, dict):
+        return {str(name): _plain(entry) for name, entry in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(entry) for entry in value]
+    if isinstance(value, bytes) or (isinstance(value, float) and not math.isfinite(value)):
+        return None
+    return value if isinstance(value, str | int | float | None) else str(value)
 
 
 def _read_json_lines(source: PromptSource, flag: str) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -135,12 +180,17 @@ def _is_unicode(fields: Any) -> bool:
 def _read_parquet(source: PromptSource, flag: str) -> Iterator[tuple[str, dict[str, Any]]]:
     try:
         with pq.ParquetFile(source.path, memory_map=True) as file:
-            wanted = {source.prompt_column, source.answer_column}
-            present = file.schema_arrow.names
-            if not wanted.issubset(present):
-                yield "its schema", dict.fromkeys(present)
+            schema = file.schema_arrow
+            wanted = {
+                name if name in schema.names else name.split(".")[0]
+                for name in (source.prompt_column, source.answer_column)
+            }
+            if not wanted.issubset(schema.names):
+                yield "its schema", dict.fromkeys(schema.names)
+            # Without images and the like, which are most of such a file.
+            columns = [f.name for f in schema if f.name in wanted or not _is_bytes(f.type)]
             number = 0
-            for batch in file.iter_batches(batch_size=_ROWS_PER_BATCH, columns=sorted(wanted)):
+            for batch in file.iter_batches(batch_size=_ROWS_PER_BATCH, columns=columns):
                 for fields in batch.to_pylist():
                     number += 1
                     yield f"row {number}", fields
@@ -148,6 +198,14 @@ def _read_parquet(source: PromptSource, flag: str) -> Iterator[tuple[str, dict[s
         raise UsageError(
             f"{flag} {source.path} cannot be read as Parquet ({error}); write it again"
         ) from error
+
+
+def _is_bytes(kind: pa.DataType) -> bool:
+    if pa.types.is_list(kind) or pa.types.is_large_list(kind):
+        return _is_bytes(kind.value_type)
+    if pa.types.is_struct(kind):
+        return any(_is_bytes(field.type) for field in kind)
+    return bool(pa.types.is_binary(kind) or pa.types.is_large_binary(kind))
 
 
 def _checked_prompt(
@@ -183,12 +241,15 @@ def _is_message(value: Any) -> bool:
     )
 
 
-def _checked_answer(value: Any, source: PromptSource, flag: str, place: str) -> str:
+def _checked_answer(value: Any, source: PromptSource, flag: str, place: str) -> Answer:
+    if isinstance(value, list | dict):
+        plain: list[Any] | dict[str, Any] = _plain(value)
+        return plain
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
     if isinstance(value, str) or (is_number and math.isfinite(value)):
         return str(value)
     column = f"column {source.answer_column!r} is {_kind(value)}"
-    _refuse(source, flag, place, column, "write a string, an integer or a finite number")
+    _refuse(source, flag, place, column, "write a string, a finite number, a list or an object")
 
 
 def _kind(value: Any) -> str:

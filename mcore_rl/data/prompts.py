@@ -34,13 +34,14 @@ from mcore_rl.data.tokenizer import TooLong, brings_code, load_tokenizer, vocabu
 
 logger = logging.getLogger(__name__)
 
-_FORMAT = 1
+_FORMAT = 2
 _ROWS_PER_BATCH = 4096
 _CHARACTERS_PER_BATCH = 1 << 20  # for which a tokenizer takes 200 MB
 _SCHEMA = pa.schema(
     {
         "text": pa.large_string(),
-        "answer": pa.large_string(),
+        "answer": pa.large_string(),  # JSON
+        "row": pa.large_string(),  # JSON
         "token_ids": pa.large_list(pa.int32()),
         "num_tokens": pa.int32(),
         "max_token_id": pa.int32(),
@@ -48,6 +49,7 @@ _SCHEMA = pa.schema(
         "is_cut": pa.bool_(),
     }
 )
+_OF_A_PROMPT = ("text", "answer", "token_ids", "row")
 _TOKENIZER_SUFFIXES = (".json", ".jinja", ".model", ".txt", ".tiktoken")
 
 
@@ -63,7 +65,7 @@ class PromptDataset:
     def __init__(self, table: pa.Table, max_prompt_tokens: int, content_key: str) -> None:
         """`table` has `_SCHEMA` and one row per row of the file."""
         num_tokens = table.column("num_tokens").to_numpy()
-        self._columns = [table.column(name) for name in ("text", "answer", "token_ids")]
+        self._columns = [table.column(name) for name in _OF_A_PROMPT]
         self._rows = np.flatnonzero(num_tokens <= max_prompt_tokens)
         self.num_too_long = table.num_rows - len(self._rows)
         self.min_tokens = int(num_tokens.min())
@@ -83,9 +85,10 @@ class PromptDataset:
 
     def __getitem__(self, position: int) -> Prompt:
         row = int(self._rows[position])
-        text, answer, token_ids = (column[row] for column in self._columns)
+        text, answer, token_ids, columns = (column[row] for column in self._columns)
         # A copy, because torch wants memory that may be written to.
-        return Prompt(row, text.as_py(), answer.as_py(), token_ids.values.to_numpy().copy())
+        ids = token_ids.values.to_numpy().copy()
+        return Prompt(row, text.as_py(), json.loads(answer.as_py()), ids, columns.as_py())
 
 
 def load_prompts(
@@ -275,7 +278,8 @@ def _tokenised(
     encoded = [[] if cut else ids for cut, ids in zip(least, encoded, strict=True)]
     columns = [
         ["" if cut else row.text for cut, row in zip(least, rows, strict=True)],
-        ["" if cut else row.answer for cut, row in zip(least, rows, strict=True)],
+        ["" if cut else json.dumps(row.answer) for cut, row in zip(least, rows, strict=True)],
+        ["" if cut else row.as_json() for cut, row in zip(least, rows, strict=True)],
         encoded,
         [cut or len(token_ids) for cut, token_ids in zip(least, encoded, strict=True)],
         [max(token_ids, default=-1) for token_ids in encoded],

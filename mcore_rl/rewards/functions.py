@@ -1,8 +1,9 @@
 """Reward functions: the built-in ones, and how a user's own is found.
 
-A reward function is called as `fn(prompt=str, response=str, answer=str)` and returns a finite
-number, or is async and does so when it is awaited. `prompt` and `answer` are the columns of the
-prompts file; `response` is the text that the policy wrote.
+A reward function is called as `fn(prompt=, response=, answer=)` and returns a finite number, or is
+async and does so when it is awaited. `prompt` and `answer` are the columns of the prompts file;
+`response` is the text that the policy wrote. `answer` is a text, unless the file has a list or an
+object there. One that takes `row` as well gets all columns of the row, in a dict of its own.
 
 A user's own function is named as `package.module:function`, or by the name under which a file of
 `--rl-import` registers it:
@@ -29,6 +30,7 @@ import sys
 from collections.abc import Callable
 from decimal import Decimal
 from types import ModuleType
+from typing import Any
 
 from mcore_rl.common.errors import UsageError
 
@@ -78,13 +80,15 @@ def reward(name: str) -> Callable[[RewardFunction], RewardFunction]:
 
 
 @reward("exact_match")
-def exact_match(*, prompt: str, response: str, answer: str) -> float:
-    """1 if response and answer are equal but for leading and trailing white space, else 0."""
-    return float(response.strip() == answer.strip())
+def exact_match(*, prompt: str, response: str, answer: Any) -> float:
+    """1 if response and answer, or one of a list of answers, are equal but for leading and trailing
+    white space, else 0."""
+    answers = answer if isinstance(answer, list) else [answer]
+    return float(response.strip() in [str(each).strip() for each in answers])
 
 
 @reward("arithmetic")
-def arithmetic(*, prompt: str, response: str, answer: str) -> float:
+def arithmetic(*, prompt: str, response: str, answer: Any) -> float:
     """1 if the response ends in the number that the answer is, else 0.
 
     The last integer or decimal number of the response counts, compared by value: 7, 7.0 and 007
@@ -99,7 +103,7 @@ def arithmetic(*, prompt: str, response: str, answer: str) -> float:
 
 
 @reward("gsm8k")
-def gsm8k(*, prompt: str, response: str, answer: str) -> float:
+def gsm8k(*, prompt: str, response: str, answer: Any) -> float:
     """1 if the response's result is the number after `####` in the answer, else 0.
 
     The response's result is the first number after its last `####`; without that mark it is the
@@ -107,7 +111,7 @@ def gsm8k(*, prompt: str, response: str, answer: str) -> float:
     `%` do not matter. An answer without a number raises ValueError. (Cobbe et al. 2021,
     arXiv 2110.14168)
     """
-    expected = _as_number(answer.rpartition("####")[2])
+    expected = _as_number(str(answer).rpartition("####")[2])
     _, mark, result = _ascii_minus(response).rpartition("####")
     matches = list(_NUMBER.finditer(result))
     if not matches:
@@ -115,10 +119,11 @@ def gsm8k(*, prompt: str, response: str, answer: str) -> float:
     return float(_value(matches[0 if mark else -1]) == expected)
 
 
-def _as_number(answer: str) -> Decimal:
-    match = _NUMBER.fullmatch(_ascii_minus(answer).strip().rstrip("%."))
+def _as_number(answer: Any) -> Decimal:
+    text = str(answer)
+    match = _NUMBER.fullmatch(_ascii_minus(text).strip().rstrip("%."))
     if match is None:
-        raise ValueError(f"the answer {answer[-40:]!r} is not a number")
+        raise ValueError(f"the answer {text[-40:]!r} is not a number")
     return _value(match)
 
 
@@ -194,13 +199,25 @@ def _check_callable(function: object, spec: str, flag: str) -> None:
         signature = inspect.signature(function)
     except ValueError:  # some C functions have none; the first call will tell
         return
+    more: dict[str, object] = {"row": {}} if takes_row(function) else {}
     try:
-        signature.bind(prompt="", response="", answer="")
+        signature.bind(prompt="", response="", answer="", **more)
     except TypeError as error:
         raise UsageError(
             f"{flag} {spec} has the parameters {signature}, but is called as "
             f"fn(prompt=, response=, answer=) ({error}); give it these three keywords"
         ) from error
+
+
+def takes_row(function: Callable[..., object]) -> bool:
+    """Whether a reward function is to get `row`: it names it, or takes any keyword."""
+    try:
+        parameters = inspect.signature(function).parameters
+    except ValueError:
+        return False
+    return "row" in parameters or any(
+        parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()
+    )
 
 
 def _names(*, built_in: bool) -> list[str]:

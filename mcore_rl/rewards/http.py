@@ -2,7 +2,7 @@
 
 The reward `http` sends batches of samples by POST to `--rl-reward-url`,
 
-    {"samples": [{"prompt": "2+3=", "response": " 5", "answer": "5"}, ...]}
+    {"samples": [{"prompt": "2+3=", "response": " 5", "answer": "5", "row": {...}}, ...]}
 
 and expects one finite number for each sample, in the same order:
 
@@ -55,7 +55,12 @@ class Dialect:
 def _samples(rollouts: Sequence[Rollout]) -> dict[str, Any]:
     return {
         "samples": [
-            {"prompt": r.prompt.text, "response": r.text, "answer": r.prompt.answer}
+            {
+                "prompt": r.prompt.text,
+                "response": r.text,
+                "answer": r.prompt.answer,
+                **({"row": json.loads(r.prompt.row)} if r.prompt.row != "{}" else {}),
+            }
             for r in rollouts
         ]
     }

@@ -260,7 +260,7 @@ class RewardPool:
 
     def _schedule(self, rollouts: Sequence[Rollout], batch: Sequence[_Task]) -> Future[_Scored]:
         samples = [
-            (rollout.prompt.text, rollout.text, rollout.prompt.answer)
+            (rollout.prompt.text, rollout.text, rollout.prompt.answer, rollout.prompt.row)
             for rollout in (rollouts[index] for index, _ in batch)
         ]
         return self._pool.schedule(

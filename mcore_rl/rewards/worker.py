@@ -7,10 +7,12 @@ so must whatever it imports.
 
 from __future__ import annotations
 
+import copy
 import ctypes
 import errno
 import functools
 import inspect
+import json
 import math
 import multiprocessing
 import os
@@ -18,12 +20,12 @@ import signal
 import sys
 import time
 from collections.abc import Awaitable, Sequence
-from typing import TYPE_CHECKING, NamedTuple, SupportsFloat
+from typing import TYPE_CHECKING, Any, NamedTuple, SupportsFloat
 
 from mcore_rl.algorithms.registry import import_user_file
 from mcore_rl.common.errors import UsageError
 from mcore_rl.common.spawning import forbid_runs
-from mcore_rl.rewards.functions import RewardFunction, resolve_reward, shortened
+from mcore_rl.rewards.functions import RewardFunction, resolve_reward, shortened, takes_row
 from mcore_rl.rewards.limits import (
     drop_privileges,
     limit_memory,
@@ -78,24 +80,29 @@ def score_sample(
     spec: str,
     prompt: str,
     response: str,
-    answer: str,
+    answer: Any,
+    row: str = "{}",
     *,
     timeout_seconds: float,
     imports: tuple[str, ...] = (),
 ) -> Outcome:
     """Scores one sample by one function. The process ends by SIGALRM when the time is over.
 
-    What an async function returns is awaited. The kernel's timer starts with the sample, ends
-    Python and C code alike, and can only hit the sample that is running. Raises UsageError if a
-    file of `imports` cannot be run or `spec` not be resolved; whatever the reward function itself
-    does wrong is part of the outcome, but for one thing: where there is no more memory the process
-    ends, with EXIT_OUT_OF_MEMORY, as what holds it may outlive the sample.
+    `row` is the JSON of all columns, which only a function that takes it gets. What an async
+    function returns is awaited. The kernel's timer starts with the sample, ends Python and C code
+    alike, and can only hit the sample that is running. Raises UsageError if a file of `imports`
+    cannot be run or `spec` not be resolved; whatever the reward function itself does wrong is part
+    of the outcome, but for one thing: where there is no more memory the process ends, with
+    EXIT_OUT_OF_MEMORY, as what holds it may outlive the sample.
     """
-    function = _resolve_once(spec, imports)
+    function, takes_columns = _resolve_once(spec, imports)
+    given = {"row": json.loads(row)} if takes_columns else {}
     signal.signal(signal.SIGALRM, signal.SIG_DFL)  # the last sample may have left a handler
     signal.setitimer(signal.ITIMER_REAL, timeout_seconds)
     try:
-        value: object = function(prompt=prompt, response=response, answer=answer)
+        # Of its own: samples of a prompt that come together share it.
+        answer = copy.deepcopy(answer)
+        value: object = function(prompt=prompt, response=response, answer=answer, **given)
         if inspect.isawaitable(value):
             value = _runner().run(_awaited(value))
         return _checked(value)
@@ -110,13 +117,13 @@ def score_sample(
 
 
 def score_samples(
-    samples: Sequence[tuple[str, str, str]],
+    samples: Sequence[tuple[str, str, Any, str]],
     spec: str,
     *,
     timeout_seconds: float,
     imports: tuple[str, ...] = (),
 ) -> tuple[list[Outcome], float]:
-    """`score_sample` of (prompt, response, answer) after each other, and the seconds of all.
+    """`score_sample` of (prompt, response, answer, row) after each other, and the seconds of all.
 
     A sample that takes too long takes those with it that were scored before.
     """
@@ -164,10 +171,12 @@ def _text_of(error: BaseException) -> str:
 
 
 @functools.cache
-def _resolve_once(spec: str, imports: tuple[str, ...]) -> RewardFunction:
+def _resolve_once(spec: str, imports: tuple[str, ...]) -> tuple[RewardFunction, bool]:
+    """The function, and whether it takes the row."""
     for path in imports:
         import_user_file(path)
-    return resolve_reward(spec)
+    function = resolve_reward(spec)
+    return function, takes_row(function)
 
 
 def _die_with_parent() -> None:

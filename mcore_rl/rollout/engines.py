@@ -7,6 +7,7 @@ samples; then everybody receives everything, in the order of the prompts.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -80,7 +81,7 @@ class RolloutWorkers:
         mine: Any = None
         if self._scores:
             try:
-                mine = (rollouts, self._rewards.outcomes(rollouts))
+                mine = (_without_rows(rollouts), self._rewards.outcomes(rollouts))
             except Exception as error:  # told to all ranks below, which raise together
                 mine = error
         gathered = objects.all_gather(mine)
@@ -102,3 +103,11 @@ class RolloutWorkers:
     def close(self) -> None:
         """End the reward processes of this rank."""
         self._rewards.close()
+
+
+def _without_rows(rollouts: Sequence[Rollout]) -> list[Rollout]:
+    """As all ranks get them: what only rewards read stays here."""
+    prompts = {
+        id(rollout.prompt): dataclasses.replace(rollout.prompt, row="{}") for rollout in rollouts
+    }
+    return [dataclasses.replace(each, prompt=prompts[id(each.prompt)]) for each in rollouts]

@@ -15,6 +15,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -618,7 +619,7 @@ def test_a_trial_leaves_no_process(tmp_path: Path) -> None:
         REWARDS.replace("return 0.5", "import os; return os.getpid()")
     )
     spec = parse_rewards("blind", imports=[str(tmp_path / "mine.py")])
-    trial = run_trial(spec, [("2+3=", "5", "5")])
+    trial = run_trial(spec, [(Prompt(0, "2+3=", "5", np.zeros(0, np.int32)), "5")])
     ((pid, _, failure),) = trial.answer["outcomes"]["blind"]
     assert failure is None and int(pid) != os.getpid()
     assert not Path(f"/proc/{int(pid)}").exists()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import datetime
 import json
 import logging
@@ -166,6 +167,11 @@ def test_samples_are_sent_in_batches_and_rewards_come_back_in_order(server):
         {"prompt": "question", "response": str(i), "answer": answer}
         for i, answer in enumerate(answers)
     ]
+    row = {"level": 2, "answers": ["0"]}
+    prompt = Prompt(0, "question", ["0"], np.zeros(0, np.int32), json.dumps(row))
+    assert PLAIN_DIALECT.body([dataclasses.replace(rollouts("0")[0], prompt=prompt)]) == {
+        "samples": [{"prompt": "question", "response": "0", "answer": ["0"], "row": row}]
+    }
     assert set(server.paths) == {"/score/a"}
     assert {h["Content-Type"] for h in server.seen_headers} == {"application/json"}
 

@@ -89,12 +89,12 @@ def _of_file(prompts: PromptDataset, config: RLConfig, flag: str) -> list[Findin
         what = f"{flag}: {plural(prompts.num_too_long, 'prompt')} longer than "
         what += f"--rl-max-prompt-tokens {config.max_prompt_tokens} will be left out"
         findings.append(yellow(PROMPTS, what, "raise it, or take them out of the file"))
-    if empty := sum(not row.answer.strip() for row in rows):
+    if empty := sum(not row.answer_text.strip() for row in rows):
         what = f"{flag}: {plural(empty, 'prompt')} without an answer"
         findings.append(yellow(PROMPTS, what, "fill it in unless the reward does without"))
     if copies := sum(count - 1 for count in Counter(row.text for row in rows).values()):
         what = f"{flag}: {plural(copies, 'row')} with the prompt of another"
-        answers = {(row.text, row.answer) for row in rows}
+        answers = {(row.text, row.answer_text) for row in rows}
         texts = {row.text for row in rows}
         if contradicting := len(answers) - len(texts):
             what += f", {contradicting:,} with another answer"
@@ -126,8 +126,8 @@ def _same_as_before(train: PromptDataset, config: RLConfig, resumed: Path) -> Fi
 def _few(rows: list[Prompt]) -> list[Prompt]:
     found: dict[str, Prompt] = {}
     for row in rows:
-        if row.answer.strip():
-            found.setdefault(row.answer, row)
+        if row.answer_text.strip():
+            found.setdefault(row.answer_text, row)
         if len(found) == _FEW:
             break
     return list(found.values()) or rows[:_FEW]

@@ -101,9 +101,10 @@ def _tried(spec: RewardSpec, prompts: Sequence[Prompt]) -> list[Finding]:
     samples = []
     for prompt in prompts:
         # The answer itself, and one that is not it, number or text.
-        if prompt.answer.strip():
-            samples.append((prompt.text, prompt.answer, prompt.answer))
-        samples.append((prompt.text, f"{prompt.answer.rstrip()}7", prompt.answer))
+        right = prompt.answer_text
+        if right.strip():
+            samples.append((prompt, right))
+        samples.append((prompt, f"{right.rstrip()}7"))
     trial = run_trial(spec, samples)
     findings = _output(trial)
     if refused := trial.answer.get("refused"):
@@ -168,7 +169,7 @@ def _output(trial: Trial) -> list[Finding]:
     return [green(REWARD, f"what is asked for prints: {printed}")]
 
 
-def run_trial(spec: RewardSpec, samples: Sequence[tuple[str, str, str]]) -> Trial:
+def run_trial(spec: RewardSpec, samples: Sequence[tuple[Prompt, str]]) -> Trial:
     """Start a process for the trial, and end it with everything that it has started."""
     seconds = min(spec.timeout_seconds, _MOST_SECONDS)
     once = tuple(dataclasses.replace(server, retries=0) for server in spec.servers)

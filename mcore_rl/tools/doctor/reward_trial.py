@@ -2,9 +2,9 @@
 
     python -m mcore_rl.tools.doctor.reward_trial FILE_DESCRIPTOR < pickled request
 
-The request is a pickled (RewardSpec, samples), each sample (prompt, response, answer), from the
-process that started this one. The answer, JSON, goes to the file descriptor; standard output and
-error are the reward's. It imports neither torch nor Megatron nor vLLM.
+The request is a pickled (RewardSpec, samples), each sample (Prompt, response), from the process
+that started this one. The answer, JSON, goes to the file descriptor; standard output and error
+are the reward's. It imports neither torch nor Megatron nor vLLM.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from mcore_rl.common.errors import UsageError
 from mcore_rl.rewards.specs import RewardSpec, check_rewards
 from mcore_rl.rewards.stack import RewardStack
 
-Sample = tuple[str, str, str]
+Sample = tuple[Prompt, str]
 
 
 def main() -> None:
@@ -55,10 +55,10 @@ def _trial(spec: RewardSpec, samples: Sequence[Sample]) -> dict[str, Any]:
 
 
 def _rollout(sample: Sample) -> Rollout:
-    prompt, response, answer = sample
+    prompt, response = sample
     nothing = np.zeros(0, dtype=np.int32)
     return Rollout(
-        prompt=Prompt(0, prompt, answer, nothing),
+        prompt=prompt,
         sample_index=0,
         text=response,
         response_token_ids=nothing,

@@ -16,9 +16,16 @@ import numpy as np
 from plotly import graph_objects
 
 from mcore_rl.observe.alarms import RULES
-from mcore_rl.tools.report.panels import BAND, SHARE, STACK, Panel
+from mcore_rl.tools.report.panels import BAND, NUMBER, SHARE, STACK, Panel
 from mcore_rl.tools.report.run_files import Run
-from mcore_rl.tools.report.thinning import MAX_BARS, MAX_POINTS, thin_line, thin_means
+from mcore_rl.tools.report.thinning import (
+    MAX_BARS,
+    MAX_POINTS,
+    SMOOTHED_FROM,
+    smoothed,
+    thin_line,
+    thin_means,
+)
 from mcore_rl.tools.report.units import axis_unit
 
 # Each has a contrast of 3 and more on the white and on the dark ground.
@@ -45,6 +52,9 @@ _METRIC_OF_ALARM = {
 }
 # Points that a line is drawn without, but not a pair of them far apart.
 _MARKERS_UP_TO = 40
+# Pixels: of a line of the legend, of its entries, and of the plot above it.
+_LEGEND_LINE, _ENTRY, _LETTER, _WIDTH = 19, 44, 6, 420
+_LONGEST_NAME = 28
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,18 +96,51 @@ def charts_of(panel: Panel, runs: Sequence[Run]) -> list[Chart]:
             (metric, label)
             for metric, label in metrics_of(panel, runs)
             if any(run.series(metric)[1].size for run in runs)
+            and (constant(metric, runs) is None or _has_alarm(metric, runs))
         ]
+        if not metrics:
+            return []
         divisor, unit = _axis(panel, metrics, runs)
         figure.update_yaxes(title_text=unit)
-        _add_lines(figure, metrics, runs, divisor)
+        smooth = panel.unit in (NUMBER, SHARE) and not panel.exact
+        _add_lines(figure, metrics, runs, divisor, smooth=smooth)
         drawn_at = {metric: metric for metric, _ in metrics}
     _range_of_constant(figure)
     has_marks = False
     for run in runs:
         has_marks |= _add_alarms(figure, drawn_at, run, divisor, in_legend=not has_marks)
-    if len(figure.data) == 1:
-        figure.update_layout(showlegend=False)
+    _make_room_for_legend(figure)
     return [Chart(panel.key, panel, figure, has_marks=has_marks)]
+
+
+def constant(metric: str, runs: Sequence[Run]) -> float | None:
+    """The value that a metric has at every step of every run, of which one has several steps."""
+    found = [values for run in runs if (values := run.series(metric)[1]).size]
+    if not found or max(values.size for values in found) == 1:
+        return None
+    values = np.concatenate(found)
+    return float(values[0]) if values.min() == values.max() else None
+
+
+def _has_alarm(metric: str, runs: Sequence[Run]) -> bool:
+    return any(_METRIC_OF_ALARM.get(e.alarm or "") == metric for run in runs for e in run.events)
+
+
+def _make_room_for_legend(figure: graph_objects.Figure) -> None:
+    """Below a plot that stays as high as one without: plotly would take the room from it."""
+    names = [trace.name for trace in figure.data if trace.showlegend is not False]
+    if len(names) == 1:
+        figure.update_layout(showlegend=False)
+        return
+    lines, left = 1, _WIDTH
+    for name in names:
+        width = _ENTRY + _LETTER * len(html.unescape(name))
+        if width > left and left < _WIDTH:
+            lines, left = lines + 1, _WIDTH
+        left -= width
+    room = _LEGEND_LINE * lines
+    layout = figure.layout
+    figure.update_layout(height=layout.height + room, margin_b=layout.margin.b + room)
 
 
 def metrics_of(panel: Panel, runs: Sequence[Run]) -> list[tuple[str, str]]:
@@ -154,30 +197,67 @@ def _add_lines(
     metrics: Sequence[tuple[str, str]],
     runs: Sequence[Run],
     divisor: float,
+    *,
+    smooth: bool,
 ) -> None:
     """One metric has a colour for each run; several have a colour each, and dashes for the
-    second run."""
+    second run. What is smoothed has its points behind it, pale."""
     for number, run in enumerate(runs):
         for place, (metric, label) in enumerate(metrics):
-            steps, values = thin_line(*run.series(metric))
+            steps, values = run.series(metric)
             if not steps.size:
                 continue
             one = len(metrics) == 1
             # A lower bound that is met would hide behind what meets it.
             dashes = _BOUND_DASHES if "lower_bound" in metric else _DASHES
-            dash = dashes[0 if one else number]
-            figure.add_scatter(
-                x=steps.astype(np.int32),
-                y=(values / divisor).astype(np.float32),
+            _add_curve(
+                figure,
+                steps,
+                values / divisor,
                 name=_name(run, label, runs, one),
-                mode="lines+markers" if steps.size <= _MARKERS_UP_TO else "lines",
-                marker={"size": 5},
-                line={
-                    "color": COLOURS[(number if one else place) % len(COLOURS)],
-                    "dash": dash,
-                    "width": 1.8,
-                },
+                colour=COLOURS[(number if one else place) % len(COLOURS)],
+                dash=dashes[0 if one else number],
+                smooth=smooth,
             )
+
+
+def _add_curve(
+    figure: graph_objects.Figure,
+    steps: np.ndarray,
+    values: np.ndarray,
+    *,
+    name: str,
+    colour: str,
+    dash: str = "solid",
+    smooth: bool,
+    group: str | None = None,
+) -> None:
+    """The values, or a moving average over them and the values behind it."""
+    smooth &= steps.size >= SMOOTHED_FROM
+    mode = "lines+markers" if steps.size <= _MARKERS_UP_TO else "lines"
+    if smooth:
+        x, y = thin_line(steps, values)
+        figure.add_scatter(
+            x=x.astype(np.int32),
+            y=y.astype(np.float32),
+            name=f"{name}, as measured",
+            mode=mode,
+            marker={"size": 4},
+            line={"color": colour, "width": 1},
+            opacity=0.35,
+            legendgroup=group or name,
+            showlegend=False,
+        )
+    x, y = thin_line(steps, smoothed(values) if smooth else values)
+    figure.add_scatter(
+        x=x.astype(np.int32),
+        y=y.astype(np.float32),
+        name=name,
+        mode="lines" if smooth else mode,
+        marker={"size": 5},
+        line={"color": colour, "dash": dash, "width": 1.8},
+        legendgroup=group or name,
+    )
 
 
 def _range_of_constant(figure: graph_objects.Figure) -> None:
@@ -191,7 +271,10 @@ def _range_of_constant(figure: graph_objects.Figure) -> None:
 def _name(run: Run, label: str, runs: Sequence[Run], only_metric: bool) -> str:
     if len(runs) == 1:
         return html.escape(label)
-    return html.escape(run.name if only_metric else f"{label}, {run.name}")
+    name = run.name
+    if len(name) > _LONGEST_NAME:  # whose end tells more: it is of a path
+        name = f"…{name[-_LONGEST_NAME:]}"
+    return html.escape(name if only_metric else f"{label}, {name}")
 
 
 def _axis(
@@ -205,14 +288,15 @@ def _add_band(
     figure: graph_objects.Figure, panel: Panel, run: Run, number: int, *, named: bool
 ) -> None:
     (mean_name, label), (std_name, band_label) = panel.metrics
-    steps, means = run.series(mean_name)
-    if not steps.size:
+    measured, exact = run.series(mean_name)
+    if not measured.size:
         return
+    steps, means = measured, exact
     every = run.values.get(std_name, np.zeros(run.steps.size))
     stds = np.nan_to_num(every[np.isin(run.steps, steps)])
     steps, (means, stds) = thin_means(steps, np.stack([means, stds]), MAX_POINTS)
     steps, colour = steps.astype(np.int32), COLOURS[number]
-    name = html.escape(run.name if named else label)
+    name = _name(run, label, [run, run] if named else [run], True)
     edges = {"mode": "lines", "line": {"width": 0}, "hoverinfo": "skip", "legendgroup": name}
     low, high = ((means + sign * stds).astype(np.float32) for sign in (-1, 1))
     figure.add_scatter(x=steps, y=low, showlegend=False, **edges)
@@ -225,15 +309,7 @@ def _add_band(
         showlegend=not named,
         **edges,
     )
-    figure.add_scatter(
-        x=steps,
-        y=means.astype(np.float32),
-        name=name,
-        legendgroup=name,
-        mode="lines+markers" if steps.size <= _MARKERS_UP_TO else "lines",
-        marker={"size": 5},
-        line={"color": colour, "width": 1.8},
-    )
+    _add_curve(figure, measured, exact, name=name, colour=colour, smooth=True, group=name)
 
 
 def _stacked(panel: Panel, run: Run) -> tuple[np.ndarray, np.ndarray]:

@@ -22,12 +22,14 @@ from markupsafe import Markup
 from plotly.io.json import to_json_plotly
 from plotly.offline import get_plotlyjs
 
-from mcore_rl.tools.report.charts import COLOURS, Chart, as_json, charts_of, metrics_of
+from mcore_rl.tools.report.charts import COLOURS, Chart, as_json, charts_of, constant, metrics_of
 from mcore_rl.tools.report.figures import headlines
-from mcore_rl.tools.report.panels import SECTIONS, Section
+from mcore_rl.tools.report.panels import LINES, SECTIONS, Section
 from mcore_rl.tools.report.run_files import Run
-from mcore_rl.tools.report.tables import facts_of, metric_rows, settings_of
-from mcore_rl.tools.report.thinning import MAX_BARS, MAX_POINTS
+from mcore_rl.tools.report.tables import facts_of, metric_rows, settings_of, subjects_of
+from mcore_rl.tools.report.texts import clean
+from mcore_rl.tools.report.thinning import MAX_BARS, MAX_POINTS, SMOOTHED_FROM
+from mcore_rl.tools.report.units import shown
 
 _FOLDED_FROM = 400  # characters of a text, of which so many stand above the fold
 _FOLDED_LINES = 8
@@ -53,10 +55,12 @@ def render(runs: Sequence[Run]) -> str:
     return _template().render(
         runs=runs,
         colours=COLOURS,
+        subjects=subjects_of(runs),
         headlines=headlines(runs),
         sections=[section for section in drawn if section.charts],
         not_measured=_not_measured(runs, charts),
         thinned=_thinned(runs),
+        constants=_constants(runs),
         has_alarms=has_alarms,
         metric_rows=metric_rows(runs),
         settings=settings_of(runs),
@@ -124,14 +128,31 @@ def _not_measured(runs: Sequence[Run], charts: Sequence[Chart]) -> list[str]:
         panel.title
         for section in SECTIONS
         for panel in section.panels
-        if not panel.optional and panel.key not in there and metrics_of(panel, runs)
+        if not panel.optional
+        and panel.key not in there
+        and metrics_of(panel, runs)
+        and not any(run.series(name)[1].size for run in runs for name, _ in metrics_of(panel, runs))
     ]
+
+
+def _constants(runs: Sequence[Run]) -> list[str]:
+    """Metrics that would be drawn if they had not the same value throughout, with that value."""
+    found = {}
+    for section in SECTIONS:
+        for panel in section.panels:
+            for metric, _ in metrics_of(panel, runs) if panel.kind == LINES else ():
+                value = constant(metric, runs)
+                if value is not None and not (panel.optional and value == 0):
+                    found[metric] = f"{clean(metric)} {shown(metric, value)}"
+    return list(found.values())
 
 
 def _thinned(runs: Sequence[Run]) -> str:
     """What to know of charts that have fewer points than steps."""
     longest = max((run.steps.size for run in runs), default=0)
     said = []
+    if longest >= SMOOTHED_FROM:
+        said.append("Lines are moving averages, with what was measured behind them, pale.")
     if longest > MAX_POINTS:
         said.append(
             f"Of {longest:,} steps lines show {MAX_POINTS} points, the lowest and highest of each "

@@ -25,6 +25,7 @@ class Panel:
     total: str = ""
     from_zero: bool = False
     optional: bool = False  # not missed where a run does not measure it, or measures 0
+    exact: bool = False  # what no average is drawn over: seldom measured, or a schedule
     rest: str = ""  # metrics that begin and end so, "a/*/b", are drawn as well
 
 
@@ -68,6 +69,7 @@ SECTIONS = (
                 "Held-out accuracy",
                 (("eval/accuracy", "accuracy"),),
                 unit=SHARE,
+                exact=True,
                 note="Share of held-out prompts with a reward of at least 1, before the update of "
                 "the step.",
             ),
@@ -93,6 +95,7 @@ SECTIONS = (
                 "Coefficient of the KL",
                 (("kl/coef", "coefficient"),),
                 optional=True,
+                exact=True,
             ),
         ),
     ),
@@ -132,6 +135,7 @@ SECTIONS = (
                 "Learning rate",
                 (("learning_rate", "actor"), ("critic/learning_rate", "critic")),
                 optional=True,
+                exact=True,
             ),
         ),
     ),
@@ -257,6 +261,7 @@ SECTIONS = (
                 "open-files",
                 "Open files of the largest rank",
                 (("memory/open_files", "files"),),
+                exact=True,
                 from_zero=True,
                 optional=True,
             ),
@@ -345,6 +350,7 @@ SECTIONS = (
                 "alarms",
                 "Alarms that last",
                 (("health/alarms", "alarms"),),
+                exact=True,
                 from_zero=True,
                 optional=True,
                 note="Where one is raised, the chart of its metric has a mark.",

@@ -113,6 +113,47 @@ def _sorted(title: str, rows: Sequence[SettingRow], first: str) -> Settings:
     return Settings(title, (*above, *below), len(above))
 
 
+def subjects_of(runs: Sequence[Run]) -> list[SettingRow]:
+    """What was trained, on what, and by which command: where a reader begins."""
+    rows = []
+    for name, of_run in (
+        ("model", _model),
+        ("data", _data),
+        ("algorithm", lambda run: _ours(run, "algorithm")),
+        ("reward", lambda run: _ours(run, "reward")),
+        ("command", lambda run: clean(run.about.get("command", "–"))),
+        ("ranks", lambda run: clean(run.about.get("ranks", "–"))),
+    ):
+        cells = tuple(of_run(run) for run in runs)
+        if any(cell != "–" for cell in cells):
+            rows.append(SettingRow(name, cells, "differs" if len(set(cells)) > 1 else ""))
+    return rows
+
+
+def _ours(run: Run, field: str) -> str:
+    value = run.config.get(f"rl_{field}", run.config.get(field))
+    return "–" if value is None else clean(value)
+
+
+def _model(run: Run) -> str:
+    sizes = [
+        f"{run.config[name]} {what}"
+        for name, what in (
+            ("num_layers", "layers"),
+            ("hidden_size", "hidden"),
+            ("num_experts", "experts"),
+        )
+        if isinstance(run.config.get(name), int)
+    ]
+    folder = _ours(run, "hf_checkpoint")
+    return f"{folder} ({', '.join(sizes)})" if sizes else folder
+
+
+def _data(run: Run) -> str:
+    train, held_out = _ours(run, "prompts"), _ours(run, "eval_prompts")
+    return train if held_out == "–" else f"{train}, held out: {held_out}"
+
+
 def facts_of(runs: Sequence[Run]) -> list[SettingRow]:
     """Folders, layouts and versions, as the summaries have them."""
     rows = [
@@ -126,7 +167,10 @@ def facts_of(runs: Sequence[Run]) -> list[SettingRow]:
     ]
     for key in keys:
         rows.append(_fact(key.replace("_", " "), [run.summary.get(key) for run in runs]))
-    versions = [_mapping(run.summary.get("versions")) for run in runs]
+    versions = [
+        {**_mapping(run.about.get("versions")), **_mapping(run.summary.get("versions"))}
+        for run in runs
+    ]
     for package in dict.fromkeys(name for found in versions for name in found):
         rows.append(_fact(package, [found.get(package) for found in versions]))
     return rows

@@ -6,10 +6,9 @@ from collections.abc import Mapping, Sequence
 from types import TracebackType
 
 from mcore_rl.batching.types import Rollout, ScoredRollout
-from mcore_rl.rewards.http import PLAIN_DIALECT, ServerReward, asking
+from mcore_rl.rewards.http import PLAIN_DIALECT, POOLING_DIALECT, ServerReward, asking
 from mcore_rl.rewards.parts import FailureLog, weighed
 from mcore_rl.rewards.pool import RewardPool
-from mcore_rl.rewards.pooling import POOLING_DIALECT
 from mcore_rl.rewards.specs import RewardSpec
 from mcore_rl.rewards.worker import Outcome
 

@@ -33,10 +33,10 @@ from mcore_rl.tools.doctor import (
     space,
     versions,
 )
+from mcore_rl.tools.doctor.command import as_json
 from mcore_rl.tools.doctor.finding import FLAGS, Finding, green, red, refusal, yellow
 from mcore_rl.tools.doctor.gpus import Device, Gpus
 from mcore_rl.tools.doctor.network import NetworkUse
-from mcore_rl.tools.doctor.report import as_json
 
 GB = 10**9
 GPU = NetworkUse(has_gpu=True, local_ranks=8)

@@ -20,8 +20,7 @@ import pytest
 from mcore_rl.batching.types import Prompt, Rollout
 from mcore_rl.common.errors import UsageError
 from mcore_rl.rewards import http as reward_http
-from mcore_rl.rewards.http import PLAIN_DIALECT, ServerReward, asking
-from mcore_rl.rewards.pooling import POOLING_DIALECT
+from mcore_rl.rewards.http import PLAIN_DIALECT, POOLING_DIALECT, ServerReward, asking
 from mcore_rl.rewards.specs import parse_rewards
 from mcore_rl.rewards.stack import RewardStack
 from mcore_rl.rewards.worker import Outcome

@@ -6,5 +6,5 @@ versions, patches                       the installation
 ports, shared_memory, limits, network   the machine
 flags          the command line, by the checks of a start, one fault not hiding the next
 checkpoint, plan, space, prompts, reward    what the command line names
-examination    all of them; command, report: from the command line to what is printed
+examination    all of them; command: from the command line to what is printed
 """

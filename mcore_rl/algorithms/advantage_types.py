@@ -6,33 +6,29 @@ Shape legend: see `mcore_rl.algorithms`.
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 import torch
 
-from mcore_rl.common.errors import UsageError
+from mcore_rl.common.parameters import Parameters, param
+
+P = TypeVar("P", bound=Parameters)  # an estimator's own
 
 
 @dataclass(frozen=True, slots=True)
-class AdvantageConfig:
-    """What estimators are told. UsageError on a value out of range."""
+class Discount(Parameters):
+    """Of estimators that look at when a reward came."""
 
-    gamma: float = 1.0  # --rl-gamma: what a reward one token later is worth
-    gae_lambda: float = 0.95  # --rl-gae-lambda: 0 trusts the critic, 1 the rewards alone
-    whiten: bool = False  # --rl-whiten-advantages: of gae; the two reinforce_pp always whiten
-    eps: float = 1e-6  # added to a standard deviation before dividing by it
-
-    def __post_init__(self) -> None:
-        for flag, value in (("--rl-gamma", self.gamma), ("--rl-gae-lambda", self.gae_lambda)):
-            if not 0.0 <= value <= 1.0:
-                raise UsageError(
-                    f"{flag} {value} is not in [0, 1]: later rewards count at most fully, so "
-                    "choose for example 1."
-                )
-        assert 0.0 < self.eps < math.inf, f"eps {self.eps} is not positive"
+    gamma: float = param(
+        1.0,
+        "what a reward one token later is worth",
+        least=0,
+        most=1,
+        advice="later rewards count at most fully, so choose for example 1",
+    )
 
 
 def _of_this_rank_alone(sums: torch.Tensor) -> torch.Tensor:
@@ -75,9 +71,9 @@ class AdvantageOutputs:
 
 
 def advantages_of_valid(
-    estimator: Callable[[AdvantageInputs, AdvantageConfig], AdvantageOutputs],
+    estimator: Callable[[AdvantageInputs, P], AdvantageOutputs],
     inputs: AdvantageInputs,
-    config: AdvantageConfig,
+    config: P,
     valid: np.ndarray,
 ) -> AdvantageOutputs:
     """What `estimator` says as if samples that are not `valid` `[n]` did not exist; theirs is 0.

@@ -54,17 +54,12 @@ class Denominators:
 
 @dataclass(frozen=True, slots=True)
 class Aggregation:
-    """UsageError on an unknown mode, and on a constant that is missing, idle or not positive."""
+    """UsageError on a constant that is missing or idle."""
 
     mode: AggregationMode = "token_mean"  # --rl-loss-aggregation
     constant: float | None = None  # --rl-loss-constant: tokens, of mode "constant" alone
 
     def __post_init__(self) -> None:
-        if self.mode not in AGGREGATION_MODES:
-            raise UsageError(
-                f"--rl-loss-aggregation {self.mode} is unknown: choose one of "
-                f"{', '.join(AGGREGATION_MODES)}."
-            )
         if self.mode == "constant" and self.constant is None:
             raise UsageError(
                 "--rl-loss-aggregation constant needs --rl-loss-constant, the number of tokens to "
@@ -74,11 +69,6 @@ class Aggregation:
             raise UsageError(
                 f"--rl-loss-constant {self.constant} has no effect with --rl-loss-aggregation "
                 f"{self.mode}: drop it, or choose --rl-loss-aggregation constant."
-            )
-        if self.constant is not None and not 0.0 < self.constant < math.inf:
-            raise UsageError(
-                f"--rl-loss-constant {self.constant} is not a positive number: token losses are "
-                "divided by it, so choose for example the value of --rl-max-response-tokens."
             )
 
 

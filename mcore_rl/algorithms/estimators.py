@@ -22,16 +22,19 @@ import numpy as np
 import torch
 
 from mcore_rl.algorithms.advantage_types import (
-    AdvantageConfig,
     AdvantageInputs,
     AdvantageOutputs,
+    Discount,
 )
 from mcore_rl.algorithms.registry import advantage_estimator
 from mcore_rl.algorithms.segments import Segments, discounted_sums_to_go, masked
+from mcore_rl.common.parameters import Parameters
+
+EPS = 1e-6  # added to a standard deviation before dividing by it
 
 
-@advantage_estimator("grpo", compares_group=True, reads=())
-def grpo(inputs: AdvantageInputs, config: AdvantageConfig) -> AdvantageOutputs:
+@advantage_estimator("grpo", compares_group=True)
+def grpo(inputs: AdvantageInputs, config: Parameters) -> AdvantageOutputs:
     """GRPO: (r - mean) / (std + eps) for all tokens of a response.
 
     The standard deviation is that of a sample (divisor n - 1), as in the code that the authors of
@@ -42,13 +45,13 @@ def grpo(inputs: AdvantageInputs, config: AdvantageConfig) -> AdvantageOutputs:
     def normalised(scores: np.ndarray, lengths: np.ndarray) -> np.ndarray:
         centred = scores - math.fsum(scores) / scores.size
         std = math.sqrt(math.fsum(centred**2) / (scores.size - 1))
-        return centred / (std + config.eps)
+        return centred / (std + EPS)
 
     return _per_response(inputs, normalised)
 
 
-@advantage_estimator("dr_grpo", compares_group=True, reads=())
-def dr_grpo(inputs: AdvantageInputs, config: AdvantageConfig) -> AdvantageOutputs:
+@advantage_estimator("dr_grpo", compares_group=True)
+def dr_grpo(inputs: AdvantageInputs, config: Parameters) -> AdvantageOutputs:
     """Dr. GRPO: r - mean.
 
     Without GRPO's division, which favours prompts that are almost always or almost never solved. A
@@ -61,8 +64,8 @@ def dr_grpo(inputs: AdvantageInputs, config: AdvantageConfig) -> AdvantageOutput
     return _per_response(inputs, centred)
 
 
-@advantage_estimator("rloo", compares_group=True, reads=())
-def rloo(inputs: AdvantageInputs, config: AdvantageConfig) -> AdvantageOutputs:
+@advantage_estimator("rloo", compares_group=True)
+def rloo(inputs: AdvantageInputs, config: Parameters) -> AdvantageOutputs:
     """RLOO: r minus the mean of the group's other n - 1 outcomes, = (r - mean) * n / (n - 1).
 
     A group of equal outcomes gets exactly 0, and so does a group of one, which has nothing to be
@@ -76,8 +79,8 @@ def rloo(inputs: AdvantageInputs, config: AdvantageConfig) -> AdvantageOutputs:
     return _per_response(inputs, against_the_others)
 
 
-@advantage_estimator("opo", compares_group=True, reads=())
-def opo(inputs: AdvantageInputs, config: AdvantageConfig) -> AdvantageOutputs:
+@advantage_estimator("opo", compares_group=True)
+def opo(inputs: AdvantageInputs, config: Parameters) -> AdvantageOutputs:
     """OPO: r - sum(length * r) / sum(length).
 
     The baseline of least variance if the gradients of a response's tokens are orthogonal and of
@@ -93,8 +96,8 @@ def opo(inputs: AdvantageInputs, config: AdvantageConfig) -> AdvantageOutputs:
     return _per_response(inputs, against_weighted_mean)
 
 
-@advantage_estimator("remax", needs_greedy_baseline=True, reads=())
-def remax(inputs: AdvantageInputs, config: AdvantageConfig) -> AdvantageOutputs:
+@advantage_estimator("remax", needs_greedy_baseline=True)
+def remax(inputs: AdvantageInputs, config: Parameters) -> AdvantageOutputs:
     """ReMax: the undiscounted return to go minus the reward of the prompt's greedy response.
 
     RuntimeError: no baselines.
@@ -109,16 +112,16 @@ def remax(inputs: AdvantageInputs, config: AdvantageConfig) -> AdvantageOutputs:
     return AdvantageOutputs(masked(inputs.loss_mask, advantages).float())
 
 
-@advantage_estimator("reinforce_pp", reads=("gamma",))
-def reinforce_pp(inputs: AdvantageInputs, config: AdvantageConfig) -> AdvantageOutputs:
+@advantage_estimator("reinforce_pp", Discount())
+def reinforce_pp(inputs: AdvantageInputs, config: Discount) -> AdvantageOutputs:
     """REINFORCE++: token returns to go, discounted by gamma, whitened over the global batch."""
     segments = Segments.of(inputs.lengths, inputs.loss_mask)
     returns = returns_to_go(inputs, segments, config.gamma)
-    return AdvantageOutputs(whiten(returns, inputs, config.eps))
+    return AdvantageOutputs(whiten(returns, inputs))
 
 
-@advantage_estimator("reinforce_pp_baseline", compares_group=True, reads=())
-def reinforce_pp_baseline(inputs: AdvantageInputs, config: AdvantageConfig) -> AdvantageOutputs:
+@advantage_estimator("reinforce_pp_baseline", compares_group=True)
+def reinforce_pp_baseline(inputs: AdvantageInputs, config: Parameters) -> AdvantageOutputs:
     """REINFORCE++ with baseline: r - mean of the group, whitened over the global batch's tokens.
 
     A group of equal outcomes starts at exactly 0; whitening then moves all tokens by the same mean,
@@ -130,7 +133,7 @@ def reinforce_pp_baseline(inputs: AdvantageInputs, config: AdvantageConfig) -> A
 
     segments = Segments.of(inputs.lengths, inputs.loss_mask)
     per_response = _of_rows(_by_group(inputs, centred), inputs)
-    return AdvantageOutputs(whiten(segments.to_tokens(per_response), inputs, config.eps))
+    return AdvantageOutputs(whiten(segments.to_tokens(per_response), inputs))
 
 
 def returns_to_go(inputs: AdvantageInputs, segments: Segments, gamma: float) -> torch.Tensor:
@@ -141,7 +144,7 @@ def returns_to_go(inputs: AdvantageInputs, segments: Segments, gamma: float) -> 
     return returns
 
 
-def whiten(values: torch.Tensor, inputs: AdvantageInputs, eps: float) -> torch.Tensor:
+def whiten(values: torch.Tensor, inputs: AdvantageInputs) -> torch.Tensor:
     """(values - mean) / (std + eps) over all loss tokens of all ranks, `[t]` float32.
 
     The variance's divisor is the number of tokens n, as in the code of the authors of REINFORCE++
@@ -157,7 +160,7 @@ def whiten(values: torch.Tensor, inputs: AdvantageInputs, eps: float) -> torch.T
     # From the centred values: mean of squares minus square of mean loses its digits.
     std = (inputs.global_sum(centred.square().sum()) / num_tokens).sqrt()
     all_equal = std <= 1e-12 * total[2] / num_tokens  # false for nan, which is to be seen
-    return torch.where(all_equal, torch.zeros_like(centred), centred / (std + eps)).float()
+    return torch.where(all_equal, torch.zeros_like(centred), centred / (std + EPS)).float()
 
 
 def finite_scores(scores: np.ndarray, group_ids: np.ndarray) -> np.ndarray:

@@ -9,20 +9,37 @@ The paper neither whitens nor fixes a divisor; whitening is from PPO's implement
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 
-from mcore_rl.algorithms.advantage_types import AdvantageConfig, AdvantageInputs, AdvantageOutputs
+from mcore_rl.algorithms.advantage_types import AdvantageInputs, AdvantageOutputs, Discount
 from mcore_rl.algorithms.estimators import whiten
 from mcore_rl.algorithms.registry import advantage_estimator
 from mcore_rl.algorithms.segments import Segments, discounted_sums_to_go
+from mcore_rl.common.parameters import param
 
 
-@advantage_estimator("gae", needs_critic=True, reads=("gamma", "gae_lambda", "whiten_advantages"))
-def gae(inputs: AdvantageInputs, config: AdvantageConfig) -> AdvantageOutputs:
+@dataclass(frozen=True, slots=True)
+class GAE(Discount):
+    """What generalised advantage estimation is told."""
+
+    gae_lambda: float = param(
+        0.95,
+        "of GAE: 0 trusts the critic, 1 the rewards alone",
+        least=0,
+        most=1,
+        advice="later rewards count at most fully, so choose for example 1",
+    )
+    whiten_advantages: bool = param(True, "to mean 0 and deviation 1 over all tokens")
+
+
+@advantage_estimator("gae", GAE(), needs_critic=True)
+def gae(inputs: AdvantageInputs, config: GAE) -> AdvantageOutputs:
     """Advantages and returns per token, in float64 up to the end.
 
     `inputs.values` at position j is the critic's value before token j+1, the one that j scores.
-    `config.whiten` whitens the advantages over the global batch, never the returns.
+    `config.whiten_advantages` whitens the advantages over the global batch, never the returns.
 
     RuntimeError: no values.
     """
@@ -36,7 +53,7 @@ def gae(inputs: AdvantageInputs, config: AdvantageConfig) -> AdvantageOutputs:
     advantages = discounted_sums_to_go(deltas, tokens_left, config.gamma * config.gae_lambda)
     per_token = _scattered(advantages, inputs)
     return AdvantageOutputs(
-        advantages=whiten(per_token, inputs, config.eps) if config.whiten else per_token.float(),
+        advantages=whiten(per_token, inputs) if config.whiten_advantages else per_token.float(),
         returns=_scattered(advantages + values, inputs).float(),
     )
 

@@ -7,19 +7,25 @@ exp(log_probs - old_log_probs), A the advantage. Those whose ratio is a whole re
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 
 from mcore_rl.algorithms.loss_types import (
-    PolicyLossConfig,
+    Clip,
+    DualClip,
     PolicyLossInputs,
     TokenLosses,
     bounded_ratio,
 )
 from mcore_rl.algorithms.registry import policy_loss
+from mcore_rl.common.parameters import Parameters, param
+
+_STEEPNESS = "it is the steepness of a gate, so choose for example 1"
 
 
 def clipped_objective(
-    ratio: torch.Tensor, advantages: torch.Tensor, config: PolicyLossConfig
+    ratio: torch.Tensor, advantages: torch.Tensor, config: DualClip
 ) -> TokenLosses:
     """-min(ratio A, clip(ratio, 1 - clip_eps_lower, 1 + clip_eps_upper) A), with dual clipping.
 
@@ -37,8 +43,8 @@ def clipped_objective(
     return TokenLosses(-objective, (advantages < 0) & (ratio < low), clipped_upper)
 
 
-@policy_loss("ppo_clip", reads=("clip_eps_lower", "clip_eps_upper", "dual_clip"))
-def ppo_clip(inputs: PolicyLossInputs, config: PolicyLossConfig) -> TokenLosses:
+@policy_loss("ppo_clip", DualClip())
+def ppo_clip(inputs: PolicyLossInputs, config: DualClip) -> TokenLosses:
     """PPO's pessimistic objective (arXiv 1707.06347, eq. 7), as in GRPO (arXiv 2402.03300, eq. 3).
 
     A `clip_eps_upper` above the lower one is DAPO's clip-higher (arXiv 2503.14476, eq. 10). With
@@ -50,8 +56,9 @@ def ppo_clip(inputs: PolicyLossInputs, config: PolicyLossConfig) -> TokenLosses:
     return clipped_objective(ratio, inputs.advantages, config)
 
 
-@policy_loss("cispo", reads=("clip_eps_lower", "clip_eps_upper"))
-def cispo(inputs: PolicyLossInputs, config: PolicyLossConfig) -> TokenLosses:
+# The paper does not say its upper bound: 5 is that of ScaleRL, arXiv 2510.13786.
+@policy_loss("cispo", Clip(clip_eps_lower=1.0, clip_eps_upper=4.0))
+def cispo(inputs: PolicyLossInputs, config: Clip) -> TokenLosses:
     """CISPO (MiniMax-M1, arXiv 2506.13585, eq. 4): -stop_gradient(clip(r)) A log_prob.
 
     The weight is clipped and not the update, so every token keeps its gradient; those counted as
@@ -64,8 +71,18 @@ def cispo(inputs: PolicyLossInputs, config: PolicyLossConfig) -> TokenLosses:
     return TokenLosses(loss, ratio < low, ratio > high)
 
 
-@policy_loss("sapo", reads=("sapo_temperature_positive", "sapo_temperature_negative"))
-def sapo(inputs: PolicyLossInputs, config: PolicyLossConfig) -> TokenLosses:
+@dataclass(frozen=True, slots=True)
+class Gate(Parameters):
+    """How steep SAPO's gate is."""
+
+    sapo_temperature_positive: float = param(
+        1.0, "of SAPO's gate, for good tokens", above=0, advice=_STEEPNESS
+    )
+    sapo_temperature_negative: float = param(1.05, "and for bad ones", above=0, advice=_STEEPNESS)
+
+
+@policy_loss("sapo", Gate())
+def sapo(inputs: PolicyLossInputs, config: Gate) -> TokenLosses:
     """Soft adaptive policy optimisation (arXiv 2511.20347): -gate(r) A.
 
         gate(r) = 4 / tau * sigmoid(tau (r - 1))
@@ -83,8 +100,8 @@ def sapo(inputs: PolicyLossInputs, config: PolicyLossConfig) -> TokenLosses:
     return TokenLosses(-gate * inputs.advantages, none, none)
 
 
-@policy_loss("policy_gradient", reads=())
-def policy_gradient(inputs: PolicyLossInputs, config: PolicyLossConfig) -> TokenLosses:
+@policy_loss("policy_gradient")
+def policy_gradient(inputs: PolicyLossInputs, config: Parameters) -> TokenLosses:
     """REINFORCE: -A log_prob.
 
     Right for one update per step. In later mini-batches the policy is no longer the one that drew

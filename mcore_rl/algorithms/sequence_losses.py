@@ -11,7 +11,8 @@ import torch
 
 from mcore_rl.algorithms.kl import MAX_LOG_RATIO
 from mcore_rl.algorithms.loss_types import (
-    PolicyLossConfig,
+    Clip,
+    DualClip,
     PolicyLossInputs,
     TokenLosses,
     bounded_ratio,
@@ -21,8 +22,8 @@ from mcore_rl.algorithms.registry import policy_loss
 from mcore_rl.algorithms.segments import Segments
 
 
-@policy_loss("gspo", reads=("clip_eps_lower", "clip_eps_upper", "dual_clip"))
-def gspo(inputs: PolicyLossInputs, config: PolicyLossConfig) -> TokenLosses:
+@policy_loss("gspo", DualClip(clip_eps_lower=3e-4, clip_eps_upper=4e-4))
+def gspo(inputs: PolicyLossInputs, config: DualClip) -> TokenLosses:
     """GSPO (arXiv 2507.18071, eq. 5 and 7): PPO's objective with one ratio per response.
 
         s = exp(mean over the response of log_prob - old_log_prob)
@@ -40,8 +41,8 @@ def gspo(inputs: PolicyLossInputs, config: PolicyLossConfig) -> TokenLosses:
     return clipped_objective(ratio, inputs.advantages, config)
 
 
-@policy_loss("gmpo", reads=("clip_eps_lower", "clip_eps_upper"))
-def gmpo(inputs: PolicyLossInputs, config: PolicyLossConfig) -> TokenLosses:
+@policy_loss("gmpo", Clip(clip_eps_lower=0.4, clip_eps_upper=0.4))
+def gmpo(inputs: PolicyLossInputs, config: Clip) -> TokenLosses:
     """GMPO (arXiv 2507.20673, eq. 4): the geometric mean of ratios that are clipped token by token.
 
         -A exp(mean over the response of l)

@@ -86,7 +86,7 @@ def policy_loss_total(
         masked(loss_mask, values) for values in (log_probs, entropy, old_log_probs, advantages)
     )
     inputs = PolicyLossInputs(log_probs, old_log_probs, advantages, loss_mask, lengths)
-    token_losses = find_policy_loss(config.policy_loss).function(inputs, config)
+    token_losses = find_policy_loss(config.policy_loss).function(inputs, config.parameters)
     surrogate = token_losses.loss
     if weights is not None:
         surrogate = surrogate * masked(loss_mask, weights.detach())

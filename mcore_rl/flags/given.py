@@ -12,6 +12,7 @@ from typing import Any
 
 import yaml
 
+from mcore_rl.algorithms.registry import import_user_file
 from mcore_rl.common.errors import UsageError
 
 
@@ -43,6 +44,36 @@ def expand_config(
             flags.pop(flag, None)
             flags[flag] = tokens_of_flag
     return [token for tokens_of_flag in flags.values() for token in tokens_of_flag] + rest
+
+
+def import_given_files(
+    tokens: Sequence[str], *, refused: Callable[[UsageError], None] | None = None
+) -> None:
+    """Run the files of every `--rl-import`, also of one that stands in a file of `--rl-config`.
+
+    What they register may bring flags, so this comes before a parser is made. UsageError: a file
+    that cannot be used; with `refused` that is told, and the next file is run. What is wrong
+    besides is left to those who read all flags.
+    """
+
+    def refuse(message: str) -> None:
+        raise UsageError(message)
+
+    finder = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    finder.error = refuse  # type: ignore[assignment, method-assign]
+    finder.add_argument("--rl-import", nargs="+", action="extend", default=[])
+    try:
+        expanded = expand_config(tokens, finder, refused=lambda error: None)
+        paths = finder.parse_known_args(expanded)[0].rl_import
+    except UsageError:
+        return
+    for path in paths:
+        try:
+            import_user_file(path)
+        except UsageError as error:
+            if refused is None:
+                raise
+            refused(error)
 
 
 def _read_config(

@@ -10,36 +10,20 @@ first), then what is derived.
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mcore_rl.common.errors import UsageError
+from mcore_rl.common.parameters import Parameter, flag_of, param, parameters_of
 
 if TYPE_CHECKING:
     from mcore_rl.algorithms.recipes import Algorithm
 
-
-def _flag(
-    default: Any, help: str, *, choices: Sequence[str] | None = None, kind: type | None = None
-):
-    metadata = {"help": help, "choices": choices, "kind": kind or type(default)}
-    return field(default=default, metadata=metadata)
-
-
-def _several(help: str):
-    """A flag that may be given again, each time with one value or more; none of them is lost."""
-    metadata = {"help": help, "choices": None, "kind": str, "several": True}
-    return field(default=(), metadata=metadata)
-
-
-def _part(kind: type, help: str, *, choices: Sequence[str] | None = None):
-    """A part of the algorithm; unless it is given it is the recipe's."""
-    metadata = {"help": help, "choices": choices, "kind": kind, "part": True}
-    return field(default=None, metadata=metadata)
+# What vLLM samples at as it is told (vllm/sampling_params.py).
+LEAST_TEMPERATURE, MOST_TEMPERATURE = 0.01, 2.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,161 +31,130 @@ class RLConfig:
     """Everything mcore_rl is told beyond Megatron's own arguments. One field, one flag."""
 
     # checkpoint, prompts, reward
-    hf_checkpoint: str | None = _flag(
-        None, "Hugging Face checkpoint folder to start from", kind=str
-    )
-    prompts: str | None = _flag(None, "JSONL or Parquet file of training prompts", kind=str)
-    eval_prompts: str | None = _flag(None, "JSONL or Parquet file of held-out prompts", kind=str)
-    prompt_column: str = _flag("prompt", "column that holds the prompt (text or chat messages)")
-    answer_column: str = _flag("answer", "column that holds what the reward compares with")
-    no_chat_template: bool = _flag(False, "give prompts to the model as they stand in the file")
-    max_prompt_tokens: int = _flag(512, "longer prompts are dropped, and counted")
-    max_response_tokens: int = _flag(512, "generation stops after this many tokens")
-    cache_dir: str | None = _flag(None, "folder for tokenised prompts", kind=str)
-    reward: str = _flag(
+    hf_checkpoint: str | None = param(None, "Hugging Face checkpoint folder to start from")
+    prompts: str | None = param(None, "JSONL or Parquet file of training prompts")
+    eval_prompts: str | None = param(None, "JSONL or Parquet file of held-out prompts")
+    prompt_column: str = param("prompt", "column that holds the prompt (text or chat messages)")
+    answer_column: str = param("answer", "column that holds what the reward compares with")
+    no_chat_template: bool = param(False, "give prompts to the model as they stand in the file")
+    max_prompt_tokens: int = param(512, "longer prompts are dropped, and counted", above=0)
+    max_response_tokens: int = param(512, "generation stops after this many tokens", above=0)
+    cache_dir: str | None = param(None, "folder for tokenised prompts")
+    reward: str = param(
         "exact_match",
         "exact_match, arithmetic, gsm8k, http, pooling, model, package.module:function or one of "
         "--rl-import; several with commas",
     )
-    reward_weights: str | None = _flag(
+    reward_weights: str | None = param(
         None,
         "a weight for each reward, with commas; default 1 (a negative first one needs a =: "
         "--rl-reward-weights=-1,1)",
-        kind=str,
     )
-    reward_workers: int = _flag(1, "reward processes per engine")
-    reward_timeout_seconds: float = _flag(10.0, "a sample whose reward takes longer is left out")
-    reward_memory_gib: float = _flag(
+    reward_workers: int = param(1, "reward processes per engine", above=0)
+    reward_timeout_seconds: float = param(
+        10.0, "a sample whose reward takes longer is left out", above=0
+    )
+    reward_memory_gib: float = param(
         4.0,
         "memory of a reward process, in GiB; a sample that needs more is left out; 0: no limit",
+        least=0,
     )
-    reward_env: str | None = _flag(
+    reward_env: str | None = param(
         None,
         "environment variables that reward processes get, with commas; they see no others but PATH "
         "and the like (docs/using/security.md)",
-        kind=str,
     )
-    reward_url: str | None = _flag(
-        None, "endpoint of reward http (docs/using/rewards.md)", kind=str
+    reward_url: str | None = param(None, "endpoint of reward http (docs/using/rewards.md)")
+    reward_http_batch: int = param(16, "samples per request to it", least=1)
+    reward_http_concurrency: int = param(8, "requests at a time, per scoring rank", least=1)
+    reward_http_retries: int = param(3, "further attempts after timeouts, 429 and 5xx", least=0)
+    reward_http_header_env: str | None = param(
+        None, "environment variable that holds a header for it, 'Name: value'"
     )
-    reward_http_batch: int = _flag(16, "samples per request to it")
-    reward_http_concurrency: int = _flag(8, "requests at a time, per scoring rank")
-    reward_http_retries: int = _flag(3, "further attempts after timeouts, 429 and 5xx")
-    reward_http_header_env: str | None = _flag(
-        None, "environment variable that holds a header for it, 'Name: value'", kind=str
+    reward_pooling_url: str | None = param(
+        None, "a vLLM server with a reward model, for reward pooling"
     )
-    reward_pooling_url: str | None = _flag(
-        None, "a vLLM server with a reward model, for reward pooling", kind=str
+    reward_pooling_header_env: str | None = param(
+        None, "environment variable that holds a header for that server"
     )
-    reward_pooling_header_env: str | None = _flag(
-        None, "environment variable that holds a header for that server", kind=str
+    reward_model: str | None = param(
+        None, "Hugging Face folder with a score head, for reward model, run by Megatron"
     )
-    reward_model: str | None = _flag(
-        None, "Hugging Face folder with a score head, for reward model, run by Megatron", kind=str
+    reward_tp_size: int | None = param(
+        None, "TP of the model; default: the actor's", least=1, advice="drop it for the actor's"
     )
-    reward_tp_size: int | None = _flag(None, "TP of the model; default: the actor's", kind=int)
-    reward_pp_size: int | None = _flag(None, "PP of the model; default: the actor's", kind=int)
-    reward_ep_size: int | None = _flag(None, "EP of the model; default: the actor's", kind=int)
-    reward_ranks: str | None = _flag(None, "ranks of the model's own, like 6-7", kind=str)
+    reward_pp_size: int | None = param(
+        None, "PP of the model; default: the actor's", least=1, advice="drop it for the actor's"
+    )
+    reward_ep_size: int | None = param(
+        None, "EP of the model; default: the actor's", least=1, advice="drop it for the actor's"
+    )
+    reward_ranks: str | None = param(None, "ranks of the model's own, like 6-7")
 
-    precision: str = _flag("bf16", "of parameters in training", choices=("bf16", "fp16", "fp32"))
-    no_moe_grouped_gemm: bool = _flag(
+    precision: str = param("bf16", "of parameters in training", choices=("bf16", "fp16", "fp32"))
+    no_moe_grouped_gemm: bool = param(
         False,
         "each expert its own layers, where Transformer Engine would compute all of them together",
     )
 
     # algorithm
-    algorithm: str = _flag(
+    algorithm: str = param(
         "grpo",
         "the recipe: ppo, grpo, dr_grpo, rloo, reinforce_pp, reinforce_pp_baseline, remax, opo, "
-        "dapo, gspo, cispo, gmpo or sapo; the flags up to --rl-mismatch-high replace parts of it",
+        "dapo, gspo, cispo, gmpo, sapo or one of --rl-import; other flags replace parts of it",
     )
-    import_: tuple[str, ...] = _several(
-        "your own .py file of estimators, losses or rewards, each with its decorator; several may "
-        "be given",
+    import_: tuple[str, ...] = param(
+        (),
+        "your own .py file of estimators, losses, rewards and so on (mcore_rl.api), whose flags "
+        "join these; several may be given",
     )
-    num_steps: int = _flag(100, "rollout-and-update steps")
-    num_prompts_per_step: int = _flag(16, "prompts drawn per step")
-    num_samples_per_prompt: int | None = _part(int, "responses sampled per prompt, a group")
-    num_mini_batches: int = _flag(1, "parts of a step's samples, one optimizer update each")
-    num_epochs: int = _flag(1, "how often a step's samples are learnt from")
-    temperature: float = _flag(1.0, "sampling temperature; log-probs are of the tempered policy")
-    top_p: float | None = _part(float, "sample from the likeliest tokens of this mass")
-    top_k: int | None = _part(int, "sample from so many likeliest tokens; 0: from all")
-    advantage: str | None = _part(
-        str,
-        "estimator: gae, grpo, dr_grpo, rloo, opo, remax, reinforce_pp, reinforce_pp_baseline, or "
-        "one of --rl-import",
+    num_steps: int = param(100, "rollout-and-update steps", above=0)
+    num_prompts_per_step: int = param(16, "prompts drawn per step", above=0)
+    num_mini_batches: int = param(
+        1, "parts of a step's samples, one optimizer update each", above=0
     )
-    policy_loss: str | None = _part(
-        str, "ppo_clip, gspo, cispo, gmpo, sapo, policy_gradient, or one of --rl-import"
+    num_epochs: int = param(1, "how often a step's samples are learnt from", above=0)
+    temperature: float = param(
+        1.0, "sampling temperature; log-probs are of the tempered policy", above=0
     )
-    loss_aggregation: str | None = _part(
-        str,
-        "how losses of tokens become one: the mean of all, or per sequence and then over these",
-        choices=("token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "constant"),
+    top_p: float | None = param(
+        None,
+        "sample from the likeliest tokens of this mass",
+        above=0,
+        most=1,
+        advice="give 1 to sample all tokens",
     )
-    loss_constant: float | None = _part(
-        float, "tokens to divide by, of aggregation constant; default --rl-max-response-tokens"
+    top_k: int | None = param(None, "sample from so many likeliest tokens; 0: from all", least=0)
+    critic_init: str | None = param(
+        None, "Hugging Face folder of the critic, a reward model's say; default: the actor's"
     )
-    clip_eps_lower: float | None = _part(float, "lower clip range of the probability ratio")
-    clip_eps_upper: float | None = _part(float, "upper clip range; a larger one is clip-higher")
-    dual_clip: float | None = _part(float, "bound on ratios where the advantage is negative")
-    sapo_temperature_positive: float | None = _part(float, "of SAPO's gate, for good tokens")
-    sapo_temperature_negative: float | None = _part(float, "and for bad ones")
-    kl_coef: float | None = _part(float, "weight of the KL to the reference policy in the loss")
-    kl_in_reward: bool | None = _part(bool, "take that KL from the reward, token by token")
-    kl_reward_coef: float | None = _part(float, "its weight there")
-    kl_target: float | None = _part(
-        float, "nats per token that the weight in the reward is adapted to (arXiv 1909.08593)"
+    critic_lr: float | None = param(None, "learning rate of the critic; default: --lr", least=0)
+    critic_clip_grad: float | None = param(None, "gradient norm; default: --clip-grad", least=0)
+    critic_warmup_steps: int | None = param(
+        None, "steps at first that train the critic alone", least=0
     )
-    kl_horizon: float | None = _part(float, "samples over which it is adapted")
-    kl_estimator: str | None = _part(str, "estimator of the KL", choices=("k1", "k2", "k3"))
-    entropy_coef: float | None = _part(float, "weight of the entropy bonus in the loss")
-    gamma: float | None = _part(float, "what a reward one token later is worth")
-    gae_lambda: float | None = _part(float, "of GAE: 0 trusts the critic, 1 the rewards alone")
-    whiten_advantages: bool | None = _part(bool, "to mean 0 and deviation 1 over all tokens")
-    value_clip_eps: float | None = _part(float, "how far a value counts from what it was; or inf")
-    dynamic_sampling: bool | None = _part(
-        bool, "draw prompts again whose responses all have the same reward (arXiv 2503.14476)"
+    critic_tp_size: int | None = param(
+        None, "TP of the critic; default: the actor's", least=1, advice="drop it for the actor's"
     )
-    max_refills: int | None = _part(int, "how often a step may draw again")
-    overlong_buffer_tokens: int | None = _part(
-        int, "last tokens of the response budget over which a penalty of up to 1 grows"
+    critic_pp_size: int | None = param(
+        None, "PP of the critic; default: the actor's", least=1, advice="drop it for the actor's"
     )
-    critic_init: str | None = _part(
-        str, "Hugging Face folder of the critic, a reward model's say; default: the actor's"
+    critic_ep_size: int | None = param(
+        None, "EP of the critic; default: the actor's", least=1, advice="drop it for the actor's"
     )
-    critic_lr: float | None = _part(float, "learning rate of the critic; default: --lr")
-    critic_clip_grad: float | None = _part(float, "gradient norm; default: --clip-grad")
-    critic_warmup_steps: int | None = _part(int, "steps at first that train the critic alone")
-    critic_tp_size: int | None = _part(int, "TP of the critic; default: the actor's")
-    critic_pp_size: int | None = _part(int, "PP of the critic; default: the actor's")
-    critic_ep_size: int | None = _part(int, "EP of the critic; default: the actor's")
-    critic_ranks: str | None = _part(
-        str, "ranks of the critic's own, like 4-7, which train while the actor's do"
+    critic_ranks: str | None = param(
+        None, "ranks of the critic's own, like 4-7, which train while the actor's do"
     )
-    mismatch_correction: str | None = _part(
-        str,
-        "of engine against trainer: weights per token or sequence, or what is left out",
-        choices=(
-            *("none", "token_tis", "sequence_tis", "icepop"),
-            *("geometric_rejection", "product_rejection"),
-        ),
+    reference_refresh_interval: int = param(
+        0, "steps from one renewal of the reference policy to the next; 0 keeps the first", least=0
     )
-    mismatch_cap: float | None = _part(float, "largest weight of the two that truncate")
-    mismatch_low: float | None = _part(float, "least ratio that the others keep")
-    mismatch_high: float | None = _part(float, "and the largest")
-    reference_refresh_interval: int = _flag(
-        0, "steps from one renewal of the reference policy to the next; 0 keeps the first"
-    )
-    on_nonfinite_grad: str = _flag(
+    on_nonfinite_grad: str = param(
         "stop", "what a non-finite gradient does to the run", choices=("stop", "skip")
     )
-    load_or_start: bool = _flag(
+    load_or_start: bool = param(
         False, "begin where nothing is saved in --load yet, as a job that is started again needs it"
     )
-    on_changed_prompts: str = _flag(
+    on_changed_prompts: str = param(
         "stop",
         "what --load does if --rl-prompts are others than the checkpoint's; restart begins with "
         "the first of them",
@@ -209,138 +162,174 @@ class RLConfig:
     )
 
     # evaluation
-    eval_interval: int = _flag(20, "steps between evaluations; 0 evaluates never")
-    num_eval_prompts: int = _flag(128, "held-out prompts per evaluation")
-    eval_temperature: float = _flag(0.0, "0 is greedy")
+    eval_interval: int = param(20, "steps between evaluations; 0 evaluates never", least=0)
+    num_eval_prompts: int = param(128, "held-out prompts per evaluation", above=0)
+    eval_temperature: float = param(0.0, "0 is greedy", least=0)
 
     # rollout engine and hand-over
-    rollout_tp_size: int = _flag(
-        0, "TP size of a vLLM engine; 0 takes --tensor-model-parallel-size"
+    rollout_tp_size: int = param(
+        0, "TP size of a vLLM engine; 0 takes --tensor-model-parallel-size", least=0
     )
-    rollout_ep_size: int = _flag(
+    rollout_ep_size: int = param(
         0,
         "EP size of a vLLM engine: TP size x its data-parallel ranks; 0 keeps "
         "--expert-model-parallel-size where the engine can, and else takes the TP size",
+        least=0,
     )
-    rollout_no_expert_parallel: bool = _flag(False, "split experts over TP instead of keeping EP")
-    rollout_all2all_backend: str = _flag(
+    rollout_no_expert_parallel: bool = param(False, "split experts over TP instead of keeping EP")
+    rollout_all2all_backend: str = param(
         "", "vLLM's all-to-all backend where experts span data-parallel ranks; empty: its default"
     )
-    rollout_max_num_seqs: int = _flag(128, "sequences in flight per engine")
-    rollout_kv_cache_gib: float = _flag(1.0, "KV cache per CPU rank")
-    rollout_gpu_memory_utilization: float = _flag(0.5, "share of a GPU that vLLM may take")
-    rollout_enforce_eager: bool = _flag(False, "no CUDA graphs in vLLM (always so on CPU)")
-    ranks_per_node: int = _flag(
-        0, "processes on one machine, which engines' TP groups do not leave; 0 asks the launcher"
+    rollout_max_num_seqs: int = param(128, "sequences in flight per engine", above=0)
+    rollout_kv_cache_gib: float = param(1.0, "KV cache per CPU rank", above=0)
+    rollout_gpu_memory_utilization: float = param(
+        0.5, "share of a GPU that vLLM may take", above=0, most=1
     )
-    reshard_bucket_mb: int = _flag(512, "bytes in flight during a hand-over, in MiB")
-    offload: str = _flag(
+    rollout_enforce_eager: bool = param(False, "no CUDA graphs in vLLM (always so on CPU)")
+    ranks_per_node: int = param(
+        0,
+        "processes on one machine, which engines' TP groups do not leave; 0 asks the launcher",
+        least=0,
+    )
+    reshard_bucket_mb: int = param(512, "bytes in flight during a hand-over, in MiB", above=0)
+    offload: str = param(
         "auto",
         "what training keeps in host memory during rollout: gradients (or grads), optimizer, "
         "parameters (or params), with commas; none; or auto: gradients and optimizer with a GPU. "
         "Without one copies lie in the same memory and save nothing",
     )
-    offload_keep_gradients: bool = _flag(
+    offload_keep_gradients: bool = param(
         False, "copy gradients when they are offloaded, instead of zeroing them afterwards"
     )
-    reshard_dtype: str = _flag(
+    reshard_dtype: str = param(
         "checkpoint",
         "dtype in which weights travel, a cast at the source; checkpoint: fp16 with --rl-precision "
         "fp16, else that of the checkpoint",
         choices=("checkpoint", "bf16", "fp16"),
     )
-    reshard_delta: bool = _flag(False, "send only blocks that changed since the last hand-over")
-    reshard_full_interval: int = _flag(
-        20, "with --rl-reshard-delta, hand-overs from one full transfer to the next"
+    reshard_delta: bool = param(False, "send only blocks that changed since the last hand-over")
+    reshard_full_interval: int = param(
+        20, "with --rl-reshard-delta, hand-overs from one full transfer to the next", above=0
     )
 
-    attest: str = _flag(
+    attest: str = param(
         "sample",
         "how much of a hand-over is proved to have arrived: every element, one row of 32 (other "
         "rows each time), or nothing",
         choices=("full", "sample", "off"),
     )
-    canary_interval: int = _flag(
-        50, "hand-overs from one comparison of both sides' log-probs to the next; 0 compares never"
+    canary_interval: int = param(
+        50,
+        "hand-overs from one comparison of both sides' log-probs to the next; 0 compares never",
+        least=0,
     )
-    canary_tolerance: float = _flag(
+    canary_tolerance: float = param(
         0.3,
         "how far these may be apart: the mean |difference| over a prompt's tokens, in nats, beyond "
         "which the hand-over is repeated and then the run stops; 0 compares and never stops",
+        least=0,
     )
 
-    stage_timeout_seconds: float = _flag(
-        3600.0, "a stage that takes longer ends the run, and says what each rank does; 0 waits"
+    stage_timeout_seconds: float = param(
+        3600.0,
+        "a stage that takes longer ends the run, and says what each rank does; 0 waits",
+        least=0,
     )
 
     # health; a threshold of 0 switches its alarm off
-    on_alarm: str = _flag(
+    on_alarm: str = param(
         "warn",
         "what an alarm does: a warning, or a checkpoint and the end of the run (exit code 75)",
         choices=("warn", "stop"),
     )
-    alarm_window: int = _flag(10, "steps that an alarm looks at")
-    alarm_reward_std: float = _flag(1e-3, "alarm if the standard deviation of rewards is lower")
-    alarm_kl: float = _flag(1.0, "alarm if the KL to the reference is higher")
-    alarm_entropy: float = _flag(0.1, "alarm if the entropy is below this share of the first")
-    alarm_response_tokens: float = _flag(
-        3.0, "alarm if responses get longer or shorter by more than this factor"
+    alarm_window: int = param(
+        10, "steps that an alarm looks at", least=2, advice="one step is no trend"
     )
-    alarm_clip_fraction: float = _flag(0.5, "alarm if a larger share of tokens is clipped")
-    alarm_mismatch: float = _flag(0.1, "alarm if kl/rollout_actor is higher")
-    alarm_grad_norm: float = _flag(
-        10.0, "alarm if the gradient norm is so many times the median of the last steps"
+    alarm_reward_std: float = param(
+        1e-3, "alarm if the standard deviation of rewards is lower", least=0
     )
-    alarm_host_growth_mib: float = _flag(64.0, "alarm if a rank's host memory grows more a step")
-    alarm_device_growth_mib: float = _flag(64.0, "the same of device memory")
-    alarm_expert_imbalance: float = _flag(
-        0.0, "alarm if an expert gets more than so many times the mean of its layer"
+    alarm_kl: float = param(1.0, "alarm if the KL to the reference is higher", least=0)
+    alarm_entropy: float = param(
+        0.1, "alarm if the entropy is below this share of the first", least=0
     )
-    alarm_tokens_per_second: float = _flag(
-        0.5, "alarm if rollout is slower than this share of the first steps' speed"
+    alarm_response_tokens: float = param(
+        3.0, "alarm if responses get longer or shorter by more than this factor", least=0
+    )
+    alarm_clip_fraction: float = param(0.5, "alarm if a larger share of tokens is clipped", least=0)
+    alarm_mismatch: float = param(0.1, "alarm if kl/rollout_actor is higher", least=0)
+    alarm_grad_norm: float = param(
+        10.0, "alarm if the gradient norm is so many times the median of the last steps", least=0
+    )
+    alarm_host_growth_mib: float = param(
+        64.0, "alarm if a rank's host memory grows more a step", least=0
+    )
+    alarm_device_growth_mib: float = param(64.0, "the same of device memory", least=0)
+    alarm_expert_imbalance: float = param(
+        0.0, "alarm if an expert gets more than so many times the mean of its layer", least=0
+    )
+    alarm_tokens_per_second: float = param(
+        0.5, "alarm if rollout is slower than this share of the first steps' speed", least=0
     )
 
+    # what was given of the algorithm: parts and their parameters, which they declare themselves
+    parts: Mapping[str, Any] = field(default_factory=dict)
+
     # run directory and output
-    run_dir: str | None = _flag(None, "where metrics, samples and checkpoints go", kind=str)
-    run_name: str = _flag(
+    run_dir: str | None = param(None, "where metrics, samples and checkpoints go")
+    run_name: str = param(
         "run", "begins the name of the default run directory, runs/<name>-<date>-<time>.<n>"
     )
-    num_logged_rollouts: int = _flag(8, "sampled texts per step in rollouts.jsonl")
-    export_hf: str | None = _flag(
-        None, "write the trained policy as a Hugging Face folder", kind=str
-    )
-    max_tokens_per_microbatch: int = _flag(
+    num_logged_rollouts: int = param(8, "sampled texts per step in rollouts.jsonl", least=0)
+    export_hf: str | None = param(None, "write the trained policy as a Hugging Face folder")
+    max_tokens_per_microbatch: int = param(
         0,
         "pack samples without padding into rows of at most this many tokens, balanced over ranks; "
         "0 pads --micro-batch-size samples to one length",
+        least=0,
     )
-    share_prompts: str = _flag(
+    share_prompts: str = param(
         "auto",
         "compute a prompt once for its samples in a packed row; auto: where that changes nothing",
         choices=("auto", "on", "off"),
     )
-    trace: int = _flag(
+    trace: int = param(
         0,
         "trace so many steps, after the first: files for ui.perfetto.dev and a table of where the "
         "time goes, in the run directory's trace/",
+        least=0,
     )
-    log_prob_chunk_tokens: int = _flag(1024, "tokens whose logits exist at one time")
-    verify_out: str | None = _flag(None, "JSON file of mcore_rl.verify", kind=str)
+    log_prob_chunk_tokens: int = param(1024, "tokens whose logits exist at one time", above=0)
+    verify_out: str | None = param(None, "JSON file of mcore_rl.verify")
+
+    @classmethod
+    def of(cls, **values: Any) -> RLConfig:
+        """The configuration of some flags, by names without --rl-, parts of the algorithm too."""
+        own = {parameter.name for parameter in parameters_of(cls)}
+        return cls(
+            **{name: frozen(value) for name, value in values.items() if name in own},
+            parts={name: value for name, value in values.items() if name not in own},
+        )
 
     @classmethod
     def from_args(cls, args: argparse.Namespace) -> RLConfig:
         """The `--rl-*` part of a parsed namespace; a missing attribute is a bug and raises."""
-        values = {f.name: getattr(args, f"rl_{f.name}") for f in dataclasses.fields(cls)}
-        return cls(**{name: frozen(value) for name, value in values.items()})
+        own = {p.name: getattr(args, f"rl_{p.name}") for p in parameters_of(cls)}
+        # A file that the parser did not know of may have brought some since.
+        parts = {name: getattr(args, f"rl_{name}", None) for name in flags().keys() - own.keys()}
+        return cls.of(**own, **{k: v for k, v in parts.items() if v is not None})
+
+    def as_dict(self) -> dict[str, Any]:
+        """Every flag by name, parts of the algorithm as they were given or None."""
+        values = {name: self.parts.get(name) for name in flags()}
+        return values | {p.name: getattr(self, p.name) for p in parameters_of(RLConfig)}
 
     @property
     def recipe(self) -> Algorithm:
         """The algorithm with the parts that were given; UsageError if they do not go together."""
-        parts = {
-            f.name: getattr(self, f.name) for f in dataclasses.fields(self) if "part" in f.metadata
-        }
-        given = tuple((name, value) for name, value in parts.items() if value is not None)
-        return _recipe(self.algorithm, given)
+        asked = ("top_p", "top_k", *(p.name for p in parameters_of(RLConfig) if _of_critic(p.name)))
+        of_run = {name: getattr(self, name) for name in asked}
+        given = {**self.parts, **{k: v for k, v in of_run.items() if v is not None}}
+        return _recipe(self.algorithm, tuple(given.items()))
 
     @property
     def samples_per_prompt(self) -> int:
@@ -363,6 +352,10 @@ def frozen(value: Any) -> Any:
     return tuple(value) if isinstance(value, list) else value
 
 
+def _of_critic(name: str) -> bool:
+    return name.startswith("critic_")
+
+
 @functools.cache
 def _recipe(name: str, given: tuple[tuple[str, Any], ...]) -> Algorithm:
     from mcore_rl.algorithms.recipes import resolve_algorithm  # torch, which flags do without
@@ -378,13 +371,39 @@ DEGREE_FLAGS = {
 }
 
 
-def flag_of(field_name: str) -> str:
-    """num_steps -> --rl-num-steps; import_, which is no name in Python, -> --rl-import."""
-    return "--rl-" + field_name.rstrip("_").replace("_", "-")
-
-
+# By the first field of each, for those who list the flags.
+GROUPS = {
+    "hf_checkpoint": "Checkpoint and prompts",
+    "reward": "Reward",
+    "precision": "Training",
+    "algorithm": "Algorithm",
+    "critic_init": "Critic and reference",
+    "on_nonfinite_grad": "What a run does when",
+    "eval_interval": "Evaluation",
+    "rollout_tp_size": "Rollout",
+    "reshard_bucket_mb": "Hand-over",
+    "stage_timeout_seconds": "Health",
+    "run_dir": "Run directory and output",
+}
+HELP_RL = "--help-rl"
 GROUP = "mcore_rl"  # the title that our flags stand under in a parser
 ExtraArgs = Callable[[argparse.ArgumentParser], Any]  # Megatron's `extra_args_provider`
+
+
+def flags() -> dict[str, Parameter]:
+    """Every `--rl-*` flag but --rl-config, by name: the run's, then those that the algorithms'
+    parts declare, a user's own among them. UsageError: a name that is declared twice."""
+    from mcore_rl.algorithms.recipes import declared_parameters  # torch
+
+    found = {parameter.name: parameter for parameter in parameters_of(RLConfig)}
+    for name, parameter in declared_parameters().items():
+        if name in found or name == "config":
+            raise UsageError(
+                f"{parameter.flag} is a flag already, so that no loss or estimator of --rl-import "
+                f"can declare {name}; rename it"
+            )
+        found[name] = parameter
+    return found
 
 
 def add_rl_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
@@ -395,24 +414,26 @@ def add_rl_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     """
     taken = parser._option_string_actions
     group = parser.add_argument_group(title=GROUP)
-    for spec in dataclasses.fields(RLConfig):
-        flag = flag_of(spec.name)
+    own = {parameter.name for parameter in parameters_of(RLConfig)}
+    for name, parameter in flags().items():
+        flag, kind = parameter.flag, parameter.kind
+        # A part of the algorithm that is not given is the recipe's.
+        default = parameter.default if name in own else None
         if flag in taken:
             raise UsageError(
                 f"{flag} is already defined by this parser (as '{taken[flag].dest}') and mcore_rl "
                 "needs the name; rename the other one"
             )
-        kind = spec.metadata["kind"]
-        options: dict[str, Any] = {"dest": f"rl_{spec.name}", "help": spec.metadata["help"]}
-        if kind is bool and spec.default is None:
+        options: dict[str, Any] = {"dest": f"rl_{name}", "help": parameter.help.replace("%", "%%")}
+        if kind is bool and default is None:
             group.add_argument(flag, action=argparse.BooleanOptionalAction, **options)
         elif kind is bool:
             group.add_argument(flag, action="store_true", **options)
-        elif "several" in spec.metadata:
+        elif parameter.several:
             group.add_argument(flag, action="extend", nargs="+", type=kind, default=[], **options)
         else:
             group.add_argument(
-                flag, type=kind, default=spec.default, choices=spec.metadata["choices"], **options
+                flag, type=kind, default=default, choices=parameter.choices, **options
             )
     group.add_argument(
         "--rl-config",
@@ -432,3 +453,27 @@ def with_rl_args(extra_args: ExtraArgs | None) -> ExtraArgs:
         return parser if has_ours else add_rl_args(parser)
 
     return add
+
+
+def config_from(given: Mapping[str, Any]) -> RLConfig:
+    """Our flags of those that were given, by destination; the others at their defaults."""
+    ours = {name: given[f"rl_{name}"] for name in flags() if f"rl_{name}" in given}
+    return RLConfig.of(**ours)
+
+
+def check_bounds(config: RLConfig) -> None:
+    """UsageError for the first number that is out of its bounds; an algorithm's parts check their
+    own when they are put together."""
+    for parameter in parameters_of(RLConfig):
+        name, value, bounds = parameter.flag, getattr(config, parameter.name), parameter.bounds
+        if value is not None and bounds and not bounds.hold(value):
+            advice = f"; {parameter.advice}" if parameter.advice else ""
+            raise UsageError(f"{name} {value} must be {bounds.broken_by(value)}{advice}")
+    for name, greedy in (("temperature", ""), ("eval_temperature", ", or 0 for greedy")):
+        value = getattr(config, name)
+        if value and not LEAST_TEMPERATURE <= value <= MOST_TEMPERATURE:
+            raise UsageError(
+                f"{flag_of(name)} {value} is not in [{LEAST_TEMPERATURE}, {MOST_TEMPERATURE:g}]: "
+                f"vLLM would sample at {LEAST_TEMPERATURE} where less is asked for, and refuses "
+                f"more; choose for example 1{greedy}"
+            )

@@ -8,7 +8,6 @@ itself would refuse comes last: its own validation is run once beforehand.
 from __future__ import annotations
 
 import argparse
-import math
 import os
 import re
 import sys
@@ -32,9 +31,16 @@ from mcore_rl.flags.classes import (
 )
 from mcore_rl.flags.derived import DerivedFlags, check_fits_machine, derive_flags
 from mcore_rl.flags.fsdp import check_fsdp
-from mcore_rl.flags.given import expand_config, given_values
+from mcore_rl.flags.given import expand_config, given_values, import_given_files
 from mcore_rl.flags.megatron_flags import SET_BY_VALIDATION
-from mcore_rl.flags.options import ExtraArgs, RLConfig, add_rl_args, flag_of, frozen
+from mcore_rl.flags.options import (
+    ExtraArgs,
+    RLConfig,
+    add_rl_args,
+    check_bounds,
+    config_from,
+    flag_of,
+)
 from mcore_rl.flags.packages import check_packages
 from mcore_rl.flags.roles import CRITIC, REWARD, Roles, describe_ranks, parse_roles
 from mcore_rl.flags.wandb import check_wandb
@@ -66,24 +72,6 @@ from mcore_rl.roles.world import world_of_size
 # What Megatron's own validation replaces by something of another form.
 _REWRITTEN = frozenset({"vocab_size", "moe_layer_freq", "max_position_embeddings", "kv_channels"})
 
-# What vLLM samples at as it is told (vllm/sampling_params.py).
-LEAST_TEMPERATURE, MOST_TEMPERATURE = 0.01, 2.0
-
-_POSITIVE = (
-    "num_steps num_prompts_per_step num_mini_batches num_epochs max_prompt_tokens "
-    "max_response_tokens "
-    "reward_workers reward_timeout_seconds num_eval_prompts rollout_max_num_seqs "
-    "reshard_bucket_mb log_prob_chunk_tokens rollout_kv_cache_gib temperature "
-    "rollout_gpu_memory_utilization reshard_full_interval"
-).split()
-_NOT_NEGATIVE = (
-    "eval_interval eval_temperature num_logged_rollouts rollout_tp_size rollout_ep_size "
-    "ranks_per_node canary_interval canary_tolerance max_tokens_per_microbatch "
-    "reference_refresh_interval trace stage_timeout_seconds "
-    "alarm_reward_std alarm_kl alarm_entropy alarm_response_tokens "
-    "alarm_clip_fraction alarm_mismatch alarm_grad_norm alarm_host_growth_mib "
-    "alarm_device_growth_mib alarm_expert_imbalance alarm_tokens_per_second"
-).split()
 # Of what a fork has parsed by itself.
 _OUTSIDE = "needs the command line, and arguments were parsed outside of mcore_rl"
 _BY_US = "start by mcore_rl.initialize"
@@ -130,11 +118,12 @@ def check_command_line(
 
     With `scores_only`, prompts are scored and not answered: of --rl-max-response-tokens there is
     the one token left that vLLM generates whenever it scores. `extra_args` adds all flags that are
-    not Megatron's own, ours among them. With `--help` it leaves with SystemExit, after rank 0 has
-    printed the flags. `device_bytes`, which tells how large this rank's device is, is asked where
-    there is CUDA, and late: the environment may be changed for it before.
+    not Megatron's own, ours among them. With `--help` it leaves with SystemExit,
+    after rank 0 has printed the flags. `device_bytes`, which tells how large this rank's device is,
+    is asked where there is CUDA, and late: the environment may be changed for it before.
     """
     check_versions()
+    import_given_files(tokens)  # which may bring flags
     parser = make_parser(extra_args)
     if {"-h", "--help"} & set(tokens):
         if _rank() == 0:
@@ -333,13 +322,6 @@ def _rank() -> int:
     return int(os.environ.get("RANK", 0))
 
 
-def config_from(given: Mapping[str, Any]) -> RLConfig:
-    """Our flags of those that were given, the others at their defaults."""
-    ours = {name[3:]: value for name, value in given.items() if name.startswith("rl_")}
-    known = {field for field in RLConfig.__dataclass_fields__}
-    return RLConfig(**{name: frozen(value) for name, value in ours.items() if name in known})
-
-
 def check_versions() -> None:
     """Megatron, torch and vLLM must be there, and they and what else is, in versions that fit."""
     check_megatron()
@@ -347,50 +329,12 @@ def check_versions() -> None:
 
 
 def check_ranges(config: RLConfig) -> None:
-    """Each number by itself."""
-    for name in (*_POSITIVE, *_NOT_NEGATIVE):
-        value = getattr(config, name)
-        # Not `value <= 0`, which is false of NaN.
-        if not math.isfinite(value) or not (value > 0 or (value == 0 and name in _NOT_NEGATIVE)):
-            least = "at least 0" if name in _NOT_NEGATIVE else "greater than 0"
-            raise UsageError(f"{flag_of(name)} {value} must be {least}")
-    if config.alarm_window < 2:
-        raise UsageError(
-            f"--rl-alarm-window {config.alarm_window} must be at least 2; one step is no trend"
-        )
-    if config.rollout_gpu_memory_utilization > 1:
-        raise UsageError(
-            f"--rl-rollout-gpu-memory-utilization {config.rollout_gpu_memory_utilization} is a "
-            "share of the GPU's memory and must be at most 1"
-        )
-    for name in ("temperature", "eval_temperature"):
-        value = getattr(config, name)
-        if value and not LEAST_TEMPERATURE <= value <= MOST_TEMPERATURE:
-            greedy = ", or 0 for greedy" if name in _NOT_NEGATIVE else ""
-            raise UsageError(
-                f"{flag_of(name)} {value} is not in [{LEAST_TEMPERATURE}, {MOST_TEMPERATURE:g}]: "
-                f"vLLM would sample at {LEAST_TEMPERATURE} where less is asked for, and refuses "
-                f"more; choose for example 1{greedy}"
-            )
-    check_algorithm(config)
-
-
-def check_algorithm(config: RLConfig) -> None:
-    """The parts of the algorithm, by themselves and together."""
-    for path in config.import_:
+    """Each number by itself, and the parts of the algorithm together."""
+    check_bounds(config)
+    for path in config.import_:  # where a fork has parsed by itself
         import_user_file(path)
     recipe = config.recipe
     recipe.overlong_buffer(config.max_response_tokens)
-    if not 0.0 < (config.top_p or 1.0) <= 1.0:
-        raise UsageError(f"--rl-top-p {config.top_p} is not in (0, 1]; give 1 to sample all tokens")
-    for name in ("critic_lr", "critic_clip_grad", "critic_warmup_steps", "top_k"):
-        value = getattr(config, name)
-        if value is not None and not 0 <= value < math.inf:
-            raise UsageError(f"{flag_of(name)} {value} must be at least 0")
-    for name in ("critic_tp_size", "critic_pp_size", "critic_ep_size"):
-        value = getattr(config, name)
-        if value is not None and value < 1:
-            raise UsageError(f"{flag_of(name)} {value} must be at least 1; drop it for the actor's")
     if config.reference_refresh_interval and not recipe.needs_reference:
         raise UsageError(
             f"--rl-reference-refresh-interval {config.reference_refresh_interval} has no effect "

@@ -75,27 +75,12 @@ def parse_rewards(
     memory_gib: float = 0.0,
     environment_names: str | None = None,
 ) -> RewardSpec:
-    """The flags' values as a `RewardSpec`; raises UsageError for what cannot work."""
+    """The flags' values as a `RewardSpec`; raises UsageError for what cannot work.
+
+    Numbers are within the bounds of their flags (`mcore_rl.flags.options`).
+    """
     names = tuple(name.strip() for name in rewards.split(","))
     _check_names(names, rewards)
-    for value, flag, least in (
-        (num_workers, "--rl-reward-workers", 1),
-        (http_batch, "--rl-reward-http-batch", 1),
-        (http_concurrency, "--rl-reward-http-concurrency", 1),
-        (http_retries, "--rl-reward-http-retries", 0),
-    ):
-        if value < least:
-            raise UsageError(f"{flag} {value} is too small; give {least} or more")
-    if not (timeout_seconds > 0 and math.isfinite(timeout_seconds)):
-        raise UsageError(
-            f"--rl-reward-timeout-seconds {timeout_seconds:g} is no time that can pass; give a "
-            "finite number above 0"
-        )
-    if not (memory_gib >= 0 and math.isfinite(memory_gib)):
-        raise UsageError(
-            f"--rl-reward-memory-gib {memory_gib:g} is no amount of memory; give a finite number "
-            "above 0, or 0 for no limit"
-        )
     attempts = {"concurrency": http_concurrency, "retries": http_retries}
     servers = []
     if _wants_server("http", names, "--rl-reward-url", url, header_env, _HTTP_HEADER_FLAG):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import importlib.metadata
 import logging
 import os
@@ -156,7 +155,7 @@ class RunRecorder:
 
 
 def _config(job: Job) -> RunConfig:
-    ours = {f"rl_{name}": value for name, value in dataclasses.asdict(job.config).items()}
+    ours = {f"rl_{name}": value for name, value in job.config.as_dict().items()}
     resolved = {**vars(job.args), **ours}
     return RunConfig(
         job.given,

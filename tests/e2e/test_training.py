@@ -173,7 +173,7 @@ def test_fork_brings_its_own_parser_and_model(
     ]
     shape = read_model_shape(warmed_checkpoint)
     given = {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 1}
-    config = RLConfig(
+    config = RLConfig.of(
         num_prompts_per_step=2,
         num_samples_per_prompt=2,
         num_steps=1,

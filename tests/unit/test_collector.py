@@ -81,7 +81,7 @@ def made(
 ) -> tuple[Collector, ScriptedWorkers]:
     workers = ScriptedWorkers(rewards)
     given = {"algorithm": "grpo", "num_samples_per_prompt": 2, **flags}
-    config = RLConfig(num_prompts_per_step=num_prompts, **given)
+    config = RLConfig.of(num_prompts_per_step=num_prompts, **given)
     collector = Collector(
         workers,  # type: ignore[arg-type]
         prompts(),  # type: ignore[arg-type]

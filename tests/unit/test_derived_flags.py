@@ -63,7 +63,7 @@ def derive(
     **config: Any,
 ) -> DerivedFlags:
     given = given_values(tokens.split(), parser)
-    return derive_flags(shape, RLConfig(**config), given, parser=parser, platform=platform)
+    return derive_flags(shape, RLConfig.of(**config), given, parser=parser, platform=platform)
 
 
 def values_of(derived: DerivedFlags, tokens: str, parser: argparse.ArgumentParser) -> dict:

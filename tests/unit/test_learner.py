@@ -147,7 +147,7 @@ def learner_of(
     *, algorithm: str = "grpo", scored_before: bool = True, **flags: Any
 ) -> tuple[Learner, list[tuple]]:
     log: list[tuple] = []
-    config = RLConfig(
+    config = RLConfig.of(
         algorithm=algorithm,
         num_prompts_per_step=2,
         num_samples_per_prompt=2,
@@ -570,7 +570,7 @@ def test_the_example_of_the_docs_runs_as_written(tmp_path: Path):
     file = tmp_path / "mine.py"
     file.write_text(example)
     import_user_file(str(file))
-    learner, _ = learner_of(advantage="median", policy_loss="spo", clip_eps_upper=0.2)
+    learner, _ = learner_of(advantage="median", policy_loss="spo", spo_width=0.25)
     batch = evaluated(learner, scored()).actor
     # Of two samples the median is the mean.
     assert torch.equal(batch.advantages, dr_grpo_advantages())
@@ -587,7 +587,7 @@ def test_the_example_of_the_docs_runs_as_written(tmp_path: Path):
         config=learner.recipe.policy_loss_config(MAX_RESPONSE_TOKENS),
     )
     a, ratio = batch.advantages[batch.loss_mask], float(np.exp(0.1))
-    expected = (a.abs() * (ratio - 1) ** 2 / 0.4 - ratio * a).sum() / 9
+    expected = (a.abs() * (ratio - 1) ** 2 / 0.5 - ratio * a).sum() / 9
     assert float(out.loss.detach()) == pytest.approx(float(expected), rel=1e-5)
     out.loss.backward()
     assert torch.isfinite(log_probs.grad[batch.loss_mask]).all()

@@ -28,7 +28,7 @@ LAYERS = pipeline_layers(27, 4, last=6)
 
 
 def config(**given: Any) -> RLConfig:
-    return RLConfig(
+    return RLConfig.of(
         **{
             "max_prompt_tokens": 1024,
             "max_response_tokens": 1024,

@@ -474,7 +474,9 @@ def test_preset_fits_its_model_and_machines(
     configs = [token for file in files for token in ("--rl-config", str(preset_file(file)))]
     tokens = expand_config(configs, parser)
     given = given_values(tokens, parser)
-    config = RLConfig(**{key[3:]: value for key, value in given.items() if key.startswith("rl_")})
+    config = RLConfig.of(
+        **{key[3:]: value for key, value in given.items() if key.startswith("rl_")}
+    )
     derived = derive_flags(shape, config, given, parser=parser, platform=platform)
     values = given_values(derived.tokens, parser) | given
     preflight.check_ranges(config)
@@ -499,7 +501,8 @@ def test_own_data_command_of_the_readme_keeps_its_prompts(
 ) -> None:
     """On questions as long as those of GSM8K, of which the tiny task's lengths drop every one."""
     from mcore_rl.flags.given import expand_config, given_values
-    from mcore_rl.job.preflight import check_lengths, config_from
+    from mcore_rl.flags.options import config_from
+    from mcore_rl.job.preflight import check_lengths
     from mcore_rl.model.config_json import read_model_shape
     from mcore_rl.run.inputs import load_prompt_files
 

@@ -22,8 +22,13 @@ from mcore_rl.common.platform import Platform
 from mcore_rl.flags.classes import check_no_megatron_rl_flag, notes
 from mcore_rl.flags.derived import derive_flags
 from mcore_rl.flags.fsdp import check_fsdp
-from mcore_rl.flags.given import expand_config, flag_names, given_values
-from mcore_rl.flags.options import RLConfig, flag_of
+from mcore_rl.flags.given import (
+    expand_config,
+    flag_names,
+    given_values,
+    import_given_files,
+)
+from mcore_rl.flags.options import RLConfig, config_from, flags
 from mcore_rl.flags.roles import Roles, parse_roles
 from mcore_rl.hybrid_engine.memory.offload import offload_kinds
 from mcore_rl.job import preflight
@@ -84,7 +89,7 @@ class ReadJob:
 
 def taken_flags(parser: argparse.ArgumentParser) -> list[Finding]:
     """Flags of ours that a parser, Megatron's or a fork's, has already."""
-    ours = [flag_of(spec.name) for spec in dataclasses.fields(RLConfig)] + ["--rl-config"]
+    ours = [parameter.flag for parameter in flags().values()] + ["--rl-config"]
     taken = [flag for flag in ours if flag in parser._option_string_actions]
     return [
         red(
@@ -105,8 +110,12 @@ def read_job(
     tokens: Sequence[str], *, world_size: int, platform: Platform, environment: Mapping[str, str]
 ) -> ReadJob:
     """Examine the flags of a job of `world_size` ranks."""
+    refused: list[UsageError] = []
+    import_given_files(tokens, refused=refused.append)
     parser = preflight.make_parser()
     reader = _Reader(parser)
+    for error in refused:
+        reader.note(error)
     reader.tokens = expand_config(tokens, parser, refused=reader.note)
     with world_of_size(world_size):
         job = _read(reader, world_size, platform)
@@ -188,13 +197,13 @@ def _read(reader: _Reader, world_size: int, platform: Platform) -> ReadJob:
     parser, attempt = reader.parser, reader.attempt
     for check in (
         lambda given: check_no_megatron_rl_flag(given, parser),
-        lambda given: preflight.check_ranges(preflight.config_from(given)),
-        lambda given: check_reward_model_flags(preflight.config_from(given)),
+        lambda given: preflight.check_ranges(config_from(given)),
+        lambda given: check_reward_model_flags(config_from(given)),
         preflight.check_switches,
     ):
         reader.until_accepted(check)
     given = given_values(reader.tokens, parser)
-    config = preflight.config_from(given)
+    config = config_from(given)
     attempt(lambda: preflight.check_outputs(config, given))
     read = attempt(lambda: preflight.read_checkpoint(config), CHECKPOINT)
     job = ReadJob((), config, tuple(reader.tokens), given)

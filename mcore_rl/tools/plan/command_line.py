@@ -19,8 +19,8 @@ from mcore_rl.common.errors import UsageError
 from mcore_rl.common.platform import Platform
 from mcore_rl.flags.classes import check_no_megatron_rl_flag
 from mcore_rl.flags.derived import derive_flags
-from mcore_rl.flags.given import expand_config, given_values
-from mcore_rl.flags.options import DEGREE_FLAGS, RLConfig
+from mcore_rl.flags.given import expand_config, given_values, import_given_files
+from mcore_rl.flags.options import DEGREE_FLAGS, RLConfig, config_from
 from mcore_rl.flags.roles import Roles, parse_roles
 from mcore_rl.hybrid_engine.plan.buckets import frame_of, slot_bytes
 from mcore_rl.hybrid_engine.plan.placement import Placement
@@ -113,6 +113,7 @@ def read_request(options: argparse.Namespace, rest: Sequence[str]) -> PlanReques
     from mcore_rl.job import layout as layout_checks
     from mcore_rl.job import preflight
 
+    import_given_files(rest)
     parser = preflight.make_parser()
     rest = expand_config(rest, parser)
     given = given_values(rest, parser)
@@ -290,10 +291,7 @@ def _check_options(options: argparse.Namespace) -> None:
 
 def _config(given: Mapping[str, Any], world_size: int) -> RLConfig:
     """As a run has it, but for the machine: the one that plans is another."""
-    fields = {field.name for field in dataclasses.fields(RLConfig)}
-    ours = {name[3:]: value for name, value in given.items() if name[3:] in fields}
-    ours = {name: value for name, value in ours.items() if f"rl_{name}" in given}
-    config = RLConfig(**ours)
+    config = config_from(given)
     if config.ranks_per_node:
         return config
     return dataclasses.replace(config, ranks_per_node=min(_USUAL_RANKS_PER_NODE, world_size))

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from mcore_rl.flags.options import RLConfig, flag_of, frozen
+from mcore_rl.common.parameters import flag_of
+from mcore_rl.flags.options import RLConfig, frozen
 from mcore_rl.observe.run_directory import HIGHEST_IS_BEST, LOWEST_IS_BEST
 from mcore_rl.tools.report.run_files import Run
 from mcore_rl.tools.report.texts import clean
@@ -71,10 +71,10 @@ def settings_of(runs: Sequence[Run]) -> list[Settings]:
     if not any(configs):
         return []
     ours: list[SettingRow] = []
-    for spec in dataclasses.fields(RLConfig):
-        values = [_taken(config, spec.name) for config in configs]
+    for name, default in RLConfig().as_dict().items():
+        values = [_taken(config, name) for config in configs]
         if any(value is not _NOTHING for value in values):
-            ours.append(_row(flag_of(spec.name), values, spec.default, of_rl=True))
+            ours.append(_row(flag_of(name), values, default, of_rl=True))
     names = sorted({name for config in configs for name in config})
     theirs = [
         _row(name, [config.get(name, _NOTHING) for config in configs], None, of_rl=False)

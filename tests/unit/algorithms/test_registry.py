@@ -29,13 +29,13 @@ ROOT = Path(__file__).resolve().parents[3]
 MINE = """
 import torch
 
-from mcore_rl.algorithms.advantage_types import AdvantageOutputs
+from mcore_rl.algorithms.advantage_types import AdvantageOutputs, Discount
 from mcore_rl.algorithms.loss_types import TokenLosses
 from mcore_rl.algorithms.registry import advantage_estimator, policy_loss
 from mcore_rl.rewards.functions import reward
 
 
-@advantage_estimator("{name}_constant", needs_critic=True)
+@advantage_estimator("{name}_constant", Discount(), needs_critic=True)
 def constant(inputs, config):
     return AdvantageOutputs(inputs.loss_mask.float() * config.gamma)
 
@@ -106,7 +106,7 @@ def test_a_users_file_brings_an_estimator_a_loss_and_a_reward(tmp_path: Path) ->
         loss_mask=one.loss_mask,
         lengths=one.lengths,
         denominators=Denominators(2, 1),
-        config=PolicyLossConfig("first_square"),
+        config=PolicyLossConfig("first_square", find_policy_loss("first_square").parameters),
     )
     assert output.loss.item() == 6.5
     assert resolve_reward("first_length")(prompt="", response="four", answer="") == 4.0

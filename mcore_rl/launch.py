@@ -57,6 +57,7 @@ from mcore_rl.common.agreement import (
 from mcore_rl.common.companions import Companions, Ended, store_client
 from mcore_rl.common.errors import UsageError
 from mcore_rl.common.loopback import stay_on_loopback
+from mcore_rl.flags.options import HELP_RL
 from mcore_rl.patches.registry import apply_patch
 from mcore_rl.patches.torch import ranks_end_with_launcher
 from mcore_rl.patches.torch.loopback_stores import is_loopback
@@ -90,7 +91,10 @@ def main(tokens: Sequence[str] | None = None) -> int:
 
     For the end of a program: afterwards this process ignores the signals that would end it.
     """
-    args = torchrun.parse_args(None if tokens is None else list(tokens))
+    given = sys.argv[1:] if tokens is None else list(tokens)
+    if HELP_RL in given:
+        return _print_help(given)
+    args = torchrun.parse_args(given)
     # torchrun sets it, too, but below a banner.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(SHUTDOWN_SECONDS))
@@ -126,6 +130,20 @@ def main(tokens: Sequence[str] | None = None) -> int:
         # By no logger: this is the program's answer to its user, without a level or a name.
         print(ending.message, file=sys.stderr, flush=True)
     return ending.exit_code
+
+
+def _print_help(tokens: Sequence[str]) -> int:
+    """Of our flags and those of `--rl-import`, for which no rank is needed."""
+    from mcore_rl.flags.given import import_given_files
+    from mcore_rl.flags.pages import help_text  # the algorithms, which a launcher does without
+
+    try:
+        import_given_files(tokens)
+        print(help_text(), end="")
+    except UsageError as error:
+        print_error(str(error))
+        return EXIT_USAGE
+    return 0
 
 
 def _companions(args: argparse.Namespace) -> Companions | None:

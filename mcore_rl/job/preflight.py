@@ -34,6 +34,7 @@ from mcore_rl.flags.fsdp import check_fsdp
 from mcore_rl.flags.given import expand_config, given_values, import_given_files
 from mcore_rl.flags.megatron_flags import SET_BY_VALIDATION
 from mcore_rl.flags.options import (
+    HELP_RL,
     ExtraArgs,
     RLConfig,
     add_rl_args,
@@ -42,6 +43,7 @@ from mcore_rl.flags.options import (
     flag_of,
 )
 from mcore_rl.flags.packages import check_packages
+from mcore_rl.flags.pages import help_text
 from mcore_rl.flags.roles import CRITIC, REWARD, Roles, describe_ranks, parse_roles
 from mcore_rl.flags.wandb import check_wandb
 from mcore_rl.hybrid_engine.memory.offload import offload_kinds
@@ -118,10 +120,15 @@ def check_command_line(
 
     With `scores_only`, prompts are scored and not answered: of --rl-max-response-tokens there is
     the one token left that vLLM generates whenever it scores. `extra_args` adds all flags that are
-    not Megatron's own, ours among them. With `--help` it leaves with SystemExit,
+    not Megatron's own, ours among them. With `--help` or `--help-rl` it leaves with SystemExit,
     after rank 0 has printed the flags. `device_bytes`, which tells how large this rank's device is,
     is asked where there is CUDA, and late: the environment may be changed for it before.
     """
+    if HELP_RL in tokens:
+        import_given_files(tokens)
+        if _rank() == 0:
+            print(help_text(), end="")
+        sys.exit(0)
     check_versions()
     import_given_files(tokens)  # which may bring flags
     parser = make_parser(extra_args)

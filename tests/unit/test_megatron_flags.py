@@ -88,7 +88,7 @@ def test_the_document_is_up_to_date() -> None:
     version = check_megatron().version
     found = (ROOT / "docs" / "using" / "megatron_flags.md").read_text(encoding="utf-8")
     assert found == flag_classes.document(megatron_adapter.make_parser(), version), (
-        "run python scripts/document_flags.py > docs/using/megatron_flags.md"
+        "run python scripts/document_flags.py"
     )
 
 

@@ -8,7 +8,7 @@ object there. One that takes `row` as well gets all columns of the row, in a dic
 A user's own function is named as `package.module:function`, or by the name under which a file of
 `--rl-import` registers it:
 
-    from mcore_rl.rewards.functions import reward
+    from mcore_rl.api import reward
 
     @reward("brevity")
     def brevity(*, prompt: str, response: str, answer: str) -> float:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import logging
 import os
-from pathlib import Path
 
 from mcore_rl.common.errors import UsageError
 from mcore_rl.data.prompt_file import PromptSource
 from mcore_rl.data.prompts import PromptDataset, load_prompts
 from mcore_rl.data.tokenizer import HOW_TO_END, missing_end
+from mcore_rl.data.user_prompts import prompts_path
 from mcore_rl.flags.options import RLConfig
 from mcore_rl.job.preflight import Checked
 from mcore_rl.rewards.specs import RewardSpec, check_rewards, parse_rewards
@@ -35,9 +35,9 @@ def check_data(checked: Checked) -> None:
 
 
 def prompt_source(config: RLConfig, path: str, *, trust_remote_code: bool = False) -> PromptSource:
-    """How the flags say a prompts file is to be read."""
+    """How the flags say a prompts file, or a source of --rl-import, is to be read."""
     return PromptSource(
-        path=Path(path),
+        path=prompts_path(path, config.cache_dir),
         prompt_column=config.prompt_column,
         answer_column=config.answer_column,
         use_chat_template=not config.no_chat_template,

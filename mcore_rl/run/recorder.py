@@ -27,6 +27,7 @@ from mcore_rl.observe.metric_sinks import WandbRun
 from mcore_rl.observe.progress import RunProgress
 from mcore_rl.observe.run_directory import RunConfig, RunDirectory
 from mcore_rl.observe.stage_timers import StageTimers
+from mcore_rl.observe.user_metrics import user_metrics
 from mcore_rl.rewards.parts import part_metrics
 from mcore_rl.rollout.collector import Collected
 from mcore_rl.run.learner import Learnt
@@ -120,7 +121,7 @@ class RunRecorder:
         scored: Sequence[ScoredRollout],
         metrics: dict[str, float],
     ) -> None:
-        directory.write_step(StepStats(step, metrics))
+        directory.write_step(StepStats(step, {**metrics, **user_metrics(scored)}))
         directory.write_rollouts(step, scored[: self._job.config.num_logged_rollouts])
         for report in self._reshards.values():
             share = report.duration_seconds / metrics["time/step_seconds"]

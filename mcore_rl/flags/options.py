@@ -58,6 +58,7 @@ class RLConfig:
         4.0,
         "memory of a reward process, in GiB; a sample that needs more is left out; 0: no limit",
         least=0,
+        advice="0 is no limit",
     )
     reward_env: str | None = param(
         None,
@@ -183,7 +184,11 @@ class RLConfig:
     rollout_max_num_seqs: int = param(128, "sequences in flight per engine", above=0)
     rollout_kv_cache_gib: float = param(1.0, "KV cache per CPU rank", above=0)
     rollout_gpu_memory_utilization: float = param(
-        0.5, "share of a GPU that vLLM may take", above=0, most=1
+        0.5,
+        "share of a GPU that vLLM may take",
+        above=0,
+        most=1,
+        advice="it is a share of the GPU's memory",
     )
     rollout_enforce_eager: bool = param(False, "no CUDA graphs in vLLM (always so on CPU)")
     ranks_per_node: int = param(

@@ -172,7 +172,7 @@ MEGATRON = [
     ),
     Case(
         "reward_memory",
-        ["--rl-reward-memory-gib -1 is no amount of memory", "or 0 for no limit"],
+        ["--rl-reward-memory-gib -1.0 must be at least 0", "0 is no limit"],
         more="--rl-reward-memory-gib -1",
     ),
     Case("seed", ["--seed 0 must be at least 1"], more="--seed 0"),

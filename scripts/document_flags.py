@@ -15,7 +15,7 @@ from mcore_rl.flags.pages import BEGIN, END, flags_page, parameter_table
 from mcore_rl.megatron import adapter as megatron_adapter
 from mcore_rl.megatron.version import check_megatron
 
-DOCS = Path(__file__).resolve().parent.parent / "docs"
+DOCS = Path(__file__).resolve().parent.parent / "docs" / "using"
 
 if __name__ == "__main__":
     theirs = document(megatron_adapter.make_parser(), check_megatron().version)

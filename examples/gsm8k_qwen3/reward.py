@@ -2,7 +2,7 @@
 
 import re
 
-from mcore_rl.rewards.functions import reward
+from mcore_rl.api import reward
 
 
 @reward("ends_in_answer")

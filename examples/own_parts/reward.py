@@ -1,6 +1,6 @@
 """--rl-import examples/own_parts/reward.py --rl-reward gsm8k,brevity --rl-reward-weights 1,0.1"""
 
-from mcore_rl.rewards.functions import reward
+from mcore_rl.api import reward
 
 
 @reward("brevity")

@@ -66,6 +66,8 @@ class AdvantageInputs:
 
 @dataclass(frozen=True, slots=True)
 class AdvantageOutputs:
+    """What an estimator returns, for the samples of this data-parallel rank."""
+
     advantages: torch.Tensor  # [t] float32, 0 where masked
     returns: torch.Tensor | None = None  # [t] float32, what a critic learns; 0 where masked
 

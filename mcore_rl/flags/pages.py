@@ -1,4 +1,4 @@
-"""What there is to read of our flags: `--help-rl`, docs/flags.md and a table of docs/algorithms.md.
+"""What there is to read of our flags: `--help-rl`, flags.md and a table of algorithms.md.
 
 All from the declarations that the parser and the checks are made of.
 """
@@ -14,7 +14,7 @@ from mcore_rl.flags.options import GROUPS, RLConfig, flags
 
 _OF_PARTS = "Parts of the algorithm"
 _HOW = "python scripts/document_flags.py"
-# Between these two lines of docs/algorithms.md stands `parameter_table`.
+# Between these two lines of docs/using/algorithms.md stands `parameter_table`.
 BEGIN, END = "<!-- parameters: begin -->", "<!-- parameters: end -->"
 
 
@@ -76,7 +76,7 @@ def help_text() -> str:
 
 
 def flags_page() -> str:
-    """docs/flags.md."""
+    """docs/using/flags.md."""
     lines = [
         "# All --rl-* flags",
         "",
@@ -103,7 +103,7 @@ def flags_page() -> str:
 
 
 def parameter_table() -> str:
-    """Of docs/algorithms.md: what estimators, losses and corrections can be told."""
+    """Of docs/using/algorithms.md: what estimators, losses and corrections can be told."""
     lines = ["| parameter | default of | values | |", "| --- | --- | --- | --- |"]
     for p in flags().values():
         if of := default_of(p, with_owner=True):

@@ -156,8 +156,8 @@ FAMILIES = {family.model_type: family for family in _families()}
 def family(table: Family) -> Family:
     """Make a family of the user's own known, by its `model_type`. ValueError: there is one.
 
-    docs/families.md says what the table must tell; the tests that hold ours are worth running for
-    it: a wrong table is a wrong model.
+    docs/using/families.md says what the table must tell; the tests that hold ours are worth running
+    for it: a wrong table is a wrong model.
     """
     if table.model_type in FAMILIES:
         raise ValueError(f"there is a family {table.model_type!r} already")

@@ -254,8 +254,8 @@ def test_a_fork_that_parses_by_itself_has_them_too(
 
 def test_the_pages_are_those_of_the_declarations() -> None:
     how = "run python scripts/document_flags.py"
-    assert (ROOT / "docs" / "flags.md").read_text() == flags_page(), how
-    text = (ROOT / "docs" / "algorithms.md").read_text()
+    assert (ROOT / "docs" / "using" / "flags.md").read_text() == flags_page(), how
+    text = (ROOT / "docs" / "using" / "algorithms.md").read_text()
     assert text.partition(BEGIN)[2].partition(END)[0].strip() == parameter_table().strip(), how
     assert "| `--rl-mismatch-cap` | token_tis, sequence_tis 2 | (0, inf) |" in parameter_table()
     assert all(f"`{parameter.flag}`" in flags_page() for parameter in flags().values())

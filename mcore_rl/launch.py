@@ -168,7 +168,7 @@ def _companions(args: argparse.Namespace) -> Companions | None:
 
 def _check_port(args: argparse.Namespace) -> None:
     if args.master_port is not None and not 0 <= args.master_port < 65536:
-        raise UsageError(f"--master-port {args.master_port} must be from 0 to 65535")
+        raise UsageError("must be from 0 to 65535", flag=f"--master-port {args.master_port}")
 
 
 def _meeting_place(args: argparse.Namespace) -> str:

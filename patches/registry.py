@@ -83,7 +83,8 @@ def apply_patch(patch: Patch) -> bool:
     if not patch.supports(version):
         raise UsageError(
             f"patch {patch.name} ({patch.reason}) knows {package} {patch.supported}, not the "
-            f"installed {version}; install one of those versions"
+            f"installed {version}",
+            remedy="install one of those versions",
         )
     with _naming(patch):
         patch.apply()
@@ -110,8 +111,9 @@ def _naming(patch: Patch) -> Iterator[None]:
         package, version = installed(patch)
         raise UsageError(
             f"patch {patch.name} ({patch.reason}) does not fit the code of {package} {version}: "
-            f"{error}; the package is changed or another patch got there first: install "
-            f"{patch.supported} anew"
+            f"{error}",
+            remedy="the package is changed or another patch got there first: install "
+            f"{patch.supported} anew",
         ) from error
 
 
@@ -173,6 +175,6 @@ def installed(patch: Patch) -> tuple[str, str]:
         except importlib.metadata.PackageNotFoundError:
             continue
     raise UsageError(
-        f"patch {patch.name} is for {' or '.join(patch.packages)}, which is not installed; run "
-        "scripts/setup_env.sh"
+        f"patch {patch.name} is for {' or '.join(patch.packages)}, which is not installed",
+        remedy="run scripts/setup_env.sh",
     )

@@ -43,8 +43,8 @@ def open_store():
     if missing:
         leave_with(
             UsageError(
-                f"the environment has RANK but lacks {' and '.join(missing)}; start with torchrun, "
-                "or set what it sets"
+                f"the environment has RANK but lacks {' and '.join(missing)}",
+                remedy="start with torchrun, or set what it sets",
             )
         )
     from torch.distributed.rendezvous import rendezvous
@@ -125,8 +125,8 @@ def check_alike(facts: Mapping[str, str], store) -> None:
             mine, other = facts.get(name, "not given"), first.get(name, "not given")
             if mine != other:
                 raise UsageError(
-                    f"{name} is {mine} here and {other} on rank 0; start all machines with the "
-                    "same flags and the same packages"
+                    f"{name} is {mine} here and {other} on rank 0",
+                    remedy="start all machines with the same flags and the same packages",
                 )
 
     agreed(check, store, stage="alike")

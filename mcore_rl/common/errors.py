@@ -3,14 +3,43 @@
 Everything else that is raised is a fault of the program or of the machine, and keeps its traceback.
 """
 
+from __future__ import annotations
+
 
 class UsageError(ValueError):
-    """A flag, file or layout that a user can correct.
+    """A flag, file or layout that a user can correct: what was found, where, and what to do.
 
-    The message is one sentence that names the flag, the value, the constraint and the remedy. The
-    entry points print it without a traceback and end every rank with exit code 2, before any model
-    is built.
+    `flag` is the flag as typed, with its value where it has one, and empty where no single flag is
+    at fault; `found` goes on from it with the constraint, or puts it elsewhere, as {flag}; `remedy`
+    is what to do. `str()` makes one sentence of them. The entry points print that without a
+    traceback and end every rank with exit code 2, before any model is built.
     """
+
+    def __init__(self, found: str, *, flag: str = "", remedy: str = "", of: str = "") -> None:
+        super().__init__(found)
+        self.found, self.flag, self.remedy = found, flag, remedy
+        self.of = of  # whose flag it is, where the actor's is not meant
+
+    @property
+    def fault(self) -> str:
+        """The sentence without its remedy."""
+        whose = f"of {self.of}: " if self.of else ""
+        if not self.flag or "{flag}" in self.found:
+            return f"{whose}{self.found.replace('{flag}', self.flag)}"
+        glue = "" if self.found.startswith((":", ",")) else " "
+        return f"{whose}{self.flag}{glue}{self.found}"
+
+    @property
+    def flag_name(self) -> str:
+        """The flag without its value, and without its other names."""
+        return self.flag.split(" ")[0].split("/")[0]
+
+    def of_role(self, whose: str) -> UsageError:
+        """The same, said of a role: "the critic"."""
+        return UsageError(self.found, flag=self.flag, remedy=self.remedy, of=whose)
+
+    def __str__(self) -> str:
+        return f"{self.fault}; {self.remedy}" if self.remedy else self.fault
 
 
 class RunStopped(SystemExit):

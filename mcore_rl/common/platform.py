@@ -65,8 +65,9 @@ def _transformer_engine() -> tuple[int, ...] | None:
     except Exception as error:  # parts of Megatron go by the package alone, and die of the rest
         reason = " ".join(str(error).split()) or type(error).__name__
         raise UsageError(
-            f"Transformer Engine is installed and cannot be imported ({reason}); run "
-            "scripts/setup_env.sh, or uninstall it to train with --transformer-impl local"
+            f"Transformer Engine is installed and cannot be imported ({reason})",
+            remedy="run scripts/setup_env.sh, or uninstall it to train with --transformer-impl "
+            "local",
         ) from error
     version = importlib.metadata.version("transformer-engine")
     return tuple(int(part) for part in re.findall(r"\d+", version)[:3])

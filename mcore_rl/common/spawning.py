@@ -58,5 +58,6 @@ def refuse_run_in_run() -> None:
     if _serves_a_run or hasattr(multiprocessing.current_process(), "_inheriting"):
         raise UsageError(
             "a process that the run has started imports the script of the run, which would start "
-            'it again; put what starts it below if __name__ == "__main__":'
+            "it again",
+            remedy='put what starts it below if __name__ == "__main__":',
         )

@@ -73,16 +73,20 @@ def check_path(source: PromptSource, flag: str) -> None:
     path = source.path
     if path.suffix not in (*_JSON_SUFFIXES, ".parquet"):
         raise UsageError(
-            f"{flag} {path} has the suffix {path.suffix!r}, but .jsonl or .json (one JSON object a "
-            "line) or .parquet is needed; convert or rename it"
+            f"has the suffix {path.suffix!r}, but .jsonl or .json (one JSON object a line) or "
+            ".parquet is needed",
+            flag=f"{flag} {path}",
+            remedy="convert or rename it",
         )
     if not path.is_file():
         state = "is not a file" if path.exists() else "does not exist"
-        raise UsageError(f"{flag} {path} {state}; give a .jsonl or .parquet file")
+        raise UsageError(state, flag=f"{flag} {path}", remedy="give a .jsonl or .parquet file")
     if not os.access(path, os.R_OK):
-        raise UsageError(f"{flag} {path} cannot be read; give yourself the permission (chmod)")
+        raise UsageError(
+            "cannot be read", flag=f"{flag} {path}", remedy="give yourself the permission (chmod)"
+        )
     if path.stat().st_size == 0:
-        raise UsageError(f"{flag} {path} is empty; write one prompt a line")
+        raise UsageError("is empty", flag=f"{flag} {path}", remedy="write one prompt a line")
 
 
 def read_rows(source: PromptSource, flag: str) -> Iterator[PromptRow]:
@@ -100,7 +104,8 @@ def read_rows(source: PromptSource, flag: str) -> Iterator[PromptRow]:
             except KeyError:
                 raise UsageError(
                     f"{column_flag} {column!r} names a column that {flag} {source.path} lacks in "
-                    f"{place}, which has {_names(fields)}; name one that all rows have"
+                    f"{place}, which has {_names(fields)}",
+                    remedy="name one that all rows have",
                 ) from None
         prompt, answer = found
         yield PromptRow(
@@ -110,7 +115,9 @@ def read_rows(source: PromptSource, flag: str) -> Iterator[PromptRow]:
             fields,
         )
     if place is None:
-        raise UsageError(f"{flag} {source.path} holds no rows; write one prompt a line")
+        raise UsageError(
+            "holds no rows", flag=f"{flag} {source.path}", remedy="write one prompt a line"
+        )
 
 
 def _value_of(fields: dict[str, Any], column: str) -> Any:
@@ -159,8 +166,9 @@ def _read_json_lines(source: PromptSource, flag: str) -> Iterator[tuple[str, dic
             # Of the JSON and of the UTF-8; of JSON that is nested too deep.
             except (ValueError, RecursionError) as error:
                 raise UsageError(
-                    f"{flag} {source.path}, {place}, is not valid JSON ({error}); each line must "
-                    "be one JSON object in UTF-8"
+                    f", {place}, is not valid JSON ({error})",
+                    flag=f"{flag} {source.path}",
+                    remedy="each line must be one JSON object in UTF-8",
                 ) from error
             if not is_whole:
                 _refuse(source, flag, place, "holds half a surrogate pair", "write whole ones")
@@ -196,7 +204,9 @@ def _read_parquet(source: PromptSource, flag: str) -> Iterator[tuple[str, dict[s
                     yield f"row {number}", fields
     except (pa.ArrowException, UnicodeDecodeError, OSError) as error:
         raise UsageError(
-            f"{flag} {source.path} cannot be read as Parquet ({error}); write it again"
+            f"cannot be read as Parquet ({error})",
+            flag=f"{flag} {source.path}",
+            remedy="write it again",
         ) from error
 
 
@@ -259,4 +269,4 @@ def _kind(value: Any) -> str:
 
 
 def _refuse(source: PromptSource, flag: str, place: str, problem: str, remedy: str) -> NoReturn:
-    raise UsageError(f"{flag} {source.path}, {place}: {problem}; {remedy}")
+    raise UsageError(f", {place}: {problem}", flag=f"{flag} {source.path}", remedy=remedy)

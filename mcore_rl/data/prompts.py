@@ -115,7 +115,9 @@ def load_prompts(
     tokenizer_dir = Path(tokenizer_dir)
     if not tokenizer_dir.is_dir():
         raise UsageError(
-            f"--rl-hf-checkpoint {tokenizer_dir} is not a folder; give the one of the checkpoint"
+            "is not a folder",
+            flag=f"--rl-hf-checkpoint {tokenizer_dir}",
+            remedy="give the one of the checkpoint",
         )
     content_key = _content_key(source, tokenizer_dir)
     path = folder / f"{content_key}.arrow"
@@ -127,18 +129,20 @@ def load_prompts(
     prompts = PromptDataset(table, source.max_prompt_tokens, content_key)
     if len(prompts) == 0:
         raise UsageError(
-            f"--rl-max-prompt-tokens {source.max_prompt_tokens} drops every prompt of {flag} "
-            f"{source.path}, the shortest of which has {prompts.min_tokens} tokens"
-            f"{' or more' if table.column('is_cut').to_numpy().all() else ''}; raise it to at "
-            "least that"
+            f"drops every prompt of {flag} {source.path}, the shortest of which has "
+            f"{prompts.min_tokens} "
+            f"tokens{' or more' if table.column('is_cut').to_numpy().all() else ''}",
+            flag=f"--rl-max-prompt-tokens {source.max_prompt_tokens}",
+            remedy="raise it to at least that",
         )
     vocabulary = vocabulary_size(tokenizer_dir)
     if vocabulary is not None and (beyond := prompts.beyond(vocabulary)) is not None:
         raise UsageError(
-            f"--rl-hf-checkpoint {tokenizer_dir}: its tokenizer writes token {beyond[1]} in prompt "
-            f"{beyond[0] + 1} of {flag} {source.path}, and config.json has a vocab_size of "
-            f"{vocabulary}; copy the tokenizer that belongs to these weights, or resize the "
-            "model's embedding"
+            f": its tokenizer writes token {beyond[1]} in prompt {beyond[0] + 1} of {flag} "
+            f"{source.path}, and config.json has a vocab_size of {vocabulary}",
+            flag=f"--rl-hf-checkpoint {tokenizer_dir}",
+            remedy="copy the tokenizer that belongs to these weights, or resize the model's "
+            "embedding",
         )
     if prompts.num_too_long:
         logger.warning(
@@ -299,8 +303,9 @@ def _rendered(row: PromptRow, tokenizer: Any, source: PromptSource, flag: str) -
         return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
     except TemplateError as error:
         raise UsageError(
-            f"{flag} {source.path}, {row.place}: the chat template refuses the messages ({error}); "
-            "correct the row or pass --rl-no-chat-template"
+            f", {row.place}: the chat template refuses the messages ({error})",
+            flag=f"{flag} {source.path}",
+            remedy="correct the row or pass --rl-no-chat-template",
         ) from error
 
 

@@ -42,17 +42,20 @@ def load_tokenizer(folder: Path, *, trust_remote_code: bool, needs_template: boo
     except Exception as error:  # `tokenizers` raises nothing more special for a broken file
         if not trust_remote_code and brings_code(folder):
             raise UsageError(
-                f"--rl-hf-checkpoint {folder} holds a tokenizer with code of its own, which "
-                "is not run unasked; read it, and give --trust-remote-code to have it run"
+                "holds a tokenizer with code of its own, which is not run unasked",
+                flag=f"--rl-hf-checkpoint {folder}",
+                remedy="read it, and give --trust-remote-code to have it run",
             ) from error
         raise UsageError(
-            f"--rl-hf-checkpoint {folder} holds no tokenizer that transformers can load "
-            f"({str(error).partition(chr(10))[0]}); add its tokenizer files, as tokenizer.json"
+            f"holds no tokenizer that transformers can load ({str(error).partition(chr(10))[0]})",
+            flag=f"--rl-hf-checkpoint {folder}",
+            remedy="add its tokenizer files, as tokenizer.json",
         ) from error
     if needs_template and tokenizer.chat_template is None:
         raise UsageError(
-            f"--rl-hf-checkpoint {folder} has a tokenizer without a chat template; pass "
-            "--rl-no-chat-template to give prompts to the model as they stand"
+            "has a tokenizer without a chat template",
+            flag=f"--rl-hf-checkpoint {folder}",
+            remedy="pass --rl-no-chat-template to give prompts to the model as they stand",
         )
     return tokenizer
 

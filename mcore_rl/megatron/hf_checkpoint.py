@@ -86,20 +86,24 @@ def _file_of_each_tensor(folder: Path, flag: str) -> dict[str, str]:
             files = dict(json.loads(index.read_text(encoding="utf-8"))["weight_map"])
         except (ValueError, KeyError, TypeError, RecursionError) as error:  # nested too deep
             raise UsageError(
-                f"{flag}: {index} is not a safetensors index; copy the checkpoint again"
+                f": {index} is not a safetensors index",
+                flag=flag,
+                remedy="copy the checkpoint again",
             ) from error
         missing = sorted({name for name in files.values() if not (folder / name).is_file()})
         if missing:
             raise UsageError(
-                f"{flag}: {folder / missing[0]} is missing but named in {_INDEX}; copy the "
-                "checkpoint again"
+                f": {folder / missing[0]} is missing but named in {_INDEX}",
+                flag=flag,
+                remedy="copy the checkpoint again",
             )
         return files
     single = folder / _SINGLE
     if not single.is_file():
         raise UsageError(
-            f"{flag} {folder} has neither {_SINGLE} nor {_INDEX}; convert its weights "
-            "to safetensors"
+            f"has neither {_SINGLE} nor {_INDEX}",
+            flag=f"{flag} {folder}",
+            remedy="convert its weights to safetensors",
         )
     with _opened(single, flag) as file:
         return dict.fromkeys(file.keys(), _SINGLE)
@@ -111,7 +115,7 @@ def _opened(path: Path, flag: str) -> safe_open:
         return safe_open(path, framework="pt")
     except (SafetensorError, OSError) as error:
         raise UsageError(
-            f"{flag}: {path} is corrupt or cut short ({error}); copy this file again"
+            f": {path} is corrupt or cut short ({error})", flag=flag, remedy="copy this file again"
         ) from error
 
 
@@ -121,15 +125,17 @@ def _read_header(path: Path, tensors: Sequence[str], flag: str) -> Iterator[tupl
         for tensor in tensors:
             if tensor not in held:
                 raise UsageError(
-                    f"{flag}: {path} lacks {tensor}, which {_INDEX} puts there; copy the "
-                    "checkpoint again"
+                    f": {path} lacks {tensor}, which {_INDEX} puts there",
+                    flag=flag,
+                    remedy="copy the checkpoint again",
                 )
             view = file.get_slice(tensor)
             dtype = _DTYPES.get(view.get_dtype())
             if dtype is None:
                 raise UsageError(
-                    f"{flag}: {tensor} in {path} has dtype {view.get_dtype()}; supported are "
-                    f"{', '.join(_DTYPES)}: dequantise the checkpoint first"
+                    f": {tensor} in {path} has dtype {view.get_dtype()}",
+                    flag=flag,
+                    remedy=f"supported are {', '.join(_DTYPES)}: dequantise the checkpoint first",
                 )
             name = str(dtype).removeprefix("torch.")
             yield tensor, TensorInfo(tuple(view.get_shape()), name, dtype.itemsize)
@@ -194,8 +200,9 @@ def load_into_megatron(
         info = checkpoint.tensors.get(tensor)
         if info is None:
             raise UsageError(
-                f"--rl-hf-checkpoint {checkpoint.folder} lacks {tensor}; its config.json describes "
-                "another model than its weights"
+                f"lacks {tensor}",
+                flag=f"--rl-hf-checkpoint {checkpoint.folder}",
+                remedy="its config.json describes another model than its weights",
             )
         path = checkpoint.folder / checkpoint.files[tensor]
         with safe_open(path, framework="pt") as file:
@@ -203,8 +210,9 @@ def load_into_megatron(
             for box in shards.boxes(tensor):
                 if any(stop > size for (_, stop), size in zip(box, info.shape, strict=True)):
                     raise UsageError(
-                        f"--rl-hf-checkpoint {checkpoint.folder}: {tensor} has shape "
-                        f"{list(info.shape)}, too small for config.json; they describe two models"
+                        f": {tensor} has shape {list(info.shape)}, too small for config.json",
+                        flag=f"--rl-hf-checkpoint {checkpoint.folder}",
+                        remedy="they describe two models",
                     )
                 data = view[tuple(slice(start, stop) for start, stop in box)]
                 _require_finite(data, box, tensor, path)
@@ -223,7 +231,8 @@ def _require_finite(data: torch.Tensor, box: Box, tensor: str, path: Path) -> No
     place = [start + index for (start, _), index in zip(box, first, strict=True)]
     raise UsageError(
         f"{tensor} in {path} holds {data[tuple(first)].item()} at {place}, and no weight may be "
-        "nan or infinite; copy this file again, or go back to a checkpoint that was saved before"
+        "nan or infinite",
+        remedy="copy this file again, or go back to a checkpoint that was saved before",
     )
 
 

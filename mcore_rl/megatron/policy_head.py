@@ -142,21 +142,25 @@ def named_spec(spec: Sequence[str]) -> Any:
     """
     flag = f"--spec {' '.join(spec)}"
     if len(spec) != 2:
-        raise UsageError(f"{flag} must be a module and a name in it; correct it or drop the flag")
+        raise UsageError(
+            "must be a module and a name in it", flag=flag, remedy="correct it or drop the flag"
+        )
     try:
         named = getattr(importlib.import_module(spec[0]), spec[1])
     except Exception as error:  # whatever the module raises is its author's to see
         raise UsageError(
-            f"{flag} cannot be imported ({type(error).__name__}: {error}); correct it, or put the "
-            "module's folder on PYTHONPATH"
+            f"cannot be imported ({type(error).__name__}: {error})",
+            flag=flag,
+            remedy="correct it, or put the module's folder on PYTHONPATH",
         ) from error
     from megatron.training import argument_utils
 
     is_function = callable(named) and not isinstance(named, ModuleSpec)
     if is_function and not hasattr(argument_utils, "gpt_config_from_args"):
         raise UsageError(
-            f"{flag} is a function, which Megatron calls from 0.19 on only; name a ModuleSpec, or "
-            "install megatron-core 0.19 or later"
+            "is a function, which Megatron calls from 0.19 on only",
+            flag=flag,
+            remedy="name a ModuleSpec, or install megatron-core 0.19 or later",
         )
     return named
 

@@ -98,14 +98,15 @@ def check_megatron() -> MegatronSource:
     source = find_megatron()
     if source is None:
         raise UsageError(
-            f"megatron-core is not installed; run scripts/setup_env.sh or pip install "
-            f"megatron-core=={_INSTALLED}"
+            "megatron-core is not installed",
+            remedy=f"run scripts/setup_env.sh or pip install megatron-core=={_INSTALLED}",
         )
     if missing := _missing(source.folder):
         raise UsageError(
             f"{PACKAGE} {source.version}, which Python finds in {source.folder}, lacks "
-            f"{' and '.join(missing)}; mcore_rl runs with {OLDEST} to {NEWEST}: pip install "
-            f"{PACKAGE}=={_INSTALLED}, or put a checkout of one of them first on PYTHONPATH"
+            f"{' and '.join(missing)}",
+            remedy=f"mcore_rl runs with {OLDEST} to {NEWEST}: pip install "
+            f"{PACKAGE}=={_INSTALLED}, or put a checkout of one of them first on PYTHONPATH",
         )
     return source
 
@@ -146,7 +147,7 @@ def _stated_version(file: Path) -> str:
     try:
         tree = ast.parse(file.read_text(encoding="utf-8"))
     except (OSError, SyntaxError, UnicodeDecodeError) as error:
-        raise UsageError(_NO_VERSION.format(file=file)) from error
+        raise _no_version(file) from error
     stated = {
         target.id: node.value.value
         for node in tree.body
@@ -159,10 +160,11 @@ def _stated_version(file: Path) -> str:
     try:
         return "{MAJOR}.{MINOR}.{PATCH}{PRE_RELEASE}".format_map({"PRE_RELEASE": "", **stated})
     except KeyError as error:
-        raise UsageError(_NO_VERSION.format(file=file)) from error
+        raise _no_version(file) from error
 
 
-_NO_VERSION = (
-    "{file} does not say which Megatron it is by MAJOR, MINOR and PATCH, or __version__; take it "
-    "as Megatron-LM has it"
-)
+def _no_version(file: Path) -> UsageError:
+    return UsageError(
+        f"{file} does not say which Megatron it is by MAJOR, MINOR and PATCH, or __version__",
+        remedy="take it as Megatron-LM has it",
+    )

@@ -115,8 +115,9 @@ class _Fields:
 
     def _missing(self, name: str) -> UsageError:
         return UsageError(
-            f"{self._flag}: {self._path} has no field '{name}', which its architecture needs; "
-            "use the config.json that was published with the checkpoint"
+            f": {self._path} has no field '{name}', which its architecture needs",
+            flag=self._flag,
+            remedy="use the config.json that was published with the checkpoint",
         )
 
     def check_spelt_out(self, names: Iterable[str]) -> None:
@@ -134,14 +135,18 @@ class _Fields:
         value = self[name] if default is None else self.get(name, default)
         if not isinstance(value, int) or isinstance(value, bool) or value < least:
             raise UsageError(
-                f"{self._flag}: {self._path} has {name} {value!r}, which must be an integer of at "
-                f"least {least}; use the config.json that was published with the checkpoint"
+                f": {self._path} has {name} {value!r}, which must be an integer of at least "
+                f"{least}",
+                flag=self._flag,
+                remedy="use the config.json that was published with the checkpoint",
             )
         return value
 
     def refuse(self, what: str, remedy: str = "choose another checkpoint") -> UsageError:
         return UsageError(
-            f"{self._flag}: {self._path} asks for {what}, which is not supported; {remedy}"
+            f": {self._path} asks for {what}, which is not supported",
+            flag=self._flag,
+            remedy=remedy,
         )
 
 
@@ -150,11 +155,15 @@ def read_config_json(folder: Path, *, flag: str = "--rl-hf-checkpoint") -> dict[
     path = Path(folder) / "config.json"
     if not Path(folder).is_dir():
         raise UsageError(
-            f"{flag} {folder} is not a directory; give the folder of a Hugging Face checkpoint"
+            "is not a directory",
+            flag=f"{flag} {folder}",
+            remedy="give the folder of a Hugging Face checkpoint",
         )
     if not path.is_file():
         raise UsageError(
-            f"{flag} {folder} has no config.json; give the folder of a Hugging Face checkpoint"
+            "has no config.json",
+            flag=f"{flag} {folder}",
+            remedy="give the folder of a Hugging Face checkpoint",
         )
     return _read_json_object(path, flag)
 
@@ -164,10 +173,14 @@ def _read_json_object(path: Path, flag: str) -> dict[str, Any]:
         values = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, OSError, RecursionError) as error:  # the last: nested too deep
         raise UsageError(
-            f"{flag}: {path} cannot be read as JSON ({error}); copy the published config.json again"
+            f": {path} cannot be read as JSON ({error})",
+            flag=flag,
+            remedy="copy the published config.json again",
         ) from error
     if not isinstance(values, dict):
-        raise UsageError(f"{flag}: {path} holds no JSON object; use the published config.json")
+        raise UsageError(
+            f": {path} holds no JSON object", flag=flag, remedy="use the published config.json"
+        )
     return values
 
 
@@ -202,8 +215,10 @@ def model_shape(
     family = FAMILIES.get(fields["model_type"])
     if family is None:
         raise UsageError(
-            f"{flag}: {path} has model_type '{fields['model_type']}'; supported are "
-            f"{', '.join(ARCHITECTURES)}; give a checkpoint of one of these"
+            f": {path} has model_type '{fields['model_type']}'; supported are "
+            f"{', '.join(ARCHITECTURES)}",
+            flag=flag,
+            remedy="give a checkpoint of one of these",
         )
     fields.check_spelt_out(family.spelt_out)
     quantization = _quantization(fields)

@@ -56,22 +56,24 @@ class TrainLayout:
         dense = self.tp_size * self.pp_size * self.cp_size
         if min(dense, self.ep_size, self.etp_size) < 1:
             raise UsageError(
-                "parallel sizes must be at least 1; correct the --*-parallel-size flag"
+                "parallel sizes must be at least 1", remedy="correct the --*-parallel-size flag"
             )
         if self.world_size % dense:
             raise UsageError(
-                f"--tensor-model-parallel-size {self.tp_size} x --pipeline-model-parallel-size "
-                f"{self.pp_size} x --context-parallel-size {self.cp_size} = {dense} does not "
-                f"divide the world of {self.world_size} processes; change a size or the number of "
-                "processes"
+                f"x --pipeline-model-parallel-size {self.pp_size} x --context-parallel-size "
+                f"{self.cp_size} = {dense} does not divide the world of {self.world_size} "
+                "processes",
+                flag=f"--tensor-model-parallel-size {self.tp_size}",
+                remedy="change a size or the number of processes",
             )
         expert = self.etp_size * self.ep_size * self.pp_size
         if self.world_size % expert:
             raise UsageError(
-                f"--expert-tensor-parallel-size {self.etp_size} x --expert-model-parallel-size "
-                f"{self.ep_size} x --pipeline-model-parallel-size {self.pp_size} = {expert} does "
-                f"not divide the world of {self.world_size} processes; change a size or the number "
-                "of processes"
+                f"x --expert-model-parallel-size {self.ep_size} x --pipeline-model-parallel-size "
+                f"{self.pp_size} = {expert} does not divide the world of {self.world_size} "
+                "processes",
+                flag=f"--expert-tensor-parallel-size {self.etp_size}",
+                remedy="change a size or the number of processes",
             )
 
     @property
@@ -162,8 +164,9 @@ def pipeline_layers(
         if count % vp_size:
             raise UsageError(
                 f"{vp_size} model chunks do not divide the {count} layers of pipeline stage "
-                f"{stage}; change --num-layers-per-virtual-pipeline-stage, "
-                "--num-virtual-stages-per-pipeline-rank or the stages"
+                f"{stage}",
+                remedy="change --num-layers-per-virtual-pipeline-stage, "
+                "--num-virtual-stages-per-pipeline-rank or the stages",
             )
     counts = [[per_stage[stage] // vp_size] * vp_size for stage in range(pp_size)]
     counts[0][0] -= embedding_counts
@@ -198,7 +201,8 @@ def _layers_per_stage(
         uneven = "" if not ends else f", of which {ends} are in an uneven first or last stage,"
         raise UsageError(
             f"{num_layers} layers{uneven} do not divide into --pipeline-model-parallel-size "
-            f"{pp_size} stages; change it or set --decoder-last-pipeline-num-layers"
+            f"{pp_size} stages",
+            remedy="change it or set --decoder-last-pipeline-num-layers",
         )
     stages = [left // middle] * middle if middle else []
     return [*([] if first is None else [first]), *stages, *([] if last is None else [last])]
@@ -224,20 +228,23 @@ class RolloutLayout:
     def __post_init__(self) -> None:
         if self.tp_size < 1 or self.world_size % self.tp_size:
             raise UsageError(
-                f"--rl-rollout-tp-size {self.tp_size} does not divide the world of "
-                f"{self.world_size} processes; choose a divisor of {self.world_size}"
+                f"does not divide the world of {self.world_size} processes",
+                flag=f"--rl-rollout-tp-size {self.tp_size}",
+                remedy=f"choose a divisor of {self.world_size}",
             )
         slots = self.tp_size * self.dp_size
         if self.dp_size < 1 or self.world_size % slots:
             raise UsageError(
-                f"--rl-rollout-ep-size {slots} (--rl-rollout-tp-size {self.tp_size} x "
-                f"{self.dp_size} data-parallel ranks of an engine) does not divide the world of "
-                f"{self.world_size} processes; choose a divisor of {self.world_size}"
+                f"(--rl-rollout-tp-size {self.tp_size} x {self.dp_size} data-parallel ranks of an "
+                f"engine) does not divide the world of {self.world_size} processes",
+                flag=f"--rl-rollout-ep-size {slots}",
+                remedy=f"choose a divisor of {self.world_size}",
             )
         if self.dp_size > 1 and not self.expert_parallel:
             raise UsageError(
                 f"an engine of {self.dp_size} data-parallel ranks has no use without expert "
-                "parallelism; drop --rl-rollout-no-expert-parallel"
+                "parallelism",
+                remedy="drop --rl-rollout-no-expert-parallel",
             )
         if self.rank_map and sorted(self.rank_map) != list(range(self.world_size)):
             raise RuntimeError(

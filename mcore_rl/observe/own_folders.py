@@ -39,8 +39,9 @@ def make_directory(run_name: str, below: Path = Path("runs")) -> Path:
             continue
         except OSError as error:
             raise UsageError(
-                f"--rl-run-name {run_name}: {folder} cannot be made ({error.strerror}); give "
-                "--rl-run-dir"
+                f": {folder} cannot be made ({error.strerror})",
+                flag=f"--rl-run-name {run_name}",
+                remedy="give --rl-run-dir",
             ) from error
         return folder
 
@@ -59,8 +60,9 @@ def hold(folder: Path, flag: str) -> None:
     except BlockingIOError as error:
         who = (real / LOCK).read_text(encoding="utf-8", errors="replace").strip()
         raise UsageError(
-            f"{flag} {folder} is in use by another run{f' ({who})' if who else ''}; give another "
-            "folder, or wait until that run has ended"
+            f"is in use by another run{f' ({who})' if who else ''}",
+            flag=f"{flag} {folder}",
+            remedy="give another folder, or wait until that run has ended",
         ) from error
     except OSError as error:
         if error.errno in _NO_LOCKS:
@@ -72,8 +74,9 @@ def hold(folder: Path, flag: str) -> None:
             )
             return
         raise UsageError(
-            f"{flag} {folder}: nothing can be written there ({error.strerror}); choose another "
-            "folder or make room"
+            f": nothing can be written there ({error.strerror})",
+            flag=f"{flag} {folder}",
+            remedy="choose another folder or make room",
         ) from error
     with contextlib.suppress(OSError):  # a full disk: who it is matters less than the lock
         who = f"process {os.getpid()} on {socket.gethostname()}\n"

@@ -39,8 +39,9 @@ def choose(folder: Path, *, beside: Sequence[Path] = (), step: int | None = None
     if step is not None and steps:
         if step not in steps:
             raise UsageError(
-                f"--ckpt-step {step} is not in {folder}, which has {_listed(steps)} complete; "
-                "choose one of them, or drop the flag for the newest"
+                f"is not in {folder}, which has {_listed(steps)} complete",
+                flag=f"--ckpt-step {step}",
+                remedy="choose one of them, or drop the flag for the newest",
             )
         steps = [step]
     reports: list[Damage] = []
@@ -63,8 +64,8 @@ def choose(folder: Path, *, beside: Sequence[Path] = (), step: int | None = None
     if reports:
         what = f"--ckpt-step {step}" if step is not None else f"--load {folder}"
         raise UsageError(
-            f"{what}: no checkpoint can be read, the newest because of {reports[0]}; restore that "
-            "file, or drop --load to begin again"
+            f"{what}: no checkpoint can be read, the newest because of {reports[0]}",
+            remedy="restore that file, or drop --load to begin again",
         )
     return None
 

@@ -111,21 +111,25 @@ def check_load(
         return
     if pretrained is not None and not (Path(pretrained) / TRACKER).is_file():
         raise UsageError(
-            f"--pretrained-checkpoint {pretrained} {_emptiness(Path(pretrained))} (there is no "
-            f"{TRACKER}); correct the path or drop the flag"
+            f"{_emptiness(Path(pretrained))} (there is no {TRACKER})",
+            flag=f"--pretrained-checkpoint {pretrained}",
+            remedy="correct the path or drop the flag",
         )
     if load is None:
         return
     if asked is not None:
         raise UsageError(
-            f"--ckpt-step {asked} is not in --load {load}, which {_emptiness(load)}; correct the "
-            "path or drop --ckpt-step"
+            f"is not in --load {load}, which {_emptiness(load)}",
+            flag=f"--ckpt-step {asked}",
+            remedy="correct the path or drop --ckpt-step",
         )
     if exits or not may_begin:
         other = "drop --exit-on-missing-checkpoint and " if exits else ""
         raise UsageError(
-            f"--load {load} {_emptiness(load)}; correct the path, or {other}give "
-            "--rl-load-or-start to begin where nothing is saved yet"
+            _emptiness(load),
+            flag=f"--load {load}",
+            remedy=f"correct the path, or {other}give --rl-load-or-start to begin where nothing "
+            "is saved yet",
         )
 
 
@@ -169,9 +173,10 @@ def refuse_to_fall_behind(save: Path, first_step: int) -> None:
     later = [step for step in complete_steps(save) if step > first_step]
     if later:
         raise UsageError(
-            f"--save {save} has a checkpoint of step {later[0]}, and this run begins at step "
-            f"{first_step}: --load would go on from the other one later; give another --save or "
-            "--rl-run-dir, --load it, or move it away"
+            f"has a checkpoint of step {later[0]}, and this run begins at step {first_step}: "
+            "--load would go on from the other one later",
+            flag=f"--save {save}",
+            remedy="give another --save or --rl-run-dir, --load it, or move it away",
         )
 
 

@@ -84,8 +84,10 @@ def find_resume_point(
             now = fingerprint(checkpoint)
             if reason := lost_reference(state, now, checkpoint.folder):
                 raise UsageError(
-                    f"--load {folder}: {reason}; or begin a new run with the trained weights, "
-                    "which are its reference then, by --finetune and another --rl-run-dir"
+                    f": {reason}",
+                    flag=f"--load {folder}",
+                    remedy="or begin a new run with the trained weights, which are its reference "
+                    "then, by --finetune and another --rl-run-dir",
                 )
         return ResumePoint(
             folder,
@@ -120,7 +122,7 @@ def lost_reference(state: TrainerState, now: str, folder: Path) -> str:
 
 def _check_load(args: argparse.Namespace, config: RLConfig, load: Path | None) -> None:
     """`folders.check_load`, by the first rank for all."""
-    refusal: list[str | None] = [None]
+    refusal: UsageError | None = None
     if dist.get_rank() == 0:
         try:
             folders.check_load(
@@ -131,10 +133,10 @@ def _check_load(args: argparse.Namespace, config: RLConfig, load: Path | None) -
                 exits=args.exit_on_missing_checkpoint,
             )
         except UsageError as error:
-            refusal = [str(error)]
-    told = objects.broadcast(refusal[0])
+            refusal = error
+    told = objects.broadcast(refusal)
     if told is not None:
-        raise UsageError(told)
+        raise told
 
 
 def _say_what_megatron_finds(load: Path, asked: int | None) -> None:
@@ -164,10 +166,11 @@ def _with_known_prompts(
         return state
     if config.on_changed_prompts == "stop":
         raise UsageError(
-            f"--rl-prompts {config.prompts} are others than those that the checkpoint of step "
-            f"{state.step} has drawn from (the file, the tokenizer or --rl-max-prompt-tokens has "
-            "changed); bring them back, or begin with the first of the new ones by "
-            "--rl-on-changed-prompts restart"
+            f"are others than those that the checkpoint of step {state.step} has drawn from (the "
+            "file, the tokenizer or --rl-max-prompt-tokens has changed)",
+            flag=f"--rl-prompts {config.prompts}",
+            remedy="bring them back, or begin with the first of the new ones by "
+            "--rl-on-changed-prompts restart",
         )
     logger.warning("[Resume] --rl-prompts are others than before: they begin with the first")
     return dataclasses.replace(state, sampler_position=0)

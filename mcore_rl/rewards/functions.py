@@ -147,9 +147,10 @@ def resolve_reward(spec: str, flag: str = "--rl-reward") -> RewardFunction:
     if not colon:
         if spec not in _BY_NAME:
             raise UsageError(
-                f"{flag} {spec} is no built-in reward{_nearest(spec, list(_BY_NAME))}; the "
-                f"built-in ones are {', '.join(_names(built_in=True))}, {_imported_names()}"
-                "and your own is given as package.module:function"
+                f"is no built-in reward{_nearest(spec, list(_BY_NAME))}",
+                flag=f"{flag} {spec}",
+                remedy=f"the built-in ones are {', '.join(_names(built_in=True))}, "
+                f"{_imported_names()}and your own is given as package.module:function",
             )
         _check_callable(_BY_NAME[spec], spec, flag)
         return _BY_NAME[spec]
@@ -158,8 +159,10 @@ def resolve_reward(spec: str, flag: str = "--rl-reward") -> RewardFunction:
         function: RewardFunction = operator.attrgetter(attribute)(module)
     except AttributeError as error:
         raise UsageError(
-            f"{flag} {spec} cannot be used, because module {module_name} has no attribute "
-            f"{attribute!r}{_nearest(attribute, list(vars(module)))}; name one that exists"
+            f"cannot be used, because module {module_name} has no attribute "
+            f"{attribute!r}{_nearest(attribute, list(vars(module)))}",
+            flag=f"{flag} {spec}",
+            remedy="name one that exists",
         ) from error
     _check_callable(function, spec, flag)
     return function
@@ -173,8 +176,10 @@ def _import_module(module_name: str, spec: str, flag: str) -> ModuleType:
     except ModuleNotFoundError as error:
         if error.name is not None and f"{module_name}.".startswith(f"{error.name}."):
             raise UsageError(
-                f"{flag} {spec} cannot be imported, because there is no module {error.name!r} on "
-                "sys.path or in the working directory; check the name or set PYTHONPATH"
+                f"cannot be imported, because there is no module {error.name!r} on sys.path or in "
+                "the working directory",
+                flag=f"{flag} {spec}",
+                remedy="check the name or set PYTHONPATH",
             ) from error
         raise _import_error(module_name, spec, flag, error) from error
     except (Exception, SystemExit) as error:  # whatever the user's module raises is theirs to see
@@ -183,17 +188,19 @@ def _import_module(module_name: str, spec: str, flag: str) -> ModuleType:
 
 def _import_error(module_name: str, spec: str, flag: str, error: BaseException) -> UsageError:
     return UsageError(
-        f"{flag} {spec} cannot be used, because importing {module_name!r} raised "
-        f"{type(error).__name__}: {shortened(str(error))}; make "
-        f"`python -c 'import {module_name}'` work"
+        f"cannot be used, because importing {module_name!r} raised {type(error).__name__}: "
+        f"{shortened(str(error))}",
+        flag=f"{flag} {spec}",
+        remedy=f"make `python -c 'import {module_name}'` work",
     )
 
 
 def _check_callable(function: object, spec: str, flag: str) -> None:
     if not callable(function):
         raise UsageError(
-            f"{flag} {spec} is of type {type(function).__name__}, which cannot be called; name a "
-            "function fn(prompt=, response=, answer=) that returns a number"
+            f"is of type {type(function).__name__}, which cannot be called",
+            flag=f"{flag} {spec}",
+            remedy="name a function fn(prompt=, response=, answer=) that returns a number",
         )
     try:
         signature = inspect.signature(function)
@@ -204,8 +211,10 @@ def _check_callable(function: object, spec: str, flag: str) -> None:
         signature.bind(prompt="", response="", answer="", **more)
     except TypeError as error:
         raise UsageError(
-            f"{flag} {spec} has the parameters {signature}, but is called as "
-            f"fn(prompt=, response=, answer=) ({error}); give it these three keywords"
+            f"has the parameters {signature}, but is called as fn(prompt=, response=, answer=) "
+            f"({error})",
+            flag=f"{flag} {spec}",
+            remedy="give it these three keywords",
         ) from error
 
 

@@ -153,9 +153,10 @@ class RewardPool:
         except (RuntimeError, ProcessExpired, TimeoutError) as error:
             reason = str(error) if isinstance(error, RuntimeError) else type(error).__name__
             raise UsageError(
-                f"--rl-reward {','.join(self._specs)} cannot be used, because the process that "
-                f"imported it ended or gave no answer within {_WORKER_START_SECONDS:g} s "
-                f"({reason}); make its import work by itself"
+                "cannot be used, because the process that imported it ended or gave no answer "
+                f"within {_WORKER_START_SECONDS:g} s ({reason})",
+                flag=f"--rl-reward {','.join(self._specs)}",
+                remedy="make its import work by itself",
             ) from error
 
     def close(self) -> None:

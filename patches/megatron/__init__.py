@@ -55,7 +55,7 @@ def apply() -> tuple[str, ...]:
     early = {"megatron.core", "megatron.training"} & sys.modules.keys()
     if early and not any(patch.name in applied_patches() for patch in PATCHES):
         raise UsageError(
-            "Megatron was imported before mcore_rl.prepare(), which repairs it for this machine; "
-            "call it before the first import of Megatron"
+            "Megatron was imported before mcore_rl.prepare(), which repairs it for this machine",
+            remedy="call it before the first import of Megatron",
         )
     return apply_all(PATCHES)

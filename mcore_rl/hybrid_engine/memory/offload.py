@@ -108,12 +108,15 @@ def offload_kinds(
     for kind in sorted(wanted):
         if kind not in KINDS:
             raise UsageError(
-                f"{flag} {text} names {kind!r}, which is none of {', '.join(sorted(KINDS))}; "
-                "give some of these separated by commas, or auto, or none"
+                f"names {kind!r}, which is none of {', '.join(sorted(KINDS))}",
+                flag=f"{flag} {text}",
+                remedy="give some of these separated by commas, or auto, or none",
             )
         if kind in forbidden:
             raise UsageError(
-                f"{flag} {text} does not go with {forbidden[kind]}; drop one of the two"
+                f"does not go with {forbidden[kind]}",
+                flag=f"{flag} {text}",
+                remedy="drop one of the two",
             )
     return wanted
 

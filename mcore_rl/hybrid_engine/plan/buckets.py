@@ -93,9 +93,10 @@ def slot_bytes(bucket_bytes: int, num_slots: int, frame: Frame) -> int:
     smallest = frame.total_bytes(frame.alignment)
     if share < smallest:
         raise UsageError(
-            f"--rl-reshard-bucket-mb gives a bucket of {bucket_bytes} bytes, which must hold "
-            f"{num_slots} messages of at least {smallest} bytes each; raise it to "
-            f"{num_slots * smallest} bytes or more"
+            f"gives a bucket of {bucket_bytes} bytes, which must hold {num_slots} messages of at "
+            f"least {smallest} bytes each",
+            flag="--rl-reshard-bucket-mb",
+            remedy=f"raise it to {num_slots * smallest} bytes or more",
         )
     return share
 

@@ -369,8 +369,8 @@ class VLLMEngine:
             if len(prompt.token_ids) + max_tokens > limit:
                 raise UsageError(
                     f"prompt {prompt.index} has {len(prompt.token_ids)} tokens, which with "
-                    f"{max_tokens} new ones exceeds the engine's {limit}; shorten one of the two "
-                    "or raise the engine's length"
+                    f"{max_tokens} new ones exceeds the engine's {limit}",
+                    remedy="shorten one of the two or raise the engine's length",
                 )
 
 

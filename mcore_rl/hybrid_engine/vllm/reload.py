@@ -151,8 +151,9 @@ def _require_reloadable(model: torch.nn.Module) -> None:
         if backend is not None and backend.name not in _RELOADABLE:
             raise UsageError(
                 f"vLLM has chosen the {backend.name} kernels for the experts of {name}, whose "
-                f"weights cannot be exchanged in place; leave --rl-rollout-all2all-backend out and "
-                f"VLLM_ROCM_USE_AITER_MOE unset, so that it chooses one of {', '.join(_RELOADABLE)}"
+                "weights cannot be exchanged in place",
+                remedy="leave --rl-rollout-all2all-backend out and VLLM_ROCM_USE_AITER_MOE unset, "
+                f"so that it chooses one of {', '.join(_RELOADABLE)}",
             )
 
 

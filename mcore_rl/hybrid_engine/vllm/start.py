@@ -147,19 +147,21 @@ def require_placement(config: EngineConfig) -> None:
     if tp_size < 1 or world_size % tp_size:
         raise UsageError(
             f"a rollout tensor parallel size of {tp_size} does not divide the world of "
-            f"{world_size} processes; choose a divisor"
+            f"{world_size} processes",
+            remedy="choose a divisor",
         )
     if config.dp_size < 1 or world_size % config.slots_per_engine:
         raise UsageError(
-            f"a rollout tensor parallel size of {tp_size} x {config.dp_size} data-parallel ranks = "
-            f"{config.slots_per_engine} does not divide the world of {world_size} processes; "
-            "choose a divisor"
+            f"a rollout tensor parallel size of {tp_size} x {config.dp_size} data-parallel ranks "
+            f"= {config.slots_per_engine} does not divide the world of {world_size} processes",
+            remedy="choose a divisor",
         )
     ranks = config.rank_map or tuple(range(world_size))
     if sorted(ranks) != list(range(world_size)):
         raise UsageError(
             f"the rank map {','.join(map(str, ranks))} does not name each of the {world_size} "
-            "ranks exactly once; correct it"
+            "ranks exactly once",
+            remedy="correct it",
         )
     if config.ranks_per_node is None:
         return
@@ -170,16 +172,17 @@ def require_placement(config: EngineConfig) -> None:
             raise UsageError(
                 f"the rank map puts ranks {','.join(map(str, group))} into one rollout TP group, "
                 f"but they are in {len(nodes)} nodes of {config.ranks_per_node} ranks "
-                f"({','.join(map(str, nodes))}); keep each group of {tp_size} in one node"
+                f"({','.join(map(str, nodes))})",
+                remedy=f"keep each group of {tp_size} in one node",
             )
 
 
 def _require_runnable(config: EngineConfig) -> None:
     if config.dp_size > 1 and not on_cuda():
         raise UsageError(
-            f"vLLM on CPU cannot run experts over {config.dp_size} data-parallel ranks; choose "
-            "EP equal to the rollout tensor parallel size, or VLLMModelOnly, which does not "
-            "generate"
+            f"vLLM on CPU cannot run experts over {config.dp_size} data-parallel ranks",
+            remedy="choose EP equal to the rollout tensor parallel size, or VLLMModelOnly, which "
+            "does not generate",
         )
 
 
@@ -207,7 +210,8 @@ def _prepare_environment(config: EngineConfig) -> None:
     if os.environ.get("VLLM_ENABLE_V1_MULTIPROCESSING", "0") != "0":
         raise UsageError(
             "VLLM_ENABLE_V1_MULTIPROCESSING=1 puts the engine into a process of its own, but it "
-            "must share its weights' process; unset it"
+            "must share its weights' process",
+            remedy="unset it",
         )
     rank = str(dist.get_rank())
     defaults = {

@@ -36,8 +36,8 @@ def main(options: argparse.Namespace, others: Sequence[str]) -> int:
         folders.append(Path(options.other_run_dir))
         if folders[0].resolve() == folders[1].resolve():
             raise UsageError(
-                f"RUN_DIR and OTHER_RUN_DIR are both {folders[0].resolve()}; name another run to "
-                "compare with, or only one"
+                f"RUN_DIR and OTHER_RUN_DIR are both {folders[0].resolve()}",
+                remedy="name another run to compare with, or only one",
             )
     target = Path(options.output) if options.output else folders[0] / "report.html"
     runs = read_runs(folders)
@@ -46,7 +46,9 @@ def main(options: argparse.Namespace, others: Sequence[str]) -> int:
         target.write_bytes(page)
     except OSError as error:
         raise UsageError(
-            f"--output {target} cannot be written ({error.strerror}); name another file"
+            f"cannot be written ({error.strerror})",
+            flag=f"--output {target}",
+            remedy="name another file",
         ) from error
     for run in runs:
         for note in run.notes:

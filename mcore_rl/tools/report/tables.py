@@ -6,7 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from mcore_rl.common.parameters import flag_of
+from mcore_rl.common.parameters import flag_of, parameters_of
+from mcore_rl.flags.megatron_flags import OWN_RL
 from mcore_rl.flags.options import RLConfig, frozen
 from mcore_rl.observe.run_directory import HIGHEST_IS_BEST, LOWEST_IS_BEST
 from mcore_rl.tools.report.run_files import Run
@@ -71,10 +72,14 @@ def settings_of(runs: Sequence[Run]) -> list[Settings]:
     if not any(configs):
         return []
     ours: list[SettingRow] = []
-    for name, default in RLConfig().as_dict().items():
+    defaults = {parameter.name: parameter.default for parameter in parameters_of(RLConfig)}
+    # Those of an algorithm's parts, a user's own too: to ask for their declarations needs torch.
+    named = {name[3:] for config in configs for name in config if name.startswith("rl_")}
+    parts = named - defaults.keys() - {name.removeprefix("rl_") for name in OWN_RL} - {"config"}
+    for name in (*defaults, *sorted(parts)):
         values = [_taken(config, name) for config in configs]
         if any(value is not _NOTHING for value in values):
-            ours.append(_row(flag_of(name), values, default, of_rl=True))
+            ours.append(_row(flag_of(name), values, defaults.get(name), of_rl=True))
     names = sorted({name for config in configs for name in config})
     theirs = [
         _row(name, [config.get(name, _NOTHING) for config in configs], None, of_rl=False)

@@ -13,7 +13,6 @@ from pathlib import Path
 
 import pytest
 import torch
-import yaml
 
 import mcore_rl
 import mcore_rl.api as api
@@ -23,14 +22,14 @@ from mcore_rl.algorithms.registry import find_advantage_estimator
 from mcore_rl.algorithms.total_loss import policy_loss_total
 from mcore_rl.common.errors import UsageError
 from mcore_rl.data.prompt_file import read_rows
-from mcore_rl.flags.given import expand_config, given_values, import_given_files
+from mcore_rl.flags.given import as_config, expand_config, given_values, import_given_files
 from mcore_rl.flags.options import RLConfig, add_rl_args, config_from, flags
 from mcore_rl.flags.pages import BEGIN, END, flags_page, help_text, parameter_table
 from mcore_rl.job import preflight
 from mcore_rl.model.config_json import read_model_shape
 from mcore_rl.observe import user_metrics
-from mcore_rl.observe.run_directory import RunDirectory
-from mcore_rl.run.builders import prompt_source
+from mcore_rl.observe.run_directory import RunConfig, RunDirectory, read_config
+from mcore_rl.run.inputs import prompt_source
 from tests.unit.algorithms.ragged import ragged, random_ragged
 from tests.unit.algorithms.test_estimators import inputs_of
 
@@ -161,18 +160,17 @@ def test_the_file_may_be_named_in_rl_config_where_its_parameters_stand_too(
     second.write_text("rl_spo_width: 0.125\nrl-decay-steps: 7\n")
     config = config_of("--rl-config", str(first), f"--rl-config={second}")
     assert config.recipe.policy_loss_config(8).parameters.spo_width == 0.125
-    # What a run writes down has them as flags, so that it can be given back.
-    args = add_rl_args(argparse.ArgumentParser()).parse_args(["--rl-spo-width", "0.125"])
-    RunDirectory(tmp_path / "run", {**vars(args), **config.as_dict()}).close()
-    written = yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())
-    assert written["rl_spo_width"] == written["spo_width"] == 0.125
-    assert written["decay_steps"] == 7 and written["spo_shape"] is None
-    kept = tmp_path / "kept.yaml"
-    ours = {f"rl_{name}": value for name, value in config.as_dict().items() if value is not None}
-    ours["rl_import"] = ours.pop("rl_import_")
-    kept.write_text(yaml.safe_dump({k: list(v) if v == () else v for k, v in ours.items()
-                                    if v not in ((), False)} | {"rl_import": [mine]}))  # fmt: skip
-    assert config_of("--rl-config", str(kept)).recipe == config.recipe
+    # What a run writes down has them as flags, and can be given back.
+    parser = add_rl_args(argparse.ArgumentParser())
+    tokens = expand_config(["--rl-config", str(first), "--rl-config", str(second)], parser)
+    resolved = {f"rl_{name}": value for name, value in config.as_dict().items()}
+    RunDirectory(tmp_path / "run", RunConfig(as_config(tokens, parser), resolved)).close()
+    written = tmp_path / "run" / "config.yaml"
+    assert read_config(written).given["rl-spo-width"] == 0.125
+    assert read_config(written).resolved["rl_spo_width"] == 0.125
+    assert read_config(written).resolved["rl_decay_steps"] == 7
+    assert read_config(written).resolved["rl_spo_shape"] is None
+    assert config_of("--rl-config", str(written)).recipe == config.recipe
 
 
 @pytest.mark.parametrize(
@@ -287,7 +285,7 @@ FIELDS = {
     "router names rope_types default_rope_theta",
     "Parameters": "",
     "PolicyLossInputs": "log_probs old_log_probs advantages loss_mask lengths",
-    "Prompt": "index text answer token_ids",
+    "Prompt": "index text answer token_ids row",
     "Recipe": "advantage policy_loss parameters loss_aggregation loss_constant kl_place kl_coef "
     "kl_estimator entropy_coef value_clip_eps mismatch_correction num_samples_per_prompt "
     "dynamic_sampling max_refills overlong_buffer_tokens overlong_buffer_share",

@@ -30,7 +30,9 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 def main(options: argparse.Namespace, others: Sequence[str]) -> int:
     """The whole command; returns 0. Raises UsageError."""
     if others:
-        raise UsageError(f"unrecognized arguments: {' '.join(others)}; see mcore-rl report --help")
+        raise UsageError(
+            f"unrecognized arguments: {' '.join(others)}", remedy="see mcore-rl report --help"
+        )
     folders = [Path(options.run_dir)]
     if options.other_run_dir is not None:
         folders.append(Path(options.other_run_dir))

@@ -42,7 +42,7 @@ from mcore_rl.hybrid_engine.sharding_manager import (
     log_reshard,
 )
 from mcore_rl.hybrid_engine.vllm.engine import VLLMEngine
-from mcore_rl.job.preflight import Checked
+from mcore_rl.job.spec import JobSpec
 from mcore_rl.megatron.adapter import TrainState
 from mcore_rl.megatron.shards import ModelShards
 from mcore_rl.run.actor import Actor
@@ -224,11 +224,13 @@ def show(result: Verification, job: Job) -> None:
         console.print(f"  differs on {name}", soft_wrap=True, highlight=False)
 
 
-def check_prompts_given(checked: Checked) -> None:
+def check_prompts_given(checked: JobSpec) -> None:
     """Verification needs prompts, and neither rewards nor a run directory."""
     if checked.config.prompts is None:
         raise UsageError(
-            "--rl-prompts is missing; give a JSONL or Parquet file of prompts to score"
+            "is missing",
+            flag="--rl-prompts",
+            remedy="give a JSONL or Parquet file of prompts to score",
         )
     load_prompts(
         prompt_source(

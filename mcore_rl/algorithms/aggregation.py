@@ -62,13 +62,15 @@ class Aggregation:
     def __post_init__(self) -> None:
         if self.mode == "constant" and self.constant is None:
             raise UsageError(
-                "--rl-loss-aggregation constant needs --rl-loss-constant, the number of tokens to "
-                "divide by: give for example the value of --rl-max-response-tokens."
+                "needs --rl-loss-constant, the number of tokens to divide by",
+                flag="--rl-loss-aggregation constant",
+                remedy="give for example the value of --rl-max-response-tokens",
             )
         if self.mode != "constant" and self.constant is not None:
             raise UsageError(
-                f"--rl-loss-constant {self.constant} has no effect with --rl-loss-aggregation "
-                f"{self.mode}: drop it, or choose --rl-loss-aggregation constant."
+                f"has no effect with --rl-loss-aggregation {self.mode}",
+                flag=f"--rl-loss-constant {self.constant}",
+                remedy="drop it, or choose --rl-loss-aggregation constant",
             )
 
 

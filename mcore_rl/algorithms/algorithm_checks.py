@@ -29,16 +29,18 @@ def resolved_kl(
         if not kl.kl_in_reward:
             other = f"--rl-kl-reward-coef {kl.kl_reward_coef}"
         raise UsageError(
-            f"--rl-kl-coef {kl.kl_coef} puts the KL into the loss and {other} into the reward, "
-            "which would count it twice: give one of them."
+            f"puts the KL into the loss and {other} into the reward, which would count it twice",
+            flag=f"--rl-kl-coef {kl.kl_coef}",
+            remedy="give one of them",
         )
     to_reward = kl.kl_in_reward
     if to_reward is None:
         to_reward = recipe.kl_place == "reward" and not wants_loss
     if kl.kl_reward_coef is not None and not to_reward:
         raise UsageError(
-            f"--rl-kl-reward-coef {kl.kl_reward_coef} has no effect, because the KL is not in the "
-            "reward: add --rl-kl-in-reward, or give --rl-kl-coef for the KL in the loss."
+            "has no effect, because the KL is not in the reward",
+            flag=f"--rl-kl-reward-coef {kl.kl_reward_coef}",
+            remedy="add --rl-kl-in-reward, or give --rl-kl-coef for the KL in the loss",
         )
     place: Literal["loss", "reward"] = "reward" if to_reward else "loss"
     coef = kl.kl_reward_coef if to_reward else kl.kl_coef
@@ -69,17 +71,20 @@ def check_parts(
         *_group_problems(parts, given, estimator),
         *_sampling_problems(parts, given),
     ):
-        raise UsageError(problem)
+        raise problem
 
 
-def _critic_problems(given: Mapping[str, Any], estimator: RegisteredEstimator) -> Iterator[str]:
+def _critic_problems(
+    given: Mapping[str, Any], estimator: RegisteredEstimator
+) -> Iterator[UsageError]:
     if estimator.needs_critic:
         return
     for key in given:
         if key.startswith("critic_") or key in ("value_clip_eps", "gae_lambda"):
-            yield (
-                f"{flag_of(key)} {given[key]} has no effect, because --rl-advantage "
-                f"{estimator.name} uses no critic: drop it, or choose --rl-advantage gae."
+            yield UsageError(
+                f"has no effect, because --rl-advantage {estimator.name} uses no critic",
+                flag=f"{flag_of(key)} {given[key]}",
+                remedy="drop it, or choose --rl-advantage gae",
             )
 
 
@@ -87,7 +92,7 @@ def _unread_flags(
     parts: Mapping[str, Any],
     given: Mapping[str, Any],
     owners: Mapping[str, Mapping[str, Parameters]],
-) -> Iterator[str]:
+) -> Iterator[UsageError]:
     """Parameters of an estimator, loss or correction that was not chosen."""
     for chooser, known in owners.items():
         chosen = parts[field_of(chooser)]
@@ -95,65 +100,79 @@ def _unread_flags(
             readers = [name for name, parameters in known.items() if hasattr(parameters, key)]
             if not readers or chosen in readers:
                 continue
-            value = f"{flag_of(key)} {given[key]} has no effect"
+            flag = f"{flag_of(key)} {given[key]}"
             if chooser == "--rl-mismatch-correction":
                 others = " or ".join(readers)
-                yield f"{value} with {chooser} {chosen}: drop it, or choose {others}."
+                yield UsageError(
+                    f"has no effect with {chooser} {chosen}",
+                    flag=flag,
+                    remedy=f"drop it, or choose {others}",
+                )
                 continue
             always = key == "whiten_advantages" and chosen.startswith("reinforce_pp")
             why = "always whitens" if always else "does not read it"
             # Of several the one with most parameters: gae, ppo_clip.
             other = max(readers, key=lambda name: len(parameters_of(type(known[name]))))
-            yield (
-                f"{value}, because {chooser} {chosen} {why}: drop it, or choose {chooser} {other}."
+            yield UsageError(
+                f"has no effect, because {chooser} {chosen} {why}",
+                flag=flag,
+                remedy=f"drop it, or choose {chooser} {other}",
             )
 
 
 def _kl_problems(
     parts: Mapping[str, Any], given: Mapping[str, Any], kl: KLParameters
-) -> Iterator[str]:
+) -> Iterator[UsageError]:
     if kl.kl_target is not None and parts["kl_place"] != "reward":
-        yield (
-            f"--rl-kl-target {kl.kl_target} has no effect, because only the coefficient of a KL in "
-            "the reward is adapted: add --rl-kl-in-reward, or drop it."
+        yield UsageError(
+            "has no effect, because only the coefficient of a KL in the reward is adapted",
+            flag=f"--rl-kl-target {kl.kl_target}",
+            remedy="add --rl-kl-in-reward, or drop it",
         )
     if "kl_horizon" in given and kl.kl_target is None:
-        yield (
-            f"--rl-kl-horizon {kl.kl_horizon} has no effect, because without --rl-kl-target "
-            "the coefficient of the KL stays: give a target, or drop it."
+        yield UsageError(
+            "has no effect, because without --rl-kl-target the coefficient of the KL stays",
+            flag=f"--rl-kl-horizon {kl.kl_horizon}",
+            remedy="give a target, or drop it",
         )
 
 
 def _group_problems(
     parts: Mapping[str, Any], given: Mapping[str, Any], estimator: RegisteredEstimator
-) -> Iterator[str]:
+) -> Iterator[UsageError]:
     samples = parts["num_samples_per_prompt"]
     if estimator.compares_group and samples == 1:
-        yield (
-            "--rl-num-samples-per-prompt 1 leaves nothing to learn from, because --rl-advantage "
-            f"{estimator.name} compares the responses to one prompt: choose 2 or more."
+        yield UsageError(
+            f"leaves nothing to learn from, because --rl-advantage {estimator.name} compares "
+            "the responses to one prompt",
+            flag="--rl-num-samples-per-prompt 1",
+            remedy="choose 2 or more",
         )
     if parts["dynamic_sampling"] and samples == 1:
-        yield (
-            "--rl-num-samples-per-prompt 1 would have --rl-dynamic-sampling refuse every prompt, "
-            "because it keeps those whose responses differ in reward: choose 2 or more, or drop "
-            "--rl-dynamic-sampling."
+        yield UsageError(
+            "would have --rl-dynamic-sampling refuse every prompt, because it keeps those whose "
+            "responses differ in reward",
+            flag="--rl-num-samples-per-prompt 1",
+            remedy="choose 2 or more, or drop --rl-dynamic-sampling",
         )
     if "max_refills" in given and not parts["dynamic_sampling"]:
-        yield (
-            f"--rl-max-refills {given['max_refills']} has no effect without --rl-dynamic-sampling: "
-            "add that, or drop it."
+        yield UsageError(
+            "has no effect without --rl-dynamic-sampling",
+            flag=f"--rl-max-refills {given['max_refills']}",
+            remedy="add that, or drop it",
         )
 
 
-def _sampling_problems(parts: Mapping[str, Any], given: Mapping[str, Any]) -> Iterator[str]:
+def _sampling_problems(parts: Mapping[str, Any], given: Mapping[str, Any]) -> Iterator[UsageError]:
     top_p, top_k = given.get("top_p", 1.0), given.get("top_k", 0)
     if parts["mismatch_correction"] != "none":
         return
     for key, value, narrows in (("top_p", top_p, top_p < 1.0), ("top_k", top_k, top_k > 0)):
         if narrows:
-            yield (
-                f"{flag_of(key)} {value} needs --rl-mismatch-correction, because the engine then "
-                "renormalises its log-probs over the tokens it kept while the trainer's are over "
-                "the whole vocabulary: choose for example token_tis, or sample from all tokens."
+            yield UsageError(
+                "needs --rl-mismatch-correction, because the engine then renormalises its "
+                "log-probs over the tokens it kept while the trainer's are over the whole "
+                "vocabulary",
+                flag=f"{flag_of(key)} {value}",
+                remedy="choose for example token_tis, or sample from all tokens",
             )

@@ -157,8 +157,9 @@ class AdaptiveKL:
     def __post_init__(self) -> None:
         if self.coef == 0.0:
             raise UsageError(
-                f"--rl-kl-reward-coef {self.coef} cannot be adapted, because every multiple of it "
-                "is 0: start above 0, or drop --rl-kl-target."
+                "cannot be adapted, because every multiple of it is 0",
+                flag=f"--rl-kl-reward-coef {self.coef}",
+                remedy="start above 0, or drop --rl-kl-target",
             )
 
     def update(self, kl: float, num_samples: int) -> None:

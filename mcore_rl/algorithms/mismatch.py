@@ -60,8 +60,9 @@ class Band(Parameters):
         low, high = self.mismatch_low, self.mismatch_high
         if not 0.0 <= low < high < math.inf:
             raise UsageError(
-                f"--rl-mismatch-low {low} and --rl-mismatch-high {high} are not 0 <= low < high: "
-                "ratios between them are kept, so choose for example 0.5 and 2."
+                f"and --rl-mismatch-high {high} are not 0 <= low < high",
+                flag=f"--rl-mismatch-low {low}",
+                remedy="ratios between them are kept, so choose for example 0.5 and 2",
             )
 
 

@@ -230,9 +230,10 @@ def declared_parameters() -> dict[str, Parameter]:
             for parameter in parameters_of(type(parameters)):
                 if found.setdefault(parameter.name, parameter) != parameter:
                     raise UsageError(
-                        f"{parameter.flag} is a flag already, so that {owner} of {flag} cannot "
-                        f"declare {parameter.name} anew; rename it, or inherit from the class that "
-                        "declares it"
+                        f"is a flag already, so that {owner} of {flag} cannot declare "
+                        f"{parameter.name} anew",
+                        flag=parameter.flag,
+                        remedy="rename it, or inherit from the class that declares it",
                     )
     return found
 

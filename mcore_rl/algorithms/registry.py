@@ -161,7 +161,9 @@ def unknown_name(flag: str, name: str, kind: str, known: Iterable[str]) -> Usage
     names = sorted(known)
     nearest = difflib.get_close_matches(name, names, n=1)
     hint = f" (did you mean {nearest[0]}?)" if nearest else ""
-    return UsageError(f"{flag} {name} is no {kind}{hint}: choose one of {', '.join(names)}.")
+    return UsageError(
+        f"is no {kind}{hint}", flag=f"{flag} {name}", remedy=f"choose one of {', '.join(names)}"
+    )
 
 
 def import_user_file(path: str) -> None:
@@ -178,12 +180,15 @@ def import_user_file(path: str) -> None:
         return
     if file.suffix != ".py":
         raise UsageError(
-            f"--rl-import {path} is not a .py file: name the Python file that holds your functions."
+            "is not a .py file",
+            flag=f"--rl-import {path}",
+            remedy="name the Python file that holds your functions",
         )
     if not file.is_file():
         raise UsageError(
-            f"--rl-import {path} does not exist, seen from the working directory {Path.cwd()}: "
-            "correct the path."
+            f"does not exist, seen from the working directory {Path.cwd()}",
+            flag=f"--rl-import {path}",
+            remedy="correct the path",
         )
     # Two files called rewards.py are two modules.
     digest = hashlib.sha256(str(file).encode()).hexdigest()[:8]
@@ -192,8 +197,9 @@ def import_user_file(path: str) -> None:
         _run(file, module_name)
     except (Exception, SystemExit) as error:  # whatever the user's file raises is theirs to see
         raise UsageError(
-            f"--rl-import {path} cannot be used, because running it raised "
-            f"{type(error).__name__}: {error}; make `python {path}` work."
+            f"cannot be used, because running it raised {type(error).__name__}: {error}",
+            flag=f"--rl-import {path}",
+            remedy=f"make `python {path}` work",
         ) from error
     _IMPORTED[file] = module_name
 

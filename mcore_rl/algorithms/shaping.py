@@ -12,9 +12,10 @@ def check_overlong_buffer(buffer_tokens: int, max_response_tokens: int) -> None:
     """UsageError: the buffer is not within the response budget. 0 turns the penalty off."""
     if not 0 <= buffer_tokens <= max_response_tokens:
         raise UsageError(
-            f"--rl-overlong-buffer-tokens {buffer_tokens} is not between 0 and "
-            f"--rl-max-response-tokens {max_response_tokens}: the penalty grows over the last "
-            f"tokens of that budget, so choose for example {max(1, max_response_tokens // 5)}."
+            f"is not between 0 and --rl-max-response-tokens {max_response_tokens}",
+            flag=f"--rl-overlong-buffer-tokens {buffer_tokens}",
+            remedy="the penalty grows over the last tokens of that budget, so choose for example "
+            f"{max(1, max_response_tokens // 5)}",
         )
 
 

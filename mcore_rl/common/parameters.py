@@ -105,12 +105,16 @@ class Parameter:
             return
         if self.choices is not None and value not in self.choices:
             raise UsageError(
-                f"{self.flag} {value} is unknown: choose one of {', '.join(self.choices)}."
+                "is unknown",
+                flag=f"{self.flag} {value}",
+                remedy=f"choose one of {', '.join(self.choices)}",
             )
         if self.bounds and not self.bounds.hold(value):
             advice = self.advice or f"choose for example {self.default}"
             raise UsageError(
-                f"{self.flag} {value} is not {self.bounds.number(self.kind)}: {advice}."
+                f"is not {self.bounds.number(self.kind)}",
+                flag=f"{self.flag} {value}",
+                remedy=advice,
             )
 
 

@@ -59,11 +59,14 @@ def prompts_path(named: str, cache_dir: str | None, flag: str = "--rl-prompts") 
         lines = [json.dumps(dict(row), ensure_ascii=False) for row in _SOURCES[named]()]
     except Exception as error:  # whatever the user's function raises is theirs to see
         raise UsageError(
-            f"{flag} {named} cannot be used, because its function raised "
-            f"{type(error).__name__}: {error}; let it yield mappings of strings and numbers"
+            f"cannot be used, because its function raised {type(error).__name__}: {error}",
+            flag=f"{flag} {named}",
+            remedy="let it yield mappings of strings and numbers",
         ) from error
     if not lines:
-        raise UsageError(f"{flag} {named} gives no row; let its function yield some")
+        raise UsageError(
+            "gives no row", flag=f"{flag} {named}", remedy="let its function yield some"
+        )
     data = ("\n".join(lines) + "\n").encode()
     cache = Path(cache_dir or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "mcore_rl")
     file = f"{named}-{hashlib.sha256(data).hexdigest()[:16]}.jsonl"

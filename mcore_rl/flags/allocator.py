@@ -23,8 +23,10 @@ def check_allocator(environment: Mapping[str, str]) -> None:
     setting = expandable_segments(environment)
     if setting is not None and vllm_refuses_expandable_segments():
         raise UsageError(
-            f"{setting}: the installed vLLM's sleep mode, by which training and rollout share a "
-            "device, refuses expandable segments; take expandable_segments out of it"
+            ": the installed vLLM's sleep mode, by which training and rollout share a device, "
+            "refuses expandable segments",
+            flag=setting,
+            remedy="take expandable_segments out of it",
         )
 
 

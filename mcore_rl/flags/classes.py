@@ -44,8 +44,8 @@ def tables() -> Iterator[tuple[str, str, frozenset[str]]]:
     for reason, names in HONOURED.items():
         yield "honoured", reason, frozenset(names.split())
     yield "honoured", _FROM_CONFIG, ARCHITECTURE
-    for dest, reason in {**REFUSED, **REFUSED_OTHERWISE, **REFUSED_BY_MEGATRON}.items():
-        yield "refused", reason, frozenset({dest})
+    for dest, why in {**REFUSED, **REFUSED_OTHERWISE, **REFUSED_BY_MEGATRON}.items():
+        yield "refused", str(why), frozenset({dest})
     for reason, names in WITHOUT_EFFECT.items():
         yield "without effect", reason, frozenset(names.split())
 
@@ -56,35 +56,41 @@ def check_no_megatron_rl_flag(given: Mapping[str, Any], parser: argparse.Argumen
         # By the group, too: another version of Megatron may have more of them.
         for action in group._group_actions if group.title == "rl" else ():
             if action.dest in given:
-                raise UsageError(f"{action.option_strings[0]} {OWN_RL_REASON}")
+                found, remedy = OWN_RL_REASON
+                raise UsageError(found, flag=action.option_strings[0], remedy=remedy)
 
 
 def check_refused(values: Mapping[str, Any]) -> None:
     """Flags, and values of flags, that RL cannot honour; `values` by destination."""
-    for dest, reason in REFUSED.items():
+    for dest, (why, remedy) in REFUSED.items():
         if values.get(dest) and dest not in OWN_RL - {"perform_rl_step"}:
-            raise UsageError(f"{_flag(dest)} {reason}")
-    for dest, (refused, reason) in REFUSED_VALUES.items():
+            raise UsageError(why, flag=_flag(dest), remedy=remedy)
+    for dest, (refused, (why, remedy)) in REFUSED_VALUES.items():
         found = values.get(dest)
         for value in found if isinstance(found, list) else [found]:
             if (name := getattr(value, "name", value)) in refused:
-                raise UsageError(f"{_flag(dest)} {name} {reason}")
+                raise UsageError(why, flag=f"{_flag(dest)} {name}", remedy=remedy)
 
 
 def check_numbers(values: Mapping[str, Any]) -> None:
-    """Numbers that Megatron does not look at, by themselves and beside each other."""
+    """Numbers that Megatron does not look at, by themselves."""
     for words, names in RANGES.items():
         for dest in names.split():
             found = values.get(dest)
             for value in found if isinstance(found, list) else [found]:
                 if value is not None and not _is_in(words, value):
-                    raise UsageError(f"{_flag(dest)} {value} must be {words}")
+                    raise UsageError(f"must be {words}", flag=f"{_flag(dest)} {value}")
+
+
+def check_order(values: Mapping[str, Any]) -> None:
+    """Numbers that Megatron does not look at, beside each other."""
     for lower, upper in _ORDERED:
         low, high = values.get(lower), values.get(upper)
         if low is not None and high is not None and low > high:
             raise UsageError(
-                f"{_flag(lower)} {low} is greater than {_flag(upper)} {high}; lower the first or "
-                "raise the second"
+                f"is greater than {_flag(upper)} {high}",
+                flag=f"{_flag(lower)} {low}",
+                remedy="lower the first or raise the second",
             )
     _check_schedule(values)
 
@@ -104,11 +110,12 @@ def _check_schedule(values: Mapping[str, Any]) -> None:
     if warmup and decay and warmup >= decay:
         where = "--lr-decay-iters" if values.get("lr_decay_iters") else "the run's updates,"
         raise UsageError(
-            f"--lr-warmup-iters {warmup} leaves nothing of {where} {decay}; lower it"
-            f"{'' if values.get('lr_decay_iters') else ', or raise --rl-num-steps'}"
+            f"leaves nothing of {where} {decay}",
+            flag=f"--lr-warmup-iters {warmup}",
+            remedy=f"lower it{'' if values.get('lr_decay_iters') else ', or raise --rl-num-steps'}",
         )
     if values.get("lr_decay_style") == "WSD" and values.get("lr_wsd_decay_iters") is None:
-        raise UsageError("--lr-decay-style WSD needs --lr-wsd-decay-iters; add it")
+        raise UsageError("needs --lr-wsd-decay-iters", flag="--lr-decay-style WSD", remedy="add it")
 
 
 def check_critic_rate(rate: float | None, values: Mapping[str, Any]) -> None:
@@ -116,15 +123,17 @@ def check_critic_rate(rate: float | None, values: Mapping[str, Any]) -> None:
     for dest in ("min_lr", "lr_warmup_init"):
         if rate is not None and (bound := values.get(dest)) is not None and rate < bound:
             raise UsageError(
-                f"--rl-critic-lr {rate} is less than {_flag(dest)} {bound}; lower the latter"
+                f"is less than {_flag(dest)} {bound}",
+                flag=f"--rl-critic-lr {rate}",
+                remedy="lower the latter",
             )
 
 
 def check_derived_count(given: Mapping[str, Any], derived: Mapping[str, Any]) -> None:
     """Flags that may repeat what follows from ours, and nothing else."""
-    for dest, reason in REFUSED_OTHERWISE.items():
+    for dest, (why, remedy) in REFUSED_OTHERWISE.items():
         if given.get(dest, derived[dest]) != derived[dest]:
-            raise UsageError(f"{_flag(dest)} {given[dest]} {reason}")
+            raise UsageError(why, flag=f"{_flag(dest)} {given[dest]}", remedy=remedy)
 
 
 def given_to_fork(args: argparse.Namespace, parser: argparse.ArgumentParser) -> dict[str, Any]:

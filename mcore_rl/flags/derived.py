@@ -94,18 +94,23 @@ def derive_flags(
     for dest in [d for d in given if d in ARCHITECTURE and d not in wanted]:
         if given[dest] != parser.get_default(dest):  # scripts like to spell out defaults
             raise UsageError(
-                f"{_shown(dest, given[dest], names)} contradicts config.json, which has no such "
-                "part; drop the flag"
+                "contradicts config.json, which has no such part",
+                flag=_shown(dest, given[dest], names),
+                remedy="drop the flag",
             )
     for source, tokens in machine.items():
         _refuse_contradictions(given_values(tokens, parser), given, names, source)
     _refuse_other_precision(config, given)
     if given.get("moe_grouped_gemm") and config.no_moe_grouped_gemm:
-        raise UsageError("--moe-grouped-gemm contradicts --rl-no-moe-grouped-gemm; drop one")
+        raise UsageError(
+            "contradicts --rl-no-moe-grouped-gemm", flag="--moe-grouped-gemm", remedy="drop one"
+        )
     if given.get("moe_router_fusion") and shape.experts and shape.experts.ranks_groups_by_best:
         raise UsageError(
-            "--moe-router-fusion ranks a group of experts by the sum of several, but config.json "
-            "(topk_method 'group_limited_greedy') by its best one; drop the flag"
+            "ranks a group of experts by the sum of several, but config.json (topk_method "
+            "'group_limited_greedy') by its best one",
+            flag="--moe-router-fusion",
+            remedy="drop the flag",
         )
     _refuse_what_is_not_here(given, names, platform)
     defaults = given_values(_defaults(shape, config, given, platform), parser)
@@ -148,8 +153,8 @@ def check_fits_machine(
             if getattr(args, dest) != value:
                 raise UsageError(
                     f"the parsed {dest} is {getattr(args, dest)}, but {source} needs "
-                    f"{' '.join(tokens)}; pass that, or start by mcore_rl.initialize, which "
-                    "derives it"
+                    f"{' '.join(tokens)}",
+                    remedy="pass that, or start by mcore_rl.initialize, which derives it",
                 )
 
 
@@ -160,25 +165,31 @@ def _refuse_what_is_not_here(
     if not platform.cuda:
         for dest in [dest for dest in given if given[dest] in _NEEDS_CUDA.get(dest, ())]:
             raise UsageError(
-                f"{_shown(dest, given[dest], names)} needs CUDA, which this machine lacks; drop it"
+                "needs CUDA, which this machine lacks",
+                flag=_shown(dest, given[dest], names),
+                remedy="drop it",
             )
     if platform.transformer_engine is not None:
         if given.get("transformer_impl") == "local":
             raise UsageError(
-                "--transformer-impl local lacks layers that mcore_rl completes only where "
-                "Transformer Engine cannot be imported, and here it can; drop the flag"
+                "lacks layers that mcore_rl completes only where Transformer Engine cannot be "
+                "imported, and here it can",
+                flag="--transformer-impl local",
+                remedy="drop the flag",
             )
         return
     for dest in [dest for dest in given if given[dest] and dest in _NEEDS_TRANSFORMER_ENGINE]:
         raise UsageError(
-            f"{_shown(dest, given[dest], names)} needs Transformer Engine, which cannot be "
-            "imported here; drop it"
+            "needs Transformer Engine, which cannot be imported here",
+            flag=_shown(dest, given[dest], names),
+            remedy="drop it",
         )
     for module in given.get("recompute_modules") or ():
         if module in _RECOMPUTED_BY_TRANSFORMER_ENGINE:
             raise UsageError(
-                f"--recompute-modules {module} needs Transformer Engine, which cannot be imported "
-                "here; drop it, or use --recompute-granularity full"
+                "needs Transformer Engine, which cannot be imported here",
+                flag=f"--recompute-modules {module}",
+                remedy="drop it, or use --recompute-granularity full",
             )
 
 
@@ -189,8 +200,9 @@ def _refuse_contradictions(
         if dest in wanted and not _equal(dest, value, wanted[dest]):
             needed = _shown(dest, wanted[dest], names)
             raise UsageError(
-                f"{_shown(dest, value, names)} contradicts {source}, which needs {needed}; drop "
-                "the flag, it is derived"
+                f"contradicts {source}, which needs {needed}",
+                flag=_shown(dest, value, names),
+                remedy="drop the flag, it is derived",
             )
 
 
@@ -210,8 +222,9 @@ def _refuse_other_precision(config: RLConfig, given: Mapping[str, Any]) -> None:
     for dest in ("bf16", "fp16"):
         if given.get(dest) and config.precision != dest:
             raise UsageError(
-                f"--{dest} contradicts --rl-precision {config.precision}; drop --{dest} or give "
-                f"--rl-precision {dest}"
+                f"contradicts --rl-precision {config.precision}",
+                flag=f"--{dest}",
+                remedy=f"drop --{dest} or give --rl-precision {dest}",
             )
 
 

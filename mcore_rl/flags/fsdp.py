@@ -38,32 +38,39 @@ def check_fsdp(
     if not values.get("use_megatron_fsdp"):
         if strategy != _DEFAULT:
             raise UsageError(
-                f"--data-parallel-sharding-strategy {strategy} has no effect without {_FLAG}; add "
-                "that or drop the strategy"
+                f"has no effect without {_FLAG}",
+                flag=f"--data-parallel-sharding-strategy {strategy}",
+                remedy="add that or drop the strategy",
             )
         return
     if strategy not in _SHARDING:
         raise UsageError(
-            f"{_FLAG} with --data-parallel-sharding-strategy {strategy} shards nothing and cannot "
-            f"be saved; give one of {', '.join(_SHARDING)}, or drop {_FLAG}"
+            f"with --data-parallel-sharding-strategy {strategy} shards nothing and cannot be saved",
+            flag=_FLAG,
+            remedy=f"give one of {', '.join(_SHARDING)}, or drop {_FLAG}",
         )
     if values.get("ckpt_format") != "fsdp_dtensor":
-        raise UsageError(f"{_FLAG} saves in a format of its own; add --ckpt-format fsdp_dtensor")
+        raise UsageError(
+            "saves in a format of its own", flag=_FLAG, remedy="add --ckpt-format fsdp_dtensor"
+        )
     _check_layout(values)
     for dest, reason in _CLASHES.items():
         if values.get(dest):
             flag = f"--{dest.replace('_', '-')}"
-            raise UsageError(f"{flag} {reason} with {_FLAG}; drop one of the two")
+            raise UsageError(f"{reason} with {_FLAG}", flag=flag, remedy="drop one of the two")
     if environment.get("CUDA_DEVICE_MAX_CONNECTIONS", "1") == "1":
         raise UsageError(
-            f"{_FLAG} needs more than one queue to the device, and the environment has "
-            "CUDA_DEVICE_MAX_CONNECTIONS=1; unset it, or set it to 8"
+            "needs more than one queue to the device, and the environment has "
+            "CUDA_DEVICE_MAX_CONNECTIONS=1",
+            flag=_FLAG,
+            remedy="unset it, or set it to 8",
         )
     is_fused = platform.cuda and values.get("gradient_accumulation_fusion", True)
     if is_fused and (platform.transformer_engine or (0,)) < (2, 10):
         raise UsageError(
-            f"{_FLAG} adds up gradients in the kernels of Transformer Engine 2.10 or later only; "
-            "add --no-gradient-accumulation-fusion"
+            "adds up gradients in the kernels of Transformer Engine 2.10 or later only",
+            flag=_FLAG,
+            remedy="add --no-gradient-accumulation-fusion",
         )
 
 
@@ -71,11 +78,13 @@ def _check_layout(values: Mapping[str, Any]) -> None:
     pp_size = values.get("pipeline_model_parallel_size", 1)
     if pp_size > 1:
         raise UsageError(
-            f"--pipeline-model-parallel-size {pp_size} does not go with {_FLAG}, which shards over "
-            "all ranks but those of TP and EP; drop one of the two"
+            f"does not go with {_FLAG}, which shards over all ranks but those of TP and EP",
+            flag=f"--pipeline-model-parallel-size {pp_size}",
+            remedy="drop one of the two",
         )
     if (instances := values.get("num_distributed_optimizer_instances", 1)) > 1:
         raise UsageError(
-            f"--num-distributed-optimizer-instances {instances} is not supported with {_FLAG}; it "
-            "must be 1"
+            f"is not supported with {_FLAG}",
+            flag=f"--num-distributed-optimizer-instances {instances}",
+            remedy="it must be 1",
         )

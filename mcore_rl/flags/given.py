@@ -30,13 +30,9 @@ def expand_config(
     the nearest known one). With `refused`, what is wrong in a file is told to it and left out.
     """
 
-    def refuse(message: str) -> None:
-        raise UsageError(f"{message}; see --help")
-
     finder = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    finder.error = refuse  # type: ignore[assignment, method-assign]
     finder.add_argument("--rl-config", action="append", default=[])
-    found, rest = finder.parse_known_args(list(tokens))
+    found, rest = parse_known(finder, tokens)
     flags: dict[str, list[str]] = {}
     for path in found.rl_config:
         for flag, tokens_of_flag in _read_config(Path(path), parser, refused).items():
@@ -109,12 +105,14 @@ def _mapping_in(path: Path) -> dict[Any, Any]:
         values = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
-        raise UsageError(f"--rl-config {path} cannot be read: {reason}") from error
+        raise UsageError(f"cannot be read: {reason}", flag=f"--rl-config {path}") from error
     except yaml.YAMLError as error:
         reason = " ".join(str(error).split())
-        raise UsageError(f"--rl-config {path} is not valid YAML: {reason}") from error
+        raise UsageError(f"is not valid YAML: {reason}", flag=f"--rl-config {path}") from error
     if not isinstance(values, dict):
-        raise UsageError(f"--rl-config {path} must hold 'flag: value' lines, not a list or a text")
+        raise UsageError(
+            "must hold 'flag: value' lines, not a list or a text", flag=f"--rl-config {path}"
+        )
     return values
 
 
@@ -127,12 +125,22 @@ def _tokens_of(
         flag = flag.replace("_", "-")
     action = flags.get(flag)
     if action is None:
-        raise UsageError(f"--rl-config {path}: unknown key '{key}'{_suggest(flag, parser)}")
+        raise UsageError(
+            f": unknown key '{key}'",
+            flag=f"--rl-config {path}",
+            remedy=_suggestion(flag, parser),
+        )
     if action.dest == "rl_config":
-        raise UsageError(f"--rl-config {path} cannot name another file; give the flag twice")
+        raise UsageError(
+            "cannot name another file", flag=f"--rl-config {path}", remedy="give the flag twice"
+        )
     if action.nargs == 0:
         if not isinstance(value, bool):
-            raise UsageError(f"--rl-config {path}: '{key}' is a switch; its value is true or false")
+            raise UsageError(
+                f": '{key}' is a switch",
+                flag=f"--rl-config {path}",
+                remedy="its value is true or false",
+            )
         if isinstance(action, argparse.BooleanOptionalAction) and not value:
             return action, [option for option in action.option_strings if option != flag]
         return action, [flag] if value else []
@@ -207,9 +215,9 @@ def _typed(text: str) -> int | float | str:
     return text
 
 
-def _suggest(flag: str, parser: argparse.ArgumentParser) -> str:
+def _suggestion(flag: str, parser: argparse.ArgumentParser) -> str:
     near = difflib.get_close_matches(flag, list(parser._option_string_actions), n=1, cutoff=0.6)
-    return f"; did you mean '{near[0]}'?" if near else "; see --help for the known flags"
+    return f"did you mean '{near[0]}'?" if near else "see --help for the known flags"
 
 
 def given_values(tokens: Sequence[str], parser: argparse.ArgumentParser) -> dict[str, Any]:
@@ -220,22 +228,46 @@ def given_values(tokens: Sequence[str], parser: argparse.ArgumentParser) -> dict
     that do not fit their flag.
     """
 
-    def refuse(message: str) -> None:
-        raise UsageError(f"{message.removeprefix('argument ')}; see --help")
-
-    parser.error = refuse  # type: ignore[assignment, method-assign]
     for action in parser._actions:
         action.required = False
         if action.type is not None and not isinstance(action.type, _Conversion):
             action.type = _Conversion(action.type)
-    values, unknown = parser.parse_known_args(list(tokens), _Given())
+    values, unknown = parse_known(parser, tokens, _Given())
     for token in unknown:
         if token.startswith("--"):
             flag = token.split("=")[0]
-            raise UsageError(f"unknown flag {flag}{_suggest(flag, parser)}")
+            raise UsageError("unknown flag {flag}", flag=flag, remedy=_suggestion(flag, parser))
     if unknown:
-        raise UsageError(f"'{unknown[0]}' belongs to no flag; check the command line around it")
+        raise UsageError(
+            "'{flag}' belongs to no flag",
+            flag=unknown[0],
+            remedy="check the command line around it",
+        )
     return vars(values)
+
+
+def parse_known(
+    parser: argparse.ArgumentParser,
+    tokens: Sequence[str],
+    into: argparse.Namespace | None = None,
+    *,
+    remedy: str = "see --help",
+) -> tuple[argparse.Namespace, list[str]]:
+    """What `parser` makes of tokens, and those that it does not know; UsageError where argparse
+    would print its usage and leave."""
+
+    def refuse(message: str) -> None:
+        raise UsageError(message, remedy=remedy)
+
+    # Of the flag that a value does not fit it then raises an error that names it by itself.
+    parser.exit_on_error = False
+    parser.error = refuse  # type: ignore[assignment, method-assign]
+    try:
+        return parser.parse_known_args(list(tokens), into)
+    except argparse.ArgumentError as error:
+        flag = error.argument_name or ""
+        said = f": {error.message}" if flag else str(error)
+        raise UsageError(said, flag=flag, remedy=remedy) from error
 
 
 class _Given(argparse.Namespace):

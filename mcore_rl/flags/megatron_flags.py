@@ -12,6 +12,18 @@ This module is pure: it imports neither Megatron nor vLLM nor torch.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import NamedTuple
+
+
+class Refusal(NamedTuple):
+    """Why RL cannot honour a flag, and what to do instead."""
+
+    found: str
+    remedy: str
+
+    def __str__(self) -> str:
+        return f"{self.found}; {self.remedy}"
+
 
 # The values are names separated by blanks.
 HONOURED: Mapping[str, str] = {
@@ -297,22 +309,28 @@ WITHOUT_EFFECT: Mapping[str, str] = {
     """,
 }
 
-_COUNTS_STEPS = "counts another way than RL; set --rl-num-steps and the batch by --rl-num-* flags"
-_COUNTS_SAMPLES = "counts samples; give the flag that ends in -iters, which counts updates"
-_NOT_VLLM = "makes Megatron route otherwise than vLLM, which samples; drop it"
-_NOT_YET = "is not supported yet; drop it"
-_NO_CHECKPOINT = "makes no checkpoint that a run goes on from bit for bit; drop it"
-_OWN_LOOP = "is left to Megatron's own training loop, which RL does not run; drop it"
-_OTHER_MODEL = "is of another model than config.json describes; drop it"
-_OTHER_SHARDS = "shards weights in a way that the hand-over does not know; drop it"
-_OTHER_SCHEDULE = "needs a forward step that builds Megatron's schedule plans; drop it"
-_DROPS_TOKENS = "drops tokens that only Megatron's own training loop computes again; drop it"
-_NO_GROUPS = "leaves ranks without groups to talk in; drop it"
-_DISTILLATION = "belongs to Megatron's distillation, which RL does not do; drop it"
+_COUNTS_STEPS = Refusal(
+    "counts another way than RL", "set --rl-num-steps and the batch by --rl-num-* flags"
+)
+_COUNTS_SAMPLES = Refusal(
+    "counts samples", "give the flag that ends in -iters, which counts updates"
+)
+_NOT_VLLM = Refusal("makes Megatron route otherwise than vLLM, which samples", "drop it")
+_NOT_YET = Refusal("is not supported yet", "drop it")
+_NO_CHECKPOINT = Refusal("makes no checkpoint that a run goes on from bit for bit", "drop it")
+_OWN_LOOP = Refusal("is left to Megatron's own training loop, which RL does not run", "drop it")
+_OTHER_MODEL = Refusal("is of another model than config.json describes", "drop it")
+_OTHER_SHARDS = Refusal("shards weights in a way that the hand-over does not know", "drop it")
+_OTHER_SCHEDULE = Refusal("needs a forward step that builds Megatron's schedule plans", "drop it")
+_DROPS_TOKENS = Refusal(
+    "drops tokens that only Megatron's own training loop computes again", "drop it"
+)
+_NO_GROUPS = Refusal("leaves ranks without groups to talk in", "drop it")
+_DISTILLATION = Refusal("belongs to Megatron's distillation, which RL does not do", "drop it")
 _EXITS = "give --exit-signal-handler, or --exit-duration-in-mins"
-OWN_RL_REASON = (
-    "belongs to Megatron's own RL loop, which mcore_rl replaces; drop it and use the flags that "
-    "--help lists under mcore_rl"
+OWN_RL_REASON = Refusal(
+    "belongs to Megatron's own RL loop, which mcore_rl replaces",
+    "drop it and use the flags that --help lists under mcore_rl",
 )
 
 # Of Megatron's own RL loop, which look like ours; refused whatever their value is.
@@ -334,12 +352,14 @@ OWN_RL = frozenset(
 )
 
 # Switches that RL cannot honour: a run would do something else than the flag says.
-REFUSED: Mapping[str, str] = {
-    "calculate_per_token_loss": "switches on another normalisation of the loss; drop it",
-    "perform_rl_step": "switches on Megatron's own RL loop, which mcore_rl replaces; drop it",
-    "skip_train": "leaves nothing to do; to score prompts, run mcore_rl.verify",
-    "freeze_all_layers": "leaves nothing to learn; drop it",
-    "yaml_cfg": "replaces all other flags; give a file of flags as --rl-config",
+REFUSED: Mapping[str, Refusal] = {
+    "calculate_per_token_loss": Refusal("switches on another normalisation of the loss", "drop it"),
+    "perform_rl_step": Refusal(
+        "switches on Megatron's own RL loop, which mcore_rl replaces", "drop it"
+    ),
+    "skip_train": Refusal("leaves nothing to do", "to score prompts, run mcore_rl.verify"),
+    "freeze_all_layers": Refusal("leaves nothing to learn", "drop it"),
+    "yaml_cfg": Refusal("replaces all other flags", "give a file of flags as --rl-config"),
     "train_samples": _COUNTS_STEPS,
     "rampup_batch_size": _COUNTS_STEPS,
     "step_batch_size_schedule": _COUNTS_STEPS,
@@ -363,27 +383,35 @@ REFUSED: Mapping[str, str] = {
     "non_persistent_ckpt_type": _NOT_YET,
     "no_save_optim": _NO_CHECKPOINT,
     "no_save_rng": _NO_CHECKPOINT,
-    "use_checkpoint_args": "takes flags from a checkpoint; give them here, or by --rl-config",
-    "ckpt_convert_format": "converts a checkpoint and ends; use Megatron's own tools for that",
+    "use_checkpoint_args": Refusal(
+        "takes flags from a checkpoint", "give them here, or by --rl-config"
+    ),
+    "ckpt_convert_format": Refusal(
+        "converts a checkpoint and ends", "use Megatron's own tools for that"
+    ),
     "moe_use_upcycling": _OTHER_MODEL,
     # Needs a sampler of Megatron's, and the loss per token.
-    "hybrid_context_parallel": "shares samples out by a data loader that RL does not have; drop it",
-    "use_tp_pp_dp_mapping": "puts stages on other ranks than the hand-over looks for them; drop it",
+    "hybrid_context_parallel": Refusal(
+        "shares samples out by a data loader that RL does not have", "drop it"
+    ),
+    "use_tp_pp_dp_mapping": Refusal(
+        "puts stages on other ranks than the hand-over looks for them", "drop it"
+    ),
     "tensor_parallel_num_weight_shards": _OTHER_SHARDS,
     "expert_tensor_parallel_num_weight_shards": _OTHER_SHARDS,
     "overlap_moe_expert_parallel_comm": _OTHER_SCHEDULE,
     "delay_wgrad_compute": _OTHER_SCHEDULE,
     "ep_overlap_early_attn_memory_release": _OTHER_SCHEDULE,
     # Transformer Engine's buffers are made for one shape.
-    "tp_comm_overlap": "needs rows of one length, and those of RL differ; drop it",
+    "tp_comm_overlap": Refusal("needs rows of one length, and those of RL differ", "drop it"),
     "external_cuda_graph": _OWN_LOOP,
     "lazy_mpu_init": _NO_GROUPS,
     "fake_process_group": _NO_GROUPS,
     "logits_save_dir": _DISTILLATION,
     "logits_load_dir": _DISTILLATION,
-    "exit_signal_handler_for_training": f"ends a run without saving it; {_EXITS}",
-    "adlr_autoresume": f"is left to Megatron's own training loop; {_EXITS}",
-    "override_ckpt_iteration": "gives a checkpoint another step than it has; drop it",
+    "exit_signal_handler_for_training": Refusal("ends a run without saving it", _EXITS),
+    "adlr_autoresume": Refusal("is left to Megatron's own training loop", _EXITS),
+    "override_ckpt_iteration": Refusal("gives a checkpoint another step than it has", "drop it"),
     **dict.fromkeys(sorted(OWN_RL - {"perform_rl_step"}), OWN_RL_REASON),
 }
 
@@ -398,19 +426,21 @@ REFUSED_BY_MEGATRON: Mapping[str, str] = {
 }
 
 # Derived from flags of ours; a launch script may repeat what is derived, and give nothing else.
-REFUSED_OTHERWISE: Mapping[str, str] = {"train_iters": _COUNTS_STEPS}
+REFUSED_OTHERWISE: Mapping[str, Refusal] = {"train_iters": _COUNTS_STEPS}
 
 # Values that RL cannot honour, of flags whose others it does; by the names they have there.
-REFUSED_VALUES: Mapping[str, tuple[tuple[str, ...], str]] = {
+REFUSED_VALUES: Mapping[str, tuple[tuple[str, ...], Refusal]] = {
     "cuda_graph_impl": (("transformer_engine", "full_iteration"), _OWN_LOOP),
     "transformer_impl": (
         ("inference_optimized",),
-        "builds layers of Megatron's own inference; give transformer_engine",
+        Refusal("builds layers of Megatron's own inference", "give transformer_engine"),
     ),
     "moe_router_load_balancing_type": (("sinkhorn", "quantile_balancing"), _NOT_VLLM),
     "attention_backend": (
         ("local",),
-        "is taken by Megatron's own builder of models alone; give --transformer-impl local",
+        Refusal(
+            "is taken by Megatron's own builder of models alone", "give --transformer-impl local"
+        ),
     ),
 }
 

@@ -405,7 +405,8 @@ def flags() -> dict[str, Parameter]:
         if name in found or name == "config":
             raise UsageError(
                 f"{parameter.flag} is a flag already, so that no loss or estimator of --rl-import "
-                f"can declare {name}; rename it"
+                f"can declare {name}",
+                remedy="rename it",
             )
         found[name] = parameter
     return found
@@ -426,8 +427,10 @@ def add_rl_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         default = parameter.default if name in own else None
         if flag in taken:
             raise UsageError(
-                f"{flag} is already defined by this parser (as '{taken[flag].dest}') and mcore_rl "
-                "needs the name; rename the other one"
+                f"is already defined by this parser (as '{taken[flag].dest}') and mcore_rl needs "
+                "the name",
+                flag=flag,
+                remedy="rename the other one",
             )
         options: dict[str, Any] = {"dest": f"rl_{name}", "help": parameter.help.replace("%", "%%")}
         if kind is bool and default is None:
@@ -472,13 +475,17 @@ def check_bounds(config: RLConfig) -> None:
     for parameter in parameters_of(RLConfig):
         name, value, bounds = parameter.flag, getattr(config, parameter.name), parameter.bounds
         if value is not None and bounds and not bounds.hold(value):
-            advice = f"; {parameter.advice}" if parameter.advice else ""
-            raise UsageError(f"{name} {value} must be {bounds.broken_by(value)}{advice}")
+            raise UsageError(
+                f"must be {bounds.broken_by(value)}",
+                flag=f"{name} {value}",
+                remedy=parameter.advice or "",
+            )
     for name, greedy in (("temperature", ""), ("eval_temperature", ", or 0 for greedy")):
         value = getattr(config, name)
         if value and not LEAST_TEMPERATURE <= value <= MOST_TEMPERATURE:
             raise UsageError(
-                f"{flag_of(name)} {value} is not in [{LEAST_TEMPERATURE}, {MOST_TEMPERATURE:g}]: "
-                f"vLLM would sample at {LEAST_TEMPERATURE} where less is asked for, and refuses "
-                f"more; choose for example 1{greedy}"
+                f"is not in [{LEAST_TEMPERATURE}, {MOST_TEMPERATURE:g}]: vLLM would sample at "
+                f"{LEAST_TEMPERATURE} where less is asked for, and refuses more",
+                flag=f"{flag_of(name)} {value}",
+                remedy=f"choose for example 1{greedy}",
             )

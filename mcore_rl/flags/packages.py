@@ -54,7 +54,7 @@ def check_packages() -> None:
     names = ("torch", *VLLM_PACKAGES, *ENGINE_PARTS)
     versions = {name: version for name in names if (version := installed_version(name)) is not None}
     if misfit := find_misfit(versions, torch.version.cuda) or find_apex_misfit():
-        raise UsageError(str(misfit))
+        raise UsageError(misfit.found, remedy=misfit.remedy)
 
 
 def installed_version(package: str) -> str | None:

@@ -57,14 +57,15 @@ def parse_roles(world_size: int, critic: str | None = None, reward: str | None =
     both = set(of_critic) & set(of_reward)
     if both:
         raise UsageError(
-            f"rank {min(both)} is in --rl-critic-ranks {critic} and in --rl-reward-ranks {reward}; "
-            "give each role ranks of its own"
+            f"rank {min(both)} is in --rl-critic-ranks {critic} and in --rl-reward-ranks {reward}",
+            remedy="give each role ranks of its own",
         )
     if len(of_critic) + len(of_reward) == world_size:
         given = " and ".join(f"{flag} {flags[flag]}" for flag in ranks)
         raise UsageError(
-            f"{given} leave none of the {world_size} ranks to the actor; give fewer, or drop the "
-            "flag to let all ranks do everything in turn"
+            f"leave none of the {world_size} ranks to the actor",
+            flag=given,
+            remedy="give fewer, or drop the flag to let all ranks do everything in turn",
         )
     return Roles(world_size, of_critic, of_reward)
 
@@ -75,17 +76,20 @@ def _parsed(flag: str, text: str, world_size: int) -> tuple[int, ...]:
         match = _RANGE.fullmatch(part.strip())
         if match is None or int(match[2] or match[1]) < int(match[1]):
             raise UsageError(
-                f"{flag} {text}: {part.strip()!r} is no range of ranks; give for example 4-7 or "
-                "4-5,8"
+                f": {part.strip()!r} is no range of ranks",
+                flag=f"{flag} {text}",
+                remedy="give for example 4-7 or 4-5,8",
             )
         ranks += range(int(match[1]), int(match[2] or match[1]) + 1)
     if max(ranks) >= world_size:
         raise UsageError(
-            f"{flag} {text} names rank {max(ranks)}, but the {world_size} processes are ranks 0 to "
-            f"{world_size - 1}; change the range or the number of processes"
+            f"names rank {max(ranks)}, but the {world_size} processes are ranks 0 to "
+            f"{world_size - 1}",
+            flag=f"{flag} {text}",
+            remedy="change the range or the number of processes",
         )
     if len(set(ranks)) < len(ranks):
-        raise UsageError(f"{flag} {text} names a rank twice; give each once")
+        raise UsageError("names a rank twice", flag=f"{flag} {text}", remedy="give each once")
     return tuple(sorted(ranks))
 
 

@@ -21,9 +21,12 @@ def check_wandb(values: Mapping[str, Any]) -> None:
         for dest in _NEED_A_PROJECT:
             if values.get(dest):
                 flag = f"--{dest.replace('_', '-')} {values[dest]}"
-                raise UsageError(f"{flag} has no effect without --wandb-project; add it or drop it")
+                raise UsageError(
+                    "has no effect without --wandb-project", flag=flag, remedy="add it or drop it"
+                )
     elif importlib.util.find_spec("wandb") is None:
         raise UsageError(
-            f"--wandb-project {project} needs the package wandb, which is not installed; "
-            "pip install wandb, or drop the flag (TensorBoard gets the same metrics)"
+            "needs the package wandb, which is not installed",
+            flag=f"--wandb-project {project}",
+            remedy="pip install wandb, or drop the flag (TensorBoard gets the same metrics)",
         )

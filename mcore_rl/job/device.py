@@ -54,7 +54,7 @@ def check_device(case: Case, *, scores_only: bool = False) -> tuple[str, ...]:
     phases = {p.name: p for p in memory.phases if not scores_only or p.name in _SCORING}
     for problem in problems_of(case, memory, resident, 0, surely=True):
         if problem.where in phases:
-            raise UsageError(_refusal(case, phases[problem.where], problem))
+            raise _refusal(case, phases[problem.where], problem)
     return tuple(
         f"phase {phase.name} may lack {shown_bytes(phase.lacking_bytes)} of device memory on rank "
         f"{phase.rank}, by the planner's estimate: mcore-rl plan, with the same flags, shows of "
@@ -64,7 +64,7 @@ def check_device(case: Case, *, scores_only: bool = False) -> tuple[str, ...]:
     )
 
 
-def _refusal(case: Case, phase: Phase, problem: Problem) -> str:
+def _refusal(case: Case, phase: Phase, problem: Problem) -> UsageError:
     size = shown_bytes(case.machine.gpu_bytes)
     with_engine = phase.name in (START, ROLLOUT)
     engine = {"rollout weights", "activations", "KV cache"} if with_engine else set()
@@ -84,10 +84,10 @@ def _refusal(case: Case, phase: Phase, problem: Problem) -> str:
         remedy.flags + ("" if not remedy.lacking_bytes else " (which is not enough by itself)")
         for remedy in problem.remedies[:_MOST_REMEDIES]
     ]
-    return (
+    return UsageError(
         f"phase {phase.name} does not fit a device of {size}: rank {phase.rank} would hold "
-        f"{', '.join(held)}, and lacks {shown_bytes(problem.lacking_bytes)} at least; "
-        f"{'give ' + ', or '.join(ways) if ways else 'take more GPUs, or larger ones'}"
+        f"{', '.join(held)}, and lacks {shown_bytes(problem.lacking_bytes)} at least",
+        remedy=f"give {', or '.join(ways)}" if ways else "take more GPUs, or larger ones",
     )
 
 

@@ -49,7 +49,9 @@ def check_layout(shape: ModelShape, values: Mapping[str, Any], world_size: int) 
     """Degrees against the world size and against the model's sizes."""
     for dest in _DEGREES:
         if values.get(dest) is not None and values[dest] < 1:
-            raise UsageError(f"--{dest.replace('_', '-')} {values[dest]} must be at least 1")
+            raise UsageError(
+                "must be at least 1", flag=f"--{dest.replace('_', '-')} {values[dest]}"
+            )
     tp_size = values.get("tensor_model_parallel_size", 1)
     layout = TrainLayout(
         world_size=world_size,
@@ -62,8 +64,9 @@ def check_layout(shape: ModelShape, values: Mapping[str, Any], world_size: int) 
     _check_divides(f"--tensor-model-parallel-size {tp_size}", tp_size, _split_over_tp(shape))
     if shape.experts is None and layout.ep_size > 1:
         raise UsageError(
-            f"--expert-model-parallel-size {layout.ep_size} needs a model with experts and "
-            f"{shape.architecture} has none; drop the flag"
+            f"needs a model with experts and {shape.architecture} has none",
+            flag=f"--expert-model-parallel-size {layout.ep_size}",
+            remedy="drop the flag",
         )
     if shape.experts:
         flag = f"--expert-model-parallel-size {layout.ep_size}"
@@ -86,14 +89,16 @@ def _check_dispatcher(values: Mapping[str, Any]) -> None:
     backend = values.get("moe_flex_dispatcher_backend")
     if backend == "ncclep":
         raise UsageError(
-            f"{flag} ncclep makes its buffers for as many tokens as the first micro-batch has, and "
-            "in RL later ones have more; give deepep or hybridep, or --moe-token-dispatcher-type "
-            "alltoall"
+            "ncclep makes its buffers for as many tokens as the first micro-batch has, and in RL "
+            "later ones have more",
+            flag=flag,
+            remedy="give deepep or hybridep, or --moe-token-dispatcher-type alltoall",
         )
     if backend == "hybridep" and not values.get("moe_hybridep_pad_uneven_dispatch_inputs"):
         raise UsageError(
-            f"{flag} hybridep needs as many tokens on every rank, which in RL have different "
-            "numbers; add --moe-hybridep-pad-uneven-dispatch-inputs"
+            "hybridep needs as many tokens on every rank, which in RL have different numbers",
+            flag=flag,
+            remedy="add --moe-hybridep-pad-uneven-dispatch-inputs",
         )
 
 
@@ -111,7 +116,9 @@ def _check_divides(flag: str, degree: int, sizes: Mapping[str, int]) -> None:
     for name, size in sizes.items():
         if size % degree:
             raise UsageError(
-                f"{flag} does not divide the checkpoint's {name} {size}; choose a divisor of {size}"
+                f"does not divide the checkpoint's {name} {size}",
+                flag=flag,
+                remedy=f"choose a divisor of {size}",
             )
 
 
@@ -120,7 +127,9 @@ def check_stages(shape: ModelShape, pp_size: int, values: Mapping[str, Any]) -> 
     flag = f"--pipeline-model-parallel-size {pp_size}"
     if pp_size > shape.num_layers:
         raise UsageError(
-            f"{flag} is more than the {shape.num_layers} layers; choose at most one stage a layer"
+            f"is more than the {shape.num_layers} layers",
+            flag=flag,
+            remedy="choose at most one stage a layer",
         )
     first, last = (values.get(dest) for dest in _END_STAGES)
     ends = [count for count in (first, last) if count is not None]
@@ -128,17 +137,19 @@ def check_stages(shape: ModelShape, pp_size: int, values: Mapping[str, Any]) -> 
     shared = left >= stages and left % stages == 0 if stages > 0 else left == stages == 0
     if ends and (min(ends) < 1 or not shared):
         raise UsageError(
-            f"--decoder-first/last-pipeline-num-layers {' and '.join(map(str, ends))} leaves "
-            f"{left} of {shape.num_layers} layers to {stages} of {pp_size} stages, which must "
-            "share them evenly; choose another number"
+            f"leaves {left} of {shape.num_layers} layers to {stages} of {pp_size} stages, which "
+            "must share them evenly",
+            flag=f"--decoder-first/last-pipeline-num-layers {' and '.join(map(str, ends))}",
+            remedy="choose another number",
         )
     if values.get("pipeline_model_parallel_layout"):
         return _custom_stages(values["pipeline_model_parallel_layout"], shape, pp_size)
     counted = [bool(values.get(dest)) for dest in _COUNTED]
     if (shape.num_layers + sum(counted)) % pp_size and not ends:
         raise UsageError(
-            f"{flag} does not divide the {shape.num_layers} layers; choose a divisor or set "
-            "--decoder-last-pipeline-num-layers"
+            f"does not divide the {shape.num_layers} layers",
+            flag=flag,
+            remedy="choose a divisor or set --decoder-last-pipeline-num-layers",
         )
     return pipeline_layers(
         shape.num_layers,
@@ -166,14 +177,17 @@ def _virtual_stages(num_layers: int, pp_size: int, values: Mapping[str, Any]) ->
     flag = f"--{dest.replace('_', '-')} {given}"
     if given < 1 or pp_size == 1:
         raise UsageError(
-            f"{flag} needs --pipeline-model-parallel-size above 1 and must be at least 1; drop it"
+            "needs --pipeline-model-parallel-size above 1 and must be at least 1",
+            flag=flag,
+            remedy="drop it",
         )
     if per_rank is not None:
         return int(per_rank)
     if num_layers // pp_size % given:
         raise UsageError(
-            f"{flag} does not divide the {num_layers // pp_size} layers of a stage; choose a "
-            "divisor"
+            f"does not divide the {num_layers // pp_size} layers of a stage",
+            flag=flag,
+            remedy="choose a divisor",
         )
     return int(num_layers // pp_size // given)
 
@@ -186,12 +200,16 @@ def _custom_stages(layout: Any, shape: ModelShape, pp_size: int) -> PipelineLaye
         counts = megatron_adapter.decoder_layers_of_layout(layout, pp_size)
     except (AssertionError, ValueError, KeyError) as error:
         raise UsageError(
-            f"--pipeline-model-parallel-layout {layout} cannot be read ({error}); see --help"
+            f"cannot be read ({error})",
+            flag=f"--pipeline-model-parallel-layout {layout}",
+            remedy="see --help",
         ) from error
     if sum(map(sum, counts)) != shape.num_layers:
         raise UsageError(
-            f"--pipeline-model-parallel-layout {layout} has {sum(map(sum, counts))} decoder "
-            f"layers, but the checkpoint has {shape.num_layers}; correct it"
+            f"has {sum(map(sum, counts))} decoder layers, but the checkpoint has "
+            f"{shape.num_layers}",
+            flag=f"--pipeline-model-parallel-layout {layout}",
+            remedy="correct it",
         )
     return layers_of_chunks(counts)
 
@@ -211,13 +229,15 @@ def check_rollout(
     """
     if config.rollout_all2all_backend == NOT_RELOADABLE:
         raise UsageError(
-            f"--rl-rollout-all2all-backend {NOT_RELOADABLE}: with it vLLM keeps experts in memory "
-            "that new weights cannot be loaded into; choose another backend or leave the flag out"
+            ": with it vLLM keeps experts in memory that new weights cannot be loaded into",
+            flag=f"--rl-rollout-all2all-backend {NOT_RELOADABLE}",
+            remedy="choose another backend or leave the flag out",
         )
     if config.rollout_all2all_backend not in ("", *ALL2ALL_BACKENDS):
         raise UsageError(
-            f"--rl-rollout-all2all-backend {config.rollout_all2all_backend} is none that vLLM has; "
-            f"choose one of {', '.join(ALL2ALL_BACKENDS)}, or leave the flag out"
+            "is none that vLLM has",
+            flag=f"--rl-rollout-all2all-backend {config.rollout_all2all_backend}",
+            remedy=f"choose one of {', '.join(ALL2ALL_BACKENDS)}, or leave the flag out",
         )
     tp_size = config.rollout_tp_size or layout.tp_size
     dp_size = _engine_dp_size(config, shape, layout, tp_size, has_cuda=has_cuda)
@@ -247,14 +267,15 @@ def check_rollout(
         if latent != CPU_LATENT:
             raise UsageError(
                 f"kv_lora_rank {latent[0]} with qk_rope_head_dim {latent[1]}: without a GPU vLLM "
-                f"runs latent attention of {CPU_LATENT[0]} and {CPU_LATENT[1]} only; use such a "
-                "checkpoint or a machine with a GPU"
+                f"runs latent attention of {CPU_LATENT[0]} and {CPU_LATENT[1]} only",
+                remedy="use such a checkpoint or a machine with a GPU",
             )
     if rollout.dp_size > 1 and not has_cuda:
         raise UsageError(
-            f"--rl-rollout-ep-size {rollout.ep_size} spreads experts over {rollout.dp_size} "
-            "data-parallel ranks of an engine, which vLLM runs on GPUs only; drop it or raise "
-            f"--rl-rollout-tp-size to {rollout.ep_size}"
+            f"spreads experts over {rollout.dp_size} data-parallel ranks of an engine, which vLLM "
+            "runs on GPUs only",
+            flag=f"--rl-rollout-ep-size {rollout.ep_size}",
+            remedy=f"drop it or raise --rl-rollout-tp-size to {rollout.ep_size}",
         )
     _check_node(config, rollout)
     placement = Placement(shape, layout, layers, rollout)
@@ -273,14 +294,20 @@ def _engine_dp_size(
     flag = f"--rl-rollout-ep-size {ep_size}"
     if shape.experts is None:
         raise UsageError(
-            f"{flag} needs a model with experts and {shape.architecture} has none; drop the flag"
+            f"needs a model with experts and {shape.architecture} has none",
+            flag=flag,
+            remedy="drop the flag",
         )
     if config.rollout_no_expert_parallel:
-        raise UsageError(f"{flag} contradicts --rl-rollout-no-expert-parallel; drop one of them")
+        raise UsageError(
+            "contradicts --rl-rollout-no-expert-parallel", flag=flag, remedy="drop one of them"
+        )
     if ep_size % tp_size:
         raise UsageError(
-            f"{flag} is no multiple of the engine's TP size {tp_size} (EP = TP x data-parallel "
-            "ranks of the engine); change it or --rl-rollout-tp-size"
+            f"is no multiple of the engine's TP size {tp_size} (EP = TP x data-parallel ranks of "
+            "the engine)",
+            flag=flag,
+            remedy="change it or --rl-rollout-tp-size",
         )
     return ep_size // tp_size
 
@@ -331,14 +358,16 @@ def _check_node(config: RLConfig, rollout: RolloutLayout) -> None:
     per_node = ranks_per_node(config, rollout.world_size)
     if rollout.world_size % per_node:
         raise UsageError(
-            f"--rl-ranks-per-node {per_node} does not divide the world of {rollout.world_size} "
-            "processes; give the number of processes on each machine"
+            f"does not divide the world of {rollout.world_size} processes",
+            flag=f"--rl-ranks-per-node {per_node}",
+            remedy="give the number of processes on each machine",
         )
     if per_node % rollout.tp_size and rollout.tp_size % per_node:
         raise UsageError(
-            f"--rl-rollout-tp-size {rollout.tp_size} neither divides nor is a multiple of the "
-            f"{per_node} ranks of a node (--rl-ranks-per-node), so that engines would straddle "
-            "machines; choose another size"
+            f"neither divides nor is a multiple of the {per_node} ranks of a node "
+            "(--rl-ranks-per-node), so that engines would straddle machines",
+            flag=f"--rl-rollout-tp-size {rollout.tp_size}",
+            remedy="choose another size",
         )
 
 
@@ -348,27 +377,29 @@ def check_batches(config: RLConfig, layout: TrainLayout, values: Mapping[str, An
     micro_batch_size = values["micro_batch_size"]
     if config.max_tokens_per_microbatch and micro_batch_size != 1:
         raise UsageError(
-            f"--micro-batch-size {micro_batch_size} has no effect where samples are packed by "
-            f"--rl-max-tokens-per-microbatch {config.max_tokens_per_microbatch}; set it to 1, or "
-            "the latter to 0"
+            "has no effect where samples are packed by --rl-max-tokens-per-microbatch "
+            f"{config.max_tokens_per_microbatch}",
+            flag=f"--micro-batch-size {micro_batch_size}",
+            remedy="set it to 1, or the latter to 0",
         )
     shares_prompts(config.share_prompts, values, config.max_tokens_per_microbatch)
     samples = config.samples_per_step
     parts = config.num_mini_batches * layout.dp_size * micro_batch_size
-    sentence = (
-        f"--rl-num-prompts-per-step {config.num_prompts_per_step} x --rl-num-samples-per-prompt "
-        f"{config.samples_per_prompt} = {samples} samples do not divide into "
-        f"--rl-num-mini-batches {config.num_mini_batches} x {layout.dp_size} data-parallel ranks x "
-        f"--micro-batch-size {micro_batch_size} = {parts}; change one of them"
-    )
     if parts < 1 or samples < 1 or samples % parts:
-        raise UsageError(sentence)
+        raise UsageError(
+            f"x --rl-num-samples-per-prompt {config.samples_per_prompt} = {samples} samples do not "
+            f"divide into --rl-num-mini-batches {config.num_mini_batches} x {layout.dp_size} "
+            f"data-parallel ranks x --micro-batch-size {micro_batch_size} = {parts}",
+            flag=f"--rl-num-prompts-per-step {config.num_prompts_per_step}",
+            remedy="change one of them",
+        )
     mini_batch = samples // config.num_mini_batches
     if values["global_batch_size"] != mini_batch:
         raise UsageError(
-            f"--global-batch-size {values['global_batch_size']} contradicts the {mini_batch} "
-            f"samples of a mini-batch ({samples} samples / --rl-num-mini-batches "
-            f"{config.num_mini_batches}); drop the flag, it is derived"
+            f"contradicts the {mini_batch} samples of a mini-batch ({samples} samples / "
+            f"--rl-num-mini-batches {config.num_mini_batches})",
+            flag=f"--global-batch-size {values['global_batch_size']}",
+            remedy="drop the flag, it is derived",
         )
     _check_interleaving(config, layout, values, samples // parts)
 
@@ -391,8 +422,10 @@ def _check_interleaving(
     stages = f"--pipeline-model-parallel-size {pp_size}"
     if group < pp_size:
         raise UsageError(
-            f"{flag} is less than {stages}, and an interleaved schedule cannot take fewer "
-            "micro-batches at a time than it has stages; raise or drop it"
+            f"is less than {stages}, and an interleaved schedule cannot take fewer micro-batches "
+            "at a time than it has stages",
+            flag=flag,
+            remedy="raise or drop it",
         )
     if config.max_tokens_per_microbatch:
         return
@@ -405,13 +438,14 @@ def _check_interleaving(
     for name, count in passes.items():
         if count < group or 0 < count % group < pp_size:
             raise UsageError(
-                f"{_virtual_flag(values)} interleaves the micro-batches of a data-parallel rank, "
-                f"whose number must be {rule}, but --rl-num-prompts-per-step "
-                f"{config.num_prompts_per_step}, --rl-num-samples-per-prompt "
-                f"{config.samples_per_prompt}, --rl-num-mini-batches {config.num_mini_batches}, "
-                f"{layout.dp_size} data-parallel ranks and --micro-batch-size "
-                f"{values['micro_batch_size']} make {count} of a {name}; change one of them, or "
-                "pack samples by --rl-max-tokens-per-microbatch, which takes care of it"
+                "interleaves the micro-batches of a data-parallel rank, whose number must be "
+                f"{rule}, but --rl-num-prompts-per-step {config.num_prompts_per_step}, "
+                f"--rl-num-samples-per-prompt {config.samples_per_prompt}, --rl-num-mini-batches "
+                f"{config.num_mini_batches}, {layout.dp_size} data-parallel ranks and "
+                f"--micro-batch-size {values['micro_batch_size']} make {count} of a {name}",
+                flag=_virtual_flag(values),
+                remedy="change one of them, or pack samples by --rl-max-tokens-per-microbatch, "
+                "which takes care of it",
             )
 
 
@@ -452,13 +486,15 @@ def check_lengths(
     lengths = f"--rl-max-prompt-tokens {config.max_prompt_tokens} + {second} = {length}"
     if length > shape.max_positions:
         raise UsageError(
-            f"{lengths} exceeds the checkpoint's max_position_embeddings {shape.max_positions}; "
-            f"lower {remedy}"
+            f"exceeds the checkpoint's max_position_embeddings {shape.max_positions}",
+            flag=lengths,
+            remedy=f"lower {remedy}",
         )
     in_row = round_up(length, chunks_of_sample(cp_size))
     if 0 < config.max_tokens_per_microbatch < in_row:
         padded = f", which --context-parallel-size {cp_size} pads to {in_row}"
         raise UsageError(
-            f"--rl-max-tokens-per-microbatch {config.max_tokens_per_microbatch} is less than the "
-            f"longest sample, {lengths}{padded if in_row > length else ''}; raise it to that"
+            f"is less than the longest sample, {lengths}{padded if in_row > length else ''}",
+            flag=f"--rl-max-tokens-per-microbatch {config.max_tokens_per_microbatch}",
+            remedy="raise it to that",
         )

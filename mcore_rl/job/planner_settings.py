@@ -190,7 +190,9 @@ def _moment_bytes(values: Mapping[str, Any]) -> list[int]:
     name = values.get("optimizer", "adam")
     if name not in _MOMENTS:
         raise UsageError(
-            f"--optimizer {name} is not known to the planner; choose one of {', '.join(_MOMENTS)}"
+            "is not known to the planner",
+            flag=f"--optimizer {name}",
+            remedy=f"choose one of {', '.join(_MOMENTS)}",
         )
     precise = bool(values.get("use_precision_aware_optimizer"))
     dtypes = ("exp_avg_dtype", "exp_avg_sq_dtype")[: _MOMENTS[name]]

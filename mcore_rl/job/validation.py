@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import io
+import os
 import sys
 import traceback
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from mcore_rl.common.errors import UsageError
 from mcore_rl.flags.options import ExtraArgs, add_rl_args
@@ -15,12 +16,32 @@ from mcore_rl.megatron import adapter as megatron_adapter
 from mcore_rl.model.config_json import ModelShape
 
 
+@contextlib.contextmanager
+def world_of_size(size: int) -> Iterator[None]:
+    """As the first rank of such a world, for what only looks at flags."""
+    before = {name: os.environ.get(name) for name in ("RANK", "WORLD_SIZE")}
+    os.environ.update(RANK="0", WORLD_SIZE=str(size))
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+
+
 def check_megatron_accepts(
-    tokens: Sequence[str], shape: ModelShape, *, extra_args: ExtraArgs = add_rl_args
+    tokens: Sequence[str],
+    shape: ModelShape,
+    *,
+    world_size: int | None = None,
+    extra_args: ExtraArgs = add_rl_args,
 ) -> None:
     """Run Megatron's own validation, and make its tokenizer and the configuration of its models.
 
-    `extra_args` adds all flags that are not Megatron's own.
+    `world_size` counts the ranks of the model that the flags are of, without it they are those of
+    this process. `extra_args` adds all flags that are not Megatron's own.
     Nothing of the result is kept: Megatron does the same again when it starts, where a refusal
     would be an assertion's traceback on each rank.
     """
@@ -31,6 +52,7 @@ def check_megatron_accepts(
     sys.argv = ["mcore_rl", *tokens]
     try:
         with (
+            world_of_size(world_size) if world_size else contextlib.nullcontext(),
             megatron_adapter.megatron_output_to(printed),
             contextlib.redirect_stderr(printed),  # argparse's: a flag that a fork requires
             warnings.catch_warnings(action="ignore"),
@@ -41,16 +63,17 @@ def check_megatron_accepts(
             build_tokenizer(args)
     except (AssertionError, ValueError, RuntimeError, ImportError, OSError, SystemExit) as error:
         raise UsageError(
-            f"Megatron refuses these flags ({_reason(error, printed.getvalue())}); change or drop "
-            "what it speaks of"
+            f"Megatron refuses these flags ({_reason(error, printed.getvalue())})",
+            remedy="change or drop what it speaks of",
         ) from error
     finally:
         sys.argv = saved
     if args.padded_vocab_size < shape.vocab_size:
         raise UsageError(
-            f"--tokenizer-type {args.tokenizer_type} gives Megatron {args.padded_vocab_size} "
-            f"tokens, but the checkpoint's vocab_size is {shape.vocab_size}; drop the flag, the "
-            "checkpoint's own tokenizer is used"
+            f"gives Megatron {args.padded_vocab_size} tokens, but the checkpoint's vocab_size is "
+            f"{shape.vocab_size}",
+            flag=f"--tokenizer-type {args.tokenizer_type}",
+            remedy="drop the flag, the checkpoint's own tokenizer is used",
         )
 
 

@@ -1,25 +1,24 @@
-"""The critic's command line, checkpoint and model: the actor's, changed by `--rl-critic-*`."""
+"""The critic's model and its checkpoints, beside the actor's."""
 
 from __future__ import annotations
 
 import argparse
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, TextIO
 
 from mcore_rl.common.agreement import agreed_in_world
-from mcore_rl.common.platform import Platform
 from mcore_rl.flags.derived import num_updates
-from mcore_rl.flags.options import DEGREE_FLAGS, ExtraArgs, RLConfig
+from mcore_rl.flags.options import RLConfig
+from mcore_rl.job.spec import ValueModelSpec
+from mcore_rl.job.value_models import HEAD
 from mcore_rl.megatron import adapter as megatron_adapter
 from mcore_rl.megatron import saving as megatron_checkpoint
-from mcore_rl.megatron.hf_checkpoint import HFCheckpoint, load_into_megatron
+from mcore_rl.megatron.hf_checkpoint import load_into_megatron
 from mcore_rl.megatron.shards import ModelShards
 from mcore_rl.megatron.world import MegatronWorld, changed_args, parsed_args
-from mcore_rl.model.config_json import ModelShape
-from mcore_rl.model.layout import TrainLayout
 from mcore_rl.resume.folders import critic_folder, iteration_name
 from mcore_rl.resume.saver import write_checkpoint
 from mcore_rl.resume.trainer_state import (
@@ -28,64 +27,9 @@ from mcore_rl.resume.trainer_state import (
     load_trainer_state,
     trainer_writer,
 )
-from mcore_rl.roles.value_startup import (
-    HEAD,
-    CheckedValueModel,
-    ValueRole,
-    build_value_model,
-    check_value_model,
-    check_value_model_of_fork,
-)
+from mcore_rl.roles.value_startup import build_value_model
 
 logger = logging.getLogger(__name__)
-
-_ROLE = ValueRole(
-    name="critic",
-    init="critic_init",
-    megatron_flags={
-        **{f"critic_{degree}": flag for degree, flag in DEGREE_FLAGS.items()},
-        "critic_lr": "--lr",
-        "critic_clip_grad": "--clip-grad",
-    },
-    learns=True,
-)
-_NEED_THE_COMMAND_LINE = (*(f"critic_{degree}" for degree in DEGREE_FLAGS), "critic_ranks")
-
-
-def check_critic(
-    config: RLConfig,
-    actor: tuple[ModelShape, HFCheckpoint],
-    given: Mapping[str, Any],
-    tokens: Sequence[str],
-    *,
-    parser: argparse.ArgumentParser,
-    extra_args: ExtraArgs,
-    world_size: int,
-    platform: Platform,
-) -> CheckedValueModel | None:
-    """The critic of a command line, or None if the algorithm has none; see `check_value_model`."""
-    if not config.recipe.needs_critic:
-        return None
-    return check_value_model(
-        _ROLE,
-        config,
-        actor,
-        given,
-        tokens,
-        parser=parser,
-        extra_args=extra_args,
-        world_size=world_size,
-        platform=platform,
-    )
-
-
-def check_critic_of_fork(
-    config: RLConfig, actor: tuple[ModelShape, HFCheckpoint], layout: TrainLayout
-) -> CheckedValueModel | None:
-    """The critic of a fork that has parsed the arguments itself: its layout is the actor's."""
-    if not config.recipe.needs_critic:
-        return None
-    return check_value_model_of_fork(_ROLE, config, actor, layout, refused=_NEED_THE_COMMAND_LINE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +49,7 @@ class _Saved(Protocol):
 
 
 def build_critic(
-    checked: CheckedValueModel,
+    spec: ValueModelSpec,
     config: RLConfig,
     actor_args: argparse.Namespace,
     provider: Callable[..., Any] | None = None,
@@ -118,32 +62,30 @@ def build_critic(
     A Megatron checkpoint below `--load`, in its folder `critic`, wins over the Hugging Face one.
     RuntimeError: it is of another step than `actor_iteration`, that of the actor's.
     """
-    if checked.tokens is None:
+    if spec.tokens is None:
         own = {"lr": config.critic_lr, "clip_grad": config.critic_clip_grad}
         changes = {name: value for name, value in own.items() if value is not None}
         changes.update(_longer_schedule(config, actor_args))
         args = changed_args(actor_args, changes)
     else:
-        args = parsed_args(checked.tokens, checked.extra_args, actor_args, log=log)
+        args = parsed_args(spec.tokens, spec.extra_args, actor_args, log=log)
     _load_from_beside(args, actor_iteration)
     args.iteration = 0
-    world, state, shards = build_value_model(
-        checked, args, megatron_adapter.setup, provider, log=log
-    )
+    world, state, shards = build_value_model(spec, args, megatron_adapter.setup, provider, log=log)
     with world:
         if state.iteration == 0:
             if actor_args.finetune and critic_folder(Path(actor_args.load or "")).is_dir():
                 logger.warning(
                     "--finetune takes the actor's weights alone: the critic starts from %s",
-                    checked.checkpoint.folder,
+                    spec.checkpoint.folder,
                 )
             elif actor_iteration:
                 logger.warning(
                     "no critic lies beside the actor's checkpoint: it starts from %s",
-                    checked.checkpoint.folder,
+                    spec.checkpoint.folder,
                 )
-            absent = frozenset() if checked.has_head else frozenset({HEAD})
-            agreed_in_world(lambda: load_into_megatron(checked.checkpoint, shards, absent=absent))
+            absent = frozenset() if spec.has_head else frozenset({HEAD})
+            agreed_in_world(lambda: load_into_megatron(spec.checkpoint, shards, absent=absent))
             megatron_adapter.reload_main_params(state)
     return BuiltCritic(world, state, shards)
 

@@ -5,9 +5,7 @@ All three read RANK and WORLD_SIZE; from `enter_role` on these are those of the 
 
 from __future__ import annotations
 
-import contextlib
 import os
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch.distributed as dist
@@ -45,18 +43,3 @@ def enter_role(roles: Roles, store: dist.Store | None) -> RoleWorld:
                 num_far_ranks=len(roles.ranks(other)),
             )
     return RoleWorld(role, dist.PrefixStore(f"mcore_rl/role/{role}", store), bridges)
-
-
-@contextlib.contextmanager
-def world_of_size(size: int) -> Iterator[None]:
-    """As the first rank of such a world, for what only looks at flags."""
-    before = {name: os.environ.get(name) for name in ("RANK", "WORLD_SIZE")}
-    os.environ.update(RANK="0", WORLD_SIZE=str(size))
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value

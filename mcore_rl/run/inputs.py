@@ -11,13 +11,13 @@ from mcore_rl.data.prompts import PromptDataset, load_prompts
 from mcore_rl.data.tokenizer import HOW_TO_END, missing_end
 from mcore_rl.data.user_prompts import prompts_path
 from mcore_rl.flags.options import RLConfig
-from mcore_rl.job.preflight import Checked
+from mcore_rl.job.spec import JobSpec
 from mcore_rl.rewards.specs import RewardSpec, check_rewards, parse_rewards
 
 logger = logging.getLogger(__name__)
 
 
-def check_data(checked: Checked) -> None:
+def check_data(checked: JobSpec) -> None:
     """What training needs beyond a valid command line: readable prompts and a reward."""
     trusts = checked.trust_remote_code
     load_prompt_files(checked.config, trust_remote_code=trusts)
@@ -54,7 +54,9 @@ def load_prompt_files(
     `trust_remote_code` is Megatron's --trust-remote-code.
     """
     if config.prompts is None:
-        raise UsageError("--rl-prompts is missing; give a JSONL or Parquet file of prompts")
+        raise UsageError(
+            "is missing", flag="--rl-prompts", remedy="give a JSONL or Parquet file of prompts"
+        )
     assert config.hf_checkpoint is not None, "checked before"
     files = []
     for path, flag in (

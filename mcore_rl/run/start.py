@@ -19,22 +19,18 @@ import torch.distributed as dist
 from mcore_rl.common import objects
 from mcore_rl.common.agreement import agreed, check_alike, from_rank, open_store
 from mcore_rl.common.platform import Platform, find_platform
-from mcore_rl.flags.given import as_config, flag_names, given_values
+from mcore_rl.flags.given import as_config
 from mcore_rl.flags.options import ExtraArgs, RLConfig, add_rl_args
 from mcore_rl.flags.roles import ACTOR, CRITIC, REWARD, Roles, describe_ranks
-from mcore_rl.job.preflight import (
-    Checked,
-    check_command_line,
-    check_parsed_args,
-    make_parser,
-)
+from mcore_rl.job.reading import make_parser
+from mcore_rl.job.resolver import resolve_args, resolve_tokens
+from mcore_rl.job.spec import JobSpec, ValueModelSpec
 from mcore_rl.megatron import adapter as megatron_adapter
 from mcore_rl.megatron.hf_checkpoint import HFCheckpoint
 from mcore_rl.model.config_json import ModelShape, settings_without_flag
 from mcore_rl.model.layout import PipelineLayers, RolloutLayout, TrainLayout
 from mcore_rl.observe import own_folders
 from mcore_rl.resume import folders
-from mcore_rl.roles.value_startup import CheckedValueModel
 from mcore_rl.roles.world import RoleWorld, enter_role
 
 logger = logging.getLogger(__name__)
@@ -53,8 +49,8 @@ class Job:
     train_layout: TrainLayout
     layers: PipelineLayers
     rollout_layout: RolloutLayout
-    critic: CheckedValueModel | None
-    reward_model: CheckedValueModel | None
+    critic: ValueModelSpec | None
+    reward_model: ValueModelSpec | None
     roles: Roles
     world: RoleWorld
     # Flag -> value as in a file of --rl-config; a fork that has parsed them by itself has none.
@@ -64,7 +60,7 @@ class Job:
 def start(
     tokens: Sequence[str],
     *,
-    also_check: Callable[[Checked], None] | None = None,
+    also_check: Callable[[JobSpec], None] | None = None,
     log: TextIO | None = None,
     program: str = "mcore_rl.train",
     writes: bool = False,
@@ -83,8 +79,8 @@ def start(
     store = open_store()
     platform = find_platform()
 
-    def check() -> Checked:
-        checked = check_command_line(
+    def check() -> JobSpec:
+        checked = resolve_tokens(
             tokens,
             platform=platform,
             scores_only=scores_only,
@@ -96,7 +92,7 @@ def start(
         return checked
 
     checked = agreed(check, store, stage="input")
-    check_alike(_facts(checked.tokens, extra_args), store)
+    check_alike(_facts(checked), store)
     if writes:
         checked = hold_folders(checked, store)
     _say(checked, platform)
@@ -119,7 +115,7 @@ def start(
 
 
 def job_from_args(
-    args: argparse.Namespace, *, also_check: Callable[[Checked], None] | None = None
+    args: argparse.Namespace, *, also_check: Callable[[JobSpec], None] | None = None
 ) -> Job:
     """The job of a fork that parsed the arguments and initialised Megatron itself. Collective.
 
@@ -127,29 +123,29 @@ def job_from_args(
     the checkpoint's config.json.
     """
 
-    def check() -> Checked:
-        checked = check_parsed_args(args, platform=find_platform())
+    def check() -> JobSpec:
+        checked = resolve_args(args, platform=find_platform(), device_bytes=_device_bytes)
         if also_check is not None:
             also_check(checked)
         return checked
 
     store = dist.distributed_c10d._get_default_store() if dist.get_world_size() > 1 else None
-    checked = hold_folders(agreed(check, store, stage="input"), store)
+    checked = agreed(check, store, stage="input")
+    check_alike(_facts(checked), store)
+    checked = hold_folders(checked, store)
     if dist.get_rank() == 0:
         _say_notes(checked)
     return _job(args, checked, enter_role(checked.roles, store), {})
 
 
-def _facts(tokens: Sequence[str], extra_args: ExtraArgs) -> dict[str, str]:
+def _facts(spec: JobSpec) -> dict[str, str]:
     """What must be the same on all ranks: flags but for paths, ranks of a node, packages."""
-    parser = make_parser(extra_args)
-    names = flag_names(parser)
-    given = given_values(tokens, parser)
     facts = {
-        names.get(dest, dest): str(value)
-        for dest, value in given.items()
-        if not (isinstance(value, str) and (os.sep in value or os.path.exists(value)))
-        and dest not in ("rl_run_dir", "rl_run_name")  # chosen on one rank for all
+        flag: value
+        for flag, value in spec.flags.items()
+        if os.sep not in value
+        and not os.path.exists(value)
+        and flag not in ("--rl-run-dir", "--rl-run-name")  # chosen on one rank for all
     }
     facts["--nproc-per-node"] = os.environ.get("LOCAL_WORLD_SIZE", "1")
     for package in _PACKAGES:
@@ -166,7 +162,7 @@ def _device_bytes() -> int:
     return torch.cuda.mem_get_info(device)[1]
 
 
-def hold_folders(checked: Checked, store: dist.Store | None) -> Checked:
+def hold_folders(checked: JobSpec, store: dist.Store | None) -> JobSpec:
     """Have the run directory and the folder of checkpoints for this run alone. Collective.
 
     The actor's first rank, which writes there, holds them until its process ends. Without
@@ -192,7 +188,7 @@ def hold_folders(checked: Checked, store: dist.Store | None) -> Checked:
 
 
 def _job(
-    args: argparse.Namespace, checked: Checked, world: RoleWorld, given: Mapping[str, Any]
+    args: argparse.Namespace, checked: JobSpec, world: RoleWorld, given: Mapping[str, Any]
 ) -> Job:
     for name, value in settings_without_flag(_of_role(checked, world).shape).items():
         setattr(args, name, value)  # Megatron fills its model configuration from here, by name
@@ -214,14 +210,14 @@ def _job(
     )
 
 
-def _of_role(checked: Checked, world: RoleWorld) -> Checked | CheckedValueModel:
+def _of_role(checked: JobSpec, world: RoleWorld) -> JobSpec | ValueModelSpec:
     """The model that this process's role is about."""
     found = {ACTOR: checked, CRITIC: checked.critic, REWARD: checked.reward_model}[world.role]
     assert found is not None, f"ranks of a role without a model: {world.role}"
     return found
 
 
-def _say(checked: Checked, platform: Platform) -> None:
+def _say(checked: JobSpec, platform: Platform) -> None:
     if int(os.environ.get("RANK", 0)) != 0:
         return
     logger.info("derived from config.json: %s", " ".join(checked.derived.architecture))
@@ -239,12 +235,12 @@ def _say(checked: Checked, platform: Platform) -> None:
     logger.info("%s", _placement(checked))
 
 
-def _say_notes(checked: Checked) -> None:
+def _say_notes(checked: JobSpec) -> None:
     for line in checked.notes:
         logger.info("%s", line)
 
 
-def _placement(checked: Checked) -> str:
+def _placement(checked: JobSpec) -> str:
     """Who is where, in one line."""
     roles = checked.roles
     here = [

@@ -74,12 +74,11 @@ def parsed(tokens: Sequence[str], shape: ModelShape, platform: Platform, *, worl
     from mcore_rl.flags.derived import derive_flags
     from mcore_rl.flags.given import expand_config, given_values
     from mcore_rl.flags.options import add_rl_args, config_from
-    from mcore_rl.job.preflight import make_parser
-    from mcore_rl.job.validation import check_megatron_accepts
+    from mcore_rl.job.reading import make_parser
+    from mcore_rl.job.validation import check_megatron_accepts, world_of_size
     from mcore_rl.megatron import adapter as megatron_adapter
     from mcore_rl.megatron.world import parsed_args
     from mcore_rl.model.config_json import settings_without_flag
-    from mcore_rl.roles.world import world_of_size
 
     parser = make_parser()
     tokens = expand_config(tokens, parser)

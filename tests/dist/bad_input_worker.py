@@ -16,7 +16,7 @@ import torch.distributed as dist
 from mcore_rl.common.agreement import agreed, open_store
 from mcore_rl.common.errors import UsageError
 from mcore_rl.common.platform import WITHOUT_CUDA
-from mcore_rl.job.preflight import check_command_line
+from mcore_rl.job.resolver import resolve_tokens
 from mcore_rl.run.inputs import check_data
 from mcore_rl.run.start import hold_folders
 
@@ -79,7 +79,7 @@ def count_parameters_of_a_layer() -> int:
 
 def check(tokens: list[str]) -> str:
     """All the checks of mcore_rl.train and nothing else; returns the layout they found."""
-    checked = check_command_line(tokens, platform=WITHOUT_CUDA)
+    checked = resolve_tokens(tokens, platform=WITHOUT_CUDA)
     check_data(checked)
     return checked.train_layout.describe()
 
@@ -87,7 +87,7 @@ def check(tokens: list[str]) -> str:
 def run_directory(tokens: list[str], folder: str) -> str:
     """The directory that this rank has for a run that is given none."""
     os.chdir(folder)
-    checked = check_command_line(tokens, platform=WITHOUT_CUDA)
+    checked = resolve_tokens(tokens, platform=WITHOUT_CUDA)
     return str(hold_folders(checked, open_store()).config.directory)
 
 

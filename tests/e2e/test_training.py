@@ -12,7 +12,7 @@ import pytest
 from mcore_rl.common.platform import WITHOUT_CUDA
 from mcore_rl.flags.derived import derive_flags
 from mcore_rl.flags.options import RLConfig
-from mcore_rl.job.preflight import make_parser
+from mcore_rl.job.reading import make_parser
 from mcore_rl.model.config_json import megatron_flags, read_model_shape
 from mcore_rl.observe import own_folders
 from mcore_rl.observe.run_directory import read_config

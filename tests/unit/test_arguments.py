@@ -14,7 +14,7 @@ from mcore_rl.common.errors import UsageError
 from mcore_rl.common.parameters import Parameter
 from mcore_rl.flags.given import expand_config, given_values
 from mcore_rl.flags.options import RLConfig, add_rl_args, check_bounds, flags
-from mcore_rl.job import preflight
+from mcore_rl.job import preflight, reading
 from mcore_rl.megatron.adapter import make_parser
 
 FLAGS = tuple(flags().values())
@@ -104,7 +104,7 @@ def test_parser_with_one_of_our_flags_is_refused() -> None:
 
 
 def test_help_can_be_printed() -> None:
-    text = preflight.make_parser().format_help()
+    text = reading.make_parser().format_help()
     assert "--rl-num-samples-per-prompt" in text and "--tensor-model-parallel-size" in text
 
 

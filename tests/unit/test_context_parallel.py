@@ -117,16 +117,17 @@ def test_cached_yarn_rotation_is_that_of_the_rows_own_positions() -> None:
 
 def test_backend_that_knows_no_context_parallelism_is_refused() -> None:
     from mcore_rl.job import preflight
+    from mcore_rl.job.reading import make_parser
 
-    parser = preflight.make_parser()
+    parser = make_parser()
 
     def values(*tokens: str) -> dict[str, object]:
         return given_values(["--attention-backend", "unfused", *tokens], parser)
 
-    preflight.check_switches(values())
-    preflight.check_switches(values("--context-parallel-size", "2", "--transformer-impl", "local"))
+    preflight.check_together(values())
+    preflight.check_together(values("--context-parallel-size", "2", "--transformer-impl", "local"))
     with pytest.raises(UsageError, match="size 2 is beyond .* unfused; give flash or fused, or"):
-        preflight.check_switches(values("--context-parallel-size", "2"))
+        preflight.check_together(values("--context-parallel-size", "2"))
 
 
 def engine_index(token: int, bounds: list[int], cp_size: int, cp_rank: int) -> int:

@@ -22,7 +22,7 @@ from mcore_rl.flags.derived import (
 from mcore_rl.flags.given import given_values
 from mcore_rl.flags.megatron_flags import ARCHITECTURE
 from mcore_rl.flags.options import RLConfig, add_rl_args
-from mcore_rl.job.preflight import check_megatron_accepts
+from mcore_rl.job.validation import check_megatron_accepts
 from mcore_rl.megatron import adapter as megatron_adapter
 from mcore_rl.model.config_json import ModelShape, settings_without_flag
 from tests.unit.test_hf_config import (

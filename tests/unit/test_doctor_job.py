@@ -95,7 +95,7 @@ def passed(good: Path) -> ReadJob:
 
 def test_a_command_line_in_order_passes_as_a_whole(passed: ReadJob) -> None:
     assert [finding.level for finding in passed.findings] == ["green"]
-    assert passed.checked is not None and passed.batch_is_right
+    assert passed.spec is not None and passed.batch_is_right
     assert passed.layout is not None and passed.layout.tp_size == 2
 
 
@@ -124,7 +124,7 @@ def test_faults_in_several_flags_hide_neither_each_other_nor_what_else_is_wrong(
         assert sum(words in sentence for sentence in reds) == 1, (words, reds)
     assert len(reds) == 8, reds
     assert all(finding.remedy for finding in job.findings if finding.level != "green")
-    assert job.values["lr"] == 1e-5 and job.checked is None
+    assert job.values["lr"] == 1e-5 and job.spec is None
 
 
 def test_what_depends_on_a_flag_that_was_wrong_is_left_alone(good: Path) -> None:
@@ -136,7 +136,7 @@ def test_what_depends_on_a_flag_that_was_wrong_is_left_alone(good: Path) -> None
     ):
         job = read(good, **flags)
         assert len(found_of(job.findings, "red")) == 1, job.findings
-        assert job.shape is not None and job.checked is None
+        assert job.shape is not None and job.spec is None
 
 
 def test_a_batch_that_does_not_divide_is_red_and_the_layout_stands(good: Path) -> None:
@@ -162,7 +162,7 @@ def test_flags_without_effect_given_twice_and_of_a_launcher_are_yellow(good: Pat
     assert in_rl.startswith("without effect in RL: --eval-iters (evaluation is")
     assert no_effect.startswith("--rl-rollout-gpu-memory-utilization has no effect")
     assert launcher == "the environment has WORLD_SIZE=16, and --world-size is 2"
-    assert not found_of(job.findings, "red") and job.checked is not None
+    assert not found_of(job.findings, "red") and job.spec is not None
 
 
 IMPORTED = {
@@ -190,8 +190,8 @@ def test_several_files_may_be_imported(good: Path, tmp_path: Path) -> None:
     flags = f"{' '.join(imports)} --rl-advantage doctor_estimates"
     job = read(good, flags, rl_reward="doctor_scores")
     assert not found_of(job.findings, "red") and not found_of(job.findings, "yellow")
-    assert job.checked is not None
-    (found,) = check_reward(job.checked.config, FEW, None)
+    assert job.spec is not None
+    (found,) = check_reward(job.spec.config, FEW, None)
     assert (found.level, found.area) == ("green", "reward")
 
 
@@ -544,7 +544,10 @@ def test_a_reward_that_cannot_read_the_answers_is_red(tmp_path: Path) -> None:
 
 def test_the_folder_of_a_reward_model_is_read(here: Path) -> None:
     def of(folder: Path) -> Finding:
-        (found,) = check_reward(config_of(here, reward="model", reward_model=str(folder)), [], None)
+        job = read(here, rl_reward="model", rl_reward_model=str(folder))
+        assert job.config is not None
+        findings = [*job.findings, *check_reward(job.config, [], job.reward_model)]
+        (found,) = [finding for finding in findings if finding.area == "reward"]
         return found
 
     assert of(here / "checkpoint").level == "red"

@@ -56,10 +56,12 @@ def the_one(findings: list[Finding], level: str) -> Finding:
 
 
 def test_a_refusal_is_cut_into_what_is_wrong_and_its_remedy() -> None:
-    found = refusal(FLAGS, UsageError("--lr x: no\n number; see --help; give one"))
+    error = UsageError(": no\n number; see --help", flag="--lr x", remedy="give one")
+    assert str(error) == "--lr x: no\n number; see --help; give one"
+    found = refusal(FLAGS, error.of_role("the critic"))
     assert (found.level, found.found, found.remedy) == (
         "red",
-        "--lr x: no number; see --help",
+        "of the critic: --lr x: no number; see --help",
         "give one",
     )
     assert refusal(FLAGS, UsageError("no remedy")).remedy

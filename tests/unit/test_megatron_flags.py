@@ -7,6 +7,7 @@ import math
 import sys
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -152,6 +153,12 @@ def test_spec_that_is_a_function_is_refused_before_megatron_0_19(
         preflight.check_switches(given)
 
 
+def check_all(values: dict[str, Any]) -> None:
+    """Flags by themselves and beside each other."""
+    preflight.check_switches(values)
+    preflight.check_together(values)
+
+
 @pytest.mark.parametrize(
     ("text", "says"),
     [
@@ -177,7 +184,7 @@ def test_numbers_that_make_no_sense_are_refused(
     text: str, says: str, parser: argparse.ArgumentParser
 ) -> None:
     with pytest.raises(UsageError, match=says):
-        preflight.check_switches(given_values(text.split(), parser))
+        check_all(given_values(text.split(), parser))
 
 
 def test_numbers_at_their_bounds_are_taken(parser: argparse.ArgumentParser) -> None:
@@ -186,7 +193,7 @@ def test_numbers_at_their_bounds_are_taken(parser: argparse.ArgumentParser) -> N
         "--optimizer-offload-fraction 1 --lr-warmup-iters 2 --train-iters 3 --lr-decay-style WSD "
         "--lr-wsd-decay-iters 1 --moe-aux-loss-coeff 0"
     )
-    preflight.check_switches(given_values(text.split(), parser))
+    check_all(given_values(text.split(), parser))
 
 
 def test_ranges_are_of_flags(parser: argparse.ArgumentParser) -> None:

@@ -20,7 +20,7 @@ from mcore_rl.batching.types import StepStats
 from mcore_rl.common.platform import WITHOUT_CUDA
 from mcore_rl.flags.given import as_config
 from mcore_rl.flags.options import add_rl_args
-from mcore_rl.job.preflight import Checked
+from mcore_rl.job.spec import JobSpec
 from mcore_rl.observe.progress import RunProgress
 from mcore_rl.observe.run_directory import (
     PatientFile,
@@ -96,7 +96,8 @@ def test_a_line_that_a_kill_has_cut_is_ended(tmp_path: Path) -> None:
 def test_config_yaml_given_back_is_the_same_job(
     checkpoint_factory: Callable[..., Path], tmp_path: Path
 ) -> None:
-    from mcore_rl.job.preflight import check_command_line, make_parser
+    from mcore_rl.job.reading import make_parser
+    from mcore_rl.job.resolver import resolve_tokens
     from mcore_rl.megatron.world import parsed_args
 
     checkpoint = checkpoint_factory("qwen2")
@@ -109,8 +110,8 @@ def test_config_yaml_given_back_is_the_same_job(
         *("--recompute-num-layers", "1", "--no-bias-swiglu-fusion", "--rl-run-dir", "first"),
     ]
 
-    def read(tokens: list[str]) -> tuple[Checked, dict[str, Any]]:
-        checked = check_command_line(tokens, platform=WITHOUT_CUDA)
+    def read(tokens: list[str]) -> tuple[JobSpec, dict[str, Any]]:
+        checked = resolve_tokens(tokens, platform=WITHOUT_CUDA)
         like = argparse.Namespace(rank=0, local_rank=0)
         args = parsed_args(list(checked.tokens), add_rl_args, like, log=io.StringIO())
         return checked, {**vars(args), "rl_run_dir": ""}

@@ -419,7 +419,7 @@ def test_help_names_every_option_and_preset(script: Script) -> None:
 
 @pytest.fixture(scope="module")
 def parser() -> Any:
-    from mcore_rl.job.preflight import make_parser
+    from mcore_rl.job.reading import make_parser
 
     return make_parser()
 
@@ -452,19 +452,13 @@ def test_large_presets_are_marked_as_not_run() -> None:
 
 
 @pytest.mark.parametrize("name", PRESETS)
-def test_preset_fits_its_model_and_machines(
-    name: str, parser: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Every check of `preflight` that needs no weights, on the model the preset is for."""
+def test_preset_fits_its_model_and_machines(name: str, tmp_path: Path) -> None:
+    """Every check of a start that needs no weights, on the model the preset is for."""
     from mcore_rl.common.platform import WITHOUT_CUDA, Platform
-    from mcore_rl.flags.derived import derive_flags
-    from mcore_rl.flags.given import expand_config, given_values
-    from mcore_rl.flags.options import RLConfig
-    from mcore_rl.job import layout as layout_checks
-    from mcore_rl.job import preflight
+    from mcore_rl.job.checks import FILES
+    from mcore_rl.job.resolver import facts_of_tokens, resolve
     from mcore_rl.model.config_json import read_model_shape
 
-    monkeypatch.setenv("WORLD_SIZE", str(PRESETS[name]))
     has_cuda = name != "tiny"
     platform = Platform(cuda=True, transformer_engine=(2, 20)) if has_cuda else WITHOUT_CUDA
     (tmp_path / "config.json").write_text(json.dumps(published_config(name)))
@@ -472,21 +466,11 @@ def test_preset_fits_its_model_and_machines(
 
     files = [name, "tiny-task"] if name == "tiny" else [name]
     configs = [token for file in files for token in ("--rl-config", str(preset_file(file)))]
-    tokens = expand_config(configs, parser)
-    given = given_values(tokens, parser)
-    config = RLConfig.of(
-        **{key[3:]: value for key, value in given.items() if key.startswith("rl_")}
-    )
-    derived = derive_flags(shape, config, given, parser=parser, platform=platform)
-    values = given_values(derived.tokens, parser) | given
-    preflight.check_ranges(config)
-    preflight.check_lengths(config, shape)
-    preflight.check_switches(values)
-    layout = layout_checks.check_layout(shape, values, PRESETS[name])
-    layers = layout_checks.check_stages(shape, layout.pp_size, values)
-    rollout = layout_checks.check_rollout(config, shape, layout, layers, has_cuda=has_cuda)
-    layout_checks.check_batches(config, layout, values)
-    preflight.check_megatron_accepts([*derived.tokens, *tokens], shape)
+    facts = facts_of_tokens(configs, platform=platform, world_size=PRESETS[name])
+    facts["read_shape"] = lambda config, field: shape
+    facts = resolve(facts, leaves_out=[FILES])
+    values, layout, rollout = facts["values"], facts["layout"], facts["rollout"]
+    assert "accepted" in facts, "Megatron's own validation has run, too"
 
     last = values.get("decoder_last_pipeline_num_layers")
     if last is not None:  # the other stages share the rest evenly
@@ -502,7 +486,7 @@ def test_own_data_command_of_the_readme_keeps_its_prompts(
     """On questions as long as those of GSM8K, of which the tiny task's lengths drop every one."""
     from mcore_rl.flags.given import expand_config, given_values
     from mcore_rl.flags.options import config_from
-    from mcore_rl.job.preflight import check_lengths
+    from mcore_rl.job.layout import check_lengths
     from mcore_rl.model.config_json import read_model_shape
     from mcore_rl.run.inputs import load_prompt_files
 

@@ -25,7 +25,7 @@ from mcore_rl.data.prompt_file import read_rows
 from mcore_rl.flags.given import as_config, expand_config, given_values, import_given_files
 from mcore_rl.flags.options import RLConfig, add_rl_args, config_from, flags
 from mcore_rl.flags.pages import BEGIN, END, flags_page, help_text, parameter_table
-from mcore_rl.job import preflight
+from mcore_rl.job import preflight, resolver
 from mcore_rl.model.config_json import read_model_shape
 from mcore_rl.observe import user_metrics
 from mcore_rl.observe.run_directory import RunConfig, RunDirectory, read_config
@@ -126,16 +126,16 @@ def test_parameters_of_ones_own_reach_the_loss_and_the_estimator(mine: str) -> N
 @pytest.mark.parametrize(
     ("more", "says"),
     [
-        ("--rl-spo-width 0", "--rl-spo-width 0.0 is not in (0, 2]: choose for example 0.25."),
-        ("--rl-spo-width nan", "--rl-spo-width nan is not in (0, 2]: choose for example 0.25."),
-        ("--rl-decay-steps 0", "--rl-decay-steps 0 is not 1 or more: choose for example 3."),
+        ("--rl-spo-width 0", "--rl-spo-width 0.0 is not in (0, 2]; choose for example 0.25"),
+        ("--rl-spo-width nan", "--rl-spo-width nan is not in (0, 2]; choose for example 0.25"),
+        ("--rl-decay-steps 0", "--rl-decay-steps 0 is not 1 or more; choose for example 3"),
         ("--rl-decay-steps x", "--rl-decay-steps: invalid int value: 'x'; see --help"),
         ("--rl-spo-shape flat", "--rl-spo-shape: invalid choice: 'flat'"),
         ("--rl-spo-wide 1", "unknown flag --rl-spo-wide; did you mean '--rl-spo-width'?"),
         (
             "--rl-policy-loss ppo_clip --rl-spo-width 1",
-            "--rl-spo-width 1.0 has no effect, because --rl-policy-loss ppo_clip does not read it: "
-            "drop it, or choose --rl-policy-loss spo.",
+            "--rl-spo-width 1.0 has no effect, because --rl-policy-loss ppo_clip does not read it; "
+            "drop it, or choose --rl-policy-loss spo",
         ),
         (
             "--rl-clip-eps-lower 0.1",
@@ -219,7 +219,7 @@ def test_help_rl_tells_ours_alone_with_defaults_and_bounds_and_ones_own(
     for parameter in flags().values():
         assert parameter.flag in told
     with pytest.raises(SystemExit) as left:  # of train and verify
-        preflight.check_command_line(["--help-rl"], platform=None)  # type: ignore[arg-type]
+        resolver.resolve_tokens(["--help-rl"], platform=None)  # type: ignore[arg-type]
     assert left.value.code == 0 and "--rl-spo-width" in capsys.readouterr().out
     assert launch.main(["--rl-import", f"{mine}.txt", "--help-rl"]) == 2
     assert "is not a .py file" in capsys.readouterr().err
@@ -232,7 +232,7 @@ def test_help_tells_the_flags_of_ones_own_file(
 
     platform = Platform(cuda=False, transformer_engine=None, fused_weight_gradients=False)
     with pytest.raises(SystemExit) as left:
-        preflight.check_command_line(["--help", "--rl-import", mine], platform=platform)
+        resolver.resolve_tokens(["--help", "--rl-import", mine], platform=platform)
     assert left.value.code == 0
     told = capsys.readouterr().out
     assert "--rl-spo-width" in told and "--num-layers" in told

@@ -71,18 +71,28 @@ def _request(options: argparse.Namespace, others: Sequence[str]) -> Request:
     job = list(others)
     if "--" in job:
         if stray := job[: job.index("--")]:
-            raise UsageError(f"{stray[0]} is no flag of the doctor; put the job's flags behind --")
+            raise UsageError(
+                "{flag} is no flag of the doctor",
+                flag=stray[0],
+                remedy="put the job's flags behind --",
+            )
         job.remove("--")
     if {"-h", "--help"} & set(job):
-        raise UsageError("--help behind -- is of no flag; see -m mcore_rl.train --help for those")
+        raise UsageError(
+            "behind -- is of no flag",
+            flag="--help",
+            remedy="see -m mcore_rl.train --help for those",
+        )
     for name in ("world_size", "gpu_memory_gb", "host_memory_gb"):
         value = getattr(options, name)
         if value is not None and not value > 0:
-            raise UsageError(f"--{name.replace('_', '-')} {value} must be greater than 0")
+            raise UsageError("must be greater than 0", flag=f"--{name.replace('_', '-')} {value}")
     if not options.gpu_reserved_gb >= 0:
-        raise UsageError(f"--gpu-reserved-gb {options.gpu_reserved_gb} must be at least 0")
+        raise UsageError("must be at least 0", flag=f"--gpu-reserved-gb {options.gpu_reserved_gb}")
     if job and options.world_size is None:
-        raise UsageError("--world-size is missing; give the number of ranks of the job")
+        raise UsageError(
+            "is missing", flag="--world-size", remedy="give the number of ranks of the job"
+        )
     return Request(
         tokens=tuple(job),
         world_size=options.world_size,

@@ -215,10 +215,10 @@ class _Examination:
         found, few = check_prompts(
             read.config,
             self._resumed,
-            trust_remote_code="--trust-remote-code" in read.tokens,
+            trust_remote_code=bool(read.values.get("trust_remote_code")),
         )
-        model = None if read.checked is None else read.checked.reward_model
-        self._look(finding.REWARD, lambda: check_reward(read.config, few, model))
+        config, model = read.config, read.reward_model
+        self._look(finding.REWARD, lambda: check_reward(config, few, model))
         return found
 
     # ------------------------------------------------------------------------------ the machine
@@ -269,7 +269,7 @@ class _Examination:
         assert read is not None and read.checkpoint is not None and self._outcome is not None
         models = [read.checkpoint]
         if self._outcome.case.critic is not None:
-            critic = read.checked.critic if read.checked else None
+            critic = read.spec.critic if read.spec else None
             models.append(critic.checkpoint if critic else read.checkpoint)
         size = checkpoint_bytes(self._outcome, [num_parameters(model) for model in models])
         interval, retain = values.get("save_interval"), values.get("save_retain_interval")

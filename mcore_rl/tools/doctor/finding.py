@@ -78,13 +78,9 @@ def red(area: str, found: str, remedy: str) -> Finding:
 
 
 def refusal(area: str, error: UsageError) -> Finding:
-    """A user's mistake that a check of the start has told; its sentence ends with the remedy."""
-    sentence = " ".join(str(error).split())
-    for mark in ("; ", ": "):
-        found, _, remedy = sentence.rpartition(mark)
-        if found:
-            return red(area, found, remedy)
-    return red(area, sentence, "give such a value, or drop the flag")
+    """A user's mistake that a check of the start has told."""
+    found, remedy = (" ".join(text.split()) for text in (error.fault, error.remedy))
+    return red(area, found, remedy or "give such a value, or drop the flag")
 
 
 def counts(findings: Iterable[Finding]) -> dict[Level, int]:

@@ -1,48 +1,37 @@
 """The command line, by the checks of a start, so that one fault does not hide the next.
 
 A flag that is wrong by itself is taken away once it is told, and the checks go on without it; what
-depends on it is left alone. If layout and batch are right, the whole check of a start comes last,
-Megatron's own validation included.
+depends on it is left alone.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
-import dataclasses
 import os
-import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any
 
 from mcore_rl.common.errors import UsageError
 from mcore_rl.common.platform import Platform
-from mcore_rl.flags.classes import check_no_megatron_rl_flag, notes
-from mcore_rl.flags.derived import derive_flags
-from mcore_rl.flags.fsdp import check_fsdp
-from mcore_rl.flags.given import (
-    expand_config,
-    flag_names,
-    given_values,
-    import_given_files,
-)
-from mcore_rl.flags.options import RLConfig, config_from, flags
-from mcore_rl.flags.roles import Roles, parse_roles
-from mcore_rl.hybrid_engine.memory.offload import offload_kinds
-from mcore_rl.job import preflight
-from mcore_rl.job.layout import check_batches, check_rollout, check_stages
-from mcore_rl.job.preflight import Checked
+from mcore_rl.flags.classes import notes
+from mcore_rl.flags.given import expand_config, flag_names, import_given_files
+from mcore_rl.flags.options import RLConfig, flags
+from mcore_rl.job.checks import Check
+from mcore_rl.job.reading import make_parser
+from mcore_rl.job.resolver import facts_of_tokens, resolve
+from mcore_rl.job.spec import JobSpec
+from mcore_rl.job.value_models import Folder
 from mcore_rl.megatron import adapter as megatron_adapter
 from mcore_rl.megatron.hf_checkpoint import HFCheckpoint
 from mcore_rl.model.config_json import ModelShape
 from mcore_rl.model.layout import PipelineLayers, TrainLayout
-from mcore_rl.roles.reward_model import check_reward_model_flags
-from mcore_rl.roles.world import world_of_size
 from mcore_rl.tools.doctor.finding import (
     CHECKPOINT,
     FLAGS,
+    REWARD,
     Finding,
     green,
     plural,
@@ -51,16 +40,13 @@ from mcore_rl.tools.doctor.finding import (
     yellow,
 )
 
-T = TypeVar("T")
-
-_FLAG = re.compile(r"--[A-Za-z][\w-]*")
-_STRAY = re.compile(r"'([^']*)' belongs to no flag")
-# Others depend on these: without them nothing can be said of layout, batch and lengths.
-_LAYOUT = re.compile(
-    r"parallel_size|pipeline|virtual|^rl_(rollout_|critic_|reward_)?(ranks|[te]p_)"
-)
-_BATCH = re.compile(r"batch|^rl_(num_prompts|num_samples|algorithm|share_prompts|max_tokens)")
-_LENGTHS = re.compile(r"^rl_max_(prompt|response)_tokens|^rl_max_tokens|context_parallel")
+# Of the checks whose findings are not about flags.
+_AREAS = {
+    "shape": CHECKPOINT,
+    "checkpoint": CHECKPOINT,
+    "reward_model_shape": REWARD,
+    "reward_model_folder": REWARD,
+}
 # Flags without an effect on a machine with a GPU, and on one without.
 _NO_EFFECT = {
     True: {"rl_rollout_kv_cache_gib": "sizes the engine's cache where there is no GPU"},
@@ -71,7 +57,7 @@ _NO_EFFECT = {
 }
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ReadJob:
     """What could be understood of a command line; None where a fault stands before it."""
 
@@ -84,7 +70,8 @@ class ReadJob:
     layout: TrainLayout | None = None
     layers: PipelineLayers | None = None
     batch_is_right: bool = False
-    checked: Checked | None = None  # passed as a whole, as a start would
+    reward_model: Folder | None = None  # that of --rl-reward-model, read
+    spec: JobSpec | None = None  # passed as a whole, as a start would
 
 
 def taken_flags(parser: argparse.ArgumentParser) -> list[Finding]:
@@ -112,23 +99,36 @@ def read_job(
     """Examine the flags of a job of `world_size` ranks."""
     refused: list[UsageError] = []
     import_given_files(tokens, refused=refused.append)
-    parser = preflight.make_parser()
+    parser = make_parser()
     reader = _Reader(parser)
     for error in refused:
         reader.note(error)
     reader.tokens = expand_config(tokens, parser, refused=reader.note)
-    with world_of_size(world_size):
-        job = _read(reader, world_size, platform)
+    with _environment_kept():
+        facts = reader.resolved(world_size, platform)
     more = [
         *_given_twice(tokens, parser),
-        *_without_effect(given_values(job.tokens, parser), parser, platform.cuda),
+        *_without_effect(facts.get("given", {}), parser, platform.cuda),
         *_from_environment(environment, world_size),
     ]
     found = [*reader.findings, *more]
+    spec = facts.get("spec")
     if not any(finding.level == "red" for finding in found):
-        how = "as the start checks them" if job.checked else "as far as they can be checked"
+        how = "as the start checks them" if spec else "as far as they can be checked"
         found.append(green(FLAGS, f"the flags are right for {plural(world_size, 'rank')}, {how}"))
-    return dataclasses.replace(job, findings=tuple(found))
+    return ReadJob(
+        findings=tuple(found),
+        tokens=tuple(reader.tokens),
+        config=facts.get("config"),
+        values=facts.get("values") or facts.get("given", {}),
+        shape=facts.get("shape"),
+        checkpoint=facts.get("checkpoint"),
+        layout=facts.get("layout"),
+        layers=facts.get("layers"),
+        batch_is_right="batches" in facts,
+        reward_model=facts.get("reward_model_folder"),
+        spec=spec,
+    )
 
 
 class _Reader:
@@ -137,8 +137,8 @@ class _Reader:
     def __init__(self, parser: argparse.ArgumentParser) -> None:
         self.findings: list[Finding] = []
         self.tokens: list[str] = []
-        self.dropped: set[str] = set()  # destinations
-        self.parser = parser
+        self._dropped: set[str] = set()  # destinations
+        self._parser = parser
         self._told: set[str] = set()
 
     def note(self, error: UsageError, area: str = FLAGS) -> None:
@@ -147,39 +147,30 @@ class _Reader:
             self._told.add(str(error))
             self.findings.append(refusal(area, error))
 
-    def attempt(self, check: Callable[[], T], area: str = FLAGS) -> T | None:
-        """What `check` returns; None where it refuses."""
-        try:
-            return check()
-        except UsageError as error:
-            self.note(error, area)
-            return None
+    def resolved(self, world_size: int, platform: Platform) -> dict[str, Any]:
+        """What the checks make of the tokens without the flags that are wrong by themselves."""
+        has_taken = False
 
-    def until_accepted(self, check: Callable[[dict[str, Any]], T]) -> T | None:
-        """Call `check` on the flags given, again without each one that it refuses by name; None
-        where it refuses something else."""
+        def refused(check: Check, error: UsageError) -> None:
+            nonlocal has_taken
+            self.note(error, _AREAS.get(check.gives, FLAGS))
+            has_taken |= check.alone and self._take_away(error)
+
         while True:
-            try:
-                return check(given_values(self.tokens, self.parser))
-            except UsageError as error:
-                self.note(error)
-                if not self._take_away(str(error)):
-                    return None
+            has_taken = False
+            facts = facts_of_tokens(self.tokens, platform=platform, world_size=world_size)
+            facts["parser"] = self._parser
+            facts = resolve(facts, refused=refused, unknown=self._dropped)
+            if not has_taken:
+                return facts
 
-    def is_untouched(self, *patterns: re.Pattern[str]) -> bool:
-        """Whether no flag of these kinds was taken away."""
-        return not any(p.search(dest) for p in patterns for dest in self.dropped)
-
-    def _take_away(self, sentence: str) -> bool:
-        """Remove the flag that a sentence begins with, and its values; False if it is not given."""
-        names = {match[0] for match in [_FLAG.search(sentence)] if match}
-        if match := _STRAY.match(sentence):
-            names = {match[1]}
-        for name in list(names):
-            action = self.parser._option_string_actions.get(name)
-            if action is not None:
-                names.update(action.option_strings)
-                self.dropped.add(action.dest)
+    def _take_away(self, error: UsageError) -> bool:
+        """Remove the flag at fault and its values; False if it is not given."""
+        names = {error.flag, error.flag_name}
+        action = self._parser._option_string_actions.get(error.flag_name)
+        if action is not None:
+            names.update(action.option_strings)
+            self._dropped.add(action.dest)
         kept, dropping = [], False
         for token in self.tokens:
             if token.split("=")[0] in names:
@@ -191,76 +182,6 @@ class _Reader:
         found = len(kept) < len(self.tokens)
         self.tokens = kept
         return found
-
-
-def _read(reader: _Reader, world_size: int, platform: Platform) -> ReadJob:
-    parser, attempt = reader.parser, reader.attempt
-    for check in (
-        lambda given: check_no_megatron_rl_flag(given, parser),
-        lambda given: preflight.check_ranges(config_from(given)),
-        lambda given: check_reward_model_flags(config_from(given)),
-        preflight.check_switches,
-    ):
-        reader.until_accepted(check)
-    given = given_values(reader.tokens, parser)
-    config = config_from(given)
-    attempt(lambda: preflight.check_outputs(config, given))
-    read = attempt(lambda: preflight.read_checkpoint(config), CHECKPOINT)
-    job = ReadJob((), config, tuple(reader.tokens), given)
-    if read is None:
-        return job
-    shape, checkpoint = read
-
-    def derived_values(given: dict[str, Any]) -> dict[str, Any]:
-        derived = derive_flags(shape, config, given, parser=parser, platform=platform)
-        return {**given_values(derived.tokens, parser), **given}
-
-    values = reader.until_accepted(derived_values)
-    job = dataclasses.replace(
-        job, tokens=tuple(reader.tokens), values=values or {}, shape=shape, checkpoint=checkpoint
-    )
-    if values is None:
-        return job
-    if reader.is_untouched(_LENGTHS):
-        cp_size = values.get("context_parallel_size", 1)
-        attempt(lambda: preflight.check_lengths(config, shape, cp_size=cp_size))
-    return _read_layout(reader, job, world_size, platform)
-
-
-def _read_layout(reader: _Reader, job: ReadJob, world_size: int, platform: Platform) -> ReadJob:
-    attempt, values = reader.attempt, job.values
-    config, shape = job.config, job.shape
-    assert config is not None and shape is not None
-    _check_fsdp(reader, values, platform)
-    attempt(lambda: offload_kinds(config.offload, values, has_cuda=platform.cuda))
-    if not reader.is_untouched(_LAYOUT):
-        return job
-    ranks = (world_size, config.critic_ranks, config.reward_ranks)
-    roles: Roles | None = attempt(lambda: parse_roles(*ranks))
-    layout = roles and attempt(lambda: preflight.actor_layout(shape, values, roles))
-    pp_size = values.get("pipeline_model_parallel_size", 1)
-    layers = attempt(lambda: check_stages(shape, pp_size, values))
-    if not layout or not layers:
-        return job
-    rollout = attempt(
-        lambda: check_rollout(config, shape, layout, layers, has_cuda=platform.cuda),
-    )
-    batch = reader.is_untouched(_BATCH)
-    if batch:
-        batch = attempt(lambda: check_batches(config, layout, values) or True) is True
-    job = dataclasses.replace(job, layout=layout, layers=layers, batch_is_right=batch)
-    if rollout is None or not batch or not reader.is_untouched(_LENGTHS):
-        return job
-    tokens = job.tokens
-    checked = attempt(lambda: preflight.check_command_line(tokens, platform=platform))
-    return dataclasses.replace(job, checked=checked)
-
-
-def _check_fsdp(reader: _Reader, values: Mapping[str, Any], platform: Platform) -> None:
-    with _environment_kept():
-        if values.get("use_megatron_fsdp"):
-            megatron_adapter.allow_many_queues()
-        reader.attempt(lambda: check_fsdp(values, os.environ, platform=platform))
 
 
 @contextlib.contextmanager

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from mcore_rl.batching.accounting import describe
 from mcore_rl.common.byte_sizes import shown_bytes
 from mcore_rl.common.errors import UsageError
-from mcore_rl.job.layout import check_stages
 from mcore_rl.planner.advice import Problem
 from mcore_rl.planner.phases import ROLLOUT, START
 from mcore_rl.planner.settings import GB
@@ -41,14 +40,14 @@ def check_batches(job: ReadJob) -> list[Finding]:
         job.config, job.shape, job.layout, job.values, interleaved=len(job.layers[0]) > 1
     )
     critic = None
-    if job.checked is not None and job.checked.critic is not None:
-        model = job.checked.critic
+    if job.spec is not None and job.spec.critic is not None:
+        model = job.spec.critic
         values = {**job.values, "pipeline_model_parallel_size": model.layout.pp_size}
-        layers = check_stages(model.shape, model.layout.pp_size, values)
+        interleaved = len(model.layers[0]) > 1
         critic = (
             model.layout.dp_size,
             micro_batching_of(
-                job.config, model.shape, model.layout, values, interleaved=len(layers[0]) > 1
+                job.config, model.shape, model.layout, values, interleaved=interleaved
             ),
         )
     accounting = accounting_of(job.config, actor=(job.layout.dp_size, batching), critic=critic)

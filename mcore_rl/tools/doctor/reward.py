@@ -16,18 +16,15 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
 from mcore_rl.batching.types import Prompt
 from mcore_rl.common.errors import UsageError
 from mcore_rl.flags.options import RLConfig
-from mcore_rl.megatron.hf_checkpoint import open_checkpoint
-from mcore_rl.model.config_json import read_model_shape
-from mcore_rl.rewards.functions import REWARD_MODEL, SERVED_REWARDS
+from mcore_rl.job.value_models import Folder
+from mcore_rl.rewards.functions import SERVED_REWARDS
 from mcore_rl.rewards.specs import RewardSpec
-from mcore_rl.roles.value_startup import HEAD, CheckedValueModel
 from mcore_rl.run.inputs import reward_spec
 from mcore_rl.tools.doctor.finding import REWARD, Finding, green, red, refusal, yellow
 
@@ -48,15 +45,18 @@ class Trial:
 
 
 def check_reward(
-    config: RLConfig, prompts: Sequence[Prompt], model: CheckedValueModel | None
+    config: RLConfig, prompts: Sequence[Prompt], model: Folder | None
 ) -> list[Finding]:
     """`prompts` are a few whose answers differ, or without one; `model` is that of
-    --rl-reward-model, if checked."""
+    --rl-reward-model, once read."""
     try:
         spec = reward_spec(config)
     except UsageError as error:
         return [refusal(REWARD, error)]
-    findings = _reward_model(config, model) if REWARD_MODEL in spec.names else []
+    findings = []
+    if model is not None:
+        what = f"model: {model.checkpoint.folder}, {model.shape.architecture} with a score head"
+        findings.append(green(REWARD, what))
     if not spec.functions and not spec.servers:
         return findings
     if not prompts:
@@ -66,27 +66,6 @@ def check_reward(
         )
         findings.append(yellow(REWARD, what, "correct the prompts first"))
     return [*findings, *_tried(spec, prompts)]
-
-
-def _reward_model(config: RLConfig, model: CheckedValueModel | None) -> list[Finding]:
-    """Of a model that the start has not come to check, its folder by itself."""
-    if model is not None:
-        shape, folder, has_head = model.shape, model.checkpoint.folder, model.has_head
-    elif config.reward_model is None:
-        return []  # told among the flags
-    else:
-        folder = Path(config.reward_model)
-        try:
-            shape = read_model_shape(folder, flag="--rl-reward-model")
-            checkpoint = open_checkpoint(folder, shape, flag="--rl-reward-model")
-        except UsageError as error:
-            return [refusal(REWARD, error)]
-        has_head = HEAD in checkpoint.tensors
-    if not has_head:
-        what = f"--rl-reward-model {folder} has no {HEAD}, so it gives no score"
-        remedy = "give a checkpoint for sequence classification with one label"
-        return [red(REWARD, what, remedy)]
-    return [green(REWARD, f"model: {folder}, {shape.architecture} with a score head")]
 
 
 def asks_loopback(config: RLConfig) -> bool:
@@ -108,7 +87,7 @@ def _tried(spec: RewardSpec, prompts: Sequence[Prompt]) -> list[Finding]:
     trial = run_trial(spec, samples)
     findings = _output(trial)
     if refused := trial.answer.get("refused"):
-        return [refusal(REWARD, UsageError(refused)), *findings]
+        return [refusal(REWARD, UsageError(**refused)), *findings]
     for name in (*spec.functions, *(server.name for server in spec.servers)):
         outcomes = trial.answer["outcomes"].get(name)
         if outcomes is not None:
@@ -190,7 +169,9 @@ def run_trial(spec: RewardSpec, samples: Sequence[tuple[Prompt, str]]) -> Trial:
             process.communicate(pickle.dumps((spec, list(samples))), timeout=limit)
             answer = answers.read()
         except subprocess.TimeoutExpired:
-            answer = json.dumps({"refused": f"no end within {limit:g} s; mend what hangs"}).encode()
+            answer = json.dumps(
+                {"refused": {"found": f"no end within {limit:g} s", "remedy": "mend what hangs"}}
+            ).encode()
         finally:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
@@ -200,6 +181,11 @@ def run_trial(spec: RewardSpec, samples: Sequence[tuple[Prompt, str]]) -> Trial:
     if not answer:
         code = process.returncode
         answer = json.dumps(
-            {"refused": f"its process ended with exit code {code}; mend what it imports"}
+            {
+                "refused": {
+                    "found": f"its process ended with exit code {code}",
+                    "remedy": "mend what it imports",
+                }
+            }
         ).encode()
     return Trial(json.loads(answer), text)

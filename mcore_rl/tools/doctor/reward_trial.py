@@ -37,16 +37,18 @@ def main() -> None:
 
 
 def _trial(spec: RewardSpec, samples: Sequence[Sample]) -> dict[str, Any]:
-    """{"refused": sentence}, or {"outcomes": {name: [[reward, kind, failure], ...]}}, the last two
-    null where there is a reward."""
+    """{"refused": {"found": ..., "remedy": ...}}, or {"outcomes": {name: [[reward, kind, failure],
+    ...]}}, the last two null where there is a reward."""
     try:
         check_rewards(spec)
         if not samples:
             return {"outcomes": {}}
         with RewardStack(spec) as stack:
             found = stack.outcomes([_rollout(sample) for sample in samples])
-    except (UsageError, RuntimeError) as error:  # RuntimeError: workers that die at once
-        return {"refused": str(error)}
+    except UsageError as error:
+        return {"refused": {"found": error.fault, "remedy": error.remedy}}
+    except RuntimeError as error:  # workers that die at once
+        return {"refused": {"found": str(error), "remedy": "correct what it imports"}}
     outcomes = {
         name: [[each.reward, each.kind, each.failure] for each in outcomes]
         for name, outcomes in found.items()

@@ -68,5 +68,7 @@ def _write(file: Path, written: dict[str, Any]) -> None:
         file.write_text(json.dumps(written, indent=2, default=sorted) + "\n", encoding="utf-8")
     except OSError as error:
         raise UsageError(
-            f"--json {file} cannot be written ({error.strerror}); name another file"
+            f"cannot be written ({error.strerror})",
+            flag=f"--json {file}",
+            remedy="name another file",
         ) from error

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -17,11 +18,8 @@ from typing import Any
 
 from mcore_rl.common.errors import UsageError
 from mcore_rl.common.platform import Platform
-from mcore_rl.flags.classes import check_no_megatron_rl_flag
-from mcore_rl.flags.derived import derive_flags
-from mcore_rl.flags.given import expand_config, given_values, import_given_files
-from mcore_rl.flags.options import DEGREE_FLAGS, RLConfig, config_from
-from mcore_rl.flags.roles import Roles, parse_roles
+from mcore_rl.flags.given import expand_config, import_given_files
+from mcore_rl.flags.options import RLConfig, flag_of
 from mcore_rl.hybrid_engine.plan.buckets import frame_of, slot_bytes
 from mcore_rl.hybrid_engine.plan.placement import Placement
 from mcore_rl.job.planner_settings import engine_settings, train_settings
@@ -107,52 +105,54 @@ def read_command_line(tokens: Sequence[str]) -> PlanRequest:
 
 
 def read_request(options: argparse.Namespace, rest: Sequence[str]) -> PlanRequest:
-    """From the planner's own flags and the job's. Raises UsageError."""
+    """From the planner's own flags and the job's, by the checks of a start but for those that need
+    the weights, or the machine that it runs on. Raises UsageError."""
     _check_options(options)
     # Late, because it takes seconds: importing them imports Megatron.
     from mcore_rl.job import layout as layout_checks
-    from mcore_rl.job import preflight
+    from mcore_rl.job.checks import FILES, MACHINE
+    from mcore_rl.job.reading import make_parser
+    from mcore_rl.job.resolver import facts_of_tokens, resolve
 
     import_given_files(rest)
-    parser = preflight.make_parser()
+    parser = make_parser()
     rest = expand_config(rest, parser)
-    given = given_values(rest, parser)
-    check_no_megatron_rl_flag(given, parser)
-    config = _config(given, options.world_size)
-    preflight.check_ranges(config)
-    shape = _read_shape(options.hf_config, config)
-    preflight.check_lengths(config, shape, cp_size=given.get("context_parallel_size") or 1)
-    actor = _Flags(shape, given, parser)
-    values = actor.values(config)
-    preflight.check_switches(values)
-    roles = parse_roles(options.world_size, config.critic_ranks, config.reward_ranks)
-    models = [_laid_out(ACTOR, actor, config, world_size=len(roles.actor))]
-    if config.recipe.needs_critic:
-        models.append(_critic(actor, config, roles))
-    train, layers = models[0].train, models[0].layers
-    rollout = layout_checks.check_rollout(config, shape, train, layers, has_cuda=True)
-    placement = Placement(shape, train, layers, rollout)
-    notes = [*_notes(placement), *layout_checks.note_on_experts(config, placement)]
+    own_flags = ["--rl-ranks-per-node", str(min(_USUAL_RANKS_PER_NODE, options.world_size))]
+
+    def resolved(*more: str, leaves_out: Sequence[str] = ()) -> dict[str, Any]:
+        facts = facts_of_tokens(
+            [*own_flags, *more, *rest], platform=_PLANNED_FOR, world_size=options.world_size
+        )
+        own = {"parser": parser, "read_shape": functools.partial(_read_shape, options.hf_config)}
+        return resolve({**facts, **own}, leaves_out=[FILES, MACHINE, *leaves_out])
+
+    notes = []
+    facts = resolved(leaves_out=["batches"])
+    if not facts["given"].keys() & _BATCH_FLAGS:
+        least = _least_prompts(facts)
+        if least != facts["config"].num_prompts_per_step:
+            notes.append(
+                f"--rl-num-prompts-per-step is taken as {least}, the least that "
+                f"{' and '.join(_sharing(facts))} can share"
+            )
+            own_flags += ["--rl-num-prompts-per-step", str(least)]
+    facts = resolved()
+    config, shape, values = facts["config"], facts["shape"], facts["values"]
+    train, rollout = facts["layout"], facts["rollout"]
+    placement = Placement(shape, train, facts["layers"], rollout)
+    more = [*_notes(placement), *layout_checks.note_on_experts(config, placement)]
     if values.get("use_megatron_fsdp"):
-        notes.append(
+        more.append(
             "--use-megatron-fsdp: weights, gradients and what travels are counted as if every "
             "data-parallel rank held whole parameters, which is more than it shards them to"
         )
     if config.reward_model is not None:
-        notes.append("the reward model of --rl-reward-model is not counted")
-    if not given.keys() & _BATCH_FLAGS:
-        raised = _with_batch_for(config, models)
-        if raised != config:
-            notes.append(
-                f"--rl-num-prompts-per-step is taken as {raised.num_prompts_per_step}, the least "
-                f"that {' and '.join(_sharing(models, config))} can share"
-            )
-            config = raised
-    trained = [_trained(model, config, options) for model in models]
+        more.append("the reward model of --rl-reward-model is not counted")
+    trained = [_trained(name, facts, options) for name in _models(facts)]
     case = Case(
         shape=shape,
         train=train,
-        layers=layers,
+        layers=facts["layers"],
         rollout=rollout,
         training=trained[0].training,
         critic=trained[1] if len(trained) > 1 else None,
@@ -161,160 +161,90 @@ def read_request(options: argparse.Namespace, rest: Sequence[str]) -> PlanReques
     )
     _check_bucket(case)
     return PlanRequest(
-        case, options, config.samples_per_step, config.num_mini_batches, tuple(notes)
+        case, options, config.samples_per_step, config.num_mini_batches, (*more, *notes)
     )
 
 
-@dataclass(frozen=True, slots=True)
-class _Flags:
-    """A model's shape, and the flags that are given for it."""
-
-    shape: ModelShape
-    given: Mapping[str, Any]
-    parser: argparse.ArgumentParser
-
-    def values(self, config: RLConfig) -> dict[str, Any]:
-        """All of Megatron's and ours, by destination: what is derived, and what was given."""
-        derived = derive_flags(
-            self.shape, config, self.given, parser=self.parser, platform=_PLANNED_FOR
-        )
-        return {**given_values(derived.tokens, self.parser), **self.given}
+def _models(facts: Mapping[str, Any]) -> dict[str, tuple[TrainLayout, PipelineLayers]]:
+    """Those that are trained, laid out."""
+    models = {ACTOR: (facts["layout"], facts["layers"])}
+    if (critic := facts["critic_laid_out"]) is not None:
+        models[CRITIC] = (critic.layout, critic.layers)
+    return models
 
 
-@dataclass(frozen=True, slots=True)
-class _LaidOut:
-    """A model in its layout, before the batch is settled."""
-
-    name: str
-    flags: _Flags
-    train: TrainLayout
-    layers: PipelineLayers
-    own_degrees: frozenset[str]
-    ranks: tuple[int, ...]
-
-    def group(self, config: RLConfig) -> int:
-        """What the number of micro-batches of a data-parallel rank must divide by."""
-        if len(self.layers[0]) == 1 or config.max_tokens_per_microbatch:
-            return 1
-        given = self.flags.given.get("microbatch_group_size_per_vp_stage")
-        return int(given or self.train.pp_size)
-
-
-def _laid_out(
-    name: str,
-    flags: _Flags,
-    config: RLConfig,
-    *,
-    world_size: int,
-    own_degrees: frozenset[str] = frozenset(),
-    ranks: tuple[int, ...] = (),
-) -> _LaidOut:
-    from mcore_rl.job import layout as layout_checks
-
-    values = flags.values(config)
-    train = layout_checks.check_layout(flags.shape, values, world_size)
-    layers = layout_checks.check_stages(flags.shape, train.pp_size, values)
-    return _LaidOut(name, flags, train, layers, own_degrees, ranks)
-
-
-def _critic(actor: _Flags, config: RLConfig, roles: Roles) -> _LaidOut:
-    """The critic, of the actor's flags and those that it has of its own; as `critic_startup`."""
-    shape = actor.shape
-    if config.critic_init is not None:
-        shape = _shape_of("--rl-critic-init", config.critic_init)
-    shape = dataclasses.replace(shape, value_head=True, tied_embeddings=False)
-    own = {d: size for d in CRITIC_FLAGS if (size := getattr(config, f"critic_{d}")) is not None}
-    tokens = [t for degree, size in own.items() for t in (DEGREE_FLAGS[degree], str(size))]
-    given = {**actor.given, **given_values(tokens, actor.parser)}
-    flags = _Flags(shape, given, actor.parser)
-    try:
-        return _laid_out(
-            CRITIC,
-            flags,
-            config,
-            world_size=len(roles.ranks(CRITIC)),
-            own_degrees=frozenset(own),
-            ranks=roles.critic,
-        )
-    except UsageError as error:
-        raise UsageError(f"of the critic: {error}") from error
-
-
-def _trained(model: _LaidOut, config: RLConfig, options: argparse.Namespace) -> TrainedModel:
-    """With the settings that its flags give it, now that the batch is settled."""
-    from mcore_rl.job import layout as layout_checks
-
-    values = model.flags.values(config)
-    try:
-        layout_checks.check_batches(config, model.train, values)
-    except UsageError as error:
-        if model.name == ACTOR:
-            raise
-        raise UsageError(f"of the {model.name}: {error}") from error
+def _trained(name: str, facts: Mapping[str, Any], options: argparse.Namespace) -> TrainedModel:
+    """With the settings that its flags give it."""
+    config: RLConfig = facts["config"]
+    train, layers = _models(facts)[name]
+    critic = facts["critic_laid_out"] if name == CRITIC else None
     return TrainedModel(
-        name=model.name,
-        shape=model.flags.shape,
-        train=model.train,
-        layers=model.layers,
+        name=name,
+        shape=critic.shape if critic else facts["shape"],
+        train=train,
+        layers=layers,
         training=train_settings(
             config,
-            values,
-            model.train,
-            model.layers,
-            vocabulary_multiple=model.flags.given.get("make_vocab_size_divisible_by"),
+            critic.values if critic else facts["values"],
+            train,
+            layers,
+            vocabulary_multiple=facts["given"].get("make_vocab_size_divisible_by"),
             expert_load=options.expert_load,
         ),
-        own_degrees=model.own_degrees,
-        ranks=model.ranks,
+        own_degrees=frozenset(
+            degree
+            for degree in CRITIC_FLAGS
+            if critic and getattr(config, f"critic_{degree}") is not None
+        ),
+        ranks=facts["roles"].critic if critic else (),
     )
 
 
 def _check_options(options: argparse.Namespace) -> None:
     if options.world_size is None:
-        raise UsageError("--world-size is missing; give the number of GPUs to plan for")
+        raise UsageError(
+            "is missing", flag="--world-size", remedy="give the number of GPUs to plan for"
+        )
     for name, value in vars(options).items():
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
         least_is_0 = name in ("gpu_reserved_gb", "communicator_mb")
         if is_number and not (value > 0 or (least_is_0 and value == 0)):
-            raise UsageError(f"--{name.replace('_', '-')} {value} must be greater than 0")
+            raise UsageError("must be greater than 0", flag=f"--{name.replace('_', '-')} {value}")
     if options.expert_load < 1:
-        raise UsageError(f"--expert-load {options.expert_load} must be at least 1, an even load")
+        raise UsageError(
+            "must be at least 1, an even load", flag=f"--expert-load {options.expert_load}"
+        )
     if options.gpu_reserved_gb >= options.gpu_memory_gb:
         raise UsageError(
-            f"--gpu-reserved-gb {options.gpu_reserved_gb} leaves nothing of --gpu-memory-gb "
-            f"{options.gpu_memory_gb}; lower it"
+            f"leaves nothing of --gpu-memory-gb {options.gpu_memory_gb}",
+            flag=f"--gpu-reserved-gb {options.gpu_reserved_gb}",
+            remedy="lower it",
         )
     target = Path(options.json) if options.json else None
     if target and (target.is_dir() or not target.absolute().parent.is_dir()):
-        raise UsageError(f"--json {options.json} must name a file in a folder that exists")
+        raise UsageError("must name a file in a folder that exists", flag=f"--json {options.json}")
 
 
-def _config(given: Mapping[str, Any], world_size: int) -> RLConfig:
-    """As a run has it, but for the machine: the one that plans is another."""
-    config = config_from(given)
-    if config.ranks_per_node:
-        return config
-    return dataclasses.replace(config, ranks_per_node=min(_USUAL_RANKS_PER_NODE, world_size))
-
-
-def _read_shape(named: str | None, config: RLConfig) -> ModelShape:
-    flag, source = "--hf-config", named
+def _read_shape(named: str | None, config: RLConfig, field: str) -> ModelShape:
+    """Of a config.json alone; that of the actor by the planner's own flag, if `named`."""
+    flag, source = flag_of(field), getattr(config, field)
+    if field == "hf_checkpoint" and (named is not None or source is None):
+        flag, source = "--hf-config", named
     if source is None:
-        flag, source = "--rl-hf-checkpoint", config.hf_checkpoint
-    if source is None:
-        raise UsageError("--hf-config is missing; give the config.json of the checkpoint to train")
-    return _shape_of(flag, source)
-
-
-def _shape_of(flag: str, source: str) -> ModelShape:
+        raise UsageError(
+            "is missing", flag=flag, remedy="give the config.json of the checkpoint to train"
+        )
     if not Path(source).exists():
-        raise UsageError(f"{flag} {source} is not there; give a config.json or its folder")
+        raise UsageError(
+            "is not there", flag=f"{flag} {source}", remedy="give a config.json or its folder"
+        )
     shape = read_model_shape(Path(source), flag=flag, for_planning=True)
     if shape.quantization not in (None, *_DEQUANTIZED):
         raise UsageError(
-            f"{flag} {source} describes weights quantised by {shape.quantization}; the planner "
-            f"knows {', '.join(_DEQUANTIZED)}, which is converted to bfloat16 for training: give "
-            "the config.json of such a checkpoint or of one that is not quantised"
+            f"describes weights quantised by {shape.quantization}, and the planner knows "
+            f"{', '.join(_DEQUANTIZED)}, which is converted to bfloat16 for training",
+            flag=f"{flag} {source}",
+            remedy="give the config.json of such a checkpoint or of one that is not quantised",
         )
     return shape
 
@@ -350,23 +280,32 @@ def _notes(placement: Placement) -> list[str]:
     return notes
 
 
-def _with_batch_for(config: RLConfig, models: Sequence[_LaidOut]) -> RLConfig:
-    """`config` with the least batch, not below the default, that data-parallel ranks can share."""
-    shares = [model.train.dp_size * model.group(config) for model in models]
+def _group(facts: Mapping[str, Any], train: TrainLayout, layers: PipelineLayers) -> int:
+    """What the number of micro-batches of a data-parallel rank must divide by."""
+    if len(layers[0]) == 1 or facts["config"].max_tokens_per_microbatch:
+        return 1
+    return int(facts["given"].get("microbatch_group_size_per_vp_stage") or train.pp_size)
+
+
+def _least_prompts(facts: Mapping[str, Any]) -> int:
+    """Of a step, not below the default, so that data-parallel ranks can share them."""
+    config: RLConfig = facts["config"]
+    shares = [
+        train.dp_size * _group(facts, train, layers) for train, layers in _models(facts).values()
+    ]
     parts = config.num_mini_batches * math.lcm(*shares)
     step = parts // math.gcd(parts, config.samples_per_prompt)
-    prompts = math.ceil(config.num_prompts_per_step / step) * step
-    return dataclasses.replace(config, num_prompts_per_step=prompts)
+    return math.ceil(config.num_prompts_per_step / step) * step
 
 
-def _sharing(models: Sequence[_LaidOut], config: RLConfig) -> list[str]:
+def _sharing(facts: Mapping[str, Any]) -> list[str]:
     """4 data-parallel ranks; of each model if they differ."""
     found: dict[str, str] = {}
-    for model in models:
-        group = model.group(config)
+    for name, (train, layers) in _models(facts).items():
+        group = _group(facts, train, layers)
         by = f" by {group} micro-batches" if group > 1 else ""
-        whose = "" if model.name == ACTOR else f" of the {model.name}"
-        found.setdefault(f"{model.train.dp_size} data-parallel ranks{by}", whose)
+        whose = "" if name == ACTOR else f" of the {name}"
+        found.setdefault(f"{train.dp_size} data-parallel ranks{by}", whose)
     return [text + whose for text, whose in found.items()]
 
 

@@ -220,7 +220,7 @@ def test_a_target_makes_the_coefficient_adaptive() -> None:
         (
             "grpo",
             {"mismatch_correction": "icepop", "mismatch_cap": 2.0},
-            "--rl-mismatch-cap 2.0 has no effect .* icepop: drop it, or choose token_tis or seq",
+            "--rl-mismatch-cap 2.0 has no effect .* icepop; drop it, or choose token_tis or seq",
         ),
         (
             "grpo",
@@ -256,7 +256,8 @@ def test_what_cannot_be_is_one_sentence_that_names_the_flag(
     with pytest.raises(UsageError, match=f"^{message}") as caught:
         resolve_algorithm(name, given)
     text = str(caught.value)
-    assert text.endswith(".") and "\n" not in text and ". " not in text
+    assert text.startswith(caught.value.flag) and caught.value.flag and caught.value.remedy
+    assert "\n" not in text and ". " not in text and not text.endswith(".")
 
 
 @pytest.mark.parametrize("given", [{"top_p": 1.0}, {"top_k": 0}, {"top_k": -1}])

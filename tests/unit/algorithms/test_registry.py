@@ -71,7 +71,7 @@ def test_built_in_names_are_found() -> None:
         ),
         (
             lambda: find_policy_loss("ppo"),
-            r"--rl-policy-loss ppo is no policy loss.*: choose one of cispo, gmpo, gspo, .*sapo\.",
+            r"--rl-policy-loss ppo is no policy loss.*; choose one of cispo, gmpo, gspo, .*sapo$",
         ),
     ],
 )

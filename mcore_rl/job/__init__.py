@@ -1,1 +1,1 @@
-"""What a command line asks for, checked before anything is built: see `preflight`."""
+"""What a command line asks for, checked before anything is built: see `resolver`."""

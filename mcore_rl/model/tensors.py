@@ -196,7 +196,7 @@ def cut_range(
 ) -> tuple[int, int, int] | None:
     """(dimension, start, stop) of what rank `rank` of a group of `size` has; None: all of it.
 
-    Uneven sizes are refused before (`preflight`); here they are a bug.
+    Uneven sizes are refused before (`job.layout`); here they are a bug.
     """
     if spec.cut is Cut.REPLICATED or size == 1:
         return None

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import argparse
 import importlib
 import importlib.metadata
+import io
 import json
 import os
 import sys
@@ -16,9 +18,11 @@ import torch.distributed as dist
 from mcore_rl.common.agreement import agreed, open_store
 from mcore_rl.common.errors import UsageError
 from mcore_rl.common.platform import WITHOUT_CUDA
+from mcore_rl.flags.options import add_rl_args
 from mcore_rl.job.resolver import resolve_tokens
+from mcore_rl.megatron.world import parsed_args
 from mcore_rl.run.inputs import check_data
-from mcore_rl.run.start import hold_folders
+from mcore_rl.run.start import hold_folders, job_from_args
 
 
 class ParameterCounter:
@@ -89,6 +93,16 @@ def run_directory(tokens: list[str], folder: str) -> str:
     os.chdir(folder)
     checked = resolve_tokens(tokens, platform=WITHOUT_CUDA)
     return str(hold_folders(checked, open_store()).config.directory)
+
+
+def fork(tokens: list[str], rates: list[str]) -> None:
+    """A fork that has parsed its arguments itself, each rank with a learning rate of its own."""
+    rank = int(os.environ["RANK"])
+    derived = resolve_tokens(tokens, platform=WITHOUT_CUDA).tokens
+    like = argparse.Namespace(rank=rank, local_rank=rank)
+    args = parsed_args([*derived, "--lr", rates[rank]], add_rl_args, like, log=io.StringIO())
+    dist.init_process_group("gloo")
+    job_from_args(args)
 
 
 def agree(failing: list[int], is_bug: bool) -> str:

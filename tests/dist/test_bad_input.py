@@ -199,6 +199,20 @@ def test_folder_of_another_run_is_refused(flag: str, ranks: RankPool, here: Path
     assert second == ""
 
 
+def test_machines_of_a_fork_that_have_parsed_other_flags_are_told(
+    ranks: RankPool, good: Path
+) -> None:
+    first, second = ranks.run_raw(
+        f"{WORKER}:fork",
+        world_size=2,
+        arguments={"tokens": tokens_of(Case("fork", []), good), "rates": ["1e-5", "2e-5"]},
+        timeout_seconds=CASE_SECONDS,
+    )
+    assert (first.exit_code, second.exit_code) == (2, 2)
+    assert "--lr is 2e-05 here and 1e-05 on rank 0; start all machines with" in first.output
+    assert "--lr is" not in second.output
+
+
 def test_ranks_without_a_run_directory_agree_on_a_new_one(ranks: RankPool, here: Path) -> None:
     """The actor's first rank makes it, which need not be the job's."""
     given = {"--rl-run-dir": None, "--rl-run-name": "mine", "--rl-algorithm": "ppo"}

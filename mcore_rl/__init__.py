@@ -64,11 +64,6 @@ def run(job: Any, model_provider: Callable[..., Any] | None = None) -> None:
     train(job, model_provider)
 
 
-# Once `mcore_rl.run.*` is imported, Python has put that package in the place of the function: it
-# calls this when it is called.
-_run = run
-
-
 def add_rl_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     """Add the `--rl-*` flags to a parser, those of the command line's `--rl-import` files too; see
     `mcore_rl.flags.options.add_rl_args`."""

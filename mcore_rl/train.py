@@ -30,12 +30,12 @@ from mcore_rl.flags.roles import ACTOR
 from mcore_rl.megatron.hf_checkpoint import export
 from mcore_rl.observe.progress import run_facts
 from mcore_rl.rollout.collector import Collected
-from mcore_rl.run.build import Parts, build
-from mcore_rl.run.inputs import check_data
-from mcore_rl.run.learner import Learnt
-from mcore_rl.run.models import serve_role
-from mcore_rl.run.saver import early_exit
-from mcore_rl.run.start import Job, job_from_args, start
+from mcore_rl.trainer.build import Parts, build
+from mcore_rl.trainer.inputs import check_data
+from mcore_rl.trainer.learner import Learnt
+from mcore_rl.trainer.models import serve_role
+from mcore_rl.trainer.saver import early_exit
+from mcore_rl.trainer.start import Job, job_from_args, start
 
 logger = logging.getLogger(__name__)
 

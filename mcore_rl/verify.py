@@ -45,11 +45,11 @@ from mcore_rl.hybrid_engine.vllm.engine import VLLMEngine
 from mcore_rl.job.spec import JobSpec
 from mcore_rl.megatron.adapter import TrainState
 from mcore_rl.megatron.shards import ModelShards
-from mcore_rl.run.actor import Actor
-from mcore_rl.run.build import build_manager, build_offloader, engine_config
-from mcore_rl.run.inputs import prompt_source
-from mcore_rl.run.models import build_actor, micro_batching
-from mcore_rl.run.start import Job, start
+from mcore_rl.trainer.actor import Actor
+from mcore_rl.trainer.build import build_manager, build_offloader, engine_config
+from mcore_rl.trainer.inputs import prompt_source
+from mcore_rl.trainer.models import build_actor, micro_batching
+from mcore_rl.trainer.start import Job, start
 
 logger = logging.getLogger(__name__)
 

@@ -21,8 +21,8 @@ from mcore_rl.common.platform import WITHOUT_CUDA
 from mcore_rl.flags.options import add_rl_args
 from mcore_rl.job.resolver import resolve_tokens
 from mcore_rl.megatron.world import parsed_args
-from mcore_rl.run.inputs import check_data
-from mcore_rl.run.start import hold_folders, job_from_args
+from mcore_rl.trainer.inputs import check_data
+from mcore_rl.trainer.start import hold_folders, job_from_args
 
 
 class ParameterCounter:

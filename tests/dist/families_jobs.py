@@ -13,9 +13,9 @@ from mcore_rl import verify
 from mcore_rl.common.run_output import setup_logging
 from mcore_rl.hybrid_engine.vllm.engine import VLLMEngine
 from mcore_rl.megatron.hf_checkpoint import export
-from mcore_rl.run.actor import Actor
-from mcore_rl.run.build import engine_config
-from mcore_rl.run.models import build_actor, micro_batching
+from mcore_rl.trainer.actor import Actor
+from mcore_rl.trainer.build import engine_config
+from mcore_rl.trainer.models import build_actor, micro_batching
 from mcore_rl.verify import start_verification, stored_digests
 from tests.dist.jobs import log_probs_of_random_tokens
 

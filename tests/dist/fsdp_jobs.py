@@ -21,8 +21,8 @@ from mcore_rl.megatron.hf_checkpoint import export
 from mcore_rl.megatron.shards import ModelShards
 from mcore_rl.model.boxes import volume
 from mcore_rl.resume.folders import iteration_name
-from mcore_rl.run.build import build_manager, build_offloader, engine_config
-from mcore_rl.run.start import Job
+from mcore_rl.trainer.build import build_manager, build_offloader, engine_config
+from mcore_rl.trainer.start import Job
 from mcore_rl.verify import overwrite_with_zeros, stored_digests
 from tests.dist.jobs import log_probs_of_random_tokens, rank_batch, started
 

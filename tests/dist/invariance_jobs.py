@@ -12,8 +12,8 @@ from mcore_rl.batching.rows import lay_out, row_length
 from mcore_rl.batching.train_batches import split_micro_batches
 from mcore_rl.batching.types import TrainBatch
 from mcore_rl.hybrid_engine.memory.offload import Offloader
-from mcore_rl.run.build import build_offloader
-from mcore_rl.run.models import micro_batching
+from mcore_rl.trainer.build import build_offloader
+from mcore_rl.trainer.models import micro_batching
 from tests.dist.ppo_jobs import build_models, export_models, scored_rollouts, take_step
 
 

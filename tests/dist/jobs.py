@@ -24,10 +24,10 @@ from mcore_rl.hybrid_engine.sharding_manager import (
 from mcore_rl.hybrid_engine.vllm.engine import VLLMEngine
 from mcore_rl.megatron.hf_checkpoint import export
 from mcore_rl.megatron.rng import RngState
-from mcore_rl.run.actor import Actor
-from mcore_rl.run.build import build_manager, engine_config
-from mcore_rl.run.models import build_actor, micro_batching
-from mcore_rl.run.start import Job, start
+from mcore_rl.trainer.actor import Actor
+from mcore_rl.trainer.build import build_manager, engine_config
+from mcore_rl.trainer.models import build_actor, micro_batching
+from mcore_rl.trainer.start import Job, start
 from mcore_rl.verify import overwrite_with_zeros, stored_digests
 from tests.dist.sleeping import SleepLog, memory_gone_while_asleep
 

@@ -17,7 +17,7 @@ from mcore_rl.model.layout import RolloutLayout
 from mcore_rl.model.tensors import checkpoint_tensors
 from mcore_rl.planner.links import traffic_of
 from mcore_rl.planner.settings import GB, Machine
-from mcore_rl.run.build import build_manager, engine_config
+from mcore_rl.trainer.build import build_manager, engine_config
 from mcore_rl.verify import overwrite_with_zeros, stored_digests
 from tests.dist.jobs import started
 

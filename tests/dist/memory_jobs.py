@@ -18,10 +18,10 @@ from mcore_rl.job.planner_settings import activation_settings
 from mcore_rl.megatron import adapter as megatron_adapter
 from mcore_rl.roles.critic_startup import build_critic
 from mcore_rl.roles.remote import Here
-from mcore_rl.run.actor import Actor, ReferencePolicy
-from mcore_rl.run.build import build_offloader
-from mcore_rl.run.models import build_actor, build_learner, micro_batching, serving
-from mcore_rl.run.start import Job, start
+from mcore_rl.trainer.actor import Actor, ReferencePolicy
+from mcore_rl.trainer.build import build_offloader
+from mcore_rl.trainer.models import build_actor, build_learner, micro_batching, serving
+from mcore_rl.trainer.start import Job, start
 from tests.dist.invariance_jobs import Forwards
 from tests.dist.jobs import rank_batch, started
 from tests.dist.offload_jobs import state_digests

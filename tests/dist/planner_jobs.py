@@ -18,7 +18,7 @@ from mcore_rl.hybrid_engine.vllm.model_only import VLLMModelOnly
 from mcore_rl.megatron import adapter as megatron_adapter
 from mcore_rl.megatron import saving as megatron_checkpoint
 from mcore_rl.megatron.hf_checkpoint import export
-from mcore_rl.run.build import build_manager, engine_config
+from mcore_rl.trainer.build import build_manager, engine_config
 from tests.dist.jobs import rank_batch, started
 from tests.dist.ppo_jobs import build_models, scored_rollouts, take_step
 from tests.live_bytes import LiveBytes

@@ -24,10 +24,10 @@ from mcore_rl.resume.saver import write_checkpoint
 from mcore_rl.resume.trainer_state import TrainerState
 from mcore_rl.roles.critic_startup import BuiltCritic, build_critic, save_critic
 from mcore_rl.roles.remote import Here
-from mcore_rl.run.learner import Learner
-from mcore_rl.run.models import build_actor, build_learner, serving
-from mcore_rl.run.start import Job, start
-from mcore_rl.run.step_metrics import mismatch_metrics
+from mcore_rl.trainer.learner import Learner
+from mcore_rl.trainer.models import build_actor, build_learner, serving
+from mcore_rl.trainer.start import Job, start
+from mcore_rl.trainer.step_metrics import mismatch_metrics
 from tests.dist.jobs import random_tokens
 
 

@@ -17,7 +17,7 @@ from mcore_rl.roles.critic import ServedCritic
 from mcore_rl.roles.critic_startup import BuiltCritic, build_critic
 from mcore_rl.roles.remote import serve
 from mcore_rl.roles.reward import ModelReward
-from mcore_rl.run.models import (
+from mcore_rl.trainer.models import (
     build_actor,
     build_learner,
     critic_role,
@@ -25,7 +25,7 @@ from mcore_rl.run.models import (
     serve_role,
     serving,
 )
-from mcore_rl.run.start import Job, start
+from mcore_rl.trainer.start import Job, start
 from tests.dist.ppo_jobs import in_float32, scored_rollouts, take_step
 
 MEETING_SECONDS = 60

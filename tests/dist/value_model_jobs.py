@@ -13,8 +13,8 @@ from mcore_rl.common.run_output import setup_logging
 from mcore_rl.megatron.adapter import megatron_output_to
 from mcore_rl.roles.critic import Critic
 from mcore_rl.roles.critic_startup import BuiltCritic, build_critic, save_critic
-from mcore_rl.run.models import micro_batching
-from mcore_rl.run.start import Job, start
+from mcore_rl.trainer.models import micro_batching
+from mcore_rl.trainer.start import Job, start
 from tests.dist.jobs import random_batch, rank_part
 
 NUM_SAVED_STEPS = 3

@@ -14,7 +14,7 @@ from mcore_rl.data.prompts import prompt_indices
 from mcore_rl.flags.options import RLConfig
 from mcore_rl.observe.stage_timers import StageTimers
 from mcore_rl.rollout.collector import Collected, Collector
-from mcore_rl.run.step_metrics import rollout_metrics
+from mcore_rl.trainer.step_metrics import rollout_metrics
 
 SEED = 7
 NUM_PROMPTS = 20

@@ -28,7 +28,6 @@ from mcore_rl.megatron.rng import RngState
 from mcore_rl.resume import folders
 from mcore_rl.resume.trainer_state import TrainerState, read_trainer_state, save_trainer_state
 from mcore_rl.rewards.specs import parse_rewards
-from mcore_rl.run.inputs import check_data
 from mcore_rl.tools.doctor import reward as reward_checks
 from mcore_rl.tools.doctor.checkpoint import check_load
 from mcore_rl.tools.doctor.finding import Finding
@@ -44,6 +43,7 @@ from mcore_rl.tools.doctor.plan import (
 from mcore_rl.tools.doctor.prompts import check_prompts
 from mcore_rl.tools.doctor.reward import asks_loopback, check_reward, run_trial
 from mcore_rl.tools.plan.outcome import Outcome
+from mcore_rl.trainer.inputs import check_data
 from tests.dist.bad_input_cases import Case, tokens_of
 from tests.dist.bad_input_folder import INDEX, SECOND, make_good_folder
 from tests.untrusted import need_code_of_tokenizer
@@ -436,7 +436,7 @@ def test_without_a_checkpoint_prompts_are_read_and_not_tokenised(here: Path) -> 
 
 def test_prompts_must_be_those_that_the_checkpoint_has_drawn_from(here: Path) -> None:
     from mcore_rl.data.prompts import load_prompts
-    from mcore_rl.run.inputs import prompt_source
+    from mcore_rl.trainer.inputs import prompt_source
 
     config = config_of(here)
     assert config.prompts is not None and config.hf_checkpoint is not None

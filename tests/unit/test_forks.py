@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import argparse
 import io
+import pkgutil
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -19,7 +20,7 @@ from mcore_rl.job.checks import CHECKS, INITIAL
 from mcore_rl.job.resolver import facts_of_tokens, resolve, resolve_args, resolve_tokens
 from mcore_rl.megatron.world import parsed_args
 from mcore_rl.planner.settings import GB
-from mcore_rl.run.inputs import check_data
+from mcore_rl.trainer.inputs import check_data
 from tests.untrusted import need_code_of_tokenizer
 
 
@@ -167,14 +168,11 @@ def test_flags_of_a_fork_are_known_to_all_who_parse(checkpoint: Path) -> None:
         )
 
 
-def test_run_of_a_fork_is_callable_beside_the_package_of_its_name(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_no_module_hides_a_function_of_the_package() -> None:
+    """Python would put it in the function's place once it is imported."""
     import mcore_rl
-    import mcore_rl.run.early_exit
-    import mcore_rl.train
 
-    called: list[tuple[Any, ...]] = []
-    monkeypatch.setattr(mcore_rl.train, "run", lambda *job: called.append(job))
-    mcore_rl.run("job", "provider")  # type: ignore[operator]
-    assert called == [("job", "provider")]
+    modules = {module.name for module in pkgutil.iter_modules(mcore_rl.__path__)}
+    functions = {"prepare", "initialize", "run", "add_rl_args"}
+    assert all(callable(getattr(mcore_rl, name)) for name in functions)
+    assert not modules & functions

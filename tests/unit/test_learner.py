@@ -32,8 +32,8 @@ from mcore_rl.roles import critic as critic_module
 from mcore_rl.roles.critic import ServedCritic, StepCritic, ValueUpdateStats
 from mcore_rl.roles.remote import Here
 from mcore_rl.roles.samples import samples_to_tensors, tensors_to_samples
-from mcore_rl.run.actor import ReferencePolicy
-from mcore_rl.run.learner import Learner
+from mcore_rl.trainer.actor import ReferencePolicy
+from mcore_rl.trainer.learner import Learner
 
 LAYOUT = TrainLayout(world_size=1)
 # (prompt tokens, response tokens, reward) of two groups of two; one response is empty.

@@ -488,7 +488,7 @@ def test_own_data_command_of_the_readme_keeps_its_prompts(
     from mcore_rl.flags.options import config_from
     from mcore_rl.job.layout import check_lengths
     from mcore_rl.model.config_json import read_model_shape
-    from mcore_rl.run.inputs import load_prompt_files
+    from mcore_rl.trainer.inputs import load_prompt_files
 
     _, _, section = (ROOT / "README.md").read_text().partition("## Your own checkpoint")
     pattern = r"run_deepseek_moe\.sh (--rl-hf-checkpoint DIR(?:.*\\\n)*.*)"

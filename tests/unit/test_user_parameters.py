@@ -29,7 +29,7 @@ from mcore_rl.job import preflight, resolver
 from mcore_rl.model.config_json import read_model_shape
 from mcore_rl.observe import user_metrics
 from mcore_rl.observe.run_directory import RunConfig, RunDirectory, read_config
-from mcore_rl.run.inputs import prompt_source
+from mcore_rl.trainer.inputs import prompt_source
 from tests.unit.algorithms.ragged import ragged, random_ragged
 from tests.unit.algorithms.test_estimators import inputs_of
 

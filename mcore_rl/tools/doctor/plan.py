@@ -11,11 +11,11 @@ from mcore_rl.common.errors import UsageError
 from mcore_rl.planner.advice import Problem
 from mcore_rl.planner.phases import ROLLOUT, START
 from mcore_rl.planner.settings import GB
-from mcore_rl.run.models import accounting_of, micro_batching_of
 from mcore_rl.tools.doctor.finding import BATCHES, PLAN, Finding, green, red, refusal, yellow
 from mcore_rl.tools.doctor.flags import ReadJob
 from mcore_rl.tools.plan.command_line import read_command_line
 from mcore_rl.tools.plan.outcome import Outcome, plan_case
+from mcore_rl.trainer.models import accounting_of, micro_batching_of
 
 _GIB = 1 << 30
 # Of a rank's process before there is a model: the interpreter with torch, Megatron and vLLM.

@@ -25,8 +25,8 @@ from mcore_rl.flags.options import RLConfig
 from mcore_rl.job.value_models import Folder
 from mcore_rl.rewards.functions import SERVED_REWARDS
 from mcore_rl.rewards.specs import RewardSpec
-from mcore_rl.run.inputs import reward_spec
 from mcore_rl.tools.doctor.finding import REWARD, Finding, green, red, refusal, yellow
+from mcore_rl.trainer.inputs import reward_spec
 
 # Built-in rewards that compare with the answer: it must get more than anything else.
 _EXACT = ("exact_match", "arithmetic", "gsm8k")

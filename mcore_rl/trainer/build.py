@@ -1,7 +1,7 @@
 """From a job to everything that its run consists of on this rank: `build`.
 
-`mcore_rl.run.models` builds what learns; here are the engine, the hand-over between the two, what
-watches over them, and the whole.
+`mcore_rl.trainer.models` builds what learns; here are the engine, the hand-over between the two,
+what watches over them, and the whole.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ from mcore_rl.roles.remote import Here, Role
 from mcore_rl.roles.reward import ModelReward
 from mcore_rl.rollout.collector import Collector
 from mcore_rl.rollout.engines import RolloutWorkers
-from mcore_rl.run.actor import Actor
-from mcore_rl.run.inputs import load_prompt_files, reward_spec
-from mcore_rl.run.learner import Learner
-from mcore_rl.run.models import (
+from mcore_rl.trainer.actor import Actor
+from mcore_rl.trainer.inputs import load_prompt_files, reward_spec
+from mcore_rl.trainer.learner import Learner
+from mcore_rl.trainer.models import (
     accounting_of,
     build_actor,
     build_learner,
@@ -49,9 +49,9 @@ from mcore_rl.run.models import (
     micro_batching,
     reward_role,
 )
-from mcore_rl.run.recorder import RunRecorder
-from mcore_rl.run.saver import RunSaver
-from mcore_rl.run.start import Job
+from mcore_rl.trainer.recorder import RunRecorder
+from mcore_rl.trainer.saver import RunSaver
+from mcore_rl.trainer.start import Job
 
 logger = logging.getLogger(__name__)
 

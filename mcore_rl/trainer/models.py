@@ -35,9 +35,9 @@ from mcore_rl.roles.critic import Critic, ServedCritic, StepCritic
 from mcore_rl.roles.critic_startup import BuiltCritic, build_critic, restore_random_states
 from mcore_rl.roles.remote import Apart, Here, Role, serve
 from mcore_rl.roles.reward_model import RewardModel, build_reward_model
-from mcore_rl.run.actor import Actor, ReferencePolicy
-from mcore_rl.run.learner import Learner
-from mcore_rl.run.start import Job
+from mcore_rl.trainer.actor import Actor, ReferencePolicy
+from mcore_rl.trainer.learner import Learner
+from mcore_rl.trainer.start import Job
 
 logger = logging.getLogger(__name__)
 

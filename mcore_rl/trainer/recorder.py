@@ -30,9 +30,9 @@ from mcore_rl.observe.stage_timers import StageTimers
 from mcore_rl.observe.user_metrics import user_metrics
 from mcore_rl.rewards.parts import part_metrics
 from mcore_rl.rollout.collector import Collected
-from mcore_rl.run.learner import Learnt
-from mcore_rl.run.start import Job
-from mcore_rl.run.step_metrics import measured, rollout_metrics, update_metrics, value_metrics
+from mcore_rl.trainer.learner import Learnt
+from mcore_rl.trainer.start import Job
+from mcore_rl.trainer.step_metrics import measured, rollout_metrics, update_metrics, value_metrics
 
 logger = logging.getLogger(__name__)
 

@@ -23,7 +23,7 @@ from mcore_rl.hybrid_engine.report import ReshardReport
 from mcore_rl.observe.stage_timers import StageTimers
 from mcore_rl.roles.critic import ValueUpdateStats
 from mcore_rl.rollout.collector import Collected
-from mcore_rl.run.actor import UpdateStats
+from mcore_rl.trainer.actor import UpdateStats
 
 
 def rollout_metrics(scored: Sequence[ScoredRollout]) -> dict[str, float]:

@@ -22,8 +22,8 @@ from mcore_rl.resume.point import REFERENCE
 from mcore_rl.resume.saver import write_checkpoint
 from mcore_rl.resume.trainer_state import LOADED, TrainerState, trainer_writer
 from mcore_rl.rollout.collector import Collector
-from mcore_rl.run.learner import Learner
-from mcore_rl.run.start import Job
+from mcore_rl.trainer.learner import Learner
+from mcore_rl.trainer.start import Job
 
 
 class RunSaver:

@@ -33,8 +33,8 @@ from mcore_rl.flags.options import RLConfig
 from mcore_rl.model.layout import TrainLayout
 from mcore_rl.roles.critic import StepCritic, ValueUpdateStats
 from mcore_rl.roles.samples import batch_of_rank, mini_batches
-from mcore_rl.run.actor import Actor, ReferencePolicy, UpdateStats
-from mcore_rl.run.step_metrics import mismatch_metrics
+from mcore_rl.trainer.actor import Actor, ReferencePolicy, UpdateStats
+from mcore_rl.trainer.step_metrics import mismatch_metrics
 
 
 @dataclass(frozen=True, slots=True)

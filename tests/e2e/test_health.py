@@ -17,10 +17,12 @@ from tests.rank_pool import RankPool
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
+# Only the rewards' alarm: the host's memory and the speed belong to the machine that runs this.
 COMMON = (
     *("--tensor-model-parallel-size", "1", "--pipeline-model-parallel-size", "1"),
     *("--rl-num-prompts-per-step", "4", "--rl-num-samples-per-prompt", "4"),
     *("--rl-eval-interval", "0", "--rl-alarm-window", "2"),
+    *("--rl-alarm-host-growth-mib", "0", "--rl-alarm-tokens-per-second", "0"),
 )
 
 

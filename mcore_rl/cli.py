@@ -14,8 +14,7 @@ import importlib.metadata
 import sys
 from collections.abc import Sequence
 
-from mcore_rl.common.errors import UsageError
-from mcore_rl.tools import CommandParser
+from mcore_rl.common.errors import CommandParser, UsageError
 
 # Each is a module `mcore_rl.tools.<name>.command` with `add_flags(parser)`, which also says what
 # the command is, and `main(options, others)`, which returns the exit code.

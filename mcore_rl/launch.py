@@ -79,7 +79,7 @@ _SHUTDOWN_LOGGERS = (
 )
 # A socket's path may have 107 characters, of which Megatron's writer and vLLM need 55 below it.
 _LONGEST_TEMPORARY_FOLDER = 50
-_GUARD = str(Path(__file__).with_name("guard.py"))
+_GUARD = str(Path(__file__).parent / "common" / "guard.py")
 _PREFIX = "mcore_rl_"
 _OWNER = "launcher.lock"  # in the temporary folder, locked by the launcher while it lives
 # What torchrun ends the others with once one rank has failed; they say nothing about the failure.

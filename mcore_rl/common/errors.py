@@ -1,9 +1,14 @@
-"""The exception type that means "the user can fix this", and the one that ends a run as asked.
+"""What a user can fix: the exception that says so, and a parser of flags that raises it.
+
+Also the exception that ends a run as asked.
 
 Everything else that is raised is a fault of the program or of the machine, and keeps its traceback.
 """
 
 from __future__ import annotations
+
+import argparse
+from typing import NoReturn
 
 
 class UsageError(ValueError):
@@ -40,6 +45,16 @@ class UsageError(ValueError):
 
     def __str__(self) -> str:
         return f"{self.fault}; {self.remedy}" if self.remedy else self.fault
+
+
+class CommandParser(argparse.ArgumentParser):
+    """Takes no abbreviated flags; its errors are UsageErrors of one sentence."""
+
+    def __init__(self, **options: object) -> None:
+        super().__init__(allow_abbrev=False, **options)  # type: ignore[arg-type]
+
+    def error(self, message: str) -> NoReturn:
+        raise UsageError(f"{message.removeprefix('argument ')}; see {self.prog} --help")
 
 
 class RunStopped(SystemExit):

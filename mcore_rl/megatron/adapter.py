@@ -20,7 +20,7 @@ from typing import Any, TextIO
 
 import torch
 
-from mcore_rl.batching.prefixes import set_prefixes
+from mcore_rl.batching.rows import set_prefixes
 from mcore_rl.common.agreement import leave_with
 from mcore_rl.common.errors import UsageError
 from mcore_rl.common.platform import find_platform

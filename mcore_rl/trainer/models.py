@@ -15,7 +15,7 @@ from typing import Any, TextIO
 import torch.distributed as dist
 
 from mcore_rl.batching.accounting import BatchAccounting, batch_accounting
-from mcore_rl.batching.balance import SampleFlops
+from mcore_rl.batching.dealing import SampleFlops
 from mcore_rl.batching.micro_batching import MicroBatching
 from mcore_rl.batching.shared_prompts import shares_prompts
 from mcore_rl.common import objects

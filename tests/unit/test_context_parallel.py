@@ -15,7 +15,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mcore_rl.batching.context_chunks import positions_on_cp_rank
+from mcore_rl.batching.micro_batching import positions_on_cp_rank
 from mcore_rl.common.errors import UsageError
 from mcore_rl.flags.given import given_values
 

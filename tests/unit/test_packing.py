@@ -11,9 +11,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mcore_rl.batching.context_chunks import chunks_of_sample, positions_on_cp_rank, round_up
 from mcore_rl.batching.dealing import Cuts, orders_of_epochs, plan_step
-from mcore_rl.batching.micro_batching import MicroBatching
+from mcore_rl.batching.micro_batching import (
+    MicroBatching,
+    chunks_of_sample,
+    positions_on_cp_rank,
+    round_up,
+)
 from mcore_rl.batching.rows import lay_out, row_length
 from mcore_rl.batching.train_batches import (
     batch_of_tokens,

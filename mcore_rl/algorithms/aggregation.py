@@ -15,13 +15,36 @@ the whole, as long as samples stay whole.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from typing import Literal, get_args
+from dataclasses import dataclass, fields
+from typing import Any, Literal, Self, get_args
 
 import torch
 
 from mcore_rl.algorithms.segments import Segments
 from mcore_rl.common.errors import UsageError
+
+
+class TokenSums:
+    """Base of a frozen dataclass whose fields are all 0-dim tensors of one dtype.
+
+    Parts are added up over micro-batches with `+`, and over data-parallel ranks through `stacked`,
+    which makes that one collective.
+    """
+
+    __slots__ = ()
+
+    def stacked(self: Any) -> torch.Tensor:
+        """`[number of fields]`, in their order; `from_stacked` is the inverse."""
+        return torch.stack([getattr(self, field.name) for field in fields(self)])
+
+    @classmethod
+    def from_stacked(cls, stacked: torch.Tensor) -> Self:
+        """The sums of a tensor that `stacked` made."""
+        return cls(*stacked.unbind())
+
+    def __add__(self, other: Self) -> Self:
+        return self.from_stacked(self.stacked() + other.stacked())
+
 
 AggregationMode = Literal["token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "constant"]
 AGGREGATION_MODES: tuple[AggregationMode, ...] = get_args(AggregationMode)

@@ -7,7 +7,9 @@
     remax                   return to go - r(greedy response)         arXiv 2310.10505
     reinforce_pp            whitened return to go                     arXiv 2501.03262
     reinforce_pp_baseline   whitened r_i - mean(r)                    arXiv 2501.03262
-    gae                     see `mcore_rl.algorithms.gae`
+    gae                     sum over k of (gamma lambda)^k delta      arXiv 1506.02438, eq. 16
+
+Also what happens to outcomes before: the overlong penalty, and which groups can teach.
 
 mean, std and sums run over the group, the responses to one prompt; r is the outcome of a sample.
 Shape legend: see `mcore_rl.algorithms`.
@@ -17,6 +19,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -28,7 +31,8 @@ from mcore_rl.algorithms.advantage_types import (
 )
 from mcore_rl.algorithms.registry import advantage_estimator
 from mcore_rl.algorithms.segments import Segments, discounted_sums_to_go, masked
-from mcore_rl.common.parameters import Parameters
+from mcore_rl.common.errors import UsageError
+from mcore_rl.common.parameters import Parameters, param
 
 EPS = 1e-6  # added to a standard deviation before dividing by it
 
@@ -216,3 +220,105 @@ def _per_response(
     segments = Segments.of(inputs.lengths, inputs.loss_mask)
     per_response = _of_rows(_by_group(inputs, compare), inputs).float()
     return AdvantageOutputs(masked(inputs.loss_mask, segments.to_tokens(per_response)))
+
+
+@dataclass(frozen=True, slots=True)
+class GAE(Discount):
+    """What generalised advantage estimation is told."""
+
+    gae_lambda: float = param(
+        0.95,
+        "of GAE: 0 trusts the critic, 1 the rewards alone",
+        least=0,
+        most=1,
+        advice="later rewards count at most fully, so choose for example 1",
+    )
+    whiten_advantages: bool = param(True, "to mean 0 and deviation 1 over all tokens")
+
+
+@advantage_estimator("gae", GAE(), needs_critic=True)
+def gae(inputs: AdvantageInputs, config: GAE) -> AdvantageOutputs:
+    """Generalised advantage estimation (Schulman et al., arXiv 1506.02438, eq. 16), with a critic.
+
+        delta_j = r_j + gamma V_{j+1} - V_j            V beyond the last token is 0: responses end
+        A_j     = sum over k >= 0 of (gamma lambda)^k delta_{j+k}
+        R_j     = A_j + V_j                            what the critic learns
+
+    The paper neither whitens nor fixes a divisor; whitening is from PPO's implementations. All is
+    in float64 up to the end.
+
+    `inputs.values` at position j is the critic's value before token j+1, the one that j scores.
+    `config.whiten_advantages` whitens the advantages over the global batch, never the returns.
+
+    RuntimeError: no values.
+    """
+    if inputs.values is None:
+        raise RuntimeError("gae needs the critic's values, but there are none")
+    tokens_left = Segments.of(inputs.lengths, inputs.loss_mask).tokens_left()
+    rewards = inputs.token_rewards[inputs.loss_mask].double()
+    values = inputs.values[inputs.loss_mask].double()
+    following = torch.where(tokens_left > 0, values.roll(-1), torch.zeros_like(values))
+    deltas = rewards + config.gamma * following - values
+    advantages = discounted_sums_to_go(deltas, tokens_left, config.gamma * config.gae_lambda)
+    per_token = _scattered(advantages, inputs)
+    return AdvantageOutputs(
+        advantages=whiten(per_token, inputs) if config.whiten_advantages else per_token.float(),
+        returns=_scattered(advantages + values, inputs).float(),
+    )
+
+
+def _scattered(loss_tokens: torch.Tensor, inputs: AdvantageInputs) -> torch.Tensor:
+    tokens = torch.zeros_like(inputs.token_rewards, dtype=torch.float64)
+    tokens[inputs.loss_mask] = loss_tokens
+    return tokens
+
+
+def check_overlong_buffer(buffer_tokens: int, max_response_tokens: int) -> None:
+    """UsageError: the buffer is not within the response budget. 0 turns the penalty off."""
+    if not 0 <= buffer_tokens <= max_response_tokens:
+        raise UsageError(
+            f"is not between 0 and --rl-max-response-tokens {max_response_tokens}",
+            flag=f"--rl-overlong-buffer-tokens {buffer_tokens}",
+            remedy="the penalty grows over the last tokens of that budget, so choose for example "
+            f"{max(1, max_response_tokens // 5)}",
+        )
+
+
+def overlong_penalty(
+    response_lengths: np.ndarray, *, buffer_tokens: int, max_response_tokens: int
+) -> np.ndarray:
+    """DAPO's soft overlong punishment, `[n]` float64 in [-1, 0], to be added to the scores.
+
+        0                                    length <= max - buffer
+        (max - buffer - length) / buffer     up to max
+        -1                                   beyond
+
+    (arXiv 2503.14476, eq. 13.) A response that was cut at the budget gets -1.
+
+    response_lengths: `[n]` int64, generated tokens. A buffer of 0 gives no penalty at all.
+    """
+    check_overlong_buffer(buffer_tokens, max_response_tokens)
+    lengths = np.asarray(response_lengths, dtype=np.float64)
+    if buffer_tokens == 0:
+        return np.zeros_like(lengths)
+    over = lengths - (max_response_tokens - buffer_tokens)
+    return 0.0 - np.clip(over / buffer_tokens, 0.0, 1.0)  # 0.0 - x: without negative zeros
+
+
+def select_informative_groups(scores: np.ndarray, group_ids: np.ndarray) -> np.ndarray:
+    """`[k]`, rising: ids of the groups whose scores are not all equal.
+
+    Only these have an advantage other than 0; dynamic sampling (arXiv 2503.14476, section 3.2)
+    draws prompts again until there are enough of them. The paper asks for an accuracy strictly
+    between 0 and 1, which for rewards of 0 and 1 is the same.
+
+    scores: `[n]` finite, before any penalty for length (a penalty makes equal outcomes unequal);
+    group_ids: `[n]`. RuntimeError: a score is not finite.
+    """
+    values, groups = finite_scores(scores, group_ids), np.asarray(group_ids)
+    informative = [
+        groups[members[0]]
+        for members in members_by_group(groups)
+        if values[members].min() != values[members].max()
+    ]
+    return np.asarray(informative, dtype=groups.dtype)

@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 from mcore_rl.algorithms.aggregation import Aggregation, AggregationMode
 from mcore_rl.algorithms.algorithm_checks import check_parts, resolved_kl
+from mcore_rl.algorithms.estimators import check_overlong_buffer
 from mcore_rl.algorithms.kl import AdaptiveKL, FixedKL, KLController, KLEstimator, KLParameters
 from mcore_rl.algorithms.loss_types import PolicyLossConfig
 from mcore_rl.algorithms.mismatch import CORRECTIONS, MismatchConfig, MismatchCorrection
@@ -23,7 +24,6 @@ from mcore_rl.algorithms.registry import (
     owners_by_kind,
     unknown_name,
 )
-from mcore_rl.algorithms.shaping import check_overlong_buffer
 from mcore_rl.algorithms.value_loss import ValueLossConfig
 from mcore_rl.common.errors import UsageError
 from mcore_rl.common.parameters import Parameter, Parameters, param, parameters_of, with_values

@@ -64,9 +64,7 @@ class RegisteredPolicyLoss:
 
 _BUILT_IN = (
     "mcore_rl.algorithms.estimators",
-    "mcore_rl.algorithms.gae",
     "mcore_rl.algorithms.policy_losses",
-    "mcore_rl.algorithms.sequence_losses",
 )
 _ESTIMATORS: dict[str, RegisteredEstimator] = {}
 _POLICY_LOSSES: dict[str, RegisteredPolicyLoss] = {}

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import torch
 
-from mcore_rl.algorithms.aggregation import Denominators, token_weights
+from mcore_rl.algorithms.aggregation import Denominators, TokenSums, token_weights
 from mcore_rl.algorithms.kl import kl_estimate
 from mcore_rl.algorithms.loss_types import (
     PolicyLossConfig,
@@ -24,7 +24,6 @@ from mcore_rl.algorithms.loss_types import (
 )
 from mcore_rl.algorithms.registry import find_policy_loss
 from mcore_rl.algorithms.segments import Segments, masked
-from mcore_rl.algorithms.sums import TokenSums
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,9 +7,8 @@ from dataclasses import dataclass, field
 
 import torch
 
-from mcore_rl.algorithms.aggregation import Aggregation, Denominators, token_weights
+from mcore_rl.algorithms.aggregation import Aggregation, Denominators, TokenSums, token_weights
 from mcore_rl.algorithms.segments import Segments, masked
-from mcore_rl.algorithms.sums import TokenSums
 
 
 @dataclass(frozen=True, slots=True)

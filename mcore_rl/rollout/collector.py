@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from mcore_rl.algorithms.shaping import select_informative_groups
+from mcore_rl.algorithms.estimators import select_informative_groups
 from mcore_rl.batching.types import Baseline, Prompt, ScoredRollout
 from mcore_rl.data.prompts import PromptDataset, prompt_indices
 from mcore_rl.flags.options import RLConfig

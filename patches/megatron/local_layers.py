@@ -59,7 +59,7 @@ class SDPACoreAttention(torch.nn.Module):
     Packed samples are attended to in batches of similar lengths: one call costs more than the
     attention of a short sample.
 
-    With context parallelism these are this rank's chunks of each sample (`context_chunks`), while
+    With context parallelism these are this rank's chunks of each sample (`micro_batching`), while
     `packed_seq_params` speak of whole rows. Collective over CP then: each rank gathers the keys and
     values of the whole row, whatever `--cp-comm-type` says, and its backward pass keeps them.
     """

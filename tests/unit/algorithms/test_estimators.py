@@ -16,7 +16,7 @@ from mcore_rl.algorithms.advantage_types import (
     AdvantageInputs,
     advantages_of_valid,
 )
-from mcore_rl.algorithms.gae import GAE
+from mcore_rl.algorithms.estimators import GAE
 from mcore_rl.algorithms.registry import find_advantage_estimator
 from mcore_rl.common.parameters import with_values
 from tests.unit.algorithms.ragged import Ragged, normal, ragged, random_ragged, spoilt

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from mcore_rl.algorithms.advantage_types import Discount
 from mcore_rl.algorithms.aggregation import AGGREGATION_MODES, Aggregation, Denominators
-from mcore_rl.algorithms.gae import GAE
+from mcore_rl.algorithms.estimators import GAE
 from mcore_rl.algorithms.kl import MAX_LOG_RATIO, KLParameters
 from mcore_rl.algorithms.loss_types import Clip, DualClip, PolicyLossConfig
 from mcore_rl.algorithms.policy_losses import Gate

@@ -8,7 +8,7 @@ import math
 import pytest
 
 from mcore_rl.algorithms.aggregation import Aggregation
-from mcore_rl.algorithms.gae import GAE
+from mcore_rl.algorithms.estimators import GAE
 from mcore_rl.algorithms.kl import AdaptiveKL, FixedKL
 from mcore_rl.algorithms.loss_types import Clip, PolicyLossConfig
 from mcore_rl.algorithms.mismatch import Cap, MismatchConfig

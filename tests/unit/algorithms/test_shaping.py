@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mcore_rl.algorithms.shaping import overlong_penalty, select_informative_groups
+from mcore_rl.algorithms.estimators import overlong_penalty, select_informative_groups
 from mcore_rl.common.errors import UsageError
 
 

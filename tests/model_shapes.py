@@ -8,8 +8,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from mcore_rl.data.tokenizer import model_class
 from mcore_rl.model.config_json import Experts, LatentAttention, ModelShape, read_model_shape
-from mcore_rl.model.known_to_transformers import model_class
 
 CONFIGS = Path(__file__).parent / "data" / "configs"
 # Written out, so that reading config.json can be compared with it.

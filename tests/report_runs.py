@@ -85,7 +85,7 @@ def write_run(
 ) -> Path:
     """A run of `num_steps` steps, of which `asked` were asked for; `rollouts` at every fifth."""
     rng = random.Random(seed)
-    logger = logging.getLogger("mcore_rl.observe.alarm_watch")
+    logger = logging.getLogger("mcore_rl.trainer.recorder")
     fields = {f"rl_{name}": value for name, value in RLConfig().as_dict().items()}
     settings = {"lr": 1e-6, "tensor_model_parallel_size": 8, **fields, "rl_kl_coef": 0.01}
     settings |= {"rl_num_steps": asked or num_steps, **(config or {})}

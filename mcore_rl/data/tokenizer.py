@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from mcore_rl.common.errors import UsageError
-from mcore_rl.model.known_to_transformers import register_families
+from mcore_rl.model.families import FAMILIES
 
 # Texts up to this length are tokenised whole, 13 MB of memory; of longer ones a first piece.
 _LONG_CHARACTERS = 1 << 16
@@ -208,3 +208,28 @@ def _has_every_byte(model: Mapping[str, Any], parts: list[Mapping[str, Any]]) ->
 
         return known.issuperset(ByteLevel.alphabet())
     return False
+
+
+def register_families() -> None:
+    """Register the configuration of each family that transformers lacks. Idempotent, cheap.
+
+    Kimi-K2 publishes code beside its weights instead of being a part of transformers; its
+    model_type is DeepSeek-V3's under another name. Without this even its tokenizer cannot be
+    loaded, since transformers wants to understand config.json first. vLLM does the same for itself.
+    """
+    from transformers import AutoConfig
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    for family in FAMILIES.values():
+        if family.model_type in CONFIG_MAPPING:
+            continue
+        config_class = model_class(family.model_type).config_class
+        known = type(config_class.__name__, (config_class,), {"model_type": family.model_type})
+        AutoConfig.register(family.model_type, known)
+
+
+def model_class(model_type: str) -> type:
+    """transformers' class of a family."""
+    import transformers
+
+    return getattr(transformers, FAMILIES[model_type].class_name)

@@ -3,25 +3,28 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import importlib.metadata
 import logging
 import os
 import shlex
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
 from mcore_rl.batching.types import ScoredRollout, StepBatch, StepStats
+from mcore_rl.common import objects
 from mcore_rl.common.agreement import COMMAND
+from mcore_rl.flags.options import RLConfig
 from mcore_rl.hybrid_engine.report import OffloadLog
 from mcore_rl.hybrid_engine.sharding_manager import TO_ROLLOUT, ReshardReport, log_reshard
 from mcore_rl.megatron.version import PACKAGE as MEGATRON
 from mcore_rl.megatron.version import check_megatron, commit_of
 from mcore_rl.moe.expert_load import ExpertLoad
-from mcore_rl.observe.alarm_watch import HealthWatch
+from mcore_rl.observe.alarms import Health
 from mcore_rl.observe.metric_sinks import WandbRun
 from mcore_rl.observe.progress import RunProgress
 from mcore_rl.observe.run_directory import RunConfig, RunDirectory
@@ -34,6 +37,43 @@ from mcore_rl.trainer.start import Job
 from mcore_rl.trainer.step_metrics import measured, rollout_metrics, update_metrics, value_metrics
 
 logger = logging.getLogger(__name__)
+
+_OF_THE_MACHINE = ("memory/", "throughput/")
+
+
+class HealthWatch:
+    """The alarms of a run. Metrics with clocks in them differ between ranks, so one decides."""
+
+    def __init__(self, config: RLConfig, earlier: Mapping[int, Mapping[str, float]] | None) -> None:
+        """`earlier` are the metrics of the steps before by their number, in order, on the first
+        rank, None on the others: a run that goes on goes on listening."""
+        self._stops = config.on_alarm == "stop"
+        self._health: Health | None = None
+        if earlier is None:
+            return
+        thresholds = {
+            spec.name: getattr(config, spec.name)
+            for spec in dataclasses.fields(config)
+            if spec.name.startswith("alarm_") and spec.name != "alarm_window"
+        }
+        self._health = Health(thresholds, window=config.alarm_window)
+        for step, metrics in earlier.items():
+            # What depends on the machine and the layout, which may be others now, begins anew.
+            lasting = {k: v for k, v in metrics.items() if not k.startswith(_OF_THE_MACHINE)}
+            self._health.observe(step, lasting)
+
+    def observe(self, step: int, metrics: dict[str, float]) -> bool:
+        """Whether the run is to stop now. Collective; adds `health/alarms` on the first rank."""
+        stop = [False]
+        if self._health is not None:
+            raised = self._health.observe(step, metrics)
+            for alarm in raised:
+                logger.warning("[Health] step %d, %s: %s", step, alarm.name, alarm.text)
+            metrics["health/alarms"] = float(len(self._health.active))
+            stop = [bool(raised) and self._stops]
+        if self._stops:
+            return objects.broadcast(stop[0])
+        return stop[0]
 
 
 class RunRecorder:

@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 
 from mcore_rl.hybrid_engine.plan.moves import Boxes, Plan, TensorInfo, make_plan
-from mcore_rl.hybrid_engine.transfer.holdings import Holdings
+from mcore_rl.hybrid_engine.weight_stream import Holdings
 from mcore_rl.model.boxes import volume
 from mcore_rl.model.weight_map import layer_order
 from mcore_rl.planner.links import neighbourhoods

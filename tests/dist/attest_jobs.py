@@ -17,10 +17,9 @@ from mcore_rl.hybrid_engine.proof.canary import Canary
 from mcore_rl.hybrid_engine.proof.proof import Proof
 from mcore_rl.hybrid_engine.sharding_manager import MegatronVLLMShardingManager
 from mcore_rl.hybrid_engine.transfer.gather import GatherPath
-from mcore_rl.hybrid_engine.transfer.holdings import exchange
 from mcore_rl.hybrid_engine.transfer.transfer import Transfer
 from mcore_rl.hybrid_engine.vllm.engine import VLLMEngine
-from mcore_rl.hybrid_engine.weight_stream import _near
+from mcore_rl.hybrid_engine.weight_stream import _near, exchange
 from mcore_rl.model.boxes import full_box, volume
 from mcore_rl.trainer.build import build_manager, engine_config
 from mcore_rl.verify import stored_digests

@@ -13,8 +13,8 @@ import torch.distributed as dist
 from mcore_rl.batching.train_batches import split_mini_batches
 from mcore_rl.batching.types import TrainBatch
 from mcore_rl.hybrid_engine.sharding_manager import TO_ROLLOUT, ReshardReport
-from mcore_rl.hybrid_engine.transfer.holdings import missing_bytes
 from mcore_rl.hybrid_engine.vllm.model_only import VLLMModelOnly
+from mcore_rl.hybrid_engine.weight_stream import missing_bytes
 from mcore_rl.megatron import adapter as megatron_adapter
 from mcore_rl.megatron import saving as megatron_checkpoint
 from mcore_rl.megatron.hf_checkpoint import export

@@ -22,8 +22,8 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
+from mcore_rl.data.tokenizer import model_class, register_families
 from mcore_rl.model.config_json import read_model_shape
-from mcore_rl.model.known_to_transformers import model_class, register_families
 from mcore_rl.model.tensors import checkpoint_tensors
 from tests.dist.jobs import random_tokens
 from tests.dist.layouts import SPLITS, job_flags

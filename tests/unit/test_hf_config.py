@@ -11,6 +11,7 @@ import pytest
 from transformers import AutoConfig
 
 from mcore_rl.common.errors import UsageError
+from mcore_rl.data.tokenizer import model_class, register_families
 from mcore_rl.model.config_json import (
     ModelShape,
     megatron_flags,
@@ -19,7 +20,6 @@ from mcore_rl.model.config_json import (
     settings_without_flag,
 )
 from mcore_rl.model.families import left_to_defaults
-from mcore_rl.model.known_to_transformers import model_class, register_families
 from tests import model_shapes
 from tests.model_shapes import CONFIGS, made_values
 

@@ -14,7 +14,7 @@ import pytest
 
 from mcore_rl.batching.types import StepStats
 from mcore_rl.common.errors import UsageError
-from mcore_rl.flags.wandb import check_wandb
+from mcore_rl.flags.packages import check_wandb
 from mcore_rl.observe import metric_sinks
 from mcore_rl.observe.metric_sinks import WandbRun
 from mcore_rl.observe.run_directory import RunConfig, RunDirectory, read_metrics

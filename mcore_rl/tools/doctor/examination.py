@@ -17,7 +17,10 @@ from typing import TYPE_CHECKING
 import psutil
 
 from mcore_rl.common.errors import UsageError
-from mcore_rl.tools.doctor import finding, limits, network, ports, shared_memory, space, versions
+from mcore_rl.tools.doctor import finding, network, space, versions
+from mcore_rl.tools.doctor import network as ports
+from mcore_rl.tools.doctor import space as limits
+from mcore_rl.tools.doctor import space as shared_memory
 from mcore_rl.tools.doctor.finding import Finding, red, refusal
 from mcore_rl.tools.doctor.gpus import Gpus, find_gpus
 
@@ -162,7 +165,7 @@ class _Examination:
 
     def _flags(self) -> Sequence[Finding]:
         from mcore_rl.tools.doctor.flags import read_job
-        from mcore_rl.tools.doctor.no_context import properties_from_nvml
+        from mcore_rl.tools.doctor.gpus import properties_from_nvml
 
         with properties_from_nvml(self._gpus):
             self._read = read_job(

@@ -1,9 +1,16 @@
-"""The GPUs of this machine, asked through NVML: no CUDA context is made for it."""
+"""The GPUs of this machine, asked through NVML: no CUDA context is made for it.
+
+Megatron's validation asks torch what kind of GPU there is, which would start CUDA: here NVML
+answers instead.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import importlib
+from collections.abc import Iterator
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 # NVIDIA's own binding, and the copy of it that vLLM brings.
@@ -72,3 +79,31 @@ def _ask(nvml: Any) -> Gpus:
 
 def _text(value: str | bytes) -> str:
     return value.decode() if isinstance(value, bytes) else value
+
+
+@contextlib.contextmanager
+def properties_from_nvml(gpus: Gpus) -> Iterator[None]:
+    """In which `torch.cuda.get_device_properties`, and what calls it, speak of `gpus` and make no
+    CUDA context. Without a GPU nothing is changed."""
+    if not gpus.devices:
+        yield
+        return
+    import torch
+
+    ask_cuda = torch.cuda.get_device_properties
+
+    def properties(device: Any = None) -> SimpleNamespace:
+        # Which one does not matter: the GPUs of a job are alike.
+        found = gpus.devices[0]
+        return SimpleNamespace(
+            name=found.name,
+            major=found.capability[0],
+            minor=found.capability[1],
+            total_memory=found.total_bytes,
+        )
+
+    torch.cuda.get_device_properties = properties  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        torch.cuda.get_device_properties = ask_cuda

@@ -18,6 +18,7 @@ from plotly import graph_objects
 from mcore_rl.observe.alarms import RULES
 from mcore_rl.tools.report.panels import BAND, NUMBER, SHARE, STACK, Panel
 from mcore_rl.tools.report.run_files import Run
+from mcore_rl.tools.report.texts import axis_unit
 from mcore_rl.tools.report.thinning import (
     MAX_BARS,
     MAX_POINTS,
@@ -26,7 +27,6 @@ from mcore_rl.tools.report.thinning import (
     thin_line,
     thin_means,
 )
-from mcore_rl.tools.report.units import axis_unit
 
 # Each has a contrast of 3 and more on the white and on the dark ground.
 COLOURS = (

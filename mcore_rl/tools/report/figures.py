@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from mcore_rl.tools.report.run_files import Run
-from mcore_rl.tools.report.units import shown, shown_number, shown_seconds
+from mcore_rl.tools.report.texts import shown, shown_number, shown_seconds
 
 GOOD, BAD = "good", "bad"
 _LAST_STEPS = 10

@@ -27,9 +27,8 @@ from mcore_rl.tools.report.figures import headlines
 from mcore_rl.tools.report.panels import LINES, SECTIONS, Section
 from mcore_rl.tools.report.run_files import Run
 from mcore_rl.tools.report.tables import facts_of, metric_rows, settings_of, subjects_of
-from mcore_rl.tools.report.texts import clean
+from mcore_rl.tools.report.texts import clean, shown
 from mcore_rl.tools.report.thinning import MAX_BARS, MAX_POINTS, SMOOTHED_FROM
-from mcore_rl.tools.report.units import shown
 
 _FOLDED_FROM = 400  # characters of a text, of which so many stand above the fold
 _FOLDED_LINES = 8

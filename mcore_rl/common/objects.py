@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.profiler import record_function
 
 _made: list[tuple[dist.ProcessGroup, dist.ProcessGroup]] = []  # (world, the group of it)
 
@@ -26,11 +27,6 @@ def start() -> dist.ProcessGroup:
     if not _made or _made[0][0] is not world:
         _made[:] = [(world, dist.new_group(backend="gloo", timeout=timeout_of_world()))]
     return _made[0][1]
-
-
-def is_whole_world(group: Any) -> bool:
-    """Whether a group is the one of `start`, or the default one."""
-    return group is None or group is dist.group.WORLD or any(group is ours for _, ours in _made)
 
 
 def timeout_of_world() -> timedelta:
@@ -45,26 +41,34 @@ def timeout_of_world() -> timedelta:
 
 def all_gather(mine: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
     """What each rank gives, by rank."""
-    group = group or start()
-    everyone: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(everyone, mine, group=group)
+    everyone: list[Any] = [None] * dist.get_world_size(group or start())
+    with _span("all_gather_object", group):
+        dist.all_gather_object(everyone, mine, group=group or start())
     return everyone
 
 
 def broadcast(mine: Any, source: int = 0) -> Any:
     """What rank `source` gives, on all ranks; the others' is not looked at."""
     told = [mine]
-    dist.broadcast_object_list(told, src=source, group=start())
+    with _span("broadcast_object_list"):
+        dist.broadcast_object_list(told, src=source, group=start())
     return told[0]
 
 
 def barrier() -> None:
     """Return once all ranks have come."""
-    dist.barrier(group=start())
+    with _span("barrier"):
+        dist.barrier(group=start())
 
 
 def on_any(here: bool, group: dist.ProcessGroup | None = None) -> bool:
     """Whether it is so on any rank."""
     flag = torch.tensor([int(here)], dtype=torch.int32)
-    dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=group or start())
+    with _span("all_reduce", group):
+        dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=group or start())
     return bool(flag.item())
+
+
+def _span(name: str, group: dist.ProcessGroup | None = None) -> record_function:
+    """For `--rl-trace`, which tells by it what a rank waited for all others: see `trace_table`."""
+    return record_function(f"all ranks: {name}" if group is None else name)

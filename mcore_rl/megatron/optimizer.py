@@ -12,10 +12,10 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
+from torch.profiler import record_function
 
 from mcore_rl.common import objects
 from mcore_rl.megatron import adapter as megatron_adapter
-from mcore_rl.observe.trace import tracer as trace
 
 logger = logging.getLogger(__name__)
 
@@ -46,7 +46,7 @@ class CheckedOptimizer:
     def learning_rate(self) -> float:
         return max(group["lr"] for group in self._state.optimizer.param_groups)
 
-    @trace.timed("optimizer", trace.MODEL)
+    @record_function("optimizer")  # for --rl-trace
     def step(self, *, num_samples: int, nonfinite_losses: Sequence[int] = ()) -> UpdateResult:
         """Update the parameters from the finished gradients. Collective over all ranks.
 

@@ -6,7 +6,7 @@ import contextlib
 import time
 from collections.abc import Iterator
 
-from mcore_rl.observe.trace import tracer as trace
+from mcore_rl.observe import trace
 from mcore_rl.observe.watchdog import StageWatchdog
 
 STAGES = ("data", "rollout", "reward", "log_probs", "advantages", "train", "checkpoint", "eval")
@@ -30,7 +30,7 @@ class StageTimers:
         if self._watchdog is not None:
             self._watchdog.enter(stage)
         try:
-            with trace.span(stage, trace.STAGE):
+            with trace.stage(stage):
                 yield
         finally:
             if self._watchdog is not None:

@@ -23,7 +23,6 @@ from mcore_rl.rewards.functions import REWARD_MODEL
 from mcore_rl.rewards.specs import RewardSpec
 from mcore_rl.rewards.stack import RewardStack
 from mcore_rl.rewards.worker import Outcome
-from mcore_rl.roles.reward import ModelReward
 
 
 class RolloutWorkers:
@@ -35,8 +34,9 @@ class RolloutWorkers:
         layout: RolloutLayout,
         config: RLConfig,
         rewards: RewardSpec,
-        reward_model: ModelReward | None = None,
+        reward_model: Callable[[Sequence[Rollout]], list[Outcome]] | None = None,
     ) -> None:
+        """`reward_model` scores all samples of a step on every rank, collectively."""
         self._engine, self._layout, self._config = engine, layout, config
         self._rank = dist.get_rank()
         self._scores = layout.tp_rank(self._rank) == 0
@@ -97,7 +97,7 @@ class RolloutWorkers:
                 for name, found in part[1].items():
                     outcomes.setdefault(name, []).extend(found)
         if self._reward_model is not None:
-            outcomes[REWARD_MODEL] = self._reward_model.outcomes(everything)
+            outcomes[REWARD_MODEL] = self._reward_model(everything)
         return self._rewards.weigh(everything, outcomes)
 
     def close(self) -> None:

@@ -30,7 +30,7 @@ from mcore_rl.megatron.hf_checkpoint import fingerprint
 from mcore_rl.megatron.shards import ModelShards
 from mcore_rl.moe.expert_load import ExpertLoad
 from mcore_rl.observe.stage_timers import StageTimers
-from mcore_rl.observe.trace.tracer import Tracer
+from mcore_rl.observe.trace import Tracer
 from mcore_rl.observe.watchdog import StageWatchdog, own_connection
 from mcore_rl.resume.point import ResumePoint, find_resume_point
 from mcore_rl.resume.trainer_state import LOADED
@@ -110,7 +110,7 @@ def build(
     watchdog = _watchdog(job)
     timers = StageTimers(watchdog)
     reward_model = reward_role(job, log=log)
-    asked = None if reward_model is None else ModelReward(reward_model)
+    asked = None if reward_model is None else ModelReward(reward_model).outcomes
     workers = RolloutWorkers(engine, job.rollout_layout, config, reward_spec(config), asked)
     position = state.iteration * config.num_prompts_per_step
     if point is not None:
@@ -230,12 +230,12 @@ def _listen(
     """Have the others hear of every switch between the modes."""
     manager.on_reshard_start += [
         lambda report: watchdog.enter(f"hand-over {report.direction}"),
-        tracer.handover_started,
+        lambda report: tracer.handover_started(report.direction),
     ]
     manager.on_reshard_end += [
         lambda _: watchdog.leave(),
         recorder.note_reshard,
-        tracer.handover_ended,
+        lambda _: tracer.handover_ended(),
     ]
 
 

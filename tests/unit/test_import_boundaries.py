@@ -101,6 +101,45 @@ def names_used(source: str, package: str, with_functions: bool = True) -> Iterat
                 yield f"{meaning[head]}.{rest}"
 
 
+def floors() -> list[set[str]]:
+    """The rooms that the map names, the highest floor first."""
+    text = (ROOT / "docs" / "developing" / "map.md").read_text()
+    block = text.split("## Which room may import which")[1].split("\n## ")[0]
+    lines = [line for line in block.splitlines() if line.startswith("    ")]
+    return [{room.strip() for room in line.split(",")} for line in lines]
+
+
+def room_of(module: str) -> str:
+    """The innermost package of a module that is a room; a module at the root is one itself."""
+    parts = module.split(".")[1:]
+    if not parts:
+        return "mcore_rl"
+    inner = (ROOT / "mcore_rl").joinpath(*parts[:2]).is_dir()
+    has_inner = parts[0] in ("hybrid_engine", "tools") and len(parts) > 1 and inner
+    return ".".join(parts[:2]) if has_inner else parts[0]
+
+
+def arrows_between_rooms() -> set[tuple[str, str]]:
+    found = set()
+    for file in (ROOT / "mcore_rl").rglob("*.py"):
+        module = ".".join(file.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+        package = module if file.name == "__init__.py" else module.rpartition(".")[0]
+        for name in names_used(file.read_text(), package):
+            parts = name.split(".")
+            ends = (end for end in range(len(parts), 0, -1) if source_of(".".join(parts[:end])))
+            if parts[0] == "mcore_rl" and parts[1:2] != ["patches"] and (end := next(ends, 0)):
+                found.add((room_of(module), room_of(".".join(parts[:end]))))
+    return {(room, other) for room, other in found if room != other}
+
+
+def test_rooms_import_only_those_below() -> None:
+    height = {room: -number for number, rooms in enumerate(floors()) for room in rooms}
+    arrows = arrows_between_rooms()
+    assert {room for arrow in arrows for room in arrow} <= set(height)
+    assert len(arrows) > 100
+    assert [arrow for arrow in sorted(arrows) if height[arrow[0]] <= height[arrow[1]]] == []
+
+
 def is_forbidden(name: object) -> bool:
     return isinstance(name, str) and (name == FORBIDDEN or name.startswith(f"{FORBIDDEN}."))
 

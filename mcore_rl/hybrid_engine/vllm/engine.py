@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch.profiler import record_function
 
 from mcore_rl.batching.types import Prompt, Rollout
 from mcore_rl.common.errors import UsageError
@@ -27,7 +28,6 @@ from mcore_rl.hybrid_engine.vllm.needs import Metadata, Needs
 from mcore_rl.hybrid_engine.vllm.reload import Reloader
 from mcore_rl.hybrid_engine.vllm.sliced_tensor import WriteObserver
 from mcore_rl.hybrid_engine.vllm.start import EngineConfig, on_cuda, start_llm
-from mcore_rl.observe.trace import tracer as trace
 
 __all__ = ["EngineConfig", "VLLMEngine"]
 
@@ -171,13 +171,13 @@ class VLLMEngine:
             outputs = step()
             if waiting and engine.get_num_unfinished_requests() <= few:
                 traced.close()
-                with trace.span("prefetch", trace.MODEL):
+                with record_function("prefetch"):
                     waiting.pop()()
-                traced.enter_context(trace.span("last responses", trace.MODEL))
+                traced.enter_context(record_function("last responses"))
             return outputs
 
         engine.step = watched  # of this engine object, over its class's
-        traced.enter_context(trace.span("first responses", trace.MODEL))
+        traced.enter_context(record_function("first responses"))
         try:
             yield
         finally:

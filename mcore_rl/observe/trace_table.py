@@ -1,12 +1,12 @@
-"""From the spans of a step to a table: where the time goes, every moment counted once.
+"""From the events of a trace to a table: where the time goes, every moment counted once.
 
 A moment belongs to the innermost span that is open then: a collective inside a forward pass is
 communication, and the forward pass is without it. Collectives of training (log-probs, advantages,
 updates) are in the row "communication". Those of a hand-over, a reward or a checkpoint stay in its
-row: a hand-over is little else.
+row: a hand-over is little else. So do spans that nobody here knows, of torch and of the engine.
 
-Waiting is told from communication where it can be: all ranks leave a blocking collective of the
-whole world together, so what a rank spent there beyond the rank that came last was waiting for
+Waiting is told from communication where it can be: all ranks leave a blocking call of
+`common.objects` together, so what a rank spent there beyond the rank that came last was waiting for
 that one. It goes to the row "idle", with all the time that no span covers. Inside a pipeline the
 waiting for a neighbour is part of "communication": nothing says which of the two was late.
 
@@ -16,12 +16,16 @@ This module is pure: it imports neither Megatron nor vLLM nor torch.distributed.
 from __future__ import annotations
 
 import io
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 STAGE, MODEL, COMMUNICATION = "stage", "model", "communication"
 IDLE = "idle"
 OTHER_UPDATE = "update, other"
+STEP = "ProfilerStep#"  # torch.profiler's span of a step, numbered from 0
+OF_WORLD = "all ranks: "  # how `common.objects` calls its spans
+_PASSES = ("forward", "backward", "optimizer")
 # Stages of `StageTimers` and of the hand-over, by their names in the table.
 STAGE_ROWS = {
     "data": "data",
@@ -44,16 +48,16 @@ _SHOWN_STEPS = 6  # columns; the mean is of all steps
 _SHOWN_COLLECTIVES = 8
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(frozen=True, slots=True)
 class Span:
-    """Something that took time on this rank; `end` is 0 while it lasts."""
+    """Something that took time on this rank, in nanoseconds of the trace's clock."""
 
     name: str
     category: str  # STAGE, MODEL or COMMUNICATION
     row: str
-    start: int  # nanoseconds of the tracer's clock
-    end: int = 0
-    of_world: bool = False  # a blocking collective of all ranks
+    start: int
+    end: int
+    of_world: bool = False  # a blocking call of all ranks
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +81,49 @@ def row_of(name: str, category: str, stage: str | None) -> str:
     if stage in (None, "train", "log_probs", "advantages"):
         return "communication"
     return row_of(str(stage), STAGE, None)
+
+
+def traced_steps(
+    events: Sequence[Mapping[str, Any]], stages: Collection[str], first_step: int
+) -> list[TracedStep]:
+    """The steps in a Chrome trace of torch.profiler; `stages` are the names of its stages."""
+    complete = sorted((e for e in events if e["ph"] == "X"), key=lambda event: event["ts"])
+    spans: list[Span] = []
+    running: list[Span] = []  # stages, the innermost last
+    for event in complete:
+        name, start = event["name"], round(1e3 * event["ts"])
+        category = _category(name, event["cat"], stages)
+        if category is None:
+            continue
+        end = start + round(1e3 * event["dur"])
+        while running and running[-1].end <= start:
+            running.pop()
+        row = row_of(name, category, running[-1].name if running else None)
+        spans.append(Span(name, category, row, start, end, name.startswith(OF_WORLD)))
+        if category == STAGE:
+            running.append(spans[-1])
+    steps = []
+    for event in complete:
+        if event["name"].startswith(STEP) and event["cat"] == "user_annotation":
+            begin = round(1e3 * event["ts"])
+            end = begin + round(1e3 * event["dur"])
+            inside = [span for span in spans if begin <= span.start < end]
+            number = first_step + int(event["name"].removeprefix(STEP))
+            steps.append(traced_step(number, inside, begin, end))
+    return steps
+
+
+def _category(name: str, kind: str, stages: Collection[str]) -> str | None:
+    """Of an event; None for what others annotate, and kernels that compute."""
+    if kind == "kernel":  # NCCL's own, as an annotation on the host tells only of its launch
+        return COMMUNICATION if name.startswith("nccl") else None
+    if kind != "user_annotation":
+        return None
+    if name in stages:
+        return STAGE
+    if name in _PASSES:
+        return MODEL
+    return COMMUNICATION if name.startswith((OF_WORLD, "gloo:")) else None
 
 
 def exclusive_times(spans: Sequence[Span], begin: int, end: int) -> dict[str, int]:

@@ -27,7 +27,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from mcore_rl.algorithms.advantage_types import AdvantageInputs, AdvantageOutputs, Discount
-    from mcore_rl.algorithms.loss_types import (
+    from mcore_rl.algorithms.aggregation import Segments, masked
+    from mcore_rl.algorithms.policy_losses import (
         Clip,
         DualClip,
         PolicyLossInputs,
@@ -37,7 +38,6 @@ if TYPE_CHECKING:
     from mcore_rl.algorithms.recipes import Recipe, recipe
     from mcore_rl.algorithms.registry import advantage_estimator as advantage
     from mcore_rl.algorithms.registry import policy_loss
-    from mcore_rl.algorithms.segments import Segments, masked
     from mcore_rl.batching.types import Prompt, Rollout, ScoredRollout
     from mcore_rl.common.errors import UsageError
     from mcore_rl.common.parameters import Parameters, param
@@ -78,12 +78,12 @@ __all__ = [
 
 _MODULES = {
     "mcore_rl.algorithms.advantage_types": ("AdvantageInputs", "AdvantageOutputs", "Discount"),
-    "mcore_rl.algorithms.loss_types": (
+    "mcore_rl.algorithms.policy_losses": (
         *("Clip", "DualClip", "PolicyLossInputs", "TokenLosses", "bounded_ratio"),
     ),
     "mcore_rl.algorithms.recipes": ("Recipe", "recipe"),
     "mcore_rl.algorithms.registry": ("advantage", "policy_loss"),
-    "mcore_rl.algorithms.segments": ("Segments", "masked"),
+    "mcore_rl.algorithms.aggregation": ("Segments", "masked"),
     "mcore_rl.batching.types": ("Prompt", "Rollout", "ScoredRollout"),
     "mcore_rl.common.errors": ("UsageError",),
     "mcore_rl.common.parameters": ("Parameters", "param"),

@@ -29,8 +29,8 @@ from mcore_rl.algorithms.advantage_types import (
     AdvantageOutputs,
     Discount,
 )
+from mcore_rl.algorithms.aggregation import Segments, discounted_sums_to_go, masked
 from mcore_rl.algorithms.registry import advantage_estimator
-from mcore_rl.algorithms.segments import Segments, discounted_sums_to_go, masked
 from mcore_rl.common.errors import UsageError
 from mcore_rl.common.parameters import Parameters, param
 

@@ -9,7 +9,7 @@ from typing import Literal, Protocol
 
 import torch
 
-from mcore_rl.algorithms.segments import masked
+from mcore_rl.algorithms.aggregation import masked
 from mcore_rl.common.errors import UsageError
 from mcore_rl.common.parameters import Parameters, param
 

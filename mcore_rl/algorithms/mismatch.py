@@ -25,10 +25,9 @@ from typing import Literal
 
 import torch
 
-from mcore_rl.algorithms.aggregation import TokenSums
+from mcore_rl.algorithms.aggregation import Segments, TokenSums, masked
 from mcore_rl.algorithms.kl import kl_estimate
-from mcore_rl.algorithms.loss_types import bounded_ratio
-from mcore_rl.algorithms.segments import Segments, masked
+from mcore_rl.algorithms.policy_losses import bounded_ratio
 from mcore_rl.common.errors import UsageError
 from mcore_rl.common.parameters import Parameters, param
 

@@ -16,8 +16,8 @@ from mcore_rl.algorithms.aggregation import Aggregation, AggregationMode
 from mcore_rl.algorithms.algorithm_checks import check_parts, resolved_kl
 from mcore_rl.algorithms.estimators import check_overlong_buffer
 from mcore_rl.algorithms.kl import AdaptiveKL, FixedKL, KLController, KLEstimator, KLParameters
-from mcore_rl.algorithms.loss_types import PolicyLossConfig
 from mcore_rl.algorithms.mismatch import CORRECTIONS, MismatchConfig, MismatchCorrection
+from mcore_rl.algorithms.policy_losses import PolicyLossConfig
 from mcore_rl.algorithms.registry import (
     find_advantage_estimator,
     find_policy_loss,

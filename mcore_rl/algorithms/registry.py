@@ -35,7 +35,7 @@ from mcore_rl.common.parameters import Parameters, parameters_of
 
 if TYPE_CHECKING:
     from mcore_rl.algorithms.advantage_types import AdvantageInputs, AdvantageOutputs
-    from mcore_rl.algorithms.loss_types import PolicyLossInputs, TokenLosses
+    from mcore_rl.algorithms.policy_losses import PolicyLossInputs, TokenLosses
 
 P = TypeVar("P", bound=Parameters)  # a function's own
 _NOTHING_TO_SET = Parameters()

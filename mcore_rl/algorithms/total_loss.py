@@ -14,16 +14,15 @@ from dataclasses import dataclass
 
 import torch
 
-from mcore_rl.algorithms.aggregation import Denominators, TokenSums, token_weights
+from mcore_rl.algorithms.aggregation import Denominators, Segments, TokenSums, masked, token_weights
 from mcore_rl.algorithms.kl import kl_estimate
-from mcore_rl.algorithms.loss_types import (
+from mcore_rl.algorithms.policy_losses import (
     PolicyLossConfig,
     PolicyLossInputs,
     TokenLosses,
     bounded_ratio,
 )
 from mcore_rl.algorithms.registry import find_policy_loss
-from mcore_rl.algorithms.segments import Segments, masked
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,8 +7,14 @@ from dataclasses import dataclass, field
 
 import torch
 
-from mcore_rl.algorithms.aggregation import Aggregation, Denominators, TokenSums, token_weights
-from mcore_rl.algorithms.segments import Segments, masked
+from mcore_rl.algorithms.aggregation import (
+    Aggregation,
+    Denominators,
+    Segments,
+    TokenSums,
+    masked,
+    token_weights,
+)
 
 
 @dataclass(frozen=True, slots=True)

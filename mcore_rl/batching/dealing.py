@@ -20,7 +20,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.random import PCG64, SeedSequence
 
-from mcore_rl.batching.micro_batching import MicroBatching, chunks_of_sample, round_up
+from mcore_rl.batching.rows import MicroBatching, chunks_of_sample, round_up
 from mcore_rl.batching.types import ScoredRollout
 from mcore_rl.model.config_json import ModelShape
 from mcore_rl.model.tensors import active_parameters

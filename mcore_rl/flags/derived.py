@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from mcore_rl.batching.micro_batching import chunks_of_sample, round_up
+from mcore_rl.batching.rows import chunks_of_sample, round_up
 from mcore_rl.common.errors import UsageError
 from mcore_rl.common.platform import Platform
 from mcore_rl.flags.classes import check_derived_count

@@ -11,7 +11,7 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from mcore_rl.batching.micro_batching import chunks_of_sample, round_up
+from mcore_rl.batching.rows import chunks_of_sample, round_up
 from mcore_rl.batching.shared_prompts import shares_prompts
 from mcore_rl.common.errors import UsageError
 from mcore_rl.flags.options import RLConfig

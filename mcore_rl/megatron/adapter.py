@@ -157,8 +157,7 @@ def initialize(
 def _value_of(flag: str, tokens: Sequence[str]) -> str | None:
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument(flag, dest="value")
-    value: str | None = parser.parse_known_args(list(tokens))[0].value
-    return value
+    return parser.parse_known_args(list(tokens))[0].value
 
 
 def train_layout(args: argparse.Namespace) -> TrainLayout:
@@ -179,12 +178,10 @@ def decoder_layers_of_layout(layout: str | list, pp_size: int) -> list[list[int]
     Raises what Megatron raises for one that it cannot read (AssertionError, ValueError, KeyError).
     """
     prepare()
+    from megatron.core.transformer import pipeline_parallel_layer_layout as layouts
     from megatron.core.transformer.enums import LayerType
-    from megatron.core.transformer.pipeline_parallel_layer_layout import (
-        PipelineParallelLayerLayout,
-    )
 
-    parsed = PipelineParallelLayerLayout(layout, pp_size)
+    parsed = layouts.PipelineParallelLayerLayout(layout, pp_size)
     return [[kinds.count(LayerType.decoder) for kinds in chunks] for chunks in parsed.layout]
 
 

@@ -26,7 +26,7 @@ from typing import Any
 
 import torch
 
-from mcore_rl.model.row_shards import rows_of_flat_range
+from mcore_rl.model.weight_map import rows_of_flat_range
 
 # Said at the end of each backward pass, of layers that were fetched ahead; it waits for them.
 warnings.filterwarnings("ignore", message="There are still pending all-gather tasks")

@@ -23,10 +23,8 @@ import torch
 import torch.distributed as dist
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 
-from mcore_rl.algorithms.aggregation import Denominators
-from mcore_rl.algorithms.segments import Segments
-from mcore_rl.batching.micro_batching import MicroBatching
-from mcore_rl.batching.rows import ModelRows, lay_out, row_length
+from mcore_rl.algorithms.aggregation import Denominators, Segments
+from mcore_rl.batching.rows import MicroBatching, ModelRows, lay_out, row_length
 from mcore_rl.batching.train_batches import split_micro_batches
 from mcore_rl.batching.types import TrainBatch
 from mcore_rl.common import objects

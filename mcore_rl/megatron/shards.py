@@ -19,8 +19,7 @@ from mcore_rl.megatron.fsdp import LocalWeight, local_weights
 from mcore_rl.model.boxes import Box, contains, extent, full_box, relative, show, uncovered
 from mcore_rl.model.config_json import ModelShape
 from mcore_rl.model.layout import TrainLayout
-from mcore_rl.model.row_shards import box_of_rows, pieces_within
-from mcore_rl.model.weight_map import ShardCoordinates, map_parameter
+from mcore_rl.model.weight_map import ShardCoordinates, box_of_rows, map_parameter, pieces_within
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,15 +53,7 @@ class ModelShards:
         self._held: dict[str, list[_Held]] = defaultdict(list)
         self._padding: list[torch.Tensor] = []
         for chunk in chunks:
-            at = ShardCoordinates(
-                tp_rank=layout.tp_rank(rank),
-                tp_size=layout.tp_size,
-                ep_rank=layout.ep_rank(rank),
-                ep_size=layout.ep_size,
-                etp_rank=layout.etp_rank(rank),
-                etp_size=layout.etp_size,
-                layers=megatron_adapter.stage_layers(chunk),
-            )
+            at = ShardCoordinates.of(layout, rank, megatron_adapter.stage_layers(chunk))
             for weight in _weights(chunk):
                 self._add(weight, shape, at)
 

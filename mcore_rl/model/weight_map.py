@@ -8,6 +8,11 @@ Megatron's names are those of both of its spec families: local layers, and Trans
 its norms fused into the following linear layer and its grouped experts. The checkpoint's are common
 to all families of models but for those of the experts, which `families` tells.
 
+Of a parameter that Megatron-FSDP shards over data parallelism a rank holds some rows only: those of
+a layer lie in one flat bucket, of which each data-parallel rank has an equal stretch that begins
+and ends where a row of every parameter does. What is cut here is the part of the description that
+lies in the rank's rows: the hand-over sends each row from where it is, and nothing is gathered.
+
 This module is pure: names, shapes and integers go in, boxes come out. A parameter that no rule
 knows is an error that names it.
 
@@ -16,13 +21,15 @@ Shape legend: o output rows of a weight, i input columns, v vocabulary, h hidden
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from mcore_rl.model.boxes import Box, full_box
+from mcore_rl.model.boxes import Box, full_box, intersect, relative
 from mcore_rl.model.config_json import LatentAttention, ModelShape
 from mcore_rl.model.families import TensorNames, family_of
+from mcore_rl.model.layout import TrainLayout
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +52,18 @@ class ShardCoordinates:
     etp_rank: int
     etp_size: int
     layers: tuple[int, ...]  # global number of each local decoder layer, counted from 0
+
+    @classmethod
+    def of(cls, layout: TrainLayout, rank: int, layers: tuple[int, ...]) -> ShardCoordinates:
+        return cls(
+            tp_rank=layout.tp_rank(rank),
+            tp_size=layout.tp_size,
+            ep_rank=layout.ep_rank(rank),
+            ep_size=layout.ep_size,
+            etp_rank=layout.etp_rank(rank),
+            etp_size=layout.etp_size,
+            layers=layers,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -367,3 +386,43 @@ def layer_order(tensors: Iterable[str]) -> list[str]:
         return (0 if "embed" in name else 2, 0, 0, name)
 
     return sorted(set(tensors), key=key)
+
+
+def rows_of_flat_range(name: str, shape: Sequence[int], start: int, stop: int) -> tuple[int, int]:
+    """The rows that are elements `start` to `stop` of a parameter of `shape`, counted row by row.
+
+    An empty range is no rows. Raises RuntimeError naming the parameter if the range cuts a row.
+    """
+    if start == stop:
+        return (0, 0)
+    width = math.prod(shape[1:])
+    if start % width or stop % width:
+        raise RuntimeError(
+            f"{name}: this rank holds elements {start} to {stop} of {list(shape)}, expected whole "
+            f"rows of {width} elements, as Megatron-FSDP cuts them"
+        )
+    return (start // width, stop // width)
+
+
+def box_of_rows(shape: Sequence[int], first_row: int, num_rows: int) -> Box:
+    """`num_rows` rows from `first_row` of a parameter of `shape`."""
+    if not shape:
+        return ()
+    return ((first_row, first_row + num_rows), *full_box(shape[1:]))
+
+
+def pieces_within(pieces: Iterable[Piece], held: Box) -> Iterator[Piece]:
+    """What of `pieces` lies in the box `held` of the parameter.
+
+    Local boxes count from the corner of `held`; what lies outside is left out.
+    """
+    for piece in pieces:
+        shared = intersect(piece.local_box, held)
+        if shared is None:
+            continue
+        inside = relative(shared, piece.local_box)
+        checkpoint_box = tuple(
+            (origin + start, origin + stop)
+            for (origin, _), (start, stop) in zip(piece.checkpoint_box, inside, strict=True)
+        )
+        yield Piece(piece.tensor, checkpoint_box, relative(shared, held))

@@ -6,6 +6,7 @@ or take its process with it: that costs the one sample it was scoring, never the
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import signal
@@ -13,7 +14,6 @@ from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import Future, wait
 from itertools import groupby
-from types import TracebackType
 
 from pebble import ProcessExpired, ProcessPool
 
@@ -46,7 +46,17 @@ _TIMEOUT_IN_COMPANY_SECONDS = 1.0
 _BATCHES_PER_WORKER = 4
 
 
-class RewardPool:
+class ClosedAtTheEnd(contextlib.AbstractContextManager):
+    """`with` closes it, whatever happens."""
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        raise NotImplementedError
+
+
+class RewardPool(ClosedAtTheEnd):
     """Processes that score samples, each sample and function within a time of its own.
 
     Not collective: every rank that scores has its own pool. Workers start at the first `score`,
@@ -163,17 +173,6 @@ class RewardPool:
         """Ends the workers. A second call does nothing."""
         self._closed = True
         self._stop_workers()
-
-    def __enter__(self) -> RewardPool:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.close()
 
     def _new_pool(self) -> ProcessPool:
         return ProcessPool(

@@ -26,8 +26,7 @@ import torch.distributed as dist
 
 from mcore_rl.algorithms.aggregation import Denominators
 from mcore_rl.algorithms.value_loss import ValueLossSums, value_loss
-from mcore_rl.batching.micro_batching import MicroBatching
-from mcore_rl.batching.rows import ModelRows
+from mcore_rl.batching.rows import MicroBatching, ModelRows
 from mcore_rl.batching.train_batches import num_tokens
 from mcore_rl.batching.types import ScoredRollout, StepBatch, TrainBatch
 from mcore_rl.flags.options import RLConfig

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from mcore_rl.batching.micro_batching import MicroBatching
+from mcore_rl.batching.rows import MicroBatching
 from mcore_rl.batching.train_batches import num_tokens
 from mcore_rl.common.agreement import agreed_in_world
 from mcore_rl.job.spec import ValueModelSpec

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from mcore_rl.batching.dealing import Prompts, plan_step
-from mcore_rl.batching.micro_batching import MicroBatching
+from mcore_rl.batching.rows import MicroBatching
 from mcore_rl.batching.train_batches import build_train_batch, split_mini_batches
 from mcore_rl.batching.types import Prompt, Rollout, ScoredRollout, TrainBatch
 from mcore_rl.model.layout import TrainLayout

@@ -16,8 +16,7 @@ import torch
 from mcore_rl.algorithms.aggregation import Denominators
 from mcore_rl.algorithms.mismatch import MismatchSums, mismatch_weights
 from mcore_rl.algorithms.total_loss import PolicyLossSums, policy_loss_total
-from mcore_rl.batching.micro_batching import MicroBatching
-from mcore_rl.batching.rows import ModelRows
+from mcore_rl.batching.rows import MicroBatching, ModelRows
 from mcore_rl.batching.types import TrainBatch
 from mcore_rl.flags.options import RLConfig
 from mcore_rl.hybrid_engine.memory.host_memory import HostCopy

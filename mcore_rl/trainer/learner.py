@@ -17,15 +17,14 @@ import torch
 import torch.distributed as dist
 
 from mcore_rl.algorithms.advantage_types import AdvantageInputs, advantages_of_valid
-from mcore_rl.algorithms.aggregation import Denominators
+from mcore_rl.algorithms.aggregation import Denominators, Segments
 from mcore_rl.algorithms.estimators import overlong_penalty, select_informative_groups
 from mcore_rl.algorithms.kl import kl_penalty_rewards
 from mcore_rl.algorithms.mismatch import MismatchSums, mismatch_weights
 from mcore_rl.algorithms.registry import find_advantage_estimator
-from mcore_rl.algorithms.segments import Segments
 from mcore_rl.algorithms.value_loss import explained_variance, value_loss
 from mcore_rl.batching.dealing import orders_of_epochs
-from mcore_rl.batching.micro_batching import MicroBatching
+from mcore_rl.batching.rows import MicroBatching
 from mcore_rl.batching.train_batches import num_tokens
 from mcore_rl.batching.types import ScoredRollout, StepBatch, TrainBatch
 from mcore_rl.common import objects

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from mcore_rl.batching.accounting import BatchAccounting, batch_accounting
 from mcore_rl.batching.dealing import SampleFlops
-from mcore_rl.batching.micro_batching import MicroBatching
+from mcore_rl.batching.rows import MicroBatching
 from mcore_rl.batching.shared_prompts import shares_prompts
 from mcore_rl.common import objects
 from mcore_rl.common.agreement import agreed_in_world

@@ -41,8 +41,7 @@ import torch
 import torch.nn.functional as F
 
 from mcore_rl.batching.attention_batches import similar_segments
-from mcore_rl.batching.micro_batching import positions_on_cp_rank
-from mcore_rl.batching.rows import prefixes_of
+from mcore_rl.batching.rows import positions_on_cp_rank, prefixes_of
 from mcore_rl.patches.registry import Patch, require, require_parameters, require_source
 from mcore_rl.patches.torch import narrow_products
 
@@ -59,7 +58,7 @@ class SDPACoreAttention(torch.nn.Module):
     Packed samples are attended to in batches of similar lengths: one call costs more than the
     attention of a short sample.
 
-    With context parallelism these are this rank's chunks of each sample (`micro_batching`), while
+    With context parallelism these are this rank's chunks of each sample (`rows`), while
     `packed_seq_params` speak of whole rows. Collective over CP then: each rank gathers the keys and
     values of the whole row, whatever `--cp-comm-type` says, and its backward pass keeps them.
     """

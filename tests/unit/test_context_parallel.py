@@ -15,7 +15,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mcore_rl.batching.micro_batching import positions_on_cp_rank
+from mcore_rl.batching.rows import positions_on_cp_rank
 from mcore_rl.common.errors import UsageError
 from mcore_rl.flags.given import given_values
 
@@ -24,7 +24,7 @@ from mcore_rl.megatron import adapter as megatron_adapter
 import torch
 from megatron.core import utils
 from megatron.core.models.common.embeddings import rope_utils
-from mcore_rl.batching.micro_batching import MicroBatching
+from mcore_rl.batching.rows import MicroBatching
 from mcore_rl.batching.rows import lay_out
 from mcore_rl.batching.train_batches import batch_of_tokens, take
 

@@ -21,7 +21,7 @@ from mcore_rl.algorithms.recipes import RECIPES
 from mcore_rl.algorithms.registry import find_advantage_estimator, import_user_file
 from mcore_rl.algorithms.total_loss import policy_loss_total
 from mcore_rl.algorithms.value_loss import ValueLossSums
-from mcore_rl.batching.micro_batching import MicroBatching
+from mcore_rl.batching.rows import MicroBatching
 from mcore_rl.batching.train_batches import take
 from mcore_rl.batching.types import Baseline, Prompt, Rollout, ScoredRollout, StepBatch, TrainBatch
 from mcore_rl.flags.options import RLConfig

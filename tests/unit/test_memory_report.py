@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from mcore_rl.batching.accounting import batch_accounting
-from mcore_rl.batching.micro_batching import MicroBatching
+from mcore_rl.batching.rows import MicroBatching
 from mcore_rl.flags.options import RLConfig
 from mcore_rl.job.memory_report import memory_lines, recompute_saving
 from mcore_rl.job.planner_settings import activation_settings

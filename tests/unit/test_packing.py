@@ -12,13 +12,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mcore_rl.batching.dealing import Cuts, orders_of_epochs, plan_step
-from mcore_rl.batching.micro_batching import (
+from mcore_rl.batching.rows import (
     MicroBatching,
     chunks_of_sample,
+    lay_out,
     positions_on_cp_rank,
     round_up,
+    row_length,
 )
-from mcore_rl.batching.rows import lay_out, row_length
 from mcore_rl.batching.train_batches import (
     batch_of_tokens,
     build_train_batch,

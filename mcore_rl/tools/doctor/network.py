@@ -19,7 +19,6 @@ from mcore_rl.patches.torch.loopback_stores import is_loopback
 from mcore_rl.tools.doctor.finding import NETWORK, PORTS, Finding, green, plural, red, yellow
 
 _PROXIES = ("http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY")
-_LOOPBACK = ("localhost", "127.0.0.1")
 _INTERFACES = ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME")
 _BLACKWELL = (10, 0)
 _BUFFER_BYTES = 4 << 20  # NCCL's own
@@ -191,8 +190,9 @@ def _threads(
 
 def _libraries(environment: Mapping[str, str], use: NetworkUse) -> Iterator[Finding]:
     proxies = [name for name in _PROXIES if environment.get(name)]
-    spared = environment.get("no_proxy") or environment.get("NO_PROXY") or ""
-    if use.asks_loopback and proxies and not any(host in spared for host in (*_LOOPBACK, "*")):
+    spared = (environment.get("no_proxy") or environment.get("NO_PROXY") or "").split(",")
+    is_spared = any(host.strip() == "*" or is_loopback(host.strip()) for host in spared)
+    if use.asks_loopback and proxies and not is_spared:
         what = f"{proxies[0]} is set and a reward is asked on this machine"
         remedy = "set no_proxy=localhost,127.0.0.1 for the server's own tools; ours take no proxy"
         yield yellow(NETWORK, what, remedy)
@@ -311,7 +311,6 @@ def _allocator(environment: Mapping[str, str]) -> Iterator[Finding]:
 _DEFAULT_PORT = 29500  # torchrun's
 # Of a rank: gloo and NCCL connect it to others group by group, and its engine listens on a few.
 _PORTS_OF_RANK = 64
-_HERE = ("localhost", "127.0.0.1", "::1")
 
 
 def check_ports(
@@ -327,7 +326,8 @@ def _rendezvous(environment: Mapping[str, str]) -> Finding:
         return red(PORTS, f"MASTER_PORT={text} is no port", "set it to a number up to 65535")
     port = int(text) if text is not None else _DEFAULT_PORT
     address = environment.get("MASTER_ADDR")
-    if address and address not in (*_HERE, socket.gethostname(), socket.getfqdn()):
+    here = (socket.gethostname(), socket.getfqdn())
+    if address and not is_loopback(address) and address not in here:
         return green(PORTS, f"MASTER_ADDR={address} is another machine, whose port {port} counts")
     if is_free(port):
         return green(PORTS, f"port {port} of the rendezvous is free")

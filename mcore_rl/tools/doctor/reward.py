@@ -23,6 +23,7 @@ from mcore_rl.batching.types import Prompt
 from mcore_rl.common.errors import UsageError
 from mcore_rl.flags.options import RLConfig
 from mcore_rl.job.value_models import Folder
+from mcore_rl.patches.torch.loopback_stores import is_loopback
 from mcore_rl.rewards.functions import SERVED_REWARDS
 from mcore_rl.rewards.specs import RewardSpec
 from mcore_rl.tools.doctor.finding import REWARD, Finding, green, red, refusal, yellow
@@ -72,7 +73,7 @@ def asks_loopback(config: RLConfig) -> bool:
     """Whether a reward's server is on this machine."""
     urls = [url for url in (config.reward_url, config.reward_pooling_url) if url]
     with contextlib.suppress(ValueError):  # an address that the reward's own check refuses
-        return any(urlsplit(url).hostname in ("localhost", "127.0.0.1", "::1") for url in urls)
+        return any(is_loopback(urlsplit(url).hostname or "") for url in urls)
     return False
 
 

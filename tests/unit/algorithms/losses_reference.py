@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from mcore_rl.algorithms.loss_types import PolicyLossConfig
+from mcore_rl.algorithms.policy_losses import PolicyLossConfig
 from mcore_rl.algorithms.registry import find_policy_loss
 from mcore_rl.common.parameters import with_values
 from tests.unit.algorithms.ragged import Ragged

@@ -11,9 +11,9 @@ from mcore_rl.algorithms.aggregation import (
     AGGREGATION_MODES,
     Aggregation,
     Denominators,
+    Segments,
     token_weights,
 )
-from mcore_rl.algorithms.segments import Segments
 from mcore_rl.common.errors import UsageError
 from tests.unit.algorithms.losses_reference import aggregate, per_sample
 from tests.unit.algorithms.ragged import normal, ragged, random_ragged

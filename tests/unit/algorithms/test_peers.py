@@ -17,12 +17,11 @@ import pytest
 import torch
 
 from mcore_rl.algorithms.advantage_types import AdvantageInputs
-from mcore_rl.algorithms.aggregation import Aggregation, Denominators, token_weights
+from mcore_rl.algorithms.aggregation import Aggregation, Denominators, Segments, token_weights
 from mcore_rl.algorithms.kl import AdaptiveKL, kl_estimate
-from mcore_rl.algorithms.loss_types import PolicyLossConfig
 from mcore_rl.algorithms.mismatch import Band, Cap, MismatchConfig, mismatch_weights
+from mcore_rl.algorithms.policy_losses import PolicyLossConfig
 from mcore_rl.algorithms.registry import find_advantage_estimator
-from mcore_rl.algorithms.segments import Segments
 from mcore_rl.algorithms.total_loss import policy_loss_total
 from mcore_rl.algorithms.value_loss import ValueLossConfig, value_loss
 from mcore_rl.common.parameters import with_values

@@ -12,13 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mcore_rl.algorithms.advantage_types import Discount
-from mcore_rl.algorithms.aggregation import AGGREGATION_MODES, Aggregation, Denominators
+from mcore_rl.algorithms.aggregation import AGGREGATION_MODES, Aggregation, Denominators, Segments
 from mcore_rl.algorithms.estimators import GAE
 from mcore_rl.algorithms.kl import MAX_LOG_RATIO, KLParameters
-from mcore_rl.algorithms.loss_types import Clip, DualClip, PolicyLossConfig
-from mcore_rl.algorithms.policy_losses import Gate
+from mcore_rl.algorithms.policy_losses import Clip, DualClip, Gate, PolicyLossConfig
 from mcore_rl.algorithms.recipes import Recipe
-from mcore_rl.algorithms.segments import Segments
 from mcore_rl.algorithms.total_loss import PolicyLossSums, policy_loss_total
 from mcore_rl.common.errors import UsageError
 from tests.unit.algorithms.losses_reference import REFERENCES, aggregate, loss_config, per_sample

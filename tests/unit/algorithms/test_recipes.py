@@ -10,8 +10,8 @@ import pytest
 from mcore_rl.algorithms.aggregation import Aggregation
 from mcore_rl.algorithms.estimators import GAE
 from mcore_rl.algorithms.kl import AdaptiveKL, FixedKL
-from mcore_rl.algorithms.loss_types import Clip, PolicyLossConfig
 from mcore_rl.algorithms.mismatch import Cap, MismatchConfig
+from mcore_rl.algorithms.policy_losses import Clip, PolicyLossConfig
 from mcore_rl.algorithms.recipes import RECIPES, Algorithm, resolve_algorithm
 from mcore_rl.common.errors import UsageError
 from mcore_rl.common.parameters import Parameters

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from mcore_rl.algorithms.aggregation import Denominators
-from mcore_rl.algorithms.loss_types import PolicyLossConfig
+from mcore_rl.algorithms.policy_losses import PolicyLossConfig
 from mcore_rl.algorithms.recipes import resolve_algorithm
 from mcore_rl.algorithms.registry import (
     advantage_estimator,
@@ -30,7 +30,7 @@ MINE = """
 import torch
 
 from mcore_rl.algorithms.advantage_types import AdvantageOutputs, Discount
-from mcore_rl.algorithms.loss_types import TokenLosses
+from mcore_rl.algorithms.policy_losses import TokenLosses
 from mcore_rl.algorithms.registry import advantage_estimator, policy_loss
 from mcore_rl.rewards.functions import reward
 

@@ -12,8 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mcore_rl.algorithms.aggregation import AGGREGATION_MODES, Aggregation, Denominators
-from mcore_rl.algorithms.segments import Segments
+from mcore_rl.algorithms.aggregation import AGGREGATION_MODES, Aggregation, Denominators, Segments
 from mcore_rl.algorithms.value_loss import (
     ValueLossConfig,
     ValueLossSums,

@@ -26,8 +26,8 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from mcore_rl.algorithms.advantage_types import AdvantageInputs, AdvantageOutputs, Discount
     from mcore_rl.algorithms.aggregation import Segments, masked
+    from mcore_rl.algorithms.estimators import AdvantageInputs, AdvantageOutputs, Discount
     from mcore_rl.algorithms.policy_losses import (
         Clip,
         DualClip,
@@ -77,7 +77,7 @@ __all__ = [
 ]
 
 _MODULES = {
-    "mcore_rl.algorithms.advantage_types": ("AdvantageInputs", "AdvantageOutputs", "Discount"),
+    "mcore_rl.algorithms.estimators": ("AdvantageInputs", "AdvantageOutputs", "Discount"),
     "mcore_rl.algorithms.policy_losses": (
         *("Clip", "DualClip", "PolicyLossInputs", "TokenLosses", "bounded_ratio"),
     ),

@@ -34,7 +34,7 @@ from mcore_rl.common.errors import UsageError
 from mcore_rl.common.parameters import Parameters, parameters_of
 
 if TYPE_CHECKING:
-    from mcore_rl.algorithms.advantage_types import AdvantageInputs, AdvantageOutputs
+    from mcore_rl.algorithms.estimators import AdvantageInputs, AdvantageOutputs
     from mcore_rl.algorithms.policy_losses import PolicyLossInputs, TokenLosses
 
 P = TypeVar("P", bound=Parameters)  # a function's own

@@ -16,9 +16,13 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from mcore_rl.algorithms.advantage_types import AdvantageInputs, advantages_of_valid
 from mcore_rl.algorithms.aggregation import Denominators, Segments
-from mcore_rl.algorithms.estimators import overlong_penalty, select_informative_groups
+from mcore_rl.algorithms.estimators import (
+    AdvantageInputs,
+    advantages_of_valid,
+    overlong_penalty,
+    select_informative_groups,
+)
 from mcore_rl.algorithms.kl import kl_penalty_rewards
 from mcore_rl.algorithms.mismatch import MismatchSums, mismatch_weights
 from mcore_rl.algorithms.registry import find_advantage_estimator

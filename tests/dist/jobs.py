@@ -22,6 +22,7 @@ from mcore_rl.hybrid_engine.sharding_manager import (
     log_reshard,
 )
 from mcore_rl.hybrid_engine.vllm.engine import VLLMEngine
+from mcore_rl.hybrid_engine.vllm.model_only import VLLMModelOnly
 from mcore_rl.megatron.hf_checkpoint import export
 from mcore_rl.megatron.rng import RngState
 from mcore_rl.trainer.actor import Actor
@@ -32,6 +33,27 @@ from mcore_rl.verify import overwrite_with_zeros, stored_digests
 from tests.dist.sleeping import SleepLog, memory_gone_while_asleep
 
 from megatron.core.tensor_parallel import get_cuda_rng_tracker  # isort: skip  (after the patches)
+
+
+def handed_over_from_disk(
+    job: Job, shards: Any
+) -> tuple[
+    VLLMModelOnly,
+    MegatronVLLMShardingManager,
+    list[ReshardReport],
+    dict[str, Any],
+    dict[str, Any],
+]:
+    """Load by vLLM from disk, zero, hand over: what there is, and digests of both loads."""
+    engine = VLLMModelOnly(engine_config(job, load_format="auto"))
+    from_disk = stored_digests(engine)
+    manager = build_manager(job, shards, engine)
+    reports: list[ReshardReport] = []
+    manager.on_reshard_end.append(reports.append)
+    overwrite_with_zeros(engine, job, from_disk)
+    with manager:
+        handed_over = stored_digests(engine)
+    return engine, manager, reports, from_disk, handed_over
 
 
 def started(flags: list[str], *, in_float32: bool = False) -> tuple[Job, Actor, Any]:

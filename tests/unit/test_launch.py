@@ -18,6 +18,7 @@ import psutil
 import pytest
 
 from mcore_rl.launch import exit_code
+from tests.rank_pool import free_port
 
 SENTENCE = "mcore_rl: error: --some-flag 3 must be 4; change it"
 
@@ -400,12 +401,6 @@ def test_launch_says_last_why_the_first_rank_failed(launcher: Launcher) -> None:
     assert code == 1
     assert "program.py FAILED" in stderr
     assert stderr.splitlines()[-1] == "mcore_rl: error: rank 1: OSError: the disk is full"
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def test_launch_keeps_to_tmp_where_a_long_name_leaves_no_room_for_sockets(

@@ -12,11 +12,11 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from mcore_rl.algorithms.advantage_types import (
+from mcore_rl.algorithms.estimators import (
+    GAE,
     AdvantageInputs,
     advantages_of_valid,
 )
-from mcore_rl.algorithms.estimators import GAE
 from mcore_rl.algorithms.registry import find_advantage_estimator
 from mcore_rl.common.parameters import with_values
 from tests.unit.algorithms.ragged import Ragged, normal, ragged, random_ragged, spoilt

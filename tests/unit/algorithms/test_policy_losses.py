@@ -11,9 +11,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mcore_rl.algorithms.advantage_types import Discount
 from mcore_rl.algorithms.aggregation import AGGREGATION_MODES, Aggregation, Denominators, Segments
-from mcore_rl.algorithms.estimators import GAE
+from mcore_rl.algorithms.estimators import GAE, Discount
 from mcore_rl.algorithms.kl import MAX_LOG_RATIO, KLParameters
 from mcore_rl.algorithms.policy_losses import Clip, DualClip, Gate, PolicyLossConfig
 from mcore_rl.algorithms.recipes import Recipe

@@ -29,7 +29,7 @@ ROOT = Path(__file__).resolve().parents[3]
 MINE = """
 import torch
 
-from mcore_rl.algorithms.advantage_types import AdvantageOutputs, Discount
+from mcore_rl.algorithms.estimators import AdvantageOutputs, Discount
 from mcore_rl.algorithms.policy_losses import TokenLosses
 from mcore_rl.algorithms.registry import advantage_estimator, policy_loss
 from mcore_rl.rewards.functions import reward

@@ -40,6 +40,11 @@ class StageTimers:
     def add(self, stage: str, seconds: float) -> None:
         self._seconds[stage] = self._seconds.get(stage, 0.0) + seconds
 
+    def move(self, seconds: float, stage: str, to: str) -> None:
+        """Count so many seconds of `stage`, which may still be going on, as those of another."""
+        self.add(stage, -seconds)
+        self.add(to, seconds)
+
     def __getitem__(self, stage: str) -> float:
         return self._seconds.get(stage, 0.0)
 

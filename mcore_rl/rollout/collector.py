@@ -120,14 +120,17 @@ class Collector:
                     prompts, num_samples=1, temperature=0.0, weight_version=weight_version
                 )
         with self._timers("reward"):
-            scored = self._workers.score(rollouts)
+            scored = self._workers.score(rollouts, waited=self._waited_for_rollouts)
             self._num_generated_tokens += _num_tokens(scored)
             if greedy is not None:
-                baselines = self._workers.score(greedy)
+                baselines = self._workers.score(greedy, waited=self._waited_for_rollouts)
                 self._num_generated_tokens += _num_tokens(baselines)
                 scored = _with_baselines(scored, baselines)
         size = self._recipe.num_samples_per_prompt
         return [scored[start : start + size] for start in range(0, len(scored), size)]
+
+    def _waited_for_rollouts(self, seconds: float) -> None:
+        self._timers.move(seconds, "reward", "rollout")
 
     def _draw(self, num_prompts: int) -> list[Prompt]:
         rows = prompt_indices(

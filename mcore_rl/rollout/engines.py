@@ -8,6 +8,7 @@ samples; then everybody receives everything, in the order of the prompts.
 from __future__ import annotations
 
 import dataclasses
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -73,21 +74,31 @@ class RolloutWorkers:
             when_few_are_left=when_few_are_left,
         )
 
-    def score(self, rollouts: Sequence[Rollout]) -> list[ScoredRollout]:
+    def score(
+        self,
+        rollouts: Sequence[Rollout],
+        *,
+        waited: Callable[[float], object] = lambda seconds: None,
+    ) -> list[ScoredRollout]:
         """Reward this group's rollouts and exchange: all samples, in prompt order.
 
-        A reward model then scores them all, on every rank.
+        A reward model then scores them all, on every rank. `waited` hears for how many seconds this
+        rank stood still because others were still sampling: beyond what the slowest scored for.
         """
+        started = time.perf_counter()
         mine: Any = None
         if self._scores:
             try:
                 mine = (_without_rows(rollouts), self._rewards.outcomes(rollouts))
             except Exception as error:  # told to all ranks below, which raise together
                 mine = error
-        gathered = objects.all_gather(mine)
+        answers = objects.all_gather((mine, time.perf_counter() - started))
+        gathered = [answer for answer, _ in answers]
         for rank, other in enumerate(gathered):
             if isinstance(other, Exception):
                 raise RuntimeError(f"scoring failed on rank {rank}: {other}") from other
+        slowest = max(seconds for _, seconds in answers)
+        waited(max(0.0, time.perf_counter() - started - slowest))
         by_slot = [gathered[self._layout.rank(slot)] for slot in range(len(gathered))]
         everything: list[Rollout] = []
         outcomes: dict[str, list[Outcome]] = {}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import shutil
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -13,6 +14,8 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from tests.rank_pool import ENVIRONMENT, ROOT, RankPool
+
+pytest.register_assert_rewrite("tests.bad_input_cases")
 
 os.environ.update({name: value for name, value in ENVIRONMENT.items() if name != "MASTER_ADDR"})
 
@@ -47,6 +50,24 @@ def checkpoint_factory(tmp_path_factory: pytest.TempPathFactory) -> Callable[...
         return made[key]
 
     return factory
+
+
+@pytest.fixture(scope="session")
+def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a checkpoint and prompts that pass all checks; see bad_input_folder.py."""
+    from tests.bad_input_folder import make_good_folder  # which imports transformers
+
+    here = tmp_path_factory.mktemp("bad_input") / "good"
+    make_good_folder(here)
+    return here
+
+
+@pytest.fixture
+def here(good: Path, tmp_path: Path) -> Path:
+    """A copy of the good folder to spoil; the cache of tokenised prompts is shared."""
+    shutil.copytree(good, tmp_path / "case")
+    (tmp_path / "cache").symlink_to(good.parent)
+    return tmp_path / "case"
 
 
 @pytest.fixture(scope="session")

@@ -10,7 +10,7 @@ import json
 import os
 import sys
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import torch
 import torch.distributed as dist
@@ -21,19 +21,8 @@ from mcore_rl.common.platform import WITHOUT_CUDA
 from mcore_rl.flags.options import add_rl_args
 from mcore_rl.job.resolver import resolve_tokens
 from mcore_rl.megatron.world import parsed_args
-from mcore_rl.trainer.inputs import check_data
 from mcore_rl.trainer.start import hold_folders, job_from_args
-
-
-class ParameterCounter:
-    """Counts the parameters that modules of this process get from now on."""
-
-    def __init__(self) -> None:
-        self.count = 0
-        torch.nn.modules.module.register_module_parameter_registration_hook(self._add)
-
-    def _add(self, *_: Any) -> None:
-        self.count += 1
+from tests.bad_input_cases import ParameterCounter, check
 
 
 def start(
@@ -81,11 +70,9 @@ def count_parameters_of_a_layer() -> int:
     return parameters.count
 
 
-def check(tokens: list[str]) -> str:
+def check_layout(tokens: list[str]) -> str:
     """All the checks of mcore_rl.train and nothing else; returns the layout they found."""
-    checked = resolve_tokens(tokens, platform=WITHOUT_CUDA)
-    check_data(checked)
-    return checked.train_layout.describe()
+    return check(tokens).train_layout.describe()
 
 
 def run_directory(tokens: list[str], folder: str) -> str:

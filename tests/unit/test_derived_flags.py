@@ -428,7 +428,7 @@ def test_tokenizer_with_too_few_tokens_is_refused(
     shapes: dict[str, ModelShape], parser: argparse.ArgumentParser, tmp_path: Path
 ) -> None:
     """Megatron pads its tokenizer's vocabulary to what it builds; config.json may say more."""
-    from tests.dist.bad_input_folder import save_tokenizer
+    from tests.bad_input_folder import save_tokenizer
 
     save_tokenizer(tmp_path)
     tokens = f"--tokenizer-type HuggingFaceTokenizer --tokenizer-model {tmp_path}"

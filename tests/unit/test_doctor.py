@@ -15,8 +15,8 @@ import pytest
 
 from mcore_rl.cli import main
 from mcore_rl.tools.doctor import examination
-from tests.dist.bad_input_cases import Case, tokens_of
-from tests.dist.bad_input_folder import make_good_folder
+from tests.bad_input_cases import Case, tokens_of
+from tests.bad_input_folder import make_good_folder
 from tests.e2e.recipe import task_flags
 from tests.megatron_sources import megatron_on_the_path
 

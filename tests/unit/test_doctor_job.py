@@ -44,8 +44,8 @@ from mcore_rl.tools.doctor.prompts import check_prompts
 from mcore_rl.tools.doctor.reward import asks_loopback, check_reward, run_trial
 from mcore_rl.tools.plan.outcome import Outcome
 from mcore_rl.trainer.inputs import check_data
-from tests.dist.bad_input_cases import Case, tokens_of
-from tests.dist.bad_input_folder import INDEX, SECOND, make_good_folder
+from tests.bad_input_cases import Case, tokens_of
+from tests.bad_input_folder import INDEX, SECOND, make_good_folder
 from tests.untrusted import need_code_of_tokenizer
 
 GB = 10**9

@@ -1,4 +1,4 @@
-"""Bad prompts, tokenizers and rewards end every rank with one sentence; see bad_input_cases.py."""
+"""Bad prompts, tokenizers and rewards are refused in one sentence; see bad_input_cases.py."""
 
 from __future__ import annotations
 
@@ -9,9 +9,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from tests.dist.bad_input_cases import Case, assert_ends_all_ranks_with_one_sentence, table
-from tests.dist.bad_input_folder import remove, write
-from tests.rank_pool import RankPool
+from tests.bad_input_cases import Case, assert_refused, table
+from tests.bad_input_folder import remove, write
 
 
 def parquet_without_answers(here: Path) -> None:
@@ -94,8 +93,8 @@ PROMPTS = [
     ),
     Case(
         "value_of_another_type",
-        ["{here}/prompts.jsonl, line 1: column 'answer' is of type list", "write a string"],
-        change=write("prompts.jsonl", '{"prompt": "1+1=", "answer": [2]}\n'),
+        ["{here}/prompts.jsonl, line 1: column 'answer' is of type bool", "write a string"],
+        change=write("prompts.jsonl", '{"prompt": "1+1=", "answer": true}\n'),
     ),
     Case(
         "all_too_long",
@@ -153,5 +152,7 @@ REWARD = [
 
 
 @pytest.mark.parametrize("case", table(prompts=PROMPTS, reward=REWARD))
-def test_bad_data_ends_all_ranks_with_one_sentence(case: Case, ranks: RankPool, here: Path) -> None:
-    assert_ends_all_ranks_with_one_sentence(case, ranks, here)
+def test_bad_data_is_one_sentence(
+    case: Case, here: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert_refused(case, here, monkeypatch, capfd)

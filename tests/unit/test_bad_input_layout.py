@@ -1,4 +1,4 @@
-"""Layouts and batches that do not fit end every rank with one sentence; see bad_input_cases.py."""
+"""Layouts and batches that do not fit are refused in one sentence; see bad_input_cases.py."""
 
 from __future__ import annotations
 
@@ -6,9 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.dist.bad_input_cases import Case, assert_ends_all_ranks_with_one_sentence, table
-from tests.dist.bad_input_folder import QWEN3, model
-from tests.rank_pool import RankPool
+from tests.bad_input_cases import Case, assert_refused, table
+from tests.bad_input_folder import QWEN3, model
 
 LAYOUT = [
     Case(
@@ -214,7 +213,7 @@ BATCHES = [
 
 
 @pytest.mark.parametrize("case", table(layout=LAYOUT, batches=BATCHES))
-def test_bad_layout_ends_all_ranks_with_one_sentence(
-    case: Case, ranks: RankPool, here: Path
+def test_bad_layout_is_one_sentence(
+    case: Case, here: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    assert_ends_all_ranks_with_one_sentence(case, ranks, here)
+    assert_refused(case, here, monkeypatch, capfd)

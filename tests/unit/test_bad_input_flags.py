@@ -1,4 +1,4 @@
-"""Values, Megatron's own flags, outputs: what is wrong ends every rank with one sentence.
+"""Values, Megatron's own flags, outputs: what is wrong is refused in one sentence.
 
 See bad_input_cases.py.
 """
@@ -11,9 +11,8 @@ from pathlib import Path
 import pytest
 
 from mcore_rl.megatron.hf_checkpoint import EXPORT_MARKER
-from tests.dist.bad_input_cases import Case, assert_ends_all_ranks_with_one_sentence, table
-from tests.dist.bad_input_folder import write
-from tests.rank_pool import RankPool
+from tests.bad_input_cases import Case, assert_refused, table
+from tests.bad_input_folder import write
 
 
 def folder_with_a_file(here: Path) -> None:
@@ -175,6 +174,11 @@ MEGATRON = [
         ["--rl-reward-memory-gib -1.0 must be at least 0", "0 is no limit"],
         more="--rl-reward-memory-gib -1",
     ),
+    Case(
+        "reward_memory_of_nan",
+        ["--rl-reward-memory-gib nan must be at least 0"],
+        more="--rl-reward-memory-gib nan",
+    ),
     Case("seed", ["--seed 0 must be at least 1"], more="--seed 0"),
     Case(
         "validation",
@@ -288,5 +292,7 @@ OUTPUTS = [
 
 
 @pytest.mark.parametrize("case", table(values=VALUES, megatron=MEGATRON, outputs=OUTPUTS))
-def test_bad_flags_end_all_ranks_with_one_sentence(case: Case, ranks: RankPool, here: Path) -> None:
-    assert_ends_all_ranks_with_one_sentence(case, ranks, here)
+def test_bad_flags_are_one_sentence(
+    case: Case, here: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert_refused(case, here, monkeypatch, capfd)

@@ -1,4 +1,4 @@
-"""Checkpoints that cannot be trained end every rank with one sentence; see bad_input_cases.py."""
+"""Checkpoints that cannot be trained are refused in one sentence; see bad_input_cases.py."""
 
 from __future__ import annotations
 
@@ -10,9 +10,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from tests.dist.bad_input_cases import Case, assert_ends_all_ranks_with_one_sentence, table
-from tests.dist.bad_input_folder import FIRST, INDEX, SECOND, Change, config, remove, write
-from tests.rank_pool import RankPool
+from tests.bad_input_cases import Case, assert_refused, table
+from tests.bad_input_folder import FIRST, INDEX, SECOND, Change, config, remove, write
 
 
 def truncate(name: str) -> Change:
@@ -133,7 +132,7 @@ CHECKPOINT = [
 
 
 @pytest.mark.parametrize("case", table(checkpoint=CHECKPOINT))
-def test_bad_checkpoint_ends_all_ranks_with_one_sentence(
-    case: Case, ranks: RankPool, here: Path
+def test_bad_checkpoint_is_one_sentence(
+    case: Case, here: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    assert_ends_all_ranks_with_one_sentence(case, ranks, here)
+    assert_refused(case, here, monkeypatch, capfd)

@@ -7,9 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.dist.bad_input_cases import Case, assert_ends_all_ranks_with_one_sentence, table
-from tests.dist.bad_input_folder import write
-from tests.rank_pool import RankPool
+from tests.bad_input_cases import Case, assert_refused, table
+from tests.bad_input_folder import write
 
 PARTS = [
     Case(
@@ -180,7 +179,7 @@ REWARDS = [
 
 
 @pytest.mark.parametrize("case", table(parts=PARTS, critic=CRITIC, roles=ROLES, rewards=REWARDS))
-def test_bad_algorithm_ends_all_ranks_with_one_sentence(
-    case: Case, ranks: RankPool, here: Path
+def test_bad_algorithm_is_one_sentence(
+    case: Case, here: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    assert_ends_all_ranks_with_one_sentence(case, ranks, here)
+    assert_refused(case, here, monkeypatch, capfd)

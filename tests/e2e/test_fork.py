@@ -61,6 +61,7 @@ def run_fork(folder: Path, checkpoint: Path, *flags: str, **environment: str) ->
     return folder / "run"
 
 
+@pytest.mark.quick
 def test_moe_of_a_fork_on_tp2_ep2(checkpoint_factory: Callable[..., Path], tmp_path: Path) -> None:
     run_dir = run_fork(tmp_path, checkpoint_factory("deepseek_v3"))
     steps = metrics_of(run_dir)

@@ -94,6 +94,7 @@ def test_shared_experts_that_vllm_keeps_whole_are_counted_and_said(v3_plans: tup
     assert "shared experts" not in " ".join(split["notes"])
 
 
+@pytest.mark.slow
 def test_4096_ranks_take_little_memory_and_start_nothing(tmp_path: Path) -> None:
     target = tmp_path / "plan.json"
     flags = ["--hf-config", str(V3), "--world-size", "4096", *V3_LAYOUT, "--json", str(target)]
@@ -291,6 +292,7 @@ def test_help_lists_commands_and_flags(capsys: pytest.CaptureFixture[str]) -> No
 # ----------------------------------------------------------------------------------------- the page
 
 
+@pytest.mark.slow
 def test_page_of_671b_is_what_the_command_prints() -> None:
     """Between the fences of plan_671b.md: the command, then its output, word for word."""
     page = (ROOT / "docs" / "using" / "plan_671b.md").read_text()

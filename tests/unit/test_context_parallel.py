@@ -100,16 +100,19 @@ def run(code: str) -> subprocess.CompletedProcess:
     )
 
 
+@pytest.mark.slow
 def test_padded_rows_are_cut_as_megatron_cuts_its_own_batches() -> None:
     process = run(PADDED_ROWS)
     assert process.returncode == 0, process.stderr[-3000:]
 
 
+@pytest.mark.slow
 def test_positions_are_those_that_megatron_rotates_by() -> None:
     process = run(POSITIONS)
     assert process.returncode == 0, process.stderr[-3000:]
 
 
+@pytest.mark.slow
 def test_cached_yarn_rotation_is_that_of_the_rows_own_positions() -> None:
     process = run(YARN_CACHE)
     assert process.returncode == 0, process.stderr[-3000:]

@@ -328,6 +328,7 @@ def load_in_four_processes(*arguments: Path) -> list:
     return json.loads(run.stdout)
 
 
+@pytest.mark.slow
 def test_load_prompts_tokenises_in_one_process_and_maps_in_others(tokenizer_dir, tmp_path):
     path = write_lines(tmp_path / "p.jsonl", ROWS)
     first = load_in_four_processes(path, tokenizer_dir, tmp_path / "cache")

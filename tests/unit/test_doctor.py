@@ -121,6 +121,7 @@ def test_no_device_engine_or_process_is_taken(spoilt: tuple) -> None:
     assert facts == {"cuda": False, "distributed": False, "engine": False, "children": []}
 
 
+@pytest.mark.slow
 def test_another_megatron_is_told_and_the_machine_is_examined_none_the_less(
     tmp_path: Path,
 ) -> None:

@@ -15,6 +15,7 @@ import gc
 import importlib
 import json
 import os
+import random
 import shutil
 import signal
 import socket
@@ -53,9 +54,13 @@ class RankOutcome:
 
 
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+    """Below the ports that Linux gives to whoever asks for any: of those, one that is free now may
+    be another program's by the time that it is used."""
+    while True:
+        port = random.SystemRandom().randrange(10_000, 32_000)
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
 
 
 class RankPool:

@@ -178,7 +178,7 @@ def test_killed_runs_leave_nothing_and_go_on_to_the_same_weights(tmp_path: Path,
     """Two of the kills that `python scripts/kill_test.py --kills 20` makes."""
     code = load_script("kill_test").main(
         ["--kills", "2", "--kills-per-run", "2", "--steps", "4", "--seed", "1"]
-        + ["--folder", str(tmp_path)]
+        + ["--folder", str(tmp_path), "--limit-seconds", "300"]
     )
     said = capsys.readouterr().out
     assert code == 0, said

@@ -96,7 +96,7 @@ for cp_size in (1, 2, 3, 4):
 
 def run(code: str) -> subprocess.CompletedProcess:
     return subprocess.run(
-        [sys.executable, "-c", SETUP + code], capture_output=True, text=True, timeout=120
+        [sys.executable, "-c", SETUP + code], capture_output=True, text=True, timeout=500
     )
 
 

@@ -322,7 +322,7 @@ def load_in_four_processes(*arguments: Path) -> list:
         env=os.environ | {"PYTHONPATH": str(REPOSITORY)},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=500,
     )
     assert run.returncode == 0, run.stderr
     return json.loads(run.stdout)

@@ -48,7 +48,7 @@ def tree(folder: Path) -> set[str]:
 
 @pytest.mark.timeout(600)
 def test_main_job_has_no_red_and_leaves_nothing(warmed_checkpoint: Path, tmp_path: Path) -> None:
-    before = psutil.pids()
+    mark = str(tmp_path)
     process = subprocess.run(
         [
             *(sys.executable, "-m", "mcore_rl.cli", "doctor", "--world-size", "4", "--"),
@@ -57,6 +57,7 @@ def test_main_job_has_no_red_and_leaves_nothing(warmed_checkpoint: Path, tmp_pat
         capture_output=True,
         text=True,
         cwd=ROOT,
+        env={**os.environ, "MCORE_RL_TEST_MARK": mark},
     )
     assert process.returncode == 0, process.stdout + process.stderr
     lines = [line.rstrip() for line in process.stdout.splitlines()]
@@ -71,15 +72,15 @@ def test_main_job_has_no_red_and_leaves_nothing(warmed_checkpoint: Path, tmp_pat
     assert "1 checkpoint of" in text and "4 ranks here need some" in text
     assert "\x1b" not in process.stdout and process.stderr == ""
     assert tree(tmp_path) == set(), "nothing is written"
-    started = [pid for pid in psutil.pids() if pid not in before]
-    assert not any("reward_trial" in _command(pid) for pid in started)
+    left = [p for p in psutil.process_iter() if _environment(p).get("MCORE_RL_TEST_MARK") == mark]
+    assert left == [], "no process of it is left"
 
 
-def _command(pid: int) -> str:
+def _environment(process: psutil.Process) -> dict[str, str]:
     try:
-        return " ".join(psutil.Process(pid).cmdline())
+        return process.environ()
     except psutil.Error:
-        return ""
+        return {}
 
 
 @pytest.fixture(scope="module")

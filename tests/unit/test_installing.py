@@ -72,7 +72,7 @@ def test_installed_program_says_its_versions(installed: Path, tmp_path: Path) ->
         cwd=tmp_path,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=500,
     )
     assert (run.returncode, run.stderr) == (0, "")
     assert run.stdout == cli.versions() + "\n"

@@ -35,7 +35,7 @@ def python(*arguments: str, path: Path) -> subprocess.CompletedProcess[str]:
         env={**os.environ, "PYTHONPATH": str(path)},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=500,
     )
 
 

@@ -267,6 +267,7 @@ def test_launch_kills_what_does_not_end_in_time(launcher: Launcher) -> None:
     assert not any(psutil.pid_exists(pid) for pid in pids)
 
 
+@pytest.mark.slow
 def test_two_launches_side_by_side_get_ports_of_their_own(tmp_path: Path) -> None:
     folders = [tmp_path / "one", tmp_path / "two"]
     launchers = []
@@ -290,6 +291,7 @@ def test_two_launches_side_by_side_get_ports_of_their_own(tmp_path: Path) -> Non
     assert ports[0][0] == ports[0][1] != ports[1][0] == ports[1][1]
 
 
+@pytest.mark.slow
 def test_launch_on_two_machines_ends_both_with_the_same_code(launcher: Launcher) -> None:
     program = f"""
         from mcore_rl.common.agreement import leave_with
@@ -312,6 +314,7 @@ FAILS_ON = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("what", FAILS_ON)
 def test_launch_ends_with_those_of_other_machines(launcher: Launcher, what: str) -> None:
     """The other ranks wait for ever, as for a partner in a collective."""
@@ -343,6 +346,7 @@ def test_launch_ends_with_those_of_other_machines(launcher: Launcher, what: str)
     assert outputs == [f"mcore_rl: error: {expected}\n"] * 2
 
 
+@pytest.mark.slow
 def test_a_stranger_ends_no_launch(launcher: Launcher) -> None:
     """Nor does one that ends well before the others have."""
     program = f"""
@@ -465,6 +469,7 @@ def test_killed_launch_leaves_nothing(launcher: Launcher) -> None:
     wait_until(lambda: not any(launcher.temporary.iterdir()))
 
 
+@pytest.mark.slow
 def test_ranks_end_with_a_killed_launch_by_themselves(launcher: Launcher) -> None:
     """Also where its guard is killed before it; the next launcher removes the folder then."""
     process = launcher.start("here('pid', str(os.getpid()))\ntime.sleep(300)", 1)

@@ -296,6 +296,7 @@ def test_bad_options_end_in_one_sentence(tmp_path: Path) -> None:
     assert not (tmp_path / "c").exists()
 
 
+@pytest.mark.slow
 def test_warm_up_gives_the_same_tensors_twice(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -153,6 +153,7 @@ else:
 CASES = {name.lower(): code for name, code in globals().items() if name.isupper()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", [name for name in CASES if name != "cases"])
 def test_megatron_on_cpu(case: str) -> None:
     run = subprocess.run(

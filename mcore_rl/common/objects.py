@@ -11,11 +11,13 @@ first of them makes the group: `start` does at a place of one's choice.
 
 from __future__ import annotations
 
+import contextlib
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.autograd import profiler
 from torch.profiler import record_function
 
 _made: list[tuple[dist.ProcessGroup, dist.ProcessGroup]] = []  # (world, the group of it)
@@ -69,6 +71,10 @@ def on_any(here: bool, group: dist.ProcessGroup | None = None) -> bool:
     return bool(flag.item())
 
 
-def _span(name: str, group: dist.ProcessGroup | None = None) -> record_function:
+def _span(
+    name: str, group: dist.ProcessGroup | None = None
+) -> contextlib.AbstractContextManager[Any]:
     """For `--rl-trace`, which tells by it what a rank waited for all others: see `trace_table`."""
-    return record_function(f"all ranks: {name}" if group is None else name)
+    if group is not None or not profiler._is_profiler_enabled:
+        return contextlib.nullcontext()
+    return record_function(f"all ranks: {name}")

@@ -61,8 +61,14 @@ def stage(name: str) -> Iterator[None]:
     if tracer is None:
         yield
         return
-    with tracer.kernels_left_out(name in _WITHOUT_KERNELS), tracer.span(name, is_stage=True):
-        yield
+    with tracer.span(name, is_stage=True):
+        if name in _WITHOUT_KERNELS:
+            _record_kernels(False)
+        try:
+            yield
+        finally:
+            if name in _WITHOUT_KERNELS:
+                _record_kernels(True)
 
 
 def step_ended() -> None:
@@ -152,19 +158,6 @@ class Tracer:
         with record_function(name):
             yield
             _synchronize()
-
-    @contextlib.contextmanager
-    def kernels_left_out(self, left_out: bool) -> Iterator[None]:
-        """In which no kernels are recorded; the first and the last of a step's are not inside."""
-        if not (left_out and torch.cuda.is_available() and self._profile is not None):
-            yield
-            return
-        profiler = self._profile.profiler
-        profiler.toggle_collection_dynamic(False, [ProfilerActivity.CUDA])
-        try:
-            yield
-        finally:
-            profiler.toggle_collection_dynamic(True, [ProfilerActivity.CUDA])
 
     def handover_started(self, direction: str) -> None:
         """For `on_reshard_start` of the sharding manager; a direction is "train_to_rollout"."""
@@ -316,6 +309,13 @@ def _spans_alone() -> Iterator[None]:
         yield
     finally:
         autograd_profiler._enable_profiler = original
+
+
+def _record_kernels(wanted: bool) -> None:
+    """From here on; nothing without CUDA, and where no step is being traced."""
+    if torch.cuda.is_available() and autograd_profiler._is_profiler_enabled:
+        with contextlib.suppress(Exception):
+            autograd_profiler._toggle_collection_dynamic(wanted, {ProfilerActivity.CUDA})
 
 
 def _synchronize() -> None:

@@ -319,6 +319,27 @@ def test_nothing_to_trace_is_no_tracer(
     assert not any(tmp_path.iterdir())
 
 
+def test_kernels_of_a_rollout_are_left_out(
+    make_tracer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_tracer(1, 1)
+    toggled: list[Any] = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(trace, "_synchronize", lambda: None)
+    monkeypatch.setattr(
+        autograd_profiler, "_toggle_collection_dynamic", lambda *args: toggled.append(args)
+    )
+    with trace.stage("train"):
+        pass
+    with trace.stage("rollout"):
+        assert toggled == [(False, {torch.profiler.ProfilerActivity.CUDA})]
+    assert [wanted for wanted, _ in toggled] == [False, True]
+    trace.step_ended()
+    with trace.stage("rollout"):  # nothing is traced any more
+        pass
+    assert len(toggled) == 2
+
+
 def test_hand_over_is_traced_by_its_hooks(make_tracer: Any) -> None:
     tracer = make_tracer(1, 1)
     for direction in ("train_to_rollout", "rollout_to_train"):

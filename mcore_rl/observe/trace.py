@@ -135,7 +135,8 @@ class Tracer:
         if self._rank == 0:
             logger.info("%s traced (%s): %s", which, why, self._folder)
         _current = self
-        os.environ.setdefault("KINETO_LOG_LEVEL", "4")  # errors; it tells of every start and stop
+        # It tells on stderr of every start and stop, as what is more severe than an error.
+        os.environ.setdefault("KINETO_LOG_LEVEL", "6")
         with self._surviving(), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # torch's, where no step warms up
             steps = schedule(wait=0, warmup=self._num_skipped, active=self.num_steps, repeat=1)

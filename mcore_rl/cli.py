@@ -60,7 +60,9 @@ def _main(tokens: Sequence[str]) -> int:
         print(versions())
         return 0
     if asked and module is None:
-        raise UsageError(f"'{asked}' is not a command of mcore-rl", remedy="see mcore-rl --help")
+        raise UsageError(
+            "'{flag}' is not a command of mcore-rl", flag=asked, remedy="see mcore-rl --help"
+        )
     options, others = parser.parse_known_args(tokens)
     assert module is not None, "argparse asks for a command"
     code: int = module.main(options, others)

@@ -55,7 +55,7 @@ from mcore_rl.common.agreement import (
     print_error,
 )
 from mcore_rl.common.companions import Companions, Ended, store_client
-from mcore_rl.common.errors import UsageError
+from mcore_rl.common.errors import CORRECT, UsageError
 from mcore_rl.common.loopback import stay_on_loopback
 from mcore_rl.flags.options import HELP_RL
 from mcore_rl.patches.registry import apply_patch
@@ -168,7 +168,9 @@ def _companions(args: argparse.Namespace) -> Companions | None:
 
 def _check_port(args: argparse.Namespace) -> None:
     if args.master_port is not None and not 0 <= args.master_port < 65536:
-        raise UsageError("must be from 0 to 65535", flag=f"--master-port {args.master_port}")
+        raise UsageError(
+            "must be from 0 to 65535", flag=f"--master-port {args.master_port}", remedy=CORRECT
+        )
 
 
 def _meeting_place(args: argparse.Namespace) -> str:

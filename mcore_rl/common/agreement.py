@@ -125,7 +125,8 @@ def check_alike(facts: Mapping[str, str], store) -> None:
             mine, other = facts.get(name, "not given"), first.get(name, "not given")
             if mine != other:
                 raise UsageError(
-                    f"{name} is {mine} here and {other} on rank 0",
+                    f"is {mine} here and {other} on rank 0",
+                    flag=name,
                     remedy="start all machines with the same flags and the same packages",
                 )
 

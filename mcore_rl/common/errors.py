@@ -8,16 +8,19 @@ Everything else that is raised is a fault of the program or of the machine, and 
 from __future__ import annotations
 
 import argparse
-from typing import NoReturn
+from typing import Any, NoReturn
+
+CORRECT = "correct it or drop the flag"  # where the constraint says what is right
 
 
 class UsageError(ValueError):
     """A flag, file or layout that a user can correct: what was found, where, and what to do.
 
-    `flag` is the flag as typed, with its value where it has one, and empty where no single flag is
-    at fault; `found` goes on from it with the constraint, or puts it elsewhere, as {flag}; `remedy`
-    is what to do. `str()` makes one sentence of them. The entry points print that without a
-    traceback and end every rank with exit code 2, before any model is built.
+    `flag` is the flag as typed, with its value where it has one (or what a user has typed or set in
+    its place: an argument, a variable of the environment), and empty where nothing single is at
+    fault; `found` goes on from it with the constraint, or puts it elsewhere, as {flag}; `remedy` is
+    what to do. `str()` makes one sentence of them. The entry points print that without a traceback
+    and end every rank with exit code 2, before any model is built.
     """
 
     def __init__(self, found: str, *, flag: str = "", remedy: str = "", of: str = "") -> None:
@@ -39,6 +42,12 @@ class UsageError(ValueError):
         """The flag without its value, and without its other names."""
         return self.flag.split(" ")[0].split("/")[0]
 
+    @classmethod
+    def of_argument(cls, error: argparse.ArgumentError, *, remedy: str) -> UsageError:
+        """What argparse says of one argument."""
+        flag = error.argument_name or ""
+        return cls(f": {error.message}" if flag else error.message, flag=flag, remedy=remedy)
+
     def of_role(self, whose: str) -> UsageError:
         """The same, said of a role: "the critic"."""
         return UsageError(self.found, flag=self.flag, remedy=self.remedy, of=whose)
@@ -51,10 +60,22 @@ class CommandParser(argparse.ArgumentParser):
     """Takes no abbreviated flags; its errors are UsageErrors of one sentence."""
 
     def __init__(self, **options: object) -> None:
-        super().__init__(allow_abbrev=False, **options)  # type: ignore[arg-type]
+        # So that an error that is about one argument comes with it.
+        options |= {"allow_abbrev": False, "exit_on_error": False}
+        super().__init__(**options)  # type: ignore[arg-type]
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        try:
+            return super().parse_known_args(args, namespace)
+        except argparse.ArgumentError as error:
+            raise UsageError.of_argument(error, remedy=self._remedy) from error
 
     def error(self, message: str) -> NoReturn:
-        raise UsageError(f"{message.removeprefix('argument ')}; see {self.prog} --help")
+        raise UsageError(message, remedy=self._remedy)
+
+    @property
+    def _remedy(self) -> str:
+        return f"see {self.prog} --help"
 
 
 class RunStopped(SystemExit):

@@ -103,8 +103,9 @@ def read_rows(source: PromptSource, flag: str) -> Iterator[PromptRow]:
                 found.append(_value_of(fields, column))
             except KeyError:
                 raise UsageError(
-                    f"{column_flag} {column!r} names a column that {flag} {source.path} lacks in "
-                    f"{place}, which has {_names(fields)}",
+                    f"names a column that {flag} {source.path} lacks in {place}, which has "
+                    f"{_names(fields)}",
+                    flag=f"{column_flag} {column!r}",
                     remedy="name one that all rows have",
                 ) from None
         prompt, answer = found

@@ -12,7 +12,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from mcore_rl.common.errors import UsageError
+from mcore_rl.common.errors import CORRECT, UsageError
 from mcore_rl.flags.megatron_flags import (
     ARCHITECTURE,
     HONOURED,
@@ -79,7 +79,9 @@ def check_numbers(values: Mapping[str, Any]) -> None:
             found = values.get(dest)
             for value in found if isinstance(found, list) else [found]:
                 if value is not None and not _is_in(words, value):
-                    raise UsageError(f"must be {words}", flag=f"{_flag(dest)} {value}")
+                    raise UsageError(
+                        f"must be {words}", flag=f"{_flag(dest)} {value}", remedy=CORRECT
+                    )
 
 
 def check_order(values: Mapping[str, Any]) -> None:

@@ -52,15 +52,11 @@ def import_given_files(
     besides is left to those who read all flags.
     """
 
-    def refuse(message: str) -> None:
-        raise UsageError(message)
-
     finder = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    finder.error = refuse  # type: ignore[assignment, method-assign]
     finder.add_argument("--rl-import", nargs="+", action="extend", default=[])
     try:
         expanded = expand_config(tokens, finder, refused=lambda error: None)
-        paths = finder.parse_known_args(expanded)[0].rl_import
+        paths = parse_known(finder, expanded)[0].rl_import
     except UsageError:
         return
     for path in paths:
@@ -105,13 +101,19 @@ def _mapping_in(path: Path) -> dict[Any, Any]:
         values = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
-        raise UsageError(f"cannot be read: {reason}", flag=f"--rl-config {path}") from error
+        raise UsageError(
+            f"cannot be read: {reason}", flag=f"--rl-config {path}", remedy="correct the path"
+        ) from error
     except yaml.YAMLError as error:
         reason = " ".join(str(error).split())
-        raise UsageError(f"is not valid YAML: {reason}", flag=f"--rl-config {path}") from error
+        raise UsageError(
+            f"is not valid YAML: {reason}", flag=f"--rl-config {path}", remedy="correct it there"
+        ) from error
     if not isinstance(values, dict):
         raise UsageError(
-            "must hold 'flag: value' lines, not a list or a text", flag=f"--rl-config {path}"
+            "must hold 'flag: value' lines, not a list or a text",
+            flag=f"--rl-config {path}",
+            remedy="write it so",
         )
     return values
 
@@ -265,9 +267,7 @@ def parse_known(
     try:
         return parser.parse_known_args(list(tokens), into)
     except argparse.ArgumentError as error:
-        flag = error.argument_name or ""
-        said = f": {error.message}" if flag else str(error)
-        raise UsageError(said, flag=flag, remedy=remedy) from error
+        raise UsageError.of_argument(error, remedy=remedy) from error
 
 
 class _Given(argparse.Namespace):

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mcore_rl.common.errors import UsageError
+from mcore_rl.common.errors import CORRECT, UsageError
 from mcore_rl.common.parameters import Parameter, flag_of, param, parameters_of
 
 if TYPE_CHECKING:
@@ -404,8 +404,9 @@ def flags() -> dict[str, Parameter]:
     for name, parameter in declared_parameters().items():
         if name in found or name == "config":
             raise UsageError(
-                f"{parameter.flag} is a flag already, so that no loss or estimator of --rl-import "
-                f"can declare {name}",
+                f"is a flag already, so that no loss or estimator of --rl-import can declare "
+                f"{name}",
+                flag=parameter.flag,
                 remedy="rename it",
             )
         found[name] = parameter
@@ -478,7 +479,7 @@ def check_bounds(config: RLConfig) -> None:
             raise UsageError(
                 f"must be {bounds.broken_by(value)}",
                 flag=f"{name} {value}",
-                remedy=parameter.advice or "",
+                remedy=parameter.advice or CORRECT,
             )
     for name, greedy in (("temperature", ""), ("eval_temperature", ", or 0 for greedy")):
         value = getattr(config, name)

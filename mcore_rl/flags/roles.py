@@ -57,7 +57,8 @@ def parse_roles(world_size: int, critic: str | None = None, reward: str | None =
     both = set(of_critic) & set(of_reward)
     if both:
         raise UsageError(
-            f"rank {min(both)} is in --rl-critic-ranks {critic} and in --rl-reward-ranks {reward}",
+            f"rank {min(both)} is in {{flag}} and in --rl-reward-ranks {reward}",
+            flag=f"--rl-critic-ranks {critic}",
             remedy="give each role ranks of its own",
         )
     if len(of_critic) + len(of_reward) == world_size:
@@ -76,7 +77,7 @@ def _parsed(flag: str, text: str, world_size: int) -> tuple[int, ...]:
         match = _RANGE.fullmatch(part.strip())
         if match is None or int(match[2] or match[1]) < int(match[1]):
             raise UsageError(
-                f": {part.strip()!r} is no range of ranks",
+                f": {part.strip()!r} is not a range of ranks",
                 flag=f"{flag} {text}",
                 remedy="give for example 4-7 or 4-5,8",
             )

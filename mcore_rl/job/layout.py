@@ -13,7 +13,7 @@ from typing import Any
 
 from mcore_rl.batching.rows import chunks_of_sample, round_up
 from mcore_rl.batching.shared_prompts import shares_prompts
-from mcore_rl.common.errors import UsageError
+from mcore_rl.common.errors import CORRECT, UsageError
 from mcore_rl.flags.options import RLConfig
 from mcore_rl.hybrid_engine.plan.placement import Placement, with_rank_map
 from mcore_rl.model.config_json import ModelShape
@@ -49,9 +49,8 @@ def check_layout(shape: ModelShape, values: Mapping[str, Any], world_size: int) 
     """Degrees against the world size and against the model's sizes."""
     for dest in _DEGREES:
         if values.get(dest) is not None and values[dest] < 1:
-            raise UsageError(
-                "must be at least 1", flag=f"--{dest.replace('_', '-')} {values[dest]}"
-            )
+            flag = f"--{dest.replace('_', '-')} {values[dest]}"
+            raise UsageError("must be at least 1", flag=flag, remedy=CORRECT)
     tp_size = values.get("tensor_model_parallel_size", 1)
     layout = TrainLayout(
         world_size=world_size,
@@ -266,8 +265,9 @@ def check_rollout(
         latent = (shape.latent.kv_lora_rank, shape.latent.qk_rope_head_dim)
         if latent != CPU_LATENT:
             raise UsageError(
-                f"kv_lora_rank {latent[0]} with qk_rope_head_dim {latent[1]}: without a GPU vLLM "
+                f": kv_lora_rank {latent[0]} with qk_rope_head_dim {latent[1]}: without a GPU vLLM "
                 f"runs latent attention of {CPU_LATENT[0]} and {CPU_LATENT[1]} only",
+                flag="--rl-hf-checkpoint",
                 remedy="use such a checkpoint or a machine with a GPU",
             )
     if rollout.dp_size > 1 and not has_cuda:

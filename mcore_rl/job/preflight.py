@@ -57,7 +57,9 @@ def check_outputs(config: RLConfig, given: Mapping[str, Any]) -> None:
     if config.verify_out:
         target, flag = Path(config.verify_out), f"--rl-verify-out {config.verify_out}"
         if target.is_dir() or not target.absolute().parent.is_dir():
-            raise UsageError("must name a file in a folder that exists", flag=flag)
+            raise UsageError(
+                "must name a file in a folder that exists", flag=flag, remedy="name another"
+            )
         _check_writable(target.absolute().parent, flag)
 
 

@@ -69,9 +69,10 @@ def vocab_parallel_log_probs(
     """
     if not 0.0 < temperature < math.inf:
         raise UsageError(
-            "is not a positive number: log-probs of greedy or uniform sampling cannot be trained "
-            "on, so choose for example 1.0.",
+            "is not a positive number: log-probs of greedy or uniform sampling cannot be "
+            "trained on",
             flag=f"--rl-temperature {temperature}",
+            remedy="choose for example 1.0",
         )
     assert chunk_tokens >= 1, f"chunk_tokens must be positive, got {chunk_tokens}"
     assert hidden.ndim == 2 and weight.ndim == 2 and hidden.shape[1] == weight.shape[1], (

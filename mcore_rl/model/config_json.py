@@ -215,10 +215,9 @@ def model_shape(
     family = FAMILIES.get(fields["model_type"])
     if family is None:
         raise UsageError(
-            f": {path} has model_type '{fields['model_type']}'; supported are "
-            f"{', '.join(ARCHITECTURES)}",
+            f": {path} has model_type '{fields['model_type']}'",
             flag=flag,
-            remedy="give a checkpoint of one of these",
+            remedy=f"supported are {', '.join(ARCHITECTURES)}; give a checkpoint of one of these",
         )
     fields.check_spelt_out(family.spelt_out)
     quantization = _quantization(fields)

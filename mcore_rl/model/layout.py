@@ -200,8 +200,8 @@ def _layers_per_stage(
     if middle < 0 or (middle == 0 and left) or (middle and (left < 0 or left % middle)):
         uneven = "" if not ends else f", of which {ends} are in an uneven first or last stage,"
         raise UsageError(
-            f"{num_layers} layers{uneven} do not divide into --pipeline-model-parallel-size "
-            f"{pp_size} stages",
+            f"{num_layers} layers{uneven} do not divide into {{flag}} stages",
+            flag=f"--pipeline-model-parallel-size {pp_size}",
             remedy="change it or set --decoder-last-pipeline-num-layers",
         )
     stages = [left // middle] * middle if middle else []
@@ -242,9 +242,9 @@ class RolloutLayout:
             )
         if self.dp_size > 1 and not self.expert_parallel:
             raise UsageError(
-                f"an engine of {self.dp_size} data-parallel ranks has no use without expert "
-                "parallelism",
-                remedy="drop --rl-rollout-no-expert-parallel",
+                f"leaves no use for an engine of {self.dp_size} data-parallel ranks",
+                flag="--rl-rollout-no-expert-parallel",
+                remedy="drop it",
             )
         if self.rank_map and sorted(self.rank_map) != list(range(self.world_size)):
             raise RuntimeError(

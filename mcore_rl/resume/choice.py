@@ -62,9 +62,9 @@ def choose(folder: Path, *, beside: Sequence[Path] = (), step: int | None = None
                 logger.warning("[Resume] the checkpoint of step %d is bad: %s", candidate, damage)
         reports += damaged
     if reports:
-        what = f"--ckpt-step {step}" if step is not None else f"--load {folder}"
         raise UsageError(
-            f"{what}: no checkpoint can be read, the newest because of {reports[0]}",
+            f": no checkpoint can be read, the newest because of {reports[0]}",
+            flag=f"--load {folder}" if step is None else f"--ckpt-step {step}",
             remedy="restore that file, or drop --load to begin again",
         )
     return None

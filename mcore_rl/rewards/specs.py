@@ -253,8 +253,8 @@ def _wants_server(
             if given is not None:
                 # The value may be a secret that was taken for a variable's name.
                 raise UsageError(
-                    f"{given_flag} has no effect, because --rl-reward {','.join(names)} does not "
-                    f"name {name}",
+                    f"has no effect, because --rl-reward {','.join(names)} does not name {name}",
+                    flag=given_flag,
                     remedy=f"add {name} to it or leave out {given_flag}",
                 )
         return False
@@ -266,8 +266,8 @@ def _wants_server(
         )
     if header_env is not None and not _VARIABLE.fullmatch(header_env):
         raise UsageError(
-            f"{header_flag} must be the name of an environment variable, made of letters, digits "
-            "and _",
+            "must be the name of an environment variable, made of letters, digits and _",
+            flag=header_flag,
             remedy="put the header into a variable and give its name",
         )
     return True

@@ -183,8 +183,12 @@ def check_all(values: dict[str, Any]) -> None:
 def test_numbers_that_make_no_sense_are_refused(
     text: str, says: str, parser: argparse.ArgumentParser
 ) -> None:
-    with pytest.raises(UsageError, match=says):
+    """With `$` the fault ends, and what to do follows."""
+    with pytest.raises(UsageError) as refused:
         check_all(given_values(text.split(), parser))
+    error = refused.value
+    assert says in f"{error.fault}$" or says in str(error)
+    assert error.fault.startswith(f"{error.flag} ") and error.remedy
 
 
 def test_numbers_at_their_bounds_are_taken(parser: argparse.ArgumentParser) -> None:

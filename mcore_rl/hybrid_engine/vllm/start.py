@@ -209,8 +209,8 @@ def _prepare_environment(config: EngineConfig) -> None:
     """Set what vLLM reads from the environment when it is imported and when an engine starts."""
     if os.environ.get("VLLM_ENABLE_V1_MULTIPROCESSING", "0") != "0":
         raise UsageError(
-            "VLLM_ENABLE_V1_MULTIPROCESSING=1 puts the engine into a process of its own, but it "
-            "must share its weights' process",
+            "puts the engine into a process of its own, but it must share its weights' process",
+            flag="VLLM_ENABLE_V1_MULTIPROCESSING=1",
             remedy="unset it",
         )
     rank = str(dist.get_rank())

@@ -19,7 +19,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from mcore_rl.common.errors import UsageError
+from mcore_rl.common.errors import CORRECT, UsageError
 from mcore_rl.planner.settings import GB, GPU_RESERVED_GB
 from mcore_rl.tools.doctor.examination import Request, examine
 from mcore_rl.tools.doctor.finding import Finding, Level, counts
@@ -86,9 +86,11 @@ def _request(options: argparse.Namespace, others: Sequence[str]) -> Request:
     for name in ("world_size", "gpu_memory_gb", "host_memory_gb"):
         value = getattr(options, name)
         if value is not None and not value > 0:
-            raise UsageError("must be greater than 0", flag=f"--{name.replace('_', '-')} {value}")
+            flag = f"--{name.replace('_', '-')} {value}"
+            raise UsageError("must be greater than 0", flag=flag, remedy=CORRECT)
     if not options.gpu_reserved_gb >= 0:
-        raise UsageError("must be at least 0", flag=f"--gpu-reserved-gb {options.gpu_reserved_gb}")
+        flag = f"--gpu-reserved-gb {options.gpu_reserved_gb}"
+        raise UsageError("must be at least 0", flag=flag, remedy=CORRECT)
     if job and options.world_size is None:
         raise UsageError(
             "is missing", flag="--world-size", remedy="give the number of ranks of the job"

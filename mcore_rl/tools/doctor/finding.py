@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
-from mcore_rl.common.errors import UsageError
+from mcore_rl.common.errors import CORRECT, UsageError
 
 Level = Literal["green", "yellow", "red"]
 LEVELS: tuple[Level, ...] = ("green", "yellow", "red")
@@ -80,7 +80,7 @@ def red(area: str, found: str, remedy: str) -> Finding:
 def refusal(area: str, error: UsageError) -> Finding:
     """A user's mistake that a check of the start has told."""
     found, remedy = (" ".join(text.split()) for text in (error.fault, error.remedy))
-    return red(area, found, remedy or "give such a value, or drop the flag")
+    return red(area, found, remedy or CORRECT)  # one that a user raises may have none
 
 
 def counts(findings: Iterable[Finding]) -> dict[Level, int]:

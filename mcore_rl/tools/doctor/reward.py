@@ -88,7 +88,8 @@ def _tried(spec: RewardSpec, prompts: Sequence[Prompt]) -> list[Finding]:
     trial = run_trial(spec, samples)
     findings = _output(trial)
     if refused := trial.answer.get("refused"):
-        return [refusal(REWARD, UsageError(**refused)), *findings]
+        error = UsageError(refused["found"], flag=refused["flag"], remedy=refused["remedy"])
+        return [refusal(REWARD, error), *findings]
     for name in (*spec.functions, *(server.name for server in spec.servers)):
         outcomes = trial.answer["outcomes"].get(name)
         if outcomes is not None:
@@ -170,9 +171,7 @@ def run_trial(spec: RewardSpec, samples: Sequence[tuple[Prompt, str]]) -> Trial:
             process.communicate(pickle.dumps((spec, list(samples))), timeout=limit)
             answer = answers.read()
         except subprocess.TimeoutExpired:
-            answer = json.dumps(
-                {"refused": {"found": f"no end within {limit:g} s", "remedy": "mend what hangs"}}
-            ).encode()
+            answer = _refused(f"no end within {limit:g} s", remedy="mend what hangs")
         finally:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
@@ -180,13 +179,11 @@ def run_trial(spec: RewardSpec, samples: Sequence[tuple[Prompt, str]]) -> Trial:
         printed.seek(0)
         text = printed.read().decode(errors="replace")
     if not answer:
-        code = process.returncode
-        answer = json.dumps(
-            {
-                "refused": {
-                    "found": f"its process ended with exit code {code}",
-                    "remedy": "mend what it imports",
-                }
-            }
-        ).encode()
+        what = f"its process ended with exit code {process.returncode}"
+        answer = _refused(what, remedy="mend what it imports")
     return Trial(json.loads(answer), text)
+
+
+def _refused(found: str, *, remedy: str) -> bytes:
+    """As the process would have answered."""
+    return json.dumps({"refused": {"found": found, "flag": "", "remedy": remedy}}).encode()

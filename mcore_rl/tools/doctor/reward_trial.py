@@ -37,8 +37,8 @@ def main() -> None:
 
 
 def _trial(spec: RewardSpec, samples: Sequence[Sample]) -> dict[str, Any]:
-    """{"refused": {"found": ..., "remedy": ...}}, or {"outcomes": {name: [[reward, kind, failure],
-    ...]}}, the last two null where there is a reward."""
+    """{"refused": fields of a UsageError}, or {"outcomes": {name: [[reward, kind, failure], ...]}},
+    the last two null where there is a reward."""
     try:
         check_rewards(spec)
         if not samples:
@@ -46,9 +46,9 @@ def _trial(spec: RewardSpec, samples: Sequence[Sample]) -> dict[str, Any]:
         with RewardStack(spec) as stack:
             found = stack.outcomes([_rollout(sample) for sample in samples])
     except UsageError as error:
-        return {"refused": {"found": error.fault, "remedy": error.remedy}}
+        return {"refused": {"found": error.found, "flag": error.flag, "remedy": error.remedy}}
     except RuntimeError as error:  # workers that die at once
-        return {"refused": {"found": str(error), "remedy": "correct what it imports"}}
+        return {"refused": {"found": str(error), "flag": "", "remedy": "correct what it imports"}}
     outcomes = {
         name: [[each.reward, each.kind, each.failure] for each in outcomes]
         for name, outcomes in found.items()

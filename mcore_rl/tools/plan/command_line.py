@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mcore_rl.common.errors import CommandParser, UsageError
+from mcore_rl.common.errors import CORRECT, CommandParser, UsageError
 from mcore_rl.common.platform import Platform
 from mcore_rl.flags.given import expand_config, import_given_files
 from mcore_rl.flags.options import RLConfig, flag_of
@@ -208,10 +208,13 @@ def _check_options(options: argparse.Namespace) -> None:
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
         least_is_0 = name in ("gpu_reserved_gb", "communicator_mb")
         if is_number and not (value > 0 or (least_is_0 and value == 0)):
-            raise UsageError("must be greater than 0", flag=f"--{name.replace('_', '-')} {value}")
+            flag = f"--{name.replace('_', '-')} {value}"
+            raise UsageError("must be greater than 0", flag=flag, remedy=CORRECT)
     if options.expert_load < 1:
         raise UsageError(
-            "must be at least 1, an even load", flag=f"--expert-load {options.expert_load}"
+            "must be at least 1, an even load",
+            flag=f"--expert-load {options.expert_load}",
+            remedy=CORRECT,
         )
     if options.gpu_reserved_gb >= options.gpu_memory_gb:
         raise UsageError(
@@ -221,7 +224,11 @@ def _check_options(options: argparse.Namespace) -> None:
         )
     target = Path(options.json) if options.json else None
     if target and (target.is_dir() or not target.absolute().parent.is_dir()):
-        raise UsageError("must name a file in a folder that exists", flag=f"--json {options.json}")
+        raise UsageError(
+            "must name a file in a folder that exists",
+            flag=f"--json {options.json}",
+            remedy="name another",
+        )
 
 
 def _read_shape(named: str | None, config: RLConfig, field: str) -> ModelShape:

@@ -31,14 +31,17 @@ def main(options: argparse.Namespace, others: Sequence[str]) -> int:
     """The whole command; returns 0. Raises UsageError."""
     if others:
         raise UsageError(
-            f"unrecognized arguments: {' '.join(others)}", remedy="see mcore-rl report --help"
+            "unrecognized arguments: {flag}",
+            flag=" ".join(others),
+            remedy="see mcore-rl report --help",
         )
     folders = [Path(options.run_dir)]
     if options.other_run_dir is not None:
         folders.append(Path(options.other_run_dir))
         if folders[0].resolve() == folders[1].resolve():
             raise UsageError(
-                f"RUN_DIR and OTHER_RUN_DIR are both {folders[0].resolve()}",
+                f"are both {folders[0].resolve()}",
+                flag="RUN_DIR and OTHER_RUN_DIR",
                 remedy="name another run to compare with, or only one",
             )
     target = Path(options.output) if options.output else folders[0] / "report.html"

@@ -86,7 +86,8 @@ def read_run(folder: Path, *, name: str) -> Run:
     if not any((folder / file).is_file() for file in ("metrics.jsonl", "config.yaml")):
         what = "is no folder" if not folder.is_dir() else "has no metrics.jsonl and no config.yaml"
         raise UsageError(
-            f"RUN_DIR {folder} {what}",
+            what,
+            flag=f"RUN_DIR {folder}",
             remedy="name the folder (--rl-run-dir) of a run that has begun",
         )
     notes: list[str] = []

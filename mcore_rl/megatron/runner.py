@@ -66,7 +66,7 @@ class ModelRunner:
         state: megatron_adapter.TrainState,
         layout: TrainLayout,
         batching: MicroBatching,
-        keywords: ModelKeywords,
+        keywords: ModelKeywords = lambda rows: {},
     ) -> None:
         self._args = args
         self.state = state

@@ -1,4 +1,5 @@
-"""The critic's model: Megatron's, with a number per token in the place of logits.
+"""The model of a critic or a reward model: Megatron's, with a number per token in the place of
+logits.
 
 `ValueHead` takes the place of the output layer of any Megatron language model that has one
 (`GPTModel`, `HybridModel`). The rest of the model, its parameter names and its checkpoint format
@@ -9,15 +10,24 @@ Shape legend: b samples, s positions (of this context-parallel rank), h hidden.
 
 from __future__ import annotations
 
+import argparse
 import functools
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TextIO
 
 import torch
+import torch.distributed as dist
 
 from mcore_rl.megatron import adapter  # noqa: F401  # isort: skip  (first: it applies patches)
 
 from megatron.core.models.gpt import GPTModel
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
+
+from mcore_rl.megatron.hf_checkpoint import HFCheckpoint
+from mcore_rl.megatron.policy_head import make_actor_provider
+from mcore_rl.megatron.shards import ModelShards
+from mcore_rl.megatron.world import MegatronWorld
+from mcore_rl.model.config_json import ModelShape, settings_without_flag
 
 
 class ValueHead(torch.nn.Module):
@@ -104,3 +114,28 @@ def make_critic_provider(provider: Any) -> Any:
         return as_critic(provider(*args, **kwargs))
 
     return critic_provider
+
+
+def build_value_model(
+    shape: ModelShape,
+    checkpoint: HFCheckpoint,
+    args: argparse.Namespace,
+    setup: Callable[[Any], adapter.TrainState],
+    provider: Callable[..., Any] | None = None,
+    *,
+    log: TextIO | None = None,
+) -> tuple[MegatronWorld, adapter.TrainState, ModelShards]:
+    """The model in a world of its own, its weights not read yet. Collective.
+
+    `args` are Megatron's for it, `setup` builds with or without an optimizer, `provider` is a
+    fork's own.
+    """
+    for name, value in settings_without_flag(shape).items():
+        setattr(args, name, value)
+    with adapter.megatron_output_to(log):
+        world = MegatronWorld(args)
+        with world:
+            state = setup(make_critic_provider(provider or make_actor_provider(args, shape)))
+            tensors = dict(checkpoint.tensors)
+            shards = ModelShards(state.chunks, shape, world.layout, dist.get_rank(), tensors)
+    return world, state, shards

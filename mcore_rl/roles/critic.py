@@ -1,10 +1,10 @@
 """The critic: Megatron's model as a value function. Values before the update, and the update.
 
-`Critic` is the model on a rank. It has a layout, an optimizer and a schedule of its own; all of
-that lives in its `MegatronWorld`, which every method enters. `ServedCritic` makes a role of it
-(`mcore_rl.roles.remote`), and `StepCritic` asks that role on the actor's ranks. What crosses over
-is the samples' tokens, a value and a return per token, and numbers. On ranks of its own it scores
-while the actor does, and learns while the actor does.
+`Critic` is the model on a rank, built by `build_critic`. It has a layout, an optimizer, a schedule
+and checkpoints of its own; all of that lives in its `MegatronWorld`, which every method enters.
+`ServedCritic` makes a role of it (`mcore_rl.roles.remote`), and `StepCritic` asks that role on the
+actor's ranks. What crosses over is the samples' tokens, a value and a return per token, and
+numbers. On ranks of its own it scores while the actor does, and learns while the actor does.
 
 Shape legend: t tokens of a rank's samples, T of all, in scoring alignment
 (`mcore_rl.batching.types`): position j's value is that of the state in which token j+1 is chosen.
@@ -12,13 +12,15 @@ Shape legend: t tokens of a rank's samples, T of all, in scoring alignment
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import functools
+import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO
 
 import numpy as np
 import torch
@@ -26,16 +28,32 @@ import torch.distributed as dist
 
 from mcore_rl.algorithms.aggregation import Denominators
 from mcore_rl.algorithms.value_loss import ValueLossSums, value_loss
-from mcore_rl.batching.rows import MicroBatching, ModelRows
+from mcore_rl.batching.rows import MicroBatching
 from mcore_rl.batching.train_batches import num_tokens
 from mcore_rl.batching.types import ScoredRollout, StepBatch, TrainBatch
+from mcore_rl.common.agreement import agreed_in_world
+from mcore_rl.flags.derived import num_updates
 from mcore_rl.flags.options import RLConfig
 from mcore_rl.hybrid_engine.memory.device import highest_bytes
+from mcore_rl.job.batches import micro_batching_of_args
+from mcore_rl.job.spec import ValueModelSpec
+from mcore_rl.job.value_models import HEAD
 from mcore_rl.megatron import adapter as megatron_adapter
+from mcore_rl.megatron import saving as megatron_checkpoint
+from mcore_rl.megatron.hf_checkpoint import load_into_megatron
 from mcore_rl.megatron.optimizer import CheckedOptimizer, UpdateResult
 from mcore_rl.megatron.runner import ModelRunner
-from mcore_rl.megatron.world import MegatronWorld
-from mcore_rl.roles.critic_startup import save_critic
+from mcore_rl.megatron.shards import ModelShards
+from mcore_rl.megatron.value_head import build_value_model
+from mcore_rl.megatron.world import MegatronWorld, changed_args, parsed_args
+from mcore_rl.resume.folders import critic_folder, iteration_name
+from mcore_rl.resume.saver import write_checkpoint
+from mcore_rl.resume.trainer_state import (
+    TRAINER,
+    TrainerState,
+    load_trainer_state,
+    trainer_writer,
+)
 from mcore_rl.roles.remote import Role, Values
 from mcore_rl.roles.samples import (
     batch_of_rank,
@@ -45,6 +63,8 @@ from mcore_rl.roles.samples import (
     tensors_to_samples,
     to_all,
 )
+
+logger = logging.getLogger(__name__)
 
 # What batch accounting needs of a `MicroBatching`.
 _OF_BATCHING = ("max_tokens", "micro_batch_size", "count_multiple_of", "share_prompts")
@@ -69,13 +89,14 @@ class Critic:
         world: MegatronWorld,
         config: RLConfig,
         state: megatron_adapter.TrainState,
+        shards: ModelShards,
         batching: MicroBatching,
     ) -> None:
-        self.world, self.state, self.batching = world, state, batching
+        self.world, self.state, self.shards, self.batching = world, state, shards, batching
         self.layout = world.layout
         self._loss_config = config.recipe.value_loss_config(config.max_response_tokens)
         with world:
-            self.runner = ModelRunner(world.args, state, self.layout, batching, _no_keywords)
+            self.runner = ModelRunner(world.args, state, self.layout, batching)
         self.optimizer = CheckedOptimizer(
             state, name="critic", on_nonfinite_grad=config.on_nonfinite_grad
         )
@@ -122,9 +143,96 @@ class Critic:
         )
         return out.loss, out.sums.stacked()
 
+    def save(self, num_steps: int, checkpoints: Path) -> None:
+        """Write a checkpoint, with its ranks' generators, beside the actor's."""
+        with self.world as world:
 
-def _no_keywords(rows: ModelRows) -> dict[str, object]:
-    return {}
+            def write_model(saving: Path) -> None:
+                megatron_checkpoint.save_checkpoint(world.args, self.state, num_steps, saving)
+
+            trainer = TrainerState(num_steps, self.layout.describe())
+            writers = [write_model, trainer_writer(trainer)]
+            write_checkpoint(critic_folder(checkpoints), num_steps, writers)
+
+    def restore_random_states(self) -> None:
+        """Those that the loaded checkpoint has of this rank, if it has any."""
+        args = self.world.args
+        if args.load is None or args.no_load_rng:
+            return
+        trainer = Path(args.load) / iteration_name(args.ckpt_step) / TRAINER
+        if trainer.is_dir():  # not where Megatron has written the checkpoint
+            state, rng = load_trainer_state(trainer)
+            if rng is not None and state.layout == self.layout.describe():
+                rng.restore()
+
+
+def build_critic(
+    spec: ValueModelSpec,
+    config: RLConfig,
+    actor_args: argparse.Namespace,
+    provider: Callable[..., Any] | None = None,
+    *,
+    actor_iteration: int = 0,
+    log: TextIO | None = None,
+) -> Critic:
+    """Build the critic through Megatron and fill it. Collective.
+
+    A Megatron checkpoint below `--load`, in its folder `critic`, wins over the Hugging Face one.
+    RuntimeError: it is of another step than `actor_iteration`, that of the actor's.
+    """
+    if spec.tokens is None:
+        own = {"lr": config.critic_lr, "clip_grad": config.critic_clip_grad}
+        changes = {name: value for name, value in own.items() if value is not None}
+        changes.update(_longer_schedule(config, actor_args))
+        args = changed_args(actor_args, changes)
+    else:
+        args = parsed_args(spec.tokens, spec.extra_args, actor_args, log=log)
+    _load_from_beside(args, actor_iteration)
+    args.iteration = 0
+    world, state, shards = build_value_model(
+        spec.shape, spec.checkpoint, args, megatron_adapter.setup, provider, log=log
+    )
+    with world:
+        if state.iteration == 0:
+            if actor_args.finetune and critic_folder(Path(actor_args.load or "")).is_dir():
+                logger.warning(
+                    "--finetune takes the actor's weights alone: the critic starts from %s",
+                    spec.checkpoint.folder,
+                )
+            elif actor_iteration:
+                logger.warning(
+                    "no critic lies beside the actor's checkpoint: it starts from %s",
+                    spec.checkpoint.folder,
+                )
+            absent = frozenset() if spec.has_head else frozenset({HEAD})
+            agreed_in_world(lambda: load_into_megatron(spec.checkpoint, shards, absent=absent))
+            megatron_adapter.reload_main_params(state)
+    batching = micro_batching_of_args(config, spec.shape, world.layout, world.args)
+    return Critic(world, config, state, shards, batching)
+
+
+def _longer_schedule(config: RLConfig, actor_args: argparse.Namespace) -> dict[str, int]:
+    """The critic of a fork learns in the actor's steps and in those that warm it up."""
+    more = num_updates(config, of_critic=True) - num_updates(config, of_critic=False)
+    lengths = {name: getattr(actor_args, name) for name in ("train_iters", "lr_decay_iters")}
+    # Megatron has set the second to the first for the actor unless the user said otherwise.
+    return {
+        name: length + more for name, length in lengths.items() if length == lengths["train_iters"]
+    }
+
+
+def _load_from_beside(args: argparse.Namespace, actor_iteration: int) -> None:
+    """Make `--load` and `--ckpt-step` those of the critic, or nothing."""
+    saved = critic_folder(Path(args.load)) if args.load else None
+    args.load, args.ckpt_step = None, None
+    if saved is None or not saved.is_dir() or not actor_iteration:
+        return
+    if not (saved / iteration_name(actor_iteration)).is_dir():
+        raise RuntimeError(
+            f"the critic in {saved} is not of step {actor_iteration}, as the actor is; load a step "
+            "of both with --ckpt-step"
+        )
+    args.load, args.ckpt_step = str(saved), actor_iteration
 
 
 class ServedCritic:
@@ -206,7 +314,7 @@ class ServedCritic:
     def save(self, *, num_steps: int, folder: str) -> None:
         """Write a Megatron checkpoint beside the actor's."""
         with megatron_adapter.megatron_output_to(self._log):
-            save_critic(self.model, num_steps, Path(folder))
+            self.model.save(num_steps, Path(folder))
 
 
 class StepCritic:

@@ -19,7 +19,6 @@ from mcore_rl.algorithms.total_loss import PolicyLossSums, policy_loss_total
 from mcore_rl.batching.rows import MicroBatching, ModelRows
 from mcore_rl.batching.types import TrainBatch
 from mcore_rl.flags.options import RLConfig
-from mcore_rl.hybrid_engine.memory.host_memory import HostCopy
 from mcore_rl.megatron import adapter as megatron_adapter
 from mcore_rl.megatron.optimizer import CheckedOptimizer, UpdateResult
 from mcore_rl.megatron.runner import ModelRunner
@@ -129,33 +128,3 @@ class Actor:
         if mismatch is not None:
             sums = torch.cat([sums, mismatch.sums.stacked()])
         return out.loss, sums
-
-
-class ReferencePolicy:
-    """The policy as it was, kept on the host (`HostCopy`) in this rank's own shards.
-
-    `with reference:` swaps its weights into the actor's model and back; no second model exists.
-    `version` is the step whose policy it is, 0 for the one that the run began with.
-    """
-
-    def __init__(self, state: megatron_adapter.TrainState) -> None:
-        self.version = 0
-        self._state = state
-        self._weights = HostCopy(megatron_adapter.weights(state))
-
-    def refresh(self, version: int) -> None:
-        """Take the actor as it is now, after `version` steps."""
-        self.version = version
-        self._weights.take()
-
-    def __enter__(self) -> ReferencePolicy:
-        self.swap()
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.swap()
-
-    def swap(self) -> None:
-        """Exchange the model's weights with those kept here."""
-        self._weights.exchange()
-        megatron_adapter.weights_written(self._state)

@@ -22,6 +22,7 @@ from mcore_rl.hybrid_engine.memory.offload import Offloader, kinds_at_start, off
 from mcore_rl.hybrid_engine.proof.canary import NUM_PROMPTS, Canary
 from mcore_rl.hybrid_engine.sharding_manager import MegatronVLLMShardingManager
 from mcore_rl.hybrid_engine.vllm.engine import EngineConfig, VLLMEngine
+from mcore_rl.job.batches import accounting_of
 from mcore_rl.job.layout import check_stages, ranks_per_node
 from mcore_rl.job.memory_report import memory_lines
 from mcore_rl.megatron import adapter as megatron_adapter
@@ -35,14 +36,13 @@ from mcore_rl.observe.watchdog import StageWatchdog, own_connection
 from mcore_rl.resume.point import ResumePoint, find_resume_point
 from mcore_rl.resume.trainer_state import LOADED
 from mcore_rl.roles.remote import Here, Role
-from mcore_rl.roles.reward import ModelReward
+from mcore_rl.roles.reward_model import ModelReward
 from mcore_rl.rollout.collector import Collector
 from mcore_rl.rollout.engines import RolloutWorkers
 from mcore_rl.trainer.actor import Actor
 from mcore_rl.trainer.inputs import load_prompt_files, reward_spec
 from mcore_rl.trainer.learner import Learner
 from mcore_rl.trainer.models import (
-    accounting_of,
     build_actor,
     build_learner,
     critic_role,

@@ -35,8 +35,9 @@ from mcore_rl.common import objects
 from mcore_rl.flags.options import RLConfig
 from mcore_rl.model.layout import TrainLayout
 from mcore_rl.roles.critic import StepCritic, ValueUpdateStats
+from mcore_rl.roles.reference import ReferencePolicy
 from mcore_rl.roles.samples import batch_of_rank, mini_batches
-from mcore_rl.trainer.actor import Actor, ReferencePolicy, UpdateStats
+from mcore_rl.trainer.actor import Actor, UpdateStats
 from mcore_rl.trainer.step_metrics import mismatch_metrics
 
 

@@ -6,36 +6,29 @@ their own, which one table says how to build.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, TextIO
 
 import torch.distributed as dist
 
-from mcore_rl.batching.accounting import BatchAccounting, batch_accounting
-from mcore_rl.batching.dealing import SampleFlops
 from mcore_rl.batching.rows import MicroBatching
-from mcore_rl.batching.shared_prompts import shares_prompts
 from mcore_rl.common import objects
 from mcore_rl.common.agreement import agreed_in_world
-from mcore_rl.flags.options import RLConfig
 from mcore_rl.flags.roles import CRITIC, REWARD
+from mcore_rl.job.batches import micro_batching_of_args
 from mcore_rl.megatron import adapter as megatron_adapter
 from mcore_rl.megatron import saving as megatron_checkpoint
 from mcore_rl.megatron.hf_checkpoint import check_complete, load_into_megatron
 from mcore_rl.megatron.policy_head import make_actor_provider, make_policy_provider
 from mcore_rl.megatron.shards import ModelShards
-from mcore_rl.megatron.world import MegatronWorld
-from mcore_rl.model.config_json import ModelShape
-from mcore_rl.model.layout import TrainLayout
 from mcore_rl.resume.point import ResumePoint
-from mcore_rl.roles.critic import Critic, ServedCritic, StepCritic
-from mcore_rl.roles.critic_startup import BuiltCritic, build_critic, restore_random_states
+from mcore_rl.roles.critic import ServedCritic, StepCritic, build_critic
+from mcore_rl.roles.reference import build_reference
 from mcore_rl.roles.remote import Apart, Here, Role, serve
 from mcore_rl.roles.reward_model import RewardModel, build_reward_model
-from mcore_rl.trainer.actor import Actor, ReferencePolicy
+from mcore_rl.trainer.actor import Actor
 from mcore_rl.trainer.learner import Learner
 from mcore_rl.trainer.start import Job
 
@@ -87,39 +80,20 @@ def build_learner(
     """
     batching = micro_batching(job)
     actor = Actor(job.args, job.config, state, job.train_layout, batching)
+    reference = None
+    if job.config.recipe.needs_reference:
+        reference = build_reference(
+            state, point, args=job.args, checkpoint=job.checkpoint, shards=shards, log=log
+        )
     return Learner(
         job.config,
         job.train_layout,
         batching,
         actor,
         None if critic is None else StepCritic(critic, actor.runner),
-        reference=_reference(job, state, shards, point, log=log),
+        reference=reference,
         seed=job.args.seed,
     )
-
-
-def _reference(
-    job: Job,
-    state: megatron_adapter.TrainState,
-    shards: ModelShards,
-    point: ResumePoint | None,
-    *,
-    log: TextIO | None = None,
-) -> ReferencePolicy | None:
-    """The policy that the KL is taken to, if there is one: the one that the run began with, or a
-    later one that it was saved with. Collective."""
-    if not job.config.recipe.needs_reference:
-        return None
-    reference = ReferencePolicy(state)  # of a run that begins, whatever it was loaded from
-    if point is not None:  # the actor goes on from a later policy
-        reference.version = point.state.reference_version
-        if point.reference is not None:
-            with megatron_adapter.megatron_output_to(log):
-                megatron_checkpoint.load_weights(job.args, state, state.iteration, point.reference)
-        else:
-            load_into_megatron(job.checkpoint, shards)
-        reference.swap()
-    return reference
 
 
 def critic_role(
@@ -180,25 +154,13 @@ def _served_critic(
 ) -> ServedCritic:
     """The critic on the ranks of this process's role. Collective."""
     assert job.critic is not None
-    built = build_critic(
+    is_apart = job.roles.is_apart(CRITIC)
+    critic = build_critic(
         job.critic, job.config, job.args, model_provider, actor_iteration=iteration, log=log
     )
-    return serving(job, built, log=log)
-
-
-def serving(job: Job, built: BuiltCritic, *, log: TextIO | None = None) -> ServedCritic:
-    """What scores and learns, of what `build_critic` returns."""
-    assert job.critic is not None
-    batching = micro_batching(
-        dataclasses.replace(
-            job, args=built.world.args, train_layout=built.world.layout, shape=job.critic.shape
-        )
-    )
-    model = Critic(built.world, job.config, built.state, batching)
-    is_apart = job.roles.is_apart(CRITIC)
     if is_apart:  # else the actor's are these
-        restore_random_states(built)
-    return ServedCritic(model, job.config, is_apart=is_apart, log=log)
+        critic.restore_random_states()
+    return ServedCritic(critic, job.config, is_apart=is_apart, log=log)
 
 
 def _served_reward_model(
@@ -209,16 +171,8 @@ def _served_reward_model(
 ) -> RewardModel:
     """That of `--rl-reward-model`, on the ranks of this process's role; its own config.json
     describes it, whatever a fork provides. Collective."""
-    checked = job.reward_model
-    assert checked is not None
-
-    def batching(world: MegatronWorld) -> MicroBatching:
-        own = dataclasses.replace(
-            job, args=world.args, train_layout=world.layout, shape=checked.shape
-        )
-        return micro_batching(own)
-
-    return build_reward_model(checked, job.args, batching, log=log)
+    assert job.reward_model is not None
+    return build_reward_model(job.reward_model, job.config, job.args, log=log)
 
 
 # What a role is called, and what makes it, here or on ranks of its own.
@@ -230,58 +184,4 @@ _ROLES: dict[str, tuple[str, Callable[..., Any]]] = {
 
 def micro_batching(job: Job) -> MicroBatching:
     """How the flags say samples become micro-batches."""
-    return micro_batching_of(
-        job.config,
-        job.shape,
-        job.train_layout,
-        vars(job.args),
-        interleaved=job.args.virtual_pipeline_model_parallel_size is not None,
-    )
-
-
-def micro_batching_of(
-    config: RLConfig,
-    shape: ModelShape,
-    layout: TrainLayout,
-    values: Mapping[str, Any],
-    *,
-    interleaved: bool,
-) -> MicroBatching:
-    """`micro_batching` of a model in its layout. `values` are Megatron's flags by destination,
-    validated or not; `interleaved` says whether a pipeline stage has several model chunks."""
-    group = values.get("microbatch_group_size_per_vp_stage") or layout.pp_size
-    return MicroBatching(
-        max_tokens=config.max_tokens_per_microbatch,
-        micro_batch_size=values["micro_batch_size"],
-        multiple_of=layout.tp_size * layout.cp_size,
-        cp_size=layout.cp_size,
-        same_length=layout.pp_size > 1,
-        count_multiple_of=group if interleaved else 1,
-        share_prompts=shares_prompts(
-            config.share_prompts, values, config.max_tokens_per_microbatch
-        ),
-        cost=SampleFlops.of(shape),
-    )
-
-
-def accounting_of(
-    config: RLConfig,
-    *,
-    actor: tuple[int, MicroBatching],
-    critic: tuple[int, MicroBatching] | None,
-) -> BatchAccounting:
-    """The sequences, micro-batches and updates that the flags make, of the data-parallel sizes and
-    micro-batches of the models that learn."""
-    recipe = config.recipe
-    return batch_accounting(
-        num_prompts=config.num_prompts_per_step,
-        samples_per_prompt=config.samples_per_prompt,
-        num_mini_batches=config.num_mini_batches,
-        num_epochs=config.num_epochs,
-        num_steps=config.num_steps,
-        max_sequence_tokens=config.max_prompt_tokens + config.max_response_tokens,
-        actor=actor,
-        critic=critic,
-        critic_warmup_steps=config.critic_warmup_steps or 0,
-        max_draws=1 + recipe.max_refills if recipe.dynamic_sampling else 1,
-    )
+    return micro_batching_of_args(job.config, job.shape, job.train_layout, job.args)

@@ -95,8 +95,7 @@ class RunSaver:
 
         def write_reference(saving: Path) -> None:
             folder = saving / iteration_name(num_steps) / REFERENCE
-            with reference:
-                megatron_checkpoint.save_weights(args, self._state, num_steps, folder)
+            reference.save(args, num_steps, folder)
 
         writers = [write_actor, trainer_writer(self._trainer_state(num_steps))]
         # Else it lies in the Hugging Face folder.

@@ -22,10 +22,10 @@ from mcore_rl.resume.folders import iteration_name
 from mcore_rl.resume.point import ResumePoint
 from mcore_rl.resume.saver import write_checkpoint
 from mcore_rl.resume.trainer_state import TrainerState
-from mcore_rl.roles.critic_startup import BuiltCritic, build_critic, save_critic
+from mcore_rl.roles.critic import Critic, ServedCritic, build_critic
 from mcore_rl.roles.remote import Here
 from mcore_rl.trainer.learner import Learner
-from mcore_rl.trainer.models import build_actor, build_learner, serving
+from mcore_rl.trainer.models import build_actor, build_learner
 from mcore_rl.trainer.start import Job, start
 from mcore_rl.trainer.step_metrics import mismatch_metrics
 from tests.dist.jobs import random_tokens
@@ -85,7 +85,7 @@ class Models:
     job: Job
     state: megatron_adapter.TrainState
     shards: ModelShards
-    critic: BuiltCritic | None
+    critic: Critic | None
     role: Here | None  # what the critic is to the learner
     learner: Learner
 
@@ -101,7 +101,9 @@ def build_models(flags: list[str], point: ResumePoint | None = None) -> Models:
             critic = build_critic(
                 job.critic, job.config, job.args, actor_iteration=state.iteration, log=log
             )
-    role = None if critic is None else Here(serving(job, critic))
+    role = None
+    if critic is not None:
+        role = Here(ServedCritic(critic, job.config, is_apart=False))
     learner = build_learner(job, state, shards, role, point)
     return Models(job, state, shards, critic, role, learner)
 
@@ -135,7 +137,7 @@ def learn(
     }
     export_models(models, Path(target))
     if critic is not None:
-        save_critic(critic, num_steps, Path(target) / "saved")
+        critic.save(num_steps, Path(target) / "saved")
         found["critic_layout"] = critic.world.layout.describe()
     dist.destroy_process_group()
     return found
@@ -194,7 +196,7 @@ def learn_save_and_learn(flags: list[str], target: str) -> dict[str, float]:
     take_step(models.learner, 0, models.learner.make_batch(0, scored), scored)
     folder = Path(target) / "saved"
     if models.critic is not None:
-        save_critic(models.critic, 1, folder)
+        models.critic.save(1, folder)
 
     def write_actor(saving: Path) -> None:
         megatron_checkpoint.save_checkpoint(models.job.args, models.state, 1, saving)

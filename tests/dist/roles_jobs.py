@@ -13,17 +13,15 @@ import torch.distributed as dist
 from mcore_rl.common.run_output import setup_logging
 from mcore_rl.flags.roles import CRITIC, REWARD
 from mcore_rl.megatron.hf_checkpoint import export
-from mcore_rl.roles.critic import ServedCritic
-from mcore_rl.roles.critic_startup import BuiltCritic, build_critic
+from mcore_rl.roles.critic import Critic, ServedCritic, build_critic
 from mcore_rl.roles.remote import serve
-from mcore_rl.roles.reward import ModelReward
+from mcore_rl.roles.reward_model import ModelReward
 from mcore_rl.trainer.models import (
     build_actor,
     build_learner,
     critic_role,
     reward_role,
     serve_role,
-    serving,
 )
 from mcore_rl.trainer.start import Job, start
 from tests.dist.ppo_jobs import in_float32, scored_rollouts, take_step
@@ -66,12 +64,12 @@ def learn_apart(flags: list[str], target: str, num_steps: int = 2) -> dict[str, 
 
 
 def _criticise(job: Job, target: Path, log: Any) -> dict[str, Any]:
-    built: list[BuiltCritic] = []
+    built: list[Critic] = []
     assert job.critic is not None
 
     def build(iteration: int) -> ServedCritic:
         built.append(build_critic(job.critic, job.config, job.args, log=log))
-        critic = serving(job, built[0], log=log)
+        critic = ServedCritic(built[0], job.config, is_apart=True, log=log)
         critic.model.update = _meeting(critic.model.update, target, CRITIC, "actor")
         return critic
 

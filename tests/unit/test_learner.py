@@ -30,9 +30,9 @@ from mcore_rl.megatron.optimizer import UpdateResult
 from mcore_rl.model.layout import TrainLayout
 from mcore_rl.roles import critic as critic_module
 from mcore_rl.roles.critic import ServedCritic, StepCritic, ValueUpdateStats
+from mcore_rl.roles.reference import ReferencePolicy
 from mcore_rl.roles.remote import Here
 from mcore_rl.roles.samples import samples_to_tensors, tensors_to_samples
-from mcore_rl.trainer.actor import ReferencePolicy
 from mcore_rl.trainer.learner import Learner
 
 LAYOUT = TrainLayout(world_size=1)

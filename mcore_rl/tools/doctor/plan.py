@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from mcore_rl.batching.accounting import describe
 from mcore_rl.common.byte_sizes import shown_bytes
 from mcore_rl.common.errors import UsageError
+from mcore_rl.job.batches import accounting_of, micro_batching_of
 from mcore_rl.planner.advice import Problem
 from mcore_rl.planner.phases import ROLLOUT, START
 from mcore_rl.planner.settings import GB
@@ -15,7 +16,6 @@ from mcore_rl.tools.doctor.finding import BATCHES, PLAN, Finding, green, red, re
 from mcore_rl.tools.doctor.flags import ReadJob
 from mcore_rl.tools.plan.command_line import read_command_line
 from mcore_rl.tools.plan.outcome import Outcome, plan_case
-from mcore_rl.trainer.models import accounting_of, micro_batching_of
 
 _GIB = 1 << 30
 # Of a rank's process before there is a model: the interpreter with torch, Megatron and vLLM.

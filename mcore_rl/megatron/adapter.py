@@ -42,7 +42,6 @@ warnings.filterwarnings(
     "ignore", message=".*(reduce_scatter_tensor|all_gather_into_tensor). is deprecated"
 )
 
-
 _QUEUES = "CUDA_DEVICE_MAX_CONNECTIONS"
 _COPY_QUEUES = "CUDA_DEVICE_MAX_COPY_CONNECTIONS"
 _SINKS = ("--wandb-project", "--tensorboard-dir")
@@ -131,10 +130,7 @@ def initialize(
     from megatron.training.initialize import initialize_megatron
 
     start = functools.partial(
-        initialize_megatron,
-        allow_no_cuda=not torch.cuda.is_available(),
-        store=store,
-        **options,
+        initialize_megatron, allow_no_cuda=not torch.cuda.is_available(), store=store, **options
     )
     saved = sys.argv
     # Megatron would start Weights & Biases and TensorBoard on the last rank, and let a failure of

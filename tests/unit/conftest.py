@@ -13,6 +13,9 @@ from mcore_rl.flags import options
 from mcore_rl.model import families
 from mcore_rl.observe import user_metrics
 from mcore_rl.rewards import functions as reward_functions
+from tests.rank_pool import remember_sources
+
+remember_sources()
 
 
 @pytest.fixture

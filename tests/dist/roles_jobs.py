@@ -26,7 +26,7 @@ from mcore_rl.trainer.models import (
 from mcore_rl.trainer.start import Job, start
 from tests.dist.ppo_jobs import in_float32, scored_rollouts, take_step
 
-MEETING_SECONDS = 60
+MEETING_SECONDS = 300
 
 
 def scores(flags: list[str]) -> list[float]:

@@ -18,7 +18,7 @@ import pytest
 
 from tests.rank_pool import ENVIRONMENT, ROOT
 
-pytestmark = [pytest.mark.timeout(400), pytest.mark.slow]
+pytestmark = [pytest.mark.timeout(900), pytest.mark.slow]
 
 
 @pytest.fixture(scope="module")
@@ -35,7 +35,7 @@ def cases(
         env={**os.environ, **ENVIRONMENT},
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=800,
     )
     assert run.returncode == 0, run.stderr[-4000:]
     return json.loads(out.read_text())
@@ -130,7 +130,7 @@ print("needed", *needed)
         env={**os.environ, **ENVIRONMENT, "VLLM_CONFIGURE_LOGGING": "0"},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=500,
     )
     assert run.returncode == 0, run.stderr[-4000:]
     lines = run.stdout.splitlines()

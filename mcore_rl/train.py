@@ -9,6 +9,7 @@ prompts ─► engine (rollout mode) ─► rewards ─► log-probs, values ─
 from __future__ import annotations
 
 import argparse
+import gc
 import logging
 import os
 import sys
@@ -16,6 +17,10 @@ from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn, TextIO
+
+if __name__ == "__main__":
+    # Until the imports are done, which leave no garbage, and millions of objects to look at.
+    gc.disable()
 
 import numpy as np
 import torch.distributed as dist
@@ -281,4 +286,6 @@ if __name__ == "__main__":
     # By its name: what --rl-import changes of this module is then what runs.
     from mcore_rl.train import main as main_by_name
 
+    gc.freeze()
+    gc.enable()
     main_by_name()

@@ -13,6 +13,7 @@ from mcore_rl.patches.megatron import (
     fsdp_checkpoint,
     fsdp_on_cpu,
     groups_by_best_expert,
+    late_wandb,
     local_layers,
     mla_direct_query,
     packed_rope,
@@ -29,6 +30,7 @@ PATCHES = (
     narrow_products.PATCH,
     typing_override.PATCH,
     cpu_torch.PATCH,
+    late_wandb.PATCH,  # before anything else imports Megatron
     dataset_helpers.PATCH,
     fsdp_on_cpu.PATCH,
     local_layers.PATCH,

@@ -232,3 +232,28 @@ def test_way_to_torch_distributed_is_not_found_where_there_is_none(tmp_path: Pat
         '"""Imports no torch.distributed."""\nimport torch\n\nnormal = torch.distributions.Normal\n'
     )
     assert paths_to_forbidden("mcore_rl.pure", tmp_path) == []
+
+
+COLLECTIONS = """
+import gc, os, runpy, sys
+seen = []
+def see(phase, info):
+    if phase == "start" and "torch" in sys.modules and "mcore_rl.train" not in sys.modules:
+        seen.append(info)
+def leave(code):
+    print(len(seen), gc.isenabled(), gc.get_freeze_count() > 100_000, flush=True)
+    end(code)
+gc.callbacks.append(see)
+os._exit, end = leave, os._exit
+runpy.run_module("mcore_rl.train", run_name="__main__", alter_sys=True)
+"""
+
+
+def test_a_rank_looks_for_no_garbage_while_it_imports() -> None:
+    process = subprocess.run(
+        [sys.executable, "-c", COLLECTIONS, "--rl-no-such-flag"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    )
+    assert process.stdout.split() == ["0", "True", "True"], process.stderr

@@ -86,6 +86,27 @@ from mcore_rl.megatron import adapter as megatron_adapter
 import megatron.training.models.gpt
 assert typing.override
 """
+NO_RANK_IMPORTS_WANDB_UNASKED = """
+import sys
+import mcore_rl.train, megatron.training.training
+assert "wandb" not in sys.modules
+from megatron.core import timers
+written = []
+def write():
+    timed = timers.Timers(log_level=2, log_option="max")
+    timed("x", log_level=0).start()
+    timed("x").stop()
+    timed._get_global_min_max_time = lambda *a: {"x": (1.0, 2.0)}
+    timed.write(["x"], writer, iteration=7)
+import wandb as writer
+assert "wandb" in sys.modules
+writer.log = lambda *given: written.append(given)
+write()
+assert written == [({"x-time": 2.0}, 7)], written
+class writer: log = writer.log
+write()
+assert len(written) == 1
+"""
 HELPERS_ARE_NOT_COMPILED = """
 from mcore_rl.megatron import adapter as megatron_adapter
 from mcore_rl.patches.registry import applied_patches

@@ -6,9 +6,11 @@ Nothing here is imported from vLLM before the environment it reads is set.
 from __future__ import annotations
 
 import dataclasses
+import gc
 import logging
 import os
 import random
+import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -85,9 +87,12 @@ def start_llm(config: EngineConfig) -> Any:
 
     The random states of torch, numpy and Python stay as they are, though vLLM seeds all of them.
     """
-    with _starting(config):
+    is_new = "vllm" not in sys.modules
+    with _nothing_collected(), _starting(config):
         from vllm import LLM
 
+        if is_new:
+            gc.freeze()  # vLLM collects by itself, and need not walk over all that imports made
         _require_runnable(config)
         llm = LLM(str(config.model_dir), **_arguments(config))
     # Its client's finalizer, which garbage collection would run too, destroys the default process
@@ -97,6 +102,18 @@ def start_llm(config: EngineConfig) -> Any:
     if finalizer is not None:
         finalizer.detach()
     return llm
+
+
+@contextmanager
+def _nothing_collected() -> Iterator[None]:
+    """In which no garbage is looked for: imports leave none, and millions of objects to look at."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 def start_executor(config: EngineConfig) -> Any:

@@ -24,8 +24,10 @@ import argparse
 import contextlib
 import ctypes
 import fcntl
+import getpass
 import logging
 import os
+import re
 import shlex
 import shutil
 import signal
@@ -41,7 +43,6 @@ from typing import NoReturn
 
 import psutil
 import torch.distributed.run as torchrun
-from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 from torch.distributed import DistNetworkError
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
@@ -404,7 +405,7 @@ def _temporary_folder() -> Iterator[str]:
 
     What is kept there from one run to the next stays where it was.
     """
-    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", default_cache_dir())
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", _kernel_cache())
     where = tempfile.gettempdir()
     if len(where) > _LONGEST_TEMPORARY_FOLDER:
         logger.warning(
@@ -423,6 +424,16 @@ def _temporary_folder() -> Iterator[str]:
     ):
         os.environ["TMPDIR"] = folder
         yield folder
+
+
+def _kernel_cache() -> str:
+    """Where torch keeps compiled kernels by default; to ask torch is a second of imports."""
+    try:
+        user = getpass.getuser()
+    except (KeyError, OSError):
+        user = f"uid_{os.getuid()}"
+    user = re.sub(r'[\\/:*?"<>|]', "_", user)
+    return os.path.join(tempfile.gettempdir(), f"torchinductor_{user}")
 
 
 @contextlib.contextmanager

@@ -184,6 +184,7 @@ def test_script_runs_what_the_dry_run_prints(script: Script) -> None:
     # Without --dry-run the commands reach `python3`, which prints them.
     arguments = ("--rl-run-dir", "here", "--rl-run-name", "a b")
     lines = script.output(*arguments).splitlines()
+    assert lines.pop(-2).startswith("# starting 4 processes")
     printed = [call.words for call in script.calls(*arguments)]
     assert [Call.of(line.split(" ")).words for line in lines] == [
         " ".join(words).split(" ") for words in printed

@@ -289,5 +289,6 @@ if [[ -n $doctor ]]; then
     --rl-ranks-per-node "$nproc" "${configs[@]}" "${own[@]}" "${flags[@]}"
 fi
 launch "${node_rank:-0}"
+echo "# starting $nproc processes, which import Megatron first and say what they do from then on"
 # In place of this shell: signals and the exit code are the launcher's.
 exec "${command[@]}"

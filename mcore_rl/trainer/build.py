@@ -104,6 +104,7 @@ def build(
     learner = build_learner(job, state, shards, critic, point, log=log)
     offloader = build_offloader(job, state, critic)
     canary = build_canary(job, state, prompts)
+    logger.info("the model is built; vLLM is imported and its engines are started")
     with offloader.everything_away():
         engine = VLLMEngine(engine_config(job))
         manager = build_manager(job, shards, engine, canary=canary, offloader=offloader)

@@ -220,22 +220,23 @@ if stack == "cpu":
             sys.exit(f"{name} is installed, with which vLLM cannot be imported")
 if extent == "all":
     import torch
-    import megatron.core
-    import vllm
     if stack == "cpu" and torch.version.cuda:
         sys.exit(f"torch {torch.__version__} is a CUDA build")
     if stack == "cuda" and not torch.version.cuda:
         sys.exit(f"torch {torch.__version__} is not a CUDA build")
     if find_spec("megatron.training") is None:
-        sys.exit(f"megatron-core {megatron.core.__version__} came without megatron.training")
+        sys.exit("megatron-core " + version("megatron-core") + " came without megatron.training")
     if find_spec("mcore_rl") is None:
         sys.exit("mcore_rl is not installed")
     if "mcore_rl" not in entry_points(group="vllm.general_plugins").names:
         sys.exit("mcore_rl is not registered as a vLLM plugin")
     if stack == "cpu":
-        # Has the bytecode of what ranks import compiled here, once, and not by all of them at once.
+        # Before Megatron, which it repairs. The bytecode of what ranks import is compiled here, once,
+        # and not by all of them at their first start.
         import mcore_rl.train, megatron.training.training
         import vllm.entrypoints.llm, vllm.model_executor.models.deepseek_v2, vllm.v1.worker.cpu_worker
+    import megatron.core
+    import vllm
 ' "$root/$requirements" "$stack" "$1"
 }
 

@@ -27,14 +27,14 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from mcore_rl.algorithms.aggregation import Segments, masked
-    from mcore_rl.algorithms.estimators import AdvantageInputs, AdvantageOutputs, Discount
-    from mcore_rl.algorithms.policy_losses import (
-        Clip,
-        DualClip,
+    from mcore_rl.algorithms.estimators import Discount
+    from mcore_rl.algorithms.interfaces import (
+        AdvantageInputs,
+        AdvantageOutputs,
         PolicyLossInputs,
         TokenLosses,
-        bounded_ratio,
     )
+    from mcore_rl.algorithms.policy_losses import Clip, DualClip, bounded_ratio
     from mcore_rl.algorithms.recipes import Recipe, recipe
     from mcore_rl.algorithms.registry import advantage_estimator as advantage
     from mcore_rl.algorithms.registry import policy_loss
@@ -77,10 +77,11 @@ __all__ = [
 ]
 
 _MODULES = {
-    "mcore_rl.algorithms.estimators": ("AdvantageInputs", "AdvantageOutputs", "Discount"),
-    "mcore_rl.algorithms.policy_losses": (
-        *("Clip", "DualClip", "PolicyLossInputs", "TokenLosses", "bounded_ratio"),
+    "mcore_rl.algorithms.estimators": ("Discount",),
+    "mcore_rl.algorithms.interfaces": (
+        *("AdvantageInputs", "AdvantageOutputs", "PolicyLossInputs", "TokenLosses"),
     ),
+    "mcore_rl.algorithms.policy_losses": ("Clip", "DualClip", "bounded_ratio"),
     "mcore_rl.algorithms.recipes": ("Recipe", "recipe"),
     "mcore_rl.algorithms.registry": ("advantage", "policy_loss"),
     "mcore_rl.algorithms.aggregation": ("Segments", "masked"),

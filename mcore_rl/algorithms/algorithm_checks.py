@@ -6,54 +6,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any
 
-from mcore_rl.algorithms.kl import KLEstimator, KLParameters
+from mcore_rl.algorithms.kl import KLParameters
 from mcore_rl.algorithms.registry import RegisteredEstimator
 from mcore_rl.common.errors import UsageError
 from mcore_rl.common.parameters import Parameters, field_of, flag_of, parameters_of
-
-if TYPE_CHECKING:
-    from mcore_rl.algorithms.recipes import Recipe
-
-DEFAULT_KL_REWARD_COEF = 0.01
-
-
-def resolved_kl(
-    recipe: Recipe, kl: KLParameters
-) -> tuple[Literal["none", "loss", "reward"], float, KLEstimator]:
-    """Where the KL goes, its coefficient and estimator. UsageError: two places."""
-    wants_loss = bool(kl.kl_coef)
-    if wants_loss and (kl.kl_in_reward or kl.kl_reward_coef):
-        other = "--rl-kl-in-reward"
-        if not kl.kl_in_reward:
-            other = f"--rl-kl-reward-coef {kl.kl_reward_coef}"
-        raise UsageError(
-            f"puts the KL into the loss and {other} into the reward, which would count it twice",
-            flag=f"--rl-kl-coef {kl.kl_coef}",
-            remedy="give one of them",
-        )
-    to_reward = kl.kl_in_reward
-    if to_reward is None:
-        to_reward = recipe.kl_place == "reward" and not wants_loss
-    if kl.kl_reward_coef is not None and not to_reward:
-        raise UsageError(
-            "has no effect, because the KL is not in the reward",
-            flag=f"--rl-kl-reward-coef {kl.kl_reward_coef}",
-            remedy="add --rl-kl-in-reward, or give --rl-kl-coef for the KL in the loss",
-        )
-    place: Literal["loss", "reward"] = "reward" if to_reward else "loss"
-    coef = kl.kl_reward_coef if to_reward else kl.kl_coef
-    if coef is None:
-        default = DEFAULT_KL_REWARD_COEF if to_reward else 0.0
-        coef = recipe.kl_coef if recipe.kl_place == place else default
-    if coef == 0 and not (to_reward and kl.kl_target is not None):
-        return "none", 0.0, kl.kl_estimator or recipe.kl_estimator
-    # A recipe's estimator suits its own place: k1 in a loss pulls nowhere.
-    usual: KLEstimator = "k1" if to_reward else "k3"
-    if recipe.kl_place == place:
-        usual = recipe.kl_estimator
-    return place, coef, kl.kl_estimator or usual
 
 
 def check_parts(

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 import torch
 
 from mcore_rl.algorithms.aggregation import Aggregation, Segments
+from mcore_rl.algorithms.interfaces import PolicyLossInputs, TokenLosses
 from mcore_rl.algorithms.kl import MAX_LOG_RATIO, KLEstimator
 from mcore_rl.algorithms.registry import policy_loss
 from mcore_rl.common.parameters import Parameters, param
@@ -65,29 +66,6 @@ class PolicyLossConfig:
     kl_coef: float = 0.0  # of the KL to the reference policy, in the loss
     kl_estimator: KLEstimator = "k3"
     entropy_coef: float = 0.0
-
-
-@dataclass(frozen=True, slots=True)
-class PolicyLossInputs:
-    """Clean inputs: every `[t]` tensor is 0 where masked, so a loss may compute without a mask.
-
-    Gradients flow through `log_probs` alone.
-    """
-
-    log_probs: torch.Tensor  # [t] float32, nats, of the policy as it is now
-    old_log_probs: torch.Tensor  # [t] float32, nats, before this step's first update
-    advantages: torch.Tensor  # [t] float32
-    loss_mask: torch.Tensor  # [t] bool
-    lengths: torch.Tensor  # [b] int64
-
-
-@dataclass(frozen=True, slots=True)
-class TokenLosses:
-    """Masked positions may hold anything finite."""
-
-    loss: torch.Tensor  # [t] float32, differentiable
-    clipped_lower: torch.Tensor  # [t] bool, held back because they became unlikely enough
-    clipped_upper: torch.Tensor  # [t] bool, held back because they became likely enough
 
 
 def bounded_ratio(log_ratio: torch.Tensor) -> torch.Tensor:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from mcore_rl.algorithms.aggregation import Aggregation, AggregationMode
-from mcore_rl.algorithms.algorithm_checks import check_parts, resolved_kl
+from mcore_rl.algorithms.algorithm_checks import check_parts
 from mcore_rl.algorithms.estimators import check_overlong_buffer
 from mcore_rl.algorithms.kl import AdaptiveKL, FixedKL, KLController, KLEstimator, KLParameters
 from mcore_rl.algorithms.mismatch import CORRECTIONS, MismatchConfig, MismatchCorrection
@@ -29,6 +29,7 @@ from mcore_rl.common.errors import UsageError
 from mcore_rl.common.parameters import Parameter, Parameters, param, parameters_of, with_values
 
 KLPlace = Literal["none", "loss", "reward"]
+DEFAULT_KL_REWARD_COEF = 0.01
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -238,6 +239,43 @@ def declared_parameters() -> dict[str, Parameter]:
     return found
 
 
+def _resolved_kl(
+    recipe: Recipe, kl: KLParameters
+) -> tuple[Literal["none", "loss", "reward"], float, KLEstimator]:
+    """Where the KL goes, its coefficient and estimator. UsageError: two places."""
+    wants_loss = bool(kl.kl_coef)
+    if wants_loss and (kl.kl_in_reward or kl.kl_reward_coef):
+        other = "--rl-kl-in-reward"
+        if not kl.kl_in_reward:
+            other = f"--rl-kl-reward-coef {kl.kl_reward_coef}"
+        raise UsageError(
+            f"puts the KL into the loss and {other} into the reward, which would count it twice",
+            flag=f"--rl-kl-coef {kl.kl_coef}",
+            remedy="give one of them",
+        )
+    to_reward = kl.kl_in_reward
+    if to_reward is None:
+        to_reward = recipe.kl_place == "reward" and not wants_loss
+    if kl.kl_reward_coef is not None and not to_reward:
+        raise UsageError(
+            "has no effect, because the KL is not in the reward",
+            flag=f"--rl-kl-reward-coef {kl.kl_reward_coef}",
+            remedy="add --rl-kl-in-reward, or give --rl-kl-coef for the KL in the loss",
+        )
+    place: Literal["loss", "reward"] = "reward" if to_reward else "loss"
+    coef = kl.kl_reward_coef if to_reward else kl.kl_coef
+    if coef is None:
+        default = DEFAULT_KL_REWARD_COEF if to_reward else 0.0
+        coef = recipe.kl_coef if recipe.kl_place == place else default
+    if coef == 0 and not (to_reward and kl.kl_target is not None):
+        return "none", 0.0, kl.kl_estimator or recipe.kl_estimator
+    # A recipe's estimator suits its own place: k1 in a loss pulls nowhere.
+    usual: KLEstimator = "k1" if to_reward else "k3"
+    if recipe.kl_place == place:
+        usual = recipe.kl_estimator
+    return place, coef, kl.kl_estimator or usual
+
+
 def resolve_algorithm(name: str, given: Mapping[str, Any]) -> Algorithm:
     """The recipe `name` with the parts in `given`, which holds only what the user set.
 
@@ -265,7 +303,7 @@ def resolve_algorithm(name: str, given: Mapping[str, Any]) -> Algorithm:
     parts: dict[str, Any] = {key: getattr(recipe, key) for key in own}
     parts.update({key: value for key, value in given.items() if key in own - of_kl})
     kl = KLParameters(**{key: value for key, value in given.items() if key in of_kl})
-    place, coef, kl_estimator = resolved_kl(recipe, kl)
+    place, coef, kl_estimator = _resolved_kl(recipe, kl)
     parts.update(kl_place=place, kl_coef=coef, kl_estimator=kl_estimator)
     estimator = find_advantage_estimator(parts["advantage"])
     loss = find_policy_loss(parts["policy_loss"])

@@ -34,8 +34,12 @@ from mcore_rl.common.errors import UsageError
 from mcore_rl.common.parameters import Parameters, parameters_of
 
 if TYPE_CHECKING:
-    from mcore_rl.algorithms.estimators import AdvantageInputs, AdvantageOutputs
-    from mcore_rl.algorithms.policy_losses import PolicyLossInputs, TokenLosses
+    from mcore_rl.algorithms.interfaces import (
+        AdvantageInputs,
+        AdvantageOutputs,
+        PolicyLossInputs,
+        TokenLosses,
+    )
 
 P = TypeVar("P", bound=Parameters)  # a function's own
 _NOTHING_TO_SET = Parameters()

@@ -15,13 +15,9 @@ from dataclasses import dataclass
 import torch
 
 from mcore_rl.algorithms.aggregation import Denominators, Segments, TokenSums, masked, token_weights
+from mcore_rl.algorithms.interfaces import PolicyLossInputs, TokenLosses
 from mcore_rl.algorithms.kl import kl_estimate
-from mcore_rl.algorithms.policy_losses import (
-    PolicyLossConfig,
-    PolicyLossInputs,
-    TokenLosses,
-    bounded_ratio,
-)
+from mcore_rl.algorithms.policy_losses import PolicyLossConfig, bounded_ratio
 from mcore_rl.algorithms.registry import find_policy_loss
 
 

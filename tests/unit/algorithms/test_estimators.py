@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 
 from mcore_rl.algorithms.estimators import (
     GAE,
-    AdvantageInputs,
     advantages_of_valid,
 )
+from mcore_rl.algorithms.interfaces import AdvantageInputs
 from mcore_rl.algorithms.registry import find_advantage_estimator
 from mcore_rl.common.parameters import with_values
 from tests.unit.algorithms.ragged import Ragged, normal, ragged, random_ragged, spoilt

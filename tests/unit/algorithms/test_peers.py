@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from mcore_rl.algorithms.aggregation import Aggregation, Denominators, Segments, token_weights
-from mcore_rl.algorithms.estimators import AdvantageInputs
+from mcore_rl.algorithms.interfaces import AdvantageInputs
 from mcore_rl.algorithms.kl import AdaptiveKL, kl_estimate
 from mcore_rl.algorithms.mismatch import Band, Cap, MismatchConfig, mismatch_weights
 from mcore_rl.algorithms.policy_losses import PolicyLossConfig

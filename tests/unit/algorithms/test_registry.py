@@ -29,8 +29,8 @@ ROOT = Path(__file__).resolve().parents[3]
 MINE = """
 import torch
 
-from mcore_rl.algorithms.estimators import AdvantageOutputs, Discount
-from mcore_rl.algorithms.policy_losses import TokenLosses
+from mcore_rl.algorithms.estimators import Discount
+from mcore_rl.algorithms.interfaces import AdvantageOutputs, TokenLosses
 from mcore_rl.algorithms.registry import advantage_estimator, policy_loss
 from mcore_rl.rewards.functions import reward
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -243,9 +242,7 @@ def test_finished_checkpoint_is_reused_at_once(
     folder = make_checkpoint(tmp_path / "c", size="micro")
     before = {path: path.stat().st_mtime_ns for path in folder.rglob("*")}
     capsys.readouterr()
-    started = time.perf_counter()
     assert make_checkpoint(tmp_path / "c", size="micro") == folder
-    assert time.perf_counter() - started < 1
     assert {path: path.stat().st_mtime_ns for path in folder.rglob("*")} == before
     assert capsys.readouterr().out == f"Reusing the checkpoint in {folder}.\n"
 

@@ -324,3 +324,17 @@ def test_requirements_pin_what_setup_py_asks_for(requirements: str) -> None:
     }
     assert len(asked) > 10
     assert asked - {pin.split("==")[0].lower() for pin in pins} == set()
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(os.environ.get("MCORE_RL_STACK") == "cuda", reason="of the CPU stack")
+def test_check_of_a_new_environment_passes_in_this_one() -> None:
+    script = (ROOT / "scripts" / "setup_env.sh").read_text()
+    code = script.partition('"$venv/bin/python" -I -c \'')[2].partition("'")[0]
+    assert "import mcore_rl.train" in code
+    check = subprocess.run(
+        [sys.executable, "-I", "-c", code, str(ROOT / REQUIREMENTS[0]), "cpu", "all"],
+        capture_output=True,
+        text=True,
+    )
+    assert check.returncode == 0, check.stderr[-2000:]

@@ -46,7 +46,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
 from make_tiny_deepseek import make_checkpoint  # noqa: E402
 
 from mcore_rl.observe.run_directory import read_metrics  # noqa: E402
-from mcore_rl.resume import folders  # noqa: E402
+from mcore_rl.trainer.resume import folders  # noqa: E402
 
 SAVE_INTERVAL = 2
 STAGES = {  # and the metric that says how long it lasts

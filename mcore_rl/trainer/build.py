@@ -33,10 +33,6 @@ from mcore_rl.moe.expert_load import ExpertLoad
 from mcore_rl.observe.stage_timers import StageTimers
 from mcore_rl.observe.trace import Tracer
 from mcore_rl.observe.watchdog import StageWatchdog, own_connection
-from mcore_rl.resume.point import ResumePoint, find_resume_point
-from mcore_rl.resume.trainer_state import LOADED
-from mcore_rl.roles.remote import Here, Role
-from mcore_rl.roles.reward_model import ModelReward
 from mcore_rl.rollout.collector import Collector
 from mcore_rl.rollout.engines import RolloutWorkers
 from mcore_rl.trainer.actor import Actor
@@ -50,6 +46,10 @@ from mcore_rl.trainer.models import (
     reward_role,
 )
 from mcore_rl.trainer.recorder import RunRecorder
+from mcore_rl.trainer.resume.point import ResumePoint, find_resume_point
+from mcore_rl.trainer.resume.trainer_state import LOADED
+from mcore_rl.trainer.roles.remote import Here, Role
+from mcore_rl.trainer.roles.reward_model import ModelReward
 from mcore_rl.trainer.saver import RunSaver
 from mcore_rl.trainer.start import Job
 

@@ -34,10 +34,10 @@ from mcore_rl.batching.types import ScoredRollout, StepBatch, TrainBatch
 from mcore_rl.common import objects
 from mcore_rl.flags.options import RLConfig
 from mcore_rl.model.layout import TrainLayout
-from mcore_rl.roles.critic import StepCritic, ValueUpdateStats
-from mcore_rl.roles.reference import ReferencePolicy
-from mcore_rl.roles.samples import batch_of_rank, mini_batches
 from mcore_rl.trainer.actor import Actor, UpdateStats
+from mcore_rl.trainer.roles.critic import StepCritic, ValueUpdateStats
+from mcore_rl.trainer.roles.reference import ReferencePolicy
+from mcore_rl.trainer.roles.samples import batch_of_rank, mini_batches
 from mcore_rl.trainer.step_metrics import mismatch_metrics
 
 

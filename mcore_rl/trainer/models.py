@@ -1,7 +1,7 @@
 """The models of a run, from its job: actor, reference, critic and reward model.
 
-Critic and reward model are roles (`mcore_rl.roles.remote`): on the actor's ranks or on ranks of
-their own, which one table says how to build.
+Critic and reward model are roles (`mcore_rl.trainer.roles.remote`): on the actor's ranks or on
+ranks of their own, which one table says how to build.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from mcore_rl.megatron import saving as megatron_checkpoint
 from mcore_rl.megatron.hf_checkpoint import check_complete, load_into_megatron
 from mcore_rl.megatron.policy_head import make_actor_provider, make_policy_provider
 from mcore_rl.megatron.shards import ModelShards
-from mcore_rl.resume.point import ResumePoint
-from mcore_rl.roles.critic import ServedCritic, StepCritic, build_critic
-from mcore_rl.roles.reference import build_reference
-from mcore_rl.roles.remote import Apart, Here, Role, serve
-from mcore_rl.roles.reward_model import RewardModel, build_reward_model
 from mcore_rl.trainer.actor import Actor
 from mcore_rl.trainer.learner import Learner
+from mcore_rl.trainer.resume.point import ResumePoint
+from mcore_rl.trainer.roles.critic import ServedCritic, StepCritic, build_critic
+from mcore_rl.trainer.roles.reference import build_reference
+from mcore_rl.trainer.roles.remote import Apart, Here, Role, serve
+from mcore_rl.trainer.roles.reward_model import RewardModel, build_reward_model
 from mcore_rl.trainer.start import Job
 
 logger = logging.getLogger(__name__)

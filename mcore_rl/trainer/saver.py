@@ -16,13 +16,13 @@ from mcore_rl.hybrid_engine.sharding_manager import MegatronVLLMShardingManager
 from mcore_rl.megatron import adapter as megatron_adapter
 from mcore_rl.megatron import saving as megatron_checkpoint
 from mcore_rl.observe.stage_timers import StageTimers
-from mcore_rl.resume import folders
-from mcore_rl.resume.folders import iteration_name
-from mcore_rl.resume.point import REFERENCE
-from mcore_rl.resume.saver import write_checkpoint
-from mcore_rl.resume.trainer_state import LOADED, TrainerState, trainer_writer
 from mcore_rl.rollout.collector import Collector
 from mcore_rl.trainer.learner import Learner
+from mcore_rl.trainer.resume import folders
+from mcore_rl.trainer.resume.folders import iteration_name
+from mcore_rl.trainer.resume.point import REFERENCE
+from mcore_rl.trainer.resume.saver import write_checkpoint
+from mcore_rl.trainer.resume.trainer_state import LOADED, TrainerState, trainer_writer
 from mcore_rl.trainer.start import Job
 
 

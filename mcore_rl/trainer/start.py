@@ -30,8 +30,8 @@ from mcore_rl.megatron.hf_checkpoint import HFCheckpoint
 from mcore_rl.model.config_json import ModelShape, settings_without_flag
 from mcore_rl.model.layout import PipelineLayers, RolloutLayout, TrainLayout
 from mcore_rl.observe import own_folders
-from mcore_rl.resume import folders
-from mcore_rl.roles.world import RoleWorld, enter_role
+from mcore_rl.trainer.resume import folders
+from mcore_rl.trainer.roles.world import RoleWorld, enter_role
 
 logger = logging.getLogger(__name__)
 

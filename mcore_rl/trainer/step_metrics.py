@@ -21,9 +21,9 @@ from mcore_rl.hybrid_engine.memory.device import (
 )
 from mcore_rl.hybrid_engine.report import ReshardReport
 from mcore_rl.observe.stage_timers import StageTimers
-from mcore_rl.roles.critic import ValueUpdateStats
 from mcore_rl.rollout.collector import Collected
 from mcore_rl.trainer.actor import UpdateStats
+from mcore_rl.trainer.roles.critic import ValueUpdateStats
 
 
 def rollout_metrics(scored: Sequence[ScoredRollout]) -> dict[str, float]:

@@ -19,8 +19,8 @@ from mcore_rl.megatron import saving as megatron_checkpoint
 from mcore_rl.megatron.hf_checkpoint import export
 from mcore_rl.megatron.shards import ModelShards
 from mcore_rl.model.boxes import volume
-from mcore_rl.resume.folders import iteration_name
 from mcore_rl.trainer.build import build_offloader
+from mcore_rl.trainer.resume.folders import iteration_name
 from mcore_rl.trainer.start import Job
 from mcore_rl.verify import stored_digests
 from tests.dist.jobs import (

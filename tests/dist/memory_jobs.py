@@ -16,12 +16,12 @@ from mcore_rl.hybrid_engine.memory.offload import Offloader
 from mcore_rl.job.memory_report import memory_lines, recompute_saving
 from mcore_rl.job.planner_settings import activation_settings
 from mcore_rl.megatron import adapter as megatron_adapter
-from mcore_rl.roles.critic import ServedCritic, build_critic
-from mcore_rl.roles.reference import ReferencePolicy
-from mcore_rl.roles.remote import Here
 from mcore_rl.trainer.actor import Actor
 from mcore_rl.trainer.build import build_offloader
 from mcore_rl.trainer.models import build_actor, build_learner, micro_batching
+from mcore_rl.trainer.roles.critic import ServedCritic, build_critic
+from mcore_rl.trainer.roles.reference import ReferencePolicy
+from mcore_rl.trainer.roles.remote import Here
 from mcore_rl.trainer.start import Job, start
 from tests.dist.invariance_jobs import Forwards
 from tests.dist.jobs import rank_batch, started

@@ -20,10 +20,10 @@ from mcore_rl.hybrid_engine.memory.offload import KINDS, Offloader
 from mcore_rl.hybrid_engine.vllm.engine import VLLMEngine
 from mcore_rl.megatron import adapter as megatron_adapter
 from mcore_rl.megatron.rng import RngState
-from mcore_rl.roles.reference import ReferencePolicy
 from mcore_rl.trainer.actor import Actor
 from mcore_rl.trainer.build import build_manager, build_offloader, engine_config
 from mcore_rl.trainer.models import build_actor, micro_batching
+from mcore_rl.trainer.roles.reference import ReferencePolicy
 from mcore_rl.trainer.start import Job, start
 from tests.dist.jobs import random_tokens, rank_batch
 

@@ -18,14 +18,14 @@ from mcore_rl.megatron import adapter as megatron_adapter
 from mcore_rl.megatron import saving as megatron_checkpoint
 from mcore_rl.megatron.hf_checkpoint import export
 from mcore_rl.megatron.shards import ModelShards
-from mcore_rl.resume.folders import iteration_name
-from mcore_rl.resume.point import ResumePoint
-from mcore_rl.resume.saver import write_checkpoint
-from mcore_rl.resume.trainer_state import TrainerState
-from mcore_rl.roles.critic import Critic, ServedCritic, build_critic
-from mcore_rl.roles.remote import Here
 from mcore_rl.trainer.learner import Learner
 from mcore_rl.trainer.models import build_actor, build_learner
+from mcore_rl.trainer.resume.folders import iteration_name
+from mcore_rl.trainer.resume.point import ResumePoint
+from mcore_rl.trainer.resume.saver import write_checkpoint
+from mcore_rl.trainer.resume.trainer_state import TrainerState
+from mcore_rl.trainer.roles.critic import Critic, ServedCritic, build_critic
+from mcore_rl.trainer.roles.remote import Here
 from mcore_rl.trainer.start import Job, start
 from mcore_rl.trainer.step_metrics import mismatch_metrics
 from tests.dist.jobs import random_tokens

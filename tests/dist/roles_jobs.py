@@ -13,9 +13,6 @@ import torch.distributed as dist
 from mcore_rl.common.run_output import setup_logging
 from mcore_rl.flags.roles import CRITIC, REWARD
 from mcore_rl.megatron.hf_checkpoint import export
-from mcore_rl.roles.critic import Critic, ServedCritic, build_critic
-from mcore_rl.roles.remote import serve
-from mcore_rl.roles.reward_model import ModelReward
 from mcore_rl.trainer.models import (
     build_actor,
     build_learner,
@@ -23,6 +20,9 @@ from mcore_rl.trainer.models import (
     reward_role,
     serve_role,
 )
+from mcore_rl.trainer.roles.critic import Critic, ServedCritic, build_critic
+from mcore_rl.trainer.roles.remote import serve
+from mcore_rl.trainer.roles.reward_model import ModelReward
 from mcore_rl.trainer.start import Job, start
 from tests.dist.ppo_jobs import in_float32, scored_rollouts, take_step
 

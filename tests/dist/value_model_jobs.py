@@ -10,7 +10,7 @@ import torch.distributed as dist
 from mcore_rl.batching.train_batches import split_mini_batches
 from mcore_rl.common.run_output import setup_logging
 from mcore_rl.megatron.adapter import megatron_output_to
-from mcore_rl.roles.critic import Critic, build_critic
+from mcore_rl.trainer.roles.critic import Critic, build_critic
 from mcore_rl.trainer.start import Job, start
 from tests.dist.jobs import random_batch, rank_part
 

@@ -14,7 +14,7 @@ import pytest
 
 from mcore_rl.observe import own_folders
 from mcore_rl.observe.run_directory import read_metrics
-from mcore_rl.resume import folders
+from mcore_rl.trainer.resume import folders
 from tests.conftest import load_script
 from tests.e2e.recipe import task_flags
 from tests.rank_pool import ROOT, RankOutcome, RankPool

@@ -19,7 +19,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from mcore_rl.resume import folders
+from mcore_rl.trainer.resume import folders
 from tests.e2e.recipe import task_flags
 from tests.e2e.test_training import metrics_of
 from tests.rank_pool import ENVIRONMENT, ROOT, free_port

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from mcore_rl.common.agreement import EXIT_ALARM
 from mcore_rl.observe.run_directory import read_metrics
-from mcore_rl.resume import folders
+from mcore_rl.trainer.resume import folders
 from tests.e2e.recipe import task_flags
 from tests.rank_pool import RankPool
 

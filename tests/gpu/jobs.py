@@ -168,7 +168,7 @@ def transfers_and_objects(num_plans: int) -> dict[str, Any]:
 
 def reference_swaps(flags: list[str]) -> dict[str, Any]:
     """An update, the reference swapped in and out: whose bits are where."""
-    from mcore_rl.roles.reference import ReferencePolicy
+    from mcore_rl.trainer.roles.reference import ReferencePolicy
 
     job, actor, _ = started(flags)
     batch = rank_batch(job)

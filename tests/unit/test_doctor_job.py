@@ -25,8 +25,6 @@ from mcore_rl.batching.types import Prompt
 from mcore_rl.common.platform import WITHOUT_CUDA
 from mcore_rl.flags.options import RLConfig
 from mcore_rl.megatron.rng import RngState
-from mcore_rl.resume import folders
-from mcore_rl.resume.trainer_state import TrainerState, read_trainer_state, save_trainer_state
 from mcore_rl.rewards.specs import parse_rewards
 from mcore_rl.tools.doctor import reward as reward_checks
 from mcore_rl.tools.doctor.checkpoint import check_load
@@ -44,6 +42,12 @@ from mcore_rl.tools.doctor.prompts import check_prompts
 from mcore_rl.tools.doctor.reward import asks_loopback, check_reward, run_trial
 from mcore_rl.tools.plan.outcome import Outcome
 from mcore_rl.trainer.inputs import check_data
+from mcore_rl.trainer.resume import folders
+from mcore_rl.trainer.resume.trainer_state import (
+    TrainerState,
+    read_trainer_state,
+    save_trainer_state,
+)
 from tests.bad_input_cases import Case, tokens_of
 from tests.bad_input_folder import INDEX, SECOND, make_good_folder
 from tests.untrusted import need_code_of_tokenizer

@@ -115,7 +115,7 @@ def room_of(module: str) -> str:
     if not parts:
         return "mcore_rl"
     inner = (ROOT / "mcore_rl").joinpath(*parts[:2]).is_dir()
-    has_inner = parts[0] in ("hybrid_engine", "tools") and len(parts) > 1 and inner
+    has_inner = parts[0] in ("hybrid_engine", "tools", "trainer") and len(parts) > 1 and inner
     return ".".join(parts[:2]) if has_inner else parts[0]
 
 

@@ -28,12 +28,12 @@ from mcore_rl.flags.options import RLConfig
 from mcore_rl.megatron import adapter as megatron_adapter
 from mcore_rl.megatron.optimizer import UpdateResult
 from mcore_rl.model.layout import TrainLayout
-from mcore_rl.roles import critic as critic_module
-from mcore_rl.roles.critic import ServedCritic, StepCritic, ValueUpdateStats
-from mcore_rl.roles.reference import ReferencePolicy
-from mcore_rl.roles.remote import Here
-from mcore_rl.roles.samples import samples_to_tensors, tensors_to_samples
 from mcore_rl.trainer.learner import Learner
+from mcore_rl.trainer.roles import critic as critic_module
+from mcore_rl.trainer.roles.critic import ServedCritic, StepCritic, ValueUpdateStats
+from mcore_rl.trainer.roles.reference import ReferencePolicy
+from mcore_rl.trainer.roles.remote import Here
+from mcore_rl.trainer.roles.samples import samples_to_tensors, tensors_to_samples
 
 LAYOUT = TrainLayout(world_size=1)
 # (prompt tokens, response tokens, reward) of two groups of two; one response is empty.

@@ -17,9 +17,9 @@ from mcore_rl.batching.types import Prompt, Rollout, ScoredRollout
 from mcore_rl.common.errors import UsageError
 from mcore_rl.flags.roles import ACTOR, CRITIC, REWARD, Roles, describe_ranks, parse_roles
 from mcore_rl.job.validation import world_of_size
-from mcore_rl.roles.remote import Apart, Bridge, Here, Message, serve
-from mcore_rl.roles.samples import samples_to_tensors, tensors_to_samples
-from mcore_rl.roles.world import enter_role
+from mcore_rl.trainer.roles.remote import Apart, Bridge, Here, Message, serve
+from mcore_rl.trainer.roles.samples import samples_to_tensors, tensors_to_samples
+from mcore_rl.trainer.roles.world import enter_role
 
 
 def test_without_flags_all_ranks_do_everything_in_turn():

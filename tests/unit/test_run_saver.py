@@ -17,11 +17,11 @@ import torch
 
 from mcore_rl import train
 from mcore_rl.observe.stage_timers import StageTimers
-from mcore_rl.resume import folders
-from mcore_rl.resume.point import lost_reference
-from mcore_rl.resume.trainer_state import LOADED, TrainerState, _state
 from mcore_rl.trainer import saver as saver_module
 from mcore_rl.trainer import start as start_module
+from mcore_rl.trainer.resume import folders
+from mcore_rl.trainer.resume.point import lost_reference
+from mcore_rl.trainer.resume.trainer_state import LOADED, TrainerState, _state
 from mcore_rl.trainer.saver import RunSaver
 from tests.unit.test_checkpoint_folders import save
 

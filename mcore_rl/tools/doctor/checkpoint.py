@@ -13,8 +13,8 @@ from mcore_rl.common.errors import UsageError
 from mcore_rl.flags.options import RLConfig
 from mcore_rl.megatron.hf_checkpoint import HFCheckpoint
 from mcore_rl.model.config_json import ModelShape
-from mcore_rl.resume import folders
 from mcore_rl.tools.doctor.finding import CHECKPOINT, Finding, green, plural, red, refusal, yellow
+from mcore_rl.trainer.resume import folders
 
 # Of a checkpoint so much is hashed; of all files the sizes are compared.
 _HASHED_BYTES = 4 << 30

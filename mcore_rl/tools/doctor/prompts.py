@@ -14,9 +14,9 @@ from mcore_rl.data.prompt_file import check_prompts as count_prompts
 from mcore_rl.data.prompts import PromptDataset, load_prompts
 from mcore_rl.data.tokenizer import HOW_TO_END, missing_end
 from mcore_rl.flags.options import RLConfig
-from mcore_rl.resume.trainer_state import TRAINER, read_trainer_state
 from mcore_rl.tools.doctor.finding import PROMPTS, Finding, green, plural, red, refusal, yellow
 from mcore_rl.trainer.inputs import prompt_source
+from mcore_rl.trainer.resume.trainer_state import TRAINER, read_trainer_state
 
 _FEW = 2
 

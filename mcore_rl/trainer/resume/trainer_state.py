@@ -23,7 +23,7 @@ from torch.distributed.checkpoint import load as load_checkpoint
 from mcore_rl.common import objects
 from mcore_rl.megatron import saving as megatron_checkpoint
 from mcore_rl.megatron.rng import RngState
-from mcore_rl.resume.folders import iteration_name
+from mcore_rl.trainer.resume.folders import iteration_name
 
 TRAINER = "trainer"  # the folder, in that of a checkpoint
 _FACTS, _RNG = "facts", "random_states"

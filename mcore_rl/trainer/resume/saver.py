@@ -15,7 +15,7 @@ from typing import Any
 import torch.distributed as dist
 
 from mcore_rl.common import objects
-from mcore_rl.resume import folders
+from mcore_rl.trainer.resume import folders
 
 Writer = Callable[[Path], None]
 # What a disk says; a connection that another rank has dropped is no reason to look at it.

@@ -2,7 +2,7 @@
 
 `Critic` is the model on a rank, built by `build_critic`. It has a layout, an optimizer, a schedule
 and checkpoints of its own; all of that lives in its `MegatronWorld`, which every method enters.
-`ServedCritic` makes a role of it (`mcore_rl.roles.remote`), and `StepCritic` asks that role on the
+`ServedCritic` makes a role of it (see `remote`), and `StepCritic` asks that role on the
 actor's ranks. What crosses over is the samples' tokens, a value and a return per token, and
 numbers. On ranks of its own it scores while the actor does, and learns while the actor does.
 
@@ -46,16 +46,16 @@ from mcore_rl.megatron.runner import ModelRunner
 from mcore_rl.megatron.shards import ModelShards
 from mcore_rl.megatron.value_head import build_value_model
 from mcore_rl.megatron.world import MegatronWorld, changed_args, parsed_args
-from mcore_rl.resume.folders import critic_folder, iteration_name
-from mcore_rl.resume.saver import write_checkpoint
-from mcore_rl.resume.trainer_state import (
+from mcore_rl.trainer.resume.folders import critic_folder, iteration_name
+from mcore_rl.trainer.resume.saver import write_checkpoint
+from mcore_rl.trainer.resume.trainer_state import (
     TRAINER,
     TrainerState,
     load_trainer_state,
     trainer_writer,
 )
-from mcore_rl.roles.remote import Role, Values
-from mcore_rl.roles.samples import (
+from mcore_rl.trainer.roles.remote import Role, Values
+from mcore_rl.trainer.roles.samples import (
     batch_of_rank,
     mini_batches,
     of_batch,

@@ -17,9 +17,9 @@ from mcore_rl.data.prompts import PromptDataset
 from mcore_rl.flags.options import RLConfig
 from mcore_rl.megatron.hf_checkpoint import HFCheckpoint, fingerprint
 from mcore_rl.megatron.rng import RngState
-from mcore_rl.resume import folders
-from mcore_rl.resume.choice import choose
-from mcore_rl.resume.trainer_state import LOADED, TRAINER, TrainerState, load_trainer_state
+from mcore_rl.trainer.resume import folders
+from mcore_rl.trainer.resume.choice import choose
+from mcore_rl.trainer.resume.trainer_state import LOADED, TRAINER, TrainerState, load_trainer_state
 
 logger = logging.getLogger(__name__)
 

@@ -1,8 +1,8 @@
 """The reference: the policy that the KL is taken to.
 
-It is not served as critic and reward model are (`mcore_rl.roles.remote`), because it has no model:
-its weights take the place of the actor's for as long as the actor scores with them, so it is where
-the actor is, and is asked of the samples that this rank has.
+It is not served as critic and reward model are (see `remote`), because it has no model: its weights
+take the place of the actor's for as long as the actor scores with them, so it is where the actor
+is, and is asked of the samples that this rank has.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from mcore_rl.megatron import adapter as megatron_adapter
 from mcore_rl.megatron import saving as megatron_checkpoint
 from mcore_rl.megatron.hf_checkpoint import HFCheckpoint, load_into_megatron
 from mcore_rl.megatron.shards import ModelShards
-from mcore_rl.resume.point import ResumePoint
+from mcore_rl.trainer.resume.point import ResumePoint
 
 
 class ReferencePolicy:

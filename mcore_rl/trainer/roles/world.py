@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch.distributed as dist
 
 from mcore_rl.flags.roles import ACTOR, CRITIC, REWARD, Roles
-from mcore_rl.roles.remote import Bridge
+from mcore_rl.trainer.roles.remote import Bridge
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,8 +11,8 @@ import torch.distributed as dist
 
 from mcore_rl.common import objects
 from mcore_rl.common.errors import UsageError
-from mcore_rl.resume import folders
-from mcore_rl.resume.folders import Damage
+from mcore_rl.trainer.resume import folders
+from mcore_rl.trainer.resume.folders import Damage
 
 logger = logging.getLogger(__name__)
 

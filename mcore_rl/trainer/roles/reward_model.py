@@ -3,7 +3,7 @@
 It reads the tokens that the policy read and wrote, so it must have the policy's vocabulary. The
 score of a sample is that of its last token, as in `transformers`' models for sequence
 classification with one label. `RewardModel` is the model on a rank, and a role
-(`mcore_rl.roles.remote`); `ModelReward` asks that role, as reward `model` among the others.
+(`mcore_rl.trainer.roles.remote`); `ModelReward` asks that role, as reward `model` among the others.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ from mcore_rl.megatron.world import MegatronWorld, parsed_args
 from mcore_rl.rewards.functions import REWARD_MODEL
 from mcore_rl.rewards.parts import FailureLog
 from mcore_rl.rewards.worker import Outcome
-from mcore_rl.roles.remote import Role, Values
-from mcore_rl.roles.samples import batch_of_rank, samples_to_tensors, tensors_to_samples
+from mcore_rl.trainer.roles.remote import Role, Values
+from mcore_rl.trainer.roles.samples import batch_of_rank, samples_to_tensors, tensors_to_samples
 
 logger = logging.getLogger(__name__)
 

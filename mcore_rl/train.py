@@ -26,6 +26,7 @@ import numpy as np
 import torch.distributed as dist
 
 from mcore_rl.batching.types import Rollout, StepBatch
+from mcore_rl.common import objects
 from mcore_rl.common.agreement import EXIT_ALARM, EXIT_FAILED, leave_reason, leave_together
 from mcore_rl.common.errors import RunStopped
 from mcore_rl.common.run_output import log_file, setup_logging
@@ -100,12 +101,14 @@ class Run:
             return None
         with self._timers("eval"):
             count = min(config.num_eval_prompts, len(prompts))
-            return self.parts.workers.generate(
+            rollouts = self.parts.workers.generate(
                 [prompts[row] for row in range(count)],
                 num_samples=1,
                 temperature=config.eval_temperature,
                 weight_version=weight_version,
             )
+            objects.barrier()  # waiting for the slowest is time of the evaluation, not of rollout
+        return rollouts
 
     def collect(self, weight_version: int) -> Collected:
         """A step's samples with their rewards; in rollout mode."""

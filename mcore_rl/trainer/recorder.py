@@ -18,6 +18,7 @@ import torch.distributed as dist
 from mcore_rl.batching.types import ScoredRollout, StepBatch, StepStats
 from mcore_rl.common import objects
 from mcore_rl.common.agreement import COMMAND
+from mcore_rl.common.version import VERSION
 from mcore_rl.flags.options import RLConfig
 from mcore_rl.hybrid_engine.report import OffloadLog
 from mcore_rl.hybrid_engine.sharding_manager import TO_ROLLOUT, ReshardReport, log_reshard
@@ -211,11 +212,9 @@ def _config(job: Job) -> RunConfig:
 def _versions() -> dict[str, str]:
     """By package; of Megatron those of the code that is imported. Commits where there are some."""
     megatron = check_megatron()
-    found = {MEGATRON: megatron.version}
+    found = {MEGATRON: megatron.version, "mcore_rl": VERSION}
     if (commit := megatron.commit()) is not None:
         found[f"{MEGATRON} commit"] = commit
-    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-        found["mcore_rl"] = importlib.metadata.version("mcore_rl")
     root = Path(__file__).parents[2]
     if (commit := commit_of(root, "mcore_rl/__init__.py", "mcore_rl")) is not None:
         found["mcore_rl commit"] = commit

@@ -85,7 +85,8 @@ class Cluster:
             text=True,
         )
         assert (run.returncode, run.stderr) == (0, "")
-        return [line.rstrip("\t").split("\t") for line in run.stdout.splitlines()]
+        started = [line for line in run.stdout.splitlines() if not line.startswith("# ")]
+        return [line.rstrip("\t").split("\t") for line in started]
 
 
 def plan_of(command: list[str], model: str, world_size: int, target: Path) -> dict[str, Any]:

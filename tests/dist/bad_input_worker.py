@@ -79,7 +79,10 @@ def run_directory(tokens: list[str], folder: str) -> str:
     """The directory that this rank has for a run that is given none."""
     os.chdir(folder)
     checked = resolve_tokens(tokens, platform=WITHOUT_CUDA)
-    return str(hold_folders(checked, open_store()).config.directory)
+    store = open_store()
+    directory = str(hold_folders(checked, store).config.directory)
+    agreed(lambda: None, store, stage="end")  # the store ends with its first rank
+    return directory
 
 
 def fork(tokens: list[str], rates: list[str]) -> None:

@@ -6,8 +6,8 @@ from collections.abc import Iterable, Mapping
 
 import torch
 
-from mcore_rl.hybrid_engine.boxes import Box, extent, intersect, relative
-from mcore_rl.hybrid_engine.plan import Boxes, TensorInfo
+from mcore_rl.hybrid_engine.plan.moves import Boxes, TensorInfo
+from mcore_rl.model.boxes import Box, extent, intersect, relative
 
 
 def _cut(data: torch.Tensor, box: Box) -> torch.Tensor:

@@ -19,10 +19,10 @@ import torch.distributed as dist
 
 from benchmarks.destination import Destination
 from benchmarks.paths import OnDestination, Setting
-from mcore_rl import megatron_adapter
-from mcore_rl.hybrid_engine.layout import TrainLayout
-from mcore_rl.hybrid_engine.model_shards import ModelShards
-from mcore_rl.policy_model import make_actor_provider
+from mcore_rl.megatron import adapter as megatron_adapter
+from mcore_rl.megatron.policy_head import make_actor_provider
+from mcore_rl.megatron.shards import ModelShards
+from mcore_rl.model.layout import TrainLayout
 
 
 class NotHere(Exception):

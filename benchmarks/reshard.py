@@ -132,7 +132,7 @@ def _make_checkpoint(model: Model, checkpoint: Path) -> None:
 
 def _import_everything() -> None:
     """Once, for all ranks of all cases. Imports start no thread and no process group."""
-    importlib.import_module("mcore_rl.run_parts.building")
+    importlib.import_module("mcore_rl.trainer.build")
 
     importlib.import_module("megatron.training.training")
     from vllm import LLM, _custom_ops  # noqa: F401  (the package alone is lazy)

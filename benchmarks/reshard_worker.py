@@ -17,12 +17,13 @@ from benchmarks.measuring import measure, of_all_ranks, return_freed_memory_at_o
 from benchmarks.paths import Gather, Memcpy, Ours, Path, Setting, Switch, VllmLoad
 from benchmarks.peers import CoreResharding, MBridge, NotHere
 from benchmarks.report import rows_of
-from mcore_rl.builders import build_manager, engine_config
-from mcore_rl.hybrid_engine.layout import RolloutLayout
-from mcore_rl.hybrid_engine.placement import Placement, with_rank_map
-from mcore_rl.hybrid_engine.vllm_model_only import VLLMModelOnly
-from mcore_rl.run_output import setup_logging
-from mcore_rl.startup import build_actor, start
+from mcore_rl.common.run_output import setup_logging
+from mcore_rl.hybrid_engine.plan.placement import Placement, with_rank_map
+from mcore_rl.hybrid_engine.vllm.model_only import VLLMModelOnly
+from mcore_rl.model.layout import RolloutLayout
+from mcore_rl.trainer.build import build_manager, engine_config
+from mcore_rl.trainer.models import build_actor
+from mcore_rl.trainer.start import start
 from mcore_rl.verify import overwrite_with_zeros, stored_digests
 
 # The path's name -> --rl-attest; None is its default.

@@ -44,7 +44,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
 from make_tiny_deepseek import make_checkpoint  # noqa: E402
 
 from benchmarks.facts import facts_of_run  # noqa: E402
-from mcore_rl.recording.run_directory import read_metrics  # noqa: E402
+from mcore_rl.observe.run_directory import read_metrics  # noqa: E402
 
 PERIOD_SECONDS = 0.3
 NUM_SPANS = 20

@@ -36,13 +36,13 @@ def reference_seconds() -> float:
 
 
 def note_after_every_step(path: str) -> None:
-    from mcore_rl.run_parts.parts import Parts
+    from mcore_rl.train import Run
 
     libc = ctypes.CDLL(None)
     libc.mallinfo2.restype = _Mallinfo2
-    record = Parts.record
+    record = Run.record
 
-    def record_and_note(self: Parts, step: int, *args: Any) -> None:
+    def record_and_note(self: Run, step: int, *args: Any) -> None:
         record(self, step, *args)
         info = libc.mallinfo2()
         line = {
@@ -54,7 +54,7 @@ def note_after_every_step(path: str) -> None:
         with open(path, "a", encoding="utf-8") as file:
             file.write(json.dumps(line) + "\n")
 
-    Parts.record = record_and_note  # type: ignore[method-assign]
+    Run.record = record_and_note  # type: ignore[method-assign]
 
 
 if multiprocessing.parent_process() is None:  # the workers of rewards import this as well

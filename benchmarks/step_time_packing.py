@@ -40,7 +40,7 @@ def sample_lengths(seed: int = 0) -> np.ndarray:
 
 def samples(lengths: np.ndarray, vocab_size: int) -> list[Any]:
     """Random tokens of these lengths, with rewards that differ within every group."""
-    from mcore_rl.types import Prompt, Rollout, ScoredRollout
+    from mcore_rl.batching.types import Prompt, Rollout, ScoredRollout
 
     rng = np.random.default_rng(1)
     found = []
@@ -62,9 +62,9 @@ def samples(lengths: np.ndarray, vocab_size: int) -> list[Any]:
 def measured(checkpoint: Path, kind: str) -> dict[str, Any]:
     """Seconds of every repetition, tokens in each, and the peak of memory above the model's."""
     from benchmarks.measuring import return_freed_memory_at_once
-    from mcore_rl.builders import build_learner
-    from mcore_rl.hybrid_engine.memory import PeakMemory
-    from mcore_rl.startup import build_actor, start
+    from mcore_rl.hybrid_engine.memory.device import PeakMemory
+    from mcore_rl.trainer.models import build_actor, build_learner
+    from mcore_rl.trainer.start import start
 
     prompts = checkpoint / "prompts" / "train.jsonl"
     tokens = (

@@ -14,7 +14,8 @@ Ways to generate that were tried with trl 1.16.0, transformers 5.19.0, torch 2.1
   in latent attention ("index_copy_(): Source/destination tensor must have same slice shapes").
 - vLLM in `colocate` mode: vLLM starts once `VLLM_USE_AOT_COMPILE=0` is set, and TRL's first hand-
   over of weights fails ("'Parameter' object has no attribute 'weight_loader'"): vLLM's CPU kernels
-  have replaced the parameters that loaders know. That is what `mcore_rl.hybrid_engine.reload` does.
+  have replaced the parameters that loaders know. That is what
+  `mcore_rl.hybrid_engine.vllm.reload` does.
 
 Precisions: `bf16` is TRL's autocast over float32 weights, the one that keeps what ours keeps
 (float32 weights in the optimizer, bf16 products); `fp32` has no autocast. `step_time.py` tries both

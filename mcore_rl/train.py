@@ -9,25 +9,44 @@ prompts ─► engine (rollout mode) ─► rewards ─► log-probs, values ─
 from __future__ import annotations
 
 import argparse
+import gc
 import logging
 import os
 import sys
+from collections import Counter
 from collections.abc import Callable
-from typing import Any, TextIO
+from pathlib import Path
+from typing import Any, NoReturn, TextIO
 
-from mcore_rl.agreement import leave_reason, leave_together
-from mcore_rl.arguments import ExtraArgs, with_rl_args
-from mcore_rl.builders import check_data
-from mcore_rl.errors import RunStopped
-from mcore_rl.roles.ranks import ACTOR
-from mcore_rl.run_output import log_file, setup_logging
-from mcore_rl.run_parts.building import build_parts, serve
-from mcore_rl.run_parts.parts import Parts
-from mcore_rl.spawning import main_script_left_out
-from mcore_rl.startup import Job, job_from_args, start
+if __name__ == "__main__":
+    # Until the imports are done, which leave no garbage, and millions of objects to look at.
+    gc.disable()
+
+import numpy as np
+import torch.distributed as dist
+
+from mcore_rl.batching.types import Rollout, StepBatch
+from mcore_rl.common import objects
+from mcore_rl.common.agreement import EXIT_ALARM, EXIT_FAILED, leave_reason, leave_together
+from mcore_rl.common.errors import RunStopped
+from mcore_rl.common.run_output import log_file, setup_logging
+from mcore_rl.common.spawning import main_script_left_out
+from mcore_rl.flags.options import ExtraArgs, with_rl_args
+from mcore_rl.flags.roles import ACTOR
+from mcore_rl.megatron.hf_checkpoint import export
+from mcore_rl.observe.progress import run_facts
+from mcore_rl.rollout.collector import Collected
+from mcore_rl.trainer.build import Parts, build
+from mcore_rl.trainer.inputs import check_data
+from mcore_rl.trainer.learner import Learnt
+from mcore_rl.trainer.models import serve_role
+from mcore_rl.trainer.saver import early_exit
+from mcore_rl.trainer.start import Job, job_from_args, start
+
+logger = logging.getLogger(__name__)
 
 
-def train(job: Job, parts: Parts) -> None:
+def train(run: Run) -> None:
     """Run the steps that are left, evaluate the final policy, write what was asked for, and end
     what would outlive the run.
 
@@ -35,34 +54,171 @@ def train(job: Job, parts: Parts) -> None:
     was raised.
     """
     try:
-        _do_steps(job, parts)
+        _do_steps(run)
     except RunStopped:
         raise
     except BaseException as error:
         # Said now: the launcher ends this process while others are still being torn down.
         leave_reason(f"{type(error).__name__}: {error}".splitlines()[0])
-        rank = os.environ.get("RANK", "0")
-        logging.getLogger("mcore_rl").exception("rank %s: the run ended early", rank)
-        parts.abandon()
+        logger.exception("rank %s: the run ended early", os.environ.get("RANK", "0"))
+        run.abandon()
         raise
     finally:
-        parts.close()
+        run.close()
 
 
-def _do_steps(job: Job, parts: Parts) -> None:
-    config = job.config
-    for step in range(parts.first_step, config.num_steps):
-        with parts.manager as engine:  # the engines get the policy; leaving gives training back
-            eval_rollouts = parts.sample_eval(step, engine.weight_version)
-            collected = parts.collect(engine.weight_version)
-        parts.require_rewards(step, collected)
-        parts.evaluate(step, eval_rollouts)
-        batch = parts.with_log_probs(parts.make_batch(step, collected))
-        batch = parts.with_advantages(collected, batch)
-        learnt = parts.update(step, batch)
-        parts.record(step, collected, batch, learnt)
-        parts.save_if_due(step)  # last: what is saved is not done again, so its line is there
-    parts.finish()
+def _do_steps(run: Run) -> None:
+    for step in range(run.first_step, run.config.num_steps):
+        with run.manager as engine:  # the engines get the policy; leaving gives training back
+            eval_rollouts = run.sample_eval(step, engine.weight_version)
+            collected = run.collect(engine.weight_version)
+        run.require_rewards(step, collected)
+        run.evaluate(step, eval_rollouts)
+        batch = run.with_log_probs(run.make_batch(step, collected))
+        batch = run.with_advantages(collected, batch)
+        learnt = run.update(step, batch)
+        run.record(step, collected, batch, learnt)
+        run.save_if_due(step)  # last: what is saved is not done again, so its line is there
+    run.finish()
+
+
+class Run:
+    """The stages of a run on this rank, each of which takes what the one before returned. All
+    methods but `abandon` are collective."""
+
+    def __init__(self, job: Job, parts: Parts) -> None:
+        self.job, self.config, self.parts = job, job.config, parts
+        self.first_step, self.manager = parts.first_step, parts.manager
+        self._learner, self._saver, self._timers = parts.learner, parts.saver, parts.timers
+        self._accuracy: float | None = None
+
+    def sample_eval(self, step: int, weight_version: int) -> list[Rollout] | None:
+        """This engine's rollouts of held-out prompts, where an evaluation is due."""
+        config, prompts = self.config, self.parts.eval_prompts
+        interval = config.eval_interval
+        due = interval > 0 and (step % interval == 0 or step == config.num_steps)
+        if prompts is None or not due:
+            return None
+        with self._timers("eval"):
+            count = min(config.num_eval_prompts, len(prompts))
+            rollouts = self.parts.workers.generate(
+                [prompts[row] for row in range(count)],
+                num_samples=1,
+                temperature=config.eval_temperature,
+                weight_version=weight_version,
+            )
+            objects.barrier()  # waiting for the slowest is time of the evaluation, not of rollout
+        return rollouts
+
+    def collect(self, weight_version: int) -> Collected:
+        """A step's samples with their rewards; in rollout mode."""
+        return self.parts.collector.collect(weight_version, self.manager.prefetch)
+
+    def require_rewards(self, step: int, collected: Collected) -> None:
+        """Raises RunStopped on all ranks, once what was learnt before is saved, if no sample of the
+        step can be learnt from because its reward failed."""
+        if any(sample.is_valid for sample in collected.scored):
+            return
+        # What goes on from here does this step again, and draws the same.
+        self.parts.collector.undo()
+        self.manager.weight_version -= 1
+        saved = ""
+        if step:
+            self._saver.save(step)
+            saved = f"; what was learnt before is saved: go on with --load {self._saver.folder}"
+        reasons = Counter(sample.why_not_valid for sample in collected.scored)
+        if dist.get_rank() == 0:
+            logger.error(
+                "[Reward] step %d: none of %d samples has a reward to learn from; the most "
+                "frequent reason, to be mended: %s%s",
+                step,
+                len(collected.scored),
+                reasons.most_common(1)[0][0],
+                saved,
+            )
+        raise RunStopped(EXIT_FAILED)
+
+    def evaluate(self, step: int, rollouts: list[Rollout] | None) -> float | None:
+        """Held-out accuracy: the share of samples whose reward is at least 1."""
+        self._accuracy = None
+        if rollouts is not None:
+            with self._timers("eval"):
+                scored = self.parts.workers.score(rollouts)
+            self._accuracy = float(np.mean([s.reward >= 1.0 for s in scored]))
+        return self._accuracy
+
+    def make_batch(self, step: int, collected: Collected) -> StepBatch:
+        """The samples as tensors, divided into mini-batches, ranks and micro-batches."""
+        with self._timers("advantages"):
+            return self._learner.make_batch(step, collected.scored)
+
+    def with_log_probs(self, batch: StepBatch) -> StepBatch:
+        """What actor, reference and critic say before the update."""
+        with self._timers("log_probs"):
+            return self._learner.with_log_probs(batch)
+
+    def with_advantages(self, collected: Collected, batch: StepBatch) -> StepBatch:
+        """What each token is worth."""
+        with self._timers("advantages"):
+            return self._learner.with_advantages(collected.scored, batch)
+
+    def update(self, step: int, batch: StepBatch) -> Learnt:
+        """One optimizer step per mini-batch and epoch."""
+        with self._timers("train"):
+            return self._learner.update(step, batch)
+
+    def record(self, step: int, collected: Collected, batch: StepBatch, learnt: Learnt) -> None:
+        """Write the step's metrics and samples, and move the bar.
+
+        Raises RunStopped on all ranks, once all is saved, if an alarm is to end the run, or a flag
+        of Megatron before the last step.
+        """
+        alarm = self.parts.recorder.record(step, collected, batch, learnt, self._accuracy)
+        self.parts.tracer.report()
+        if alarm:
+            self._stop(step, "[Health]", "--rl-on-alarm stop", EXIT_ALARM)
+        if step + 1 < self.config.num_steps and (reason := early_exit(self.job.args, step + 1)):
+            self._stop(step, "[Exit]", reason, 0)
+
+    def _stop(self, step: int, who: str, reason: str, exit_code: int) -> NoReturn:
+        self._saver.save(step + 1)
+        logger.info(
+            "%s stopped after step %d by %s; go on with --load %s",
+            *(who, step, reason, self._saver.folder),
+        )
+        raise RunStopped(exit_code)
+
+    def save_if_due(self, step: int) -> None:
+        """A checkpoint every `--save-interval` steps."""
+        self._saver.save_if_due(step)
+
+    def finish(self) -> None:
+        """Evaluate the final policy, save, export, and write the summary."""
+        config = self.config
+        with self.manager as engine:
+            rollouts = self.sample_eval(config.num_steps, engine.weight_version)
+        accuracy = self.evaluate(config.num_steps, rollouts)
+        self._saver.save(config.num_steps)
+        if config.export_hf:
+            export(self.parts.shards, self.job.checkpoint, Path(config.export_hf))
+        tensorboard = self.job.args.tensorboard_dir
+        facts = run_facts(config.directory, self._saver.folder, config.export_hf, tensorboard)
+        self.parts.recorder.finish(accuracy, facts)
+
+    def abandon(self) -> None:
+        """Before `close`, when this rank has failed: it waits for no other one."""
+        for role in self.parts.roles:
+            role.abandon()
+
+    def close(self) -> None:
+        """End what would outlive the run: reward processes, the engine, open files. Idempotent."""
+        self.parts.watchdog.close()
+        self.parts.tracer.close()
+        for role in self.parts.roles:
+            role.close()
+        self.parts.workers.close()
+        self.parts.engine.close()
+        self.parts.recorder.close()
 
 
 def initialize(extra_args: ExtraArgs | None = None, **megatron_options: Any) -> Job:
@@ -110,10 +266,10 @@ def _play_role(
 ) -> None:
     if job.world.role != ACTOR:
         setup_logging(quiet=True)
-        serve(job, model_provider, log=log)
+        serve_role(job, model_provider, log=log)
         return
     setup_logging()  # the actor's first rank may not be the job's
-    train(job, build_parts(job, model_provider, log=log))
+    train(Run(job, build(job, model_provider, log=log)))
 
 
 def main(tokens: list[str] | None = None) -> None:
@@ -130,4 +286,9 @@ def main(tokens: list[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    # By its name: what --rl-import changes of this module is then what runs.
+    from mcore_rl.train import main as main_by_name
+
+    gc.freeze()
+    gc.enable()
+    main_by_name()

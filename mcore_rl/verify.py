@@ -29,31 +29,27 @@ import torch.distributed as dist
 from rich.console import Console
 from rich.table import Table
 
-from mcore_rl import objects
-from mcore_rl.actor import Actor
-from mcore_rl.builders import (
-    build_manager,
-    build_offloader,
-    engine_config,
-    micro_batching,
-    prompt_source,
-)
-from mcore_rl.checks.preflight import Checked
-from mcore_rl.data import load_prompts
-from mcore_rl.errors import UsageError
-from mcore_rl.hybrid_engine.canary import differences, megatron_log_probs
-from mcore_rl.hybrid_engine.model_shards import ModelShards
+from mcore_rl.common import objects
+from mcore_rl.common.errors import UsageError
+from mcore_rl.common.run_output import log_file, setup_logging
+from mcore_rl.data.prompts import load_prompts
+from mcore_rl.flags.roles import ACTOR
+from mcore_rl.hybrid_engine.proof.canary import differences, megatron_log_probs
 from mcore_rl.hybrid_engine.sharding_manager import (
     TO_ROLLOUT,
     MegatronVLLMShardingManager,
     ReshardReport,
     log_reshard,
 )
-from mcore_rl.hybrid_engine.vllm_engine import VLLMEngine
-from mcore_rl.megatron_adapter import TrainState
-from mcore_rl.roles.ranks import ACTOR
-from mcore_rl.run_output import log_file, setup_logging
-from mcore_rl.startup import Job, build_actor, start
+from mcore_rl.hybrid_engine.vllm.engine import VLLMEngine
+from mcore_rl.job.spec import JobSpec
+from mcore_rl.megatron.adapter import TrainState
+from mcore_rl.megatron.shards import ModelShards
+from mcore_rl.trainer.actor import Actor
+from mcore_rl.trainer.build import build_manager, build_offloader, engine_config
+from mcore_rl.trainer.inputs import prompt_source
+from mcore_rl.trainer.models import build_actor, micro_batching
+from mcore_rl.trainer.start import Job, start
 
 logger = logging.getLogger(__name__)
 
@@ -228,11 +224,13 @@ def show(result: Verification, job: Job) -> None:
         console.print(f"  differs on {name}", soft_wrap=True, highlight=False)
 
 
-def check_prompts_given(checked: Checked) -> None:
+def check_prompts_given(checked: JobSpec) -> None:
     """Verification needs prompts, and neither rewards nor a run directory."""
     if checked.config.prompts is None:
         raise UsageError(
-            "--rl-prompts is missing; give a JSONL or Parquet file of prompts to score"
+            "is missing",
+            flag="--rl-prompts",
+            remedy="give a JSONL or Parquet file of prompts to score",
         )
     load_prompts(
         prompt_source(

@@ -17,9 +17,9 @@ from types import MappingProxyType
 from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
-from mcore_rl.errors import UsageError
-from mcore_rl.megatron_version import NEWEST, OLDEST, find_megatron
-from mcore_rl.megatron_version import PACKAGE as MEGATRON
+from mcore_rl.common.errors import UsageError
+from mcore_rl.megatron.version import NEWEST, OLDEST, find_megatron
+from mcore_rl.megatron.version import PACKAGE as MEGATRON
 
 logger = logging.getLogger(__name__)
 
@@ -83,7 +83,8 @@ def apply_patch(patch: Patch) -> bool:
     if not patch.supports(version):
         raise UsageError(
             f"patch {patch.name} ({patch.reason}) knows {package} {patch.supported}, not the "
-            f"installed {version}; install one of those versions"
+            f"installed {version}",
+            remedy="install one of those versions",
         )
     with _naming(patch):
         patch.apply()
@@ -110,8 +111,9 @@ def _naming(patch: Patch) -> Iterator[None]:
         package, version = installed(patch)
         raise UsageError(
             f"patch {patch.name} ({patch.reason}) does not fit the code of {package} {version}: "
-            f"{error}; the package is changed or another patch got there first: install "
-            f"{patch.supported} anew"
+            f"{error}",
+            remedy="the package is changed or another patch got there first: install "
+            f"{patch.supported} anew",
         ) from error
 
 
@@ -173,6 +175,6 @@ def installed(patch: Patch) -> tuple[str, str]:
         except importlib.metadata.PackageNotFoundError:
             continue
     raise UsageError(
-        f"patch {patch.name} is for {' or '.join(patch.packages)}, which is not installed; run "
-        "scripts/setup_env.sh"
+        f"patch {patch.name} is for {' or '.join(patch.packages)}, which is not installed",
+        remedy="run scripts/setup_env.sh",
     )

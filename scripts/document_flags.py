@@ -1,13 +1,28 @@
-"""Prints docs/megatron_flags.md: what becomes of the flags of the installed Megatron.
+"""Writes what of docs/ is made from declarations.
 
-python scripts/document_flags.py > docs/megatron_flags.md
+flags.md (ours), megatron_flags.md (what becomes of those of the installed Megatron), and the table
+of parameters in algorithms.md:
+
+python scripts/document_flags.py
 """
 
 from __future__ import annotations
 
-from mcore_rl import megatron_adapter
-from mcore_rl.checks.flag_classes import document
-from mcore_rl.megatron_version import check_megatron
+from pathlib import Path
+
+from mcore_rl.flags.classes import document
+from mcore_rl.flags.pages import BEGIN, END, flags_page, parameter_table
+from mcore_rl.megatron import adapter as megatron_adapter
+from mcore_rl.megatron.version import check_megatron
+
+DOCS = Path(__file__).resolve().parent.parent / "docs" / "using"
 
 if __name__ == "__main__":
-    print(document(megatron_adapter.make_parser(), check_megatron().version), end="")
+    theirs = document(megatron_adapter.make_parser(), check_megatron().version)
+    (DOCS / "megatron_flags.md").write_text(theirs, encoding="utf-8")
+    (DOCS / "flags.md").write_text(flags_page(), encoding="utf-8")
+    algorithms = DOCS / "algorithms.md"
+    before, _, rest = algorithms.read_text(encoding="utf-8").partition(BEGIN)
+    _, _, after = rest.partition(END)
+    text = f"{before}{BEGIN}\n{parameter_table()}{END}{after}"
+    algorithms.write_text(text, encoding="utf-8")

@@ -46,9 +46,9 @@ class Killer:
 
 def watch(killer: Killer) -> None:
     """Have the killer hear."""
-    from mcore_rl.health.stage_timers import StageTimers
     from mcore_rl.hybrid_engine.sharding_manager import MegatronVLLMShardingManager as Manager
-    from mcore_rl.run_parts.parts import Parts
+    from mcore_rl.observe.stage_timers import StageTimers
+    from mcore_rl.train import Run
 
     def before(owner: type, name: str, tell: Any) -> None:
         real = getattr(owner, name)
@@ -62,20 +62,20 @@ def watch(killer: Killer) -> None:
     def next_step(*_: Any) -> None:
         killer.step += 1
 
-    def first_step(parts: Any, *_: Any) -> None:
-        killer.step = parts.first_step
+    def first_step(run: Any, *_: Any) -> None:
+        killer.step = run.first_step
 
     before(Manager, "__enter__", lambda *_: killer.begins("to_rollout"))
     before(Manager, "__exit__", lambda *_: killer.begins("to_train"))
     before(StageTimers, "__call__", lambda _, stage: killer.begins(stage))
     before(StageTimers, "finish_step", next_step)
-    init = Parts.__init__
+    init = Run.__init__
 
     def initialised(self: Any, *args: Any, **keywords: Any) -> None:
         init(self, *args, **keywords)
         first_step(self)
 
-    Parts.__init__ = initialised  # type: ignore[method-assign]
+    Run.__init__ = initialised  # type: ignore[method-assign]
 
 
 if multiprocessing.parent_process() is None:  # the workers of rewards import this as well

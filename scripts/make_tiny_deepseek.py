@@ -29,7 +29,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))  # scripts/ is no packa
 
 import tiny_task  # noqa: E402
 
-from mcore_rl.errors import UsageError  # noqa: E402
+from mcore_rl.common.errors import UsageError  # noqa: E402
 
 if TYPE_CHECKING:
     import torch
@@ -55,6 +55,7 @@ SIZES: dict[str, dict[str, int]] = {
     "tiny": dict(
         hidden_size=128, intermediate_size=256, moe_intermediate_size=64, num_hidden_layers=4,
         num_attention_heads=4, num_experts=8, num_experts_per_tok=2, q_lora_rank=64,
+        latent_head_dim=16,  # 128 as published is most of a warm-up
     ),
     "small": dict(
         hidden_size=256, intermediate_size=768, moe_intermediate_size=128, num_hidden_layers=8,
@@ -69,6 +70,7 @@ def hf_config(
     """Return config.json of `arch`, under the keys that published checkpoints use."""
     shape = dict(SIZES[size])
     num_experts, q_lora_rank = shape.pop("num_experts"), shape.pop("q_lora_rank")
+    latent_head_dim = shape.pop("latent_head_dim", 128)  # without its rotary part
     num_heads = shape["num_attention_heads"]
     common: dict[str, Any] = dict(
         model_type=arch, vocab_size=tiny_task.VOCAB_SIZE, max_position_embeddings=2048,
@@ -77,9 +79,10 @@ def hf_config(
         attention_bias=False, attention_dropout=0.0, initializer_range=0.02, use_cache=True,
     )  # fmt: skip
     mla_moe = common | shape | dict(
-        num_key_value_heads=num_heads, kv_lora_rank=512, qk_nope_head_dim=128, qk_rope_head_dim=64,
-        v_head_dim=128, n_shared_experts=1, n_routed_experts=num_experts, n_group=1, topk_group=1,
-        first_k_dense_replace=1, moe_layer_freq=1, routed_scaling_factor=1.0,
+        num_key_value_heads=num_heads, kv_lora_rank=512, qk_rope_head_dim=64,
+        qk_nope_head_dim=latent_head_dim, v_head_dim=latent_head_dim, n_shared_experts=1,
+        n_routed_experts=num_experts, n_group=1, topk_group=1, first_k_dense_replace=1,
+        moe_layer_freq=1, routed_scaling_factor=1.0,
     )  # fmt: skip
     v3 = mla_moe | dict(
         architectures=["DeepseekV3ForCausalLM"], q_lora_rank=q_lora_rank, topk_method="noaux_tc",

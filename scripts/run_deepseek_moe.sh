@@ -15,8 +15,9 @@ Trains a DeepSeek-architecture mixture of experts with GRPO, on Megatron and vLL
                  v3: DeepSeek-V3 on 32 machines of 8 GPUs   (planned, not run)
   --nproc N      processes on this machine (default: its GPUs; 4 where there are none)
   --dry-run      print what would run, for every machine, and train nothing; of the large presets
-                 also the plan: what fits where, and what a hand-over moves (docs/planner.md)
-  --doctor       check this machine and what would run on it, and train nothing (docs/doctor.md)
+                 also the plan: what fits where, and what a hand-over moves (docs/using/planner.md)
+  --doctor       check this machine and what would run on it, and train nothing
+                 (docs/using/doctor.md)
   --help         this text
 
 All other arguments go to mcore_rl.train: any Megatron flag and any --rl-* flag, --rl-config FILE
@@ -142,7 +143,7 @@ srun --ntasks-per-node=1"
   nodes=$SLURM_NNODES
   node_rank=${node_rank:-${SLURM_NODEID:-}}
   if [[ -z $master_addr ]] && command -v scontrol >/dev/null; then
-    master_addr=$(scontrol show hostnames "${SLURM_JOB_NODELIST:-}" | head -n 1) || master_addr=
+    master_addr=$(scontrol show hostnames "${SLURM_JOB_NODELIST:-}" | sed -n 1p) || master_addr=
   fi
   # Jobs that share a machine must not share a port.
   master_port=${MASTER_PORT:-$((20000 + ${SLURM_JOB_ID:-9500} % 10000))}
@@ -288,5 +289,6 @@ if [[ -n $doctor ]]; then
     --rl-ranks-per-node "$nproc" "${configs[@]}" "${own[@]}" "${flags[@]}"
 fi
 launch "${node_rank:-0}"
+echo "# starting $nproc processes, which import Megatron first and say what they do from then on"
 # In place of this shell: signals and the exit code are the launcher's.
 exec "${command[@]}"

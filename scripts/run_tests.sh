@@ -1,9 +1,23 @@
 #!/usr/bin/env bash
-# Runs every check: bash scripts/run_tests.sh [pytest arguments, default: the whole suite]
-#
-# Each check runs whatever became of the one before. Ends with a line that names those that failed,
-# and with exit code 1 if there are any.
 set -euo pipefail
+
+usage() {
+  cat <<'EOF'
+bash scripts/run_tests.sh               the quick checks: ruff, mypy, the unit tests that are not slow,
+                                        one hand-over from Megatron to vLLM bit for bit, and one short
+                                        run by the launcher; at most 8 minutes on 2 cores
+bash scripts/run_tests.sh --all         ruff, mypy and all tests; at most 40 minutes on 2 cores
+bash scripts/run_tests.sh ARGUMENTS     ruff, mypy and what pytest runs with these arguments
+
+Each check runs whatever became of the one before. Ends with a line that names those that failed, and
+with exit code 1 if there are any.
+EOF
+}
+
+if [[ ${1:-} == --help || ${1:-} == -h ]]; then
+  usage
+  exit
+fi
 
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 bash scripts/setup_env.sh
@@ -15,12 +29,9 @@ export OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false TORCHDYNAMO_DISABLE=1 HF_H
 export CUDA_DEVICE_MAX_CONNECTIONS=1
 export VLLM_CPU_KVCACHE_SPACE=1 VLLM_CPU_OMP_THREADS_BIND=nobind
 
-# One test opens a report in a browser; in CI it fails without one.
-if [[ -n ${CI:-} && $EUID == 0 ]] && ! command -v chromium chromium-browser google-chrome >/dev/null
-then
-  apt-get update && apt-get install --yes --no-install-recommends chromium || echo "no browser"
-fi
-
+# Two tests at a time: most keep one core busy, or wait for each other's ranks.
+# In the order of collection, so that whole runs come first.
+two=(--numprocesses 2 --dist loadfile --no-loadscope-reorder)
 failed=()
 
 check() { # name, command
@@ -31,16 +42,20 @@ check() { # name, command
 check "ruff check" ruff check .
 check "ruff format" ruff format --check .
 check "mypy" mypy
-if (($#)); then
-  check "pytest" python -m pytest "$@"
-else
-  # Two tests at a time: most keep one core busy, or wait for each other's ranks.
-  # In the order of collection, so that whole runs come first.
-  two=(--numprocesses 2 --dist loadfile --no-loadscope-reorder)
+if [[ $# == 1 && $1 == --all ]]; then
+  # One test opens a report in a browser; in CI it fails without one.
+  if [[ -n ${CI:-} && $EUID == 0 ]] &&
+    ! command -v chromium chromium-browser google-chrome >/dev/null; then
+    apt-get update && apt-get install --yes --no-install-recommends chromium || echo "no browser"
+  fi
   # Hundreds of megabytes the first time, in no test's time.
   check "the CUDA packages of tests/cuda" python -m tests.cuda.stack
   check "pytest, unit tests" python -m pytest "${two[@]}" tests/unit
   check "pytest, the others" python -m pytest "${two[@]}" --ignore tests/unit
+elif (($#)); then
+  check "pytest" python -m pytest "$@"
+else
+  check "pytest, the quick tests" python -m pytest "${two[@]}" -m quick tests/unit tests/dist tests/e2e
 fi
 
 if ((${#failed[@]})); then

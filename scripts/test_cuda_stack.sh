@@ -3,7 +3,7 @@
 #
 #     bash scripts/test_cuda_stack.sh [further arguments of pytest]
 #
-# To be run when pins change: scripts/run_tests.sh runs the same tests on the packages alone. It
+# To be run when pins change: run_tests.sh --all runs the same tests on the packages alone. It
 # installs into .venv-cuda, compiles Transformer Engine's extension (MAX_JOBS files at a time), and
 # needs gcc, 16 GiB of disk, and a network the first time. Ends with what it found and how long each
 # stage took, which stands in .cache/cuda_stack.txt as well; exit code 1 if a test failed.

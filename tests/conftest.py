@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import shutil
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -13,6 +14,8 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from tests.rank_pool import ENVIRONMENT, ROOT, RankPool
+
+pytest.register_assert_rewrite("tests.bad_input_cases")
 
 os.environ.update({name: value for name, value in ENVIRONMENT.items() if name != "MASTER_ADDR"})
 
@@ -50,6 +53,24 @@ def checkpoint_factory(tmp_path_factory: pytest.TempPathFactory) -> Callable[...
 
 
 @pytest.fixture(scope="session")
+def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a checkpoint and prompts that pass all checks; see bad_input_folder.py."""
+    from tests.bad_input_folder import make_good_folder  # which imports transformers
+
+    here = tmp_path_factory.mktemp("bad_input") / "good"
+    make_good_folder(here)
+    return here
+
+
+@pytest.fixture
+def here(good: Path, tmp_path: Path) -> Path:
+    """A copy of the good folder to spoil; the cache of tokenised prompts is shared."""
+    shutil.copytree(good, tmp_path / "case")
+    (tmp_path / "cache").symlink_to(good.parent)
+    return tmp_path / "case"
+
+
+@pytest.fixture(scope="session")
 def ranks() -> Iterator[RankPool]:
     """Processes that play the ranks of small jobs."""
     pool = RankPool()
@@ -69,5 +90,14 @@ def warmed_checkpoint() -> Path:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Whole runs first: of two workers one would end with them, long after the other."""
-    items.sort(key=lambda item: not item.nodeid.startswith("tests/e2e/"))
+    """Unit tests are quick unless they are slow or want a model that takes a minute to make.
+
+    Whole runs come first, then jobs: of two workers one would end with them, long after the other.
+    """
+    for item in items:
+        is_slow = item.get_closest_marker("slow") or "warmed_checkpoint" in item.fixturenames
+        if item.nodeid.startswith("tests/unit/") and not is_slow:
+            item.add_marker(pytest.mark.quick)
+    folders = ("tests/e2e/", "tests/dist/")
+    items.sort(key=lambda item: not item.nodeid.startswith(folders[0]))
+    items.sort(key=lambda item: not item.nodeid.startswith(folders))

@@ -11,8 +11,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from mcore_rl.hf_config import LatentAttention, ModelShape
-from mcore_rl.hybrid_engine.checkpoint_tensors import trained_vocabulary_rows
+from mcore_rl.model.config_json import LatentAttention, ModelShape
+from mcore_rl.model.tensors import trained_vocabulary_rows
 
 Named = Iterator[tuple[str, tuple[int, ...]]]
 

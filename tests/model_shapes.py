@@ -8,11 +8,21 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from mcore_rl.hf_config import Experts, LatentAttention, ModelShape, read_model_shape
-from mcore_rl.known_to_transformers import model_class
+from mcore_rl.data.tokenizer import model_class
+from mcore_rl.model.config_json import Experts, LatentAttention, ModelShape, read_model_shape
+from mcore_rl.planner.settings import GB, Machine
 
 CONFIGS = Path(__file__).parent / "data" / "configs"
 # Written out, so that reading config.json can be compared with it.
+# Nodes of 8 GPUs of 80 GB, as far as traffic goes.
+MACHINE = Machine(
+    ranks_per_node=8,
+    gpu_bytes=80 * GB,
+    reserved_bytes=0,
+    host_bytes=0,
+    own_node_rate=400e9,
+    other_nodes_rate=50e9,
+)
 DEEPSEEK_V3_EXPERTS = Experts(
     num_experts=256,
     topk=8,

@@ -11,10 +11,10 @@ from typing import Any
 
 import numpy as np
 
-from mcore_rl.arguments import RLConfig
-from mcore_rl.health.stage_timers import STAGES
-from mcore_rl.recording.run_directory import RunDirectory
-from mcore_rl.types import Prompt, Rollout, ScoredRollout, StepStats
+from mcore_rl.batching.types import Prompt, Rollout, ScoredRollout, StepStats
+from mcore_rl.flags.options import RLConfig
+from mcore_rl.observe.run_directory import RunConfig, RunDirectory
+from mcore_rl.observe.stage_timers import STAGES
 
 GB = 10**9
 SECONDS = dict(zip(STAGES, (0.01, 1.2, 0.15, 0.4, 0.02, 1.1, 0.0, 0.0), strict=True))
@@ -80,15 +80,16 @@ def write_run(
     seed: int = 0,
     rollouts: Sequence[ScoredRollout] = (),
     config: Mapping[str, Any] | None = None,
+    about: Mapping[str, Any] | None = None,
     finish: bool = True,
 ) -> Path:
     """A run of `num_steps` steps, of which `asked` were asked for; `rollouts` at every fifth."""
     rng = random.Random(seed)
-    logger = logging.getLogger("mcore_rl.health.alarm_watch")
-    fields = {name: spec.default for name, spec in RLConfig.__dataclass_fields__.items()}
-    settings = {"lr": 1e-6, "tensor_model_parallel_size": 8, **fields, "kl_coef": 0.01}
-    settings |= {"num_steps": asked or num_steps, **(config or {})}
-    directory = RunDirectory(folder, settings)
+    logger = logging.getLogger("mcore_rl.trainer.recorder")
+    fields = {f"rl_{name}": value for name, value in RLConfig().as_dict().items()}
+    settings = {"lr": 1e-6, "tensor_model_parallel_size": 8, **fields, "rl_kl_coef": 0.01}
+    settings |= {"rl_num_steps": asked or num_steps, **(config or {})}
+    directory = RunDirectory(folder, RunConfig(resolved=settings, about=about or {}))
     logger.warning("a step: 4 prompts x 2 samples = 8 sequences")
     for step in range(num_steps):
         if step == 30:
@@ -125,7 +126,9 @@ def write_hostile_run(place: Path) -> Path:
     ]
     folder = place / '<img src=x onerror="window.hacked = 3">'
     write_run(folder, num_steps=1, rollouts=rollouts[:1], config={_ACTS: _ACTS, "lr": _ACTS})
-    directory = RunDirectory(folder, {"num_steps": 50, _ACTS: _ACTS}, first_step=1)
+    directory = RunDirectory(
+        folder, RunConfig(resolved={"rl_num_steps": 50, _ACTS: _ACTS}), first_step=1
+    )
     for step, rollout in enumerate([*rollouts, rollouts[0]], 1):
         parts = {f"reward/{_ACTS}/mean": 0.5, f"{_ACTS}/{_ACTS}": 1.0, "reward/mean": 0.5}
         parts["entropy"] = 0.5

@@ -1,9 +1,9 @@
 """What an update is made of: advantages, losses, corrections, and the recipes that combine them.
 
-    rewards -> shaping -> advantages -> policy and value loss -> sums for metrics
-               shaping    estimators    policy_losses             recipes says which of each
-                          gae           total_loss, aggregation
-                          kl            mismatch, value_loss
+    rewards -> advantages -> policy and value loss -> sums for metrics
+               estimators    policy_losses             recipes says which of each
+               kl            total_loss, aggregation
+                             mismatch, value_loss
 
 Everything here is pure: tensors in, tensors out, and neither Megatron nor vLLM nor
 torch.distributed. This file imports nothing, so that `mcore_rl.algorithms.registry` stays as light

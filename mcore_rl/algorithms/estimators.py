@@ -7,7 +7,9 @@
     remax                   return to go - r(greedy response)         arXiv 2310.10505
     reinforce_pp            whitened return to go                     arXiv 2501.03262
     reinforce_pp_baseline   whitened r_i - mean(r)                    arXiv 2501.03262
-    gae                     see `mcore_rl.algorithms.gae`
+    gae                     sum over k of (gamma lambda)^k delta      arXiv 1506.02438, eq. 16
+
+Also what happens to outcomes before: the overlong penalty, and which groups can teach.
 
 mean, std and sums run over the group, the responses to one prompt; r is the outcome of a sample.
 Shape legend: see `mcore_rl.algorithms`.
@@ -15,23 +17,86 @@ Shape legend: see `mcore_rl.algorithms`.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 import torch
 
-from mcore_rl.algorithms.advantage_types import (
-    AdvantageConfig,
-    AdvantageInputs,
-    AdvantageOutputs,
-)
+from mcore_rl.algorithms.aggregation import Segments, discounted_sums_to_go, masked
+from mcore_rl.algorithms.interfaces import AdvantageInputs, AdvantageOutputs
 from mcore_rl.algorithms.registry import advantage_estimator
-from mcore_rl.algorithms.segments import Segments, discounted_sums_to_go, masked
+from mcore_rl.common.errors import UsageError
+from mcore_rl.common.parameters import Parameters, param
+
+P = TypeVar("P", bound=Parameters)  # an estimator's own
 
 
-@advantage_estimator("grpo", compares_group=True, reads=())
-def grpo(inputs: AdvantageInputs, config: AdvantageConfig) -> AdvantageOutputs:
+@dataclass(frozen=True, slots=True)
+class Discount(Parameters):
+    """Of estimators that look at when a reward came."""
+
+    gamma: float = param(
+        1.0,
+        "what a reward one token later is worth",
+        least=0,
+        most=1,
+        advice="later rewards count at most fully, so choose for example 1",
+    )
+
+
+def advantages_of_valid(
+    estimator: Callable[[AdvantageInputs, P], AdvantageOutputs],
+    inputs: AdvantageInputs,
+    config: P,
+    valid: np.ndarray,
+) -> AdvantageOutputs:
+    """What `estimator` says as if samples that are not `valid` `[n]` did not exist; theirs is 0.
+
+    No mean, deviation, baseline or whitening has a sample whose reward failed, whatever the
+    estimator. Their tokens must not be in `inputs.loss_mask`. Collective as the estimator is.
+    """
+    if valid.all():
+        return estimator(inputs, config)
+    number_among_valid = np.cumsum(valid) - 1
+    here = valid[inputs.rows]
+    samples = torch.from_numpy(here).to(inputs.lengths.device)
+    tokens = samples.repeat_interleave(inputs.lengths)
+    assert not inputs.loss_mask[~tokens].any(), "a sample without a reward is learnt from"
+    found = estimator(
+        dataclasses.replace(
+            inputs,
+            scores=inputs.scores[valid],
+            group_ids=inputs.group_ids[valid],
+            response_lengths=inputs.response_lengths[valid],
+            rows=number_among_valid[inputs.rows[here]],
+            token_rewards=inputs.token_rewards[tokens],
+            loss_mask=inputs.loss_mask[tokens],
+            lengths=inputs.lengths[samples],
+            baselines=None if inputs.baselines is None else inputs.baselines[valid],
+            values=None if inputs.values is None else inputs.values[tokens],
+        ),
+        config,
+    )
+
+    def in_place(values: torch.Tensor) -> torch.Tensor:
+        everywhere = values.new_zeros(tokens.shape)
+        everywhere[tokens] = values
+        return everywhere
+
+    return AdvantageOutputs(
+        in_place(found.advantages), None if found.returns is None else in_place(found.returns)
+    )
+
+
+EPS = 1e-6  # added to a standard deviation before dividing by it
+
+
+@advantage_estimator("grpo", compares_group=True)
+def grpo(inputs: AdvantageInputs, config: Parameters) -> AdvantageOutputs:
     """GRPO: (r - mean) / (std + eps) for all tokens of a response.
 
     The standard deviation is that of a sample (divisor n - 1), as in the code that the authors of
@@ -42,13 +107,13 @@ def grpo(inputs: AdvantageInputs, config: AdvantageConfig) -> AdvantageOutputs:
     def normalised(scores: np.ndarray, lengths: np.ndarray) -> np.ndarray:
         centred = scores - math.fsum(scores) / scores.size
         std = math.sqrt(math.fsum(centred**2) / (scores.size - 1))
-        return centred / (std + config.eps)
+        return centred / (std + EPS)
 
     return _per_response(inputs, normalised)
 
 
-@advantage_estimator("dr_grpo", compares_group=True, reads=())
-def dr_grpo(inputs: AdvantageInputs, config: AdvantageConfig) -> AdvantageOutputs:
+@advantage_estimator("dr_grpo", compares_group=True)
+def dr_grpo(inputs: AdvantageInputs, config: Parameters) -> AdvantageOutputs:
     """Dr. GRPO: r - mean.
 
     Without GRPO's division, which favours prompts that are almost always or almost never solved. A
@@ -61,8 +126,8 @@ def dr_grpo(inputs: AdvantageInputs, config: AdvantageConfig) -> AdvantageOutput
     return _per_response(inputs, centred)
 
 
-@advantage_estimator("rloo", compares_group=True, reads=())
-def rloo(inputs: AdvantageInputs, config: AdvantageConfig) -> AdvantageOutputs:
+@advantage_estimator("rloo", compares_group=True)
+def rloo(inputs: AdvantageInputs, config: Parameters) -> AdvantageOutputs:
     """RLOO: r minus the mean of the group's other n - 1 outcomes, = (r - mean) * n / (n - 1).
 
     A group of equal outcomes gets exactly 0, and so does a group of one, which has nothing to be
@@ -76,8 +141,8 @@ def rloo(inputs: AdvantageInputs, config: AdvantageConfig) -> AdvantageOutputs:
     return _per_response(inputs, against_the_others)
 
 
-@advantage_estimator("opo", compares_group=True, reads=())
-def opo(inputs: AdvantageInputs, config: AdvantageConfig) -> AdvantageOutputs:
+@advantage_estimator("opo", compares_group=True)
+def opo(inputs: AdvantageInputs, config: Parameters) -> AdvantageOutputs:
     """OPO: r - sum(length * r) / sum(length).
 
     The baseline of least variance if the gradients of a response's tokens are orthogonal and of
@@ -93,8 +158,8 @@ def opo(inputs: AdvantageInputs, config: AdvantageConfig) -> AdvantageOutputs:
     return _per_response(inputs, against_weighted_mean)
 
 
-@advantage_estimator("remax", needs_greedy_baseline=True, reads=())
-def remax(inputs: AdvantageInputs, config: AdvantageConfig) -> AdvantageOutputs:
+@advantage_estimator("remax", needs_greedy_baseline=True)
+def remax(inputs: AdvantageInputs, config: Parameters) -> AdvantageOutputs:
     """ReMax: the undiscounted return to go minus the reward of the prompt's greedy response.
 
     RuntimeError: no baselines.
@@ -109,16 +174,16 @@ def remax(inputs: AdvantageInputs, config: AdvantageConfig) -> AdvantageOutputs:
     return AdvantageOutputs(masked(inputs.loss_mask, advantages).float())
 
 
-@advantage_estimator("reinforce_pp", reads=("gamma",))
-def reinforce_pp(inputs: AdvantageInputs, config: AdvantageConfig) -> AdvantageOutputs:
+@advantage_estimator("reinforce_pp", Discount())
+def reinforce_pp(inputs: AdvantageInputs, config: Discount) -> AdvantageOutputs:
     """REINFORCE++: token returns to go, discounted by gamma, whitened over the global batch."""
     segments = Segments.of(inputs.lengths, inputs.loss_mask)
     returns = returns_to_go(inputs, segments, config.gamma)
-    return AdvantageOutputs(whiten(returns, inputs, config.eps))
+    return AdvantageOutputs(whiten(returns, inputs))
 
 
-@advantage_estimator("reinforce_pp_baseline", compares_group=True, reads=())
-def reinforce_pp_baseline(inputs: AdvantageInputs, config: AdvantageConfig) -> AdvantageOutputs:
+@advantage_estimator("reinforce_pp_baseline", compares_group=True)
+def reinforce_pp_baseline(inputs: AdvantageInputs, config: Parameters) -> AdvantageOutputs:
     """REINFORCE++ with baseline: r - mean of the group, whitened over the global batch's tokens.
 
     A group of equal outcomes starts at exactly 0; whitening then moves all tokens by the same mean,
@@ -130,7 +195,7 @@ def reinforce_pp_baseline(inputs: AdvantageInputs, config: AdvantageConfig) -> A
 
     segments = Segments.of(inputs.lengths, inputs.loss_mask)
     per_response = _of_rows(_by_group(inputs, centred), inputs)
-    return AdvantageOutputs(whiten(segments.to_tokens(per_response), inputs, config.eps))
+    return AdvantageOutputs(whiten(segments.to_tokens(per_response), inputs))
 
 
 def returns_to_go(inputs: AdvantageInputs, segments: Segments, gamma: float) -> torch.Tensor:
@@ -141,7 +206,7 @@ def returns_to_go(inputs: AdvantageInputs, segments: Segments, gamma: float) -> 
     return returns
 
 
-def whiten(values: torch.Tensor, inputs: AdvantageInputs, eps: float) -> torch.Tensor:
+def whiten(values: torch.Tensor, inputs: AdvantageInputs) -> torch.Tensor:
     """(values - mean) / (std + eps) over all loss tokens of all ranks, `[t]` float32.
 
     The variance's divisor is the number of tokens n, as in the code of the authors of REINFORCE++
@@ -157,7 +222,7 @@ def whiten(values: torch.Tensor, inputs: AdvantageInputs, eps: float) -> torch.T
     # From the centred values: mean of squares minus square of mean loses its digits.
     std = (inputs.global_sum(centred.square().sum()) / num_tokens).sqrt()
     all_equal = std <= 1e-12 * total[2] / num_tokens  # false for nan, which is to be seen
-    return torch.where(all_equal, torch.zeros_like(centred), centred / (std + eps)).float()
+    return torch.where(all_equal, torch.zeros_like(centred), centred / (std + EPS)).float()
 
 
 def finite_scores(scores: np.ndarray, group_ids: np.ndarray) -> np.ndarray:
@@ -213,3 +278,105 @@ def _per_response(
     segments = Segments.of(inputs.lengths, inputs.loss_mask)
     per_response = _of_rows(_by_group(inputs, compare), inputs).float()
     return AdvantageOutputs(masked(inputs.loss_mask, segments.to_tokens(per_response)))
+
+
+@dataclass(frozen=True, slots=True)
+class GAE(Discount):
+    """What generalised advantage estimation is told."""
+
+    gae_lambda: float = param(
+        0.95,
+        "of GAE: 0 trusts the critic, 1 the rewards alone",
+        least=0,
+        most=1,
+        advice="later rewards count at most fully, so choose for example 1",
+    )
+    whiten_advantages: bool = param(True, "to mean 0 and deviation 1 over all tokens")
+
+
+@advantage_estimator("gae", GAE(), needs_critic=True)
+def gae(inputs: AdvantageInputs, config: GAE) -> AdvantageOutputs:
+    """Generalised advantage estimation (Schulman et al., arXiv 1506.02438, eq. 16), with a critic.
+
+        delta_j = r_j + gamma V_{j+1} - V_j            V beyond the last token is 0: responses end
+        A_j     = sum over k >= 0 of (gamma lambda)^k delta_{j+k}
+        R_j     = A_j + V_j                            what the critic learns
+
+    The paper neither whitens nor fixes a divisor; whitening is from PPO's implementations. All is
+    in float64 up to the end.
+
+    `inputs.values` at position j is the critic's value before token j+1, the one that j scores.
+    `config.whiten_advantages` whitens the advantages over the global batch, never the returns.
+
+    RuntimeError: no values.
+    """
+    if inputs.values is None:
+        raise RuntimeError("gae needs the critic's values, but there are none")
+    tokens_left = Segments.of(inputs.lengths, inputs.loss_mask).tokens_left()
+    rewards = inputs.token_rewards[inputs.loss_mask].double()
+    values = inputs.values[inputs.loss_mask].double()
+    following = torch.where(tokens_left > 0, values.roll(-1), torch.zeros_like(values))
+    deltas = rewards + config.gamma * following - values
+    advantages = discounted_sums_to_go(deltas, tokens_left, config.gamma * config.gae_lambda)
+    per_token = _scattered(advantages, inputs)
+    return AdvantageOutputs(
+        advantages=whiten(per_token, inputs) if config.whiten_advantages else per_token.float(),
+        returns=_scattered(advantages + values, inputs).float(),
+    )
+
+
+def _scattered(loss_tokens: torch.Tensor, inputs: AdvantageInputs) -> torch.Tensor:
+    tokens = torch.zeros_like(inputs.token_rewards, dtype=torch.float64)
+    tokens[inputs.loss_mask] = loss_tokens
+    return tokens
+
+
+def check_overlong_buffer(buffer_tokens: int, max_response_tokens: int) -> None:
+    """UsageError: the buffer is not within the response budget. 0 turns the penalty off."""
+    if not 0 <= buffer_tokens <= max_response_tokens:
+        raise UsageError(
+            f"is not between 0 and --rl-max-response-tokens {max_response_tokens}",
+            flag=f"--rl-overlong-buffer-tokens {buffer_tokens}",
+            remedy="the penalty grows over the last tokens of that budget, so choose for example "
+            f"{max(1, max_response_tokens // 5)}",
+        )
+
+
+def overlong_penalty(
+    response_lengths: np.ndarray, *, buffer_tokens: int, max_response_tokens: int
+) -> np.ndarray:
+    """DAPO's soft overlong punishment, `[n]` float64 in [-1, 0], to be added to the scores.
+
+        0                                    length <= max - buffer
+        (max - buffer - length) / buffer     up to max
+        -1                                   beyond
+
+    (arXiv 2503.14476, eq. 13.) A response that was cut at the budget gets -1.
+
+    response_lengths: `[n]` int64, generated tokens. A buffer of 0 gives no penalty at all.
+    """
+    check_overlong_buffer(buffer_tokens, max_response_tokens)
+    lengths = np.asarray(response_lengths, dtype=np.float64)
+    if buffer_tokens == 0:
+        return np.zeros_like(lengths)
+    over = lengths - (max_response_tokens - buffer_tokens)
+    return 0.0 - np.clip(over / buffer_tokens, 0.0, 1.0)  # 0.0 - x: without negative zeros
+
+
+def select_informative_groups(scores: np.ndarray, group_ids: np.ndarray) -> np.ndarray:
+    """`[k]`, rising: ids of the groups whose scores are not all equal.
+
+    Only these have an advantage other than 0; dynamic sampling (arXiv 2503.14476, section 3.2)
+    draws prompts again until there are enough of them. The paper asks for an accuracy strictly
+    between 0 and 1, which for rewards of 0 and 1 is the same.
+
+    scores: `[n]` finite, before any penalty for length (a penalty makes equal outcomes unequal);
+    group_ids: `[n]`. RuntimeError: a score is not finite.
+    """
+    values, groups = finite_scores(scores, group_ids), np.asarray(group_ids)
+    informative = [
+        groups[members[0]]
+        for members in members_by_group(groups)
+        if values[members].min() != values[members].max()
+    ]
+    return np.asarray(informative, dtype=groups.dtype)

@@ -9,14 +9,41 @@ from typing import Literal, Protocol
 
 import torch
 
-from mcore_rl.algorithms.segments import masked
-from mcore_rl.errors import UsageError
+from mcore_rl.algorithms.aggregation import masked
+from mcore_rl.common.errors import UsageError
+from mcore_rl.common.parameters import Parameters, param
 
 KLEstimator = Literal["k1", "k2", "k3"]
 
 # exp(20) = 4.9e8: far beyond any ratio that a healthy step meets, and far enough below the largest
 # float32 (exp(88.7)) for products with advantages and sums over a mini-batch to stay finite.
 MAX_LOG_RATIO = 20.0
+
+
+@dataclass(frozen=True, slots=True)
+class KLParameters(Parameters):
+    """What the user says of the KL to the reference policy; None leaves it to the recipe."""
+
+    kl_coef: float | None = param(
+        None,
+        "weight of the KL to the reference policy in the loss",
+        least=0,
+        advice="choose 0 to leave the term out",
+    )
+    kl_in_reward: bool | None = param(None, "take that KL from the reward, token by token")
+    kl_reward_coef: float | None = param(
+        None, "its weight there", least=0, advice="choose 0 to leave the KL out"
+    )
+    kl_target: float | None = param(
+        None,
+        "nats per token that the weight in the reward is adapted to (arXiv 1909.08593)",
+        above=0,
+        advice="choose for example 0.01",
+    )
+    kl_horizon: float = param(
+        10_000.0, "samples over which it is adapted", above=0, advice="choose for example 10000"
+    )
+    kl_estimator: KLEstimator | None = param(None, "estimator of the KL")
 
 
 def kl_estimate(
@@ -99,9 +126,6 @@ class FixedKL:
 
     coef: float
 
-    def __post_init__(self) -> None:
-        _check_coef(self.coef)
-
     def update(self, kl: float, num_samples: int) -> None:
         """Nothing to do."""
 
@@ -121,27 +145,21 @@ class AdaptiveKL:
     The paper writes a constant 0.1 in place of num_samples / horizon; its code has the latter,
     which makes the speed independent of how many samples a step has. Without the bound of 1 a step
     of more than five horizons could turn the coefficient negative. A non-finite KL changes nothing.
-    `target` is per token, as the KL is; the paper's is per response. UsageError on a value out of
-    range.
+    `target` is per token, as the KL is; the paper's is per response. UsageError: a coefficient of
+    0.
     """
 
-    coef: float  # --rl-kl-reward-coef: where it starts
-    target: float  # --rl-kl-target: nats per token
-    horizon: float = 10_000.0  # --rl-kl-horizon: samples after which a constant error shows in full
+    coef: float  # where it starts
+    target: float  # nats per token
+    horizon: float = 10_000.0  # samples after which a constant error shows in full
     _max_error: float = field(default=0.2, init=False, repr=False)
 
     def __post_init__(self) -> None:
-        _check_coef(self.coef)
-        for flag, value in (("--rl-kl-target", self.target), ("--rl-kl-horizon", self.horizon)):
-            if not 0.0 < value < math.inf:
-                raise UsageError(
-                    f"{flag} {value} is not a positive number: choose for example "
-                    f"{'0.01' if flag == '--rl-kl-target' else '10000'}."
-                )
         if self.coef == 0.0:
             raise UsageError(
-                f"--rl-kl-reward-coef {self.coef} cannot be adapted, because every multiple of it "
-                "is 0: start above 0, or drop --rl-kl-target."
+                "cannot be adapted, because every multiple of it is 0",
+                flag=f"--rl-kl-reward-coef {self.coef}",
+                remedy="start above 0, or drop --rl-kl-target",
             )
 
     def update(self, kl: float, num_samples: int) -> None:
@@ -155,11 +173,3 @@ class AdaptiveKL:
 
     def load_state_dict(self, state: Mapping[str, float]) -> None:
         self.coef = float(state.get("coef", self.coef))
-
-
-def _check_coef(coef: float) -> None:
-    if not 0.0 <= coef < math.inf:
-        raise UsageError(
-            f"--rl-kl-reward-coef {coef} is not a number of 0 or more: choose 0 to leave the KL "
-            "out."
-        )

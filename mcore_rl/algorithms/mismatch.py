@@ -19,81 +19,69 @@ generated tokens: a token of weight 0 counts as one that teaches nothing.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Literal
 
 import torch
 
+from mcore_rl.algorithms.aggregation import Segments, TokenSums, masked
 from mcore_rl.algorithms.kl import kl_estimate
-from mcore_rl.algorithms.loss_types import bounded_ratio
-from mcore_rl.algorithms.registry import unknown_name
-from mcore_rl.algorithms.segments import Segments, masked
-from mcore_rl.algorithms.sums import TokenSums
-from mcore_rl.errors import UsageError
+from mcore_rl.algorithms.policy_losses import bounded_ratio
+from mcore_rl.common.errors import UsageError
+from mcore_rl.common.parameters import Parameters, param
 
 MismatchCorrection = Literal[
     "none", "token_tis", "sequence_tis", "icepop", "geometric_rejection", "product_rejection"
 ]
-MISMATCH_CORRECTIONS: tuple[MismatchCorrection, ...] = get_args(MismatchCorrection)
-CAPPED = ("token_tis", "sequence_tis")
-DEFAULT_CAP = 2.0
+
+
+@dataclass(frozen=True, slots=True)
+class Cap(Parameters):
+    """Of the corrections that truncate."""
+
+    mismatch_cap: float = param(
+        2.0,
+        "largest weight of the two that truncate",
+        above=0,
+        advice="weights above it are lowered to it, so choose for example 2",
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Band(Parameters):
+    """Of the corrections that leave out what is outside; 0 <= low < high."""
+
+    mismatch_low: float = param(0.5, "least ratio that the others keep")
+    mismatch_high: float = param(5.0, "and the largest")
+
+    def __post_init__(self) -> None:
+        low, high = self.mismatch_low, self.mismatch_high
+        if not 0.0 <= low < high < math.inf:
+            raise UsageError(
+                f"and --rl-mismatch-high {high} are not 0 <= low < high",
+                flag=f"--rl-mismatch-low {low}",
+                remedy="ratios between them are kept, so choose for example 0.5 and 2",
+            )
+
+
 # A mean over a response lies much closer to 1 than a token's ratio or a product.
-DEFAULT_BOUNDS = {
-    "icepop": (0.5, 5.0),
-    "geometric_rejection": (0.999, 1.001),
-    "product_rejection": (0.5, 2.0),
+CORRECTIONS: Mapping[str, Parameters] = {
+    "none": Parameters(),
+    "token_tis": Cap(),
+    "sequence_tis": Cap(),
+    "icepop": Band(0.5, 5.0),
+    "geometric_rejection": Band(0.999, 1.001),
+    "product_rejection": Band(0.5, 2.0),
 }
 
 
 @dataclass(frozen=True, slots=True)
 class MismatchConfig:
-    """A correction and its bounds; None takes the default of the correction that has one.
+    """A correction and its parameters."""
 
-    UsageError: an unknown correction, a bound that the correction does not have or out of range.
-    """
-
-    correction: MismatchCorrection = "none"  # --rl-mismatch-correction
-    cap: float | None = None  # --rl-mismatch-cap: of the two that truncate
-    low: float | None = None  # --rl-mismatch-low: of the others
-    high: float | None = None  # --rl-mismatch-high
-
-    def __post_init__(self) -> None:
-        if self.correction not in MISMATCH_CORRECTIONS:
-            raise unknown_name(
-                "--rl-mismatch-correction", self.correction, "correction", MISMATCH_CORRECTIONS
-            )
-        self._refuse("--rl-mismatch-cap", self.cap, CAPPED)
-        self._refuse("--rl-mismatch-low", self.low, DEFAULT_BOUNDS)
-        self._refuse("--rl-mismatch-high", self.high, DEFAULT_BOUNDS)
-        if self.cap is not None and not 0.0 < self.cap < math.inf:
-            raise UsageError(
-                f"--rl-mismatch-cap {self.cap} is not a positive number: weights above it are "
-                "lowered to it, so choose for example 2."
-            )
-        if self.correction in DEFAULT_BOUNDS:
-            low, high = self.bounds
-            if not 0.0 <= low < high < math.inf:
-                raise UsageError(
-                    f"--rl-mismatch-low {low} and --rl-mismatch-high {high} are not 0 <= low < "
-                    "high: ratios between them are kept, so choose for example 0.5 and 2."
-                )
-
-    def _refuse(self, flag: str, value: float | None, owners: Collection[str]) -> None:
-        if value is not None and self.correction not in owners:
-            raise UsageError(
-                f"{flag} {value} has no effect with --rl-mismatch-correction {self.correction}: "
-                f"drop it, or choose {' or '.join(owners)}."
-            )
-
-    @property
-    def weight_cap(self) -> float:
-        return DEFAULT_CAP if self.cap is None else self.cap
-
-    @property
-    def bounds(self) -> tuple[float, float]:
-        low, high = DEFAULT_BOUNDS[self.correction]
-        return low if self.low is None else self.low, high if self.high is None else self.high
+    correction: MismatchCorrection = "none"
+    parameters: Parameters = Parameters()
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,10 +143,11 @@ def mismatch_weights(
         log_ratio = segments.to_tokens(segments.mean(log_ratio))
     ratio, weights = bounded_ratio(log_ratio), torch.ones_like(old)
     rejected = truncated = torch.zeros_like(loss_mask)
-    if config.correction in CAPPED:
-        weights, truncated = ratio.clamp(max=config.weight_cap), ratio > config.weight_cap
-    elif config.correction != "none":
-        low, high = config.bounds
+    if isinstance(config.parameters, Cap):
+        cap = config.parameters.mismatch_cap
+        weights, truncated = ratio.clamp(max=cap), ratio > cap
+    elif isinstance(config.parameters, Band):
+        low, high = config.parameters.mismatch_low, config.parameters.mismatch_high
         rejected = ~((ratio >= low) & (ratio <= high))
         kept = ratio if config.correction == "icepop" else weights
         weights = torch.where(rejected, torch.zeros_like(kept), kept)

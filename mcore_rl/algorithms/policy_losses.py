@@ -1,25 +1,88 @@
-"""Policy losses whose ratio is a token's own: ppo_clip, cispo, sapo, policy_gradient.
+"""Policy losses by a token's own ratio (ppo_clip, cispo, sapo, policy_gradient) and by a whole
+response's (gspo, gmpo).
 
 All are losses per token, unreduced; `total_loss` weighs and adds them up. r is the ratio
-exp(log_probs - old_log_probs), A the advantage. Those whose ratio is a whole response's are in
-`sequence_losses`.
+exp(log_probs - old_log_probs), A the advantage.
+
+The papers of gspo and gmpo average over responses, J = mean over i of J_i: seq_mean_token_mean.
+Written as a loss per token they are right under every aggregation: with J_i at each of its tokens,
+the other modes weigh whole responses by their length (token_mean), or by length / constant, and
+nothing else.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
+
 import torch
 
-from mcore_rl.algorithms.loss_types import (
-    PolicyLossConfig,
-    PolicyLossInputs,
-    TokenLosses,
-    bounded_ratio,
-)
+from mcore_rl.algorithms.aggregation import Aggregation, Segments
+from mcore_rl.algorithms.interfaces import PolicyLossInputs, TokenLosses
+from mcore_rl.algorithms.kl import MAX_LOG_RATIO, KLEstimator
 from mcore_rl.algorithms.registry import policy_loss
+from mcore_rl.common.parameters import Parameters, param
+
+
+@dataclass(frozen=True, slots=True)
+class Clip(Parameters):
+    """The range that ratios count in; each loss says its own defaults."""
+
+    clip_eps_lower: float = param(
+        0.2,
+        "lower clip range of the probability ratio",
+        above=0,
+        most=1,
+        advice="ratios are clipped below at 1 minus it, so choose for example 0.2",
+    )
+    clip_eps_upper: float = param(
+        0.2,
+        "upper clip range; a larger one is clip-higher",
+        above=0,
+        advice="ratios are clipped above at 1 plus it, so choose for example 0.2, or 0.28 for "
+        "clip-higher",
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class DualClip(Clip):
+    """`Clip`, and a bound where it has none."""
+
+    dual_clip: float | None = param(
+        None,
+        "bound on ratios where the advantage is negative",
+        above=1,
+        advice="it bounds the probability ratios of tokens of negative advantage, so choose for "
+        "example 3",
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class PolicyLossConfig:
+    """What the policy's loss is made of: the surrogate, and the terms that join it."""
+
+    policy_loss: str = "ppo_clip"  # a name in the registry
+    parameters: Parameters = field(default_factory=DualClip)  # its own
+    aggregation: Aggregation = field(default_factory=Aggregation)
+    kl_coef: float = 0.0  # of the KL to the reference policy, in the loss
+    kl_estimator: KLEstimator = "k3"
+    entropy_coef: float = 0.0
+
+
+def bounded_ratio(log_ratio: torch.Tensor) -> torch.Tensor:
+    """exp(log_ratio), with log-ratios above MAX_LOG_RATIO taken as that, without gradient.
+
+    Where a loss clips, this only ever touches tokens of negative advantage (those of positive
+    advantage are clipped long before). There it bounds what one token, 5e8 times as likely as when
+    it was sampled, can do to an update.
+    """
+    return log_ratio.clamp(max=MAX_LOG_RATIO).exp()
+
+
+_STEEPNESS = "it is the steepness of a gate, so choose for example 1"
 
 
 def clipped_objective(
-    ratio: torch.Tensor, advantages: torch.Tensor, config: PolicyLossConfig
+    ratio: torch.Tensor, advantages: torch.Tensor, config: DualClip
 ) -> TokenLosses:
     """-min(ratio A, clip(ratio, 1 - clip_eps_lower, 1 + clip_eps_upper) A), with dual clipping.
 
@@ -37,8 +100,8 @@ def clipped_objective(
     return TokenLosses(-objective, (advantages < 0) & (ratio < low), clipped_upper)
 
 
-@policy_loss("ppo_clip", reads=("clip_eps_lower", "clip_eps_upper", "dual_clip"))
-def ppo_clip(inputs: PolicyLossInputs, config: PolicyLossConfig) -> TokenLosses:
+@policy_loss("ppo_clip", DualClip())
+def ppo_clip(inputs: PolicyLossInputs, config: DualClip) -> TokenLosses:
     """PPO's pessimistic objective (arXiv 1707.06347, eq. 7), as in GRPO (arXiv 2402.03300, eq. 3).
 
     A `clip_eps_upper` above the lower one is DAPO's clip-higher (arXiv 2503.14476, eq. 10). With
@@ -50,8 +113,9 @@ def ppo_clip(inputs: PolicyLossInputs, config: PolicyLossConfig) -> TokenLosses:
     return clipped_objective(ratio, inputs.advantages, config)
 
 
-@policy_loss("cispo", reads=("clip_eps_lower", "clip_eps_upper"))
-def cispo(inputs: PolicyLossInputs, config: PolicyLossConfig) -> TokenLosses:
+# The paper does not say its upper bound: 5 is that of ScaleRL, arXiv 2510.13786.
+@policy_loss("cispo", Clip(clip_eps_lower=1.0, clip_eps_upper=4.0))
+def cispo(inputs: PolicyLossInputs, config: Clip) -> TokenLosses:
     """CISPO (MiniMax-M1, arXiv 2506.13585, eq. 4): -stop_gradient(clip(r)) A log_prob.
 
     The weight is clipped and not the update, so every token keeps its gradient; those counted as
@@ -64,8 +128,18 @@ def cispo(inputs: PolicyLossInputs, config: PolicyLossConfig) -> TokenLosses:
     return TokenLosses(loss, ratio < low, ratio > high)
 
 
-@policy_loss("sapo", reads=("sapo_temperature_positive", "sapo_temperature_negative"))
-def sapo(inputs: PolicyLossInputs, config: PolicyLossConfig) -> TokenLosses:
+@dataclass(frozen=True, slots=True)
+class Gate(Parameters):
+    """How steep SAPO's gate is."""
+
+    sapo_temperature_positive: float = param(
+        1.0, "of SAPO's gate, for good tokens", above=0, advice=_STEEPNESS
+    )
+    sapo_temperature_negative: float = param(1.05, "and for bad ones", above=0, advice=_STEEPNESS)
+
+
+@policy_loss("sapo", Gate())
+def sapo(inputs: PolicyLossInputs, config: Gate) -> TokenLosses:
     """Soft adaptive policy optimisation (arXiv 2511.20347): -gate(r) A.
 
         gate(r) = 4 / tau * sigmoid(tau (r - 1))
@@ -83,8 +157,8 @@ def sapo(inputs: PolicyLossInputs, config: PolicyLossConfig) -> TokenLosses:
     return TokenLosses(-gate * inputs.advantages, none, none)
 
 
-@policy_loss("policy_gradient", reads=())
-def policy_gradient(inputs: PolicyLossInputs, config: PolicyLossConfig) -> TokenLosses:
+@policy_loss("policy_gradient")
+def policy_gradient(inputs: PolicyLossInputs, config: Parameters) -> TokenLosses:
     """REINFORCE: -A log_prob.
 
     Right for one update per step. In later mini-batches the policy is no longer the one that drew
@@ -92,3 +166,49 @@ def policy_gradient(inputs: PolicyLossInputs, config: PolicyLossConfig) -> Token
     """
     none = torch.zeros_like(inputs.loss_mask)
     return TokenLosses(-inputs.advantages * inputs.log_probs, none, none)
+
+
+@policy_loss("gspo", DualClip(clip_eps_lower=3e-4, clip_eps_upper=4e-4))
+def gspo(inputs: PolicyLossInputs, config: DualClip) -> TokenLosses:
+    """GSPO (arXiv 2507.18071, eq. 5 and 7): PPO's objective with one ratio per response.
+
+        s = exp(mean over the response of log_prob - old_log_prob)
+
+    In the form of GSPO-token (eq. 13 and 14), each token has the value s and the gradient of its
+    own log-prob, s_j = stop_gradient(s) * p_j / stop_gradient(p_j). With one advantage for all
+    tokens of a response the mean over them has value and gradient of -min(s A, clip(s) A); with one
+    per token it is the paper's token variant. Clip ranges are far smaller than PPO's (the paper's
+    are 3e-4 and 4e-4), since s is a mean. Responses are clipped whole.
+    """
+    segments = Segments.of(inputs.lengths, inputs.loss_mask)
+    mean = segments.mean((inputs.log_probs - inputs.old_log_probs).detach())
+    own_gradient = inputs.log_probs - inputs.log_probs.detach()
+    ratio = bounded_ratio(segments.to_tokens(mean) + own_gradient)
+    return clipped_objective(ratio, inputs.advantages, config)
+
+
+@policy_loss("gmpo", Clip(clip_eps_lower=0.4, clip_eps_upper=0.4))
+def gmpo(inputs: PolicyLossInputs, config: Clip) -> TokenLosses:
+    """GMPO (arXiv 2507.20673, eq. 4): the geometric mean of ratios that are clipped token by token.
+
+        -A exp(mean over the response of l)
+        l = min(log_ratio, clip_eps_upper) for A > 0, max(log_ratio, -clip_eps_lower) for A < 0
+
+    The bounds are on the log-ratio, as the paper's exp(-0.4) and exp(0.4). A clipped token has no
+    gradient, and its ratio still counts in the mean of the others. With one advantage per token,
+    which the paper does not have, the mean ratio multiplies each.
+    """
+    segments = Segments.of(inputs.lengths, inputs.loss_mask)
+    log_ratio = inputs.log_probs - inputs.old_log_probs
+    good, bad = inputs.advantages > 0, inputs.advantages < 0
+    bounded = torch.where(
+        bad,
+        log_ratio.clamp(-config.clip_eps_lower, MAX_LOG_RATIO),
+        log_ratio.clamp(max=config.clip_eps_upper),
+    )
+    ratio = segments.to_tokens(segments.mean(bounded).exp())
+    return TokenLosses(
+        -inputs.advantages * ratio,
+        bad & (log_ratio < -config.clip_eps_lower),
+        good & (log_ratio > config.clip_eps_upper),
+    )

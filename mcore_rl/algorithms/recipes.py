@@ -7,48 +7,92 @@ refuses what cannot go together or would have no effect.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from mcore_rl.algorithms.advantage_types import AdvantageConfig
 from mcore_rl.algorithms.aggregation import Aggregation, AggregationMode
-from mcore_rl.algorithms.algorithm_checks import check_parts, resolved_kl
-from mcore_rl.algorithms.kl import AdaptiveKL, FixedKL, KLController, KLEstimator
-from mcore_rl.algorithms.loss_types import PolicyLossConfig
-from mcore_rl.algorithms.mismatch import MismatchConfig, MismatchCorrection
-from mcore_rl.algorithms.registry import find_advantage_estimator, find_policy_loss, unknown_name
-from mcore_rl.algorithms.shaping import check_overlong_buffer
+from mcore_rl.algorithms.algorithm_checks import check_parts
+from mcore_rl.algorithms.estimators import check_overlong_buffer
+from mcore_rl.algorithms.kl import AdaptiveKL, FixedKL, KLController, KLEstimator, KLParameters
+from mcore_rl.algorithms.mismatch import CORRECTIONS, MismatchConfig, MismatchCorrection
+from mcore_rl.algorithms.policy_losses import PolicyLossConfig
+from mcore_rl.algorithms.registry import (
+    find_advantage_estimator,
+    find_policy_loss,
+    owners_by_kind,
+    unknown_name,
+)
 from mcore_rl.algorithms.value_loss import ValueLossConfig
+from mcore_rl.common.errors import UsageError
+from mcore_rl.common.parameters import Parameter, Parameters, param, parameters_of, with_values
 
 KLPlace = Literal["none", "loss", "reward"]
+DEFAULT_KL_REWARD_COEF = 0.01
 
 
-@dataclass(frozen=True, slots=True)
-class Recipe:
-    """Defaults of one published algorithm. Every part can be replaced by the flag of its name."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recipe(Parameters):
+    """Defaults of one published algorithm. Every part can be replaced by the flag of its name.
 
-    advantage: str = "grpo"
-    policy_loss: str = "ppo_clip"
-    loss_aggregation: AggregationMode = "token_mean"
-    clip_eps_lower: float = 0.2
-    clip_eps_upper: float = 0.2
-    dual_clip: float | None = None
-    sapo_temperature_positive: float = 1.0
-    sapo_temperature_negative: float = 1.05
+    Estimator, loss and correction have parameters of their own, with defaults of their own;
+    `parameters` holds what the recipe wants otherwise, as dapo its upper clip range.
+    """
+
+    advantage: str = param(
+        "grpo",
+        "estimator: gae, grpo, dr_grpo, rloo, opo, remax, reinforce_pp, reinforce_pp_baseline, or "
+        "one of --rl-import",
+    )
+    policy_loss: str = param(
+        "ppo_clip", "ppo_clip, gspo, cispo, gmpo, sapo, policy_gradient, or one of --rl-import"
+    )
+    parameters: Mapping[str, Any] = field(default_factory=dict)
+    loss_aggregation: AggregationMode = param(
+        "token_mean",
+        "how losses of tokens become one: the mean of all, or per sequence and then over these",
+    )
+    loss_constant: float | None = param(
+        None,
+        "tokens to divide by, of aggregation constant; default --rl-max-response-tokens",
+        above=0,
+        advice="token losses are divided by it, so choose for example the value of "
+        "--rl-max-response-tokens",
+    )
     kl_place: KLPlace = "none"
     kl_coef: float = 0.0  # wherever the KL is
     kl_estimator: KLEstimator = "k3"
-    entropy_coef: float = 0.0
-    gamma: float = 1.0
-    gae_lambda: float = 0.95
-    whiten_advantages: bool = False
-    value_clip_eps: float = 0.2
-    mismatch_correction: MismatchCorrection = "none"
-    num_samples_per_prompt: int = 8
-    dynamic_sampling: bool = False
-    max_refills: int = 10
-    overlong_buffer_share: float = 0.0  # of the response budget
+    entropy_coef: float = param(
+        0.0,
+        "weight of the entropy bonus in the loss",
+        least=0,
+        advice="choose 0 to leave the term out",
+    )
+    value_clip_eps: float = param(
+        0.2,
+        "how far a value counts from what it was; or inf",
+        above=0,
+        most=math.inf,
+        advice="values are held within it of what they were before the update, so choose for "
+        "example 0.2, or inf",
+    )
+    mismatch_correction: MismatchCorrection = param(
+        "none", "of engine against trainer: weights per token or sequence, or what is left out"
+    )
+    num_samples_per_prompt: int = param(
+        8, "responses sampled per prompt, a group", least=1, advice="choose for example 8"
+    )
+    dynamic_sampling: bool = param(
+        False, "draw prompts again whose responses all have the same reward (arXiv 2503.14476)"
+    )
+    max_refills: int = param(
+        10, "how often a step may draw again", least=0, advice="choose for example 10"
+    )
+    overlong_buffer_tokens: int | None = param(
+        None, "last tokens of the response budget over which a penalty of up to 1 grows"
+    )
+    overlong_buffer_share: float = 0.0  # of the response budget, unless the tokens are given
 
 
 # Coefficients of the KL are the papers' or, where a paper has none, those of its authors' code. The
@@ -56,14 +100,13 @@ class Recipe:
 # KL is how it is run on verifiable rewards; --rl-loss-aggregation seq_mean_token_mean --rl-kl-coef
 # 0.04 is its paper's form. The papers of rloo, remax and opo update once per step and do not clip;
 # in a first update clipping changes nothing, and later ones need it.
-RECIPES: Mapping[str, Recipe] = {
+RECIPES: dict[str, Recipe] = {
     # arXiv 1707.06347, with the KL in the reward as InstructGPT (arXiv 2203.02155)
     "ppo": Recipe(
         advantage="gae",
         kl_place="reward",
         kl_coef=0.02,
         kl_estimator="k1",
-        whiten_advantages=True,
         num_samples_per_prompt=1,
     ),
     "grpo": Recipe(),
@@ -95,85 +138,51 @@ RECIPES: Mapping[str, Recipe] = {
     "opo": Recipe(advantage="opo"),
     # arXiv 2503.14476, section 4.1: 4,096 of 20,480 tokens
     "dapo": Recipe(
-        clip_eps_upper=0.28,
+        parameters={"clip_eps_upper": 0.28},
         num_samples_per_prompt=16,
         dynamic_sampling=True,
         overlong_buffer_share=0.2,
     ),
     # arXiv 2507.18071, section 5.1
-    "gspo": Recipe(
-        policy_loss="gspo",
-        loss_aggregation="seq_mean_token_mean",
-        clip_eps_lower=3e-4,
-        clip_eps_upper=4e-4,
-    ),
-    # arXiv 2506.13585; it does not say its upper bound. 5 is that of ScaleRL, arXiv 2510.13786.
-    "cispo": Recipe(policy_loss="cispo", clip_eps_lower=1.0, clip_eps_upper=4.0),
+    "gspo": Recipe(policy_loss="gspo", loss_aggregation="seq_mean_token_mean"),
+    # arXiv 2506.13585
+    "cispo": Recipe(policy_loss="cispo"),
     # arXiv 2507.20673, section 4
-    "gmpo": Recipe(
-        policy_loss="gmpo",
-        loss_aggregation="seq_mean_token_mean",
-        clip_eps_lower=0.4,
-        clip_eps_upper=0.4,
-    ),
+    "gmpo": Recipe(policy_loss="gmpo", loss_aggregation="seq_mean_token_mean"),
     # arXiv 2511.20347
     "sapo": Recipe(policy_loss="sapo", loss_aggregation="seq_mean_token_mean"),
 }
 
 
-@dataclass(frozen=True, slots=True)
-class Algorithm:
-    """What a run does: every part, after flags have replaced defaults. Made by `resolve_algorithm`.
+def recipe(name: str, parts: Recipe) -> Recipe:
+    """Make `parts` known to --rl-algorithm by `name`. ValueError: the name is taken."""
+    if name in RECIPES:
+        raise ValueError(f"two algorithms are called {name!r}; rename one")
+    RECIPES[name] = parts
+    return parts
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Algorithm(Recipe):
+    """What a run does: a recipe after flags have replaced its parts, and the parameters of these.
+    Made by `resolve_algorithm`.
 
     Two parts follow from --rl-max-response-tokens unless they are set, so that number is a
     parameter where it is needed.
     """
 
     name: str
-    advantage: str
-    policy_loss: str
-    loss_aggregation: AggregationMode
-    loss_constant: float | None  # None: the response budget, where the aggregation is constant
-    clip_eps_lower: float
-    clip_eps_upper: float
-    dual_clip: float | None
-    sapo_temperature_positive: float
-    sapo_temperature_negative: float
-    kl_place: KLPlace
-    kl_coef: float  # wherever the KL is; 0 for "none"
-    kl_estimator: KLEstimator
+    advantage_config: Parameters
+    policy_loss_parameters: Parameters
+    mismatch_config: MismatchConfig
     kl_target: float | None  # None: the coefficient stays
     kl_horizon: float
-    entropy_coef: float
-    gamma: float
-    gae_lambda: float
-    whiten_advantages: bool
-    value_clip_eps: float
-    mismatch_correction: MismatchCorrection
-    mismatch_cap: float | None
-    mismatch_low: float | None
-    mismatch_high: float | None
-    num_samples_per_prompt: int
-    dynamic_sampling: bool
-    max_refills: int
-    overlong_buffer_tokens: int | None  # None: the share below of the response budget
-    overlong_buffer_share: float
     needs_critic: bool
     needs_greedy_baseline: bool
 
     @property
     def needs_reference(self) -> bool:
         return self.kl_place != "none"
-
-    @property
-    def advantage_config(self) -> AdvantageConfig:
-        return AdvantageConfig(self.gamma, self.gae_lambda, self.whiten_advantages)
-
-    @property
-    def mismatch_config(self) -> MismatchConfig:
-        return MismatchConfig(
-            self.mismatch_correction, self.mismatch_cap, self.mismatch_low, self.mismatch_high
-        )
 
     def aggregation(self, max_response_tokens: int) -> Aggregation:
         constant = self.loss_constant
@@ -184,12 +193,8 @@ class Algorithm:
     def policy_loss_config(self, max_response_tokens: int) -> PolicyLossConfig:
         return PolicyLossConfig(
             policy_loss=self.policy_loss,
+            parameters=self.policy_loss_parameters,
             aggregation=self.aggregation(max_response_tokens),
-            clip_eps_lower=self.clip_eps_lower,
-            clip_eps_upper=self.clip_eps_upper,
-            dual_clip=self.dual_clip,
-            sapo_temperature_positive=self.sapo_temperature_positive,
-            sapo_temperature_negative=self.sapo_temperature_negative,
             kl_coef=self.kl_coef if self.kl_place == "loss" else 0.0,
             kl_estimator=self.kl_estimator,
             entropy_coef=self.entropy_coef,
@@ -214,12 +219,68 @@ class Algorithm:
         return buffer
 
 
+def declared_parameters() -> dict[str, Parameter]:
+    """Every parameter of an algorithm by name: those that all have, then those of each part that is
+    known by now, a user's own included.
+
+    UsageError: two parts declare one name with different contents.
+    """
+    found = {p.name: p for kind in (Recipe, KLParameters) for p in parameters_of(kind)}
+    for flag, owners in parts_by_flag().items():
+        for owner, parameters in owners.items():
+            for parameter in parameters_of(type(parameters)):
+                if found.setdefault(parameter.name, parameter) != parameter:
+                    raise UsageError(
+                        f"is a flag already, so that {owner} of {flag} cannot declare "
+                        f"{parameter.name} anew",
+                        flag=parameter.flag,
+                        remedy="rename it, or inherit from the class that declares it",
+                    )
+    return found
+
+
+def _resolved_kl(
+    recipe: Recipe, kl: KLParameters
+) -> tuple[Literal["none", "loss", "reward"], float, KLEstimator]:
+    """Where the KL goes, its coefficient and estimator. UsageError: two places."""
+    wants_loss = bool(kl.kl_coef)
+    if wants_loss and (kl.kl_in_reward or kl.kl_reward_coef):
+        other = "--rl-kl-in-reward"
+        if not kl.kl_in_reward:
+            other = f"--rl-kl-reward-coef {kl.kl_reward_coef}"
+        raise UsageError(
+            f"puts the KL into the loss and {other} into the reward, which would count it twice",
+            flag=f"--rl-kl-coef {kl.kl_coef}",
+            remedy="give one of them",
+        )
+    to_reward = kl.kl_in_reward
+    if to_reward is None:
+        to_reward = recipe.kl_place == "reward" and not wants_loss
+    if kl.kl_reward_coef is not None and not to_reward:
+        raise UsageError(
+            "has no effect, because the KL is not in the reward",
+            flag=f"--rl-kl-reward-coef {kl.kl_reward_coef}",
+            remedy="add --rl-kl-in-reward, or give --rl-kl-coef for the KL in the loss",
+        )
+    place: Literal["loss", "reward"] = "reward" if to_reward else "loss"
+    coef = kl.kl_reward_coef if to_reward else kl.kl_coef
+    if coef is None:
+        default = DEFAULT_KL_REWARD_COEF if to_reward else 0.0
+        coef = recipe.kl_coef if recipe.kl_place == place else default
+    if coef == 0 and not (to_reward and kl.kl_target is not None):
+        return "none", 0.0, kl.kl_estimator or recipe.kl_estimator
+    # A recipe's estimator suits its own place: k1 in a loss pulls nowhere.
+    usual: KLEstimator = "k1" if to_reward else "k3"
+    if recipe.kl_place == place:
+        usual = recipe.kl_estimator
+    return place, coef, kl.kl_estimator or usual
+
+
 def resolve_algorithm(name: str, given: Mapping[str, Any]) -> Algorithm:
     """The recipe `name` with the parts in `given`, which holds only what the user set.
 
-    Keys are flags without --rl- and with underscores: the fields of `Algorithm` but name,
-    kl_place, overlong_buffer_share and needs_*, and besides them kl_in_reward, kl_reward_coef,
-    top_p, top_k and any that begins with critic_, which are looked at and not kept.
+    Keys are flags without --rl- and with underscores: those of `declared_parameters`, and besides
+    them top_p, top_k and any that begins with critic_, which are looked at and not kept.
 
     The KL has one place. A user who puts it into the loss or the reward takes it out of the
     recipe's place.
@@ -229,59 +290,49 @@ def resolve_algorithm(name: str, given: Mapping[str, Any]) -> Algorithm:
     """
     if name not in RECIPES:
         raise unknown_name("--rl-algorithm", name, "algorithm", RECIPES)
+    declared = declared_parameters()
+    for key, value in given.items():
+        assert key in declared or key in ("top_p", "top_k") or key.startswith("critic_"), (
+            f"no part of an algorithm: '{key}'"
+        )
+        if key in declared:
+            declared[key].check(value)
     recipe = RECIPES[name]
-    parts: dict[str, Any] = {
-        "loss_constant": None,
-        "kl_target": None,
-        "kl_horizon": 10_000.0,
-        "mismatch_cap": None,
-        "mismatch_low": None,
-        "mismatch_high": None,
-        "overlong_buffer_tokens": None,
-        **dataclasses.asdict(recipe),
-    }
-    replaceable = parts.keys() - {"kl_place", "kl_coef", "overlong_buffer_share"}
-    others = {"kl_coef", "kl_in_reward", "kl_reward_coef", "top_p", "top_k"}
-    unknown = [key for key in given if key not in replaceable | others | set(_critic(given))]
-    assert not unknown, f"no part of an algorithm: {unknown}"
-    parts.update({key: value for key, value in given.items() if key in replaceable})
-    parts.update(_defaults_of_replaced(recipe, parts, given))
-    place, coef, estimator = resolved_kl(recipe.kl_place, recipe.kl_coef, parts, given)
-    parts.update(kl_place=place, kl_coef=coef, kl_estimator=estimator)
-    estimator_entry = find_advantage_estimator(parts["advantage"])
-    loss_entry = find_policy_loss(parts["policy_loss"])
-    check_parts(parts, given, estimator_entry, loss_entry)
+    of_kl = {p.name for p in parameters_of(KLParameters)}
+    own = {field.name for field in dataclasses.fields(recipe)}
+    parts: dict[str, Any] = {key: getattr(recipe, key) for key in own}
+    parts.update({key: value for key, value in given.items() if key in own - of_kl})
+    kl = KLParameters(**{key: value for key, value in given.items() if key in of_kl})
+    place, coef, kl_estimator = _resolved_kl(recipe, kl)
+    parts.update(kl_place=place, kl_coef=coef, kl_estimator=kl_estimator)
+    estimator = find_advantage_estimator(parts["advantage"])
+    loss = find_policy_loss(parts["policy_loss"])
+    check_parts(parts, given, kl, estimator, parts_by_flag())
+
+    def parameters(part: str, defaults: Parameters) -> Parameters:
+        """A clip range suits one loss: the recipe's is not for what replaces the recipe's loss."""
+        wanted = recipe.parameters if parts[part] == getattr(recipe, part) else {}
+        return with_values(defaults, {**wanted, **given})
+
+    correction: MismatchCorrection = parts["mismatch_correction"]
     algorithm = Algorithm(
         name=name,
-        needs_critic=estimator_entry.needs_critic,
-        needs_greedy_baseline=estimator_entry.needs_greedy_baseline,
+        advantage_config=parameters("advantage", estimator.parameters),
+        policy_loss_parameters=parameters("policy_loss", loss.parameters),
+        mismatch_config=MismatchConfig(
+            correction, parameters("mismatch_correction", CORRECTIONS[correction])
+        ),
+        kl_target=kl.kl_target,
+        kl_horizon=kl.kl_horizon,
+        needs_critic=estimator.needs_critic,
+        needs_greedy_baseline=estimator.needs_greedy_baseline,
         **parts,
     )
-    _check_ranges(algorithm)
+    algorithm.aggregation(max_response_tokens=1)  # these two check what they are made of
+    algorithm.kl_controller()
     return algorithm
 
 
-def _defaults_of_replaced(
-    recipe: Recipe, parts: Mapping[str, Any], given: Mapping[str, Any]
-) -> dict[str, Any]:
-    """A clip range suits one loss and whitening one estimator: not what replaces the recipe's."""
-    defaults: dict[str, Any] = {}
-    if parts["policy_loss"] != recipe.policy_loss:
-        owner = RECIPES.get(parts["policy_loss"], Recipe())
-        defaults["clip_eps_lower"] = owner.clip_eps_lower
-        defaults["clip_eps_upper"] = owner.clip_eps_upper
-    if parts["advantage"] != recipe.advantage:
-        defaults["whiten_advantages"] = parts["advantage"] == "gae"
-    return {key: value for key, value in defaults.items() if key not in given}
-
-
-def _critic(given: Mapping[str, Any]) -> list[str]:
-    return [key for key in given if key.startswith("critic_")]
-
-
-def _check_ranges(algorithm: Algorithm) -> None:
-    """Each config checks its own values when it is made."""
-    _ = algorithm.advantage_config, algorithm.mismatch_config
-    algorithm.policy_loss_config(max_response_tokens=1)
-    algorithm.value_loss_config(max_response_tokens=1)
-    algorithm.kl_controller()
+def parts_by_flag() -> dict[str, dict[str, Parameters]]:
+    """By the flag that chooses a part: the parameters of each that can be chosen."""
+    return {**owners_by_kind(), "--rl-mismatch-correction": dict(CORRECTIONS)}

@@ -2,19 +2,24 @@
 
 A new one is one function and a decorator in a file that `--rl-import` names:
 
-    from mcore_rl.algorithms.registry import policy_loss
-    from mcore_rl.algorithms.loss_types import PolicyLossConfig, PolicyLossInputs, TokenLosses
+    from mcore_rl.api import Parameters, PolicyLossInputs, TokenLosses, param, policy_loss
 
-    @policy_loss("mine")
-    def mine(inputs: PolicyLossInputs, config: PolicyLossConfig) -> TokenLosses: ...
+    @dataclass(frozen=True)
+    class Width(Parameters):
+        my_width: float = param(0.2, "how far ratios are pulled back", above=0)
 
-A reward is registered the same way, with `mcore_rl.rewards.functions.reward`. This module imports
+    @policy_loss("mine", Width())
+    def mine(inputs: PolicyLossInputs, config: Width) -> TokenLosses: ...
+
+The object beside the name is all there is to say of a parameter, see `mcore_rl.common.parameters`:
+the flag `--rl-my-width`, its check and its default come from it. This module imports
 torch only once an estimator or loss is registered or looked up: reward processes read the user's
 file too, and one that holds rewards alone stays light.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 import hashlib
 import importlib
@@ -23,20 +28,21 @@ import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from mcore_rl.errors import UsageError
+from mcore_rl.common.errors import UsageError
+from mcore_rl.common.parameters import Parameters, parameters_of
 
 if TYPE_CHECKING:
-    from mcore_rl.algorithms.advantage_types import (
-        AdvantageConfig,
+    from mcore_rl.algorithms.interfaces import (
         AdvantageInputs,
         AdvantageOutputs,
+        PolicyLossInputs,
+        TokenLosses,
     )
-    from mcore_rl.algorithms.loss_types import PolicyLossConfig, PolicyLossInputs, TokenLosses
 
-    EstimatorFunction = Callable[[AdvantageInputs, AdvantageConfig], AdvantageOutputs]
-    PolicyLossFunction = Callable[[PolicyLossInputs, PolicyLossConfig], TokenLosses]
+P = TypeVar("P", bound=Parameters)  # a function's own
+_NOTHING_TO_SET = Parameters()
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,39 +50,25 @@ class RegisteredEstimator:
     """An estimator and what it needs of the run."""
 
     name: str
-    function: EstimatorFunction
+    function: Callable[[AdvantageInputs, Any], AdvantageOutputs]
+    parameters: Parameters = _NOTHING_TO_SET  # its own, at their defaults
     needs_critic: bool = False  # reads `values`
     needs_greedy_baseline: bool = False  # reads `baselines`
     compares_group: bool = False  # one sample per prompt would always get advantage 0
-    reads: frozenset[str] | None = None  # flags that it reads, of those below; None: any
 
 
 @dataclass(frozen=True, slots=True)
 class RegisteredPolicyLoss:
-    """A policy loss, and the flags that mean something to it."""
+    """A policy loss and its parameters."""
 
     name: str
-    function: PolicyLossFunction
-    reads: frozenset[str] | None = None  # see RegisteredEstimator.reads
+    function: Callable[[PolicyLossInputs, Any], TokenLosses]
+    parameters: Parameters = _NOTHING_TO_SET  # its own, at their defaults
 
-
-# Flags that only some parts read. `algorithm_checks` refuses one that its part does not.
-ESTIMATOR_FLAGS = frozenset({"gamma", "gae_lambda", "whiten_advantages"})
-POLICY_LOSS_FLAGS = frozenset(
-    {
-        "clip_eps_lower",
-        "clip_eps_upper",
-        "dual_clip",
-        "sapo_temperature_positive",
-        "sapo_temperature_negative",
-    }
-)
 
 _BUILT_IN = (
     "mcore_rl.algorithms.estimators",
-    "mcore_rl.algorithms.gae",
     "mcore_rl.algorithms.policy_losses",
-    "mcore_rl.algorithms.sequence_losses",
 )
 _ESTIMATORS: dict[str, RegisteredEstimator] = {}
 _POLICY_LOSSES: dict[str, RegisteredPolicyLoss] = {}
@@ -85,22 +77,24 @@ _IMPORTED: dict[Path, str] = {}  # file -> module name
 
 def advantage_estimator(
     name: str,
+    parameters: P = _NOTHING_TO_SET,  # type: ignore[assignment]
     *,
     needs_critic: bool = False,
     needs_greedy_baseline: bool = False,
     compares_group: bool = False,
-    reads: Iterable[str] | None = None,
-) -> Callable[[EstimatorFunction], EstimatorFunction]:
-    """Decorator that makes `function(inputs, config) -> AdvantageOutputs` known by `name`.
+) -> Callable[[Callable[[AdvantageInputs, P], AdvantageOutputs]], Any]:
+    """Decorator that makes `function(inputs, parameters) -> AdvantageOutputs` known by `name`.
 
-    What the function needs of the run is said here, see `RegisteredEstimator`. ValueError: the name
-    is taken.
+    `parameters` holds the defaults of the function's own; it is called with what the user made of
+    them. What it needs of the run is said here, see `RegisteredEstimator`. ValueError: the name is
+    taken.
     """
 
-    def register(function: EstimatorFunction) -> EstimatorFunction:
+    def register(function: Callable[[AdvantageInputs, P], AdvantageOutputs]) -> Any:
         _refuse_second(name, "advantage estimators", _ESTIMATORS, function)
+        _check_declaration(name, parameters)
         _ESTIMATORS[name] = RegisteredEstimator(
-            name, function, needs_critic, needs_greedy_baseline, compares_group, _frozen(reads)
+            name, function, parameters, needs_critic, needs_greedy_baseline, compares_group
         )
         return function
 
@@ -108,19 +102,31 @@ def advantage_estimator(
 
 
 def policy_loss(
-    name: str, *, reads: Iterable[str] | None = None
-) -> Callable[[PolicyLossFunction], PolicyLossFunction]:
-    """Decorator that makes `function(inputs, config) -> TokenLosses` known by `name`.
+    name: str,
+    parameters: P = _NOTHING_TO_SET,  # type: ignore[assignment]
+) -> Callable[[Callable[[PolicyLossInputs, P], TokenLosses]], Any]:
+    """Decorator that makes `function(inputs, parameters) -> TokenLosses` known by `name`.
 
-    ValueError: the name is taken.
+    `parameters`: see `advantage_estimator`. ValueError: the name is taken.
     """
 
-    def register(function: PolicyLossFunction) -> PolicyLossFunction:
+    def register(function: Callable[[PolicyLossInputs, P], TokenLosses]) -> Any:
         _refuse_second(name, "policy losses", _POLICY_LOSSES, function)
-        _POLICY_LOSSES[name] = RegisteredPolicyLoss(name, function, _frozen(reads))
+        _check_declaration(name, parameters)
+        _POLICY_LOSSES[name] = RegisteredPolicyLoss(name, function, parameters)
         return function
 
     return register
+
+
+def _check_declaration(name: str, parameters: object) -> None:
+    """What a dataclass would not notice. TypeError."""
+    if not isinstance(parameters, Parameters):
+        raise TypeError(f"parameters of {name!r} are {parameters!r}, not an object of Parameters")
+    kind = type(parameters)
+    if any(isinstance(value, dataclasses.Field) for value in vars(kind).values()):
+        raise TypeError(f"{kind.__name__}, parameters of {name!r}, lacks @dataclass(frozen=True)")
+    parameters_of(kind)
 
 
 def find_advantage_estimator(name: str) -> RegisteredEstimator:
@@ -139,12 +145,27 @@ def find_policy_loss(name: str) -> RegisteredPolicyLoss:
     return _POLICY_LOSSES[name]
 
 
+def owners_by_kind() -> dict[str, dict[str, Parameters]]:
+    """By flag, whose parameters there are: the estimators and losses that are known by now."""
+    _load_built_in()
+    tables: dict[str, Mapping[str, RegisteredEstimator | RegisteredPolicyLoss]] = {
+        "--rl-advantage": _ESTIMATORS,
+        "--rl-policy-loss": _POLICY_LOSSES,
+    }
+    return {
+        flag: {name: entry.parameters for name, entry in table.items()}
+        for flag, table in tables.items()
+    }
+
+
 def unknown_name(flag: str, name: str, kind: str, known: Iterable[str]) -> UsageError:
     """The error for a name that nothing has, with the nearest of those that exist."""
     names = sorted(known)
     nearest = difflib.get_close_matches(name, names, n=1)
     hint = f" (did you mean {nearest[0]}?)" if nearest else ""
-    return UsageError(f"{flag} {name} is no {kind}{hint}: choose one of {', '.join(names)}.")
+    return UsageError(
+        f"is no {kind}{hint}", flag=f"{flag} {name}", remedy=f"choose one of {', '.join(names)}"
+    )
 
 
 def import_user_file(path: str) -> None:
@@ -161,12 +182,15 @@ def import_user_file(path: str) -> None:
         return
     if file.suffix != ".py":
         raise UsageError(
-            f"--rl-import {path} is not a .py file: name the Python file that holds your functions."
+            "is not a .py file",
+            flag=f"--rl-import {path}",
+            remedy="name the Python file that holds your functions",
         )
     if not file.is_file():
         raise UsageError(
-            f"--rl-import {path} does not exist, seen from the working directory {Path.cwd()}: "
-            "correct the path."
+            f"does not exist, seen from the working directory {Path.cwd()}",
+            flag=f"--rl-import {path}",
+            remedy="correct the path",
         )
     # Two files called rewards.py are two modules.
     digest = hashlib.sha256(str(file).encode()).hexdigest()[:8]
@@ -175,8 +199,9 @@ def import_user_file(path: str) -> None:
         _run(file, module_name)
     except (Exception, SystemExit) as error:  # whatever the user's file raises is theirs to see
         raise UsageError(
-            f"--rl-import {path} cannot be used, because running it raised "
-            f"{type(error).__name__}: {error}; make `python {path}` work."
+            f"cannot be used, because running it raised {type(error).__name__}: {error}",
+            flag=f"--rl-import {path}",
+            remedy=f"make `python {path}` work",
         ) from error
     _IMPORTED[file] = module_name
 
@@ -206,7 +231,3 @@ def _refuse_second(
         _load_built_in()
     if name in known:
         raise ValueError(f"two {kind} are called {name!r}; rename one")
-
-
-def _frozen(reads: Iterable[str] | None) -> frozenset[str] | None:
-    return None if reads is None else frozenset(reads)

@@ -14,17 +14,11 @@ from dataclasses import dataclass
 
 import torch
 
-from mcore_rl.algorithms.aggregation import Denominators, token_weights
+from mcore_rl.algorithms.aggregation import Denominators, Segments, TokenSums, masked, token_weights
+from mcore_rl.algorithms.interfaces import PolicyLossInputs, TokenLosses
 from mcore_rl.algorithms.kl import kl_estimate
-from mcore_rl.algorithms.loss_types import (
-    PolicyLossConfig,
-    PolicyLossInputs,
-    TokenLosses,
-    bounded_ratio,
-)
+from mcore_rl.algorithms.policy_losses import PolicyLossConfig, bounded_ratio
 from mcore_rl.algorithms.registry import find_policy_loss
-from mcore_rl.algorithms.segments import Segments, masked
-from mcore_rl.algorithms.sums import TokenSums
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +80,7 @@ def policy_loss_total(
         masked(loss_mask, values) for values in (log_probs, entropy, old_log_probs, advantages)
     )
     inputs = PolicyLossInputs(log_probs, old_log_probs, advantages, loss_mask, lengths)
-    token_losses = find_policy_loss(config.policy_loss).function(inputs, config)
+    token_losses = find_policy_loss(config.policy_loss).function(inputs, config.parameters)
     surrogate = token_losses.loss
     if weights is not None:
         surrogate = surrogate * masked(loss_mask, weights.detach())

@@ -7,27 +7,22 @@ from dataclasses import dataclass, field
 
 import torch
 
-from mcore_rl.algorithms.aggregation import Aggregation, Denominators, token_weights
-from mcore_rl.algorithms.segments import Segments, masked
-from mcore_rl.algorithms.sums import TokenSums
-from mcore_rl.errors import UsageError
+from mcore_rl.algorithms.aggregation import (
+    Aggregation,
+    Denominators,
+    Segments,
+    TokenSums,
+    masked,
+    token_weights,
+)
 
 
 @dataclass(frozen=True, slots=True)
 class ValueLossConfig:
-    """UsageError on a value out of range."""
+    """What the critic's loss is made of."""
 
-    clip_eps: float | None = (
-        0.2  # --rl-value-clip-eps: how far values count; None, inf: any distance
-    )
+    clip_eps: float | None = 0.2  # how far values count; None, inf: any distance
     aggregation: Aggregation = field(default_factory=Aggregation)
-
-    def __post_init__(self) -> None:
-        if self.clip_eps is not None and not self.clip_eps > 0.0:
-            raise UsageError(
-                f"--rl-value-clip-eps {self.clip_eps} is not a positive number: values are held "
-                "within it of what they were before the update, so choose for example 0.2, or inf."
-            )
 
 
 @dataclass(frozen=True, slots=True)

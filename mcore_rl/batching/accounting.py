@@ -12,8 +12,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from mcore_rl.batching.context_chunks import chunks_of_sample, round_up
-from mcore_rl.batching.micro_batching import MicroBatching
+from mcore_rl.batching.rows import MicroBatching, chunks_of_sample, round_up
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import torch
 
-from mcore_rl.batching.prefixes import prefix_lengths
+from mcore_rl.batching.rows import prefix_lengths
 
 # A batch's segments have at least this share of the queries and keys of its longest, or are
 # shorter by no more than so many.
@@ -60,14 +60,14 @@ def _similar(lengths: list[int], before: list[int], device: torch.device) -> lis
     order = [i for i in range(len(keys)) if lengths[i] > 0]
     order.sort(key=lambda i: (lengths[i], keys[i]), reverse=True)
     groups: list[list[int]] = []
+    least = most = 0  # keys in the last group
     for i in order:
-        if groups and _alike(lengths[i], lengths[groups[-1][0]]):
-            most = max(keys[j] for j in groups[-1])
-            least = min(keys[j] for j in groups[-1])
-            if _alike(min(least, keys[i]), max(most, keys[i])):
-                groups[-1].append(i)
-                continue
-        groups.append([i])
+        least, most = min(least, keys[i]), max(most, keys[i])
+        if groups and _alike(lengths[i], lengths[groups[-1][0]]) and _alike(least, most):
+            groups[-1].append(i)
+        else:
+            groups.append([i])
+            least = most = keys[i]
     return [torch.tensor(group, device=device) for group in groups]
 
 

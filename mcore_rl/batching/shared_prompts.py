@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from mcore_rl.errors import UsageError
+from mcore_rl.common.errors import UsageError
 
 FLAG = "--rl-share-prompts"
 
@@ -60,7 +60,9 @@ def shares_prompts(choice: str, values: Mapping[str, Any], max_tokens: int) -> b
     """What `--rl-share-prompts` comes to; UsageError where "on" is not possible."""
     against = obstacle(values, max_tokens)
     if choice == "on" and against:
-        raise UsageError(f"{FLAG} on is not possible as {against}; drop one of the two")
+        raise UsageError(
+            f"on is not possible as {against}", flag=FLAG, remedy="drop one of the two"
+        )
     return choice != "off" and not against
 
 

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from mcore_rl.batching.dealing import Cuts
-from mcore_rl.types import ScoredRollout, TrainBatch
+from mcore_rl.batching.types import ScoredRollout, TrainBatch
 
 
 def build_train_batch(scored: Sequence[ScoredRollout], cuts: Cuts) -> TrainBatch:

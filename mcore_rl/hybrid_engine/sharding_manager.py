@@ -23,25 +23,25 @@ from collections.abc import Mapping
 import numpy as np
 import torch.distributed as dist
 
-from mcore_rl.hybrid_engine.attest import FULL, OFF, Attestor
-from mcore_rl.hybrid_engine.canary import Canary
-from mcore_rl.hybrid_engine.gather import GatherPath
-from mcore_rl.hybrid_engine.layout import RolloutLayout, TrainLayout
-from mcore_rl.hybrid_engine.memory import PeakMemory
-from mcore_rl.hybrid_engine.model_shards import ModelShards
-from mcore_rl.hybrid_engine.offload import Offloader, OffloadStats
-from mcore_rl.hybrid_engine.plan import TensorInfo
-from mcore_rl.hybrid_engine.proof import Proof
-from mcore_rl.hybrid_engine.reshard_report import (
+from mcore_rl.hybrid_engine.memory.device import PeakMemory
+from mcore_rl.hybrid_engine.memory.offload import Offloader, OffloadStats
+from mcore_rl.hybrid_engine.plan.moves import TensorInfo
+from mcore_rl.hybrid_engine.proof.attest import FULL, OFF, Attestor
+from mcore_rl.hybrid_engine.proof.canary import Canary
+from mcore_rl.hybrid_engine.proof.proof import Proof
+from mcore_rl.hybrid_engine.report import (
     TO_ROLLOUT,
     TO_TRAIN,
     Hook,
     ReshardReport,
     log_reshard,
 )
-from mcore_rl.hybrid_engine.rng import RngState
-from mcore_rl.hybrid_engine.vllm_engine import VLLMEngine
+from mcore_rl.hybrid_engine.transfer.gather import GatherPath
+from mcore_rl.hybrid_engine.vllm.engine import VLLMEngine
 from mcore_rl.hybrid_engine.weight_stream import WeightStream
+from mcore_rl.megatron.rng import RngState
+from mcore_rl.megatron.shards import ModelShards
+from mcore_rl.model.layout import RolloutLayout, TrainLayout
 
 logger = logging.getLogger(__name__)
 

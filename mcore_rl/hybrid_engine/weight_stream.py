@@ -8,26 +8,67 @@ worked out once, from the two layouts.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
-from dataclasses import replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from mcore_rl import megatron_adapter, objects
-from mcore_rl.hf_config import ModelShape
-from mcore_rl.hybrid_engine.boxes import Box, intersect, uncovered, volume
-from mcore_rl.hybrid_engine.checkpoint_tensors import checkpoint_tensors
-from mcore_rl.hybrid_engine.holdings import exchange
-from mcore_rl.hybrid_engine.layout import TrainLayout
-from mcore_rl.hybrid_engine.model_shards import ModelShards
-from mcore_rl.hybrid_engine.plan import Plan, TensorInfo, make_plan
-from mcore_rl.hybrid_engine.sliced_tensor import SlicedTensor
-from mcore_rl.hybrid_engine.transfer import Transfer
-from mcore_rl.hybrid_engine.trees import Connections, KnownGroups, Neighbourhoods
-from mcore_rl.hybrid_engine.vllm_engine import VLLMEngine
-from mcore_rl.hybrid_engine.weight_map import layer_order
+from mcore_rl.common import objects
+from mcore_rl.hybrid_engine.plan.moves import Boxes, Plan, TensorInfo, make_plan
+from mcore_rl.hybrid_engine.plan.trees import Connections, KnownGroups, Neighbourhoods
+from mcore_rl.hybrid_engine.transfer.transfer import Transfer
+from mcore_rl.hybrid_engine.vllm.engine import VLLMEngine
+from mcore_rl.hybrid_engine.vllm.sliced_tensor import SlicedTensor
+from mcore_rl.megatron import adapter as megatron_adapter
+from mcore_rl.megatron.shards import ModelShards
+from mcore_rl.model.boxes import Box, intersect, uncovered, volume
+from mcore_rl.model.config_json import ModelShape
+from mcore_rl.model.layout import TrainLayout
+from mcore_rl.model.tensors import checkpoint_tensors
+from mcore_rl.model.weight_map import layer_order
+
+
+@dataclass(frozen=True, slots=True)
+class Holdings:
+    """`have[rank]` and `need[rank]`: checkpoint tensor -> boxes. Equal ones are one object."""
+
+    have: tuple[Boxes, ...]
+    need: tuple[Boxes, ...]
+
+    def lower_bound_bytes(self, rank: int, tensors: Mapping[str, TensorInfo]) -> int:
+        """The least that `rank` could receive, whichever rank's place in rollout it took."""
+        places = {id(need): need for need in self.need}
+        return min(missing_bytes(tensors, self.have[rank], need) for need in places.values())
+
+
+def exchange(have: Mapping[str, Sequence[Box]], need: Mapping[str, Sequence[Box]]) -> Holdings:
+    """Tell all ranks what this one has and needs. Collective over the world."""
+    mine = tuple(
+        {name: tuple(some) for name, some in boxes.items() if some} for boxes in (have, need)
+    )
+    everybody = objects.all_gather(mine)
+    known: dict[frozenset[Any], Boxes] = {}
+
+    def only_one(boxes: Boxes) -> Boxes:
+        return known.setdefault(frozenset(boxes.items()), boxes)
+
+    return Holdings(
+        have=tuple(only_one(held) for held, _ in everybody),
+        need=tuple(only_one(needed) for _, needed in everybody),
+    )
+
+
+def missing_bytes(tensors: Mapping[str, TensorInfo], have: Boxes, need: Boxes) -> int:
+    """What is needed and not held."""
+    return sum(
+        volume(part) * tensors[name].itemsize
+        for name, boxes in need.items()
+        for box in boxes
+        for part in uncovered(box, have.get(name, ()))
+    )
+
 
 # Of what the busiest rank sends and receives, what is in flight at most: less than all of it, so
 # that something is left to load while the rest travels.

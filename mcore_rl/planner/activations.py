@@ -17,8 +17,8 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from mcore_rl.hf_config import Experts, LatentAttention, ModelShape
-from mcore_rl.hybrid_engine.layout import PipelineLayers, RolloutLayout, TrainLayout
+from mcore_rl.model.config_json import Experts, LatentAttention, ModelShape
+from mcore_rl.model.layout import PipelineLayers, RolloutLayout, TrainLayout
 from mcore_rl.planner.parameters import vocabulary_rows
 from mcore_rl.planner.settings import ActivationSettings, EngineSettings
 
@@ -198,9 +198,9 @@ def head_bytes(
 ) -> float:
     """Final norm and what lies behind it.
 
-    Of a policy, log-probs and entropy as `mcore_rl.log_probs` bounds them: the hidden states of all
-    tokens are gathered over TP, logits exist for a chunk of tokens. Of a critic, its head on this
-    rank's tokens, in float32.
+    Of a policy, log-probs and entropy as `mcore_rl.megatron.log_probs` bounds them: the hidden
+    states of all tokens are gathered over TP, logits exist for a chunk of tokens. Of a critic, its
+    head on this rank's tokens, in float32.
     """
     tokens = settings.micro_batch_tokens / train.cp_size
     own = 1 / train.tp_size if settings.sequence_parallel else 1.0

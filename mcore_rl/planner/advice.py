@@ -12,9 +12,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 
-from mcore_rl.errors import UsageError
-from mcore_rl.hybrid_engine.layout import RolloutLayout
-from mcore_rl.hybrid_engine.placement import Placement
+from mcore_rl.common.errors import UsageError
+from mcore_rl.hybrid_engine.plan.placement import Placement
+from mcore_rl.model.layout import RolloutLayout
 from mcore_rl.planner.memory import Memory, memory_of
 from mcore_rl.planner.models import CRITIC_FLAGS, TrainedModel, following, in_layout
 from mcore_rl.planner.phases import ROLLOUT, START, Case

@@ -10,7 +10,7 @@ This module is pure: it imports neither Megatron nor vLLM nor torch.
 
 from __future__ import annotations
 
-from mcore_rl.hybrid_engine.layout import RolloutLayout, TrainLayout
+from mcore_rl.model.layout import RolloutLayout, TrainLayout
 
 
 def communicators_of(train: TrainLayout, rollout: RolloutLayout) -> dict[str, int]:

@@ -17,16 +17,16 @@ from itertools import chain
 import numpy as np
 import numpy.typing as npt
 
-from mcore_rl.hybrid_engine.layout import TrainLayout
-from mcore_rl.hybrid_engine.placement import Placement
-from mcore_rl.hybrid_engine.plan import Boxes, Move, Plan, make_plan
-from mcore_rl.hybrid_engine.trees import (
+from mcore_rl.hybrid_engine.plan.moves import Boxes, Move, Plan, make_plan
+from mcore_rl.hybrid_engine.plan.placement import Placement
+from mcore_rl.hybrid_engine.plan.trees import (
     Connections,
     KnownGroups,
     Neighbourhoods,
     Tree,
     connections,
 )
+from mcore_rl.model.layout import TrainLayout
 from mcore_rl.planner.settings import Machine
 
 Bytes = npt.NDArray[np.int64]

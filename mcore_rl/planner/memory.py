@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from mcore_rl.hybrid_engine.checkpoint_tensors import embedding_specs, head_specs, layer_specs
+from mcore_rl.model.tensors import embedding_specs, head_specs, layer_specs
 from mcore_rl.planner.models import ACTOR, TrainedModel, optimizer_bytes, stage_state
 from mcore_rl.planner.phases import Bytes, Case, DeviceMemory, States, device_memory
 

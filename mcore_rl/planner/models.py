@@ -13,10 +13,11 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 
-from mcore_rl.arguments import DEGREE_FLAGS, flag_of
-from mcore_rl.errors import UsageError
-from mcore_rl.hf_config import ModelShape
-from mcore_rl.hybrid_engine.layout import PipelineLayers, TrainLayout
+from mcore_rl.common.errors import UsageError
+from mcore_rl.common.parameters import flag_of
+from mcore_rl.flags.options import DEGREE_FLAGS
+from mcore_rl.model.config_json import ModelShape
+from mcore_rl.model.layout import PipelineLayers, TrainLayout
 from mcore_rl.planner.parameters import optimizer_parameters, stage_parameters
 from mcore_rl.planner.settings import TrainSettings
 from mcore_rl.planner.stages import stages_for

@@ -13,8 +13,9 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from mcore_rl.hf_config import ModelShape
-from mcore_rl.hybrid_engine.checkpoint_tensors import (
+from mcore_rl.model.config_json import ModelShape
+from mcore_rl.model.layout import PipelineLayers, TrainLayout
+from mcore_rl.model.tensors import (
     Cut,
     TensorSpec,
     embedding_specs,
@@ -22,7 +23,6 @@ from mcore_rl.hybrid_engine.checkpoint_tensors import (
     layer_specs,
     trained_vocabulary_rows,
 )
-from mcore_rl.hybrid_engine.layout import PipelineLayers, TrainLayout
 from mcore_rl.planner.settings import ActivationSettings, TrainSettings
 
 
@@ -122,16 +122,3 @@ def absorbed_bytes(shape: ModelShape, tp_size: int, itemsize: int = 2) -> int:
     latent = shape.latent
     per_head = latent.kv_lora_rank * (latent.qk_nope_head_dim + latent.v_head_dim)
     return shape.num_heads // tp_size * per_head * itemsize * shape.num_layers
-
-
-def active_parameters(shape: ModelShape) -> int:
-    """Parameters that a token passes through, without the embedding."""
-    total = sum(math.prod(spec.shape) for spec in head_specs(shape))
-    if shape.tied_embeddings:
-        total += shape.vocab_size * shape.hidden_size
-    topk = shape.experts.topk if shape.experts else 0
-    for is_moe in set(shape.is_moe_layer):
-        specs = layer_specs(shape, is_moe=is_moe)
-        layer = sum(math.prod(s.shape) * (topk if s.num_experts else 1) for s in specs)
-        total += layer * shape.is_moe_layer.count(is_moe)
-    return total

@@ -32,8 +32,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 
-from mcore_rl.hf_config import ModelShape
-from mcore_rl.hybrid_engine.layout import PipelineLayers, RolloutLayout, TrainLayout
+from mcore_rl.model.config_json import ModelShape
+from mcore_rl.model.layout import PipelineLayers, RolloutLayout, TrainLayout
 from mcore_rl.planner.activations import (
     engine_activation_bytes,
     log_prob_activation_bytes,

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from mcore_rl.hybrid_engine.layout import PipelineLayers, pipeline_layers
+from mcore_rl.model.layout import PipelineLayers, pipeline_layers
 
 
 @dataclass(frozen=True, slots=True)

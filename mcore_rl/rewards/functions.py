@@ -1,13 +1,14 @@
 """Reward functions: the built-in ones, and how a user's own is found.
 
-A reward function is called as `fn(prompt=str, response=str, answer=str)` and returns a finite
-number, or is async and does so when it is awaited. `prompt` and `answer` are the columns of the
-prompts file; `response` is the text that the policy wrote.
+A reward function is called as `fn(prompt=, response=, answer=)` and returns a finite number, or is
+async and does so when it is awaited. `prompt` and `answer` are the columns of the prompts file;
+`response` is the text that the policy wrote. `answer` is a text, unless the file has a list or an
+object there. One that takes `row` as well gets all columns of the row, in a dict of its own.
 
 A user's own function is named as `package.module:function`, or by the name under which a file of
 `--rl-import` registers it:
 
-    from mcore_rl.rewards.functions import reward
+    from mcore_rl.api import reward
 
     @reward("brevity")
     def brevity(*, prompt: str, response: str, answer: str) -> float:
@@ -29,8 +30,9 @@ import sys
 from collections.abc import Callable
 from decimal import Decimal
 from types import ModuleType
+from typing import Any
 
-from mcore_rl.errors import UsageError
+from mcore_rl.common.errors import UsageError
 
 RewardFunction = Callable[..., float]
 
@@ -78,13 +80,15 @@ def reward(name: str) -> Callable[[RewardFunction], RewardFunction]:
 
 
 @reward("exact_match")
-def exact_match(*, prompt: str, response: str, answer: str) -> float:
-    """1 if response and answer are equal but for leading and trailing white space, else 0."""
-    return float(response.strip() == answer.strip())
+def exact_match(*, prompt: str, response: str, answer: Any) -> float:
+    """1 if response and answer, or one of a list of answers, are equal but for leading and trailing
+    white space, else 0."""
+    answers = answer if isinstance(answer, list) else [answer]
+    return float(response.strip() in [str(each).strip() for each in answers])
 
 
 @reward("arithmetic")
-def arithmetic(*, prompt: str, response: str, answer: str) -> float:
+def arithmetic(*, prompt: str, response: str, answer: Any) -> float:
     """1 if the response ends in the number that the answer is, else 0.
 
     The last integer or decimal number of the response counts, compared by value: 7, 7.0 and 007
@@ -99,7 +103,7 @@ def arithmetic(*, prompt: str, response: str, answer: str) -> float:
 
 
 @reward("gsm8k")
-def gsm8k(*, prompt: str, response: str, answer: str) -> float:
+def gsm8k(*, prompt: str, response: str, answer: Any) -> float:
     """1 if the response's result is the number after `####` in the answer, else 0.
 
     The response's result is the first number after its last `####`; without that mark it is the
@@ -107,7 +111,7 @@ def gsm8k(*, prompt: str, response: str, answer: str) -> float:
     `%` do not matter. An answer without a number raises ValueError. (Cobbe et al. 2021,
     arXiv 2110.14168)
     """
-    expected = _as_number(answer.rpartition("####")[2])
+    expected = _as_number(str(answer).rpartition("####")[2])
     _, mark, result = _ascii_minus(response).rpartition("####")
     matches = list(_NUMBER.finditer(result))
     if not matches:
@@ -115,10 +119,11 @@ def gsm8k(*, prompt: str, response: str, answer: str) -> float:
     return float(_value(matches[0 if mark else -1]) == expected)
 
 
-def _as_number(answer: str) -> Decimal:
-    match = _NUMBER.fullmatch(_ascii_minus(answer).strip().rstrip("%."))
+def _as_number(answer: Any) -> Decimal:
+    text = str(answer)
+    match = _NUMBER.fullmatch(_ascii_minus(text).strip().rstrip("%."))
     if match is None:
-        raise ValueError(f"the answer {answer[-40:]!r} is not a number")
+        raise ValueError(f"the answer {text[-40:]!r} is not a number")
     return _value(match)
 
 
@@ -142,9 +147,10 @@ def resolve_reward(spec: str, flag: str = "--rl-reward") -> RewardFunction:
     if not colon:
         if spec not in _BY_NAME:
             raise UsageError(
-                f"{flag} {spec} is no built-in reward{_nearest(spec, list(_BY_NAME))}; the "
-                f"built-in ones are {', '.join(_names(built_in=True))}, {_imported_names()}"
-                "and your own is given as package.module:function"
+                f"is no built-in reward{_nearest(spec, list(_BY_NAME))}",
+                flag=f"{flag} {spec}",
+                remedy=f"the built-in ones are {', '.join(_names(built_in=True))}, "
+                f"{_imported_names()}and your own is given as package.module:function",
             )
         _check_callable(_BY_NAME[spec], spec, flag)
         return _BY_NAME[spec]
@@ -153,8 +159,10 @@ def resolve_reward(spec: str, flag: str = "--rl-reward") -> RewardFunction:
         function: RewardFunction = operator.attrgetter(attribute)(module)
     except AttributeError as error:
         raise UsageError(
-            f"{flag} {spec} cannot be used, because module {module_name} has no attribute "
-            f"{attribute!r}{_nearest(attribute, list(vars(module)))}; name one that exists"
+            f"cannot be used, because module {module_name} has no attribute "
+            f"{attribute!r}{_nearest(attribute, list(vars(module)))}",
+            flag=f"{flag} {spec}",
+            remedy="name one that exists",
         ) from error
     _check_callable(function, spec, flag)
     return function
@@ -168,8 +176,10 @@ def _import_module(module_name: str, spec: str, flag: str) -> ModuleType:
     except ModuleNotFoundError as error:
         if error.name is not None and f"{module_name}.".startswith(f"{error.name}."):
             raise UsageError(
-                f"{flag} {spec} cannot be imported, because there is no module {error.name!r} on "
-                "sys.path or in the working directory; check the name or set PYTHONPATH"
+                f"cannot be imported, because there is no module {error.name!r} on sys.path or in "
+                "the working directory",
+                flag=f"{flag} {spec}",
+                remedy="check the name or set PYTHONPATH",
             ) from error
         raise _import_error(module_name, spec, flag, error) from error
     except (Exception, SystemExit) as error:  # whatever the user's module raises is theirs to see
@@ -178,29 +188,45 @@ def _import_module(module_name: str, spec: str, flag: str) -> ModuleType:
 
 def _import_error(module_name: str, spec: str, flag: str, error: BaseException) -> UsageError:
     return UsageError(
-        f"{flag} {spec} cannot be used, because importing {module_name!r} raised "
-        f"{type(error).__name__}: {shortened(str(error))}; make "
-        f"`python -c 'import {module_name}'` work"
+        f"cannot be used, because importing {module_name!r} raised {type(error).__name__}: "
+        f"{shortened(str(error))}",
+        flag=f"{flag} {spec}",
+        remedy=f"make `python -c 'import {module_name}'` work",
     )
 
 
 def _check_callable(function: object, spec: str, flag: str) -> None:
     if not callable(function):
         raise UsageError(
-            f"{flag} {spec} is of type {type(function).__name__}, which cannot be called; name a "
-            "function fn(prompt=, response=, answer=) that returns a number"
+            f"is of type {type(function).__name__}, which cannot be called",
+            flag=f"{flag} {spec}",
+            remedy="name a function fn(prompt=, response=, answer=) that returns a number",
         )
     try:
         signature = inspect.signature(function)
     except ValueError:  # some C functions have none; the first call will tell
         return
+    more: dict[str, object] = {"row": {}} if takes_row(function) else {}
     try:
-        signature.bind(prompt="", response="", answer="")
+        signature.bind(prompt="", response="", answer="", **more)
     except TypeError as error:
         raise UsageError(
-            f"{flag} {spec} has the parameters {signature}, but is called as "
-            f"fn(prompt=, response=, answer=) ({error}); give it these three keywords"
+            f"has the parameters {signature}, but is called as fn(prompt=, response=, answer=) "
+            f"({error})",
+            flag=f"{flag} {spec}",
+            remedy="give it these three keywords",
         ) from error
+
+
+def takes_row(function: Callable[..., object]) -> bool:
+    """Whether a reward function is to get `row`: it names it, or takes any keyword."""
+    try:
+        parameters = inspect.signature(function).parameters
+    except ValueError:
+        return False
+    return "row" in parameters or any(
+        parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()
+    )
 
 
 def _names(*, built_in: bool) -> list[str]:

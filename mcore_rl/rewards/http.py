@@ -2,7 +2,7 @@
 
 The reward `http` sends batches of samples by POST to `--rl-reward-url`,
 
-    {"samples": [{"prompt": "2+3=", "response": " 5", "answer": "5"}, ...]}
+    {"samples": [{"prompt": "2+3=", "response": " 5", "answer": "5", "row": {...}}, ...]}
 
 and expects one finite number for each sample, in the same order:
 
@@ -12,6 +12,23 @@ A server fails in many ways: it is not there, hangs, answers with an error or wi
 costs the samples that were asked about, never the run. Only what may pass is tried again: a broken
 connection, a timeout, and the statuses 429 and 5xx. Nothing but the configured address is ever
 asked: redirects are not followed, and proxies, cookies and .netrc are not used.
+
+The reward `pooling` is a reward model behind vLLM's own server.
+
+    vllm serve MODEL --runner pooling
+
+    POST /pooling  {"input": ["prompt and response", ...], "use_activation": false, ...}
+    {"data": [{"index": 0, "data": [0.7]}, ...], ...}
+
+The text of a sample is its prompt followed by its response, without a chat template. Models with
+one score for a sequence (`...ForSequenceClassification` with one label; vLLM's task "classify")
+answer with a list of one number, which is the reward. Models with one for each token (vLLM's task
+"token_classify") answer with a list of such lists, and the reward is the last token's. Both give
+the model's logit, whatever activation the server would put on it by default. Anything else, as the
+scores of several classes, has no single number, and fails.
+
+Written for vLLM 0.32. Its `--api-key` does not guard /pooling: a server that others can reach needs
+a proxy before it, and `--rl-reward-pooling-header-env` holds what that wants to see.
 """
 
 from __future__ import annotations
@@ -29,9 +46,9 @@ from typing import Any
 
 import aiohttp
 
+from mcore_rl.batching.types import Rollout
 from mcore_rl.rewards.specs import ServerSpec, header_of
 from mcore_rl.rewards.worker import Outcome
-from mcore_rl.types import Rollout
 
 _FIRST_BACKOFF_SECONDS = 0.5
 _SHAPE = "the answer must be"
@@ -55,7 +72,12 @@ class Dialect:
 def _samples(rollouts: Sequence[Rollout]) -> dict[str, Any]:
     return {
         "samples": [
-            {"prompt": r.prompt.text, "response": r.text, "answer": r.prompt.answer}
+            {
+                "prompt": r.prompt.text,
+                "response": r.text,
+                "answer": r.prompt.answer,
+                **({"row": json.loads(r.prompt.row)} if r.prompt.row != "{}" else {}),
+            }
             for r in rollouts
         ]
     }
@@ -69,6 +91,35 @@ def _rewards(answer: Any) -> list[Any]:
 
 
 PLAIN_DIALECT = Dialect('{"rewards": [numbers]}', _samples, _rewards, max_answer_bytes=1 << 20)
+
+
+def _texts(rollouts: Sequence[Rollout]) -> dict[str, Any]:
+    return {
+        "input": [r.prompt.text + r.text for r in rollouts],
+        "encoding_format": "float",
+        "use_activation": False,
+    }
+
+
+def _scores(answer: Any) -> list[Any]:
+    return [_score(entry["data"]) for entry in answer["data"]]
+
+
+def _score(data: Any) -> Any:
+    last = data[-1]
+    scores = last if isinstance(last, list) else data
+    if not isinstance(data, list) or len(scores) != 1:
+        raise ValueError("not one score")
+    return scores[0]
+
+
+POOLING_DIALECT = Dialect(
+    'that of vLLM\'s /pooling with one score: {"data": [{"data": [number]}, ...]} for a sequence '
+    'or {"data": [{"data": [[number], ...]}, ...]} for its tokens',
+    _texts,
+    _scores,
+    max_answer_bytes=1 << 24,  # a number for each token
+)
 
 
 class _Failed(Exception):

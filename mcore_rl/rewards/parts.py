@@ -13,8 +13,8 @@ import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
+from mcore_rl.batching.types import Rollout, ScoredRollout
 from mcore_rl.rewards.worker import Outcome
-from mcore_rl.types import Rollout, ScoredRollout
 
 logger = logging.getLogger(__name__)
 

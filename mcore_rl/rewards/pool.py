@@ -6,6 +6,7 @@ or take its process with it: that costs the one sample it was scoring, never the
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import signal
@@ -13,11 +14,11 @@ from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import Future, wait
 from itertools import groupby
-from types import TracebackType
 
 from pebble import ProcessExpired, ProcessPool
 
-from mcore_rl.errors import UsageError
+from mcore_rl.batching.types import Rollout, ScoredRollout
+from mcore_rl.common.errors import UsageError
 from mcore_rl.rewards.parts import FailureLog, weighed
 from mcore_rl.rewards.process import WorkerContext
 from mcore_rl.rewards.worker import (
@@ -27,7 +28,6 @@ from mcore_rl.rewards.worker import (
     score_samples,
     start_worker,
 )
-from mcore_rl.types import Rollout, ScoredRollout
 
 _Task = tuple[int, str]  # which rollout is scored by which function
 _Scored = tuple[list[Outcome], float]  # of a batch of tasks, and its seconds
@@ -46,7 +46,17 @@ _TIMEOUT_IN_COMPANY_SECONDS = 1.0
 _BATCHES_PER_WORKER = 4
 
 
-class RewardPool:
+class ClosedAtTheEnd(contextlib.AbstractContextManager):
+    """`with` closes it, whatever happens."""
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        raise NotImplementedError
+
+
+class RewardPool(ClosedAtTheEnd):
     """Processes that score samples, each sample and function within a time of its own.
 
     Not collective: every rank that scores has its own pool. Workers start at the first `score`,
@@ -153,26 +163,16 @@ class RewardPool:
         except (RuntimeError, ProcessExpired, TimeoutError) as error:
             reason = str(error) if isinstance(error, RuntimeError) else type(error).__name__
             raise UsageError(
-                f"--rl-reward {','.join(self._specs)} cannot be used, because the process that "
-                f"imported it ended or gave no answer within {_WORKER_START_SECONDS:g} s "
-                f"({reason}); make its import work by itself"
+                "cannot be used, because the process that imported it ended or gave no answer "
+                f"within {_WORKER_START_SECONDS:g} s ({reason})",
+                flag=f"--rl-reward {','.join(self._specs)}",
+                remedy="make its import work by itself",
             ) from error
 
     def close(self) -> None:
         """Ends the workers. A second call does nothing."""
         self._closed = True
         self._stop_workers()
-
-    def __enter__(self) -> RewardPool:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.close()
 
     def _new_pool(self) -> ProcessPool:
         return ProcessPool(
@@ -260,7 +260,7 @@ class RewardPool:
 
     def _schedule(self, rollouts: Sequence[Rollout], batch: Sequence[_Task]) -> Future[_Scored]:
         samples = [
-            (rollout.prompt.text, rollout.text, rollout.prompt.answer)
+            (rollout.prompt.text, rollout.text, rollout.prompt.answer, rollout.prompt.row)
             for rollout in (rollouts[index] for index, _ in batch)
         ]
         return self._pool.schedule(

@@ -25,9 +25,9 @@ from typing import Any
 from pebble.common.types import Result, ResultStatus
 from pebble.pool.process import Acknowledgement, TaskProblem, TaskResult
 
-from mcore_rl.errors import UsageError
+from mcore_rl.common.errors import UsageError
+from mcore_rl.common.spawning import main_script_left_out
 from mcore_rl.rewards.worker import Outcome
-from mcore_rl.spawning import main_script_left_out
 
 # What Python, the dynamic linker and numerical libraries read; nothing in it is a secret.
 _PASSED_ON = (
@@ -188,7 +188,10 @@ def _as_json(message: Acknowledgement | TaskResult | TaskProblem) -> dict[str, A
         return {"task": message.task, "value": message.result.value}
     # pebble wraps what a task has raised.
     error = message.result.value.exception if isinstance(message, TaskResult) else message.error
-    return {"task": message.task, "error": type(error).__name__, "text": str(error)}
+    told = {"task": message.task, "error": type(error).__name__, "text": str(error)}
+    if isinstance(error, UsageError):
+        told |= {"text": error.found, "flag": error.flag, "remedy": error.remedy}
+    return told
 
 
 def _as_message(fields: Any) -> Acknowledgement | TaskResult:
@@ -199,7 +202,9 @@ def _as_message(fields: Any) -> Acknowledgement | TaskResult:
     if "error" not in fields:
         return TaskResult(task, Result(ResultStatus.SUCCESS, _value(fields["value"])))
     name, text = str(fields["error"]), str(fields["text"])
-    error = UsageError(text) if name == UsageError.__name__ else RuntimeError(f"{name}: {text}")
+    error: Exception = RuntimeError(f"{name}: {text}")
+    if name == UsageError.__name__:
+        error = UsageError(text, flag=str(fields["flag"]), remedy=str(fields["remedy"]))
     return TaskResult(task, Result(ResultStatus.FAILURE, error))
 
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from urllib.parse import SplitResult, urlsplit
 
 from mcore_rl.algorithms.registry import import_user_file
-from mcore_rl.errors import UsageError
+from mcore_rl.common.errors import UsageError
 from mcore_rl.rewards.functions import REWARD_MODEL, SERVED_REWARDS, resolve_reward
 
 _HEADER = re.compile(
@@ -75,27 +75,12 @@ def parse_rewards(
     memory_gib: float = 0.0,
     environment_names: str | None = None,
 ) -> RewardSpec:
-    """The flags' values as a `RewardSpec`; raises UsageError for what cannot work."""
+    """The flags' values as a `RewardSpec`; raises UsageError for what cannot work.
+
+    Numbers are within the bounds of their flags (`mcore_rl.flags.options`).
+    """
     names = tuple(name.strip() for name in rewards.split(","))
     _check_names(names, rewards)
-    for value, flag, least in (
-        (num_workers, "--rl-reward-workers", 1),
-        (http_batch, "--rl-reward-http-batch", 1),
-        (http_concurrency, "--rl-reward-http-concurrency", 1),
-        (http_retries, "--rl-reward-http-retries", 0),
-    ):
-        if value < least:
-            raise UsageError(f"{flag} {value} is too small; give {least} or more")
-    if not (timeout_seconds > 0 and math.isfinite(timeout_seconds)):
-        raise UsageError(
-            f"--rl-reward-timeout-seconds {timeout_seconds:g} is no time that can pass; give a "
-            "finite number above 0"
-        )
-    if not (memory_gib >= 0 and math.isfinite(memory_gib)):
-        raise UsageError(
-            f"--rl-reward-memory-gib {memory_gib:g} is no amount of memory; give a finite number "
-            "above 0, or 0 for no limit"
-        )
     attempts = {"concurrency": http_concurrency, "retries": http_retries}
     servers = []
     if _wants_server("http", names, "--rl-reward-url", url, header_env, _HTTP_HEADER_FLAG):
@@ -125,8 +110,9 @@ def parse_rewards(
     )
     if spec.environment_names and not spec.functions:
         raise UsageError(
-            f"--rl-reward-env has no effect, because --rl-reward {rewards} names no function; "
-            "leave it out, or name a function too"
+            f"has no effect, because --rl-reward {rewards} names no function",
+            flag="--rl-reward-env",
+            remedy="leave it out, or name a function too",
         )
     return spec
 
@@ -141,8 +127,9 @@ def check_rewards(spec: RewardSpec) -> None:
     for name in spec.environment_names:
         if name not in os.environ:
             raise UsageError(
-                f"--rl-reward-env {name} names an environment variable that is not set; export it "
-                "or leave it out"
+                "names an environment variable that is not set",
+                flag=f"--rl-reward-env {name}",
+                remedy="export it or leave it out",
             )
     for server in spec.servers:
         header_of(server)
@@ -178,15 +165,17 @@ def header_of(server: ServerSpec) -> dict[str, str]:
     text = os.environ.get(variable)
     if text is None:
         raise UsageError(
-            f"{flag} {variable} names an environment variable that is not set; export it as "
-            "'Header: value'"
+            "names an environment variable that is not set",
+            flag=f"{flag} {variable}",
+            remedy="export it as 'Header: value'",
         )
     match = _HEADER.fullmatch(text.strip())
     if match is None:
         raise UsageError(
-            f"{flag} {variable} names an environment variable whose value is not of the form "
-            "'Header: value' in one line of printable ASCII; correct the value, which is not shown "
-            "here"
+            "names an environment variable whose value is not of the form 'Header: value' in one "
+            "line of printable ASCII",
+            flag=f"{flag} {variable}",
+            remedy="correct the value, which is not shown here",
         )
     return {match["name"]: match["value"]}
 
@@ -194,13 +183,16 @@ def header_of(server: ServerSpec) -> dict[str, str]:
 def _check_names(names: tuple[str, ...], rewards: str) -> None:
     if "" in names:
         raise UsageError(
-            f"--rl-reward '{rewards}' has an empty name; give names with one comma between two"
+            f"'{rewards}' has an empty name",
+            flag="--rl-reward",
+            remedy="give names with one comma between two",
         )
     for name in names:
         if names.count(name) > 1:
             raise UsageError(
-                f"--rl-reward {rewards} has {name} twice; name it once and give it the sum of the "
-                "weights"
+                f"has {name} twice",
+                flag=f"--rl-reward {rewards}",
+                remedy="name it once and give it the sum of the weights",
             )
 
 
@@ -209,8 +201,10 @@ def _parse_environment_names(text: str | None) -> tuple[str, ...]:
     if not all(_VARIABLE.fullmatch(name) for name in names):
         # What stands there may be the secret itself.
         raise UsageError(
-            "--rl-reward-env must be names of environment variables, made of letters, digits and "
-            "_, with commas between them; put what a reward needs into a variable and give its name"
+            "must be names of environment variables, made of letters, digits and _, with commas "
+            "between them",
+            flag="--rl-reward-env",
+            remedy="put what a reward needs into a variable and give its name",
         )
     return names
 
@@ -227,17 +221,21 @@ def _parse_weights(weights: str | None, names: tuple[str, ...], rewards: str) ->
             value = math.nan
         if not math.isfinite(value):
             raise UsageError(
-                f"{flag} has '{text.strip()}', which is not a finite number; give numbers with "
-                "commas between them"
+                f"has '{text.strip()}', which is not a finite number",
+                flag=flag,
+                remedy="give numbers with commas between them",
             )
         values.append(value)
     if len(values) != len(names):
         raise UsageError(
-            f"{flag} has {len(values)} weight(s), but --rl-reward {rewards} names {len(names)}; "
-            "give one weight for each reward, in the same order"
+            f"has {len(values)} weight(s), but --rl-reward {rewards} names {len(names)}",
+            flag=flag,
+            remedy="give one weight for each reward, in the same order",
         )
     if not any(values):
-        raise UsageError(f"{flag} makes every reward 0; give at least one weight other than 0")
+        raise UsageError(
+            "makes every reward 0", flag=flag, remedy="give at least one weight other than 0"
+        )
     return tuple(values)
 
 
@@ -255,19 +253,22 @@ def _wants_server(
             if given is not None:
                 # The value may be a secret that was taken for a variable's name.
                 raise UsageError(
-                    f"{given_flag} has no effect, because --rl-reward {','.join(names)} does not "
-                    f"name {name}; add {name} to it or leave out {given_flag}"
+                    f"has no effect, because --rl-reward {','.join(names)} does not name {name}",
+                    flag=given_flag,
+                    remedy=f"add {name} to it or leave out {given_flag}",
                 )
         return False
     if url is None:
         raise UsageError(
-            f"--rl-reward {','.join(names)} names {name}, but {flag} is missing; give the address "
-            "of the server"
+            f"names {name}, but {flag} is missing",
+            flag=f"--rl-reward {','.join(names)}",
+            remedy="give the address of the server",
         )
     if header_env is not None and not _VARIABLE.fullmatch(header_env):
         raise UsageError(
-            f"{header_flag} must be the name of an environment variable, made of letters, digits "
-            "and _; put the header into a variable and give its name"
+            "must be the name of an environment variable, made of letters, digits and _",
+            flag=header_flag,
+            remedy="put the header into a variable and give its name",
         )
     return True
 
@@ -275,8 +276,9 @@ def _wants_server(
 def _checked_url(url: str, flag: str) -> SplitResult:
     if "?" in url or "#" in url:  # also in one that is not valid and would be shown
         raise UsageError(
-            f"{flag} has a query or fragment (from ? or # on), which files of the run would keep; "
-            "leave it out and put a key into a header, by an environment variable"
+            "has a query or fragment (from ? or # on), which files of the run would keep",
+            flag=flag,
+            remedy="leave it out and put a key into a header, by an environment variable",
         )
     try:
         parts = urlsplit(url)
@@ -287,11 +289,14 @@ def _checked_url(url: str, flag: str) -> SplitResult:
         valid = has_password = False
     if has_password or (not valid and "@" in url):
         raise UsageError(
-            f"{flag} has a user or password in it, which everybody on the machine can read there; "
-            "leave it out and put an Authorization header into an environment variable"
+            "has a user or password in it, which everybody on the machine can read there",
+            flag=flag,
+            remedy="leave it out and put an Authorization header into an environment variable",
         )
     if not valid or any(character.isspace() for character in url):
-        raise UsageError(f"{flag} {url} is no http:// or https:// address; give one with a host")
+        raise UsageError(
+            "is no http:// or https:// address", flag=f"{flag} {url}", remedy="give one with a host"
+        )
     return parts
 
 

@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from types import TracebackType
 
-from mcore_rl.rewards.http import PLAIN_DIALECT, ServerReward, asking
+from mcore_rl.batching.types import Rollout, ScoredRollout
+from mcore_rl.rewards.http import PLAIN_DIALECT, POOLING_DIALECT, ServerReward, asking
 from mcore_rl.rewards.parts import FailureLog, weighed
-from mcore_rl.rewards.pool import RewardPool
-from mcore_rl.rewards.pooling import POOLING_DIALECT
+from mcore_rl.rewards.pool import ClosedAtTheEnd, RewardPool
 from mcore_rl.rewards.specs import RewardSpec
 from mcore_rl.rewards.worker import Outcome
-from mcore_rl.types import Rollout, ScoredRollout
 
 _DIALECTS = {"http": PLAIN_DIALECT, "pooling": POOLING_DIALECT}
 
 
-class RewardStack:
+class RewardStack(ClosedAtTheEnd):
     """Scores rollouts by every reward of a `RewardSpec`.
 
     Not collective: every rank that scores has its own. All functions share one pool of processes
@@ -78,14 +76,3 @@ class RewardStack:
         """Ends the worker processes. A second call does nothing."""
         if self._pool is not None:
             self._pool.close()
-
-    def __enter__(self) -> RewardStack:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.close()

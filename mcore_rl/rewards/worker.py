@@ -1,35 +1,121 @@
 """What a worker process of a reward pool runs.
 
-Workers import this module, `functions`, `limits`, `process`, `algorithms.registry` and what the
-user's own functions import, nothing else: it must stay free of torch, Megatron, vLLM and numpy, and
-so must whatever it imports.
+Workers import this module, `functions`, `process`, `algorithms.registry` and what the user's own
+functions import, nothing else: it must stay free of torch, Megatron, vLLM and numpy, and so must
+whatever it imports. What a worker takes from itself before it runs a user's code is Linux's doing;
+elsewhere the parts that the system lacks are left out.
 """
 
 from __future__ import annotations
 
+import copy
 import ctypes
 import errno
 import functools
 import inspect
+import json
 import math
 import multiprocessing
 import os
+import resource
 import signal
+import struct
 import sys
 import time
 from collections.abc import Awaitable, Sequence
-from typing import TYPE_CHECKING, NamedTuple, SupportsFloat
+from typing import TYPE_CHECKING, Any, NamedTuple, SupportsFloat
 
 from mcore_rl.algorithms.registry import import_user_file
-from mcore_rl.errors import UsageError
-from mcore_rl.rewards.functions import RewardFunction, resolve_reward, shortened
-from mcore_rl.rewards.limits import (
-    drop_privileges,
-    limit_memory,
-    see_no_other_process,
-    write_no_core,
-)
-from mcore_rl.spawning import forbid_runs
+from mcore_rl.common.errors import UsageError
+from mcore_rl.common.spawning import forbid_runs
+from mcore_rl.rewards.functions import RewardFunction, resolve_reward, shortened, takes_row
+
+# What libraries map beyond what they use: code, and what allocators and thread pools reserve.
+_ADDRESS_SPACE_MARGIN_BYTES = 16 << 30
+
+# To look into any process, and to raise one's own limits; only root has them.
+_CAPABILITIES = {
+    "CAP_SYS_PTRACE": 19,
+    "CAP_SYS_ADMIN": 21,
+    "CAP_SYS_RESOURCE": 24,
+    "CAP_PERFMON": 38,
+}
+_CAPABILITY_VERSION_3 = 0x20080522  # linux/capability.h
+
+_PR_SET_NO_NEW_PRIVS = 38  # linux/prctl.h
+_LANDLOCK_CREATE_RULESET = 444  # these two are the same on all architectures
+_LANDLOCK_RESTRICT_SELF = 446
+_LANDLOCK_ACCESS_FS_MAKE_BLOCK = 1 << 11
+
+
+def limit_memory(limit_bytes: int) -> None:
+    """From here on memory beyond `limit_bytes` is refused, for good; 0 sets no limit.
+
+    RLIMIT_DATA is what counts: private memory that can be written, which is what a function fills.
+    RLIMIT_AS alone would also count what numpy or torch map and never touch, so that a limit that
+    they start under would be none. It is set to more, for shared memory, which the other leaves
+    out. Both are those of one process: what a reward starts itself has the same limits anew.
+    """
+    if limit_bytes == 0:
+        return
+    _lower(resource.RLIMIT_DATA, limit_bytes)
+    _lower(resource.RLIMIT_AS, limit_bytes + _ADDRESS_SPACE_MARGIN_BYTES)
+
+
+def write_no_core() -> None:
+    """A reward that crashes leaves no file of its memory, which holds prompts and answers."""
+    _lower(resource.RLIMIT_CORE, 0)
+
+
+def drop_privileges() -> None:
+    """Give up what root could take the other limits back by, also in programs started from here."""
+    if sys.platform != "linux":
+        return
+    libc = ctypes.CDLL(None)
+    libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
+    header = struct.pack("=Ii", _CAPABILITY_VERSION_3, 0)
+    # Effective, permitted, inheritable: their low words, then their high ones.
+    sets = ctypes.create_string_buffer(24)
+    if libc.capget(ctypes.c_char_p(header), sets) != 0:
+        return
+    words = list(struct.unpack("=6I", sets.raw))
+    for number in _CAPABILITIES.values():
+        high, bit = divmod(number, 32)
+        for index in range(3):
+            words[3 * high + index] &= ~(1 << bit)
+    libc.capset(ctypes.c_char_p(header), ctypes.c_char_p(struct.pack("=6I", *words)))
+
+
+def see_no_other_process() -> None:
+    """Take from this process the sight of others' memory and environment under /proc.
+
+    Call `drop_privileges` first.
+
+    The trainer has the same user, whose secrets would otherwise stand in /proc/PID/environ. A
+    process under Landlock may look only into processes under the same rules; these here forbid
+    nothing but to make block devices, as there is no empty set. A kernel before 5.13, or one that
+    was started without Landlock, leaves all as it is.
+    """
+    if sys.platform != "linux":
+        return
+    libc = ctypes.CDLL(None)
+    rules = struct.pack("=Q", _LANDLOCK_ACCESS_FS_MAKE_BLOCK)
+    ruleset = libc.syscall(
+        _LANDLOCK_CREATE_RULESET, ctypes.c_char_p(rules), ctypes.c_size_t(len(rules)), 0
+    )
+    if ruleset < 0:
+        return
+    libc.syscall(_LANDLOCK_RESTRICT_SELF, ruleset, 0)
+    libc.close(ruleset)
+
+
+def _lower(kind: int, value: int) -> None:
+    """Both limits, so that it cannot be taken back; a lower one that is there already stays."""
+    _, hard = resource.getrlimit(kind)
+    if hard != resource.RLIM_INFINITY:
+        value = min(value, hard)
+    resource.setrlimit(kind, (value, value))
+
 
 if TYPE_CHECKING:
     import asyncio
@@ -78,24 +164,29 @@ def score_sample(
     spec: str,
     prompt: str,
     response: str,
-    answer: str,
+    answer: Any,
+    row: str = "{}",
     *,
     timeout_seconds: float,
     imports: tuple[str, ...] = (),
 ) -> Outcome:
     """Scores one sample by one function. The process ends by SIGALRM when the time is over.
 
-    What an async function returns is awaited. The kernel's timer starts with the sample, ends
-    Python and C code alike, and can only hit the sample that is running. Raises UsageError if a
-    file of `imports` cannot be run or `spec` not be resolved; whatever the reward function itself
-    does wrong is part of the outcome, but for one thing: where there is no more memory the process
-    ends, with EXIT_OUT_OF_MEMORY, as what holds it may outlive the sample.
+    `row` is the JSON of all columns, which only a function that takes it gets. What an async
+    function returns is awaited. The kernel's timer starts with the sample, ends Python and C code
+    alike, and can only hit the sample that is running. Raises UsageError if a file of `imports`
+    cannot be run or `spec` not be resolved; whatever the reward function itself does wrong is part
+    of the outcome, but for one thing: where there is no more memory the process ends, with
+    EXIT_OUT_OF_MEMORY, as what holds it may outlive the sample.
     """
-    function = _resolve_once(spec, imports)
+    function, takes_columns = _resolve_once(spec, imports)
+    given = {"row": json.loads(row)} if takes_columns else {}
     signal.signal(signal.SIGALRM, signal.SIG_DFL)  # the last sample may have left a handler
     signal.setitimer(signal.ITIMER_REAL, timeout_seconds)
     try:
-        value: object = function(prompt=prompt, response=response, answer=answer)
+        # Of its own: samples of a prompt that come together share it.
+        answer = copy.deepcopy(answer)
+        value: object = function(prompt=prompt, response=response, answer=answer, **given)
         if inspect.isawaitable(value):
             value = _runner().run(_awaited(value))
         return _checked(value)
@@ -110,13 +201,13 @@ def score_sample(
 
 
 def score_samples(
-    samples: Sequence[tuple[str, str, str]],
+    samples: Sequence[tuple[str, str, Any, str]],
     spec: str,
     *,
     timeout_seconds: float,
     imports: tuple[str, ...] = (),
 ) -> tuple[list[Outcome], float]:
-    """`score_sample` of (prompt, response, answer) after each other, and the seconds of all.
+    """`score_sample` of (prompt, response, answer, row) after each other, and the seconds of all.
 
     A sample that takes too long takes those with it that were scored before.
     """
@@ -164,10 +255,12 @@ def _text_of(error: BaseException) -> str:
 
 
 @functools.cache
-def _resolve_once(spec: str, imports: tuple[str, ...]) -> RewardFunction:
+def _resolve_once(spec: str, imports: tuple[str, ...]) -> tuple[RewardFunction, bool]:
+    """The function, and whether it takes the row."""
     for path in imports:
         import_user_file(path)
-    return resolve_reward(spec)
+    function = resolve_reward(spec)
+    return function, takes_row(function)
 
 
 def _die_with_parent() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from mcore_rl.errors import UsageError
+from mcore_rl.common.errors import UsageError
 from mcore_rl.patches.megatron import (
     common_state_reading,
     cpu_torch,
@@ -13,6 +13,7 @@ from mcore_rl.patches.megatron import (
     fsdp_checkpoint,
     fsdp_on_cpu,
     groups_by_best_expert,
+    late_wandb,
     local_layers,
     mla_direct_query,
     packed_rope,
@@ -29,6 +30,7 @@ PATCHES = (
     narrow_products.PATCH,
     typing_override.PATCH,
     cpu_torch.PATCH,
+    late_wandb.PATCH,  # before anything else imports Megatron
     dataset_helpers.PATCH,
     fsdp_on_cpu.PATCH,
     local_layers.PATCH,
@@ -55,7 +57,7 @@ def apply() -> tuple[str, ...]:
     early = {"megatron.core", "megatron.training"} & sys.modules.keys()
     if early and not any(patch.name in applied_patches() for patch in PATCHES):
         raise UsageError(
-            "Megatron was imported before mcore_rl.prepare(), which repairs it for this machine; "
-            "call it before the first import of Megatron"
+            "Megatron was imported before mcore_rl.prepare(), which repairs it for this machine",
+            remedy="call it before the first import of Megatron",
         )
     return apply_all(PATCHES)

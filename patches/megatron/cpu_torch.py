@@ -34,8 +34,8 @@ from typing import Any
 import torch
 import torch.distributed
 
-from mcore_rl.errors import UsageError
-from mcore_rl.megatron_version import NEWEST, OLDEST
+from mcore_rl.common.errors import UsageError
+from mcore_rl.megatron.version import NEWEST, OLDEST
 from mcore_rl.patches.registry import Patch
 
 _PREFIX = "megatron."
@@ -311,8 +311,8 @@ class _MegatronLoader(importlib.abc.Loader):
         for name in ("_get_cuda_rng_state", "_set_cuda_rng_state"):
             if not hasattr(module, name):
                 raise UsageError(
-                    f"patch megatron.cpu_torch does not fit {module.__name__}, which has no "
-                    f"{name}; install megatron-core {OLDEST} to {NEWEST}, or train on a GPU"
+                    f"patch megatron.cpu_torch does not fit {module.__name__}, which has no {name}",
+                    remedy=f"install megatron-core {OLDEST} to {NEWEST}, or train on a GPU",
                 )
 
         # These two go around torch.cuda, straight to torch._C and its generators.

@@ -41,8 +41,7 @@ import torch
 import torch.nn.functional as F
 
 from mcore_rl.batching.attention_batches import similar_segments
-from mcore_rl.batching.context_chunks import positions_on_cp_rank
-from mcore_rl.batching.prefixes import prefixes_of
+from mcore_rl.batching.rows import positions_on_cp_rank, prefixes_of
 from mcore_rl.patches.registry import Patch, require, require_parameters, require_source
 from mcore_rl.patches.torch import narrow_products
 
@@ -54,12 +53,12 @@ class SDPACoreAttention(torch.nn.Module):
     (MLA), and returns `[s, b, n * dv]`. Causal: padding must be on the right. With packed samples
     (`packed_seq_params` of format thd) it takes `[t, n, d]`, `[t, g, d]`, `[t, g, dv]`, returns
     `[t, n * dv]`, and no sample attends to another, but to a prompt that it shares with others
-    (`mcore_rl.batching.prefixes.prefixes_of`).
+    (`mcore_rl.batching.rows.prefixes_of`).
 
     Packed samples are attended to in batches of similar lengths: one call costs more than the
     attention of a short sample.
 
-    With context parallelism these are this rank's chunks of each sample (`context_chunks`), while
+    With context parallelism these are this rank's chunks of each sample (`rows`), while
     `packed_seq_params` speak of whole rows. Collective over CP then: each rank gathers the keys and
     values of the whole row, whatever `--cp-comm-type` says, and its backward pass keeps them.
     """

@@ -55,8 +55,7 @@ def apply() -> None:
     """Rotate by gathered frequencies."""
     from megatron.core.models.common.embeddings import rope_utils
 
-    from mcore_rl.batching.context_chunks import samples_on_cp_rank
-    from mcore_rl.batching.prefixes import prefix_lengths, prefixes_of
+    from mcore_rl.batching.rows import prefix_lengths, prefixes_of, samples_on_cp_rank
 
     upstream, rotate = rope_utils._apply_rotary_pos_emb_thd, rope_utils._apply_rotary_pos_emb_bshd
     found = parameters_of(upstream)

@@ -39,7 +39,7 @@ def apply() -> None:
     import torch
     from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import YarnRotaryEmbedding
 
-    from mcore_rl.batching.context_chunks import chunks_of_sample, round_up
+    from mcore_rl.batching.rows import chunks_of_sample, round_up
 
     fill, look_up = YarnRotaryEmbedding._set_cos_sin_cache, YarnRotaryEmbedding.get_cached_cos_sin
     parameters = ("self", "seq_len", "offset", "dtype", "packed_seq")

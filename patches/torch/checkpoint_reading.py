@@ -24,7 +24,7 @@ from typing import Any, BinaryIO
 
 from packaging.specifiers import SpecifierSet
 
-from mcore_rl.errors import UsageError
+from mcore_rl.common.errors import UsageError
 from mcore_rl.patches.registry import Patch, require, require_parameters
 
 _CHECKPOINT = "torch.distributed.checkpoint"
@@ -94,7 +94,8 @@ class _MetadataPickle:
         except Exception as error:  # pickle raises anything on bytes that are none of its own
             self.refusal = UsageError(
                 f"{getattr(file, 'name', '.metadata')} is no metadata of a checkpoint "
-                f"({type(error).__name__}: {error}); restore the file, or load another checkpoint"
+                f"({type(error).__name__}: {error})",
+                remedy="restore the file, or load another checkpoint",
             )
             raise self.refusal from error
 
@@ -121,7 +122,8 @@ def _class_in(message: str) -> str:
 def _refusal(place: str, class_name: str) -> UsageError:
     return UsageError(
         f"{place} holds {class_name}, which is no part of a checkpoint and may be code that would "
-        "run when it is read; get the checkpoint from whom you trust, or save it without that"
+        "run when it is read",
+        remedy="get the checkpoint from whom you trust, or save it without that",
     )
 
 

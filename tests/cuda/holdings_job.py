@@ -24,8 +24,8 @@ PLATFORM = megatron_models.prepare(transformer_engine=True, apex=False)
 
 import torch  # noqa: E402
 
-from mcore_rl.hybrid_engine.boxes import Box  # noqa: E402
-from mcore_rl.hybrid_engine.model_shards import ModelShards  # noqa: E402
+from mcore_rl.megatron.shards import ModelShards  # noqa: E402
+from mcore_rl.model.boxes import Box  # noqa: E402
 from tests.cuda.presets import tensor_infos, trainable_shape  # noqa: E402
 
 

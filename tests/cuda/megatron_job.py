@@ -25,16 +25,15 @@ PLATFORM = megatron_models.prepare(transformer_engine=with_engine, apex=False)
 
 import torch  # noqa: E402
 
-from mcore_rl.checks import derived_flags  # noqa: E402
-from mcore_rl.errors import UsageError  # noqa: E402
-from mcore_rl.hf_config import ModelShape  # noqa: E402
-from mcore_rl.hybrid_engine.boxes import Box, disjoint, full_box, uncovered  # noqa: E402
-from mcore_rl.hybrid_engine.checkpoint_tensors import checkpoint_tensors  # noqa: E402
-from mcore_rl.hybrid_engine.layout import TrainLayout  # noqa: E402
-from mcore_rl.hybrid_engine.model_shards import ModelShards  # noqa: E402
-from mcore_rl.hybrid_engine.plan import TensorInfo  # noqa: E402
-from mcore_rl.hybrid_engine.weight_map import Piece, ShardCoordinates, map_parameter  # noqa: E402
-from mcore_rl.megatron_adapter import stage_layers  # noqa: E402
+from mcore_rl.common.errors import UsageError  # noqa: E402
+from mcore_rl.flags import derived as derived_flags  # noqa: E402
+from mcore_rl.hybrid_engine.plan.moves import TensorInfo  # noqa: E402
+from mcore_rl.megatron.adapter import stage_layers  # noqa: E402
+from mcore_rl.megatron.shards import ModelShards  # noqa: E402
+from mcore_rl.model.boxes import Box, disjoint, full_box, uncovered  # noqa: E402
+from mcore_rl.model.config_json import ModelShape  # noqa: E402
+from mcore_rl.model.tensors import checkpoint_tensors  # noqa: E402
+from mcore_rl.model.weight_map import Piece, ShardCoordinates, map_parameter  # noqa: E402
 from tests.model_shapes import published_shape  # noqa: E402
 
 APEX = dataclasses.replace(PLATFORM, fused_weight_gradients=True)
@@ -102,7 +101,7 @@ def built(job: megatron_models.Job, rank: int, everywhere: dict[str, list[Box]])
 
         def elsewhere(rank: int) -> list[str]:
             """Of what Megatron places here, what `weight_map` would not if this were `rank`."""
-            at = coordinates(layout, rank, layers)
+            at = ShardCoordinates.of(layout, rank, layers)
             return [
                 name
                 for name, weight in weights.items()
@@ -128,18 +127,6 @@ def built(job: megatron_models.Job, rank: int, everywhere: dict[str, list[Box]])
             ],
             "devices": sorted({weight.device.type for weight in weights.values()}),
         }
-
-
-def coordinates(layout: TrainLayout, rank: int, layers: tuple[int, ...]) -> ShardCoordinates:
-    return ShardCoordinates(
-        tp_rank=layout.tp_rank(rank),
-        tp_size=layout.tp_size,
-        ep_rank=layout.ep_rank(rank),
-        ep_size=layout.ep_size,
-        etp_rank=layout.etp_rank(rank),
-        etp_size=layout.etp_size,
-        layers=layers,
-    )
 
 
 def shards_of(entry: Any) -> list[Any]:

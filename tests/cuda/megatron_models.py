@@ -2,7 +2,7 @@
 
 `prepare` comes first in a job, before anything imports megatron or mcore_rl. Groups are those of
 torch's fake process group, which sends nothing. The command line is derived, parsed and validated
-as a run's; the model is what `mcore_rl.policy_model` makes of it, without its weights.
+as a run's; the model is what `mcore_rl.megatron.policy_head` makes of it, without its weights.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ import torch.distributed as dist
 from tests.cuda import standins
 
 if TYPE_CHECKING:
-    from mcore_rl.checks.platform import Platform
-    from mcore_rl.hf_config import ModelShape
-    from mcore_rl.hybrid_engine.layout import TrainLayout
+    from mcore_rl.common.platform import Platform
+    from mcore_rl.model.config_json import ModelShape
+    from mcore_rl.model.layout import TrainLayout
 
 _APEX = "fused_weight_gradient_mlp_cuda"
 
@@ -43,8 +43,8 @@ def prepare(*, transformer_engine: bool, apex: bool) -> Platform:
     standins.cuda_device()
     # Megatron's layers ask for the device they are made on; none is made on a real one.
     torch.cuda.current_device = lambda: torch.device("meta")  # type: ignore[assignment,return-value]
-    from mcore_rl import megatron_adapter  # noqa: F401  (first: it applies the patches)
-    from mcore_rl.checks.platform import find_platform
+    from mcore_rl.common.platform import find_platform
+    from mcore_rl.megatron import adapter  # noqa: F401  (first: it applies the patches)
 
     return find_platform()
 
@@ -71,15 +71,14 @@ class Job:
 
 def parsed(tokens: Sequence[str], shape: ModelShape, platform: Platform, *, world_size: int) -> Job:
     """`tokens` as a user gives them, with what is derived of them. UsageError as at a start."""
-    from mcore_rl import megatron_adapter
-    from mcore_rl.arguments import add_rl_args
-    from mcore_rl.checks.derived_flags import derive_flags
-    from mcore_rl.checks.megatron import check_megatron_accepts
-    from mcore_rl.checks.preflight import config_from, make_parser
-    from mcore_rl.given_flags import expand_config, given_values
-    from mcore_rl.hf_config import settings_without_flag
-    from mcore_rl.megatron_world import parsed_args
-    from mcore_rl.roles.world import world_of_size
+    from mcore_rl.flags.derived import derive_flags
+    from mcore_rl.flags.given import expand_config, given_values
+    from mcore_rl.flags.options import add_rl_args, config_from
+    from mcore_rl.job.reading import make_parser
+    from mcore_rl.job.validation import check_megatron_accepts, world_of_size
+    from mcore_rl.megatron import adapter as megatron_adapter
+    from mcore_rl.megatron.world import parsed_args
+    from mcore_rl.model.config_json import settings_without_flag
 
     parser = make_parser()
     tokens = expand_config(tokens, parser)
@@ -125,8 +124,8 @@ def build(job: Job) -> torch.nn.Module:
     """This rank's model, as a start builds it, on `meta`. Within `as_rank`."""
     from megatron.core import parallel_state
 
-    from mcore_rl.policy_model import make_actor_provider
-    from mcore_rl.value_model import make_critic_provider
+    from mcore_rl.megatron.policy_head import make_actor_provider
+    from mcore_rl.megatron.value_head import make_critic_provider
 
     provider: Any = make_actor_provider(job.args, job.shape)
     if job.shape.value_head:

@@ -23,8 +23,8 @@ from tests.cuda import vllm_model
 
 vllm_model.pretend((9, 0))
 
-from mcore_rl.families import FAMILIES  # noqa: E402
-from mcore_rl.hybrid_engine.boxes import Box  # noqa: E402
+from mcore_rl.model.boxes import Box  # noqa: E402
+from mcore_rl.model.families import FAMILIES  # noqa: E402
 from tests.model_shapes import CONFIGS  # noqa: E402
 
 Needs = dict[str, tuple[Box, ...]]

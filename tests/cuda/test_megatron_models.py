@@ -17,8 +17,8 @@ from typing import Any
 
 import pytest
 
-from mcore_rl.families import FAMILIES
-from mcore_rl.hf_config import ModelShape
+from mcore_rl.model.config_json import ModelShape
+from mcore_rl.model.families import FAMILIES
 from tests.cuda.presets import preset_flags
 from tests.cuda.stack import Stack
 from tests.megatron_parameters import SPECS, stage_parameters

@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 import torch
 
-from mcore_rl.checks import packages
+from mcore_rl.flags import packages
 from tests.cuda import stack
 from tests.cuda.contract import defined_names, problem
 from tests.cuda.upstream import PACKAGES, Source

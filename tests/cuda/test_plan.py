@@ -18,15 +18,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mcore_rl.hybrid_engine.boxes import volume
-from mcore_rl.hybrid_engine.holdings import Holdings
-from mcore_rl.hybrid_engine.plan import Boxes, Plan, TensorInfo, make_plan
-from mcore_rl.hybrid_engine.weight_map import layer_order
-from mcore_rl.planner.command_line import read_command_line
+from mcore_rl.hybrid_engine.plan.moves import Boxes, Plan, TensorInfo, make_plan
+from mcore_rl.hybrid_engine.weight_stream import Holdings
+from mcore_rl.model.boxes import volume
+from mcore_rl.model.weight_map import layer_order
 from mcore_rl.planner.links import neighbourhoods
-from mcore_rl.planner.outcome import Outcome, as_json, plan_case
-from mcore_rl.planner.report import make_console, print_plan
 from mcore_rl.planner.settings import GB
+from mcore_rl.tools.plan.command_line import read_command_line
+from mcore_rl.tools.plan.outcome import Outcome, as_json, plan_case
+from mcore_rl.tools.plan.report import make_console, print_plan
 from tests.cuda.presets import ROOT, preset_flags, tensor_infos, trainable_shape
 from tests.cuda.stack import Stack
 

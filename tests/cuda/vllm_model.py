@@ -41,9 +41,9 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from mcore_rl.families import FAMILIES
-from mcore_rl.hf_config import model_shape
-from mcore_rl.hybrid_engine.checkpoint_tensors import embedding_specs, head_specs, layer_specs
+from mcore_rl.model.config_json import model_shape
+from mcore_rl.model.families import FAMILIES
+from mcore_rl.model.tensors import embedding_specs, head_specs, layer_specs
 from tests.cuda import standins
 
 Metadata = dict[str, tuple[tuple[int, ...], torch.dtype]]
@@ -204,8 +204,8 @@ def build(
     """
     from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
-    from mcore_rl.hybrid_engine.vllm_model_only import VLLMModelOnly
-    from mcore_rl.hybrid_engine.vllm_start import EngineConfig
+    from mcore_rl.hybrid_engine.vllm.model_only import VLLMModelOnly
+    from mcore_rl.hybrid_engine.vllm.start import EngineConfig
 
     config = EngineConfig(
         model_dir=model_dir,
@@ -256,7 +256,7 @@ def _fake_world(rank: int, world_size: int) -> Iterator[None]:
 @contextmanager
 def _backend(moe_backend: str | None) -> Iterator[None]:
     """In which engines ask for that backend of experts; None leaves it to the product."""
-    from mcore_rl.hybrid_engine import vllm_start
+    from mcore_rl.hybrid_engine.vllm import start as vllm_start
 
     arguments = vllm_start._arguments
     given = {} if moe_backend is None else {"moe_backend": moe_backend}

@@ -26,10 +26,10 @@ vllm_model.pretend(capability)
 
 import torch  # noqa: E402
 
-from mcore_rl.hybrid_engine.boxes import extent  # noqa: E402
-from mcore_rl.hybrid_engine.buckets import cut  # noqa: E402
-from mcore_rl.hybrid_engine.live_layers import _Layer  # noqa: E402
-from mcore_rl.hybrid_engine.sliced_tensor import SlicedTensor  # noqa: E402
+from mcore_rl.hybrid_engine.plan.buckets import cut  # noqa: E402
+from mcore_rl.hybrid_engine.vllm.live_layers import _Layer  # noqa: E402
+from mcore_rl.hybrid_engine.vllm.sliced_tensor import SlicedTensor  # noqa: E402
+from mcore_rl.model.boxes import extent  # noqa: E402
 from scripts.make_tiny_deepseek import hf_config  # noqa: E402
 from tests.cuda.reachable import Place, reachable  # noqa: E402
 

@@ -2,34 +2,27 @@
 
 from __future__ import annotations
 
+import argparse
 import importlib
 import importlib.metadata
+import io
 import json
 import os
 import sys
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import torch
 import torch.distributed as dist
 
-from mcore_rl.agreement import agreed, open_store
-from mcore_rl.builders import check_data
-from mcore_rl.checks.platform import WITHOUT_CUDA
-from mcore_rl.checks.preflight import check_command_line
-from mcore_rl.errors import UsageError
-from mcore_rl.startup import hold_folders
-
-
-class ParameterCounter:
-    """Counts the parameters that modules of this process get from now on."""
-
-    def __init__(self) -> None:
-        self.count = 0
-        torch.nn.modules.module.register_module_parameter_registration_hook(self._add)
-
-    def _add(self, *_: Any) -> None:
-        self.count += 1
+from mcore_rl.common.agreement import agreed, open_store
+from mcore_rl.common.errors import UsageError
+from mcore_rl.common.platform import WITHOUT_CUDA
+from mcore_rl.flags.options import add_rl_args
+from mcore_rl.job.resolver import resolve_tokens
+from mcore_rl.megatron.world import parsed_args
+from mcore_rl.trainer.start import hold_folders, job_from_args
+from tests.bad_input_cases import ParameterCounter, check
 
 
 def start(
@@ -77,18 +70,29 @@ def count_parameters_of_a_layer() -> int:
     return parameters.count
 
 
-def check(tokens: list[str]) -> str:
+def check_layout(tokens: list[str]) -> str:
     """All the checks of mcore_rl.train and nothing else; returns the layout they found."""
-    checked = check_command_line(tokens, platform=WITHOUT_CUDA)
-    check_data(checked)
-    return checked.train_layout.describe()
+    return check(tokens).train_layout.describe()
 
 
 def run_directory(tokens: list[str], folder: str) -> str:
     """The directory that this rank has for a run that is given none."""
     os.chdir(folder)
-    checked = check_command_line(tokens, platform=WITHOUT_CUDA)
-    return str(hold_folders(checked, open_store()).config.directory)
+    checked = resolve_tokens(tokens, platform=WITHOUT_CUDA)
+    store = open_store()
+    directory = str(hold_folders(checked, store).config.directory)
+    agreed(lambda: None, store, stage="end")  # the store ends with its first rank
+    return directory
+
+
+def fork(tokens: list[str], rates: list[str]) -> None:
+    """A fork that has parsed its arguments itself, each rank with a learning rate of its own."""
+    rank = int(os.environ["RANK"])
+    derived = resolve_tokens(tokens, platform=WITHOUT_CUDA).tokens
+    like = argparse.Namespace(rank=rank, local_rank=rank)
+    args = parsed_args([*derived, "--lr", rates[rank]], add_rl_args, like, log=io.StringIO())
+    dist.init_process_group("gloo")
+    job_from_args(args)
 
 
 def agree(failing: list[int], is_bug: bool) -> str:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from mcore_rl.batching.context_chunks import positions_on_cp_rank
+from mcore_rl.batching.rows import positions_on_cp_rank
 from mcore_rl.patches.megatron.local_layers import SDPACoreAttention
 
 

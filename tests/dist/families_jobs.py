@@ -10,12 +10,12 @@ from unittest import mock
 import torch.distributed as dist
 
 from mcore_rl import verify
-from mcore_rl.actor import Actor
-from mcore_rl.builders import engine_config, micro_batching
-from mcore_rl.checkpoint import export
-from mcore_rl.hybrid_engine.vllm_engine import VLLMEngine
-from mcore_rl.run_output import setup_logging
-from mcore_rl.startup import build_actor
+from mcore_rl.common.run_output import setup_logging
+from mcore_rl.hybrid_engine.vllm.engine import VLLMEngine
+from mcore_rl.megatron.hf_checkpoint import export
+from mcore_rl.trainer.actor import Actor
+from mcore_rl.trainer.build import engine_config
+from mcore_rl.trainer.models import build_actor, micro_batching
 from mcore_rl.verify import start_verification, stored_digests
 from tests.dist.jobs import log_probs_of_random_tokens
 

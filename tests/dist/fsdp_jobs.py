@@ -10,21 +10,25 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from mcore_rl import megatron_adapter
 from mcore_rl.batching.train_batches import split_mini_batches
-from mcore_rl.builders import build_manager, build_offloader, engine_config
-from mcore_rl.checkpoint import export
-from mcore_rl.hybrid_engine.boxes import volume
-from mcore_rl.hybrid_engine.holdings import missing_bytes
-from mcore_rl.hybrid_engine.model_shards import ModelShards
-from mcore_rl.hybrid_engine.sharding_manager import TO_ROLLOUT, ReshardReport
-from mcore_rl.hybrid_engine.vllm_model_only import VLLMModelOnly
-from mcore_rl.resume import megatron_checkpoint
-from mcore_rl.resume.folders import iteration_name
-from mcore_rl.startup import Job
-from mcore_rl.types import TrainBatch
-from mcore_rl.verify import overwrite_with_zeros, stored_digests
-from tests.dist.jobs import log_probs_of_random_tokens, rank_batch, started
+from mcore_rl.batching.types import TrainBatch
+from mcore_rl.hybrid_engine.sharding_manager import TO_ROLLOUT
+from mcore_rl.hybrid_engine.weight_stream import missing_bytes
+from mcore_rl.megatron import adapter as megatron_adapter
+from mcore_rl.megatron import saving as megatron_checkpoint
+from mcore_rl.megatron.hf_checkpoint import export
+from mcore_rl.megatron.shards import ModelShards
+from mcore_rl.model.boxes import volume
+from mcore_rl.trainer.build import build_offloader
+from mcore_rl.trainer.resume.folders import iteration_name
+from mcore_rl.trainer.start import Job
+from mcore_rl.verify import stored_digests
+from tests.dist.jobs import (
+    handed_over_from_disk,
+    log_probs_of_random_tokens,
+    rank_batch,
+    started,
+)
 
 
 def learn(flags: list[str], target: str) -> dict[str, Any]:
@@ -62,14 +66,7 @@ def num_held(shards: ModelShards) -> int:
 def hand_over(flags: list[str]) -> dict[str, Any]:
     """Load by vLLM from disk, zero, hand over, compare; then an update and a second hand-over."""
     job, actor, shards = started(flags)
-    engine = VLLMModelOnly(engine_config(job, load_format="auto"))
-    from_disk = stored_digests(engine)
-    manager = build_manager(job, shards, engine)
-    reports: list[ReshardReport] = []
-    manager.on_reshard_end.append(reports.append)
-    overwrite_with_zeros(engine, job, from_disk)
-    with manager:
-        handed_over = stored_digests(engine)
+    engine, manager, reports, from_disk, handed_over = handed_over_from_disk(job, shards)
     actor.update(without_kl(split_mini_batches(rank_batch(job))[0]))
     with manager:
         updated = stored_digests(engine)

@@ -10,9 +10,10 @@ import torch.distributed as dist
 
 from mcore_rl.batching.rows import lay_out, row_length
 from mcore_rl.batching.train_batches import split_micro_batches
-from mcore_rl.builders import build_offloader, micro_batching
-from mcore_rl.hybrid_engine.offload import Offloader
-from mcore_rl.types import TrainBatch
+from mcore_rl.batching.types import TrainBatch
+from mcore_rl.hybrid_engine.memory.offload import Offloader
+from mcore_rl.trainer.build import build_offloader
+from mcore_rl.trainer.models import micro_batching
 from tests.dist.ppo_jobs import build_models, export_models, scored_rollouts, take_step
 
 
@@ -27,7 +28,7 @@ def learn(flags: list[str], target: str, num_steps: int = 2) -> dict[str, Any]:
     """
     models = build_models(flags)
     job, learner = models.job, models.learner
-    offloader = build_offloader(job, models.state, models.critic)
+    offloader = build_offloader(job, models.state, models.role)
     scored, batching = scored_rollouts(job), micro_batching(job)
     forwards = [Forwards(models.state.chunks)]
     if models.critic is not None:
@@ -41,8 +42,10 @@ def learn(flags: list[str], target: str, num_steps: int = 2) -> dict[str, Any]:
         rows = [lay_out(part, batching, row_length(parts, batching)) for part in parts]
         sharing += sum(each.prefix_of is not None for each in rows)
         uneven += _num_uneven([each.token_ids.numel() for each in rows])
-        for counter, part in zip(forwards, (batch.actor, batch.critic), strict=False):
-            assert part is not None
+        learnt_from = [batch.actor]
+        if models.role is not None:
+            learnt_from.append(models.role.served.batch)
+        for counter, part in zip(forwards, learnt_from, strict=True):
             counter.expect(part)
     export_models(models, Path(target))
     found = {

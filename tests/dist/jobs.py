@@ -12,25 +12,48 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from mcore_rl.actor import Actor
 from mcore_rl.batching.dealing import plan_step
 from mcore_rl.batching.train_batches import batch_of_tokens, split_mini_batches, take
-from mcore_rl.builders import build_manager, engine_config, micro_batching
-from mcore_rl.checkpoint import export
-from mcore_rl.hybrid_engine.rng import RngState
+from mcore_rl.batching.types import Prompt, TrainBatch
+from mcore_rl.common.run_output import setup_logging
 from mcore_rl.hybrid_engine.sharding_manager import (
     MegatronVLLMShardingManager,
     ReshardReport,
     log_reshard,
 )
-from mcore_rl.hybrid_engine.vllm_engine import VLLMEngine
-from mcore_rl.run_output import setup_logging
-from mcore_rl.startup import Job, build_actor, start
-from mcore_rl.types import Prompt, TrainBatch
+from mcore_rl.hybrid_engine.vllm.engine import VLLMEngine
+from mcore_rl.hybrid_engine.vllm.model_only import VLLMModelOnly
+from mcore_rl.megatron.hf_checkpoint import export
+from mcore_rl.megatron.rng import RngState
+from mcore_rl.trainer.actor import Actor
+from mcore_rl.trainer.build import build_manager, engine_config
+from mcore_rl.trainer.models import build_actor, micro_batching
+from mcore_rl.trainer.start import Job, start
 from mcore_rl.verify import overwrite_with_zeros, stored_digests
 from tests.dist.sleeping import SleepLog, memory_gone_while_asleep
 
 from megatron.core.tensor_parallel import get_cuda_rng_tracker  # isort: skip  (after the patches)
+
+
+def handed_over_from_disk(
+    job: Job, shards: Any
+) -> tuple[
+    VLLMModelOnly,
+    MegatronVLLMShardingManager,
+    list[ReshardReport],
+    dict[str, Any],
+    dict[str, Any],
+]:
+    """Load by vLLM from disk, zero, hand over: what there is, and digests of both loads."""
+    engine = VLLMModelOnly(engine_config(job, load_format="auto"))
+    from_disk = stored_digests(engine)
+    manager = build_manager(job, shards, engine)
+    reports: list[ReshardReport] = []
+    manager.on_reshard_end.append(reports.append)
+    overwrite_with_zeros(engine, job, from_disk)
+    with manager:
+        handed_over = stored_digests(engine)
+    return engine, manager, reports, from_disk, handed_over
 
 
 def started(flags: list[str], *, in_float32: bool = False) -> tuple[Job, Actor, Any]:

@@ -8,27 +8,15 @@ from typing import Any
 
 import torch.distributed as dist
 
-from mcore_rl.builders import build_manager, engine_config
-from mcore_rl.hybrid_engine.boxes import Box, disjoint, volume
-from mcore_rl.hybrid_engine.checkpoint_tensors import checkpoint_tensors
-from mcore_rl.hybrid_engine.layout import RolloutLayout
-from mcore_rl.hybrid_engine.placement import Placement, with_rank_map
-from mcore_rl.hybrid_engine.sharding_manager import TO_ROLLOUT, ReshardReport
-from mcore_rl.hybrid_engine.vllm_model_only import VLLMModelOnly
-from mcore_rl.megatron_adapter import broadcast_groups
+from mcore_rl.hybrid_engine.plan.placement import Placement, with_rank_map
+from mcore_rl.hybrid_engine.sharding_manager import TO_ROLLOUT
+from mcore_rl.megatron.adapter import broadcast_groups
+from mcore_rl.model.boxes import Box, disjoint, volume
+from mcore_rl.model.layout import RolloutLayout
+from mcore_rl.model.tensors import checkpoint_tensors
 from mcore_rl.planner.links import traffic_of
-from mcore_rl.planner.settings import GB, Machine
-from mcore_rl.verify import overwrite_with_zeros, stored_digests
-from tests.dist.jobs import started
-
-MACHINE = Machine(
-    ranks_per_node=8,
-    gpu_bytes=80 * GB,
-    reserved_bytes=0,
-    host_bytes=0,
-    own_node_rate=400e9,
-    other_nodes_rate=50e9,
-)
+from tests.dist.jobs import handed_over_from_disk, started
+from tests.model_shapes import MACHINE
 
 
 def hand_over(
@@ -41,14 +29,7 @@ def hand_over(
     rollout = with_rank_map(placement, ranks_per_node=dist.get_world_size())
     job = dataclasses.replace(job, rollout_layout=rollout)
     rank = dist.get_rank()
-    engine = VLLMModelOnly(engine_config(job, load_format="auto"))
-    from_disk = stored_digests(engine)
-    manager = build_manager(job, shards, engine)
-    reports: list[ReshardReport] = []
-    manager.on_reshard_end.append(reports.append)
-    overwrite_with_zeros(engine, job, from_disk)
-    with manager:
-        handed_over = stored_digests(engine)
+    engine, manager, reports, from_disk, handed_over = handed_over_from_disk(job, shards)
     slot = rollout.slot(rank)
     traffic = traffic_of(placement, rollout.rank_map, MACHINE)
     connections, planned = manager.stream.connections, traffic.connections[rank]

@@ -8,18 +8,21 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from mcore_rl import megatron_adapter
-from mcore_rl.actor import Actor, ReferencePolicy
 from mcore_rl.batching.rows import lay_out
 from mcore_rl.batching.train_batches import split_micro_batches, split_mini_batches
-from mcore_rl.builders import build_learner, build_offloader, micro_batching
-from mcore_rl.critic_startup import build_critic
-from mcore_rl.hybrid_engine.offload import Offloader
-from mcore_rl.memory_report import memory_lines, recompute_saving
-from mcore_rl.planner.flag_settings import activation_settings
-from mcore_rl.run_output import setup_logging
-from mcore_rl.startup import Job, build_actor, start
-from mcore_rl.types import TrainBatch
+from mcore_rl.batching.types import TrainBatch
+from mcore_rl.common.run_output import setup_logging
+from mcore_rl.hybrid_engine.memory.offload import Offloader
+from mcore_rl.job.memory_report import memory_lines, recompute_saving
+from mcore_rl.job.planner_settings import activation_settings
+from mcore_rl.megatron import adapter as megatron_adapter
+from mcore_rl.trainer.actor import Actor
+from mcore_rl.trainer.build import build_offloader
+from mcore_rl.trainer.models import build_actor, build_learner, micro_batching
+from mcore_rl.trainer.roles.critic import ServedCritic, build_critic
+from mcore_rl.trainer.roles.reference import ReferencePolicy
+from mcore_rl.trainer.roles.remote import Here
+from mcore_rl.trainer.start import Job, start
 from tests.dist.invariance_jobs import Forwards
 from tests.dist.jobs import rank_batch, started
 from tests.dist.offload_jobs import state_digests
@@ -65,8 +68,9 @@ def _learn(job: Job, num_steps: int, gradients: dict[str, torch.Tensor]) -> dict
         state, shards = build_actor(job, log=log)
         assert job.critic is not None
         critic = build_critic(job.critic, job.config, job.args, log=log)
-    learner = build_learner(job, state, shards, critic)
-    offloader = build_offloader(job, state, critic)
+    role = Here(ServedCritic(critic, job.config, is_apart=False))
+    learner = build_learner(job, state, shards, role)
+    offloader = build_offloader(job, state, role)
     found: dict[str, Any] = {"first": _first_update(job, learner.actor, gradients)}
     scored = scored_rollouts(job)
     counters = [Forwards(state.chunks), Forwards(critic.state.chunks)]
@@ -76,7 +80,7 @@ def _learn(job: Job, num_steps: int, gradients: dict[str, torch.Tensor]) -> dict
         batch = learner.make_batch(step, scored)
         measured = take_step(learner, step, batch, scored)
         steps.append({name: value.hex() for name, value in measured.items()})
-        for counter, part in zip(counters, (batch.actor, batch.critic), strict=True):
+        for counter, part in zip(counters, (batch.actor, role.served.batch), strict=True):
             assert part is not None
             counter.expect(part)
     largest = max(split_micro_batches(batch.actor), key=lambda part: part.num_tokens)

@@ -12,17 +12,19 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from mcore_rl import megatron_adapter
-from mcore_rl.actor import Actor, ReferencePolicy
 from mcore_rl.batching.train_batches import split_mini_batches
-from mcore_rl.builders import build_manager, build_offloader, engine_config, micro_batching
-from mcore_rl.hybrid_engine.memory import Footprint
-from mcore_rl.hybrid_engine.offload import KINDS, Offloader
-from mcore_rl.hybrid_engine.rng import RngState
-from mcore_rl.hybrid_engine.vllm_engine import VLLMEngine
-from mcore_rl.run_output import setup_logging
-from mcore_rl.startup import Job, build_actor, start
-from mcore_rl.types import Prompt
+from mcore_rl.batching.types import Prompt
+from mcore_rl.common.run_output import setup_logging
+from mcore_rl.hybrid_engine.memory.device import Footprint
+from mcore_rl.hybrid_engine.memory.offload import KINDS, Offloader
+from mcore_rl.hybrid_engine.vllm.engine import VLLMEngine
+from mcore_rl.megatron import adapter as megatron_adapter
+from mcore_rl.megatron.rng import RngState
+from mcore_rl.trainer.actor import Actor
+from mcore_rl.trainer.build import build_manager, build_offloader, engine_config
+from mcore_rl.trainer.models import build_actor, micro_batching
+from mcore_rl.trainer.roles.reference import ReferencePolicy
+from mcore_rl.trainer.start import Job, start
 from tests.dist.jobs import random_tokens, rank_batch
 
 from megatron.core.tensor_parallel import get_cuda_rng_tracker  # isort: skip  (after the patches)

@@ -8,12 +8,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from mcore_rl import megatron_adapter
 from mcore_rl.batching.train_batches import split_mini_batches
-from mcore_rl.policy_model import as_policy, make_actor_provider
+from mcore_rl.megatron import adapter as megatron_adapter
+from mcore_rl.megatron.policy_head import as_policy, make_actor_provider
 from tests.dist.jobs import random_tokens, rank_batch, started
 
-# After the patches, which mcore_rl.megatron_adapter applies.
+# After the patches, which mcore_rl.megatron.adapter applies.
 from megatron.core import parallel_state  # isort: skip
 from megatron.core.models.hybrid.hybrid_block import HybridStack, HybridStackSubmodules  # isort: skip
 from megatron.core.models.hybrid.hybrid_model import HybridModel  # isort: skip

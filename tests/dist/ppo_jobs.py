@@ -12,21 +12,22 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from mcore_rl import megatron_adapter
-from mcore_rl.builders import build_learner
-from mcore_rl.checkpoint import export
-from mcore_rl.critic_startup import BuiltCritic, build_critic, save_critic
-from mcore_rl.hybrid_engine.model_shards import ModelShards
-from mcore_rl.learner import Learner
-from mcore_rl.recording.step_metrics import mismatch_metrics
-from mcore_rl.resume import megatron_checkpoint
-from mcore_rl.resume.folders import iteration_name
-from mcore_rl.resume.point import ResumePoint
-from mcore_rl.resume.saver import write_checkpoint
-from mcore_rl.resume.trainer_state import TrainerState
-from mcore_rl.run_output import setup_logging
-from mcore_rl.startup import Job, build_actor, start
-from mcore_rl.types import Baseline, Prompt, Rollout, ScoredRollout, StepBatch
+from mcore_rl.batching.types import Baseline, Prompt, Rollout, ScoredRollout, StepBatch
+from mcore_rl.common.run_output import setup_logging
+from mcore_rl.megatron import adapter as megatron_adapter
+from mcore_rl.megatron import saving as megatron_checkpoint
+from mcore_rl.megatron.hf_checkpoint import export
+from mcore_rl.megatron.shards import ModelShards
+from mcore_rl.trainer.learner import Learner
+from mcore_rl.trainer.models import build_actor, build_learner
+from mcore_rl.trainer.resume.folders import iteration_name
+from mcore_rl.trainer.resume.point import ResumePoint
+from mcore_rl.trainer.resume.saver import write_checkpoint
+from mcore_rl.trainer.resume.trainer_state import TrainerState
+from mcore_rl.trainer.roles.critic import Critic, ServedCritic, build_critic
+from mcore_rl.trainer.roles.remote import Here
+from mcore_rl.trainer.start import Job, start
+from mcore_rl.trainer.step_metrics import mismatch_metrics
 from tests.dist.jobs import random_tokens
 
 
@@ -84,7 +85,8 @@ class Models:
     job: Job
     state: megatron_adapter.TrainState
     shards: ModelShards
-    critic: BuiltCritic | None
+    critic: Critic | None
+    role: Here | None  # what the critic is to the learner
     learner: Learner
 
 
@@ -99,8 +101,11 @@ def build_models(flags: list[str], point: ResumePoint | None = None) -> Models:
             critic = build_critic(
                 job.critic, job.config, job.args, actor_iteration=state.iteration, log=log
             )
-    learner = build_learner(job, state, shards, critic, point)
-    return Models(job, state, shards, critic, learner)
+    role = None
+    if critic is not None:
+        role = Here(ServedCritic(critic, job.config, is_apart=False))
+    learner = build_learner(job, state, shards, role, point)
+    return Models(job, state, shards, critic, role, learner)
 
 
 def export_models(models: Models, target: Path) -> None:
@@ -132,7 +137,7 @@ def learn(
     }
     export_models(models, Path(target))
     if critic is not None:
-        save_critic(critic, num_steps, Path(target) / "saved")
+        critic.save(num_steps, Path(target) / "saved")
         found["critic_layout"] = critic.world.layout.describe()
     dist.destroy_process_group()
     return found
@@ -142,7 +147,9 @@ def learning_rates(flags: list[str]) -> dict[str, list[float]]:
     """Of actor and critic in every update of a whole run, and last what is left then."""
     models = build_models(flags)
     learner, scored = models.learner, scored_rollouts(models.job)
-    optimizers = {"actor": learner.actor.optimizer, "critic": learner.critic.model.optimizer}
+    assert models.role is not None
+    critic = models.role.served.model
+    optimizers = {"actor": learner.actor.optimizer, "critic": critic.optimizer}
     found: dict[str, list[float]] = {name: [] for name in optimizers}
 
     def noting(name: str, optimizer: Any) -> Any:
@@ -189,7 +196,7 @@ def learn_save_and_learn(flags: list[str], target: str) -> dict[str, float]:
     take_step(models.learner, 0, models.learner.make_batch(0, scored), scored)
     folder = Path(target) / "saved"
     if models.critic is not None:
-        save_critic(models.critic, 1, folder)
+        models.critic.save(1, folder)
 
     def write_actor(saving: Path) -> None:
         megatron_checkpoint.save_checkpoint(models.job.args, models.state, 1, saving)

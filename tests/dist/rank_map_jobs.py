@@ -9,9 +9,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from mcore_rl.hybrid_engine.vllm_engine import EngineConfig, VLLMEngine
-from mcore_rl.hybrid_engine.vllm_model_only import VLLMModelOnly
-from mcore_rl.hybrid_engine.vllm_start import require_placement
+from mcore_rl.hybrid_engine.vllm.engine import EngineConfig, VLLMEngine
+from mcore_rl.hybrid_engine.vllm.model_only import VLLMModelOnly
+from mcore_rl.hybrid_engine.vllm.start import require_placement
 from mcore_rl.patches.registry import applied_patches
 from mcore_rl.patches.vllm.rank_map import ranks_in_given_order
 from mcore_rl.verify import stored_digests

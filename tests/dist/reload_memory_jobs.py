@@ -18,10 +18,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from mcore_rl.hybrid_engine.memory import Footprint, PeakMemory
-from mcore_rl.hybrid_engine.sliced_tensor import SlicedTensor
-from mcore_rl.hybrid_engine.vllm_engine import EngineConfig
-from mcore_rl.hybrid_engine.vllm_model_only import VLLMModelOnly
+from mcore_rl.hybrid_engine.memory.device import Footprint, PeakMemory
+from mcore_rl.hybrid_engine.vllm.engine import EngineConfig
+from mcore_rl.hybrid_engine.vllm.model_only import VLLMModelOnly
+from mcore_rl.hybrid_engine.vllm.sliced_tensor import SlicedTensor
 from mcore_rl.verify import stored_digests
 
 NOISE_ELEMENTS = 3 << 20  # of which a chunk is a cut-out
@@ -179,7 +179,7 @@ def same(expected: dict[str, str], found: dict[str, str]) -> list[str]:
 
 def largest_modules(model: torch.nn.Module) -> dict[str, int]:
     """Bytes of the parameters of the largest module of each class, as they are loaded."""
-    from mcore_rl.hybrid_engine.needs import loadable_parameters
+    from mcore_rl.hybrid_engine.vllm.needs import loadable_parameters
 
     sizes: dict[str, int] = {}
     for module in model.modules():

@@ -11,20 +11,20 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from mcore_rl.arguments import RLConfig
-from mcore_rl.errors import UsageError
-from mcore_rl.hybrid_engine.rng import RngState
-from mcore_rl.resume import folders
-from mcore_rl.resume.choice import choose
-from mcore_rl.resume.point import find_resume_point
-from mcore_rl.resume.saver import write_checkpoint
-from mcore_rl.resume.trainer_state import (
+from mcore_rl.common.errors import UsageError
+from mcore_rl.common.run_output import setup_logging
+from mcore_rl.flags.options import RLConfig
+from mcore_rl.megatron.rng import RngState
+from mcore_rl.trainer.resume import folders
+from mcore_rl.trainer.resume.choice import choose
+from mcore_rl.trainer.resume.point import find_resume_point
+from mcore_rl.trainer.resume.saver import write_checkpoint
+from mcore_rl.trainer.resume.trainer_state import (
     TRAINER,
     TrainerState,
     load_trainer_state,
     trainer_writer,
 )
-from mcore_rl.run_output import setup_logging
 
 
 def choose_step(folder: str, beside: list[str], step: int | None) -> dict[str, Any]:

@@ -10,18 +10,23 @@ from typing import Any
 import numpy as np
 import torch.distributed as dist
 
-from mcore_rl.builders import build_learner, critic_model, reward_model_of, reward_role
-from mcore_rl.checkpoint import export
-from mcore_rl.critic import Critic
-from mcore_rl.critic_startup import BuiltCritic, build_critic
-from mcore_rl.roles.critic import serve_critic
-from mcore_rl.roles.ranks import CRITIC, REWARD
-from mcore_rl.roles.reward import serve_reward_model
-from mcore_rl.run_output import setup_logging
-from mcore_rl.startup import Job, build_actor, start
+from mcore_rl.common.run_output import setup_logging
+from mcore_rl.flags.roles import CRITIC, REWARD
+from mcore_rl.megatron.hf_checkpoint import export
+from mcore_rl.trainer.models import (
+    build_actor,
+    build_learner,
+    critic_role,
+    reward_role,
+    serve_role,
+)
+from mcore_rl.trainer.roles.critic import Critic, ServedCritic, build_critic
+from mcore_rl.trainer.roles.remote import serve
+from mcore_rl.trainer.roles.reward_model import ModelReward
+from mcore_rl.trainer.start import Job, start
 from tests.dist.ppo_jobs import in_float32, scored_rollouts, take_step
 
-MEETING_SECONDS = 60
+MEETING_SECONDS = 300
 
 
 def scores(flags: list[str]) -> list[float]:
@@ -30,11 +35,12 @@ def scores(flags: list[str]) -> list[float]:
     with open("/dev/null", "w") as log:
         job = start(flags, log=log)
         role = reward_role(job, log=log)
+    model = ModelReward(role)
     rollouts = [sample.rollout for sample in scored_rollouts(job)]
-    found = role.scores(rollouts).tolist()
+    found = model.scores(rollouts).tolist()
     # Any number of samples; divided otherwise, they round otherwise.
-    np.testing.assert_allclose(role.scores(rollouts[:3]), found[:3], atol=1e-5)
-    assert role.scores([]).tolist() == []
+    np.testing.assert_allclose(model.scores(rollouts[:3]), found[:3], atol=1e-5)
+    assert model.scores([]).tolist() == []
     role.close()
     dist.destroy_process_group()
     return found
@@ -47,7 +53,7 @@ def learn_apart(flags: list[str], target: str, num_steps: int = 2) -> dict[str, 
     with open("/dev/null", "w") as log:
         job = in_float32(start(flags, log=log))
         if job.world.role == REWARD:
-            serve_reward_model(job.world.bridges[REWARD], lambda: reward_model_of(job, log=log))
+            serve_role(job, log=log)
             found: dict[str, Any] = {}
         elif job.world.role == CRITIC:
             found = _criticise(job, Path(target), log)
@@ -58,29 +64,29 @@ def learn_apart(flags: list[str], target: str, num_steps: int = 2) -> dict[str, 
 
 
 def _criticise(job: Job, target: Path, log: Any) -> dict[str, Any]:
-    built: list[BuiltCritic] = []
+    built: list[Critic] = []
     assert job.critic is not None
 
-    def build(iteration: int) -> Critic:
+    def build(iteration: int) -> ServedCritic:
         built.append(build_critic(job.critic, job.config, job.args, log=log))
-        critic = critic_model(job, built[0])
-        critic.update = _meeting(critic.update, target, CRITIC, "actor")
+        critic = ServedCritic(built[0], job.config, is_apart=True, log=log)
+        critic.model.update = _meeting(critic.model.update, target, CRITIC, "actor")
         return critic
 
-    serve_critic(job.world.bridges[CRITIC], build, job.config, log=log)
+    serve("critic", job.world.bridges[CRITIC], build)
     export(built[0].shards, job.critic.checkpoint, target / "critic")
     return {"layout": built[0].world.layout.describe()}
 
 
 def _act(job: Job, target: Path, num_steps: int, log: Any) -> dict[str, Any]:
     state, shards = build_actor(job, log=log)
-    learner = build_learner(job, state, shards, None)
+    critic, reward_model = critic_role(job, log=log), reward_role(job, log=log)
+    learner = build_learner(job, state, shards, critic)
     learner.actor.update = _meeting(learner.actor.update, target, "actor", CRITIC)
-    role = reward_role(job, log=log)
-    assert learner.critic is not None
-    learner.critic.wait()
+    assert learner.critic is not None and critic is not None and reward_model is not None
     scored = scored_rollouts(job)
-    found: dict[str, Any] = {"scores": role.scores([s.rollout for s in scored]).tolist()}
+    scores = ModelReward(reward_model).scores([s.rollout for s in scored])
+    found: dict[str, Any] = {"scores": scores.tolist()}
     found["steps"] = [
         take_step(learner, step, learner.make_batch(step, scored), scored)
         for step in range(num_steps)
@@ -88,8 +94,8 @@ def _act(job: Job, target: Path, num_steps: int, log: Any) -> dict[str, Any]:
     found["rates"] = sorted(learner.rates())
     learner.critic.save(num_steps, target / "saved")
     export(shards, job.checkpoint, target / "actor")
-    learner.critic.close()
-    role.close()
+    critic.close()
+    reward_model.close()
     return found
 
 

@@ -17,10 +17,10 @@ from unittest import mock
 
 import torch
 
-from mcore_rl.hybrid_engine import vllm_engine
-from mcore_rl.hybrid_engine.offload import Offloader
-from mcore_rl.hybrid_engine.rng import RngState
-from mcore_rl.hybrid_engine.vllm_engine import VLLMEngine
+from mcore_rl.hybrid_engine.memory.offload import Offloader
+from mcore_rl.hybrid_engine.vllm import engine as vllm_engine
+from mcore_rl.hybrid_engine.vllm.engine import VLLMEngine
+from mcore_rl.megatron.rng import RngState
 
 Gone = list[tuple[torch.UntypedStorage, torch.Tensor | int]]  # and its bytes, or how many
 

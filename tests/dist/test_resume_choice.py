@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from mcore_rl.resume import folders
+from mcore_rl.trainer.resume import folders
 from tests.rank_pool import RankPool
 from tests.unit.test_checkpoint_folders import flip, save, write_files
 

@@ -17,9 +17,9 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForSequenceClassification, PreTrainedTokenizerFast
 
+from mcore_rl.batching.types import Prompt, Rollout, ScoredRollout
 from mcore_rl.rewards.specs import parse_rewards
 from mcore_rl.rewards.stack import RewardStack
-from mcore_rl.types import Prompt, Rollout, ScoredRollout
 from tests.rank_pool import free_port
 
 pytestmark = pytest.mark.timeout(400)

@@ -28,7 +28,10 @@ CASES: dict[str, tuple[str, dict, str, tuple[str, ...]]] = {
 }
 
 
-@pytest.fixture(scope="module", params=list(CASES))
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param("tp_and_ep_intact", marks=pytest.mark.quick), *list(CASES)[1:]],
+)
 def case(
     request: pytest.FixtureRequest, checkpoint_factory: Callable[..., Path], ranks: RankPool
 ) -> tuple[str, list[dict[str, Any]]]:

@@ -13,10 +13,10 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing
 from torch.distributions import Categorical
 
-from mcore_rl.log_probs import vocab_parallel_log_probs
+from mcore_rl.megatron.log_probs import vocab_parallel_log_probs
+from tests.rank_pool import RankPool
 
 WORLD_SIZE, NUM_TOKENS, HIDDEN = 4, 17, 6
 # A bf16 number keeps 8 bits, and each rank rounds its own partial sum (of magnitude 4) to them.
@@ -82,11 +82,10 @@ def run_case(case: Case, group: dist.ProcessGroup) -> dict[str, torch.Tensor]:
     }
 
 
-def worker(rank: int, directory: Path) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo", init_method=f"file://{directory}/store", rank=rank, world_size=WORLD_SIZE
-    )
+def worker(directory: str) -> None:
+    """What each rank does; called by `tests.rank_pool`."""
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
     pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     groups = {2: pairs[rank // 2], 4: dist.new_group(list(range(WORLD_SIZE)))}
     results = {
@@ -94,14 +93,15 @@ def worker(rank: int, directory: Path) -> None:
         for name, case in CASES.items()
         for tp_size, group in groups.items()
     }
-    torch.save(results, directory / f"rank{rank}.pt")
+    torch.save(results, Path(directory) / f"rank{rank}.pt")
     dist.destroy_process_group()
 
 
 @pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict]:
+def results(ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> list[dict]:
     directory = tmp_path_factory.mktemp("vocab_parallel")
-    torch.multiprocessing.spawn(worker, (directory,), nprocs=WORLD_SIZE)
+    job = "tests.dist.test_vocab_parallel_log_probs:worker"
+    ranks.run(job, world_size=WORLD_SIZE, arguments={"directory": str(directory)})
     return [torch.load(directory / f"rank{rank}.pt") for rank in range(WORLD_SIZE)]
 
 

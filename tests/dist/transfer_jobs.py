@@ -14,14 +14,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from mcore_rl import objects
-from mcore_rl.errors import UsageError
-from mcore_rl.hybrid_engine import wire
-from mcore_rl.hybrid_engine.boxes import Box, contains, extent, full_box, volume
-from mcore_rl.hybrid_engine.memory import PeakMemory
-from mcore_rl.hybrid_engine.plan import Move, Plan, TensorInfo
-from mcore_rl.hybrid_engine.transfer import Transfer
-from mcore_rl.hybrid_engine.trees import (
+from mcore_rl.common import objects
+from mcore_rl.common.errors import UsageError
+from mcore_rl.hybrid_engine.memory.device import PeakMemory
+from mcore_rl.hybrid_engine.plan.moves import Move, Plan, TensorInfo
+from mcore_rl.hybrid_engine.plan.trees import (
     Forest,
     KnownGroups,
     Neighbourhoods,
@@ -29,6 +26,9 @@ from mcore_rl.hybrid_engine.trees import (
     connections,
     direct,
 )
+from mcore_rl.hybrid_engine.transfer import wire
+from mcore_rl.hybrid_engine.transfer.transfer import Transfer
+from mcore_rl.model.boxes import Box, contains, extent, full_box, volume
 
 SHAPES = [(), (1,), (17,), (1, 300), (6, 10), (3, 4, 5), (40, 33), (2, 1, 64), (5, 2, 3, 4)]
 # Of 4 ranks: what Megatron has as PP and TP groups.

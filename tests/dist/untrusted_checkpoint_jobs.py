@@ -11,8 +11,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from mcore_rl import megatron_adapter  # noqa: F401  (it applies the patches)
-from mcore_rl.errors import UsageError
+from mcore_rl.common.errors import UsageError
+from mcore_rl.megatron import adapter  # noqa: F401  (it applies the patches)
 from tests.untrusted import Command
 
 

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from mcore_rl.hybrid_engine import vllm_start
-from mcore_rl.hybrid_engine.vllm_start import EngineConfig, start_llm
+from mcore_rl.hybrid_engine.vllm import start as vllm_start
+from mcore_rl.hybrid_engine.vllm.start import EngineConfig, start_llm
 
 
 def start_engine(folder: str, load_format: str) -> dict[str, str]:

@@ -2,35 +2,31 @@
 
 from __future__ import annotations
 
-import dataclasses
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 
 from mcore_rl.batching.train_batches import split_mini_batches
-from mcore_rl.builders import micro_batching
-from mcore_rl.critic import Critic
-from mcore_rl.critic_startup import BuiltCritic, build_critic, save_critic
-from mcore_rl.megatron_adapter import megatron_output_to
-from mcore_rl.run_output import setup_logging
-from mcore_rl.startup import Job, start
+from mcore_rl.common.run_output import setup_logging
+from mcore_rl.megatron.adapter import megatron_output_to
+from mcore_rl.trainer.roles.critic import Critic, build_critic
+from mcore_rl.trainer.start import Job, start
 from tests.dist.jobs import random_batch, rank_part
 
 NUM_SAVED_STEPS = 3
 
 
-def _built(flags: list[str]) -> tuple[Job, BuiltCritic, Critic]:
+def _built(flags: list[str]) -> tuple[Job, Critic]:
     """Megatron running, with a critic and no actor, whose layout and batches the critic has."""
     setup_logging()
     with open("/dev/null", "w") as log:
         job = start(flags, log=log)
         assert job.critic is not None
         loaded = NUM_SAVED_STEPS if job.args.load else 0
-        built = build_critic(job.critic, job.config, job.args, actor_iteration=loaded, log=log)
-    assert built.world.layout == job.train_layout
-    as_actor = dataclasses.replace(job, args=built.world.args, shape=job.critic.shape)
-    return job, built, Critic(built.world, job.config, built.state, micro_batching(as_actor))
+        critic = build_critic(job.critic, job.config, job.args, actor_iteration=loaded, log=log)
+    assert critic.layout == job.train_layout
+    return job, critic
 
 
 def _values(job: Job, critic: Critic) -> list[list[float]]:
@@ -55,7 +51,7 @@ def _update(job: Job, critic: Critic) -> list[float]:
 
 def values_of_init(flags: list[str]) -> list[list[float]]:
     """What the critic says that `--rl-critic-init` fills."""
-    job, _, critic = _built(flags)
+    job, critic = _built(flags)
     values = _values(job, critic)
     dist.destroy_process_group()
     return values
@@ -63,11 +59,11 @@ def values_of_init(flags: list[str]) -> list[list[float]]:
 
 def update_and_save(flags: list[str], folder: str) -> dict[str, Any]:
     """Values at first, after an update and a save, and after another update."""
-    job, built, critic = _built(flags)
+    job, critic = _built(flags)
     found: dict[str, Any] = {"first": _values(job, critic)}
     _update(job, critic)
     with open("/dev/null", "w") as log, megatron_output_to(log):
-        save_critic(built, NUM_SAVED_STEPS, Path(folder))
+        critic.save(NUM_SAVED_STEPS, Path(folder))
     return found | _before_and_after_an_update(job, critic)
 
 
@@ -89,8 +85,8 @@ def refuses_another_step(flags: list[str]) -> str:
 
 def load_and_update(flags: list[str]) -> dict[str, Any]:
     """Values of a critic that `--load` fills, and after an update."""
-    job, built, critic = _built(flags)
-    found: dict[str, Any] = {"iteration": built.state.iteration}
+    job, critic = _built(flags)
+    found: dict[str, Any] = {"iteration": critic.state.iteration}
     return found | _before_and_after_an_update(job, critic)
 
 

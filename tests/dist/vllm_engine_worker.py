@@ -22,11 +22,11 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 from transformers import AutoTokenizer
 
-from mcore_rl.hybrid_engine.boxes import Box, volume
-from mcore_rl.hybrid_engine.needs import learn_needs
-from mcore_rl.hybrid_engine.sliced_tensor import SlicedTensor
-from mcore_rl.hybrid_engine.vllm_engine import EngineConfig, VLLMEngine
-from mcore_rl.types import Prompt, Rollout
+from mcore_rl.batching.types import Prompt, Rollout
+from mcore_rl.hybrid_engine.vllm.engine import EngineConfig, VLLMEngine
+from mcore_rl.hybrid_engine.vllm.needs import learn_needs
+from mcore_rl.hybrid_engine.vllm.sliced_tensor import SlicedTensor
+from mcore_rl.model.boxes import Box, volume
 
 Weights = Mapping[str, torch.Tensor]
 SEQUENCES = [list(range(5, 37)), list(range(40, 50))]

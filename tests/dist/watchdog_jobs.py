@@ -8,9 +8,9 @@ import time
 
 import torch.distributed as dist
 
-from mcore_rl.health import watchdog
-from mcore_rl.health.stage_timers import StageTimers
-from mcore_rl.health.watchdog import StageWatchdog, own_connection
+from mcore_rl.observe import watchdog
+from mcore_rl.observe.stage_timers import StageTimers
+from mcore_rl.observe.watchdog import StageWatchdog, own_connection
 
 
 def one_is_stuck(stopped_rank: int | None) -> None:

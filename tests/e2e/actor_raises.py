@@ -4,7 +4,7 @@ import multiprocessing
 
 
 def raise_in_the_third_update():
-    from mcore_rl.actor import Actor
+    from mcore_rl.trainer.actor import Actor
 
     update, updates = Actor.update, []
 

@@ -10,16 +10,16 @@ import signal
 
 
 def end_at(last_step, launcher_of):
-    from mcore_rl.run_parts.parts import Parts
+    from mcore_rl.train import Run
 
-    record = Parts.record
+    record = Run.record
 
     def record_and_end(self, step, *args):
         record(self, step, *args)
         if step == last_step and launcher_of in (None, os.environ["RANK"]):
             os.kill(os.getpid() if launcher_of is None else os.getppid(), signal.SIGKILL)
 
-    Parts.record = record_and_end
+    Run.record = record_and_end
 
 
 if multiprocessing.parent_process() is None:  # the workers of rewards import this as well

@@ -7,7 +7,7 @@ import os
 def raise_in_the_second_step():
     from vllm.v1.engine.llm_engine import LLMEngine
 
-    from mcore_rl.health.stage_timers import StageTimers
+    from mcore_rl.observe.stage_timers import StageTimers
 
     finish_step, engine_step, steps = StageTimers.finish_step, LLMEngine.step, []
 

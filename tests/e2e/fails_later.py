@@ -21,9 +21,9 @@ async def fails_later(*, prompt: str, response: str, answer: str) -> float:
 
 
 def make_the_file_in_the_third_step() -> None:
-    from mcore_rl.run_parts.parts import Parts
+    from mcore_rl.train import Run
 
-    collect, calls = Parts.collect, []
+    collect, calls = Run.collect, []
 
     def collect_and_fail(self, *args):
         calls.append(None)
@@ -31,7 +31,7 @@ def make_the_file_in_the_third_step() -> None:
             FAILS.touch()
         return collect(self, *args)
 
-    Parts.collect = collect_and_fail
+    Run.collect = collect_and_fail
 
 
 if multiprocessing.parent_process() is None:  # the workers of rewards import this as well

@@ -6,9 +6,9 @@ import signal
 
 
 def signal_in_the_second_step():
-    from mcore_rl.run_parts.parts import Parts
+    from mcore_rl.train import Run
 
-    make_batch, batches = Parts.make_batch, []
+    make_batch, batches = Run.make_batch, []
 
     def make_batch_and_signal(self, *args):
         batches.append(None)
@@ -16,7 +16,7 @@ def signal_in_the_second_step():
             os.kill(os.getpid(), signal.SIGTERM)
         return make_batch(self, *args)
 
-    Parts.make_batch = make_batch_and_signal
+    Run.make_batch = make_batch_and_signal
 
 
 if multiprocessing.parent_process() is None:  # the workers of rewards import this as well

@@ -33,9 +33,9 @@ def filler_of(plan):
 
 
 def spoil_at_a_step(plan):
-    from mcore_rl.run_parts.parts import Parts
+    from mcore_rl.train import Run
 
-    record = Parts.record
+    record = Run.record
 
     def record_and_spoil(self, step, *args):
         record(self, step, *args)
@@ -44,7 +44,7 @@ def spoil_at_a_step(plan):
         if os.environ["RANK"] == "0" and step == plan.get("until"):
             filler_of(plan).unlink()
 
-    Parts.record = record_and_spoil
+    Run.record = record_and_spoil
 
 
 if multiprocessing.parent_process() is None:  # the workers of rewards import this as well

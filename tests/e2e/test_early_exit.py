@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from mcore_rl.resume import folders
+from mcore_rl.trainer.resume import folders
 from tests.e2e.recipe import task_flags
 from tests.rank_pool import ROOT, RankPool
 

@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
-from mcore_rl.recording import own_folders
-from mcore_rl.recording.run_directory import read_metrics
-from mcore_rl.resume import folders
+from mcore_rl.observe import own_folders
+from mcore_rl.observe.run_directory import read_metrics
+from mcore_rl.trainer.resume import folders
 from tests.conftest import load_script
 from tests.e2e.recipe import task_flags
 from tests.rank_pool import ROOT, RankOutcome, RankPool
@@ -178,7 +178,7 @@ def test_killed_runs_leave_nothing_and_go_on_to_the_same_weights(tmp_path: Path,
     """Two of the kills that `python scripts/kill_test.py --kills 20` makes."""
     code = load_script("kill_test").main(
         ["--kills", "2", "--kills-per-run", "2", "--steps", "4", "--seed", "1"]
-        + ["--folder", str(tmp_path)]
+        + ["--folder", str(tmp_path), "--limit-seconds", "300"]
     )
     said = capsys.readouterr().out
     assert code == 0, said

@@ -1,18 +1,25 @@
-"""A fork's script, as README.md shows it, on the real launcher, Megatron and vLLM."""
+"""examples/fork/train.py in a fork, on the real launcher, Megatron and vLLM.
+
+While it goes on, started by its launcher on one machine, nothing listens beyond loopback.
+"""
 
 from __future__ import annotations
 
+import ipaddress
 import os
-import re
 import shutil
+import socket
 import subprocess
 import sys
+import time
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
 
+import psutil
 import pytest
 
-from mcore_rl.resume import folders
+from mcore_rl.trainer.resume import folders
 from tests.e2e.recipe import task_flags
 from tests.e2e.test_training import metrics_of
 from tests.rank_pool import ENVIRONMENT, ROOT, free_port
@@ -28,49 +35,102 @@ SMALL = (
 )
 
 
-def script_of_readme() -> str:
-    """The example in README.md: an indented block, of at most twelve lines that are not empty."""
-    blocks = re.findall(r"(?:^(?: {4}.*)?\n)+", (ROOT / "README.md").read_text(), re.MULTILINE)
-    found = [block for block in blocks if "mcore_rl.prepare()" in block]
-    assert len(found) == 1
-    script = "\n".join(line[4:] for line in found[0].splitlines())
+def script_of_a_fork() -> str:
+    """The example: at most twelve lines that are not empty."""
+    script = (ROOT / "examples" / "fork" / "train.py").read_text()
     assert len([line for line in script.splitlines() if line]) <= 12
     assert "__main__" not in script
     return script
 
 
+def listening_in(process: psutil.Process) -> set[tuple[str, str]]:
+    """(protocol, address) of all that take what strangers send, in a process and those below."""
+    found = set()
+    for one in [process, *process.children(recursive=True)]:
+        try:
+            connections = one.net_connections("inet")
+        except psutil.Error:  # it has ended
+            continue
+        for connection in connections:
+            if not connection.laddr:
+                continue
+            if connection.type == socket.SOCK_DGRAM and not connection.raddr:
+                found.add(("udp", connection.laddr.ip))
+            elif connection.status == psutil.CONN_LISTEN:
+                found.add(("tcp", connection.laddr.ip))
+    return found
+
+
 def environment_of_fork(**more: str) -> dict[str, str]:
     environment = {**os.environ, **ENVIRONMENT, **more, "PYTHONPATH": str(FORK)}
-    del environment["MASTER_ADDR"]
+    for name in ("MASTER_ADDR", "GLOO_SOCKET_IFNAME", "VLLM_HOST_IP"):
+        environment.pop(name, None)  # what a user has not set
     return environment
 
 
-def run_fork(folder: Path, checkpoint: Path, *flags: str, **environment: str) -> Path:
-    """The run directory."""
-    (folder / "fork.py").write_text(script_of_readme())
+@dataclass
+class Run:
+    """Its directory, and (protocol, address) of all that took what strangers send."""
+
+    folder: Path
+    listened: set[tuple[str, str]] = field(default_factory=set)
+    listened_in_steps: set[tuple[str, str]] = field(default_factory=set)
+
+
+def run_fork(folder: Path, checkpoint: Path, *flags: str, **environment: str) -> Run:
+    (folder / "fork.py").write_text(script_of_a_fork())
     (folder / "notes").mkdir()
-    run = subprocess.run(
-        [
-            *(sys.executable, "-m", "mcore_rl.launch", "--nproc-per-node", "2"),
-            *("--master-port", str(free_port()), "fork.py"),
-            *task_flags(checkpoint, folder / "run", *SMALL, "--notes", str(folder / "notes")),
-            *flags,
-        ],
-        cwd=folder,
-        env=environment_of_fork(**environment),
-        capture_output=True,
-        text=True,
-    )
-    assert run.returncode == 0, run.stdout[-3000:] + run.stderr[-6000:]
-    return folder / "run"
+    run, log = Run(folder / "run"), folder / "log"
+    with log.open("w") as output:
+        launcher = psutil.Popen(
+            [
+                *(sys.executable, "-m", "mcore_rl.launch", "--nproc-per-node", "2"),
+                *("--master-port", str(free_port()), "fork.py"),
+                *task_flags(checkpoint, run.folder, *SMALL, "--notes", str(folder / "notes")),
+                *flags,
+            ],
+            cwd=folder,
+            env=environment_of_fork(**environment),
+            stdout=output,
+            stderr=subprocess.STDOUT,
+        )
+        while launcher.poll() is None:
+            now = listening_in(launcher)
+            run.listened |= now
+            if (run.folder / "metrics.jsonl").exists():
+                run.listened_in_steps |= now
+            time.sleep(0.2)
+    assert launcher.returncode == 0, log.read_text()[-6000:]
+    return run
 
 
-def test_moe_of_a_fork_on_tp2_ep2(checkpoint_factory: Callable[..., Path], tmp_path: Path) -> None:
-    run_dir = run_fork(tmp_path, checkpoint_factory("deepseek_v3"))
-    steps = metrics_of(run_dir)
+@pytest.fixture(scope="module")
+def moe(checkpoint_factory: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Run:
+    return run_fork(tmp_path_factory.mktemp("moe"), checkpoint_factory("deepseek_v3"))
+
+
+@pytest.mark.quick
+def test_moe_of_a_fork_on_tp2_ep2(moe: Run) -> None:
+    steps = metrics_of(moe.folder)
     assert [metrics["step"] for metrics in steps] == [0, 1]
     assert all(metrics["kl/rollout_actor"] < 0.01 for metrics in steps)
-    assert (run_dir / "checkpoints" / folders.iteration_name(2) / folders.COMPLETE).is_file()
+    assert (moe.folder / "checkpoints" / folders.iteration_name(2) / folders.COMPLETE).is_file()
+
+
+@pytest.mark.quick
+def test_a_run_listens_on_loopback_only(moe: Run) -> None:
+    assert "tcp" in {protocol for protocol, _ in moe.listened_in_steps}, (
+        "there is a store, at least"
+    )
+    beyond = {(p, a) for p, a in moe.listened if not ipaddress.ip_address(a).is_loopback}
+    assert beyond == set()
+
+
+def test_listening_in_finds_what_is_open_to_all() -> None:
+    """Else the test above could not fail."""
+    with socket.create_server(("0.0.0.0", 0)), socket.socket(type=socket.SOCK_DGRAM) as datagrams:
+        datagrams.bind(("127.0.0.1", 0))
+        assert {("tcp", "0.0.0.0"), ("udp", "127.0.0.1")} <= listening_in(psutil.Process())
 
 
 def test_dense_model_of_a_fork_on_tp2_with_its_spec_reward_tokenizer_and_critic(
@@ -79,7 +139,7 @@ def test_dense_model_of_a_fork_on_tp2_with_its_spec_reward_tokenizer_and_critic(
     marker = tmp_path / "was_here"
     checkpoint = Path(shutil.copytree(checkpoint_factory("qwen2"), tmp_path / "model"))
     need_code_of_tokenizer(checkpoint, marker)
-    run_dir = run_fork(
+    run = run_fork(
         tmp_path,
         checkpoint,
         *("--expert-model-parallel-size", "1"),
@@ -89,7 +149,7 @@ def test_dense_model_of_a_fork_on_tp2_with_its_spec_reward_tokenizer_and_critic(
         *("--rl-cache-dir", str(tmp_path / "cache")),
         HF_MODULES_CACHE=str(tmp_path / "modules"),
     )
-    steps = metrics_of(run_dir)
+    steps = metrics_of(run.folder)
     assert len(steps) == 2
     assert all(metrics["kl/rollout_actor"] < 0.01 for metrics in steps)
     assert all(metrics["reward/mean"] > 0 and "loss/value" in metrics for metrics in steps)
@@ -101,7 +161,7 @@ def test_dense_model_of_a_fork_on_tp2_with_its_spec_reward_tokenizer_and_critic(
 
 
 def test_a_forgotten_prepare_is_told(tmp_path: Path) -> None:
-    script = script_of_readme()
+    script = script_of_a_fork()
     (tmp_path / "fork.py").write_text(
         "".join(f"{line}\n" for line in script.splitlines() if "prepare()" not in line)
     )

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file, save_file
 
-from mcore_rl.agreement import EXIT_ALARM
-from mcore_rl.recording.run_directory import read_metrics
-from mcore_rl.resume import folders
+from mcore_rl.common.agreement import EXIT_ALARM
+from mcore_rl.observe.run_directory import read_metrics
+from mcore_rl.trainer.resume import folders
 from tests.e2e.recipe import task_flags
 from tests.rank_pool import RankPool
 

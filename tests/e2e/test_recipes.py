@@ -79,9 +79,12 @@ def test_ppo_learns_and_its_critic_explains_returns(
 def test_recipe_learns(
     recipe: str, warmed_checkpoint: Path, ranks: RankPool, tmp_path: Path
 ) -> None:
-    flags = ("--rl-algorithm", recipe, *RECIPES[recipe])
+    mine = tmp_path / "mine.py"
+    mine.write_text("from mcore_rl.api import metric\nmetric('samples')(len)\n")
+    flags = ("--rl-algorithm", recipe, *RECIPES[recipe], "--rl-import", str(mine))
     metrics = run(warmed_checkpoint, tmp_path / "run", ranks, 12, *flags)
     assert accuracy_gain(metrics) > 0.2
+    assert all(m["user/samples"] > 0 for m in metrics[:-1])  # a metric of one's own
     if recipe == "dapo":
         # Prompts were drawn again where all responses had the same reward.
         assert sum(m["rollout/refills"] for m in metrics[:-1]) > 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import signal
 from dataclasses import dataclass
@@ -10,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from mcore_rl.recording import own_folders
-from mcore_rl.recording.run_directory import read_metrics
+from mcore_rl.observe import own_folders
+from mcore_rl.observe.run_directory import read_config, read_metrics
 from tests.e2e.recipe import task_flags
 from tests.rank_pool import ROOT, RankPool
 
@@ -104,10 +105,14 @@ def run(
     num_ranks: int,
     flags: str,
     *,
+    like: Run | None = None,
     ends_after: int | None = None,
     goes_on: bool = False,
 ) -> Run:
+    """With `like` a run whose config.yaml is given back is told no flag but of its own folders."""
     tokens = task_flags(checkpoint, folder, *COMMON, *flags.split())
+    if like is not None:
+        tokens = ["--rl-config", str(like.folder / "config.yaml"), "--rl-run-dir", str(folder)]
     tokens += ["--rl-export-hf", str(folder / "exported")]
     # Megatron-FSDP refuses one queue to the device.
     environment = {"CUDA_DEVICE_MAX_CONNECTIONS": "8"} if "fsdp" in flags else {}
@@ -135,22 +140,23 @@ def run(
 def runs(
     request: Any, warmed_checkpoint: Path, ranks: RankPool, tmp_path_factory: Any
 ) -> tuple[Run, Run, Run]:
-    """Undisturbed; killed; and going on after that."""
+    """Undisturbed; the same by its config.yaml, and killed; and going on after that."""
     num_ranks, flags = RUNS[request.param]
     folder = tmp_path_factory.mktemp("resume")
     if "{trained}" in flags:
         run(ranks, warmed_checkpoint, folder / "before", num_ranks, TRAINED_BEFORE)
         flags = flags.format(trained=folder / "before" / "checkpoints")
     whole = run(ranks, warmed_checkpoint, folder / "whole", num_ranks, flags)
-    killed = run(
-        ranks, warmed_checkpoint, folder / "cut", num_ranks, flags, ends_after=KILLED_AFTER
+    again = functools.partial(
+        run, ranks, warmed_checkpoint, folder / "cut", num_ranks, flags, like=whole
     )
-    resumed = run(ranks, warmed_checkpoint, folder / "cut", num_ranks, flags, goes_on=True)
+    killed = again(ends_after=KILLED_AFTER)
+    resumed = again(goes_on=True)
     return whole, killed, resumed
 
 
 def test_metrics_and_weights_are_those_of_an_undisturbed_run(runs: tuple[Run, Run, Run]) -> None:
-    """The first steps, done before the kill, show that one seed gives the same metrics twice."""
+    """The first steps, done before the kill, show that config.yaml gives the same metrics twice."""
     whole, _, resumed = runs
     assert whole.metrics.keys() == resumed.metrics.keys() == set(range(NUM_STEPS + 1))
     for step, metrics in whole.metrics.items():
@@ -159,6 +165,17 @@ def test_metrics_and_weights_are_those_of_an_undisturbed_run(runs: tuple[Run, Ru
         assert not differing, (step, differing)
         assert metrics.keys() == other.keys()
     assert whole.weights == resumed.weights and whole.weights
+
+
+def test_the_run_directory_says_how_it_was_made(runs: tuple[Run, Run, Run]) -> None:
+    whole, _, resumed = runs
+    first, again = (read_config(run.folder / "config.yaml") for run in (whole, resumed))
+    assert first.given["hidden-dropout"] == 0.1 and first.resolved["hidden_dropout"] == 0.1
+    assert (
+        again.given.items() >= {**first.given, "rl-export-hf": again.given["rl-export-hf"]}.items()
+    )
+    assert again.about["versions"]["megatron-core"] == "0.19.2"
+    assert again.about["ranks"] >= 1 and again.about["command"]
 
 
 def test_training_is_away_while_engines_start(runs: tuple[Run, Run, Run]) -> None:

@@ -8,14 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
-from mcore_rl.arguments import RLConfig
-from mcore_rl.checks.derived_flags import derive_flags
-from mcore_rl.checks.platform import WITHOUT_CUDA
-from mcore_rl.checks.preflight import make_parser
-from mcore_rl.hf_config import megatron_flags, read_model_shape
-from mcore_rl.recording import own_folders
+from mcore_rl.common.platform import WITHOUT_CUDA
+from mcore_rl.flags.derived import derive_flags
+from mcore_rl.flags.options import RLConfig
+from mcore_rl.job.reading import make_parser
+from mcore_rl.model.config_json import megatron_flags, read_model_shape
+from mcore_rl.observe import own_folders
+from mcore_rl.observe.run_directory import read_config
 from tests.e2e.recipe import task_flags
 from tests.rank_pool import ROOT, RankPool
 
@@ -83,8 +83,9 @@ def test_run_directory_holds_what_its_contract_names(short_run: Path) -> None:
         memory/host_peak_bytes memory/device_peak_bytes""".split()
     for metrics in metrics_of(short_run)[:-1]:
         assert metrics.keys() >= set(names)
-    config = yaml.safe_load((short_run / "config.yaml").read_text())
-    assert config["num_layers"] == 4 and config["reward"] == "arithmetic"
+    config = read_config(short_run / "config.yaml")
+    assert config.resolved["num_layers"] == 4 and config.resolved["rl_reward"] == "arithmetic"
+    assert "reward" not in config.resolved and config.given["rl-num-steps"] == 12
     summary = json.loads((short_run / "summary.json").read_text())
     assert summary["metrics"]["eval/accuracy"].keys() == {"first", "last", "best"}
     assert summary["versions"]["megatron-core"] == "0.19.2"
@@ -172,7 +173,7 @@ def test_fork_brings_its_own_parser_and_model(
     ]
     shape = read_model_shape(warmed_checkpoint)
     given = {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 1}
-    config = RLConfig(
+    config = RLConfig.of(
         num_prompts_per_step=2,
         num_samples_per_prompt=2,
         num_steps=1,

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from mcore_rl.resume import folders
+from mcore_rl.trainer.resume import folders
 from tests.e2e.recipe import task_flags
 from tests.rank_pool import RankPool
 from tests.untrusted import Command, edit_json, need_code_of_tokenizer

@@ -12,12 +12,12 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 
 from mcore_rl.batching.train_batches import split_mini_batches
-from mcore_rl.builders import build_manager, build_offloader, engine_config
-from mcore_rl.hybrid_engine.memory import Footprint
+from mcore_rl.batching.types import Prompt
+from mcore_rl.hybrid_engine.memory.device import Footprint
 from mcore_rl.hybrid_engine.sharding_manager import ReshardReport
-from mcore_rl.hybrid_engine.transfer import Transfer
-from mcore_rl.hybrid_engine.vllm_engine import EngineConfig, VLLMEngine
-from mcore_rl.types import Prompt
+from mcore_rl.hybrid_engine.transfer.transfer import Transfer
+from mcore_rl.hybrid_engine.vllm.engine import EngineConfig, VLLMEngine
+from mcore_rl.trainer.build import build_manager, build_offloader, engine_config
 from mcore_rl.verify import stored_digests
 from tests.dist.jobs import random_tokens, rank_batch, started
 from tests.dist.offload_jobs import state_digests
@@ -168,7 +168,7 @@ def transfers_and_objects(num_plans: int) -> dict[str, Any]:
 
 def reference_swaps(flags: list[str]) -> dict[str, Any]:
     """An update, the reference swapped in and out: whose bits are where."""
-    from mcore_rl.actor import ReferencePolicy
+    from mcore_rl.trainer.roles.reference import ReferencePolicy
 
     job, actor, _ = started(flags)
     batch = rank_batch(job)

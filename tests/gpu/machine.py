@@ -79,7 +79,7 @@ def play(
 def _play(folder: Path) -> None:
     function, arguments = json.loads((folder / "order").read_text())
     if importlib.util.find_spec("vllm") is None:  # Megatron's side can be tried even so
-        from mcore_rl.checks import preflight
+        from mcore_rl.job import preflight
 
         preflight.check_vllm_version = lambda: "none"
     module, name = function.split(":")

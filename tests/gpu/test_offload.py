@@ -7,9 +7,9 @@ from unittest import mock
 import pytest
 import torch
 
-from mcore_rl.hybrid_engine.host_memory import HostCopy
-from mcore_rl.hybrid_engine.offload import Offloader
-from mcore_rl.hybrid_engine.rng import RngState
+from mcore_rl.hybrid_engine.memory.host_memory import HostCopy
+from mcore_rl.hybrid_engine.memory.offload import Offloader
+from mcore_rl.megatron.rng import RngState
 from tests.gpu.machine import DEVICE, HAS_CUDA, anywhere
 
 pytestmark = anywhere

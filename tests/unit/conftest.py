@@ -2,21 +2,40 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 
-from mcore_rl.algorithms import registry
+from mcore_rl.algorithms import recipes, registry
 from mcore_rl.algorithms.registry import find_policy_loss
+from mcore_rl.data import user_prompts
+from mcore_rl.flags import options
+from mcore_rl.model import families
+from mcore_rl.observe import user_metrics
 from mcore_rl.rewards import functions as reward_functions
+from tests.rank_pool import remember_sources
+
+remember_sources()
 
 
 @pytest.fixture
-def restored_tables(monkeypatch: pytest.MonkeyPatch) -> None:
+def restored_tables() -> Iterator[None]:
     """What a test imports from a user's file is known to no other test."""
+    options._recipe.cache_clear()
     find_policy_loss("ppo_clip")  # the built-in ones come with the first look-up
-    for module, table in (
-        (registry, "_ESTIMATORS"),
-        (registry, "_POLICY_LOSSES"),
-        (registry, "_IMPORTED"),
-        (reward_functions, "_BY_NAME"),
-    ):
-        monkeypatch.setattr(module, table, dict(getattr(module, table)))
+    tables: list[dict] = [
+        registry._ESTIMATORS,
+        registry._POLICY_LOSSES,
+        registry._IMPORTED,
+        recipes.RECIPES,
+        families.FAMILIES,
+        user_metrics._METRICS,
+        user_prompts._SOURCES,
+        reward_functions._BY_NAME,
+    ]
+    saved = [dict(table) for table in tables]
+    yield
+    # In place: modules hold them by name.
+    for table, entries in zip(tables, saved, strict=True):
+        table.clear()
+        table.update(entries)

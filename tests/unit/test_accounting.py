@@ -11,7 +11,7 @@ import pytest
 
 from mcore_rl.batching.accounting import BatchAccounting, batch_accounting, describe
 from mcore_rl.batching.dealing import plan_step
-from mcore_rl.batching.micro_batching import MicroBatching
+from mcore_rl.batching.rows import MicroBatching
 
 
 def of_run(**changes: Any) -> BatchAccounting:

@@ -10,13 +10,14 @@ from typing import Any
 import pytest
 import yaml
 
-from mcore_rl.arguments import RLConfig, add_rl_args, flag_of
-from mcore_rl.checks import preflight
-from mcore_rl.errors import UsageError
-from mcore_rl.given_flags import expand_config, given_values
-from mcore_rl.megatron_adapter import make_parser
+from mcore_rl.common.errors import UsageError
+from mcore_rl.common.parameters import Parameter
+from mcore_rl.flags.given import expand_config, given_values
+from mcore_rl.flags.options import RLConfig, add_rl_args, check_bounds, flags
+from mcore_rl.job import preflight, reading
+from mcore_rl.megatron.adapter import make_parser
 
-FIELDS = dataclasses.fields(RLConfig)
+FLAGS = tuple(flags().values())
 # Of Megatron's RL loop, in any of its versions; ours must leave them alone.
 TAKEN = """
     --perform-rl-step --refit-method --langrl-env-config --grpo-prompts-per-step --grpo-group-size
@@ -47,23 +48,22 @@ def group_of(parser: argparse.ArgumentParser, title: str) -> list[argparse.Actio
     return group._group_actions
 
 
-def another_value(spec: dataclasses.Field) -> tuple[list[str], Any]:
-    """Tokens that set a field to something else than its default, and what they set it to."""
-    kind, choices = spec.metadata["kind"], spec.metadata["choices"]
-    if kind is bool:
-        return [flag_of(spec.name)], True
-    if "several" in spec.metadata:
-        return [flag_of(spec.name), "one", flag_of(spec.name), "two"], ("one", "two")
+def another_value(parameter: Parameter) -> tuple[list[str], Any]:
+    """Tokens that set a flag to something else than its default, and what they set it to."""
+    flag, choices = parameter.flag, parameter.choices
+    if parameter.kind is bool:
+        return [flag], True
+    if parameter.several:
+        return [flag, "one", flag, "two"], ("one", "two")
+    value: Any = {int: 17, float: 0.125, str: "other"}[parameter.kind]
     if choices:
-        value = choices[-1] if choices[-1] != spec.default else choices[0]
-    else:
-        value = {int: 17, float: 0.125, str: "other"}[kind]
-    return [flag_of(spec.name), str(value)], value
+        value = choices[-1] if choices[-1] != parameter.default else choices[0]
+    return [flag, str(value)], value
 
 
 def test_every_field_has_a_flag_in_the_parser_of_megatron(parser: argparse.ArgumentParser) -> None:
     flags = [action.option_strings[0] for action in group_of(parser, "mcore_rl")]
-    assert flags == [*(flag_of(spec.name) for spec in FIELDS), "--rl-config"]
+    assert flags == [*(parameter.flag for parameter in FLAGS), "--rl-config"]
     assert all(action.help for action in group_of(parser, "mcore_rl"))
 
 
@@ -71,11 +71,12 @@ def test_flags_left_out_give_the_defaults() -> None:
     assert RLConfig.from_args(make_parser(add_rl_args).parse_args([])) == RLConfig()
 
 
-@pytest.mark.parametrize("spec", FIELDS, ids=lambda spec: spec.name)
-def test_flag_sets_its_field_alone(spec: dataclasses.Field) -> None:
-    tokens, value = another_value(spec)
+@pytest.mark.parametrize("parameter", FLAGS, ids=lambda parameter: parameter.name)
+def test_flag_sets_its_value_alone(parameter: Parameter) -> None:
+    tokens, value = another_value(parameter)
     args = add_rl_args(argparse.ArgumentParser()).parse_args(tokens)
-    assert RLConfig.from_args(args) == dataclasses.replace(RLConfig(), **{spec.name: value})
+    assert RLConfig.from_args(args) == RLConfig.of(**{parameter.name: value})
+    assert RLConfig.from_args(args).as_dict() == RLConfig().as_dict() | {parameter.name: value}
 
 
 def test_namespace_without_a_flag_is_a_bug() -> None:
@@ -84,14 +85,14 @@ def test_namespace_without_a_flag_is_a_bug() -> None:
 
 
 def test_no_flag_is_one_of_megatron(megatron: argparse.ArgumentParser) -> None:
-    ours = {flag_of(spec.name) for spec in FIELDS} | {"--rl-config"}
+    ours = {parameter.flag for parameter in FLAGS} | {"--rl-config"}
     assert len(group_of(megatron, "rl")) >= 39, "Megatron's own RL flags have moved"
     assert not ours & megatron._option_string_actions.keys()
     assert not ours & set(TAKEN)
 
 
 def test_no_dest_is_one_of_megatron(megatron: argparse.ArgumentParser) -> None:
-    ours = {f"rl_{spec.name}" for spec in FIELDS} | {"rl_config"}
+    ours = {f"rl_{parameter.name}" for parameter in FLAGS} | {"rl_config"}
     assert not ours & {action.dest for action in megatron._actions}
 
 
@@ -103,12 +104,12 @@ def test_parser_with_one_of_our_flags_is_refused() -> None:
 
 
 def test_help_can_be_printed() -> None:
-    text = preflight.make_parser().format_help()
+    text = reading.make_parser().format_help()
     assert "--rl-num-samples-per-prompt" in text and "--tensor-model-parallel-size" in text
 
 
 def test_batch_and_directory_follow_from_the_flags() -> None:
-    config = RLConfig(num_prompts_per_step=6, num_samples_per_prompt=4, run_name="a")
+    config = RLConfig.of(num_prompts_per_step=6, num_samples_per_prompt=4, run_name="a")
     assert config.samples_per_step == 24
     assert config.directory == Path("runs/a-<date>-<time>.<n>")
     assert dataclasses.replace(config, run_dir="/b").directory == Path("/b")
@@ -227,3 +228,36 @@ def test_a_temperature_is_what_vllm_samples_at_or_refused(flag: str) -> None:
             preflight.check_ranges(config)
     if flag == "eval_temperature":
         preflight.check_ranges(RLConfig(eval_temperature=0.0))
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "says"),
+    [
+        ("num_steps", 0, "must be greater than 0"),
+        ("reward_timeout_seconds", float("nan"), "must be greater than 0"),
+        ("reward_timeout_seconds", float("inf"), "must be greater than 0"),
+        ("reward_workers", 0, "must be greater than 0"),
+        ("reward_http_batch", 0, "must be at least 1"),
+        ("reward_http_concurrency", 0, "must be at least 1"),
+        ("reward_http_retries", -1, "must be at least 0"),
+        ("reward_memory_gib", float("nan"), "must be at least 0"),
+        ("alarm_kl", -1.0, "must be at least 0"),
+        ("alarm_window", 1, "must be at least 2; one step is no trend"),
+        ("rollout_gpu_memory_utilization", 1.5, "must be at most 1; it is a share of the GPU"),
+        ("top_p", 0.0, "must be greater than 0; give 1 to sample all tokens"),
+        ("top_p", 1.5, "must be at most 1; give 1 to sample all tokens"),
+        ("critic_tp_size", 0, "must be at least 1; drop it for the actor's"),
+    ],
+)
+def test_a_number_out_of_its_bounds_is_refused(name: str, value: float, says: str) -> None:
+    with pytest.raises(UsageError, match=f"^{flags()[name].flag} {value} {says}"):
+        check_bounds(RLConfig.of(**{name: value}))
+    check_bounds(RLConfig())
+
+
+def test_every_default_is_within_its_bounds_and_every_number_has_some() -> None:
+    for parameter in FLAGS:
+        parameter.check(parameter.default)
+        of_two = parameter.name.startswith(("mismatch_", "overlong_"))  # bounded by each other
+        if parameter.kind in (int, float) and not of_two:
+            assert parameter.bounds, parameter.flag

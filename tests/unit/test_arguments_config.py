@@ -6,10 +6,11 @@ import argparse
 from pathlib import Path
 
 import pytest
+import yaml
 
-from mcore_rl.arguments import RLConfig, add_rl_args
-from mcore_rl.errors import UsageError
-from mcore_rl.given_flags import expand_config, given_values
+from mcore_rl.common.errors import UsageError
+from mcore_rl.flags.given import as_config, expand_config, given_values
+from mcore_rl.flags.options import RLConfig, add_rl_args
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -144,3 +145,26 @@ def test_config_is_refused_when_it_is_missing(tmp_path: Path) -> None:
         values("--rl-config", str(tmp_path / "nowhere.yaml"))
     with pytest.raises(UsageError, match="--rl-config: expected one argument"):
         values("--rl-config")
+
+
+@pytest.mark.parametrize(
+    "tokens",
+    [
+        "--lr 5e-4 --mbs 4 --sequence-parallel --no-fusion --no-profile --betas 0.9 .95",
+        "--lr=-1e-3 --lr 1e-5 --no-fusion --fusion --profile --override-opt_param-scheduler",
+        "--rl-import a.py b.py --rl-import c.py --rl-reward-weights=-1,1 --rl-num-steps 007",
+        "--rl-reward null --rl-run-name 1_0 --rl-prompts true --rl-reward-env 12:30:00",
+    ],
+)
+def test_what_was_given_is_a_config_that_gives_it_again(tokens: str, tmp_path: Path) -> None:
+    found = as_config(tokens.split(), make_parser())
+    file = write(tmp_path, "given.yaml", yaml.safe_dump(found, sort_keys=False))
+    assert values("--rl-config", file) == values(*tokens.split())
+
+
+def test_values_are_written_as_one_would_write_them() -> None:
+    tokens = "--mbs 4 --lr 1e-5 --betas 0.9 .95 --no-profile --no-fusion --rl-reward gsm8k".split()
+    assert as_config(tokens, make_parser()) == {
+        **{"mbs": 4, "lr": "1e-5", "betas": [0.9, ".95"], "profile": False, "no-fusion": True},
+        "rl-reward": "gsm8k",
+    }

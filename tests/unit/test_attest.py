@@ -12,12 +12,12 @@ import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mcore_rl.hybrid_engine import slice_hash as slice_hash_module
-from mcore_rl.hybrid_engine.attest import Attestor
-from mcore_rl.hybrid_engine.boxes import Box, contains, cover_fault, intersect, uncovered
-from mcore_rl.hybrid_engine.cells import make_cells
-from mcore_rl.hybrid_engine.plan import TensorInfo
-from mcore_rl.hybrid_engine.slice_hash import Place, Sample, slice_hash, tensor_key
+from mcore_rl.hybrid_engine.plan.cells import make_cells
+from mcore_rl.hybrid_engine.plan.moves import TensorInfo
+from mcore_rl.hybrid_engine.proof import slice_hash as slice_hash_module
+from mcore_rl.hybrid_engine.proof.attest import Attestor
+from mcore_rl.hybrid_engine.proof.slice_hash import Place, Sample, slice_hash, tensor_key
+from mcore_rl.model.boxes import Box, contains, cover_fault, intersect, uncovered
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.uint8)
 KEY = tensor_key("model.layers.0.mlp.experts.3.up_proj.weight", 1)

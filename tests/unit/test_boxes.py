@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mcore_rl.hybrid_engine import boxes as bx
+from mcore_rl.model import boxes as bx
 
 SHAPES = st.lists(st.integers(0, 5), min_size=0, max_size=3)
 
@@ -118,7 +118,7 @@ def test_a_scalar_has_one_element():
 
 def test_the_module_is_pure():
     code = (
-        "import sys, mcore_rl.hybrid_engine.boxes\n"
+        "import sys, mcore_rl.model.boxes\n"
         "assert not {'torch', 'vllm', 'megatron'} & set(sys.modules), sorted(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -6,14 +6,14 @@ import numpy as np
 import pytest
 import torch
 
-from mcore_rl.hybrid_engine.canary import (
+from mcore_rl.batching.types import TrainBatch
+from mcore_rl.hybrid_engine.proof.canary import (
     Canary,
     CanaryResult,
     _worst,
     differences,
     megatron_log_probs,
 )
-from mcore_rl.types import TrainBatch
 
 
 def result(*means: float, tolerance: float = 0.1) -> CanaryResult:

@@ -14,8 +14,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mcore_rl.errors import UsageError
-from mcore_rl.resume import folders
+from mcore_rl.common.errors import UsageError
+from mcore_rl.trainer.resume import folders
 
 FILES = {"__0_0.distcp": b"weights" * 100, ".metadata": b"m", "trainer/.metadata": b"t" * 7}
 

@@ -94,6 +94,7 @@ def test_shared_experts_that_vllm_keeps_whole_are_counted_and_said(v3_plans: tup
     assert "shared experts" not in " ".join(split["notes"])
 
 
+@pytest.mark.slow
 def test_4096_ranks_take_little_memory_and_start_nothing(tmp_path: Path) -> None:
     target = tmp_path / "plan.json"
     flags = ["--hf-config", str(V3), "--world-size", "4096", *V3_LAYOUT, "--json", str(target)]
@@ -251,7 +252,10 @@ def test_mistake_gets_one_sentence_and_exit_code_2(
         (["plan", "--world-size", "0"], "--world-size 0 must be greater than 0"),
         (["plan", "--world-size", "eight"], "invalid int value: 'eight'"),
         (["plan", "--world-size", "8", "--hf-config", "nowhere"], "nowhere is not there"),
-        (["plam"], "'plam' is no command of mcore-rl"),
+        (["plam"], "'plam' is not a command of mcore-rl"),
+        (["--plan"], "required: COMMAND; see mcore-rl --help"),
+        (["--top", "plan"], "--world-size is missing"),
+        (["plan", "--world-size"], "--world-size: expected one argument; see mcore-rl plan --help"),
     ],
 )
 def test_command_that_cannot_be_read_gets_one_sentence(
@@ -262,10 +266,22 @@ def test_command_that_cannot_be_read_gets_one_sentence(
     assert sentence in error
 
 
+def test_report_imports_neither_torch_nor_the_other_commands() -> None:
+    asked = "from mcore_rl.cli import main; main(['report']); import sys; print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", asked], capture_output=True, text=True, cwd=ROOT)
+    loaded = set(done.stdout.split())
+    assert "mcore_rl.tools.report.command" in loaded
+    assert not loaded & {"torch", "mcore_rl.tools.plan.command", "mcore_rl.tools.doctor.command"}
+
+
 def test_help_lists_commands_and_flags(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--help"]) == 0
     commands = capsys.readouterr().out
-    for command, flag in (("plan", "--hf-config"), ("report", "OTHER_RUN_DIR")):
+    for command, flag in (
+        ("plan", "--hf-config"),
+        ("doctor", "any --rl-* flag"),
+        ("report", "OTHER_RUN_DIR"),
+    ):
         assert command in commands
         with pytest.raises(SystemExit) as leave:
             main([command, "--help"])
@@ -276,9 +292,10 @@ def test_help_lists_commands_and_flags(capsys: pytest.CaptureFixture[str]) -> No
 # ----------------------------------------------------------------------------------------- the page
 
 
+@pytest.mark.slow
 def test_page_of_671b_is_what_the_command_prints() -> None:
-    """Between the fences of docs/plan_671b.md: the command, then its output, word for word."""
-    page = (ROOT / "docs" / "plan_671b.md").read_text()
+    """Between the fences of plan_671b.md: the command, then its output, word for word."""
+    page = (ROOT / "docs" / "using" / "plan_671b.md").read_text()
     command = r"((?:[^\n]*\\\n)*[^\n]*)"  # lines that end in a backslash go on
     blocks = re.findall(rf"```console\n\$ mcore-rl {command}\n(.*?)```", page, re.DOTALL)
     assert len(blocks) == 2
@@ -292,5 +309,5 @@ def test_page_of_671b_is_what_the_command_prints() -> None:
         )
         assert process.returncode == 0, process.stderr
         printed = "\n".join(line.rstrip() for line in process.stdout.splitlines())
-        assert printed == expected.strip("\n"), "regenerate docs/plan_671b.md with this command"
+        assert printed == expected.strip("\n"), "regenerate plan_671b.md with this command"
     assert "PLANNED, NOT RUN" in page

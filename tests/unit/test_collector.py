@@ -9,12 +9,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mcore_rl.arguments import RLConfig
-from mcore_rl.collector import Collected, Collector
-from mcore_rl.data import prompt_indices
-from mcore_rl.health.stage_timers import StageTimers
-from mcore_rl.recording.step_metrics import rollout_metrics
-from mcore_rl.types import Baseline, Prompt, Rollout, ScoredRollout
+from mcore_rl.batching.types import Baseline, Prompt, Rollout, ScoredRollout
+from mcore_rl.data.prompts import prompt_indices
+from mcore_rl.flags.options import RLConfig
+from mcore_rl.observe.stage_timers import StageTimers
+from mcore_rl.rollout.collector import Collected, Collector
+from mcore_rl.trainer.step_metrics import rollout_metrics
 
 SEED = 7
 NUM_PROMPTS = 20
@@ -33,6 +33,7 @@ class ScriptedWorkers:
     calls: list[dict[str, Any]] = field(default_factory=list)
     greedy_fails: Callable[[int], bool] = lambda row: False
     num_responses: int = 0
+    seconds_waited: float = 0.0
 
     def generate(
         self, prompts: Sequence[Prompt], *, num_samples: int, temperature: float, **options: Any
@@ -59,7 +60,10 @@ class ScriptedWorkers:
             weight_version=0,
         )
 
-    def score(self, rollouts: Sequence[Rollout]) -> list[ScoredRollout]:
+    def score(
+        self, rollouts: Sequence[Rollout], *, waited: Callable[[float], object]
+    ) -> list[ScoredRollout]:
+        waited(self.seconds_waited)
         return [self._scored(r, r.prompt.index) for r in rollouts]
 
     def _scored(self, rollout: Rollout, row: int) -> ScoredRollout:
@@ -81,7 +85,7 @@ def made(
 ) -> tuple[Collector, ScriptedWorkers]:
     workers = ScriptedWorkers(rewards)
     given = {"algorithm": "grpo", "num_samples_per_prompt": 2, **flags}
-    config = RLConfig(num_prompts_per_step=num_prompts, **given)
+    config = RLConfig.of(num_prompts_per_step=num_prompts, **given)
     collector = Collector(
         workers,  # type: ignore[arg-type]
         prompts(),  # type: ignore[arg-type]
@@ -134,6 +138,15 @@ def nothing() -> None:
 
 
 # Without dynamic sampling ------------------------------------------------------------------------
+
+
+def test_waiting_for_samples_of_others_is_time_of_the_rollout() -> None:
+    collector, workers = made(differ)
+    workers.seconds_waited = 50.0
+    collector.collect(0, nothing)
+    seconds = collector._timers.finish_step()
+    assert 50 <= seconds["time/rollout_seconds"] < 50 + seconds["time/step_seconds"]
+    assert -50 <= seconds["time/reward_seconds"] < -50 + seconds["time/step_seconds"]
 
 
 def test_collect_draws_in_the_samplers_order_and_goes_on_from_there():

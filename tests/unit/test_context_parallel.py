@@ -15,16 +15,16 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mcore_rl.batching.context_chunks import positions_on_cp_rank
-from mcore_rl.errors import UsageError
-from mcore_rl.given_flags import given_values
+from mcore_rl.batching.rows import positions_on_cp_rank
+from mcore_rl.common.errors import UsageError
+from mcore_rl.flags.given import given_values
 
 SETUP = """
-from mcore_rl import megatron_adapter
+from mcore_rl.megatron import adapter as megatron_adapter
 import torch
 from megatron.core import utils
 from megatron.core.models.common.embeddings import rope_utils
-from mcore_rl.batching.micro_batching import MicroBatching
+from mcore_rl.batching.rows import MicroBatching
 from mcore_rl.batching.rows import lay_out
 from mcore_rl.batching.train_batches import batch_of_tokens, take
 
@@ -96,37 +96,41 @@ for cp_size in (1, 2, 3, 4):
 
 def run(code: str) -> subprocess.CompletedProcess:
     return subprocess.run(
-        [sys.executable, "-c", SETUP + code], capture_output=True, text=True, timeout=120
+        [sys.executable, "-c", SETUP + code], capture_output=True, text=True, timeout=500
     )
 
 
+@pytest.mark.slow
 def test_padded_rows_are_cut_as_megatron_cuts_its_own_batches() -> None:
     process = run(PADDED_ROWS)
     assert process.returncode == 0, process.stderr[-3000:]
 
 
+@pytest.mark.slow
 def test_positions_are_those_that_megatron_rotates_by() -> None:
     process = run(POSITIONS)
     assert process.returncode == 0, process.stderr[-3000:]
 
 
+@pytest.mark.slow
 def test_cached_yarn_rotation_is_that_of_the_rows_own_positions() -> None:
     process = run(YARN_CACHE)
     assert process.returncode == 0, process.stderr[-3000:]
 
 
 def test_backend_that_knows_no_context_parallelism_is_refused() -> None:
-    from mcore_rl.checks import preflight
+    from mcore_rl.job import preflight
+    from mcore_rl.job.reading import make_parser
 
-    parser = preflight.make_parser()
+    parser = make_parser()
 
     def values(*tokens: str) -> dict[str, object]:
         return given_values(["--attention-backend", "unfused", *tokens], parser)
 
-    preflight.check_switches(values())
-    preflight.check_switches(values("--context-parallel-size", "2", "--transformer-impl", "local"))
+    preflight.check_together(values())
+    preflight.check_together(values("--context-parallel-size", "2", "--transformer-impl", "local"))
     with pytest.raises(UsageError, match="size 2 is beyond .* unfused; give flash or fused, or"):
-        preflight.check_switches(values("--context-parallel-size", "2"))
+        preflight.check_together(values("--context-parallel-size", "2"))
 
 
 def engine_index(token: int, bounds: list[int], cp_size: int, cp_rank: int) -> int:

@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -20,9 +21,9 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from tokenizers.processors import TemplateProcessing
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from mcore_rl.data import load_prompts, prompt_indices_for_step
-from mcore_rl.errors import UsageError
-from mcore_rl.prompt_file import PromptSource, check_prompts
+from mcore_rl.common.errors import UsageError
+from mcore_rl.data.prompt_file import PromptSource, check_prompts
+from mcore_rl.data.prompts import load_prompts, prompt_indices_for_step
 
 REPOSITORY = Path(__file__).parents[2]
 TEMPLATE = (
@@ -228,7 +229,11 @@ GOOD = json.dumps(ROWS[0])
         ("p.jsonl", '{"prompt": "x", "answer": null}', "column 'answer' is null"),
         ("p.jsonl", '{"prompt": "x", "answer": NaN}', "column 'answer' is nan"),
         ("p.jsonl", '{"prompt": "x", "answer": true}', r"'answer' is of type bool \(True\)"),
-        ("p.jsonl", '{"prompt": "x", "answer": ["y"]}', "'answer' is of type list"),
+        (
+            "p.jsonl",
+            '{"prompt": "x", "answer.a": 1}',
+            "'answer' names .* which has 'prompt', 'answer.a'",
+        ),
         ("p.parquet", "not Parquet", "p.parquet cannot be read as Parquet"),
     ],
 )
@@ -293,8 +298,8 @@ def test_token_that_the_model_does_not_have_is_told_in_one_sentence(tokenizer_di
 LOAD_IN_FOUR = """
 import json, multiprocessing, sys
 from pathlib import Path
-from mcore_rl.data import load_prompts
-from mcore_rl.prompt_file import PromptSource
+from mcore_rl.data.prompts import load_prompts
+from mcore_rl.data.prompt_file import PromptSource
 
 context = multiprocessing.get_context("fork")  # safe without threads; spawn would import torch
 barrier = context.Barrier(4)
@@ -317,12 +322,13 @@ def load_in_four_processes(*arguments: Path) -> list:
         env=os.environ | {"PYTHONPATH": str(REPOSITORY)},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=500,
     )
     assert run.returncode == 0, run.stderr
     return json.loads(run.stdout)
 
 
+@pytest.mark.slow
 def test_load_prompts_tokenises_in_one_process_and_maps_in_others(tokenizer_dir, tmp_path):
     path = write_lines(tmp_path / "p.jsonl", ROWS)
     first = load_in_four_processes(path, tokenizer_dir, tmp_path / "cache")
@@ -439,3 +445,38 @@ def test_prompt_indices_refuse_what_cannot_be_drawn(wrong):
     arguments = {"num_rows": 5, "step": 0, "num_prompts": 2, "seed": 0} | wrong
     with pytest.raises(ValueError, match="cannot draw"):
         prompt_indices_for_step(arguments.pop("num_rows"), **arguments)
+
+
+VERL_ROW = {
+    "data_source": "sums",
+    "prompt": [{"role": "user", "content": "1+1="}],
+    "reward_model": {"style": "rule", "ground_truth": "2"},
+    "extra_info": {"index": 0, "split": "train", "scores": [0.5, None]},
+}
+
+
+@pytest.mark.parametrize("name", ["p.jsonl", "p.parquet"])
+@pytest.mark.parametrize("answer", ["2", ["2", "two"], {"value": "2", "unit": None}])
+def test_columns_may_be_nested_and_all_of_them_reach_rewards(
+    name: str, answer: Any, tokenizer_dir: Path, tmp_path: Path
+) -> None:
+    """The layout of verl's files."""
+    row = {**VERL_ROW, "reward_model": {"style": "rule", "ground_truth": answer}}
+    if name.endswith("parquet"):
+        images = [[b"\xff"]]  # which no reward is given
+        table = pa.Table.from_pylist([row]).append_column("images", pa.array(images))
+        pq.write_table(table, tmp_path / name)
+    else:
+        write_lines(tmp_path / name, [row])
+    source = PromptSource(tmp_path / name, 100, answer_column="reward_model.ground_truth")
+    (prompt,) = list(load_prompts(source, tokenizer_dir, cache_dir=tmp_path))
+    assert (prompt.text, prompt.answer) == ("1+1=", answer)
+    assert json.loads(prompt.row) == row
+    with pytest.raises(UsageError, match="'reward_model.style', 'reward_model.ground_truth'"):
+        check_prompts(PromptSource(tmp_path / name, 100, answer_column="reward_model.truth"))
+
+
+def test_a_column_whose_name_has_a_dot_is_that_column(tokenizer_dir: Path, tmp_path: Path) -> None:
+    path = write_lines(tmp_path / "p.jsonl", [{"prompt": "1", "a.b": "flat", "a": {"b": "deep"}}])
+    source = PromptSource(path, 100, answer_column="a.b")
+    assert load_prompts(source, tokenizer_dir, cache_dir=tmp_path)[0].answer == "flat"

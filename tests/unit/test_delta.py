@@ -8,8 +8,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mcore_rl.hybrid_engine import delta
-from mcore_rl.hybrid_engine.buckets import CHUNK_BYTES, table_bytes
+from mcore_rl.hybrid_engine.plan.buckets import CHUNK_BYTES, table_bytes
+from mcore_rl.hybrid_engine.transfer import delta
 
 
 def _encoded(old: np.ndarray, new: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

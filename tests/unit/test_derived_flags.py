@@ -12,19 +12,19 @@ from typing import Any
 import pytest
 import torch
 
-from mcore_rl import megatron_adapter
-from mcore_rl.arguments import RLConfig, add_rl_args
-from mcore_rl.checks.derived_flags import (
+from mcore_rl.common.errors import UsageError
+from mcore_rl.common.platform import WITHOUT_CUDA, Platform
+from mcore_rl.flags.derived import (
     _NEEDS_CUDA,
     DerivedFlags,
     derive_flags,
 )
-from mcore_rl.checks.megatron_flags import ARCHITECTURE
-from mcore_rl.checks.platform import WITHOUT_CUDA, Platform
-from mcore_rl.checks.preflight import check_megatron_accepts
-from mcore_rl.errors import UsageError
-from mcore_rl.given_flags import given_values
-from mcore_rl.hf_config import ModelShape, settings_without_flag
+from mcore_rl.flags.given import given_values
+from mcore_rl.flags.megatron_flags import ARCHITECTURE
+from mcore_rl.flags.options import RLConfig, add_rl_args
+from mcore_rl.job.validation import check_megatron_accepts
+from mcore_rl.megatron import adapter as megatron_adapter
+from mcore_rl.model.config_json import ModelShape, settings_without_flag
 from tests.unit.test_hf_config import (
     DEEPSEEK_V2,
     DEEPSEEK_V2_LITE,
@@ -63,7 +63,7 @@ def derive(
     **config: Any,
 ) -> DerivedFlags:
     given = given_values(tokens.split(), parser)
-    return derive_flags(shape, RLConfig(**config), given, parser=parser, platform=platform)
+    return derive_flags(shape, RLConfig.of(**config), given, parser=parser, platform=platform)
 
 
 def values_of(derived: DerivedFlags, tokens: str, parser: argparse.ArgumentParser) -> dict:
@@ -428,7 +428,7 @@ def test_tokenizer_with_too_few_tokens_is_refused(
     shapes: dict[str, ModelShape], parser: argparse.ArgumentParser, tmp_path: Path
 ) -> None:
     """Megatron pads its tokenizer's vocabulary to what it builds; config.json may say more."""
-    from tests.dist.bad_input_folder import save_tokenizer
+    from tests.bad_input_folder import save_tokenizer
 
     save_tokenizer(tmp_path)
     tokens = f"--tokenizer-type HuggingFaceTokenizer --tokenizer-model {tmp_path}"

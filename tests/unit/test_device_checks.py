@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 
-from mcore_rl.checks.device import check_device
-from mcore_rl.checks.platform import Platform
-from mcore_rl.checks.preflight import check_command_line
-from mcore_rl.errors import UsageError
-from mcore_rl.hybrid_engine.layout import RolloutLayout, TrainLayout
+from mcore_rl.common.errors import UsageError
+from mcore_rl.common.platform import Platform
+from mcore_rl.job.device import check_device
+from mcore_rl.job.resolver import resolve_tokens
+from mcore_rl.model.layout import RolloutLayout, TrainLayout
 from mcore_rl.planner.models import stage_state
 from mcore_rl.planner.phases import Case
 from mcore_rl.planner.settings import GB
@@ -116,7 +116,7 @@ def test_a_command_line_is_held_against_the_size_of_the_device(
             asked.append(num_bytes)
             return num_bytes
 
-        check_command_line(tokens, platform=Platform(cuda=has_cuda), device_bytes=device_bytes)
+        resolve_tokens(tokens, platform=Platform(cuda=has_cuda), device_bytes=device_bytes)
 
     of(1, has_cuda=False)
     assert asked == []

@@ -14,9 +14,9 @@ import psutil
 import pytest
 
 from mcore_rl.cli import main
-from mcore_rl.doctor import examination
-from tests.dist.bad_input_cases import Case, tokens_of
-from tests.dist.bad_input_folder import make_good_folder
+from mcore_rl.tools.doctor import examination
+from tests.bad_input_cases import Case, tokens_of
+from tests.bad_input_folder import make_good_folder
 from tests.e2e.recipe import task_flags
 from tests.megatron_sources import megatron_on_the_path
 
@@ -48,7 +48,7 @@ def tree(folder: Path) -> set[str]:
 
 @pytest.mark.timeout(600)
 def test_main_job_has_no_red_and_leaves_nothing(warmed_checkpoint: Path, tmp_path: Path) -> None:
-    before = psutil.pids()
+    mark = str(tmp_path)
     process = subprocess.run(
         [
             *(sys.executable, "-m", "mcore_rl.cli", "doctor", "--world-size", "4", "--"),
@@ -57,6 +57,7 @@ def test_main_job_has_no_red_and_leaves_nothing(warmed_checkpoint: Path, tmp_pat
         capture_output=True,
         text=True,
         cwd=ROOT,
+        env={**os.environ, "MCORE_RL_TEST_MARK": mark},
     )
     assert process.returncode == 0, process.stdout + process.stderr
     lines = [line.rstrip() for line in process.stdout.splitlines()]
@@ -71,15 +72,15 @@ def test_main_job_has_no_red_and_leaves_nothing(warmed_checkpoint: Path, tmp_pat
     assert "1 checkpoint of" in text and "4 ranks here need some" in text
     assert "\x1b" not in process.stdout and process.stderr == ""
     assert tree(tmp_path) == set(), "nothing is written"
-    started = [pid for pid in psutil.pids() if pid not in before]
-    assert not any("reward_trial" in _command(pid) for pid in started)
+    left = [p for p in psutil.process_iter() if _environment(p).get("MCORE_RL_TEST_MARK") == mark]
+    assert left == [], "no process of it is left"
 
 
-def _command(pid: int) -> str:
+def _environment(process: psutil.Process) -> dict[str, str]:
     try:
-        return " ".join(psutil.Process(pid).cmdline())
+        return process.environ()
     except psutil.Error:
-        return ""
+        return {}
 
 
 @pytest.fixture(scope="module")
@@ -121,6 +122,7 @@ def test_no_device_engine_or_process_is_taken(spoilt: tuple) -> None:
     assert facts == {"cuda": False, "distributed": False, "engine": False, "children": []}
 
 
+@pytest.mark.slow
 def test_another_megatron_is_told_and_the_machine_is_examined_none_the_less(
     tmp_path: Path,
 ) -> None:

@@ -15,19 +15,22 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
 
-from mcore_rl.arguments import RLConfig
-from mcore_rl.builders import check_data
-from mcore_rl.checks.platform import WITHOUT_CUDA
-from mcore_rl.doctor import reward as reward_checks
-from mcore_rl.doctor.checkpoint import check_load
-from mcore_rl.doctor.finding import Finding
-from mcore_rl.doctor.flags import ReadJob, read_job, taken_flags
-from mcore_rl.doctor.plan import (
+from mcore_rl.batching.types import Prompt
+from mcore_rl.common.platform import WITHOUT_CUDA
+from mcore_rl.flags.options import RLConfig
+from mcore_rl.megatron.rng import RngState
+from mcore_rl.rewards.specs import parse_rewards
+from mcore_rl.tools.doctor import reward as reward_checks
+from mcore_rl.tools.doctor.checkpoint import check_load
+from mcore_rl.tools.doctor.finding import Finding
+from mcore_rl.tools.doctor.flags import ReadJob, read_job, taken_flags
+from mcore_rl.tools.doctor.plan import (
     DeviceMemory,
     check_batches,
     check_plan,
@@ -35,16 +38,18 @@ from mcore_rl.doctor.plan import (
     host_needs,
     make_plan,
 )
-from mcore_rl.doctor.prompts import check_prompts
-from mcore_rl.doctor.reward import asks_loopback, check_reward, run_trial
-from mcore_rl.hybrid_engine.rng import RngState
-from mcore_rl.planner.outcome import Outcome
-from mcore_rl.resume import folders
-from mcore_rl.resume.trainer_state import TrainerState, read_trainer_state, save_trainer_state
-from mcore_rl.rewards.specs import parse_rewards
-from mcore_rl.types import Prompt
-from tests.dist.bad_input_cases import Case, tokens_of
-from tests.dist.bad_input_folder import INDEX, SECOND, make_good_folder
+from mcore_rl.tools.doctor.prompts import check_prompts
+from mcore_rl.tools.doctor.reward import asks_loopback, check_reward, run_trial
+from mcore_rl.tools.plan.outcome import Outcome
+from mcore_rl.trainer.inputs import check_data
+from mcore_rl.trainer.resume import folders
+from mcore_rl.trainer.resume.trainer_state import (
+    TrainerState,
+    read_trainer_state,
+    save_trainer_state,
+)
+from tests.bad_input_cases import Case, tokens_of
+from tests.bad_input_folder import INDEX, SECOND, make_good_folder
 from tests.untrusted import need_code_of_tokenizer
 
 GB = 10**9
@@ -94,7 +99,7 @@ def passed(good: Path) -> ReadJob:
 
 def test_a_command_line_in_order_passes_as_a_whole(passed: ReadJob) -> None:
     assert [finding.level for finding in passed.findings] == ["green"]
-    assert passed.checked is not None and passed.batch_is_right
+    assert passed.spec is not None and passed.batch_is_right
     assert passed.layout is not None and passed.layout.tp_size == 2
 
 
@@ -123,7 +128,7 @@ def test_faults_in_several_flags_hide_neither_each_other_nor_what_else_is_wrong(
         assert sum(words in sentence for sentence in reds) == 1, (words, reds)
     assert len(reds) == 8, reds
     assert all(finding.remedy for finding in job.findings if finding.level != "green")
-    assert job.values["lr"] == 1e-5 and job.checked is None
+    assert job.values["lr"] == 1e-5 and job.spec is None
 
 
 def test_what_depends_on_a_flag_that_was_wrong_is_left_alone(good: Path) -> None:
@@ -135,7 +140,7 @@ def test_what_depends_on_a_flag_that_was_wrong_is_left_alone(good: Path) -> None
     ):
         job = read(good, **flags)
         assert len(found_of(job.findings, "red")) == 1, job.findings
-        assert job.shape is not None and job.checked is None
+        assert job.shape is not None and job.spec is None
 
 
 def test_a_batch_that_does_not_divide_is_red_and_the_layout_stands(good: Path) -> None:
@@ -161,7 +166,7 @@ def test_flags_without_effect_given_twice_and_of_a_launcher_are_yellow(good: Pat
     assert in_rl.startswith("without effect in RL: --eval-iters (evaluation is")
     assert no_effect.startswith("--rl-rollout-gpu-memory-utilization has no effect")
     assert launcher == "the environment has WORLD_SIZE=16, and --world-size is 2"
-    assert not found_of(job.findings, "red") and job.checked is not None
+    assert not found_of(job.findings, "red") and job.spec is not None
 
 
 IMPORTED = {
@@ -189,8 +194,8 @@ def test_several_files_may_be_imported(good: Path, tmp_path: Path) -> None:
     flags = f"{' '.join(imports)} --rl-advantage doctor_estimates"
     job = read(good, flags, rl_reward="doctor_scores")
     assert not found_of(job.findings, "red") and not found_of(job.findings, "yellow")
-    assert job.checked is not None
-    (found,) = check_reward(job.checked.config, FEW, None)
+    assert job.spec is not None
+    (found,) = check_reward(job.spec.config, FEW, None)
     assert (found.level, found.area) == ("green", "reward")
 
 
@@ -434,8 +439,8 @@ def test_without_a_checkpoint_prompts_are_read_and_not_tokenised(here: Path) -> 
 
 
 def test_prompts_must_be_those_that_the_checkpoint_has_drawn_from(here: Path) -> None:
-    from mcore_rl.builders import prompt_source
-    from mcore_rl.data import load_prompts
+    from mcore_rl.data.prompts import load_prompts
+    from mcore_rl.trainer.inputs import prompt_source
 
     config = config_of(here)
     assert config.prompts is not None and config.hf_checkpoint is not None
@@ -543,7 +548,10 @@ def test_a_reward_that_cannot_read_the_answers_is_red(tmp_path: Path) -> None:
 
 def test_the_folder_of_a_reward_model_is_read(here: Path) -> None:
     def of(folder: Path) -> Finding:
-        (found,) = check_reward(config_of(here, reward="model", reward_model=str(folder)), [], None)
+        job = read(here, rl_reward="model", rl_reward_model=str(folder))
+        assert job.config is not None
+        findings = [*job.findings, *check_reward(job.config, [], job.reward_model)]
+        (found,) = [finding for finding in findings if finding.area == "reward"]
         return found
 
     assert of(here / "checkpoint").level == "red"
@@ -618,7 +626,7 @@ def test_a_trial_leaves_no_process(tmp_path: Path) -> None:
         REWARDS.replace("return 0.5", "import os; return os.getpid()")
     )
     spec = parse_rewards("blind", imports=[str(tmp_path / "mine.py")])
-    trial = run_trial(spec, [("2+3=", "5", "5")])
+    trial = run_trial(spec, [(Prompt(0, "2+3=", "5", np.zeros(0, np.int32)), "5")])
     ((pid, _, failure),) = trial.answer["outcomes"]["blind"]
     assert failure is None and int(pid) != os.getpid()
     assert not Path(f"/proc/{int(pid)}").exists()

@@ -19,15 +19,15 @@ import packaging
 import pytest
 from packaging.requirements import Requirement
 
-from mcore_rl.checks import allocator
-from mcore_rl.doctor import gpus, limits, network, patches, ports, shared_memory, space, versions
-from mcore_rl.doctor.finding import FLAGS, Finding, green, red, refusal, yellow
-from mcore_rl.doctor.gpus import Device, Gpus
-from mcore_rl.doctor.network import NetworkUse
-from mcore_rl.doctor.report import as_json
-from mcore_rl.errors import UsageError
+from mcore_rl.common.errors import UsageError
+from mcore_rl.flags import allocator
 from mcore_rl.patches import registry
 from mcore_rl.patches.registry import Patch, require
+from mcore_rl.tools.doctor import gpus, network, patches, space, versions
+from mcore_rl.tools.doctor.command import as_json
+from mcore_rl.tools.doctor.finding import FLAGS, Finding, green, red, refusal, yellow
+from mcore_rl.tools.doctor.gpus import Device, Gpus
+from mcore_rl.tools.doctor.network import NetworkUse
 
 GB = 10**9
 GPU = NetworkUse(has_gpu=True, local_ranks=8)
@@ -47,10 +47,12 @@ def the_one(findings: list[Finding], level: str) -> Finding:
 
 
 def test_a_refusal_is_cut_into_what_is_wrong_and_its_remedy() -> None:
-    found = refusal(FLAGS, UsageError("--lr x: no\n number; see --help; give one"))
+    error = UsageError(": no\n number; see --help", flag="--lr x", remedy="give one")
+    assert str(error) == "--lr x: no\n number; see --help; give one"
+    found = refusal(FLAGS, error.of_role("the critic"))
     assert (found.level, found.found, found.remedy) == (
         "red",
-        "--lr x: no number; see --help",
+        "of the critic: --lr x: no number; see --help",
         "give one",
     )
     assert refusal(FLAGS, UsageError("no remedy")).remedy
@@ -192,7 +194,7 @@ def test_what_nvml_says_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_megatrons_questions_about_the_gpu_start_no_cuda() -> None:
     import torch
 
-    from mcore_rl.doctor.no_context import properties_from_nvml
+    from mcore_rl.tools.doctor.gpus import properties_from_nvml
 
     before = torch.cuda.get_device_properties
     with properties_from_nvml(hopper(0)):
@@ -272,18 +274,18 @@ def proc_with(folder: Path, first: int, last: int, *used: int) -> Path:
 def test_taken_port_is_red_where_it_was_chosen(tmp_path: Path, taken_port: int) -> None:
     proc = proc_with(tmp_path, 40000, 60000)
     chosen = {"MASTER_PORT": str(taken_port)}
-    found = the_one(ports.check_ports(chosen, local_ranks=4, proc=proc), "red")
+    found = the_one(network.check_ports(chosen, local_ranks=4, proc=proc), "red")
     assert found.found == f"MASTER_PORT={taken_port} is taken by another program"
     other = int(found.remedy.rpartition("=")[2])
-    assert ports.is_free(other)
-    free = ports.check_ports({"MASTER_PORT": str(other)}, local_ranks=4, proc=proc)
+    assert network.is_free(other)
+    free = network.check_ports({"MASTER_PORT": str(other)}, local_ranks=4, proc=proc)
     assert levels(free) == {"green"}
     elsewhere = {**chosen, "MASTER_ADDR": "node-7.invalid"}
-    assert "red" not in levels(ports.check_ports(elsewhere, local_ranks=4, proc=proc))
+    assert "red" not in levels(network.check_ports(elsewhere, local_ranks=4, proc=proc))
     assert (
         "is no port"
         in the_one(
-            ports.check_ports({"MASTER_PORT": "http"}, local_ranks=4, proc=proc), "red"
+            network.check_ports({"MASTER_PORT": "http"}, local_ranks=4, proc=proc), "red"
         ).found
     )
 
@@ -291,31 +293,29 @@ def test_taken_port_is_red_where_it_was_chosen(tmp_path: Path, taken_port: int) 
 def test_default_port_that_is_taken_is_yellow(
     tmp_path: Path, taken_port: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ports, "_DEFAULT_PORT", taken_port)
+    monkeypatch.setattr(network, "_DEFAULT_PORT", taken_port)
     proc = proc_with(tmp_path, 1024, 1025, 1024)  # and no room for connections
-    found = ports.check_ports({}, local_ranks=1, proc=proc)
+    found = network.check_ports({}, local_ranks=1, proc=proc)
     assert f"port {taken_port}, torchrun's own, is taken" in the_one(found, "yellow").found
     assert the_one(found, "red").found.startswith("1 ports of 1024 to 1025 are free")
 
 
 def test_port_that_connections_may_be_given_is_yellow(tmp_path: Path) -> None:
-    port = ports.free_port()
+    port = network.free_port()
     proc = proc_with(tmp_path, port - 1, port + 5000)
-    found = ports.check_ports({"MASTER_PORT": str(port)}, local_ranks=4, proc=proc)
+    found = network.check_ports({"MASTER_PORT": str(port)}, local_ranks=4, proc=proc)
     assert the_one(found, "yellow").remedy == f"set a port below {port - 1}"
 
 
 def test_shared_memory_of_a_container_is_red_and_a_small_one_yellow(tmp_path: Path) -> None:
     def of(free_bytes: int) -> Finding:
-        (found,) = shared_memory.check_shared_memory(
-            local_ranks=8, folder=tmp_path, free_bytes=free_bytes
-        )
+        (found,) = space.check_shared_memory(local_ranks=8, folder=tmp_path, free_bytes=free_bytes)
         return found
 
     assert of(64 << 20).level == "red" and "--shm-size" in of(64 << 20).remedy
     assert of(1 << 30).level == "yellow"
     assert of(8 << 30).level == "green"
-    gone = shared_memory.check_shared_memory(local_ranks=8, folder=tmp_path / "none")
+    gone = space.check_shared_memory(local_ranks=8, folder=tmp_path / "none")
     assert levels(gone) == {"red"}
 
 
@@ -345,8 +345,8 @@ def test_leftovers_are_what_no_process_holds(tmp_path: Path) -> None:
     ) as holder:
         assert holder.stdout is not None and holder.stdin is not None
         assert holder.stdout.readline() == "ready\n"
-        left = [path.name for path in shared_memory.leftovers(tmp_path)]
-        found = shared_memory.check_shared_memory(local_ranks=1, folder=tmp_path, free_bytes=GB)
+        left = [path.name for path in space.leftovers(tmp_path)]
+        found = space.check_shared_memory(local_ranks=1, folder=tmp_path, free_bytes=GB)
         holder.stdin.close()
     assert left == ["psm_left", "sem.mp-left"]
     told = the_one(found, "yellow")
@@ -359,7 +359,7 @@ def test_leftovers_are_what_no_process_holds(tmp_path: Path) -> None:
 
 
 def test_limits_grow_with_the_world_and_matter_with_infiniband() -> None:
-    check = limits.check_limits
+    check = space.check_limits
     assert levels(check(world_size=8, infiniband=False, open_files=1024)) == {"green"}
     found = the_one(check(world_size=256, infiniband=False, open_files=1024), "red")
     assert "ulimit -n is 1,024" in found.found and found.remedy.startswith("ulimit -n 65536")
@@ -503,7 +503,7 @@ def test_queues_are_those_that_megatron_wants(sys_root: Callable[..., Path]) -> 
 
 def test_queues_are_refused_where_megatron_asserts() -> None:
     """The conditions are read in the source of the installed Megatron, and copied."""
-    from mcore_rl import megatron_adapter  # noqa: F401  (patches come before Megatron)
+    from mcore_rl.megatron import adapter  # noqa: F401  (patches come before Megatron)
 
     from megatron.training import arguments  # isort: skip
 

@@ -13,18 +13,18 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 
-from mcore_rl.arguments import RLConfig
-from mcore_rl.checkpoint import (
+from mcore_rl.common.errors import UsageError
+from mcore_rl.flags.options import RLConfig
+from mcore_rl.hybrid_engine.plan.moves import TensorInfo
+from mcore_rl.job.preflight import check_outputs
+from mcore_rl.megatron.hf_checkpoint import (
     EXPORT_MARKER,
     HFCheckpoint,
     export,
     fingerprint,
     load_into_megatron,
 )
-from mcore_rl.checks.preflight import check_outputs
-from mcore_rl.errors import UsageError
-from mcore_rl.hybrid_engine.boxes import Box, full_box
-from mcore_rl.hybrid_engine.plan import TensorInfo
+from mcore_rl.model.boxes import Box, full_box
 
 WEIGHT = torch.arange(6.0).view(2, 3)
 

@@ -9,16 +9,16 @@ from pathlib import Path
 
 import pytest
 
-from mcore_rl.families import FAMILIES
-from mcore_rl.hf_config import ModelShape, model_shape, read_model_shape
-from mcore_rl.hybrid_engine.boxes import cover_fault, full_box, uncovered
-from mcore_rl.hybrid_engine.checkpoint_tensors import (
+from mcore_rl.model.boxes import cover_fault, full_box, uncovered
+from mcore_rl.model.config_json import ModelShape, model_shape, read_model_shape
+from mcore_rl.model.families import FAMILIES
+from mcore_rl.model.tensors import (
     checkpoint_tensors,
     embedding_specs,
     head_specs,
     layer_specs,
 )
-from mcore_rl.hybrid_engine.weight_map import ShardCoordinates, map_parameter
+from mcore_rl.model.weight_map import ShardCoordinates, map_parameter
 from scripts.make_tiny_deepseek import ARCHS, hf_config
 from tests.megatron_parameters import SPECS, stage_parameters
 from tests.model_shapes import CONFIGS

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import argparse
 import io
+import pkgutil
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -12,12 +13,14 @@ from typing import Any
 
 import pytest
 
-from mcore_rl.arguments import add_rl_args, with_rl_args
-from mcore_rl.builders import check_data
-from mcore_rl.checks.platform import WITHOUT_CUDA, Platform
-from mcore_rl.checks.preflight import check_command_line, check_parsed_args
-from mcore_rl.errors import UsageError
-from mcore_rl.megatron_world import parsed_args
+from mcore_rl.common.errors import UsageError
+from mcore_rl.common.platform import WITHOUT_CUDA, Platform
+from mcore_rl.flags.options import add_rl_args, with_rl_args
+from mcore_rl.job.checks import CHECKS, INITIAL
+from mcore_rl.job.resolver import facts_of_tokens, resolve, resolve_args, resolve_tokens
+from mcore_rl.megatron.world import parsed_args
+from mcore_rl.planner.settings import GB
+from mcore_rl.trainer.inputs import check_data
 from tests.untrusted import need_code_of_tokenizer
 
 
@@ -42,7 +45,7 @@ def tokens_of(checkpoint: Path, *more: str) -> list[str]:
 
 def parse(checkpoint: Path, *more: str) -> argparse.Namespace:
     """What a fork's Megatron makes of derived flags and of `more`, which nobody has looked at."""
-    derived = check_command_line(tokens_of(checkpoint), platform=WITHOUT_CUDA).tokens
+    derived = resolve_tokens(tokens_of(checkpoint), platform=WITHOUT_CUDA).tokens
     like = argparse.Namespace(rank=0, local_rank=0)
     return parsed_args([*derived, *more], add_rl_args, like, log=io.StringIO())
 
@@ -50,6 +53,7 @@ def parse(checkpoint: Path, *more: str) -> argparse.Namespace:
 @pytest.mark.parametrize(
     ("flags", "says"),
     {
+        # Which ended in a KeyError at the first scoring.
         "--rl-reward model": "--rl-reward model names model, but --rl-reward-model is missing",
         "--rl-reward-model other": "--rl-reward-model other has no effect",
         "--rl-reward-tp-size 1": "--rl-reward-tp-size 1 has no effect",
@@ -63,19 +67,19 @@ def parse(checkpoint: Path, *more: str) -> argparse.Namespace:
 )
 def test_fork_that_has_parsed_gets_the_sentence(flags: str, says: str, checkpoint: Path) -> None:
     with pytest.raises(UsageError, match=says):
-        check_data(check_parsed_args(parse(checkpoint, *flags.split()), platform=WITHOUT_CUDA))
+        check_data(resolve_args(parse(checkpoint, *flags.split()), platform=WITHOUT_CUDA))
 
 
 def test_fork_that_has_parsed_learns_what_its_machine_lacks(checkpoint: Path) -> None:
     args = parse(checkpoint)
     without_engine = Platform(cuda=True, fused_weight_gradients=True)
-    check_parsed_args(args, platform=without_engine)
+    resolve_args(args, platform=without_engine)
     args.apply_rope_fusion = True
     says = "apply_rope_fusion is True, but a machine without Transf.* --no-rope-fusion .*; pass"
     with pytest.raises(UsageError, match=says):
-        check_parsed_args(args, platform=without_engine)
+        resolve_args(args, platform=without_engine)
     with pytest.raises(UsageError, match="--transformer-impl local lacks .* and here it can; drop"):
-        check_parsed_args(args, platform=Platform(cuda=True, transformer_engine=(2, 20)))
+        resolve_args(args, platform=Platform(cuda=True, transformer_engine=(2, 20)))
 
 
 def test_fork_that_has_parsed_may_trust_the_code_of_a_tokenizer(
@@ -84,11 +88,61 @@ def test_fork_that_has_parsed_may_trust_the_code_of_a_tokenizer(
     marker = tmp_path / "was_here"
     need_code_of_tokenizer(checkpoint, marker)
     with pytest.raises(UsageError, match="holds a tokenizer with code"):
-        check_data(check_parsed_args(parse(checkpoint), platform=WITHOUT_CUDA))
+        check_data(resolve_args(parse(checkpoint), platform=WITHOUT_CUDA))
     assert not marker.exists()
     args = parse(checkpoint, "--trust-remote-code")
-    check_data(check_parsed_args(args, platform=WITHOUT_CUDA))
+    check_data(resolve_args(args, platform=WITHOUT_CUDA))
     assert marker.exists()
+
+
+def test_fork_that_has_parsed_is_held_against_the_size_of_its_device(checkpoint: Path) -> None:
+    args = parse(checkpoint)
+    args.apply_rope_fusion = False
+    has_cuda = Platform(cuda=True, fused_weight_gradients=True)
+    resolve_args(args, platform=has_cuda, device_bytes=lambda: 80 * GB)
+    with pytest.raises(UsageError, match="^phase build does not fit a device of 100 kB: rank 0"):
+        resolve_args(args, platform=has_cuda, device_bytes=lambda: 100_000)
+
+
+def test_fork_tells_its_flags_for_the_comparison_between_machines(checkpoint: Path) -> None:
+    """By the names that a command line gives them, Megatron's and ours."""
+    flags = resolve_args(
+        parse(checkpoint, "--lr", "3e-5", "--rl-kl-coef", "0.125"), platform=WITHOUT_CUDA
+    ).flags
+    assert (flags["--lr"], flags["--rl-kl-coef"]) == ("3e-05", "0.125")
+    typed = resolve_tokens(tokens_of(checkpoint, "--lr", "3e-5"), platform=WITHOUT_CUDA).flags
+    assert typed["--lr"] == "3e-05" and "--rl-kl-coef" not in typed
+
+
+def test_each_check_needs_what_one_before_it_gives() -> None:
+    """Or it would be passed over without a word; whatever the source, `spec` is of all checks."""
+    known = set(INITIAL)
+    for check in CHECKS:
+        missing = {*check.needs.values(), *check.after} - known
+        assert not missing, f"{check.gives} needs {missing}"
+        known.add(check.gives)
+    assert {*CHECKS[-1].after} == known - INITIAL - {"spec", "imports", "typed_alone", "queues"}
+
+
+def test_one_refusal_hides_no_check_that_does_not_need_it(checkpoint: Path) -> None:
+    facts = facts_of_tokens(
+        tokens_of(
+            checkpoint,
+            *("--rl-offload", "nothing", "--rl-reward", "model", "--lr", "1e-6"),
+            *("--tensor-model-parallel-size", "3", "--min-lr", "1e-5"),
+        ),
+        platform=WITHOUT_CUDA,
+        world_size=1,
+    )
+    told: list[tuple[str, str]] = []
+    found = resolve(facts, refused=lambda check, error: told.append((check.gives, error.flag)))
+    assert told == [
+        ("reward_flags", "--rl-reward model"),
+        ("together", "--min-lr 1e-05"),
+        ("offload", "--rl-offload nothing"),
+        ("layout", "--tensor-model-parallel-size 3"),
+    ]
+    assert "layers" in found and "rollout" not in found and "spec" not in found
 
 
 def extra_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
@@ -99,18 +153,26 @@ def extra_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
 def test_flags_of_a_fork_are_known_to_all_who_parse(checkpoint: Path) -> None:
     tokens = tokens_of(checkpoint, "--notes", "folder", "--rl-algorithm", "ppo")
     with pytest.raises(UsageError, match="unknown flag --notes"):
-        check_command_line(tokens, platform=WITHOUT_CUDA)
+        resolve_tokens(tokens, platform=WITHOUT_CUDA)
     both: list[Any] = [extra_args, lambda parser: extra_args(add_rl_args(parser))]
     for of_fork in both:
-        checked = check_command_line(
-            tokens, platform=WITHOUT_CUDA, extra_args=with_rl_args(of_fork)
-        )
+        checked = resolve_tokens(tokens, platform=WITHOUT_CUDA, extra_args=with_rl_args(of_fork))
         critic = checked.critic
         assert critic is not None and critic.tokens is not None
         like = argparse.Namespace(rank=0, local_rank=0)
         args = parsed_args(critic.tokens, critic.extra_args, like, log=io.StringIO())
         assert args.notes == "folder" and args.rl_algorithm == "ppo"
     with pytest.raises(UsageError, match="Megatron refuses these flags .*required: --notes"):
-        check_command_line(
+        resolve_tokens(
             tokens_of(checkpoint), platform=WITHOUT_CUDA, extra_args=with_rl_args(extra_args)
         )
+
+
+def test_no_module_hides_a_function_of_the_package() -> None:
+    """Python would put it in the function's place once it is imported."""
+    import mcore_rl
+
+    modules = {module.name for module in pkgutil.iter_modules(mcore_rl.__path__)}
+    functions = {"prepare", "initialize", "run", "add_rl_args"}
+    assert all(callable(getattr(mcore_rl, name)) for name in functions)
+    assert not modules & functions

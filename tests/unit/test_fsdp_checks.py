@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from mcore_rl import megatron_adapter
-from mcore_rl.checks.fsdp import check_fsdp
-from mcore_rl.checks.platform import WITHOUT_CUDA, Platform
-from mcore_rl.errors import UsageError
+from mcore_rl.common.errors import UsageError
+from mcore_rl.common.platform import WITHOUT_CUDA, Platform
+from mcore_rl.flags.fsdp import check_fsdp
+from mcore_rl.megatron import adapter as megatron_adapter
 
 GOOD = {
     "use_megatron_fsdp": True,

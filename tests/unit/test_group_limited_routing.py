@@ -7,7 +7,7 @@ import torch
 from transformers import DeepseekV2Config
 from transformers.models.deepseek_v2.modeling_deepseek_v2 import DeepseekV2TopkRouter
 
-from mcore_rl import megatron_adapter  # noqa: F401  (applies the patch)
+from mcore_rl.megatron import adapter  # noqa: F401  (applies the patch)
 
 from megatron.core.transformer.moe import moe_utils, router  # isort: skip
 

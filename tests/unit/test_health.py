@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mcore_rl.arguments import RLConfig
-from mcore_rl.health.alarm_watch import HealthWatch
-from mcore_rl.health.alarms import RULES, Alarm, Health
+from mcore_rl.flags.options import RLConfig
+from mcore_rl.observe.alarms import RULES, Alarm, Health
+from mcore_rl.trainer.recorder import HealthWatch
 
 WINDOW = 5
 MIB = 1 << 20

@@ -10,16 +10,16 @@ from typing import Any
 import pytest
 from transformers import AutoConfig
 
-from mcore_rl.errors import UsageError
-from mcore_rl.families import left_to_defaults
-from mcore_rl.hf_config import (
+from mcore_rl.common.errors import UsageError
+from mcore_rl.data.tokenizer import model_class, register_families
+from mcore_rl.model.config_json import (
     ModelShape,
     megatron_flags,
     read_config_json,
     read_model_shape,
     settings_without_flag,
 )
-from mcore_rl.known_to_transformers import model_class, register_families
+from mcore_rl.model.families import left_to_defaults
 from tests import model_shapes
 from tests.model_shapes import CONFIGS, made_values
 

@@ -101,6 +101,45 @@ def names_used(source: str, package: str, with_functions: bool = True) -> Iterat
                 yield f"{meaning[head]}.{rest}"
 
 
+def floors() -> list[set[str]]:
+    """The rooms that the map names, the highest floor first."""
+    text = (ROOT / "docs" / "developing" / "map.md").read_text()
+    block = text.split("## Which room may import which")[1].split("\n## ")[0]
+    lines = [line for line in block.splitlines() if line.startswith("    ")]
+    return [{room.strip() for room in line.split(",")} for line in lines]
+
+
+def room_of(module: str) -> str:
+    """The innermost package of a module that is a room; a module at the root is one itself."""
+    parts = module.split(".")[1:]
+    if not parts:
+        return "mcore_rl"
+    inner = (ROOT / "mcore_rl").joinpath(*parts[:2]).is_dir()
+    has_inner = parts[0] in ("hybrid_engine", "tools", "trainer") and len(parts) > 1 and inner
+    return ".".join(parts[:2]) if has_inner else parts[0]
+
+
+def arrows_between_rooms() -> set[tuple[str, str]]:
+    found = set()
+    for file in (ROOT / "mcore_rl").rglob("*.py"):
+        module = ".".join(file.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+        package = module if file.name == "__init__.py" else module.rpartition(".")[0]
+        for name in names_used(file.read_text(), package):
+            parts = name.split(".")
+            ends = (end for end in range(len(parts), 0, -1) if source_of(".".join(parts[:end])))
+            if parts[0] == "mcore_rl" and parts[1:2] != ["patches"] and (end := next(ends, 0)):
+                found.add((room_of(module), room_of(".".join(parts[:end]))))
+    return {(room, other) for room, other in found if room != other}
+
+
+def test_rooms_import_only_those_below() -> None:
+    height = {room: -number for number, rooms in enumerate(floors()) for room in rooms}
+    arrows = arrows_between_rooms()
+    assert {room for arrow in arrows for room in arrow} <= set(height)
+    assert len(arrows) > 100
+    assert [arrow for arrow in sorted(arrows) if height[arrow[0]] <= height[arrow[1]]] == []
+
+
 def is_forbidden(name: object) -> bool:
     return isinstance(name, str) and (name == FORBIDDEN or name.startswith(f"{FORBIDDEN}."))
 
@@ -136,7 +175,7 @@ def loaded_by_pure_modules() -> dict[str, list[str]]:
 
 
 def test_pure_modules_are_listed() -> None:
-    assert "mcore_rl.types" in pure_modules()
+    assert "mcore_rl.batching.types" in pure_modules()
 
 
 @pytest.mark.parametrize("module", pure_modules())
@@ -193,3 +232,40 @@ def test_way_to_torch_distributed_is_not_found_where_there_is_none(tmp_path: Pat
         '"""Imports no torch.distributed."""\nimport torch\n\nnormal = torch.distributions.Normal\n'
     )
     assert paths_to_forbidden("mcore_rl.pure", tmp_path) == []
+
+
+COLLECTIONS = """
+import gc, os, runpy, sys
+seen = []
+def see(phase, info):
+    if phase == "start" and "torch" in sys.modules and "mcore_rl.train" not in sys.modules:
+        seen.append(info)
+def leave(code):
+    print(len(seen), gc.isenabled(), gc.get_freeze_count() > 100_000, flush=True)
+    end(code)
+gc.callbacks.append(see)
+os._exit, end = leave, os._exit
+runpy.run_module("mcore_rl.train", run_name="__main__", alter_sys=True)
+"""
+
+
+def test_a_rank_looks_for_no_garbage_while_it_imports() -> None:
+    process = subprocess.run(
+        [sys.executable, "-c", COLLECTIONS, "--rl-no-such-flag"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    )
+    assert process.stdout.split() == ["0", "True", "True"], process.stderr
+
+
+def test_the_launcher_imports_no_compiler_and_knows_where_its_kernels_are() -> None:
+    code = """
+import sys
+from mcore_rl import launch
+assert not {"torch._dynamo", "torch._inductor", "megatron", "vllm"} & sys.modules.keys()
+from torch._inductor.runtime.cache_dir_utils import default_cache_dir
+assert launch._kernel_cache() == default_cache_dir()
+"""
+    process = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert process.returncode == 0, process.stderr

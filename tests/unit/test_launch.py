@@ -18,6 +18,7 @@ import psutil
 import pytest
 
 from mcore_rl.launch import exit_code
+from tests.rank_pool import free_port
 
 SENTENCE = "mcore_rl: error: --some-flag 3 must be 4; change it"
 
@@ -131,8 +132,8 @@ def test_launch_says_one_sentence_when_ranks_find_a_mistake(launcher: Launcher, 
     # One of the ranks is slow to leave, so that torchrun ends it with SIGTERM: the first one, too.
     code, stderr = launcher.run(
         f"""
-        from mcore_rl.agreement import leave_with
-        from mcore_rl.errors import UsageError
+        from mcore_rl.common.agreement import leave_with
+        from mcore_rl.common.errors import UsageError
         all_here("pid", str(os.getpid()))
         if rank == {slow}:
             time.sleep(60)
@@ -266,6 +267,7 @@ def test_launch_kills_what_does_not_end_in_time(launcher: Launcher) -> None:
     assert not any(psutil.pid_exists(pid) for pid in pids)
 
 
+@pytest.mark.slow
 def test_two_launches_side_by_side_get_ports_of_their_own(tmp_path: Path) -> None:
     folders = [tmp_path / "one", tmp_path / "two"]
     launchers = []
@@ -289,10 +291,11 @@ def test_two_launches_side_by_side_get_ports_of_their_own(tmp_path: Path) -> Non
     assert ports[0][0] == ports[0][1] != ports[1][0] == ports[1][1]
 
 
+@pytest.mark.slow
 def test_launch_on_two_machines_ends_both_with_the_same_code(launcher: Launcher) -> None:
     program = f"""
-        from mcore_rl.agreement import leave_with
-        from mcore_rl.errors import UsageError
+        from mcore_rl.common.agreement import leave_with
+        from mcore_rl.common.errors import UsageError
         all_here("ready")
         leave_with(UsageError({SENTENCE.removeprefix("mcore_rl: error: ")!r}))
     """
@@ -311,12 +314,13 @@ FAILS_ON = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("what", FAILS_ON)
 def test_launch_ends_with_those_of_other_machines(launcher: Launcher, what: str) -> None:
     """The other ranks wait for ever, as for a partner in a collective."""
     action, node = FAILS_ON[what]
     program = f"""
-        from mcore_rl.agreement import leave_reason
+        from mcore_rl.common.agreement import leave_reason
         all_here("ready")
         if rank == {node}:
             {action}
@@ -342,12 +346,13 @@ def test_launch_ends_with_those_of_other_machines(launcher: Launcher, what: str)
     assert outputs == [f"mcore_rl: error: {expected}\n"] * 2
 
 
+@pytest.mark.slow
 def test_a_stranger_ends_no_launch(launcher: Launcher) -> None:
     """Nor does one that ends well before the others have."""
     program = f"""
         import json, socket
         from contextlib import suppress
-        from mcore_rl import companions
+        from mcore_rl.common import companions
         if rank == 0:
             store = companions.store_client("127.0.0.1", int(os.environ["MASTER_PORT"]))
             port, secret = json.loads(store.get(companions._KEY))
@@ -385,7 +390,7 @@ def test_launch_names_a_port_that_is_in_use(launcher: Launcher) -> None:
 def test_launch_says_last_why_the_first_rank_failed(launcher: Launcher) -> None:
     code, stderr = launcher.run(
         """
-        from mcore_rl.agreement import leave_reason
+        from mcore_rl.common.agreement import leave_reason
         if rank == 1:
             leave_reason("OSError: the disk is full")
             time.sleep(0.1)
@@ -400,12 +405,6 @@ def test_launch_says_last_why_the_first_rank_failed(launcher: Launcher) -> None:
     assert code == 1
     assert "program.py FAILED" in stderr
     assert stderr.splitlines()[-1] == "mcore_rl: error: rank 1: OSError: the disk is full"
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def test_launch_keeps_to_tmp_where_a_long_name_leaves_no_room_for_sockets(
@@ -470,6 +469,7 @@ def test_killed_launch_leaves_nothing(launcher: Launcher) -> None:
     wait_until(lambda: not any(launcher.temporary.iterdir()))
 
 
+@pytest.mark.slow
 def test_ranks_end_with_a_killed_launch_by_themselves(launcher: Launcher) -> None:
     """Also where its guard is killed before it; the next launcher removes the folder then."""
     process = launcher.start("here('pid', str(os.getpid()))\ntime.sleep(300)", 1)

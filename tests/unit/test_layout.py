@@ -7,9 +7,9 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from mcore_rl import megatron_adapter
-from mcore_rl.errors import UsageError
-from mcore_rl.hybrid_engine.layout import RolloutLayout, TrainLayout, pipeline_layers
+from mcore_rl.common.errors import UsageError
+from mcore_rl.megatron import adapter as megatron_adapter
+from mcore_rl.model.layout import RolloutLayout, TrainLayout, pipeline_layers
 
 SIZE = st.sampled_from([1, 2, 3, 4])
 
@@ -153,5 +153,5 @@ def test_experts_span_the_data_parallel_ranks_of_an_engine() -> None:
     assert rollout.engine_ranks(1) == (4, 5, 6, 7)
     with pytest.raises(UsageError, match=r"--rl-rollout-ep-size 16 .* does not divide"):
         RolloutLayout(8, tp_size=2, expert_parallel=True, dp_size=8)
-    with pytest.raises(UsageError, match="no use without expert parallelism"):
+    with pytest.raises(UsageError, match="--rl-rollout-no-expert-parallel leaves no use for"):
         RolloutLayout(8, tp_size=2, expert_parallel=False, dp_size=2)

@@ -9,8 +9,10 @@ from typing import Any, get_args
 import pytest
 from vllm.config.parallel import All2AllBackend
 
-from mcore_rl.arguments import RLConfig
-from mcore_rl.checks.layout import (
+from mcore_rl.common.errors import UsageError
+from mcore_rl.flags.options import RLConfig
+from mcore_rl.hybrid_engine.plan.placement import Placement
+from mcore_rl.job.layout import (
     check_batches,
     check_layout,
     check_rollout,
@@ -18,14 +20,12 @@ from mcore_rl.checks.layout import (
     note_on_experts,
     ranks_per_node,
 )
-from mcore_rl.errors import UsageError
-from mcore_rl.hybrid_engine.layout import (
+from mcore_rl.model.layout import (
     ALL2ALL_BACKENDS,
     NOT_RELOADABLE,
     TrainLayout,
     pipeline_layers,
 )
-from mcore_rl.hybrid_engine.placement import Placement
 from tests.model_shapes import small_shape
 
 
@@ -33,7 +33,7 @@ def rollout(world_size: int, **given: Any) -> Any:
     layout = TrainLayout(world_size, tp_size=4, ep_size=4)
     shape = replace(small_shape(), num_heads=48, num_kv_heads=48)
     layers = pipeline_layers(shape.num_layers, 1)
-    return check_rollout(RLConfig(**given), shape, layout, layers, has_cuda=True)
+    return check_rollout(RLConfig.of(**given), shape, layout, layers, has_cuda=True)
 
 
 def laid_out(world_size: int, *, ep_size: int, has_cuda: bool, **given: Any) -> tuple:
@@ -43,7 +43,7 @@ def laid_out(world_size: int, *, ep_size: int, has_cuda: bool, **given: Any) -> 
     experts = replace(shape.experts, num_experts=48, shared_hidden_size=192)
     shape = replace(shape, experts=experts, ffn_hidden_size=192)
     layers = pipeline_layers(shape.num_layers, 1)
-    config = RLConfig(ranks_per_node=world_size, **given)
+    config = RLConfig.of(ranks_per_node=world_size, **given)
     found = check_rollout(config, shape, layout, layers, has_cuda=has_cuda)
     return found, note_on_experts(config, Placement(shape, layout, layers, found))
 
@@ -188,7 +188,7 @@ def batches(
     num_samples: int, given: dict[str, Any], *, mini_batches: int = 1, packed: int = 0
 ) -> None:
     """Of 4 ranks of PP2, so that each has half of the samples as micro-batches of one."""
-    config = RLConfig(
+    config = RLConfig.of(
         num_prompts_per_step=num_samples // 2,
         num_samples_per_prompt=2,
         num_mini_batches=mini_batches,

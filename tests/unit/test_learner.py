@@ -16,20 +16,24 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from mcore_rl import megatron_adapter
-from mcore_rl.actor import ReferencePolicy
 from mcore_rl.algorithms.aggregation import Denominators
 from mcore_rl.algorithms.recipes import RECIPES
 from mcore_rl.algorithms.registry import find_advantage_estimator, import_user_file
 from mcore_rl.algorithms.total_loss import policy_loss_total
-from mcore_rl.arguments import RLConfig
-from mcore_rl.batching.micro_batching import MicroBatching
+from mcore_rl.algorithms.value_loss import ValueLossSums
+from mcore_rl.batching.rows import MicroBatching
 from mcore_rl.batching.train_batches import take
-from mcore_rl.hybrid_engine.layout import TrainLayout
-from mcore_rl.learner import Learner
-from mcore_rl.roles.critic import ColocatedCritic
-from mcore_rl.roles.samples import samples_to_tensors, tensors_to_samples
-from mcore_rl.types import Baseline, Prompt, Rollout, ScoredRollout, StepBatch, TrainBatch
+from mcore_rl.batching.types import Baseline, Prompt, Rollout, ScoredRollout, StepBatch, TrainBatch
+from mcore_rl.flags.options import RLConfig
+from mcore_rl.megatron import adapter as megatron_adapter
+from mcore_rl.megatron.optimizer import UpdateResult
+from mcore_rl.model.layout import TrainLayout
+from mcore_rl.trainer.learner import Learner
+from mcore_rl.trainer.roles import critic as critic_module
+from mcore_rl.trainer.roles.critic import ServedCritic, StepCritic, ValueUpdateStats
+from mcore_rl.trainer.roles.reference import ReferencePolicy
+from mcore_rl.trainer.roles.remote import Here
+from mcore_rl.trainer.roles.samples import samples_to_tensors, tensors_to_samples
 
 LAYOUT = TrainLayout(world_size=1)
 # (prompt tokens, response tokens, reward) of two groups of two; one response is empty.
@@ -100,10 +104,24 @@ class ScriptedCritic:
     def values(self, batch: TrainBatch) -> torch.Tensor:
         return batch.token_ids.float()
 
-    def update(self, batch: TrainBatch) -> str:
+    def update(self, batch: TrainBatch) -> ValueUpdateStats:
         assert batch.values is not None and batch.returns is not None
         self._log.append(("critic", batch.sample_ids.tolist()))
-        return "critic"
+        return STATS_OF_CRITIC
+
+
+STATS_OF_CRITIC = ValueUpdateStats(
+    ValueLossSums.from_stacked(torch.arange(8, dtype=torch.float64)),
+    UpdateResult(grad_norm=0.5, skipped=False),
+)
+
+
+class NotedUpdates(list[TrainBatch]):
+    """What a critic was given to learn from."""
+
+    def update(self, batch: TrainBatch) -> ValueUpdateStats:
+        self.append(batch)
+        return STATS_OF_CRITIC
 
 
 def scored(samples: Sequence[tuple[int, int, float]] = SAMPLES) -> list[ScoredRollout]:
@@ -129,7 +147,7 @@ def learner_of(
     *, algorithm: str = "grpo", scored_before: bool = True, **flags: Any
 ) -> tuple[Learner, list[tuple]]:
     log: list[tuple] = []
-    config = RLConfig(
+    config = RLConfig.of(
         algorithm=algorithm,
         num_prompts_per_step=2,
         num_samples_per_prompt=2,
@@ -140,12 +158,18 @@ def learner_of(
     critic = None
     if config.recipe.needs_critic:
         model: Any = ScriptedCritic(log)
-        critic = ColocatedCritic(model, config, actor.runner, LAYOUT)
+        critic = StepCritic(Here(ServedCritic(model, config, is_apart=False)), actor.runner)
     reference = ReferencePolicy(actor.state) if config.recipe.needs_reference else None
     learner = Learner(config, LAYOUT, MicroBatching(), actor, critic, reference=reference, seed=1)
     learner.scores_in_update &= not scored_before
     actor.state.parameter.data += ACTOR_SHIFT  # the reference stays behind by as much
     return learner, log
+
+
+def served_critic(learner: Learner) -> Any:
+    """The critic as a role, which is on this rank."""
+    assert learner.critic is not None
+    return learner.critic.role.served
 
 
 def evaluated(learner: Learner, samples: Sequence[ScoredRollout]) -> StepBatch:
@@ -373,17 +397,16 @@ def test_ppo_hands_values_and_returns_to_actor_and_critic():
         algorithm="ppo", kl_reward_coef=0.0, gae_lambda=1.0, whiten_advantages=False
     )
     batch = evaluated(learner, scored())
-    assert learner.critic.shares_layout
-    actor, critic = batch.actor, batch.critic
-    assert critic is not None
+    actor, served = batch.actor, served_critic(learner)
     mask = actor.loss_mask
     # With gamma and lambda 1 the return of every token is the outcome.
     outcomes = torch.tensor([1.0] * 4 + [0.0] * 2 + [2.0] * 3)
     assert torch.equal(actor.returns[mask], outcomes)
-    assert torch.equal(critic.values, actor.values)
-    learnt: list[TrainBatch] = []
-    learner.critic.model.update = learnt.append
+    assert torch.equal(actor.values, actor.token_ids.float())
+    learnt = NotedUpdates()
+    served.model.update = learnt.update
     learner.update(0, batch)
+    assert [torch.equal(part.values, actor.values) for part in learnt] == [True]
     assert [torch.equal(part.returns, actor.returns) for part in learnt] == [True]
     values = actor.token_ids[mask].float()
     assert torch.equal(actor.advantages[mask], outcomes - values)
@@ -393,22 +416,23 @@ def test_ppo_hands_values_and_returns_to_actor_and_critic():
     assert batch.metrics["critic/explained_variance"] == pytest.approx(float(explained), rel=1e-5)
 
 
-def test_values_travel_between_two_orders_of_the_samples():
+def test_values_travel_between_two_orders_of_the_samples(monkeypatch: pytest.MonkeyPatch):
     """Actor and critic deal samples out in their own ways; a value stays with its token."""
     learner, _ = learner_of(algorithm="ppo")
-    samples = scored()
-    own = learner.make_batch(0, samples)
+    served = served_critic(learner)
+    own = learner.make_batch(0, scored())
     backwards = take(own.actor, (((3, 1, 0, 2),),))
-    learner.critic.shares_layout = False
-    there = learner.critic.with_values(dataclasses.replace(own, critic=backwards))
-    assert torch.equal(there.critic.values, backwards.token_ids.float())
-    assert torch.equal(there.actor.values, own.actor.token_ids.float())
-    learnt: list[TrainBatch] = []
-    learner.critic.model.update = learnt.append
+    monkeypatch.setattr(critic_module, "batch_of_rank", lambda *_, **__: backwards)
+    values = learner.critic.begin_values(own)()
+    assert torch.equal(values, own.actor.token_ids.float())
+    learnt = NotedUpdates()
+    served.model.update = learnt.update
     returns = own.actor.token_ids.float()
-    actor = dataclasses.replace(there.actor, returns=returns)
-    learner.critic.begin_update(dataclasses.replace(there, actor=actor))
+    actor = dataclasses.replace(own.actor, returns=returns)
+    stats = learner.critic.begin_update(dataclasses.replace(own, actor=actor))()
     assert torch.equal(learnt[0].returns, backwards.token_ids.float())
+    assert torch.equal(learnt[0].values, backwards.token_ids.float())
+    assert [each.sums.stacked().tolist() for each in stats] == [list(range(8))]
 
 
 @pytest.mark.parametrize(
@@ -444,24 +468,23 @@ def test_updates_go_through_the_mini_batches_once_an_epoch_and_the_critics_come_
     learnt = learner.update(0, evaluated(learner, scored()))
     parts = [samples for name, samples in log if name == "actor"]
     assert log == [(name, part) for name in ("critic", "actor") for part in parts]
-    assert learnt.actor == ["actor"] * 12 and learnt.critic == ["critic"] * 12
+    assert learnt.actor == ["actor"] * 12
+    assert [each.result for each in learnt.critic] == [STATS_OF_CRITIC.result] * 12
     epochs = [parts[at : at + 2] for at in range(0, 12, 2)]
     halves = [[0, 1], [2, 3]]  # the samples of a prompt stay together
     assert all(epoch in (halves, halves[::-1]) for epoch in epochs)
     assert halves in epochs and halves[::-1] in epochs
 
 
-@pytest.mark.parametrize("shares_layout", [True, False])
-def test_what_was_found_of_a_sample_is_with_it_in_every_epoch(shares_layout: bool):
+def test_what_was_found_of_a_sample_is_with_it_in_every_epoch():
     learner, _ = learner_of(
         algorithm="ppo", num_mini_batches=2, num_epochs=4, mismatch_correction="token_tis"
     )
-    learner.critic.shares_layout = shares_layout
     batch = evaluated(learner, scored())
     assert any(part.sample_ids[0] != 0 for part in (batch.actor, *batch.actor.later))
-    learnt: dict[str, list[TrainBatch]] = {"actor": [], "critic": []}
+    learnt = {"actor": NotedUpdates(), "critic": NotedUpdates()}
     learner.actor.update = learnt["actor"].append
-    learner.critic.model.update = learnt["critic"].append
+    served_critic(learner).model.update = learnt["critic"].update
     learner.update(0, batch)
     of_sample: dict[tuple[str, int], set[tuple]] = {}
     for name, fields in (
@@ -527,13 +550,18 @@ def test_the_first_reference_stays_without_an_interval():
 
 def test_rates_are_those_of_the_models_that_there_are():
     assert learner_of()[0].rates() == {"learning_rate": 0.125}
-    rates = learner_of(algorithm="ppo")[0].rates()
-    assert rates == {"learning_rate": 0.125, "critic/learning_rate": 0.125, "kl/coef": 0.02}
+    learner, _ = learner_of(algorithm="ppo")
+    learner.update(0, evaluated(learner, scored()))
+    assert learner.rates() == {
+        "learning_rate": 0.125,
+        "critic/learning_rate": 0.125,
+        "kl/coef": 0.02,
+    }
 
 
-# docs/algorithms.md -------------------------------------------------------------------------------
+# docs/using/algorithms.md -------------------------------------------------------------------------
 
-DOCS = Path(__file__).parents[2] / "docs" / "algorithms.md"
+DOCS = Path(__file__).parents[2] / "docs" / "using" / "algorithms.md"
 
 
 @pytest.mark.usefixtures("restored_tables")
@@ -542,7 +570,7 @@ def test_the_example_of_the_docs_runs_as_written(tmp_path: Path):
     file = tmp_path / "mine.py"
     file.write_text(example)
     import_user_file(str(file))
-    learner, _ = learner_of(advantage="median", policy_loss="spo", clip_eps_upper=0.2)
+    learner, _ = learner_of(advantage="median", policy_loss="spo", spo_width=0.25)
     batch = evaluated(learner, scored()).actor
     # Of two samples the median is the mean.
     assert torch.equal(batch.advantages, dr_grpo_advantages())
@@ -559,7 +587,7 @@ def test_the_example_of_the_docs_runs_as_written(tmp_path: Path):
         config=learner.recipe.policy_loss_config(MAX_RESPONSE_TOKENS),
     )
     a, ratio = batch.advantages[batch.loss_mask], float(np.exp(0.1))
-    expected = (a.abs() * (ratio - 1) ** 2 / 0.4 - ratio * a).sum() / 9
+    expected = (a.abs() * (ratio - 1) ** 2 / 0.5 - ratio * a).sum() / 9
     assert float(out.loss.detach()) == pytest.approx(float(expected), rel=1e-5)
     out.loss.backward()
     assert torch.isfinite(log_probs.grad[batch.loss_mask]).all()

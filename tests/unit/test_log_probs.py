@@ -9,8 +9,8 @@ import torch
 from torch.distributions import Categorical
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from mcore_rl.errors import UsageError
-from mcore_rl.log_probs import vocab_parallel_log_probs
+from mcore_rl.common.errors import UsageError
+from mcore_rl.megatron.log_probs import vocab_parallel_log_probs
 
 NUM_TOKENS, HIDDEN, ROWS, VOCAB = 13, 6, 24, 21
 

@@ -12,7 +12,8 @@ import sys
 
 import pytest
 
-from mcore_rl import launch, loopback
+from mcore_rl import launch
+from mcore_rl.common import loopback
 from mcore_rl.patches.torch.loopback_stores import is_loopback
 
 STORES = """
@@ -35,7 +36,7 @@ del kept
 gc.collect()
 assert listening() == []
 
-from mcore_rl.loopback import stay_on_loopback
+from mcore_rl.common.loopback import stay_on_loopback
 assert stay_on_loopback("127.0.0.1") and imported_by_name is TCPStore
 
 first = store("127.0.0.1", multi_tenant=True)

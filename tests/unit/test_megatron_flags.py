@@ -7,15 +7,18 @@ import math
 import sys
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from mcore_rl import megatron_adapter
-from mcore_rl.arguments import RLConfig, add_rl_args
-from mcore_rl.checks import flag_classes, megatron_flags, preflight
-from mcore_rl.errors import UsageError
-from mcore_rl.given_flags import given_values
-from mcore_rl.megatron_version import check_megatron
+from mcore_rl.common.errors import UsageError
+from mcore_rl.flags import classes as flag_classes
+from mcore_rl.flags import megatron_flags
+from mcore_rl.flags.given import given_values
+from mcore_rl.flags.options import RLConfig, add_rl_args
+from mcore_rl.job import preflight
+from mcore_rl.megatron import adapter as megatron_adapter
+from mcore_rl.megatron.version import check_megatron
 
 ROOT = Path(__file__).parents[2]
 # What a launch script of Megatron must give.
@@ -84,9 +87,9 @@ def test_megatrons_own_rl_loop_is_refused_flag_by_flag(parser: argparse.Argument
 
 def test_the_document_is_up_to_date() -> None:
     version = check_megatron().version
-    found = (ROOT / "docs" / "megatron_flags.md").read_text(encoding="utf-8")
+    found = (ROOT / "docs" / "using" / "megatron_flags.md").read_text(encoding="utf-8")
     assert found == flag_classes.document(megatron_adapter.make_parser(), version), (
-        "run python scripts/document_flags.py > docs/megatron_flags.md"
+        "run python scripts/document_flags.py"
     )
 
 
@@ -150,6 +153,12 @@ def test_spec_that_is_a_function_is_refused_before_megatron_0_19(
         preflight.check_switches(given)
 
 
+def check_all(values: dict[str, Any]) -> None:
+    """Flags by themselves and beside each other."""
+    preflight.check_switches(values)
+    preflight.check_together(values)
+
+
 @pytest.mark.parametrize(
     ("text", "says"),
     [
@@ -174,8 +183,12 @@ def test_spec_that_is_a_function_is_refused_before_megatron_0_19(
 def test_numbers_that_make_no_sense_are_refused(
     text: str, says: str, parser: argparse.ArgumentParser
 ) -> None:
-    with pytest.raises(UsageError, match=says):
-        preflight.check_switches(given_values(text.split(), parser))
+    """With `$` the fault ends, and what to do follows."""
+    with pytest.raises(UsageError) as refused:
+        check_all(given_values(text.split(), parser))
+    error = refused.value
+    assert says in f"{error.fault}$" or says in str(error)
+    assert error.fault.startswith(f"{error.flag} ") and error.remedy
 
 
 def test_numbers_at_their_bounds_are_taken(parser: argparse.ArgumentParser) -> None:
@@ -184,7 +197,7 @@ def test_numbers_at_their_bounds_are_taken(parser: argparse.ArgumentParser) -> N
         "--optimizer-offload-fraction 1 --lr-warmup-iters 2 --train-iters 3 --lr-decay-style WSD "
         "--lr-wsd-decay-iters 1 --moe-aux-loss-coeff 0"
     )
-    preflight.check_switches(given_values(text.split(), parser))
+    check_all(given_values(text.split(), parser))
 
 
 def test_ranges_are_of_flags(parser: argparse.ArgumentParser) -> None:

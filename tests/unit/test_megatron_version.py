@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from mcore_rl.errors import UsageError
-from mcore_rl.megatron_version import MegatronSource, _stated_version
+from mcore_rl.common.errors import UsageError
+from mcore_rl.megatron.version import MegatronSource, _stated_version
 from tests.megatron_sources import (
     installed_megatron,
     megatron_on_the_path,
@@ -22,7 +22,7 @@ from tests.megatron_sources import (
 
 SAY_WHAT_IS_FOUND = """
 import sys
-from mcore_rl.megatron_version import check_megatron
+from mcore_rl.megatron.version import check_megatron
 found = check_megatron()
 print(found.version, found.folder)
 assert not [name for name in sys.modules if name.startswith("megatron.")], "something of it ran"
@@ -35,7 +35,7 @@ def python(*arguments: str, path: Path) -> subprocess.CompletedProcess[str]:
         env={**os.environ, "PYTHONPATH": str(path)},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=500,
     )
 
 

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from mcore_rl.hybrid_engine import memory
-from mcore_rl.hybrid_engine.memory import Footprint, PeakMemory, highest_bytes, host_bytes
+from mcore_rl.hybrid_engine.memory import device as memory
+from mcore_rl.hybrid_engine.memory.device import Footprint, PeakMemory, highest_bytes, host_bytes
 
 MIB = 1 << 20
 

@@ -8,15 +8,15 @@ from typing import Any
 import pytest
 import torch
 
-from mcore_rl.arguments import RLConfig
 from mcore_rl.batching.accounting import batch_accounting
-from mcore_rl.batching.micro_batching import MicroBatching
-from mcore_rl.hf_config import ModelShape
-from mcore_rl.hybrid_engine.layout import TrainLayout, pipeline_layers
-from mcore_rl.log_probs import vocab_parallel_log_probs
-from mcore_rl.memory_report import memory_lines, recompute_saving
+from mcore_rl.batching.rows import MicroBatching
+from mcore_rl.flags.options import RLConfig
+from mcore_rl.job.memory_report import memory_lines, recompute_saving
+from mcore_rl.job.planner_settings import activation_settings
+from mcore_rl.megatron.log_probs import vocab_parallel_log_probs
+from mcore_rl.model.config_json import ModelShape
+from mcore_rl.model.layout import TrainLayout, pipeline_layers
 from mcore_rl.planner.activations import layer_terms, logits_bytes, train_activation_bytes
-from mcore_rl.planner.flag_settings import activation_settings
 from mcore_rl.planner.settings import ActivationSettings, Recompute
 from tests.live_bytes import LiveBytes
 from tests.model_shapes import published_shape, small_shape
@@ -28,7 +28,7 @@ LAYERS = pipeline_layers(27, 4, last=6)
 
 
 def config(**given: Any) -> RLConfig:
-    return RLConfig(
+    return RLConfig.of(
         **{
             "max_prompt_tokens": 1024,
             "max_response_tokens": 1024,

@@ -12,12 +12,12 @@ from pathlib import Path
 
 import pytest
 
-from mcore_rl.checks.wandb_flags import check_wandb
-from mcore_rl.errors import UsageError
-from mcore_rl.recording import metric_sinks
-from mcore_rl.recording.metric_sinks import WandbRun
-from mcore_rl.recording.run_directory import RunDirectory, read_metrics
-from mcore_rl.types import StepStats
+from mcore_rl.batching.types import StepStats
+from mcore_rl.common.errors import UsageError
+from mcore_rl.flags.packages import check_wandb
+from mcore_rl.observe import metric_sinks
+from mcore_rl.observe.metric_sinks import WandbRun
+from mcore_rl.observe.run_directory import RunConfig, RunDirectory, read_metrics
 
 STEPS = {
     0: {"reward/mean": 0.25, "time/step_seconds": 2.5, "eval/accuracy": 0.5},
@@ -40,7 +40,7 @@ def init(**values):
 
 
 def write(folder: Path, steps=STEPS, **options) -> None:
-    directory = RunDirectory(folder, {"lr": 1e-6}, **options)
+    directory = RunDirectory(folder, RunConfig(resolved={"lr": 1e-6}), **options)
     for step, metrics in steps.items():
         directory.write_step(StepStats(step, metrics))
     directory.close()
@@ -104,7 +104,12 @@ def records(path: Path) -> Iterator[bytes]:
 
 
 def points_of_wandb(folder: Path) -> tuple[dict[int, dict[str, float]], set[str]]:
-    """Points by step, and the ids of the runs, of all that was written offline."""
+    """Points by step, and the ids of the runs, of all that was written offline.
+
+    `finish` tells the service of Weights & Biases that a run is over and does not wait until its
+    file is written. The service's end, which an interpreter waits for at its own, does.
+    """
+    importlib.import_module("wandb").teardown()
     messages = importlib.import_module("wandb.proto.wandb_internal_pb2")
     found: dict[int, dict[str, float]] = {}
     runs = set()

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from mcore_rl import objects
+from mcore_rl.common import objects
 
 PACKAGE = Path(objects.__file__).parent
 # Functions of torch.distributed that make a device carry what is no tensor.
@@ -69,6 +69,4 @@ def test_objects_need_nothing_of_the_world_but_its_ranks(without_cpu: None, agai
     objects.barrier()
     group = objects.start()
     assert group is objects.start() and dist.get_backend(group) == "gloo"
-    assert objects.is_whole_world(group) and objects.is_whole_world(None)
     assert objects.timeout_of_world() == timedelta(seconds=77)
-    assert not objects.is_whole_world(dist.new_group([0], backend="gloo"))

@@ -7,10 +7,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from mcore_rl import megatron_adapter
-from mcore_rl.errors import UsageError
-from mcore_rl.hybrid_engine.host_memory import HostBuffer
-from mcore_rl.hybrid_engine.offload import Offloader, kinds_at_start, offload_kinds
+from mcore_rl.common.errors import UsageError
+from mcore_rl.hybrid_engine.memory.host_memory import HostBuffer
+from mcore_rl.hybrid_engine.memory.offload import Offloader, kinds_at_start, offload_kinds
+from mcore_rl.megatron import adapter as megatron_adapter
 
 CPU = torch.device("cpu")
 ALL = frozenset({"parameters", "optimizer", "gradients"})

@@ -10,13 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from mcore_rl.errors import UsageError
-from mcore_rl.recording import own_folders
+from mcore_rl.common.errors import UsageError
+from mcore_rl.observe import own_folders
 
 HOLDS = """
 import sys, time
 from pathlib import Path
-from mcore_rl.recording.own_folders import hold
+from mcore_rl.observe.own_folders import hold
 hold(Path(sys.argv[1]), "--rl-run-dir")
 print("held", flush=True)
 time.sleep(300)

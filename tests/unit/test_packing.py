@@ -11,10 +11,15 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mcore_rl.batching.context_chunks import chunks_of_sample, positions_on_cp_rank, round_up
 from mcore_rl.batching.dealing import Cuts, orders_of_epochs, plan_step
-from mcore_rl.batching.micro_batching import MicroBatching
-from mcore_rl.batching.rows import lay_out, row_length
+from mcore_rl.batching.rows import (
+    MicroBatching,
+    chunks_of_sample,
+    lay_out,
+    positions_on_cp_rank,
+    round_up,
+    row_length,
+)
 from mcore_rl.batching.train_batches import (
     batch_of_tokens,
     build_train_batch,
@@ -22,7 +27,7 @@ from mcore_rl.batching.train_batches import (
     split_mini_batches,
     take,
 )
-from mcore_rl.types import Prompt, Rollout, ScoredRollout, TrainBatch
+from mcore_rl.batching.types import Prompt, Rollout, ScoredRollout, TrainBatch
 
 
 def scored_rollout(prompt_ids: list[int], response_ids: list[int]) -> ScoredRollout:

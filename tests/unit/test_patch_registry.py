@@ -9,7 +9,7 @@ import packaging.version
 import pytest
 from packaging.specifiers import SpecifierSet
 
-from mcore_rl.errors import UsageError
+from mcore_rl.common.errors import UsageError
 from mcore_rl.patches import registry
 from mcore_rl.patches.registry import Patch, applied_patches, apply_all, apply_patch
 

@@ -11,13 +11,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mcore_rl.hf_config import ModelShape
-from mcore_rl.hybrid_engine.boxes import cover_fault, intersect
-from mcore_rl.hybrid_engine.checkpoint_tensors import Cut, checkpoint_tensors
-from mcore_rl.hybrid_engine.layout import RolloutLayout, TrainLayout, pipeline_layers
-from mcore_rl.hybrid_engine.placement import Placement, choose_rank_map, with_rank_map
-from mcore_rl.hybrid_engine.plan import make_plan
-from mcore_rl.hybrid_engine.trees import Neighbourhoods
+from mcore_rl.hybrid_engine.plan.moves import make_plan
+from mcore_rl.hybrid_engine.plan.placement import Placement, choose_rank_map, with_rank_map
+from mcore_rl.hybrid_engine.plan.trees import Neighbourhoods
+from mcore_rl.model.boxes import cover_fault, intersect
+from mcore_rl.model.config_json import ModelShape
+from mcore_rl.model.layout import RolloutLayout, TrainLayout, pipeline_layers
+from mcore_rl.model.tensors import Cut, checkpoint_tensors
 from tests.model_shapes import DEEPSEEK_V3, small_shape
 
 

@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mcore_rl.hybrid_engine.boxes import contains, cover_fault, full_box, intersect, volume
-from mcore_rl.hybrid_engine.plan import TensorInfo, make_plan
-from mcore_rl.hybrid_engine.trees import KnownGroups, Neighbourhoods
+from mcore_rl.hybrid_engine.plan.moves import TensorInfo, make_plan
+from mcore_rl.hybrid_engine.plan.trees import KnownGroups, Neighbourhoods
+from mcore_rl.model.boxes import contains, cover_fault, full_box, intersect, volume
 
 ROWS, COLUMNS = 12, 8
 INFO = {"w": TensorInfo((ROWS, COLUMNS), "bfloat16", 2)}
@@ -40,7 +40,7 @@ def holdings(draw: st.DrawFn) -> list[dict[str, list]]:
 
 
 def _complete(have: list[dict[str, list]]) -> bool:
-    from mcore_rl.hybrid_engine.boxes import uncovered
+    from mcore_rl.model.boxes import uncovered
 
     return not uncovered(full_box((ROWS, COLUMNS)), [b for rank in have for b in rank["w"]])
 

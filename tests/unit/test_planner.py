@@ -12,11 +12,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mcore_rl.hf_config import ModelShape
-from mcore_rl.hybrid_engine.layout import RolloutLayout, TrainLayout, pipeline_layers
-from mcore_rl.hybrid_engine.placement import Placement, with_rank_map
-from mcore_rl.hybrid_engine.plan import make_plan
-from mcore_rl.hybrid_engine.trees import KnownGroups
+from mcore_rl.batching.types import Prompt, Rollout
+from mcore_rl.hybrid_engine.plan.moves import make_plan
+from mcore_rl.hybrid_engine.plan.placement import Placement, with_rank_map
+from mcore_rl.hybrid_engine.plan.trees import KnownGroups
+from mcore_rl.model.config_json import ModelShape
+from mcore_rl.model.layout import RolloutLayout, TrainLayout, pipeline_layers
 from mcore_rl.planner.activations import (
     layer_terms,
     micro_batches_in_flight,
@@ -27,7 +28,6 @@ from mcore_rl.planner.communicators import communicators_of
 from mcore_rl.planner.links import neighbourhoods, traffic_of
 from mcore_rl.planner.memory import EXPORTED_FILE_BYTES, gathered_bytes
 from mcore_rl.planner.models import stage_state
-from mcore_rl.planner.outcome import Outcome, as_json, plan_case
 from mcore_rl.planner.parameters import (
     kv_bytes_per_token,
     optimizer_parameters,
@@ -47,7 +47,6 @@ from mcore_rl.planner.phases import (
     TRAIN,
     Case,
 )
-from mcore_rl.planner.search import Rates, search
 from mcore_rl.planner.settings import (
     GB,
     MB,
@@ -58,7 +57,8 @@ from mcore_rl.planner.settings import (
     TrainSettings,
 )
 from mcore_rl.planner.stages import stages_for
-from mcore_rl.types import Prompt, Rollout
+from mcore_rl.tools.plan.outcome import Outcome, as_json, plan_case
+from mcore_rl.tools.plan.search import Rates, search
 from tests.model_shapes import published_shape, small_shape
 
 FULL = Recompute(granularity="full", method="uniform")

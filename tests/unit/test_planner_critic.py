@@ -9,15 +9,14 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from mcore_rl.arguments import DEGREE_FLAGS, RLConfig
-from mcore_rl.errors import UsageError
-from mcore_rl.hybrid_engine.layout import RolloutLayout, TrainLayout, pipeline_layers
+from mcore_rl.common.errors import UsageError
+from mcore_rl.flags.options import DEGREE_FLAGS, RLConfig
+from mcore_rl.model.layout import RolloutLayout, TrainLayout, pipeline_layers
 from mcore_rl.planner.activations import (
     head_bytes,
     log_prob_activation_bytes,
     train_activation_bytes,
 )
-from mcore_rl.planner.command_line import PlanRequest, read_command_line
 from mcore_rl.planner.memory import memory_of
 from mcore_rl.planner.models import (
     CRITIC,
@@ -27,7 +26,6 @@ from mcore_rl.planner.models import (
     in_layout,
     stage_state,
 )
-from mcore_rl.planner.outcome import Outcome, as_json, plan_case
 from mcore_rl.planner.phases import (
     BUILD,
     BUILD_CRITIC,
@@ -42,9 +40,11 @@ from mcore_rl.planner.phases import (
     VALUES,
     Case,
 )
-from mcore_rl.planner.report import print_plan
-from mcore_rl.planner.search import Rates, search
 from mcore_rl.planner.settings import GB, Recompute
+from mcore_rl.tools.plan.command_line import PlanRequest, read_command_line
+from mcore_rl.tools.plan.outcome import Outcome, as_json, plan_case
+from mcore_rl.tools.plan.report import print_plan
+from mcore_rl.tools.plan.search import Rates, search
 from tests.model_shapes import CONFIGS
 from tests.unit.test_planner import case_of
 

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from mcore_rl.checks.platform import WITHOUT_CUDA, Platform, find_platform
-from mcore_rl.errors import UsageError
+from mcore_rl.common.errors import UsageError
+from mcore_rl.common.platform import WITHOUT_CUDA, Platform, find_platform
 
 _ENGINE, _APEX = "transformer_engine", "fused_weight_gradient_mlp_cuda"
 

@@ -12,9 +12,9 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from mcore_rl import megatron_adapter
-from mcore_rl.actor import ReferencePolicy
-from mcore_rl.hybrid_engine.host_memory import HostCopy
+from mcore_rl.hybrid_engine.memory.host_memory import HostCopy
+from mcore_rl.megatron import adapter as megatron_adapter
+from mcore_rl.trainer.roles.reference import ReferencePolicy
 from tests.live_bytes import LiveBytes
 
 WIDTHS = (10, 300, 200, 250, 50)

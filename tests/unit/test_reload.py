@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from mcore_rl.errors import UsageError
-from mcore_rl.hybrid_engine import reload as reload_module
-from mcore_rl.hybrid_engine.reload import Reloader
+from mcore_rl.common.errors import UsageError
+from mcore_rl.hybrid_engine.vllm import reload as reload_module
+from mcore_rl.hybrid_engine.vllm.reload import Reloader
 
 
 class Failing(Reloader):

@@ -19,14 +19,14 @@ import numpy as np
 import pytest
 
 from mcore_rl.cli import main
-from mcore_rl.health.alarms import RULES
-from mcore_rl.health.stage_timers import STAGES
-from mcore_rl.report.charts import charts_of
-from mcore_rl.report.command import read_runs
-from mcore_rl.report.figures import headlines
-from mcore_rl.report.panels import SECTIONS
-from mcore_rl.report.tables import metric_rows, settings_of
-from mcore_rl.report.thinning import MAX_POINTS
+from mcore_rl.observe.alarms import RULES
+from mcore_rl.observe.stage_timers import STAGES
+from mcore_rl.tools.report.charts import charts_of
+from mcore_rl.tools.report.command import read_runs
+from mcore_rl.tools.report.figures import headlines
+from mcore_rl.tools.report.panels import SECTIONS
+from mcore_rl.tools.report.tables import metric_rows, settings_of
+from mcore_rl.tools.report.thinning import MAX_POINTS
 from tests.report_runs import step_metrics, write_hostile_run, write_run
 
 PANELS = {panel.key: panel for section in SECTIONS for panel in section.panels}
@@ -71,7 +71,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def other(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    config = {"kl_coef": 0.05, "lr": 2e-6}
+    config = {"rl_kl_coef": 0.05, "lr": 2e-6}
     target = tmp_path_factory.mktemp("runs") / "second"
     return write_run(target, seed=1, num_steps=40, asked=60, config=config, finish=False)
 
@@ -87,7 +87,10 @@ def test_all_that_a_run_measures_is_drawn_and_in_the_table(page: Page) -> None:
     assert sorted(drawn) == sorted(figures)
     asked = "reward accuracy kl entropy mismatch lengths stages throughput handover-bytes "
     asked += "host-memory device-memory grad-norm value-loss imbalance alarms"
-    assert set(asked.split()) <= set(drawn)
+    constant = {"handover-bytes", "host-memory", "device-memory"}
+    assert set(asked.split()) - constant <= set(drawn) and not constant & set(drawn)
+    assert "not drawn" in page.text and "memory/host_bytes 52.0 GB" in page.text
+    assert "clip_fraction 0.04" in page.text and "skipped_updates" not in drawn
     for name in step_metrics(0, 60, random.Random(0)):
         assert name in page.text
     assert "Without a value yet" not in page.text
@@ -142,7 +145,8 @@ def test_comparison_has_both_runs_and_what_differs_first(folder: Path, other: Pa
     page = report(folder, other, "-o", tmp_path / "both.html")
     assert not (other / "report.html").exists()
     figures = json.loads(page.raw["figures"])
-    assert [trace["name"] for trace in figures["kl"]["data"]] == ["first", "second"]
+    shown = [trace["name"] for trace in figures["kl"]["data"] if trace.get("showlegend", True)]
+    assert shown == ["first", "second"]
     heights = [figures[f"stages-{run}"]["layout"]["yaxis"]["range"] for run in (0, 1)]
     assert heights[0] == heights[1]
     differing, alike = settings_of(read_runs([folder, other]))
@@ -150,6 +154,56 @@ def test_comparison_has_both_runs_and_what_differs_first(folder: Path, other: Pa
     assert differing.rows[0].cells == ("0.01", "0.05")
     assert "--rl-num-steps" in {row.name for row in alike.rows}
     assert page.text.index("What differs") < page.text.index("What is alike")
+
+
+def plot_height(figure: dict[str, Any]) -> int:
+    layout = figure["layout"]
+    return layout["height"] - layout["margin"]["t"] - layout["margin"]["b"]
+
+
+def test_legend_of_a_comparison_takes_nothing_from_the_plot(folder: Path, tmp_path: Path) -> None:
+    """Two runs and several metrics: many entries, with the long names of folders."""
+    long = tmp_path / ("a-run-with-everything-in-its-name-" * 4)
+    other = write_run(long / "lr-1e-6-and-kl-0.001-and-seed-1234-second-try", num_steps=60, seed=3)
+    alone = json.loads(report(folder).raw["figures"])
+    both = json.loads(report(folder, other, "-o", tmp_path / "both.html").raw["figures"])
+    for key in ("throughput", "kl", "grad-norm", "value-loss"):
+        assert plot_height(both[key]) == plot_height(alone[key]) == plot_height(alone["kl"])
+    assert both["throughput"]["layout"]["height"] > both["kl"]["layout"]["height"]
+    names = [trace["name"] for trace in both["throughput"]["data"]]
+    assert max(map(len, names)) < 60 and any(name.endswith("second-try") for name in names)
+
+
+def test_noisy_curves_are_smoothed_over_their_points(folder: Path) -> None:
+    [run] = read_runs([folder])
+    steps, values = run.series("entropy")
+    [chart] = charts_of(PANELS["entropy"], [run])
+    points, line = chart.figure.data[:2]
+    np.testing.assert_allclose(points.y, values, rtol=1e-6)
+    assert points.opacity < 0.5 and points.showlegend is False and line.name == "entropy"
+    weight, total, norm, expected = 1 - 2 / 7, 0.0, 0.0, []  # TensorBoard's, with its span
+    for value in values:
+        total, norm = weight * total + (1 - weight) * value, weight * norm + (1 - weight)
+        expected.append(total / norm)
+    np.testing.assert_allclose(line.y, expected, rtol=1e-6)
+    assert list(line.x) == list(steps) and np.diff(line.y).std() < np.diff(values).std() / 2
+    [accuracy] = charts_of(PANELS["accuracy"], [run])  # measured seldom: as it is
+    assert len(accuracy.figure.data) == 1
+
+
+def test_page_begins_with_model_data_and_command(tmp_path: Path) -> None:
+    folder = write_run(
+        tmp_path / "run",
+        num_steps=2,
+        config={"rl_hf_checkpoint": "models/v3", "rl_prompts": "sums.jsonl", "num_layers": 61},
+        about={"command": "python -m mcore_rl.train --lr 1e-6", "ranks": 256, "versions": {}},
+    )
+    text = report(folder).text
+    places = [
+        text.index(said)
+        for said in ("models/v3 (61 layers)", "sums.jsonl", "mcore_rl.train --lr 1e-6", "256")
+    ]
+    assert places == sorted(places) and places[-1] < text.index("2 of 2")
 
 
 def test_settings_that_are_no_defaults_come_first(folder: Path) -> None:

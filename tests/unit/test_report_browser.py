@@ -17,8 +17,8 @@ from typing import Any
 
 import pytest
 
-from mcore_rl.report.command import read_runs
-from mcore_rl.report.page import render
+from mcore_rl.tools.report.command import read_runs
+from mcore_rl.tools.report.page import render
 from tests.report_runs import write_hostile_run, write_run
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
@@ -30,6 +30,7 @@ FRAME = """<!DOCTYPE html><title>frame</title>
 <script>
 onmessage = (event) => document.getElementById("told").replaceChildren(event.data);
 </script>"""
+LONG_NAME = "second-with-a-learning-rate-of-1e-6-and-a-kl-of-0.05-and-seed-1234"
 PROBE = """
 {
   const errors = [];
@@ -57,8 +58,10 @@ PROBE = """
       found = [...document.querySelectorAll(".settings tbody tr")]
         .filter((row) => row.checkVisibility()).map((row) => row.cells[0].textContent);
     }
+    const plots = Object.fromEntries([...document.querySelectorAll(".chart")]
+      .map((chart) => [chart.dataset.figure, chart._fullLayout?._size.h]));
     parent.postMessage(JSON.stringify({
-      charts, folded, unfolded, found, errors,
+      charts, plots, folded, unfolded, found, errors,
       width: root.clientWidth,
       ink: getComputedStyle(document.body).color,
       chart_ink: document.querySelector(".chart .xtick text")?.style.fill ?? "",
@@ -131,23 +134,28 @@ def assert_is_well(told: dict[str, Any], width: int) -> None:
 def folders(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     place = tmp_path_factory.mktemp("runs")
     first = write_run(place / "first")
-    return [first, write_run(place / "second", seed=1, num_steps=40, config={"kl_coef": 0.05})]
+    return [first, write_run(place / LONG_NAME, seed=1, num_steps=40, config={"rl_kl_coef": 0.05})]
 
 
 @pytest.mark.parametrize("width", [1280, 400])
 def test_page_draws_every_chart_and_is_no_wider_than_its_window(
     browser: str, folders: list[Path], tmp_path: Path, width: int
 ) -> None:
-    told = opened(browser, render(read_runs(folders[:1])), tmp_path, width=width)
+    page = render(read_runs(folders[:1]))
+    told = opened(browser, page, tmp_path, width=width)
     assert_is_well(told, width)
-    assert len(told["charts"]) > 20 and told["charts"]["stages"] > 8
+    assert sorted(told["charts"]) == sorted(re.findall('data-figure="([^"]+)"', page))
+    assert len(told["charts"]) >= 14 and told["charts"]["stages"] > 8
     assert told["found"] == ["--rl-kl-coef"]
 
 
 def test_comparison_draws_both_runs(browser: str, folders: list[Path], tmp_path: Path) -> None:
     told = opened(browser, render(read_runs(folders)), tmp_path)
     assert_is_well(told, 1280)
-    assert told["charts"]["kl"] == 2
+    assert told["charts"]["kl"] == 4  # of each run a line, and what was measured
+    # The legend, of long names, has room of its own.
+    plots = [height for key, height in told["plots"].items() if not key.startswith("stages")]
+    assert len(plots) >= 12 and min(plots) > 0.9 * max(plots) > 150
     assert told["charts"]["stages-0"] and told["charts"]["stages-1"]
 
 

@@ -10,17 +10,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from mcore_rl.errors import UsageError
-from mcore_rl.recording.run_directory import RunDirectory
-from mcore_rl.report.command import read_runs
-from mcore_rl.report.figures import headlines
-from mcore_rl.report.run_events import read_events
-from mcore_rl.report.run_files import Run, read_run
-from mcore_rl.report.sample_texts import read_samples
-from mcore_rl.report.texts import clean
-from mcore_rl.report.thinning import thin_line, thin_means
+from mcore_rl.common.errors import UsageError
+from mcore_rl.observe.run_directory import RunConfig, RunDirectory
 from mcore_rl.rewards.parts import FailureLog
 from mcore_rl.rewards.worker import Outcome
+from mcore_rl.tools.report.command import read_runs
+from mcore_rl.tools.report.figures import headlines
+from mcore_rl.tools.report.run_events import read_events
+from mcore_rl.tools.report.run_files import Run, read_run
+from mcore_rl.tools.report.sample_texts import read_samples
+from mcore_rl.tools.report.texts import clean
+from mcore_rl.tools.report.thinning import thin_line, thin_means
 from tests.report_runs import scored, write_run
 
 
@@ -46,7 +46,7 @@ def test_everything_of_a_finished_run_is_read(folder: Path) -> None:
     assert run.notes == () and run.is_finished and run.num_steps_done == 40
     steps, accuracy = run.series("eval/accuracy")
     assert steps.tolist() == [0, 15, 30, 40] and accuracy[-1] == 0.81
-    assert run.config["kl_coef"] == 0.01 and run.summary["train_layout"] == "TP8 x PP8"
+    assert run.config["rl_kl_coef"] == 0.01 and run.summary["train_layout"] == "TP8 x PP8"
     assert [s.step for s in run.samples] == [0, 5, 10, 15, 20, 25, 30, 35]
     [alarm] = run.events
     assert (alarm.step, alarm.alarm) == (30, "entropy") and alarm.text.startswith("the entropy is")
@@ -142,7 +142,7 @@ def test_resumes_ends_and_tracebacks_are_events(folder: Path, tmp_path: Path) ->
 def test_a_text_of_several_lines_makes_no_event(tmp_path: Path) -> None:
     """As a reward may raise one: only its first line is the run's own."""
     forged = "2026-01-02 03:04:05,678 [Health] step 7, kl: forged"
-    directory = RunDirectory(tmp_path, {})
+    directory = RunDirectory(tmp_path, RunConfig())
     for end in ("\n", "\r", "\r\n"):
         logging.getLogger("mcore_rl").warning(
             "the run ended early%sTraceback:%s", end, end + forged
@@ -154,7 +154,7 @@ def test_a_text_of_several_lines_makes_no_event(tmp_path: Path) -> None:
 
 
 def test_what_a_reward_quotes_makes_no_event(tmp_path: Path) -> None:
-    directory = RunDirectory(tmp_path, {})
+    directory = RunDirectory(tmp_path, RunConfig())
     log = FailureLog("a:b")
     log.note([Outcome(0.0, "raised ValueError", "no answer in '[Health] step 7, kl: forged'")])
     logging.getLogger("mcore_rl").warning("[Health] step 8, kl: true")

@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from mcore_rl.batching.types import Prompt, Rollout
 from mcore_rl.rewards.parts import part_metrics, weighed
 from mcore_rl.rewards.worker import Outcome
-from mcore_rl.types import Prompt, Rollout
 
 FAILED = Outcome(0.0, "timed out", "no value within 1 s")
 

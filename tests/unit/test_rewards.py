@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import logging
 import os
@@ -14,10 +15,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from mcore_rl.errors import UsageError
+from mcore_rl.batching.types import Prompt, Rollout
+from mcore_rl.common.errors import UsageError
 from mcore_rl.rewards.functions import arithmetic, exact_match, gsm8k, resolve_reward, reward
 from mcore_rl.rewards.pool import RewardPool
-from mcore_rl.types import Prompt, Rollout
 
 REPOSITORY = Path(__file__).parents[2]
 GSM8K_TRAIN = REPOSITORY.parent / "shared/data/gsm8k/train.jsonl"
@@ -76,7 +77,8 @@ def score(*, prompt, response, answer):
     if answer == "pid":
         return os.getpid()
     if answer == "heavy modules":
-        heavy = {"torch", "numpy", "megatron", "vllm", "transformers", "pyarrow", "mcore_rl.types"}
+        heavy = {"torch", "numpy", "megatron", "vllm", "transformers", "pyarrow"}
+        heavy.add("mcore_rl.batching.types")
         return len(heavy & set(sys.modules))
     if answer == "string":
         return "1.0"
@@ -433,7 +435,7 @@ def test_workers_import_neither_main_nor_torch(trainer_folder, user_module, how)
         env=trainer_environment(user_module),
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=500,
     )
     assert run.returncode == 0, run.stderr
     assert run.stdout.split()[0] == "0"
@@ -468,7 +470,43 @@ def test_workers_die_when_the_trainer_is_killed(trainer_folder, user_module):
     finally:
         trainer.kill()
         trainer.wait()
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 120
     while any(is_running(pid) for pid in pids) and time.monotonic() < deadline:
         time.sleep(0.05)
     assert [pid for pid in pids if is_running(pid)] == []
+
+
+ROW = {"data_source": "sums", "reward_model": {"ground_truth": ["a", "b"]}, "hint": None}
+OF_THE_ROW = """
+def of_row(*, prompt, response, answer, row):
+    assert answer == ["a", "b"] and row == ROW, (answer, row)
+    answer.clear()
+    row.clear()  # of its own: the next sample of the prompt has another
+    return 1.0
+def any_keyword(prompt, response, **more):
+    assert sorted(more) == ["answer", "row"] and more["row"] == ROW
+    return 1.0
+def three(*, prompt, response, answer):
+    return float(answer == ["a", "b"])
+"""
+
+
+def test_rewards_get_every_column_and_answers_of_any_form(tmp_path, monkeypatch):
+    (tmp_path / "of_the_row.py").write_text(f"ROW = {ROW!r}\n{OF_THE_ROW}")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    prompt = Prompt(0, "question", ["a", "b"], np.zeros(1, np.int32), json.dumps(ROW))
+    samples = [dataclasses.replace(each, prompt=prompt) for each in rollouts("0", "0", "0")]
+    names = [f"of_the_row:{name}" for name in ("of_row", "any_keyword", "three")]
+    with RewardPool(*names, num_workers=1, timeout_seconds=20) as pool:
+        for _ in range(2):  # by themselves, and in company
+            for outcomes in pool.outcomes(samples).values():
+                assert [(each.reward, each.failure) for each in outcomes] == [(1.0, None)] * 3
+
+
+def test_built_in_rewards_take_a_list_or_an_object_as_far_as_it_means_something():
+    assert exact_match(prompt="", response=" b ", answer=["a", "b"]) == 1
+    assert exact_match(prompt="", response="c", answer=["a", "b"]) == 0
+    for function in (arithmetic, gsm8k):
+        with pytest.raises(ValueError, match="is not a number"):
+            function(prompt="", response="2", answer={"value": 2})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 
 import numpy as np
@@ -12,12 +13,13 @@ import torch
 import torch.distributed as dist
 
 from mcore_rl.batching.train_batches import build_train_batch
-from mcore_rl.errors import UsageError
-from mcore_rl.roles.bridge import Bridge, Message
-from mcore_rl.roles.ranks import ACTOR, CRITIC, REWARD, Roles, describe_ranks, parse_roles
-from mcore_rl.roles.samples import samples_to_tensors, tensors_to_samples
-from mcore_rl.roles.world import enter_role, world_of_size
-from mcore_rl.types import Prompt, Rollout, ScoredRollout
+from mcore_rl.batching.types import Prompt, Rollout, ScoredRollout
+from mcore_rl.common.errors import UsageError
+from mcore_rl.flags.roles import ACTOR, CRITIC, REWARD, Roles, describe_ranks, parse_roles
+from mcore_rl.job.validation import world_of_size
+from mcore_rl.trainer.roles.remote import Apart, Bridge, Here, Message, serve
+from mcore_rl.trainer.roles.samples import samples_to_tensors, tensors_to_samples
+from mcore_rl.trainer.roles.world import enter_role
 
 
 def test_without_flags_all_ranks_do_everything_in_turn():
@@ -41,10 +43,10 @@ def test_ranges_take_ranks_away_from_the_actor():
     ("critic", "reward", "words"),
     [
         ("4-8", None, ["--rl-critic-ranks 4-8", "rank 8", "0 to 7"]),
-        ("7-4", None, ["'7-4' is no range", "4-7"]),
-        ("x", None, ["'x' is no range"]),
-        ("", None, ["'' is no range"]),
-        ("-1", None, ["'-1' is no range"]),
+        ("7-4", None, ["'7-4' is not a range", "4-7"]),
+        ("x", None, ["'x' is not a range"]),
+        ("", None, ["'' is not a range"]),
+        ("-1", None, ["'-1' is not a range"]),
         ("4-6,6", None, ["names a rank twice"]),
         ("0-7", None, ["leave none of the 8 ranks to the actor", "drop the flag"]),
         ("0-3", "4-7", ["--rl-critic-ranks 0-3 and --rl-reward-ranks 4-7 leave none"]),
@@ -113,8 +115,10 @@ def test_messages_reach_every_rank_of_the_role_and_answers_the_actor():
     near, *far = bridge_ends(2)
     message = Message(
         "samples",
-        {"step": 3, "scale": 0.5, "name": "ä"},
         {
+            "step": 3,
+            "scale": 0.5,
+            "name": "ä",
             "tokens": torch.arange(7),
             "values": torch.randn(2, 3),
             "mask": torch.tensor([True, False]),
@@ -122,16 +126,136 @@ def test_messages_reach_every_rank_of_the_role_and_answers_the_actor():
         },
     )
     _, *heard = all_at_once(lambda: near.tell(message), *(end.hear for end in far))
-    answer = Message("sums", tensors={"sums": torch.tensor([1 / 3], dtype=torch.float64)})
+    answer = Message("sums", {"sums": torch.tensor([1 / 3], dtype=torch.float64)})
     answered, *_ = all_at_once(
         near.hear_answer, *(lambda end=end: end.answer(answer) for end in far)
     )
     for sent, found in ((message, heard[0]), (message, heard[1]), (answer, answered)):
-        assert (found.name, dict(found.numbers)) == (sent.name, dict(sent.numbers))
-        assert found.tensors.keys() == sent.tensors.keys()
-        for name, tensor in sent.tensors.items():
-            assert found.tensors[name].dtype == tensor.dtype
-            assert torch.equal(found.tensors[name], tensor)
+        assert found.name == sent.name and found.values.keys() == sent.values.keys()
+        for name, value in sent.values.items():
+            if isinstance(value, torch.Tensor):
+                assert found.values[name].dtype == value.dtype
+                assert torch.equal(found.values[name], value)
+            else:
+                assert found.values[name] == value
+
+
+class Teacher:
+    """A role that mcore_rl does not have: what makes it and its methods is all there is to it."""
+
+    def __init__(self, *, subject: str) -> None:
+        self.subject, self.lessons = subject, 0
+
+    def mark(self, *, work: torch.Tensor, scale: float) -> dict:
+        self.lessons += 1
+        if not work.numel():
+            raise ValueError("no work\nto mark")
+        return {"marks": work * scale, "by": f"{self.subject} {self.lessons}"}
+
+    def rest(self) -> None:
+        """Has no answer."""
+
+
+@pytest.fixture
+def world_of_one() -> Iterator[None]:
+    """What the actor's ranks tell each other by."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def apart(num_ranks: int, ask: Callable[[Apart], object]) -> tuple[object, list[str]]:
+    """What `ask` finds of a teacher on ranks of its own, and what these ended with."""
+    near, *far = bridge_ends(num_ranks)
+    ends = [""] * num_ranks
+
+    def serving(rank: int) -> None:
+        try:
+            serve("teacher", far[rank], Teacher)
+        except (RuntimeError, ValueError) as error:
+            ends[rank] = str(error)
+
+    found, *_ = all_at_once(
+        lambda: ask(Apart("teacher", near, subject="Latin")),
+        *(lambda rank=rank: serving(rank) for rank in range(num_ranks)),
+    )
+    return found, ends
+
+
+def lessons(role: Here | Apart) -> list[tuple[list[float], str]]:
+    """Of two calls at a time, whose answers are asked for in another order, and one by itself."""
+    first = role.begin("mark", work=torch.tensor([1.0, 2.0]), scale=0.5)
+    second = role.begin("mark", work=torch.tensor([3.0]), scale=2.0)
+    answers = [second(), first()]
+    assert role.call("rest") == {}
+    answers.append(role.call("mark", work=torch.ones(1), scale=-1.0))
+    role.begin("mark", work=torch.ones(1), scale=1.0)  # nobody asks what it gave
+    role.close()
+    role.close()
+    return [(answer["marks"].tolist(), answer["by"]) for answer in answers]
+
+
+@pytest.mark.usefixtures("world_of_one")
+def test_a_role_answers_alike_here_and_on_ranks_of_its_own():
+    here = lessons(Here(Teacher(subject="Latin")))
+    assert here == [([6.0], "Latin 2"), ([0.5, 1.0], "Latin 1"), ([-1.0], "Latin 3")]
+    assert apart(2, lessons) == (here, ["", ""])
+
+
+@pytest.mark.usefixtures("world_of_one")
+def test_what_ends_a_role_is_told_to_the_actor(caplog):
+    def ask(role: Apart) -> str:
+        finish = role.begin("mark", work=torch.empty(0), scale=1.0)
+        with pytest.raises(RuntimeError) as told:
+            finish()
+        role.abandon()
+        role.close()  # waits for nobody
+        return str(told.value)
+
+    told, ends = apart(2, ask)
+    assert told == "the teacher failed: ValueError: no work"
+    assert ends == ["no work\nto mark"] * 2
+    assert "of the teacher failed" in caplog.text
+
+
+@pytest.mark.usefixtures("world_of_one")
+def test_a_role_that_cannot_be_built_is_told_at_the_first_call():
+    def ask(role: Apart) -> str:
+        with pytest.raises(RuntimeError) as told:
+            role.begin("rest")
+        return str(told.value)
+
+    near, far = bridge_ends(1)
+
+    def serving() -> None:
+        with pytest.raises(TypeError):
+            serve("teacher", far, Teacher)
+
+    told, _ = all_at_once(lambda: ask(Apart("teacher", near, hobby="chess")), serving)
+    assert told.startswith("the teacher failed: TypeError: ") and "hobby" in told
+
+
+@pytest.mark.usefixtures("world_of_one")
+def test_ranks_of_a_role_that_are_gone_are_missed():
+    near, far = bridge_ends(1)
+
+    class Gone:
+        """The end of a bridge whose other side has died."""
+
+        def tell(self, message: Message) -> None:
+            near.tell(message)
+
+        def hear_answer(self) -> Message:
+            raise RuntimeError("Connection closed by peer")
+
+    def ask() -> str:
+        role = Apart("teacher", Gone(), subject="Latin")  # type: ignore[arg-type]
+        with pytest.raises(RuntimeError) as told:
+            role.call("rest")
+        return str(told.value)
+
+    told, _ = all_at_once(ask, far.hear)
+    assert told == "the teacher failed: its ranks are gone (Connection closed by peer)"
 
 
 def samples() -> list[ScoredRollout]:

@@ -8,9 +8,15 @@ import random
 import numpy as np
 import pytest
 
-from mcore_rl.hybrid_engine.boxes import Box, contains, extent, full_box, uncovered, volume
-from mcore_rl.hybrid_engine.row_shards import box_of_rows, pieces_within, rows_of_flat_range
-from mcore_rl.hybrid_engine.weight_map import Piece, ShardCoordinates, map_parameter
+from mcore_rl.model.boxes import Box, contains, extent, full_box, uncovered, volume
+from mcore_rl.model.weight_map import (
+    Piece,
+    ShardCoordinates,
+    box_of_rows,
+    map_parameter,
+    pieces_within,
+    rows_of_flat_range,
+)
 from tests.megatron_parameters import SPECS, stage_parameters
 from tests.model_shapes import small_shape
 

@@ -2,15 +2,33 @@
 
 from __future__ import annotations
 
+import argparse
+import dataclasses
+import io
 import json
 import logging
 import os
+import re
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
+import yaml
 
-from mcore_rl.recording.run_directory import PatientFile, RunDirectory, read_metrics
-from mcore_rl.types import StepStats
+from mcore_rl.batching.types import StepStats
+from mcore_rl.common.platform import WITHOUT_CUDA
+from mcore_rl.flags.given import as_config
+from mcore_rl.flags.options import add_rl_args
+from mcore_rl.job.spec import JobSpec
+from mcore_rl.observe.progress import RunProgress
+from mcore_rl.observe.run_directory import (
+    PatientFile,
+    RunConfig,
+    RunDirectory,
+    read_config,
+    read_metrics,
+)
 
 
 @pytest.fixture
@@ -68,16 +86,70 @@ def test_what_was_written_in_part_is_not_written_twice(tmp_path: Path, monkeypat
 def test_a_line_that_a_kill_has_cut_is_ended(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"step": 0, "a": 1.0}\n{"step": 1, "a"')
-    directory = RunDirectory(tmp_path, {}, first_step=1)
+    directory = RunDirectory(tmp_path, RunConfig(), first_step=1)
     directory.write_step(StepStats(1, {"a": 2.0}))
     directory.close()
     assert path.read_text() == '{"step": 0, "a": 1.0}\n{"step": 1, "a"\n{"step": 1, "a": 2.0}\n'
     assert read_metrics(path) == {0: {"a": 1.0}, 1: {"a": 2.0}}
 
 
+def test_config_yaml_given_back_is_the_same_job(
+    checkpoint_factory: Callable[..., Path], tmp_path: Path
+) -> None:
+    from mcore_rl.job.reading import make_parser
+    from mcore_rl.job.resolver import resolve_tokens
+    from mcore_rl.megatron.world import parsed_args
+
+    checkpoint = checkpoint_factory("qwen2")
+    (tmp_path / "more.yaml").write_text("adam-beta2: 0.95\nrl-log-prob-chunk-tokens: 64\n")
+    tokens = [
+        *("--rl-config", str(tmp_path / "more.yaml"), "--rl-hf-checkpoint", str(checkpoint)),
+        *("--rl-prompts", str(checkpoint / "prompts" / "train.jsonl"), "--rl-reward", "arithmetic"),
+        *("--rl-reward-weights=-1", "--rl-algorithm", "ppo", "--rl-critic-lr", "5e-6"),
+        *("--lr", "2e-6", "--recompute-granularity", "full", "--recompute-method", "uniform"),
+        *("--recompute-num-layers", "1", "--no-bias-swiglu-fusion", "--rl-run-dir", "first"),
+    ]
+
+    def read(tokens: list[str]) -> tuple[JobSpec, dict[str, Any]]:
+        checked = resolve_tokens(tokens, platform=WITHOUT_CUDA)
+        like = argparse.Namespace(rank=0, local_rank=0)
+        args = parsed_args(list(checked.tokens), add_rl_args, like, log=io.StringIO())
+        return checked, {**vars(args), "rl_run_dir": ""}
+
+    checked, args = read(tokens)
+    given = as_config(checked.tokens[len(checked.derived.tokens) :], make_parser())
+    (tmp_path / "config.yaml").write_text(RunConfig(given, args).text())
+    again, same = read(["--rl-config", str(tmp_path / "config.yaml"), "--rl-run-dir", "second"])
+    assert again.config == dataclasses.replace(checked.config, run_dir="second")
+    assert same == args and again.derived == checked.derived
+    assert again.critic is not None and checked.critic is not None
+    assert again.critic.layout == checked.critic.layout
+
+
+def test_config_yaml_says_what_was_given_and_all_that_it_became(tmp_path: Path) -> None:
+    config = RunConfig(
+        {"lr": "1e-5", "rl-import": ["a.py"], "rl-run-dir": "here", "wandb-exp-name": "# a\n# b"},
+        {
+            "lr": 1e-5,
+            "backend": Path("x"),
+            "notes": "two\nlines \u2028 a: b # \x85",
+            "rl_seed": None,
+        },
+        {"command": "python -m mcore_rl.train --lr 1e-5", "ranks": 4},
+    )
+    RunDirectory(tmp_path, config).close()
+    file = tmp_path / "config.yaml"
+    given = {"lr": "1e-5", "rl-import": ["a.py"], "wandb-exp-name": "# a\n# b"}
+    assert yaml.safe_load(file.read_text()) == given
+    assert read_config(file) == RunConfig(given, {**config.resolved, "backend": "x"}, config.about)
+    for of_older_run in ("rl_num_steps: 3\nnum_steps: 3\n", "num_steps: 3\n"):
+        file.write_text(of_older_run)
+        assert read_config(file).resolved["num_steps"] == 3 and not read_config(file).given
+
+
 def test_the_later_line_of_a_step_counts_and_later_steps_are_forgotten(tmp_path: Path) -> None:
     for first_step, values in ((0, [1.0, 2.0, 3.0]), (1, [5.0])):
-        directory = RunDirectory(tmp_path, {}, first_step=first_step)
+        directory = RunDirectory(tmp_path, RunConfig(), first_step=first_step)
         for step, value in enumerate(values, first_step):
             metrics = dict.fromkeys(("entropy", "reward/mean", "kl/rollout_actor"), value)
             directory.write_step(StepStats(step, metrics))
@@ -90,6 +162,23 @@ def test_the_later_line_of_a_step_counts_and_later_steps_are_forgotten(tmp_path:
     }
     assert json.loads((tmp_path / "summary.json").read_text())["metrics"] == summary
     assert read_metrics(tmp_path / "metrics.jsonl")[1] == metrics
+
+
+def test_steps_count_alike_on_the_console_and_in_metrics(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    progress = RunProgress(num_steps=12, first_step=10, enabled=True)
+    directory = RunDirectory(tmp_path, RunConfig(), first_step=10)
+    for step in (10, 11):
+        names = ("reward/mean", "throughput/rollout_tokens_per_second", "time/step_seconds")
+        names += ("time/reshard_to_rollout_seconds", "time/reshard_to_train_seconds")
+        metrics = dict.fromkeys(names, 1.0)
+        directory.write_step(StepStats(step, metrics))
+        progress.update(step, metrics)
+    directory.close()
+    shown = re.findall(r"^step (\d+) \((\d+)/12\) · ", capsys.readouterr().out, re.MULTILINE)
+    assert [int(step) for step, _ in shown] == list(read_metrics(tmp_path / "metrics.jsonl"))
+    assert [done for _, done in shown] == ["11", "12"]
 
 
 def test_lines_that_are_none_are_passed_over(tmp_path: Path) -> None:
@@ -107,7 +196,7 @@ def test_tensorboard_may_fail_and_is_left_out(tmp_path: Path, monkeypatch, said,
         raise RuntimeError("the event file is gone")
 
     monkeypatch.setattr(SummaryWriter, method, failing)
-    directory = RunDirectory(tmp_path, {})
+    directory = RunDirectory(tmp_path, RunConfig())
     for step in range(3):
         directory.write_step(StepStats(step, {"a": 1.0}))
     directory.close()
@@ -122,7 +211,7 @@ def test_a_read_only_folder_costs_files_but_no_step(tmp_path: Path, monkeypatch,
     """Whatever is opened to be written fails, as on a file system that has become read-only."""
     import io
 
-    directory = RunDirectory(tmp_path, {})
+    directory = RunDirectory(tmp_path, RunConfig())
     real = io.open
 
     def refusing(file, mode="r", *args, **keywords):
@@ -143,7 +232,7 @@ def test_a_read_only_folder_costs_files_but_no_step(tmp_path: Path, monkeypatch,
 def test_the_log_is_written_and_survives_a_full_disk(tmp_path: Path) -> None:
     logger = logging.getLogger("mcore_rl.test")
     logger.parent.setLevel(logging.INFO)
-    directory = RunDirectory(tmp_path, {})
+    directory = RunDirectory(tmp_path, RunConfig())
     logger.info("first")
     os.unlink(tmp_path / "run.log")
     (tmp_path / "run.log").symlink_to("/dev/full")

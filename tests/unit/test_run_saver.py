@@ -1,9 +1,11 @@
-"""The order in which actor and critic save, and older checkpoints go; what a resume relies on."""
+"""The order in which actor and critic save, and older checkpoints go; what a resume relies on; and
+that a run's stages are those that others change."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
+import runpy
 from argparse import Namespace
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,12 +15,14 @@ import numpy as np
 import pytest
 import torch
 
-from mcore_rl.health.stage_timers import StageTimers
-from mcore_rl.resume import folders
-from mcore_rl.resume.point import lost_reference
-from mcore_rl.resume.trainer_state import LOADED, TrainerState, _state
-from mcore_rl.run_parts import saver as saver_module
-from mcore_rl.run_parts.saver import RunSaver
+from mcore_rl import train
+from mcore_rl.observe.stage_timers import StageTimers
+from mcore_rl.trainer import saver as saver_module
+from mcore_rl.trainer import start as start_module
+from mcore_rl.trainer.resume import folders
+from mcore_rl.trainer.resume.point import lost_reference
+from mcore_rl.trainer.resume.trainer_state import LOADED, TrainerState, _state
+from mcore_rl.trainer.saver import RunSaver
 from tests.unit.test_checkpoint_folders import save
 
 
@@ -107,3 +111,19 @@ def test_a_checkpoint_of_before_the_note_is_read_and_one_of_another_kind_is_not(
     del facts["weight_version"]
     with pytest.raises(RuntimeError, match="another version .* \\['weight_version'\\] less"):
         _state(row_of(facts), Path("there"))
+
+
+@pytest.mark.filterwarnings("ignore:.*found in sys.modules:RuntimeWarning")
+def test_the_main_program_is_the_module_that_files_of_rl_import_change(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What `-m mcore_rl.train` runs is not a second module of the same text."""
+
+    def second_module(*_: object, **__: object) -> None:
+        raise AssertionError("the text was run as a module of its own")
+
+    started: list[str] = []
+    monkeypatch.setattr(train, "main", lambda: started.append("by name"))
+    monkeypatch.setattr(start_module, "start", second_module)
+    runpy.run_module("mcore_rl.train", run_name="__main__")
+    assert started == ["by name"]

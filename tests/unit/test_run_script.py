@@ -184,6 +184,7 @@ def test_script_runs_what_the_dry_run_prints(script: Script) -> None:
     # Without --dry-run the commands reach `python3`, which prints them.
     arguments = ("--rl-run-dir", "here", "--rl-run-name", "a b")
     lines = script.output(*arguments).splitlines()
+    assert lines.pop(-2).startswith("# starting 4 processes")
     printed = [call.words for call in script.calls(*arguments)]
     assert [Call.of(line.split(" ")).words for line in lines] == [
         " ".join(words).split(" ") for words in printed
@@ -419,7 +420,7 @@ def test_help_names_every_option_and_preset(script: Script) -> None:
 
 @pytest.fixture(scope="module")
 def parser() -> Any:
-    from mcore_rl.checks.preflight import make_parser
+    from mcore_rl.job.reading import make_parser
 
     return make_parser()
 
@@ -452,19 +453,13 @@ def test_large_presets_are_marked_as_not_run() -> None:
 
 
 @pytest.mark.parametrize("name", PRESETS)
-def test_preset_fits_its_model_and_machines(
-    name: str, parser: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Every check of `preflight` that needs no weights, on the model the preset is for."""
-    from mcore_rl.arguments import RLConfig
-    from mcore_rl.checks import layout as layout_checks
-    from mcore_rl.checks import preflight
-    from mcore_rl.checks.derived_flags import derive_flags
-    from mcore_rl.checks.platform import WITHOUT_CUDA, Platform
-    from mcore_rl.given_flags import expand_config, given_values
-    from mcore_rl.hf_config import read_model_shape
+def test_preset_fits_its_model_and_machines(name: str, tmp_path: Path) -> None:
+    """Every check of a start that needs no weights, on the model the preset is for."""
+    from mcore_rl.common.platform import WITHOUT_CUDA, Platform
+    from mcore_rl.job.checks import FILES
+    from mcore_rl.job.resolver import facts_of_tokens, resolve
+    from mcore_rl.model.config_json import read_model_shape
 
-    monkeypatch.setenv("WORLD_SIZE", str(PRESETS[name]))
     has_cuda = name != "tiny"
     platform = Platform(cuda=True, transformer_engine=(2, 20)) if has_cuda else WITHOUT_CUDA
     (tmp_path / "config.json").write_text(json.dumps(published_config(name)))
@@ -472,19 +467,11 @@ def test_preset_fits_its_model_and_machines(
 
     files = [name, "tiny-task"] if name == "tiny" else [name]
     configs = [token for file in files for token in ("--rl-config", str(preset_file(file)))]
-    tokens = expand_config(configs, parser)
-    given = given_values(tokens, parser)
-    config = RLConfig(**{key[3:]: value for key, value in given.items() if key.startswith("rl_")})
-    derived = derive_flags(shape, config, given, parser=parser, platform=platform)
-    values = given_values(derived.tokens, parser) | given
-    preflight.check_ranges(config)
-    preflight.check_lengths(config, shape)
-    preflight.check_switches(values)
-    layout = layout_checks.check_layout(shape, values, PRESETS[name])
-    layers = layout_checks.check_stages(shape, layout.pp_size, values)
-    rollout = layout_checks.check_rollout(config, shape, layout, layers, has_cuda=has_cuda)
-    layout_checks.check_batches(config, layout, values)
-    preflight.check_megatron_accepts([*derived.tokens, *tokens], shape)
+    facts = facts_of_tokens(configs, platform=platform, world_size=PRESETS[name])
+    facts["read_shape"] = lambda config, field: shape
+    facts = resolve(facts, leaves_out=[FILES])
+    values, layout, rollout = facts["values"], facts["layout"], facts["rollout"]
+    assert "accepted" in facts, "Megatron's own validation has run, too"
 
     last = values.get("decoder_last_pipeline_num_layers")
     if last is not None:  # the other stages share the rest evenly
@@ -498,10 +485,11 @@ def test_own_data_command_of_the_readme_keeps_its_prompts(
     script: Script, parser: Any, checkpoint_factory: Callable[..., Path]
 ) -> None:
     """On questions as long as those of GSM8K, of which the tiny task's lengths drop every one."""
-    from mcore_rl.builders import load_prompt_files
-    from mcore_rl.checks.preflight import check_lengths, config_from
-    from mcore_rl.given_flags import expand_config, given_values
-    from mcore_rl.hf_config import read_model_shape
+    from mcore_rl.flags.given import expand_config, given_values
+    from mcore_rl.flags.options import config_from
+    from mcore_rl.job.layout import check_lengths
+    from mcore_rl.model.config_json import read_model_shape
+    from mcore_rl.trainer.inputs import load_prompt_files
 
     _, _, section = (ROOT / "README.md").read_text().partition("## Your own checkpoint")
     pattern = r"run_deepseek_moe\.sh (--rl-hf-checkpoint DIR(?:.*\\\n)*.*)"

@@ -314,13 +314,27 @@ def test_requirements_pin_what_setup_py_asks_for(requirements: str) -> None:
         for keyword in ast.walk(ast.parse((ROOT / "setup.py").read_text()))
         if isinstance(keyword, ast.keyword)
     }
-    # What benchmarks compare with is not set up; Weights & Biases is, for its tests.
+    # What benchmarks compare with is not set up; what tests need of the others is.
     extras = ast.literal_eval(arguments["extras_require"])
-    assert set(extras) == {"test", "bench", "wandb"}
-    assert set(extras["wandb"]) < set(extras["test"])
+    assert set(extras) == {"test", "bench", "docs", "wandb"}
+    assert {*extras["docs"], *extras["wandb"]} < set(extras["test"])
     asked = {
         re.split("[<>=]", wanted)[0].lower()
         for wanted in [*ast.literal_eval(arguments["install_requires"]), *extras["test"]]
     }
     assert len(asked) > 10
     assert asked - {pin.split("==")[0].lower() for pin in pins} == set()
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(os.environ.get("MCORE_RL_STACK") == "cuda", reason="of the CPU stack")
+def test_check_of_a_new_environment_passes_in_this_one() -> None:
+    script = (ROOT / "scripts" / "setup_env.sh").read_text()
+    code = script.partition('"$venv/bin/python" -I -c \'')[2].partition("'")[0]
+    assert "import mcore_rl.train" in code
+    check = subprocess.run(
+        [sys.executable, "-I", "-c", code, str(ROOT / REQUIREMENTS[0]), "cpu", "all"],
+        capture_output=True,
+        text=True,
+    )
+    assert check.returncode == 0, check.stderr[-2000:]

@@ -13,9 +13,7 @@ from hypothesis import strategies as st
 from mcore_rl.batching import attention_batches
 from mcore_rl.batching.attention_batches import similar_segments
 from mcore_rl.batching.dealing import Cuts, Prompts, plan_step
-from mcore_rl.batching.micro_batching import MicroBatching
-from mcore_rl.batching.prefixes import prefixes_of, set_prefixes
-from mcore_rl.batching.rows import ModelRows, lay_out
+from mcore_rl.batching.rows import MicroBatching, ModelRows, lay_out, prefixes_of, set_prefixes
 from mcore_rl.batching.shared_prompts import obstacle, shares_prompts
 from mcore_rl.batching.train_batches import (
     batch_of_tokens,
@@ -23,9 +21,9 @@ from mcore_rl.batching.train_batches import (
     num_tokens,
     split_micro_batches,
 )
-from mcore_rl.errors import UsageError
+from mcore_rl.batching.types import Prompt, Rollout, ScoredRollout, TrainBatch
+from mcore_rl.common.errors import UsageError
 from mcore_rl.patches.megatron.local_layers import SDPACoreAttention
-from mcore_rl.types import Prompt, Rollout, ScoredRollout, TrainBatch
 
 SHARED = MicroBatching(max_tokens=200, share_prompts=True)
 # (tokens of the prompt, of each response)

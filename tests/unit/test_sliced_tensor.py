@@ -7,8 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mcore_rl.hybrid_engine.boxes import Box, disjoint, full_box
-from mcore_rl.hybrid_engine.sliced_tensor import SlicedTensor
+from mcore_rl.hybrid_engine.vllm.sliced_tensor import SlicedTensor
+from mcore_rl.model.boxes import Box, disjoint, full_box
 
 
 def _whole(*shape: int) -> torch.Tensor:

@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from mcore_rl.spawning import main_script_left_out
+from mcore_rl.common.spawning import main_script_left_out
 
 # As Megatron's checkpoint writer: a manager in a process of its own.
 LEFT_OUT = """
 import multiprocessing, sys
-from mcore_rl.spawning import main_script_left_out
+from mcore_rl.common.spawning import main_script_left_out
 print("a process runs the script")
 with main_script_left_out(), main_script_left_out():
     queue = multiprocessing.get_context("spawn").Manager().Queue()
@@ -59,7 +59,7 @@ def test_a_run_is_not_started_again_by_a_process_that_imports_its_script(tmp_pat
 def test_reward_in_a_script_without_a_guard_is_told(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from mcore_rl.errors import UsageError
+    from mcore_rl.common.errors import UsageError
     from mcore_rl.rewards.pool import RewardPool
 
     (tmp_path / "fork_script.py").write_text(REWARDS)

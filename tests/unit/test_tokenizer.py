@@ -10,9 +10,9 @@ import pytest
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from mcore_rl.data import load_prompts
-from mcore_rl.prompt_file import PromptSource
-from mcore_rl.tokenizer import characters_per_token, missing_end
+from mcore_rl.data.prompt_file import PromptSource
+from mcore_rl.data.prompts import load_prompts
+from mcore_rl.data.tokenizer import characters_per_token, missing_end
 from tests.unit.test_data import save_tokenizer, write_lines
 
 

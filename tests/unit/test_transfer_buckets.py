@@ -9,9 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mcore_rl.errors import UsageError
-from mcore_rl.hybrid_engine.boxes import Box, volume
-from mcore_rl.hybrid_engine.buckets import (
+from mcore_rl.common.errors import UsageError
+from mcore_rl.hybrid_engine.plan.buckets import (
     CHUNK_BYTES,
     POST,
     PREPARE,
@@ -23,10 +22,11 @@ from mcore_rl.hybrid_engine.buckets import (
     slot_bytes,
     steps,
 )
-from mcore_rl.hybrid_engine.plan import Move, Plan
-from mcore_rl.hybrid_engine.transfer_run import TransferStats
-from mcore_rl.hybrid_engine.trees import direct
-from mcore_rl.hybrid_engine.wire import covered_seconds
+from mcore_rl.hybrid_engine.plan.moves import Move, Plan
+from mcore_rl.hybrid_engine.plan.trees import direct
+from mcore_rl.hybrid_engine.transfer.running import TransferStats
+from mcore_rl.hybrid_engine.transfer.wire import covered_seconds
+from mcore_rl.model.boxes import Box, volume
 
 NUM_RANKS = 5
 

@@ -6,9 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mcore_rl.hybrid_engine.layout import RolloutLayout, TrainLayout
-from mcore_rl.hybrid_engine.placement import Placement, with_rank_map
-from mcore_rl.hybrid_engine.trees import (
+from mcore_rl.hybrid_engine.plan.placement import Placement, with_rank_map
+from mcore_rl.hybrid_engine.plan.trees import (
     Forest,
     KnownGroups,
     Leg,
@@ -17,10 +16,11 @@ from mcore_rl.hybrid_engine.trees import (
     connections,
     direct,
 )
+from mcore_rl.model.layout import RolloutLayout, TrainLayout
 from mcore_rl.planner.links import Traffic, traffic_of
-from mcore_rl.planner.settings import GB, Machine
+from mcore_rl.planner.settings import GB
 from mcore_rl.planner.stages import stages_for
-from tests.model_shapes import published_shape
+from tests.model_shapes import MACHINE, published_shape
 
 WORLD = 12
 FAMILIES = (
@@ -123,15 +123,7 @@ def traffic(train: TrainLayout, tp_size: int, dp_size: int, name: str = "deepsee
     rollout = RolloutLayout(train.world_size, tp_size, dp_size > 1 or tp_size > 1, dp_size)
     placement = Placement(shape, train, stages.layers, rollout)
     rank_map = with_rank_map(placement, ranks_per_node=8).rank_map
-    machine = Machine(
-        ranks_per_node=8,
-        gpu_bytes=80 * GB,
-        reserved_bytes=0,
-        host_bytes=0,
-        own_node_rate=400e9,
-        other_nodes_rate=50e9,
-    )
-    return traffic_of(placement, rank_map, machine)
+    return traffic_of(placement, rank_map, MACHINE)
 
 
 def test_v3_preset_takes_two_groups_of_megatron_and_no_peer() -> None:

@@ -16,13 +16,13 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from mcore_rl.arguments import add_rl_args
-from mcore_rl.checkpoint import open_checkpoint
-from mcore_rl.data import load_prompts
-from mcore_rl.errors import UsageError
-from mcore_rl.given_flags import expand_config
-from mcore_rl.hf_config import read_model_shape
-from mcore_rl.prompt_file import PromptSource
+from mcore_rl.common.errors import UsageError
+from mcore_rl.data.prompt_file import PromptSource
+from mcore_rl.data.prompts import load_prompts
+from mcore_rl.flags.given import expand_config
+from mcore_rl.flags.options import add_rl_args
+from mcore_rl.megatron.hf_checkpoint import open_checkpoint
+from mcore_rl.model.config_json import read_model_shape
 from tests.untrusted import Command, need_code_of_tokenizer
 
 ROOT = Path(__file__).parents[2]
@@ -171,7 +171,10 @@ def test_transformers_would_run_it(folder, marker, tmp_path, monkeypatch):
 
 # File and call that are as they should be, and why.
 ALLOWED = {
-    ("mcore_rl/doctor/reward_trial.py", "pickle.load"): "a request of the process that started it",
+    (
+        "mcore_rl/tools/doctor/reward_trial.py",
+        "pickle.load",
+    ): "a request of the process that started it",
 }
 
 

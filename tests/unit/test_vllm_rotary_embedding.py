@@ -36,7 +36,7 @@ print(json.dumps(found))
 
 def differences(variant: str) -> dict[str, float]:
     run = subprocess.run(
-        [sys.executable, "-c", PROBE, variant], capture_output=True, text=True, timeout=120
+        [sys.executable, "-c", PROBE, variant], capture_output=True, text=True, timeout=500
     )
     assert run.returncode == 0, run.stderr[-3000:]
     return json.loads(run.stdout.splitlines()[-1])

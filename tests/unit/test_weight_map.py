@@ -7,9 +7,9 @@ from dataclasses import replace
 
 import pytest
 
-from mcore_rl.hf_config import Experts, LatentAttention, ModelShape
-from mcore_rl.hybrid_engine.boxes import cover_fault, extent, full_box
-from mcore_rl.hybrid_engine.weight_map import ShardCoordinates, layer_order, map_parameter
+from mcore_rl.model.boxes import cover_fault, extent, full_box
+from mcore_rl.model.config_json import Experts, LatentAttention, ModelShape
+from mcore_rl.model.weight_map import ShardCoordinates, layer_order, map_parameter
 
 DEEPSEEK = ModelShape(
     architecture="deepseek_v3",

@@ -9,20 +9,33 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import fields
+from typing import Any
 
 import torch
 
-from mcore_rl.algorithms.loss_types import PolicyLossConfig
+from mcore_rl.algorithms.policy_losses import PolicyLossConfig
+from mcore_rl.algorithms.registry import find_policy_loss
+from mcore_rl.common.parameters import with_values
 from tests.unit.algorithms.ragged import Ragged
 
 Scalars = list[torch.Tensor]
+
+
+def loss_config(name: str = "ppo_clip", /, *terms: Any, **values: Any) -> PolicyLossConfig:
+    """That of a loss with those of `values` that it reads; clip ranges are 0.2 unless given."""
+    of_all = {field.name for field in fields(PolicyLossConfig)}
+    own = {"clip_eps_lower": 0.2, "clip_eps_upper": 0.2, **values}
+    parameters = with_values(find_policy_loss(name).parameters, own)
+    rest = {key: value for key, value in values.items() if key in of_all}
+    return PolicyLossConfig(name, parameters, *terms, **rest)
 
 
 def clip(value: torch.Tensor, low: float, high: float) -> torch.Tensor:
     return torch.clamp(value, low, high)
 
 
-def pessimistic(ratio: torch.Tensor, a: torch.Tensor, config: PolicyLossConfig) -> torch.Tensor:
+def pessimistic(ratio: torch.Tensor, a: torch.Tensor, config: Any) -> torch.Tensor:
     bounded = clip(ratio, 1 - config.clip_eps_lower, 1 + config.clip_eps_upper)
     objective = min(ratio * a, bounded * a)
     if config.dual_clip is not None and a < 0:
@@ -30,15 +43,15 @@ def pessimistic(ratio: torch.Tensor, a: torch.Tensor, config: PolicyLossConfig) 
     return objective
 
 
-def ppo_clip(now: Scalars, old: Scalars, a: Scalars, config: PolicyLossConfig) -> Scalars:
+def ppo_clip(now: Scalars, old: Scalars, a: Scalars, config: Any) -> Scalars:
     return [pessimistic((n - o).exp(), adv, config) for n, o, adv in zip(now, old, a, strict=True)]
 
 
-def policy_gradient(now: Scalars, old: Scalars, a: Scalars, config: PolicyLossConfig) -> Scalars:
+def policy_gradient(now: Scalars, old: Scalars, a: Scalars, config: Any) -> Scalars:
     return [n * adv for n, adv in zip(now, a, strict=True)]
 
 
-def cispo(now: Scalars, old: Scalars, a: Scalars, config: PolicyLossConfig) -> Scalars:
+def cispo(now: Scalars, old: Scalars, a: Scalars, config: Any) -> Scalars:
     low, high = 1 - config.clip_eps_lower, 1 + config.clip_eps_upper
     return [
         clip((n - o).exp(), low, high).detach() * adv * n
@@ -46,7 +59,7 @@ def cispo(now: Scalars, old: Scalars, a: Scalars, config: PolicyLossConfig) -> S
     ]
 
 
-def sapo(now: Scalars, old: Scalars, a: Scalars, config: PolicyLossConfig) -> Scalars:
+def sapo(now: Scalars, old: Scalars, a: Scalars, config: Any) -> Scalars:
     objectives = []
     for n, o, adv in zip(now, old, a, strict=True):
         positive, negative = config.sapo_temperature_positive, config.sapo_temperature_negative
@@ -56,7 +69,7 @@ def sapo(now: Scalars, old: Scalars, a: Scalars, config: PolicyLossConfig) -> Sc
     return objectives
 
 
-def gspo(now: Scalars, old: Scalars, a: Scalars, config: PolicyLossConfig) -> Scalars:
+def gspo(now: Scalars, old: Scalars, a: Scalars, config: Any) -> Scalars:
     assert len({adv.item() for adv in a}) == 1, "the paper has one advantage per response"
     ratio = 1.0
     for n, o in zip(now, old, strict=True):
@@ -64,7 +77,7 @@ def gspo(now: Scalars, old: Scalars, a: Scalars, config: PolicyLossConfig) -> Sc
     return [pessimistic(ratio ** (1 / len(now)), a[0], config)] * len(now)
 
 
-def gmpo(now: Scalars, old: Scalars, a: Scalars, config: PolicyLossConfig) -> Scalars:
+def gmpo(now: Scalars, old: Scalars, a: Scalars, config: Any) -> Scalars:
     assert len({adv.item() for adv in a}) == 1, "the paper has one advantage per response"
     sign = 1.0 if a[0] > 0 else -1.0
     low, high = math.exp(-config.clip_eps_lower), math.exp(config.clip_eps_upper)

@@ -12,13 +12,13 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from mcore_rl.algorithms.advantage_types import (
-    AdvantageConfig,
-    AdvantageInputs,
+from mcore_rl.algorithms.estimators import (
+    GAE,
     advantages_of_valid,
 )
+from mcore_rl.algorithms.interfaces import AdvantageInputs
 from mcore_rl.algorithms.registry import find_advantage_estimator
-from mcore_rl.errors import UsageError
+from mcore_rl.common.parameters import with_values
 from tests.unit.algorithms.ragged import Ragged, normal, ragged, random_ragged, spoilt
 
 GROUP_ESTIMATORS = ["grpo", "dr_grpo", "rloo", "opo"]
@@ -45,7 +45,8 @@ def inputs_of(batch: Ragged, seed: int = 0, **replaced: object) -> AdvantageInpu
 
 
 def estimate(name: str, inputs: AdvantageInputs, **config: float | bool):
-    return find_advantage_estimator(name).function(inputs, AdvantageConfig(**config))
+    entry, own = find_advantage_estimator(name), {"whiten_advantages": False, **config}
+    return entry.function(inputs, with_values(entry.parameters, own))
 
 
 def reference_of_group(name: str, i: int, members: list[int], lengths: np.ndarray) -> float:
@@ -129,16 +130,15 @@ def test_a_sample_whose_reward_failed_is_in_no_comparison(
     # What stands there is never looked at.
     poisoned = np.where(valid, SCORES, np.nan)
     inputs = inputs_of(batch, 1, loss_mask=without(batch, failed), scores=poisoned)
-    found = advantages_of_valid(
-        find_advantage_estimator(name).function, inputs, AdvantageConfig(), valid
-    )
+    entry = find_advantage_estimator(name)
+    found = advantages_of_valid(entry.function, inputs, entry.parameters, valid)
     assert found.returns is None
     expected = reference(name, inputs, batch, 1.0, failed)
     torch.testing.assert_close(found.advantages.double(), expected, rtol=2e-7, atol=1e-7)
 
 
 def test_gae_whitens_and_returns_what_it_would_without_failed_samples() -> None:
-    batch, config = random_ragged(2), AdvantageConfig(gamma=0.9, whiten=True)
+    batch, config = random_ragged(2), GAE(gamma=0.9, whiten_advantages=True)
     keep = [0, 2, 3, 6, 7]
     valid = np.isin(np.arange(8), keep)
     mask = without(batch, (1, 4, 5))
@@ -177,7 +177,7 @@ def test_ranks_without_any_valid_sample_are_no_exception() -> None:
                 response_lengths=np.ones(3, np.int64),
                 baselines=np.zeros(3),
             ),
-            AdvantageConfig(),
+            GAE(),
             np.array([False, False, True]),
         )
         assert not found.advantages.any(), name
@@ -261,7 +261,7 @@ def test_advantages_do_not_depend_on_the_split_over_ranks(name: str, seed: int) 
     batch = random_ragged(seed)
     whole_inputs = inputs_of(batch, seed)
     whiten = name == "gae"
-    whole = estimate(name, whole_inputs, whiten=whiten)
+    whole = estimate(name, whole_inputs, whiten_advantages=whiten)
     order = np.random.default_rng(seed).permutation(len(batch.lengths))
     ranks = [order[:5].tolist(), [], order[5:].tolist()]
     parts = [(rows, *batch.part(rows)) for rows in ranks]
@@ -293,7 +293,7 @@ def test_advantages_do_not_depend_on_the_split_over_ranks(name: str, seed: int) 
             values=whole_inputs.values[index],
             global_sum=global_sum,
         )
-        return estimate(name, inputs, whiten=whiten)
+        return estimate(name, inputs, whiten_advantages=whiten)
 
     calls: list[list[torch.Tensor]] = []
     while True:
@@ -335,7 +335,9 @@ def test_garbage_in_masked_positions_changes_no_bit(name: str, garbage: float) -
         values=spoilt(batch, clean.values, garbage),
     )
     for whiten in (False, True):
-        expected, actual = (estimate(name, inputs, whiten=whiten) for inputs in (clean, dirty))
+        expected, actual = (
+            estimate(name, inputs, whiten_advantages=whiten) for inputs in (clean, dirty)
+        )
         assert torch.equal(actual.advantages, expected.advantages)
         assert actual.advantages.isfinite().all()
         if name == "gae":
@@ -349,13 +351,13 @@ def test_nan_in_a_loss_token_is_not_hidden(name: str) -> None:
     rewards = inputs.token_rewards.clone()
     rewards[max(batch.loss_tokens, key=len)[0]] = math.nan
     dirty = dataclasses.replace(inputs, token_rewards=rewards)
-    assert estimate(name, dirty, whiten=True).advantages.isnan().any()
+    assert estimate(name, dirty, whiten_advantages=True).advantages.isnan().any()
 
 
 @pytest.mark.parametrize("name", ESTIMATORS)
 def test_a_step_of_empty_responses_gives_no_advantages(name: str) -> None:
     batch = ragged([0, 0, 0], [1, 2, 3])
-    outputs = estimate(name, inputs_of(batch), whiten=True)
+    outputs = estimate(name, inputs_of(batch), whiten_advantages=True)
     assert outputs.advantages.tolist() == [0.0] * batch.num_tokens
 
 
@@ -374,19 +376,6 @@ def test_what_an_estimator_needs_and_does_not_get_is_named() -> None:
         estimate("gae", inputs_of(batch, values=None))
 
 
-@pytest.mark.parametrize(
-    "field, value, flag",
-    [
-        ("gamma", 1.1, "--rl-gamma 1.1"),
-        ("gamma", math.nan, "--rl-gamma nan"),
-        ("gae_lambda", -0.1, "--rl-gae-lambda -0.1"),
-    ],
-)
-def test_config_out_of_range_is_a_usage_error(field: str, value: float, flag: str) -> None:
-    with pytest.raises(UsageError, match=f"^{flag} "):
-        AdvantageConfig(**{field: value})
-
-
 # gae ----------------------------------------------------------------------------------------------
 
 
@@ -398,7 +387,7 @@ def test_config_out_of_range_is_a_usage_error(field: str, value: float, flag: st
 def test_gae_equals_the_double_sum(gamma: float, lam: float, gaps: bool, whiten: bool) -> None:
     batch = random_ragged(5, num_samples=8, gaps=gaps)
     inputs = inputs_of(batch)
-    outputs = estimate("gae", inputs, gamma=gamma, gae_lambda=lam, whiten=whiten)
+    outputs = estimate("gae", inputs, gamma=gamma, gae_lambda=lam, whiten_advantages=whiten)
     advantages = torch.zeros(batch.num_tokens, dtype=torch.float64)
     returns = torch.zeros_like(advantages)
     for tokens in batch.loss_tokens:

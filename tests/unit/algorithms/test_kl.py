@@ -11,10 +11,11 @@ from mcore_rl.algorithms.kl import (
     MAX_LOG_RATIO,
     AdaptiveKL,
     FixedKL,
+    KLParameters,
     kl_estimate,
     kl_penalty_rewards,
 )
-from mcore_rl.errors import UsageError
+from mcore_rl.common.errors import UsageError
 from tests.unit.algorithms.ragged import normal, random_ragged, spoilt
 
 
@@ -136,10 +137,10 @@ def test_controllers_go_on_from_a_checkpoint() -> None:
 @pytest.mark.parametrize(
     "build, message",
     [
-        (lambda: FixedKL(-0.1), "--rl-kl-reward-coef -0.1 is not"),
-        (lambda: FixedKL(math.nan), "--rl-kl-reward-coef nan is not"),
-        (lambda: AdaptiveKL(0.1, target=0.0), "--rl-kl-target 0.0 is not"),
-        (lambda: AdaptiveKL(0.1, target=1.0, horizon=-1.0), "--rl-kl-horizon -1.0 is not"),
+        (lambda: KLParameters(kl_reward_coef=-0.1), "--rl-kl-reward-coef -0.1 is not"),
+        (lambda: KLParameters(kl_reward_coef=math.nan), "--rl-kl-reward-coef nan is not"),
+        (lambda: KLParameters(kl_target=0.0), "--rl-kl-target 0.0 is not"),
+        (lambda: KLParameters(kl_horizon=-1.0), "--rl-kl-horizon -1.0 is not"),
         (lambda: AdaptiveKL(0.0, target=1.0), "--rl-kl-reward-coef 0.0 cannot be adapted"),
     ],
 )

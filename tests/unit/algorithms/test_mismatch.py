@@ -11,21 +11,23 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mcore_rl.algorithms.mismatch import (
-    MISMATCH_CORRECTIONS,
+    CORRECTIONS,
+    Band,
+    Cap,
     MismatchConfig,
     MismatchSums,
     mismatch_weights,
 )
-from mcore_rl.errors import UsageError
+from mcore_rl.common.errors import UsageError
 from tests.unit.algorithms.ragged import Ragged, normal, ragged, random_ragged, spoilt
 
 CONFIGS = {
     "none": MismatchConfig(),
-    "token_tis": MismatchConfig("token_tis", cap=1.2),
-    "sequence_tis": MismatchConfig("sequence_tis", cap=1.5),
-    "icepop": MismatchConfig("icepop", low=0.8, high=1.3),
-    "geometric_rejection": MismatchConfig("geometric_rejection", low=0.9, high=1.1),
-    "product_rejection": MismatchConfig("product_rejection", low=0.5, high=1.5),
+    "token_tis": MismatchConfig("token_tis", Cap(1.2)),
+    "sequence_tis": MismatchConfig("sequence_tis", Cap(1.5)),
+    "icepop": MismatchConfig("icepop", Band(0.8, 1.3)),
+    "geometric_rejection": MismatchConfig("geometric_rejection", Band(0.9, 1.1)),
+    "product_rejection": MismatchConfig("product_rejection", Band(0.5, 1.5)),
 }
 
 
@@ -37,19 +39,25 @@ def log_probs_of(batch: Ragged, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
 def reference(ratios: list[float], config: MismatchConfig) -> list[tuple[float, bool, bool]]:
     """(weight, rejected, truncated) of every token of one response."""
     product = math.prod(ratios)
+    own = config.parameters
+    cap = own.mismatch_cap if isinstance(own, Cap) else None
+    low, high = (own.mismatch_low, own.mismatch_high) if isinstance(own, Band) else (None, None)
     rows = []
     for ratio in ratios:
         weight, rejected, truncated = 1.0, False, False
         if config.correction.endswith("tis"):
             raw = ratio if config.correction == "token_tis" else product
-            weight, truncated = min(raw, config.cap), raw > config.cap
+            weight, truncated = (
+                min(raw, cap),
+                raw > cap,
+            )
         if config.correction == "icepop":
-            rejected = not config.low <= ratio <= config.high
+            rejected = not low <= ratio <= high
             weight = 0.0 if rejected else ratio
         if config.correction.endswith("rejection"):
             mean = product ** (1 / len(ratios))
             decides = mean if config.correction == "geometric_rejection" else product
-            rejected = not config.low <= decides <= config.high
+            rejected = not low <= decides <= high
             weight = 0.0 if rejected else 1.0
         rows.append((weight, rejected, truncated))
     return rows
@@ -137,9 +145,13 @@ def test_nan_in_a_loss_token_is_seen_in_weight_or_count(config: MismatchConfig) 
 def test_equal_log_probs_need_no_correction() -> None:
     batch = random_ragged(0)
     old, _ = log_probs_of(batch, 0)
-    for correction in MISMATCH_CORRECTIONS:
+    for correction in CORRECTIONS:
         found = mismatch_weights(
-            old, old.clone(), batch.loss_mask, batch.lengths, MismatchConfig(correction)
+            old,
+            old.clone(),
+            batch.loss_mask,
+            batch.lengths,
+            MismatchConfig(correction, CORRECTIONS[correction]),
         )
         assert (found.weights == 1).all()
         assert found.sums.metrics() == {
@@ -155,7 +167,7 @@ def test_product_of_a_long_response_stays_finite() -> None:
     batch = ragged([3000], [1])
     old = torch.zeros(batch.num_tokens)
     found = mismatch_weights(
-        old, old - 1.0, batch.loss_mask, batch.lengths, MismatchConfig("sequence_tis", cap=1e12)
+        old, old - 1.0, batch.loss_mask, batch.lengths, MismatchConfig("sequence_tis", Cap(1e12))
     )
     assert found.weights.isfinite().all() and found.sums.stacked().isfinite().all()
 
@@ -168,20 +180,15 @@ def test_metrics_of_no_tokens_are_zero() -> None:
 
 
 @pytest.mark.parametrize(
-    "arguments, message",
+    "build, message",
     [
-        ({"correction": "token_tiss"}, "--rl-mismatch-correction token_tiss .*token_tis"),
-        ({"cap": 2.0}, "--rl-mismatch-cap 2.0 has no effect"),
-        ({"correction": "icepop", "cap": 2.0}, "--rl-mismatch-cap 2.0 has no effect"),
-        ({"correction": "token_tis", "low": 0.5}, "--rl-mismatch-low 0.5 has no effect"),
-        ({"correction": "token_tis", "high": 0.5}, "--rl-mismatch-high 0.5 has no effect"),
-        ({"correction": "token_tis", "cap": 0.0}, "--rl-mismatch-cap 0.0 is not"),
-        ({"correction": "token_tis", "cap": math.inf}, "--rl-mismatch-cap inf is not"),
-        ({"correction": "icepop", "low": 2.0, "high": 2.0}, "--rl-mismatch-low 2.0 and"),
-        ({"correction": "icepop", "low": -1.0}, "--rl-mismatch-low -1.0 and"),
-        ({"correction": "icepop", "high": math.nan}, "--rl-mismatch-low 0.5 and .*-high nan"),
+        (lambda: Cap(0.0), "--rl-mismatch-cap 0.0 is not"),
+        (lambda: Cap(math.inf), "--rl-mismatch-cap inf is not"),
+        (lambda: Band(2.0, 2.0), "--rl-mismatch-low 2.0 and"),
+        (lambda: Band(-1.0), "--rl-mismatch-low -1.0 and"),
+        (lambda: Band(mismatch_high=math.nan), "--rl-mismatch-low 0.5 and .*-high nan"),
     ],
 )
-def test_config_out_of_range_is_a_usage_error(arguments: dict, message: str) -> None:
+def test_bounds_out_of_range_are_usage_errors(build, message: str) -> None:
     with pytest.raises(UsageError, match=f"^{message}"):
-        MismatchConfig(**arguments)
+        build()

@@ -16,15 +16,16 @@ import numpy as np
 import pytest
 import torch
 
-from mcore_rl.algorithms.advantage_types import AdvantageConfig, AdvantageInputs
-from mcore_rl.algorithms.aggregation import Aggregation, Denominators, token_weights
+from mcore_rl.algorithms.aggregation import Aggregation, Denominators, Segments, token_weights
+from mcore_rl.algorithms.interfaces import AdvantageInputs
 from mcore_rl.algorithms.kl import AdaptiveKL, kl_estimate
-from mcore_rl.algorithms.loss_types import PolicyLossConfig
-from mcore_rl.algorithms.mismatch import MismatchConfig, mismatch_weights
+from mcore_rl.algorithms.mismatch import Band, Cap, MismatchConfig, mismatch_weights
+from mcore_rl.algorithms.policy_losses import PolicyLossConfig
 from mcore_rl.algorithms.registry import find_advantage_estimator
-from mcore_rl.algorithms.segments import Segments
 from mcore_rl.algorithms.total_loss import policy_loss_total
 from mcore_rl.algorithms.value_loss import ValueLossConfig, value_loss
+from mcore_rl.common.parameters import with_values
+from tests.unit.algorithms.losses_reference import loss_config
 from tests.unit.algorithms.ragged import Ragged, from_padded, to_ragged
 
 PEERS = Path(__file__).resolve().parents[2] / "fixtures" / "peers"
@@ -87,7 +88,8 @@ def test_advantages(function: str, inputs: dict, outputs: dict) -> None:
         name = "grpo" if inputs.get("norm_adv_by_std_in_grpo", True) else "dr_grpo"
     num_samples = len(batch.lengths)
     values = to_ragged(batch, tensor(inputs["values"])).float() if "values" in inputs else None
-    found = find_advantage_estimator(name).function(
+    entry = find_advantage_estimator(name)
+    found = entry.function(
         AdvantageInputs(
             scores=rewards.sum(1).numpy(),
             group_ids=np.array(inputs.get("index", range(num_samples))),
@@ -99,10 +101,9 @@ def test_advantages(function: str, inputs: dict, outputs: dict) -> None:
             lengths=batch.lengths,
             values=values,
         ),
-        AdvantageConfig(
-            gamma=inputs.get("gamma", 1.0),
-            gae_lambda=inputs.get("lam", 1.0),
-            whiten=name == "gae",
+        with_values(
+            entry.parameters,
+            {"gamma": inputs.get("gamma", 1.0), "gae_lambda": inputs.get("lam", 1.0)},
         ),
     )
     expected = to_ragged(batch, tensor(outputs["advantages"]))
@@ -155,7 +156,7 @@ def test_policy_losses(function: str, inputs: dict, outputs: dict) -> None:
     # verl's geo_mean averages over all samples and takes no mode; no response in its case is
     # empty, since verl counts those and we do not.
     mode = "seq_mean_token_mean" if name == "gmpo" else MODES[inputs["loss_agg_mode"]]
-    config = PolicyLossConfig(
+    config = loss_config(
         name,
         Aggregation(mode),
         clip_eps_lower=theirs.get("clip_ratio_low", 0.2),
@@ -176,7 +177,7 @@ def test_openrlhf_policy_loss_and_its_corrections(
 ) -> None:
     batch = batch_of(inputs["action_mask"])
     mode = "token_mean" if inputs["token_level_loss"] else "seq_mean_token_mean"
-    config = PolicyLossConfig(
+    config = loss_config(
         "ppo_clip",
         Aggregation(mode),
         clip_eps_lower=inputs["clip_eps_low"],
@@ -187,8 +188,8 @@ def test_openrlhf_policy_loss_and_its_corrections(
     if inputs.get("enable_vllm_is_correction"):
         low, high = inputs["vllm_is_truncated_threshold"]
         corrections = {
-            "tis": MismatchConfig("token_tis", cap=high),  # its lower bound is 0: none
-            "icepop": MismatchConfig("icepop", low=low, high=high),
+            "tis": MismatchConfig("token_tis", Cap(high)),  # its lower bound is 0: none
+            "icepop": MismatchConfig("icepop", Band(low, high)),
         }
         weights = mismatch_weights(
             to_ragged(batch, tensor(inputs["old_log_probs"])),
@@ -288,9 +289,9 @@ def test_correction_weights(function: str, inputs: dict, outputs: dict) -> None:
     threshold = inputs["rollout_is_threshold"]
     if isinstance(threshold, str):
         low, high = map(float, threshold.split("_"))
-        config = MismatchConfig("icepop", low=low, high=high)
+        config = MismatchConfig("icepop", Band(low, high))
     else:
-        config = MismatchConfig(f"{inputs['rollout_is']}_tis", cap=threshold)
+        config = MismatchConfig(f"{inputs['rollout_is']}_tis", Cap(threshold))
     batch, weights = corrected(inputs, config)
     expected = to_ragged(batch, tensor(outputs["weights"]))[batch.loss_mask]
     torch.testing.assert_close(weights, expected, rtol=1e-10, atol=1e-10)
@@ -304,7 +305,7 @@ def test_rejections(function: str, inputs: dict, outputs: dict) -> None:
     names = {"seq_mean_k1": "geometric_rejection", "seq_sum_k1": "product_rejection"}
     low, high = map(float, inputs["rollout_rs_threshold"].split("_"))
     # On purpose: verl's bounds are on engine / trainer, ours on trainer / engine.
-    config = MismatchConfig(names[inputs["rollout_rs"]], low=1 / high, high=1 / low)
+    config = MismatchConfig(names[inputs["rollout_rs"]], Band(1 / high, 1 / low))
     batch, weights = corrected(inputs, config)
     expected = to_ragged(batch, tensor(outputs["response_mask"]))[batch.loss_mask]
     assert weights.tolist() == expected.tolist()

@@ -11,29 +11,28 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mcore_rl.algorithms.aggregation import AGGREGATION_MODES, Aggregation, Denominators
-from mcore_rl.algorithms.kl import MAX_LOG_RATIO
-from mcore_rl.algorithms.loss_types import PolicyLossConfig
-from mcore_rl.algorithms.segments import Segments
+from mcore_rl.algorithms.aggregation import AGGREGATION_MODES, Aggregation, Denominators, Segments
+from mcore_rl.algorithms.estimators import GAE, Discount
+from mcore_rl.algorithms.kl import MAX_LOG_RATIO, KLParameters
+from mcore_rl.algorithms.policy_losses import Clip, DualClip, Gate, PolicyLossConfig
+from mcore_rl.algorithms.recipes import Recipe
 from mcore_rl.algorithms.total_loss import PolicyLossSums, policy_loss_total
-from mcore_rl.errors import UsageError
-from tests.unit.algorithms.losses_reference import REFERENCES, aggregate, per_sample
+from mcore_rl.common.errors import UsageError
+from tests.unit.algorithms.losses_reference import REFERENCES, aggregate, loss_config, per_sample
 from tests.unit.algorithms.ragged import Ragged, normal, ragged, random_ragged, spoilt
 
 CONFIGS = {
-    "ppo_clip": PolicyLossConfig(),
-    "clip_higher": PolicyLossConfig(clip_eps_lower=0.1, clip_eps_upper=0.4),
-    "dual_clip": PolicyLossConfig(dual_clip=1.1),
-    "gspo": PolicyLossConfig("gspo", clip_eps_lower=0.05, clip_eps_upper=0.04),
-    "gspo_dual_clip": PolicyLossConfig("gspo", clip_eps_lower=0.05, dual_clip=1.02),
-    "cispo": PolicyLossConfig("cispo", clip_eps_lower=1.0, clip_eps_upper=0.2),
-    "cispo_both": PolicyLossConfig("cispo", clip_eps_lower=0.1, clip_eps_upper=0.2),
-    "gmpo": PolicyLossConfig("gmpo", clip_eps_lower=0.2, clip_eps_upper=0.1),
-    "sapo": PolicyLossConfig("sapo"),
-    "sapo_steep": PolicyLossConfig(
-        "sapo", sapo_temperature_positive=0.5, sapo_temperature_negative=3.0
-    ),
-    "policy_gradient": PolicyLossConfig("policy_gradient"),
+    "ppo_clip": loss_config(),
+    "clip_higher": loss_config(clip_eps_lower=0.1, clip_eps_upper=0.4),
+    "dual_clip": loss_config(dual_clip=1.1),
+    "gspo": loss_config("gspo", clip_eps_lower=0.05, clip_eps_upper=0.04),
+    "gspo_dual_clip": loss_config("gspo", clip_eps_lower=0.05, dual_clip=1.02),
+    "cispo": loss_config("cispo", clip_eps_lower=1.0, clip_eps_upper=0.2),
+    "cispo_both": loss_config("cispo", clip_eps_lower=0.1, clip_eps_upper=0.2),
+    "gmpo": loss_config("gmpo", clip_eps_lower=0.2, clip_eps_upper=0.1),
+    "sapo": loss_config("sapo"),
+    "sapo_steep": loss_config("sapo", sapo_temperature_positive=0.5, sapo_temperature_negative=3.0),
+    "policy_gradient": loss_config("policy_gradient"),
 }
 TERMS = {
     "surrogate": {},
@@ -81,7 +80,7 @@ def reference(arguments: dict, batch: Ragged, config: PolicyLossConfig) -> torch
     samples = zip(*(per_sample(batch, arguments[name]) for name in columns), strict=True)
     losses = []
     for now, old, a, ref, entropy, weights in samples:
-        objectives = REFERENCES[config.policy_loss](now, old, a, config) if now else []
+        objectives = REFERENCES[config.policy_loss](now, old, a, config.parameters) if now else []
         losses.append(
             [
                 -weight * objective
@@ -131,14 +130,14 @@ def test_loss_and_gradient_equal_the_formula(
 @pytest.mark.parametrize("terms", TERMS.values(), ids=TERMS)
 @pytest.mark.parametrize("mode", AGGREGATION_MODES)
 def test_kl_and_entropy_are_aggregated_as_the_surrogate_is(mode: str, terms: dict) -> None:
-    config = PolicyLossConfig(aggregation=aggregation_of(mode), **terms)
+    config = loss_config(aggregation=aggregation_of(mode), **terms)
     assert_equals_reference(random_ragged(7), 7, config)
 
 
 def test_gspo_with_an_advantage_per_token_is_the_papers_token_variant() -> None:
     batch = random_ragged(2)
     arguments = arguments_of(batch, 2) | {"advantages": normal(batch, 9), "weights": None}
-    config = PolicyLossConfig(
+    config = loss_config(
         "gspo", aggregation_of("seq_mean_token_mean"), clip_eps_lower=0.05, clip_eps_upper=0.05
     )
     output = policy_loss_total(**arguments, denominators=denominators_of(batch), config=config)
@@ -169,9 +168,11 @@ def test_sums_equal_loops(config: PolicyLossConfig) -> None:
     expected = dict.fromkeys([field.name for field in fields(PolicyLossSums)], 0.0)
     columns = ("log_probs", "old_log_probs", "advantages")
     samples = zip(*(per_sample(batch, arguments[name]) for name in columns), strict=True)
-    low, high = 1 - config.clip_eps_lower, 1 + config.clip_eps_upper
+    own = config.parameters
+    low = 1 - getattr(own, "clip_eps_lower", 1)
+    high = 1 + getattr(own, "clip_eps_upper", math.inf)
     for tokens, (now, old, a) in zip(batch.loss_tokens, samples, strict=True):
-        objectives = REFERENCES[config.policy_loss](now, old, a, config) if now else []
+        objectives = REFERENCES[config.policy_loss](now, old, a, config.parameters) if now else []
         logs = [(n - o).item() for n, o in zip(now, old, strict=True)]
         for k, j in enumerate(tokens):
             ratio, adv = math.exp(logs[k]), float(a[k])
@@ -183,11 +184,11 @@ def test_sums_equal_loops(config: PolicyLossConfig) -> None:
             expected["ratio"] += ratio
             counted = math.exp(sum(logs) / len(logs)) if config.policy_loss == "gspo" else ratio
             lower, upper = adv < 0 and counted < low, adv > 0 and counted > high
-            if config.dual_clip is not None:
-                upper = upper or (adv < 0 and counted > config.dual_clip)
+            if getattr(own, "dual_clip", None) is not None:
+                upper = upper or (adv < 0 and counted > own.dual_clip)
             if config.policy_loss == "gmpo":
-                lower = adv < 0 and logs[k] < -config.clip_eps_lower
-                upper = adv > 0 and logs[k] > config.clip_eps_upper
+                lower = adv < 0 and logs[k] < -own.clip_eps_lower
+                upper = adv > 0 and logs[k] > own.clip_eps_upper
             if config.policy_loss == "cispo":
                 lower, upper = ratio < low, ratio > high
             if config.policy_loss in ("sapo", "policy_gradient"):
@@ -310,7 +311,7 @@ def test_clip_regions(region: tuple, dual_clip: float | None, name: str) -> None
         loss_mask=batch.loss_mask,
         lengths=batch.lengths,
         denominators=Denominators(1, 1),
-        config=PolicyLossConfig(name, clip_eps_lower=0.2, clip_eps_upper=0.3, dual_clip=dual_clip),
+        config=loss_config(name, clip_eps_lower=0.2, clip_eps_upper=0.3, dual_clip=dual_clip),
     )
     output.loss.backward()
     assert output.loss.item() == pytest.approx(expected_loss, rel=1e-6)
@@ -335,7 +336,7 @@ def test_loss_and_gradient_are_finite_for_tokens_far_away(
         loss_mask=batch.loss_mask,
         lengths=batch.lengths,
         denominators=denominators_of(batch),
-        config=PolicyLossConfig(name),
+        config=loss_config(name),
     )
     output.loss.backward()
     assert output.loss.isfinite() and log_probs.grad.isfinite().all()
@@ -400,7 +401,7 @@ def test_first_update_has_the_gradient_of_reinforce(name: str) -> None:
     aggregation = aggregation_of("seq_mean_token_mean")
     found = []
     for loss in (name, "policy_gradient"):
-        config = PolicyLossConfig(loss, aggregation)
+        config = loss_config(loss, aggregation)
         output = policy_loss_total(**arguments, denominators=denominators_of(batch), config=config)
         found.append(gradients(output.loss, arguments)[0])
     torch.testing.assert_close(*found, rtol=1e-12, atol=1e-14)
@@ -410,7 +411,7 @@ def test_weights_multiply_the_surrogate_alone_and_are_detached() -> None:
     batch = random_ragged(3)
     arguments = arguments_of(batch, 3)
     weights = arguments.pop("weights").requires_grad_()
-    config = PolicyLossConfig(**TERMS["all"])
+    config = loss_config(**TERMS["all"])
     outputs = [
         policy_loss_total(
             **arguments, weights=given, denominators=denominators_of(batch), config=config
@@ -433,7 +434,7 @@ def test_weights_multiply_the_surrogate_alone_and_are_detached() -> None:
 def test_sums_are_detached_and_stack_both_ways() -> None:
     batch = random_ragged(0)
     sums = policy_loss_total(
-        **arguments_of(batch, 0), denominators=denominators_of(batch), config=PolicyLossConfig()
+        **arguments_of(batch, 0), denominators=denominators_of(batch), config=loss_config()
     ).sums
     again = PolicyLossSums.from_stacked(sums.stacked())
     for field in fields(PolicyLossSums):
@@ -448,7 +449,7 @@ def test_loss_without_coefficients_needs_no_reference_and_gives_entropy_no_gradi
     arguments = arguments_of(batch, 0)
     del arguments["ref_log_probs"]
     output = policy_loss_total(
-        **arguments, denominators=denominators_of(batch), config=PolicyLossConfig()
+        **arguments, denominators=denominators_of(batch), config=loss_config()
     )
     output.loss.backward()
     assert output.sums.kl == 0 and arguments["entropy"].grad is None
@@ -460,30 +461,40 @@ def test_kl_coef_without_reference_is_refused() -> None:
     del arguments["ref_log_probs"]
     with pytest.raises(RuntimeError, match="kl_coef is 0.3 but there are no ref_log_probs"):
         policy_loss_total(
-            **arguments, denominators=denominators_of(batch), config=PolicyLossConfig(kl_coef=0.3)
+            **arguments, denominators=denominators_of(batch), config=loss_config(kl_coef=0.3)
         )
 
 
 @pytest.mark.parametrize(
-    "field, value, flag",
+    "declaration, field, value, flag",
     [
-        ("clip_eps_lower", 0.0, "--rl-clip-eps-lower 0.0"),
-        ("clip_eps_lower", 1.5, "--rl-clip-eps-lower 1.5"),
-        ("clip_eps_lower", math.nan, "--rl-clip-eps-lower nan"),
-        ("clip_eps_upper", -0.2, "--rl-clip-eps-upper -0.2"),
-        ("clip_eps_upper", math.inf, "--rl-clip-eps-upper inf"),
-        ("dual_clip", 1.0, "--rl-dual-clip 1.0"),
-        ("dual_clip", math.nan, "--rl-dual-clip nan"),
-        ("sapo_temperature_positive", 0.0, "--rl-sapo-temperature-positive 0.0"),
-        ("sapo_temperature_negative", math.inf, "--rl-sapo-temperature-negative inf"),
-        ("kl_coef", -0.1, "--rl-kl-coef -0.1"),
-        ("kl_coef", math.nan, "--rl-kl-coef nan"),
-        ("kl_estimator", "k4", "--rl-kl-estimator k4"),
-        ("entropy_coef", -1.0, "--rl-entropy-coef -1.0"),
+        (Clip, "clip_eps_lower", 0.0, "--rl-clip-eps-lower 0.0"),
+        (Clip, "clip_eps_lower", 1.5, "--rl-clip-eps-lower 1.5"),
+        (DualClip, "clip_eps_lower", math.nan, "--rl-clip-eps-lower nan"),
+        (Clip, "clip_eps_upper", -0.2, "--rl-clip-eps-upper -0.2"),
+        (DualClip, "clip_eps_upper", math.inf, "--rl-clip-eps-upper inf"),
+        (DualClip, "dual_clip", 1.0, "--rl-dual-clip 1.0"),
+        (DualClip, "dual_clip", math.nan, "--rl-dual-clip nan"),
+        (Gate, "sapo_temperature_positive", 0.0, "--rl-sapo-temperature-positive 0.0"),
+        (Gate, "sapo_temperature_negative", math.inf, "--rl-sapo-temperature-negative inf"),
+        (KLParameters, "kl_coef", -0.1, "--rl-kl-coef -0.1"),
+        (KLParameters, "kl_coef", math.nan, "--rl-kl-coef nan"),
+        (KLParameters, "kl_estimator", "k4", "--rl-kl-estimator k4"),
+        (Recipe, "entropy_coef", -1.0, "--rl-entropy-coef -1.0"),
+        (Recipe, "loss_aggregation", "token_sum", "--rl-loss-aggregation token_sum"),
+        (Recipe, "loss_constant", 0.0, "--rl-loss-constant 0.0"),
+        (Recipe, "loss_constant", math.nan, "--rl-loss-constant nan"),
+        (Recipe, "value_clip_eps", 0.0, "--rl-value-clip-eps 0.0"),
+        (Recipe, "value_clip_eps", -1.0, "--rl-value-clip-eps -1.0"),
+        (Recipe, "value_clip_eps", math.nan, "--rl-value-clip-eps nan"),
+        (Discount, "gamma", 1.1, "--rl-gamma 1.1"),
+        (GAE, "gamma", math.nan, "--rl-gamma nan"),
+        (GAE, "gae_lambda", -0.1, "--rl-gae-lambda -0.1"),
     ],
 )
-def test_config_out_of_range_is_a_usage_error_that_names_the_flag(
-    field: str, value: object, flag: str
+def test_a_value_out_of_range_is_a_usage_error_that_names_the_flag(
+    declaration: type, field: str, value: object, flag: str
 ) -> None:
-    with pytest.raises(UsageError, match=f"^{flag} "):
-        PolicyLossConfig(**{field: value})
+    with pytest.raises(UsageError, match=f"^{flag} is "):
+        declaration(**{field: value})
+    assert Recipe(value_clip_eps=math.inf).value_clip_eps == math.inf

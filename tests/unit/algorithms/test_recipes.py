@@ -8,10 +8,13 @@ import math
 import pytest
 
 from mcore_rl.algorithms.aggregation import Aggregation
+from mcore_rl.algorithms.estimators import GAE
 from mcore_rl.algorithms.kl import AdaptiveKL, FixedKL
-from mcore_rl.algorithms.loss_types import PolicyLossConfig
+from mcore_rl.algorithms.mismatch import Cap, MismatchConfig
+from mcore_rl.algorithms.policy_losses import Clip, PolicyLossConfig
 from mcore_rl.algorithms.recipes import RECIPES, Algorithm, resolve_algorithm
-from mcore_rl.errors import UsageError
+from mcore_rl.common.errors import UsageError
+from mcore_rl.common.parameters import Parameters
 
 # name: advantage, loss, aggregation, clip range, place of the KL, critic, greedy baseline
 EXPECTED = {
@@ -33,12 +36,18 @@ EXPECTED = {
 }  # fmt: skip
 
 
+def clip_range(algorithm: Algorithm) -> tuple[float, float]:
+    """That of the loss; 0.2 stands in the table where it has none."""
+    own = algorithm.policy_loss_parameters
+    return getattr(own, "clip_eps_lower", 0.2), getattr(own, "clip_eps_upper", 0.2)
+
+
 def summary(algorithm: Algorithm) -> tuple:
     return (
         algorithm.advantage,
         algorithm.policy_loss,
         algorithm.loss_aggregation,
-        (algorithm.clip_eps_lower, algorithm.clip_eps_upper),
+        clip_range(algorithm),
         algorithm.kl_place,
         algorithm.needs_critic,
         algorithm.needs_greedy_baseline,
@@ -80,43 +89,42 @@ def test_parts_that_the_user_set_replace_the_recipes() -> None:
         "top_k": 50,
     }
     algorithm = resolve_algorithm("grpo", given)
-    for key in given.keys() - {"top_p", "top_k"}:
+    for key in given.keys() - {"top_p", "top_k", "clip_eps_upper", "mismatch_cap"}:
         assert getattr(algorithm, key) == given[key], key
     assert algorithm.policy_loss_config(512) == PolicyLossConfig(
         "cispo",
+        Clip(clip_eps_lower=1.0, clip_eps_upper=0.5),
         Aggregation("constant", 64.0),
-        clip_eps_lower=1.0,
-        clip_eps_upper=0.5,
         kl_coef=0.02,
         kl_estimator="k2",
         entropy_coef=0.001,
     )
-    assert algorithm.mismatch_config.weight_cap == 3.0
+    assert algorithm.mismatch_config == MismatchConfig("token_tis", Cap(3.0))
     assert algorithm.overlong_buffer(512) == 5
 
 
 def test_critic_parts_are_kept_where_there_is_a_critic() -> None:
     given = {"gae_lambda": 0.8, "gamma": 0.9, "value_clip_eps": 0.3, "critic_lr": 1e-5}
     algorithm = resolve_algorithm("ppo", given)
-    assert algorithm.advantage_config.gae_lambda == 0.8 and algorithm.advantage_config.whiten
+    assert algorithm.advantage_config == GAE(0.9, 0.8, whiten_advantages=True)
     assert algorithm.value_loss_config(512).clip_eps == 0.3
     switched_off = resolve_algorithm("ppo", {"whiten_advantages": False})
-    assert not switched_off.advantage_config.whiten
+    assert switched_off.advantage_config == GAE(whiten_advantages=False)
 
 
 def test_what_an_estimator_needs_follows_it_and_not_the_recipe() -> None:
     with_critic = resolve_algorithm("grpo", {"advantage": "gae", "critic_lr": 1e-5})
-    assert with_critic.needs_critic and with_critic.whiten_advantages
+    assert with_critic.needs_critic and with_critic.advantage_config == GAE()
     without = resolve_algorithm("ppo", {"advantage": "rloo", "num_samples_per_prompt": 4})
-    assert not without.needs_critic and not without.whiten_advantages
+    assert not without.needs_critic and without.advantage_config == Parameters()
     assert resolve_algorithm("grpo", {"advantage": "remax"}).needs_greedy_baseline
 
 
 def test_a_clip_range_follows_its_loss_and_not_the_recipe() -> None:
     to_gspo = resolve_algorithm("grpo", {"policy_loss": "gspo"})
-    assert (to_gspo.clip_eps_lower, to_gspo.clip_eps_upper) == (3e-4, 4e-4)
+    assert clip_range(to_gspo) == (3e-4, 4e-4)
     away = resolve_algorithm("gspo", {"policy_loss": "ppo_clip", "clip_eps_upper": 0.3})
-    assert (away.clip_eps_lower, away.clip_eps_upper) == (0.2, 0.3)
+    assert clip_range(away) == (0.2, 0.3)
 
 
 def test_dr_grpo_divides_by_the_response_budget_unless_told_otherwise() -> None:
@@ -171,7 +179,7 @@ def test_a_target_makes_the_coefficient_adaptive() -> None:
         ("grpo", {"advantage": "gea"}, r"--rl-advantage gea is no .*did you mean gae\?"),
         ("grpo", {"policy_loss": "gsop"}, r"--rl-policy-loss gsop is no .*did you mean gspo\?"),
         ("grpo", {"loss_aggregation": "mean"}, "--rl-loss-aggregation mean is unknown"),
-        ("grpo", {"mismatch_correction": "tis"}, "--rl-mismatch-correction tis is no"),
+        ("grpo", {"mismatch_correction": "tis"}, "--rl-mismatch-correction tis is unknown"),
         ("grpo", {"critic_lr": 1e-5}, "--rl-critic-lr 1e-05 has no effect.* grpo uses no critic"),
         ("grpo", {"value_clip_eps": 0.1}, "--rl-value-clip-eps 0.1 has no effect"),
         ("rloo", {"gae_lambda": 0.9}, "--rl-gae-lambda 0.9 has no effect.* rloo uses no critic"),
@@ -211,6 +219,16 @@ def test_a_target_makes_the_coefficient_adaptive() -> None:
         ("grpo", {"mismatch_high": 2.0}, "--rl-mismatch-high 2.0 has no effect"),
         (
             "grpo",
+            {"mismatch_correction": "icepop", "mismatch_cap": 2.0},
+            "--rl-mismatch-cap 2.0 has no effect .* icepop; drop it, or choose token_tis or seq",
+        ),
+        (
+            "grpo",
+            {"mismatch_correction": "token_tis", "mismatch_low": 0.5},
+            "--rl-mismatch-low 0.5 has no effect with --rl-mismatch-correction token_tis",
+        ),
+        (
+            "grpo",
             {"mismatch_correction": "icepop", "mismatch_low": 3.0, "mismatch_high": 2.0},
             "--rl-mismatch-low 3.0 and --rl-mismatch-high 2.0 are not",
         ),
@@ -238,7 +256,8 @@ def test_what_cannot_be_is_one_sentence_that_names_the_flag(
     with pytest.raises(UsageError, match=f"^{message}") as caught:
         resolve_algorithm(name, given)
     text = str(caught.value)
-    assert text.endswith(".") and "\n" not in text and ". " not in text
+    assert text.startswith(caught.value.flag) and caught.value.flag and caught.value.remedy
+    assert "\n" not in text and ". " not in text and not text.endswith(".")
 
 
 @pytest.mark.parametrize("given", [{"top_p": 1.0}, {"top_k": 0}, {"top_k": -1}])

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from mcore_rl.algorithms.aggregation import Denominators
-from mcore_rl.algorithms.loss_types import PolicyLossConfig
+from mcore_rl.algorithms.policy_losses import PolicyLossConfig
 from mcore_rl.algorithms.recipes import resolve_algorithm
 from mcore_rl.algorithms.registry import (
     advantage_estimator,
@@ -20,7 +20,7 @@ from mcore_rl.algorithms.registry import (
     policy_loss,
 )
 from mcore_rl.algorithms.total_loss import policy_loss_total
-from mcore_rl.errors import UsageError
+from mcore_rl.common.errors import UsageError
 from mcore_rl.rewards.functions import resolve_reward
 from tests.unit.algorithms.ragged import ragged, random_ragged
 from tests.unit.algorithms.test_estimators import inputs_of
@@ -29,13 +29,13 @@ ROOT = Path(__file__).resolve().parents[3]
 MINE = """
 import torch
 
-from mcore_rl.algorithms.advantage_types import AdvantageOutputs
-from mcore_rl.algorithms.loss_types import TokenLosses
+from mcore_rl.algorithms.estimators import Discount
+from mcore_rl.algorithms.interfaces import AdvantageOutputs, TokenLosses
 from mcore_rl.algorithms.registry import advantage_estimator, policy_loss
 from mcore_rl.rewards.functions import reward
 
 
-@advantage_estimator("{name}_constant", needs_critic=True)
+@advantage_estimator("{name}_constant", Discount(), needs_critic=True)
 def constant(inputs, config):
     return AdvantageOutputs(inputs.loss_mask.float() * config.gamma)
 
@@ -71,7 +71,7 @@ def test_built_in_names_are_found() -> None:
         ),
         (
             lambda: find_policy_loss("ppo"),
-            r"--rl-policy-loss ppo is no policy loss.*: choose one of cispo, gmpo, gspo, .*sapo\.",
+            r"--rl-policy-loss ppo is no policy loss.*; choose one of cispo, gmpo, gspo, .*sapo$",
         ),
     ],
 )
@@ -106,7 +106,7 @@ def test_a_users_file_brings_an_estimator_a_loss_and_a_reward(tmp_path: Path) ->
         loss_mask=one.loss_mask,
         lengths=one.lengths,
         denominators=Denominators(2, 1),
-        config=PolicyLossConfig("first_square"),
+        config=PolicyLossConfig("first_square", find_policy_loss("first_square").parameters),
     )
     assert output.loss.item() == 6.5
     assert resolve_reward("first_length")(prompt="", response="four", answer="") == 4.0

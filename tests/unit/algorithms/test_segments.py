@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from mcore_rl.algorithms.segments import Segments, discounted_sums_to_go, masked
+from mcore_rl.algorithms.aggregation import Segments, discounted_sums_to_go, masked
 from tests.unit.algorithms.ragged import normal, ragged, random_ragged, spoilt
 
 

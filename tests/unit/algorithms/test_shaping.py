@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mcore_rl.algorithms.shaping import overlong_penalty, select_informative_groups
-from mcore_rl.errors import UsageError
+from mcore_rl.algorithms.estimators import overlong_penalty, select_informative_groups
+from mcore_rl.common.errors import UsageError
 
 
 @pytest.mark.parametrize("buffer", [1, 3, 10])

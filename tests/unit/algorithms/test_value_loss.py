@@ -12,15 +12,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mcore_rl.algorithms.aggregation import AGGREGATION_MODES, Aggregation, Denominators
-from mcore_rl.algorithms.segments import Segments
+from mcore_rl.algorithms.aggregation import AGGREGATION_MODES, Aggregation, Denominators, Segments
 from mcore_rl.algorithms.value_loss import (
     ValueLossConfig,
     ValueLossSums,
     explained_variance,
     value_loss,
 )
-from mcore_rl.errors import UsageError
 from tests.unit.algorithms.losses_reference import aggregate, per_sample
 from tests.unit.algorithms.ragged import Ragged, normal, ragged, random_ragged, spoilt
 
@@ -148,9 +146,3 @@ def test_explained_variance_is_one_for_a_critic_that_knows_and_zero_for_a_consta
     ):
         sums = value_loss(**arguments | {"values": values}, config=ValueLossConfig()).sums
         assert explained_variance(sums) == pytest.approx(expected, abs=1e-12)
-
-
-@pytest.mark.parametrize("clip_eps", [0.0, -1.0, math.nan])
-def test_config_out_of_range_is_a_usage_error(clip_eps: float) -> None:
-    with pytest.raises(UsageError, match=f"^--rl-value-clip-eps {clip_eps} "):
-        ValueLossConfig(clip_eps)

@@ -1,0 +1,42 @@
+# The CUDA stack: torch, vLLM, Megatron-core and Transformer Engine in the versions of
+# scripts/requirements-cuda.txt and requirements-te.txt, and mcore_rl.
+#
+# WRITTEN, NOT BUILT: no Docker was at hand. A test checks that its commands are valid and that the
+# files it names are there; scripts/test_cuda_stack.sh checks what scripts/setup_env.sh installs.
+#
+#     docker build -t mcore_rl .
+#     docker run --gpus all --ipc=host --ulimit memlock=-1 -v /data:/data mcore_rl \
+#         bash scripts/run_deepseek_moe.sh --rl-hf-checkpoint /data/model --rl-prompts /data/p.jsonl
+#
+# CUDA's libraries and nvcc come with the packages; of the machine only the driver is needed.
+FROM ubuntu:24.04
+
+# A compiler and Python's headers: Triton and FlashInfer compile kernels while a run starts.
+RUN apt-get update \
+    && DEBIAN_FRONTEND=noninteractive apt-get install --yes --no-install-recommends \
+        build-essential ca-certificates git python3.12 python3.12-dev python3.12-venv \
+    && rm -rf /var/lib/apt/lists/*
+
+WORKDIR /opt/mcore_rl
+
+COPY setup.py pyproject.toml README.md LICENSE ./
+COPY scripts/setup_env.sh scripts/requirements-cuda.txt scripts/requirements-te.txt scripts/
+COPY mcore_rl mcore_rl
+COPY patches patches
+
+# Without a GPU, as here, the stack goes to .venv-cuda. Compiling Transformer Engine takes about 25
+# minutes of one core; MAX_JOBS bounds how many files are compiled at a time.
+ARG MAX_JOBS=4
+RUN MCORE_RL_STACK=cuda MAX_JOBS=$MAX_JOBS bash scripts/setup_env.sh \
+    && rm -rf .cache /root/.cache/pip
+
+COPY scripts scripts
+COPY examples examples
+
+# Scripts take the python in PATH, and set nothing up.
+ENV PATH=/opt/mcore_rl/.venv-cuda/bin:$PATH \
+    MCORE_RL_SKIP_SETUP=1 \
+    NVIDIA_VISIBLE_DEVICES=all \
+    NVIDIA_DRIVER_CAPABILITIES=compute,utility
+
+CMD ["mcore-rl", "doctor"]

@@ -1,0 +1,109 @@
+"""Everything that a user's own file imports: one name for each thing that can be added to a run.
+
+    from mcore_rl.api import Parameters, PolicyLossInputs, TokenLosses, param, policy_loss
+
+A file that `--rl-import` names is run before the flags are read; what its decorators register is
+chosen by a flag, and the parameters it declares are flags themselves:
+
+| to add | by | chosen with |
+| --- | --- | --- |
+| a reward | `@reward("name")` | `--rl-reward` |
+| a policy loss | `@policy_loss("name", Own())` | `--rl-policy-loss` |
+| an advantage estimator | `@advantage("name", Own())` | `--rl-advantage` |
+| an algorithm of such parts | `recipe("name", Recipe(...))` | `--rl-algorithm` |
+| prompts that are made, not read | `@prompts("name")` | `--rl-prompts`, `--rl-eval-prompts` |
+| a metric | `@metric("name")` | always recorded, as `user/name` |
+| a family of models | `family(Family(...))` | `model_type` in config.json |
+
+These names and their signatures are the contract: they change with the first number of the version
+alone, and a test holds them. Importing this module imports neither torch nor Megatron nor vLLM; a
+name is imported when it is asked for, and what only losses need does not burden a file of rewards.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from mcore_rl.algorithms.aggregation import Segments, masked
+    from mcore_rl.algorithms.estimators import Discount
+    from mcore_rl.algorithms.interfaces import (
+        AdvantageInputs,
+        AdvantageOutputs,
+        PolicyLossInputs,
+        TokenLosses,
+    )
+    from mcore_rl.algorithms.policy_losses import Clip, DualClip, bounded_ratio
+    from mcore_rl.algorithms.recipes import Recipe, recipe
+    from mcore_rl.algorithms.registry import advantage_estimator as advantage
+    from mcore_rl.algorithms.registry import policy_loss
+    from mcore_rl.batching.types import Prompt, Rollout, ScoredRollout
+    from mcore_rl.common.errors import UsageError
+    from mcore_rl.common.parameters import Parameters, param
+    from mcore_rl.data.user_prompts import prompts
+    from mcore_rl.model.families import Family, Router, TensorNames, family
+    from mcore_rl.observe.user_metrics import metric
+    from mcore_rl.rewards.functions import reward
+
+__all__ = [
+    "AdvantageInputs",
+    "AdvantageOutputs",
+    "Clip",
+    "Discount",
+    "DualClip",
+    "Family",
+    "Parameters",
+    "PolicyLossInputs",
+    "Prompt",
+    "Recipe",
+    "Rollout",
+    "Router",
+    "ScoredRollout",
+    "Segments",
+    "TensorNames",
+    "TokenLosses",
+    "UsageError",
+    "advantage",
+    "bounded_ratio",
+    "family",
+    "masked",
+    "metric",
+    "param",
+    "policy_loss",
+    "prompts",
+    "recipe",
+    "reward",
+]
+
+_MODULES = {
+    "mcore_rl.algorithms.estimators": ("Discount",),
+    "mcore_rl.algorithms.interfaces": (
+        *("AdvantageInputs", "AdvantageOutputs", "PolicyLossInputs", "TokenLosses"),
+    ),
+    "mcore_rl.algorithms.policy_losses": ("Clip", "DualClip", "bounded_ratio"),
+    "mcore_rl.algorithms.recipes": ("Recipe", "recipe"),
+    "mcore_rl.algorithms.registry": ("advantage", "policy_loss"),
+    "mcore_rl.algorithms.aggregation": ("Segments", "masked"),
+    "mcore_rl.batching.types": ("Prompt", "Rollout", "ScoredRollout"),
+    "mcore_rl.common.errors": ("UsageError",),
+    "mcore_rl.common.parameters": ("Parameters", "param"),
+    "mcore_rl.data.user_prompts": ("prompts",),
+    "mcore_rl.model.families": ("Family", "Router", "TensorNames", "family"),
+    "mcore_rl.observe.user_metrics": ("metric",),
+    "mcore_rl.rewards.functions": ("reward",),
+}
+_CALLED = {"advantage": "advantage_estimator"}  # there
+
+
+def __getattr__(name: str) -> Any:
+    for module, names in _MODULES.items():
+        if name in names:
+            value = getattr(importlib.import_module(module), _CALLED.get(name, name))
+            globals()[name] = value  # asked for once
+            return value
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -1,0 +1,148 @@
+"""What each stage of a step hands to the next: one frozen dataclass a stage.
+
+Shape legend: n samples of the step, b samples of a rank, t tokens of these (prompt and response,
+one sample after the other), p prompt tokens, r response tokens.
+
+Alignment: everything per token in `TrainBatch` is aligned to the position that *scores* it.
+Position j of a sample speaks of its token j+1; its last position speaks of nothing and is masked.
+Megatron's labels are aligned the same way.
+
+This module is pure: it imports neither Megatron nor vLLM nor torch.distributed.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+
+Answer = str | list[Any] | dict[str, Any]  # of JSON
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """One row of the prompts file, tokenised.
+
+    `index` is the row in the file and stays the same across epochs, ranks and resumes.
+    """
+
+    index: int
+    text: str
+    answer: Answer
+    token_ids: np.ndarray  # [p] int32
+    row: str = "{}"  # all columns, as JSON; only who gives rewards has it
+
+    @property
+    def answer_text(self) -> str:
+        """A text that should be right: the first of a list of answers, the JSON of an object."""
+        answer = self.answer
+        if isinstance(answer, list) and answer and isinstance(answer[0], str):
+            return answer[0]
+        return answer if isinstance(answer, str) else json.dumps(answer, ensure_ascii=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Rollout:
+    """One sampled response, as the engine returned it."""
+
+    prompt: Prompt
+    sample_index: int  # 0 .. samples per prompt - 1
+    text: str
+    response_token_ids: np.ndarray  # [r] int32, the end-of-sequence token included if it was drawn
+    rollout_log_probs: np.ndarray  # [r] float32, of the distribution that was sampled from
+    finish_reason: str  # "stop" or "length"
+    weight_version: int
+
+
+@dataclass(frozen=True, slots=True)
+class Baseline:
+    """The greedy response to a prompt, as its samples are compared with it."""
+
+    reward: float
+    num_tokens: int  # of the response
+    failure: str | None = None  # as in `ScoredRollout`
+
+
+@dataclass(frozen=True, slots=True)
+class ScoredRollout:
+    """A rollout and what its reward function made of it."""
+
+    rollout: Rollout
+    reward: float
+    failure: str | None = None  # why the reward function gave no value; `reward` then means nothing
+    parts: Mapping[str, float] = field(default_factory=dict)  # reward name -> unweighted value
+    baseline: Baseline | None = None  # where the estimator asks for it
+
+    @property
+    def is_valid(self) -> bool:
+        """Whether it can be learnt from: it has a reward, and what that is compared with."""
+        return self.why_not_valid is None
+
+    @property
+    def why_not_valid(self) -> str | None:
+        """What failed, its own reward or that of the greedy response; None if neither did."""
+        if self.failure is None and self.baseline is not None:
+            return self.baseline.failure
+        return self.failure
+
+
+@dataclass(frozen=True, slots=True)
+class TrainBatch:
+    """Samples of one data-parallel rank, one after the other, without padding; the same on all its
+    TP, CP and PP ranks.
+
+    All `[t]` tensors but `token_ids` are in scoring alignment (see the module's docstring) and on
+    the CPU. `cuts` says how the samples are divided: one entry per mini-batch (optimizer step),
+    each with the number of samples in each of its micro-batches, in order. The number of
+    micro-batches in a mini-batch is the same on every data-parallel rank; a micro-batch may be
+    empty. `mcore_rl.batching.dealing` makes the cuts.
+
+    Where mini-batches are divided anew for every epoch, `later` has this rank's samples of the
+    epochs after the first, which may be others: without what the stages before the update bring.
+    """
+
+    token_ids: torch.Tensor  # [t] int64
+    lengths: torch.Tensor  # [b] int64, tokens of each sample, prompt and response
+    prompt_lengths: torch.Tensor  # [b] int64, of these the prompt's; 0: it is nobody's
+    sample_ids: torch.Tensor  # [b] int64, which samples of the step these are
+    loss_mask: torch.Tensor  # [t] bool, True where the next token of a valid sample is generated
+    rollout_log_probs: torch.Tensor  # [t] float32, 0 where masked
+    cuts: tuple[tuple[int, ...], ...]
+    advantages: torch.Tensor | None = None  # [t] float32
+    old_log_probs: torch.Tensor | None = None  # [t] float32, actor before the update
+    ref_log_probs: torch.Tensor | None = None  # [t] float32, reference actor
+    values: torch.Tensor | None = None  # [t] float32, critic before the update
+    returns: torch.Tensor | None = None  # [t] float32, what the critic learns
+    weights: torch.Tensor | None = None  # [t] float32, correction of the train/engine mismatch
+    later: tuple[TrainBatch, ...] = ()
+
+    @property
+    def num_samples(self) -> int:
+        return self.lengths.shape[0]
+
+    @property
+    def num_tokens(self) -> int:
+        return self.token_ids.shape[0]
+
+
+@dataclass(frozen=True, slots=True)
+class StepBatch:
+    """A step's samples as this rank's part of the actor has them, and as a critic is told of
+    them."""
+
+    actor: TrainBatch
+    for_critic: Mapping[str, torch.Tensor] | None  # `StepCritic.told_of`; None: no critic
+    lengths: np.ndarray  # [n] int64, tokens of every sample of the step
+    metrics: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class StepStats:
+    """What a step reports: metric name -> value, by the names in the run directory's contract."""
+
+    step: int
+    metrics: Mapping[str, float] = field(default_factory=dict)

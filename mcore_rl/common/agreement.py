@@ -1,0 +1,240 @@
+"""Ranks agree on a failure before anyone leaves, so that none waits for a dead one.
+
+Before Megatron runs there are no process groups, only torchrun's (or Slurm's) rendezvous store;
+that is enough to exchange one sentence a rank.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping
+from datetime import timedelta
+from pathlib import Path
+from typing import NoReturn, TypeVar
+
+from mcore_rl.common.errors import UsageError
+
+T = TypeVar("T")
+
+EXIT_FAILED = 1  # what cannot go on, as an exception that nobody handles
+EXIT_USAGE = 2
+EXIT_ALARM = os.EX_TEMPFAIL  # 75: ended by --rl-on-alarm stop, with everything saved
+# Set by `mcore_rl.launch`, which says what ranks leave in their error files, for all below it.
+LAUNCHER = "MCORE_RL_LAUNCHER"
+COMMAND = "MCORE_RL_COMMAND"  # what the user has started it by
+
+
+def open_store():
+    """The rendezvous store of this job, or None in a single process started without a launcher.
+
+    A launcher that sets RANK without the rest ends this process with exit code 2: without a store
+    there is nobody to agree with, and all ranks miss the same variables.
+    """
+    if "RANK" not in os.environ:
+        return None
+    missing = [n for n in ("WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if not os.environ.get(n)]
+    if missing:
+        leave_with(
+            UsageError(
+                f"the environment has RANK but lacks {' and '.join(missing)}",
+                remedy="start with torchrun, or set what it sets",
+            )
+        )
+    from torch.distributed.rendezvous import rendezvous
+
+    # It imports torch, which a sentence does without.
+    from mcore_rl.common.loopback import stay_on_loopback
+
+    try:
+        stay_on_loopback(os.environ["MASTER_ADDR"])
+    except UsageError as error:
+        leave_with(error)
+    store, _, _ = next(iter(rendezvous("env://", timeout=timedelta(minutes=10))))
+    return store
+
+
+def agreed(check: Callable[[], T], store, *, stage: str) -> T:
+    """Run `check` on every rank and return its result, if it succeeded on all of them.
+
+    Collective over the world, through `store` (None: one process). If it raised UsageError
+    anywhere, the first failing rank's sentence is told (with its host, if others succeeded) and
+    every rank exits with code 2. Other exceptions are bugs; they are told to the other ranks,
+    which stop too, and propagate here.
+    """
+    from torch.distributed import PrefixStore
+
+    rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    result: list[T] = []
+    failure, bug = "", None
+    try:
+        result.append(check())
+    except UsageError as error:
+        # What a parser says of a file may have lines of its own.
+        failure = " ".join(line.strip() for line in str(error).splitlines())
+    except Exception as error:  # a bug; the others must hear of it, then it is raised here
+        failure = f"failed while checking its input: {error!r}"
+        bug = error
+    failures, scoped = [failure], None
+    if store is not None and world_size > 1:
+        scoped = PrefixStore(f"mcore_rl/{stage}", store)
+        scoped.set(str(rank), (failure and f"{socket.gethostname()}\n{failure}").encode())
+        # get() blocks until the key is there: this is the barrier, too.
+        failures = [scoped.get(str(other)).decode() for other in range(world_size)]
+    if not any(failures):
+        if scoped is not None:
+            _wait_until_all_have_read(scoped, rank, world_size)
+        return result[0]
+    if bug is None:
+        _tell(_sentence(failures) if scoped is not None else failure)
+    if scoped is not None:
+        _leave_after_the_others(scoped, rank, world_size)
+    if bug is not None:
+        raise bug
+    _leave()
+
+
+def from_rank(rank: int, text: str, store, *, stage: str) -> str:
+    """The `text` of one rank, on all ranks. Collective, after `agreed` with the same `stage`."""
+    from torch.distributed import PrefixStore
+
+    if store is None or int(os.environ.get("WORLD_SIZE", 1)) == 1:
+        return text
+    scoped = PrefixStore(f"mcore_rl/{stage}", store)
+    if int(os.environ["RANK"]) == rank:
+        scoped.set("said", text.encode())
+    return scoped.get("said").decode()
+
+
+def check_alike(facts: Mapping[str, str], store) -> None:
+    """Refuse ranks of which one of `facts`, by name, is another than rank 0's. Collective.
+
+    What a user types on each machine, or has installed there, may differ by a slip, and shows much
+    later: in shapes that do not match, or in nothing.
+    """
+    first = json.loads(from_rank(0, json.dumps(facts), store, stage="facts"))
+
+    def check() -> None:
+        for name in sorted({*first, *facts}):
+            mine, other = facts.get(name, "not given"), first.get(name, "not given")
+            if mine != other:
+                raise UsageError(
+                    f"is {mine} here and {other} on rank 0",
+                    flag=name,
+                    remedy="start all machines with the same flags and the same packages",
+                )
+
+    agreed(check, store, stage="alike")
+
+
+def agreed_in_world(check: Callable[[], T]) -> T:
+    """`agreed`, once torch.distributed runs. Collective over its world."""
+    from mcore_rl.common import objects
+
+    result: list[T] = []
+    failure = ""
+    try:
+        result.append(check())
+    except UsageError as error:
+        failure = f"{socket.gethostname()}\n{error}"
+    failures = objects.all_gather(failure)
+    if not any(failures):
+        return result[0]
+    _tell(_sentence(failures))
+    leave_together(EXIT_USAGE)
+
+
+def _sentence(failures: list[str]) -> str:
+    """The first failing rank's text, saying where it happened unless it happened everywhere."""
+    failing = [rank for rank, text in enumerate(failures) if text]
+    host, _, text = failures[failing[0]].partition("\n")
+    if len(failing) == len(failures):
+        return text
+    return f"on rank {failing[0]} (host {host}): {text}"
+
+
+def leave_with(error: UsageError) -> NoReturn:
+    """End this process for a mistake that every rank finds by itself, and tell it."""
+    _tell(str(error))
+    _leave()
+
+
+def leave_together(exit_code: int) -> NoReturn:
+    """End all ranks with this code, none before the others have come so far. Collective."""
+    from mcore_rl.common import objects
+
+    objects.barrier()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(exit_code)
+
+
+def _tell(sentence: str) -> None:
+    """Have the sentence on stderr, whichever of the ranks that tell it is ended first.
+
+    The first one to leave has the others ended, rank 0 maybe before it has printed. So each leaves
+    the sentence where torchrun looks once a rank has failed: `mcore_rl.launch` says it then, once,
+    and torchrun has it in its table, below what rank 0 prints.
+    """
+    if leave_reason(sentence) and LAUNCHER in os.environ:
+        return
+    if int(os.environ.get("RANK", 0)) == 0:
+        print_error(sentence)
+
+
+def leave_reason(reason: str) -> bool:
+    """Write why this rank fails into the error file that torchrun gave it; False without one."""
+    if not (name := os.environ.get("TORCHELASTIC_ERROR_FILE")):
+        return False
+    said = {"message": reason, "extraInfo": {"timestamp": str(int(time.time()))}}
+    partial = Path(f"{name}.partial")
+    with contextlib.suppress(OSError):
+        partial.write_text(json.dumps({"message": said}), encoding="utf-8")
+        partial.replace(name)  # torchrun fails at half a file, and may end this rank at any time
+        return True
+    return False
+
+
+def print_error(sentence: str) -> None:
+    """Print a sentence as all entry points do."""
+    # By no logger: it must be on stderr however the calling program has set up its logging.
+    print(f"mcore_rl: error: {sentence}", file=sys.stderr, flush=True)
+
+
+def _leave() -> NoReturn:
+    sys.stdout.flush()
+    # At once and without destructors: other libraries' exit handlers may wait for other ranks.
+    os._exit(EXIT_USAGE)
+
+
+def _wait_until_all_have_read(store, rank: int, world_size: int) -> None:
+    """Hold rank 0, which may host the store, until nobody needs these answers any more."""
+    if rank == 0:
+        for other in range(1, world_size):
+            store.get(f"read/{other}")
+    else:
+        store.set(f"read/{rank}", b"1")
+
+
+def _leave_after_the_others(store, rank: int, world_size: int) -> None:
+    """Return when this rank may end: the sentence is told and, on rank 0, nobody needs it.
+
+    Rank 0 may host the store, and the launcher ends everybody once one rank is gone. So nobody
+    leaves before rank 0 has printed, rank 0 leaves last, and a launcher's SIGTERM in between is
+    not heeded.
+    """
+    if threading.current_thread() is threading.main_thread():  # others may not set handlers
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    if rank == 0:
+        store.set("printed", b"1")
+        for other in range(1, world_size):
+            store.get(f"left/{other}")
+    else:
+        store.get("printed")
+        store.set(f"left/{rank}", b"1")  # needs no answer, so rank 0 may be gone the moment after

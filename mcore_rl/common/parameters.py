@@ -1,0 +1,203 @@
+"""Values that a user may set, declared once: default, bounds and help, in a frozen dataclass.
+
+    @dataclass(frozen=True)
+    class Width(Parameters):
+        spo_width: float = param(0.2, "how far ratios are pulled back", above=0)
+
+is all that a loss has to say for the flag `--rl-spo-width`, its line in --help and in docs, its
+check, and the attribute that the loss reads. A field's type (float, int, bool, str or a Literal,
+each perhaps `| None`) is the flag's; the names of all parameters are one space.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+import types
+import typing
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from mcore_rl.common.errors import UsageError
+
+_KINDS = (bool, int, float, str)
+
+
+@dataclass(frozen=True, slots=True)
+class Bounds:
+    """`least` and `most` are allowed themselves, `above` and `below` are not.
+
+    A number must be finite, unless `most` is not.
+    """
+
+    least: float | None = None
+    most: float | None = None
+    above: float | None = None
+    below: float | None = None
+
+    def __bool__(self) -> bool:
+        return self != Bounds()
+
+    def hold(self, value: float) -> bool:
+        """Whether `value` is within them; nan is within none."""
+        if not self:
+            return True
+        return (
+            (math.isfinite(value) or value == self.most)
+            and (self.least is None or value >= self.least)
+            and (self.most is None or value <= self.most)
+            and (self.above is None or value > self.above)
+            and (self.below is None or value < self.below)
+        )
+
+    def interval(self) -> str:
+        """As mathematics writes them; empty without any."""
+        if not self:
+            return ""
+        low = f"({self.above:g}" if self.above is not None else "(-inf"
+        low = f"[{self.least:g}" if self.least is not None else low
+        high = f"{self.below:g})" if self.below is not None else "inf)"
+        high = f"{self.most:g}]" if self.most is not None else high
+        return f"{low}, {high}"
+
+    def broken_by(self, value: float) -> str:
+        """What `value`, which they do not hold, must be."""
+        if self.most is not None and math.isfinite(value) and value > self.most:
+            return f"at most {self.most:g}"
+        if self.below is not None and math.isfinite(value) and value >= self.below:
+            return f"less than {self.below:g}"
+        return (
+            f"greater than {self.above:g}" if self.above is not None else f"at least {self.least:g}"
+        )
+
+    def number(self, kind: type) -> str:
+        """What a value must be, in words: "a positive number", "in (0, 1]"."""
+        upper = self.below is not None or self.most not in (None, math.inf)
+        if upper:
+            return f"in {self.interval()}"
+        if self.above is not None:
+            return "a positive number" if self.above == 0 else f"a number above {self.above:g}"
+        return f"{self.least:g} or more" if kind is int else f"a number of {self.least:g} or more"
+
+
+@dataclass(frozen=True, slots=True)
+class Parameter:
+    """One field of a declaration."""
+
+    name: str
+    kind: type
+    default: Any
+    help: str
+    bounds: Bounds = Bounds()
+    choices: tuple[str, ...] | None = None
+    advice: str | None = None  # ends the sentence that refuses a value: why, and what to choose
+    several: bool = False  # may be given again, each time with one value or more
+
+    @property
+    def flag(self) -> str:
+        return flag_of(self.name)
+
+    def check(self, value: Any) -> None:
+        """UsageError for a value that is out of bounds or not one of the choices."""
+        if value is None:
+            return
+        if self.choices is not None and value not in self.choices:
+            raise UsageError(
+                "is unknown",
+                flag=f"{self.flag} {value}",
+                remedy=f"choose one of {', '.join(self.choices)}",
+            )
+        if self.bounds and not self.bounds.hold(value):
+            advice = self.advice or f"choose for example {self.default}"
+            raise UsageError(
+                f"is not {self.bounds.number(self.kind)}",
+                flag=f"{self.flag} {value}",
+                remedy=advice,
+            )
+
+
+def flag_of(field_name: str) -> str:
+    """num_steps -> --rl-num-steps; import_, which is no name in Python, -> --rl-import."""
+    return "--rl-" + field_name.rstrip("_").replace("_", "-")
+
+
+def field_of(flag: str) -> str:
+    """--rl-policy-loss -> policy_loss."""
+    return flag.removeprefix("--rl-").replace("-", "_")
+
+
+def param(
+    default: Any,
+    help: str,
+    *,
+    least: float | None = None,
+    most: float | None = None,
+    above: float | None = None,
+    below: float | None = None,
+    choices: tuple[str, ...] | None = None,
+    advice: str | None = None,
+) -> Any:
+    """A field of a `Parameters` class: its default, a line of help, and what it may be.
+
+    `least` and `most` are allowed themselves, `above` and `below` are not; infinity only with
+    `most=math.inf`. `advice` ends the sentence that refuses a value, without a full stop.
+    """
+    said = {"help": help, "choices": choices, "advice": advice}
+    bounds = Bounds(least, most, above, below)
+    return dataclasses.field(default=default, metadata={"param": {**said, "bounds": bounds}})
+
+
+@dataclass(frozen=True, slots=True)
+class Parameters:
+    """Base of a declaration; without fields of its own, a part that has nothing to set.
+
+    UsageError on a value out of bounds, whoever makes the object.
+    """
+
+    def __post_init__(self) -> None:
+        for parameter in parameters_of(type(self)):
+            parameter.check(getattr(self, parameter.name))
+
+
+P = TypeVar("P", bound=Parameters)
+
+
+def parameters_of(declaration: type) -> tuple[Parameter, ...]:
+    """The parameters that a dataclass declares, in the order of its fields.
+
+    Fields without `param` are left out. TypeError: one whose type no flag can have.
+    """
+    return _parameters_of(declaration)
+
+
+@functools.cache
+def _parameters_of(declaration: Any) -> tuple[Parameter, ...]:
+    hints = typing.get_type_hints(declaration)
+    return tuple(
+        _parameter(field, hints[field.name])
+        for field in dataclasses.fields(declaration)
+        if "param" in field.metadata
+    )
+
+
+def with_values(parameters: P, values: Mapping[str, Any]) -> P:
+    """`parameters` with those of `values` that it declares; checked as any such object."""
+    own = {p.name for p in parameters_of(type(parameters))}
+    return dataclasses.replace(parameters, **{k: v for k, v in values.items() if k in own})
+
+
+def _parameter(field: dataclasses.Field[Any], hint: Any) -> Parameter:
+    said = dict(field.metadata["param"])
+    if typing.get_origin(hint) in (typing.Union, types.UnionType):
+        (hint,) = (kind for kind in typing.get_args(hint) if kind is not type(None))
+    if typing.get_origin(hint) is typing.Literal:
+        said["choices"], hint = typing.get_args(hint), str
+    if hint == tuple[str, ...]:
+        said["several"], hint = True, str
+    if hint not in _KINDS:
+        raise TypeError(
+            f"parameter {field.name} is of type {hint}; a flag is bool, int, float, str"
+        )
+    return Parameter(field.name, hint, field.default, **said)

@@ -1,0 +1,86 @@
+"""Prompts of a user's own making: a function that yields rows, chosen by its name.
+
+    from mcore_rl.api import prompts
+
+    @prompts("sums")
+    def sums():
+        for a in range(1000):
+            yield {"prompt": f"{a} + 1 =", "answer": a + 1}
+
+stands in a file of `--rl-import`, and `--rl-prompts sums` trains on it. The rows become a file of
+the cache, named by their content, and from there on all is as with a file of one's own: what is
+checked, tokenised, drawn and resumed. Reward processes run the user's file, too: nothing heavy is
+imported here.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import tempfile
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from mcore_rl.common.errors import UsageError
+
+RowsFunction = Callable[[], Iterable[Mapping[str, Any]]]
+
+_SOURCES: dict[str, RowsFunction] = {}
+
+
+def prompts(name: str) -> Callable[[RowsFunction], RowsFunction]:
+    """Decorator: make the rows of `function()` known to --rl-prompts and --rl-eval-prompts.
+
+    A row has the columns of a prompts file. Every process of a run calls the function, once, and
+    must get the same rows; they end. ValueError: the name is taken, or looks like a path.
+    """
+
+    def register(function: RowsFunction) -> RowsFunction:
+        if not name or not name.isidentifier():
+            raise ValueError(f"prompts cannot be called {name!r}; give letters, digits and _")
+        if name in _SOURCES:
+            raise ValueError(f"two sources of prompts are called {name!r}; rename one")
+        _SOURCES[name] = function
+        return function
+
+    return register
+
+
+def prompts_path(named: str, cache_dir: str | None, flag: str = "--rl-prompts") -> Path:
+    """The file of prompts that a flag names: a path, or a source whose rows are written now.
+
+    UsageError: the source raises, gives no row, or one that JSON cannot hold.
+    """
+    if named not in _SOURCES:
+        return Path(named)
+    try:
+        lines = [json.dumps(dict(row), ensure_ascii=False) for row in _SOURCES[named]()]
+    except Exception as error:  # whatever the user's function raises is theirs to see
+        raise UsageError(
+            f"cannot be used, because its function raised {type(error).__name__}: {error}",
+            flag=f"{flag} {named}",
+            remedy="let it yield mappings of strings and numbers",
+        ) from error
+    if not lines:
+        raise UsageError(
+            "gives no row", flag=f"{flag} {named}", remedy="let its function yield some"
+        )
+    data = ("\n".join(lines) + "\n").encode()
+    cache = Path(cache_dir or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "mcore_rl")
+    file = f"{named}-{hashlib.sha256(data).hexdigest()[:16]}.jsonl"
+    try:
+        return _written(cache.expanduser() / "made_prompts" / file, data)
+    except OSError:  # a cache that cannot be written to
+        return _written(Path(tempfile.gettempdir()) / "mcore_rl_prompts" / file, data)
+
+
+def _written(target: Path, data: bytes) -> Path:
+    """`target` with `data` in it: complete or absent, whoever else writes the same."""
+    if not target.is_file():
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=target.parent, delete=False) as part:
+            part.write(data)
+        os.replace(part.name, target)
+    return target

@@ -1,0 +1,235 @@
+"""Reads `megatron_flags`: refuses what RL cannot honour, names what has no effect in it.
+
+`python scripts/document_flags.py` writes the tables for readers.
+
+This module is pure: it imports neither Megatron nor vLLM nor torch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from mcore_rl.common.errors import CORRECT, UsageError
+from mcore_rl.flags.megatron_flags import (
+    ARCHITECTURE,
+    HONOURED,
+    OWN_RL,
+    OWN_RL_REASON,
+    RANGES,
+    REFUSED,
+    REFUSED_BY_MEGATRON,
+    REFUSED_OTHERWISE,
+    REFUSED_VALUES,
+    SET_BY_VALIDATION,
+    WITHOUT_EFFECT,
+)
+from mcore_rl.flags.options import GROUP
+
+# The first of two may not be greater.
+_ORDERED = (
+    ("min_lr", "lr"),
+    ("lr_warmup_init", "lr"),
+    ("decoupled_min_lr", "decoupled_lr"),
+    ("start_weight_decay", "end_weight_decay"),
+    ("min_loss_scale", "initial_loss_scale"),
+)
+_FROM_CONFIG = "config.json decides: another value than its own is refused"
+
+
+def tables() -> Iterator[tuple[str, str, frozenset[str]]]:
+    """Class, what is said of the flags, and the flags, by destination."""
+    for reason, names in HONOURED.items():
+        yield "honoured", reason, frozenset(names.split())
+    yield "honoured", _FROM_CONFIG, ARCHITECTURE
+    for dest, why in {**REFUSED, **REFUSED_OTHERWISE, **REFUSED_BY_MEGATRON}.items():
+        yield "refused", str(why), frozenset({dest})
+    for reason, names in WITHOUT_EFFECT.items():
+        yield "without effect", reason, frozenset(names.split())
+
+
+def check_no_megatron_rl_flag(given: Mapping[str, Any], parser: argparse.ArgumentParser) -> None:
+    """Flags of the RL loop in Megatron, which looks like ours and would have no effect here."""
+    for group in parser._action_groups:
+        # By the group, too: another version of Megatron may have more of them.
+        for action in group._group_actions if group.title == "rl" else ():
+            if action.dest in given:
+                found, remedy = OWN_RL_REASON
+                raise UsageError(found, flag=action.option_strings[0], remedy=remedy)
+
+
+def check_refused(values: Mapping[str, Any]) -> None:
+    """Flags, and values of flags, that RL cannot honour; `values` by destination."""
+    for dest, (why, remedy) in REFUSED.items():
+        if values.get(dest) and dest not in OWN_RL - {"perform_rl_step"}:
+            raise UsageError(why, flag=_flag(dest), remedy=remedy)
+    for dest, (refused, (why, remedy)) in REFUSED_VALUES.items():
+        found = values.get(dest)
+        for value in found if isinstance(found, list) else [found]:
+            if (name := getattr(value, "name", value)) in refused:
+                raise UsageError(why, flag=f"{_flag(dest)} {name}", remedy=remedy)
+
+
+def check_numbers(values: Mapping[str, Any]) -> None:
+    """Numbers that Megatron does not look at, by themselves."""
+    for words, names in RANGES.items():
+        for dest in names.split():
+            found = values.get(dest)
+            for value in found if isinstance(found, list) else [found]:
+                if value is not None and not _is_in(words, value):
+                    raise UsageError(
+                        f"must be {words}", flag=f"{_flag(dest)} {value}", remedy=CORRECT
+                    )
+
+
+def check_order(values: Mapping[str, Any]) -> None:
+    """Numbers that Megatron does not look at, beside each other."""
+    for lower, upper in _ORDERED:
+        low, high = values.get(lower), values.get(upper)
+        if low is not None and high is not None and low > high:
+            raise UsageError(
+                f"is greater than {_flag(upper)} {high}",
+                flag=f"{_flag(lower)} {low}",
+                remedy="lower the first or raise the second",
+            )
+    _check_schedule(values)
+
+
+def _is_in(words: str, value: float) -> bool:
+    if not math.isfinite(value):
+        return False
+    above = value > 0 if words == "greater than 0" else value >= 0
+    below = {"less than 1": value < 1, "at most 1": value <= 1}
+    return above and all(holds for text, holds in below.items() if words.endswith(text))
+
+
+def _check_schedule(values: Mapping[str, Any]) -> None:
+    """What Megatron's scheduler asserts, when models are built."""
+    warmup, updates = values.get("lr_warmup_iters"), values.get("train_iters")
+    decay = values.get("lr_decay_iters") or updates
+    if warmup and decay and warmup >= decay:
+        where = "--lr-decay-iters" if values.get("lr_decay_iters") else "the run's updates,"
+        raise UsageError(
+            f"leaves nothing of {where} {decay}",
+            flag=f"--lr-warmup-iters {warmup}",
+            remedy=f"lower it{'' if values.get('lr_decay_iters') else ', or raise --rl-num-steps'}",
+        )
+    if values.get("lr_decay_style") == "WSD" and values.get("lr_wsd_decay_iters") is None:
+        raise UsageError("needs --lr-wsd-decay-iters", flag="--lr-decay-style WSD", remedy="add it")
+
+
+def check_critic_rate(rate: float | None, values: Mapping[str, Any]) -> None:
+    """The critic's rate has the actor's schedule, with its beginning and its end."""
+    for dest in ("min_lr", "lr_warmup_init"):
+        if rate is not None and (bound := values.get(dest)) is not None and rate < bound:
+            raise UsageError(
+                f"is less than {_flag(dest)} {bound}",
+                flag=f"--rl-critic-lr {rate}",
+                remedy="lower the latter",
+            )
+
+
+def check_derived_count(given: Mapping[str, Any], derived: Mapping[str, Any]) -> None:
+    """Flags that may repeat what follows from ours, and nothing else."""
+    for dest, (why, remedy) in REFUSED_OTHERWISE.items():
+        if given.get(dest, derived[dest]) != derived[dest]:
+            raise UsageError(why, flag=f"{_flag(dest)} {given[dest]}", remedy=remedy)
+
+
+def given_to_fork(args: argparse.Namespace, parser: argparse.ArgumentParser) -> dict[str, Any]:
+    """What `args`, parsed by somebody else, have of Megatron's flags beyond their defaults.
+
+    Without those that Megatron's validation sets by itself.
+    """
+    return {
+        action.dest: getattr(args, action.dest)
+        for action in _actions(parser)
+        if action.dest not in SET_BY_VALIDATION
+        and hasattr(args, action.dest)
+        and getattr(args, action.dest) != parser.get_default(action.dest)
+    }
+
+
+def notes(given: Mapping[str, Any], parser: argparse.ArgumentParser) -> tuple[str, ...]:
+    """A line of the given flags that have no effect in RL, and one of those nobody has looked at.
+
+    `parser` is Megatron's, whatever version is installed, with or without ours.
+    """
+    flags = {action.dest: action.option_strings[0] for action in _actions(parser)}
+    known: set[str] = set()
+    found = []
+    for kind, reason, dests in tables():
+        known |= dests
+        if kind == "without effect" and (named := [d for d in given if d in dests & flags.keys()]):
+            found.append(f"{', '.join(flags[dest] for dest in named)} ({reason})")
+    lines = [f"without effect in RL: {'; '.join(found)}"] if found else []
+    if unknown := [flags[dest] for dest in given if dest in flags and dest not in known]:
+        lines.append(f"not known to mcore_rl, left to Megatron: {', '.join(unknown)}")
+    return tuple(lines)
+
+
+def _actions(parser: argparse.ArgumentParser) -> Iterator[argparse.Action]:
+    """Megatron's own, one a destination."""
+    seen: set[str] = set()
+    for group in parser._action_groups:
+        for action in group._group_actions if group.title != GROUP else ():
+            if action.option_strings and action.dest not in seen | {"help"}:
+                seen.add(action.dest)
+                yield action
+
+
+def _flag(dest: str) -> str:
+    return f"--{dest.replace('_', '-')}"
+
+
+def document(parser: argparse.ArgumentParser, version: str) -> str:
+    """docs/using/megatron_flags.md."""
+    flags = {action.dest: action.option_strings[0] for action in _actions(parser)}
+    rows: dict[str, dict[str, list[str]]] = {}
+    for kind, reason, dests in tables():
+        rows.setdefault(kind, {}).setdefault(reason, []).extend(flags[d] for d in dests)
+    rows["refused"] |= {
+        f"{' and '.join(values)}: {reason}": [flags[dest]]
+        for dest, (values, reason) in REFUSED_VALUES.items()
+    }
+    counts = {
+        kind.replace(" ", "_"): sum(map(len, groups.values())) for kind, groups in rows.items()
+    }
+    counts["refused"] -= len(REFUSED_VALUES)
+    text = _HEAD.format(version=version, total=len(flags), **counts)
+    for title, kind, column in _SECTIONS:
+        text += f"\n## {title}\n\n| {column} | flags |\n| --- | --- |\n"
+        for reason, names in rows[kind].items():
+            text += f"| {reason} | {' '.join(f'`{name}`' for name in sorted(names))} |\n"
+    return text
+
+
+_HEAD = """# Megatron's flags in RL
+
+Generated by `python scripts/document_flags.py` from
+`mcore_rl/flags/megatron_flags.py`; a test holds that it is up to date and complete.
+
+Of the {total} flags of Megatron {version}, {honoured} are honoured, {refused} are refused with a
+reason, and {without_effect} have no effect in RL: those that are given are named in one line when a
+run starts, and by `mcore-rl doctor`. A flag of another version of Megatron that stands in no table
+is left to Megatron and named as not known.
+
+In a fork, which parses its arguments itself, a value that differs from the parser's default counts
+as given. There `--train-iters` is not refused: Megatron makes the schedule of the learning rate so
+long.
+
+Flags that depend on the machine are derived from what can be imported there. Without CUDA, and
+without Transformer Engine, layers are Megatron's local ones and their fusions are off; without
+Apex's `fused_weight_gradient_mlp_cuda` the fusion of gradient accumulation is, which the output
+layer cannot do by Transformer Engine; for latent attention without YaRN that of rotation is. With
+Transformer Engine `--moe-grouped-gemm` is derived, unless there is `--rl-no-moe-grouped-gemm`. What
+is given and needs what is not there is refused. The planner takes the machine to have Transformer
+Engine, and no Apex.
+"""
+_SECTIONS: Sequence[tuple[str, str, str]] = (
+    ("Refused", "refused", "why, and what to do"),
+    ("Without effect", "without effect", "because"),
+    ("Honoured", "honoured", "where"),
+)

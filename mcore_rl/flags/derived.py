@@ -1,0 +1,319 @@
+"""Megatron flags that nobody should have to type: derived from the checkpoint and the machine.
+
+Three kinds, and what happens when a user gives one of them:
+- architecture, from config.json: a different value is an error that names both;
+- what Megatron needs where CUDA, Transformer Engine or Apex are missing, and where its own defaults
+  do not fit the model: likewise, there is no other value that works;
+- defaults that suit RL: the user's value wins.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from mcore_rl.batching.rows import chunks_of_sample, round_up
+from mcore_rl.common.errors import UsageError
+from mcore_rl.common.platform import Platform
+from mcore_rl.flags.classes import check_derived_count
+from mcore_rl.flags.given import flag_names, given_values
+from mcore_rl.flags.megatron_flags import ARCHITECTURE
+from mcore_rl.flags.options import RLConfig
+from mcore_rl.model.config_json import ModelShape, megatron_flags
+
+# Megatron's local layers, with those of `patches/megatron/local_layers.py` among them. Of the
+# fusions that are on by default, attention and norms have none; rotation needs Transformer Engine,
+# but for latent attention with YaRN, whose kernel knows nothing of shared prompts.
+_LOCAL_FLAGS = (
+    "--transformer-impl local --no-masked-softmax-fusion --no-rope-fusion --no-persist-layer-norm"
+).split()
+# On by default. Transformer Engine's layers have it built in, but the output layer is Megatron's
+# own in every spec, and cannot be made without Apex's kernel.
+_WITHOUT_APEX_FLAGS = ["--no-gradient-accumulation-fusion"]
+CPU_FLAGS = [
+    *"--distributed-backend gloo --use-cpu-initialization".split(),
+    *_LOCAL_FLAGS,
+    *_WITHOUT_APEX_FLAGS,
+    *"--no-bias-swiglu-fusion --no-bias-gelu-fusion --no-bias-dropout-fusion".split(),
+]
+
+# Values that Megatron's validation lets pass and that fail when the model is built.
+_NEEDS_CUDA = {
+    "cuda_graph_impl": ("local", "transformer_engine", "full_iteration"),
+    "enable_cuda_graph": (True,),
+    "external_cuda_graph": (True,),
+    "cpu_offloading_num_layers": range(1, 1 << 30),
+    "moe_token_dispatcher_type": ("flex",),
+}
+# Likewise, or that have no effect; of what is given on a machine with CUDA.
+_NEEDS_TRANSFORMER_ENGINE = frozenset(
+    """
+    cpu_offloading_num_layers fp4 fp8 moe_grouped_gemm moe_permute_fusion moe_router_fusion
+    te_rng_tracker use_grouped_gemm_for_shared_expert use_precision_aware_optimizer
+    use_te_activation_func use_transformer_engine_op_fuser
+    """.split()
+)
+# Their checkpointing keeps no output, by a function that Megatron imports with Transformer Engine.
+_RECOMPUTED_BY_TRANSFORMER_ENGINE = ("layernorm", "mla_up_proj", "moe_act")
+
+
+@dataclass(frozen=True, slots=True)
+class DerivedFlags:
+    """Tokens to put before the user's, by kind."""
+
+    architecture: tuple[str, ...]
+    machine: tuple[str, ...]
+    defaults: tuple[str, ...]
+
+    @property
+    def tokens(self) -> list[str]:
+        return [*self.architecture, *self.machine, *self.defaults]
+
+
+def derive_flags(
+    shape: ModelShape,
+    config: RLConfig,
+    given: Mapping[str, Any],
+    *,
+    parser: argparse.ArgumentParser,
+    platform: Platform,
+) -> DerivedFlags:
+    """What `given` (dest -> value, from the user) leaves to be derived.
+
+    `parser` is Megatron's with ours and is used as by `given_values`. Raises UsageError where the
+    user contradicts config.json, the machine, or `--rl-precision`.
+    """
+    architecture = megatron_flags(shape)
+    machine = machine_flags(shape, platform)
+    names = flag_names(parser)
+    wanted = given_values(architecture, parser)
+    _refuse_contradictions(wanted, given, names, "config.json")
+    for dest in [d for d in given if d in ARCHITECTURE and d not in wanted]:
+        if given[dest] != parser.get_default(dest):  # scripts like to spell out defaults
+            raise UsageError(
+                "contradicts config.json, which has no such part",
+                flag=_shown(dest, given[dest], names),
+                remedy="drop the flag",
+            )
+    for source, tokens in machine.items():
+        _refuse_contradictions(given_values(tokens, parser), given, names, source)
+    _refuse_other_precision(config, given)
+    if given.get("moe_grouped_gemm") and config.no_moe_grouped_gemm:
+        raise UsageError(
+            "contradicts --rl-no-moe-grouped-gemm", flag="--moe-grouped-gemm", remedy="drop one"
+        )
+    if given.get("moe_router_fusion") and shape.experts and shape.experts.ranks_groups_by_best:
+        raise UsageError(
+            "ranks a group of experts by the sum of several, but config.json (topk_method "
+            "'group_limited_greedy') by its best one",
+            flag="--moe-router-fusion",
+            remedy="drop the flag",
+        )
+    _refuse_what_is_not_here(given, names, platform)
+    defaults = given_values(_defaults(shape, config, given, platform), parser)
+    check_derived_count(given, defaults)
+    kept = {dest: value for dest, value in defaults.items() if dest not in given}
+    on_machine = [token for tokens in machine.values() for token in tokens]
+    return DerivedFlags(tuple(architecture), tuple(on_machine), tuple(_as_tokens(kept, names)))
+
+
+def machine_flags(shape: ModelShape, platform: Platform) -> dict[str, list[str]]:
+    """What Megatron cannot do without here, by what asks for it (in words)."""
+    if not platform.cuda:
+        return {"a machine without CUDA": CPU_FLAGS}
+    found = {}
+    if platform.transformer_engine is None:
+        found["a machine without Transformer Engine"] = _LOCAL_FLAGS
+    elif shape.latent and shape.rope["rope_type"] != "yarn":
+        found["latent attention without YaRN"] = ["--no-rope-fusion"]
+    if not platform.fused_weight_gradients:
+        found["a machine without Apex's fused weight gradients"] = _WITHOUT_APEX_FLAGS
+    return found
+
+
+def check_fits_machine(
+    args: argparse.Namespace,
+    shape: ModelShape,
+    given: Mapping[str, Any],
+    *,
+    parser: argparse.ArgumentParser,
+    platform: Platform,
+) -> None:
+    """The same of arguments that a fork has parsed, of which `given` differ from the defaults.
+
+    UsageError: one asks for what is not here, or, with CUDA, one of `machine_flags` is missing,
+    without which layers that are built much later raise.
+    """
+    _refuse_what_is_not_here(given, flag_names(parser), platform)
+    for source, tokens in machine_flags(shape, platform).items() if platform.cuda else ():
+        for dest, value in given_values(tokens, parser).items():
+            if getattr(args, dest) != value:
+                raise UsageError(
+                    f"the parsed {dest} is {getattr(args, dest)}, but {source} needs "
+                    f"{' '.join(tokens)}",
+                    remedy="pass that, or start by mcore_rl.initialize, which derives it",
+                )
+
+
+def _refuse_what_is_not_here(
+    given: Mapping[str, Any], names: Mapping[str, str], platform: Platform
+) -> None:
+    """Flags whose kernels or layers cannot be had on this machine."""
+    if not platform.cuda:
+        for dest in [dest for dest in given if given[dest] in _NEEDS_CUDA.get(dest, ())]:
+            raise UsageError(
+                "needs CUDA, which this machine lacks",
+                flag=_shown(dest, given[dest], names),
+                remedy="drop it",
+            )
+    if platform.transformer_engine is not None:
+        if given.get("transformer_impl") == "local":
+            raise UsageError(
+                "lacks layers that mcore_rl completes only where Transformer Engine cannot be "
+                "imported, and here it can",
+                flag="--transformer-impl local",
+                remedy="drop the flag",
+            )
+        return
+    for dest in [dest for dest in given if given[dest] and dest in _NEEDS_TRANSFORMER_ENGINE]:
+        raise UsageError(
+            "needs Transformer Engine, which cannot be imported here",
+            flag=_shown(dest, given[dest], names),
+            remedy="drop it",
+        )
+    for module in given.get("recompute_modules") or ():
+        if module in _RECOMPUTED_BY_TRANSFORMER_ENGINE:
+            raise UsageError(
+                "needs Transformer Engine, which cannot be imported here",
+                flag=f"--recompute-modules {module}",
+                remedy="drop it, or use --recompute-granularity full",
+            )
+
+
+def _refuse_contradictions(
+    wanted: Mapping[str, Any], given: Mapping[str, Any], names: Mapping[str, str], source: str
+) -> None:
+    for dest, value in given.items():
+        if dest in wanted and not _equal(dest, value, wanted[dest]):
+            needed = _shown(dest, wanted[dest], names)
+            raise UsageError(
+                f"contradicts {source}, which needs {needed}",
+                flag=_shown(dest, value, names),
+                remedy="drop the flag, it is derived",
+            )
+
+
+def _equal(dest: str, value: Any, wanted: Any) -> bool:
+    if dest == "moe_layer_freq" and isinstance(value, int) and value > 0:
+        value = [int(layer % value == 0) for layer in range(len(wanted))]  # what it is short for
+    return value == wanted
+
+
+def _shown(dest: str, value: Any, names: Mapping[str, str]) -> str:
+    """As on a command line; a switch is its name alone."""
+    return names[dest] if isinstance(value, bool) else f"{names[dest]} {value}"
+
+
+def _refuse_other_precision(config: RLConfig, given: Mapping[str, Any]) -> None:
+    """The engine's dtype follows --rl-precision, so Megatron's flags may only repeat it."""
+    for dest in ("bf16", "fp16"):
+        if given.get(dest) and config.precision != dest:
+            raise UsageError(
+                f"contradicts --rl-precision {config.precision}",
+                flag=f"--{dest}",
+                remedy=f"drop --{dest} or give --rl-precision {dest}",
+            )
+
+
+def _defaults(
+    shape: ModelShape, config: RLConfig, given: Mapping[str, Any], platform: Platform
+) -> list[str]:
+    """What RL wants where the user says nothing, and what Megatron insists on being told."""
+    mini_batch = config.samples_per_step // config.num_mini_batches
+    longest = config.max_prompt_tokens + config.max_response_tokens
+    chunks = chunks_of_sample(given.get("context_parallel_size") or 1)
+    tokens = [
+        *("--tokenizer-type", "NullTokenizer"),
+        *("--micro-batch-size", "1"),
+        *("--global-batch-size", str(mini_batch)),
+        *("--seq-length", str(round_up(longest, chunks))),
+        *("--train-iters", str(num_updates(config, of_critic=shape.value_head))),
+        *("--lr", "1e-6"),
+        *("--lr-decay-style", "constant"),
+        *("--clip-grad", "1.0"),
+        *("--weight-decay", "0.0"),
+        *("--adam-beta2", "0.95"),
+        *("--attention-dropout", "0.0"),
+        *("--hidden-dropout", "0.0"),
+        *("--make-vocab-size-divisible-by", str(_vocabulary_multiple(given))),
+        *("--ckpt-format", "fsdp_dtensor" if given.get("use_megatron_fsdp") else "torch_dist"),
+        *("--distributed-timeout-minutes", str(_patience_minutes(config))),
+        "--no-create-attention-mask-in-dataloader",
+        "--use-distributed-optimizer",
+    ]
+    if not given.get("use_megatron_fsdp"):  # whose format is
+        # A run goes on in whatever layout is free; else the optimizer is bound to its TP and PP.
+        tokens.append("--dist-ckpt-optim-fully-reshardable")
+    if given.get("save"):
+        tokens += ["--save-interval", str(config.num_steps)]  # once, at the end
+    if config.precision != "fp32" and not given.keys() & {"bf16", "fp16"}:
+        tokens.append(f"--{config.precision}")
+    if not given.get("use_checkpoint_opt_param_scheduler"):
+        # A continued run has more steps than the checkpoint knew of; the command line counts.
+        tokens.append("--override-opt_param-scheduler")
+    if given.get("tensor_model_parallel_size", 1) > 1:
+        # MoE with TP needs it, and it is no loss for dense models.
+        tokens.append("--sequence-parallel")
+    if shape.experts:
+        tokens += [
+            *("--moe-token-dispatcher-type", "alltoall"),
+            *("--moe-router-dtype", "fp32"),
+            *("--expert-tensor-parallel-size", "1"),
+            # Balancing belongs to pre-training: it would move the policy where no reward asks.
+            *("--moe-router-load-balancing-type", "none"),
+        ]
+        if shape.experts.has_bias:
+            tokens += ["--moe-router-bias-update-rate", "0.0"]
+        if platform.transformer_engine is not None and not config.no_moe_grouped_gemm:
+            tokens.append("--moe-grouped-gemm")  # else one product of matrices an expert
+        if given.get("moe_flex_dispatcher_backend") == "hybridep":
+            tokens.append("--moe-hybridep-pad-uneven-dispatch-inputs")  # else they must be even
+    return tokens
+
+
+def num_updates(config: RLConfig, *, of_critic: bool) -> int:
+    """Of the actor or the critic in a whole run: what Megatron's schedules of learning rate and
+    weight decay count as iterations. The actor has none while the critic warms up."""
+    waits = 0 if of_critic else config.critic_warmup_steps or 0
+    # 1 for a run that is all warm-up: Megatron's scheduler refuses 0.
+    return max(1, (config.num_steps - waits) * config.num_mini_batches * config.num_epochs)
+
+
+def _patience_minutes(config: RLConfig) -> int:
+    """How long a rank waits for another. Megatron's ten minutes are for steps of pre-training: here
+    one engine may sample longer than another. And where none comes it is the watchdog that is to
+    end the run, as it can say which rank is stuck, and in what."""
+    if not config.stage_timeout_seconds:
+        return 7 * 24 * 60
+    return math.ceil(config.stage_timeout_seconds / 60) + 10
+
+
+def _vocabulary_multiple(given: Mapping[str, Any]) -> int:
+    """Pad the vocabulary as vLLM does, to a multiple of 64, so that both cut it at the same rows.
+
+    Megatron multiplies the flag's value by the TP size.
+    """
+    return 64 // math.gcd(64, given.get("tensor_model_parallel_size", 1))
+
+
+def _as_tokens(values: Mapping[str, Any], names: Mapping[str, str]) -> list[str]:
+    tokens: list[str] = []
+    for dest, value in values.items():
+        if isinstance(value, bool):
+            tokens.append(names[dest])
+            continue
+        tokens += [names[dest], *(str(v) for v in (value if isinstance(value, list) else [value]))]
+    return tokens

@@ -1,0 +1,90 @@
+"""Megatron-FSDP's flags, checked before a model is built.
+
+Some of them Megatron asserts on, late and without a way out; others it takes and would then, in RL,
+hand over or save something else than what was trained.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from mcore_rl.common.errors import UsageError
+from mcore_rl.common.platform import Platform
+
+_DEFAULT = "optim_grads_params"  # Megatron's
+_SHARDING = ("optim", "optim_grads", _DEFAULT)
+_FLAG = "--use-megatron-fsdp"
+
+# Flags by destination, and what Megatron-FSDP has against them.
+_CLASHES = {
+    "fp8_param_gather": "keeps parameters in float8, which is not handed over",
+    "fp4_param_gather": "keeps parameters in 4 bits, which is not handed over",
+    "optimizer_cpu_offload": "keeps copies of the parameters that nothing brings up to date",
+}
+
+
+def check_fsdp(
+    values: Mapping[str, Any],
+    environment: Mapping[str, str],
+    *,
+    platform: Platform,
+) -> None:
+    """Raise UsageError for flags that do not go with, or are missing beside, Megatron-FSDP.
+
+    `values` are Megatron's, by destination, those that are given or all of them.
+    """
+    strategy = values.get("data_parallel_sharding_strategy", _DEFAULT)
+    if not values.get("use_megatron_fsdp"):
+        if strategy != _DEFAULT:
+            raise UsageError(
+                f"has no effect without {_FLAG}",
+                flag=f"--data-parallel-sharding-strategy {strategy}",
+                remedy="add that or drop the strategy",
+            )
+        return
+    if strategy not in _SHARDING:
+        raise UsageError(
+            f"with --data-parallel-sharding-strategy {strategy} shards nothing and cannot be saved",
+            flag=_FLAG,
+            remedy=f"give one of {', '.join(_SHARDING)}, or drop {_FLAG}",
+        )
+    if values.get("ckpt_format") != "fsdp_dtensor":
+        raise UsageError(
+            "saves in a format of its own", flag=_FLAG, remedy="add --ckpt-format fsdp_dtensor"
+        )
+    _check_layout(values)
+    for dest, reason in _CLASHES.items():
+        if values.get(dest):
+            flag = f"--{dest.replace('_', '-')}"
+            raise UsageError(f"{reason} with {_FLAG}", flag=flag, remedy="drop one of the two")
+    if environment.get("CUDA_DEVICE_MAX_CONNECTIONS", "1") == "1":
+        raise UsageError(
+            "needs more than one queue to the device, and the environment has "
+            "CUDA_DEVICE_MAX_CONNECTIONS=1",
+            flag=_FLAG,
+            remedy="unset it, or set it to 8",
+        )
+    is_fused = platform.cuda and values.get("gradient_accumulation_fusion", True)
+    if is_fused and (platform.transformer_engine or (0,)) < (2, 10):
+        raise UsageError(
+            "adds up gradients in the kernels of Transformer Engine 2.10 or later only",
+            flag=_FLAG,
+            remedy="add --no-gradient-accumulation-fusion",
+        )
+
+
+def _check_layout(values: Mapping[str, Any]) -> None:
+    pp_size = values.get("pipeline_model_parallel_size", 1)
+    if pp_size > 1:
+        raise UsageError(
+            f"does not go with {_FLAG}, which shards over all ranks but those of TP and EP",
+            flag=f"--pipeline-model-parallel-size {pp_size}",
+            remedy="drop one of the two",
+        )
+    if (instances := values.get("num_distributed_optimizer_instances", 1)) > 1:
+        raise UsageError(
+            f"is not supported with {_FLAG}",
+            flag=f"--num-distributed-optimizer-instances {instances}",
+            remedy="it must be 1",
+        )

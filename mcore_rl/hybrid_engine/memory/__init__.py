@@ -1,0 +1,1 @@
+"""What leaves the device and comes back, and where it stays meanwhile."""

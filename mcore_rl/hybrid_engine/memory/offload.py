@@ -1,0 +1,440 @@
+"""What training holds on the device, moved to host memory while rollout runs, and back bit for bit.
+
+Storages are emptied and refilled in place, never replaced: a parameter that is a view of a buffer,
+a `main_grad`, a tied weight, a main parameter that some other object points to, all stay what they
+were and are valid again after `onload`. In between they may not be touched: where one is read torch
+raises, where one is written the process dies.
+
+Megatron's own helpers do not serve. That of the optimizer replaces `p.data`, which tears a float32
+parameter out of its buffer, copies through pageable memory and cannot begin early; that of the
+gradients can only forget them.
+
+    kind         what it is                                      while away
+    parameters   the model's                                     host copy
+    optimizer    float32 main parameters, moments                host copy
+    gradients    data-parallel buffers and the optimizer's       nothing (zero afterwards), or a
+                 copies                                          host copy with `keep_gradients`
+
+While engines start, all of it leaves, whatever the flag says: vLLM wants its share of the device
+free then. What cannot leave stays and is named.
+
+On a machine without CUDA the device is host memory, too. The same code runs there, so that tests
+exercise it, but a copy saves nothing: only forgotten gradients do, and `OffloadStats.saved`
+counts nothing else.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from mcore_rl.common.errors import UsageError
+from mcore_rl.hybrid_engine.memory.device import give_back_cached
+from mcore_rl.hybrid_engine.memory.host_memory import HostBuffer
+
+logger = logging.getLogger(__name__)
+
+# Of storages shared between kinds the first one owns: what must be kept is never forgotten with a
+# gradient. Also the order of the way back: log-probs need the parameters, the update the rest.
+KINDS = ("parameters", "optimizer", "gradients")
+SHORT_NAMES = {"params": "parameters", "grads": "gradients"}  # on the command line
+
+Tensors = Mapping[str, Iterable[tuple[str, torch.Tensor]]]  # kind -> (name, tensor)
+
+
+# Megatron's flags that hold on to addresses, by destination: the kinds concerned, and why.
+_GRAPHS = (frozenset(KINDS), "captures the addresses of all that training holds in CUDA graphs")
+_REGISTERED = (frozenset({"gradients", "parameters"}), "registers these buffers with NCCL")
+_QUANTISED = (frozenset({"parameters"}), "keeps parameters in a form that cannot be emptied")
+_CLASHES: dict[str, tuple[frozenset[str], str]] = {
+    "cuda_graph_impl": _GRAPHS,
+    "enable_cuda_graph": _GRAPHS,
+    "external_cuda_graph": _GRAPHS,
+    "optimizer_cuda_graph": _GRAPHS,
+    "nccl_ub": _REGISTERED,
+    "fp8_param_gather": _QUANTISED,
+    "fp4_param_gather": _QUANTISED,
+}
+_FLAGS = {"nccl_ub": "use-nccl-ub"}  # where it is not the destination's name
+
+
+def _forbidden(values: Mapping[str, Any]) -> dict[str, str]:
+    """kind -> the destination of the flag in `values` that holds on to it."""
+    return {
+        kind: dest
+        for dest, (kinds, _) in _CLASHES.items()
+        if values.get(dest) not in (None, False, "none")
+        for kind in kinds
+    }
+
+
+def kinds_at_start(values: Mapping[str, Any]) -> frozenset[str]:
+    """The kinds that leave the device while engines start, with Megatron's flags `values`, by
+    destination; the others take their memory then, too.
+
+    Not those that a flag pins down from the beginning. Graphs are captured in the first update,
+    after the engines' start.
+    """
+    captured_later = {dest for dest, clash in _CLASHES.items() if clash is _GRAPHS}
+    begun = {dest: value for dest, value in values.items() if dest not in captured_later}
+    return frozenset(KINDS) - _forbidden(begun).keys()
+
+
+def offload_kinds(
+    text: str, values: Mapping[str, Any], *, has_cuda: bool, flag: str = "--rl-offload"
+) -> frozenset[str]:
+    """The kinds that a flag's value asks for: "auto", "none", or some of KINDS with commas.
+
+    SHORT_NAMES mean the same as the whole names.
+    "auto" is what pays off: gradients and optimizer where there is a GPU, nothing where there is
+    none, and nothing that Megatron's flags (`values`, by destination) do not allow. Raises
+    UsageError for an unknown kind, and for one that is asked for and not allowed.
+    """
+    forbidden = {
+        kind: f"--{_FLAGS.get(dest, dest.replace('_', '-'))}, which {_CLASHES[dest][1]}"
+        for kind, dest in _forbidden(values).items()
+    }
+    if text == "auto":
+        pays_off = {"gradients", "optimizer"} if has_cuda else set()
+        return frozenset(pays_off - forbidden.keys())
+    named = [] if text == "none" else [kind.strip() for kind in text.split(",")]
+    wanted = frozenset(SHORT_NAMES.get(kind, kind) for kind in named)
+    for kind in sorted(wanted):
+        if kind not in KINDS:
+            raise UsageError(
+                f"names {kind!r}, which is none of {', '.join(sorted(KINDS))}",
+                flag=f"{flag} {text}",
+                remedy="give some of these separated by commas, or auto, or none",
+            )
+        if kind in forbidden:
+            raise UsageError(
+                f"does not go with {forbidden[kind]}",
+                flag=f"{flag} {text}",
+                remedy="drop one of the two",
+            )
+    return wanted
+
+
+@dataclass(slots=True)
+class OffloadStats:
+    """One way there and back, as this rank saw it: bytes of each kind that was taken off.
+
+    A kind whose tensors take no memory yet, as moments before the first update, has 0 bytes.
+    """
+
+    moved: dict[str, int] = field(default_factory=dict)  # copied to the host
+    dropped: dict[str, int] = field(default_factory=dict)  # gradients that were not kept
+    saved: dict[str, int] = field(default_factory=dict)  # less memory in use in between
+    prefetched_bytes: int = 0  # of those moved, brought back by `prefetch`
+
+    @property
+    def moved_bytes(self) -> int:
+        return sum(self.moved.values())
+
+    @property
+    def dropped_bytes(self) -> int:
+        return sum(self.dropped.values())
+
+    @property
+    def saved_bytes(self) -> int:
+        return sum(self.saved.values())
+
+    def of(self, kinds: frozenset[str]) -> OffloadStats:
+        """A copy of what it says of `kinds`; `prefetched_bytes`, which no kind owns, is 0."""
+
+        def chosen(found: Mapping[str, int]) -> dict[str, int]:
+            return {kind: size for kind, size in found.items() if kind in kinds}
+
+        return OffloadStats(chosen(self.moved), chosen(self.dropped), chosen(self.saved))
+
+    def note(self, kind: str, *, moved: int, dropped: int, saved: int) -> None:
+        """Bytes of `kind` that were taken off; the last time counts, if it came back in between."""
+        self.moved[kind], self.dropped[kind], self.saved[kind] = moved, dropped, saved
+
+
+@dataclass(slots=True)
+class _Segment:
+    """One storage that is away."""
+
+    kind: str
+    name: str  # of a tensor in it
+    storage: torch.UntypedStorage
+    num_bytes: int
+    start: int | None  # in the kind's host buffer; None: not kept
+    is_back: bool = False
+
+    @property
+    def end(self) -> int:
+        assert self.start is not None
+        return self.start + self.num_bytes
+
+
+class Offloader:
+    """Takes `what` (some of KINDS) off the device and brings it back. Local to this rank.
+
+    `at_start` are the kinds that leave it while engines start (`kinds_at_start`).
+
+    `find` is asked before each way out, because an optimizer makes its state at its first step.
+    Tensors that are not on `device` stay where they are (some optimizers keep theirs on the host).
+    With `pin`, host memory is page-locked on CUDA and kept from one switch to the next, because
+    locking is slow; without, and without CUDA, it is freed on the way back.
+
+    RuntimeError: offloading a kind that is away, coming back when nothing is, a tensor whose
+    storage cannot be emptied, a storage that somebody refilled in between.
+    """
+
+    def __init__(
+        self,
+        find: Callable[[], Tensors],
+        what: frozenset[str],
+        *,
+        device: torch.device,
+        at_start: frozenset[str] = frozenset(KINDS),
+        keep_gradients: bool = False,
+        pin: bool = True,
+        chunk_bytes: int = 256 << 20,
+    ) -> None:
+        assert what | at_start <= set(KINDS), f"{sorted(what | at_start)}: not all among {KINDS}"
+        self.what, self._at_start = what, at_start
+        self.stats = OffloadStats()
+        self._find, self._device = find, device
+        self._on_cuda = device.type == "cuda"
+        self._kept = set(KINDS) if keep_gradients else set(KINDS) - {"gradients"}
+        # What leaves but once is not worth page-locking: that takes longer than the copy.
+        pinned = what if pin and self._on_cuda else frozenset()
+        self._host = {kind: HostBuffer(kind in pinned, chunk_bytes) for kind in KINDS}
+        self._away: dict[str, list[_Segment]] = {}
+        self._stream = torch.cuda.Stream(device) if self._on_cuda else None
+
+    @property
+    def away(self) -> frozenset[str]:
+        """The kinds that are not, or not all, on the device."""
+        return frozenset(self._away)
+
+    @property
+    def host_bytes(self) -> int:
+        """Host memory held for copies just now."""
+        return sum(buffer.num_bytes for buffer in self._host.values())
+
+    def offload(self, *kinds: str) -> None:
+        """Take those of `kinds` (default: all) that are in `what` off the device.
+
+        Waits for the device. If host memory cannot be had, everything stays as it is.
+        """
+        wanted = [kind for kind in KINDS if kind in self.what and kind in (kinds or KINDS)]
+        if again := self._away.keys() & set(wanted):
+            raise RuntimeError(f"{_rank()}{', '.join(sorted(again))} are offloaded already")
+        self._take_off(wanted, self._segments(wanted))
+
+    @contextmanager
+    def everything_away(self) -> Iterator[None]:
+        """In which all that can leave is off the device: all of `at_start`, whatever `what` is.
+
+        For the start of an engine, which wants its share of the device free. A tensor whose storage
+        cannot be emptied stays; how much that is stands in the log. Everything is back afterwards,
+        bit for bit but for gradients that are not kept; after a failure as far as it fits.
+        """
+        if self._away:
+            raise RuntimeError(f"{_rank()}{', '.join(sorted(self._away))} are offloaded already")
+        wanted = [kind for kind in KINDS if kind in self._at_start]
+        stays: dict[str, int] = {}
+        self._take_off(wanted, self._segments(wanted, stays))
+        give_back_cached()  # of what was used and freed before
+        self._say(stays)
+        try:
+            yield
+        except BaseException:
+            try:
+                self._come_back()
+            except Exception:  # what failed first is told
+                logger.debug("%straining's state did not come back", _rank(), exc_info=True)
+            raise
+        self._come_back()
+
+    def _come_back(self) -> None:
+        if self._away:
+            self.onload()
+
+    def _say(self, stays: Mapping[str, int]) -> None:
+        # Without CUDA a copy lies in the same memory.
+        is_first = not dist.is_initialized() or dist.get_rank() == 0
+        text = ""
+        if stays:
+            more = f" and {len(stays) - 1} more tensors" if len(stays) > 1 else ""
+            size = sum(stays.values()) / 1e9
+            text = f"; {size:.1f} GB cannot leave: {next(iter(stays))}{more}"
+        logger.log(
+            logging.INFO if self._on_cuda and is_first else logging.DEBUG,
+            "[Offload] of this rank, while engines start: %.1f GB off the device%s",
+            (self.stats.moved_bytes + self.stats.dropped_bytes) / 1e9,
+            text,
+        )
+
+    def _take_off(self, wanted: list[str], segments: list[_Segment]) -> None:
+        if not self._away:
+            self.stats = OffloadStats()
+        for kind in wanted:
+            self._host[kind].reserve(
+                max((s.end for s in segments if s.kind == kind and s.start is not None), default=0)
+            )
+        self._away.update({kind: [s for s in segments if s.kind == kind] for kind in wanted})
+        for segment in segments:
+            self._copy(segment, to_host=True)
+            if not self._on_cuda:  # at once, so that nothing is there twice
+                segment.storage.resize_(0)
+        if self._on_cuda and segments:
+            torch.cuda.current_stream(self._device).synchronize()  # the copies have arrived
+            for segment in segments:
+                segment.storage.resize_(0)
+            give_back_cached()
+        self._count(wanted, segments)
+
+    def prefetch(self, reserve_bytes: int = 1 << 30) -> int:
+        """Begin to bring back what fits, while the last responses are being generated.
+
+        On CUDA the copies run on a stream of their own beside the engine's kernels, as many as
+        leave `reserve_bytes` of the device free; elsewhere all is copied before this returns.
+        Returns the bytes under way. May be called again, when more has become free; the rest
+        follows with `onload`, and not before that may anything be touched.
+        """
+        self._require_away("prefetch")
+        free = torch.cuda.mem_get_info(self._device)[0] - reserve_bytes if self._on_cuda else None
+        fitting = []
+        for segment in self._missing():
+            if segment.start is None:
+                continue  # zeros need no time
+            if free is not None:
+                free -= segment.num_bytes
+                if free < 0:
+                    break
+            fitting.append(segment)
+        self._bring_back(fitting)
+        num_bytes = sum(segment.num_bytes for segment in fitting)
+        self.stats.prefetched_bytes += num_bytes
+        return num_bytes
+
+    def onload(self, *kinds: str) -> None:
+        """Bring `kinds` (default: all) back; what the caller puts on its stream next sees them."""
+        self._require_away("onload")
+        coming = [kind for kind in KINDS if kind in self._away and kind in (kinds or KINDS)]
+        self._bring_back([s for s in self._missing() if s.kind in coming])
+        if self._stream is not None:
+            torch.cuda.current_stream(self._device).wait_stream(self._stream)
+        for kind in coming:
+            self._host[kind].release()
+            del self._away[kind]
+
+    def _require_away(self, call: str) -> None:
+        if self.what and not self._away:
+            raise RuntimeError(f"{_rank()}{call} was called, but nothing is offloaded")
+
+    def _missing(self) -> Iterator[_Segment]:
+        for kind in KINDS:
+            yield from (s for s in self._away.get(kind, ()) if not s.is_back)
+
+    def _segments(self, kinds: list[str], stays: dict[str, int] | None = None) -> list[_Segment]:
+        """The storages of `kinds`, each once, with their places in host memory.
+
+        Those that cannot be emptied go to `stays`, by name, with their bytes; without it they are
+        an error.
+        """
+        seen = {s.storage._cdata for segments in self._away.values() for s in segments}
+        ends = dict.fromkeys(KINDS, 0)
+        segments = []
+        found = self._find() if kinds else {}
+        for kind in KINDS if kinds else ():
+            for name, tensor in found[kind]:
+                storage = tensor.untyped_storage()
+                if storage._cdata in seen or tensor.device.type != self._device.type:
+                    continue
+                seen.add(storage._cdata)
+                if kind not in kinds or storage.nbytes() == 0:
+                    continue
+                fault = _why_not_plain(name, tensor)
+                if fault is not None and stays is not None:
+                    stays[name] = storage.nbytes()
+                    continue
+                if fault is not None:
+                    raise RuntimeError(f"{_rank()}{fault}")
+                start = ends[kind] if kind in self._kept else None
+                segments.append(_Segment(kind, name, storage, storage.nbytes(), start))
+                ends[kind] += -(-storage.nbytes() // 512) * 512  # aligned for the copy engine
+        return segments
+
+    def _bring_back(self, segments: list[_Segment]) -> None:
+        for segment in segments:
+            if segment.storage.nbytes() != 0:
+                raise RuntimeError(
+                    f"{_rank()}the storage of {segment.name} ({segment.kind}) holds "
+                    f"{segment.storage.nbytes()} bytes, expected 0: it was refilled while offloaded"
+                )
+        if self._stream is None:
+            for segment in segments:
+                segment.storage.resize_(segment.num_bytes)
+                self._copy(segment, to_host=False)
+                segment.is_back = True
+            return
+        # Memory belongs to the stream it was allocated on, and may have been freed by kernels
+        # there that still run: hence allocate here, let the copies wait, and wait in `onload`.
+        try:
+            for segment in segments:
+                segment.storage.resize_(segment.num_bytes)
+        except torch.OutOfMemoryError:
+            for segment in segments:
+                segment.storage.resize_(0)  # still away, all of them: the caller may try again
+            raise
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._stream):
+            for segment in segments:
+                self._copy(segment, to_host=False)
+                segment.is_back = True
+
+    def _copy(self, segment: _Segment, *, to_host: bool) -> None:
+        device = _bytes_of(segment.storage)
+        if segment.start is None:
+            if not to_host:
+                device.zero_()
+            return
+        done = 0
+        for piece in self._host[segment.kind].pieces(segment.start, segment.num_bytes):
+            part = device[done : done + len(piece)]
+            source, target = (part, piece) if to_host else (piece, part)
+            target.copy_(source, non_blocking=True)
+            done += len(piece)
+
+    def _count(self, kinds: list[str], segments: list[_Segment]) -> None:
+        for kind in kinds:
+            sizes = [(s.num_bytes, s.start is None) for s in segments if s.kind == kind]
+            dropped = sum(size for size, is_dropped in sizes if is_dropped)
+            moved = sum(size for size, is_dropped in sizes if not is_dropped)
+            saved = dropped + (moved if self._on_cuda else 0)
+            self.stats.note(kind, moved=moved, dropped=dropped, saved=saved)
+
+
+def _bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+
+
+def _why_not_plain(name: str, tensor: torch.Tensor) -> str | None:
+    """Why a tensor's storage cannot be emptied; None if it can."""
+    if type(tensor.detach()) is not torch.Tensor:
+        return (
+            f"{name} is a {type(tensor).__name__}, expected a plain tensor: quantised weights keep "
+            "their bytes elsewhere and cannot be offloaded"
+        )
+    if not tensor.untyped_storage().resizable():
+        return (
+            f"the memory of {name} cannot be freed: it is not torch's own, or numpy has a view of "
+            "it"
+        )
+    return None
+
+
+def _rank() -> str:
+    return f"rank {dist.get_rank()}: " if dist.is_initialized() else ""

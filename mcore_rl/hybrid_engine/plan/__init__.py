@@ -1,0 +1,1 @@
+"""What moves from which rank to which: pure planning."""

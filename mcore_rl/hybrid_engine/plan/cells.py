@@ -1,0 +1,100 @@
+"""Cells: how a tensor is cut so that whatever any rank holds or needs is made of whole parts.
+
+The edges of all held and all needed boxes of a tensor draw a grid; its squares are the cells. A
+cell lies in each box entirely or not at all. Hashes of cells at the source can therefore be
+compared with those of whatever arrives somewhere, without knowing how it got there.
+
+Each cell that is needed is attested by one of its holders, so that every element counts once in the
+whole world, and all ranks have about equal work.
+
+Pure: boxes in, dataclasses out, the same on every rank.
+"""
+
+from __future__ import annotations
+
+import itertools
+from bisect import bisect_left
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from mcore_rl.hybrid_engine.plan.moves import Boxes, TensorInfo
+from mcore_rl.model.boxes import Box, show, volume
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """A slice that every held and every needed box contains or does not touch."""
+
+    tensor: str
+    box: Box
+    holders: tuple[int, ...]  # ascending
+    owner: int  # the holder that attests it
+    number: int  # counts the cells of all tensors
+
+
+def make_cells(
+    tensors: Mapping[str, TensorInfo], have: Sequence[Boxes], need: Sequence[Boxes]
+) -> dict[str, tuple[Cell, ...]]:
+    """The cells of each tensor that any rank needs, disjoint, covering every needed element once.
+
+    `have[rank]` and `need[rank]` are that rank's boxes. Pure, and the same on every rank. Raises
+    RuntimeError naming the rank, tensor and slice that nobody holds.
+    """
+    held: dict[str, dict[Box, list[int]]] = defaultdict(lambda: defaultdict(list))
+    needed: dict[str, dict[Box, int]] = defaultdict(dict)  # box -> a rank that needs it
+    for holdings, ranks in _by_identity(have):
+        for tensor, boxes in holdings.items():
+            for box in boxes:
+                held[tensor][box].extend(ranks)
+    for needs, ranks in _by_identity(need):
+        for tensor, boxes in needs.items():
+            for box in boxes:
+                needed[tensor].setdefault(box, ranks[0])
+    cells: dict[str, tuple[Cell, ...]] = {}
+    load = [0] * len(have)
+    numbers = itertools.count()
+    for tensor in sorted(needed):
+        itemsize, found = tensors[tensor].itemsize, []
+        for box, holders in _refined(tensor, held[tensor], needed[tensor]):
+            owner = min(holders, key=lambda rank: (load[rank], rank))
+            load[owner] += volume(box) * itemsize
+            found.append(Cell(tensor, box, tuple(sorted(holders)), owner, next(numbers)))
+        cells[tensor] = tuple(found)
+    return cells
+
+
+def _by_identity(by_rank: Sequence[Boxes]) -> Iterator[tuple[Boxes, list[int]]]:
+    """What ranks have in common as one object is looked at once (see `holdings.exchange`)."""
+    ranks: dict[int, list[int]] = defaultdict(list)
+    for rank, boxes in enumerate(by_rank):
+        ranks[id(boxes)].append(rank)
+    for same in ranks.values():
+        yield by_rank[same[0]], same
+
+
+def _refined(
+    tensor: str, held: Mapping[Box, list[int]], needed: Mapping[Box, int]
+) -> Iterator[tuple[Box, set[int]]]:
+    """(box, holders) of every cell that is needed, on the grid that all boxes' edges draw."""
+    dims = len(next(iter(needed)))
+    edges = [sorted({edge for box in (*held, *needed) for edge in box[dim]}) for dim in range(dims)]
+    holders: dict[tuple[int, ...], set[int]] = defaultdict(set)
+    for box, ranks in held.items():
+        for at in _squares(box, edges):
+            holders[at].update(ranks)
+    wanted = {at: rank for box, rank in needed.items() for at in _squares(box, edges)}
+    for at, rank in sorted(wanted.items()):
+        box = tuple((edges[dim][i], edges[dim][i + 1]) for dim, i in enumerate(at))
+        if not holders[at]:
+            raise RuntimeError(f"rank {rank} needs {tensor}{show(box)} and no rank holds it")
+        yield box, holders[at]
+
+
+def _squares(box: Box, edges: Sequence[Sequence[int]]) -> Iterator[tuple[int, ...]]:
+    """Where on the grid the parts of `box` lie."""
+    ranges = (
+        range(bisect_left(edges[dim], start), bisect_left(edges[dim], stop))
+        for dim, (start, stop) in enumerate(box)
+    )
+    return itertools.product(*ranges)

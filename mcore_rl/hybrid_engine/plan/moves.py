@@ -1,0 +1,177 @@
+"""From who has what and who needs what to moves: the same list on every rank.
+
+Pure: holdings and needs are boxes of checkpoint tensors, the result is a dataclass. Every needed
+element is covered exactly once, either by a move or by the receiver itself.
+
+Where a slice lies on several ranks, a receiver takes it from the nearest: first those of its own
+pipeline in its own node, then its node, then its pipeline, then anywhere; those that have received
+it pass it on (see `trees`). Among equally near holders the one that has the least to send so far is
+taken.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict, deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from mcore_rl.hybrid_engine.plan.trees import Forest, KnownGroups, Neighbourhoods, Tree
+from mcore_rl.model.boxes import Box, intersect, show, subtract, uncovered, volume
+
+Boxes = Mapping[str, Sequence[Box]]  # tensor -> disjoint boxes
+_MANY_BOXES = 16
+_WAYS = 4  # from some holders to some receivers: more balance better, and take more messages
+
+
+@dataclass(frozen=True, slots=True)
+class TensorInfo:
+    """A checkpoint tensor: its full shape, and the bytes and name of its element type."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    itemsize: int
+
+    @property
+    def num_bytes(self) -> int:
+        return math.prod(self.shape) * self.itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    """One box of one tensor on its way from a rank that holds it to all that get it from there."""
+
+    tensor: str
+    box: Box
+    tree: Tree
+    num_bytes: int
+
+    @property
+    def source(self) -> int:
+        return self.tree.source
+
+    @property
+    def receivers(self) -> tuple[int, ...]:
+        return self.tree.receivers
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Moves in the order of the tensors; every rank holds the same plan."""
+
+    moves: tuple[Move, ...]
+
+    def received_bytes(self, rank: int) -> int:
+        return sum(m.num_bytes for m in self.moves if rank in m.receivers)
+
+    def sent_bytes(self, rank: int) -> int:
+        """What it passes on included; a broadcast counts once."""
+        return sum(m.num_bytes * m.tree.sends(rank) for m in self.moves)
+
+
+def make_plan(
+    tensors: Mapping[str, TensorInfo],
+    *,
+    order: Sequence[str],
+    have: Sequence[Boxes],
+    need: Sequence[Boxes],
+    near: Neighbourhoods | None = None,
+    groups: KnownGroups | None = None,
+    load: list[int] | None = None,
+) -> Plan:
+    """Plan the moves of all ranks.
+
+    `have[rank]` and `need[rank]` are that rank's boxes; `order` names the tensors in the order in
+    which they travel. Ranks may share one mapping object, which saves work. `near` is None where
+    all ranks are equally near, `groups` where there is none to broadcast in. `load` is what each
+    rank has to send besides, to which is added. Raises RuntimeError naming the tensor, rank and box
+    that nobody holds.
+    """
+    near, known_groups = near or Neighbourhoods.alike(len(have)), groups or KnownGroups()
+    groups_of_ranks = _by_object(have, need)
+    load = [0] * len(have) if load is None else load
+    # Most tensors of a stage have the same holders and receivers, and take the same ways in turn.
+    known: dict[tuple[tuple[int, ...], tuple[int, ...]], deque[Forest]] = {}
+    moves: list[Move] = []
+    for tensor in order:
+        itemsize = tensors[tensor].itemsize
+        holders: dict[Box, list[int]] = defaultdict(list)
+        missing: dict[Box, list[int]] = defaultdict(list)
+        for (held, needed), ranks in groups_of_ranks:
+            boxes = held.get(tensor, ())
+            for box in boxes:
+                holders[box].extend(ranks)
+            for box in needed.get(tensor, ()):
+                for part in uncovered(box, boxes):
+                    missing[part].extend(ranks)
+        wanted = _cut_by_holder(tensor, missing, holders)
+        for (box, held_box), ranks in sorted(wanted.items()):
+            num_bytes = volume(box) * itemsize
+            ends = tuple(sorted(ranks)), tuple(sorted(holders[held_box]))
+            ways = known.setdefault(ends, deque())
+            if not ways or (ways[-1].has_choice and len(ways) < _WAYS):
+                ways.append(Forest(ends[1], ends[0], near, known_groups, load))
+            else:
+                ways.rotate(-1)
+            for tree in ways[-1].trees:
+                for leg in tree.legs:
+                    load[leg.sender] += num_bytes
+                moves.append(Move(tensor, box, tree, num_bytes))
+    return Plan(tuple(moves))
+
+
+def _by_object(
+    have: Sequence[Boxes], need: Sequence[Boxes]
+) -> list[tuple[tuple[Boxes, Boxes], list[int]]]:
+    """Ranks that have and need the same, as far as the caller gave them the same objects."""
+    ranks: dict[tuple[int, int], list[int]] = defaultdict(list)
+    for rank, (held, needed) in enumerate(zip(have, need, strict=True)):
+        ranks[id(held), id(needed)].append(rank)
+    return [((have[some[0]], need[some[0]]), some) for some in ranks.values()]
+
+
+def _cut_by_holder(
+    tensor: str, missing: Mapping[Box, Sequence[int]], holders: Mapping[Box, Sequence[int]]
+) -> dict[tuple[Box, Box], list[int]]:
+    """(part, held box it lies in) -> receivers: each missing box, cut where its holders change."""
+    wanted: dict[tuple[Box, Box], list[int]] = defaultdict(list)
+    held_boxes = sorted(holders)
+    ranges = np.array(held_boxes, dtype=np.int64)  # [boxes, dimensions, 2]
+    for box, ranks in missing.items():
+        left = [box]
+        while left:
+            rest = left.pop()
+            held, part = _best_overlap(rest, held_boxes, ranges)
+            if part is None:
+                raise RuntimeError(
+                    f"rank {min(ranks)} needs {tensor}{show(rest)} and no rank holds it; the "
+                    "weight map and the engine's needs do not describe the same checkpoint"
+                )
+            wanted[part, held].extend(ranks)
+            left.extend(subtract(rest, part))
+    return wanted
+
+
+def _best_overlap(
+    box: Box, held_boxes: Sequence[Box], ranges: npt.NDArray[np.int64]
+) -> tuple[Box, Box | None]:
+    """The held box that overlaps `box` most, and the overlap; the first of equals.
+
+    `ranges` are the held boxes as an array. Where there are many, as experts make them on thousands
+    of ranks, they are compared there.
+    """
+    if len(held_boxes) > _MANY_BOXES and box:
+        mine = np.array(box, dtype=np.int64)
+        shared = np.minimum(ranges[..., 1], mine[:, 1]) - np.maximum(ranges[..., 0], mine[:, 0])
+        volumes = np.maximum(shared, 0).prod(axis=1)
+        best_held = held_boxes[int(volumes.argmax())]
+        return best_held, intersect(box, best_held)
+    best: tuple[Box, Box | None] = ((), None)
+    for held in held_boxes:
+        part = intersect(box, held)
+        if part is not None and (best[1] is None or volume(part) > volume(best[1])):
+            best = (held, part)
+    return best

@@ -1,0 +1,1 @@
+"""That the engine holds the right weights: attestation and canaries."""

@@ -1,0 +1,339 @@
+"""Proof that what vLLM's loaders wrote is what Megatron held, element by element.
+
+Before the bytes move, every rank hashes slices of its own parameters, as they will be served; while
+vLLM loads, every rank hashes what its loaders have written, in its place, right after they did. One
+all-reduce brings both together. How the bytes travelled plays no part: neither plan nor transport
+is trusted, so the same check serves a plan, a stale plan and the plain gather.
+
+The unit of comparison is the cell (see `cells`): what a rank needs is made of cells, and so is what
+another holds, so a difference is narrowed down to those who hold the cell. Each cell is hashed by
+one of its holders; replicas that have drifted apart are found by that, too.
+
+What is not proved: that the weight map names the right tensors (the checkpoint round trip is tested
+for that), that a loader chose the right place, and what vLLM makes of its parameters afterwards
+(on CPU its kernels keep packed copies behind closures). These are what canaries are for.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from mcore_rl.common import objects
+from mcore_rl.hybrid_engine.plan.buckets import cut
+from mcore_rl.hybrid_engine.plan.cells import Cell, make_cells
+from mcore_rl.hybrid_engine.plan.moves import Boxes, TensorInfo
+from mcore_rl.hybrid_engine.proof.slice_hash import HostBits, Place, Sample, host_bits, tensor_key
+from mcore_rl.model.boxes import Box, contains, intersect, relative, show, volume
+
+FULL, SAMPLE, OFF = "full", "sample", "off"
+SAMPLE_PERIOD = 32  # in mode sample every row is hashed once in so many versions
+_READ_BYTES = 16 << 20  # at a time: what is served in another dtype is converted for it
+_SAMPLES_AT_ONCE = 64
+_SHOWN = 20  # mismatches that a rank tells the others of
+
+
+class ReadSlice(Protocol):
+    """Serves what a rank holds: the values of `box` of a tensor, or what the index `at` cuts out
+    of them, of which alone more is made than a view."""
+
+    def __call__(self, tensor: str, box: Box, at: Any = ..., /) -> torch.Tensor: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Mismatch:
+    """A slice that did not arrive as it was held."""
+
+    tensor: str
+    box: Box
+    source_ranks: tuple[int, ...]  # all that hold it, first the one whose copy was hashed
+    destination_rank: int
+    problem: str  # "differs" or what is missing
+
+    def __str__(self) -> str:
+        holders = ", ".join(map(str, self.source_ranks))
+        held = f"rank{'s' * (len(self.source_ranks) > 1)} {holders}"
+        slice_ = f"{self.tensor}{show(self.box)}"
+        return f"{slice_} of {held} {self.problem} on rank {self.destination_rank}"
+
+
+@dataclass(frozen=True, slots=True)
+class Attestation:
+    """The verdict on one hand-over, the same on all ranks but for the last two fields."""
+
+    mode: str  # FULL or SAMPLE
+    weight_version: int
+    mismatches: tuple[Mismatch, ...]  # at most 20 of every rank
+    num_mismatches: int
+    faults: tuple[str, ...]  # "rank R: what it raised"
+    num_cells: int  # of all tensors that are served
+    hashed_bytes: int  # on this rank, both sides; what sampling leaves out is not counted
+    seconds: float  # on this rank, without waiting for others; on CUDA: of launching
+
+    @property
+    def ok(self) -> bool:
+        return not self.faults and self.num_mismatches == 0
+
+    def __str__(self) -> str:
+        if self.ok:
+            return f"version {self.weight_version} arrived as it was held ({self.mode})"
+        found = [*self.faults[:2], *map(str, self.mismatches[:3])]
+        more = self.num_mismatches + len(self.faults) - len(found)
+        rest = f" (and {more} more)" if more else ""
+        return f"version {self.weight_version} did not arrive: {'; '.join(found)}{rest}"
+
+
+class Attestor:
+    """Attests the hand-overs of one layout on this rank.
+
+        attestor.begin(version, read)                    hash what this rank attests
+        engine.reload(weights, attestor.note)            hash what the loaders took
+        attestor.finish(fault)                           compare: collective over the world
+
+    `have` and `need` are the boxes of all ranks, as they are exchanged for planning. `device` is
+    where the collective's tensor is made. `mode` FULL hashes every element, SAMPLE one row of 32
+    (see `slice_hash.Sample`); that every needed element was read is checked in both.
+    """
+
+    def __init__(
+        self,
+        tensors: Mapping[str, TensorInfo],
+        have: Sequence[Boxes],
+        need: Sequence[Boxes],
+        *,
+        rank: int,
+        mode: str,
+        seed: int = 0,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        assert mode in (FULL, SAMPLE), mode
+        self.mode = mode
+        self._tensors, self._rank, self._seed = tensors, rank, seed
+        self._device = torch.device(device)
+        cells = make_cells(tensors, have, need)
+        self._num_cells = sum(map(len, cells.values()))
+        self._owned = [
+            self._part(cell, box)
+            for group in cells.values()
+            for cell in group
+            if cell.owner == rank
+            for box in cut(cell.box, _READ_BYTES // tensors[cell.tensor].itemsize)
+        ]
+        self._needed = {
+            tensor: [c for c in cells[tensor] if any(contains(box, c.box) for box in boxes)]
+            for tensor, boxes in need[rank].items()
+            if boxes
+        }
+        self._version = 0
+        self._salts: dict[str, tuple[int, Sample | None]] = {}  # of this version
+        self._parts_of: dict[tuple[str, Box], list[_Part]] = {}
+        self._source = _Tally()
+        self._arrived = _Tally()
+        self._samples: list[tuple[_Part, int, range, HostBits]] = []  # copied, not yet hashed
+        self._expected: _Sums | None = None
+        self._fault: str | None = None
+
+    def begin(self, weight_version: int, read: ReadSlice) -> None:
+        """Hash the cells that this rank attests, as `read` serves them, and begin to exchange them.
+
+        Collective over the world, and not waited for. A slice that cannot be read is a fault that
+        `finish` tells of.
+        """
+        self._version = weight_version
+        self._salts.clear()
+        self._source, self._fault = _Tally(), None
+        self.repeat()
+        try:
+            with self._source.timed():
+                for part in self._owned:
+                    key, sample = self._salt(part.tensor)
+                    rows = part.place.rows(sample)
+                    data = read(part.tensor, part.box, part.place.index(rows))
+                    self._source.add(part, part.place.hash(data, key, rows), len(rows))
+        except RuntimeError as error:
+            self._fault = str(error)
+        self._expected = _Sums(self._source.sums(self._num_cells, self._device))
+
+    def repeat(self) -> None:
+        """Begin again with the same version: what was loaded until now is forgotten."""
+        self._arrived = _Tally()
+        self._samples.clear()
+
+    def note(self, tensor: str, box: Box, data: torch.Tensor) -> None:
+        """Hash what a loader took of a tensor: `on_write` of `VLLMEngine.reload`.
+
+        `data` is what stands where the loader put it, or, where it computed with the tensor, what
+        it was given.
+        """
+        with self._arrived.timed():
+            parts = self._parts_of.get((tensor, box))
+            if parts is None:
+                parts = self._parts_of[tensor, box] = self._parts(tensor, box)
+            key, sample = self._salt(tensor)
+            for part in parts:
+                rows = part.place.rows(sample)
+                cuts = (*part.at, part.place.index(rows))
+                if self.mode == SAMPLE and data.device.type == "cpu":
+                    self._samples.append((part, key, rows, host_bits(data, cuts).copy()))
+                else:
+                    self._arrived.add(part, part.place.hash(data, key, rows, cuts=cuts), len(rows))
+            if len(self._samples) >= _SAMPLES_AT_ONCE:
+                self._hash_samples()
+
+    def _hash_samples(self) -> None:
+        """Those of which `note` took copies.
+
+        Many at once: between the loaders' copies, which fill all caches, each takes thrice as long.
+        """
+        for part, key, rows, bits in self._samples:
+            self._arrived.add(part, part.place.hash_bits(bits, key, rows), len(rows))
+        self._samples.clear()
+
+    def finish(self, fault: str | None = None) -> Attestation:
+        """Compare on all ranks. Collective over the world.
+
+        `fault` is what this rank's hand-over raised, if it did.
+        """
+        assert self._expected is not None, "begin comes first"
+        expected = self._expected.over_all_ranks()
+        with self._arrived.timed():
+            self._hash_samples()
+            mine = self._mismatches(expected)
+        faults = [text for text in (self._fault, fault) if text is not None]
+        count = torch.tensor([len(mine) + len(faults)], device=self._device)
+        dist.all_reduce(count)
+        told: list[Any] = []
+        if count.item():
+            told = objects.all_gather((len(mine), mine[:_SHOWN], faults))
+        return Attestation(
+            mode=self.mode,
+            weight_version=self._version,
+            mismatches=tuple(m for _, mismatches, _ in told for m in mismatches),
+            num_mismatches=sum(number for number, _, _ in told),
+            faults=tuple(f"rank {r}: {text}" for r, t in enumerate(told) for text in t[2]),
+            num_cells=self._num_cells,
+            hashed_bytes=self._source.num_bytes + self._arrived.num_bytes,
+            seconds=self._source.seconds + self._arrived.seconds,
+        )
+
+    def _mismatches(self, expected: np.ndarray) -> list[Mismatch]:
+        """What this rank needs and did not get as it was held."""
+        found = self._arrived.sums(self._num_cells, self._device).cpu().numpy()
+        mismatches = []
+        for cell in itertools.chain.from_iterable(self._needed.values()):
+            read, size = self._arrived.elements[cell.number], volume(cell.box)
+            if read != size:
+                problem = f"was not loaded ({read} of {size} elements were)"
+            elif found[cell.number] != expected[cell.number]:
+                problem = "differs"
+            else:
+                continue
+            sources = (cell.owner, *(rank for rank in cell.holders if rank != cell.owner))
+            mismatches.append(Mismatch(cell.tensor, cell.box, sources, self._rank, problem))
+        return mismatches
+
+    def _salt(self, tensor: str) -> tuple[int, Sample | None]:
+        """What this version's hashes of a tensor depend on beside its elements."""
+        if tensor not in self._salts:
+            sample = None
+            if self.mode == SAMPLE:
+                sample = Sample(tensor, self._version, SAMPLE_PERIOD)
+            self._salts[tensor] = tensor_key(tensor, self._version, self._seed), sample
+        return self._salts[tensor]
+
+    def _parts(self, tensor: str, box: Box) -> list[_Part]:
+        """What of the cells that this rank needs lies in `box`."""
+        shared = ((cell, intersect(cell.box, box)) for cell in self._needed.get(tensor, ()))
+        return [self._part(cell, part, box) for cell, part in shared if part is not None]
+
+    def _part(self, cell: Cell, box: Box, within: Box | None = None) -> _Part:
+        info = self._tensors[cell.tensor]
+        at = ()
+        if within is not None and within != box:
+            at = (tuple(slice(*ends) for ends in relative(box, within)),)
+        place = Place(box, info.shape, info.itemsize)
+        num_rows = max(1, box[-2][1] - box[-2][0]) if len(box) > 1 else 1
+        row_bytes = volume(box) // num_rows * info.itemsize
+        return _Part(cell.tensor, cell.number, box, at, place, volume(box), row_bytes)
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """A part of a cell that is hashed at once."""
+
+    tensor: str
+    number: int  # of the cell
+    box: Box
+    at: tuple[tuple[slice, ...], ...]  # what cuts it out of what is given, if anything does
+    place: Place
+    num_elements: int
+    row_bytes: int  # of one index along the last dimension but one
+
+
+class _Sums:
+    """`[cells]` int64 of this rank, on their way to be added up over all ranks."""
+
+    def __init__(self, mine: torch.Tensor) -> None:
+        self._sums = mine
+        self._work = dist.all_reduce(mine, async_op=True)  # int64 wraps around, as the hashes do
+
+    def over_all_ranks(self) -> np.ndarray:
+        """Waits for them, the first time."""
+        if self._work is not None:
+            self._work.wait()
+            self._work = None
+        return self._sums.cpu().numpy()
+
+
+class _Tally:
+    """Hashes and numbers of elements, by cell."""
+
+    def __init__(self) -> None:
+        self._sums: dict[int, int] = defaultdict(int)
+        self._elsewhere: list[tuple[int, torch.Tensor]] = []  # not waited for until they are summed
+        self.elements: dict[int, int] = defaultdict(int)
+        self.num_bytes = 0
+        self.seconds = 0.0
+
+    def add(self, part: _Part, hashed: int | torch.Tensor, num_rows: int) -> None:
+        if isinstance(hashed, int):
+            self._sums[part.number] += hashed
+        else:
+            self._elsewhere.append((part.number, hashed))
+        self.elements[part.number] += part.num_elements
+        self.num_bytes += num_rows * part.row_bytes
+
+    def sums(self, num_cells: int, device: torch.device) -> torch.Tensor:
+        """`[cells]` int64 on `device`, the sum of each cell's hashes modulo 2^64."""
+        on_host = np.zeros(num_cells, dtype=np.uint64)
+        for number, total in self._sums.items():
+            on_host[number] = total % (1 << 64)
+        sums = torch.from_numpy(on_host.view(np.int64)).to(device)
+        if self._elsewhere:
+            numbers, hashes = zip(*self._elsewhere, strict=True)
+            sums.index_add_(0, torch.tensor(numbers, device=device), torch.stack(hashes).to(device))
+        return sums
+
+    def timed(self) -> _Timed:
+        return _Timed(self)
+
+
+class _Timed:
+    """Adds the time of a `with` block to a tally."""
+
+    def __init__(self, tally: _Tally) -> None:
+        self._tally = tally
+
+    def __enter__(self) -> None:
+        self._started = time.perf_counter()
+
+    def __exit__(self, *exc: object) -> None:
+        self._tally.seconds += time.perf_counter() - self._started

@@ -1,0 +1,132 @@
+"""A hand-over with proof: attest what arrived, repeat it plainly if need be, else stop the run.
+
+    plan ─► attest ─ ok ─► KV cache ─► canary ─ ok ─► roll out
+              │                          │
+              └─────► plain gather ◄─────┘   once; what fails then stops the run
+
+All verdicts are the same on all ranks, and so is what follows from them.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable
+
+import torch
+import torch.distributed as dist
+
+from mcore_rl.hybrid_engine.proof.attest import Attestation, Attestor, ReadSlice
+from mcore_rl.hybrid_engine.proof.canary import Canary, CanaryResult
+from mcore_rl.hybrid_engine.transfer.gather import GatherPath
+from mcore_rl.hybrid_engine.vllm.engine import VLLMEngine
+
+logger = logging.getLogger(__name__)
+
+Weights = Iterable[tuple[str, torch.Tensor]]
+
+
+class Proof:
+    """Reloads an engine and proves it. All methods are collective over the world.
+
+    Without an attestor nothing is hashed, and what goes wrong is raised as it is. `on_repeat` is
+    called on all ranks before a hand-over is repeated: what the other path remembers of the last
+    version is not to be built upon. `on_repeated` is called afterwards where canaries asked for it:
+    as after the first time nothing is read any more, and the KV cache wakes next.
+    """
+
+    def __init__(
+        self,
+        engine: VLLMEngine,
+        *,
+        attestor: Attestor | None,
+        gather: GatherPath,
+        canary: Canary | None = None,
+        on_repeat: Callable[[], None] = lambda: None,
+        on_repeated: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._engine, self._attestor, self._gather = engine, attestor, gather
+        self._canary = canary
+        self._on_repeat, self._on_repeated = on_repeat, on_repeated
+        self._version = 0
+        self._repeated = False
+
+    @property
+    def repeated(self) -> bool:
+        """Whether the last hand-over had to be repeated by the plain gather."""
+        return self._repeated
+
+    def score_canary(self, weight_version: int) -> None:
+        """Megatron's side of the canaries, if they are due; before rollout mode."""
+        if self._canary is not None and self._canary.due(weight_version):
+            self._canary.score()
+
+    def begin(self, weight_version: int, read: ReadSlice) -> None:
+        """Hash what this rank attests, as `read` serves it; before anything is handed over."""
+        self._version, self._repeated = weight_version, False
+        if self._attestor is not None:
+            self._attestor.begin(weight_version, read)
+
+    def reload(self, weights: Weights, read: ReadSlice) -> Attestation | None:
+        """Load `weights`; where they are not proved, load what `read` serves by the plain gather.
+
+        Returns the verdict on what the engine has now. Raises RuntimeError, on all ranks, if that
+        is not what Megatron holds.
+        """
+        attestation = self._load(weights)
+        if attestation is not None and not attestation.ok:
+            return self._repeat(str(attestation), read)
+        return attestation
+
+    def check_canary(self, read: ReadSlice) -> CanaryResult | None:
+        """Compare both sides' scores if canaries are due, in rollout mode; as strict as `reload`.
+
+        Returns None where none are due.
+        """
+        if self._canary is None or not self._canary.due(self._version):
+            return None
+        result = self._compared(self._canary)
+        if not result.ok and not self._repeated:
+            # The KV cache may have the memory of what is read.
+            self._engine.sleep()
+            self._engine.wake_weights()
+            self._repeat(str(result), read)
+            self._on_repeated()
+            self._engine.wake_kv_cache()
+            result = self._compared(self._canary)
+        if not result.ok:
+            raise RuntimeError(
+                f"{result}, and the plain gather did not change that; the engine has other weights "
+                "than Megatron or computes otherwise: python -m mcore_rl.verify tells which; if it "
+                "is rounding, raise --rl-canary-tolerance (0 compares and never stops)"
+            )
+        return result
+
+    def _compared(self, canary: Canary) -> CanaryResult:
+        result = canary.compare(self._engine, self._version)
+        if dist.get_rank() == 0:
+            logger.info("[Canary] %s", result)
+        return result
+
+    def _repeat(self, reason: str, read: ReadSlice) -> Attestation | None:
+        if dist.get_rank() == 0:
+            logger.warning("%s; the hand-over is repeated by the plain gather", reason)
+        self._repeated = True
+        self._on_repeat()
+        if self._attestor is not None:
+            self._attestor.repeat()
+        attestation = self._load(self._gather.weights(read))
+        if attestation is not None and not attestation.ok:
+            raise RuntimeError(f"{reason}; nor by the plain gather: {attestation}")
+        return attestation
+
+    def _load(self, weights: Weights) -> Attestation | None:
+        if self._attestor is None:
+            self._engine.reload(weights)
+            return None
+        fault: str | None = None
+        try:
+            self._engine.reload(weights, self._attestor.note)
+        except Exception as error:  # whatever it is, all ranks must hear of it
+            logger.debug("a hand-over failed on this rank", exc_info=True)
+            fault = str(error) or repr(error)
+        return self._attestor.finish(fault)

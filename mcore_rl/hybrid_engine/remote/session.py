@@ -1,0 +1,245 @@
+"""What trainer ranks and engine workers do together: agree on a plan, and carry it out.
+
+Both sides run this code, in one joined world: trainer ranks first, engine workers after them. The
+trainers say what they hold, the workers what their loaders read, everybody makes the same plan, and
+an update is a start on which all agree, the stream of slices, and an end on which all agree.
+
+    Session(...)   hello and holdings -> needs -> plan -> are all plans the same?
+    update(...)    same plan, same version? -> slices -> did everyone succeed?
+
+Failures are told before anyone leaves. A rank whose own work fails (a loader, a read) keeps taking
+part until the end of the stream, and all hear of it then. Only a lost connection ends a stream
+early; then a rank closes its own connections, at which the other ranks' calls end too.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import socket
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from mcore_rl.hybrid_engine.plan.moves import TensorInfo, make_plan
+from mcore_rl.hybrid_engine.plan.trees import Neighbourhoods, Tree
+from mcore_rl.hybrid_engine.transfer.transfer import Pieces, ReadSlice, Transfer
+from mcore_rl.hybrid_engine.transfer.worlds import JoinedWorld, PeerFailure
+from mcore_rl.model.boxes import Box, show, volume
+from mcore_rl.model.weight_map import layer_order
+
+PROTOCOL = 2  # of what is said in a session; raise it with every change
+Holdings = Mapping[str, Sequence[Box]]
+LearnNeeds = Callable[[Mapping[str, TensorInfo]], Holdings]
+Load = Callable[[Iterator[tuple[str, Pieces]]], None]
+
+
+@dataclass(frozen=True, slots=True)
+class UpdateReport:
+    """One update as all ranks of the joined world saw it, by rank: trainers, then workers."""
+
+    weight_version: str
+    sent_bytes: tuple[int, ...]  # counted at the calls
+    received_bytes: tuple[int, ...]  # counted at the calls
+    needed_bytes: tuple[int, ...]  # what each rank's loaders read: the lower bound
+
+
+class Session:
+    """A plan agreed in a joined world. Constructing it and `update` are collective over that world.
+
+    Trainers give `tensors`, the same on each, and `have`, the boxes this rank holds; workers give
+    `learn`, which tells from the tensors that exist what this rank needs of them.
+
+    Raises RuntimeError on all ranks naming the one at fault, if a worker's model does not fit the
+    tensors, if the ranks do not speak the same protocol, describe other tensors or arrive at other
+    plans, or if nobody holds what a worker needs.
+    """
+
+    def __init__(
+        self,
+        world: JoinedWorld,
+        *,
+        bucket_bytes: int,
+        device: torch.device | str,
+        tensors: Mapping[str, TensorInfo] | None = None,
+        have: Holdings | None = None,
+        learn: LearnNeeds | None = None,
+    ) -> None:
+        self._world, self._updates = world, 0
+        holdings, self.tensors, near = self._holdings(tensors, have)
+        need = self._needs(learn)
+        self.need: Holdings = need[world.rank]
+        self._needed_bytes = tuple(_num_bytes(boxes, self.tensors) for boxes in need)
+        plan = self._agree(
+            lambda: make_plan(
+                self.tensors,
+                order=layer_order(self.tensors),
+                have=holdings,
+                need=need,
+                near=near,
+            ),
+            say=lambda plan: _digest(
+                [[m.tensor, m.box, _ways(m.tree)] for m in plan.moves] + [bucket_bytes]
+            ),
+        )
+        self.plan_id = self._require_same([said for said, _ in plan], "plan")
+        self._transfer: Transfer | None = Transfer(
+            plan[world.rank][1],
+            self.tensors,
+            bucket_bytes=bucket_bytes,
+            device=device,
+            world=world,
+        )
+
+    def _holdings(
+        self, tensors: Mapping[str, TensorInfo] | None, have: Holdings | None
+    ) -> tuple[list[Holdings], dict[str, TensorInfo], Neighbourhoods]:
+        """What each rank holds, the tensors of which any rank holds something, and who is near."""
+        mine = {
+            "protocol": PROTOCOL,
+            "tensors": _described(tensors or {}) if self._world.rank == 0 else None,
+            "described": _digest(_described(tensors)) if tensors is not None else None,
+            "have": have or {},
+            "host": socket.gethostname(),
+        }
+        everyone = self._world.exchange(mine)
+        self._require_same([said["protocol"] for said in everyone], "version of the protocol")
+        described = [said["described"] for said in everyone if said["described"] is not None]
+        self._require_same(described, "list of tensors")
+        holdings = [_boxes(said["have"]) for said in everyone]
+        held = set().union(*(boxes for boxes in holdings))
+        infos = {
+            name: TensorInfo(tuple(shape), dtype, itemsize)
+            for name, (shape, dtype, itemsize) in everyone[0]["tensors"].items()
+            if name in held
+        }
+        hosts = [said["host"] for said in everyone]
+        near = Neighbourhoods(tuple(map(hosts.index, hosts)), (0,) * len(hosts))
+        return holdings, infos, near
+
+    def _needs(self, learn: LearnNeeds | None) -> list[Holdings]:
+        def mine() -> Holdings:
+            needs = learn(self.tensors) if learn is not None else {}
+            return {name: boxes for name, boxes in needs.items() if boxes}
+
+        return [_boxes(said) for said, _ in self._agree(mine, say=lambda needs: needs)]
+
+    def update(
+        self, weight_version: str, *, plan_id: str, read: ReadSlice | None, load: Load | None
+    ) -> UpdateReport:
+        """Move the weights once. Collective; all ranks give the same version and plan.
+
+        Trainers give `read`, workers `load`, which takes (tensor, some of its pieces) in the order
+        of the layers; the pieces are valid until it asks for more. Raises RuntimeError on all
+        ranks, naming the first that failed; PeerFailure, which is one, if the connection is lost
+        with it.
+        """
+        self._updates += 1
+        mine = [self.plan_id, plan_id, weight_version, self._updates]
+        everyone = self._world.meet(mine)
+        what = ("plan", "plan of the update", "weight version", "number of updates")
+        for at, name in enumerate(what):
+            self._require_same([said[at] for said in everyone], name)
+        if plan_id != self.plan_id:
+            raise RuntimeError(f"the update is of plan {plan_id}, all ranks have {self.plan_id}")
+        done = self._agree(lambda: self._move(read, load), say=lambda moved: moved)
+        sent, received = zip(*(moved for moved, _ in done), strict=True)
+        return UpdateReport(weight_version, sent, received, self._needed_bytes)
+
+    def _move(self, read: ReadSlice | None, load: Load | None) -> tuple[int, int]:
+        """Take part in the stream to its end; (sent, received) bytes. Raises what failed here."""
+        assert self._transfer is not None, "the session is closed"
+        fault: Exception | None = None
+        arriving = self._arriving(read or _no_source)
+        try:
+            if load is not None:
+                load(arriving)
+        except PeerFailure:
+            raise
+        except Exception as error:  # told to the others after the stream
+            fault = error
+        for _ in arriving:
+            pass
+        if fault is not None:
+            raise fault
+        return self._transfer.stats.sent_bytes, self._transfer.stats.received_bytes
+
+    def _arriving(self, read: ReadSlice) -> Iterator[tuple[str, Pieces]]:
+        """The transfer's stream; whatever goes wrong in it ends the connection."""
+        assert self._transfer is not None
+        try:
+            yield from self._transfer.stream(read, partial=True, keep=False)
+        except Exception as error:  # told to the others by `fail`, and raised here
+            self._transfer = None
+            # The frames of the calls that failed hold the process groups, which keep the
+            # connections open on which the other ranks wait.
+            traceback.clear_frames(error.__traceback__)
+            what = str(error).split(". This is typically")[0]  # gloo guesses on
+            raise PeerFailure(self._world.fail(f"the transfer broke: {what}")) from None
+
+    def _agree(self, work: Callable[[], Any], *, say: Callable[[Any], Any]) -> list[Any]:
+        """Run `work` here; (what `say` makes of the result, the result or None) of each rank.
+
+        The result itself is there for this rank only. Raises on all ranks if `work` did on one.
+        """
+        result, fault = None, None
+        try:
+            result = work()
+        except PeerFailure:
+            raise
+        except Exception as error:  # whatever it is, the others must hear of it
+            result, fault = None, error
+        mine = {"fault": None if fault is None else str(fault) or repr(fault)}
+        everyone = self._world.exchange({**mine, "said": say(result) if fault is None else None})
+        for rank, said in enumerate(everyone):
+            if said["fault"] is not None:
+                raise RuntimeError(f"rank {rank} of the joined world: {said['fault']}") from fault
+        return [
+            (said["said"], result if rank == self._world.rank else None)
+            for rank, said in enumerate(everyone)
+        ]
+
+    def _require_same(self, said: Sequence[Any], what: str) -> Any:
+        if any(other != said[0] for other in said):
+            ranks = [rank for rank, other in enumerate(said) if other != said[0]]
+            raise RuntimeError(
+                f"the {what} is not the same on all ranks of the joined world: {said[0]!r} on rank "
+                f"0, {said[ranks[0]]!r} on ranks {ranks}"
+            )
+        return said[0]
+
+    def close(self) -> None:
+        """Let go of the transfer and the connections. Not collective."""
+        self._transfer = None
+        self._world.close()
+
+
+def _no_source(tensor: str, box: Box) -> torch.Tensor:
+    raise RuntimeError(f"{tensor}{show(box)} was asked of an engine, which only receives")
+
+
+def _described(tensors: Mapping[str, TensorInfo]) -> dict[str, list[Any]]:
+    return {name: [list(i.shape), i.dtype, i.itemsize] for name, i in sorted(tensors.items())}
+
+
+def _boxes(said: Mapping[str, Any]) -> dict[str, tuple[Box, ...]]:
+    """Boxes out of JSON, which knows no tuples."""
+    return {
+        name: tuple(tuple((start, stop) for start, stop in box) for box in boxes)
+        for name, boxes in said.items()
+    }
+
+
+def _num_bytes(boxes: Holdings, tensors: Mapping[str, TensorInfo]) -> int:
+    return sum(volume(box) * tensors[name].itemsize for name, held in boxes.items() for box in held)
+
+
+def _ways(tree: Tree) -> list[Any]:
+    return [[[leg.sender, leg.receivers] for leg in hop] for hop in tree.hops]
+
+
+def _digest(said: Any) -> str:
+    return hashlib.sha256(json.dumps(said).encode()).hexdigest()[:16]

@@ -1,0 +1,271 @@
+"""Engines in other processes, updated shard to shard: the side of the trainer.
+
+    trainer = MegatronTrainerWeightTransferEngine(info, source=source, engines=[client, ...])
+    trainer.connect()              once, and again after a failure
+    trainer.send_weights("17")     pause -> start -> every slice to who needs it -> finish -> resume
+
+All of it is collective over the trainer's ranks. Rank 0 also hosts the store in which everybody
+meets, and calls the vLLM servers; the others only send. See `weight_transfer` for the other side,
+and `weight_transfer_session` for what both do together.
+"""
+
+from __future__ import annotations
+
+import logging
+import socket
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import asdict, dataclass, field
+from typing import Any, ClassVar, Self
+
+import torch
+import torch.distributed as dist
+from vllm.distributed.weight_transfer.base import (
+    ParamMeta,
+    TrainerInitInfo,
+    TrainerWeightTransferEngine,
+    VLLMWeightSyncClient,
+    WeightSource,
+)
+
+from mcore_rl.common import objects
+from mcore_rl.hybrid_engine.plan.moves import TensorInfo
+from mcore_rl.hybrid_engine.remote.engine import (
+    BACKEND,
+    MegatronInitInfo,
+    MegatronUpdateInfo,
+)
+from mcore_rl.hybrid_engine.remote.engine_client import EngineClient
+from mcore_rl.hybrid_engine.remote.session import Session, UpdateReport
+from mcore_rl.hybrid_engine.transfer.worlds import JoinedWorld, host_store, new_name, reach_store
+from mcore_rl.megatron.shards import ModelShards
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class MegatronTrainerInitInfo(TrainerInitInfo):
+    """How the trainer is reached and what it sends in; `rank` is that of `dist.get_rank()`.
+
+    `master_address` must reach trainer rank 0 from every worker; by default that is its host name.
+    `master_port` 0 takes a free one. `bucket_bytes` bounds what is in flight on a rank. No wait is
+    longer than `timeout_seconds`. `pause_mode` is one of `EngineClient.pause`; None leaves pausing
+    and the prefix cache to the caller.
+    """
+
+    backend: ClassVar[str] = BACKEND
+
+    master_address: str = field(default_factory=socket.gethostname)
+    master_port: int = 0
+    group_backend: str = "gloo"
+    bucket_bytes: int = 512 << 20
+    timeout_seconds: float = 300.0
+    pause_mode: str | None = "keep"
+
+
+class ShardSource(WeightSource):
+    """The trainer's weights as they lie: no tensor is whole anywhere, and none is made whole.
+
+    `shards` is this rank's, `tensors` are those of the checkpoint, alike on all ranks.
+    """
+
+    def __init__(self, shards: ModelShards, tensors: dict[str, TensorInfo]) -> None:
+        self.shards, self.tensors = shards, tensors
+
+    def metadata(self) -> list[ParamMeta]:
+        """Names, dtypes and whole shapes of the checkpoint's tensors."""
+        return [
+            ParamMeta(name, getattr(torch, info.dtype), info.shape)
+            for name, info in self.tensors.items()
+        ]
+
+    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+        raise RuntimeError("a ShardSource gives slices, by shards.read; it has no whole tensors")
+
+
+class MegatronTrainerWeightTransferEngine(TrainerWeightTransferEngine[MegatronTrainerInitInfo]):
+    """This trainer rank's end of the connection to one or several vLLM servers.
+
+    All methods but `shutdown` are collective over the trainer's default process group, and are
+    over within the timeout. A failure, on whatever rank or worker, raises RuntimeError with the
+    same text on all trainer ranks; the connection is then closed, the servers stay paused, and
+    `connect` starts anew.
+    """
+
+    init_info_cls = MegatronTrainerInitInfo
+
+    def __init__(
+        self,
+        init_info: MegatronTrainerInitInfo,
+        *,
+        source: ShardSource,
+        engines: Sequence[EngineClient],
+    ) -> None:
+        super().__init__(client=engines[0], source=source, is_sender=init_info.is_sender)
+        self._info, self._source, self._engines = init_info, source, tuple(engines)
+        self._store: dist.TCPStore | None = None
+        self._session: Session | None = None
+        self._world: JoinedWorld | None = None
+        self._calls: list[Future[None]] = []
+        self._num_calls = 0
+
+    @classmethod
+    def trainer_init(
+        cls,
+        init_info: MegatronTrainerInitInfo,
+        *,
+        client: VLLMWeightSyncClient,
+        source: WeightSource | None = None,
+    ) -> Self:
+        """For vLLM's `WeightTransferTrainerFactory`: one server, connected."""
+        if not isinstance(source, ShardSource):
+            raise ValueError(f"the backend {BACKEND} sends shards: give a ShardSource as source")
+        trainer = cls(init_info, source=source, engines=[client])
+        trainer.connect()
+        return trainer
+
+    def connect(self) -> None:
+        """Join the workers of all servers, agree on the plan, and be ready to send."""
+        self.shutdown()
+        self._together(self._connect)
+
+    def send_weights(self, weight_version: str | None = None) -> UpdateReport:
+        """Bring the current weights to all servers, which then report `weight_version`.
+
+        By default that is the number of the call.
+        """
+        self._num_calls += 1
+        return self._together(lambda: self._send(weight_version or str(self._num_calls)))
+
+    def shutdown(self) -> None:
+        """Close the connection. Not collective; the servers and their weights stay."""
+        if self._session is not None:
+            self._session.close()
+        if self._world is not None:
+            self._world.close()
+        self._session = self._world = self._store = None
+        self._calls = []
+
+    def _together(self, work: Callable[[], Any]) -> Any:
+        """`work` on all trainer ranks; its result, or the first failure on all of them."""
+        result, fault = None, None
+        try:
+            result = work()
+        except Exception as error:  # whatever it is, workers and trainer ranks must hear of it
+            if self._world is not None:
+                self._world.fail(str(error))
+            self.shutdown()
+            fault = error
+        mine = None if fault is None else str(fault) or repr(fault)
+        try:
+            faults = objects.all_gather(mine)
+        except RuntimeError as lost:  # a trainer rank is gone
+            self.shutdown()
+            raise RuntimeError(mine or f"a rank of the trainer is gone: {lost}") from fault
+        first = next((text for text in faults if text), None)
+        if first is not None:
+            self.shutdown()
+            raise RuntimeError(first) from fault
+        return result
+
+    def _connect(self) -> None:
+        info = self._info
+        num_trainers = dist.get_world_size()
+        meeting_point = self._invite(num_trainers) if self.is_sender else None
+        found = objects.broadcast(meeting_point)
+        if isinstance(found, str):
+            raise RuntimeError(found)
+        port, name, size = found
+        store = self._store
+        if store is None:
+            store = reach_store(info.master_address, port, info.timeout_seconds)
+        self._world = JoinedWorld(
+            store,
+            rank=info.rank,
+            size=size,
+            name=name,
+            backend=info.group_backend,
+            timeout_seconds=info.timeout_seconds,
+            check=self._check_calls,
+        )
+        shards = self._source.shards
+        self._session = Session(
+            self._world,
+            bucket_bytes=info.bucket_bytes,
+            device=shards.device,
+            tensors=self._source.tensors,
+            have={tensor: shards.boxes(tensor) for tensor in shards.tensors()},
+        )
+        self._wait_for_calls()
+
+    def _invite(self, num_trainers: int) -> tuple[int, str, int] | str:
+        """Host the store and call all servers to it: (port, name, size) of the world, or why not.
+
+        Only on rank 0. The calls return when the workers are connected; they are waited for later.
+        """
+        info = self._info
+        try:
+            workers = [engine.num_workers() for engine in self._engines]
+            self._store = host_store(info.master_address, info.master_port, info.timeout_seconds)
+        except Exception as error:  # of a client of any make; told to all ranks by `_connect`
+            return str(error)
+        name, size = new_name(), num_trainers + sum(workers)
+        offset = num_trainers
+        invitations = []
+        for count in workers:
+            invitation = MegatronInitInfo(
+                master_address=info.master_address,
+                master_port=self._store.port,
+                world_name=name,
+                rank_offset=offset,
+                world_size=size,
+                group_backend=info.group_backend,
+                bucket_bytes=info.bucket_bytes,
+                timeout_seconds=info.timeout_seconds,
+            )
+            invitations.append(asdict(invitation))
+            offset += count
+        self._call("init_weight_transfer_engine", invitations)
+        return self._store.port, name, size
+
+    def _send(self, weight_version: str) -> UpdateReport:
+        if self._session is None:
+            raise RuntimeError("not connected to any engine; call connect first")
+        update = MegatronUpdateInfo(self._session.plan_id, weight_version)
+        if self.is_sender:
+            for engine in self._engines:
+                if self._info.pause_mode is not None:
+                    engine.pause(self._info.pause_mode)
+                engine.start_weight_update()
+            self._call("update_weights", [asdict(update)] * len(self._engines))
+        report = self._session.update(
+            weight_version, plan_id=update.plan_id, read=self._source.shards.read, load=None
+        )
+        self._wait_for_calls()
+        if self.is_sender:
+            for engine in self._engines:
+                engine.finish_weight_update(weight_version)
+            for engine in self._engines:
+                if self._info.pause_mode is not None:
+                    engine.resume()
+        return report
+
+    def _call(self, method: str, arguments: Sequence[dict[str, Any]]) -> None:
+        """Begin a call that returns when the workers have done their part of what follows here."""
+        pool = ThreadPoolExecutor(len(self._engines), thread_name_prefix="mcore_rl_engine")
+        self._calls = [
+            pool.submit(getattr(engine, method), argument)
+            for engine, argument in zip(self._engines, arguments, strict=True)
+        ]
+        pool.shutdown(wait=False)
+
+    def _check_calls(self) -> None:
+        """Raise what a call of `_call` raised; looked at while waiting for the workers."""
+        for call in self._calls:
+            if call.done():
+                call.result()
+
+    def _wait_for_calls(self) -> None:
+        for call in self._calls:
+            call.result(timeout=self._info.timeout_seconds)
+        self._calls = []

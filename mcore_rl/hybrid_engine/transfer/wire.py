@@ -1,0 +1,268 @@
+"""Sends the messages of a bucket along their trees, and says when they were on their way.
+
+A leg whose ranks are a group that the caller has goes by broadcast in that group; all others go
+point to point, those of a hop as one batch, in one group of all ranks, which is made if there are
+any. So a wire adds one group, or none.
+
+On the host (gloo) a thread starts the messages hop by hop and waits for them, so that a rank passes
+on what it has received, and their end is known, also while the caller is busy. On CUDA they follow
+each other on a stream of their own, and events tell when. **The CUDA part was not run: it is
+written from PyTorch's documentation of streams, events and NCCL groups.**
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from mcore_rl.common import objects
+from mcore_rl.hybrid_engine.plan.trees import Connections, Leg, Tree
+from mcore_rl.hybrid_engine.transfer.worlds import World
+
+Groups = Mapping[frozenset[int], dist.ProcessGroup]
+
+
+class Flight:
+    """Messages on their way. `wait` returns when all have arrived or left, or raises their error.
+
+    `interval` is when they set out and when they were through, in seconds of one clock, once `wait`
+    has returned.
+    """
+
+    def __init__(self, hops: Sequence[Callable[[], Iterable[dist.Work]]]) -> None:
+        self._hops = hops
+        self._done = threading.Event()
+        self._error: Exception | None = None
+        self._start = self._end = 0.0
+
+    def run(self) -> None:
+        """Start the hops one after the other, in the thread that stands by, and take the time."""
+        self._start = time.perf_counter()
+        try:
+            for start in self._hops:
+                for work in list(start()):
+                    work.wait()
+        except Exception as error:  # raised again by `wait`, which else never returned
+            self._error = error
+        self._hops = ()  # which hold process groups
+        self._end = time.perf_counter()
+        self._done.set()
+
+    def wait(self) -> None:
+        """Block until all messages are through; raises what broke one."""
+        self._done.wait()
+        if self._error is not None:
+            raise self._error
+
+    def interval(self) -> tuple[float, float]:
+        """(start, end) in seconds of `time.perf_counter`, after `wait`."""
+        return self._start, self._end
+
+
+class CudaFlight:
+    """As `Flight`, on the device. Not run, see above."""
+
+    def __init__(self, origin: Any, start: Any, end: Any) -> None:
+        self._origin, self._start, self._end = origin, start, end
+
+    def wait(self) -> None:
+        """Block the host until all messages are through."""
+        # The host waits: what it launches next on its own stream then finds the data in place.
+        self._end.synchronize()
+
+    def interval(self) -> tuple[float, float]:
+        """(start, end) in seconds since the wire was made, after `wait`."""
+        return (
+            self._origin.elapsed_time(self._start) / 1e3,
+            self._origin.elapsed_time(self._end) / 1e3,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One message and its bytes on this rank, uint8 `[n]`: what to send, or where to receive."""
+
+    tree: Tree
+    data: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """What this rank does of a tree."""
+
+    hops: tuple[tuple[Leg, ...], ...]  # its legs; as many as the tree has
+    num_sends: int  # a broadcast is one
+    partners: frozenset[int]  # ranks that it sends to or receives from
+
+
+class Wire:
+    """The groups that some trees need over the ranks of `world`, and messages along these trees.
+
+    Constructing is collective over the world: the keys of `groups`, the groups that exist already,
+    must be the same on all ranks, and so must `trees`. A leg to several ranks must be one of these
+    groups. `num_groups` is how many were made, the same everywhere: one for what goes point to
+    point, or none.
+
+    Deadlock freedom: messages have one common order, and within those that are started together
+    come first the first legs of all, broadcasts in the order of the messages and then all that goes
+    point to point at once; then the second legs; and so on. All ranks start the legs they take part
+    in in that order, and wait before starting one for none but earlier ones. So the earliest
+    unfinished leg has been started by all its ranks, or will be, and ends; by induction all do. A
+    leg comes after the one that brought its sender the message, since that is one of an earlier
+    hop. On CUDA each leg runs after the earlier ones of its rank, whatever their groups, so that
+    communicators never wait for each other crosswise.
+    """
+
+    def __init__(
+        self,
+        trees: Iterable[Tree],
+        groups: Groups | None,
+        world: World,
+        device: torch.device,
+    ) -> None:
+        self._world, self._device = world, device
+        self._groups = {ranks: group for ranks, group in (groups or {}).items() if len(ranks) > 1}
+        self._shares: dict[Tree, Share] = {}
+        self._used: set[frozenset[int]] = set()
+        self._peers: set[int] = set()
+        self._own: list[Any] = []
+        self._everyone: Any = None
+        self._waiter: queue.SimpleQueue[Flight | None] | None = None
+        self._stream: Any = None
+        if device.type == "cuda":
+            self._stream = torch.cuda.Stream(device)
+            self._origin = torch.cuda.Event(enable_timing=True)
+            self._origin.record()
+        legs = {leg for tree in set(trees) for leg in tree.legs}
+        if any(leg.ranks not in self._groups for leg in legs):
+            self._make_group_of_all()
+        self.num_groups = len(self._own)
+
+    def _make_group_of_all(self) -> None:
+        everyone = frozenset(range(self._world.size))
+        self._everyone = self._groups.get(everyone)
+        if self._everyone is None:
+            self._everyone = self._world.new_group(sorted(everyone))
+            self._own.append(self._everyone)
+        if self._stream is not None:
+            # Point-to-point calls among some ranks must not be the first on their group.
+            dist.all_reduce(torch.zeros(1, device=self._device), group=self._everyone)
+
+    def share(self, tree: Tree) -> Share:
+        """What this rank does of `tree`."""
+        found = self._shares.get(tree)
+        if found is None:
+            rank = self._world.rank
+            hops = tuple(tuple(leg for leg in hop if rank in leg.ranks) for hop in tree.hops)
+            legs = [leg for hop in hops for leg in hop]
+            partners = {r for leg in legs if leg.sender == rank for r in leg.receivers}
+            partners |= {leg.sender for leg in legs} - {rank}
+            num_sends = sum(leg.sender == rank for leg in legs)
+            found = self._shares[tree] = Share(hops, num_sends, frozenset(partners))
+        return found
+
+    @property
+    def connections(self) -> Connections:
+        """What this rank has used so far, counted at the calls."""
+        return Connections(frozenset(self._used), frozenset(self._peers))
+
+    def any(self, here: bool) -> bool:
+        """Whether it is so on any rank. Collective over the world."""
+        return objects.on_any(here, self._world.control)
+
+    def exchange(self, text: str) -> list[str]:
+        """Each rank's text. Collective over the world."""
+        return objects.all_gather(text, self._world.control)
+
+    def close(self) -> None:
+        """Free the groups that were made. Collective."""
+        self.rest()
+        for group in self._own:
+            if group is not dist.GroupMember.NON_GROUP_MEMBER:
+                dist.destroy_process_group(group)
+        self._own.clear()
+
+    def rest(self) -> None:
+        """End the waiting thread until there is something to send again."""
+        if self._waiter is not None:
+            self._waiter.put(None)
+            self._waiter = None
+
+    def start(self, calls: Sequence[Call]) -> Flight | CudaFlight:
+        """Send and receive these; the data belong to the flight until its `wait` returns.
+
+        All ranks of a message call this with the message in the same place of the common order.
+        """
+        num_hops = max(len(call.tree.hops) for call in calls)
+        hops = [partial(self._works, calls, hop) for hop in range(num_hops)]
+        if self._stream is not None:
+            return self._start_cuda(hops)
+        flight = Flight(hops)
+        if self._waiter is None:
+            self._waiter = queue.SimpleQueue()
+            threading.Thread(target=_stand_by, args=(self._waiter,), daemon=True).start()
+        self._waiter.put(flight)
+        return flight
+
+    def _start_cuda(self, hops: Sequence[Callable[[], Iterable[dist.Work]]]) -> CudaFlight:
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        # What the caller has launched so far fills what is sent, or still reads what will be
+        # overwritten.
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._stream):
+            start.record()
+            for hop in hops:
+                for work in hop():
+                    work.wait()  # makes this stream wait for NCCL's, not the host
+            end.record()
+        return CudaFlight(self._origin, start, end)
+
+    def _works(self, calls: Sequence[Call], hop: int) -> Iterator[dist.Work]:
+        """Start one hop: broadcasts in the order of `calls`, then what goes point to point."""
+        batch: list[dist.P2POp] = []
+        for call in calls:
+            hops = self.share(call.tree).hops
+            for leg in hops[hop] if hop < len(hops) else ():
+                group = self._groups.get(leg.ranks)
+                if group is not None:
+                    self._used.add(leg.ranks)
+                    work = dist.broadcast(call.data, src=leg.sender, group=group, async_op=True)
+                    assert work is not None, f"not in the group of {sorted(leg.ranks)}"
+                    yield work
+                    continue
+                (receiver,) = leg.receivers
+                sends = leg.sender == self._world.rank
+                operation = dist.isend if sends else dist.irecv
+                peer = receiver if sends else leg.sender
+                self._peers.add(peer)
+                if not self._own:
+                    self._used.add(frozenset(range(self._world.size)))
+                batch.append(
+                    dist.P2POp(operation, call.data, group=self._everyone, group_peer=peer)
+                )
+        if batch:
+            yield from dist.batch_isend_irecv(batch)
+
+
+def _stand_by(flights: queue.SimpleQueue[Flight | None]) -> None:
+    """What the waiting thread does; None ends it."""
+    while (flight := flights.get()) is not None:
+        flight.run()
+        del flight  # whose calls hold process groups
+
+
+def covered_seconds(intervals: Iterable[tuple[float, float]]) -> float:
+    """How long at least one of `intervals` was running."""
+    total, until = 0.0, float("-inf")
+    for start, end in sorted(intervals):
+        total += max(0.0, end - max(start, until))
+        until = max(until, end)
+    return total

@@ -1,0 +1,402 @@
+"""A vLLM engine inside the training processes: one worker per process, no process of its own.
+
+vLLM's external launcher takes the torch.distributed world as it is and fills it with engines of
+`tp_size` ranks each, in rank order. All ranks of one engine must make the same calls with the same
+arguments in the same order; different engines need not agree on anything but `close`.
+
+What upstream leaves open is closed here: weights are either all new or the engine refuses to
+generate, a tensor without a place or a parameter without a tensor is an error, and starting or
+closing an engine disturbs neither the process's random state nor its process group.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch.profiler import record_function
+
+from mcore_rl.batching.types import Prompt, Rollout
+from mcore_rl.common.errors import UsageError
+from mcore_rl.hybrid_engine.memory.device import give_back_cached
+from mcore_rl.hybrid_engine.vllm.needs import Metadata, Needs
+from mcore_rl.hybrid_engine.vllm.reload import Reloader
+from mcore_rl.hybrid_engine.vllm.sliced_tensor import WriteObserver
+from mcore_rl.hybrid_engine.vllm.start import EngineConfig, on_cuda, start_llm
+
+__all__ = ["EngineConfig", "VLLMEngine"]
+
+
+class VLLMEngine:
+    """This process's rank of an engine. Constructing it is collective over the whole world.
+
+    torch.distributed must be initialised; random states and the world stay as they are. Raises
+    UsageError on a version of vLLM that a repair in `mcore_rl.patches` does not know, and where
+    `tp_size` does not divide the world.
+    """
+
+    def __init__(self, config: EngineConfig) -> None:
+        self.config = config
+        self._start()
+        self._asleep: set[str] = set()
+        self._weights_complete = config.load_format != "dummy"
+        self._reloader = Reloader(self.model, self._vllm_config)
+
+    def _start(self) -> None:
+        self._llm = start_llm(self.config)
+
+    # Where this process sits
+
+    @property
+    def slot(self) -> int:
+        """vLLM's position that this rank plays: engine, then DP rank, then TP rank, innermost."""
+        return self.config.slot(dist.get_rank())
+
+    @property
+    def tp_rank(self) -> int:
+        """Within the engine's data-parallel rank: which tensor-parallel shard."""
+        return self._groups.get_tensor_model_parallel_rank()
+
+    @property
+    def dp_rank(self) -> int:
+        """Within the engine: which of its data-parallel ranks."""
+        return self._groups.get_dp_group().rank_in_group
+
+    @property
+    def ep_size(self) -> int:
+        """Over how many ranks of the engine whole experts are dealt out; 1 if they are not."""
+        return self._groups.get_ep_group().world_size if self._has_expert_parallel else 1
+
+    @property
+    def ep_rank(self) -> int:
+        """Which of these ranks this one is; 0 if experts are not dealt out."""
+        return self._groups.get_ep_group().rank_in_group if self._has_expert_parallel else 0
+
+    @property
+    def engine_index(self) -> int:
+        """Which engine of the world this rank belongs to, counted in the order of slots."""
+        return self.slot // self.config.slots_per_engine
+
+    @property
+    def num_engines(self) -> int:
+        """How many engines the world is filled with."""
+        return self._groups.get_world_group().world_size // self.config.slots_per_engine
+
+    @property
+    def model(self) -> torch.nn.Module:
+        """vLLM's model of this rank."""
+        return self._worker.model_runner.get_model()
+
+    @property
+    def tokenizer(self) -> Any:
+        """The Hugging Face tokenizer with which texts are decoded."""
+        return self._llm.get_tokenizer()
+
+    # Generation
+
+    def seed_sampling(self, seed: int) -> None:
+        """Seed every generator vLLM samples from: torch's (CPU and device), numpy's, Python's.
+
+        Ranks of one engine must use one seed; engines with different seeds draw different tokens.
+        """
+        from vllm.utils.torch_utils import set_random_seed
+
+        set_random_seed(seed)
+
+    def generate(
+        self,
+        prompts: Sequence[Prompt],
+        *,
+        num_samples: int,
+        temperature: float,
+        max_tokens: int,
+        weight_version: int,
+        top_p: float = 1.0,
+        top_k: int = -1,
+        ignore_eos: bool = False,
+        when_few_are_left: Callable[[], object] | None = None,
+    ) -> list[Rollout]:
+        """Sample `num_samples` responses to each prompt, in the order of the prompts.
+
+        `rollout_log_probs` are those of the distribution that was sampled from, after temperature,
+        top-p and top-k; at temperature 0 those of the untempered distribution. Tokens depend on the
+        process's random state, the order of the prompts and the weights, and on nothing else.
+
+        `when_few_are_left` is called once, between two steps of the engine, as soon as no more than
+        a quarter of the sequences that fit are still being generated. A trace shows what comes
+        before as "first responses" and what comes after as "last responses".
+        """
+        from vllm import SamplingParams
+
+        self._require_ready()
+        self._require_room(prompts, max_tokens)
+        with self._calling_when_few_are_left(when_few_are_left):
+            outputs = self._llm.generate(
+                [{"prompt_token_ids": prompt.token_ids.tolist()} for prompt in prompts],
+                SamplingParams(
+                    n=num_samples,
+                    temperature=temperature,
+                    top_p=top_p,
+                    top_k=top_k,
+                    max_tokens=max_tokens,
+                    ignore_eos=ignore_eos,
+                    logprobs=0,  # of the sampled token only
+                    detokenize=False,  # vLLM's, token by token, keeps back unfinished characters
+                ),
+                use_tqdm=False,
+            )
+        tokenizer = self.tokenizer
+        return [
+            _rollout(prompt, completion, tokenizer, weight_version)
+            for prompt, output in zip(prompts, outputs, strict=True)
+            for completion in output.outputs
+        ]
+
+    @contextmanager
+    def _calling_when_few_are_left(self, call: Callable[[], object] | None) -> Iterator[None]:
+        if call is None:
+            yield
+            return
+        engine = self._llm.llm_engine
+        few = max(1, self.config.max_num_seqs // 4)
+        step, waiting = engine.step, [call]
+        traced = ExitStack()
+
+        def watched() -> Any:
+            outputs = step()
+            if waiting and engine.get_num_unfinished_requests() <= few:
+                traced.close()
+                with record_function("prefetch"):
+                    waiting.pop()()
+                traced.enter_context(record_function("last responses"))
+            return outputs
+
+        engine.step = watched  # of this engine object, over its class's
+        traced.enter_context(record_function("first responses"))
+        try:
+            yield
+        finally:
+            traced.close()
+            vars(engine).pop("step", None)
+
+    def prompt_log_probs(self, token_ids: Sequence[Sequence[int]]) -> list[np.ndarray]:
+        """Score given sequences: per sequence `[s - 1]` float32, entry i scores token i + 1."""
+        from vllm import SamplingParams
+
+        self._require_ready()
+        outputs = self._llm.generate(
+            [{"prompt_token_ids": [int(token) for token in tokens]} for tokens in token_ids],
+            SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0, detokenize=False),
+            use_tqdm=False,
+        )
+        return [
+            np.array(
+                [
+                    entry[int(token)].logprob
+                    for token, entry in zip(tokens[1:], output.prompt_logprobs[1:], strict=True)
+                ],
+                dtype=np.float32,
+            )
+            for tokens, output in zip(token_ids, outputs, strict=True)
+        ]
+
+    # Weights
+
+    def loading_context(self) -> AbstractContextManager[None]:
+        """In which the model's `load_weights` may be called."""
+        return self._reloader.loading_context()
+
+    def learn_needs(self, tensor_metadata: Metadata) -> Needs:
+        """`needs.learn_needs`, remembered: `reload` then knows when a layer has all its weights."""
+        return self._reloader.learn_needs(tensor_metadata)
+
+    def reload(
+        self,
+        weights: Iterable[tuple[str, torch.Tensor]],
+        on_write: WriteObserver | None = None,
+    ) -> None:
+        """Replace all weights by checkpoint tensors, whole ones or `SlicedTensor`s, in place.
+
+        What this rank needs must come, each element once; what it does not need may be left out.
+        Any order will do; ordered by layer the memory held at a time is least. A tensor may come in
+        several items of its name, and each item is read before the next is asked for and not kept.
+        `weights` is exhausted even on failure, so that it may be collective. Collective over the
+        engine's ranks. `on_write` hears of all that was written, see `Reloader.load`.
+
+        Raises RuntimeError, on all ranks of the engine, naming the tensor that has no place in the
+        model, comes twice, is missing or was not loaded in full, or the parameter that remains
+        unfilled. The engine then refuses to generate until a reload succeeds.
+        """
+        self._require_weights("reload")
+        self._weights_complete = False
+        self._reloader.reload(weights, self._engine_group, on_write)
+        if not self._drop_kv_cache():
+            raise RuntimeError("the prefix cache of the old weights could not be dropped")
+        self._weights_complete = True
+
+    def stored_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Everything this rank stores of the weights, for comparison bit by bit.
+
+        Parameters and buffers under their names, and on CPU, where linear layers compute with
+        packed copies that nothing else reaches, what each of them makes of the identity matrix:
+        exactly the weight it computes with. The tensors are vLLM's own, or views of them: copy what
+        must survive the next reload.
+
+        RuntimeError while the weights sleep: there is no memory behind them then, and on CUDA the
+        process could do nothing more after reading it.
+        """
+        self._require_weights("stored_tensors")
+        return self._stored_tensors()
+
+    def _stored_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        model = self.model
+        for name, tensor in (
+            *model.named_parameters(remove_duplicate=False),
+            *model.named_buffers(remove_duplicate=False),
+        ):
+            if tensor.numel():  # of a weight that is packed elsewhere nothing is left here
+                yield name, tensor.detach()
+        for name, module in model.named_modules():
+            if hasattr(module, "cpu_linear"):
+                yield f"{name}.cpu_linear(identity)", _packed_weight(module)
+
+    # Sleep
+
+    def sleep(self, *, keep_weights: bool = False) -> None:
+        """Free the KV cache and the weights; with `keep_weights` those move to host memory.
+
+        Without, `reload` must follow `wake_weights`. On CPU, where vLLM cannot sleep, nothing is
+        freed, but the same order of calls is asked for, and what sleeps may not be read.
+        """
+        if self._asleep:
+            raise RuntimeError(f"the engine already sleeps ({', '.join(sorted(self._asleep))})")
+        self._free(keep_weights)
+        self._asleep = {"weights", "kv_cache"}
+        self._weights_complete &= keep_weights
+
+    def wake_weights(self) -> None:
+        """Allocate the weights' memory again; before `reload`."""
+        self._wake("weights")
+
+    def wake_kv_cache(self) -> None:
+        """Allocate the KV cache again; before `generate`."""
+        self._wake("kv_cache")
+
+    def _wake(self, what: str) -> None:
+        if what not in self._asleep:
+            raise RuntimeError(f"{what} does not sleep")
+        give_back_cached()  # versions of vLLM that do so by themselves do not promise it
+        self._allocate(what)
+        self._asleep.remove(what)
+
+    def _free(self, keep_weights: bool) -> None:
+        if on_cuda():
+            self._llm.sleep(level=1 if keep_weights else 2)
+        elif not self._drop_kv_cache():
+            raise RuntimeError("the KV cache could not be dropped; a request is still running")
+
+    def _allocate(self, what: str) -> None:
+        if on_cuda():
+            self._llm.wake_up(tags=[what])
+
+    def close(self) -> None:
+        """Free the engine and vLLM's process groups; the world and everything else stays.
+
+        Collective over the world. Closing twice is allowed; anything else afterwards is not.
+        """
+        if self._llm is None:
+            return
+        core = self._llm.llm_engine.engine_core.engine_core
+        core.structured_output_manager.clear_backend()
+        core.model_executor.shutdown()
+        core.scheduler.shutdown()
+        self._groups.destroy_model_parallel()
+        self._llm = None
+        gc.unfreeze()  # vLLM froze all that was alive when it started
+        gc.collect()
+        give_back_cached()
+
+    # Inside
+
+    @property
+    def _groups(self) -> Any:
+        from vllm.distributed import parallel_state
+
+        return parallel_state
+
+    @property
+    def _has_expert_parallel(self) -> bool:
+        config = self._vllm_config
+        return config.parallel_config.enable_expert_parallel and config.model_config.is_moe
+
+    @property
+    def _engine_group(self) -> Any:
+        """All ranks of the engine. Only of experts does a data-parallel rank hold but a part."""
+        groups = self._groups
+        spread = self.config.dp_size > 1 and self._vllm_config.model_config.is_moe
+        return groups.get_ep_group() if spread else groups.get_tp_group()
+
+    @property
+    def _vllm_config(self) -> Any:
+        return self._llm.llm_engine.vllm_config
+
+    @property
+    def _worker(self) -> Any:
+        return self._llm.llm_engine.model_executor.driver_worker.worker
+
+    def _drop_kv_cache(self) -> bool:
+        """Forget what was computed with the weights so far; False if a request still runs."""
+        return self._llm.reset_prefix_cache()
+
+    def _require_weights(self, call: str) -> None:
+        if "weights" in self._asleep:
+            raise RuntimeError(f"{call} while the weights sleep; call wake_weights first")
+
+    def _require_ready(self) -> None:
+        if self._asleep:
+            raise RuntimeError(f"the engine sleeps ({', '.join(sorted(self._asleep))}); wake it")
+        if not self._weights_complete:
+            raise RuntimeError("the engine has no complete set of weights; call reload first")
+
+    def _require_room(self, prompts: Sequence[Prompt], max_tokens: int) -> None:
+        limit = self._vllm_config.model_config.max_model_len
+        for prompt in prompts:
+            if len(prompt.token_ids) + max_tokens > limit:
+                raise UsageError(
+                    f"prompt {prompt.index} has {len(prompt.token_ids)} tokens, which with "
+                    f"{max_tokens} new ones exceeds the engine's {limit}",
+                    remedy="shorten one of the two or raise the engine's length",
+                )
+
+
+def _rollout(prompt: Prompt, completion: Any, tokenizer: Any, weight_version: int) -> Rollout:
+    if completion.finish_reason not in ("stop", "length"):
+        raise RuntimeError(
+            f"prompt {prompt.index}, sample {completion.index} ended with "
+            f"{completion.finish_reason!r}, not by a stop token or its length"
+        )
+    tokens = completion.token_ids
+    log_probs = [entry[t].logprob for t, entry in zip(tokens, completion.logprobs, strict=True)]
+    return Rollout(
+        prompt=prompt,
+        sample_index=completion.index,
+        text=tokenizer.decode(list(tokens), skip_special_tokens=True),
+        response_token_ids=np.asarray(tokens, dtype=np.int32),
+        rollout_log_probs=np.asarray(log_probs, dtype=np.float32),
+        finish_reason=completion.finish_reason,
+        weight_version=weight_version,
+    )
+
+
+def _packed_weight(module: torch.nn.Module) -> torch.Tensor:
+    """`[o, i]`, the weight a linear layer computes with: identity @ w.T is exact in any dtype."""
+    from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+
+    loaded_as = get_layerwise_info(module).restore_metadata[0]["weight"]
+    identity = torch.eye(loaded_as.shape[1], dtype=loaded_as.dtype)
+    return module.cpu_linear(identity, module.weight, None).t()

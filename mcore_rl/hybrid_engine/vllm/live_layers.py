@@ -1,0 +1,224 @@
+"""A vLLM model's modules while their weights are exchanged in place (see `reload`)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import wraps
+from typing import Any, NoReturn
+
+import torch
+
+from mcore_rl.hybrid_engine.vllm.needs import (
+    Learnt,
+    Loader,
+    WriteRecorder,
+    loadable_parameters,
+    loader_of,
+)
+
+
+class Layers:
+    """The model's modules while they are loaded, with stand-ins for their parameters.
+
+    The stand-ins are meta tensors: the model's `load_weights` looks all of them up before the first
+    tensor comes. Their loaders exchange them for what is really written. `elements_read()` counts
+    what all loaders have read so far; `learnt` is None where needs are not known yet.
+    """
+
+    def __init__(
+        self, model: torch.nn.Module, learnt: Learnt | None, elements_read: Callable[[], int]
+    ) -> None:
+        self._model, self._elements_read = model, elements_read
+        self._layers = [
+            _Layer(name, module, None if learnt is None else learnt.elements.get(name, 0))
+            for name, module in model.named_modules()
+            if any(tensor is not None for tensor in module._parameters.values())
+        ]
+        for layer in self._layers:
+            for key, stand_in in layer.stand_ins.items():
+                stand_in.weight_loader = self._through(layer, key)
+                layer.module._parameters[key] = stand_in
+
+    def _through(self, layer: _Layer, key: str) -> Loader:
+        """The loader of `layer`'s parameter `key`, writing into what that really is."""
+        stand_in, loader = layer.stand_ins[key], layer.loaders[key]
+
+        @wraps(loader)
+        def load(*args: Any, **kwargs: Any) -> Any:
+            """Load into the target instead of the stand-in; the last element finishes the layer."""
+            if layer.done:
+                with WriteRecorder() as writes:  # foreign experts come here too, and write nothing
+                    result = loader(*args, **kwargs)
+                if writes.wrote:
+                    raise RuntimeError(f"{layer.name} was complete before all of it had come")
+                return result
+            target = layer.open()[key]
+            before = self._elements_read()
+            result = loader(
+                *(target if value is stand_in else value for value in args),
+                **{k: target if value is stand_in else value for k, value in kwargs.items()},
+            )
+            layer.loaded += self._elements_read() - before
+            if layer.loaded and layer.loaded == layer.expected:
+                layer.finish()
+            return result
+
+        return load
+
+    @contextmanager
+    def put_back_at_the_end(self) -> Iterator[None]:
+        """In which the stand-ins are loaded: whatever happens, no module is left with one."""
+        try:
+            yield
+        finally:
+            self.put_back()
+            for layer in self._layers:
+                layer.drop()
+
+    def put_back(self) -> None:
+        """Give every module its own parameters again."""
+        for layer in self._layers:
+            layer.put_back()
+
+    def finish(self, dtype: torch.dtype) -> None:
+        """Process what is not processed yet. All that is needed must have been loaded."""
+        from vllm.model_executor.layers.attention import is_deferred_attention_layer
+
+        for layer in self._layers:
+            if layer.loaded and not layer.done:  # padded, or loaded before needs were learnt
+                layer.finish()
+        fresh = {id(p) for layer in self._layers if layer.done for p in layer.live.values()}
+        for layer in self._layers:
+            # Of tied weights one module's are loaded, and each may keep a packed copy.
+            if not layer.done and any(id(p) in fresh for p in layer.live.values()):
+                layer.open_unloaded()
+                layer.finish()
+        for module in self._model.modules():
+            if is_deferred_attention_layer(module):
+                module.process_weights_after_loading(dtype)
+
+
+class _Layer:
+    """One module with parameters of its own."""
+
+    def __init__(self, name: str, module: torch.nn.Module, expected: int | None) -> None:
+        self.name, self.module = name, module
+        self.live = {key: p for key, p in module._parameters.items() if p is not None}
+        self._saved = dict(module._parameters)
+        self.stand_ins = loadable_parameters(module)
+        self.loaders = {key: loader_of(stand_in) for key, stand_in in self.stand_ins.items()}
+        self.expected = expected
+        if expected is None:
+            self.expected = sum(_loadable_elements(t) for t in self.stand_ins.values())
+        self.loaded = 0
+        self.done = False
+        self._targets: dict[str, torch.Tensor] = {}
+
+    def open(self) -> dict[str, torch.Tensor]:
+        """The tensors that loaders write into: the live memory where its format is theirs."""
+        if not self._targets:
+            if "cpu_linear" in vars(self.module):
+                self.module.cpu_linear = _without_weights(self.name)  # frees the packed copy
+            for key, stand_in in self.stand_ins.items():
+                target = self._live_target(key)
+                if target is None:
+                    target = self._new_target(key)
+                self._targets[key] = target
+                if _loadable_elements(stand_in) < stand_in.numel():
+                    target.data.zero_()  # what is padding stays so, whatever kernels permute
+        return self._targets
+
+    def open_unloaded(self) -> None:
+        """`open`, where what another module's loaders wrote into shared memory is all there is."""
+        for key in self.stand_ins:
+            target = self._live_target(key)
+            if target is None:
+                raise RuntimeError(
+                    f"{self.name}.{key} shares its memory with a parameter that was reloaded, but "
+                    "vLLM keeps it in another format"
+                )
+            self._targets[key] = target
+
+    def _live_target(self, key: str) -> torch.Tensor | None:
+        """The live memory as a parameter that can be loaded; None if its format is another."""
+        stand_in, live = self.stand_ins[key], self.live.get(key)
+        if live is None or live.device.type != self._device.type:
+            return None
+        if (live.shape, live.dtype, live.stride()) != (
+            stand_in.shape,
+            stand_in.dtype,
+            stand_in.stride(),
+        ):
+            return None
+        return self._like_stand_in(live.data, key)
+
+    def _new_target(self, key: str) -> torch.Tensor:
+        stand_in = self.stand_ins[key]
+        memory = torch.empty_strided(
+            stand_in.shape, stand_in.stride(), dtype=stand_in.dtype, device=self._device
+        )
+        return self._like_stand_in(memory, key)
+
+    def _like_stand_in(self, memory: torch.Tensor, key: str) -> torch.Tensor:
+        memory.__class__ = self.stand_ins[key].__class__
+        memory.__dict__ = self.stand_ins[key].__dict__.copy()
+        memory.weight_loader = self.loaders[key]
+        return memory
+
+    @property
+    def _device(self) -> torch.device:
+        from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+
+        return get_layerwise_info(self.module).restore_device
+
+    def finish(self) -> None:
+        """Have vLLM process what was loaded, and copy the result to where vLLM expects it."""
+        from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
+
+        module = self.module
+        module._parameters.update(self._targets)
+        buffers = dict(module._buffers)
+        # Set by quantisation methods that must not run twice on one set of weights.
+        vars(module).pop("_already_called_process_weights_after_loading", None)
+        method = getattr(module, "quant_method", None)
+        if isinstance(method, QuantizeMethodBase):
+            method.process_weights_after_loading(module)
+            if hasattr(module, "update_param_tp_status"):
+                module.update_param_tp_status()
+        self.drop()
+        _copy_back(module._parameters, self.live)
+        _copy_back(module._buffers, {k: b for k, b in buffers.items() if b is not None})
+        self.done = True
+        self.put_back()
+
+    def put_back(self) -> None:
+        """Give the module its own parameters again."""
+        self.module._parameters.clear()
+        self.module._parameters.update(self._saved)
+
+    def drop(self) -> None:
+        """Let go of what was loaded."""
+        self._targets.clear()
+
+
+def _copy_back(processed: dict[str, torch.Tensor | None], live: Mapping[str, torch.Tensor]) -> None:
+    """Copy what is not in its live memory there, and put the live tensors back one by one."""
+    for key, tensor in live.items():
+        found = processed.get(key)
+        if found is not None and found is not tensor:
+            tensor.data.copy_(found)
+        processed[key] = tensor
+
+
+def _loadable_elements(parameter: torch.Tensor) -> int:
+    from vllm.model_executor.model_loader.reload.utils import get_tensor_load_numel
+
+    return get_tensor_load_numel(parameter)
+
+
+def _without_weights(name: str) -> Loader:
+    def compute(*args: Any) -> NoReturn:
+        raise RuntimeError(f"{name} has no weights: a reload was begun and not completed")
+
+    return compute

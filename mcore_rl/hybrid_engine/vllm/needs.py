@@ -1,0 +1,268 @@
+"""What a vLLM rank needs of every checkpoint tensor, learnt from vLLM's own loaders.
+
+Which slice of which tensor a rank stores depends on the model, on TP and EP, on padding and on how
+vLLM fuses weights. Instead of writing that down a second time, the model's own `load_weights` is
+run on stand-ins that hold no data and note what is read, with the model's parameters exchanged for
+meta tensors. Nothing is loaded and nothing of the model changes.
+
+The same run shows whether the checkpoint fills every parameter, which no warning of vLLM does.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from functools import wraps
+from typing import Any, Protocol
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from mcore_rl.hybrid_engine.vllm.sliced_tensor import SlicedTensor
+from mcore_rl.model.boxes import Box, disjoint, full_box, show, uncovered, volume
+
+Metadata = Mapping[str, tuple[tuple[int, ...], torch.dtype]]  # checkpoint tensor -> (shape, dtype)
+Needs = dict[str, tuple[Box, ...]]
+Loader = Callable[..., Any]
+_aten = torch.ops.aten
+
+
+class Loadable(Protocol):
+    """What holds a vLLM model: a VLLMEngine, a Reloader."""
+
+    @property
+    def model(self) -> torch.nn.Module: ...
+
+    def loading_context(self) -> AbstractContextManager[None]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Learnt:
+    """What one rank's loaders do with a checkpoint."""
+
+    needs: Needs  # disjoint, sorted boxes; empty for tensors that this rank does not need
+    elements: Mapping[str, int]  # module -> how many elements its parameters' loaders read
+    computed: frozenset[str]  # tensors that are not only cut and copied: they must come whole
+
+
+def learn_needs(engine: Loadable, tensor_metadata: Metadata) -> Needs:
+    """The boxes of each checkpoint tensor that this rank of `engine` reads: disjoint, sorted.
+
+    Tensors this rank does not need map to an empty tuple. Not collective; the order of
+    `tensor_metadata` does not matter, its names are those of the Hugging Face checkpoint. Covers
+    unquantised checkpoints (one tensor per weight, in a floating dtype).
+
+    Raises RuntimeError naming the tensor if the model has no place for one, and naming the
+    parameter and the part of it if the tensors together leave one unfilled.
+    """
+    return learn(engine, tensor_metadata).needs
+
+
+def learn(engine: Loadable, tensor_metadata: Metadata) -> Learnt:
+    """`learn_needs` with all that was seen."""
+    notes = _Notes()
+    with engine.loading_context(), _on_meta(engine.model, notes.inside) as parameters:
+        with WriteRecorder() as writes:
+            _load_stand_ins(engine.model, tensor_metadata, notes)
+    _require_filled(parameters, writes)
+    return Learnt(
+        needs={name: disjoint(notes.reads[name]) for name in tensor_metadata},
+        elements=dict(notes.elements),
+        computed=frozenset(notes.computed),
+    )
+
+
+class _Notes:
+    """What the loaders read, and for which module."""
+
+    def __init__(self) -> None:
+        self.reads: dict[str, list[Box]] = defaultdict(list)
+        self.elements: dict[str, int] = defaultdict(int)
+        self.computed: set[str] = set()
+        self._module: str | None = None
+
+    def read(self, name: str, box: Box) -> None:
+        self.reads[name].append(box)
+        if self._module is not None:
+            self.elements[self._module] += volume(box)
+
+    def inside(self, module: str, loader: Loader) -> Loader:
+        """`loader`, such that what it reads counts for `module`."""
+
+        @wraps(loader)
+        def load(*args: Any, **kwargs: Any) -> Any:
+            self._module = module
+            try:
+                return loader(*args, **kwargs)
+            finally:
+                self._module = None
+
+        return load
+
+
+def _load_stand_ins(model: torch.nn.Module, tensor_metadata: Metadata, notes: _Notes) -> None:
+    at = "the first tensor"
+
+    def stand_ins() -> Iterator[tuple[str, torch.Tensor]]:
+        nonlocal at
+        for name, (shape, dtype) in tensor_metadata.items():
+            at = name
+            yield (
+                name,
+                SlicedTensor.recording(name, shape, dtype, notes.read, notes.computed.add),
+            )
+
+    try:
+        model.load_weights(stand_ins())
+    except (ValueError, LookupError, AttributeError, AssertionError, RuntimeError) as error:
+        raise RuntimeError(
+            f"vLLM's {type(model).__name__} cannot load the checkpoint tensor {at}: {error}"
+        ) from error
+
+
+class _Parameter:
+    """A parameter in the shape in which it is loaded, under all names it has (tied weights)."""
+
+    def __init__(self) -> None:
+        self.stand_ins: dict[str, torch.Tensor] = {}  # name -> meta tensor
+
+
+@contextmanager
+def _on_meta(
+    model: torch.nn.Module, wrap: Callable[[str, Loader], Loader]
+) -> Iterator[list[_Parameter]]:
+    """Exchange the model's parameters for meta tensors of the shapes in which they are loaded.
+
+    Their loaders are `wrap(module name, loader)`. Yields the parameters; puts all back at the end.
+    """
+    modules = dict(model.named_modules())
+    live = {name: dict(module._parameters) for name, module in modules.items()}
+    buffers = {name: dict(module._buffers) for name, module in modules.items()}
+    parameters: dict[int, _Parameter] = defaultdict(_Parameter)
+    try:
+        for name, module in modules.items():
+            stand_ins = loadable_parameters(module)
+            module._parameters.clear()
+            for key, stand_in in stand_ins.items():
+                stand_in.weight_loader = wrap(name, loader_of(stand_in))
+                module._parameters[key] = stand_in
+                qualified = f"{name}.{key}" if name else key
+                real = live[name].get(key)
+                parameters[id(stand_in if real is None else real)].stand_ins[qualified] = stand_in
+            for key, buffer in buffers[name].items():
+                module._buffers[key] = None if buffer is None else buffer.to("meta")
+        yield list(parameters.values())
+    finally:
+        for name, module in modules.items():
+            for mine, real in (
+                (module._parameters, live[name]),
+                (module._buffers, buffers[name]),
+            ):
+                mine.clear()
+                mine.update(real)
+
+
+def loadable_parameters(module: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Meta tensors for a module's own parameters, as they are when a checkpoint is loaded.
+
+    vLLM notes their shapes, classes and attributes when it builds a model, for its layerwise
+    reload; afterwards kernels may keep weights in other shapes, and in parameters of their own that
+    no checkpoint has.
+    """
+    from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+    from vllm.model_executor.model_loader.reload.meta import (
+        SKIP_MODULES,
+        SKIP_TENSORS,
+        to_meta_tensor,
+    )
+    from vllm.model_executor.model_loader.reload.sanitize import restore_layer_refs
+
+    built = get_layerwise_info(module).restore_metadata[0]
+    skipped = SKIP_TENSORS if type(module).__name__ not in SKIP_MODULES else module._parameters
+    # Of those that vLLM leaves out when it notes shapes, the present one has the right shape.
+    now = {key: tensor for key, tensor in module._parameters.items() if tensor is not None}
+    tensors = {key: tensor for key, tensor in built.items() if key not in SKIP_TENSORS}
+    tensors |= {key: tensor for key, tensor in now.items() if key in skipped}
+    return {
+        key: restore_layer_refs(to_meta_tensor(tensor), module) for key, tensor in tensors.items()
+    }
+
+
+def loader_of(parameter: torch.Tensor) -> Loader:
+    """The function that loads a parameter, without the wrapper of vLLM's layerwise reload."""
+    from vllm.model_executor.model_loader.reload.layerwise import _get_original_loader
+
+    return _get_original_loader(parameter)
+
+
+class WriteRecorder(TorchDispatchMode):
+    """Notes which parts of which meta tensors are written."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._written: dict[int, list[torch.Tensor]] = defaultdict(list)
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func in (_aten.copy_.default, _aten.fill_.Scalar, _aten.zero_.default):
+            if args[0].is_meta:
+                self._written[_storage(args[0])].append(args[0].detach())
+        return func(*args, **(kwargs or {}))
+
+    @property
+    def wrote(self) -> bool:
+        """Whether anything was written, be it zeros."""
+        return bool(self._written)
+
+    def missing(self, tensor: torch.Tensor) -> str | None:
+        """What of `tensor` was not written, in words; None if nothing is missing."""
+        views = self._written[_storage(tensor)]
+        boxes = [_box_of(view, tensor) for view in views]
+        known = [box for box in boxes if box is not None]
+        expected = getattr(tensor, "weight_loader_numel", tensor.numel())  # less where padded
+        if expected < tensor.numel() or len(known) < len(boxes):
+            loaded = sum(view.numel() for view in views)
+            return None if loaded >= expected else f"{loaded} of {expected} elements"
+        gaps = uncovered(full_box(tensor.shape), disjoint(known))
+        if not gaps:
+            return None
+        missing = sum(volume(gap) for gap in gaps)
+        return f"nothing for {show(gaps[0])}, {missing} of {tensor.numel()} elements missing"
+
+
+def _require_filled(parameters: list[_Parameter], writes: WriteRecorder) -> None:
+    for parameter in parameters:
+        missing = {name: writes.missing(t) for name, t in parameter.stand_ins.items()}
+        if all(missing.values()):  # of tied names, one is enough
+            name, found = next(iter(missing.items()))
+            raise RuntimeError(
+                f"the checkpoint does not fill vLLM's parameter {name}: it got {found}; a tensor "
+                "is missing or has the wrong shape"
+            )
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage()._cdata
+
+
+def _box_of(view: torch.Tensor, base: torch.Tensor) -> Box | None:
+    """Which box of the contiguous `base` its `view` is; None if it is no box."""
+    if not base.is_contiguous():
+        return None
+    sizes = [1] * base.dim()
+    for size, stride in zip(view.shape, view.stride(), strict=True):
+        if size == 1:
+            continue
+        try:
+            dim = next(d for d, s in enumerate(base.stride()) if s == stride and base.shape[d] > 1)
+        except StopIteration:
+            return None
+        sizes[dim] = size
+    box, rest = [], view.storage_offset() - base.storage_offset()
+    for size, stride, limit in zip(sizes, base.stride(), base.shape, strict=True):
+        start, rest = divmod(rest, max(stride, 1))
+        if start + size > limit:
+            return None
+        box.append((start, start + size))
+    return tuple(box)

@@ -1,0 +1,1 @@
+"""What a command line asks for, checked before anything is built: see `resolver`."""

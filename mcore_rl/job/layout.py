@@ -1,0 +1,500 @@
+"""The two layouts and the batch, checked against the world and the model, before anything starts.
+
+From the flags' values and config.json to `TrainLayout`, the layers of each stage and
+`RolloutLayout` with its rank map. Raises UsageError with one sentence.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from mcore_rl.batching.rows import chunks_of_sample, round_up
+from mcore_rl.batching.shared_prompts import shares_prompts
+from mcore_rl.common.errors import CORRECT, UsageError
+from mcore_rl.flags.options import RLConfig
+from mcore_rl.hybrid_engine.plan.placement import Placement, with_rank_map
+from mcore_rl.model.config_json import ModelShape
+from mcore_rl.model.layout import (
+    ALL2ALL_BACKENDS,
+    NOT_RELOADABLE,
+    PipelineLayers,
+    RolloutLayout,
+    TrainLayout,
+    layers_of_chunks,
+    pipeline_layers,
+)
+
+# The latent that vLLM's CPU attention is compiled for.
+CPU_LATENT = (512, 64)
+# Without a launcher's word: what most machines with GPUs have.
+_USUAL_RANKS_PER_NODE = 8
+
+_DEGREES = (
+    "tensor_model_parallel_size",
+    "pipeline_model_parallel_size",
+    "context_parallel_size",
+    "expert_model_parallel_size",
+    "expert_tensor_parallel_size",
+)
+# With one of these, stages may differ in their number of layers.
+_END_STAGES = ("decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers")
+# These take the place of a layer in their stage.
+_COUNTED = ("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split")
+
+
+def check_layout(shape: ModelShape, values: Mapping[str, Any], world_size: int) -> TrainLayout:
+    """Degrees against the world size and against the model's sizes."""
+    for dest in _DEGREES:
+        if values.get(dest) is not None and values[dest] < 1:
+            flag = f"--{dest.replace('_', '-')} {values[dest]}"
+            raise UsageError("must be at least 1", flag=flag, remedy=CORRECT)
+    tp_size = values.get("tensor_model_parallel_size", 1)
+    layout = TrainLayout(
+        world_size=world_size,
+        tp_size=tp_size,
+        pp_size=values.get("pipeline_model_parallel_size", 1),
+        cp_size=values.get("context_parallel_size", 1),
+        ep_size=values.get("expert_model_parallel_size", 1),
+        etp_size=values.get("expert_tensor_parallel_size") or tp_size,
+    )
+    _check_divides(f"--tensor-model-parallel-size {tp_size}", tp_size, _split_over_tp(shape))
+    if shape.experts is None and layout.ep_size > 1:
+        raise UsageError(
+            f"needs a model with experts and {shape.architecture} has none",
+            flag=f"--expert-model-parallel-size {layout.ep_size}",
+            remedy="drop the flag",
+        )
+    if shape.experts:
+        flag = f"--expert-model-parallel-size {layout.ep_size}"
+        _check_divides(flag, layout.ep_size, {"number of experts": shape.experts.num_experts})
+        flag = f"--expert-tensor-parallel-size {layout.etp_size}"
+        sizes = {"moe_intermediate_size": shape.experts.hidden_size}
+        _check_divides(flag, layout.etp_size, sizes)
+        _check_dispatcher(values)
+    return layout
+
+
+def _check_dispatcher(values: Mapping[str, Any]) -> None:
+    """Ranks have different numbers of tokens, and a rank other ones in each micro-batch.
+
+    `alltoall` and DeepEP take that; `allgather` does by `patches/megatron/uneven_all_gather`.
+    """
+    if values.get("moe_token_dispatcher_type") != "flex":
+        return
+    flag = "--moe-flex-dispatcher-backend"
+    backend = values.get("moe_flex_dispatcher_backend")
+    if backend == "ncclep":
+        raise UsageError(
+            "ncclep makes its buffers for as many tokens as the first micro-batch has, and in RL "
+            "later ones have more",
+            flag=flag,
+            remedy="give deepep or hybridep, or --moe-token-dispatcher-type alltoall",
+        )
+    if backend == "hybridep" and not values.get("moe_hybridep_pad_uneven_dispatch_inputs"):
+        raise UsageError(
+            "hybridep needs as many tokens on every rank, which in RL have different numbers",
+            flag=flag,
+            remedy="add --moe-hybridep-pad-uneven-dispatch-inputs",
+        )
+
+
+def _split_over_tp(shape: ModelShape) -> dict[str, int]:
+    """What tensor parallelism splits evenly, by its name in config.json."""
+    sizes = {"num_attention_heads": shape.num_heads, "num_key_value_heads": shape.num_kv_heads}
+    if not all(shape.is_moe_layer):
+        sizes["intermediate_size"] = shape.ffn_hidden_size
+    if shape.experts and shape.experts.shared_hidden_size:
+        sizes["n_shared_experts x moe_intermediate_size"] = shape.experts.shared_hidden_size
+    return sizes
+
+
+def _check_divides(flag: str, degree: int, sizes: Mapping[str, int]) -> None:
+    for name, size in sizes.items():
+        if size % degree:
+            raise UsageError(
+                f"does not divide the checkpoint's {name} {size}",
+                flag=flag,
+                remedy=f"choose a divisor of {size}",
+            )
+
+
+def check_stages(shape: ModelShape, pp_size: int, values: Mapping[str, Any]) -> PipelineLayers:
+    """The layers of every pipeline stage and model chunk."""
+    flag = f"--pipeline-model-parallel-size {pp_size}"
+    if pp_size > shape.num_layers:
+        raise UsageError(
+            f"is more than the {shape.num_layers} layers",
+            flag=flag,
+            remedy="choose at most one stage a layer",
+        )
+    first, last = (values.get(dest) for dest in _END_STAGES)
+    ends = [count for count in (first, last) if count is not None]
+    left, stages = shape.num_layers - sum(ends), pp_size - len(ends)
+    shared = left >= stages and left % stages == 0 if stages > 0 else left == stages == 0
+    if ends and (min(ends) < 1 or not shared):
+        raise UsageError(
+            f"leaves {left} of {shape.num_layers} layers to {stages} of {pp_size} stages, which "
+            "must share them evenly",
+            flag=f"--decoder-first/last-pipeline-num-layers {' and '.join(map(str, ends))}",
+            remedy="choose another number",
+        )
+    if values.get("pipeline_model_parallel_layout"):
+        return _custom_stages(values["pipeline_model_parallel_layout"], shape, pp_size)
+    counted = [bool(values.get(dest)) for dest in _COUNTED]
+    if (shape.num_layers + sum(counted)) % pp_size and not ends:
+        raise UsageError(
+            f"does not divide the {shape.num_layers} layers",
+            flag=flag,
+            remedy="choose a divisor or set --decoder-last-pipeline-num-layers",
+        )
+    return pipeline_layers(
+        shape.num_layers,
+        pp_size,
+        vp_size=_virtual_stages(shape.num_layers + sum(counted), pp_size, values),
+        first=first,
+        last=last,
+        embedding_counts=counted[0],
+        loss_counts=counted[1],
+    )
+
+
+def _virtual_stages(num_layers: int, pp_size: int, values: Mapping[str, Any]) -> int:
+    """Model chunks of a stage; `num_layers` counts what takes the place of a layer."""
+    per_rank = values.get("num_virtual_stages_per_pipeline_rank")
+    per_chunk = values.get("num_layers_per_virtual_pipeline_stage")
+    given = per_rank if per_rank is not None else per_chunk
+    if given is None:
+        return 1
+    dest = (
+        "num_virtual_stages_per_pipeline_rank"
+        if per_rank is not None
+        else ("num_layers_per_virtual_pipeline_stage")
+    )
+    flag = f"--{dest.replace('_', '-')} {given}"
+    if given < 1 or pp_size == 1:
+        raise UsageError(
+            "needs --pipeline-model-parallel-size above 1 and must be at least 1",
+            flag=flag,
+            remedy="drop it",
+        )
+    if per_rank is not None:
+        return int(per_rank)
+    if num_layers // pp_size % given:
+        raise UsageError(
+            f"does not divide the {num_layers // pp_size} layers of a stage",
+            flag=flag,
+            remedy="choose a divisor",
+        )
+    return int(num_layers // pp_size // given)
+
+
+def _custom_stages(layout: Any, shape: ModelShape, pp_size: int) -> PipelineLayers:
+    """The layers of `--pipeline-model-parallel-layout`, as Megatron reads it."""
+    from mcore_rl.megatron import adapter as megatron_adapter
+
+    try:
+        counts = megatron_adapter.decoder_layers_of_layout(layout, pp_size)
+    except (AssertionError, ValueError, KeyError) as error:
+        raise UsageError(
+            f"cannot be read ({error})",
+            flag=f"--pipeline-model-parallel-layout {layout}",
+            remedy="see --help",
+        ) from error
+    if sum(map(sum, counts)) != shape.num_layers:
+        raise UsageError(
+            f"has {sum(map(sum, counts))} decoder layers, but the checkpoint has "
+            f"{shape.num_layers}",
+            flag=f"--pipeline-model-parallel-layout {layout}",
+            remedy="correct it",
+        )
+    return layers_of_chunks(counts)
+
+
+def check_rollout(
+    config: RLConfig,
+    shape: ModelShape,
+    layout: TrainLayout,
+    layers: PipelineLayers,
+    *,
+    has_cuda: bool,
+) -> RolloutLayout:
+    """The engines' layout with the best rank map, and what the engine cannot run.
+
+    Without a word of the flags engines have Megatron's TP and EP, so that experts stay where they
+    are, wherever vLLM can; `note_on_experts` tells where it cannot.
+    """
+    if config.rollout_all2all_backend == NOT_RELOADABLE:
+        raise UsageError(
+            ": with it vLLM keeps experts in memory that new weights cannot be loaded into",
+            flag=f"--rl-rollout-all2all-backend {NOT_RELOADABLE}",
+            remedy="choose another backend or leave the flag out",
+        )
+    if config.rollout_all2all_backend not in ("", *ALL2ALL_BACKENDS):
+        raise UsageError(
+            "is none that vLLM has",
+            flag=f"--rl-rollout-all2all-backend {config.rollout_all2all_backend}",
+            remedy=f"choose one of {', '.join(ALL2ALL_BACKENDS)}, or leave the flag out",
+        )
+    tp_size = config.rollout_tp_size or layout.tp_size
+    dp_size = _engine_dp_size(config, shape, layout, tp_size, has_cuda=has_cuda)
+    rollout = RolloutLayout(
+        world_size=layout.world_size,
+        tp_size=tp_size,
+        dp_size=dp_size,
+        all2all_backend=config.rollout_all2all_backend,
+        expert_parallel=bool(
+            shape.experts
+            and (layout.ep_size > 1 or dp_size > 1)
+            and tp_size * dp_size > 1
+            and not config.rollout_no_expert_parallel
+        ),
+    )
+    sizes = _split_over_tp(shape)
+    # vLLM copies key/value heads where there are fewer of them than ranks.
+    sizes["num_key_value_heads"] = max(shape.num_kv_heads, tp_size)
+    if shape.experts and rollout.expert_parallel:
+        flag = f"--rl-rollout-ep-size {rollout.ep_size}"
+        _check_divides(flag, rollout.ep_size, {"number of experts": shape.experts.num_experts})
+    elif shape.experts:
+        sizes["moe_intermediate_size"] = shape.experts.hidden_size
+    _check_divides(f"--rl-rollout-tp-size {tp_size}", tp_size, sizes)
+    if shape.latent and not has_cuda:
+        latent = (shape.latent.kv_lora_rank, shape.latent.qk_rope_head_dim)
+        if latent != CPU_LATENT:
+            raise UsageError(
+                f": kv_lora_rank {latent[0]} with qk_rope_head_dim {latent[1]}: without a GPU vLLM "
+                f"runs latent attention of {CPU_LATENT[0]} and {CPU_LATENT[1]} only",
+                flag="--rl-hf-checkpoint",
+                remedy="use such a checkpoint or a machine with a GPU",
+            )
+    if rollout.dp_size > 1 and not has_cuda:
+        raise UsageError(
+            f"spreads experts over {rollout.dp_size} data-parallel ranks of an engine, which vLLM "
+            "runs on GPUs only",
+            flag=f"--rl-rollout-ep-size {rollout.ep_size}",
+            remedy=f"drop it or raise --rl-rollout-tp-size to {rollout.ep_size}",
+        )
+    _check_node(config, rollout)
+    placement = Placement(shape, layout, layers, rollout)
+    return with_rank_map(placement, ranks_per_node=ranks_per_node(config, layout.world_size))
+
+
+def _engine_dp_size(
+    config: RLConfig, shape: ModelShape, layout: TrainLayout, tp_size: int, *, has_cuda: bool
+) -> int:
+    """Data-parallel ranks of an engine: over them and TP, experts are spread."""
+    ep_size = config.rollout_ep_size
+    if not ep_size:
+        may_spread = has_cuda and shape.experts and not config.rollout_no_expert_parallel
+        keeps = may_spread and layout.ep_size % tp_size == 0
+        return layout.ep_size // tp_size if keeps else 1
+    flag = f"--rl-rollout-ep-size {ep_size}"
+    if shape.experts is None:
+        raise UsageError(
+            f"needs a model with experts and {shape.architecture} has none",
+            flag=flag,
+            remedy="drop the flag",
+        )
+    if config.rollout_no_expert_parallel:
+        raise UsageError(
+            "contradicts --rl-rollout-no-expert-parallel", flag=flag, remedy="drop one of them"
+        )
+    if ep_size % tp_size:
+        raise UsageError(
+            f"is no multiple of the engine's TP size {tp_size} (EP = TP x data-parallel ranks of "
+            "the engine)",
+            flag=flag,
+            remedy="change it or --rl-rollout-tp-size",
+        )
+    return ep_size // tp_size
+
+
+def note_on_experts(config: RLConfig, placement: Placement) -> list[str]:
+    """That engines take a smaller EP than Megatron's, why, and what a hand-over costs by that."""
+    train, rollout = placement.train, placement.rollout
+    chosen = config.rollout_ep_size or config.rollout_no_expert_parallel
+    if chosen or placement.shape.experts is None or train.ep_size <= rollout.tp_size:
+        return []
+    if rollout.ep_size == train.ep_size:
+        return []
+    received = int(placement.received_bytes(_rank_map(rollout)).max()) / 1e9
+    told = (
+        f"engines have EP{rollout.ep_size}, their TP, and not Megatron's EP{train.ep_size}, so "
+        f"that experts move: a rank receives up to {received:.3g} GB in a hand-over"
+    )
+    if train.ep_size % rollout.tp_size:
+        return [
+            f"{told}; --rl-rollout-tp-size {rollout.tp_size} does not divide "
+            f"--expert-model-parallel-size {train.ep_size}, one that does keeps EP"
+        ]
+    kept = dataclasses.replace(
+        rollout, dp_size=train.ep_size // rollout.tp_size, expert_parallel=True, rank_map=()
+    )
+    would = Placement(placement.shape, train, placement.layers, kept)
+    kept = with_rank_map(would, ranks_per_node=ranks_per_node(config, train.world_size))
+    least = int(would.received_bytes(_rank_map(kept)).max()) / 1e9
+    return [
+        f"{told}, with Megatron's EP {least:.3g} GB; vLLM spreads experts over data-parallel ranks "
+        "of an engine on GPUs only"
+    ]
+
+
+def _rank_map(rollout: RolloutLayout) -> Sequence[int]:
+    return rollout.rank_map or range(rollout.world_size)
+
+
+def ranks_per_node(config: RLConfig, world_size: int) -> int:
+    """Of `--rl-ranks-per-node`, else what the launcher says, else 8; at most the world."""
+    launched = os.environ.get("LOCAL_WORLD_SIZE")
+    found = config.ranks_per_node or (int(launched) if launched else _USUAL_RANKS_PER_NODE)
+    return min(found, world_size)
+
+
+def _check_node(config: RLConfig, rollout: RolloutLayout) -> None:
+    """A TP group of an engine lies in one node, or fills whole nodes."""
+    per_node = ranks_per_node(config, rollout.world_size)
+    if rollout.world_size % per_node:
+        raise UsageError(
+            f"does not divide the world of {rollout.world_size} processes",
+            flag=f"--rl-ranks-per-node {per_node}",
+            remedy="give the number of processes on each machine",
+        )
+    if per_node % rollout.tp_size and rollout.tp_size % per_node:
+        raise UsageError(
+            f"neither divides nor is a multiple of the {per_node} ranks of a node "
+            "(--rl-ranks-per-node), so that engines would straddle machines",
+            flag=f"--rl-rollout-tp-size {rollout.tp_size}",
+            remedy="choose another size",
+        )
+
+
+def check_batches(config: RLConfig, layout: TrainLayout, values: Mapping[str, Any]) -> None:
+    """Prompts x samples must divide into mini-batches, DP ranks and micro-batches, and these into
+    the groups that an interleaved schedule takes."""
+    micro_batch_size = values["micro_batch_size"]
+    if config.max_tokens_per_microbatch and micro_batch_size != 1:
+        raise UsageError(
+            "has no effect where samples are packed by --rl-max-tokens-per-microbatch "
+            f"{config.max_tokens_per_microbatch}",
+            flag=f"--micro-batch-size {micro_batch_size}",
+            remedy="set it to 1, or the latter to 0",
+        )
+    shares_prompts(config.share_prompts, values, config.max_tokens_per_microbatch)
+    samples = config.samples_per_step
+    parts = config.num_mini_batches * layout.dp_size * micro_batch_size
+    if parts < 1 or samples < 1 or samples % parts:
+        raise UsageError(
+            f"x --rl-num-samples-per-prompt {config.samples_per_prompt} = {samples} samples do not "
+            f"divide into --rl-num-mini-batches {config.num_mini_batches} x {layout.dp_size} "
+            f"data-parallel ranks x --micro-batch-size {micro_batch_size} = {parts}",
+            flag=f"--rl-num-prompts-per-step {config.num_prompts_per_step}",
+            remedy="change one of them",
+        )
+    mini_batch = samples // config.num_mini_batches
+    if values["global_batch_size"] != mini_batch:
+        raise UsageError(
+            f"contradicts the {mini_batch} samples of a mini-batch ({samples} samples / "
+            f"--rl-num-mini-batches {config.num_mini_batches})",
+            flag=f"--global-batch-size {values['global_batch_size']}",
+            remedy="drop the flag, it is derived",
+        )
+    _check_interleaving(config, layout, values, samples // parts)
+
+
+def _check_interleaving(
+    config: RLConfig, layout: TrainLayout, values: Mapping[str, Any], num_micro_batches: int
+) -> None:
+    """With virtual stages Megatron takes micro-batches in groups and dies of a group too small.
+
+    Its rule: groups are of PP micro-batches or more, there is a whole one, and what is left over is
+    nothing or PP at least. A mini-batch is one pass of `num_micro_batches`, the log-probs of a step
+    are one of all of its mini-batches. Packed, as many micro-batches are made as it takes.
+    """
+    pp_size = layout.pp_size
+    if pp_size == 1 or _num_chunks(pp_size, values) == 1:
+        return
+    given = values.get("microbatch_group_size_per_vp_stage")
+    group = pp_size if given is None else given
+    flag = f"--microbatch-group-size-per-virtual-pipeline-stage {group}"
+    stages = f"--pipeline-model-parallel-size {pp_size}"
+    if group < pp_size:
+        raise UsageError(
+            f"is less than {stages}, and an interleaved schedule cannot take fewer micro-batches "
+            "at a time than it has stages",
+            flag=flag,
+            remedy="raise or drop it",
+        )
+    if config.max_tokens_per_microbatch:
+        return
+    rule = f"a multiple of {stages}"
+    if group != pp_size:
+        rule = (
+            f"{flag} or more, with none or at least {stages} left over by whole groups of {group}"
+        )
+    passes = {"mini-batch": num_micro_batches, "step": num_micro_batches * config.num_mini_batches}
+    for name, count in passes.items():
+        if count < group or 0 < count % group < pp_size:
+            raise UsageError(
+                "interleaves the micro-batches of a data-parallel rank, whose number must be "
+                f"{rule}, but --rl-num-prompts-per-step {config.num_prompts_per_step}, "
+                f"--rl-num-samples-per-prompt {config.samples_per_prompt}, --rl-num-mini-batches "
+                f"{config.num_mini_batches}, {layout.dp_size} data-parallel ranks and "
+                f"--micro-batch-size {values['micro_batch_size']} make {count} of a {name}",
+                flag=_virtual_flag(values),
+                remedy="change one of them, or pack samples by --rl-max-tokens-per-microbatch, "
+                "which takes care of it",
+            )
+
+
+def _num_chunks(pp_size: int, values: Mapping[str, Any]) -> int:
+    """Model chunks of a stage, of flags that `check_stages` has passed."""
+    if values.get("pipeline_model_parallel_layout"):
+        from mcore_rl.megatron import adapter as megatron_adapter
+
+        layout = values["pipeline_model_parallel_layout"]
+        return len(megatron_adapter.decoder_layers_of_layout(layout, pp_size)[0])
+    num_layers = 0  # which counts where chunks are given by their size
+    if values.get("num_layers_per_virtual_pipeline_stage") is not None:
+        num_layers = values["num_layers"] + sum(bool(values.get(dest)) for dest in _COUNTED)
+    return _virtual_stages(num_layers, pp_size, values)
+
+
+def _virtual_flag(values: Mapping[str, Any]) -> str:
+    """The flag that asks for virtual stages."""
+    for dest in (
+        "pipeline_model_parallel_layout",
+        "num_virtual_stages_per_pipeline_rank",
+        "num_layers_per_virtual_pipeline_stage",
+    ):
+        if values.get(dest):
+            return f"--{dest.replace('_', '-')} {values[dest]}"
+    raise AssertionError("virtual stages without a flag that asks for them")
+
+
+def check_lengths(
+    config: RLConfig, shape: ModelShape, *, cp_size: int = 1, scores_only: bool = False
+) -> None:
+    """The model must have positions for prompt and response, and a micro-batch room for both."""
+    length = config.max_prompt_tokens + config.max_response_tokens
+    second = f"--rl-max-response-tokens {config.max_response_tokens}"
+    remedy = "one of them"
+    if scores_only:
+        second, remedy = "1 that vLLM adds when it scores", "it"
+    lengths = f"--rl-max-prompt-tokens {config.max_prompt_tokens} + {second} = {length}"
+    if length > shape.max_positions:
+        raise UsageError(
+            f"exceeds the checkpoint's max_position_embeddings {shape.max_positions}",
+            flag=lengths,
+            remedy=f"lower {remedy}",
+        )
+    in_row = round_up(length, chunks_of_sample(cp_size))
+    if 0 < config.max_tokens_per_microbatch < in_row:
+        padded = f", which --context-parallel-size {cp_size} pads to {in_row}"
+        raise UsageError(
+            f"is less than the longest sample, {lengths}{padded if in_row > length else ''}",
+            flag=f"--rl-max-tokens-per-microbatch {config.max_tokens_per_microbatch}",
+            remedy="raise it to that",
+        )

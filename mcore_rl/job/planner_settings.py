@@ -1,0 +1,199 @@
+"""From the values of flags, Megatron's and ours, to what the formulas take as given.
+
+The same for the planner, which parses a command line, and for a run, which has Megatron's arguments
+after Megatron validated them. This module is pure: it imports neither Megatron nor vLLM nor torch.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import fields, replace
+from typing import Any
+
+from mcore_rl.common.errors import UsageError
+from mcore_rl.flags.options import RLConfig
+from mcore_rl.model.layout import PipelineLayers, RolloutLayout, TrainLayout
+from mcore_rl.planner.settings import (
+    MIB,
+    ActivationSettings,
+    EngineSettings,
+    Recompute,
+    TrainSettings,
+)
+
+_DTYPE_BYTES = {"fp32": 4, "fp16": 2, "bf16": 2, "fp8": 1}
+# Moments of each optimizer, of parameters that are matrices; others may have more.
+_MOMENTS = {"adam": 2, "sgd": 1, "lion": 1, "muon": 1, "dist_muon": 1, "adaptive_muon": 2}
+
+
+def activation_settings(
+    config: RLConfig,
+    values: Mapping[str, Any],
+    train: TrainLayout,
+    layers: PipelineLayers,
+    *,
+    vocabulary_multiple: int | None = None,
+    expert_load: float = 1.0,
+) -> ActivationSettings:
+    """What decides how large activations are. `values` are Megatron's flags by destination, those
+    of the model in question; `train` and `layers` are its layout."""
+    positions = config.max_prompt_tokens + config.max_response_tokens
+    settings = ActivationSettings(
+        weight_bytes=4 if config.precision == "fp32" else 2,
+        vocabulary_multiple=vocabulary_multiple,
+        micro_batch_size=values["micro_batch_size"],
+        num_micro_batches=1,  # counted below
+        positions=positions,
+        packed_tokens=config.max_tokens_per_microbatch,
+        sequence_parallel=bool(values.get("sequence_parallel")) and train.tp_size > 1,
+        recompute=recompute(values),
+        chunk_tokens=config.log_prob_chunk_tokens,
+        expert_load=expert_load,
+    )
+    mini_batch = config.samples_per_step // config.num_mini_batches
+    group = values.get("microbatch_group_size_per_vp_stage") or train.pp_size
+    multiple = group if len(layers[0]) > 1 else 1
+    return replace(
+        settings, num_micro_batches=settings.micro_batches_of(mini_batch, train.dp_size, multiple)
+    )
+
+
+def train_settings(
+    config: RLConfig,
+    values: Mapping[str, Any],
+    train: TrainLayout,
+    layers: PipelineLayers,
+    *,
+    vocabulary_multiple: int | None = None,
+    expert_load: float = 1.0,
+) -> TrainSettings:
+    """How training stores what it has, of flags that Megatron has not validated yet. UsageError:
+    an optimizer of unknown size."""
+    activations = activation_settings(
+        config,
+        values,
+        train,
+        layers,
+        vocabulary_multiple=vocabulary_multiple,
+        expert_load=expert_load,
+    )
+    moments = _moment_bytes(values)
+    kept = [_main_bytes(config, values), *moments]
+    return TrainSettings(
+        **{field.name: getattr(activations, field.name) for field in fields(activations)},
+        gradient_bytes=_gradient_bytes(config, values),
+        optimizer_bytes=sum(kept),
+        moment_bytes=sum(moments),
+        distributed_optimizer=bool(values.get("use_distributed_optimizer")),
+        optimizer_instances=values.get("num_distributed_optimizer_instances", 1),
+        optimizer_host_share=(
+            values.get("optimizer_offload_fraction", 1.0)
+            if values.get("optimizer_cpu_offload")
+            else 0.0
+        ),
+        whole_in_checkpoints=bool(
+            values.get("dist_ckpt_optim_fully_reshardable")
+            and values.get("use_distributed_optimizer")
+        ),
+        exact=_exact(values),
+    )
+
+
+def is_known_optimizer(values: Mapping[str, Any]) -> bool:
+    """Whether `train_settings` can tell how large its state is."""
+    return values.get("optimizer", "adam") in _MOMENTS
+
+
+def _exact(values: Mapping[str, Any]) -> frozenset[str]:
+    """What of a rank's state is counted byte by byte, and no less is held in fact."""
+    if values.get("use_megatron_fsdp"):
+        return frozenset()  # the plan counts whole parameters
+    by_flag = {
+        "weights": ("fp8_param_gather", "fp4_param_gather"),
+        "optimizer": ("optimizer_cpu_offload", "use_precision_aware_optimizer"),
+    }
+    left_out = {part for part, dests in by_flag.items() if any(map(values.get, dests))}
+    if values.get("optimizer", "adam") != "adam":
+        left_out.add("optimizer")
+    return frozenset({"weights", "gradients", "optimizer"} - left_out)
+
+
+def engine_settings(
+    config: RLConfig,
+    values: Mapping[str, Any],
+    rollout: RolloutLayout,
+    *,
+    offloaded: frozenset[str],
+    away_at_start: frozenset[str],
+    batched_tokens: int,
+) -> EngineSettings:
+    """How a run uses memory beside training. `values` are Megatron's flags by destination;
+    `offloaded` and `away_at_start` are kinds of `hybrid_engine.offload`."""
+    length = config.max_prompt_tokens + config.max_response_tokens
+    samples = math.ceil(config.num_prompts_per_step / rollout.num_tp_groups)
+    return EngineSettings(
+        gpu_memory_utilization=config.rollout_gpu_memory_utilization,
+        max_num_seqs=config.rollout_max_num_seqs,
+        max_model_tokens=length,
+        max_response_tokens=config.max_response_tokens,
+        batched_tokens=batched_tokens,
+        bucket_bytes=config.reshard_bucket_mb * MIB,
+        delta=config.reshard_delta,
+        may_spread_experts=not config.rollout_no_expert_parallel,
+        offloaded=offloaded,
+        away_at_start=away_at_start,
+        keeps_gradients=config.offload_keep_gradients,
+        keeps_reference=config.recipe.needs_reference,
+        saves_checkpoints=True,  # the last step's, where nothing else is asked for
+        loads_checkpoint=bool(values.get("load")) and not values.get("finetune"),
+        exports=bool(config.export_hf),
+        has_canary=config.canary_interval > 0,
+        gathered_tokens=samples * config.samples_per_prompt * config.max_response_tokens,
+    )
+
+
+def recompute(values: Mapping[str, Any]) -> Recompute:
+    """Of Megatron's --recompute-* flags."""
+    granularity = values.get("recompute_granularity")
+    if values.get("recompute_activations"):
+        granularity = "selective"
+    return Recompute(
+        granularity=granularity,
+        method=values.get("recompute_method") or ("uniform" if granularity == "full" else None),
+        num_layers=values.get("recompute_num_layers") or 1,
+        modules=frozenset(values.get("recompute_modules") or ["core_attn"]),
+        spread_over_tp=bool(values.get("distribute_saved_activations")),
+    )
+
+
+def _gradient_bytes(config: RLConfig, values: Mapping[str, Any]) -> int:
+    """Of Megatron's gradient buffers."""
+    if values.get("accumulate_allreduce_grads_in_fp32") or config.precision == "fp32":
+        return 4
+    if config.precision == "fp16":
+        return 2
+    in_bf16 = values.get("grad_reduce_in_bf16") or values.get("main_grads_dtype") == "bf16"
+    return 2 if in_bf16 else 4
+
+
+def _main_bytes(config: RLConfig, values: Mapping[str, Any]) -> int:
+    """Of the main parameter; a float32 parameter is its own."""
+    if config.precision == "fp32":
+        return 0
+    precise = bool(values.get("use_precision_aware_optimizer"))
+    return _DTYPE_BYTES[values.get("main_params_dtype", "fp32") if precise else "fp32"]
+
+
+def _moment_bytes(values: Mapping[str, Any]) -> list[int]:
+    """Of each moment."""
+    name = values.get("optimizer", "adam")
+    if name not in _MOMENTS:
+        raise UsageError(
+            "is not known to the planner",
+            flag=f"--optimizer {name}",
+            remedy=f"choose one of {', '.join(_MOMENTS)}",
+        )
+    precise = bool(values.get("use_precision_aware_optimizer"))
+    dtypes = ("exp_avg_dtype", "exp_avg_sq_dtype")[: _MOMENTS[name]]
+    return [_DTYPE_BYTES[values.get(dest, "fp32") if precise else "fp32"] for dest in dtypes]

@@ -1,0 +1,138 @@
+"""Single checks of a start: each number, what is written at the end, Megatron's switches.
+
+Each raises UsageError. They read configuration and files only; `resolver` has the list of all.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from mcore_rl.algorithms.registry import import_user_file
+from mcore_rl.common.errors import UsageError
+from mcore_rl.flags.classes import check_numbers, check_order, check_refused
+from mcore_rl.flags.options import RLConfig, check_bounds, flag_of
+from mcore_rl.flags.packages import check_packages
+from mcore_rl.megatron.hf_checkpoint import EXPORT_MARKER
+from mcore_rl.megatron.policy_head import named_spec
+from mcore_rl.megatron.version import check_megatron
+
+
+def check_versions() -> None:
+    """Megatron, torch and vLLM must be there, and they and what else is, in versions that fit."""
+    check_megatron()
+    check_packages()
+
+
+def check_ranges(config: RLConfig) -> None:
+    """Each number by itself, and the parts of the algorithm together."""
+    check_bounds(config)
+    for path in config.import_:  # where a fork has parsed by itself
+        import_user_file(path)
+    recipe = config.recipe
+    recipe.overlong_buffer(config.max_response_tokens)
+    if config.reference_refresh_interval and not recipe.needs_reference:
+        raise UsageError(
+            "has no effect without a KL to the reference",
+            flag=f"--rl-reference-refresh-interval {config.reference_refresh_interval}",
+            remedy="add --rl-kl-coef or --rl-kl-in-reward, or drop it",
+        )
+
+
+def check_outputs(config: RLConfig, given: Mapping[str, Any]) -> None:
+    """What a run writes at its end must not fail then, nor replace what is there."""
+    if int(os.environ.get("RANK", 0)) == 0:  # nobody else writes there
+        flag = f"--rl-run-dir {config.run_dir}" if config.run_dir else "--rl-run-name"
+        _check_writable(config.directory, flag)
+        for dest in ("wandb_save_dir", "tensorboard_dir"):
+            if folder := given.get(dest):
+                _check_writable(Path(folder), f"--{dest.replace('_', '-')} {folder}")
+    if given.get("save"):
+        _check_writable(Path(given["save"]), f"--save {given['save']}")
+    if config.export_hf:
+        _check_export(config, config.export_hf, goes_on=bool(given.get("load")))
+    if config.verify_out:
+        target, flag = Path(config.verify_out), f"--rl-verify-out {config.verify_out}"
+        if target.is_dir() or not target.absolute().parent.is_dir():
+            raise UsageError(
+                "must name a file in a folder that exists", flag=flag, remedy="name another"
+            )
+        _check_writable(target.absolute().parent, flag)
+
+
+def _check_export(config: RLConfig, folder: str, *, goes_on: bool) -> None:
+    """The folder must be new or empty, unless an export may be replaced by the run's own."""
+    target, flag = Path(os.path.realpath(folder)), f"--rl-export-hf {folder}"
+    for name in ("hf_checkpoint", "critic_init", "reward_model"):
+        source = getattr(config, name)
+        # What is replaced is deleted, with all that lies in it.
+        if source is not None and Path(os.path.realpath(source)).is_relative_to(target):
+            raise UsageError(
+                f"would replace {flag_of(name)} {source}, which the run reads",
+                flag=flag,
+                remedy="name a new folder",
+            )
+    if os.path.ismount(target):
+        raise UsageError(
+            "is a mount point, which nothing can take the place of",
+            flag=flag,
+            remedy="name a new folder in it",
+        )
+    is_empty = target.is_dir() and not any(target.iterdir())
+    # A run that goes on may have been killed after its export.
+    again = goes_on and (target / EXPORT_MARKER).is_file()
+    if os.path.lexists(target) and not is_empty and not again:
+        raise UsageError(
+            "is there already and would be replaced",
+            flag=flag,
+            remedy="remove it or name a new folder",
+        )
+    _check_writable(target.parent, flag)
+
+
+def _check_writable(folder: Path, flag: str) -> None:
+    """`folder` is one that can be written to, or can be made."""
+    existing = folder.absolute()
+    while not os.path.exists(existing):
+        existing = existing.parent
+    try:
+        # Tried rather than asked: root may do everything but on a read-only file system.
+        with tempfile.TemporaryFile(dir=existing):
+            pass
+    except OSError as error:
+        raise UsageError(
+            f": nothing can be written in {existing} ({error.strerror})",
+            flag=flag,
+            remedy="choose another folder or give yourself the permission",
+        ) from error
+
+
+def check_switches(given: Mapping[str, Any]) -> None:
+    """Megatron's flags that RL cannot honour, and numbers that nobody can, each by itself."""
+    check_refused(given)
+    check_numbers(given)
+    for dest in ("seed", "save_interval"):
+        if given.get(dest) is not None and given[dest] < 1:
+            raise UsageError(
+                "must be at least 1",
+                flag=f"--{dest.replace('_', '-')} {given[dest]}",
+                remedy="drop it or raise it",
+            )
+    if given.get("spec"):
+        named_spec(given["spec"])
+
+
+def check_together(values: Mapping[str, Any]) -> None:
+    """Megatron's flags beside each other, those that are derived among them."""
+    check_order(values)
+    backend = getattr(values.get("attention_backend"), "name", None)
+    by_engine = values.get("transformer_impl") != "local"
+    if values.get("context_parallel_size", 1) > 1 and backend == "unfused" and by_engine:
+        raise UsageError(
+            "is beyond Transformer Engine's --attention-backend unfused",
+            flag=f"--context-parallel-size {values['context_parallel_size']}",
+            remedy="give flash or fused, or drop one of the two",
+        )

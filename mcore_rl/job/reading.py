@@ -1,0 +1,189 @@
+"""What the checks of a job look at: a command line, or the arguments that a fork has parsed."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from mcore_rl.common.errors import UsageError
+from mcore_rl.common.platform import Platform
+from mcore_rl.flags.classes import check_no_megatron_rl_flag, given_to_fork
+from mcore_rl.flags.derived import DerivedFlags, check_fits_machine
+from mcore_rl.flags.given import expand_config, flag_names, given_values, import_given_files
+from mcore_rl.flags.options import (
+    DEGREE_FLAGS,
+    ExtraArgs,
+    RLConfig,
+    add_rl_args,
+    flag_of,
+    frozen,
+)
+from mcore_rl.megatron import adapter as megatron_adapter
+from mcore_rl.megatron.hf_checkpoint import HFCheckpoint, open_checkpoint
+from mcore_rl.model.config_json import ModelShape, megatron_flags, read_model_shape
+from mcore_rl.model.families import family_of
+
+# A model's shape, of the folder that a field of RLConfig names.
+ReadShape = Callable[[RLConfig, str], ModelShape]
+
+# What Megatron's own validation replaces by something of another form.
+_REWRITTEN = frozenset({"vocab_size", "moe_layer_freq", "max_position_embeddings", "kv_channels"})
+_OUTSIDE = "needs the command line, and arguments were parsed outside of mcore_rl"
+_BY_US = "start by mcore_rl.initialize"
+
+
+def make_parser(extra_args: ExtraArgs = add_rl_args) -> argparse.ArgumentParser:
+    """Megatron's parser with the `--rl-*` flags and a fork's, able to print its help."""
+    parser = megatron_adapter.make_parser(extra_args)
+    for action in parser._actions:
+        # One of Megatron's texts says "10%)", at which argparse raises.
+        action.help = action.help and re.sub("%(?![%(])(?<!%%)", "%%", action.help)
+    return parser
+
+
+def import_files(typed: Sequence[str]) -> None:
+    """Run those of `--rl-import`, which may bring flags; a fork's run with its own checks."""
+    import_given_files(typed)
+
+
+def tokens_of(typed: Sequence[str], parser: argparse.ArgumentParser) -> list[str]:
+    """With the flags of `--rl-config` files written out."""
+    return expand_config(typed, parser)
+
+
+def no_tokens(args: argparse.Namespace) -> tuple[str, ...]:
+    """Of a fork: its own parser has read them."""
+    return ()
+
+
+def given_in(tokens: Sequence[str], parser: argparse.ArgumentParser) -> dict[str, Any]:
+    """The flags that were given, by destination, none of them of Megatron's own RL."""
+    given = given_values(tokens, parser)
+    check_no_megatron_rl_flag(given, parser)
+    return given
+
+
+def given_in_fork(args: argparse.Namespace, parser: argparse.ArgumentParser) -> dict[str, Any]:
+    """What differs from Megatron's defaults and from ours."""
+    given = given_to_fork(args, parser)
+    check_no_megatron_rl_flag(given, parser)
+    ours = {
+        f"rl_{name}": value
+        for name, value in RLConfig.from_args(args).as_dict().items()
+        if value != frozen(parser.get_default(f"rl_{name}"))
+    }
+    return {**given, **ours}
+
+
+def check_needs_no_command_line(args: argparse.Namespace, config: RLConfig) -> None:
+    """Flags that say what Megatron's parser is to be told: a fork has asked its own already."""
+    if args.rl_config is not None:
+        raise UsageError(
+            f"{_OUTSIDE}, where it has no effect",
+            flag=f"--rl-config {args.rl_config}",
+            remedy=f"{_BY_US}, or give the flags in it",
+        )
+    if config.reward_model is not None:
+        raise UsageError(
+            _OUTSIDE,
+            flag=f"--rl-reward-model {config.reward_model}",
+            remedy=f"{_BY_US}, or use a server (--rl-reward pooling)",
+        )
+    for name in (*(f"critic_{degree}" for degree in DEGREE_FLAGS), "critic_ranks"):
+        if getattr(config, name) is not None:
+            raise UsageError(
+                _OUTSIDE,
+                flag=f"{flag_of(name)} {getattr(config, name)}",
+                remedy=f"drop it, or {_BY_US}",
+            )
+
+
+def derived_in_fork(
+    args: argparse.Namespace,
+    shape: ModelShape,
+    config: RLConfig,
+    given: Mapping[str, Any],
+    parser: argparse.ArgumentParser,
+    platform: Platform,
+) -> DerivedFlags:
+    """None: nothing can be derived any more, so the architecture in `args`, and what the machine
+    wants, must be there."""
+    for dest, value in given_values(megatron_flags(shape), parser).items():
+        # validate_args rewrites some of these, so names are compared where values still tell.
+        if dest not in _REWRITTEN and getattr(args, dest) != value:
+            raise UsageError(
+                f"the parsed {dest} is {getattr(args, dest)}, but config.json of "
+                f"{config.hf_checkpoint} needs {value}",
+                remedy=f"{_BY_US}, which derives it, or pass {' '.join(megatron_flags(shape))}",
+            )
+    check_fits_machine(args, shape, given, parser=parser, platform=platform)
+    return DerivedFlags((), (), ())
+
+
+def values_in_fork(args: argparse.Namespace, derived: DerivedFlags) -> dict[str, Any]:
+    """All flags by destination."""
+    return vars(args)
+
+
+def accepted_in_fork(args: argparse.Namespace) -> None:
+    """Megatron's own validation has made `args` what they are."""
+
+
+def flags_of(values: Mapping[str, Any], parser: argparse.ArgumentParser) -> dict[str, str]:
+    """Values by the flags that set them, to be shown and compared."""
+    names = flag_names(parser)
+    return {names.get(dest, dest): str(value) for dest, value in values.items()}
+
+
+def read_shape_of(config: RLConfig, field: str) -> ModelShape:
+    """Of config.json in a checkpoint's folder."""
+    folder = getattr(config, field)
+    if folder is None:
+        raise UsageError(
+            "is missing",
+            flag=flag_of(field),
+            remedy="give the folder of the Hugging Face checkpoint to train",
+        )
+    return read_model_shape(Path(folder), flag=flag_of(field))
+
+
+def read_actor_shape(config: RLConfig, read_shape: ReadShape) -> ModelShape:
+    """Of the model that is trained."""
+    return read_shape(config, "hf_checkpoint")
+
+
+def read_checkpoint(config: RLConfig, shape: ModelShape) -> HFCheckpoint:
+    """The headers of the weights, which must be those of the model that config.json describes."""
+    assert config.hf_checkpoint is not None, "its config.json was read"
+    folder = Path(config.hf_checkpoint)
+    checkpoint = open_checkpoint(folder, shape)
+    for tensor, expected in _landmarks(shape):
+        info = checkpoint.tensors.get(tensor)
+        if info is None or info.shape != expected:
+            held = f"has {tensor} of shape {list(info.shape)}" if info else f"lacks {tensor}"
+            raise UsageError(
+                f"{held}, but its config.json describes one of shape {list(expected)}: they are of "
+                "two models",
+                flag=f"--rl-hf-checkpoint {folder}",
+                remedy="copy the checkpoint again",
+            )
+    return checkpoint
+
+
+def _landmarks(shape: ModelShape) -> list[tuple[str, tuple[int, ...]]]:
+    """A few tensors that tell by their shapes whether weights and config.json belong together."""
+    hidden = shape.hidden_size
+    tensors = [("model.embed_tokens.weight", (shape.vocab_size, hidden))]
+    if not shape.tied_embeddings:
+        tensors.append(("lm_head.weight", (shape.vocab_size, hidden)))
+    for layer, is_moe in enumerate(shape.is_moe_layer):
+        gate, width = "mlp.gate_proj.weight", shape.ffn_hidden_size
+        if is_moe and shape.experts:
+            names = family_of(shape.architecture).names
+            gate = names.expert.format(expert=shape.experts.num_experts - 1) + names.gate
+            width = shape.experts.hidden_size
+        tensors.append((f"model.layers.{layer}.{gate}", (width, hidden)))
+    return tensors

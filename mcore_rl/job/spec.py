@@ -1,0 +1,47 @@
+"""A job as its command line, or a fork's arguments, describe it once every check has passed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from mcore_rl.flags.derived import DerivedFlags
+from mcore_rl.flags.options import ExtraArgs, RLConfig, add_rl_args
+from mcore_rl.flags.roles import Roles
+from mcore_rl.megatron.hf_checkpoint import HFCheckpoint
+from mcore_rl.model.config_json import ModelShape
+from mcore_rl.model.layout import PipelineLayers, RolloutLayout, TrainLayout
+
+
+@dataclass(frozen=True, slots=True)
+class ValueModelSpec:
+    """A critic or a reward model: what it is made of, before Megatron starts."""
+
+    shape: ModelShape  # with a value head
+    checkpoint: HFCheckpoint  # without the head of a language model; with a value head, see below
+    has_head: bool  # whether the folder has one; else it starts at zero
+    layout: TrainLayout
+    layers: PipelineLayers
+    tokens: tuple[str, ...] | None  # for Megatron's parser; None: the actor's arguments, changed
+    extra_args: ExtraArgs = add_rl_args  # of that parser
+
+
+@dataclass(frozen=True, slots=True)
+class JobSpec:
+    """What the run is made of, before Megatron starts."""
+
+    config: RLConfig
+    shape: ModelShape
+    checkpoint: HFCheckpoint
+    roles: Roles
+    train_layout: TrainLayout  # of the actor's ranks
+    layers: PipelineLayers
+    rollout_layout: RolloutLayout
+    derived: DerivedFlags
+    tokens: tuple[str, ...]  # for Megatron's parser: derived flags, then the user's; () of a fork
+    flags: Mapping[str, str]  # all that were given or derived, and their values
+    notes: tuple[str, ...]  # of flags that were given and do nothing, and of what may lack memory
+    save: str | None  # Megatron's --save
+    critic: ValueModelSpec | None
+    reward_model: ValueModelSpec | None
+    trust_remote_code: bool

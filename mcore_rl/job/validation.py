@@ -1,0 +1,84 @@
+"""What Megatron itself would refuse, found before it starts."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import sys
+import traceback
+import warnings
+from collections.abc import Iterator, Sequence
+
+from mcore_rl.common.errors import UsageError
+from mcore_rl.flags.options import ExtraArgs, add_rl_args
+from mcore_rl.megatron import adapter as megatron_adapter
+from mcore_rl.model.config_json import ModelShape
+
+
+@contextlib.contextmanager
+def world_of_size(size: int) -> Iterator[None]:
+    """As the first rank of such a world, for what only looks at flags."""
+    before = {name: os.environ.get(name) for name in ("RANK", "WORLD_SIZE")}
+    os.environ.update(RANK="0", WORLD_SIZE=str(size))
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+
+
+def check_megatron_accepts(
+    tokens: Sequence[str],
+    shape: ModelShape,
+    *,
+    world_size: int | None = None,
+    extra_args: ExtraArgs = add_rl_args,
+) -> None:
+    """Run Megatron's own validation, and make its tokenizer and the configuration of its models.
+
+    `world_size` counts the ranks of the model that the flags are of, without it they are those of
+    this process. `extra_args` adds all flags that are not Megatron's own.
+    Nothing of the result is kept: Megatron does the same again when it starts, where a refusal
+    would be an assertion's traceback on each rank.
+    """
+    from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
+    from megatron.training.arguments import parse_args, validate_args
+
+    saved, printed = sys.argv, io.StringIO()
+    sys.argv = ["mcore_rl", *tokens]
+    try:
+        with (
+            world_of_size(world_size) if world_size else contextlib.nullcontext(),
+            megatron_adapter.megatron_output_to(printed),
+            contextlib.redirect_stderr(printed),  # argparse's: a flag that a fork requires
+            warnings.catch_warnings(action="ignore"),
+        ):
+            args = parse_args(extra_args)
+            validate_args(args)
+            megatron_adapter.transformer_config(args)
+            build_tokenizer(args)
+    except (AssertionError, ValueError, RuntimeError, ImportError, OSError, SystemExit) as error:
+        raise UsageError(
+            f"Megatron refuses these flags ({_reason(error, printed.getvalue())})",
+            remedy="change or drop what it speaks of",
+        ) from error
+    finally:
+        sys.argv = saved
+    if args.padded_vocab_size < shape.vocab_size:
+        raise UsageError(
+            f"gives Megatron {args.padded_vocab_size} tokens, but the checkpoint's vocab_size is "
+            f"{shape.vocab_size}",
+            flag=f"--tokenizer-type {args.tokenizer_type}",
+            remedy="drop the flag, the checkpoint's own tokenizer is used",
+        )
+
+
+def _reason(error: BaseException, printed: str) -> str:
+    """What Megatron said, or else printed before it left, or else the condition it asserted."""
+    if isinstance(error, SystemExit):
+        return next((line for line in reversed(printed.splitlines()) if line.strip()), repr(error))
+    return str(error) or traceback.extract_tb(error.__traceback__)[-1].line or repr(error)

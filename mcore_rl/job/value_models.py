@@ -1,0 +1,281 @@
+"""The checks of what gives a number per token: a critic, a reward model.
+
+Megatron sees a command line of its own for such a model: the user's flags, and behind them those
+that the role changes. Everything that is checked of the actor is checked of it, by the same
+functions. In a fork, which has parsed its arguments, it is laid out as the actor is.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from mcore_rl.common.errors import UsageError
+from mcore_rl.common.platform import Platform
+from mcore_rl.flags.derived import derive_flags
+from mcore_rl.flags.given import given_values
+from mcore_rl.flags.options import DEGREE_FLAGS, ExtraArgs, RLConfig, flag_of
+from mcore_rl.flags.roles import CRITIC, REWARD, Roles
+from mcore_rl.hybrid_engine.plan.moves import TensorInfo
+from mcore_rl.job.layout import check_batches, check_layout, check_stages
+from mcore_rl.job.reading import ReadShape
+from mcore_rl.job.validation import check_megatron_accepts
+from mcore_rl.megatron.hf_checkpoint import HFCheckpoint, open_checkpoint
+from mcore_rl.model.config_json import ModelShape
+from mcore_rl.model.layout import PipelineLayers, TrainLayout
+from mcore_rl.rewards.functions import REWARD_MODEL
+
+HEAD = "score.weight"
+
+
+@dataclass(frozen=True, slots=True)
+class ValueRole:
+    """How the flags speak of such a model."""
+
+    key: str  # of Roles
+    name: str  # in messages
+    init: str  # field of RLConfig: its folder
+    megatron_flags: Mapping[str, str]  # field of RLConfig -> the flag of Megatron that it sets
+    ranks: str  # field of RLConfig
+    learns: bool
+
+    def own_tokens(self, config: RLConfig) -> list[str]:
+        """Megatron's flags where the role has values of its own."""
+        return [
+            token
+            for name, flag in self.megatron_flags.items()
+            if (value := getattr(config, name)) is not None
+            for token in (flag, str(value))
+        ]
+
+
+CRITIC_ROLE = ValueRole(
+    key=CRITIC,
+    name="critic",
+    init="critic_init",
+    megatron_flags={
+        **{f"critic_{degree}": flag for degree, flag in DEGREE_FLAGS.items()},
+        "critic_lr": "--lr",
+        "critic_clip_grad": "--clip-grad",
+    },
+    ranks="critic_ranks",
+    learns=True,
+)
+REWARD_ROLE = ValueRole(
+    key=REWARD,
+    name="reward model",
+    init="reward_model",
+    megatron_flags={f"reward_{degree}": flag for degree, flag in DEGREE_FLAGS.items()},
+    ranks="reward_ranks",
+    learns=False,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Folder:
+    """The weights that it begins with."""
+
+    shape: ModelShape
+    checkpoint: HFCheckpoint  # see ValueModelSpec
+    has_head: bool
+
+
+@dataclass(frozen=True, slots=True)
+class LaidOut:
+    """It in its layout."""
+
+    shape: ModelShape
+    layout: TrainLayout
+    layers: PipelineLayers
+    values: Mapping[str, Any]  # Megatron's flags by destination, as it sees them
+    tokens: tuple[str, ...] | None  # None: of a fork
+
+
+def is_wanted(role: ValueRole, config: RLConfig) -> bool:
+    """Whether the job has such a model."""
+    if role is CRITIC_ROLE:
+        return config.recipe.needs_critic
+    return config.reward_model is not None
+
+
+def check_reward_model_flags(config: RLConfig) -> None:
+    """`--rl-reward` and the flags of the model belong together."""
+    names = [name.strip() for name in config.reward.split(",")]
+    if REWARD_MODEL in names and config.reward_model is None:
+        raise UsageError(
+            f"names {REWARD_MODEL}, but --rl-reward-model is missing",
+            flag=f"--rl-reward {config.reward}",
+            remedy="give the folder of a checkpoint with a score head",
+        )
+    for name in (REWARD_ROLE.init, *REWARD_ROLE.megatron_flags, REWARD_ROLE.ranks):
+        value = getattr(config, name)
+        if value is not None and REWARD_MODEL not in names:
+            raise UsageError(
+                f"has no effect, because --rl-reward {config.reward} does not name {REWARD_MODEL}",
+                flag=f"{flag_of(name)} {value}",
+                remedy=f"add {REWARD_MODEL} to it or drop the flag",
+            )
+
+
+def read_value_shape(
+    role: ValueRole, config: RLConfig, shape: ModelShape, read_shape: ReadShape
+) -> ModelShape | None:
+    """The model's, with a value head, of its own folder or the actor's; None where there is none.
+
+    `shape` is the actor's, whose vocabulary it must have.
+    """
+    if not is_wanted(role, config):
+        return None
+    own = shape if getattr(config, role.init) is None else read_shape(config, role.init)
+    if own.vocab_size != shape.vocab_size:
+        raise UsageError(
+            f"has a vocabulary of {own.vocab_size}, the actor's is {shape.vocab_size}",
+            flag=f"{flag_of(role.init)} {getattr(config, role.init)}",
+            remedy="give a checkpoint with the actor's tokenizer",
+        )
+    return dataclasses.replace(own, value_head=True, tied_embeddings=False)
+
+
+def read_critic_folder(
+    config: RLConfig,
+    own_shape: ModelShape | None,
+    checkpoint: HFCheckpoint,
+    read_shape: ReadShape,
+) -> Folder | None:
+    """The tensors of the critic's folder, or of the actor's `checkpoint`."""
+    if own_shape is None:
+        return None
+    if config.critic_init is not None:
+        checkpoint = _opened(CRITIC_ROLE, config, read_shape)
+    return _folder(CRITIC_ROLE, own_shape, checkpoint)
+
+
+def read_reward_folder(
+    config: RLConfig, own_shape: ModelShape | None, read_shape: ReadShape
+) -> Folder | None:
+    """The tensors of the reward model's folder, which must have a head."""
+    if own_shape is None:
+        return None
+    folder = _folder(REWARD_ROLE, own_shape, _opened(REWARD_ROLE, config, read_shape))
+    if not folder.has_head:
+        raise UsageError(
+            f"has no {HEAD}, so it gives no score",
+            flag=f"--rl-reward-model {config.reward_model}",
+            remedy="give a checkpoint for sequence classification with one label",
+        )
+    return folder
+
+
+def _opened(role: ValueRole, config: RLConfig, read_shape: ReadShape) -> HFCheckpoint:
+    folder = Path(getattr(config, role.init))
+    return open_checkpoint(folder, read_shape(config, role.init), flag=flag_of(role.init))
+
+
+def _folder(role: ValueRole, own_shape: ModelShape, checkpoint: HFCheckpoint) -> Folder:
+    head = checkpoint.tensors.get(HEAD)
+    if head is not None and head.shape != (1, own_shape.hidden_size):
+        raise UsageError(
+            f"has {HEAD} of shape {list(head.shape)}, and a {role.name}'s is "
+            f"[1, {own_shape.hidden_size}]",
+            flag=f"{flag_of(role.init)} {checkpoint.folder}",
+            remedy="give a reward model of one label",
+        )
+    tensors = {t: info for t, info in checkpoint.tensors.items() if t != "lm_head.weight"}
+    tensors.setdefault(HEAD, TensorInfo((1, own_shape.hidden_size), "float32", 4))
+    return Folder(own_shape, dataclasses.replace(checkpoint, tensors=tensors), head is not None)
+
+
+def check_value_positions(role: ValueRole, config: RLConfig, own_shape: ModelShape | None) -> None:
+    """A whole sample must fit into a reward model; a critic's positions are the actor's."""
+    longest = config.max_prompt_tokens + config.max_response_tokens
+    if role is REWARD_ROLE and own_shape is not None and longest > own_shape.max_positions:
+        raise UsageError(
+            f"has {own_shape.max_positions} positions, and samples may have {longest} tokens",
+            flag=f"{flag_of(role.init)} {config.reward_model}",
+            remedy=f"lower --rl-max-prompt-tokens {config.max_prompt_tokens} or "
+            f"--rl-max-response-tokens {config.max_response_tokens}",
+        )
+
+
+def lay_out(
+    role: ValueRole,
+    config: RLConfig,
+    own_shape: ModelShape | None,
+    given: Mapping[str, Any],
+    tokens: Sequence[str],
+    *,
+    parser: argparse.ArgumentParser,
+    roles: Roles,
+    platform: Platform,
+) -> LaidOut | None:
+    """By the user's flags, `given` and `tokens`, and the role's own behind them."""
+    if own_shape is None:
+        return None
+    own = role.own_tokens(config)
+    changed = {**given, **given_values(own, parser)}
+    with said_of(role):
+        derived = derive_flags(own_shape, config, changed, parser=parser, platform=platform)
+        values = {**given_values(derived.tokens, parser), **changed}
+        layout = check_layout(own_shape, values, len(roles.ranks(role.key)))
+        layers = check_stages(own_shape, layout.pp_size, values)
+    return LaidOut(own_shape, layout, layers, values, (*derived.tokens, *tokens, *own))
+
+
+def lay_out_in_fork(
+    role: ValueRole,
+    config: RLConfig,
+    own_shape: ModelShape | None,
+    shape: ModelShape,
+    layout: TrainLayout,
+    layers: PipelineLayers,
+    values: Mapping[str, Any],
+) -> LaidOut | None:
+    """As the actor, of whose architecture it must be: a fork has parsed one set of arguments."""
+    if own_shape is None:
+        return None
+    as_actor = dataclasses.replace(
+        own_shape, value_head=False, tied_embeddings=shape.tied_embeddings
+    )
+    if as_actor != shape:
+        raise UsageError(
+            f"is of another architecture than {config.hf_checkpoint}, and arguments were parsed "
+            "outside of mcore_rl",
+            flag=f"{flag_of(role.init)} {getattr(config, role.init)}",
+            remedy="give one of the same, or start by mcore_rl.initialize",
+        )
+    return LaidOut(own_shape, layout, layers, values, None)
+
+
+def check_value_batches(role: ValueRole, config: RLConfig, own_laid_out: LaidOut | None) -> None:
+    """As those of the actor, where it learns and has a layout of its own."""
+    if own_laid_out is not None and role.learns:
+        with said_of(role):
+            check_batches(config, own_laid_out.layout, own_laid_out.values)
+
+
+def check_value_accepted(
+    role: ValueRole, own_laid_out: LaidOut | None, extra_args: ExtraArgs
+) -> None:
+    """By Megatron's own validation; a fork's arguments have passed it."""
+    if own_laid_out is not None and own_laid_out.tokens is not None:
+        with said_of(role):
+            check_megatron_accepts(
+                own_laid_out.tokens,
+                own_laid_out.shape,
+                world_size=own_laid_out.layout.world_size,
+                extra_args=extra_args,
+            )
+
+
+@contextlib.contextmanager
+def said_of(role: ValueRole) -> Iterator[None]:
+    """What is refused in here is of the role's model, and says so."""
+    try:
+        yield
+    except UsageError as error:
+        raise error.of_role(f"the {role.name}") from error

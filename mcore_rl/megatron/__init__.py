@@ -1,0 +1,1 @@
+"""Megatron-core as we use it: its arguments, models, optimizer, passes and checkpoints."""

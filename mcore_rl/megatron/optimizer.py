@@ -1,0 +1,111 @@
+"""Megatron's optimizer, with an eye on its gradients.
+
+A non-finite loss or gradient is found before the update, named (parameter and rank) and agreed on
+by all ranks; the run then stops or skips the update, as asked.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch.profiler import record_function
+
+from mcore_rl.common import objects
+from mcore_rl.megatron import adapter as megatron_adapter
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class UpdateResult:
+    """What one optimizer step did."""
+
+    grad_norm: float  # before clipping, over all ranks; nan if the update was skipped
+    skipped: bool
+
+
+class CheckedOptimizer:
+    """Wraps the optimizer and scheduler in a `TrainState`; `name` is the model's, for messages.
+
+    `on_nonfinite_grad` is "stop" (RuntimeError on every rank) or "skip" (parameters, optimizer
+    state and scheduler stay as they are).
+    """
+
+    def __init__(
+        self, state: megatron_adapter.TrainState, *, name: str, on_nonfinite_grad: str
+    ) -> None:
+        self._state = state
+        self._name = name
+        self._skip = on_nonfinite_grad == "skip"
+
+    @property
+    def learning_rate(self) -> float:
+        return max(group["lr"] for group in self._state.optimizer.param_groups)
+
+    @record_function("optimizer")  # for --rl-trace
+    def step(self, *, num_samples: int, nonfinite_losses: Sequence[int] = ()) -> UpdateResult:
+        """Update the parameters from the finished gradients. Collective over all ranks.
+
+        `num_samples` is what Megatron's scheduler counts in: samples of the global mini-batch.
+        `nonfinite_losses` are the ranks whose part of the loss is not finite: in the message they
+        stand before the gradients, which data parallelism has spread to others.
+        """
+        culprits = self._nonfinite_gradients()
+        if culprits and not nonfinite_losses and self._scale_may_fall():
+            # The step changes nothing but the scale, as Megatron's scaler finds its own.
+            self._state.optimizer.step()
+            logger.info("%s: gradients overflow in fp16, the loss scale falls", self._name)
+            return UpdateResult(grad_norm=float("nan"), skipped=True)
+        if culprits or nonfinite_losses:
+            found = [f"non-finite loss of the {self._name} on rank {r}" for r in nonfinite_losses]
+            if culprits:
+                found.append(f"non-finite gradient of the {self._name} in {'; '.join(culprits)}")
+            message = ", ".join(found)
+            if not self._skip:
+                raise RuntimeError(
+                    f"{message}; --rl-on-nonfinite-grad skip would go on without this update"
+                )
+            logger.warning("%s: update skipped", message)
+            return UpdateResult(grad_norm=float("nan"), skipped=True)
+        successful, grad_norm, _ = self._state.optimizer.step()
+        if successful:
+            self._state.scheduler.step(increment=num_samples)
+        # Without gradient clipping Megatron computes no norm.
+        norm = float("nan") if grad_norm is None else float(grad_norm)
+        return UpdateResult(grad_norm=norm, skipped=not successful)
+
+    def _scale_may_fall(self) -> bool:
+        """Whether the loss is scaled, and gradients may be finite with less of it. Scales begin at
+        2^32 (--initial-loss-scale), far above what float16 can hold."""
+        from megatron.core.optimizer.grad_scaler import DynamicGradScaler
+
+        whole = self._state.optimizer
+        parts = getattr(whole, "chained_optimizers", [whole])
+        scalers = [getattr(part, "grad_scaler", None) for part in parts]
+        return bool(scalers) and all(
+            isinstance(scaler, DynamicGradScaler) and bool(scaler.scale > scaler.min_scale)
+            for scaler in scalers
+        )
+
+    def _nonfinite_gradients(self) -> list[str]:
+        """ "rank R: parameter" of every rank's first non-finite gradient; the same on all ranks."""
+        gradients = dict(megatron_adapter.finished_gradients(self._state))
+        # Most often all are finite, which one number per gradient tells at once; a sum that is not
+        # may have overflowed.
+        sums = [gradient.sum(dtype=torch.float64) for gradient in gradients.values()]
+        mine = None
+        if sums and not torch.isfinite(torch.stack(sums)).all():
+            mine = next(
+                (name for name, grad in gradients.items() if not torch.isfinite(grad).all()), None
+            )
+        device = next(self._state.model[0].parameters()).device
+        found = torch.tensor([mine is not None], dtype=torch.int32, device=device)
+        dist.all_reduce(found, op=dist.ReduceOp.MAX)
+        if not found.item():
+            return []
+        names = objects.all_gather(mine)
+        return [f"rank {rank}: {name}" for rank, name in enumerate(names) if name is not None]

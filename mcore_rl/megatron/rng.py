@@ -1,0 +1,106 @@
+"""Every generator that training draws from, saved before rollout and restored bit for bit after;
+and put into a checkpoint, as tensors.
+
+Rollout seeds and advances the same generators (torch's on the host and on the devices, Python's,
+numpy's), so that without this the engine's work would decide the dropout of the next update.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from mcore_rl.megatron import adapter as megatron_adapter
+
+_PYTHON_VERSION = 3  # of random.getstate()
+_NUMPY_NAME = "MT19937"
+
+
+@dataclass(frozen=True, slots=True)
+class RngState:
+    """A snapshot. Local to this rank; it may be restored more than once."""
+
+    cpu: torch.Tensor
+    devices: tuple[torch.Tensor, ...]  # one a visible CUDA device, none without CUDA
+    tracker: Mapping[str, torch.Tensor]  # Megatron's
+    python: Any
+    numpy: Any
+
+    @classmethod
+    def capture(cls) -> RngState:
+        """Copy all states. Nothing is drawn."""
+        return cls(
+            cpu=torch.get_rng_state(),
+            # A device's generator lives on the host: this starts no context on other devices.
+            devices=tuple(torch.cuda.get_rng_state_all() if torch.cuda.is_available() else ()),
+            tracker=megatron_adapter.rng_tracker_states(),
+            python=random.getstate(),
+            numpy=np.random.get_state(),
+        )
+
+    def restore(self) -> None:
+        """Put all states back. Generators that exist since the capture only are left alone."""
+        torch.set_rng_state(self.cpu)
+        for index, state in enumerate(self.devices):
+            torch.cuda.set_rng_state(state, index)
+        megatron_adapter.set_rng_tracker_states(self.tracker)
+        random.setstate(self.python)
+        np.random.set_state(self.numpy)
+
+    def to_tensors(self) -> dict[str, torch.Tensor]:
+        """The states as CPU tensors of integers and float64, which need no pickle to be stored."""
+        version, words, gauss = self.python
+        name, keys, position, has_gauss, cached = self.numpy
+        if (version, name) != (_PYTHON_VERSION, _NUMPY_NAME):
+            raise RuntimeError(
+                f"random's state has version {version} and numpy's generator is {name}; known are "
+                f"{_PYTHON_VERSION} and {_NUMPY_NAME}"
+            )
+        found = {
+            "cpu": self.cpu,
+            "python/words": torch.tensor(words, dtype=torch.int64),
+            "numpy/keys": torch.from_numpy(keys.astype(np.int64)),
+            "numpy/position": torch.tensor([position, has_gauss], dtype=torch.int64),
+            "numpy/cached": torch.tensor([cached], dtype=torch.float64),
+        }
+        if gauss is not None:
+            found["python/gauss"] = torch.tensor([gauss], dtype=torch.float64)
+        for index, state in enumerate(self.devices):
+            found[f"device/{index}"] = state.cpu()
+        for name, state in self.tracker.items():
+            found[f"tracker/{name}"] = state.cpu()
+        return found
+
+    @classmethod
+    def from_tensors(cls, tensors: Mapping[str, torch.Tensor]) -> RngState:
+        """The snapshot that `to_tensors` was of."""
+        prefix = "tracker/"
+        devices = [f"device/{index}" for index in range(len(tensors))]
+        gauss = tensors.get("python/gauss")
+        position, has_gauss = tensors["numpy/position"].tolist()
+        return cls(
+            cpu=tensors["cpu"],
+            devices=tuple(tensors[name] for name in devices if name in tensors),
+            tracker={
+                name.removeprefix(prefix): state
+                for name, state in tensors.items()
+                if name.startswith(prefix)
+            },
+            python=(
+                _PYTHON_VERSION,
+                tuple(tensors["python/words"].tolist()),
+                None if gauss is None else gauss.item(),
+            ),
+            numpy=(
+                _NUMPY_NAME,
+                tensors["numpy/keys"].numpy().astype(np.uint32),
+                position,
+                has_gauss,
+                tensors["numpy/cached"].item(),
+            ),
+        )

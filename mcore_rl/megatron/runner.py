@@ -1,0 +1,212 @@
+"""Batches of samples through a Megatron model: its pipeline schedule, its losses, its gradients.
+
+Used by every model that mcore_rl runs, actor and critic alike. The loss is normalised outside, by
+numbers of the global mini-batch, so that neither the parallel layout nor the micro-batches change
+it; what the schedule and data parallelism divide by is undone here, in one place.
+
+Context parallelism ends here, too: a model returns its part of every sample, and what all ranks
+returned is put together, so that every loss sees whole samples, on every rank the same.
+
+Shape legend: t tokens of a rank's samples, one sample after the other; k numbers per token; s
+positions of a row, on all context-parallel ranks.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
+
+from mcore_rl.algorithms.aggregation import Denominators, Segments
+from mcore_rl.batching.rows import MicroBatching, ModelRows, lay_out, row_length
+from mcore_rl.batching.train_batches import split_micro_batches
+from mcore_rl.batching.types import TrainBatch
+from mcore_rl.common import objects
+from mcore_rl.megatron import adapter as megatron_adapter
+from mcore_rl.model.layout import TrainLayout
+
+# What a model takes beside tokens and positions, of the rows of a micro-batch.
+ModelKeywords = Callable[[ModelRows], Mapping[str, Any]]
+# (what the model returned for the tokens `[t, k]`, the micro-batch on the device) -> (this call's
+# share of the global loss, sums to report `[m]`).
+TokenLoss = Callable[[torch.Tensor, TrainBatch], tuple[torch.Tensor, torch.Tensor]]
+
+
+@dataclass(frozen=True, slots=True)
+class LossSums:
+    """What the losses of a global mini-batch add up to; the same on all ranks."""
+
+    sums: torch.Tensor  # `[m]` float64 on the CPU: what the loss reports
+    nonfinite_ranks: tuple[int, ...]  # whose part of the loss is not finite
+
+
+@dataclass(frozen=True, slots=True)
+class _Work:
+    """A micro-batch and its rows, on the device."""
+
+    samples: TrainBatch
+    rows: ModelRows
+
+
+class ModelRunner:
+    """Runs a model on this rank's pipeline stage and shard.
+
+    All methods are collective over the model-parallel ranks (and, through the gradients, over DP).
+    """
+
+    def __init__(
+        self,
+        args: argparse.Namespace,
+        state: megatron_adapter.TrainState,
+        layout: TrainLayout,
+        batching: MicroBatching,
+        keywords: ModelKeywords = lambda rows: {},
+    ) -> None:
+        self._args = args
+        self.state = state
+        self._layout = layout
+        self._batching = batching
+        self._keywords = keywords
+        self._rank = dist.get_rank()
+        self.groups = megatron_adapter.model_parallel_groups()
+        self.device = next(state.model[0].parameters()).device
+
+    @property
+    def _is_last_stage(self) -> bool:
+        return self._layout.pp_rank(self._rank) == self._layout.pp_size - 1
+
+    @torch.no_grad()
+    def evaluate(self, batch: TrainBatch, num_outputs: int) -> torch.Tensor:
+        """What the model says of every token, `[t, num_outputs]` float32 on the CPU, on every rank
+        of TP, CP and PP. Without dropout and without gradients.
+        """
+        for chunk in self.state.model:
+            chunk.eval()
+        outputs = self._run(batch, _collect, forward_only=True)
+        for chunk in self.state.model:
+            chunk.train()
+        if self._is_last_stage:
+            found = torch.cat(outputs).contiguous()
+        else:
+            found = torch.empty(batch.num_tokens, num_outputs, device=self.device)
+        if self._layout.pp_size > 1:
+            last = self._layout.pp_group(self._rank)[-1]
+            dist.broadcast(found, src=last, group=self.groups["pp"])
+        return found.cpu()
+
+    def accumulate_gradients(self, batch: TrainBatch, loss: TokenLoss, num_sums: int) -> LossSums:
+        """Forward and backward of one mini-batch, of which `batch` is this rank's part.
+
+        Gradients are finished (added up over DP and all) when it returns. `num_sums` is how many
+        the loss reports.
+        """
+        num_micro_batches = sum(len(sizes) for sizes in batch.cuts)
+        # The schedule divides by the number of micro-batches and DDP averages over DP; the loss is
+        # this sample's share of the global mean already, so both are undone here. Of CP nothing is
+        # left to undo: DDP averages over its ranks, too, each of which has the gradients of its own
+        # positions, and the schedule multiplies by their number.
+        scale = num_micro_batches * self._layout.dp_size
+        megatron_adapter.zero_gradients(self.state)
+        collected = self._run(batch, functools.partial(_scaled, loss, scale), forward_only=False)
+        # Some sums are of squares, whose variance float32 would lose.
+        mine = torch.zeros(1 + num_sums, dtype=torch.float64, device=self.device)
+        first = self._layout.tp_rank(self._rank) == 0 and self.groups["cp"].rank() == 0
+        if self._is_last_stage and first:
+            mine += torch.stack(collected).sum(dim=0)
+        total = mine.clone()
+        dist.all_reduce(total)
+        total = total.cpu()
+        nonfinite: list[bool] = []
+        if not torch.isfinite(total[0]):
+            nonfinite = objects.all_gather(not torch.isfinite(mine[0]).item())
+        return LossSums(total[1:], tuple(r for r, is_so in enumerate(nonfinite) if is_so))
+
+    def global_sum(self, values: torch.Tensor) -> torch.Tensor:
+        """Numbers of every data-parallel rank's part, added up; on the CPU."""
+        total = values.to(self.device, copy=True)
+        dist.all_reduce(total, group=self.groups["dp"])
+        return total.cpu()
+
+    def denominators(self, batch: TrainBatch) -> Denominators:
+        """What losses of a mini-batch are divided by; a mini-batch without any loss token is not
+        divided by 0."""
+        counts = Segments.of(batch.lengths, batch.loss_mask).counts
+        mine = torch.tensor([counts.sum(), (counts > 0).sum()], dtype=torch.float64)
+        num_tokens, num_samples = self.global_sum(mine).clamp(min=1.0).tolist()
+        return Denominators(num_tokens, num_samples)
+
+    def num_samples(self, batch: TrainBatch) -> int:
+        """Samples of the global mini-batch."""
+        return int(self.global_sum(torch.tensor([float(batch.num_samples)])))
+
+    def _run(self, batch: TrainBatch, loss: Any, *, forward_only: bool) -> list[torch.Tensor]:
+        micro_batches = split_micro_batches(batch)
+        length = row_length(micro_batches, self._batching)
+        cp_rank = self.groups["cp"].rank()
+        work = [
+            _Work(
+                samples=self._on_device(micro_batch),
+                rows=self._on_device(lay_out(micro_batch, self._batching, length, cp_rank)),
+            )
+            for micro_batch in micro_batches
+        ]
+
+        def forward_step(data: Iterator[_Work], model: torch.nn.Module) -> tuple[Any, Any]:
+            """One micro-batch through this stage: its output, and what makes the loss of it."""
+            now = next(data)
+            output = model(
+                now.rows.token_ids,
+                now.rows.position_ids,
+                None,  # causal, and padding is on the right
+                packed_seq_params=megatron_adapter.packed_samples(
+                    now.rows.cu_seqlens, now.rows.longest, now.rows.prefix_of
+                ),
+                **self._keywords(now.rows),
+            )
+            return output, functools.partial(self._on_tokens, loss, now)
+
+        return megatron_adapter.forward_backward(
+            self.state,
+            forward_step,
+            work,
+            seq_length=work[0].rows.token_ids.shape[1] * self._layout.cp_size,
+            micro_batch_size=work[0].rows.token_ids.shape[0],
+            forward_only=forward_only,
+            collect=forward_only,
+        )
+
+    def _on_device(self, tensors: Any) -> Any:
+        """A dataclass of tensors with all of them on the device."""
+        moved = {
+            name: value.to(self.device) if isinstance(value, torch.Tensor) else value
+            for name in type(tensors).__slots__
+            for value in (getattr(tensors, name),)
+        }
+        return type(tensors)(**moved)
+
+    def _on_tokens(self, loss: Any, work: _Work, output: torch.Tensor, **kwargs: Any) -> Any:
+        """`loss` of `[t, k]`, without padding, given `[rows, s / cp_size, k]` of a model.
+
+        Collective over CP, whose ranks all go on alike: each takes its own part of the gradient.
+        """
+        output = gather_from_sequence_parallel_region(
+            output, tensor_parallel_output_grad=False, group=self.groups["cp"]
+        )
+        return loss(output.flatten(0, 1)[work.rows.places], work.samples, **kwargs)
+
+
+def _collect(outputs: torch.Tensor, samples: TrainBatch, *, non_loss_data: bool) -> torch.Tensor:
+    return outputs
+
+
+def _scaled(
+    loss: TokenLoss, scale: int, outputs: torch.Tensor, samples: TrainBatch
+) -> tuple[torch.Tensor, torch.Tensor]:
+    value, sums = loss(outputs, samples)
+    return value * scale, torch.cat([value.detach()[None].double(), sums.double()])

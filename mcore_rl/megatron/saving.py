@@ -1,0 +1,108 @@
+"""Megatron's own saving and loading: of the trained state, of weights alone, of plain tensors."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from mcore_rl.common import objects
+from mcore_rl.megatron import adapter as megatron_adapter
+
+
+def loads_checkpoint(args: argparse.Namespace) -> bool:
+    """Whether `setup` reads a checkpoint; with --finetune the iteration is 0 all the same."""
+    from megatron.training.checkpointing import checkpoint_exists
+
+    named = args.load is not None and bool(args.ckpt_step)  # needs no tracker
+    return named or any(map(checkpoint_exists, (args.load, args.pretrained_checkpoint)))
+
+
+def save_checkpoint(
+    args: argparse.Namespace, state: megatron_adapter.TrainState, iteration: int, folder: Path
+) -> None:
+    """Write a Megatron checkpoint below `folder`. Collective."""
+    from megatron.training.checkpointing import save_checkpoint as save
+
+    args.iteration = args.curr_iteration = iteration
+    # It looks in the arguments for the place, and for what to delete there.
+    with _set(args, save=str(folder), save_retain_interval=None):
+        save(iteration, state.model, state.optimizer, state.scheduler, 0)
+    state.iteration = iteration
+
+
+def save_weights(
+    args: argparse.Namespace, state: megatron_adapter.TrainState, iteration: int, folder: Path
+) -> None:
+    """Write the weights alone as a Megatron checkpoint below `folder`. Collective."""
+    from megatron.training.checkpointing import save_checkpoint as save
+
+    alone = {"no_save_optim": True, "no_save_rng": True}
+    with _set(args, save=str(folder), save_retain_interval=None, **alone):
+        save(iteration, state.model, None, None, 0)
+
+
+def load_weights(
+    args: argparse.Namespace, state: megatron_adapter.TrainState, iteration: int, folder: Path
+) -> None:
+    """Put the weights of a checkpoint into the model, in whatever layout. Collective.
+
+    The optimizer knows nothing of them; see `megatron_adapter.reload_main_params`.
+    """
+    from megatron.training.checkpointing import load_checkpoint
+
+    alone = {"no_load_optim": True, "no_load_rng": True, "consumed_train_samples": 0}
+    with _set(args, load=str(folder), ckpt_step=iteration, **alone):
+        load_checkpoint(state.model, None, None)
+    megatron_adapter.weights_written(state)
+
+
+@contextlib.contextmanager
+def _set(args: argparse.Namespace, **values: Any) -> Iterator[None]:
+    """Other values of arguments, while inside."""
+    before = {name: getattr(args, name) for name in values}
+    vars(args).update(values)
+    try:
+        yield
+    finally:
+        vars(args).update(before)
+
+
+def save_tensors(tensors: Mapping[str, torch.Tensor], folder: Path) -> None:
+    """Write tensors of this rank as a distributed checkpoint: a row for each rank. Collective.
+
+    Of one name all ranks have the same shape and dtype.
+    """
+    from megatron.core import dist_checkpointing
+
+    rank, world_size = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    if rank == 0:
+        folder.mkdir(parents=True, exist_ok=True)
+    objects.barrier()
+    rows = {
+        name: dist_checkpointing.ShardedTensor.from_rank_offsets(
+            name, tensor[None].contiguous(), (0, rank, world_size)
+        )
+        for name, tensor in tensors.items()
+    }
+    dist_checkpointing.save(rows, str(folder))
+
+
+def load_tensors(folder: Path) -> dict[str, torch.Tensor]:
+    """What `save_tensors` has written: of each name the rows of all ranks. Collective."""
+    from megatron.core import dist_checkpointing
+
+    found = dist_checkpointing.load_tensors_metadata(str(folder))
+    whole = {
+        name: dist_checkpointing.ShardedTensor.from_rank_offsets(
+            name,
+            torch.empty(tensor.global_shape, dtype=tensor.dtype),
+            replica_id=torch.distributed.get_rank(),
+        )
+        for name, tensor in found.items()
+    }
+    return dist_checkpointing.load(whole, str(folder))

@@ -1,0 +1,126 @@
+"""A rank's share of the model, addressed by checkpoint tensor and box.
+
+Joins `weight_map` (pure) to the live parameters and buffers of the model chunks on this rank. Where
+Megatron-FSDP shards parameters over data parallelism, the share is the rows that lie here.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from mcore_rl.hybrid_engine.plan.moves import TensorInfo
+from mcore_rl.megatron import adapter as megatron_adapter
+from mcore_rl.megatron.fsdp import LocalWeight, local_weights
+from mcore_rl.model.boxes import Box, contains, extent, full_box, relative, show, uncovered
+from mcore_rl.model.config_json import ModelShape
+from mcore_rl.model.layout import TrainLayout
+from mcore_rl.model.weight_map import ShardCoordinates, box_of_rows, map_parameter, pieces_within
+
+
+@dataclass(frozen=True, slots=True)
+class _Held:
+    """One piece: a box of a checkpoint tensor, and where it lies in the rows held here."""
+
+    box: Box
+    name: str
+    parameter: torch.Tensor
+    local_box: Box
+
+
+class ModelShards:
+    """Every slice of the checkpoint that this rank's model chunks hold.
+
+    `read` gives the checkpoint's dtype and `write` takes it, whatever the parameter's is: a
+    router's bias is float32 in both, a float32 run of a bfloat16 checkpoint rounds when it hands
+    over.
+    """
+
+    def __init__(
+        self,
+        chunks: Sequence[torch.nn.Module],
+        shape: ModelShape,
+        layout: TrainLayout,
+        rank: int,
+        tensors: dict[str, TensorInfo],
+    ) -> None:
+        self.shape = shape
+        self._infos = tensors
+        self._held: dict[str, list[_Held]] = defaultdict(list)
+        self._padding: list[torch.Tensor] = []
+        for chunk in chunks:
+            at = ShardCoordinates.of(layout, rank, megatron_adapter.stage_layers(chunk))
+            for weight in _weights(chunk):
+                self._add(weight, shape, at)
+
+    def _add(self, weight: LocalWeight, shape: ModelShape, at: ShardCoordinates) -> None:
+        value = weight.data
+        held = box_of_rows(weight.shape, weight.first_row, len(value) if value.dim() else 1)
+        whole = map_parameter(weight.name, weight.shape, shape, at)
+        pieces = list(pieces_within(whole, held))
+        for piece in pieces:
+            self._held[piece.tensor].append(
+                _Held(piece.checkpoint_box, weight.name, value, piece.local_box)
+            )
+        for gap in uncovered(full_box(value.shape), [piece.local_box for piece in pieces]):
+            if "word_embeddings" not in weight.name and "output_layer" not in weight.name:
+                raise RuntimeError(f"{weight.name}{show(gap)} has no counterpart in the checkpoint")
+            self._padding.append(_cut(value, gap))
+
+    @property
+    def device(self) -> torch.device:
+        """Where the parameters are."""
+        return next(iter(self._held.values()))[0].parameter.device
+
+    def tensors(self) -> tuple[str, ...]:
+        """The checkpoint tensors of which this rank holds anything."""
+        return tuple(self._held)
+
+    def boxes(self, tensor: str) -> tuple[Box, ...]:
+        """The distinct boxes of `tensor` on this rank (a tied embedding may lie here twice)."""
+        return tuple(dict.fromkeys(held.box for held in self._held.get(tensor, ())))
+
+    def read(self, tensor: str, box: Box, at: Any = ...) -> torch.Tensor:
+        """The values of `box`, which must lie in one held box, in the checkpoint's dtype.
+
+        `at` is an index into the box's elements, by default all of them.
+        """
+        for held in self._held.get(tensor, ()):
+            if contains(held.box, box):
+                data = _cut(_cut(held.parameter.detach(), held.local_box), relative(box, held.box))
+                return data[at].to(getattr(torch, self._infos[tensor].dtype))
+        raise RuntimeError(f"{tensor}{show(box)} was asked of a rank that does not hold it")
+
+    @torch.no_grad()
+    def write(self, tensor: str, box: Box, data: torch.Tensor) -> None:
+        """Set a held box, in every parameter that holds it, converting to the parameter's dtype."""
+        for held in self._held[tensor]:
+            if held.box == box:
+                _cut(held.parameter, held.local_box).copy_(data.view(extent(box)))
+
+    @torch.no_grad()
+    def zero_padding(self) -> None:
+        """Zero the vocabulary's padding rows."""
+        for rows in self._padding:
+            rows.zero_()
+
+
+def _weights(chunk: torch.nn.Module) -> Iterator[LocalWeight]:
+    """What is here of the parameters, and the persistent buffers."""
+    yield from local_weights(chunk)
+    for prefix, module in chunk.named_modules():
+        # Megatron keeps the routing bias in float32, and converts back lazily after bfloat16().
+        if hasattr(module, "_maintain_float32_expert_bias"):
+            module._maintain_float32_expert_bias()
+        for name, buffer in module._buffers.items():
+            if buffer is not None and name not in module._non_persistent_buffers_set:
+                full_name = f"{prefix}.{name}" if prefix else name
+                yield LocalWeight(full_name, tuple(buffer.shape), 0, buffer)
+
+
+def _cut(value: torch.Tensor, box: Box) -> torch.Tensor:
+    return value[tuple(slice(start, stop) for start, stop in box)]

@@ -1,0 +1,141 @@
+"""The model of a critic or a reward model: Megatron's, with a number per token in the place of
+logits.
+
+`ValueHead` takes the place of the output layer of any Megatron language model that has one
+(`GPTModel`, `HybridModel`). The rest of the model, its parameter names and its checkpoint format
+stay Megatron's.
+
+Shape legend: b samples, s positions (of this context-parallel rank), h hidden.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+from collections.abc import Callable
+from typing import Any, TextIO
+
+import torch
+import torch.distributed as dist
+
+from mcore_rl.megatron import adapter  # noqa: F401  # isort: skip  (first: it applies patches)
+
+from megatron.core.models.gpt import GPTModel
+from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
+
+from mcore_rl.megatron.hf_checkpoint import HFCheckpoint
+from mcore_rl.megatron.policy_head import make_actor_provider
+from mcore_rl.megatron.shards import ModelShards
+from mcore_rl.megatron.world import MegatronWorld
+from mcore_rl.model.config_json import ModelShape, settings_without_flag
+
+
+class ValueHead(torch.nn.Module):
+    """A linear layer from hidden states to one number, in float32 and without a bias.
+
+    `weight` `[1, h]` is replicated over TP and starts at zero, so that every layout starts alike.
+    With sequence parallelism each TP rank computes its own positions; the mark on the weight makes
+    Megatron add up the partial gradients.
+    """
+
+    def __init__(self, config: Any, tp_group: torch.distributed.ProcessGroup) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(
+            torch.zeros(1, config.hidden_size, dtype=config.params_dtype)
+        )
+        self.sequence_parallel = config.sequence_parallel
+        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+        self._tp_group = tp_group
+
+    def forward(
+        self,
+        hidden: torch.Tensor,
+        weight: torch.Tensor | None = None,
+        runtime_gather_output: bool | None = None,
+    ) -> tuple[torch.Tensor, None]:
+        """`[s (or this rank's share), b, h]` -> `[s, b, 1]` float32, on every TP rank."""
+        values = torch.nn.functional.linear(hidden.float(), self.weight.float())
+        if self.sequence_parallel:
+            # All TP ranks go on alike from here, so each takes its own part of the gradient.
+            values = gather_from_sequence_parallel_region(
+                values, tensor_parallel_output_grad=False, group=self._tp_group
+            )
+        return values, None
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None
+    ) -> dict:
+        """One replicated entry, for Megatron's distributed checkpoints."""
+        from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
+
+        return make_sharded_tensors_for_checkpoint(
+            self.state_dict(keep_vars=True), prefix, {}, sharded_offsets
+        )
+
+
+class ValueModel:
+    """Mixin before a Megatron language model class: its forward returns values.
+
+    `[b, s, 1]` float32 on the last pipeline stage, Megatron's hidden states elsewhere. Position t's
+    value is that of the state before token t+1.
+    """
+
+
+class GPTCritic(ValueModel, GPTModel):
+    """Megatron's `GPTModel` as a critic."""
+
+
+@functools.cache
+def critic_class(base: type) -> type:
+    """`base` with `ValueModel` before it: GPTCritic for GPTModel, a new class for any other."""
+    if issubclass(base, ValueModel):
+        return base
+    return GPTCritic if base is GPTModel else type(f"{base.__name__}Critic", (ValueModel, base), {})
+
+
+def as_critic(model: torch.nn.Module) -> torch.nn.Module:
+    """Turn a built Megatron language model into a critic, in place; returns the model.
+
+    RuntimeError: its output layer is its embedding, whose other use would be lost.
+    """
+    if model.share_embeddings_and_output_weights:
+        raise RuntimeError("a critic is built without tied embeddings; the model has them")
+    model.__class__ = critic_class(type(model))
+    if model.post_process:
+        model.output_layer = ValueHead(model.config, model.pg_collection.tp)
+    return model
+
+
+def make_critic_provider(provider: Any) -> Any:
+    """Wrap a Megatron `model_provider` so that what it builds is a critic."""
+
+    @functools.wraps(provider)
+    def critic_provider(*args: Any, **kwargs: Any) -> torch.nn.Module:
+        return as_critic(provider(*args, **kwargs))
+
+    return critic_provider
+
+
+def build_value_model(
+    shape: ModelShape,
+    checkpoint: HFCheckpoint,
+    args: argparse.Namespace,
+    setup: Callable[[Any], adapter.TrainState],
+    provider: Callable[..., Any] | None = None,
+    *,
+    log: TextIO | None = None,
+) -> tuple[MegatronWorld, adapter.TrainState, ModelShards]:
+    """The model in a world of its own, its weights not read yet. Collective.
+
+    `args` are Megatron's for it, `setup` builds with or without an optimizer, `provider` is a
+    fork's own.
+    """
+    for name, value in settings_without_flag(shape).items():
+        setattr(args, name, value)
+    with adapter.megatron_output_to(log):
+        world = MegatronWorld(args)
+        with world:
+            state = setup(make_critic_provider(provider or make_actor_provider(args, shape)))
+            tensors = dict(checkpoint.tensors)
+            shards = ModelShards(state.chunks, shape, world.layout, dist.get_rank(), tensors)
+    return world, state, shards

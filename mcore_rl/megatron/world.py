@@ -1,0 +1,122 @@
+"""A second model beside the actor: other parallel degrees, other arguments, the same processes.
+
+Megatron keeps its process groups and its arguments in module globals, and much of it reads them
+there. A `MegatronWorld` is one set of these; inside `with world:` Megatron sees that set, so that a
+critic is built, run, updated and saved by the same code as an actor, in a layout of its own.
+Belongs to `megatron_adapter`: it calls `megatron.training`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import re
+import sys
+import warnings
+from collections.abc import Mapping, Sequence
+from typing import Any, TextIO
+
+from mcore_rl.flags.options import ExtraArgs
+from mcore_rl.megatron import adapter as megatron_adapter
+
+# The groups and their sizes; functions and imported modules are not written like this.
+_GLOBAL = re.compile(r"_[A-Z][A-Z0-9_]*|_global_process_group_list")
+
+
+class MegatronWorld:
+    """Process groups and arguments that Megatron finds in its globals, inside `with world:`.
+
+    Creating one is collective over all processes. Worlds do not nest.
+    """
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        from megatron.core import parallel_state
+        from megatron.training.global_vars import get_args
+
+        self.args = args
+        self.layout = megatron_adapter.train_layout(args)
+        self._outside: dict[str, Any] | None = None
+        if self.layout == megatron_adapter.train_layout(get_args()):
+            self._groups = _globals_of(parallel_state)
+            return
+        outside = _globals_of(parallel_state)
+        try:
+            # Forgets the groups and leaves them as they are.
+            parallel_state.destroy_model_parallel()
+            _initialize_groups(args)
+            self._groups = _globals_of(parallel_state)
+        finally:
+            vars(parallel_state).update(outside)
+
+    def __enter__(self) -> MegatronWorld:
+        from megatron.core import parallel_state
+        from megatron.training import global_vars
+
+        assert self._outside is None, "worlds do not nest"
+        self._outside = _globals_of(parallel_state)
+        self._outside_args = global_vars.get_args()
+        vars(parallel_state).update(self._groups)
+        global_vars.set_args(self.args)
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        from megatron.core import parallel_state
+        from megatron.training import global_vars
+
+        assert self._outside is not None
+        vars(parallel_state).update(self._outside)
+        global_vars.set_args(self._outside_args)
+        self._outside = None
+
+
+def _globals_of(module: Any) -> dict[str, Any]:
+    return {name: value for name, value in vars(module).items() if _GLOBAL.fullmatch(name)}
+
+
+def _initialize_groups(args: argparse.Namespace) -> None:
+    """What Megatron's own start does once torch.distributed runs."""
+    from megatron.training import global_vars, initialize
+
+    outside = global_vars.get_args()
+    global_vars.set_args(args)
+    try:
+        initialize._initialize_distributed(None, None, store=None)
+    finally:
+        global_vars.set_args(outside)
+
+
+def parsed_args(
+    tokens: Sequence[str],
+    extra_args: ExtraArgs,
+    like: argparse.Namespace,
+    *,
+    log: TextIO | None = None,
+) -> argparse.Namespace:
+    """Megatron's arguments for a command line of another model, validated by Megatron.
+
+    `extra_args` adds all flags that are not Megatron's own.
+    The ranks are those of `like`. Raises what Megatron raises for flags that it refuses.
+    """
+    from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
+    from megatron.training.arguments import parse_args, validate_args
+
+    saved = sys.argv
+    sys.argv = ["mcore_rl", *tokens]
+    try:
+        with megatron_adapter.megatron_output_to(log), warnings.catch_warnings(action="ignore"):
+            args = parse_args(extra_args)
+            validate_args(args)
+            build_tokenizer(args)  # settles the padded vocabulary
+    finally:
+        sys.argv = saved
+    args.rank, args.local_rank = like.rank, like.local_rank
+    return args
+
+
+def changed_args(args: argparse.Namespace, values: Mapping[str, Any]) -> argparse.Namespace:
+    """A copy of arguments with some values of its own, where no command line is known."""
+    changed = copy.copy(args)
+    for name, value in values.items():
+        assert hasattr(changed, name), name
+        setattr(changed, name, value)
+    return changed

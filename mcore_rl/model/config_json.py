@@ -1,0 +1,495 @@
+"""A Hugging Face config.json, read into the shape of a model and into Megatron's flags.
+
+`ModelShape` is what the rest of the package knows of an architecture; `megatron_flags` says the
+same in Megatron's own words. Both are derived from config.json alone, so that nobody types an
+architecture twice.
+
+This module is pure: it imports neither Megatron nor vLLM nor torch.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from mcore_rl.common.errors import UsageError
+from mcore_rl.model.families import FAMILIES, Family, Router
+
+ARCHITECTURES = tuple(FAMILIES)
+
+# What Megatron's --use-rope-scaling leaves to no flag.
+_LLAMA3_FIXED = {
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+# What Megatron's latent attention reads of its configuration and no flag sets, with its defaults.
+_YARN_WITHOUT_FLAG = {
+    "beta_fast": 32,
+    "beta_slow": 1,
+    "original_max_position_embeddings": 4096,
+}
+_ROPE_FIELDS = {
+    "default": frozenset[str](),
+    "llama3": frozenset({"factor", *_LLAMA3_FIXED}),
+    "yarn": frozenset({"factor", "mscale", "mscale_all_dim", *_YARN_WITHOUT_FLAG}),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class LatentAttention:
+    """Sizes of multi-head latent attention (arXiv 2405.04434, section 2.1)."""
+
+    q_lora_rank: int | None  # None: queries are projected directly, as in DeepSeek-V2-Lite
+    kv_lora_rank: int
+    qk_nope_head_dim: int
+    qk_rope_head_dim: int
+    v_head_dim: int
+
+
+@dataclass(frozen=True, slots=True)
+class Experts:
+    """The mixture-of-experts part of a model."""
+
+    num_experts: int
+    topk: int
+    hidden_size: int  # of one routed expert
+    shared_hidden_size: int | None  # of all shared experts together
+    score_function: str  # "sigmoid" or "softmax"
+    has_bias: bool  # auxiliary-loss-free balancing, arXiv 2408.15664
+    normalize_topk: bool
+    scaling_factor: float
+    num_groups: int | None
+    topk_groups: int | None
+
+    @property
+    def ranks_groups_by_best(self) -> bool:
+        """Whether a group of experts counts as much as its best one (DeepSeek-V2), or as its two
+        best together (V3)."""
+        return self.num_groups is not None and self.score_function == "softmax"
+
+
+@dataclass(frozen=True, slots=True)
+class ModelShape:
+    """What a checkpoint's tensors look like, whoever holds them."""
+
+    architecture: str
+    num_layers: int
+    hidden_size: int
+    ffn_hidden_size: int
+    vocab_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    latent: LatentAttention | None
+    experts: Experts | None
+    is_moe_layer: tuple[bool, ...]
+    qk_norm: bool
+    qkv_bias: bool
+    tied_embeddings: bool
+    norm_epsilon: float
+    rope: Mapping[str, Any]  # normalised: rope_type, rope_theta and what the type needs
+    max_positions: int
+    # Beside num_layers. They are neither trained nor sampled from, and no part of what is compared:
+    # transformers drops them, and says that there is one where config.json is silent.
+    num_mtp_layers: int = field(compare=False)
+    # How the checkpoint's weights are quantised, if so: such a shape is for planning only.
+    quantization: str | None = None
+    # `score.weight` `[1, h]` instead of `lm_head.weight`: a critic, or a reward model.
+    value_head: bool = False
+
+
+class _Fields:
+    """Reads fields of config.json; a missing or senseless one is an error that names it."""
+
+    def __init__(self, values: Mapping[str, Any], path: Path, flag: str) -> None:
+        self._values, self._path, self._flag = values, path, flag
+
+    def __getitem__(self, name: str) -> Any:
+        if self._values.get(name) is None:
+            raise self._missing(name)
+        return self._values[name]
+
+    def _missing(self, name: str) -> UsageError:
+        return UsageError(
+            f": {self._path} has no field '{name}', which its architecture needs",
+            flag=self._flag,
+            remedy="use the config.json that was published with the checkpoint",
+        )
+
+    def check_spelt_out(self, names: Iterable[str]) -> None:
+        """Each of `names` must be there, null or not."""
+        for name in names:
+            if name not in self._values:
+                raise self._missing(name)
+
+    def get(self, name: str, default: Any = None) -> Any:
+        value = self._values.get(name)
+        return default if value is None else value
+
+    def count(self, name: str, default: int | None = None, *, least: int = 1) -> int:
+        """An integer of at least `least`; needed unless there is a default."""
+        value = self[name] if default is None else self.get(name, default)
+        if not isinstance(value, int) or isinstance(value, bool) or value < least:
+            raise UsageError(
+                f": {self._path} has {name} {value!r}, which must be an integer of at least "
+                f"{least}",
+                flag=self._flag,
+                remedy="use the config.json that was published with the checkpoint",
+            )
+        return value
+
+    def refuse(self, what: str, remedy: str = "choose another checkpoint") -> UsageError:
+        return UsageError(
+            f": {self._path} asks for {what}, which is not supported",
+            flag=self._flag,
+            remedy=remedy,
+        )
+
+
+def read_config_json(folder: Path, *, flag: str = "--rl-hf-checkpoint") -> dict[str, Any]:
+    """The parsed config.json of a checkpoint folder; raises UsageError if there is none to read."""
+    path = Path(folder) / "config.json"
+    if not Path(folder).is_dir():
+        raise UsageError(
+            "is not a directory",
+            flag=f"{flag} {folder}",
+            remedy="give the folder of a Hugging Face checkpoint",
+        )
+    if not path.is_file():
+        raise UsageError(
+            "has no config.json",
+            flag=f"{flag} {folder}",
+            remedy="give the folder of a Hugging Face checkpoint",
+        )
+    return _read_json_object(path, flag)
+
+
+def _read_json_object(path: Path, flag: str) -> dict[str, Any]:
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, OSError, RecursionError) as error:  # the last: nested too deep
+        raise UsageError(
+            f": {path} cannot be read as JSON ({error})",
+            flag=flag,
+            remedy="copy the published config.json again",
+        ) from error
+    if not isinstance(values, dict):
+        raise UsageError(
+            f": {path} holds no JSON object", flag=flag, remedy="use the published config.json"
+        )
+    return values
+
+
+def read_model_shape(
+    source: Path, *, flag: str = "--rl-hf-checkpoint", for_planning: bool = False
+) -> ModelShape:
+    """Read the config.json in the folder `source`, or the file `source` itself.
+
+    Raises UsageError for a missing folder, file or field, a family that is not supported, and
+    features of a supported one that are not (biases, other activations). Quantised weights cannot
+    be trained and are refused too, unless only `for_planning`: then the shape is that of the
+    checkpoint once it is dequantised, and its `quantization` says what was published.
+    """
+    source = Path(source)
+    if source.is_file():
+        return model_shape(
+            _read_json_object(source, flag), source, flag=flag, for_planning=for_planning
+        )
+    values = read_config_json(source, flag=flag)
+    return model_shape(values, source / "config.json", flag=flag, for_planning=for_planning)
+
+
+def model_shape(
+    values: Mapping[str, Any],
+    path: Path,
+    *,
+    flag: str = "--rl-hf-checkpoint",
+    for_planning: bool = False,
+) -> ModelShape:
+    """`read_model_shape` for a config.json that is parsed already; `path` is for the messages."""
+    fields = _Fields(values, path, flag)
+    family = FAMILIES.get(fields["model_type"])
+    if family is None:
+        raise UsageError(
+            f": {path} has model_type '{fields['model_type']}'",
+            flag=flag,
+            remedy=f"supported are {', '.join(ARCHITECTURES)}; give a checkpoint of one of these",
+        )
+    fields.check_spelt_out(family.spelt_out)
+    quantization = _quantization(fields)
+    if quantization and not for_planning:
+        raise fields.refuse(
+            f"quantised weights (quantization_config of {quantization})",
+            "dequantise the checkpoint to bfloat16 first",
+        )
+    _refuse_features(fields, family)
+    num_layers = fields.count("num_hidden_layers")
+    num_heads = fields.count("num_attention_heads")
+    latent = _latent_attention(fields) if family.latent_attention else None
+    return ModelShape(
+        architecture=family.model_type,
+        num_layers=num_layers,
+        hidden_size=fields.count("hidden_size"),
+        ffn_hidden_size=fields.count("intermediate_size"),
+        vocab_size=fields.count("vocab_size"),
+        num_heads=num_heads,
+        num_kv_heads=num_heads if latent else fields.count("num_key_value_heads", num_heads),
+        head_dim=_head_dim(fields, num_heads, latent),
+        latent=latent,
+        experts=_experts(fields, family.router) if family.router else None,
+        is_moe_layer=_moe_layers(fields, family, num_layers),
+        qk_norm=family.qk_norm,
+        qkv_bias=family.qkv_bias,
+        tied_embeddings=bool(fields.get("tie_word_embeddings", False)),
+        norm_epsilon=fields["rms_norm_eps"],
+        rope=_rope(fields, family),
+        max_positions=fields.count("max_position_embeddings"),
+        num_mtp_layers=fields.count("num_nextn_predict_layers", 0, least=0),
+        quantization=quantization,
+    )
+
+
+def _head_dim(fields: _Fields, num_heads: int, latent: LatentAttention | None) -> int:
+    """In latent attention it means nothing, and transformers writes a number of its own there."""
+    from_width = fields.count("hidden_size") // num_heads
+    return from_width if latent else fields.count("head_dim", from_width)
+
+
+def _quantization(fields: _Fields) -> str | None:
+    given = fields.get("quantization_config")
+    if not given:
+        return None
+    method = given.get("quant_method") if isinstance(given, dict) else None
+    return str(method or "an unnamed method")
+
+
+def _refuse_features(fields: _Fields, family: Family) -> None:
+    """What is left of config.json's switches must be off."""
+    if fields.get("hidden_act", "silu") != "silu":
+        raise fields.refuse(f"the activation '{fields['hidden_act']}'")
+    if fields.get("attention_bias", False) or fields.get("mlp_bias", False):
+        raise fields.refuse("biases (attention_bias, mlp_bias)")
+    if fields.get("use_sliding_window", False):
+        raise fields.refuse("sliding-window attention (use_sliding_window)")
+    for name in family.also_refused:
+        if fields.get(name, False):
+            raise fields.refuse(f"{name} {fields[name]} with model_type '{family.model_type}'")
+    if not fields.get("rope_interleave", True):
+        raise fields.refuse("rotary positions that are not interleaved (rope_interleave false)")
+
+
+def _latent_attention(fields: _Fields) -> LatentAttention:
+    return LatentAttention(
+        q_lora_rank=None if fields.get("q_lora_rank") is None else fields.count("q_lora_rank"),
+        kv_lora_rank=fields.count("kv_lora_rank"),
+        qk_nope_head_dim=fields.count("qk_nope_head_dim"),
+        qk_rope_head_dim=fields.count("qk_rope_head_dim"),
+        v_head_dim=fields.count("v_head_dim"),
+    )
+
+
+def _experts(fields: _Fields, router: Router) -> Experts:
+    normalize = router.always_normalizes or bool(fields.get("norm_topk_prob", False))
+    topk, hidden_size = fields.count("num_experts_per_tok"), fields.count(router.expert_size)
+    method, is_sigmoid = "", router.score_function == "sigmoid"
+    if router.methods:
+        method = _routing_method(fields, router)
+        if is_sigmoid and not normalize:
+            raise fields.refuse("norm_topk_prob false with a sigmoid router")
+        if not is_sigmoid and normalize and topk > 1:
+            raise fields.refuse("norm_topk_prob true with model_type 'deepseek_v2'")
+    num_groups, topk_groups = _expert_groups(fields, method, topk) if method else (None, None)
+    num_shared = fields.count("n_shared_experts", 0, least=0) if method else 0
+    return Experts(
+        num_experts=_num_experts(fields, router),
+        topk=topk,
+        hidden_size=hidden_size,
+        shared_hidden_size=num_shared * hidden_size if num_shared else None,
+        score_function=router.score_function,
+        has_bias=is_sigmoid,
+        normalize_topk=normalize,
+        scaling_factor=float(fields.get("routed_scaling_factor", 1.0)) if method else 1.0,
+        num_groups=num_groups,
+        topk_groups=topk_groups,
+    )
+
+
+def _num_experts(fields: _Fields, router: Router) -> int:
+    """Under the name that was published, or the one that transformers 5 saves."""
+    published, saved = router.num_experts, router.also_called
+    if saved is None or fields.get(saved) is None:
+        return fields.count(published)
+    count = fields.count(saved)
+    if fields.count(published, count) != count:
+        raise fields.refuse(
+            f"both {published} {fields[published]} and {saved} {count}",
+            "take out the one that the weights do not have",
+        )
+    return count
+
+
+def _routing_method(fields: _Fields, router: Router) -> str:
+    """DeepSeek's topk_method, where it and scoring_func are those of the family."""
+    of_family = f"with model_type '{fields['model_type']}'"
+    scoring = fields.get("scoring_func", router.score_function)
+    if scoring != router.score_function:
+        raise fields.refuse(f"scoring_func '{scoring}' {of_family}")
+    method = str(fields.get("topk_method", router.methods[0]))
+    if method not in router.methods:
+        raise fields.refuse(f"topk_method '{method}' {of_family}")
+    return method
+
+
+def _expert_groups(fields: _Fields, method: str, topk: int) -> tuple[int | None, int | None]:
+    """Number of groups and how many of them a token may use; None without group-limited routing."""
+    num_groups = fields.count("n_group", 1 if method != "group_limited_greedy" else None)
+    if num_groups == 1:
+        return None, None
+    if method == "greedy":
+        raise fields.refuse(f"n_group {num_groups} with topk_method 'greedy'")
+    topk_groups = fields.count("topk_group")
+    # A group is ranked by its best experts: DeepSeek-V3 adds two of them, Megatron
+    # topk // topk_group. V2 takes the best one, which a patch of ours makes Megatron do.
+    added = topk // topk_groups
+    if method == "noaux_tc" and added != 2:
+        raise fields.refuse(
+            f"group-limited routing with num_experts_per_tok {topk} and topk_group {topk_groups} "
+            f"(Megatron would rank a group by its best {added} experts)"
+        )
+    return num_groups, topk_groups
+
+
+def _moe_layers(fields: _Fields, family: Family, num_layers: int) -> tuple[bool, ...]:
+    """Each family has some of these fields; where one is left out, it keeps no layer dense."""
+    if family.router is None:
+        return (False,) * num_layers
+    first = fields.count("first_k_dense_replace", 0, least=0)
+    frequency = fields.count("moe_layer_freq", 1)
+    step = fields.count("decoder_sparse_step", 1)
+    dense = set(fields.get("mlp_only_layers", []))
+    return tuple(
+        i >= first and i % frequency == 0 and (i + 1) % step == 0 and i not in dense
+        for i in range(num_layers)
+    )
+
+
+def _rope(fields: _Fields, family: Family) -> dict[str, Any]:
+    # transformers 5 writes rope_parameters, earlier versions rope_theta and rope_scaling.
+    given = fields.get("rope_parameters") or fields.get("rope_scaling") or {}
+    if not isinstance(given, dict):
+        raise fields.refuse(f"rope scaling {given!r}")
+    given = {name: value for name, value in given.items() if value is not None}
+    rope_type = given.pop("type", None)
+    rope_type = given.pop("rope_type", rope_type) or "default"
+    theta = given.pop("rope_theta", fields.get("rope_theta", family.default_rope_theta))
+    theta = fields["rope_theta"] if theta is None else theta
+    if theta != int(theta):
+        raise fields.refuse(f"rope_theta {theta} (Megatron's --rotary-base is an integer)")
+    if rope_type == "yarn" and not family.latent_attention:
+        raise fields.refuse("yarn rope scaling outside latent attention")
+    if rope_type not in family.rope_types:
+        raise fields.refuse(
+            f"rope scaling of type '{rope_type}' with model_type '{family.model_type}'"
+        )
+    for name in given.keys() - _ROPE_FIELDS[rope_type]:
+        if (name, given[name]) != ("partial_rotary_factor", 1):
+            raise fields.refuse(f"{rope_type} rope scaling with {name} {given[name]}")
+    if rope_type != "default" and "factor" not in given:
+        raise fields.refuse(f"{rope_type} rope scaling without a factor")
+    if rope_type == "llama3":
+        for name, value in _LLAMA3_FIXED.items():
+            if given.get(name, value) != value:
+                raise fields.refuse(f"llama3 rope with {name} {given[name]} (Megatron has {value})")
+    return {"rope_type": rope_type, "rope_theta": float(theta), **given}
+
+
+def settings_without_flag(shape: ModelShape) -> dict[str, Any]:
+    """What `shape` asks of Megatron's TransformerConfig that none of its flags says.
+
+    To be set on Megatron's parsed arguments, from which it fills its configuration by name.
+    """
+    if shape.latent is None or shape.rope["rope_type"] != "yarn":
+        return {}
+    return {name: shape.rope.get(name, value) for name, value in _YARN_WITHOUT_FLAG.items()}
+
+
+def megatron_flags(shape: ModelShape) -> list[str]:
+    """The architecture of `shape` as Megatron command-line tokens."""
+    tokens: list[str] = []
+
+    def add(flag: str, *values: Any) -> None:
+        tokens.extend([flag, *(str(value) for value in values)])
+
+    add("--num-layers", shape.num_layers)
+    add("--hidden-size", shape.hidden_size)
+    add("--ffn-hidden-size", shape.ffn_hidden_size)
+    add("--num-attention-heads", shape.num_heads)
+    add("--max-position-embeddings", shape.max_positions)
+    add("--normalization", "RMSNorm")
+    add("--norm-epsilon", shape.norm_epsilon)
+    add("--position-embedding-type", "rope")
+    add("--rotary-base", int(shape.rope["rope_theta"]))
+    add("--vocab-size", shape.vocab_size)
+    for flag in ("--swiglu", "--disable-bias-linear"):
+        add(flag)
+    if shape.qk_norm:
+        add("--qk-layernorm")
+    if shape.qkv_bias:
+        add("--add-qkv-bias")
+    if not shape.tied_embeddings:
+        add("--untie-embeddings-and-output-weights")
+    if shape.latent:
+        _add_latent_attention(add, shape.latent, shape.rope)
+    else:
+        add("--kv-channels", shape.head_dim)
+        if shape.num_kv_heads != shape.num_heads:
+            add("--group-query-attention")
+            add("--num-query-groups", shape.num_kv_heads)
+    if shape.rope["rope_type"] == "llama3":
+        add("--use-rope-scaling")
+        add("--rope-scaling-factor", shape.rope["factor"])
+    if shape.experts:
+        _add_experts(add, shape.experts, shape.is_moe_layer)
+    return tokens
+
+
+def _add_latent_attention(add: Any, latent: LatentAttention, rope: Mapping[str, Any]) -> None:
+    add("--multi-latent-attention")
+    if latent.q_lora_rank is not None:
+        add("--q-lora-rank", latent.q_lora_rank)
+    add("--kv-lora-rank", latent.kv_lora_rank)
+    add("--qk-head-dim", latent.qk_nope_head_dim)
+    add("--qk-pos-emb-head-dim", latent.qk_rope_head_dim)
+    add("--v-head-dim", latent.v_head_dim)
+    if rope["rope_type"] == "yarn":
+        add("--rope-type", "yarn")
+        add("--rotary-scaling-factor", rope["factor"])
+        add("--mscale", rope.get("mscale", 1.0))
+        add("--mscale-all-dim", rope.get("mscale_all_dim", 0.0))
+    else:
+        add("--rope-type", "rope")
+
+
+def _add_experts(add: Any, experts: Experts, is_moe_layer: tuple[bool, ...]) -> None:
+    add("--num-experts", experts.num_experts)
+    add("--moe-router-topk", experts.topk)
+    add("--moe-ffn-hidden-size", experts.hidden_size)
+    add("--moe-layer-freq", "([" + ",".join(str(int(x)) for x in is_moe_layer) + "])")
+    if experts.shared_hidden_size:
+        add("--moe-shared-expert-intermediate-size", experts.shared_hidden_size)
+    add("--moe-router-score-function", experts.score_function)
+    # DeepSeek-V2 and Qwen3 without normalisation weigh by the softmax over all experts; with it,
+    # the softmax over the chosen ones is the same thing, and that is Megatron's other order.
+    if experts.score_function == "softmax" and not experts.normalize_topk:
+        add("--moe-router-pre-softmax")
+    if experts.has_bias:
+        add("--moe-router-enable-expert-bias")
+    if experts.scaling_factor != 1.0:
+        add("--moe-router-topk-scaling-factor", experts.scaling_factor)
+    if experts.num_groups:
+        add("--moe-router-num-groups", experts.num_groups)
+        add("--moe-router-group-topk", experts.topk_groups)

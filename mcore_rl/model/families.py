@@ -1,0 +1,190 @@
+"""The families of models that are supported: what sets one apart, a short table each.
+
+`hf_config` reads a config.json by its family's table, `weight_map` and `checkpoint_tensors` take
+the names of its tensors from there, and nothing else knows a family by name.
+docs/using/families.md says how to add one.
+
+This module is pure: it imports neither Megatron nor vLLM nor torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class Router:
+    """Where config.json tells of the routed experts, and what a family leaves unsaid there."""
+
+    num_experts: str  # name of the field
+    also_called: str | None = None  # by transformers 5, which saves that field under this name
+    expert_size: str = "moe_intermediate_size"  # name of the field
+    score_function: str = "softmax"  # or "sigmoid", with a bias per expert (arXiv 2408.15664)
+    always_normalizes: bool = False  # otherwise norm_topk_prob says whether weights add up to 1
+    # DeepSeek's: values of topk_method, the usual one first. With any, config.json also speaks of
+    # groups, of a scaling factor and of shared experts; without, nobody reads those fields.
+    methods: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class TensorNames:
+    """How the checkpoint calls a layer's experts, after `model.layers.N.`; the rest is common."""
+
+    block: str = "mlp."
+    gate: str = "gate_proj.weight"
+    up: str = "up_proj.weight"
+    down: str = "down_proj.weight"
+
+    @property
+    def router(self) -> str:
+        """The weight that scores the experts."""
+        return f"{self.block}gate.weight"
+
+    @property
+    def router_bias(self) -> str:
+        """The bias that is added to the scores only to choose experts by."""
+        return f"{self.block}gate.e_score_correction_bias"
+
+    @property
+    def expert(self) -> str:
+        """Prefix of one routed expert's tensors; `{expert}` stands for its number."""
+        return f"{self.block}experts.{{expert}}."
+
+    @property
+    def shared_experts(self) -> str:
+        """Prefix of the shared experts' tensors."""
+        return f"{self.block}shared_experts."
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Family:
+    """One `model_type` of config.json."""
+
+    model_type: str
+    class_name: str  # in transformers and in vLLM; the `architectures` of config.json
+    # Fields that must be spelt out, if only as null: where one is left out, transformers fills in
+    # the values of a published model, vLLM sometimes others, and we neither. transformers writes
+    # all of them; what it does not write has one value in a family (`Router.methods`).
+    spelt_out: tuple[str, ...] = ()
+    also_refused: tuple[str, ...] = ()  # fields that no checkpoint supported here sets
+    latent_attention: bool = False
+    qk_norm: bool = False  # of the heads, or of the latents where attention is latent
+    qkv_bias: bool = False
+    router: Router | None = None
+    names: TensorNames = field(default_factory=TensorNames)
+    rope_types: tuple[str, ...] = ("default",)
+    default_rope_theta: float | None = 10000.0  # None: must be spelt out
+
+
+_V3_SPELT_OUT = tuple(
+    "q_lora_rank n_shared_experts first_k_dense_replace n_group norm_topk_prob "
+    "routed_scaling_factor".split()
+)
+_V3_ROUTER = Router("n_routed_experts", score_function="sigmoid", methods=("noaux_tc",))
+
+
+def _families() -> Iterator[Family]:
+    yield Family(  # and Moonlight, which calls itself so
+        model_type="deepseek_v3",
+        class_name="DeepseekV3ForCausalLM",
+        spelt_out=_V3_SPELT_OUT,
+        latent_attention=True,
+        qk_norm=True,
+        router=_V3_ROUTER,
+        rope_types=("default", "yarn"),
+    )
+    yield Family(  # V2 and V2-Lite
+        model_type="deepseek_v2",
+        class_name="DeepseekV2ForCausalLM",
+        spelt_out=("q_lora_rank", "n_shared_experts"),
+        latent_attention=True,
+        qk_norm=True,
+        router=Router("n_routed_experts", methods=("greedy", "group_limited_greedy")),
+        rope_types=("default", "yarn"),
+    )
+    yield Family(
+        model_type="kimi_k2",
+        class_name="DeepseekV3ForCausalLM",
+        spelt_out=_V3_SPELT_OUT,
+        latent_attention=True,
+        qk_norm=True,
+        router=_V3_ROUTER,
+        rope_types=("default", "yarn"),
+    )
+    yield Family(
+        model_type="qwen3_moe",
+        class_name="Qwen3MoeForCausalLM",
+        spelt_out=("num_key_value_heads",),
+        qk_norm=True,
+        router=Router("num_experts", also_called="num_local_experts"),
+    )
+    yield Family(
+        model_type="mixtral",
+        class_name="MixtralForCausalLM",
+        spelt_out=("num_key_value_heads",),
+        also_refused=("sliding_window",),  # there is no use_sliding_window beside it
+        router=Router("num_local_experts", expert_size="intermediate_size", always_normalizes=True),
+        names=TensorNames(
+            block="block_sparse_moe.", gate="w1.weight", up="w3.weight", down="w2.weight"
+        ),
+        default_rope_theta=None,
+    )
+    yield Family(
+        model_type="qwen3",
+        class_name="Qwen3ForCausalLM",
+        spelt_out=("num_key_value_heads", "head_dim"),
+        qk_norm=True,
+    )
+    yield Family(
+        model_type="qwen2",
+        class_name="Qwen2ForCausalLM",
+        spelt_out=("num_key_value_heads",),
+        qkv_bias=True,
+    )
+    yield Family(
+        model_type="llama",
+        class_name="LlamaForCausalLM",
+        rope_types=("default", "llama3"),
+    )
+
+
+FAMILIES = {family.model_type: family for family in _families()}
+
+
+def family(table: Family) -> Family:
+    """Make a family of the user's own known, by its `model_type`. ValueError: there is one.
+
+    docs/using/families.md says what the table must tell; the tests that hold ours are worth running
+    for it: a wrong table is a wrong model.
+    """
+    if table.model_type in FAMILIES:
+        raise ValueError(f"there is a family {table.model_type!r} already")
+    FAMILIES[table.model_type] = table
+    return table
+
+
+def family_of(architecture: str) -> Family:
+    """The family of a `ModelShape.architecture`, which is a key of `FAMILIES` by construction."""
+    return FAMILIES[architecture]
+
+
+def left_to_defaults(values: Mapping[str, Any]) -> dict[str, Any]:
+    """What a parsed config.json leaves unsaid of a router and vLLM must be told.
+
+    transformers has no field for what all models of a family have in common, and does not write it;
+    vLLM, one class for all DeepSeeks, would take DeepSeek-V2's router for V3's, or no groups for
+    an error.
+    """
+    family = FAMILIES.get(values.get("model_type", ""))
+    router = family.router if family else None
+    if router is None or not router.methods:
+        return {}
+    said = {
+        "topk_method": router.methods[0],
+        "scoring_func": router.score_function,
+        "n_group": 1,
+        "topk_group": 1,
+    }
+    return {name: value for name, value in said.items() if values.get(name) is None}

@@ -1,0 +1,323 @@
+"""Who sits where: the parallel degrees of training and rollout, and the ranks they give.
+
+Pure integers: neither Megatron nor vLLM nor torch is imported. Degrees multiply as in Megatron:
+
+    world = tp x cp x dp x pp          (dense part, innermost first: tp, cp, dp, pp)
+    world = etp x ep x edp x pp        (experts, innermost first: etp, ep, edp, pp)
+
+and rollout engines of `tp x dp` slots each fill the world. Which rank plays which slot is the rank
+map; under the identity slots are filled in rank order. PP is outermost in Megatron and absent in
+rollout, so the ranks of one pipeline stage become whole engines: PP becomes extra DP.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+from mcore_rl.common.errors import UsageError
+
+# The all-to-all backends of vLLM 0.32.0 with which experts do not work on token shards of
+# their TP group, so that shared experts are split over TP like any dense layer. "moonep" is another
+# one, but its experts' weights cannot be exchanged (see NOT_RELOADABLE).
+SPLITS_SHARED_EXPERTS = ("flashinfer_all2allv", "flashinfer_nvlink_two_sided")
+# Those that vLLM takes from its users, but the one below.
+ALL2ALL_BACKENDS = (
+    "allgather_reducescatter",
+    "deepep_high_throughput",
+    "deepep_low_latency",
+    "deepep_v2",
+    "flashinfer_nvlink_one_sided",
+    *SPLITS_SHARED_EXPERTS,
+    "mori_high_throughput",
+    "mori_low_latency",
+    "nixl_ep",
+)
+# The one with which vLLM puts experts into memory that a checkpoint cannot be loaded into again.
+NOT_RELOADABLE = "moonep"
+
+# stage -> model chunk (one without virtual stages) -> global numbers of its decoder layers, from 0
+PipelineLayers = tuple[tuple[tuple[int, ...], ...], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class TrainLayout:
+    """Megatron's degrees. `dp_size` and `edp_size` follow from the world size."""
+
+    world_size: int
+    tp_size: int = 1
+    pp_size: int = 1
+    cp_size: int = 1
+    ep_size: int = 1
+    etp_size: int = 1
+
+    def __post_init__(self) -> None:
+        dense = self.tp_size * self.pp_size * self.cp_size
+        if min(dense, self.ep_size, self.etp_size) < 1:
+            raise UsageError(
+                "parallel sizes must be at least 1", remedy="correct the --*-parallel-size flag"
+            )
+        if self.world_size % dense:
+            raise UsageError(
+                f"x --pipeline-model-parallel-size {self.pp_size} x --context-parallel-size "
+                f"{self.cp_size} = {dense} does not divide the world of {self.world_size} "
+                "processes",
+                flag=f"--tensor-model-parallel-size {self.tp_size}",
+                remedy="change a size or the number of processes",
+            )
+        expert = self.etp_size * self.ep_size * self.pp_size
+        if self.world_size % expert:
+            raise UsageError(
+                f"x --expert-model-parallel-size {self.ep_size} x --pipeline-model-parallel-size "
+                f"{self.pp_size} = {expert} does not divide the world of {self.world_size} "
+                "processes",
+                flag=f"--expert-tensor-parallel-size {self.etp_size}",
+                remedy="change a size or the number of processes",
+            )
+
+    @property
+    def dp_size(self) -> int:
+        return self.world_size // (self.tp_size * self.cp_size * self.pp_size)
+
+    @property
+    def edp_size(self) -> int:
+        return self.world_size // (self.etp_size * self.ep_size * self.pp_size)
+
+    @property
+    def ranks_per_stage(self) -> int:
+        return self.world_size // self.pp_size
+
+    def tp_rank(self, rank: int) -> int:
+        return rank % self.tp_size
+
+    def pp_rank(self, rank: int) -> int:
+        return rank // self.ranks_per_stage
+
+    def cp_rank(self, rank: int) -> int:
+        return rank // self.tp_size % self.cp_size
+
+    def dp_rank(self, rank: int) -> int:
+        return rank // (self.tp_size * self.cp_size) % self.dp_size
+
+    def etp_rank(self, rank: int) -> int:
+        return rank % self.etp_size
+
+    def ep_rank(self, rank: int) -> int:
+        return rank // self.etp_size % self.ep_size
+
+    def pp_group(self, rank: int) -> tuple[int, ...]:
+        """The ranks that hold the other stages of `rank`'s pipeline, `rank` included."""
+        first = rank % self.ranks_per_stage
+        return tuple(first + stage * self.ranks_per_stage for stage in range(self.pp_size))
+
+    def groups(self) -> dict[str, tuple[tuple[int, ...], ...]]:
+        """Megatron's process groups in which weights may be broadcast, all ranks of the world.
+
+        By name: `pp`, `ep`, `dp` (with CP), `tp`. What joins machines comes before what lies within
+        one.
+        """
+        tp, etp, stage = self.tp_size, self.etp_size, self.ranks_per_stage
+        first = range(0, self.world_size, stage)  # of each stage
+        experts = range(0, stage, etp * self.ep_size)
+        return {
+            "pp": tuple(self.pp_group(rank) for rank in range(stage)),
+            "ep": tuple(
+                tuple(range(at + block + i, at + block + etp * self.ep_size, etp))
+                for at in first
+                for block in experts
+                for i in range(etp)
+            ),
+            "dp": tuple(tuple(range(at + i, at + stage, tp)) for at in first for i in range(tp)),
+            "tp": tuple(tuple(range(at, at + tp)) for at in range(0, self.world_size, tp)),
+        }
+
+    def describe(self) -> str:
+        """TP2 x PP2 x DP1, EP2 x ETP1 x EDP1."""
+        return (
+            f"TP{self.tp_size} x CP{self.cp_size} x DP{self.dp_size} x PP{self.pp_size}, "
+            f"experts ETP{self.etp_size} x EP{self.ep_size} x EDP{self.edp_size}"
+        )
+
+
+def pipeline_layers(
+    num_layers: int,
+    pp_size: int,
+    *,
+    vp_size: int = 1,
+    first: int | None = None,
+    last: int | None = None,
+    embedding_counts: bool = False,
+    loss_counts: bool = False,
+) -> PipelineLayers:
+    """Which decoder layers each stage and model chunk holds, as Megatron cuts them.
+
+    `first` and `last` are the layers of an uneven first or last stage
+    (`--decoder-first-pipeline-num-layers`, `--decoder-last-...`); with `embedding_counts` and
+    `loss_counts` (`--account-for-*-in-pipeline-split`) the embedding and the loss each take the
+    place of one layer. Raises UsageError where the layers do not divide.
+    """
+    per_stage = _layers_per_stage(
+        num_layers + embedding_counts + loss_counts, pp_size, first=first, last=last
+    )
+    for stage, count in enumerate(per_stage):
+        if count % vp_size:
+            raise UsageError(
+                f"{vp_size} model chunks do not divide the {count} layers of pipeline stage "
+                f"{stage}",
+                remedy="change --num-layers-per-virtual-pipeline-stage, "
+                "--num-virtual-stages-per-pipeline-rank or the stages",
+            )
+    counts = [[per_stage[stage] // vp_size] * vp_size for stage in range(pp_size)]
+    counts[0][0] -= embedding_counts
+    counts[-1][-1] -= loss_counts
+    return layers_of_chunks(counts)
+
+
+def layers_of_chunks(counts: Sequence[Sequence[int]]) -> PipelineLayers:
+    """The layers of each stage and chunk, given how many each has.
+
+    Chunks take them in turn: the first chunk of every stage, then the second of every stage.
+    """
+    pp_size, vp_size = len(counts), len(counts[0])
+    in_turn = [counts[stage][chunk] for chunk in range(vp_size) for stage in range(pp_size)]
+    starts = [0, *accumulate(in_turn)]
+    return tuple(
+        tuple(
+            tuple(range(starts[chunk * pp_size + stage], starts[chunk * pp_size + stage + 1]))
+            for chunk in range(vp_size)
+        )
+        for stage in range(pp_size)
+    )
+
+
+def _layers_per_stage(
+    num_layers: int, pp_size: int, *, first: int | None, last: int | None
+) -> list[int]:
+    ends = (first or 0) + (last or 0)
+    middle = pp_size - (first is not None) - (last is not None)
+    left = num_layers - ends
+    if middle < 0 or (middle == 0 and left) or (middle and (left < 0 or left % middle)):
+        uneven = "" if not ends else f", of which {ends} are in an uneven first or last stage,"
+        raise UsageError(
+            f"{num_layers} layers{uneven} do not divide into {{flag}} stages",
+            flag=f"--pipeline-model-parallel-size {pp_size}",
+            remedy="change it or set --decoder-last-pipeline-num-layers",
+        )
+    stages = [left // middle] * middle if middle else []
+    return [*([] if first is None else [first]), *stages, *([] if last is None else [last])]
+
+
+@dataclass(frozen=True, slots=True)
+class RolloutLayout:
+    """vLLM's degrees: engines of `tp_size` x `dp_size` slots, experts whole (EP) or split (TP).
+
+    Slots are vLLM's positions, in its order: engine, then DP rank, then TP rank, innermost. With
+    `expert_parallel` experts spread over all slots of an engine, so that EP = `tp_size` x
+    `dp_size`; without it engines have `dp_size` 1. `rank_map[slot]` is the torch rank that plays a
+    slot, empty the identity. `all2all_backend` is vLLM's, empty its default.
+    """
+
+    world_size: int
+    tp_size: int
+    expert_parallel: bool
+    dp_size: int = 1
+    rank_map: tuple[int, ...] = ()
+    all2all_backend: str = ""
+
+    def __post_init__(self) -> None:
+        if self.tp_size < 1 or self.world_size % self.tp_size:
+            raise UsageError(
+                f"does not divide the world of {self.world_size} processes",
+                flag=f"--rl-rollout-tp-size {self.tp_size}",
+                remedy=f"choose a divisor of {self.world_size}",
+            )
+        slots = self.tp_size * self.dp_size
+        if self.dp_size < 1 or self.world_size % slots:
+            raise UsageError(
+                f"(--rl-rollout-tp-size {self.tp_size} x {self.dp_size} data-parallel ranks of an "
+                f"engine) does not divide the world of {self.world_size} processes",
+                flag=f"--rl-rollout-ep-size {slots}",
+                remedy=f"choose a divisor of {self.world_size}",
+            )
+        if self.dp_size > 1 and not self.expert_parallel:
+            raise UsageError(
+                f"leaves no use for an engine of {self.dp_size} data-parallel ranks",
+                flag="--rl-rollout-no-expert-parallel",
+                remedy="drop it",
+            )
+        if self.rank_map and sorted(self.rank_map) != list(range(self.world_size)):
+            raise RuntimeError(
+                f"the rank map {self.rank_map} is no permutation of {self.world_size} ranks"
+            )
+
+    @property
+    def num_engines(self) -> int:
+        return self.world_size // self.slots_per_engine
+
+    @property
+    def slots_per_engine(self) -> int:
+        return self.tp_size * self.dp_size
+
+    @property
+    def ep_size(self) -> int:
+        return self.slots_per_engine if self.expert_parallel else 1
+
+    @property
+    def has_whole_shared_experts(self) -> bool:
+        """Whether vLLM keeps shared experts whole on every TP rank.
+
+        It does where experts span data-parallel ranks and TP is above 1: each TP rank then takes a
+        shard of the tokens through the whole MoE layer (vLLM's use_sequence_parallel_moe).
+        """
+        spans = self.expert_parallel and self.tp_size > 1 and self.dp_size > 1
+        return spans and self.all2all_backend not in SPLITS_SHARED_EXPERTS
+
+    @property
+    def is_identity(self) -> bool:
+        return self.rank_map in ((), tuple(range(self.world_size)))
+
+    def rank(self, slot: int) -> int:
+        """The torch rank that plays a slot."""
+        return self.rank_map[slot] if self.rank_map else slot
+
+    def slot(self, rank: int) -> int:
+        """The slot that a torch rank plays."""
+        return self.rank_map.index(rank) if self.rank_map else rank
+
+    @property
+    def num_tp_groups(self) -> int:
+        return self.world_size // self.tp_size
+
+    def tp_group_index(self, rank: int) -> int:
+        """Which TP group of the world a rank is in, by slots; prompts are dealt out by it."""
+        return self.slot(rank) // self.tp_size
+
+    def engine_index(self, rank: int) -> int:
+        return self.slot(rank) // self.slots_per_engine
+
+    def engine_ranks(self, engine: int) -> tuple[int, ...]:
+        """The torch ranks of an engine, in the order of their slots."""
+        first = engine * self.slots_per_engine
+        return tuple(self.rank(first + i) for i in range(self.slots_per_engine))
+
+    def dp_rank(self, rank: int) -> int:
+        """Within the engine."""
+        return self.slot(rank) // self.tp_size % self.dp_size
+
+    def tp_rank(self, rank: int) -> int:
+        return self.slot(rank) % self.tp_size
+
+    def ep_rank(self, rank: int) -> int:
+        return self.slot(rank) % self.slots_per_engine if self.expert_parallel else 0
+
+    def describe(self) -> str:
+        """2 engines of TP2, EP2."""
+        dp = f" x DP{self.dp_size}" if self.dp_size > 1 else ""
+        mapped = "" if self.is_identity else f", ranks {_ranges(self.rank_map)}"
+        return f"{self.num_engines} engines of TP{self.tp_size}{dp}, EP{self.ep_size}{mapped}"
+
+
+def _ranges(ranks: Sequence[int], limit: int = 16) -> str:
+    shown = ",".join(map(str, ranks[:limit]))
+    return shown + (",..." if len(ranks) > limit else "")

@@ -1,0 +1,224 @@
+"""Which tensors a Hugging Face checkpoint has, and how training and rollout cut each of them.
+
+One table for all families, from `ModelShape` alone: what is known before any weight is read or any
+process started. The planner and the rank map are made of it. The hand-over itself is not: there the
+holdings come from the live Megatron parameters and the needs from vLLM's own loaders, and a test
+compares both with this table.
+
+This module is pure: it imports neither Megatron nor vLLM nor torch.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from enum import Enum
+
+from mcore_rl.model.config_json import LatentAttention, ModelShape
+from mcore_rl.model.families import TensorNames, family_of
+
+_VLLM_VOCABULARY_MULTIPLE = 64
+
+
+class Cut(Enum):
+    """How tensor parallelism cuts a checkpoint tensor, on both sides alike."""
+
+    REPLICATED = "replicated"
+    ROWS = "rows"  # Megatron's column-parallel layers
+    COLUMNS = "columns"  # Megatron's row-parallel layers
+    KV_ROWS = "kv_rows"  # rows, by key/value heads; vLLM copies heads where ranks outnumber them
+    VOCABULARY = "vocabulary"  # rows of the padded vocabulary
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSpec:
+    """A checkpoint tensor of a layer, or one such tensor per routed expert.
+
+    `name` follows the layer's prefix, with `{expert}` for an expert's number; `shape` is that of
+    one tensor, `num_experts` is 0 for what is no routed expert.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    cut: Cut
+    num_experts: int = 0
+    dtype: str = "bfloat16"
+    is_shared_expert: bool = False
+
+    @property
+    def num_bytes(self) -> int:
+        """Of all its experts."""
+        itemsize = 4 if self.dtype == "float32" else 2
+        return math.prod(self.shape) * max(1, self.num_experts) * itemsize
+
+
+def embedding_specs(shape: ModelShape) -> list[TensorSpec]:
+    """What lies before the layers; with tied embeddings it is the head's, too."""
+    vocabulary = (shape.vocab_size, shape.hidden_size)
+    return [TensorSpec("model.embed_tokens.weight", vocabulary, Cut.VOCABULARY)]
+
+
+def head_specs(shape: ModelShape) -> list[TensorSpec]:
+    """What lies behind the layers."""
+    specs = [TensorSpec("model.norm.weight", (shape.hidden_size,), Cut.REPLICATED)]
+    if shape.value_head:
+        specs.append(TensorSpec("score.weight", (1, shape.hidden_size), Cut.REPLICATED))
+    elif not shape.tied_embeddings:
+        vocabulary = (shape.vocab_size, shape.hidden_size)
+        specs.append(TensorSpec("lm_head.weight", vocabulary, Cut.VOCABULARY))
+    return specs
+
+
+def layer_specs(shape: ModelShape, *, is_moe: bool) -> list[TensorSpec]:
+    """The tensors of one decoder layer."""
+    hidden = (shape.hidden_size,)
+    attention = (
+        _latent_attention(shape, shape.latent) if shape.latent else _grouped_attention(shape)
+    )
+    feed_forward = (
+        _experts(shape) if is_moe else _gated("mlp.", shape.hidden_size, shape.ffn_hidden_size)
+    )
+    return [
+        TensorSpec("input_layernorm.weight", hidden, Cut.REPLICATED),
+        *attention,
+        TensorSpec("post_attention_layernorm.weight", hidden, Cut.REPLICATED),
+        *feed_forward,
+    ]
+
+
+def _grouped_attention(shape: ModelShape) -> list[TensorSpec]:
+    hidden, head = shape.hidden_size, shape.head_dim
+    queries, keys = shape.num_heads * head, shape.num_kv_heads * head
+    specs = [
+        TensorSpec("self_attn.q_proj.weight", (queries, hidden), Cut.ROWS),
+        TensorSpec("self_attn.k_proj.weight", (keys, hidden), Cut.KV_ROWS),
+        TensorSpec("self_attn.v_proj.weight", (keys, hidden), Cut.KV_ROWS),
+        TensorSpec("self_attn.o_proj.weight", (hidden, queries), Cut.COLUMNS),
+    ]
+    if shape.qkv_bias:
+        specs += [
+            TensorSpec("self_attn.q_proj.bias", (queries,), Cut.ROWS),
+            TensorSpec("self_attn.k_proj.bias", (keys,), Cut.KV_ROWS),
+            TensorSpec("self_attn.v_proj.bias", (keys,), Cut.KV_ROWS),
+        ]
+    if shape.qk_norm:
+        specs += [
+            TensorSpec("self_attn.q_norm.weight", (head,), Cut.REPLICATED),
+            TensorSpec("self_attn.k_norm.weight", (head,), Cut.REPLICATED),
+        ]
+    return specs
+
+
+def _latent_attention(shape: ModelShape, latent: LatentAttention) -> list[TensorSpec]:
+    """Multi-head latent attention; its down-projections are replicated on both sides."""
+    hidden, heads, rank = shape.hidden_size, shape.num_heads, latent.q_lora_rank
+    query = latent.qk_nope_head_dim + latent.qk_rope_head_dim
+    compressed = latent.kv_lora_rank
+    value = latent.qk_nope_head_dim + latent.v_head_dim
+    if rank is None:
+        queries = [TensorSpec("self_attn.q_proj.weight", (heads * query, hidden), Cut.ROWS)]
+    else:
+        queries = [
+            TensorSpec("self_attn.q_a_proj.weight", (rank, hidden), Cut.REPLICATED),
+            TensorSpec("self_attn.q_a_layernorm.weight", (rank,), Cut.REPLICATED),
+            TensorSpec("self_attn.q_b_proj.weight", (heads * query, rank), Cut.ROWS),
+        ]
+    return [
+        *queries,
+        TensorSpec(
+            "self_attn.kv_a_proj_with_mqa.weight",
+            (compressed + latent.qk_rope_head_dim, hidden),
+            Cut.REPLICATED,
+        ),
+        TensorSpec("self_attn.kv_a_layernorm.weight", (compressed,), Cut.REPLICATED),
+        TensorSpec("self_attn.kv_b_proj.weight", (heads * value, compressed), Cut.ROWS),
+        TensorSpec("self_attn.o_proj.weight", (hidden, heads * latent.v_head_dim), Cut.COLUMNS),
+    ]
+
+
+def _gated(
+    prefix: str,
+    hidden: int,
+    width: int,
+    num_experts: int = 0,
+    names: TensorNames = TensorNames(),  # noqa: B008 (frozen)
+) -> list[TensorSpec]:
+    return [
+        TensorSpec(prefix + names.gate, (width, hidden), Cut.ROWS, num_experts),
+        TensorSpec(prefix + names.up, (width, hidden), Cut.ROWS, num_experts),
+        TensorSpec(prefix + names.down, (hidden, width), Cut.COLUMNS, num_experts),
+    ]
+
+
+def _experts(shape: ModelShape) -> list[TensorSpec]:
+    experts, hidden = shape.experts, shape.hidden_size
+    assert experts is not None, "a MoE layer of a model without experts"
+    count = experts.num_experts
+    names = family_of(shape.architecture).names
+    specs = [TensorSpec(names.router, (count, hidden), Cut.REPLICATED)]
+    if experts.has_bias:
+        specs.append(TensorSpec(names.router_bias, (count,), Cut.REPLICATED, dtype="float32"))
+    specs += _gated(names.expert, hidden, experts.hidden_size, count, names)
+    if experts.shared_hidden_size:
+        shared = _gated(names.shared_experts, hidden, experts.shared_hidden_size)
+        specs += [replace(spec, is_shared_expert=True) for spec in shared]
+    return specs
+
+
+def checkpoint_tensors(shape: ModelShape) -> Iterator[tuple[str, TensorSpec]]:
+    """(full name, spec) of every tensor of the model proper; MTP layers are left out."""
+    for spec in (*embedding_specs(shape), *head_specs(shape)):
+        yield spec.name, spec
+    for layer, is_moe in enumerate(shape.is_moe_layer):
+        for spec in layer_specs(shape, is_moe=is_moe):
+            for expert in range(max(1, spec.num_experts)):
+                yield f"model.layers.{layer}.{spec.name.format(expert=expert)}", spec
+
+
+def trained_vocabulary_rows(vocab_size: int, tp_size: int) -> int:
+    """Rows of the padded vocabulary on a Megatron rank, under the padding that is derived for it.
+
+    It is padded to a multiple of 64 and of TP, so that it is cut where vLLM cuts it.
+    """
+    multiple = math.lcm(_VLLM_VOCABULARY_MULTIPLE, tp_size)
+    return math.ceil(vocab_size / multiple) * multiple // tp_size
+
+
+def served_vocabulary_rows(vocab_size: int, tp_size: int) -> int:
+    """Rows of the padded vocabulary on a vLLM rank."""
+    multiple = _VLLM_VOCABULARY_MULTIPLE
+    return math.ceil(vocab_size / multiple) * multiple // tp_size
+
+
+def cut_range(
+    spec: TensorSpec, rank: int, size: int, *, kv_heads: int, vocabulary_rows: int
+) -> tuple[int, int, int] | None:
+    """(dimension, start, stop) of what rank `rank` of a group of `size` has; None: all of it.
+
+    Uneven sizes are refused before (`job.layout`); here they are a bug.
+    """
+    if spec.cut is Cut.REPLICATED or size == 1:
+        return None
+    if spec.cut is Cut.VOCABULARY:
+        start = min(rank * vocabulary_rows, spec.shape[0])
+        return 0, start, min(start + vocabulary_rows, spec.shape[0])
+    dim = 1 if spec.cut is Cut.COLUMNS else 0
+    if spec.cut is Cut.KV_ROWS and size > kv_heads:
+        rank, size = rank * kv_heads // size, kv_heads
+    part, rest = divmod(spec.shape[dim], size)
+    assert rest == 0, f"{spec.name} of {spec.shape} does not divide into {size} parts"
+    return dim, rank * part, (rank + 1) * part
+
+
+def active_parameters(shape: ModelShape) -> int:
+    """Parameters that a token passes through, without the embedding."""
+    total = sum(math.prod(spec.shape) for spec in head_specs(shape))
+    if shape.tied_embeddings:
+        total += shape.vocab_size * shape.hidden_size
+    topk = shape.experts.topk if shape.experts else 0
+    for is_moe in set(shape.is_moe_layer):
+        specs = layer_specs(shape, is_moe=is_moe)
+        layer = sum(math.prod(s.shape) * (topk if s.num_experts else 1) for s in specs)
+        total += layer * shape.is_moe_layer.count(is_moe)
+    return total

@@ -1,0 +1,428 @@
+"""Which slice of which Hugging Face tensor lies where in a Megatron parameter shard.
+
+A parameter of one rank is described by pieces: a box of a checkpoint tensor equals a box of the
+local parameter. Read forwards, the pieces load a checkpoint into Megatron; read backwards, they
+export one; intersected with what a vLLM rank needs, they are the hand-over's source.
+
+Megatron's names are those of both of its spec families: local layers, and Transformer Engine with
+its norms fused into the following linear layer and its grouped experts. The checkpoint's are common
+to all families of models but for those of the experts, which `families` tells.
+
+Of a parameter that Megatron-FSDP shards over data parallelism a rank holds some rows only: those of
+a layer lie in one flat bucket, of which each data-parallel rank has an equal stretch that begins
+and ends where a row of every parameter does. What is cut here is the part of the description that
+lies in the rank's rows: the hand-over sends each row from where it is, and nothing is gathered.
+
+This module is pure: names, shapes and integers go in, boxes come out. A parameter that no rule
+knows is an error that names it.
+
+Shape legend: o output rows of a weight, i input columns, v vocabulary, h hidden.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from mcore_rl.model.boxes import Box, full_box, intersect, relative
+from mcore_rl.model.config_json import LatentAttention, ModelShape
+from mcore_rl.model.families import TensorNames, family_of
+from mcore_rl.model.layout import TrainLayout
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """`checkpoint_tensor[checkpoint_box]` is `parameter[local_box]`; both boxes have one shape."""
+
+    tensor: str
+    checkpoint_box: Box
+    local_box: Box
+
+
+@dataclass(frozen=True, slots=True)
+class ShardCoordinates:
+    """Where a model chunk sits: its share of every split dimension, and its layers."""
+
+    tp_rank: int
+    tp_size: int
+    ep_rank: int
+    ep_size: int
+    etp_rank: int
+    etp_size: int
+    layers: tuple[int, ...]  # global number of each local decoder layer, counted from 0
+
+    @classmethod
+    def of(cls, layout: TrainLayout, rank: int, layers: tuple[int, ...]) -> ShardCoordinates:
+        return cls(
+            tp_rank=layout.tp_rank(rank),
+            tp_size=layout.tp_size,
+            ep_rank=layout.ep_rank(rank),
+            ep_size=layout.ep_size,
+            etp_rank=layout.etp_rank(rank),
+            etp_size=layout.etp_size,
+            layers=layers,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _Parameter:
+    """One local parameter on its way through a rule."""
+
+    name: str
+    shape: tuple[int, ...]
+    layer: str  # "model.layers.7." or "" outside the decoder layers
+    rank: int  # in the group this parameter is split over: TP, or ETP for routed experts
+    size: int
+    expert: int | None  # global number
+
+
+_Rule = Callable[[_Parameter, ModelShape], list[Piece]]
+
+
+def _rows(tensor: str, shape: Sequence[int], start: int, local_start: int, count: int) -> Piece:
+    """`count` rows from `start` of the checkpoint are those from `local_start` of the parameter."""
+    rest = full_box(shape[1:])
+    return Piece(
+        tensor,
+        ((start, start + count), *rest),
+        ((local_start, local_start + count), *rest),
+    )
+
+
+def _replicated(name: str) -> _Rule:
+    """Nothing is split: every rank holds all of it."""
+
+    def rule(p: _Parameter, shape: ModelShape) -> list[Piece]:
+        box = full_box(p.shape)
+        return [Piece(p.layer + name, box, box)]
+
+    return rule
+
+
+def _column(name: str) -> _Rule:
+    """Rows are split: rank r holds rows r*o .. (r+1)*o of the checkpoint."""
+
+    def rule(p: _Parameter, shape: ModelShape) -> list[Piece]:
+        return [_rows(p.layer + name, p.shape, p.rank * p.shape[0], 0, p.shape[0])]
+
+    return rule
+
+
+def _row(name: str) -> _Rule:
+    """Columns are split: rank r holds columns r*i .. (r+1)*i of the checkpoint."""
+
+    def rule(p: _Parameter, shape: ModelShape) -> list[Piece]:
+        out, width = p.shape
+        first = p.rank * width
+        return [Piece(p.layer + name, ((0, out), (first, first + width)), full_box(p.shape))]
+
+    return rule
+
+
+def _stacked(*parts: tuple[str, Callable[[ModelShape], int]]) -> _Rule:
+    """Tensors on top of each other, `(name, rows)`: all of each, or this rank's rows of each."""
+
+    def rule(p: _Parameter, shape: ModelShape) -> list[Piece]:
+        """Down the stack: from which rows of each tensor, to which rows of the parameter."""
+        sizes = [rows(shape) for _, rows in parts]
+        is_whole = p.shape[0] == sum(sizes)
+        pieces, local = [], 0
+        for (name, _), size in zip(parts, sizes, strict=True):
+            count = size if is_whole else size // p.size
+            first = 0 if is_whole else p.rank * count
+            pieces.append(_rows(p.layer + name, p.shape, first, local, count))
+            local += count
+        assert local == p.shape[0], (p.name, p.shape)
+        return pieces
+
+    return rule
+
+
+def _gate_and_up(p: _Parameter, gate: str, up: str) -> list[Piece]:
+    """SwiGLU's first layer: this rank's rows of the gate, then its rows of the up-projection."""
+    half = p.shape[0] // 2
+    first = p.rank * half
+    return [
+        _rows(p.layer + gate, p.shape, first, 0, half),
+        _rows(p.layer + up, p.shape, first, half, half),
+    ]
+
+
+def _gated(prefix: str) -> _Rule:
+    """`_gate_and_up` of a feed-forward network that is no routed expert."""
+
+    def rule(p: _Parameter, shape: ModelShape) -> list[Piece]:
+        return _gate_and_up(p, f"{prefix}gate_proj.weight", f"{prefix}up_proj.weight")
+
+    return rule
+
+
+def _names(shape: ModelShape) -> TensorNames:
+    return family_of(shape.architecture).names
+
+
+def _expert_gated(p: _Parameter, shape: ModelShape) -> list[Piece]:
+    names = _names(shape)
+    prefix = names.expert.format(expert=p.expert)
+    return _gate_and_up(p, prefix + names.gate, prefix + names.up)
+
+
+def _expert_down(p: _Parameter, shape: ModelShape) -> list[Piece]:
+    names = _names(shape)
+    return _row(names.expert.format(expert=p.expert) + names.down)(p, shape)
+
+
+def _of_family(rule: Callable[[str], _Rule], name: Callable[[TensorNames], str]) -> _Rule:
+    """`rule` for a tensor whose name depends on the family."""
+    return lambda p, shape: rule(name(_names(shape)))(p, shape)
+
+
+def _qkv(kind: str) -> _Rule:
+    """Megatron interleaves by key/value group: [its query heads, its key, its value] per group."""
+
+    def rule(p: _Parameter, shape: ModelShape) -> list[Piece]:
+        """This rank's groups one after the other: query heads, then key, then value."""
+        head = shape.head_dim
+        queries = shape.num_heads // shape.num_kv_heads * head
+        groups = shape.num_kv_heads // p.size
+        assert p.shape[0] == groups * (queries + 2 * head), (p.name, p.shape)
+        pieces, local = [], 0
+        for group in range(p.rank * groups, (p.rank + 1) * groups):
+            for name, start, count in (
+                ("q", group * queries, queries),
+                ("k", group * head, head),
+                ("v", group * head, head),
+            ):
+                tensor = f"{p.layer}self_attn.{name}_proj.{kind}"
+                pieces.append(_rows(tensor, p.shape, start, local, count))
+                local += count
+        return pieces
+
+    return rule
+
+
+def _vocabulary(name: str) -> _Rule:
+    """Rows of the padded vocabulary are split; padding rows have no counterpart."""
+
+    def rule(p: _Parameter, shape: ModelShape) -> list[Piece]:
+        rows = p.shape[0]
+        first = p.rank * rows
+        real = min(rows, shape.vocab_size - first)
+        return [_rows(name, p.shape, first, 0, real)] if real > 0 else []
+
+    return rule
+
+
+def _output_layer(p: _Parameter, shape: ModelShape) -> list[Piece]:
+    if shape.value_head:
+        return _replicated("score.weight")(p, shape)
+    # With tied embeddings the last pipeline stage holds a second copy of the embedding.
+    name = "model.embed_tokens.weight" if shape.tied_embeddings else "lm_head.weight"
+    return _vocabulary(name)(p, shape)
+
+
+def _latent(shape: ModelShape) -> LatentAttention:
+    assert shape.latent is not None, f"{shape.architecture} has no latent attention"
+    return shape.latent
+
+
+def _q_rank(shape: ModelShape) -> int:
+    return _latent(shape).q_lora_rank or 0
+
+
+def _kv_rank_and_rope(shape: ModelShape) -> int:
+    return _latent(shape).kv_lora_rank + _latent(shape).qk_rope_head_dim
+
+
+_INPUT_NORM = _replicated("input_layernorm.weight")
+_MLP_NORM = _replicated("post_attention_layernorm.weight")
+_KV_LATENT_NORM = _replicated("self_attn.kv_a_layernorm.weight")
+
+# Outside the decoder layers.
+_TOP_RULES: Mapping[str, _Rule] = {
+    "embedding.word_embeddings.weight": _vocabulary("model.embed_tokens.weight"),
+    "decoder.final_layernorm.weight": _replicated("model.norm.weight"),
+    "output_layer.weight": _output_layer,
+}
+
+# Within `decoder.layers.N.`; the norms stand under two names each, local and fused.
+_COMMON_RULES: Mapping[str, _Rule] = {
+    "input_layernorm.weight": _INPUT_NORM,
+    "pre_mlp_layernorm.weight": _MLP_NORM,
+    "self_attention.linear_proj.weight": _row("self_attn.o_proj.weight"),
+    "mlp.linear_fc1.layer_norm_weight": _MLP_NORM,
+    "mlp.linear_fc1.weight": _gated("mlp."),
+    "mlp.linear_fc2.weight": _row("mlp.down_proj.weight"),
+}
+
+_GROUPED_ATTENTION_RULES: Mapping[str, _Rule] = {
+    "self_attention.linear_qkv.layer_norm_weight": _INPUT_NORM,
+    "self_attention.linear_qkv.weight": _qkv("weight"),
+}
+_QKV_BIAS_RULES: Mapping[str, _Rule] = {"self_attention.linear_qkv.bias": _qkv("bias")}
+_HEAD_NORM_RULES: Mapping[str, _Rule] = {
+    "self_attention.q_layernorm.weight": _replicated("self_attn.q_norm.weight"),
+    "self_attention.k_layernorm.weight": _replicated("self_attn.k_norm.weight"),
+}
+
+_LATENT_ATTENTION_RULES: Mapping[str, _Rule] = {
+    "self_attention.linear_kv_down_proj.weight": _stacked(
+        ("self_attn.kv_a_proj_with_mqa.weight", _kv_rank_and_rope)
+    ),
+    "self_attention.linear_kv_up_proj.weight": _column("self_attn.kv_b_proj.weight"),
+    "self_attention.linear_kv_up_proj.layer_norm_weight": _KV_LATENT_NORM,
+    "self_attention.kv_layernorm.weight": _KV_LATENT_NORM,
+}
+_DIRECT_QUERY_RULES: Mapping[str, _Rule] = {
+    "self_attention.linear_q_proj.weight": _column("self_attn.q_proj.weight"),
+}
+_LATENT_QUERY_RULES: Mapping[str, _Rule] = {
+    # Replicated in Transformer Engine's spec, split in Megatron's own local one.
+    "self_attention.linear_q_down_proj.weight": _stacked(("self_attn.q_a_proj.weight", _q_rank)),
+    "self_attention.linear_q_up_proj.weight": _column("self_attn.q_b_proj.weight"),
+    "self_attention.linear_q_up_proj.layer_norm_weight": _replicated(
+        "self_attn.q_a_layernorm.weight"
+    ),
+    "self_attention.q_layernorm.weight": _replicated("self_attn.q_a_layernorm.weight"),
+    # --mla-down-proj-fusion
+    "self_attention.linear_qkv_down_proj.layer_norm_weight": _INPUT_NORM,
+    "self_attention.linear_qkv_down_proj.weight": _stacked(
+        ("self_attn.q_a_proj.weight", _q_rank),
+        ("self_attn.kv_a_proj_with_mqa.weight", _kv_rank_and_rope),
+    ),
+}
+
+_EXPERT_RULES: Mapping[str, _Rule] = {
+    "mlp.router.weight": _of_family(_replicated, lambda names: names.router),
+    "mlp.experts.N.linear_fc1.weight": _expert_gated,
+    "mlp.experts.N.linear_fc2.weight": _expert_down,
+}
+_ROUTER_BIAS_RULES: Mapping[str, _Rule] = {
+    "mlp.router.expert_bias": _of_family(_replicated, lambda names: names.router_bias),
+}
+_SHARED_EXPERT_RULES: Mapping[str, _Rule] = {
+    "mlp.shared_experts.linear_fc1.weight": _of_family(_gated, lambda names: names.shared_experts),
+    "mlp.shared_experts.linear_fc2.weight": _of_family(
+        _row, lambda names: f"{names.shared_experts}down_proj.weight"
+    ),
+}
+
+
+def _layer_rules(shape: ModelShape) -> Iterator[Mapping[str, _Rule]]:
+    """The tables of what a layer of this shape may consist of, and of nothing else."""
+    yield _COMMON_RULES
+    if shape.latent:
+        yield _LATENT_ATTENTION_RULES
+        yield _DIRECT_QUERY_RULES if shape.latent.q_lora_rank is None else _LATENT_QUERY_RULES
+    else:
+        yield _GROUPED_ATTENTION_RULES
+        if shape.qkv_bias:
+            yield _QKV_BIAS_RULES
+        if shape.qk_norm:
+            yield _HEAD_NORM_RULES
+    if shape.experts:
+        yield _EXPERT_RULES
+        if shape.experts.has_bias:
+            yield _ROUTER_BIAS_RULES
+        if shape.experts.shared_hidden_size:
+            yield _SHARED_EXPERT_RULES
+
+
+_LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
+# An expert is a module of its own, or one weight of Transformer Engine's grouped layer.
+_LOCAL_EXPERT = re.compile(r"mlp\.experts\.local_experts\.(\d+)\.(linear_fc[12]\.weight)")
+_GROUPED_EXPERT = re.compile(r"mlp\.experts\.(linear_fc[12]\.weight)(\d+)")
+
+
+def _split_expert(rest: str) -> tuple[str, int | None]:
+    """The rule's name and the local expert's number, of either way Megatron names experts."""
+    if match := _LOCAL_EXPERT.fullmatch(rest):
+        return f"mlp.experts.N.{match[2]}", int(match[1])
+    if match := _GROUPED_EXPERT.fullmatch(rest):
+        return f"mlp.experts.N.{match[1]}", int(match[2])
+    return rest, None
+
+
+def map_parameter(
+    name: str, local_shape: Sequence[int], shape: ModelShape, at: ShardCoordinates
+) -> tuple[Piece, ...]:
+    """The pieces of one parameter (or persistent buffer) of one model chunk.
+
+    `name` is Megatron's, without the wrappers' `module.`; `local_shape` is this rank's. Raises
+    RuntimeError for a name that no rule knows or that a model of this shape has no part for.
+    """
+    match = _LAYER.fullmatch(name)
+    rule, layer, expert = _TOP_RULES.get(name), "", None
+    if match is not None:
+        rest, local_expert = _split_expert(match[2])
+        rule = next((rules[rest] for rules in _layer_rules(shape) if rest in rules), None)
+        layer = f"model.layers.{at.layers[int(match[1])]}."
+        if local_expert is not None and shape.experts is not None:
+            expert = at.ep_rank * (shape.experts.num_experts // at.ep_size) + local_expert
+    if rule is None:
+        raise RuntimeError(
+            f"Megatron's parameter '{name}' {list(local_shape)} has no counterpart in a "
+            f"{shape.architecture} checkpoint; add a rule to mcore_rl.model.weight_map"
+        )
+    split = (at.etp_rank, at.etp_size) if expert is not None else (at.tp_rank, at.tp_size)
+    parameter = _Parameter(name, tuple(local_shape), layer, *split, expert)
+    return tuple(rule(parameter, shape))
+
+
+def layer_order(tensors: Iterable[str]) -> list[str]:
+    """Checkpoint tensors in the order in which a model uses them: embedding, layers, norm, head.
+
+    vLLM keeps what its loaders were given until a layer is complete, so that a layer's tensors must
+    come together. Experts are ordered by number.
+    """
+
+    def key(name: str) -> tuple[int, int, int, str]:
+        numbers = [int(n) for n in re.findall(r"\d+", name)]
+        if name.startswith("model.layers."):
+            expert = numbers[1] if ".experts." in name and len(numbers) > 1 else -1
+            return (1, numbers[0], expert, name)
+        return (0 if "embed" in name else 2, 0, 0, name)
+
+    return sorted(set(tensors), key=key)
+
+
+def rows_of_flat_range(name: str, shape: Sequence[int], start: int, stop: int) -> tuple[int, int]:
+    """The rows that are elements `start` to `stop` of a parameter of `shape`, counted row by row.
+
+    An empty range is no rows. Raises RuntimeError naming the parameter if the range cuts a row.
+    """
+    if start == stop:
+        return (0, 0)
+    width = math.prod(shape[1:])
+    if start % width or stop % width:
+        raise RuntimeError(
+            f"{name}: this rank holds elements {start} to {stop} of {list(shape)}, expected whole "
+            f"rows of {width} elements, as Megatron-FSDP cuts them"
+        )
+    return (start // width, stop // width)
+
+
+def box_of_rows(shape: Sequence[int], first_row: int, num_rows: int) -> Box:
+    """`num_rows` rows from `first_row` of a parameter of `shape`."""
+    if not shape:
+        return ()
+    return ((first_row, first_row + num_rows), *full_box(shape[1:]))
+
+
+def pieces_within(pieces: Iterable[Piece], held: Box) -> Iterator[Piece]:
+    """What of `pieces` lies in the box `held` of the parameter.
+
+    Local boxes count from the corner of `held`; what lies outside is left out.
+    """
+    for piece in pieces:
+        shared = intersect(piece.local_box, held)
+        if shared is None:
+            continue
+        inside = relative(shared, piece.local_box)
+        checkpoint_box = tuple(
+            (origin + start, origin + stop)
+            for (origin, _), (start, stop) in zip(piece.checkpoint_box, inside, strict=True)
+        )
+        yield Piece(piece.tensor, checkpoint_box, relative(shared, held))

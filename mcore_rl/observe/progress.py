@@ -1,0 +1,109 @@
+"""What a run shows on rank 0: a bar with the numbers that matter, and a last table.
+
+On a terminal a live bar, elsewhere (a log file, CI) one line a step.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+_VALUES = ("first", "last", "best")
+_FIELDS = "reward {reward} · accuracy {accuracy} · {tokens} tok/s · reshard {reshard}"
+
+
+class RunProgress:
+    """Shows one line for a run of `num_steps` steps, the first being `first_step`."""
+
+    def __init__(self, *, num_steps: int, first_step: int, enabled: bool) -> None:
+        self._enabled = enabled
+        self._num_steps, self._first_step = num_steps, first_step
+        self._started = time.perf_counter()
+        self._accuracy = "-"
+        self.console = Console(stderr=False)
+        self._bar: Progress | None = None
+        if enabled and sys.stdout.isatty():
+            self._bar = Progress(
+                TextColumn("steps done"),
+                MofNCompleteColumn(),
+                BarColumn(bar_width=20),
+                TextColumn("{task.description}"),
+                TimeRemainingColumn(),
+                console=self.console,
+            )
+            self._bar.start()
+            self._task = self._bar.add_task("", total=num_steps, completed=first_step)
+
+    def update(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Show a finished step by its metrics, under the number that it has there (from 0)."""
+        if not self._enabled:
+            return
+        if "eval/accuracy" in metrics:
+            self._accuracy = f"{metrics['eval/accuracy']:.3f}"
+        text = _FIELDS.format(
+            reward=f"{metrics['reward/mean']:.3f}",
+            accuracy=self._accuracy,
+            tokens=f"{metrics['throughput/rollout_tokens_per_second']:.0f}",
+            reshard=f"{100 * reshard_share(metrics):.1f}%",
+        )
+        if self._bar is not None:
+            text = f"step {step} · {text}"
+            self._bar.update(self._task, completed=step + 1, description=text)
+            return
+        done = step + 1 - self._first_step
+        left = (time.perf_counter() - self._started) / done * (self._num_steps - step - 1)
+        # On stdout, as the bar and the table are; what loggers say goes to stderr and run.log.
+        counts = f"step {step} ({step + 1}/{self._num_steps})"
+        print(f"{counts} · {text} · {left:.0f} s left", flush=True)
+
+    def close(self) -> None:
+        """End the live bar, if there is one. May be called again."""
+        if self._bar is not None:
+            self._bar.stop()
+            self._bar = None
+
+    def show_summary(
+        self, main: Mapping[str, Mapping[str, float]], facts: Mapping[str, str]
+    ) -> None:
+        """The last table: what was learnt, where the files are, how to continue."""
+        if not self._enabled:
+            return
+        self.close()
+        table = Table(title="what was learnt")
+        for column in ("metric", *_VALUES):
+            table.add_column(column, justify="left" if column == "metric" else "right")
+        for name, values in main.items():
+            table.add_row(
+                name,
+                *(f"{values[key]:.4f}" if key in values else "–" for key in _VALUES),
+            )
+        self.console.print(table)
+        for name, value in facts.items():
+            # Commands must survive being copied: no wrapping, no markup.
+            self.console.print(f"{name}: {value}", soft_wrap=True, markup=False, highlight=False)
+
+
+def reshard_share(metrics: Mapping[str, float]) -> float:
+    """Share of a step's time spent between the two modes."""
+    spent = metrics["time/reshard_to_rollout_seconds"] + metrics["time/reshard_to_train_seconds"]
+    return spent / metrics["time/step_seconds"]
+
+
+def run_facts(
+    folder: Path, checkpoints: Path, export: str | None, tensorboard: str | None = None
+) -> dict[str, str]:
+    """Where the files of a finished run are, and how to continue it."""
+    facts = {
+        "files": str(folder),
+        "tensorboard": f"tensorboard --logdir {tensorboard or folder / 'tensorboard'}",
+        "continue": f"the same command with --load {checkpoints} and a larger --rl-num-steps",
+    }
+    if export:
+        facts["Hugging Face checkpoint"] = export
+    return facts

@@ -1,0 +1,294 @@
+"""The run directory: metrics, samples, configuration, summary.
+
+Rank 0 writes, the others keep silent. Names of files and metrics are the run directory's contract:
+`metrics.jsonl` (one object a step), `rollouts.jsonl`, `run.log`, `config.yaml`, `summary.json`,
+`tensorboard/`. Nothing here stops training: lines that cannot be written wait until they can, and
+what else fails is said once. Other places for metrics: `metric_sinks`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import logging
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import yaml
+
+from mcore_rl.observe.metric_sinks import WandbRun, tensorboard_sink, wandb_sink
+
+if TYPE_CHECKING:  # it imports torch, and `mcore-rl report` reads here without
+    from mcore_rl.batching.types import ScoredRollout, StepStats
+
+logger = logging.getLogger(__name__)
+
+# In the summary.
+MAIN_METRICS = ("reward/mean", "eval/accuracy", "kl/rollout_actor", "entropy", "grad_norm")
+# What a best value is; of other metrics there is none.
+HIGHEST_IS_BEST = (
+    "reward/mean",
+    "eval/accuracy",
+    "throughput/rollout_tokens_per_second",
+    "throughput/train_tokens_per_second",
+    "critic/explained_variance",
+)
+LOWEST_IS_BEST = ("kl/rollout_actor", "time/step_seconds")
+
+
+@dataclass(frozen=True, slots=True)
+class RunConfig:
+    """What config.yaml says. `given` is flag -> value, as a file of `--rl-config` has it."""
+
+    given: Mapping[str, Any] = field(default_factory=dict)
+    resolved: Mapping[str, Any] = field(default_factory=dict)  # all arguments, given or not
+    about: Mapping[str, Any] = field(default_factory=dict)  # command, ranks, versions
+
+    def text(self) -> str:
+        """A file of `--rl-config`, which makes the same run in a directory of its own: what was
+        given. The rest is YAML as well, in comments."""
+        given = {key: value for key, value in self.given.items() if key != "rl-run-dir"}
+        return "".join(
+            [
+                "## The flags that this run was given. Given back as --rl-config, this file makes\n"
+                "## the same run in a directory of its own: --rl-run-dir is left out.\n",
+                _commented({"about": self.about}),
+                _dumped(given) if given else "",
+                "## Every argument, as the run has it: what was derived, and defaults.\n",
+                _commented({"resolved": self.resolved}),
+            ]
+        )
+
+
+def read_config(path: Path) -> RunConfig:
+    """What a config.yaml says. OSError, ValueError or YAMLError for one that is cut or none."""
+    text = path.read_text(encoding="utf-8", errors="replace")
+    comments = "\n".join(line[2:] for line in text.split("\n") if line.startswith("# "))
+    given, others = (yaml.safe_load(part) or {} for part in (text, comments))
+    if not (isinstance(given, dict) and isinstance(others, dict) and (given or others)):
+        raise ValueError(f"{path} is empty or is not a mapping")
+    about, resolved = (dict(others.get(key) or {}) for key in ("about", "resolved"))
+    if not others:  # of an older run, whose arguments are not in comments
+        given, resolved = {}, given
+    return RunConfig(given, _plain(resolved), about)
+
+
+def _dumped(mapping: Mapping[str, Any]) -> str:
+    # In ASCII: there are characters that end a line, and a comment, for YAML alone.
+    return yaml.safe_dump(_plain(mapping), sort_keys=False, width=float("inf"))
+
+
+def _commented(mapping: Mapping[str, Any]) -> str:
+    return "".join(f"# {line}\n" for line in _dumped(mapping).splitlines())
+
+
+class RunDirectory:
+    """Writes the files of a run; only one process may.
+
+    A run that goes on from `first_step` appends. What a run has written before it was killed and
+    does again stands there twice; the later line of a step counts, as in TensorBoard.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        config: RunConfig,
+        *,
+        first_step: int = 0,
+        tensorboard: str | None = None,
+        wandb: WandbRun | None = None,
+    ) -> None:
+        """`tensorboard` is another place than `tensorboard/` for its files; `wandb` has metrics go
+        to Weights & Biases as well."""
+        self.folder = Path(folder)
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self._main: dict[str, dict[str, float]] = {}
+        for metrics in self.steps_before(first_step).values():
+            self._note_main(metrics)
+        self._metrics = PatientFile(self.folder / "metrics.jsonl")
+        self._rollouts = PatientFile(self.folder / "rollouts.jsonl")
+        self._replace("config.yaml", config.text())
+        self._log = _LogHandler(PatientFile(self.folder / "run.log"))
+        logging.getLogger("mcore_rl").addHandler(self._log)
+        # After the log, which is to have what they say.
+        points = Path(tensorboard) if tensorboard else self.folder / "tensorboard"
+        self._sinks = [tensorboard_sink(points, first_step)]
+        if wandb is not None:
+            self._sinks.append(wandb_sink(wandb, self.folder, _plain(config.resolved), first_step))
+
+    def write_step(self, stats: StepStats) -> None:
+        """Append one line to metrics.jsonl and one point a metric to each sink."""
+        self._metrics.write(json.dumps({"step": stats.step, **stats.metrics}) + "\n")
+        for sink in self._sinks:
+            sink.write(stats.step, stats.metrics)
+        self._note_main(stats.metrics)
+
+    def steps_before(self, first_step: int) -> dict[int, dict[str, float]]:
+        """What earlier runs into this folder have measured, in the order of the steps."""
+        found = read_metrics(self.folder / "metrics.jsonl")
+        return {step: found[step] for step in sorted(found) if step < first_step}
+
+    def _note_main(self, metrics: Mapping[str, float]) -> None:
+        for name in MAIN_METRICS:
+            if name not in metrics:
+                continue
+            value = metrics[name]
+            noted = self._main.setdefault(name, {"first": value})
+            noted["last"] = value
+            if name in HIGHEST_IS_BEST:
+                noted["best"] = max(noted.get("best", value), value)
+            elif name in LOWEST_IS_BEST:
+                noted["best"] = min(noted.get("best", value), value)
+
+    def write_rollouts(self, step: int, rollouts: Sequence[ScoredRollout]) -> None:
+        """Append sampled texts with their rewards and weight versions to rollouts.jsonl."""
+        lines = []
+        for scored in rollouts:
+            rollout = scored.rollout
+            line = {
+                "step": step,
+                "prompt_index": rollout.prompt.index,
+                "prompt": rollout.prompt.text,
+                "response": rollout.text,
+                "answer": rollout.prompt.answer,
+                "reward": scored.reward,
+                "parts": dict(scored.parts),
+                "failure": scored.failure,
+                "finish_reason": rollout.finish_reason,
+                "weight_version": rollout.weight_version,
+            }
+            lines.append(json.dumps(line, ensure_ascii=False) + "\n")
+        self._rollouts.write("".join(lines))
+
+    def write_summary(self, facts: Mapping[str, Any]) -> dict[str, dict[str, float]]:
+        """Write `facts` and first, last of the main metrics, and best of those that have one;
+        returns the latter."""
+        main = {name: dict(self._main[name]) for name in MAIN_METRICS if name in self._main}
+        summary = {**_plain(facts), "metrics": main}
+        self._replace("summary.json", json.dumps(summary, indent=2, ensure_ascii=False) + "\n")
+        return main
+
+    def close(self) -> None:
+        """Close the files; nothing may be written afterwards."""
+        self._metrics.close()
+        self._rollouts.close()
+        for sink in self._sinks:
+            sink.close()
+        logging.getLogger("mcore_rl").removeHandler(self._log)
+        self._log.close()
+
+    def _replace(self, name: str, text: str) -> None:
+        try:
+            (self.folder / name).write_text(text, encoding="utf-8", errors="replace")
+        except OSError as error:
+            logger.warning("%s cannot be written (%s)", self.folder / name, error)
+
+
+class PatientFile:
+    """A file of lines that is appended to. What a full disk does not take waits for the next call.
+
+    A line that a killed run has not finished is ended first.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._file: io.FileIO | None = None
+        self._waiting = bytearray()
+        self._has_begun = self._has_warned = False
+
+    def write(self, text: str) -> None:
+        """Append the text, and what waits; nothing is raised for what the disk says."""
+        self._waiting += text.encode(errors="replace")
+        try:
+            if self._file is None:
+                self._file = self._opened()
+            while self._waiting:
+                written = self._file.write(self._waiting)
+                del self._waiting[:written]
+        except OSError as error:
+            self._give_up()
+            if not self._has_warned:
+                self._has_warned = True  # before: it may be the log's own file
+                logger.warning(
+                    "%s: %s; its lines wait until they can be written", self._path, error.strerror
+                )
+            return
+        if self._has_warned:
+            self._has_warned = False
+            logger.warning("%s can be written again, and nothing is missing in it", self._path)
+
+    def close(self) -> None:
+        """Try once more to write what waits."""
+        if self._waiting:
+            self.write("")
+        if self._waiting:
+            logger.warning("%s lacks its last %d bytes", self._path, len(self._waiting))
+        self._give_up()
+
+    def _give_up(self) -> None:
+        """Let go of the file: what is opened again later may be on a disk that was mounted anew."""
+        with contextlib.suppress(OSError):
+            if self._file is not None:
+                self._file.close()
+        self._file = None
+
+    def _opened(self) -> io.FileIO:
+        if not self._has_begun and self._path.is_file():
+            with self._path.open("rb") as before:
+                size = before.seek(0, io.SEEK_END)
+                before.seek(max(0, size - 1))
+                if size and before.read(1) != b"\n":
+                    self._waiting[:0] = b"\n"
+        self._has_begun = True
+        return io.FileIO(self._path, "a")
+
+
+class _LogHandler(logging.Handler):
+    """run.log. Further lines of a message are indented, so that none looks like a message: what a
+    reward raises may be a text that came from anywhere."""
+
+    def __init__(self, file: PatientFile) -> None:
+        super().__init__()
+        self._file = file
+        self.setFormatter(logging.Formatter("%(asctime)s %(message)s"))
+
+    def emit(self, record: logging.LogRecord) -> None:
+        # A lone carriage return ends a line, too, for who reads a text file.
+        self._file.write(re.sub(r"\r\n?|\n", "\n  ", self.format(record)) + "\n")
+
+    def close(self) -> None:
+        self._file.close()
+        super().close()
+
+
+def read_metrics(path: Path) -> dict[int, dict[str, float]]:
+    """The metrics of each step in a metrics.jsonl; of a step that was done twice the later ones.
+
+    A line that a killed run has not finished is passed over. The evaluation after the last step
+    has a line of its own, whose step no other line has.
+    """
+    found: dict[int, dict[str, float]] = {}
+    if not path.is_file():
+        return found
+    with path.open(encoding="utf-8", errors="replace") as file:
+        for line in file:
+            with contextlib.suppress(
+                ValueError, TypeError, KeyError, AttributeError, OverflowError
+            ):
+                metrics = json.loads(line)
+                found[int(metrics.pop("step"))] = metrics
+    return found
+
+
+def _plain(value: Any) -> Any:
+    """What JSON and YAML can hold; anything else by its text."""
+    if isinstance(value, Mapping):
+        return {str(key): _plain(entry) for key, entry in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(entry) for entry in value]
+    # The exact types: an enum that is an int as well would be written as an object.
+    return value if type(value) in (str, int, float, bool, type(None)) else str(value)

@@ -1,0 +1,61 @@
+"""The clocks of a step's stages."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator
+
+from mcore_rl.observe import trace
+from mcore_rl.observe.watchdog import StageWatchdog
+
+STAGES = ("data", "rollout", "reward", "log_probs", "advantages", "train", "checkpoint", "eval")
+
+
+class StageTimers:
+    """Seconds spent in each stage of a step, of which `--rl-trace` makes spans as well.
+
+    A `watchdog` hears of each stage too.
+    """
+
+    def __init__(self, watchdog: StageWatchdog | None = None) -> None:
+        self._watchdog = watchdog
+        self._seconds: dict[str, float] = {}
+        self._started = time.perf_counter()
+
+    @contextlib.contextmanager
+    def __call__(self, stage: str) -> Iterator[None]:
+        """Add the time of a `with` block to `stage`; a stage may be entered several times."""
+        started = time.perf_counter()
+        if self._watchdog is not None:
+            self._watchdog.enter(stage)
+        try:
+            with trace.stage(stage):
+                yield
+        finally:
+            if self._watchdog is not None:
+                self._watchdog.leave()
+        self.add(stage, time.perf_counter() - started)
+
+    def add(self, stage: str, seconds: float) -> None:
+        self._seconds[stage] = self._seconds.get(stage, 0.0) + seconds
+
+    def move(self, seconds: float, stage: str, to: str) -> None:
+        """Count so many seconds of `stage`, which may still be going on, as those of another."""
+        self.add(stage, -seconds)
+        self.add(to, seconds)
+
+    def __getitem__(self, stage: str) -> float:
+        return self._seconds.get(stage, 0.0)
+
+    def finish_step(self) -> dict[str, float]:
+        """`time/<stage>_seconds` of the step that ends here, and start the next."""
+        now = time.perf_counter()
+        metrics = {f"time/{stage}_seconds": self._seconds.get(stage, 0.0) for stage in STAGES}
+        for stage in set(self._seconds) - set(STAGES):
+            metrics[f"time/{stage}_seconds"] = self._seconds[stage]
+        metrics["time/step_seconds"] = now - self._started
+        self._seconds.clear()
+        self._started = now
+        trace.step_ended()
+        return metrics

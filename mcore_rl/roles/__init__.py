@@ -1,1 +1,0 @@
-"""Who does what on which ranks: actor and engines, critic, reward model."""

@@ -1,0 +1,1 @@
+"""Sampling: prompts to the engines, responses and their rewards back."""

@@ -1,0 +1,162 @@
+"""The samples that a step learns from: prompts, rollouts, rewards, and prompts drawn again.
+
+Dynamic sampling (DAPO, arXiv 2503.14476, section 3.2) keeps a prompt only if its responses differ
+in reward, as otherwise no response is better than another. A step draws as many prompts as are
+missing, again and again but no more often than `--rl-max-refills`; what is missing then is filled
+up with prompts that teach nothing, so that a step always has the same number of samples.
+
+A sample whose reward failed has none: it counts in no comparison, and nothing is learnt from it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from mcore_rl.algorithms.estimators import select_informative_groups
+from mcore_rl.batching.types import Baseline, Prompt, ScoredRollout
+from mcore_rl.data.prompts import PromptDataset, prompt_indices
+from mcore_rl.flags.options import RLConfig
+from mcore_rl.observe.stage_timers import StageTimers
+from mcore_rl.rollout.engines import RolloutWorkers
+
+
+@dataclass(frozen=True, slots=True)
+class Collected:
+    """A step's samples, the same on all ranks: the responses to one prompt stand together."""
+
+    scored: list[ScoredRollout]
+    num_generated_tokens: int  # those of samples that were dropped, and of baselines, too
+    metrics: dict[str, float] = field(default_factory=dict)
+
+
+class Collector:
+    """Draws prompts, samples responses and has them scored. All methods are collective.
+
+    `position` counts the prompts drawn so far; a run that is resumed starts where it was.
+    """
+
+    def __init__(
+        self,
+        workers: RolloutWorkers,
+        prompts: PromptDataset,
+        config: RLConfig,
+        *,
+        seed: int,
+        timers: StageTimers,
+        position: int,
+    ) -> None:
+        self._workers, self._prompts, self._config = workers, prompts, config
+        self._recipe = config.recipe
+        self._seed, self._timers = seed, timers
+        self.position = self._step_began_at = position
+        self._num_generated_tokens = 0  # in this step
+
+    def collect(self, weight_version: int, when_few_are_left: Callable[[], object]) -> Collected:
+        """One step's samples; in rollout mode. `when_few_are_left` is passed to the engine."""
+        wanted = self._config.num_prompts_per_step
+        self._num_generated_tokens = 0
+        self._step_began_at = self.position
+        if not self._recipe.dynamic_sampling:
+            groups = self._groups(wanted, weight_version, when_few_are_left)
+            return self._collected(groups)
+        kept: list[list[ScoredRollout]] = []
+        useless: list[list[ScoredRollout]] = []
+        num_draws = 0
+        while len(kept) < wanted and num_draws <= self._recipe.max_refills:
+            # Training is not called back early: whether another draw follows is not known yet.
+            for group in self._groups(wanted - len(kept), weight_version, None):
+                (kept if _differ(group) else useless).append(group)
+            num_draws += 1
+            if not any(sample.is_valid for group in (*kept, *useless) for sample in group):
+                break  # every reward fails, which more of them would not mend
+        missing = wanted - len(kept)
+        groups = kept + useless[: max(missing, 0)]
+        metrics = {
+            "rollout/refills": float(num_draws - 1),
+            "rollout/uninformative_share": missing / wanted,
+            "rollout/dropped_samples": float(
+                (len(useless) - max(missing, 0)) * self._recipe.num_samples_per_prompt
+            ),
+        }
+        return self._collected(groups, metrics)
+
+    def undo(self) -> None:
+        """The last step will be done again: its prompts count as not drawn. Local."""
+        self.position = self._step_began_at
+
+    def _collected(
+        self, groups: Sequence[Sequence[ScoredRollout]], metrics: dict[str, float] | None = None
+    ) -> Collected:
+        metrics = dict(metrics or {})
+        if self._recipe.needs_greedy_baseline:
+            baselines = [group[0].baseline for group in groups]
+            failed = [each for each in baselines if each is not None and each.failure is not None]
+            metrics["reward/baseline_failures"] = float(len(failed))
+        scored = [sample for group in groups for sample in group]
+        return Collected(scored, self._num_generated_tokens, metrics)
+
+    def _groups(
+        self, num_prompts: int, weight_version: int, when_few_are_left: Callable[[], object] | None
+    ) -> list[list[ScoredRollout]]:
+        with self._timers("data"):
+            prompts = self._draw(num_prompts)
+        with self._timers("rollout"):
+            rollouts = self._workers.generate(
+                prompts,
+                num_samples=self._recipe.num_samples_per_prompt,
+                temperature=self._config.temperature,
+                top_p=1.0 if self._config.top_p is None else self._config.top_p,
+                top_k=self._config.top_k or -1,
+                weight_version=weight_version,
+                when_few_are_left=when_few_are_left,
+            )
+            greedy = None
+            if self._recipe.needs_greedy_baseline:
+                greedy = self._workers.generate(
+                    prompts, num_samples=1, temperature=0.0, weight_version=weight_version
+                )
+        with self._timers("reward"):
+            scored = self._workers.score(rollouts, waited=self._waited_for_rollouts)
+            self._num_generated_tokens += _num_tokens(scored)
+            if greedy is not None:
+                baselines = self._workers.score(greedy, waited=self._waited_for_rollouts)
+                self._num_generated_tokens += _num_tokens(baselines)
+                scored = _with_baselines(scored, baselines)
+        size = self._recipe.num_samples_per_prompt
+        return [scored[start : start + size] for start in range(0, len(scored), size)]
+
+    def _waited_for_rollouts(self, seconds: float) -> None:
+        self._timers.move(seconds, "reward", "rollout")
+
+    def _draw(self, num_prompts: int) -> list[Prompt]:
+        rows = prompt_indices(
+            len(self._prompts), start=self.position, count=num_prompts, seed=self._seed
+        )
+        self.position += num_prompts
+        return [self._prompts[int(row)] for row in rows]
+
+
+def _differ(group: Sequence[ScoredRollout]) -> bool:
+    rewards = np.array([sample.reward for sample in group if sample.is_valid])
+    return len(select_informative_groups(rewards, np.zeros(len(rewards), dtype=np.int64))) > 0
+
+
+def _num_tokens(scored: Sequence[ScoredRollout]) -> int:
+    return sum(len(sample.rollout.response_token_ids) for sample in scored)
+
+
+def _with_baselines(
+    scored: Sequence[ScoredRollout], greedy: Sequence[ScoredRollout]
+) -> list[ScoredRollout]:
+    size = len(scored) // len(greedy)
+    baselines = [
+        Baseline(each.reward, len(each.rollout.response_token_ids), each.failure) for each in greedy
+    ]
+    return [
+        dataclasses.replace(sample, baseline=baselines[index // size])
+        for index, sample in enumerate(scored)
+    ]

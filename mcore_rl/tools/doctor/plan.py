@@ -1,0 +1,133 @@
+"""Batches, memory and traffic of a job that can be laid out, by the accounting and the planner."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from mcore_rl.batching.accounting import describe
+from mcore_rl.common.byte_sizes import shown_bytes
+from mcore_rl.common.errors import UsageError
+from mcore_rl.job.batches import accounting_of, micro_batching_of
+from mcore_rl.planner.advice import Problem
+from mcore_rl.planner.phases import ROLLOUT, START
+from mcore_rl.planner.settings import GB
+from mcore_rl.tools.doctor.finding import BATCHES, PLAN, Finding, green, red, refusal, yellow
+from mcore_rl.tools.doctor.flags import ReadJob
+from mcore_rl.tools.plan.command_line import read_command_line
+from mcore_rl.tools.plan.outcome import Outcome, plan_case
+
+_GIB = 1 << 30
+# Of a rank's process before there is a model: the interpreter with torch, Megatron and vLLM.
+_PROCESS_BYTES = 1 * GB
+_MOST_REMEDIES = 3
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceMemory:
+    """Of one device, in bytes, and where the figure is from; None: there is no device."""
+
+    total_bytes: int | None
+    reserved_bytes: int
+    source: str
+
+
+def check_batches(job: ReadJob) -> list[Finding]:
+    """The lines that a start prints, for a job whose layout and batch are right."""
+    assert job.config is not None and job.shape is not None
+    assert job.layout is not None and job.layers is not None
+    batching = micro_batching_of(
+        job.config, job.shape, job.layout, job.values, interleaved=len(job.layers[0]) > 1
+    )
+    critic = None
+    if job.spec is not None and job.spec.critic is not None:
+        model = job.spec.critic
+        values = {**job.values, "pipeline_model_parallel_size": model.layout.pp_size}
+        interleaved = len(model.layers[0]) > 1
+        critic = (
+            model.layout.dp_size,
+            micro_batching_of(
+                job.config, model.shape, model.layout, values, interleaved=interleaved
+            ),
+        )
+    accounting = accounting_of(job.config, actor=(job.layout.dp_size, batching), critic=critic)
+    return [green(BATCHES, line) for line in describe(accounting)]
+
+
+def make_plan(
+    job: ReadJob, world_size: int, memory: DeviceMemory, host_bytes: int
+) -> Outcome | Finding:
+    """The plan of `mcore-rl plan` for this job, or its refusal."""
+    tokens = ["--world-size", str(world_size), "--host-memory-gb", str(host_bytes / GB)]
+    if memory.total_bytes is not None:
+        tokens += ["--gpu-memory-gb", str(memory.total_bytes / GB)]
+        tokens += ["--gpu-reserved-gb", str(memory.reserved_bytes / GB)]
+    try:
+        return plan_case(read_command_line([*tokens, *job.tokens]).case)
+    except UsageError as error:
+        return refusal(PLAN, error)
+
+
+def check_plan(outcome: Outcome, memory: DeviceMemory) -> list[Finding]:
+    """The figures, and what does not fit."""
+    traffic, phases = outcome.traffic, outcome.memory.phases
+    received = shown_bytes(int(traffic.received.max()))
+    hand_over = f"a hand-over brings a rank {received} at most"
+    if memory.total_bytes is None:
+        fullest = max(
+            (phase for phase in phases if phase.name not in (START, ROLLOUT)),
+            key=lambda phase: phase.total_bytes,
+        )
+        what = f"no device memory to fit into: {fullest.name} takes {_total(fullest.total_bytes)}"
+        return [green(PLAN, f"{what}; {hand_over}")]
+    fullest = max(phases, key=lambda phase: phase.total_bytes)
+    size = f"{shown_bytes(memory.total_bytes)} ({memory.source})"
+    if not outcome.fits:
+        return [_problem(outcome, problem, size) for problem in outcome.problems]
+    tokens = outcome.memory.kv_cache.tokens
+    return [
+        green(
+            PLAN,
+            f"fits into {size}: {fullest.name} takes {_total(fullest.total_bytes)}, the KV cache "
+            f"has {tokens:,} tokens on a rank; {hand_over}, in some {outcome.seconds:.2f} s",
+        )
+    ]
+
+
+def _total(num_bytes: int) -> str:
+    return f"{shown_bytes(num_bytes)} of the fullest rank"
+
+
+def _problem(outcome: Outcome, problem: Problem, size: str) -> Finding:
+    """Yellow where only formulas and reserves say so, as the start has it, which warns of that."""
+    surely = {phase.name: phase.surely_lacking_bytes for phase in outcome.memory.phases}
+    is_sure = surely.get(problem.where, problem.lacking_bytes) > 0
+    lacks = "lacks" if is_sure else "may lack"
+    found = f"{problem.where} {lacks} {shown_bytes(problem.lacking_bytes)} on devices of {size}"
+    ways = []
+    for remedy in problem.remedies[:_MOST_REMEDIES]:
+        left = remedy.lacking_bytes
+        ways.append(f"{remedy.flags} ({f'lacks {shown_bytes(left)}' if left else 'fits'})")
+    more = "take more GPUs, or let mcore-rl plan --search look"
+    level = red if is_sure else yellow
+    return level(PLAN, found, "; or ".join(ways) if ways else more)
+
+
+def host_needs(job: ReadJob, outcome: Outcome, *, local_ranks: int, has_cuda: bool) -> int:
+    """Bytes of host memory on this machine: on CPU the models, the engine and the processes
+    themselves, with GPUs what the planner says."""
+    if has_cuda:
+        return outcome.memory.host_total_bytes
+    assert job.config is not None
+    fullest = max(p.total_bytes for p in outcome.memory.phases if p.name not in (START, ROLLOUT))
+    engine = int(outcome.traffic.resident.max() + job.config.rollout_kv_cache_gib * _GIB)
+    return local_ranks * (_PROCESS_BYTES + fullest + engine)
+
+
+def checkpoint_bytes(outcome: Outcome, sizes: Sequence[int]) -> int:
+    """Of one checkpoint: weights, main parameters and moments. `sizes` are the parameters of each
+    model, the actor's first."""
+    return sum(
+        size * (model.training.weight_bytes + model.training.optimizer_bytes)
+        for size, model in zip(sizes, outcome.case.models, strict=True)
+    )

@@ -1,0 +1,74 @@
+"""What a process of its own does with a reward: import it, score samples, tell what came of it.
+
+    python -m mcore_rl.tools.doctor.reward_trial FILE_DESCRIPTOR < pickled request
+
+The request is a pickled (RewardSpec, samples), each sample (Prompt, response), from the process
+that started this one. The answer, JSON, goes to the file descriptor; standard output and error
+are the reward's. It imports neither torch nor Megatron nor vLLM.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import pickle
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from mcore_rl.batching.types import Prompt, Rollout
+from mcore_rl.common.errors import UsageError
+from mcore_rl.rewards.specs import RewardSpec, check_rewards
+from mcore_rl.rewards.stack import RewardStack
+
+Sample = tuple[Prompt, str]
+
+
+def main() -> None:
+    """Score what standard input holds."""
+    logging.disable(logging.CRITICAL)  # what fails is in the answer
+    spec, samples = pickle.load(sys.stdin.buffer)
+    answer = json.dumps(_trial(spec, samples)).encode()
+    with os.fdopen(int(sys.argv[1]), "wb") as out:
+        out.write(answer)
+
+
+def _trial(spec: RewardSpec, samples: Sequence[Sample]) -> dict[str, Any]:
+    """{"refused": fields of a UsageError}, or {"outcomes": {name: [[reward, kind, failure], ...]}},
+    the last two null where there is a reward."""
+    try:
+        check_rewards(spec)
+        if not samples:
+            return {"outcomes": {}}
+        with RewardStack(spec) as stack:
+            found = stack.outcomes([_rollout(sample) for sample in samples])
+    except UsageError as error:
+        return {"refused": {"found": error.found, "flag": error.flag, "remedy": error.remedy}}
+    except RuntimeError as error:  # workers that die at once
+        return {"refused": {"found": str(error), "flag": "", "remedy": "correct what it imports"}}
+    outcomes = {
+        name: [[each.reward, each.kind, each.failure] for each in outcomes]
+        for name, outcomes in found.items()
+    }
+    return {"outcomes": outcomes}
+
+
+def _rollout(sample: Sample) -> Rollout:
+    prompt, response = sample
+    nothing = np.zeros(0, dtype=np.int32)
+    return Rollout(
+        prompt=prompt,
+        sample_index=0,
+        text=response,
+        response_token_ids=nothing,
+        rollout_log_probs=np.zeros(0, dtype=np.float32),
+        finish_reason="stop",
+        weight_version=0,
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,74 @@
+"""`mcore-rl plan`: read the command line, plan, print, write."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from mcore_rl.common.errors import UsageError
+from mcore_rl.planner.settings import GB
+from mcore_rl.tools.plan.command_line import PlanRequest, add_flags, read_request
+from mcore_rl.tools.plan.outcome import as_json, plan_case
+from mcore_rl.tools.plan.report import make_console, print_plan, print_search
+from mcore_rl.tools.plan.search import CRITERIA, Candidate, Found, Rates, search
+
+__all__ = ["add_flags", "main"]
+
+
+def main(options: argparse.Namespace, others: Sequence[str]) -> int:
+    """The whole command; returns 0. Raises UsageError; a plan that does not fit is a result."""
+    request = read_request(options, others)
+    outcome = plan_case(request.case)
+    console = make_console()
+    print_plan(outcome, request.notes, console)
+    written = as_json(outcome, request.notes)
+    if request.options.search:
+        found = _search(request)
+        counts = f"{found.num_tried} layouts tried, {found.num_fitting} fit"
+        print_search(found.candidates, counts, CRITERIA, console)
+        written["search"] = {
+            "num_tried": found.num_tried,
+            "num_fitting": found.num_fitting,
+            "criteria": CRITERIA,
+            "layouts": [_row(candidate) for candidate in found.candidates],
+        }
+    if request.options.json:
+        _write(Path(request.options.json), written)
+    return 0
+
+
+def _search(request: PlanRequest) -> Found:
+    options, case = request.options, request.case
+    rates = Rates(options.gpu_tflops * 1e12, options.gpu_memory_gb_per_second * GB)
+    return search(
+        case,
+        rates,
+        samples=request.samples_per_step,
+        mini_batches=request.num_mini_batches,
+        top=options.top,
+    )
+
+
+def _row(candidate: Candidate) -> dict[str, Any]:
+    return {
+        "flags": candidate.flags,
+        "seconds": {**dataclasses.asdict(candidate.seconds), "total": candidate.seconds.total},
+        "received_bytes_max": candidate.received_bytes_max,
+        "peak_bytes": candidate.peak_bytes,
+        "kv_cache_tokens": candidate.kv_cache_tokens,
+    }
+
+
+def _write(file: Path, written: dict[str, Any]) -> None:
+    try:
+        file.write_text(json.dumps(written, indent=2, default=sorted) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise UsageError(
+            f"cannot be written ({error.strerror})",
+            flag=f"--json {file}",
+            remedy="name another file",
+        ) from error

@@ -1,0 +1,351 @@
+"""From the command line of `mcore-rl plan` to the case to be planned.
+
+Every Megatron and --rl-* flag is read as a run reads it: by Megatron's own parser, after
+`--rl-config` files, with what config.json and RL add. The module imports Megatron for that and
+takes no other part of it: no device, no process group, no model.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import functools
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from mcore_rl.common.errors import CORRECT, CommandParser, UsageError
+from mcore_rl.common.platform import Platform
+from mcore_rl.flags.given import expand_config, import_given_files
+from mcore_rl.flags.options import RLConfig, flag_of
+from mcore_rl.hybrid_engine.plan.buckets import frame_of, slot_bytes
+from mcore_rl.hybrid_engine.plan.placement import Placement
+from mcore_rl.job.planner_settings import engine_settings, train_settings
+from mcore_rl.model.config_json import ModelShape, read_model_shape
+from mcore_rl.model.layout import (
+    SPLITS_SHARED_EXPERTS,
+    PipelineLayers,
+    RolloutLayout,
+    TrainLayout,
+)
+from mcore_rl.planner.models import ACTOR, CRITIC, CRITIC_FLAGS, TrainedModel
+from mcore_rl.planner.phases import Case
+from mcore_rl.planner.settings import (
+    BATCHED_TOKENS,
+    COMMUNICATOR_MB,
+    GB,
+    GPU_RESERVED_GB,
+    MB,
+    EngineSettings,
+    Machine,
+)
+
+_BATCH_FLAGS = frozenset(
+    "rl_num_prompts_per_step rl_num_samples_per_prompt rl_num_mini_batches micro_batch_size "
+    "global_batch_size".split()
+)
+_USUAL_RANKS_PER_NODE = 8
+# Of published checkpoints; their tensors have the shapes of those that are trained.
+_DEQUANTIZED = ("fp8",)
+# What scripts/setup_env.sh makes of a machine with GPUs; the one that plans is another.
+_PLANNED_FOR = Platform(cuda=True, transformer_engine=(2, 20), fused_weight_gradients=False)
+
+
+@dataclass(frozen=True, slots=True)
+class PlanRequest:
+    """A parsed command line: the case, and what is asked beside it."""
+
+    case: Case
+    options: argparse.Namespace  # those of the planner alone
+    samples_per_step: int
+    num_mini_batches: int
+    notes: tuple[str, ...]
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """The planner's own flags; all others are Megatron's and ours."""
+    parser.formatter_class = argparse.ArgumentDefaultsHelpFormatter
+    parser.description = (
+        "Plan a job without a GPU and without weights: its memory in every phase, and what a "
+        "hand-over moves."
+    )
+    parser.epilog = (
+        "All other flags are those of mcore_rl.train (see -m mcore_rl.train --help): any Megatron "
+        "flag, any --rl-* flag, --rl-config FILE. GB are 10^9 bytes."
+    )
+    add = parser.add_argument
+    add("--hf-config", help="config.json of the checkpoint, or its folder")
+    add("--world-size", type=int, help="number of GPUs")
+    add("--json", metavar="FILE", help="also write the plan there")
+    add("--search", action="store_true", help="rank other layouts that fit")
+    add("--top", type=int, default=10, help="with --search, how many to show")
+    add("--gpu-memory-gb", type=float, default=80.0, help="of a device")
+    add("--gpu-reserved-gb", type=float, default=GPU_RESERVED_GB, help="of it, what no tensor "
+        "gets: contexts, CUDA graphs, fragmentation")  # fmt: skip
+    add("--communicator-mb", type=float, default=COMMUNICATOR_MB, help="of a device, what NCCL "
+        "takes for each communicator: an assumption, 50 to 200 by estimate")  # fmt: skip
+    add("--host-memory-gb", type=float, default=2000.0, help="of a node")
+    add("--intra-node-gb-per-second", type=float, default=400.0, help="a rank's, each way")
+    add("--inter-node-gb-per-second", type=float, default=50.0, help="a rank's, each way")
+    add("--expert-load", type=float, default=1.5, help="tokens of the busiest rank's experts over "
+        "the mean")  # fmt: skip
+    add("--batched-tokens", type=int, default=BATCHED_TOKENS, help="that vLLM works on at one time")
+    add("--gpu-tflops", type=float, default=400.0, help="achieved in training, for --search")
+    add("--gpu-memory-gb-per-second", type=float, default=3000.0, help="for --search")
+
+
+def read_command_line(tokens: Sequence[str]) -> PlanRequest:
+    """Parse and check `tokens`. Raises UsageError; leaves with SystemExit after --help."""
+    parser = CommandParser(prog="mcore-rl plan")
+    add_flags(parser)
+    return read_request(*parser.parse_known_args(list(tokens)))
+
+
+def read_request(options: argparse.Namespace, rest: Sequence[str]) -> PlanRequest:
+    """From the planner's own flags and the job's, by the checks of a start but for those that need
+    the weights, or the machine that it runs on. Raises UsageError."""
+    _check_options(options)
+    # Late, because it takes seconds: importing them imports Megatron.
+    from mcore_rl.job import layout as layout_checks
+    from mcore_rl.job.checks import FILES, MACHINE
+    from mcore_rl.job.reading import make_parser
+    from mcore_rl.job.resolver import facts_of_tokens, resolve
+
+    import_given_files(rest)
+    parser = make_parser()
+    rest = expand_config(rest, parser)
+    own_flags = ["--rl-ranks-per-node", str(min(_USUAL_RANKS_PER_NODE, options.world_size))]
+
+    def resolved(*more: str, leaves_out: Sequence[str] = ()) -> dict[str, Any]:
+        facts = facts_of_tokens(
+            [*own_flags, *more, *rest], platform=_PLANNED_FOR, world_size=options.world_size
+        )
+        own = {"parser": parser, "read_shape": functools.partial(_read_shape, options.hf_config)}
+        return resolve({**facts, **own}, leaves_out=[FILES, MACHINE, *leaves_out])
+
+    notes = []
+    facts = resolved(leaves_out=["batches"])
+    if not facts["given"].keys() & _BATCH_FLAGS:
+        least = _least_prompts(facts)
+        if least != facts["config"].num_prompts_per_step:
+            notes.append(
+                f"--rl-num-prompts-per-step is taken as {least}, the least that "
+                f"{' and '.join(_sharing(facts))} can share"
+            )
+            own_flags += ["--rl-num-prompts-per-step", str(least)]
+    facts = resolved()
+    config, shape, values = facts["config"], facts["shape"], facts["values"]
+    train, rollout = facts["layout"], facts["rollout"]
+    placement = Placement(shape, train, facts["layers"], rollout)
+    more = [*_notes(placement), *layout_checks.note_on_experts(config, placement)]
+    if values.get("use_megatron_fsdp"):
+        more.append(
+            "--use-megatron-fsdp: weights, gradients and what travels are counted as if every "
+            "data-parallel rank held whole parameters, which is more than it shards them to"
+        )
+    if config.reward_model is not None:
+        more.append("the reward model of --rl-reward-model is not counted")
+    trained = [_trained(name, facts, options) for name in _models(facts)]
+    case = Case(
+        shape=shape,
+        train=train,
+        layers=facts["layers"],
+        rollout=rollout,
+        training=trained[0].training,
+        critic=trained[1] if len(trained) > 1 else None,
+        engine=_engine(config, values, rollout, options),
+        machine=_machine(options, layout_checks.ranks_per_node(config, train.world_size)),
+    )
+    _check_bucket(case)
+    return PlanRequest(
+        case, options, config.samples_per_step, config.num_mini_batches, (*more, *notes)
+    )
+
+
+def _models(facts: Mapping[str, Any]) -> dict[str, tuple[TrainLayout, PipelineLayers]]:
+    """Those that are trained, laid out."""
+    models = {ACTOR: (facts["layout"], facts["layers"])}
+    if (critic := facts["critic_laid_out"]) is not None:
+        models[CRITIC] = (critic.layout, critic.layers)
+    return models
+
+
+def _trained(name: str, facts: Mapping[str, Any], options: argparse.Namespace) -> TrainedModel:
+    """With the settings that its flags give it."""
+    config: RLConfig = facts["config"]
+    train, layers = _models(facts)[name]
+    critic = facts["critic_laid_out"] if name == CRITIC else None
+    return TrainedModel(
+        name=name,
+        shape=critic.shape if critic else facts["shape"],
+        train=train,
+        layers=layers,
+        training=train_settings(
+            config,
+            critic.values if critic else facts["values"],
+            train,
+            layers,
+            vocabulary_multiple=facts["given"].get("make_vocab_size_divisible_by"),
+            expert_load=options.expert_load,
+        ),
+        own_degrees=frozenset(
+            degree
+            for degree in CRITIC_FLAGS
+            if critic and getattr(config, f"critic_{degree}") is not None
+        ),
+        ranks=facts["roles"].critic if critic else (),
+    )
+
+
+def _check_options(options: argparse.Namespace) -> None:
+    if options.world_size is None:
+        raise UsageError(
+            "is missing", flag="--world-size", remedy="give the number of GPUs to plan for"
+        )
+    for name, value in vars(options).items():
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        least_is_0 = name in ("gpu_reserved_gb", "communicator_mb")
+        if is_number and not (value > 0 or (least_is_0 and value == 0)):
+            flag = f"--{name.replace('_', '-')} {value}"
+            raise UsageError("must be greater than 0", flag=flag, remedy=CORRECT)
+    if options.expert_load < 1:
+        raise UsageError(
+            "must be at least 1, an even load",
+            flag=f"--expert-load {options.expert_load}",
+            remedy=CORRECT,
+        )
+    if options.gpu_reserved_gb >= options.gpu_memory_gb:
+        raise UsageError(
+            f"leaves nothing of --gpu-memory-gb {options.gpu_memory_gb}",
+            flag=f"--gpu-reserved-gb {options.gpu_reserved_gb}",
+            remedy="lower it",
+        )
+    target = Path(options.json) if options.json else None
+    if target and (target.is_dir() or not target.absolute().parent.is_dir()):
+        raise UsageError(
+            "must name a file in a folder that exists",
+            flag=f"--json {options.json}",
+            remedy="name another",
+        )
+
+
+def _read_shape(named: str | None, config: RLConfig, field: str) -> ModelShape:
+    """Of a config.json alone; that of the actor by the planner's own flag, if `named`."""
+    flag, source = flag_of(field), getattr(config, field)
+    if field == "hf_checkpoint" and (named is not None or source is None):
+        flag, source = "--hf-config", named
+    if source is None:
+        raise UsageError(
+            "is missing", flag=flag, remedy="give the config.json of the checkpoint to train"
+        )
+    if not Path(source).exists():
+        raise UsageError(
+            "is not there", flag=f"{flag} {source}", remedy="give a config.json or its folder"
+        )
+    shape = read_model_shape(Path(source), flag=flag, for_planning=True)
+    if shape.quantization not in (None, *_DEQUANTIZED):
+        raise UsageError(
+            f"describes weights quantised by {shape.quantization}, and the planner knows "
+            f"{', '.join(_DEQUANTIZED)}, which is converted to bfloat16 for training",
+            flag=f"{flag} {source}",
+            remedy="give the config.json of such a checkpoint or of one that is not quantised",
+        )
+    return shape
+
+
+def _notes(placement: Placement) -> list[str]:
+    """What the figures do not say by themselves."""
+    shape, rollout = placement.shape, placement.rollout
+    notes = []
+    if shape.quantization:
+        notes.append(
+            f"config.json describes weights in {shape.quantization}; the plan is for the "
+            "checkpoint once it is converted to bfloat16, which training needs"
+        )
+    if shape.num_mtp_layers:
+        notes.append(
+            f"{shape.num_mtp_layers} multi-token-prediction layer(s) are left out: RL neither "
+            "trains them nor samples from them"
+        )
+    if rollout.has_whole_shared_experts and shape.experts and shape.experts.shared_hidden_size:
+        backends = SPLITS_SHARED_EXPERTS
+        split = Placement(
+            shape,
+            placement.train,
+            placement.layers,
+            dataclasses.replace(rollout, all2all_backend=backends[0]),
+        )
+        notes.append(
+            "in this layout vLLM keeps shared experts whole on every rank; "
+            f"--rl-rollout-all2all-backend with one of {', '.join(backends)} splits them, where "
+            f"the machine can run it: then {split.resident_bytes.max() / GB:.2f} GB are resident "
+            f"and at least {split.lower_bound_bytes.mean() / GB:.2f} GB received on average"
+        )
+    return notes
+
+
+def _group(facts: Mapping[str, Any], train: TrainLayout, layers: PipelineLayers) -> int:
+    """What the number of micro-batches of a data-parallel rank must divide by."""
+    if len(layers[0]) == 1 or facts["config"].max_tokens_per_microbatch:
+        return 1
+    return int(facts["given"].get("microbatch_group_size_per_vp_stage") or train.pp_size)
+
+
+def _least_prompts(facts: Mapping[str, Any]) -> int:
+    """Of a step, not below the default, so that data-parallel ranks can share them."""
+    config: RLConfig = facts["config"]
+    shares = [
+        train.dp_size * _group(facts, train, layers) for train, layers in _models(facts).values()
+    ]
+    parts = config.num_mini_batches * math.lcm(*shares)
+    step = parts // math.gcd(parts, config.samples_per_prompt)
+    return math.ceil(config.num_prompts_per_step / step) * step
+
+
+def _sharing(facts: Mapping[str, Any]) -> list[str]:
+    """4 data-parallel ranks; of each model if they differ."""
+    found: dict[str, str] = {}
+    for name, (train, layers) in _models(facts).items():
+        group = _group(facts, train, layers)
+        by = f" by {group} micro-batches" if group > 1 else ""
+        whose = "" if name == ACTOR else f" of the {name}"
+        found.setdefault(f"{train.dp_size} data-parallel ranks{by}", whose)
+    return [text + whose for text, whose in found.items()]
+
+
+def _engine(
+    config: RLConfig, values: Mapping[str, Any], rollout: RolloutLayout, options: argparse.Namespace
+) -> EngineSettings:
+    from mcore_rl.hybrid_engine.memory.offload import (  # which import torch
+        kinds_at_start,
+        offload_kinds,
+    )
+
+    return engine_settings(
+        config,
+        values,
+        rollout,
+        offloaded=offload_kinds(config.offload, values, has_cuda=True),
+        away_at_start=kinds_at_start(values),
+        batched_tokens=options.batched_tokens,
+    )
+
+
+def _machine(options: argparse.Namespace, ranks_per_node: int) -> Machine:
+    return Machine(
+        ranks_per_node=ranks_per_node,
+        gpu_bytes=int(options.gpu_memory_gb * GB),
+        reserved_bytes=int(options.gpu_reserved_gb * GB),
+        communicator_bytes=int(options.communicator_mb * MB),
+        host_bytes=int(options.host_memory_gb * GB),
+        own_node_rate=options.intra_node_gb_per_second * GB,
+        other_nodes_rate=options.inter_node_gb_per_second * GB,
+    )
+
+
+def _check_bucket(case: Case) -> None:
+    """The bucket must hold a message in each of its buffers, as a transfer asks for."""
+    frame = frame_of({"float32": 4}, with_delta=case.engine.delta)
+    slot_bytes(case.engine.bucket_bytes, 3 if case.engine.delta else 2, frame)

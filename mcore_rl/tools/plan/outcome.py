@@ -1,0 +1,157 @@
+"""A planned case: its memory, its traffic, what does not fit; and all of it as JSON.
+
+This module is pure: it imports neither Megatron nor vLLM nor torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from mcore_rl.hybrid_engine.plan.placement import Placement
+from mcore_rl.planner.advice import Problem, problems_of
+from mcore_rl.planner.communicators import communicators_of
+from mcore_rl.planner.links import Traffic, gather_bytes, traffic_of
+from mcore_rl.planner.memory import Memory, memory_of
+from mcore_rl.planner.models import TrainedModel
+from mcore_rl.planner.parameters import kv_bytes_per_token
+from mcore_rl.planner.phases import Case, Phase
+
+Bytes = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What planning a case found."""
+
+    case: Case
+    memory: Memory
+    traffic: Traffic
+    gathered: Bytes  # received by an export that gathers every tensor, for comparison
+    problems: tuple[Problem, ...]
+
+    @property
+    def fits(self) -> bool:
+        """Whether no rank and no node lacks anything."""
+        return not self.problems
+
+    @property
+    def seconds(self) -> float:
+        """The estimated duration of a hand-over."""
+        return self.traffic.seconds(self.case.machine)
+
+
+def plan_case(case: Case) -> Outcome:
+    """Plan the memory and the traffic of a case."""
+    placement = Placement(case.shape, case.train, case.layers, case.rollout)
+    traffic = traffic_of(placement, case.rollout.rank_map, case.machine)
+    copied = int((traffic.received + traffic.sent).max())
+    memory = memory_of(case, traffic.resident, copied)
+    problems = problems_of(case, memory, traffic.resident, copied)
+    return Outcome(case, memory, traffic, gather_bytes(placement), tuple(problems))
+
+
+def as_json(outcome: Outcome, notes: Sequence[str] = ()) -> dict[str, Any]:
+    """The whole plan; docs/using/planner.md explains the keys."""
+    case, traffic, memory = outcome.case, outcome.traffic, outcome.memory
+    found: dict[str, Any] = {
+        "status": "planned, not run",
+        "world_size": case.train.world_size,
+        "model": _model(case.actor),
+        "train": _train(case.actor),
+        "rollout": _rollout(case),
+        "fits": outcome.fits,
+    }
+    if case.critic is not None:
+        found["critic"] = {**_model(case.critic), **_train(case.critic)}
+    for name, values in _byte_arrays(outcome).items():
+        found[f"{name}_bytes_max"] = int(values.max())
+        found[f"{name}_bytes_mean"] = float(values.mean())
+    received, bound = traffic.received, traffic.lower_bound
+    found["received_over_lower_bound"] = float(received.sum() / bound.sum()) if bound.any() else 1.0
+    found["hand_over_seconds"] = outcome.seconds
+    found["communicators_max"] = int(traffic.num_communicators.max())
+    found["communicators_in_all"] = traffic.num_communicators_in_all
+    found["communicators_not_megatrons"] = traffic.num_own_groups
+    found["peers_max"] = int(traffic.num_peers.max())
+    found["communicators_counted_as_memory"] = communicators_of(case.train, case.rollout)
+    found["phases"] = [_phase(phase) for phase in memory.phases]
+    found["kv_cache_bytes"] = memory.kv_cache.num_bytes
+    found["kv_cache_tokens"] = memory.kv_cache.tokens
+    found["host_bytes_per_node"] = {**memory.host_bytes, "total": memory.host_total_bytes}
+    found["problems"] = [asdict(problem) for problem in outcome.problems]
+    found["settings"] = {
+        "training": asdict(case.training),
+        "engine": asdict(case.engine),
+        "machine": asdict(case.machine),
+    }
+    if case.critic is not None:
+        found["settings"]["critic"] = asdict(case.critic.training)
+    found["notes"] = list(notes)
+    return found
+
+
+def _byte_arrays(outcome: Outcome) -> dict[str, Bytes]:
+    """Each `[ranks]`."""
+    traffic = outcome.traffic
+    return {
+        "received": traffic.received,
+        "sent": traffic.sent,
+        "lower_bound": traffic.lower_bound,
+        "resident": traffic.resident,
+        "received_own_node": traffic.received_own_node,
+        "received_other_nodes": traffic.received_other_nodes,
+        "sent_own_node": traffic.sent_own_node,
+        "sent_other_nodes": traffic.sent_other_nodes,
+        "gather_export_received": outcome.gathered,
+    }
+
+
+def _model(model: TrainedModel) -> dict[str, Any]:
+    shape = model.shape
+    return {
+        "architecture": shape.architecture,
+        "num_layers": shape.num_layers,
+        "num_mtp_layers_left_out": shape.num_mtp_layers,
+        "num_experts": shape.experts.num_experts if shape.experts else 0,
+        "published_quantization": shape.quantization,
+    }
+
+
+def _train(model: TrainedModel) -> dict[str, Any]:
+    train = model.train
+    degrees = {
+        name: getattr(train, name)
+        for name in "tp_size cp_size dp_size pp_size etp_size ep_size edp_size".split()
+    }
+    chunks = [[list(chunk) for chunk in stage] for stage in model.layers]
+    return {**degrees, "layers_of_stages_and_chunks": chunks}
+
+
+def _rollout(case: Case) -> dict[str, Any]:
+    rollout = case.rollout
+    return {
+        "num_engines": rollout.num_engines,
+        "tp_size": rollout.tp_size,
+        "dp_size": rollout.dp_size,
+        "ep_size": rollout.ep_size,
+        "rank_map": list(rollout.rank_map or range(rollout.world_size)),  # slot -> rank
+        "kv_bytes_per_token": kv_bytes_per_token(case.shape, rollout.tp_size),
+    }
+
+
+def _phase(phase: Phase) -> dict[str, Any]:
+    parts = {f"{name.replace(' ', '_').lower()}_bytes": size for name, size in phase.parts.items()}
+    return {
+        "phase": phase.name,
+        "fullest_rank": phase.rank,
+        "stage": phase.stage,
+        **parts,
+        "total_bytes": phase.total_bytes,
+        "limit_bytes": phase.limit_bytes,
+        "lacking_bytes": phase.lacking_bytes,
+    }

@@ -1,0 +1,255 @@
+"""The plan for a reader: tables in a terminal, plain text where the output is piped."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from mcore_rl.planner.communicators import communicators_of
+from mcore_rl.planner.models import ACTOR, CRITIC
+from mcore_rl.planner.phases import BUCKETS, NCCL
+from mcore_rl.planner.settings import GB, MB, MIB
+from mcore_rl.tools.plan.outcome import Outcome
+from mcore_rl.tools.plan.search import Candidate
+
+_PLAIN_WIDTH = 100
+# Order of the columns; a phase has some of them.
+_PARTS = (
+    "weights",
+    "gradients",
+    "optimizer",
+    "activations",
+    "rollout weights",
+    "bucket",
+    "KV cache",
+    NCCL,
+)
+_HEADINGS = {"gradients": "grads", "optimizer": "optim.", "activations": "activ."}
+_SHOWN_RANKS = 24
+
+
+def make_console() -> Console:
+    """A console that is as wide as the terminal, or of one width where there is none."""
+    console = Console(highlight=False, soft_wrap=False)
+    return console if console.is_terminal else Console(highlight=False, width=_PLAIN_WIDTH)
+
+
+def print_plan(outcome: Outcome, notes: Sequence[str], console: Console) -> None:
+    """Everything about one case."""
+    console.print("[bold]PLANNED, NOT RUN[/]")
+    _print_layouts(outcome, console)
+    console.print("\n[bold]hand-over[/]")
+    console.print(_traffic_table(outcome, console))
+    _print_traffic_facts(outcome, console)
+    console.print("\n[bold]memory of the fullest rank, GB[/]")
+    console.print(_memory_table(outcome, console))
+    _print_memory_facts(outcome, console)
+    for note in notes:
+        console.print(f"note: {note}")
+    _print_problems(outcome, console)
+
+
+def _print_layouts(outcome: Outcome, console: Console) -> None:
+    case = outcome.case
+    console.print(f"model    {case.shape.architecture}, {case.shape.num_layers} layers")
+    console.print(f"train    {case.actor.describe()}")
+    if case.critic is not None:
+        console.print(f"critic   {case.critic.describe()}")
+    rollout = case.rollout
+    dp = f" x DP{rollout.dp_size}" if rollout.dp_size > 1 else ""
+    console.print(
+        f"rollout  {rollout.num_engines} engines of TP{rollout.tp_size}{dp}, EP{rollout.ep_size}"
+    )
+    console.print(f"ranks    {_rank_map(outcome)}")
+
+
+def _rank_map(outcome: Outcome) -> str:
+    """Which rank plays which slot, in words."""
+    rollout = outcome.case.rollout
+    if rollout.is_identity:
+        return "every slot is played by the rank of its number (the identity)"
+    ranks = ",".join(map(str, rollout.rank_map[:_SHOWN_RANKS]))
+    more = ",... (all of them with --json)" if rollout.world_size > _SHOWN_RANKS else ""
+    return f"slots 0, 1, ... are played by ranks {ranks}{more}"
+
+
+def _table(console: Console, *columns: str) -> Table:
+    style = box.SIMPLE_HEAD if console.is_terminal else None
+    table = Table(box=style, pad_edge=False)
+    for i, column in enumerate(columns):
+        table.add_column(column, justify="left" if i == 0 else "right", no_wrap=True)
+    return table
+
+
+def _gb(num_bytes: float) -> str:
+    return f"{num_bytes / GB:.2f}"
+
+
+def _traffic_table(outcome: Outcome, console: Console) -> Table:
+    table = _table(console, "GB of a rank", "max", "mean")
+    traffic = outcome.traffic
+    rows = {
+        "received": traffic.received,
+        "  from its own node": traffic.received_own_node,
+        "  from other nodes": traffic.received_other_nodes,
+        "sent": traffic.sent,
+        "  to its own node": traffic.sent_own_node,
+        "  to other nodes": traffic.sent_other_nodes,
+        "lower bound of received": traffic.lower_bound,
+        "resident for rollout": traffic.resident,
+        "received by a gather of all": outcome.gathered,
+    }
+    for name, values in rows.items():
+        table.add_row(name, _gb(values.max()), _gb(values.mean()))
+    return table
+
+
+def _print_traffic_facts(outcome: Outcome, console: Console) -> None:
+    machine, traffic = outcome.case.machine, outcome.traffic
+    bound = traffic.lower_bound.sum()
+    ratio = traffic.received.sum() / bound if bound else 1.0
+    console.print(
+        f"received / lower bound {ratio:.2f}; {outcome.seconds:.3f} s at "
+        f"{machine.own_node_rate / GB:g} GB/s within a node of {machine.ranks_per_node} and "
+        f"{machine.other_nodes_rate / GB:g} GB/s between nodes, per rank"
+    )
+    console.print(
+        f"communicators of the hand-over: {traffic.num_communicators.max()} on a rank, "
+        f"{traffic.num_communicators_in_all} in all, {traffic.num_own_groups} of them not "
+        f"Megatron's own; at most {traffic.num_peers.max()} peers of a rank point to point"
+    )
+
+
+def _memory_table(outcome: Outcome, console: Console) -> Table:
+    phases = outcome.memory.phases
+    used = [p for p in _PARTS if any({p, f"{CRITIC} {p}"} & phase.parts.keys() for phase in phases)]
+    table = _table(
+        console,
+        "phase",
+        "rank",
+        *(_HEADINGS.get(part, part).replace(" ", "\n") for part in used),
+        "total",
+        "limit",
+    )
+    for phase in phases:
+        sizes = [_gb(phase.parts[part]) if part in phase.parts else "-" for part in used]
+        style = "red" if phase.lacking_bytes else None
+        table.add_row(
+            phase.name,
+            str(phase.rank),
+            *sizes,
+            _gb(phase.total_bytes),
+            _gb(phase.limit_bytes),
+            style=style,
+        )
+        of_critic = {part: phase.parts.get(f"{CRITIC} {part}") for part in used}
+        if any(size is not None for size in of_critic.values()):
+            cells = ["" if size is None else _gb(size) for size in of_critic.values()]
+            table.add_row("  critic's", "", *cells, "", "", style=style)
+    return table
+
+
+def _print_memory_facts(outcome: Outcome, console: Console) -> None:
+    case, kv_cache = outcome.case, outcome.memory.kv_cache
+    machine, engine = case.machine, case.engine
+    samples = kv_cache.tokens / engine.max_model_tokens
+    console.print(
+        f"KV cache {kv_cache.tokens:,} tokens on a rank: {samples:.1f} sequences of "
+        f"{engine.max_model_tokens:,}; the engine's share is {_gb(case.share_bytes)} GB "
+        f"(--rl-rollout-gpu-memory-utilization {engine.gpu_memory_utilization:g})"
+    )
+    away, at_start = (
+        ", ".join(sorted(kinds)) or "nothing" for kinds in (engine.offloaded, engine.away_at_start)
+    )
+    console.print(f"off the device during rollout: {away}; while engines start: {at_start}")
+    console.print("mcore_rl.verify goes through build, start, first switch, rollout, log-probs")
+    for model in case.models:
+        training = model.training
+        console.print(
+            f"{'train' if model.name == ACTOR else model.name}: {training.num_micro_batches} "
+            f"micro-batches of {training.describe_micro_batch()}, recomputation "
+            f"{training.recompute.describe()}"
+        )
+    host = outcome.memory
+    parts = "; ".join(f"{name} {_gb(size)}" for name, size in host.host_bytes.items()) or "nothing"
+    console.print(
+        f"host memory of a node, GB: {parts}; total {_gb(host.host_total_bytes)} of "
+        f"{_gb(machine.host_bytes)}"
+    )
+    console.print(
+        f"limit: {machine.gpu_bytes / GB:g} GB less {machine.reserved_bytes / GB:g} GB reserved; "
+        f"bucket: {BUCKETS} x {engine.bucket_bytes / MIB:g} MiB. Exact: weights, gradients, "
+        "optimizer, rollout weights, hand-over. By formula: activations."
+    )
+    counts = communicators_of(case.train, case.rollout)
+    if case.machine.communicator_bytes and any(counts.values()):
+        whose = ", ".join(f"{count} of {name}" for name, count in counts.items() if count)
+        console.print(
+            f"NCCL: up to {sum(counts.values())} communicators of a rank ({whose}), each taken as "
+            f"{case.machine.communicator_bytes / MB:g} MB: an assumption, --communicator-mb"
+        )
+
+
+def _print_problems(outcome: Outcome, console: Console) -> None:
+    if outcome.fits:
+        console.print("[green]fits[/]")
+        return
+    for problem in outcome.problems:
+        console.print(
+            f"[red]does not fit[/]: {problem.where} lacks {_gb(problem.lacking_bytes)} GB"
+        )
+        for remedy in problem.remedies:
+            left = remedy.lacking_bytes
+            then = f"lacks {_gb(left)} GB" if left else "fits"
+            console.print(f"  with {remedy.flags}: {then}")
+        if not problem.remedies:
+            console.print("  no single flag helps: take more GPUs, or let --search look")
+
+
+def print_search(
+    candidates: Sequence[Candidate], counts: str, criteria: str, console: Console
+) -> None:
+    """The best layouts of a search."""
+    console.print("\n[bold]layouts that fit, best first[/]")
+    table = _table(
+        console,
+        "train",
+        "rollout",
+        *(
+            "seconds",
+            "train",
+            "comm.",
+            "hand-over",
+            "rollout",
+            "GB recv.",
+            "peak GB",
+            "KV tok.",
+        ),
+    )
+    for found in candidates:
+        parts = found.seconds
+        table.add_row(
+            found.train_name,
+            found.rollout_name,
+            *(
+                f"{value:.1f}"
+                for value in (
+                    parts.total,
+                    parts.compute,
+                    parts.communication,
+                    parts.hand_over,
+                    parts.rollout,
+                )
+            ),
+            _gb(found.received_bytes_max),
+            _gb(found.peak_bytes),
+            f"{found.kv_cache_tokens:,}",
+        )
+    console.print(table)
+    console.print(counts)
+    console.print(criteria)
+    if candidates:
+        console.print(f"flags of the best: {candidates[0].flags}")

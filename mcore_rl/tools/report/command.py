@@ -1,0 +1,74 @@
+"""`mcore-rl report`: read the command line and the run directories, write the page."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+
+from mcore_rl.common.byte_sizes import shown_bytes
+from mcore_rl.common.errors import UsageError
+from mcore_rl.tools.report.page import render
+from mcore_rl.tools.report.run_files import Run, read_run
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """The command's own flags."""
+    parser.description = (
+        "Write a run directory, finished or still being written, as one HTML page that loads "
+        "nothing; or compare two."
+    )
+    parser.add_argument("run_dir", metavar="RUN_DIR", help="--rl-run-dir of a run")
+    parser.add_argument(
+        "other_run_dir", metavar="OTHER_RUN_DIR", nargs="?", help="another, to compare with"
+    )
+    parser.add_argument(
+        "-o", "--output", metavar="FILE", help="the page (default: RUN_DIR/report.html)"
+    )
+
+
+def main(options: argparse.Namespace, others: Sequence[str]) -> int:
+    """The whole command; returns 0. Raises UsageError."""
+    if others:
+        raise UsageError(
+            "unrecognized arguments: {flag}",
+            flag=" ".join(others),
+            remedy="see mcore-rl report --help",
+        )
+    folders = [Path(options.run_dir)]
+    if options.other_run_dir is not None:
+        folders.append(Path(options.other_run_dir))
+        if folders[0].resolve() == folders[1].resolve():
+            raise UsageError(
+                f"are both {folders[0].resolve()}",
+                flag="RUN_DIR and OTHER_RUN_DIR",
+                remedy="name another run to compare with, or only one",
+            )
+    target = Path(options.output) if options.output else folders[0] / "report.html"
+    runs = read_runs(folders)
+    page = render(runs).encode("utf-8", errors="replace")
+    try:
+        target.write_bytes(page)
+    except OSError as error:
+        raise UsageError(
+            f"cannot be written ({error.strerror})",
+            flag=f"--output {target}",
+            remedy="name another file",
+        ) from error
+    for run in runs:
+        for note in run.notes:
+            print(f"{run.name}: {note}")
+    print(f"{target} ({shown_bytes(len(page))})")
+    return 0
+
+
+def read_runs(folders: Sequence[Path]) -> list[Run]:
+    """Each by the shortest end of its path that tells it from the others."""
+    paths = [folder.absolute().resolve() for folder in folders]
+    depth = 1
+    while len({path.parts[-depth:] for path in paths}) < len(paths):
+        depth += 1
+    return [
+        read_run(folder, name="/".join(path.parts[-depth:]))
+        for folder, path in zip(folders, paths, strict=True)
+    ]

@@ -1,0 +1,130 @@
+"""The actor: Megatron's model as the policy in training. Log-probs before the update, and the
+update.
+
+Shape legend: t tokens of a rank's samples. Tensors are in scoring alignment (see
+`mcore_rl.batching.types`).
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+from dataclasses import dataclass
+
+import torch
+
+from mcore_rl.algorithms.aggregation import Denominators
+from mcore_rl.algorithms.mismatch import MismatchSums, mismatch_weights
+from mcore_rl.algorithms.total_loss import PolicyLossSums, policy_loss_total
+from mcore_rl.batching.rows import MicroBatching, ModelRows
+from mcore_rl.batching.types import TrainBatch
+from mcore_rl.flags.options import RLConfig
+from mcore_rl.megatron import adapter as megatron_adapter
+from mcore_rl.megatron.optimizer import CheckedOptimizer, UpdateResult
+from mcore_rl.megatron.runner import ModelRunner
+from mcore_rl.model.layout import TrainLayout
+
+
+@dataclass(frozen=True, slots=True)
+class UpdateStats:
+    """One optimizer step; the sums are over the global mini-batch and the same on all ranks."""
+
+    sums: PolicyLossSums
+    result: UpdateResult
+    mismatch: MismatchSums | None = None  # where the update itself scored the samples first
+
+
+class Actor:
+    """The policy on this rank's pipeline stage and TP shard.
+
+    All methods are collective over the model-parallel ranks (and, through the gradients, over DP).
+    """
+
+    def __init__(
+        self,
+        args: argparse.Namespace,
+        config: RLConfig,
+        state: megatron_adapter.TrainState,
+        layout: TrainLayout,
+        batching: MicroBatching,
+    ) -> None:
+        self._args, self._config = args, config
+        self.state = state
+        self._layout = layout
+        self.runner = ModelRunner(args, state, layout, batching, self._keywords)
+        self.optimizer = CheckedOptimizer(
+            state, name="actor", on_nonfinite_grad=config.on_nonfinite_grad
+        )
+        self.loss_config = config.recipe.policy_loss_config(config.max_response_tokens)
+        self._mismatch_config = config.recipe.mismatch_config
+
+    @property
+    def has_dropout(self) -> bool:
+        """Whether a forward pass in training is not that of scoring."""
+        return bool(self._args.hidden_dropout or self._args.attention_dropout)
+
+    def log_probs(self, batch: TrainBatch) -> torch.Tensor:
+        """Log-prob of every next token, `[t]` float32 on the CPU, on every rank of TP, CP and PP.
+
+        `batch` is this DP rank's.
+        """
+        return self.runner.evaluate(batch, num_outputs=2)[:, 0].contiguous()
+
+    def update(self, batch: TrainBatch) -> UpdateStats:
+        """One optimizer step on one mini-batch, of which `batch` is this DP rank's part.
+
+        `batch` must have `advantages`, and `ref_log_probs` if there is a KL term. Without
+        `old_log_probs` the policy before the update is the one that this forward pass finds, as is
+        true of the first update after a rollout: log-probs and the mismatch's correction are then
+        taken from it. Raises RuntimeError on all ranks for a non-finite loss or gradient, unless
+        asked to skip it.
+        """
+        loss = functools.partial(self._loss, denominators=self.runner.denominators(batch))
+        num_sums = len(PolicyLossSums.__slots__)
+        scores_first = batch.old_log_probs is None
+        total = self.runner.accumulate_gradients(
+            batch, loss, num_sums=num_sums + scores_first * len(MismatchSums.__slots__)
+        )
+        sums = total.sums
+        result = self.optimizer.step(
+            num_samples=self.runner.num_samples(batch), nonfinite_losses=total.nonfinite_ranks
+        )
+        megatron_adapter.finish_param_sync(self._args, self.state)
+        mismatch = MismatchSums.from_stacked(sums[num_sums:]) if scores_first else None
+        return UpdateStats(PolicyLossSums.from_stacked(sums[:num_sums]), result, mismatch)
+
+    def _keywords(self, rows: ModelRows) -> dict[str, object]:
+        return {"target_ids": rows.target_ids, "temperature": self._config.temperature}
+
+    def _loss(
+        self, scores: torch.Tensor, samples: TrainBatch, *, denominators: Denominators
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        assert samples.advantages is not None, "a stage before the update left out the advantages"
+        log_probs, entropy = scores.unbind(dim=1)
+        old_log_probs, weights, mismatch = samples.old_log_probs, samples.weights, None
+        if old_log_probs is None:
+            old_log_probs = log_probs.detach()
+            mismatch = mismatch_weights(
+                old_log_probs,
+                samples.rollout_log_probs,
+                samples.loss_mask,
+                samples.lengths,
+                self._mismatch_config,
+            )
+            weights = None if self._mismatch_config.correction == "none" else mismatch.weights
+        out = policy_loss_total(
+            log_probs,
+            entropy,
+            old_log_probs=old_log_probs,
+            advantages=samples.advantages,
+            loss_mask=samples.loss_mask,
+            lengths=samples.lengths,
+            ref_log_probs=samples.ref_log_probs,
+            weights=weights,
+            denominators=denominators,
+            config=self.loss_config,
+        )
+        sums = out.sums.stacked().double()
+        if mismatch is not None:
+            sums = torch.cat([sums, mismatch.sums.stacked()])
+        return out.loss, sums

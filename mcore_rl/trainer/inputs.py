@@ -1,0 +1,98 @@
+"""What the flags say that a run reads: prompts, and what rewards the responses."""
+
+from __future__ import annotations
+
+import logging
+import os
+
+from mcore_rl.common.errors import UsageError
+from mcore_rl.data.prompt_file import PromptSource
+from mcore_rl.data.prompts import PromptDataset, load_prompts
+from mcore_rl.data.tokenizer import HOW_TO_END, missing_end
+from mcore_rl.data.user_prompts import prompts_path
+from mcore_rl.flags.options import RLConfig
+from mcore_rl.job.spec import JobSpec
+from mcore_rl.rewards.specs import RewardSpec, check_rewards, parse_rewards
+
+logger = logging.getLogger(__name__)
+
+
+def check_data(checked: JobSpec) -> None:
+    """What training needs beyond a valid command line: readable prompts and a reward."""
+    trusts = checked.trust_remote_code
+    load_prompt_files(checked.config, trust_remote_code=trusts)
+    check_rewards(reward_spec(checked.config))
+    if int(os.environ.get("RANK", 0)) != 0:
+        return
+    fault = missing_end(checked.checkpoint.folder, trust_remote_code=trusts)
+    if fault is not None:
+        logger.warning(
+            "%s: every response will be cut at --rl-max-response-tokens %d; %s",
+            fault,
+            checked.config.max_response_tokens,
+            HOW_TO_END,
+        )
+
+
+def prompt_source(config: RLConfig, path: str, *, trust_remote_code: bool = False) -> PromptSource:
+    """How the flags say a prompts file, or a source of --rl-import, is to be read."""
+    return PromptSource(
+        path=prompts_path(path, config.cache_dir),
+        prompt_column=config.prompt_column,
+        answer_column=config.answer_column,
+        use_chat_template=not config.no_chat_template,
+        max_prompt_tokens=config.max_prompt_tokens,
+        trust_remote_code=trust_remote_code,
+    )
+
+
+def load_prompt_files(
+    config: RLConfig, *, trust_remote_code: bool = False
+) -> tuple[PromptDataset, PromptDataset | None]:
+    """Training and held-out prompts, from the cache if they were tokenised before.
+
+    `trust_remote_code` is Megatron's --trust-remote-code.
+    """
+    if config.prompts is None:
+        raise UsageError(
+            "is missing", flag="--rl-prompts", remedy="give a JSONL or Parquet file of prompts"
+        )
+    assert config.hf_checkpoint is not None, "checked before"
+    files = []
+    for path, flag in (
+        (config.prompts, "--rl-prompts"),
+        (config.eval_prompts, "--rl-eval-prompts"),
+    ):
+        files.append(
+            None
+            if path is None
+            else load_prompts(
+                prompt_source(config, path, trust_remote_code=trust_remote_code),
+                config.hf_checkpoint,
+                cache_dir=config.cache_dir,
+                flag=flag,
+            )
+        )
+    train, held_out = files
+    assert train is not None
+    return train, held_out
+
+
+def reward_spec(config: RLConfig) -> RewardSpec:
+    """The rewards that the flags name, with their weights."""
+    return parse_rewards(
+        config.reward,
+        config.reward_weights,
+        num_workers=config.reward_workers,
+        timeout_seconds=config.reward_timeout_seconds,
+        imports=config.import_,
+        url=config.reward_url,
+        header_env=config.reward_http_header_env,
+        pooling_url=config.reward_pooling_url,
+        pooling_header_env=config.reward_pooling_header_env,
+        http_batch=config.reward_http_batch,
+        http_concurrency=config.reward_http_concurrency,
+        http_retries=config.reward_http_retries,
+        memory_gib=config.reward_memory_gib,
+        environment_names=config.reward_env,
+    )

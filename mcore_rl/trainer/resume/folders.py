@@ -1,0 +1,354 @@
+"""The checkpoints of a run on disk: written aside, checked, and complete under their own name.
+
+    <--save>/
+      iter_0000040/                        complete: nothing else gets such a name
+        integrity.json                     SHA-256 of every file, Megatron's manifest
+        complete.json                      written last: the step, and the bytes of every file
+        ...                                Megatron's files, and folders of ours
+      critic/iter_0000040/                 of the critic, made in the same way, before the actor's
+      saving/iter_0000050/                 being written, or left by a run that was killed
+      latest_checkpointed_iteration.txt    Megatron's: the newest step
+
+`complete.json` is what makes a checkpoint: when it is written everything else is on the disk, and
+what follows are renames and the tracker, which `recover` does where a kill came before them.
+Without it a folder is nothing, and the checkpoints are as they were.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import re
+import shutil
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from mcore_rl.common.errors import UsageError
+
+SAVING = "saving"
+TRACKER = "latest_checkpointed_iteration.txt"
+COMPLETE = "complete.json"
+INTEGRITY = "integrity.json"
+_REPLACED = ".replaced"
+_FORMAT = 1
+_NAME = re.compile(r"iter_(\d{7,})")
+
+
+@dataclass(frozen=True, slots=True)
+class Damage:
+    """What is wrong with a file of a checkpoint."""
+
+    file: Path
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{self.file}: {self.reason}"
+
+
+def iteration_name(step: int) -> str:
+    """Megatron's name of a checkpoint's folder."""
+    return f"iter_{step:07d}"
+
+
+def step_of(place: Path) -> int:
+    """The step of a checkpoint's folder."""
+    return int(place.name.removeprefix("iter_"))
+
+
+def checkpoint_folder(save: str | None, run_directory: Path) -> Path:
+    """Where a run saves: `--save`, or in its own directory."""
+    return Path(save) if save else run_directory / "checkpoints"
+
+
+def critic_folder(folder: Path) -> Path:
+    """Where the checkpoints of the critic are, below those of the actor."""
+    return folder / "critic"
+
+
+def saving_folder(folder: Path) -> Path:
+    """Where checkpoints of `folder` are written before they are complete."""
+    return folder / SAVING
+
+
+def complete_steps(folder: Path) -> list[int]:
+    """Steps of the checkpoints that say they are complete, the newest first."""
+    if not folder.is_dir():
+        return []
+    steps = []
+    for entry in folder.iterdir():
+        match = _NAME.fullmatch(entry.name)
+        if match is not None and _record(entry, int(match[1])) is not None:
+            steps.append(int(match[1]))
+    return sorted(steps, reverse=True)
+
+
+def tracked_step(folder: Path) -> int | None:
+    """The step that Megatron would load, None where it finds none ("release" included)."""
+    with contextlib.suppress(OSError, ValueError):
+        return int((folder / TRACKER).read_text(encoding="utf-8"))
+    return None
+
+
+def check_load(
+    load: Path | None,
+    *,
+    asked: int | None,
+    pretrained: str | None,
+    may_begin: bool,
+    exits: bool,
+) -> None:
+    """Raises UsageError if there is nothing to go on from where a user names something.
+
+    `load` is `--load`, `asked` `--ckpt-step`, `pretrained` `--pretrained-checkpoint`, which
+    Megatron takes where `load` has nothing; `may_begin` and `exits` say whether there are
+    `--rl-load-or-start` and `--exit-on-missing-checkpoint`. For one process, as another may be
+    putting the folder in order.
+    """
+    if load is not None and _has_checkpoint(load, asked):
+        return
+    if pretrained is not None and not (Path(pretrained) / TRACKER).is_file():
+        raise UsageError(
+            f"{_emptiness(Path(pretrained))} (there is no {TRACKER})",
+            flag=f"--pretrained-checkpoint {pretrained}",
+            remedy="correct the path or drop the flag",
+        )
+    if load is None:
+        return
+    if asked is not None:
+        raise UsageError(
+            f"is not in --load {load}, which {_emptiness(load)}",
+            flag=f"--ckpt-step {asked}",
+            remedy="correct the path or drop --ckpt-step",
+        )
+    if exits or not may_begin:
+        other = "drop --exit-on-missing-checkpoint and " if exits else ""
+        raise UsageError(
+            _emptiness(load),
+            flag=f"--load {load}",
+            remedy=f"correct the path, or {other}give --rl-load-or-start to begin where nothing "
+            "is saved yet",
+        )
+
+
+def _has_checkpoint(load: Path, asked: int | None) -> bool:
+    """Of ours, a save that was killed when it was complete included, or of Megatron's own."""
+    if complete_steps(load) or complete_steps(saving_folder(load)):
+        return True
+    if asked is not None:  # which needs no tracker
+        return (load / iteration_name(asked)).is_dir()
+    return (load / TRACKER).is_file()
+
+
+def _emptiness(folder: Path) -> str:
+    if folder.is_dir():
+        return "has no complete checkpoint" if any(folder.iterdir()) else "is an empty folder"
+    return "is a file and no folder" if folder.exists() else "does not exist"
+
+
+def check_beginning(
+    save: Path, load: Path | None, chosen: int | None, *, asked: int | None, finetune: bool
+) -> None:
+    """Raises UsageError if a run would begin below what lies in `save`.
+
+    `load` is `--load`, and `chosen` the step there that it goes on from, None if that has no
+    checkpoint of mcore_rl; `asked` is `--ckpt-step`.
+    """
+    if load is None or finetune:  # counts from 0
+        refuse_to_fall_behind(save, 0)
+    elif chosen is None:
+        refuse_to_fall_behind(save, tracked_step(load) or 0)  # of Megatron's own
+    elif asked is not None or save.resolve() != load.resolve():
+        refuse_to_fall_behind(save, chosen)
+    # Else it is the newest: what comes after it is damaged, and gives way.
+
+
+def refuse_to_fall_behind(save: Path, first_step: int) -> None:
+    """Raises UsageError if a run that begins at `first_step` would save below another's steps.
+
+    The highest number counts as the newest, so that `--load` would go on from the other one later.
+    """
+    later = [step for step in complete_steps(save) if step > first_step]
+    if later:
+        raise UsageError(
+            f"has a checkpoint of step {later[0]}, and this run begins at step {first_step}: "
+            "--load would go on from the other one later",
+            flag=f"--save {save}",
+            remedy="give another --save or --rl-run-dir, --load it, or move it away",
+        )
+
+
+def files_of(folder: Path) -> list[Path]:
+    """All files of a checkpoint but its own records, relative to it, in a fixed order."""
+    found = (path.relative_to(folder) for path in sorted(folder.rglob("*")) if path.is_file())
+    return [path for path in found if path.as_posix() not in (COMPLETE, INTEGRITY)]
+
+
+def share(files: Sequence[Path], rank: int, world_size: int) -> list[Path]:
+    """The files that one of several readers takes."""
+    return list(files[rank::world_size])
+
+
+def sealed(folder: Path, files: Sequence[Path]) -> dict[str, str]:
+    """SHA-256, in hexadecimal, of files of a checkpoint, which are on the disk afterwards."""
+    found = {}
+    for file in files:
+        found[file.as_posix()] = _sha256(folder / file)
+        _sync(folder / file)
+    return found
+
+
+def complete(folder: Path, step: int, digests: Mapping[str, str]) -> Path:
+    """Make what was written to `saving` a complete checkpoint; returns its folder. One process.
+
+    `digests` are those of all its files, from `sealed`. A checkpoint of the same step gives way to
+    it.
+
+    Raises RuntimeError if a file has no digest or does not exist.
+    """
+    written = saving_folder(folder) / iteration_name(step)
+    missing = {file.as_posix() for file in files_of(written)} ^ digests.keys()
+    if missing:
+        raise RuntimeError(f"{sorted(missing)[0]} of {written} is not there, or has no digest")
+    sizes = {name: (written / name).stat().st_size for name in digests}
+    for path in _folders_of(written):
+        _sync(path)
+    _write(written / INTEGRITY, {"algorithm": "sha256", "files": dict(sorted(digests.items()))})
+    _write(written / COMPLETE, {"format": _FORMAT, "step": step, "bytes": sizes})
+    target = _move_into_place(folder, step)
+    _write_text(folder / TRACKER, str(step))
+    return target
+
+
+def prune(folder: Path, step: int, retain_interval: int) -> None:
+    """Delete the newest checkpoint before `step` unless that is one of every `retain_interval`, as
+    Megatron's --save-retain-interval does. One process, when all of `step` is complete."""
+    before = max((found for found in complete_steps(folder) if found < step), default=0)
+    if before % retain_interval:
+        shutil.rmtree(folder / iteration_name(before), ignore_errors=True)
+
+
+def recover(folder: Path) -> list[int]:
+    """Finish saves that a kill has ended once they were complete; returns the steps that were in
+    `saving` still. One process.
+
+    The tracker then names the newest: without one, or with one that is no number, Megatron takes
+    the folder for empty, or leaves.
+    """
+    found = []
+    if saving_folder(folder).is_dir():
+        for entry in sorted(saving_folder(folder).iterdir()):
+            match = _NAME.fullmatch(entry.name)
+            if match is not None and _record(entry, int(match[1])) is not None:
+                _move_into_place(folder, int(match[1]))
+                found.append(int(match[1]))
+    tracked, newest = tracked_step(folder), max(complete_steps(folder), default=None)
+    if newest is not None and (tracked is None or tracked < newest):
+        _write_text(folder / TRACKER, str(newest))
+    return found
+
+
+def _move_into_place(folder: Path, step: int) -> Path:
+    written = saving_folder(folder) / iteration_name(step)
+    target = folder / iteration_name(step)
+    replaced = written.with_name(written.name + _REPLACED)
+    if target.exists():
+        shutil.rmtree(replaced, ignore_errors=True)
+        target.rename(replaced)
+    written.rename(target)
+    _sync(folder)
+    shutil.rmtree(replaced, ignore_errors=True)
+    (saving_folder(folder) / TRACKER).unlink(missing_ok=True)  # Megatron has written one there
+    with contextlib.suppress(OSError):  # another step may lie there, from a killed run
+        saving_folder(folder).rmdir()
+    return target
+
+
+def clear_saving(folder: Path) -> None:
+    """Remove what runs that were killed have left of checkpoints that are not complete."""
+    saving = saving_folder(folder)
+    for left in saving.iterdir() if saving.is_dir() else ():
+        match = _NAME.fullmatch(left.name.removesuffix(_REPLACED))
+        is_replaced = left.name.endswith(_REPLACED)
+        if match is not None and (is_replaced or _record(left, int(match[1])) is None):
+            shutil.rmtree(left, ignore_errors=True)
+
+
+def damage(folder: Path, step: int, *, rank: int = 0, world_size: int = 1) -> list[Damage]:
+    """What is missing, cut short or changed of a complete checkpoint since it was written.
+
+    Of all files the sizes are compared, and the digests of this reader's share.
+    """
+    place = folder / iteration_name(step)
+    record = _record(place, step)
+    if record is None:
+        return [Damage(place / COMPLETE, "it is not there or cannot be read")]
+    sizes, found = record, []
+    try:
+        expected = json.loads((place / INTEGRITY).read_text(encoding="utf-8"))["files"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        return [Damage(place / INTEGRITY, f"it cannot be read ({error})")]
+    for name, size in sizes.items():
+        with contextlib.suppress(OSError):
+            now = (place / name).stat().st_size
+            if now != size:
+                found.append(Damage(place / name, f"{now} bytes instead of {size}"))
+            continue
+        found.append(Damage(place / name, "it is missing"))
+    if found:
+        return found
+    for file in share([Path(name) for name in sorted(sizes)], rank, world_size):
+        try:
+            changed = _sha256(place / file) != expected.get(file.as_posix())
+        except OSError as error:
+            found.append(Damage(place / file, f"it cannot be read ({error})"))
+            continue
+        if changed:
+            found.append(Damage(place / file, "its content has changed (SHA-256)"))
+    return found
+
+
+def _record(place: Path, step: int) -> dict[str, int] | None:
+    """The bytes of each file of a complete checkpoint."""
+    try:
+        record = json.loads((place / COMPLETE).read_text(encoding="utf-8"))
+        if record["format"] != _FORMAT or record["step"] != step:
+            return None
+        return {str(name): int(size) for name, size in record["bytes"].items()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return None
+
+
+def _folders_of(folder: Path) -> list[Path]:
+    """`folder` and all below it, the deepest first."""
+    below = [path for path in folder.rglob("*") if path.is_dir()]
+    return [*sorted(below, key=lambda path: len(path.parts), reverse=True), folder]
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _write(path: Path, content: Mapping[str, object]) -> None:
+    _write_text(path, json.dumps(content, indent=1) + "\n")
+
+
+def _write_text(path: Path, text: str) -> None:
+    """Replace a file so that it is never seen half written."""
+    partial = path.with_name(path.name + ".partial")
+    partial.write_text(text, encoding="utf-8")
+    _sync(partial)
+    partial.replace(path)
+    _sync(path.parent)
+
+
+def _sync(path: Path) -> None:
+    """Have a file, or the names in a folder, on the disk before what follows."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

@@ -1,0 +1,192 @@
+"""Where a run goes on: the checkpoint that was chosen, and what the trainer was at that time."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch.distributed as dist
+
+from mcore_rl.common import objects
+from mcore_rl.common.agreement import agreed
+from mcore_rl.common.errors import UsageError
+from mcore_rl.data.prompts import PromptDataset
+from mcore_rl.flags.options import RLConfig
+from mcore_rl.megatron.hf_checkpoint import HFCheckpoint, fingerprint
+from mcore_rl.megatron.rng import RngState
+from mcore_rl.trainer.resume import folders
+from mcore_rl.trainer.resume.choice import choose
+from mcore_rl.trainer.resume.trainer_state import LOADED, TRAINER, TrainerState, load_trainer_state
+
+logger = logging.getLogger(__name__)
+
+REFERENCE = "reference"  # the folder of the reference's weights, in that of a checkpoint
+
+
+@dataclass(frozen=True, slots=True)
+class ResumePoint:
+    """A checkpoint of mcore_rl that a run goes on from."""
+
+    folder: Path  # of the checkpoint
+    state: TrainerState
+    rng: RngState | None  # of this rank; None where the ranks are others
+
+    @property
+    def reference(self) -> Path | None:
+        """Where the weights of a reference are, as a checkpoint of its own; None: those of the
+        Hugging Face folder, which `find_resume_point` has compared."""
+        kept = self.folder / REFERENCE
+        return kept if kept.is_dir() else None
+
+
+def find_resume_point(
+    args: argparse.Namespace,
+    config: RLConfig,
+    *,
+    checkpoint: HFCheckpoint,
+    layout: str,
+    prompts: PromptDataset,
+    eval_prompts: PromptDataset | None,
+) -> ResumePoint | None:
+    """What `--load` goes on from, None for a run that begins. Collective; before models are built.
+
+    `checkpoint` is that of `--rl-hf-checkpoint`: if the KL's reference is to come from there, it
+    must be what the run began with.
+
+    `args.ckpt_step` then says the same to Megatron. A checkpoint that Megatron itself has written
+    is left to it. With `--finetune`, which counts from 0 again, the weights are all that is taken.
+    A user's mistake ends every rank with exit code 2.
+    """
+    save = folders.checkpoint_folder(args.save, config.directory)
+
+    def find() -> ResumePoint | None:
+        load = None if args.load is None else Path(args.load)
+        _check_load(args, config, load)
+        step = None
+        if load is not None:
+            beside = [folders.critic_folder(load)] if config.recipe.needs_critic else []
+            step = choose(load, beside=beside, step=args.ckpt_step)
+            if step is None:
+                _say_what_megatron_finds(load, args.ckpt_step)
+        folders.check_beginning(save, load, step, asked=args.ckpt_step, finetune=args.finetune)
+        if load is None or step is None:
+            return None
+        args.ckpt_step = step
+        if args.finetune:
+            return None
+        folder = load / folders.iteration_name(step)
+        state, rng = load_trainer_state(folder / TRAINER)
+        # First, as it is collective: what comes after may fail on some ranks alone.
+        if config.recipe.needs_reference and not (folder / REFERENCE).is_dir():
+            now = fingerprint(checkpoint)
+            if reason := lost_reference(state, now, checkpoint.folder):
+                raise UsageError(
+                    f": {reason}",
+                    flag=f"--load {folder}",
+                    remedy="or begin a new run with the trained weights, which are its reference "
+                    "then, by --finetune and another --rl-run-dir",
+                )
+        return ResumePoint(
+            folder,
+            _with_known_prompts(state, config, prompts, eval_prompts),
+            _of_same_layout(state, rng, layout, args),
+        )
+
+    store = dist.distributed_c10d._get_default_store() if dist.get_world_size() > 1 else None
+    return agreed(find, store, stage="resume")
+
+
+def lost_reference(state: TrainerState, now: str, folder: Path) -> str:
+    """Why the weights of `folder`, whose fingerprint is `now`, are not the reference of a run whose
+    checkpoint holds none, and what to do about it; "" if they are."""
+    if state.began_with == now:
+        return ""
+    if state.began_with == LOADED:
+        return (
+            "the run began with the weights of a Megatron checkpoint and without a KL, so that the "
+            "reference which a KL now needs was not kept; leave the KL out as before"
+        )
+    if not state.began_with:
+        return (
+            "an earlier version of mcore_rl wrote it, which did not note what the reference of the "
+            "KL is; go on with that version"
+        )
+    return (
+        f"--rl-hf-checkpoint {folder} has other weights than those that the run began with, which "
+        "are the reference of its KL; bring these back"
+    )
+
+
+def _check_load(args: argparse.Namespace, config: RLConfig, load: Path | None) -> None:
+    """`folders.check_load`, by the first rank for all."""
+    refusal: UsageError | None = None
+    if dist.get_rank() == 0:
+        try:
+            folders.check_load(
+                load,
+                asked=args.ckpt_step,
+                pretrained=args.pretrained_checkpoint,
+                may_begin=config.load_or_start,
+                exits=args.exit_on_missing_checkpoint,
+            )
+        except UsageError as error:
+            refusal = error
+    told = objects.broadcast(refusal)
+    if told is not None:
+        raise told
+
+
+def _say_what_megatron_finds(load: Path, asked: int | None) -> None:
+    if asked is not None or (load / folders.TRACKER).is_file():
+        logger.info(
+            "[Resume] %s is a checkpoint of Megatron's own: the weights are taken, and what "
+            "Megatron saves beside them; the prompts begin at the step's place",
+            load,
+        )
+    else:
+        logger.info("[Resume] nothing is complete in %s yet: the run begins", load)
+
+
+def _with_known_prompts(
+    state: TrainerState,
+    config: RLConfig,
+    prompts: PromptDataset,
+    eval_prompts: PromptDataset | None,
+) -> TrainerState:
+    if eval_prompts is not None and state.eval_prompts not in ("", eval_prompts.fingerprint):
+        logger.warning(
+            "[Resume] --rl-eval-prompts are others than before step %d: accuracies before and "
+            "after it do not compare",
+            state.step,
+        )
+    if state.prompts == prompts.fingerprint:
+        return state
+    if config.on_changed_prompts == "stop":
+        raise UsageError(
+            f"are others than those that the checkpoint of step {state.step} has drawn from (the "
+            "file, the tokenizer or --rl-max-prompt-tokens has changed)",
+            flag=f"--rl-prompts {config.prompts}",
+            remedy="bring them back, or begin with the first of the new ones by "
+            "--rl-on-changed-prompts restart",
+        )
+    logger.warning("[Resume] --rl-prompts are others than before: they begin with the first")
+    return dataclasses.replace(state, sampler_position=0)
+
+
+def _of_same_layout(
+    state: TrainerState, rng: RngState | None, layout: str, args: argparse.Namespace
+) -> RngState | None:
+    if args.no_load_rng:
+        return None
+    if state.layout == layout:
+        return rng
+    logger.info(
+        "[Resume] the checkpoint was written by %s, this is %s: the random states of training "
+        "begin anew",
+        state.layout,
+        layout,
+    )
+    return None

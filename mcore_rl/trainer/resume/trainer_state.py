@@ -1,0 +1,117 @@
+"""What decides the next step beside models and optimizers, and what Megatron does not save of it.
+
+Megatron saves the random states of one rank for each pair of TP and PP ranks; here every rank's are
+saved. What is stored is numbers: nothing of it is unpickled when it is read.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from safetensors.torch import load as load_safetensors
+from safetensors.torch import save as save_safetensors
+from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint import load as load_checkpoint
+
+from mcore_rl.common import objects
+from mcore_rl.megatron import saving as megatron_checkpoint
+from mcore_rl.megatron.rng import RngState
+from mcore_rl.trainer.resume.folders import iteration_name
+
+TRAINER = "trainer"  # the folder, in that of a checkpoint
+_FACTS, _RNG = "facts", "random_states"
+_LENGTH_BYTES = 8
+LOADED = "loaded"
+# What checkpoints of earlier versions may lack.
+_LATER_FACTS = {"began_with"}
+
+
+@dataclass(frozen=True, slots=True)
+class TrainerState:
+    """The same on all ranks. `None` and empty: not of this role, or not in use."""
+
+    step: int  # updates so far, and the number of the next step
+    layout: str  # `TrainLayout.describe()` of the ranks whose random states these are
+    weight_version: int = 0
+    sampler_position: int = 0  # prompts drawn so far
+    prompts: str = ""  # fingerprints of the prompts
+    eval_prompts: str = ""
+    kl_controller: Mapping[str, float] = field(default_factory=dict)
+    reference_version: int = 0  # the step whose policy the reference is, 0: where the run began
+    # Fingerprint of the Hugging Face weights that the run began with, LOADED for a Megatron
+    # checkpoint's; "": an earlier version did not note it.
+    began_with: str = ""
+
+
+def save_trainer_state(state: TrainerState, rng: RngState, folder: Path) -> None:
+    """Write the state and this rank's generators. Collective."""
+    facts = json.dumps(dataclasses.asdict(state)).encode()
+    blob = save_safetensors(rng.to_tensors())
+    megatron_checkpoint.save_tensors({_FACTS: _row(facts), _RNG: _row(blob)}, folder)
+
+
+def trainer_writer(state: TrainerState) -> Callable[[Path], None]:
+    """What `write_checkpoint` calls for the state, and for the generators as they are then."""
+
+    def write(saving: Path) -> None:
+        folder = saving / iteration_name(state.step) / TRAINER
+        save_trainer_state(state, RngState.capture(), folder)
+
+    return write
+
+
+def load_trainer_state(folder: Path) -> tuple[TrainerState, RngState | None]:
+    """The state, and this rank's generators if as many ranks wrote it as read it. Collective.
+
+    Raises RuntimeError for a state that another version of mcore_rl has written.
+    """
+    rows = megatron_checkpoint.load_tensors(folder)
+    state = _state(rows[_FACTS][0], folder)
+    rng = None
+    if len(rows[_RNG]) == dist.get_world_size():
+        rng = RngState.from_tensors(load_safetensors(_content(rows[_RNG][dist.get_rank()])))
+    return state, rng
+
+
+def read_trainer_state(folder: Path) -> TrainerState:
+    """The state alone. Not collective: no process group is needed.
+
+    Raises RuntimeError as `load_trainer_state`.
+    """
+    reader = FileSystemReader(folder)
+    size = reader.read_metadata().state_dict_metadata[_FACTS].size
+    rows = {_FACTS: torch.empty(size, dtype=torch.uint8)}
+    load_checkpoint(rows, storage_reader=reader, no_dist=True)
+    return _state(rows[_FACTS][0], folder)
+
+
+def _state(row: torch.Tensor, folder: Path) -> TrainerState:
+    facts = json.loads(_content(row))
+    known = {entry.name for entry in dataclasses.fields(TrainerState)}
+    if facts.keys() | _LATER_FACTS != known:
+        raise RuntimeError(
+            f"{folder} is of another version of mcore_rl: it has {sorted(facts.keys() - known)} "
+            f"more and {sorted(known - facts.keys() - _LATER_FACTS)} less than is known here"
+        )
+    return TrainerState(**facts)
+
+
+def _row(content: bytes) -> torch.Tensor:
+    """Bytes after their number, as long as the longest rank's. Collective."""
+    stored = bytearray(len(content).to_bytes(_LENGTH_BYTES, "little") + content)
+    row = torch.frombuffer(stored, dtype=torch.uint8)
+    lengths = objects.all_gather(len(row))
+    return torch.nn.functional.pad(row, (0, max(lengths) - len(row)))
+
+
+def _content(row: torch.Tensor) -> bytes:
+    stored = row.numpy().astype(np.uint8).tobytes()
+    length = int.from_bytes(stored[:_LENGTH_BYTES], "little")
+    return stored[_LENGTH_BYTES : _LENGTH_BYTES + length]

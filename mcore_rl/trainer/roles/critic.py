@@ -1,0 +1,370 @@
+"""The critic: Megatron's model as a value function. Values before the update, and the update.
+
+`Critic` is the model on a rank, built by `build_critic`. It has a layout, an optimizer, a schedule
+and checkpoints of its own; all of that lives in its `MegatronWorld`, which every method enters.
+`ServedCritic` makes a role of it (see `remote`), and `StepCritic` asks that role on the
+actor's ranks. What crosses over is the samples' tokens, a value and a return per token, and
+numbers. On ranks of its own it scores while the actor does, and learns while the actor does.
+
+Shape legend: t tokens of a rank's samples, T of all, in scoring alignment
+(`mcore_rl.batching.types`): position j's value is that of the state in which token j+1 is chosen.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import functools
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TextIO
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from mcore_rl.algorithms.aggregation import Denominators
+from mcore_rl.algorithms.value_loss import ValueLossSums, value_loss
+from mcore_rl.batching.rows import MicroBatching
+from mcore_rl.batching.train_batches import num_tokens
+from mcore_rl.batching.types import ScoredRollout, StepBatch, TrainBatch
+from mcore_rl.common.agreement import agreed_in_world
+from mcore_rl.flags.derived import num_updates
+from mcore_rl.flags.options import RLConfig
+from mcore_rl.hybrid_engine.memory.device import highest_bytes
+from mcore_rl.job.batches import micro_batching_of_args
+from mcore_rl.job.spec import ValueModelSpec
+from mcore_rl.job.value_models import HEAD
+from mcore_rl.megatron import adapter as megatron_adapter
+from mcore_rl.megatron import saving as megatron_checkpoint
+from mcore_rl.megatron.hf_checkpoint import load_into_megatron
+from mcore_rl.megatron.optimizer import CheckedOptimizer, UpdateResult
+from mcore_rl.megatron.runner import ModelRunner
+from mcore_rl.megatron.shards import ModelShards
+from mcore_rl.megatron.value_head import build_value_model
+from mcore_rl.megatron.world import MegatronWorld, changed_args, parsed_args
+from mcore_rl.trainer.resume.folders import critic_folder, iteration_name
+from mcore_rl.trainer.resume.saver import write_checkpoint
+from mcore_rl.trainer.resume.trainer_state import (
+    TRAINER,
+    TrainerState,
+    load_trainer_state,
+    trainer_writer,
+)
+from mcore_rl.trainer.roles.remote import Role, Values
+from mcore_rl.trainer.roles.samples import (
+    batch_of_rank,
+    mini_batches,
+    of_batch,
+    samples_to_tensors,
+    tensors_to_samples,
+    to_all,
+)
+
+logger = logging.getLogger(__name__)
+
+# What batch accounting needs of a `MicroBatching`.
+_OF_BATCHING = ("max_tokens", "micro_batch_size", "count_multiple_of", "share_prompts")
+
+
+@dataclass(frozen=True, slots=True)
+class ValueUpdateStats:
+    """One optimizer step; the sums are over the global mini-batch and the same on all ranks."""
+
+    sums: ValueLossSums
+    result: UpdateResult
+
+
+class Critic:
+    """The value function on this rank's pipeline stage and TP shard, as its own layout has it.
+
+    All methods are collective over the ranks of that layout, and called outside of its world.
+    """
+
+    def __init__(
+        self,
+        world: MegatronWorld,
+        config: RLConfig,
+        state: megatron_adapter.TrainState,
+        shards: ModelShards,
+        batching: MicroBatching,
+    ) -> None:
+        self.world, self.state, self.shards, self.batching = world, state, shards, batching
+        self.layout = world.layout
+        self._loss_config = config.recipe.value_loss_config(config.max_response_tokens)
+        with world:
+            self.runner = ModelRunner(world.args, state, self.layout, batching)
+        self.optimizer = CheckedOptimizer(
+            state, name="critic", on_nonfinite_grad=config.on_nonfinite_grad
+        )
+
+    def values(self, batch: TrainBatch) -> torch.Tensor:
+        """Value of every position, `[t]` float32 on the CPU, on every rank of TP, CP and PP.
+
+        `batch` is this rank's in the critic's layout.
+        """
+        with self.world:
+            return self.runner.evaluate(batch, num_outputs=1)[:, 0].contiguous()
+
+    def update(self, batch: TrainBatch) -> ValueUpdateStats:
+        """One optimizer step on one mini-batch, of which `batch` is this DP rank's part.
+
+        `batch` must have `values` and `returns`. Raises RuntimeError on all ranks for a non-finite
+        loss or gradient, unless asked to skip it.
+        """
+        with self.world:
+            loss = functools.partial(self._loss, denominators=self.runner.denominators(batch))
+            total = self.runner.accumulate_gradients(
+                batch, loss, num_sums=len(ValueLossSums.__slots__)
+            )
+            result = self.optimizer.step(
+                num_samples=self.runner.num_samples(batch), nonfinite_losses=total.nonfinite_ranks
+            )
+            megatron_adapter.finish_param_sync(self.world.args, self.state)
+            return ValueUpdateStats(ValueLossSums.from_stacked(total.sums), result)
+
+    def _loss(
+        self, outputs: torch.Tensor, samples: TrainBatch, *, denominators: Denominators
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        assert samples.values is not None and samples.returns is not None, (
+            "a stage before the update left out a tensor of the batch"
+        )
+        out = value_loss(
+            outputs[:, 0],
+            old_values=samples.values,
+            returns=samples.returns,
+            loss_mask=samples.loss_mask,
+            lengths=samples.lengths,
+            denominators=denominators,
+            config=self._loss_config,
+        )
+        return out.loss, out.sums.stacked()
+
+    def save(self, num_steps: int, checkpoints: Path) -> None:
+        """Write a checkpoint, with its ranks' generators, beside the actor's."""
+        with self.world as world:
+
+            def write_model(saving: Path) -> None:
+                megatron_checkpoint.save_checkpoint(world.args, self.state, num_steps, saving)
+
+            trainer = TrainerState(num_steps, self.layout.describe())
+            writers = [write_model, trainer_writer(trainer)]
+            write_checkpoint(critic_folder(checkpoints), num_steps, writers)
+
+    def restore_random_states(self) -> None:
+        """Those that the loaded checkpoint has of this rank, if it has any."""
+        args = self.world.args
+        if args.load is None or args.no_load_rng:
+            return
+        trainer = Path(args.load) / iteration_name(args.ckpt_step) / TRAINER
+        if trainer.is_dir():  # not where Megatron has written the checkpoint
+            state, rng = load_trainer_state(trainer)
+            if rng is not None and state.layout == self.layout.describe():
+                rng.restore()
+
+
+def build_critic(
+    spec: ValueModelSpec,
+    config: RLConfig,
+    actor_args: argparse.Namespace,
+    provider: Callable[..., Any] | None = None,
+    *,
+    actor_iteration: int = 0,
+    log: TextIO | None = None,
+) -> Critic:
+    """Build the critic through Megatron and fill it. Collective.
+
+    A Megatron checkpoint below `--load`, in its folder `critic`, wins over the Hugging Face one.
+    RuntimeError: it is of another step than `actor_iteration`, that of the actor's.
+    """
+    if spec.tokens is None:
+        own = {"lr": config.critic_lr, "clip_grad": config.critic_clip_grad}
+        changes = {name: value for name, value in own.items() if value is not None}
+        changes.update(_longer_schedule(config, actor_args))
+        args = changed_args(actor_args, changes)
+    else:
+        args = parsed_args(spec.tokens, spec.extra_args, actor_args, log=log)
+    _load_from_beside(args, actor_iteration)
+    args.iteration = 0
+    world, state, shards = build_value_model(
+        spec.shape, spec.checkpoint, args, megatron_adapter.setup, provider, log=log
+    )
+    with world:
+        if state.iteration == 0:
+            if actor_args.finetune and critic_folder(Path(actor_args.load or "")).is_dir():
+                logger.warning(
+                    "--finetune takes the actor's weights alone: the critic starts from %s",
+                    spec.checkpoint.folder,
+                )
+            elif actor_iteration:
+                logger.warning(
+                    "no critic lies beside the actor's checkpoint: it starts from %s",
+                    spec.checkpoint.folder,
+                )
+            absent = frozenset() if spec.has_head else frozenset({HEAD})
+            agreed_in_world(lambda: load_into_megatron(spec.checkpoint, shards, absent=absent))
+            megatron_adapter.reload_main_params(state)
+    batching = micro_batching_of_args(config, spec.shape, world.layout, world.args)
+    return Critic(world, config, state, shards, batching)
+
+
+def _longer_schedule(config: RLConfig, actor_args: argparse.Namespace) -> dict[str, int]:
+    """The critic of a fork learns in the actor's steps and in those that warm it up."""
+    more = num_updates(config, of_critic=True) - num_updates(config, of_critic=False)
+    lengths = {name: getattr(actor_args, name) for name in ("train_iters", "lr_decay_iters")}
+    # Megatron has set the second to the first for the actor unless the user said otherwise.
+    return {
+        name: length + more for name, length in lengths.items() if length == lengths["train_iters"]
+    }
+
+
+def _load_from_beside(args: argparse.Namespace, actor_iteration: int) -> None:
+    """Make `--load` and `--ckpt-step` those of the critic, or nothing."""
+    saved = critic_folder(Path(args.load)) if args.load else None
+    args.load, args.ckpt_step = None, None
+    if saved is None or not saved.is_dir() or not actor_iteration:
+        return
+    if not (saved / iteration_name(actor_iteration)).is_dir():
+        raise RuntimeError(
+            f"the critic in {saved} is not of step {actor_iteration}, as the actor is; load a step "
+            "of both with --ckpt-step"
+        )
+    args.load, args.ckpt_step = str(saved), actor_iteration
+
+
+class ServedCritic:
+    """The critic as a role: whole steps, told of by what the actor's ranks know of them.
+
+    All methods are collective over the ranks of its layout.
+    """
+
+    def __init__(
+        self, model: Critic, config: RLConfig, *, is_apart: bool, log: TextIO | None = None
+    ) -> None:
+        """On ranks of its own (`is_apart`) it says what it takes of them."""
+        self.model, self._config, self._is_apart, self._log = model, config, is_apart, log
+        self.batch: TrainBatch | None = None  # of the step, this rank's part
+        self._lengths = np.empty(0, dtype=np.int64)
+        self._seconds: dict[str, float] = {}
+
+    def facts(self) -> Values:
+        """How it divides samples."""
+        batching = {name: getattr(self.model.batching, name) for name in _OF_BATCHING}
+        return {"dp_size": self.model.layout.dp_size, "batching": batching}
+
+    def values(self, *, orders: torch.Tensor, **samples: torch.Tensor) -> Values:
+        """A step begins: `[T]` values of every token, before any update.
+
+        `samples` are those of `samples_to_tensors`; by `orders` `[e, n]` actor and critic divide
+        them in each epoch.
+        """
+        started = time.perf_counter()
+        scored = tensors_to_samples(samples)
+        self._lengths = np.array([num_tokens(sample) for sample in scored], dtype=np.int64)
+        batch = batch_of_rank(
+            scored,
+            self._lengths,
+            num_mini_batches=self._config.num_mini_batches,
+            layout=self.model.layout,
+            batching=self.model.batching,
+            rank=dist.get_rank(),
+            orders=orders.numpy(),
+        )
+        values, runner = self.model.values(batch), self.model.runner
+        self.batch = dataclasses.replace(batch, values=values)
+        everywhere = to_all(values, batch, self._lengths, runner.groups["dp"], runner.device)
+        self._seconds["values"] = time.perf_counter() - started
+        return {"values": everywhere}
+
+    def update(self, *, returns: torch.Tensor) -> Values:
+        """Learn from `[T]` returns of the step; what each update did, and `critic/...` metrics."""
+        assert self.batch is not None, "returns of no samples"
+        started = time.perf_counter()
+        batch = dataclasses.replace(
+            self.batch, returns=of_batch(returns, self.batch, self._lengths)
+        )
+        runner = self.model.runner
+        parts = mini_batches(
+            batch, self._config.num_epochs, self._lengths, runner.groups["dp"], runner.device
+        )
+        updates = [self.model.update(part) for part in parts]
+        self._seconds["update"] = time.perf_counter() - started
+        return {
+            "sums": torch.stack([update.sums.stacked() for update in updates]),
+            "results": [(update.result.grad_norm, update.result.skipped) for update in updates],
+            "metrics": self._metrics(),
+        }
+
+    def _metrics(self) -> dict[str, float]:
+        found = {"critic/learning_rate": self.model.optimizer.learning_rate}
+        if self._is_apart:
+            host_bytes, device_bytes = highest_bytes()
+            peaks = torch.tensor(
+                [host_bytes, device_bytes], dtype=torch.float64, device=self.model.runner.device
+            )
+            dist.all_reduce(peaks, op=dist.ReduceOp.MAX)
+            found.update({f"critic/{name}_seconds": each for name, each in self._seconds.items()})
+            found["critic/host_peak_bytes"] = float(peaks[0])
+            found["critic/device_peak_bytes"] = float(peaks[1])
+        return found
+
+    def save(self, *, num_steps: int, folder: str) -> None:
+        """Write a Megatron checkpoint beside the actor's."""
+        with megatron_adapter.megatron_output_to(self._log):
+            self.model.save(num_steps, Path(folder))
+
+
+class StepCritic:
+    """The critic as the actor's ranks ask it. All methods are collective over them."""
+
+    def __init__(self, role: Role, of_actor: ModelRunner) -> None:
+        self.role, self._of_actor = role, of_actor
+        self._metrics: Mapping[str, float] = {}
+
+    def facts(self) -> tuple[int, MicroBatching]:
+        """Its data-parallel size, and how it divides samples. Waits until it is built."""
+        facts = self.role.call("facts")
+        return facts["dp_size"], MicroBatching(**facts["batching"])
+
+    def told_of(
+        self, scored: Sequence[ScoredRollout], orders: np.ndarray
+    ) -> dict[str, torch.Tensor]:
+        """`StepBatch.for_critic` of a step's samples."""
+        return {**samples_to_tensors(scored), "orders": torch.from_numpy(orders)}
+
+    def begin_values(self, batch: StepBatch) -> Callable[[], torch.Tensor]:
+        """Have the samples valued; what is returned waits for `[t]` of those in `batch.actor`."""
+        assert batch.for_critic is not None
+        finish = self.role.begin("values", **batch.for_critic)
+        return lambda: of_batch(finish()["values"], batch.actor, batch.lengths)
+
+    def begin_update(self, batch: StepBatch) -> Callable[[], list[ValueUpdateStats]]:
+        """Have it learn from the returns in `batch.actor`; what is returned waits for what the
+        updates did."""
+        assert batch.actor.returns is not None
+        runner = self._of_actor
+        returns = to_all(
+            batch.actor.returns, batch.actor, batch.lengths, runner.groups["dp"], runner.device
+        )
+        finish = self.role.begin("update", returns=returns)
+
+        def end_update() -> list[ValueUpdateStats]:
+            answer = finish()
+            self._metrics = answer["metrics"]
+            return [
+                ValueUpdateStats(ValueLossSums.from_stacked(row), UpdateResult(norm, skipped))
+                for row, (norm, skipped) in zip(answer["sums"], answer["results"], strict=True)
+            ]
+
+        return end_update
+
+    def metrics(self) -> Mapping[str, float]:
+        """`critic/...` of the last updates."""
+        return self._metrics
+
+    def save(self, num_steps: int, checkpoints: Path) -> None:
+        """Write a Megatron checkpoint of it beside the actor's."""
+        self.role.call("save", num_steps=num_steps, folder=str(checkpoints))

@@ -1,0 +1,247 @@
+"""Roles, on the actor's ranks or on ranks of their own: the one way in which they are asked.
+
+A role is any object. Its methods, called by name, take keyword arguments that are the same on all
+of the actor's ranks, and return a dict that is the same on all of the role's, or None. Arguments
+and answers are tensors on the CPU and what JSON can write; with numbers per token of a step the way
+is short enough, and a model is never sent. `Here` calls the methods of an object in this process;
+`Apart` has `serve` call them on the ranks of the role. Who asks does not see which.
+
+The two sides of an `Apart` are worlds of their own, so the `Bridge` between them belongs to neither
+world: it is a gloo group by itself, over host memory, made from the job's store.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+
+from mcore_rl.common import objects
+from mcore_rl.common.agreement import leave_reason
+
+logger = logging.getLogger(__name__)
+
+Values = Mapping[str, Any]  # tensors on the CPU, and what JSON can write
+
+# A role waits for the next step as long as a rollout lasts. A side that dies is noticed at once:
+# its connections close, and the launcher ends the others.
+_PATIENCE = timedelta(days=7)
+_NEAR, _FAR = 0, 1  # the actor's first rank, and the role's
+_CLOSE, _ANSWER, _FAILURE = "close", "answer", "failure"
+
+
+class Role(Protocol):
+    """A role as the actor's ranks ask it. All methods but `abandon` are collective over them."""
+
+    def begin(self, method: str, **arguments: Any) -> Callable[[], Values]:
+        """Have a method called. What is returned gives its answer, and waits for it.
+
+        A call begins after all before it have been answered. RuntimeError, on all ranks: the role
+        failed in this call or in one before.
+        """
+
+    def call(self, method: str, **arguments: Any) -> Values:
+        """`begin`, and the answer."""
+
+    def close(self) -> None:
+        """Nothing is asked any more. Idempotent."""
+
+    def abandon(self) -> None:
+        """This rank has failed, and `close` is to wait for nobody."""
+
+
+class Here:
+    """A role of the actor's ranks: what is begun is done at once."""
+
+    def __init__(self, served: Any) -> None:
+        self.served = served
+
+    def begin(self, method: str, **arguments: Any) -> Callable[[], Values]:
+        answer = self.call(method, **arguments)
+        return lambda: answer
+
+    def call(self, method: str, **arguments: Any) -> Values:
+        return getattr(self.served, method)(**arguments) or {}
+
+    def close(self) -> None:
+        """Nobody waits for a call."""
+
+    def abandon(self) -> None:
+        """Nor is anybody waited for."""
+
+
+class Apart:
+    """The actor's side of a role with ranks of its own; `serve` is the other."""
+
+    def __init__(self, name: str, bridge: Bridge | None, **how: Any) -> None:
+        """`bridge` on the actor's first rank only. The role's ranks begin to build it, as `how`
+        says, and nobody waits for that before the first call."""
+        self._name, self._bridge = name, bridge
+        self._answers: dict[int, Values] = {}
+        self._num_begun = self._num_answered = 0
+        self._lost: str | None = None
+        self._is_closed = False
+        self.begin("build", **how)
+
+    def begin(self, method: str, **arguments: Any) -> Callable[[], Values]:
+        # The other side speaks only while this one listens: an answer is fetched first.
+        self._hear_until(self._num_begun)
+        number = self._num_begun
+        self._num_begun += 1
+        self._tell(Message(method, arguments))
+
+        def finish() -> Values:
+            self._hear_until(number + 1)
+            return self._answers.pop(number)
+
+        return finish
+
+    def call(self, method: str, **arguments: Any) -> Values:
+        return self.begin(method, **arguments)()
+
+    def close(self) -> None:
+        if not self._is_closed:
+            self._is_closed = True
+            self._hear_until(self._num_begun)
+            self._tell(Message(_CLOSE))
+
+    def abandon(self) -> None:
+        """The role may be giving an answer that nobody hears any more, and hear nothing itself.
+        It learns of this rank's end by its connection, or from the launcher."""
+        self._is_closed = True
+
+    def _tell(self, message: Message) -> None:
+        if self._bridge is not None:
+            try:
+                self._bridge.tell(message)
+            except RuntimeError as error:  # all of the actor's ranks raise it, where they hear
+                self._lost = str(error)
+
+    def _hear_until(self, num_answered: int) -> None:
+        while self._num_answered < num_answered:
+            heard = objects.broadcast(None if self._bridge is None else self._heard(self._bridge))
+            if heard.name == _FAILURE:
+                raise RuntimeError(f"the {self._name} failed: {heard.values['reason']}")
+            self._answers[self._num_answered] = heard.values
+            self._num_answered += 1
+
+    def _heard(self, bridge: Bridge) -> Message:
+        try:
+            if self._lost is None:
+                return bridge.hear_answer()
+        except RuntimeError as error:
+            self._lost = str(error)
+        return Message(_FAILURE, {"reason": f"its ranks are gone ({self._lost})"})
+
+
+def serve(name: str, bridge: Bridge, build: Callable[..., Any]) -> None:
+    """Be a rank of a role until the actor closes it. Collective over the role's ranks.
+
+    `build` makes the object whose methods are called, from what `Apart` was given. What it or a
+    method raises ends this rank, after the actor has been told.
+    """
+    served: Any = None
+    while (message := bridge.hear()).name != _CLOSE:
+        try:
+            if served is None:
+                served, answer = build(**message.values), None
+            else:
+                answer = getattr(served, message.name)(**message.values)
+        except Exception as error:
+            # Said now: the launcher ends this process while others are still being torn down.
+            reason = f"{type(error).__name__}: {error}".splitlines()[0]
+            leave_reason(f"the {name} failed: {reason}")
+            logger.exception("rank %s of the %s failed", os.environ.get("RANK", "0"), name)
+            bridge.answer(Message(_FAILURE, {"reason": reason}))
+            raise
+        bridge.answer(Message(_ANSWER, answer or {}))
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """A call or its answer."""
+
+    name: str
+    values: Values = field(default_factory=dict)
+
+
+class Bridge:
+    """One end of it: that of the actor's first rank, or that of one of the role's ranks.
+
+    Creating one is collective over these processes. Messages of the actor reach all ranks of the
+    role; those back come from the role's first rank. RuntimeError: a process at another end is
+    gone.
+    """
+
+    def __init__(self, store: dist.Store, *, place: int, num_far_ranks: int) -> None:
+        """`place` is 0 for the actor's end, else 1 + the rank within the role."""
+        self._place = place
+        self._group = dist.ProcessGroupGloo(store, place, 1 + num_far_ranks, _PATIENCE)
+
+    def tell(self, message: Message) -> None:
+        """From the actor to all ranks of the role."""
+        assert self._place == _NEAR
+        for part in _encoded(message):
+            self._broadcast(part)
+
+    def hear(self) -> Message:
+        """What the actor tells; on every rank of the role."""
+        assert self._place != _NEAR
+        return _decoded(self._broadcast)
+
+    def answer(self, message: Message) -> None:
+        """From the role to the actor; on every rank of the role, of which the first one speaks."""
+        if self._place == _FAR:
+            for part in _encoded(message):
+                self._group.send([part], _NEAR, 0).wait()
+
+    def hear_answer(self) -> Message:
+        """What the role answers; on the actor's first rank."""
+
+        def receive(part: torch.Tensor) -> None:
+            self._group.recv([part], _FAR, 0).wait()
+
+        return _decoded(receive)
+
+    def _broadcast(self, part: torch.Tensor) -> None:
+        options = dist.BroadcastOptions()
+        options.rootRank, options.rootTensor = _NEAR, 0
+        self._group.broadcast([part], options).wait()
+
+
+def _encoded(message: Message) -> list[torch.Tensor]:
+    """The length of a header, the header, the tensors."""
+    tensors = {n: value for n, value in message.values.items() if isinstance(value, torch.Tensor)}
+    header = {
+        "name": message.name,
+        "plain": {name: each for name, each in message.values.items() if name not in tensors},
+        "tensors": [
+            (name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape))
+            for name, tensor in tensors.items()
+        ],
+    }
+    text = torch.frombuffer(bytearray(json.dumps(header).encode()), dtype=torch.uint8)
+    full = [tensor.contiguous() for tensor in tensors.values() if tensor.numel()]
+    return [torch.tensor([text.numel()]), text, *full]
+
+
+def _decoded(receive: Callable[[torch.Tensor], None]) -> Message:
+    """A message of which `receive` fills one tensor after the other."""
+    length = torch.zeros(1, dtype=torch.int64)
+    receive(length)
+    text = torch.empty(int(length), dtype=torch.uint8)
+    receive(text)
+    header = json.loads(text.numpy().tobytes())
+    values = header["plain"]
+    for name, dtype, shape in header["tensors"]:
+        values[name] = torch.empty(shape, dtype=getattr(torch, dtype))
+        if values[name].numel():
+            receive(values[name])
+    return Message(header["name"], values)

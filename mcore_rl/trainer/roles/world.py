@@ -1,0 +1,45 @@
+"""A role's ranks as a world of their own, for torch.distributed, Megatron and vLLM alike.
+
+All three read RANK and WORLD_SIZE; from `enter_role` on these are those of the role.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+import torch.distributed as dist
+
+from mcore_rl.flags.roles import ACTOR, CRITIC, REWARD, Roles
+from mcore_rl.trainer.roles.remote import Bridge
+
+
+@dataclass(frozen=True, slots=True)
+class RoleWorld:
+    """What this process is in the job."""
+
+    role: str
+    store: dist.Store | None  # of the role's world; None: a process without a launcher
+    # On the actor's first rank the way to each role that has ranks of its own; there the way back.
+    bridges: dict[str, Bridge]
+
+
+def enter_role(roles: Roles, store: dist.Store | None) -> RoleWorld:
+    """Become a rank of this process's role, and connect the roles. Collective over the job."""
+    apart = [role for role in (CRITIC, REWARD) if roles.is_apart(role)]
+    if not apart:
+        return RoleWorld(ACTOR, store, {})
+    assert store is not None, "a job of several ranks has a store"
+    role = roles.role_of(int(os.environ["RANK"]))
+    ranks = roles.ranks(role)
+    rank = ranks.index(int(os.environ["RANK"]))
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(len(ranks)))
+    bridges = {}
+    for other in apart:
+        if role == other or (role == ACTOR and rank == 0):
+            bridges[other] = Bridge(
+                dist.PrefixStore(f"mcore_rl/bridge/{other}", store),
+                place=0 if role == ACTOR else 1 + rank,
+                num_far_ranks=len(roles.ranks(other)),
+            )
+    return RoleWorld(role, dist.PrefixStore(f"mcore_rl/role/{role}", store), bridges)

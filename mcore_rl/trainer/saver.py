@@ -1,0 +1,138 @@
+"""When a run saves, and what: all that decides its next step; and when it ends early."""
+
+from __future__ import annotations
+
+import argparse
+import time
+from pathlib import Path
+from typing import Any, TextIO
+
+import psutil
+import torch.distributed as dist
+
+from mcore_rl.common import objects
+from mcore_rl.data.prompts import PromptDataset
+from mcore_rl.hybrid_engine.sharding_manager import MegatronVLLMShardingManager
+from mcore_rl.megatron import adapter as megatron_adapter
+from mcore_rl.megatron import saving as megatron_checkpoint
+from mcore_rl.observe.stage_timers import StageTimers
+from mcore_rl.rollout.collector import Collector
+from mcore_rl.trainer.learner import Learner
+from mcore_rl.trainer.resume import folders
+from mcore_rl.trainer.resume.folders import iteration_name
+from mcore_rl.trainer.resume.point import REFERENCE
+from mcore_rl.trainer.resume.saver import write_checkpoint
+from mcore_rl.trainer.resume.trainer_state import LOADED, TrainerState, trainer_writer
+from mcore_rl.trainer.start import Job
+
+
+class RunSaver:
+    """Writes the checkpoints of a run. `save` and `save_if_due` are collective over the actor's
+    ranks.
+
+    Megatron has parameters, optimizer and schedule; `TrainerState` the rest. A critic saves in a
+    folder of its own.
+    """
+
+    def __init__(
+        self,
+        job: Job,
+        *,
+        state: megatron_adapter.TrainState,
+        learner: Learner,
+        manager: MegatronVLLMShardingManager,
+        collector: Collector,
+        prompts: PromptDataset,
+        eval_prompts: PromptDataset | None,
+        timers: StageTimers,
+        has_loaded: bool,
+        began_with: str,
+        log: TextIO | None,
+    ) -> None:
+        """`has_loaded`: the step that `state` is at lies on the disk already. `began_with` is that
+        of `TrainerState`."""
+        self.folder = folders.checkpoint_folder(job.args.save, job.config.directory)
+        self._job, self._state, self._timers, self._log = job, state, timers, log
+        self._learner, self._manager, self._collector = learner, manager, collector
+        self._prompts, self._eval_prompts = prompts, eval_prompts
+        self._saved_at = state.iteration if has_loaded else -1
+        self._began_with = began_with
+
+    def save_if_due(self, step: int) -> None:
+        """After every `--save-interval` steps; `step` is the last one, counted from 0."""
+        interval = self._job.args.save_interval
+        if interval and (step + 1) % interval == 0:
+            self.save(step + 1)
+
+    def save(self, num_steps: int) -> None:
+        """As it is after `num_steps` steps, unless that has been saved.
+
+        A checkpoint of the actor is complete only after the critic's, without which it is of no
+        use.
+        """
+        if self._saved_at == num_steps:
+            return
+        critic = self._learner.critic
+        with self._timers("checkpoint"), megatron_adapter.megatron_output_to(self._log):
+            if critic is not None:
+                critic.save(num_steps, self.folder)
+            write_checkpoint(self.folder, num_steps, self._writers(num_steps))
+            self._prune(num_steps)
+        self._saved_at = num_steps
+
+    def _prune(self, num_steps: int) -> None:
+        """Only now: until the actor's is complete, a step of which both are there is the last."""
+        retain_interval = self._job.args.save_retain_interval
+        if retain_interval and dist.get_rank() == 0:
+            for folder in (self.folder, folders.critic_folder(self.folder)):
+                folders.prune(folder, num_steps, retain_interval)
+
+    def _writers(self, num_steps: int) -> list[Any]:
+        args, reference = self._job.args, self._learner.reference
+
+        def write_actor(saving: Path) -> None:
+            megatron_checkpoint.save_checkpoint(args, self._state, num_steps, saving)
+
+        def write_reference(saving: Path) -> None:
+            folder = saving / iteration_name(num_steps) / REFERENCE
+            reference.save(args, num_steps, folder)
+
+        writers = [write_actor, trainer_writer(self._trainer_state(num_steps))]
+        # Else it lies in the Hugging Face folder.
+        if reference is not None and (reference.version or self._began_with == LOADED):
+            writers.append(write_reference)
+        return writers
+
+    def _trainer_state(self, num_steps: int) -> TrainerState:
+        reference = self._learner.reference
+        return TrainerState(
+            step=num_steps,
+            layout=self._job.train_layout.describe(),
+            weight_version=self._manager.weight_version,
+            sampler_position=self._collector.position,
+            prompts=self._prompts.fingerprint,
+            eval_prompts="" if self._eval_prompts is None else self._eval_prompts.fingerprint,
+            kl_controller=self._learner.kl_controller.state_dict(),
+            reference_version=0 if reference is None else reference.version,
+            began_with=self._began_with,
+        )
+
+
+def early_exit(args: argparse.Namespace, num_steps: int) -> str | None:
+    """Which of Megatron's flags ends the run after `num_steps` steps, in words. Collective.
+
+    `--exit-signal-handler` (with `--exit-signal`), `--exit-duration-in-mins` and `--exit-interval`,
+    as in Megatron. The same on all ranks, as it is enough that one of them has reason to; minutes
+    are counted from the start of this process.
+    """
+    from megatron.training.global_vars import get_signal_handler
+
+    if args.exit_signal_handler and any(get_signal_handler().signals_received()):
+        return f"{args.exit_signal.name}, by --exit-signal-handler"
+    if args.exit_interval and num_steps % args.exit_interval == 0:
+        return f"--exit-interval {args.exit_interval}"
+    if args.exit_duration_in_mins:
+        minutes = (time.time() - psutil.Process().create_time()) / 60
+        if objects.on_any(minutes > args.exit_duration_in_mins):
+            return f"--exit-duration-in-mins {args.exit_duration_in_mins}"
+    return None

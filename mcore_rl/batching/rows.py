@@ -266,6 +266,17 @@ def lay_out(
     )
 
 
+def tokens_in_rows(rows: ModelRows, num_tokens: int, cp_rank: int = 0) -> torch.Tensor:
+    """`[rows, s / cp_size]` int64: which of a micro-batch's `num_tokens` tokens, one sample after
+    the other, a position holds; -1 for padding. Of a prompt that samples share: the first one's."""
+    num_here, places = rows.token_ids.numel(), rows.places.numpy()
+    first, here = cp_rank * num_here, np.full(num_here, -1)
+    mine = (places >= first) & (places < first + num_here)
+    # Of several assignments to one place numpy keeps the last.
+    here[places[mine][::-1] - first] = np.arange(num_tokens)[mine][::-1]
+    return torch.from_numpy(here).view(rows.token_ids.shape)
+
+
 def _bounds(lengths: torch.Tensor, length: int) -> torch.Tensor:
     """`[k + 1]`: where samples begin in a row of `length` positions, and its padding behind."""
     ends = lengths.cumsum(0).tolist()

@@ -20,6 +20,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from mcore_rl.moe.routing import Routes
+
 Answer = str | list[Any] | dict[str, Any]  # of JSON
 
 
@@ -56,6 +58,11 @@ class Rollout:
     rollout_log_probs: np.ndarray  # [r] float32, of the distribution that was sampled from
     finish_reason: str  # "stop" or "length"
     weight_version: int
+    routes: Routes | None = None  # the experts it was sampled with; all ranks of its engine have it
+    # Where routes are kept that other ranks are not told of: the first rank of those that sampled
+    # it, and its number there.
+    kept_by: tuple[int, int] | None = None
+    failure: str | None = None  # why nothing can be learnt from it, whatever its reward
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +91,9 @@ class ScoredRollout:
 
     @property
     def why_not_valid(self) -> str | None:
-        """What failed, its own reward or that of the greedy response; None if neither did."""
+        """What failed: the sample, its reward, that of the greedy response; None if nothing did."""
+        if self.rollout.failure is not None:
+            return self.rollout.failure
         if self.failure is None and self.baseline is not None:
             return self.baseline.failure
         return self.failure
@@ -95,11 +104,11 @@ class TrainBatch:
     """Samples of one data-parallel rank, one after the other, without padding; the same on all its
     TP, CP and PP ranks.
 
-    All `[t]` tensors but `token_ids` are in scoring alignment (see the module's docstring) and on
-    the CPU. `cuts` says how the samples are divided: one entry per mini-batch (optimizer step),
-    each with the number of samples in each of its micro-batches, in order. The number of
-    micro-batches in a mini-batch is the same on every data-parallel rank; a micro-batch may be
-    empty. `mcore_rl.batching.dealing` makes the cuts.
+    All `[t]` tensors but `token_ids` and `routes` are in scoring alignment (see the module's
+    docstring) and on the CPU. `cuts` says how the samples are divided: one entry per mini-batch
+    (optimizer step), each with the number of samples in each of its micro-batches, in order. The
+    number of micro-batches in a mini-batch is the same on every data-parallel rank; a micro-batch
+    may be empty. `mcore_rl.batching.dealing` makes the cuts.
 
     Where mini-batches are divided anew for every epoch, `later` has this rank's samples of the
     epochs after the first, which may be others: without what the stages before the update bring.
@@ -118,6 +127,10 @@ class TrainBatch:
     values: torch.Tensor | None = None  # [t] float32, critic before the update
     returns: torch.Tensor | None = None  # [t] float32, what the critic learns
     weights: torch.Tensor | None = None  # [t] float32, correction of the train/engine mismatch
+    # Experts that training is to use for the token itself, of the layers on this pipeline stage
+    # that have some, in ascending order; uint8 or int16. None: the router chooses.
+    routes: torch.Tensor | None = None  # [t, m, k]
+    routes_known: torch.Tensor | None = None  # [t] bool; where False, the router chooses
     later: tuple[TrainBatch, ...] = ()
 
     @property

@@ -12,9 +12,11 @@ first of them makes the group: `start` does at a place of one's choice.
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch.autograd import profiler
@@ -55,6 +57,24 @@ def broadcast(mine: Any, source: int = 0) -> Any:
     with _span("broadcast_object_list"):
         dist.broadcast_object_list(told, src=source, group=start())
     return told[0]
+
+
+def exchange(outgoing: Sequence[np.ndarray], incoming_bytes: Sequence[int]) -> list[np.ndarray]:
+    """Arrays of bytes between all ranks: what each of them has sent here, by rank.
+
+    `outgoing` is for each rank, `incoming_bytes` how many each will send. The host's memory only.
+    """
+    sent = torch.from_numpy(np.concatenate(outgoing))
+    received = torch.empty(sum(incoming_bytes), dtype=torch.uint8)
+    with _span("all_to_all_single"):
+        dist.all_to_all_single(
+            received,
+            sent,
+            output_split_sizes=list(incoming_bytes),
+            input_split_sizes=[len(each) for each in outgoing],
+            group=start(),
+        )
+    return np.split(received.numpy(), np.cumsum(incoming_bytes)[:-1])
 
 
 def barrier() -> None:

@@ -299,7 +299,7 @@ WITHOUT_EFFECT: Mapping[str, str] = {
         logits_load_msc_prefetch_depth logits_load_kd_loss_alpha logits_load_ignore_errors
         moe_ncclep_static_shape moe_ncclep_zero_copy moe_router_quantile_balancing_ema
     """,
-    "routing is not replayed": """
+    "routing replay is --rl-routing-replay": """
         moe_enable_routing_replay
     """,
     "Megatron itself heeds it no more": """

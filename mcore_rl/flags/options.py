@@ -97,6 +97,12 @@ class RLConfig:
         False,
         "each expert its own layers, where Transformer Engine would compute all of them together",
     )
+    routing_replay: str = param(
+        "off",
+        "experts that training uses: its routers' own choice; r2: in updates those of the scoring "
+        "pass before; r3: in both those that the engine sampled with",
+        choices=("off", "r2", "r3"),
+    )
 
     # algorithm
     algorithm: str = param(

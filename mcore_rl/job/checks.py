@@ -320,6 +320,7 @@ _CHECKS: tuple[Check, ...] = (
     _check("values", _values, "typed"),
     _check("values", reading.values_in_fork),
     _check("together", preflight.check_together),
+    _check("routing", preflight.check_routing),
     _check("roles", _roles, reads=(_LAYOUT,)),
     _check("critic_rate", _critic_rate),
     _check("allocator", _allocator, asks=MACHINE),

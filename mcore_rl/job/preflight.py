@@ -19,6 +19,9 @@ from mcore_rl.flags.packages import check_packages
 from mcore_rl.megatron.hf_checkpoint import EXPORT_MARKER
 from mcore_rl.megatron.policy_head import named_spec
 from mcore_rl.megatron.version import check_megatron
+from mcore_rl.model.config_json import ModelShape
+from mcore_rl.moe.routing import OFF
+from mcore_rl.moe.routing_replay import obstacle
 
 
 def check_versions() -> None:
@@ -123,6 +126,22 @@ def check_switches(given: Mapping[str, Any]) -> None:
             )
     if given.get("spec"):
         named_spec(given["spec"])
+
+
+def check_routing(config: RLConfig, shape: ModelShape, values: Mapping[str, Any]) -> None:
+    """Experts can be replayed where there are some, and where every choice goes through a router
+    that can be told."""
+    flag = f"--rl-routing-replay {config.routing_replay}"
+    if config.routing_replay == OFF:
+        return
+    if shape.experts is None:
+        raise UsageError(
+            f"is for models with experts, and {shape.architecture} of config.json has none",
+            flag=flag,
+            remedy="drop it",
+        )
+    if against := obstacle(values):
+        raise UsageError(f"is not possible as {against}", flag=flag, remedy="drop one of the two")
 
 
 def check_together(values: Mapping[str, Any]) -> None:

@@ -14,6 +14,8 @@ positions of a row, on all context-parallel ranks.
 from __future__ import annotations
 
 import argparse
+import contextlib
+import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -29,7 +31,9 @@ from mcore_rl.batching.train_batches import split_micro_batches
 from mcore_rl.batching.types import TrainBatch
 from mcore_rl.common import objects
 from mcore_rl.megatron import adapter as megatron_adapter
+from mcore_rl.megatron.routing import RouterLayout
 from mcore_rl.model.layout import TrainLayout
+from mcore_rl.moe.routing_replay import RoutingReplay
 
 # What a model takes beside tokens and positions, of the rows of a micro-batch.
 ModelKeywords = Callable[[ModelRows], Mapping[str, Any]]
@@ -50,8 +54,12 @@ class LossSums:
 class _Work:
     """A micro-batch and its rows, on the device."""
 
-    samples: TrainBatch
+    samples: TrainBatch  # without routes
     rows: ModelRows
+    # What routers choose, where it is given or recorded.
+    routed: TrainBatch | None = None  # the samples with their routes, on the CPU
+    positions: torch.Tensor | None = None  # of these samples' tokens, see `RouterLayout`
+    recorded: dict[int, torch.Tensor] | None = None
 
 
 class ModelRunner:
@@ -67,8 +75,10 @@ class ModelRunner:
         layout: TrainLayout,
         batching: MicroBatching,
         keywords: ModelKeywords = lambda rows: {},
+        replay: RoutingReplay | None = None,
     ) -> None:
-        self._args = args
+        """`replay` has the model's routers, where batches may have `routes`."""
+        self._args, self._replay = args, replay
         self.state = state
         self._layout = layout
         self._batching = batching
@@ -76,6 +86,7 @@ class ModelRunner:
         self._rank = dist.get_rank()
         self.groups = megatron_adapter.model_parallel_groups()
         self.device = next(state.model[0].parameters()).device
+        self._routers = RouterLayout.of(args, self.groups, self.device)
 
     @property
     def _is_last_stage(self) -> bool:
@@ -86,9 +97,33 @@ class ModelRunner:
         """What the model says of every token, `[t, num_outputs]` float32 on the CPU, on every rank
         of TP, CP and PP. Without dropout and without gradients.
         """
+        return self._evaluated(batch, num_outputs)[0]
+
+    @torch.no_grad()
+    def evaluate_recording(
+        self, batch: TrainBatch, num_outputs: int
+    ) -> tuple[torch.Tensor, TrainBatch]:
+        """As `evaluate`, and the batch with the `routes` that this stage's routers have chosen."""
+        assert self._replay is not None
+        found, done = self._evaluated(batch, num_outputs, records=True)
+        routed = self._replay.routed
+        routes = [
+            self._routers.gathered(work.recorded, work.rows, routed)
+            for work in done
+            if work.recorded
+        ]
+        if not routes:  # no layer of this stage has experts
+            return found, batch
+        known = torch.ones(batch.num_tokens, dtype=torch.bool)
+        return found, dataclasses.replace(batch, routes=torch.cat(routes), routes_known=known)
+
+    def _evaluated(
+        self, batch: TrainBatch, num_outputs: int, *, records: bool = False
+    ) -> tuple[torch.Tensor, list[_Work]]:
         for chunk in self.state.model:
             chunk.eval()
-        outputs = self._run(batch, _collect, forward_only=True)
+        work = self._work(batch, records=records)
+        outputs = self._run(work, _collect, forward_only=True)
         for chunk in self.state.model:
             chunk.train()
         if self._is_last_stage:
@@ -98,7 +133,7 @@ class ModelRunner:
         if self._layout.pp_size > 1:
             last = self._layout.pp_group(self._rank)[-1]
             dist.broadcast(found, src=last, group=self.groups["pp"])
-        return found.cpu()
+        return found.cpu(), work
 
     def accumulate_gradients(self, batch: TrainBatch, loss: TokenLoss, num_sums: int) -> LossSums:
         """Forward and backward of one mini-batch, of which `batch` is this rank's part.
@@ -113,7 +148,8 @@ class ModelRunner:
         # positions, and the schedule multiplies by their number.
         scale = num_micro_batches * self._layout.dp_size
         megatron_adapter.zero_gradients(self.state)
-        collected = self._run(batch, functools.partial(_scaled, loss, scale), forward_only=False)
+        scaled = functools.partial(_scaled, loss, scale)
+        collected = self._run(self._work(batch), scaled, forward_only=False)
         # Some sums are of squares, whose variance float32 would lose.
         mine = torch.zeros(1 + num_sums, dtype=torch.float64, device=self.device)
         first = self._layout.tp_rank(self._rank) == 0 and self.groups["cp"].rank() == 0
@@ -145,41 +181,65 @@ class ModelRunner:
         """Samples of the global mini-batch."""
         return int(self.global_sum(torch.tensor([float(batch.num_samples)])))
 
-    def _run(self, batch: TrainBatch, loss: Any, *, forward_only: bool) -> list[torch.Tensor]:
+    def _work(self, batch: TrainBatch, *, records: bool = False) -> list[_Work]:
         micro_batches = split_micro_batches(batch)
         length = row_length(micro_batches, self._batching)
         cp_rank = self.groups["cp"].rank()
-        work = [
-            _Work(
-                samples=self._on_device(micro_batch),
-                rows=self._on_device(lay_out(micro_batch, self._batching, length, cp_rank)),
-            )
-            for micro_batch in micro_batches
-        ]
+        work = []
+        for micro_batch in micro_batches:
+            rows = lay_out(micro_batch, self._batching, length, cp_rank)
+            # Routes wait on the host until their micro-batch goes forward.
+            samples = dataclasses.replace(micro_batch, routes=None, routes_known=None)
+            each = _Work(self._on_device(samples), self._on_device(rows))
+            if micro_batch.routes is not None:
+                positions = self._routers.positions(rows, micro_batch.num_tokens)
+                each = dataclasses.replace(each, routed=micro_batch, positions=positions)
+            work.append(dataclasses.replace(each, recorded={}) if records else each)
+        return work
 
+    def _run(self, work: list[_Work], loss: Any, *, forward_only: bool) -> list[torch.Tensor]:
         def forward_step(data: Iterator[_Work], model: torch.nn.Module) -> tuple[Any, Any]:
             """One micro-batch through this stage: its output, and what makes the loss of it."""
             now = next(data)
-            output = model(
-                now.rows.token_ids,
-                now.rows.position_ids,
-                None,  # causal, and padding is on the right
-                packed_seq_params=megatron_adapter.packed_samples(
-                    now.rows.cu_seqlens, now.rows.longest, now.rows.prefix_of
-                ),
-                **self._keywords(now.rows),
-            )
+            with self._routing(now):
+                output = model(
+                    now.rows.token_ids,
+                    now.rows.position_ids,
+                    None,  # causal, and padding is on the right
+                    packed_seq_params=megatron_adapter.packed_samples(
+                        now.rows.cu_seqlens, now.rows.longest, now.rows.prefix_of
+                    ),
+                    **self._keywords(now.rows),
+                )
             return output, functools.partial(self._on_tokens, loss, now)
 
-        return megatron_adapter.forward_backward(
-            self.state,
-            forward_step,
-            work,
-            seq_length=work[0].rows.token_ids.shape[1] * self._layout.cp_size,
-            micro_batch_size=work[0].rows.token_ids.shape[0],
-            forward_only=forward_only,
-            collect=forward_only,
-        )
+        with self._routed_pass(work, goes_back=not forward_only):
+            return megatron_adapter.forward_backward(
+                self.state,
+                forward_step,
+                work,
+                seq_length=work[0].rows.token_ids.shape[1] * self._layout.cp_size,
+                micro_batch_size=work[0].rows.token_ids.shape[0],
+                forward_only=forward_only,
+                collect=forward_only,
+            )
+
+    def _routed_pass(
+        self, work: list[_Work], *, goes_back: bool
+    ) -> contextlib.AbstractContextManager[None]:
+        if self._replay is None or work[0].routed is None:
+            return contextlib.nullcontext()
+        return self._replay.pass_over_samples(goes_back=goes_back)
+
+    def _routing(self, now: _Work) -> contextlib.AbstractContextManager[None]:
+        """Around the forward pass of a micro-batch: whose choices its routers take."""
+        if self._replay is None:
+            return contextlib.nullcontext()
+        if now.recorded is not None:
+            return self._replay.recording(now.recorded)
+        if now.routed is None or now.positions is None:
+            return contextlib.nullcontext()
+        return self._replay.using(self._routers.choices(now.routed, now.positions))
 
     def _on_device(self, tensors: Any) -> Any:
         """A dataclass of tensors with all of them on the device."""

@@ -1,1 +1,1 @@
-"""What concerns experts alone; routing replay and load statistics come here."""
+"""What concerns experts alone: their choice in rollout, replayed in training, and their load."""

@@ -1,12 +1,19 @@
-"""How evenly a step's updates use the experts of each layer."""
+"""How evenly a step uses the experts of each layer, and how far trainer and engine agree on them.
+
+Shape legend: m layers with experts, of the whole model; e experts.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
+
+from mcore_rl.moe.routing import RoutedLayers
+from mcore_rl.moe.routing_replay import RoutingReplay
 
 
 class ExpertLoad:
@@ -17,33 +24,95 @@ class ExpertLoad:
     """
 
     def __init__(
-        self, chunks: Sequence[torch.nn.Module], *, num_layers: int, num_experts: int
+        self,
+        chunks: Sequence[torch.nn.Module],
+        routed: RoutedLayers,
+        *,
+        replay: RoutingReplay | None = None,
+        of_rollout: Callable[[], np.ndarray] | None = None,
     ) -> None:
-        device = next(chunks[0].parameters()).device
-        self._counts = torch.zeros(num_layers, num_experts, dtype=torch.float64, device=device)
+        """`routed` is of the whole model; `replay` has counted what given choices differ in,
+        `of_rollout` gives `[m, e]`, this rank's part of how often the engines chose an expert."""
+        self._routed, self._replay, self._of_rollout = routed, replay, of_rollout
+        self._device = next(chunks[0].parameters()).device
+        self._counts = self._zeros(routed.num_experts)
         for chunk in chunks:
             for layer in chunk.decoder.layers:  # type: ignore[union-attr]
                 router = getattr(layer.mlp, "router", None)
                 if router is not None:
                     router.register_forward_hook(self._count)
 
+    def _zeros(self, *shape: int) -> torch.Tensor:
+        size = (len(self._routed.layers), *shape)
+        return torch.zeros(size, dtype=torch.float64, device=self._device)
+
     @torch.no_grad()
     def _count(self, router: Any, _: Any, output: tuple[torch.Tensor, torch.Tensor]) -> None:
         if router.training:
             _, chosen = output  # [tokens, experts] bool
-            self._counts[router.layer_number - 1] += chosen.sum(dim=0)
+            row = self._routed.layers.index(router.layer_number - 1)
+            self._counts[row] += chosen.sum(dim=0)
 
     def metrics(self) -> dict[str, float]:
-        """`moe/imbalance`: how many times the mean of its layer the busiest expert gets, in the
-        worst layer; `moe/unused_experts`: the share of experts without a token. Of what was counted
-        since the last call. Collective over the world."""
-        total = self._counts.clone()
+        """Of what was counted since the last call. Collective over the world.
+
+        `moe/imbalance`: how many times the mean of its layer the busiest expert gets, in the worst
+        layer; `moe/unused_experts`: the share of experts without a token; `moe/rollout_imbalance`:
+        the former in rollout; `moe/routing_disagreement`: the share of the engine's choices that
+        the trainer's routers, asked for the same tokens with the same weights, do not make. All but
+        the second of each layer, too, as `.../layer_3`.
+        """
+        metrics = self._of_load("moe/imbalance", self._counts)
         self._counts.zero_()
+        if self._of_rollout is not None:
+            mine = torch.from_numpy(self._of_rollout()).to(self._counts)
+            of_rollout = self._of_load("moe/rollout_imbalance", mine.clone())
+            of_rollout.pop("moe/unused_experts", None)
+            metrics |= of_rollout
+        return metrics | self._disagreement()
+
+    def _of_load(self, name: str, counts: torch.Tensor) -> dict[str, float]:
+        total = counts.clone()
         dist.all_reduce(total)
-        used = total[total.sum(dim=1) > 0]  # the others are dense, or nothing was learnt
+        is_used = total.sum(dim=1) > 0  # of the others nothing was learnt
+        used = total[is_used]
         if not len(used):
             return {}
+        of_layers = used.amax(dim=1) / used.mean(dim=1)
         return {
-            "moe/imbalance": float((used.amax(dim=1) / used.mean(dim=1)).max()),
+            name: float(of_layers.max()),
             "moe/unused_experts": float((used == 0).double().mean()),
+            **self._by_layer(name, of_layers, is_used),
+        }
+
+    def _disagreement(self) -> dict[str, float]:
+        if self._replay is None:
+            return {}
+        counts = self._zeros(2)
+        for column, layer in enumerate(self._replay.routed.layers):
+            row = self._routed.layers.index(layer)
+            counts[row, 0] += self._replay.differing[column]
+            counts[row, 1] += self._replay.compared[column]
+        self._replay.differing.zero_()
+        self._replay.compared.zero_()
+        dist.all_reduce(counts)
+        is_known = counts[:, 1] > 0
+        if not is_known.any():
+            return {}
+        name = "moe/routing_disagreement"
+        of_layers = counts[is_known, 0] / counts[is_known, 1]
+        total = counts.sum(dim=0)
+        return {name: float(total[0] / total[1]), **self._by_layer(name, of_layers, is_known)}
+
+    def _by_layer(
+        self, name: str, values: torch.Tensor, is_there: torch.Tensor
+    ) -> dict[str, float]:
+        layers = [
+            layer
+            for layer, there in zip(self._routed.layers, is_there.tolist(), strict=True)
+            if there
+        ]
+        return {
+            f"{name}/layer_{layer}": value
+            for layer, value in zip(layers, values.tolist(), strict=True)
         }

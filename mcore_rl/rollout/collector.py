@@ -22,6 +22,7 @@ from mcore_rl.data.prompts import PromptDataset, prompt_indices
 from mcore_rl.flags.options import RLConfig
 from mcore_rl.observe.stage_timers import StageTimers
 from mcore_rl.rollout.engines import RolloutWorkers
+from mcore_rl.rollout.routes import RouteKeeper
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,10 +49,12 @@ class Collector:
         seed: int,
         timers: StageTimers,
         position: int,
+        keeper: RouteKeeper | None = None,
     ) -> None:
+        """`keeper` is that of `workers`, where samples are to come with their experts."""
         self._workers, self._prompts, self._config = workers, prompts, config
         self._recipe = config.recipe
-        self._seed, self._timers = seed, timers
+        self._seed, self._timers, self._keeper = seed, timers, keeper
         self.position = self._step_began_at = position
         self._num_generated_tokens = 0  # in this step
 
@@ -60,6 +63,8 @@ class Collector:
         wanted = self._config.num_prompts_per_step
         self._num_generated_tokens = 0
         self._step_began_at = self.position
+        if self._keeper is not None:
+            self._keeper.forget()
         if not self._recipe.dynamic_sampling:
             groups = self._groups(wanted, weight_version, when_few_are_left)
             return self._collected(groups)
@@ -113,6 +118,7 @@ class Collector:
                 top_k=self._config.top_k or -1,
                 weight_version=weight_version,
                 when_few_are_left=when_few_are_left,
+                with_routes=self._keeper is not None,
             )
             greedy = None
             if self._recipe.needs_greedy_baseline:

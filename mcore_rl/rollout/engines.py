@@ -24,6 +24,7 @@ from mcore_rl.rewards.functions import REWARD_MODEL
 from mcore_rl.rewards.specs import RewardSpec
 from mcore_rl.rewards.stack import RewardStack
 from mcore_rl.rewards.worker import Outcome
+from mcore_rl.rollout.routes import RouteKeeper
 
 
 class RolloutWorkers:
@@ -36,13 +37,15 @@ class RolloutWorkers:
         config: RLConfig,
         rewards: RewardSpec,
         reward_model: Callable[[Sequence[Rollout]], list[Outcome]] | None = None,
+        keeper: RouteKeeper | None = None,
     ) -> None:
-        """`reward_model` scores all samples of a step on every rank, collectively."""
+        """`reward_model` scores all samples of a step on every rank, collectively; `keeper` gets
+        the experts that samples with routes were sampled with."""
         self._engine, self._layout, self._config = engine, layout, config
         self._rank = dist.get_rank()
         self._scores = layout.tp_rank(self._rank) == 0
         self._rewards = RewardStack(rewards)
-        self._reward_model = reward_model
+        self._reward_model, self._keeper = reward_model, keeper
 
     def generate(
         self,
@@ -54,10 +57,11 @@ class RolloutWorkers:
         top_p: float = 1.0,
         top_k: int = -1,
         when_few_are_left: Callable[[], object] | None = None,
+        with_routes: bool = False,
     ) -> list[Rollout]:
         """Sample responses to this TP group's block of `prompts`, in rollout mode.
 
-        `when_few_are_left` is passed to the engine.
+        `when_few_are_left` and `with_routes` are passed to the engine.
         """
         blocks = np.array_split(np.arange(len(prompts)), self._layout.num_tp_groups)
         mine = [prompts[i] for i in blocks[self._layout.tp_group_index(self._rank)]]
@@ -72,6 +76,7 @@ class RolloutWorkers:
             top_k=top_k,
             weight_version=weight_version,
             when_few_are_left=when_few_are_left,
+            with_routes=with_routes,
         )
 
     def score(
@@ -86,18 +91,24 @@ class RolloutWorkers:
         rank stood still because others were still sampling: beyond what the slowest scored for.
         """
         started = time.perf_counter()
+        digest = b""
+        if self._keeper is not None:
+            rollouts = self._keeper.keep(rollouts)
+            digest = self._keeper.digest()
         mine: Any = None
         if self._scores:
             try:
                 mine = (_without_rows(rollouts), self._rewards.outcomes(rollouts))
             except Exception as error:  # told to all ranks below, which raise together
                 mine = error
-        answers = objects.all_gather((mine, time.perf_counter() - started))
-        gathered = [answer for answer, _ in answers]
+        answers = objects.all_gather((mine, time.perf_counter() - started, digest))
+        gathered = [answer for answer, _, _ in answers]
         for rank, other in enumerate(gathered):
             if isinstance(other, Exception):
                 raise RuntimeError(f"scoring failed on rank {rank}: {other}") from other
-        slowest = max(seconds for _, seconds in answers)
+        if self._keeper is not None:
+            self._keeper.require_agreement([each for _, _, each in answers])
+        slowest = max(seconds for _, seconds, _ in answers)
         waited(max(0.0, time.perf_counter() - started - slowest))
         by_slot = [gathered[self._layout.rank(slot)] for slot in range(len(gathered))]
         everything: list[Rollout] = []

@@ -8,6 +8,7 @@ Shape legend: t tokens of a rank's samples. Tensors are in scoring alignment (se
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import functools
 from dataclasses import dataclass
 
@@ -23,6 +24,8 @@ from mcore_rl.megatron import adapter as megatron_adapter
 from mcore_rl.megatron.optimizer import CheckedOptimizer, UpdateResult
 from mcore_rl.megatron.runner import ModelRunner
 from mcore_rl.model.layout import TrainLayout
+from mcore_rl.moe.routing import R2
+from mcore_rl.moe.routing_replay import RoutingReplay
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,11 +50,14 @@ class Actor:
         state: megatron_adapter.TrainState,
         layout: TrainLayout,
         batching: MicroBatching,
+        replay: RoutingReplay | None = None,
     ) -> None:
+        """`replay` has the model's routers, where batches may have `routes`."""
         self._args, self._config = args, config
         self.state = state
         self._layout = layout
-        self.runner = ModelRunner(args, state, layout, batching, self._keywords)
+        self.replay = replay
+        self.runner = ModelRunner(args, state, layout, batching, self._keywords, replay)
         self.optimizer = CheckedOptimizer(
             state, name="actor", on_nonfinite_grad=config.on_nonfinite_grad
         )
@@ -70,6 +76,20 @@ class Actor:
         """
         return self.runner.evaluate(batch, num_outputs=2)[:, 0].contiguous()
 
+    def scored(self, batch: TrainBatch) -> TrainBatch:
+        """The batch with `old_log_probs`, and with --rl-routing-replay r2 with the `routes` of this
+        forward pass."""
+        self._compare_routes(True)
+        if self._config.routing_replay == R2:
+            scores, batch = self.runner.evaluate_recording(batch, num_outputs=2)
+            return dataclasses.replace(batch, old_log_probs=scores[:, 0].contiguous())
+        return dataclasses.replace(batch, old_log_probs=self.log_probs(batch))
+
+    def _compare_routes(self, compares: bool) -> None:
+        """Given experts are compared with the routers' own before the first update of a step."""
+        if self.replay is not None:
+            self.replay.counts = compares
+
     def update(self, batch: TrainBatch) -> UpdateStats:
         """One optimizer step on one mini-batch, of which `batch` is this DP rank's part.
 
@@ -82,6 +102,7 @@ class Actor:
         loss = functools.partial(self._loss, denominators=self.runner.denominators(batch))
         num_sums = len(PolicyLossSums.__slots__)
         scores_first = batch.old_log_probs is None
+        self._compare_routes(scores_first)
         total = self.runner.accumulate_gradients(
             batch, loss, num_sums=num_sums + scores_first * len(MismatchSums.__slots__)
         )

@@ -30,11 +30,13 @@ from mcore_rl.megatron import saving as megatron_checkpoint
 from mcore_rl.megatron.hf_checkpoint import fingerprint
 from mcore_rl.megatron.shards import ModelShards
 from mcore_rl.moe.expert_load import ExpertLoad
+from mcore_rl.moe.routing import R3
 from mcore_rl.observe.stage_timers import StageTimers
 from mcore_rl.observe.trace import Tracer
 from mcore_rl.observe.watchdog import StageWatchdog, own_connection
 from mcore_rl.rollout.collector import Collector
 from mcore_rl.rollout.engines import RolloutWorkers
+from mcore_rl.rollout.routes import RouteKeeper
 from mcore_rl.trainer.actor import Actor
 from mcore_rl.trainer.inputs import load_prompt_files, reward_spec
 from mcore_rl.trainer.learner import Learner
@@ -44,6 +46,8 @@ from mcore_rl.trainer.models import (
     critic_role,
     micro_batching,
     reward_role,
+    route_keeper,
+    routed_layers,
 )
 from mcore_rl.trainer.recorder import RunRecorder
 from mcore_rl.trainer.resume.point import ResumePoint, find_resume_point
@@ -101,7 +105,8 @@ def build(
     state, shards = build_actor(job, model_provider, log=log)
     # On ranks of its own it is built while the engines start.
     critic = critic_role(job, model_provider, iteration=state.iteration, log=log)
-    learner = build_learner(job, state, shards, critic, point, log=log)
+    keeper = route_keeper(job)
+    learner = build_learner(job, state, shards, critic, point, log=log, routes=keeper)
     offloader = build_offloader(job, state, critic)
     canary = build_canary(job, state, prompts)
     logger.info("the model is built; vLLM is imported and its engines are started")
@@ -112,14 +117,20 @@ def build(
     timers = StageTimers(watchdog)
     reward_model = reward_role(job, log=log)
     asked = None if reward_model is None else ModelReward(reward_model).outcomes
-    workers = RolloutWorkers(engine, job.rollout_layout, config, reward_spec(config), asked)
+    workers = RolloutWorkers(engine, job.rollout_layout, config, reward_spec(config), asked, keeper)
     position = state.iteration * config.num_prompts_per_step
     if point is not None:
         position = _go_on_from(point, manager, learner)
     collector = Collector(
-        workers, prompts, config, seed=job.args.seed, timers=timers, position=position
+        workers,
+        prompts,
+        config,
+        seed=job.args.seed,
+        timers=timers,
+        position=position,
+        keeper=keeper,
     )
-    recorder = _recorder(job, state, shards.device, timers, learner)
+    recorder = _recorder(job, state, shards.device, timers, learner, keeper)
     saver = RunSaver(
         job,
         state=state,
@@ -190,13 +201,15 @@ def _recorder(
     device: torch.device,
     timers: StageTimers,
     learner: Learner,
+    keeper: RouteKeeper | None,
 ) -> RunRecorder:
-    expert_load = None
-    if job.shape.experts is not None:
+    routed, expert_load = routed_layers(job.shape), None
+    if routed is not None:
         expert_load = ExpertLoad(
             state.chunks,
-            num_layers=job.shape.num_layers,
-            num_experts=job.shape.experts.num_experts,
+            routed,
+            replay=learner.actor.replay,
+            of_rollout=None if keeper is None else keeper.load,
         )
     return RunRecorder(
         job,
@@ -278,6 +291,7 @@ def engine_config(job: Job, *, load_format: str = "dummy") -> EngineConfig:
         enforce_eager=on_cpu or config.rollout_enforce_eager,
         seed=job.args.seed,
         load_format=load_format,
+        routed_layers=routed_layers(job.shape) if config.routing_replay == R3 else None,
         trust_remote_code=job.args.trust_remote_code,
         timeout_seconds=60 * job.args.distributed_timeout_minutes,
     )

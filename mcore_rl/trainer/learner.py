@@ -34,10 +34,17 @@ from mcore_rl.batching.types import ScoredRollout, StepBatch, TrainBatch
 from mcore_rl.common import objects
 from mcore_rl.flags.options import RLConfig
 from mcore_rl.model.layout import TrainLayout
+from mcore_rl.rollout.routes import RouteKeeper
 from mcore_rl.trainer.actor import Actor, UpdateStats
 from mcore_rl.trainer.roles.critic import StepCritic, ValueUpdateStats
 from mcore_rl.trainer.roles.reference import ReferencePolicy
-from mcore_rl.trainer.roles.samples import batch_of_rank, mini_batches
+from mcore_rl.trainer.roles.samples import (
+    batch_by_plan,
+    mini_batches,
+    plan_epochs,
+    samples_of_ranks,
+    with_given_routes,
+)
 from mcore_rl.trainer.step_metrics import mismatch_metrics
 
 
@@ -62,11 +69,13 @@ class Learner:
         *,
         reference: ReferencePolicy | None,
         seed: int,
+        routes: RouteKeeper | None = None,
     ) -> None:
+        """`routes` has the experts that samples came with, where training is to use them."""
         self._config, self._layout, self._batching, self._seed = config, layout, batching, seed
         self.recipe = config.recipe
         self.actor, self.critic = actor, critic
-        self.reference = reference
+        self.reference, self._routes = reference, routes
         self.kl_controller = self.recipe.kl_controller()
         self._kl_coef = self.kl_controller.coef  # of the present step; the controller's is the next
         self._rank = dist.get_rank()
@@ -91,17 +100,30 @@ class Learner:
             seed=self._seed,
             step=step,
         )
-        batch = batch_of_rank(
+        epochs = plan_epochs(
             scored,
             lengths,
             num_mini_batches=self._config.num_mini_batches,
-            layout=self._layout,
+            dp_size=self._layout.dp_size,
             batching=self._batching,
-            rank=self._rank,
             orders=orders,
         )
+        batch = batch_by_plan(scored, epochs, self._layout.dp_rank(self._rank))
+        metrics = {}
+        if self._routes is not None:
+            wanted = samples_of_ranks(epochs)
+            batch = with_given_routes(self._routes, batch, scored, lengths, wanted)
+            # A sample's last token never went through the engine.
+            metrics = self._replayed(batch, batch.num_tokens - batch.num_samples)
         for_critic = None if self.critic is None else self.critic.told_of(scored, orders)
-        return StepBatch(batch, for_critic, lengths)
+        return StepBatch(batch, for_critic, lengths, metrics)
+
+    def _replayed(self, batch: TrainBatch, num_tokens: int) -> dict[str, float]:
+        """The share of `num_tokens` tokens here that have their experts given, over all ranks."""
+        assert batch.routes_known is not None
+        counts = torch.tensor([float(batch.routes_known.sum()), float(num_tokens)])
+        known, total = self.actor.runner.global_sum(counts.double()).tolist()
+        return {"moe/replayed_share": known / max(total, 1.0)}
 
     def _teaches(self, scored: Sequence[ScoredRollout]) -> np.ndarray:
         """`[g]` bool: groups with a sample whose advantage is other than 0."""
@@ -120,12 +142,13 @@ class Learner:
         samples = batch.actor
         values = None if self.critic is None else self.critic.begin_values(batch)
         if not self.scores_in_update:
-            samples = dataclasses.replace(samples, old_log_probs=self.actor.log_probs(samples))
+            samples = self.actor.scored(samples)
         if self.reference is not None:
+            # It is another model, and chooses its experts itself.
+            unrouted = dataclasses.replace(batch.actor, routes=None, routes_known=None)
             with self.reference:
-                samples = dataclasses.replace(
-                    samples, ref_log_probs=self.actor.log_probs(batch.actor)
-                )
+                ref_log_probs = self.actor.log_probs(unrouted)
+            samples = dataclasses.replace(samples, ref_log_probs=ref_log_probs)
         if values is not None:
             samples = dataclasses.replace(samples, values=values())
         return dataclasses.replace(batch, actor=samples)

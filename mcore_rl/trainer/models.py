@@ -23,6 +23,10 @@ from mcore_rl.megatron import saving as megatron_checkpoint
 from mcore_rl.megatron.hf_checkpoint import check_complete, load_into_megatron
 from mcore_rl.megatron.policy_head import make_actor_provider, make_policy_provider
 from mcore_rl.megatron.shards import ModelShards
+from mcore_rl.model.config_json import ModelShape
+from mcore_rl.moe.routing import OFF, R3, RoutedLayers
+from mcore_rl.moe.routing_replay import RoutingReplay
+from mcore_rl.rollout.routes import RouteKeeper
 from mcore_rl.trainer.actor import Actor
 from mcore_rl.trainer.learner import Learner
 from mcore_rl.trainer.resume.point import ResumePoint
@@ -73,13 +77,18 @@ def build_learner(
     point: ResumePoint | None = None,
     *,
     log: TextIO | None = None,
+    routes: RouteKeeper | None = None,
 ) -> Learner:
     """Actor, reference and critic of a job; the one who runs is the actor. Collective.
 
-    `critic` is that of `critic_role`, `point` is there if the run goes on from it.
+    `critic` is that of `critic_role`, `point` is there if the run goes on from it, `routes` is that
+    of `route_keeper`.
     """
     batching = micro_batching(job)
-    actor = Actor(job.args, job.config, state, job.train_layout, batching)
+    replay, routed = None, routed_layers(job.shape)
+    if routed is not None and job.config.routing_replay != OFF:
+        replay = RoutingReplay(state.chunks, routed)
+    actor = Actor(job.args, job.config, state, job.train_layout, batching, replay)
     reference = None
     if job.config.recipe.needs_reference:
         reference = build_reference(
@@ -93,7 +102,24 @@ def build_learner(
         None if critic is None else StepCritic(critic, actor.runner),
         reference=reference,
         seed=job.args.seed,
+        routes=routes,
     )
+
+
+def routed_layers(shape: ModelShape) -> RoutedLayers | None:
+    """What choices of experts a model's routers make; None: it has none."""
+    if shape.experts is None:
+        return None
+    layers = tuple(layer for layer, is_moe in enumerate(shape.is_moe_layer) if is_moe)
+    return RoutedLayers(layers, shape.experts.topk, shape.experts.num_experts)
+
+
+def route_keeper(job: Job) -> RouteKeeper | None:
+    """What keeps the experts that samples come with, if training is to use them."""
+    routed = routed_layers(job.shape)
+    if routed is None or job.config.routing_replay != R3:
+        return None
+    return RouteKeeper(routed, job.train_layout, job.rollout_layout, job.layers)
 
 
 def critic_role(

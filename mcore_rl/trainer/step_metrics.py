@@ -38,6 +38,7 @@ def rollout_metrics(scored: Sequence[ScoredRollout]) -> dict[str, float]:
         "reward/mean": float(rewards.mean()),
         "reward/std": float(rewards.std()),
         "reward/failures": float(sum(s.failure is not None for s in scored)),
+        "rollout/failures": float(sum(s.rollout.failure is not None for s in scored)),
         "response_tokens/mean": float(lengths.mean()),
         "response_tokens/cut_share": float(np.mean(cut)),
     }

@@ -8,13 +8,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from mcore_rl.batching.rows import lay_out, row_length
+from mcore_rl.batching.rows import ModelRows, lay_out, row_length
 from mcore_rl.batching.train_batches import split_micro_batches
 from mcore_rl.batching.types import TrainBatch
 from mcore_rl.hybrid_engine.memory.offload import Offloader
+from mcore_rl.megatron.routing import RouterLayout
 from mcore_rl.trainer.build import build_offloader
 from mcore_rl.trainer.models import micro_batching
-from tests.dist.ppo_jobs import build_models, export_models, scored_rollouts, take_step
+from tests.dist.ppo_jobs import Models, build_models, export_models, scored_rollouts, take_step
 
 
 def learn(flags: list[str], target: str, num_steps: int = 2) -> dict[str, Any]:
@@ -22,26 +23,31 @@ def learn(flags: list[str], target: str, num_steps: int = 2) -> dict[str, Any]:
 
     Returns what they measured, and what shows that the flags had their effect: the
     `offloaded` kinds, of each model the `forwards` per layer and micro-batch of an update (2 with
-    recomputation), and the numbers of micro-batches in which samples share a prompt (`sharing`) and
-    in which data-parallel ranks have different numbers of tokens (`uneven`). The weights go to
-    `target`.
+    recomputation), the numbers of micro-batches in which samples share a prompt (`sharing`) and in
+    which data-parallel ranks have different numbers of tokens (`uneven`), and of how many given
+    choices of experts the scoring pass made how many (`replayed`). The weights go to `target`.
     """
     models = build_models(flags)
     job, learner = models.job, models.learner
     offloader = build_offloader(job, models.state, models.role)
-    scored, batching = scored_rollouts(job), micro_batching(job)
-    forwards = [Forwards(models.state.chunks)]
+    scored, batching = scored_rollouts(job, models.keeper), micro_batching(job)
+    num_epochs = job.config.num_epochs
+    forwards = [Forwards(models.state.chunks, num_epochs)]
     if models.critic is not None:
-        forwards.append(Forwards(models.critic.state.chunks))
-    steps, sharing, uneven = [], 0, 0
+        forwards.append(Forwards(models.critic.state.chunks, num_epochs))
+    chosen = Chosen(models) if models.keeper is not None else None
+    cp_rank = learner.actor.runner.groups["cp"].rank()
+    steps, sharing, uneven, replayed = [], 0, 0, torch.zeros(2)
     for step in range(num_steps):
         _there_and_back(offloader)
         batch = learner.make_batch(step, scored)
         steps.append(take_step(learner, step, batch, scored))
         parts = split_micro_batches(batch.actor)
-        rows = [lay_out(part, batching, row_length(parts, batching)) for part in parts]
+        rows = [lay_out(part, batching, row_length(parts, batching), cp_rank) for part in parts]
         sharing += sum(each.prefix_of is not None for each in rows)
         uneven += _num_uneven([each.token_ids.numel() for each in rows])
+        if chosen is not None:
+            replayed += chosen.as_given(batch.actor, rows)
         learnt_from = [batch.actor]
         if models.role is not None:
             learnt_from.append(models.role.served.batch)
@@ -55,6 +61,9 @@ def learn(flags: list[str], target: str, num_steps: int = 2) -> dict[str, Any]:
         "sharing": float(learner.actor.runner.global_sum(torch.tensor([float(sharing)]))),
         "uneven": uneven,
     }
+    if chosen is not None:
+        dist.all_reduce(replayed)
+        found["replayed"] = replayed.tolist()
     dist.destroy_process_group()
     return found
 
@@ -78,11 +87,56 @@ def _there_and_back(offloader: Offloader) -> None:
     assert not offloader.away
 
 
+class Chosen:
+    """Notes what the actor's routers choose in scoring, as the experts get it."""
+
+    def __init__(self, models: Models) -> None:
+        assert models.learner.actor.replay is not None
+        self._routed = models.learner.actor.replay.routed
+        runner = models.learner.actor.runner
+        self._layout = RouterLayout.of(models.job.args, runner.groups, runner.device)
+        self._found: dict[int, list[torch.Tensor]] = {layer: [] for layer in self._routed.layers}
+        for chunk in models.state.chunks:
+            for layer in chunk.decoder.layers:
+                if hasattr(layer.mlp, "router"):
+                    layer.mlp.router.register_forward_hook(self._note)
+
+    def _note(self, router: torch.nn.Module, _: Any, output: tuple[torch.Tensor, Any]) -> None:
+        if not router.training:
+            ids = output[1].nonzero()[:, 1].view(-1, self._routed.topk)
+            self._found[router.layer_number - 1].append(ids)
+
+    def as_given(self, batch: TrainBatch, rows: list[ModelRows]) -> torch.Tensor:
+        """`[2]`: how many tokens and layers have got the experts that were given, and how many were
+        to get them. The last pass, of the reference, is left out."""
+        as_given = torch.zeros(2)
+        for number, (part, of_part) in enumerate(
+            zip(split_micro_batches(batch), rows, strict=True)
+        ):
+            noted = {
+                column: self._found[layer][number]
+                for column, layer in enumerate(self._routed.layers)
+            }
+            if not noted:
+                break
+            ids = self._layout.gathered(noted, of_part, self._routed)
+            assert part.routes is not None and part.routes_known is not None
+            # Of samples that share a prompt the first one's is used.
+            same = (ids.sort(dim=-1).values == part.routes.sort(dim=-1).values).all(dim=-1)
+            as_given += torch.tensor(
+                [same[part.routes_known].sum(), same[part.routes_known].numel()]
+            )
+        for found in self._found.values():
+            found.clear()
+        return as_given
+
+
 class Forwards:
     """Counts how often an update runs the attention of a layer, beside how often it must."""
 
-    def __init__(self, chunks: list[torch.nn.Module]) -> None:
+    def __init__(self, chunks: list[torch.nn.Module], num_epochs: int) -> None:
         self._found = self._expected = 0
+        self._num_epochs = num_epochs
         self._layers = [layer for chunk in chunks for layer in chunk.decoder.layers]
         for layer in self._layers:
             layer.self_attention.core_attention.register_forward_pre_hook(self._count)
@@ -91,8 +145,10 @@ class Forwards:
         self._found += module.training  # scoring is done in evaluation mode
 
     def expect(self, batch: TrainBatch) -> None:
-        """`batch` has been learnt from once."""
-        self._expected += len(self._layers) * len(split_micro_batches(batch))
+        """`batch` has been learnt from in all epochs."""
+        epochs = (batch, *(batch.later or [batch] * (self._num_epochs - 1)))
+        num_micro_batches = sum(len(split_micro_batches(each)) for each in epochs)
+        self._expected += len(self._layers) * num_micro_batches
 
     def per_micro_batch(self) -> float:
         return self._found / self._expected

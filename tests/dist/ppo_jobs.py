@@ -13,13 +13,16 @@ import torch
 import torch.distributed as dist
 
 from mcore_rl.batching.types import Baseline, Prompt, Rollout, ScoredRollout, StepBatch
+from mcore_rl.common import objects
 from mcore_rl.common.run_output import setup_logging
 from mcore_rl.megatron import adapter as megatron_adapter
 from mcore_rl.megatron import saving as megatron_checkpoint
 from mcore_rl.megatron.hf_checkpoint import export
 from mcore_rl.megatron.shards import ModelShards
+from mcore_rl.moe.routing import RoutedLayers, Routes
+from mcore_rl.rollout.routes import RouteKeeper
 from mcore_rl.trainer.learner import Learner
-from mcore_rl.trainer.models import build_actor, build_learner
+from mcore_rl.trainer.models import build_actor, build_learner, route_keeper
 from mcore_rl.trainer.resume.folders import iteration_name
 from mcore_rl.trainer.resume.point import ResumePoint
 from mcore_rl.trainer.resume.saver import write_checkpoint
@@ -31,9 +34,52 @@ from mcore_rl.trainer.step_metrics import mismatch_metrics
 from tests.dist.jobs import random_tokens
 
 
-def scored_rollouts(job: Job) -> list[ScoredRollout]:
-    """A step's samples, of different lengths and rewards; the same in every layout."""
-    return scored_samples(job.shape.vocab_size, job.config.samples_per_step)
+def scored_rollouts(job: Job, keeper: RouteKeeper | None = None) -> list[ScoredRollout]:
+    """A step's samples, of different lengths and rewards; the same in every layout.
+
+    With a `keeper` each was sampled by experts drawn at random, which the ranks of an engine keep
+    as after a rollout. Collective then.
+    """
+    scored = scored_samples(job.shape.vocab_size, job.config.samples_per_step)
+    if keeper is None:
+        return scored
+    rollouts = with_routes([sample.rollout for sample in scored], keeper.routed)
+    layout, rank = job.rollout_layout, dist.get_rank()
+    blocks = np.array_split(np.arange(len(rollouts)), layout.num_tp_groups)
+    mine = keeper.keep([rollouts[i] for i in blocks[layout.tp_group_index(rank)]])
+    everyone = objects.all_gather((mine, keeper.digest()))
+    keeper.require_agreement([digest for _, digest in everyone])
+    kept = [
+        rollout
+        for group in range(layout.num_tp_groups)
+        for rollout in everyone[layout.rank(group * layout.tp_size)][0]
+    ]
+    return [
+        dataclasses.replace(sample, rollout=rollout)
+        for sample, rollout in zip(scored, kept, strict=True)
+    ]
+
+
+def with_routes(rollouts: list[Rollout], routed: RoutedLayers) -> list[Rollout]:
+    """Experts at random for every computed token, one in eight of which nothing is known of; those
+    of a prompt are the same for all of its samples."""
+    rng, of_prompt, found = np.random.default_rng(7), {}, []
+
+    def drawn(num_tokens: int) -> Routes:
+        scores = rng.random((num_tokens, len(routed.layers), routed.num_experts))
+        ids = scores.argsort(axis=-1)[..., : routed.topk].astype(routed.dtype)
+        return Routes(ids, rng.random(num_tokens) > 0.125)
+
+    for rollout in rollouts:
+        prompt = rollout.prompt
+        if prompt.index not in of_prompt:
+            of_prompt[prompt.index] = drawn(len(prompt.token_ids))
+        first, then = of_prompt[prompt.index], drawn(len(rollout.response_token_ids) - 1)
+        routes = Routes(
+            np.concatenate([first.ids, then.ids]), np.concatenate([first.known, then.known])
+        )
+        found.append(dataclasses.replace(rollout, routes=routes))
+    return found
 
 
 def scored_samples(vocab_size: int, num_samples: int) -> list[ScoredRollout]:
@@ -88,6 +134,7 @@ class Models:
     critic: Critic | None
     role: Here | None  # what the critic is to the learner
     learner: Learner
+    keeper: RouteKeeper | None = None
 
 
 def build_models(flags: list[str], point: ResumePoint | None = None) -> Models:
@@ -104,8 +151,9 @@ def build_models(flags: list[str], point: ResumePoint | None = None) -> Models:
     role = None
     if critic is not None:
         role = Here(ServedCritic(critic, job.config, is_apart=False))
-    learner = build_learner(job, state, shards, role, point)
-    return Models(job, state, shards, critic, role, learner)
+    keeper = route_keeper(job)
+    learner = build_learner(job, state, shards, role, point, routes=keeper)
+    return Models(job, state, shards, critic, role, learner, keeper)
 
 
 def export_models(models: Models, target: Path) -> None:

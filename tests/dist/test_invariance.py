@@ -42,11 +42,15 @@ COMMON_FLAGS = (
     *("--lr", "0.1"),
 )
 ALGORITHMS = {
-    "grpo": "--rl-algorithm grpo --rl-clip-eps-upper 0.28 --rl-kl-coef 0.05 --rl-entropy-coef 0.01",
+    # with experts that are given, drawn at random
+    "grpo": "--rl-algorithm grpo --rl-clip-eps-upper 0.28 --rl-kl-coef 0.05 --rl-entropy-coef 0.01 "
+    "--rl-routing-replay r3",
     "ppo": "--rl-algorithm ppo --rl-kl-reward-coef 0.05 --rl-kl-target 0.1 --rl-gae-lambda 0.9 "
     "--rl-gamma 0.99 --rl-value-clip-eps 0.5 --rl-critic-lr 0.06",
-    # a ratio and a correction per sequence, and the mean over sequences
-    "gspo": "--rl-algorithm gspo --rl-kl-coef 0.05 --rl-mismatch-correction sequence_tis",
+    # a ratio and a correction per sequence, and the mean over sequences; updates with the experts
+    # of the scoring pass, which go to other ranks for the second epoch
+    "gspo": "--rl-algorithm gspo --rl-kl-coef 0.05 --rl-mismatch-correction sequence_tis "
+    "--rl-num-epochs 2 --rl-routing-replay r2",
     # the KL in a reward per sequence, compared within the group
     "rloo": "--rl-algorithm rloo --rl-loss-aggregation seq_mean_token_mean",
     # whitened over all tokens of the step
@@ -380,6 +384,8 @@ def test_update_is_that_of_one_process(
     # The flags have had their effect.
     models = 2 if case.algorithm == "ppo" else 1
     assert outcome.found["forwards"] == [1.0 if case.recompute == "none" else 2.0] * models
+    same, given = outcome.found.get("replayed", (1, 1))
+    assert same == given > 0
     assert len(outcome.found["offloaded"]) == (3 if case.offload else 0)
     # With 4 ranks for 8 samples of a mini-batch there is little to be shared.
     assert case.shares_prompts or not outcome.found["sharing"]

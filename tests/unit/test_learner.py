@@ -87,6 +87,9 @@ class ScriptedActor:
         # What stands at masked positions means nothing and must not matter.
         return torch.where(batch.loss_mask, found, torch.full_like(found, torch.nan))
 
+    def scored(self, batch: TrainBatch) -> TrainBatch:
+        return dataclasses.replace(batch, old_log_probs=self.log_probs(batch))
+
     def update(self, batch: TrainBatch) -> str:
         self._log.append(("actor", batch.sample_ids.tolist()))
         with torch.no_grad():

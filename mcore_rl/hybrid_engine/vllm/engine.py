@@ -28,6 +28,8 @@ from mcore_rl.hybrid_engine.vllm.needs import Metadata, Needs
 from mcore_rl.hybrid_engine.vllm.reload import Reloader
 from mcore_rl.hybrid_engine.vllm.sliced_tensor import WriteObserver
 from mcore_rl.hybrid_engine.vllm.start import EngineConfig, on_cuda, start_llm
+from mcore_rl.moe.routing import RoutedLayers
+from mcore_rl.moe.routing_capture import SlotCapture, routes_of
 
 __all__ = ["EngineConfig", "VLLMEngine"]
 
@@ -49,6 +51,9 @@ class VLLMEngine:
 
     def _start(self) -> None:
         self._llm = start_llm(self.config)
+        self._capture = None
+        if self.config.routed_layers is not None and not on_cuda():
+            self._capture = SlotCapture(self._llm)
 
     # Where this process sits
 
@@ -120,6 +125,7 @@ class VLLMEngine:
         top_k: int = -1,
         ignore_eos: bool = False,
         when_few_are_left: Callable[[], object] | None = None,
+        with_routes: bool = False,
     ) -> list[Rollout]:
         """Sample `num_samples` responses to each prompt, in the order of the prompts.
 
@@ -130,6 +136,9 @@ class VLLMEngine:
         `when_few_are_left` is called once, between two steps of the engine, as soon as no more than
         a quarter of the sequences that fit are still being generated. A trace shows what comes
         before as "first responses" and what comes after as "last responses".
+
+        `with_routes` tells of the experts that were chosen, in an engine with `routed_layers`; a
+        response that vLLM tells of in another shape than the model's has a `failure` instead.
         """
         from vllm import SamplingParams
 
@@ -151,8 +160,9 @@ class VLLMEngine:
                 use_tqdm=False,
             )
         tokenizer = self.tokenizer
+        routed = self.config.routed_layers if with_routes else None
         return [
-            _rollout(prompt, completion, tokenizer, weight_version)
+            _rollout(prompt, completion, tokenizer, weight_version, routed)
             for prompt, output in zip(prompts, outputs, strict=True)
             for completion in output.outputs
         ]
@@ -351,7 +361,11 @@ class VLLMEngine:
 
     def _drop_kv_cache(self) -> bool:
         """Forget what was computed with the weights so far; False if a request still runs."""
-        return self._llm.reset_prefix_cache()
+        if not self._llm.reset_prefix_cache():
+            return False
+        if self._capture is not None:
+            self._capture.forget()
+        return True
 
     def _require_weights(self, call: str) -> None:
         if "weights" in self._asleep:
@@ -374,7 +388,13 @@ class VLLMEngine:
                 )
 
 
-def _rollout(prompt: Prompt, completion: Any, tokenizer: Any, weight_version: int) -> Rollout:
+def _rollout(
+    prompt: Prompt,
+    completion: Any,
+    tokenizer: Any,
+    weight_version: int,
+    routed: RoutedLayers | None,
+) -> Rollout:
     if completion.finish_reason not in ("stop", "length"):
         raise RuntimeError(
             f"prompt {prompt.index}, sample {completion.index} ended with "
@@ -382,6 +402,12 @@ def _rollout(prompt: Prompt, completion: Any, tokenizer: Any, weight_version: in
         )
     tokens = completion.token_ids
     log_probs = [entry[t].logprob for t, entry in zip(tokens, completion.logprobs, strict=True)]
+    routes, failure = None, None
+    if routed is not None:
+        # All but the last token, which is sampled and not computed.
+        num_computed = len(prompt.token_ids) + len(tokens) - 1
+        told = routes_of(completion.routed_experts, routed, num_computed)
+        routes, failure = (None, told) if isinstance(told, str) else (told, None)
     return Rollout(
         prompt=prompt,
         sample_index=completion.index,
@@ -390,6 +416,8 @@ def _rollout(prompt: Prompt, completion: Any, tokenizer: Any, weight_version: in
         rollout_log_probs=np.asarray(log_probs, dtype=np.float32),
         finish_reason=completion.finish_reason,
         weight_version=weight_version,
+        routes=routes,
+        failure=failure,
     )
 
 

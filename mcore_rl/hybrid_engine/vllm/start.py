@@ -25,6 +25,7 @@ import torch.distributed as dist
 from mcore_rl.common.errors import UsageError
 from mcore_rl.model.config_json import read_config_json
 from mcore_rl.model.families import left_to_defaults
+from mcore_rl.moe.routing import RoutedLayers
 
 _DEFAULT_CPU_KV_CACHE_BYTES = 1 << 30
 
@@ -71,6 +72,7 @@ class EngineConfig:
     load_format: str = "dummy"
     trust_remote_code: bool = False
     timeout_seconds: int | None = None  # of its collectives; None: torch's
+    routed_layers: RoutedLayers | None = None  # whose choices of experts `generate` can tell
     verbose: bool = False
 
     @property
@@ -264,6 +266,8 @@ def _arguments(config: EngineConfig) -> dict[str, Any]:
         if config.dtype == "float16":
             # Else vLLM chooses TRTLLM's experts on Blackwell, which take bfloat16 only.
             options["moe_backend"] = "triton"
+        if config.routed_layers is not None:
+            options["enable_return_routed_experts"] = True
     else:
         if kv_cache_bytes is None and not os.environ.get("VLLM_CPU_KVCACHE_SPACE"):
             kv_cache_bytes = _DEFAULT_CPU_KV_CACHE_BYTES

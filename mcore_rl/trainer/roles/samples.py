@@ -15,11 +15,14 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from mcore_rl.batching.dealing import Prompts, plan_step
+from mcore_rl.batching.dealing import Cuts, Prompts, plan_step
 from mcore_rl.batching.rows import MicroBatching
 from mcore_rl.batching.train_batches import build_train_batch, split_mini_batches
 from mcore_rl.batching.types import Prompt, Rollout, ScoredRollout, TrainBatch
+from mcore_rl.common import objects
 from mcore_rl.model.layout import TrainLayout
+from mcore_rl.moe.routing import joined
+from mcore_rl.rollout.routes import RouteKeeper
 
 
 def samples_to_tensors(scored: Sequence[ScoredRollout]) -> dict[str, torch.Tensor]:
@@ -65,6 +68,35 @@ def tensors_to_samples(tensors: Mapping[str, torch.Tensor]) -> list[ScoredRollou
     return scored
 
 
+def plan_epochs(
+    scored: Sequence[ScoredRollout],
+    lengths: np.ndarray,
+    *,
+    num_mini_batches: int,
+    dp_size: int,
+    batching: MicroBatching,
+    orders: np.ndarray | None = None,
+) -> list[list[Cuts]]:
+    """By epoch and data-parallel rank, what of a step's samples it learns from; `lengths` `[n]` are
+    their tokens.
+
+    `orders` `[e, n]` are those of the epochs (default: one, as they are). With a single mini-batch
+    all epochs learn from the same one, so that there is one plan.
+    """
+    prompts = Prompts.of(scored)
+    return [
+        plan_step(
+            lengths,
+            num_mini_batches=num_mini_batches,
+            dp_size=dp_size,
+            batching=batching,
+            prompts=prompts,
+            order=order,
+        )
+        for order in ([None] if orders is None else orders[: None if num_mini_batches > 1 else 1])
+    ]
+
+
 def batch_of_rank(
     scored: Sequence[ScoredRollout],
     lengths: np.ndarray,
@@ -75,28 +107,64 @@ def batch_of_rank(
     rank: int,
     orders: np.ndarray | None = None,
 ) -> TrainBatch:
-    """What a rank of `layout` gets of a step's samples; `lengths` `[n]` are their tokens.
+    """What a rank of `layout` gets of a step's samples, as `plan_epochs` deals them out."""
+    epochs = plan_epochs(
+        scored,
+        lengths,
+        num_mini_batches=num_mini_batches,
+        dp_size=layout.dp_size,
+        batching=batching,
+        orders=orders,
+    )
+    return batch_by_plan(scored, epochs, layout.dp_rank(rank))
 
-    `orders` `[e, n]` are those of the epochs (default: one, as they are). With a single mini-batch
-    all epochs learn from the same one.
-    """
-    prompts, dp_rank = Prompts.of(scored), layout.dp_rank(rank)
 
-    def of_epoch(order: np.ndarray | None) -> TrainBatch:
-        plan = plan_step(
-            lengths,
-            num_mini_batches=num_mini_batches,
-            dp_size=layout.dp_size,
-            batching=batching,
-            prompts=prompts,
-            order=order,
+def batch_by_plan(
+    scored: Sequence[ScoredRollout], epochs: Sequence[Sequence[Cuts]], dp_rank: int
+) -> TrainBatch:
+    """What a data-parallel rank gets of a step's samples by `plan_epochs`."""
+    first, *later = (build_train_batch(scored, plan[dp_rank]) for plan in epochs)
+    return dataclasses.replace(first, later=tuple(later))
+
+
+def samples_of_ranks(epochs: Sequence[Sequence[Cuts]]) -> list[list[int]]:
+    """Which samples of the step each data-parallel rank learns from, in any epoch, each once."""
+    return [
+        list(
+            dict.fromkeys(
+                sample
+                for cuts in of_rank
+                for mini_batch in cuts
+                for micro_batch in mini_batch
+                for sample in micro_batch
+            )
         )
-        return build_train_batch(scored, plan[dp_rank])
+        for of_rank in zip(*epochs, strict=True)
+    ]
 
-    if orders is None:
-        return of_epoch(None)
-    later = orders[1:] if num_mini_batches > 1 else ()
-    return dataclasses.replace(of_epoch(orders[0]), later=tuple(of_epoch(order) for order in later))
+
+def with_given_routes(
+    keeper: RouteKeeper,
+    batch: TrainBatch,
+    scored: Sequence[ScoredRollout],
+    lengths: np.ndarray,
+    wanted: Sequence[Sequence[int]],
+) -> TrainBatch:
+    """A rank's batch, and those of later epochs, with the experts that samples were sampled with.
+
+    `lengths` `[n]` are the tokens of all samples of the step, `wanted` is `samples_of_ranks`.
+    Collective over the world.
+    """
+    found = keeper.deliver([sample.rollout for sample in scored], lengths.tolist(), wanted)
+
+    def routed(each: TrainBatch) -> TrainBatch:
+        routes = [found.get(sample) for sample in each.sample_ids.tolist()]
+        ids, known = joined(routes, each.lengths.tolist(), keeper.of_stage)
+        return dataclasses.replace(
+            each, routes=torch.from_numpy(ids), routes_known=torch.from_numpy(known)
+        )
+
+    return dataclasses.replace(routed(batch), later=tuple(routed(each) for each in batch.later))
 
 
 def mini_batches(
@@ -118,13 +186,59 @@ def mini_batches(
         value = getattr(batch, field.name)
         if value is None or getattr(later[0], field.name) is not None:
             continue  # not found, or made of the samples themselves
+        if field.name.startswith("routes"):
+            continue  # below
         everywhere = to_all(value, batch, lengths, group, device)
         later = tuple(
             dataclasses.replace(each, **{field.name: of_batch(everywhere, each, lengths)})
             for each in later
         )
+    if later and batch.routes is not None and later[0].routes is None:
+        later = with_routes_of(batch, later, group)
     for epoch in (batch, *(later or [batch] * (num_epochs - 1))):
         yield from split_mini_batches(epoch)
+
+
+def with_routes_of(
+    batch: TrainBatch, later: Sequence[TrainBatch], group: dist.ProcessGroup
+) -> tuple[TrainBatch, ...]:
+    """`later` with the routes that other ranks have recorded of its samples in their `batch`.
+
+    They go from rank to rank, once. Collective over the world; `group` is the data-parallel one.
+    """
+    assert batch.routes is not None and batch.routes_known is not None
+    wanted = list(dict.fromkeys(i for each in later for i in each.sample_ids.tolist()))
+    told = objects.all_gather((batch.sample_ids.tolist(), batch.lengths.tolist(), wanted))
+    peers = dist.get_process_group_ranks(group)
+    ends = np.cumsum(batch.lengths.tolist())
+    packed = torch.cat([batch.routes_known[:, None].view(torch.uint8), _as_bytes(batch.routes)], 1)
+    own = dict(zip(batch.sample_ids.tolist(), np.split(packed.numpy(), ends[:-1]), strict=True))
+    outgoing = [np.empty(0, dtype=np.uint8)] * len(told)
+    incoming, lengths = [0] * len(told), {}
+    for peer in peers:
+        has, their_lengths, wants = told[peer]
+        lengths |= dict(zip(has, their_lengths, strict=True))
+        pieces = [own[sample].ravel() for sample in wants if sample in own]
+        outgoing[peer] = np.concatenate([outgoing[peer], *pieces])
+        incoming[peer] = sum(lengths[i] for i in wanted if i in set(has)) * packed.shape[1]
+    found: dict[int, torch.Tensor] = {}
+    for peer, data in enumerate(objects.exchange(outgoing, incoming)):
+        rows, has = torch.from_numpy(data).view(-1, packed.shape[1]), set(told[peer][0])
+        for sample in [i for i in wanted if i in has] if peer in peers else ():
+            found[sample], rows = rows[: lengths[sample]], rows[lengths[sample] :]
+    moved = []
+    for each in later:
+        rows = torch.cat([packed[:0], *(found[i] for i in each.sample_ids.tolist())])
+        ids = rows[:, 1:].contiguous().view(batch.routes.dtype)
+        routes = ids.view(each.num_tokens, *batch.routes.shape[1:])
+        known = rows[:, 0].contiguous().view(torch.bool)
+        moved.append(dataclasses.replace(each, routes=routes, routes_known=known))
+    return tuple(moved)
+
+
+def _as_bytes(values: torch.Tensor) -> torch.Tensor:
+    """`[t, ...]` -> `[t, bytes]`."""
+    return values.flatten(1).contiguous().view(torch.uint8)
 
 
 def to_all(

@@ -1,0 +1,140 @@
+"""Which experts vLLM chose for each token of a response, prompt tokens included.
+
+On CUDA vLLM tells by itself (`enable_return_routed_experts`): a worker keeps choices by the hash of
+KV blocks, so that those of a prefix that was in the cache are there, too. That is of its model
+runner V2, which needs Triton. On CPU the same comes of `SlotCapture`: choices are kept by KV slot,
+where they live exactly as long as the keys and values that were computed with them. A hit in the
+prefix cache, a request that was preempted and computed again, a prompt in chunks, a token that
+speculation took back: whatever is in a slot last is what the response was computed from.
+
+Both hand the choices on in `CompletionOutput.routed_experts`.
+
+Shape legend: n tokens of a request; l decoder layers, m of them with experts; k choices a token.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+
+from mcore_rl.moe.routing import RoutedLayers, Routes
+
+_UNKNOWN = -1
+
+
+class SlotCapture:
+    """Keeps the choices of every KV slot of this rank's worker, and reads a request's when it ends.
+
+    For model runner V1, in which the scheduler, the worker and we are one process.
+    """
+
+    def __init__(self, llm: Any) -> None:
+        from vllm.model_executor.layers.fused_moe.routed_experts_capturer import (
+            bind_routed_experts_capturer,
+        )
+
+        runner = llm.llm_engine.model_executor.driver_worker.worker.model_runner
+        self._group, self._block_size = _group_of_all_tokens(runner.kv_cache_config)
+        self._num_slots = runner.kv_cache_config.num_blocks * self._block_size
+        self._topk = llm.llm_engine.vllm_config.model_config.get_num_experts_per_tok()
+        self._layers: dict[int, torch.Tensor] = {}  # layer -> [slots, k] int16
+        self._layer_name = runner.kv_cache_config.kv_cache_groups[self._group].layer_names[0]
+        self._ended: dict[str, np.ndarray] = {}
+        bind_routed_experts_capturer(runner.get_model(), self)  # calls `capture`
+        self._watch(llm.llm_engine.engine_core.engine_core.scheduler)
+
+    def capture(self, layer_id: int, topk_ids: torch.Tensor) -> None:
+        """Called by each router in a forward pass, with `[tokens, k]` experts."""
+        from vllm.forward_context import get_forward_context
+
+        mapping = get_forward_context().slot_mapping
+        slots = mapping.get(self._layer_name) if isinstance(mapping, dict) else None
+        if slots is None:  # a run that measures memory or warms up: there is no cache yet
+            return
+        if len(slots) != len(topk_ids):
+            raise RuntimeError(
+                f"layer {layer_id}: {len(topk_ids)} tokens have experts, but {len(slots)} have a "
+                "place in the KV cache"
+            )
+        if layer_id not in self._layers:
+            shape = (self._num_slots, self._topk)
+            self._layers[layer_id] = torch.full(shape, _UNKNOWN, dtype=torch.int16)
+        if (slots < 0).any():  # padding
+            topk_ids, slots = topk_ids[slots >= 0], slots[slots >= 0]
+        self._layers[layer_id][slots] = topk_ids.to(torch.int16)
+
+    def _watch(self, scheduler: Any) -> None:
+        """Read a request's slots before its blocks go to others, and send them with its output."""
+        free, update = scheduler._free_request, scheduler.update_from_output
+
+        def free_request(request: Any, *args: Any, **kwargs: Any) -> Any:
+            if request.request_id not in self._ended:
+                self._ended[request.request_id] = self._read(scheduler, request)
+            return free(request, *args, **kwargs)
+
+        def update_from_output(*args: Any, **kwargs: Any) -> Any:
+            outputs = update(*args, **kwargs)
+            for of_client in outputs.values():
+                for output in of_client.outputs:
+                    output.routed_experts = self._ended.get(output.request_id)
+            self._ended.clear()
+            return outputs
+
+        scheduler._free_request = free_request  # of this scheduler, over its class's
+        scheduler.update_from_output = update_from_output
+
+    def _read(self, scheduler: Any, request: Any) -> np.ndarray:
+        """`[n, l, k]` int16, of all tokens but the last, which has not been computed."""
+        num_tokens = max(request.num_tokens - 1, 0)
+        blocks = scheduler.kv_cache_manager.get_block_ids(request.request_id)[self._group]
+        starts = torch.tensor(blocks, dtype=torch.int64) * self._block_size
+        slots = (starts[:, None] + torch.arange(self._block_size)).flatten()[:num_tokens]
+        num_layers = max(self._layers, default=-1) + 1
+        found = torch.full((num_tokens, num_layers, self._topk), _UNKNOWN, dtype=torch.int16)
+        for layer, of_slots in self._layers.items():
+            found[: len(slots), layer] = of_slots[slots]
+        return found.numpy()
+
+    def forget(self) -> None:
+        """The KV cache is empty: what its slots hold belongs to nobody."""
+        self._layers.clear()
+
+
+def _group_of_all_tokens(kv_cache_config: Any) -> tuple[int, int]:
+    """Number and block size of a group of layers that keep every token of a request."""
+    from vllm.v1.kv_cache_interface import FullAttentionSpec
+
+    for number, group in enumerate(kv_cache_config.kv_cache_groups):
+        spec = group.kv_cache_spec
+        several = getattr(spec, "kv_cache_specs", None)  # layers of several sizes, in one group
+        specs = [spec] if several is None else several.values()
+        if all(isinstance(each, FullAttentionSpec) for each in specs):
+            return number, spec.block_size
+    raise RuntimeError("no layer of vLLM's model keeps every token in its KV cache")
+
+
+def routes_of(told: np.ndarray | None, of: RoutedLayers, num_tokens: int) -> Routes | str:
+    """What `CompletionOutput.routed_experts` says of a response of which `num_tokens` were
+    computed, its prompt's included; or what is wrong with it.
+
+    A token of which a layer is lacking counts as unknown, and so does one that nothing is told of.
+    """
+    if told is None:
+        told = np.empty((0, of.layers[-1] + 1, of.topk), dtype=of.dtype)
+    if told.ndim != 3 or len(told) > num_tokens or told.shape[1] <= of.layers[-1]:
+        expected = f"[{num_tokens}, more than {of.layers[-1]}, {of.topk}]"
+        return f"the engine told of experts in shape {list(told.shape)}, expected {expected}"
+    if told.shape[2] != of.topk:
+        return f"the engine told of {told.shape[2]} experts a token, expected {of.topk}"
+    ids = told[:, list(of.layers)]
+    if ids.size and int(ids.max()) >= of.num_experts:
+        return f"the engine told of expert {int(ids.max())}, of which there are {of.num_experts}"
+    known = np.zeros(num_tokens, dtype=np.bool_)
+    known[: len(ids)] = True
+    if np.issubdtype(ids.dtype, np.signedinteger):
+        known[: len(ids)] = (ids >= 0).all(axis=(1, 2))
+    found = np.zeros((num_tokens, *ids.shape[1:]), dtype=of.dtype)
+    found[: len(ids)] = ids.astype(of.dtype, copy=False)
+    return Routes(found, known)

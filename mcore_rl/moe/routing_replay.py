@@ -1,0 +1,183 @@
+"""Training with experts that were chosen before: Megatron's routers on this rank, told what to use.
+
+The router still computes its scores, and what the experts return is weighted by those, with
+gradient; only which experts these are is given. A token without a given choice keeps the router's.
+
+Choices are bound to the forward pass of a micro-batch. Recomputation runs a router once more, in
+the backward pass, when other micro-batches have gone forward since: it then gets what its forward
+pass had, first in, first out, as schedules go backward in the order in which they went forward.
+That it is a recomputation shows where it happens, outside of any micro-batch's forward pass.
+
+Megatron asks `router.router_replay` for the top k; what is put there is told by layer, so that the
+router of an MTP layer, which counts from layer 1 again, is never meant.
+
+Shape legend: t tokens of a rank's samples; n positions of a micro-batch's rows on this TP and CP
+rank, in Megatron's order (`[s, b]` flattened); m layers with experts on this rank, ascending; k
+choices a token; e experts.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from mcore_rl.moe.routing import RoutedLayers
+
+TopK = tuple[torch.Tensor, torch.Tensor]  # [n, k] scores and experts
+
+
+@dataclass(frozen=True, slots=True)
+class Choices:
+    """Those of a micro-batch, on the device."""
+
+    ids: torch.Tensor  # [n, m, k]
+    known: torch.Tensor  # [n] bool
+
+
+class RoutingReplay:
+    """The routers of a model's decoder layers on this rank. Local, but for the counts' readers.
+
+    Outside of its contexts routers choose for themselves.
+    """
+
+    def __init__(self, chunks: Sequence[torch.nn.Module], routed: RoutedLayers) -> None:
+        """`chunks` are model chunks without wrappers, `routed` is of the whole model.
+
+        RuntimeError: this Megatron's routers ask nobody.
+        """
+        routers: dict[int, Any] = {}
+        for chunk in chunks:
+            for layer in chunk.decoder.layers:  # type: ignore[union-attr]
+                if (router := getattr(layer.mlp, "router", None)) is not None:
+                    routers[layer.layer_number - 1] = router
+        layers = tuple(sorted(routers))
+        self.routed = RoutedLayers(layers, routed.topk, routed.num_experts)
+        self._now: Choices | None = None
+        self._recorded: list[torch.Tensor | None] | None = None
+        self._goes_back = False
+        self.counts = True  # whether given choices are compared with the routers' own
+        self._kept: list[deque[Choices]] = [deque() for _ in layers]
+        device = next(chunks[0].parameters()).device
+        # By column: choices that differ from the router's own, and choices that were compared.
+        self.differing = torch.zeros(len(layers), dtype=torch.float64, device=device)
+        self.compared = torch.zeros(len(layers), dtype=torch.float64, device=device)
+        for column, layer in enumerate(layers):
+            if not hasattr(routers[layer], "router_replay"):
+                raise RuntimeError("the routers of this Megatron cannot be told which experts")
+            routers[layer].router_replay = _Asked(self, column)
+
+    @contextmanager
+    def pass_over_samples(self, *, goes_back: bool) -> Iterator[None]:
+        """Around all micro-batches of a forward pass, or of one that `goes_back` for gradients.
+
+        RuntimeError at the end if a backward pass has not asked for what was kept for it.
+        """
+        self._goes_back = goes_back
+        try:
+            yield
+            if left := sum(map(len, self._kept)):
+                raise RuntimeError(f"{left} choices of experts were kept and not used")
+        finally:
+            self._goes_back = False
+            for kept in self._kept:
+                kept.clear()
+
+    @contextmanager
+    def using(self, choices: Choices | None) -> Iterator[None]:
+        """Around a model's forward pass of one micro-batch, on any of its chunks."""
+        self._now = choices
+        try:
+            yield
+        finally:
+            self._now = None
+
+    @contextmanager
+    def recording(self, into: dict[int, torch.Tensor]) -> Iterator[None]:
+        """Likewise; routers choose, and `into` gets the `[n, k]` of each column."""
+        self._recorded = [None] * len(self._kept)
+        try:
+            yield
+            into.update({i: ids for i, ids in enumerate(self._recorded) if ids is not None})
+        finally:
+            self._recorded = None
+
+    def choose(self, column: int, scores: torch.Tensor, own: Callable[[], TopK]) -> TopK:
+        """For Megatron's router: `own` is what it would choose by its `scores` `[n, e]`."""
+        if self._recorded is not None:
+            values, ids = own()
+            self._recorded[column] = ids
+            return values, ids
+        choices = self._of_this_call(column)
+        if choices is None:
+            return own()
+        with torch.no_grad():
+            _, chosen = own()
+            given = choices.ids[:, column].to(chosen.dtype)
+            ids = torch.where(choices.known[:, None], given, chosen)
+            if self.counts and self._now is not None:
+                differs = (ids[:, :, None] != chosen[:, None, :]).all(dim=-1)
+                self.differing[column] += differs.sum()
+                self.compared[column] += choices.known.sum() * ids.shape[1]
+        # In the order of scores, as the router's own: what is added up is then the same, too.
+        values, order = scores.gather(1, ids).sort(dim=1, descending=True)
+        return values, ids.gather(1, order)
+
+    def _of_this_call(self, column: int) -> Choices | None:
+        kept = self._kept[column]
+        if self._now is None:
+            if not self._goes_back:
+                return None
+            if not kept:
+                raise RuntimeError(
+                    f"the router of layer {self.routed.layers[column]} runs again in the backward "
+                    "pass, and what it chose in the forward pass was not kept"
+                )
+            return kept.popleft()
+        if self._goes_back and not torch.is_grad_enabled():  # so that it will run again
+            kept.append(self._now)
+        return self._now
+
+
+class _Asked:
+    """What a router finds under `router_replay`, in the place of Megatron's RouterReplay."""
+
+    def __init__(self, replay: RoutingReplay, column: int) -> None:
+        self._replay, self._column = replay, column
+        self.layer_number: int | None = None  # Megatron sets it
+
+    def get_replay_topk(
+        self,
+        scores: torch.Tensor,
+        topk: int,
+        num_groups: int | None = None,
+        group_topk: int | None = None,
+        default_compute_topk: Callable[..., TopK] | None = None,
+    ) -> TopK:
+        assert default_compute_topk is not None
+        own = default_compute_topk
+        return self._replay.choose(
+            self._column,
+            scores,
+            lambda: own(scores, topk, num_groups=num_groups, group_topk=group_topk),
+        )
+
+
+def obstacle(values: Mapping[str, Any]) -> str:
+    """What of Megatron's flags goes around the routers' question or its answer, in words that begin
+    with the flag; "" for nothing. `values` are by destination."""
+    if values.get("moe_router_fusion"):
+        return "--moe-router-fusion chooses experts in a kernel of its own"
+    kinds = values.get("moe_router_load_balancing_type") or ""
+    for kind in [kinds] if isinstance(kinds, str) else kinds:
+        if kind in ("sinkhorn", "quantile_balancing"):
+            return f"--moe-router-load-balancing-type {kind} chooses experts in its own way"
+    if values.get("enable_cuda_graph") or values.get("external_cuda_graph"):
+        return "--enable-cuda-graph runs what was captured"
+    if (graphs := values.get("cuda_graph_impl") or "none") != "none":
+        return f"--cuda-graph-impl {graphs} runs what was captured"
+    return ""

@@ -1,0 +1,169 @@
+"""What a rank does in `test_routing.py`; run by `tests.rank_pool`."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file
+
+from mcore_rl.batching.types import Prompt, Rollout, ScoredRollout, TrainBatch
+from mcore_rl.common import objects
+from mcore_rl.hybrid_engine.vllm.engine import VLLMEngine
+from mcore_rl.rollout.routes import RouteKeeper
+from mcore_rl.trainer.build import engine_config
+from mcore_rl.trainer.learner import Learner
+from tests.dist.ppo_jobs import Models, build_models
+
+NUM_SAMPLES, NUM_PROMPTS, MAX_TOKENS = 4, 8, 24
+
+
+def engine_and_trainer(flags: list[str]) -> dict[str, Any]:
+    """An engine samples, the trainer scores what it sampled, with one's experts and its own."""
+    models = build_models(flags)
+    config = engine_config(models.job, load_format="auto")
+    engine = VLLMEngine(dataclasses.replace(config, max_num_batched_tokens=256, max_num_seqs=16))
+    keeper = models.keeper
+    assert keeper is not None
+    found: dict[str, Any] = {"capture": captured(engine, models)}
+    scored = sampled(engine, models, keeper)
+    found["mismatch"] = mismatches(models.learner, scored)
+    found["after_reload"] = after_reload(engine, models)
+    engine.close()
+    dist.destroy_process_group()
+    return found
+
+
+def prompts(models: Models, count: int = NUM_PROMPTS) -> list[Prompt]:
+    """Of different lengths; two and two begin with the same 24 tokens, more than a KV block."""
+    rng = np.random.default_rng(5)
+    tokens = rng.integers(4, models.job.shape.vocab_size, size=(count, 40)).astype(np.int32)
+    tokens[1::2, :24] = tokens[::2, :24]
+    return [Prompt(i, "", "", row[: 26 + i]) for i, row in enumerate(tokens)]
+
+
+def generate(engine: VLLMEngine, prompts: list[Prompt], **changes: Any) -> list[Rollout]:
+    options = dict(num_samples=NUM_SAMPLES, temperature=1.0, max_tokens=MAX_TOKENS) | changes
+    engine.seed_sampling(11)
+    return engine.generate(prompts, weight_version=0, with_routes=True, ignore_eos=True, **options)
+
+
+def captured(engine: VLLMEngine, models: Models) -> dict[str, Any]:
+    """Of every response whether all is known, how many cached and preempted tokens there were, and
+    what the engine says of the same sequences as prompts, each computed anew."""
+    scheduler = engine._llm.llm_engine.engine_core.engine_core.scheduler
+    preempted, cached = [], []
+    noting(scheduler, "_preempt_request", preempted)
+    noting(scheduler.kv_cache_manager, "get_computed_blocks", cached)
+    rollouts = generate(engine, prompts(models))
+    # The samples of a prompt, one after the other, as a prompt of their own: more tokens than a KV
+    # block has, and so many that the 256 of a step cut some in two.
+    whole = [
+        Prompt(i, "", "", np.concatenate([t for r in of_prompt for t in tokens_of(r)]))
+        for i, of_prompt in enumerate(np.array(rollouts).reshape(-1, NUM_SAMPLES))
+    ]
+    first = generate(engine, whole, num_samples=1, max_tokens=1)
+    again = generate(engine, whole, num_samples=1, max_tokens=1)
+    del scheduler._preempt_request, scheduler.kv_cache_manager.get_computed_blocks
+    computed = [len(each.routes.known) for each in rollouts[::NUM_SAMPLES]]
+    return {
+        "complete": [
+            bool(each.routes.known.all())
+            and len(each.routes.ids) == len(each.prompt.token_ids) + MAX_TOKENS - 1
+            for each in rollouts
+        ],
+        "ids_are_experts": all(
+            all(len(set(choice)) == each.routes.ids.shape[-1] for choice in layer)
+            for each in rollouts[:4]
+            for layer in each.routes.ids
+        ),
+        # Batches differ, so that rounding does, and a few choices with it.
+        "as_prompts": agreement(rollouts[::NUM_SAMPLES], first, computed),
+        "cached": agreement(first, again, [150] * len(first)),
+        "by_chance": agreement(first, first[2:], computed),
+        "preempted": len(preempted),
+        "num_cached": sum(found[1] for found in cached),
+        "digests": objects.all_gather("".join(each.routes.digest().hex() for each in rollouts)),
+    }
+
+
+def noting(owner: Any, name: str, into: list[Any]) -> None:
+    """Have `into` get what a method of an object returns."""
+    method = getattr(owner, name)
+
+    def noted(*args: Any, **kwargs: Any) -> Any:
+        into.append(method(*args, **kwargs))
+        return into[-1]
+
+    setattr(owner, name, noted)
+
+
+def tokens_of(rollout: Rollout) -> tuple[np.ndarray, np.ndarray]:
+    return rollout.prompt.token_ids, rollout.response_token_ids
+
+
+def agreement(some: list[Rollout], others: list[Rollout], lengths: list[int]) -> float:
+    """The share of tokens and layers with the same experts, of so many tokens of each."""
+    same = [
+        np.sort(a.routes.ids[:n], axis=-1) == np.sort(b.routes.ids[:n], axis=-1)
+        for a, b, n in zip(some, others, lengths, strict=False)
+    ]
+    return float(np.mean(np.concatenate([each.all(axis=-1).ravel() for each in same])))
+
+
+def sampled(engine: VLLMEngine, models: Models, keeper: RouteKeeper) -> list[ScoredRollout]:
+    """As after a rollout: each engine has sampled its block, and its ranks keep the experts."""
+    layout, rank = models.job.rollout_layout, dist.get_rank()
+    blocks = np.array_split(np.arange(NUM_PROMPTS), layout.num_tp_groups)
+    everything = prompts(models)
+    keeper.forget()
+    mine = keeper.keep(
+        generate(engine, [everything[i] for i in blocks[layout.tp_group_index(rank)]])
+    )
+    everyone = objects.all_gather((mine, keeper.digest()))
+    keeper.require_agreement([digest for _, digest in everyone])
+    firsts = [layout.rank(group * layout.tp_size) for group in range(layout.num_tp_groups)]
+    return [ScoredRollout(each, reward=0.0) for first in firsts for each in everyone[first][0]]
+
+
+def mismatches(learner: Learner, scored: list[ScoredRollout]) -> dict[str, Any]:
+    """Means over tokens of |log-prob of the engine - log-prob of the trainer|."""
+    batch = learner.make_batch(0, scored)
+    actor, replay = learner.actor, learner.actor.replay
+    assert replay is not None and batch.actor.routes is not None
+    given = batch.actor
+    assert given.routes_known is not None
+    permuted = dataclasses.replace(
+        given, routes=given.routes.roll(7, dims=0), routes_known=given.routes_known.roll(7)
+    )
+    free = dataclasses.replace(given, routes=None, routes_known=None)
+    found = {
+        "replayed_share": batch.metrics["moe/replayed_share"],
+        "given": difference(learner, actor.log_probs(given), given),
+    }
+    found["disagreement"] = float(replay.differing.sum() / replay.compared.sum())
+    found["free"] = difference(learner, actor.log_probs(free), given)
+    found["permuted"] = difference(learner, actor.log_probs(permuted), given)
+    return found
+
+
+def difference(learner: Learner, log_probs: torch.Tensor, batch: TrainBatch) -> float:
+    apart = (log_probs - batch.rollout_log_probs).abs()[batch.loss_mask].double()
+    total = learner.actor.runner.global_sum(torch.tensor([apart.sum(), float(apart.numel())]))
+    return float(total[0] / total[1])
+
+
+def after_reload(engine: VLLMEngine, models: Models) -> dict[str, Any]:
+    """Routers that choose the opposite, and what is then told of the same prompts."""
+    before = generate(engine, prompts(models), num_samples=1, max_tokens=1)
+    weights = load_file(models.job.checkpoint.folder / "model.safetensors")
+    turned = ((n, -w if n.endswith("mlp.gate.weight") else w) for n, w in weights.items())
+    engine.reload(turned)
+    after = generate(engine, prompts(models), num_samples=1, max_tokens=1)
+    return {
+        "complete": all(bool(each.routes.known.all()) for each in after),
+        "as_before": agreement(before, after, [20] * len(before)),
+    }

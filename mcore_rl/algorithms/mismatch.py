@@ -94,6 +94,7 @@ class MismatchSums(TokenSums):
     weight: torch.Tensor
     weight_squared: torch.Tensor
     kl: torch.Tensor  # k3 of KL(engine || actor)
+    difference: torch.Tensor  # |log-prob of the engine - log-prob of the actor|
 
     def metrics(self) -> dict[str, float]:
         """Shares and means over the tokens that were summed; all 0 if there were none.
@@ -111,6 +112,7 @@ class MismatchSums(TokenSums):
                 float(self.weight) ** 2 / (num_tokens * squared) if squared > 0 else 0.0
             ),
             "kl": float(self.kl) / num_tokens,
+            "mean_abs_difference": float(self.difference) / num_tokens,
         }
 
 
@@ -165,5 +167,6 @@ def mismatch_weights(
             weight=total(weights),
             weight_squared=total(weights.double().square()),
             kl=total(kl_estimate(rollout, old, "k3")),
+            difference=total((old - rollout).abs()),
         ),
     )

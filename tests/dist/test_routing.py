@@ -128,3 +128,57 @@ def test_replay_brings_trainer_and_engine_together(results: dict[str, Any]) -> N
         assert 0.001 < found["disagreement"] < 0.2
         assert found["given"] <= 0.6 * found["free"], found
         assert found["permuted"] > 1.3 * found["free"], found
+
+
+RECOMPUTE = {
+    "every layer": "full --recompute-method uniform --recompute-num-layers 1",
+    "the first layer of a stage": "full --recompute-method block --recompute-num-layers 1",
+    "experts": "selective --recompute-modules moe",
+    "attention": "selective --recompute-modules core_attn",
+}
+
+
+@pytest.fixture(scope="module")
+def learnt(
+    checkpoint_factory: Callable[..., Path],
+    ranks: RankPool,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Callable[[str], tuple[Any, dict[str, torch.Tensor]]]:
+    """What two updates with given experts measured, in two pipeline stages, and their weights."""
+    checkpoint = checkpoint_factory("deepseek_v3", overrides={"num_hidden_layers": 4})
+
+    def learn(recompute: str) -> tuple[Any, dict[str, torch.Tensor]]:
+        target = tmp_path_factory.mktemp("learnt")
+        flags = "--rl-precision fp32 --pipeline-model-parallel-size 2 --micro-batch-size 1"
+        flags += " --rl-num-prompts-per-step 4 --rl-num-samples-per-prompt 2 --rl-num-mini-batches 2"
+        flags += " --rl-max-prompt-tokens 64 --rl-max-response-tokens 64 --adam-eps 1.0 --lr 0.1"
+        flags += f" --rl-routing-replay r3 --rl-hf-checkpoint {checkpoint}"
+        if recompute:
+            flags += f" --recompute-granularity {recompute}"
+        found = ranks.run(
+            "tests.dist.invariance_jobs:learn",
+            world_size=2,
+            arguments={"flags": flags.split(), "target": str(target), "num_steps": 1},
+        )
+        return found[0], tensors_of(target / "actor")
+
+    return learn
+
+
+@pytest.fixture(scope="module")
+def nothing_recomputed(learnt: Callable[[str], Any]) -> tuple[Any, dict[str, torch.Tensor]]:
+    return learnt("")
+
+
+@pytest.mark.parametrize("kind", RECOMPUTE)
+def test_recomputation_changes_no_bit(
+    kind: str, learnt: Callable[[str], Any], nothing_recomputed: tuple[Any, Any]
+) -> None:
+    found, weights = learnt(RECOMPUTE[kind])
+    expected, expected_weights = nothing_recomputed
+    assert expected["replayed"][0] == expected["replayed"][1] > 0
+    assert found["steps"] == expected["steps"]
+    assert weights.keys() == expected_weights.keys()
+    for name, weight in weights.items():
+        assert torch.equal(weight, expected_weights[name]), name
+    assert found["forwards"] != expected["forwards"] or kind == "experts"

@@ -110,6 +110,13 @@ SECTIONS = (
                 note="k3 estimate of the KL between vLLM's and Megatron's log-probs, same weights.",
             ),
             Panel(
+                "mismatch-difference",
+                "Log-probs of engine and actor",
+                (("mismatch/mean_abs_difference", "mean |difference|"),),
+                from_zero=True,
+                note="In nats, over tokens, of the same weights.",
+            ),
+            Panel(
                 "mismatch-weights",
                 "Correction of the mismatch",
                 (

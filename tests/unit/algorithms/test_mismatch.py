@@ -70,12 +70,13 @@ def test_weights_and_metrics_equal_loops(config: MismatchConfig, seed: int) -> N
     old, rollout = log_probs_of(batch, seed)
     found = mismatch_weights(old.requires_grad_(), rollout, batch.loss_mask, batch.lengths, config)
     assert not found.weights.requires_grad
-    expected, rows, kl = torch.ones_like(old), [], []
+    expected, rows, kl, apart = torch.ones_like(old), [], [], []
     for tokens in batch.loss_tokens:
         ratios = [math.exp(old[j].item() - rollout[j].item()) for j in tokens]
         of_response = reference(ratios, config)
         rows += of_response
         kl += [ratio - 1 - math.log(ratio) for ratio in ratios]
+        apart += [abs(math.log(ratio)) for ratio in ratios]
         for j, (weight, _, _) in zip(tokens, of_response, strict=True):
             expected[j] = weight
     torch.testing.assert_close(found.weights, expected.detach(), rtol=1e-12, atol=1e-14)
@@ -86,6 +87,7 @@ def test_weights_and_metrics_equal_loops(config: MismatchConfig, seed: int) -> N
         "mean_weight": np.mean(weights),
         "effective_sample_size": sum(weights) ** 2 / (len(rows) * sum(w * w for w in weights)),
         "kl": np.mean(kl),
+        "mean_abs_difference": np.mean(apart),
     }
     assert found.sums.metrics() == pytest.approx(metrics, rel=1e-10)
 
@@ -160,6 +162,7 @@ def test_equal_log_probs_need_no_correction() -> None:
             "mean_weight": 1.0,
             "effective_sample_size": 1.0,
             "kl": 0.0,
+            "mean_abs_difference": 0.0,
         }
 
 

@@ -1,0 +1,267 @@
+"""Choices of experts: how they are kept and told, and what a router gets of them when."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from mcore_rl.batching.rows import MicroBatching, lay_out, tokens_in_rows
+from mcore_rl.batching.train_batches import batch_of_tokens, split_micro_batches
+from mcore_rl.moe.routing import RoutedLayers, Routes, joined, load_of
+from mcore_rl.moe.routing_capture import routes_of
+from mcore_rl.moe.routing_replay import Choices, RoutingReplay, obstacle
+
+LAYERS = RoutedLayers((1, 3), topk=2, num_experts=6)
+
+
+def drawn(num_tokens: int, of: RoutedLayers = LAYERS, seed: int = 0) -> np.ndarray:
+    """`[n, m, k]` different experts."""
+    rng = np.random.default_rng(seed)
+    scores = rng.random((num_tokens, len(of.layers), of.num_experts))
+    return scores.argsort(axis=-1)[..., : of.topk].astype(of.dtype)
+
+
+# ------------------------------------------------------------------------------- what is kept
+
+
+def test_a_choice_takes_one_byte_up_to_256_experts_and_then_two() -> None:
+    layers = tuple(range(3, 61))  # DeepSeek-V3
+    assert RoutedLayers(layers, 8, 256).bytes_a_token == 464 + 1
+    assert RoutedLayers(layers, 8, 384).bytes_a_token == 928 + 1
+    for num_experts in (256, 257):
+        of = RoutedLayers((0,), 1, num_experts)
+        assert torch.from_numpy(np.zeros(1, of.dtype)).dtype == of.torch_dtype
+        assert np.array(num_experts - 1).astype(of.dtype) == num_experts - 1
+
+
+@pytest.mark.parametrize("told_as", [np.int16, np.uint8])
+def test_routes_are_those_of_the_layers_with_experts(told_as: type) -> None:
+    ids = drawn(5)
+    told = np.full((5, 4, 2), 1, dtype=told_as)
+    told[:, LAYERS.layers] = ids
+    found = routes_of(told, LAYERS, 7)
+    assert isinstance(found, Routes)
+    assert np.array_equal(found.ids[:5], ids) and found.ids.dtype == np.uint8
+    assert found.known.tolist() == [True] * 5 + [False] * 2
+
+
+def test_a_token_that_lacks_a_layer_is_unknown() -> None:
+    told = np.zeros((3, 4, 2), dtype=np.int16)
+    told[..., 1] = 1
+    told[1, 3] = -1
+    told[2, 0] = -1  # which has no experts
+    found = routes_of(told, LAYERS, 3)
+    assert isinstance(found, Routes) and found.known.tolist() == [True, False, True]
+    nothing = routes_of(None, LAYERS, 3)
+    assert isinstance(nothing, Routes) and nothing.known.tolist() == [False] * 3
+
+
+@pytest.mark.parametrize(
+    ("shape", "value", "words"),
+    [
+        ((4, 4, 2), 0, r"shape \[4, 4, 2\], expected \[3, more than 3, 2\]"),
+        ((3, 3, 2), 0, r"shape \[3, 3, 2\], expected"),
+        ((3, 4), 0, r"shape \[3, 4\], expected"),
+        ((3, 4, 3), 0, "of 3 experts a token, expected 2"),
+        ((3, 4, 2), 6, "of expert 6, of which there are 6"),
+    ],
+)
+def test_routes_of_another_model_cost_the_sample(shape, value: int, words: str) -> None:
+    found = routes_of(np.full(shape, value, dtype=np.uint8), LAYERS, 3)
+    assert isinstance(found, str)
+    with pytest.raises(AssertionError, match=words):
+        raise AssertionError(found)
+
+
+def test_digest_shows_every_choice_and_what_is_known() -> None:
+    ids, known = drawn(6), np.ones(6, dtype=np.bool_)
+    digests = {Routes(ids, known).digest()}
+    for token, layer in np.ndindex(6, 2):
+        other = ids.copy()
+        other[token, layer, 0] = (set(range(6)) - set(ids[token, layer].tolist())).pop()
+        digests.add(Routes(other, known).digest())
+    digests.add(Routes(ids, known & (np.arange(6) != 2)).digest())
+    assert len(digests) == 14
+    assert Routes(ids.copy(), known.copy()).digest() in digests
+
+
+def test_load_counts_known_tokens() -> None:
+    ids, known = drawn(40), np.random.default_rng(1).random(40) > 0.3
+    expected = np.zeros((2, 6), dtype=np.int64)
+    for token, layer, choice in np.ndindex(*ids.shape):
+        expected[layer, ids[token, layer, choice]] += known[token]
+    assert np.array_equal(load_of(Routes(ids, known), 6), expected)
+    long = Routes(drawn(5000), np.ones(5000, dtype=np.bool_))
+    counted = load_of(long, 6)
+    assert (counted.sum(axis=1) == 1000 * 2).all()  # every fifth token
+
+
+def test_joined_leaves_the_last_token_of_each_sample_to_the_router() -> None:
+    first, third = (Routes(drawn(n, seed=n), np.arange(n) != 1) for n in (3, 2))
+    ids, known = joined([first, None, third], [4, 2, 3], LAYERS)
+    assert known.tolist() == [True, False, True, False, False, False, True, False, False]
+    assert np.array_equal(ids[:3], first.ids) and np.array_equal(ids[6:8], third.ids)
+
+
+# ------------------------------------------------------------------------- where a token goes
+
+
+@pytest.mark.parametrize("cp_size", [1, 2])
+@pytest.mark.parametrize("max_tokens", [0, 64])
+def test_rows_hold_every_token_once(max_tokens: int, cp_size: int) -> None:
+    batch = batch_of_tokens([[5, 6, 7], [8, 9], [10, 11, 12, 13]])
+    batching = MicroBatching(max_tokens=max_tokens, multiple_of=2, cp_size=cp_size)
+    for part in split_micro_batches(batch):
+        found = []
+        for cp_rank in range(cp_size):
+            rows = lay_out(part, batching, None, cp_rank)
+            tokens = tokens_in_rows(rows, part.num_tokens, cp_rank)
+            is_token = tokens >= 0
+            assert torch.equal(rows.token_ids[is_token], part.token_ids[tokens[is_token]])
+            found += tokens[is_token].tolist()
+        assert sorted(found) == list(range(part.num_tokens))
+
+
+# --------------------------------------------------------------------------- what a router gets
+
+
+class Router(torch.nn.Module):
+    """Asks as Megatron's does."""
+
+    def __init__(self, layer_number: int) -> None:
+        super().__init__()
+        self.layer_number, self.router_replay = layer_number, None
+
+    def forward(self, scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        def top(scores, topk, num_groups=None, group_topk=None):
+            return scores.topk(topk, dim=1)
+
+        return self.router_replay.get_replay_topk(scores, 2, None, None, top)
+
+
+def replay_of(*layer_numbers: int) -> tuple[RoutingReplay, list[Router]]:
+    routers = [Router(number) for number in layer_numbers]
+    layers = [SimpleNamespace(layer_number=1, mlp=SimpleNamespace())]  # a dense one
+    layers += [
+        SimpleNamespace(layer_number=router.layer_number, mlp=SimpleNamespace(router=router))
+        for router in routers
+    ]
+    chunk = SimpleNamespace(
+        decoder=SimpleNamespace(layers=layers), parameters=lambda: iter([torch.zeros(1)])
+    )
+    return RoutingReplay([chunk], LAYERS), routers
+
+
+SCORES = torch.tensor([[0.1, 0.9, 0.5, 0.3, 0.2, 0.0], [0.6, 0.1, 0.2, 0.8, 0.3, 0.4]])
+
+
+def choices(*ids: list[int], known: tuple[bool, bool] = (True, True)) -> Choices:
+    """The same of both layers for two tokens."""
+    stacked = torch.tensor(ids, dtype=torch.uint8)[:, None].expand(2, 2, 2)
+    return Choices(stacked, torch.tensor(known))
+
+
+def test_given_choices_are_taken_with_the_routers_scores() -> None:
+    replay, (router, _) = replay_of(2, 4)
+    scores = SCORES.clone().requires_grad_()
+    with replay.pass_over_samples(goes_back=False), replay.using(choices([4, 5], [1, 2])):
+        values, ids = router(scores)
+    assert ids.tolist() == [[4, 5], [2, 1]]  # in the order of the scores
+    assert torch.equal(values, SCORES.gather(1, ids))
+    values.sum().backward()
+    assert scores.grad.nonzero().tolist() == [[0, 4], [0, 5], [1, 1], [1, 2]]
+
+
+def test_an_unknown_token_keeps_its_routers_choice_and_is_not_compared() -> None:
+    replay, (router, _) = replay_of(2, 4)
+    given = choices([4, 1], [1, 2], known=(True, False))
+    with replay.pass_over_samples(goes_back=False), replay.using(given):
+        _, ids = router(SCORES)
+    assert ids.tolist() == [[1, 4], [3, 0]]
+    assert replay.differing.tolist() == [1, 0] and replay.compared.tolist() == [2, 0]
+
+
+def test_outside_of_a_pass_routers_choose() -> None:
+    replay, routers = replay_of(2, 4)
+    for router in routers:
+        assert router(SCORES)[1].tolist() == [[1, 2], [3, 0]]
+    assert replay.compared.sum() == 0
+
+
+def test_own_choices_given_are_bit_for_bit_the_routers() -> None:
+    replay, (router, _) = replay_of(2, 4)
+    scores = torch.rand(2, 6, generator=torch.Generator().manual_seed(0))
+    values, ids = router(scores)
+    turned = Choices(ids.flip(1)[:, None].expand(2, 2, 2), torch.ones(2, dtype=torch.bool))
+    with replay.pass_over_samples(goes_back=False), replay.using(turned):
+        again = router(scores)
+    assert torch.equal(again[0], values) and torch.equal(again[1], ids)
+
+
+def test_recomputation_gets_what_its_own_forward_pass_had() -> None:
+    """Two micro-batches go forward before the first goes back, as in a pipeline."""
+    replay, (router, other) = replay_of(2, 4)
+    given = [choices([0, 1], [0, 1]), choices([2, 3], [2, 3]), choices([4, 5], [4, 5])]
+
+    def forward(number: int) -> None:
+        with replay.using(given[number]), torch.no_grad():
+            router(SCORES)
+        with replay.using(given[number]):
+            other(SCORES)  # a layer that is not recomputed
+
+    def recomputed() -> set[int]:
+        return set(router(SCORES)[1].flatten().tolist())
+
+    with replay.pass_over_samples(goes_back=True):
+        forward(0)
+        forward(1)
+        assert recomputed() == {0, 1}
+        forward(2)
+        assert [recomputed(), recomputed()] == [{2, 3}, {4, 5}]
+
+
+def test_a_recomputation_too_many_or_too_few_is_an_error() -> None:
+    replay, (router, _) = replay_of(2, 4)
+    with (
+        pytest.raises(RuntimeError, match="router of layer 1 runs again in the backward pass"),
+        replay.pass_over_samples(goes_back=True),
+    ):
+        router(SCORES)
+    with (
+        pytest.raises(RuntimeError, match="1 choices of experts were kept and not used"),
+        replay.pass_over_samples(goes_back=True),
+        replay.using(choices([0, 1], [0, 1])),
+        torch.no_grad(),
+    ):
+        router(SCORES)
+    assert router(SCORES)[1].tolist() == [[1, 2], [3, 0]]  # and nothing is left of it
+
+
+def test_recording_tells_of_each_layer() -> None:
+    replay, (router, other) = replay_of(2, 4)
+    found: dict[int, torch.Tensor] = {}
+    with replay.recording(found):
+        router(SCORES)
+        other(SCORES.flip(1))
+    assert {column: ids.tolist() for column, ids in found.items()} == {
+        0: [[1, 2], [3, 0]],
+        1: [[4, 3], [2, 5]],
+    }
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        ({"moe_router_fusion": True}, "--moe-router-fusion "),
+        ({"moe_router_load_balancing_type": ["aux_loss", "sinkhorn"]}, "-type sinkhorn "),
+        ({"moe_router_load_balancing_type": "quantile_balancing"}, "-type quantile_balancing "),
+        ({"enable_cuda_graph": True}, "--enable-cuda-graph "),
+        ({"cuda_graph_impl": "local"}, "--cuda-graph-impl local "),
+    ],
+)
+def test_what_goes_around_the_router_is_named(values: dict, words: str) -> None:
+    assert words in obstacle(values)
+    assert not obstacle({"moe_router_load_balancing_type": "none", "cuda_graph_impl": "none"})

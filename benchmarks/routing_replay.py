@@ -4,10 +4,11 @@
         --svg docs/assets/routing_replay.svg
 
 The model is a Qwen3-MoE of 4 layers with 32 experts, 4 a token, that is warmed up on the task of
-the tiny preset. Then every router gets a large common row added to the rows of all its experts:
-that adds one number to all scores of a token, which softmax does not see, but in bfloat16 rounding
-of those scores grows with it, and the more tokens get other experts in the trainer than in the
-engine. All runs begin with the same weights, prompts and seeds.
+the tiny preset. Then the rows of every router are made a tenth, and one common row is added to all
+of them. The former changes no choice, the latter adds one number to all scores of a token, which
+softmax does not see; but in bfloat16 the scores are now rounded by as much as they differ, and the
+engine's router, which computes in bfloat16, chooses other experts than the trainer's in float32.
+All runs begin with the same weights, prompts and seeds.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 ROOT = Path(__file__).resolve().parents[1]
+SCALE = 0.1
 MODES = {"off": "#8a8f98", "r2": "#d9731a", "r3": "#3d7fd6"}
 PANELS = (
     ("mean |log-prob difference|, engine and trainer", "mismatch/mean_abs_difference"),
@@ -64,7 +66,7 @@ def make_model(folder: Path, common: float) -> None:
     for name, weight in weights.items():
         if name.endswith("mlp.gate.weight"):
             row = torch.randn(1, weight.shape[1], generator=generator) * common
-            weights[name] = (weight.float() + row).to(weight.dtype)
+            weights[name] = (SCALE * weight.float() + row).to(weight.dtype)
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
 
 

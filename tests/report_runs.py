@@ -55,6 +55,12 @@ def step_metrics(step: int, num_steps: int, rng: random.Random) -> dict[str, flo
         "loss/value": 0.2 * (1 - done) + 0.05,
         "critic/explained_variance": 0.8 * done,
         "moe/imbalance": 1.9 + 0.2 * rng.random(),
+        "moe/routing_disagreement": 0.1 - 0.05 * done,
+        **{
+            f"moe/{name}/layer_{layer}": value * (1 + layer / 10 + done)
+            for name, value in (("routing_disagreement", 0.03), ("imbalance", 1.1))
+            for layer in (1, 2, 10)
+        },
         "health/alarms": 1.0 if step >= 30 else 0.0,
         **{f"time/{stage}_seconds": value for stage, value in seconds.items()},
         "time/step_seconds": sum(seconds.values()) + 0.05,

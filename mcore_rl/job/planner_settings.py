@@ -14,6 +14,7 @@ from typing import Any
 from mcore_rl.common.errors import UsageError
 from mcore_rl.flags.options import RLConfig
 from mcore_rl.model.layout import PipelineLayers, RolloutLayout, TrainLayout
+from mcore_rl.moe.routing import R3
 from mcore_rl.planner.settings import (
     MIB,
     ActivationSettings,
@@ -132,6 +133,7 @@ def engine_settings(
     `offloaded` and `away_at_start` are kinds of `hybrid_engine.offload`."""
     length = config.max_prompt_tokens + config.max_response_tokens
     samples = math.ceil(config.num_prompts_per_step / rollout.num_tp_groups)
+    replays = config.routing_replay == R3
     return EngineSettings(
         gpu_memory_utilization=config.rollout_gpu_memory_utilization,
         max_num_seqs=config.rollout_max_num_seqs,
@@ -150,6 +152,8 @@ def engine_settings(
         exports=bool(config.export_hf),
         has_canary=config.canary_interval > 0,
         gathered_tokens=samples * config.samples_per_prompt * config.max_response_tokens,
+        routed_tokens=samples * config.samples_per_prompt * length if replays else 0,
+        routed_tokens_in_all=config.samples_per_step * length if replays else 0,
     )
 
 

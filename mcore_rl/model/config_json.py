@@ -101,6 +101,11 @@ class ModelShape:
     # `score.weight` `[1, h]` instead of `lm_head.weight`: a critic, or a reward model.
     value_head: bool = False
 
+    @property
+    def moe_layers(self) -> tuple[int, ...]:
+        """Global numbers, from 0, of the layers with experts."""
+        return tuple(layer for layer, is_moe in enumerate(self.is_moe_layer) if is_moe)
+
 
 class _Fields:
     """Reads fields of config.json; a missing or senseless one is an error that names it."""

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from mcore_rl.model.tensors import embedding_specs, head_specs, layer_specs
+from mcore_rl.moe.routing import RoutedLayers
 from mcore_rl.planner.models import ACTOR, TrainedModel, optimizer_bytes, stage_state
 from mcore_rl.planner.phases import Bytes, Case, DeviceMemory, States, device_memory
 
@@ -39,7 +40,8 @@ def memory_of(case: Case, resident_bytes: Bytes, traffic_bytes: int = 0) -> Memo
     most sends and receives together, of which delta transfers keep copies.
     """
     device = device_memory(case, resident_bytes)
-    return Memory(device.phases, device.kv_cache, _host(case, traffic_bytes))
+    routed = routed_bytes(case, device.kv_cache.tokens)
+    return Memory(device.phases, device.kv_cache, _host(case, traffic_bytes, routed))
 
 
 def gathered_bytes(case: Case) -> int:
@@ -47,6 +49,34 @@ def gathered_bytes(case: Case) -> int:
     ranks, each as large as the largest."""
     largest = case.engine.gathered_tokens * SAMPLED_TOKEN_BYTES
     return case.rollout.world_size * largest if case.rollout.world_size > 1 else 0
+
+
+def routed_bytes(case: Case, kv_cache_tokens: int) -> dict[str, int]:
+    """What a rank has on the host of the experts that samples came with: what it has sampled and
+    vLLM keeps beside the KV cache, then what it sends and receives to train with.
+    """
+    experts, engine = case.shape.experts, case.engine
+    if experts is None or not engine.routed_tokens:
+        return {}
+    train = case.train
+    routed = RoutedLayers(case.shape.moe_layers, experts.topk, experts.num_experts)
+    a_token = routed.bytes_a_token
+    kept = engine.routed_tokens * a_token
+    # One message for each receiver, who has the same as its neighbours in TP and CP.
+    receivers = max(1, train.tp_size * train.cp_size // case.rollout.tp_size)
+    fullest = max(
+        sum(case.shape.is_moe_layer[layer] for chunk in stage for layer in chunk)
+        for stage in case.layers
+    )
+    of_stage = RoutedLayers(tuple(range(fullest)), experts.topk, experts.num_experts)
+    received = engine.routed_tokens_in_all // train.dp_size * of_stage.bytes_a_token
+    return {
+        "experts of samples": kept + max(kept * (1 + receivers) + received, 2 * received),
+        "experts in vLLM": kv_cache_tokens
+        * case.shape.num_layers
+        * (a_token - 1)
+        // len(routed.layers),
+    }
 
 
 def _exported_file_bytes(case: Case) -> int:
@@ -59,21 +89,27 @@ def _exported_file_bytes(case: Case) -> int:
     return min(EXPORTED_FILE_BYTES, ends + sum(of_kind[kind] for kind in shape.is_moe_layer))
 
 
-def _host(case: Case, traffic_bytes: int) -> dict[str, int]:
+def _host(case: Case, traffic_bytes: int, routed: Mapping[str, int]) -> dict[str, int]:
     """Of a node whose ranks are all on the fullest stage of each model; where models have ranks of
     their own, of a node with those that take more."""
     states = {model.name: stage_state(model) for model in case.models}
     sharing: dict[tuple[int, ...], list[TrainedModel]] = {}
     for model in case.models:
         sharing.setdefault(model.ranks, []).append(model)
-    of_ranks = [_host_of_rank(case, states, models, traffic_bytes) for models in sharing.values()]
+    of_ranks = [
+        _host_of_rank(case, states, models, traffic_bytes, routed) for models in sharing.values()
+    ]
     per_rank = max(of_ranks, key=lambda sizes: sum(sizes.values()))
     ranks = min(case.machine.ranks_per_node, case.train.world_size)
     return {name: size * ranks for name, size in per_rank.items() if size}
 
 
 def _host_of_rank(
-    case: Case, states: States, models: list[TrainedModel], traffic_bytes: int
+    case: Case,
+    states: States,
+    models: list[TrainedModel],
+    traffic_bytes: int,
+    routed: Mapping[str, int],
 ) -> dict[str, int]:
     """By what it is for, of a rank that holds `models`."""
     engine = case.engine
@@ -103,6 +139,7 @@ def _host_of_rank(
         if is_actor:
             found["copies for delta"] = traffic_bytes if engine.delta else 0
             found["samples from all ranks"] = gathered_bytes(case)
+            found.update(routed)
             found["file being exported"] = _exported_file_bytes(case) if engine.exports else 0
         # Through host memory, one model after the other: this rank's share of the larger one.
         checkpoint = max(checkpoint, weights + _optimizer_in_checkpoints(model))

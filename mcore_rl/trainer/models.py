@@ -110,8 +110,7 @@ def routed_layers(shape: ModelShape) -> RoutedLayers | None:
     """What choices of experts a model's routers make; None: it has none."""
     if shape.experts is None:
         return None
-    layers = tuple(layer for layer, is_moe in enumerate(shape.is_moe_layer) if is_moe)
-    return RoutedLayers(layers, shape.experts.topk, shape.experts.num_experts)
+    return RoutedLayers(shape.moe_layers, shape.experts.topk, shape.experts.num_experts)
 
 
 def route_keeper(job: Job) -> RouteKeeper | None:

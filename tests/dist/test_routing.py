@@ -150,7 +150,9 @@ def learnt(
     def learn(recompute: str) -> tuple[Any, dict[str, torch.Tensor]]:
         target = tmp_path_factory.mktemp("learnt")
         flags = "--rl-precision fp32 --pipeline-model-parallel-size 2 --micro-batch-size 1"
-        flags += " --rl-num-prompts-per-step 4 --rl-num-samples-per-prompt 2 --rl-num-mini-batches 2"
+        flags += (
+            " --rl-num-prompts-per-step 4 --rl-num-samples-per-prompt 2 --rl-num-mini-batches 2"
+        )
         flags += " --rl-max-prompt-tokens 64 --rl-max-response-tokens 64 --adam-eps 1.0 --lr 0.1"
         flags += f" --rl-routing-replay r3 --rl-hf-checkpoint {checkpoint}"
         if recompute:

@@ -18,6 +18,7 @@ from mcore_rl.hybrid_engine.plan.placement import Placement, with_rank_map
 from mcore_rl.hybrid_engine.plan.trees import KnownGroups
 from mcore_rl.model.config_json import ModelShape
 from mcore_rl.model.layout import RolloutLayout, TrainLayout, pipeline_layers
+from mcore_rl.moe.routing import Routes
 from mcore_rl.planner.activations import (
     layer_terms,
     micro_batches_in_flight,
@@ -26,7 +27,7 @@ from mcore_rl.planner.activations import (
 from mcore_rl.planner.advice import HOST
 from mcore_rl.planner.communicators import communicators_of
 from mcore_rl.planner.links import neighbourhoods, traffic_of
-from mcore_rl.planner.memory import EXPORTED_FILE_BYTES, gathered_bytes
+from mcore_rl.planner.memory import EXPORTED_FILE_BYTES, gathered_bytes, routed_bytes
 from mcore_rl.planner.models import stage_state
 from mcore_rl.planner.parameters import (
     kv_bytes_per_token,
@@ -468,6 +469,25 @@ def test_samples_of_all_ranks_are_in_host_memory_at_one_time() -> None:
     planned = gathered_bytes(case)
     assert planned <= world * message <= 1.2 * planned  # names and shapes of every sample
     assert plan_case(case).memory.host_bytes["samples from all ranks"] == 8 * planned
+
+
+def test_experts_of_samples_are_counted_as_they_are_kept_and_sent() -> None:
+    """DeepSeek-V3: 58 layers x 8 choices of a byte, and a byte that says whether they are known."""
+    train = TrainLayout(256, tp_size=8, pp_size=8, ep_size=32)
+    rollout = RolloutLayout(256, 8, True, 4, all2all_backend="flashinfer_nvlink_two_sided")
+    tokens = 64 * 8192  # of a TP group; there are 32
+    case = case_of(
+        "deepseek-v3", train, rollout, routed_tokens=tokens, routed_tokens_in_all=32 * tokens
+    )
+    planned = routed_bytes(case, kv_cache_tokens=1000)
+    routes = Routes(np.zeros((1, 58, 8), dtype=np.uint8), np.ones(1, dtype=np.bool_))
+    kept = tokens * (routes.ids.nbytes + routes.known.nbytes)
+    received = 8 * tokens * (8 * 8 + 1)  # of 4 data-parallel ranks, of 8 layers
+    assert planned["experts of samples"] == kept + 2 * kept + received
+    assert planned["experts in vLLM"] == 1000 * 61 * 8
+    in_plan = plan_case(case).memory.host_bytes
+    assert in_plan["experts of samples"] == 8 * planned["experts of samples"]
+    assert routed_bytes(case_of("deepseek-v3", train, rollout), 1000) == {}
 
 
 # ------------------------------------------------------------------------------------------- advice

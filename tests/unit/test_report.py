@@ -130,6 +130,20 @@ def test_stages_are_stacked_once_each_and_together_are_the_step(folder: Path) ->
     np.testing.assert_allclose(other.y, 0.05, atol=1e-4)
 
 
+def test_a_map_has_a_row_a_layer_in_their_order(folder: Path, other: Path) -> None:
+    runs = read_runs([folder, other])
+    charts = charts_of(PANELS["disagreement-by-layer"], runs)
+    assert [chart.run for chart in charts] == [run.name for run in runs]
+    for chart, run in zip(charts, runs, strict=True):
+        [map_] = chart.figure.data
+        assert list(map_.y) == ["1", "2", "10"]
+        for row, layer in zip(map_.z, map_.y, strict=True):
+            expected = run.series(f"moe/routing_disagreement/layer_{layer}")[1]
+            np.testing.assert_allclose(row, expected, rtol=1e-6)
+    assert len({chart.figure.data[0].zmax for chart in charts}) == 1
+    assert charts_of(PANELS["rollout_imbalance-by-layer"], runs) == []
+
+
 def test_an_alarm_is_marked_on_the_chart_of_its_metric(folder: Path) -> None:
     drawn = {name for panel in PANELS.values() for name, _ in panel.metrics}
     assert {rule.metric for rule in RULES} <= drawn

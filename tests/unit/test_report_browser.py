@@ -41,7 +41,8 @@ PROBE = """
     const root = document.documentElement;
     const charts = Object.fromEntries([...document.querySelectorAll(".chart")].map((chart) => [
       chart.dataset.figure,
-      chart.querySelectorAll("svg .scatterlayer .trace, svg .barlayer .trace").length,
+      chart.querySelectorAll(
+        "svg .scatterlayer .trace, svg .barlayer .trace, svg .heatmaplayer .hm").length,
     ]));
     const past = () => [...document.querySelectorAll("main *")]
       .filter((element) => !element.closest(".scroll, .chart"))

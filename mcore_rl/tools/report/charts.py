@@ -16,7 +16,7 @@ import numpy as np
 from plotly import graph_objects
 
 from mcore_rl.observe.alarms import RULES
-from mcore_rl.tools.report.panels import BAND, NUMBER, SHARE, STACK, Panel
+from mcore_rl.tools.report.panels import BAND, MAP, NUMBER, SHARE, STACK, Panel
 from mcore_rl.tools.report.run_files import Run
 from mcore_rl.tools.report.texts import axis_unit
 from mcore_rl.tools.report.thinning import (
@@ -80,6 +80,19 @@ def charts_of(panel: Panel, runs: Sequence[Run]) -> list[Chart]:
                 f"{panel.key}-{number}" if len(runs) > 1 else panel.key,
                 panel,
                 _stack(panel, run, highest),
+                run=run.name if len(runs) > 1 else "",
+            )
+            for number, run in enumerate(runs)
+            if run in with_values
+        ]
+    if panel.kind == MAP:
+        rows = {run.name: _rows(panel, run) for run in with_values}
+        highest = max(float(values.max()) for _, _, values in rows.values())
+        return [
+            Chart(
+                f"{panel.key}-{number}" if len(runs) > 1 else panel.key,
+                panel,
+                _map(panel, *rows[run.name], highest),
                 run=run.name if len(runs) > 1 else "",
             )
             for number, run in enumerate(runs)
@@ -345,6 +358,36 @@ def _stack(panel: Panel, run: Run, highest: float) -> graph_objects.Figure:
     )
     # Of two runs beside each other the same height is the same time.
     figure.update_yaxes(range=[0, 1.05 * highest / divisor])
+    return figure
+
+
+def _rows(panel: Panel, run: Run) -> tuple[list[str], np.ndarray, np.ndarray]:
+    """Labels, steps, and `[k, n]` values of a map."""
+    metrics = sorted(metrics_of(panel, [run]), key=lambda metric: int(metric[1]))
+    steps = run.series(metrics[0][0])[0]
+    every = [np.nan_to_num(run.values[name][np.isin(run.steps, steps)]) for name, _ in metrics]
+    steps, values = thin_means(steps, np.stack(every), MAX_BARS)
+    return [label for _, label in metrics], steps, values
+
+
+def _map(
+    panel: Panel, labels: Sequence[str], steps: np.ndarray, values: np.ndarray, highest: float
+) -> graph_objects.Figure:
+    """A row a layer, a colour a value; of two runs beside each other the same is as much."""
+    figure = _empty(panel)
+    form = ".2%" if panel.unit == SHARE else ".2f"
+    figure.add_heatmap(
+        x=steps.astype(np.int32),
+        y=[html.escape(label) for label in labels],
+        z=values.astype(np.float32),
+        zmin=0.0 if panel.unit == SHARE else 1.0,
+        zmax=max(highest, 1e-6),
+        colorscale="Viridis",
+        colorbar={"thickness": 12, "tickformat": form},
+        hovertemplate=f"layer %{{y}}, step %{{x}}: %{{z:{form}}}<extra></extra>",
+    )
+    figure.update_layout(hovermode="closest", showlegend=False)
+    figure.update_yaxes(title_text="layer", type="category", autorange="reversed", tickformat="")
     return figure
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-LINES, BAND, STACK = "lines", "band", "stack"
+LINES, BAND, STACK, MAP = "lines", "band", "stack", "map"
 NUMBER, SHARE, BYTES, SECONDS = "number", "share", "bytes", "seconds"
 
 
@@ -13,7 +13,8 @@ class Panel:
     """A chart of `metrics` (name and label each), which have one unit.
 
     LINES draws one line a metric. BAND takes a mean and a standard deviation. STACK puts the
-    metrics on each other; what is missing of `total` is stacked as "other".
+    metrics on each other; what is missing of `total` is stacked as "other". MAP has a row for each
+    of the `rest`, in the order of the number that ends its name, and a colour for each value.
     """
 
     key: str
@@ -34,6 +35,14 @@ class Section:
     key: str
     title: str
     panels: tuple[Panel, ...]
+
+
+def _by_layer(name: str, title: str, unit: str = NUMBER) -> Panel:
+    """The map of a metric of experts."""
+    metric = "moe/routing_disagreement" if name == "disagreement" else f"moe/{name}"
+    note = "" if unit == SHARE else "Times the mean of its layer; 1 is even."
+    rest = f"{metric}/layer_*"
+    return Panel(f"{name}-by-layer", title, (), unit, MAP, note, optional=True, rest=rest)
 
 
 # In the order they have within a step. None lies within another: `StageTimers` are entered one
@@ -114,6 +123,7 @@ SECTIONS = (
                 "Log-probs of engine and actor",
                 (("mismatch/mean_abs_difference", "mean |difference|"),),
                 from_zero=True,
+                optional=True,
                 note="In nats, over tokens, of the same weights.",
             ),
             Panel(
@@ -347,6 +357,28 @@ SECTIONS = (
                 from_zero=True,
                 optional=True,
             ),
+            Panel(
+                "replayed",
+                "Tokens with the engine's experts",
+                (("moe/replayed_share", "replayed"),),
+                unit=SHARE,
+                from_zero=True,
+                optional=True,
+                exact=True,
+                note="--rl-routing-replay; the rest keeps the trainer's own.",
+            ),
+            Panel(
+                "disagreement",
+                "Choices in which trainer and engine differ",
+                (("moe/routing_disagreement", "all layers"),),
+                unit=SHARE,
+                from_zero=True,
+                optional=True,
+                note="Of the trainer's routers, asked for the same tokens with the same weights.",
+            ),
+            _by_layer("disagreement", "Choices that differ, by layer", unit=SHARE),
+            _by_layer("imbalance", "Busiest expert in training, by layer"),
+            _by_layer("rollout_imbalance", "Busiest expert in rollout, by layer"),
         ),
     ),
     Section(

@@ -37,10 +37,10 @@ if TYPE_CHECKING:
 # Values of --arch: a model_type, or (the last two) a model whose config.json differs in more than
 # sizes from the others of its model_type.
 ARCHS = (
-    "deepseek_v3 deepseek_v2 kimi_k2 qwen3_moe mixtral qwen3 qwen2 llama moonlight "
+    "deepseek_v3 deepseek_v2 kimi_k2 glm4_moe qwen3_moe mixtral qwen3 qwen2 llama moonlight "
     "deepseek_v2_large"
 ).split()
-WITH_MTP = ("deepseek_v3", "kimi_k2")
+WITH_MTP = ("deepseek_v3", "kimi_k2", "glm4_moe")
 DEFAULT_SEED = 1234
 MARKER = "complete.json"
 RANDOM_STD = 0.05
@@ -111,6 +111,12 @@ def hf_config(
             model_type="deepseek_v2", q_lora_rank=q_lora_rank, n_shared_experts=2, n_group=4,
             topk_group=2, num_experts_per_tok=4, topk_method="group_limited_greedy",
             routed_scaling_factor=16.0, rope_scaling=_yarn(mscale=0.707),
+        ),
+        "glm4_moe": gqa | dict(
+            architectures=["Glm4MoeForCausalLM"], head_dim=32, attention_bias=True,
+            use_qk_norm=True, partial_rotary_factor=0.5, n_routed_experts=num_experts,
+            n_shared_experts=1, n_group=1, topk_group=1, first_k_dense_replace=1,
+            norm_topk_prob=True, routed_scaling_factor=2.5, num_nextn_predict_layers=num_mtp_layers,
         ),
         "qwen3_moe": gqa | dict(
             architectures=["Qwen3MoeForCausalLM"], num_experts=num_experts, norm_topk_prob=True,

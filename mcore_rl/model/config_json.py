@@ -10,33 +10,17 @@ This module is pure: it imports neither Megatron nor vLLM nor torch.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from mcore_rl.common.errors import UsageError
+from mcore_rl.model.config_fields import Fields
 from mcore_rl.model.families import FAMILIES, Family, Router
+from mcore_rl.model.rope import YARN_WITHOUT_FLAG, read_rope
 
 ARCHITECTURES = tuple(FAMILIES)
-
-# What Megatron's --use-rope-scaling leaves to no flag.
-_LLAMA3_FIXED = {
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 8192,
-}
-# What Megatron's latent attention reads of its configuration and no flag sets, with its defaults.
-_YARN_WITHOUT_FLAG = {
-    "beta_fast": 32,
-    "beta_slow": 1,
-    "original_max_position_embeddings": 4096,
-}
-_ROPE_FIELDS = {
-    "default": frozenset[str](),
-    "llama3": frozenset({"factor", *_LLAMA3_FIXED}),
-    "yarn": frozenset({"factor", "mscale", "mscale_all_dim", *_YARN_WITHOUT_FLAG}),
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,54 +91,6 @@ class ModelShape:
         return tuple(layer for layer, is_moe in enumerate(self.is_moe_layer) if is_moe)
 
 
-class _Fields:
-    """Reads fields of config.json; a missing or senseless one is an error that names it."""
-
-    def __init__(self, values: Mapping[str, Any], path: Path, flag: str) -> None:
-        self._values, self._path, self._flag = values, path, flag
-
-    def __getitem__(self, name: str) -> Any:
-        if self._values.get(name) is None:
-            raise self._missing(name)
-        return self._values[name]
-
-    def _missing(self, name: str) -> UsageError:
-        return UsageError(
-            f": {self._path} has no field '{name}', which its architecture needs",
-            flag=self._flag,
-            remedy="use the config.json that was published with the checkpoint",
-        )
-
-    def check_spelt_out(self, names: Iterable[str]) -> None:
-        """Each of `names` must be there, null or not."""
-        for name in names:
-            if name not in self._values:
-                raise self._missing(name)
-
-    def get(self, name: str, default: Any = None) -> Any:
-        value = self._values.get(name)
-        return default if value is None else value
-
-    def count(self, name: str, default: int | None = None, *, least: int = 1) -> int:
-        """An integer of at least `least`; needed unless there is a default."""
-        value = self[name] if default is None else self.get(name, default)
-        if not isinstance(value, int) or isinstance(value, bool) or value < least:
-            raise UsageError(
-                f": {self._path} has {name} {value!r}, which must be an integer of at least "
-                f"{least}",
-                flag=self._flag,
-                remedy="use the config.json that was published with the checkpoint",
-            )
-        return value
-
-    def refuse(self, what: str, remedy: str = "choose another checkpoint") -> UsageError:
-        return UsageError(
-            f": {self._path} asks for {what}, which is not supported",
-            flag=self._flag,
-            remedy=remedy,
-        )
-
-
 def read_config_json(folder: Path, *, flag: str = "--rl-hf-checkpoint") -> dict[str, Any]:
     """The parsed config.json of a checkpoint folder; raises UsageError if there is none to read."""
     path = Path(folder) / "config.json"
@@ -216,7 +152,7 @@ def model_shape(
     for_planning: bool = False,
 ) -> ModelShape:
     """`read_model_shape` for a config.json that is parsed already; `path` is for the messages."""
-    fields = _Fields(values, path, flag)
+    fields = Fields(values, path, flag)
     family = FAMILIES.get(fields["model_type"])
     if family is None:
         raise UsageError(
@@ -247,24 +183,29 @@ def model_shape(
         latent=latent,
         experts=_experts(fields, family.router) if family.router else None,
         is_moe_layer=_moe_layers(fields, family, num_layers),
-        qk_norm=family.qk_norm,
-        qkv_bias=family.qkv_bias,
+        qk_norm=_switch(fields, family.qk_norm),
+        qkv_bias=_switch(fields, family.qkv_bias),
         tied_embeddings=bool(fields.get("tie_word_embeddings", False)),
         norm_epsilon=fields["rms_norm_eps"],
-        rope=_rope(fields, family),
+        rope=read_rope(fields, family),
         max_positions=fields.count("max_position_embeddings"),
         num_mtp_layers=fields.count("num_nextn_predict_layers", 0, least=0),
         quantization=quantization,
     )
 
 
-def _head_dim(fields: _Fields, num_heads: int, latent: LatentAttention | None) -> int:
+def _head_dim(fields: Fields, num_heads: int, latent: LatentAttention | None) -> int:
     """In latent attention it means nothing, and transformers writes a number of its own there."""
     from_width = fields.count("hidden_size") // num_heads
     return from_width if latent else fields.count("head_dim", from_width)
 
 
-def _quantization(fields: _Fields) -> str | None:
+def _switch(fields: Fields, of_family: bool | str) -> bool:
+    """What is so in the whole family, or what the field of this name says."""
+    return bool(fields.get(of_family, False)) if isinstance(of_family, str) else of_family
+
+
+def _quantization(fields: Fields) -> str | None:
     given = fields.get("quantization_config")
     if not given:
         return None
@@ -272,12 +213,13 @@ def _quantization(fields: _Fields) -> str | None:
     return str(method or "an unnamed method")
 
 
-def _refuse_features(fields: _Fields, family: Family) -> None:
+def _refuse_features(fields: Fields, family: Family) -> None:
     """What is left of config.json's switches must be off."""
     if fields.get("hidden_act", "silu") != "silu":
         raise fields.refuse(f"the activation '{fields['hidden_act']}'")
-    if fields.get("attention_bias", False) or fields.get("mlp_bias", False):
-        raise fields.refuse("biases (attention_bias, mlp_bias)")
+    for name in ("attention_bias", "mlp_bias"):
+        if name != family.qkv_bias and fields.get(name, False):
+            raise fields.refuse("biases (attention_bias, mlp_bias)")
     if fields.get("use_sliding_window", False):
         raise fields.refuse("sliding-window attention (use_sliding_window)")
     for name in family.also_refused:
@@ -287,7 +229,7 @@ def _refuse_features(fields: _Fields, family: Family) -> None:
         raise fields.refuse("rotary positions that are not interleaved (rope_interleave false)")
 
 
-def _latent_attention(fields: _Fields) -> LatentAttention:
+def _latent_attention(fields: Fields) -> LatentAttention:
     return LatentAttention(
         q_lora_rank=None if fields.get("q_lora_rank") is None else fields.count("q_lora_rank"),
         kv_lora_rank=fields.count("kv_lora_rank"),
@@ -297,7 +239,7 @@ def _latent_attention(fields: _Fields) -> LatentAttention:
     )
 
 
-def _experts(fields: _Fields, router: Router) -> Experts:
+def _experts(fields: Fields, router: Router) -> Experts:
     normalize = router.always_normalizes or bool(fields.get("norm_topk_prob", False))
     topk, hidden_size = fields.count("num_experts_per_tok"), fields.count(router.expert_size)
     method, is_sigmoid = "", router.score_function == "sigmoid"
@@ -323,7 +265,7 @@ def _experts(fields: _Fields, router: Router) -> Experts:
     )
 
 
-def _num_experts(fields: _Fields, router: Router) -> int:
+def _num_experts(fields: Fields, router: Router) -> int:
     """Under the name that was published, or the one that transformers 5 saves."""
     published, saved = router.num_experts, router.also_called
     if saved is None or fields.get(saved) is None:
@@ -337,7 +279,7 @@ def _num_experts(fields: _Fields, router: Router) -> int:
     return count
 
 
-def _routing_method(fields: _Fields, router: Router) -> str:
+def _routing_method(fields: Fields, router: Router) -> str:
     """DeepSeek's topk_method, where it and scoring_func are those of the family."""
     of_family = f"with model_type '{fields['model_type']}'"
     scoring = fields.get("scoring_func", router.score_function)
@@ -349,7 +291,7 @@ def _routing_method(fields: _Fields, router: Router) -> str:
     return method
 
 
-def _expert_groups(fields: _Fields, method: str, topk: int) -> tuple[int | None, int | None]:
+def _expert_groups(fields: Fields, method: str, topk: int) -> tuple[int | None, int | None]:
     """Number of groups and how many of them a token may use; None without group-limited routing."""
     num_groups = fields.count("n_group", 1 if method != "group_limited_greedy" else None)
     if num_groups == 1:
@@ -368,7 +310,7 @@ def _expert_groups(fields: _Fields, method: str, topk: int) -> tuple[int | None,
     return num_groups, topk_groups
 
 
-def _moe_layers(fields: _Fields, family: Family, num_layers: int) -> tuple[bool, ...]:
+def _moe_layers(fields: Fields, family: Family, num_layers: int) -> tuple[bool, ...]:
     """Each family has some of these fields; where one is left out, it keeps no layer dense."""
     if family.router is None:
         return (False,) * num_layers
@@ -382,36 +324,6 @@ def _moe_layers(fields: _Fields, family: Family, num_layers: int) -> tuple[bool,
     )
 
 
-def _rope(fields: _Fields, family: Family) -> dict[str, Any]:
-    # transformers 5 writes rope_parameters, earlier versions rope_theta and rope_scaling.
-    given = fields.get("rope_parameters") or fields.get("rope_scaling") or {}
-    if not isinstance(given, dict):
-        raise fields.refuse(f"rope scaling {given!r}")
-    given = {name: value for name, value in given.items() if value is not None}
-    rope_type = given.pop("type", None)
-    rope_type = given.pop("rope_type", rope_type) or "default"
-    theta = given.pop("rope_theta", fields.get("rope_theta", family.default_rope_theta))
-    theta = fields["rope_theta"] if theta is None else theta
-    if theta != int(theta):
-        raise fields.refuse(f"rope_theta {theta} (Megatron's --rotary-base is an integer)")
-    if rope_type == "yarn" and not family.latent_attention:
-        raise fields.refuse("yarn rope scaling outside latent attention")
-    if rope_type not in family.rope_types:
-        raise fields.refuse(
-            f"rope scaling of type '{rope_type}' with model_type '{family.model_type}'"
-        )
-    for name in given.keys() - _ROPE_FIELDS[rope_type]:
-        if (name, given[name]) != ("partial_rotary_factor", 1):
-            raise fields.refuse(f"{rope_type} rope scaling with {name} {given[name]}")
-    if rope_type != "default" and "factor" not in given:
-        raise fields.refuse(f"{rope_type} rope scaling without a factor")
-    if rope_type == "llama3":
-        for name, value in _LLAMA3_FIXED.items():
-            if given.get(name, value) != value:
-                raise fields.refuse(f"llama3 rope with {name} {given[name]} (Megatron has {value})")
-    return {"rope_type": rope_type, "rope_theta": float(theta), **given}
-
-
 def settings_without_flag(shape: ModelShape) -> dict[str, Any]:
     """What `shape` asks of Megatron's TransformerConfig that none of its flags says.
 
@@ -419,7 +331,7 @@ def settings_without_flag(shape: ModelShape) -> dict[str, Any]:
     """
     if shape.latent is None or shape.rope["rope_type"] != "yarn":
         return {}
-    return {name: shape.rope.get(name, value) for name, value in _YARN_WITHOUT_FLAG.items()}
+    return {name: shape.rope.get(name, value) for name, value in YARN_WITHOUT_FLAG.items()}
 
 
 def megatron_flags(shape: ModelShape) -> list[str]:
@@ -438,6 +350,8 @@ def megatron_flags(shape: ModelShape) -> list[str]:
     add("--norm-epsilon", shape.norm_epsilon)
     add("--position-embedding-type", "rope")
     add("--rotary-base", int(shape.rope["rope_theta"]))
+    if "partial_rotary_factor" in shape.rope:
+        add("--rotary-percent", shape.rope["partial_rotary_factor"])
     add("--vocab-size", shape.vocab_size)
     for flag in ("--swiglu", "--disable-bias-linear"):
         add(flag)

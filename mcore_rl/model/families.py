@@ -70,12 +70,16 @@ class Family:
     spelt_out: tuple[str, ...] = ()
     also_refused: tuple[str, ...] = ()  # fields that no checkpoint supported here sets
     latent_attention: bool = False
-    qk_norm: bool = False  # of the heads, or of the latents where attention is latent
-    qkv_bias: bool = False
+    # Of the heads, or of the latents where attention is latent. For this and for the biases: True,
+    # False, or the field of config.json that says which.
+    qk_norm: bool | str = False
+    qkv_bias: bool | str = False
     router: Router | None = None
     names: TensorNames = field(default_factory=TensorNames)
     rope_types: tuple[str, ...] = ("default",)
     default_rope_theta: float | None = 10000.0  # None: must be spelt out
+    # Of each head, where config.json is silent; with 1 it must not say otherwise.
+    partial_rotary_factor: float = 1.0
 
 
 _V3_SPELT_OUT = tuple(
@@ -112,6 +116,19 @@ def _families() -> Iterator[Family]:
         qk_norm=True,
         router=_V3_ROUTER,
         rope_types=("default", "yarn"),
+    )
+    yield Family(  # GLM-4.5, 4.6 and 4.7; Air has no norms of heads
+        model_type="glm4_moe",
+        class_name="Glm4MoeForCausalLM",
+        spelt_out=(
+            *("num_key_value_heads", "head_dim", "attention_bias", "use_qk_norm", "n_group"),
+            *("n_shared_experts", "first_k_dense_replace", "norm_topk_prob"),
+            "routed_scaling_factor",
+        ),
+        qk_norm="use_qk_norm",
+        qkv_bias="attention_bias",
+        router=_V3_ROUTER,
+        partial_rotary_factor=0.5,
     )
     yield Family(
         model_type="qwen3_moe",
@@ -179,7 +196,7 @@ def left_to_defaults(values: Mapping[str, Any]) -> dict[str, Any]:
     """
     family = FAMILIES.get(values.get("model_type", ""))
     router = family.router if family else None
-    if router is None or not router.methods:
+    if family is None or router is None or not family.class_name.startswith("Deepseek"):
         return {}
     said = {
         "topk_method": router.methods[0],

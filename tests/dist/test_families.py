@@ -49,6 +49,7 @@ CASES: dict[str, tuple[str, dict[str, Any], str]] = {
     "deepseek_v2_lite": ("deepseek_v2", {}, MOE),
     "moonlight": ("moonlight", {}, MOE),
     "kimi_k2": ("kimi_k2", {}, MOE),
+    "glm4_moe": ("glm4_moe", {"num_mtp_layers": 1}, MOE),
     "qwen3_moe": ("qwen3_moe", {}, MOE),
     "mixtral": ("mixtral", {}, MOE),
     "qwen3": ("qwen3", {"tie_word_embeddings": True}, DENSE),

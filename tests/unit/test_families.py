@@ -23,11 +23,14 @@ from scripts.make_tiny_deepseek import ARCHS, hf_config
 from tests.megatron_parameters import SPECS, stage_parameters
 from tests.model_shapes import CONFIGS
 
-# Published counts of parameters, without MTP layers.
+# Published counts of parameters, without MTP layers. What is published of GLM counts these, too:
+# there they are those of transformers' class.
 SIZES = {
     "deepseek-v2": 235_741_434_880,
     "deepseek-v2-lite": 15_706_484_224,
     "deepseek-v3": 671_026_404_352 + 58 * 256,  # and the routers' biases
+    "glm-4.5": 352_797_814_784 + 89 * 160,
+    "glm-4.5-air": 106_852_245_504 + 45 * 128,
     "llama-3.1-8b": 8_030_261_248,
     "llama-3.2-1b": 1_235_814_400,
     "mixtral-8x7b": 46_702_792_704,

@@ -41,7 +41,7 @@ DEEPSEEK_V3, DEEPSEEK_V2_LITE = TRAINABLE["deepseek-v3"], TRAINABLE["deepseek-v2
 DEEPSEEK_V2, KIMI_K2 = TRAINABLE["deepseek-v2"], TRAINABLE["kimi-k2-instruct-0905"]
 QWEN3_30B_A3B, QWEN3_600M = TRAINABLE["qwen3-30b-a3b"], TRAINABLE["qwen3-0.6b"]
 QWEN2_7B, LLAMA_1B = TRAINABLE["qwen2.5-7b"], TRAINABLE["llama-3.2-1b"]
-MIXTRAL = TRAINABLE["mixtral-8x7b"]
+MIXTRAL, GLM4, GLM4_AIR = (TRAINABLE[n] for n in ("mixtral-8x7b", "glm-4.5", "glm-4.5-air"))
 YARN = json.loads(DEEPSEEK_V3)["rope_scaling"]
 LLAMA3 = json.loads(LLAMA_1B)["rope_scaling"]
 FLOAT8 = json.loads(PUBLISHED["deepseek-v3"])["quantization_config"]
@@ -217,6 +217,20 @@ def test_flags_of_mixtral(tmp_path: Path) -> None:
     assert (found["--kv-channels"], found["--rotary-base"]) == ("128", "1000000")
 
 
+def test_flags_of_glm4(tmp_path: Path) -> None:
+    found = flags(read(tmp_path, GLM4))
+    assert found["--rotary-percent"] == "0.5"
+    assert "--qk-layernorm" in found and "--add-qkv-bias" in found
+    assert found["--moe-layer-freq"] == "([" + ",".join("0" * 3 + "1" * 89) + "])"
+    assert found["--moe-router-score-function"] == "sigmoid"
+    assert "--moe-router-enable-expert-bias" in found and "--disable-bias-linear" in found
+    assert (found["--kv-channels"], found["--num-query-groups"]) == ("128", "8")
+    assert "--qk-layernorm" not in flags(read(tmp_path, GLM4_AIR))
+    saved = {"rope_type": "default", "rope_theta": 1e6, "partial_rotary_factor": 0.25}
+    other = read(tmp_path, GLM4, partial_rotary_factor=..., rope_parameters=saved)
+    assert flags(other)["--rotary-percent"] == "0.25"
+
+
 def test_flags_of_qwen2(tmp_path: Path) -> None:
     found = flags(read(tmp_path, QWEN2_7B))
     assert "--add-qkv-bias" in found and "--disable-bias-linear" in found
@@ -288,6 +302,7 @@ def test_missing_field_is_named(published: str, tmp_path: Path) -> None:
         },
         "deepseek_v3": {"num_key_value_heads"},  # latent attention has none
         "kimi_k2": {"num_key_value_heads"},
+        "glm4_moe": {"partial_rotary_factor", "topk_group"},
         "qwen3_moe": {"head_dim", "norm_topk_prob"},
         "llama": {"head_dim", "num_key_value_heads"},
     }.get(json.loads(text)["model_type"], set())  # fmt: skip
@@ -297,6 +312,8 @@ def test_missing_field_is_named(published: str, tmp_path: Path) -> None:
         may_be_left_out |= {"topk_group"}  # of one group
     if '"mixtral"' in text:
         may_be_left_out -= {"rope_theta"}  # transformers has another default
+    if '"glm4_moe"' in text:
+        may_be_left_out -= {"attention_bias"}  # it means those of queries, keys and values
     for name in json.loads(text):
         if (published, name) == ("deepseek-v2", "topk_method"):
             continue  # whatever it is, groups contradict the default; see REFUSED
@@ -323,8 +340,14 @@ REFUSED = {
     "rope_part": (
         LLAMA_1B,
         {"rope_scaling": None, "rope_parameters": {"partial_rotary_factor": 0.5}},
-        "default rope scaling with partial_rotary_factor 0.5",
+        "partial_rotary_factor 0.5 with model_type 'llama'",
     ),
+    "rope_part_outside": (
+        QWEN3_600M,
+        {"partial_rotary_factor": 0.25},
+        "partial_rotary_factor 0.25 with model_type 'qwen3'",
+    ),
+    "bias_of_mlp": (GLM4_AIR, {"mlp_bias": True}, "biases"),
     "yarn_attention": (
         DEEPSEEK_V3,
         {"rope_scaling": {**YARN, "attention_factor": 1.2}},

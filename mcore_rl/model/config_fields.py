@@ -1,0 +1,60 @@
+"""Fields of a config.json, read one by one, with an error that names the one at fault.
+
+This module is pure: it imports neither Megatron nor vLLM nor torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from mcore_rl.common.errors import UsageError
+
+
+class Fields:
+    """Reads fields of config.json; a missing or senseless one is an error that names it."""
+
+    def __init__(self, values: Mapping[str, Any], path: Path, flag: str) -> None:
+        self._values, self._path, self._flag = values, path, flag
+
+    def __getitem__(self, name: str) -> Any:
+        if self._values.get(name) is None:
+            raise self._missing(name)
+        return self._values[name]
+
+    def _missing(self, name: str) -> UsageError:
+        return UsageError(
+            f": {self._path} has no field '{name}', which its architecture needs",
+            flag=self._flag,
+            remedy="use the config.json that was published with the checkpoint",
+        )
+
+    def check_spelt_out(self, names: Iterable[str]) -> None:
+        """Each of `names` must be there, null or not."""
+        for name in names:
+            if name not in self._values:
+                raise self._missing(name)
+
+    def get(self, name: str, default: Any = None) -> Any:
+        value = self._values.get(name)
+        return default if value is None else value
+
+    def count(self, name: str, default: int | None = None, *, least: int = 1) -> int:
+        """An integer of at least `least`; needed unless there is a default."""
+        value = self[name] if default is None else self.get(name, default)
+        if not isinstance(value, int) or isinstance(value, bool) or value < least:
+            raise UsageError(
+                f": {self._path} has {name} {value!r}, which must be an integer of at least "
+                f"{least}",
+                flag=self._flag,
+                remedy="use the config.json that was published with the checkpoint",
+            )
+        return value
+
+    def refuse(self, what: str, remedy: str = "choose another checkpoint") -> UsageError:
+        return UsageError(
+            f": {self._path} asks for {what}, which is not supported",
+            flag=self._flag,
+            remedy=remedy,
+        )

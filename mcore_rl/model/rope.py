@@ -1,0 +1,76 @@
+"""Rotary positions, read from a config.json.
+
+This module is pure: it imports neither Megatron nor vLLM nor torch.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from mcore_rl.model.config_fields import Fields
+from mcore_rl.model.families import Family
+
+# What Megatron's --use-rope-scaling leaves to no flag.
+_LLAMA3_FIXED = {
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+# What Megatron's latent attention reads of its configuration and no flag sets, with its defaults.
+YARN_WITHOUT_FLAG = {
+    "beta_fast": 32,
+    "beta_slow": 1,
+    "original_max_position_embeddings": 4096,
+}
+_ROPE_FIELDS = {
+    "default": frozenset[str](),
+    "llama3": frozenset({"factor", *_LLAMA3_FIXED}),
+    "yarn": frozenset({"factor", "mscale", "mscale_all_dim", *YARN_WITHOUT_FLAG}),
+}
+
+
+def read_rope(fields: Fields, family: Family) -> dict[str, Any]:
+    """rope_type, rope_theta, what the type needs, and partial_rotary_factor if it is not 1.
+
+    UsageError: a type, or a value, that the family or Megatron does not have.
+    """
+    # transformers 5 writes rope_parameters, earlier versions rope_theta and rope_scaling.
+    given = fields.get("rope_parameters") or fields.get("rope_scaling") or {}
+    if not isinstance(given, dict):
+        raise fields.refuse(f"rope scaling {given!r}")
+    given = {name: value for name, value in given.items() if value is not None}
+    rope_type = given.pop("type", None)
+    rope_type = given.pop("rope_type", rope_type) or "default"
+    theta = given.pop("rope_theta", fields.get("rope_theta", family.default_rope_theta))
+    theta = fields["rope_theta"] if theta is None else theta
+    if theta != int(theta):
+        raise fields.refuse(f"rope_theta {theta} (Megatron's --rotary-base is an integer)")
+    if rope_type == "yarn" and not family.latent_attention:
+        raise fields.refuse("yarn rope scaling outside latent attention")
+    if rope_type not in family.rope_types:
+        raise fields.refuse(
+            f"rope scaling of type '{rope_type}' with model_type '{family.model_type}'"
+        )
+    share = _partial_rotary_factor(fields, family, given)
+    for name in given.keys() - _ROPE_FIELDS[rope_type]:
+        raise fields.refuse(f"{rope_type} rope scaling with {name} {given[name]}")
+    if rope_type != "default" and "factor" not in given:
+        raise fields.refuse(f"{rope_type} rope scaling without a factor")
+    if rope_type == "llama3":
+        for name, value in _LLAMA3_FIXED.items():
+            if given.get(name, value) != value:
+                raise fields.refuse(f"llama3 rope with {name} {given[name]} (Megatron has {value})")
+    return {"rope_type": rope_type, "rope_theta": float(theta), **given, **share}
+
+
+def _partial_rotary_factor(
+    fields: Fields, family: Family, given: dict[str, Any]
+) -> dict[str, float]:
+    """The share of a head that is rotated, taken out of `given`; nothing if that is all of it."""
+    outside = fields.get("partial_rotary_factor", family.partial_rotary_factor)
+    share = float(given.pop("partial_rotary_factor", outside))
+    if share == 1.0:
+        return {}
+    if family.partial_rotary_factor == 1.0:
+        raise fields.refuse(f"partial_rotary_factor {share} with model_type '{family.model_type}'")
+    return {"partial_rotary_factor": share}

@@ -37,8 +37,8 @@ if TYPE_CHECKING:
 # Values of --arch: a model_type, or (the last two) a model whose config.json differs in more than
 # sizes from the others of its model_type.
 ARCHS = (
-    "deepseek_v3 deepseek_v2 kimi_k2 glm4_moe qwen3_moe mixtral qwen3 qwen2 llama moonlight "
-    "deepseek_v2_large"
+    "deepseek_v3 deepseek_v2 kimi_k2 glm4_moe qwen3_moe qwen2_moe mixtral qwen3 qwen2 llama "
+    "moonlight deepseek_v2_large"
 ).split()
 WITH_MTP = ("deepseek_v3", "kimi_k2", "glm4_moe")
 DEFAULT_SEED = 1234
@@ -121,6 +121,11 @@ def hf_config(
         "qwen3_moe": gqa | dict(
             architectures=["Qwen3MoeForCausalLM"], num_experts=num_experts, norm_topk_prob=True,
             decoder_sparse_step=1, mlp_only_layers=[], head_dim=32, use_sliding_window=False,
+        ),
+        "qwen2_moe": gqa | dict(
+            architectures=["Qwen2MoeForCausalLM"], num_experts=num_experts, norm_topk_prob=False,
+            shared_expert_intermediate_size=128, decoder_sparse_step=1, mlp_only_layers=[],
+            qkv_bias=True, use_sliding_window=False, **of_heads,
         ),
         "mixtral": {n: v for n, v in gqa.items() if n != "moe_intermediate_size"} | dict(
             architectures=["MixtralForCausalLM"], num_local_experts=num_experts,

@@ -155,3 +155,5 @@ def _experts(shape: ModelShape, spec: Spec, tp_size: int, ep_size: int, etp_size
         width = experts.shared_hidden_size // tp_size
         yield "mlp.shared_experts.linear_fc1.weight", (2 * width, hidden)
         yield "mlp.shared_experts.linear_fc2.weight", (hidden, width)
+    if experts.has_shared_gate:
+        yield "mlp.shared_experts.gate_weight", (1, hidden)

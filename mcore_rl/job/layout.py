@@ -17,6 +17,7 @@ from mcore_rl.common.errors import CORRECT, UsageError
 from mcore_rl.flags.options import RLConfig
 from mcore_rl.hybrid_engine.plan.placement import Placement, with_rank_map
 from mcore_rl.model.config_json import ModelShape
+from mcore_rl.model.families import family_of
 from mcore_rl.model.layout import (
     ALL2ALL_BACKENDS,
     NOT_RELOADABLE,
@@ -107,7 +108,10 @@ def _split_over_tp(shape: ModelShape) -> dict[str, int]:
     if not all(shape.is_moe_layer):
         sizes["intermediate_size"] = shape.ffn_hidden_size
     if shape.experts and shape.experts.shared_hidden_size:
-        sizes["n_shared_experts x moe_intermediate_size"] = shape.experts.shared_hidden_size
+        router = family_of(shape.architecture).router
+        of_gated = router.gated_shared_size if router else None
+        name = of_gated or "n_shared_experts x moe_intermediate_size"
+        sizes[name] = shape.experts.shared_hidden_size
     return sizes
 
 

@@ -48,6 +48,7 @@ class Experts:
     scaling_factor: float
     num_groups: int | None
     topk_groups: int | None
+    has_shared_gate: bool = False  # the shared expert's output is scaled by a sigmoid of its input
 
     @property
     def ranks_groups_by_best(self) -> bool:
@@ -225,6 +226,12 @@ def _refuse_features(fields: Fields, family: Family) -> None:
     for name in family.also_refused:
         if fields.get(name, False):
             raise fields.refuse(f"{name} {fields[name]} with model_type '{family.model_type}'")
+    for name, value in family.fixed.items():
+        if fields.get(name, value) != value:
+            raise fields.refuse(
+                f"{name} {fields.get(name)} with model_type '{family.model_type}' "
+                f"(vLLM has {value})"
+            )
     if not fields.get("rope_interleave", True):
         raise fields.refuse("rotary positions that are not interleaved (rope_interleave false)")
 
@@ -250,19 +257,26 @@ def _experts(fields: Fields, router: Router) -> Experts:
         if not is_sigmoid and normalize and topk > 1:
             raise fields.refuse("norm_topk_prob true with model_type 'deepseek_v2'")
     num_groups, topk_groups = _expert_groups(fields, method, topk) if method else (None, None)
-    num_shared = fields.count("n_shared_experts", 0, least=0) if method else 0
     return Experts(
         num_experts=_num_experts(fields, router),
         topk=topk,
         hidden_size=hidden_size,
-        shared_hidden_size=num_shared * hidden_size if num_shared else None,
+        shared_hidden_size=_shared_size(fields, router, hidden_size) or None,
         score_function=router.score_function,
         has_bias=is_sigmoid,
         normalize_topk=normalize,
         scaling_factor=float(fields.get("routed_scaling_factor", 1.0)) if method else 1.0,
         num_groups=num_groups,
         topk_groups=topk_groups,
+        has_shared_gate=router.gated_shared_size is not None,
     )
+
+
+def _shared_size(fields: Fields, router: Router, hidden_size: int) -> int:
+    """Of all shared experts together; `hidden_size` is that of a routed one."""
+    if router.gated_shared_size:
+        return fields.count(router.gated_shared_size)
+    return fields.count("n_shared_experts", 0, least=0) * hidden_size if router.methods else 0
 
 
 def _num_experts(fields: Fields, router: Router) -> int:
@@ -400,6 +414,8 @@ def _add_experts(add: Any, experts: Experts, is_moe_layer: tuple[bool, ...]) -> 
     add("--moe-layer-freq", "([" + ",".join(str(int(x)) for x in is_moe_layer) + "])")
     if experts.shared_hidden_size:
         add("--moe-shared-expert-intermediate-size", experts.shared_hidden_size)
+    if experts.has_shared_gate:
+        add("--moe-shared-expert-gate")
     add("--moe-router-score-function", experts.score_function)
     # DeepSeek-V2 and Qwen3 without normalisation weigh by the softmax over all experts; with it,
     # the softmax over the chosen ones is the same thing, and that is Megatron's other order.

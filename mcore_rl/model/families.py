@@ -26,6 +26,8 @@ class Router:
     # DeepSeek's: values of topk_method, the usual one first. With any, config.json also speaks of
     # groups, of a scaling factor and of shared experts; without, nobody reads those fields.
     methods: tuple[str, ...] = ()
+    # Name of the field with the size of a shared expert that has a gate of its own.
+    gated_shared_size: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +38,7 @@ class TensorNames:
     gate: str = "gate_proj.weight"
     up: str = "up_proj.weight"
     down: str = "down_proj.weight"
+    shared: str = "shared_experts."
 
     @property
     def router(self) -> str:
@@ -55,7 +58,12 @@ class TensorNames:
     @property
     def shared_experts(self) -> str:
         """Prefix of the shared experts' tensors."""
-        return f"{self.block}shared_experts."
+        return f"{self.block}{self.shared}"
+
+    @property
+    def shared_gate(self) -> str:
+        """The weight of the gate that the shared expert's output goes through."""
+        return f"{self.block}shared_expert_gate.weight"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,6 +77,8 @@ class Family:
     # all of them; what it does not write has one value in a family (`Router.methods`).
     spelt_out: tuple[str, ...] = ()
     also_refused: tuple[str, ...] = ()  # fields that no checkpoint supported here sets
+    # Fields of which a host knows one value alone, whatever config.json says.
+    fixed: Mapping[str, Any] = field(default_factory=dict)
     latent_attention: bool = False
     # Of the heads, or of the latents where attention is latent. For this and for the biases: True,
     # False, or the field of config.json that says which.
@@ -136,6 +146,15 @@ def _families() -> Iterator[Family]:
         spelt_out=("num_key_value_heads",),
         qk_norm=True,
         router=Router("num_experts", also_called="num_local_experts"),
+    )
+    yield Family(  # Qwen1.5-MoE, Qwen2-57B-A14B
+        model_type="qwen2_moe",
+        class_name="Qwen2MoeForCausalLM",
+        spelt_out=("num_key_value_heads",),
+        fixed={"qkv_bias": True},  # of vLLM
+        qkv_bias=True,
+        router=Router("num_experts", gated_shared_size="shared_expert_intermediate_size"),
+        names=TensorNames(shared="shared_expert."),
     )
     yield Family(
         model_type="mixtral",

@@ -163,6 +163,8 @@ def _experts(shape: ModelShape) -> list[TensorSpec]:
     if experts.shared_hidden_size:
         shared = _gated(names.shared_experts, hidden, experts.shared_hidden_size)
         specs += [replace(spec, is_shared_expert=True) for spec in shared]
+    if experts.has_shared_gate:
+        specs.append(TensorSpec(names.shared_gate, (1, hidden), Cut.REPLICATED))
     return specs
 
 

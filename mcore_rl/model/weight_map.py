@@ -308,6 +308,9 @@ _SHARED_EXPERT_RULES: Mapping[str, _Rule] = {
         _row, lambda names: f"{names.shared_experts}down_proj.weight"
     ),
 }
+_SHARED_GATE_RULES: Mapping[str, _Rule] = {
+    "mlp.shared_experts.gate_weight": _of_family(_replicated, lambda names: names.shared_gate),
+}
 
 
 def _layer_rules(shape: ModelShape) -> Iterator[Mapping[str, _Rule]]:
@@ -328,6 +331,8 @@ def _layer_rules(shape: ModelShape) -> Iterator[Mapping[str, _Rule]]:
             yield _ROUTER_BIAS_RULES
         if shape.experts.shared_hidden_size:
             yield _SHARED_EXPERT_RULES
+        if shape.experts.has_shared_gate:
+            yield _SHARED_GATE_RULES
 
 
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")

@@ -38,6 +38,8 @@ HOPPER = {
     "moonlight": dict(arch="moonlight", **EP2),
     "qwen3_moe": dict(arch="qwen3_moe", **EP2),
     "mixtral": dict(arch="mixtral", **TP2),
+    "glm4_moe": dict(arch="glm4_moe", **EP2),
+    "qwen2_moe": dict(arch="qwen2_moe", **EP2),
     "qwen3, tied": dict(arch="qwen3", **TP2, tied=True),
     "qwen2": dict(arch="qwen2", **TP2),
     "llama, tied": dict(arch="llama", tied=True),

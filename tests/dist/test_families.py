@@ -51,6 +51,7 @@ CASES: dict[str, tuple[str, dict[str, Any], str]] = {
     "kimi_k2": ("kimi_k2", {}, MOE),
     "glm4_moe": ("glm4_moe", {"num_mtp_layers": 1}, MOE),
     "qwen3_moe": ("qwen3_moe", {}, MOE),
+    "qwen2_moe": ("qwen2_moe", {}, MOE),
     "mixtral": ("mixtral", {}, MOE),
     "qwen3": ("qwen3", {"tie_word_embeddings": True}, DENSE),
     "qwen2": ("qwen2", {}, DENSE),

@@ -40,6 +40,7 @@ TRAINABLE = {name: trainable(name) for name in PUBLISHED}
 DEEPSEEK_V3, DEEPSEEK_V2_LITE = TRAINABLE["deepseek-v3"], TRAINABLE["deepseek-v2-lite"]
 DEEPSEEK_V2, KIMI_K2 = TRAINABLE["deepseek-v2"], TRAINABLE["kimi-k2-instruct-0905"]
 QWEN3_30B_A3B, QWEN3_600M = TRAINABLE["qwen3-30b-a3b"], TRAINABLE["qwen3-0.6b"]
+QWEN2_MOE = TRAINABLE["qwen1.5-moe-a2.7b"]
 QWEN2_7B, LLAMA_1B = TRAINABLE["qwen2.5-7b"], TRAINABLE["llama-3.2-1b"]
 MIXTRAL, GLM4, GLM4_AIR = (TRAINABLE[n] for n in ("mixtral-8x7b", "glm-4.5", "glm-4.5-air"))
 YARN = json.loads(DEEPSEEK_V3)["rope_scaling"]
@@ -231,6 +232,16 @@ def test_flags_of_glm4(tmp_path: Path) -> None:
     assert flags(other)["--rotary-percent"] == "0.25"
 
 
+def test_flags_of_qwen2_moe(tmp_path: Path) -> None:
+    found = flags(read(tmp_path, QWEN2_MOE))
+    assert "--moe-shared-expert-gate" in found and "--add-qkv-bias" in found
+    assert found["--moe-shared-expert-intermediate-size"] == "5632"
+    assert "--moe-router-pre-softmax" in found and "--num-query-groups" not in found
+    assert "--moe-shared-expert-gate" not in flags(read(tmp_path, QWEN3_30B_A3B))
+    some_dense = read(tmp_path, QWEN2_MOE, mlp_only_layers=[1], num_hidden_layers=3)
+    assert some_dense.is_moe_layer == (True, False, True)
+
+
 def test_flags_of_qwen2(tmp_path: Path) -> None:
     found = flags(read(tmp_path, QWEN2_7B))
     assert "--add-qkv-bias" in found and "--disable-bias-linear" in found
@@ -304,6 +315,7 @@ def test_missing_field_is_named(published: str, tmp_path: Path) -> None:
         "kimi_k2": {"num_key_value_heads"},
         "glm4_moe": {"partial_rotary_factor", "topk_group"},
         "qwen3_moe": {"head_dim", "norm_topk_prob"},
+        "qwen2_moe": {"norm_topk_prob"},
         "llama": {"head_dim", "num_key_value_heads"},
     }.get(json.loads(text)["model_type"], set())  # fmt: skip
     if '"greedy"' in text:
@@ -346,6 +358,11 @@ REFUSED = {
         QWEN3_600M,
         {"partial_rotary_factor": 0.25},
         "partial_rotary_factor 0.25 with model_type 'qwen3'",
+    ),
+    "no_bias_of_qwen2": (
+        QWEN2_MOE,
+        {"qkv_bias": False},
+        r"qkv_bias False with model_type 'qwen2_moe' \(vLLM has True\)",
     ),
     "bias_of_mlp": (GLM4_AIR, {"mlp_bias": True}, "biases"),
     "yarn_attention": (

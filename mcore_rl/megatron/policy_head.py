@@ -29,6 +29,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from mcore_rl.common.errors import UsageError
 from mcore_rl.megatron import adapter as megatron_adapter
 from mcore_rl.megatron.log_probs import vocab_parallel_log_probs
+from mcore_rl.megatron.projection_norms import set_projection_norms
 from mcore_rl.model.config_json import ModelShape
 
 
@@ -191,9 +192,12 @@ def make_actor_provider(args: argparse.Namespace, shape: ModelShape) -> Any:
         pg_collection: Any = None,
     ) -> torch.nn.Module:
         config = config or megatron_adapter.transformer_config(args)
+        spec = _layer_spec(args, config, vp_stage)
+        if shape.norms_whole_projection and not args.spec:
+            set_projection_norms(spec)
         return GPTModel(
             config=config,
-            transformer_layer_spec=_layer_spec(args, config, vp_stage),
+            transformer_layer_spec=spec,
             vocab_size=megatron_adapter.padded_vocab_size(shape, args),
             max_sequence_length=args.max_position_embeddings,
             pre_process=pre_process,

@@ -83,6 +83,8 @@ class ModelShape:
     num_mtp_layers: int = field(compare=False)
     # How the checkpoint's weights are quantised, if so: such a shape is for planning only.
     quantization: str | None = None
+    # The norms of queries and keys are over all heads at once, not over each.
+    norms_whole_projection: bool = False
     # `score.weight` `[1, h]` instead of `lm_head.weight`: a critic, or a reward model.
     value_head: bool = False
 
@@ -192,6 +194,7 @@ def model_shape(
         max_positions=fields.count("max_position_embeddings"),
         num_mtp_layers=fields.count("num_nextn_predict_layers", 0, least=0),
         quantization=quantization,
+        norms_whole_projection=family.norms_whole_projection,
     )
 
 

@@ -39,6 +39,7 @@ class TensorNames:
     up: str = "up_proj.weight"
     down: str = "down_proj.weight"
     shared: str = "shared_experts."
+    bias: str = "gate.e_score_correction_bias"
 
     @property
     def router(self) -> str:
@@ -48,7 +49,7 @@ class TensorNames:
     @property
     def router_bias(self) -> str:
         """The bias that is added to the scores only to choose experts by."""
-        return f"{self.block}gate.e_score_correction_bias"
+        return f"{self.block}{self.bias}"
 
     @property
     def expert(self) -> str:
@@ -84,12 +85,14 @@ class Family:
     # False, or the field of config.json that says which.
     qk_norm: bool | str = False
     qkv_bias: bool | str = False
+    norms_whole_projection: bool = False  # with qk_norm: over all heads at once
     router: Router | None = None
     names: TensorNames = field(default_factory=TensorNames)
     rope_types: tuple[str, ...] = ("default",)
     default_rope_theta: float | None = 10000.0  # None: must be spelt out
-    # Of each head, where config.json is silent; with 1 it must not say otherwise.
-    partial_rotary_factor: float = 1.0
+    # Of each head, where config.json is silent; with 1 it must not say otherwise. None: it must be
+    # spelt out, there or as rotary_dim, the number of elements.
+    partial_rotary_factor: float | None = 1.0
 
 
 _V3_SPELT_OUT = tuple(
@@ -147,6 +150,29 @@ def _families() -> Iterator[Family]:
         qk_norm=True,
         router=Router("num_experts", also_called="num_local_experts"),
     )
+    yield Family(  # M2, M2.1 and M2.5
+        model_type="minimax_m2",
+        class_name="MiniMaxM2ForCausalLM",
+        spelt_out=("num_key_value_heads", "head_dim"),
+        fixed={"scoring_func": "sigmoid", "use_routing_bias": True},
+        qk_norm=True,
+        norms_whole_projection=True,
+        router=Router(
+            "num_local_experts",
+            expert_size="intermediate_size",
+            score_function="sigmoid",
+            always_normalizes=True,
+        ),
+        names=TensorNames(
+            block="block_sparse_moe.",
+            gate="w1.weight",
+            up="w3.weight",
+            down="w2.weight",
+            bias="e_score_correction_bias",
+        ),
+        default_rope_theta=None,
+        partial_rotary_factor=None,
+    )
     yield Family(  # Qwen1.5-MoE, Qwen2-57B-A14B
         model_type="qwen2_moe",
         class_name="Qwen2MoeForCausalLM",
@@ -155,6 +181,15 @@ def _families() -> Iterator[Family]:
         qkv_bias=True,
         router=Router("num_experts", gated_shared_size="shared_expert_intermediate_size"),
         names=TensorNames(shared="shared_expert."),
+    )
+    yield Family(
+        model_type="olmoe",
+        class_name="OlmoeForCausalLM",
+        also_refused=("clip_qkv",),
+        fixed={"rms_norm_eps": 1e-5, "norm_topk_prob": False},
+        qk_norm=True,
+        norms_whole_projection=True,
+        router=Router("num_experts", expert_size="intermediate_size"),
     )
     yield Family(
         model_type="mixtral",
@@ -207,20 +242,25 @@ def family_of(architecture: str) -> Family:
 
 
 def left_to_defaults(values: Mapping[str, Any]) -> dict[str, Any]:
-    """What a parsed config.json leaves unsaid of a router and vLLM must be told.
+    """What a parsed config.json leaves unsaid and vLLM must be told.
 
     transformers has no field for what all models of a family have in common, and does not write it;
     vLLM, one class for all DeepSeeks, would take DeepSeek-V2's router for V3's, or no groups for
-    an error.
+    an error, and MiniMax-M2 without a bias of its router.
     """
     family = FAMILIES.get(values.get("model_type", ""))
     router = family.router if family else None
-    if family is None or router is None or not family.class_name.startswith("Deepseek"):
+    if family is None or router is None:
         return {}
-    said = {
-        "topk_method": router.methods[0],
-        "scoring_func": router.score_function,
-        "n_group": 1,
-        "topk_group": 1,
-    }
+    said = dict(family.fixed)
+    if family.class_name.startswith("Deepseek"):
+        said |= {
+            "topk_method": router.methods[0],
+            "scoring_func": router.score_function,
+            "n_group": 1,
+            "topk_group": 1,
+        }
+    rope = values.get("rope_parameters") or {}
+    if family.partial_rotary_factor is None and "partial_rotary_factor" in rope:
+        said["rotary_dim"] = int(values["head_dim"] * rope["partial_rotary_factor"])
     return {name: value for name, value in said.items() if values.get(name) is None}

@@ -68,7 +68,8 @@ def _partial_rotary_factor(
 ) -> dict[str, float]:
     """The share of a head that is rotated, taken out of `given`; nothing if that is all of it."""
     outside = fields.get("partial_rotary_factor", family.partial_rotary_factor)
-    share = float(given.pop("partial_rotary_factor", outside))
+    said = given.pop("partial_rotary_factor", outside)
+    share = float(fields.count("rotary_dim") / fields.count("head_dim") if said is None else said)
     if share == 1.0:
         return {}
     if family.partial_rotary_factor == 1.0:

@@ -103,9 +103,10 @@ def _grouped_attention(shape: ModelShape) -> list[TensorSpec]:
             TensorSpec("self_attn.v_proj.bias", (keys,), Cut.KV_ROWS),
         ]
     if shape.qk_norm:
+        normed = (queries, keys) if shape.norms_whole_projection else (head, head)
         specs += [
-            TensorSpec("self_attn.q_norm.weight", (head,), Cut.REPLICATED),
-            TensorSpec("self_attn.k_norm.weight", (head,), Cut.REPLICATED),
+            TensorSpec("self_attn.q_norm.weight", (normed[0],), Cut.REPLICATED),
+            TensorSpec("self_attn.k_norm.weight", (normed[1],), Cut.REPLICATED),
         ]
     return specs
 

@@ -203,6 +203,22 @@ def _qkv(kind: str) -> _Rule:
     return rule
 
 
+def _norm_of_heads(name: str, heads: str) -> _Rule:
+    """Every rank holds all of it. Of another width it is another model's, as a fork's spec may make
+    it: a norm of each head where the checkpoint has one over all of them."""
+
+    def rule(p: _Parameter, shape: ModelShape) -> list[Piece]:
+        width = shape.head_dim * (getattr(shape, heads) if shape.norms_whole_projection else 1)
+        if p.shape != (width,):
+            raise RuntimeError(
+                f"{p.name} has shape {list(p.shape)} and {name} in the checkpoint [{width}]: the "
+                "model was built with other norms of queries and keys"
+            )
+        return _replicated(name)(p, shape)
+
+    return rule
+
+
 def _vocabulary(name: str) -> _Rule:
     """Rows of the padded vocabulary are split; padding rows have no counterpart."""
 
@@ -263,8 +279,8 @@ _GROUPED_ATTENTION_RULES: Mapping[str, _Rule] = {
 }
 _QKV_BIAS_RULES: Mapping[str, _Rule] = {"self_attention.linear_qkv.bias": _qkv("bias")}
 _HEAD_NORM_RULES: Mapping[str, _Rule] = {
-    "self_attention.q_layernorm.weight": _replicated("self_attn.q_norm.weight"),
-    "self_attention.k_layernorm.weight": _replicated("self_attn.k_norm.weight"),
+    "self_attention.q_layernorm.weight": _norm_of_heads("self_attn.q_norm.weight", "num_heads"),
+    "self_attention.k_layernorm.weight": _norm_of_heads("self_attn.k_norm.weight", "num_kv_heads"),
 }
 
 _LATENT_ATTENTION_RULES: Mapping[str, _Rule] = {

@@ -40,6 +40,8 @@ HOPPER = {
     "mixtral": dict(arch="mixtral", **TP2),
     "glm4_moe": dict(arch="glm4_moe", **EP2),
     "qwen2_moe": dict(arch="qwen2_moe", **EP2),
+    "minimax_m2": dict(arch="minimax_m2", **EP2),
+    "olmoe": dict(arch="olmoe", **EP2),
     "qwen3, tied": dict(arch="qwen3", **TP2, tied=True),
     "qwen2": dict(arch="qwen2", **TP2),
     "llama, tied": dict(arch="llama", tied=True),

@@ -7,7 +7,10 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import torch
 import torch.distributed as dist
+import torch.nn.functional as F
+from megatron.core import parallel_state
 
 from mcore_rl import verify
 from mcore_rl.common.run_output import setup_logging
@@ -18,6 +21,31 @@ from mcore_rl.trainer.build import engine_config
 from mcore_rl.trainer.models import build_actor, micro_batching
 from mcore_rl.verify import start_verification, stored_digests
 from tests.dist.jobs import log_probs_of_random_tokens
+
+
+def check_projection_norms(actor: Actor) -> None:
+    """Values and gradients of a norm over the heads of all TP ranks are those of one process."""
+    attention = actor.state.chunks[0].decoder.layers[0].self_attention
+    group = parallel_state.get_tensor_model_parallel_group()
+    random = torch.Generator().manual_seed(3)
+    for norm in (attention.q_layernorm, attention.k_layernorm):
+        head = attention.hidden_size_per_attention_head
+        whole = torch.randn(5, 2, norm.width // head, head, generator=random, requires_grad=True)
+        probe = torch.randn(whole.shape, generator=random)
+        weight = norm.weight.detach().clone().requires_grad_()
+        expected = F.rms_norm(whole.flatten(2), (norm.width,), weight, norm.eps).view(whole.shape)
+        (expected * probe).sum().backward()
+
+        mine = torch.arange(whole.shape[2]).chunk(group.size())[group.rank()]
+        share = whole.detach()[:, :, mine].requires_grad_()
+        found = norm(share)
+        (of_weight, of_share) = torch.autograd.grad(
+            (found * probe[:, :, mine]).sum(), (norm.weight, share)
+        )
+        dist.all_reduce(of_weight, group=group)
+        assert torch.allclose(found, expected[:, :, mine], atol=1e-5)
+        assert torch.allclose(of_share, whole.grad[:, :, mine], atol=1e-5)
+        assert torch.allclose(of_weight, weight.grad, atol=1e-5)
 
 
 def all_ways(flags: list[str], target: str, published: str) -> dict[str, Any]:
@@ -46,6 +74,8 @@ def all_ways(flags: list[str], target: str, published: str) -> dict[str, Any]:
     differing = [name for name, d in stored_digests(engine).items() if from_disk.get(name) != d]
     scores = [scored.tolist() for scored in engine.prompt_log_probs(verification.token_ids)]
     engine.close()
+    if job.shape.norms_whole_projection:
+        check_projection_norms(actor)
     result = {
         "verification": asdict(verification),
         "log_probs": log_probs.tolist(),

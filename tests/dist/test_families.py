@@ -50,8 +50,10 @@ CASES: dict[str, tuple[str, dict[str, Any], str]] = {
     "moonlight": ("moonlight", {}, MOE),
     "kimi_k2": ("kimi_k2", {}, MOE),
     "glm4_moe": ("glm4_moe", {"num_mtp_layers": 1}, MOE),
+    "minimax_m2": ("minimax_m2", {}, MOE),
     "qwen3_moe": ("qwen3_moe", {}, MOE),
     "qwen2_moe": ("qwen2_moe", {}, MOE),
+    "olmoe": ("olmoe", {}, MOE),
     "mixtral": ("mixtral", {}, MOE),
     "qwen3": ("qwen3", {"tie_word_embeddings": True}, DENSE),
     "qwen2": ("qwen2", {}, DENSE),
@@ -109,6 +111,9 @@ def saved_by_transformers(published: Path, folder: Path) -> Path:
     saved, loaded by the name that it then has, and saved again in several files."""
     register_families()  # transformers knows no Kimi-K2
     AutoTokenizer.from_pretrained(published).save_pretrained(folder / "saved")
+    model_type = json.loads((published / "config.json").read_text())["model_type"]
+    # All others have it so: a router's bias is float32. transformers would round MiniMax-M2's.
+    model_class(model_type)._keep_in_fp32_modules_strict = ["e_score_correction_bias"]
     model = loaded(published, torch.bfloat16)
     values = made_values(json.loads((published / "config.json").read_text()))
     model.config = type(model.config)(**values)

@@ -23,8 +23,8 @@ from scripts.make_tiny_deepseek import ARCHS, hf_config
 from tests.megatron_parameters import SPECS, stage_parameters
 from tests.model_shapes import CONFIGS
 
-# Published counts of parameters, without MTP layers. What is published of GLM counts these, too:
-# there they are those of transformers' class.
+# Published counts of parameters, without MTP layers. What is published of GLM counts these, too,
+# and of MiniMax-M2 the scales of its float8: there they are those of transformers' class.
 SIZES = {
     "deepseek-v2": 235_741_434_880,
     "deepseek-v2-lite": 15_706_484_224,
@@ -33,7 +33,9 @@ SIZES = {
     "glm-4.5-air": 106_852_245_504 + 45 * 128,
     "llama-3.1-8b": 8_030_261_248,
     "llama-3.2-1b": 1_235_814_400,
+    "minimax-m2": 228_689_748_992 + 62 * 256,
     "mixtral-8x7b": 46_702_792_704,
+    "olmoe-1b-7b-0924": 6_919_161_856,
     "qwen1.5-moe-a2.7b": 14_315_784_192,
     "qwen2.5-7b": 7_615_616_512,
     "qwen3-0.6b": 596_049_920,
@@ -104,6 +106,23 @@ STRANGERS = {
     "self_attention.q_layernorm.weight": "qwen2",
     "mlp.linear_fc1.bias": "qwen2",
 }
+
+
+@pytest.mark.parametrize(
+    ("name", "arch", "width", "needed"),
+    [
+        ("q", "olmoe", 32, 128),  # as Megatron's own spec has it, of each head
+        ("k", "minimax_m2", 32, 64),
+        ("q", "qwen3_moe", 128, 32),
+    ],
+)
+def test_norm_of_other_heads_than_the_checkpoints_is_refused(
+    name: str, arch: str, width: int, needed: int
+) -> None:
+    at = ShardCoordinates(0, 1, 0, 1, 0, 1, layers=(0,))
+    parameter = f"decoder.layers.0.self_attention.{name}_layernorm.weight"
+    with pytest.raises(RuntimeError, match=rf"has shape \[{width}\] and .* \[{needed}\]"):
+        map_parameter(parameter, (width,), tiny(arch), at)
 
 
 @pytest.mark.parametrize(("name", "arch"), STRANGERS.items())

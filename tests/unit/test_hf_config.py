@@ -25,7 +25,8 @@ from tests.model_shapes import CONFIGS, made_values
 
 # As published, but for names of classes and files, token ids, dropout and dtype.
 PUBLISHED = {path.stem: path.read_text() for path in sorted(CONFIGS.glob("*.json"))}
-QUANTISED = ("deepseek-v3", "kimi-k2-instruct-0905")  # in float8, of which nothing can be trained
+# In float8, of which nothing can be trained.
+QUANTISED = ("deepseek-v3", "kimi-k2-instruct-0905", "minimax-m2")
 
 
 def trainable(name: str) -> str:
@@ -40,7 +41,8 @@ TRAINABLE = {name: trainable(name) for name in PUBLISHED}
 DEEPSEEK_V3, DEEPSEEK_V2_LITE = TRAINABLE["deepseek-v3"], TRAINABLE["deepseek-v2-lite"]
 DEEPSEEK_V2, KIMI_K2 = TRAINABLE["deepseek-v2"], TRAINABLE["kimi-k2-instruct-0905"]
 QWEN3_30B_A3B, QWEN3_600M = TRAINABLE["qwen3-30b-a3b"], TRAINABLE["qwen3-0.6b"]
-QWEN2_MOE = TRAINABLE["qwen1.5-moe-a2.7b"]
+QWEN2_MOE, OLMOE = TRAINABLE["qwen1.5-moe-a2.7b"], TRAINABLE["olmoe-1b-7b-0924"]
+MINIMAX_M2 = TRAINABLE["minimax-m2"]
 QWEN2_7B, LLAMA_1B = TRAINABLE["qwen2.5-7b"], TRAINABLE["llama-3.2-1b"]
 MIXTRAL, GLM4, GLM4_AIR = (TRAINABLE[n] for n in ("mixtral-8x7b", "glm-4.5", "glm-4.5-air"))
 YARN = json.loads(DEEPSEEK_V3)["rope_scaling"]
@@ -98,6 +100,9 @@ def test_what_transformers_leaves_to_defaults_is_said_to_vllm(tmp_path: Path) ->
         "deepseek-v2": {"scoring_func": "softmax"},
         "deepseek-v2-lite": {"scoring_func": "softmax", "n_group": 1, "topk_group": 1},
         "qwen3-30b-a3b": {},
+        "olmoe-1b-7b-0924": {},
+        "glm-4.5": {},
+        "minimax-m2": {"scoring_func": "sigmoid", "use_routing_bias": True},
         "llama-3.2-1b": {},
     }.items():
         values = json.loads(TRAINABLE[name])
@@ -106,6 +111,8 @@ def test_what_transformers_leaves_to_defaults_is_said_to_vllm(tmp_path: Path) ->
             tmp_path / name
         )
         assert left_to_defaults(read_config_json(tmp_path / name)) == left
+    half = {"head_dim": 128, "rope_parameters": {"partial_rotary_factor": 0.5}}
+    assert left_to_defaults({"model_type": "minimax_m2", **half})["rotary_dim"] == 64
 
 
 def test_flags_of_deepseek_v3(tmp_path: Path) -> None:
@@ -232,6 +239,25 @@ def test_flags_of_glm4(tmp_path: Path) -> None:
     assert flags(other)["--rotary-percent"] == "0.25"
 
 
+def test_flags_of_olmoe(tmp_path: Path) -> None:
+    found = flags(read(tmp_path, OLMOE))
+    assert "--qk-layernorm" in found and "--moe-router-pre-softmax" in found
+    assert found["--moe-ffn-hidden-size"] == "1024" and found["--kv-channels"] == "128"
+    assert read(tmp_path, OLMOE).norms_whole_projection
+
+
+def test_flags_of_minimax_m2(tmp_path: Path) -> None:
+    shape = read(tmp_path, MINIMAX_M2)
+    found = flags(shape)
+    assert shape.norms_whole_projection and "--qk-layernorm" in found
+    assert (found["--rotary-percent"], found["--rotary-base"]) == ("0.5", "5000000")
+    assert found["--moe-router-score-function"] == "sigmoid"
+    assert "--moe-router-enable-expert-bias" in found
+    assert found["--num-experts"] == "256" and "--moe-router-topk-scaling-factor" not in found
+    all_of_it = flags(read(tmp_path, MINIMAX_M2, rotary_dim=128))
+    assert "--rotary-percent" not in all_of_it
+
+
 def test_flags_of_qwen2_moe(tmp_path: Path) -> None:
     found = flags(read(tmp_path, QWEN2_MOE))
     assert "--moe-shared-expert-gate" in found and "--add-qkv-bias" in found
@@ -316,13 +342,15 @@ def test_missing_field_is_named(published: str, tmp_path: Path) -> None:
         "glm4_moe": {"partial_rotary_factor", "topk_group"},
         "qwen3_moe": {"head_dim", "norm_topk_prob"},
         "qwen2_moe": {"norm_topk_prob"},
+        "olmoe": {"clip_qkv", "norm_topk_prob", "num_key_value_heads"},
+        "minimax_m2": {"num_mtp_modules", "qk_norm_type", "use_qk_norm", "use_routing_bias"},
         "llama": {"head_dim", "num_key_value_heads"},
     }.get(json.loads(text)["model_type"], set())  # fmt: skip
     if '"greedy"' in text:
         may_be_left_out |= {"n_group", "topk_group"}
     if "kimi" in published or "moonlight" in published:
         may_be_left_out |= {"topk_group"}  # of one group
-    if '"mixtral"' in text:
+    if '"mixtral"' in text or '"minimax_m2"' in text:
         may_be_left_out -= {"rope_theta"}  # transformers has another default
     if '"glm4_moe"' in text:
         may_be_left_out -= {"attention_bias"}  # it means those of queries, keys and values
@@ -364,6 +392,9 @@ REFUSED = {
         {"qkv_bias": False},
         r"qkv_bias False with model_type 'qwen2_moe' \(vLLM has True\)",
     ),
+    "epsilon_of_olmoe": (OLMOE, {"rms_norm_eps": 1e-6}, r"1e-06 with .* \(vLLM has 1e-05\)"),
+    "clipping": (OLMOE, {"clip_qkv": 8.0}, "clip_qkv 8.0 with model_type 'olmoe'"),
+    "no_bias_of_router": (MINIMAX_M2, {"use_routing_bias": False}, "vLLM has True"),
     "bias_of_mlp": (GLM4_AIR, {"mlp_bias": True}, "biases"),
     "yarn_attention": (
         DEEPSEEK_V3,

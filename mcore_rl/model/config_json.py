@@ -17,7 +17,7 @@ from typing import Any
 
 from mcore_rl.common.errors import UsageError
 from mcore_rl.model.config_fields import Fields
-from mcore_rl.model.families import FAMILIES, Family, Router
+from mcore_rl.model.families import FAMILIES, MISSING, Family, Router
 from mcore_rl.model.rope import YARN_WITHOUT_FLAG, read_rope
 
 ARCHITECTURES = tuple(FAMILIES)
@@ -158,8 +158,10 @@ def model_shape(
     fields = Fields(values, path, flag)
     family = FAMILIES.get(fields["model_type"])
     if family is None:
+        missing = MISSING.get(fields["model_type"])
         raise UsageError(
-            f": {path} has model_type '{fields['model_type']}'",
+            f": {path} has model_type '{fields['model_type']}'"
+            + (f", which needs {missing}" if missing else ""),
             flag=flag,
             remedy=f"supported are {', '.join(ARCHITECTURES)}; give a checkpoint of one of these",
         )

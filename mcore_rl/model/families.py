@@ -223,6 +223,24 @@ def _families() -> Iterator[Family]:
 
 FAMILIES = {family.model_type: family for family in _families()}
 
+_NO_DELTA_NET = (
+    "gated delta net: Megatron makes it with Transformer Engine and flash-linear-attention alone, "
+    "which need CUDA, and its local layers have none"
+)
+_NO_SPARSE_ATTENTION = (
+    "sparse attention (DSA): Megatron makes it with Transformer Engine alone, and vLLM's CPU build "
+    "has none"
+)
+# model_type -> what of it is missing in which host, so that nothing of it can be shown here.
+MISSING: Mapping[str, str] = {
+    **dict.fromkeys(("qwen3_next", "qwen3_5_moe", "qwen3_5_moe_text"), _NO_DELTA_NET),
+    "gpt_oss": (
+        "attention sinks and sliding windows: Megatron has them for packed samples with "
+        "Transformer Engine alone, and its local layers have neither"
+    ),
+    **dict.fromkeys(("deepseek_v32", "glm_moe_dsa"), _NO_SPARSE_ATTENTION),
+}
+
 
 def family(table: Family) -> Family:
     """Make a family of the user's own known, by its `model_type`. ValueError: there is one.

@@ -225,7 +225,12 @@ def _config(tmp_path: Path, **changes: Any) -> str:
         ({}, "--rl-num-prompts-per-step 3", "samples do not divide into"),
         ({}, "--json /nonexistent/plan.json", "must name a file in a folder that exists"),
         ({"kv_lora_rank": None}, "", "has no field 'kv_lora_rank'"),
-        ({"model_type": "gpt_oss"}, "", "has model_type 'gpt_oss'; supported are"),
+        ({"model_type": "gpt2"}, "", "has model_type 'gpt2'; supported are"),
+        (
+            {"model_type": "gpt_oss"},
+            "",
+            "'gpt_oss', which needs attention sinks and sliding windows: Megatron",
+        ),
         ({"quantization_config": {"quant_method": "awq"}}, "", "awq"),
     ],
 )

@@ -19,7 +19,7 @@ from mcore_rl.model.config_json import (
     read_model_shape,
     settings_without_flag,
 )
-from mcore_rl.model.families import left_to_defaults
+from mcore_rl.model.families import FAMILIES, MISSING, left_to_defaults
 from tests import model_shapes
 from tests.model_shapes import CONFIGS, made_values
 
@@ -362,6 +362,22 @@ def test_missing_field_is_named(published: str, tmp_path: Path) -> None:
         else:
             with pytest.raises(UsageError, match=f"config.json has no field '{name}', .*; use"):
                 read(tmp_path, text, **{name: ...})
+
+
+def test_family_that_a_host_lacks_a_part_of_is_refused_with_that_part(tmp_path: Path) -> None:
+    parts = {
+        "qwen3_5_moe": "gated delta net: Megatron .*flash-linear-attention",
+        "qwen3_5_moe_text": "gated delta net: Megatron",
+        "qwen3_next": "gated delta net: Megatron",
+        "gpt_oss": "attention sinks and sliding windows: Megatron",
+        "deepseek_v32": r"sparse attention \(DSA\): Megatron .*vLLM's CPU build",
+        "glm_moe_dsa": r"sparse attention \(DSA\)",
+    }
+    assert parts.keys() == MISSING.keys() and not MISSING.keys() & FAMILIES.keys()
+    for model_type, part in parts.items():
+        says = f"config.json has model_type '{model_type}', which needs {part}.*; supported are "
+        with pytest.raises(UsageError, match=says):
+            read(tmp_path, "{}", model_type=model_type)
 
 
 REFUSED = {

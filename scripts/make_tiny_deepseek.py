@@ -37,10 +37,10 @@ if TYPE_CHECKING:
 # Values of --arch: a model_type, or (the last two) a model whose config.json differs in more than
 # sizes from the others of its model_type.
 ARCHS = (
-    "deepseek_v3 deepseek_v2 kimi_k2 glm4_moe minimax_m2 qwen3_moe qwen2_moe olmoe mixtral qwen3 "
-    "qwen2 llama moonlight deepseek_v2_large"
+    "deepseek_v3 deepseek_v2 kimi_k2 glm4_moe glm4_moe_lite minimax_m2 qwen3_moe qwen2_moe olmoe "
+    "mixtral qwen3 qwen2 llama moonlight deepseek_v2_large"
 ).split()
-WITH_MTP = ("deepseek_v3", "kimi_k2", "glm4_moe")
+WITH_MTP = ("deepseek_v3", "kimi_k2", "glm4_moe", "glm4_moe_lite")
 DEFAULT_SEED = 1234
 MARKER = "complete.json"
 RANDOM_STD = 0.05
@@ -117,6 +117,10 @@ def hf_config(
             use_qk_norm=True, partial_rotary_factor=0.5, n_routed_experts=num_experts,
             n_shared_experts=1, n_group=1, topk_group=1, first_k_dense_replace=1,
             norm_topk_prob=True, routed_scaling_factor=2.5, num_nextn_predict_layers=num_mtp_layers,
+        ),
+        "glm4_moe_lite": v3 | dict(
+            architectures=["Glm4MoeLiteForCausalLM"], routed_scaling_factor=1.8,
+            rope_theta=1000000.0, partial_rotary_factor=1.0,
         ),
         "minimax_m2": gqa | dict(
             architectures=["MiniMaxM2ForCausalLM"], head_dim=32, rotary_dim=16,

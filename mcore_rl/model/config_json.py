@@ -333,7 +333,7 @@ def _moe_layers(fields: Fields, family: Family, num_layers: int) -> tuple[bool, 
     """Each family has some of these fields; where one is left out, it keeps no layer dense."""
     if family.router is None:
         return (False,) * num_layers
-    first = fields.count("first_k_dense_replace", 0, least=0)
+    first = _first_with_experts(fields, family.router, num_layers)
     frequency = fields.count("moe_layer_freq", 1)
     step = fields.count("decoder_sparse_step", 1)
     dense = set(fields.get("mlp_only_layers", []))
@@ -341,6 +341,21 @@ def _moe_layers(fields: Fields, family: Family, num_layers: int) -> tuple[bool, 
         i >= first and i % frequency == 0 and (i + 1) % step == 0 and i not in dense
         for i in range(num_layers)
     )
+
+
+def _first_with_experts(fields: Fields, router: Router, num_layers: int) -> int:
+    """How many layers at the front are dense."""
+    types = fields.get(router.layer_types) if router.layer_types else None
+    if types is None:
+        # transformers keeps one layer dense where it is silent of the types.
+        return fields.count("first_k_dense_replace", None if router.layer_types else 0, least=0)
+    first = fields.count("first_k_dense_replace", types.count("dense"), least=0)
+    if types != ["dense"] * first + ["sparse"] * (num_layers - first):
+        raise fields.refuse(
+            f"{router.layer_types} other than {first} dense layers and then "
+            f"{num_layers - first} sparse ones (vLLM goes by first_k_dense_replace)"
+        )
+    return first
 
 
 def settings_without_flag(shape: ModelShape) -> dict[str, Any]:

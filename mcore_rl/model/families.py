@@ -10,7 +10,7 @@ This module is pure: it imports neither Megatron nor vLLM nor torch.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 
@@ -28,6 +28,9 @@ class Router:
     methods: tuple[str, ...] = ()
     # Name of the field with the size of a shared expert that has a gate of its own.
     gated_shared_size: str | None = None
+    # Name of a field that says of each layer whether it is dense, for transformers. vLLM goes by
+    # first_k_dense_replace.
+    layer_types: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,6 +152,17 @@ def _families() -> Iterator[Family]:
         spelt_out=("num_key_value_heads",),
         qk_norm=True,
         router=Router("num_experts", also_called="num_local_experts"),
+    )
+    yield Family(  # GLM-4.7-Flash, of GLM-4.5 the experts alone
+        model_type="glm4_moe_lite",
+        class_name="Glm4MoeLiteForCausalLM",
+        spelt_out=(
+            *("q_lora_rank", "n_group", "n_shared_experts", "norm_topk_prob"),
+            "routed_scaling_factor",
+        ),
+        latent_attention=True,
+        qk_norm=True,
+        router=replace(_V3_ROUTER, layer_types="mlp_layer_types"),
     )
     yield Family(  # M2, M2.1 and M2.5
         model_type="minimax_m2",
@@ -278,6 +292,8 @@ def left_to_defaults(values: Mapping[str, Any]) -> dict[str, Any]:
             "n_group": 1,
             "topk_group": 1,
         }
+    if router.layer_types and (types := values.get(router.layer_types)):
+        said["first_k_dense_replace"] = types.count("dense")
     rope = values.get("rope_parameters") or {}
     if family.partial_rotary_factor is None and "partial_rotary_factor" in rope:
         said["rotary_dim"] = int(values["head_dim"] * rope["partial_rotary_factor"])

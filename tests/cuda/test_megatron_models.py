@@ -28,7 +28,7 @@ SPLIT = "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2".split(
 EXPERTS = "--expert-model-parallel-size 2".split()
 MOE = (
     "deepseek-v3 deepseek-v2 deepseek-v2-lite kimi-k2-instruct-0905 moonlight-16b-a3b "
-    "qwen3-30b-a3b mixtral-8x7b glm-4.5 glm-4.5-air minimax-m2 "
+    "qwen3-30b-a3b mixtral-8x7b glm-4.5 glm-4.5-air glm-4.7-flash minimax-m2 "
     "qwen1.5-moe-a2.7b olmoe-1b-7b-0924"
 ).split()
 DENSE = "qwen3-0.6b qwen2.5-7b llama-3.2-1b llama-3.1-8b".split()

@@ -39,6 +39,7 @@ HOPPER = {
     "qwen3_moe": dict(arch="qwen3_moe", **EP2),
     "mixtral": dict(arch="mixtral", **TP2),
     "glm4_moe": dict(arch="glm4_moe", **EP2),
+    "glm4_moe_lite": dict(arch="glm4_moe_lite", **EP2),
     "qwen2_moe": dict(arch="qwen2_moe", **EP2),
     "minimax_m2": dict(arch="minimax_m2", **EP2),
     "olmoe": dict(arch="olmoe", **EP2),

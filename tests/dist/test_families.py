@@ -50,6 +50,7 @@ CASES: dict[str, tuple[str, dict[str, Any], str]] = {
     "moonlight": ("moonlight", {}, MOE),
     "kimi_k2": ("kimi_k2", {}, MOE),
     "glm4_moe": ("glm4_moe", {"num_mtp_layers": 1}, MOE),
+    "glm4_moe_lite": ("glm4_moe_lite", {"num_mtp_layers": 1}, MOE),
     "minimax_m2": ("minimax_m2", {}, MOE),
     "qwen3_moe": ("qwen3_moe", {}, MOE),
     "qwen2_moe": ("qwen2_moe", {}, MOE),

@@ -111,6 +111,8 @@ def test_what_transformers_leaves_to_defaults_is_said_to_vllm(tmp_path: Path) ->
             tmp_path / name
         )
         assert left_to_defaults(read_config_json(tmp_path / name)) == left
+    flash = {"model_type": "glm4_moe_lite", "mlp_layer_types": ["dense", "dense", "sparse"]}
+    assert left_to_defaults(flash) == {"first_k_dense_replace": 2}
     half = {"head_dim": 128, "rope_parameters": {"partial_rotary_factor": 0.5}}
     assert left_to_defaults({"model_type": "minimax_m2", **half})["rotary_dim"] == 64
 
@@ -239,6 +241,17 @@ def test_flags_of_glm4(tmp_path: Path) -> None:
     assert flags(other)["--rotary-percent"] == "0.25"
 
 
+def test_flags_of_glm4_moe_lite(tmp_path: Path) -> None:
+    text = TRAINABLE["glm-4.7-flash"]
+    shape = read(tmp_path, text)
+    found = flags(shape)
+    assert (found["--q-lora-rank"], found["--v-head-dim"]) == ("768", "256")
+    assert (found["--rope-type"], found["--rotary-base"]) == ("rope", "1000000")
+    assert "--moe-router-enable-expert-bias" in found and "--rotary-percent" not in found
+    types = ["dense", *["sparse"] * 46]
+    assert read(tmp_path, text, first_k_dense_replace=..., mlp_layer_types=types) == shape
+
+
 def test_flags_of_olmoe(tmp_path: Path) -> None:
     found = flags(read(tmp_path, OLMOE))
     assert "--qk-layernorm" in found and "--moe-router-pre-softmax" in found
@@ -340,6 +353,7 @@ def test_missing_field_is_named(published: str, tmp_path: Path) -> None:
         "deepseek_v3": {"num_key_value_heads"},  # latent attention has none
         "kimi_k2": {"num_key_value_heads"},
         "glm4_moe": {"partial_rotary_factor", "topk_group"},
+        "glm4_moe_lite": {"num_key_value_heads", "partial_rotary_factor", "topk_group"},
         "qwen3_moe": {"head_dim", "norm_topk_prob"},
         "qwen2_moe": {"norm_topk_prob"},
         "olmoe": {"clip_qkv", "norm_topk_prob", "num_key_value_heads"},
@@ -411,6 +425,11 @@ REFUSED = {
     "epsilon_of_olmoe": (OLMOE, {"rms_norm_eps": 1e-6}, r"1e-06 with .* \(vLLM has 1e-05\)"),
     "clipping": (OLMOE, {"clip_qkv": 8.0}, "clip_qkv 8.0 with model_type 'olmoe'"),
     "no_bias_of_router": (MINIMAX_M2, {"use_routing_bias": False}, "vLLM has True"),
+    "dense_layers_between": (
+        TRAINABLE["glm-4.7-flash"],
+        {"mlp_layer_types": ["dense", "sparse", "dense"], "num_hidden_layers": 3},
+        "mlp_layer_types other than 1 dense layers and then 2 sparse ones",
+    ),
     "bias_of_mlp": (GLM4_AIR, {"mlp_bias": True}, "biases"),
     "yarn_attention": (
         DEEPSEEK_V3,

@@ -31,7 +31,7 @@ from importlib import import_module
 from importlib.machinery import ModuleSpec
 from importlib.util import find_spec, module_from_spec
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
@@ -61,6 +61,10 @@ def pretend(capability: tuple[int, int]) -> None:
     if find_spec("cuda") is None:  # NVIDIA's bindings, by which FlashInfer's ranks talk
         spec = ModuleSpec("flashinfer.comm", None, is_package=True)
         sys.modules[spec.name] = module_from_spec(spec)
+        # And by which the ranks of MiniMax-M2's norms do; as between devices that cannot, without.
+        fused = ModuleType("vllm.model_executor.layers.minimax_rms_norm.lamport_workspace")
+        fused.get_allreduce_workspace = standins.needs_gpu("get_allreduce_workspace")
+        sys.modules[fused.__name__] = fused
     torch.cuda.get_rng_state = lambda *_: torch.get_rng_state()
     torch.cuda.set_rng_state = lambda *_, **__: None
     torch.cuda.manual_seed = torch.cuda.manual_seed_all = lambda *_: None

@@ -11,11 +11,8 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.core import parallel_state
-from megatron.core.tensor_parallel.mappings import (
-    copy_to_tensor_model_parallel_region,
-    reduce_from_tensor_model_parallel_region,
-)
 
 
 class ProjectionNorm(torch.nn.Module):
@@ -42,15 +39,50 @@ class ProjectionNorm(torch.nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Normalise over the last two dimensions of `x` on all ranks; computed in float32."""
-        wide = x.float()
-        squares = wide.square().sum((-2, -1), keepdim=True)
-        if self.tp_group.size() > 1:
-            # The sum over ranks, whose gradient is the sum over ranks of what each makes of it.
-            squares = reduce_from_tensor_model_parallel_region(squares, group=self.tp_group)
-            squares = copy_to_tensor_model_parallel_region(squares, group=self.tp_group)
         share = x.shape[-2] * x.shape[-1]
         weight = self.weight.narrow(0, self.tp_group.rank() * share, share).view(x.shape[-2:])
-        return (wide * (squares / self.width + self.eps).rsqrt() * weight).to(x.dtype)
+        return _Normalized.apply(x, weight, self.width, self.eps, self.tp_group)
+
+
+class _Normalized(torch.autograd.Function):
+    """x r w with r = (sum of x^2 / width + eps)^(-1/2), the sum over all ranks of `group`.
+
+    Keeps `x` as it came, and r. With g the gradient of the result, that of x is
+    r g w - r^3 x (sum of g w x) / width, with a sum over all ranks, too.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        width: int,
+        eps: float,
+        group: dist.ProcessGroup,
+    ) -> torch.Tensor:
+        wide = x.float()
+        scale = (_over_ranks(wide.square(), group) / width + eps).rsqrt()
+        ctx.save_for_backward(x, weight, scale)
+        ctx.width, ctx.group = width, group
+        return (wide * scale * weight).to(x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        x, weight, scale = ctx.saved_tensors
+        wide, gradient = x.float(), gradient.float()
+        of_weight = (gradient * wide * scale).sum((0, 1)).to(weight.dtype)
+        gradient = gradient * weight
+        of_scale = _over_ranks(gradient * wide, ctx.group) / ctx.width
+        of_x = scale * gradient - scale.pow(3) * wide * of_scale
+        return of_x.to(x.dtype), of_weight, None, None, None
+
+
+def _over_ranks(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """The sum over the heads of all ranks, `[s, b, n, d]` -> `[s, b, 1, 1]`."""
+    total = x.sum((-2, -1), keepdim=True)
+    if group.size() > 1:
+        dist.all_reduce(total, group=group)
+    return total
 
 
 class QueryNorm(ProjectionNorm):

@@ -397,6 +397,8 @@ def megatron_flags(shape: ModelShape) -> list[str]:
         add("--untie-embeddings-and-output-weights")
     if shape.latent:
         _add_latent_attention(add, shape.latent, shape.rope)
+        if shape.hidden_size % shape.num_heads:  # which Megatron asserts, though it means nothing
+            add("--kv-channels", shape.head_dim)
     else:
         add("--kv-channels", shape.head_dim)
         if shape.num_kv_heads != shape.num_heads:

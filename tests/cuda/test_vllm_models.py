@@ -23,6 +23,8 @@ import pytest
 
 from tests.cuda.stack import Stack
 
+pytestmark = pytest.mark.timeout(1900)
+
 MLA = dict(arch="deepseek_v3")
 TP2 = dict(tp_size=2, rank=1)
 EP2 = dict(**TP2, expert_parallel=True)
@@ -65,7 +67,7 @@ CASES = [("9.0", name) for name in HOPPER] + [("10.0", name) for name in BLACKWE
 def found(cuda_stack: Stack) -> dict[str, dict[str, Any]]:
     """Of each capability, what its cases saw."""
     return {
-        capability: cuda_stack.run("vllm_models_job", capability, json.dumps(cases))
+        capability: cuda_stack.run("vllm_models_job", capability, json.dumps(cases), timeout=900)
         for capability, cases in (("9.0", HOPPER), ("10.0", BLACKWELL))
     }
 

@@ -246,6 +246,7 @@ def test_flags_of_glm4_moe_lite(tmp_path: Path) -> None:
     shape = read(tmp_path, text)
     found = flags(shape)
     assert (found["--q-lora-rank"], found["--v-head-dim"]) == ("768", "256")
+    assert found["--kv-channels"] == "102"  # 2048 // 20: no whole number otherwise
     assert (found["--rope-type"], found["--rotary-base"]) == ("rope", "1000000")
     assert "--moe-router-enable-expert-bias" in found and "--rotary-percent" not in found
     types = ["dense", *["sparse"] * 46]

@@ -310,14 +310,19 @@ def _set_buffers(model: torch.nn.Module, buffers: Mapping[str, torch.Tensor]) ->
 
 
 def randomize(model: torch.nn.Module, seed: int) -> None:
-    """Give every parameter random values of its own, the norms' around 1."""
+    """Give every parameter random values of its own, the norms' around 1.
+
+    Biases are around 0: larger ones would be most of what comes of attention, the same for every
+    token, and all tokens would go to the same experts.
+    """
     import torch
 
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
-        for parameter in model.parameters():
+        for name, parameter in model.named_parameters():
             noise = torch.randn(parameter.shape, generator=generator) * RANDOM_STD
-            parameter.copy_(noise if parameter.dim() > 1 else 1 + noise)
+            is_norm = parameter.dim() == 1 and not name.endswith("bias")
+            parameter.copy_(1 + noise if is_norm else noise)
 
 
 def _add_mtp_layers(weights: Path, config: Mapping[str, Any], seed: int) -> None:

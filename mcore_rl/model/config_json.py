@@ -349,6 +349,7 @@ def _first_with_experts(fields: Fields, router: Router, num_layers: int) -> int:
     if types is None:
         # transformers keeps one layer dense where it is silent of the types.
         return fields.count("first_k_dense_replace", None if router.layer_types else 0, least=0)
+    types = list(types) if isinstance(types, list) else [types]
     first = fields.count("first_k_dense_replace", types.count("dense"), least=0)
     if types != ["dense"] * first + ["sparse"] * (num_layers - first):
         raise fields.refuse(

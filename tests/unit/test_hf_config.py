@@ -236,7 +236,7 @@ def test_flags_of_glm4(tmp_path: Path) -> None:
     assert "--moe-router-enable-expert-bias" in found and "--disable-bias-linear" in found
     assert (found["--kv-channels"], found["--num-query-groups"]) == ("128", "8")
     assert "--qk-layernorm" not in flags(read(tmp_path, GLM4_AIR))
-    saved = {"rope_type": "default", "rope_theta": 1e6, "partial_rotary_factor": 0.25}
+    saved = {"rope_theta": 1e6, "partial_rotary_factor": 0.25}
     other = read(tmp_path, GLM4, partial_rotary_factor=..., rope_parameters=saved)
     assert flags(other)["--rotary-percent"] == "0.25"
 
@@ -253,23 +253,18 @@ def test_flags_of_glm4_moe_lite(tmp_path: Path) -> None:
     assert read(tmp_path, text, first_k_dense_replace=..., mlp_layer_types=types) == shape
 
 
-def test_flags_of_olmoe(tmp_path: Path) -> None:
-    found = flags(read(tmp_path, OLMOE))
+def test_flags_of_norms_over_all_heads(tmp_path: Path) -> None:
+    olmoe, shape = read(tmp_path, OLMOE), read(tmp_path, MINIMAX_M2)
+    assert olmoe.norms_whole_projection and shape.norms_whole_projection
+    found = flags(olmoe)
     assert "--qk-layernorm" in found and "--moe-router-pre-softmax" in found
     assert found["--moe-ffn-hidden-size"] == "1024" and found["--kv-channels"] == "128"
-    assert read(tmp_path, OLMOE).norms_whole_projection
-
-
-def test_flags_of_minimax_m2(tmp_path: Path) -> None:
-    shape = read(tmp_path, MINIMAX_M2)
     found = flags(shape)
-    assert shape.norms_whole_projection and "--qk-layernorm" in found
     assert (found["--rotary-percent"], found["--rotary-base"]) == ("0.5", "5000000")
     assert found["--moe-router-score-function"] == "sigmoid"
     assert "--moe-router-enable-expert-bias" in found
     assert found["--num-experts"] == "256" and "--moe-router-topk-scaling-factor" not in found
-    all_of_it = flags(read(tmp_path, MINIMAX_M2, rotary_dim=128))
-    assert "--rotary-percent" not in all_of_it
+    assert "--rotary-percent" not in flags(read(tmp_path, MINIMAX_M2, rotary_dim=128))
 
 
 def test_flags_of_qwen2_moe(tmp_path: Path) -> None:
@@ -277,7 +272,6 @@ def test_flags_of_qwen2_moe(tmp_path: Path) -> None:
     assert "--moe-shared-expert-gate" in found and "--add-qkv-bias" in found
     assert found["--moe-shared-expert-intermediate-size"] == "5632"
     assert "--moe-router-pre-softmax" in found and "--num-query-groups" not in found
-    assert "--moe-shared-expert-gate" not in flags(read(tmp_path, QWEN3_30B_A3B))
     some_dense = read(tmp_path, QWEN2_MOE, mlp_only_layers=[1], num_hidden_layers=3)
     assert some_dense.is_moe_layer == (True, False, True)
 

@@ -172,10 +172,6 @@ def obstacle(values: Mapping[str, Any]) -> str:
     with the flag; "" for nothing. `values` are by destination."""
     if values.get("moe_router_fusion"):
         return "--moe-router-fusion chooses experts in a kernel of its own"
-    kinds = values.get("moe_router_load_balancing_type") or ""
-    for kind in [kinds] if isinstance(kinds, str) else kinds:
-        if kind in ("sinkhorn", "quantile_balancing"):
-            return f"--moe-router-load-balancing-type {kind} chooses experts in its own way"
     if values.get("enable_cuda_graph") or values.get("external_cuda_graph"):
         return "--enable-cuda-graph runs what was captured"
     if (graphs := values.get("cuda_graph_impl") or "none") != "none":

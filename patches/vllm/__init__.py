@@ -3,8 +3,8 @@
 vLLM calls it in its front end, engine core and workers. Most concern the CPU build (one of them is
 torch's), and on CUDA none of those is needed and none is applied. Of the others,
 `loaders_without_a_name` is applied wherever a reload asks for names, `rank_map` where an engine is
-started with a rank map, `answers_after_failure` to the versions it knows. `VLLM_PLUGINS=` starts
-vLLM without them.
+started with a rank map, `answers_after_failure` and `routes_on_every_rank` to the versions they
+know. `VLLM_PLUGINS=` starts vLLM without them.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ def patches() -> tuple[Patch, ...]:
         rank_map,
         repack_experts_on_reload,
         rotary_embedding_of_heads,
+        routes_on_every_rank,
         shared_memory_names,
         sigmoid_router_on_cpu,
         wide_linear,
@@ -42,6 +43,7 @@ def patches() -> tuple[Patch, ...]:
         loaders_without_a_name,
         rank_map,
         answers_after_failure,
+        routes_on_every_rank,
     )
     return tuple(module.PATCH for module in modules)
 

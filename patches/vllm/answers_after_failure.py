@@ -76,8 +76,8 @@ def apply() -> None:
     MultiprocExecutor.collective_rpc = collective_rpc_with_all_answers
 
 
-def _is_known() -> bool:
-    """On another version a failing call is no reason to refuse to start: that does without."""
+def is_known() -> bool:
+    """Whether this is a version that was looked at: another one does without."""
     for package in PACKAGES:
         try:
             return PATCH.supports(importlib.metadata.version(package))
@@ -91,6 +91,6 @@ PATCH = Patch(
     package=PACKAGES,
     versions=VERSIONS,
     reason="after a call that failed in several workers the next call gets its own answers",
-    needed=_is_known,
+    needed=is_known,
     apply=apply,
 )

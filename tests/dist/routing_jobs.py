@@ -32,6 +32,7 @@ def engine_and_trainer(flags: list[str]) -> dict[str, Any]:
     scored = sampled(engine, models, keeper)
     found["mismatch"] = mismatches(models.learner, scored)
     found["after_reload"] = after_reload(engine, models)
+    found["told_by_vllm"] = told_by_vllm(engine)
     engine.close()
     dist.destroy_process_group()
     return found
@@ -167,3 +168,18 @@ def after_reload(engine: VLLMEngine, models: Models) -> dict[str, Any]:
         "complete": all(bool(each.routes.known.all()) for each in after),
         "as_before": agreement(before, after, [20] * len(before)),
     }
+
+
+def told_by_vllm(engine: VLLMEngine) -> bool:
+    """Whether what serves `enable_return_routed_experts` on CUDA keeps choices on this rank."""
+    from vllm.distributed.aux_output_connector.worker import AuxOutputWorkerConnector
+
+    runner = engine._worker.model_runner
+    connector = AuxOutputWorkerConnector(
+        vllm_config=engine._vllm_config,
+        model=runner.get_model(),
+        kv_cache_config=runner.kv_cache_config,
+    )
+    keeps = connector._buffer is not None
+    connector.close()
+    return keeps

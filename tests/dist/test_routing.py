@@ -115,6 +115,10 @@ def test_ranks_of_an_engine_agree(seen: list[dict[str, Any]]) -> None:
     assert digests[::2] == digests[1::2]
 
 
+def test_vllms_own_capture_keeps_choices_on_every_rank(seen: list[dict[str, Any]]) -> None:
+    assert all(rank["told_by_vllm"] for rank in seen)
+
+
 def test_other_weights_have_other_experts(seen: list[dict[str, Any]]) -> None:
     for rank in seen:
         assert rank["after_reload"]["complete"]

@@ -35,7 +35,7 @@ RUNS = {
     "grpo TP2 PP2 EP2": (
         4,
         "--rl-algorithm grpo --rl-kl-coef 0.05 --rl-dynamic-sampling --rl-max-refills 2 "
-        "--rl-num-mini-batches 2 --moe-router-bias-update-rate 1e-3",
+        "--rl-num-mini-batches 2 --moe-router-bias-update-rate 1e-3 --rl-routing-replay r3",
     ),
     "ppo DP2, critic TP2": (
         2,

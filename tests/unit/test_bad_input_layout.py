@@ -69,6 +69,12 @@ LAYOUT = [
         change=model(QWEN3),
     ),
     Case(
+        "replayed_experts_of_a_dense_model",
+        ["--rl-routing-replay r3 is for models with experts", "qwen3", "has none", "drop it"],
+        more="--rl-routing-replay r3",
+        change=model(QWEN3),
+    ),
+    Case(
         "sample_as_context_parallelism_pads_it",
         [
             "--rl-max-tokens-per-microbatch 131 is less than the longest sample, "

@@ -256,12 +256,10 @@ def test_recording_tells_of_each_layer() -> None:
     ("values", "words"),
     [
         ({"moe_router_fusion": True}, "--moe-router-fusion "),
-        ({"moe_router_load_balancing_type": ["aux_loss", "sinkhorn"]}, "-type sinkhorn "),
-        ({"moe_router_load_balancing_type": "quantile_balancing"}, "-type quantile_balancing "),
         ({"enable_cuda_graph": True}, "--enable-cuda-graph "),
         ({"cuda_graph_impl": "local"}, "--cuda-graph-impl local "),
     ],
 )
 def test_what_goes_around_the_router_is_named(values: dict, words: str) -> None:
     assert words in obstacle(values)
-    assert not obstacle({"moe_router_load_balancing_type": "none", "cuda_graph_impl": "none"})
+    assert not obstacle({"moe_router_fusion": False, "cuda_graph_impl": "none"})

@@ -14,7 +14,7 @@ import os
 import shutil
 import stat
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -30,6 +30,7 @@ from mcore_rl.megatron.shards import ModelShards
 from mcore_rl.model.boxes import Box, extent, full_box
 from mcore_rl.model.config_json import ModelShape
 from mcore_rl.model.families import left_to_defaults
+from mcore_rl.model.tensors import is_mtp_tensor
 from mcore_rl.model.weight_map import layer_order
 
 logger = logging.getLogger(__name__)
@@ -54,7 +55,8 @@ class HFCheckpoint:
     folder: Path
     files: Mapping[str, str]  # tensor -> file name
     tensors: Mapping[str, TensorInfo]  # of the model proper: no MTP layers, no position tables
-    num_skipped_mtp: int
+    # Of multi-token-prediction layers. Nothing trains them: whoever wants them reads them here.
+    mtp: Mapping[str, TensorInfo] = field(default_factory=dict)
 
 
 def open_checkpoint(
@@ -68,15 +70,15 @@ def open_checkpoint(
     folder = Path(folder)
     files = _file_of_each_tensor(folder, flag)
     tensors: dict[str, TensorInfo] = {}
-    skipped = 0
+    mtp: dict[str, TensorInfo] = {}
     for name in sorted(set(files.values())):
         wanted = [tensor for tensor, file in files.items() if file == name]
         for tensor, info in _read_header(folder / name, wanted, flag):
-            if _is_mtp(tensor, shape):
-                skipped += 1
+            if is_mtp_tensor(tensor, shape.num_layers):
+                mtp[tensor] = info
             elif not tensor.endswith("inv_freq"):  # a position table is no weight
                 tensors[tensor] = info
-    return HFCheckpoint(folder, files, tensors, skipped)
+    return HFCheckpoint(folder, files, tensors, mtp)
 
 
 def _file_of_each_tensor(folder: Path, flag: str) -> dict[str, str]:
@@ -176,14 +178,6 @@ def _digests(path: Path, tensors: Sequence[str]) -> Iterator[bytes]:
             yield found.digest()
 
 
-def _is_mtp(tensor: str, shape: ModelShape) -> bool:
-    """Multi-token-prediction layers are numbered after the last decoder layer."""
-    parts = tensor.split(".")
-    if parts[:2] == ["model", "layers"]:
-        return int(parts[2]) >= shape.num_layers
-    return parts[0] == "mtp"
-
-
 @torch.no_grad()
 def load_into_megatron(
     checkpoint: HFCheckpoint, shards: ModelShards, *, absent: frozenset[str] = frozenset()
@@ -259,9 +253,10 @@ def export(
     """Write the current weights as a Hugging Face folder that `transformers` loads. Collective.
 
     Names, shapes and dtypes are those of `checkpoint`, the folder the run started from, as are
-    config.json and the tokenizer; config.json's MTP count is set to what is written, none, and it
-    says what the source left to defaults that are not vLLM's. Files are written by ranks in turn,
-    each holding one file's tensors at a time; `target` appears only when it is complete, with
+    config.json and the tokenizer. MTP layers, which are not trained, are copied bit for bit; where
+    the source has none, config.json's count of them is set to 0. config.json also says what the
+    source left to defaults that are not vLLM's. Files are written by ranks in turn, each holding
+    one file's tensors at a time; `target` appears only when it is complete, with
     EXPORT_MARKER in it, and takes the place of what was there. If it is a symbolic link, it stays
     one.
     """
@@ -273,18 +268,19 @@ def export(
         partial.mkdir(parents=True)
     objects.barrier()
 
-    order = layer_order(checkpoint.tensors)
-    parts = _split_by_size(order, checkpoint.tensors, max_file_bytes)
+    written = {**checkpoint.tensors, **checkpoint.mtp}
+    parts = _split_by_size(layer_order(written), written, max_file_bytes)
     names = [f"model-{i + 1:05d}-of-{len(parts):05d}.safetensors" for i in range(len(parts))]
     have = _gather_boxes(shards)
     for first in range(0, len(parts), world_size):
         turn = parts[first : first + world_size]
         need: list[dict[str, list[Box]]] = [{} for _ in range(world_size)]
         for writer, tensors in enumerate(turn):
-            need[writer] = {t: [full_box(checkpoint.tensors[t].shape)] for t in tensors}
+            trained = [t for t in tensors if t in checkpoint.tensors]
+            need[writer] = {t: [full_box(checkpoint.tensors[t].shape)] for t in trained}
         plan = make_plan(
             checkpoint.tensors,
-            order=[t for tensors in turn for t in tensors],
+            order=[t for needed in need for t in needed],
             have=have,
             need=need,
         )
@@ -299,6 +295,8 @@ def export(
         for tensor in need[rank]:
             if tensor not in filled:  # nothing of it had to travel
                 filled[tensor] = _assemble(tensor, checkpoint.tensors[tensor], [], shards)
+        if rank < len(turn):
+            filled |= _read_whole(checkpoint, [t for t in turn[rank] if t in checkpoint.mtp])
         if filled:
             path = partial / names[first + rank]
             save_file(filled, path, metadata={"format": "pt"})
@@ -310,6 +308,14 @@ def export(
         shutil.rmtree(target, ignore_errors=True)
         partial.rename(target)
     objects.barrier()
+
+
+def _read_whole(checkpoint: HFCheckpoint, tensors: Sequence[str]) -> dict[str, torch.Tensor]:
+    found: dict[str, torch.Tensor] = {}
+    for tensor in tensors:
+        with safe_open(checkpoint.folder / checkpoint.files[tensor], framework="pt") as file:
+            found[tensor] = file.get_tensor(tensor)
+    return found
 
 
 def _set_usual_mode(path: Path) -> None:
@@ -361,13 +367,13 @@ def _write_rest(
             shutil.copyfile(checkpoint.folder / name, folder / name)
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     changes = left_to_defaults(config)
-    if config.get("num_nextn_predict_layers"):
+    if config.get("num_nextn_predict_layers") and not checkpoint.mtp:
         changes["num_nextn_predict_layers"] = 0
     if changes:
         text = json.dumps(config | changes, indent=2)
         (folder / "config.json").write_text(text, encoding="utf-8")
     weight_map = {t: name for part, name in zip(parts, names, strict=True) for t in part}
-    total = sum(info.num_bytes for info in checkpoint.tensors.values())
+    total = sum(i.num_bytes for i in (*checkpoint.tensors.values(), *checkpoint.mtp.values()))
     index = {"metadata": {"total_size": total}, "weight_map": weight_map}
     (folder / _INDEX).write_text(json.dumps(index, indent=2), encoding="utf-8")
     origin = {"exported_from": str(checkpoint.folder)}

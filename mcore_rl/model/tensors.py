@@ -179,6 +179,45 @@ def checkpoint_tensors(shape: ModelShape) -> Iterator[tuple[str, TensorSpec]]:
                 yield f"model.layers.{layer}.{spec.name.format(expert=expert)}", spec
 
 
+# How names end under which an MTP layer has copies of what the model proper holds; engines share
+# that with their drafters and read no copy.
+_MTP_COPIES = ("embed_tokens.weight", "shared_head.head.weight")
+
+
+def is_mtp_tensor(name: str, num_layers: int) -> bool:
+    """Whether a tensor is of a multi-token-prediction layer: numbered after the last decoder layer,
+    or under a name of its own."""
+    parts = name.split(".")
+    if parts[:2] == ["model", "layers"]:
+        return int(parts[2]) >= num_layers
+    return parts[0] == "mtp"
+
+
+def is_mtp_copy(name: str) -> bool:
+    """Whether a tensor of an MTP layer is a copy of the embedding or of the head."""
+    return name.endswith(_MTP_COPIES)
+
+
+def mtp_layer_specs(shape: ModelShape) -> list[TensorSpec]:
+    """The tensors of one multi-token-prediction layer (arXiv 2412.19437, section 2.2) but for its
+    copies of embedding and head: a decoder layer as the last one, and what leads into it."""
+    width = shape.hidden_size
+    norms = ("enorm.weight", "hnorm.weight", "shared_head.norm.weight")
+    return [
+        *(TensorSpec(name, (width,), Cut.REPLICATED) for name in norms),
+        TensorSpec("eh_proj.weight", (width, 2 * width), Cut.REPLICATED),
+        *layer_specs(shape, is_moe=shape.is_moe_layer[-1]),
+    ]
+
+
+def mtp_tensors(shape: ModelShape) -> Iterator[tuple[str, TensorSpec]]:
+    """(full name, spec) of every tensor of the MTP layers, without copies of embedding and head."""
+    for layer in range(shape.num_layers, shape.num_layers + shape.num_mtp_layers):
+        for spec in mtp_layer_specs(shape):
+            for expert in range(max(1, spec.num_experts)):
+                yield f"model.layers.{layer}.{spec.name.format(expert=expert)}", spec
+
+
 def trained_vocabulary_rows(vocab_size: int, tp_size: int) -> int:
     """Rows of the padded vocabulary on a Megatron rank, under the padding that is derived for it.
 

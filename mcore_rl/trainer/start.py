@@ -226,11 +226,12 @@ def _say(checked: JobSpec, platform: Platform) -> None:
         logger.info("%sMegatron runs with: %s", lacks, " ".join(checked.derived.machine))
     logger.info("defaults for RL: %s", " ".join(checked.derived.defaults))
     _say_notes(checked)
-    if checked.checkpoint.num_skipped_mtp:
+    if checked.checkpoint.mtp:
         logger.info(
-            "the checkpoint's multi-token-prediction layers (%d tensors) are left out: RL trains "
-            "and samples the model without them",
-            checked.checkpoint.num_skipped_mtp,
+            "the checkpoint's multi-token-prediction layers (%d tensors) are not trained: they are "
+            "exported as they are%s",
+            len(checked.checkpoint.mtp),
+            ", and draft for the engines" if checked.config.speculate.startswith("mtp") else "",
         )
     logger.info("%s", _placement(checked))
 

@@ -24,7 +24,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from mcore_rl.data.tokenizer import model_class, register_families
 from mcore_rl.model.config_json import read_model_shape
-from mcore_rl.model.tensors import checkpoint_tensors
+from mcore_rl.model.tensors import (
+    checkpoint_tensors,
+    is_mtp_copy,
+    is_mtp_tensor,
+    mtp_tensors,
+)
 from tests.dist.jobs import random_tokens
 from tests.dist.layouts import SPLITS, job_flags
 from tests.dist.test_parity import tensors_of
@@ -231,18 +236,21 @@ def test_parameters_are_called_as_the_unit_tests_say(outcome: Outcome) -> None:
 def test_table_of_tensors_is_that_of_the_checkpoint(
     case: str, checkpoint_factory: Callable[..., Path]
 ) -> None:
-    """Names, shapes and dtypes, MTP layers aside."""
+    """Names, shapes and dtypes; the MTP layers' copies of embedding and head aside."""
     arch, options, _ = CASES[case]
     folder = checkpoint_factory(arch, **options)
     shape = read_model_shape(folder)
     with safe_open(folder / "model.safetensors", "pt") as file:
         slices = {name: file.get_slice(name) for name in file.keys()}
-        held = {
-            name: (tuple(s.get_shape()), s.get_dtype())
-            for name, s in slices.items()
-            if not name.startswith(f"model.layers.{shape.num_layers}.")
-        }
+        held = {name: (tuple(s.get_shape()), s.get_dtype()) for name, s in slices.items()}
+    in_layers = {n for n in held if is_mtp_tensor(n, shape.num_layers)}
+    copies = {n for n in in_layers if is_mtp_copy(n)}
+    assert len(copies) == 2 * shape.num_mtp_layers
     names_of_dtypes = {"bfloat16": "BF16", "float32": "F32"}
-    assert held == {
-        name: (spec.shape, names_of_dtypes[spec.dtype]) for name, spec in checkpoint_tensors(shape)
-    }
+    for names, table in (
+        (held.keys() - in_layers, checkpoint_tensors(shape)),
+        (in_layers - copies, mtp_tensors(shape)),
+    ):
+        assert {name: held[name] for name in names} == {
+            name: (spec.shape, names_of_dtypes[spec.dtype]) for name, spec in table
+        }

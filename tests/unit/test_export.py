@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 from collections.abc import Iterator
@@ -74,8 +75,50 @@ def write_export(folder: Path, target: Path) -> None:
     source.mkdir(exist_ok=True)
     (source / "config.json").write_text("{}")
     tensors = {"model.embed_tokens.weight": TensorInfo((2, 3), "float32", 4)}
-    checkpoint = HFCheckpoint(source, {}, tensors, 0)
+    checkpoint = HFCheckpoint(source, {}, tensors)
     export(WholeModel(), checkpoint, target)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("has_layer", [True, False])
+def test_mtp_layers_are_exported_bit_for_bit_and_counted_where_there_are_any(
+    alone: None, tmp_path: Path, has_layer: bool
+) -> None:
+    """The layer has its own copy of the embedding, which stays what it was."""
+    source, target = tmp_path / "source", tmp_path / "exported"
+    source.mkdir()
+    (source / "config.json").write_text('{"num_nextn_predict_layers": 1}')
+    layer = {
+        "model.layers.2.embed_tokens.weight": torch.full((2, 3), 7.0),
+        "model.layers.2.mlp.gate.e_score_correction_bias": torch.tensor([1e-7, -0.0]),
+        "model.layers.2.eh_proj.weight": torch.randn(3, 6).to(torch.bfloat16),
+    }
+    save_file(layer, source / "layer.safetensors")
+    infos = {
+        name: TensorInfo(tuple(t.shape), str(t.dtype).removeprefix("torch."), t.itemsize)
+        for name, t in {**layer, "model.embed_tokens.weight": WEIGHT}.items()
+    }
+    checkpoint = HFCheckpoint(
+        source,
+        dict.fromkeys(layer, "layer.safetensors"),
+        {"model.embed_tokens.weight": infos.pop("model.embed_tokens.weight")},
+        infos if has_layer else {},
+    )
+    export(WholeModel(), checkpoint, target, max_file_bytes=32)  # type: ignore[arg-type]
+    files = sorted(target.glob("*.safetensors"))
+    found = {name: tensor for file in files for name, tensor in load_file(file).items()}
+    assert torch.equal(found.pop("model.embed_tokens.weight"), WEIGHT)
+    assert found.keys() == (layer.keys() if has_layer else set())
+    assert all(bits(tensor) == bits(layer[name]) for name, tensor in found.items())
+    config = json.loads((target / "config.json").read_text())
+    assert config["num_nextn_predict_layers"] == int(has_layer)
+    index = json.loads((target / "model.safetensors.index.json").read_text())
+    assert index["weight_map"].keys() == {*found, "model.embed_tokens.weight"}
+    assert len(set(index["weight_map"].values())) == len(files) > has_layer
+
+
+def bits(tensor: torch.Tensor) -> tuple[torch.dtype, tuple[int, ...], bytes]:
+    raw = tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+    return tensor.dtype, tuple(tensor.shape), raw
 
 
 def check(target: Path, *, load: str | None = "saved", **changes: str) -> None:
@@ -103,7 +146,7 @@ def test_a_weight_that_is_not_finite_is_named_as_it_is_read(
     weight[2, 5] = float(value)
     save_file({"model.norm.weight": weight}, tmp_path / "w.safetensors")
     tensors = {"model.norm.weight": TensorInfo((4, 6), dtype, weight.itemsize)}
-    checkpoint = HFCheckpoint(tmp_path, dict.fromkeys(tensors, "w.safetensors"), tensors, 0)
+    checkpoint = HFCheckpoint(tmp_path, dict.fromkeys(tensors, "w.safetensors"), tensors)
     # Who does not read the place has nothing to say.
     assert load_into_megatron(checkpoint, Reader(((0, 2), (0, 6)))) == 12 * weight.itemsize
     with pytest.raises(
@@ -175,7 +218,7 @@ def folder_of(folder: Path, *files: dict[str, torch.Tensor]) -> HFCheckpoint:
             place[name] = f"{number}.safetensors"
             dtype = str(tensor.dtype).removeprefix("torch.")
             tensors[name] = TensorInfo(tuple(tensor.shape), dtype, tensor.itemsize)
-    return HFCheckpoint(folder, place, tensors, 0)
+    return HFCheckpoint(folder, place, tensors)
 
 
 def test_a_fingerprint_is_of_the_weights_and_not_of_their_files(

@@ -34,9 +34,9 @@ def check_hf_folder(shape: ModelShape, checkpoint: HFCheckpoint) -> list[Finding
         f"million parameters, {shown_bytes(size)} in {files}, all complete"
     )
     findings = [green(CHECKPOINT, what)]
-    if checkpoint.num_skipped_mtp:
-        skipped = plural(checkpoint.num_skipped_mtp, "tensor")
-        what = f"its multi-token-prediction layers ({skipped}) are neither trained nor sampled from"
+    if checkpoint.mtp:
+        carried = plural(len(checkpoint.mtp), "tensor")
+        what = f"its multi-token-prediction layers ({carried}) are not trained, and exported as is"
         findings.append(green(CHECKPOINT, what))
     return findings
 

@@ -3,8 +3,8 @@
 vLLM calls it in its front end, engine core and workers. Most concern the CPU build (one of them is
 torch's), and on CUDA none of those is needed and none is applied. Of the others,
 `loaders_without_a_name` is applied wherever a reload asks for names, `rank_map` where an engine is
-started with a rank map, `answers_after_failure` and `routes_on_every_rank` to the versions they
-know. `VLLM_PLUGINS=` starts vLLM without them.
+started with a rank map, `answers_after_failure`, `routes_on_every_rank` and `step_without_drafts`
+to the versions they know. `VLLM_PLUGINS=` starts vLLM without them.
 """
 
 from __future__ import annotations
@@ -17,7 +17,9 @@ def patches() -> tuple[Patch, ...]:
     from mcore_rl.patches.torch import narrow_products
     from mcore_rl.patches.vllm import (
         answers_after_failure,
+        expanded_sampling_options,
         expert_parallel_on_cpu,
+        kernels_beside_numba,
         loaders_without_a_name,
         mla_prefill_together,
         model_info_here,
@@ -27,6 +29,7 @@ def patches() -> tuple[Patch, ...]:
         routes_on_every_rank,
         shared_memory_names,
         sigmoid_router_on_cpu,
+        step_without_drafts,
         wide_linear,
     )
 
@@ -39,11 +42,14 @@ def patches() -> tuple[Patch, ...]:
         rotary_embedding_of_heads,
         mla_prefill_together,
         model_info_here,
+        expanded_sampling_options,
+        kernels_beside_numba,
         shared_memory_names,
         loaders_without_a_name,
         rank_map,
         answers_after_failure,
         routes_on_every_rank,
+        step_without_drafts,
     )
     return tuple(module.PATCH for module in modules)
 

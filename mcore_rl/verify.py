@@ -45,6 +45,7 @@ from mcore_rl.hybrid_engine.vllm.engine import VLLMEngine
 from mcore_rl.job.spec import JobSpec
 from mcore_rl.megatron.adapter import TrainState
 from mcore_rl.megatron.shards import ModelShards
+from mcore_rl.model.tensors import is_mtp_copy
 from mcore_rl.trainer.actor import Actor
 from mcore_rl.trainer.build import build_manager, build_offloader, engine_config
 from mcore_rl.trainer.inputs import prompt_source
@@ -152,11 +153,15 @@ def overwrite_with_zeros(engine: VLLMEngine, job: Job, expected: Mapping[str, st
     `expected` are the digests of that load; it sleeps again afterwards. Collective over the
     engine's ranks.
     """
+    tensors = dict(job.checkpoint.tensors)
+    if job.shape.tied_embeddings:
+        tensors.pop("lm_head.weight", None)
+    if engine.drafter is not None:
+        tensors |= {n: info for n, info in job.checkpoint.mtp.items() if not is_mtp_copy(n)}
     engine.wake_weights()
     engine.reload(
         (name, torch.zeros(info.shape, dtype=getattr(torch, info.dtype)))
-        for name, info in job.checkpoint.tensors.items()
-        if not (job.shape.tied_embeddings and name == "lm_head.weight")
+        for name, info in tensors.items()
     )
     left = [
         name

@@ -197,6 +197,7 @@ class RLConfig:
         advice="it is a share of the GPU's memory",
     )
     rollout_enforce_eager: bool = param(False, "no CUDA graphs in vLLM (always so on CPU)")
+    speculate: str = param("off", "tokens that engines draft and then verify: mtp:N, ngram:N, off")
     ranks_per_node: int = param(
         0,
         "processes on one machine, which engines' TP groups do not leave; 0 asks the launcher",

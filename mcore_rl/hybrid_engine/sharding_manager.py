@@ -39,6 +39,7 @@ from mcore_rl.hybrid_engine.report import (
 from mcore_rl.hybrid_engine.transfer.gather import GatherPath
 from mcore_rl.hybrid_engine.vllm.engine import VLLMEngine
 from mcore_rl.hybrid_engine.weight_stream import WeightStream
+from mcore_rl.megatron.carried import CarriedTensors
 from mcore_rl.megatron.rng import RngState
 from mcore_rl.megatron.shards import ModelShards
 from mcore_rl.model.layout import RolloutLayout, TrainLayout
@@ -80,6 +81,7 @@ class MegatronVLLMShardingManager:
         full_every: int = 20,
         attest: str = FULL,
         canary: Canary | None = None,
+        carried: CarriedTensors | None = None,
     ) -> None:
         self._engine, self._rollout = engine, rollout_layout
         self._seed, self._device = seed, shards.device
@@ -94,6 +96,7 @@ class MegatronVLLMShardingManager:
             dtype=dtype,
             delta=delta,
             full_every=full_every,
+            carried=carried,
         )
         engine.sleep()  # training comes first
         self._gather = GatherPath(

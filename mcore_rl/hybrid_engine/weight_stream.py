@@ -8,6 +8,7 @@ worked out once, from the two layouts.
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -22,11 +23,12 @@ from mcore_rl.hybrid_engine.transfer.transfer import Transfer
 from mcore_rl.hybrid_engine.vllm.engine import VLLMEngine
 from mcore_rl.hybrid_engine.vllm.sliced_tensor import SlicedTensor
 from mcore_rl.megatron import adapter as megatron_adapter
+from mcore_rl.megatron.carried import CarriedTensors
 from mcore_rl.megatron.shards import ModelShards
 from mcore_rl.model.boxes import Box, intersect, uncovered, volume
 from mcore_rl.model.config_json import ModelShape
 from mcore_rl.model.layout import TrainLayout
-from mcore_rl.model.tensors import checkpoint_tensors
+from mcore_rl.model.tensors import checkpoint_tensors, mtp_tensors
 from mcore_rl.model.weight_map import layer_order
 
 
@@ -80,7 +82,8 @@ class WeightStream:
     """One plan, streamed once per hand-over. Constructing and streaming are collective.
 
     `tensors` are the checkpoint's; those travel that training holds, on whichever rank, in `dtype`
-    ("checkpoint", "bf16" or "fp16"). With `delta` only what changed travels, and everything every
+    ("checkpoint", "bf16" or "fp16"). Those `carried` for a drafter come from the rank itself, after
+    all others. With `delta` only what changed travels, and everything every
     `full_every` times. `bucket_bytes` caps what is in flight; `ranks_per_node` consecutive ranks
     are near each other.
     """
@@ -97,15 +100,22 @@ class WeightStream:
         dtype: str,
         delta: bool,
         full_every: int,
+        carried: CarriedTensors | None = None,
     ) -> None:
-        self._shards = shards
+        self._shards, self._carried = shards, carried
         served = _served(tensors, shards)
-        self.tensors = travelling_as(served, dtype, shards.shape)
-        self.order = layer_order(self.tensors)
+        also = {} if carried is None else dict(carried.tensors)
+        self.tensors = travelling_as({**served, **also}, dtype, shards.shape)
         self.need = engine.learn_needs(
             {name: (i.shape, getattr(torch, i.dtype)) for name, i in self.tensors.items()}
         )
-        self.holdings = exchange({name: shards.boxes(name) for name in self.tensors}, self.need)
+        if carried is not None:
+            carried.hold(self.need)
+        self.holdings = exchange({name: self._boxes(name) for name in self.tensors}, self.need)
+        # Of what is carried nobody needs copies of what the model has.
+        also = {n: i for n, i in also.items() if any(n in need for need in self.holdings.need)}
+        self.tensors = {n: i for n, i in self.tensors.items() if n in served or n in also}
+        self.order = [*layer_order(served), *layer_order(also)]
         plan = make_plan(
             self.tensors,
             order=self.order,
@@ -184,7 +194,7 @@ class WeightStream:
         """What this rank needs and holds already, each element once."""
         found: list[tuple[Box, torch.Tensor]] = []
         for needed in self.need[name]:
-            for held in self._shards.boxes(name):
+            for held in self._boxes(name):
                 shared = intersect(needed, held)
                 rest = [] if shared is None else uncovered(shared, [box for box, _ in found])
                 found.extend((box, self.read(name, box)) for box in rest)
@@ -195,8 +205,22 @@ class WeightStream:
         return SlicedTensor(name, info.shape, getattr(torch, info.dtype), pieces)
 
     def read(self, name: str, box: Box, at: Any = ...) -> torch.Tensor:
-        """A slice of the training weights, or what `at` cuts out of it, as it travels."""
-        return self._shards.read(name, box, at).to(getattr(torch, self.tensors[name].dtype))
+        """A slice of the weights that this rank has, or what `at` cuts out of it, as it travels."""
+        dtype = getattr(torch, self.tensors[name].dtype)
+        if self._is_carried(name):
+            assert self._carried is not None
+            return self._carried.read(name, box, at).to(self._shards.device, dtype)
+        return self._shards.read(name, box, at).to(dtype)
+
+    def _boxes(self, name: str) -> tuple[Box, ...]:
+        """What this rank has of a tensor."""
+        if self._is_carried(name):
+            assert self._carried is not None
+            return self._carried.boxes(name)
+        return self._shards.boxes(name)
+
+    def _is_carried(self, name: str) -> bool:
+        return self._carried is not None and name in self._carried.tensors
 
 
 def _enough_to_overlap(plan: Plan, world_size: int) -> int:
@@ -246,7 +270,8 @@ def travelling_as(
     if dtype == "checkpoint":
         return dict(tensors)
     narrow = {"bf16": "bfloat16", "fp16": "float16"}[dtype]
-    kept = {name for name, spec in checkpoint_tensors(shape) if spec.dtype == "float32"}
+    specs = itertools.chain(checkpoint_tensors(shape), mtp_tensors(shape))
+    kept = {name for name, spec in specs if spec.dtype == "float32"}
     return {
         name: info if name in kept else replace(info, dtype=narrow, itemsize=2)
         for name, info in tensors.items()

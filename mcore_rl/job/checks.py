@@ -40,6 +40,12 @@ from mcore_rl.megatron import adapter as megatron_adapter
 from mcore_rl.megatron.hf_checkpoint import HFCheckpoint
 from mcore_rl.model.config_json import ModelShape
 from mcore_rl.model.layout import PipelineLayers, RolloutLayout, TrainLayout
+from mcore_rl.model.speculation import (
+    Speculation,
+    check_drafter,
+    check_drafter_weights,
+    parse_speculation,
+)
 from mcore_rl.planner.models import TrainedModel
 
 # Facts that nobody checks; `typed` or `args`.
@@ -90,6 +96,21 @@ def _config(given: Mapping[str, Any], scores_only: bool) -> RLConfig:
     config = config_from(given)
     preflight.check_ranges(config)
     return replace(config, max_response_tokens=1) if scores_only else config
+
+
+def _speculation(config: RLConfig) -> Speculation | None:
+    return parse_speculation(config.speculate)
+
+
+def _drafter(speculation: Speculation | None, shape: ModelShape) -> None:
+    check_drafter(speculation, shape)
+
+
+def _drafter_weights(
+    speculation: Speculation | None, shape: ModelShape, checkpoint: HFCheckpoint
+) -> None:
+    held = {name: info.shape for name, info in checkpoint.mtp.items()}
+    check_drafter_weights(speculation, shape, held, str(checkpoint.folder))
 
 
 def _wandb(given: Mapping[str, Any]) -> None:
@@ -313,6 +334,9 @@ _CHECKS: tuple[Check, ...] = (
     _check("wandb", _wandb, asks=MACHINE),
     _check("shape", reading.read_actor_shape),
     _check("checkpoint", reading.read_checkpoint, asks=FILES),
+    _check("speculation", _speculation),
+    _check("drafter", _drafter),
+    _check("drafter_weights", _drafter_weights, "drafter", asks=FILES),
     _check("lengths", _lengths, reads=(_LENGTHS,)),
     # All flags, and what they say together.
     _check("derived", _derived, "typed", alone=True),

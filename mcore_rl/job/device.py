@@ -115,6 +115,7 @@ def case_of_run(
         engine=engine_settings(
             config,
             values,
+            shape,
             rollout,
             offloaded=offload_kinds(config.offload, values, has_cuda=True),
             away_at_start=kinds_at_start(values),

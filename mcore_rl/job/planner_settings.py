@@ -13,7 +13,9 @@ from typing import Any
 
 from mcore_rl.common.errors import UsageError
 from mcore_rl.flags.options import RLConfig
+from mcore_rl.model.config_json import ModelShape
 from mcore_rl.model.layout import PipelineLayers, RolloutLayout, TrainLayout
+from mcore_rl.model.speculation import parse_speculation
 from mcore_rl.moe.routing import R3
 from mcore_rl.planner.settings import (
     MIB,
@@ -123,6 +125,7 @@ def _exact(values: Mapping[str, Any]) -> frozenset[str]:
 def engine_settings(
     config: RLConfig,
     values: Mapping[str, Any],
+    shape: ModelShape,
     rollout: RolloutLayout,
     *,
     offloaded: frozenset[str],
@@ -134,6 +137,8 @@ def engine_settings(
     length = config.max_prompt_tokens + config.max_response_tokens
     samples = math.ceil(config.num_prompts_per_step / rollout.num_tp_groups)
     replays = config.routing_replay == R3
+    speculation = parse_speculation(config.speculate)
+    drafts = speculation is not None and speculation.has_drafter
     return EngineSettings(
         gpu_memory_utilization=config.rollout_gpu_memory_utilization,
         max_num_seqs=config.rollout_max_num_seqs,
@@ -151,6 +156,7 @@ def engine_settings(
         loads_checkpoint=bool(values.get("load")) and not values.get("finetune"),
         exports=bool(config.export_hf),
         has_canary=config.canary_interval > 0,
+        drafter_layers=shape.num_mtp_layers if drafts else 0,
         gathered_tokens=samples * config.samples_per_prompt * config.max_response_tokens,
         routed_tokens=samples * config.samples_per_prompt * length if replays else 0,
         routed_tokens_in_all=config.samples_per_step * length if replays else 0,

@@ -216,6 +216,19 @@ def load_into_megatron(
     return num_bytes
 
 
+def read_boxes(checkpoint: HFCheckpoint, tensor: str, boxes: Sequence[Box]) -> list[torch.Tensor]:
+    """Slices of a tensor, each of memory of its own. UsageError: one that is not finite."""
+    path = checkpoint.folder / checkpoint.files[tensor]
+    found = []
+    with safe_open(path, framework="pt") as file:
+        view = file.get_slice(tensor)
+        for box in boxes:
+            data = view[tuple(slice(start, stop) for start, stop in box)]
+            _require_finite(data, box, tensor, path)
+            found.append(data)
+    return found
+
+
 def _require_finite(data: torch.Tensor, box: Box, tensor: str, path: Path) -> None:
     """Nothing would find fault with such a weight before its first losses or samples."""
     finite = torch.isfinite(data)

@@ -96,6 +96,7 @@ class Family:
     # Of each head, where config.json is silent; with 1 it must not say otherwise. None: it must be
     # spelt out, there or as rotary_dim, the number of elements.
     partial_rotary_factor: float | None = 1.0
+    has_drafter: bool = False  # vLLM drafts with the MTP layers of such a checkpoint
 
 
 _V3_SPELT_OUT = tuple(
@@ -114,6 +115,7 @@ def _families() -> Iterator[Family]:
         qk_norm=True,
         router=_V3_ROUTER,
         rope_types=("default", "yarn"),
+        has_drafter=True,
     )
     yield Family(  # V2 and V2-Lite
         model_type="deepseek_v2",

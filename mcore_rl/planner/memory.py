@@ -138,6 +138,7 @@ def _host_of_rank(
             found[f"{whose}parameters while engines start"] = weights
         if is_actor:
             found["copies for delta"] = traffic_bytes if engine.delta else 0
+            found["drafter's weights"] = case.drafter_bytes
             found["samples from all ranks"] = gathered_bytes(case)
             found.update(routed)
             found["file being exported"] = _exported_file_bytes(case) if engine.exports else 0

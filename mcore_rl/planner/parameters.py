@@ -14,13 +14,14 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from mcore_rl.model.config_json import ModelShape
-from mcore_rl.model.layout import PipelineLayers, TrainLayout
+from mcore_rl.model.layout import PipelineLayers, RolloutLayout, TrainLayout
 from mcore_rl.model.tensors import (
     Cut,
     TensorSpec,
     embedding_specs,
     head_specs,
     layer_specs,
+    mtp_layer_specs,
     trained_vocabulary_rows,
 )
 from mcore_rl.planner.settings import ActivationSettings, TrainSettings
@@ -101,8 +102,10 @@ def optimizer_parameters(
     return dense + math.ceil(parameters.experts * copies / train.edp_size)
 
 
-def kv_bytes_per_token(shape: ModelShape, tp_size: int, itemsize: int = 2) -> int:
-    """What a rank of the engine caches for a token, in all layers.
+def kv_bytes_per_token(
+    shape: ModelShape, tp_size: int, itemsize: int = 2, *, drafter_layers: int = 0
+) -> int:
+    """What a rank of the engine caches for a token, in all layers and those of a drafter.
 
     Latent attention caches one latent and one rotary key, which no head owns, so that every TP rank
     has all of it; else keys and values are cut by heads, of which a rank has at least one.
@@ -111,14 +114,34 @@ def kv_bytes_per_token(shape: ModelShape, tp_size: int, itemsize: int = 2) -> in
         width = shape.latent.kv_lora_rank + shape.latent.qk_rope_head_dim
     else:
         width = 2 * max(1, shape.num_kv_heads // tp_size) * shape.head_dim
-    return width * itemsize * shape.num_layers
+    return width * itemsize * (shape.num_layers + drafter_layers)
 
 
-def absorbed_bytes(shape: ModelShape, tp_size: int, itemsize: int = 2) -> int:
+def drafter_bytes(shape: ModelShape, rollout: RolloutLayout, num_layers: int) -> int:
+    """What a rank of the engine holds of `num_layers` MTP layers that draft; on its host it has the
+    same once more. Embedding and head are the model's own."""
+    total = 0
+    for spec in mtp_layer_specs(shape):
+        if spec.num_experts and rollout.expert_parallel:
+            parts = rollout.ep_size
+        elif spec.cut is Cut.REPLICATED or (
+            spec.is_shared_expert and rollout.has_whole_shared_experts
+        ):
+            parts = 1
+        else:
+            parts = rollout.tp_size
+        total += spec.num_bytes // parts
+    return total * num_layers
+
+
+def absorbed_bytes(
+    shape: ModelShape, tp_size: int, itemsize: int = 2, *, drafter_layers: int = 0
+) -> int:
     """What a rank of the engine keeps of latent attention beside the checkpoint's tensors: both
     halves of kv_b_proj once more, as decoding multiplies by them."""
     if shape.latent is None:
         return 0
     latent = shape.latent
     per_head = latent.kv_lora_rank * (latent.qk_nope_head_dim + latent.v_head_dim)
-    return shape.num_heads // tp_size * per_head * itemsize * shape.num_layers
+    layers = shape.num_layers + drafter_layers
+    return shape.num_heads // tp_size * per_head * itemsize * layers

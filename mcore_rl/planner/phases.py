@@ -41,7 +41,7 @@ from mcore_rl.planner.activations import (
 )
 from mcore_rl.planner.communicators import communicators_of
 from mcore_rl.planner.models import ACTOR, TrainedModel, stage_state
-from mcore_rl.planner.parameters import absorbed_bytes, kv_bytes_per_token
+from mcore_rl.planner.parameters import absorbed_bytes, drafter_bytes, kv_bytes_per_token
 from mcore_rl.planner.settings import EngineSettings, Machine, TrainSettings
 
 Bytes = npt.NDArray[np.int64]
@@ -85,6 +85,17 @@ class Case:
     def models(self) -> tuple[TrainedModel, ...]:
         """All that are trained, the actor first."""
         return (self.actor,) if self.critic is None else (self.actor, self.critic)
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        """What a rank of the engine caches for a token."""
+        layers = self.engine.drafter_layers
+        return kv_bytes_per_token(self.shape, self.rollout.tp_size, drafter_layers=layers)
+
+    @property
+    def drafter_bytes(self) -> int:
+        """What a rank of the engine holds beside the model, and on its host."""
+        return drafter_bytes(self.shape, self.rollout, self.engine.drafter_layers)
 
     @property
     def share_bytes(self) -> int:
@@ -155,7 +166,12 @@ class _Planning:
 
     def __init__(self, case: Case, resident: Bytes) -> None:
         self._case = case
-        self._resident = resident + absorbed_bytes(case.shape, case.rollout.tp_size)
+        layers = case.engine.drafter_layers
+        self._resident = (
+            resident
+            + absorbed_bytes(case.shape, case.rollout.tp_size, drafter_layers=layers)
+            + case.drafter_bytes
+        )
         self._trained: States = {m.name: stage_state(m) for m in case.models}
         self._first = self._trained
         if not case.engine.loads_checkpoint:
@@ -173,7 +189,7 @@ class _Planning:
         )
         kv_cache = KVCache(
             num_bytes=max(0, case.share_bytes - self._engine_used - int(self._resident.max())),
-            bytes_per_token=kv_bytes_per_token(case.shape, case.rollout.tp_size),
+            bytes_per_token=case.kv_bytes_per_token,
             useful_utilization=max(0, case.machine.usable_bytes - beside) / case.machine.gpu_bytes,
         )
         phases = (*self._before(), start, *self._until(rollout), *self._steps())
@@ -238,7 +254,7 @@ class _Planning:
         cache = np.maximum(0, case.share_bytes - self._resident - used)
         engine = {"rollout weights": self._resident, "activations": used, "KV cache": cache}
         phase = self._phase(name, {**left, **engine}, case.actor, share=case.share_bytes)
-        sample = case.engine.max_model_tokens * kv_bytes_per_token(case.shape, case.rollout.tp_size)
+        sample = case.engine.max_model_tokens * case.kv_bytes_per_token
         # It must hold one sample to the end, and its weights at any rate.
         short = int(self._resident.max()) + self._engine_used + sample - case.share_bytes
         surely = int(self._resident.max()) - case.share_bytes

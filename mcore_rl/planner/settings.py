@@ -110,6 +110,7 @@ class EngineSettings:
     loads_checkpoint: bool = False  # --load: the optimizer's state is there from the start
     exports: bool = False  # --rl-export-hf
     has_canary: bool = False
+    drafter_layers: int = 0  # MTP layers that draft for it
     gathered_tokens: int = 0  # of a step's samples, those of the rank that generates most
     # With --rl-routing-replay r3, of a step's samples, prompts included: those of the TP group that
     # generates most, and all of them.

@@ -65,6 +65,7 @@ class Collector:
         self._step_began_at = self.position
         if self._keeper is not None:
             self._keeper.forget()
+        self._workers.draft_metrics()  # of what evaluations have sampled
         if not self._recipe.dynamic_sampling:
             groups = self._groups(wanted, weight_version, when_few_are_left)
             return self._collected(groups)
@@ -96,7 +97,7 @@ class Collector:
     def _collected(
         self, groups: Sequence[Sequence[ScoredRollout]], metrics: dict[str, float] | None = None
     ) -> Collected:
-        metrics = dict(metrics or {})
+        metrics = {**(metrics or {}), **self._workers.draft_metrics()}
         if self._recipe.needs_greedy_baseline:
             baselines = [group[0].baseline for group in groups]
             failed = [each for each in baselines if each is not None and each.failure is not None]

@@ -18,8 +18,10 @@ import torch.distributed as dist
 from mcore_rl.batching.types import Prompt, Rollout, ScoredRollout
 from mcore_rl.common import objects
 from mcore_rl.flags.options import RLConfig
+from mcore_rl.hybrid_engine.vllm.drafter import DraftCounts
 from mcore_rl.hybrid_engine.vllm.engine import VLLMEngine
 from mcore_rl.model.layout import RolloutLayout
+from mcore_rl.model.speculation import OFF
 from mcore_rl.rewards.functions import REWARD_MODEL
 from mcore_rl.rewards.specs import RewardSpec
 from mcore_rl.rewards.stack import RewardStack
@@ -78,6 +80,17 @@ class RolloutWorkers:
             when_few_are_left=when_few_are_left,
             with_routes=with_routes,
         )
+
+    def draft_metrics(self) -> dict[str, float]:
+        """What became of drafts in all engines since the last call; none without --rl-speculate.
+
+        Ranks of one TP group count the same, one of them for all.
+        """
+        if self._config.speculate == OFF:
+            return {}
+        mine = self._engine.take_draft_counts()
+        counts = objects.all_gather(mine if self._scores else DraftCounts())
+        return sum(counts, DraftCounts()).metrics()
 
     def score(
         self,

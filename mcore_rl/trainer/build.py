@@ -27,8 +27,10 @@ from mcore_rl.job.layout import check_stages, ranks_per_node
 from mcore_rl.job.memory_report import memory_lines
 from mcore_rl.megatron import adapter as megatron_adapter
 from mcore_rl.megatron import saving as megatron_checkpoint
+from mcore_rl.megatron.carried import CarriedTensors
 from mcore_rl.megatron.hf_checkpoint import fingerprint
 from mcore_rl.megatron.shards import ModelShards
+from mcore_rl.model.speculation import parse_speculation
 from mcore_rl.moe.expert_load import ExpertLoad
 from mcore_rl.moe.routing import R3
 from mcore_rl.observe.stage_timers import StageTimers
@@ -290,6 +292,7 @@ def engine_config(job: Job, *, load_format: str = "dummy") -> EngineConfig:
         gpu_memory_utilization=config.rollout_gpu_memory_utilization,
         enforce_eager=on_cpu or config.rollout_enforce_eager,
         seed=job.args.seed,
+        speculation=parse_speculation(config.speculate),
         load_format=load_format,
         routed_layers=routed_layers(job.shape) if config.routing_replay == R3 else None,
         trust_remote_code=job.args.trust_remote_code,
@@ -324,6 +327,7 @@ def build_manager(
         full_every=job.config.reshard_full_interval,
         attest=job.config.attest,
         canary=canary,
+        carried=None if engine.drafter is None else CarriedTensors(job.checkpoint),
     )
 
 

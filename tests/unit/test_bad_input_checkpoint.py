@@ -69,6 +69,23 @@ CHECKPOINT = [
         change=config(model_type="gpt2"),
     ),
     Case(
+        "drafter_not_described",
+        ["--rl-speculate mtp:1 needs multi", "config.json has none", "give ngram:1"],
+        flags={"--rl-speculate": "mtp:1"},
+        change=config(num_nextn_predict_layers=0),
+    ),
+    Case(
+        "drafter_not_there",
+        ["--rl-speculate mtp:1 needs model.layers.2.", "{here}/checkpoint lacks it", "copy the"],
+        flags={"--rl-speculate": "mtp:1"},
+        change=config(num_nextn_predict_layers=1),
+    ),
+    Case(
+        "drafter_unknown",
+        ["--rl-speculate eagle:3 is not off, mtp:N or ngram:N", "give for example"],
+        flags={"--rl-speculate": "eagle:3"},
+    ),
+    Case(
         "field_missing",
         ["config.json has no field 'kv_lora_rank'", "use the config.json that was published"],
         change=config(kv_lora_rank=...),

@@ -48,6 +48,9 @@ class ScriptedWorkers:
             for number in range(num_samples)
         ]
 
+    def draft_metrics(self) -> dict[str, float]:
+        return {}
+
     def _rollout(self, prompt: Prompt, number: int, temperature: float) -> Rollout:
         self.num_responses += 1
         return Rollout(

@@ -24,6 +24,7 @@ from torch.profiler import record_function
 from mcore_rl.batching.types import Prompt, Rollout
 from mcore_rl.common.errors import UsageError
 from mcore_rl.hybrid_engine.memory.device import give_back_cached
+from mcore_rl.hybrid_engine.vllm.drafter import DraftCounts, DraftedReloader, DraftRecord
 from mcore_rl.hybrid_engine.vllm.needs import Metadata, Needs
 from mcore_rl.hybrid_engine.vllm.reload import Reloader
 from mcore_rl.hybrid_engine.vllm.sliced_tensor import WriteObserver
@@ -32,6 +33,8 @@ from mcore_rl.moe.routing import RoutedLayers
 from mcore_rl.moe.routing_capture import SlotCapture, routes_of
 
 __all__ = ["EngineConfig", "VLLMEngine"]
+
+_DRAFTER = "drafter."
 
 
 class VLLMEngine:
@@ -44,16 +47,25 @@ class VLLMEngine:
 
     def __init__(self, config: EngineConfig) -> None:
         self.config = config
+        self._drafts: DraftRecord | None = None
         self._start()
         self._asleep: set[str] = set()
         self._weights_complete = config.load_format != "dummy"
-        self._reloader = Reloader(self.model, self._vllm_config)
+        self._reloader = self._make_reloader()
 
     def _start(self) -> None:
         self._llm = start_llm(self.config)
         self._capture = None
         if self.config.routed_layers is not None and not on_cuda():
             self._capture = SlotCapture(self._llm)
+        if self.config.speculation is not None:
+            core = self._llm.llm_engine.engine_core.engine_core
+            self._drafts = DraftRecord(core.scheduler)
+
+    def _make_reloader(self) -> Reloader:
+        if self.drafter is None:
+            return Reloader(self.model, self._vllm_config)
+        return DraftedReloader(self.model, self.drafter, self._vllm_config)
 
     # Where this process sits
 
@@ -96,6 +108,15 @@ class VLLMEngine:
     def model(self) -> torch.nn.Module:
         """vLLM's model of this rank."""
         return self._worker.model_runner.get_model()
+
+    @property
+    def drafter(self) -> torch.nn.Module | None:
+        """vLLM's second model of this rank, which drafts; None without one that has weights."""
+        speculation = self.config.speculation
+        if speculation is None or not speculation.has_drafter:
+            return None
+        found: torch.nn.Module = self._worker.model_runner.get_draft_model()
+        return found
 
     @property
     def tokenizer(self) -> Any:
@@ -194,6 +215,10 @@ class VLLMEngine:
             traced.close()
             vars(engine).pop("step", None)
 
+    def take_draft_counts(self) -> DraftCounts:
+        """What became of drafts since the last call, of this rank's data-parallel rank."""
+        return DraftCounts() if self._drafts is None else self._drafts.take()
+
     def prompt_log_probs(self, token_ids: Sequence[Sequence[int]]) -> list[np.ndarray]:
         """Score given sequences: per sequence `[s - 1]` float32, entry i scores token i + 1."""
         from vllm import SamplingParams
@@ -254,8 +279,9 @@ class VLLMEngine:
 
         Parameters and buffers under their names, and on CPU, where linear layers compute with
         packed copies that nothing else reaches, what each of them makes of the identity matrix:
-        exactly the weight it computes with. The tensors are vLLM's own, or views of them: copy what
-        must survive the next reload.
+        exactly the weight it computes with. A drafter's are called "drafter." and so on, what it
+        shares with the model included. The tensors are vLLM's own, or views of them: copy what must
+        survive the next reload.
 
         RuntimeError while the weights sleep: there is no memory behind them then, and on CUDA the
         process could do nothing more after reading it.
@@ -264,16 +290,18 @@ class VLLMEngine:
         return self._stored_tensors()
 
     def _stored_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        model = self.model
-        for name, tensor in (
-            *model.named_parameters(remove_duplicate=False),
-            *model.named_buffers(remove_duplicate=False),
-        ):
-            if tensor.numel():  # of a weight that is packed elsewhere nothing is left here
-                yield name, tensor.detach()
-        for name, module in model.named_modules():
-            if hasattr(module, "cpu_linear"):
-                yield f"{name}.cpu_linear(identity)", _packed_weight(module)
+        drafter = self.drafter
+        models = {"": self.model} | ({} if drafter is None else {_DRAFTER: drafter})
+        for prefix, model in models.items():
+            for name, tensor in (
+                *model.named_parameters(remove_duplicate=False),
+                *model.named_buffers(remove_duplicate=False),
+            ):
+                if tensor.numel():  # of a weight that is packed elsewhere nothing is left here
+                    yield prefix + name, tensor.detach()
+            for name, module in model.named_modules():
+                if hasattr(module, "cpu_linear"):
+                    yield f"{prefix}{name}.cpu_linear(identity)", _packed_weight(module)
 
     # Sleep
 

@@ -23,11 +23,16 @@ class Layers:
 
     The stand-ins are meta tensors: the model's `load_weights` looks all of them up before the first
     tensor comes. Their loaders exchange them for what is really written. `elements_read()` counts
-    what all loaders have read so far; `learnt` is None where needs are not known yet.
+    what all loaders have read so far; `learnt` is None where needs are not known yet. What comes
+    for modules that are `lent` by another model is passed over.
     """
 
     def __init__(
-        self, model: torch.nn.Module, learnt: Learnt | None, elements_read: Callable[[], int]
+        self,
+        model: torch.nn.Module,
+        learnt: Learnt | None,
+        elements_read: Callable[[], int],
+        lent: frozenset[str] = frozenset(),
     ) -> None:
         self._model, self._elements_read = model, elements_read
         self._layers = [
@@ -37,7 +42,8 @@ class Layers:
         ]
         for layer in self._layers:
             for key, stand_in in layer.stand_ins.items():
-                stand_in.weight_loader = self._through(layer, key)
+                through = _pass_over if layer.name in lent else self._through(layer, key)
+                stand_in.weight_loader = through
                 layer.module._parameters[key] = stand_in
 
     def _through(self, layer: _Layer, key: str) -> Loader:
@@ -215,6 +221,10 @@ def _loadable_elements(parameter: torch.Tensor) -> int:
     from vllm.model_executor.model_loader.reload.utils import get_tensor_load_numel
 
     return get_tensor_load_numel(parameter)
+
+
+def _pass_over(*args: Any, **kwargs: Any) -> None:
+    """The loader of what is loaded elsewhere."""
 
 
 def _without_weights(name: str) -> Loader:

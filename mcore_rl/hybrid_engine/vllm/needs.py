@@ -60,13 +60,15 @@ def learn_needs(engine: Loadable, tensor_metadata: Metadata) -> Needs:
     return learn(engine, tensor_metadata).needs
 
 
-def learn(engine: Loadable, tensor_metadata: Metadata) -> Learnt:
-    """`learn_needs` with all that was seen."""
-    notes = _Notes()
+def learn(
+    engine: Loadable, tensor_metadata: Metadata, *, lent: frozenset[str] = frozenset()
+) -> Learnt:
+    """`learn_needs` with all that was seen. Modules `lent` by another model need nothing."""
+    notes = _Notes(lent)
     with engine.loading_context(), _on_meta(engine.model, notes.inside) as parameters:
         with WriteRecorder() as writes:
             _load_stand_ins(engine.model, tensor_metadata, notes)
-    _require_filled(parameters, writes)
+    _require_filled([p for p in parameters if not p.modules <= lent], writes)
     return Learnt(
         needs={name: disjoint(notes.reads[name]) for name in tensor_metadata},
         elements=dict(notes.elements),
@@ -75,15 +77,18 @@ def learn(engine: Loadable, tensor_metadata: Metadata) -> Learnt:
 
 
 class _Notes:
-    """What the loaders read, and for which module."""
+    """What the loaders read, and for which module; for those that are `lent` nothing counts."""
 
-    def __init__(self) -> None:
+    def __init__(self, lent: frozenset[str]) -> None:
+        self._lent = lent
         self.reads: dict[str, list[Box]] = defaultdict(list)
         self.elements: dict[str, int] = defaultdict(int)
         self.computed: set[str] = set()
         self._module: str | None = None
 
     def read(self, name: str, box: Box) -> None:
+        if self._module in self._lent:
+            return
         self.reads[name].append(box)
         if self._module is not None:
             self.elements[self._module] += volume(box)
@@ -126,6 +131,7 @@ class _Parameter:
     """A parameter in the shape in which it is loaded, under all names it has (tied weights)."""
 
     def __init__(self) -> None:
+        self.modules: set[str] = set()  # that have it
         self.stand_ins: dict[str, torch.Tensor] = {}  # name -> meta tensor
 
 
@@ -150,7 +156,9 @@ def _on_meta(
                 module._parameters[key] = stand_in
                 qualified = f"{name}.{key}" if name else key
                 real = live[name].get(key)
-                parameters[id(stand_in if real is None else real)].stand_ins[qualified] = stand_in
+                found = parameters[id(stand_in if real is None else real)]
+                found.stand_ins[qualified] = stand_in
+                found.modules.add(name)
             for key, buffer in buffers[name].items():
                 module._buffers[key] = None if buffer is None else buffer.to("meta")
         yield list(parameters.values())

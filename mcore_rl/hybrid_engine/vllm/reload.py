@@ -44,9 +44,14 @@ class Reloader:
     a layer's kernel keeps weights in a way that is not known to be reloadable.
     """
 
-    def __init__(self, model: torch.nn.Module, vllm_config: Any) -> None:
+    def __init__(
+        self, model: torch.nn.Module, vllm_config: Any, *, beside: torch.nn.Module | None = None
+    ) -> None:
+        """`beside` is another model, whose modules in this one that other one's reload loads."""
         _require_reloadable(model)
         self._model, self._config = weakref.ref(model), vllm_config
+        others = set() if beside is None else set(map(id, beside.modules()))
+        self._lent = frozenset(n for n, module in model.named_modules() if id(module) in others)
         self._metadata: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
         self._learnt: Learnt | None = None
 
@@ -68,7 +73,7 @@ class Reloader:
     def learn_needs(self, tensor_metadata: Metadata) -> Needs:
         """`needs.learn_needs`, remembered for `load`. Not collective."""
         if self._learnt is None or self._metadata != dict(tensor_metadata):
-            self._learnt = learn(self, tensor_metadata)
+            self._learnt = learn(self, tensor_metadata, lent=self._lent)
             self._metadata = dict(tensor_metadata)
         return self._learnt.needs
 
@@ -108,7 +113,7 @@ class Reloader:
         """
         arrivals = _Arrivals(self._learnt, self._metadata, on_write)
         with self.loading_context():
-            layers = Layers(self.model, self._learnt, arrivals.count)
+            layers = Layers(self.model, self._learnt, arrivals.count, self._lent)
             with layers.put_back_at_the_end():
                 self._run_loaders(arrivals.of(weights))
                 layers.put_back()

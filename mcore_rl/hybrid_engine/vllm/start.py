@@ -6,13 +6,14 @@ Nothing here is imported from vLLM before the environment it reads is set.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import gc
 import logging
 import os
 import random
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,9 +26,13 @@ import torch.distributed as dist
 from mcore_rl.common.errors import UsageError
 from mcore_rl.model.config_json import read_config_json
 from mcore_rl.model.families import left_to_defaults
+from mcore_rl.model.speculation import MTP, NGRAM, Speculation
 from mcore_rl.moe.routing import RoutedLayers
 
 _DEFAULT_CPU_KV_CACHE_BYTES = 1 << 30
+# An n-gram drafter goes on as the text did after the last tokens stood there before: the longest
+# stretch of so many tokens.
+_FEWEST_ALIKE, _MOST_ALIKE = 2, 4
 
 # These warn on every reload, of rotary tables that no checkpoint holds and of parameters that are
 # computed from others. `reload` finds out for itself what was loaded.
@@ -69,6 +74,7 @@ class EngineConfig:
     enable_prefix_caching: bool = True
     enforce_eager: bool = True
     seed: int = 0
+    speculation: Speculation | None = None
     load_format: str = "dummy"
     trust_remote_code: bool = False
     timeout_seconds: int | None = None  # of its collectives; None: torch's
@@ -246,6 +252,9 @@ def _prepare_environment(config: EngineConfig) -> None:
         if config.enforce_eager:
             # Some of vLLM's functions are compiled even so: C++, half a minute at the first token.
             defaults["TORCHDYNAMO_DISABLE"] = "1"
+    if "numba" not in sys.modules:
+        # vLLM finds n-grams with one of its threads; the others take turns with torch's.
+        defaults["NUMBA_NUM_THREADS"] = "1"
     for name, value in defaults.items():
         os.environ.setdefault(name, value)
     if not torch.cuda.is_available() and config.kv_cache_bytes is not None:
@@ -274,6 +283,8 @@ def _arguments(config: EngineConfig) -> dict[str, Any]:
         if "kv_lora_rank" in config_json:
             # The AMX one packs kv_b_proj and throws the weight away: no reload.
             options["attention_backend"] = "CPU_MLA"
+    if config.speculation is not None:
+        options |= _speculative(config.speculation, options)
     if config.dp_size > 1:
         options["data_parallel_size"] = config.dp_size
         if config.all2all_backend:
@@ -289,7 +300,7 @@ def _arguments(config: EngineConfig) -> dict[str, Any]:
         tensor_parallel_size=config.tp_size,
         enable_expert_parallel=config.enable_expert_parallel,
         dtype=config.dtype,
-        max_model_len=config.max_model_len,
+        max_model_len=_max_model_len(config, config_json),
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens,
         kv_cache_memory_bytes=kv_cache_bytes,
@@ -304,6 +315,41 @@ def _arguments(config: EngineConfig) -> dict[str, Any]:
         use_tqdm_on_load=config.verbose,
         **options,
     )
+
+
+def _max_model_len(config: EngineConfig, config_json: Mapping[str, Any]) -> int | None:
+    """With room behind the longest sequence for drafts that are verified and for those that come
+    next: without, vLLM drafts for no sequence of a step in which one is nearly as long."""
+    length = config.max_model_len
+    if length is None or config.speculation is None:
+        return length
+    most = max(length, config_json.get("max_position_embeddings") or 0)
+    return min(length + 2 * config.speculation.num_tokens, most)
+
+
+def _speculative(speculation: Speculation, options: Mapping[str, Any]) -> dict[str, Any]:
+    """What is asked for otherwise, or besides `options`, with somebody who drafts."""
+    drafter: dict[str, Any] = {
+        "method": speculation.method,
+        "num_speculative_tokens": speculation.num_tokens,
+    }
+    changes: dict[str, Any] = {"speculative_config": drafter}
+    if speculation.method == NGRAM:
+        drafter |= {"prompt_lookup_min": _FEWEST_ALIKE, "prompt_lookup_max": _MOST_ALIKE}
+        if options.get("async_scheduling"):
+            changes["async_scheduling"] = False  # drafts are made of tokens that are known
+    if speculation.method == MTP:
+        # Of the model's options the drafter takes these from nowhere but here.
+        if "attention_backend" in options:
+            drafter["attention_backend"] = options["attention_backend"]
+        changes["hf_overrides"] = functools.partial(_with_fields, options["hf_overrides"])
+    return changes
+
+
+def _with_fields(fields: Mapping[str, Any], config: Any) -> Any:
+    """What `hf_overrides` does as a mapping, for the drafter's configuration as well."""
+    config.update(fields)
+    return config
 
 
 @contextmanager

@@ -27,7 +27,6 @@ from mcore_rl.model.config_json import ModelShape, read_model_shape
 from mcore_rl.model.layout import (
     SPLITS_SHARED_EXPERTS,
     PipelineLayers,
-    RolloutLayout,
     TrainLayout,
 )
 from mcore_rl.planner.models import ACTOR, CRITIC, CRITIC_FLAGS, TrainedModel
@@ -155,7 +154,7 @@ def read_request(options: argparse.Namespace, rest: Sequence[str]) -> PlanReques
         rollout=rollout,
         training=trained[0].training,
         critic=trained[1] if len(trained) > 1 else None,
-        engine=_engine(config, values, rollout, options),
+        engine=_engine(config, values, placement, options),
         machine=_machine(options, layout_checks.ranks_per_node(config, train.world_size)),
     )
     _check_bucket(case)
@@ -266,8 +265,8 @@ def _notes(placement: Placement) -> list[str]:
         )
     if shape.num_mtp_layers:
         notes.append(
-            f"{shape.num_mtp_layers} multi-token-prediction layer(s) are left out: RL neither "
-            "trains them nor samples from them"
+            f"{shape.num_mtp_layers} multi-token-prediction layer(s) are not trained; engines hold "
+            "them with --rl-speculate mtp:N"
         )
     if rollout.has_whole_shared_experts and shape.experts and shape.experts.shared_hidden_size:
         backends = SPLITS_SHARED_EXPERTS
@@ -316,7 +315,10 @@ def _sharing(facts: Mapping[str, Any]) -> list[str]:
 
 
 def _engine(
-    config: RLConfig, values: Mapping[str, Any], rollout: RolloutLayout, options: argparse.Namespace
+    config: RLConfig,
+    values: Mapping[str, Any],
+    placement: Placement,
+    options: argparse.Namespace,
 ) -> EngineSettings:
     from mcore_rl.hybrid_engine.memory.offload import (  # which import torch
         kinds_at_start,
@@ -326,7 +328,8 @@ def _engine(
     return engine_settings(
         config,
         values,
-        rollout,
+        placement.shape,
+        placement.rollout,
         offloaded=offload_kinds(config.offload, values, has_cuda=True),
         away_at_start=kinds_at_start(values),
         batched_tokens=options.batched_tokens,

@@ -18,7 +18,6 @@ from mcore_rl.planner.communicators import communicators_of
 from mcore_rl.planner.links import Traffic, gather_bytes, traffic_of
 from mcore_rl.planner.memory import Memory, memory_of
 from mcore_rl.planner.models import TrainedModel
-from mcore_rl.planner.parameters import kv_bytes_per_token
 from mcore_rl.planner.phases import Case, Phase
 
 Bytes = npt.NDArray[np.int64]
@@ -140,7 +139,7 @@ def _rollout(case: Case) -> dict[str, Any]:
         "dp_size": rollout.dp_size,
         "ep_size": rollout.ep_size,
         "rank_map": list(rollout.rank_map or range(rollout.world_size)),  # slot -> rank
-        "kv_bytes_per_token": kv_bytes_per_token(case.shape, rollout.tp_size),
+        "kv_bytes_per_token": case.kv_bytes_per_token,
     }
 
 

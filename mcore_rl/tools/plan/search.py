@@ -31,7 +31,6 @@ from mcore_rl.model.layout import RolloutLayout, TrainLayout
 from mcore_rl.model.tensors import active_parameters
 from mcore_rl.planner.memory import Memory, memory_of
 from mcore_rl.planner.models import TrainedModel, following
-from mcore_rl.planner.parameters import kv_bytes_per_token
 from mcore_rl.planner.phases import ROLLOUT, Case
 from mcore_rl.planner.settings import Machine
 from mcore_rl.planner.stages import Stages, stages_for
@@ -324,6 +323,5 @@ def _rollout_seconds(case: Case, memory: Memory, rates: Rates, samples: int) -> 
     at_once = max(1, min(engine.max_num_seqs, cached, share))
     waves = math.ceil(share / at_once)
     weights = memory.phase(ROLLOUT).parts["rollout weights"]
-    per_token = kv_bytes_per_token(case.shape, rollout.tp_size)
-    cache = at_once * engine.max_model_tokens / 2 * per_token
+    cache = at_once * engine.max_model_tokens / 2 * case.kv_bytes_per_token
     return waves * engine.max_response_tokens * (weights + cache) / rates.memory_rate

@@ -175,6 +175,15 @@ SECTIONS = (
                 note="Share of responses that reach --rl-max-response-tokens.",
             ),
             Panel(
+                "drafts",
+                "Drafts accepted",
+                (("rollout/draft_acceptance", "accepted"),),
+                unit=SHARE,
+                from_zero=True,
+                optional=True,
+                note="Share of tokens drafted by --rl-speculate.",
+            ),
+            Panel(
                 "draws",
                 "Prompts drawn again",
                 (

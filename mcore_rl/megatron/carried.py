@@ -1,0 +1,57 @@
+"""Tensors of the checkpoint that engines need and nothing trains: the drafter's, of MTP layers.
+
+They are no parameters, so no rank of Megatron holds them. Each rank reads the slices that its own
+engine needs, once, and keeps them in host memory: at a hand-over they are where they are wanted,
+and none of them travels. Several engines have several copies, as they have of their weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from mcore_rl.hybrid_engine.plan.moves import TensorInfo
+from mcore_rl.megatron.hf_checkpoint import HFCheckpoint, read_boxes
+from mcore_rl.model.boxes import Box, contains, relative, show
+
+
+class CarriedTensors:
+    """This rank's slices of a checkpoint's MTP layers; served as `ModelShards` serves its own."""
+
+    def __init__(self, checkpoint: HFCheckpoint) -> None:
+        self._checkpoint = checkpoint
+        self._held: dict[str, list[tuple[Box, torch.Tensor]]] = {}
+
+    @property
+    def tensors(self) -> Mapping[str, TensorInfo]:
+        """All that may be needed."""
+        return self._checkpoint.mtp
+
+    @property
+    def num_bytes(self) -> int:
+        """Held here, in host memory."""
+        return sum(data.nbytes for held in self._held.values() for _, data in held)
+
+    def hold(self, needs: Mapping[str, Sequence[Box]]) -> None:
+        """Read the boxes that `needs` names of these tensors, in place of what was held. Not
+        collective. Raises UsageError for values that are not finite."""
+        self._held = {
+            name: list(zip(boxes, read_boxes(self._checkpoint, name, boxes), strict=True))
+            for name, boxes in needs.items()
+            if name in self.tensors and boxes
+        }
+
+    def boxes(self, tensor: str) -> tuple[Box, ...]:
+        """The boxes of `tensor` that are held here."""
+        return tuple(box for box, _ in self._held.get(tensor, ()))
+
+    def read(self, tensor: str, box: Box, at: Any = ...) -> torch.Tensor:
+        """The values of `box`, which must lie in one held box, or what `at` cuts out of them; in
+        host memory."""
+        for held, data in self._held.get(tensor, ()):
+            if contains(held, box):
+                cut = data[tuple(slice(start, stop) for start, stop in relative(box, held))]
+                return cut[at]
+        raise RuntimeError(f"{tensor}{show(box)} was asked of a rank that does not carry it")

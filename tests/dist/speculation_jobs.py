@@ -1,0 +1,190 @@
+"""What ranks do for test_speculation: engines that draft, and hand-overs into their drafters."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from mcore_rl.batching.types import Prompt, Rollout
+from mcore_rl.common import objects
+from mcore_rl.hybrid_engine.sharding_manager import MegatronVLLMShardingManager, ReshardReport
+from mcore_rl.hybrid_engine.vllm.engine import EngineConfig, VLLMEngine
+from mcore_rl.hybrid_engine.weight_stream import missing_bytes
+from mcore_rl.megatron.hf_checkpoint import export
+from mcore_rl.model.config_json import read_model_shape
+from mcore_rl.model.speculation import parse_speculation
+from mcore_rl.model.tensors import is_mtp_copy
+from mcore_rl.trainer.build import build_manager, engine_config
+from mcore_rl.trainer.models import routed_layers
+from mcore_rl.verify import overwrite_with_zeros, stored_digests
+from tests.dist.jobs import started
+
+PROMPT_TOKENS, NEW_TOKENS = 8, 24
+NUM_SAMPLES = 60
+# Options of sampling, by the name under which the tests find what came of them.
+SAMPLING: dict[str, dict[str, Any]] = {
+    "top-k 6": {"temperature": 1.0, "top_k": 6},
+    "top-p 0.9 at 0.7": {"temperature": 0.7, "top_p": 0.9},
+}
+
+
+def prompts() -> list[Prompt]:
+    """Each ends in a token of its own, and says something twice."""
+    return [
+        Prompt(i, "", "", np.array([5, 6, 7, 5, 6, 7, 5, 20 + i], dtype=np.int32)) for i in range(8)
+    ]
+
+
+def drafting(checkpoint: str, modes: Sequence[str]) -> dict[str, Any]:
+    """Greedy and sampled responses of an engine of each mode, one after the other."""
+    dist.init_process_group("gloo")
+    return {mode: _responses(Path(checkpoint), mode) for mode in modes}
+
+
+def _responses(checkpoint: Path, mode: str) -> dict[str, Any]:
+    engine = VLLMEngine(
+        EngineConfig(
+            model_dir=checkpoint,
+            load_format="auto",
+            max_model_len=PROMPT_TOKENS + NEW_TOKENS,  # not one more, as in a run
+            max_num_seqs=32,
+            kv_cache_bytes=1 << 26,
+            speculation=parse_speculation(mode),
+            routed_layers=routed_layers(read_model_shape(checkpoint)),
+        )
+    )
+
+    def generate(**options: Any) -> list[Rollout]:
+        engine.seed_sampling(7)
+        return engine.generate(
+            prompts(), max_tokens=NEW_TOKENS, weight_version=1, ignore_eos=True, **options
+        )
+
+    def told(rollouts: Sequence[Rollout]) -> dict[str, Any]:
+        counts = engine.take_draft_counts()
+        return {
+            "tokens": [
+                [int(r.prompt.token_ids[-1]), *map(int, r.response_token_ids)] for r in rollouts
+            ],
+            "log_probs": [r.rollout_log_probs.tolist() for r in rollouts],
+            "drafted": counts.num_drafted,
+            "accepted": counts.num_accepted,
+            "steps": counts.num_steps,
+        }
+
+    greedy = generate(num_samples=1, temperature=0.0, with_routes=True)
+    found = {"greedy": told(greedy)}
+    found["greedy"]["routes"] = [
+        (r.routes.ids.tolist(), bool(r.routes.known.all())) for r in greedy
+    ]
+    for name, options in SAMPLING.items():
+        found[name] = told(generate(num_samples=NUM_SAMPLES, **options))
+    if mode != "off":
+        with _accepting_too_often():
+            options = SAMPLING["top-k 6"]
+            found["wrong rule"] = told(generate(num_samples=NUM_SAMPLES, **options))
+    engine.close()
+    return found
+
+
+@contextmanager
+def _accepting_too_often() -> Iterator[None]:
+    """In which a draft is accepted with the square root of the probability it should be."""
+    from vllm.v1.sample import rejection_sampler
+
+    draw = rejection_sampler.generate_uniform_probs
+    with mock.patch.object(
+        rejection_sampler, "generate_uniform_probs", lambda *a, **k: draw(*a, **k).square()
+    ):
+        yield
+
+
+def hand_over(flags: list[str], target: str) -> dict[str, Any]:
+    """A run's hand-overs with --rl-speculate mtp: as loaded, changed, and spoilt on the way."""
+    job, _, shards = started(flags)
+    engine = VLLMEngine(engine_config(job, load_format="auto"))
+    from_disk = stored_digests(engine)
+    manager = build_manager(job, shards, engine)
+    reports: list[ReshardReport] = []
+    manager.on_reshard_end.append(reports.append)
+    overwrite_with_zeros(engine, job, from_disk)
+    found: dict[str, Any] = {"num_stored": len(from_disk)}
+    with manager:
+        found["differs_from_disk"] = _differing(engine, from_disk)
+        found["greedy"] = _greedy(engine)
+        found["counts"] = _told_counts(engine)
+    found["traffic"] = _traffic(manager, reports[0])
+    export(shards, job.checkpoint, Path(target), max_file_bytes=1 << 17, bucket_bytes=1 << 14)
+
+    for tensor in shards.tensors():
+        for box in shards.boxes(tensor):
+            shards.write(tensor, box, shards.read(tensor, box) * 1.5)
+    with manager:
+        now = {name: tensor.clone() for name, tensor in engine.stored_tensors()}
+        found["changed_from_disk"] = _differing(engine, from_disk)
+        found["shared"] = all(
+            torch.equal(now[f"drafter.{name}"], now[name])
+            for name in ("model.embed_tokens.weight", "lm_head.weight")
+        )
+        found["greedy_changed"] = _greedy(engine)
+
+    carried = manager.stream._carried
+    assert carried is not None
+    name = next(n for n in carried.tensors if n.endswith("eh_proj.weight"))
+    part, left = manager.stream._part, iter(range(1))
+
+    def spoilt(tensor: str, pieces: Any) -> Any:
+        if tensor == name and dist.get_rank() == 1 and next(left, None) is not None:
+            pieces = [(box, data * 2) for box, data in pieces]
+        return part(tensor, pieces)
+
+    manager.stream._part = spoilt  # type: ignore[method-assign]
+    with manager:
+        found["spoilt"] = {"repeated": reports[-1].repeated, "differs": _differing_mtp(engine, now)}
+    found["mtp"] = sorted(n for n in carried.tensors if not is_mtp_copy(n))
+    found["attested"] = sorted(n for n in manager.stream.tensors if n in carried.tensors)
+    found["carried_bytes"] = carried.num_bytes
+    engine.close()
+    dist.destroy_process_group()
+    return found
+
+
+def _differing(engine: VLLMEngine, before: dict[str, str]) -> list[str]:
+    return sorted(name for name, digest in stored_digests(engine).items() if before[name] != digest)
+
+
+def _differing_mtp(engine: VLLMEngine, before: dict[str, torch.Tensor]) -> list[str]:
+    now = dict(engine.stored_tensors())
+    return [n for n, t in now.items() if n.startswith("drafter.") and not torch.equal(t, before[n])]
+
+
+def _greedy(engine: VLLMEngine) -> list[list[int]]:
+    rollouts = engine.generate(
+        prompts(), num_samples=1, temperature=0.0, max_tokens=16, weight_version=1, ignore_eos=True
+    )
+    return [r.response_token_ids.tolist() for r in rollouts]
+
+
+def _told_counts(engine: VLLMEngine) -> list[tuple[int, int]]:
+    counts = engine.take_draft_counts()
+    return objects.all_gather((counts.num_drafted, counts.num_accepted))
+
+
+def _traffic(manager: MegatronVLLMShardingManager, report: ReshardReport) -> dict[str, int]:
+    """What came, and what of the model proper was needed and not held."""
+    stream, rank = manager.stream, dist.get_rank()
+    carried = stream._carried
+    assert carried is not None
+    need = {n: b for n, b in stream.holdings.need[rank].items() if n not in carried.tensors}
+    return {
+        "received": report.received_bytes,
+        "of_the_model": missing_bytes(stream.tensors, stream.holdings.have[rank], need),
+        "lower_bound": report.lower_bound_bytes,
+    }

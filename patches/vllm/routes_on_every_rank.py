@@ -18,8 +18,7 @@ from __future__ import annotations
 from typing import Any
 
 from mcore_rl.patches.registry import Patch, require
-from mcore_rl.patches.vllm.answers_after_failure import is_known
-from mcore_rl.patches.vllm.platform import PACKAGES, VERSIONS
+from mcore_rl.patches.vllm.platform import PACKAGES, VERSIONS, is_known
 
 
 class _FirstOfItsGroup:

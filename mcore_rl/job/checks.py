@@ -334,6 +334,7 @@ _CHECKS: tuple[Check, ...] = (
     _check("wandb", _wandb, asks=MACHINE),
     _check("shape", reading.read_actor_shape),
     _check("checkpoint", reading.read_checkpoint, asks=FILES),
+    _check("export_dtype", preflight.check_export_dtype, asks=FILES),
     _check("speculation", _speculation),
     _check("drafter", _drafter),
     _check("drafter_weights", _drafter_weights, "drafter", asks=FILES),

@@ -14,9 +14,9 @@ from typing import Any
 from mcore_rl.algorithms.registry import import_user_file
 from mcore_rl.common.errors import UsageError
 from mcore_rl.flags.classes import check_numbers, check_order, check_refused
-from mcore_rl.flags.options import RLConfig, check_bounds, flag_of
+from mcore_rl.flags.options import FLOAT8, RLConfig, check_bounds, flag_of
 from mcore_rl.flags.packages import check_packages
-from mcore_rl.megatron.hf_checkpoint import EXPORT_MARKER
+from mcore_rl.megatron.hf_checkpoint import EXPORT_MARKER, HFCheckpoint
 from mcore_rl.megatron.policy_head import named_spec
 from mcore_rl.megatron.version import check_megatron
 from mcore_rl.model.config_json import ModelShape
@@ -94,6 +94,24 @@ def _check_export(config: RLConfig, folder: str, *, goes_on: bool) -> None:
             remedy="remove it or name a new folder",
         )
     _check_writable(target.parent, flag)
+
+
+def check_export_dtype(config: RLConfig, checkpoint: HFCheckpoint) -> None:
+    """FP8 blocks are written where the checkpoint has them."""
+    if config.export_dtype != FLOAT8:
+        return
+    flag = f"--rl-export-dtype {config.export_dtype}"
+    if config.export_hf is None:
+        raise UsageError(
+            "has no effect without --rl-export-hf", flag=flag, remedy="add that, or drop this"
+        )
+    if not checkpoint.float8:
+        raise UsageError(
+            f"writes those weights in FP8 blocks that --rl-hf-checkpoint has so, and "
+            f"{checkpoint.folder} has none",
+            flag=flag,
+            remedy="drop it, or start from the checkpoint as it was published in FP8",
+        )
 
 
 def _check_writable(folder: Path, flag: str) -> None:

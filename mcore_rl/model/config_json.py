@@ -18,6 +18,7 @@ from typing import Any
 from mcore_rl.common.errors import UsageError
 from mcore_rl.model.config_fields import Fields
 from mcore_rl.model.families import FAMILIES, MISSING, Family, Router
+from mcore_rl.model.quantization import GIVE_FP8_BLOCKS, not_fp8_blocks, quantization_method
 from mcore_rl.model.rope import YARN_WITHOUT_FLAG, read_rope
 
 ARCHITECTURES = tuple(FAMILIES)
@@ -81,8 +82,8 @@ class ModelShape:
     # Beside num_layers. They are neither trained nor sampled from, and no part of what is compared:
     # transformers drops them, and says that there is one where config.json is silent.
     num_mtp_layers: int = field(compare=False)
-    # How the checkpoint's weights are quantised, if so: such a shape is for planning only.
-    quantization: str | None = None
+    # How the checkpoint's weights are quantised, if so; the shape is that of what they stand for.
+    quantization: str | None = field(default=None, compare=False)
     # The norms of queries and keys are over all heads at once, not over each.
     norms_whole_projection: bool = False
     # `score.weight` `[1, h]` instead of `lm_head.weight`: a critic, or a reward model.
@@ -134,9 +135,9 @@ def read_model_shape(
     """Read the config.json in the folder `source`, or the file `source` itself.
 
     Raises UsageError for a missing folder, file or field, a family that is not supported, and
-    features of a supported one that are not (biases, other activations). Quantised weights cannot
-    be trained and are refused too, unless only `for_planning`: then the shape is that of the
-    checkpoint once it is dequantised, and its `quantization` says what was published.
+    features of a supported one that are not (biases, other activations). Weights in FP8 blocks are
+    read as the bfloat16 they stand for, and `quantization` says what was published; other quantised
+    weights are refused, unless only `for_planning`.
     """
     source = Path(source)
     if source.is_file():
@@ -166,12 +167,9 @@ def model_shape(
             remedy=f"supported are {', '.join(ARCHITECTURES)}; give a checkpoint of one of these",
         )
     fields.check_spelt_out(family.spelt_out)
-    quantization = _quantization(fields)
-    if quantization and not for_planning:
-        raise fields.refuse(
-            f"quantised weights (quantization_config of {quantization})",
-            "dequantise the checkpoint to bfloat16 first",
-        )
+    what = not_fp8_blocks(values)
+    if what and not for_planning:
+        raise fields.refuse(f"quantised weights ({what})", GIVE_FP8_BLOCKS)
     _refuse_features(fields, family)
     num_layers = fields.count("num_hidden_layers")
     num_heads = fields.count("num_attention_heads")
@@ -195,7 +193,7 @@ def model_shape(
         rope=read_rope(fields, family),
         max_positions=fields.count("max_position_embeddings"),
         num_mtp_layers=fields.count("num_nextn_predict_layers", 0, least=0),
-        quantization=quantization,
+        quantization=quantization_method(values),
         norms_whole_projection=family.norms_whole_projection,
     )
 
@@ -209,14 +207,6 @@ def _head_dim(fields: Fields, num_heads: int, latent: LatentAttention | None) ->
 def _switch(fields: Fields, of_family: bool | str) -> bool:
     """What is so in the whole family, or what the field of this name says."""
     return bool(fields.get(of_family, False)) if isinstance(of_family, str) else of_family
-
-
-def _quantization(fields: Fields) -> str | None:
-    given = fields.get("quantization_config")
-    if not given:
-        return None
-    method = given.get("quant_method") if isinstance(given, dict) else None
-    return str(method or "an unnamed method")
 
 
 def _refuse_features(fields: Fields, family: Family) -> None:

@@ -48,9 +48,11 @@ def check_projection_norms(actor: Actor) -> None:
         assert torch.allclose(of_weight, weight.grad, atol=1e-5)
 
 
-def all_ways(flags: list[str], target: str, published: str) -> dict[str, Any]:
-    """`mcore_rl.verify` of a folder, the way back into a checkpoint, and the engine on another
-    folder that holds the same model."""
+def all_ways(
+    flags: list[str], target: str, published: str, float8_target: str | None = None
+) -> dict[str, Any]:
+    """`mcore_rl.verify` of a folder, the way back into a checkpoint (and into one of FP8 blocks),
+    and the engine on another folder that holds the same model."""
     setup_logging()
     with open("/dev/null", "w") as log:
         job = start_verification(flags, log=log)
@@ -67,7 +69,10 @@ def all_ways(flags: list[str], target: str, published: str) -> dict[str, Any]:
     actor = Actor(job.args, job.config, state, job.train_layout, micro_batching(job))
     log_probs = log_probs_of_random_tokens(job, actor)
     # Several files and several writers, whatever the size of the model.
-    export(shards, job.checkpoint, Path(target), max_file_bytes=1 << 17, bucket_bytes=1 << 14)
+    small: dict[str, Any] = {"max_file_bytes": 1 << 17, "bucket_bytes": 1 << 14}
+    export(shards, job.checkpoint, Path(target), **small)
+    if float8_target is not None:
+        export(shards, job.checkpoint, Path(float8_target), as_float8=True, **small)
 
     as_published = replace(engine_config(job, load_format="auto"), model_dir=Path(published))
     engine = VLLMEngine(as_published)

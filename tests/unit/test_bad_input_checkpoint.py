@@ -32,6 +32,23 @@ def in_float8(here: Path) -> None:
     save_file(tensors, here / "checkpoint" / FIRST)
 
 
+def in_float8_blocks(scales: torch.Tensor | None) -> Change:
+    """The embedding, which has 3 x 1 blocks, with these factors."""
+
+    def change(here: Path) -> None:
+        quantization = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+        config(quantization_config=quantization)(here)
+        in_float8(here)
+        weight_map = {"model.embed_tokens.weight": FIRST}
+        if scales is not None:
+            name, file = "model.embed_tokens.weight_scale_inv", "scales.safetensors"
+            save_file({name: scales}, here / "checkpoint" / file)
+            weight_map[name] = file
+        (here / "checkpoint" / INDEX).write_text(json.dumps({"weight_map": weight_map}))
+
+    return change
+
+
 CHECKPOINT = [
     Case(
         "index_nested_too_deep",
@@ -97,8 +114,23 @@ CHECKPOINT = [
     ),
     Case(
         "quantised",
-        ["config.json asks for quantised weights", "dequantise the checkpoint"],
-        change=config(quantization_config={"quant_method": "fp8"}),
+        ["asks for quantised weights (quantization_config of compressed-tensors)", "give", "FP8"],
+        change=config(quantization_config={"quant_method": "compressed-tensors"}),
+    ),
+    Case(
+        "scales_missing",
+        ["{here}/checkpoint lacks model.embed_tokens.weight_scale_inv", "float8; copy"],
+        change=in_float8_blocks(None),
+    ),
+    Case(
+        "scales_of_another_block_size",
+        ["weight_scale_inv of shape [5, 1]", "[300, 32] has [3, 1] blocks of 128 x 128", "[128, 1"],
+        change=in_float8_blocks(torch.ones(5, 1)),
+    ),
+    Case(
+        "fp8_export_of_another_checkpoint",
+        ["--rl-export-dtype fp8 writes", "FP8 blocks", "{here}/checkpoint has none", "drop it"],
+        more="--rl-export-dtype fp8 --rl-export-hf {here}/exported",
     ),
     Case(
         "tensor_quantised",

@@ -25,8 +25,7 @@ from tests.model_shapes import CONFIGS, made_values
 
 # As published, but for names of classes and files, token ids, dropout and dtype.
 PUBLISHED = {path.stem: path.read_text() for path in sorted(CONFIGS.glob("*.json"))}
-# In float8, of which nothing can be trained.
-QUANTISED = ("deepseek-v3", "kimi-k2-instruct-0905", "minimax-m2")
+QUANTISED = ("deepseek-v3", "kimi-k2-instruct-0905", "minimax-m2")  # in FP8 blocks
 
 
 def trainable(name: str) -> str:
@@ -391,8 +390,33 @@ def test_family_that_a_host_lacks_a_part_of_is_refused_with_that_part(tmp_path: 
 
 REFUSED = {
     "architecture": (QWEN3_600M, {"model_type": "gpt2"}, "model_type 'gpt2'; supported are deep"),
-    "float8": (DEEPSEEK_V3, {"quantization_config": FLOAT8}, "quantised .*of fp8.*dequantise"),
-    "int4": (KIMI_K2, {"quantization_config": {"bits": 4}}, "quantised weights.*unnamed method"),
+    "per_tensor": (
+        DEEPSEEK_V3,
+        {"quantization_config": {"quant_method": "fp8", "activation_scheme": "dynamic"}},
+        "quantised weights .*of fp8 with weight_block_size None.*give.*blocks.*or dequantise",
+    ),
+    "block_size": (
+        DEEPSEEK_V3,
+        {"quantization_config": FLOAT8 | {"weight_block_size": [64, 128]}},
+        r"of fp8 with weight_block_size \[64, 128\].*weight_block_size \[128, 128\]",
+    ),
+    "static": (
+        DEEPSEEK_V3,
+        {"quantization_config": FLOAT8 | {"activation_scheme": "static"}},
+        "of fp8 with activation_scheme static",
+    ),
+    "e5m2": (DEEPSEEK_V3, {"quantization_config": FLOAT8 | {"fmt": "e5m2"}}, "with fmt e5m2"),
+    "int4": (
+        KIMI_K2,
+        {"quantization_config": {"quant_method": "compressed-tensors", "format": "pack-quantized"}},
+        r"quantised weights \(quantization_config of compressed-tensors\).*or dequantise",
+    ),
+    "unnamed": (KIMI_K2, {"quantization_config": {"bits": 4}}, "quantised weights.*unnamed method"),
+    "no_object": (KIMI_K2, {"quantization_config": "fp8"}, "quantised weights.*unnamed method"),
+    **{
+        method: (QWEN3_30B_A3B, {"quantization_config": {"quant_method": method}}, f"of {method}")
+        for method in ("gptq", "awq", "mxfp4")
+    },
     "activation": (QWEN3_600M, {"hidden_act": "gelu"}, "the activation 'gelu'"),
     "bias": (QWEN3_600M, {"attention_bias": True}, "biases"),
     "bias_of_llama": (LLAMA_1B, {"mlp_bias": True}, "biases"),
@@ -483,16 +507,23 @@ def test_config_that_is_nested_too_deep_is_refused(tmp_path: Path) -> None:
         read_model_shape(tmp_path)
 
 
-def test_shape_of_quantised_weights_is_for_planning_only() -> None:
+def test_shape_of_fp8_blocks_is_that_of_what_they_stand_for(tmp_path: Path) -> None:
     for name in PUBLISHED:
         file = CONFIGS / f"{name}.json"
-        planned = read_model_shape(file, flag="--hf-config", for_planning=True)
-        assert planned.quantization == ("fp8" if name in QUANTISED else None)
-        if planned.quantization is None:
-            assert read_model_shape(file) == planned
-            continue
-        with pytest.raises(UsageError, match=f"^--hf-config: {file} asks for quantised weights"):
-            read_model_shape(file, flag="--hf-config")
+        found = read_model_shape(file)
+        assert found == read_model_shape(file, for_planning=True) == read(tmp_path, TRAINABLE[name])
+        assert found.quantization == ("fp8" if name in QUANTISED else None)
+    later = FLOAT8 | {"scale_fmt": "ue8m0", "modules_to_not_convert": ["lm_head"]}
+    assert read(tmp_path, DEEPSEEK_V3, quantization_config=later).quantization == "fp8"
+
+
+def test_shape_of_other_quantised_weights_is_for_planning_only(tmp_path: Path) -> None:
+    file = tmp_path / "config.json"
+    values = json.loads(KIMI_K2) | {"quantization_config": {"quant_method": "awq"}}
+    file.write_text(json.dumps(values))
+    assert read_model_shape(file, flag="--hf-config", for_planning=True).quantization == "awq"
+    with pytest.raises(UsageError, match=f"^--hf-config: {file} asks for quantised weights"):
+        read_model_shape(file, flag="--hf-config")
 
 
 def test_flag_of_another_folder_is_named(tmp_path: Path) -> None:

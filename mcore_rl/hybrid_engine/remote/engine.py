@@ -100,6 +100,12 @@ class MegatronWeightTransferEngine(WeightTransferEngine[MegatronInitInfo, Megatr
 
     def init_transfer_engine(self, init_info: MegatronInitInfo) -> None:
         """Join the trainer's world, learn what this worker needs, and agree on the plan."""
+        if self.vllm_config.quant_config is not None:
+            raise RuntimeError(
+                f"mcore_rl: this vLLM serves weights in {self.vllm_config.quant_config.get_name()},"
+                " and trained ones are not quantised; start it with --load-format dummy "
+                """--hf-overrides '{"quantization_config": null}'"""
+            )
         self.shutdown()
         parallel = self.parallel_config
         worker = parallel.data_parallel_index * parallel.world_size + parallel.rank

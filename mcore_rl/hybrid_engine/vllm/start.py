@@ -26,6 +26,7 @@ import torch.distributed as dist
 from mcore_rl.common.errors import UsageError
 from mcore_rl.model.config_json import read_config_json
 from mcore_rl.model.families import left_to_defaults
+from mcore_rl.model.quantization import QUANTIZATION
 from mcore_rl.model.speculation import MTP, NGRAM, Speculation
 from mcore_rl.moe.routing import RoutedLayers
 
@@ -47,7 +48,9 @@ class EngineConfig:
     """What an engine is started with.
 
     `load_format` is "dummy" (weights come by `reload`) or "auto" (from `model_dir`, where files of
-    safetensors are all that is read). `trust_remote_code` lets code in that folder run.
+    safetensors are all that is read). A folder of quantised weights is served as the model of
+    `dtype` that they stand for, and has to be "dummy". `trust_remote_code` lets code in that folder
+    run.
     `kv_cache_bytes` is per rank; None leaves it to `gpu_memory_utilization`, a share of the device,
     on GPUs, and to VLLM_CPU_KVCACHE_SPACE or 1 GiB on CPU.
 
@@ -264,7 +267,14 @@ def _prepare_environment(config: EngineConfig) -> None:
 def _arguments(config: EngineConfig) -> dict[str, Any]:
     """What vLLM's engine is asked for, but for the model."""
     config_json = read_config_json(config.model_dir)
-    options: dict[str, Any] = {"hf_overrides": left_to_defaults(config_json)}
+    overrides = left_to_defaults(config_json)
+    if config_json.get(QUANTIZATION) is not None:
+        # The hand-over brings what FP8 blocks stand for, which is what is trained. vLLM's own
+        # loader would take the blocks for weights.
+        if config.load_format != "dummy":
+            raise RuntimeError(f"{config.model_dir} is quantised: start with dummy weights, reload")
+        overrides[QUANTIZATION] = None
+    options: dict[str, Any] = {"hf_overrides": overrides}
     kv_cache_bytes = config.kv_cache_bytes
     if on_cuda():
         options["enable_sleep_mode"] = True

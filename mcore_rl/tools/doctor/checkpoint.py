@@ -27,11 +27,12 @@ def num_parameters(checkpoint: HFCheckpoint) -> int:
 
 def check_hf_folder(shape: ModelShape, checkpoint: HFCheckpoint) -> list[Finding]:
     """What was read of a folder that the start accepts."""
-    size = sum(info.num_bytes for info in checkpoint.tensors.values())
+    blocks = " of FP8 blocks, read as bfloat16," if checkpoint.float8 else ""
     files = plural(len(set(checkpoint.files.values())), "file")
     what = (
         f"{checkpoint.folder}: {shape.architecture}, {num_parameters(checkpoint) / 1e6:,.1f} "
-        f"million parameters, {shown_bytes(size)} in {files}, all complete"
+        f"million parameters, {shown_bytes(checkpoint.stored_bytes)}{blocks} in {files}, all "
+        "complete"
     )
     findings = [green(CHECKPOINT, what)]
     if checkpoint.mtp:

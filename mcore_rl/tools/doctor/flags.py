@@ -44,6 +44,7 @@ from mcore_rl.tools.doctor.finding import (
 _AREAS = {
     "shape": CHECKPOINT,
     "checkpoint": CHECKPOINT,
+    "export_dtype": CHECKPOINT,
     "reward_model_shape": REWARD,
     "reward_model_folder": REWARD,
 }

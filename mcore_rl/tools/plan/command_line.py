@@ -260,8 +260,8 @@ def _notes(placement: Placement) -> list[str]:
     notes = []
     if shape.quantization:
         notes.append(
-            f"config.json describes weights in {shape.quantization}; the plan is for the "
-            "checkpoint once it is converted to bfloat16, which training needs"
+            f"config.json describes weights in {shape.quantization}; the plan is for bfloat16, as "
+            "which they are read, trained and handed over"
         )
     if shape.num_mtp_layers:
         notes.append(

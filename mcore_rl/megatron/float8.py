@@ -1,0 +1,157 @@
+"""FP8 blocks: weights as DeepSeek-V3, R1 and Kimi-K2 publish them.
+
+A weight `[r, c]` is float8_e4m3fn, and each block of 128 x 128 of it has a float32 factor in
+`<weight>_scale_inv` `[ceil(r / 128), ceil(c / 128)]`. Its values are float32(weight) x factor,
+rounded to bfloat16: DeepSeek's own `weight_dequant`. A box of a weight needs the factors of the
+blocks that it touches and no others, also where it cuts them.
+
+The way back is that of vLLM and DeepGEMM (`per_block_cast_to_fp8`): factor = largest |value| of a
+block / 448. It does not find the published factor again, since the largest value of a block need
+not have been 448; so an export keeps the published bytes of each block that still has the values
+they stand for, and quantises the others.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from mcore_rl.common.errors import UsageError
+from mcore_rl.hybrid_engine.plan.moves import TensorInfo
+from mcore_rl.model.boxes import Box
+
+BLOCK = 128
+FLOAT8 = "float8_e4m3fn"
+_LARGEST = 448.0
+_LEAST_AMAX = 1e-4  # of a block, as in vLLM: zeros need a factor, too
+_SCALE_DTYPES = ("float32", "bfloat16")
+
+
+def scales_of(weight: str) -> str:
+    """The name of a weight's factors."""
+    return f"{weight}_scale_inv"
+
+
+def grid(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """How many blocks each dimension has."""
+    return tuple(math.ceil(size / BLOCK) for size in shape)
+
+
+def split_scales(
+    found: Mapping[str, TensorInfo], folder: Path, flag: str
+) -> tuple[dict[str, TensorInfo], dict[str, TensorInfo]]:
+    """Of all tensors of a folder of FP8 blocks: weights, float8 ones as the bfloat16 they stand
+    for, and weight -> its factors.
+
+    Raises UsageError for factors that are missing, of another shape or dtype, or of no weight.
+    """
+
+    def refuse(what: str, remedy: str = "copy the checkpoint again") -> UsageError:
+        return UsageError(what, flag=f"{flag} {folder}", remedy=remedy)
+
+    scales: dict[str, TensorInfo] = {}
+    for name, info in found.items():
+        if info.dtype != FLOAT8:
+            continue
+        factors = found.get(scales_of(name))
+        if factors is None:
+            raise refuse(f"lacks {scales_of(name)}, the scales of {name}, which is in float8")
+        if len(info.shape) != 2 or factors.shape != grid(info.shape):
+            raise refuse(
+                f"has {scales_of(name)} of shape {list(factors.shape)}, but {name} of shape "
+                f"{list(info.shape)} has {list(grid(info.shape))} blocks of {BLOCK} x {BLOCK}",
+                f"give a checkpoint whose weight_block_size is [{BLOCK}, {BLOCK}]",
+            )
+        if factors.dtype not in _SCALE_DTYPES:
+            raise refuse(
+                f"has {scales_of(name)} of dtype {factors.dtype}, and scales are "
+                f"{' or '.join(_SCALE_DTYPES)}",
+                "give the checkpoint as DeepSeek publishes it, or in bfloat16",
+            )
+        scales[name] = factors
+    if not scales:
+        raise refuse(
+            "has no weight in float8, but its config.json says so (quantization_config)",
+            "drop that field if the weights have been dequantised",
+        )
+    of_scales = {scales_of(name) for name in scales}
+    lost = sorted(name for name in found if name.endswith("_scale_inv") and name not in of_scales)
+    if lost:
+        raise refuse(f"has {lost[0]}, and {lost[0].removesuffix('_scale_inv')} is not in float8")
+    weights = {
+        name: replace(info, dtype="bfloat16", itemsize=2) if name in scales else info
+        for name, info in found.items()
+        if name not in of_scales
+    }
+    return weights, scales
+
+
+def blocks_of(box: Box) -> Box:
+    """The box of the factors of a weight's `box`."""
+    return tuple((start // BLOCK, -(-stop // BLOCK)) for start, stop in box)
+
+
+def dequantise(weight: torch.Tensor, scales: torch.Tensor, box: Box) -> torch.Tensor:
+    """Values of `box` in bfloat16; `weight` is that box alone, `scales` that of `blocks_of`."""
+    rows, columns = (list(_spans(start, stop)) for start, stop in box)
+    widths = torch.tensor([stop - start for start, stop in columns])
+    factors = scales.float().repeat_interleave(widths, dim=1)
+    values = torch.empty(weight.shape, dtype=torch.bfloat16)
+    for row, (start, stop) in enumerate(rows):  # else all of it would be there in float32
+        values[start:stop] = weight[start:stop].float() * factors[row]
+    return values
+
+
+def _spans(start: int, stop: int) -> Iterator[tuple[int, int]]:
+    """The parts of a range that lie in one block each, counted from its start."""
+    cuts = [start, *range((start // BLOCK + 1) * BLOCK, stop, BLOCK), stop]
+    for first, last in zip(cuts, cuts[1:], strict=False):
+        yield first - start, last - start
+
+
+def quantise(
+    values: torch.Tensor,
+    weight: torch.Tensor,
+    scales: torch.Tensor,
+    *,
+    powers_of_two: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """A whole weight of `values` in bfloat16, as FP8 blocks; and its factors, in their dtype.
+
+    `weight` and `scales` are what was published: a block whose values are still those, bit for
+    bit, keeps both. `powers_of_two`: factors are rounded up to such (scale_fmt ue8m0).
+    """
+    new_weight, new_scales = weight.clone(), scales.clone()
+    num_columns = values.shape[1]
+    for row, start in enumerate(range(0, len(values), BLOCK)):
+        rows = slice(start, min(start + BLOCK, len(values)))
+        box = ((start, rows.stop), (0, num_columns))
+        published = dequantise(weight[rows], scales[row : row + 1], box)
+        differs = published.view(torch.int16) != values[rows].contiguous().view(torch.int16)
+        changed = _by_column_blocks(differs).any(dim=(0, 2))
+        if not changed.any():
+            continue
+        blocks = _by_column_blocks(values[rows].float())
+        factors = blocks.abs().amax(dim=(0, 2)).clamp(_LEAST_AMAX) / _LARGEST
+        if powers_of_two:
+            factors = torch.pow(2.0, torch.ceil(torch.log2(factors)))
+        factors = factors.to(scales.dtype)
+        quantised = (blocks * (1.0 / factors.float())[:, None]).to(weight.dtype)
+        merged = torch.where(
+            changed[:, None],
+            quantised.view(torch.uint8),
+            _by_column_blocks(weight[rows].view(torch.uint8)),
+        )
+        new_weight[rows] = merged.flatten(1)[:, :num_columns].view(weight.dtype)
+        new_scales[row] = torch.where(changed, factors, scales[row])
+    return new_weight, new_scales
+
+
+def _by_column_blocks(rows: torch.Tensor) -> torch.Tensor:
+    """`[r, c]` as `[r, blocks, 128]`, the last block filled up with zeros."""
+    missing = -rows.shape[1] % BLOCK
+    return torch.nn.functional.pad(rows, (0, missing)).unflatten(1, (-1, BLOCK))

@@ -1,0 +1,50 @@
+"""How config.json says that weights are quantised: FP8 blocks are known, the rest is refused.
+
+This module is pure: it imports neither Megatron nor vLLM nor torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+QUANTIZATION = "quantization_config"  # the field of config.json
+POWERS_OF_TWO = "ue8m0"  # a scale_fmt: DeepSeek-V3.1's scales
+GIVE_FP8_BLOCKS = (
+    "give the checkpoint in FP8 blocks as DeepSeek-V3 is published (quant_method fp8, fmt e4m3, "
+    "weight_block_size [128, 128]), or dequantise it to bfloat16 first"
+)
+
+# What its fields may be; where one is left out, it is as the first says, or None: refused.
+_FP8_BLOCKS: dict[str, tuple[Any, ...]] = {
+    "quant_method": (None, "fp8"),
+    "weight_block_size": (None, [128, 128]),
+    "fmt": ("e4m3", "float8_e4m3fn"),  # the latter: MiniMax-M2
+    "activation_scheme": ("dynamic",),
+    "scale_fmt": ("float", POWERS_OF_TWO),
+}
+
+
+def quantization_method(values: Mapping[str, Any]) -> str | None:
+    """Of a parsed config.json: its quant_method, None without quantised weights."""
+    given = values.get(QUANTIZATION)
+    return str(_settings(given).get("quant_method") or "an unnamed method") if given else None
+
+
+def not_fp8_blocks(values: Mapping[str, Any]) -> str | None:
+    """Which other quantisation a parsed config.json describes, in words; None: FP8 blocks of
+    128 x 128, as DeepSeek-V3 and Kimi-K2 are published, or none at all."""
+    given = values.get(QUANTIZATION)
+    if not given:
+        return None
+    settings = _settings(given)
+    for name, (default, *others) in _FP8_BLOCKS.items():
+        value = default if settings.get(name) is None else settings[name]
+        if value is None or value not in (default, *others):
+            said = "" if name == "quant_method" else f" with {name} {value}"
+            return f"{QUANTIZATION} of {quantization_method(values)}{said}"
+    return None
+
+
+def _settings(given: Any) -> Mapping[str, Any]:
+    return given if isinstance(given, dict) else {}

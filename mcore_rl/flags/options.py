@@ -296,8 +296,8 @@ class RLConfig:
     export_hf: str | None = param(None, "write the trained policy as a Hugging Face folder")
     export_dtype: str = param(
         "auto",
-        "auto: that of --rl-hf-checkpoint, and bfloat16 for what it has in FP8 blocks; fp8: those "
-        "as FP8 blocks again, the published bytes of each block that training left alone",
+        "auto: that of --rl-hf-checkpoint, bfloat16 for its FP8 blocks; fp8: such blocks again, "
+        "with the published bytes of each one that training left alone",
         choices=("auto", FLOAT8),
     )
     max_tokens_per_microbatch: int = param(

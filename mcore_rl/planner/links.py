@@ -23,7 +23,6 @@ from mcore_rl.hybrid_engine.plan.trees import (
     Connections,
     KnownGroups,
     Neighbourhoods,
-    Tree,
     connections,
 )
 from mcore_rl.model.layout import TrainLayout
@@ -164,10 +163,12 @@ def traffic_of(placement: Placement, rank_map: Sequence[int], machine: Machine) 
 def _over_links(plan: Plan, node: npt.NDArray[np.int64]) -> tuple[Bytes, Bytes]:
     """Received and sent bytes, each `[own node or others, ranks]`; `node` is that of each rank."""
     received, sent = np.zeros((2, 2, len(node)), dtype=np.int64)
-    along: dict[Tree, int] = defaultdict(int)
+    # By identity: a tree of thousands of ranks is the same object in many moves, and long to hash.
+    trees = {id(move.tree): move.tree for move in plan.moves}
+    along = dict.fromkeys(trees, 0)
     for move in plan.moves:
-        along[move.tree] += move.num_bytes
-    legs = [(leg, size) for tree, size in along.items() for leg in tree.legs]
+        along[id(move.tree)] += move.num_bytes
+    legs = [(leg, along[key]) for key, tree in trees.items() for leg in tree.legs]
     if not legs:
         return received, sent
     senders = np.array([leg.sender for leg, _ in legs])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -111,6 +113,49 @@ def test_groups_of_a_layout_divide_its_ranks(train: TrainLayout) -> None:
         assert len({(train.etp_rank(rank), train.pp_rank(rank)) for rank in group}) == 1
     for group in train.groups()["dp"]:
         assert len({(train.tp_rank(rank), train.pp_rank(rank)) for rank in group}) == 1
+
+
+class Counting(dict[int, frozenset[int]]):
+    """A family of groups that counts how often it is asked for a rank's."""
+
+    asked = 0
+
+    def get(self, *args: Any) -> Any:
+        Counting.asked += 1
+        return super().get(*args)
+
+
+@pytest.mark.parametrize("world", [64, 512])
+def test_groups_are_asked_of_holders_alone_once_everybody_is_served(
+    world: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    train = TrainLayout(world, tp_size=8, pp_size=8, ep_size=world // 8)
+    groups = KnownGroups(train.groups().values())
+    for family in groups:  # of all ranks of a group one object
+        assert len({id(group) for group in family.values()}) == len(set(family.values()))
+    groups._of_rank = [Counting(family) for family in groups]
+    monkeypatch.setattr(Counting, "asked", 0)
+    holders = list(range(world // 8))
+    forest = Forest(
+        holders,
+        range(world // 8, world),
+        Neighbourhoods.alike(world),
+        groups,
+        [0] * world,
+    )
+    assert len(forest.trees) == len(holders)
+    assert Counting.asked == len(holders)  # the PP groups reach all; not 3 x world times more
+
+
+def test_traffic_is_counted_without_hashing_trees(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One of thousands of ranks takes long to hash, and lies in a move for each tensor."""
+
+    def refuse(tree: Tree) -> int:
+        raise AssertionError("a tree was hashed")
+
+    monkeypatch.setattr(Tree, "__hash__", refuse)
+    found = traffic(TrainLayout(256, tp_size=8, pp_size=8, ep_size=32), 8, 4)
+    assert (found.received == found.lower_bound).all()
 
 
 # ------------------------------------------------------------------------- DeepSeek-V3 on 256 ranks

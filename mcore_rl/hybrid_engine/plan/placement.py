@@ -25,7 +25,6 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from scipy.optimize import linear_sum_assignment
 
 from mcore_rl.hybrid_engine.plan.moves import TensorInfo
 from mcore_rl.model.boxes import Box, full_box, volume
@@ -325,7 +324,7 @@ def choose_rank_map(placement: Placement, *, ranks_per_node: int) -> tuple[int, 
     rank_map = [0] * world
     for node, slots in zip(nodes, _groups_to_nodes(placement, nodes, groups), strict=True):
         costs = _costs(placement, node, slots)
-        rows, columns = linear_sum_assignment(costs)
+        rows, columns = _assignment(costs)
         for row, column in zip(rows, columns, strict=True):
             rank_map[slots[column]] = node[row]
     chosen = tuple(rank_map)
@@ -349,7 +348,7 @@ def _groups_to_nodes(
     )
     best = np.array([[_least(block) for block in row] for row in blocks.swapaxes(1, 2)])
     costs = best[np.ix_(of_node, of_group)]
-    rows, columns = linear_sum_assignment(np.repeat(costs, per_node, axis=0))
+    rows, columns = _assignment(np.repeat(costs, per_node, axis=0))
     slots: list[list[int]] = [[] for _ in nodes]
     for row, column in zip(rows, columns, strict=True):
         slots[row // per_node].extend(groups[column])
@@ -363,9 +362,17 @@ def _alike(classes: Sequence[_Class], parts: Sequence[range]) -> tuple[list[rang
     return [parts[of_part.index(number)] for number in range(len(numbers))], of_part
 
 
+def _assignment(costs: npt.NDArray[Any]) -> tuple[_Numbers, _Numbers]:
+    """The rows and columns of the cheapest one."""
+    from scipy.optimize import linear_sum_assignment  # late: the identity mostly needs none
+
+    rows, columns = linear_sum_assignment(costs)
+    return rows, columns
+
+
 def _least(costs: npt.NDArray[np.float64]) -> float:
     """The sum of the best assignment."""
-    return float(costs[linear_sum_assignment(costs)].sum())
+    return float(costs[_assignment(costs)].sum())
 
 
 def _costs(

@@ -85,7 +85,7 @@ class KnownGroups:
 
     def __init__(self, families: Iterable[Sequence[Sequence[int]]] = ()) -> None:
         self._of_rank = [
-            {rank: frozenset(group) for group in family if len(group) > 1 for rank in group}
+            {rank: group for group in map(frozenset, family) if len(group) > 1 for rank in group}
             for family in families
         ]
 
@@ -119,7 +119,8 @@ class Forest:
         self._legs: dict[int, list[tuple[int, Leg]]] = defaultdict(list)  # of each root
         self.has_choice = False
         for family in groups:
-            self._broadcast(family)
+            if self._waiting:
+                self._broadcast(family)
         if self._waiting:
             self._pass_on()
 
@@ -131,8 +132,11 @@ class Forest:
     def _broadcast(self, family: Mapping[int, frozenset[int]]) -> None:
         """In all groups of one rank that has the slice and others that all need it."""
         for rank in sorted(self._free_at):
-            others = family.get(rank, frozenset()) - {rank}
-            if others and others <= self._waiting:
+            group = family.get(rank)
+            if group is None or not self._waiting:
+                continue
+            others = group - {rank}
+            if others <= self._waiting:
                 self._add(rank, tuple(sorted(others)))
 
     def _add(self, sender: int, receivers: tuple[int, ...]) -> None:
@@ -199,7 +203,8 @@ def connections(
     groups: list[set[frozenset[int]]] = [set() for _ in range(world_size)]
     peers: list[set[int]] = [set() for _ in range(world_size)]
     everyone = frozenset(range(world_size))
-    for leg in {leg for tree in set(trees) for leg in tree.legs}:
+    different = {id(tree): tree for tree in trees}.values()  # most are one object many times over
+    for leg in {leg for tree in different for leg in tree.legs}:
         ranks = leg.ranks
         for rank in ranks:
             if ranks in known:

@@ -24,6 +24,7 @@ import torch
 import torch.distributed as dist
 
 from mcore_rl.common.errors import UsageError
+from mcore_rl.common.garbage import nothing_collected
 from mcore_rl.model.config_json import read_config_json
 from mcore_rl.model.families import left_to_defaults
 from mcore_rl.model.quantization import QUANTIZATION
@@ -99,7 +100,7 @@ def start_llm(config: EngineConfig) -> Any:
     The random states of torch, numpy and Python stay as they are, though vLLM seeds all of them.
     """
     is_new = "vllm" not in sys.modules
-    with _nothing_collected(), _starting(config):
+    with nothing_collected(), _starting(config):
         from vllm import LLM
 
         if is_new:
@@ -113,18 +114,6 @@ def start_llm(config: EngineConfig) -> Any:
     if finalizer is not None:
         finalizer.detach()
     return llm
-
-
-@contextmanager
-def _nothing_collected() -> Iterator[None]:
-    """In which no garbage is looked for: imports leave none, and millions of objects to look at."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
 
 
 def start_executor(config: EngineConfig) -> Any:

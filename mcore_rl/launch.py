@@ -58,7 +58,7 @@ from mcore_rl.common.agreement import (
 from mcore_rl.common.companions import Companions, Ended, store_client
 from mcore_rl.common.errors import CORRECT, UsageError
 from mcore_rl.common.loopback import stay_on_loopback
-from mcore_rl.flags.options import HELP_RL
+from mcore_rl.flags.parser import HELP_RL
 from mcore_rl.patches.registry import apply_patch
 from mcore_rl.patches.torch import ranks_end_with_launcher
 from mcore_rl.patches.torch.loopback_stores import is_loopback

@@ -31,9 +31,10 @@ from mcore_rl.common.agreement import EXIT_ALARM, EXIT_FAILED, leave_reason, lea
 from mcore_rl.common.errors import RunStopped
 from mcore_rl.common.run_output import log_file, setup_logging
 from mcore_rl.common.spawning import main_script_left_out
-from mcore_rl.flags.options import FLOAT8, ExtraArgs, with_rl_args
+from mcore_rl.flags.options import FLOAT8
+from mcore_rl.flags.parser import ExtraArgs, with_rl_args
 from mcore_rl.flags.roles import ACTOR
-from mcore_rl.megatron.hf_checkpoint import export
+from mcore_rl.megatron.hf_export import export
 from mcore_rl.observe.progress import run_facts
 from mcore_rl.rollout.collector import Collected
 from mcore_rl.trainer.build import Parts, build

@@ -194,7 +194,7 @@ def _serve() -> None:
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what the imports print is no answer
     from mcore_rl import train  # noqa: F401
-    from mcore_rl.flags.options import add_rl_args
+    from mcore_rl.flags.parser import add_rl_args
     from mcore_rl.megatron import adapter
 
     importlib.import_module("megatron.training.training")

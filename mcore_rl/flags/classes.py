@@ -26,7 +26,7 @@ from mcore_rl.flags.megatron_flags import (
     SET_BY_VALIDATION,
     WITHOUT_EFFECT,
 )
-from mcore_rl.flags.options import GROUP
+from mcore_rl.flags.parser import GROUP
 
 # The first of two may not be greater.
 _ORDERED = (

@@ -18,8 +18,9 @@ from mcore_rl.flags.classes import check_critic_rate, notes
 from mcore_rl.flags.derived import DerivedFlags, derive_flags
 from mcore_rl.flags.fsdp import check_fsdp
 from mcore_rl.flags.given import given_values
-from mcore_rl.flags.options import ExtraArgs, RLConfig, config_from
+from mcore_rl.flags.options import RLConfig, config_from
 from mcore_rl.flags.packages import check_wandb
+from mcore_rl.flags.parser import ExtraArgs
 from mcore_rl.flags.roles import CRITIC, Roles, describe_ranks, parse_roles
 from mcore_rl.hybrid_engine.memory.offload import offload_kinds
 from mcore_rl.hybrid_engine.plan.placement import Placement

@@ -13,10 +13,13 @@ from typing import Any
 
 from mcore_rl.algorithms.registry import import_user_file
 from mcore_rl.common.errors import UsageError
+from mcore_rl.common.parameters import flag_of
 from mcore_rl.flags.classes import check_numbers, check_order, check_refused
-from mcore_rl.flags.options import FLOAT8, RLConfig, check_bounds, flag_of
+from mcore_rl.flags.options import FLOAT8, RLConfig
 from mcore_rl.flags.packages import check_packages
-from mcore_rl.megatron.hf_checkpoint import EXPORT_MARKER, HFCheckpoint
+from mcore_rl.flags.parser import check_bounds
+from mcore_rl.megatron.hf_checkpoint import HFCheckpoint
+from mcore_rl.megatron.hf_export import EXPORT_MARKER
 from mcore_rl.megatron.policy_head import named_spec
 from mcore_rl.megatron.version import check_megatron
 from mcore_rl.model.config_json import ModelShape

@@ -9,18 +9,13 @@ from pathlib import Path
 from typing import Any
 
 from mcore_rl.common.errors import UsageError
+from mcore_rl.common.parameters import flag_of
 from mcore_rl.common.platform import Platform
 from mcore_rl.flags.classes import check_no_megatron_rl_flag, given_to_fork
 from mcore_rl.flags.derived import DerivedFlags, check_fits_machine
 from mcore_rl.flags.given import expand_config, flag_names, given_values, import_given_files
-from mcore_rl.flags.options import (
-    DEGREE_FLAGS,
-    ExtraArgs,
-    RLConfig,
-    add_rl_args,
-    flag_of,
-    frozen,
-)
+from mcore_rl.flags.options import DEGREE_FLAGS, RLConfig, frozen
+from mcore_rl.flags.parser import ExtraArgs, add_rl_args
 from mcore_rl.megatron import adapter as megatron_adapter
 from mcore_rl.megatron.hf_checkpoint import HFCheckpoint, open_checkpoint
 from mcore_rl.model.config_json import ModelShape, megatron_flags, read_model_shape

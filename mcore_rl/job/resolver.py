@@ -22,8 +22,8 @@ from typing import Any
 from mcore_rl.common.errors import UsageError
 from mcore_rl.common.platform import Platform
 from mcore_rl.flags.given import import_given_files
-from mcore_rl.flags.options import HELP_RL, ExtraArgs, add_rl_args
 from mcore_rl.flags.pages import help_text
+from mcore_rl.flags.parser import HELP_RL, ExtraArgs, add_rl_args
 from mcore_rl.job.checks import CHECKS, Check
 from mcore_rl.job.preflight import check_versions
 from mcore_rl.job.reading import make_parser, read_shape_of

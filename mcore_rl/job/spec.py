@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from mcore_rl.flags.derived import DerivedFlags
-from mcore_rl.flags.options import ExtraArgs, RLConfig, add_rl_args
+from mcore_rl.flags.options import RLConfig
+from mcore_rl.flags.parser import ExtraArgs, add_rl_args
 from mcore_rl.flags.roles import Roles
 from mcore_rl.megatron.hf_checkpoint import HFCheckpoint
 from mcore_rl.model.config_json import ModelShape

@@ -16,7 +16,7 @@ import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any, TextIO
 
-from mcore_rl.flags.options import ExtraArgs
+from mcore_rl.flags.parser import ExtraArgs
 from mcore_rl.megatron import adapter as megatron_adapter
 
 # The groups and their sizes; functions and imported modules are not written like this.

@@ -20,7 +20,8 @@ from mcore_rl.common import objects
 from mcore_rl.common.agreement import agreed, check_alike, from_rank, open_store
 from mcore_rl.common.platform import Platform, find_platform
 from mcore_rl.flags.given import as_config
-from mcore_rl.flags.options import ExtraArgs, RLConfig, add_rl_args
+from mcore_rl.flags.options import RLConfig
+from mcore_rl.flags.parser import ExtraArgs, add_rl_args
 from mcore_rl.flags.roles import ACTOR, CRITIC, REWARD, Roles, describe_ranks
 from mcore_rl.job.reading import make_parser
 from mcore_rl.job.resolver import resolve_args, resolve_tokens

@@ -15,7 +15,7 @@ from megatron.core import parallel_state
 from mcore_rl import verify
 from mcore_rl.common.run_output import setup_logging
 from mcore_rl.hybrid_engine.vllm.engine import VLLMEngine
-from mcore_rl.megatron.hf_checkpoint import export
+from mcore_rl.megatron.hf_export import export
 from mcore_rl.trainer.actor import Actor
 from mcore_rl.trainer.build import engine_config
 from mcore_rl.trainer.models import build_actor, micro_batching

@@ -16,7 +16,7 @@ from mcore_rl.hybrid_engine.sharding_manager import TO_ROLLOUT
 from mcore_rl.hybrid_engine.weight_stream import missing_bytes
 from mcore_rl.megatron import adapter as megatron_adapter
 from mcore_rl.megatron import saving as megatron_checkpoint
-from mcore_rl.megatron.hf_checkpoint import export
+from mcore_rl.megatron.hf_export import export
 from mcore_rl.megatron.shards import ModelShards
 from mcore_rl.model.boxes import volume
 from mcore_rl.trainer.build import build_offloader

@@ -23,7 +23,7 @@ from mcore_rl.hybrid_engine.sharding_manager import (
 )
 from mcore_rl.hybrid_engine.vllm.engine import VLLMEngine
 from mcore_rl.hybrid_engine.vllm.model_only import VLLMModelOnly
-from mcore_rl.megatron.hf_checkpoint import export
+from mcore_rl.megatron.hf_export import export
 from mcore_rl.megatron.rng import RngState
 from mcore_rl.trainer.actor import Actor
 from mcore_rl.trainer.build import build_manager, engine_config

@@ -17,7 +17,7 @@ from mcore_rl.hybrid_engine.proof.canary import MAX_TOKENS, NUM_PROMPTS, Canary
 from mcore_rl.hybrid_engine.vllm.model_only import VLLMModelOnly
 from mcore_rl.megatron import adapter as megatron_adapter
 from mcore_rl.megatron import saving as megatron_checkpoint
-from mcore_rl.megatron.hf_checkpoint import export
+from mcore_rl.megatron.hf_export import export
 from mcore_rl.trainer.build import build_manager, engine_config
 from tests.dist.jobs import rank_batch, started
 from tests.dist.ppo_jobs import build_models, scored_rollouts, take_step

@@ -17,7 +17,7 @@ from mcore_rl.common import objects
 from mcore_rl.common.run_output import setup_logging
 from mcore_rl.megatron import adapter as megatron_adapter
 from mcore_rl.megatron import saving as megatron_checkpoint
-from mcore_rl.megatron.hf_checkpoint import export
+from mcore_rl.megatron.hf_export import export
 from mcore_rl.megatron.shards import ModelShards
 from mcore_rl.moe.routing import RoutedLayers, Routes
 from mcore_rl.rollout.routes import RouteKeeper

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from mcore_rl.common.run_output import setup_logging
 from mcore_rl.flags.roles import CRITIC, REWARD
-from mcore_rl.megatron.hf_checkpoint import export
+from mcore_rl.megatron.hf_export import export
 from mcore_rl.trainer.models import (
     build_actor,
     build_learner,

@@ -17,7 +17,7 @@ from mcore_rl.common import objects
 from mcore_rl.hybrid_engine.sharding_manager import MegatronVLLMShardingManager, ReshardReport
 from mcore_rl.hybrid_engine.vllm.engine import EngineConfig, VLLMEngine
 from mcore_rl.hybrid_engine.weight_stream import missing_bytes
-from mcore_rl.megatron.hf_checkpoint import export
+from mcore_rl.megatron.hf_export import export
 from mcore_rl.model.config_json import read_model_shape
 from mcore_rl.model.speculation import parse_speculation
 from mcore_rl.model.tensors import is_mtp_copy

@@ -28,7 +28,7 @@ from mcore_rl.hybrid_engine.remote.trainer import (
     MegatronTrainerWeightTransferEngine,
     ShardSource,
 )
-from mcore_rl.megatron.hf_checkpoint import export
+from mcore_rl.megatron.hf_export import export
 from tests.dist.jobs import rank_batch, started
 
 NUM_TRAINERS = 4

@@ -13,7 +13,8 @@ import yaml
 from mcore_rl.common.errors import UsageError
 from mcore_rl.common.parameters import Parameter
 from mcore_rl.flags.given import expand_config, given_values
-from mcore_rl.flags.options import RLConfig, add_rl_args, check_bounds, flags
+from mcore_rl.flags.options import RLConfig, flags
+from mcore_rl.flags.parser import add_rl_args, check_bounds
 from mcore_rl.job import preflight, reading
 from mcore_rl.megatron.adapter import make_parser
 

@@ -10,7 +10,8 @@ import yaml
 
 from mcore_rl.common.errors import UsageError
 from mcore_rl.flags.given import as_config, expand_config, given_values
-from mcore_rl.flags.options import RLConfig, add_rl_args
+from mcore_rl.flags.options import RLConfig
+from mcore_rl.flags.parser import add_rl_args
 
 
 def make_parser() -> argparse.ArgumentParser:

@@ -21,7 +21,8 @@ from mcore_rl.flags.derived import (
 )
 from mcore_rl.flags.given import given_values
 from mcore_rl.flags.megatron_flags import ARCHITECTURE
-from mcore_rl.flags.options import RLConfig, add_rl_args
+from mcore_rl.flags.options import RLConfig
+from mcore_rl.flags.parser import add_rl_args
 from mcore_rl.job.validation import check_megatron_accepts
 from mcore_rl.megatron import adapter as megatron_adapter
 from mcore_rl.model.config_json import ModelShape, settings_without_flag

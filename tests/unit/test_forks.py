@@ -15,7 +15,7 @@ import pytest
 
 from mcore_rl.common.errors import UsageError
 from mcore_rl.common.platform import WITHOUT_CUDA, Platform
-from mcore_rl.flags.options import add_rl_args, with_rl_args
+from mcore_rl.flags.parser import add_rl_args, with_rl_args
 from mcore_rl.job.checks import CHECKS, INITIAL
 from mcore_rl.job.resolver import facts_of_tokens, resolve, resolve_args, resolve_tokens
 from mcore_rl.megatron.world import parsed_args

@@ -15,7 +15,8 @@ from mcore_rl.common.errors import UsageError
 from mcore_rl.flags import classes as flag_classes
 from mcore_rl.flags import megatron_flags
 from mcore_rl.flags.given import given_values
-from mcore_rl.flags.options import RLConfig, add_rl_args
+from mcore_rl.flags.options import RLConfig
+from mcore_rl.flags.parser import add_rl_args
 from mcore_rl.job import preflight
 from mcore_rl.megatron import adapter as megatron_adapter
 from mcore_rl.megatron.version import check_megatron

@@ -19,7 +19,7 @@ import yaml
 from mcore_rl.batching.types import StepStats
 from mcore_rl.common.platform import WITHOUT_CUDA
 from mcore_rl.flags.given import as_config
-from mcore_rl.flags.options import add_rl_args
+from mcore_rl.flags.parser import add_rl_args
 from mcore_rl.job.spec import JobSpec
 from mcore_rl.observe.progress import RunProgress
 from mcore_rl.observe.run_directory import (

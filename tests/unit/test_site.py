@@ -16,7 +16,7 @@ import pytest
 from mcore_rl import api
 from mcore_rl.algorithms.recipes import RECIPES
 from mcore_rl.algorithms.registry import find_advantage_estimator
-from mcore_rl.flags.options import add_rl_args
+from mcore_rl.flags.parser import add_rl_args
 from mcore_rl.megatron import adapter as megatron_adapter
 
 ROOT = Path(__file__).resolve().parents[2]

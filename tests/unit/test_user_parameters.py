@@ -23,8 +23,9 @@ from mcore_rl.algorithms.total_loss import policy_loss_total
 from mcore_rl.common.errors import UsageError
 from mcore_rl.data.prompt_file import read_rows
 from mcore_rl.flags.given import as_config, expand_config, given_values, import_given_files
-from mcore_rl.flags.options import RLConfig, add_rl_args, config_from, flags
+from mcore_rl.flags.options import RLConfig, config_from, flags
 from mcore_rl.flags.pages import BEGIN, END, flags_page, help_text, parameter_table
+from mcore_rl.flags.parser import add_rl_args
 from mcore_rl.job import preflight, resolver
 from mcore_rl.model.config_json import read_model_shape
 from mcore_rl.observe import user_metrics

@@ -17,9 +17,10 @@ from pathlib import Path
 from typing import Any
 
 from mcore_rl.common.errors import CORRECT, CommandParser, UsageError
+from mcore_rl.common.parameters import flag_of
 from mcore_rl.common.platform import Platform
 from mcore_rl.flags.given import expand_config, import_given_files
-from mcore_rl.flags.options import RLConfig, flag_of
+from mcore_rl.flags.options import RLConfig
 from mcore_rl.hybrid_engine.plan.buckets import frame_of, slot_bytes
 from mcore_rl.hybrid_engine.plan.placement import Placement
 from mcore_rl.job.planner_settings import engine_settings, train_settings

@@ -1,0 +1,90 @@
+"""The `--rl-*` flags beside Megatron's own: how they join a parser, and what each number may be."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from typing import Any
+
+from mcore_rl.common.errors import CORRECT, UsageError
+from mcore_rl.common.parameters import flag_of, parameters_of
+from mcore_rl.flags.options import RLConfig, flags
+
+# What vLLM samples at as it is told (vllm/sampling_params.py).
+LEAST_TEMPERATURE, MOST_TEMPERATURE = 0.01, 2.0
+HELP_RL = "--help-rl"
+GROUP = "mcore_rl"  # the title that our flags stand under in a parser
+ExtraArgs = Callable[[argparse.ArgumentParser], Any]  # Megatron's `extra_args_provider`
+
+
+def add_rl_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """Add the `--rl-*` flags to a parser, Megatron's or a fork's; returns the parser.
+
+    Raises UsageError if the parser already defines one of our flags: two meanings of one flag would
+    be worse than stopping. Names that Megatron uses for its own RL are avoided.
+    """
+    taken = parser._option_string_actions
+    group = parser.add_argument_group(title=GROUP)
+    own = {parameter.name for parameter in parameters_of(RLConfig)}
+    for name, parameter in flags().items():
+        flag, kind = parameter.flag, parameter.kind
+        # A part of the algorithm that is not given is the recipe's.
+        default = parameter.default if name in own else None
+        if flag in taken:
+            raise UsageError(
+                f"is already defined by this parser (as '{taken[flag].dest}') and mcore_rl needs "
+                "the name",
+                flag=flag,
+                remedy="rename the other one",
+            )
+        options: dict[str, Any] = {"dest": f"rl_{name}", "help": parameter.help.replace("%", "%%")}
+        if kind is bool and default is None:
+            group.add_argument(flag, action=argparse.BooleanOptionalAction, **options)
+        elif kind is bool:
+            group.add_argument(flag, action="store_true", **options)
+        elif parameter.several:
+            group.add_argument(flag, action="extend", nargs="+", type=kind, default=[], **options)
+        else:
+            group.add_argument(
+                flag, type=kind, default=default, choices=parameter.choices, **options
+            )
+    group.add_argument(
+        "--rl-config",
+        dest="rl_config",
+        default=None,
+        help="YAML file of flags; given several times, the later file wins, key by key",
+    )
+    return parser
+
+
+def with_rl_args(extra_args: ExtraArgs | None) -> ExtraArgs:
+    """What adds a fork's flags to Megatron's parser, and ours unless the fork has added them."""
+
+    def add(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+        parser = parser if extra_args is None else extra_args(parser) or parser
+        has_ours = any(group.title == GROUP for group in parser._action_groups)
+        return parser if has_ours else add_rl_args(parser)
+
+    return add
+
+
+def check_bounds(config: RLConfig) -> None:
+    """UsageError for the first number that is out of its bounds; an algorithm's parts check their
+    own when they are put together."""
+    for parameter in parameters_of(RLConfig):
+        name, value, bounds = parameter.flag, getattr(config, parameter.name), parameter.bounds
+        if value is not None and bounds and not bounds.hold(value):
+            raise UsageError(
+                f"must be {bounds.broken_by(value)}",
+                flag=f"{name} {value}",
+                remedy=parameter.advice or CORRECT,
+            )
+    for name, greedy in (("temperature", ""), ("eval_temperature", ", or 0 for greedy")):
+        value = getattr(config, name)
+        if value and not LEAST_TEMPERATURE <= value <= MOST_TEMPERATURE:
+            raise UsageError(
+                f"is not in [{LEAST_TEMPERATURE}, {MOST_TEMPERATURE:g}]: vLLM would sample at "
+                f"{LEAST_TEMPERATURE} where less is asked for, and refuses more",
+                flag=f"{flag_of(name)} {value}",
+                remedy=f"choose for example 1{greedy}",
+            )

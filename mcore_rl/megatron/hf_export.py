@@ -1,0 +1,224 @@
+"""Hugging Face checkpoints, written from Megatron shards.
+
+It uses the hand-over's transfer: each output file has one writing rank, which receives the slices
+of the tensors in it, and no rank holds the whole model.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import stat
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from safetensors import safe_open
+from safetensors.torch import save_file
+
+from mcore_rl.common import objects
+from mcore_rl.hybrid_engine.plan.moves import TensorInfo, make_plan
+from mcore_rl.hybrid_engine.transfer.transfer import Transfer
+from mcore_rl.megatron import float8
+from mcore_rl.megatron.hf_checkpoint import INDEX, HFCheckpoint, read_tensor
+from mcore_rl.megatron.shards import ModelShards
+from mcore_rl.model.boxes import Box, extent, full_box
+from mcore_rl.model.config_json import read_config_json
+from mcore_rl.model.families import left_to_defaults
+from mcore_rl.model.quantization import POWERS_OF_TWO, QUANTIZATION
+from mcore_rl.model.weight_map import layer_order
+
+# In what `export` writes: only a folder that has it may be replaced.
+EXPORT_MARKER = "mcore_rl_export.json"
+_COPIED = (
+    "config.json generation_config.json tokenizer.json tokenizer_config.json tokenizer.model "
+    "special_tokens_map.json chat_template.jinja vocab.json merges.txt added_tokens.json"
+).split()
+
+
+def export(
+    shards: ModelShards,
+    checkpoint: HFCheckpoint,
+    target: Path,
+    *,
+    as_float8: bool = False,
+    max_file_bytes: int = 5 << 30,
+    bucket_bytes: int = 512 << 20,
+) -> None:
+    """Write the current weights as a Hugging Face folder that `transformers` loads. Collective.
+
+    Names, shapes and dtypes are those of `checkpoint`, the folder the run started from, as are
+    config.json and the tokenizer. MTP layers, which are not trained, are copied bit for bit; where
+    the source has none, config.json's count of them is set to 0. config.json also says what the
+    source left to defaults that are not vLLM's. Weights that the source has in FP8 blocks are
+    written in bfloat16, and config.json without its quantization_config; `as_float8`, they are FP8
+    blocks again, and config.json says so: a writer reads the source's bytes of its tensors, keeps
+    those of each block whose values are the source's still, bit for bit, and quantises the others
+    (see `float8.quantise`). So what was not trained is exported as it was published, bytes and
+    scales.
+
+    Files are written by ranks in turn, each holding one file's tensors at a time; `target` appears
+    only when it is complete, with EXPORT_MARKER in it, and takes the place of what was there. If it
+    is a symbolic link, it stays one.
+    """
+    target = Path(os.path.realpath(target))
+    partial = target.with_name(target.name + ".partial")
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    if rank == 0:
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+    objects.barrier()
+
+    parts = _split_by_size(
+        layer_order(checkpoint.everything), checkpoint.everything, max_file_bytes
+    )
+    names = [f"model-{i + 1:05d}-of-{len(parts):05d}.safetensors" for i in range(len(parts))]
+    have = _gather_boxes(shards)
+    written = _quantiser(checkpoint) if as_float8 else lambda tensor, full: {tensor: full}
+    for first in range(0, len(parts), world_size):
+        turn = parts[first : first + world_size]
+        need: list[dict[str, list[Box]]] = [{} for _ in range(world_size)]
+        for writer, tensors in enumerate(turn):
+            trained = [t for t in tensors if t in checkpoint.tensors]
+            need[writer] = {t: [full_box(checkpoint.tensors[t].shape)] for t in trained}
+        plan = make_plan(
+            checkpoint.tensors,
+            order=[t for needed in need for t in needed],
+            have=have,
+            need=need,
+        )
+        # On the host, where the files are written from: a writer has every rank as its peer, which
+        # on a device takes more than the weights of a turn.
+        transfer = Transfer(plan, checkpoint.tensors, bucket_bytes=bucket_bytes, device="cpu")
+        filled: dict[str, torch.Tensor] = {}
+        for tensor, pieces in transfer.stream(shards.read):
+            if tensor in need[rank]:
+                full = _assemble(tensor, checkpoint.tensors[tensor], pieces, shards)
+                filled |= written(tensor, full)
+        for tensor in need[rank]:
+            if tensor not in filled:  # nothing of it had to travel
+                full = _assemble(tensor, checkpoint.tensors[tensor], [], shards)
+                filled |= written(tensor, full)
+        for tensor in turn[rank] if rank < len(turn) else ():
+            if tensor in checkpoint.mtp:
+                filled |= _as_published(checkpoint, tensor, as_float8=as_float8)
+        if filled:
+            path = partial / names[first + rank]
+            save_file(filled, path, metadata={"format": "pt"})
+            _set_usual_mode(path)
+        transfer.close()
+    objects.barrier()  # every file is complete before the folder takes its name
+    if rank == 0:
+        _write_rest(checkpoint, partial, parts, names, as_float8=as_float8)
+        shutil.rmtree(target, ignore_errors=True)
+        partial.rename(target)
+    objects.barrier()
+
+
+def _as_published(
+    checkpoint: HFCheckpoint, tensor: str, *, as_float8: bool
+) -> dict[str, torch.Tensor]:
+    """A tensor that nothing has changed, with its scales if it has some and keeps them."""
+    if not as_float8 or tensor not in checkpoint.float8:
+        return {tensor: read_tensor(checkpoint, tensor)}
+    found = {}
+    for name in (tensor, float8.scales_of(tensor)):
+        with safe_open(checkpoint.folder / checkpoint.files[name], framework="pt") as file:
+            found[name] = file.get_tensor(name)
+    return found
+
+
+def _set_usual_mode(path: Path) -> None:
+    """Give a file the permissions that new files have: safetensors writes for the owner alone."""
+    # To ask for the umask one has to set it, for all threads.
+    beside = path.with_name(path.name + ".mode")
+    beside.touch()
+    path.chmod(stat.S_IMODE(beside.stat().st_mode))
+    beside.unlink()
+
+
+def _split_by_size(
+    order: Sequence[str], tensors: Mapping[str, TensorInfo], limit: int
+) -> list[list[str]]:
+    parts: list[list[str]] = [[]]
+    size = 0
+    for tensor in order:
+        if parts[-1] and size + tensors[tensor].num_bytes > limit:
+            parts.append([])
+            size = 0
+        parts[-1].append(tensor)
+        size += tensors[tensor].num_bytes
+    return parts
+
+
+def _gather_boxes(shards: ModelShards) -> list[dict[str, tuple[Box, ...]]]:
+    mine = {tensor: shards.boxes(tensor) for tensor in shards.tensors()}
+    return objects.all_gather(mine)
+
+
+def _assemble(
+    tensor: str,
+    info: TensorInfo,
+    received: Sequence[tuple[Box, torch.Tensor]],
+    shards: ModelShards,
+) -> torch.Tensor:
+    full = torch.empty(info.shape, dtype=getattr(torch, info.dtype))
+    own = [(box, shards.read(tensor, box)) for box in shards.boxes(tensor)]
+    for box, data in [*own, *received]:
+        full[tuple(slice(start, stop) for start, stop in box)] = data.view(extent(box))
+    return full
+
+
+def _quantiser(
+    checkpoint: HFCheckpoint,
+) -> Callable[[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """What makes of a whole tensor the one or two that are written, as the source has it."""
+    quantization = read_config_json(checkpoint.folder)[QUANTIZATION]
+    powers_of_two = quantization.get("scale_fmt") == POWERS_OF_TWO
+
+    def stored(name: str) -> torch.Tensor:
+        with safe_open(checkpoint.folder / checkpoint.files[name], framework="pt") as file:
+            return file.get_tensor(name)
+
+    def written(tensor: str, full: torch.Tensor) -> dict[str, torch.Tensor]:
+        if tensor not in checkpoint.float8:
+            return {tensor: full}
+        scales = float8.scales_of(tensor)
+        weight, factors = float8.quantise(
+            full, stored(tensor), stored(scales), powers_of_two=powers_of_two
+        )
+        return {tensor: weight, scales: factors}
+
+    return written
+
+
+def _write_rest(
+    checkpoint: HFCheckpoint,
+    folder: Path,
+    parts: Sequence[Sequence[str]],
+    names: Sequence[str],
+    *,
+    as_float8: bool,
+) -> None:
+    for name in _COPIED:
+        if (checkpoint.folder / name).is_file():
+            shutil.copyfile(checkpoint.folder / name, folder / name)
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    changes = left_to_defaults(config)
+    if config.get("num_nextn_predict_layers") and not checkpoint.mtp:
+        changes["num_nextn_predict_layers"] = 0
+    stays = config if as_float8 else {n: v for n, v in config.items() if n != QUANTIZATION}
+    if changes or stays != config:
+        text = json.dumps(stays | changes, indent=2)
+        (folder / "config.json").write_text(text, encoding="utf-8")
+    weight_map = {t: name for part, name in zip(parts, names, strict=True) for t in part}
+    total = sum(info.num_bytes for info in checkpoint.everything.values())
+    if as_float8:
+        total = checkpoint.stored_bytes
+        weight_map |= {float8.scales_of(t): weight_map[t] for t in checkpoint.float8}
+    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+    (folder / INDEX).write_text(json.dumps(index, indent=2), encoding="utf-8")
+    origin = {"exported_from": str(checkpoint.folder)}
+    (folder / EXPORT_MARKER).write_text(json.dumps(origin, indent=2), encoding="utf-8")

@@ -18,13 +18,8 @@ from mcore_rl.common.errors import UsageError
 from mcore_rl.flags.options import RLConfig
 from mcore_rl.hybrid_engine.plan.moves import TensorInfo
 from mcore_rl.job.preflight import check_outputs
-from mcore_rl.megatron.hf_checkpoint import (
-    EXPORT_MARKER,
-    HFCheckpoint,
-    export,
-    fingerprint,
-    load_into_megatron,
-)
+from mcore_rl.megatron.hf_checkpoint import HFCheckpoint, fingerprint, load_into_megatron
+from mcore_rl.megatron.hf_export import EXPORT_MARKER, export
 from mcore_rl.model.boxes import Box, full_box
 
 WEIGHT = torch.arange(6.0).view(2, 3)

@@ -282,8 +282,9 @@ FIELDS = {
     "Clip": "clip_eps_lower clip_eps_upper",
     "Discount": "gamma",
     "DualClip": "clip_eps_lower clip_eps_upper dual_clip",
-    "Family": "model_type class_name spelt_out also_refused latent_attention qk_norm qkv_bias "
-    "router names rope_types default_rope_theta",
+    "Family": "model_type class_name spelt_out also_refused fixed latent_attention qk_norm "
+    "qkv_bias norms_whole_projection router names rope_types default_rope_theta "
+    "partial_rotary_factor has_drafter",
     "Parameters": "",
     "PolicyLossInputs": "log_probs old_log_probs advantages loss_mask lengths",
     "Prompt": "index text answer token_ids row",

@@ -8,8 +8,9 @@ from typing import Any
 
 from mcore_rl.batching.accounting import BatchAccounting, batch_accounting
 from mcore_rl.batching.dealing import SampleFlops
-from mcore_rl.batching.rows import MicroBatching
+from mcore_rl.batching.rows import MicroBatching, chunks_of_sample, round_up
 from mcore_rl.batching.shared_prompts import shares_prompts
+from mcore_rl.common.errors import UsageError
 from mcore_rl.flags.options import RLConfig
 from mcore_rl.model.config_json import ModelShape
 from mcore_rl.model.layout import TrainLayout
@@ -69,3 +70,29 @@ def accounting_of(
         critic_warmup_steps=config.critic_warmup_steps or 0,
         max_draws=1 + recipe.max_refills if recipe.dynamic_sampling else 1,
     )
+
+
+def check_lengths(
+    config: RLConfig, shape: ModelShape, *, cp_size: int = 1, scores_only: bool = False
+) -> None:
+    """The model must have positions for prompt and response, and a micro-batch room for both."""
+    length = config.max_prompt_tokens + config.max_response_tokens
+    second = f"--rl-max-response-tokens {config.max_response_tokens}"
+    remedy = "one of them"
+    if scores_only:
+        second, remedy = "1 that vLLM adds when it scores", "it"
+    lengths = f"--rl-max-prompt-tokens {config.max_prompt_tokens} + {second} = {length}"
+    if length > shape.max_positions:
+        raise UsageError(
+            f"exceeds the checkpoint's max_position_embeddings {shape.max_positions}",
+            flag=lengths,
+            remedy=f"lower {remedy}",
+        )
+    in_row = round_up(length, chunks_of_sample(cp_size))
+    if 0 < config.max_tokens_per_microbatch < in_row:
+        padded = f", which --context-parallel-size {cp_size} pads to {in_row}"
+        raise UsageError(
+            f"is less than the longest sample, {lengths}{padded if in_row > length else ''}",
+            flag=f"--rl-max-tokens-per-microbatch {config.max_tokens_per_microbatch}",
+            remedy="raise it to that",
+        )

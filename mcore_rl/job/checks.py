@@ -25,11 +25,11 @@ from mcore_rl.flags.roles import CRITIC, Roles, describe_ranks, parse_roles
 from mcore_rl.hybrid_engine.memory.offload import offload_kinds
 from mcore_rl.hybrid_engine.plan.placement import Placement
 from mcore_rl.job import preflight, reading, value_models
+from mcore_rl.job.batches import check_lengths
 from mcore_rl.job.device import case_of_run, check_device, training_of
 from mcore_rl.job.layout import (
     check_batches,
     check_layout,
-    check_lengths,
     check_rollout,
     check_stages,
     note_on_experts,

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 
 from mcore_rl.batching.rows import MicroBatching, lay_out, tokens_in_rows
 from mcore_rl.batching.train_batches import batch_of_tokens, split_micro_batches
+from mcore_rl.batching.types import Prompt, Rollout
+from mcore_rl.model.layout import RolloutLayout, TrainLayout
 from mcore_rl.moe.routing import RoutedLayers, Routes, joined, load_of
 from mcore_rl.moe.routing_capture import routes_of
 from mcore_rl.moe.routing_replay import Choices, RoutingReplay, obstacle
+from mcore_rl.rollout.routes import RouteKeeper
 
 LAYERS = RoutedLayers((1, 3), topk=2, num_experts=6)
 
@@ -106,6 +111,44 @@ def test_joined_leaves_the_last_token_of_each_sample_to_the_router() -> None:
     assert np.array_equal(ids[:3], first.ids) and np.array_equal(ids[6:8], third.ids)
 
 
+# ------------------------------------------------------------------------ who keeps and who gets
+
+
+@pytest.fixture
+def keeper() -> Iterator[RouteKeeper]:
+    """Of rank 0 of 4: engines of TP2, two pipeline stages with one layer with experts each."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    layers = (((0, 1),), ((2, 3),))
+    yield RouteKeeper(
+        LAYERS, TrainLayout(4, tp_size=2, pp_size=2), RolloutLayout(4, 2, True), layers
+    )
+    dist.destroy_process_group()
+
+
+def rollout_of(routes: Routes | None) -> Rollout:
+    prompt = Prompt(0, "", "", np.zeros(3, np.int32))
+    tokens = np.zeros(2, np.int32)
+    return Rollout(prompt, 0, "", tokens, tokens.astype(np.float32), "stop", 1, routes=routes)
+
+
+def test_routes_stay_with_those_who_sampled(keeper: RouteKeeper) -> None:
+    assert keeper.of_stage.layers == (1,)
+    routes = [Routes(drawn(4, seed=n), np.ones(4, dtype=np.bool_)) for n in range(2)]
+    left = keeper.keep([rollout_of(routes[0]), rollout_of(None), rollout_of(routes[1])])
+    assert [each.kept_by for each in left] == [(0, 0), None, (0, 1)]
+    assert all(each.routes is None for each in left)
+    assert np.array_equal(keeper.load(), sum(load_of(each, 6) for each in routes))
+    before = keeper.digest()
+    keeper.forget()
+    assert keeper.digest() != before and not keeper.load().any()
+
+
+def test_ranks_of_an_engine_that_chose_differently_are_an_error(keeper: RouteKeeper) -> None:
+    keeper.require_agreement([b"a", b"a", b"b", b"b"])
+    with pytest.raises(RuntimeError, match="ranks 2 and 3 of one engine chose different experts"):
+        keeper.require_agreement([b"a", b"a", b"b", b"c"])
+
+
 # ------------------------------------------------------------------------- where a token goes
 
 
@@ -162,6 +205,21 @@ def choices(*ids: list[int], known: tuple[bool, bool] = (True, True)) -> Choices
     """The same of both layers for two tokens."""
     stacked = torch.tensor(ids, dtype=torch.uint8)[:, None].expand(2, 2, 2)
     return Choices(stacked, torch.tensor(known))
+
+
+def test_the_router_of_an_mtp_layer_is_not_told() -> None:
+    """It calls itself layer 1."""
+    of_mtp, router = Router(1), Router(1)
+    own = of_mtp.router_replay = SimpleNamespace()
+    layer = SimpleNamespace(layer_number=1, mlp=SimpleNamespace(router=router))
+    chunk = SimpleNamespace(
+        decoder=SimpleNamespace(layers=[layer]),
+        mtp=SimpleNamespace(layers=[SimpleNamespace(mlp=SimpleNamespace(router=of_mtp))]),
+        parameters=lambda: iter([torch.zeros(1)]),
+    )
+    replay = RoutingReplay([chunk], LAYERS)
+    assert replay.routed.layers == (0,) and router.router_replay is not None
+    assert of_mtp.router_replay is own
 
 
 def test_given_choices_are_taken_with_the_routers_scores() -> None:

@@ -29,7 +29,7 @@ def apply() -> None:
         found = vars(value)
         return found if isinstance(found, Mapping) else {}
 
-    dispatcher.vars = dictionary_of  # in that module, over the builtin
+    vars(dispatcher)["vars"] = dictionary_of  # in that module, over the builtin
 
 
 PATCH = Patch(

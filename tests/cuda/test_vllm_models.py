@@ -124,6 +124,16 @@ def test_engines_run_on_a_gpu_as_we_ask_them_to(found: dict[str, Any]) -> None:
     assert found["9.0"]["qwen2"]["attention"] == ["FlashAttentionImpl"]
 
 
+def test_experts_that_were_chosen_can_be_told_whatever_the_kernels(found: dict[str, Any]) -> None:
+    """As --rl-routing-replay r3 needs it."""
+    for cases in found.values():
+        for name, seen in cases.items():
+            settings = seen["settings"]
+            is_dense = name.startswith(("qwen3,", "qwen2", "llama")) and "moe" not in name
+            assert settings["tells_of_experts"] is not is_dense, name
+            assert settings["untold"] is None, name
+
+
 def test_experts_over_data_parallel_ranks_are_not_scheduled_ahead(found: dict[str, Any]) -> None:
     """Scheduled ahead, a rank ends in a step without tokens, in which model runner V2 takes part in
     no collective, while the others wait for it. Once it does, `async_scheduling` may be left on."""

@@ -30,6 +30,8 @@ from mcore_rl.hybrid_engine.plan.buckets import cut  # noqa: E402
 from mcore_rl.hybrid_engine.vllm.live_layers import _Layer  # noqa: E402
 from mcore_rl.hybrid_engine.vllm.sliced_tensor import SlicedTensor  # noqa: E402
 from mcore_rl.model.boxes import extent  # noqa: E402
+from mcore_rl.model.config_json import read_model_shape  # noqa: E402
+from mcore_rl.trainer.models import routed_layers  # noqa: E402
 from scripts.make_tiny_deepseek import hf_config  # noqa: E402
 from tests.cuda.reachable import Place, reachable  # noqa: E402
 
@@ -49,7 +51,8 @@ def run(case: dict[str, Any], folder: Path) -> dict[str, Any]:
     )
     with vllm_model.build(checkpoints[0], load_format="auto", **case) as engine:
         expected = {path: digest(tensor) for path, tensor in reachable(engine.model).items()}
-    with vllm_model.build(checkpoints[0], **case) as engine:
+    routed = routed_layers(read_model_shape(checkpoints[0]))
+    with vllm_model.build(checkpoints[0], routed_layers=routed, **case) as engine:
         found = reloaded(engine, expected, first, second)
         return {**chosen(engine), "settings": settings(engine), **found}
 
@@ -138,7 +141,22 @@ def settings(engine: Any) -> dict[str, Any]:
         "ep_size": engine.ep_size,
         "ep_rank": engine.ep_rank,
         "collectives_of_an_idle_step": collectives_of_an_idle_step(runner),
+        "tells_of_experts": config.aux_output_config.enabled,
+        "untold": untold(engine) if config.aux_output_config.enabled else None,
     }
+
+
+def untold(engine: Any) -> str | None:
+    """Why vLLM cannot tell which experts its kernels have chosen."""
+    from vllm.model_executor.layers.fused_moe.routed_experts_capturer import (
+        bind_routed_experts_capturer,
+    )
+
+    try:
+        bind_routed_experts_capturer(engine.model, Mock())
+    except ValueError as error:
+        return str(error)
+    return None
 
 
 def collectives_of_an_idle_step(runner: Any) -> int:

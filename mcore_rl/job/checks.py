@@ -347,6 +347,8 @@ _CHECKS: tuple[Check, ...] = (
     _check("values", reading.values_in_fork),
     _check("together", preflight.check_together),
     _check("routing", preflight.check_routing),
+    _check("balancing", preflight.check_balancing),
+    _check("biases", preflight.check_biases),
     _check("roles", _roles, reads=(_LAYOUT,)),
     _check("critic_rate", _critic_rate),
     _check("allocator", _allocator, asks=MACHINE),

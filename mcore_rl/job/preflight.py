@@ -23,6 +23,8 @@ from mcore_rl.megatron.hf_export import EXPORT_MARKER
 from mcore_rl.megatron.policy_head import named_spec
 from mcore_rl.megatron.version import check_megatron
 from mcore_rl.model.config_json import ModelShape
+from mcore_rl.model.families import family_of
+from mcore_rl.moe import balance
 from mcore_rl.moe.routing import OFF
 from mcore_rl.moe.routing_replay import obstacle
 
@@ -163,6 +165,20 @@ def check_routing(config: RLConfig, shape: ModelShape, values: Mapping[str, Any]
         )
     if against := obstacle(values):
         raise UsageError(f"is not possible as {against}", flag=flag, remedy="drop one of the two")
+
+
+def check_balancing(config: RLConfig, values: Mapping[str, Any]) -> None:
+    """What keeps experts evenly used counts tokens of samples, and samples one by one."""
+    balance.check_balancing(values, config.max_tokens_per_microbatch)
+
+
+def check_biases(checkpoint: HFCheckpoint, shape: ModelShape, values: Mapping[str, Any]) -> None:
+    """Biases that updates move reach the engine as they are."""
+    if shape.experts is None or not shape.experts.has_bias:
+        return
+    name = family_of(shape.architecture).names.router_bias
+    found = {t: info.dtype for t, info in checkpoint.tensors.items() if t.endswith(name)}
+    balance.check_bias_dtypes(values, found, checkpoint.folder)
 
 
 def check_together(values: Mapping[str, Any]) -> None:

@@ -10,7 +10,8 @@ on this micro-batch; m layers with experts on this pipeline stage; k choices a t
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping
+import inspect
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -18,6 +19,8 @@ import torch.distributed as dist
 
 from mcore_rl.batching.rows import ModelRows, tokens_in_rows
 from mcore_rl.batching.types import TrainBatch
+from mcore_rl.common.errors import UsageError
+from mcore_rl.moe.balance import asked, balances, in_the_way_of_padding
 from mcore_rl.moe.routing import RoutedLayers
 from mcore_rl.moe.routing_replay import Choices
 
@@ -42,10 +45,24 @@ class RouterLayout:
 
     def positions(self, rows: ModelRows, num_tokens: int) -> torch.Tensor:
         """`[n]` int64 on the CPU: the token that each position of this rank holds; -1: padding."""
-        of_rows = tokens_in_rows(rows, num_tokens, self.cp_group.rank()).t()  # [s, b]
-        if self.tp_group is not None:
-            of_rows = of_rows.chunk(self.tp_group.size())[self.tp_group.rank()]
-        return of_rows.flatten()
+        return self._of_this_rank(
+            tokens_in_rows(rows, num_tokens, self.cp_group.rank()).t()
+        ).flatten()
+
+    def padding(self, rows: ModelRows, num_tokens: int) -> torch.Tensor:
+        """`[b, s / cp_size]` bool on the device: where the rows of this CP rank hold no token."""
+        return (tokens_in_rows(rows, num_tokens, self.cp_group.rank()) < 0).to(self.device)
+
+    def padding_for(self, chunk: torch.nn.Module, padding: torch.Tensor) -> torch.Tensor:
+        """`padding` as a model chunk takes it: Megatron divides it where it divides embeddings, and
+        hands it on as it is in later stages, whose hidden states are divided already."""
+        return padding if chunk.pre_process else self._of_this_rank(padding.t()).t()
+
+    def _of_this_rank(self, of_rows: torch.Tensor) -> torch.Tensor:
+        """Of `[s, b]` what sequence parallelism gives this rank."""
+        if self.tp_group is None:
+            return of_rows
+        return of_rows.chunk(self.tp_group.size())[self.tp_group.rank()]
 
     def choices(self, micro_batch: TrainBatch, positions: torch.Tensor) -> Choices:
         """What the micro-batch's `routes` say of this rank's `positions`, on the device."""
@@ -71,6 +88,28 @@ class RouterLayout:
         whole = whole.unflatten(0, (-1, num_rows)).transpose(0, 1)  # [b, s / cp_size, m, bytes]
         everywhere = _all_gathered(whole.contiguous(), self.cp_group).flatten(0, 2)
         return everywhere[rows.places.to(self.device)].cpu().contiguous().view(routed.torch_dtype)
+
+
+def tells_padding(args: argparse.Namespace, chunks: Sequence[torch.nn.Module]) -> bool:
+    """Whether routers of these model chunks are told of padding: there are some, and nothing is in
+    the way. UsageError where balancing needs it and a fork's model takes no `padding_mask`."""
+    values = vars(args)
+    if not values.get("num_experts") or in_the_way_of_padding(values):
+        return False
+    deaf = [type(chunk) for chunk in chunks if not _takes_padding(type(chunk))]
+    if deaf and balances(values):
+        raise UsageError(
+            f"counts padding in the load of experts, of which {deaf[0].__qualname__} is not told",
+            flag=asked(values),
+            remedy="let its forward take padding_mask and hand it to its layers, or drop the flag",
+        )
+    return not deaf
+
+
+def _takes_padding(model: type) -> bool:
+    # A mixin's forward takes anything and asks the next class.
+    forwards = [vars(each)["forward"] for each in model.__mro__ if "forward" in vars(each)]
+    return any("padding_mask" in inspect.signature(each).parameters for each in forwards)
 
 
 def _all_gathered(mine: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:

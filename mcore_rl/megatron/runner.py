@@ -31,7 +31,7 @@ from mcore_rl.batching.train_batches import split_micro_batches
 from mcore_rl.batching.types import TrainBatch
 from mcore_rl.common import objects
 from mcore_rl.megatron import adapter as megatron_adapter
-from mcore_rl.megatron.routing import RouterLayout
+from mcore_rl.megatron.routing import RouterLayout, tells_padding
 from mcore_rl.model.layout import TrainLayout
 from mcore_rl.moe.routing_replay import RoutingReplay
 
@@ -60,6 +60,8 @@ class _Work:
     routed: TrainBatch | None = None  # the samples with their routes, on the CPU
     positions: torch.Tensor | None = None  # of these samples' tokens, see `RouterLayout`
     recorded: dict[int, torch.Tensor] | None = None
+    # [rows, s / cp_size] bool, positions that hold no token, for models whose routers are told.
+    padding: torch.Tensor | None = None
 
 
 class ModelRunner:
@@ -87,6 +89,7 @@ class ModelRunner:
         self.groups = megatron_adapter.model_parallel_groups()
         self.device = next(state.model[0].parameters()).device
         self._routers = RouterLayout.of(args, self.groups, self.device)
+        self._tells_padding = tells_padding(args, state.chunks)
 
     @property
     def _is_last_stage(self) -> bool:
@@ -191,6 +194,9 @@ class ModelRunner:
             # Routes wait on the host until their micro-batch goes forward.
             samples = dataclasses.replace(micro_batch, routes=None, routes_known=None)
             each = _Work(self._on_device(samples), self._on_device(rows))
+            if self._tells_padding:
+                padding = self._routers.padding(rows, micro_batch.num_tokens)
+                each = dataclasses.replace(each, padding=padding)
             if micro_batch.routes is not None:
                 positions = self._routers.positions(rows, micro_batch.num_tokens)
                 each = dataclasses.replace(each, routed=micro_batch, positions=positions)
@@ -210,6 +216,7 @@ class ModelRunner:
                         now.rows.cu_seqlens, now.rows.longest, now.rows.prefix_of
                     ),
                     **self._keywords(now.rows),
+                    **self._padding(now, model),
                 )
             return output, functools.partial(self._on_tokens, loss, now)
 
@@ -223,6 +230,12 @@ class ModelRunner:
                 forward_only=forward_only,
                 collect=forward_only,
             )
+
+    def _padding(self, now: _Work, model: torch.nn.Module) -> dict[str, torch.Tensor]:
+        if now.padding is None:
+            return {}
+        chunk = self.state.chunks[self.state.model.index(model)]
+        return {"padding_mask": self._routers.padding_for(chunk, now.padding)}
 
     def _routed_pass(
         self, work: list[_Work], *, goes_back: bool

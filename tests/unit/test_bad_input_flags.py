@@ -201,6 +201,12 @@ MEGATRON = [
         more="--moe-pad-expert-input-to-capacity",
     ),
     Case(
+        "a_row_for_a_sample",
+        ["--moe-router-load-balancing-type seq_aux_loss", "packs several into one", "drop one"],
+        more="--moe-router-load-balancing-type seq_aux_loss --moe-aux-loss-coeff 0.01 "
+        "--rl-max-tokens-per-microbatch 256 --micro-batch-size 1",
+    ),
+    Case(
         "tokenizer",
         ["Megatron refuses these flags (Tokenizer path must be specified.)", "change or drop"],
         more="--tokenizer-type HuggingFaceTokenizer",

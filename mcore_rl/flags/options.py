@@ -278,6 +278,9 @@ class RLConfig:
     alarm_expert_imbalance: float = param(
         0.0, "alarm if an expert gets more than so many times the mean of its layer", least=0
     )
+    alarm_unused_experts: float = param(
+        0.5, "alarm if in a layer a larger share of experts gets no token", least=0
+    )
     alarm_tokens_per_second: float = param(
         0.5, "alarm if rollout is slower than this share of the first steps' speed", least=0
     )

@@ -17,10 +17,10 @@ from mcore_rl.moe.routing_replay import RoutingReplay
 
 
 class ExpertLoad:
-    """Counts the tokens that each expert is chosen for, in training mode.
+    """Counts the tokens that each expert is chosen for in updates.
 
-    Hooks on the routers of this rank's layers; a token of padded rows counts as any other, and with
-    recomputation each counts twice, which changes no ratio.
+    Hooks on the routers of this rank's layers. A token counts once, however often it is computed;
+    padding counts where routers are not told of it (see `balance`).
     """
 
     def __init__(
@@ -46,43 +46,60 @@ class ExpertLoad:
         size = (len(self._routed.layers), *shape)
         return torch.zeros(size, dtype=torch.float64, device=self._device)
 
-    @torch.no_grad()
-    def _count(self, router: Any, _: Any, output: tuple[torch.Tensor, torch.Tensor]) -> None:
-        if router.training:
-            _, chosen = output  # [tokens, experts] bool
-            row = self._routed.layers.index(router.layer_number - 1)
-            self._counts[row] += chosen.sum(dim=0)
+    def _count(
+        self, router: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]
+    ) -> None:
+        # What goes forward without gradients is no update, or comes again for its backward pass.
+        if not (router.training and torch.is_grad_enabled()):
+            return
+        _, chosen = output  # [tokens, experts] bool
+        _, *padding = inputs  # [s, b] bool, or None
+        if padding and padding[0] is not None:
+            chosen = chosen & ~padding[0].reshape(-1, 1)
+        row = self._routed.layers.index(router.layer_number - 1)
+        self._counts[row] += chosen.sum(dim=0)
 
     def metrics(self) -> dict[str, float]:
         """Of what was counted since the last call. Collective over the world.
 
         `moe/imbalance`: how many times the mean of its layer the busiest expert gets, in the worst
-        layer; `moe/unused_experts`: the share of experts without a token; `moe/rollout_imbalance`:
-        the former in rollout; `moe/routing_disagreement`: the share of the engine's choices that
-        the trainer's routers, asked for the same tokens with the same weights, do not make. All but
-        the second of each layer, too, as `.../layer_3`.
+        layer; `moe/unused_experts`: the share of experts without a token, `moe/most_unused_experts`
+        in the worst layer; `moe/rollout_imbalance`: the first in rollout;
+        `moe/routing_disagreement`: the share of the engine's choices that the trainer's routers,
+        asked for the same tokens with the same weights, do not make. All of each layer, too, as
+        `.../layer_3`.
         """
-        metrics = self._of_load("moe/imbalance", self._counts)
+        metrics = self._imbalance("moe/imbalance", self._counts) | self._unused()
         self._counts.zero_()
         if self._of_rollout is not None:
             mine = torch.from_numpy(self._of_rollout()).to(self._counts)
-            of_rollout = self._of_load("moe/rollout_imbalance", mine.clone())
-            of_rollout.pop("moe/unused_experts", None)
-            metrics |= of_rollout
+            metrics |= self._imbalance("moe/rollout_imbalance", mine)
         return metrics | self._disagreement()
 
-    def _of_load(self, name: str, counts: torch.Tensor) -> dict[str, float]:
+    def _used(self, counts: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Of all ranks, for the layers that have been used, and which these are: of the others
+        nothing was learnt."""
         total = counts.clone()
         dist.all_reduce(total)
-        is_used = total.sum(dim=1) > 0  # of the others nothing was learnt
-        used = total[is_used]
+        is_used = total.sum(dim=1) > 0
+        return total[is_used], is_used
+
+    def _imbalance(self, name: str, counts: torch.Tensor) -> dict[str, float]:
+        used, is_used = self._used(counts)
         if not len(used):
             return {}
         of_layers = used.amax(dim=1) / used.mean(dim=1)
+        return {name: float(of_layers.max()), **self._by_layer(name, of_layers, is_used)}
+
+    def _unused(self) -> dict[str, float]:
+        used, is_used = self._used(self._counts)
+        if not len(used):
+            return {}
+        of_layers = (used == 0).double().mean(dim=1)
         return {
-            name: float(of_layers.max()),
-            "moe/unused_experts": float((used == 0).double().mean()),
-            **self._by_layer(name, of_layers, is_used),
+            "moe/unused_experts": float(of_layers.mean()),
+            "moe/most_unused_experts": float(of_layers.max()),
+            **self._by_layer("moe/unused_experts", of_layers, is_used),
         }
 
     def _disagreement(self) -> dict[str, float]:

@@ -4,7 +4,7 @@ Each rule looks at one metric over the last `window` steps and has one threshold
 collapse in known ways: rewards that no longer differ teach nothing; entropy goes and the policy
 repeats itself; responses grow to the limit or shrink to nothing; a KL or a gradient norm breaks
 away; engine and actor compute different things; memory grows until the job is killed; one expert
-gets all tokens.
+gets all tokens, or most experts of a layer none.
 """
 
 from __future__ import annotations
@@ -130,6 +130,14 @@ RULES = (
         _mean_at_most,
         "in some layer one expert gets {value} times as many tokens as the mean, more than {limit}",
         remedy="see --moe-router-load-balancing-type and --moe-router-bias-update-rate",
+    ),
+    Rule(
+        "alarm_unused_experts",
+        "moe/most_unused_experts",
+        _mean_at_most,
+        "in some layer {value} of the experts get no token, more than {limit}",
+        remedy="moe/unused_experts/layer_* tells which; lower --lr, or see "
+        "--moe-router-bias-update-rate",
     ),
     Rule(
         "alarm_tokens_per_second",

@@ -31,6 +31,7 @@ COURSES = {
     ),
     "alarm_device_growth_mib": (lambda step: 8e9, lambda step: 8e9 + 100 * MIB * step),
     "alarm_expert_imbalance": (lambda step: 1.5, lambda step: 7.0),
+    "alarm_unused_experts": (lambda step: 0.2, lambda step: 0.8),
     "alarm_tokens_per_second": (lambda step: 1000.0 - step, lambda step: 300.0),
 }
 

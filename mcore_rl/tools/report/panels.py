@@ -361,7 +361,10 @@ SECTIONS = (
             Panel(
                 "unused",
                 "Experts without a token",
-                (("moe/unused_experts", "share"),),
+                (
+                    ("moe/unused_experts", "all layers"),
+                    ("moe/most_unused_experts", "worst layer"),
+                ),
                 unit=SHARE,
                 from_zero=True,
                 optional=True,
@@ -387,6 +390,7 @@ SECTIONS = (
             ),
             _by_layer("disagreement", "Choices that differ, by layer", unit=SHARE),
             _by_layer("imbalance", "Busiest expert in training, by layer"),
+            _by_layer("unused_experts", "Experts without a token, by layer", unit=SHARE),
             _by_layer("rollout_imbalance", "Busiest expert in rollout, by layer"),
         ),
     ),

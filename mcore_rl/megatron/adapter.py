@@ -29,6 +29,7 @@ from mcore_rl.megatron.fsdp import local_weights
 from mcore_rl.megatron.version import check_megatron
 from mcore_rl.model.config_json import ModelShape
 from mcore_rl.model.layout import TrainLayout
+from mcore_rl.moe.balance import expert_biases
 from mcore_rl.patches import megatron as megatron_patches
 
 # Without CUDA Megatron says several times that it has no Apex and no Transformer Engine; the flags
@@ -336,11 +337,11 @@ def zero_gradients(state: TrainState) -> None:
 
 
 def weights(state: TrainState) -> list[torch.Tensor]:
-    """This rank's parameters, where they stay: of sharded ones the rows that are here.
-
-    Whoever writes them calls `weights_written` before the next forward.
+    """This rank's parameters and biases of experts, where they stay: of sharded ones the rows that
+    are here. Whoever writes them calls `weights_written` before the next forward.
     """
-    return [weight.data for chunk in state.chunks for weight in local_weights(chunk)]
+    parameters = [weight.data for chunk in state.chunks for weight in local_weights(chunk)]
+    return parameters + expert_biases(state.chunks)
 
 
 def weights_written(state: TrainState) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -16,6 +17,7 @@ from torch.profiler import record_function
 
 from mcore_rl.common import objects
 from mcore_rl.megatron import adapter as megatron_adapter
+from mcore_rl.moe.balance import expert_biases
 
 logger = logging.getLogger(__name__)
 
@@ -31,8 +33,8 @@ class UpdateResult:
 class CheckedOptimizer:
     """Wraps the optimizer and scheduler in a `TrainState`; `name` is the model's, for messages.
 
-    `on_nonfinite_grad` is "stop" (RuntimeError on every rank) or "skip" (parameters, optimizer
-    state and scheduler stay as they are).
+    `on_nonfinite_grad` is "stop" (RuntimeError on every rank) or "skip" (parameters, biases of
+    experts, optimizer state and scheduler stay as they are).
     """
 
     def __init__(
@@ -41,6 +43,29 @@ class CheckedOptimizer:
         self._state = state
         self._name = name
         self._skip = on_nonfinite_grad == "skip"
+        self._biases_before: list[torch.Tensor] = []
+        self._keep_biases()
+
+    def _keep_biases(self) -> None:
+        """Have the biases of experts kept as they are before an update: Megatron moves them where
+        it finishes gradients, before anything is known of these."""
+        from megatron.core.utils import get_model_config
+
+        config = get_model_config(self._state.model[0])
+        finish = config.finalize_model_grads_func
+
+        def finish_and_keep(*args: Any, **kwargs: Any) -> None:
+            self._biases_before = [b.clone() for b in expert_biases(self._state.chunks)]
+            finish(*args, **kwargs)
+
+        config.finalize_model_grads_func = finish_and_keep
+
+    def _skipped(self) -> UpdateResult:
+        """Of an update that leaves everything as it was."""
+        biases = expert_biases(self._state.chunks)
+        for bias, before in zip(biases, self._biases_before, strict=True):
+            bias.copy_(before)
+        return UpdateResult(grad_norm=float("nan"), skipped=True)
 
     @property
     def learning_rate(self) -> float:
@@ -59,7 +84,7 @@ class CheckedOptimizer:
             # The step changes nothing but the scale, as Megatron's scaler finds its own.
             self._state.optimizer.step()
             logger.info("%s: gradients overflow in fp16, the loss scale falls", self._name)
-            return UpdateResult(grad_norm=float("nan"), skipped=True)
+            return self._skipped()
         if culprits or nonfinite_losses:
             found = [f"non-finite loss of the {self._name} on rank {r}" for r in nonfinite_losses]
             if culprits:
@@ -70,13 +95,13 @@ class CheckedOptimizer:
                     f"{message}; --rl-on-nonfinite-grad skip would go on without this update"
                 )
             logger.warning("%s: update skipped", message)
-            return UpdateResult(grad_norm=float("nan"), skipped=True)
+            return self._skipped()
         successful, grad_norm, _ = self._state.optimizer.step()
-        if successful:
-            self._state.scheduler.step(increment=num_samples)
+        if not successful:
+            return self._skipped()
+        self._state.scheduler.step(increment=num_samples)
         # Without gradient clipping Megatron computes no norm.
-        norm = float("nan") if grad_norm is None else float(grad_norm)
-        return UpdateResult(grad_norm=norm, skipped=not successful)
+        return UpdateResult(float("nan") if grad_norm is None else float(grad_norm), skipped=False)
 
     def _scale_may_fall(self) -> bool:
         """Whether the loss is scaled, and gradients may be finite with less of it. Scales begin at

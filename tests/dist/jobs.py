@@ -15,6 +15,7 @@ import torch.distributed as dist
 from mcore_rl.batching.dealing import plan_step
 from mcore_rl.batching.train_batches import batch_of_tokens, split_mini_batches, take
 from mcore_rl.batching.types import Prompt, TrainBatch
+from mcore_rl.common import objects
 from mcore_rl.common.run_output import setup_logging
 from mcore_rl.hybrid_engine.sharding_manager import (
     MegatronVLLMShardingManager,
@@ -181,10 +182,15 @@ def _hand_over(flags: list[str], log: SleepLog) -> dict[str, Any]:
     draws = _draw()
 
     # An update changes the weights, and the next hand-over must bring them.
-    mini_batch = split_mini_batches(rank_batch(job))[0]
+    mini_batch, first_biases = split_mini_batches(rank_batch(job))[0], _biases_of_trainer(actor)
     actor.update(dataclasses.replace(mini_batch, ref_log_probs=None))
     with manager:
         updated = stored_digests(engine)
+        in_engine = {
+            name: (str(tensor.dtype), tensor.tolist())
+            for name, tensor in engine.stored_tensors()
+            if name.endswith("e_score_correction_bias")
+        }
         second = _sample(engine, job)
         prompt = random_tokens(job.shape.vocab_size)[0].tolist()
         vllm = engine.prompt_log_probs([prompt])[0]
@@ -193,6 +199,7 @@ def _hand_over(flags: list[str], log: SleepLog) -> dict[str, Any]:
         "stored_equal": from_disk == handed_over,
         "num_stored": len(from_disk),
         "num_changed_by_update": sum(updated[n] != handed_over[n] for n in handed_over),
+        "biases": (in_engine, _biases_of_trainer(actor), first_biases),
         "rng_restored": expected_draws == draws,
         "first_tokens": first,
         "second_tokens": second,
@@ -217,6 +224,18 @@ def _hand_over(flags: list[str], log: SleepLog) -> dict[str, Any]:
     ]
     dist.destroy_process_group()
     return result
+
+
+def _biases_of_trainer(actor: Actor) -> dict[str, tuple[str, list[float]]]:
+    """Of the experts of all layers, as the engine calls them."""
+    mine = {}
+    for chunk in actor.state.chunks:
+        for layer in chunk.decoder.layers:
+            bias = getattr(getattr(layer.mlp, "router", None), "expert_bias", None)
+            if bias is not None:
+                name = f"model.layers.{layer.layer_number - 1}.mlp.gate.e_score_correction_bias"
+                mine[name] = (str(bias.dtype), bias.tolist())
+    return {name: bias for each in objects.all_gather(mine) for name, bias in each.items()}
 
 
 def _read_asleep(engine: VLLMEngine) -> dict[str, str]:

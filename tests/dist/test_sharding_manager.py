@@ -14,9 +14,10 @@ from tests.rank_pool import RankPool
 SPLITS.setdefault("tp2_pp2_ep1", (2, 2, 1, 4))
 SPLITS.setdefault("tp1_pp2_ep2", (1, 2, 2, 4))
 
+MOVED = ("--moe-router-bias-update-rate", "0.01")
 # name -> (architecture, options of the checkpoint, split, further flags)
 CASES: dict[str, tuple[str, dict, str, tuple[str, ...]]] = {
-    "tp_and_ep_intact": ("deepseek_v3", {}, "tp2_pp2_ep2", ()),
+    "tp_and_ep_intact": ("deepseek_v3", {}, "tp2_pp2_ep2", MOVED),
     "experts_split_over_tp": (
         "deepseek_v3",
         {},
@@ -56,6 +57,19 @@ def test_update_reaches_the_engine(case: tuple) -> None:
         assert result["num_changed_by_update"] > 10
         # bfloat16 in two implementations, on random weights; tighter on the warmed-up model.
         assert result["mean_difference_after_update"] < 0.06
+
+
+def test_moved_biases_of_experts_reach_the_engine_bit_for_bit(case: tuple) -> None:
+    name, results = case
+    of_v3, moved = CASES[name][0] == "deepseek_v3", CASES[name][3] == MOVED
+    for result in results:
+        in_engine, of_trainer, before = result["biases"]
+        assert bool(in_engine) == of_v3 and of_trainer.keys() <= in_engine.keys()
+        for stored, bias in in_engine.items():  # several modules of a layer have the same one
+            layer, _, _ = stored.partition(".mlp.")
+            assert bias == of_trainer[f"{layer}.mlp.gate.e_score_correction_bias"], stored
+        assert (of_trainer != before) == moved
+        assert {dtype for dtype, _ in in_engine.values()} <= {"torch.float32"}
 
 
 def test_rng_is_restored_bit_for_bit(case: tuple) -> None:

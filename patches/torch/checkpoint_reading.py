@@ -15,6 +15,7 @@ Versions: torch 2.13.0; 2.8 to 2.12, which is not tried, where both places look 
 
 from __future__ import annotations
 
+import enum
 import functools
 import io
 import logging
@@ -70,9 +71,16 @@ class _MetadataUnpickler(pickle.Unpickler):
 
         if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
             return getattr(torch, name)
+        if (module, name) == ("builtins", "getattr"):
+            return self._member  # how Python before 3.11.4 stores a member of an enum
         if (module, name) not in METADATA_CLASSES:
             raise _refusal(str(self._name), f"{module}.{name}")
         return super().find_class(module, name)
+
+    def _member(self, owner: Any, name: str) -> enum.Enum:
+        if not (isinstance(owner, enum.EnumMeta) and name in owner.__members__):
+            raise _refusal(str(self._name), "builtins.getattr")
+        return owner.__members__[name]
 
 
 class _MetadataPickle:

@@ -38,7 +38,9 @@ PPO = (
     *("--rl-critic-warmup-steps", "4"),
     *("--lr", "5e-5"),
 )
-RECIPES: dict[str, tuple[str, ...]] = {"dapo": ("--rl-max-refills", "3")}
+RECIPES: dict[str, tuple[str, ...]] = {
+    "dapo": ("--rl-max-refills", "3", "--rl-speculate", "ngram:2")
+}
 if LONG:
     RECIPES |= {"rloo": (), "gspo": (), "cispo": ()}
 
@@ -89,3 +91,8 @@ def test_recipe_learns(
         # Prompts were drawn again where all responses had the same reward.
         assert sum(m["rollout/refills"] for m in metrics[:-1]) > 0
         assert all(m["rollout/uninformative_share"] <= 0.5 for m in metrics[:-1])
+        # Drafts were made, some were right, and all tokens came with their experts.
+        assert all(0 <= m["rollout/draft_acceptance"] < 1 for m in metrics[:-1])
+        assert sum(m["rollout/draft_acceptance"] for m in metrics[:-1]) > 0
+        assert all(m["moe/replayed_share"] == 1.0 for m in metrics[:-1])
+        assert max(m["kl/rollout_actor"] for m in metrics[:-1]) < 0.01

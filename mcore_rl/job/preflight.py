@@ -161,7 +161,7 @@ def check_routing(config: RLConfig, shape: ModelShape, values: Mapping[str, Any]
         raise UsageError(
             f"is for models with experts, and {shape.architecture} of config.json has none",
             flag=flag,
-            remedy="drop it",
+            remedy="set it to off",
         )
     if against := obstacle(values):
         raise UsageError(f"is not possible as {against}", flag=flag, remedy="drop one of the two")

@@ -129,10 +129,15 @@ class StageWatchdog:
         self._leave(EXIT_STUCK)
 
     def _exchange(self, mine: Report) -> tuple[dict[int, Report], bool]:
-        """What all ranks say that can, and whether this one prints it."""
+        """What all ranks say that can, where this one is to print it, and whether it is."""
         store = self._store
-        store.set(f"{_KEY}/{self._rank}", json.dumps([mine.stage, mine.seconds, mine.stack]))
         speaks = store.add(f"{_KEY}/speaker", 1) == 1
+        # The last word to the store: with all reports there the speaker ends, maybe with the store.
+        store.set(f"{_KEY}/{self._rank}", json.dumps([mine.stage, mine.seconds, mine.stack]))
+        if not speaks:
+            # Whoever ends first has the launcher end all others: not before it is printed.
+            self._closed.wait(2 * _ANSWER_SECONDS)
+            return {}, False
         deadline = time.monotonic() + _ANSWER_SECONDS
         missing = set(range(self._world_size))
         while missing and time.monotonic() < deadline:
@@ -142,11 +147,7 @@ class StageWatchdog:
         for rank in set(range(self._world_size)) - missing:
             stage, seconds, stack = json.loads(store.get(f"{_KEY}/{rank}"))
             reports[rank] = Report(stage, seconds, tuple(stack))
-        if speaks:
-            return reports, True
-        # Whoever ends first has the launcher end all others: not before it is printed.
-        self._closed.wait(_ANSWER_SECONDS)
-        return reports, False
+        return reports, True
 
 
 def stack_of(frame: FrameType | None) -> tuple[str, ...]:

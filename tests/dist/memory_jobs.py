@@ -73,7 +73,7 @@ def _learn(job: Job, num_steps: int, gradients: dict[str, torch.Tensor]) -> dict
     offloader = build_offloader(job, state, role)
     found: dict[str, Any] = {"first": _first_update(job, learner.actor, gradients)}
     scored = scored_rollouts(job)
-    counters = [Forwards(state.chunks), Forwards(critic.state.chunks)]
+    counters = [Forwards(each.chunks, job.config.num_epochs) for each in (state, critic.state)]
     steps = []
     for step in range(num_steps):
         _as_in_a_switch(offloader)

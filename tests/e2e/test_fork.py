@@ -142,7 +142,7 @@ def test_dense_model_of_a_fork_on_tp2_with_its_spec_reward_tokenizer_and_critic(
     run = run_fork(
         tmp_path,
         checkpoint,
-        *("--expert-model-parallel-size", "1"),
+        *("--expert-model-parallel-size", "1", "--rl-routing-replay", "off"),
         *("--spec", "layers_of_fork", "layer_of_fork"),
         *("--rl-reward", "rewards_of_fork:length", "--rl-algorithm", "ppo"),
         *("--rl-num-samples-per-prompt", "1", "--trust-remote-code"),

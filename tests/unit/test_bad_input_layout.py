@@ -70,7 +70,7 @@ LAYOUT = [
     ),
     Case(
         "replayed_experts_of_a_dense_model",
-        ["--rl-routing-replay r3 is for models with experts", "qwen3", "has none", "drop it"],
+        ["--rl-routing-replay r3 is for models with experts", "qwen3", "has none", "set it to off"],
         more="--rl-routing-replay r3",
         change=model(QWEN3),
     ),

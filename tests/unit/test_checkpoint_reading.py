@@ -1,4 +1,4 @@
-"""What is read of a checkpoint's `.metadata`, and what is not; whole checkpoints are in tests/dist."""
+"""What is read of a checkpoint's `.metadata`; whole checkpoints are in tests/dist."""
 
 from __future__ import annotations
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import threading
 import time
+from typing import Any
 
 import pytest
 from torch.distributed import HashStore
@@ -31,7 +32,7 @@ def test_ranks_alike_stand_together_and_the_odd_one_first() -> None:
 class Rank:
     """A rank that is a thread, with what it ended with."""
 
-    def __init__(self, rank: int, store: HashStore | None, limit: float, world_size: int) -> None:
+    def __init__(self, rank: int, store: Any, limit: float, world_size: int) -> None:
         self.codes: list[int] = []
         self.watchdog: StageWatchdog | None = None
         self._arguments = dict(
@@ -103,3 +104,37 @@ def test_a_rank_in_time_is_asked_and_one_rank_speaks(
     assert said.count("mcore_rl: error:") == 1
     assert "rank 2 gave no answer" in said
     assert re.search(r"rank 0, \d+ s in rollout:", said) and "s in reward:" in said
+
+
+class StoreOfSpeaker:
+    """Another rank speaks, has all it waits for once this rank has said its part, and ends."""
+
+    def __init__(self) -> None:
+        self.is_gone = False
+
+    def check(self, keys: list[str]) -> bool:
+        self._need()
+        return True
+
+    def add(self, key: str, amount: int) -> int:
+        self._need()
+        return 1 + amount
+
+    def set(self, key: str, value: str) -> None:
+        self._need()
+        self.is_gone = True
+
+    def _need(self) -> None:
+        if self.is_gone:
+            raise RuntimeError("Connection reset by peer")
+
+
+def test_a_rank_says_nothing_of_a_store_that_went_with_the_speaker(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(watchdog, "_ANSWER_SECONDS", 0.1)
+    store = StoreOfSpeaker()
+    rank = Rank(2, store, limit=0.5, world_size=3)
+    rank.stage()
+    assert rank.codes == [watchdog.EXIT_STUCK] and store.is_gone
+    assert capsys.readouterr().err == ""

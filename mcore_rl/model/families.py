@@ -251,8 +251,8 @@ _NO_SPARSE_ATTENTION = (
 MISSING: Mapping[str, str] = {
     **dict.fromkeys(("qwen3_next", "qwen3_5_moe", "qwen3_5_moe_text"), _NO_DELTA_NET),
     "gpt_oss": (
-        "attention sinks and sliding windows: Megatron has them for packed samples with "
-        "Transformer Engine alone, and its local layers have neither"
+        "attention sinks and sliding windows of packed samples: Megatron's local layers have them "
+        "for unpacked ones alone, and mcore_rl's own attention on CPU has neither"
     ),
     **dict.fromkeys(("deepseek_v32", "glm_moe_dsa"), _NO_SPARSE_ATTENTION),
 }

@@ -231,7 +231,7 @@ def _config(tmp_path: Path, **changes: Any) -> str:
         (
             {"model_type": "gpt_oss"},
             "",
-            "'gpt_oss', which needs attention sinks and sliding windows: Megatron",
+            "'gpt_oss', which needs attention sinks and sliding windows of packed samples: ",
         ),
         ({"quantization_config": {"quant_method": "awq"}}, "", "awq"),
     ],

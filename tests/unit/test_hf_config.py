@@ -377,7 +377,7 @@ def test_family_that_a_host_lacks_a_part_of_is_refused_with_that_part(tmp_path: 
         "qwen3_5_moe": "gated delta net: Megatron .*flash-linear-attention",
         "qwen3_5_moe_text": "gated delta net: Megatron",
         "qwen3_next": "gated delta net: Megatron",
-        "gpt_oss": "attention sinks and sliding windows: Megatron",
+        "gpt_oss": "attention sinks and sliding windows of packed samples: Megatron",
         "deepseek_v32": r"sparse attention \(DSA\): Megatron .*vLLM's CPU build",
         "glm_moe_dsa": r"sparse attention \(DSA\)",
     }

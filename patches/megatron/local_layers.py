@@ -58,6 +58,10 @@ class SDPACoreAttention(torch.nn.Module):
     Packed samples are attended to in batches of similar lengths: one call costs more than the
     attention of a short sample.
 
+    In layers with a window (--window-size, --window-attn-skip-freq) a query sees the last positions
+    alone. With --softmax-type learnable `softmax_offset` `[n]`, split over TP, is the score of a
+    key that every query of a head sees and whose value is 0 (the sinks of gpt-oss).
+
     With context parallelism these are this rank's chunks of each sample (`rows`), while
     `packed_seq_params` speak of whole rows. Collective over CP then: each rank gathers the keys and
     values of the whole row, whatever `--cp-comm-type` says, and its backward pass keeps them.
@@ -75,12 +79,44 @@ class SDPACoreAttention(torch.nn.Module):
         **unused: Any,
     ) -> None:
         super().__init__()
+        self.config = config
+        self.window = _window(config, layer_number)
+        self.softmax_offset: torch.nn.Parameter | None = None
+        if config.softmax_type != "vanilla":
+            self._add_softmax_offset(config, pg_collection)
         self.cp_size = config.context_parallel_size
         self.cp_group = pg_collection.cp if self.cp_size > 1 else None
         self.softmax_scale = softmax_scale
         dropout = config.attention_dropout if attention_dropout is None else attention_dropout
         self.dropout_p = float(dropout)
         self.widened = narrow_products.widened_dtypes()
+
+    def _add_softmax_offset(self, config: Any, pg_collection: Any) -> None:
+        from megatron.core import parallel_state, tensor_parallel
+
+        if config.softmax_type != "learnable":
+            raise ValueError(
+                f"--softmax-type {config.softmax_type} is not supported without Transformer "
+                "Engine; it must be vanilla or learnable"
+            )
+        group = getattr(pg_collection, "tp", None)
+        self.tp_group = group or parallel_state.get_tensor_model_parallel_group()
+        num_heads = config.num_attention_heads // self.tp_group.size()
+        self.softmax_offset = torch.nn.Parameter(torch.empty(num_heads, dtype=config.params_dtype))
+        if config.perform_initialization:
+            config.init_method(self.softmax_offset)
+        # Each rank has those of its heads, and all of them count in the norm of the gradient.
+        tensor_parallel.set_tensor_model_parallel_attributes(self.softmax_offset, True, 0, 1)
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None
+    ) -> dict:
+        """The offsets as upstream's core attention stores them."""
+        from megatron.core.transformer.dot_product_attention import DotProductAttention
+
+        if self.softmax_offset is None:
+            return {}
+        return DotProductAttention.sharded_state_dict(self, prefix, sharded_offsets, metadata)
 
     def forward(
         self,
@@ -188,6 +224,30 @@ class SDPACoreAttention(torch.nn.Module):
     ) -> torch.Tensor:
         """`[b, n, s, dv]` of `[b, n, s, d]`, `[b, g, s', d]`, `[b, g, s', dv]`; a mask of None is
         the causal one."""
+        if self.window is not None:
+            mask = _last_visible(_causal(query, key) if mask is None else mask, self.window)
+        if self.softmax_offset is None:
+            return self._by_sdpa(query, key, value, mask)
+        mask = _causal(query, key) if mask is None else mask
+        # One more element of each head: the offset in queries, 0 in keys, and 1 in a key before
+        # them. So its score is the offset, and no probability need be kept for its gradient.
+        scale = query.shape[-1] ** -0.5 if self.softmax_scale is None else self.softmax_scale
+        offset = (self.softmax_offset.to(query.dtype) / scale).view(-1, 1, 1)
+        query = torch.cat((query, offset.expand(*query.shape[:3], 1)), dim=-1)
+        key = F.pad(key, (0, 1, 1, 0))
+        key[:, :, 0, -1] = 1.0
+        value = F.pad(value, (0, 1, 1, 0))  # as wide as keys, which kernels want
+        mask = F.pad(mask, (1, 0), value=True)
+        return self._by_sdpa(query, key, value, mask, scale)[..., :-1]
+
+    def _by_sdpa(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        mask: torch.Tensor | None,
+        scale: float | None = None,
+    ) -> torch.Tensor:
         return F.scaled_dot_product_attention(
             query,
             key,
@@ -195,9 +255,32 @@ class SDPACoreAttention(torch.nn.Module):
             attn_mask=mask,
             is_causal=mask is None,
             dropout_p=self.dropout_p if self.training else 0.0,
-            scale=self.softmax_scale,
+            scale=self.softmax_scale if scale is None else scale,
             enable_gqa=query.shape[1] != key.shape[1],
         )
+
+
+def _window(config: Any, layer_number: int) -> int | None:
+    """How many positions, its own included, a query of this layer sees; None: all before it."""
+    from megatron.core.transformer.utils import is_layer_window_attention
+
+    if not is_layer_window_attention(
+        config.window_size, config.window_attn_skip_freq, max(1, layer_number)
+    ):
+        return None
+    before = config.window_size[0]
+    return None if before < 0 else before + 1
+
+
+def _causal(query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+    shape = (query.shape[2], key.shape[2])
+    return torch.ones(shape, dtype=torch.bool, device=query.device).tril()
+
+
+def _last_visible(mask: torch.Tensor, window: int) -> torch.Tensor:
+    """Of a mask in which a query sees all keys up to its own, the last `window` of them."""
+    place = torch.arange(mask.shape[-1], device=mask.device)
+    return mask & (place >= mask.sum(-1, keepdim=True) - window)
 
 
 class LocalRMSNorm(torch.nn.Module):

@@ -12,9 +12,11 @@ from mcore_rl.batching.rows import positions_on_cp_rank
 from mcore_rl.patches.megatron.local_layers import SDPACoreAttention
 
 
-def attention(lengths: list[int], *, packed: bool, groups: int, value_size: int) -> list[float]:
+def attention(
+    lengths: list[int], *, packed: bool, groups: int, value_size: int, window: int | None = None
+) -> list[float]:
     """The largest differences of this rank's part to attention over whole samples: of what it
-    returns, and of the gradients of query, key and value.
+    returns, and of the gradients of query, key and value; with a `window` also of sinks.
 
     `lengths` are of samples of one packed row, or else their sum is the length of two rows.
     """
@@ -28,10 +30,15 @@ def attention(lengths: list[int], *, packed: bool, groups: int, value_size: int)
     whole = [torch.randn(sum(lengths), *rows, *size, generator=generator) for size in heads]
     gradient = torch.randn(sum(lengths), *rows, 4 * value_size, generator=generator)
 
-    expected = attend(1, whole, gradient, bounds if packed else None)
-    found = attend(cp_size, [x[own] for x in whole], gradient[own], bounds if packed else None)
+    samples = bounds if packed else None
+    expected, of_sinks = attend(1, whole, gradient, samples, window)
+    found, my_sinks = attend(cp_size, [x[own] for x in whole], gradient[own], samples, window)
+    differences = [float((a - b[own]).abs().max()) for a, b in zip(found, expected, strict=True)]
+    if of_sinks is not None and my_sinks is not None:
+        dist.all_reduce(my_sinks)
+        differences.append(float((my_sinks - of_sinks).abs().max()))
     dist.destroy_process_group()
-    return [float((a - b[own]).abs().max()) for a, b in zip(found, expected, strict=True)]
+    return differences
 
 
 def attend(
@@ -39,13 +46,26 @@ def attend(
     inputs: list[torch.Tensor],
     gradient: torch.Tensor,
     bounds: torch.Tensor | None,
-) -> list[torch.Tensor]:
-    """What the layer returns, and the gradients of its inputs."""
-    config: Any = SimpleNamespace(context_parallel_size=cp_size, attention_dropout=0.0)
-    groups = SimpleNamespace(cp=dist.group.WORLD)
+    window: int | None,
+) -> tuple[list[torch.Tensor], torch.Tensor | None]:
+    """What the layer returns, and the gradients of its inputs; that of its sinks."""
+    config: Any = SimpleNamespace(
+        context_parallel_size=cp_size,
+        attention_dropout=0.0,
+        window_size=window and (window - 1, 0),
+        window_attn_skip_freq=None,
+        softmax_type="learnable" if window else "vanilla",
+        num_attention_heads=4,
+        params_dtype=torch.float32,
+        perform_initialization=False,
+    )
+    groups = SimpleNamespace(cp=dist.group.WORLD, tp=SimpleNamespace(size=lambda: 1))
     layer = SDPACoreAttention(config, 1, None, "self", pg_collection=groups)
+    if layer.softmax_offset is not None:
+        layer.softmax_offset.data.copy_(torch.tensor([0.5, -1.0, 2.0, 1.0]))
     leaves = [x.clone().requires_grad_() for x in inputs]
     samples = None if bounds is None else SimpleNamespace(cu_seqlens_q=bounds)
     context = layer(*leaves, packed_seq_params=samples)
     context.backward(gradient)
-    return [context.detach(), *(x.grad for x in leaves if x.grad is not None)]
+    sinks = None if layer.softmax_offset is None else layer.softmax_offset.grad
+    return [context.detach(), *(x.grad for x in leaves if x.grad is not None)], sinks

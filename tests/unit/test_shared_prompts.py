@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -146,14 +147,73 @@ def test_segments_of_other_lengths_are_not_padded_to_each_other() -> None:
     assert all(batch.visible is None for batch in similar_segments(bounds, None))
 
 
+def core_attention(*, window: int | None = None, sinks: list[float] | None = None) -> Any:
+    """Of the first layer: with a window of so many positions, with the sinks of its heads."""
+    config = SimpleNamespace(
+        context_parallel_size=1,
+        attention_dropout=0.0,
+        window_size=None if window is None else (window - 1, 0),
+        window_attn_skip_freq=2,
+        softmax_type="vanilla" if sinks is None else "learnable",
+        num_attention_heads=len(sinks or ()),
+        params_dtype=torch.float64,
+        perform_initialization=False,
+    )
+    groups = SimpleNamespace(tp=SimpleNamespace(size=lambda: 1))
+    attention = SDPACoreAttention(config, 1, None, "self", pg_collection=groups)
+    if sinks is not None:
+        attention.softmax_offset.data.copy_(torch.tensor(sinks))
+    return attention
+
+
+@pytest.mark.parametrize("window", [None, 5])
+@pytest.mark.parametrize("num_samples", [1, 3])
+def test_windows_and_sinks_are_those_of_transformers(window: int | None, num_samples: int) -> None:
+    """Packed samples and unpacked ones, and the gradients of all that goes in."""
+    from transformers.models.gpt_oss.modeling_gpt_oss import eager_attention_forward
+
+    attention = core_attention(window=window, sinks=[0.5, -1.0, 2.0, 1.0])
+    length, generator = 11, torch.Generator().manual_seed(6)
+    query, key, value = (
+        torch.randn(num_samples, heads, length, 8, generator=generator).double().requires_grad_()
+        for heads in (4, 2, 2)
+    )
+    weight = torch.randn(num_samples, length, 32, generator=generator).double()
+    inputs = (query, key, value, attention.softmax_offset)
+
+    def gradients(outputs: torch.Tensor) -> list[torch.Tensor]:
+        return list(torch.autograd.grad((outputs * weight).sum(), inputs))
+
+    place = torch.arange(length)
+    distance = place[:, None] - place
+    hidden = (distance < 0) | (distance >= (window or length))
+    module = SimpleNamespace(num_key_value_groups=2, sinks=attention.softmax_offset, training=False)
+    mask = torch.zeros(length, length).double().masked_fill(hidden, -torch.inf)
+    expected = eager_attention_forward(module, query, key, value, mask, 8**-0.5)[0].flatten(2)
+    packed = attention(
+        *(x.transpose(1, 2).flatten(0, 1) for x in (query, key, value)),
+        packed_seq_params=SimpleNamespace(
+            cu_seqlens_q=torch.arange(num_samples + 1).int() * length
+        ),
+    ).unflatten(0, (num_samples, length))
+    unpacked = attention(*(x.permute(2, 0, 1, 3) for x in (query, key, value))).transpose(0, 1)
+    right = gradients(expected)
+    for found in (packed, unpacked):
+        torch.testing.assert_close(found, expected)
+        for got, wanted in zip(gradients(found), right, strict=True):
+            torch.testing.assert_close(got, wanted)
+    assert float(right[-1].abs().min()) > 0.01  # of sinks
+
+
+@pytest.mark.parametrize("own", [{}, {"window": 4, "sinks": [0.5, -1.0]}], ids=["plain", "gpt_oss"])
 @pytest.mark.parametrize("num_groups", [1, 2], ids=["mha", "gqa"])
-def test_outputs_and_gradients_are_those_of_every_sample_alone(num_groups: int) -> None:
+def test_outputs_and_gradients_are_those_of_every_sample_alone(
+    num_groups: int, own: dict[str, Any]
+) -> None:
     batch = in_one_row([(7, [3, 0, 11]), (1, [4]), (40, [2, 2, 30]), (5, [6, 6])])
     rows = lay_out(batch, MicroBatching(max_tokens=500, share_prompts=True, multiple_of=8), None)
     assert rows.cu_seqlens is not None and rows.prefix_of is not None
-    attention = SDPACoreAttention(
-        SimpleNamespace(context_parallel_size=1, attention_dropout=0.0), 1, None, "self"
-    )
+    attention = core_attention(**own)
     generator = torch.Generator().manual_seed(2)
     heads = {"query": 2, "key": 2 // num_groups, "value": 2 // num_groups}
     sizes = {"query": 8, "key": 8, "value": 6}
@@ -166,7 +226,8 @@ def test_outputs_and_gradients_are_those_of_every_sample_alone(num_groups: int) 
     weight = torch.randn(batch.num_tokens, 2 * 6, generator=generator).double()
 
     def gradients(outputs: torch.Tensor, inputs: dict[str, torch.Tensor]) -> list[torch.Tensor]:
-        return list(torch.autograd.grad((outputs * weight).sum(), list(inputs.values())))
+        of = [*inputs.values(), *attention.parameters()]
+        return list(torch.autograd.grad((outputs * weight).sum(), of))
 
     together = {name: x.clone().requires_grad_() for name, x in row.items()}
     set_prefixes(rows.cu_seqlens, rows.prefix_of)
@@ -193,9 +254,7 @@ def test_where_the_cpu_has_no_16_bit_products_shared_gradients_are_summed_in_flo
     assert rows.cu_seqlens is not None and rows.prefix_of is not None
     set_prefixes(rows.cu_seqlens, rows.prefix_of)
     packed = SimpleNamespace(cu_seqlens_q=rows.cu_seqlens)
-    attention = SDPACoreAttention(
-        SimpleNamespace(context_parallel_size=1, attention_dropout=0.0), 1, None, "self"
-    )
+    attention = core_attention()
     generator = torch.Generator().manual_seed(4)
     exact = [torch.randn(rows.token_ids.shape[1], 2, 8, generator=generator) for _ in range(3)]
     narrow = [x.bfloat16().requires_grad_() for x in exact]

@@ -6,6 +6,7 @@ import sys
 
 from mcore_rl.common.errors import UsageError
 from mcore_rl.patches.megatron import (
+    biased_experts,
     common_state_reading,
     cpu_torch,
     dataset_helpers,
@@ -35,6 +36,7 @@ PATCHES = (
     dataset_helpers.PATCH,
     fsdp_on_cpu.PATCH,
     local_layers.PATCH,
+    biased_experts.PATCH,
     mla_direct_query.PATCH,
     groups_by_best_expert.PATCH,
     expert_bias_padding.PATCH,

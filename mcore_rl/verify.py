@@ -113,10 +113,10 @@ def compare_loads(job: Job, state: TrainState, shards: ModelShards) -> Verificat
     offloader = build_offloader(job, state)
     with contextlib.ExitStack() as at_the_end:
         with offloader.everything_away():
-            is_float8 = bool(job.checkpoint.float8)
-            engine = VLLMEngine(engine_config(job, load_format="dummy" if is_float8 else "auto"))
+            is_quantized = job.shape.quantization is not None
+            engine = VLLMEngine(engine_config(job, load_format="dummy" if is_quantized else "auto"))
             at_the_end.callback(engine.close)
-            if is_float8:
+            if is_quantized:
                 engine.reload(_whole_tensors(engine, job))
             expected = stored_digests(engine)
             manager = build_manager(job, shards, engine, offloader=offloader)

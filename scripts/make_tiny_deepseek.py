@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 # sizes from the others of its model_type.
 ARCHS = (
     "deepseek_v3 deepseek_v2 kimi_k2 glm4_moe glm4_moe_lite minimax_m2 qwen3_moe qwen2_moe olmoe "
-    "mixtral qwen3 qwen2 llama moonlight deepseek_v2_large"
+    "gpt_oss mixtral qwen3 qwen2 llama moonlight deepseek_v2_large"
 ).split()
 WITH_MTP = ("deepseek_v3", "kimi_k2", "glm4_moe", "glm4_moe_lite")
 DEFAULT_SEED = 1234
@@ -139,6 +139,19 @@ def hf_config(
         "olmoe": gqa | dict(
             architectures=["OlmoeForCausalLM"], num_experts=num_experts, norm_topk_prob=False,
             intermediate_size=64, rms_norm_eps=1e-5, clip_qkv=None, **of_heads,
+        ),
+        # A window of fewer positions than any sample has, or nothing would tell of it.
+        "gpt_oss": gqa | dict(
+            architectures=["GptOssForCausalLM"], head_dim=32, intermediate_size=64,
+            num_local_experts=num_experts, attention_bias=True, sliding_window=8, swiglu_limit=7.0,
+            rms_norm_eps=1e-5, rope_theta=150000.0, rope_scaling=dict(
+                rope_type="yarn", factor=32.0, beta_fast=32.0, beta_slow=1.0, truncate=False,
+                original_max_position_embeddings=64,
+            ),
+            layer_types=[
+                "full_attention" if i % 2 else "sliding_attention"
+                for i in range(shape["num_hidden_layers"])
+            ],
         ),
         "mixtral": {n: v for n, v in gqa.items() if n != "moe_intermediate_size"} | dict(
             architectures=["MixtralForCausalLM"], num_local_experts=num_experts,

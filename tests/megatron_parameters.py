@@ -93,8 +93,12 @@ def _attention(shape: ModelShape, spec: Spec, tp_size: int) -> Named:
         queries, keys = (shape.num_heads, shape.num_kv_heads) if whole else (1, 1)
         yield "self_attention.q_layernorm.weight", (queries * shape.head_dim,)
         yield "self_attention.k_layernorm.weight", (keys * shape.head_dim,)
+    if shape.attention_sinks:
+        yield "self_attention.core_attention.softmax_offset", (shape.num_heads // tp_size,)
     columns = shape.num_heads * shape.head_dim // tp_size
     yield "self_attention.linear_proj.weight", (hidden, columns)
+    if shape.linear_biases:
+        yield "self_attention.linear_proj.bias", (hidden,)
 
 
 def _latent_attention(
@@ -144,15 +148,20 @@ def _experts(shape: ModelShape, spec: Spec, tp_size: int, ep_size: int, etp_size
     assert experts is not None
     yield "pre_mlp_layernorm.weight", (hidden,)
     yield "mlp.router.weight", (experts.num_experts, hidden)
+    if shape.linear_biases:
+        yield "mlp.router.bias", (experts.num_experts,)
     if experts.has_bias:
         yield "mlp.router.expert_bias", (experts.num_experts,)
     width = experts.hidden_size // etp_size
     for local in range(experts.num_experts // ep_size):
-        form = "mlp.experts.{}.weight" + str(local)
+        form = "mlp.experts.{}.{}" + str(local)
         if not spec.grouped_experts:
-            form = f"mlp.experts.local_experts.{local}.{{}}.weight"
-        yield form.format("linear_fc1"), (2 * width, hidden)
-        yield form.format("linear_fc2"), (hidden, width)
+            form = f"mlp.experts.local_experts.{local}.{{}}.{{}}"
+        yield form.format("linear_fc1", "weight"), (2 * width, hidden)
+        yield form.format("linear_fc2", "weight"), (hidden, width)
+        if shape.linear_biases:
+            yield form.format("linear_fc1", "bias"), (2 * width,)
+            yield form.format("linear_fc2", "bias"), (hidden,)
     if experts.shared_hidden_size:
         width = experts.shared_hidden_size // tp_size
         yield "mlp.shared_experts.linear_fc1.weight", (2 * width, hidden)

@@ -113,6 +113,7 @@ def derive_flags(
             remedy="drop the flag",
         )
     _refuse_what_is_not_here(given, names, platform)
+    _refuse_what_sinks_lack(shape, given, platform)
     defaults = given_values(_defaults(shape, config, given, platform), parser)
     check_derived_count(given, defaults)
     kept = {dest: value for dest, value in defaults.items() if dest not in given}
@@ -148,6 +149,7 @@ def check_fits_machine(
     without which layers that are built much later raise.
     """
     _refuse_what_is_not_here(given, flag_names(parser), platform)
+    _refuse_what_sinks_lack(shape, given, platform)
     for source, tokens in machine_flags(shape, platform).items() if platform.cuda else ():
         for dest, value in given_values(tokens, parser).items():
             if getattr(args, dest) != value:
@@ -191,6 +193,21 @@ def _refuse_what_is_not_here(
                 flag=f"--recompute-modules {module}",
                 remedy="drop it, or use --recompute-granularity full",
             )
+
+
+def _refuse_what_sinks_lack(
+    shape: ModelShape, given: Mapping[str, Any], platform: Platform
+) -> None:
+    """Of attention: Transformer Engine finds no kernel, when the first batch is there."""
+    cp_size = given.get("context_parallel_size") or 1
+    has_kernel = platform.transformer_engine is None or given.get("cp_comm_type") == ["a2a"]
+    if shape.attention_sinks and cp_size > 1 and not has_kernel:
+        raise UsageError(
+            "needs --cp-comm-type a2a with attention sinks, of which Transformer Engine has no "
+            "other context parallelism",
+            flag=f"--context-parallel-size {cp_size}",
+            remedy="add that, or drop the flag",
+        )
 
 
 def _refuse_contradictions(

@@ -73,6 +73,13 @@ def check_layout(shape: ModelShape, values: Mapping[str, Any], world_size: int) 
         flag = f"--expert-tensor-parallel-size {layout.etp_size}"
         sizes = {"moe_intermediate_size": shape.experts.hidden_size}
         _check_divides(flag, layout.etp_size, sizes)
+        if shape.linear_biases and layout.etp_size > 1:
+            raise UsageError(
+                f"splits experts with biases, which {shape.architecture} has, and Megatron adds "
+                "those on every rank",
+                flag=flag,
+                remedy="give --expert-tensor-parallel-size 1",
+            )
         _check_dispatcher(values)
     return layout
 

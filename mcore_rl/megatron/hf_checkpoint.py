@@ -1,12 +1,14 @@
 """Hugging Face checkpoints, read straight into Megatron shards; `hf_export` writes them back.
 
 Every rank opens the safetensors files it needs and reads only its own slices; nothing is sent
-between ranks. What lies there in FP8 blocks (see `float8`) is bfloat16 to everybody else.
+between ranks. What lies there in FP8 blocks (see `float8`) is bfloat16 to everybody else, and what
+it stacks (see `stacked_experts`) is tensors of each expert.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import json
 import logging
@@ -23,9 +25,12 @@ from mcore_rl.common import objects
 from mcore_rl.common.errors import UsageError
 from mcore_rl.hybrid_engine.plan.moves import TensorInfo
 from mcore_rl.megatron import float8
+from mcore_rl.megatron import stacked_experts as stacked
 from mcore_rl.megatron.shards import ModelShards
 from mcore_rl.model.boxes import Box, full_box
 from mcore_rl.model.config_json import ModelShape
+from mcore_rl.model.families import family_of
+from mcore_rl.model.quantization import FP8, MXFP4
 from mcore_rl.model.tensors import is_mtp_tensor
 from mcore_rl.model.weight_map import layer_order
 
@@ -36,7 +41,8 @@ _SINGLE = "model.safetensors"
 _BLOCK_BYTES, _NUM_BLOCKS = 4096, 4
 _DIGESTS = 1 << 256
 _DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
-_FLOAT8 = {"F8_E4M3": torch.float8_e4m3fn}  # where config.json describes FP8 blocks
+# Where config.json describes FP8 blocks or MXFP4.
+_OF_QUANTIZED = {FP8: {"F8_E4M3": torch.float8_e4m3fn}, MXFP4: {"U8": torch.uint8}}
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +59,8 @@ class HFCheckpoint:
     mtp: Mapping[str, TensorInfo] = field(default_factory=dict)
     # Weight in blocks, of either -> its scales.
     float8: Mapping[str, TensorInfo] = field(default_factory=dict)
+    # Where tensors of experts are that the folder has by layer. `files` knows both of their names.
+    stack: stacked.Stack = field(default_factory=lambda: stacked.Stack({}, {}))
 
     @property
     def everything(self) -> dict[str, TensorInfo]:
@@ -62,11 +70,12 @@ class HFCheckpoint:
     @property
     def stored_bytes(self) -> int:
         """Of all its tensors, as they lie in the files."""
-        return sum(
+        return sum(info.num_bytes for info in self.stack.stored.values()) + sum(
             math.prod(info.shape) + self.float8[name].num_bytes
             if name in self.float8
             else info.num_bytes
             for name, info in self.everything.items()
+            if name not in self.stack.parts
         )
 
 
@@ -76,25 +85,31 @@ def open_checkpoint(
     """Read the headers of all safetensors files of `folder`.
 
     Raises UsageError naming the file that is missing, cut short or not safetensors, the dtype that
-    cannot be trained, or the scales that a weight in FP8 blocks lacks.
+    cannot be trained, or the scales that a quantised weight lacks.
     """
     folder = Path(folder)
     files = _file_of_each_tensor(folder, flag)
-    dtypes = _DTYPES | _FLOAT8 if shape.quantization else _DTYPES
+    dtypes = _DTYPES | _OF_QUANTIZED.get(shape.quantization or "", {})
     found: dict[str, TensorInfo] = {}
     for name in sorted(set(files.values())):
         wanted = [tensor for tensor, file in files.items() if file == name]
         found.update(_read_header(folder / name, wanted, dtypes, flag))
     scales: dict[str, TensorInfo] = {}
-    if shape.quantization:
+    if shape.quantization == FP8:
         found, scales = float8.split_scales(found, folder, flag)
+    stack = stacked.Stack({}, {})
+    family = family_of(shape.architecture)
+    if family.stacked_experts:
+        found, stack = stacked.split_experts(found, family.names, folder, flag)
+        of_file = {tensor: part.file_name for tensor, part in stack.parts.items()}
+        files |= {tensor: files[name] for tensor, name in of_file.items()}
     mtp = {t: info for t, info in found.items() if is_mtp_tensor(t, shape.num_layers)}
     tensors = {
         tensor: info
         for tensor, info in found.items()
         if tensor not in mtp and not tensor.endswith("inv_freq")  # a position table is no weight
     }
-    return HFCheckpoint(folder, files, tensors, mtp, scales)
+    return HFCheckpoint(folder, files, tensors, mtp, scales, stack)
 
 
 def _file_of_each_tensor(folder: Path, flag: str) -> dict[str, str]:
@@ -169,7 +184,11 @@ def fingerprint(checkpoint: HFCheckpoint) -> str:
     """
     rank, world_size = dist.get_rank(), dist.get_world_size()
     of_file: dict[str, list[str]] = {}
-    stored = [*checkpoint.tensors, *map(float8.scales_of, checkpoint.float8)]
+    stored = [
+        *(tensor for tensor in checkpoint.tensors if tensor not in checkpoint.stack.parts),
+        *map(float8.scales_of, checkpoint.float8),
+        *checkpoint.stack.stored,
+    ]
     for tensor in sorted(stored)[rank::world_size]:
         of_file.setdefault(checkpoint.files[tensor], []).append(tensor)
     total = sum(
@@ -258,11 +277,16 @@ def _reading(
     """With the files of a tensor open: what gives a box of it, and the bytes read for that."""
     with contextlib.ExitStack() as files:
 
+        @functools.cache
         def stored(name: str) -> Callable[[Box], torch.Tensor]:
             path = checkpoint.folder / checkpoint.files[name]
             view = files.enter_context(safe_open(path, framework="pt")).get_slice(name)
             return lambda box: view[tuple(slice(start, stop) for start, stop in box)]
 
+        if tensor in checkpoint.stack.parts:
+            part = checkpoint.stack.parts[tensor]
+            yield lambda box: part.read(box, lambda name, of: stored(name)(of))
+            return
         weight = stored(tensor)
         scales = stored(float8.scales_of(tensor)) if tensor in checkpoint.float8 else None
 

@@ -10,7 +10,7 @@ import json
 import os
 import shutil
 import stat
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -57,7 +57,7 @@ def export(
     blocks again, and config.json says so: a writer reads the source's bytes of its tensors, keeps
     those of each block whose values are the source's still, bit for bit, and quantises the others
     (see `float8.quantise`). So what was not trained is exported as it was published, bytes and
-    scales.
+    scales. Experts that the source stacks are stacked again, those of MXFP4 in bfloat16.
 
     Files are written by ranks in turn, each holding one file's tensors at a time; `target` appears
     only when it is complete, with EXPORT_MARKER in it, and takes the place of what was there. If it
@@ -71,12 +71,10 @@ def export(
         partial.mkdir(parents=True)
     objects.barrier()
 
-    parts = _split_by_size(
-        layer_order(checkpoint.everything), checkpoint.everything, max_file_bytes
-    )
+    parts = _split_by_size(checkpoint, max_file_bytes)
     names = [f"model-{i + 1:05d}-of-{len(parts):05d}.safetensors" for i in range(len(parts))]
     have = _gather_boxes(shards)
-    written = _quantiser(checkpoint) if as_float8 else lambda tensor, full: {tensor: full}
+    written = _writing(checkpoint, as_float8=as_float8)
     for first in range(0, len(parts), world_size):
         turn = parts[first : first + world_size]
         need: list[dict[str, list[Box]]] = [{} for _ in range(world_size)]
@@ -93,14 +91,16 @@ def export(
         # on a device takes more than the weights of a turn.
         transfer = Transfer(plan, checkpoint.tensors, bucket_bytes=bucket_bytes, device="cpu")
         filled: dict[str, torch.Tensor] = {}
+        came: set[str] = set()
         for tensor, pieces in transfer.stream(shards.read):
             if tensor in need[rank]:
+                came.add(tensor)
                 full = _assemble(tensor, checkpoint.tensors[tensor], pieces, shards)
-                filled |= written(tensor, full)
+                written(tensor, full, filled)
         for tensor in need[rank]:
-            if tensor not in filled:  # nothing of it had to travel
+            if tensor not in came:  # nothing of it had to travel
                 full = _assemble(tensor, checkpoint.tensors[tensor], [], shards)
-                filled |= written(tensor, full)
+                written(tensor, full, filled)
         for tensor in turn[rank] if rank < len(turn) else ():
             if tensor in checkpoint.mtp:
                 filled |= _as_published(checkpoint, tensor, as_float8=as_float8)
@@ -139,18 +139,27 @@ def _set_usual_mode(path: Path) -> None:
     beside.unlink()
 
 
-def _split_by_size(
-    order: Sequence[str], tensors: Mapping[str, TensorInfo], limit: int
-) -> list[list[str]]:
+def _split_by_size(checkpoint: HFCheckpoint, limit: int) -> list[list[str]]:
+    """The tensors of each file; those that are stacked in one are in one file."""
+    together: dict[str, list[str]] = {}
+    for tensor in layer_order(checkpoint.everything):
+        together.setdefault(_written_as(checkpoint, tensor), []).append(tensor)
     parts: list[list[str]] = [[]]
     size = 0
-    for tensor in order:
-        if parts[-1] and size + tensors[tensor].num_bytes > limit:
+    for tensors in together.values():
+        num_bytes = sum(checkpoint.everything[tensor].num_bytes for tensor in tensors)
+        if parts[-1] and size + num_bytes > limit:
             parts.append([])
             size = 0
-        parts[-1].append(tensor)
-        size += tensors[tensor].num_bytes
+        parts[-1] += tensors
+        size += num_bytes
     return parts
+
+
+def _written_as(checkpoint: HFCheckpoint, tensor: str) -> str:
+    """The name of what holds a tensor in an export."""
+    part = checkpoint.stack.parts.get(tensor)
+    return tensor if part is None else part.stored
 
 
 def _gather_boxes(shards: ModelShards) -> list[dict[str, tuple[Box, ...]]]:
@@ -169,6 +178,25 @@ def _assemble(
     for box, data in [*own, *received]:
         full[tuple(slice(start, stop) for start, stop in box)] = data.view(extent(box))
     return full
+
+
+def _writing(
+    checkpoint: HFCheckpoint, *, as_float8: bool
+) -> Callable[[str, torch.Tensor, dict[str, torch.Tensor]], None]:
+    """What puts a whole tensor among those of a file: as it is, quantised, or into its stack."""
+    quantised = _quantiser(checkpoint) if as_float8 else lambda tensor, full: {tensor: full}
+    stacks = checkpoint.stack.as_bfloat16
+
+    def written(tensor: str, full: torch.Tensor, filled: dict[str, torch.Tensor]) -> None:
+        part = checkpoint.stack.parts.get(tensor)
+        if part is None:
+            filled.update(quantised(tensor, full))
+            return
+        if part.stored not in filled:
+            filled[part.stored] = torch.empty(stacks[part.stored].shape, dtype=full.dtype)
+        part.write(filled[part.stored], full)
+
+    return written
 
 
 def _quantiser(
@@ -213,7 +241,11 @@ def _write_rest(
     if changes or stays != config:
         text = json.dumps(stays | changes, indent=2)
         (folder / "config.json").write_text(text, encoding="utf-8")
-    weight_map = {t: name for part, name in zip(parts, names, strict=True) for t in part}
+    weight_map = {
+        _written_as(checkpoint, tensor): name
+        for part, name in zip(parts, names, strict=True)
+        for tensor in part
+    }
     total = sum(info.num_bytes for info in checkpoint.everything.values())
     if as_float8:
         total = checkpoint.stored_bytes

@@ -18,10 +18,16 @@ from typing import Any
 from mcore_rl.common.errors import UsageError
 from mcore_rl.model.config_fields import Fields
 from mcore_rl.model.families import FAMILIES, MISSING, Family, Router
-from mcore_rl.model.quantization import GIVE_FP8_BLOCKS, not_fp8_blocks, quantization_method
+from mcore_rl.model.quantization import (
+    GIVE_FP8_BLOCKS,
+    GIVE_MXFP4,
+    not_readable,
+    quantization_method,
+)
 from mcore_rl.model.rope import YARN_WITHOUT_FLAG, read_rope
 
 ARCHITECTURES = tuple(FAMILIES)
+CLAMPED_AT = 7.0  # both halves of gpt-oss's SwiGLU; vLLM knows no other value
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +92,11 @@ class ModelShape:
     quantization: str | None = field(default=None, compare=False)
     # The norms of queries and keys are over all heads at once, not over each.
     norms_whole_projection: bool = False
+    linear_biases: bool = False  # of every linear layer, the experts' and the router's included
+    attention_sinks: bool = False
+    # How many positions, its own included, a token sees in every other layer, the first included.
+    sliding_window: int | None = None
+    clamps_glu: bool = False  # gpt-oss's SwiGLU
     # `score.weight` `[1, h]` instead of `lm_head.weight`: a critic, or a reward model.
     value_head: bool = False
 
@@ -167,9 +178,10 @@ def model_shape(
             remedy=f"supported are {', '.join(ARCHITECTURES)}; give a checkpoint of one of these",
         )
     fields.check_spelt_out(family.spelt_out)
-    what = not_fp8_blocks(values)
+    what = not_readable(values, stacked_experts=family.stacked_experts)
     if what and not for_planning:
-        raise fields.refuse(f"quantised weights ({what})", GIVE_FP8_BLOCKS)
+        remedy = GIVE_MXFP4 if family.stacked_experts else GIVE_FP8_BLOCKS
+        raise fields.refuse(f"quantised weights ({what})", remedy)
     _refuse_features(fields, family)
     num_layers = fields.count("num_hidden_layers")
     num_heads = fields.count("num_attention_heads")
@@ -195,7 +207,21 @@ def model_shape(
         num_mtp_layers=fields.count("num_nextn_predict_layers", 0, least=0),
         quantization=quantization_method(values),
         norms_whole_projection=family.norms_whole_projection,
+        linear_biases=family.linear_biases,
+        attention_sinks=family.attention_sinks,
+        sliding_window=_sliding_window(fields, num_layers) if family.alternates_windows else None,
+        clamps_glu=family.clamps_glu,
     )
+
+
+def _sliding_window(fields: Fields, num_layers: int) -> int:
+    """Of every other layer."""
+    types = ["full_attention" if i % 2 else "sliding_attention" for i in range(num_layers)]
+    if fields.get("layer_types", types) != types:
+        raise fields.refuse(
+            "layer_types that do not begin with sliding_attention and alternate (vLLM's do)"
+        )
+    return fields.count("sliding_window")
 
 
 def _head_dim(fields: Fields, num_heads: int, latent: LatentAttention | None) -> int:
@@ -214,7 +240,8 @@ def _refuse_features(fields: Fields, family: Family) -> None:
     if fields.get("hidden_act", "silu") != "silu":
         raise fields.refuse(f"the activation '{fields['hidden_act']}'")
     for name in ("attention_bias", "mlp_bias"):
-        if name != family.qkv_bias and fields.get(name, False):
+        known = name == family.qkv_bias or name in family.fixed
+        if not known and fields.get(name, False):
             raise fields.refuse("biases (attention_bias, mlp_bias)")
     if fields.get("use_sliding_window", False):
         raise fields.refuse("sliding-window attention (use_sliding_window)")
@@ -373,13 +400,20 @@ def megatron_flags(shape: ModelShape) -> list[str]:
     add("--max-position-embeddings", shape.max_positions)
     add("--normalization", "RMSNorm")
     add("--norm-epsilon", shape.norm_epsilon)
-    add("--position-embedding-type", "rope")
+    yarn = shape.rope["rope_type"] == "yarn" and not shape.latent
+    add("--position-embedding-type", "yarn" if yarn else "rope")
     add("--rotary-base", int(shape.rope["rope_theta"]))
     if "partial_rotary_factor" in shape.rope:
         add("--rotary-percent", shape.rope["partial_rotary_factor"])
     add("--vocab-size", shape.vocab_size)
-    for flag in ("--swiglu", "--disable-bias-linear"):
-        add(flag)
+    if shape.clamps_glu:
+        add("--quick-geglu")
+        add("--glu-linear-offset", 1.0)
+        add("--activation-func-clamp-value", CLAMPED_AT)
+    else:
+        add("--swiglu")
+    if not shape.linear_biases:
+        add("--disable-bias-linear")
     if shape.qk_norm:
         add("--qk-layernorm")
     if shape.qkv_bias:
@@ -395,12 +429,29 @@ def megatron_flags(shape: ModelShape) -> list[str]:
         if shape.num_kv_heads != shape.num_heads:
             add("--group-query-attention")
             add("--num-query-groups", shape.num_kv_heads)
+    if shape.attention_sinks:
+        add("--softmax-type", "learnable")
+    if shape.sliding_window:
+        add("--window-size", f"{shape.sliding_window - 1},0")  # positions before and behind
+        add("--window-attn-skip-freq", 2)
     if shape.rope["rope_type"] == "llama3":
         add("--use-rope-scaling")
         add("--rope-scaling-factor", shape.rope["factor"])
+    if yarn:
+        _add_yarn(add, shape.rope)
     if shape.experts:
         _add_experts(add, shape.experts, shape.is_moe_layer)
     return tokens
+
+
+def _add_yarn(add: Any, rope: Mapping[str, Any]) -> None:
+    """Of grouped attention."""
+    add("--rotary-scaling-factor", rope["factor"])
+    add("--yarn-original-max-position-embeddings", rope["original_max_position_embeddings"])
+    add("--yarn-beta-fast", rope["beta_fast"])
+    add("--yarn-beta-slow", rope["beta_slow"])
+    rounds = rope.get("truncate", True)
+    add(f"--{'' if rounds else 'no-'}yarn-correction-range-round-to-int")
 
 
 def _add_latent_attention(add: Any, latent: LatentAttention, rope: Mapping[str, Any]) -> None:

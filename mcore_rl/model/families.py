@@ -43,11 +43,17 @@ class TensorNames:
     down: str = "down_proj.weight"
     shared: str = "shared_experts."
     bias: str = "gate.e_score_correction_bias"
+    scorer: str = "gate."
 
     @property
     def router(self) -> str:
         """The weight that scores the experts."""
-        return f"{self.block}gate.weight"
+        return f"{self.block}{self.scorer}weight"
+
+    @property
+    def scorer_bias(self) -> str:
+        """The bias of the layer that scores the experts, where linear layers have some."""
+        return f"{self.block}{self.scorer}bias"
 
     @property
     def router_bias(self) -> str:
@@ -70,6 +76,11 @@ class TensorNames:
         return f"{self.block}shared_expert_gate.weight"
 
 
+def bias_of(weight: str) -> str:
+    """The name of the bias beside a linear layer's weight."""
+    return weight.removesuffix("weight") + "bias"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Family:
     """One `model_type` of config.json."""
@@ -89,6 +100,16 @@ class Family:
     qk_norm: bool | str = False
     qkv_bias: bool | str = False
     norms_whole_projection: bool = False  # with qk_norm: over all heads at once
+    # Of every linear layer: those of attention, the router, the experts.
+    linear_biases: bool = False
+    attention_sinks: bool = False  # a logit of each head that takes a share of its attention
+    # Every other layer, the first one included, sees the last sliding_window positions alone.
+    alternates_windows: bool = False
+    # SwiGLU of gpt-oss: both halves are clamped, a gain in the sigmoid, one more on the other half.
+    clamps_glu: bool = False
+    # All experts of a layer are in one tensor of the folder, their gates and up-projections row by
+    # row in turn; `names` are then those that mcore_rl has for what lies in it.
+    stacked_experts: bool = False
     router: Router | None = None
     names: TensorNames = field(default_factory=TensorNames)
     rope_types: tuple[str, ...] = ("default",)
@@ -207,6 +228,29 @@ def _families() -> Iterator[Family]:
         norms_whole_projection=True,
         router=Router("num_experts", expert_size="intermediate_size"),
     )
+    yield Family(  # gpt-oss
+        model_type="gpt_oss",
+        class_name="GptOssForCausalLM",
+        spelt_out=("num_key_value_heads", "head_dim", "sliding_window"),
+        # Of vLLM; the first one of transformers' class, too.
+        fixed={
+            "attention_bias": True,
+            "rms_norm_eps": 1e-5,
+            "swiglu_alpha": 1.702,
+            "swiglu_limit": 7.0,
+            "tie_word_embeddings": False,
+        },
+        qkv_bias=True,
+        linear_biases=True,
+        attention_sinks=True,
+        alternates_windows=True,
+        clamps_glu=True,
+        stacked_experts=True,
+        router=Router("num_local_experts", expert_size="intermediate_size", always_normalizes=True),
+        names=TensorNames(gate="w1.weight", up="w3.weight", down="w2.weight", scorer="router."),
+        rope_types=("yarn",),
+        default_rope_theta=None,
+    )
     yield Family(
         model_type="mixtral",
         class_name="MixtralForCausalLM",
@@ -250,10 +294,6 @@ _NO_SPARSE_ATTENTION = (
 # model_type -> what of it is missing in which host, so that nothing of it can be shown here.
 MISSING: Mapping[str, str] = {
     **dict.fromkeys(("qwen3_next", "qwen3_5_moe", "qwen3_5_moe_text"), _NO_DELTA_NET),
-    "gpt_oss": (
-        "attention sinks and sliding windows of packed samples: Megatron's local layers have them "
-        "for unpacked ones alone, and mcore_rl's own attention on CPU has neither"
-    ),
     **dict.fromkeys(("deepseek_v32", "glm_moe_dsa"), _NO_SPARSE_ATTENTION),
 }
 

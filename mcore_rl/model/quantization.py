@@ -1,4 +1,5 @@
-"""How config.json says that weights are quantised: FP8 blocks are known, the rest is refused.
+"""How config.json says that weights are quantised: FP8 blocks and gpt-oss's MXFP4 are known, the
+rest is refused.
 
 This module is pure: it imports neither Megatron nor vLLM nor torch.
 """
@@ -9,15 +10,17 @@ from collections.abc import Mapping
 from typing import Any
 
 QUANTIZATION = "quantization_config"  # the field of config.json
+FP8, MXFP4 = "fp8", "mxfp4"  # its quant_method
 POWERS_OF_TWO = "ue8m0"  # a scale_fmt: DeepSeek-V3.1's scales
 GIVE_FP8_BLOCKS = (
     "give the checkpoint in FP8 blocks as DeepSeek-V3 is published (quant_method fp8, fmt e4m3, "
     "weight_block_size [128, 128]), or dequantise it to bfloat16 first"
 )
+GIVE_MXFP4 = "give the checkpoint as it was published (quant_method mxfp4), or in bfloat16"
 
 # What its fields may be; where one is left out, it is as the first says, or None: refused.
 _FP8_BLOCKS: dict[str, tuple[Any, ...]] = {
-    "quant_method": (None, "fp8"),
+    "quant_method": (None, FP8),
     "weight_block_size": (None, [128, 128]),
     "fmt": ("e4m3", "float8_e4m3fn"),  # the latter: MiniMax-M2
     "activation_scheme": ("dynamic",),
@@ -31,12 +34,16 @@ def quantization_method(values: Mapping[str, Any]) -> str | None:
     return str(_settings(given).get("quant_method") or "an unnamed method") if given else None
 
 
-def not_fp8_blocks(values: Mapping[str, Any]) -> str | None:
-    """Which other quantisation a parsed config.json describes, in words; None: FP8 blocks of
-    128 x 128, as DeepSeek-V3 and Kimi-K2 are published, or none at all."""
+def not_readable(values: Mapping[str, Any], *, stacked_experts: bool) -> str | None:
+    """Which quantisation a parsed config.json describes that is not read, in words; None: one that
+    is, or none at all. FP8 blocks of 128 x 128 are, as DeepSeek-V3 and Kimi-K2 are published; where
+    experts are stacked, as of gpt-oss, MXFP4 is in their place."""
     given = values.get(QUANTIZATION)
     if not given:
         return None
+    if stacked_experts:
+        method = quantization_method(values)
+        return None if method == MXFP4 else f"{QUANTIZATION} of {method}"
     settings = _settings(given)
     for name, (default, *others) in _FP8_BLOCKS.items():
         value = default if settings.get(name) is None else settings[name]

@@ -22,6 +22,8 @@ YARN_WITHOUT_FLAG = {
     "beta_slow": 1,
     "original_max_position_embeddings": 4096,
 }
+# Yarn of grouped attention: vLLM reads each, and lets no other factor of attention be given.
+_YARN_SPELT_OUT = ("factor", *YARN_WITHOUT_FLAG)
 _ROPE_FIELDS = {
     "default": frozenset[str](),
     "llama3": frozenset({"factor", *_LLAMA3_FIXED}),
@@ -41,21 +43,28 @@ def read_rope(fields: Fields, family: Family) -> dict[str, Any]:
     given = {name: value for name, value in given.items() if value is not None}
     rope_type = given.pop("type", None)
     rope_type = given.pop("rope_type", rope_type) or "default"
+    if not given and "default" not in family.rope_types:
+        fields["rope_scaling"]  # without any, there is no telling what transformers would take
     theta = given.pop("rope_theta", fields.get("rope_theta", family.default_rope_theta))
     theta = fields["rope_theta"] if theta is None else theta
     if theta != int(theta):
         raise fields.refuse(f"rope_theta {theta} (Megatron's --rotary-base is an integer)")
-    if rope_type == "yarn" and not family.latent_attention:
+    of_heads = rope_type == "yarn" and not family.latent_attention
+    if of_heads and "yarn" not in family.rope_types:
         raise fields.refuse("yarn rope scaling outside latent attention")
     if rope_type not in family.rope_types:
         raise fields.refuse(
             f"rope scaling of type '{rope_type}' with model_type '{family.model_type}'"
         )
     share = _partial_rotary_factor(fields, family, given)
-    for name in given.keys() - _ROPE_FIELDS[rope_type]:
+    known = {*_YARN_SPELT_OUT, "truncate"} if of_heads else _ROPE_FIELDS[rope_type]
+    for name in given.keys() - known:
         raise fields.refuse(f"{rope_type} rope scaling with {name} {given[name]}")
     if rope_type != "default" and "factor" not in given:
         raise fields.refuse(f"{rope_type} rope scaling without a factor")
+    for name in _YARN_SPELT_OUT if of_heads else ():
+        if name not in given:
+            raise fields.refuse(f"yarn rope scaling without {name}")
     if rope_type == "llama3":
         for name, value in _LLAMA3_FIXED.items():
             if given.get(name, value) != value:

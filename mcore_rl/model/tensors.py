@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from enum import Enum
 
 from mcore_rl.model.config_json import LatentAttention, ModelShape
-from mcore_rl.model.families import TensorNames, family_of
+from mcore_rl.model.families import TensorNames, bias_of, family_of
 
 _VLLM_VOCABULARY_MULTIPLE = 64
 
@@ -102,6 +102,10 @@ def _grouped_attention(shape: ModelShape) -> list[TensorSpec]:
             TensorSpec("self_attn.k_proj.bias", (keys,), Cut.KV_ROWS),
             TensorSpec("self_attn.v_proj.bias", (keys,), Cut.KV_ROWS),
         ]
+    if shape.linear_biases:
+        specs.append(TensorSpec("self_attn.o_proj.bias", (hidden,), Cut.REPLICATED))
+    if shape.attention_sinks:
+        specs.append(TensorSpec("self_attn.sinks", (shape.num_heads,), Cut.ROWS))
     if shape.qk_norm:
         normed = (queries, keys) if shape.norms_whole_projection else (head, head)
         specs += [
@@ -161,6 +165,16 @@ def _experts(shape: ModelShape) -> list[TensorSpec]:
     if experts.has_bias:
         specs.append(TensorSpec(names.router_bias, (count,), Cut.REPLICATED, dtype="float32"))
     specs += _gated(names.expert, hidden, experts.hidden_size, count, names)
+    if shape.linear_biases:
+        specs.append(TensorSpec(names.scorer_bias, (count,), Cut.REPLICATED))
+        gate, up, down = (
+            names.expert + bias_of(name) for name in (names.gate, names.up, names.down)
+        )
+        specs += [
+            TensorSpec(gate, (experts.hidden_size,), Cut.ROWS, count),
+            TensorSpec(up, (experts.hidden_size,), Cut.ROWS, count),
+            TensorSpec(down, (hidden,), Cut.REPLICATED, count),
+        ]
     if experts.shared_hidden_size:
         shared = _gated(names.shared_experts, hidden, experts.shared_hidden_size)
         specs += [replace(spec, is_shared_expert=True) for spec in shared]

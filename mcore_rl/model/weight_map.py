@@ -28,7 +28,7 @@ from dataclasses import dataclass
 
 from mcore_rl.model.boxes import Box, full_box, intersect, relative
 from mcore_rl.model.config_json import LatentAttention, ModelShape
-from mcore_rl.model.families import TensorNames, family_of
+from mcore_rl.model.families import TensorNames, bias_of, family_of
 from mcore_rl.model.layout import TrainLayout
 
 
@@ -174,6 +174,17 @@ def _expert_down(p: _Parameter, shape: ModelShape) -> list[Piece]:
     return _row(names.expert.format(expert=p.expert) + names.down)(p, shape)
 
 
+def _expert_gated_bias(p: _Parameter, shape: ModelShape) -> list[Piece]:
+    names = _names(shape)
+    prefix = names.expert.format(expert=p.expert)
+    return _gate_and_up(p, prefix + bias_of(names.gate), prefix + bias_of(names.up))
+
+
+def _expert_down_bias(p: _Parameter, shape: ModelShape) -> list[Piece]:
+    names = _names(shape)
+    return _replicated(names.expert.format(expert=p.expert) + bias_of(names.down))(p, shape)
+
+
 def _of_family(rule: Callable[[str], _Rule], name: Callable[[TensorNames], str]) -> _Rule:
     """`rule` for a tensor whose name depends on the family."""
     return lambda p, shape: rule(name(_names(shape)))(p, shape)
@@ -278,6 +289,12 @@ _GROUPED_ATTENTION_RULES: Mapping[str, _Rule] = {
     "self_attention.linear_qkv.weight": _qkv("weight"),
 }
 _QKV_BIAS_RULES: Mapping[str, _Rule] = {"self_attention.linear_qkv.bias": _qkv("bias")}
+_OUTPUT_BIAS_RULES: Mapping[str, _Rule] = {
+    "self_attention.linear_proj.bias": _replicated("self_attn.o_proj.bias"),
+}
+_SINK_RULES: Mapping[str, _Rule] = {
+    "self_attention.core_attention.softmax_offset": _column("self_attn.sinks"),
+}
 _HEAD_NORM_RULES: Mapping[str, _Rule] = {
     "self_attention.q_layernorm.weight": _norm_of_heads("self_attn.q_norm.weight", "num_heads"),
     "self_attention.k_layernorm.weight": _norm_of_heads("self_attn.k_norm.weight", "num_kv_heads"),
@@ -315,6 +332,11 @@ _EXPERT_RULES: Mapping[str, _Rule] = {
     "mlp.experts.N.linear_fc1.weight": _expert_gated,
     "mlp.experts.N.linear_fc2.weight": _expert_down,
 }
+_EXPERT_BIAS_RULES: Mapping[str, _Rule] = {
+    "mlp.router.bias": _of_family(_replicated, lambda names: names.scorer_bias),
+    "mlp.experts.N.linear_fc1.bias": _expert_gated_bias,
+    "mlp.experts.N.linear_fc2.bias": _expert_down_bias,
+}
 _ROUTER_BIAS_RULES: Mapping[str, _Rule] = {
     "mlp.router.expert_bias": _of_family(_replicated, lambda names: names.router_bias),
 }
@@ -339,10 +361,16 @@ def _layer_rules(shape: ModelShape) -> Iterator[Mapping[str, _Rule]]:
         yield _GROUPED_ATTENTION_RULES
         if shape.qkv_bias:
             yield _QKV_BIAS_RULES
+        if shape.linear_biases:
+            yield _OUTPUT_BIAS_RULES
+        if shape.attention_sinks:
+            yield _SINK_RULES
         if shape.qk_norm:
             yield _HEAD_NORM_RULES
     if shape.experts:
         yield _EXPERT_RULES
+        if shape.linear_biases:
+            yield _EXPERT_BIAS_RULES
         if shape.experts.has_bias:
             yield _ROUTER_BIAS_RULES
         if shape.experts.shared_hidden_size:
@@ -353,8 +381,8 @@ def _layer_rules(shape: ModelShape) -> Iterator[Mapping[str, _Rule]]:
 
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
 # An expert is a module of its own, or one weight of Transformer Engine's grouped layer.
-_LOCAL_EXPERT = re.compile(r"mlp\.experts\.local_experts\.(\d+)\.(linear_fc[12]\.weight)")
-_GROUPED_EXPERT = re.compile(r"mlp\.experts\.(linear_fc[12]\.weight)(\d+)")
+_LOCAL_EXPERT = re.compile(r"mlp\.experts\.local_experts\.(\d+)\.(linear_fc[12]\.(?:weight|bias))")
+_GROUPED_EXPERT = re.compile(r"mlp\.experts\.(linear_fc[12]\.(?:weight|bias))(\d+)")
 
 
 def _split_expert(rest: str) -> tuple[str, int | None]:

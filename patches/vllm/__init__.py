@@ -3,8 +3,8 @@
 vLLM calls it in its front end, engine core and workers. Most concern the CPU build (one of them is
 torch's), and on CUDA none of those is needed and none is applied. Of the others,
 `loaders_without_a_name` is applied wherever a reload asks for names, `rank_map` where an engine is
-started with a rank map, `answers_after_failure`, `routes_on_every_rank` and `step_without_drafts`
-to the versions they know. `VLLM_PLUGINS=` starts vLLM without them.
+started with a rank map, `answers_after_failure`, `routes_on_every_rank`, `step_without_drafts` and
+`experts_one_by_one` to the versions they know. `VLLM_PLUGINS=` starts vLLM without them.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ def patches() -> tuple[Patch, ...]:
         answers_after_failure,
         expanded_sampling_options,
         expert_parallel_on_cpu,
+        experts_one_by_one,
         kernels_beside_numba,
         loaders_without_a_name,
         mla_prefill_together,
@@ -50,6 +51,7 @@ def patches() -> tuple[Patch, ...]:
         answers_after_failure,
         routes_on_every_rank,
         step_without_drafts,
+        experts_one_by_one,
     )
     return tuple(module.PATCH for module in modules)
 

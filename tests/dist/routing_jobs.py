@@ -8,11 +8,12 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from safetensors.torch import load_file
 
 from mcore_rl.batching.types import Prompt, Rollout, ScoredRollout, TrainBatch
 from mcore_rl.common import objects
 from mcore_rl.hybrid_engine.vllm.engine import VLLMEngine
+from mcore_rl.megatron.hf_checkpoint import read_tensor
+from mcore_rl.model.weight_map import layer_order
 from mcore_rl.rollout.routes import RouteKeeper
 from mcore_rl.trainer.build import engine_config
 from mcore_rl.trainer.learner import Learner
@@ -159,10 +160,11 @@ def difference(learner: Learner, log_probs: torch.Tensor, batch: TrainBatch) -> 
 
 def after_reload(engine: VLLMEngine, models: Models) -> dict[str, Any]:
     """Routers that choose the opposite, and what is then told of the same prompts."""
+    checkpoint = models.job.checkpoint
     before = generate(engine, prompts(models), num_samples=1, max_tokens=1)
-    weights = load_file(models.job.checkpoint.folder / "model.safetensors")
-    turned = ((n, -w if n.endswith("mlp.gate.weight") else w) for n, w in weights.items())
-    engine.reload(turned)
+    weights = ((n, read_tensor(checkpoint, n)) for n in layer_order(checkpoint.tensors))
+    routers = ("mlp.gate.weight", "mlp.router.weight", "mlp.router.bias")
+    engine.reload((n, -w if n.endswith(routers) else w) for n, w in weights)
     after = generate(engine, prompts(models), num_samples=1, max_tokens=1)
     return {
         "complete": all(bool(each.routes.known.all()) for each in after),

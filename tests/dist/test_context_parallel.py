@@ -27,10 +27,14 @@ from tests.rank_pool import RankPool
 
 
 @pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"])
-@pytest.mark.parametrize(("groups", "value_size"), [(4, 8), (2, 16)], ids=["latent", "grouped"])
+@pytest.mark.parametrize(
+    ("groups", "value_size", "window"),
+    [(4, 8, None), (2, 16, None), (2, 16, 7)],
+    ids=["latent", "grouped", "gpt_oss"],
+)
 @pytest.mark.parametrize("cp_size", [2, 3])
 def test_attention_is_that_over_whole_samples(
-    cp_size: int, groups: int, value_size: int, packed: bool, ranks: RankPool
+    cp_size: int, groups: int, value_size: int, window: int | None, packed: bool, ranks: RankPool
 ) -> None:
     results = ranks.run(
         "tests.dist.context_parallel_jobs:attention",
@@ -40,14 +44,17 @@ def test_attention_is_that_over_whole_samples(
             "packed": packed,
             "groups": groups,
             "value_size": value_size,
+            "window": window,
         },
     )
     # In float32, of numbers of the order of 1.
-    assert all(len(result) == 4 and max(result) < 1e-5 for result in results), results
+    num_compared = 4 if window is None else 5
+    assert all(len(r) == num_compared and max(r) < 1e-5 for r in results), results
 
 
 @pytest.mark.parametrize("division", ["padded", "packed"])
-@pytest.mark.parametrize("arch", ["kimi_k2", "qwen3_moe"])  # yarn and latent; grouped
+# Yarn and latent; grouped; yarn and grouped, with windows and sinks.
+@pytest.mark.parametrize("arch", ["kimi_k2", "qwen3_moe", "gpt_oss"])
 def test_log_probs_equal_transformers_in_float32(
     arch: str,
     division: str,

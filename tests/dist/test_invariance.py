@@ -396,8 +396,9 @@ def test_update_is_that_of_one_process(
     assert differences.weight <= TOLERANCE, differences.weight_name
 
 
-# Norms over the heads of all ranks and heads that are rotated in part; a gate of the shared expert.
-@pytest.mark.parametrize("arch", ["minimax_m2", "qwen2_moe"])
+# Norms over the heads of all ranks and heads that are rotated in part; a gate of the shared expert;
+# sinks, windows, and biases of everything.
+@pytest.mark.parametrize("arch", ["minimax_m2", "qwen2_moe", "gpt_oss"])
 def test_update_of_another_family_is_that_of_one_process(
     arch: str, checkpoint_factory: Callable[..., Path], ranks: RankPool, tmp_path: Path
 ) -> None:

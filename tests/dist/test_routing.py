@@ -30,6 +30,8 @@ LAYOUTS = {
     ),
     # with a cache of prefixes, which vLLM's latent attention has not on CPU
     "qwen3_moe": (2, "--tensor-model-parallel-size 2 --micro-batch-size 4"),
+    # with a cache of its own for layers with windows, which forgets
+    "gpt_oss": (2, "--tensor-model-parallel-size 2 --micro-batch-size 4"),
 }
 
 
@@ -64,6 +66,7 @@ def results(
             checkpoint_factory("deepseek_v3", overrides=MANY_EXPERTS), tmp_path_factory
         ),
         "qwen3_moe": checkpoint_factory("qwen3_moe"),
+        "gpt_oss": checkpoint_factory("gpt_oss"),
     }
     return {
         family: ranks.run(

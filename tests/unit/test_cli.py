@@ -228,11 +228,7 @@ def _config(tmp_path: Path, **changes: Any) -> str:
         ({}, "--json /nonexistent/plan.json", "must name a file in a folder that exists"),
         ({"kv_lora_rank": None}, "", "has no field 'kv_lora_rank'"),
         ({"model_type": "gpt2"}, "", "has model_type 'gpt2'; supported are"),
-        (
-            {"model_type": "gpt_oss"},
-            "",
-            "'gpt_oss', which needs attention sinks and sliding windows of packed samples: ",
-        ),
+        ({"model_type": "qwen3_next"}, "", "'qwen3_next', which needs gated delta net: Megatron"),
         ({"quantization_config": {"quant_method": "awq"}}, "", "awq"),
     ],
 )

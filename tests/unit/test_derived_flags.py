@@ -30,6 +30,7 @@ from tests.unit.test_hf_config import (
     DEEPSEEK_V2,
     DEEPSEEK_V2_LITE,
     DEEPSEEK_V3,
+    GPT_OSS,
     LLAMA_1B,
     MIXTRAL,
     QWEN2_7B,
@@ -166,6 +167,20 @@ def test_contradiction_of_the_machine_is_an_error_only_there(
     with pytest.raises(UsageError, match=says):
         derive(shapes[DEEPSEEK_V3], tokens, parser)
     derive(shapes[DEEPSEEK_V3], tokens, parser, platform=WHOLE)
+
+
+def test_context_parallelism_that_sinks_lack_is_refused(
+    shapes: dict[str, ModelShape], parser: argparse.ArgumentParser
+) -> None:
+    """On CPU attention is mcore_rl's own, whatever the flag says."""
+    tokens, shape = "--context-parallel-size 2", shapes[GPT_OSS]
+    derive(shape, tokens, parser)
+    derive(shape, f"{tokens} --cp-comm-type a2a", parser, platform=WHOLE)
+    derive(shapes[QWEN3_600M], tokens, parser, platform=WHOLE)
+    for more in ("", " --cp-comm-type p2p"):
+        says = "--context-parallel-size 2 needs --cp-comm-type a2a with attention sinks"
+        with pytest.raises(UsageError, match=says):
+            derive(shape, tokens + more, parser, platform=WHOLE)
 
 
 def test_machine_flags_are_accepted_and_left_out_with_cuda(
@@ -369,6 +384,7 @@ def test_megatron_builds_the_published_architecture(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Its own validation and its TransformerConfig, from the derived flags."""
+    from megatron.core.fusions.fused_bias_geglu import quick_gelu
     from megatron.training.arguments import parse_args, validate_args
 
     shape = shapes[text]
@@ -390,7 +406,20 @@ def test_megatron_builds_the_published_architecture(
     assert config.num_query_groups == shape.num_kv_heads
     assert config.layernorm_epsilon == shape.norm_epsilon
     assert config.params_dtype == torch.bfloat16
-    assert not config.add_bias_linear and config.add_qkv_bias == shape.qkv_bias
+    assert config.add_bias_linear == shape.linear_biases
+    assert config.add_qkv_bias == shape.qkv_bias
+    if shape.sliding_window:  # of gpt-oss
+        assert (config.window_size, config.window_attn_skip_freq) == ((127, 0), 2)
+        assert config.softmax_type == "learnable" and config.gated_linear_unit
+        assert (config.glu_linear_offset, config.activation_func_clamp_value) == (1.0, 7.0)
+        assert config.activation_func is quick_gelu
+        assert config.yarn_rotary_scaling_factor == 32.0
+        assert config.yarn_original_max_position_embeddings == 4096
+        assert (config.yarn_beta_fast, config.yarn_beta_slow) == (32.0, 1.0)
+        assert (config.yarn_mscale, config.yarn_mscale_all_dim) == (1.0, 0.0)
+        assert config.yarn_correction_range_round_to_int is False
+    else:
+        assert config.window_size is None and config.softmax_type == "vanilla"
     assert config.qk_layernorm == shape.qk_norm
     assert args.use_rope_scaling == (shape.rope["rope_type"] == "llama3")
     assert args.untie_embeddings_and_output_weights is not shape.tied_embeddings
@@ -403,7 +432,7 @@ def test_megatron_builds_the_published_architecture(
         assert config.qk_pos_emb_head_dim == shape.latent.qk_rope_head_dim
         assert config.v_head_dim == shape.latent.v_head_dim
         assert config.rope_type == ("yarn" if shape.rope["rope_type"] == "yarn" else "rope")
-    if shape.rope["rope_type"] == "yarn":
+    if shape.latent and shape.rope["rope_type"] == "yarn":
         assert config.rotary_scaling_factor == shape.rope["factor"]
         for name in ("beta_fast", "beta_slow", "original_max_position_embeddings"):
             assert getattr(config, name) == shape.rope[name]

@@ -32,6 +32,8 @@ SIZES = {
     "glm-4.5": 352_797_814_784 + 89 * 160,
     "glm-4.5-air": 106_852_245_504 + 45 * 128,
     "glm-4.7-flash": 29_943_390_976 + 46 * 64,
+    "gpt-oss-120b": 116_829_156_672,
+    "gpt-oss-20b": 20_914_757_184,
     "llama-3.1-8b": 8_030_261_248,
     "llama-3.2-1b": 1_235_814_400,
     "minimax-m2": 228_689_748_992 + 62 * 256,
@@ -106,6 +108,10 @@ STRANGERS = {
     "self_attention.linear_qkv.weight": "kimi_k2",
     "self_attention.q_layernorm.weight": "qwen2",
     "mlp.linear_fc1.bias": "qwen2",
+    "self_attention.linear_proj.bias": "qwen2",
+    "self_attention.core_attention.softmax_offset": "qwen3_moe",
+    "mlp.router.bias": "mixtral",
+    "mlp.experts.local_experts.0.linear_fc2.bias": "mixtral",
 }
 
 

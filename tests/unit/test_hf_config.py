@@ -25,7 +25,8 @@ from tests.model_shapes import CONFIGS, made_values
 
 # As published, but for names of classes and files, token ids, dropout and dtype.
 PUBLISHED = {path.stem: path.read_text() for path in sorted(CONFIGS.glob("*.json"))}
-QUANTISED = ("deepseek-v3", "kimi-k2-instruct-0905", "minimax-m2")  # in FP8 blocks
+IN_MXFP4 = ("gpt-oss-120b", "gpt-oss-20b")
+QUANTISED = ("deepseek-v3", "kimi-k2-instruct-0905", "minimax-m2", *IN_MXFP4)  # else in FP8 blocks
 
 
 def trainable(name: str) -> str:
@@ -43,8 +44,10 @@ QWEN3_30B_A3B, QWEN3_600M = TRAINABLE["qwen3-30b-a3b"], TRAINABLE["qwen3-0.6b"]
 QWEN2_MOE, OLMOE = TRAINABLE["qwen1.5-moe-a2.7b"], TRAINABLE["olmoe-1b-7b-0924"]
 MINIMAX_M2 = TRAINABLE["minimax-m2"]
 QWEN2_7B, LLAMA_1B = TRAINABLE["qwen2.5-7b"], TRAINABLE["llama-3.2-1b"]
+GPT_OSS = TRAINABLE["gpt-oss-20b"]
 MIXTRAL, GLM4, GLM4_AIR = (TRAINABLE[n] for n in ("mixtral-8x7b", "glm-4.5", "glm-4.5-air"))
 YARN = json.loads(DEEPSEEK_V3)["rope_scaling"]
+YARN_ALONE = {"rope_type": "yarn", "factor": 2.0}
 LLAMA3 = json.loads(LLAMA_1B)["rope_scaling"]
 FLOAT8 = json.loads(PUBLISHED["deepseek-v3"])["quantization_config"]
 
@@ -350,6 +353,10 @@ def test_missing_field_is_named(published: str, tmp_path: Path) -> None:
         "glm4_moe_lite": {"num_key_value_heads", "partial_rotary_factor", "topk_group"},
         "qwen3_moe": {"head_dim", "norm_topk_prob"},
         "qwen2_moe": {"norm_topk_prob"},
+        "gpt_oss": {
+            "attention_dropout", "experts_per_token", "initial_context_length", "layer_types",
+            "swiglu_limit",
+        },
         "olmoe": {"clip_qkv", "norm_topk_prob", "num_key_value_heads"},
         "minimax_m2": {"num_mtp_modules", "qk_norm_type", "use_qk_norm", "use_routing_bias"},
         "llama": {"head_dim", "num_key_value_heads"},
@@ -362,6 +369,8 @@ def test_missing_field_is_named(published: str, tmp_path: Path) -> None:
         may_be_left_out -= {"rope_theta"}  # transformers has another default
     if '"glm4_moe"' in text:
         may_be_left_out -= {"attention_bias"}  # it means those of queries, keys and values
+    if '"gpt_oss"' in text:
+        may_be_left_out -= {"rope_scaling", "rope_theta", "sliding_window"}
     for name in json.loads(text):
         if (published, name) == ("deepseek-v2", "topk_method"):
             continue  # whatever it is, groups contradict the default; see REFUSED
@@ -377,7 +386,6 @@ def test_family_that_a_host_lacks_a_part_of_is_refused_with_that_part(tmp_path: 
         "qwen3_5_moe": "gated delta net: Megatron .*flash-linear-attention",
         "qwen3_5_moe_text": "gated delta net: Megatron",
         "qwen3_next": "gated delta net: Megatron",
-        "gpt_oss": "attention sinks and sliding windows of packed samples: Megatron",
         "deepseek_v32": r"sparse attention \(DSA\): Megatron .*vLLM's CPU build",
         "glm_moe_dsa": r"sparse attention \(DSA\)",
     }
@@ -443,6 +451,21 @@ REFUSED = {
     ),
     "epsilon_of_olmoe": (OLMOE, {"rms_norm_eps": 1e-6}, r"1e-06 with .* \(vLLM has 1e-05\)"),
     "clipping": (OLMOE, {"clip_qkv": 8.0}, "clip_qkv 8.0 with model_type 'olmoe'"),
+    "limit_of_gpt_oss": (GPT_OSS, {"swiglu_limit": 5.0}, r"swiglu_limit 5.0 .* \(vLLM has 7.0\)"),
+    "no_bias_of_gpt_oss": (GPT_OSS, {"attention_bias": False}, "attention_bias False .*has True"),
+    "windows_of_gpt_oss": (
+        GPT_OSS,
+        {"layer_types": ["full_attention"] * 24},
+        r"layer_types that do not begin with sliding_attention and alternate \(vLLM's do\)",
+    ),
+    "rope_of_gpt_oss": (GPT_OSS, {"rope_scaling": {"rope_type": "default"}}, "type 'default' with"),
+    "no_rope_of_gpt_oss": (GPT_OSS, {"rope_scaling": YARN_ALONE}, "without b"),
+    "attention_of_gpt_oss": (
+        GPT_OSS,
+        {"rope_scaling": {**json.loads(GPT_OSS)["rope_scaling"], "attention_factor": 1.0}},
+        "yarn rope scaling with attention_factor 1.0",
+    ),
+    "fp8_of_gpt_oss": (GPT_OSS, {"quantization_config": FLOAT8}, "of fp8.*mxfp4.*or in bfloat16"),
     "no_bias_of_router": (MINIMAX_M2, {"use_routing_bias": False}, "vLLM has True"),
     "dense_layers_between": (
         TRAINABLE["glm-4.7-flash"],
@@ -512,7 +535,8 @@ def test_shape_of_fp8_blocks_is_that_of_what_they_stand_for(tmp_path: Path) -> N
         file = CONFIGS / f"{name}.json"
         found = read_model_shape(file)
         assert found == read_model_shape(file, for_planning=True) == read(tmp_path, TRAINABLE[name])
-        assert found.quantization == ("fp8" if name in QUANTISED else None)
+        method = "mxfp4" if name in IN_MXFP4 else "fp8"
+        assert found.quantization == (method if name in QUANTISED else None)
     later = FLOAT8 | {"scale_fmt": "ue8m0", "modules_to_not_convert": ["lm_head"]}
     assert read(tmp_path, DEEPSEEK_V3, quantization_config=later).quantization == "fp8"
 

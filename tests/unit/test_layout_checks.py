@@ -26,7 +26,7 @@ from mcore_rl.model.layout import (
     TrainLayout,
     pipeline_layers,
 )
-from tests.model_shapes import small_shape
+from tests.model_shapes import published_shape, small_shape
 
 
 def rollout(world_size: int, **given: Any) -> Any:
@@ -270,3 +270,12 @@ def test_interleaving_is_refused_where_megatron_refuses_it() -> None:
                 assert not refused, (group, micro_batches)
             except UsageError:
                 assert refused, (group, micro_batches)
+
+
+def test_experts_with_biases_are_not_split() -> None:
+    values = {"tensor_model_parallel_size": 2, "expert_tensor_parallel_size": 2}
+    says = "--expert-tensor-parallel-size 2 splits experts with biases, which gpt_oss has"
+    with pytest.raises(UsageError, match=says):
+        check_layout(published_shape("gpt-oss-20b"), values, 2)
+    values["expert_tensor_parallel_size"] = 1
+    assert check_layout(published_shape("gpt-oss-20b"), values, 2).etp_size == 1

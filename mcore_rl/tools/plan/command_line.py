@@ -25,11 +25,13 @@ from mcore_rl.hybrid_engine.plan.buckets import frame_of, slot_bytes
 from mcore_rl.hybrid_engine.plan.placement import Placement
 from mcore_rl.job.planner_settings import engine_settings, train_settings
 from mcore_rl.model.config_json import ModelShape, read_model_shape
+from mcore_rl.model.families import family_of
 from mcore_rl.model.layout import (
     SPLITS_SHARED_EXPERTS,
     PipelineLayers,
     TrainLayout,
 )
+from mcore_rl.model.quantization import FP8, MXFP4
 from mcore_rl.planner.models import ACTOR, CRITIC, CRITIC_FLAGS, TrainedModel
 from mcore_rl.planner.phases import Case
 from mcore_rl.planner.settings import (
@@ -47,8 +49,6 @@ _BATCH_FLAGS = frozenset(
     "global_batch_size".split()
 )
 _USUAL_RANKS_PER_NODE = 8
-# Of published checkpoints; their tensors have the shapes of those that are trained.
-_DEQUANTIZED = ("fp8",)
 # What scripts/setup_env.sh makes of a machine with GPUs; the one that plans is another.
 _PLANNED_FOR = Platform(cuda=True, transformer_engine=(2, 20), fused_weight_gradients=False)
 
@@ -245,10 +245,12 @@ def _read_shape(named: str | None, config: RLConfig, field: str) -> ModelShape:
             "is not there", flag=f"{flag} {source}", remedy="give a config.json or its folder"
         )
     shape = read_model_shape(Path(source), flag=flag, for_planning=True)
-    if shape.quantization not in (None, *_DEQUANTIZED):
+    # Of published checkpoints; their tensors have the shapes of those that are trained.
+    known = MXFP4 if family_of(shape.architecture).stacked_experts else FP8
+    if shape.quantization not in (None, known):
         raise UsageError(
             f"describes weights quantised by {shape.quantization}, and the planner knows "
-            f"{', '.join(_DEQUANTIZED)}, which is converted to bfloat16 for training",
+            f"{known}, which is converted to bfloat16 for training",
             flag=f"{flag} {source}",
             remedy="give the config.json of such a checkpoint or of one that is not quantised",
         )

@@ -130,6 +130,8 @@ def machine_flags(shape: ModelShape, platform: Platform) -> dict[str, list[str]]
         found["a machine without Transformer Engine"] = _LOCAL_FLAGS
     elif shape.latent and shape.rope["rope_type"] != "yarn":
         found["latent attention without YaRN"] = ["--no-rope-fusion"]
+    if shape.experts and shape.linear_biases and platform.transformer_engine is not None:
+        found["a grouped layer of experts with biases"] = ["--no-bias-dropout-fusion"]
     if not platform.fused_weight_gradients:
         found["a machine without Apex's fused weight gradients"] = _WITHOUT_APEX_FLAGS
     return found

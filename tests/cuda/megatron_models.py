@@ -131,7 +131,8 @@ def build(job: Job) -> torch.nn.Module:
     provider: Any = make_actor_provider(job.args, job.shape)
     if job.shape.value_head:
         provider = make_critic_provider(provider)
-    with torch.device("meta"), contextlib.redirect_stdout(io.StringIO()):
+    elsewhere = standins.CudaElsewhere("meta")  # Transformer Engine names CUDA itself
+    with torch.device("meta"), elsewhere, contextlib.redirect_stdout(io.StringIO()):
         return provider(
             pre_process=parallel_state.is_pipeline_first_stage(),
             post_process=parallel_state.is_pipeline_last_stage(),

@@ -29,7 +29,7 @@ EXPERTS = "--expert-model-parallel-size 2".split()
 MOE = (
     "deepseek-v3 deepseek-v2 deepseek-v2-lite kimi-k2-instruct-0905 moonlight-16b-a3b "
     "qwen3-30b-a3b mixtral-8x7b glm-4.5 glm-4.5-air glm-4.7-flash minimax-m2 "
-    "qwen1.5-moe-a2.7b olmoe-1b-7b-0924"
+    "qwen1.5-moe-a2.7b olmoe-1b-7b-0924 gpt-oss-20b"
 ).split()
 DENSE = "qwen3-0.6b qwen2.5-7b llama-3.2-1b llama-3.1-8b".split()
 
@@ -116,6 +116,8 @@ def test_derived_flags_pass_megatrons_validation(found: dict[str, Any], layers: 
         expected = set(local.split()) if layers == "local" else set()
         if shape.latent and shape.rope["rope_type"] != "yarn":
             expected.add("--no-rope-fusion")
+        if shape.linear_biases and layers != "local":
+            expected.add("--no-bias-dropout-fusion")
         if shape.experts and layers != "local" and name != "experts apart":
             expected.add("--moe-grouped-gemm")
         for platform, flags in case["derived"].items():

@@ -45,6 +45,8 @@ HOPPER = {
     "qwen2_moe": dict(arch="qwen2_moe", **EP2),
     "minimax_m2": dict(arch="minimax_m2", **EP2),
     "olmoe": dict(arch="olmoe", **EP2),
+    "gpt_oss": dict(arch="gpt_oss", **EP2),
+    "gpt_oss, experts split": dict(arch="gpt_oss", **TP2),
     "qwen3, tied": dict(arch="qwen3", **TP2, tied=True),
     "qwen2": dict(arch="qwen2", **TP2),
     "llama, tied": dict(arch="llama", tied=True),

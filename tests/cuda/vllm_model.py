@@ -320,12 +320,33 @@ def metadata_of(config_json: Mapping[str, Any]) -> Metadata:
 def write_checkpoint(
     folder: Path, config_json: Mapping[str, Any], *, seed: int
 ) -> dict[str, torch.Tensor]:
-    """The folder of a checkpoint with random weights, which are returned."""
+    """The folder of a checkpoint with random weights, which are returned; where a family stacks its
+    experts, by expert, while the folder has them stacked."""
     write_config(folder, config_json)
     generator = torch.Generator().manual_seed(seed)
     weights = {
         name: (0.05 * torch.randn(shape, generator=generator)).to(dtype)
         for name, (shape, dtype) in metadata_of(config_json).items()
     }
-    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    stored = weights
+    if FAMILIES[config_json["model_type"]].stacked_experts:
+        stored = stacked(weights, config_json["num_local_experts"])
+    save_file(stored, folder / "model.safetensors", metadata={"format": "pt"})
     return weights
+
+
+def stacked(weights: Mapping[str, torch.Tensor], num_experts: int) -> dict[str, torch.Tensor]:
+    """The same with the experts of a layer together, as gpt-oss is published."""
+    found = {name: weight for name, weight in weights.items() if ".experts." not in name}
+    for first in [name for name in weights if name.endswith(".experts.0.w1.weight")]:
+        prefix = first.removesuffix("0.w1.weight")
+        for kind, ending in (("weight", ""), ("bias", "_bias")):
+            w1, w2, w3 = (
+                torch.stack([weights[f"{prefix}{e}.{part}.{kind}"] for e in range(num_experts)])
+                for part in ("w1", "w2", "w3")
+            )
+            gate_up = torch.stack((w1, w3), dim=2).flatten(1, 2)  # row by row in turn
+            for name, whole in (("gate_up_proj", gate_up), ("down_proj", w2)):
+                whole = whole if ending else whole.mT.contiguous()
+                found[f"{prefix}{name}{ending}"] = whole
+    return found

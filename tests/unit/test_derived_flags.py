@@ -197,6 +197,7 @@ def test_machine_flags_are_accepted_and_left_out_with_cuda(
     [
         ("deepseek-v3", WHOLE, ""),
         ("moonlight-16b-a3b", WHOLE, "--no-rope-fusion"),  # latent attention without YaRN
+        ("gpt-oss-20b", WHOLE, "--no-bias-dropout-fusion"),  # experts with biases
         ("llama-3.2-1b", WITHOUT_APEX, "--no-gradient-accumulation-fusion"),
         (
             "moonlight-16b-a3b",

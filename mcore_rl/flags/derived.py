@@ -89,6 +89,13 @@ def derive_flags(
     architecture = megatron_flags(shape)
     machine = machine_flags(shape, platform)
     names = flag_names(parser)
+    if "yarn" in architecture and not shape.latent and "yarn_beta_fast" not in names:
+        raise UsageError(
+            f"asks for {shape.architecture}'s yarn of grouped attention, for which this Megatron "
+            "has no flags",
+            flag="config.json",
+            remedy="install megatron-core 0.19 or newer",
+        )
     wanted = given_values(architecture, parser)
     _refuse_contradictions(wanted, given, names, "config.json")
     for dest in [d for d in given if d in ARCHITECTURE and d not in wanted]:

@@ -195,7 +195,7 @@ def make_actor_provider(args: argparse.Namespace, shape: ModelShape) -> Any:
         spec = _layer_spec(args, config, vp_stage)
         if shape.norms_whole_projection and not args.spec:
             set_projection_norms(spec)
-        return GPTModel(
+        model = GPTModel(
             config=config,
             transformer_layer_spec=spec,
             vocab_size=megatron_adapter.padded_vocab_size(shape, args),
@@ -212,6 +212,12 @@ def make_actor_provider(args: argparse.Namespace, shape: ModelShape) -> Any:
             vp_stage=vp_stage,
             pg_collection=pg_collection,
         )
+        for name, parameter in model.named_parameters():
+            if name.endswith("softmax_offset"):
+                # Transformer Engine leaves it out. Only the first rank's would count in the norm
+                # of the gradient, though each rank has those of its own heads.
+                parameter.tensor_model_parallel = True  # type: ignore[attr-defined]
+        return model
 
     return provider
 

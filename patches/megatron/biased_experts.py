@@ -47,7 +47,8 @@ def apply() -> None:
 
     def reduce_over_several(input_, group=None):
         group = get_tensor_model_parallel_group_if_none(group)
-        return input_ if group.size() == 1 else reduce(input_, group)
+        alone = group is not None and group.size() == 1
+        return input_ if alone else reduce(input_, group)
 
     build = SequentialMLP.__init__
 

@@ -125,6 +125,12 @@ def built(job: megatron_models.Job, rank: int, everywhere: dict[str, list[Box]])
                 if layout.ep_size > 1
                 and (".experts." in name) == getattr(parameter, "allreduce", True)
             ],
+            "sinks_not_split": [  # of gradients' norm only the first rank's would be a part
+                name
+                for name, parameter in model.named_parameters()
+                if name.endswith("softmax_offset")
+                and not getattr(parameter, "tensor_model_parallel", False)
+            ],
             "devices": sorted({weight.device.type for weight in weights.values()}),
         }
 

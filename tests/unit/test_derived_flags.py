@@ -169,6 +169,16 @@ def test_contradiction_of_the_machine_is_an_error_only_there(
     derive(shapes[DEEPSEEK_V3], tokens, parser, platform=WHOLE)
 
 
+def test_yarn_that_an_older_megatron_has_no_flags_for_is_refused(
+    shapes: dict[str, ModelShape],
+) -> None:
+    says = (
+        "config.json asks for gpt_oss's yarn of grouped attention, .*; install megatron-core 0.19"
+    )
+    with pytest.raises(UsageError, match=says):
+        derive(shapes[GPT_OSS], "", argparse.ArgumentParser())
+
+
 def test_context_parallelism_that_sinks_lack_is_refused(
     shapes: dict[str, ModelShape], parser: argparse.ArgumentParser
 ) -> None:

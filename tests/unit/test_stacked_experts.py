@@ -18,7 +18,8 @@ from mcore_rl.megatron.hf_checkpoint import (
     read_tensor,
 )
 from mcore_rl.megatron.stacked_experts import dequantise
-from mcore_rl.model.config_json import model_shape
+from mcore_rl.model.config_json import ModelShape, model_shape
+from mcore_rl.tools.doctor.checkpoint import check_hf_folder
 from scripts.make_tiny_deepseek import hf_config
 from tests.mxfp4_checkpoint import QUANTIZATION, random_mxfp4
 
@@ -27,10 +28,14 @@ PREFIX = "model.layers.0.mlp.experts."
 Tensors = dict[str, torch.Tensor]
 
 
-def opened(folder: Path, tensors: Tensors, *, mxfp4: bool) -> HFCheckpoint:
+def shape_of(*, mxfp4: bool) -> ModelShape:
     values = hf_config("gpt_oss") | ({"quantization_config": QUANTIZATION} if mxfp4 else {})
+    return model_shape(values, Path("config.json"))
+
+
+def opened(folder: Path, tensors: Tensors, *, mxfp4: bool) -> HFCheckpoint:
     save_file({name: t.contiguous() for name, t in tensors.items()}, folder / "model.safetensors")
-    return open_checkpoint(folder, model_shape(values, Path("config.json")))
+    return open_checkpoint(folder, shape_of(mxfp4=mxfp4))
 
 
 def in_bfloat16(generator: torch.Generator) -> tuple[Tensors, Tensors]:
@@ -82,6 +87,8 @@ def test_every_box_of_every_expert_is_that_of_whole_tensors(make, tmp_path: Path
         expected[f"{PREFIX}{expert}.w2.weight"] = meant["down_proj"][expert]
         expected[f"{PREFIX}{expert}.w2.bias"] = biases["down_proj_bias"][expert]
     assert checkpoint.tensors.keys() == expected.keys()
+    (said,) = check_hf_folder(shape_of(mxfp4=make is in_mxfp4), checkpoint)
+    assert (" of MXFP4, read as bfloat16," in said.found) == (make is in_mxfp4)
     check_complete(checkpoint, set(expected))
     for name, whole in expected.items():
         info = checkpoint.tensors[name]

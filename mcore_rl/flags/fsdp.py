@@ -82,6 +82,14 @@ def _check_layout(values: Mapping[str, Any]) -> None:
             flag=f"--pipeline-model-parallel-size {pp_size}",
             remedy="drop one of the two",
         )
+    tp_size = values.get("tensor_model_parallel_size", 1)
+    if tp_size > 1 and values.get("softmax_type") == "learnable":
+        raise UsageError(
+            "gives the gradient of a model with attention sinks and biases too small a norm with "
+            f"{_FLAG}",
+            flag=f"--tensor-model-parallel-size {tp_size}",
+            remedy="drop one of the two",
+        )
     if (instances := values.get("num_distributed_optimizer_instances", 1)) > 1:
         raise UsageError(
             f"is not supported with {_FLAG}",

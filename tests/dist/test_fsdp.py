@@ -64,6 +64,8 @@ CASES = {
     "params dp4 ep2": Case("optim_grads_params", 4, EP2),
     "params tp2 dp2 ep2": Case("optim_grads_params", 4, (*TP2, *EP2), OVERLAP),
     "params dp2 dense tied": Case("optim_grads_params", model=DENSE_AND_TIED),
+    # Rows of one element: biases and sinks. With TP it is refused.
+    "params dp4 ep2 gpt-oss": Case("optim_grads_params", 4, EP2, model=(("arch", "gpt_oss"),)),
     "params dp2 packed": Case("optim_grads_params", more=("--rl-max-tokens-per-microbatch", "128")),
     "params dp2 recompute": Case("optim_grads_params", more=FULL_RECOMPUTE),
     "params dp2 offload": Case("optim_grads_params", more_with_fsdp=ALL_AWAY),

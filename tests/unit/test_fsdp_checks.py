@@ -46,6 +46,10 @@ def test_nothing_is_asked_without_the_flag() -> None:
         ({"ckpt_format": "torch_dist"}, ["add --ckpt-format fsdp_dtensor"]),
         ({"pipeline_model_parallel_size": 2}, ["--pipeline-model-parallel-size 2", "drop one"]),
         (
+            {"tensor_model_parallel_size": 2, "softmax_type": "learnable"},  # gpt-oss
+            ["--tensor-model-parallel-size 2", "attention sinks", "drop one"],
+        ),
+        (
             {"num_distributed_optimizer_instances": 2},
             ["--num-distributed-optimizer-instances 2", "must be 1"],
         ),

@@ -121,7 +121,8 @@ def derive_flags(
         )
     _refuse_what_is_not_here(given, names, platform)
     _refuse_what_sinks_lack(shape, given, platform)
-    defaults = given_values(_defaults(shape, config, given, platform), parser)
+    tokens = _defaults(shape, config, given, platform, has_detached_mtp="mtp_detach_heads" in names)
+    defaults = given_values(tokens, parser)
     check_derived_count(given, defaults)
     kept = {dest: value for dest, value in defaults.items() if dest not in given}
     on_machine = [token for tokens in machine.values() for token in tokens]
@@ -255,9 +256,15 @@ def _refuse_other_precision(config: RLConfig, given: Mapping[str, Any]) -> None:
 
 
 def _defaults(
-    shape: ModelShape, config: RLConfig, given: Mapping[str, Any], platform: Platform
+    shape: ModelShape,
+    config: RLConfig,
+    given: Mapping[str, Any],
+    platform: Platform,
+    *,
+    has_detached_mtp: bool,
 ) -> list[str]:
-    """What RL wants where the user says nothing, and what Megatron insists on being told."""
+    """What RL wants where the user says nothing, and what Megatron insists on being told;
+    `has_detached_mtp`: this Megatron can keep the gradients of MTP layers to themselves."""
     mini_batch = config.samples_per_step // config.num_mini_batches
     longest = config.max_prompt_tokens + config.max_response_tokens
     chunks = chunks_of_sample(given.get("context_parallel_size") or 1)
@@ -283,6 +290,9 @@ def _defaults(
     if not given.get("use_megatron_fsdp"):  # whose format is
         # A run goes on in whatever layout is free; else the optimizer is bound to its TP and PP.
         tokens.append("--dist-ckpt-optim-fully-reshardable")
+    if given.get("mtp_num_layers") and has_detached_mtp:
+        # What they learn is their own: neither gradients nor clipping of the policy feel it.
+        tokens.append("--mtp-detach-heads")
     if given.get("save"):
         tokens += ["--save-interval", str(config.num_steps)]  # once, at the end
     if config.precision != "fp32" and not given.keys() & {"bf16", "fp16"}:

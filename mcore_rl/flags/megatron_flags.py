@@ -121,6 +121,7 @@ HONOURED: Mapping[str, str] = {
         attention_softmax_in_fp32 test_mode padded_vocab_size pad_vocab_size
         moe_router_load_balancing_type moe_aux_loss_coeff mla_down_proj_fusion
         cuda_graph_scope_deprecated cuda_graph_modules te_precision_config_file spec
+        mtp_num_layers mtp_loss_scaling_factor mtp_detach_heads
     """,
 }
 
@@ -138,7 +139,7 @@ ARCHITECTURE = frozenset(
     moe_router_num_groups moe_router_pre_softmax moe_router_score_function moe_router_topk
     moe_router_topk_scaling_factor moe_shared_expert_gate moe_shared_expert_glu_interleave_size
     moe_shared_expert_intermediate_size moe_single_grouped_weight mscale mscale_all_dim
-    mtp_num_layers multi_latent_attention no_rope_freq normalization num_attention_heads num_experts
+    multi_latent_attention no_rope_freq normalization num_attention_heads num_experts
     num_layers num_query_groups openai_gelu position_embedding_type q_lora_rank qk_head_dim
     qk_l2_norm qk_layernorm qk_pos_emb_head_dim quick_geglu rope_scaling_factor rope_type
     rotary_base rotary_interleaved rotary_percent rotary_scaling_factor
@@ -272,8 +273,8 @@ WITHOUT_EFFECT: Mapping[str, str] = {
         mamba_training_ssm_states_dtype use_mamba_mem_eff_path is_hybrid_model mrope_section
         relative_attention_num_buckets relative_attention_max_distance add_position_embedding
         bert_binary_head output_bert_embeddings bert_embedder_type decoder_num_layers
-        mtp_loss_scaling_factor mtp_use_repeated_layer mtp_detach_heads mtp_standalone
-        mtp_hybrid_override_pattern use_grouped_gemm_for_dense_mlp moe_single_grouped_bias
+        mtp_use_repeated_layer mtp_standalone mtp_hybrid_override_pattern
+        use_grouped_gemm_for_dense_mlp moe_single_grouped_bias
         mup_width_mult mup_base_hidden_size mup_embedding_mult mup_output_mult mup_base_head_dim
         mup_attn_scale_power ict_head_size biencoder_projection_dim
         biencoder_shared_query_context_model ict_load bert_load titles_data_path query_in_block_prob
@@ -449,9 +450,10 @@ RANGES: Mapping[str, str] = {
     "at least 0": """
         lr min_lr lr_warmup_init lr_warmup_iters decoupled_lr decoupled_min_lr weight_decay
         start_weight_decay end_weight_decay clip_grad moe_aux_loss_coeff moe_z_loss_coeff
-        moe_router_bias_update_rate
+        moe_router_bias_update_rate mtp_loss_scaling_factor
     """,
     "greater than 0": """
+        mtp_num_layers
         adam_eps lr_decay_iters lr_wsd_decay_iters loss_scale initial_loss_scale min_loss_scale
         loss_scale_window hysteresis exit_interval exit_duration_in_mins save_retain_interval
         distributed_timeout_minutes recompute_num_layers ckpt_step

@@ -28,7 +28,7 @@ from mcore_rl.megatron.shards import ModelShards
 from mcore_rl.model.boxes import Box, intersect, uncovered, volume
 from mcore_rl.model.config_json import ModelShape
 from mcore_rl.model.layout import TrainLayout
-from mcore_rl.model.tensors import checkpoint_tensors, mtp_tensors
+from mcore_rl.model.tensors import checkpoint_tensors, is_mtp_tensor, mtp_tensors
 from mcore_rl.model.weight_map import layer_order
 
 
@@ -82,10 +82,10 @@ class WeightStream:
     """One plan, streamed once per hand-over. Constructing and streaming are collective.
 
     `tensors` are the checkpoint's; those travel that training holds, on whichever rank, in `dtype`
-    ("checkpoint", "bf16" or "fp16"). Those `carried` for a drafter come from the rank itself, after
-    all others. With `delta` only what changed travels, and everything every
-    `full_every` times. `bucket_bytes` caps what is in flight; `ranks_per_node` consecutive ranks
-    are near each other.
+    ("checkpoint", "bf16" or "fp16"). Those of MTP layers come after all others; where nothing
+    trains them, they are `carried` for a drafter and come from the rank itself. With `delta` only
+    what changed travels, and everything every `full_every` times. `bucket_bytes` caps what is in
+    flight; `ranks_per_node` consecutive ranks are near each other.
     """
 
     def __init__(
@@ -115,7 +115,8 @@ class WeightStream:
         # Of what is carried nobody needs copies of what the model has.
         also = {n: i for n, i in also.items() if any(n in need for need in self.holdings.need)}
         self.tensors = {n: i for n, i in self.tensors.items() if n in served or n in also}
-        self.order = [*layer_order(served), *layer_order(also)]
+        drafters = {n for n in self.tensors if is_mtp_tensor(n, shards.shape.num_layers)}
+        self.order = [*layer_order(self.tensors.keys() - drafters), *layer_order(drafters)]
         plan = make_plan(
             self.tensors,
             order=self.order,

@@ -269,7 +269,7 @@ def _spec(
     return JobSpec(
         config=config,
         shape=shape,
-        checkpoint=checkpoint,
+        checkpoint=checkpoint.with_mtp_trained(shape, given.get("mtp_num_layers") or 0),
         roles=roles,
         train_layout=layout,
         layers=layers,
@@ -357,6 +357,8 @@ _CHECKS: tuple[Check, ...] = (
     _check("offload", _offload),
     _check("layout", _layout, reads=(_LAYOUT,)),
     _check("layers", _layers, reads=(_LAYOUT,)),
+    _check("mtp", preflight.check_mtp),
+    _check("mtp_weights", preflight.check_mtp_weights, "mtp", asks=FILES),
     _check("rollout", _rollout, reads=(_LAYOUT,)),
     _check("batches", check_batches, reads=(_LAYOUT, _BATCH)),
     _check("all_tokens", _tokens_of_megatron),

@@ -53,6 +53,7 @@ def activation_settings(
         recompute=recompute(values),
         chunk_tokens=config.log_prob_chunk_tokens,
         expert_load=expert_load,
+        mtp_layers=values.get("mtp_num_layers") or 0,
     )
     mini_batch = config.samples_per_step // config.num_mini_batches
     group = values.get("microbatch_group_size_per_vp_stage") or train.pp_size

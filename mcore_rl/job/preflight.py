@@ -24,6 +24,8 @@ from mcore_rl.megatron.policy_head import named_spec
 from mcore_rl.megatron.version import check_megatron
 from mcore_rl.model.config_json import ModelShape
 from mcore_rl.model.families import family_of
+from mcore_rl.model.layout import PipelineLayers
+from mcore_rl.model.tensors import mtp_tensors
 from mcore_rl.moe import balance
 from mcore_rl.moe.routing import OFF
 from mcore_rl.moe.routing_replay import obstacle
@@ -179,6 +181,74 @@ def check_biases(checkpoint: HFCheckpoint, shape: ModelShape, values: Mapping[st
     name = family_of(shape.architecture).names.router_bias
     found = {t: info.dtype for t, info in checkpoint.tensors.items() if t.endswith(name)}
     balance.check_bias_dtypes(values, found, checkpoint.folder)
+
+
+def check_mtp(
+    config: RLConfig, shape: ModelShape, layers: PipelineLayers, values: Mapping[str, Any]
+) -> None:
+    """MTP layers that are to be trained are there, and nothing that they cannot be beside."""
+    count = values.get("mtp_num_layers")
+    if not count:
+        return
+    if count > shape.num_mtp_layers:
+        reason = (
+            f"trains multi-token-prediction layers, of which config.json has "
+            f"{shape.num_mtp_layers or 'none'} (num_nextn_predict_layers)"
+        )
+    elif not family_of(shape.architecture).has_drafter:
+        reason = f"is not supported for model_type '{shape.architecture}'"
+    elif not values.get("mtp_detach_heads"):
+        reason = (
+            "would let what MTP layers learn into the policy without --mtp-detach-heads, which "
+            "megatron-core has from 0.19 on"
+        )
+    elif against := _against_mtp(config, layers, values):
+        reason = f"is not possible with {against}"
+    else:
+        return
+    raise _cannot_train_mtp(reason, count)
+
+
+def check_mtp_weights(
+    shape: ModelShape, checkpoint: HFCheckpoint, values: Mapping[str, Any]
+) -> None:
+    """MTP layers that are to be trained are in the checkpoint."""
+    count = values.get("mtp_num_layers") or 0
+    for name, spec in mtp_tensors(shape, count):
+        found = checkpoint.mtp.get(name)
+        if found is None or found.shape != spec.shape:
+            has = "lacks" if found is None else f"has of shape {list(found.shape)}"
+            reason = f"trains {name} of shape {list(spec.shape)}, which {checkpoint.folder} {has}"
+            raise _cannot_train_mtp(reason, count)
+
+
+def _cannot_train_mtp(reason: str, count: int) -> UsageError:
+    return UsageError(
+        reason,
+        flag=f"--mtp-num-layers {count}",
+        remedy="drop it; MTP layers are then carried as they are",
+    )
+
+
+def _against_mtp(config: RLConfig, layers: PipelineLayers, values: Mapping[str, Any]) -> str:
+    """What MTP layers cannot be trained beside, or ""."""
+    if (cp_size := values.get("context_parallel_size") or 1) > 1:
+        return f"--context-parallel-size {cp_size}, as tokens ahead lie on other ranks"
+    if len(layers[-1]) > 1:
+        return "virtual pipeline stages, whose chunks Megatron does not tell of them"
+    if values.get("pipeline_model_parallel_layout"):
+        return "--pipeline-model-parallel-layout, as they follow the last decoder layer"
+    if values.get("use_megatron_fsdp"):
+        return "--use-megatron-fsdp, which would shard a second embedding"
+    if values.get("overlap_grad_reduce") and len(layers) > 1:
+        return "--overlap-grad-reduce, which waits for a gradient of their stage's embedding"
+    if values.get("spec"):
+        return f"--spec {' '.join(values['spec'])}, which says nothing of them"
+    if config.recipe.needs_critic:
+        return f"--rl-advantage {config.recipe.advantage}, whose critic has none"
+    if config.reward_model is not None:
+        return f"--rl-reward-model {config.reward_model}, which has none"
+    return ""
 
 
 def check_together(values: Mapping[str, Any]) -> None:

@@ -14,7 +14,7 @@ import json
 import logging
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
@@ -31,7 +31,7 @@ from mcore_rl.model.boxes import Box, full_box
 from mcore_rl.model.config_json import ModelShape
 from mcore_rl.model.families import family_of
 from mcore_rl.model.quantization import FP8, MXFP4
-from mcore_rl.model.tensors import is_mtp_tensor
+from mcore_rl.model.tensors import copied_by_mtp, is_mtp_tensor
 from mcore_rl.model.weight_map import layer_order
 
 logger = logging.getLogger(__name__)
@@ -55,17 +55,31 @@ class HFCheckpoint:
     folder: Path
     files: Mapping[str, str]  # tensor -> file name
     tensors: Mapping[str, TensorInfo]  # of the model proper: no MTP layers, no position tables
-    # Of multi-token-prediction layers. Nothing trains them: whoever wants them reads them here.
+    # Of multi-token-prediction layers that are not trained: whoever wants them reads them here.
     mtp: Mapping[str, TensorInfo] = field(default_factory=dict)
     # Weight in blocks, of either -> its scales.
     float8: Mapping[str, TensorInfo] = field(default_factory=dict)
     # Where tensors of experts are that the folder has by layer. `files` knows both of their names.
     stack: stacked.Stack = field(default_factory=lambda: stacked.Stack({}, {}))
+    # Of trained MTP layers, tensors that repeat one of the model proper -> which.
+    copies: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def everything(self) -> dict[str, TensorInfo]:
         """Its tensors, those of multi-token-prediction layers included."""
-        return {**self.tensors, **self.mtp}
+        return {**self.tensors, **self.mtp, **{c: self.tensors[t] for c, t in self.copies.items()}}
+
+    def with_mtp_trained(self, shape: ModelShape, num_layers: int) -> HFCheckpoint:
+        """The first `num_layers` MTP layers as a part of the model proper."""
+        end = shape.num_layers + num_layers
+        trained = {t: info for t, info in self.mtp.items() if not is_mtp_tensor(t, end)}
+        copies = {t: of for t in trained if (of := copied_by_mtp(t, tied=shape.tied_embeddings))}
+        return replace(
+            self,
+            tensors=self.tensors | {t: i for t, i in trained.items() if t not in copies},
+            mtp={t: info for t, info in self.mtp.items() if t not in trained},
+            copies=copies,
+        )
 
     @property
     def stored_bytes(self) -> int:

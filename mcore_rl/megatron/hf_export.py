@@ -28,6 +28,7 @@ from mcore_rl.model.boxes import Box, extent, full_box
 from mcore_rl.model.config_json import read_config_json
 from mcore_rl.model.families import left_to_defaults
 from mcore_rl.model.quantization import POWERS_OF_TWO, QUANTIZATION
+from mcore_rl.model.tensors import is_mtp_tensor
 from mcore_rl.model.weight_map import layer_order
 
 # In what `export` writes: only a folder that has it may be replaced.
@@ -50,8 +51,9 @@ def export(
     """Write the current weights as a Hugging Face folder that `transformers` loads. Collective.
 
     Names, shapes and dtypes are those of `checkpoint`, the folder the run started from, as are
-    config.json and the tokenizer. MTP layers, which are not trained, are copied bit for bit; where
-    the source has none, config.json's count of them is set to 0. config.json also says what the
+    config.json and the tokenizer. MTP layers that are not trained are copied bit for bit; what
+    trained ones repeat of embedding and head is these as they are now; where the source has no
+    such layers, config.json's count of them is set to 0. config.json also says what the
     source left to defaults that are not vLLM's. Weights that the source has in FP8 blocks are
     written in bfloat16, and config.json without its quantization_config; `as_float8`, they are FP8
     blocks again, and config.json says so: a writer reads the source's bytes of its tensors, keeps
@@ -73,13 +75,14 @@ def export(
 
     parts = _split_by_size(checkpoint, max_file_bytes)
     names = [f"model-{i + 1:05d}-of-{len(parts):05d}.safetensors" for i in range(len(parts))]
-    have = _gather_boxes(shards)
+    have, copies = _gather_boxes(shards), checkpoint.copies
     written = _writing(checkpoint, as_float8=as_float8)
     for first in range(0, len(parts), world_size):
         turn = parts[first : first + world_size]
         need: list[dict[str, list[Box]]] = [{} for _ in range(world_size)]
         for writer, tensors in enumerate(turn):
-            trained = [t for t in tensors if t in checkpoint.tensors]
+            # What MTP layers repeat of the model is what has become of it.
+            trained = [copies.get(t, t) for t in tensors if t not in checkpoint.mtp]
             need[writer] = {t: [full_box(checkpoint.tensors[t].shape)] for t in trained}
         plan = make_plan(
             checkpoint.tensors,
@@ -91,17 +94,23 @@ def export(
         # on a device takes more than the weights of a turn.
         transfer = Transfer(plan, checkpoint.tensors, bucket_bytes=bucket_bytes, device="cpu")
         filled: dict[str, torch.Tensor] = {}
+        mine = turn[rank] if rank < len(turn) else []
+        names_of: dict[str, list[str]] = {}
+        for tensor in mine:
+            names_of.setdefault(copies.get(tensor, tensor), []).append(tensor)
         came: set[str] = set()
         for tensor, pieces in transfer.stream(shards.read):
             if tensor in need[rank]:
                 came.add(tensor)
                 full = _assemble(tensor, checkpoint.tensors[tensor], pieces, shards)
-                written(tensor, full, filled)
+                for name in names_of[tensor]:
+                    written(name, full if name == tensor else full.clone(), filled)
         for tensor in need[rank]:
             if tensor not in came:  # nothing of it had to travel
                 full = _assemble(tensor, checkpoint.tensors[tensor], [], shards)
-                written(tensor, full, filled)
-        for tensor in turn[rank] if rank < len(turn) else ():
+                for name in names_of[tensor]:
+                    written(name, full if name == tensor else full.clone(), filled)
+        for tensor in mine:
             if tensor in checkpoint.mtp:
                 filled |= _as_published(checkpoint, tensor, as_float8=as_float8)
         if filled:
@@ -235,7 +244,9 @@ def _write_rest(
             shutil.copyfile(checkpoint.folder / name, folder / name)
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     changes = left_to_defaults(config)
-    if config.get("num_nextn_predict_layers") and not checkpoint.mtp:
+    num_layers = config.get("num_hidden_layers", 0)
+    has_mtp = any(is_mtp_tensor(t, num_layers) for t in checkpoint.everything)
+    if config.get("num_nextn_predict_layers") and not has_mtp:
         changes["num_nextn_predict_layers"] = 0
     stays = config if as_float8 else {n: v for n, v in config.items() if n != QUANTIZATION}
     if changes or stays != config:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import copy
 import functools
 import importlib
 import inspect
@@ -32,6 +33,12 @@ from mcore_rl.megatron.log_probs import vocab_parallel_log_probs
 from mcore_rl.megatron.projection_norms import set_projection_norms
 from mcore_rl.model.config_json import ModelShape
 
+# Of what Megatron hands to `_postprocess`, by name.
+_TAKEN_BY_MTP = frozenset(
+    "position_ids attention_mask rotary_pos_emb rotary_pos_cos rotary_pos_sin packed_seq_params "
+    "sequence_len_offset".split()  # and no padding_mask, which it would shift on each TP rank alone
+)
+
 
 class PolicyHead:
     """Mixin before a Megatron language model class.
@@ -45,6 +52,11 @@ class PolicyHead:
 
     real_vocab_size: int
     chunk_tokens: int
+
+    # A model with MTP layers (`--mtp-num-layers`) appends n columns in training mode, one a layer:
+    # position t has in column 2 + i the log-prob of token t+2+i at temperature 1. Their gradient
+    # reaches the MTP layers alone: hidden states and embedding are detached by Megatron
+    # (`--mtp-detach-heads`), the head's weight here. In evaluation MTP layers do not run.
 
     def forward(
         self,
@@ -60,7 +72,7 @@ class PolicyHead:
         score = functools.partial(
             self._score, target_ids=target_ids, temperature=temperature, with_entropy=with_entropy
         )
-        with self._output_layer_as(score):
+        with self._output_layer_as(score), self._own_postprocess():
             return super().forward(*args, **kwargs)  # type: ignore[misc]
 
     @contextlib.contextmanager
@@ -74,6 +86,62 @@ class PolicyHead:
         finally:
             del layer.forward
 
+    @contextlib.contextmanager
+    def _own_postprocess(self) -> Iterator[None]:
+        # Megatron's runs MTP layers in evaluation, too, and divides their loss by the tokens of a
+        # micro-batch, so that it would depend on the split.
+        if not getattr(self, "mtp_process", False):
+            yield
+            return
+        self._postprocess = functools.partial(self._postprocess_with_mtp, super()._postprocess)  # type: ignore[misc]
+        try:
+            yield
+        finally:
+            del self._postprocess
+
+    def _postprocess_with_mtp(
+        self, postprocess: Any, hidden_states: torch.Tensor, **inputs: Any
+    ) -> torch.Tensor:
+        """Megatron's `_postprocess` of a model without MTP layers, and what these say."""
+        config = self.config  # type: ignore[has-type]
+        self.config = copy.copy(config)
+        self.config.mtp_num_layers = None
+        try:
+            scores = postprocess(hidden_states, **inputs | {"mtp_in_postprocess": False})
+        finally:
+            self.config = config
+        if not self.training:  # type: ignore[attr-defined]
+            return scores
+        return torch.cat((scores, self._mtp_log_probs(hidden_states, **inputs)), dim=-1)
+
+    def _mtp_log_probs(
+        self, hidden_states: torch.Tensor, *, input_ids: torch.Tensor, **inputs: Any
+    ) -> torch.Tensor:
+        """`[b, s, n]` float32; nonsense where the token that is predicted is not the sample's."""
+        block = {name: value for name, value in inputs.items() if name in _TAKEN_BY_MTP}
+        of_layers = self.mtp(  # type: ignore[attr-defined]
+            input_ids=input_ids,
+            hidden_states=hidden_states,
+            embedding=self.embedding,  # type: ignore[attr-defined]
+            **block,
+        ).chunk(1 + self.config.mtp_num_layers)[1:]
+        weight = (
+            self.shared_embedding_or_output_weight()  # type: ignore[attr-defined]
+            if self.share_embeddings_and_output_weights  # type: ignore[attr-defined]
+            else self.output_layer.weight  # type: ignore[attr-defined]
+        ).detach()
+        found = [
+            self._distribution(
+                hidden,
+                weight,
+                input_ids.roll(-2 - ahead, dims=1),
+                temperature=1.0,
+                with_entropy=False,
+            )[0]
+            for ahead, hidden in enumerate(of_layers)
+        ]
+        return torch.stack(found, dim=-1).transpose(0, 1)
+
     def _score(
         self,
         hidden: torch.Tensor,
@@ -85,9 +153,26 @@ class PolicyHead:
         with_entropy: bool,
     ) -> tuple[torch.Tensor, None]:
         """`[s (or this rank's share), b, h]` -> `[s, b, 2]`, in the place of the output layer."""
-        layer = self.output_layer  # type: ignore[attr-defined]
+        weight = self.output_layer.weight if weight is None else weight  # type: ignore[attr-defined]
+        found = self._distribution(
+            hidden, weight, target_ids, temperature=temperature, with_entropy=with_entropy
+        )
+        return torch.stack(found, dim=-1), None
+
+    def _distribution(
+        self,
+        hidden: torch.Tensor,
+        weight: torch.Tensor,
+        target_ids: torch.Tensor,
+        *,
+        temperature: float,
+        with_entropy: bool,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Log-probs of `target_ids` `[b, s]` and entropies (0 without), each `[s, b]`.
+
+        They are of hidden states `[s (or this rank's share), b, h]` under the head's `weight`.
+        """
         group = self.pg_collection.tp  # type: ignore[attr-defined]
-        weight = layer.weight if weight is None else weight
         if self.config.sequence_parallel:  # type: ignore[attr-defined]
             hidden = gather_from_sequence_parallel_region(
                 hidden, tensor_parallel_output_grad=True, group=group
@@ -106,7 +191,8 @@ class PolicyHead:
             chunk_tokens=self.chunk_tokens,
             with_entropy=with_entropy,
         )
-        return torch.stack((log_probs, entropy), dim=-1).view(positions, samples, 2), None
+        found = (log_probs, torch.zeros_like(log_probs) if entropy is None else entropy)
+        return found[0].view(positions, samples), found[1].view(positions, samples)
 
 
 class GPTActor(PolicyHead, GPTModel):
@@ -198,6 +284,7 @@ def make_actor_provider(args: argparse.Namespace, shape: ModelShape) -> Any:
         model = GPTModel(
             config=config,
             transformer_layer_spec=spec,
+            mtp_block_spec=megatron_adapter.mtp_block_spec(config, spec, vp_stage),
             vocab_size=megatron_adapter.padded_vocab_size(shape, args),
             max_sequence_length=args.max_position_embeddings,
             pre_process=pre_process,

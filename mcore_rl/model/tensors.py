@@ -195,7 +195,10 @@ def checkpoint_tensors(shape: ModelShape) -> Iterator[tuple[str, TensorSpec]]:
 
 # How names end under which an MTP layer has copies of what the model proper holds; engines share
 # that with their drafters and read no copy.
-_MTP_COPIES = ("embed_tokens.weight", "shared_head.head.weight")
+_MTP_COPIES = {
+    "embed_tokens.weight": "model.embed_tokens.weight",
+    "shared_head.head.weight": "lm_head.weight",
+}
 
 
 def is_mtp_tensor(name: str, num_layers: int) -> bool:
@@ -209,7 +212,13 @@ def is_mtp_tensor(name: str, num_layers: int) -> bool:
 
 def is_mtp_copy(name: str) -> bool:
     """Whether a tensor of an MTP layer is a copy of the embedding or of the head."""
-    return name.endswith(_MTP_COPIES)
+    return name.endswith(tuple(_MTP_COPIES))
+
+
+def copied_by_mtp(name: str, *, tied: bool) -> str | None:
+    """What a tensor of an MTP layer is a copy of; None: it is none."""
+    found = next((whole for end, whole in _MTP_COPIES.items() if name.endswith(end)), None)
+    return "model.embed_tokens.weight" if found and tied else found
 
 
 def mtp_layer_specs(shape: ModelShape) -> list[TensorSpec]:
@@ -224,9 +233,13 @@ def mtp_layer_specs(shape: ModelShape) -> list[TensorSpec]:
     ]
 
 
-def mtp_tensors(shape: ModelShape) -> Iterator[tuple[str, TensorSpec]]:
-    """(full name, spec) of every tensor of the MTP layers, without copies of embedding and head."""
-    for layer in range(shape.num_layers, shape.num_layers + shape.num_mtp_layers):
+def mtp_tensors(
+    shape: ModelShape, num_layers: int | None = None
+) -> Iterator[tuple[str, TensorSpec]]:
+    """(full name, spec) of every tensor of the MTP layers, or the first `num_layers` of them,
+    without copies of embedding and head."""
+    count = shape.num_mtp_layers if num_layers is None else num_layers
+    for layer in range(shape.num_layers, shape.num_layers + count):
         for spec in mtp_layer_specs(shape):
             for expert in range(max(1, spec.num_experts)):
                 yield f"model.layers.{layer}.{spec.name.format(expert=expert)}", spec

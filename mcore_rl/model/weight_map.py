@@ -379,6 +379,15 @@ def _layer_rules(shape: ModelShape) -> Iterator[Mapping[str, _Rule]]:
             yield _SHARED_GATE_RULES
 
 
+# Within `mtp.layers.N.`, beside `mtp_model_layer.`, which is a decoder layer.
+_MTP_RULES: Mapping[str, _Rule] = {
+    "enorm.weight": _replicated("enorm.weight"),
+    "hnorm.weight": _replicated("hnorm.weight"),
+    "eh_proj.weight": _column("eh_proj.weight"),
+    "final_layernorm.weight": _replicated("shared_head.norm.weight"),
+}
+
+_MTP_LAYER = re.compile(r"mtp\.layers\.(\d+)\.(?:mtp_model_layer\.)?(.+)")
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
 # An expert is a module of its own, or one weight of Transformer Engine's grouped layer.
 _LOCAL_EXPERT = re.compile(r"mlp\.experts\.local_experts\.(\d+)\.(linear_fc[12]\.(?:weight|bias))")
@@ -402,12 +411,14 @@ def map_parameter(
     `name` is Megatron's, without the wrappers' `module.`; `local_shape` is this rank's. Raises
     RuntimeError for a name that no rule knows or that a model of this shape has no part for.
     """
-    match = _LAYER.fullmatch(name)
     rule, layer, expert = _TOP_RULES.get(name), "", None
-    if match is not None:
+    decoder, mtp = _LAYER.fullmatch(name), _MTP_LAYER.fullmatch(name)
+    if match := decoder or mtp:
         rest, local_expert = _split_expert(match[2])
-        rule = next((rules[rest] for rules in _layer_rules(shape) if rest in rules), None)
-        layer = f"model.layers.{at.layers[int(match[1])]}."
+        tables = [*_layer_rules(shape), *([_MTP_RULES] if mtp else [])]
+        rule = next((rules[rest] for rules in tables if rest in rules), None)
+        index = int(match[1])
+        layer = f"model.layers.{shape.num_layers + index if mtp else at.layers[index]}."
         if local_expert is not None and shape.experts is not None:
             expert = at.ep_rank * (shape.experts.num_experts // at.ep_size) + local_expert
     if rule is None:

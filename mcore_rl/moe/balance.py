@@ -51,8 +51,6 @@ def moves_biases(values: Mapping[str, Any]) -> bool:
 
 def in_the_way_of_padding(values: Mapping[str, Any]) -> str:
     """The flag with which routers are not told of padding, or ""."""
-    if layers := values.get("mtp_num_layers"):
-        return f"--mtp-num-layers {layers}"
     if values.get("enable_cuda_graph") or values.get("external_cuda_graph"):
         return "--enable-cuda-graph"
     graphs = values.get("cuda_graph_impl") or "none"
@@ -71,7 +69,9 @@ def check_balancing(values: Mapping[str, Any], max_tokens: int) -> None:
     """
     if not balances(values):
         return
-    if against := in_the_way_of_padding(values):
+    layers = values.get("mtp_num_layers")
+    # Megatron's MTP layers cannot be told of padding under sequence parallelism.
+    if against := f"--mtp-num-layers {layers}" if layers else in_the_way_of_padding(values):
         raise UsageError(
             f"counts padding in the load of experts, which {asked(values)} evens out",
             flag=against,

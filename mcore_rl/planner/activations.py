@@ -166,16 +166,35 @@ def train_activation_bytes(
             num_micro_batches=settings.num_micro_batches,
         )
         kept, group = 0.0, 0.0
-        for chunk in chunks:
-            sizes = [of[shape.is_moe_layer[n]] for n in chunk]
-            more, largest = _kept(sizes, settings)
+        for kinds in _kinds(shape, layers, settings, stage):
+            more, largest = _kept([of[is_moe] for is_moe in kinds], settings)
             kept, group = kept + more, max(group, largest)
         gradients = max(of[shape.is_moe_layer[n]].everything for chunk in chunks for n in chunk)
         total = kept * in_flight + group + gradients
         if stage == train.pp_size - 1:
             total += head_bytes(shape, train, settings, with_gradients=True)
+            total += settings.mtp_layers * _into_mtp_bytes(shape, train, settings)
         found.append(math.ceil(total))
     return found
+
+
+def _kinds(
+    shape: ModelShape, layers: PipelineLayers, settings: ActivationSettings, stage: int
+) -> list[list[bool]]:
+    """Whether each layer of a stage's chunks has experts; trained MTP layers follow the last one,
+    as which they are made."""
+    kinds = [[shape.is_moe_layer[n] for n in chunk] for chunk in layers[stage]]
+    if stage == len(layers) - 1:
+        kinds[-1] += [shape.is_moe_layer[-1]] * settings.mtp_layers
+    return kinds
+
+
+def _into_mtp_bytes(shape: ModelShape, train: TrainLayout, settings: ActivationSettings) -> float:
+    """What is kept around an MTP layer: embedding and hidden states, both normed and beside each
+    other, the result and what goes on to the head, which gathers it over TP."""
+    tokens = settings.micro_batch_tokens / train.cp_size
+    own = 1 / train.tp_size if settings.sequence_parallel else 1.0
+    return settings.weight_bytes * shape.hidden_size * tokens * (8 * own + 1)
 
 
 def _kept(sizes: list[_LayerBytes], settings: ActivationSettings) -> tuple[float, float]:
@@ -233,8 +252,13 @@ def micro_batch_activation_bytes(
     without what is recomputed."""
     of = _layer_sizes(shape, train, settings)
     return [
-        math.ceil(sum(_kept([of[shape.is_moe_layer[n]] for n in c], settings)[0] for c in chunks))
-        for chunks in layers
+        math.ceil(
+            sum(
+                _kept([of[is_moe] for is_moe in kinds], settings)[0]
+                for kinds in _kinds(shape, layers, settings, stage)
+            )
+        )
+        for stage in range(len(layers))
     ]
 
 

@@ -138,7 +138,9 @@ def _host_of_rank(
             found[f"{whose}parameters while engines start"] = weights
         if is_actor:
             found["copies for delta"] = traffic_bytes if engine.delta else 0
-            found["drafter's weights"] = case.drafter_bytes
+            # Of a drafter that is not trained.
+            carried = 0 if model.training.mtp_layers else case.drafter_bytes
+            found["drafter's weights"] = carried
             found["samples from all ranks"] = gathered_bytes(case)
             found.update(routed)
             found["file being exported"] = _exported_file_bytes(case) if engine.exports else 0

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from mcore_rl.model.config_json import ModelShape
 from mcore_rl.model.layout import PipelineLayers, RolloutLayout, TrainLayout
@@ -50,12 +50,18 @@ def vocabulary_rows(shape: ModelShape, tp_size: int, settings: ActivationSetting
 def stage_parameters(
     shape: ModelShape, train: TrainLayout, layers: PipelineLayers, settings: TrainSettings
 ) -> list[StageParameters]:
-    """Of every stage. The router's bias is no parameter, and MTP layers are not trained."""
+    """Of every stage. The router's bias is no parameter. MTP layers that are trained lie on the
+    last stage, with a copy of the embedding."""
     rows = vocabulary_rows(shape, train.tp_size, settings)
     last = len(layers) - 1
     embedding, head = embedding_specs(shape), head_specs(shape)
-    if shape.tied_embeddings and last:
+    if last and (shape.tied_embeddings or settings.mtp_layers):
         head = [*head, *embedding]  # Megatron keeps a copy of it on the last stage
+    # Which Megatron cuts, and vLLM does not.
+    of_mtp = [
+        replace(spec, cut=Cut.ROWS) if spec.name == "eh_proj.weight" else spec
+        for spec in mtp_layer_specs(shape)
+    ]
     of_kind = {
         is_moe: _count(layer_specs(shape, is_moe=is_moe), train, rows)
         for is_moe in set(shape.is_moe_layer)
@@ -67,6 +73,7 @@ def stage_parameters(
             parts.append(_count(embedding, train, rows))
         if stage == last:
             parts.append(_count(head, train, rows))
+            parts += [_count(of_mtp, train, rows)] * settings.mtp_layers
         found.append(StageParameters(sum(p.dense for p in parts), sum(p.experts for p in parts)))
     return found
 

@@ -94,7 +94,7 @@ class Case:
 
     @property
     def drafter_bytes(self) -> int:
-        """What a rank of the engine holds beside the model, and on its host."""
+        """What a rank of the engine holds beside the model, and on its host where it is carried."""
         return drafter_bytes(self.shape, self.rollout, self.engine.drafter_layers)
 
     @property

@@ -50,6 +50,7 @@ class ActivationSettings:
     recompute: Recompute
     chunk_tokens: int  # whose logits exist at one time
     expert_load: float  # tokens of the busiest rank's experts over the mean
+    mtp_layers: int = 0  # --mtp-num-layers: trained ones, on the last stage
 
     @property
     def micro_batch_tokens(self) -> int:

@@ -10,11 +10,12 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import functools
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
-from mcore_rl.algorithms.aggregation import Denominators
+from mcore_rl.algorithms.aggregation import Denominators, Segments, masked
 from mcore_rl.algorithms.mismatch import MismatchSums, mismatch_weights
 from mcore_rl.algorithms.total_loss import PolicyLossSums, policy_loss_total
 from mcore_rl.batching.rows import MicroBatching, ModelRows
@@ -35,6 +36,15 @@ class UpdateStats:
     sums: PolicyLossSums
     result: UpdateResult
     mismatch: MismatchSums | None = None  # where the update itself scored the samples first
+    mtp: MTPSums | None = None  # where MTP layers are trained
+
+
+@dataclass(frozen=True, slots=True)
+class MTPSums:
+    """What MTP layers say of a global mini-batch."""
+
+    loss: float  # cross-entropies in nats, of all layers
+    num_tokens: float  # that these are of; a token counts once for each layer
 
 
 class Actor:
@@ -99,29 +109,48 @@ class Actor:
         taken from it. Raises RuntimeError on all ranks for a non-finite loss or gradient, unless
         asked to skip it.
         """
-        loss = functools.partial(self._loss, denominators=self.runner.denominators(batch))
-        num_sums = len(PolicyLossSums.__slots__)
+        mtp_counts = self._mtp_counts(batch)
+        loss = functools.partial(
+            self._loss, denominators=self.runner.denominators(batch), mtp_counts=mtp_counts
+        )
         scores_first = batch.old_log_probs is None
         self._compare_routes(scores_first)
-        total = self.runner.accumulate_gradients(
-            batch, loss, num_sums=num_sums + scores_first * len(MismatchSums.__slots__)
+        sizes = (
+            len(PolicyLossSums.__slots__),
+            scores_first * len(MismatchSums.__slots__),
+            bool(mtp_counts),
         )
-        sums = total.sums
+        total = self.runner.accumulate_gradients(batch, loss, num_sums=sum(sizes))
+        sums, of_mismatch, of_mtp = total.sums.split(sizes)
         result = self.optimizer.step(
             num_samples=self.runner.num_samples(batch), nonfinite_losses=total.nonfinite_ranks
         )
         megatron_adapter.finish_param_sync(self._args, self.state)
-        mismatch = MismatchSums.from_stacked(sums[num_sums:]) if scores_first else None
-        return UpdateStats(PolicyLossSums.from_stacked(sums[:num_sums]), result, mismatch)
+        mismatch = MismatchSums.from_stacked(of_mismatch) if scores_first else None
+        mtp = MTPSums(float(of_mtp), sum(mtp_counts)) if mtp_counts else None
+        return UpdateStats(PolicyLossSums.from_stacked(sums), result, mismatch, mtp)
+
+    def _mtp_counts(self, batch: TrainBatch) -> list[float]:
+        """How many tokens of the global mini-batch each MTP layer is trained on."""
+        num_layers = self._args.mtp_num_layers or 0
+        masks = [predicted(batch.loss_mask, batch.lengths, 1 + i) for i in range(num_layers)]
+        if not masks:
+            return []
+        return self.runner.global_sum(torch.stack(masks).sum(dim=1).double()).tolist()
 
     def _keywords(self, rows: ModelRows) -> dict[str, object]:
         return {"target_ids": rows.target_ids, "temperature": self._config.temperature}
 
     def _loss(
-        self, scores: torch.Tensor, samples: TrainBatch, *, denominators: Denominators
+        self,
+        scores: torch.Tensor,
+        samples: TrainBatch,
+        *,
+        denominators: Denominators,
+        mtp_counts: Sequence[float],
     ) -> tuple[torch.Tensor, torch.Tensor]:
         assert samples.advantages is not None, "a stage before the update left out the advantages"
-        log_probs, entropy = scores.unbind(dim=1)
+        log_probs, entropy, *of_mtp = scores.unbind(dim=1)
         old_log_probs, weights, mismatch = samples.old_log_probs, samples.weights, None
         if old_log_probs is None:
             old_log_probs = log_probs.detach()
@@ -148,4 +177,41 @@ class Actor:
         sums = out.sums.stacked().double()
         if mismatch is not None:
             sums = torch.cat([sums, mismatch.sums.stacked()])
-        return out.loss, sums
+        if not mtp_counts:
+            return out.loss, sums
+        mtp_loss, mtp_sum = mtp_cross_entropy(
+            of_mtp, samples.loss_mask, samples.lengths, mtp_counts
+        )
+        sums = torch.cat([sums, mtp_sum[None]])
+        return out.loss + self._args.mtp_loss_scaling_factor * mtp_loss, sums
+
+
+def predicted(loss_mask: torch.Tensor, lengths: torch.Tensor, ahead: int) -> torch.Tensor:
+    """`[t]` bool: whether the token that lies `ahead` behind the one that a position scores is the
+    same sample's and counts."""
+    sample_ids = Segments.of(lengths, loss_mask).sample_ids
+    found = torch.zeros_like(loss_mask)
+    stop = max(0, len(loss_mask) - ahead)
+    found[:stop] = loss_mask[ahead:] & (sample_ids[ahead:] == sample_ids[:stop])
+    return found
+
+
+def mtp_cross_entropy(
+    log_probs: Sequence[torch.Tensor],
+    loss_mask: torch.Tensor,
+    lengths: torch.Tensor,
+    counts: Sequence[float],
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The loss of MTP layers (arXiv 2412.19437, eq. 24 and 25), and the sum of what it is made of.
+
+    `log_probs[i]` `[t]` is of the token at t+2+i, `counts[i]` how many of these count in the
+    global mini-batch. The loss is this call's share of the mean over layers of the means over
+    tokens; the sum, float64 without gradient, is over tokens and layers.
+    """
+    loss = log_probs[0].new_zeros(())
+    total = torch.zeros((), dtype=torch.float64, device=loss.device)
+    for i, (each, count) in enumerate(zip(log_probs, counts, strict=True)):
+        nats = -masked(predicted(loss_mask, lengths, 1 + i), each)
+        loss = loss + nats.sum() / (max(count, 1.0) * len(counts))
+        total += nats.detach().double().sum()
+    return loss, total

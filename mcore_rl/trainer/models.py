@@ -16,6 +16,7 @@ import torch.distributed as dist
 from mcore_rl.batching.rows import MicroBatching
 from mcore_rl.common import objects
 from mcore_rl.common.agreement import agreed_in_world
+from mcore_rl.common.errors import UsageError
 from mcore_rl.flags.roles import CRITIC, REWARD
 from mcore_rl.job.batches import micro_batching_of_args
 from mcore_rl.megatron import adapter as megatron_adapter
@@ -51,6 +52,12 @@ def build_actor(
     the Hugging Face ones are not read. `model_provider` is a fork's own; without it the model
     follows config.json. Weights that a user must mend end every rank with exit code 2.
     """
+    if model_provider is not None and job.args.mtp_num_layers:
+        raise UsageError(
+            "is for the model that mcore_rl builds, and this one is a fork's",
+            flag=f"--mtp-num-layers {job.args.mtp_num_layers}",
+            remedy="drop it; MTP layers are then carried as they are",
+        )
     provider = make_policy_provider(
         model_provider or make_actor_provider(job.args, job.shape),
         real_vocab_size=job.shape.vocab_size,

@@ -62,7 +62,15 @@ def update_metrics(updates: Sequence[UpdateStats]) -> dict[str, float]:
         "grad_norm": float(np.mean(norms)),
         "skipped_updates": float(sum(u.result.skipped for u in updates)),
         **(mismatch_metrics(updates[0].mismatch) if updates[0].mismatch is not None else {}),
+        **_mtp_metrics(updates),
     }
+
+
+def _mtp_metrics(updates: Sequence[UpdateStats]) -> dict[str, float]:
+    found = [update.mtp for update in updates if update.mtp is not None]
+    if not found:
+        return {}
+    return {"loss/mtp": sum(m.loss for m in found) / max(sum(m.num_tokens for m in found), 1.0)}
 
 
 def mismatch_metrics(sums: MismatchSums) -> dict[str, float]:

@@ -12,20 +12,28 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from mcore_rl.batching.train_batches import split_mini_batches
 from mcore_rl.batching.types import Prompt, Rollout
 from mcore_rl.common import objects
 from mcore_rl.hybrid_engine.sharding_manager import MegatronVLLMShardingManager, ReshardReport
 from mcore_rl.hybrid_engine.vllm.engine import EngineConfig, VLLMEngine
 from mcore_rl.hybrid_engine.weight_stream import missing_bytes
+from mcore_rl.megatron import adapter as megatron_adapter
 from mcore_rl.megatron.hf_export import export
+from mcore_rl.megatron.saving import save_checkpoint
 from mcore_rl.model.config_json import read_model_shape
 from mcore_rl.model.speculation import parse_speculation
-from mcore_rl.model.tensors import is_mtp_copy
+from mcore_rl.model.tensors import is_mtp_copy, is_mtp_tensor
+from mcore_rl.trainer.actor import Actor
 from mcore_rl.trainer.build import build_manager, engine_config
 from mcore_rl.trainer.models import routed_layers
+from mcore_rl.trainer.start import Job
+from mcore_rl.trainer.step_metrics import update_metrics
 from mcore_rl.verify import overwrite_with_zeros, stored_digests
-from tests.dist.jobs import started
+from tests.dist.jobs import log_probs_of_random_tokens, rank_batch, started
 
+# Tensors of a drafter of which every rank holds all, in the checkpoint's own shape.
+UNCUT = ("enorm.weight", "hnorm.weight", "eh_proj.weight", "shared_head.norm.weight")
 PROMPT_TOKENS, NEW_TOKENS = 8, 24
 NUM_SAMPLES = 60
 # Options of sampling, by the name under which the tests find what came of them.
@@ -188,3 +196,89 @@ def _traffic(manager: MegatronVLLMShardingManager, report: ReshardReport) -> dic
         "of_the_model": missing_bytes(stream.tensors, stream.holdings.have[rank], need),
         "lower_bound": report.lower_bound_bytes,
     }
+
+
+def train_mtp(flags: list[str], gradients: str, target: str) -> dict[str, Any]:
+    """Two updates; the gradient of the first goes to the folder `gradients`, named and cut as the
+    checkpoint is, and the weights after both to `target`."""
+    job, actor, shards = started(flags, in_float32=True)
+    step = actor.optimizer.step
+
+    def step_after_export(**arguments: Any) -> Any:
+        parameters = [p for chunk in actor.state.chunks for p in chunk.parameters()]
+        before = [p.data.clone() for p in parameters]
+        for parameter in parameters:
+            parameter.data.copy_(parameter.main_grad)
+        export(shards, job.checkpoint, Path(gradients))
+        for parameter, data in zip(parameters, before, strict=True):
+            parameter.data.copy_(data)
+        actor.optimizer.step = step  # type: ignore[method-assign]
+        return step(**arguments)
+
+    actor.optimizer.step = step_after_export  # type: ignore[method-assign]
+    parts = split_mini_batches(rank_batch(job))
+    updates = [actor.update(each) for each in parts]
+    export(shards, job.checkpoint, Path(target))
+    scores = log_probs_of_random_tokens(job, actor)
+    lost = _lost_in_checkpoint(job, actor, Path(target).with_name("checkpoint"))
+    lost = objects.all_gather(lost)
+    dist.destroy_process_group()
+    return {
+        "lost": lost,
+        "mtp": [None if u.mtp is None else (u.mtp.loss, u.mtp.num_tokens) for u in updates],
+        "grad_norms": [u.result.grad_norm for u in updates],
+        "log_probs": scores[:, :-1].tolist(),
+        "samples": parts[0].sample_ids.tolist(),
+    }
+
+
+def _lost_in_checkpoint(job: Job, actor: Actor, folder: Path) -> list[str]:
+    """What of parameters and optimizer is another after Megatron has written and read it."""
+    from megatron.training.checkpointing import load_checkpoint
+
+    def held() -> dict[str, torch.Tensor]:
+        found = megatron_adapter.train_tensors(actor.state)
+        both = [*found["parameters"], *found["optimizer"]]
+        return {name: tensor for name, tensor in both if not name.startswith("step ")}
+
+    save_checkpoint(job.args, actor.state, 1, folder)
+    before = {name: tensor.clone() for name, tensor in held().items()}
+    for tensor in {tensor.data_ptr(): tensor for tensor in held().values()}.values():
+        tensor.data.add_(1)
+    with mock.patch.multiple(job.args, load=str(folder), ckpt_step=1):
+        load_checkpoint(actor.state.model, actor.state.optimizer, actor.state.scheduler)
+    return [name for name, tensor in held().items() if not torch.equal(tensor, before[name])]
+
+
+def hand_over_trained_mtp(flags: list[str], before: str, after: str) -> dict[str, Any]:
+    """Hand-overs of MTP layers that are trained, before and after 20 updates, and exports of both.
+
+    What a drafter then holds of tensors that it does not cut goes back by the checkpoint's names.
+    """
+    job, actor, shards = started(flags)
+    engine = VLLMEngine(engine_config(job, load_format="auto"))
+    from_disk = stored_digests(engine)
+    manager = build_manager(job, shards, engine)
+    overwrite_with_zeros(engine, job, from_disk)
+    found: dict[str, Any] = {}
+    with manager:
+        found["differs_from_disk"] = _differing(engine, from_disk)
+    export(shards, job.checkpoint, Path(before), max_file_bytes=1 << 17, bucket_bytes=1 << 14)
+    batch = split_mini_batches(rank_batch(job))[0]
+    updates = [update_metrics([actor.update(batch)]) for _ in range(20)]
+    found["losses"] = [metrics["loss/mtp"] for metrics in updates]
+    export(shards, job.checkpoint, Path(after), max_file_bytes=1 << 17, bucket_bytes=1 << 14)
+    with manager:
+        held = dict(engine.stored_tensors())
+        found["drafter"] = {
+            name.removeprefix("drafter."): tensor.float().tolist()
+            for name, tensor in held.items()
+            if name.startswith("drafter.") and name.endswith(UNCUT)
+        }
+        found["greedy"] = _greedy(engine)
+        found["changed"] = _differing(engine, from_disk)
+    found["attested"] = sorted(n for n in manager.stream.tensors if is_mtp_tensor(n, 2))
+    found["carried_bytes"] = manager.stream._carried.num_bytes if manager.stream._carried else 0
+    engine.close()
+    dist.destroy_process_group()
+    return found

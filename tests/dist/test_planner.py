@@ -24,6 +24,7 @@ CASES: dict[str, tuple[str, dict[str, Any], str, str]] = {
     "tied_dense": ("qwen3", {"tie_word_embeddings": True}, "tp1_pp2_ep1", "bf16"),
     "shared_out": ("qwen3_moe", {}, "dp2", "bf16"),
     "float32": ("qwen3", {}, "tp2_pp1_ep1", "fp32"),
+    "trained_mtp": ("deepseek_v3", {"num_mtp_layers": 1}, "tp2_pp2_ep2", "bf16"),
 }
 
 
@@ -69,6 +70,7 @@ def test_plan_equals_what_training_holds(
     arch, options, split, precision = CASES[name]
     world_size = SPLITS[split][3]
     flags = job_flags(checkpoint_factory(arch, **options), split)
+    flags += ["--mtp-num-layers", "1"] if "num_mtp_layers" in options else []
     flags[flags.index("fp32")] = precision
     case = read_command_line([*flags, "--world-size", str(world_size)]).case
     assert case.critic is None

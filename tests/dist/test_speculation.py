@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections import Counter, defaultdict
 from collections.abc import Callable
@@ -14,8 +15,11 @@ import torch
 from safetensors.torch import load_file, save_file
 from scipy.stats import chi2, norm
 
-from tests.dist.layouts import job_flags
-from tests.dist.speculation_jobs import SAMPLING
+from mcore_rl.data.tokenizer import model_class
+from mcore_rl.model.tensors import is_mtp_copy, is_mtp_tensor
+from tests.dist.jobs import random_batch
+from tests.dist.layouts import SPLITS, job_flags
+from tests.dist.speculation_jobs import SAMPLING, UNCUT
 from tests.dist.test_parity import tensors_of
 from tests.rank_pool import RankPool
 
@@ -248,3 +252,232 @@ def test_mtp_layers_come_out_of_a_run_as_they_were(hand_over: Any) -> None:
     assert after.keys() == before.keys()
     assert [n for n in before if not torch.equal(after[n], before[n])] == []
     assert {n: t.dtype for n, t in after.items()} == {n: t.dtype for n, t in before.items()}
+
+
+# ------------------------------------------------------------------------------ trained layers
+
+# Adam's epsilon is large, so that weights show the gradient and not its sign; clipping has work.
+# Packed, on one rank of data parallelism and on two.
+TRAINED = (
+    *("--adam-eps", "1.0", "--lr", "0.1", "--clip-grad", "0.5"),
+    *("--rl-max-prompt-tokens", "24", "--rl-max-response-tokens", "24"),
+    *("--rl-max-tokens-per-microbatch", "64", "--rl-share-prompts", "off"),
+)
+MTP = ("--mtp-num-layers", "1", "--mtp-loss-scaling-factor", "0.3")
+RECOMPUTED = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
+TRAININGS: dict[str, tuple[str, tuple[str, ...]]] = {
+    "one rank": ("tp1_pp1_ep1", MTP),
+    "one rank, not asked": ("tp1_pp1_ep1", ()),
+    "four ranks": ("tp2_pp2_ep2", MTP),
+    "four ranks, not asked": ("tp2_pp2_ep2", ()),
+    "EP2, recomputed": ("tp1_pp1_ep2", (*MTP, *RECOMPUTED.split())),
+}
+
+
+@pytest.fixture(scope="module")
+def trained(
+    checkpoint_factory: Callable[..., Path], ranks: RankPool, tmp_path_factory: Any
+) -> tuple[Path, dict[str, dict[str, Any]]]:
+    """The checkpoint, in float32, and of each training what it told, its gradients and weights."""
+    checkpoint = checkpoint_factory("deepseek_v3", num_mtp_layers=1, dtype="float32")
+    found = {}
+    for name, (split, flags) in TRAININGS.items():
+        folder = tmp_path_factory.mktemp("mtp")
+        told = ranks.run(
+            "tests.dist.speculation_jobs:train_mtp",
+            world_size=SPLITS[split][3],
+            arguments={
+                "flags": job_flags(checkpoint, split, *TRAINED, *flags, micro_batch_size=1),
+                "gradients": str(folder / "gradients"),
+                "target": str(folder / "after"),
+            },
+        )
+        found[name] = {
+            **told[0],
+            "gradients": tensors_of(folder / "gradients"),
+            "after": tensors_of(folder / "after"),
+        }
+    return checkpoint, found
+
+
+@pytest.mark.parametrize("ranks_of", ["one rank", "four ranks"])
+def test_the_policy_learns_the_same_with_and_without_mtp_layers(
+    trained: Any, ranks_of: str
+) -> None:
+    """Bit for bit: gradients, what clipping makes of them, and weights after two updates."""
+    checkpoint, found = trained
+    asked, not_asked = found[ranks_of], found[f"{ranks_of}, not asked"]
+    assert asked["grad_norms"] == not_asked["grad_norms"] and asked["grad_norms"][0] > 0.5
+    assert not_asked["mtp"] == [None, None]
+    before = tensors_of(checkpoint)
+    for kind in ("gradients", "after"):
+        for name, tensor in not_asked[kind].items():
+            if not is_mtp_tensor(name, 2):
+                assert torch.equal(asked[kind][name], tensor), (kind, name)
+    assert asked["log_probs"] == not_asked["log_probs"]
+    for name, tensor in before.items():
+        if is_mtp_tensor(name, 2) and not is_mtp_copy(name):
+            assert torch.equal(not_asked["after"][name], tensor), name
+            if not name.endswith("e_score_correction_bias") and ".experts." not in name:
+                assert not torch.equal(asked["after"][name], tensor), name
+
+
+def test_the_gradient_of_mtp_layers_is_that_of_a_slow_reference(trained: Any) -> None:
+    """Of samples one by one, by transformers' own decoder layer."""
+    checkpoint, found = trained
+    told = found["one rank"]
+    loss, count, expected = slow_mtp(checkpoint, told["samples"])
+    assert told["mtp"][0] == [pytest.approx(loss, rel=1e-5), count]
+    names = {n for n in expected if float(expected[n].abs().max()) > 0}
+    assert len(names) > 20
+    for name in names:
+        difference = (told["gradients"][name] - 0.3 * expected[name]).norm()
+        assert difference < 1e-4 * 0.3 * expected[name].norm(), name
+
+
+@pytest.mark.parametrize("training", ["four ranks", "EP2, recomputed"])
+def test_mtp_layers_learn_the_same_in_every_layout(trained: Any, training: str) -> None:
+    one, other = trained[1]["one rank"], trained[1][training]
+    assert other["mtp"] == [pytest.approx(each, rel=1e-5) for each in one["mtp"]]
+    for name, tensor in one["after"].items():
+        assert torch.allclose(other["after"][name], tensor, rtol=1e-5, atol=1e-5), name
+
+
+def test_a_checkpoint_has_all_that_is_trained(trained: Any) -> None:
+    """Bit for bit; the copy of the embedding lies in a bucket of its own, behind padding."""
+    for name, told in trained[1].items():
+        assert not any(told["lost"]), (name, told["lost"])
+
+
+def test_an_export_repeats_the_trained_embedding_and_head(trained: Any) -> None:
+    checkpoint, found = trained
+    for training, told in found.items():
+        after = told["after"]
+        assert after.keys() == tensors_of(checkpoint).keys()
+        if "not asked" not in training:
+            embedding, head = after["model.embed_tokens.weight"], after["lm_head.weight"]
+            assert torch.equal(after["model.layers.2.embed_tokens.weight"], embedding)
+            assert torch.equal(after["model.layers.2.shared_head.head.weight"], head)
+
+
+def slow_mtp(checkpoint: Path, samples: list[int]) -> tuple[float, int, dict[str, torch.Tensor]]:
+    """Of some samples of `random_batch`: the sum of cross-entropies, their number and the gradient
+    of their mean, of the MTP layer of a checkpoint with two decoder layers, which `transformers`
+    reads as a third one."""
+    copy = checkpoint.with_name("three_layers")
+    if not copy.exists():
+        shutil.copytree(checkpoint, copy)
+        config = json.loads((copy / "config.json").read_text())
+        config |= {"num_hidden_layers": 3, "num_nextn_predict_layers": 0}
+        (copy / "config.json").write_text(json.dumps(config))
+    weights = tensors_of(checkpoint)
+    batch = random_batch(weights["lm_head.weight"].shape[0])
+    model = model_class("deepseek_v3").from_pretrained(copy, dtype=torch.float32)
+    inner, layer = model.model, model.model.layers[2]
+    leading = {
+        n: weights[f"model.layers.2.{n}"].clone().requires_grad_()
+        for n in ("enorm.weight", "hnorm.weight", "eh_proj.weight", "shared_head.norm.weight")
+    }
+
+    def normed(x: torch.Tensor, weight: str) -> torch.Tensor:
+        return x * (x.square().mean(-1, keepdim=True) + 1e-6).rsqrt() * leading[weight]
+
+    total, count = torch.zeros(()), 0
+    ends = batch.lengths.cumsum(0).tolist()
+    for sample in samples:
+        start, end = [0, *ends][sample], ends[sample]
+        tokens, counts = batch.token_ids[start:end], batch.loss_mask[start:end]
+        places = torch.arange(len(tokens))[None]
+        causal = torch.full((1, 1, len(tokens), len(tokens)), float("-inf")).triu(1)
+        hidden = inner.embed_tokens(tokens[None])
+        options = {
+            "attention_mask": causal,
+            "position_ids": places,
+            "position_embeddings": inner.rotary_emb(hidden, places),
+        }
+        with torch.no_grad():
+            for each in inner.layers[:2]:
+                hidden = each(hidden, **options)
+            hidden = inner.norm(hidden)
+            ahead = inner.embed_tokens(tokens[None].roll(-1, dims=1))
+        both = torch.cat((normed(ahead, "enorm.weight"), normed(hidden, "hnorm.weight")), dim=-1)
+        said = layer(both @ leading["eh_proj.weight"].t(), **options)
+        said = normed(said, "shared_head.norm.weight")[0] @ model.lm_head.weight.detach().t()
+        for place in range(len(tokens) - 2):
+            if counts[place + 1]:  # which scores the token at place + 2
+                total = total - said[place].log_softmax(-1)[tokens[place + 2]]
+                count += 1
+    (total / count).backward()
+    gradients = {f"model.layers.2.{n}": t.grad for n, t in leading.items()}
+    for name, parameter in layer.named_parameters():
+        gradients |= checkpoint_parts(f"model.layers.2.{name}", parameter.grad)
+    return total.item(), count, gradients
+
+
+def checkpoint_parts(name: str, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
+    """What `transformers` keeps of all experts in one tensor, as it is in checkpoints."""
+    if name.endswith("experts.gate_up_proj"):
+        prefix = name.removesuffix("gate_up_proj")
+        return {
+            f"{prefix}{i}.{part}_proj.weight": half
+            for i, each in enumerate(tensor)
+            for part, half in zip(("gate", "up"), each.chunk(2), strict=True)
+        }
+    if name.endswith("experts.down_proj"):
+        prefix = name.removesuffix("down_proj")
+        return {f"{prefix}{i}.down_proj.weight": each for i, each in enumerate(tensor)}
+    return {name: tensor}
+
+
+@pytest.fixture(scope="module")
+def hand_over_trained(
+    checkpoint_factory: Callable[..., Path], ranks: RankPool, tmp_path_factory: Any
+) -> tuple[Path, Path, list[dict[str, Any]]]:
+    """The checkpoint, its exports before and after 20 updates, and what each of four ranks saw."""
+    checkpoint = checkpoint_factory("deepseek_v3", num_mtp_layers=1)
+    folder = tmp_path_factory.mktemp("trained_mtp")
+    flags = job_flags(
+        checkpoint,
+        "tp2_pp2_ep2",
+        *("--rl-speculate", "mtp:2", "--rl-attest", "full", "--lr", "3e-3"),
+        *("--mtp-num-layers", "1", "--mtp-loss-scaling-factor", "1.0"),
+    )
+    results = ranks.run(
+        "tests.dist.speculation_jobs:hand_over_trained_mtp",
+        world_size=4,
+        arguments={
+            "flags": flags,
+            "before": str(folder / "before"),
+            "after": str(folder / "after"),
+        },
+    )
+    return checkpoint, folder, results
+
+
+def test_trained_mtp_layers_go_through_megatron_bit_for_bit(hand_over_trained: Any) -> None:
+    checkpoint, folder, results = hand_over_trained
+    before, after = tensors_of(checkpoint), tensors_of(folder / "before")
+    assert after.keys() == before.keys()
+    assert [n for n in before if not is_mtp_copy(n) and not torch.equal(after[n], before[n])] == []
+    for found in results:
+        assert found["differs_from_disk"] == []
+        assert found["carried_bytes"] == 0
+
+
+def test_mtp_layers_learn_to_predict(hand_over_trained: Any) -> None:
+    for found in hand_over_trained[2]:
+        assert found["losses"][-1] < found["losses"][0] - 1
+
+
+def test_a_drafter_gets_what_has_been_learnt(hand_over_trained: Any) -> None:
+    checkpoint, folder, results = hand_over_trained
+    before, after = tensors_of(checkpoint), tensors_of(folder / "after")
+    for found in results:
+        expected = [n for n in before if is_mtp_tensor(n, 2) and not is_mtp_copy(n)]
+        assert found["attested"] == sorted(expected)
+        assert len(found["drafter"]) == len(UNCUT)
+        for name, values in found["drafter"].items():
+            (whole,) = (n for n in expected if n.endswith(name.rsplit("layers.2.")[-1]))
+            assert torch.equal(torch.tensor(values), after[whole].float()), name
+            assert not torch.equal(after[whole], before[whole]), name
+        assert sum(n.startswith("drafter.") for n in found["changed"]) > 15

@@ -49,6 +49,15 @@ def in_float8_blocks(scales: torch.Tensor | None) -> Change:
     return change
 
 
+STAGES: dict[str, str | None] = {
+    "--tensor-model-parallel-size": None,
+    "--expert-model-parallel-size": None,
+    "--pipeline-model-parallel-size": "2",
+}
+NO_TP: dict[str, str | None] = {
+    "--tensor-model-parallel-size": None,
+    "--expert-model-parallel-size": None,
+}
 CHECKPOINT = [
     Case(
         "index_nested_too_deep",
@@ -101,6 +110,53 @@ CHECKPOINT = [
         "drafter_unknown",
         ["--rl-speculate eagle:3 is not off, mtp:N or ngram:N", "give for example"],
         flags={"--rl-speculate": "eagle:3"},
+    ),
+    Case(
+        "mtp_not_described",
+        ["--mtp-num-layers 1 trains multi", "config.json has none", "drop it; MTP layers are then"],
+        more="--mtp-num-layers 1",
+    ),
+    Case(
+        "mtp_of_more_layers",
+        ["--mtp-num-layers 2 trains multi", "config.json has 1 (num_nextn", "drop it"],
+        more="--mtp-num-layers 2",
+        change=config(num_nextn_predict_layers=1),
+    ),
+    Case(
+        "mtp_not_there",
+        [
+            "--mtp-num-layers 1 trains model.layers.2.enorm",
+            "[32]",
+            "{here}/checkpoint lacks",
+            "drop",
+        ],
+        more="--mtp-num-layers 1",
+        change=config(num_nextn_predict_layers=1),
+    ),
+    Case(
+        "mtp_of_no_layers",
+        ["--mtp-num-layers 0 must be greater than 0"],
+        more="--mtp-num-layers 0",
+    ),
+    *(
+        Case(
+            f"mtp_beside_{name}",
+            ["--mtp-num-layers 1 is not possible with", says, "drop it"],
+            flags=flags,
+            more=f"--mtp-num-layers 1 {more}",
+            change=config(num_nextn_predict_layers=1),
+        )
+        for name, flags, more, says in (
+            ("cp", NO_TP, "--context-parallel-size 2 --rl-rollout-tp-size 1", "--context-parallel"),
+            ("critic", {}, "--rl-algorithm ppo", "whose critic has none"),
+            ("layout", STAGES, "--pipeline-model-parallel-layout Et|tmL", "follow the last"),
+            (
+                "overlap",
+                STAGES,
+                "--overlap-grad-reduce",
+                "--overlap-grad-reduce, which waits for a gradient",
+            ),
+        )
     ),
     Case(
         "field_missing",

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from mcore_rl.common.errors import UsageError
+from mcore_rl.hybrid_engine.plan.moves import TensorInfo
 from mcore_rl.hybrid_engine.vllm.drafter import DraftCounts, DraftRecord
+from mcore_rl.megatron.hf_checkpoint import HFCheckpoint
 from mcore_rl.model.layout import RolloutLayout
 from mcore_rl.model.speculation import (
     Speculation,
@@ -17,11 +21,14 @@ from mcore_rl.model.speculation import (
     parse_speculation,
 )
 from mcore_rl.model.tensors import mtp_tensors
+from mcore_rl.model.weight_map import ShardCoordinates, map_parameter
 from mcore_rl.planner.parameters import drafter_bytes, kv_bytes_per_token
+from mcore_rl.trainer.actor import mtp_cross_entropy, predicted
 from tests.model_shapes import published_shape
 
 V3 = published_shape("deepseek-v3")
 MTP = Speculation("mtp", 2)
+MTP_ENDS = ("eh_proj.weight", "embed_tokens.weight", "shared_head.head.weight")
 
 
 def test_a_drafter_and_its_tokens_are_read() -> None:
@@ -107,3 +114,73 @@ def test_a_drafter_takes_its_share_of_weights_and_cache() -> None:
 
 def _elements(shape: tuple[int, ...]) -> int:
     return shape[0] * (shape[1] if len(shape) > 1 else 1)
+
+
+def test_mtp_layers_learn_what_lies_ahead_in_the_same_sample_alone() -> None:
+    """Against a loop over samples and positions."""
+    lengths = torch.tensor([1, 4, 2, 5])
+    counts = torch.tensor([1, 0, 1, 1, 1, 1, 0, 1, 1, 0, 1, 1]).bool()
+    log_probs = [-torch.arange(1.0, 13.0), -torch.arange(2.0, 14.0)]
+    expected: list[list[float]] = [[], []]
+    start = 0
+    for length in lengths.tolist():
+        for place in range(length):
+            for layer in range(2):
+                # Position p scores token p+1, the layer's own prediction is of token p+2+layer.
+                if place + 1 + layer < length and counts[start + place + 1 + layer]:
+                    expected[layer].append(-log_probs[layer][start + place].item())
+        start += length
+    assert predicted(counts, lengths, 1).sum() == len(expected[0]) > len(expected[1]) > 1
+    assert predicted(counts, lengths, 2).sum() == len(expected[1])
+    assert not predicted(counts, lengths, 99).any()
+    log_probs[0][0] = float("nan")  # where nothing is predicted
+    loss, total = mtp_cross_entropy(log_probs, counts, lengths, [len(e) for e in expected])
+    assert total.item() == sum(map(sum, expected))
+    means = [sum(each) / len(each) for each in expected]
+    assert loss.item() == pytest.approx(sum(means) / 2)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_parameters_of_trained_mtp_layers_tile_their_tensors(world_size: int) -> None:
+    """Those that Megatron has on the last stage, by their names there."""
+    shape = dataclasses.replace(
+        V3, num_layers=2, hidden_size=16, is_moe_layer=(False, False), ffn_hidden_size=24
+    )
+    rows = 16 // world_size
+    for name, local, tensor in (
+        ("enorm.weight", (16,), "enorm.weight"),
+        ("eh_proj.weight", (rows, 32), "eh_proj.weight"),
+        ("final_layernorm.weight", (16,), "shared_head.norm.weight"),
+        ("mtp_model_layer.input_layernorm.weight", (16,), "input_layernorm.weight"),
+        ("mtp_model_layer.mlp.linear_fc2.weight", (16, 24 // world_size), "mlp.down_proj.weight"),
+    ):
+        for rank in range(world_size):
+            at = ShardCoordinates(rank, world_size, 0, 1, 0, 1, layers=(1,))
+            (piece,) = map_parameter(f"mtp.layers.0.{name}", local, shape, at)
+            assert piece.tensor == f"model.layers.2.{tensor}"
+            cut = [stop - start for start, stop in piece.checkpoint_box]
+            assert cut == list(local) and piece.checkpoint_box[0][0] in (0, rank * rows)
+    with pytest.raises(RuntimeError, match=r"'decoder.layers.0.enorm.weight' .* no counterpart"):
+        map_parameter("decoder.layers.0.enorm.weight", (16,), shape, at)
+
+
+def test_a_checkpoint_with_trained_mtp_layers_repeats_what_it_is_trained_to() -> None:
+    names = ["model.embed_tokens.weight", "lm_head.weight"]
+    names_of_mtp = [f"model.layers.{layer}.{end}" for layer in (2, 3) for end in MTP_ENDS]
+    infos = {name: TensorInfo((4, 4), "bfloat16", 2) for name in [*names, *names_of_mtp]}
+    checkpoint = HFCheckpoint(
+        Path("here"),
+        dict.fromkeys(infos, "model.safetensors"),
+        {name: infos[name] for name in names},
+        {name: infos[name] for name in names_of_mtp},
+    )
+    shape = dataclasses.replace(V3, num_layers=2, num_mtp_layers=2)
+    assert checkpoint.with_mtp_trained(shape, 0) == checkpoint
+    found = checkpoint.with_mtp_trained(shape, 1)
+    assert found.tensors.keys() == {*names, "model.layers.2.eh_proj.weight"}
+    assert found.mtp.keys() == {n for n in names_of_mtp if ".3." in n}  # carried still
+    assert found.copies == {
+        "model.layers.2.embed_tokens.weight": "model.embed_tokens.weight",
+        "model.layers.2.shared_head.head.weight": "lm_head.weight",
+    }
+    assert found.everything == infos

@@ -139,7 +139,10 @@ def read_request(options: argparse.Namespace, rest: Sequence[str]) -> PlanReques
     config, shape, values = facts["config"], facts["shape"], facts["values"]
     train, rollout = facts["layout"], facts["rollout"]
     placement = Placement(shape, train, facts["layers"], rollout)
-    more = [*_notes(placement), *layout_checks.note_on_experts(config, placement)]
+    more = [
+        *_notes(placement, values.get("mtp_num_layers") or 0),
+        *layout_checks.note_on_experts(config, placement),
+    ]
     if values.get("use_megatron_fsdp"):
         more.append(
             "--use-megatron-fsdp: weights, gradients and what travels are counted as if every "
@@ -257,7 +260,7 @@ def _read_shape(named: str | None, config: RLConfig, field: str) -> ModelShape:
     return shape
 
 
-def _notes(placement: Placement) -> list[str]:
+def _notes(placement: Placement, mtp_layers: int) -> list[str]:
     """What the figures do not say by themselves."""
     shape, rollout = placement.shape, placement.rollout
     notes = []
@@ -266,9 +269,9 @@ def _notes(placement: Placement) -> list[str]:
             f"config.json describes weights in {shape.quantization}; the plan is for bfloat16, as "
             "which they are read, trained and handed over"
         )
-    if shape.num_mtp_layers:
+    if carried := shape.num_mtp_layers - mtp_layers:
         notes.append(
-            f"{shape.num_mtp_layers} multi-token-prediction layer(s) are not trained; engines hold "
+            f"{carried} multi-token-prediction layer(s) are not trained; engines hold "
             "them with --rl-speculate mtp:N"
         )
     if rollout.has_whole_shared_experts and shape.experts and shape.experts.shared_hidden_size:

@@ -115,7 +115,7 @@ def _model(model: TrainedModel) -> dict[str, Any]:
     return {
         "architecture": shape.architecture,
         "num_layers": shape.num_layers,
-        "num_mtp_layers_left_out": shape.num_mtp_layers,
+        "num_mtp_layers_left_out": shape.num_mtp_layers - model.training.mtp_layers,
         "num_experts": shape.experts.num_experts if shape.experts else 0,
         "published_quantization": shape.quantization,
     }

@@ -10,7 +10,7 @@ import json
 import os
 import shutil
 import stat
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 import torch
@@ -93,23 +93,8 @@ def export(
         # On the host, where the files are written from: a writer has every rank as its peer, which
         # on a device takes more than the weights of a turn.
         transfer = Transfer(plan, checkpoint.tensors, bucket_bytes=bucket_bytes, device="cpu")
-        filled: dict[str, torch.Tensor] = {}
         mine = turn[rank] if rank < len(turn) else []
-        names_of: dict[str, list[str]] = {}
-        for tensor in mine:
-            names_of.setdefault(copies.get(tensor, tensor), []).append(tensor)
-        came: set[str] = set()
-        for tensor, pieces in transfer.stream(shards.read):
-            if tensor in need[rank]:
-                came.add(tensor)
-                full = _assemble(tensor, checkpoint.tensors[tensor], pieces, shards)
-                for name in names_of[tensor]:
-                    written(name, full if name == tensor else full.clone(), filled)
-        for tensor in need[rank]:
-            if tensor not in came:  # nothing of it had to travel
-                full = _assemble(tensor, checkpoint.tensors[tensor], [], shards)
-                for name in names_of[tensor]:
-                    written(name, full if name == tensor else full.clone(), filled)
+        filled = _received(transfer, shards, checkpoint, mine, need[rank], written)
         for tensor in mine:
             if tensor in checkpoint.mtp:
                 filled |= _as_published(checkpoint, tensor, as_float8=as_float8)
@@ -124,6 +109,35 @@ def export(
         shutil.rmtree(target, ignore_errors=True)
         partial.rename(target)
     objects.barrier()
+
+
+def _received(
+    transfer: Transfer,
+    shards: ModelShards,
+    checkpoint: HFCheckpoint,
+    mine: Sequence[str],
+    need: Iterable[str],
+    written: Callable[[str, torch.Tensor, dict[str, torch.Tensor]], None],
+) -> dict[str, torch.Tensor]:
+    """What this rank's file has of trained tensors: those it needs, and `mine` that repeat them."""
+    names_of: dict[str, list[str]] = {}
+    for tensor in mine:
+        names_of.setdefault(checkpoint.copies.get(tensor, tensor), []).append(tensor)
+    filled: dict[str, torch.Tensor] = {}
+
+    def write(tensor: str, pieces: Sequence[tuple[Box, torch.Tensor]]) -> None:
+        full = _assemble(tensor, checkpoint.tensors[tensor], pieces, shards)
+        for name in names_of[tensor]:
+            written(name, full if name == tensor else full.clone(), filled)
+
+    left = dict.fromkeys(need)
+    for tensor, pieces in transfer.stream(shards.read):
+        if tensor in left:
+            del left[tensor]
+            write(tensor, pieces)
+    for tensor in left:  # nothing of it had to travel
+        write(tensor, [])
+    return filled
 
 
 def _as_published(

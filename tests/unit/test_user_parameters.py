@@ -283,8 +283,8 @@ FIELDS = {
     "Discount": "gamma",
     "DualClip": "clip_eps_lower clip_eps_upper dual_clip",
     "Family": "model_type class_name spelt_out also_refused fixed latent_attention qk_norm "
-    "qkv_bias norms_whole_projection router names rope_types default_rope_theta "
-    "partial_rotary_factor has_drafter",
+    "qkv_bias norms_whole_projection linear_biases attention_sinks alternates_windows clamps_glu "
+    "stacked_experts router names rope_types default_rope_theta partial_rotary_factor has_drafter",
     "Parameters": "",
     "PolicyLossInputs": "log_probs old_log_probs advantages loss_mask lengths",
     "Prompt": "index text answer token_ids row",
@@ -297,7 +297,7 @@ FIELDS = {
     "gated_shared_size layer_types",
     "ScoredRollout": "rollout reward failure parts baseline",
     "Segments": "sample_ids loss_mask counts",
-    "TensorNames": "block gate up down shared bias",
+    "TensorNames": "block gate up down shared bias scorer",
     "TokenLosses": "loss clipped_lower clipped_upper",
 }
 

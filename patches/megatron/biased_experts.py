@@ -41,7 +41,7 @@ def apply() -> None:
     from megatron.core.utils import get_tensor_model_parallel_group_if_none
 
     name = "reduce_from_tensor_model_parallel_region"
-    require(hasattr(layers, name), layers.__name__, f"has no {name}")
+    require(hasattr(layers, name), "megatron.core.tensor_parallel.layers", f"has no {name}")
     reduce = getattr(layers, name)
     require_parameters(reduce, "input_", "group")
 

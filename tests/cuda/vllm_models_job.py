@@ -31,7 +31,7 @@ from mcore_rl.hybrid_engine.vllm.live_layers import _Layer  # noqa: E402
 from mcore_rl.hybrid_engine.vllm.sliced_tensor import SlicedTensor  # noqa: E402
 from mcore_rl.model.boxes import extent  # noqa: E402
 from mcore_rl.model.config_json import read_model_shape  # noqa: E402
-from mcore_rl.trainer.models import routed_layers  # noqa: E402
+from mcore_rl.moe.routing import RoutedLayers  # noqa: E402
 from scripts.make_tiny_deepseek import hf_config  # noqa: E402
 from tests.cuda.reachable import Place, reachable  # noqa: E402
 
@@ -51,7 +51,10 @@ def run(case: dict[str, Any], folder: Path) -> dict[str, Any]:
     )
     with vllm_model.build(checkpoints[0], load_format="auto", **case) as engine:
         expected = {path: digest(tensor) for path, tensor in reachable(engine.model).items()}
-    routed = routed_layers(read_model_shape(checkpoints[0]))
+    shape = read_model_shape(checkpoints[0])
+    routed = None
+    if shape.experts is not None:
+        routed = RoutedLayers(shape.moe_layers, shape.experts.topk, shape.experts.num_experts)
     with vllm_model.build(checkpoints[0], routed_layers=routed, **case) as engine:
         found = reloaded(engine, expected, first, second)
         return {**chosen(engine), "settings": settings(engine), **found}

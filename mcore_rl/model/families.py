@@ -9,7 +9,7 @@ This module is pure: it imports neither Megatron nor vLLM nor torch.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -127,8 +127,8 @@ _V3_SPELT_OUT = tuple(
 _V3_ROUTER = Router("n_routed_experts", score_function="sigmoid", methods=("noaux_tc",))
 
 
-def _families() -> Iterator[Family]:
-    yield Family(  # and Moonlight, which calls itself so
+_PUBLISHED = (
+    Family(  # and Moonlight, which calls itself so
         model_type="deepseek_v3",
         class_name="DeepseekV3ForCausalLM",
         spelt_out=_V3_SPELT_OUT,
@@ -137,8 +137,8 @@ def _families() -> Iterator[Family]:
         router=_V3_ROUTER,
         rope_types=("default", "yarn"),
         has_drafter=True,
-    )
-    yield Family(  # V2 and V2-Lite
+    ),
+    Family(  # V2 and V2-Lite
         model_type="deepseek_v2",
         class_name="DeepseekV2ForCausalLM",
         spelt_out=("q_lora_rank", "n_shared_experts"),
@@ -146,8 +146,8 @@ def _families() -> Iterator[Family]:
         qk_norm=True,
         router=Router("n_routed_experts", methods=("greedy", "group_limited_greedy")),
         rope_types=("default", "yarn"),
-    )
-    yield Family(
+    ),
+    Family(
         model_type="kimi_k2",
         class_name="DeepseekV3ForCausalLM",
         spelt_out=_V3_SPELT_OUT,
@@ -155,8 +155,8 @@ def _families() -> Iterator[Family]:
         qk_norm=True,
         router=_V3_ROUTER,
         rope_types=("default", "yarn"),
-    )
-    yield Family(  # GLM-4.5, 4.6 and 4.7; Air has no norms of heads
+    ),
+    Family(  # GLM-4.5, 4.6 and 4.7; Air has no norms of heads
         model_type="glm4_moe",
         class_name="Glm4MoeForCausalLM",
         spelt_out=(
@@ -168,15 +168,15 @@ def _families() -> Iterator[Family]:
         qkv_bias="attention_bias",
         router=_V3_ROUTER,
         partial_rotary_factor=0.5,
-    )
-    yield Family(
+    ),
+    Family(
         model_type="qwen3_moe",
         class_name="Qwen3MoeForCausalLM",
         spelt_out=("num_key_value_heads",),
         qk_norm=True,
         router=Router("num_experts", also_called="num_local_experts"),
-    )
-    yield Family(  # GLM-4.7-Flash, of GLM-4.5 the experts alone
+    ),
+    Family(  # GLM-4.7-Flash, of GLM-4.5 the experts alone
         model_type="glm4_moe_lite",
         class_name="Glm4MoeLiteForCausalLM",
         spelt_out=(
@@ -186,8 +186,8 @@ def _families() -> Iterator[Family]:
         latent_attention=True,
         qk_norm=True,
         router=replace(_V3_ROUTER, layer_types="mlp_layer_types"),
-    )
-    yield Family(  # M2, M2.1 and M2.5
+    ),
+    Family(  # M2, M2.1 and M2.5
         model_type="minimax_m2",
         class_name="MiniMaxM2ForCausalLM",
         spelt_out=("num_key_value_heads", "head_dim"),
@@ -209,8 +209,8 @@ def _families() -> Iterator[Family]:
         ),
         default_rope_theta=None,
         partial_rotary_factor=None,
-    )
-    yield Family(  # Qwen1.5-MoE, Qwen2-57B-A14B
+    ),
+    Family(  # Qwen1.5-MoE, Qwen2-57B-A14B
         model_type="qwen2_moe",
         class_name="Qwen2MoeForCausalLM",
         spelt_out=("num_key_value_heads",),
@@ -218,8 +218,8 @@ def _families() -> Iterator[Family]:
         qkv_bias=True,
         router=Router("num_experts", gated_shared_size="shared_expert_intermediate_size"),
         names=TensorNames(shared="shared_expert."),
-    )
-    yield Family(
+    ),
+    Family(
         model_type="olmoe",
         class_name="OlmoeForCausalLM",
         also_refused=("clip_qkv",),
@@ -227,8 +227,8 @@ def _families() -> Iterator[Family]:
         qk_norm=True,
         norms_whole_projection=True,
         router=Router("num_experts", expert_size="intermediate_size"),
-    )
-    yield Family(  # gpt-oss
+    ),
+    Family(  # gpt-oss
         model_type="gpt_oss",
         class_name="GptOssForCausalLM",
         spelt_out=("num_key_value_heads", "head_dim", "sliding_window"),
@@ -250,8 +250,8 @@ def _families() -> Iterator[Family]:
         names=TensorNames(gate="w1.weight", up="w3.weight", down="w2.weight", scorer="router."),
         rope_types=("yarn",),
         default_rope_theta=None,
-    )
-    yield Family(
+    ),
+    Family(
         model_type="mixtral",
         class_name="MixtralForCausalLM",
         spelt_out=("num_key_value_heads",),
@@ -261,27 +261,27 @@ def _families() -> Iterator[Family]:
             block="block_sparse_moe.", gate="w1.weight", up="w3.weight", down="w2.weight"
         ),
         default_rope_theta=None,
-    )
-    yield Family(
+    ),
+    Family(
         model_type="qwen3",
         class_name="Qwen3ForCausalLM",
         spelt_out=("num_key_value_heads", "head_dim"),
         qk_norm=True,
-    )
-    yield Family(
+    ),
+    Family(
         model_type="qwen2",
         class_name="Qwen2ForCausalLM",
         spelt_out=("num_key_value_heads",),
         qkv_bias=True,
-    )
-    yield Family(
+    ),
+    Family(
         model_type="llama",
         class_name="LlamaForCausalLM",
         rope_types=("default", "llama3"),
-    )
+    ),
+)
 
-
-FAMILIES = {family.model_type: family for family in _families()}
+FAMILIES = {family.model_type: family for family in _PUBLISHED}
 
 _NO_DELTA_NET = (
     "gated delta net: Megatron makes it with Transformer Engine and flash-linear-attention alone, "

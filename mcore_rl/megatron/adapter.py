@@ -194,23 +194,6 @@ def block_spec(config: Any, vp_stage: int | None) -> Any:
     )
 
 
-def mtp_block_spec(config: Any, decoder_spec: Any, vp_stage: int | None) -> Any:
-    """The MTP layers of this stage, made as its last decoder layer is; None where there are none.
-
-    `decoder_spec` is that of `block_spec`.
-    """
-    if not config.mtp_num_layers:
-        return None
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_mtp_block_spec
-
-    return get_gpt_mtp_block_spec(
-        config,
-        decoder_spec,
-        use_transformer_engine=config.transformer_impl == "transformer_engine",
-        vp_stage=vp_stage,
-    )
-
-
 def transformer_config(args: argparse.Namespace) -> Any:
     """Megatron's TransformerConfig for these args."""
     from megatron.training.arguments import core_transformer_config_from_args

@@ -284,7 +284,7 @@ def make_actor_provider(args: argparse.Namespace, shape: ModelShape) -> Any:
         model = GPTModel(
             config=config,
             transformer_layer_spec=spec,
-            mtp_block_spec=megatron_adapter.mtp_block_spec(config, spec, vp_stage),
+            mtp_block_spec=_mtp_block_spec(config, spec, vp_stage),
             vocab_size=megatron_adapter.padded_vocab_size(shape, args),
             max_sequence_length=args.max_position_embeddings,
             pre_process=pre_process,
@@ -319,3 +319,20 @@ def make_policy_provider(provider: Any, *, real_vocab_size: int, chunk_tokens: i
         )
 
     return policy_provider
+
+
+def _mtp_block_spec(config: Any, decoder_spec: Any, vp_stage: int | None) -> Any:
+    """The MTP layers of this stage, made as its last decoder layer is; None where there are none.
+
+    `decoder_spec` is that of `megatron_adapter.block_spec`.
+    """
+    if not config.mtp_num_layers:
+        return None
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_mtp_block_spec
+
+    return get_gpt_mtp_block_spec(
+        config,
+        decoder_spec,
+        use_transformer_engine=config.transformer_impl == "transformer_engine",
+        vp_stage=vp_stage,
+    )

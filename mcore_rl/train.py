@@ -34,6 +34,7 @@ from mcore_rl.common.spawning import main_script_left_out
 from mcore_rl.flags.options import FLOAT8
 from mcore_rl.flags.parser import ExtraArgs, with_rl_args
 from mcore_rl.flags.roles import ACTOR
+from mcore_rl.hybrid_engine.vllm.generation import seed_of
 from mcore_rl.megatron.hf_export import export
 from mcore_rl.observe.progress import run_facts
 from mcore_rl.rollout.collector import Collected
@@ -104,6 +105,7 @@ class Run:
             count = min(config.num_eval_prompts, len(prompts))
             rollouts = self.parts.workers.generate(
                 [prompts[row] for row in range(count)],
+                [seed_of(self.job.args.seed, "evaluation", step, row) for row in range(count)],
                 num_samples=1,
                 temperature=config.eval_temperature,
                 weight_version=weight_version,

@@ -20,6 +20,7 @@ from mcore_rl.algorithms.estimators import select_informative_groups
 from mcore_rl.batching.types import Baseline, Prompt, ScoredRollout
 from mcore_rl.data.prompts import PromptDataset, prompt_indices
 from mcore_rl.flags.options import RLConfig
+from mcore_rl.hybrid_engine.vllm.generation import seed_of
 from mcore_rl.observe.stage_timers import StageTimers
 from mcore_rl.rollout.engines import RolloutWorkers
 from mcore_rl.rollout.routes import RouteKeeper
@@ -109,10 +110,13 @@ class Collector:
         self, num_prompts: int, weight_version: int, when_few_are_left: Callable[[], object] | None
     ) -> list[list[ScoredRollout]]:
         with self._timers("data"):
+            first = self.position
             prompts = self._draw(num_prompts)
+            seeds = [seed_of(self._seed, "draw", first + n) for n in range(num_prompts)]
         with self._timers("rollout"):
             rollouts = self._workers.generate(
                 prompts,
+                seeds,
                 num_samples=self._recipe.num_samples_per_prompt,
                 temperature=self._config.temperature,
                 top_p=1.0 if self._config.top_p is None else self._config.top_p,
@@ -124,7 +128,7 @@ class Collector:
             greedy = None
             if self._recipe.needs_greedy_baseline:
                 greedy = self._workers.generate(
-                    prompts, num_samples=1, temperature=0.0, weight_version=weight_version
+                    prompts, seeds, num_samples=1, temperature=0.0, weight_version=weight_version
                 )
         with self._timers("reward"):
             scored = self._workers.score(rollouts, waited=self._waited_for_rollouts)

@@ -20,6 +20,7 @@ from mcore_rl.common import objects
 from mcore_rl.flags.options import RLConfig
 from mcore_rl.hybrid_engine.vllm.drafter import DraftCounts
 from mcore_rl.hybrid_engine.vllm.engine import VLLMEngine
+from mcore_rl.hybrid_engine.vllm.generation import Completion, Request, Sampling, seed_of
 from mcore_rl.model.layout import RolloutLayout
 from mcore_rl.model.speculation import OFF
 from mcore_rl.rewards.functions import REWARD_MODEL
@@ -27,6 +28,24 @@ from mcore_rl.rewards.specs import RewardSpec
 from mcore_rl.rewards.stack import RewardStack
 from mcore_rl.rewards.worker import Outcome
 from mcore_rl.rollout.routes import RouteKeeper
+from mcore_rl.rollout.stream import Conductor, Orders, run_stream
+
+
+class Block(Conductor):
+    """Requests that are known from the beginning."""
+
+    def __init__(self, requests: Sequence[Request]) -> None:
+        self._requests = tuple(requests)
+        self.completions: dict[int, Completion] = {}
+
+    def orders(self, num_running: int) -> Orders:
+        """All at first, nothing later."""
+        submit, self._requests = self._requests, ()
+        return Orders(submit)
+
+    def finished(self, completion: Completion) -> None:
+        """It is kept."""
+        self.completions[completion.number] = completion
 
 
 class RolloutWorkers:
@@ -52,6 +71,7 @@ class RolloutWorkers:
     def generate(
         self,
         prompts: Sequence[Prompt],
+        seeds: Sequence[int],
         *,
         num_samples: int,
         temperature: float,
@@ -63,23 +83,33 @@ class RolloutWorkers:
     ) -> list[Rollout]:
         """Sample responses to this TP group's block of `prompts`, in rollout mode.
 
-        `when_few_are_left` and `with_routes` are passed to the engine.
+        Each response is drawn from a random stream of its own, which its prompt's seed determines:
+        who samples it and beside what is all the same. `when_few_are_left` is that of `run_stream`.
         """
         blocks = np.array_split(np.arange(len(prompts)), self._layout.num_tp_groups)
-        mine = [prompts[i] for i in blocks[self._layout.tp_group_index(self._rank)]]
-        if not mine and self._layout.dp_size == 1:  # fewer prompts than groups
+        mine = blocks[self._layout.tp_group_index(self._rank)]
+        if not len(mine) and self._layout.dp_size == 1:  # fewer prompts than groups
             return []  # data-parallel ranks of one engine step together, prompts or not
-        return self._engine.generate(
-            mine,
-            num_samples=num_samples,
-            temperature=temperature,
-            max_tokens=self._config.max_response_tokens,
-            top_p=top_p,
-            top_k=top_k,
-            weight_version=weight_version,
-            when_few_are_left=when_few_are_left,
-            with_routes=with_routes,
-        )
+        requests = [
+            Request(
+                number=prompt * num_samples + sample,
+                token_ids=prompts[prompt].token_ids,
+                max_tokens=self._config.max_response_tokens,
+                sampling=Sampling(temperature, top_p, top_k),
+                seed=seed_of(seeds[prompt], sample),
+                with_routes=with_routes,
+            )
+            for prompt in mine.tolist()
+            for sample in range(num_samples)
+        ]
+        block = Block(requests)
+        run_stream(self._engine, block, when_few_are_left=when_few_are_left)
+        return [
+            self._engine.rollout(
+                prompts[number // num_samples], number % num_samples, each, weight_version
+            )
+            for number, each in sorted(block.completions.items())
+        ]
 
     def draft_metrics(self) -> dict[str, float]:
         """What became of drafts in all engines since the last call; none without --rl-speculate.

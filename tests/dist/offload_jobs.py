@@ -13,13 +13,15 @@ import torch
 import torch.distributed as dist
 
 from mcore_rl.batching.train_batches import split_mini_batches
-from mcore_rl.batching.types import Prompt
 from mcore_rl.common.run_output import setup_logging
 from mcore_rl.hybrid_engine.memory.device import Footprint
 from mcore_rl.hybrid_engine.memory.offload import KINDS, Offloader
 from mcore_rl.hybrid_engine.vllm.engine import VLLMEngine
+from mcore_rl.hybrid_engine.vllm.generation import Request, Sampling
 from mcore_rl.megatron import adapter as megatron_adapter
 from mcore_rl.megatron.rng import RngState
+from mcore_rl.rollout.engines import Block
+from mcore_rl.rollout.stream import run_stream
 from mcore_rl.trainer.actor import Actor
 from mcore_rl.trainer.build import build_manager, build_offloader, engine_config
 from mcore_rl.trainer.models import build_actor, micro_batching
@@ -216,7 +218,7 @@ def many_switches(flags: list[str], num_switches: int) -> dict[str, Any]:
                 engine_freed = not any(
                     p.untyped_storage().nbytes() for c in state.chunks for p in c.parameters()
                 )
-                _generate(manager, engine, manager.prefetch)
+                _generate(engine, manager.prefetch)
         if switch <= num_switches:
             footprints.append(Footprint.now())
     actor.update(batch)  # training goes on
@@ -260,16 +262,14 @@ def _fails_without_harm(manager: Any, engine: VLLMEngine, state: Any) -> bool:
     return same and torch.equal(RngState.capture().cpu, rng.cpu)
 
 
-def _generate(manager: Any, engine: VLLMEngine, when_few_are_left: Any) -> None:
-    prompts = [
-        Prompt(index=i, text="", answer="", token_ids=np.arange(5 + i, 15 + i, dtype=np.int32))
-        for i in range(3)
+def _generate(engine: VLLMEngine, when_few_are_left: Any) -> None:
+    requests = [
+        Request(
+            number=i,
+            token_ids=np.arange(5 + i, 15 + i, dtype=np.int32),
+            max_tokens=6,
+            sampling=Sampling(),
+        )
+        for i in range(6)
     ]
-    engine.generate(
-        prompts,
-        num_samples=2,
-        temperature=1.0,
-        max_tokens=6,
-        weight_version=manager.weight_version,
-        when_few_are_left=when_few_are_left,
-    )
+    run_stream(engine, Block(requests), when_few_are_left=when_few_are_left)

@@ -32,13 +32,22 @@ class ScriptedWorkers:
     rewards: Rewards  # None for one that fails
     calls: list[dict[str, Any]] = field(default_factory=list)
     greedy_fails: Callable[[int], bool] = lambda row: False
+    seeds: list[list[int]] = field(default_factory=list)  # of each call's prompts
     num_responses: int = 0
     seconds_waited: float = 0.0
 
     def generate(
-        self, prompts: Sequence[Prompt], *, num_samples: int, temperature: float, **options: Any
+        self,
+        prompts: Sequence[Prompt],
+        seeds: Sequence[int],
+        *,
+        num_samples: int,
+        temperature: float,
+        **options: Any,
     ) -> list[Rollout]:
         rows = [prompt.index for prompt in prompts]
+        assert len(seeds) == len(prompts)
+        self.seeds.append(list(seeds))
         self.calls.append(
             {"rows": rows, "num_samples": num_samples, "temperature": temperature, **options}
         )
@@ -159,6 +168,19 @@ def test_collect_draws_in_the_samplers_order_and_goes_on_from_there():
     assert collector.position == 11
     assert [call["rows"] for call in workers.calls] == [drawn(3, 4), drawn(7, 4)]
     assert first.metrics == {}  # equal rewards are nobody's business here
+
+
+def test_every_draw_has_a_seed_of_its_own_and_again_the_same():
+    """Those of one prompt in two epochs, too, so that its responses differ."""
+    collector, workers = made(equal, num_prompts=NUM_PROMPTS)
+    for _ in range(2):
+        collector.collect(1, nothing)
+    assert len({seed for seeds in workers.seeds for seed in seeds}) == 2 * NUM_PROMPTS
+    collector.undo()
+    collector.collect(1, nothing)
+    resumed, others = made(equal, num_prompts=NUM_PROMPTS, position=NUM_PROMPTS)
+    resumed.collect(1, nothing)
+    assert workers.seeds[2] == workers.seeds[1] == others.seeds[0]
 
 
 def test_collect_goes_over_the_end_of_an_epoch():

@@ -12,25 +12,30 @@ closing an engine disturbs neither the process's random state nor its process gr
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch.profiler import record_function
 
 from mcore_rl.batching.types import Prompt, Rollout
 from mcore_rl.common.errors import UsageError
 from mcore_rl.hybrid_engine.memory.device import give_back_cached
 from mcore_rl.hybrid_engine.vllm.drafter import DraftCounts, DraftedReloader, DraftRecord
+from mcore_rl.hybrid_engine.vllm.generation import (
+    Completion,
+    Generation,
+    Request,
+    Sampling,
+    seed_of,
+)
 from mcore_rl.hybrid_engine.vllm.needs import Metadata, Needs
 from mcore_rl.hybrid_engine.vllm.reload import Reloader
 from mcore_rl.hybrid_engine.vllm.sliced_tensor import WriteObserver
 from mcore_rl.hybrid_engine.vllm.start import EngineConfig, on_cuda, start_llm
-from mcore_rl.moe.routing import RoutedLayers
-from mcore_rl.moe.routing_capture import SlotCapture, routes_of
+from mcore_rl.moe.routing_capture import SlotCapture
 
 __all__ = ["EngineConfig", "VLLMEngine"]
 
@@ -145,75 +150,81 @@ class VLLMEngine:
         top_p: float = 1.0,
         top_k: int = -1,
         ignore_eos: bool = False,
-        when_few_are_left: Callable[[], object] | None = None,
+        seed: int | None = None,
         with_routes: bool = False,
     ) -> list[Rollout]:
         """Sample `num_samples` responses to each prompt, in the order of the prompts.
 
-        `rollout_log_probs` are those of the distribution that was sampled from, after temperature,
-        top-p and top-k; at temperature 0 those of the untempered distribution. Tokens depend on the
-        process's random state, the order of the prompts and the weights, and on nothing else.
-
-        `when_few_are_left` is called once, between two steps of the engine, as soon as no more than
-        a quarter of the sequences that fit are still being generated. A trace shows what comes
-        before as "first responses" and what comes after as "last responses".
+        Of given prompts all at once; `generation` takes requests one by one. With `seed` each
+        response has a random stream of its own, from that and its place here; without, all draw
+        from the process's.
 
         `with_routes` tells of the experts that were chosen, in an engine with `routed_layers`; a
         response that vLLM tells of in another shape than the model's has a `failure` instead.
         """
-        from vllm import SamplingParams
-
-        self._require_ready()
+        self.require_ready()
         self._require_room(prompts, max_tokens)
-        with self._calling_when_few_are_left(when_few_are_left):
-            outputs = self._llm.generate(
-                [{"prompt_token_ids": prompt.token_ids.tolist()} for prompt in prompts],
-                SamplingParams(
-                    n=num_samples,
-                    temperature=temperature,
-                    top_p=top_p,
-                    top_k=top_k,
+        sampling = Sampling(temperature, top_p, top_k, ignore_eos)
+        found: dict[int, Completion] = {}
+        with self.generation() as generation:
+            for number in range(len(prompts) * num_samples):
+                request = Request(
+                    number=number,
+                    token_ids=prompts[number // num_samples].token_ids,
                     max_tokens=max_tokens,
-                    ignore_eos=ignore_eos,
-                    logprobs=0,  # of the sampled token only
-                    detokenize=False,  # vLLM's, token by token, keeps back unfinished characters
-                ),
-                use_tqdm=False,
-            )
-        tokenizer = self.tokenizer
-        routed = self.config.routed_layers if with_routes else None
+                    sampling=sampling,
+                    seed=None if seed is None else seed_of(seed, number),
+                    with_routes=with_routes,
+                )
+                generation.submit(request)
+            while self.any_rank(generation.num_running > 0):
+                found |= {each.number: each for each in generation.step()}
         return [
-            _rollout(prompt, completion, tokenizer, weight_version, routed)
-            for prompt, output in zip(prompts, outputs, strict=True)
-            for completion in output.outputs
+            self.rollout(prompts[number // num_samples], number % num_samples, each, weight_version)
+            for number, each in sorted(found.items())
         ]
 
     @contextmanager
-    def _calling_when_few_are_left(self, call: Callable[[], object] | None) -> Iterator[None]:
-        if call is None:
-            yield
-            return
-        engine = self._llm.llm_engine
-        few = max(1, self.config.max_num_seqs // 4)
-        step, waiting = engine.step, [call]
-        traced = ExitStack()
-
-        def watched() -> Any:
-            outputs = step()
-            if waiting and engine.get_num_unfinished_requests() <= few:
-                traced.close()
-                with record_function("prefetch"):
-                    waiting.pop()()
-                traced.enter_context(record_function("last responses"))
-            return outputs
-
-        engine.step = watched  # of this engine object, over its class's
-        traced.enter_context(record_function("first responses"))
+    def generation(self) -> Iterator[Generation]:
+        """In which requests may come and go; those that are left at its end are dropped."""
+        self.require_ready()
+        generation = Generation(self._llm.llm_engine, self.config.routed_layers)
         try:
-            yield
+            yield generation
         finally:
-            traced.close()
-            vars(engine).pop("step", None)
+            generation.drop()
+
+    def any_rank(self, here: bool) -> bool:
+        """Whether it is so on any data-parallel rank of the engine, which step together.
+
+        Asked before each step: where it is so elsewhere alone, the next step here is an empty one.
+        """
+        engine = self._llm.llm_engine
+        if engine.dp_group is None:
+            return here
+        found: bool = engine.has_unfinished_requests_dp(here)
+        return found
+
+    def of_first_rank(self, mine: Any) -> Any:
+        """What the first rank of this TP group gives, on all of its ranks."""
+        return self._groups.get_tp_group().broadcast_object(mine)
+
+    def rollout(
+        self, prompt: Prompt, sample_index: int, completion: Completion, weight_version: int
+    ) -> Rollout:
+        """A request's completion as the response to a prompt."""
+        text = self.tokenizer.decode(completion.token_ids.tolist(), skip_special_tokens=True)
+        return Rollout(
+            prompt=prompt,
+            sample_index=sample_index,
+            text=text,
+            response_token_ids=completion.token_ids,
+            rollout_log_probs=completion.log_probs,
+            finish_reason=completion.finish_reason,
+            weight_version=weight_version,
+            routes=completion.routes,
+            failure=completion.failure,
+        )
 
     def take_draft_counts(self) -> DraftCounts:
         """What became of drafts since the last call, of this rank's data-parallel rank."""
@@ -223,7 +234,7 @@ class VLLMEngine:
         """Score given sequences: per sequence `[s - 1]` float32, entry i scores token i + 1."""
         from vllm import SamplingParams
 
-        self._require_ready()
+        self.require_ready()
         outputs = self._llm.generate(
             [{"prompt_token_ids": [int(token) for token in tokens]} for tokens in token_ids],
             SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0, detokenize=False),
@@ -399,7 +410,8 @@ class VLLMEngine:
         if "weights" in self._asleep:
             raise RuntimeError(f"{call} while the weights sleep; call wake_weights first")
 
-    def _require_ready(self) -> None:
+    def require_ready(self) -> None:
+        """RuntimeError unless it is awake and has a complete set of weights."""
         if self._asleep:
             raise RuntimeError(f"the engine sleeps ({', '.join(sorted(self._asleep))}); wake it")
         if not self._weights_complete:
@@ -414,39 +426,6 @@ class VLLMEngine:
                     f"{max_tokens} new ones exceeds the engine's {limit}",
                     remedy="shorten one of the two or raise the engine's length",
                 )
-
-
-def _rollout(
-    prompt: Prompt,
-    completion: Any,
-    tokenizer: Any,
-    weight_version: int,
-    routed: RoutedLayers | None,
-) -> Rollout:
-    if completion.finish_reason not in ("stop", "length"):
-        raise RuntimeError(
-            f"prompt {prompt.index}, sample {completion.index} ended with "
-            f"{completion.finish_reason!r}, not by a stop token or its length"
-        )
-    tokens = completion.token_ids
-    log_probs = [entry[t].logprob for t, entry in zip(tokens, completion.logprobs, strict=True)]
-    routes, failure = None, None
-    if routed is not None:
-        # All but the last token, which is sampled and not computed.
-        num_computed = len(prompt.token_ids) + len(tokens) - 1
-        told = routes_of(completion.routed_experts, routed, num_computed)
-        routes, failure = (None, told) if isinstance(told, str) else (told, None)
-    return Rollout(
-        prompt=prompt,
-        sample_index=completion.index,
-        text=tokenizer.decode(list(tokens), skip_special_tokens=True),
-        response_token_ids=np.asarray(tokens, dtype=np.int32),
-        rollout_log_probs=np.asarray(log_probs, dtype=np.float32),
-        finish_reason=completion.finish_reason,
-        weight_version=weight_version,
-        routes=routes,
-        failure=failure,
-    )
 
 
 def _packed_weight(module: torch.nn.Module) -> torch.Tensor:

@@ -1,0 +1,153 @@
+"""Requests in this process's vLLM, by hand: they come and end between any two steps of the engine.
+
+All ranks of a TP group submit the same requests in the same order between the same steps. What a
+request is answered depends on its tokens, its seed and the weights; on what else runs only as far
+as kernels give other last bits for batches of another size.
+
+Shape legend: p tokens that are given, r tokens that are sampled.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from mcore_rl.moe.routing import RoutedLayers, Routes
+from mcore_rl.moe.routing_capture import routes_of
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """The distribution that tokens are drawn from; temperature 0 takes the likeliest."""
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = -1  # -1: all
+    ignore_eos: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """A sequence to go on with."""
+
+    number: int  # the caller's; of all that run together each has another
+    token_ids: np.ndarray  # [p] int32
+    max_tokens: int
+    sampling: Sampling
+    seed: int | None = None  # of a random stream of its own; None: the process's
+    with_routes: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """What became of a request."""
+
+    number: int
+    token_ids: np.ndarray  # [r] int32, the end-of-sequence token included if it was drawn
+    # [r] float32, of the distribution that was sampled from, after temperature, top-p and top-k; at
+    # temperature 0 of the untempered one.
+    log_probs: np.ndarray
+    finish_reason: str  # "stop" or "length"
+    routes: Routes | None = None  # of p + r - 1 tokens; the last is sampled and not computed
+    failure: str | None = None  # why nothing can be learnt from it
+
+
+def seed_of(*parts: int | str) -> int:
+    """A seed that these determine, and that has nothing to do with that of others: 63 bits."""
+    text = "\0".join(f"{type(part).__name__} {part}" for part in parts)
+    digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1
+
+
+class Generation:
+    """The requests that run in an `LLMEngine`. Local, but see the module's docstring."""
+
+    def __init__(self, engine: Any, routed: RoutedLayers | None) -> None:
+        """`engine` is vLLM's; `routed` has the layers of experts that a request may ask about."""
+        self._engine, self._routed = engine, routed
+        self._running: dict[int, Request] = {}
+
+    @property
+    def num_running(self) -> int:
+        """Requests that have not been completed, those included that wait for room."""
+        return len(self._running)
+
+    def submit(self, request: Request) -> None:
+        """Take part from the next step on."""
+        from vllm import SamplingParams
+        from vllm.inputs import tokens_input
+        from vllm.sampling_params import RequestOutputKind
+
+        if request.number in self._running:
+            raise ValueError(f"a request of number {request.number} runs already")
+        sampling = request.sampling
+        greedy = sampling.temperature == 0.0
+        self._engine.add_request(
+            str(request.number),
+            tokens_input(request.token_ids.tolist()),
+            SamplingParams(
+                temperature=sampling.temperature,
+                top_p=sampling.top_p,
+                top_k=sampling.top_k,
+                seed=None if greedy else request.seed,
+                max_tokens=request.max_tokens,
+                ignore_eos=sampling.ignore_eos,
+                logprobs=0,  # of the sampled token only
+                detokenize=False,  # vLLM's, token by token, keeps back unfinished characters
+                output_kind=RequestOutputKind.FINAL_ONLY,
+            ),
+        )
+        self._running[request.number] = request
+
+    def step(self) -> list[Completion]:
+        """One step of the engine; what ends with it, in an order that all ranks share."""
+        return [self._completed(output) for output in self._engine.step() if output.finished]
+
+    def end_soon(self, numbers: Sequence[int]) -> None:
+        """End these with the next token, as by their `max_tokens`; unknown numbers are ignored.
+
+        By its length, so that all that is told of an ended request is told of these: to abort one
+        leaves no experts behind.
+        """
+        wanted = {str(number) for number in numbers}
+        scheduler = self._engine.engine_core.engine_core.scheduler
+        states = self._engine.output_processor.request_states
+        for internal, state in states.items():
+            if state.external_req_id in wanted:
+                request = scheduler.requests[internal]
+                request.max_tokens = min(request.max_tokens, request.num_output_tokens + 1)
+
+    def drop(self, numbers: Sequence[int] | None = None) -> None:
+        """Forget these, or all, with what they have generated."""
+        dropped = set(self._running if numbers is None else numbers) & set(self._running)
+        self._engine.abort_request([str(number) for number in sorted(dropped)])
+        for number in dropped:
+            del self._running[number]
+
+    def _completed(self, output: Any) -> Completion:
+        request = self._running.pop(int(output.request_id))
+        (found,) = output.outputs
+        if found.finish_reason not in ("stop", "length"):
+            raise RuntimeError(
+                f"request {request.number} ended with {found.finish_reason!r}, not by a stop token "
+                "or its length"
+            )
+        tokens = found.token_ids
+        log_probs = [entry[t].logprob for t, entry in zip(tokens, found.logprobs, strict=True)]
+        routes, failure = None, None
+        if request.with_routes and self._routed is not None:
+            num_computed = len(request.token_ids) + len(tokens) - 1
+            told = routes_of(found.routed_experts, self._routed, num_computed)
+            routes, failure = (None, told) if isinstance(told, str) else (told, None)
+        return Completion(
+            number=request.number,
+            token_ids=np.asarray(tokens, dtype=np.int32),
+            log_probs=np.asarray(log_probs, dtype=np.float32),
+            finish_reason=found.finish_reason,
+            routes=routes,
+            failure=failure,
+        )

@@ -1,0 +1,128 @@
+"""What ranks do in `test_stream.py`; run by `tests.rank_pool`."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch.distributed as dist
+
+from mcore_rl.hybrid_engine.vllm.engine import EngineConfig, VLLMEngine
+from mcore_rl.hybrid_engine.vllm.generation import Completion, Request, Sampling, seed_of
+from mcore_rl.rollout.stream import Orders, run_stream
+
+NUM_REQUESTS, MAX_TOKENS = 24, 40
+END, DROP = (3, 11, 20), (5, 17)  # numbers of requests that do not come to their own end
+
+
+def requests(sampling: Sampling) -> list[Request]:
+    """Of different lengths, some of which share a beginning."""
+    rng = np.random.default_rng(3)
+    tokens = rng.integers(4, 60, size=(NUM_REQUESTS // 3, 30)).astype(np.int32)
+    return [
+        Request(
+            number=number,
+            token_ids=tokens[number // 3][: 10 + number % 3 * 7],
+            max_tokens=8 + number * 5 % MAX_TOKENS,
+            sampling=sampling,
+            seed=seed_of(7, number),
+        )
+        for number in range(NUM_REQUESTS)
+    ]
+
+
+class Trickle:
+    """Keeps so many running; ends and drops what it is told to, in the middle."""
+
+    def __init__(
+        self,
+        requests: Sequence[Request],
+        at_once: int,
+        *,
+        end: tuple[int, ...] = (),
+        drop: tuple[int, ...] = (),
+    ) -> None:
+        self._waiting = iter(requests)
+        self._left, self._at_once = len(requests), at_once
+        self._end, self._drop = end, drop
+        self.completions: list[Completion] = []
+
+    def orders(self, num_running: int) -> Orders:
+        submit = tuple(itertools.islice(self._waiting, max(self._at_once - num_running, 0)))
+        self._left -= len(submit)
+        end, drop = (), ()
+        if len(self.completions) >= 4 and (self._end or self._drop):
+            end, drop, self._end, self._drop = self._end, self._drop, (), ()
+        return Orders(submit, end, drop, more=self._left > 0)
+
+    def finished(self, completion: Completion) -> None:
+        self.completions.append(completion)
+
+
+def as_json(completions: Sequence[Completion]) -> list[dict[str, Any]]:
+    return [
+        {
+            "number": each.number,
+            "tokens": each.token_ids.tolist(),
+            "log_probs": each.log_probs.tolist(),
+            "finish_reason": each.finish_reason,
+        }
+        for each in sorted(completions, key=lambda each: each.number)
+    ]
+
+
+def streamed(checkpoint: str, dtype: str, tp_size: int) -> dict[str, Any]:
+    dist.init_process_group("gloo")
+    engine = VLLMEngine(
+        EngineConfig(
+            model_dir=Path(checkpoint),
+            load_format="auto",
+            dtype=dtype,
+            tp_size=tp_size,
+            max_model_len=128,
+            max_num_seqs=32,
+            kv_cache_bytes=1 << 26,
+        )
+    )
+    found: dict[str, Any] = {}
+    some = requests(Sampling())
+    for name, order, at_once, more in (
+        ("all", some, 100, {}),
+        ("few", some, 5, {}),
+        ("alone", some, 1, {}),
+        ("backwards", some[::-1], 7, {}),
+        ("cut short", some, 100, {"end": END, "drop": DROP}),
+    ):
+        trickle = Trickle(order, at_once, **more)
+        engine.seed_sampling(len(found))  # of no effect: each request has a seed
+        run_stream(engine, trickle)
+        found[name] = as_json(trickle.completions)
+    found["faulty"] = faulty(engine, some)
+    trickle = Trickle(some, 100)
+    run_stream(engine, trickle)
+    found["after all"] = as_json(trickle.completions)
+    engine.close()
+    dist.destroy_process_group()
+    return found
+
+
+class Faulty(Trickle):
+    """Raises in the middle, on all ranks of an engine."""
+
+    def finished(self, completion: Completion) -> None:
+        raise KeyError("a sink that fails")
+
+
+def faulty(engine: VLLMEngine, some: Sequence[Request]) -> list[str]:
+    """What a fault of the conductor's is, and that of two requests of one number; the requests that
+    run then are dropped."""
+    errors = []
+    for conductor in (Faulty(some, 100), Trickle([some[0], some[0]], 100)):
+        try:
+            run_stream(engine, conductor)
+        except (KeyError, ValueError) as error:
+            errors.append(str(error))
+    return errors

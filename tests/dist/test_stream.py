@@ -1,0 +1,80 @@
+"""Requests that come and go between the steps of an engine, on one engine of two ranks and on two.
+
+What the ranks do is in `stream_jobs`; it runs once a layout, and each test looks at a part of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.dist.stream_jobs import DROP, END, MAX_TOKENS, NUM_REQUESTS
+from tests.rank_pool import RankPool
+
+pytestmark = [pytest.mark.timeout(400), pytest.mark.slow]
+
+ORDERS = ("few", "alone", "backwards", "after all")
+
+
+@pytest.fixture(scope="module", params=[1, 2], ids=["TP1", "TP2"])
+def found(
+    request: pytest.FixtureRequest, checkpoint_factory: Callable[..., Path], ranks: RankPool
+) -> dict[str, Any]:
+    of_ranks = ranks.run(
+        "tests.dist.stream_jobs:streamed",
+        world_size=2,
+        arguments={
+            "checkpoint": str(checkpoint_factory("deepseek_v3")),
+            # In bfloat16 a batch of another size rounds otherwise, by which one sample in some
+            # hundreds of tokens goes another way.
+            "dtype": "float32",
+            "tp_size": request.param,
+        },
+    )
+    assert of_ranks[0] == of_ranks[1]  # of one engine, or of two that got the same
+    return of_ranks[0]
+
+
+def tokens(completions: list[dict[str, Any]]) -> dict[int, list[int]]:
+    return {each["number"]: each["tokens"] for each in completions}
+
+
+def test_every_request_is_answered_once_and_within_its_length(found: dict[str, Any]) -> None:
+    assert [each["number"] for each in found["all"]] == list(range(NUM_REQUESTS))
+    limits = [8 + number * 5 % MAX_TOKENS for number in range(NUM_REQUESTS)]
+    for limit, each in zip(limits, found["all"], strict=True):
+        ended = len(each["tokens"]) < limit
+        assert len(each["tokens"]) <= limit and (each["finish_reason"] == "stop" or not ended)
+        assert len(each["log_probs"]) == len(each["tokens"])
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_tokens_depend_on_neither_order_nor_company(found: dict[str, Any], order: str) -> None:
+    assert tokens(found[order]) == tokens(found["all"])
+    for one, other in zip(found[order], found["all"], strict=True):
+        np.testing.assert_allclose(one["log_probs"], other["log_probs"], atol=1e-5)
+
+
+def test_requests_draw_from_streams_of_their_own(found: dict[str, Any]) -> None:
+    """Three numbers have one beginning each, but other seeds."""
+    assert len({tuple(each[:8]) for each in tokens(found["all"]).values()}) == NUM_REQUESTS
+
+
+def test_what_is_ended_early_has_the_same_tokens_as_far_as_it_came(found: dict[str, Any]) -> None:
+    cut, whole = tokens(found["cut short"]), tokens(found["all"])
+    assert set(whole) - set(cut) == set(DROP)
+    shorter = {number for number in cut if len(cut[number]) < len(whole[number])}
+    assert shorter and shorter <= set(END)
+    assert all(cut[number] == whole[number][: len(cut[number])] for number in cut)
+    reasons = {each["number"]: each["finish_reason"] for each in found["cut short"]}
+    assert all(reasons[number] == "length" for number in shorter)
+
+
+def test_a_fault_in_the_middle_leaves_no_request_behind(found: dict[str, Any]) -> None:
+    sink, twice = found["faulty"]
+    assert sink == "'a sink that fails'"
+    assert twice == "a request of number 0 runs already"

@@ -94,8 +94,8 @@ class Run:
         self._learner, self._saver, self._timers = parts.learner, parts.saver, parts.timers
         self._accuracy: float | None = None
 
-    def sample_eval(self, step: int, weight_version: int) -> list[Rollout] | None:
-        """This engine's rollouts of held-out prompts, where an evaluation is due."""
+    def sample_eval(self, step: int, weight_version: int) -> dict[int, list[Rollout]] | None:
+        """This engine's rollouts of held-out prompts by their place, where an evaluation is due."""
         config, prompts = self.config, self.parts.eval_prompts
         interval = config.eval_interval
         due = interval > 0 and (step % interval == 0 or step == config.num_steps)
@@ -120,7 +120,8 @@ class Run:
     def require_rewards(self, step: int, collected: Collected) -> None:
         """Raises RunStopped on all ranks, once what was learnt before is saved, if no sample of the
         step can be learnt from because its reward failed."""
-        if any(sample.is_valid for sample in collected.scored):
+        why_not_valid = collected.table.why_not_valid
+        if None in why_not_valid:
             return
         # What goes on from here does this step again, and draws the same.
         self.parts.collector.undo()
@@ -129,31 +130,31 @@ class Run:
         if step:
             self._saver.save(step)
             saved = f"; what was learnt before is saved: go on with --load {self._saver.folder}"
-        reasons = Counter(sample.why_not_valid for sample in collected.scored)
         if dist.get_rank() == 0:
             logger.error(
                 "[Reward] step %d: none of %d samples has a reward to learn from; the most "
                 "frequent reason, to be mended: %s%s",
                 step,
-                len(collected.scored),
-                reasons.most_common(1)[0][0],
+                len(why_not_valid),
+                Counter(why_not_valid).most_common(1)[0][0],
                 saved,
             )
         raise RunStopped(EXIT_FAILED)
 
-    def evaluate(self, step: int, rollouts: list[Rollout] | None) -> float | None:
+    def evaluate(self, step: int, rollouts: dict[int, list[Rollout]] | None) -> float | None:
         """Held-out accuracy: the share of samples whose reward is at least 1."""
         self._accuracy = None
         if rollouts is not None:
             with self._timers("eval"):
-                scored = self.parts.workers.score(rollouts)
-            self._accuracy = float(np.mean([s.reward >= 1.0 for s in scored]))
+                found = [rollout for (rollout,) in rollouts.values()]
+                table = self.parts.workers.score(found, list(rollouts))
+            self._accuracy = float(np.mean(table.rewards >= 1.0))
         return self._accuracy
 
     def make_batch(self, step: int, collected: Collected) -> StepBatch:
         """The samples as tensors, divided into mini-batches, ranks and micro-batches."""
         with self._timers("advantages"):
-            return self._learner.make_batch(step, collected.scored)
+            return self._learner.make_batch(step, collected.table)
 
     def with_log_probs(self, batch: StepBatch) -> StepBatch:
         """What actor, reference and critic say before the update."""
@@ -163,7 +164,7 @@ class Run:
     def with_advantages(self, collected: Collected, batch: StepBatch) -> StepBatch:
         """What each token is worth."""
         with self._timers("advantages"):
-            return self._learner.with_advantages(collected.scored, batch)
+            return self._learner.with_advantages(collected.table, batch)
 
     def update(self, step: int, batch: StepBatch) -> Learnt:
         """One optimizer step per mini-batch and epoch."""

@@ -13,7 +13,6 @@ This module is pure: it imports neither Megatron nor vLLM nor torch.distributed.
 from __future__ import annotations
 
 import heapq
-import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -21,7 +20,7 @@ import numpy as np
 from numpy.random import PCG64, SeedSequence
 
 from mcore_rl.batching.rows import MicroBatching, chunks_of_sample, round_up
-from mcore_rl.batching.types import ScoredRollout
+from mcore_rl.batching.table import SampleTable
 from mcore_rl.model.config_json import ModelShape
 from mcore_rl.model.tensors import active_parameters
 
@@ -100,15 +99,10 @@ class Prompts:
     lengths: np.ndarray  # [n] int64, tokens of the sample's prompt
 
     @classmethod
-    def of(cls, scored: Sequence[ScoredRollout]) -> Prompts:
-        prompts = [sample.rollout.prompt.token_ids for sample in scored]
-        is_new = [
-            now is not before and not np.array_equal(now, before)
-            for before, now in itertools.pairwise(prompts)
-        ]
+    def of(cls, table: SampleTable) -> Prompts:
         return cls(
-            ids=np.cumsum([0, *is_new])[: len(prompts)],
-            lengths=np.array([len(prompt) for prompt in prompts], dtype=np.int64),
+            ids=np.cumsum(np.diff(table.draws, prepend=table.draws[:1]) != 0),
+            lengths=table.prompt_lengths,
         )
 
     @classmethod

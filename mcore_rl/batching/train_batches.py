@@ -7,44 +7,44 @@ This module is pure: it imports neither Megatron nor vLLM nor torch.distributed.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import torch
 
 from mcore_rl.batching.dealing import Cuts
-from mcore_rl.batching.types import ScoredRollout, TrainBatch
+from mcore_rl.batching.table import SampleTable, SampleTokens
+from mcore_rl.batching.types import TrainBatch
 
 
-def build_train_batch(scored: Sequence[ScoredRollout], cuts: Cuts) -> TrainBatch:
+def build_train_batch(
+    table: SampleTable, tokens: Mapping[int, SampleTokens], cuts: Cuts
+) -> TrainBatch:
     """One rank's samples on the CPU, in the order of `cuts`, without what log-probs bring.
 
-    `scored` are all samples of the step, of which those in `cuts` are taken. A response of r tokens
-    after a prompt of p is scored by positions p-1 .. p+r-2. An empty response has no loss token,
-    nor has a sample that is not valid, as its reward failed: it is scored, and not learnt from.
-
-    RuntimeError: a prompt is empty (its first response token would have nothing to be scored by),
-    or a response and its log-probs differ in length.
+    `table` is of all samples of the step, of which `tokens` has those in `cuts`. A response of r
+    tokens after a prompt of p is scored by positions p-1 .. p+r-2. An empty response has no loss
+    token, nor has a sample that is not valid, as its reward failed: it is scored, and not learnt
+    from.
     """
     rows = [row for mini_batch in cuts for micro_batch in mini_batch for row in micro_batch]
-    lengths = np.array([num_tokens(scored[row]) for row in rows], dtype=np.int64)
+    lengths = table.lengths[rows] if rows else np.empty(0, dtype=np.int64)
     token_ids = np.empty(lengths.sum(), dtype=np.int64)
     loss_mask = np.zeros(token_ids.shape, dtype=np.bool_)
     rollout_log_probs = np.zeros(token_ids.shape, dtype=np.float32)
     end = 0
     for row, length in zip(rows, lengths, strict=True):
-        rollout = scored[row].rollout
         start, end = end, end + int(length)
-        response = start + len(rollout.prompt.token_ids)
-        token_ids[start:response] = rollout.prompt.token_ids
-        token_ids[response:end] = rollout.response_token_ids
-        loss_mask[response - 1 : end - 1] = scored[row].is_valid
-        rollout_log_probs[response - 1 : end - 1] = rollout.rollout_log_probs
-    prompt_lengths = [len(scored[row].rollout.prompt.token_ids) for row in rows]
+        sample = tokens[row]
+        token_ids[start:end] = sample.token_ids
+        loss_mask[start : end - 1] = sample.is_generated[1:]
+        rollout_log_probs[start : end - 1] = sample.log_probs[1:]
+        if table.why_not_valid[row] is not None:
+            loss_mask[start:end] = False
     return TrainBatch(
         token_ids=torch.from_numpy(token_ids),
         lengths=torch.from_numpy(lengths),
-        prompt_lengths=torch.tensor(prompt_lengths, dtype=torch.int64),
+        prompt_lengths=torch.from_numpy(table.prompt_lengths[np.array(rows, dtype=np.int64)]),
         sample_ids=torch.tensor(rows, dtype=torch.int64),
         loss_mask=torch.from_numpy(loss_mask),
         rollout_log_probs=torch.from_numpy(rollout_log_probs),
@@ -71,21 +71,6 @@ def batch_of_tokens(
         rollout_log_probs=torch.zeros(len(flat)),
         cuts=((1,) * len(lengths),),
     )
-
-
-def num_tokens(sample: ScoredRollout) -> int:
-    """Prompt and response tokens of a sample whose parts fit together; RuntimeError if not."""
-    rollout = sample.rollout
-    num_prompt, num_response = len(rollout.prompt.token_ids), len(rollout.response_token_ids)
-    name = f"prompt {rollout.prompt.index}, sample {rollout.sample_index}"
-    if num_prompt == 0:
-        raise RuntimeError(f"{name}: the prompt has no token")
-    if len(rollout.rollout_log_probs) != num_response:
-        raise RuntimeError(
-            f"{name}: expected {num_response} rollout_log_probs, one per response token, "
-            f"got {len(rollout.rollout_log_probs)}"
-        )
-    return num_prompt + num_response
 
 
 def split_mini_batches(batch: TrainBatch) -> list[TrainBatch]:

@@ -59,9 +59,6 @@ class Rollout:
     finish_reason: str  # "stop" or "length"
     weight_version: int
     routes: Routes | None = None  # the experts it was sampled with; all ranks of its engine have it
-    # Where routes are kept that other ranks are not told of: the first rank of those that sampled
-    # it, and its number there.
-    kept_by: tuple[int, int] | None = None
     failure: str | None = None  # why nothing can be learnt from it, whatever its reward
 
 

@@ -51,6 +51,14 @@ def all_gather(mine: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
     return everyone
 
 
+def gather(mine: Any) -> list[Any] | None:
+    """What each rank gives, by rank, on rank 0; None on the others."""
+    everyone: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
+    with _span("gather_object"):
+        dist.gather_object(mine, everyone, dst=0, group=start())
+    return everyone
+
+
 def broadcast(mine: Any, source: int = 0) -> Any:
     """What rank `source` gives, on all ranks; the others' is not looked at."""
     told = [mine]

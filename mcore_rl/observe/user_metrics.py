@@ -46,6 +46,11 @@ def metric(name: str) -> Callable[[MetricFunction], MetricFunction]:
     return register
 
 
+def has_metrics() -> bool:
+    """Whether there is any."""
+    return bool(_METRICS)
+
+
 def user_metrics(samples: Sequence[ScoredRollout]) -> dict[str, float]:
     """Those of a step, by full name. Never raises."""
     found: dict[str, float] = {}

@@ -13,6 +13,9 @@ import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
+import numpy as np
+
+from mcore_rl.batching.table import SampleTable
 from mcore_rl.batching.types import Rollout, ScoredRollout
 from mcore_rl.rewards.worker import Outcome
 
@@ -52,23 +55,19 @@ def _weighed_sample(
     return ScoredRollout(rollout, float(total), parts=parts)
 
 
-def part_metrics(
-    scored: Sequence[ScoredRollout], names: Sequence[str] | None = None
-) -> dict[str, float]:
+def part_metrics(table: SampleTable, names: Sequence[str]) -> dict[str, float]:
     """`reward/<name>/mean` and `reward/<name>/failures` of each part, before its weight.
 
     The mean is over the samples of which the part did not fail, and is left out where it failed on
-    all; failures are counted in samples. `names` are the rewards that were asked for; by default
-    those that some sample has a value of.
+    all; failures are counted in samples.
     """
-    if names is None:
-        names = list(dict.fromkeys(name for sample in scored for name in sample.parts))
     metrics: dict[str, float] = {}
     for name in names:
-        values = [sample.parts[name] for sample in scored if name in sample.parts]
-        if values:
-            metrics[f"reward/{name}/mean"] = math.fsum(v / len(values) for v in values)
-        metrics[f"reward/{name}/failures"] = float(len(scored) - len(values))
+        values = table.parts.get(name, np.full(len(table), np.nan))
+        found = values[~np.isnan(values)]
+        if len(found):
+            metrics[f"reward/{name}/mean"] = math.fsum(v / len(found) for v in found.tolist())
+        metrics[f"reward/{name}/failures"] = float(len(table) - len(found))
     return metrics
 
 

@@ -10,27 +10,27 @@ A sample whose reward failed has none: it counts in no comparison, and nothing i
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from mcore_rl.algorithms.estimators import select_informative_groups
-from mcore_rl.batching.types import Baseline, Prompt, ScoredRollout
+from mcore_rl.batching.table import SampleTable
+from mcore_rl.batching.types import Prompt, Rollout
 from mcore_rl.data.prompts import PromptDataset, prompt_indices
 from mcore_rl.flags.options import RLConfig
 from mcore_rl.hybrid_engine.vllm.generation import seed_of
 from mcore_rl.observe.stage_timers import StageTimers
 from mcore_rl.rollout.engines import RolloutWorkers
-from mcore_rl.rollout.routes import RouteKeeper
+from mcore_rl.rollout.keeper import SampleKeeper
 
 
 @dataclass(frozen=True, slots=True)
 class Collected:
-    """A step's samples, the same on all ranks: the responses to one prompt stand together."""
+    """What all ranks know of a step's samples: the responses to one prompt stand together."""
 
-    scored: list[ScoredRollout]
+    table: SampleTable
     num_generated_tokens: int  # those of samples that were dropped, and of baselines, too
     metrics: dict[str, float] = field(default_factory=dict)
 
@@ -50,9 +50,9 @@ class Collector:
         seed: int,
         timers: StageTimers,
         position: int,
-        keeper: RouteKeeper | None = None,
+        keeper: SampleKeeper,
     ) -> None:
-        """`keeper` is that of `workers`, where samples are to come with their experts."""
+        """`keeper` is that of `workers`."""
         self._workers, self._prompts, self._config = workers, prompts, config
         self._recipe = config.recipe
         self._seed, self._timers, self._keeper = seed, timers, keeper
@@ -64,21 +64,19 @@ class Collector:
         wanted = self._config.num_prompts_per_step
         self._num_generated_tokens = 0
         self._step_began_at = self.position
-        if self._keeper is not None:
-            self._keeper.forget()
+        self._keeper.forget()
         self._workers.draft_metrics()  # of what evaluations have sampled
         if not self._recipe.dynamic_sampling:
-            groups = self._groups(wanted, weight_version, when_few_are_left)
-            return self._collected(groups)
-        kept: list[list[ScoredRollout]] = []
-        useless: list[list[ScoredRollout]] = []
+            return self._collected(self._drawn(wanted, weight_version, when_few_are_left))
+        kept: list[SampleTable] = []
+        useless: list[SampleTable] = []
         num_draws = 0
         while len(kept) < wanted and num_draws <= self._recipe.max_refills:
             # Training is not called back early: whether another draw follows is not known yet.
-            for group in self._groups(wanted - len(kept), weight_version, None):
+            for group in self._groups(self._drawn(wanted - len(kept), weight_version, None)):
                 (kept if _differ(group) else useless).append(group)
             num_draws += 1
-            if not any(sample.is_valid for group in (*kept, *useless) for sample in group):
+            if not any(group.valid.any() for group in (*kept, *useless)):
                 break  # every reward fails, which more of them would not mend
         missing = wanted - len(kept)
         groups = kept + useless[: max(missing, 0)]
@@ -89,56 +87,59 @@ class Collector:
                 (len(useless) - max(missing, 0)) * self._recipe.num_samples_per_prompt
             ),
         }
-        return self._collected(groups, metrics)
+        return self._collected(SampleTable.joined(groups), metrics)
 
     def undo(self) -> None:
         """The last step will be done again: its prompts count as not drawn. Local."""
         self.position = self._step_began_at
 
-    def _collected(
-        self, groups: Sequence[Sequence[ScoredRollout]], metrics: dict[str, float] | None = None
-    ) -> Collected:
+    def _collected(self, table: SampleTable, metrics: dict[str, float] | None = None) -> Collected:
         metrics = {**(metrics or {}), **self._workers.draft_metrics()}
         if self._recipe.needs_greedy_baseline:
-            baselines = [group[0].baseline for group in groups]
-            failed = [each for each in baselines if each is not None and each.failure is not None]
-            metrics["reward/baseline_failures"] = float(len(failed))
-        scored = [sample for group in groups for sample in group]
-        return Collected(scored, self._num_generated_tokens, metrics)
+            firsts = table.take(range(0, len(table), self._recipe.num_samples_per_prompt))
+            metrics["reward/baseline_failures"] = float((~firsts.has_baseline).sum())
+        return Collected(table, self._num_generated_tokens, metrics)
 
-    def _groups(
+    def _groups(self, table: SampleTable) -> list[SampleTable]:
+        size = self._recipe.num_samples_per_prompt
+        return [table.take(range(at, at + size)) for at in range(0, len(table), size)]
+
+    def _drawn(
         self, num_prompts: int, weight_version: int, when_few_are_left: Callable[[], object] | None
-    ) -> list[list[ScoredRollout]]:
+    ) -> SampleTable:
+        """The responses to the next prompts, with their rewards."""
+        size = self._recipe.num_samples_per_prompt
         with self._timers("data"):
-            first = self.position
+            draws = range(self.position, self.position + num_prompts)
             prompts = self._draw(num_prompts)
-            seeds = [seed_of(self._seed, "draw", first + n) for n in range(num_prompts)]
+            seeds = [seed_of(self._seed, "draw", draw) for draw in draws]
         with self._timers("rollout"):
-            rollouts = self._workers.generate(
+            sampled = self._workers.generate(
                 prompts,
                 seeds,
-                num_samples=self._recipe.num_samples_per_prompt,
+                num_samples=size,
                 temperature=self._config.temperature,
                 top_p=1.0 if self._config.top_p is None else self._config.top_p,
                 top_k=self._config.top_k or -1,
                 weight_version=weight_version,
                 when_few_are_left=when_few_are_left,
-                with_routes=self._keeper is not None,
+                with_routes=self._keeper.routed is not None,
             )
-            greedy = None
+            greedy: dict[int, list[Rollout]] = {}
             if self._recipe.needs_greedy_baseline:
                 greedy = self._workers.generate(
                     prompts, seeds, num_samples=1, temperature=0.0, weight_version=weight_version
                 )
         with self._timers("reward"):
-            scored = self._workers.score(rollouts, waited=self._waited_for_rollouts)
-            self._num_generated_tokens += _num_tokens(scored)
-            if greedy is not None:
-                baselines = self._workers.score(greedy, waited=self._waited_for_rollouts)
-                self._num_generated_tokens += _num_tokens(baselines)
-                scored = _with_baselines(scored, baselines)
-        size = self._recipe.num_samples_per_prompt
-        return [scored[start : start + size] for start in range(0, len(scored), size)]
+            table = self._workers.score(
+                [rollout for of_prompt in sampled.values() for rollout in of_prompt],
+                [draws[number] for number in sampled for _ in range(size)],
+                [rollout for of_prompt in greedy.values() for rollout in of_prompt],
+                waited=self._waited_for_rollouts,
+            )
+        self._num_generated_tokens += int(table.response_lengths.sum())
+        self._num_generated_tokens += int(table.baseline_lengths[::size].sum())
+        return table
 
     def _waited_for_rollouts(self, seconds: float) -> None:
         self._timers.move(seconds, "reward", "rollout")
@@ -151,23 +152,6 @@ class Collector:
         return [self._prompts[int(row)] for row in rows]
 
 
-def _differ(group: Sequence[ScoredRollout]) -> bool:
-    rewards = np.array([sample.reward for sample in group if sample.is_valid])
+def _differ(group: SampleTable) -> bool:
+    rewards = group.rewards[group.valid]
     return len(select_informative_groups(rewards, np.zeros(len(rewards), dtype=np.int64))) > 0
-
-
-def _num_tokens(scored: Sequence[ScoredRollout]) -> int:
-    return sum(len(sample.rollout.response_token_ids) for sample in scored)
-
-
-def _with_baselines(
-    scored: Sequence[ScoredRollout], greedy: Sequence[ScoredRollout]
-) -> list[ScoredRollout]:
-    size = len(scored) // len(greedy)
-    baselines = [
-        Baseline(each.reward, len(each.rollout.response_token_ids), each.failure) for each in greedy
-    ]
-    return [
-        dataclasses.replace(sample, baseline=baselines[index // size])
-        for index, sample in enumerate(scored)
-    ]

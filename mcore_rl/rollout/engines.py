@@ -1,8 +1,8 @@
-"""Rollouts over all engines of the world: who samples which prompt, and how all ranks get them all.
+"""Rollouts over all engines of the world: who samples which prompt, and what all ranks hear of it.
 
 Prompts are dealt out in blocks to the TP groups of the engines (an engine with data-parallel ranks
 of its own has several); all ranks of a group generate alike; the first rank of each scores its
-samples; then everybody receives everything, in the order of the prompts.
+samples; then everybody hears of all samples, in the order of the prompts, without their tokens.
 """
 
 from __future__ import annotations
@@ -10,12 +10,12 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import numpy as np
 import torch.distributed as dist
 
-from mcore_rl.batching.types import Prompt, Rollout, ScoredRollout
+from mcore_rl.batching.table import SampleTable
+from mcore_rl.batching.types import Baseline, Prompt, Rollout, ScoredRollout
 from mcore_rl.common import objects
 from mcore_rl.flags.options import RLConfig
 from mcore_rl.hybrid_engine.vllm.drafter import DraftCounts
@@ -27,7 +27,7 @@ from mcore_rl.rewards.functions import REWARD_MODEL
 from mcore_rl.rewards.specs import RewardSpec
 from mcore_rl.rewards.stack import RewardStack
 from mcore_rl.rewards.worker import Outcome
-from mcore_rl.rollout.routes import RouteKeeper
+from mcore_rl.rollout.keeper import SampleKeeper
 from mcore_rl.rollout.stream import Conductor, Orders, run_stream
 
 
@@ -57,11 +57,10 @@ class RolloutWorkers:
         layout: RolloutLayout,
         config: RLConfig,
         rewards: RewardSpec,
-        reward_model: Callable[[Sequence[Rollout]], list[Outcome]] | None = None,
-        keeper: RouteKeeper | None = None,
+        keeper: SampleKeeper,
+        reward_model: Callable[[SampleKeeper, SampleTable], list[Outcome]] | None = None,
     ) -> None:
-        """`reward_model` scores all samples of a step on every rank, collectively; `keeper` gets
-        the experts that samples with routes were sampled with."""
+        """`keeper` gets what is sampled; `reward_model` scores what it keeps, collectively."""
         self._engine, self._layout, self._config = engine, layout, config
         self._rank = dist.get_rank()
         self._scores = layout.tp_rank(self._rank) == 0
@@ -80,8 +79,9 @@ class RolloutWorkers:
         top_k: int = -1,
         when_few_are_left: Callable[[], object] | None = None,
         with_routes: bool = False,
-    ) -> list[Rollout]:
-        """Sample responses to this TP group's block of `prompts`, in rollout mode.
+    ) -> dict[int, list[Rollout]]:
+        """Sample responses to this TP group's block of `prompts`, in rollout mode: to each of its
+        prompts, by their place in `prompts`.
 
         Each response is drawn from a random stream of its own, which its prompt's seed determines:
         who samples it and beside what is all the same. `when_few_are_left` is that of `run_stream`.
@@ -89,7 +89,7 @@ class RolloutWorkers:
         blocks = np.array_split(np.arange(len(prompts)), self._layout.num_tp_groups)
         mine = blocks[self._layout.tp_group_index(self._rank)]
         if not len(mine) and self._layout.dp_size == 1:  # fewer prompts than groups
-            return []  # data-parallel ranks of one engine step together, prompts or not
+            return {}  # data-parallel ranks of one engine step together, prompts or not
         requests = [
             Request(
                 number=prompt * num_samples + sample,
@@ -104,12 +104,13 @@ class RolloutWorkers:
         ]
         block = Block(requests)
         run_stream(self._engine, block, when_few_are_left=when_few_are_left)
-        return [
-            self._engine.rollout(
-                prompts[number // num_samples], number % num_samples, each, weight_version
+        found: dict[int, list[Rollout]] = {prompt: [] for prompt in mine.tolist()}
+        for number, completion in sorted(block.completions.items()):
+            prompt, sample = divmod(number, num_samples)
+            found[prompt].append(
+                self._engine.rollout(prompts[prompt], sample, completion, weight_version)
             )
-            for number, each in sorted(block.completions.items())
-        ]
+        return found
 
     def draft_metrics(self) -> dict[str, float]:
         """What became of drafts in all engines since the last call; none without --rl-speculate.
@@ -125,54 +126,82 @@ class RolloutWorkers:
     def score(
         self,
         rollouts: Sequence[Rollout],
+        draws: Sequence[int],
+        greedy: Sequence[Rollout] = (),
         *,
         waited: Callable[[float], object] = lambda seconds: None,
-    ) -> list[ScoredRollout]:
-        """Reward this group's rollouts and exchange: all samples, in prompt order.
+    ) -> SampleTable:
+        """Reward this group's rollouts, of which each answers one of `draws`: the table of all
+        groups' samples, in the order of the draws. The samples stay here, with the keeper.
 
-        A reward model then scores them all, on every rank. `waited` hears for how many seconds this
-        rank stood still because others were still sampling: beyond what the slowest scored for.
+        `greedy` has a greedy response to each of the prompts, in their order, with which their
+        samples are compared. `waited` hears for how many seconds this rank stood still because
+        others were still sampling: beyond what the slowest scored for.
         """
         started = time.perf_counter()
-        digest = b""
-        if self._keeper is not None:
-            rollouts = self._keeper.keep(rollouts)
-            digest = self._keeper.digest()
-        mine: Any = None
-        if self._scores:
-            try:
-                mine = (_without_rows(rollouts), self._rewards.outcomes(rollouts))
-            except Exception as error:  # told to all ranks below, which raise together
-                mine = error
-        answers = objects.all_gather((mine, time.perf_counter() - started, digest))
-        gathered = [answer for answer, _, _ in answers]
-        for rank, other in enumerate(gathered):
-            if isinstance(other, Exception):
-                raise RuntimeError(f"scoring failed on rank {rank}: {other}") from other
-        if self._keeper is not None:
-            self._keeper.require_agreement([each for _, _, each in answers])
-        slowest = max(seconds for _, seconds, _ in answers)
-        waited(max(0.0, time.perf_counter() - started - slowest))
-        by_slot = [gathered[self._layout.rank(slot)] for slot in range(len(gathered))]
-        everything: list[Rollout] = []
-        outcomes: dict[str, list[Outcome]] = {}
-        for part in by_slot:
-            if part is not None:
-                everything += part[0]
-                for name, found in part[1].items():
-                    outcomes.setdefault(name, []).extend(found)
+        everything = [*rollouts, *greedy]
+        first = self._keeper.keep([ScoredRollout(each, reward=0.0) for each in everything])
+        error, outcomes = self._asked(everything)
+        seconds = time.perf_counter() - started
         if self._reward_model is not None:
-            outcomes[REWARD_MODEL] = self._reward_model(everything)
-        return self._rewards.weigh(everything, outcomes)
+            size = len(rollouts) // len(greedy) if greedy else 1
+            every_draw = [*draws, *(draws[::size] if greedy else ())]
+            table = self._exchanged(self._keeper.table(first, every_draw), error, seconds, waited)
+            scores = self._reward_model(self._keeper, table)
+            here = np.flatnonzero(table.homes == self._keeper.home)
+            in_order = here[np.argsort(table.numbers[here])]
+            outcomes[REWARD_MODEL] = [scores[row] for row in in_order]
+            seconds, waited = 0.0, lambda seconds: None
+        if self._scores and error is None:
+            weighed = self._rewards.weigh(everything, outcomes)
+            self._keeper.rewarded(first, _with_baselines(weighed, len(rollouts)))
+        return self._exchanged(self._keeper.table(first, draws), error, seconds, waited)
+
+    def _asked(
+        self, rollouts: Sequence[Rollout]
+    ) -> tuple[Exception | None, dict[str, list[Outcome]]]:
+        """What the rewards make of them, but for a reward model; or what they raised."""
+        try:
+            return None, self._rewards.outcomes(rollouts) if self._scores else {}
+        except Exception as error:  # told to all ranks, which raise together
+            return error, {}
+
+    def _exchanged(
+        self,
+        mine: SampleTable,
+        error: Exception | None,
+        seconds: float,
+        waited: Callable[[float], object],
+    ) -> SampleTable:
+        """The tables of all groups, of which one rank each tells."""
+        started = time.perf_counter()
+        told = mine if self._scores else None
+        answers = objects.all_gather((told, error, seconds, self._keeper.digest()))
+        for rank, (_, other, _, _) in enumerate(answers):
+            if other is not None:
+                raise RuntimeError(f"scoring failed on rank {rank}: {other}") from other
+        self._keeper.require_agreement([digest for *_, digest in answers])
+        slowest = max(each for _, _, each, _ in answers)
+        waited(max(0.0, time.perf_counter() - started + seconds - slowest))
+        table = SampleTable.joined([each for each, *_ in answers if each is not None])
+        return table.take(np.argsort(table.draws, kind="stable"))
 
     def close(self) -> None:
         """End the reward processes of this rank."""
         self._rewards.close()
 
 
-def _without_rows(rollouts: Sequence[Rollout]) -> list[Rollout]:
-    """As all ranks get them: what only rewards read stays here."""
-    prompts = {
-        id(rollout.prompt): dataclasses.replace(rollout.prompt, row="{}") for rollout in rollouts
-    }
-    return [dataclasses.replace(each, prompt=prompts[id(each.prompt)]) for each in rollouts]
+def _with_baselines(scored: Sequence[ScoredRollout], num_samples: int) -> list[ScoredRollout]:
+    """So many samples, with the greedy responses behind them as what they are compared with."""
+    samples, greedy = list(scored[:num_samples]), list(scored[num_samples:])
+    if not greedy:
+        return samples
+    size = len(samples) // len(greedy)
+    baselines = [
+        Baseline(each.reward, len(each.rollout.response_token_ids), each.why_not_valid)
+        for each in greedy
+    ]
+    return [
+        dataclasses.replace(sample, baseline=baselines[index // size])
+        for index, sample in enumerate(samples)
+    ] + greedy

@@ -38,7 +38,7 @@ from mcore_rl.observe.trace import Tracer
 from mcore_rl.observe.watchdog import StageWatchdog, own_connection
 from mcore_rl.rollout.collector import Collector
 from mcore_rl.rollout.engines import RolloutWorkers
-from mcore_rl.rollout.routes import RouteKeeper
+from mcore_rl.rollout.keeper import SampleKeeper
 from mcore_rl.trainer.actor import Actor
 from mcore_rl.trainer.inputs import load_prompt_files, reward_spec
 from mcore_rl.trainer.learner import Learner
@@ -48,8 +48,8 @@ from mcore_rl.trainer.models import (
     critic_role,
     micro_batching,
     reward_role,
-    route_keeper,
     routed_layers,
+    sample_keeper,
 )
 from mcore_rl.trainer.recorder import RunRecorder
 from mcore_rl.trainer.resume.point import ResumePoint, find_resume_point
@@ -107,8 +107,8 @@ def build(
     state, shards = build_actor(job, model_provider, log=log)
     # On ranks of its own it is built while the engines start.
     critic = critic_role(job, model_provider, iteration=state.iteration, log=log)
-    keeper = route_keeper(job)
-    learner = build_learner(job, state, shards, critic, point, log=log, routes=keeper)
+    keeper = sample_keeper(job)
+    learner = build_learner(job, state, shards, critic, point, log=log, keeper=keeper)
     offloader = build_offloader(job, state, critic)
     canary = build_canary(job, state, prompts)
     logger.info("the model is built; vLLM is imported and its engines are started")
@@ -119,7 +119,7 @@ def build(
     timers = StageTimers(watchdog)
     reward_model = reward_role(job, log=log)
     asked = None if reward_model is None else ModelReward(reward_model).outcomes
-    workers = RolloutWorkers(engine, job.rollout_layout, config, reward_spec(config), asked, keeper)
+    workers = RolloutWorkers(engine, job.rollout_layout, config, reward_spec(config), keeper, asked)
     position = state.iteration * config.num_prompts_per_step
     if point is not None:
         position = _go_on_from(point, manager, learner)
@@ -203,7 +203,7 @@ def _recorder(
     device: torch.device,
     timers: StageTimers,
     learner: Learner,
-    keeper: RouteKeeper | None,
+    keeper: SampleKeeper,
 ) -> RunRecorder:
     routed, expert_load = routed_layers(job.shape), None
     if routed is not None:
@@ -211,7 +211,7 @@ def _recorder(
             state.chunks,
             routed,
             replay=learner.actor.replay,
-            of_rollout=None if keeper is None else keeper.load,
+            of_rollout=None if keeper.routed is None else keeper.load,
         )
     return RunRecorder(
         job,
@@ -221,6 +221,7 @@ def _recorder(
         reward_names=reward_spec(job.config).names,
         rates=learner.rates,
         expert_load=expert_load,
+        keeper=keeper,
     )
 
 

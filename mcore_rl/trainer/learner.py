@@ -9,7 +9,6 @@ Shape legend: n samples of the step, b samples of this rank, t their tokens.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -29,12 +28,12 @@ from mcore_rl.algorithms.registry import find_advantage_estimator
 from mcore_rl.algorithms.value_loss import explained_variance, value_loss
 from mcore_rl.batching.dealing import orders_of_epochs
 from mcore_rl.batching.rows import MicroBatching
-from mcore_rl.batching.train_batches import num_tokens
-from mcore_rl.batching.types import ScoredRollout, StepBatch, TrainBatch
+from mcore_rl.batching.table import SampleTable
+from mcore_rl.batching.types import StepBatch, TrainBatch
 from mcore_rl.common import objects
 from mcore_rl.flags.options import RLConfig
 from mcore_rl.model.layout import TrainLayout
-from mcore_rl.rollout.routes import RouteKeeper
+from mcore_rl.rollout.keeper import SampleKeeper
 from mcore_rl.trainer.actor import Actor, UpdateStats
 from mcore_rl.trainer.roles.critic import StepCritic, ValueUpdateStats
 from mcore_rl.trainer.roles.reference import ReferencePolicy
@@ -69,13 +68,13 @@ class Learner:
         *,
         reference: ReferencePolicy | None,
         seed: int,
-        routes: RouteKeeper | None = None,
+        keeper: SampleKeeper,
     ) -> None:
-        """`routes` has the experts that samples came with, where training is to use them."""
+        """`keeper` has the samples of a step, and their experts where training is to use them."""
         self._config, self._layout, self._batching, self._seed = config, layout, batching, seed
         self.recipe = config.recipe
         self.actor, self.critic = actor, critic
-        self.reference, self._routes = reference, routes
+        self.reference, self.keeper = reference, keeper
         self.kl_controller = self.recipe.kl_controller()
         self._kl_coef = self.kl_controller.coef  # of the present step; the controller's is the next
         self._rank = dist.get_rank()
@@ -89,11 +88,10 @@ class Learner:
             and not actor.has_dropout
         )
 
-    def make_batch(self, step: int, scored: Sequence[ScoredRollout]) -> StepBatch:
+    def make_batch(self, step: int, table: SampleTable) -> StepBatch:
         """The samples as tensors, divided into mini-batches, ranks and micro-batches."""
-        lengths = np.array([num_tokens(sample) for sample in scored], dtype=np.int64)
         orders = orders_of_epochs(
-            self._teaches(scored),
+            self._teaches(table),
             samples_per_group=self._config.samples_per_prompt,
             num_mini_batches=self._config.num_mini_batches,
             num_epochs=self._config.num_epochs,
@@ -101,22 +99,23 @@ class Learner:
             step=step,
         )
         epochs = plan_epochs(
-            scored,
-            lengths,
+            table,
             num_mini_batches=self._config.num_mini_batches,
             dp_size=self._layout.dp_size,
             batching=self._batching,
             orders=orders,
         )
-        batch = batch_by_plan(scored, epochs, self._layout.dp_rank(self._rank))
+        tokens = self.keeper.deliver(table, samples_of_ranks(epochs))
+        batch = batch_by_plan(table, tokens, epochs, self._layout.dp_rank(self._rank))
         metrics = {}
-        if self._routes is not None:
-            wanted = samples_of_ranks(epochs)
-            batch = with_given_routes(self._routes, batch, scored, lengths, wanted)
+        if self.keeper.routed is not None:
+            batch = with_given_routes(batch, tokens, self.keeper.of_stage())
             # A sample's last token never went through the engine.
             metrics = self._replayed(batch, batch.num_tokens - batch.num_samples)
-        for_critic = None if self.critic is None else self.critic.told_of(scored, orders)
-        return StepBatch(batch, for_critic, lengths, metrics)
+        for_critic = None
+        if self.critic is not None:
+            for_critic = self.critic.told_of(self.keeper, table, orders)
+        return StepBatch(batch, for_critic, table.lengths, metrics)
 
     def _replayed(self, batch: TrainBatch, num_tokens: int) -> dict[str, float]:
         """The share of `num_tokens` tokens here that have their experts given, over all ranks."""
@@ -125,17 +124,17 @@ class Learner:
         known, total = self.actor.runner.global_sum(counts.double()).tolist()
         return {"moe/replayed_share": known / max(total, 1.0)}
 
-    def _teaches(self, scored: Sequence[ScoredRollout]) -> np.ndarray:
+    def _teaches(self, table: SampleTable) -> np.ndarray:
         """`[g]` bool: groups with a sample whose advantage is other than 0."""
-        group_ids, valid = self._group_ids(scored), _valid(scored)
+        group_ids, valid = self._group_ids(table), table.valid
         groups = np.unique(group_ids)
         if not find_advantage_estimator(self.recipe.advantage).compares_group:
             return np.isin(groups, group_ids[valid])
-        scores = np.array([sample.reward for sample in scored], dtype=np.float64)
-        return np.isin(groups, select_informative_groups(scores[valid], group_ids[valid]))
+        found = select_informative_groups(table.rewards[valid], group_ids[valid])
+        return np.isin(groups, found)
 
-    def _group_ids(self, scored: Sequence[ScoredRollout]) -> np.ndarray:
-        return np.arange(len(scored)) // self._config.samples_per_prompt
+    def _group_ids(self, table: SampleTable) -> np.ndarray:
+        return np.arange(len(table)) // self._config.samples_per_prompt
 
     def with_log_probs(self, batch: StepBatch) -> StepBatch:
         """Log-probs of the actor and the reference, values of the critic, before any update."""
@@ -153,7 +152,7 @@ class Learner:
             samples = dataclasses.replace(samples, values=values())
         return dataclasses.replace(batch, actor=samples)
 
-    def with_advantages(self, scored: Sequence[ScoredRollout], batch: StepBatch) -> StepBatch:
+    def with_advantages(self, table: SampleTable, batch: StepBatch) -> StepBatch:
         """What each token is worth, what the critic is to learn, and the mismatch's correction."""
         samples, metrics = batch.actor, dict(batch.metrics)
         if samples.old_log_probs is not None:
@@ -168,12 +167,12 @@ class Learner:
             metrics.update(mismatch_metrics(MismatchSums.from_stacked(sums)))
             if self.recipe.mismatch_correction != "none":
                 samples = dataclasses.replace(samples, weights=mismatch.weights)
-        inputs = self._advantage_inputs(scored, samples)
+        inputs = self._advantage_inputs(table, samples)
         found = advantages_of_valid(
             find_advantage_estimator(self.recipe.advantage).function,
             inputs,
             self.recipe.advantage_config,
-            _valid(scored),
+            table.valid,
         )
         samples = dataclasses.replace(
             samples,
@@ -212,19 +211,15 @@ class Learner:
             f"finite, first of all on {'; '.join(named)}"
         )
 
-    def _advantage_inputs(
-        self, scored: Sequence[ScoredRollout], samples: TrainBatch
-    ) -> AdvantageInputs:
-        response_lengths = np.array([len(s.rollout.response_token_ids) for s in scored])
-        scores = np.array([s.reward for s in scored], dtype=np.float64)
-        scores += self._overlong_penalty(response_lengths)
+    def _advantage_inputs(self, table: SampleTable, samples: TrainBatch) -> AdvantageInputs:
+        scores = table.rewards + self._overlong_penalty(table.response_lengths)
         segments = Segments.of(samples.lengths, samples.loss_mask)
         rows = samples.sample_ids.numpy()
         token_rewards = torch.zeros(samples.num_tokens)
         if self.recipe.kl_place == "reward":
             penalties = self._kl_penalties(samples)
             token_rewards += penalties
-            by_sample = torch.zeros(len(scored), dtype=torch.float64)
+            by_sample = torch.zeros(len(table), dtype=torch.float64)
             by_sample[samples.sample_ids] = segments.sum(penalties.double())
         else:
             by_sample = None
@@ -237,13 +232,13 @@ class Learner:
             scores += self.actor.runner.global_sum(by_sample).numpy()
         return AdvantageInputs(
             scores=scores,
-            group_ids=self._group_ids(scored),
-            response_lengths=response_lengths,
+            group_ids=self._group_ids(table),
+            response_lengths=table.response_lengths,
             rows=rows,
             token_rewards=token_rewards,
             loss_mask=samples.loss_mask,
             lengths=samples.lengths,
-            baselines=self._baselines(scored),
+            baselines=self._baselines(table),
             values=samples.values,
             global_sum=self.actor.runner.global_sum,
         )
@@ -256,13 +251,11 @@ class Learner:
             max_response_tokens=max_response_tokens,
         )
 
-    def _baselines(self, scored: Sequence[ScoredRollout]) -> np.ndarray | None:
+    def _baselines(self, table: SampleTable) -> np.ndarray | None:
         """Outcomes of greedy responses, which are penalised for their length as samples are."""
-        found = [sample.baseline for sample in scored if sample.baseline is not None]
-        if len(found) < len(scored):
+        if np.isnan(table.baselines).any():
             return None
-        rewards = np.array([baseline.reward for baseline in found], dtype=np.float64)
-        return rewards + self._overlong_penalty(np.array([each.num_tokens for each in found]))
+        return table.baselines + self._overlong_penalty(table.baseline_lengths)
 
     def _kl_penalties(self, samples: TrainBatch) -> torch.Tensor:
         """`[t]`, with the controller's present coefficient; the controller hears of the KL."""
@@ -330,7 +323,3 @@ class Learner:
         if self.recipe.kl_place == "reward":
             found["kl/coef"] = self._kl_coef
         return found
-
-
-def _valid(scored: Sequence[ScoredRollout]) -> np.ndarray:
-    return np.array([sample.is_valid for sample in scored], dtype=np.bool_)

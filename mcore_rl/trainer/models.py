@@ -27,7 +27,7 @@ from mcore_rl.megatron.shards import ModelShards
 from mcore_rl.model.config_json import ModelShape
 from mcore_rl.moe.routing import OFF, R3, RoutedLayers
 from mcore_rl.moe.routing_replay import RoutingReplay
-from mcore_rl.rollout.routes import RouteKeeper
+from mcore_rl.rollout.keeper import SampleKeeper
 from mcore_rl.trainer.actor import Actor
 from mcore_rl.trainer.learner import Learner
 from mcore_rl.trainer.resume.point import ResumePoint
@@ -84,12 +84,12 @@ def build_learner(
     point: ResumePoint | None = None,
     *,
     log: TextIO | None = None,
-    routes: RouteKeeper | None = None,
+    keeper: SampleKeeper | None = None,
 ) -> Learner:
     """Actor, reference and critic of a job; the one who runs is the actor. Collective.
 
-    `critic` is that of `critic_role`, `point` is there if the run goes on from it, `routes` is that
-    of `route_keeper`.
+    `critic` is that of `critic_role`, `point` is there if the run goes on from it, `keeper` is
+    that of `sample_keeper`, made here by default.
     """
     batching = micro_batching(job)
     replay, routed = None, routed_layers(job.shape)
@@ -109,7 +109,7 @@ def build_learner(
         None if critic is None else StepCritic(critic, actor.runner),
         reference=reference,
         seed=job.args.seed,
-        routes=routes,
+        keeper=sample_keeper(job) if keeper is None else keeper,
     )
 
 
@@ -120,12 +120,10 @@ def routed_layers(shape: ModelShape) -> RoutedLayers | None:
     return RoutedLayers(shape.moe_layers, shape.experts.topk, shape.experts.num_experts)
 
 
-def route_keeper(job: Job) -> RouteKeeper | None:
-    """What keeps the experts that samples come with, if training is to use them."""
-    routed = routed_layers(job.shape)
-    if routed is None or job.config.routing_replay != R3:
-        return None
-    return RouteKeeper(routed, job.train_layout, job.rollout_layout, job.layers)
+def sample_keeper(job: Job) -> SampleKeeper:
+    """What keeps a step's samples, with their experts if training is to use them."""
+    routed = routed_layers(job.shape) if job.config.routing_replay == R3 else None
+    return SampleKeeper(job.train_layout, job.rollout_layout, job.layers, routed)
 
 
 def critic_role(

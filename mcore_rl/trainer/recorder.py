@@ -30,9 +30,10 @@ from mcore_rl.observe.metric_sinks import WandbRun
 from mcore_rl.observe.progress import RunProgress
 from mcore_rl.observe.run_directory import RunConfig, RunDirectory
 from mcore_rl.observe.stage_timers import StageTimers
-from mcore_rl.observe.user_metrics import user_metrics
+from mcore_rl.observe.user_metrics import has_metrics, user_metrics
 from mcore_rl.rewards.parts import part_metrics
 from mcore_rl.rollout.collector import Collected
+from mcore_rl.rollout.keeper import SampleKeeper
 from mcore_rl.trainer.learner import Learnt
 from mcore_rl.trainer.start import Job
 from mcore_rl.trainer.step_metrics import measured, rollout_metrics, update_metrics, value_metrics
@@ -90,11 +91,13 @@ class RunRecorder:
         reward_names: Sequence[str],
         rates: Callable[[], dict[str, float]],
         expert_load: ExpertLoad | None,
+        keeper: SampleKeeper,
     ) -> None:
-        """`rates` gives what schedules stand at; `device` is what the groups communicate from."""
+        """`rates` gives what schedules stand at, `device` is what the groups communicate from,
+        `keeper` has the step's samples."""
         self._job, self._first_step, self._device = job, first_step, device
         self._timers, self._rates, self._expert_load = timers, rates, expert_load
-        self._reward_names = reward_names
+        self._reward_names, self._keeper = reward_names, keeper
         self._reshards: dict[str, ReshardReport] = {}
         self._offload_log = OffloadLog()
         is_first = dist.get_rank() == 0
@@ -133,11 +136,11 @@ class RunRecorder:
     ) -> bool:
         """Write the step's metrics and samples, and move the bar; whether an alarm is to end the
         run. Collective."""
-        scored = collected.scored
+        table = collected.table
         several = len(self._reward_names) > 1
         metrics = {
-            **rollout_metrics(scored),
-            **(part_metrics(scored, self._reward_names) if several else {}),
+            **rollout_metrics(table),
+            **(part_metrics(table, self._reward_names) if several else {}),
             **collected.metrics,
             **update_metrics(learnt.actor),
             **value_metrics(learnt.critic),
@@ -150,19 +153,22 @@ class RunRecorder:
         if self._expert_load is not None:
             metrics.update(self._expert_load.metrics())
         stop = self._health.observe(step, metrics)
+        logged = range(min(self._job.config.num_logged_rollouts, len(table)))
+        # A user's metric may ask for anything of a sample.
+        samples = self._keeper.on_first_rank(table, range(len(table)) if has_metrics() else logged)
         if self._directory is not None:
-            self._write(self._directory, step, scored, metrics)
+            self._write(self._directory, step, samples, metrics)
         return stop
 
     def _write(
         self,
         directory: RunDirectory,
         step: int,
-        scored: Sequence[ScoredRollout],
+        samples: Sequence[ScoredRollout],
         metrics: dict[str, float],
     ) -> None:
-        directory.write_step(StepStats(step, {**metrics, **user_metrics(scored)}))
-        directory.write_rollouts(step, scored[: self._job.config.num_logged_rollouts])
+        directory.write_step(StepStats(step, {**metrics, **user_metrics(samples)}))
+        directory.write_rollouts(step, samples[: self._job.config.num_logged_rollouts])
         for report in self._reshards.values():
             share = report.duration_seconds / metrics["time/step_seconds"]
             # Every switch is in run.log, the first one on the console too.

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from mcore_rl.algorithms.mismatch import MismatchSums
-from mcore_rl.batching.types import ScoredRollout
+from mcore_rl.batching.table import SampleTable
 from mcore_rl.hybrid_engine.memory.device import (
     device_bytes,
     give_back_cached,
@@ -26,21 +26,19 @@ from mcore_rl.trainer.actor import UpdateStats
 from mcore_rl.trainer.roles.critic import ValueUpdateStats
 
 
-def rollout_metrics(scored: Sequence[ScoredRollout]) -> dict[str, float]:
+def rollout_metrics(table: SampleTable) -> dict[str, float]:
     """Rewards and lengths of a step's samples, which are the same on all ranks.
 
     Mean and deviation are of the rewards that did not fail, of which there is at least one.
     """
-    rewards = np.array([s.reward for s in scored if s.failure is None])
-    lengths = np.array([len(s.rollout.response_token_ids) for s in scored])
-    cut = [s.rollout.finish_reason == "length" for s in scored]
+    rewards = table.rewards[table.has_reward]
     return {
         "reward/mean": float(rewards.mean()),
         "reward/std": float(rewards.std()),
-        "reward/failures": float(sum(s.failure is not None for s in scored)),
-        "rollout/failures": float(sum(s.rollout.failure is not None for s in scored)),
-        "response_tokens/mean": float(lengths.mean()),
-        "response_tokens/cut_share": float(np.mean(cut)),
+        "reward/failures": float((~table.has_reward).sum()),
+        "rollout/failures": float(table.has_failed.sum()),
+        "response_tokens/mean": float(table.response_lengths.mean()),
+        "response_tokens/cut_share": float(table.is_cut.mean()),
     }
 
 
@@ -140,10 +138,7 @@ def measured(
     metrics = dict(zip(names, values.tolist(), strict=True))
     metrics["reshard/weight_version"] = float(report.weight_version)
     metrics["reshard/attested"] = float(report.attested)
-    trained = sum(
-        len(s.rollout.prompt.token_ids) + len(s.rollout.response_token_ids)
-        for s in collected.scored
-    )
+    trained = int(collected.table.lengths.sum())
     metrics["throughput/rollout_tokens_per_second"] = collected.num_generated_tokens / max(
         rollout_seconds, 1e-9
     )

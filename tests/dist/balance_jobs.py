@@ -24,7 +24,7 @@ from mcore_rl.moe.expert_load import ExpertLoad
 from mcore_rl.moe.routing import RoutedLayers
 from mcore_rl.trainer.models import micro_batching, routed_layers
 from mcore_rl.trainer.roles.reference import ReferencePolicy
-from tests.dist.ppo_jobs import Models, build_models, export_models, scored_rollouts
+from tests.dist.ppo_jobs import Models, build_models, export_models, step_samples
 from tests.dist.test_parity import tensors_of
 
 
@@ -82,7 +82,7 @@ def move_biases(flags: list[str], target: str, rate: float) -> dict[str, Any]:
     biases = dict(zip(routers_of(models), expert_biases(models.state.chunks), strict=True))
     layers = chosen.routed.layers
     first = {layer: bias.clone() for layer, bias in biases.items()}
-    batch = models.learner.make_batch(0, scored_rollouts(models.job)).actor
+    batch = models.learner.make_batch(0, step_samples(models.job, models.learner.keeper)).actor
     batch = dataclasses.replace(batch, advantages=torch.ones(batch.num_tokens))
     wrong, total = [], torch.zeros(len(layers), chosen.routed.num_experts)
     for mini_batch in split_mini_batches(batch):
@@ -132,7 +132,7 @@ def learn_from_balance(flags: list[str], target: str, compares: bool) -> dict[st
     largest gradient and its largest difference to that of the formula, in one process."""
     models = build_models(flags)
     actor = models.learner.actor
-    batch = models.learner.make_batch(0, scored_rollouts(models.job)).actor
+    batch = models.learner.make_batch(0, step_samples(models.job, models.learner.keeper)).actor
     mini_batch = split_mini_batches(batch)[0]
 
     def nothing(outputs: torch.Tensor, _: TrainBatch) -> tuple[torch.Tensor, torch.Tensor]:

@@ -15,7 +15,7 @@ from mcore_rl.hybrid_engine.memory.offload import Offloader
 from mcore_rl.megatron.routing import RouterLayout
 from mcore_rl.trainer.build import build_offloader
 from mcore_rl.trainer.models import micro_batching
-from tests.dist.ppo_jobs import Models, build_models, export_models, scored_rollouts, take_step
+from tests.dist.ppo_jobs import Models, build_models, export_models, step_samples, take_step
 
 
 def learn(flags: list[str], target: str, num_steps: int = 2) -> dict[str, Any]:
@@ -30,18 +30,18 @@ def learn(flags: list[str], target: str, num_steps: int = 2) -> dict[str, Any]:
     models = build_models(flags)
     job, learner = models.job, models.learner
     offloader = build_offloader(job, models.state, models.role)
-    scored, batching = scored_rollouts(job, models.keeper), micro_batching(job)
+    samples, batching = step_samples(job, models.learner.keeper), micro_batching(job)
     num_epochs = job.config.num_epochs
     forwards = [Forwards(models.state.chunks, num_epochs)]
     if models.critic is not None:
         forwards.append(Forwards(models.critic.state.chunks, num_epochs))
-    chosen = Chosen(models) if models.keeper is not None else None
+    chosen = Chosen(models) if models.learner.keeper.routed is not None else None
     cp_rank = learner.actor.runner.groups["cp"].rank()
     steps, sharing, uneven, replayed = [], 0, 0, torch.zeros(2)
     for step in range(num_steps):
         _there_and_back(offloader)
-        batch = learner.make_batch(step, scored)
-        steps.append(take_step(learner, step, batch, scored))
+        batch = learner.make_batch(step, samples)
+        steps.append(take_step(learner, step, batch, samples))
         parts = split_micro_batches(batch.actor)
         rows = [lay_out(part, batching, row_length(parts, batching), cp_rank) for part in parts]
         sharing += sum(each.prefix_of is not None for each in rows)

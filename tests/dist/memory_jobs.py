@@ -26,7 +26,7 @@ from mcore_rl.trainer.start import Job, start
 from tests.dist.invariance_jobs import Forwards
 from tests.dist.jobs import rank_batch, started
 from tests.dist.offload_jobs import state_digests
-from tests.dist.ppo_jobs import scored_rollouts, take_step
+from tests.dist.ppo_jobs import step_samples, take_step
 
 
 def learn_with_each(
@@ -72,13 +72,13 @@ def _learn(job: Job, num_steps: int, gradients: dict[str, torch.Tensor]) -> dict
     learner = build_learner(job, state, shards, role)
     offloader = build_offloader(job, state, role)
     found: dict[str, Any] = {"first": _first_update(job, learner.actor, gradients)}
-    scored = scored_rollouts(job)
+    samples = step_samples(job, learner.keeper)
     counters = [Forwards(each.chunks, job.config.num_epochs) for each in (state, critic.state)]
     steps = []
     for step in range(num_steps):
         _as_in_a_switch(offloader)
-        batch = learner.make_batch(step, scored)
-        measured = take_step(learner, step, batch, scored)
+        batch = learner.make_batch(step, samples)
+        measured = take_step(learner, step, batch, samples)
         steps.append({name: value.hex() for name, value in measured.items()})
         for counter, part in zip(counters, (batch.actor, role.served.batch), strict=True):
             assert part is not None

@@ -20,7 +20,7 @@ from mcore_rl.megatron import saving as megatron_checkpoint
 from mcore_rl.megatron.hf_export import export
 from mcore_rl.trainer.build import build_manager, engine_config
 from tests.dist.jobs import rank_batch, started
-from tests.dist.ppo_jobs import build_models, scored_rollouts, take_step
+from tests.dist.ppo_jobs import build_models, step_samples, take_step
 from tests.live_bytes import LiveBytes
 
 _PACKED = ".cpu_linear(identity)"
@@ -39,8 +39,8 @@ def measured_bytes_of_critic(flags: list[str]) -> dict[str, Any]:
     """The same of a job's critic, after a step of actor and critic; and its layout."""
     models = build_models(flags)
     assert models.critic is not None
-    scored = scored_rollouts(models.job)
-    take_step(models.learner, 0, models.learner.make_batch(0, scored), scored)
+    samples = step_samples(models.job, models.learner.keeper)
+    take_step(models.learner, 0, models.learner.make_batch(0, samples), samples)
     layout = models.critic.world.layout
     result = {**_held(models.critic.state, layout.world_size), "layout": layout.describe()}
     dist.destroy_process_group()

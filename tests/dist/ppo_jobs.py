@@ -12,17 +12,17 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from mcore_rl.batching.table import SampleTable
 from mcore_rl.batching.types import Baseline, Prompt, Rollout, ScoredRollout, StepBatch
-from mcore_rl.common import objects
 from mcore_rl.common.run_output import setup_logging
 from mcore_rl.megatron import adapter as megatron_adapter
 from mcore_rl.megatron import saving as megatron_checkpoint
 from mcore_rl.megatron.hf_export import export
 from mcore_rl.megatron.shards import ModelShards
 from mcore_rl.moe.routing import RoutedLayers, Routes
-from mcore_rl.rollout.routes import RouteKeeper
+from mcore_rl.rollout.keeper import SampleKeeper
 from mcore_rl.trainer.learner import Learner
-from mcore_rl.trainer.models import build_actor, build_learner, route_keeper
+from mcore_rl.trainer.models import build_actor, build_learner
 from mcore_rl.trainer.resume.folders import iteration_name
 from mcore_rl.trainer.resume.point import ResumePoint
 from mcore_rl.trainer.resume.saver import write_checkpoint
@@ -32,32 +32,23 @@ from mcore_rl.trainer.roles.remote import Here
 from mcore_rl.trainer.start import Job, start
 from mcore_rl.trainer.step_metrics import mismatch_metrics
 from tests.dist.jobs import random_tokens
+from tests.held import kept_by_engines
 
 
-def scored_rollouts(job: Job, keeper: RouteKeeper | None = None) -> list[ScoredRollout]:
+def step_samples(job: Job, keeper: SampleKeeper) -> SampleTable:
     """A step's samples, of different lengths and rewards; the same in every layout.
 
-    With a `keeper` each was sampled by experts drawn at random, which the ranks of an engine keep
-    as after a rollout. Collective then.
+    They are kept as after a rollout, and where `keeper` keeps experts, too, each was sampled by
+    some that were drawn at random. Collective.
     """
     scored = scored_samples(job.shape.vocab_size, job.config.samples_per_step)
-    if keeper is None:
-        return scored
-    rollouts = with_routes([sample.rollout for sample in scored], keeper.routed)
-    layout, rank = job.rollout_layout, dist.get_rank()
-    blocks = np.array_split(np.arange(len(rollouts)), layout.num_tp_groups)
-    mine = keeper.keep([rollouts[i] for i in blocks[layout.tp_group_index(rank)]])
-    everyone = objects.all_gather((mine, keeper.digest()))
-    keeper.require_agreement([digest for _, digest in everyone])
-    kept = [
-        rollout
-        for group in range(layout.num_tp_groups)
-        for rollout in everyone[layout.rank(group * layout.tp_size)][0]
-    ]
-    return [
-        dataclasses.replace(sample, rollout=rollout)
-        for sample, rollout in zip(scored, kept, strict=True)
-    ]
+    if keeper.routed is not None:
+        routed = with_routes([sample.rollout for sample in scored], keeper.routed)
+        scored = [
+            dataclasses.replace(sample, rollout=rollout)
+            for sample, rollout in zip(scored, routed, strict=True)
+        ]
+    return kept_by_engines(keeper, job.rollout_layout, scored)
 
 
 def with_routes(rollouts: list[Rollout], routed: RoutedLayers) -> list[Rollout]:
@@ -134,7 +125,6 @@ class Models:
     critic: Critic | None
     role: Here | None  # what the critic is to the learner
     learner: Learner
-    keeper: RouteKeeper | None = None
 
 
 def build_models(flags: list[str], point: ResumePoint | None = None) -> Models:
@@ -151,9 +141,8 @@ def build_models(flags: list[str], point: ResumePoint | None = None) -> Models:
     role = None
     if critic is not None:
         role = Here(ServedCritic(critic, job.config, is_apart=False))
-    keeper = route_keeper(job)
-    learner = build_learner(job, state, shards, role, point, routes=keeper)
-    return Models(job, state, shards, critic, role, learner, keeper)
+    learner = build_learner(job, state, shards, role, point)
+    return Models(job, state, shards, critic, role, learner)
 
 
 def export_models(models: Models, target: Path) -> None:
@@ -176,10 +165,10 @@ def learn(
     if scores_in_update is not None:
         assert learner.scores_in_update, "it would be no choice"
         learner.scores_in_update = scores_in_update
-    scored = scored_rollouts(models.job)
+    samples = step_samples(models.job, models.learner.keeper)
     found: dict[str, Any] = {
         "steps": [
-            take_step(learner, step, learner.make_batch(step, scored), scored)
+            take_step(learner, step, learner.make_batch(step, samples), samples)
             for step in range(num_steps)
         ]
     }
@@ -194,7 +183,7 @@ def learn(
 def learning_rates(flags: list[str]) -> dict[str, list[float]]:
     """Of actor and critic in every update of a whole run, and last what is left then."""
     models = build_models(flags)
-    learner, scored = models.learner, scored_rollouts(models.job)
+    learner, samples = models.learner, step_samples(models.job, models.learner.keeper)
     assert models.role is not None
     critic = models.role.served.model
     optimizers = {"actor": learner.actor.optimizer, "critic": critic.optimizer}
@@ -212,7 +201,7 @@ def learning_rates(flags: list[str]) -> dict[str, list[float]]:
     for name, optimizer in optimizers.items():
         optimizer.step = noting(name, optimizer)
     for step in range(models.job.config.num_steps):
-        take_step(learner, step, learner.make_batch(step, scored), scored)
+        take_step(learner, step, learner.make_batch(step, samples), samples)
     for name, optimizer in optimizers.items():
         found[name].append(optimizer.learning_rate)
     dist.destroy_process_group()
@@ -220,10 +209,10 @@ def learning_rates(flags: list[str]) -> dict[str, list[float]]:
 
 
 def take_step(
-    learner: Learner, step: int, batch: StepBatch, scored: list[ScoredRollout]
+    learner: Learner, step: int, batch: StepBatch, samples: SampleTable
 ) -> dict[str, float]:
-    """One step of the algorithm on `scored`, of which `batch` is made; what it measured."""
-    batch = learner.with_advantages(scored, learner.with_log_probs(batch))
+    """One step of the algorithm on `samples`, of which `batch` is made; what it measured."""
+    batch = learner.with_advantages(samples, learner.with_log_probs(batch))
     learnt = learner.update(step, batch)
     found = dict(batch.metrics)
     for stats in learnt.actor:
@@ -240,8 +229,8 @@ def take_step(
 def learn_save_and_learn(flags: list[str], target: str) -> dict[str, float]:
     """A step, a checkpoint in `saved`, and another step; what that one measured."""
     models = build_models(flags)
-    scored = scored_rollouts(models.job)
-    take_step(models.learner, 0, models.learner.make_batch(0, scored), scored)
+    samples = step_samples(models.job, models.learner.keeper)
+    take_step(models.learner, 0, models.learner.make_batch(0, samples), samples)
     folder = Path(target) / "saved"
     if models.critic is not None:
         models.critic.save(1, folder)
@@ -264,8 +253,8 @@ def load_and_learn(flags: list[str], target: str) -> dict[str, float]:
 
 
 def _step_and_export(models: Models, step: int, target: str) -> dict[str, float]:
-    scored = scored_rollouts(models.job)
-    found = take_step(models.learner, step, models.learner.make_batch(step, scored), scored)
+    samples = step_samples(models.job, models.learner.keeper)
+    found = take_step(models.learner, step, models.learner.make_batch(step, samples), samples)
     export_models(models, Path(target))
     dist.destroy_process_group()
     return found
@@ -274,10 +263,10 @@ def _step_and_export(models: Models, step: int, target: str) -> dict[str, float]
 def refuses_a_reward(flags: list[str], sample: int) -> str:
     """What is raised where a reward is no number."""
     models = build_models(flags)
-    scored = scored_rollouts(models.job)
-    scored[sample] = dataclasses.replace(scored[sample], reward=float("nan"))
+    samples = step_samples(models.job, models.learner.keeper)
+    samples.rewards[sample] = float("nan")
     try:
-        take_step(models.learner, 0, models.learner.make_batch(0, scored), scored)
+        take_step(models.learner, 0, models.learner.make_batch(0, samples), samples)
     except RuntimeError as error:
         dist.destroy_process_group()
         return str(error)

@@ -18,29 +18,32 @@ from mcore_rl.trainer.models import (
     build_learner,
     critic_role,
     reward_role,
+    sample_keeper,
     serve_role,
 )
 from mcore_rl.trainer.roles.critic import Critic, ServedCritic, build_critic
 from mcore_rl.trainer.roles.remote import serve
 from mcore_rl.trainer.roles.reward_model import ModelReward
 from mcore_rl.trainer.start import Job, start
-from tests.dist.ppo_jobs import in_float32, scored_rollouts, take_step
+from tests.dist.ppo_jobs import in_float32, step_samples, take_step
 
 MEETING_SECONDS = 300
 
 
 def scores(flags: list[str]) -> list[float]:
-    """What the reward model says of the samples of `scored_rollouts`, on the actor's ranks."""
+    """What the reward model says of the samples of `step_samples`, on the actor's ranks."""
     setup_logging()
     with open("/dev/null", "w") as log:
         job = start(flags, log=log)
         role = reward_role(job, log=log)
     model = ModelReward(role)
-    rollouts = [sample.rollout for sample in scored_rollouts(job)]
-    found = model.scores(rollouts).tolist()
+    keeper = sample_keeper(job)
+    table = step_samples(job, keeper)
+    found = model.scores(keeper, table).tolist()
     # Any number of samples; divided otherwise, they round otherwise.
-    np.testing.assert_allclose(model.scores(rollouts[:3]), found[:3], atol=1e-5)
-    assert model.scores([]).tolist() == []
+    few = model.scores(keeper, table.take(range(3)))
+    np.testing.assert_allclose(few, found[:3], atol=1e-5)
+    assert model.scores(keeper, table.take([])).tolist() == []
     role.close()
     dist.destroy_process_group()
     return found
@@ -84,11 +87,11 @@ def _act(job: Job, target: Path, num_steps: int, log: Any) -> dict[str, Any]:
     learner = build_learner(job, state, shards, critic)
     learner.actor.update = _meeting(learner.actor.update, target, "actor", CRITIC)
     assert learner.critic is not None and critic is not None and reward_model is not None
-    scored = scored_rollouts(job)
-    scores = ModelReward(reward_model).scores([s.rollout for s in scored])
+    samples = step_samples(job, learner.keeper)
+    scores = ModelReward(reward_model).scores(learner.keeper, samples)
     found: dict[str, Any] = {"scores": scores.tolist()}
     found["steps"] = [
-        take_step(learner, step, learner.make_batch(step, scored), scored)
+        take_step(learner, step, learner.make_batch(step, samples), samples)
         for step in range(num_steps)
     ]
     found["rates"] = sorted(learner.rates())

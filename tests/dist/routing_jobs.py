@@ -9,15 +9,17 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from mcore_rl.batching.table import SampleTable
 from mcore_rl.batching.types import Prompt, Rollout, ScoredRollout, TrainBatch
 from mcore_rl.common import objects
 from mcore_rl.hybrid_engine.vllm.engine import VLLMEngine
 from mcore_rl.megatron.hf_checkpoint import read_tensor
 from mcore_rl.model.weight_map import layer_order
-from mcore_rl.rollout.routes import RouteKeeper
+from mcore_rl.rollout.keeper import SampleKeeper
 from mcore_rl.trainer.build import engine_config
 from mcore_rl.trainer.learner import Learner
 from tests.dist.ppo_jobs import Models, build_models
+from tests.held import told_by_engines
 
 NUM_SAMPLES, NUM_PROMPTS, MAX_TOKENS = 4, 8, 24
 
@@ -27,11 +29,10 @@ def engine_and_trainer(flags: list[str]) -> dict[str, Any]:
     models = build_models(flags)
     config = engine_config(models.job, load_format="auto")
     engine = VLLMEngine(dataclasses.replace(config, max_num_batched_tokens=256, max_num_seqs=16))
-    keeper = models.keeper
-    assert keeper is not None
+    keeper = models.learner.keeper
     found: dict[str, Any] = {"capture": captured(engine, models)}
-    scored = sampled(engine, models, keeper)
-    found["mismatch"] = mismatches(models.learner, scored)
+    samples = sampled(engine, models, keeper)
+    found["mismatch"] = mismatches(models.learner, samples)
     found["after_reload"] = after_reload(engine, models)
     found["told_by_vllm"] = told_by_vllm(engine)
     engine.close()
@@ -116,24 +117,21 @@ def agreement(some: list[Rollout], others: list[Rollout], lengths: list[int]) ->
     return float(np.mean(np.concatenate([each.all(axis=-1).ravel() for each in same])))
 
 
-def sampled(engine: VLLMEngine, models: Models, keeper: RouteKeeper) -> list[ScoredRollout]:
-    """As after a rollout: each engine has sampled its block, and its ranks keep the experts."""
+def sampled(engine: VLLMEngine, models: Models, keeper: SampleKeeper) -> SampleTable:
+    """As after a rollout: each engine has sampled its block, and its ranks keep the samples."""
     layout, rank = models.job.rollout_layout, dist.get_rank()
     blocks = np.array_split(np.arange(NUM_PROMPTS), layout.num_tp_groups)
+    mine = blocks[layout.tp_group_index(rank)].tolist()
     everything = prompts(models)
     keeper.forget()
-    mine = keeper.keep(
-        generate(engine, [everything[i] for i in blocks[layout.tp_group_index(rank)]])
-    )
-    everyone = objects.all_gather((mine, keeper.digest()))
-    keeper.require_agreement([digest for _, digest in everyone])
-    firsts = [layout.rank(group * layout.tp_size) for group in range(layout.num_tp_groups)]
-    return [ScoredRollout(each, reward=0.0) for first in firsts for each in everyone[first][0]]
+    found = generate(engine, [everything[i] for i in mine])
+    draws = [i for i in mine for _ in range(NUM_SAMPLES)]
+    return told_by_engines(keeper, [ScoredRollout(each, reward=0.0) for each in found], draws)
 
 
-def mismatches(learner: Learner, scored: list[ScoredRollout]) -> dict[str, Any]:
+def mismatches(learner: Learner, samples: SampleTable) -> dict[str, Any]:
     """Means over tokens of |log-prob of the engine - log-prob of the trainer|."""
-    batch = learner.make_batch(0, scored)
+    batch = learner.make_batch(0, samples)
     actor, replay = learner.actor, learner.actor.replay
     assert replay is not None and batch.actor.routes is not None
     given = batch.actor

@@ -9,12 +9,15 @@ from typing import Any
 import numpy as np
 import pytest
 
+from mcore_rl.batching.table import SampleTable
 from mcore_rl.batching.types import Baseline, Prompt, Rollout, ScoredRollout
 from mcore_rl.data.prompts import prompt_indices
 from mcore_rl.flags.options import RLConfig
 from mcore_rl.observe.stage_timers import StageTimers
 from mcore_rl.rollout.collector import Collected, Collector
+from mcore_rl.rollout.engines import _with_baselines
 from mcore_rl.trainer.step_metrics import rollout_metrics
+from tests.held import HeldHere
 
 SEED = 7
 NUM_PROMPTS = 20
@@ -34,6 +37,7 @@ class ScriptedWorkers:
     greedy_fails: Callable[[int], bool] = lambda row: False
     seeds: list[list[int]] = field(default_factory=list)  # of each call's prompts
     num_responses: int = 0
+    scored: list[ScoredRollout] = field(default_factory=list)
     seconds_waited: float = 0.0
 
     def generate(
@@ -44,18 +48,17 @@ class ScriptedWorkers:
         num_samples: int,
         temperature: float,
         **options: Any,
-    ) -> list[Rollout]:
+    ) -> dict[int, list[Rollout]]:
         rows = [prompt.index for prompt in prompts]
         assert len(seeds) == len(prompts)
         self.seeds.append(list(seeds))
         self.calls.append(
             {"rows": rows, "num_samples": num_samples, "temperature": temperature, **options}
         )
-        return [
-            self._rollout(prompt, number, temperature)
-            for prompt in prompts
-            for number in range(num_samples)
-        ]
+        return {
+            place: [self._rollout(prompt, number, temperature) for number in range(num_samples)]
+            for place, prompt in enumerate(prompts)
+        }
 
     def draft_metrics(self) -> dict[str, float]:
         return {}
@@ -73,10 +76,23 @@ class ScriptedWorkers:
         )
 
     def score(
-        self, rollouts: Sequence[Rollout], *, waited: Callable[[float], object]
-    ) -> list[ScoredRollout]:
+        self,
+        rollouts: Sequence[Rollout],
+        draws: Sequence[int],
+        greedy: Sequence[Rollout] = (),
+        *,
+        waited: Callable[[float], object],
+    ) -> SampleTable:
         waited(self.seconds_waited)
-        return [self._scored(r, r.prompt.index) for r in rollouts]
+        both = [self._scored(r, r.prompt.index) for r in (*rollouts, *greedy)]
+        scored = _with_baselines(both, len(rollouts))
+        self.scored += scored[: len(rollouts)]
+        numbers = range(len(self.scored) - len(rollouts), len(self.scored))
+        return SampleTable.of(scored[: len(rollouts)], numbers=numbers, draws=draws)
+
+    def samples_of(self, collected: Collected) -> list[ScoredRollout]:
+        """Those that the table speaks of."""
+        return [self.scored[number] for number in collected.table.numbers]
 
     def _scored(self, rollout: Rollout, row: int) -> ScoredRollout:
         if rollout.text == "greedy":
@@ -105,6 +121,7 @@ def made(
         seed=SEED,
         timers=StageTimers(),
         position=position,
+        keeper=HeldHere(),  # type: ignore[arg-type]
     )
     return collector, workers
 
@@ -134,14 +151,13 @@ def informative_at(*places: int) -> Rewards:
 
 def rows_of(collected: Collected) -> list[int]:
     """The prompt of each group, after a look at how the samples stand."""
-    indices = [(s.rollout.prompt.index, s.rollout.sample_index) for s in collected.scored]
-    groups = [indices[at : at + 2] for at in range(0, len(indices), 2)]
-    assert all(group == [(group[0][0], 0), (group[0][0], 1)] for group in groups)
-    return [group[0][0] for group in groups]
+    groups = collected.table.prompts.reshape(-1, 2).tolist()
+    assert all(first == second for first, second in groups)
+    return [first for first, _ in groups]
 
 
 def assert_nothing_counts_twice(collected: Collected) -> None:
-    numbers = [int(s.rollout.response_token_ids[0]) for s in collected.scored]
+    numbers = collected.table.numbers.tolist()
     assert len(set(numbers)) == len(numbers)
 
 
@@ -200,7 +216,7 @@ def test_collect_samples_as_the_flags_say():
     )
     collected = collector.collect(12, nothing)
     (call,) = workers.calls
-    assert len(collected.scored) == 12
+    assert len(collected.table) == 12
     assert (call["num_samples"], call["temperature"]) == (3, 0.7)
     assert (call["top_p"], call["top_k"], call["weight_version"]) == (0.9, 5, 12)
     assert call["when_few_are_left"] is nothing
@@ -228,9 +244,9 @@ def test_collect_asks_for_one_greedy_response_to_each_prompt():
         "weight_version": 5,
     }
     # The responses that are learnt from are the sampled ones, each with its own prompt's baseline.
-    assert [s.rollout.text for s in collected.scored] == ["sampled"] * 8
+    assert [s.rollout.text for s in workers.samples_of(collected)] == ["sampled"] * 8
     expected = [Baseline(GREEDY_REWARD + row, 1) for row in drawn(0, 4) for _ in range(2)]
-    assert [s.baseline for s in collected.scored] == expected
+    assert [s.baseline for s in workers.samples_of(collected)] == expected
     assert collected.metrics == {"reward/baseline_failures": 0.0}
 
 
@@ -239,9 +255,9 @@ def test_a_prompt_whose_greedy_response_has_no_reward_has_nothing_to_compare_wit
     failing = drawn(0, 4)[1]
     workers.greedy_fails = lambda row: row == failing
     collected = collector.collect(5, nothing)
-    assert [s.is_valid for s in collected.scored] == [True] * 2 + [False] * 2 + [True] * 4
+    assert collected.table.valid.tolist() == [True] * 2 + [False] * 2 + [True] * 4
     assert collected.metrics == {"reward/baseline_failures": 1.0}
-    found = rollout_metrics(collected.scored)  # the samples' own rewards are there
+    found = rollout_metrics(collected.table)  # the samples' own rewards are there
     assert (found["reward/mean"], found["reward/failures"]) == (0.5, 0.0)
 
 
@@ -249,7 +265,7 @@ def test_collect_without_an_estimator_that_reads_them_has_no_baselines():
     collector, workers = made(differ)
     collected = collector.collect(5, nothing)
     assert len(workers.calls) == 1
-    assert all(s.baseline is None for s in collected.scored)
+    assert np.isnan(collected.table.baselines).all()
 
 
 # Dynamic sampling --------------------------------------------------------------------------------
@@ -346,7 +362,7 @@ def test_dynamic_sampling_scores_the_greedy_responses_of_refills_too():
         drawn(0, 4),
         drawn(4, 2),
     ]
-    for sample in collected.scored:
+    for sample in workers.samples_of(collected):
         assert sample.baseline is not None
         assert sample.baseline.reward == GREEDY_REWARD + sample.rollout.prompt.index
 
@@ -363,8 +379,8 @@ def test_a_sample_without_a_reward_makes_no_difference_within_its_group():
 def test_nothing_is_drawn_again_where_every_reward_fails():
     collector, workers = dynamic(lambda row: (None, None))
     collected = collector.collect(1, nothing)
-    assert len(workers.calls) == 1 and len(collected.scored) == 8
-    assert not any(s.is_valid for s in collected.scored)
+    assert len(workers.calls) == 1 and len(collected.table) == 8
+    assert not collected.table.valid.any()
 
 
 def test_a_step_that_is_undone_draws_the_same_again():
@@ -379,7 +395,7 @@ def test_a_step_that_is_undone_draws_the_same_again():
 
 def test_metrics_of_rewards_are_of_those_that_there_are():
     collector, _ = made(lambda row: (None, 3.0))
-    found = rollout_metrics(collector.collect(1, nothing).scored)
+    found = rollout_metrics(collector.collect(1, nothing).table)
     assert (found["reward/mean"], found["reward/std"], found["reward/failures"]) == (3.0, 0.0, 4.0)
 
 
@@ -392,7 +408,7 @@ def test_all_that_was_generated_counts_as_the_steps_tokens():
             before = workers.num_responses
             collected = collector.collect(1, nothing)
             assert collected.num_generated_tokens == workers.num_responses - before
-            assert collected.num_generated_tokens >= len(collected.scored) == 8
+            assert collected.num_generated_tokens >= len(collected.table) == 8
 
 
 def test_dynamic_sampling_compares_rewards_before_any_penalty_for_length():

@@ -22,6 +22,7 @@ from mcore_rl.algorithms.registry import find_advantage_estimator, import_user_f
 from mcore_rl.algorithms.total_loss import policy_loss_total
 from mcore_rl.algorithms.value_loss import ValueLossSums
 from mcore_rl.batching.rows import MicroBatching
+from mcore_rl.batching.table import SampleTable
 from mcore_rl.batching.train_batches import take
 from mcore_rl.batching.types import Baseline, Prompt, Rollout, ScoredRollout, StepBatch, TrainBatch
 from mcore_rl.flags.options import RLConfig
@@ -34,6 +35,7 @@ from mcore_rl.trainer.roles.critic import ServedCritic, StepCritic, ValueUpdateS
 from mcore_rl.trainer.roles.reference import ReferencePolicy
 from mcore_rl.trainer.roles.remote import Here
 from mcore_rl.trainer.roles.samples import samples_to_tensors, tensors_to_samples
+from tests.held import HeldHere, table_of, tokens_of
 
 LAYOUT = TrainLayout(world_size=1)
 # (prompt tokens, response tokens, reward) of two groups of two; one response is empty.
@@ -163,10 +165,26 @@ def learner_of(
         model: Any = ScriptedCritic(log)
         critic = StepCritic(Here(ServedCritic(model, config, is_apart=False)), actor.runner)
     reference = ReferencePolicy(actor.state) if config.recipe.needs_reference else None
-    learner = Learner(config, LAYOUT, MicroBatching(), actor, critic, reference=reference, seed=1)
+    learner = Learner(
+        config,
+        LAYOUT,
+        MicroBatching(),
+        actor,
+        critic,
+        reference=reference,
+        seed=1,
+        keeper=HeldHere(),
+    )
     learner.scores_in_update &= not scored_before
     actor.state.parameter.data += ACTOR_SHIFT  # the reference stays behind by as much
     return learner, log
+
+
+def held(learner: Learner, samples: Sequence[ScoredRollout]) -> SampleTable:
+    """The table of samples, whose tokens the learner gets from now on."""
+    keeper: Any = learner.keeper
+    table: SampleTable = keeper.hold(samples)
+    return table
 
 
 def served_critic(learner: Learner) -> Any:
@@ -176,12 +194,14 @@ def served_critic(learner: Learner) -> Any:
 
 
 def evaluated(learner: Learner, samples: Sequence[ScoredRollout]) -> StepBatch:
-    return learner.with_advantages(samples, learner.with_log_probs(learner.make_batch(0, samples)))
+    table = held(learner, samples)
+    return learner.with_advantages(table, learner.with_log_probs(learner.make_batch(0, table)))
 
 
 def inputs_of(learner: Learner, samples: Sequence[ScoredRollout]) -> Any:
-    batch = learner.with_log_probs(learner.make_batch(0, samples)).actor
-    return learner._advantage_inputs(samples, batch)
+    table = held(learner, samples)
+    batch = learner.with_log_probs(learner.make_batch(0, table)).actor
+    return learner._advantage_inputs(table, batch)
 
 
 def of_samples(values: torch.Tensor) -> list[list[float]]:
@@ -236,7 +256,7 @@ def test_kl_in_the_reward_is_taken_from_every_token_and_from_the_score():
 
 def test_kl_in_the_loss_leaves_rewards_alone():
     learner, _ = learner_of(kl_coef=0.5)
-    samples = scored()
+    samples = held(learner, scored())
     batch = learner.with_log_probs(learner.make_batch(0, samples)).actor
     assert batch.ref_log_probs is not None
     assert torch.equal(
@@ -251,12 +271,15 @@ def test_kl_in_the_loss_leaves_rewards_alone():
 def test_without_a_kl_there_is_no_reference():
     learner, _ = learner_of()
     assert learner.reference is None
-    assert learner.with_log_probs(learner.make_batch(0, scored())).actor.ref_log_probs is None
+    assert (
+        learner.with_log_probs(learner.make_batch(0, held(learner, scored()))).actor.ref_log_probs
+        is None
+    )
 
 
 def test_the_reference_leaves_the_actors_weights_as_they_were():
     learner, _ = learner_of(kl_coef=0.5)
-    learner.with_log_probs(learner.make_batch(0, scored()))
+    learner.with_log_probs(learner.make_batch(0, held(learner, scored())))
     assert learner.actor.state.parameter.item() == 2 * ACTOR_SHIFT
 
 
@@ -339,14 +362,14 @@ def test_groups_without_two_rewards_count_as_idle():
     # Of four groups the last two have nothing to compare: each mini-batch gets one of them.
     samples = without_rewards(5, 6, 7, samples=samples)
     for step in range(8):
-        first, _ = learner.make_batch(step, samples).actor.sample_ids.split(4)
+        first, _ = learner.make_batch(step, held(learner, samples)).actor.sample_ids.split(4)
         assert (first >= 4).sum() == 2
 
 
 def test_the_critics_ranks_hear_which_samples_are_valid():
     samples = without_rewards(0, 3)
-    there = tensors_to_samples(samples_to_tensors(samples))
-    assert [sample.is_valid for sample in there] == [False, True, True, False]
+    there, _ = tensors_to_samples(samples_to_tensors(table_of(samples), tokens_of(samples)))
+    assert there.valid.tolist() == [False, True, True, False]
 
 
 # Advantages, corrections, metrics -----------------------------------------------------------------
@@ -423,7 +446,7 @@ def test_values_travel_between_two_orders_of_the_samples(monkeypatch: pytest.Mon
     """Actor and critic deal samples out in their own ways; a value stays with its token."""
     learner, _ = learner_of(algorithm="ppo")
     served = served_critic(learner)
-    own = learner.make_batch(0, scored())
+    own = learner.make_batch(0, held(learner, scored()))
     backwards = take(own.actor, (((3, 1, 0, 2),),))
     monkeypatch.setattr(critic_module, "batch_of_rank", lambda *_, **__: backwards)
     values = learner.critic.begin_values(own)()
@@ -512,7 +535,9 @@ def test_groups_that_teach_nothing_are_shared_out_among_mini_batches():
     rewards = [1.0, 0.0] * 4 + [1.0, 1.0] * 4
     orders = set()
     for step in range(20):
-        batch = learner.make_batch(step, scored([(1, 1, reward) for reward in rewards]))
+        batch = learner.make_batch(
+            step, held(learner, scored([(1, 1, reward) for reward in rewards]))
+        )
         first, second = batch.actor.sample_ids.split(8)
         assert (first < 8).sum() == (second < 8).sum() == 4
         orders.add(tuple(first.sort().values.tolist()))

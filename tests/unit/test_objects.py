@@ -37,6 +37,7 @@ def test_only_one_module_calls_torch_for_objects_and_barriers() -> None:
     assert found.keys() == {"objects.py"}, found
     assert {name.removeprefix("dist.") for name in found["objects.py"]} == {
         "all_gather_object",
+        "gather_object",
         "broadcast_object_list",
         "barrier",
     }, "what it does itself is given a group"

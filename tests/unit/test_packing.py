@@ -20,14 +20,15 @@ from mcore_rl.batching.rows import (
     round_up,
     row_length,
 )
+from mcore_rl.batching.table import SampleTokens
 from mcore_rl.batching.train_batches import (
     batch_of_tokens,
-    build_train_batch,
     split_micro_batches,
     split_mini_batches,
     take,
 )
 from mcore_rl.batching.types import Prompt, Rollout, ScoredRollout, TrainBatch
+from tests.held import train_batch
 
 
 def scored_rollout(prompt_ids: list[int], response_ids: list[int]) -> ScoredRollout:
@@ -54,7 +55,7 @@ def one_cut(num_samples: int) -> tuple[tuple[tuple[int, ...], ...], ...]:
 
 
 def batch_of(samples: list[tuple[list[int], list[int]]]) -> TrainBatch:
-    return build_train_batch([scored_rollout(*s) for s in samples], one_cut(len(samples)))
+    return train_batch([scored_rollout(*s) for s in samples], one_cut(len(samples)))
 
 
 @given(samples=SAMPLES)
@@ -78,16 +79,16 @@ def test_build_train_batch_puts_every_token_where_it_is_scored(
     assert end == batch.num_tokens
 
 
-def test_build_train_batch_names_the_sample_without_prompt() -> None:
+def test_tokens_of_a_sample_name_the_sample_without_prompt() -> None:
     with pytest.raises(RuntimeError, match="prompt 5, sample 2: the prompt has no token"):
-        build_train_batch([scored_rollout([], [1])], one_cut(1))
+        SampleTokens.of(scored_rollout([], [1]))
 
 
-def test_build_train_batch_names_the_sample_whose_log_probs_do_not_fit() -> None:
+def test_tokens_of_a_sample_name_the_sample_whose_log_probs_do_not_fit() -> None:
     sample = scored_rollout([1, 2], [3, 4, 5])
     sample.rollout.rollout_log_probs.resize(1, refcheck=False)
     with pytest.raises(RuntimeError, match="sample 2: expected 3 rollout_log_probs.* got 1"):
-        build_train_batch([sample], one_cut(1))
+        SampleTokens.of(sample)
 
 
 BATCHINGS = st.builds(
@@ -460,7 +461,7 @@ def test_take_and_splits_give_the_samples_that_building_from_them_gives(
     first, second = tuple(order[:1]), tuple(order[1:])
     cuts = ((first, ()), (second,))
     scored = [scored_rollout(*sample) for sample in samples]
-    taken, built = take(batch_of(samples), cuts), build_train_batch(scored, cuts)
+    taken, built = take(batch_of(samples), cuts), train_batch(scored, cuts)
     assert taken.cuts == built.cuts == ((1, 0), (len(second),))
     for name in ("token_ids", "lengths", "sample_ids", "loss_mask", "rollout_log_probs"):
         assert torch.equal(getattr(taken, name), getattr(built, name)), name

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from mcore_rl.batching.table import SampleTable
 from mcore_rl.batching.types import Prompt, Rollout
 from mcore_rl.rewards.parts import part_metrics, weighed
 from mcore_rl.rewards.worker import Outcome
@@ -62,16 +63,19 @@ def test_weighed_keeps_the_value_of_a_single_reward():
 def test_part_metrics_leave_out_what_failed():
     parts = {"a": outcomes(1.0, 2.0, FAILED), "b:f": outcomes(FAILED, FAILED, FAILED)}
     scored = weighed(rollouts(3), parts, {"a": 5.0, "b:f": 1.0})
-    assert part_metrics(scored, ["a", "b:f"]) == {
+    assert part_metrics(SampleTable.of(scored), ["a", "b:f"]) == {
         "reward/a/mean": 1.5,
         "reward/a/failures": 1.0,
         "reward/b:f/failures": 3.0,
     }
-    assert part_metrics(scored) == {"reward/a/mean": 1.5, "reward/a/failures": 1.0}
-    assert part_metrics([], ["a"]) == {"reward/a/failures": 0.0}
+    assert part_metrics(SampleTable.of(scored), ["a"]) == {
+        "reward/a/mean": 1.5,
+        "reward/a/failures": 1.0,
+    }
+    assert part_metrics(SampleTable.of([]), ["a"]) == {"reward/a/failures": 0.0}
 
 
 @pytest.mark.parametrize("value", [1e308, -1e308])
 def test_part_metrics_are_finite_for_huge_values(value):
     scored = weighed(rollouts(4), {"a": outcomes(*[value] * 4)}, {"a": 1.0})
-    assert part_metrics(scored)["reward/a/mean"] == value
+    assert part_metrics(SampleTable.of(scored), ["a"])["reward/a/mean"] == value

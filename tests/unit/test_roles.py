@@ -20,6 +20,7 @@ from mcore_rl.job.validation import world_of_size
 from mcore_rl.trainer.roles.remote import Apart, Bridge, Here, Message, serve
 from mcore_rl.trainer.roles.samples import samples_to_tensors, tensors_to_samples
 from mcore_rl.trainer.roles.world import enter_role
+from tests.held import table_of, tokens_of, train_batch
 
 
 def test_without_flags_all_ranks_do_everything_in_turn():
@@ -277,9 +278,11 @@ def samples() -> list[ScoredRollout]:
 
 
 def test_samples_keep_their_tokens_on_the_way():
-    there = tensors_to_samples(samples_to_tensors(samples()))
+    table, tokens = table_of(samples()), tokens_of(samples())
+    there = tensors_to_samples(samples_to_tensors(table, tokens))
     cuts = (((2, 0, 1),),)
-    expected, found = build_train_batch(samples(), cuts), build_train_batch(there, cuts)
+    expected, found = train_batch(samples(), cuts), build_train_batch(*there, cuts)
     for name in ("token_ids", "lengths", "sample_ids", "loss_mask"):
         assert torch.equal(getattr(found, name), getattr(expected, name)), name
-    assert tensors_to_samples(samples_to_tensors([])) == []
+    nothing, none = tensors_to_samples(samples_to_tensors(table.take([]), {}))
+    assert len(nothing) == 0 and none == {}

@@ -12,12 +12,12 @@ import torch.distributed as dist
 
 from mcore_rl.batching.rows import MicroBatching, lay_out, tokens_in_rows
 from mcore_rl.batching.train_batches import batch_of_tokens, split_micro_batches
-from mcore_rl.batching.types import Prompt, Rollout
+from mcore_rl.batching.types import Prompt, Rollout, ScoredRollout
 from mcore_rl.model.layout import RolloutLayout, TrainLayout
 from mcore_rl.moe.routing import RoutedLayers, Routes, joined, load_of
 from mcore_rl.moe.routing_capture import routes_of
 from mcore_rl.moe.routing_replay import Choices, RoutingReplay, obstacle
-from mcore_rl.rollout.routes import RouteKeeper
+from mcore_rl.rollout.keeper import SampleKeeper
 
 LAYERS = RoutedLayers((1, 3), topk=2, num_experts=6)
 
@@ -115,37 +115,60 @@ def test_joined_leaves_the_last_token_of_each_sample_to_the_router() -> None:
 
 
 @pytest.fixture
-def keeper() -> Iterator[RouteKeeper]:
+def keeper() -> Iterator[SampleKeeper]:
     """Of rank 0 of 4: engines of TP2, two pipeline stages with one layer with experts each."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     layers = (((0, 1),), ((2, 3),))
-    yield RouteKeeper(
-        LAYERS, TrainLayout(4, tp_size=2, pp_size=2), RolloutLayout(4, 2, True), layers
+    yield SampleKeeper(
+        TrainLayout(4, tp_size=2, pp_size=2), RolloutLayout(4, 2, True), layers, LAYERS
     )
     dist.destroy_process_group()
 
 
-def rollout_of(routes: Routes | None) -> Rollout:
-    prompt = Prompt(0, "", "", np.zeros(3, np.int32))
-    tokens = np.zeros(2, np.int32)
-    return Rollout(prompt, 0, "", tokens, tokens.astype(np.float32), "stop", 1, routes=routes)
+def sample_of(routes: Routes | None, *, first: int = 0) -> ScoredRollout:
+    """Three tokens of a prompt, two of a response."""
+    prompt = Prompt(0, "", "", np.arange(first, first + 3, dtype=np.int32))
+    tokens = np.arange(2, dtype=np.int32) + 70_000
+    log_probs = np.array([-0.5, -0.25], dtype=np.float32)
+    return ScoredRollout(Rollout(prompt, 0, "", tokens, log_probs, "stop", 1, routes=routes), 1.0)
 
 
-def test_routes_stay_with_those_who_sampled(keeper: RouteKeeper) -> None:
-    assert keeper.of_stage.layers == (1,)
+def test_samples_stay_with_those_who_sampled(keeper: SampleKeeper) -> None:
+    assert keeper.of_stage().layers == (1,) and keeper.of_stage(1).layers == LAYERS.layers[1:]
     routes = [Routes(drawn(4, seed=n), np.ones(4, dtype=np.bool_)) for n in range(2)]
-    left = keeper.keep([rollout_of(routes[0]), rollout_of(None), rollout_of(routes[1])])
-    assert [each.kept_by for each in left] == [(0, 0), None, (0, 1)]
-    assert all(each.routes is None for each in left)
+    assert keeper.keep([sample_of(routes[0]), sample_of(None)]) == 0
+    assert keeper.keep([sample_of(routes[1])]) == 2
+    table = keeper.table(1, [5, 6])
+    assert (table.homes.tolist(), table.numbers.tolist()) == ([0, 0], [1, 2])
+    assert (table.draws.tolist(), table.lengths.tolist()) == ([5, 6], [5, 5])
     assert np.array_equal(keeper.load(), sum(load_of(each, 6) for each in routes))
     before = keeper.digest()
     keeper.forget()
     assert keeper.digest() != before and not keeper.load().any()
 
 
-def test_ranks_of_an_engine_that_chose_differently_are_an_error(keeper: RouteKeeper) -> None:
+@pytest.mark.parametrize("stage", [0, 1, None])
+def test_tokens_are_the_same_after_their_way(keeper: SampleKeeper, stage: int | None) -> None:
+    routes = Routes(drawn(4), np.array([True, False, True, True]))
+    data = keeper._packed(sample_of(routes, first=300), stage)
+    assert len(data) == 5 * keeper._width(stage)
+    # Where it lies in a message is all the same.
+    found = keeper._unpacked(np.concatenate([data[:1], data])[1:], 5, stage)
+    assert found.token_ids.tolist() == [300, 301, 302, 70_000, 70_001]
+    assert found.is_generated.tolist() == [False] * 3 + [True] * 2
+    assert found.log_probs.tolist() == [0.0, 0.0, 0.0, -0.5, -0.25]
+    if stage is None:
+        assert found.routes is None
+        return
+    of_stage = routes.ids[:, [stage]] if stage == 0 else routes.ids[:, 1:]
+    assert found.routes is not None
+    assert np.array_equal(found.routes.ids, of_stage)
+    assert np.array_equal(found.routes.known, routes.known)
+
+
+def test_ranks_of_an_engine_that_sampled_otherwise_are_an_error(keeper: SampleKeeper) -> None:
     keeper.require_agreement([b"a", b"a", b"b", b"b"])
-    with pytest.raises(RuntimeError, match="ranks 2 and 3 of one engine chose different experts"):
+    with pytest.raises(RuntimeError, match="ranks 2 and 3 of one engine sampled different tokens"):
         keeper.require_agreement([b"a", b"a", b"b", b"c"])
 
 

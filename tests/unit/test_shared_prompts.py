@@ -16,15 +16,15 @@ from mcore_rl.batching.attention_batches import similar_segments
 from mcore_rl.batching.dealing import Cuts, Prompts, plan_step
 from mcore_rl.batching.rows import MicroBatching, ModelRows, lay_out, prefixes_of, set_prefixes
 from mcore_rl.batching.shared_prompts import obstacle, shares_prompts
+from mcore_rl.batching.table import SampleTable
 from mcore_rl.batching.train_batches import (
     batch_of_tokens,
-    build_train_batch,
-    num_tokens,
     split_micro_batches,
 )
 from mcore_rl.batching.types import Prompt, Rollout, ScoredRollout, TrainBatch
 from mcore_rl.common.errors import UsageError
 from mcore_rl.patches.megatron.local_layers import SDPACoreAttention
+from tests.held import table_of, train_batch
 
 SHARED = MicroBatching(max_tokens=200, share_prompts=True)
 # (tokens of the prompt, of each response)
@@ -58,7 +58,7 @@ def scored_samples(groups: Groups) -> list[ScoredRollout]:
 
 def in_one_row(groups: Groups) -> TrainBatch:
     scored = scored_samples(groups)
-    return build_train_batch(scored, ((tuple(range(len(scored))),),))
+    return train_batch(scored, ((tuple(range(len(scored))),),))
 
 
 def tokens_of_samples(batch: TrainBatch) -> list[torch.Tensor]:
@@ -281,18 +281,22 @@ def test_every_sample_is_dealt_out_once_within_the_budget(
     groups: Groups, dp_size: int, max_tokens: int, count_multiple_of: int
 ) -> None:
     scored = scored_samples(groups)
-    lengths = np.array([num_tokens(sample) for sample in scored])
+    lengths = table_of(scored).lengths
     batching = MicroBatching(
         max_tokens=max_tokens, share_prompts=True, count_multiple_of=count_multiple_of
     )
     plan = plan_step(
-        lengths, num_mini_batches=1, dp_size=dp_size, batching=batching, prompts=Prompts.of(scored)
+        lengths,
+        num_mini_batches=1,
+        dp_size=dp_size,
+        batching=batching,
+        prompts=Prompts.of(table_of(scored)),
     )
     assert sorted(samples_of(plan)) == list(range(len(scored)))
     counts = {len(mini_batch) for cuts in plan for mini_batch in cuts}
     assert len(counts) == 1 and counts.pop() % count_multiple_of == 0
     for cuts in plan:
-        for micro_batch in split_micro_batches(build_train_batch(scored, cuts)):
+        for micro_batch in split_micro_batches(train_batch(scored, cuts)):
             assert lay_out(micro_batch, batching, None).token_ids.shape[1] <= max_tokens
 
 
@@ -304,16 +308,20 @@ def test_samples_of_a_prompt_stay_together_and_ranks_are_balanced() -> None:
     rng = np.random.default_rng(3)
     groups = [(24, rng.integers(2, 9, 8).tolist()) for _ in range(16)]
     scored = scored_samples(groups)
-    lengths = np.array([num_tokens(sample) for sample in scored])
+    lengths = table_of(scored).lengths
     batching = MicroBatching(max_tokens=2048, share_prompts=True)
     plan = plan_step(
-        lengths, num_mini_batches=1, dp_size=2, batching=batching, prompts=Prompts.of(scored)
+        lengths,
+        num_mini_batches=1,
+        dp_size=2,
+        batching=batching,
+        prompts=Prompts.of(table_of(scored)),
     )
     in_rows = []
     for cuts in plan:
         ((bin_,),) = cuts
         assert len(bin_) == 64 and {i // 8 for i in bin_} == {bin_[8 * k] // 8 for k in range(8)}
-        in_rows.append(lay_out(build_train_batch(scored, cuts), batching, None).token_ids.shape[1])
+        in_rows.append(lay_out(train_batch(scored, cuts), batching, None).token_ids.shape[1])
     assert max(in_rows) / min(in_rows) < 1.05
     # 24 + 8 x 5.5 tokens a prompt where there would be 8 x 29.5.
     assert sum(in_rows) < 0.35 * lengths.sum()
@@ -321,39 +329,36 @@ def test_samples_of_a_prompt_stay_together_and_ranks_are_balanced() -> None:
 
 def test_a_large_group_is_cut_so_that_every_rank_has_work() -> None:
     scored = scored_samples([(10, [20] * 16)])
-    lengths = np.array([num_tokens(sample) for sample in scored])
+    lengths = table_of(scored).lengths
     plan = plan_step(
         lengths,
         num_mini_batches=1,
         dp_size=2,
         batching=MicroBatching(max_tokens=4096, share_prompts=True),
-        prompts=Prompts.of(scored),
+        prompts=Prompts.of(table_of(scored)),
     )
     assert min(sum(map(len, cuts[0])) for cuts in plan) >= 7
 
 
 def test_without_sharing_prompts_change_no_division() -> None:
     scored = scored_samples([(9, [3, 5]), (4, [8, 1, 7])])
-    lengths = np.array([num_tokens(sample) for sample in scored])
+    lengths = table_of(scored).lengths
     plain = MicroBatching(max_tokens=30)
     with_prompts, without = (
         plan_step(lengths, num_mini_batches=1, dp_size=2, batching=plain, prompts=prompts)
-        for prompts in (Prompts.of(scored), None)
+        for prompts in (Prompts.of(table_of(scored)), None)
     )
     assert with_prompts == without
-    rows = lay_out(build_train_batch(scored, ((tuple(range(5)),),)), plain, None)
+    rows = lay_out(train_batch(scored, ((tuple(range(5)),),)), plain, None)
     assert rows.prefix_of is None and rows.token_ids.shape[1] == lengths.sum()
 
 
-def test_prompts_are_recognised_by_their_tokens() -> None:
-    first, second, third = (Prompt(0, "", "", np.array(ids)) for ids in ([1, 2], [1, 2], [2, 1]))
-    rollouts = [
-        Rollout(prompt, 0, "", np.zeros(0, np.int32), np.zeros(0, np.float32), "stop", 0)
-        for prompt in (first, second, third, first)
-    ]
-    found = Prompts.of([ScoredRollout(rollout, 0.0) for rollout in rollouts])
+def test_prompts_are_recognised_by_their_draws() -> None:
+    twos = np.full(4, 2)
+    table = SampleTable.of_lengths(twos, twos, draws=np.array([4, 4, 3, 4]))
+    found = Prompts.of(table)
     assert found.ids.tolist() == [0, 0, 1, 2] and found.lengths.tolist() == [2] * 4
-    assert Prompts.of([]).ids.tolist() == []
+    assert Prompts.of(table.take([])).ids.tolist() == []
 
 
 def test_sequences_without_prompts_share_nothing() -> None:

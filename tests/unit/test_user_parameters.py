@@ -292,7 +292,7 @@ FIELDS = {
     "kl_estimator entropy_coef value_clip_eps mismatch_correction num_samples_per_prompt "
     "dynamic_sampling max_refills overlong_buffer_tokens overlong_buffer_share",
     "Rollout": "prompt sample_index text response_token_ids rollout_log_probs finish_reason "
-    "weight_version routes kept_by failure",
+    "weight_version routes failure",
     "Router": "num_experts also_called expert_size score_function always_normalizes methods "
     "gated_shared_size layer_types",
     "ScoredRollout": "rollout reward failure parts baseline",

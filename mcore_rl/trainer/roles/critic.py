@@ -17,7 +17,7 @@ import dataclasses
 import functools
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
@@ -29,8 +29,8 @@ import torch.distributed as dist
 from mcore_rl.algorithms.aggregation import Denominators
 from mcore_rl.algorithms.value_loss import ValueLossSums, value_loss
 from mcore_rl.batching.rows import MicroBatching
-from mcore_rl.batching.train_batches import num_tokens
-from mcore_rl.batching.types import ScoredRollout, StepBatch, TrainBatch
+from mcore_rl.batching.table import SampleTable
+from mcore_rl.batching.types import StepBatch, TrainBatch
 from mcore_rl.common.agreement import agreed_in_world
 from mcore_rl.flags.derived import num_updates
 from mcore_rl.flags.options import RLConfig
@@ -46,6 +46,7 @@ from mcore_rl.megatron.runner import ModelRunner
 from mcore_rl.megatron.shards import ModelShards
 from mcore_rl.megatron.value_head import build_value_model
 from mcore_rl.megatron.world import MegatronWorld, changed_args, parsed_args
+from mcore_rl.rollout.keeper import SampleKeeper
 from mcore_rl.trainer.resume.folders import critic_folder, iteration_name
 from mcore_rl.trainer.resume.saver import write_checkpoint
 from mcore_rl.trainer.resume.trainer_state import (
@@ -59,9 +60,9 @@ from mcore_rl.trainer.roles.samples import (
     batch_of_rank,
     mini_batches,
     of_batch,
-    samples_to_tensors,
     tensors_to_samples,
     to_all,
+    told_of,
 )
 
 logger = logging.getLogger(__name__)
@@ -262,11 +263,11 @@ class ServedCritic:
         them in each epoch.
         """
         started = time.perf_counter()
-        scored = tensors_to_samples(samples)
-        self._lengths = np.array([num_tokens(sample) for sample in scored], dtype=np.int64)
+        table, tokens = tensors_to_samples(samples)
+        self._lengths = table.lengths
         batch = batch_of_rank(
-            scored,
-            self._lengths,
+            table,
+            tokens,
             num_mini_batches=self._config.num_mini_batches,
             layout=self.model.layout,
             batching=self.model.batching,
@@ -330,10 +331,10 @@ class StepCritic:
         return facts["dp_size"], MicroBatching(**facts["batching"])
 
     def told_of(
-        self, scored: Sequence[ScoredRollout], orders: np.ndarray
+        self, keeper: SampleKeeper, table: SampleTable, orders: np.ndarray
     ) -> dict[str, torch.Tensor]:
         """`StepBatch.for_critic` of a step's samples."""
-        return {**samples_to_tensors(scored), "orders": torch.from_numpy(orders)}
+        return {**told_of(keeper, table, self.role), "orders": torch.from_numpy(orders)}
 
     def begin_values(self, batch: StepBatch) -> Callable[[], torch.Tensor]:
         """Have the samples valued; what is returned waits for `[t]` of those in `batch.actor`."""

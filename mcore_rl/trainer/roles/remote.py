@@ -40,6 +40,8 @@ _CLOSE, _ANSWER, _FAILURE = "close", "answer", "failure"
 class Role(Protocol):
     """A role as the actor's ranks ask it. All methods but `abandon` are collective over them."""
 
+    is_apart: bool  # on ranks of its own, which hear what the actor's first rank says
+
     def begin(self, method: str, **arguments: Any) -> Callable[[], Values]:
         """Have a method called. What is returned gives its answer, and waits for it.
 
@@ -60,6 +62,8 @@ class Role(Protocol):
 class Here:
     """A role of the actor's ranks: what is begun is done at once."""
 
+    is_apart = False
+
     def __init__(self, served: Any) -> None:
         self.served = served
 
@@ -79,6 +83,8 @@ class Here:
 
 class Apart:
     """The actor's side of a role with ranks of its own; `serve` is the other."""
+
+    is_apart = True
 
     def __init__(self, name: str, bridge: Bridge | None, **how: Any) -> None:
         """`bridge` on the actor's first rank only. The role's ranks begin to build it, as `how`

@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import logging
 import math
-from collections.abc import Sequence
 from typing import TextIO
 
 import numpy as np
@@ -19,8 +18,7 @@ import torch
 import torch.distributed as dist
 
 from mcore_rl.batching.rows import MicroBatching
-from mcore_rl.batching.train_batches import num_tokens
-from mcore_rl.batching.types import Rollout, ScoredRollout
+from mcore_rl.batching.table import SampleTable
 from mcore_rl.common.agreement import agreed_in_world
 from mcore_rl.flags.options import RLConfig
 from mcore_rl.job.batches import micro_batching_of_args
@@ -33,8 +31,9 @@ from mcore_rl.megatron.world import MegatronWorld, parsed_args
 from mcore_rl.rewards.functions import REWARD_MODEL
 from mcore_rl.rewards.parts import FailureLog
 from mcore_rl.rewards.worker import Outcome
+from mcore_rl.rollout.keeper import SampleKeeper
 from mcore_rl.trainer.roles.remote import Role, Values
-from mcore_rl.trainer.roles.samples import batch_of_rank, samples_to_tensors, tensors_to_samples
+from mcore_rl.trainer.roles.samples import batch_of_rank, tensors_to_samples, told_of
 
 logger = logging.getLogger(__name__)
 
@@ -52,16 +51,19 @@ class RewardModel:
     def scores(self, **tokens: torch.Tensor) -> Values:
         """`[n]` float64: what each sample's last token says. A call of the role, collective over
         the layout's ranks; `tokens` are those of `samples_to_tensors`."""
-        samples = tensors_to_samples(tokens)
-        num_samples = len(samples)
-        if not samples:
+        table, tokens_of = tensors_to_samples(tokens)
+        num_samples = len(table)
+        if not num_samples:
             return {"scores": torch.empty(0, dtype=torch.float64)}
         if not self._batching.packed:  # rows must divide; what is said of the last ones is not used
             each = self.world.layout.dp_size * self._batching.micro_batch_size
-            samples += samples[-1:] * (-len(samples) % (each * self._batching.count_multiple_of))
+            missing = -num_samples % (each * self._batching.count_multiple_of)
+            rows = [*range(num_samples), *[num_samples - 1] * missing]
+            table = table.take(rows)
+            tokens_of = {number: tokens_of[row] for number, row in enumerate(rows)}
         batch = batch_of_rank(
-            samples,
-            np.array([num_tokens(sample) for sample in samples], dtype=np.int64),
+            table,
+            tokens_of,
             num_mini_batches=1,
             layout=self.world.layout,
             batching=self._batching,
@@ -69,7 +71,7 @@ class RewardModel:
         )
         with self.world:
             values = self.runner.evaluate(batch, num_outputs=1)[:, 0]
-        found = torch.zeros(len(samples), dtype=torch.float64)
+        found = torch.zeros(len(table), dtype=torch.float64)
         found[batch.sample_ids] = values[batch.lengths.cumsum(0) - 1].double()
         return {"scores": self.runner.global_sum(found)[:num_samples]}
 
@@ -102,18 +104,18 @@ class ModelReward:
         self._role = role
         self._log = FailureLog(REWARD_MODEL)
 
-    def scores(self, rollouts: Sequence[Rollout]) -> np.ndarray:
-        """`[n]` float64, on every rank; all of them give the same rollouts."""
-        samples = [ScoredRollout(rollout, reward=0.0) for rollout in rollouts]
-        return self._role.call("scores", **samples_to_tensors(samples))["scores"].numpy()
+    def scores(self, keeper: SampleKeeper, table: SampleTable) -> np.ndarray:
+        """`[n]` float64, on every rank, of samples that `keeper` has."""
+        told = told_of(keeper, table, self._role)
+        return self._role.call("scores", **told)["scores"].numpy()
 
-    def outcomes(self, rollouts: Sequence[Rollout]) -> list[Outcome]:
+    def outcomes(self, keeper: SampleKeeper, table: SampleTable) -> list[Outcome]:
         """In their order; a score that is no number costs that sample its reward."""
         found = [
             Outcome(score)
             if math.isfinite(score)
             else Outcome(0.0, "no number", f"the reward model's score is {score}")
-            for score in self.scores(rollouts).tolist()
+            for score in self.scores(keeper, table).tolist()
         ]
         if dist.get_rank() == 0:  # all ranks have found the same
             self._log.note(found)

@@ -17,76 +17,80 @@ import torch.distributed as dist
 
 from mcore_rl.batching.dealing import Cuts, Prompts, plan_step
 from mcore_rl.batching.rows import MicroBatching
+from mcore_rl.batching.table import SampleTable, SampleTokens
 from mcore_rl.batching.train_batches import build_train_batch, split_mini_batches
-from mcore_rl.batching.types import Prompt, Rollout, ScoredRollout, TrainBatch
+from mcore_rl.batching.types import TrainBatch
 from mcore_rl.common import objects
 from mcore_rl.model.layout import TrainLayout
-from mcore_rl.moe.routing import joined
-from mcore_rl.rollout.routes import RouteKeeper
+from mcore_rl.moe.routing import RoutedLayers, joined
+from mcore_rl.rollout.keeper import SampleKeeper
+from mcore_rl.trainer.roles.remote import Role
 
 
-def samples_to_tensors(scored: Sequence[ScoredRollout]) -> dict[str, torch.Tensor]:
-    """`token_ids` `[T]`, all samples one after the other; `prompt` and `response` `[n]`, how many
-    of them are which; `valid` `[n]`, 1 for what can be learnt from; all int64."""
-    pieces: list[np.ndarray] = [np.empty(0, dtype=np.int64)]
-    for sample in scored:
-        pieces += [
-            np.asarray(sample.rollout.prompt.token_ids),
-            np.asarray(sample.rollout.response_token_ids),
-        ]
+def samples_to_tensors(
+    table: SampleTable, tokens: Mapping[int, SampleTokens]
+) -> dict[str, torch.Tensor]:
+    """`token_ids` `[T]` int64, all samples one after the other, and of each whether it was
+    `generated`; `[n]` int64 `prompt` and `response`, how many of them are which, `draws`, of which
+    those of one prompt have the same, and `valid`, 1 for what can be learnt from."""
+    rows = [tokens[row] for row in range(len(table))]
+    ids = [np.empty(0, dtype=np.int32), *(row.token_ids for row in rows)]
+    generated = [np.empty(0, dtype=np.bool_), *(row.is_generated for row in rows)]
     return {
-        "token_ids": torch.from_numpy(np.concatenate(pieces).astype(np.int64)),
-        "prompt": torch.tensor(
-            [len(s.rollout.prompt.token_ids) for s in scored], dtype=torch.int64
-        ),
-        "response": torch.tensor(
-            [len(s.rollout.response_token_ids) for s in scored], dtype=torch.int64
-        ),
-        "valid": torch.tensor([s.is_valid for s in scored], dtype=torch.int64),
+        "token_ids": torch.from_numpy(np.concatenate(ids).astype(np.int64)),
+        "generated": torch.from_numpy(np.concatenate(generated)),
+        "prompt": torch.from_numpy(table.prompt_lengths),
+        "response": torch.from_numpy(table.response_lengths),
+        "draws": torch.from_numpy(table.draws),
+        "valid": torch.from_numpy(table.valid.astype(np.int64)),
     }
 
 
-def tensors_to_samples(tensors: Mapping[str, torch.Tensor]) -> list[ScoredRollout]:
-    """The samples again, without texts, log-probs and rewards."""
-    token_ids = tensors["token_ids"].numpy()
-    scored, end = [], 0
-    for prompt, response, valid in zip(
-        *(tensors[name].tolist() for name in ("prompt", "response", "valid")), strict=True
-    ):
-        start, middle, end = end, end + prompt, end + prompt + response
-        rollout = Rollout(
-            prompt=Prompt(len(scored), "", "", token_ids[start:middle]),
-            sample_index=0,
-            text="",
-            response_token_ids=token_ids[middle:end],
-            rollout_log_probs=np.zeros(response, dtype=np.float32),
-            finish_reason="",
-            weight_version=0,
-        )
-        failure = None if valid else "as told by the actor"
-        scored.append(ScoredRollout(rollout, reward=0.0, failure=failure))
-    return scored
+def tensors_to_samples(
+    tensors: Mapping[str, torch.Tensor],
+) -> tuple[SampleTable, dict[int, SampleTokens]]:
+    """The samples again, without log-probs and rewards."""
+    table = SampleTable.of_lengths(
+        tensors["prompt"].numpy(),
+        tensors["response"].numpy(),
+        draws=tensors["draws"].numpy(),
+        valid=tensors["valid"].numpy(),
+    )
+    ends = table.lengths.cumsum()[:-1]
+    ids = np.split(tensors["token_ids"].numpy().astype(np.int32), ends)
+    generated = np.split(tensors["generated"].numpy(), ends)
+    return table, {
+        row: SampleTokens(ids[row], generated[row], np.zeros(len(ids[row]), dtype=np.float32))
+        for row in range(len(table))
+    }
+
+
+def told_of(keeper: SampleKeeper, table: SampleTable, role: Role) -> dict[str, torch.Tensor]:
+    """`samples_to_tensors` of a step where a role is told of it: on all ranks, or on the first
+    alone. Collective over the world."""
+    everything = list(range(len(table)))
+    hears = [rank == 0 or not role.is_apart for rank in range(dist.get_world_size())]
+    tokens = keeper.send(table, [everything if each else [] for each in hears])
+    return samples_to_tensors(table, tokens) if hears[dist.get_rank()] else {}
 
 
 def plan_epochs(
-    scored: Sequence[ScoredRollout],
-    lengths: np.ndarray,
+    table: SampleTable,
     *,
     num_mini_batches: int,
     dp_size: int,
     batching: MicroBatching,
     orders: np.ndarray | None = None,
 ) -> list[list[Cuts]]:
-    """By epoch and data-parallel rank, what of a step's samples it learns from; `lengths` `[n]` are
-    their tokens.
+    """By epoch and data-parallel rank, what of a step's samples it learns from.
 
     `orders` `[e, n]` are those of the epochs (default: one, as they are). With a single mini-batch
     all epochs learn from the same one, so that there is one plan.
     """
-    prompts = Prompts.of(scored)
+    prompts = Prompts.of(table)
     return [
         plan_step(
-            lengths,
+            table.lengths,
             num_mini_batches=num_mini_batches,
             dp_size=dp_size,
             batching=batching,
@@ -98,8 +102,8 @@ def plan_epochs(
 
 
 def batch_of_rank(
-    scored: Sequence[ScoredRollout],
-    lengths: np.ndarray,
+    table: SampleTable,
+    tokens: Mapping[int, SampleTokens],
     *,
     num_mini_batches: int,
     layout: TrainLayout,
@@ -109,21 +113,24 @@ def batch_of_rank(
 ) -> TrainBatch:
     """What a rank of `layout` gets of a step's samples, as `plan_epochs` deals them out."""
     epochs = plan_epochs(
-        scored,
-        lengths,
+        table,
         num_mini_batches=num_mini_batches,
         dp_size=layout.dp_size,
         batching=batching,
         orders=orders,
     )
-    return batch_by_plan(scored, epochs, layout.dp_rank(rank))
+    return batch_by_plan(table, tokens, epochs, layout.dp_rank(rank))
 
 
 def batch_by_plan(
-    scored: Sequence[ScoredRollout], epochs: Sequence[Sequence[Cuts]], dp_rank: int
+    table: SampleTable,
+    tokens: Mapping[int, SampleTokens],
+    epochs: Sequence[Sequence[Cuts]],
+    dp_rank: int,
 ) -> TrainBatch:
-    """What a data-parallel rank gets of a step's samples by `plan_epochs`."""
-    first, *later = (build_train_batch(scored, plan[dp_rank]) for plan in epochs)
+    """What a data-parallel rank gets of a step's samples by `plan_epochs`; of these it has the
+    `tokens`."""
+    first, *later = (build_train_batch(table, tokens, plan[dp_rank]) for plan in epochs)
     return dataclasses.replace(first, later=tuple(later))
 
 
@@ -144,22 +151,14 @@ def samples_of_ranks(epochs: Sequence[Sequence[Cuts]]) -> list[list[int]]:
 
 
 def with_given_routes(
-    keeper: RouteKeeper,
-    batch: TrainBatch,
-    scored: Sequence[ScoredRollout],
-    lengths: np.ndarray,
-    wanted: Sequence[Sequence[int]],
+    batch: TrainBatch, tokens: Mapping[int, SampleTokens], of: RoutedLayers
 ) -> TrainBatch:
-    """A rank's batch, and those of later epochs, with the experts that samples were sampled with.
-
-    `lengths` `[n]` are the tokens of all samples of the step, `wanted` is `samples_of_ranks`.
-    Collective over the world.
-    """
-    found = keeper.deliver([sample.rollout for sample in scored], lengths.tolist(), wanted)
+    """A rank's batch, and those of later epochs, with the experts that samples were sampled with,
+    `of` the layers of its stage."""
 
     def routed(each: TrainBatch) -> TrainBatch:
-        routes = [found.get(sample) for sample in each.sample_ids.tolist()]
-        ids, known = joined(routes, each.lengths.tolist(), keeper.of_stage)
+        routes = [tokens[sample].routes for sample in each.sample_ids.tolist()]
+        ids, known = joined(routes, each.lengths.tolist(), of)
         return dataclasses.replace(
             each, routes=torch.from_numpy(ids), routes_known=torch.from_numpy(known)
         )

@@ -1,0 +1,195 @@
+"""What every rank knows of a step's samples: some numbers each, and none of their tokens.
+
+With these all ranks compare rewards and divide the samples alike. The tokens, and what belongs to
+each of them, stay on the ranks that sampled until it is known who learns from them
+(`mcore_rl.rollout.keeper`).
+
+Shape legend: n samples of the step; r rewards; t tokens of one sample, prompt and response.
+This module is pure: it imports neither Megatron nor vLLM nor torch.distributed.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from mcore_rl.batching.types import ScoredRollout
+from mcore_rl.moe.routing import Routes
+
+
+@dataclass(frozen=True, slots=True)
+class SampleTable:
+    """A step's samples, the same on all ranks: the responses to one prompt stand together.
+
+    Arrays are `[n]` where nothing else is said.
+    """
+
+    homes: np.ndarray  # int64, first rank of those that sampled it and keep it
+    numbers: np.ndarray  # int64, which of what they keep it is
+    draws: np.ndarray  # int64, which draw of a prompt it answers; that of neighbours differs else
+    prompts: np.ndarray  # int64, `Prompt.index`
+    prompt_lengths: np.ndarray  # int64, tokens
+    response_lengths: np.ndarray  # int64, tokens
+    is_cut: np.ndarray  # bool, ended by its length
+    rewards: np.ndarray  # float64, without a meaning where there is none
+    has_reward: np.ndarray  # bool
+    has_failed: np.ndarray  # bool, the sample itself
+    baselines: np.ndarray  # float64, reward of the greedy response; nan: not asked for
+    baseline_lengths: np.ndarray  # int64, its tokens
+    has_baseline: np.ndarray  # bool, False where the greedy response has no reward
+    why_not_valid: tuple[str | None, ...]  # `ScoredRollout.why_not_valid`
+    parts: Mapping[str, np.ndarray] = field(default_factory=dict)  # unweighted; nan: failed
+
+    def __len__(self) -> int:
+        return len(self.homes)
+
+    @property
+    def valid(self) -> np.ndarray:
+        """`[n]` bool: whether it can be learnt from."""
+        return np.array([why is None for why in self.why_not_valid], dtype=np.bool_)
+
+    @property
+    def lengths(self) -> np.ndarray:
+        """`[n]` int64: tokens of prompt and response."""
+        return self.prompt_lengths + self.response_lengths
+
+    @classmethod
+    def of(
+        cls,
+        scored: Sequence[ScoredRollout],
+        *,
+        home: int = 0,
+        numbers: Sequence[int] | None = None,
+        draws: Sequence[int] | None = None,
+    ) -> SampleTable:
+        """Of samples that are here, kept by `home` as `numbers` (default: in their order)."""
+        rollouts = [sample.rollout for sample in scored]
+        count = range(len(scored))
+        baselines = [sample.baseline for sample in scored]
+        names = dict.fromkeys(name for sample in scored for name in sample.parts)
+
+        def integers(values: Sequence[int] | range) -> np.ndarray:
+            return np.array(values, dtype=np.int64)
+
+        def truths(values: Sequence[bool]) -> np.ndarray:
+            return np.array(values, dtype=np.bool_)
+
+        def numbers_of(values: Sequence[float]) -> np.ndarray:
+            return np.array(values, dtype=np.float64)
+
+        indices = [rollout.prompt.index for rollout in rollouts]
+        return cls(
+            homes=integers([home] * len(scored)),
+            numbers=integers(count if numbers is None else numbers),
+            draws=integers(indices if draws is None else draws),
+            prompts=integers(indices),
+            prompt_lengths=integers([len(rollout.prompt.token_ids) for rollout in rollouts]),
+            response_lengths=integers([len(rollout.response_token_ids) for rollout in rollouts]),
+            is_cut=truths([rollout.finish_reason == "length" for rollout in rollouts]),
+            rewards=numbers_of([sample.reward for sample in scored]),
+            has_reward=truths([sample.failure is None for sample in scored]),
+            has_failed=truths([rollout.failure is not None for rollout in rollouts]),
+            baselines=numbers_of([np.nan if b is None else b.reward for b in baselines]),
+            baseline_lengths=integers([0 if b is None else b.num_tokens for b in baselines]),
+            has_baseline=truths([b is None or b.failure is None for b in baselines]),
+            why_not_valid=tuple(sample.why_not_valid for sample in scored),
+            parts={
+                name: numbers_of([sample.parts.get(name, np.nan) for sample in scored])
+                for name in names
+            },
+        )
+
+    @classmethod
+    def of_lengths(
+        cls,
+        prompt_lengths: np.ndarray,
+        response_lengths: np.ndarray,
+        *,
+        draws: np.ndarray | None = None,
+        valid: np.ndarray | None = None,
+    ) -> SampleTable:
+        """Of samples of which nothing else is known, or of interest; all valid by default."""
+        count = len(prompt_lengths)
+        nothing = np.zeros(count, dtype=np.int64)
+        yes, no = np.ones(count, dtype=np.bool_), np.zeros(count, dtype=np.bool_)
+        valid = yes if valid is None else valid.astype(np.bool_)
+        return cls(
+            homes=nothing,
+            numbers=np.arange(count),
+            draws=np.arange(count) if draws is None else draws,
+            prompts=nothing,
+            prompt_lengths=prompt_lengths,
+            response_lengths=response_lengths,
+            is_cut=no,
+            rewards=np.zeros(count),
+            has_reward=valid,
+            has_failed=no,
+            baselines=np.full(count, np.nan),
+            baseline_lengths=nothing,
+            has_baseline=yes,
+            why_not_valid=tuple(None if each else "not to be learnt from" for each in valid),
+        )
+
+    def take(self, rows: Sequence[int] | np.ndarray) -> SampleTable:
+        """These rows, in this order."""
+        rows = np.asarray(rows, dtype=np.int64)
+        found: dict[str, object] = {}
+        for each in dataclasses.fields(self):
+            value = getattr(self, each.name)
+            if isinstance(value, np.ndarray):
+                found[each.name] = value[rows]
+        found["why_not_valid"] = tuple(self.why_not_valid[row] for row in rows)
+        found["parts"] = {name: values[rows] for name, values in self.parts.items()}
+        return SampleTable(**found)  # type: ignore[arg-type]
+
+    @classmethod
+    def joined(cls, tables: Sequence[SampleTable]) -> SampleTable:
+        """One after the other; at least one."""
+        found: dict[str, object] = {}
+        for each in dataclasses.fields(cls):
+            if each.name not in ("why_not_valid", "parts"):
+                found[each.name] = np.concatenate([getattr(t, each.name) for t in tables])
+        found["why_not_valid"] = tuple(why for table in tables for why in table.why_not_valid)
+        names = dict.fromkeys(name for table in tables for name in table.parts)
+        found["parts"] = {
+            name: np.concatenate([t.parts.get(name, np.full(len(t), np.nan)) for t in tables])
+            for name in names
+        }
+        return cls(**found)  # type: ignore[arg-type]
+
+
+@dataclass(frozen=True, slots=True)
+class SampleTokens:
+    """The tokens of one sample, prompt and response, and what belongs to each."""
+
+    token_ids: np.ndarray  # [t] int32
+    is_generated: np.ndarray  # [t] bool; the others are of the prompt
+    log_probs: np.ndarray  # [t] float32, as sampled; 0 where nothing was
+    routes: Routes | None = None  # of all tokens but the last
+
+    @classmethod
+    def of(cls, sample: ScoredRollout) -> SampleTokens:
+        """RuntimeError: the prompt is empty (the first response token would have nothing to be
+        scored by), or a response and its log-probs differ in length."""
+        rollout = sample.rollout
+        num_prompt, num_response = len(rollout.prompt.token_ids), len(rollout.response_token_ids)
+        name = f"prompt {rollout.prompt.index}, sample {rollout.sample_index}"
+        if num_prompt == 0:
+            raise RuntimeError(f"{name}: the prompt has no token")
+        if len(rollout.rollout_log_probs) != num_response:
+            raise RuntimeError(
+                f"{name}: expected {num_response} rollout_log_probs, one per response token, "
+                f"got {len(rollout.rollout_log_probs)}"
+            )
+        nothing = np.zeros(num_prompt, dtype=np.float32)
+        return cls(
+            token_ids=np.concatenate(
+                [rollout.prompt.token_ids, rollout.response_token_ids], dtype=np.int32
+            ),
+            is_generated=np.arange(num_prompt + num_response) >= num_prompt,
+            log_probs=np.concatenate([nothing, rollout.rollout_log_probs], dtype=np.float32),
+            routes=rollout.routes,
+        )

@@ -1,0 +1,246 @@
+"""Samples, from the ranks that sampled to those that learn: each goes where it is needed, once.
+
+What all ranks know of a step's samples is a table of numbers. Tokens, log-probs and the experts
+that were chosen stay with the ranks of the engine that sampled until it is known which rank learns
+from which sample; then each rank gets its own, and of the experts those of its pipeline stage
+alone, as bytes. The ranks of an engine's TP group have the same, so that each of them sends to its
+share of the receivers.
+
+Shape legend: n samples of the step; t tokens of a sample; m layers with experts (of a stage);
+k choices a token.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+
+import numpy as np
+import torch.distributed as dist
+
+from mcore_rl.batching.table import SampleTable, SampleTokens
+from mcore_rl.batching.types import ScoredRollout
+from mcore_rl.common import objects
+from mcore_rl.model.layout import PipelineLayers, RolloutLayout, TrainLayout
+from mcore_rl.moe.routing import RoutedLayers, Routes, load_of
+
+_NOTHING = np.empty(0, dtype=np.uint8)
+_TOKEN_BYTES = 4 + 4 + 1  # its id, its log-prob, whether it was generated and its experts are known
+_GENERATED, _KNOWN = 1, 2
+
+
+class SampleKeeper:
+    """Keeps what this rank's engine has sampled in the present step."""
+
+    def __init__(
+        self,
+        train: TrainLayout,
+        rollout: RolloutLayout,
+        layers: PipelineLayers,
+        routed: RoutedLayers | None = None,
+    ) -> None:
+        """`layers` are those of each stage and chunk; `routed` is of the whole model, where samples
+        come with their experts."""
+        self.routed, self._train, self._rollout = routed, train, rollout
+        self._rank = dist.get_rank()
+        group = rollout.tp_group_index(self._rank)
+        self.home = rollout.rank(group * rollout.tp_size)
+        self._kept: list[ScoredRollout] = []
+        shape = (0, 0) if routed is None else (len(routed.layers), routed.num_experts)
+        self._load = np.zeros(shape, dtype=np.int64)
+        of_stages = [sorted(layer for chunk in chunks for layer in chunk) for chunks in layers]
+        # Of each stage, the columns of its layers among those of all layers with experts.
+        self._columns = [
+            [] if routed is None else [routed.layers.index(x) for x in stage if x in routed.layers]
+            for stage in of_stages
+        ]
+
+    def of_stage(self, stage: int | None = None) -> RoutedLayers:
+        """The layers with experts on a pipeline stage, by default this rank's."""
+        assert self.routed is not None, "samples come without their experts"
+        columns = self._columns[self._train.pp_rank(self._rank) if stage is None else stage]
+        layers = tuple(self.routed.layers[column] for column in columns)
+        return RoutedLayers(layers, self.routed.topk, self.routed.num_experts)
+
+    # What this rank has
+
+    def forget(self) -> None:
+        """A new step begins."""
+        self._kept.clear()
+        self._load[:] = 0
+
+    def keep(self, scored: Sequence[ScoredRollout]) -> int:
+        """Keep them; the number of the first. Local, in the same order on all ranks of a TP group,
+        of which the first alone may know of rewards."""
+        first = len(self._kept)
+        self._kept += scored
+        if self.routed is not None and self.home == self._rank:
+            for sample in scored:
+                if sample.rollout.routes is not None:
+                    self._load += load_of(sample.rollout.routes, self.routed.num_experts)
+        return first
+
+    def rewarded(self, first: int, scored: Sequence[ScoredRollout]) -> None:
+        """The same samples, from number `first` on, as rewards made of them."""
+        self._kept[first : first + len(scored)] = scored
+
+    def table(self, first: int, draws: Sequence[int]) -> SampleTable:
+        """What is kept from number `first` on, as many as there are draws that they answer."""
+        numbers = range(first, first + len(draws))
+        scored = self._kept[first : first + len(draws)]
+        return SampleTable.of(scored, home=self.home, numbers=numbers, draws=draws)
+
+    def load(self) -> np.ndarray:
+        """`[m, e]` int64: how often each expert was chosen in this step, dropped samples included.
+
+        Of the whole model's layers; by one rank of those that sampled the same, zero on the others.
+        """
+        return self._load
+
+    def digest(self) -> bytes:
+        """Of all that is kept; the same on the ranks of an engine's TP group."""
+        found = hashlib.blake2b(digest_size=16)
+        for number, sample in enumerate(self._kept):
+            found.update(number.to_bytes(8, "little"))
+            found.update(np.ascontiguousarray(sample.rollout.response_token_ids).tobytes())
+            if sample.rollout.routes is not None:
+                found.update(sample.rollout.routes.digest())
+        return found.digest()
+
+    def require_agreement(self, digests: Sequence[bytes]) -> None:
+        """RuntimeError, on all ranks, if ranks that sampled the same have others.
+
+        `digests` are those of all ranks.
+        """
+        for group in range(self._rollout.num_tp_groups):
+            slots = range(group * self._rollout.tp_size, (group + 1) * self._rollout.tp_size)
+            ranks = [self._rollout.rank(slot) for slot in slots]
+            for rank in ranks[1:]:
+                if digests[rank] != digests[ranks[0]]:
+                    raise RuntimeError(
+                        f"ranks {ranks[0]} and {rank} of one engine sampled different tokens, or "
+                        "chose different experts for the same ones"
+                    )
+
+    # Who gets what
+
+    def deliver(
+        self, table: SampleTable, wanted: Sequence[Sequence[int]]
+    ) -> dict[int, SampleTokens]:
+        """This rank's samples, by their place in the table, with the experts of its stage.
+
+        `wanted` is which of them each data-parallel rank learns from. Collective over the world.
+        """
+        ranks = range(dist.get_world_size())
+        return self.send(
+            table,
+            [wanted[self._train.dp_rank(rank)] for rank in ranks],
+            [self._train.pp_rank(rank) for rank in ranks],
+        )
+
+    def send(
+        self,
+        table: SampleTable,
+        wanted: Sequence[Sequence[int]],
+        stages: Sequence[int] | None = None,
+    ) -> dict[int, SampleTokens]:
+        """`deliver` to each rank of the world what `wanted` says, with the experts of its stage of
+        `stages`, or without any. Collective over the world."""
+        if self.routed is None:
+            stages = None
+        outgoing = self._outgoing(table, wanted, stages)
+        stage = None if stages is None else stages[self._rank]
+        by_source = self._by_source(table, wanted[self._rank])
+        lengths, width = table.lengths, self._width(stage)
+        incoming = [
+            sum(int(lengths[sample]) for sample in by_source.get(rank, ())) * width
+            for rank in range(len(outgoing))
+        ]
+        found: dict[int, SampleTokens] = {}
+        for source, data in enumerate(objects.exchange(outgoing, incoming)):
+            start = 0
+            for sample in by_source.get(source, ()):
+                end = start + int(lengths[sample]) * width
+                found[sample] = self._unpacked(data[start:end], int(lengths[sample]), stage)
+                start = end
+        return found
+
+    def on_first_rank(self, table: SampleTable, rows: Sequence[int]) -> list[ScoredRollout]:
+        """These samples with texts and rewards, on rank 0; nothing on the others. Collective over
+        the world."""
+        mine = {}
+        if self.home == self._rank:
+            mine = {
+                row: self._kept[int(table.numbers[row])]
+                for row in rows
+                if table.homes[row] == self._rank
+            }
+        found: dict[int, ScoredRollout] = {}
+        for part in objects.gather(mine) or []:
+            found |= part
+        return [found[row] for row in rows] if self._rank == 0 else []
+
+    def _width(self, stage: int | None) -> int:
+        """Bytes a token."""
+        return _TOKEN_BYTES + (0 if stage is None else self.of_stage(stage).bytes_a_token - 1)
+
+    def _by_source(self, table: SampleTable, wanted: Sequence[int]) -> dict[int, list[int]]:
+        """Which of its samples this rank gets from which rank."""
+        found: dict[int, list[int]] = {}
+        source_of: dict[int, int] = {}  # first rank of a group -> the one that sends to this rank
+        for sample in wanted:
+            home = int(table.homes[sample])
+            if home not in source_of:
+                slot = self._rollout.slot(home) + self._rank % self._rollout.tp_size
+                source_of[home] = self._rollout.rank(slot)
+            found.setdefault(source_of[home], []).append(sample)
+        return found
+
+    def _outgoing(
+        self, table: SampleTable, wanted: Sequence[Sequence[int]], stages: Sequence[int] | None
+    ) -> list[np.ndarray]:
+        """What this rank sends to each."""
+        packed: dict[tuple[int, int | None], np.ndarray] = {}
+        outgoing = [_NOTHING] * len(wanted)
+        for rank, samples in enumerate(wanted):
+            if rank % self._rollout.tp_size != self._rollout.tp_rank(self._rank):
+                continue
+            key = id(samples), None if stages is None else stages[rank]
+            if key not in packed:
+                mine = [row for row in samples if table.homes[row] == self.home]
+                numbers = [int(table.numbers[row]) for row in mine]
+                packed[key] = np.concatenate(
+                    [_NOTHING, *(self._packed(self._kept[n], key[1]) for n in numbers)]
+                )
+            outgoing[rank] = packed[key]
+        return outgoing
+
+    def _packed(self, sample: ScoredRollout, stage: int | None) -> np.ndarray:
+        tokens = SampleTokens.of(sample)
+        flags = tokens.is_generated.astype(np.uint8) * np.uint8(_GENERATED)
+        pieces = [tokens.token_ids.view(np.uint8), tokens.log_probs.view(np.uint8), flags]
+        if stage is not None:
+            assert self.routed is not None
+            size = len(tokens.token_ids), len(self._columns[stage]), self.routed.topk
+            ids = np.zeros(size, dtype=self.routed.dtype)
+            if tokens.routes is not None:
+                flags[:-1] |= tokens.routes.known * np.uint8(_KNOWN)
+                ids[:-1] = tokens.routes.ids[:, self._columns[stage]]
+            pieces.append(ids.view(np.uint8).ravel())
+        return np.concatenate(pieces)
+
+    def _unpacked(self, data: np.ndarray, length: int, stage: int | None) -> SampleTokens:
+        token_ids, log_probs, flags, ids = np.split(data, np.array([4, 8, 9]) * length)
+        routes = None
+        if stage is not None:
+            of = self.of_stage(stage)
+            shape = (length, len(of.layers), of.topk)
+            known = flags[:-1] & _KNOWN != 0
+            routes = Routes(ids.copy().view(of.dtype).reshape(shape)[:-1], known)
+        return SampleTokens(
+            # Copies, as a cut of bytes may lie anywhere.
+            token_ids=token_ids.copy().view(np.int32),
+            is_generated=flags & _GENERATED != 0,
+            log_probs=log_probs.copy().view(np.float32),
+            routes=routes,
+        )

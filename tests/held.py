@@ -1,0 +1,87 @@
+"""Samples that every rank has: what is learnt from them, without anybody having sampled."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+import numpy as np
+import torch.distributed as dist
+
+from mcore_rl.batching.dealing import Cuts
+from mcore_rl.batching.table import SampleTable, SampleTokens
+from mcore_rl.batching.train_batches import build_train_batch
+from mcore_rl.batching.types import ScoredRollout, TrainBatch
+from mcore_rl.common import objects
+from mcore_rl.model.layout import RolloutLayout
+from mcore_rl.rollout.keeper import SampleKeeper
+
+
+class HeldHere:
+    """In the place of a `SampleKeeper`, whose samples are elsewhere; without experts."""
+
+    routed = None
+
+    def __init__(self) -> None:
+        self._tokens: dict[int, SampleTokens] = {}
+
+    def hold(self, scored: Sequence[ScoredRollout]) -> SampleTable:
+        """The table of these, which are now what there is."""
+        self._tokens = tokens_of(scored)
+        return table_of(scored)
+
+    def forget(self) -> None:
+        pass
+
+    def deliver(
+        self, table: SampleTable, wanted: Sequence[Sequence[int]]
+    ) -> dict[int, SampleTokens]:
+        return self._tokens
+
+    def send(self, table: SampleTable, wanted: Sequence[Sequence[int]]) -> dict[int, SampleTokens]:
+        return self._tokens
+
+
+def table_of(scored: Sequence[ScoredRollout]) -> SampleTable:
+    """Neighbours with one prompt answer one draw of it."""
+    prompts = [sample.rollout.prompt for sample in scored]
+    is_new = [now is not before and now.index != before.index for before, now in pairwise(prompts)]
+    draws = np.cumsum([0, *is_new])[: len(scored)].tolist()
+    return SampleTable.of(scored, draws=draws)
+
+
+def tokens_of(scored: Sequence[ScoredRollout]) -> dict[int, SampleTokens]:
+    return {row: SampleTokens.of(sample) for row, sample in enumerate(scored)}
+
+
+def kept_by_engines(
+    keeper: SampleKeeper, layout: RolloutLayout, scored: Sequence[ScoredRollout]
+) -> SampleTable:
+    """The table of samples, the same on all ranks, after each engine has sampled its block of them.
+
+    Collective over the world.
+    """
+    blocks = np.array_split(np.arange(len(scored)), layout.num_tp_groups)
+    mine = blocks[layout.tp_group_index(dist.get_rank())].tolist()
+    draws = table_of(scored).draws[mine].tolist()
+    return told_by_engines(keeper, [scored[row] for row in mine], draws)
+
+
+def told_by_engines(
+    keeper: SampleKeeper, scored: Sequence[ScoredRollout], draws: Sequence[int]
+) -> SampleTable:
+    """The table of what all engines have sampled, of which this rank's engine has `scored`.
+
+    Collective over the world.
+    """
+    table = keeper.table(keeper.keep(scored), draws)
+    is_home = keeper.home == dist.get_rank()
+    everyone = objects.all_gather((table if is_home else None, keeper.digest()))
+    keeper.require_agreement([digest for _, digest in everyone])
+    found = SampleTable.joined([each for each, _ in everyone if each is not None])
+    return found.take(np.argsort(found.draws, kind="stable"))
+
+
+def train_batch(scored: Sequence[ScoredRollout], cuts: Cuts) -> TrainBatch:
+    """`build_train_batch` of samples that are here."""
+    return build_train_batch(table_of(scored), tokens_of(scored), cuts)

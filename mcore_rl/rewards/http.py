@@ -37,10 +37,7 @@ import asyncio
 import json
 import math
 import random
-import threading
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future
-from contextlib import contextmanager
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -132,7 +129,7 @@ class _Failed(Exception):
 
 
 class ServerReward:
-    """Asks one server for rewards. Holds no connection and no thread between calls.
+    """Asks one server for rewards.
 
     Each attempt at a request has `timeout_seconds` in all, from connecting to the last byte of the
     answer. Before attempt n+1 come up to 0.5 x 2^(n-1) seconds, at most `timeout_seconds`; how much
@@ -148,30 +145,45 @@ class ServerReward:
         # Not the global generator: its state is part of the training's.
         self._random = random.Random()
 
-    async def outcomes(self, rollouts: Sequence[Rollout]) -> list[Outcome]:
-        """What became of each rollout, in order; raises nothing that a server can cause."""
-        size = self._server.batch_samples
-        batches = [rollouts[i : i + size] for i in range(0, len(rollouts), size)]
-        found: list[list[Outcome]] = [[] for _ in batches]
-        waiting = iter(enumerate(batches))
-        async with aiohttp.ClientSession(
-            trust_env=False,
-            cookie_jar=aiohttp.DummyCookieJar(),
-            # A small answer may unpack to a huge one, so packed ones are not asked for nor read.
-            auto_decompress=False,
-            headers={"Accept-Encoding": "identity", **self._header},
-            timeout=aiohttp.ClientTimeout(total=None, sock_connect=None),
-            connector=aiohttp.TCPConnector(limit=self._server.concurrency),
-        ) as session:
+    async def answer(
+        self,
+        waiting: asyncio.Queue[tuple[int, Rollout]],
+        wanted: Container[int],
+        tell: Callable[[str, list[int], list[Outcome]], object],
+    ) -> None:
+        """Asks about what comes into the queue, rollouts by ticket, until it is cancelled.
 
-            async def work() -> None:
-                for index, batch in waiting:
-                    found[index] = await self._ask(session, batch)
+        A request takes what waits at its moment, up to `batch_samples`, but for tickets that are
+        no longer `wanted`; `tell` hears its name, tickets and outcomes. Raises nothing that a
+        server can cause.
+        """
 
-            async with asyncio.TaskGroup() as tasks:
-                for _ in range(min(self._server.concurrency, len(batches))):
-                    tasks.create_task(work())
-        return [outcome for batch in found for outcome in batch]
+        async def work() -> None:
+            while True:
+                ticket, rollout = await waiting.get()
+                batch = {ticket: rollout} if ticket in wanted else {}
+                while len(batch) < self._server.batch_samples and not waiting.empty():
+                    ticket, rollout = waiting.get_nowait()
+                    if ticket in wanted:
+                        batch[ticket] = rollout
+                if batch:
+                    outcomes = await self._ask(session, list(batch.values()))
+                    tell(self.name, list(batch), outcomes)
+
+        async with (
+            aiohttp.ClientSession(
+                trust_env=False,
+                cookie_jar=aiohttp.DummyCookieJar(),
+                # A small answer may unpack to a huge one: packed ones are neither wanted nor read.
+                auto_decompress=False,
+                headers={"Accept-Encoding": "identity", **self._header},
+                timeout=aiohttp.ClientTimeout(total=None, sock_connect=None),
+                connector=aiohttp.TCPConnector(limit=self._server.concurrency),
+            ) as session,
+            asyncio.TaskGroup() as tasks,
+        ):
+            for _ in range(self._server.concurrency):
+                tasks.create_task(work())
 
     async def _ask(self, session: aiohttp.ClientSession, batch: Sequence[Rollout]) -> list[Outcome]:
         """One batch, tried until it succeeds, cannot succeed or was tried often enough."""
@@ -261,38 +273,3 @@ def _text_of(error: aiohttp.ClientError) -> str:
     """What the operating system said, where it was the one to speak."""
     reason = error.strerror if isinstance(error, OSError) else None
     return f"{type(error).__name__}, {reason}" if reason else type(error).__name__
-
-
-@contextmanager
-def asking(
-    servers: Sequence[ServerReward], rollouts: Sequence[Rollout]
-) -> Iterator[list[Future[list[Outcome]]]]:
-    """Asks all servers about all rollouts, in a thread of its own, while the body runs.
-
-    Yields for each server the future of its outcomes. Leaving the body takes back what was not
-    waited for.
-    """
-    if not servers:
-        yield []
-        return
-    loop = asyncio.new_event_loop()
-    thread = threading.Thread(target=loop.run_forever, name="rewards over HTTP", daemon=True)
-    thread.start()
-    futures: list[Future[list[Outcome]]] = []
-    try:
-        for server in servers:
-            futures.append(asyncio.run_coroutine_threadsafe(server.outcomes(rollouts), loop))
-        yield futures
-    finally:
-        asyncio.run_coroutine_threadsafe(_wind_up(), loop).result()
-        loop.call_soon_threadsafe(loop.stop)
-        thread.join()
-        loop.close()
-
-
-async def _wind_up() -> None:
-    """Cancel all tasks of this loop but this one, and wait until they have closed what they had."""
-    others = asyncio.all_tasks() - {asyncio.current_task()}
-    for task in others:
-        task.cancel()
-    await asyncio.gather(*others, return_exceptions=True)

@@ -6,22 +6,24 @@ or take its process with it: that costs the one sample it was scoring, never the
 
 from __future__ import annotations
 
-import contextlib
 import math
 import os
 import signal
-from abc import abstractmethod
-from collections import Counter
+import threading
+import time
+from collections import Counter, OrderedDict
 from collections.abc import Sequence
-from concurrent.futures import Future, wait
-from itertools import groupby
+from concurrent.futures import Future, ThreadPoolExecutor
+from queue import SimpleQueue
 
 from pebble import ProcessExpired, ProcessPool
 
 from mcore_rl.batching.types import Rollout, ScoredRollout
 from mcore_rl.common.errors import UsageError
-from mcore_rl.rewards.parts import FailureLog, weighed
+from mcore_rl.rewards.lanes import Batch, Lanes
+from mcore_rl.rewards.parts import weighed
 from mcore_rl.rewards.process import WorkerContext
+from mcore_rl.rewards.scorer import Scorer
 from mcore_rl.rewards.worker import (
     EXIT_OUT_OF_MEMORY,
     Outcome,
@@ -30,8 +32,7 @@ from mcore_rl.rewards.worker import (
     start_worker,
 )
 
-_Task = tuple[int, str]  # which rollout is scored by which function
-_Scored = tuple[list[Outcome], float]  # of a batch of tasks, and its seconds
+_Scored = tuple[list[Outcome], float]  # of a batch, and its seconds
 
 # The worker's own timer (see `score_sample`) fires first and is exact. The pool's is for what
 # escapes that: a reward that takes SIGALRM for itself, or that ends its process with exit code 0.
@@ -39,39 +40,29 @@ _POOL_TIMEOUT_MARGIN_SECONDS = 2.0
 _WORKER_START_SECONDS = 60.0
 _MAX_FRUITLESS_STARTS = 3
 
-# Sending a sample to a worker and back costs half a millisecond of the trainer's, more than most
-# rewards take. Quick ones travel together, for about so long; in company a sample gets less time
-# before it is scored by itself, with all of its own.
-_BATCH_SECONDS = 0.02
+# In company a sample gets less time before it is scored by itself, with all of its own.
 _TIMEOUT_IN_COMPANY_SECONDS = 1.0
-_BATCHES_PER_WORKER = 4
 
 
-class ClosedAtTheEnd(contextlib.AbstractContextManager):
-    """`with` closes it, whatever happens."""
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    @abstractmethod
-    def close(self) -> None:
-        """Idempotent."""
-
-
-class RewardPool(ClosedAtTheEnd):
+class RewardPool(Scorer):
     """Processes that score samples, each sample and function within a time of its own.
 
-    Not collective: every rank that scores has its own pool. Workers start at the first `score`,
-    import only `worker`, what that needs and the user's modules, inherit the standard streams and
-    of the environment what `process` names and `environment_names`, and are killed when this
-    process ends, however it ends. Linux kills them also when the thread that called the first
-    `score` ends; the next call then starts new ones. Each may have `memory_gib` GiB; 0 is no limit.
+    Not collective: every rank that scores has its own pool. Workers start when the first sample is
+    sent, import only `worker`, what that needs and the user's modules, inherit the standard streams
+    and of the environment what `process` names and `environment_names`, and are killed when this
+    process ends, however it ends. Linux kills them also when the thread ends in which the first
+    sample was sent (by `finished`, `wait`, `outcomes`); what is sent next then starts new ones.
+    Each may have `memory_gib` GiB; 0 is no limit.
 
     `specs` are what `resolve_reward` takes, `imports` what `import_file` does; call these before
     building anything, for their errors. All functions share the workers: each of them scores any
-    sample by any function. Of a quick function several samples go to a worker at once; if one of
-    these takes its process with it, all of them are scored again, each by itself. `failure_counts`
-    has the number of failures by kind since the pool was made.
+    sample by any function, the oldest ticket first. Of a quick function several samples go to a
+    worker at once, if so many wait; if one of these takes its process with it, all of them are
+    scored again, each by itself. Each sample has `timeout_seconds` from the moment its worker
+    starts on it. `failure_counts` has the number of failures by kind since the pool was made.
+
+    `finished`, `wait` and `outcomes` raise UsageError if the workers cannot resolve a reward
+    function, and RuntimeError if the workers die or stall again and again without scoring anything.
     """
 
     def __init__(
@@ -82,6 +73,7 @@ class RewardPool(ClosedAtTheEnd):
         imports: Sequence[str] = (),
         memory_gib: float = 0.0,
         environment_names: Sequence[str] = (),
+        wake: threading.Event | None = None,
     ) -> None:
         if not specs or len(set(specs)) < len(specs):
             raise ValueError(f"specs are {specs}, they must be one or several, none of them twice")
@@ -91,18 +83,21 @@ class RewardPool(ClosedAtTheEnd):
             raise ValueError(f"timeout_seconds is {timeout_seconds}, it must be above 0")
         if not (memory_gib >= 0 and math.isfinite(memory_gib)):
             raise ValueError(f"memory_gib is {memory_gib}, it must be finite and at least 0")
-        self._specs = specs
+        super().__init__(specs, wake)
         self._num_workers = num_workers
         self._timeout_seconds = timeout_seconds
         # The working directory may be another one when workers start.
         self._imports = tuple(os.path.abspath(path) for path in imports)
         self._memory_gib = memory_gib
         self._environment_names = tuple(environment_names)
-        self._logs = {spec: FailureLog(spec) for spec in specs}
-        # Of each function's slowest sample, or batch in the mean, in the latest call that had any.
-        self._slowest: dict[str, float] = {}
+        self._lanes = Lanes(specs, num_workers)
+        self._sent: OrderedDict[Future[_Scored], Batch] = OrderedDict()
+        self._landed: SimpleQueue[Future[_Scored]] = SimpleQueue()
+        self._oldest_sent: tuple[Future[_Scored] | None, float] = (None, 0.0)  # and since when
         self._pool = self._new_pool()
-        self._closed = False
+        self._broken: str | None = None
+        self._ending: tuple[ThreadPoolExecutor, Future[None]] | None = None
+        self._fruitful, self._num_fruitless_starts = False, 0
 
     @property
     def failure_counts(self) -> Counter[str]:
@@ -113,51 +108,12 @@ class RewardPool(ClosedAtTheEnd):
 
         A sample that fails has the reason in `failure`, and a reward of 0 that means nothing.
         """
-        return weighed(rollouts, self.outcomes(rollouts), dict.fromkeys(self._specs, 1.0))
-
-    def outcomes(self, rollouts: Sequence[Rollout]) -> dict[str, list[Outcome]]:
-        """Scores all rollouts by all functions; blocks until the last has a value or has failed.
-
-        Returns for each function the outcomes in the order of the rollouts. Each of them had
-        `timeout_seconds` from the moment its worker started on it; the first failure of each kind
-        is logged.
-
-        Raises UsageError if the workers cannot resolve a reward function, and RuntimeError if the
-        workers die or stall again and again without scoring anything.
-        """
-        if self._closed:
-            raise RuntimeError("this RewardPool is closed")
-        outcomes: dict[_Task, Outcome] = {}
-        num_tasks = len(rollouts) * len(self._specs)
-        num_fruitless_starts = 0
-        alone: set[_Task] = set()
-        slowest: dict[str, float] = {}
-        while len(outcomes) < num_tasks:
-            num_before = len(outcomes)
-            broken = self._score_missing(rollouts, outcomes, alone, slowest)
-            if broken is None:
-                continue
-            self._restart()
-            num_fruitless_starts = 0 if len(outcomes) > num_before else num_fruitless_starts + 1
-            if num_fruitless_starts == _MAX_FRUITLESS_STARTS:
-                missing = {task[0] for task in self._missing(rollouts, outcomes)}
-                raise RuntimeError(
-                    f"the workers of reward {','.join(self._specs)} were started "
-                    f"{num_fruitless_starts} times and scored none of {len(missing)} samples: "
-                    f"{broken}"
-                )
-        self._slowest.update(slowest)
-        by_spec = {
-            spec: [outcomes[index, spec] for index in range(len(rollouts))] for spec in self._specs
-        }
-        for spec, log in self._logs.items():
-            log.note(by_spec[spec])
-        return by_spec
+        return weighed(rollouts, self.outcomes(rollouts), dict.fromkeys(self.names, 1.0))
 
     def check(self) -> None:
         """Raises UsageError if a worker cannot find a function; this process imports nothing."""
         asked = self._pool.schedule(
-            resolve_rewards, args=(self._specs, self._imports), timeout=_WORKER_START_SECONDS
+            resolve_rewards, args=(self.names, self._imports), timeout=_WORKER_START_SECONDS
         )
         try:
             # A task's own time begins when a worker takes it, after the imports.
@@ -167,110 +123,87 @@ class RewardPool(ClosedAtTheEnd):
             raise UsageError(
                 "cannot be used, because the process that imported it ended or gave no answer "
                 f"within {_WORKER_START_SECONDS:g} s ({reason})",
-                flag=f"--rl-reward {','.join(self._specs)}",
+                flag=f"--rl-reward {','.join(self.names)}",
                 remedy="make its import work by itself",
             ) from error
 
-    def close(self) -> None:
-        """Ends the workers. A second call does nothing."""
-        self._closed = True
-        self._stop_workers()
+    # What waits, and what is sent -----------------------------------------------------------------
 
-    def _new_pool(self) -> ProcessPool:
-        return ProcessPool(
-            max_workers=self._num_workers,
-            initializer=start_worker,
-            initargs=(self._specs, self._imports, int(self._memory_gib * 2**30)),
-            context=WorkerContext(self._environment_names),
-        )
+    def _accept(self, ticket: int, rollout: Rollout) -> None:
+        sample = (rollout.prompt.text, rollout.text, rollout.prompt.answer, rollout.prompt.row)
+        self._lanes.add(ticket, sample)
 
-    def _stop_workers(self) -> None:
-        self._pool.stop()
-        self._pool.join()
+    def _drop(self, tickets: Sequence[int]) -> None:
+        # What pebble has goes on: it would stop the worker that meets a cancelled task, and now and
+        # then lose with it the one that the worker has taken since.
+        self._lanes.drop(tickets)
 
-    def _restart(self) -> None:
-        self._stop_workers()
-        self._pool = self._new_pool()
+    def _advance(self) -> None:
+        self._take_landed()
+        if self._broken is None:
+            self._notice_a_stall()
+        if self._broken is None:
+            self._send()
+        if self._broken is not None and self._replace_pool():
+            self._send()
 
-    def _missing(self, rollouts: Sequence[Rollout], outcomes: dict[_Task, Outcome]) -> list[_Task]:
-        tasks = [(index, spec) for spec in self._specs for index in range(len(rollouts))]
-        return [task for task in tasks if task not in outcomes]
-
-    def _score_missing(
-        self,
-        rollouts: Sequence[Rollout],
-        outcomes: dict[_Task, Outcome],
-        alone: set[_Task],
-        slowest: dict[str, float],
-    ) -> str | None:
-        """Adds outcomes that are not there yet, to `alone` what must be scored by itself, and to
-        `slowest` the seconds of a sample; returns why the pool broke, or None.
-
-        A pool breaks when a worker dies that had no sample (the kernel is short of memory, say):
-        pebble then gives up all samples, and some of their futures never end.
-        """
-        futures: list[tuple[list[_Task], Future[_Scored]]] = []
-        broken: str | None = None
+    def _send(self) -> None:
         try:
-            try:
-                for batch in self._batches(self._missing(rollouts, outcomes), alone):
-                    futures.append((batch, self._schedule(rollouts, batch)))
-            except RuntimeError as refusal:
-                broken = str(refusal)
-            for batch, future in futures:
-                stall_seconds = _WORKER_START_SECONDS + 2 * self._limit_seconds(batch)
-                if broken is None:  # a worker may have to start, and to finish a batch before
-                    wait([future], timeout=stall_seconds)
-                if not future.done():
-                    broken = broken or f"no answer within {stall_seconds:g} s"
-                elif isinstance(error := future.exception(), RuntimeError):
-                    broken = broken or str(error)
-                elif len(batch) > 1 and isinstance(error, (TimeoutError, ProcessExpired)):
-                    alone.update(batch)
-                else:
-                    found, seconds = self._outcomes(future)
-                    outcomes.update(zip(batch, found, strict=True))
-                    spec = batch[0][1]
-                    slowest[spec] = max(slowest.get(spec, 0.0), seconds / len(batch))
-        finally:
-            for _, future in futures:
-                future.cancel()
-        return broken
+            while (batch := self._lanes.next_batch()) is not None:
+                future = self._schedule(batch)
+                self._lanes.sent(batch)
+                self._sent[future] = batch
+                future.add_done_callback(self._land)
+        except RuntimeError as refusal:
+            self._broken = str(refusal)
 
-    def _batches(self, tasks: Sequence[_Task], alone: set[_Task]) -> list[list[_Task]]:
-        """Tasks in parts that one worker does one after the other, each of a single function."""
-        batches = [[task] for task in tasks if task in alone]
-        in_company = (task for task in tasks if task not in alone)
-        for spec, of_spec in groupby(in_company, key=lambda task: task[1]):
-            together = list(of_spec)
-            size = 1
-            if spec in self._slowest:
-                quick = int(_BATCH_SECONDS / max(self._slowest[spec], 1e-6))
-                share = -(-len(together) // (_BATCHES_PER_WORKER * self._num_workers))
-                size = max(1, min(quick, share))
-            batches += [together[at : at + size] for at in range(0, len(together), size)]
-        return batches
-
-    def _sample_seconds(self, batch: Sequence[_Task]) -> float:
+    def _sample_seconds(self, batch: Batch) -> float:
         """What each sample of a batch gets."""
         if len(batch) == 1:
             return self._timeout_seconds
         return min(self._timeout_seconds, _TIMEOUT_IN_COMPANY_SECONDS)
 
-    def _limit_seconds(self, batch: Sequence[_Task]) -> float:
+    def _limit_seconds(self, batch: Batch) -> float:
         return len(batch) * self._sample_seconds(batch) + _POOL_TIMEOUT_MARGIN_SECONDS
 
-    def _schedule(self, rollouts: Sequence[Rollout], batch: Sequence[_Task]) -> Future[_Scored]:
-        samples = [
-            (rollout.prompt.text, rollout.text, rollout.prompt.answer, rollout.prompt.row)
-            for rollout in (rollouts[index] for index, _ in batch)
-        ]
+    def _schedule(self, batch: Batch) -> Future[_Scored]:
         return self._pool.schedule(
             score_samples,
-            args=(samples, batch[0][1]),
+            args=(list(batch.samples.values()), batch.spec),
             kwargs={"timeout_seconds": self._sample_seconds(batch), "imports": self._imports},
             timeout=self._limit_seconds(batch),
         )
+
+    # What comes back ------------------------------------------------------------------------------
+
+    def _land(self, future: Future[_Scored]) -> None:
+        """Called by a thread of pebble's."""
+        self._landed.put(future)
+        self._wake.set()
+
+    def _take_landed(self) -> None:
+        while not self._landed.empty():
+            future = self._landed.get()
+            batch = self._sent[future]
+            error = future.exception()
+            if isinstance(error, RuntimeError):
+                # A worker died that had no sample (the kernel is short of memory, say): pebble then
+                # gives up all samples, and some of their futures never end.
+                self._broken = self._broken or str(error)
+                continue
+            del self._sent[future]
+            self._lanes.back(batch)
+            wanted = [ticket for ticket in batch.samples if ticket in self._open]
+            if not wanted:
+                continue
+            if len(batch) > 1 and isinstance(error, (TimeoutError, ProcessExpired)):
+                self._lanes.put_back(batch, wanted, alone=True)
+                continue
+            found, seconds = self._outcomes(future)
+            for ticket, outcome in zip(batch.samples, found, strict=True):
+                self._found(ticket, batch.spec, outcome)
+            self._lanes.took(batch, seconds)
+            self._fruitful = True
 
     def _outcomes(self, future: Future[_Scored]) -> _Scored:
         limit = f"no value within {self._timeout_seconds:g} s"
@@ -291,3 +224,65 @@ class RewardPool(ClosedAtTheEnd):
         if self._memory_gib == 0:
             return "the machine has no more"
         return f"its process may have {self._memory_gib:g} GiB (--rl-reward-memory-gib)"
+
+    # The pool, and the next one -------------------------------------------------------------------
+
+    def _new_pool(self) -> ProcessPool:
+        return ProcessPool(
+            max_workers=self._num_workers,
+            initializer=start_worker,
+            initargs=(self.names, self._imports, int(self._memory_gib * 2**30)),
+            context=WorkerContext(self._environment_names),
+        )
+
+    def _notice_a_stall(self) -> None:
+        """Samples are taken in the order in which they were sent, so the oldest is always with a
+        worker, or will be when one has started, or has finished a batch before."""
+        oldest, since = next(iter(self._sent), None), time.monotonic()
+        if oldest is not self._oldest_sent[0]:
+            self._oldest_sent = (oldest, since)
+        if oldest is None:
+            return
+        stall_seconds = _WORKER_START_SECONDS + 2 * self._limit_seconds(self._sent[oldest])
+        if since - self._oldest_sent[1] > stall_seconds:
+            self._broken = f"no answer within {stall_seconds:g} s"
+
+    def _replace_pool(self) -> bool:
+        """Have another thread end the broken pool, as that takes time; then have all that it did
+        not do wait for a new one. Returns whether there is one."""
+        if self._ending is None:
+            self._pool.stop()
+            thread = ThreadPoolExecutor(1, "end of a reward pool")
+            self._ending = (thread, thread.submit(self._pool.join))
+            self._ending[1].add_done_callback(lambda _: self._wake.set())
+            thread.shutdown(wait=False)  # it ends with this
+        thread, ended = self._ending
+        if not ended.done():
+            return False
+        self._take_landed()
+        self._ending = None
+        thread.shutdown()
+        ended.result()
+        broken, self._broken = self._broken, None
+        for batch in reversed(self._sent.values()):
+            self._lanes.back(batch)
+            wanted = [ticket for ticket in batch.samples if ticket in self._open]
+            self._lanes.put_back(batch, wanted, alone=batch.alone)
+        self._sent.clear()
+        self._pool = self._new_pool()
+        self._num_fruitless_starts = 0 if self._fruitful else self._num_fruitless_starts + 1
+        self._fruitful = False
+        if self._num_fruitless_starts == _MAX_FRUITLESS_STARTS:
+            self._num_fruitless_starts = 0
+            raise RuntimeError(
+                f"the workers of reward {','.join(self.names)} were started "
+                f"{_MAX_FRUITLESS_STARTS} times and scored none of {len(self._open)} samples: "
+                f"{broken}"
+            )
+        return True
+
+    def _end(self) -> None:
+        if self._ending is not None:
+            self._ending[0].shutdown()
+        self._pool.stop()
+        self._pool.join()

@@ -2,63 +2,57 @@
 
 from __future__ import annotations
 
+import contextlib
+import threading
 from collections.abc import Mapping, Sequence
 
 from mcore_rl.batching.types import Rollout, ScoredRollout
-from mcore_rl.rewards.http import PLAIN_DIALECT, POOLING_DIALECT, ServerReward, asking
-from mcore_rl.rewards.parts import FailureLog, weighed
-from mcore_rl.rewards.pool import ClosedAtTheEnd, RewardPool
+from mcore_rl.rewards.http import PLAIN_DIALECT, POOLING_DIALECT, ServerReward
+from mcore_rl.rewards.parts import weighed
+from mcore_rl.rewards.pool import RewardPool
+from mcore_rl.rewards.scorer import Scorer
+from mcore_rl.rewards.servers import Servers
 from mcore_rl.rewards.specs import RewardSpec
 from mcore_rl.rewards.worker import Outcome
 
 _DIALECTS = {"http": PLAIN_DIALECT, "pooling": POOLING_DIALECT}
 
 
-class RewardStack(ClosedAtTheEnd):
-    """Scores rollouts by every reward of a `RewardSpec`.
+class RewardStack(Scorer):
+    """Scores rollouts by every reward of a `RewardSpec`, as they come or all at once.
 
     Not collective: every rank that scores has its own. All functions share one pool of processes
-    (see `RewardPool`); servers are asked while these work. Call `check_rewards` before building
-    anything, for its errors.
+    (see `RewardPool`, also for what is raised: servers raise nothing); servers are asked while
+    these work (see `Servers`). Call `check_rewards` before building anything, for its errors.
     """
 
     def __init__(self, spec: RewardSpec) -> None:
         """Raises UsageError if the environment does not hold a header that a server needs."""
         self._weights = dict(zip(spec.names, spec.weights, strict=True))
-        self._servers = [
+        servers = [
             ServerReward(server, _DIALECTS[server.name], timeout_seconds=spec.timeout_seconds)
             for server in spec.servers
         ]
-        self._logs = {server.name: FailureLog(server.name) for server in self._servers}
-        self._pool = (
-            RewardPool(
+        wake = threading.Event()
+        self._parts: list[Scorer] = []
+        if spec.functions:
+            pool = RewardPool(
                 *spec.functions,
                 num_workers=spec.num_workers,
                 timeout_seconds=spec.timeout_seconds,
                 imports=spec.imports,
                 memory_gib=spec.memory_gib,
                 environment_names=spec.environment_names,
+                wake=wake,
             )
-            if spec.functions
-            else None
-        )
+            self._parts.append(pool)
+        if servers:
+            self._parts.append(Servers(servers, wake))
+        super().__init__([name for part in self._parts for name in part.names], wake)
 
     def score(self, rollouts: Sequence[Rollout]) -> list[ScoredRollout]:
         """Scores all rollouts, in their order, by functions and servers."""
         return self.weigh(rollouts, self.outcomes(rollouts))
-
-    def outcomes(self, rollouts: Sequence[Rollout]) -> dict[str, list[Outcome]]:
-        """What functions and servers make of each rollout; blocks until every part has a value or
-        has failed. The first failure of each kind is logged.
-
-        Raises what `RewardPool.outcomes` raises; a server raises nothing.
-        """
-        with asking(self._servers, rollouts) as answers:
-            outcomes = {} if self._pool is None else self._pool.outcomes(rollouts)
-            for server, answer in zip(self._servers, answers, strict=True):
-                outcomes[server.name] = answer.result()
-                self._logs[server.name].note(outcomes[server.name])
-        return outcomes
 
     def weigh(
         self, rollouts: Sequence[Rollout], outcomes: Mapping[str, Sequence[Outcome]]
@@ -72,7 +66,22 @@ class RewardStack(ClosedAtTheEnd):
         in_order = {name: outcomes[name] for name in self._weights}
         return weighed(rollouts, in_order, self._weights)
 
-    def close(self) -> None:
-        """Ends the worker processes. A second call does nothing."""
-        if self._pool is not None:
-            self._pool.close()
+    def _accept(self, ticket: int, rollout: Rollout) -> None:
+        for part in self._parts:
+            same = part.begin(rollout)
+            assert same == ticket, f"a part counts {same} rollouts where the stack has {ticket}"
+
+    def _advance(self) -> None:
+        for part in self._parts:
+            for ticket, outcomes in part.collect():
+                for name, outcome in outcomes.items():
+                    self._found(ticket, name, outcome)
+
+    def _drop(self, tickets: Sequence[int]) -> None:
+        for part in self._parts:
+            part.abandon(tickets)
+
+    def _end(self) -> None:
+        with contextlib.ExitStack() as all_of_them:  # also if one of them cannot
+            for part in self._parts:
+                all_of_them.callback(part.close)

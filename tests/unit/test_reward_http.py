@@ -11,111 +11,28 @@ import ssl
 import threading
 import time
 from collections.abc import Callable, Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from mcore_rl.batching.types import Prompt, Rollout
+from mcore_rl.batching.types import Prompt
 from mcore_rl.common.errors import UsageError
 from mcore_rl.rewards import http as reward_http
-from mcore_rl.rewards.http import PLAIN_DIALECT, POOLING_DIALECT, ServerReward, asking
+from mcore_rl.rewards.http import PLAIN_DIALECT, POOLING_DIALECT, ServerReward
+from mcore_rl.rewards.servers import Servers
 from mcore_rl.rewards.specs import parse_rewards
 from mcore_rl.rewards.stack import RewardStack
 from mcore_rl.rewards.worker import Outcome
+from tests.reward_server import Server, answers_as_rewards, rollouts, running_server
 
 SECRET = "Bearer hush-hush"
 
 
-def rollouts(*answers: str) -> list[Rollout]:
-    """Samples numbered in their responses; what the server makes of them stands in `answers`."""
-    none = np.zeros(0, np.float32)
-    return [
-        Rollout(
-            Prompt(i, "question", answer, none.astype(np.int32)),
-            sample_index=0,
-            text=str(i),
-            response_token_ids=none.astype(np.int32),
-            rollout_log_probs=none,
-            finish_reason="stop",
-            weight_version=0,
-        )
-        for i, answer in enumerate(answers)
-    ]
-
-
-def answers_as_rewards(body: dict) -> tuple[int, bytes]:
-    """Gives each sample the reward that its answer is."""
-    rewards = [float(sample["answer"]) for sample in body["samples"]]
-    return 200, json.dumps({"rewards": rewards}).encode()
-
-
-class Server(ThreadingHTTPServer):
-    """Answers by `behaviour(body) -> status, text`; notes requests and how many run at one time."""
-
-    daemon_threads = True
-
-    def __init__(self) -> None:
-        super().__init__(("127.0.0.1", 0), Handler)
-        self.behaviour: Callable[[dict], tuple[int, bytes]] = answers_as_rewards
-        self.headers_sent: dict[str, str] = {}
-        self.requests: list[dict] = []
-        self.paths: list[str] = []
-        self.seen_headers: list[dict[str, str]] = []
-        self.num_running = self.most_running = 0
-        self.lock = threading.Lock()
-        self.released = threading.Event()
-
-    @property
-    def url(self) -> str:
-        return f"http://127.0.0.1:{self.server_address[1]}/score/a"
-
-
-class Handler(BaseHTTPRequestHandler):
-    protocol_version = "HTTP/1.1"
-    server: Server
-
-    def do_POST(self) -> None:
-        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        with self.server.lock:
-            self.server.paths.append(self.path)
-            self.server.requests.append(body)
-            self.server.seen_headers.append(dict(self.headers))
-            self.server.num_running += 1
-            self.server.most_running = max(self.server.most_running, self.server.num_running)
-        try:
-            status, text = self.server.behaviour(body)
-        finally:
-            with self.server.lock:
-                self.server.num_running -= 1
-        self.send_response(status)
-        for name, value in self.server.headers_sent.items():
-            self.send_header(name, value)
-        self.send_header("Content-Length", str(len(text)))
-        self.end_headers()
-        try:
-            self.wfile.write(text)
-        except ConnectionError:  # the client did not want to read it all
-            self.close_connection = True
-
-    def do_GET(self) -> None:  # what a followed redirect would do
-        self.server.paths.append(self.path)
-        self.send_error(404)
-
-    def log_message(self, format: str, *args: object) -> None:
-        pass
-
-
 @pytest.fixture
 def server() -> Iterator[Server]:
-    with Server() as server:
-        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
-        thread.start()
+    with running_server() as server:
         yield server
-        server.released.set()
-        server.shutdown()
-        thread.join()
 
 
 @pytest.fixture(autouse=True)
@@ -126,8 +43,8 @@ def short_waits(monkeypatch):
 def ask(url: str, *answers: str, timeout_seconds: float = 5.0, **options: int) -> list[Outcome]:
     (server,) = parse_rewards("http", url=url, **options).servers
     reward = ServerReward(server, PLAIN_DIALECT, timeout_seconds=timeout_seconds)
-    with asking([reward], rollouts(*answers)) as (future,):
-        return future.result()
+    with Servers([reward]) as servers:
+        return servers.outcomes(rollouts(*answers))["http"]
 
 
 def in_turn(*behaviours: Callable[[dict], tuple[int, bytes]]):
@@ -197,8 +114,8 @@ def test_text_of_any_kind_arrives(server):
     odd = 'half a pair \ud800, "quotes", \x00 and \N{GREEK SMALL LETTER ALPHA}'
     object.__setattr__(samples[1], "text", odd)
     (spec,) = parse_rewards("http", url=server.url).servers
-    with asking([ServerReward(spec, PLAIN_DIALECT, timeout_seconds=5)], samples) as (future,):
-        assert future.result() == [Outcome(0.0)] * 2
+    with Servers([ServerReward(spec, PLAIN_DIALECT, timeout_seconds=5)]) as servers:
+        assert servers.outcomes(samples) == {"http": [Outcome(0.0)] * 2}
     assert server.requests[0]["samples"][1]["response"] == odd
 
 
@@ -600,27 +517,29 @@ def test_stack_adds_functions_and_server_and_tells_parts(server, caplog):
     assert sorted(logged) == ["reward arithmetic", "reward http"]
 
 
-def test_stack_asks_the_server_while_functions_run(server):
+def test_stack_asks_the_server_while_functions_run(server, tmp_path):
     """Each waits for the other."""
-    running = threading.Event()
+    asked, running = tmp_path / "asked", tmp_path / "running"
+    (tmp_path / "waits.py").write_text(
+        "import pathlib, time\nfrom mcore_rl.rewards.functions import reward\n"
+        "@reward('waits_for_the_server')\ndef f(**_):\n"
+        f"    pathlib.Path({str(running)!r}).touch()\n"
+        f"    while not pathlib.Path({str(asked)!r}).exists():\n        time.sleep(0.01)\n"
+        "    return 1.0\n"
+    )
 
     def wait(body: dict) -> tuple[int, bytes]:
-        running.wait(20)
+        asked.touch()
+        while not running.exists() and not server.released.wait(0.01):
+            pass
         return answers_as_rewards(body)
 
     server.behaviour = wait
-    spec = parse_rewards("http,exact_match", url=server.url, timeout_seconds=30)
+    names = "http,waits_for_the_server"
+    spec = parse_rewards(
+        names, url=server.url, timeout_seconds=120, imports=[str(tmp_path / "waits.py")]
+    )
     with RewardStack(spec) as stack:
-        pool = stack._pool
-        assert pool is not None
-        outcomes = pool.outcomes
-
-        def noted(samples):
-            found = outcomes(samples)
-            running.set()
-            return found
-
-        pool.outcomes = noted
         assert [s.reward for s in stack.score(rollouts("0"))] == [1.0]
 
 
@@ -666,8 +585,8 @@ def test_pooling_takes_the_score_of_a_sequence_or_of_its_last_token(server, data
     url = f"http://127.0.0.1:{server.server_address[1]}"
     (spec,) = parse_rewards("pooling", pooling_url=url).servers
     reward = ServerReward(spec, POOLING_DIALECT, timeout_seconds=5)
-    with asking([reward], rollouts("1", "1")) as (future,):
-        assert future.result() == [expected] * 2
+    with Servers([reward]) as servers:
+        assert servers.outcomes(rollouts("1", "1")) == {"pooling": [expected] * 2}
     assert server.paths == ["/pooling"] * 2
     bodies = sorted(server.requests, key=lambda body: body["input"])
     assert [body["input"] for body in bodies] == [["question0"], ["question1"]]

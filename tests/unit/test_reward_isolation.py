@@ -348,7 +348,7 @@ def test_many_that_keep_a_little_are_scored_all(folder, tmp_path, monkeypatch):
         "kept = []\ndef leak(**_):\n    kept.append(bytearray(32 << 20))\n    return 1.0\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr("mcore_rl.rewards.pool._BATCH_SECONDS", 5.0)
+    monkeypatch.setattr("mcore_rl.rewards.lanes._BATCH_SECONDS", 5.0)
     with RewardPool("a_leak:leak", num_workers=1, timeout_seconds=20, memory_gib=0.5) as pool:
         pool.score(rollouts(*["x"] * 4))
         scored: list[ScoredRollout] = pool.score(rollouts(*["x"] * 40))

@@ -1,0 +1,105 @@
+"""Samples with a number each, and a server that rewards them, on the loopback device."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import numpy as np
+
+from mcore_rl.batching.types import Prompt, Rollout
+
+
+def rollouts(*answers: str) -> list[Rollout]:
+    """Samples numbered in their responses; what the server makes of them stands in `answers`."""
+    none = np.zeros(0, np.float32)
+    return [
+        Rollout(
+            Prompt(i, "question", answer, none.astype(np.int32)),
+            sample_index=0,
+            text=str(i),
+            response_token_ids=none.astype(np.int32),
+            rollout_log_probs=none,
+            finish_reason="stop",
+            weight_version=0,
+        )
+        for i, answer in enumerate(answers)
+    ]
+
+
+def answers_as_rewards(body: dict) -> tuple[int, bytes]:
+    """Gives each sample the reward that its answer is."""
+    rewards = [float(sample["answer"]) for sample in body["samples"]]
+    return 200, json.dumps({"rewards": rewards}).encode()
+
+
+class Server(ThreadingHTTPServer):
+    """Answers by `behaviour(body) -> status, text`; notes requests and how many run at one time."""
+
+    daemon_threads = True
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), Handler)
+        self.behaviour: Callable[[dict], tuple[int, bytes]] = answers_as_rewards
+        self.headers_sent: dict[str, str] = {}
+        self.requests: list[dict] = []
+        self.paths: list[str] = []
+        self.seen_headers: list[dict[str, str]] = []
+        self.num_running = self.most_running = 0
+        self.lock = threading.Lock()
+        self.released = threading.Event()
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.server_address[1]}/score/a"
+
+
+class Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    server: Server
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        with self.server.lock:
+            self.server.paths.append(self.path)
+            self.server.requests.append(body)
+            self.server.seen_headers.append(dict(self.headers))
+            self.server.num_running += 1
+            self.server.most_running = max(self.server.most_running, self.server.num_running)
+        try:
+            status, text = self.server.behaviour(body)
+        finally:
+            with self.server.lock:
+                self.server.num_running -= 1
+        self.send_response(status)
+        for name, value in self.server.headers_sent.items():
+            self.send_header(name, value)
+        self.send_header("Content-Length", str(len(text)))
+        self.end_headers()
+        try:
+            self.wfile.write(text)
+        except ConnectionError:  # the client did not want to read it all
+            self.close_connection = True
+
+    def do_GET(self) -> None:  # what a followed redirect would do
+        self.server.paths.append(self.path)
+        self.send_error(404)
+
+    def log_message(self, format: str, *args: object) -> None:
+        pass
+
+
+@contextmanager
+def running_server() -> Iterator[Server]:
+    with Server() as server:
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
+        thread.start()
+        try:
+            yield server
+        finally:
+            server.released.set()
+            server.shutdown()
+            thread.join()

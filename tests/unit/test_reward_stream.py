@@ -1,0 +1,535 @@
+"""Rewards of samples that come one by one, and go, while others are being scored.
+
+No test waits for a time to pass: what has to be slow waits for a pipe or an event of the test's.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import random
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from pathlib import Path
+
+import psutil
+import pytest
+
+from mcore_rl.common.errors import UsageError
+from mcore_rl.rewards import lanes, pool
+from mcore_rl.rewards.http import PLAIN_DIALECT, ServerReward
+from mcore_rl.rewards.lanes import Batch, Lanes
+from mcore_rl.rewards.pool import RewardPool
+from mcore_rl.rewards.scorer import Finished, Scorer
+from mcore_rl.rewards.servers import Servers
+from mcore_rl.rewards.specs import parse_rewards
+from mcore_rl.rewards.stack import RewardStack
+from mcore_rl.rewards.worker import Outcome
+from tests.reward_server import Server, rollouts, running_server
+
+# What a sample asks for stands in its answer: a failure, a pipe to read, or its own reward.
+FILE = """
+import os, time
+from mcore_rl.rewards.functions import reward
+
+kept = []
+
+@reward("streamed")
+def streamed(*, prompt, response, answer):
+    with open({begun!r}, "a") as file:
+        file.write(response + "\\n")
+    if answer.startswith("/"):
+        open(answer).read()
+        return 1.0
+    if answer == "hang":
+        time.sleep(600)
+    if answer == "die":
+        os._exit(1)
+    if answer == "eat":
+        kept.append(bytearray(2 << 30))
+    if answer == "nonsense":
+        return "1.0"
+    time.sleep(float(answer) / 1000)
+    return float(answer)
+
+@reward("streamed_number")
+def number(*, prompt, response, answer):
+    return float(response)
+"""
+PATIENT_SECONDS = 300.0  # where a pipe ends the wait
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("streamed")
+    (folder / "streamed.py").write_text(FILE.format(begun=str(folder / "begun")))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def stack(folder: Path) -> Iterator[RewardStack]:
+    """Two functions and a server, which gives each sample its answer, or 0.5 for a word."""
+
+    def behave(body: dict) -> tuple[int, bytes]:
+        words = [s["answer"] if s["answer"].isdigit() else "0.5" for s in body["samples"]]
+        return 200, f'{{"rewards": [{", ".join(words)}]}}'.encode()
+
+    with running_server() as server:
+        server.behaviour = behave
+        spec = parse_rewards(
+            "streamed,streamed_number,http",
+            url=server.url,
+            http_batch=4,
+            timeout_seconds=3.0,
+            memory_gib=0.5,
+            num_workers=2,
+            imports=[str(folder / "streamed.py")],
+        )
+        with RewardStack(spec) as stack:
+            yield stack
+
+
+def patient_pool(folder: Path) -> RewardPool:
+    """Of two workers. It knows of no function how quick it is, so all go by themselves at first."""
+    file = str(folder / "streamed.py")
+    return RewardPool("streamed", num_workers=2, timeout_seconds=PATIENT_SECONDS, imports=[file])
+
+
+class Pipe:
+    """One end is a reward's, which waits for it; `close` lets it go on."""
+
+    def __init__(self, folder: Path) -> None:
+        self.path = str(folder / f"pipe{random.getrandbits(64)}")
+        os.mkfifo(self.path)
+        self._end: int | None = None
+
+    def wait_for_reader(self, scorer: Scorer) -> None:
+        """Until a worker stands at the pipe. The scorer is looked at meanwhile: nothing of it is
+        finished, as all its workers get to wait at pipes, or there was nothing else."""
+
+        def is_there() -> bool:
+            assert scorer.finished() == []
+            try:
+                self._end = os.open(self.path, os.O_WRONLY | os.O_NONBLOCK)
+            except OSError as error:
+                assert error.errno == errno.ENXIO
+            return self._end is not None
+
+        wait_until(is_there)
+
+    def close(self) -> None:
+        assert self._end is not None
+        os.close(self._end)
+
+
+def wait_until(holds: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + PATIENT_SECONDS
+    while not holds():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def taken(scorer: Scorer, number: int) -> dict[int, dict[str, Outcome]]:
+    """So many finished ones, looked for as an engine's loop does."""
+    found: list[Finished] = []
+
+    def are_there() -> bool:
+        found.extend(scorer.finished())
+        return len(found) >= number
+
+    wait_until(are_there)
+    assert len(dict(found)) == len(found) == number
+    return dict(found)
+
+
+# Completeness and order ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_each_sample_comes_once_with_all_parts_whatever_is_done_first(stack, seed):
+    """Samples come in bursts of any size, take 0 to 30 ms each, and some are abandoned."""
+    chance = random.Random(seed)
+    samples = rollouts(*[str(chance.randrange(30)) for _ in range(120)])
+    tickets: list[int] = []
+    found: list[Finished] = []
+    dropped: set[int] = set()
+    while len(tickets) < len(samples):
+        for sample in samples[len(tickets) :][: chance.choice([0, 1, 1, 5, 30])]:
+            tickets.append(stack.begin(sample))
+        if tickets and chance.random() < 0.2:
+            known = {ticket for ticket, _ in found}
+            gone = {chance.choice(tickets) for _ in range(2)} - known
+            stack.abandon(gone)
+            dropped |= gone
+        found += stack.finished()
+        time.sleep(chance.random() / 100)
+    assert stack.wait()
+    found += stack.finished()
+    assert stack.finished() == []
+
+    assert tickets == list(range(tickets[0], tickets[0] + len(samples)))
+    assert sorted(ticket for ticket, _ in found) == sorted(set(tickets) - dropped)
+    for ticket, outcomes in found:
+        index = ticket - tickets[0]
+        value = float(samples[index].prompt.answer)
+        assert list(outcomes.items()) == [
+            ("streamed", Outcome(value)),
+            ("streamed_number", Outcome(float(index))),
+            ("http", Outcome(value)),
+        ]
+
+
+def test_outcomes_leaves_other_tickets_out(stack):
+    first, second = rollouts("1", "2")
+    ticket = stack.begin(first)
+    assert stack.outcomes([second, first]) == {
+        "streamed": [Outcome(2.0), Outcome(1.0)],
+        "streamed_number": [Outcome(1.0), Outcome(0.0)],
+        "http": [Outcome(2.0), Outcome(1.0)],
+    }
+    assert taken(stack, 1)[ticket]["streamed"] == Outcome(1.0)
+
+
+def test_a_stack_without_functions_and_servers_finishes_at_once():
+    """A reward model scores elsewhere."""
+    with RewardStack(parse_rewards("model")) as stack:
+        ticket = stack.begin(rollouts("1")[0])
+        assert stack.finished() == [(ticket, {})]
+
+
+# What goes wrong costs its sample -----------------------------------------------------------------
+
+
+def test_what_fails_in_the_stream_costs_its_sample_and_part(stack, caplog):
+    """Among quick ones: some of these travel with one that fails."""
+    stack.outcomes(rollouts(*["0"] * 20))
+    failures = {
+        17: ("hang", "timed out: no value within 3 s"),
+        18: ("die", "ended its process: exit code 1"),
+        40: ("eat", "ran out of memory: its process may have 0.5 GiB (--rl-reward-memory-gib)"),
+        41: ("nonsense", "returned str: a reward is a finite number"),
+        59: ("die", "ended its process: exit code 1"),
+    }
+    samples = rollouts(*[failures.get(index, ("0", ""))[0] for index in range(60)])
+    found: list[Finished] = []
+    first = stack._num_begun
+    for start in range(0, 60, 20):
+        assert [stack.begin(each) for each in samples[start : start + 20]][0] == first + start
+        found += stack.finished()
+    while not stack.wait(0.05):
+        found += stack.finished()
+    found += stack.finished()
+    assert sorted(ticket for ticket, _ in found) == list(range(first, first + 60))
+    for ticket, outcomes in found:
+        index = ticket - first
+        expected = failures[index][1] if index in failures else None
+        assert outcomes["streamed"].failure == expected
+        assert outcomes["streamed_number"] == Outcome(float(index))
+        assert outcomes["http"].failure is None
+    logged = [text.split("kind: ")[1] for text in caplog.messages if "reward streamed" in text]
+    assert sorted(logged) == sorted({failure for _, failure in failures.values()})
+    assert stack._logs["streamed"].counts["ended its process"] == 2
+
+
+def test_what_workers_cannot_find_is_raised_and_ends_all_that_was_being_scored(server_that_hangs):
+    spec = parse_rewards(
+        "no_such_function,http", url=server_that_hangs.url, timeout_seconds=PATIENT_SECONDS
+    )
+    with RewardStack(spec) as stack:
+        for sample in rollouts(*["1"] * 10):
+            stack.begin(sample)
+        with pytest.raises(UsageError, match="no_such_function"):
+            taken(stack, 10)
+        assert (stack.wait(0.0), stack.finished()) == (True, [])
+        assert not http_threads()
+
+
+# Looking does not block ---------------------------------------------------------------------------
+
+
+def test_finished_returns_while_a_reward_waits(folder, tmp_path):
+    """Would it wait for the reward, that would wait for the pipe until its time is over."""
+    pipe = Pipe(tmp_path)
+    with patient_pool(folder) as pool:
+        waiting = pool.begin(rollouts(pipe.path)[0])
+        pipe.wait_for_reader(pool)
+        assert pool.wait(0.0) is False
+        others = [pool.begin(each) for each in rollouts("1", "2", "3")]
+        assert sorted(taken(pool, 3)) == others  # nor do they wait for it, or for more company
+        assert pool.finished() == []
+        pipe.close()
+        assert taken(pool, 1) == {waiting: {"streamed": Outcome(1.0)}}
+
+
+def test_finished_returns_while_a_broken_pool_is_being_ended(folder, monkeypatch):
+    with patient_pool(folder) as pool:
+        assert pool.outcomes(rollouts("1"))["streamed"] == [Outcome(1.0)]
+        may_end, join = threading.Event(), pool._pool.join
+
+        def end_slowly() -> None:
+            assert may_end.wait(PATIENT_SECONDS)
+            join()
+
+        monkeypatch.setattr(pool._pool, "join", end_slowly)
+        pool._pool.stop()  # it takes no more, as when an idle worker has died
+        tickets = [pool.begin(each) for each in rollouts("2", "3")]
+        for _ in range(10):
+            assert pool.finished() == []
+        tickets += [pool.begin(each) for each in rollouts("4")]
+        assert pool.wait(0.0) is False
+        assert not may_end.is_set()
+        may_end.set()
+        values = [outcomes["streamed"].reward for _, outcomes in sorted(taken(pool, 3).items())]
+        assert values == [2.0, 3.0, 4.0]
+        assert "end of a reward pool" not in str([thread.name for thread in threading.enumerate()])
+
+
+def test_an_answer_that_never_comes_is_asked_for_again(folder, monkeypatch):
+    """pebble forgets a task whose worker dies between taking it and saying so."""
+    schedule, scheduled = RewardPool._schedule, []
+
+    def forgetful(self, batch):
+        scheduled.append(list(batch.samples))
+        forgotten = len(scheduled) == 1
+        limit_seconds = 2 * self._limit_seconds(batch)
+        # So the first one is missed at the second look, and no other is.
+        monkeypatch.setattr(pool, "_WORKER_START_SECONDS", -limit_seconds if forgotten else 600.0)
+        return Future() if forgotten else schedule(self, batch)
+
+    monkeypatch.setattr(RewardPool, "_schedule", forgetful)
+    with patient_pool(folder) as scoring:
+        assert scoring.outcomes(rollouts("1"))["streamed"] == [Outcome(1.0)]
+    assert scheduled == [[0], [0]]
+
+
+# Samples that are not wanted any more -------------------------------------------------------------
+
+
+def test_what_is_abandoned_is_not_begun_and_what_has_begun_is_not_returned(folder, tmp_path):
+    begun = folder / "begun"
+    begun.unlink(missing_ok=True)
+    pipes = [Pipe(tmp_path), Pipe(tmp_path)]
+    with patient_pool(folder) as pool:
+        for sample in rollouts(*[pipe.path for pipe in pipes], *["0"] * 40):
+            pool.begin(sample)
+        for pipe in pipes:
+            pipe.wait_for_reader(pool)
+        pool.abandon(range(1, 35))
+        pool.abandon([1, 20, 10**6])  # what is not out is passed over
+        for pipe in pipes:
+            pipe.close()
+        assert sorted(taken(pool, 8)) == [0, *range(35, 42)]
+        assert pool.wait(0.0)  # nothing else is out
+    # For each of the two workers one more had gone there before.
+    assert {int(line) for line in begun.read_text().split()} == {0, 1, 2, 3, *range(35, 42)}
+
+
+# The end ------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def server_that_hangs() -> Iterator[Server]:
+    def hang(body: dict) -> tuple[int, bytes]:
+        server.released.wait(PATIENT_SECONDS)
+        return 500, b""
+
+    with running_server() as server:
+        server.behaviour = hang
+        yield server
+
+
+def http_threads() -> list[str]:
+    return [t.name for t in threading.enumerate() if t.name == "rewards over HTTP"]
+
+
+def test_closed_in_the_middle_nothing_is_left(folder, server_that_hangs, tmp_path):
+    def held() -> tuple[set[int], set[str], int, list[str]]:
+        myself = psutil.Process()
+        threads = {thread.name for thread in threading.enumerate()}
+        links = [os.path.realpath(link) for link in Path("/proc/self/fd").iterdir()]
+        return (
+            {each.pid for each in myself.children(recursive=True)},
+            {name for name in threads if "process_request" not in name},  # the server's
+            sum(each.raddr[1:] == (port,) for each in myself.net_connections()),
+            sorted(link for link in links if "pipe:" in link or "anon_inode" in link),
+        )
+
+    port = server_that_hangs.server_address[1]
+    before = held()
+    spec = parse_rewards(
+        "streamed,http",
+        url=server_that_hangs.url,
+        timeout_seconds=PATIENT_SECONDS,
+        num_workers=2,
+        imports=[str(folder / "streamed.py")],
+    )
+    pipe = Pipe(tmp_path)
+    with RewardStack(spec) as stack:
+        for sample in rollouts(pipe.path, *["0"] * 30):
+            stack.begin(sample)
+        pipe.wait_for_reader(stack)
+        wait_until(lambda: len(server_that_hangs.requests) > 0)
+        during = held()
+        assert len(during[0] - before[0]) >= 2
+        assert "rewards over HTTP" in during[1] - before[1]
+        assert during[2] > 0 and len(during[3]) > len(before[3])
+    assert held() == before
+    stack.close()
+    for refused in (stack.finished, stack.wait, lambda: stack.begin(rollouts("0")[0])):
+        with pytest.raises(RuntimeError, match="this RewardStack is closed"):
+            refused()
+
+
+# Servers are asked about what waits ---------------------------------------------------------------
+
+
+def test_a_request_takes_what_waits_and_is_wanted_when_another_has_ended():
+    may_answer = threading.Semaphore(0)
+
+    def behave(body: dict) -> tuple[int, bytes]:
+        assert may_answer.acquire(timeout=PATIENT_SECONDS)
+        rewards = ", ".join(sample["answer"] for sample in body["samples"])
+        return 200, f'{{"rewards": [{rewards}]}}'.encode()
+
+    with running_server() as server:
+        server.behaviour = behave
+        (spec,) = parse_rewards("http", url=server.url, http_batch=4, http_concurrency=1).servers
+        reward = ServerReward(spec, PLAIN_DIALECT, timeout_seconds=PATIENT_SECONDS)
+        with Servers([reward]) as servers:
+            samples = rollouts(*[str(index) for index in range(10)])
+            servers.begin(samples[0])
+            assert not http_threads()  # nothing is sent before somebody looks
+            assert servers.finished() == []
+            wait_until(lambda: len(server.requests) == 1)
+            for sample in samples[1:5]:
+                servers.begin(sample)
+                assert servers.finished() == []
+            servers.abandon([2])
+            for sample in samples[5:]:
+                servers.begin(sample)
+            servers.abandon([6])
+            assert servers.finished() == []
+            may_answer.release(3)
+            found = taken(servers, 8)
+            assert found == {i: {"http": Outcome(float(i))} for i in (0, 1, 3, 4, 5, 7, 8, 9)}
+            assert not http_threads() and server.requests != []  # all is known: nobody is left
+
+            servers.begin(samples[0])  # and begins anew
+            assert servers.finished() == []
+            wait_until(lambda: len(server.requests) == 4)
+            servers.abandon([10])
+            assert servers.wait(0.0) and not http_threads()
+            may_answer.release()
+    numbers = [[int(s["response"]) for s in body["samples"]] for body in server.requests]
+    assert numbers == [[0], [1, 3, 4, 5], [7, 8, 9], [0]]
+
+
+# What goes to workers together --------------------------------------------------------------------
+
+
+def numbered(number: int) -> tuple[str, str, str, str]:
+    return ("", str(number), "", "{}")
+
+
+def quick_lanes(seconds: float, *specs: str) -> Lanes:
+    """For two workers; of each function one sample was scored in so many seconds."""
+    waiting = Lanes(specs, num_workers=2)
+    waiting.add(-1, numbered(-1))
+    for _ in specs:
+        batch = waiting.next_batch()
+        assert batch is not None
+        waiting.sent(batch)
+        waiting.back(batch)
+        waiting.took(batch, seconds)
+    return waiting
+
+
+def sent(waiting: Lanes) -> list[Batch]:
+    """All batches until the workers have enough."""
+    batches = []
+    while (batch := waiting.next_batch()) is not None:
+        waiting.sent(batch)
+        batches.append(batch)
+    return batches
+
+
+@pytest.mark.parametrize(
+    ("seconds", "num_before", "num_waiting", "sizes"),
+    [
+        (0.001, 0, 3, [1] * 3),  # none waits for company while a worker has nothing to do
+        (0.001, 0, 80, [10] * 8),
+        (0.001, 6, 80, [20] * 4),  # no more than are quick together
+        (0.001, 6, 10, [5] * 2),
+        (0.006, 0, 80, [3] * 12),  # which keeps two workers busy for 0.1 s
+        (0.03, 0, 80, [1] * 7),
+        (0.03, 5, 80, [1] * 2),
+        (0.3, 0, 80, [1] * 4),  # one for each worker when it has done the first
+        (0.3, 3, 80, [1]),
+        (float("inf"), 0, 80, [1] * 4),
+    ],
+)
+def test_what_waits_is_shared_out_as_far_as_it_is_quick(seconds, num_before, num_waiting, sizes):
+    """The `num_before` came one by one and lie with the workers."""
+    waiting = quick_lanes(seconds, "f")
+    for ticket in range(-num_before, 0):
+        waiting.add(ticket, numbered(ticket))
+        assert [list(batch.samples) for batch in sent(waiting)] == [[ticket]]
+    for ticket in range(num_waiting):
+        waiting.add(ticket, numbered(ticket))
+    batches = sent(waiting)
+    assert [len(batch) for batch in batches] == sizes
+    assert [t for batch in batches for t in batch.samples] == list(range(sum(sizes)))
+
+
+def test_as_much_is_sent_as_has_come_back():
+    waiting = quick_lanes(0.3, "f")
+    for ticket in range(20):
+        waiting.add(ticket, numbered(ticket))
+    out = sent(waiting)
+    for ticket in range(4, 20):
+        waiting.back(out.pop(0))
+        out += sent(waiting)
+        assert [list(batch.samples) for batch in out] == [
+            [t] for t in range(ticket - 3, ticket + 1)
+        ]
+
+
+def test_a_function_is_as_quick_as_the_slowest_of_its_latest_batches():
+    waiting = quick_lanes(0.001, "f")
+    for ticket in range(lanes._REMEMBERED_BATCHES + 40):
+        waiting.add(ticket, numbered(ticket))
+    waiting.took(waiting.next_batch(), float("inf"))  # one that hangs
+    for _ in range(lanes._REMEMBERED_BATCHES):
+        assert len(batch := waiting.next_batch()) == 1
+        waiting.sent(batch)
+        waiting.back(batch)
+        waiting.took(batch, 0.001)
+    assert len(waiting.next_batch()) == 5
+
+
+def test_the_oldest_ticket_goes_first_also_when_it_comes_back():
+    waiting = quick_lanes(0.005, "f", "g")
+    for ticket in range(32):
+        waiting.add(ticket, numbered(ticket))
+    first, second, *_ = out = sent(waiting)
+    assert [(b.spec, list(b.samples)) for b in out[:3]] == [
+        ("f", [0, 1, 2, 3]),
+        ("g", [0, 1, 2, 3, 4][: len(second)]),
+        ("f", [4, 5, 6, 7][: len(out[2])]),
+    ]
+    waiting.drop([2, 31])
+    for batch in reversed(out):
+        waiting.back(batch)
+        wanted = [ticket for ticket in batch.samples if ticket != 2]
+        waiting.put_back(batch, wanted, alone=batch is second)
+    order: list[tuple[str, int, bool]] = []
+    while batches := sent(waiting):
+        for batch in batches:
+            waiting.back(batch)
+            order += [(batch.spec, ticket, batch.alone) for ticket in batch.samples]
+    for spec in "fg":
+        mine = [(ticket, alone) for name, ticket, alone in order if name == spec]
+        expected = [ticket for ticket in range(31) if ticket != 2]
+        assert mine == [(t, spec == "g" and t in second.samples) for t in expected]

@@ -87,7 +87,10 @@ class Recipe(Parameters):
         False, "draw prompts again whose responses all have the same reward (arXiv 2503.14476)"
     )
     max_refills: int = param(
-        10, "how often a step may draw again", least=0, advice="choose for example 10"
+        10,
+        "prompts that a step may draw again, in steps' worth of them",
+        least=0,
+        advice="choose for example 10",
     )
     overlong_buffer_tokens: int | None = param(
         None, "last tokens of the response budget over which a penalty of up to 1 grows"

@@ -173,6 +173,11 @@ class RLConfig:
     eval_temperature: float = param(0.0, "0 is greedy", least=0)
 
     # rollout engine and hand-over
+    deterministic: bool = param(
+        False,
+        "deal prompts to engines in turn and not as they have room: two runs then compute the same "
+        "in the same batches",
+    )
     rollout_tp_size: int = param(
         0, "TP size of a vLLM engine; 0 takes --tensor-model-parallel-size", least=0
     )

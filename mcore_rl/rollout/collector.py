@@ -10,19 +10,21 @@ A sample whose reward failed has none: it counts in no comparison, and nothing i
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from mcore_rl.algorithms.estimators import select_informative_groups
 from mcore_rl.batching.table import SampleTable
-from mcore_rl.batching.types import Prompt, Rollout
+from mcore_rl.batching.types import Prompt, ScoredRollout
 from mcore_rl.data.prompts import PromptDataset, prompt_indices
 from mcore_rl.flags.options import RLConfig
-from mcore_rl.hybrid_engine.vllm.generation import seed_of
+from mcore_rl.hybrid_engine.vllm.generation import Sampling
 from mcore_rl.observe.stage_timers import StageTimers
+from mcore_rl.rollout.dealing import Wanted
 from mcore_rl.rollout.engines import RolloutWorkers
+from mcore_rl.rollout.groups import GroupPlan
 from mcore_rl.rollout.keeper import SampleKeeper
 
 
@@ -58,33 +60,39 @@ class Collector:
         self._seed, self._timers, self._keeper = seed, timers, keeper
         self.position = self._step_began_at = position
         self._num_generated_tokens = 0  # in this step
+        self._num_calls = 0
 
     def collect(self, weight_version: int, when_few_are_left: Callable[[], object]) -> Collected:
         """One step's samples; in rollout mode. `when_few_are_left` is passed to the engine."""
         wanted = self._config.num_prompts_per_step
+        recipe = self._recipe
         self._num_generated_tokens = 0
         self._step_began_at = self.position
         self._keeper.forget()
         self._workers.draft_metrics()  # of what evaluations have sampled
-        if not self._recipe.dynamic_sampling:
-            return self._collected(self._drawn(wanted, weight_version, when_few_are_left))
+        if not recipe.dynamic_sampling:
+            return self._collected(
+                self._drawn(Wanted.of(wanted), weight_version, when_few_are_left)
+            )
         kept: list[SampleTable] = []
         useless: list[SampleTable] = []
-        num_draws = 0
-        while len(kept) < wanted and num_draws <= self._recipe.max_refills:
-            # Training is not called back early: whether another draw follows is not known yet.
-            for group in self._groups(self._drawn(wanted - len(kept), weight_version, None)):
+        most = wanted * (1 + recipe.max_refills)
+        while len(kept) < wanted and self.position - self._step_began_at < most:
+            # Where groups can be compared while others are sampled, this is done once.
+            again = Wanted(wanted - len(kept), wanted - len(kept), most, self._workers.compares)
+            # Else training is not called back early: whether others follow is not known then.
+            call_back = when_few_are_left if again.compares else None
+            for group in self._groups(self._drawn(again, weight_version, call_back)):
                 (kept if _differ(group) else useless).append(group)
-            num_draws += 1
-            if not any(group.valid.any() for group in (*kept, *useless)):
-                break  # every reward fails, which more of them would not mend
+            if again.compares or not any(group.valid.any() for group in (*kept, *useless)):
+                break  # or every reward fails, which more of them would not mend
         missing = wanted - len(kept)
         groups = kept + useless[: max(missing, 0)]
         metrics = {
-            "rollout/refills": float(num_draws - 1),
+            "rollout/refills": (self.position - self._step_began_at) / wanted - 1.0,
             "rollout/uninformative_share": missing / wanted,
             "rollout/dropped_samples": float(
-                (len(useless) - max(missing, 0)) * self._recipe.num_samples_per_prompt
+                (len(useless) - max(missing, 0)) * recipe.num_samples_per_prompt
             ),
         }
         return self._collected(SampleTable.joined(groups), metrics)
@@ -105,51 +113,54 @@ class Collector:
         return [table.take(range(at, at + size)) for at in range(0, len(table), size)]
 
     def _drawn(
-        self, num_prompts: int, weight_version: int, when_few_are_left: Callable[[], object] | None
+        self, wanted: Wanted, weight_version: int, when_few_are_left: Callable[[], object] | None
     ) -> SampleTable:
         """The responses to the next prompts, with their rewards."""
-        size = self._recipe.num_samples_per_prompt
-        with self._timers("data"):
-            draws = range(self.position, self.position + num_prompts)
-            prompts = self._draw(num_prompts)
-            seeds = [seed_of(self._seed, "draw", draw) for draw in draws]
+        config, recipe = self._config, self._recipe
+        plan = GroupPlan(
+            num_samples=recipe.num_samples_per_prompt,
+            sampling=Sampling(
+                temperature=config.temperature,
+                top_p=1.0 if config.top_p is None else config.top_p,
+                top_k=config.top_k or -1,
+            ),
+            max_tokens=config.max_response_tokens,
+            seed=self._seed,
+            first_draw=self.position,
+            weight_version=weight_version,
+            with_routes=self._keeper.routed is not None,
+            with_greedy=recipe.needs_greedy_baseline,
+        )
         with self._timers("rollout"):
-            sampled = self._workers.generate(
-                prompts,
-                seeds,
-                num_samples=size,
-                temperature=self._config.temperature,
-                top_p=1.0 if self._config.top_p is None else self._config.top_p,
-                top_k=self._config.top_k or -1,
-                weight_version=weight_version,
+            self._num_calls += 1
+            groups = self._workers.sample(
+                plan,
+                wanted,
+                self._prompt_of,
+                key=f"{self._num_calls}",
+                differs=_rewards_differ if wanted.compares else None,
                 when_few_are_left=when_few_are_left,
-                with_routes=self._keeper.routed is not None,
             )
-            greedy: dict[int, list[Rollout]] = {}
-            if self._recipe.needs_greedy_baseline:
-                greedy = self._workers.generate(
-                    prompts, seeds, num_samples=1, temperature=0.0, weight_version=weight_version
-                )
         with self._timers("reward"):
-            table = self._workers.score(
-                [rollout for of_prompt in sampled.values() for rollout in of_prompt],
-                [draws[number] for number in sampled for _ in range(size)],
-                [rollout for of_prompt in greedy.values() for rollout in of_prompt],
-                waited=self._waited_for_rollouts,
-            )
+            table, num_draws = self._workers.settle(groups, self._waited_for_rollouts)
+        self.position += num_draws
         self._num_generated_tokens += int(table.response_lengths.sum())
-        self._num_generated_tokens += int(table.baseline_lengths[::size].sum())
+        self._num_generated_tokens += int(table.baseline_lengths[:: plan.num_samples].sum())
         return table
 
     def _waited_for_rollouts(self, seconds: float) -> None:
         self._timers.move(seconds, "reward", "rollout")
 
-    def _draw(self, num_prompts: int) -> list[Prompt]:
+    def _prompt_of(self, draw: int) -> Prompt:
+        """Of a draw, counted from where the position is."""
         rows = prompt_indices(
-            len(self._prompts), start=self.position, count=num_prompts, seed=self._seed
+            len(self._prompts), start=self.position + draw, count=1, seed=self._seed
         )
-        self.position += num_prompts
-        return [self._prompts[int(row)] for row in rows]
+        return self._prompts[int(rows[0])]
+
+
+def _rewards_differ(scored: Sequence[ScoredRollout]) -> bool:
+    return _differ(SampleTable.of(scored))
 
 
 def _differ(group: SampleTable) -> bool:

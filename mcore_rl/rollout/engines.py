@@ -8,6 +8,7 @@ samples; then everybody hears of all samples, in the order of the prompts, witho
 from __future__ import annotations
 
 import dataclasses
+import os
 import time
 from collections.abc import Callable, Sequence
 
@@ -27,6 +28,8 @@ from mcore_rl.rewards.functions import REWARD_MODEL
 from mcore_rl.rewards.specs import RewardSpec
 from mcore_rl.rewards.stack import RewardStack
 from mcore_rl.rewards.worker import Outcome
+from mcore_rl.rollout.dealing import Counters, Deal, LocalCounters, Wanted
+from mcore_rl.rollout.groups import Differs, GroupPlan, Groups
 from mcore_rl.rollout.keeper import SampleKeeper
 from mcore_rl.rollout.stream import Conductor, Orders, run_stream
 
@@ -47,6 +50,9 @@ class Block(Conductor):
         """It is kept."""
         self.completions[completion.number] = completion
 
+    def between_steps(self) -> None:
+        """Nothing."""
+
 
 class RolloutWorkers:
     """This rank's part in sampling and scoring. All methods but `close` are collective."""
@@ -66,6 +72,17 @@ class RolloutWorkers:
         self._scores = layout.tp_rank(self._rank) == 0
         self._rewards = RewardStack(rewards)
         self._reward_model, self._keeper = reward_model, keeper
+        self._counters: Counters = LocalCounters()
+        if layout.num_tp_groups > 1:
+            # The store outlives a job that torchrun starts again.
+            attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+            store = dist.distributed_c10d._get_default_store()
+            self._counters = dist.PrefixStore(f"mcore_rl/deal/{attempt}", store)
+
+    @property
+    def compares(self) -> bool:
+        """Whether groups can be compared while others are sampled: all their rewards come then."""
+        return self._reward_model is None
 
     def generate(
         self,
@@ -123,39 +140,98 @@ class RolloutWorkers:
         counts = objects.all_gather(mine if self._scores else DraftCounts())
         return sum(counts, DraftCounts()).metrics()
 
-    def score(
+    def sample(
+        self,
+        plan: GroupPlan,
+        wanted: Wanted,
+        prompt_of: Callable[[int], Prompt],
+        *,
+        key: str,
+        differs: Differs | None = None,
+        when_few_are_left: Callable[[], object] | None = None,
+    ) -> Groups:
+        """This TP group's part of a step's groups, on their way to their rewards; in rollout mode.
+
+        `prompt_of` gives the prompt of each of the step's draws; `key` is of this call alone, and
+        the same on all ranks. `differs` is asked of groups where `wanted` compares them.
+        """
+        deal = None
+        if self._scores:
+            group, num_groups = self._layout.tp_group_index(self._rank), self._layout.num_tp_groups
+            turn = (group, num_groups) if self._config.deterministic else None
+            deal = Deal(wanted, self._counters, key, turn=turn)
+        groups = Groups(
+            self._engine,
+            plan,
+            prompt_of,
+            deal=deal,
+            rewards=self._rewards if self._scores else None,
+            differs=differs,
+        )
+        run_stream(self._engine, groups, when_few_are_left=when_few_are_left)
+        return groups
+
+    def settle(self, groups: Groups, waited: Callable[[float], object]) -> tuple[SampleTable, int]:
+        """Wait for the rewards that are left: the table of all TP groups' samples, in the order of
+        the draws, and how many draws there were. The samples stay here, with the keeper.
+
+        `waited` hears for how many seconds this rank stood still because others were still
+        sampling: beyond what the slowest was rewarded for.
+        """
+        started = time.perf_counter()
+        groups.wait()
+        plan, sampled = groups.plan, groups.sampled
+        # Greedy responses last: what learns is the samples.
+        numbers = sorted(sampled.rollouts, key=lambda n: (plan.is_greedy(n), n))
+        num_samples = sum(not plan.is_greedy(number) for number in numbers)
+        return self._rewarded(
+            [sampled.rollouts[number] for number in numbers],
+            [plan.first_draw + number // plan.size for number in numbers],
+            num_samples,
+            {name: [sampled.outcomes[n][name] for n in numbers] for name in self._rewards.names}
+            if self._scores and sampled.error is None
+            else {},
+            sampled.error,
+            seconds=time.perf_counter() - started,
+            last=groups.last,
+            waited=waited,
+        )
+
+    def score(self, rollouts: Sequence[Rollout], places: Sequence[int]) -> SampleTable:
+        """Reward this group's rollouts, which stand at these places: the table of all groups', in
+        their order."""
+        error, outcomes = self._asked(rollouts)
+        table, _ = self._rewarded(rollouts, places, len(rollouts), outcomes, error)
+        return table
+
+    def _rewarded(
         self,
         rollouts: Sequence[Rollout],
         draws: Sequence[int],
-        greedy: Sequence[Rollout] = (),
+        num_samples: int,
+        outcomes: dict[str, list[Outcome]],
+        error: Exception | None,
         *,
+        seconds: float = 0.0,
+        last: int = -1,
         waited: Callable[[float], object] = lambda seconds: None,
-    ) -> SampleTable:
-        """Reward this group's rollouts, of which each answers one of `draws`: the table of all
-        groups' samples, in the order of the draws. The samples stay here, with the keeper.
-
-        `greedy` has a greedy response to each of the prompts, in their order, with which their
-        samples are compared. `waited` hears for how many seconds this rank stood still because
-        others were still sampling: beyond what the slowest scored for.
-        """
-        started = time.perf_counter()
-        everything = [*rollouts, *greedy]
-        first = self._keeper.keep([ScoredRollout(each, reward=0.0) for each in everything])
-        error, outcomes = self._asked(everything)
-        seconds = time.perf_counter() - started
+    ) -> tuple[SampleTable, int]:
+        """The table of all groups' samples; behind so many of them are greedy responses."""
+        first = self._keeper.keep([ScoredRollout(each, reward=0.0) for each in rollouts])
         if self._reward_model is not None:
-            size = len(rollouts) // len(greedy) if greedy else 1
-            every_draw = [*draws, *(draws[::size] if greedy else ())]
-            table = self._exchanged(self._keeper.table(first, every_draw), error, seconds, waited)
+            table, _ = self._exchanged(
+                self._keeper.table(first, draws), error, seconds, last, waited
+            )
             scores = self._reward_model(self._keeper, table)
             here = np.flatnonzero(table.homes == self._keeper.home)
             in_order = here[np.argsort(table.numbers[here])]
             outcomes[REWARD_MODEL] = [scores[row] for row in in_order]
             seconds, waited = 0.0, lambda seconds: None
         if self._scores and error is None:
-            weighed = self._rewards.weigh(everything, outcomes)
-            self._keeper.rewarded(first, _with_baselines(weighed, len(rollouts)))
-        return self._exchanged(self._keeper.table(first, draws), error, seconds, waited)
+            weighed = self._rewards.weigh(rollouts, outcomes)
+            self._keeper.rewarded(first, _with_baselines(weighed, num_samples))
+        mine = self._keeper.table(first, draws[:num_samples])
+        return self._exchanged(mine, error, seconds, last, waited)
 
     def _asked(
         self, rollouts: Sequence[Rollout]
@@ -171,20 +247,22 @@ class RolloutWorkers:
         mine: SampleTable,
         error: Exception | None,
         seconds: float,
+        last: int,
         waited: Callable[[float], object],
-    ) -> SampleTable:
-        """The tables of all groups, of which one rank each tells."""
+    ) -> tuple[SampleTable, int]:
+        """The tables of all groups, of which one rank each tells, and how many draws there were."""
         started = time.perf_counter()
         told = mine if self._scores else None
-        answers = objects.all_gather((told, error, seconds, self._keeper.digest()))
-        for rank, (_, other, _, _) in enumerate(answers):
+        answers = objects.all_gather((told, error, seconds, last, self._keeper.digest()))
+        for rank, (_, other, *_) in enumerate(answers):
             if other is not None:
                 raise RuntimeError(f"scoring failed on rank {rank}: {other}") from other
         self._keeper.require_agreement([digest for *_, digest in answers])
-        slowest = max(each for _, _, each, _ in answers)
+        slowest = max(each for _, _, each, *_ in answers)
         waited(max(0.0, time.perf_counter() - started + seconds - slowest))
         table = SampleTable.joined([each for each, *_ in answers if each is not None])
-        return table.take(np.argsort(table.draws, kind="stable"))
+        num_draws = 1 + max(each for *_, each, _ in answers)
+        return table.take(np.argsort(table.draws, kind="stable")), num_draws
 
     def close(self) -> None:
         """End the reward processes of this rank."""

@@ -2,8 +2,8 @@
 
 Between two steps a conductor says what else is to be sampled and what is to end; after a step it
 hears what has. It decides on the first rank of each TP group, and all ranks of the group do the
-same. They agree where something can have changed: at first, after a step in which a request ended,
-and as often as the conductor asks for.
+same. They agree at first, after a step in which a request ended, and every few steps as long as
+more may come.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from mcore_rl.hybrid_engine.vllm.engine import VLLMEngine
 from mcore_rl.hybrid_engine.vllm.generation import Completion, Request
 
 _IDLE_SECONDS = 0.001
+_ASK_STEPS = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +31,6 @@ class Orders:
     end: tuple[int, ...] = ()  # numbers of requests that are to end with their next token
     drop: tuple[int, ...] = ()  # and of those that are forgotten
     more: bool = False  # whether more may come, though nothing runs
-    ask_again: bool = False  # after each step, and not only after one that ends a request
 
 
 class Conductor(Protocol):
@@ -41,6 +41,9 @@ class Conductor(Protocol):
 
     def finished(self, completion: Completion) -> None:
         """A request has ended; on all ranks of the TP group, in the same order."""
+
+    def between_steps(self) -> None:
+        """Whatever is to go on while the engine generates; on the first rank, without waiting."""
 
 
 def run_stream(
@@ -56,7 +59,7 @@ def run_stream(
     comes before as "first responses" and what comes after as "last responses".
     """
     few = max(1, engine.config.max_num_seqs // 4)
-    orders, ask = Orders(more=True), True
+    orders, ask, num_steps = Orders(more=True), True, 0
     with ExitStack() as traced, engine.generation() as generation:
         traced.enter_context(record_function("first responses"))
         while True:
@@ -78,8 +81,12 @@ def run_stream(
             ended = []
             if generation.num_running or engine.config.dp_size > 1:
                 ended = generation.step()
+                num_steps += 1
                 for completion in ended:
                     conductor.finished(completion)
             else:
                 time.sleep(_IDLE_SECONDS)  # for a tool or a reward that the next request needs
-            ask = bool(ended) or orders.ask_again or (orders.more and not generation.num_running)
+            if engine.tp_rank == 0:
+                conductor.between_steps()
+            is_time = not generation.num_running or num_steps % _ASK_STEPS == 0
+            ask = bool(ended) or (orders.more and is_time)

@@ -26,6 +26,8 @@ COMMON = (
     *("--rl-num-prompts-per-step", "8", "--rl-num-samples-per-prompt", "4"),
     *("--rl-eval-interval", "4", "--rl-num-eval-prompts", "32"),
     *("--rl-reference-refresh-interval", "1"),
+    # Else which engine samples what depends on their speed, and last bits on who shares a batch.
+    "--rl-deterministic",
     # Draws from Megatron's generators in every forward pass of training, on every rank.
     *("--hidden-dropout", "0.1"),
     *("--lr-decay-style", "linear", "--lr-warmup-iters", "1", "--min-lr", "1e-6"),

@@ -13,9 +13,12 @@ from mcore_rl.batching.table import SampleTable
 from mcore_rl.batching.types import Baseline, Prompt, Rollout, ScoredRollout
 from mcore_rl.data.prompts import prompt_indices
 from mcore_rl.flags.options import RLConfig
+from mcore_rl.hybrid_engine.vllm.generation import Sampling
 from mcore_rl.observe.stage_timers import StageTimers
 from mcore_rl.rollout.collector import Collected, Collector
+from mcore_rl.rollout.dealing import Deal, LocalCounters, Wanted
 from mcore_rl.rollout.engines import _with_baselines
+from mcore_rl.rollout.groups import GroupPlan
 from mcore_rl.trainer.step_metrics import rollout_metrics
 from tests.held import HeldHere
 
@@ -35,64 +38,80 @@ class ScriptedWorkers:
     rewards: Rewards  # None for one that fails
     calls: list[dict[str, Any]] = field(default_factory=list)
     greedy_fails: Callable[[int], bool] = lambda row: False
-    seeds: list[list[int]] = field(default_factory=list)  # of each call's prompts
     num_responses: int = 0
     scored: list[ScoredRollout] = field(default_factory=list)
     seconds_waited: float = 0.0
+    compares: bool = True
 
-    def generate(
+    def sample(
         self,
-        prompts: Sequence[Prompt],
-        seeds: Sequence[int],
+        plan: GroupPlan,
+        wanted: Wanted,
+        prompt_of: Callable[[int], Prompt],
         *,
-        num_samples: int,
-        temperature: float,
-        **options: Any,
-    ) -> dict[int, list[Rollout]]:
-        rows = [prompt.index for prompt in prompts]
-        assert len(seeds) == len(prompts)
-        self.seeds.append(list(seeds))
+        key: str,
+        differs: Callable[[Sequence[ScoredRollout]], bool] | None = None,
+        when_few_are_left: Any = None,
+    ) -> tuple[list[list[ScoredRollout]], Deal]:
+        assert key not in [call["key"] for call in self.calls]
+        deal, groups = Deal(wanted, LocalCounters(), key), []
+        while (draw := deal.next()) is not None:
+            prompt = prompt_of(draw)
+            both = [
+                self._scored(self._rollout(prompt, number, plan.is_greedy(number)), prompt.index)
+                for number in range(plan.size)
+            ]
+            groups.append(_with_baselines(both, plan.num_samples)[: plan.num_samples])
+            if differs is not None:
+                is_valid = any(sample.is_valid for sample in groups[-1])
+                deal.finished(differs=differs(groups[-1]), is_valid=is_valid)
+        assert deal.is_over
         self.calls.append(
-            {"rows": rows, "num_samples": num_samples, "temperature": temperature, **options}
+            {
+                "rows": [group[0].rollout.prompt.index for group in groups],
+                "plan": plan,
+                "key": key,
+                "when_few_are_left": when_few_are_left,
+            }
         )
-        return {
-            place: [self._rollout(prompt, number, temperature) for number in range(num_samples)]
-            for place, prompt in enumerate(prompts)
-        }
+        return groups, deal
+
+    def settle(
+        self,
+        groups: tuple[list[list[ScoredRollout]], Deal],
+        waited: Callable[[float], object],
+    ) -> tuple[SampleTable, int]:
+        waited(self.seconds_waited)
+        found, deal = groups
+        first = len(self.scored)
+        self.scored += [sample for group in found for sample in group]
+        draws = [
+            self.calls[-1]["plan"].first_draw + draw
+            for draw, group in enumerate(found)
+            for _ in group
+        ]
+        numbers = range(first, len(self.scored))
+        table = SampleTable.of(self.scored[first:], numbers=numbers, draws=draws)
+        return table, deal.last + 1
+
+    def samples_of(self, collected: Collected) -> list[ScoredRollout]:
+        """Those that the table speaks of."""
+        return [self.scored[number] for number in collected.table.numbers]
 
     def draft_metrics(self) -> dict[str, float]:
         return {}
 
-    def _rollout(self, prompt: Prompt, number: int, temperature: float) -> Rollout:
+    def _rollout(self, prompt: Prompt, number: int, is_greedy: bool) -> Rollout:
         self.num_responses += 1
         return Rollout(
             prompt=prompt,
             sample_index=number,
-            text="greedy" if temperature == 0.0 else "sampled",
+            text="greedy" if is_greedy else "sampled",
             response_token_ids=np.array([self.num_responses], np.int32),
             rollout_log_probs=np.zeros(1, np.float32),
             finish_reason="stop",
             weight_version=0,
         )
-
-    def score(
-        self,
-        rollouts: Sequence[Rollout],
-        draws: Sequence[int],
-        greedy: Sequence[Rollout] = (),
-        *,
-        waited: Callable[[float], object],
-    ) -> SampleTable:
-        waited(self.seconds_waited)
-        both = [self._scored(r, r.prompt.index) for r in (*rollouts, *greedy)]
-        scored = _with_baselines(both, len(rollouts))
-        self.scored += scored[: len(rollouts)]
-        numbers = range(len(self.scored) - len(rollouts), len(self.scored))
-        return SampleTable.of(scored[: len(rollouts)], numbers=numbers, draws=draws)
-
-    def samples_of(self, collected: Collected) -> list[ScoredRollout]:
-        """Those that the table speaks of."""
-        return [self.scored[number] for number in collected.table.numbers]
 
     def _scored(self, rollout: Rollout, row: int) -> ScoredRollout:
         if rollout.text == "greedy":
@@ -161,6 +180,11 @@ def assert_nothing_counts_twice(collected: Collected) -> None:
     assert len(set(numbers)) == len(numbers)
 
 
+def seeds_of(plan: GroupPlan) -> list[int | None]:
+    """Of all responses to a step's draws."""
+    return [r.seed for draw in range(NUM_PROMPTS) for r in plan.requests(draw, prompts()[draw])]
+
+
 def nothing() -> None:
     return None
 
@@ -191,12 +215,13 @@ def test_every_draw_has_a_seed_of_its_own_and_again_the_same():
     collector, workers = made(equal, num_prompts=NUM_PROMPTS)
     for _ in range(2):
         collector.collect(1, nothing)
-    assert len({seed for seeds in workers.seeds for seed in seeds}) == 2 * NUM_PROMPTS
     collector.undo()
     collector.collect(1, nothing)
     resumed, others = made(equal, num_prompts=NUM_PROMPTS, position=NUM_PROMPTS)
     resumed.collect(1, nothing)
-    assert workers.seeds[2] == workers.seeds[1] == others.seeds[0]
+    first, second, again = (seeds_of(call["plan"]) for call in workers.calls)
+    assert len({*first, *second}) == 2 * NUM_PROMPTS * 2
+    assert again == second == seeds_of(others.calls[0]["plan"])
 
 
 def test_collect_goes_over_the_end_of_an_epoch():
@@ -217,8 +242,8 @@ def test_collect_samples_as_the_flags_say():
     collected = collector.collect(12, nothing)
     (call,) = workers.calls
     assert len(collected.table) == 12
-    assert (call["num_samples"], call["temperature"]) == (3, 0.7)
-    assert (call["top_p"], call["top_k"], call["weight_version"]) == (0.9, 5, 12)
+    assert call["plan"].sampling == Sampling(0.7, 0.9, 5)
+    assert (call["plan"].size, call["plan"].weight_version) == (3, 12)
     assert call["when_few_are_left"] is nothing
 
 
@@ -226,7 +251,7 @@ def test_collect_samples_as_the_flags_say():
 def test_collect_samples_from_all_tokens_unless_told(top_k: int | None):
     collector, workers = made(equal, top_k=top_k)
     collector.collect(1, nothing)
-    assert (workers.calls[0]["top_p"], workers.calls[0]["top_k"]) == (1.0, -1)
+    assert workers.calls[0]["plan"].sampling == Sampling(1.0, 1.0, -1)
 
 
 # Greedy baselines --------------------------------------------------------------------------------
@@ -235,14 +260,11 @@ def test_collect_samples_from_all_tokens_unless_told(top_k: int | None):
 def test_collect_asks_for_one_greedy_response_to_each_prompt():
     collector, workers = made(differ, algorithm="remax")
     collected = collector.collect(5, nothing)
-    sampled, greedy = workers.calls
-    assert sampled["num_samples"] == 2
-    assert greedy == {
-        "rows": drawn(0, 4),
-        "num_samples": 1,
-        "temperature": 0.0,
-        "weight_version": 5,
-    }
+    (call,) = workers.calls
+    assert (call["plan"].num_samples, call["plan"].size) == (2, 3)
+    requests = call["plan"].requests(1, prompts()[0])
+    assert [r.sampling.temperature for r in requests] == [1.0, 1.0, 0.0]
+    assert [call["plan"].is_greedy(r.number) for r in requests] == [False, False, True]
     # The responses that are learnt from are the sampled ones, each with its own prompt's baseline.
     assert [s.rollout.text for s in workers.samples_of(collected)] == ["sampled"] * 8
     expected = [Baseline(GREEDY_REWARD + row, 1) for row in drawn(0, 4) for _ in range(2)]
@@ -271,7 +293,7 @@ def test_collect_without_an_estimator_that_reads_them_has_no_baselines():
 # Dynamic sampling --------------------------------------------------------------------------------
 
 
-def metrics(refills: int, share: float, dropped: int) -> dict[str, float]:
+def metrics(refills: float, share: float, dropped: int) -> dict[str, float]:
     return {
         "rollout/refills": refills,
         "rollout/uninformative_share": share,
@@ -291,10 +313,10 @@ def test_dynamic_sampling_draws_once_where_all_groups_differ():
 def test_dynamic_sampling_ends_with_what_teaches_nothing_where_no_group_differs(max_refills: int):
     collector, workers = dynamic(equal, max_refills=max_refills)
     collected = collector.collect(1, nothing)
-    draws = max_refills + 1
-    assert [call["rows"] for call in workers.calls] == [drawn(4 * k, 4) for k in range(draws)]
+    (call,) = workers.calls
+    assert call["rows"] == drawn(0, 4 * (max_refills + 1))
     assert rows_of(collected) == drawn(0, 4)
-    assert collector.position == 4 * draws
+    assert collector.position == 4 * (max_refills + 1)
     assert collected.metrics == metrics(max_refills, 1.0, 8 * max_refills)
     assert_nothing_counts_twice(collected)
 
@@ -304,31 +326,41 @@ def test_dynamic_sampling_draws_as_many_as_are_missing():
     collector, workers = dynamic(informative_at(1, 3, 6, 7))
     collected = collector.collect(1, nothing)
     order = drawn(0, 8)
-    assert [call["rows"] for call in workers.calls] == [order[:4], order[4:6], order[6:]]
+    assert [call["rows"] for call in workers.calls] == [order]
     assert rows_of(collected) == [order[1], order[3], order[6], order[7]]
     assert collector.position == 8
-    assert collected.metrics == metrics(2, 0.0, 8)
+    assert collected.metrics == metrics(1.0, 0.0, 8)
     assert_nothing_counts_twice(collected)
+
+
+def test_groups_are_compared_between_calls_where_their_rewards_come_later():
+    collector, workers = dynamic(informative_at(1, 3, 6, 7))
+    workers.compares = False
+    collected = collector.collect(1, nothing)
+    order = drawn(0, 8)
+    assert [call["rows"] for call in workers.calls] == [order[:4], order[4:6], order[6:]]
+    assert [call["when_few_are_left"] for call in workers.calls] == [None] * 3
+    assert rows_of(collected) == [order[1], order[3], order[6], order[7]]
+    assert collected.metrics == metrics(1.0, 0.0, 8)
 
 
 def test_dynamic_sampling_fills_up_where_some_groups_differ():
-    # Of draws 0-3 one differs, of 4-6 one; two are missing when the refills are used up.
     collector, workers = dynamic(informative_at(2, 5, 8, 9), max_refills=1)
     collected = collector.collect(1, nothing)
     order = drawn(0, 8)
-    assert len(workers.calls) == 2 and collector.position == 7
+    assert len(workers.calls) == 1 and collector.position == 8
     assert rows_of(collected) == [order[2], order[5], order[0], order[1]]
-    # Of seven groups four are kept.
-    assert collected.metrics == metrics(1, 0.5, 6)
+    # Of eight groups four are kept.
+    assert collected.metrics == metrics(1.0, 0.5, 8)
     assert_nothing_counts_twice(collected)
 
 
-def test_dynamic_sampling_stops_at_its_last_refill_where_that_completes_the_step():
+def test_dynamic_sampling_stops_where_the_step_is_complete():
     collector, workers = dynamic(informative_at(0, 1, 2, 4), max_refills=1)
     collected = collector.collect(1, nothing)
     order = drawn(0, 5)
     assert rows_of(collected) == [order[0], order[1], order[2], order[4]]
-    assert collected.metrics == metrics(1, 0.0, 2)
+    assert collected.metrics == metrics(0.25, 0.0, 2)
 
 
 def test_dynamic_sampling_goes_on_behind_what_it_drew():
@@ -349,19 +381,10 @@ def test_dynamic_sampling_may_draw_a_prompt_again_in_another_epoch():
     assert_nothing_counts_twice(collected)
 
 
-def test_dynamic_sampling_does_not_call_training_back_before_it_knows_that_it_is_done():
-    collector, workers = dynamic(informative_at(1, 3, 6, 7))
-    collector.collect(1, nothing)
-    assert [call["when_few_are_left"] for call in workers.calls] == [None] * 3
-
-
 def test_dynamic_sampling_scores_the_greedy_responses_of_refills_too():
     collector, workers = dynamic(informative_at(1, 3, 4, 5), algorithm="remax")
     collected = collector.collect(1, nothing)
-    assert [call["rows"] for call in workers.calls if call["temperature"] == 0.0] == [
-        drawn(0, 4),
-        drawn(4, 2),
-    ]
+    assert [call["rows"] for call in workers.calls] == [drawn(0, 6)]
     for sample in workers.samples_of(collected):
         assert sample.baseline is not None
         assert sample.baseline.reward == GREEDY_REWARD + sample.rollout.prompt.index
@@ -373,7 +396,7 @@ def test_a_sample_without_a_reward_makes_no_difference_within_its_group():
     collector, _ = dynamic(lambda row: (None, 1.0) if row in rows[:2] else differ(row))
     collected = collector.collect(1, nothing)
     assert rows_of(collected) == [*rows[2:], *drawn(4, 2)]
-    assert collected.metrics == metrics(refills=1, share=0.0, dropped=4)
+    assert collected.metrics == metrics(refills=0.5, share=0.0, dropped=4)
 
 
 def test_nothing_is_drawn_again_where_every_reward_fails():

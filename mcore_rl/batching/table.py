@@ -40,6 +40,7 @@ class SampleTable:
     baselines: np.ndarray  # float64, reward of the greedy response; nan: not asked for
     baseline_lengths: np.ndarray  # int64, its tokens
     has_baseline: np.ndarray  # bool, False where the greedy response has no reward
+    oldest_versions: np.ndarray  # int64, of the weights that its oldest token was sampled with
     why_not_valid: tuple[str | None, ...]  # `ScoredRollout.why_not_valid`
     parts: Mapping[str, np.ndarray] = field(default_factory=dict)  # unweighted; nan: failed
 
@@ -95,6 +96,7 @@ class SampleTable:
             baselines=numbers_of([np.nan if b is None else b.reward for b in baselines]),
             baseline_lengths=integers([0 if b is None else b.num_tokens for b in baselines]),
             has_baseline=truths([b is None or b.failure is None for b in baselines]),
+            oldest_versions=integers([rollout.oldest_version for rollout in rollouts]),
             why_not_valid=tuple(sample.why_not_valid for sample in scored),
             parts={
                 name: numbers_of([sample.parts.get(name, np.nan) for sample in scored])
@@ -130,6 +132,7 @@ class SampleTable:
             baselines=np.full(count, np.nan),
             baseline_lengths=nothing,
             has_baseline=yes,
+            oldest_versions=nothing,
             why_not_valid=tuple(None if each else "not to be learnt from" for each in valid),
         )
 
@@ -185,11 +188,14 @@ class SampleTokens:
                 f"got {len(rollout.rollout_log_probs)}"
             )
         nothing = np.zeros(num_prompt, dtype=np.float32)
+        is_generated = np.arange(num_prompt + num_response) >= num_prompt
+        if rollout.is_generated is not None:
+            is_generated[num_prompt:] = rollout.is_generated
         return cls(
             token_ids=np.concatenate(
                 [rollout.prompt.token_ids, rollout.response_token_ids], dtype=np.int32
             ),
-            is_generated=np.arange(num_prompt + num_response) >= num_prompt,
+            is_generated=is_generated,
             log_probs=np.concatenate([nothing, rollout.rollout_log_probs], dtype=np.float32),
             routes=rollout.routes,
         )

@@ -22,6 +22,8 @@ import torch
 
 from mcore_rl.moe.routing import Routes
 
+UNFINISHED = "unfinished"  # of a response that goes on in a later step
+
 Answer = str | list[Any] | dict[str, Any]  # of JSON
 
 
@@ -49,17 +51,30 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True)
 class Rollout:
-    """One sampled response, as the engine returned it."""
+    """One sampled response, as the engine returned it, at once or in parts.
+
+    Parts may have been sampled by weights of several versions, and between them may stand tokens
+    that nobody sampled: what an environment has answered.
+    """
 
     prompt: Prompt
     sample_index: int  # 0 .. samples per prompt - 1
-    text: str
+    text: str  # of what was generated
     response_token_ids: np.ndarray  # [r] int32, the end-of-sequence token included if it was drawn
     rollout_log_probs: np.ndarray  # [r] float32, of the distribution that was sampled from
-    finish_reason: str  # "stop" or "length"
-    weight_version: int
+    finish_reason: str  # "stop", "length", or UNFINISHED
+    weight_version: int  # the newest that it was sampled with
     routes: Routes | None = None  # the experts it was sampled with; all ranks of its engine have it
     failure: str | None = None  # why nothing can be learnt from it, whatever its reward
+    is_generated: np.ndarray | None = None  # [r] bool; None: all of it
+    weight_versions: np.ndarray | None = None  # [r] int32, of each token; None: all the same
+
+    @property
+    def oldest_version(self) -> int:
+        """The oldest weights that a token of it was sampled with."""
+        if self.weight_versions is None or not len(self.weight_versions):
+            return self.weight_version
+        return int(self.weight_versions.min())
 
 
 @dataclass(frozen=True, slots=True)

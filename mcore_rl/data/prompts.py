@@ -83,6 +83,11 @@ class PromptDataset:
             return int(self._rows[position]), int(largest[position])
         return None
 
+    @property
+    def rows(self) -> np.ndarray:
+        """`[prompts]` int64: which row of the file each is."""
+        return self._rows
+
     def __getitem__(self, position: int) -> Prompt:
         row = int(self._rows[position])
         text, answer, token_ids, columns = (column[row] for column in self._columns)

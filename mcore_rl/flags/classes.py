@@ -24,6 +24,7 @@ from mcore_rl.flags.megatron_flags import (
     REFUSED_OTHERWISE,
     REFUSED_VALUES,
     SET_BY_VALIDATION,
+    SHARED_RL,
     WITHOUT_EFFECT,
 )
 from mcore_rl.flags.parser import GROUP
@@ -55,7 +56,7 @@ def check_no_megatron_rl_flag(given: Mapping[str, Any], parser: argparse.Argumen
     for group in parser._action_groups:
         # By the group, too: another version of Megatron may have more of them.
         for action in group._group_actions if group.title == "rl" else ():
-            if action.dest in given:
+            if action.dest in given and action.dest not in SHARED_RL:
                 found, remedy = OWN_RL_REASON
                 raise UsageError(found, flag=action.option_strings[0], remedy=remedy)
 

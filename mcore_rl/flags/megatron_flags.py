@@ -30,7 +30,7 @@ HONOURED: Mapping[str, str] = {
     "the run: read by mcore_rl": """
         hidden_dropout attention_dropout micro_batch_size global_batch_size exit_interval
         exit_duration_in_mins exit_signal_handler exit_signal seed trust_remote_code tensorboard_dir
-        wandb_project wandb_exp_name wandb_save_dir wandb_entity
+        wandb_project wandb_exp_name wandb_save_dir wandb_entity rl_partial_rollouts
     """,
     "checkpoints: Megatron's saving and loading": """
         save save_interval save_retain_interval load load_main_params_from_ckpt finetune
@@ -342,7 +342,7 @@ OWN_RL = frozenset(
     grpo_clamp_eps_upper grpo_kl_beta grpo_entropy_term_weight grpo_filter_groups_with_same_reward
     langrl_env_config rl_default_temperature rl_default_top_p rl_default_top_k
     rl_offload_optimizer_during_inference rl_kv_cache_management_mode rl_persist_cuda_graphs
-    rl_partial_rollouts rl_inference_logprobs_is_correction rl_importance_sampling_truncation_coef
+    rl_inference_logprobs_is_correction rl_importance_sampling_truncation_coef
     rl_use_sequence_packing rl_sequence_packing_max_sequences_per_bin rl_sequence_packing_algo
     rl_training_cuda_graphs rl_inference_tensor_model_parallel_size
     rl_inference_pipeline_model_parallel_size rl_inference_expert_model_parallel_size
@@ -351,6 +351,9 @@ OWN_RL = frozenset(
     rl_skip_bos_token rl_profile rl_profile_dir rl_inference_parsers
     """.split()
 )
+
+# Of the same loop, which mean the same here: one flag with two definitions.
+SHARED_RL = frozenset({"rl_partial_rollouts"})
 
 # Switches that RL cannot honour: a run would do something else than the flag says.
 REFUSED: Mapping[str, Refusal] = {

@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from mcore_rl.algorithms.recipes import Algorithm
 
 FLOAT8 = "fp8"  # of --rl-export-dtype
+_MAX_STALENESS = 4
+_OVERSAMPLE_PARTIAL = 1.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,6 +204,30 @@ class RLConfig:
     )
     rollout_enforce_eager: bool = param(False, "no CUDA graphs in vLLM (always so on CPU)")
     speculate: str = param("off", "tokens that engines draft and then verify: mtp:N, ngram:N, off")
+    oversample: float | None = param(
+        None,
+        "groups that are sampled at a time, for each that a step takes: it takes those that finish "
+        "first; default: 1, with --rl-partial-rollouts 1.5",
+        least=1,
+        advice="1 starts those that it takes",
+    )
+    partial_rollouts: bool = param(
+        False,
+        "end a step's generation when its groups are there; what is unfinished goes on in later "
+        "steps, from its tokens",
+    )
+    max_staleness: int | None = param(
+        None,
+        "with --rl-partial-rollouts, versions of the weights between a sample's oldest token and "
+        "the step that learns from it; default: 4",
+        least=0,
+        advice="0 lets every response end in the step that began it",
+    )
+    stale_rollouts: str = param(
+        "finish",
+        "groups that would get older: they end in this step, or are dropped",
+        choices=("finish", "drop"),
+    )
     ranks_per_node: int = param(
         0,
         "processes on one machine, which engines' TP groups do not leave; 0 asks the launcher",
@@ -363,6 +389,23 @@ class RLConfig:
     @property
     def samples_per_step(self) -> int:
         return self.num_prompts_per_step * self.samples_per_prompt
+
+    @property
+    def keeps_unfinished(self) -> bool:
+        """Whether responses may go on in a later step than the one that began them."""
+        return self.partial_rollouts and self.max_staleness != 0
+
+    @property
+    def staleness_limit(self) -> int:
+        """`max_staleness`, by default too."""
+        return _MAX_STALENESS if self.max_staleness is None else self.max_staleness
+
+    @property
+    def groups_at_a_time(self) -> float:
+        """`oversample`, by default too."""
+        if self.oversample is not None:
+            return self.oversample
+        return _OVERSAMPLE_PARTIAL if self.keeps_unfinished else 1.0
 
     @property
     def directory(self) -> Path:

@@ -8,6 +8,7 @@ from typing import Any
 
 from mcore_rl.common.errors import CORRECT, UsageError
 from mcore_rl.common.parameters import flag_of, parameters_of
+from mcore_rl.flags.megatron_flags import SHARED_RL
 from mcore_rl.flags.options import RLConfig, flags
 
 # What vLLM samples at as it is told (vllm/sampling_params.py).
@@ -21,7 +22,8 @@ def add_rl_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     """Add the `--rl-*` flags to a parser, Megatron's or a fork's; returns the parser.
 
     Raises UsageError if the parser already defines one of our flags: two meanings of one flag would
-    be worse than stopping. Names that Megatron uses for its own RL are avoided.
+    be worse than stopping. Names that Megatron uses for its own RL are avoided, but for switches
+    that mean the same.
     """
     taken = parser._option_string_actions
     group = parser.add_argument_group(title=GROUP)
@@ -30,6 +32,8 @@ def add_rl_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         flag, kind = parameter.flag, parameter.kind
         # A part of the algorithm that is not given is the recipe's.
         default = parameter.default if name in own else None
+        if flag in taken and taken[flag].dest in SHARED_RL:
+            continue
         if flag in taken:
             raise UsageError(
                 f"is already defined by this parser (as '{taken[flag].dest}') and mcore_rl needs "

@@ -50,6 +50,40 @@ def check_ranges(config: RLConfig) -> None:
             flag=f"--rl-reference-refresh-interval {config.reference_refresh_interval}",
             remedy="add --rl-kl-coef or --rl-kl-in-reward, or drop it",
         )
+    _check_first_finished(config)
+
+
+def _check_first_finished(config: RLConfig) -> None:
+    """Steps that take the groups which finish first, and what becomes of the others."""
+    at_a_time, staleness = config.groups_at_a_time, config.max_staleness
+    flag = f"--rl-oversample {at_a_time:g}"
+    if not config.partial_rollouts and staleness is not None:
+        raise UsageError(
+            "has no effect without --rl-partial-rollouts",
+            flag=f"--rl-max-staleness {staleness}",
+            remedy="add that, or drop it",
+        )
+    if config.keeps_unfinished and at_a_time == 1.0:
+        raise UsageError(
+            "leaves --rl-partial-rollouts nothing to stop: a step takes all groups that it starts",
+            flag=flag,
+            remedy="choose for example 1.5",
+        )
+    if config.keeps_unfinished and at_a_time > 2.0:
+        raise UsageError(
+            "may leave more groups unfinished than a step takes, which with --rl-partial-rollouts "
+            "could then not end in time for --rl-max-staleness",
+            flag=flag,
+            remedy="choose 2 or less",
+        )
+    if at_a_time > 1.0 and config.recipe.dynamic_sampling and config.reward_model:
+        raise UsageError(
+            "cannot be with --rl-dynamic-sampling and --rl-reward-model: a reward model scores "
+            "when all engines are done, so that no group can be found to teach nothing while "
+            "others are sampled",
+            flag=flag,
+            remedy="drop one of the three",
+        )
 
 
 def check_outputs(config: RLConfig, given: Mapping[str, Any]) -> None:

@@ -10,10 +10,14 @@ A sample whose reward failed has none: it counts in no comparison, and nothing i
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import numpy as np
+import torch.distributed as dist
+from safetensors.numpy import load_file, save_file
 
 from mcore_rl.algorithms.estimators import select_informative_groups
 from mcore_rl.batching.table import SampleTable
@@ -24,8 +28,10 @@ from mcore_rl.hybrid_engine.vllm.generation import Sampling
 from mcore_rl.observe.stage_timers import StageTimers
 from mcore_rl.rollout.dealing import Wanted
 from mcore_rl.rollout.engines import RolloutWorkers
-from mcore_rl.rollout.groups import GroupPlan
+from mcore_rl.rollout.groups import GroupPlan, Tally
 from mcore_rl.rollout.keeper import SampleKeeper
+
+_LENGTHS = "lengths.safetensors"
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +46,9 @@ class Collected:
 class Collector:
     """Draws prompts, samples responses and has them scored. All methods are collective.
 
-    `position` counts the prompts drawn so far; a run that is resumed starts where it was.
+    `position` counts the prompts drawn so far; a run that is resumed starts where it was. `lengths`
+    has the tokens of the longest response to each row of the file, the last time that it was drawn,
+    `[rows]` int32; -1 before.
     """
 
     def __init__(
@@ -59,54 +67,88 @@ class Collector:
         self._recipe = config.recipe
         self._seed, self._timers, self._keeper = seed, timers, keeper
         self.position = self._step_began_at = position
-        self._num_generated_tokens = 0  # in this step
+        self.lengths = np.full(int(prompts.rows.max()) + 1, -1, dtype=np.int32)
+        self._lengths_before = self.lengths
+        self._tally = Tally()  # of this step
         self._num_calls = 0
 
     def collect(self, weight_version: int, when_few_are_left: Callable[[], object]) -> Collected:
         """One step's samples; in rollout mode. `when_few_are_left` is passed to the engine."""
         wanted = self._config.num_prompts_per_step
         recipe = self._recipe
-        self._num_generated_tokens = 0
-        self._step_began_at = self.position
+        self._tally = Tally()
+        self._step_began_at, self._lengths_before = self.position, self.lengths.copy()
         self._keeper.forget()
         self._workers.draft_metrics()  # of what evaluations have sampled
+        at_a_time = self._config.groups_at_a_time
         if not recipe.dynamic_sampling:
-            return self._collected(
-                self._drawn(Wanted.of(wanted), weight_version, when_few_are_left)
-            )
+            once = Wanted.of(wanted, oversample=at_a_time)
+            table = self._drawn(once, weight_version, when_few_are_left)
+            return self._collected(table, weight_version)
         kept: list[SampleTable] = []
         useless: list[SampleTable] = []
         most = wanted * (1 + recipe.max_refills)
         while len(kept) < wanted and self.position - self._step_began_at < most:
-            # Where groups can be compared while others are sampled, this is done once.
-            again = Wanted(wanted - len(kept), wanted - len(kept), most, self._workers.compares)
+            again = Wanted(wanted - len(kept), wanted - len(kept), most)
+            if self._workers.compares:  # while others are sampled, so that this is done once
+                again = Wanted.of(wanted, max_refills=recipe.max_refills, oversample=at_a_time)
             # Else training is not called back early: whether others follow is not known then.
             call_back = when_few_are_left if again.compares else None
             for group in self._groups(self._drawn(again, weight_version, call_back)):
                 (kept if _differ(group) else useless).append(group)
             if again.compares or not any(group.valid.any() for group in (*kept, *useless)):
                 break  # or every reward fails, which more of them would not mend
-        missing = wanted - len(kept)
-        groups = kept + useless[: max(missing, 0)]
+        missing = max(0, wanted - len(kept))
+        groups = kept + useless[:missing]
+        self._tally.dropped += len(useless) - missing
         metrics = {
-            "rollout/refills": (self.position - self._step_began_at) / wanted - 1.0,
+            "rollout/refills": self._num_refills(wanted, at_a_time) / wanted,
             "rollout/uninformative_share": missing / wanted,
-            "rollout/dropped_samples": float(
-                (len(useless) - max(missing, 0)) * recipe.num_samples_per_prompt
-            ),
+            "rollout/dropped_samples": float(self._tally.dropped * recipe.num_samples_per_prompt),
         }
-        return self._collected(SampleTable.joined(groups), metrics)
+        return self._collected(SampleTable.joined(groups), weight_version, metrics)
+
+    def _num_refills(self, wanted: int, at_a_time: float) -> int:
+        """Draws of the step beyond those that it makes in any case."""
+        tally = self._tally
+        return tally.before - tally.stale + tally.started - math.ceil(wanted * at_a_time)
+
+    def save(self, folder: Path) -> None:
+        """Write what decides the next steps beside the position. Collective by its caller."""
+        folder.mkdir(parents=True, exist_ok=True)
+        self._workers.save_pending(folder)
+        if dist.get_rank() == 0:
+            save_file({"lengths": self.lengths}, folder / _LENGTHS)
+
+    def restore(self, folder: Path) -> None:
+        """Go on from what a run over the same prompts has saved. Local."""
+        if not folder.is_dir():
+            return  # an earlier version wrote the checkpoint
+        self.lengths[:] = load_file(folder / _LENGTHS)["lengths"]
+        recipe = self._recipe
+        num_responses = recipe.num_samples_per_prompt + recipe.needs_greedy_baseline
+        self._workers.load_pending(folder, self._prompt_of, num_responses)
 
     def undo(self) -> None:
         """The last step will be done again: its prompts count as not drawn. Local."""
-        self.position = self._step_began_at
+        self.position, self.lengths = self._step_began_at, self._lengths_before
+        self._workers.undo()
 
-    def _collected(self, table: SampleTable, metrics: dict[str, float] | None = None) -> Collected:
+    def _collected(
+        self, table: SampleTable, weight_version: int, metrics: dict[str, float] | None = None
+    ) -> Collected:
         metrics = {**(metrics or {}), **self._workers.draft_metrics()}
         if self._recipe.needs_greedy_baseline:
             firsts = table.take(range(0, len(table), self._recipe.num_samples_per_prompt))
             metrics["reward/baseline_failures"] = float((~firsts.has_baseline).sum())
-        return Collected(table, self._num_generated_tokens, metrics)
+        if self._config.groups_at_a_time > 1.0:
+            metrics |= _of_first_finished(table, self._tally)
+        if self._config.keeps_unfinished:
+            staleness = weight_version - table.oldest_versions
+            metrics["rollout/pending_groups"] = float(self._tally.pending)
+            metrics["rollout/staleness_mean"] = float(staleness.mean())
+            metrics["rollout/staleness_max"] = float(staleness.max())
+        return Collected(table, self._tally.generated_tokens, metrics)
 
     def _groups(self, table: SampleTable) -> list[SampleTable]:
         size = self._recipe.num_samples_per_prompt
@@ -130,6 +172,7 @@ class Collector:
             weight_version=weight_version,
             with_routes=self._keeper.routed is not None,
             with_greedy=recipe.needs_greedy_baseline,
+            keeps=config.keeps_unfinished,
         )
         with self._timers("rollout"):
             self._num_calls += 1
@@ -139,24 +182,53 @@ class Collector:
                 self._prompt_of,
                 key=f"{self._num_calls}",
                 differs=_rewards_differ if wanted.compares else None,
+                order_of=self._longest_first,
                 when_few_are_left=when_few_are_left,
             )
         with self._timers("reward"):
-            table, num_draws = self._workers.settle(groups, self._waited_for_rollouts)
-        self.position += num_draws
-        self._num_generated_tokens += int(table.response_lengths.sum())
-        self._num_generated_tokens += int(table.baseline_lengths[:: plan.num_samples].sum())
+            table, tally = self._workers.settle(groups, self._waited_for_rollouts)
+        self.position += tally.num_draws
+        self._tally += tally
+        self.lengths[table.prompts] = 0
+        np.maximum.at(self.lengths, table.prompts, table.response_lengths)
         return table
 
     def _waited_for_rollouts(self, seconds: float) -> None:
         self._timers.move(seconds, "reward", "rollout")
 
+    def _longest_first(self, count: int) -> tuple[int, ...]:
+        """The next so many draws, those first whose prompts had the longest responses when they
+        were drawn before: what begins last is then short. The others are taken to be as long as
+        those in the mean, and stay in their order."""
+        rows = self._prompts.rows[self._places(self.position, count)]
+        lengths = self.lengths[rows].astype(np.float64)
+        is_known = lengths >= 0
+        if not is_known.any():
+            return ()
+        lengths[~is_known] = lengths[is_known].mean()
+        return tuple(np.argsort(-lengths, kind="stable").tolist())
+
     def _prompt_of(self, draw: int) -> Prompt:
-        """Of a draw, counted from where the position is."""
-        rows = prompt_indices(
-            len(self._prompts), start=self.position + draw, count=1, seed=self._seed
-        )
-        return self._prompts[int(rows[0])]
+        """Of a draw of the run."""
+        return self._prompts[int(self._places(draw, 1)[0])]
+
+    def _places(self, draw: int, count: int) -> np.ndarray:
+        return prompt_indices(len(self._prompts), start=draw, count=count, seed=self._seed)
+
+
+def _of_first_finished(table: SampleTable, tally: Tally) -> dict[str, float]:
+    """How many groups a step took of those it had begun, and how much shorter they are.
+
+    What was left had not come to its end, so that the difference in length is the least that it
+    may be: in the mean of all that was begun a response left counts as long as it was then.
+    """
+    taken = float(table.response_lengths.mean())
+    every = (table.response_lengths.sum() + tally.left_tokens) / (len(table) + tally.left_samples)
+    return {
+        "rollout/started_groups": float(tally.started),
+        "rollout/dropped_groups": float(tally.dropped),
+        "rollout/length_bias_tokens": taken - float(every),
+    }
 
 
 def _rewards_differ(scored: Sequence[ScoredRollout]) -> bool:

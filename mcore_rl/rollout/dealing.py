@@ -1,4 +1,4 @@
-"""Who samples which prompt, decided while engines run.
+"""Who samples which prompt, decided while engines run, and which groups a step takes.
 
 The draws of a step are numbered from 0. Without dynamic sampling there are as many as groups are
 started. With it (DAPO, arXiv 2503.14476, section 3.2) a group whose responses are all worth the
@@ -9,11 +9,16 @@ The TP groups of all engines draw from one counter, each as it has room. Which o
 depends on their speed. The tokens of its samples do not, but for what kernels make of batches of
 another size; where that must not differ either, draws are dealt in turn.
 
+Where more groups are started than a step takes, it takes those that finish first: they are counted
+as they do. Which these are depends on the speed of the engines, too; where it must not, each TP
+group takes its share of them.
+
 This module is pure: it imports neither Megatron nor vLLM nor torch.distributed.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections import Counter
 from dataclasses import dataclass
@@ -40,20 +45,43 @@ class LocalCounters:
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """How many groups a step is to have, and how many prompts it may draw for them."""
+    """How many groups a step is to take, and how many prompts it may draw for them."""
 
-    groups: int
-    started: int  # more than `groups` where those are taken that finish first
+    groups: int  # for which places are open
+    started: int  # groups that are drawn in any case
     most: int  # draws in all
     compares: bool = False  # a group without a difference is replaced by another
+    takes_first: bool = False  # what has not finished when enough have is not waited for
+    pending: int = 0  # groups of earlier steps that are sampled, too
 
     @classmethod
     def of(cls, groups: int, *, max_refills: int | None = None, oversample: float = 1.0) -> Wanted:
         """`max_refills`, in steps' worth of draws; None: groups are kept whatever they teach."""
         started = math.ceil(groups * oversample)
-        if max_refills is None:
-            return cls(groups, started, started)
-        return cls(groups, started, started + groups * max_refills, compares=True)
+        most = started + groups * (max_refills or 0)
+        return cls(groups, started, most, max_refills is not None, started > groups)
+
+    def share(self, part: int, num_parts: int) -> Wanted:
+        """What one of so many is to take of it, and may draw."""
+
+        def of(number: int) -> int:
+            return number // num_parts + (part < number % num_parts)
+
+        return dataclasses.replace(
+            self, groups=of(self.groups), started=of(self.started), most=of(self.most)
+        )
+
+    def beside(self, *, pending: int, reserved: int) -> Wanted:
+        """What is left to be drawn beside so many groups that have been, and of places, as so many
+        of them are taken for certain."""
+        return dataclasses.replace(
+            self,
+            groups=max(0, self.groups - reserved),
+            started=max(0, self.started - pending),
+            most=max(0, self.most - pending),
+            takes_first=True,
+            pending=pending,
+        )
 
 
 class Deal:
@@ -66,36 +94,50 @@ class Deal:
         key: str,
         *,
         turn: tuple[int, int] | None = None,
+        numbering: tuple[int, int] = (0, 1),
     ) -> None:
         """`key` is the step's own. `turn` (i, g): this TP group gets draws i, i + g, i + 2g and so
-        on; None: any that are next."""
+        on; None: any that are next. `numbering` (i, g): what this deal counts as 0, 1, 2 are draws
+        i, i + g, i + 2g of the step, those of others it does not count."""
         self._wanted, self._counters, self._key, self._turn = wanted, counters, key, turn
         self._next: int | None = None if turn is None else turn[0]
+        self._first, self._stride = numbering
         self.last = -1  # the highest that was given here
+        self.num_given = 0
         self.is_over = False  # no more will be given here
+
+    @property
+    def takes_first(self) -> bool:
+        """Whether what has not finished when enough have is not waited for."""
+        return self._wanted.takes_first
 
     def next(self) -> int | None:
         """A draw that is to be sampled here; None: not now, or with `is_over` never."""
+        if not self.is_over and self._wanted.takes_first:
+            self.is_over = self.has_enough()
         if self.is_over:
             return None
         if self._next is None:
             self._next = self._add("drawn", 1) - 1
         if self._next < self._allowed():
-            self.last = draw = self._next
+            draw = self._next
             self._next = None if self._turn is None else draw + self._turn[1]
-            return draw
+            self.num_given += 1
+            self.last = self._first + draw * self._stride
+            return self.last
         self.is_over = self._is_decided(self._next)
         return None
 
-    def finished(self, *, differs: bool, is_valid: bool) -> None:
-        """A group has all its rewards; whether one of them is other than the others, and whether
-        there is any."""
+    def finished(self, *, differs: bool = True, is_valid: bool = True) -> bool:
+        """A group has all its responses, and where groups are compared all its rewards; whether one
+        of them is other than the others, and whether there is any. Returns whether the step takes
+        it; if it does not differ, to fill up with."""
         if is_valid:
             self._add("valid", 1)
         if self._wanted.compares and not differs:
             self._add("useless", 1)
-        else:
-            self._add("kept", 1)
+            return True
+        return self._add("kept", 1) <= self._wanted.groups
 
     def has_enough(self) -> bool:
         """Whether all groups that are wanted have finished: what still runs comes too late."""
@@ -112,7 +154,8 @@ class Deal:
         wanted = self._wanted
         if not wanted.compares or draw >= wanted.most or self.has_enough():
             return True
-        return self._add("useless", 0) >= wanted.started and not self._add("valid", 0)
+        in_hand = wanted.started + wanted.pending
+        return self._add("useless", 0) >= in_hand and not self._add("valid", 0)
 
     def _add(self, name: str, amount: int) -> int:
         return self._counters.add(f"{self._key}/{name}", amount)

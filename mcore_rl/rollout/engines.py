@@ -8,9 +8,11 @@ samples; then everybody hears of all samples, in the order of the prompts, witho
 from __future__ import annotations
 
 import dataclasses
+import logging
 import os
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import numpy as np
 import torch.distributed as dist
@@ -29,9 +31,13 @@ from mcore_rl.rewards.specs import RewardSpec
 from mcore_rl.rewards.stack import RewardStack
 from mcore_rl.rewards.worker import Outcome
 from mcore_rl.rollout.dealing import Counters, Deal, LocalCounters, Wanted
-from mcore_rl.rollout.groups import Differs, GroupPlan, Groups
+from mcore_rl.rollout.groups import Differs, GroupPlan, Groups, Tally
 from mcore_rl.rollout.keeper import SampleKeeper
+from mcore_rl.rollout.pending import read_groups, write_groups
+from mcore_rl.rollout.segments import OpenGroup
 from mcore_rl.rollout.stream import Conductor, Orders, run_stream
+
+logger = logging.getLogger(__name__)
 
 
 class Block(Conductor):
@@ -72,6 +78,9 @@ class RolloutWorkers:
         self._scores = layout.tp_rank(self._rank) == 0
         self._rewards = RewardStack(rewards)
         self._reward_model, self._keeper = reward_model, keeper
+        # What this TP group's engine goes on with in the next step, the same on all of its ranks.
+        self.pending: list[OpenGroup] = []
+        self._pending_before = self.pending
         self._counters: Counters = LocalCounters()
         if layout.num_tp_groups > 1:
             # The store outlives a job that torchrun starts again.
@@ -148,52 +157,140 @@ class RolloutWorkers:
         *,
         key: str,
         differs: Differs | None = None,
+        order_of: Callable[[int], tuple[int, ...]] | None = None,
         when_few_are_left: Callable[[], object] | None = None,
     ) -> Groups:
         """This TP group's part of a step's groups, on their way to their rewards; in rollout mode.
 
-        `prompt_of` gives the prompt of each of the step's draws; `key` is of this call alone, and
-        the same on all ranks. `differs` is asked of groups where `wanted` compares them.
+        `prompt_of` gives the prompt of each of the run's draws; `key` is of this call alone, and
+        the same on all ranks. `differs` is asked of groups where `wanted` compares them. `order_of`
+        gives `GroupPlan.order` of the step's first draws, as many as it is asked for.
         """
-        deal = None
-        if self._scores:
-            group, num_groups = self._layout.tp_group_index(self._rank), self._layout.num_tp_groups
-            turn = (group, num_groups) if self._config.deterministic else None
-            deal = Deal(wanted, self._counters, key, turn=turn)
+        group, num_groups = self._layout.tp_group_index(self._rank), self._layout.num_tp_groups
+        counters, turn, numbering = self._counters, None, (0, 1)
+        shares = self._config.deterministic and (plan.keeps or wanted.takes_first)
+        if shares:
+            wanted = wanted.share(group, num_groups)
+            counters, numbering = LocalCounters(), (group, num_groups)
+        elif self._config.deterministic:
+            turn = group, num_groups
+        self._pending_before = self.pending
+        stale = self._drop_stale(plan) if plan.keeps else 0
+        reserved: frozenset[int] = frozenset()
+        if plan.keeps:
+            wanted, reserved = self._beside_pending(plan, wanted, alone=shares)
+        if order_of is not None and not shares:  # else each deals by a numbering of its own
+            plan = dataclasses.replace(plan, order=order_of(wanted.started))
         groups = Groups(
             self._engine,
             plan,
             prompt_of,
-            deal=deal,
+            deal=Deal(wanted, counters, key, turn=turn, numbering=numbering)
+            if self._scores
+            else None,
             rewards=self._rewards if self._scores else None,
             differs=differs,
+            pending=self.pending,
+            reserved=reserved,
+            num_stale=stale,
+            waits=shares and differs is not None,
         )
         run_stream(self._engine, groups, when_few_are_left=when_few_are_left)
         return groups
 
-    def settle(self, groups: Groups, waited: Callable[[float], object]) -> tuple[SampleTable, int]:
-        """Wait for the rewards that are left: the table of all TP groups' samples, in the order of
-        the draws, and how many draws there were. The samples stay here, with the keeper.
+    def _drop_stale(self, plan: GroupPlan) -> int:
+        """Forget pending groups that are too old to go on; how many."""
+        if self._config.stale_rollouts != "drop":
+            return 0
+        kept = [
+            group
+            for group in self.pending
+            if self._age(plan, group) <= self._config.staleness_limit
+        ]
+        num_stale = len(self.pending) - len(kept)
+        self.pending = kept
+        return num_stale
+
+    def _beside_pending(
+        self, plan: GroupPlan, wanted: Wanted, *, alone: bool
+    ) -> tuple[Wanted, frozenset[int]]:
+        """What is to be drawn beside pending groups, and which of these must end in this step."""
+        mine = [(-self._age(plan, group), group.draw) for group in self.pending]
+        told = [mine] if alone else objects.all_gather(mine if self._scores else [])
+        everyone = sorted(each for part in told for each in part)
+        must_end: list[int] = []
+        if self._config.stale_rollouts == "finish":
+            must_end = [draw for age, draw in everyone if -age >= self._config.staleness_limit]
+        reserved = frozenset(must_end[: wanted.groups])
+        return wanted.beside(pending=len(everyone), reserved=len(reserved)), reserved
+
+    def _age(self, plan: GroupPlan, group: OpenGroup) -> int:
+        """Versions between the oldest token of a group and the present weights."""
+        oldest = group.oldest_version
+        return 0 if oldest is None else plan.weight_version - oldest
+
+    def save_pending(self, folder: Path) -> None:
+        """Write what goes on in the next step. Local."""
+        if self._scores and self._config.keeps_unfinished:
+            write_groups(self.pending, folder, self._layout.tp_group_index(self._rank))
+
+    def load_pending(
+        self, folder: Path, prompt_of: Callable[[int], Prompt], num_responses: int
+    ) -> None:
+        """Go on with what a run has left there, if it sampled as this one does. Local."""
+        found = read_groups(
+            folder,
+            prompt_of,
+            tp_group=self._layout.tp_group_index(self._rank),
+            num_tp_groups=self._layout.num_tp_groups,
+        )
+        fitting = [group for group in found if len(group.rollouts) == num_responses]
+        if not self._config.keeps_unfinished:
+            fitting = []
+        if self._scores and len(fitting) < len(found):
+            logger.warning(
+                "[Resume] %d unfinished groups are dropped: this run has other samples per prompt "
+                "than the checkpoint's, or no --rl-partial-rollouts",
+                len(found) - len(fitting),
+            )
+        self.pending = fitting
+
+    def undo(self) -> None:
+        """The last step will be done again: what was pending before it is pending. Local."""
+        self.pending = self._pending_before
+
+    def settle(
+        self, groups: Groups, waited: Callable[[float], object]
+    ) -> tuple[SampleTable, Tally]:
+        """Wait for the rewards that are left: the table of all TP groups' samples that the step
+        takes, in the order of the draws, and what all have done. The samples stay here, with the
+        keeper.
 
         `waited` hears for how many seconds this rank stood still because others were still
         sampling: beyond what the slowest was rewarded for.
         """
         started = time.perf_counter()
-        groups.wait()
-        plan, sampled = groups.plan, groups.sampled
+        plan, tally, verdict = groups.plan, Tally(), None
+        if self._scores:
+            groups.wait()
+            verdict, tally = groups.verdict(), groups.tally()
+        taken, self.pending = groups.parted(self._engine.of_first_rank(verdict))
         # Greedy responses last: what learns is the samples.
-        numbers = sorted(sampled.rollouts, key=lambda n: (plan.is_greedy(n), n))
-        num_samples = sum(not plan.is_greedy(number) for number in numbers)
+        places = [(group, index) for index in range(plan.size) for group in taken]
+        places.sort(key=lambda place: (plan.is_greedy(place[1]), place[0].draw))
+        rollouts = [group.rollouts[index] for group, index in places]
+        outcomes: dict[str, list[Outcome]] = {}
+        if self._scores and groups.error is None:
+            found = [group.outcomes[index] for group, index in places]
+            outcomes = {name: [each[name] for each in found] for name in self._rewards.names}
         return self._rewarded(
-            [sampled.rollouts[number] for number in numbers],
-            [plan.first_draw + number // plan.size for number in numbers],
-            num_samples,
-            {name: [sampled.outcomes[n][name] for n in numbers] for name in self._rewards.names}
-            if self._scores and sampled.error is None
-            else {},
-            sampled.error,
+            [each for each in rollouts if each is not None],
+            [group.draw for group, _ in places],
+            len(taken) * plan.num_samples,
+            outcomes,
+            groups.error,
             seconds=time.perf_counter() - started,
-            last=groups.last,
+            tally=tally,
             waited=waited,
         )
 
@@ -213,14 +310,15 @@ class RolloutWorkers:
         error: Exception | None,
         *,
         seconds: float = 0.0,
-        last: int = -1,
+        tally: Tally | None = None,
         waited: Callable[[float], object] = lambda seconds: None,
-    ) -> tuple[SampleTable, int]:
+    ) -> tuple[SampleTable, Tally]:
         """The table of all groups' samples; behind so many of them are greedy responses."""
+        tally = tally or Tally()
         first = self._keeper.keep([ScoredRollout(each, reward=0.0) for each in rollouts])
         if self._reward_model is not None:
             table, _ = self._exchanged(
-                self._keeper.table(first, draws), error, seconds, last, waited
+                self._keeper.table(first, draws), error, seconds, tally, waited
             )
             scores = self._reward_model(self._keeper, table)
             here = np.flatnonzero(table.homes == self._keeper.home)
@@ -231,7 +329,7 @@ class RolloutWorkers:
             weighed = self._rewards.weigh(rollouts, outcomes)
             self._keeper.rewarded(first, _with_baselines(weighed, num_samples))
         mine = self._keeper.table(first, draws[:num_samples])
-        return self._exchanged(mine, error, seconds, last, waited)
+        return self._exchanged(mine, error, seconds, tally, waited)
 
     def _asked(
         self, rollouts: Sequence[Rollout]
@@ -247,13 +345,13 @@ class RolloutWorkers:
         mine: SampleTable,
         error: Exception | None,
         seconds: float,
-        last: int,
+        tally: Tally,
         waited: Callable[[float], object],
-    ) -> tuple[SampleTable, int]:
-        """The tables of all groups, of which one rank each tells, and how many draws there were."""
+    ) -> tuple[SampleTable, Tally]:
+        """The tables of all groups, of which one rank each tells, and what all have done."""
         started = time.perf_counter()
         told = mine if self._scores else None
-        answers = objects.all_gather((told, error, seconds, last, self._keeper.digest()))
+        answers = objects.all_gather((told, error, seconds, tally, self._keeper.digest()))
         for rank, (_, other, *_) in enumerate(answers):
             if other is not None:
                 raise RuntimeError(f"scoring failed on rank {rank}: {other}") from other
@@ -261,8 +359,8 @@ class RolloutWorkers:
         slowest = max(each for _, _, each, *_ in answers)
         waited(max(0.0, time.perf_counter() - started + seconds - slowest))
         table = SampleTable.joined([each for each, *_ in answers if each is not None])
-        num_draws = 1 + max(each for *_, each, _ in answers)
-        return table.take(np.argsort(table.draws, kind="stable")), num_draws
+        total = sum((each for *_, each, _ in answers), Tally())
+        return table.take(np.argsort(table.draws, kind="stable")), total
 
     def close(self) -> None:
         """End the reward processes of this rank."""

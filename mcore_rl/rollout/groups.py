@@ -1,13 +1,19 @@
 """Groups of responses, one to each prompt that is drawn, from the draw to their rewards.
 
 A conductor of `stream`: draws prompts as its engine has room, hands each response to the rewards as
-soon as it ends, and tells the deal what became of a group.
+soon as it ends, and tells the deal what became of a group. Where a step takes the groups that
+finish first, what still runs then is stopped: it is dropped, or goes on in a later step from the
+tokens that it has.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, fields, replace
+from operator import itemgetter
+
+import numpy as np
 
 from mcore_rl.batching.types import Prompt, Rollout, ScoredRollout
 from mcore_rl.hybrid_engine.vllm.engine import VLLMEngine
@@ -15,6 +21,7 @@ from mcore_rl.hybrid_engine.vllm.generation import Completion, Request, Sampling
 from mcore_rl.rewards.stack import RewardStack
 from mcore_rl.rewards.worker import Outcome
 from mcore_rl.rollout.dealing import Deal
+from mcore_rl.rollout.segments import OpenGroup, begun, extended, is_finished
 from mcore_rl.rollout.stream import Orders
 
 Differs = Callable[[Sequence[ScoredRollout]], bool]
@@ -32,6 +39,8 @@ class GroupPlan:
     weight_version: int
     with_routes: bool = False
     with_greedy: bool = False  # one more response, at temperature 0
+    keeps: bool = False  # what is stopped goes on in a later step
+    order: tuple[int, ...] = ()  # of the step's first draws; the others as they are counted
 
     @property
     def size(self) -> int:
@@ -42,37 +51,62 @@ class GroupPlan:
         """Whether a request of this number is the one at temperature 0."""
         return number % self.size >= self.num_samples
 
-    def requests(self, draw: int, prompt: Prompt) -> list[Request]:
-        """Those of the step's draw number `draw`."""
-        greedy = Sampling(temperature=0.0)
-        seed = seed_of(self.seed, "draw", self.first_draw + draw)
-        return [
-            Request(
-                number=draw * self.size + index,
-                token_ids=prompt.token_ids,
-                max_tokens=self.max_tokens,
-                sampling=self.sampling if index < self.num_samples else greedy,
-                seed=seed_of(seed, index),
-                with_routes=self.with_routes and index < self.num_samples,
-            )
-            for index in range(self.size)
-        ]
+    def draw(self, count: int) -> int:
+        """The run's number of the draw that the step counts as `count`."""
+        return self.first_draw + (self.order[count] if count < len(self.order) else count)
+
+    def request(self, draw: int, so_far: Rollout) -> Request:
+        """To begin a response, or to go on with it.
+
+        Its random stream depends on nothing but the run's seed, the draw, its place and how much
+        of it there is: not on the step, nor on who samples it.
+        """
+        index, num_tokens = so_far.sample_index, len(so_far.response_token_ids)
+        seed = seed_of(seed_of(self.seed, "draw", draw), index)
+        is_sample = index < self.num_samples
+        return Request(
+            number=draw * self.size + index,
+            token_ids=np.concatenate([so_far.prompt.token_ids, so_far.response_token_ids]),
+            max_tokens=self.max_tokens - num_tokens,
+            sampling=self.sampling if is_sample else Sampling(temperature=0.0),
+            seed=seed_of(seed, "after", num_tokens) if num_tokens else seed,
+            with_routes=self.with_routes and is_sample,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What becomes of a TP group's groups; told by its first rank to the others."""
+
+    taken: tuple[int, ...] = ()  # draws that the step takes, or may fill up with
+    pending: tuple[int, ...] = ()  # that go on in a later step
 
 
 @dataclass(slots=True)
-class Sampled:
-    """What a TP group has sampled in a step; on all of its ranks, rewards on the first alone.
+class Tally:
+    """What one TP group, or all of them, have done in a step."""
 
-    By the number of the request: its draw x `GroupPlan.size` + its place among the responses.
-    """
+    num_draws: int = 0  # of the step, counted from its first
+    before: int = 0  # groups that were pending before the step
+    started: int = 0
+    stale: int = 0  # of those before, dropped at once for their age
+    dropped: int = 0  # these and others
+    pending: int = 0
+    generated_tokens: int = 0
+    left_samples: int = 0  # of groups that were dropped or are pending
+    left_tokens: int = 0  # of these so far
 
-    rollouts: dict[int, Rollout] = field(default_factory=dict)
-    outcomes: dict[int, Mapping[str, Outcome]] = field(default_factory=dict)
-    error: Exception | None = None  # of the rewards, to be told to all ranks
+    def __add__(self, other: Tally) -> Tally:
+        counts = {f.name: getattr(self, f.name) + getattr(other, f.name) for f in fields(self)}
+        return replace(Tally(**counts), num_draws=max(self.num_draws, other.num_draws))
 
 
 class Groups:
-    """Conducts an engine through its part of a step's draws."""
+    """Conducts an engine through its part of a step's draws, and of what earlier steps have left.
+
+    `open` has the groups by their draw; `error` what the rewards have raised, which is to be told
+    to all ranks.
+    """
 
     def __init__(
         self,
@@ -83,83 +117,198 @@ class Groups:
         deal: Deal | None,
         rewards: RewardStack | None,
         differs: Differs | None,
+        pending: Sequence[OpenGroup] = (),
+        reserved: frozenset[int] = frozenset(),
+        num_stale: int = 0,
+        waits: bool = False,
     ) -> None:
-        """`prompt_of` gives the prompt of a draw of the step, on every rank. `deal` and `rewards`
+        """`prompt_of` gives the prompt of a draw of the run, on every rank. `deal` and `rewards`
         are there on the first rank of a TP group. `differs` says of a group what the deal wants to
-        know; None: nothing."""
+        know; None: nothing. Of `pending` the draws in `reserved` are sampled to their end and
+        taken; `num_stale` others have been dropped. `waits`: no step of the engine before all that
+        has ended is rewarded, so that the rewards' speed decides nothing."""
         self.plan = plan
         self._engine, self._prompt_of = engine, prompt_of
         self._deal, self._rewards, self._differs = deal, rewards, differs
+        self._reserved, self._waits = reserved, waits
+        self.open = {group.draw: group for group in pending}
+        self.error: Exception | None = None
+        self._tally = Tally(before=len(pending) + num_stale, stale=num_stale)
         self._tickets: dict[int, int] = {}  # of the rewards -> request
-        self._missing: dict[int, int] = {}  # draw -> responses without rewards
-        self.sampled = Sampled()
+        self._taken: set[int] = set()
+        self._running: set[int] = set()
+        self._queue: deque[Request] = deque()
+        self._is_ending = False
+        if deal is not None:
+            self._go_on(pending)
 
-    @property
-    def last(self) -> int:
-        """The highest draw that was given here, -1 without any."""
-        return -1 if self._deal is None else self._deal.last
+    # The stream's conductor
 
     def orders(self, num_running: int) -> Orders:
-        """More groups, as many as the engine has room for."""
+        """What waits, and more groups, as many as the engine has room for; once the step has enough
+        groups, that the others end."""
+        if self.error is not None:
+            return Orders(drop=tuple(self._running))
         assert self._deal is not None, "not the first rank of its TP group"
-        if self.sampled.error is not None:
-            return Orders(drop=tuple(self._unfinished()))
         submit: list[Request] = []
         room = self._engine.config.max_num_seqs - num_running
-        while len(submit) < room and (draw := self._deal.next()) is not None:
-            self._missing[draw] = self.plan.size
-            submit += self.plan.requests(draw, self._prompt_of(draw))
-        return Orders(tuple(submit), more=not self._deal.is_over)
+        while len(submit) < room and self._queue:
+            submit.append(self._queue.popleft())
+        while len(submit) < room and (count := self._deal.next()) is not None:
+            submit += self._begin(self.plan.draw(count))
+        unneeded = self._ended()
+        submit = [each for each in submit if each.number not in unneeded]
+        self._running |= {each.number for each in submit}
+        stopped = tuple(sorted(unneeded & self._running))
+        more = bool(self._queue) or not self._deal.is_over
+        if self.plan.keeps:
+            return Orders(tuple(submit), end=stopped, more=more)
+        self._running -= set(stopped)
+        return Orders(tuple(submit), drop=stopped, more=more)
 
     def finished(self, completion: Completion) -> None:
-        """The response is kept, and is on its way to its rewards."""
+        """More of a response is kept, or if that was all, it is on its way to its rewards."""
         draw, index = divmod(completion.number, self.plan.size)
-        rollout = self._engine.rollout(
-            self._prompt_of(draw), index, completion, self.plan.weight_version
-        )
-        self.sampled.rollouts[completion.number] = rollout
-        if self._rewards is not None and self.sampled.error is None:
-            self._tickets[self._rewards.begin(rollout)] = completion.number
+        group = self.open.setdefault(draw, OpenGroup.new(draw, self.plan.size))
+        so_far = self._so_far(group, index)
+        rollout = extended(so_far, completion, self.plan.weight_version)
+        self._running.discard(completion.number)
+        self._tally.generated_tokens += len(completion.token_ids)
+        if is_finished(rollout) and self._deal is not None:
+            rollout = replace(rollout, text=self._engine.text_of(rollout.response_token_ids))
+        group.rollouts[index] = rollout
+        if is_finished(rollout) and self._deal is not None:
+            self._reward(group, index)
 
     def between_steps(self) -> None:
         """Takes what is rewarded, and has the rest go on; on the first rank."""
-        if self._rewards is None or self.sampled.error is not None:
+        if self._rewards is None or self.error is not None:
             return
         try:
-            for ticket, outcomes in self._rewards.finished():
+            if self._waits:
+                self._rewards.wait()
+            for ticket, outcomes in sorted(self._rewards.finished(), key=itemgetter(0)):
                 self._rewarded(self._tickets.pop(ticket), outcomes)
         except Exception as error:  # told to all ranks, which raise together
-            self.sampled.error = error
+            self.error = error
+
+    # After it
 
     def wait(self) -> None:
         """Until all that was sampled is rewarded."""
         try:
-            if self._rewards is not None and self.sampled.error is None:
+            if self._rewards is not None and self.error is None:
                 self._rewards.wait()
         except Exception as error:
-            self.sampled.error = error
+            self.error = error
         self.between_steps()
 
-    def _rewarded(self, number: int, outcomes: Mapping[str, Outcome]) -> None:
-        self.sampled.outcomes[number] = outcomes
-        draw = number // self.plan.size
-        self._missing[draw] -= 1
-        if self._missing[draw] or self._differs is None:
-            return
-        assert self._deal is not None and self._rewards is not None
-        numbers = range(draw * self.plan.size, draw * self.plan.size + self.plan.num_samples)
-        scored = self._rewards.weigh(
-            [self.sampled.rollouts[each] for each in numbers],
-            {
-                name: [self.sampled.outcomes[each][name] for each in numbers]
-                for name in self._rewards.names
-            },
-        )
-        self._deal.finished(
-            differs=self._differs(scored), is_valid=any(each.is_valid for each in scored)
+    def verdict(self) -> Verdict:
+        """After `wait`, on the first rank."""
+        if self.error is not None:
+            return Verdict()
+        others = sorted(self.open.keys() - self._taken)
+        return Verdict(tuple(sorted(self._taken)), tuple(others) if self.plan.keeps else ())
+
+    def parted(self, verdict: Verdict) -> tuple[list[OpenGroup], list[OpenGroup]]:
+        """The groups that are taken, and those that are pending; on all ranks."""
+        size = self.plan.size
+        pending = [
+            self.open.get(draw) or OpenGroup.new(draw, size)  # without a token nobody told of it
+            for draw in verdict.pending
+        ]
+        return [self.open[draw] for draw in verdict.taken], pending
+
+    def tally(self) -> Tally:
+        """Of this TP group; on the first rank, after `wait`."""
+        assert self._deal is not None
+        left = [group for draw, group in self.open.items() if draw not in self._taken]
+        return replace(
+            self._tally,
+            num_draws=self._deal.last + 1,
+            started=self._deal.num_given,
+            dropped=self._tally.stale + (0 if self.plan.keeps else len(left)),
+            pending=len(left) if self.plan.keeps else 0,
+            left_samples=len(left) * self.plan.num_samples,
+            left_tokens=sum(group.num_tokens(self.plan.num_samples) for group in left),
         )
 
-    def _unfinished(self) -> list[int]:
-        first = [draw * self.plan.size for draw in self._missing]
-        every = [number + index for number in first for index in range(self.plan.size)]
-        return [number for number in every if number not in self.sampled.rollouts]
+    # Inside; on the first rank
+
+    def _go_on(self, pending: Sequence[OpenGroup]) -> None:
+        """With what earlier steps have left: what must end in this one before the rest."""
+        for group in sorted(pending, key=lambda each: each.draw not in self._reserved):
+            for index, rollout in enumerate(group.rollouts):
+                if rollout is None or not is_finished(rollout):
+                    self._queue.append(self.plan.request(group.draw, self._so_far(group, index)))
+            if group.is_sampled and self._differs is None:
+                self._take(group)
+            elif self._is_rewarded(group):
+                self._compare(group)
+
+    def _begin(self, draw: int) -> list[Request]:
+        group = self.open[draw] = OpenGroup.new(draw, self.plan.size)
+        return [
+            self.plan.request(draw, self._so_far(group, index)) for index in range(self.plan.size)
+        ]
+
+    def _so_far(self, group: OpenGroup, index: int) -> Rollout:
+        found = group.rollouts[index]
+        if found is None:
+            found = begun(self._prompt_of(group.draw), index, self.plan.weight_version)
+        return found
+
+    def _ended(self) -> set[int]:
+        """Requests that the step no longer needs, whether they run or not; told once."""
+        assert self._deal is not None
+        if self._is_ending or not self._deal.takes_first or not self._deal.has_enough():
+            return set()
+        self._is_ending = True
+        needed = {
+            draw * self.plan.size + index
+            for draw in self._reserved
+            for index in range(self.plan.size)
+        }
+        self._queue = deque(each for each in self._queue if each.number in needed)
+        every = {
+            draw * self.plan.size + index for draw in self.open for index in range(self.plan.size)
+        }
+        return every - needed
+
+    def _reward(self, group: OpenGroup, index: int) -> None:
+        rollout = group.rollouts[index]
+        assert rollout is not None
+        if self._rewards is not None and self.error is None:
+            self._tickets[self._rewards.begin(rollout)] = group.draw * self.plan.size + index
+        if group.is_sampled and self._differs is None:
+            self._take(group)
+
+    def _rewarded(self, number: int, outcomes: Mapping[str, Outcome]) -> None:
+        draw, index = divmod(number, self.plan.size)
+        group = self.open[draw]
+        group.outcomes[index] = outcomes
+        if self._is_rewarded(group):
+            self._compare(group)
+
+    def _is_rewarded(self, group: OpenGroup) -> bool:
+        return self._differs is not None and len(group.outcomes) == self.plan.size
+
+    def _compare(self, group: OpenGroup) -> None:
+        assert self._rewards is not None and self._differs is not None
+        samples = range(self.plan.num_samples)
+        rollouts = [rollout for rollout in group.rollouts if rollout is not None]
+        scored = self._rewards.weigh(
+            rollouts[: self.plan.num_samples],
+            {name: [group.outcomes[n][name] for n in samples] for name in self._rewards.names},
+        )
+        self._take(
+            group,
+            differs=self._differs(scored),
+            is_valid=any(each.is_valid for each in scored),
+        )
+
+    def _take(self, group: OpenGroup, *, differs: bool = True, is_valid: bool = True) -> None:
+        assert self._deal is not None
+        is_certain = group.draw in self._reserved
+        if is_certain or self._deal.finished(differs=differs, is_valid=is_valid):
+            self._taken.add(group.draw)

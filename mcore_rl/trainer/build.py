@@ -52,7 +52,7 @@ from mcore_rl.trainer.models import (
     sample_keeper,
 )
 from mcore_rl.trainer.recorder import RunRecorder
-from mcore_rl.trainer.resume.point import ResumePoint, find_resume_point
+from mcore_rl.trainer.resume.point import ROLLOUT, ResumePoint, find_resume_point
 from mcore_rl.trainer.resume.trainer_state import LOADED
 from mcore_rl.trainer.roles.remote import Here, Role
 from mcore_rl.trainer.roles.reward_model import ModelReward
@@ -132,6 +132,8 @@ def build(
         position=position,
         keeper=keeper,
     )
+    if point is not None and point.same_prompts:
+        collector.restore(point.folder / ROLLOUT)
     recorder = _recorder(job, state, shards.device, timers, learner, keeper)
     saver = RunSaver(
         job,

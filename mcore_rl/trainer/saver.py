@@ -20,7 +20,7 @@ from mcore_rl.rollout.collector import Collector
 from mcore_rl.trainer.learner import Learner
 from mcore_rl.trainer.resume import folders
 from mcore_rl.trainer.resume.folders import iteration_name
-from mcore_rl.trainer.resume.point import REFERENCE
+from mcore_rl.trainer.resume.point import REFERENCE, ROLLOUT
 from mcore_rl.trainer.resume.saver import write_checkpoint
 from mcore_rl.trainer.resume.trainer_state import LOADED, TrainerState, trainer_writer
 from mcore_rl.trainer.start import Job
@@ -97,7 +97,10 @@ class RunSaver:
             folder = saving / iteration_name(num_steps) / REFERENCE
             reference.save(args, num_steps, folder)
 
-        writers = [write_actor, trainer_writer(self._trainer_state(num_steps))]
+        def write_rollout(saving: Path) -> None:
+            self._collector.save(saving / iteration_name(num_steps) / ROLLOUT)
+
+        writers = [write_actor, trainer_writer(self._trainer_state(num_steps)), write_rollout]
         # Else it lies in the Hugging Face folder.
         if reference is not None and (reference.version or self._began_with == LOADED):
             writers.append(write_reference)

@@ -13,6 +13,7 @@ import yaml
 from mcore_rl.common.errors import UsageError
 from mcore_rl.common.parameters import Parameter
 from mcore_rl.flags.given import expand_config, given_values
+from mcore_rl.flags.megatron_flags import SHARED_RL
 from mcore_rl.flags.options import RLConfig, flags
 from mcore_rl.flags.parser import add_rl_args, check_bounds
 from mcore_rl.job import preflight, reading
@@ -25,7 +26,7 @@ TAKEN = """
     --grpo-iterations --grpo-clamp-eps-lower --grpo-clamp-eps-upper --grpo-kl-beta
     --grpo-entropy-term-weight --grpo-filter-groups-with-same-reward --grpo-default-temperature
     --rl-prompts-per-eval --rl-generation-lag --rl-default-temperature --rl-default-top-p
-    --rl-skip-bos-token --rl-offload-optimizer-during-inference --rl-partial-rollouts
+    --rl-skip-bos-token --rl-offload-optimizer-during-inference
     --rl-importance-sampling-truncation-coef --rl-use-sequence-packing --rl-profile --rl-profile-dir
     --rl-generation-batch-size --rl-num-parallel-generations --rl-verify-model-weights-swap
     --rl-inference-tensor-model-parallel-size --rl-training-cuda-graphs
@@ -64,7 +65,11 @@ def another_value(parameter: Parameter) -> tuple[list[str], Any]:
 
 def test_every_field_has_a_flag_in_the_parser_of_megatron(parser: argparse.ArgumentParser) -> None:
     flags = [action.option_strings[0] for action in group_of(parser, "mcore_rl")]
-    assert flags == [*(parameter.flag for parameter in FLAGS), "--rl-config"]
+    theirs = {
+        f"--{dest.replace('_', '-')}" for dest in SHARED_RL
+    }  # Megatron's, which mean the same
+    ours = [parameter.flag for parameter in FLAGS if parameter.flag not in theirs]
+    assert flags == [*ours, "--rl-config"] and len(ours) == len(FLAGS) - len(theirs)
     assert all(action.help for action in group_of(parser, "mcore_rl"))
 
 
@@ -88,13 +93,14 @@ def test_namespace_without_a_flag_is_a_bug() -> None:
 def test_no_flag_is_one_of_megatron(megatron: argparse.ArgumentParser) -> None:
     ours = {parameter.flag for parameter in FLAGS} | {"--rl-config"}
     assert len(group_of(megatron, "rl")) >= 39, "Megatron's own RL flags have moved"
-    assert not ours & megatron._option_string_actions.keys()
+    shared = {f"--{dest.replace('_', '-')}" for dest in SHARED_RL}
+    assert ours & megatron._option_string_actions.keys() == shared
     assert not ours & set(TAKEN)
 
 
 def test_no_dest_is_one_of_megatron(megatron: argparse.ArgumentParser) -> None:
     ours = {f"rl_{parameter.name}" for parameter in FLAGS} | {"rl_config"}
-    assert not ours & {action.dest for action in megatron._actions}
+    assert ours & {action.dest for action in megatron._actions} == SHARED_RL
 
 
 def test_parser_with_one_of_our_flags_is_refused() -> None:

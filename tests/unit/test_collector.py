@@ -13,12 +13,13 @@ from mcore_rl.batching.table import SampleTable
 from mcore_rl.batching.types import Baseline, Prompt, Rollout, ScoredRollout
 from mcore_rl.data.prompts import prompt_indices
 from mcore_rl.flags.options import RLConfig
-from mcore_rl.hybrid_engine.vllm.generation import Sampling
+from mcore_rl.hybrid_engine.vllm.generation import Request, Sampling
 from mcore_rl.observe.stage_timers import StageTimers
 from mcore_rl.rollout.collector import Collected, Collector
 from mcore_rl.rollout.dealing import Deal, LocalCounters, Wanted
 from mcore_rl.rollout.engines import _with_baselines
-from mcore_rl.rollout.groups import GroupPlan
+from mcore_rl.rollout.groups import GroupPlan, Tally
+from mcore_rl.rollout.segments import begun
 from mcore_rl.trainer.step_metrics import rollout_metrics
 from tests.held import HeldHere
 
@@ -42,6 +43,8 @@ class ScriptedWorkers:
     scored: list[ScoredRollout] = field(default_factory=list)
     seconds_waited: float = 0.0
     compares: bool = True
+    orders: list[tuple[int, ...]] = field(default_factory=list)
+    num_undone: int = 0
 
     def sample(
         self,
@@ -51,12 +54,14 @@ class ScriptedWorkers:
         *,
         key: str,
         differs: Callable[[Sequence[ScoredRollout]], bool] | None = None,
+        order_of: Callable[[int], tuple[int, ...]],
         when_few_are_left: Any = None,
     ) -> tuple[list[list[ScoredRollout]], Deal]:
         assert key not in [call["key"] for call in self.calls]
         deal, groups = Deal(wanted, LocalCounters(), key), []
+        self.orders.append(order_of(wanted.started))
         while (draw := deal.next()) is not None:
-            prompt = prompt_of(draw)
+            prompt = prompt_of(plan.first_draw + draw)
             both = [
                 self._scored(self._rollout(prompt, number, plan.is_greedy(number)), prompt.index)
                 for number in range(plan.size)
@@ -80,7 +85,7 @@ class ScriptedWorkers:
         self,
         groups: tuple[list[list[ScoredRollout]], Deal],
         waited: Callable[[float], object],
-    ) -> tuple[SampleTable, int]:
+    ) -> tuple[SampleTable, Tally]:
         waited(self.seconds_waited)
         found, deal = groups
         first = len(self.scored)
@@ -92,7 +97,14 @@ class ScriptedWorkers:
         ]
         numbers = range(first, len(self.scored))
         table = SampleTable.of(self.scored[first:], numbers=numbers, draws=draws)
-        return table, deal.last + 1
+        plan = self.calls[-1]["plan"]
+        tally = Tally(
+            num_draws=deal.last + 1, started=len(found), generated_tokens=len(found) * plan.size
+        )
+        return table, tally
+
+    def undo(self) -> None:
+        self.num_undone += 1
 
     def samples_of(self, collected: Collected) -> list[ScoredRollout]:
         """Those that the table speaks of."""
@@ -123,8 +135,15 @@ class ScriptedWorkers:
         return ScoredRollout(rollout, float(reward))
 
 
-def prompts() -> list[Prompt]:
-    return [Prompt(i, f"prompt {i}", "", np.zeros(1, np.int32)) for i in range(NUM_PROMPTS)]
+class Prompts(list[Prompt]):
+    """In the place of a `PromptDataset`."""
+
+    rows = np.arange(NUM_PROMPTS)
+
+
+def prompts() -> Prompts:
+    ids = np.zeros(1, np.int32)
+    return Prompts(Prompt(i, f"prompt {i}", "", ids) for i in range(NUM_PROMPTS))
 
 
 def made(
@@ -182,7 +201,12 @@ def assert_nothing_counts_twice(collected: Collected) -> None:
 
 def seeds_of(plan: GroupPlan) -> list[int | None]:
     """Of all responses to a step's draws."""
-    return [r.seed for draw in range(NUM_PROMPTS) for r in plan.requests(draw, prompts()[draw])]
+    draws = (plan.draw(count) for count in range(NUM_PROMPTS))
+    return [request.seed for draw in draws for request in requests(plan, draw)]
+
+
+def requests(plan: GroupPlan, draw: int) -> list[Request]:
+    return [plan.request(draw, begun(prompts()[0], index, 0)) for index in range(plan.size)]
 
 
 def nothing() -> None:
@@ -262,9 +286,9 @@ def test_collect_asks_for_one_greedy_response_to_each_prompt():
     collected = collector.collect(5, nothing)
     (call,) = workers.calls
     assert (call["plan"].num_samples, call["plan"].size) == (2, 3)
-    requests = call["plan"].requests(1, prompts()[0])
-    assert [r.sampling.temperature for r in requests] == [1.0, 1.0, 0.0]
-    assert [call["plan"].is_greedy(r.number) for r in requests] == [False, False, True]
+    asked = requests(call["plan"], 1)
+    assert [r.sampling.temperature for r in asked] == [1.0, 1.0, 0.0]
+    assert [call["plan"].is_greedy(r.number) for r in asked] == [False, False, True]
     # The responses that are learnt from are the sampled ones, each with its own prompt's baseline.
     assert [s.rollout.text for s in workers.samples_of(collected)] == ["sampled"] * 8
     expected = [Baseline(GREEDY_REWARD + row, 1) for row in drawn(0, 4) for _ in range(2)]
@@ -407,13 +431,25 @@ def test_nothing_is_drawn_again_where_every_reward_fails():
 
 
 def test_a_step_that_is_undone_draws_the_same_again():
-    collector, _ = dynamic(informative_at(1, 3, 6, 7), position=0)
+    collector, workers = dynamic(informative_at(1, 3, 6, 7), position=0)
     collector.collect(1, nothing)
     before = collector.position
     first = rows_of(collector.collect(2, nothing))
     collector.undo()
-    assert collector.position == before
+    assert collector.position == before and workers.num_undone == 1
     assert rows_of(collector.collect(2, nothing)) == first
+
+
+def test_prompts_whose_responses_were_long_are_dealt_first():
+    collector, workers = made(equal)
+    collector.collect(1, nothing)
+    assert workers.orders == [()] and (collector.lengths > 0).sum() == 4  # the first are known now
+    first, second, third, fourth = prompt_indices(NUM_PROMPTS, start=4, count=4, seed=SEED)
+    collector.lengths[[first, third, fourth]] = 5, 40, 3  # and the second in the mean
+    collector.collect(2, nothing)
+    assert workers.orders[1] == (2, 1, 0, 3)
+    collector.undo()
+    assert collector.lengths[[first, second, third, fourth]].tolist() == [5, -1, 40, 3]
 
 
 def test_metrics_of_rewards_are_of_those_that_there_are():

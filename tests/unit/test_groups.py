@@ -5,33 +5,42 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from mcore_rl.batching.types import Prompt, Rollout, ScoredRollout
 from mcore_rl.hybrid_engine.vllm.generation import Completion, Request, Sampling
 from mcore_rl.rewards.parts import weighed
 from mcore_rl.rewards.worker import Outcome
-from mcore_rl.rollout.dealing import Deal, LocalCounters, Wanted
+from mcore_rl.rollout.dealing import Counters, Deal, LocalCounters, Wanted
 from mcore_rl.rollout.groups import GroupPlan, Groups
+from mcore_rl.rollout.segments import OpenGroup
 from mcore_rl.rollout.stream import run_stream
 
 ROOM = 6
+SIZE = 3
+MAX_TOKENS = 40
 
 
 class ScriptedEngine:
-    """A request ends in one of the next steps, drawn at random; its answer is its number."""
+    """Each step adds a token to each request, of which a response has as many as `length_of` says
+    of its number. A token tells the request's number and how long its sequence was before."""
 
     tp_rank = 0
 
-    def __init__(self, seed: int = 0) -> None:
+    def __init__(self, length_of: Callable[[int], int]) -> None:
         self.config = SimpleNamespace(max_num_seqs=ROOM, dp_size=1)
-        self.running: dict[int, Request] = {}
+        self.running: dict[int, tuple[Request, list[int]]] = {}
+        self.ending: set[int] = set()
+        self.submitted: list[Request] = []
         self.most_running = 0
-        self._random = random.Random(seed)
+        self._length_of = length_of
 
     @contextmanager
     def generation(self) -> Iterator[Any]:
@@ -44,22 +53,31 @@ class ScriptedEngine:
 
     def submit(self, request: Request) -> None:
         assert request.number not in self.running
-        self.running[request.number] = request
+        self.running[request.number] = request, []
+        self.submitted.append(request)
         self.most_running = max(self.most_running, len(self.running))
 
     def end_soon(self, numbers: Sequence[int]) -> None:
-        assert not numbers
+        self.drop([each for each in numbers if not self.running[each][1]])
+        self.ending |= set(numbers) & self.running.keys()
 
-    def drop(self, numbers: Sequence[int] = ()) -> None:
+    def drop(self, numbers: Sequence[int]) -> None:
         for number in numbers:
             self.running.pop(number, None)
 
     def step(self) -> list[Completion]:
-        ending = [number for number in self.running if self._random.random() < 0.3]
-        for number in ending:
-            del self.running[number]
-        ids, log_probs = np.zeros(1, np.int32), np.zeros(1, np.float32)
-        return [Completion(number, ids + number, log_probs, "stop") for number in ending]
+        found = []
+        for number, (request, tokens) in list(self.running.items()):
+            tokens.append(token(number, len(request.token_ids) + len(tokens)))
+            length = len(request.token_ids) - 1 + len(tokens)  # a prompt has one token
+            is_stop = length == self._length_of(number)
+            if is_stop or number in self.ending:
+                del self.running[number]
+                self.ending.discard(number)
+                ids = np.array(tokens, np.int32)
+                reason = "stop" if is_stop else "length"
+                found.append(Completion(request, ids, ids.astype(np.float32), reason))
+        return found
 
     def of_first_rank(self, mine: Any) -> Any:
         return mine
@@ -67,9 +85,16 @@ class ScriptedEngine:
     def any_rank(self, here: bool) -> bool:
         return here
 
-    def rollout(self, prompt: Prompt, index: int, found: Completion, version: int) -> Rollout:
-        ids, log_probs = found.token_ids, found.log_probs
-        return Rollout(prompt, index, "", ids, log_probs, found.finish_reason, version)
+    def text_of(self, token_ids: np.ndarray) -> str:
+        return str(token_ids.tolist())
+
+
+def token(number: int, length: int) -> int:
+    return 100 * number + length
+
+
+def number_of(rollout: Rollout) -> int:
+    return int(rollout.response_token_ids[0]) // 100
 
 
 class ScriptedRewards:
@@ -81,80 +106,105 @@ class ScriptedRewards:
         self._reward, self._fails_at = reward, fails_at
         self._open: list[tuple[int, Rollout]] = []
         self._random = random.Random(1)
-        self.num_begun = 0
+        self._is_waiting = False
+        self.begun: list[int] = []
 
     def begin(self, rollout: Rollout) -> int:
-        self._open.append((self.num_begun, rollout))
-        self.num_begun += 1
-        return self.num_begun - 1
+        self._open.append((len(self.begun), rollout))
+        self.begun.append(number_of(rollout))
+        return len(self.begun) - 1
 
-    def finished(self, share: float = 0.3) -> list[tuple[int, dict[str, Outcome]]]:
-        if 0 <= self._fails_at <= self.num_begun:
+    def finished(self) -> list[tuple[int, dict[str, Outcome]]]:
+        if 0 <= self._fails_at <= len(self.begun):
             raise RuntimeError("the workers died")
+        share, self._is_waiting = (2.0 if self._is_waiting else 0.3), False
         ready = [each for each in self._open if self._random.random() < share]
         self._open = [each for each in self._open if each not in ready]
         return [
-            (ticket, {"length": Outcome(self._reward(int(rollout.response_token_ids[0])))})
+            (ticket, {"length": Outcome(self._reward(number_of(rollout)))})
             for ticket, rollout in ready
         ]
 
     def wait(self) -> None:
-        now, self.finished = self.finished(share=2.0), lambda: now  # type: ignore[method-assign]
+        self._is_waiting = True
 
     def weigh(self, rollouts: Any, outcomes: Any) -> list[ScoredRollout]:
         return weighed(rollouts, outcomes, {"length": 1.0})
 
 
 def plan(**changes: Any) -> GroupPlan:
-    given = dict(num_samples=3, sampling=Sampling(), max_tokens=9, seed=5, first_draw=40)
-    return GroupPlan(**{**given, "weight_version": 2, **changes})
+    given = dict(num_samples=SIZE, sampling=Sampling(), seed=5, first_draw=40)
+    return GroupPlan(**{**given, "max_tokens": MAX_TOKENS, "weight_version": 2, **changes})
 
 
 def prompt_of(draw: int) -> Prompt:
     return Prompt(100 + draw, "", "", np.array([draw], np.int32))
 
 
+def differs(scored: Sequence[ScoredRollout]) -> bool:
+    return len({sample.reward for sample in scored}) > 1
+
+
+def lengths(seed: int) -> Callable[[int], int]:
+    return lambda number: random.Random(f"{seed} {number}").randint(1, 12)
+
+
 def sampled(
-    wanted: Wanted, rewards: ScriptedRewards, *, seed: int = 0, **changes: Any
+    wanted: Wanted,
+    rewards: ScriptedRewards,
+    *,
+    seed: int = 0,
+    counters: Counters | None = None,
+    pending: Sequence[OpenGroup] = (),
+    reserved: frozenset[int] = frozenset(),
+    **changes: Any,
 ) -> tuple[Groups, ScriptedEngine]:
-    engine = ScriptedEngine(seed)
-
-    def differs(scored: Sequence[ScoredRollout]) -> bool:
-        return len({sample.reward for sample in scored}) > 1
-
+    engine = ScriptedEngine(lengths(seed))
     groups = Groups(
         engine,  # type: ignore[arg-type]
         plan(**changes),
         prompt_of,
-        deal=Deal(wanted, LocalCounters(), "step"),
+        deal=Deal(wanted, counters or LocalCounters(), "step"),
         rewards=rewards,  # type: ignore[arg-type]
         differs=differs if wanted.compares else None,
+        pending=pending,
+        reserved=reserved,
     )
     run_stream(engine, groups)  # type: ignore[arg-type]
     groups.wait()
     return groups, engine
 
 
+def draws(groups: Sequence[OpenGroup]) -> list[int]:
+    return [group.draw for group in groups]
+
+
 @pytest.mark.parametrize("seed", range(5))
 def test_every_response_is_rewarded_and_the_engine_is_kept_busy(seed: int) -> None:
     groups, engine = sampled(Wanted.of(7), ScriptedRewards(float), seed=seed)
-    assert sorted(groups.sampled.rollouts) == list(range(21)) == sorted(groups.sampled.outcomes)
-    for number, rollout in groups.sampled.rollouts.items():
-        assert rollout.prompt.index == 100 + number // 3 and rollout.sample_index == number % 3
-        assert groups.sampled.outcomes[number]["length"].reward == number
+    taken, pending = groups.parted(groups.verdict())
+    assert draws(taken) == list(range(40, 47)) and not pending
+    for group in taken:
+        for index, rollout in enumerate(group.rollouts):
+            assert rollout is not None and rollout.sample_index == index
+            number = group.draw * SIZE + index
+            assert rollout.prompt.index == 100 + group.draw and number_of(rollout) == number
+            assert len(rollout.response_token_ids) == lengths(seed)(number)
+            assert rollout.text == str(rollout.response_token_ids.tolist())
+            assert group.outcomes[index]["length"].reward == number
     # A group begins as long as there is room, and goes in whole.
-    assert ROOM <= engine.most_running < ROOM + 3
+    assert ROOM <= engine.most_running < ROOM + SIZE
 
 
 @pytest.mark.parametrize("seed", range(5))
 def test_groups_that_teach_nothing_are_replaced_while_others_run(seed: int) -> None:
     # Of draws 0, 1, 4 and 6 all responses are worth the same.
     def reward(number: int) -> float:
-        return 0.0 if number // 3 in (0, 1, 4, 6) else float(number)
+        return 0.0 if number // SIZE - 40 in (0, 1, 4, 6) else float(number)
 
     groups, _ = sampled(Wanted.of(4, max_refills=5), ScriptedRewards(reward), seed=seed)
-    assert groups.last == 7  # 2, 3, 5 and 7 are the four
-    assert sorted(groups.sampled.outcomes) == list(range(24))
+    assert groups.tally().num_draws == 8  # 2, 3, 5 and 7 are the four
+    assert groups.verdict().taken == tuple(range(40, 48))
 
 
 def test_one_greedy_response_goes_with_each_group_and_is_not_compared() -> None:
@@ -163,12 +213,169 @@ def test_one_greedy_response_goes_with_each_group_and_is_not_compared() -> None:
 
     wanted = Wanted.of(2, max_refills=1)
     groups, _ = sampled(wanted, ScriptedRewards(reward), with_greedy=True)
-    assert groups.last == 3  # no group has a difference of its own
-    assert len(groups.sampled.outcomes) == 4 * 4
+    assert groups.tally().num_draws == 4  # no group has a difference of its own
+    assert [len(group.outcomes) for group in groups.open.values()] == [4] * 4
     assert [groups.plan.is_greedy(number) for number in range(5)] == [False] * 3 + [True, False]
 
 
 def test_rewards_that_die_end_the_step_at_once_and_are_told() -> None:
     groups, _ = sampled(Wanted.of(50), ScriptedRewards(float, fails_at=10))
-    assert str(groups.sampled.error) == "the workers died"
-    assert len(groups.sampled.rollouts) < 60
+    assert str(groups.error) == "the workers died"
+    assert len(groups.open) < 20 and not groups.verdict().taken
+
+
+def test_draws_are_dealt_in_the_order_that_is_asked_for() -> None:
+    order = (3, 0, 2, 1)
+    groups, engine = sampled(Wanted.of(6), ScriptedRewards(float), order=order)
+    begun = list(dict.fromkeys(request.number // SIZE - 40 for request in engine.submitted))
+    assert begun == [3, 0, 2, 1, 4, 5] and groups.verdict().taken == tuple(range(40, 46))
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_of_more_groups_those_are_taken_that_finish_first(seed: int) -> None:
+    wanted = Wanted.of(4, oversample=2.0)
+    groups, engine = sampled(wanted, ScriptedRewards(float), seed=seed)
+    taken, pending = groups.parted(groups.verdict())
+    assert len(taken) == 4 and not pending and not engine.running
+    tally = groups.tally()
+    assert tally.started == tally.dropped + 4
+    finished_at = {
+        draw: max(lengths(seed)(draw * SIZE + index) for index in range(SIZE))
+        for draw in groups.open
+    }
+    first = [draw for draw in groups.open if draw < 42]  # for which there was room at first
+    assert all(
+        draw in groups.verdict().taken
+        for draw in first
+        if finished_at[draw] < min(finished_at[other] for other in groups.open if other != draw)
+    )
+    left = [group for draw, group in groups.open.items() if draw not in draws(taken)]
+    assert tally.left_samples == SIZE * len(left)
+
+
+@dataclass
+class Run:
+    """Steps one after the other, of one or two engines that act in turns."""
+
+    wanted: Wanted
+    limit: int  # versions that a group may be old
+    seed: int
+    reward: Callable[[int], float] = float
+    pending: list[OpenGroup] = field(default_factory=list)
+    position: int = 0
+    version: int = 0
+    started: int = 0
+    dropped: int = 0
+    trained: list[OpenGroup] = field(default_factory=list)
+    rewards: ScriptedRewards | None = None
+
+    def step(self) -> list[OpenGroup]:
+        self.version += 1
+        must_end = [each.draw for each in self.pending if self._age(each) >= self.limit]
+        reserved = frozenset(must_end[: self.wanted.groups])
+        wanted = self.wanted.beside(pending=len(self.pending), reserved=len(reserved))
+        self.rewards = self.rewards or ScriptedRewards(self.reward)
+        groups, engine = sampled(
+            wanted,
+            self.rewards,
+            seed=self.seed,
+            pending=self.pending,
+            reserved=reserved,
+            keeps=True,
+            first_draw=self.position,
+            weight_version=self.version,
+        )
+        assert not engine.running
+        tally = groups.tally()
+        taken, self.pending = groups.parted(groups.verdict())
+        self.position += tally.num_draws
+        self.started += tally.started
+        self.dropped += tally.dropped
+        self.trained += taken
+        return taken
+
+    def _age(self, group: OpenGroup) -> int:
+        oldest = group.oldest_version
+        return 0 if oldest is None else self.version - oldest
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    num_groups=st.integers(1, 6),
+    oversample=st.floats(1.2, 2.0),
+    limit=st.integers(1, 4),
+    seed=st.integers(0, 1000),
+)
+def test_what_is_unfinished_goes_on_and_nothing_is_lost_or_older_than_it_may_be(
+    num_groups: int, oversample: float, limit: int, seed: int
+) -> None:
+    run = Run(Wanted.of(num_groups, oversample=oversample), limit, seed)
+    for _ in range(8):
+        taken = run.step()
+        assert len(taken) == num_groups
+        assert run.started == len(run.trained) + len(run.pending)
+        for group in taken:
+            assert len(group.outcomes) == SIZE and group.is_sampled
+            oldest = group.oldest_version
+            assert oldest is not None and run.version - oldest <= limit
+    assert len(set(draws(run.trained)) | set(draws(run.pending))) == run.started
+    assert run.rewards is not None and len(set(run.rewards.begun)) == len(run.rewards.begun)
+    for group in run.trained:
+        for index, rollout in enumerate(group.rollouts):
+            assert rollout is not None and rollout.weight_versions is not None
+            number = group.draw * SIZE + index
+            # As if it had been sampled at once: each token knows what was before it.
+            length = lengths(seed)(number)
+            expected = [token(number, at + 1) for at in range(length)]
+            assert rollout.response_token_ids.tolist() == expected
+            assert rollout.rollout_log_probs.tolist() == [float(each) for each in expected]
+            versions = rollout.weight_versions
+            assert len(versions) == length and (np.diff(versions) >= 0).all()
+            assert rollout.weight_version == versions[-1]
+            assert rollout.oldest_version == versions[0]
+
+
+def test_groups_that_teach_nothing_are_replaced_in_partial_rollouts_too() -> None:
+    def reward(number: int) -> float:
+        return 0.0 if number // SIZE % 3 == 0 else float(number)
+
+    run = Run(Wanted.of(4, max_refills=9, oversample=1.5), 2, 3, reward)
+    for _ in range(6):
+        useful = [each for each in run.step() if each.draw % 3]
+        assert len(useful) == 4
+    assert run.started == len(run.trained) + len(run.pending)
+
+
+def test_a_response_goes_on_from_its_tokens_with_a_random_stream_of_its_own() -> None:
+    run = Run(Wanted.of(2, oversample=2.0), 9, seed=1)
+    run.step()
+    going_on = {
+        group.draw * SIZE + index: rollout
+        for group in run.pending
+        for index, rollout in enumerate(group.rollouts)
+        if rollout is not None and rollout.finish_reason == "unfinished"
+    }
+    assert going_on
+    groups, engine = sampled(
+        run.wanted.beside(pending=len(run.pending), reserved=0),
+        ScriptedRewards(float),
+        seed=1,
+        pending=run.pending,
+        keeps=True,
+        weight_version=2,
+    )
+    again = {request.number: request for request in engine.submitted}
+    seeds = set()
+    for number, rollout in going_on.items():
+        request = again[number]
+        expected = [*rollout.prompt.token_ids, *rollout.response_token_ids]
+        assert request.token_ids.tolist() == expected
+        assert request.max_tokens == MAX_TOKENS - len(rollout.response_token_ids)
+        seeds |= {request.seed, groups.plan.request(number // SIZE, begun_again(rollout)).seed}
+    assert len(seeds) == 2 * len(going_on)
+
+
+def begun_again(rollout: Rollout) -> Rollout:
+    from mcore_rl.rollout.segments import begun
+
+    return begun(rollout.prompt, rollout.sample_index, 1)

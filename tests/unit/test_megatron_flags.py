@@ -83,7 +83,9 @@ def test_refused_flags_are_called_as_the_sentences_call_them(
 
 def test_megatrons_own_rl_loop_is_refused_flag_by_flag(parser: argparse.ArgumentParser) -> None:
     (group,) = [group for group in parser._action_groups if group.title == "rl"]
-    assert {action.dest for action in group._group_actions} == megatron_flags.OWN_RL
+    assert {action.dest for action in group._group_actions} == (
+        megatron_flags.OWN_RL | megatron_flags.SHARED_RL
+    )
 
 
 def test_the_document_is_up_to_date() -> None:

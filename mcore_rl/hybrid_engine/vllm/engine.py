@@ -209,15 +209,19 @@ class VLLMEngine:
         """What the first rank of this TP group gives, on all of its ranks."""
         return self._groups.get_tp_group().broadcast_object(mine)
 
+    def text_of(self, token_ids: np.ndarray) -> str:
+        """As rewards get it, without special tokens."""
+        found: str = self.tokenizer.decode(token_ids.tolist(), skip_special_tokens=True)
+        return found
+
     def rollout(
         self, prompt: Prompt, sample_index: int, completion: Completion, weight_version: int
     ) -> Rollout:
         """A request's completion as the response to a prompt."""
-        text = self.tokenizer.decode(completion.token_ids.tolist(), skip_special_tokens=True)
         return Rollout(
             prompt=prompt,
             sample_index=sample_index,
-            text=text,
+            text=self.text_of(completion.token_ids),
             response_token_ids=completion.token_ids,
             rollout_log_probs=completion.log_probs,
             finish_reason=completion.finish_reason,

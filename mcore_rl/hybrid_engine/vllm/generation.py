@@ -46,7 +46,7 @@ class Request:
 class Completion:
     """What became of a request."""
 
-    number: int
+    request: Request
     token_ids: np.ndarray  # [r] int32, the end-of-sequence token included if it was drawn
     # [r] float32, of the distribution that was sampled from, after temperature, top-p and top-k; at
     # temperature 0 of the untempered one.
@@ -54,6 +54,16 @@ class Completion:
     finish_reason: str  # "stop" or "length"
     routes: Routes | None = None  # of p + r - 1 tokens; the last is sampled and not computed
     failure: str | None = None  # why nothing can be learnt from it
+
+    @property
+    def number(self) -> int:
+        """Of the request."""
+        return self.request.number
+
+    @property
+    def is_cut_short(self) -> bool:
+        """Whether it was ended before its time (`Generation.end_soon`), and could go on."""
+        return self.finish_reason == "length" and len(self.token_ids) < self.request.max_tokens
 
 
 def seed_of(*parts: int | str) -> int:
@@ -111,15 +121,18 @@ class Generation:
         """End these with the next token, as by their `max_tokens`; unknown numbers are ignored.
 
         By its length, so that all that is told of an ended request is told of these: to abort one
-        leaves no experts behind.
+        leaves no experts behind. One that has no token yet is forgotten and never completed.
         """
         wanted = {str(number) for number in numbers}
         scheduler = self._engine.engine_core.engine_core.scheduler
-        states = self._engine.output_processor.request_states
-        for internal, state in states.items():
+        not_begun = []
+        for internal, state in self._engine.output_processor.request_states.items():
             if state.external_req_id in wanted:
                 request = scheduler.requests[internal]
+                if request.num_output_tokens == 0:
+                    not_begun.append(int(state.external_req_id))
                 request.max_tokens = min(request.max_tokens, request.num_output_tokens + 1)
+        self.drop(not_begun)
 
     def drop(self, numbers: Sequence[int] | None = None) -> None:
         """Forget these, or all, with what they have generated."""
@@ -144,7 +157,7 @@ class Generation:
             told = routes_of(found.routed_experts, self._routed, num_computed)
             routes, failure = (None, told) if isinstance(told, str) else (told, None)
         return Completion(
-            number=request.number,
+            request=request,
             token_ids=np.asarray(tokens, dtype=np.int32),
             log_probs=np.asarray(log_probs, dtype=np.float32),
             finish_reason=found.finish_reason,

@@ -18,6 +18,7 @@ from mcore_rl.common.errors import UsageError
 from mcore_rl.common.platform import Platform
 from mcore_rl.flags.classes import notes
 from mcore_rl.flags.given import expand_config, flag_names, import_given_files
+from mcore_rl.flags.megatron_flags import SHARED_RL
 from mcore_rl.flags.options import RLConfig, flags
 from mcore_rl.job.checks import Check
 from mcore_rl.job.reading import make_parser
@@ -78,7 +79,8 @@ class ReadJob:
 def taken_flags(parser: argparse.ArgumentParser) -> list[Finding]:
     """Flags of ours that a parser, Megatron's or a fork's, has already."""
     ours = [parameter.flag for parameter in flags().values()] + ["--rl-config"]
-    taken = [flag for flag in ours if flag in parser._option_string_actions]
+    theirs = parser._option_string_actions
+    taken = [flag for flag in ours if flag in theirs and theirs[flag].dest not in SHARED_RL]
     return [
         red(
             FLAGS,

@@ -23,6 +23,7 @@ from mcore_rl.trainer.resume.trainer_state import LOADED, TRAINER, TrainerState,
 
 logger = logging.getLogger(__name__)
 
+ROLLOUT = "rollout"  # the folder of what rollouts go on with, in that of a checkpoint
 REFERENCE = "reference"  # the folder of the reference's weights, in that of a checkpoint
 
 
@@ -33,6 +34,7 @@ class ResumePoint:
     folder: Path  # of the checkpoint
     state: TrainerState
     rng: RngState | None  # of this rank; None where the ranks are others
+    same_prompts: bool = True  # as the run has drawn from so far
 
     @property
     def reference(self) -> Path | None:
@@ -93,6 +95,7 @@ def find_resume_point(
             folder,
             _with_known_prompts(state, config, prompts, eval_prompts),
             _of_same_layout(state, rng, layout, args),
+            same_prompts=state.prompts == prompts.fingerprint,
         )
 
     store = dist.distributed_c10d._get_default_store() if dist.get_world_size() > 1 else None

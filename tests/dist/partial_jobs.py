@@ -1,0 +1,121 @@
+"""What ranks do in `test_partial_rollouts.py`; run by `tests.rank_pool`."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from mcore_rl.batching.types import Prompt, ScoredRollout
+from mcore_rl.flags.options import RLConfig
+from mcore_rl.hybrid_engine.vllm.engine import EngineConfig, VLLMEngine
+from mcore_rl.hybrid_engine.vllm.generation import Sampling
+from mcore_rl.model.layout import RolloutLayout, TrainLayout
+from mcore_rl.rewards.specs import parse_rewards
+from mcore_rl.rollout.dealing import Wanted
+from mcore_rl.rollout.engines import RolloutWorkers
+from mcore_rl.rollout.groups import GroupPlan
+from mcore_rl.rollout.keeper import SampleKeeper
+from tests.dist.rank_map_jobs import weights_of
+
+NUM_GROUPS, NUM_SAMPLES, NUM_STEPS, MAX_TOKENS, LIMIT = 4, 3, 5, 90, 2
+
+
+def prompt_of(draw: int) -> Prompt:
+    rng = np.random.default_rng(draw)
+    return Prompt(draw, "", "", rng.integers(4, 60, size=5 + draw % 4).astype(np.int32))
+
+
+def weights(checkpoint: Path, version: int) -> dict[str, torch.Tensor]:
+    """The checkpoint's, and a little off: others for each version."""
+    noise = torch.Generator().manual_seed(version)
+    return {
+        name: tensor * (1 + 0.1 * torch.randn(tensor.shape, generator=noise)).to(tensor.dtype)
+        for name, tensor in weights_of(checkpoint)[0].items()
+    }
+
+
+def partial(checkpoint: str, tp_size: int, oversample: float, keeps: bool) -> dict[str, Any]:
+    """Steps under weights of their own; then every token that a step took is scored under all of
+    them."""
+    dist.init_process_group("gloo")
+    folder, world_size = Path(checkpoint), dist.get_world_size()
+    layout = RolloutLayout(world_size, tp_size, expert_parallel=False)
+    engine = VLLMEngine(
+        EngineConfig(
+            model_dir=folder,
+            load_format="auto",
+            dtype="float32",
+            tp_size=tp_size,
+            max_model_len=128,
+            max_num_seqs=16,
+            kv_cache_bytes=1 << 26,
+        )
+    )
+    keeper = SampleKeeper(TrainLayout(world_size, 1, 1, 1, 1, 1), layout, (((),),))
+    config = RLConfig.of(
+        partial_rollouts=keeps, max_staleness=LIMIT if keeps else None, oversample=oversample
+    )
+    workers = RolloutWorkers(engine, layout, config, parse_rewards("exact_match"), keeper)
+    wanted = Wanted.of(NUM_GROUPS, oversample=oversample)
+    first_draw, steps, taken = 0, [], []
+    for step in range(NUM_STEPS):
+        version = step + 1
+        engine.reload(weights(folder, version).items())
+        keeper.forget()
+        plan = GroupPlan(
+            num_samples=NUM_SAMPLES,
+            sampling=Sampling(),
+            max_tokens=MAX_TOKENS,
+            seed=3,
+            first_draw=first_draw,
+            weight_version=version,
+            keeps=keeps,
+        )
+        groups = workers.sample(plan, wanted, prompt_of, key=str(step))
+        table, tally = workers.settle(groups, lambda seconds: None)
+        first_draw += tally.num_draws
+        mine = [
+            int(n)
+            for n, home in zip(table.numbers, table.homes, strict=True)
+            if home == keeper.home
+        ]
+        taken += [keeper._kept[number] for number in mine]
+        steps.append(
+            {
+                "tally": asdict(tally),
+                "draws": table.draws.tolist(),
+                "staleness": (version - table.oldest_versions).tolist(),
+                "lengths": table.response_lengths.tolist(),
+                "rewards": bool(table.has_reward.all()),
+            }
+        )
+    found = {"steps": steps, **rescored(engine, folder, taken)}
+    workers.close()
+    engine.close()
+    dist.destroy_process_group()
+    return found
+
+
+def rescored(engine: VLLMEngine, folder: Path, taken: list[ScoredRollout]) -> dict[str, Any]:
+    """How far log-probs are from what weights of each version say, of the tokens that are said to
+    be theirs and of the others."""
+    rollouts = [each.rollout for each in taken]
+    own, others, mixed = [], [], 0
+    for version in range(1, NUM_STEPS + 1):
+        engine.reload(weights(folder, version).items())
+        sequences = [[*each.prompt.token_ids, *each.response_token_ids] for each in rollouts]
+        for rollout, scores in zip(rollouts, engine.prompt_log_probs(sequences), strict=True):
+            apart = np.abs(scores[len(rollout.prompt.token_ids) - 1 :] - rollout.rollout_log_probs)
+            assert rollout.weight_versions is not None
+            is_own = rollout.weight_versions == version
+            own += apart[is_own].tolist()
+            others += apart[~is_own].tolist()
+    for rollout in rollouts:
+        assert rollout.weight_versions is not None
+        mixed += len(set(rollout.weight_versions.tolist())) > 1
+    return {"own": max(own), "others": float(np.median(others)), "mixed": mixed, "tokens": len(own)}

@@ -1,0 +1,86 @@
+"""Responses that go on under later weights, and groups that come too late, on real engines.
+
+What the ranks do is in `partial_jobs`; it runs once a layout, and each test looks at a part of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.dist.partial_jobs import LIMIT, NUM_GROUPS, NUM_SAMPLES
+from tests.rank_pool import RankPool
+
+pytestmark = [pytest.mark.timeout(400), pytest.mark.slow]
+
+Steps = list[dict[str, Any]]
+
+
+def run(
+    checkpoint_factory: Callable[..., Path], ranks: RankPool, **arguments: Any
+) -> list[dict[str, Any]]:
+    checkpoint = str(checkpoint_factory("deepseek_v3"))
+    return ranks.run(
+        "tests.dist.partial_jobs:partial",
+        world_size=2,
+        arguments={"checkpoint": checkpoint, **arguments},
+    )
+
+
+@pytest.fixture(scope="module", params=[1, 2], ids=["TP1", "TP2"])
+def kept(
+    request: pytest.FixtureRequest, checkpoint_factory: Callable[..., Path], ranks: RankPool
+) -> list[dict[str, Any]]:
+    arguments = {"tp_size": request.param, "oversample": 2.0, "keeps": True}
+    return run(checkpoint_factory, ranks, **arguments)
+
+
+def test_every_token_has_the_log_prob_of_the_weights_that_sampled_it(
+    kept: list[dict[str, Any]],
+) -> None:
+    for of_rank in kept:
+        assert of_rank["own"] < 1e-3 < 0.02 < of_rank["others"]
+    assert sum(of_rank["mixed"] for of_rank in kept) >= 4
+
+
+def test_no_group_is_lost_and_none_older_than_it_may_be(kept: list[dict[str, Any]]) -> None:
+    steps: Steps = kept[0]["steps"]
+    assert steps == kept[1]["steps"]  # which all ranks are told alike
+    pending, draws = 0, []
+    for step in steps:
+        tally = step["tally"]
+        assert tally["before"] == pending and tally["dropped"] == tally["stale"] == 0
+        pending = tally["pending"]
+        assert tally["before"] + tally["started"] == NUM_GROUPS + pending
+        assert len(step["draws"]) == NUM_GROUPS * NUM_SAMPLES and step["rewards"]
+        assert max(step["staleness"]) <= LIMIT
+        draws += sorted(set(step["draws"]))
+    assert len(draws) == len(set(draws)) == NUM_GROUPS * len(steps)
+    assert max(max(step["staleness"]) for step in steps) > 0
+
+
+def test_without_going_on_what_comes_too_late_is_dropped_and_counted(
+    checkpoint_factory: Callable[..., Path], ranks: RankPool
+) -> None:
+    arguments = {"tp_size": 1, "oversample": 2.0, "keeps": False}
+    found = run(checkpoint_factory, ranks, **arguments)
+    steps: Steps = found[0]["steps"]
+    left = 0
+    for step in steps:
+        tally = step["tally"]
+        assert tally["started"] == NUM_GROUPS + tally["dropped"] and tally["pending"] == 0
+        assert tally["left_samples"] == tally["dropped"] * NUM_SAMPLES
+        assert not any(step["staleness"])
+        # What was not taken counts for the tokens that it had.
+        assert (
+            sum(step["lengths"])
+            <= tally["generated_tokens"]
+            == (sum(step["lengths"]) + tally["left_tokens"])
+            or tally["left_tokens"] <= tally["generated_tokens"]
+        )
+        left += tally["left_samples"]
+    assert left > 0
+    assert all(of_rank["own"] < 1e-3 for of_rank in found)

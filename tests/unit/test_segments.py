@@ -1,0 +1,112 @@
+"""A response in parts: what each token keeps, and what of it a checkpoint has."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from mcore_rl.batching.table import SampleTokens
+from mcore_rl.batching.types import Prompt, Rollout, ScoredRollout
+from mcore_rl.hybrid_engine.vllm.generation import Completion, Request, Sampling
+from mcore_rl.moe.routing import Routes
+from mcore_rl.rewards.worker import Outcome
+from mcore_rl.rollout.pending import read_groups, write_groups
+from mcore_rl.rollout.segments import OpenGroup, begun, extended, is_finished
+
+PROMPT = Prompt(8, "how many", "", np.array([5, 6, 7], np.int32))
+
+
+def part(
+    so_far: Rollout,
+    tokens: list[int],
+    version: int,
+    *,
+    observed: tuple[int, ...] = (),
+    limit: int = 4,
+) -> Rollout:
+    """The next part of a response; its experts are told by the version that computed them."""
+    ids = [*so_far.prompt.token_ids, *so_far.response_token_ids, *observed]
+    computed = len(ids) + len(tokens) - 1
+    routes = Routes(np.full((computed, 2, 1), version, np.uint8), np.ones(computed, np.bool_))
+    request = Request(0, np.array(ids, np.int32), limit, Sampling())
+    sampled = np.array(tokens, np.int32)
+    log_probs = -sampled.astype(np.float32)
+    return extended(so_far, Completion(request, sampled, log_probs, "length", routes), version)
+
+
+def in_three_parts() -> Rollout:
+    """Two tokens under version 1, an observation of two and a token under 3, two under 4."""
+    first = part(begun(PROMPT, 0, 1), [11, 12], 1)
+    second = part(first, [13], 3, observed=(90, 91))
+    return part(second, [14, 15], 4, limit=2)
+
+
+def test_each_token_keeps_what_it_was_sampled_with() -> None:
+    found = in_three_parts()
+    assert found.response_token_ids.tolist() == [11, 12, 90, 91, 13, 14, 15]
+    assert found.rollout_log_probs.tolist() == [-11, -12, 0, 0, -13, -14, -15]
+    assert found.is_generated is not None and found.weight_versions is not None
+    assert found.is_generated.tolist() == [True, True, False, False, True, True, True]
+    assert found.weight_versions.tolist() == [1, 1, 3, 3, 3, 4, 4]
+    assert (found.weight_version, found.oldest_version) == (4, 1)
+    tokens = SampleTokens.of(ScoredRollout(found, 0.0))
+    assert tokens.is_generated.tolist() == [False] * 3 + found.is_generated.tolist()
+
+
+def test_experts_are_those_of_the_pass_that_the_next_token_was_sampled_from() -> None:
+    routes = in_three_parts().routes
+    assert routes is not None and routes.known.all()
+    # 3 + 2 tokens went in before the second sampled one came out, the last of which not yet.
+    assert routes.ids[:, 0, 0].tolist() == [1, 1, 1, 1, 3, 3, 3, 4, 4]
+
+
+def test_a_part_that_was_ended_before_its_time_goes_on_and_another_does_not() -> None:
+    assert not is_finished(part(begun(PROMPT, 0, 1), [11], 1))
+    assert is_finished(part(begun(PROMPT, 0, 1), [11], 1, limit=1))
+
+
+def test_what_failed_in_one_part_has_failed() -> None:
+    broken = dataclasses.replace(part(begun(PROMPT, 0, 1), [11], 1), failure="no experts")
+    assert part(broken, [12], 2).failure == "no experts"
+
+
+def groups() -> list[OpenGroup]:
+    finished = dataclasses.replace(in_three_parts(), text="1 and 2")
+    return [
+        OpenGroup(draw, [finished, None, part(begun(PROMPT, 2, 1), [draw], 1)], {0: outcomes})
+        for draw, outcomes in (
+            (7, {"length": Outcome(0.1)}),
+            (4, {"length": Outcome(0.0, "raised KeyError", "'x'")}),
+            (9, {}),
+        )
+    ]
+
+
+def plain(group: OpenGroup) -> str:
+    """All of it, to the last bit."""
+    return repr(
+        [group.draw, group.outcomes, [each and dataclasses.asdict(each) for each in group.rollouts]]
+    )
+
+
+@pytest.mark.parametrize("num_tp_groups", [1, 2, 3])
+def test_a_checkpoint_has_all_that_goes_on(tmp_path: Path, num_tp_groups: int) -> None:
+    first, second, third = groups()
+    write_groups([first, second], tmp_path, 0)
+    write_groups([third], tmp_path, 1)
+    prompts = {group.draw: PROMPT for group in groups()}
+    found = [
+        read_groups(tmp_path, prompts.__getitem__, tp_group=part, num_tp_groups=num_tp_groups)
+        for part in range(num_tp_groups)
+    ]
+    expected = {
+        1: [[second, first, third]],
+        2: [[first, second], [third]],
+        3: [[second], [first], [third]],
+    }[num_tp_groups]
+    assert [[plain(each) for each in part] for part in found] == [
+        [plain(each) for each in part] for part in expected
+    ]

@@ -33,11 +33,12 @@ COMMON = (
     *("--lr-decay-style", "linear", "--lr-warmup-iters", "1", "--min-lr", "1e-6"),
 )
 RUNS = {
-    # How many prompts a step draws depends on their rewards.
+    # How many prompts a step draws depends on their rewards, and what is unfinished goes on.
     "grpo TP2 PP2 EP2": (
         4,
         "--rl-algorithm grpo --rl-kl-coef 0.05 --rl-dynamic-sampling --rl-max-refills 2 "
-        "--rl-num-mini-batches 2 --moe-router-bias-update-rate 1e-3 --rl-routing-replay r3",
+        "--rl-num-mini-batches 2 --moe-router-bias-update-rate 1e-3 --rl-routing-replay r3 "
+        "--rl-partial-rollouts --rl-oversample 2 --rl-max-staleness 2",
     ),
     "ppo DP2, critic TP2": (
         2,
@@ -167,6 +168,14 @@ def test_metrics_and_weights_are_those_of_an_undisturbed_run(runs: tuple[Run, Ru
         assert not differing, (step, differing)
         assert metrics.keys() == other.keys()
     assert whole.weights == resumed.weights and whole.weights
+
+
+def test_responses_were_pending_at_the_checkpoint_and_went_on(runs: tuple[Run, Run, Run]) -> None:
+    whole, _, resumed = runs
+    if "rollout/pending_groups" not in whole.metrics[0]:
+        pytest.skip("this run ends every response in the step that began it")
+    assert whole.metrics[SAVED_AT - 1]["rollout/pending_groups"] > 0
+    assert max(resumed.metrics[step]["rollout/staleness_max"] for step in (2, 3)) > 0
 
 
 def test_the_run_directory_says_how_it_was_made(runs: tuple[Run, Run, Run]) -> None:

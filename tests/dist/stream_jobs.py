@@ -61,6 +61,9 @@ class Trickle:
     def finished(self, completion: Completion) -> None:
         self.completions.append(completion)
 
+    def between_steps(self) -> None:
+        """Nothing."""
+
 
 def as_json(completions: Sequence[Completion]) -> list[dict[str, Any]]:
     return [
@@ -84,6 +87,7 @@ def streamed(checkpoint: str, dtype: str, tp_size: int) -> dict[str, Any]:
             tp_size=tp_size,
             max_model_len=128,
             max_num_seqs=32,
+            max_num_batched_tokens=64,  # of several prompts in one step, one is cut
             kv_cache_bytes=1 << 26,
         )
     )

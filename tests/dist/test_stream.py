@@ -20,19 +20,23 @@ pytestmark = [pytest.mark.timeout(400), pytest.mark.slow]
 ORDERS = ("few", "alone", "backwards", "after all")
 
 
-@pytest.fixture(scope="module", params=[1, 2], ids=["TP1", "TP2"])
+# Of a dense model prompts may be cut, and beginnings that are shared are computed once.
+@pytest.fixture(
+    scope="module", params=[("qwen3", 1), ("deepseek_v3", 2)], ids=["dense TP1", "MoE TP2"]
+)
 def found(
     request: pytest.FixtureRequest, checkpoint_factory: Callable[..., Path], ranks: RankPool
 ) -> dict[str, Any]:
+    architecture, tp_size = request.param
     of_ranks = ranks.run(
         "tests.dist.stream_jobs:streamed",
         world_size=2,
         arguments={
-            "checkpoint": str(checkpoint_factory("deepseek_v3")),
+            "checkpoint": str(checkpoint_factory(architecture)),
             # In bfloat16 a batch of another size rounds otherwise, by which one sample in some
             # hundreds of tokens goes another way.
             "dtype": "float32",
-            "tp_size": request.param,
+            "tp_size": tp_size,
         },
     )
     assert of_ranks[0] == of_ranks[1]  # of one engine, or of two that got the same

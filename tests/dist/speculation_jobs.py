@@ -17,6 +17,7 @@ from mcore_rl.batching.types import Prompt, Rollout
 from mcore_rl.common import objects
 from mcore_rl.hybrid_engine.sharding_manager import MegatronVLLMShardingManager, ReshardReport
 from mcore_rl.hybrid_engine.vllm.engine import EngineConfig, VLLMEngine
+from mcore_rl.hybrid_engine.vllm.generation import Request, Sampling, seed_of
 from mcore_rl.hybrid_engine.weight_stream import missing_bytes
 from mcore_rl.megatron import adapter as megatron_adapter
 from mcore_rl.megatron.hf_export import export
@@ -24,6 +25,7 @@ from mcore_rl.megatron.saving import save_checkpoint
 from mcore_rl.model.config_json import read_model_shape
 from mcore_rl.model.speculation import parse_speculation
 from mcore_rl.model.tensors import is_mtp_copy, is_mtp_tensor
+from mcore_rl.rollout.stream import run_stream
 from mcore_rl.trainer.actor import Actor
 from mcore_rl.trainer.build import build_manager, engine_config
 from mcore_rl.trainer.models import routed_layers
@@ -31,6 +33,7 @@ from mcore_rl.trainer.start import Job
 from mcore_rl.trainer.step_metrics import update_metrics
 from mcore_rl.verify import overwrite_with_zeros, stored_digests
 from tests.dist.jobs import log_probs_of_random_tokens, rank_batch, started
+from tests.dist.stream_jobs import Trickle
 
 # Tensors of a drafter of which every rank holds all, in the checkpoint's own shape.
 UNCUT = ("enorm.weight", "hnorm.weight", "eh_proj.weight", "shared_head.norm.weight")
@@ -40,6 +43,7 @@ NUM_SAMPLES = 60
 SAMPLING: dict[str, dict[str, Any]] = {
     "top-k 6": {"temperature": 1.0, "top_k": 6},
     "top-p 0.9 at 0.7": {"temperature": 0.7, "top_p": 0.9},
+    "top-k 6, seeded": {"temperature": 1.0, "top_k": 6, "seed": 7},  # each response for itself
 }
 
 
@@ -53,14 +57,19 @@ def prompts() -> list[Prompt]:
 def drafting(checkpoint: str, modes: Sequence[str]) -> dict[str, Any]:
     """Greedy and sampled responses of an engine of each mode, one after the other."""
     dist.init_process_group("gloo")
-    return {mode: _responses(Path(checkpoint), mode) for mode in modes}
+    return {
+        mode: _responses(Path(checkpoint), mode)
+        | ({"company": _in_company(Path(checkpoint), mode)} if mode != "off" else {})
+        for mode in modes
+    }
 
 
-def _responses(checkpoint: Path, mode: str) -> dict[str, Any]:
-    engine = VLLMEngine(
+def _engine(checkpoint: Path, mode: str, dtype: str) -> VLLMEngine:
+    return VLLMEngine(
         EngineConfig(
             model_dir=checkpoint,
             load_format="auto",
+            dtype=dtype,
             max_model_len=PROMPT_TOKENS + NEW_TOKENS,  # not one more, as in a run
             max_num_seqs=32,
             kv_cache_bytes=1 << 26,
@@ -68,6 +77,43 @@ def _responses(checkpoint: Path, mode: str) -> dict[str, Any]:
             routed_layers=routed_layers(read_model_shape(checkpoint)),
         )
     )
+
+
+def _in_company(checkpoint: Path, mode: str) -> dict[str, Any]:
+    """Responses with seeds, all at once and a few at a time: their tokens, and accepted drafts.
+
+    In float32, where a batch of another size hardly rounds otherwise.
+    """
+    engine = _engine(checkpoint, mode, "float32")
+    requests = [
+        Request(
+            number=number,
+            token_ids=prompts()[number % 8].token_ids,
+            max_tokens=NEW_TOKENS - number % 5,
+            sampling=Sampling(top_k=6, ignore_eos=True),
+            seed=seed_of(7, number),
+        )
+        for number in range(24)
+    ]
+    found: dict[str, Any] = {}
+    for name, order, at_once in (
+        ("all", requests, 24),
+        ("few, backwards", requests[::-1], 3),
+        ("alone", requests, 1),
+    ):
+        trickle = Trickle(order, at_once)
+        run_stream(engine, trickle)
+        counts = engine.take_draft_counts()
+        found[name] = {
+            "tokens": {each.number: each.token_ids.tolist() for each in trickle.completions},
+            "accepted": counts.num_accepted,
+        }
+    engine.close()
+    return found
+
+
+def _responses(checkpoint: Path, mode: str) -> dict[str, Any]:
+    engine = _engine(checkpoint, mode, "bfloat16")
 
     def generate(**options: Any) -> list[Rollout]:
         engine.seed_sampling(7)

@@ -125,6 +125,17 @@ def test_sampled_tokens_come_from_the_models_distribution(
 
 
 @pytest.mark.parametrize("mode", DRAFTING)
+def test_tokens_with_seeds_depend_on_neither_order_nor_company(
+    responses: dict[str, Any], mode: str
+) -> None:
+    together, *others = responses[mode]["company"].values()
+    assert len(together["tokens"]) == 24 and together["accepted"] > 50
+    assert len({tuple(tokens[:6]) for tokens in together["tokens"].values()}) > 20
+    for other in others:
+        assert other == together  # the same drafts are right, too
+
+
+@pytest.mark.parametrize("mode", DRAFTING)
 def test_a_wrong_rule_of_acceptance_is_found(responses: dict[str, Any], mode: str) -> None:
     """What followed earlier is a sample itself: taking it too often repeats more than it should,
     and the likeliest token too often is another distribution."""

@@ -7,6 +7,7 @@ are, and PPO runs 40 steps, in which the critic comes to explain 0.3 of the retu
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 from typing import Any
@@ -77,6 +78,18 @@ def test_ppo_learns_and_its_critic_explains_returns(
     assert max(m["kl/rollout_actor"] for m in metrics[:-1]) < 0.01
 
 
+def telling_prompts(checkpoint: Path, file: Path) -> Path:
+    """The task's prompts, of which every fourth tells its answer first, in the words of a response:
+    otherwise nothing ever stands in a response of six tokens that stood before."""
+    lines = (checkpoint / "prompts" / "train.jsonl").read_text().splitlines()
+    rows = [json.loads(line) for line in lines]
+    for row in rows[::4]:
+        ones = sum(int(number) % 10 for number in row["prompt"].split("+"))
+        row["prompt"] = f"{ones:02d} {row['answer']} {row['prompt']}"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return file
+
+
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_recipe_learns(
     recipe: str, warmed_checkpoint: Path, ranks: RankPool, tmp_path: Path
@@ -84,6 +97,9 @@ def test_recipe_learns(
     mine = tmp_path / "mine.py"
     mine.write_text("from mcore_rl.api import metric\nmetric('samples')(len)\n")
     flags = ("--rl-algorithm", recipe, *RECIPES[recipe], "--rl-import", str(mine))
+    if recipe == "dapo":
+        told = telling_prompts(warmed_checkpoint, tmp_path / "prompts.jsonl")
+        flags += ("--rl-prompts", str(told))
     metrics = run(warmed_checkpoint, tmp_path / "run", ranks, 12, *flags)
     assert accuracy_gain(metrics) > 0.2
     assert all(m["user/samples"] > 0 for m in metrics[:-1])  # a metric of one's own
@@ -93,6 +109,6 @@ def test_recipe_learns(
         assert all(m["rollout/uninformative_share"] <= 0.5 for m in metrics[:-1])
         # Drafts were made, some were right, and all tokens came with their experts.
         assert all(0 <= m["rollout/draft_acceptance"] < 1 for m in metrics[:-1])
-        assert sum(m["rollout/draft_acceptance"] for m in metrics[:-1]) > 0
+        assert sum(m["rollout/draft_acceptance"] > 0 for m in metrics[:-1]) >= 6
         assert all(m["moe/replayed_share"] == 1.0 for m in metrics[:-1])
         assert max(m["kl/rollout_actor"] for m in metrics[:-1]) < 0.01

@@ -33,7 +33,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
 from benchmarks.cases import CASES, QUICK, Case, Model  # noqa: E402
 from benchmarks.facts import facts_of_run  # noqa: E402
 from benchmarks.report import Row, markdown  # noqa: E402
-from benchmarks.step_time_report import section_of, with_section  # noqa: E402
+from benchmarks.step_time_report import sections_of  # noqa: E402
 
 CASE_SECONDS = 600
 ENVIRONMENT = {
@@ -91,8 +91,8 @@ def main(tokens: Sequence[str] | None = None) -> int:
                 options.json.write_text(json.dumps(rows, indent=1) + "\n")
             if options.markdown:
                 kept = options.markdown.read_text() if options.markdown.is_file() else ""
-                part = section_of(kept)  # of step_time.py
-                options.markdown.write_text(with_section(page, part) if part else page)
+                others = sections_of(kept)  # of other benchmarks
+                options.markdown.write_text(f"{page}\n{others}" if others else page)
     print(page)
     return 0
 

@@ -166,7 +166,7 @@ def _of_runs(values: Sequence[float], digits: int) -> str:
     return ", ".join(f"{value:.{digits}f}" for value in values)
 
 
-def with_section(page: str, part: str) -> str:
+def with_section(page: str, part: str, markers: tuple[str, str] = (BEGIN, END)) -> str:
     """`page` with `part` in the place of the section between the markers, or at the end.
 
     The rest of the page stays as it is. Raises ValueError where one marker stands without the
@@ -174,19 +174,20 @@ def with_section(page: str, part: str) -> str:
     """
     if not page:
         return part
-    begins, ends = page.count(BEGIN), page.count(END)
+    begin, end = markers
+    begins, ends = page.count(begin), page.count(end)
     if begins == ends == 0:
         return page.rstrip("\n") + "\n\n" + part
-    if begins != 1 or ends != 1 or page.index(BEGIN) > page.index(END):
-        raise ValueError(f"the markers {BEGIN} and {END} must stand there once each, in this order")
-    pattern = re.escape(BEGIN) + ".*?" + re.escape(END) + "\n?"
+    if begins != 1 or ends != 1 or page.index(begin) > page.index(end):
+        raise ValueError(f"the markers {begin} and {end} must stand there once each, in this order")
+    pattern = re.escape(begin) + ".*?" + re.escape(end) + "\n?"
     return re.sub(pattern, lambda _: part, page, flags=re.DOTALL)
 
 
-def section_of(page: str) -> str:
-    """What stands between the markers of `page`, with them; nothing without markers."""
-    found = re.search(re.escape(BEGIN) + ".*?" + re.escape(END) + "\n?", page, flags=re.DOTALL)
-    return found[0] if found else ""
+def sections_of(page: str) -> str:
+    """What stands on `page` between markers, of this and other benchmarks, with them."""
+    found = re.finditer(r"<!-- (\w+): begin -->.*?<!-- \1: end -->\n?", page, flags=re.DOTALL)
+    return "\n".join(each[0] for each in found)
 
 
 _INTRODUCTION = """\

@@ -21,7 +21,7 @@ from benchmarks.step_time_report import (
     packing_row,
     paired_ratio,
     section,
-    section_of,
+    sections_of,
     training_row,
     verdicts,
     with_section,
@@ -127,7 +127,10 @@ def test_section_is_replaced_and_the_rest_of_the_page_stays() -> None:
     assert page == f"# Resharding\n\n{first}"
     assert with_section(page + "\nmore\n", second) == f"# Resharding\n\n{second}\nmore\n"
     assert with_section("", first) == first
-    assert section_of(page + "\nmore\n") == first and section_of("# Resharding\n") == ""
+    assert sections_of(page + "\nmore\n") == first and sections_of("# Resharding\n") == ""
+    other = "<!-- rollout: begin -->\nthree\n<!-- rollout: end -->\n"
+    both = with_section(page, other, ("<!-- rollout: begin -->", "<!-- rollout: end -->"))
+    assert sections_of(both) == f"{first}\n{other}"
 
 
 @pytest.mark.parametrize("page", [BEGIN, END, f"{END}{BEGIN}", f"{BEGIN}{BEGIN}{END}"])

@@ -1,0 +1,354 @@
+"""One rank of one case of `rollout.py`: the same requests in several ways, in turns; prints JSON.
+
+    torchrun --nproc-per-node 2 benchmarks/rollout_worker.py CASE CHECKPOINT REPETITIONS
+
+How long each response becomes is drawn beforehand, and is the same in all ways: no end-of-sequence
+token ends one. A repetition has lengths of its own.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch.distributed as dist
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(ROOT)]
+
+from mcore_rl.batching.types import Prompt, Rollout  # noqa: E402
+from mcore_rl.common import objects  # noqa: E402
+from mcore_rl.flags.options import RLConfig  # noqa: E402
+from mcore_rl.hybrid_engine.vllm.engine import EngineConfig, VLLMEngine  # noqa: E402
+from mcore_rl.hybrid_engine.vllm.generation import (  # noqa: E402
+    Generation,
+    Request,
+    Sampling,
+    seed_of,
+)
+from mcore_rl.model.config_json import read_model_shape  # noqa: E402
+from mcore_rl.model.layout import RolloutLayout, TrainLayout  # noqa: E402
+from mcore_rl.rewards.specs import parse_rewards  # noqa: E402
+from mcore_rl.rollout.dealing import Wanted  # noqa: E402
+from mcore_rl.rollout.engines import Block, RolloutWorkers  # noqa: E402
+from mcore_rl.rollout.groups import GroupPlan  # noqa: E402
+from mcore_rl.rollout.keeper import SampleKeeper  # noqa: E402
+from mcore_rl.rollout.stream import run_stream  # noqa: E402
+
+PROMPT_TOKENS = 16
+SAMPLING = Sampling(ignore_eos=True)
+TAIL = 10  # the longest response is so many times the median, which one in a hundred reaches
+SIGMA = np.log(TAIL) / 2.326
+STREAM, BLOCKS, UNSEEDED, BARE = "stream", "blocks", "blocks without seeds", "bare"
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """What a step samples."""
+
+    num_prompts: int
+    num_samples: int
+    median_tokens: int
+    sigma: float = SIGMA  # of the logarithm of lengths; half of its variance is the prompt's
+    max_num_seqs: int = 16  # of an engine
+    tp_size: int = 1
+    reward_seconds: tuple[float, ...] = (0.0,)  # that a reward sleeps, in a case of its own each
+    num_reward_workers: int = 1  # of an engine
+
+    @property
+    def most_tokens(self) -> int:
+        return max(self.median_tokens, int(self.median_tokens * TAIL * (self.sigma > 0)))
+
+    def lengths(self, seed: int) -> tuple[int, ...]:
+        """Tokens of each response, those to one prompt together."""
+        rng = np.random.default_rng(seed)
+        of_prompts = rng.standard_normal((self.num_prompts, 1))
+        of_samples = rng.standard_normal((self.num_prompts, self.num_samples))
+        drawn = self.median_tokens * np.exp(self.sigma * (of_prompts + of_samples) / np.sqrt(2))
+        return tuple(np.clip(np.round(drawn), 2, self.most_tokens).astype(int).ravel().tolist())
+
+
+LONG_TAIL = Load(num_prompts=32, num_samples=4, median_tokens=32)
+REWARDS = Load(
+    num_prompts=32,
+    num_samples=4,
+    median_tokens=128,
+    reward_seconds=(0.05, 1.0),
+    num_reward_workers=4,
+)
+SHORT = Load(num_prompts=16, num_samples=8, median_tokens=6, sigma=0.0, max_num_seqs=128)
+STEPS = Load(num_prompts=32, num_samples=4, median_tokens=64, sigma=0.5)
+
+
+def reward(*, prompt: str, response: str, answer: str) -> float:
+    """Sleeps for as many seconds as the prompt's answer says."""
+    time.sleep(float(answer))
+    return 1.0
+
+
+class Bench:
+    """Engine and rewards of this rank, and the ways to sample a load with them. Collective."""
+
+    def __init__(self, checkpoint: Path, load: Load) -> None:
+        self.load = load
+        world = dist.get_world_size()
+        self.engine = VLLMEngine(
+            EngineConfig(
+                model_dir=checkpoint,
+                load_format="auto",
+                tp_size=load.tp_size,
+                max_model_len=PROMPT_TOKENS + load.most_tokens,
+                max_num_seqs=load.max_num_seqs,
+                kv_cache_bytes=1 << 28,
+            )
+        )
+        self.layout = RolloutLayout(world, load.tp_size, False)
+        layers = tuple(range(read_model_shape(checkpoint).num_layers))
+        self.keeper = SampleKeeper(TrainLayout(world), self.layout, ((layers,),))
+        config = RLConfig.of(
+            num_prompts_per_step=load.num_prompts, max_response_tokens=load.most_tokens
+        )
+        rewards = parse_rewards(
+            "benchmarks.rollout_worker:reward", num_workers=load.num_reward_workers
+        )
+        self.workers = RolloutWorkers(self.engine, self.layout, config, rewards, self.keeper)
+        self._num_calls = 0
+        self._lengths: dict[tuple[bytes, int], int] = {}  # prompt, sample -> tokens to the end
+        self._submit = submit = Generation.submit
+
+        def of_length(generation: Generation, request: Request) -> None:
+            prompt, so_far = np.split(request.token_ids, [PROMPT_TOKENS])
+            length = self._lengths[prompt.tobytes(), request.number % load.num_samples]
+            submit(generation, dataclasses.replace(request, max_tokens=length - len(so_far)))
+
+        Generation.submit = of_length  # type: ignore[method-assign]
+
+    def close(self) -> None:
+        Generation.submit = self._submit  # type: ignore[method-assign]
+        self.workers.close()
+        self.engine.close()
+
+    def plan(self, seed: int) -> GroupPlan:
+        return GroupPlan(
+            num_samples=self.load.num_samples,
+            sampling=SAMPLING,
+            max_tokens=self.load.most_tokens,
+            seed=seed,
+            first_draw=0,
+            weight_version=1,
+        )
+
+    def prompts(self, seed: int, reward_seconds: float = 0.0) -> list[Prompt]:
+        """Of a repetition, whose lengths are then those of all responses."""
+        rng = np.random.default_rng(seed)
+        shape = (self.load.num_prompts, PROMPT_TOKENS)
+        tokens = rng.integers(6, 400, size=shape).astype(np.int32)
+        lengths = iter(self.load.lengths(seed))
+        self._lengths = {
+            (row.tobytes(), sample): next(lengths)
+            for row in tokens
+            for sample in range(self.load.num_samples)
+        }
+        return [Prompt(i, "", str(reward_seconds), row) for i, row in enumerate(tokens)]
+
+    def requests(
+        self, prompts: Sequence[Prompt], seed: int, *, seeded: bool = True
+    ) -> list[Request]:
+        """Those of this TP group's block."""
+        blocks = np.array_split(np.arange(len(prompts)), self.layout.num_tp_groups)
+        mine = blocks[self.layout.tp_group_index(dist.get_rank())].tolist()
+        size = self.load.num_samples
+        return [
+            Request(
+                number=draw * size + sample,
+                token_ids=prompts[draw].token_ids,
+                max_tokens=self.load.most_tokens,
+                sampling=SAMPLING,
+                seed=seed_of(seed, draw, sample) if seeded else None,
+            )
+            for draw in mine
+            for sample in range(size)
+        ]
+
+    def stream(self, seed: int, reward_seconds: float = 0.0) -> dict[str, float]:
+        """As a step does it. Seconds to the last token here, and to the last reward anywhere."""
+        prompts, started = self.prompts(seed, reward_seconds), self._begin()
+        groups = self.workers.sample(
+            self.plan(seed),
+            Wanted.of(self.load.num_prompts),
+            prompts.__getitem__,
+            key=f"{self._num_calls}",
+        )
+        sampled = time.perf_counter()
+        num_tokens = sum(len(r.response_token_ids) for r in groups.sampled.rollouts.values())
+        table, _ = self.workers.settle(groups, lambda seconds: None)
+        return self._told(started, sampled, num_tokens, len(table))
+
+    def blocks(
+        self, seed: int, reward_seconds: float = 0.0, *, seeded: bool = True
+    ) -> dict[str, float]:
+        """Prompts in fixed blocks, all requests of one at once, and rewards after the last."""
+        prompts, started = self.prompts(seed, reward_seconds), self._begin()
+        block = Block(self.requests(prompts, seed, seeded=seeded))
+        run_stream(self.engine, block)
+        done = time.perf_counter()
+        rollouts: list[Rollout] = []
+        places = []
+        for number, completion in sorted(block.completions.items()):
+            draw, sample = divmod(number, self.load.num_samples)
+            rollouts.append(self.engine.rollout(prompts[draw], sample, completion, 1))
+            places.append(draw)
+        objects.barrier()  # scoring begins when all engines are done
+        table = self.workers.score(rollouts, places)
+        num_tokens = sum(len(each.response_token_ids) for each in rollouts)
+        return self._told(started, done, num_tokens, len(table))
+
+    def bare(self, seed: int) -> dict[str, float]:
+        """vLLM's own loop over this group's block, as short as it can be."""
+        requests, started = self.requests(self.prompts(seed), seed), self._begin()
+        engine = self.engine._llm.llm_engine
+        with self.engine.generation() as generation:
+            for request in requests:
+                generation.submit(request)
+            while engine.has_unfinished_requests():
+                for each in engine.step():
+                    if each.finished:
+                        generation._running.pop(int(each.request_id))
+        return {"own_seconds": time.perf_counter() - started}
+
+    def one_loop(self, seed: int) -> dict[str, float]:
+        """Ours over the same block."""
+        requests, started = self.requests(self.prompts(seed), seed), self._begin()
+        run_stream(self.engine, Block(requests))
+        return {"own_seconds": time.perf_counter() - started}
+
+    @contextmanager
+    def steps_timed(self) -> Iterator[list[float]]:
+        """The seconds of each of the engine's steps, from the call to the return."""
+        engine, seconds = self.engine._llm.llm_engine, list[float]()
+        step = engine.step
+
+        def timed() -> Any:
+            began = time.perf_counter()
+            found = step()
+            seconds.append(time.perf_counter() - began)
+            return found
+
+        engine.step = timed
+        try:
+            yield seconds
+        finally:
+            del engine.step
+
+    def _begin(self) -> float:
+        self._num_calls += 1
+        self.keeper.forget()
+        objects.barrier()
+        return time.perf_counter()
+
+    def _told(
+        self, started: float, sampled: float, num_tokens: int, num_samples: int
+    ) -> dict[str, float]:
+        """Clocks of ranks on one machine are one."""
+        ended = time.perf_counter()
+        everyone = objects.all_gather((started, sampled, ended, num_tokens))
+        first, last = min(each for each, *_ in everyone), max(each for _, each, *_ in everyone)
+        assert num_samples == self.load.num_prompts * self.load.num_samples
+        return {
+            "seconds": max(each for *_, each, _ in everyone) - first,
+            "own_seconds": sampled - started,  # of this rank's engine, until it has no more to do
+            "to_last_token": last - first,
+            "after_last_token": max(each for *_, each, _ in everyone) - last,
+            "first_engine_done": min(each for _, each, *_ in everyone) - first,
+            "tokens": float(sum(each for *_, each in everyone)) / self.load.tp_size,
+            "most_tokens": float(max(each for *_, each in everyone)),
+        }
+
+
+Found = dict[str, list[dict[str, float]]]
+
+
+def in_turns(ways: dict[str, Callable[[int], dict[str, float]]], repetitions: int) -> Found:
+    """What each way measured in every repetition, after one of each that does not count."""
+    found: Found = {name: [] for name in ways}
+    for number in range(repetitions + 1):
+        names = list(ways)
+        for name in names if number % 2 == 0 else reversed(names):
+            measured = ways[name](number)
+            if number:
+                found[name].append(measured)
+    return found
+
+
+def stream_and_blocks(checkpoint: Path, load: Load, repetitions: int) -> Found:
+    bench = Bench(checkpoint, load)
+    unseeded = partial(bench.blocks, seeded=False)
+    ways = {STREAM: bench.stream, BLOCKS: bench.blocks, UNSEEDED: unseeded}
+    found = in_turns(ways, repetitions)
+    bench.close()
+    return found
+
+
+def rewards_hidden(checkpoint: Path, load: Load, repetitions: int) -> Found:
+    """The ways with each reward; ways of the same seconds follow each other."""
+    bench, found = Bench(checkpoint, load), {}
+    for seconds in load.reward_seconds:
+        ways = {
+            f"{STREAM} {seconds:g}": lambda seed, s=seconds: bench.stream(seed, s),
+            f"{BLOCKS} {seconds:g}": lambda seed, s=seconds: bench.blocks(seed, s),
+        }
+        found |= in_turns(ways, repetitions)
+    bench.close()
+    return found
+
+
+def overhead(checkpoint: Path, load: Load, repetitions: int) -> Found:
+    """Of the loop over steps, in engines of each TP size."""
+    found: Found = {}
+    for tp_size in (1, 2):
+        bench = Bench(checkpoint, dataclasses.replace(load, tp_size=tp_size))
+
+        def timed(way: Callable[[int], dict[str, float]], seed: int) -> dict[str, float]:
+            with bench.steps_timed() as seconds:  # noqa: B023
+                whole = way(seed)
+            return whole | {"in_steps": sum(seconds), "steps": len(seconds)}
+
+        ways = {
+            f"{name} TP{tp_size}": partial(timed, way)
+            for name, way in ((STREAM, bench.stream), ("loop", bench.one_loop), (BARE, bench.bare))
+        }
+        found |= in_turns(ways, repetitions)
+        bench.close()
+    return found
+
+
+# Name -> what is measured, of which load.
+CASES: dict[str, tuple[Callable[[Path, Load, int], Found], Load]] = {
+    "long_tail": (stream_and_blocks, LONG_TAIL),
+    "rewards": (rewards_hidden, REWARDS),
+    "short": (stream_and_blocks, SHORT),
+    "overhead": (overhead, STEPS),
+}
+
+
+def main(tokens: Sequence[str]) -> None:
+    case, checkpoint, repetitions = tokens
+    dist.init_process_group("gloo")
+    measure, load = CASES[case]
+    found = measure(Path(checkpoint), load, int(repetitions))
+    if dist.get_rank() == 0:
+        print(json.dumps(found), flush=True)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,86 @@
+"""The pure parts of benchmarks/rollout.py: lengths, ratios, verdicts, the section.
+
+The cases themselves are `python benchmarks/rollout.py --quick`.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from benchmarks.rollout import REPETITIONS
+from benchmarks.rollout_report import BEGIN, END, OF_CASE, paired, section
+from benchmarks.rollout_worker import CASES, LONG_TAIL, SHORT
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def ways(**seconds: list[float]) -> dict[str, list[dict[str, float]]]:
+    return {
+        name.replace("_", " "): [
+            dict(seconds=s, own_seconds=s, after_last_token=s, tokens=8.0, most_tokens=5.0)
+            for s in each
+        ]
+        for name, each in seconds.items()
+    }
+
+
+def test_one_response_in_a_hundred_reaches_ten_times_the_median() -> None:
+    lengths = np.concatenate([LONG_TAIL.lengths(seed) for seed in range(200)])
+    assert lengths.max() == LONG_TAIL.most_tokens == 10 * LONG_TAIL.median_tokens
+    assert np.median(lengths) == pytest.approx(LONG_TAIL.median_tokens, rel=0.05)
+    assert np.mean(lengths == lengths.max()) == pytest.approx(0.01, abs=0.004)
+    assert set(SHORT.lengths(1)) == {SHORT.median_tokens}
+    assert LONG_TAIL.lengths(1) == LONG_TAIL.lengths(1) != LONG_TAIL.lengths(2)
+
+
+def test_every_case_has_its_repetitions_and_its_verdicts() -> None:
+    assert CASES.keys() == REPETITIONS.keys() == OF_CASE.keys()
+
+
+def test_a_ratio_is_of_one_repetition() -> None:
+    # The machine was slow in the second repetition, for both.
+    assert paired(ways(stream=[1, 10], blocks=[2, 20]), "blocks", "stream") == 2.0
+
+
+@pytest.mark.parametrize(
+    ("case", "found", "met"),
+    [
+        ("long_tail", ways(stream=[1.0], blocks=[1.26]), True),
+        ("long_tail", ways(stream=[1.0], blocks=[1.24]), False),
+        ("rewards", ways(stream_1=[1.0], blocks_1=[10.1]), True),
+        ("rewards", ways(stream_1=[1.0], blocks_1=[9.9]), False),
+        ("short", ways(stream=[1.0], blocks=[1.0]), True),
+        ("short", ways(stream=[1.0], blocks=[0.9]), False),
+    ],
+)
+def test_a_verdict_follows_the_figures(case: str, found: dict, met: bool) -> None:
+    assert [ok for *_, ok in OF_CASE[case](found)] == [met]
+    text = section({case: found}, {"commit": "abc"})
+    assert text.startswith(BEGIN + "\n") and text.endswith(END + "\n")
+    assert ("**no**" in text) is not met and "| 0.62 |" in text
+
+
+@pytest.mark.parametrize(("seconds", "met"), [(0.98, True), (0.96, False)])
+def test_the_overhead_is_what_is_outside_the_engines_steps(seconds: float, met: bool) -> None:
+    found = {
+        "loop TP2": [{"own_seconds": 1.0, "in_steps": seconds}],
+        "bare TP2": [{"own_seconds": 1.0, "in_steps": 0.999}],
+    }
+    assert [ok for *_, ok in OF_CASE["overhead"](found)] == [met]
+
+
+def test_a_page_with_broken_markers_is_told_before_anything_runs(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text(BEGIN)
+    done = subprocess.run(
+        [sys.executable, "benchmarks/rollout.py", "--markdown", str(page)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 2 and f"--markdown {page}" in done.stderr

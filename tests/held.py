@@ -9,7 +9,8 @@ import numpy as np
 import torch.distributed as dist
 
 from mcore_rl.batching.dealing import Cuts
-from mcore_rl.batching.table import SampleTable, SampleTokens
+from mcore_rl.batching.moves import Parcel, Shares
+from mcore_rl.batching.table import SampleTable, SampleTokens, tokens_to_rows
 from mcore_rl.batching.train_batches import build_train_batch
 from mcore_rl.batching.types import ScoredRollout, TrainBatch
 from mcore_rl.common import objects
@@ -33,13 +34,12 @@ class HeldHere:
     def forget(self) -> None:
         pass
 
-    def deliver(
-        self, table: SampleTable, wanted: Sequence[Sequence[int]]
-    ) -> dict[int, SampleTokens]:
+    def deliver(self, table: SampleTable, wanted: Shares) -> dict[int, SampleTokens]:
         return self._tokens
 
-    def send(self, table: SampleTable, wanted: Sequence[Sequence[int]]) -> dict[int, SampleTokens]:
-        return self._tokens
+    def parcel(self, table: SampleTable, wanted: Shares) -> Parcel:
+        rows = tokens_to_rows([self._tokens[row] for row in range(len(table))])
+        return Parcel(table.lengths, Shares((np.arange(len(table)),), ((0,),)), wanted, rows)
 
 
 def table_of(scored: Sequence[ScoredRollout]) -> SampleTable:

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.random import PCG64, SeedSequence
 
+from mcore_rl.batching.moves import Division, Shares
 from mcore_rl.batching.rows import MicroBatching, chunks_of_sample, round_up
 from mcore_rl.batching.table import SampleTable
 from mcore_rl.model.config_json import ModelShape
@@ -196,6 +197,27 @@ def plan_step(
     else:
         by_mini_batch = [_deal_padded(samples, dp_size, batching) for samples in mini_batches]
     return [tuple(ranks[dp_rank] for ranks in by_mini_batch) for dp_rank in range(dp_size)]
+
+
+def division_of(
+    epochs: Sequence[Sequence[Cuts]], lengths: np.ndarray, ranks: Sequence[tuple[int, ...]]
+) -> Division:
+    """Who has which samples by the plans of all epochs, each one of `plan_step`; `ranks` are those
+    of each data-parallel rank, which have the same samples."""
+    of_epochs = [[samples_of(cuts) for cuts in plan] for plan in epochs]
+    every = []
+    for of_rank in zip(*of_epochs, strict=True):
+        samples = np.concatenate(of_rank)
+        _, firsts = np.unique(samples, return_index=True)
+        every.append(samples[np.sort(firsts)])
+    first = Shares(tuple(of_epochs[0]), tuple(ranks))
+    return Division(lengths, first, Shares(tuple(every), tuple(ranks)))
+
+
+def samples_of(cuts: Cuts) -> np.ndarray:
+    """One after the other."""
+    found = [sample for mini_batch in cuts for part in mini_batch for sample in part]
+    return np.array(found, dtype=np.int64)
 
 
 def _deal_padded(

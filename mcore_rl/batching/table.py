@@ -55,7 +55,8 @@ class SampleTable:
     @property
     def lengths(self) -> np.ndarray:
         """`[n]` int64: tokens of prompt and response."""
-        return self.prompt_lengths + self.response_lengths
+        total: np.ndarray = self.prompt_lengths + self.response_lengths
+        return total
 
     @classmethod
     def of(
@@ -199,3 +200,24 @@ class SampleTokens:
             log_probs=np.concatenate([nothing, rollout.rollout_log_probs], dtype=np.float32),
             routes=rollout.routes,
         )
+
+
+def tokens_to_rows(samples: Sequence[SampleTokens]) -> np.ndarray:
+    """`[t, 5]` uint8 of samples, one after the other: the token and whether it was generated. To
+    who reads what was said, and not how."""
+    ids = np.concatenate([np.empty(0, np.int32), *(each.token_ids for each in samples)])
+    rows = np.empty((len(ids), 5), dtype=np.uint8)
+    rows[:, :4] = ids.view(np.uint8).reshape(-1, 4)
+    rows[:, 4] = np.concatenate([np.empty(0, np.bool_), *(each.is_generated for each in samples)])
+    return rows
+
+
+def rows_to_tokens(rows: np.ndarray, lengths: np.ndarray) -> list[SampleTokens]:
+    """The samples of such rows, of these lengths, without log-probs."""
+    ends = lengths.cumsum()[:-1]
+    ids = np.split(np.ascontiguousarray(rows[:, :4]).view(np.int32)[:, 0], ends)
+    generated = np.split(rows[:, 4] != 0, ends)
+    return [
+        SampleTokens(*each, np.zeros(len(each[0]), dtype=np.float32))
+        for each in zip(ids[: len(lengths)], generated[: len(lengths)], strict=True)
+    ]

@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from mcore_rl.batching.moves import Division, Parcel
 from mcore_rl.moe.routing import Routes
 
 UNFINISHED = "unfinished"  # of a response that goes on in a later step
@@ -156,12 +157,12 @@ class TrainBatch:
 
 @dataclass(frozen=True, slots=True)
 class StepBatch:
-    """A step's samples as this rank's part of the actor has them, and as a critic is told of
+    """A step's samples as this rank's part of the actor has them, and what a critic gets of
     them."""
 
     actor: TrainBatch
-    for_critic: Mapping[str, torch.Tensor] | None  # `StepCritic.told_of`; None: no critic
-    lengths: np.ndarray  # [n] int64, tokens of every sample of the step
+    division: Division  # of the step's samples among the actor's ranks
+    for_critic: Parcel | None  # its tokens; None: no critic
     metrics: Mapping[str, float] = field(default_factory=dict)
 
 

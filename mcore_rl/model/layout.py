@@ -100,6 +100,13 @@ class TrainLayout:
     def dp_rank(self, rank: int) -> int:
         return rank // (self.tp_size * self.cp_size) % self.dp_size
 
+    def dp_ranks(self) -> tuple[tuple[int, ...], ...]:
+        """Of each data-parallel rank those of TP, CP and PP, which learn from the same samples."""
+        found: list[list[int]] = [[] for _ in range(self.dp_size)]
+        for rank in range(self.world_size):
+            found[self.dp_rank(rank)].append(rank)
+        return tuple(tuple(ranks) for ranks in found)
+
     def etp_rank(self, rank: int) -> int:
         return rank % self.etp_size
 

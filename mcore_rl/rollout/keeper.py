@@ -18,7 +18,8 @@ from collections.abc import Sequence
 import numpy as np
 import torch.distributed as dist
 
-from mcore_rl.batching.table import SampleTable, SampleTokens
+from mcore_rl.batching.moves import Moves, Parcel, Shares
+from mcore_rl.batching.table import SampleTable, SampleTokens, tokens_to_rows
 from mcore_rl.batching.types import ScoredRollout
 from mcore_rl.common import objects
 from mcore_rl.model.layout import PipelineLayers, RolloutLayout, TrainLayout
@@ -124,46 +125,47 @@ class SampleKeeper:
 
     # Who gets what
 
-    def deliver(
-        self, table: SampleTable, wanted: Sequence[Sequence[int]]
-    ) -> dict[int, SampleTokens]:
-        """This rank's samples, by their place in the table, with the experts of its stage.
-
-        `wanted` is which of them each data-parallel rank learns from. Collective over the world.
-        """
-        ranks = range(dist.get_world_size())
-        return self.send(
-            table,
-            [wanted[self._train.dp_rank(rank)] for rank in ranks],
-            [self._train.pp_rank(rank) for rank in ranks],
-        )
-
-    def send(
-        self,
-        table: SampleTable,
-        wanted: Sequence[Sequence[int]],
-        stages: Sequence[int] | None = None,
-    ) -> dict[int, SampleTokens]:
-        """`deliver` to each rank of the world what `wanted` says, with the experts of its stage of
-        `stages`, or without any. Collective over the world."""
-        if self.routed is None:
-            stages = None
-        outgoing = self._outgoing(table, wanted, stages)
-        stage = None if stages is None else stages[self._rank]
-        by_source = self._by_source(table, wanted[self._rank])
-        lengths, width = table.lengths, self._width(stage)
-        incoming = [
-            sum(int(lengths[sample]) for sample in by_source.get(rank, ())) * width
-            for rank in range(len(outgoing))
-        ]
+    def deliver(self, table: SampleTable, wanted: Shares) -> dict[int, SampleTokens]:
+        """This rank's samples of `wanted`, by their place in the table, with the experts of its
+        stage. Collective over the world."""
+        moves = Moves.of(self._rank, len(table), self._sampled(table), wanted)
+        outgoing = [_NOTHING] * dist.get_world_size()
+        packed: dict[tuple[int, int | None], np.ndarray] = {}
+        for rank, samples in moves.outgoing.items():
+            stage = None if self.routed is None else self._train.pp_rank(rank)
+            key = id(samples), stage  # the same for all ranks of a place
+            if key not in packed:
+                kept = (self._kept[number] for number in table.numbers[samples].tolist())
+                packed[key] = np.concatenate([self._packed(each, stage) for each in kept])
+            outgoing[rank] = packed[key]
+        stage = None if self.routed is None else self._train.pp_rank(self._rank)
+        width, incoming = self._width(stage), [0] * len(outgoing)
+        for rank, samples in moves.incoming.items():
+            incoming[rank] = int(table.lengths[samples].sum()) * width
+        came = objects.exchange(outgoing, incoming)
         found: dict[int, SampleTokens] = {}
-        for source, data in enumerate(objects.exchange(outgoing, incoming)):
-            start = 0
-            for sample in by_source.get(source, ()):
-                end = start + int(lengths[sample]) * width
-                found[sample] = self._unpacked(data[start:end], int(lengths[sample]), stage)
-                start = end
+        for rank, samples in moves.incoming.items():
+            lengths = table.lengths[samples]
+            parts = np.split(came[rank], (lengths * width).cumsum()[:-1])
+            for sample, length, data in zip(samples.tolist(), lengths, parts, strict=True):
+                found[sample] = self._unpacked(data, int(length), stage)
         return found
+
+    def parcel(self, table: SampleTable, wanted: Shares) -> Parcel:
+        """The tokens of samples for ranks, of whatever world, that are no part of the actor: the
+        rows of `tokens_to_rows`. Local."""
+        sampled = self._sampled(table)
+        numbers = table.numbers[sampled.of(self._rank)].tolist()
+        rows = tokens_to_rows([SampleTokens.of(self._kept[number]) for number in numbers])
+        return Parcel(table.lengths, sampled, wanted, rows)
+
+    def _sampled(self, table: SampleTable) -> Shares:
+        """Which samples the ranks of each engine's TP groups have."""
+        slots = np.arange(dist.get_world_size()).reshape(-1, self._rollout.tp_size)
+        ranks = [tuple(self._rollout.rank(slot) for slot in group) for group in slots.tolist()]
+        return Shares(
+            tuple(np.flatnonzero(table.homes == place[0]) for place in ranks), tuple(ranks)
+        )
 
     def on_first_rank(self, table: SampleTable, rows: Sequence[int]) -> list[ScoredRollout]:
         """These samples with texts and rewards, on rank 0; nothing on the others. Collective over
@@ -183,37 +185,6 @@ class SampleKeeper:
     def _width(self, stage: int | None) -> int:
         """Bytes a token."""
         return _TOKEN_BYTES + (0 if stage is None else self.of_stage(stage).bytes_a_token - 1)
-
-    def _by_source(self, table: SampleTable, wanted: Sequence[int]) -> dict[int, list[int]]:
-        """Which of its samples this rank gets from which rank."""
-        found: dict[int, list[int]] = {}
-        source_of: dict[int, int] = {}  # first rank of a group -> the one that sends to this rank
-        for sample in wanted:
-            home = int(table.homes[sample])
-            if home not in source_of:
-                slot = self._rollout.slot(home) + self._rank % self._rollout.tp_size
-                source_of[home] = self._rollout.rank(slot)
-            found.setdefault(source_of[home], []).append(sample)
-        return found
-
-    def _outgoing(
-        self, table: SampleTable, wanted: Sequence[Sequence[int]], stages: Sequence[int] | None
-    ) -> list[np.ndarray]:
-        """What this rank sends to each."""
-        packed: dict[tuple[int, int | None], np.ndarray] = {}
-        outgoing = [_NOTHING] * len(wanted)
-        for rank, samples in enumerate(wanted):
-            if rank % self._rollout.tp_size != self._rollout.tp_rank(self._rank):
-                continue
-            key = id(samples), None if stages is None else stages[rank]
-            if key not in packed:
-                mine = [row for row in samples if table.homes[row] == self.home]
-                numbers = [int(table.numbers[row]) for row in mine]
-                packed[key] = np.concatenate(
-                    [_NOTHING, *(self._packed(self._kept[n], key[1]) for n in numbers)]
-                )
-            outgoing[rank] = packed[key]
-        return outgoing
 
     def _packed(self, sample: ScoredRollout, stage: int | None) -> np.ndarray:
         tokens = SampleTokens.of(sample)

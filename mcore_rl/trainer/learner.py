@@ -26,7 +26,7 @@ from mcore_rl.algorithms.kl import kl_penalty_rewards
 from mcore_rl.algorithms.mismatch import MismatchSums, mismatch_weights
 from mcore_rl.algorithms.registry import find_advantage_estimator
 from mcore_rl.algorithms.value_loss import explained_variance, value_loss
-from mcore_rl.batching.dealing import orders_of_epochs
+from mcore_rl.batching.dealing import division_of, orders_of_epochs
 from mcore_rl.batching.rows import MicroBatching
 from mcore_rl.batching.table import SampleTable
 from mcore_rl.batching.types import StepBatch, TrainBatch
@@ -41,7 +41,6 @@ from mcore_rl.trainer.roles.samples import (
     batch_by_plan,
     mini_batches,
     plan_epochs,
-    samples_of_ranks,
     with_given_routes,
 )
 from mcore_rl.trainer.step_metrics import mismatch_metrics
@@ -105,7 +104,8 @@ class Learner:
             batching=self._batching,
             orders=orders,
         )
-        tokens = self.keeper.deliver(table, samples_of_ranks(epochs))
+        division = division_of(epochs, table.lengths, self._layout.dp_ranks())
+        tokens = self.keeper.deliver(table, division.every)
         batch = batch_by_plan(table, tokens, epochs, self._layout.dp_rank(self._rank))
         metrics = {}
         if self.keeper.routed is not None:
@@ -114,8 +114,8 @@ class Learner:
             metrics = self._replayed(batch, batch.num_tokens - batch.num_samples)
         for_critic = None
         if self.critic is not None:
-            for_critic = self.critic.told_of(self.keeper, table, orders)
-        return StepBatch(batch, for_critic, table.lengths, metrics)
+            for_critic = self.critic.parcel(self.keeper, table, orders)
+        return StepBatch(batch, division, for_critic, metrics)
 
     def _replayed(self, batch: TrainBatch, num_tokens: int) -> dict[str, float]:
         """The share of `num_tokens` tokens here that have their experts given, over all ranks."""
@@ -300,14 +300,8 @@ class Learner:
         end_update = None if self.critic is None else self.critic.begin_update(batch)
         of_actor = []
         if not warming_up:
-            runner = self.actor.runner
-            parts = mini_batches(
-                batch.actor,
-                self._config.num_epochs,
-                batch.lengths,
-                runner.groups["dp"],
-                runner.device,
-            )
+            group = self.actor.runner.groups["dp"]
+            parts = mini_batches(batch.actor, self._config.num_epochs, batch.division, group)
             of_actor = [self.actor.update(part) for part in parts]
         of_critic = [] if end_update is None else end_update()
         interval = self._config.reference_refresh_interval

@@ -106,7 +106,7 @@ def build_learner(
         job.train_layout,
         batching,
         actor,
-        None if critic is None else StepCritic(critic, actor.runner),
+        None if critic is None else StepCritic(critic),
         reference=reference,
         seed=job.args.seed,
         keeper=sample_keeper(job) if keeper is None else keeper,
@@ -158,7 +158,7 @@ def _role(
     """Here or apart, as the flags say; `how` goes to what builds it."""
     title, build = _ROLES[name]
     if job.roles.is_apart(name):
-        return Apart(title, job.world.bridges.get(name), **how)
+        return Apart(title, job.world.bridges.get(name), job.world.meshes[name], **how)
     return Here(build(job, model_provider, log=log, **how))
 
 
@@ -171,8 +171,8 @@ def serve_role(
     """Be a rank of a role that is not the actor's, until the actor ends the run. Collective over
     the role's ranks. `model_provider` is a fork's own, for a critic."""
     title, build = _ROLES[job.world.role]
-    bridge = job.world.bridges[job.world.role]
-    serve(title, bridge, functools.partial(build, job, model_provider, log=log))
+    bridge, mesh = job.world.bridges[job.world.role], job.world.meshes[job.world.role]
+    serve(title, bridge, mesh, functools.partial(build, job, model_provider, log=log))
 
 
 def _served_critic(

@@ -8,11 +8,16 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 import torch.distributed as dist
 
+from mcore_rl.batching.types import TrainBatch
+from mcore_rl.common import objects
 from mcore_rl.common.run_output import setup_logging
 from mcore_rl.flags.roles import CRITIC, REWARD
 from mcore_rl.megatron.hf_export import export
+from mcore_rl.megatron.optimizer import CheckedOptimizer
+from mcore_rl.megatron.runner import ModelRunner
 from mcore_rl.trainer.models import (
     build_actor,
     build_learner,
@@ -22,12 +27,78 @@ from mcore_rl.trainer.models import (
     serve_role,
 )
 from mcore_rl.trainer.roles.critic import Critic, ServedCritic, build_critic
-from mcore_rl.trainer.roles.remote import serve
+from mcore_rl.trainer.roles.remote import Message, serve
 from mcore_rl.trainer.roles.reward_model import ModelReward
 from mcore_rl.trainer.start import Job, start
 from tests.dist.ppo_jobs import in_float32, step_samples, take_step
 
 MEETING_SECONDS = 300
+
+
+class Received:
+    """What reaches this rank while samples are learnt from: bytes from each side, and the largest
+    tensor of all that is told to every rank, in numbers."""
+
+    def __init__(self, job: Job) -> None:
+        """From now on."""
+        self.exchanged = 0  # from other ranks, of this rank's own world and beyond
+        self.most_told = 0
+        self._in_model = False
+        objects.exchange = self._counting(objects.exchange, lambda: dist.get_rank())
+        for mesh in job.world.meshes.values():
+            mesh.exchange = self._counting(mesh.exchange, lambda mesh=mesh: mesh._rank)
+        for bridge in job.world.bridges.values():
+            for name in ("hear", "hear_answer"):
+                setattr(bridge, name, self._noting(getattr(bridge, name)))
+        for name in ("all_reduce", "all_gather", "all_gather_into_tensor"):
+            setattr(dist, name, self._told(getattr(dist, name)))
+        # What models and optimizers tell each other is none of samples.
+        ModelRunner._run = self._of_model(ModelRunner._run)
+        CheckedOptimizer.step = self._of_model(CheckedOptimizer.step)
+
+    def _counting(self, exchange: Callable, own_rank: Callable[[], int]) -> Callable:
+        def counted(outgoing: Any, incoming: Any) -> Any:
+            self.exchanged += sum(incoming) - incoming[own_rank()]
+            return exchange(outgoing, incoming)
+
+        return counted
+
+    def _noting(self, hear: Callable) -> Callable:
+        def heard() -> Message:
+            message = hear()
+            for value in message.values.values():
+                if isinstance(value, torch.Tensor):
+                    self.most_told = max(self.most_told, value.numel())
+            return message
+
+        return heard
+
+    def _told(self, collective: Callable) -> Callable:
+        def told(tensor: Any, *args: Any, **how: Any) -> Any:
+            if not self._in_model and isinstance(tensor, torch.Tensor):
+                self.most_told = max(self.most_told, tensor.numel())
+            return collective(tensor, *args, **how)
+
+        return told
+
+    def _of_model(self, method: Callable) -> Callable:
+        def of_model(*args: Any, **how: Any) -> Any:
+            self._in_model = True
+            try:
+                return method(*args, **how)
+            finally:
+                self._in_model = False
+
+        return of_model
+
+
+def tokens_of_rank(batch: TrainBatch) -> tuple[int, int]:
+    """Of the samples that a rank learns from first, and of those that later epochs bring."""
+    first = dict(zip(batch.sample_ids.tolist(), batch.lengths.tolist(), strict=True))
+    every = dict(first)
+    for each in batch.later:
+        every |= dict(zip(each.sample_ids.tolist(), each.lengths.tolist(), strict=True))
+    return sum(first.values()), sum(every.values()) - sum(first.values())
 
 
 def scores(flags: list[str]) -> list[float]:
@@ -74,11 +145,27 @@ def _criticise(job: Job, target: Path, log: Any) -> dict[str, Any]:
         built.append(build_critic(job.critic, job.config, job.args, log=log))
         critic = ServedCritic(built[0], job.config, is_apart=True, log=log)
         critic.model.update = _meeting(critic.model.update, target, CRITIC, "actor")
+        update = critic.update
+
+        def updated(**returns: torch.Tensor) -> Any:
+            first, later = tokens_of_rank(critic.batch)
+            # Tokens as they are told to roles, returns; in later epochs returns and values, too.
+            expected.append((5 + 4) * first + (5 + 4 + 4) * later)
+            return update(**returns)
+
+        critic.update = updated
         return critic
 
-    serve("critic", job.world.bridges[CRITIC], build)
+    expected: list[int] = []
+    received = Received(job)
+    serve("critic", job.world.bridges[CRITIC], job.world.meshes[CRITIC], build)
     export(built[0].shards, job.critic.checkpoint, target / "critic")
-    return {"layout": built[0].world.layout.describe()}
+    return {
+        "layout": built[0].world.layout.describe(),
+        "expected_bytes": sum(expected),
+        "received_bytes": received.exchanged,
+        "most_told": received.most_told,
+    }
 
 
 def _act(job: Job, target: Path, num_steps: int, log: Any) -> dict[str, Any]:
@@ -90,10 +177,18 @@ def _act(job: Job, target: Path, num_steps: int, log: Any) -> dict[str, Any]:
     samples = step_samples(job, learner.keeper)
     scores = ModelReward(reward_model).scores(learner.keeper, samples)
     found: dict[str, Any] = {"scores": scores.tolist()}
-    found["steps"] = [
-        take_step(learner, step, learner.make_batch(step, samples), samples)
-        for step in range(num_steps)
-    ]
+    found["num_tokens"] = int(samples.lengths.sum())
+    received, expected = Received(job), 0
+    steps = []
+    for step in range(num_steps):
+        batch = learner.make_batch(step, samples)
+        # Values of its samples, and with their log-probs the tokens of those sampled elsewhere.
+        from_others = samples.homes[batch.actor.sample_ids] != learner.keeper.home
+        expected += int((4 + 9 * from_others) @ batch.actor.lengths.numpy())
+        steps.append(take_step(learner, step, batch, samples))
+    found["steps"] = steps
+    found["expected_bytes"], found["received_bytes"] = expected, received.exchanged
+    found["most_told"] = received.most_told
     found["rates"] = sorted(learner.rates())
     learner.critic.save(num_steps, target / "saved")
     export(shards, job.checkpoint, target / "actor")

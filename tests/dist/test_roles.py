@@ -22,12 +22,12 @@ from tests.dist.test_value_model import TOLERANCE as SCORE_TOLERANCE
 from tests.dist.test_value_model import reference_scores, reward_model
 from tests.rank_pool import RankPool
 
-# Rank 0 and 1 act in two stages, 2 and 3 criticise by TP2, 4 rewards.
+# Rank 0 and 1 act in two stages, 2 to 5 criticise by TP2 and DP2, 6 rewards.
 APART = (
-    *("--rl-critic-ranks", "2-3"),
+    *("--rl-critic-ranks", "2-5"),
     *("--rl-critic-tp-size", "2"),
     *("--rl-critic-pp-size", "1"),
-    *("--rl-reward-ranks", "4"),
+    *("--rl-reward-ranks", "6"),
     *("--rl-reward-pp-size", "1"),
 )
 # actor's split -> further flags of the reward model
@@ -65,7 +65,7 @@ def apart(
         micro_batch_size=1,
     )
     arguments = {"flags": flags, "target": str(target)}
-    return ranks.run("tests.dist.roles_jobs:learn_apart", world_size=5, arguments=arguments), target
+    return ranks.run("tests.dist.roles_jobs:learn_apart", world_size=7, arguments=arguments), target
 
 
 @pytest.fixture(scope="module")
@@ -84,11 +84,24 @@ def expected_scores(checkpoint: Path, reward: Path) -> torch.Tensor:
 
 def test_each_rank_has_its_role(apart: tuple[list[dict], Path]) -> None:
     results, target = apart
-    assert [found["role"] for found in results] == [*["actor"] * 2, *["critic"] * 2, "reward"]
-    assert results[0] == results[1] and results[2] == results[3]
-    assert results[2]["layout"].startswith("TP2 x CP1 x DP1 x PP1,")
+    assert [found["role"] for found in results] == [*["actor"] * 2, *["critic"] * 4, "reward"]
+    assert results[0]["steps"] == results[1]["steps"]
+    assert results[2] == results[3] and results[4] == results[5]
+    assert results[2]["layout"].startswith("TP2 x CP1 x DP2 x PP1,")
     assert {"critic/learning_rate", "critic/update_seconds"} <= set(results[0]["rates"])
     assert (target / "saved" / "critic" / "latest_checkpointed_iteration.txt").read_text() == "2"
+
+
+def test_no_rank_receives_what_others_learn_from(apart: tuple[list[dict], Path]) -> None:
+    *results, _ = apart[0]
+    num_tokens = results[0]["num_tokens"]
+    for found in results:
+        assert found["received_bytes"] == found["expected_bytes"]
+        # A number for each of 8 samples in two epochs, eight of each of four updates.
+        assert 0 < found["most_told"] <= 32 < num_tokens / 4
+    # In two steps a token and its return, and what later epochs bring: less than all to each.
+    for found in results[2:]:
+        assert found["received_bytes"] < 0.8 * 2 * 9 * num_tokens
 
 
 def test_a_critic_of_its_own_ranks_learns_while_the_actor_does_and_the_same(

@@ -34,8 +34,8 @@ from mcore_rl.trainer.roles import critic as critic_module
 from mcore_rl.trainer.roles.critic import ServedCritic, StepCritic, ValueUpdateStats
 from mcore_rl.trainer.roles.reference import ReferencePolicy
 from mcore_rl.trainer.roles.remote import Here
-from mcore_rl.trainer.roles.samples import samples_to_tensors, tensors_to_samples
-from tests.held import HeldHere, table_of, tokens_of
+from mcore_rl.trainer.roles.samples import table_to_tensors, tensors_to_table
+from tests.held import HeldHere, table_of
 
 LAYOUT = TrainLayout(world_size=1)
 # (prompt tokens, response tokens, reward) of two groups of two; one response is empty.
@@ -163,7 +163,7 @@ def learner_of(
     critic = None
     if config.recipe.needs_critic:
         model: Any = ScriptedCritic(log)
-        critic = StepCritic(Here(ServedCritic(model, config, is_apart=False)), actor.runner)
+        critic = StepCritic(Here(ServedCritic(model, config, is_apart=False)))
     reference = ReferencePolicy(actor.state) if config.recipe.needs_reference else None
     learner = Learner(
         config,
@@ -368,7 +368,7 @@ def test_groups_without_two_rewards_count_as_idle():
 
 def test_the_critics_ranks_hear_which_samples_are_valid():
     samples = without_rewards(0, 3)
-    there, _ = tensors_to_samples(samples_to_tensors(table_of(samples), tokens_of(samples)))
+    there = tensors_to_table(table_to_tensors(table_of(samples)))
     assert there.valid.tolist() == [False, True, True, False]
 
 
@@ -446,9 +446,9 @@ def test_values_travel_between_two_orders_of_the_samples(monkeypatch: pytest.Mon
     """Actor and critic deal samples out in their own ways; a value stays with its token."""
     learner, _ = learner_of(algorithm="ppo")
     served = served_critic(learner)
+    monkeypatch.setattr(critic_module, "plan_epochs", lambda *_, **__: [[(((3, 1, 0, 2),),)]])
     own = learner.make_batch(0, held(learner, scored()))
     backwards = take(own.actor, (((3, 1, 0, 2),),))
-    monkeypatch.setattr(critic_module, "batch_of_rank", lambda *_, **__: backwards)
     values = learner.critic.begin_values(own)()
     assert torch.equal(values, own.actor.token_ids.float())
     learnt = NotedUpdates()

@@ -5,20 +5,21 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Iterator
-from datetime import timedelta
 
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 
+from mcore_rl.batching.moves import Parcel, Shares
+from mcore_rl.batching.table import rows_to_tokens, tokens_to_rows
 from mcore_rl.batching.train_batches import build_train_batch
 from mcore_rl.batching.types import Prompt, Rollout, ScoredRollout
 from mcore_rl.common.errors import UsageError
 from mcore_rl.flags.roles import ACTOR, CRITIC, REWARD, Roles, describe_ranks, parse_roles
 from mcore_rl.job.validation import world_of_size
-from mcore_rl.trainer.roles.remote import Apart, Bridge, Here, Message, serve
-from mcore_rl.trainer.roles.samples import samples_to_tensors, tensors_to_samples
+from mcore_rl.trainer.roles.remote import Apart, Bridge, Here, Mesh, Message, serve
+from mcore_rl.trainer.roles.samples import table_to_tensors, tensors_to_table
 from mcore_rl.trainer.roles.world import enter_role
 from tests.held import table_of, tokens_of, train_batch
 
@@ -74,27 +75,33 @@ def test_a_job_of_one_role_keeps_its_world(monkeypatch):
     monkeypatch.setenv("RANK", "3")
     store = dist.HashStore()
     world = enter_role(Roles(4), store)
-    assert (world.role, world.store, world.bridges) == (ACTOR, store, {})
+    assert (world.role, world.store, world.bridges, world.meshes) == (ACTOR, store, {}, {})
     assert os.environ["RANK"] == "3"
 
 
 def bridge_ends(num_far_ranks: int) -> list[Bridge]:
     """Both sides of a bridge, each made by a thread, as making one waits for all."""
-    store = dist.HashStore()
-    ends: list[Bridge | None] = [None] * (1 + num_far_ranks)
-
-    def make(place: int) -> None:
-        ends[place] = Bridge(
-            dist.PrefixStore("bridge", store), place=place, num_far_ranks=num_far_ranks
+    store = dist.PrefixStore("bridge", dist.HashStore())
+    return all_at_once(
+        *(
+            lambda place=place: Bridge(store, place=place, num_far_ranks=num_far_ranks)
+            for place in range(1 + num_far_ranks)
         )
+    )
 
-    threads = [threading.Thread(target=make, args=(place,)) for place in range(len(ends))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(timeout=timedelta(seconds=60).total_seconds())
-    assert all(end is not None for end in ends)
-    return ends  # type: ignore[return-value]
+
+def mesh_ends(num_near_ranks: int, num_far_ranks: int) -> list[Mesh]:
+    """Those of the actor's ranks and behind them those of the role's."""
+    store = dist.PrefixStore("mesh", dist.HashStore())
+    sizes = {"num_near_ranks": num_near_ranks, "num_far_ranks": num_far_ranks}
+    sides = [(True, rank) for rank in range(num_near_ranks)]
+    sides += [(False, rank) for rank in range(num_far_ranks)]
+    return all_at_once(
+        *(
+            lambda is_near=is_near, rank=rank: Mesh(store, is_near=is_near, rank=rank, **sizes)
+            for is_near, rank in sides
+        )
+    )
 
 
 def all_at_once(*calls):
@@ -109,6 +116,7 @@ def all_at_once(*calls):
         thread.start()
     for thread in threads:
         thread.join(timeout=60)
+    assert not any(thread.is_alive() for thread in threads)
     return found
 
 
@@ -124,6 +132,7 @@ def test_messages_reach_every_rank_of_the_role_and_answers_the_actor():
             "values": torch.randn(2, 3),
             "mask": torch.tensor([True, False]),
             "none": torch.empty(0, dtype=torch.float64),
+            "shares": Shares((np.array([4, 1]), np.array([], np.int64)), ((0, 2), (1,))),
         },
     )
     _, *heard = all_at_once(lambda: near.tell(message), *(end.hear for end in far))
@@ -137,6 +146,12 @@ def test_messages_reach_every_rank_of_the_role_and_answers_the_actor():
             if isinstance(value, torch.Tensor):
                 assert found.values[name].dtype == value.dtype
                 assert torch.equal(found.values[name], value)
+            elif isinstance(value, Shares):
+                assert found.values[name].ranks == value.ranks
+                for samples, expected in zip(
+                    found.values[name].samples, value.samples, strict=True
+                ):
+                    assert np.array_equal(samples, expected) and samples.dtype == np.int64
             else:
                 assert found.values[name] == value
 
@@ -153,6 +168,12 @@ class Teacher:
             raise ValueError("no work\nto mark")
         return {"marks": work * scale, "by": f"{self.subject} {self.lessons}"}
 
+    def correct(self, *, pages: torch.Tensor, to: Shares) -> dict:
+        """Of samples 0 to 3, of which this one has the last two; marks go back where they are
+        wanted."""
+        mine = Shares((np.array([2, 3]),), ((0,),))
+        return {"marks": Parcel(LENGTHS, mine, to, pages.numpy()[:, 1] * 2)}
+
     def rest(self) -> None:
         """Has no answer."""
 
@@ -168,16 +189,17 @@ def world_of_one() -> Iterator[None]:
 def apart(num_ranks: int, ask: Callable[[Apart], object]) -> tuple[object, list[str]]:
     """What `ask` finds of a teacher on ranks of its own, and what these ended with."""
     near, *far = bridge_ends(num_ranks)
+    mesh, *meshes = mesh_ends(1, num_ranks)
     ends = [""] * num_ranks
 
     def serving(rank: int) -> None:
         try:
-            serve("teacher", far[rank], Teacher)
+            serve("teacher", far[rank], meshes[rank], Teacher)
         except (RuntimeError, ValueError) as error:
             ends[rank] = str(error)
 
     found, *_ = all_at_once(
-        lambda: ask(Apart("teacher", near, subject="Latin")),
+        lambda: ask(Apart("teacher", near, mesh, subject="Latin")),
         *(lambda rank=rank: serving(rank) for rank in range(num_ranks)),
     )
     return found, ends
@@ -201,6 +223,49 @@ def test_a_role_answers_alike_here_and_on_ranks_of_its_own():
     here = lessons(Here(Teacher(subject="Latin")))
     assert here == [([6.0], "Latin 2"), ([0.5, 1.0], "Latin 1"), ([-1.0], "Latin 3")]
     assert apart(2, lessons) == (here, ["", ""])
+
+
+LENGTHS = np.array([2, 0, 3, 1])  # of samples
+
+
+def marks_of_pages(role: Here | Apart) -> list[float]:
+    """Samples 3 and 2 of 4, of 3 and 1 tokens, to a teacher and back in another order."""
+    wanted = Shares((np.array([2, 3]),), ((0,),))
+    have = Shares((np.array([3, 0, 2]),), ((0,),))
+    rows = np.arange(12, dtype=np.float32).reshape(6, 2)
+    back = Shares((np.array([3, 2]),), ((0,),))
+    parcel = Parcel(LENGTHS, have, wanted, rows)
+    answer = role.begin("correct", pages=parcel, to=back)
+    role.call("rest")  # what it has answered before is not lost
+    role.close()
+    return answer()["marks"].tolist()
+
+
+@pytest.mark.usefixtures("world_of_one")
+def test_parcels_reach_who_wants_them_here_and_on_ranks_of_their_own():
+    # Sample 3 is row 0, sample 2 rows 3 to 5.
+    expected = [2.0, 14.0, 18.0, 22.0]
+    assert marks_of_pages(Here(Teacher(subject="Latin"))) == expected
+    assert apart(1, marks_of_pages) == (expected, [""])
+
+
+@pytest.mark.usefixtures("world_of_one")
+def test_ranks_of_a_role_that_are_gone_are_missed_by_parcels():
+    near, far = bridge_ends(1)
+    mesh, _ = mesh_ends(1, 1)
+
+    def gone(*_: object) -> list[np.ndarray]:
+        raise RuntimeError("Connection closed by peer")
+
+    mesh.exchange = gone  # type: ignore[method-assign]
+
+    def ask() -> None:
+        role = Apart("teacher", near, mesh, subject="Latin")
+        role._num_answered = role._num_begun  # it is built
+        with pytest.raises(RuntimeError, match="^the teacher failed: its ranks are gone .Connect"):
+            marks_of_pages(role)
+
+    all_at_once(ask, lambda: (far.hear(), far.hear()))
 
 
 @pytest.mark.usefixtures("world_of_one")
@@ -227,18 +292,20 @@ def test_a_role_that_cannot_be_built_is_told_at_the_first_call():
         return str(told.value)
 
     near, far = bridge_ends(1)
+    mesh, of_teacher = mesh_ends(1, 1)
 
     def serving() -> None:
         with pytest.raises(TypeError):
-            serve("teacher", far, Teacher)
+            serve("teacher", far, of_teacher, Teacher)
 
-    told, _ = all_at_once(lambda: ask(Apart("teacher", near, hobby="chess")), serving)
+    told, _ = all_at_once(lambda: ask(Apart("teacher", near, mesh, hobby="chess")), serving)
     assert told.startswith("the teacher failed: TypeError: ") and "hobby" in told
 
 
 @pytest.mark.usefixtures("world_of_one")
 def test_ranks_of_a_role_that_are_gone_are_missed():
     near, far = bridge_ends(1)
+    mesh, _ = mesh_ends(1, 1)
 
     class Gone:
         """The end of a bridge whose other side has died."""
@@ -250,7 +317,7 @@ def test_ranks_of_a_role_that_are_gone_are_missed():
             raise RuntimeError("Connection closed by peer")
 
     def ask() -> str:
-        role = Apart("teacher", Gone(), subject="Latin")  # type: ignore[arg-type]
+        role = Apart("teacher", Gone(), mesh, subject="Latin")  # type: ignore[arg-type]
         with pytest.raises(RuntimeError) as told:
             role.call("rest")
         return str(told.value)
@@ -279,10 +346,14 @@ def samples() -> list[ScoredRollout]:
 
 def test_samples_keep_their_tokens_on_the_way():
     table, tokens = table_of(samples()), tokens_of(samples())
-    there = tensors_to_samples(samples_to_tensors(table, tokens))
+    there = tensors_to_table(table_to_tensors(table))
+    rows = tokens_to_rows([tokens[row] for row in range(3)])
+    assert rows.shape == (12, 5)
+    of_rows = dict(enumerate(rows_to_tokens(rows, table.lengths)))
     cuts = (((2, 0, 1),),)
-    expected, found = train_batch(samples(), cuts), build_train_batch(*there, cuts)
+    expected = train_batch(samples(), cuts)
+    found = build_train_batch(there, of_rows, cuts)
     for name in ("token_ids", "lengths", "sample_ids", "loss_mask"):
         assert torch.equal(getattr(found, name), getattr(expected, name)), name
-    nothing, none = tensors_to_samples(samples_to_tensors(table.take([]), {}))
-    assert len(nothing) == 0 and none == {}
+    assert len(tensors_to_table(table_to_tensors(table.take([])))) == 0
+    assert rows_to_tokens(tokens_to_rows([]), np.empty(0, dtype=np.int64)) == []

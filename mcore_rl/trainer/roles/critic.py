@@ -3,10 +3,11 @@
 `Critic` is the model on a rank, built by `build_critic`. It has a layout, an optimizer, a schedule
 and checkpoints of its own; all of that lives in its `MegatronWorld`, which every method enters.
 `ServedCritic` makes a role of it (see `remote`), and `StepCritic` asks that role on the
-actor's ranks. What crosses over is the samples' tokens, a value and a return per token, and
-numbers. On ranks of its own it scores while the actor does, and learns while the actor does.
+actor's ranks. What crosses over is numbers of all samples, and of each sample its tokens and a
+value and a return for each of them, to the ranks that learn from it. On ranks of its own it scores
+while the actor does, and learns while the actor does.
 
-Shape legend: t tokens of a rank's samples, T of all, in scoring alignment
+Shape legend: n samples of the step; t tokens of a rank's samples, in scoring alignment
 (`mcore_rl.batching.types`): position j's value is that of the state in which token j+1 is chosen.
 """
 
@@ -28,8 +29,10 @@ import torch.distributed as dist
 
 from mcore_rl.algorithms.aggregation import Denominators
 from mcore_rl.algorithms.value_loss import ValueLossSums, value_loss
+from mcore_rl.batching.dealing import Cuts, division_of
+from mcore_rl.batching.moves import Division, Parcel, Shares
 from mcore_rl.batching.rows import MicroBatching
-from mcore_rl.batching.table import SampleTable
+from mcore_rl.batching.table import SampleTable, rows_to_tokens
 from mcore_rl.batching.types import StepBatch, TrainBatch
 from mcore_rl.common.agreement import agreed_in_world
 from mcore_rl.flags.derived import num_updates
@@ -57,12 +60,11 @@ from mcore_rl.trainer.resume.trainer_state import (
 )
 from mcore_rl.trainer.roles.remote import Role, Values
 from mcore_rl.trainer.roles.samples import (
-    batch_of_rank,
+    batch_by_plan,
     mini_batches,
-    of_batch,
-    tensors_to_samples,
-    to_all,
-    told_of,
+    plan_epochs,
+    table_to_tensors,
+    tensors_to_table,
 )
 
 logger = logging.getLogger(__name__)
@@ -236,6 +238,15 @@ def _load_from_beside(args: argparse.Namespace, actor_iteration: int) -> None:
     args.load, args.ckpt_step = str(saved), actor_iteration
 
 
+@dataclass(frozen=True, slots=True)
+class _Step:
+    """What all of the critic's ranks know of a step."""
+
+    table: SampleTable
+    epochs: list[list[Cuts]]
+    division: Division
+
+
 class ServedCritic:
     """The critic as a role: whole steps, told of by what the actor's ranks know of them.
 
@@ -248,7 +259,7 @@ class ServedCritic:
         """On ranks of its own (`is_apart`) it says what it takes of them."""
         self.model, self._config, self._is_apart, self._log = model, config, is_apart, log
         self.batch: TrainBatch | None = None  # of the step, this rank's part
-        self._lengths = np.empty(0, dtype=np.int64)
+        self._step: _Step | None = None
         self._seconds: dict[str, float] = {}
 
     def facts(self) -> Values:
@@ -256,41 +267,53 @@ class ServedCritic:
         batching = {name: getattr(self.model.batching, name) for name in _OF_BATCHING}
         return {"dp_size": self.model.layout.dp_size, "batching": batching}
 
-    def values(self, *, orders: torch.Tensor, **samples: torch.Tensor) -> Values:
-        """A step begins: `[T]` values of every token, before any update.
+    def divide(self, *, orders: torch.Tensor, **numbers: torch.Tensor) -> Values:
+        """A step begins: which rank gets which samples, in the `first` epoch and in `every` one.
 
-        `samples` are those of `samples_to_tensors`; by `orders` `[e, n]` actor and critic divide
-        them in each epoch.
+        `numbers` are those of `table_to_tensors`; by `orders` `[e, n]` actor and critic divide
+        the samples in each epoch.
         """
-        started = time.perf_counter()
-        table, tokens = tensors_to_samples(samples)
-        self._lengths = table.lengths
-        batch = batch_of_rank(
+        table = tensors_to_table(numbers)
+        epochs = plan_epochs(
             table,
-            tokens,
             num_mini_batches=self._config.num_mini_batches,
-            layout=self.model.layout,
+            dp_size=self.model.layout.dp_size,
             batching=self.model.batching,
-            rank=dist.get_rank(),
             orders=orders.numpy(),
         )
-        values, runner = self.model.values(batch), self.model.runner
+        division = division_of(epochs, table.lengths, self.model.layout.dp_ranks())
+        self._step = _Step(table, epochs, division)
+        return {"first": division.first, "every": division.every}
+
+    def values(self, *, tokens: torch.Tensor, asked_by: Shares) -> Values:
+        """Values of every token before any update, for the ranks that asked.
+
+        `tokens` `[t, 5]` are the rows of `tokens_to_rows`, of all samples that this rank gets.
+        """
+        started = time.perf_counter()
+        assert self._step is not None, "tokens of no samples"
+        table, division, rank = self._step.table, self._step.division, dist.get_rank()
+        mine = division.every.of(rank)
+        found = rows_to_tokens(tokens.numpy(), table.lengths[mine])
+        batch = batch_by_plan(
+            table,
+            dict(zip(mine.tolist(), found, strict=True)),
+            self._step.epochs,
+            self.model.layout.dp_rank(rank),
+        )
+        values = self.model.values(batch)
         self.batch = dataclasses.replace(batch, values=values)
-        everywhere = to_all(values, batch, self._lengths, runner.groups["dp"], runner.device)
         self._seconds["values"] = time.perf_counter() - started
-        return {"values": everywhere}
+        return {"values": Parcel(table.lengths, division.first, asked_by, values.numpy())}
 
     def update(self, *, returns: torch.Tensor) -> Values:
-        """Learn from `[T]` returns of the step; what each update did, and `critic/...` metrics."""
-        assert self.batch is not None, "returns of no samples"
+        """Learn from `[t]` returns of this rank's samples; what each update did, and `critic/...`
+        metrics."""
+        assert self.batch is not None and self._step is not None, "returns of no samples"
         started = time.perf_counter()
-        batch = dataclasses.replace(
-            self.batch, returns=of_batch(returns, self.batch, self._lengths)
-        )
-        runner = self.model.runner
-        parts = mini_batches(
-            batch, self._config.num_epochs, self._lengths, runner.groups["dp"], runner.device
-        )
+        batch = dataclasses.replace(self.batch, returns=returns)
+        group = self.model.runner.groups["dp"]
+        parts = mini_batches(batch, self._config.num_epochs, self._step.division, group)
         updates = [self.model.update(part) for part in parts]
         self._seconds["update"] = time.perf_counter() - started
         return {
@@ -321,8 +344,9 @@ class ServedCritic:
 class StepCritic:
     """The critic as the actor's ranks ask it. All methods are collective over them."""
 
-    def __init__(self, role: Role, of_actor: ModelRunner) -> None:
-        self.role, self._of_actor = role, of_actor
+    def __init__(self, role: Role) -> None:
+        self.role = role
+        self._first: Shares | None = None  # its ranks' samples of the step, as it divides them
         self._metrics: Mapping[str, float] = {}
 
     def facts(self) -> tuple[int, MicroBatching]:
@@ -330,27 +354,29 @@ class StepCritic:
         facts = self.role.call("facts")
         return facts["dp_size"], MicroBatching(**facts["batching"])
 
-    def told_of(
-        self, keeper: SampleKeeper, table: SampleTable, orders: np.ndarray
-    ) -> dict[str, torch.Tensor]:
-        """`StepBatch.for_critic` of a step's samples."""
-        return {**told_of(keeper, table, self.role), "orders": torch.from_numpy(orders)}
+    def parcel(self, keeper: SampleKeeper, table: SampleTable, orders: np.ndarray) -> Parcel:
+        """Have it divide a step's samples by `orders` `[e, n]` of the epochs; their tokens, as its
+        ranks are to get them."""
+        numbers = table_to_tensors(table)
+        shares = self.role.call("divide", orders=torch.from_numpy(orders), **numbers)
+        self._first = shares["first"]
+        return keeper.parcel(table, shares["every"])
 
     def begin_values(self, batch: StepBatch) -> Callable[[], torch.Tensor]:
         """Have the samples valued; what is returned waits for `[t]` of those in `batch.actor`."""
-        assert batch.for_critic is not None
-        finish = self.role.begin("values", **batch.for_critic)
-        return lambda: of_batch(finish()["values"], batch.actor, batch.lengths)
+        asked_by = batch.division.first
+        finish = self.role.begin("values", tokens=batch.for_critic, asked_by=asked_by)
+        return lambda: finish()["values"]
 
     def begin_update(self, batch: StepBatch) -> Callable[[], list[ValueUpdateStats]]:
         """Have it learn from the returns in `batch.actor`; what is returned waits for what the
         updates did."""
-        assert batch.actor.returns is not None
-        runner = self._of_actor
-        returns = to_all(
-            batch.actor.returns, batch.actor, batch.lengths, runner.groups["dp"], runner.device
+        assert batch.actor.returns is not None and self._first is not None
+        division = batch.division
+        returns = batch.actor.returns.numpy()
+        finish = self.role.begin(
+            "update", returns=Parcel(division.lengths, division.first, self._first, returns)
         )
-        finish = self.role.begin("update", returns=returns)
 
         def end_update() -> list[ValueUpdateStats]:
             answer = finish()

@@ -2,33 +2,39 @@
 
 A role is any object. Its methods, called by name, take keyword arguments that are the same on all
 of the actor's ranks, and return a dict that is the same on all of the role's, or None. Arguments
-and answers are tensors on the CPU and what JSON can write; with numbers per token of a step the way
-is short enough, and a model is never sent. `Here` calls the methods of an object in this process;
-`Apart` has `serve` call them on the ranks of the role. Who asks does not see which.
+and answers are tensors on the CPU, `Shares` of samples, and what JSON can write: numbers for a
+sample, none for a token. What belongs to tokens goes as a `Parcel`, from those of its ranks that
+have them to those of the other side that want them, where it is a tensor of what that rank got; its
+shares name each side's ranks as the side itself does. `Here` calls the methods of an object in this
+process; `Apart` has `serve` call them on the ranks of the role. Who asks does not see which.
 
-The two sides of an `Apart` are worlds of their own, so the `Bridge` between them belongs to neither
-world: it is a gloo group by itself, over host memory, made from the job's store.
+The two sides of an `Apart` are worlds of their own, so what is between them belongs to neither
+world: the `Bridge`, over which the actor's first rank speaks, and the `Mesh` of all ranks, for
+parcels, are gloo groups by themselves, over host memory, made from the job's store.
 """
 
 from __future__ import annotations
 
+import functools
 import json
 import logging
 import os
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
+from mcore_rl.batching.moves import Parcel, Shares
 from mcore_rl.common import objects
 from mcore_rl.common.agreement import leave_reason
 
 logger = logging.getLogger(__name__)
 
-Values = Mapping[str, Any]  # tensors on the CPU, and what JSON can write
+Values = Mapping[str, Any]  # tensors on the CPU, shares, parcels, and what JSON can write
 
 # A role waits for the next step as long as a rollout lasts. A side that dies is noticed at once:
 # its connections close, and the launcher ends the others.
@@ -39,8 +45,6 @@ _CLOSE, _ANSWER, _FAILURE = "close", "answer", "failure"
 
 class Role(Protocol):
     """A role as the actor's ranks ask it. All methods but `abandon` are collective over them."""
-
-    is_apart: bool  # on ranks of its own, which hear what the actor's first rank says
 
     def begin(self, method: str, **arguments: Any) -> Callable[[], Values]:
         """Have a method called. What is returned gives its answer, and waits for it.
@@ -62,8 +66,6 @@ class Role(Protocol):
 class Here:
     """A role of the actor's ranks: what is begun is done at once."""
 
-    is_apart = False
-
     def __init__(self, served: Any) -> None:
         self.served = served
 
@@ -72,7 +74,8 @@ class Here:
         return lambda: answer
 
     def call(self, method: str, **arguments: Any) -> Values:
-        return getattr(self.served, method)(**arguments) or {}
+        answer = getattr(self.served, method)(**_delivered(arguments, _within_world))
+        return _delivered(answer or {}, _within_world)
 
     def close(self) -> None:
         """Nobody waits for a call."""
@@ -84,12 +87,10 @@ class Here:
 class Apart:
     """The actor's side of a role with ranks of its own; `serve` is the other."""
 
-    is_apart = True
-
-    def __init__(self, name: str, bridge: Bridge | None, **how: Any) -> None:
+    def __init__(self, name: str, bridge: Bridge | None, mesh: Mesh, **how: Any) -> None:
         """`bridge` on the actor's first rank only. The role's ranks begin to build it, as `how`
         says, and nobody waits for that before the first call."""
-        self._name, self._bridge = name, bridge
+        self._name, self._bridge, self._mesh = name, bridge, mesh
         self._answers: dict[int, Values] = {}
         self._num_begun = self._num_answered = 0
         self._lost: str | None = None
@@ -102,6 +103,7 @@ class Apart:
         number = self._num_begun
         self._num_begun += 1
         self._tell(Message(method, arguments))
+        self._carry(arguments, to_role=True)
 
         def finish() -> Values:
             self._hear_until(number + 1)
@@ -135,8 +137,15 @@ class Apart:
             heard = objects.broadcast(None if self._bridge is None else self._heard(self._bridge))
             if heard.name == _FAILURE:
                 raise RuntimeError(f"the {self._name} failed: {heard.values['reason']}")
-            self._answers[self._num_answered] = heard.values
+            self._answers[self._num_answered] = self._carry(heard.values, to_role=False)
             self._num_answered += 1
+
+    def _carry(self, values: Values, *, to_role: bool) -> Values:
+        """Collective over the ranks of both sides, where there is a parcel."""
+        try:
+            return _delivered(values, functools.partial(self._mesh.carried, to_role=to_role))
+        except RuntimeError as error:
+            raise RuntimeError(f"the {self._name} failed: its ranks are gone ({error})") from error
 
     def _heard(self, bridge: Bridge) -> Message:
         try:
@@ -147,7 +156,7 @@ class Apart:
         return Message(_FAILURE, {"reason": f"its ranks are gone ({self._lost})"})
 
 
-def serve(name: str, bridge: Bridge, build: Callable[..., Any]) -> None:
+def serve(name: str, bridge: Bridge, mesh: Mesh, build: Callable[..., Any]) -> None:
     """Be a rank of a role until the actor closes it. Collective over the role's ranks.
 
     `build` makes the object whose methods are called, from what `Apart` was given. What it or a
@@ -155,11 +164,12 @@ def serve(name: str, bridge: Bridge, build: Callable[..., Any]) -> None:
     """
     served: Any = None
     while (message := bridge.hear()).name != _CLOSE:
+        values = _delivered(message.values, functools.partial(mesh.carried, to_role=True))
         try:
             if served is None:
-                served, answer = build(**message.values), None
+                served, answer = build(**values), None
             else:
-                answer = getattr(served, message.name)(**message.values)
+                answer = getattr(served, message.name)(**values)
         except Exception as error:
             # Said now: the launcher ends this process while others are still being torn down.
             reason = f"{type(error).__name__}: {error}".splitlines()[0]
@@ -168,6 +178,56 @@ def serve(name: str, bridge: Bridge, build: Callable[..., Any]) -> None:
             bridge.answer(Message(_FAILURE, {"reason": reason}))
             raise
         bridge.answer(Message(_ANSWER, answer or {}))
+        _delivered(answer or {}, functools.partial(mesh.carried, to_role=False))
+
+
+def _delivered(values: Values, carry: Callable[[Parcel], torch.Tensor]) -> dict[str, Any]:
+    """`values` with what this rank gets of each parcel in its place."""
+    return {
+        name: carry(value) if isinstance(value, Parcel) else value for name, value in values.items()
+    }
+
+
+def _within_world(parcel: Parcel) -> torch.Tensor:
+    rank, num_ranks = dist.get_rank(), dist.get_world_size()
+    return torch.from_numpy(parcel.moved(rank, num_ranks, objects.exchange))
+
+
+class Mesh:
+    """What joins each of the actor's ranks with each of a role's. Creating one and all methods are
+    collective over them. RuntimeError: one of these processes is gone."""
+
+    def __init__(
+        self,
+        store: dist.Store,
+        *,
+        is_near: bool,
+        rank: int,
+        num_near_ranks: int,
+        num_far_ranks: int,
+    ) -> None:
+        """`rank` is that on its side: near is the actor's."""
+        self._num_near, self._num_ranks = num_near_ranks, num_near_ranks + num_far_ranks
+        self._rank = rank if is_near else num_near_ranks + rank
+        self._group = dist.ProcessGroupGloo(store, self._rank, self._num_ranks, _PATIENCE)
+
+    def carried(self, parcel: Parcel, *, to_role: bool) -> torch.Tensor:
+        """What this rank gets of a parcel of the other side; nothing on those that it is from."""
+        if to_role:
+            bound = replace(parcel, target=parcel.target.counted_from(self._num_near))
+        else:
+            bound = replace(parcel, source=parcel.source.counted_from(self._num_near))
+        return torch.from_numpy(bound.moved(self._rank, self._num_ranks, self.exchange))
+
+    def exchange(
+        self, outgoing: Sequence[np.ndarray], incoming_bytes: Sequence[int]
+    ) -> list[np.ndarray]:
+        """As `objects.exchange`, between the ranks of both sides, the actor's first."""
+        sent = torch.from_numpy(np.concatenate(outgoing))
+        received = torch.empty(sum(incoming_bytes), dtype=torch.uint8)
+        splits = [len(each) for each in outgoing]
+        self._group.alltoall_base(received, sent, list(incoming_bytes), splits).wait()
+        return np.split(received.numpy(), np.cumsum(incoming_bytes)[:-1])
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,30 +284,52 @@ class Bridge:
 
 def _encoded(message: Message) -> list[torch.Tensor]:
     """The length of a header, the header, the tensors."""
-    tensors = {n: value for n, value in message.values.items() if isinstance(value, torch.Tensor)}
-    header = {
-        "name": message.name,
-        "plain": {name: each for name, each in message.values.items() if name not in tensors},
-        "tensors": [
-            (name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape))
-            for name, tensor in tensors.items()
-        ],
-    }
+    tensors: list[torch.Tensor] = []
+
+    def described(value: Any) -> list[Any]:
+        if isinstance(value, torch.Tensor):
+            tensors.append(value)
+            return ["tensor", str(value.dtype).removeprefix("torch."), list(value.shape)]
+        if isinstance(value, Shares):
+            samples = np.concatenate([np.empty(0, np.int64), *value.samples])
+            counts = [len(each) for each in value.samples]
+            return ["shares", value.ranks, counts, described(torch.from_numpy(samples))]
+        if isinstance(value, Parcel):
+            lengths = described(torch.from_numpy(value.lengths))
+            sides = described(value.source), described(value.target)
+            return ["parcel", lengths, *sides, value.rows.dtype.str, value.rows.shape[1:]]
+        return ["plain", value]
+
+    header = {"name": message.name, "values": {n: described(v) for n, v in message.values.items()}}
     text = torch.frombuffer(bytearray(json.dumps(header).encode()), dtype=torch.uint8)
-    full = [tensor.contiguous() for tensor in tensors.values() if tensor.numel()]
+    full = [tensor.contiguous() for tensor in tensors if tensor.numel()]
     return [torch.tensor([text.numel()]), text, *full]
 
 
 def _decoded(receive: Callable[[torch.Tensor], None]) -> Message:
-    """A message of which `receive` fills one tensor after the other."""
+    """A message of which `receive` fills one tensor after the other; parcels have no rows."""
     length = torch.zeros(1, dtype=torch.int64)
     receive(length)
     text = torch.empty(int(length), dtype=torch.uint8)
     receive(text)
     header = json.loads(text.numpy().tobytes())
-    values = header["plain"]
-    for name, dtype, shape in header["tensors"]:
-        values[name] = torch.empty(shape, dtype=getattr(torch, dtype))
-        if values[name].numel():
-            receive(values[name])
-    return Message(header["name"], values)
+
+    def received(kind: str, *how: Any) -> Any:
+        """In the order in which they were described."""
+        if kind == "plain":
+            return how[0]
+        if kind == "shares":
+            ranks, counts, samples = how
+            ends = np.cumsum(counts, dtype=np.int64)
+            parts = np.split(received(*samples).numpy(), ends)[:-1]
+            return Shares(tuple(parts), tuple(tuple(place) for place in ranks))
+        if kind == "parcel":
+            lengths, source, target, dtype, shape = how
+            found = received(*lengths).numpy(), received(*source), received(*target)
+            return Parcel(*found, np.empty((0, *shape), dtype=dtype))
+        tensor = torch.empty(how[1], dtype=getattr(torch, how[0]))
+        if tensor.numel():
+            receive(tensor)
+        return tensor
+
+    return Message(header["name"], {n: received(*value) for n, value in header["values"].items()})

@@ -17,8 +17,11 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from mcore_rl.batching.dealing import Cuts, samples_of
+from mcore_rl.batching.moves import Shares
 from mcore_rl.batching.rows import MicroBatching
-from mcore_rl.batching.table import SampleTable
+from mcore_rl.batching.table import SampleTable, rows_to_tokens
+from mcore_rl.batching.train_batches import build_train_batch
 from mcore_rl.common.agreement import agreed_in_world
 from mcore_rl.flags.options import RLConfig
 from mcore_rl.job.batches import micro_batching_of_args
@@ -33,7 +36,7 @@ from mcore_rl.rewards.parts import FailureLog
 from mcore_rl.rewards.worker import Outcome
 from mcore_rl.rollout.keeper import SampleKeeper
 from mcore_rl.trainer.roles.remote import Role, Values
-from mcore_rl.trainer.roles.samples import batch_of_rank, tensors_to_samples, told_of
+from mcore_rl.trainer.roles.samples import plan_epochs, table_to_tensors, tensors_to_table
 
 logger = logging.getLogger(__name__)
 
@@ -45,35 +48,50 @@ class RewardModel:
         self, world: MegatronWorld, state: megatron_adapter.TrainState, batching: MicroBatching
     ) -> None:
         self.world, self._batching = world, batching
+        # Of the samples that are to be scored: the last one again and again where rows must divide.
+        self._num_samples = 0
+        self._table = SampleTable.of_lengths(np.empty(0, np.int64), np.empty(0, np.int64))
+        self._rows = np.empty(0, dtype=np.int64)  # which samples those of the table are
+        self._plan: list[Cuts] = []
+        self._wanted = Shares((), ())
         with world:
             self.runner = ModelRunner(world.args, state, world.layout, batching)
 
-    def scores(self, **tokens: torch.Tensor) -> Values:
-        """`[n]` float64: what each sample's last token says. A call of the role, collective over
-        the layout's ranks; `tokens` are those of `samples_to_tensors`."""
-        table, tokens_of = tensors_to_samples(tokens)
-        num_samples = len(table)
-        if not num_samples:
-            return {"scores": torch.empty(0, dtype=torch.float64)}
+    def divide(self, **numbers: torch.Tensor) -> Values:
+        """Which rank gets which samples, one at least. `numbers` are those of `table_to_tensors`.
+        Like `scores` a call of the role, collective over the layout's ranks."""
+        table = tensors_to_table(numbers)
+        self._num_samples, rows = len(table), np.arange(len(table))
         if not self._batching.packed:  # rows must divide; what is said of the last ones is not used
             each = self.world.layout.dp_size * self._batching.micro_batch_size
-            missing = -num_samples % (each * self._batching.count_multiple_of)
-            rows = [*range(num_samples), *[num_samples - 1] * missing]
-            table = table.take(rows)
-            tokens_of = {number: tokens_of[row] for number, row in enumerate(rows)}
-        batch = batch_of_rank(
-            table,
-            tokens_of,
+            missing = -len(table) % (each * self._batching.count_multiple_of)
+            rows = np.concatenate([rows, np.full(missing, len(table) - 1)])
+        self._table, self._rows = table.take(rows), rows
+        (self._plan,) = plan_epochs(
+            self._table,
             num_mini_batches=1,
-            layout=self.world.layout,
+            dp_size=self.world.layout.dp_size,
             batching=self._batching,
-            rank=dist.get_rank(),
         )
+        wanted = tuple(np.unique(rows[samples_of(cuts)]) for cuts in self._plan)
+        self._wanted = Shares(wanted, self.world.layout.dp_ranks())
+        return {"wanted": self._wanted}
+
+    def scores(self, *, tokens: torch.Tensor) -> Values:
+        """`[n]` float64: what each sample's last token says. `tokens` `[t, 5]` are the rows of
+        `tokens_to_rows`, of the samples that this rank gets."""
+        rank = dist.get_rank()
+        mine = self._wanted.of(rank)
+        found = rows_to_tokens(tokens.numpy(), self._table.lengths[mine])
+        of_sample = dict(zip(mine.tolist(), found, strict=True))
+        cuts = self._plan[self.world.layout.dp_rank(rank)]
+        tokens_of = {row: of_sample[self._rows[row]] for row in samples_of(cuts).tolist()}
+        batch = build_train_batch(self._table, tokens_of, cuts)
         with self.world:
             values = self.runner.evaluate(batch, num_outputs=1)[:, 0]
-        found = torch.zeros(len(table), dtype=torch.float64)
-        found[batch.sample_ids] = values[batch.lengths.cumsum(0) - 1].double()
-        return {"scores": self.runner.global_sum(found)[:num_samples]}
+        scores = torch.zeros(len(self._table), dtype=torch.float64)
+        scores[batch.sample_ids] = values[batch.lengths.cumsum(0) - 1].double()
+        return {"scores": self.runner.global_sum(scores)[: self._num_samples]}
 
 
 def build_reward_model(
@@ -106,8 +124,10 @@ class ModelReward:
 
     def scores(self, keeper: SampleKeeper, table: SampleTable) -> np.ndarray:
         """`[n]` float64, on every rank, of samples that `keeper` has."""
-        told = told_of(keeper, table, self._role)
-        return self._role.call("scores", **told)["scores"].numpy()
+        if not len(table):
+            return np.empty(0)
+        wanted = self._role.call("divide", **table_to_tensors(table))["wanted"]
+        return self._role.call("scores", tokens=keeper.parcel(table, wanted))["scores"].numpy()
 
     def outcomes(self, keeper: SampleKeeper, table: SampleTable) -> list[Outcome]:
         """In their order; a score that is no number costs that sample its reward."""

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch.distributed as dist
 
 from mcore_rl.flags.roles import ACTOR, CRITIC, REWARD, Roles
-from mcore_rl.trainer.roles.remote import Bridge
+from mcore_rl.trainer.roles.remote import Bridge, Mesh
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,24 +22,33 @@ class RoleWorld:
     store: dist.Store | None  # of the role's world; None: a process without a launcher
     # On the actor's first rank the way to each role that has ranks of its own; there the way back.
     bridges: dict[str, Bridge]
+    meshes: dict[str, Mesh]  # on all ranks of the actor, and there
 
 
 def enter_role(roles: Roles, store: dist.Store | None) -> RoleWorld:
     """Become a rank of this process's role, and connect the roles. Collective over the job."""
     apart = [role for role in (CRITIC, REWARD) if roles.is_apart(role)]
     if not apart:
-        return RoleWorld(ACTOR, store, {})
+        return RoleWorld(ACTOR, store, {}, {})
     assert store is not None, "a job of several ranks has a store"
     role = roles.role_of(int(os.environ["RANK"]))
     ranks = roles.ranks(role)
     rank = ranks.index(int(os.environ["RANK"]))
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(len(ranks)))
-    bridges = {}
+    bridges, meshes = {}, {}
     for other in apart:
+        if role in (other, ACTOR):
+            meshes[other] = Mesh(
+                dist.PrefixStore(f"mcore_rl/mesh/{other}", store),
+                is_near=role == ACTOR,
+                rank=rank,
+                num_near_ranks=len(roles.actor),
+                num_far_ranks=len(roles.ranks(other)),
+            )
         if role == other or (role == ACTOR and rank == 0):
             bridges[other] = Bridge(
                 dist.PrefixStore(f"mcore_rl/bridge/{other}", store),
                 place=0 if role == ACTOR else 1 + rank,
                 num_far_ranks=len(roles.ranks(other)),
             )
-    return RoleWorld(role, dist.PrefixStore(f"mcore_rl/role/{role}", store), bridges)
+    return RoleWorld(role, dist.PrefixStore(f"mcore_rl/role/{role}", store), bridges, meshes)

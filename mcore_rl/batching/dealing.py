@@ -37,30 +37,80 @@ def partition(costs: Sequence[float] | np.ndarray, num_bins: int) -> list[np.nda
     Every index is in exactly one bin; bins are empty where there are fewer numbers than bins. The
     same numbers give the same bins, on every rank.
     """
+    return _by_bin(bins_of(costs, num_bins), num_bins)
+
+
+def _by_bin(bins: np.ndarray, num_bins: int) -> list[np.ndarray]:
+    """Indices of each bin, ascending, given the bin of each index."""
+    order = np.argsort(bins, kind="stable")
+    return np.split(order, np.searchsorted(bins[order], np.arange(1, num_bins)))
+
+
+def bins_of(costs: Sequence[float] | np.ndarray, num_bins: int) -> np.ndarray:
+    """`[n]` int64: the bin of each of n numbers, as `partition` says."""
     costs = np.asarray(costs, dtype=np.float64)
     assert num_bins >= 1, f"{num_bins} bins"
+    count, found = len(costs), np.full(len(costs), num_bins - 1)
     if num_bins == 1:
-        return [np.arange(len(costs))]
-    heap: list[tuple[float, int, np.ndarray, list[list[int]]]] = []
-    for index, cost in enumerate(costs):
-        sums = np.zeros(num_bins)
-        sums[-1] = cost
-        heap.append((-cost, index, sums, [*([] for _ in range(num_bins - 1)), [index]]))
-    heapq.heapify(heap)
+        return found
+    joins = _joins(costs.tolist(), num_bins)
+    # From the last join back to the first: in which bin of the result each of its own is.
+    places = {count + len(joins) - 1: np.arange(num_bins)}
+    for number in range(len(joins) - 1, -1, -1):
+        one, other, order = joins[number]
+        joined = places.pop(count + number)
+        if isinstance(order, int):
+            found[other] = emptiest = joined[order]
+            joined[1 : order + 1] = joined[:order]
+            joined[0] = emptiest
+        else:
+            unsorted = np.empty_like(order)
+            unsorted[order] = joined
+            joined, places[other] = unsorted, unsorted[::-1].copy()
+        if one < count:
+            found[one] = joined[-1]
+        else:
+            places[one] = joined
+    return found
+
+
+def _joins(costs: Sequence[float], num_bins: int) -> list[tuple[int, int, int | np.ndarray]]:
+    """Which two partitions are joined, one time after the other, and where their bins are then.
+
+    The first `len(costs)` partitions are those of one number, the next is that of the first join.
+    The order is that of the sums of both: of which place, before they are sorted, the first is, and
+    so on. Where the other one is a number, which joins the emptiest bin: to which place that moves.
+    """
+    count, joins = len(costs), list[tuple[int, int, int | np.ndarray]]()
     # Ties are broken by age, so that arrays are never compared.
-    age = len(costs)
+    heap = [(-cost, index) for index, cost in enumerate(costs)]
+    heapq.heapify(heap)
+    sums_of: dict[int, np.ndarray] = {}
+
+    def sums(partition: int) -> np.ndarray:
+        if partition >= count:
+            return sums_of.pop(partition)
+        found = np.zeros(num_bins)
+        found[-1] = costs[partition]
+        return found
+
+    order: int | np.ndarray
     while len(heap) > 1:
-        _, _, sums, bins = heapq.heappop(heap)
-        _, _, other_sums, other_bins = heapq.heappop(heap)
-        joined = sums + other_sums[::-1]  # both ascend
-        merged = [a + b for a, b in zip(bins, reversed(other_bins), strict=True)]
-        order = np.argsort(joined, kind="stable")
-        joined = joined[order]
-        merged = [merged[i] for i in order]
-        heapq.heappush(heap, (joined[0] - joined[-1], age, joined, merged))
-        age += 1
-    found = heap[0][3] if heap else [[] for _ in range(num_bins)]
-    return [np.array(sorted(indices), dtype=np.int64) for indices in found]
+        (_, one), (_, other) = heapq.heappop(heap), heap[0]
+        joined = sums(one)  # they ascend
+        if other < count:  # so it nearly always is with many bins
+            total = joined[0] + costs[other]
+            order = int(joined[1:].searchsorted(total))
+            joined[:order] = joined[1 : order + 1]
+            joined[order] = total
+        else:
+            joined = joined + sums(other)[::-1]
+            order = joined.argsort(kind="stable")
+            joined = joined[order]
+        sums_of[count + len(joins)] = joined
+        heapq.heapreplace(heap, (float(joined[0] - joined[-1]), count + len(joins)))
+        joins.append((one, other, order))
+    return joins
 
 
 @dataclass(frozen=True, slots=True)
@@ -266,14 +316,23 @@ def _deal_packed(
     of_rank = partition(costs, dp_size)
     most = max(int(tokens[mine].sum()) for mine in of_rank)
     count = round_up(max(1, -(-most // batching.max_tokens)), batching.count_multiple_of)
-    while True:
-        dealt = [[mine[bin_] for bin_ in partition(costs[mine], count)] for mine in of_rank]
-        if all(tokens[bin_].sum() <= batching.max_tokens for bins in dealt for bin_ in bins):
-            break
-        count += batching.count_multiple_of
+    ranks = list(range(dp_size))
+    dealt: dict[int, list[np.ndarray]] = {}
+    while len(dealt) < dp_size:
+        dealt.clear()
+        for rank in ranks:
+            mine = of_rank[rank]
+            bins = bins_of(costs[mine], count)
+            if np.bincount(bins, tokens[mine]).max(initial=0) > batching.max_tokens:
+                # Whom so few do not suffice is likely the one to refuse a few more, too.
+                ranks.remove(rank)
+                ranks.insert(0, rank)
+                count += batching.count_multiple_of
+                break
+            dealt[rank] = [mine[indices] for indices in _by_bin(bins, count)]
     return [
-        tuple(tuple(int(i) for piece in bin_ for i in pieces[piece]) for bin_ in bins)
-        for bins in dealt
+        tuple(tuple(int(i) for piece in bin_ for i in pieces[piece]) for bin_ in dealt[rank])
+        for rank in range(dp_size)
     ]
 
 

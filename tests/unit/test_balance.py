@@ -23,6 +23,31 @@ def test_partition_puts_every_index_in_one_bin(costs: list[float], num_bins: int
     assert all(np.array_equal(a, b) for a, b in zip(bins, again, strict=True))
 
 
+def joined_by_hand(costs: list[float], num_bins: int) -> list[list[int]]:
+    """The method as its paper tells it, with bins as lists; ties go to what is older."""
+    partitions = [
+        (-cost, index, [(0.0, [])] * (num_bins - 1) + [(cost, [index])])
+        for index, cost in enumerate(costs)
+    ]
+    age = len(costs)
+    while len(partitions) > 1:
+        (_, _, one), (_, _, other), *partitions = sorted(partitions, key=lambda each: each[:2])
+        joined = [(a[0] + b[0], a[1] + b[1]) for a, b in zip(one, reversed(other), strict=True)]
+        joined.sort(key=lambda each: each[0])
+        partitions.append((joined[0][0] - joined[-1][0], age, joined))
+        age += 1
+    return [sorted(indices) for _, indices in partitions[0][2]]
+
+
+@given(
+    costs=st.lists(st.sampled_from([0.0, 1.0, 1.5, 2.0, 7.25, 1e5 / 3]), min_size=1, max_size=30),
+    num_bins=st.integers(2, 7),
+)
+def test_partition_is_the_method_of_largest_differences(costs: list[float], num_bins: int) -> None:
+    found = [indices.tolist() for indices in partition(costs, num_bins)]
+    assert found == joined_by_hand(costs, num_bins)
+
+
 @given(costs=st.lists(st.integers(1, 50), min_size=1, max_size=8))
 def test_two_bins_are_within_the_largest_number_of_the_best(costs: list[int]) -> None:
     found = max(sum(costs[i] for i in indices) for indices in partition(costs, 2))

@@ -36,9 +36,14 @@ from mcore_rl.common.errors import UsageError
 
 RewardFunction = Callable[..., float]
 
-# Names of `--rl-reward` that mean a server, or a model that Megatron runs, and no function.
+# Names of `--rl-reward` that mean a server, a model that Megatron runs or what an environment has
+# paid, and no function.
 SERVED_REWARDS = ("http", "pooling")
 REWARD_MODEL = "model"
+ENVIRONMENT = "environment"
+NO_FUNCTIONS = (*SERVED_REWARDS, REWARD_MODEL, ENVIRONMENT)
+# A reward that runs code, and has to be kept from the network.
+PYTHON_SANDBOX = "python_sandbox"
 
 _BY_NAME: dict[str, RewardFunction] = {}
 _REGISTERED_AT: dict[str, tuple[str, int]] = {}  # name -> file and line of its `@reward(...)`
@@ -62,9 +67,10 @@ def reward(name: str) -> Callable[[RewardFunction], RewardFunction]:
         raise ValueError(
             f"a reward function cannot be called {name!r}; leave out commas, colons and white space"
         )
-    if name in (*SERVED_REWARDS, REWARD_MODEL):
+    if name in NO_FUNCTIONS:
         raise ValueError(
-            f"{name!r} is the reward of a server or a model; call the reward function otherwise"
+            f"{name!r} is the reward of a server, a model or an environment; call the reward "
+            "function otherwise"
         )
     caller = sys._getframe(1)
     place = (os.path.realpath(caller.f_code.co_filename), caller.f_lineno)
@@ -119,6 +125,25 @@ def gsm8k(*, prompt: str, response: str, answer: Any) -> float:
     return float(_value(matches[0 if mark else -1]) == expected)
 
 
+@reward(PYTHON_SANDBOX)
+def python_sandbox(*, prompt: str, response: str, answer: Any) -> float:
+    """1 if the response's last block of Python passes the tests that the answer holds, else 0.
+
+    The answer is a text of assertions, or a list of them; without any it raises ValueError. Code
+    and tests together have five seconds, or what `--rl-reward-timeout-seconds` leaves of them, in
+    a process without network (`rewards.sandbox`).
+    """
+    from mcore_rl.rewards import sandbox  # processes, which other rewards do without
+
+    tests = sandbox.tests_in(answer)
+    if not tests:
+        raise ValueError("the answer holds no test")
+    code = sandbox.code_in(response)
+    if code is None:
+        return 0.0
+    return float(sandbox.run_python(code, tests, timeout_seconds=sandbox.seconds_left()).all_passed)
+
+
 def _as_number(answer: Any) -> Decimal:
     text = str(answer)
     match = _NUMBER.fullmatch(_ascii_minus(text).strip().rstrip("%."))
@@ -147,28 +172,38 @@ def resolve_reward(spec: str, flag: str = "--rl-reward") -> RewardFunction:
     if not colon:
         if spec not in _BY_NAME:
             raise UsageError(
-                f"is no built-in reward{_nearest(spec, list(_BY_NAME))}",
+                f"is no built-in reward{nearest_of(spec, list(_BY_NAME))}",
                 flag=f"{flag} {spec}",
                 remedy=f"the built-in ones are {', '.join(_names(built_in=True))}, "
                 f"{_imported_names()}and your own is given as package.module:function",
             )
         _check_callable(_BY_NAME[spec], spec, flag)
         return _BY_NAME[spec]
-    module = _import_module(module_name, spec, flag)
-    try:
-        function: RewardFunction = operator.attrgetter(attribute)(module)
-    except AttributeError as error:
-        raise UsageError(
-            f"cannot be used, because module {module_name} has no attribute "
-            f"{attribute!r}{_nearest(attribute, list(vars(module)))}",
-            flag=f"{flag} {spec}",
-            remedy="name one that exists",
-        ) from error
+    function: RewardFunction = find_in_module(module_name, attribute, f"{flag} {spec}")
     _check_callable(function, spec, flag)
     return function
 
 
-def _import_module(module_name: str, spec: str, flag: str) -> ModuleType:
+def find_in_module(module_name: str, attribute: str, flag: str) -> Any:
+    """What a module of the user's calls so, `a.b` being `b` of its `a`.
+
+    Modules are looked for on `sys.path` and then in the working directory, which is added to it.
+    Raises UsageError, of `flag` with its value, if there is no such module or attribute, or if
+    importing raises.
+    """
+    module = _import_module(module_name, flag)
+    try:
+        return operator.attrgetter(attribute)(module)
+    except AttributeError as error:
+        raise UsageError(
+            f"cannot be used, because module {module_name} has no attribute "
+            f"{attribute!r}{nearest_of(attribute, list(vars(module)))}",
+            flag=flag,
+            remedy="name one that exists",
+        ) from error
+
+
+def _import_module(module_name: str, flag: str) -> ModuleType:
     if os.getcwd() not in sys.path and "" not in sys.path:
         sys.path.append(os.getcwd())
     try:
@@ -178,19 +213,19 @@ def _import_module(module_name: str, spec: str, flag: str) -> ModuleType:
             raise UsageError(
                 f"cannot be imported, because there is no module {error.name!r} on sys.path or in "
                 "the working directory",
-                flag=f"{flag} {spec}",
+                flag=flag,
                 remedy="check the name or set PYTHONPATH",
             ) from error
-        raise _import_error(module_name, spec, flag, error) from error
+        raise _import_error(module_name, flag, error) from error
     except (Exception, SystemExit) as error:  # whatever the user's module raises is theirs to see
-        raise _import_error(module_name, spec, flag, error) from error
+        raise _import_error(module_name, flag, error) from error
 
 
-def _import_error(module_name: str, spec: str, flag: str, error: BaseException) -> UsageError:
+def _import_error(module_name: str, flag: str, error: BaseException) -> UsageError:
     return UsageError(
         f"cannot be used, because importing {module_name!r} raised {type(error).__name__}: "
         f"{shortened(str(error))}",
-        flag=f"{flag} {spec}",
+        flag=flag,
         remedy=f"make `python -c 'import {module_name}'` work",
     )
 
@@ -239,7 +274,8 @@ def _imported_names() -> str:
     return f"those of --rl-import are {', '.join(names)}, " if names else ""
 
 
-def _nearest(name: str, names: list[str]) -> str:
+def nearest_of(name: str, names: list[str]) -> str:
+    """What of `names` may have been meant, in brackets, or nothing."""
     nearest = difflib.get_close_matches(name, names, n=1)
     return f" (did you mean {nearest[0]}?)" if nearest else ""
 

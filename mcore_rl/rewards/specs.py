@@ -15,7 +15,11 @@ from urllib.parse import SplitResult, urlsplit
 
 from mcore_rl.algorithms.registry import import_user_file
 from mcore_rl.common.errors import UsageError
-from mcore_rl.rewards.functions import REWARD_MODEL, SERVED_REWARDS, resolve_reward
+from mcore_rl.rewards.functions import (
+    NO_FUNCTIONS,
+    PYTHON_SANDBOX,
+    resolve_reward,
+)
 
 _HEADER = re.compile(
     r"(?P<name>[!#$%&'*+.^_`|~0-9A-Za-z-]+):[ \t]*(?P<value>[\x21-\x7e][\x20-\x7e]*)"
@@ -40,7 +44,10 @@ class ServerSpec:
 
 @dataclass(frozen=True, slots=True)
 class RewardSpec:
-    """The rewards of a run; `names` and `weights` are aligned and no name stands twice."""
+    """The rewards of a run; `names` and `weights` are aligned and no name stands twice.
+
+    What becomes of REWARD_MODEL and ENVIRONMENT comes from elsewhere.
+    """
 
     names: tuple[str, ...]
     weights: tuple[float, ...]
@@ -54,8 +61,7 @@ class RewardSpec:
     @property
     def functions(self) -> tuple[str, ...]:
         """The names of functions, which worker processes call."""
-        others = (*SERVED_REWARDS, REWARD_MODEL)
-        return tuple(name for name in self.names if name not in others)
+        return tuple(name for name in self.names if name not in NO_FUNCTIONS)
 
 
 def parse_rewards(
@@ -106,7 +112,7 @@ def parse_rewards(
         imports=tuple(imports),
         servers=tuple(servers),
         memory_gib=memory_gib,
-        environment_names=_parse_environment_names(environment_names),
+        environment_names=parse_environment_names(environment_names, "--rl-reward-env"),
     )
     if spec.environment_names and not spec.functions:
         raise UsageError(
@@ -124,17 +130,15 @@ def check_rewards(spec: RewardSpec) -> None:
     Runs the files of `--rl-import`, which may hold losses too. A `package.module:function` is only
     ever imported by worker processes, of which this starts one.
     """
-    for name in spec.environment_names:
-        if name not in os.environ:
-            raise UsageError(
-                "names an environment variable that is not set",
-                flag=f"--rl-reward-env {name}",
-                remedy="export it or leave it out",
-            )
+    check_environment_names(spec.environment_names, "--rl-reward-env")
     for server in spec.servers:
         header_of(server)
     for path in spec.imports:
         import_user_file(path)
+    if PYTHON_SANDBOX in spec.functions:
+        from mcore_rl.rewards.sandbox import check_sandbox
+
+        check_sandbox(f"--rl-reward {','.join(spec.names)}")
     in_modules = [name for name in spec.functions if ":" in name]
     for name in spec.functions:
         if name not in in_modules:
@@ -151,6 +155,17 @@ def check_rewards(spec: RewardSpec) -> None:
             environment_names=spec.environment_names,
         ) as pool:
             pool.check()
+
+
+def check_environment_names(names: Sequence[str], flag: str) -> None:
+    """Raise UsageError for a variable that is not there."""
+    for name in names:
+        if name not in os.environ:
+            raise UsageError(
+                "names an environment variable that is not set",
+                flag=f"{flag} {name}",
+                remedy="export it or leave it out",
+            )
 
 
 def header_of(server: ServerSpec) -> dict[str, str]:
@@ -196,15 +211,16 @@ def _check_names(names: tuple[str, ...], rewards: str) -> None:
             )
 
 
-def _parse_environment_names(text: str | None) -> tuple[str, ...]:
+def parse_environment_names(text: str | None, flag: str) -> tuple[str, ...]:
+    """The names of variables that a flag has; UsageError for what is none."""
     names = () if text is None else tuple(name.strip() for name in text.split(","))
     if not all(_VARIABLE.fullmatch(name) for name in names):
         # What stands there may be the secret itself.
         raise UsageError(
             "must be names of environment variables, made of letters, digits and _, with commas "
             "between them",
-            flag="--rl-reward-env",
-            remedy="put what a reward needs into a variable and give its name",
+            flag=flag,
+            remedy="put what is needed into a variable and give its name",
         )
     return names
 

@@ -46,6 +46,9 @@ _PR_SET_NO_NEW_PRIVS = 38  # linux/prctl.h
 _LANDLOCK_CREATE_RULESET = 444  # these two are the same on all architectures
 _LANDLOCK_RESTRICT_SELF = 446
 _LANDLOCK_ACCESS_FS_MAKE_BLOCK = 1 << 11
+_LANDLOCK_CREATE_RULESET_VERSION = 1
+_LANDLOCK_SCOPE_SIGNAL = 1 << 1
+_LANDLOCK_ABI_WITH_SCOPES = 6  # Linux 6.12
 
 
 def limit_memory(limit_bytes: int) -> None:
@@ -86,10 +89,11 @@ def drop_privileges() -> None:
     libc.capset(ctypes.c_char_p(header), ctypes.c_char_p(struct.pack("=6I", *words)))
 
 
-def see_no_other_process() -> None:
+def see_no_other_process(*, send_no_signals: bool = False) -> None:
     """Take from this process the sight of others' memory and environment under /proc.
 
-    Call `drop_privileges` first.
+    Call `drop_privileges` first. With `send_no_signals` it can also signal none but those that it
+    starts itself from here on, where the kernel is 6.12 or later.
 
     The trainer has the same user, whose secrets would otherwise stand in /proc/PID/environ. A
     process under Landlock may look only into processes under the same rules; these here forbid
@@ -100,6 +104,11 @@ def see_no_other_process() -> None:
         return
     libc = ctypes.CDLL(None)
     rules = struct.pack("=Q", _LANDLOCK_ACCESS_FS_MAKE_BLOCK)
+    version = libc.syscall(
+        _LANDLOCK_CREATE_RULESET, None, ctypes.c_size_t(0), _LANDLOCK_CREATE_RULESET_VERSION
+    )
+    if send_no_signals and version >= _LANDLOCK_ABI_WITH_SCOPES:
+        rules += struct.pack("=QQ", 0, _LANDLOCK_SCOPE_SIGNAL)
     ruleset = libc.syscall(
         _LANDLOCK_CREATE_RULESET, ctypes.c_char_p(rules), ctypes.c_size_t(len(rules)), 0
     )
@@ -148,7 +157,7 @@ def start_worker(specs: Sequence[str], imports: Sequence[str], memory_bytes: int
     # A worker that the pool stops must go at once: pebble holds the lock of all workers meanwhile,
     # and a handler in Python would wait for the C code that the reward may be hanging in.
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    _die_with_parent()
+    die_with_parent()
     limit_memory(memory_bytes)
     write_no_core()
     drop_privileges()
@@ -195,7 +204,7 @@ def score_sample(
     except BaseException as error:  # SystemExit too costs only this sample
         if isinstance(error, OSError) and error.errno == errno.ENOMEM:
             os._exit(EXIT_OUT_OF_MEMORY)
-        return Outcome(0.0, f"raised {type(error).__name__}", _text_of(error))
+        return Outcome(0.0, f"raised {type(error).__name__}", text_of(error))
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
 
@@ -247,7 +256,8 @@ def _checked(value: object) -> Outcome:
     return Outcome(number)
 
 
-def _text_of(error: BaseException) -> str:
+def text_of(error: BaseException) -> str:
+    """What an exception of the user's says, as far as there is room."""
     try:
         return shortened(str(error))
     except Exception:  # an exception of the user's whose __str__ raises
@@ -263,10 +273,14 @@ def _resolve_once(spec: str, imports: tuple[str, ...]) -> tuple[RewardFunction, 
     return function, takes_row(function)
 
 
-def _die_with_parent() -> None:
-    """A trainer that is killed closes nothing, and a worker that hangs would never notice."""
+def die_with_parent(by: signal.Signals = signal.SIGKILL, parent: int | None = None) -> None:
+    """A trainer that is killed closes nothing, and a worker that hangs would never notice.
+
+    `parent` is the process's number where `multiprocessing` did not start this one.
+    """
     if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    parent = multiprocessing.parent_process()
-    if parent is not None and os.getppid() != parent.pid:  # it died before the call above
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, by)
+    if parent is None and (known := multiprocessing.parent_process()) is not None:
+        parent = known.pid
+    if parent is not None and os.getppid() != parent:  # it died before the call above
         os._exit(1)

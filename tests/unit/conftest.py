@@ -9,6 +9,7 @@ import pytest
 from mcore_rl.algorithms import recipes, registry
 from mcore_rl.algorithms.registry import find_policy_loss
 from mcore_rl.data import user_prompts
+from mcore_rl.environments import interface as environments
 from mcore_rl.flags import options
 from mcore_rl.model import families
 from mcore_rl.observe import user_metrics
@@ -32,6 +33,7 @@ def restored_tables() -> Iterator[None]:
         user_metrics._METRICS,
         user_prompts._SOURCES,
         reward_functions._BY_NAME,
+        environments._BY_NAME,
     ]
     saved = [dict(table) for table in tables]
     yield

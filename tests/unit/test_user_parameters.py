@@ -16,6 +16,7 @@ import torch
 
 import mcore_rl
 import mcore_rl.api as api
+import mcore_rl.api.environment as environment
 from mcore_rl import launch
 from mcore_rl.algorithms.aggregation import Denominators
 from mcore_rl.algorithms.registry import find_advantage_estimator
@@ -281,6 +282,7 @@ FIELDS = {
     "AdvantageOutputs": "advantages returns",
     "Clip": "clip_eps_lower clip_eps_upper",
     "Discount": "gamma",
+    "EnvironmentPrompt": "text answer row seed",
     "DualClip": "clip_eps_lower clip_eps_upper dual_clip",
     "Family": "model_type class_name spelt_out also_refused fixed latent_attention qk_norm "
     "qkv_bias norms_whole_projection linear_biases attention_sinks alternates_windows clamps_glu "
@@ -291,14 +293,22 @@ FIELDS = {
     "Recipe": "advantage policy_loss parameters loss_aggregation loss_constant kl_place kl_coef "
     "kl_estimator entropy_coef value_clip_eps mismatch_correction num_samples_per_prompt "
     "dynamic_sampling max_refills overlong_buffer_tokens overlong_buffer_share",
+    "Response": "text token_ids turn finish_reason",
     "Rollout": "prompt sample_index text response_token_ids rollout_log_probs finish_reason "
     "weight_version routes failure",
     "Router": "num_experts also_called expert_size score_function always_normalizes methods "
     "gated_shared_size layer_types",
     "ScoredRollout": "rollout reward failure parts baseline",
     "Segments": "sample_ids loss_mask counts",
+    "StepResult": "observation reward done",
     "TensorNames": "block gate up down shared bias scorer",
     "TokenLosses": "loss clipped_lower clipped_upper",
+}
+METHODS = {  # of Environment
+    "start": "(self, prompt)",
+    "step": "(self, response)",
+    "close": "(self)",
+    "__init_subclass__": "(*, name, more)",
 }
 
 
@@ -316,8 +326,13 @@ def test_the_names_of_the_door_and_their_signatures_are_a_contract() -> None:
     """A change here is a change for everybody's files: it needs a version of its own."""
     classes = {name for name in api.__all__ if isinstance(getattr(api, name), type)}
     assert {n: signature_of(getattr(api, n)) for n in set(api.__all__) - classes} == SIGNATURES
-    found = {n: " ".join(getattr(api, n).__dataclass_fields__) for n in classes - {"UsageError"}}
-    assert found == FIELDS
+    fields = classes - {"UsageError", "Environment"}
+    assert {n: " ".join(getattr(api, n).__dataclass_fields__) for n in fields} == FIELDS
+    methods = {name: signature_of(getattr(api.Environment, name)) for name in METHODS}
+    assert methods == METHODS
+    assert {name: getattr(environment, name) for name in environment.__all__} == {
+        name: getattr(api, name) for name in environment.__all__
+    }
     assert all(getattr(api, name).__doc__ for name in api.__all__)
     with pytest.raises(AttributeError, match="no attribute 'policy_losses'"):
         _ = api.policy_losses
@@ -337,6 +352,7 @@ def test_a_file_of_rewards_metrics_and_prompts_alone_does_not_import_torch() -> 
         "import sys, mcore_rl.api\n"
         "from mcore_rl.api import Family, Parameters, family, metric, param, policy_loss, prompts\n"
         "from mcore_rl.api import UsageError, advantage, reward\n"
+        "from mcore_rl.api.environment import Environment, StepResult\n"
         "assert not {'torch', 'numpy', 'megatron', 'vllm'} & sys.modules.keys()\n"
     )
     subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=True)

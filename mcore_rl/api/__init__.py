@@ -13,6 +13,7 @@ chosen by a flag, and the parameters it declares are flags themselves:
 | an algorithm of such parts | `recipe("name", Recipe(...))` | `--rl-algorithm` |
 | prompts that are made, not read | `@prompts("name")` | `--rl-prompts`, `--rl-eval-prompts` |
 | a metric | `@metric("name")` | always recorded, as `user/name` |
+| an environment of several turns | `class Own(Environment, name="name")` | `--rl-environment` |
 | a family of models | `family(Family(...))` | `model_type` in config.json |
 
 These names and their signatures are the contract: they change with the first number of the version
@@ -42,6 +43,12 @@ if TYPE_CHECKING:
     from mcore_rl.common.errors import UsageError
     from mcore_rl.common.parameters import Parameters, param
     from mcore_rl.data.user_prompts import prompts
+    from mcore_rl.environments.interface import (
+        Environment,
+        EnvironmentPrompt,
+        Response,
+        StepResult,
+    )
     from mcore_rl.model.families import Family, Router, TensorNames, family
     from mcore_rl.observe.user_metrics import metric
     from mcore_rl.rewards.functions import reward
@@ -52,15 +59,19 @@ __all__ = [
     "Clip",
     "Discount",
     "DualClip",
+    "Environment",
+    "EnvironmentPrompt",
     "Family",
     "Parameters",
     "PolicyLossInputs",
     "Prompt",
     "Recipe",
+    "Response",
     "Rollout",
     "Router",
     "ScoredRollout",
     "Segments",
+    "StepResult",
     "TensorNames",
     "TokenLosses",
     "UsageError",
@@ -89,6 +100,9 @@ _MODULES = {
     "mcore_rl.common.errors": ("UsageError",),
     "mcore_rl.common.parameters": ("Parameters", "param"),
     "mcore_rl.data.user_prompts": ("prompts",),
+    "mcore_rl.environments.interface": (
+        *("Environment", "EnvironmentPrompt", "Response", "StepResult"),
+    ),
     "mcore_rl.model.families": ("Family", "Router", "TensorNames", "family"),
     "mcore_rl.observe.user_metrics": ("metric",),
     "mcore_rl.rewards.functions": ("reward",),

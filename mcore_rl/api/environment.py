@@ -1,0 +1,15 @@
+"""What a user's environment of several turns imports.
+
+    from mcore_rl.api.environment import Environment, EnvironmentPrompt, Response, StepResult
+
+The same names are in `mcore_rl.api`; see `mcore_rl.environments.interface`.
+"""
+
+from mcore_rl.environments.interface import (
+    Environment,
+    EnvironmentPrompt,
+    Response,
+    StepResult,
+)
+
+__all__ = ["Environment", "EnvironmentPrompt", "Response", "StepResult"]

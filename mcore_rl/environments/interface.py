@@ -1,0 +1,186 @@
+"""What a user writes of an environment, and how `--rl-environment` finds it.
+
+    from mcore_rl.api.environment import Environment, StepResult
+
+    class Guess(Environment):
+        def start(self, prompt):
+            self.number = random.Random(prompt.seed).randrange(100)
+
+        async def step(self, response):
+            guess = int(response.text)
+            if guess == self.number:
+                return StepResult(reward=1.0, done=True)
+            more = "lower" if guess > self.number else "higher"
+            return StepResult([{"role": "user", "content": more}])
+
+It is named as `package.module:Class`, or, with `class Guess(Environment, name="guess")`, by that
+name of a file of `--rl-import`. A class that is no subclass will do if it has `start` and `step`.
+
+Processes of environments import this module: it must stay free of torch, Megatron, vLLM and numpy,
+and so must whatever it imports.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import os
+import sys
+from collections.abc import Awaitable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from mcore_rl.algorithms.registry import import_user_file
+from mcore_rl.common.errors import UsageError
+from mcore_rl.rewards.functions import find_in_module, nearest_of
+
+Message = Mapping[str, str]  # "role", "content", and what else the chat template reads
+Text = str | Sequence[Message] | Sequence[int]  # as it is, as messages, or as token ids
+
+FLAG = "--rl-environment"
+
+_BY_NAME: dict[str, type] = {}
+_REGISTERED_AT: dict[str, tuple[str, int]] = {}  # name -> file and line of its class
+_SHIPPED = {
+    "calculator": "mcore_rl.environments.calculator",
+    "python_sandbox": "mcore_rl.environments.python_sandbox",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class EnvironmentPrompt:
+    """What an environment is told of its prompt."""
+
+    text: str
+    answer: Any  # a text, a list or an object
+    row: Mapping[str, Any]  # all columns of the prompts file
+    seed: int  # of the sample: the same in a run that is repeated, another for each sample
+
+
+@dataclass(frozen=True, slots=True)
+class Response:
+    """What the model generated in one turn."""
+
+    text: str  # without the end of sequence
+    token_ids: tuple[int, ...]  # with it
+    turn: int  # 1, 2, ...
+    finish_reason: str  # "stop" or "length"
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """What an environment makes of a turn.
+
+    `observation` is what the model reads next: a text, which is given to it as it stands; messages,
+    which the chat template puts into form; or token ids. It means nothing once `done`.
+    """
+
+    observation: Text | None = None
+    reward: float = 0.0  # of this turn; a finite number
+    done: bool = False
+
+
+class Environment:
+    """One sample's environment: made without arguments, asked turn by turn, in its own process.
+
+    Each call has `--rl-environment-timeout` seconds. Whatever it raises or does otherwise costs its
+    sample alone.
+    """
+
+    def __init_subclass__(cls, *, name: str | None = None, **more: Any) -> None:
+        """`name` makes the class known to `--rl-environment`. ValueError: it is taken by another
+        class, or is one that the flag could not hold."""
+        super().__init_subclass__(**more)
+        if name is None:
+            return
+        if not name.isidentifier():
+            raise ValueError(f"an environment cannot be called {name!r}; give letters, digits, _")
+        caller = sys._getframe(1)
+        place = (os.path.realpath(caller.f_code.co_filename), caller.f_lineno)
+        shipped = name in _SHIPPED and cls.__module__ != _SHIPPED[name]
+        if shipped or (name in _BY_NAME and _REGISTERED_AT[name] != place):
+            raise ValueError(f"two environments are called {name!r}; rename one")
+        _BY_NAME[name], _REGISTERED_AT[name] = cls, place
+
+    def start(self, prompt: EnvironmentPrompt) -> Text | None | Awaitable[Text | None]:
+        """What the model reads first; None is the prompt as it is. May be async."""
+        return None
+
+    def step(self, response: Response) -> StepResult | tuple[Any, ...] | Awaitable[Any]:
+        """What follows a turn: a `StepResult`, or a tuple of its fields. May be async."""
+        raise NotImplementedError
+
+    def close(self) -> object:
+        """Called once no step will follow, unless the process had to be ended. May be async."""
+        return None
+
+
+@dataclass(frozen=True, slots=True)
+class EnvironmentSpec:
+    """What the `--rl-environment*` flags say."""
+
+    name: str
+    timeout_seconds: float  # of each call
+    memory_gib: float = 4.0  # of each process; 0 is no limit
+    imports: tuple[str, ...] = field(default=())  # files to run before the name is resolved
+    environment_names: tuple[str, ...] = ()  # variables that it gets besides the harmless ones
+    max_open: int = 256  # processes at one time
+    max_turns: int = 8
+    max_turn_tokens: int | None = None  # None: what is left of the response
+
+
+def resolve_environment(spec: str, imports: Sequence[str] = ()) -> type:
+    """The class that `spec` names: a shipped one, one of `imports`, `package.module:Class`.
+
+    Runs the files `imports`. Raises UsageError for a name that means nothing, a module that is
+    missing or raises on import, and a class that cannot be made or has no `start` and `step`.
+    """
+    for path in imports:
+        import_user_file(path)
+    module_name, colon, attribute = spec.partition(":")
+    if colon:
+        found = find_in_module(module_name, attribute, f"{FLAG} {spec}")
+    else:
+        if spec in _SHIPPED:
+            importlib.import_module(_SHIPPED[spec])
+        found = _BY_NAME.get(spec)
+        if found is None:
+            known = sorted({*_SHIPPED, *_BY_NAME})
+            raise UsageError(
+                f"is not an environment{nearest_of(spec, known)}",
+                flag=f"{FLAG} {spec}",
+                remedy=f"there are {', '.join(known)}, and your own is given as "
+                "package.module:Class",
+            )
+    _check_class(found, spec)
+    assert isinstance(found, type)
+    return found
+
+
+def _check_class(found: object, spec: str) -> None:
+    flag = f"{FLAG} {spec}"
+    if not isinstance(found, type):
+        raise UsageError(
+            f"is of type {type(found).__name__}, and no class", flag=flag, remedy="name a class"
+        )
+    step = getattr(found, "step", None)
+    missing = [name for name in ("start", "step") if not callable(getattr(found, name, None))]
+    if missing or step is Environment.step:
+        raise UsageError(
+            f"has no method {missing[0] if missing else 'step'}",
+            flag=flag,
+            remedy="give it start(self, prompt) and step(self, response)",
+        )
+    for name, arguments in (("__init__", 1), ("start", 2), ("step", 2)):
+        try:
+            signature = inspect.signature(getattr(found, name))
+            signature.bind(*[None] * arguments)
+        except ValueError:  # some in C have none; the first call will tell
+            continue
+        except TypeError as error:
+            raise UsageError(
+                f"has {name}({', '.join(signature.parameters)}), which is called with "
+                f"{'no argument' if arguments == 1 else 'one argument'} ({error})",
+                flag=flag,
+                remedy="give it start(self, prompt), step(self, response) and no more",
+            ) from error

@@ -1,0 +1,209 @@
+"""The process from which those of episodes are forked: it has imported the user's modules once.
+
+It is started anew, as workers of rewards are, and gives up what these give up. Then it does three
+things: forks an episode when the trainer sends it a socket, kills those that the trainer names, and
+tells which have ended and how. Whatever stems from an episode ends with it; all ends with the
+trainer, however that ends.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import json
+import os
+import selectors
+import signal
+import socket
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from mcore_rl.common.errors import UsageError
+from mcore_rl.common.spawning import forbid_runs
+from mcore_rl.environments.episode import adopt_orphans, run_episode
+from mcore_rl.environments.interface import resolve_environment
+from mcore_rl.rewards.worker import (
+    die_with_parent,
+    drop_privileges,
+    limit_memory,
+    see_no_other_process,
+    write_no_core,
+)
+
+MAX_CONTROL_BYTES = 1 << 16  # of a message between the trainer and this process
+
+
+def run_zygote(
+    control: socket.socket,
+    spec: str,
+    imports: Sequence[str],
+    memory_bytes: int,
+    timeout_seconds: float,
+) -> None:
+    """Serve the trainer at the other end of `control`, a socket that keeps messages apart."""
+    forbid_runs()
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    die_with_parent()  # while it imports
+    limit_memory(memory_bytes)
+    write_no_core()
+    drop_privileges()
+    see_no_other_process()
+    ours = _open_descriptors()
+    told: dict[str, Any] = {"ready": True}
+    environment: type = object
+    try:
+        environment = resolve_environment(spec, imports)
+    except UsageError as error:
+        told = {"refused": [error.found, error.flag, error.remedy]}
+    import asyncio  # noqa: F401 - which most episodes need: once, not once in each
+
+    gc.collect()
+    gc.freeze()  # so that forks share what is there
+    zygote = _Zygote(control, environment, timeout_seconds, ours)
+    try:
+        zygote.tell(told)
+        zygote.serve()
+    finally:
+        zygote.end_all()
+
+
+def _open_descriptors() -> set[int]:
+    """Those that episodes must not have, but for the standard streams."""
+    found = set()
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):  # that of the listing itself
+            os.fstat(int(name))
+            found.add(int(name))
+    return found - {0, 1, 2}
+
+
+class _Zygote:
+    def __init__(
+        self, control: socket.socket, environment: type, timeout_seconds: float, ours: set[int]
+    ) -> None:
+        self._control, self._environment = control, environment
+        self._timeout_seconds = timeout_seconds
+        self._episodes: dict[int, int] = {}  # process -> ticket
+        self._parent = os.getppid()
+        self._pid = os.getpid()
+        adopt_orphans()
+        self._wakes, wakes = socket.socketpair()
+        for end in (self._wakes, wakes):
+            end.setblocking(False)
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(control, selectors.EVENT_READ)
+        self._selector.register(self._wakes, selectors.EVENT_READ)
+        self._ours = ours | {self._wakes.fileno(), wakes.fileno(), self._selector.fileno()}
+        self._waker = wakes
+        signal.set_wakeup_fd(wakes.fileno(), warn_on_full_buffer=False)
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        signal.signal(signal.SIGHUP, lambda *_: None)
+        signal.signal(signal.SIGTERM, _leave)
+        # A thread of the trainer's that ends sends it too: only a new parent means the end.
+        die_with_parent(signal.SIGHUP)
+
+    def tell(self, fields: Mapping[str, Any]) -> None:
+        """The trainer takes what comes whenever it looks; until then this waits."""
+        self._control.sendall(json.dumps(fields).encode())
+
+    def serve(self) -> None:
+        """Until the trainer hangs up or is gone."""
+        with contextlib.suppress(OSError):  # of a connection that is broken off
+            while os.getppid() == self._parent:
+                ready = {key.fileobj for key, _ in self._selector.select()}
+                if self._wakes in ready:
+                    with contextlib.suppress(BlockingIOError):
+                        self._wakes.recv(1 << 12)
+                self._reap()
+                if self._control in ready and not self._obey():
+                    return
+
+    def _obey(self) -> bool:
+        """Do what the next message says; False if none will come any more."""
+        message, descriptors, _, _ = socket.recv_fds(self._control, MAX_CONTROL_BYTES, 1)
+        if not message:
+            return False
+        fields = json.loads(message)
+        if "fork" in fields:
+            self._fork(fields["fork"], socket.socket(fileno=descriptors[0]))
+        for ticket in fields.get("kill", ()):
+            for pid in [pid for pid, each in self._episodes.items() if each == ticket]:
+                _kill(pid)
+        return True
+
+    def _fork(self, ticket: int, connection: socket.socket) -> None:
+        with connection:
+            try:
+                pid = os.fork()
+            except OSError as error:
+                self.tell({"ended": ticket, "reason": f"cannot be started: {error.strerror}"})
+                return
+            if pid == 0:
+                try:
+                    for descriptor in self._ours:
+                        with contextlib.suppress(OSError):
+                            os.close(descriptor)
+                    self._episodes.clear()
+                    run_episode(
+                        connection,
+                        self._environment,
+                        parent=self._pid,
+                        timeout_seconds=self._timeout_seconds,
+                    )
+                finally:
+                    os._exit(1)
+        self._episodes[pid] = ticket
+        self.tell({"forked": ticket})
+
+    def _reap(self) -> None:
+        """Bury what has ended, with what it has left running."""
+        while (ended := _next_ended()) is not None:
+            # Before it is reaped: its number, and its group's, cannot be another's yet.
+            _kill(ended)
+            _, status = os.waitpid(ended, 0)
+            ticket = self._episodes.pop(ended, None)
+            self._kill_orphans()
+            if ticket is not None:
+                code = os.waitstatus_to_exitcode(status)
+                self.tell({"ended": ticket, "code": code})
+
+    def _kill_orphans(self) -> None:
+        """Children that were not forked here have lost the episode that they stem from."""
+        for pid in _children() - self._episodes.keys():
+            _kill(pid)
+
+    def end_all(self) -> None:
+        """Kill every process that stems from here and wait for its end."""
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        while left := _children() | self._episodes.keys():
+            for pid in left:
+                _kill(pid)
+            with contextlib.suppress(ChildProcessError):
+                self._episodes.pop(os.waitpid(-1, 0)[0], None)
+
+
+def _leave(*_: object) -> None:
+    raise SystemExit(0)
+
+
+def _next_ended() -> int | None:
+    """A child that has ended and is not reaped yet."""
+    with contextlib.suppress(ChildProcessError):
+        ended = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        return None if ended is None else ended.si_pid
+    return None
+
+
+def _children() -> set[int]:
+    """Of this process; empty where the kernel does not list them."""
+    pid = os.getpid()
+    with contextlib.suppress(OSError), open(f"/proc/{pid}/task/{pid}/children") as file:
+        return set(map(int, file.read().split()))
+    return set()
+
+
+def _kill(pid: int) -> None:
+    """A process that is not reaped yet, and its group if it has one of its own."""
+    for kill in (os.kill, os.killpg):
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            kill(pid, signal.SIGKILL)

@@ -1,0 +1,195 @@
+"""The zygote as the trainer sees it: started, asked for processes and told which to kill.
+
+Nothing here blocks but `check` and `close`. What it tells is data: a user's module runs in it too.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+import select
+import signal
+import socket
+import time
+from collections import deque
+from collections.abc import Iterator, Sequence
+
+from mcore_rl.common.errors import UsageError
+from mcore_rl.environments.interface import FLAG
+from mcore_rl.environments.zygote import MAX_CONTROL_BYTES, run_zygote
+from mcore_rl.rewards.functions import shortened
+from mcore_rl.rewards.process import WorkerContext
+
+_START_SECONDS = 60.0  # for its imports
+_ANSWER_SECONDS = 60.0  # for a fork or a kill
+_END_SECONDS = 10.0
+
+Ended = int | str  # an exit code, negative for a signal; or why there was no process
+
+
+class ZygoteProcess:
+    """Has begun to start once it is made."""
+
+    def __init__(
+        self,
+        spec: str,
+        imports: Sequence[str],
+        *,
+        memory_bytes: int,
+        timeout_seconds: float,
+        environment_names: Sequence[str],
+    ) -> None:
+        self._spec = spec
+        self.control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self.control.setblocking(False)
+        with theirs:
+            self._process = WorkerContext(environment_names).Process(
+                target=run_zygote,
+                args=(theirs, spec, tuple(imports), memory_bytes, timeout_seconds),
+                name="environments",
+                daemon=True,  # ends with a trainer that closes nothing
+            )
+            self._process.start()
+        self._out: deque[tuple[bytes, socket.socket | None]] = deque()
+        self._is_ready = False
+        self._since = time.monotonic()
+        self._asked: dict[int, float] = {}  # forks that it has not confirmed, and since when
+        self._killed: dict[int, float] = {}  # likewise, processes that are to end
+        self._there: set[int] = set()
+        self.why_broken = ""
+
+    def __contains__(self, ticket: int) -> bool:
+        """Whether this ticket has a process, or is to get one."""
+        return ticket in self._there or ticket in self._asked
+
+    def has_not_forked(self, ticket: int) -> bool:
+        """Whether this one's process was asked for and has not begun, as far as is known."""
+        return ticket in self._asked
+
+    @property
+    def is_broken(self) -> bool:
+        """Whether nothing more will come of it, for the reason in `why_broken`."""
+        return bool(self.why_broken)
+
+    def fork(self, ticket: int, connection: socket.socket) -> None:
+        """Ask for a process with this connection, which is closed here."""
+        self._asked[ticket] = time.monotonic()
+        self._out.append((json.dumps({"fork": ticket}).encode(), connection))
+
+    def kill(self, ticket: int) -> None:
+        """Ask for the end of a process; `heard` tells of it."""
+        self._killed[ticket] = time.monotonic()
+        self._out.append((json.dumps({"kill": [ticket]}).encode(), None))
+        self.flush()
+
+    def flush(self) -> None:
+        """Send what it takes now."""
+        while self._out:
+            message, connection = self._out[0]
+            descriptors = [] if connection is None else [connection.fileno()]
+            try:
+                socket.send_fds(self.control, [message], descriptors)
+            except BlockingIOError:
+                return
+            except OSError as error:
+                self._break(f"it does not listen ({error.strerror})")
+                return
+            self._out.popleft()
+            if connection is not None:
+                connection.close()
+
+    def heard(self) -> Iterator[tuple[int, Ended | None]]:
+        """What it has told since the last call: a ticket whose process is there (None) or has
+        ended. Raises UsageError if it cannot find the class."""
+        while not self.is_broken and (message := self._next()) is not None:
+            yield from self._understood(message)
+        self.flush()
+        self._check_clocks()
+
+    def _next(self) -> bytes | None:
+        try:
+            message = self.control.recv(MAX_CONTROL_BYTES)
+        except BlockingIOError:
+            return None
+        except ConnectionResetError:
+            message = b""
+        if not message:
+            self._break(f"its process has ended, {self._exit()}")
+            return None
+        return message
+
+    def _understood(self, message: bytes) -> Iterator[tuple[int, Ended | None]]:
+        try:
+            fields = json.loads(message)
+            if "refused" in fields:
+                found, flag, remedy = map(str, fields["refused"])
+                raise UsageError(found, flag=flag, remedy=remedy)
+            if "ready" in fields:
+                self._is_ready, self._since = True, time.monotonic()
+            elif "forked" in fields:
+                ticket = int(fields["forked"])
+                if self._asked.pop(ticket, None) is not None:
+                    self._there.add(ticket)
+                    yield ticket, None
+            else:
+                ticket = int(fields["ended"])
+                ended = int(fields["code"]) if "code" in fields else str(fields["reason"])
+                if ticket in self:
+                    self._there.discard(ticket)
+                    self._asked.pop(ticket, None)
+                    self._killed.pop(ticket, None)
+                    yield ticket, ended
+        except UsageError:
+            raise
+        except (ValueError, TypeError, LookupError) as error:
+            self._break(f"it has told what makes no sense ({type(error).__name__})")
+
+    def _check_clocks(self) -> None:
+        now = time.monotonic()
+        oldest = min((*self._asked.values(), *self._killed.values()), default=math.inf)
+        if not self._is_ready and now - self._since > _START_SECONDS:
+            self._break(f"it was not ready after {_START_SECONDS:g} s")
+        elif self._is_ready and now - max(oldest, self._since) > _ANSWER_SECONDS:
+            self._break(f"it has given no answer within {_ANSWER_SECONDS:g} s")
+
+    def _break(self, why: str) -> None:
+        self.why_broken = self.why_broken or shortened(why)
+
+    def _exit(self) -> str:
+        until = time.monotonic() + 1.0  # its socket goes just before it does
+        while self._process.exitcode is None and time.monotonic() < until:
+            time.sleep(0.01)
+        return f"exit code {self._process.exitcode}"
+
+    def check(self) -> None:
+        """Wait until it has imported what it needs. Raises UsageError if it cannot."""
+        until = time.monotonic() + _START_SECONDS
+        while not self._is_ready and not self.is_broken and time.monotonic() < until:
+            select.select([self.control], [], [], 1.0)
+            for _ in self.heard():
+                pass
+        if not self._is_ready:
+            raise UsageError(
+                "cannot be used, because the process that imported it ended or gave no answer "
+                f"within {_START_SECONDS:g} s ({self.why_broken})",
+                flag=f"{FLAG} {self._spec}",
+                remedy="make its import work by itself",
+            )
+
+    def close(self) -> None:
+        """End it, and with it every process that stems from it."""
+        for _, connection in self._out:
+            if connection is not None:
+                connection.close()
+        self._out.clear()
+        self.control.close()  # by which it ends
+        until = time.monotonic() + (_END_SECONDS if self._is_ready else 0.0)
+        while self._process.exitcode is None and time.monotonic() < until:
+            time.sleep(0.005)
+        if self._process.exitcode is None and self._process.pid is not None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self._process.pid, signal.SIGKILL)
+        self._process.join()
+        self._process.close()

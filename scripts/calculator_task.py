@@ -1,0 +1,42 @@
+"""A task of two turns for the tiny checkpoint and the environment `calculator`.
+
+The prompt is `47 ?`. What is asked for lies in the calculator's memory: a turn that is a number
+alone recalls it (which number does not matter), a message of role user shows it, and the next turn
+is right if its last number is the one shown. Nobody can know it before.
+
+The tiny checkpoint has learnt to write two numbers, `15 85`, so that at first few of its turns are
+calls, and of the answers to what is shown hardly any is right.
+
+    python scripts/calculator_task.py FOLDER [SEED]
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import sys
+from pathlib import Path
+
+NUM_DIGITS = 4  # answers there are, so that a guess is seldom right and often enough
+FIRST_DIGIT = 2
+NUM_HELDOUT = 20  # of the prompts, each of which there is with every answer
+
+
+def write_prompts(folder: Path, seed: int) -> None:
+    """Write `train.jsonl` and `heldout.jsonl` with the columns `prompt`, `answer` and `memory`."""
+    folder.mkdir(parents=True)
+    rng = random.Random(seed)
+    numbers = rng.sample(range(10, 100), 90)
+    digits = range(FIRST_DIGIT, FIRST_DIGIT + NUM_DIGITS)
+    for name, prompts in {"train": numbers[NUM_HELDOUT:], "heldout": numbers[:NUM_HELDOUT]}.items():
+        rows = [
+            {"prompt": f"{number} ?", "answer": str(digit), "memory": digit}
+            for number in prompts
+            for digit in digits
+        ]
+        rng.shuffle(rows)
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+if __name__ == "__main__":
+    write_prompts(Path(sys.argv[1]), int(sys.argv[2]) if len(sys.argv) > 2 else 0)

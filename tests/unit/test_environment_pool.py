@@ -1,0 +1,720 @@
+"""Environments in processes: many at a time, and what goes wrong in one costs its own sample."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pytest
+
+from mcore_rl.batching.types import Prompt
+from mcore_rl.common.errors import UsageError
+from mcore_rl.environments import pool as pool_module
+from mcore_rl.environments import wire
+from mcore_rl.environments.interface import Environment, Response, resolve_environment
+from mcore_rl.environments.pool import EnvironmentPool
+from mcore_rl.environments.wire import Event, Failed, Started, Stepped, event_of
+from tests.rank_pool import ROOT
+
+PATIENT_SECONDS = 120  # that something takes longer is a fault
+
+# What an episode is to do is its turn's text.
+WORLD = """
+import asyncio, ctypes, os, random, re, signal, subprocess, sys, time
+from pathlib import Path
+from mcore_rl.api.environment import Environment, StepResult
+
+IMPORTED_BY = os.getpid()
+kept = []
+
+class World(Environment):
+    def start(self, prompt):
+        self.prompt = prompt
+        self.draw = random.random()
+        if prompt.text in DEEDS:
+            return getattr(self, prompt.text.replace(" ", "_"))()
+        if prompt.text == "messages":
+            return [{"role": "system", "content": "s"}, {"role": "user", "content": "u"}]
+        return {"text": "other", "ids": [5, 6]}.get(prompt.text)
+
+    async def step(self, response):
+        deed = response.text
+        if deed in DEEDS:
+            value = getattr(self, deed.replace(" ", "_"))()
+            return await value if asyncio.iscoroutine(value) else value
+        if deed.startswith("meet "):
+            _, folder, number = deed.split()
+            (Path(folder) / str(os.getpid())).touch()
+            while len(os.listdir(folder)) < int(number):
+                await asyncio.sleep(0.01)
+            return StepResult("met", 0.5)
+        if deed == "tell":
+            seen = [self.prompt.text, self.prompt.answer, self.prompt.row, response.turn,
+                    response.token_ids, response.finish_reason]
+            return repr(seen), 0.25, False
+        if deed == "draw":
+            return repr((self.prompt.seed, self.draw)), 0, False
+        if deed == "environment":
+            return " ".join(os.environ) + " ".join(os.environ.values()), 0, False
+        if deed == "who":
+            return f"{IMPORTED_BY} {os.getppid()} {os.getpid()}", 0, False
+        if deed.startswith("signal "):
+            done = []
+            for pid in deed.split()[1:]:
+                try:
+                    os.kill(int(pid), 0)
+                    done.append(pid)
+                except PermissionError:
+                    pass
+            return " ".join(done), 0, False
+        if deed.startswith("start "):
+            sleep = "import subprocess, os; os.setsid() ; subprocess.Popen(['sleep', '600'])"
+            subprocess.Popen(["sleep", "600"])
+            subprocess.Popen(["sleep", "600"], start_new_session=True)
+            subprocess.run([sys.executable, "-c", sleep])  # of whom nobody is the parent
+            if deed == "start and die":
+                os._exit(3)
+            return "started", 0, False
+        if deed == "done":
+            return StepResult(reward=1.0, done=True)
+        return "observation", 0, False
+
+    def close(self):
+        if self.prompt.answer.startswith("/"):
+            open(self.prompt.answer, "w").close()
+
+    def hang(self):
+        while True:
+            pass
+    def hang_in_c(self):
+        signal.pthread_sigmask(signal.SIG_BLOCK, list(signal.Signals))
+        re.match("(a+)+b", "a" * 100)
+    def take_the_signal(self):
+        signal.signal(signal.SIGALRM, signal.SIG_IGN)
+        time.sleep(600)
+    def stop(self):
+        os.kill(os.getpid(), signal.SIGSTOP)
+        time.sleep(600)
+    async def sleep(self):
+        await asyncio.sleep(600)
+    def leave(self):
+        os._exit(7)
+    def leave_well(self):
+        os._exit(0)
+    def exit(self):
+        sys.exit("enough")
+    def kill(self):
+        os.kill(os.getpid(), signal.SIGKILL)
+    def crash(self):
+        ctypes.string_at(0)
+    def eat(self):
+        while True:
+            kept.append("x" * (1 << 20))
+    def eat_in_c(self):
+        libc = ctypes.CDLL(None)
+        libc.malloc.restype = ctypes.c_void_p
+        ctypes.memset(libc.malloc(ctypes.c_size_t(8 << 30)), 1, 8 << 30)
+    def close_everything(self):
+        os.closerange(0, 1000)
+        return "closed", 0, False
+    def close_and_hang(self):
+        os.closerange(0, 1000)
+        signal.pthread_sigmask(signal.SIG_BLOCK, list(signal.Signals))
+        time.sleep(600)
+    def flood(self):
+        return "x" * (3 << 20), 0, False
+    def flood_the_socket(self):
+        for name in os.listdir("/proc/self/fd"):
+            try:
+                if os.readlink(f"/proc/self/fd/{name}").startswith("socket"):
+                    while True:
+                        os.write(int(name), b"\\xff" * (1 << 20))
+            except (FileNotFoundError, BlockingIOError):  # asyncio has one, too
+                pass
+    def fake(self):
+        for name in os.listdir("/proc/self/fd"):
+            try:
+                if os.readlink(f"/proc/self/fd/{name}").startswith("socket"):
+                    os.write(int(name), (len(FAKE)).to_bytes(4, "big") + FAKE)
+            except FileNotFoundError:
+                pass
+        time.sleep(600)
+    def print_much(self):
+        for _ in range(100):
+            print("p" * (1 << 20))
+        return "printed", 0, False
+    def fork(self):
+        os.fork()
+        return "forked", 0, False
+    def nothing(self):
+        return None
+    def short(self):
+        return ("observation", 1.0)
+    def no_number(self):
+        return ("observation", float("nan"), False)
+    def text_reward(self):
+        return ("observation", "1.0", False)
+    def odd_done(self):
+        return ("observation", 1.0, "no")
+    def an_object(self):
+        return (object(), 1.0, False)
+    def a_set(self):
+        return ({1, 2}, 1.0, False)
+    def half_a_message(self):
+        return ([{"role": "user"}], 1.0, False)
+    def mixed(self):
+        return (["a", 1], 1.0, False)
+    def negative(self):
+        return ([-1], 1.0, False)
+    def surrogate(self):
+        return ("\\ud800", 1.0, False)
+    def no_observation(self):
+        return StepResult(reward=1.0)
+    def unprintable(self):
+        class Odd(Exception):
+            def __str__(self):
+                raise ValueError
+        raise Odd
+
+FAKE = b'{"turn": 1, "value": [NaN, Infinity, true]}'
+DEEDS = [name.replace("_", " ") for name, value in vars(World).items() if callable(value)]
+DEEDS = [deed for deed in DEEDS if deed not in ("start", "step", "close")]
+"""
+
+HANGING = ("hang", "hang in c", "take the signal", "stop", "sleep", "close and hang")
+FAILURES = {
+    "leave": "ended its process: exit code 7",
+    "leave well": "ended its process: exit code 0",
+    "close everything": "ended its process: exit code 1",
+    "exit": "raised SystemExit: enough",
+    "kill": "ended its process: exit code -9",
+    "crash": "ended its process: exit code -11",
+    "eat": "ran out of memory: its process may have 0.5 GiB (--rl-environment-memory-gib)",
+    "eat in c": "ended its process: exit code -11",
+    "flood": "answered too much: an answer has at most 1 MiB",
+    "flood the socket": "answered too much: an answer has at most 1 MiB",
+    "fake": "returned reward inf: a reward is a finite number",
+    "nothing": "returned NoneType: a step gives a StepResult",
+    "short": "returned tuple of 2: a step gives (observation, reward, done)",
+    "no number": "returned reward nan: a reward is a finite number",
+    "text reward": "returned reward of type str: a reward is a finite number",
+    "odd done": "returned done of type str: it is True or False",
+    "an object": "returned object: ",
+    "a set": "returned set: ",
+    "half a message": "returned no messages: one has a role and a content, both texts",
+    "mixed": "returned a list of neither: ",
+    "negative": "returned no token ids: ",
+    "surrogate": "returned no Unicode: ",
+    "no observation": "returned NoneType: what is not done gives an observation: ",
+    "unprintable": "raised Odd: (its text cannot be shown)",
+}
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    folder = tmp_path_factory.mktemp("world")
+    (folder / "a_world.py").write_text(WORLD)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(folder)
+        patch.setenv("PYTHONPATH", str(folder), prepend=os.pathsep)
+        patch.setenv("HF_TOKEN", "hush")
+        patch.setattr(pool_module, "_MARGIN_SECONDS", 3.0)
+        yield "a_world:World"
+
+
+@pytest.fixture(scope="module")
+def only_pool(world: str) -> Iterator[EnvironmentPool]:
+    limits = {"timeout_seconds": PATIENT_SECONDS, "memory_gib": 0.5, "max_open": 400}
+    with EnvironmentPool(world, **limits) as pool:  # type: ignore[arg-type]
+        yield pool
+
+
+@pytest.fixture
+def pool(only_pool: EnvironmentPool) -> Iterator[EnvironmentPool]:
+    """With nothing open before and after."""
+    yield only_pool
+    only_pool.end(list(only_pool._episodes))
+
+
+def prompt(text: str = "question", answer: object = "7", row: str = '{"a": 1}') -> Prompt:
+    return Prompt(0, text, answer, np.zeros(0, np.int32), row)
+
+
+def turn(text: str, number: int = 1) -> Response:
+    return Response(text, (3, 4), number, "stop")
+
+
+def events_of(pool: EnvironmentPool, tickets: Iterable[int]) -> dict[int, Event]:
+    """The next event of each of these, and of no others."""
+    wanted, found = set(tickets), {}
+    while wanted - found.keys():
+        assert pool.wait(PATIENT_SECONDS), f"nothing came of {wanted - found.keys()}"
+        for ticket, event in pool.finished():
+            assert ticket in wanted and ticket not in found
+            found[ticket] = event
+    return found
+
+
+def started(pool: EnvironmentPool, count: int, **options: object) -> list[int]:
+    tickets = [pool.start(prompt(**options), seed) for seed in range(count)]  # type: ignore[arg-type]
+    assert set(events_of(pool, tickets).values()) == {Started(None)}
+    return tickets
+
+
+def asked(pool: EnvironmentPool, ticket: int, text: str, number: int = 1) -> Event:
+    pool.step(ticket, turn(text, number))
+    return events_of(pool, [ticket])[ticket]
+
+
+def until(condition: Callable[[], bool]) -> None:
+    end = time.monotonic() + PATIENT_SECONDS
+    while not condition():
+        assert time.monotonic() < end, "it does not come true"
+        time.sleep(0.02)
+
+
+def descendants(process: psutil.Process) -> list[psutil.Process]:
+    return [each for each in process.children(recursive=True) if runs(each)]
+
+
+# What works ---------------------------------------------------------------------------------------
+
+
+def test_an_episode_from_its_start_to_its_end(pool, tmp_path):
+    closed = tmp_path / "closed"
+    ticket = pool.start(prompt(answer=str(closed), row='{"x": {"y": [1, "é"]}}'), 5)
+    assert (pool.num_open, events_of(pool, [ticket])) == (1, {ticket: Started(None)})
+    seen = ["question", str(closed), {"x": {"y": [1, "é"]}}, 1, (3, 4), "stop"]
+    assert asked(pool, ticket, "tell") == Stepped(repr(seen), 0.25, False)
+    assert asked(pool, ticket, "else", 2) == Stepped("observation", 0.0, False)
+    assert not closed.exists()
+    assert asked(pool, ticket, "done", 3) == Stepped(None, 1.0, True)
+    assert pool.num_open == 0
+    with pytest.raises(RuntimeError, match=f"environment {ticket} is not waiting for a turn"):
+        pool.step(ticket, turn("else"))
+    until(closed.exists)
+
+
+def test_what_start_returns_is_read_first(pool):
+    texts = ["messages", "text", "ids", "none"]
+    tickets = [pool.start(prompt(text), 0) for text in texts]
+    found = events_of(pool, tickets)
+    messages = [{"role": "system", "content": "s"}, {"role": "user", "content": "u"}]
+    assert [found[t].prompt for t in tickets] == [messages, "other", [5, 6], None]
+    pool.end(tickets)
+
+
+def test_hundreds_wait_at_the_same_time(pool, tmp_path):
+    """Each waits for all others: they get on only if all of them are there together."""
+    tickets = started(pool, 300)
+    folder = tmp_path / "meeting"
+    folder.mkdir()
+    for ticket in tickets[:200]:
+        pool.step(ticket, turn(f"meet {folder} 200"))
+    found = events_of(pool, tickets[:200])
+    assert set(found.values()) == {Stepped("met", 0.5, False)}
+    assert len(os.listdir(folder)) == 200 and pool.num_open == 300
+    pool.end(tickets)
+    assert pool.num_open == 0 and not pool.wait(0.1) and pool.finished() == []
+
+
+def test_modules_are_imported_once_and_episodes_differ_by_their_seeds_alone(pool):
+    tickets = [pool.start(prompt(), seed) for seed in (1, 2, 1)]
+    events_of(pool, tickets)
+    draws = [asked(pool, ticket, "draw").observation for ticket in tickets]
+    assert draws[0] == draws[2] != draws[1]
+    who = [asked(pool, ticket, "who", 2).observation.split() for ticket in tickets]
+    assert len({importer for importer, *_ in who}) == 1
+    assert all(importer == parent for importer, parent, _ in who)
+    assert len({pid for *_, pid in who}) == 3
+    pool.end(tickets)
+
+
+def test_no_more_processes_than_allowed_and_the_rest_waits(world, tmp_path):
+    with EnvironmentPool(world, timeout_seconds=30, max_open=3) as pool:
+        tickets = [pool.start(prompt(), 0) for _ in range(8)]
+        first = events_of(pool, tickets[:3])
+        assert len(first) == 3 and not pool.wait(0.3) and pool.num_open == 8
+        assert len(descendants(psutil.Process(pool._zygote._process.pid))) == 3
+        pool.end([tickets[0], tickets[7]])  # of which one never began
+        assert asked_done(pool, tickets[1])
+        assert set(events_of(pool, tickets[3:5])) == set(tickets[3:5])
+        pool.end(tickets)
+        assert pool.num_open == 0
+
+
+def asked_done(pool: EnvironmentPool, ticket: int) -> bool:
+    pool.step(ticket, turn("done"))
+    while True:
+        assert pool.wait(PATIENT_SECONDS)
+        found = dict(pool.finished())
+        if ticket in found:
+            pool._found += [(t, e) for t, e in found.items() if t != ticket]
+            return found[ticket] == Stepped(None, 1.0, True)
+
+
+# What goes wrong ----------------------------------------------------------------------------------
+
+
+def test_what_an_environment_does_wrong_costs_its_own_sample(pool, caplog):
+    """All at once, among others of the same zygote that go on."""
+    counts = pool.failure_counts.copy()
+    good = started(pool, 20)
+    bad = dict(zip(started(pool, len(FAILURES)), FAILURES, strict=True))
+    for ticket, deed in bad.items():
+        pool.step(ticket, turn(deed))
+    for ticket in good:
+        pool.step(ticket, turn("else"))
+    found = events_of(pool, [*bad, *good])
+    for ticket, deed in bad.items():
+        event = found[ticket]
+        assert isinstance(event, Failed), (deed, event)
+        expected = FAILURES[deed]
+        assert event.failure == expected or (
+            expected.endswith(": ") and event.failure.startswith(expected)
+        ), (deed, event.failure)
+    assert {found[ticket] for ticket in good} == {Stepped("observation", 0.0, False)}
+    assert sum((pool.failure_counts - counts).values()) == len(bad)
+    logged = [text for text in caplog.messages if "kind: ended its process" in text]
+    assert len(logged) == (0 if counts["ended its process"] else 1)
+    # The trainer still works with the others, on the same zygote.
+    assert {asked(pool, ticket, "else", 2) for ticket in good} == {found[good[0]]}
+    assert pool.num_open == len(good)
+    pool.end(good)
+
+
+def test_what_hangs_costs_its_own_sample(world):
+    with EnvironmentPool(world, timeout_seconds=5) as pool:
+        good = started(pool, 5)
+        bad = dict(zip(started(pool, len(HANGING)), HANGING, strict=True))
+        bad[pool.start(prompt("sleep"), 0)] = "sleep"
+        for ticket, deed in list(bad.items())[:-1]:
+            pool.step(ticket, turn(deed))
+        found = events_of(pool, bad)
+        failed = Failed("timed out", "no answer within 5 s")
+        assert {deed: found[ticket] for ticket, deed in bad.items()} == dict.fromkeys(
+            HANGING, failed
+        )
+        assert pool.failure_counts == {"timed out": len(HANGING) + 1}
+        assert {asked(pool, each, "else") for each in good} == {Stepped("observation", 0.0, False)}
+        assert pool.num_open == len(good)
+
+
+def test_what_start_does_wrong_costs_its_own_sample(pool):
+    deeds = ["leave", "eat", "exit", "a set"]
+    tickets = [pool.start(prompt(deed), 0) for deed in deeds]
+    found = events_of(pool, tickets)
+    assert [found[ticket].kind for ticket in tickets] == [
+        *("ended its process", "ran out of memory", "raised SystemExit"),
+        "returned a list of neither",
+    ]
+    assert pool.num_open == 0
+
+
+def test_a_process_that_prints_much_or_forks_goes_on(pool, capfd):
+    first, second = started(pool, 2)
+    assert asked(pool, first, "print much") == Stepped("printed", 0.0, False)
+    assert asked(pool, second, "fork") == Stepped("forked", 0.0, False)
+    assert asked(pool, second, "else", 2) == Stepped("observation", 0.0, False)
+    assert capfd.readouterr().out == ""
+    pool.end([first, second])
+
+
+def test_a_process_that_ends_between_turns_is_told_with_the_next(pool):
+    (ticket,) = started(pool, 1)
+    pid = int(asked(pool, ticket, "who").observation.split()[2])
+    os.kill(pid, signal.SIGKILL)
+    until(lambda: not psutil.pid_exists(pid))
+    assert not pool.wait(0.2)
+    failed = Failed("ended its process", "exit code -9")
+    assert asked(pool, ticket, "else", 2) == failed
+    assert failed.outcome.failure == "ended its process: exit code -9"
+
+
+def test_an_episode_can_be_ended_in_any_state(pool):
+    idle, busy, hanging = started(pool, 3)
+    pool.step(busy, turn("sleep"))
+    pool.step(hanging, turn("hang in c"))
+    fresh = pool.start(prompt(), 0)
+    pool.end([idle, busy, hanging, fresh, 10**6])
+    assert (pool.num_open, pool.wait(0.1), pool.finished()) == (0, False, [])
+    zygote = pool._zygote._process.pid
+    # The others end, too, but for what a look at them is needed for.
+    until(lambda: pool.finished() == [] and not descendants(psutil.Process(zygote)))
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        b"",
+        b"[1]",
+        b"{}",
+        b"\xff",
+        b'{"turn": 2, "value": ["", 1, true]}',
+        b'{"turn": 1, "value": ["", 1]}',
+        b'{"turn": 1, "value": ["", 1, 1]}',
+        b'{"turn": 1, "value": [null, 1, false]}',
+        b'{"turn": 1, "value": ["", 1e999, true]}',
+        b'{"turn": 1, "value": ["\\ud800", 1, false]}',
+        b'{"turn": 1, "value": [[4294967296], 1, false]}',
+        b'{"turn": 1, "value": [[true], 1, false]}',
+        b'{"turn": 1, "value": [[{"role": "user", "content": 1}], 1, false]}',
+        b'{"turn": 1, "failed": [1, 2]}',
+        b'{"turn": 1, "value": ["", 1' + b"0" * 400 + b", true]}",
+        b"[" * 100_000,
+    ],
+)
+def test_what_is_no_answer_is_a_failure(message):
+    assert isinstance(event_of(message, 1), Failed)
+
+
+def test_answers_are_what_was_returned():
+    answer = json.dumps({"turn": 1, "value": [[1, 2], 1, False]}).encode()
+    assert event_of(answer, 1) == Stepped([1, 2], 1.0, False)
+    assert wire.as_stepped((np.asarray([1, 2]), np.float32(0.5), np.bool_(False))) == [
+        *([1, 2], 0.5, False)
+    ]
+    assert wire.as_started(np.asarray([3])) == [[3]]
+
+
+# What is kept apart -------------------------------------------------------------------------------
+
+
+def test_an_episode_sees_no_secret_and_signals_nobody(pool):
+    one, other = started(pool, 2)
+    seen = asked(pool, one, "environment").observation
+    assert "PATH" in seen and "hush" not in seen and "HF_TOKEN" not in seen
+    zygote, _, neighbour = asked(pool, other, "who").observation.split()
+    told = asked(pool, one, f"signal {os.getpid()} {zygote} {neighbour}", 2)
+    if has_signal_scopes():
+        assert told == Stepped("", 0.0, False)
+    pool.end([one, other])
+
+
+def has_signal_scopes() -> bool:
+    import ctypes
+
+    return ctypes.CDLL(None).syscall(444, None, ctypes.c_size_t(0), 1) >= 6
+
+
+def test_what_an_episode_has_started_ends_with_it(pool):
+    zygote = psutil.Process(pool._zygote._process.pid)
+    dying, ending = started(pool, 2)
+    assert isinstance(asked(pool, dying, "start and die"), Failed)
+    assert asked(pool, ending, "start and stay") == Stepped("started", 0.0, False)
+    until(lambda: len(sleepers(zygote)) == 3)  # of the one that stays
+    pool.end([ending])
+    until(lambda: not sleepers(zygote))
+
+
+def sleepers(process: psutil.Process) -> list[psutil.Process]:
+    return [each for each in descendants(process) if each.cmdline()[:1] == ["sleep"]]
+
+
+def test_a_zygote_that_dies_costs_its_episodes_and_is_replaced(world):
+    with EnvironmentPool(world, timeout_seconds=30, max_open=4) as pool:
+        idle, busy = started(pool, 2)
+        pool.step(busy, turn("sleep"))
+        first = psutil.Process(pool._zygote._process.pid)
+        until(lambda: len(descendants(first)) == 2)
+        children = descendants(first)
+        first.kill()
+        assert events_of(pool, [busy])[busy].kind == "ended its process"
+        assert asked(pool, idle, "else").kind == "ended its process"
+        psutil.wait_procs(children, timeout=PATIENT_SECONDS)
+        assert not any(each.is_running() for each in children)
+        (ticket,) = started(pool, 1)
+        assert asked(pool, ticket, "done") == Stepped(None, 1.0, True)
+
+
+def test_processes_that_cannot_be_started_end_the_run_and_not_the_trainer(world, tmp_path):
+    (tmp_path / "a_dead_end.py").write_text(
+        textwrap.dedent("""
+        import os
+        class Dead:
+            def start(self, prompt): pass
+            def step(self, response): pass
+        os._exit(4)
+        """)
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
+        patch.syspath_prepend(tmp_path)
+        with EnvironmentPool("a_dead_end:Dead", timeout_seconds=3) as pool:
+            with pytest.raises(UsageError, match="ended or gave no answer within 60 s .*code 4"):
+                pool.check()
+            pool.start(prompt(), 0)
+            with pytest.raises(RuntimeError, match="started 3 times and answered nothing: .*4"):
+                while pool.wait(PATIENT_SECONDS):
+                    pass
+            assert pool.num_open == 0
+    with EnvironmentPool("a_world:Wrold", timeout_seconds=3) as pool:
+        with pytest.raises(UsageError, match=r"no attribute 'Wrold' \(did you mean World\?\)"):
+            pool.check()
+        pool.start(prompt(), 0)
+        with pytest.raises(UsageError, match="no attribute 'Wrold'"):
+            pool.wait(PATIENT_SECONDS)
+
+
+# What is left -------------------------------------------------------------------------------------
+
+TRAINER = """
+import sys, time
+import numpy as np
+from mcore_rl.batching.types import Prompt
+from mcore_rl.environments.interface import Response
+from mcore_rl.environments.pool import EnvironmentPool
+
+def main():
+    pool = EnvironmentPool("a_world:World", timeout_seconds=600, max_open=100)
+    deeds = ["sleep", "hang in c", "start and stay", "stop", "take the signal", "else"]
+    tickets = [pool.start(Prompt(0, "q", "7", np.zeros(0, np.int32)), 0) for _ in deeds]
+    seen = []
+    while len(seen) < len(tickets):
+        pool.wait(60)
+        seen += pool.finished()
+    for ticket, deed in zip(tickets, deeds):
+        pool.step(ticket, Response(deed, (), 1, "stop"))
+    seen = []
+    while len(seen) < 2:
+        pool.wait(60)
+        seen += pool.finished()
+    print("ready", flush=True)
+    if sys.argv[1] == "stay":
+        time.sleep(600)
+    if sys.argv[1] == "close":
+        pool.close()
+        print("closed", flush=True)
+        time.sleep(600)
+
+if __name__ == "__main__":
+    main()
+"""
+
+
+@pytest.mark.parametrize("how", ["close", "leave", "stay"])
+def test_nothing_outlives_the_trainer(how, world, tmp_path):
+    """Closed; left by a trainer that forgets to; and left by one that is killed."""
+    (tmp_path / "trainer.py").write_text(TRAINER)
+    process = subprocess.Popen(
+        [sys.executable, str(tmp_path / "trainer.py"), how],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{os.environ['PYTHONPATH']}"},
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    trainer = psutil.Process(process.pid)
+    seen: dict[int, psutil.Process] = {}
+    try:
+        assert process.stdout is not None and process.stdout.readline() == "ready\n"
+        if how == "stay":
+            until(lambda: len(descendants(trainer)) >= 1 + 6 + 3)
+            seen = {each.pid: each for each in descendants(trainer)}
+            for pid in (*seen, trainer.pid):  # of the machine's, which others use, too
+                assert "/dev/shm" not in Path(f"/proc/{pid}/maps").read_text()
+            process.send_signal(signal.SIGKILL)
+        if how == "close":
+            assert process.stdout.readline() == "closed\n"
+            assert descendants(trainer) == []
+            process.kill()
+        process.wait(PATIENT_SECONDS)
+        until(lambda: not any(runs(each) for each in seen.values()))
+        marked = [each for each in psutil.process_iter() if belongs(each, tmp_path)]
+        assert marked == []
+    finally:
+        process.kill()
+        for each in seen.values():
+            if each.is_running():
+                each.kill()
+
+
+def runs(process: psutil.Process) -> bool:
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    return False
+
+
+def belongs(process: psutil.Process, folder: Path) -> bool:
+    try:
+        return str(folder) in " ".join(process.cmdline())
+    except psutil.Error:
+        return False
+
+
+# How it is found ----------------------------------------------------------------------------------
+
+
+class Good:
+    def start(self, prompt: object) -> None: ...
+
+    def step(self, response: object) -> None: ...
+
+
+class NoStep(Environment):
+    pass
+
+
+class Narrow(Good):
+    def step(self) -> None: ...
+
+
+class Wide(Good):
+    def __init__(self, size: int) -> None: ...
+
+
+@pytest.mark.parametrize(
+    ("spec", "says"),
+    [
+        ("calculater", r"is not an environment \(did you mean calculator\?\); there are calc"),
+        ("no_such_module:World", "there is no module 'no_such_module'"),
+        (f"{__name__}:Goood", "has no attribute 'Goood'"),
+        (f"{__name__}:prompt", "is of type function, and no class; name a class"),
+        (f"{__name__}:NoStep", "has no method step; give it start"),
+        (f"{__name__}:Narrow", "has step.self., which is called with one argument"),
+        (f"{__name__}:Wide", "has __init__.self, size., which is called with no arg"),
+    ],
+)
+def test_a_class_that_cannot_be_used_is_one_sentence(spec, says, monkeypatch):
+    monkeypatch.setitem(sys.modules, __name__, sys.modules[__name__])
+    with pytest.raises(UsageError, match=f"^--rl-environment {spec} .*{says}"):
+        resolve_environment(spec)
+
+
+@pytest.mark.usefixtures("restored_tables")
+def test_a_name_of_ones_own_belongs_to_one_class(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, __name__, sys.modules[__name__])
+    assert resolve_environment(f"{__name__}:Good") is Good
+    file = tmp_path / "mine.py"
+    file.write_text(
+        "from mcore_rl.api import Environment\n"
+        "class Mine(Environment, name='mine'):\n"
+        "    def step(self, response):\n"
+        "        return 'more', 0, False\n"
+    )
+    assert resolve_environment("mine", [str(file)]).__name__ == "Mine"
+    with EnvironmentPool("mine", timeout_seconds=30, imports=[str(file)]) as pool:
+        assert asked(pool, started(pool, 1)[0], "x") == Stepped("more", 0.0, False)
+    for name in ("mine", "calculator"):
+        with pytest.raises(ValueError, match=f"two environments are called '{name}'"):
+            type("Other", (Environment,), {}, name=name)
+    with pytest.raises(ValueError, match="cannot be called 'a b'"):
+        type("Other", (Environment,), {}, name="a b")
+
+
+def test_a_socket_that_is_full_does_not_block(pool):
+    """A prompt of more than a socket holds, to a process that is busy with something else."""
+    ticket = pool.start(prompt(answer="x" * (4 << 20)), 0)
+    assert events_of(pool, [ticket]) == {ticket: Started(None)}
+    assert socket.socketpair()  # descriptors are left
+    pool.end([ticket])

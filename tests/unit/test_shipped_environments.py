@@ -1,0 +1,136 @@
+"""The environments that ship: the calculator with its task, and the sandbox."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from fractions import Fraction
+
+import pytest
+
+from mcore_rl.data.prompt_file import PromptSource, read_rows
+from mcore_rl.data.tokenizer import load_tokenizer
+from mcore_rl.environments.calculator import CALL_REWARD, Calculator, evaluated
+from mcore_rl.environments.interface import EnvironmentPrompt, Response, StepResult
+from mcore_rl.environments.python_sandbox import PythonSandbox
+from tests.conftest import load_script
+
+
+def stepped(calculator: Calculator, text: str) -> StepResult:
+    return asyncio.run(calculator.step(Response(text, (), 1, "stop")))
+
+
+def display(text: str) -> list[dict[str, str]]:
+    return [{"role": "user", "content": text}]
+
+
+def started(answer: str, **row: object) -> Calculator:
+    calculator = Calculator()
+    calculator.start(EnvironmentPrompt("47 ?", answer, row, 0))
+    return calculator
+
+
+@pytest.mark.parametrize(
+    ("expression", "value"),
+    [
+        ("12*(3+4)", "84"),
+        ("1/3 + 1/6", "0.5"),
+        ("1/3", "0.333333333333"),
+        ("0.1+0.2", "0.3"),
+        ("-3 - -4", "1"),
+        ("M*2", "8"),
+        ("1/0", "error"),
+        ("1//2", "error"),
+        ("2**9", "error"),
+        ("9" * 180 + "*" + "9" * 180, "error"),
+        ("(" * 190, "error"),
+        ("3(4)", "error"),
+        ("__import__('os')", "error"),
+        ("True+1", "error"),
+    ],
+)
+def test_expressions_are_evaluated(expression, value):
+    assert evaluated(expression, Fraction(4)) == value
+
+
+def test_an_expression_alone_is_a_call_and_anything_else_the_answer():
+    calculator = started("84")
+    assert stepped(calculator, " 12*7\n") == StepResult(display("84"), CALL_REWARD)
+    assert stepped(calculator, "84+0") == StepResult(display("84"))  # pays once
+    assert stepped(calculator, "12/0") == StepResult(display("error"))
+    assert stepped(calculator, "It is 84.") == StepResult(reward=1.0, done=True)
+    assert stepped(started("84"), "84") == StepResult(reward=1.0, done=True)
+    assert stepped(started("84"), "12 * 7 = 83") == StepResult(reward=0.0, done=True)
+    assert stepped(started("84"), "12/0") == StepResult(display("error"))  # earns nothing
+
+
+def test_what_only_the_calculator_knows_is_no_answer_before_it_was_shown():
+    calculator = started("4", memory=4)
+    assert stepped(calculator, "the answer is 4") == StepResult(reward=0.0, done=True)
+    for call, shown in (("47", "4"), ("M", "4"), ("M+1", "5")):
+        calculator = started("4", memory=4)
+        assert stepped(calculator, call) == StepResult(display(shown), CALL_REWARD)
+        assert stepped(calculator, "4") == StepResult(reward=1.0, done=True)
+    calculator = started("4", memory=4)
+    assert stepped(calculator, "1+1") == StepResult(
+        display("2"), CALL_REWARD
+    )  # shows nothing of it
+    assert stepped(calculator, "the 4") == StepResult(reward=0.0, done=True)
+
+
+def test_prompts_of_the_task_do_not_tell_their_answers(tmp_path):
+    task = load_script("calculator_task")
+    task.write_prompts(tmp_path / "prompts", seed=1)
+    again = tmp_path / "again"
+    task.write_prompts(again, seed=1)
+    files = [tmp_path / "prompts" / f"{name}.jsonl" for name in ("train", "heldout")]
+    assert [f.read_text() for f in files] == [(again / f.name).read_text() for f in files]
+    train, heldout = ([row.columns for row in read_rows(source(file), "--x")] for file in files)
+    assert not {row["prompt"] for row in train} & {row["prompt"] for row in heldout}
+    answers = {row["answer"] for row in train}
+    assert answers == {row["answer"] for row in heldout} and len(answers) == task.NUM_DIGITS
+    for rows in (train, heldout):
+        assert len(rows) >= 80
+        for prompt in {row["prompt"] for row in rows}:  # of which none tells its answer
+            assert {row["answer"] for row in rows if row["prompt"] == prompt} == answers
+        assert len({json.dumps(row) for row in rows}) == len(rows)
+        assert all(row["answer"] == str(row["memory"]) for row in rows)
+    # They are short for the tiny checkpoint's tokenizer, and so are calls and answers.
+    folder = tmp_path / "tokenizer"
+    load_script("tiny_task").build_tokenizer().save_pretrained(folder)
+    tokenizer = load_tokenizer(folder, trust_remote_code=False, needs_template=True)
+    assert max(len(tokenizer.encode(row["prompt"])) for row in train) <= 6
+
+
+def source(file):
+    return PromptSource(path=file, max_prompt_tokens=24)
+
+
+def problem(answer: object) -> EnvironmentPrompt:
+    return EnvironmentPrompt("write f", answer, {}, 0)
+
+
+def tried(environment: PythonSandbox, text: str) -> StepResult:
+    return environment.step(Response(text, (), 1, "stop"))
+
+
+def test_as_a_tool_of_several_turns():
+    environment = PythonSandbox()
+    environment.start(problem(["assert f(1) == 2", "assert f(2) == 3"]))
+    wrong = tried(environment, "```python\ndef f(x): return 2\nprint('tried')\n```")
+    assert (wrong.reward, wrong.done) == (0.0, False)
+    (message,) = wrong.observation
+    assert message["role"] == "user" and message["content"].startswith("tried\nTraceback")
+    assert message["content"].endswith("AssertionError\ntests passed: 1 of 2")
+    right = tried(environment, "so: ```python\ndef f(x): return x + 1\n```")
+    assert right == StepResult(reward=1.0, done=True)
+    assert tried(environment, "I give up") == StepResult(done=True)
+
+
+def test_as_a_tool_without_tests():
+    environment = PythonSandbox()
+    environment.start(problem(""))
+    found = tried(environment, "```python\nprint(6 * 7)\n```")
+    assert found == StepResult([{"role": "user", "content": "42"}])
+    found = tried(environment, "```python\nx = 1\n```")
+    assert found.observation == [{"role": "user", "content": "(no output)"}]

@@ -89,13 +89,7 @@ def missing_end(folder: Path, *, trust_remote_code: bool) -> str | None:
     or, without that file, of config.json. The tokenizer is loaded only where neither names one.
     """
     size = vocabulary_size(folder)
-    named = "generation_config.json"
-    if not (folder / named).is_file():
-        named = "config.json"
-    found: Any = None
-    with contextlib.suppress(OSError, ValueError, AttributeError):
-        found = _settings(folder, named).get("eos_token_id")
-    ids = [t for t in (found if isinstance(found, list) else [found]) if isinstance(t, int)]
+    named, ids = _named_ends(folder)
     if not any(size is None or token < size for token in ids):
         tokenizer = load_tokenizer(
             folder, trust_remote_code=trust_remote_code, needs_template=False
@@ -113,6 +107,23 @@ def missing_end(folder: Path, *, trust_remote_code: bool) -> str | None:
         f"no end of sequence is known: {folder}/{named} has no eos_token_id, and the tokenizer "
         "beside it no eos_token"
     )
+
+
+def response_ends(folder: Path, tokenizer: Any) -> tuple[int, ...]:
+    """The tokens at which vLLM ends a response; `tokenizer` is that of the folder."""
+    own = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+    return tuple(sorted({*_named_ends(folder)[1], *own}))
+
+
+def _named_ends(folder: Path) -> tuple[str, list[int]]:
+    """The file that may name ends of sequence, and those that it names."""
+    named = "generation_config.json"
+    if not (folder / named).is_file():
+        named = "config.json"
+    found: Any = None
+    with contextlib.suppress(OSError, ValueError, AttributeError):
+        found = _settings(folder, named).get("eos_token_id")
+    return named, [t for t in (found if isinstance(found, list) else [found]) if isinstance(t, int)]
 
 
 HOW_TO_END = 'name the token in generation_config.json, as "eos_token_id": 2'

@@ -41,10 +41,11 @@ class RLConfig:
     max_prompt_tokens: int = param(512, "longer prompts are dropped, and counted", above=0)
     max_response_tokens: int = param(512, "generation stops after this many tokens", above=0)
     cache_dir: str | None = param(None, "folder for tokenised prompts")
-    reward: str = param(
-        "exact_match",
-        "exact_match, arithmetic, gsm8k, http, pooling, model, package.module:function or one of "
-        "--rl-import; several with commas",
+    reward: str | None = param(
+        None,
+        "exact_match, arithmetic, gsm8k, python_sandbox, http, pooling, model, environment, "
+        "package.module:function or one of --rl-import; several with commas; default: exact_match, "
+        "with --rl-environment environment",
     )
     reward_weights: str | None = param(
         None,
@@ -92,6 +93,37 @@ class RLConfig:
         None, "EP of the model; default: the actor's", least=1, advice="drop it for the actor's"
     )
     reward_ranks: str | None = param(None, "ranks of the model's own, like 6-7")
+
+    environment: str | None = param(
+        None,
+        "what answers the model between turns: calculator, python_sandbox, package.module:Class or "
+        "one of --rl-import (docs/using/environments.md)",
+    )
+    environment_timeout: float = param(
+        30.0,
+        "seconds of each of its calls; a sample whose environment takes longer is lost",
+        above=0,
+    )
+    environment_memory_gib: float = param(
+        4.0,
+        "memory of an environment's process, in GiB; a sample that needs more is lost; 0: no limit",
+        least=0,
+        advice="0 is no limit",
+    )
+    environment_env: str | None = param(
+        None,
+        "environment variables that its processes get, with commas, besides PATH and the like",
+    )
+    max_environments: int = param(
+        256, "environments, a process each, at one time per TP group of an engine", least=1
+    )
+    max_turns: int = param(8, "turns of the model, after which its sample ends", least=1)
+    max_turn_tokens: int | None = param(
+        None,
+        "tokens of one turn; default: what is left of --rl-max-response-tokens, which turns and "
+        "observations share",
+        least=1,
+    )
 
     precision: str = param("bf16", "of parameters in training", choices=("bf16", "fp16", "fp32"))
     no_moe_grouped_gemm: bool = param(
@@ -372,7 +404,8 @@ class RLConfig:
     def as_dict(self) -> dict[str, Any]:
         """Every flag by name, parts of the algorithm as they were given or None."""
         values = {name: self.parts.get(name) for name in flags()}
-        return values | {p.name: getattr(self, p.name) for p in parameters_of(RLConfig)}
+        own = {p.name: getattr(self, p.name) for p in parameters_of(RLConfig)}
+        return values | own | {"reward": self.rewards}
 
     @property
     def recipe(self) -> Algorithm:
@@ -381,6 +414,13 @@ class RLConfig:
         of_run = {name: getattr(self, name) for name in asked}
         given = {**self.parts, **{k: v for k, v in of_run.items() if v is not None}}
         return _recipe(self.algorithm, tuple(given.items()))
+
+    @property
+    def rewards(self) -> str:
+        """The names of the rewards, with commas."""
+        if self.reward is not None:
+            return self.reward
+        return "exact_match" if self.environment is None else "environment"
 
     @property
     def samples_per_prompt(self) -> int:
@@ -443,6 +483,7 @@ DEGREE_FLAGS = {
 GROUPS = {
     "hf_checkpoint": "Checkpoint and prompts",
     "reward": "Reward",
+    "environment": "Environment",
     "precision": "Training",
     "algorithm": "Algorithm",
     "critic_init": "Critic and reference",

@@ -328,6 +328,7 @@ _CHECKS: tuple[Check, ...] = (
     _check("given", reading.given_in_fork),
     _check("config", _config, alone=True),
     _check("reward_flags", value_models.check_reward_model_flags, alone=True),
+    _check("environment_flags", preflight.check_environment_flags, alone=True),
     _check("switches", preflight.check_switches, alone=True),
     _check("typed_alone", reading.check_needs_no_command_line),
     # What it names.

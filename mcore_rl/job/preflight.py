@@ -13,7 +13,7 @@ from typing import Any
 
 from mcore_rl.algorithms.registry import import_user_file
 from mcore_rl.common.errors import UsageError
-from mcore_rl.common.parameters import flag_of
+from mcore_rl.common.parameters import flag_of, parameters_of
 from mcore_rl.flags.classes import check_numbers, check_order, check_refused
 from mcore_rl.flags.options import FLOAT8, RLConfig
 from mcore_rl.flags.packages import check_packages
@@ -29,6 +29,12 @@ from mcore_rl.model.tensors import mtp_tensors
 from mcore_rl.moe import balance
 from mcore_rl.moe.routing import OFF
 from mcore_rl.moe.routing_replay import obstacle
+from mcore_rl.rewards.functions import ENVIRONMENT
+
+_OF_TURNS = (
+    *("environment_timeout", "environment_memory_gib", "environment_env"),
+    *("max_environments", "max_turns", "max_turn_tokens"),
+)
 
 
 def check_versions() -> None:
@@ -83,6 +89,34 @@ def _check_first_finished(config: RLConfig) -> None:
             "others are sampled",
             flag=flag,
             remedy="drop one of the three",
+        )
+
+
+def check_environment_flags(config: RLConfig) -> None:
+    """`--rl-environment` and the flags of turns belong together, and its reward with it."""
+    rewards = [name.strip() for name in config.rewards.split(",")]
+    if config.environment is None:
+        if ENVIRONMENT in rewards:
+            raise UsageError(
+                f"names {ENVIRONMENT}, but --rl-environment is missing",
+                flag=f"--rl-reward {config.rewards}",
+                remedy="give the environment whose rewards these are, or drop the name",
+            )
+        for parameter in parameters_of(RLConfig):
+            value = getattr(config, parameter.name)
+            if parameter.name in _OF_TURNS and value != parameter.default:
+                raise UsageError(
+                    "has no effect without --rl-environment",
+                    flag=f"{parameter.flag} {value}",
+                    remedy="add that, or drop it",
+                )
+        return
+    most = config.max_response_tokens
+    if config.max_turn_tokens is not None and config.max_turn_tokens > most:
+        raise UsageError(
+            f"is more than --rl-max-response-tokens {most}, which all turns of a sample share",
+            flag=f"--rl-max-turn-tokens {config.max_turn_tokens}",
+            remedy="lower it, drop it or raise the other",
         )
 
 

@@ -107,18 +107,18 @@ def is_wanted(role: ValueRole, config: RLConfig) -> bool:
 
 def check_reward_model_flags(config: RLConfig) -> None:
     """`--rl-reward` and the flags of the model belong together."""
-    names = [name.strip() for name in config.reward.split(",")]
+    names = [name.strip() for name in config.rewards.split(",")]
     if REWARD_MODEL in names and config.reward_model is None:
         raise UsageError(
             f"names {REWARD_MODEL}, but --rl-reward-model is missing",
-            flag=f"--rl-reward {config.reward}",
+            flag=f"--rl-reward {config.rewards}",
             remedy="give the folder of a checkpoint with a score head",
         )
     for name in (REWARD_ROLE.init, *REWARD_ROLE.megatron_flags, REWARD_ROLE.ranks):
         value = getattr(config, name)
         if value is not None and REWARD_MODEL not in names:
             raise UsageError(
-                f"has no effect, because --rl-reward {config.reward} does not name {REWARD_MODEL}",
+                f"has no effect, because --rl-reward {config.rewards} does not name {REWARD_MODEL}",
                 flag=f"{flag_of(name)} {value}",
                 remedy=f"add {REWARD_MODEL} to it or drop the flag",
             )

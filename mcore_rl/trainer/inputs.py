@@ -4,15 +4,30 @@ from __future__ import annotations
 
 import logging
 import os
+from pathlib import Path
 
 from mcore_rl.common.errors import UsageError
 from mcore_rl.data.prompt_file import PromptSource
 from mcore_rl.data.prompts import PromptDataset, load_prompts
-from mcore_rl.data.tokenizer import HOW_TO_END, missing_end
+from mcore_rl.data.tokenizer import (
+    HOW_TO_END,
+    load_tokenizer,
+    missing_end,
+    response_ends,
+    vocabulary_size,
+)
 from mcore_rl.data.user_prompts import prompts_path
+from mcore_rl.environments.conversation import ConversationTokens
+from mcore_rl.environments.interface import EnvironmentSpec
+from mcore_rl.environments.pool import check_environment
 from mcore_rl.flags.options import RLConfig
 from mcore_rl.job.spec import JobSpec
-from mcore_rl.rewards.specs import RewardSpec, check_rewards, parse_rewards
+from mcore_rl.rewards.specs import (
+    RewardSpec,
+    check_rewards,
+    parse_environment_names,
+    parse_rewards,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -22,6 +37,10 @@ def check_data(checked: JobSpec) -> None:
     trusts = checked.trust_remote_code
     load_prompt_files(checked.config, trust_remote_code=trusts)
     check_rewards(reward_spec(checked.config))
+    environment = environment_spec(checked.config)
+    if environment is not None:
+        check_environment(environment)
+        conversation_tokens(checked.config, trust_remote_code=trusts)
     if int(os.environ.get("RANK", 0)) != 0:
         return
     fault = missing_end(checked.checkpoint.folder, trust_remote_code=trusts)
@@ -78,10 +97,44 @@ def load_prompt_files(
     return train, held_out
 
 
+def environment_spec(config: RLConfig) -> EnvironmentSpec | None:
+    """The environment that the flags name, if they name one."""
+    if config.environment is None:
+        return None
+    return EnvironmentSpec(
+        name=config.environment,
+        timeout_seconds=config.environment_timeout,
+        memory_gib=config.environment_memory_gib,
+        imports=config.import_,
+        environment_names=parse_environment_names(config.environment_env, "--rl-environment-env"),
+        max_open=config.max_environments,
+        max_turns=config.max_turns,
+        max_turn_tokens=config.max_turn_tokens,
+    )
+
+
+def conversation_tokens(config: RLConfig, *, trust_remote_code: bool) -> ConversationTokens:
+    """How what environments say becomes tokens of this model. Raises UsageError for a chat template
+    that cannot carry several turns."""
+    assert config.hf_checkpoint is not None, "checked before"
+    folder = Path(config.hf_checkpoint)
+    uses_template = not config.no_chat_template
+    tokenizer = load_tokenizer(
+        folder, trust_remote_code=trust_remote_code, needs_template=uses_template
+    )
+    return ConversationTokens(
+        tokenizer,
+        use_chat_template=uses_template,
+        ends=response_ends(folder, tokenizer),
+        vocabulary=vocabulary_size(folder),
+        place=config.hf_checkpoint,
+    )
+
+
 def reward_spec(config: RLConfig) -> RewardSpec:
     """The rewards that the flags name, with their weights."""
     return parse_rewards(
-        config.reward,
+        config.rewards,
         config.reward_weights,
         num_workers=config.reward_workers,
         timeout_seconds=config.reward_timeout_seconds,

@@ -15,6 +15,12 @@ from tests.bad_input_cases import Case, assert_refused, table
 from tests.bad_input_folder import write
 
 
+def template_of_one_turn(here: Path) -> None:
+    file = here / "checkpoint" / "chat_template.jinja"
+    refuses = "{% if messages | length > 1 %}{{ raise_exception('one turn') }}{% endif %}"
+    file.write_text(refuses + file.read_text())
+
+
 def folder_with_a_file(here: Path) -> None:
     (here / "export").mkdir()
     (here / "export" / "mine.txt").touch()
@@ -29,6 +35,55 @@ def folder_of_an_export(here: Path) -> None:
     (here / "export" / EXPORT_MARKER).write_text("{}")
 
 
+ENVIRONMENTS = [
+    Case(
+        "unknown",
+        ["--rl-environment calculater is not an environment (did you mean calculator?)"],
+        more="--rl-environment calculater",
+    ),
+    Case(
+        "module_that_is_not_there",
+        ["--rl-environment no_such.module:World cannot be imported", "'no_such'", "PYTHONPATH"],
+        more="--rl-environment no_such.module:World",
+    ),
+    Case(
+        "reward_of_none",
+        [
+            "--rl-reward arithmetic,environment names environment, but --rl-environment is missing;"
+            " give the environment whose rewards these are, or drop the name"
+        ],
+        flags={"--rl-reward": "arithmetic,environment"},
+    ),
+    Case(
+        "turns_of_none",
+        ["--rl-max-turns 3 has no effect without --rl-environment; add that, or drop it"],
+        more="--rl-max-turns 3",
+    ),
+    Case(
+        "turn_longer_than_all",
+        [
+            "--rl-max-turn-tokens 65 is more than --rl-max-response-tokens 64, which all turns of "
+            "a sample share; lower it, drop it or raise the other"
+        ],
+        more="--rl-environment calculator --rl-max-turn-tokens 65",
+    ),
+    Case("no_turns", ["--rl-max-turns 0 must be at least 1"], more="--rl-max-turns 0"),
+    Case(
+        "variable_that_is_not_set",
+        ["--rl-environment-env NO_SUCH_KEY names an environment variable that is not set"],
+        more="--rl-environment calculator --rl-environment-env NO_SUCH_KEY",
+    ),
+    Case(
+        "template_of_one_turn",
+        [
+            "--rl-hf-checkpoint {here}/checkpoint has a chat template that cannot carry several "
+            "turns: it refuses a conversation of user and assistant in turn (one turn)",
+            "pass --rl-no-chat-template and have the environment return texts or token ids",
+        ],
+        more="--rl-environment calculator",
+        change=template_of_one_turn,
+    ),
+]
 VALUES = [
     Case(
         "unknown_flag",
@@ -297,7 +352,10 @@ OUTPUTS = [
 ]
 
 
-@pytest.mark.parametrize("case", table(values=VALUES, megatron=MEGATRON, outputs=OUTPUTS))
+CASES = table(values=VALUES, environments=ENVIRONMENTS, megatron=MEGATRON, outputs=OUTPUTS)
+
+
+@pytest.mark.parametrize("case", CASES)
 def test_bad_flags_are_one_sentence(
     case: Case, here: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

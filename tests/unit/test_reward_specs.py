@@ -4,10 +4,19 @@ from __future__ import annotations
 
 import re
 
+import numpy as np
 import pytest
 
+from mcore_rl.batching.types import Prompt, Rollout
 from mcore_rl.common.errors import UsageError
+from mcore_rl.environments.interface import EnvironmentSpec
+from mcore_rl.environments.wire import Failed
+from mcore_rl.flags.options import RLConfig
+from mcore_rl.rewards.functions import reward
 from mcore_rl.rewards.specs import check_rewards, header_of, parse_rewards
+from mcore_rl.rewards.stack import RewardStack
+from mcore_rl.rewards.worker import Outcome
+from mcore_rl.trainer.inputs import environment_spec, reward_spec
 
 URL = "http://127.0.0.1:9/score"
 
@@ -161,3 +170,51 @@ def test_check_rewards_asks_for_variable_function_and_file(monkeypatch, tmp_path
     with pytest.raises(UsageError, match="--rl-import .*absent.py"):
         check_rewards(parse_rewards("exact_match", imports=[str(tmp_path / "absent.py")]))
     check_rewards(parse_rewards("exact_match,gsm8k"))
+
+
+def test_what_an_environment_pays_is_a_part_that_comes_from_elsewhere():
+    """No process and no server is asked for it, and the sum counts it."""
+    spec = parse_rewards("environment,exact_match", "1,0.5")
+    assert (spec.names, spec.functions) == (("environment", "exact_match"), ("exact_match",))
+    empty = np.zeros(0, np.int32)
+    rollout = Rollout(Prompt(0, "q", "7", empty), 0, "7", empty, empty, "stop", 0)
+    with RewardStack(spec) as stack:
+        assert stack.names == ("exact_match",)
+        ticket = stack.begin(rollout)
+        assert stack.wait(60) and stack.finished() == [(ticket, {"exact_match": Outcome(1.0)})]
+        outcomes = {**stack.outcomes([rollout]), "environment": [Outcome(0.25)]}
+        (scored,) = stack.weigh([rollout], outcomes)
+        assert (scored.reward, scored.parts) == (0.75, {"environment": 0.25, "exact_match": 1.0})
+        failed = {**outcomes, "environment": [Failed("timed out", "no answer").outcome]}
+        assert stack.weigh([rollout], failed)[0].failure == "environment: timed out: no answer"
+    with pytest.raises(ValueError, match="'environment' is the reward of a server, a model or an"):
+        reward("environment")
+
+
+def test_an_environment_is_the_reward_where_no_other_is_named():
+    assert RLConfig().rewards == "exact_match" == RLConfig().as_dict()["reward"]
+    alone = RLConfig(environment="calculator")
+    assert reward_spec(alone).names == ("environment",)
+    assert alone.as_dict()["reward"] == "environment"
+    assert RLConfig(environment="calculator", reward="gsm8k").rewards == "gsm8k"
+    assert environment_spec(RLConfig()) is None
+    given = RLConfig(
+        environment="a:B",
+        environment_timeout=2.0,
+        environment_memory_gib=1.0,
+        environment_env="A,B",
+        max_environments=3,
+        max_turns=4,
+        max_turn_tokens=5,
+        import_=("f.py",),
+    )
+    assert environment_spec(given) == EnvironmentSpec(
+        name="a:B",
+        timeout_seconds=2.0,
+        memory_gib=1.0,
+        imports=("f.py",),
+        environment_names=("A", "B"),
+        max_open=3,
+        max_turns=4,
+        max_turn_tokens=5,
+    )

@@ -6,14 +6,21 @@ import asyncio
 import json
 from fractions import Fraction
 
+import numpy as np
 import pytest
 
+from mcore_rl.batching.types import Prompt, Rollout
 from mcore_rl.data.prompt_file import PromptSource, read_rows
 from mcore_rl.data.tokenizer import load_tokenizer
 from mcore_rl.environments.calculator import CALL_REWARD, Calculator, evaluated
 from mcore_rl.environments.interface import EnvironmentPrompt, Response, StepResult
+from mcore_rl.environments.pool import EnvironmentPool
 from mcore_rl.environments.python_sandbox import PythonSandbox
+from mcore_rl.environments.wire import Event, Started, Stepped
+from mcore_rl.rewards.pool import RewardPool
 from tests.conftest import load_script
+
+PATIENT_SECONDS = 120
 
 
 def stepped(calculator: Calculator, text: str) -> StepResult:
@@ -134,3 +141,35 @@ def test_as_a_tool_without_tests():
     assert found == StepResult([{"role": "user", "content": "42"}])
     found = tried(environment, "```python\nx = 1\n```")
     assert found.observation == [{"role": "user", "content": "(no output)"}]
+
+
+def test_the_sandbox_runs_within_the_processes_of_environments_and_of_rewards(tmp_path):
+    """Which have given up what it gives up once more."""
+    right = "```python\ndef f(x): return x + 1\n```"
+    connects = "```python\nimport socket; socket.socket()\n```"
+    row = Prompt(0, "write f", ["assert f(1) == 2"], np.zeros(0, np.int32))
+    limits = {"timeout_seconds": PATIENT_SECONDS, "memory_gib": 2.0}
+    with EnvironmentPool("python_sandbox", **limits) as pool:
+        tickets = [pool.start(row, 0) for _ in range(2)]
+        found = events_of(pool, 2)
+        assert found == dict.fromkeys(tickets, Started(None))
+        for ticket, text in zip(tickets, (right, connects), strict=True):
+            pool.step(ticket, Response(text, (), 1, "stop"))
+        found = events_of(pool, 2)
+        assert found[tickets[0]] == Stepped(None, 1.0, True)
+        assert "PermissionError" in found[tickets[1]].observation[0]["content"]
+    none = np.zeros(0, np.float32)
+    rollouts = [Rollout(row, 0, text, none, none, "stop", 0) for text in (right, connects)]
+    with RewardPool("python_sandbox", num_workers=1, **limits) as pool:
+        assert [(each.reward, each.failure) for each in pool.score(rollouts)] == [
+            (1.0, None),
+            (0.0, None),
+        ]
+
+
+def events_of(pool: EnvironmentPool, count: int) -> dict[int, Event]:
+    found: dict[int, Event] = {}
+    while len(found) < count:
+        assert pool.wait(PATIENT_SECONDS)
+        found |= pool.finished()
+    return found

@@ -49,6 +49,7 @@ if TYPE_CHECKING:
         Response,
         StepResult,
     )
+    from mcore_rl.environments.tools import ToolEnvironment
     from mcore_rl.model.families import Family, Router, TensorNames, family
     from mcore_rl.observe.user_metrics import metric
     from mcore_rl.rewards.functions import reward
@@ -74,6 +75,7 @@ __all__ = [
     "StepResult",
     "TensorNames",
     "TokenLosses",
+    "ToolEnvironment",
     "UsageError",
     "advantage",
     "bounded_ratio",
@@ -103,6 +105,7 @@ _MODULES = {
     "mcore_rl.environments.interface": (
         *("Environment", "EnvironmentPrompt", "Response", "StepResult"),
     ),
+    "mcore_rl.environments.tools": ("ToolEnvironment",),
     "mcore_rl.model.families": ("Family", "Router", "TensorNames", "family"),
     "mcore_rl.observe.user_metrics": ("metric",),
     "mcore_rl.rewards.functions": ("reward",),

@@ -11,5 +11,6 @@ from mcore_rl.environments.interface import (
     Response,
     StepResult,
 )
+from mcore_rl.environments.tools import ToolEnvironment
 
-__all__ = ["Environment", "EnvironmentPrompt", "Response", "StepResult"]
+__all__ = ["Environment", "EnvironmentPrompt", "Response", "StepResult", "ToolEnvironment"]

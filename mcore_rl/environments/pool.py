@@ -368,6 +368,7 @@ class EnvironmentPool:
             if episode is None:
                 continue
             if ended is None:
+                episode.begin = b""  # sent, or on its way
                 if episode.state is _State.BUSY:
                     episode.deadline = time.monotonic() + self._timeout_seconds + _MARGIN_SECONDS
                 continue

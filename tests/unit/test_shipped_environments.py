@@ -1,10 +1,11 @@
-"""The environments that ship: the calculator with its task, and the sandbox."""
+"""The environments that ship: the calculator with its task, the sandbox, functions as tools."""
 
 from __future__ import annotations
 
 import asyncio
 import json
 from fractions import Fraction
+from typing import Literal
 
 import numpy as np
 import pytest
@@ -16,6 +17,7 @@ from mcore_rl.environments.calculator import CALL_REWARD, Calculator, evaluated
 from mcore_rl.environments.interface import EnvironmentPrompt, Response, StepResult
 from mcore_rl.environments.pool import EnvironmentPool
 from mcore_rl.environments.python_sandbox import PythonSandbox
+from mcore_rl.environments.tools import ToolEnvironment
 from mcore_rl.environments.wire import Event, Started, Stepped
 from mcore_rl.rewards.pool import RewardPool
 from tests.conftest import load_script
@@ -173,3 +175,77 @@ def events_of(pool: EnvironmentPool, count: int) -> dict[int, Event]:
         assert pool.wait(PATIENT_SECONDS)
         found |= pool.finished()
     return found
+
+
+# Functions as tools -------------------------------------------------------------------------------
+
+
+def shout(text: str) -> str:
+    return text.upper()
+
+
+class Shop(ToolEnvironment):
+    async def price(
+        self,
+        item: str,
+        count: int = 1,
+        how: Literal["net", "all"] = "all",
+        of: list[int] | None = None,
+    ) -> float:
+        """The price of some pieces."""
+        return {"apple": 2.5}[item] * count
+
+    tools = (price, shout)
+
+    def answered(self, text: str) -> float:
+        return float(self.prompt.answer in text)
+
+
+def test_functions_are_told_of_by_their_signatures():
+    start = Shop().start(EnvironmentPrompt("how much?", "5", {}, 0))
+    assert [message["role"] for message in start] == ["system", "user"]
+    told = start[0]["content"].partition("<tools>\n")[2].partition("\n</tools>")[0]
+    price, other = map(json.loads, told.splitlines())
+    assert price == {
+        "type": "function",
+        "function": {
+            "name": "price",
+            "description": "The price of some pieces.",
+            "parameters": {
+                "type": "object",
+                "properties": {
+                    "item": {"type": "string"},
+                    "count": {"type": "integer"},
+                    "how": {"enum": ["net", "all"]},
+                    "of": {"type": "array", "items": {"type": "integer"}},
+                },
+                "required": ["item"],
+            },
+        },
+    }
+    assert other["function"]["name"] == "shout"
+
+
+def test_calls_of_tools_are_answered_and_wrong_ones_told():
+    shop = Shop()
+    shop.start(EnvironmentPrompt("how much?", "5", {}, 0))
+
+    def results(*calls: str) -> list[str]:
+        text = "".join(f"so <tool_call>\n{call}\n</tool_call>" for call in calls)
+        found = asyncio.run(shop.step(Response(text, (), 1, "stop")))
+        assert not found.done and found.reward == 0.0
+        assert {message["role"] for message in found.observation} == {"tool"}
+        return [message["content"] for message in found.observation]
+
+    apple = '{"name": "price", "arguments": {"item": "apple", "count": 2}}'
+    assert results(apple, '{"name": "shout", "arguments": {"text": "a"}}') == ["5.0", "A"]
+    assert results('{"name": "price", "arguments": {"item": "pear"}}') == [
+        "error: KeyError: 'pear'"
+    ]
+    assert results('{"name": "prize"}') == ["error: there is no function 'prize', but price, shout"]
+    assert results('{"name": "price"}')[0].startswith("error: missing a required argument: 'item'")
+    for wrong in ("price(apple)", "[]", '{"arguments": {}}', '"price"', "[" * 100_000):
+        assert results(wrong) == ['error: a call is {"name": ..., "arguments": {...}}']
+    assert results('{"name": "price", "arguments": [1]}')[0].startswith("error: ")
+    answer = asyncio.run(shop.step(Response("It is 5.", (), 2, "stop")))
+    assert answer == StepResult(reward=1.0, done=True)

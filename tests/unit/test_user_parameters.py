@@ -304,7 +304,8 @@ FIELDS = {
     "TensorNames": "block gate up down shared bias scorer",
     "TokenLosses": "loss clipped_lower clipped_upper",
 }
-METHODS = {  # of Environment
+METHODS = {  # of Environment, and of the one with tools
+    "answered": "(self, text)",
     "start": "(self, prompt)",
     "step": "(self, response)",
     "close": "(self)",
@@ -326,10 +327,12 @@ def test_the_names_of_the_door_and_their_signatures_are_a_contract() -> None:
     """A change here is a change for everybody's files: it needs a version of its own."""
     classes = {name for name in api.__all__ if isinstance(getattr(api, name), type)}
     assert {n: signature_of(getattr(api, n)) for n in set(api.__all__) - classes} == SIGNATURES
-    fields = classes - {"UsageError", "Environment"}
+    fields = classes - {"UsageError", "Environment", "ToolEnvironment"}
     assert {n: " ".join(getattr(api, n).__dataclass_fields__) for n in fields} == FIELDS
-    methods = {name: signature_of(getattr(api.Environment, name)) for name in METHODS}
-    assert methods == METHODS
+    methods = {name: signature_of(getattr(api.ToolEnvironment, name)) for name in METHODS}
+    assert methods == METHODS and (api.ToolEnvironment.tools, api.ToolEnvironment.role) == (
+        *((), "tool"),
+    )
     assert {name: getattr(environment, name) for name in environment.__all__} == {
         name: getattr(api, name) for name in environment.__all__
     }

@@ -1,0 +1,126 @@
+"""Python functions as tools, called in the form that most models have learnt.
+
+    class Shop(ToolEnvironment, name="shop"):
+        def price(self, item: str, count: int = 1) -> float:
+            \"\"\"The price of some pieces of an item.\"\"\"
+            return count * PRICES[item]
+
+        tools = (price,)
+
+        def answered(self, text):
+            return float(self.prompt.answer in text)
+
+A system message tells the model of them by JSON schemas. A turn calls one or several by
+`<tool_call>{"name": ..., "arguments": {...}}</tool_call>`. What each returned stands in a message
+of role `tool`, or what was wrong with the call. A turn without a call is the answer.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import re
+import types
+import typing
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Any, ClassVar
+
+from mcore_rl.environments.interface import Environment, EnvironmentPrompt, Response, StepResult
+from mcore_rl.rewards.worker import text_of
+
+_CALL = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
+_INSTRUCTIONS = """You may call functions. They are, as JSON schemas:
+<tools>
+{schemas}
+</tools>
+To call one, write its name and its arguments as a JSON object within these tags:
+<tool_call>
+{{"name": <function name>, "arguments": <object of arguments>}}
+</tool_call>"""
+_TYPES = {str: "string", int: "integer", float: "number", bool: "boolean", list: "array"}
+
+
+class ToolEnvironment(Environment):
+    """Answers calls of `tools`, methods or functions, sync or async, until a turn calls none."""
+
+    tools: ClassVar[Sequence[Callable[..., Any]]] = ()
+    role: ClassVar[str] = "tool"  # of their results; "user" for a chat template without it
+
+    def start(self, prompt: EnvironmentPrompt) -> list[dict[str, str]]:
+        self.prompt = prompt
+        schemas = "\n".join(json.dumps(schema_of(tool)) for tool in self.tools)
+        return [
+            {"role": "system", "content": _INSTRUCTIONS.format(schemas=schemas)},
+            {"role": "user", "content": prompt.text},
+        ]
+
+    async def step(self, response: Response) -> StepResult:
+        calls = _CALL.findall(response.text)
+        if not calls:
+            value = self.answered(response.text)
+            reward = await value if inspect.isawaitable(value) else value
+            return StepResult(reward=reward, done=True)
+        results = [await self._result(call) for call in calls]
+        return StepResult([{"role": self.role, "content": result} for result in results])
+
+    def answered(self, text: str) -> float | Awaitable[float]:
+        """What a turn that calls no tool is worth; may be async."""
+        return 0.0
+
+    async def _result(self, call: str) -> str:
+        try:
+            fields = json.loads(call)
+            name, arguments = fields["name"], fields.get("arguments", {})
+        except (ValueError, TypeError, LookupError, AttributeError, RecursionError):
+            return 'error: a call is {"name": ..., "arguments": {...}}'
+        named = {tool.__name__: tool for tool in self.tools}
+        if not isinstance(name, str) or name not in named:
+            return f"error: there is no function {name!r}, but {', '.join(named)}"
+        tool = named[name]
+        own = (self,) if _is_method(tool) else ()
+        try:
+            inspect.signature(tool).bind(*own, **arguments)
+        except TypeError as error:
+            return f"error: {error}"
+        try:
+            value = tool(*own, **arguments)
+            value = await value if inspect.isawaitable(value) else value
+        except Exception as error:  # the model's arguments may be at fault
+            return f"error: {type(error).__name__}: {text_of(error)}"
+        return value if isinstance(value, str) else json.dumps(value, default=str)
+
+
+def schema_of(tool: Callable[..., Any]) -> dict[str, Any]:
+    """A function's description in the form of OpenAI's API: name, docstring, parameters."""
+    hints = typing.get_type_hints(tool)
+    parameters = list(inspect.signature(tool).parameters.values())[_is_method(tool) :]
+    function = {
+        "name": tool.__name__,
+        "description": inspect.getdoc(tool) or "",
+        "parameters": {
+            "type": "object",
+            "properties": {each.name: _schema(hints.get(each.name, Any)) for each in parameters},
+            "required": [each.name for each in parameters if each.default is each.empty],
+        },
+    }
+    return {"type": "function", "function": function}
+
+
+def _is_method(tool: Callable[..., Any]) -> bool:
+    return next(iter(inspect.signature(tool).parameters), None) == "self"
+
+
+def _schema(hint: Any) -> dict[str, Any]:
+    """Of a parameter's type; what JSON schema has no word for is left open."""
+    origin, inner = typing.get_origin(hint), typing.get_args(hint)
+    if origin is typing.Literal:
+        return {"enum": list(inner)}
+    if origin in (typing.Union, types.UnionType):
+        kinds = [_schema(each) for each in inner if each is not type(None)]
+        return kinds[0] if len(kinds) == 1 else {"anyOf": kinds}
+    kind = origin or hint
+    if isinstance(kind, type) and issubclass(kind, Mapping):
+        return {"type": "object"}
+    if isinstance(kind, type) and kind is not str and issubclass(kind, Sequence):
+        return {"type": "array", **({"items": _schema(inner[0])} if inner else {})}
+    return {"type": _TYPES[kind]} if kind in _TYPES else {}

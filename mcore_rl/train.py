@@ -25,7 +25,7 @@ if __name__ == "__main__":
 import numpy as np
 import torch.distributed as dist
 
-from mcore_rl.batching.types import Rollout, StepBatch
+from mcore_rl.batching.types import StepBatch
 from mcore_rl.common import objects
 from mcore_rl.common.agreement import EXIT_ALARM, EXIT_FAILED, leave_reason, leave_together
 from mcore_rl.common.errors import RunStopped
@@ -34,10 +34,12 @@ from mcore_rl.common.spawning import main_script_left_out
 from mcore_rl.flags.options import FLOAT8
 from mcore_rl.flags.parser import ExtraArgs, with_rl_args
 from mcore_rl.flags.roles import ACTOR
-from mcore_rl.hybrid_engine.vllm.generation import seed_of
+from mcore_rl.hybrid_engine.vllm.generation import Sampling, seed_of
 from mcore_rl.megatron.hf_export import export
 from mcore_rl.observe.progress import run_facts
 from mcore_rl.rollout.collector import Collected
+from mcore_rl.rollout.dealing import Wanted
+from mcore_rl.rollout.groups import GroupPlan, Groups
 from mcore_rl.trainer.build import Parts, build
 from mcore_rl.trainer.inputs import check_data
 from mcore_rl.trainer.learner import Learnt
@@ -72,10 +74,10 @@ def train(run: Run) -> None:
 def _do_steps(run: Run) -> None:
     for step in range(run.first_step, run.config.num_steps):
         with run.manager as engine:  # the engines get the policy; leaving gives training back
-            eval_rollouts = run.sample_eval(step, engine.weight_version)
+            evaluation = run.sample_eval(step, engine.weight_version)
             collected = run.collect(engine.weight_version)
         run.require_rewards(step, collected)
-        run.evaluate(step, eval_rollouts)
+        run.evaluate(step, evaluation)
         batch = run.with_log_probs(run.make_batch(step, collected))
         batch = run.with_advantages(collected, batch)
         learnt = run.update(step, batch)
@@ -94,24 +96,30 @@ class Run:
         self._learner, self._saver, self._timers = parts.learner, parts.saver, parts.timers
         self._accuracy: float | None = None
 
-    def sample_eval(self, step: int, weight_version: int) -> dict[int, list[Rollout]] | None:
-        """This engine's rollouts of held-out prompts by their place, where an evaluation is due."""
+    def sample_eval(self, step: int, weight_version: int) -> Groups | None:
+        """This engine's responses to held-out prompts, where an evaluation is due; in rollout
+        mode."""
         config, prompts = self.config, self.parts.eval_prompts
         interval = config.eval_interval
         due = interval > 0 and (step % interval == 0 or step == config.num_steps)
         if prompts is None or not due:
             return None
+        plan = GroupPlan(
+            num_samples=1,
+            sampling=Sampling(config.eval_temperature),
+            max_tokens=config.max_response_tokens,
+            seed=seed_of(self.job.args.seed, "evaluation", step),
+            first_draw=0,
+            weight_version=weight_version,
+        )
+        count = min(config.num_eval_prompts, len(prompts))
         with self._timers("eval"):
-            count = min(config.num_eval_prompts, len(prompts))
-            rollouts = self.parts.workers.generate(
-                [prompts[row] for row in range(count)],
-                [seed_of(self.job.args.seed, "evaluation", step, row) for row in range(count)],
-                num_samples=1,
-                temperature=config.eval_temperature,
-                weight_version=weight_version,
+            groups = self.parts.workers.sample(
+                plan, Wanted.of(count), prompts.__getitem__, key=f"evaluation {step}"
             )
+            groups.wait()  # the rewards' tickets of a step begin after those of an evaluation
             objects.barrier()  # waiting for the slowest is time of the evaluation, not of rollout
-        return rollouts
+        return groups
 
     def collect(self, weight_version: int) -> Collected:
         """A step's samples with their rewards; in rollout mode."""
@@ -141,13 +149,12 @@ class Run:
             )
         raise RunStopped(EXIT_FAILED)
 
-    def evaluate(self, step: int, rollouts: dict[int, list[Rollout]] | None) -> float | None:
+    def evaluate(self, step: int, groups: Groups | None) -> float | None:
         """Held-out accuracy: the share of samples whose reward is at least 1."""
         self._accuracy = None
-        if rollouts is not None:
+        if groups is not None:
             with self._timers("eval"):
-                found = [rollout for (rollout,) in rollouts.values()]
-                table = self.parts.workers.score(found, list(rollouts))
+                table, _ = self.parts.workers.settle(groups, lambda seconds: None)
             self._accuracy = float(np.mean(table.rewards >= 1.0))
         return self._accuracy
 
@@ -200,8 +207,8 @@ class Run:
         """Evaluate the final policy, save, export, and write the summary."""
         config = self.config
         with self.manager as engine:
-            rollouts = self.sample_eval(config.num_steps, engine.weight_version)
-        accuracy = self.evaluate(config.num_steps, rollouts)
+            groups = self.sample_eval(config.num_steps, engine.weight_version)
+        accuracy = self.evaluate(config.num_steps, groups)
         self._saver.save(config.num_steps)
         if config.export_hf:
             export(

@@ -173,6 +173,7 @@ class SampleTokens:
     is_generated: np.ndarray  # [t] bool; the others are of the prompt
     log_probs: np.ndarray  # [t] float32, as sampled; 0 where nothing was
     routes: Routes | None = None  # of all tokens but the last
+    turn_rewards: np.ndarray | None = None  # [t] float32, at the last token of a turn; else 0
 
     @classmethod
     def of(cls, sample: ScoredRollout) -> SampleTokens:
@@ -192,6 +193,9 @@ class SampleTokens:
         is_generated = np.arange(num_prompt + num_response) >= num_prompt
         if rollout.is_generated is not None:
             is_generated[num_prompt:] = rollout.is_generated
+        turn_rewards = np.zeros(num_prompt + num_response, dtype=np.float32)
+        for turn in rollout.turn_rewards:
+            turn_rewards[num_prompt + turn.end - 1] += turn.reward
         return cls(
             token_ids=np.concatenate(
                 [rollout.prompt.token_ids, rollout.response_token_ids], dtype=np.int32
@@ -199,6 +203,7 @@ class SampleTokens:
             is_generated=is_generated,
             log_probs=np.concatenate([nothing, rollout.rollout_log_probs], dtype=np.float32),
             routes=rollout.routes,
+            turn_rewards=turn_rewards,
         )
 
 

@@ -32,6 +32,8 @@ def build_train_batch(
     token_ids = np.empty(lengths.sum(), dtype=np.int64)
     loss_mask = np.zeros(token_ids.shape, dtype=np.bool_)
     rollout_log_probs = np.zeros(token_ids.shape, dtype=np.float32)
+    has_turns = any(tokens[row].turn_rewards is not None for row in rows)
+    turn_rewards = np.zeros(token_ids.shape, dtype=np.float32) if has_turns else None
     end = 0
     for row, length in zip(rows, lengths, strict=True):
         start, end = end, end + int(length)
@@ -39,6 +41,8 @@ def build_train_batch(
         token_ids[start:end] = sample.token_ids
         loss_mask[start : end - 1] = sample.is_generated[1:]
         rollout_log_probs[start : end - 1] = sample.log_probs[1:]
+        if turn_rewards is not None and sample.turn_rewards is not None:
+            turn_rewards[start : end - 1] = sample.turn_rewards[1:]
         if table.why_not_valid[row] is not None:
             loss_mask[start:end] = False
     return TrainBatch(
@@ -48,6 +52,7 @@ def build_train_batch(
         sample_ids=torch.tensor(rows, dtype=torch.int64),
         loss_mask=torch.from_numpy(loss_mask),
         rollout_log_probs=torch.from_numpy(rollout_log_probs),
+        turn_rewards=None if turn_rewards is None else torch.from_numpy(turn_rewards),
         cuts=tuple(tuple(len(micro_batch) for micro_batch in mini_batch) for mini_batch in cuts),
     )
 

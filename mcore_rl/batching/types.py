@@ -15,7 +15,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -50,6 +50,13 @@ class Prompt:
         return answer if isinstance(answer, str) else json.dumps(answer, ensure_ascii=False)
 
 
+class TurnReward(NamedTuple):
+    """What an environment has paid for a turn."""
+
+    end: int  # tokens of the response up to the end of the turn, which was generated
+    reward: float
+
+
 @dataclass(frozen=True, slots=True)
 class Rollout:
     """One sampled response, as the engine returned it, at once or in parts.
@@ -69,6 +76,7 @@ class Rollout:
     failure: str | None = None  # why nothing can be learnt from it, whatever its reward
     is_generated: np.ndarray | None = None  # [r] bool; None: all of it
     weight_versions: np.ndarray | None = None  # [r] int32, of each token; None: all the same
+    turn_rewards: tuple[TurnReward, ...] = ()
 
     @property
     def oldest_version(self) -> int:
@@ -144,6 +152,7 @@ class TrainBatch:
     # that have some, in ascending order; uint8 or int16. None: the router chooses.
     routes: torch.Tensor | None = None  # [t, m, k]
     routes_known: torch.Tensor | None = None  # [t] bool; where False, the router chooses
+    turn_rewards: torch.Tensor | None = None  # [t] float32, what an environment has paid there
     later: tuple[TrainBatch, ...] = ()
 
     @property

@@ -82,6 +82,13 @@ def _check_first_finished(config: RLConfig) -> None:
             flag=flag,
             remedy="choose 2 or less",
         )
+    if config.keeps_unfinished and config.environment is not None:
+        raise UsageError(
+            f"cannot be with --rl-environment {config.environment}, whose processes a checkpoint "
+            "does not have, so that a conversation could not go on in a later step",
+            flag="--rl-partial-rollouts",
+            remedy="drop one of the two; --rl-oversample alone may stay",
+        )
     if at_a_time > 1.0 and config.recipe.dynamic_sampling and config.reward_model:
         raise UsageError(
             "cannot be with --rl-dynamic-sampling and --rl-reward-model: a reward model scores "

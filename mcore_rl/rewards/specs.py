@@ -58,6 +58,10 @@ class RewardSpec:
     memory_gib: float = 0.0  # of each worker process; 0 is no limit
     environment_names: tuple[str, ...] = ()  # variables that workers get besides the harmless ones
 
+    def weight(self, name: str) -> float:
+        """Of a reward; 0 for one that is not asked for."""
+        return dict(zip(self.names, self.weights, strict=True)).get(name, 0.0)
+
     @property
     def functions(self) -> tuple[str, ...]:
         """The names of functions, which worker processes call."""

@@ -1,8 +1,8 @@
 """Rollouts over all engines of the world: who samples which prompt, and what all ranks hear of it.
 
-Prompts are dealt out in blocks to the TP groups of the engines (an engine with data-parallel ranks
-of its own has several); all ranks of a group generate alike; the first rank of each scores its
-samples; then everybody hears of all samples, in the order of the prompts, without their tokens.
+The TP groups of the engines (an engine with data-parallel ranks of its own has several) draw groups
+as they have room; all ranks of one generate alike; the first rank of each has its samples scored as
+they end; then everybody hears of all samples, in the order of the draws, without their tokens.
 """
 
 from __future__ import annotations
@@ -23,41 +23,21 @@ from mcore_rl.common import objects
 from mcore_rl.flags.options import RLConfig
 from mcore_rl.hybrid_engine.vllm.drafter import DraftCounts
 from mcore_rl.hybrid_engine.vllm.engine import VLLMEngine
-from mcore_rl.hybrid_engine.vllm.generation import Completion, Request, Sampling, seed_of
 from mcore_rl.model.layout import RolloutLayout
 from mcore_rl.model.speculation import OFF
 from mcore_rl.rewards.functions import REWARD_MODEL
 from mcore_rl.rewards.specs import RewardSpec
 from mcore_rl.rewards.stack import RewardStack
 from mcore_rl.rewards.worker import Outcome
+from mcore_rl.rollout.conversations import Conversations
 from mcore_rl.rollout.dealing import Counters, Deal, LocalCounters, Wanted
 from mcore_rl.rollout.groups import Differs, GroupPlan, Groups, Tally
 from mcore_rl.rollout.keeper import SampleKeeper
 from mcore_rl.rollout.pending import read_groups, write_groups
 from mcore_rl.rollout.segments import OpenGroup
-from mcore_rl.rollout.stream import Conductor, Orders, run_stream
+from mcore_rl.rollout.stream import run_stream
 
 logger = logging.getLogger(__name__)
-
-
-class Block(Conductor):
-    """Requests that are known from the beginning."""
-
-    def __init__(self, requests: Sequence[Request]) -> None:
-        self._requests = tuple(requests)
-        self.completions: dict[int, Completion] = {}
-
-    def orders(self, num_running: int) -> Orders:
-        """All at first, nothing later."""
-        submit, self._requests = self._requests, ()
-        return Orders(submit)
-
-    def finished(self, completion: Completion) -> None:
-        """It is kept."""
-        self.completions[completion.number] = completion
-
-    def between_steps(self) -> None:
-        """Nothing."""
 
 
 class RolloutWorkers:
@@ -71,12 +51,16 @@ class RolloutWorkers:
         rewards: RewardSpec,
         keeper: SampleKeeper,
         reward_model: Callable[[SampleKeeper, SampleTable], list[Outcome]] | None = None,
+        conversations: Callable[[], Conversations] | None = None,
     ) -> None:
-        """`keeper` gets what is sampled; `reward_model` scores what it keeps, collectively."""
+        """`keeper` gets what is sampled; `reward_model` scores what it keeps, collectively;
+        `conversations` makes those of a TP group, where samples have environments."""
         self._engine, self._layout, self._config = engine, layout, config
         self._rank = dist.get_rank()
         self._scores = layout.tp_rank(self._rank) == 0
         self._rewards = RewardStack(rewards)
+        self._converses = conversations is not None
+        self._conversations = conversations() if conversations and self._scores else None
         self._reward_model, self._keeper = reward_model, keeper
         # What this TP group's engine goes on with in the next step, the same on all of its ranks.
         self.pending: list[OpenGroup] = []
@@ -92,51 +76,6 @@ class RolloutWorkers:
     def compares(self) -> bool:
         """Whether groups can be compared while others are sampled: all their rewards come then."""
         return self._reward_model is None
-
-    def generate(
-        self,
-        prompts: Sequence[Prompt],
-        seeds: Sequence[int],
-        *,
-        num_samples: int,
-        temperature: float,
-        weight_version: int,
-        top_p: float = 1.0,
-        top_k: int = -1,
-        when_few_are_left: Callable[[], object] | None = None,
-        with_routes: bool = False,
-    ) -> dict[int, list[Rollout]]:
-        """Sample responses to this TP group's block of `prompts`, in rollout mode: to each of its
-        prompts, by their place in `prompts`.
-
-        Each response is drawn from a random stream of its own, which its prompt's seed determines:
-        who samples it and beside what is all the same. `when_few_are_left` is that of `run_stream`.
-        """
-        blocks = np.array_split(np.arange(len(prompts)), self._layout.num_tp_groups)
-        mine = blocks[self._layout.tp_group_index(self._rank)]
-        if not len(mine) and self._layout.dp_size == 1:  # fewer prompts than groups
-            return {}  # data-parallel ranks of one engine step together, prompts or not
-        requests = [
-            Request(
-                number=prompt * num_samples + sample,
-                token_ids=prompts[prompt].token_ids,
-                max_tokens=self._config.max_response_tokens,
-                sampling=Sampling(temperature, top_p, top_k),
-                seed=seed_of(seeds[prompt], sample),
-                with_routes=with_routes,
-            )
-            for prompt in mine.tolist()
-            for sample in range(num_samples)
-        ]
-        block = Block(requests)
-        run_stream(self._engine, block, when_few_are_left=when_few_are_left)
-        found: dict[int, list[Rollout]] = {prompt: [] for prompt in mine.tolist()}
-        for number, completion in sorted(block.completions.items()):
-            prompt, sample = divmod(number, num_samples)
-            found[prompt].append(
-                self._engine.rollout(prompts[prompt], sample, completion, weight_version)
-            )
-        return found
 
     def draft_metrics(self) -> dict[str, float]:
         """What became of drafts in all engines since the last call; none without --rl-speculate.
@@ -166,6 +105,9 @@ class RolloutWorkers:
         the same on all ranks. `differs` is asked of groups where `wanted` compares them. `order_of`
         gives `GroupPlan.order` of the step's first draws, as many as it is asked for.
         """
+        plan = dataclasses.replace(
+            plan, converses=self._converses, max_turn_tokens=self._config.max_turn_tokens
+        )
         group, num_groups = self._layout.tp_group_index(self._rank), self._layout.num_tp_groups
         counters, turn, numbering = self._counters, None, (0, 1)
         shares = self._config.deterministic and (plan.keeps or wanted.takes_first)
@@ -174,10 +116,10 @@ class RolloutWorkers:
             counters, numbering = LocalCounters(), (group, num_groups)
         elif self._config.deterministic:
             turn = group, num_groups
-        self._pending_before = self.pending
-        stale = self._drop_stale(plan) if plan.keeps else 0
-        reserved: frozenset[int] = frozenset()
+        stale, reserved = 0, frozenset[int]()
         if plan.keeps:
+            self._pending_before = self.pending
+            stale = self._drop_stale(plan)
             wanted, reserved = self._beside_pending(plan, wanted, alone=shares)
         if order_of is not None and not shares:  # else each deals by a numbering of its own
             plan = dataclasses.replace(plan, order=order_of(wanted.started))
@@ -190,10 +132,11 @@ class RolloutWorkers:
             else None,
             rewards=self._rewards if self._scores else None,
             differs=differs,
-            pending=self.pending,
+            pending=self.pending if plan.keeps else (),
             reserved=reserved,
             num_stale=stale,
             waits=shares and differs is not None,
+            conversations=self._conversations,
         )
         run_stream(self._engine, groups, when_few_are_left=when_few_are_left)
         return groups
@@ -274,7 +217,9 @@ class RolloutWorkers:
         if self._scores:
             groups.wait()
             verdict, tally = groups.verdict(), groups.tally()
-        taken, self.pending = groups.parted(self._engine.of_first_rank(verdict))
+        taken, pending = groups.parted(self._engine.of_first_rank(verdict))
+        if plan.keeps:
+            self.pending = pending
         # Greedy responses last: what learns is the samples.
         places = [(group, index) for index in range(plan.size) for group in taken]
         places.sort(key=lambda place: (plan.is_greedy(place[1]), place[0].draw))
@@ -282,7 +227,8 @@ class RolloutWorkers:
         outcomes: dict[str, list[Outcome]] = {}
         if self._scores and groups.error is None:
             found = [group.outcomes[index] for group, index in places]
-            outcomes = {name: [each[name] for each in found] for name in self._rewards.names}
+            names = found[0] if found else ()
+            outcomes = {name: [each[name] for each in found] for name in names}
         return self._rewarded(
             [each for each in rollouts if each is not None],
             [group.draw for group, _ in places],
@@ -293,13 +239,6 @@ class RolloutWorkers:
             tally=tally,
             waited=waited,
         )
-
-    def score(self, rollouts: Sequence[Rollout], places: Sequence[int]) -> SampleTable:
-        """Reward this group's rollouts, which stand at these places: the table of all groups', in
-        their order."""
-        error, outcomes = self._asked(rollouts)
-        table, _ = self._rewarded(rollouts, places, len(rollouts), outcomes, error)
-        return table
 
     def _rewarded(
         self,
@@ -331,15 +270,6 @@ class RolloutWorkers:
         mine = self._keeper.table(first, draws[:num_samples])
         return self._exchanged(mine, error, seconds, tally, waited)
 
-    def _asked(
-        self, rollouts: Sequence[Rollout]
-    ) -> tuple[Exception | None, dict[str, list[Outcome]]]:
-        """What the rewards make of them, but for a reward model; or what they raised."""
-        try:
-            return None, self._rewards.outcomes(rollouts) if self._scores else {}
-        except Exception as error:  # told to all ranks, which raise together
-            return error, {}
-
     def _exchanged(
         self,
         mine: SampleTable,
@@ -363,8 +293,10 @@ class RolloutWorkers:
         return table.take(np.argsort(table.draws, kind="stable")), total
 
     def close(self) -> None:
-        """End the reward processes of this rank."""
+        """End the processes of rewards and environments of this rank."""
         self._rewards.close()
+        if self._conversations is not None:
+            self._conversations.close()
 
 
 def _with_baselines(scored: Sequence[ScoredRollout], num_samples: int) -> list[ScoredRollout]:

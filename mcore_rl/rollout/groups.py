@@ -9,21 +9,24 @@ tokens that it has.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
 from operator import itemgetter
 
 import numpy as np
 
-from mcore_rl.batching.types import Prompt, Rollout, ScoredRollout
+from mcore_rl.batching.types import UNFINISHED, Prompt, Rollout, ScoredRollout, TurnReward
 from mcore_rl.hybrid_engine.vllm.engine import VLLMEngine
 from mcore_rl.hybrid_engine.vllm.generation import Completion, Request, Sampling, seed_of
+from mcore_rl.rewards.functions import ENVIRONMENT
 from mcore_rl.rewards.stack import RewardStack
 from mcore_rl.rewards.worker import Outcome
+from mcore_rl.rollout.conversations import Conversations, Next, turns_of
 from mcore_rl.rollout.dealing import Deal
 from mcore_rl.rollout.segments import OpenGroup, begun, extended, is_finished
 from mcore_rl.rollout.stream import Orders
 
+_NOTHING = np.empty(0, dtype=np.int32)
 Differs = Callable[[Sequence[ScoredRollout]], bool]
 
 
@@ -41,6 +44,8 @@ class GroupPlan:
     with_greedy: bool = False  # one more response, at temperature 0
     keeps: bool = False  # what is stopped goes on in a later step
     order: tuple[int, ...] = ()  # of the step's first draws; the others as they are counted
+    converses: bool = False  # samples have environments, and several turns
+    max_turn_tokens: int | None = None  # None: what is left of `max_tokens`
 
     @property
     def size(self) -> int:
@@ -55,19 +60,26 @@ class GroupPlan:
         """The run's number of the draw that the step counts as `count`."""
         return self.first_draw + (self.order[count] if count < len(self.order) else count)
 
-    def request(self, draw: int, so_far: Rollout) -> Request:
-        """To begin a response, or to go on with it.
+    def seed_of_sample(self, draw: int, index: int) -> int:
+        """It depends on the run's seed, the draw and the place: not on step nor engine."""
+        return seed_of(seed_of(self.seed, "draw", draw), index)
 
-        Its random stream depends on nothing but the run's seed, the draw, its place and how much
-        of it there is: not on the step, nor on who samples it.
+    def request(self, draw: int, so_far: Rollout, observed: np.ndarray = _NOTHING) -> Request:
+        """To begin a response, or to go on with it, behind what was observed.
+
+        Its random stream is the sample's, of its own for each number of tokens that there are.
         """
-        index, num_tokens = so_far.sample_index, len(so_far.response_token_ids)
-        seed = seed_of(seed_of(self.seed, "draw", draw), index)
+        index = so_far.sample_index
+        num_tokens = len(so_far.response_token_ids) + len(observed)
+        seed = self.seed_of_sample(draw, index)
         is_sample = index < self.num_samples
+        left = self.max_tokens - num_tokens
         return Request(
             number=draw * self.size + index,
-            token_ids=np.concatenate([so_far.prompt.token_ids, so_far.response_token_ids]),
-            max_tokens=self.max_tokens - num_tokens,
+            token_ids=np.concatenate(
+                [so_far.prompt.token_ids, so_far.response_token_ids, observed], dtype=np.int32
+            ),
+            max_tokens=left if self.max_turn_tokens is None else min(left, self.max_turn_tokens),
             sampling=self.sampling if is_sample else Sampling(temperature=0.0),
             seed=seed_of(seed, "after", num_tokens) if num_tokens else seed,
             with_routes=self.with_routes and is_sample,
@@ -80,6 +92,8 @@ class Verdict:
 
     taken: tuple[int, ...] = ()  # draws that the step takes, or may fill up with
     pending: tuple[int, ...] = ()  # that go on in a later step
+    # What environments have paid, by draw and place.
+    turns: Mapping[tuple[int, int], tuple[TurnReward, ...]] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
@@ -121,22 +135,24 @@ class Groups:
         reserved: frozenset[int] = frozenset(),
         num_stale: int = 0,
         waits: bool = False,
+        conversations: Conversations | None = None,
     ) -> None:
-        """`prompt_of` gives the prompt of a draw of the run, on every rank. `deal` and `rewards`
-        are there on the first rank of a TP group. `differs` says of a group what the deal wants to
-        know; None: nothing. Of `pending` the draws in `reserved` are sampled to their end and
-        taken; `num_stale` others have been dropped. `waits`: no step of the engine before all that
-        has ended is rewarded, so that the rewards' speed decides nothing."""
+        """`prompt_of` gives the prompt of a draw of the run, on every rank. `deal`, `rewards` and
+        `conversations` are there on the first rank of a TP group. `differs` says of a group what
+        the deal wants to know; None: nothing. Of `pending` the draws in `reserved` are sampled to
+        their end and taken; `num_stale` others have been dropped. `waits`: no step of the engine
+        before all that has ended is rewarded, so that the rewards' speed decides nothing."""
         self.plan = plan
         self._engine, self._prompt_of = engine, prompt_of
         self._deal, self._rewards, self._differs = deal, rewards, differs
-        self._reserved, self._waits = reserved, waits
+        self._reserved, self._waits, self._conversations = reserved, waits, conversations
         self.open = {group.draw: group for group in pending}
         self.error: Exception | None = None
         self._tally = Tally(before=len(pending) + num_stale, stale=num_stale)
         self._tickets: dict[int, int] = {}  # of the rewards -> request
         self._taken: set[int] = set()
         self._running: set[int] = set()
+        self._starting: set[int] = set()  # whose environment is being made
         self._queue: deque[Request] = deque()
         self._is_ending = False
         if deal is not None:
@@ -148,19 +164,24 @@ class Groups:
         """What waits, and more groups, as many as the engine has room for; once the step has enough
         groups, that the others end."""
         if self.error is not None:
+            self._leave(self._numbers())
             return Orders(drop=tuple(self._running))
         assert self._deal is not None, "not the first rank of its TP group"
         submit: list[Request] = []
         room = self._engine.config.max_num_seqs - num_running
         while len(submit) < room and self._queue:
             submit.append(self._queue.popleft())
-        while len(submit) < room and (count := self._deal.next()) is not None:
+        while (
+            len(submit) + len(self._starting) < room
+            and self._may_begin()
+            and (count := self._deal.next()) is not None
+        ):
             submit += self._begin(self.plan.draw(count))
         unneeded = self._ended()
         submit = [each for each in submit if each.number not in unneeded]
         self._running |= {each.number for each in submit}
         stopped = tuple(sorted(unneeded & self._running))
-        more = bool(self._queue) or not self._deal.is_over
+        more = bool(self._queue) or self._num_conversations > 0 or not self._deal.is_over
         if self.plan.keeps:
             return Orders(tuple(submit), end=stopped, more=more)
         self._running -= set(stopped)
@@ -170,15 +191,21 @@ class Groups:
         """More of a response is kept, or if that was all, it is on its way to its rewards."""
         draw, index = divmod(completion.number, self.plan.size)
         group = self.open.setdefault(draw, OpenGroup.new(draw, self.plan.size))
-        so_far = self._so_far(group, index)
+        so_far = group.rollouts[index]
+        if so_far is None:  # what the first request began with
+            prompt = replace(self._prompt_of(draw), token_ids=completion.request.token_ids)
+            so_far = begun(prompt, index, self.plan.weight_version)
         rollout = extended(so_far, completion, self.plan.weight_version)
         self._running.discard(completion.number)
         self._tally.generated_tokens += len(completion.token_ids)
-        if is_finished(rollout) and self._deal is not None:
-            rollout = replace(rollout, text=self._engine.text_of(rollout.response_token_ids))
-        group.rollouts[index] = rollout
-        if is_finished(rollout) and self._deal is not None:
-            self._reward(group, index)
+        if not self.plan.converses or not is_finished(rollout):
+            self._keep(group, rollout)
+            return
+        # A turn: whether others follow is known where its environment is asked.
+        rollout = group.rollouts[index] = replace(rollout, finish_reason=UNFINISHED)
+        if self._conversations is not None:
+            text = self._engine.text_of(completion.token_ids)
+            self._conversations.turn(completion, rollout, text)
 
     def between_steps(self) -> None:
         """Takes what is rewarded, and has the rest go on; on the first rank."""
@@ -187,6 +214,7 @@ class Groups:
         try:
             if self._waits:
                 self._rewards.wait()
+            self._converse()
             for ticket, outcomes in sorted(self._rewards.finished(), key=itemgetter(0)):
                 self._rewarded(self._tickets.pop(ticket), outcomes)
         except Exception as error:  # told to all ranks, which raise together
@@ -208,16 +236,28 @@ class Groups:
         if self.error is not None:
             return Verdict()
         others = sorted(self.open.keys() - self._taken)
-        return Verdict(tuple(sorted(self._taken)), tuple(others) if self.plan.keeps else ())
+        turns = {
+            (draw, index): rollout.turn_rewards
+            for draw in self._taken
+            for index, rollout in enumerate(self.open[draw].rollouts)
+            if rollout is not None and rollout.turn_rewards
+        }
+        pending = tuple(others) if self.plan.keeps else ()
+        return Verdict(tuple(sorted(self._taken)), pending, turns)
 
     def parted(self, verdict: Verdict) -> tuple[list[OpenGroup], list[OpenGroup]]:
         """The groups that are taken, and those that are pending; on all ranks."""
-        size = self.plan.size
-        pending = [
-            self.open.get(draw) or OpenGroup.new(draw, size)  # without a token nobody told of it
-            for draw in verdict.pending
-        ]
-        return [self.open[draw] for draw in verdict.taken], pending
+        for draw in (*verdict.taken, *verdict.pending):
+            self.open.setdefault(draw, OpenGroup.new(draw, self.plan.size))  # none had a token
+        for draw in verdict.taken:
+            group = self.open[draw]
+            for index in range(self.plan.size):
+                rollout, turns = self._so_far(group, index), verdict.turns.get((draw, index), ())
+                group.rollouts[index] = replace(rollout, turn_rewards=turns)
+        return (
+            [self.open[draw] for draw in verdict.taken],
+            [self.open[draw] for draw in verdict.pending],
+        )
 
     def tally(self) -> Tally:
         """Of this TP group; on the first rank, after `wait`."""
@@ -246,11 +286,55 @@ class Groups:
             elif self._is_rewarded(group):
                 self._compare(group)
 
+    @property
+    def _num_conversations(self) -> int:
+        return 0 if self._conversations is None else self._conversations.num_open
+
+    def _may_begin(self) -> bool:
+        return self._conversations is None or self._conversations.has_room(self.plan.size)
+
     def _begin(self, draw: int) -> list[Request]:
+        """The requests of a new group; where it has environments first, they come later."""
         group = self.open[draw] = OpenGroup.new(draw, self.plan.size)
-        return [
-            self.plan.request(draw, self._so_far(group, index)) for index in range(self.plan.size)
-        ]
+        begun = [self._so_far(group, index) for index in range(self.plan.size)]
+        if self._conversations is None:
+            return [self.plan.request(draw, so_far) for so_far in begun]
+        for index, so_far in enumerate(begun):
+            number, seed = draw * self.plan.size + index, self.plan.seed_of_sample(draw, index)
+            self._conversations.start(number, so_far, seed_of(seed, "environment"))
+            self._starting.add(number)
+        return []
+
+    def _converse(self) -> None:
+        """Has samples go on whose environments have answered, or end."""
+        if self._conversations is None:
+            return
+        for event in self._conversations.events():
+            draw, index = divmod(event.number, self.plan.size)
+            self._starting.discard(event.number)
+            group = self.open[draw]
+            if isinstance(event, Next):
+                group.rollouts[index] = event.so_far
+                self._queue.append(self.plan.request(draw, event.so_far, event.observed))
+            else:
+                group.paid[index] = event.outcome
+                self._keep(group, event.rollout)
+
+    def _leave(self, numbers: Iterable[int]) -> None:
+        """No environment of these is wanted any more."""
+        if self._conversations is not None:
+            self._conversations.end(numbers)
+        self._starting -= set(numbers)
+
+    def _keep(self, group: OpenGroup, rollout: Rollout) -> None:
+        """What there is of a response; if it is finished, for its rewards."""
+        index = rollout.sample_index
+        if is_finished(rollout) and self._deal is not None:
+            texts = [self._engine.text_of(turn) for turn in turns_of(rollout)]
+            rollout = replace(rollout, text="\n".join(texts))
+        group.rollouts[index] = rollout
+        if is_finished(rollout) and self._deal is not None:
+            self._reward(group, index)
 
     def _so_far(self, group: OpenGroup, index: int) -> Rollout:
         found = group.rollouts[index]
@@ -264,16 +348,17 @@ class Groups:
         if self._is_ending or not self._deal.takes_first or not self._deal.has_enough():
             return set()
         self._is_ending = True
-        needed = {
-            draw * self.plan.size + index
-            for draw in self._reserved
-            for index in range(self.plan.size)
-        }
+        needed = self._numbers(self._reserved)
         self._queue = deque(each for each in self._queue if each.number in needed)
-        every = {
-            draw * self.plan.size + index for draw in self.open for index in range(self.plan.size)
-        }
-        return every - needed
+        unneeded = self._numbers() - needed
+        self._leave(unneeded)
+        return unneeded
+
+    def _numbers(self, draws: Iterable[int] | None = None) -> set[int]:
+        """Of all responses to these draws, or to all that are open."""
+        size = self.plan.size
+        chosen = self.open if draws is None else draws
+        return {draw * size + index for draw in chosen for index in range(size)}
 
     def _reward(self, group: OpenGroup, index: int) -> None:
         rollout = group.rollouts[index]
@@ -286,7 +371,8 @@ class Groups:
     def _rewarded(self, number: int, outcomes: Mapping[str, Outcome]) -> None:
         draw, index = divmod(number, self.plan.size)
         group = self.open[draw]
-        group.outcomes[index] = outcomes
+        paid = {ENVIRONMENT: group.paid[index]} if index in group.paid else {}
+        group.outcomes[index] = {**outcomes, **paid}
         if self._is_rewarded(group):
             self._compare(group)
 
@@ -299,7 +385,7 @@ class Groups:
         rollouts = [rollout for rollout in group.rollouts if rollout is not None]
         scored = self._rewards.weigh(
             rollouts[: self.plan.num_samples],
-            {name: [group.outcomes[n][name] for n in samples] for name in self._rewards.names},
+            {name: [group.outcomes[n][name] for n in samples] for name in group.outcomes[0]},
         )
         self._take(
             group,

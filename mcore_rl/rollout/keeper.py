@@ -27,6 +27,7 @@ from mcore_rl.moe.routing import RoutedLayers, Routes, load_of
 
 _NOTHING = np.empty(0, dtype=np.uint8)
 _TOKEN_BYTES = 4 + 4 + 1  # its id, its log-prob, whether it was generated and its experts are known
+_TURN_BYTES = 4  # where there are environments: what the turn was paid that ends with it
 _GENERATED, _KNOWN = 1, 2
 
 
@@ -39,9 +40,12 @@ class SampleKeeper:
         rollout: RolloutLayout,
         layers: PipelineLayers,
         routed: RoutedLayers | None = None,
+        *,
+        has_turns: bool = False,
     ) -> None:
         """`layers` are those of each stage and chunk; `routed` is of the whole model, where samples
-        come with their experts."""
+        come with their experts; `has_turns`: they come with the rewards of their turns."""
+        self._has_turns = has_turns
         self.routed, self._train, self._rollout = routed, train, rollout
         self._rank = dist.get_rank()
         group = rollout.tp_group_index(self._rank)
@@ -184,7 +188,9 @@ class SampleKeeper:
 
     def _width(self, stage: int | None) -> int:
         """Bytes a token."""
-        return _TOKEN_BYTES + (0 if stage is None else self.of_stage(stage).bytes_a_token - 1)
+        of_turns = _TURN_BYTES if self._has_turns else 0
+        of_routes = 0 if stage is None else self.of_stage(stage).bytes_a_token - 1
+        return _TOKEN_BYTES + of_turns + of_routes
 
     def _packed(self, sample: ScoredRollout, stage: int | None) -> np.ndarray:
         tokens = SampleTokens.of(sample)
@@ -198,11 +204,17 @@ class SampleKeeper:
                 flags[:-1] |= tokens.routes.known * np.uint8(_KNOWN)
                 ids[:-1] = tokens.routes.ids[:, self._columns[stage]]
             pieces.append(ids.view(np.uint8).ravel())
+        if self._has_turns:
+            assert tokens.turn_rewards is not None
+            pieces.append(tokens.turn_rewards.view(np.uint8))
         return np.concatenate(pieces)
 
     def _unpacked(self, data: np.ndarray, length: int, stage: int | None) -> SampleTokens:
+        turn_rewards, routes = None, None
+        if self._has_turns:
+            data, of_turns = np.split(data, [len(data) - _TURN_BYTES * length])
+            turn_rewards = of_turns.copy().view(np.float32)
         token_ids, log_probs, flags, ids = np.split(data, np.array([4, 8, 9]) * length)
-        routes = None
         if stage is not None:
             of = self.of_stage(stage)
             shape = (length, len(of.layers), of.topk)
@@ -214,4 +226,5 @@ class SampleKeeper:
             is_generated=flags & _GENERATED != 0,
             log_probs=log_probs.copy().view(np.float32),
             routes=routes,
+            turn_rewards=turn_rewards,
         )

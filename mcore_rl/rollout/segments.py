@@ -89,6 +89,7 @@ class OpenGroup:
     draw: int  # of the run
     rollouts: list[Rollout | None]  # by their place; None: not begun
     outcomes: dict[int, Mapping[str, Outcome]] = field(default_factory=dict)  # by place
+    paid: dict[int, Outcome] = field(default_factory=dict)  # by environments, by place
 
     @classmethod
     def new(cls, draw: int, size: int) -> OpenGroup:

@@ -11,6 +11,7 @@ import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TextIO
 
 import torch
@@ -37,10 +38,16 @@ from mcore_rl.observe.stage_timers import StageTimers
 from mcore_rl.observe.trace import Tracer
 from mcore_rl.observe.watchdog import StageWatchdog, own_connection
 from mcore_rl.rollout.collector import Collector
+from mcore_rl.rollout.conversations import Conversations
 from mcore_rl.rollout.engines import RolloutWorkers
 from mcore_rl.rollout.keeper import SampleKeeper
 from mcore_rl.trainer.actor import Actor
-from mcore_rl.trainer.inputs import load_prompt_files, reward_spec
+from mcore_rl.trainer.inputs import (
+    conversation_tokens,
+    environment_spec,
+    load_prompt_files,
+    reward_spec,
+)
 from mcore_rl.trainer.learner import Learner
 from mcore_rl.trainer.models import (
     build_actor,
@@ -119,7 +126,15 @@ def build(
     timers = StageTimers(watchdog)
     reward_model = reward_role(job, log=log)
     asked = None if reward_model is None else ModelReward(reward_model).outcomes
-    workers = RolloutWorkers(engine, job.rollout_layout, config, reward_spec(config), keeper, asked)
+    workers = RolloutWorkers(
+        engine,
+        job.rollout_layout,
+        config,
+        reward_spec(config),
+        keeper,
+        asked,
+        None if config.environment is None else partial(_conversations, job),
+    )
     position = state.iteration * config.num_prompts_per_step
     if point is not None:
         position = _go_on_from(point, manager, learner)
@@ -170,6 +185,18 @@ def build(
         watchdog=watchdog,
         tracer=tracer,
         roles=tuple(role for role in (critic, reward_model) if role is not None),
+    )
+
+
+def _conversations(job: Job) -> Conversations:
+    """The environments of a TP group's samples, on its first rank."""
+    config, spec = job.config, environment_spec(job.config)
+    assert spec is not None
+    return Conversations(
+        spec,
+        conversation_tokens(config, trust_remote_code=job.args.trust_remote_code),
+        max_prompt_tokens=config.max_prompt_tokens,
+        max_tokens=config.max_response_tokens,
     )
 
 

@@ -68,8 +68,11 @@ class Learner:
         reference: ReferencePolicy | None,
         seed: int,
         keeper: SampleKeeper,
+        turn_weight: float = 1.0,
     ) -> None:
-        """`keeper` has the samples of a step, and their experts where training is to use them."""
+        """`keeper` has the samples of a step, and their experts where training is to use them;
+        `turn_weight` is that of what environments pay in the reward."""
+        self._turn_weight = turn_weight
         self._config, self._layout, self._batching, self._seed = config, layout, batching, seed
         self.recipe = config.recipe
         self.actor, self.critic = actor, critic
@@ -224,10 +227,15 @@ class Learner:
         else:
             by_sample = None
         # The outcome comes with the last token that was generated, which position length - 2
-        # scores; an empty response has none.
+        # scores; an empty response has none. What an environment paid comes with its turn.
         ends = samples.lengths.cumsum(0) - 2
         answered = segments.counts > 0
-        token_rewards[ends[answered]] += torch.from_numpy(scores[rows]).float()[answered]
+        outcomes = torch.from_numpy(scores[rows]).float()
+        if samples.turn_rewards is not None:
+            of_turns = self._turn_weight * samples.turn_rewards * samples.loss_mask
+            token_rewards += of_turns
+            outcomes -= segments.sum(of_turns.double()).float()
+        token_rewards[ends[answered]] += outcomes[answered]
         if by_sample is not None:
             scores += self.actor.runner.global_sum(by_sample).numpy()
         return AdvantageInputs(

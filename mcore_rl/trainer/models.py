@@ -27,8 +27,10 @@ from mcore_rl.megatron.shards import ModelShards
 from mcore_rl.model.config_json import ModelShape
 from mcore_rl.moe.routing import OFF, R3, RoutedLayers
 from mcore_rl.moe.routing_replay import RoutingReplay
+from mcore_rl.rewards.functions import ENVIRONMENT
 from mcore_rl.rollout.keeper import SampleKeeper
 from mcore_rl.trainer.actor import Actor
+from mcore_rl.trainer.inputs import reward_spec
 from mcore_rl.trainer.learner import Learner
 from mcore_rl.trainer.resume.point import ResumePoint
 from mcore_rl.trainer.roles.critic import ServedCritic, StepCritic, build_critic
@@ -110,6 +112,7 @@ def build_learner(
         reference=reference,
         seed=job.args.seed,
         keeper=sample_keeper(job) if keeper is None else keeper,
+        turn_weight=reward_spec(job.config).weight(ENVIRONMENT),
     )
 
 
@@ -123,7 +126,13 @@ def routed_layers(shape: ModelShape) -> RoutedLayers | None:
 def sample_keeper(job: Job) -> SampleKeeper:
     """What keeps a step's samples, with their experts if training is to use them."""
     routed = routed_layers(job.shape) if job.config.routing_replay == R3 else None
-    return SampleKeeper(job.train_layout, job.rollout_layout, job.layers, routed)
+    return SampleKeeper(
+        job.train_layout,
+        job.rollout_layout,
+        job.layers,
+        routed,
+        has_turns=job.config.environment is not None,
+    )
 
 
 def critic_role(

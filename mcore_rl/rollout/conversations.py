@@ -1,0 +1,180 @@
+"""The environments of a TP group's samples, and what they say between two turns.
+
+While one is at work its sample has no request in the engine, which goes on with others. What it
+says is tokenised here and goes to the other ranks of the TP group with the next request.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from mcore_rl.batching.types import Rollout, TurnReward
+from mcore_rl.environments.conversation import ConversationTokens
+from mcore_rl.environments.interface import EnvironmentSpec, Response
+from mcore_rl.environments.pool import EnvironmentPool
+from mcore_rl.environments.wire import Failed, Started, Stepped
+from mcore_rl.hybrid_engine.vllm.generation import Completion
+from mcore_rl.rewards.worker import Outcome
+
+_TOO_LONG = "began with too much"
+
+
+@dataclass(slots=True)
+class _Episode:
+    rollout: Rollout
+    ticket: int
+    num_turns: int = 0
+    turn_tokens: list[int] = field(default_factory=list)  # of the turn, as generated
+    finish_reason: str = "stop"  # of the turn
+
+
+@dataclass(frozen=True, slots=True)
+class Next:
+    """A sample goes on: from its response so far and what it has observed."""
+
+    number: int
+    so_far: Rollout
+    observed: np.ndarray  # [o] int32
+
+
+@dataclass(frozen=True, slots=True)
+class Over:
+    """A sample has ended; `outcome` is what its environment has paid for all of it."""
+
+    number: int
+    rollout: Rollout
+    outcome: Outcome
+
+
+class Conversations:
+    """Episodes by the number of their sample. Used by one thread, never blocks.
+
+    Each `start` and each `turn` is followed by one event.
+    """
+
+    def __init__(
+        self,
+        spec: EnvironmentSpec,
+        tokens: ConversationTokens,
+        *,
+        max_prompt_tokens: int,
+        max_tokens: int,
+    ) -> None:
+        """`max_tokens` are those of a response, turns and observations together."""
+        self._pool, self._tokens, self._spec = EnvironmentPool.of(spec), tokens, spec
+        self._max_prompt_tokens, self._max_tokens = max_prompt_tokens, max_tokens
+        self._episodes: dict[int, _Episode] = {}
+        self._numbers: dict[int, int] = {}  # ticket -> number
+
+    @property
+    def num_open(self) -> int:
+        """Samples that have not ended."""
+        return len(self._episodes)
+
+    def has_room(self, count: int) -> bool:
+        """Whether so many more may be open; one group always may."""
+        return not self._episodes or len(self._episodes) + count <= self._spec.max_open
+
+    def start(self, number: int, so_far: Rollout, seed: int) -> None:
+        """Have an environment made for a sample, of which there is no token yet."""
+        ticket = self._pool.start(so_far.prompt, seed)
+        self._episodes[number] = _Episode(so_far, ticket)
+        self._numbers[ticket] = number
+
+    def turn(self, completion: Completion, rollout: Rollout, text: str) -> None:
+        """A turn has been generated; `rollout` is the response with it, `text` that of the turn."""
+        episode = self._episodes[completion.number]
+        episode.rollout, episode.num_turns = rollout, episode.num_turns + 1
+        episode.turn_tokens = completion.token_ids.tolist()
+        episode.finish_reason = completion.finish_reason
+        response = Response(
+            text=text,
+            token_ids=tuple(episode.turn_tokens),
+            turn=episode.num_turns,
+            finish_reason=completion.finish_reason,
+        )
+        self._pool.step(episode.ticket, response)
+
+    def events(self) -> list[Next | Over]:
+        """What has come since the last call."""
+        found = []
+        for ticket, event in self._pool.finished():
+            number = self._numbers[ticket]
+            episode = self._episodes[number]
+            if isinstance(event, Started):
+                made = self._started(number, episode, event)
+            elif isinstance(event, Stepped):
+                made = self._stepped(number, episode, event)
+            else:
+                made = self._over(number, episode, event)
+            found.append(made)
+        return found
+
+    def end(self, numbers: Iterable[int]) -> None:
+        """No more is wanted of these samples; others that are not open are passed over."""
+        tickets = [self._episodes.pop(n).ticket for n in numbers if n in self._episodes]
+        for ticket in tickets:
+            del self._numbers[ticket]
+        self._pool.end(tickets)
+
+    def close(self) -> None:
+        """End every process. A second call does nothing."""
+        self._episodes.clear()
+        self._pool.close()
+
+    def _started(self, number: int, episode: _Episode, event: Started) -> Next | Over:
+        prompt = episode.rollout.prompt
+        ids = self._tokens.first(prompt.token_ids, event.prompt)
+        if isinstance(ids, np.ndarray) and len(ids) > self._max_prompt_tokens:
+            ids = Failed(
+                _TOO_LONG, f"{len(ids)} tokens; --rl-max-prompt-tokens is {self._max_prompt_tokens}"
+            )
+        if isinstance(ids, Failed):
+            return self._over(number, episode, ids)
+        episode.rollout = dataclasses.replace(
+            episode.rollout, prompt=dataclasses.replace(prompt, token_ids=ids)
+        )
+        return Next(number, episode.rollout, np.empty(0, dtype=np.int32))
+
+    def _stepped(self, number: int, episode: _Episode, event: Stepped) -> Next | Over:
+        rollout = episode.rollout
+        paid = TurnReward(len(rollout.response_token_ids), event.reward)
+        rollout = dataclasses.replace(rollout, turn_rewards=(*rollout.turn_rewards, paid))
+        episode.rollout = rollout
+        if event.done:
+            return self._over(number, episode)
+        generated = np.array(episode.turn_tokens, dtype=np.int32)
+        observed = self._tokens.observed(generated, event.observation)
+        if isinstance(observed, Failed):
+            return self._over(number, episode, observed)
+        left = self._max_tokens - len(rollout.response_token_ids) - len(observed)
+        if left < 1 or episode.num_turns >= self._spec.max_turns:
+            episode.finish_reason = "length"  # it would have gone on
+            return self._over(number, episode)
+        return Next(number, rollout, observed)
+
+    def _over(self, number: int, episode: _Episode, failed: Failed | None = None) -> Over:
+        del self._episodes[number], self._numbers[episode.ticket]
+        paid = sum(turn.reward for turn in episode.rollout.turn_rewards)
+        outcome = Outcome(paid) if failed is None else failed.outcome
+        rollout = dataclasses.replace(
+            episode.rollout,
+            finish_reason=episode.finish_reason,
+            failure=episode.rollout.failure or (None if failed is None else failed.failure),
+        )
+        self._pool.end([episode.ticket])
+        return Over(number, rollout, outcome)
+
+
+def turns_of(rollout: Rollout) -> Sequence[np.ndarray]:
+    """The token ids of each turn, as it was generated, without what was observed."""
+    ids, generated = rollout.response_token_ids, rollout.is_generated
+    if generated is None:
+        return [ids]
+    ends = np.flatnonzero(np.diff(generated)) + 1
+    parts = np.split(np.arange(len(ids)), ends)
+    return [ids[part] for part in parts if len(part) and generated[part[0]]]

@@ -59,6 +59,7 @@ class RolloutWorkers:
         self._rank = dist.get_rank()
         self._scores = layout.tp_rank(self._rank) == 0
         self._rewards = RewardStack(rewards)
+        self._reward_names = [name for name in rewards.names if name != REWARD_MODEL]
         self._converses = conversations is not None
         self._conversations = conversations() if conversations and self._scores else None
         self._reward_model, self._keeper = reward_model, keeper
@@ -227,8 +228,7 @@ class RolloutWorkers:
         outcomes: dict[str, list[Outcome]] = {}
         if self._scores and groups.error is None:
             found = [group.outcomes[index] for group, index in places]
-            names = found[0] if found else ()
-            outcomes = {name: [each[name] for each in found] for name in names}
+            outcomes = {name: [each[name] for each in found] for name in self._reward_names}
         return self._rewarded(
             [each for each in rollouts if each is not None],
             [group.draw for group, _ in places],

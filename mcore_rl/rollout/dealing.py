@@ -5,9 +5,11 @@ started. With it (DAPO, arXiv 2503.14476, section 3.2) a group whose responses a
 same allows one draw more, up to a limit: the draws of a step are the fewest that hold enough groups
 with a difference, whoever sampled them and whenever they were done.
 
-The TP groups of all engines draw from one counter, each as it has room. Which of them gets a draw
-depends on their speed. The tokens of its samples do not, but for what kernels make of batches of
-another size; where that must not differ either, draws are dealt in turn.
+The TP groups of all engines begin with a share of the draws, dealt in turn, and go on with a
+counter, each as it has room: the one that asks first would take all that it has room for. Which of
+them gets a draw of the counter's depends on their speed. The tokens of its samples do not, but for
+what kernels make of batches of another size; where that must not differ either, all draws are dealt
+in turn.
 
 Where more groups are started than a step takes, it takes those that finish first: they are counted
 as they do. Which these are depends on the speed of the engines, too; where it must not, each TP
@@ -93,14 +95,17 @@ class Deal:
         counters: Counters,
         key: str,
         *,
-        turn: tuple[int, int] | None = None,
+        turn: tuple[int, int] = (0, 1),
+        num_in_turn: int | None = 0,
         numbering: tuple[int, int] = (0, 1),
     ) -> None:
-        """`key` is the step's own. `turn` (i, g): this TP group gets draws i, i + g, i + 2g and so
-        on; None: any that are next. `numbering` (i, g): what this deal counts as 0, 1, 2 are draws
-        i, i + g, i + 2g of the step, those of others it does not count."""
-        self._wanted, self._counters, self._key, self._turn = wanted, counters, key, turn
-        self._next: int | None = None if turn is None else turn[0]
+        """`key` is the step's own. `turn` (i, g): the first `num_in_turn` draws of this TP group
+        are i, i + g, i + 2g and so on; None: all of them. After so many for each of the g, whoever
+        has room gets the next. `numbering` (i, g): what this deal counts as 0, 1, 2 are draws i,
+        i + g, i + 2g of the step, those of others it does not count."""
+        self._wanted, self._counters, self._key = wanted, counters, key
+        self._turn, self._num_in_turn = turn, num_in_turn
+        self._next: int | None = None
         self._first, self._stride = numbering
         self.last = -1  # the highest that was given here
         self.num_given = 0
@@ -118,10 +123,9 @@ class Deal:
         if self.is_over:
             return None
         if self._next is None:
-            self._next = self._add("drawn", 1) - 1
+            self._next = self._following()
         if self._next < self._allowed():
-            draw = self._next
-            self._next = None if self._turn is None else draw + self._turn[1]
+            draw, self._next = self._next, None
             self.num_given += 1
             self.last = self._first + draw * self._stride
             return self.last
@@ -142,6 +146,12 @@ class Deal:
     def has_enough(self) -> bool:
         """Whether all groups that are wanted have finished: what still runs comes too late."""
         return self._add("kept", 0) >= self._wanted.groups
+
+    def _following(self) -> int:
+        mine, num_turns = self._turn
+        if self._num_in_turn is None or self.num_given < self._num_in_turn:
+            return mine + self.num_given * num_turns
+        return self._num_in_turn * num_turns + self._add("drawn", 1) - 1
 
     def _allowed(self) -> int:
         wanted = self._wanted

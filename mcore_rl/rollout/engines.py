@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import math
 import os
 import time
 from collections.abc import Callable, Sequence
@@ -110,30 +111,41 @@ class RolloutWorkers:
             plan, converses=self._converses, max_turn_tokens=self._config.max_turn_tokens
         )
         group, num_groups = self._layout.tp_group_index(self._rank), self._layout.num_tp_groups
-        counters, turn, numbering = self._counters, None, (0, 1)
+        counters, numbering = self._counters, (0, 1)
         shares = self._config.deterministic and (plan.keeps or wanted.takes_first)
         if shares:
             wanted = wanted.share(group, num_groups)
-            counters, numbering = LocalCounters(), (group, num_groups)
-        elif self._config.deterministic:
-            turn = group, num_groups
-        stale, reserved = 0, frozenset[int]()
+            counters, numbering, num_groups = LocalCounters(), (group, num_groups), 1
+        stale, reserved, most_pending = 0, frozenset[int](), 0
+        pending: Sequence[OpenGroup] = ()
         if plan.keeps:
             self._pending_before = self.pending
             stale = self._drop_stale(plan)
-            wanted, reserved = self._beside_pending(plan, wanted, alone=shares)
+            pending = self.pending
+            wanted, reserved, most_pending = self._beside_pending(plan, wanted, alone=shares)
+        in_turn = self._in_turn(wanted, plan.size, num_groups, most_pending)
+        share = math.ceil((wanted.pending + wanted.started) / num_groups)
+        at_once = min(self._engine.config.max_num_seqs, max(share, len(pending)) * plan.size)
         if order_of is not None and not shares:  # else each deals by a numbering of its own
             plan = dataclasses.replace(plan, order=order_of(wanted.started))
         groups = Groups(
             self._engine,
             plan,
             prompt_of,
-            deal=Deal(wanted, counters, key, turn=turn, numbering=numbering)
+            deal=Deal(
+                wanted,
+                counters,
+                key,
+                turn=(group % num_groups, num_groups),
+                num_in_turn=None if self._config.deterministic else in_turn,
+                numbering=numbering,
+            )
             if self._scores
             else None,
+            at_once=at_once,
             rewards=self._rewards if self._scores else None,
             differs=differs,
-            pending=self.pending if plan.keeps else (),
+            pending=pending,
             reserved=reserved,
             num_stale=stale,
             waits=shares and differs is not None,
@@ -141,6 +153,13 @@ class RolloutWorkers:
         )
         run_stream(self._engine, groups, when_few_are_left=when_few_are_left)
         return groups
+
+    def _in_turn(self, wanted: Wanted, size: int, num_groups: int, most_pending: int) -> int:
+        """How many groups every TP group begins with beside those that are pending, as all of them
+        begin now: no more than its share."""
+        room, share = self._engine.config.max_num_seqs, wanted.pending + wanted.started
+        in_turn = min(room // size, share // num_groups) - most_pending
+        return min(max(0, in_turn), wanted.started // num_groups)
 
     def _drop_stale(self, plan: GroupPlan) -> int:
         """Forget pending groups that are too old to go on; how many."""
@@ -157,8 +176,9 @@ class RolloutWorkers:
 
     def _beside_pending(
         self, plan: GroupPlan, wanted: Wanted, *, alone: bool
-    ) -> tuple[Wanted, frozenset[int]]:
-        """What is to be drawn beside pending groups, and which of these must end in this step."""
+    ) -> tuple[Wanted, frozenset[int], int]:
+        """What is to be drawn beside pending groups, which of these must end in this step, and how
+        many a TP group has at most."""
         mine = [(-self._age(plan, group), group.draw) for group in self.pending]
         told = [mine] if alone else objects.all_gather(mine if self._scores else [])
         everyone = sorted(each for part in told for each in part)
@@ -166,7 +186,8 @@ class RolloutWorkers:
         if self._config.stale_rollouts == "finish":
             must_end = [draw for age, draw in everyone if -age >= self._config.staleness_limit]
         reserved = frozenset(must_end[: wanted.groups])
-        return wanted.beside(pending=len(everyone), reserved=len(reserved)), reserved
+        wanted = wanted.beside(pending=len(everyone), reserved=len(reserved))
+        return wanted, reserved, max(len(part) for part in told)
 
     def _age(self, plan: GroupPlan, group: OpenGroup) -> int:
         """Versions between the oldest token of a group and the present weights."""

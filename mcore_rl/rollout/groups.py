@@ -131,6 +131,7 @@ class Groups:
         deal: Deal | None,
         rewards: RewardStack | None,
         differs: Differs | None,
+        at_once: int,
         pending: Sequence[OpenGroup] = (),
         reserved: frozenset[int] = frozenset(),
         num_stale: int = 0,
@@ -139,13 +140,15 @@ class Groups:
     ) -> None:
         """`prompt_of` gives the prompt of a draw of the run, on every rank. `deal`, `rewards` and
         `conversations` are there on the first rank of a TP group. `differs` says of a group what
-        the deal wants to know; None: nothing. Of `pending` the draws in `reserved` are sampled to
-        their end and taken; `num_stale` others have been dropped. `waits`: no step of the engine
-        before all that has ended is rewarded, so that the rewards' speed decides nothing."""
+        the deal wants to know; None: nothing. `at_once` responses are sampled at a time. Of
+        `pending` the draws in `reserved` are sampled to their end and taken; `num_stale` others
+        have been dropped. `waits`: no step of the engine before all that has ended is rewarded, so
+        that the rewards' speed decides nothing."""
         self.plan = plan
         self._engine, self._prompt_of = engine, prompt_of
         self._deal, self._rewards, self._differs = deal, rewards, differs
-        self._reserved, self._waits, self._conversations = reserved, waits, conversations
+        self._at_once, self._reserved, self._waits = at_once, reserved, waits
+        self._conversations = conversations
         self.open = {group.draw: group for group in pending}
         self.error: Exception | None = None
         self._tally = Tally(before=len(pending) + num_stale, stale=num_stale)
@@ -168,7 +171,7 @@ class Groups:
             return Orders(drop=tuple(self._running))
         assert self._deal is not None, "not the first rank of its TP group"
         submit: list[Request] = []
-        room = self._engine.config.max_num_seqs - num_running
+        room = self._at_once - num_running
         while len(submit) < room and self._queue:
             submit.append(self._queue.popleft())
         while (

@@ -15,13 +15,13 @@ Differs = Callable[[int], bool]
 
 
 def dealt(
-    wanted: Wanted, num_engines: int, differs: Differs, *, seed: int, in_turn: bool = False
+    wanted: Wanted, num_engines: int, differs: Differs, *, seed: int, in_turn: int | None = 0
 ) -> list[list[int]]:
     """What each engine gets where they act in an order drawn at random, each with up to two groups
-    in hand, which it finishes in any order."""
+    in hand, which it finishes in any order; so many draws of each are dealt in turn."""
     counters, rng = LocalCounters(), random.Random(seed)
     deals = [
-        Deal(wanted, counters, "step", turn=(number, num_engines) if in_turn else None)
+        Deal(wanted, counters, "step", turn=(number, num_engines), num_in_turn=in_turn)
         for number in range(num_engines)
     ]
     got: list[list[int]] = [[] for _ in deals]
@@ -56,7 +56,7 @@ def fewest(groups: int, most: int, differs: Differs) -> list[int]:
     num_engines=st.integers(1, 5),
     teaches=st.lists(st.booleans(), min_size=60, max_size=60),
     seed=st.integers(0, 1000),
-    in_turn=st.booleans(),
+    in_turn=st.sampled_from([0, 1, 2, 5, None]),
 )
 def test_draws_are_the_fewest_with_enough_groups_that_differ(
     groups: int,
@@ -64,7 +64,7 @@ def test_draws_are_the_fewest_with_enough_groups_that_differ(
     num_engines: int,
     teaches: Sequence[bool],
     seed: int,
-    in_turn: bool,
+    in_turn: int | None,
 ) -> None:
     wanted = Wanted.of(groups, max_refills=max_refills)
 
@@ -76,6 +76,16 @@ def test_draws_are_the_fewest_with_enough_groups_that_differ(
     assert draws == fewest(groups, groups * (1 + max_refills), differs)
 
 
+def test_who_asks_first_does_not_get_what_others_begin_with() -> None:
+    counters = LocalCounters()
+    first, second = (
+        Deal(Wanted.of(7), counters, "step", turn=(number, 2), num_in_turn=2) for number in (0, 1)
+    )
+    assert [first.next() for _ in range(4)] == [0, 2, 4, 5]
+    assert [second.next() for _ in range(4)] == [1, 3, 6, None] and second.is_over
+    assert first.next() is None and first.is_over
+
+
 @pytest.mark.parametrize("num_engines", [1, 3])
 def test_all_are_drawn_once_where_groups_are_not_compared(num_engines: int) -> None:
     got = dealt(Wanted.of(10), num_engines, lambda draw: False, seed=1)
@@ -85,7 +95,7 @@ def test_all_are_drawn_once_where_groups_are_not_compared(num_engines: int) -> N
 def test_in_turn_everybody_gets_the_same_whoever_is_fast() -> None:
     differs = [True, False, False, True, True, False, True, True, True, True].__getitem__
     wanted = Wanted.of(4, max_refills=2)
-    found = {str(dealt(wanted, 2, differs, seed=seed, in_turn=True)) for seed in range(30)}
+    found = {str(dealt(wanted, 2, differs, seed=seed, in_turn=None)) for seed in range(30)}
     assert found == {"[[0, 2, 4, 6], [1, 3, 5]]"}
     otherwise = {str(dealt(wanted, 2, differs, seed=seed)) for seed in range(30)}
     assert len(otherwise) > 1

@@ -157,6 +157,7 @@ def sampled(
     counters: Counters | None = None,
     pending: Sequence[OpenGroup] = (),
     reserved: frozenset[int] = frozenset(),
+    at_once: int = ROOM,
     **changes: Any,
 ) -> tuple[Groups, ScriptedEngine]:
     engine = ScriptedEngine(lengths(seed))
@@ -167,6 +168,7 @@ def sampled(
         deal=Deal(wanted, counters or LocalCounters(), "step"),
         rewards=rewards,  # type: ignore[arg-type]
         differs=differs if wanted.compares else None,
+        at_once=at_once,
         pending=pending,
         reserved=reserved,
     )
@@ -194,6 +196,11 @@ def test_every_response_is_rewarded_and_the_engine_is_kept_busy(seed: int) -> No
             assert group.outcomes[index]["length"].reward == number
     # A group begins as long as there is room, and goes in whole.
     assert ROOM <= engine.most_running < ROOM + SIZE
+
+
+def test_an_engine_holds_no_more_than_its_share_though_it_has_room() -> None:
+    groups, engine = sampled(Wanted.of(7), ScriptedRewards(float), at_once=SIZE)
+    assert len(groups.verdict().taken) == 7 and SIZE <= engine.most_running < 2 * SIZE
 
 
 @pytest.mark.parametrize("seed", range(5))

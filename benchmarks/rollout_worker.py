@@ -48,7 +48,8 @@ PROMPT_TOKENS = 16
 SAMPLING = Sampling(ignore_eos=True)
 TAIL = 10  # the longest response is so many times the median, which one in a hundred reaches
 SIGMA = np.log(TAIL) / 2.326
-STREAM, BLOCKS, UNSEEDED, BARE = "stream", "blocks", "blocks without seeds", "bare"
+STREAM, LONGEST = "stream", "stream, longest first"
+BLOCKS, UNSEEDED, BARE = "blocks", "blocks without seeds", "bare"
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,17 +180,26 @@ class Bench:
             for sample in range(size)
         ]
 
-    def stream(self, seed: int, reward_seconds: float = 0.0) -> dict[str, float]:
-        """As a step does it. Seconds to the last token here, and to the last reward anywhere."""
+    def stream(
+        self, seed: int, reward_seconds: float = 0.0, *, longest_first: bool = False
+    ) -> dict[str, float]:
+        """As a step does it. Seconds to the last token here, and to the last reward anywhere.
+
+        `longest_first`: as it is done where the lengths are known from an earlier step.
+        """
         prompts, started = self.prompts(seed, reward_seconds), self._begin()
+        longest = np.array(self.load.lengths(seed)).reshape(len(prompts), -1).max(axis=1)
+        order = tuple(np.argsort(-longest, kind="stable").tolist())
         groups = self.workers.sample(
             self.plan(seed),
             Wanted.of(self.load.num_prompts),
             prompts.__getitem__,
             key=f"{self._num_calls}",
+            order_of=(lambda count: order[:count]) if longest_first else None,
         )
         sampled = time.perf_counter()
-        num_tokens = sum(len(r.response_token_ids) for r in groups.sampled.rollouts.values())
+        sampled_here = [r for each in groups.open.values() for r in each.rollouts if r is not None]
+        num_tokens = sum(len(each.response_token_ids) for each in sampled_here)
         table, _ = self.workers.settle(groups, lambda seconds: None)
         return self._told(started, sampled, num_tokens, len(table))
 
@@ -292,7 +302,13 @@ def in_turns(ways: dict[str, Callable[[int], dict[str, float]]], repetitions: in
 def stream_and_blocks(checkpoint: Path, load: Load, repetitions: int) -> Found:
     bench = Bench(checkpoint, load)
     unseeded = partial(bench.blocks, seeded=False)
-    ways = {STREAM: bench.stream, BLOCKS: bench.blocks, UNSEEDED: unseeded}
+    longest_first = partial(bench.stream, longest_first=True)
+    ways = {
+        STREAM: bench.stream,
+        LONGEST: longest_first,
+        BLOCKS: bench.blocks,
+        UNSEEDED: unseeded,
+    }
     found = in_turns(ways, repetitions)
     bench.close()
     return found

@@ -137,7 +137,6 @@ def engine_settings(
     `offloaded` and `away_at_start` are kinds of `hybrid_engine.offload`."""
     length = config.max_prompt_tokens + config.max_response_tokens
     samples = math.ceil(config.num_prompts_per_step / rollout.num_tp_groups)
-    replays = config.routing_replay == R3
     speculation = parse_speculation(config.speculate)
     drafts = speculation is not None and speculation.has_drafter
     return EngineSettings(
@@ -158,9 +157,9 @@ def engine_settings(
         exports=bool(config.export_hf),
         has_canary=config.canary_interval > 0,
         drafter_layers=shape.num_mtp_layers if drafts else 0,
-        gathered_tokens=samples * config.samples_per_prompt * config.max_response_tokens,
-        routed_tokens=samples * config.samples_per_prompt * length if replays else 0,
-        routed_tokens_in_all=config.samples_per_step * length if replays else 0,
+        sampled_tokens=samples * config.samples_per_prompt * length,
+        sampled_tokens_in_all=config.samples_per_step * length,
+        replays_experts=config.routing_replay == R3,
     )
 
 

@@ -13,8 +13,9 @@ from mcore_rl.moe.routing import RoutedLayers
 from mcore_rl.planner.models import ACTOR, TrainedModel, optimizer_bytes, stage_state
 from mcore_rl.planner.phases import Bytes, Case, DeviceMemory, States, device_memory
 
-# Of a sampled token: its id and its log-prob; both are exchanged between all ranks.
+# Of a sampled token: its id and its log-prob, with which goes whether it was generated.
 SAMPLED_TOKEN_BYTES = 8
+SENT_TOKEN_BYTES = SAMPLED_TOKEN_BYTES + 1
 # Of Megatron's "fully reshardable" optimizer, while it is written: what was gathered, and what the
 # writer has taken of it; counted on CPU at 2.3 to 2.8.
 WHOLE_COPIES = 3
@@ -44,11 +45,17 @@ def memory_of(case: Case, resident_bytes: Bytes, traffic_bytes: int = 0) -> Memo
     return Memory(device.phases, device.kv_cache, _host(case, traffic_bytes, routed))
 
 
-def gathered_bytes(case: Case) -> int:
-    """What a rank has in its hands while all tell all what they have sampled: the messages of all
-    ranks, each as large as the largest."""
-    largest = case.engine.gathered_tokens * SAMPLED_TOKEN_BYTES
-    return case.rollout.world_size * largest if case.rollout.world_size > 1 else 0
+def sampled_bytes(case: Case) -> int:
+    """What a rank has in its hands of samples' tokens and log-probs while they go to those who
+    learn from them: its engine's, what it sends of these, and what it gets."""
+    engine, train = case.engine, case.train
+    # One message for each receiver: those of TP, CP and PP have the same, and of an engine's TP
+    # group each rank sends to its part of them.
+    receivers = max(1, train.world_size // train.dp_size // case.rollout.tp_size)
+    received = engine.sampled_tokens_in_all // train.dp_size * SENT_TOKEN_BYTES
+    packed = engine.sampled_tokens * SENT_TOKEN_BYTES * (1 + receivers)
+    kept = engine.sampled_tokens * SAMPLED_TOKEN_BYTES
+    return kept + max(packed + received, 2 * received)
 
 
 def routed_bytes(case: Case, kv_cache_tokens: int) -> dict[str, int]:
@@ -56,12 +63,12 @@ def routed_bytes(case: Case, kv_cache_tokens: int) -> dict[str, int]:
     vLLM keeps beside the KV cache, then what it sends and receives to train with.
     """
     experts, engine = case.shape.experts, case.engine
-    if experts is None or not engine.routed_tokens:
+    if experts is None or not engine.replays_experts:
         return {}
     train = case.train
     routed = RoutedLayers(case.shape.moe_layers, experts.topk, experts.num_experts)
     a_token = routed.bytes_a_token
-    kept = engine.routed_tokens * a_token
+    kept = engine.sampled_tokens * a_token
     # One message for each receiver, who has the same as its neighbours in TP and CP.
     receivers = max(1, train.tp_size * train.cp_size // case.rollout.tp_size)
     fullest = max(
@@ -69,7 +76,7 @@ def routed_bytes(case: Case, kv_cache_tokens: int) -> dict[str, int]:
         for stage in case.layers
     )
     of_stage = RoutedLayers(tuple(range(fullest)), experts.topk, experts.num_experts)
-    received = engine.routed_tokens_in_all // train.dp_size * of_stage.bytes_a_token
+    received = engine.sampled_tokens_in_all // train.dp_size * of_stage.bytes_a_token
     return {
         "experts of samples": kept + max(kept * (1 + receivers) + received, 2 * received),
         "experts in vLLM": kv_cache_tokens
@@ -141,7 +148,7 @@ def _host_of_rank(
             # Of a drafter that is not trained.
             carried = 0 if model.training.mtp_layers else case.drafter_bytes
             found["drafter's weights"] = carried
-            found["samples from all ranks"] = gathered_bytes(case)
+            found["samples"] = sampled_bytes(case)
             found.update(routed)
             found["file being exported"] = _exported_file_bytes(case) if engine.exports else 0
         # Through host memory, one model after the other: this rank's share of the larger one.

@@ -112,11 +112,10 @@ class EngineSettings:
     exports: bool = False  # --rl-export-hf
     has_canary: bool = False
     drafter_layers: int = 0  # MTP layers that draft for it
-    gathered_tokens: int = 0  # of a step's samples, those of the rank that generates most
-    # With --rl-routing-replay r3, of a step's samples, prompts included: those of the TP group that
-    # generates most, and all of them.
-    routed_tokens: int = 0
-    routed_tokens_in_all: int = 0
+    # Of a step's samples, prompts included: those of the TP group that generates most, and all.
+    sampled_tokens: int = 0
+    sampled_tokens_in_all: int = 0
+    replays_experts: bool = False  # --rl-routing-replay r3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

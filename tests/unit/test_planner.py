@@ -5,14 +5,13 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-import pickle
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 
-from mcore_rl.batching.types import Prompt, Rollout
+from mcore_rl.batching.moves import Moves, Shares
 from mcore_rl.hybrid_engine.plan.moves import make_plan
 from mcore_rl.hybrid_engine.plan.placement import Placement, with_rank_map
 from mcore_rl.hybrid_engine.plan.trees import KnownGroups
@@ -27,7 +26,7 @@ from mcore_rl.planner.activations import (
 from mcore_rl.planner.advice import HOST
 from mcore_rl.planner.communicators import communicators_of
 from mcore_rl.planner.links import neighbourhoods, traffic_of
-from mcore_rl.planner.memory import EXPORTED_FILE_BYTES, gathered_bytes, routed_bytes
+from mcore_rl.planner.memory import EXPORTED_FILE_BYTES, routed_bytes, sampled_bytes
 from mcore_rl.planner.models import stage_state
 from mcore_rl.planner.parameters import (
     kv_bytes_per_token,
@@ -448,27 +447,29 @@ def test_communicators_are_counted_by_groups_of_more_than_one_rank() -> None:
     assert {phase.parts[NCCL] for phase in memory.phases} == {9 * 100 * MB}
 
 
-def test_samples_of_all_ranks_are_in_host_memory_at_one_time() -> None:
-    """Against messages as they are exchanged: rollouts of full length, pickled."""
-    tokens, samples, world = 512, 16, 8
-    rollouts = [
-        Rollout(
-            prompt=Prompt(index=0, token_ids=np.zeros(1, np.int32), answer="", text=""),
-            sample_index=number,
-            text="",
-            response_token_ids=np.arange(tokens, dtype=np.int32),
-            rollout_log_probs=np.zeros(tokens, dtype=np.float32),
-            finish_reason="length",
-            weight_version=1,
+def test_samples_are_counted_as_they_are_kept_and_sent() -> None:
+    """Against what each rank of four engines sends and gets, all samples being of one length."""
+    tokens, samples, world = 512, 16, 8  # of a TP group
+    train, rollout = TrainLayout(world, tp_size=2, pp_size=2), RolloutLayout(world, 2, False)
+    case = case_of(
+        "llama-3.1-8b",
+        train,
+        rollout,
+        sampled_tokens=samples * tokens,
+        sampled_tokens_in_all=4 * samples * tokens,
+    )
+    engines = tuple(tuple(range(first, first + 2)) for first in range(0, world, 2))
+    sampled = Shares(tuple(np.split(np.arange(4 * samples), 4)), engines)
+    wanted = Shares(tuple(np.split(np.arange(4 * samples), 2)), train.dp_ranks())
+    for rank in range(world):
+        moves = Moves.of(rank, 4 * samples, sampled, wanted)
+        sent, received = (
+            9 * tokens * sum(map(len, of.values())) for of in (moves.outgoing, moves.incoming)
         )
-        for number in range(samples)
-    ]
-    message = len(pickle.dumps(rollouts))
-    train, rollout = TrainLayout(world, tp_size=4, pp_size=2), RolloutLayout(world, 4, False)
-    case = case_of("llama-3.1-8b", train, rollout, gathered_tokens=samples * tokens)
-    planned = gathered_bytes(case)
-    assert planned <= world * message <= 1.2 * planned  # names and shapes of every sample
-    assert plan_case(case).memory.host_bytes["samples from all ranks"] == 8 * planned
+        # Packed once for all receivers, which get copies.
+        expected = (8 + 9) * samples * tokens + sent + received
+        assert expected == sampled_bytes(case)
+    assert plan_case(case).memory.host_bytes["samples"] == 8 * sampled_bytes(case)
 
 
 def test_experts_of_samples_are_counted_as_they_are_kept_and_sent() -> None:
@@ -477,7 +478,12 @@ def test_experts_of_samples_are_counted_as_they_are_kept_and_sent() -> None:
     rollout = RolloutLayout(256, 8, True, 4, all2all_backend="flashinfer_nvlink_two_sided")
     tokens = 64 * 8192  # of a TP group; there are 32
     case = case_of(
-        "deepseek-v3", train, rollout, routed_tokens=tokens, routed_tokens_in_all=32 * tokens
+        "deepseek-v3",
+        train,
+        rollout,
+        sampled_tokens=tokens,
+        sampled_tokens_in_all=32 * tokens,
+        replays_experts=True,
     )
     planned = routed_bytes(case, kv_cache_tokens=1000)
     routes = Routes(np.zeros((1, 58, 8), dtype=np.uint8), np.ones(1, dtype=np.bool_))

@@ -91,6 +91,9 @@ def streamed(checkpoint: str, dtype: str, tp_size: int) -> dict[str, Any]:
             kv_cache_bytes=1 << 26,
         )
     )
+    from vllm import logprobs  # not before the engine has said how
+
+    logprobs.Logprob = None  # an object for every token would cost more than all else of a step
     found: dict[str, Any] = {}
     some = requests(Sampling())
     for name, order, at_once, more in (

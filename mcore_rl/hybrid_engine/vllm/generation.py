@@ -107,6 +107,7 @@ class Generation:
                 max_tokens=request.max_tokens,
                 ignore_eos=sampling.ignore_eos,
                 logprobs=0,  # of the sampled token only
+                flat_logprobs=True,  # lists of numbers, in place of two objects for every token
                 detokenize=False,  # vLLM's, token by token, keeps back unfinished characters
                 output_kind=RequestOutputKind.FINAL_ONLY,
             ),
@@ -150,7 +151,9 @@ class Generation:
                 "or its length"
             )
         tokens = found.token_ids
-        log_probs = [entry[t].logprob for t, entry in zip(tokens, found.logprobs, strict=True)]
+        log_probs = found.logprobs.logprobs  # of each position that of what was sampled, no other
+        if found.logprobs.token_ids != list(tokens):
+            raise RuntimeError(f"request {request.number}: log-probs of other tokens than sampled")
         routes, failure = None, None
         if request.with_routes and self._routed is not None:
             num_computed = len(request.token_ids) + len(tokens) - 1

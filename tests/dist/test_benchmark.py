@@ -46,3 +46,28 @@ def test_quick_benchmark_runs_all_paths_to_the_same_bits(tmp_path: Path) -> None
     page = files[1].read_text()
     assert str(tmp_path) not in page
     assert "| ours |" in page
+
+
+@pytest.mark.slow
+def test_what_a_rank_gets_of_samples_does_not_grow_with_the_ranks() -> None:
+    """`benchmarks/data_plane.py --quick`; bytes are counted, and the same on every machine."""
+    done = subprocess.run(
+        [
+            *(sys.executable, "benchmarks/data_plane.py", "--quick"),
+            *("--world-sizes", "64", "256", "--gloo-megabytes", "1"),
+        ],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
+    cells = [line.strip("| ").split(" | ") for line in done.stdout.splitlines() if "MB" in line]
+    rows = {title: [float(cell.replace(",", "")) for cell in of] for title, *of in cells[:7]}
+    samples = rows.pop("all tokens, with log-probs, MB (computed)")
+    assert samples[1] > 3.9 * samples[0]
+    for name, (small, large) in rows.items():
+        if name.startswith("tokens and log-probs"):
+            # Of one DP rank's share what its own engine has not sampled: more, the more engines.
+            assert 0.7 * samples[0] < small < 1.3 * samples[0], name
+            assert 0.7 * small < large < 1.3 * small, name

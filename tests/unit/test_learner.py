@@ -453,9 +453,10 @@ def test_values_travel_between_two_orders_of_the_samples(monkeypatch: pytest.Mon
     assert torch.equal(values, own.actor.token_ids.float())
     learnt = NotedUpdates()
     served.model.update = learnt.update
-    returns = own.actor.token_ids.float()
+    returns = own.actor.token_ids.double()  # as an estimator of a user's may make them
     actor = dataclasses.replace(own.actor, returns=returns)
     stats = learner.critic.begin_update(dataclasses.replace(own, actor=actor))()
+    assert learnt[0].returns.dtype == torch.float32
     assert torch.equal(learnt[0].returns, backwards.token_ids.float())
     assert torch.equal(learnt[0].values, backwards.token_ids.float())
     assert [each.sums.stacked().tolist() for each in stats] == [list(range(8))]

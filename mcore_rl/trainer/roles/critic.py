@@ -373,7 +373,7 @@ class StepCritic:
         updates did."""
         assert batch.actor.returns is not None and self._first is not None
         division = batch.division
-        returns = batch.actor.returns.numpy()
+        returns = batch.actor.returns.float().numpy()
         finish = self.role.begin(
             "update", returns=Parcel(division.lengths, division.first, self._first, returns)
         )

@@ -621,6 +621,31 @@ def test_without_answers_a_reward_must_only_give_a_value(
     assert _Server.requests == 1
 
 
+def test_an_environment_is_started_with_a_few_prompts(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(
+        "from mcore_rl.api.environment import Environment\n"
+        "class Picky(Environment, name='picky'):\n"
+        "    def start(self, prompt):\n"
+        "        assert prompt.answer == '5', 'another answer'\n"
+        "    def step(self, response):\n"
+        "        return '', 0, True\n"
+    )
+    few = prompts(("2+3=", "5"), ("4+5=", "9"))
+    imported = (str(tmp_path / "mine.py"),)
+    config = config_of(tmp_path, reward=None, environment="picky", import_=imported)
+    (good,) = check_reward(config, few[:1], None)
+    assert (good.level, good.found) == ("green", "environment picky starts with 1 prompt(s)")
+    (bad,) = check_reward(config, few, None)
+    assert bad.level == "red" and bad.found == (
+        "environment picky cannot start with 1 of 2 prompts: raised AssertionError: another answer"
+    )
+    config = config_of(tmp_path, reward=None, environment="pickey", import_=imported)
+    (unknown,) = check_reward(config, few, None)
+    assert unknown.level == "red" and "is not an environment (did you mean picky?)" in unknown.found
+    (sandbox,) = check_reward(config_of(tmp_path, reward="python_sandbox"), few, None)
+    assert (sandbox.level, sandbox.found) == ("green", "python_sandbox runs")
+
+
 def test_a_trial_leaves_no_process(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(
         REWARDS.replace("return 0.5", "import os; return os.getpid()")

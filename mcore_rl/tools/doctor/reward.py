@@ -14,6 +14,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -21,13 +22,16 @@ from urllib.parse import urlsplit
 
 from mcore_rl.batching.types import Prompt
 from mcore_rl.common.errors import UsageError
+from mcore_rl.environments.pool import EnvironmentPool
+from mcore_rl.environments.wire import Failed
 from mcore_rl.flags.options import RLConfig
 from mcore_rl.job.value_models import Folder
 from mcore_rl.patches.torch.loopback_stores import is_loopback
-from mcore_rl.rewards.functions import SERVED_REWARDS
+from mcore_rl.rewards.functions import PYTHON_SANDBOX, SERVED_REWARDS
+from mcore_rl.rewards.sandbox import check_sandbox
 from mcore_rl.rewards.specs import RewardSpec
 from mcore_rl.tools.doctor.finding import REWARD, Finding, green, red, refusal, yellow
-from mcore_rl.trainer.inputs import reward_spec
+from mcore_rl.trainer.inputs import environment_spec, reward_spec
 
 # Built-in rewards that compare with the answer: it must get more than anything else.
 _EXACT = ("exact_match", "arithmetic", "gsm8k")
@@ -58,6 +62,7 @@ def check_reward(
     if model is not None:
         what = f"model: {model.checkpoint.folder}, {model.shape.architecture} with a score head"
         findings.append(green(REWARD, what))
+    findings += _environment(config, prompts)
     if not spec.functions and not spec.servers:
         return findings
     if not prompts:
@@ -100,6 +105,37 @@ def _tried(spec: RewardSpec, prompts: Sequence[Prompt]) -> list[Finding]:
     return findings
 
 
+def _environment(config: RLConfig, prompts: Sequence[Prompt]) -> list[Finding]:
+    """Whether that of the flags starts with a few prompts, in processes of its own."""
+    if config.environment is None:
+        return []
+    try:
+        spec = environment_spec(config)
+        assert spec is not None
+        with EnvironmentPool.of(spec) as pool:
+            pool.check()  # of --rl-import too, whose files are not run here
+            if spec.name == PYTHON_SANDBOX:
+                check_sandbox(f"--rl-environment {spec.name}")
+            tickets = {pool.start(prompt, 0) for prompt in prompts}
+            until = time.monotonic() + _MOST_SECONDS
+            failed: list[Failed] = []
+            while tickets and pool.wait(max(0.0, until - time.monotonic())):
+                for ticket, event in pool.finished():
+                    tickets.discard(ticket)
+                    failed += [event] if isinstance(event, Failed) else []
+    except UsageError as error:
+        return [refusal(REWARD, error)]
+    except RuntimeError as error:  # its processes die at once
+        return [red(REWARD, str(error), "correct what it imports")]
+    if failed:
+        what = f"environment {spec.name} cannot start with {len(failed)} of {len(prompts)} prompts"
+        return [red(REWARD, f"{what}: {failed[0].failure}", "correct it, or the prompts")]
+    if tickets:
+        what = f"environment {spec.name} has not started within {_MOST_SECONDS:g} s"
+        return [yellow(REWARD, what, "make sure that it needs no longer than its timeout")]
+    return [green(REWARD, f"environment {spec.name} starts with {len(prompts)} prompt(s)")]
+
+
 def _judged(
     name: str, outcomes: Sequence[Sequence[Any]], timeout_seconds: float, *, has_answers: bool
 ) -> Finding:
@@ -125,6 +161,8 @@ def _judged(
         return green(REWARD, f"{name} gives {_shown(rewards)} where prompts have no answer")
     right, wrong = rewards[::2], rewards[1::2]
     what = f"{name} gives {_shown(right)} to the prompts' own answers and {_shown(wrong)} to others"
+    if name == PYTHON_SANDBOX:  # its answers are tests, and no code
+        return green(REWARD, f"{name} runs")
     if all(r > w for r, w in zip(right, wrong, strict=True)):
         return green(REWARD, what)
     if name in _EXACT:

@@ -74,7 +74,7 @@ class NonsenseError(ValueError):
 
 def framed(fields: Mapping[str, Any]) -> bytes:
     """A message as it travels."""
-    text = json.dumps(fields, allow_nan=False).encode()
+    text = json.dumps(fields).encode()
     return len(text).to_bytes(LENGTH_BYTES, "big") + text
 
 

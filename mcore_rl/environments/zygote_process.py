@@ -184,7 +184,8 @@ class ZygoteProcess:
             if connection is not None:
                 connection.close()
         self._out.clear()
-        self.control.close()  # by which it ends
+        self.control.close()  # by which it ends, unless a fork of this process has it, too
+        self._process.terminate()
         until = time.monotonic() + (_END_SECONDS if self._is_ready else 0.0)
         while self._process.exitcode is None and time.monotonic() < until:
             time.sleep(0.005)

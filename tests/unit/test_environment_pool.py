@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import signal
-import socket
 import subprocess
 import sys
 import textwrap
@@ -91,7 +91,7 @@ class World(Environment):
         return "observation", 0, False
 
     def close(self):
-        if self.prompt.answer.startswith("/"):
+        if str(self.prompt.answer).startswith("/"):
             open(self.prompt.answer, "w").close()
 
     def hang(self):
@@ -99,6 +99,8 @@ class World(Environment):
             pass
     def hang_in_c(self):
         signal.pthread_sigmask(signal.SIG_BLOCK, list(signal.Signals))
+        re.match("(a+)+b", "a" * 100)
+    def match(self):
         re.match("(a+)+b", "a" * 100)
     def take_the_signal(self):
         signal.signal(signal.SIGALRM, signal.SIG_IGN)
@@ -192,7 +194,8 @@ DEEDS = [name.replace("_", " ") for name, value in vars(World).items() if callab
 DEEDS = [deed for deed in DEEDS if deed not in ("start", "step", "close")]
 """
 
-HANGING = ("hang", "hang in c", "take the signal", "stop", "sleep", "close and hang")
+HANGING = ("hang", "match", "sleep")  # which the process's own timer ends
+HANGING_ON = ("hang in c", "take the signal", "stop", "close and hang")  # which it does not
 FAILURES = {
     "leave": "ended its process: exit code 7",
     "leave well": "ended its process: exit code 0",
@@ -229,7 +232,6 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         patch.syspath_prepend(folder)
         patch.setenv("PYTHONPATH", str(folder), prepend=os.pathsep)
         patch.setenv("HF_TOKEN", "hush")
-        patch.setattr(pool_module, "_MARGIN_SECONDS", 3.0)
         yield "a_world:World"
 
 
@@ -304,6 +306,16 @@ def test_an_episode_from_its_start_to_its_end(pool, tmp_path):
     with pytest.raises(RuntimeError, match=f"environment {ticket} is not waiting for a turn"):
         pool.step(ticket, turn("else"))
     until(closed.exists)
+
+
+@pytest.mark.parametrize("answer", ["x" * (4 << 20), [math.inf, {"a": None}]])
+def test_a_prompt_may_be_larger_than_a_socket_and_hold_any_number(answer, pool):
+    ticket = pool.start(prompt(answer=answer), 0)
+    assert events_of(pool, [ticket]) == {ticket: Started(None)}
+    seen = ["question", answer, {"a": 1}, 1, (3, 4), "stop"]
+    if isinstance(answer, list):
+        found = asked(pool, ticket, "tell").observation
+        assert found == repr(seen)
 
 
 def test_what_start_returns_is_read_first(pool):
@@ -394,19 +406,20 @@ def test_what_an_environment_does_wrong_costs_its_own_sample(pool, caplog):
     pool.end(good)
 
 
-def test_what_hangs_costs_its_own_sample(world):
+@pytest.mark.parametrize(("deeds", "margin"), [(HANGING, 3 * PATIENT_SECONDS), (HANGING_ON, 3.0)])
+def test_what_hangs_costs_its_own_sample(deeds, margin, world, monkeypatch):
+    """Ended by a timer of the kernel's, or, later, by the trainer."""
+    monkeypatch.setattr(pool_module, "_MARGIN_SECONDS", margin)
     with EnvironmentPool(world, timeout_seconds=5) as pool:
         good = started(pool, 5)
-        bad = dict(zip(started(pool, len(HANGING)), HANGING, strict=True))
-        bad[pool.start(prompt("sleep"), 0)] = "sleep"
+        bad = dict(zip(started(pool, len(deeds)), deeds, strict=True))
+        bad[pool.start(prompt(deeds[-1]), 0)] = deeds[-1]
         for ticket, deed in list(bad.items())[:-1]:
             pool.step(ticket, turn(deed))
         found = events_of(pool, bad)
         failed = Failed("timed out", "no answer within 5 s")
-        assert {deed: found[ticket] for ticket, deed in bad.items()} == dict.fromkeys(
-            HANGING, failed
-        )
-        assert pool.failure_counts == {"timed out": len(HANGING) + 1}
+        assert {deed: found[ticket] for ticket, deed in bad.items()} == dict.fromkeys(deeds, failed)
+        assert pool.failure_counts == {"timed out": len(deeds) + 1}
         assert {asked(pool, each, "else") for each in good} == {Stepped("observation", 0.0, False)}
         assert pool.num_open == len(good)
 
@@ -710,11 +723,3 @@ def test_a_name_of_ones_own_belongs_to_one_class(tmp_path, monkeypatch):
             type("Other", (Environment,), {}, name=name)
     with pytest.raises(ValueError, match="cannot be called 'a b'"):
         type("Other", (Environment,), {}, name="a b")
-
-
-def test_a_socket_that_is_full_does_not_block(pool):
-    """A prompt of more than a socket holds, to a process that is busy with something else."""
-    ticket = pool.start(prompt(answer="x" * (4 << 20)), 0)
-    assert events_of(pool, [ticket]) == {ticket: Started(None)}
-    assert socket.socketpair()  # descriptors are left
-    pool.end([ticket])

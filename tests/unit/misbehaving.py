@@ -1,0 +1,34 @@
+"""An environment that does what its row says; made in processes of its own by tests."""
+
+from __future__ import annotations
+
+import os
+import time
+
+from mcore_rl.environments.interface import (
+    Environment,
+    EnvironmentPrompt,
+    Response,
+    StepResult,
+)
+
+
+class Misbehaving(Environment):
+    """Three turns where it is good."""
+
+    def start(self, prompt: EnvironmentPrompt) -> None:
+        self.how = prompt.row["how"]
+
+    def step(self, response: Response) -> StepResult:
+        if self.how == "hangs":
+            time.sleep(3600)
+        if self.how == "dies":
+            os._exit(3)
+        if self.how == "floods":
+            return StepResult("x" * (8 << 20))
+        if self.how == "nonsense":
+            return None  # type: ignore[return-value]
+        if self.how == "raises":
+            raise KeyError("nothing there")
+        paid = {1: 0.25, 2: 0.5, 3: 1.0}[response.turn]
+        return StepResult(f"sum {response.turn}", paid, done=response.turn == 3)

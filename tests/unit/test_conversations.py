@@ -1,0 +1,186 @@
+"""Samples of several turns: a scripted engine, and environments in real processes."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+from mcore_rl.batching.table import SampleTokens
+from mcore_rl.batching.types import Prompt, Rollout, ScoredRollout
+from mcore_rl.environments.conversation import ConversationTokens
+from mcore_rl.environments.interface import EnvironmentSpec
+from mcore_rl.hybrid_engine.vllm.generation import Sampling
+from mcore_rl.rewards.worker import Outcome
+from mcore_rl.rollout.conversations import Conversations, turns_of
+from mcore_rl.rollout.dealing import Deal, LocalCounters, Wanted
+from mcore_rl.rollout.groups import GroupPlan, Groups
+from mcore_rl.rollout.segments import OpenGroup
+from mcore_rl.rollout.stream import run_stream
+from tests.unit.test_groups import ScriptedEngine
+
+SIZE, ROOM, MAX_TOKENS, TURN = 2, 6, 30, 3
+BEHAVIOURS = ("good", "good", "hangs", "good", "dies", "floods", "nonsense", "raises", "good")
+
+
+class TurnEngine(ScriptedEngine):
+    """Every turn has three tokens, the third of which ends it; a token says how many are before."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda number: -1)
+
+    def step(self) -> list[Any]:
+        ends = {n: len(request.token_ids) - 1 + TURN for n, (request, _) in self.running.items()}
+        self._length_of = ends.__getitem__
+        return super().step()
+
+    def text_of(self, token_ids: np.ndarray) -> str:
+        return " ".join(map(str, token_ids.tolist()))
+
+
+class Words:
+    """A tokenizer for which no text is what its ids were decoded from."""
+
+    chat_template = None
+
+    def __call__(self, text: str, add_special_tokens: bool = True) -> dict[str, list[int]]:
+        return {"input_ids": [9000 + len(word) for word in text.split()]}
+
+
+class NoRewards:
+    """Has no reward of its own: each response comes back at once."""
+
+    names = ("environment",)
+
+    def __init__(self) -> None:
+        self._open: list[int] = []
+        self.begun: list[Rollout] = []
+
+    def begin(self, rollout: Rollout) -> int:
+        self.begun.append(rollout)
+        self._open.append(len(self.begun) - 1)
+        return self._open[-1]
+
+    def finished(self) -> list[tuple[int, dict[str, Outcome]]]:
+        found, self._open = self._open, []
+        return [(ticket, {}) for ticket in found]
+
+    def wait(self) -> None:
+        pass
+
+
+def prompt_of(draw: int) -> Prompt:
+    row = f'{{"how": "{BEHAVIOURS[draw]}"}}'
+    return Prompt(draw, "add", "", np.array([draw], np.int32), row)
+
+
+@pytest.fixture(scope="module")
+def conversed() -> Iterator[tuple[list[OpenGroup], NoRewards, TurnEngine]]:
+    spec = EnvironmentSpec(
+        "tests.unit.misbehaving:Misbehaving", timeout_seconds=10.0, memory_gib=1.0, max_turns=4
+    )
+    tokens = ConversationTokens(Words(), use_chat_template=False, ends=(), vocabulary=10_000)
+    conversations = Conversations(spec, tokens, max_prompt_tokens=8, max_tokens=MAX_TOKENS)
+    engine, rewards = TurnEngine(), NoRewards()
+    plan = GroupPlan(SIZE, Sampling(), MAX_TOKENS, 5, 0, 1, converses=True, max_turn_tokens=None)
+    groups = Groups(
+        engine,  # type: ignore[arg-type]
+        plan,
+        prompt_of,
+        deal=Deal(Wanted.of(len(BEHAVIOURS)), LocalCounters(), "step"),
+        rewards=rewards,  # type: ignore[arg-type]
+        differs=None,
+        at_once=ROOM,
+        conversations=conversations,
+    )
+    run_stream(engine, groups)  # type: ignore[arg-type]
+    groups.wait()
+    assert groups.error is None
+    taken, _ = groups.parted(groups.verdict())
+    yield taken, rewards, engine
+    conversations.close()
+
+
+Conversed = tuple[list[OpenGroup], NoRewards, TurnEngine]
+
+
+def of_kind(groups: list[OpenGroup], kind: str) -> list[tuple[Rollout, Outcome]]:
+    return [
+        (rollout, group.outcomes[index]["environment"])
+        for group in groups
+        for index, rollout in enumerate(group.rollouts)
+        if rollout is not None and BEHAVIOURS[group.draw] == kind
+    ]
+
+
+def test_each_turn_is_followed_by_what_the_environment_says(conversed: Conversed) -> None:
+    groups, _, _ = conversed
+    for rollout, outcome in of_kind(groups, "good"):
+        # Three turns of three tokens, and behind the first two an observation of two.
+        assert rollout.is_generated is not None
+        assert "".join("x" if each else "o" for each in rollout.is_generated) == "xxxooxxxooxxx"
+        observed = rollout.response_token_ids[~rollout.is_generated].tolist()
+        assert observed == [9003, 9001, 9003, 9001]  # "sum 1", "sum 2"
+        assert outcome == Outcome(0.25 + 0.5 + 1.0)
+        assert [(turn.end, turn.reward) for turn in rollout.turn_rewards] == [
+            (3, 0.25),
+            (8, 0.5),
+            (13, 1.0),
+        ]
+        assert rollout.finish_reason == "stop" and rollout.failure is None
+        assert rollout.text == "\n".join(
+            " ".join(map(str, turn.tolist())) for turn in turns_of(rollout)
+        )
+
+
+def test_what_was_generated_goes_back_to_the_engine_as_it_was(conversed: Conversed) -> None:
+    """Though the tokenizer would make other ids of its text."""
+    groups, _, engine = conversed
+    (rollout, _), *_ = of_kind(groups, "good")
+    draw = rollout.prompt.index
+    number = draw * SIZE + rollout.sample_index
+    whole = [*rollout.prompt.token_ids, *rollout.response_token_ids]
+    asked = [each for each in engine.submitted if each.number == number]
+    assert [len(each.token_ids) for each in asked] == [1, 6, 11]
+    for each in asked:
+        assert each.token_ids.tolist() == whole[: len(each.token_ids)]
+        assert each.max_tokens == MAX_TOKENS + 1 - len(each.token_ids)
+    assert len({each.seed for each in asked}) == 3
+
+
+def test_rewards_of_turns_stand_at_their_last_tokens(conversed: Conversed) -> None:
+    (rollout, _), *_ = of_kind(conversed[0], "good")
+    tokens = SampleTokens.of(ScoredRollout(rollout, 1.75))
+    assert tokens.turn_rewards is not None
+    places = np.flatnonzero(tokens.turn_rewards).tolist()
+    assert places == [3, 8, 13] and tokens.turn_rewards[places].tolist() == [0.25, 0.5, 1.0]
+    assert tokens.is_generated[places].all()
+
+
+@pytest.mark.parametrize(
+    ("kind", "reason"),
+    [
+        ("hangs", "timed out"),
+        ("dies", "ended"),
+        ("floods", "answered too much"),
+        ("nonsense", "returned"),
+        ("raises", "raised KeyError"),
+    ],
+)
+def test_an_environment_that_misbehaves_costs_its_sample(
+    conversed: Conversed, kind: str, reason: str
+) -> None:
+    for rollout, outcome in of_kind(conversed[0], kind):
+        assert outcome.failure is not None and reason in outcome.failure
+        assert rollout.failure == outcome.failure
+        assert len(rollout.response_token_ids) == TURN  # what was said before it
+
+
+def test_every_sample_is_rewarded_once(conversed: Conversed) -> None:
+    groups, rewards, _ = conversed
+    counts = Counter((each.prompt.index, each.sample_index) for each in rewards.begun)
+    assert len(counts) == len(BEHAVIOURS) * SIZE and set(counts.values()) == {1}
+    assert all(len(group.outcomes) == SIZE for group in groups)

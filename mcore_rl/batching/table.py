@@ -33,6 +33,7 @@ class SampleTable:
     prompts: np.ndarray  # int64, `Prompt.index`
     prompt_lengths: np.ndarray  # int64, tokens
     response_lengths: np.ndarray  # int64, tokens
+    generated_lengths: np.ndarray  # int64, of these the tokens that the model generated
     is_cut: np.ndarray  # bool, ended by its length
     rewards: np.ndarray  # float64, without a meaning where there is none
     has_reward: np.ndarray  # bool
@@ -90,6 +91,7 @@ class SampleTable:
             prompts=integers(indices),
             prompt_lengths=integers([len(rollout.prompt.token_ids) for rollout in rollouts]),
             response_lengths=integers([len(rollout.response_token_ids) for rollout in rollouts]),
+            generated_lengths=integers([rollout.num_generated for rollout in rollouts]),
             is_cut=truths([rollout.finish_reason == "length" for rollout in rollouts]),
             rewards=numbers_of([sample.reward for sample in scored]),
             has_reward=truths([sample.failure is None for sample in scored]),
@@ -126,6 +128,7 @@ class SampleTable:
             prompts=nothing,
             prompt_lengths=prompt_lengths,
             response_lengths=response_lengths,
+            generated_lengths=response_lengths,
             is_cut=no,
             rewards=np.zeros(count),
             has_reward=valid,

@@ -79,6 +79,13 @@ class Rollout:
     turn_rewards: tuple[TurnReward, ...] = ()
 
     @property
+    def num_generated(self) -> int:
+        """Tokens of the response that the model generated."""
+        if self.is_generated is None:
+            return len(self.response_token_ids)
+        return int(self.is_generated.sum())
+
+    @property
     def oldest_version(self) -> int:
         """The oldest weights that a token of it was sampled with."""
         if self.weight_versions is None or not len(self.weight_versions):

@@ -241,7 +241,7 @@ class Learner:
         return AdvantageInputs(
             scores=scores,
             group_ids=self._group_ids(table),
-            response_lengths=table.response_lengths,
+            response_lengths=table.generated_lengths,
             rows=rows,
             token_rewards=token_rewards,
             loss_mask=samples.loss_mask,

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from tests.conftest import load_script
 from tests.e2e.recipe import task_flags
 from tests.e2e.test_training import metrics_of
 from tests.rank_pool import RankPool
@@ -112,3 +113,26 @@ def test_recipe_learns(
         assert sum(m["rollout/draft_acceptance"] > 0 for m in metrics[:-1]) >= 6
         assert all(m["moe/replayed_share"] == 1.0 for m in metrics[:-1])
         assert max(m["kl/rollout_actor"] for m in metrics[:-1]) < 0.01
+
+
+def test_a_task_of_two_turns_is_learnt(
+    warmed_checkpoint: Path, ranks: RankPool, tmp_path: Path
+) -> None:
+    """What is asked for is in the calculator's memory, and no first turn can know it. Twice as many
+    steps bring the accuracy from 0.01 to 0.9 and more."""
+    load_script("calculator_task").write_prompts(tmp_path / "task", 0)
+    flags = (
+        *("--rl-prompts", str(tmp_path / "task" / "train.jsonl")),
+        *("--rl-eval-prompts", str(tmp_path / "task" / "heldout.jsonl")),
+        *("--rl-environment", "calculator", "--rl-reward", "environment", "--rl-max-turns", "4"),
+        *("--rl-max-response-tokens", "24"),
+        *("--rl-oversample", "1.5"),  # what is dropped in the middle of a call is dropped there
+    )
+    metrics = run(warmed_checkpoint, tmp_path / "run", ranks, 16, *flags)
+    steps = metrics[:-1]
+    assert sum(m["reward/mean"] for m in steps[-4:]) > 2 * sum(m["reward/mean"] for m in steps[:4])
+    assert not any(m["reward/failures"] or m["rollout/failures"] for m in steps)
+    assert all(m["rollout/dropped_groups"] == 8 for m in steps)
+    rollouts = (tmp_path / "run" / "rollouts.jsonl").read_text().splitlines()
+    turns = [json.loads(line)["response"].count("\n") + 1 for line in rollouts]
+    assert max(turns) > 1

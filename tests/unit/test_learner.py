@@ -24,7 +24,15 @@ from mcore_rl.algorithms.value_loss import ValueLossSums
 from mcore_rl.batching.rows import MicroBatching
 from mcore_rl.batching.table import SampleTable
 from mcore_rl.batching.train_batches import take
-from mcore_rl.batching.types import Baseline, Prompt, Rollout, ScoredRollout, StepBatch, TrainBatch
+from mcore_rl.batching.types import (
+    Baseline,
+    Prompt,
+    Rollout,
+    ScoredRollout,
+    StepBatch,
+    TrainBatch,
+    TurnReward,
+)
 from mcore_rl.flags.options import RLConfig
 from mcore_rl.megatron import adapter as megatron_adapter
 from mcore_rl.megatron.optimizer import UpdateResult
@@ -229,6 +237,56 @@ def test_outcome_comes_with_the_last_token_that_was_generated():
     assert inputs.response_lengths.tolist() == [4, 2, 0, 3]
     assert inputs.baselines.tolist() == [0.5] * 4
     assert inputs.values is None
+
+
+def of_two_turns() -> list[ScoredRollout]:
+    """The first sample's second token is an observation; its turns were paid 0.75 and 0.25."""
+    samples = scored()
+    rollout = dataclasses.replace(
+        samples[0].rollout,
+        is_generated=np.array([True, False, True, True]),
+        turn_rewards=(TurnReward(1, 0.75), TurnReward(4, 0.25)),
+    )
+    return [dataclasses.replace(samples[0], rollout=rollout, reward=1.5), *samples[1:]]
+
+
+def test_what_a_turn_was_paid_comes_with_its_end_and_the_rest_with_the_last():
+    learner, _ = learner_of()
+    learner._turn_weight = 2.0  # 2 x (0.75 + 0.25), and -0.5 of another reward
+    inputs = inputs_of(learner, of_two_turns())
+    rewards, mask = of_samples(inputs.token_rewards), of_samples(inputs.loss_mask)
+    assert rewards[0] == [0, 0, 1.5, 0, 0, 0.0, 0]
+    assert mask[0] == [False, False, True, False, True, True, False]
+    assert inputs.scores[0] == 1.5 and sum(rewards[0]) == 1.5
+    assert inputs.response_lengths.tolist() == [3, 2, 0, 3]
+    assert rewards[1:] == of_samples(inputs_of(learner, scored()).token_rewards)[1:]
+
+
+@pytest.mark.parametrize("algorithm", ["grpo", "ppo", "reinforce_pp"])
+def test_advantages_on_observations_change_no_gradient(algorithm: str):
+    learner, _ = learner_of(algorithm=algorithm)
+    batch = evaluated(learner, of_two_turns()).actor
+    assert batch.advantages is not None and batch.old_log_probs is not None
+    observed = torch.tensor([0, 0, 0, 1, 0, 0, 1]).bool().nonzero().ravel()  # and what ends it
+    noise = batch.advantages.clone()
+    noise[observed] += torch.tensor([17.0, -4.0])
+    gradients = []
+    for advantages in (batch.advantages, noise):
+        log_probs = batch.old_log_probs.clone().requires_grad_()
+        out = policy_loss_total(
+            log_probs,
+            torch.zeros_like(log_probs),
+            old_log_probs=batch.old_log_probs,
+            advantages=advantages,
+            loss_mask=batch.loss_mask,
+            lengths=batch.lengths,
+            denominators=Denominators(9.0, 3.0),
+            config=learner.recipe.policy_loss_config(MAX_RESPONSE_TOKENS),
+        )
+        out.loss.backward()
+        gradients.append(log_probs.grad)
+    assert torch.equal(*gradients) and gradients[0].count_nonzero() > 0
+    assert not gradients[0][observed].any()
 
 
 def test_baselines_are_missing_unless_all_samples_have_one():

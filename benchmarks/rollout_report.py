@@ -11,6 +11,7 @@ BEGIN, END = "<!-- rollout: begin -->", "<!-- rollout: end -->"
 
 BEFORE = "blocks"
 LONG_TAIL_RATIO = 1.25
+PARTIAL_RATIO = 1.6
 HIDDEN_SHARE = 0.9
 SHORT_RATIO = 0.98  # "no slower", by what two runs of the same differ
 OVERHEAD_SHARE = 0.03
@@ -30,6 +31,14 @@ def of_long_tail(found: Found) -> list[Verdict]:
             target = f"long-tailed lengths, {way}: {LONG_TAIL_RATIO:g}x the samples/s of blocks"
             verdicts.append((target, f"{ratio:.2f}x", ratio >= LONG_TAIL_RATIO))
     return verdicts
+
+
+def of_partial(found: Found) -> list[Verdict]:
+    way, *_ = (way for way in found if way != BEFORE)
+    ratio = paired(found, BEFORE, way)
+    of_tokens = ratio * paired(found, way, BEFORE, "tokens")
+    target = f"long-tailed lengths, {way}: {PARTIAL_RATIO:g}x the samples/s of blocks"
+    return [(target, f"{ratio:.2f}x; {of_tokens:.2f}x the tokens/s", ratio >= PARTIAL_RATIO)]
 
 
 def of_rewards(found: Found) -> list[Verdict]:
@@ -71,6 +80,7 @@ def of_overhead(found: Found) -> list[Verdict]:
 
 OF_CASE = {
     "long_tail": of_long_tail,
+    "partial": of_partial,
     "rewards": of_rewards,
     "short": of_short,
     "overhead": of_overhead,
@@ -123,6 +133,8 @@ repetition, the first of which does not count.
 - `long_tail`: 32 prompts with 4 responses each; lengths are log-normal with a median of 32, one in
   a hundred reaches 10 times the median, where they are cut. Half of the variance is the prompt's.
   An engine has 16 sequences at a time.
+- `partial`: the same in five steps, with `--rl-partial-rollouts`: a step begins 48 groups, ends
+  with 32 of them, and later ones go on with the others. Three steps before are left out.
 - `rewards`: 128 responses with a median of 128 tokens; a reward sleeps, in 4 processes an engine.
   Its hidden share is 1 - (seconds from the last token to the last reward) / (the same of `blocks`);
   the last sample's own reward cannot be hidden.

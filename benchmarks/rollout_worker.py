@@ -64,6 +64,7 @@ class Load:
     tp_size: int = 1
     reward_seconds: tuple[float, ...] = (0.0,)  # that a reward sleeps, in a case of its own each
     num_reward_workers: int = 1  # of an engine
+    keeps_unfinished: bool = False  # --rl-partial-rollouts
 
     @property
     def most_tokens(self) -> int:
@@ -79,6 +80,8 @@ class Load:
 
 
 LONG_TAIL = Load(num_prompts=32, num_samples=4, median_tokens=32)
+PARTIAL = dataclasses.replace(LONG_TAIL, keeps_unfinished=True)
+NUM_STEPS, NUM_LEFT_OUT = 8, 3  # of PARTIAL
 REWARDS = Load(
     num_prompts=32,
     num_samples=4,
@@ -115,8 +118,10 @@ class Bench:
         self.layout = RolloutLayout(world, load.tp_size, False)
         layers = tuple(range(read_model_shape(checkpoint).num_layers))
         self.keeper = SampleKeeper(TrainLayout(world), self.layout, ((layers,),))
-        config = RLConfig.of(
-            num_prompts_per_step=load.num_prompts, max_response_tokens=load.most_tokens
+        self.config = config = RLConfig.of(
+            num_prompts_per_step=load.num_prompts,
+            max_response_tokens=load.most_tokens,
+            partial_rollouts=load.keeps_unfinished,
         )
         rewards = parse_rewards(
             "benchmarks.rollout_worker:reward", num_workers=load.num_reward_workers
@@ -148,12 +153,15 @@ class Bench:
             weight_version=1,
         )
 
-    def prompts(self, seed: int, reward_seconds: float = 0.0) -> list[Prompt]:
+    def prompts(
+        self, seed: int, reward_seconds: float = 0.0, *, num_steps: int = 1
+    ) -> list[Prompt]:
         """Of a repetition, whose lengths are then those of all responses."""
         rng = np.random.default_rng(seed)
-        shape = (self.load.num_prompts, PROMPT_TOKENS)
+        load = dataclasses.replace(self.load, num_prompts=self.load.num_prompts * num_steps)
+        shape = (load.num_prompts, PROMPT_TOKENS)
         tokens = rng.integers(6, 400, size=shape).astype(np.int32)
-        lengths = iter(self.load.lengths(seed))
+        lengths = iter(load.lengths(seed))
         self._lengths = {
             (row.tobytes(), sample): next(lengths)
             for row in tokens
@@ -203,11 +211,51 @@ class Bench:
         table, _ = self.workers.settle(groups, lambda seconds: None)
         return self._told(started, sampled, num_tokens, len(table))
 
+    def partial_steps(self, seed: int) -> dict[str, float]:
+        """Steps one after the other that go on with what the ones before have left, the first of
+        which do not count: they have less to go on with."""
+        prompts, position = self.prompts(seed, num_steps=2 * NUM_STEPS), 0
+        told = []
+        for step in range(NUM_STEPS):
+            started = self._begin()
+            groups = self.workers.sample(
+                dataclasses.replace(
+                    self.plan(seed), first_draw=position, weight_version=1 + step, keeps=True
+                ),
+                Wanted.of(self.load.num_prompts, oversample=self.config.groups_at_a_time),
+                prompts.__getitem__,
+                key=f"{self._num_calls}",
+            )
+            sampled = time.perf_counter()
+            table, tally = self.workers.settle(groups, lambda seconds: None)
+            position += tally.num_draws
+            num_tokens = int(table.response_lengths[table.homes == self.keeper.home].sum())
+            told.append(self._told(started, sampled, num_tokens, len(table)))
+        self.workers.pending = []
+        return _together(told[NUM_LEFT_OUT:])
+
+    def block_steps(self, seed: int) -> dict[str, float]:
+        """As many steps as count of `partial_steps`."""
+        prompts = self.prompts(seed, num_steps=2 * NUM_STEPS)
+        size = self.load.num_prompts
+        return _together(
+            [
+                self.blocks(seed, of=prompts[step * size : (step + 1) * size])
+                for step in range(NUM_STEPS - NUM_LEFT_OUT)
+            ]
+        )
+
     def blocks(
-        self, seed: int, reward_seconds: float = 0.0, *, seeded: bool = True
+        self,
+        seed: int,
+        reward_seconds: float = 0.0,
+        *,
+        seeded: bool = True,
+        of: Sequence[Prompt] | None = None,
     ) -> dict[str, float]:
         """Prompts in fixed blocks, all requests of one at once, and rewards after the last."""
-        prompts, started = self.prompts(seed, reward_seconds), self._begin()
+        prompts = self.prompts(seed, reward_seconds) if of is None else of
+        started = self._begin()
         block = Block(self.requests(prompts, seed, seeded=seeded))
         run_stream(self.engine, block)
         done = time.perf_counter()
@@ -284,6 +332,10 @@ class Bench:
         }
 
 
+def _together(steps: Sequence[dict[str, float]]) -> dict[str, float]:
+    return {name: sum(step[name] for step in steps) for name in steps[0]}
+
+
 Found = dict[str, list[dict[str, float]]]
 
 
@@ -309,6 +361,14 @@ def stream_and_blocks(checkpoint: Path, load: Load, repetitions: int) -> Found:
         BLOCKS: bench.blocks,
         UNSEEDED: unseeded,
     }
+    found = in_turns(ways, repetitions)
+    bench.close()
+    return found
+
+
+def partial_and_blocks(checkpoint: Path, load: Load, repetitions: int) -> Found:
+    bench = Bench(checkpoint, load)
+    ways = {"stream, partial rollouts": bench.partial_steps, BLOCKS: bench.block_steps}
     found = in_turns(ways, repetitions)
     bench.close()
     return found
@@ -350,6 +410,7 @@ def overhead(checkpoint: Path, load: Load, repetitions: int) -> Found:
 # Name -> what is measured, of which load.
 CASES: dict[str, tuple[Callable[[Path, Load, int], Found], Load]] = {
     "long_tail": (stream_and_blocks, LONG_TAIL),
+    "partial": (partial_and_blocks, PARTIAL),
     "rewards": (rewards_hidden, REWARDS),
     "short": (stream_and_blocks, SHORT),
     "overhead": (overhead, STEPS),

@@ -52,6 +52,8 @@ def test_a_ratio_is_of_one_repetition() -> None:
     [
         ("long_tail", ways(stream=[1.0], blocks=[1.26]), True),
         ("long_tail", ways(stream=[1.0], blocks=[1.24]), False),
+        ("partial", ways(stream=[1.0], blocks=[1.61]), True),
+        ("partial", ways(stream=[1.0], blocks=[1.59]), False),
         ("rewards", ways(stream_1=[1.0], blocks_1=[10.1]), True),
         ("rewards", ways(stream_1=[1.0], blocks_1=[9.9]), False),
         ("short", ways(stream=[1.0], blocks=[1.0]), True),

@@ -30,6 +30,7 @@ from mcore_rl.common import objects  # noqa: E402
 from mcore_rl.flags.options import RLConfig  # noqa: E402
 from mcore_rl.hybrid_engine.vllm.engine import EngineConfig, VLLMEngine  # noqa: E402
 from mcore_rl.hybrid_engine.vllm.generation import (  # noqa: E402
+    Completion,
     Generation,
     Request,
     Sampling,
@@ -39,10 +40,10 @@ from mcore_rl.model.config_json import read_model_shape  # noqa: E402
 from mcore_rl.model.layout import RolloutLayout, TrainLayout  # noqa: E402
 from mcore_rl.rewards.specs import parse_rewards  # noqa: E402
 from mcore_rl.rollout.dealing import Wanted  # noqa: E402
-from mcore_rl.rollout.engines import Block, RolloutWorkers  # noqa: E402
+from mcore_rl.rollout.engines import RolloutWorkers  # noqa: E402
 from mcore_rl.rollout.groups import GroupPlan  # noqa: E402
 from mcore_rl.rollout.keeper import SampleKeeper  # noqa: E402
-from mcore_rl.rollout.stream import run_stream  # noqa: E402
+from mcore_rl.rollout.stream import Orders, run_stream  # noqa: E402
 
 PROMPT_TOKENS = 16
 SAMPLING = Sampling(ignore_eos=True)
@@ -97,6 +98,24 @@ def reward(*, prompt: str, response: str, answer: str) -> float:
     """Sleeps for as many seconds as the prompt's answer says."""
     time.sleep(float(answer))
     return 1.0
+
+
+class Block:
+    """Conducts an engine through requests that all begin at once."""
+
+    def __init__(self, requests: Sequence[Request]) -> None:
+        self._requests = tuple(requests)
+        self.completions: dict[int, Completion] = {}
+
+    def orders(self, num_running: int) -> Orders:
+        submit, self._requests = self._requests, ()
+        return Orders(submit)
+
+    def finished(self, completion: Completion) -> None:
+        self.completions[completion.number] = completion
+
+    def between_steps(self) -> None:
+        pass
 
 
 class Bench:
@@ -266,7 +285,8 @@ class Bench:
             rollouts.append(self.engine.rollout(prompts[draw], sample, completion, 1))
             places.append(draw)
         objects.barrier()  # scoring begins when all engines are done
-        table = self.workers.score(rollouts, places)
+        outcomes = self.workers._rewards.outcomes(rollouts)
+        table, _ = self.workers._rewarded(rollouts, places, len(rollouts), outcomes, None)
         num_tokens = sum(len(each.response_token_ids) for each in rollouts)
         return self._told(started, done, num_tokens, len(table))
 

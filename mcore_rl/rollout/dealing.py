@@ -12,8 +12,8 @@ what kernels make of batches of another size; where that must not differ either,
 in turn.
 
 Where more groups are started than a step takes, it takes those that finish first: they are counted
-as they do. Which these are depends on the speed of the engines, too; where it must not, each TP
-group takes its share of them.
+as they do. Which these are depends on the speed of the engines, too, as it does of rewards when a
+group is replaced; where it must not, each TP group takes its share of them.
 
 This module is pure: it imports neither Megatron nor vLLM nor torch.distributed.
 """

@@ -112,7 +112,9 @@ class RolloutWorkers:
         )
         group, num_groups = self._layout.tp_group_index(self._rank), self._layout.num_tp_groups
         counters, numbering = self._counters, (0, 1)
-        shares = self._config.deterministic and (plan.keeps or wanted.takes_first)
+        # Where rewards, or who finishes first, decide what is drawn when, and beside what.
+        decides = plan.keeps or wanted.takes_first or differs is not None
+        shares = self._config.deterministic and decides
         if shares:
             wanted = wanted.share(group, num_groups)
             counters, numbering, num_groups = LocalCounters(), (group, num_groups), 1

@@ -42,7 +42,7 @@ from mcore_rl.trainer.roles import critic as critic_module
 from mcore_rl.trainer.roles.critic import ServedCritic, StepCritic, ValueUpdateStats
 from mcore_rl.trainer.roles.reference import ReferencePolicy
 from mcore_rl.trainer.roles.remote import Here
-from mcore_rl.trainer.roles.samples import table_to_tensors, tensors_to_table
+from mcore_rl.trainer.roles.samples import mini_batches, table_to_tensors, tensors_to_table
 from tests.held import HeldHere, table_of
 
 LAYOUT = TrainLayout(world_size=1)
@@ -559,6 +559,17 @@ def test_updates_go_through_the_mini_batches_once_an_epoch_and_the_critics_come_
     halves = [[0, 1], [2, 3]]  # the samples of a prompt stay together
     assert all(epoch in (halves, halves[::-1]) for epoch in epochs)
     assert halves in epochs and halves[::-1] in epochs
+
+
+def test_rewards_of_turns_do_not_move_where_a_later_epoch_brings_no_sample_that_has_some():
+    """Else a rank would send rows of another width than those with samples await."""
+    learner, _ = learner_of(num_mini_batches=2, num_epochs=2)
+    batch = evaluated(learner, scored())
+    assert batch.actor.turn_rewards is not None
+    later = dataclasses.replace(batch.actor.later[0], turn_rewards=None)
+    actor = dataclasses.replace(batch.actor, later=(later,))
+    *_, last = mini_batches(actor, 2, batch.division, dist.group.WORLD)
+    assert last.turn_rewards is None and last.advantages is not None
 
 
 def test_what_was_found_of_a_sample_is_with_it_in_every_epoch():

@@ -129,8 +129,10 @@ def _found_later(
     fields = {
         field.name: getattr(batch, field.name).numpy()
         for field in dataclasses.fields(batch)
-        # Or it is found for none of them, or made of the samples themselves.
-        if isinstance(getattr(batch, field.name), torch.Tensor)
+        # Or it is found for none of them, or made of the samples themselves, as rewards of turns
+        # are, which an empty batch has none of: all ranks are to move the same.
+        if field.name != "turn_rewards"
+        and isinstance(getattr(batch, field.name), torch.Tensor)
         and any(getattr(each, field.name) is None for each in batch.later)
     }
     if not fields:

@@ -158,7 +158,6 @@ class World(Environment):
         return "printed", 0, False
     def fork(self):
         os.fork()
-        return "forked", 0, False
     def nothing(self):
         return None
     def short(self):
@@ -436,12 +435,13 @@ def test_what_start_does_wrong_costs_its_own_sample(pool):
 
 
 def test_a_process_that_prints_much_or_forks_goes_on(pool, capfd):
-    first, second = started(pool, 2)
+    (first,) = started(pool, 1)
     assert asked(pool, first, "print much") == Stepped("printed", 0.0, False)
-    assert asked(pool, second, "fork") == Stepped("forked", 0.0, False)
-    assert asked(pool, second, "else", 2) == Stepped("observation", 0.0, False)
     assert capfd.readouterr().out == ""
-    pool.end([first, second])
+    second = pool.start(prompt("fork"), 0)
+    assert events_of(pool, [second]) == {second: Started(None)}
+    who = {asked(pool, second, "who", number) for number in range(1, 5)}
+    assert len(who) == 1 and isinstance(who.pop(), Stepped)
 
 
 def test_a_process_that_ends_between_turns_is_told_with_the_next(pool):
@@ -583,7 +583,7 @@ def test_processes_that_cannot_be_started_end_the_run_and_not_the_trainer(world,
 # What is left -------------------------------------------------------------------------------------
 
 TRAINER = """
-import sys, time
+import sys
 import numpy as np
 from mcore_rl.batching.types import Prompt
 from mcore_rl.environments.interface import Response
@@ -603,20 +603,21 @@ def main():
     while len(seen) < 2:
         pool.wait(60)
         seen += pool.finished()
+    # Busy again, or its end would be its own.
+    pool.step(tickets[deeds.index("start and stay")], Response("sleep", (), 2, "stop"))
     print("ready", flush=True)
-    if sys.argv[1] == "stay":
-        time.sleep(600)
+    sys.stdin.readline()
     if sys.argv[1] == "close":
         pool.close()
         print("closed", flush=True)
-        time.sleep(600)
+        sys.stdin.readline()
 
 if __name__ == "__main__":
     main()
 """
 
 
-@pytest.mark.parametrize("how", ["close", "leave", "stay"])
+@pytest.mark.parametrize("how", ["close", "leave", "be killed"])
 def test_nothing_outlives_the_trainer(how, world, tmp_path):
     """Closed; left by a trainer that forgets to; and left by one that is killed."""
     (tmp_path / "trainer.py").write_text(TRAINER)
@@ -624,31 +625,36 @@ def test_nothing_outlives_the_trainer(how, world, tmp_path):
         [sys.executable, str(tmp_path / "trainer.py"), how],
         cwd=ROOT,
         env={**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{os.environ['PYTHONPATH']}"},
+        stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
     )
-    trainer = psutil.Process(process.pid)
-    seen: dict[int, psutil.Process] = {}
+    seen: list[psutil.Process] = []
+    assert process.stdin is not None and process.stdout is not None
     try:
-        assert process.stdout is not None and process.stdout.readline() == "ready\n"
-        if how == "stay":
-            until(lambda: len(descendants(trainer)) >= 1 + 6 + 3)
-            seen = {each.pid: each for each in descendants(trainer)}
-            for pid in (*seen, trainer.pid):  # of the machine's, which others use, too
-                assert "/dev/shm" not in Path(f"/proc/{pid}/maps").read_text()
-            process.send_signal(signal.SIGKILL)
+        assert process.stdout.readline() == "ready\n"
+        trainer = psutil.Process(process.pid)
+        until(lambda: len(sleepers(trainer)) == 3 and len(descendants(trainer)) == 1 + 6 + 3)
+        seen = descendants(trainer)
+        for pid in (*(each.pid for each in seen), trainer.pid):  # others use the machine's, too
+            assert "/dev/shm" not in Path(f"/proc/{pid}/maps").read_text()
+        if how == "be killed":
+            process.kill()
+        else:
+            process.stdin.write("go on\n")
+            process.stdin.flush()
         if how == "close":
             assert process.stdout.readline() == "closed\n"
-            assert descendants(trainer) == []
-            process.kill()
+            assert [each for each in seen if each.is_running()] == []  # no zombie either
+            process.stdin.write("go on\n")
+            process.stdin.flush()
         process.wait(PATIENT_SECONDS)
-        until(lambda: not any(runs(each) for each in seen.values()))
-        marked = [each for each in psutil.process_iter() if belongs(each, tmp_path)]
-        assert marked == []
+        until(lambda: not any(runs(each) for each in seen))
     finally:
         process.kill()
-        for each in seen.values():
-            if each.is_running():
+        process.communicate()
+        for each in seen:
+            if runs(each):
                 each.kill()
 
 
@@ -656,13 +662,6 @@ def runs(process: psutil.Process) -> bool:
     with contextlib.suppress(psutil.NoSuchProcess):
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
     return False
-
-
-def belongs(process: psutil.Process, folder: Path) -> bool:
-    try:
-        return str(folder) in " ".join(process.cmdline())
-    except psutil.Error:
-        return False
 
 
 # How it is found ----------------------------------------------------------------------------------

@@ -40,6 +40,7 @@ class ScriptedEngine:
         self.ending: set[int] = set()
         self.submitted: list[Request] = []
         self.most_running = 0
+        self.batches: list[tuple[int, ...]] = []  # numbers of the requests of each step
         self._length_of = length_of
 
     @contextmanager
@@ -67,6 +68,7 @@ class ScriptedEngine:
 
     def step(self) -> list[Completion]:
         found = []
+        self.batches.append(tuple(self.running))
         for number, (request, tokens) in list(self.running.items()):
             tokens.append(token(number, len(request.token_ids) + len(tokens)))
             length = len(request.token_ids) - 1 + len(tokens)  # a prompt has one token
@@ -102,10 +104,12 @@ class ScriptedRewards:
 
     names = ("length",)
 
-    def __init__(self, reward: Callable[[int], float], *, fails_at: int = -1) -> None:
+    def __init__(
+        self, reward: Callable[[int], float], *, fails_at: int = -1, seed: int = 1
+    ) -> None:
         self._reward, self._fails_at = reward, fails_at
         self._open: list[tuple[int, Rollout]] = []
-        self._random = random.Random(1)
+        self._random = random.Random(seed)
         self._is_waiting = False
         self.begun: list[int] = []
 
@@ -158,6 +162,7 @@ def sampled(
     pending: Sequence[OpenGroup] = (),
     reserved: frozenset[int] = frozenset(),
     at_once: int = ROOM,
+    waits: bool = False,
     **changes: Any,
 ) -> tuple[Groups, ScriptedEngine]:
     engine = ScriptedEngine(lengths(seed))
@@ -171,6 +176,7 @@ def sampled(
         at_once=at_once,
         pending=pending,
         reserved=reserved,
+        waits=waits,
     )
     run_stream(engine, groups)  # type: ignore[arg-type]
     groups.wait()
@@ -212,6 +218,21 @@ def test_groups_that_teach_nothing_are_replaced_while_others_run(seed: int) -> N
     groups, _ = sampled(Wanted.of(4, max_refills=5), ScriptedRewards(reward), seed=seed)
     assert groups.tally().num_draws == 8  # 2, 3, 5 and 7 are the four
     assert groups.verdict().taken == tuple(range(40, 48))
+
+
+def test_an_engine_that_waits_for_rewards_makes_the_same_batches_however_quick_they_are() -> None:
+    def reward(number: int) -> float:
+        return 0.0 if number // SIZE % 2 else float(number)
+
+    def batches(*, waits: bool) -> set[str]:
+        wanted = Wanted.of(4, max_refills=3)
+        runs = (
+            sampled(wanted, ScriptedRewards(reward, seed=seed), waits=waits)[1] for seed in range(8)
+        )
+        return {str(engine.batches) for engine in runs}
+
+    assert len(batches(waits=True)) == 1
+    assert len(batches(waits=False)) > 1
 
 
 def test_one_greedy_response_goes_with_each_group_and_is_not_compared() -> None:

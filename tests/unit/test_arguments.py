@@ -82,7 +82,10 @@ def test_flag_sets_its_value_alone(parameter: Parameter) -> None:
     tokens, value = another_value(parameter)
     args = add_rl_args(argparse.ArgumentParser()).parse_args(tokens)
     assert RLConfig.from_args(args) == RLConfig.of(**{parameter.name: value})
-    assert RLConfig.from_args(args).as_dict() == RLConfig().as_dict() | {parameter.name: value}
+    expected = RLConfig().as_dict() | {parameter.name: value}
+    if parameter.name == "environment":
+        expected["reward"] = "environment"  # by default it is that of the environment
+    assert RLConfig.from_args(args).as_dict() == expected
 
 
 def test_namespace_without_a_flag_is_a_bug() -> None:

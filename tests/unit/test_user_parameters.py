@@ -295,7 +295,7 @@ FIELDS = {
     "dynamic_sampling max_refills overlong_buffer_tokens overlong_buffer_share",
     "Response": "text token_ids turn finish_reason",
     "Rollout": "prompt sample_index text response_token_ids rollout_log_probs finish_reason "
-    "weight_version routes failure",
+    "weight_version routes failure is_generated weight_versions turn_rewards",
     "Router": "num_experts also_called expert_size score_function always_normalizes methods "
     "gated_shared_size layer_types",
     "ScoredRollout": "rollout reward failure parts baseline",

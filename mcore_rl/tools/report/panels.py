@@ -194,6 +194,26 @@ SECTIONS = (
                 ),
                 optional=True,
             ),
+            Panel(
+                "unfinished",
+                "Groups dropped and pending",
+                (
+                    ("rollout/dropped_groups", "dropped"),
+                    ("rollout/pending_groups", "pending"),
+                ),
+                optional=True,
+                note="Of --rl-oversample and --rl-partial-rollouts.",
+            ),
+            Panel(
+                "staleness",
+                "Age of samples",
+                (
+                    ("rollout/staleness_mean", "mean"),
+                    ("rollout/staleness_max", "oldest"),
+                ),
+                optional=True,
+                note="Versions between the oldest token of a sample and the step's weights.",
+            ),
         ),
     ),
     Section(

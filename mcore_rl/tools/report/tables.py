@@ -72,6 +72,7 @@ def settings_of(runs: Sequence[Run]) -> list[Settings]:
         return []
     ours: list[SettingRow] = []
     defaults = {parameter.name: parameter.default for parameter in parameters_of(RLConfig)}
+    defaults["reward"] = RLConfig().rewards  # which other flags decide where it is not given
     # Those of an algorithm's parts, a user's own too: to ask for their declarations needs torch.
     named = {name[3:] for config in configs for name in config if name.startswith("rl_")}
     parts = named - defaults.keys() - {name.removeprefix("rl_") for name in OWN_RL} - {"config"}

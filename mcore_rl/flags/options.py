@@ -260,6 +260,12 @@ class RLConfig:
         "groups that would get older: they end in this step, or are dropped",
         choices=("finish", "drop"),
     )
+    kv_after_update: str = param(
+        "recompute",
+        "keys and values of responses that go on after an update: computed anew by its weights, or "
+        "kept, where engines have them still: without a GPU",
+        choices=("recompute", "keep"),
+    )
     ranks_per_node: int = param(
         0,
         "processes on one machine, which engines' TP groups do not leave; 0 asks the launcher",
@@ -434,6 +440,11 @@ class RLConfig:
     def keeps_unfinished(self) -> bool:
         """Whether responses may go on in a later step than the one that began them."""
         return self.partial_rollouts and self.max_staleness != 0
+
+    @property
+    def keeps_kv(self) -> bool:
+        """Whether keys and values outlive an update."""
+        return self.keeps_unfinished and self.kv_after_update == "keep"
 
     @property
     def staleness_limit(self) -> int:

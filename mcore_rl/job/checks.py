@@ -164,6 +164,10 @@ def _fsdp(values: Mapping[str, Any], platform: Platform) -> None:
     check_fsdp(values, os.environ, platform=platform)
 
 
+def _kv_after_update(config: RLConfig, platform: Platform) -> None:
+    preflight.check_kv_after_update(config, has_cuda=platform.cuda)
+
+
 def _offload(config: RLConfig, values: Mapping[str, Any], platform: Platform) -> frozenset[str]:
     return offload_kinds(config.offload, values, has_cuda=platform.cuda)
 
@@ -329,6 +333,7 @@ _CHECKS: tuple[Check, ...] = (
     _check("config", _config, alone=True),
     _check("reward_flags", value_models.check_reward_model_flags, alone=True),
     _check("environment_flags", preflight.check_environment_flags, alone=True),
+    _check("kv_after_update", _kv_after_update, alone=True),
     _check("switches", preflight.check_switches, alone=True),
     _check("typed_alone", reading.check_needs_no_command_line),
     # What it names.

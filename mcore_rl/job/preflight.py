@@ -59,6 +59,25 @@ def check_ranges(config: RLConfig) -> None:
     _check_first_finished(config)
 
 
+def check_kv_after_update(config: RLConfig, *, has_cuda: bool) -> None:
+    """Keys and values are kept where somebody goes on with them and nobody needs the memory."""
+    if config.kv_after_update == "recompute":
+        return
+    flag = f"--rl-kv-after-update {config.kv_after_update}"
+    if not config.keeps_unfinished:
+        raise UsageError(
+            "has no effect, because no response goes on after an update",
+            flag=flag,
+            remedy="add --rl-partial-rollouts, or drop it",
+        )
+    if has_cuda:
+        raise UsageError(
+            "is not possible on GPUs, where engines give the memory of keys and values to training",
+            flag=flag,
+            remedy="drop it: they are computed anew",
+        )
+
+
 def _check_first_finished(config: RLConfig) -> None:
     """Steps that take the groups which finish first, and what becomes of the others."""
     at_a_time, staleness = config.groups_at_a_time, config.max_staleness

@@ -108,7 +108,10 @@ class RolloutWorkers:
         gives `GroupPlan.order` of the step's first draws, as many as it is asked for.
         """
         plan = dataclasses.replace(
-            plan, converses=self._converses, max_turn_tokens=self._config.max_turn_tokens
+            plan,
+            converses=self._converses,
+            max_turn_tokens=self._config.max_turn_tokens,
+            keeps_kv=self._config.keeps_kv,
         )
         group, num_groups = self._layout.tp_group_index(self._rank), self._layout.num_tp_groups
         counters, numbering = self._counters, (0, 1)

@@ -46,6 +46,7 @@ class GroupPlan:
     order: tuple[int, ...] = ()  # of the step's first draws; the others as they are counted
     converses: bool = False  # samples have environments, and several turns
     max_turn_tokens: int | None = None  # None: what is left of `max_tokens`
+    keeps_kv: bool = False  # of what goes on after an update
 
     @property
     def size(self) -> int:
@@ -83,7 +84,14 @@ class GroupPlan:
             sampling=self.sampling if is_sample else Sampling(temperature=0.0),
             seed=seed_of(seed, "after", num_tokens) if num_tokens else seed,
             with_routes=self.with_routes and is_sample,
+            cache_name=self._cache_name(so_far) if self.keeps_kv else "",
         )
+
+    def _cache_name(self, so_far: Rollout) -> str:
+        """The version that a response was begun with: what goes on finds its own keys and values,
+        and nothing that begins finds those of earlier weights."""
+        oldest = so_far.oldest_version if len(so_far.response_token_ids) else self.weight_version
+        return f"version {oldest}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -323,6 +323,7 @@ def engine_config(job: Job, *, load_format: str = "dummy") -> EngineConfig:
         enforce_eager=on_cpu or config.rollout_enforce_eager,
         seed=job.args.seed,
         speculation=parse_speculation(config.speculate),
+        keeps_kv=config.keeps_kv,
         load_format=load_format,
         routed_layers=routed_layers(job.shape) if config.routing_replay == R3 else None,
         trust_remote_code=job.args.trust_remote_code,

@@ -20,7 +20,6 @@ from mcore_rl.hybrid_engine.vllm.engine import VLLMEngine
 from mcore_rl.hybrid_engine.vllm.generation import Request, Sampling
 from mcore_rl.megatron import adapter as megatron_adapter
 from mcore_rl.megatron.rng import RngState
-from mcore_rl.rollout.engines import Block
 from mcore_rl.rollout.stream import run_stream
 from mcore_rl.trainer.actor import Actor
 from mcore_rl.trainer.build import build_manager, build_offloader, engine_config
@@ -28,6 +27,7 @@ from mcore_rl.trainer.models import build_actor, micro_batching
 from mcore_rl.trainer.roles.reference import ReferencePolicy
 from mcore_rl.trainer.start import Job, start
 from tests.dist.jobs import random_tokens, rank_batch
+from tests.dist.stream_jobs import Trickle
 
 from megatron.core.tensor_parallel import get_cuda_rng_tracker  # isort: skip  (after the patches)
 
@@ -272,4 +272,6 @@ def _generate(engine: VLLMEngine, when_few_are_left: Any) -> None:
         )
         for i in range(6)
     ]
-    run_stream(engine, Block(requests), when_few_are_left=when_few_are_left)
+    run_stream(
+        engine, Trickle(requests, at_once=len(requests)), when_few_are_left=when_few_are_left
+    )

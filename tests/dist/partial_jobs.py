@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +10,10 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from mcore_rl.batching.types import Prompt, ScoredRollout
+from mcore_rl.batching.types import UNFINISHED, Prompt, Rollout, ScoredRollout
 from mcore_rl.flags.options import RLConfig
 from mcore_rl.hybrid_engine.vllm.engine import EngineConfig, VLLMEngine
-from mcore_rl.hybrid_engine.vllm.generation import Sampling
+from mcore_rl.hybrid_engine.vllm.generation import Request, Sampling
 from mcore_rl.model.layout import RolloutLayout, TrainLayout
 from mcore_rl.rewards.specs import parse_rewards
 from mcore_rl.rollout.dealing import Wanted
@@ -26,8 +26,19 @@ NUM_GROUPS, NUM_SAMPLES, NUM_STEPS, MAX_TOKENS, LIMIT = 4, 3, 5, 90, 2
 
 
 def prompt_of(draw: int) -> Prompt:
-    rng = np.random.default_rng(draw)
-    return Prompt(draw, "", "", rng.integers(4, 60, size=5 + draw % 4).astype(np.int32))
+    """One of two, more than a block of keys and values long."""
+    rng = np.random.default_rng(draw % 2)
+    return Prompt(draw, "", "", rng.integers(4, 60, size=20).astype(np.int32))
+
+
+@dataclass(frozen=True, slots=True)
+class Uneven(GroupPlan):
+    """Responses of different lengths, those to one prompt too."""
+
+    def request(self, draw: int, so_far: Rollout, *observed: np.ndarray) -> Request:
+        found = GroupPlan.request(self, draw, so_far, *observed)
+        length = 10 + 8 * (found.number * 7 % 11)
+        return replace(found, max_tokens=length - len(so_far.response_token_ids))
 
 
 def weights(checkpoint: Path, version: int) -> dict[str, torch.Tensor]:
@@ -39,7 +50,9 @@ def weights(checkpoint: Path, version: int) -> dict[str, torch.Tensor]:
     }
 
 
-def partial(checkpoint: str, tp_size: int, oversample: float, keeps: bool) -> dict[str, Any]:
+def partial(
+    checkpoint: str, tp_size: int, oversample: float, keeps: bool, kv: str = "recompute"
+) -> dict[str, Any]:
     """Steps under weights of their own; then every token that a step took is scored under all of
     them."""
     dist.init_process_group("gloo")
@@ -54,11 +67,17 @@ def partial(checkpoint: str, tp_size: int, oversample: float, keeps: bool) -> di
             max_model_len=128,
             max_num_seqs=16,
             kv_cache_bytes=1 << 26,
+            keeps_kv=kv == "keep",
         )
     )
+    hits: list[tuple[list[int], int]] = []
+    notes_hits(engine, hits)
     keeper = SampleKeeper(TrainLayout(world_size, 1, 1, 1, 1, 1), layout, (((),),))
     config = RLConfig.of(
-        partial_rollouts=keeps, max_staleness=LIMIT if keeps else None, oversample=oversample
+        partial_rollouts=keeps,
+        max_staleness=LIMIT if keeps else None,
+        oversample=oversample,
+        kv_after_update=kv,
     )
     workers = RolloutWorkers(engine, layout, config, parse_rewards("exact_match"), keeper)
     wanted = Wanted.of(NUM_GROUPS, oversample=oversample)
@@ -67,7 +86,13 @@ def partial(checkpoint: str, tp_size: int, oversample: float, keeps: bool) -> di
         version = step + 1
         engine.reload(weights(folder, version).items())
         keeper.forget()
-        plan = GroupPlan(
+        num_before = len(hits)
+        num_waiting = sum(
+            each is not None and each.finish_reason == UNFINISHED
+            for group in workers.pending
+            for each in group.rollouts
+        )
+        plan = Uneven(
             num_samples=NUM_SAMPLES,
             sampling=Sampling(),
             max_tokens=MAX_TOKENS,
@@ -92,6 +117,7 @@ def partial(checkpoint: str, tp_size: int, oversample: float, keeps: bool) -> di
                 "staleness": (version - table.oldest_versions).tolist(),
                 "lengths": table.response_lengths.tolist(),
                 "rewards": bool(table.has_reward.all()),
+                "cached": cached(hits[num_before:], num_waiting),
             }
         )
     found = {"steps": steps, **rescored(engine, folder, taken)}
@@ -99,6 +125,28 @@ def partial(checkpoint: str, tp_size: int, oversample: float, keeps: bool) -> di
     engine.close()
     dist.destroy_process_group()
     return found
+
+
+def cached(hits: list[tuple[list[int], int]], num_waiting: int) -> dict[str, list[int]]:
+    """Tokens that were cached when a step's requests began: of those that go on, which are the
+    first, as long as they have a block of their own response; and of the first to each prompt among
+    those that begin."""
+    first = {tuple(tokens[:20]): count for tokens, count in reversed(hits[num_waiting:])}
+    going_on = [count for tokens, count in hits[:num_waiting] if len(tokens) >= 33]
+    return {"going on": going_on, "beginning": list(first.values())}
+
+
+def notes_hits(engine: VLLMEngine, hits: list[tuple[list[int], int]]) -> None:
+    """Have `hits` get the tokens of each request that begins, and how many of them are cached."""
+    manager = engine._llm.llm_engine.engine_core.engine_core.scheduler.kv_cache_manager
+    asked = manager.get_computed_blocks
+
+    def noted(request: Any) -> Any:
+        found = asked(request)
+        hits.append((list(request.prompt_token_ids), found[1]))
+        return found
+
+    manager.get_computed_blocks = noted
 
 
 def rescored(engine: VLLMEngine, folder: Path, taken: list[ScoredRollout]) -> dict[str, Any]:

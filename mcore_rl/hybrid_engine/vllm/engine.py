@@ -404,6 +404,8 @@ class VLLMEngine:
 
     def _drop_kv_cache(self) -> bool:
         """Forget what was computed with the weights so far; False if a request still runs."""
+        if self.config.keeps_kv:
+            return not self._llm.llm_engine.has_unfinished_requests()
         if not self._llm.reset_prefix_cache():
             return False
         if self._capture is not None:

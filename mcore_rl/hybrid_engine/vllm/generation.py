@@ -40,6 +40,8 @@ class Request:
     sampling: Sampling
     seed: int | None = None  # of a random stream of its own; None: the process's
     with_routes: bool = False
+    # Keys and values are shared with none but those of the same name; "": with all without one.
+    cache_name: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +100,7 @@ class Generation:
         greedy = sampling.temperature == 0.0
         self._engine.add_request(
             str(request.number),
-            tokens_input(request.token_ids.tolist()),
+            tokens_input(request.token_ids.tolist(), cache_salt=request.cache_name or None),
             SamplingParams(
                 temperature=sampling.temperature,
                 top_p=sampling.top_p,

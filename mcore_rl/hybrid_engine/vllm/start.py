@@ -55,6 +55,9 @@ class EngineConfig:
     `kv_cache_bytes` is per rank; None leaves it to `gpu_memory_utilization`, a share of the device,
     on GPUs, and to VLLM_CPU_KVCACHE_SPACE or 1 GiB on CPU.
 
+    With `keeps_kv`, for engines that never sleep, keys and values outlive a `reload`: what must not
+    be shared across it has a `Request.cache_name` of its own.
+
     vLLM's positions are called slots: engine, then its data-parallel rank, then TP rank, innermost.
     An engine has `tp_size` x `dp_size` slots, and with expert parallelism experts spread over all
     of them. `rank_map[slot]` is the rank of the torch.distributed world that plays a slot; None, or
@@ -76,6 +79,7 @@ class EngineConfig:
     kv_cache_bytes: int | None = None
     gpu_memory_utilization: float = 0.5
     enable_prefix_caching: bool = True
+    keeps_kv: bool = False
     enforce_eager: bool = True
     seed: int = 0
     speculation: Speculation | None = None

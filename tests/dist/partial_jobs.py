@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,19 +26,21 @@ from tests.dist.rank_map_jobs import weights_of
 NUM_GROUPS, NUM_SAMPLES, NUM_STEPS, MAX_TOKENS, LIMIT = 4, 3, 5, 90, 2
 
 
-def prompt_of(draw: int) -> Prompt:
-    """One of two, more than a block of keys and values long."""
+def prompt_of(draw: int, scale: int = 1) -> Prompt:
+    """One of two."""
     rng = np.random.default_rng(draw % 2)
-    return Prompt(draw, "", "", rng.integers(4, 60, size=20).astype(np.int32))
+    return Prompt(draw, "", "", rng.integers(4, 60, size=20 * scale).astype(np.int32))
 
 
 @dataclass(frozen=True, slots=True)
 class Uneven(GroupPlan):
     """Responses of different lengths, those to one prompt too."""
 
+    scale: int = 1
+
     def request(self, draw: int, so_far: Rollout, *observed: np.ndarray) -> Request:
         found = GroupPlan.request(self, draw, so_far, *observed)
-        length = 10 + 8 * (found.number * 7 % 11)
+        length = (10 + 8 * (found.number * 7 % 11)) * self.scale
         return replace(found, max_tokens=length - len(so_far.response_token_ids))
 
 
@@ -50,8 +53,13 @@ def weights(checkpoint: Path, version: int) -> dict[str, torch.Tensor]:
     }
 
 
-def partial(
-    checkpoint: str, tp_size: int, oversample: float, keeps: bool, kv: str = "recompute"
+def partial_rollouts(
+    checkpoint: str,
+    tp_size: int,
+    oversample: float,
+    keeps: bool,
+    kv: str = "recompute",
+    scale: int = 1,
 ) -> dict[str, Any]:
     """Steps under weights of their own; then every token that a step took is scored under all of
     them."""
@@ -64,7 +72,7 @@ def partial(
             load_format="auto",
             dtype="float32",
             tp_size=tp_size,
-            max_model_len=128,
+            max_model_len=128 * scale,
             max_num_seqs=16,
             kv_cache_bytes=1 << 26,
             keeps_kv=kv == "keep",
@@ -95,13 +103,14 @@ def partial(
         plan = Uneven(
             num_samples=NUM_SAMPLES,
             sampling=Sampling(),
-            max_tokens=MAX_TOKENS,
+            max_tokens=MAX_TOKENS * scale,
             seed=3,
             first_draw=first_draw,
             weight_version=version,
             keeps=keeps,
+            scale=scale,
         )
-        groups = workers.sample(plan, wanted, prompt_of, key=str(step))
+        groups = workers.sample(plan, wanted, partial(prompt_of, scale=scale), key=str(step))
         table, tally = workers.settle(groups, lambda seconds: None)
         first_draw += tally.num_draws
         mine = [
@@ -117,7 +126,7 @@ def partial(
                 "staleness": (version - table.oldest_versions).tolist(),
                 "lengths": table.response_lengths.tolist(),
                 "rewards": bool(table.has_reward.all()),
-                "cached": cached(hits[num_before:], num_waiting),
+                "cached": cached(hits[num_before:], num_waiting, 20 * scale),
             }
         )
     found = {"steps": steps, **rescored(engine, folder, taken)}
@@ -127,12 +136,13 @@ def partial(
     return found
 
 
-def cached(hits: list[tuple[list[int], int]], num_waiting: int) -> dict[str, list[int]]:
-    """Tokens that were cached when a step's requests began: of those that go on, which are the
-    first, as long as they have a block of their own response; and of the first to each prompt among
-    those that begin."""
-    first = {tuple(tokens[:20]): count for tokens, count in reversed(hits[num_waiting:])}
-    going_on = [count for tokens, count in hits[:num_waiting] if len(tokens) >= 33]
+def cached(
+    hits: list[tuple[list[int], int]], num_waiting: int, num_prompt: int
+) -> dict[str, list[Any]]:
+    """Tokens that there were, and that were cached, when a step's requests began: of those that go
+    on, which are the first, and of the first to each prompt among those that begin."""
+    first = {tuple(tokens[:num_prompt]): count for tokens, count in reversed(hits[num_waiting:])}
+    going_on = [(len(tokens), count) for tokens, count in hits[:num_waiting]]
     return {"going on": going_on, "beginning": list(first.values())}
 
 

@@ -15,6 +15,7 @@ PARTIAL_RATIO = 1.6
 HIDDEN_SHARE = 0.9
 SHORT_RATIO = 0.98  # "no slower", by what two runs of the same differ
 OVERHEAD_SHARE = 0.03
+BUSY_SHARE = 0.85
 
 
 def paired(found: Found, one: str, other: str, what: str = "seconds") -> float:
@@ -78,12 +79,20 @@ def of_overhead(found: Found) -> list[Verdict]:
     return verdicts
 
 
+def of_tool(found: Found) -> list[Verdict]:
+    (repetitions,) = found.values()
+    busy = statistics.median(each["busy"] for each in repetitions)
+    target = f"a tool of 0.2 s between two turns: engines busy {BUSY_SHARE:.0%} of rollout"
+    return [(target, f"{busy:.1%}", busy >= BUSY_SHARE)]
+
+
 OF_CASE = {
     "long_tail": of_long_tail,
     "partial": of_partial,
     "rewards": of_rewards,
     "short": of_short,
     "overhead": of_overhead,
+    "tool": of_tool,
 }
 
 
@@ -142,4 +151,7 @@ repetition, the first of which does not count.
 - `overhead`: 128 responses of about 64 tokens, two engines of one rank or one of two; of the time
   until an engine has no more to do, what is not inside `engine.step()`. `stream`: as above, with
   rewards; `loop`: ours, with the requests of a block and nothing else; `bare`: the same with
-  `while engine.has_unfinished_requests(): engine.step()`."""
+  `while engine.has_unfinished_requests(): engine.step()`.
+- `tool`: 16 x 8 conversations of two turns of 48 tokens, between which an environment sleeps for
+  0.2 s; 16 sequences at a time. Busy is the time inside `engine.step()`, of the time until the
+  engine has no more to do; of the less busy of the two engines."""

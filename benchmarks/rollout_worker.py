@@ -27,6 +27,8 @@ sys.path[:0] = [str(ROOT)]
 
 from mcore_rl.batching.types import Prompt, Rollout  # noqa: E402
 from mcore_rl.common import objects  # noqa: E402
+from mcore_rl.environments.conversation import ConversationTokens  # noqa: E402
+from mcore_rl.environments.interface import EnvironmentSpec  # noqa: E402
 from mcore_rl.flags.options import RLConfig  # noqa: E402
 from mcore_rl.hybrid_engine.vllm.engine import EngineConfig, VLLMEngine  # noqa: E402
 from mcore_rl.hybrid_engine.vllm.generation import (  # noqa: E402
@@ -39,12 +41,14 @@ from mcore_rl.hybrid_engine.vllm.generation import (  # noqa: E402
 from mcore_rl.model.config_json import read_model_shape  # noqa: E402
 from mcore_rl.model.layout import RolloutLayout, TrainLayout  # noqa: E402
 from mcore_rl.rewards.specs import parse_rewards  # noqa: E402
+from mcore_rl.rollout.conversations import Conversations  # noqa: E402
 from mcore_rl.rollout.dealing import Wanted  # noqa: E402
 from mcore_rl.rollout.engines import RolloutWorkers  # noqa: E402
 from mcore_rl.rollout.groups import GroupPlan  # noqa: E402
 from mcore_rl.rollout.keeper import SampleKeeper  # noqa: E402
 from mcore_rl.rollout.stream import Orders, run_stream  # noqa: E402
 
+TOOL_CLASS = "benchmarks.slow_tool:SlowTool"
 PROMPT_TOKENS = 16
 SAMPLING = Sampling(ignore_eos=True)
 TAIL = 10  # the longest response is so many times the median, which one in a hundred reaches
@@ -66,6 +70,7 @@ class Load:
     reward_seconds: tuple[float, ...] = (0.0,)  # that a reward sleeps, in a case of its own each
     num_reward_workers: int = 1  # of an engine
     keeps_unfinished: bool = False  # --rl-partial-rollouts
+    turn_tokens: int | None = None  # of each of two turns, between which stands a slow tool
 
     @property
     def most_tokens(self) -> int:
@@ -91,6 +96,7 @@ REWARDS = Load(
     num_reward_workers=4,
 )
 SHORT = Load(num_prompts=16, num_samples=8, median_tokens=6, sigma=0.0, max_num_seqs=128)
+TOOL = Load(num_prompts=16, num_samples=8, median_tokens=112, sigma=0.0, turn_tokens=48)
 STEPS = Load(num_prompts=32, num_samples=4, median_tokens=64, sigma=0.5)
 
 
@@ -141,11 +147,21 @@ class Bench:
             num_prompts_per_step=load.num_prompts,
             max_response_tokens=load.most_tokens,
             partial_rollouts=load.keeps_unfinished,
+            environment=TOOL_CLASS if load.turn_tokens else None,
+            max_turn_tokens=load.turn_tokens,
         )
         rewards = parse_rewards(
-            "benchmarks.rollout_worker:reward", num_workers=load.num_reward_workers
+            "environment" if load.turn_tokens else "benchmarks.rollout_worker:reward",
+            num_workers=load.num_reward_workers,
         )
-        self.workers = RolloutWorkers(self.engine, self.layout, config, rewards, self.keeper)
+        self.workers = RolloutWorkers(
+            self.engine,
+            self.layout,
+            config,
+            rewards,
+            self.keeper,
+            conversations=self._conversations if load.turn_tokens else None,
+        )
         self._num_calls = 0
         self._lengths: dict[tuple[bytes, int], int] = {}  # prompt, sample -> tokens to the end
         self._submit = submit = Generation.submit
@@ -153,9 +169,16 @@ class Bench:
         def of_length(generation: Generation, request: Request) -> None:
             prompt, so_far = np.split(request.token_ids, [PROMPT_TOKENS])
             length = self._lengths[prompt.tobytes(), request.number % load.num_samples]
-            submit(generation, dataclasses.replace(request, max_tokens=length - len(so_far)))
+            left = min(request.max_tokens, length - len(so_far))
+            submit(generation, dataclasses.replace(request, max_tokens=left))
 
         Generation.submit = of_length  # type: ignore[method-assign]
+
+    def _conversations(self) -> Conversations:
+        tokens = ConversationTokens(self.engine.tokenizer, use_chat_template=False, ends=())
+        spec = EnvironmentSpec(TOOL_CLASS, timeout_seconds=60.0)
+        most = self.load.most_tokens
+        return Conversations(spec, tokens, max_prompt_tokens=PROMPT_TOKENS, max_tokens=most)
 
     def close(self) -> None:
         Generation.submit = self._submit  # type: ignore[method-assign]
@@ -427,6 +450,21 @@ def overhead(checkpoint: Path, load: Load, repetitions: int) -> Found:
     return found
 
 
+def behind_a_tool(checkpoint: Path, load: Load, repetitions: int) -> Found:
+    """How long the engine's steps are of a rollout in which every sample waits for a tool."""
+    bench = Bench(checkpoint, load)
+
+    def timed(seed: int) -> dict[str, float]:
+        with bench.steps_timed() as seconds:
+            whole = bench.stream(seed)
+        busy = min(objects.all_gather(sum(seconds) / whole["own_seconds"]))
+        return whole | {"busy": busy}
+
+    found = in_turns({STREAM: timed}, repetitions)
+    bench.close()
+    return found
+
+
 # Name -> what is measured, of which load.
 CASES: dict[str, tuple[Callable[[Path, Load, int], Found], Load]] = {
     "long_tail": (stream_and_blocks, LONG_TAIL),
@@ -434,6 +472,7 @@ CASES: dict[str, tuple[Callable[[Path, Load, int], Found], Load]] = {
     "rewards": (rewards_hidden, REWARDS),
     "short": (stream_and_blocks, SHORT),
     "overhead": (overhead, STEPS),
+    "tool": (behind_a_tool, TOOL),
 }
 
 

@@ -142,8 +142,9 @@ repetition, the first of which does not count.
 - `long_tail`: 32 prompts with 4 responses each; lengths are log-normal with a median of 32, one in
   a hundred reaches 10 times the median, where they are cut. Half of the variance is the prompt's.
   An engine has 16 sequences at a time.
-- `partial`: the same in five steps, with `--rl-partial-rollouts`: a step begins 48 groups, ends
-  with 32 of them, and later ones go on with the others. Three steps before are left out.
+- `partial`: the same lengths in five steps, with `--rl-partial-rollouts`: a step begins 48 groups,
+  ends with 32 of them, and later ones go on with the others. Three steps before are left out. An
+  engine has room for all of its sequences at a time, so that blocks wait for the longest.
 - `rewards`: 128 responses with a median of 128 tokens; a reward sleeps, in 4 processes an engine.
   Its hidden share is 1 - (seconds from the last token to the last reward) / (the same of `blocks`);
   the last sample's own reward cannot be hidden.

@@ -86,7 +86,7 @@ class Load:
 
 
 LONG_TAIL = Load(num_prompts=32, num_samples=4, median_tokens=32)
-PARTIAL = dataclasses.replace(LONG_TAIL, keeps_unfinished=True)
+PARTIAL = dataclasses.replace(LONG_TAIL, max_num_seqs=128, keeps_unfinished=True)
 NUM_STEPS, NUM_LEFT_OUT = 8, 3  # of PARTIAL
 REWARDS = Load(
     num_prompts=32,

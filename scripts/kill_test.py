@@ -1,9 +1,10 @@
 """Kills a small run at seeded random moments, and shows that nothing is lost by it.
 
     python scripts/kill_test.py [--kills 20] [--seed 0] [--processes 2] [--steps 6] [--folder DIR]
-                                [--limit-seconds 60]
+                                [--limit-seconds 60] [--flags "--rl-oversample 2 ..."]
 
-A run of the tiny task is done once undisturbed. Then runs are killed: SIGKILL or SIGTERM, to one
+A run of the tiny task, with partial rollouts unless --flags says what else, is done once
+undisturbed. Then runs are killed: SIGKILL or SIGTERM, to one
 rank or to all, at a random moment of a random step (rollout, reward, hand-over to rollout and back,
 log-probs, update, checkpoint), and started again by the same command. After every kill
 
@@ -49,6 +50,7 @@ from mcore_rl.observe.run_directory import read_metrics  # noqa: E402
 from mcore_rl.trainer.resume import folders  # noqa: E402
 
 SAVE_INTERVAL = 2
+PARTIAL = ("--rl-partial-rollouts", "--rl-oversample", "2", "--rl-max-staleness", "2")
 STAGES = {  # and the metric that says how long it lasts
     "to_rollout": "time/reshard_to_rollout_seconds",
     "rollout": "time/rollout_seconds",
@@ -95,6 +97,7 @@ class Setting:
     work: Path
     num_processes: int
     num_steps: int
+    flags: tuple[str, ...] = ()
 
     def command(self, folder: Path) -> list[str]:
         launcher = ["-m", "mcore_rl.launch", "--nproc-per-node", str(self.num_processes)]
@@ -109,7 +112,8 @@ class Setting:
             *("--rl-eval-interval", "0", "--rl-rollout-kv-cache-gib", "0.1", "--lr", "1e-3"),
             *("--rl-num-mini-batches", "2"),  # so that log-probs are a stage of their own
             *("--rl-run-dir", str(folder), "--rl-export-hf", str(folder / "exported")),
-            *("--load", str(folder / "checkpoints"), "--rl-load-or-start"),
+            *("--load", str(folder / "checkpoints"), "--rl-load-or-start", "--rl-deterministic"),
+            *self.flags,
         ]
 
 
@@ -276,6 +280,7 @@ def main(tokens: Sequence[str] | None = None) -> int:
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--steps", type=int, default=6)
     parser.add_argument("--limit-seconds", type=float, default=60.0, help="from a kill to the end")
+    parser.add_argument("--flags", type=str.split, default=PARTIAL, help="of the runs, in one text")
     parser.add_argument("--folder", type=Path, help="keep all files there; a temporary one if not")
     args = parser.parse_args(tokens)
     with tempfile.TemporaryDirectory(prefix="mcore_rl_kill_") as temporary:
@@ -286,7 +291,7 @@ def _test(args: argparse.Namespace, work: Path) -> int:
     console = Console(width=140, highlight=False)
     work.mkdir(parents=True, exist_ok=True)
     checkpoint = make_checkpoint(work / "checkpoint", size="micro")
-    setting = Setting(checkpoint, work, args.processes, args.steps)
+    setting = Setting(checkpoint, work, args.processes, args.steps, tuple(args.flags))
     whole = run(setting, work / "undisturbed")
     if whole.exit_code or whole.faults:
         console.print(whole.output[-6000:], markup=False)

@@ -17,6 +17,7 @@ from mcore_rl.flags.megatron_flags import SHARED_RL
 from mcore_rl.flags.options import RLConfig, flags
 from mcore_rl.flags.parser import add_rl_args, check_bounds
 from mcore_rl.job import preflight, reading
+from mcore_rl.job.preflight import check_kv_after_update
 from mcore_rl.megatron.adapter import make_parser
 
 FLAGS = tuple(flags().values())
@@ -86,6 +87,20 @@ def test_flag_sets_its_value_alone(parameter: Parameter) -> None:
     if parameter.name == "environment":
         expected["reward"] = "environment"  # by default it is that of the environment
     assert RLConfig.from_args(args).as_dict() == expected
+
+
+def test_without_age_partial_rollouts_are_none() -> None:
+    """Every response then ends in the step that began it, and a step takes all that it begins."""
+    config = RLConfig.of(partial_rollouts=True, max_staleness=0)
+    assert not config.keeps_unfinished and config.groups_at_a_time == 1.0
+    assert RLConfig.of(partial_rollouts=True).groups_at_a_time == 1.5
+
+
+def test_keys_and_values_cannot_be_kept_on_gpus() -> None:
+    config = RLConfig.of(partial_rollouts=True, kv_after_update="keep")
+    check_kv_after_update(config, has_cuda=False)
+    with pytest.raises(UsageError, match="--rl-kv-after-update keep is not possible on GPUs"):
+        check_kv_after_update(config, has_cuda=True)
 
 
 def test_namespace_without_a_flag_is_a_bug() -> None:

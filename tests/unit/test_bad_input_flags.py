@@ -84,6 +84,36 @@ ENVIRONMENTS = [
         change=template_of_one_turn,
     ),
 ]
+FIRST_FINISHED = [
+    Case(
+        "age_of_nothing",
+        ["--rl-max-staleness 2 has no effect without --rl-partial-rollouts; add that, or drop it"],
+        more="--rl-max-staleness 2",
+    ),
+    Case(
+        "nothing_to_stop",
+        ["--rl-oversample 1 leaves --rl-partial-rollouts nothing to stop", "for example 1.5"],
+        more="--rl-partial-rollouts --rl-oversample 1",
+    ),
+    Case(
+        "too_many_unfinished",
+        ["--rl-oversample 2.5 may leave more groups unfinished than a step takes", "2 or less"],
+        more="--rl-partial-rollouts --rl-oversample 2.5",
+    ),
+    Case(
+        "fewer_than_taken", ["--rl-oversample 0.5 must be at least 1"], more="--rl-oversample 0.5"
+    ),
+    Case(
+        "conversations_that_go_on",
+        ["--rl-partial-rollouts cannot be with --rl-environment calculator", "drop one of the two"],
+        more="--rl-partial-rollouts --rl-environment calculator",
+    ),
+    Case(
+        "keys_of_nothing",
+        ["--rl-kv-after-update keep has no effect, because no response goes on", "drop it"],
+        more="--rl-kv-after-update keep",
+    ),
+]
 VALUES = [
     Case(
         "unknown_flag",
@@ -352,7 +382,13 @@ OUTPUTS = [
 ]
 
 
-CASES = table(values=VALUES, environments=ENVIRONMENTS, megatron=MEGATRON, outputs=OUTPUTS)
+CASES = table(
+    values=VALUES,
+    environments=ENVIRONMENTS,
+    first_finished=FIRST_FINISHED,
+    megatron=MEGATRON,
+    outputs=OUTPUTS,
+)
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -28,6 +28,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import itertools
 import json
 import sys
 import time
@@ -71,28 +72,18 @@ def main() -> int:
 def trained(workload: Workload, options: argparse.Namespace) -> dict[str, Any]:
     """Train, save to `options.out` and return the seconds of every step and the mean length."""
     import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
+    from transformers import AutoModelForCausalLM, AutoTokenizer
     from trl import GRPOTrainer
 
-    class Clock(TrainerCallback):
-        """Notes when each step has ended."""
-
-        ends: list[float] = []
-
-        def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
-            self.ends.append(time.perf_counter())
-
-        def on_step_end(self, *args: Any, **kwargs: Any) -> None:
-            self.ends.append(time.perf_counter())
-
     dtype = torch.bfloat16 if options.precision == "bf16_weights" else torch.float32
+    clock = make_clock()
     trainer = GRPOTrainer(
         model=AutoModelForCausalLM.from_pretrained(options.checkpoint, dtype=dtype),
         reward_funcs=trl_reward,
-        args=_config(workload, options),
-        train_dataset=_prompts(options.checkpoint / "prompts" / "train.jsonl"),
+        args=settings(workload, options),
+        train_dataset=prompts(options.checkpoint / "prompts" / "train.jsonl"),
         processing_class=AutoTokenizer.from_pretrained(options.checkpoint),
-        callbacks=[Clock()],
+        callbacks=[clock],
     )
     trainer.train()
     trainer.model.to(torch.bfloat16).save_pretrained(options.out)
@@ -101,13 +92,34 @@ def trained(workload: Workload, options: argparse.Namespace) -> dict[str, Any]:
     trainer.processing_class.save_pretrained(options.out)
     logged = [entry for entry in trainer.state.log_history if "completions/mean_length" in entry]
     return {
-        "step_seconds": [b - a for a, b in zip(Clock.ends[:-1], Clock.ends[1:], strict=True)],
+        "step_seconds": clock.step_seconds(),
         "response_tokens": [float(entry["completions/mean_length"]) for entry in logged],
         "threads": torch.get_num_threads(),
     }
 
 
-def _config(workload: Workload, options: argparse.Namespace) -> Any:
+def make_clock() -> Any:
+    """A callback of the trainer that notes when each step has ended."""
+    from transformers import TrainerCallback
+
+    class Clock(TrainerCallback):
+        def __init__(self) -> None:
+            self._ends: list[float] = []
+
+        def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
+            self._ends.append(time.perf_counter())
+
+        def on_step_end(self, *args: Any, **kwargs: Any) -> None:
+            self._ends.append(time.perf_counter())
+
+        def step_seconds(self) -> list[float]:
+            return [b - a for a, b in itertools.pairwise(self._ends)]
+
+    return Clock()
+
+
+def settings(workload: Workload, options: argparse.Namespace, **more: Any) -> Any:
+    """TRL's, for `options` precision, seed and out; `more` are fields of GRPOConfig."""
     import torch
     from trl import GRPOConfig
 
@@ -143,11 +155,12 @@ def _config(workload: Workload, options: argparse.Namespace) -> Any:
         report_to="none",
         disable_tqdm=True,
         **(colocated if on_gpu else {}),
+        **more,
     )
 
 
-def _prompts(file: Path) -> Any:
-    """The prompts as TRL takes them.
+def prompts(file: Path) -> Any:
+    """The prompts as TRL takes them, with all other columns of the file.
 
     With a fingerprint given, as datasets 5.2 cannot compute that of a table with pyarrow 26.
     """
@@ -156,8 +169,7 @@ def _prompts(file: Path) -> Any:
     from datasets.table import InMemoryTable
 
     rows = [
-        {"prompt": [{"role": "user", "content": row["prompt"]}], "answer": row["answer"]}
-        for row in rows_of(file)
+        {**row, "prompt": [{"role": "user", "content": row["prompt"]}]} for row in rows_of(file)
     ]
     return Dataset(InMemoryTable(pyarrow.Table.from_pylist(rows)), fingerprint="prompts")
 

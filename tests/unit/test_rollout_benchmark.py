@@ -1,6 +1,7 @@
-"""The pure parts of benchmarks/rollout.py: lengths, ratios, verdicts, the section.
+"""The pure parts of benchmarks/rollout.py and rollout_trl.py: lengths, ratios, verdicts, sections;
+and that TRL plays and is paid what ours is.
 
-The cases themselves are `python benchmarks/rollout.py --quick`.
+The cases themselves are `python benchmarks/rollout.py --quick`, and rollout_trl.py likewise.
 """
 
 from __future__ import annotations
@@ -12,8 +13,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from benchmarks import rollout_trl
 from benchmarks.rollout import REPETITIONS
 from benchmarks.rollout_report import BEGIN, END, OF_CASE, paired, section
+from benchmarks.rollout_trl_agent import Pocket, calls, reward, turns_in
 from benchmarks.rollout_worker import CASES, LONG_TAIL, SHORT
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -86,3 +89,52 @@ def test_a_page_with_broken_markers_is_told_before_anything_runs(tmp_path: Path)
         text=True,
     )
     assert done.returncode == 2 and f"--markdown {page}" in done.stderr
+
+
+def test_turns_are_read_from_a_rendered_conversation() -> None:
+    first = "<bos><|user|>47 ?<|assistant|>15"
+    assert turns_in(first) == turns_in(first + "<eos>") == ["15"]
+    assert turns_in(first + "<eos><|user|>5<|assistant|>0 5<eos>") == ["15", "0 5"]
+    assert turns_in(first + "<|user|>5<|assistant|>") == ["15", ""]  # cut before its end
+
+
+@pytest.mark.parametrize(
+    ("turns", "num_called", "paid"),
+    [
+        (["47", "5"], 1, 1.25),
+        (["47", "4"], 1, 0.25),
+        (["15 5"], 0, 0.0),  # nobody has shown it yet
+        (["1+1", "47", "5"], 2, 1.25),
+        (["M", "5"], 1, 1.25),
+        (["1+1", "1+1"], 2, 0.25),  # no turn is left
+    ],
+)
+def test_the_other_loop_calls_and_pays_as_the_calculator_does(
+    turns: list[str], num_called: int, paid: float
+) -> None:
+    assert [calls(turns[: n + 1]) for n in range(len(turns))] == [
+        n < num_called for n in range(len(turns))
+    ]
+    pocket, messages = Pocket(), []
+    pocket.reset(prompt=[{"role": "user", "content": "47 ?"}], answer="5", memory=5, prompts=[])
+    for number, text in enumerate(turns):
+        messages.append({"role": "assistant", "content": text})
+        if number < num_called:
+            shown = pocket.press(text)
+            assert shown == ("2" if text == "1+1" else "5")
+            messages.append({"role": "tool", "name": "press", "content": shown})
+    assert reward([messages], [pocket]) == [paid]
+
+
+def test_the_section_beside_trl_has_ratios_of_one_repetition() -> None:
+    def run(step_seconds: float) -> dict:
+        seconds = [9.0, 9.0, step_seconds]  # the first two do not count
+        return dict(
+            step_seconds=seconds, response_tokens=[6.0], turns=[2.0], rewards=[1.0], setting="x"
+        )
+
+    page = rollout_trl.section(
+        {"ours": [run(1), run(10)], "trl": [run(2), run(20)]}, {"commit": "abc"}
+    )
+    assert page.startswith(rollout_trl.BEGIN + "\n") and page.endswith(rollout_trl.END + "\n")
+    assert "| ours | 70.4 (128.0, 12.8) | 2.00x | 2.00 | 6.00 | 1.00 | x |" in page

@@ -1,0 +1,235 @@
+"""Samples per second of a task of two turns, ours beside TRL's own loop of tools.
+
+    python benchmarks/rollout_trl.py [--markdown FILE] [--json FILE] [--repetitions 3] [--quick]
+
+Needs the `bench` extra; ten minutes on 2 cores. --markdown replaces its own section of FILE and
+leaves what else stands there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import os
+import shutil
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
+
+from benchmarks import rollout_trl_agent  # noqa: E402
+from benchmarks.facts import facts_of_run  # noqa: E402
+from benchmarks.reshard import ENVIRONMENT  # noqa: E402
+from benchmarks.rollout_trl_agent import MAX_TURNS, WORKLOAD  # noqa: E402
+from benchmarks.step_time import _in_a_process, _run  # noqa: E402
+from benchmarks.step_time_report import Run, paired_ratio, with_section  # noqa: E402
+from benchmarks.step_time_task import LEFT_OUT_STEPS, checkpoint_of  # noqa: E402
+
+TEACHING_STEPS = 48
+TEACHING_RATE = 1e-4
+BEGIN, END = "<!-- rollout_trl: begin -->", "<!-- rollout_trl: end -->"
+TRL = "trl"
+
+
+def main(tokens: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write what was measured there")
+    parser.add_argument("--markdown", type=Path, metavar="FILE", help="put the section there")
+    parser.add_argument("--repetitions", type=int, default=3, help="runs of each, in turns")
+    parser.add_argument("--precision", choices=("fp32", "bf16"), default="fp32", help="of both")
+    parser.add_argument("--quick", action="store_true", help="one repetition, steps that just do")
+    options = parser.parse_args(tokens)
+    fault = _fault(options)
+    if fault:
+        print(f"rollout_trl.py: {fault}", file=sys.stderr)
+        return 2
+    os.environ.update(ENVIRONMENT)
+    started = time.monotonic()
+    facts = facts_of_run("rollout_trl.py", tokens, ("trl", "accelerate"))
+    num_steps = LEFT_OUT_STEPS + 1 if options.quick else WORKLOAD.num_steps
+    with tempfile.TemporaryDirectory(prefix="mcore_rl_rollout_trl_") as folder:
+        numbers = {"mcore_rl, 1 process": 1, "mcore_rl, 2 processes": 2}
+        systems = {name: partial(ours, n, options.precision) for name, n in numbers.items()}
+        systems[TRL] = partial(trl, options.precision)
+        taught, task = _taught(Path(folder), options.precision)
+        runs: dict[str, list[Run]] = {name: [] for name in systems}
+        for number in range(1 if options.quick else options.repetitions):
+            for name in list(systems) if number % 2 == 0 else reversed(systems):
+                run = systems[name](taught, task, Path(folder) / "run", number + 1, num_steps)
+                print(f"{name}: {pace(run):.1f} samples/s, {json.dumps(run)}", flush=True)
+                runs[name].append(run)
+    facts["time"] = f"{(time.monotonic() - started) / 60:.0f} minutes in all"
+    part = section(runs, facts)
+    print(part)
+    if options.json:
+        options.json.write_text(json.dumps(runs, indent=1) + "\n")
+    if options.markdown:
+        page = options.markdown.read_text() if options.markdown.is_file() else ""
+        options.markdown.write_text(with_section(page, part, (BEGIN, END)))
+    return 0
+
+
+def _fault(options: argparse.Namespace) -> str:
+    """What is wrong with the arguments or the environment, in one sentence; or nothing."""
+    if options.repetitions < 1:
+        return f"--repetitions {options.repetitions} must be at least 1; raise it"
+    if options.markdown and options.markdown.is_file():
+        try:
+            with_section(options.markdown.read_text(), "", (BEGIN, END))
+        except ValueError as error:
+            return f"--markdown {options.markdown}: {error}"
+    if importlib.util.find_spec("trl") is None:
+        return "trl is not installed; pip install .[bench]"
+    return ""
+
+
+# ------------------------------------------------------------------------------------- the systems
+
+
+def _taught(folder: Path, precision: str) -> tuple[Path, Path]:
+    """A checkpoint that knows the task, by a run of ours, and the task's prompts."""
+    task, taught = folder / "task", folder / "taught"
+    _run([str(ROOT / "scripts" / "calculator_task.py"), str(task)])
+    warmed = _in_a_process(checkpoint_of, WORKLOAD)
+    run = ours(
+        2, precision, warmed, task, folder / "teaching", 1, TEACHING_STEPS,
+        *("--lr", str(TEACHING_RATE), "--rl-export-hf", str(taught)),
+    )  # fmt: skip
+    print(f"taught: rewards {[round(each, 2) for each in run['rewards'][::8]]}", flush=True)
+    return taught, task
+
+
+def ours(
+    processes: int,
+    precision: str,
+    checkpoint: Path,
+    task: Path,
+    run_dir: Path,
+    seed: int,
+    num_steps: int,
+    *more: str,
+) -> dict[str, Any]:
+    """One run of ours, data parallel, each process with one thread; `more` flags win."""
+    flags = (
+        f"--rl-hf-checkpoint {checkpoint} --rl-prompts {task}/train.jsonl "
+        f"--rl-environment calculator --rl-reward environment --rl-max-turns {MAX_TURNS} "
+        f"--rl-max-prompt-tokens {WORKLOAD.max_prompt_tokens} "
+        f"--rl-max-response-tokens {WORKLOAD.max_response_tokens} "
+        f"--rl-num-prompts-per-step {WORKLOAD.num_prompts_per_step} "
+        f"--rl-num-samples-per-prompt {WORKLOAD.num_samples_per_prompt} "
+        f"--rl-num-steps {num_steps} --rl-eval-interval 0 --lr {WORKLOAD.learning_rate} "
+        f"--rl-max-tokens-per-microbatch {WORKLOAD.packed_tokens} --rl-precision {precision} "
+        f"--rl-num-logged-rollouts {WORKLOAD.samples_per_step} --seed {seed} "
+        f"--rl-rollout-kv-cache-gib 0.25 --rl-run-dir {run_dir}"
+    ).split()
+    launch = ["-m", "mcore_rl.launch", "--nproc-per-node", str(processes)]
+    _run([*launch, "-m", "mcore_rl.train", *flags, *more])
+    steps = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    steps = [step for step in steps if "time/step_seconds" in step]
+    texts = (run_dir / "rollouts.jsonl").read_text().splitlines()
+    shutil.rmtree(run_dir)
+    return {
+        "step_seconds": [step["time/step_seconds"] for step in steps],
+        "response_tokens": [step["response_tokens/mean"] for step in steps],
+        # A line a turn; all samples are in the file.
+        "turns": [statistics.fmean(1 + json.loads(t)["response"].count("\n") for t in texts)],
+        "parts": parts_of(steps[LEFT_OUT_STEPS:]),
+        "rewards": [step["reward/mean"] for step in steps],
+        "setting": f"{processes} x 1 thread, {precision}",
+    }
+
+
+def trl(
+    precision: str, checkpoint: Path, task: Path, out: Path, seed: int, num_steps: int
+) -> dict[str, Any]:
+    """One run of TRL's, which gets all cores as threads."""
+    script = str(Path(rollout_trl_agent.__file__))
+    flags = ["--precision", precision, "--seed", str(seed), "--steps", str(num_steps)]
+    threads = str(len(os.sched_getaffinity(0)))
+    output = _run(
+        [script, str(checkpoint), str(task / "train.jsonl"), str(out), *flags],
+        OMP_NUM_THREADS=threads,
+    )
+    shutil.rmtree(out, ignore_errors=True)
+    run: dict[str, Any] = json.loads(output.splitlines()[-1])
+    run["setting"] = f"1 x {run['threads']} threads, {precision}"
+    return run
+
+
+# ---------------------------------------------------------------------------------------- the page
+
+
+def parts_of(steps: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """The mean seconds of the parts of a step, as metrics.jsonl has them."""
+    names = [name for name in steps[0] if name.startswith("time/")]
+    return {name: statistics.fmean(step[name] for step in steps if name in step) for name in names}
+
+
+def pace(run: Run) -> float:
+    """Samples per second of the mean step, without the first ones."""
+    return WORKLOAD.samples_per_step / statistics.fmean(run["step_seconds"][LEFT_OUT_STEPS:])
+
+
+def section(runs: Mapping[str, Sequence[Run]], facts: Mapping[str, str]) -> str:
+    """The section of the page, between its markers and with them."""
+    lines = [BEGIN, "# A task of two turns, measured beside TRL", "", _INTRODUCTION, ""]
+    lines += [f"- {name}: {value}" for name, value in facts.items()]
+    lines += [
+        "",
+        "| system | samples/s (runs) | over TRL's | turns | tokens a sample | reward | setting |",
+        "| --- | ---: | ---: | ---: | ---: | ---: | --- |",
+    ]
+    theirs = [pace(run) for run in runs[TRL]]
+    for name, found in runs.items():
+        paces = [pace(run) for run in found]
+        cells = [
+            name,
+            f"{statistics.fmean(paces):.1f} ({', '.join(f'{each:.1f}' for each in paces)})",
+            f"{paired_ratio(paces, theirs):.2f}x",
+            *(
+                f"{statistics.fmean(statistics.fmean(run[what]) for run in found):.2f}"
+                for what in ("turns", "response_tokens", "rewards")
+            ),
+            found[0]["setting"],
+        ]
+        lines.append("| " + " | ".join(cells) + " |")
+    for name, found in runs.items():
+        if "parts" in found[0]:
+            parts = [
+                f"{part.removeprefix('time/')} {statistics.median(r['parts'][part] for r in found):.3f}"
+                for part in found[0]["parts"]
+            ]
+            lines += ["", f"Seconds of a step of {name}: {', '.join(parts)}."]
+    return "\n".join([*lines, END]) + "\n"
+
+
+_INTRODUCTION = f"""\
+Generated by `benchmarks/rollout_trl.py`. The task of `scripts/calculator_task.py` with the tiny
+checkpoint, which a run of ours has taught it for {TEACHING_STEPS} steps, until nearly all samples
+take two turns. Then both go on from there: the same prompts, 16 x 8 samples a step, at most
+{WORKLOAD.max_response_tokens} tokens of turns and observations, at most {MAX_TURNS} turns, AdamW
+at {WORKLOAD.learning_rate:g}, with which the policy stays as it is. Whole steps are measured:
+rollout, tools, rewards, update. Runs take turns; start-up and the first {LEFT_OUT_STEPS} steps of
+a run do not count; ratios are medians of those within a repetition. Reward is the mean of what a
+sample is paid: 1.25 if it calls and then answers rightly.
+
+- `trl`: `GRPOTrainer` with `environment_factory`, its own loop of tools, and `generate` of
+  transformers (`benchmarks/step_time_trl.py` tells what else of TRL runs on a CPU). Around it is
+  what a tokenizer of a published model would bring: a chat template that gives results the form
+  of the task's, and a parser that says which turns are calls (`benchmarks/rollout_trl_agent.py`).
+- The calculator's code is the same. TRL calls it in the trainer's process, without limits, one
+  call after the other; ours has a process for every sample, whose time is in these figures."""
+
+
+if __name__ == "__main__":
+    sys.exit(main())

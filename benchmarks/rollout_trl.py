@@ -204,12 +204,11 @@ def section(runs: Mapping[str, Sequence[Run]], facts: Mapping[str, str]) -> str:
         ]
         lines.append("| " + " | ".join(cells) + " |")
     for name, found in runs.items():
-        if "parts" in found[0]:
-            parts = [
-                f"{part.removeprefix('time/')} {statistics.median(r['parts'][part] for r in found):.3f}"
-                for part in found[0]["parts"]
-            ]
-            lines += ["", f"Seconds of a step of {name}: {', '.join(parts)}."]
+        every = [run["parts"] for run in found if "parts" in run]
+        if every:
+            medians = {part: statistics.median(each[part] for each in every) for part in every[0]}
+            told = [f"{part.removeprefix('time/')} {value:.3f}" for part, value in medians.items()]
+            lines += ["", f"Seconds of a step of {name}: {', '.join(told)}."]
     return "\n".join([*lines, END]) + "\n"
 
 

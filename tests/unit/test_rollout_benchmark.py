@@ -126,6 +126,11 @@ def test_the_other_loop_calls_and_pays_as_the_calculator_does(
     assert reward([messages], [pocket]) == [paid]
 
 
+def test_parts_of_a_step_are_those_of_the_metrics() -> None:
+    steps = [{"time/step_seconds": 1.0, "kl/ref": 5.0}, {"time/step_seconds": 3.0, "kl/ref": 5.0}]
+    assert rollout_trl.parts_of(steps) == {"time/step_seconds": 2.0}
+
+
 def test_the_section_beside_trl_has_ratios_of_one_repetition() -> None:
     def run(step_seconds: float) -> dict:
         seconds = [9.0, 9.0, step_seconds]  # the first two do not count
@@ -138,3 +143,7 @@ def test_the_section_beside_trl_has_ratios_of_one_repetition() -> None:
     )
     assert page.startswith(rollout_trl.BEGIN + "\n") and page.endswith(rollout_trl.END + "\n")
     assert "| ours | 70.4 (128.0, 12.8) | 2.00x | 2.00 | 6.00 | 1.00 | x |" in page
+    with_parts = rollout_trl.section(
+        {"ours": [run(1) | {"parts": {"time/rollout_seconds": 0.5}}], "trl": [run(2)]}, {}
+    )
+    assert "Seconds of a step of ours: rollout_seconds 0.500." in with_parts

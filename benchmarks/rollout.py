@@ -30,7 +30,15 @@ from benchmarks.step_time_report import with_section  # noqa: E402
 NUM_RANKS = 2
 CASE_SECONDS = 1800
 # Case -> repetitions that count.
-REPETITIONS = {"long_tail": 9, "partial": 3, "rewards": 2, "short": 21, "overhead": 5, "tool": 5}
+REPETITIONS = {
+    "long_tail": 9,
+    "partial": 3,
+    "quick_reward": 3,
+    "slow_reward": 2,
+    "short": 21,
+    "overhead": 5,
+    "tool": 5,
+}
 
 
 def make_parser() -> argparse.ArgumentParser:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Mapping, Sequence
+from functools import partial
 
 Found = Mapping[str, Sequence[Mapping[str, float]]]  # way -> what each repetition measured
 Verdict = tuple[str, str, bool]  # target, what was measured, met
@@ -42,15 +43,11 @@ def of_partial(found: Found) -> list[Verdict]:
     return [(target, f"{ratio:.2f}x; {of_tokens:.2f}x the tokens/s", ratio >= PARTIAL_RATIO)]
 
 
-def of_rewards(found: Found) -> list[Verdict]:
+def of_reward(found: Found, seconds: str) -> list[Verdict]:
     """Hidden is what scoring after the last token would take and waiting after it does not."""
-    verdicts = []
-    for way in (way for way in found if way.startswith("stream ")):
-        seconds = way.removeprefix("stream ")
-        hidden = 1 - paired(found, way, f"{BEFORE} {seconds}", "after_last_token")
-        target = f"a reward of {seconds} s: {HIDDEN_SHARE:.0%} of its time behind generation"
-        verdicts.append((target, f"{hidden:.1%}", hidden >= HIDDEN_SHARE))
-    return verdicts
+    hidden = 1 - paired(found, "stream", BEFORE, "after_last_token")
+    target = f"a reward of {seconds}: {HIDDEN_SHARE:.0%} of its time behind generation"
+    return [(target, f"{hidden:.1%}", hidden >= HIDDEN_SHARE)]
 
 
 def of_short(found: Found) -> list[Verdict]:
@@ -89,7 +86,8 @@ def of_tool(found: Found) -> list[Verdict]:
 OF_CASE = {
     "long_tail": of_long_tail,
     "partial": of_partial,
-    "rewards": of_rewards,
+    "quick_reward": partial(of_reward, seconds="50 ms"),
+    "slow_reward": partial(of_reward, seconds="1 s"),
     "short": of_short,
     "overhead": of_overhead,
     "tool": of_tool,
@@ -139,15 +137,18 @@ repetition, the first of which does not count.
   reward as they end. `blocks`: as it was done before. Each engine gets a fixed half of the prompts
   and all its requests at once; rewards begin after the last token of the slowest engine. Before,
   responses had no seeds of their own, either.
-- `long_tail`: 32 prompts with 4 responses each; lengths are log-normal with a median of 32, one in
+- `long_tail`: 16 prompts with 8 responses each; lengths are log-normal with a median of 32, one in
   a hundred reaches 10 times the median, where they are cut. Half of the variance is the prompt's.
-  An engine has 16 sequences at a time.
-- `partial`: the same lengths in five steps, with `--rl-partial-rollouts`: a step begins 48 groups,
-  ends with 32 of them, and later ones go on with the others. Three steps before are left out. An
-  engine has room for all of its sequences at a time, so that blocks wait for the longest.
-- `rewards`: 128 responses with a median of 128 tokens; a reward sleeps, in 4 processes an engine.
-  Its hidden share is 1 - (seconds from the last token to the last reward) / (the same of `blocks`);
-  the last sample's own reward cannot be hidden.
+  An engine has 8 sequences at a time. `longest first`: as it is where an earlier step has drawn the
+  same prompts, so that their lengths are known; what is drawn for the first time has no order, and
+  then it is chance which way ends first.
+- `partial`: such lengths, 32 x 4 a step, in five steps with `--rl-partial-rollouts`: a step begins
+  48 groups, ends with 32 of them, and later ones go on with the others. Three steps before are left
+  out. An engine has room for all of its sequences at a time, so that blocks wait for the longest.
+- `quick_reward`: 32 x 4 responses with a median of 64 tokens; a reward sleeps for 50 ms, in one
+  process an engine. `slow_reward`: 64 x 8 of them, one second, 16 processes. The hidden share is
+  1 - (seconds from the last token to the last reward) / (the same of `blocks`); the last sample's
+  own reward cannot be hidden.
 - `short`: 16 x 8 responses of 6 tokens, all of which an engine has room for.
 - `overhead`: 128 responses of about 64 tokens, two engines of one rank or one of two; of the time
   until an engine has no more to do, what is not inside `engine.step()`. `stream`: as above, with

@@ -67,7 +67,7 @@ class Load:
     sigma: float = SIGMA  # of the logarithm of lengths; half of its variance is the prompt's
     max_num_seqs: int = 16  # of an engine
     tp_size: int = 1
-    reward_seconds: tuple[float, ...] = (0.0,)  # that a reward sleeps, in a case of its own each
+    reward_seconds: float = 0.0  # that a reward sleeps
     num_reward_workers: int = 1  # of an engine
     keeps_unfinished: bool = False  # --rl-partial-rollouts
     turn_tokens: int | None = None  # of each of two turns, between which stands a slow tool
@@ -85,15 +85,18 @@ class Load:
         return tuple(np.clip(np.round(drawn), 2, self.most_tokens).astype(int).ravel().tolist())
 
 
-LONG_TAIL = Load(num_prompts=32, num_samples=4, median_tokens=32)
-PARTIAL = dataclasses.replace(LONG_TAIL, max_num_seqs=128, keeps_unfinished=True)
+# So many waves that the longest response does not take longer than all others together.
+LONG_TAIL = Load(num_prompts=16, num_samples=8, median_tokens=32, max_num_seqs=8)
+PARTIAL = Load(
+    num_prompts=32, num_samples=4, median_tokens=32, max_num_seqs=128, keeps_unfinished=True
+)
 NUM_STEPS, NUM_LEFT_OUT = 8, 3  # of PARTIAL
-REWARDS = Load(
-    num_prompts=32,
-    num_samples=4,
-    median_tokens=128,
-    reward_seconds=(0.05, 1.0),
-    num_reward_workers=4,
+# Scoring after the last token would take 3 s and 16 s; the last sample's reward cannot be hidden.
+QUICK_REWARD = Load(
+    num_prompts=32, num_samples=4, median_tokens=64, reward_seconds=0.05, num_reward_workers=1
+)
+SLOW_REWARD = Load(
+    num_prompts=64, num_samples=8, median_tokens=64, reward_seconds=1.0, num_reward_workers=16
 )
 SHORT = Load(num_prompts=16, num_samples=8, median_tokens=6, sigma=0.0, max_num_seqs=128)
 TOOL = Load(num_prompts=16, num_samples=8, median_tokens=112, sigma=0.0, turn_tokens=48)
@@ -195,9 +198,7 @@ class Bench:
             weight_version=1,
         )
 
-    def prompts(
-        self, seed: int, reward_seconds: float = 0.0, *, num_steps: int = 1
-    ) -> list[Prompt]:
+    def prompts(self, seed: int, *, num_steps: int = 1) -> list[Prompt]:
         """Of a repetition, whose lengths are then those of all responses."""
         rng = np.random.default_rng(seed)
         load = dataclasses.replace(self.load, num_prompts=self.load.num_prompts * num_steps)
@@ -209,7 +210,7 @@ class Bench:
             for row in tokens
             for sample in range(self.load.num_samples)
         }
-        return [Prompt(i, "", str(reward_seconds), row) for i, row in enumerate(tokens)]
+        return [Prompt(i, "", str(load.reward_seconds), row) for i, row in enumerate(tokens)]
 
     def requests(
         self, prompts: Sequence[Prompt], seed: int, *, seeded: bool = True
@@ -230,14 +231,12 @@ class Bench:
             for sample in range(size)
         ]
 
-    def stream(
-        self, seed: int, reward_seconds: float = 0.0, *, longest_first: bool = False
-    ) -> dict[str, float]:
+    def stream(self, seed: int, *, longest_first: bool = False) -> dict[str, float]:
         """As a step does it. Seconds to the last token here, and to the last reward anywhere.
 
         `longest_first`: as it is done where the lengths are known from an earlier step.
         """
-        prompts, started = self.prompts(seed, reward_seconds), self._begin()
+        prompts, started = self.prompts(seed), self._begin()
         longest = np.array(self.load.lengths(seed)).reshape(len(prompts), -1).max(axis=1)
         order = tuple(np.argsort(-longest, kind="stable").tolist())
         groups = self.workers.sample(
@@ -290,13 +289,12 @@ class Bench:
     def blocks(
         self,
         seed: int,
-        reward_seconds: float = 0.0,
         *,
         seeded: bool = True,
         of: Sequence[Prompt] | None = None,
     ) -> dict[str, float]:
         """Prompts in fixed blocks, all requests of one at once, and rewards after the last."""
-        prompts = self.prompts(seed, reward_seconds) if of is None else of
+        prompts = self.prompts(seed) if of is None else of
         started = self._begin()
         block = Block(self.requests(prompts, seed, seeded=seeded))
         run_stream(self.engine, block)
@@ -417,15 +415,9 @@ def partial_and_blocks(checkpoint: Path, load: Load, repetitions: int) -> Found:
     return found
 
 
-def rewards_hidden(checkpoint: Path, load: Load, repetitions: int) -> Found:
-    """The ways with each reward; ways of the same seconds follow each other."""
-    bench, found = Bench(checkpoint, load), {}
-    for seconds in load.reward_seconds:
-        ways = {
-            f"{STREAM} {seconds:g}": lambda seed, s=seconds: bench.stream(seed, s),
-            f"{BLOCKS} {seconds:g}": lambda seed, s=seconds: bench.blocks(seed, s),
-        }
-        found |= in_turns(ways, repetitions)
+def reward_hidden(checkpoint: Path, load: Load, repetitions: int) -> Found:
+    bench = Bench(checkpoint, load)
+    found = in_turns({STREAM: bench.stream, BLOCKS: bench.blocks}, repetitions)
     bench.close()
     return found
 
@@ -469,7 +461,8 @@ def behind_a_tool(checkpoint: Path, load: Load, repetitions: int) -> Found:
 CASES: dict[str, tuple[Callable[[Path, Load, int], Found], Load]] = {
     "long_tail": (stream_and_blocks, LONG_TAIL),
     "partial": (partial_and_blocks, PARTIAL),
-    "rewards": (rewards_hidden, REWARDS),
+    "quick_reward": (reward_hidden, QUICK_REWARD),
+    "slow_reward": (reward_hidden, SLOW_REWARD),
     "short": (stream_and_blocks, SHORT),
     "overhead": (overhead, STEPS),
     "tool": (behind_a_tool, TOOL),

@@ -86,6 +86,13 @@ class Rollout:
         return int(self.is_generated.sum())
 
     @property
+    def token_versions(self) -> np.ndarray:
+        """`[r]` int32, of the weights that each token was sampled with."""
+        if self.weight_versions is not None:
+            return self.weight_versions
+        return np.full(len(self.response_token_ids), self.weight_version, dtype=np.int32)
+
+    @property
     def oldest_version(self) -> int:
         """The oldest weights that a token of it was sampled with."""
         if self.weight_versions is None or not len(self.weight_versions):

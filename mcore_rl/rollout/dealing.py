@@ -136,6 +136,8 @@ class Deal:
         """A group has all its responses, and where groups are compared all its rewards; whether one
         of them is other than the others, and whether there is any. Returns whether the step takes
         it; if it does not differ, to fill up with."""
+        if not self._wanted.compares and not self._wanted.takes_first:
+            return True  # nothing depends on how many have
         if is_valid:
             self._add("valid", 1)
         if self._wanted.compares and not differs:

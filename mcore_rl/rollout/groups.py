@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
+from functools import cache
 from operator import itemgetter
 
 import numpy as np
@@ -153,7 +154,7 @@ class Groups:
         have been dropped. `waits`: no step of the engine before all that has ended is rewarded, so
         that the rewards' speed decides nothing."""
         self.plan = plan
-        self._engine, self._prompt_of = engine, prompt_of
+        self._engine, self._prompt_of = engine, cache(prompt_of)
         self._deal, self._rewards, self._differs = deal, rewards, differs
         self._at_once, self._reserved, self._waits = at_once, reserved, waits
         self._conversations = conversations
@@ -203,8 +204,10 @@ class Groups:
         draw, index = divmod(completion.number, self.plan.size)
         group = self.open.setdefault(draw, OpenGroup.new(draw, self.plan.size))
         so_far = group.rollouts[index]
-        if so_far is None:  # what the first request began with
-            prompt = replace(self._prompt_of(draw), token_ids=completion.request.token_ids)
+        if so_far is None:
+            prompt = self._prompt_of(draw)
+            if self.plan.converses:  # its environment may have begun with something else
+                prompt = replace(prompt, token_ids=completion.request.token_ids)
             so_far = begun(prompt, index, self.plan.weight_version)
         rollout = extended(so_far, completion, self.plan.weight_version)
         self._running.discard(completion.number)

@@ -41,11 +41,19 @@ def extended(so_far: Rollout, completion: Completion, weight_version: int) -> Ro
     """
     before = len(so_far.prompt.token_ids) + len(so_far.response_token_ids)
     given = completion.request.token_ids[before:]
+    finish_reason = UNFINISHED if completion.is_cut_short else completion.finish_reason
+    if not len(so_far.response_token_ids) and not len(given):  # most responses have one part
+        return dataclasses.replace(
+            so_far,
+            response_token_ids=completion.token_ids,
+            rollout_log_probs=completion.log_probs,
+            finish_reason=finish_reason,
+            weight_version=weight_version,
+            routes=completion.routes,
+            failure=so_far.failure or completion.failure,
+        )
     num_new = len(completion.token_ids)
     nothing = np.zeros(len(given), dtype=np.float32)
-    versions = so_far.weight_versions
-    if versions is None:
-        versions = np.full(len(so_far.response_token_ids), so_far.weight_version, dtype=np.int32)
     generated = so_far.is_generated
     if generated is None and len(given):
         generated = np.ones(len(so_far.response_token_ids), dtype=np.bool_)
@@ -60,10 +68,13 @@ def extended(so_far: Rollout, completion: Completion, weight_version: int) -> Ro
         rollout_log_probs=np.concatenate(
             [so_far.rollout_log_probs, nothing, completion.log_probs], dtype=np.float32
         ),
-        finish_reason=UNFINISHED if completion.is_cut_short else completion.finish_reason,
+        finish_reason=finish_reason,
         weight_version=weight_version,
         weight_versions=np.concatenate(
-            [versions, np.full(len(given) + num_new, weight_version, dtype=np.int32)]
+            [
+                so_far.token_versions,
+                np.full(len(given) + num_new, weight_version, dtype=np.int32),
+            ]
         ),
         is_generated=generated,
         routes=_with_earlier(so_far.routes, completion.routes),

@@ -169,11 +169,9 @@ def rescored(engine: VLLMEngine, folder: Path, taken: list[ScoredRollout]) -> di
         sequences = [[*each.prompt.token_ids, *each.response_token_ids] for each in rollouts]
         for rollout, scores in zip(rollouts, engine.prompt_log_probs(sequences), strict=True):
             apart = np.abs(scores[len(rollout.prompt.token_ids) - 1 :] - rollout.rollout_log_probs)
-            assert rollout.weight_versions is not None
-            is_own = rollout.weight_versions == version
+            is_own = rollout.token_versions == version
             own += apart[is_own].tolist()
             others += apart[~is_own].tolist()
     for rollout in rollouts:
-        assert rollout.weight_versions is not None
-        mixed += len(set(rollout.weight_versions.tolist())) > 1
+        mixed += len(set(rollout.token_versions.tolist())) > 1
     return {"own": max(own), "others": float(np.median(others)), "mixed": mixed, "tokens": len(own)}

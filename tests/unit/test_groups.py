@@ -350,14 +350,14 @@ def test_what_is_unfinished_goes_on_and_nothing_is_lost_or_older_than_it_may_be(
     assert run.rewards is not None and len(set(run.rewards.begun)) == len(run.rewards.begun)
     for group in run.trained:
         for index, rollout in enumerate(group.rollouts):
-            assert rollout is not None and rollout.weight_versions is not None
+            assert rollout is not None
             number = group.draw * SIZE + index
             # As if it had been sampled at once: each token knows what was before it.
             length = lengths(seed)(number)
             expected = [token(number, at + 1) for at in range(length)]
             assert rollout.response_token_ids.tolist() == expected
             assert rollout.rollout_log_probs.tolist() == [float(each) for each in expected]
-            versions = rollout.weight_versions
+            versions = rollout.token_versions
             assert len(versions) == length and (np.diff(versions) >= 0).all()
             assert rollout.weight_version == versions[-1]
             assert rollout.oldest_version == versions[0]

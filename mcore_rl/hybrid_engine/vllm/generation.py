@@ -112,6 +112,7 @@ class Generation:
                 flat_logprobs=True,  # lists of numbers, in place of two objects for every token
                 detokenize=False,  # vLLM's, token by token, keeps back unfinished characters
                 output_kind=RequestOutputKind.FINAL_ONLY,
+                skip_clone=True,  # it is this request's alone
             ),
         )
         self._running[request.number] = request

@@ -29,6 +29,7 @@ from benchmarks import rollout_trl_agent  # noqa: E402
 from benchmarks.facts import facts_of_run  # noqa: E402
 from benchmarks.reshard import ENVIRONMENT  # noqa: E402
 from benchmarks.rollout_trl_agent import MAX_TURNS, WORKLOAD  # noqa: E402
+from benchmarks.slow_tool import SECONDS  # noqa: E402
 from benchmarks.step_time import _in_a_process, _run  # noqa: E402
 from benchmarks.step_time_report import Run, paired_ratio, with_section  # noqa: E402
 from benchmarks.step_time_task import LEFT_OUT_STEPS, checkpoint_of  # noqa: E402
@@ -37,6 +38,7 @@ TEACHING_STEPS = 48
 TEACHING_RATE = 1e-4
 BEGIN, END = "<!-- rollout_trl: begin -->", "<!-- rollout_trl: end -->"
 TRL = "trl"
+SLOW_STEPS = LEFT_OUT_STEPS + 4  # with a tool that takes its time; of one run each
 
 
 def main(tokens: Sequence[str] | None = None) -> int:
@@ -61,6 +63,9 @@ def main(tokens: Sequence[str] | None = None) -> int:
         numbers = {"mcore_rl, 1 process": 1, "mcore_rl, 2 processes": 2}
         systems = {name: partial(ours, n, options.precision) for name, n in numbers.items()}
         systems[TRL] = partial(trl, options.precision)
+        slow_tool = ("--rl-environment", "benchmarks.slow_tool:SlowCalculator")
+        slow = {f"{name}, slow tool": partial(of, more=slow_tool) for name, of in systems.items()}
+        slow[f"{TRL}, slow tool"] = partial(trl, options.precision, tool_seconds=SECONDS)
         taught, task = _taught(Path(folder), options.precision)
         runs: dict[str, list[Run]] = {name: [] for name in systems}
         for number in range(1 if options.quick else options.repetitions):
@@ -68,6 +73,9 @@ def main(tokens: Sequence[str] | None = None) -> int:
                 run = systems[name](taught, task, Path(folder) / "run", number + 1, num_steps)
                 print(f"{name}: {pace(run):.1f} samples/s, {json.dumps(run)}", flush=True)
                 runs[name].append(run)
+        for name, system in slow.items():
+            runs[name] = [system(taught, task, Path(folder) / "run", 1, SLOW_STEPS)]
+            print(f"{name}: {pace(runs[name][0]):.1f} samples/s", flush=True)
     facts["time"] = f"{(time.monotonic() - started) / 60:.0f} minutes in all"
     part = section(runs, facts)
     print(part)
@@ -103,7 +111,7 @@ def _taught(folder: Path, precision: str) -> tuple[Path, Path]:
     warmed = _in_a_process(checkpoint_of, WORKLOAD)
     run = ours(
         2, precision, warmed, task, folder / "teaching", 1, TEACHING_STEPS,
-        *("--lr", str(TEACHING_RATE), "--rl-export-hf", str(taught)),
+        ("--lr", str(TEACHING_RATE), "--rl-export-hf", str(taught)),
     )  # fmt: skip
     print(f"taught: rewards {[round(each, 2) for each in run['rewards'][::8]]}", flush=True)
     return taught, task
@@ -117,7 +125,7 @@ def ours(
     run_dir: Path,
     seed: int,
     num_steps: int,
-    *more: str,
+    more: Sequence[str] = (),
 ) -> dict[str, Any]:
     """One run of ours, data parallel, each process with one thread; `more` flags win."""
     flags = (
@@ -150,11 +158,18 @@ def ours(
 
 
 def trl(
-    precision: str, checkpoint: Path, task: Path, out: Path, seed: int, num_steps: int
+    precision: str,
+    checkpoint: Path,
+    task: Path,
+    out: Path,
+    seed: int,
+    num_steps: int,
+    tool_seconds: float = 0.0,
 ) -> dict[str, Any]:
     """One run of TRL's, which gets all cores as threads."""
     script = str(Path(rollout_trl_agent.__file__))
     flags = ["--precision", precision, "--seed", str(seed), "--steps", str(num_steps)]
+    flags += ["--tool-seconds", str(tool_seconds)]
     threads = str(len(os.sched_getaffinity(0)))
     output = _run(
         [script, str(checkpoint), str(task / "train.jsonl"), str(out), *flags],
@@ -189,8 +204,8 @@ def section(runs: Mapping[str, Sequence[Run]], facts: Mapping[str, str]) -> str:
         "| system | samples/s (runs) | over TRL's | turns | tokens a sample | reward | setting |",
         "| --- | ---: | ---: | ---: | ---: | ---: | --- |",
     ]
-    theirs = [pace(run) for run in runs[TRL]]
     for name, found in runs.items():
+        theirs = [pace(run) for run in runs[f"{TRL}, slow tool" if "slow" in name else TRL]]
         paces = [pace(run) for run in found]
         cells = [
             name,
@@ -227,7 +242,9 @@ sample is paid: 1.25 if it calls and then answers rightly.
   what a tokenizer of a published model would bring: a chat template that gives results the form
   of the task's, and a parser that says which turns are calls (`benchmarks/rollout_trl_agent.py`).
 - The calculator's code is the same. TRL calls it in the trainer's process, without limits, one
-  call after the other; ours has a process for every sample, whose time is in these figures."""
+  call after the other; ours has processes for the samples, whose time is in these figures.
+- `slow tool`: a call takes {SECONDS:g} s. TRL makes the calls of different samples one after the
+  other, async ones too. One run of {SLOW_STEPS} steps each."""
 
 
 if __name__ == "__main__":

@@ -21,6 +21,7 @@ import dataclasses
 import json
 import os
 import sys
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -64,6 +65,8 @@ TEMPLATE = (
 class Pocket:
     """An environment of TRL's around our calculator: what is public, but `reset`, is a tool."""
 
+    _seconds = 0.0  # that the tool takes; an async one's as well, as TRL awaits one sample's calls
+
     def reset(self, *, prompt: Any, answer: str, memory: int, **unused: Any) -> None:
         self._reward, self._num_turns = 0.0, 0
         self._calculator = Calculator()
@@ -80,6 +83,7 @@ class Pocket:
             What the display shows.
         """
         observation = self._step(keys).observation
+        time.sleep(self._seconds)
         assert observation is not None, "a call that ends its episode"
         return str(observation[0]["content"])  # type: ignore[index]
 
@@ -151,6 +155,7 @@ def main() -> int:
     parser.add_argument("--precision", choices=("bf16", "fp32"), default="fp32")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--steps", type=int, default=WORKLOAD.num_steps)
+    parser.add_argument("--tool-seconds", type=float, default=0.0, help="that a call takes")
     print(json.dumps(trained(parser.parse_args())))
     return 0
 
@@ -158,6 +163,7 @@ def main() -> int:
 def trained(options: argparse.Namespace) -> dict[str, Any]:
     """Train, and return of every step its seconds, and the means of tokens, turns and reward."""
     os.environ["TRL_EXPERIMENTAL_SILENCE"] = "1"
+    Pocket._seconds = options.tool_seconds
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
     from trl import GRPOTrainer

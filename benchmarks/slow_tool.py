@@ -1,10 +1,12 @@
-"""A tool that takes its time, for `rollout_worker.py`, of which its processes import nothing."""
+"""Tools that take their time, for the benchmarks of rollout, of which their processes import
+nothing."""
 
 from __future__ import annotations
 
 import asyncio
 
 from mcore_rl.api.environment import Environment, Response, StepResult
+from mcore_rl.environments.calculator import Calculator
 
 SECONDS = 0.2
 OBSERVED = [7, 8, 9, 10]
@@ -18,3 +20,13 @@ class SlowTool(Environment):
             return StepResult(reward=1.0, done=True)
         await asyncio.sleep(SECONDS)
         return StepResult(OBSERVED)
+
+
+class SlowCalculator(Calculator):
+    """Shows what it calculates after a while."""
+
+    async def step(self, response: Response) -> StepResult:
+        found = await super().step(response)
+        if not found.done:
+            await asyncio.sleep(SECONDS)
+        return found

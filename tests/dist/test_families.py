@@ -211,17 +211,23 @@ def test_engine_computes_the_same_model(outcome: Outcome) -> None:
     """vLLM in bfloat16 is as far from Megatron in float32 as transformers is from itself.
 
     Twice as far is allowed. Another yarn, another choice or scale of experts is three times as far
-    and more.
+    and more. Medians are compared: a tie of a router that bfloat16 decides in another way moves
+    single tokens far, and which do depends on the processor.
     """
-    prompts = outcome.results[0]["verification"]["token_ids"]
+    verified = [result["verification"] for result in outcome.results]
+    prompts = verified[0]["token_ids"]
     exact, rounded = (
         torch.cat([log_probs_of(model, torch.tensor([ids]))[0] for ids in prompts])
         for model in (loaded(outcome.checkpoint, d) for d in (torch.float32, torch.bfloat16))
     )
-    rounding = (exact - rounded).abs().mean()
+    rounding = (exact - rounded).abs().median()
     assert 0.0005 < rounding < 0.02
-    for result in outcome.results:
-        assert result["verification"]["mean_abs_difference"] < 2 * rounding
+    for each in verified:
+        megatron, engine = (
+            torch.tensor([value for row in each[name] for value in row], dtype=torch.float64)
+            for name in ("megatron_log_probs", "vllm_log_probs")
+        )
+        assert (megatron - engine).abs().median() < 2 * rounding
 
 
 def test_parameters_are_called_as_the_unit_tests_say(outcome: Outcome) -> None:

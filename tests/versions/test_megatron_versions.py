@@ -27,6 +27,8 @@ SMALL = (
     *("--rl-num-prompts-per-step", "4", "--rl-num-samples-per-prompt", "4"),
     *("--rl-num-steps", "2", "--save-interval", "1", "--rl-eval-interval", "0"),
     *("--rl-attest", "full"),
+    # So that there is a gradient where all responses to each prompt are worth the same.
+    *("--rl-entropy-coef", "0.01"),
 )
 
 

@@ -123,7 +123,7 @@ class Block:
     def finished(self, completion: Completion) -> None:
         self.completions[completion.number] = completion
 
-    def between_steps(self) -> None:
+    def between_steps(self, num_running: int, step_seconds: float) -> None:
         pass
 
 

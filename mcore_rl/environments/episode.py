@@ -41,14 +41,25 @@ def adopt_orphans() -> None:
         ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
+def hand_over(link: socket.socket, connection: socket.socket) -> None:
+    """Give an episode's connection to the process at the other end of `link`."""
+    socket.send_fds(link, [b"."], [connection.fileno()])
+
+
 def run_episode(
-    connection: socket.socket, environment: type, *, parent: int, timeout_seconds: float
+    link: socket.socket, environment: type, *, parent: int, timeout_seconds: float
 ) -> None:
-    """Serve one episode to its end; never returns. First thing after the fork from `parent`."""
+    """Serve one episode to its end, once its connection is there; never returns. First thing after
+    the fork from `parent`, the zygote, which sends it over `link`."""
     code = 1
     try:
         _leave_the_zygote(parent)
-        with contextlib.suppress(OSError):  # the trainer has closed its end
+        with link:
+            _, descriptors, _, _ = socket.recv_fds(link, 1, 1)
+        if not descriptors:
+            os._exit(0)  # the zygote has ended, or wants none any more
+        with contextlib.suppress(OSError), socket.socket(fileno=descriptors[0]) as connection:
+            # An error of the system is that the trainer has closed its end.
             code = _Episode(connection, environment, timeout_seconds).serve()
     finally:
         os._exit(code)

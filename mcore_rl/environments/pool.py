@@ -125,6 +125,11 @@ class EnvironmentPool:
         """Tickets that are not over."""
         return sum(each.state is not _State.CLOSING for each in self._episodes.values())
 
+    @property
+    def num_busy(self) -> int:
+        """Tickets that an event will come for."""
+        return sum(each.state in (_State.WAITING, _State.BUSY) for each in self._episodes.values())
+
     def start(self, prompt: Prompt, seed: int) -> int:
         """Have an environment made for a sample; returns its ticket, which `Started` comes for."""
         assert not self._closed, "this EnvironmentPool is closed"
@@ -167,9 +172,7 @@ class EnvironmentPool:
         self._look(0.0)
         while not self._found:
             left_seconds = until - time.monotonic()
-            if left_seconds <= 0 or not any(
-                each.state in (_State.WAITING, _State.BUSY) for each in self._episodes.values()
-            ):
+            if left_seconds <= 0 or not self.num_busy:
                 return False
             self._look(max(0.0, min(left_seconds, _LOOK_SECONDS)))
         return True

@@ -1,9 +1,12 @@
 """The process from which those of episodes are forked: it has imported the user's modules once.
 
 It is started anew, as workers of rewards are, and gives up what these give up. Then it does three
-things: forks an episode when the trainer sends it a socket, kills those that the trainer names, and
-tells which have ended and how. Whatever stems from an episode ends with it; all ends with the
-trainer, however that ends.
+things: gives a process to an episode when the trainer sends it a socket, kills those that the
+trainer names, and tells which have ended and how. Whatever stems from an episode ends with it; all
+ends with the trainer, however that ends.
+
+A fork and what follows it take milliseconds, and a step's samples begin all at once. So once all
+episodes have ended, while the trainer learns, it forks ahead as many as were there at a time.
 """
 
 from __future__ import annotations
@@ -15,12 +18,13 @@ import os
 import selectors
 import signal
 import socket
+from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from mcore_rl.common.errors import UsageError
 from mcore_rl.common.spawning import forbid_runs
-from mcore_rl.environments.episode import adopt_orphans, run_episode
+from mcore_rl.environments.episode import adopt_orphans, hand_over, run_episode
 from mcore_rl.environments.interface import resolve_environment
 from mcore_rl.rewards.worker import (
     die_with_parent,
@@ -84,6 +88,8 @@ class _Zygote:
         self._control, self._environment = control, environment
         self._timeout_seconds = timeout_seconds
         self._episodes: dict[int, int] = {}  # process -> ticket
+        self._spares: deque[tuple[int, socket.socket]] = deque()  # processes that wait for one
+        self._most_episodes = 0  # at a time, since there were none
         self._parent = os.getppid()
         self._pid = os.getpid()
         adopt_orphans()
@@ -110,13 +116,25 @@ class _Zygote:
         """Until the trainer hangs up or is gone."""
         with contextlib.suppress(OSError):  # of a connection that is broken off
             while os.getppid() == self._parent:
-                ready = {key.fileobj for key, _ in self._selector.select()}
+                timeout = 0.0 if self._lacks_spares() else None
+                ready = {key.fileobj for key, _ in self._selector.select(timeout)}
                 if self._wakes in ready:
                     with contextlib.suppress(BlockingIOError):
                         self._wakes.recv(1 << 12)
                 self._reap()
                 if self._control in ready and not self._obey():
                     return
+                if not ready and self._lacks_spares():
+                    self._prepare()
+
+    def _lacks_spares(self) -> bool:
+        return not self._episodes and len(self._spares) < self._most_episodes
+
+    def _prepare(self) -> None:
+        try:
+            self._spares.append(self._forked())
+        except OSError:
+            self._most_episodes = 0  # until one is asked for again
 
     def _obey(self) -> bool:
         """Do what the next message says; False if none will come any more."""
@@ -125,35 +143,65 @@ class _Zygote:
             return False
         fields = json.loads(message)
         if "fork" in fields:
-            self._fork(fields["fork"], socket.socket(fileno=descriptors[0]))
+            self._begin(fields["fork"], socket.socket(fileno=descriptors[0]))
         for ticket in fields.get("kill", ()):
             for pid in [pid for pid, each in self._episodes.items() if each == ticket]:
                 _kill(pid)
         return True
 
-    def _fork(self, ticket: int, connection: socket.socket) -> None:
+    def _begin(self, ticket: int, connection: socket.socket) -> None:
+        """An episode, in a process that is there or a new one."""
+        if not self._episodes:
+            self._most_episodes = 0
         with connection:
             try:
-                pid = os.fork()
+                pid = self._given(connection)
             except OSError as error:
                 self.tell({"ended": ticket, "reason": f"cannot be started: {error.strerror}"})
                 return
+        self._episodes[pid] = ticket
+        self._most_episodes = max(self._most_episodes, len(self._episodes))
+        self.tell({"forked": ticket})
+
+    def _given(self, connection: socket.socket) -> int:
+        """The process that has got it."""
+        while self._spares:
+            pid, link = self._spares.popleft()
+            with link, contextlib.suppress(OSError):  # unless it has just ended
+                hand_over(link, connection)
+                return pid
+        pid, link = self._forked()
+        with link:
+            hand_over(link, connection)
+        return pid
+
+    def _forked(self) -> tuple[int, socket.socket]:
+        """A process that waits for an episode's connection, and the socket to send it by."""
+        link, theirs = socket.socketpair()
+        with theirs:
+            try:
+                pid = os.fork()
+            except OSError:
+                link.close()
+                raise
             if pid == 0:
                 try:
                     for descriptor in self._ours:
                         with contextlib.suppress(OSError):
                             os.close(descriptor)
+                    for other in (link, *(each for _, each in self._spares)):
+                        other.close()
                     self._episodes.clear()
+                    self._spares.clear()
                     run_episode(
-                        connection,
+                        theirs,
                         self._environment,
                         parent=self._pid,
                         timeout_seconds=self._timeout_seconds,
                     )
                 finally:
                     os._exit(1)
-        self._episodes[pid] = ticket
-        self.tell({"forked": ticket})
+        return pid, link
 
     def _reap(self) -> None:
         """Bury what has ended, with what it has left running."""
@@ -162,6 +210,7 @@ class _Zygote:
             _kill(ended)
             _, status = os.waitpid(ended, 0)
             ticket = self._episodes.pop(ended, None)
+            self._forget_spare(ended)
             self._kill_orphans()
             if ticket is not None:
                 code = os.waitstatus_to_exitcode(status)
@@ -169,17 +218,25 @@ class _Zygote:
 
     def _kill_orphans(self) -> None:
         """Children that were not forked here have lost the episode that they stem from."""
-        for pid in _children() - self._episodes.keys():
+        for pid in _children() - self._episodes.keys() - {pid for pid, _ in self._spares}:
             _kill(pid)
+
+    def _forget_spare(self, ended: int) -> None:
+        for pid, link in [each for each in self._spares if each[0] == ended]:
+            link.close()
+            self._spares.remove((pid, link))
+            # Memory is short, perhaps: none is made again until one is asked for.
+            self._most_episodes = 0
 
     def end_all(self) -> None:
         """Kill every process that stems from here and wait for its end."""
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        while left := _children() | self._episodes.keys():
+        left = self._episodes.keys() | {pid for pid, _ in self._spares}
+        while left := _children() | left:
             for pid in left:
                 _kill(pid)
             with contextlib.suppress(ChildProcessError):
-                self._episodes.pop(os.waitpid(-1, 0)[0], None)
+                left.discard(os.waitpid(-1, 0)[0])
 
 
 def _leave(*_: object) -> None:

@@ -7,6 +7,7 @@ says is tokenised here and goes to the other ranks of the TP group with the next
 from __future__ import annotations
 
 import dataclasses
+import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
@@ -21,6 +22,7 @@ from mcore_rl.hybrid_engine.vllm.generation import Completion
 from mcore_rl.rewards.worker import Outcome
 
 _TOO_LONG = "began with too much"
+_MOMENTS_PER_STEP = 32  # so that one in vain costs the engine 3 % of its time
 
 
 @dataclass(slots=True)
@@ -51,7 +53,7 @@ class Over:
 
 
 class Conversations:
-    """Episodes by the number of their sample. Used by one thread, never blocks.
+    """Episodes by the number of their sample. Used by one thread.
 
     Each `start` and each `turn` is followed by one event.
     """
@@ -99,14 +101,30 @@ class Conversations:
         )
         self._pool.step(episode.ticket, response)
 
-    def events(self) -> list[Next | Over]:
-        """What has come since the last call."""
-        found = []
+    def events(self, num_running: int = 0, step_seconds: float = 0.0) -> list[Next | Over]:
+        """What has come since the last call, and what comes at once.
+
+        Quick environments answer a moment apart, and a step of the engine takes about as long with
+        few sequences as with many. So it is worth waiting as long as more answers come than the
+        engine would sample tokens: `num_running` and those that have come, in `step_seconds`.
+        """
+        found = self._come()
+        moment = step_seconds / _MOMENTS_PER_STEP
+        while found and moment and self._pool.num_busy:
+            time.sleep(moment)
+            more = self._come()
+            found += more
+            if len(more) * _MOMENTS_PER_STEP < num_running + len(found):
+                break
+        return found
+
+    def _come(self) -> list[Next | Over]:
+        found: list[Next | Over] = []
         for ticket, event in self._pool.finished():
             number = self._numbers[ticket]
             episode = self._episodes[number]
             if isinstance(event, Started):
-                made = self._started(number, episode, event)
+                made: Next | Over = self._started(number, episode, event)
             elif isinstance(event, Stepped):
                 made = self._stepped(number, episode, event)
             else:

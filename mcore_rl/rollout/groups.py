@@ -221,14 +221,14 @@ class Groups:
             text = self._engine.text_of(completion.token_ids)
             self._conversations.turn(completion, rollout, text)
 
-    def between_steps(self) -> None:
+    def between_steps(self, num_running: int = 0, step_seconds: float = 0.0) -> None:
         """Takes what is rewarded, and has the rest go on; on the first rank."""
         if self._rewards is None or self.error is not None:
             return
         try:
             if self._waits:
                 self._rewards.wait()
-            self._converse()
+            self._converse(num_running, step_seconds)
             for ticket, outcomes in sorted(self._rewards.finished(), key=itemgetter(0)):
                 self._rewarded(self._tickets.pop(ticket), outcomes)
         except Exception as error:  # told to all ranks, which raise together
@@ -319,11 +319,11 @@ class Groups:
             self._starting.add(number)
         return []
 
-    def _converse(self) -> None:
+    def _converse(self, num_running: int, step_seconds: float) -> None:
         """Has samples go on whose environments have answered, or end."""
         if self._conversations is None:
             return
-        for event in self._conversations.events():
+        for event in self._conversations.events(num_running + len(self._queue), step_seconds):
             draw, index = divmod(event.number, self.plan.size)
             self._starting.discard(event.number)
             group = self.open[draw]

@@ -20,6 +20,7 @@ from mcore_rl.hybrid_engine.vllm.engine import VLLMEngine
 from mcore_rl.hybrid_engine.vllm.generation import Completion, Request
 
 _IDLE_SECONDS = 0.001
+_FIRST_STEP_SECONDS = 0.03  # that a step is taken to last before there was one
 _ASK_STEPS = 4
 
 
@@ -42,8 +43,9 @@ class Conductor(Protocol):
     def finished(self, completion: Completion) -> None:
         """A request has ended; on all ranks of the TP group, in the same order."""
 
-    def between_steps(self) -> None:
-        """Whatever is to go on while the engine generates; on the first rank, without waiting."""
+    def between_steps(self, num_running: int, step_seconds: float) -> None:
+        """Whatever is to go on while the engine generates; on the first rank. Waits for nothing
+        that comes more slowly than the engine samples: a token for each that runs, in a step."""
 
 
 def run_stream(
@@ -60,6 +62,7 @@ def run_stream(
     """
     few = max(1, engine.config.max_num_seqs // 4)
     orders, ask, num_steps = Orders(more=True), True, 0
+    step_seconds = _FIRST_STEP_SECONDS
     with ExitStack() as traced, engine.generation() as generation:
         traced.enter_context(record_function("first responses"))
         while True:
@@ -80,13 +83,15 @@ def run_stream(
                 return
             ended = []
             if generation.num_running or engine.config.dp_size > 1:
+                began = time.perf_counter()
                 ended = generation.step()
+                step_seconds = time.perf_counter() - began
                 num_steps += 1
                 for completion in ended:
                     conductor.finished(completion)
             else:
                 time.sleep(_IDLE_SECONDS)  # for a tool or a reward that the next request needs
             if engine.tp_rank == 0:
-                conductor.between_steps()
+                conductor.between_steps(generation.num_running, step_seconds)
             is_time = not generation.num_running or num_steps % _ASK_STEPS == 0
             ask = bool(ended) or (orders.more and is_time)

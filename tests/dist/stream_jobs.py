@@ -61,7 +61,7 @@ class Trickle:
     def finished(self, completion: Completion) -> None:
         self.completions.append(completion)
 
-    def between_steps(self) -> None:
+    def between_steps(self, num_running: int, step_seconds: float) -> None:
         """Nothing."""
 
 

@@ -13,12 +13,14 @@ from mcore_rl.batching.table import SampleTokens
 from mcore_rl.batching.types import Prompt, Rollout, ScoredRollout
 from mcore_rl.environments.conversation import ConversationTokens
 from mcore_rl.environments.interface import EnvironmentSpec
+from mcore_rl.environments.pool import EnvironmentPool
+from mcore_rl.environments.wire import Started
 from mcore_rl.hybrid_engine.vllm.generation import Sampling
 from mcore_rl.rewards.worker import Outcome
 from mcore_rl.rollout.conversations import Conversations, turns_of
 from mcore_rl.rollout.dealing import Deal, LocalCounters, Wanted
 from mcore_rl.rollout.groups import GroupPlan, Groups
-from mcore_rl.rollout.segments import OpenGroup
+from mcore_rl.rollout.segments import OpenGroup, begun
 from mcore_rl.rollout.stream import run_stream
 from tests.unit.test_groups import ScriptedEngine
 
@@ -184,3 +186,49 @@ def test_every_sample_is_rewarded_once(conversed: Conversed) -> None:
     counts = Counter((each.prompt.index, each.sample_index) for each in rewards.begun)
     assert len(counts) == len(BEHAVIOURS) * SIZE and set(counts.values()) == {1}
     assert all(len(group.outcomes) == SIZE for group in groups)
+
+
+class QuickEnvironments:
+    """Stands for a pool: so many events come in each moment."""
+
+    def __init__(self, arriving: list[int]) -> None:
+        self._arriving, self.num_looks = arriving, 0
+
+    @property
+    def num_busy(self) -> int:
+        return sum(self._arriving[self.num_looks :])
+
+    def finished(self) -> list[tuple[int, Any]]:
+        self.num_looks += 1
+        first = sum(self._arriving[: self.num_looks - 1])
+        return [(first + n, Started(None)) for n in range(self._arriving[self.num_looks - 1])]
+
+    def start(self, prompt: Prompt, seed: int) -> int:
+        return seed
+
+    def close(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize(
+    ("arriving", "num_running", "num_found"),
+    [
+        ([8, 8, 8, 8, 8], 0, 40),  # more than 40 / 32 a moment: all are waited for
+        ([0, 8, 8], 0, 0),  # nobody has answered yet
+        ([8, 0, 8, 8], 0, 8),  # they have become slow
+        ([8, 1, 8], 100, 9),  # 109 tokens a step are more than 1 in a moment
+        ([8, 8, 8], 100, 24),
+    ],
+)
+def test_answers_are_waited_for_as_long_as_they_come_faster_than_tokens(
+    arriving: list[int], num_running: int, num_found: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pool, slept = QuickEnvironments(arriving), list[float]()
+    monkeypatch.setattr(EnvironmentPool, "of", lambda spec: pool)
+    monkeypatch.setattr("mcore_rl.rollout.conversations.time.sleep", slept.append)
+    tokens = ConversationTokens(Words(), use_chat_template=False, ends=(), vocabulary=10_000)
+    conversations = Conversations(EnvironmentSpec("any", timeout_seconds=1.0), tokens, max_prompt_tokens=8, max_tokens=9)
+    for number in range(sum(arriving)):
+        conversations.start(number, begun(prompt_of(0), 0, 1), number)
+    assert len(conversations.events(num_running, step_seconds=0.032)) == num_found
+    assert slept == [0.001] * (pool.num_looks - 1)

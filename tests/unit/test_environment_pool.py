@@ -248,6 +248,13 @@ def pool(only_pool: EnvironmentPool) -> Iterator[EnvironmentPool]:
     only_pool.end(list(only_pool._episodes))
 
 
+@pytest.fixture
+def new_pool(world: str) -> Iterator[EnvironmentPool]:
+    """In which nothing has been."""
+    with EnvironmentPool(world, timeout_seconds=PATIENT_SECONDS) as pool:
+        yield pool
+
+
 def prompt(text: str = "question", answer: object = "7", row: str = '{"a": 1}') -> Prompt:
     return Prompt(0, text, answer, np.zeros(0, np.int32), row)
 
@@ -455,16 +462,47 @@ def test_a_process_that_ends_between_turns_is_told_with_the_next(pool):
     assert failed.outcome.failure == "ended its process: exit code -9"
 
 
-def test_an_episode_can_be_ended_in_any_state(pool):
+def test_an_episode_can_be_ended_in_any_state(new_pool):
+    pool = new_pool
     idle, busy, hanging = started(pool, 3)
     pool.step(busy, turn("sleep"))
     pool.step(hanging, turn("hang in c"))
     fresh = pool.start(prompt(), 0)
+    zygote = psutil.Process(pool._zygote._process.pid)
+    theirs = descendants(zygote)
+    assert len(theirs) >= 3
     pool.end([idle, busy, hanging, fresh, 10**6])
     assert (pool.num_open, pool.wait(0.1), pool.finished()) == (0, False, [])
-    zygote = pool._zygote._process.pid
     # The others end, too, but for what a look at them is needed for.
-    until(lambda: pool.finished() == [] and not descendants(psutil.Process(zygote)))
+    until(lambda: pool.finished() == [] and not any(runs(each) for each in theirs))
+
+
+def test_the_next_episodes_have_processes_that_were_forked_ahead(new_pool):
+    """As many as were there at a time, once none is. Each is used once."""
+    pool = new_pool
+
+    def pids_of(tickets):
+        told = [asked(pool, ticket, "who").observation.split()[2] for ticket in tickets]
+        return set(map(int, told))
+
+    def forked_ahead(used):
+        zygote = psutil.Process(pool._zygote._process.pid)
+        return {each.pid for each in descendants(zygote)} - used
+
+    tickets = started(pool, 3)
+    first = pids_of(tickets)
+    assert not forked_ahead(first)
+    pool.end(tickets)
+    until(lambda: pool.finished() == [] and len(forked_ahead(first)) == 3)
+    ahead = forked_ahead(first)
+    psutil.Process(min(ahead)).kill()  # which costs nothing
+    tickets = started(pool, 3)
+    second = pids_of(tickets)
+    assert len(second) == 3 and not second & first
+    assert len(second & ahead) == 2
+    processes = [psutil.Process(pid) for pid in second]
+    pool.close()
+    assert not any(runs(each) for each in processes)
 
 
 @pytest.mark.parametrize(

@@ -80,19 +80,26 @@ def prompt_of(draw: int) -> Prompt:
 
 
 @pytest.fixture(scope="module")
-def conversed() -> Iterator[tuple[list[OpenGroup], NoRewards, TurnEngine]]:
+def conversations() -> Iterator[Conversations]:
     spec = EnvironmentSpec(
         "tests.unit.misbehaving:Misbehaving", timeout_seconds=10.0, memory_gib=1.0, max_turns=4
     )
     tokens = ConversationTokens(Words(), use_chat_template=False, ends=(), vocabulary=10_000)
-    conversations = Conversations(spec, tokens, max_prompt_tokens=8, max_tokens=MAX_TOKENS)
+    made = Conversations(spec, tokens, max_prompt_tokens=8, max_tokens=MAX_TOKENS)
+    yield made
+    made.close()
+
+
+def run_groups(
+    conversations: Conversations, wanted: Wanted
+) -> tuple[Groups, NoRewards, TurnEngine]:
     engine, rewards = TurnEngine(), NoRewards()
     plan = GroupPlan(SIZE, Sampling(), MAX_TOKENS, 5, 0, 1, converses=True, max_turn_tokens=None)
     groups = Groups(
         engine,  # type: ignore[arg-type]
         plan,
         prompt_of,
-        deal=Deal(Wanted.of(len(BEHAVIOURS)), LocalCounters(), "step"),
+        deal=Deal(wanted, LocalCounters(), "step"),
         rewards=rewards,  # type: ignore[arg-type]
         differs=None,
         at_once=ROOM,
@@ -101,9 +108,14 @@ def conversed() -> Iterator[tuple[list[OpenGroup], NoRewards, TurnEngine]]:
     run_stream(engine, groups)  # type: ignore[arg-type]
     groups.wait()
     assert groups.error is None
+    return groups, rewards, engine
+
+
+@pytest.fixture(scope="module")
+def conversed(conversations: Conversations) -> tuple[list[OpenGroup], NoRewards, TurnEngine]:
+    groups, rewards, engine = run_groups(conversations, Wanted.of(len(BEHAVIOURS)))
     taken, _ = groups.parted(groups.verdict())
-    yield taken, rewards, engine
-    conversations.close()
+    return taken, rewards, engine
 
 
 Conversed = tuple[list[OpenGroup], NoRewards, TurnEngine]
@@ -188,6 +200,21 @@ def test_every_sample_is_rewarded_once(conversed: Conversed) -> None:
     assert all(len(group.outcomes) == SIZE for group in groups)
 
 
+def test_what_is_not_waited_for_is_dropped_in_the_middle_of_a_call(
+    conversations: Conversations,
+) -> None:
+    """The first two groups are enough; the third's environments would hang for ten seconds."""
+    failures = conversations._pool.failure_counts.total()
+    groups, _, _ = run_groups(conversations, Wanted.of(2, oversample=1.5))
+    taken, pending = groups.parted(groups.verdict())
+    tally = groups.tally()
+    assert [group.draw for group in taken] == [0, 1] and not pending
+    assert (tally.started, tally.dropped, tally.left_samples) == (3, 1, SIZE)
+    assert conversations.num_open == 0
+    # None was waited for until its time was over.
+    assert conversations._pool.failure_counts.total() == failures
+
+
 class QuickEnvironments:
     """Stands for a pool: so many events come in each moment."""
 
@@ -227,7 +254,8 @@ def test_answers_are_waited_for_as_long_as_they_come_faster_than_tokens(
     monkeypatch.setattr(EnvironmentPool, "of", lambda spec: pool)
     monkeypatch.setattr("mcore_rl.rollout.conversations.time.sleep", slept.append)
     tokens = ConversationTokens(Words(), use_chat_template=False, ends=(), vocabulary=10_000)
-    conversations = Conversations(EnvironmentSpec("any", timeout_seconds=1.0), tokens, max_prompt_tokens=8, max_tokens=9)
+    spec = EnvironmentSpec("any", timeout_seconds=1.0)
+    conversations = Conversations(spec, tokens, max_prompt_tokens=8, max_tokens=9)
     for number in range(sum(arriving)):
         conversations.start(number, begun(prompt_of(0), 0, 1), number)
     assert len(conversations.events(num_running, step_seconds=0.032)) == num_found

@@ -118,8 +118,7 @@ def test_recipe_learns(
 def test_a_task_of_two_turns_is_learnt(
     warmed_checkpoint: Path, ranks: RankPool, tmp_path: Path
 ) -> None:
-    """What is asked for is in the calculator's memory, and no first turn can know it. Ten more steps
-    bring the accuracy to 1."""
+    """What is asked for is in the calculator's memory, and no first turn can know it."""
     load_script("calculator_task").write_prompts(tmp_path / "task", 0)
     flags = (
         *("--rl-prompts", str(tmp_path / "task" / "train.jsonl")),

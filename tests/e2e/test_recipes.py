@@ -133,3 +133,22 @@ def test_a_task_of_two_turns_is_learnt(
     rollouts = (tmp_path / "run" / "rollouts.jsonl").read_text().splitlines()
     turns = [json.loads(line)["response"].count("\n") + 1 for line in rollouts]
     assert max(turns) > 1
+
+
+def test_partial_rollouts_of_no_age_are_a_run_without_them(
+    warmed_checkpoint: Path, ranks: RankPool, tmp_path: Path
+) -> None:
+    """With K = 0 and as many groups as a step takes, every response ends in its step: the metrics
+    are the same bit for bit, but for clocks and memory."""
+    few = ("--rl-num-prompts-per-step", "8", "--rl-num-samples-per-prompt", "4")
+    no_age = ("--rl-partial-rollouts", "--rl-max-staleness", "0", "--rl-oversample", "1")
+    plain, partial = (
+        run(warmed_checkpoint, tmp_path / name, ranks, 3, "--rl-deterministic", *few, *more)
+        for name, more in (("plain", ()), ("partial", no_age))
+    )
+    assert len(plain) == len(partial) == 4
+    for expected, found in zip(plain, partial, strict=True):
+        of_clocks = ("time/", "throughput/", "memory/", "reshard/peak_extra_bytes")
+        assert {name: value for name, value in found.items() if not name.startswith(of_clocks)} == {
+            name: value for name, value in expected.items() if not name.startswith(of_clocks)
+        }

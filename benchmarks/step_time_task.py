@@ -60,6 +60,8 @@ class Workload:
     packed_tokens: int = 0  # of ours in a micro-batch; 0: all samples of a rank, padded
     instruction: str = ""  # before every sum
     teaching: Teaching | None = None  # None: the warmed model as it is
+    taught: str = ""  # the name of what it is then
+    mean_response_tokens: float = 0.0  # as it is taught to have tails; 0: half of the limit
     aimed_ratio: float = 1.0  # samples per second, ours over TRL's
 
     @property
@@ -92,6 +94,7 @@ _LONG = Workload(
     packed_tokens=2048,
     aimed_ratio=8.0,
     teaching=Teaching(num_steps=100, num_samples=8, learning_rate=5e-4),
+    taught="long",
     # Small, as lengths would drift at random, to another mean in each system.
     learning_rate=1e-5,
 )
@@ -100,6 +103,7 @@ _INSTRUCTED = dataclasses.replace(
     name="short_instructed",
     instruction=INSTRUCTION,
     teaching=Teaching(num_steps=250, num_samples=32, learning_rate=1e-3),
+    taught="instructed",
     max_prompt_tokens=64,
     packed_tokens=4096,
 )
@@ -152,10 +156,10 @@ def checkpoint_of(workload: Workload) -> Path:
     warmed = make_checkpoint(cache_folder() / "tiny_deepseek_v3", warm_up=True)
     if workload.teaching is None:
         return warmed
-    folder = cache_folder() / ("step_time_long" if workload.has_tails else "step_time_instructed")
+    folder = cache_folder() / f"step_time_{workload.taught}"
     recipe = {
         "source": inspect.getsource(_teach) + inspect.getsource(stop_probability),
-        "constants": [FILLER, workload.instruction, workload.max_response_tokens],
+        "constants": [FILLER, workload.instruction, workload.max_response_tokens, _mean(workload)],
         "teaching": dataclasses.asdict(workload.teaching),
         "of": (warmed / "complete.json").read_text(),
     }
@@ -168,6 +172,10 @@ def checkpoint_of(workload: Workload) -> Path:
         _teach(folder, workload)
         marker.write_text(json.dumps(recipe))
     return folder
+
+
+def _mean(workload: Workload) -> float:
+    return workload.mean_response_tokens or workload.max_response_tokens / 2
 
 
 def _instruct(file: Path, instruction: str) -> None:
@@ -196,7 +204,7 @@ def _teach(folder: Path, workload: Workload) -> None:
     generator = torch.Generator().manual_seed(0)
     answer_length = tiny_task.NUM_ANSWER_TOKENS - 1
     limit = workload.max_response_tokens
-    stop = stop_probability(limit / 2 - answer_length, limit - answer_length)
+    stop = stop_probability(_mean(workload) - answer_length, limit - answer_length)
     optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.98), weight_decay=0.01)
     for step in range(teaching.num_steps):
         rows, targets = [], []

@@ -1,0 +1,197 @@
+"""What is learnt from partial rollouts beside whole ones, in a hundred steps of lengths with tails.
+
+    python benchmarks/partial_accuracy.py [--markdown FILE] [--steps 100] [--seeds 2]
+
+Half an hour on 2 cores. --markdown replaces its own section of FILE and leaves what else stands
+there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import shutil
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
+
+from benchmarks.facts import facts_of_run  # noqa: E402
+from benchmarks.reshard import ENVIRONMENT  # noqa: E402
+from benchmarks.step_time import _in_a_process, _run  # noqa: E402
+from benchmarks.step_time_report import with_section  # noqa: E402
+from benchmarks.step_time_task import Teaching, Workload, checkpoint_of  # noqa: E402
+
+# The mean of an answer with its tail is 20 tokens; one in a hundred reaches the limit or nearly.
+WORKLOAD = Workload(
+    "tails",
+    max_response_tokens=120,
+    num_prompts_per_step=16,
+    num_samples_per_prompt=4,
+    num_steps=100,
+    num_eval_prompts=256,
+    packed_tokens=2048,
+    teaching=Teaching(num_steps=100, num_samples=16, learning_rate=5e-4),
+    taught="tails",
+    mean_response_tokens=24.0,
+)
+WHOLE, PARTIAL = "whole", "partial"
+WAYS = {WHOLE: (), PARTIAL: ("--rl-partial-rollouts",)}
+BEGIN, END = "<!-- partial_accuracy: begin -->", "<!-- partial_accuracy: end -->"
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """What a run has measured."""
+
+    accuracies: list[float]  # greedy, held-out: before, at each quarter, and after
+    reward: float  # of samples, in the last quarter
+    step_seconds: float
+    rollout_seconds: float
+    response_tokens: float
+    staleness: float  # in the mean, of samples
+    staleness_max: float
+
+
+def main(tokens: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--markdown", type=Path, metavar="FILE", help="put the section there")
+    parser.add_argument("--steps", type=int, default=WORKLOAD.num_steps, help="a multiple of 4")
+    parser.add_argument("--seeds", type=int, default=2, help="runs of each way, in turns")
+    options = parser.parse_args(tokens)
+    if options.steps < 4 or options.steps % 4:
+        parser.error(f"--steps {options.steps} must be a multiple of 4; choose for example 100")
+    if options.seeds < 1:
+        parser.error(f"--seeds {options.seeds} must be at least 1; raise it")
+    os.environ.update(ENVIRONMENT)
+    started = time.monotonic()
+    facts = facts_of_run("partial_accuracy.py", tokens, ())
+    checkpoint = _in_a_process(checkpoint_of, WORKLOAD)
+    runs: dict[str, list[Run]] = {way: [] for way in WAYS}
+    with tempfile.TemporaryDirectory(prefix="mcore_rl_partial_accuracy_") as folder:
+        for number in range(options.seeds):
+            for way in list(WAYS) if number % 2 == 0 else reversed(WAYS):
+                found = run(way, checkpoint, Path(folder) / "run", number + 1, options.steps)
+                print(f"{way}: {found}", flush=True)
+                runs[way].append(found)
+    facts["time"] = f"{(time.monotonic() - started) / 60:.0f} minutes in all"
+    part = section(runs, facts, options.steps)
+    print(part)
+    if options.markdown:
+        page = options.markdown.read_text() if options.markdown.is_file() else ""
+        options.markdown.write_text(with_section(page, part, (BEGIN, END)))
+    return 0
+
+
+def run(way: str, checkpoint: Path, run_dir: Path, seed: int, num_steps: int) -> Run:
+    """A run on two processes, data parallel, with two engines."""
+    prompts = checkpoint / "prompts"
+    flags = (
+        f"--rl-hf-checkpoint {checkpoint} --rl-prompts {prompts}/train.jsonl "
+        f"--rl-eval-prompts {prompts}/heldout.jsonl --rl-num-eval-prompts "
+        f"{WORKLOAD.num_eval_prompts} --rl-reward benchmarks.step_time_task:reward "
+        f"--rl-max-prompt-tokens {WORKLOAD.max_prompt_tokens} "
+        f"--rl-max-response-tokens {WORKLOAD.max_response_tokens} "
+        f"--rl-num-prompts-per-step {WORKLOAD.num_prompts_per_step} "
+        f"--rl-num-samples-per-prompt {WORKLOAD.num_samples_per_prompt} "
+        f"--rl-num-steps {num_steps} --rl-eval-interval {num_steps // 4} "
+        f"--lr {WORKLOAD.learning_rate} --rl-mismatch-correction token_tis --rl-precision fp32 "
+        f"--rl-max-tokens-per-microbatch {WORKLOAD.packed_tokens} --seed {seed} "
+        f"--rl-rollout-kv-cache-gib 0.25 --rl-run-dir {run_dir}"
+    ).split()
+    launch = ["-m", "mcore_rl.launch", "--nproc-per-node", "2", "-m", "mcore_rl.train"]
+    _run([*launch, *flags, *WAYS[way]])
+    lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    shutil.rmtree(run_dir)
+    return run_of(lines)
+
+
+def run_of(lines: Sequence[Mapping[str, float]]) -> Run:
+    """From the lines of metrics.jsonl."""
+    steps = [line for line in lines if "time/step_seconds" in line]
+
+    def mean(name: str, of: Sequence[Mapping[str, float]] = steps) -> float:
+        return statistics.fmean(line.get(name, 0.0) for line in of)
+
+    return Run(
+        accuracies=[line["eval/accuracy"] for line in lines if "eval/accuracy" in line],
+        reward=mean("reward/mean", steps[-len(steps) // 4 :]),
+        # Medians: an evaluation is in one step of a quarter.
+        step_seconds=statistics.median(line["time/step_seconds"] for line in steps),
+        rollout_seconds=mean("time/rollout_seconds"),
+        response_tokens=mean("response_tokens/mean"),
+        staleness=mean("rollout/staleness_mean"),
+        staleness_max=max(line.get("rollout/staleness_max", 0.0) for line in steps),
+    )
+
+
+def noise_of(runs: Mapping[str, Sequence[Run]]) -> float:
+    """How far the final accuracies of two ways may be apart by chance: twice the standard error of
+    the difference, from the spread of runs of one way, at least that of so many prompts."""
+    finals = {way: [each.accuracies[-1] for each in found] for way, found in runs.items()}
+    share = statistics.fmean(each for found in finals.values() for each in found)
+    of_prompts = share * (1 - share) / WORKLOAD.num_eval_prompts
+    spreads = [statistics.variance(found) for found in finals.values() if len(found) > 1]
+    of_runs = statistics.fmean(spreads) if spreads else 0.0
+    return 2 * math.sqrt(2 * max(of_prompts, of_runs) / min(map(len, finals.values())))
+
+
+def section(runs: Mapping[str, Sequence[Run]], facts: Mapping[str, str], num_steps: int) -> str:
+    """The section of the page, between its markers and with them."""
+    apart = statistics.fmean(r.accuracies[-1] for r in runs[PARTIAL]) - statistics.fmean(
+        r.accuracies[-1] for r in runs[WHOLE]
+    )
+    noise = noise_of(runs)
+    pairs = list(zip(runs[WHOLE], runs[PARTIAL], strict=True))
+    rollout = statistics.median(a.rollout_seconds / b.rollout_seconds for a, b in pairs)
+    step = statistics.median(a.step_seconds / b.step_seconds for a, b in pairs)
+    lines = [BEGIN, "# What is learnt from partial rollouts", "", _INTRODUCTION, ""]
+    lines += [f"- {name}: {value}" for name, value in facts.items()]
+    lines += [
+        "",
+        "| target | measured | met |",
+        "| --- | --- | --- |",
+        f"| after {num_steps} steps the same accuracy within noise | {apart:+.3f}, noise "
+        f"{noise:.3f} | {'yes' if abs(apart) <= noise else '**no**'} |",
+        "",
+        f"Rollouts take {rollout:.2f}x, whole steps {step:.2f}x as long without.",
+        "",
+        "| way | held-out accuracy, at each quarter | reward, last quarter | step s | rollout s | "
+        "tokens a sample | versions behind, mean (max) |",
+        "| --- | --- | ---: | ---: | ---: | ---: | ---: |",
+    ]
+    for way, found in runs.items():
+        for each in found:
+            accuracies = ", ".join(f"{value:.3f}" for value in each.accuracies)
+            lines.append(
+                f"| {way} | {accuracies} | {each.reward:.3f} | {each.step_seconds:.2f} | "
+                f"{each.rollout_seconds:.2f} | {each.response_tokens:.1f} | "
+                f"{each.staleness:.2f} ({each.staleness_max:.0f}) |"
+            )
+    return "\n".join([*lines, END]) + "\n"
+
+
+_INTRODUCTION = f"""\
+Generated by `benchmarks/partial_accuracy.py`. The tiny checkpoint, taught to go on after its answer
+with full stops, and to end after each of them with the same probability: lengths are geometric,
+with a mean of {WORKLOAD.mean_response_tokens:g} tokens at first, cut at
+{WORKLOAD.max_response_tokens}. GRPO on {WORKLOAD.num_prompts_per_step} x
+{WORKLOAD.num_samples_per_prompt} samples a step, two engines, AdamW at {WORKLOAD.learning_rate:g},
+`--rl-mismatch-correction token_tis` in both ways, which take turns. `partial`:
+`--rl-partial-rollouts` as it is by default. Accuracy is greedy, on {WORKLOAD.num_eval_prompts}
+held-out prompts, and both ways have learnt from as many samples. Noise is two standard errors of
+the difference, of prompts or of runs, whichever are more apart."""
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,10 +1,9 @@
 """The `--rl-*` flags, and how they join Megatron's own arguments (`given_flags`: what is given).
 
-Every field of `RLConfig` is one flag: `prompts_per_step` is `--rl-prompts-per-step`... with the
-dataclass as the only place that knows names, types, defaults and help. Megatron's flags keep their
-meaning; those that a checkpoint's config.json decides are derived from it, and one that is given
-and contradicts it is an error. Precedence: the command line, then `--rl-config` (the later file
-first), then what is derived.
+Every field of `RLConfig` is one flag, which has its name, type, default and help from there alone.
+Megatron's flags keep their meaning; those that a checkpoint's config.json decides are derived from
+it, and one that is given and contradicts it is an error. Precedence: the command line, then
+`--rl-config` (the later file first), then what is derived.
 """
 
 from __future__ import annotations
@@ -416,7 +415,8 @@ class RLConfig:
     @property
     def recipe(self) -> Algorithm:
         """The algorithm with the parts that were given; UsageError if they do not go together."""
-        asked = ("top_p", "top_k", *(p.name for p in parameters_of(RLConfig) if _of_critic(p.name)))
+        own = (parameter.name for parameter in parameters_of(RLConfig))
+        asked = [name for name in own if name in ("top_p", "top_k") or name.startswith("critic_")]
         of_run = {name: getattr(self, name) for name in asked}
         given = {**self.parts, **{k: v for k, v in of_run.items() if v is not None}}
         return _recipe(self.algorithm, tuple(given.items()))
@@ -460,10 +460,8 @@ class RLConfig:
 
     @property
     def directory(self) -> Path:
-        """The run directory; before a run has its own (see `startup`) what that would be called."""
-        if self.run_dir:
-            return Path(self.run_dir)
-        return Path("runs") / f"{self.run_name}-<date>-<time>.<n>"
+        """The run directory; before a run has its own what that would be called."""
+        return Path(self.run_dir or f"runs/{self.run_name}-<date>-<time>.<n>")
 
 
 def frozen(value: Any) -> Any:
@@ -471,40 +469,11 @@ def frozen(value: Any) -> Any:
     return tuple(value) if isinstance(value, list) else value
 
 
-def _of_critic(name: str) -> bool:
-    return name.startswith("critic_")
-
-
 @functools.cache
 def _recipe(name: str, given: tuple[tuple[str, Any], ...]) -> Algorithm:
     from mcore_rl.algorithms.recipes import resolve_algorithm  # torch, which flags do without
 
     return resolve_algorithm(name, dict(given))
-
-
-# Degrees in which a critic or a reward model may differ from the actor, and Megatron's flags.
-DEGREE_FLAGS = {
-    "tp_size": "--tensor-model-parallel-size",
-    "pp_size": "--pipeline-model-parallel-size",
-    "ep_size": "--expert-model-parallel-size",
-}
-
-
-# By the first field of each, for those who list the flags.
-GROUPS = {
-    "hf_checkpoint": "Checkpoint and prompts",
-    "reward": "Reward",
-    "environment": "Environment",
-    "precision": "Training",
-    "algorithm": "Algorithm",
-    "critic_init": "Critic and reference",
-    "on_nonfinite_grad": "What a run does when",
-    "eval_interval": "Evaluation",
-    "rollout_tp_size": "Rollout",
-    "reshard_bucket_mb": "Hand-over",
-    "stage_timeout_seconds": "Health",
-    "run_dir": "Run directory and output",
-}
 
 
 def flags() -> dict[str, Parameter]:

@@ -10,8 +10,23 @@ import textwrap
 
 from mcore_rl.algorithms.recipes import parts_by_flag
 from mcore_rl.common.parameters import Parameter, parameters_of
-from mcore_rl.flags.options import GROUPS, RLConfig, flags
+from mcore_rl.flags.options import RLConfig, flags
 
+# By the first field of each.
+_GROUPS = {
+    "hf_checkpoint": "Checkpoint and prompts",
+    "reward": "Reward",
+    "environment": "Environment",
+    "precision": "Training",
+    "algorithm": "Algorithm",
+    "critic_init": "Critic and reference",
+    "on_nonfinite_grad": "What a run does when",
+    "eval_interval": "Evaluation",
+    "rollout_tp_size": "Rollout",
+    "reshard_bucket_mb": "Hand-over",
+    "stage_timeout_seconds": "Health",
+    "run_dir": "Run directory and output",
+}
 _OF_PARTS = "Parts of the algorithm"
 _HOW = "python scripts/document_flags.py"
 # Between these two lines of docs/using/algorithms.md stands `parameter_table`.
@@ -23,7 +38,7 @@ def by_group() -> dict[str, list[Parameter]]:
     groups: dict[str, list[Parameter]] = {}
     title = ""
     for parameter in parameters_of(RLConfig):
-        title = GROUPS.get(parameter.name, title)
+        title = _GROUPS.get(parameter.name, title)
         groups.setdefault(title, []).append(parameter)
     own = {parameter.name for parameter in parameters_of(RLConfig)}
     groups[_OF_PARTS] = [parameter for name, parameter in flags().items() if name not in own]

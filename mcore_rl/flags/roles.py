@@ -12,6 +12,12 @@ from dataclasses import dataclass
 from mcore_rl.common.errors import UsageError
 
 ACTOR, CRITIC, REWARD = "actor", "critic", "reward"
+# Degrees in which a critic or a reward model may differ from the actor, and Megatron's flags.
+DEGREE_FLAGS = {
+    "tp_size": "--tensor-model-parallel-size",
+    "pp_size": "--pipeline-model-parallel-size",
+    "ep_size": "--expert-model-parallel-size",
+}
 _RANGE = re.compile(r"(\d+)(?:-(\d+))?")
 
 

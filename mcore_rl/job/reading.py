@@ -14,8 +14,9 @@ from mcore_rl.common.platform import Platform
 from mcore_rl.flags.classes import check_no_megatron_rl_flag, given_to_fork
 from mcore_rl.flags.derived import DerivedFlags, check_fits_machine
 from mcore_rl.flags.given import expand_config, flag_names, given_values, import_given_files
-from mcore_rl.flags.options import DEGREE_FLAGS, RLConfig, frozen
+from mcore_rl.flags.options import RLConfig, frozen
 from mcore_rl.flags.parser import ExtraArgs, add_rl_args
+from mcore_rl.flags.roles import DEGREE_FLAGS
 from mcore_rl.megatron import adapter as megatron_adapter
 from mcore_rl.megatron.hf_checkpoint import HFCheckpoint, open_checkpoint
 from mcore_rl.model.config_json import ModelShape, megatron_flags, read_model_shape

@@ -20,9 +20,9 @@ from mcore_rl.common.parameters import flag_of
 from mcore_rl.common.platform import Platform
 from mcore_rl.flags.derived import derive_flags
 from mcore_rl.flags.given import given_values
-from mcore_rl.flags.options import DEGREE_FLAGS, RLConfig
+from mcore_rl.flags.options import RLConfig
 from mcore_rl.flags.parser import ExtraArgs
-from mcore_rl.flags.roles import CRITIC, REWARD, Roles
+from mcore_rl.flags.roles import CRITIC, DEGREE_FLAGS, REWARD, Roles
 from mcore_rl.hybrid_engine.plan.moves import TensorInfo
 from mcore_rl.job.layout import check_batches, check_layout, check_stages
 from mcore_rl.job.reading import ReadShape

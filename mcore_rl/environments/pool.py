@@ -130,6 +130,12 @@ class EnvironmentPool:
         """Tickets that an event will come for."""
         return sum(each.state in (_State.WAITING, _State.BUSY) for each in self._episodes.values())
 
+    @property
+    def is_working(self) -> bool:
+        """Whether an event will come though no other ticket ends."""
+        states = {each.state for each in self._episodes.values()}
+        return _State.BUSY in states or {_State.WAITING, _State.CLOSING} <= states
+
     def start(self, prompt: Prompt, seed: int) -> int:
         """Have an environment made for a sample; returns its ticket, which `Started` comes for."""
         assert not self._closed, "this EnvironmentPool is closed"

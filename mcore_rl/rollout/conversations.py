@@ -10,6 +10,7 @@ import dataclasses
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from operator import attrgetter
 
 import numpy as np
 
@@ -65,10 +66,14 @@ class Conversations:
         *,
         max_prompt_tokens: int,
         max_tokens: int,
+        waits: bool = False,
     ) -> None:
-        """`max_tokens` are those of a response, turns and observations together."""
+        """`max_tokens` are those of a response, turns and observations together. `waits`: events
+        come once there are all that will, by number, so that no environment's speed decides what
+        the engine samples beside what."""
         self._pool, self._tokens, self._spec = EnvironmentPool.of(spec), tokens, spec
         self._max_prompt_tokens, self._max_tokens = max_prompt_tokens, max_tokens
+        self._waits = waits
         self._episodes: dict[int, _Episode] = {}
         self._numbers: dict[int, int] = {}  # ticket -> number
 
@@ -108,6 +113,8 @@ class Conversations:
         few sequences as with many. So it is worth waiting as long as more answers come than the
         engine would sample tokens: `num_running` and those that have come, in `step_seconds`.
         """
+        if self._waits:
+            return self._all()
         found = self._come()
         moment = step_seconds / _MOMENTS_PER_STEP
         while found and moment and self._pool.num_busy:
@@ -117,6 +124,13 @@ class Conversations:
             if len(more) * _MOMENTS_PER_STEP < num_running + len(found):
                 break
         return found
+
+    def _all(self) -> list[Next | Over]:
+        found: list[Next | Over] = []
+        while self._pool.is_working:
+            self._pool.wait()
+            found += self._come()
+        return sorted(found + self._come(), key=attrgetter("number"))
 
     def _come(self) -> list[Next | Over]:
         found: list[Next | Over] = []

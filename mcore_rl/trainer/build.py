@@ -197,6 +197,7 @@ def _conversations(job: Job) -> Conversations:
         conversation_tokens(config, trust_remote_code=job.args.trust_remote_code),
         max_prompt_tokens=config.max_prompt_tokens,
         max_tokens=config.max_response_tokens,
+        waits=config.deterministic,
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import time
 
 from mcore_rl.environments.interface import (
@@ -20,6 +21,8 @@ class Misbehaving(Environment):
         self.how = prompt.row["how"]
 
     def step(self, response: Response) -> StepResult:
+        if self.how == "hesitates":
+            time.sleep(random.random() / 20)  # of a seed that is the sample's
         if self.how == "hangs":
             time.sleep(3600)
         if self.how == "dies":

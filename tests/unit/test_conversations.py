@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -75,23 +75,32 @@ class NoRewards:
 
 
 def prompt_of(draw: int) -> Prompt:
-    row = f'{{"how": "{BEHAVIOURS[draw]}"}}'
-    return Prompt(draw, "add", "", np.array([draw], np.int32), row)
+    return prompt_that(draw, BEHAVIOURS[draw])
 
 
-@pytest.fixture(scope="module")
-def conversations() -> Iterator[Conversations]:
+def prompt_that(draw: int, how: str) -> Prompt:
+    return Prompt(draw, "add", "", np.array([draw], np.int32), f'{{"how": "{how}"}}')
+
+
+def make_conversations(*, waits: bool = False) -> Conversations:
     spec = EnvironmentSpec(
         "tests.unit.misbehaving:Misbehaving", timeout_seconds=10.0, memory_gib=1.0, max_turns=4
     )
     tokens = ConversationTokens(Words(), use_chat_template=False, ends=(), vocabulary=10_000)
-    made = Conversations(spec, tokens, max_prompt_tokens=8, max_tokens=MAX_TOKENS)
+    return Conversations(spec, tokens, max_prompt_tokens=8, max_tokens=MAX_TOKENS, waits=waits)
+
+
+@pytest.fixture(scope="module")
+def conversations() -> Iterator[Conversations]:
+    made = make_conversations()
     yield made
     made.close()
 
 
 def run_groups(
-    conversations: Conversations, wanted: Wanted
+    conversations: Conversations,
+    wanted: Wanted,
+    prompt_of: Callable[[int], Prompt] = prompt_of,
 ) -> tuple[Groups, NoRewards, TurnEngine]:
     engine, rewards = TurnEngine(), NoRewards()
     plan = GroupPlan(SIZE, Sampling(), MAX_TOKENS, 5, 0, 1, converses=True, max_turn_tokens=None)
@@ -213,6 +222,18 @@ def test_what_is_not_waited_for_is_dropped_in_the_middle_of_a_call(
     assert conversations.num_open == 0
     # None was waited for until its time was over.
     assert conversations._pool.failure_counts.total() == failures
+
+
+def test_batches_are_the_same_however_quick_environments_are_where_all_are_waited_for() -> None:
+    conversations, batches = make_conversations(waits=True), []
+    for how in ("good", "hesitates", "hesitates"):
+        _, _, engine = run_groups(
+            conversations, Wanted.of(6), lambda draw, how=how: prompt_that(draw, how)
+        )
+        batches.append(engine.batches)
+    conversations.close()
+    assert batches[0] == batches[1] == batches[2]
+    assert max(map(len, batches[0])) == ROOM
 
 
 class QuickEnvironments:

@@ -29,9 +29,9 @@ def test_the_tolerance_lies_between_right_and_wrong_weights(results: list[dict])
     right, wrong, repaired, again = results[0]["means"]
     tolerance = results[0]["tolerance"]
     assert tolerance == 0.1, "that of the tiny task, --rl-canary-tolerance"
-    # How far both are apart depends on the model, and that on the CPU that trained it. Prompts have
-    # seven scores: where bfloat16 decides one tie of a router in another way a mean is 0.02 to 0.03,
-    # else at most 0.008. Wrong ones were above 0.2 with AVX-512, 0.177 without.
+    # How far both are apart depends on the model, and that on the CPU that trained it. A prompt has
+    # seven scores: where bfloat16 decides one tie of a router in another way its mean is 0.02 to
+    # 0.03, else at most 0.008. Wrong ones were above 0.2 with AVX-512, 0.177 without.
     for means in (right, repaired, again):
         assert max(means) < tolerance / 2
     assert max(wrong) > 1.5 * tolerance

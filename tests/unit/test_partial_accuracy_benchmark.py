@@ -51,5 +51,5 @@ def test_the_section_says_whether_accuracies_are_apart(accuracy: float, met: boo
     page = section(runs, {"commit": "abc"}, 100)
     assert page.startswith(BEGIN + "\n") and page.endswith(END + "\n")
     assert ("**no**" in page) is not met
-    assert "Rollouts take 1.50x, whole steps 1.50x as long without." in page
+    assert "Tokens a second in rollout: 1.50x those of whole ones." in page
     assert "| partial | 0.250, " in page

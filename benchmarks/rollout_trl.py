@@ -35,7 +35,7 @@ from benchmarks.step_time_report import Run, paired_ratio, with_section  # noqa:
 from benchmarks.step_time_task import LEFT_OUT_STEPS, checkpoint_of  # noqa: E402
 
 TEACHING_STEPS = 48
-TEACHING_RATE = 1e-4
+TEACHING_RATE = 3e-4
 BEGIN, END = "<!-- rollout_trl: begin -->", "<!-- rollout_trl: end -->"
 TRL = "trl"
 SLOW_STEPS = LEFT_OUT_STEPS + 4  # with a tool that takes its time; of one run each

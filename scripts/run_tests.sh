@@ -6,7 +6,7 @@ usage() {
 bash scripts/run_tests.sh               the quick checks: ruff, mypy, the unit tests that are not slow,
                                         one hand-over from Megatron to vLLM bit for bit, and one short
                                         run by the launcher; at most 8 minutes on 2 cores
-bash scripts/run_tests.sh --all         ruff, mypy and all tests; at most 40 minutes on 2 cores
+bash scripts/run_tests.sh --all         ruff, mypy and all tests; about 45 minutes on 2 cores
 bash scripts/run_tests.sh ARGUMENTS     ruff, mypy and what pytest runs with these arguments
 
 Each check runs whatever became of the one before. Ends with a line that names those that failed, and

@@ -495,7 +495,9 @@ def test_the_next_episodes_have_processes_that_were_forked_ahead(new_pool):
     pool.end(tickets)
     until(lambda: pool.finished() == [] and len(forked_ahead(first)) == 3)
     ahead = forked_ahead(first)
-    psutil.Process(min(ahead)).kill()  # which costs nothing
+    killed = psutil.Process(min(ahead))
+    killed.kill()  # which costs nothing
+    until(lambda: not runs(killed))
     tickets = started(pool, 3)
     second = pids_of(tickets)
     assert len(second) == 3 and not second & first

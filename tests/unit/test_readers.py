@@ -1,0 +1,122 @@
+"""Readers of data that someone else wrote: a value within bounds, or InvalidData."""
+
+import json
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mcore_rl.common.readers import (
+    InvalidData,
+    finite_number,
+    integer_within,
+    parse_json,
+    parse_yaml,
+    plain_file_name,
+)
+
+_JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
+    max_leaves=10,
+)
+
+
+@given(_JSON)
+def test_json_is_read_as_written(value):
+    assert json.dumps(parse_json(json.dumps(value))) == json.dumps(value)
+
+
+@given(st.binary(max_size=200) | st.text(max_size=200))
+def test_anything_is_a_value_or_invalid(data):
+    for parse in (parse_json, parse_yaml):
+        text = data if isinstance(data, str) or parse is parse_json else data.decode("latin-1")
+        try:
+            parse(text)
+        except InvalidData:
+            pass
+
+
+@pytest.mark.parametrize("open_, close", [("[", "]"), ('{"a":', "}")])
+def test_json_is_refused_only_where_it_is_too_deep(open_, close):
+    def nested(levels):
+        return open_ * levels + "1" + close * levels
+
+    parse_json(nested(64))
+    for levels in (65, 900, 100_000):
+        with pytest.raises(InvalidData, match="deeper than 64"):
+            parse_json(nested(levels))
+
+
+def test_many_brackets_that_are_not_deep_are_read():
+    assert len(parse_json(json.dumps([[1]] * 1000))) == 1000
+    assert parse_json(json.dumps("[" * 1000)) == "[" * 1000
+
+
+@pytest.mark.parametrize("text", ["9" * 5000, "{", "\\ud800", b"\xff", "", "1 2", "nul"])
+def test_json_that_is_cut_or_too_long_is_refused(text):
+    with pytest.raises(InvalidData):
+        parse_json(text)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "[" * 20_000,
+        "- " * 20_000 + "a",
+        "&a [*a]",
+        "a: !!python/object/apply:os.system [true]",
+        "a: 2020-99-99",
+        "1" * 5000,
+        "? {a: 1}\n: b",
+        "a: b: c",
+        "a\0b",
+    ],
+)
+def test_yaml_that_is_no_plain_data_is_refused(text):
+    with pytest.raises(InvalidData):
+        parse_yaml(text)
+
+
+def test_yaml_aliases_are_counted_as_they_expand():
+    lines = ["a0: &a0 [x, x, x, x, x, x, x, x, x]"]
+    lines += [f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]" for n in range(1, 9)]
+    assert (
+        parse_yaml("\n".join(lines[:4]))["a3"][0]
+        == parse_yaml(lines[0] + "\n" + lines[1] + "\n" + lines[2])["a2"]
+    )
+    with pytest.raises(InvalidData, match="aliases"):
+        parse_yaml("\n".join(lines))
+
+
+def test_finite_number_is_of_what_a_float_can_hold():
+    assert [finite_number(value) for value in (1, -2.5, 10**300)] == [1.0, -2.5, 1e300]
+    for value in (10**400, math.nan, math.inf, True, None, "1", [1]):
+        assert finite_number(value) is None
+
+
+def test_integer_within_takes_no_other_type():
+    assert integer_within(3, 0, 3) == 3
+    for value in (4, -1, 3.0, True, None, "3"):
+        assert integer_within(value, 0, 3) is None
+
+
+def test_plain_file_name_stays_in_its_folder():
+    assert plain_file_name("model-00001-of-00002.safetensors") == "model-00001-of-00002.safetensors"
+    for value in (
+        None,
+        3,
+        [],
+        "",
+        ".",
+        "..",
+        "../a",
+        "/etc/passwd",
+        "a/b",
+        "a\\b",
+        "a\0",
+        "a" * 256,
+    ):
+        with pytest.raises(InvalidData):
+            plain_file_name(value)

@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable, Iterator
+from pathlib import Path
 from typing import Any
 
 MAX_DEPTH = 64  # of lists and objects within each other
@@ -69,15 +70,34 @@ def parse_yaml(text: str, *, max_depth: int = MAX_DEPTH) -> Any:
     return value
 
 
-def finite_number(value: Any) -> float | None:
-    """`value` as a float if it is an int or a float (no bool) that a finite float can hold."""
+def lines_of(path: Path, max_bytes: int) -> Iterator[bytes]:
+    """The lines of a file, without ever holding more than `max_bytes` of one.
+
+    A longer line, as a crash may leave in zeros, is cut there and keeps its end, if it has one.
+    Raises OSError.
+    """
+    with path.open("rb") as file:
+        while line := file.readline(max_bytes):
+            rest = line
+            while rest and not rest.endswith(b"\n"):
+                rest = file.readline(max_bytes)
+            yield line if rest is line or not rest else line[:-1] + b"\n"
+
+
+def number(value: Any) -> float | None:
+    """`value` as a float, finite or not, if it is an int or a float (no bool) that one can hold."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
     try:
-        number = float(value)
+        return float(value)
     except OverflowError:
         return None
-    return number if math.isfinite(number) else None
+
+
+def finite_number(value: Any) -> float | None:
+    """`value` as a float if it is an int or a float (no bool) that a finite float can hold."""
+    found = number(value)
+    return found if found is not None and math.isfinite(found) else None
 
 
 def integer_within(value: Any, least: int, most: int) -> int | None:

@@ -20,6 +20,14 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
+from mcore_rl.common.readers import (
+    InvalidData,
+    integer_within,
+    lines_of,
+    number,
+    parse_json,
+    parse_yaml,
+)
 from mcore_rl.observe.metric_sinks import WandbRun, tensorboard_sink, wandb_sink
 
 if TYPE_CHECKING:  # it imports torch, and `mcore-rl report` reads here without
@@ -38,6 +46,8 @@ HIGHEST_IS_BEST = (
     "critic/explained_variance",
 )
 LOWEST_IS_BEST = ("kl/rollout_actor", "time/step_seconds")
+_MAX_LINE_BYTES = 1 << 20  # of metrics.jsonl
+_MAX_STEP = (1 << 31) - 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,16 +75,18 @@ class RunConfig:
 
 
 def read_config(path: Path) -> RunConfig:
-    """What a config.yaml says. OSError, ValueError or YAMLError for one that is cut or none."""
+    """What a config.yaml says. Raises OSError, and ValueError for one that is cut or damaged."""
     text = path.read_text(encoding="utf-8", errors="replace")
     comments = "\n".join(line[2:] for line in text.split("\n") if line.startswith("# "))
-    given, others = (yaml.safe_load(part) or {} for part in (text, comments))
+    given, others = (parse_yaml(part) or {} for part in (text, comments))
     if not (isinstance(given, dict) and isinstance(others, dict) and (given or others)):
         raise ValueError(f"{path} is empty or is not a mapping")
-    about, resolved = (dict(others.get(key) or {}) for key in ("about", "resolved"))
+    about, resolved = (others.get(key) or {} for key in ("about", "resolved"))
+    if not (isinstance(about, dict) and isinstance(resolved, dict)):
+        raise InvalidData(f"{path} has comments that are not those of a run")
     if not others:  # of an older run, whose arguments are not in comments
         given, resolved = {}, given
-    return RunConfig(given, _plain(resolved), about)
+    return RunConfig(_plain(given), _plain(resolved), _plain(about))
 
 
 def _dumped(mapping: Mapping[str, Any]) -> str:
@@ -129,7 +141,10 @@ class RunDirectory:
 
     def steps_before(self, first_step: int) -> dict[int, dict[str, float]]:
         """What earlier runs into this folder have measured, in the order of the steps."""
-        found = read_metrics(self.folder / "metrics.jsonl")
+        damaged: list[int] = []
+        found = read_metrics(self.folder / "metrics.jsonl", damaged)
+        if damaged:
+            logger.warning("%s", damage_note("metrics.jsonl", damaged))
         return {step: found[step] for step in sorted(found) if step < first_step}
 
     def _note_main(self, metrics: Mapping[str, float]) -> None:
@@ -265,23 +280,37 @@ class _LogHandler(logging.Handler):
         super().close()
 
 
-def read_metrics(path: Path) -> dict[int, dict[str, float]]:
+def read_metrics(path: Path, damaged: list[int] | None = None) -> dict[int, dict[str, float]]:
     """The metrics of each step in a metrics.jsonl; of a step that was done twice the later ones.
 
-    A line that a killed run has not finished is passed over. The evaluation after the last step
-    has a line of its own, whose step no other line has.
+    Values are floats, finite or not. The numbers (from 1) of lines that are not a step's metrics,
+    and of lines of which a value was left out, are appended to `damaged`. The evaluation after the
+    last step has a line of its own, whose step no other line has.
     """
     found: dict[int, dict[str, float]] = {}
     if not path.is_file():
         return found
-    with path.open(encoding="utf-8", errors="replace") as file:
-        for line in file:
-            with contextlib.suppress(
-                ValueError, TypeError, KeyError, AttributeError, OverflowError
-            ):
-                metrics = json.loads(line)
-                found[int(metrics.pop("step"))] = metrics
+    for line_number, line in enumerate(lines_of(path, _MAX_LINE_BYTES), start=1):
+        fields: Any = None
+        with contextlib.suppress(InvalidData):
+            fields = parse_json(line)
+        step = integer_within(fields.get("step"), 0, _MAX_STEP) if type(fields) is dict else None
+        if step is None:
+            # A line without an end is one that a killed run has not finished.
+            if line.strip() and line.endswith(b"\n") and damaged is not None:
+                damaged.append(line_number)
+            continue
+        values = {name: number(value) for name, value in fields.items() if name != "step"}
+        found[step] = {name: value for name, value in values.items() if value is not None}
+        if None in values.values() and damaged is not None:
+            damaged.append(line_number)
     return found
+
+
+def damage_note(name: str, damaged: Sequence[int]) -> str:
+    """A sentence about the lines of a file that could not be read."""
+    lines = ", ".join(map(str, damaged[:5])) + (", ..." if len(damaged) > 5 else "")
+    return f"{name} is damaged in line {lines}; what cannot be read there is left out"
 
 
 def _plain(value: Any) -> Any:

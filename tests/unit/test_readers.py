@@ -11,6 +11,7 @@ from mcore_rl.common.readers import (
     InvalidData,
     finite_number,
     integer_within,
+    lines_of,
     parse_json,
     parse_yaml,
     plain_file_name,
@@ -120,3 +121,9 @@ def test_plain_file_name_stays_in_its_folder():
     ):
         with pytest.raises(InvalidData):
             plain_file_name(value)
+
+
+def test_lines_are_cut_and_keep_their_ends(tmp_path):
+    path = tmp_path / "lines"
+    path.write_bytes(b"ab\n\n" + b"c" * 100 + b"\n" + b"d" * 8 + b"\n" + b"e" * 100)
+    assert list(lines_of(path, 8)) == [b"ab\n", b"\n", b"c" * 7 + b"\n", b"d" * 7 + b"\n", b"e" * 8]

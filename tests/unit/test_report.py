@@ -289,7 +289,7 @@ def test_command_imports_neither_megatron_nor_torch(folder: Path, tmp_path: Path
 @pytest.mark.parametrize(
     ("tokens", "sentence"),
     [
-        (["{here}/nowhere"], "{here}/nowhere is no folder; name the folder (--rl-run-dir)"),
+        (["{here}/nowhere"], "{here}/nowhere is not a folder; name the folder (--rl-run-dir)"),
         (["{here}"], "{here} has no metrics.jsonl and no config.yaml"),
         (["{run}", "{run}"], "are both {run}; name another run"),
         (["{run}", "-o", "{here}/a/b.html"], "--output {here}/a/b.html cannot be written"),

@@ -16,6 +16,7 @@ from mcore_rl.rewards.parts import FailureLog
 from mcore_rl.rewards.worker import Outcome
 from mcore_rl.tools.report.command import read_runs
 from mcore_rl.tools.report.figures import headlines
+from mcore_rl.tools.report.page import render
 from mcore_rl.tools.report.run_events import read_events
 from mcore_rl.tools.report.run_files import Run, read_run
 from mcore_rl.tools.report.sample_texts import read_samples
@@ -112,7 +113,7 @@ def test_a_folder_that_is_no_run_directory_is_a_mistake(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").touch()
     with pytest.raises(UsageError, match="has no metrics.jsonl and no config.yaml"):
         read(tmp_path)
-    with pytest.raises(UsageError, match="nowhere is no folder"):
+    with pytest.raises(UsageError, match="nowhere is not a folder"):
         read(tmp_path / "nowhere")
 
 
@@ -244,3 +245,37 @@ def test_thinned_means_keep_the_sum() -> None:
     few_steps, few = thin_means(steps, columns, 100)
     assert few_steps.tolist() == list(range(5, 1_005, 10))
     np.testing.assert_allclose(few, columns.reshape(3, 100, 10).mean(axis=2), rtol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("file", "damage"),
+    [
+        ("metrics.jsonl", '{"step": 99999999999999999999, "reward/mean": 1}'),
+        ("metrics.jsonl", '{"step": 41, "reward/mean": null, "grad_norm": [1]}'),
+        ("metrics.jsonl", '{"step": 41, "time/rollout_seconds": 1e308, "reward/mean": 1e999}'),
+        ("metrics.jsonl", "[" * 200_000),
+        ("rollouts.jsonl", '{"step": ' + "1" * 5000 + ', "prompt": "x"}'),
+        ("rollouts.jsonl", '{"step": 39, "prompt": 1, "parts": 2, "reward": ' + "9" * 400 + "}"),
+        ("rollouts.jsonl", '{"step": 39, "prompt": ' + "[" * 200_000),
+        ("run.log", "2026-01-01 00:00:00,000 [Health] step " + "9" * 5000 + ", entropy: x"),
+        ("config.yaml", "# " + "[" * 20_000),
+        (
+            "config.yaml",
+            "# a0: &a0 [x]\n"
+            + "".join(f"# a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]\n" for n in range(1, 9)),
+        ),
+        ("config.yaml", "# resolved: [1]\n# about: 7"),
+        ("summary.json", "[" * 200_000),
+        ("summary.json", '{"metrics": 7, "versions": [1], "train_layout": {}}'),
+    ],
+    ids=range(13),
+)
+def test_a_page_is_made_of_a_run_beside_a_damaged_line(
+    folder: Path, tmp_path: Path, file: str, damage: str
+) -> None:
+    run = copy(folder, tmp_path / "run", *([file] if file == "summary.json" else []))
+    with (run / file).open("a", encoding="utf-8") as end:
+        end.write(damage + "\n")
+    [found] = read_runs([run])
+    assert found.num_steps_done == 40
+    assert "</html>" in render([found])

@@ -181,11 +181,51 @@ def test_steps_count_alike_on_the_console_and_in_metrics(
     assert [done for _, done in shown] == ["11", "12"]
 
 
-def test_lines_that_are_none_are_passed_over(tmp_path: Path) -> None:
+DAMAGED = (
+    '{"step": 1, "reward/mean": null}',
+    '{"step": 1, "reward/mean": "x"}',
+    '{"step": 1, "reward/mean": [1]}',
+    '{"step": 1, "reward/mean": true}',
+    '{"step": 1, "reward/mean": ' + "9" * 400 + "}",
+    '{"step": 1, "reward/mean": ' + "9" * 5000 + "}",
+    '{"step": Infinity}',
+    '{"step": 1e30}',
+    '{"step": 99999999999999999999}',
+    '{"step": -1}',
+    '{"step": "x"}',
+    '{"a": 1}',
+    "[1]",
+    "7",
+    "[" * 200_000,
+    '{"step": 1, "a": ' + "[" * 200_000,
+    "\0" * 500,
+    "\0" * (3 << 20),
+    "\ud800",
+)
+
+
+@pytest.mark.parametrize("line", DAMAGED, ids=range(len(DAMAGED)))
+def test_a_run_resumes_beside_a_damaged_line(line: str, tmp_path: Path, said) -> None:
     path = tmp_path / "metrics.jsonl"
-    lines = ['{"step": 0, "a": 1.0}', '{"step": Infinity}', '{"step": "x"}', "[1]", "7", '{"a": 1}']
-    path.write_text("\n".join(lines))
-    assert read_metrics(path) == {0: {"a": 1.0}}
+    whole = '{"step": 0, "reward/mean": 0.5, "a": NaN}'
+    path.write_text(f"{whole}\n{line}\n" + '{"step": 2, "reward/mean": 1}', errors="replace")
+    damaged: list[int] = []
+    found = read_metrics(path, damaged)
+    assert damaged == [2]
+    assert found.pop(0)["reward/mean"] == 0.5 and found.pop(2) == {"reward/mean": 1.0}
+    assert not any(found.values())
+    directory = RunDirectory(tmp_path, RunConfig(), first_step=5)
+    main = directory.write_summary({})
+    directory.close()
+    assert main["reward/mean"] == {"first": 0.5, "last": 1.0, "best": 1.0}
+    assert [r.getMessage() for r in said.records if "line 2" in r.getMessage()]
+
+
+def test_a_line_that_a_killed_run_has_not_finished_is_no_damage(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text('{"step": 0, "a": 1}\n\n{"step": 1, "a"')
+    damaged: list[int] = []
+    assert read_metrics(tmp_path / "metrics.jsonl", damaged) == {0: {"a": 1.0}}
+    assert damaged == []
 
 
 @pytest.mark.parametrize("method", ["add_scalar", "close", "__init__"])

@@ -169,6 +169,8 @@ def metrics_of(panel: Panel, runs: Sequence[Run]) -> list[tuple[str, str]]:
 
 
 def _is_measured(panel: Panel, run: Run) -> bool:
+    if panel.kind == STACK and not run.series(panel.total)[1].size:
+        return False
     for metric, _ in metrics_of(panel, [run]):
         values = run.series(metric)[1]
         if values.size and not (panel.optional and not values.any()):

@@ -18,6 +18,7 @@ from datetime import datetime
 from pathlib import Path
 
 import jinja2
+import numpy as np
 from markupsafe import Markup
 from plotly.io.json import to_json_plotly
 from plotly.offline import get_plotlyjs
@@ -45,6 +46,11 @@ class ChartSection:
 
 def render(runs: Sequence[Run]) -> str:
     """The page of one run, or of two beside each other."""
+    with np.errstate(all="ignore"):  # of metrics beyond what a curve can show
+        return _rendered(runs)
+
+
+def _rendered(runs: Sequence[Run]) -> str:
     drawn = [
         ChartSection(section, tuple(c for panel in section.panels for c in charts_of(panel, runs)))
         for section in SECTIONS

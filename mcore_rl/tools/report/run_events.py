@@ -11,7 +11,7 @@ from pathlib import Path
 from mcore_rl.tools.report.texts import clean
 
 _LINE = re.compile(r"(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d),\d+ (.*)", re.DOTALL)
-_ALARM = re.compile(r"\[Health\] step (\d+), ([a-z-]+): (.*)", re.DOTALL)
+_ALARM = re.compile(r"\[Health\] step (\d{1,15}), ([a-z-]+): (.*)", re.DOTALL)
 # What lines that are worth showing begin with or hold, by the kind they are shown as.
 _WORTH = (
     ("alarm", "[Health]"),

@@ -6,19 +6,18 @@ What is missing, empty or cut is noted, and the rest is read. Pure.
 from __future__ import annotations
 
 import contextlib
-import json
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
-import yaml
 
 from mcore_rl.common.errors import UsageError
-from mcore_rl.observe.run_directory import RunConfig, read_config, read_metrics
+from mcore_rl.common.readers import InvalidData, parse_json
+from mcore_rl.observe.run_directory import RunConfig, damage_note, read_config, read_metrics
 from mcore_rl.tools.report.run_events import Event, read_events
 from mcore_rl.tools.report.sample_texts import StepSamples, read_samples
 
@@ -84,14 +83,19 @@ class Run:
 def read_run(folder: Path, *, name: str) -> Run:
     """All of a run directory. Raises UsageError if `folder` is none."""
     if not any((folder / file).is_file() for file in ("metrics.jsonl", "config.yaml")):
-        what = "is no folder" if not folder.is_dir() else "has no metrics.jsonl and no config.yaml"
+        what = (
+            "is not a folder" if not folder.is_dir() else "has no metrics.jsonl and no config.yaml"
+        )
         raise UsageError(
             what,
             flag=f"RUN_DIR {folder}",
             remedy="name the folder (--rl-run-dir) of a run that has begun",
         )
     notes: list[str] = []
-    metrics = _read(folder / "metrics.jsonl", read_metrics, notes)
+    damaged: list[int] = []
+    metrics = _read(folder / "metrics.jsonl", lambda path: read_metrics(path, damaged), notes)
+    if damaged:
+        _note(notes, damage_note("metrics.jsonl", damaged))
     if metrics == {}:
         _note(notes, "metrics.jsonl has no step yet: no curve can be drawn")
     steps, values = _columns(metrics or {})
@@ -141,16 +145,16 @@ def _last_byte(path: Path) -> bytes:
 
 
 def _parse_json(path: Path) -> dict[str, Any]:
-    found = json.loads(path.read_text(encoding="utf-8", errors="replace"))
+    found = parse_json(path.read_text(encoding="utf-8", errors="replace"))
     if not isinstance(found, dict):
-        raise ValueError(f"{path} is not a mapping")
+        raise InvalidData(f"{path} is not a mapping")
     return found
 
 
 def _whole(path: Path, parse: Callable[[Path], _Read], notes: list[str]) -> _Read | None:
-    """Of a file that is worth nothing if it is half written."""
+    """The same for a file that is worth nothing if it is half written."""
     found = None
-    with contextlib.suppress(yaml.YAMLError, ValueError, RecursionError, AttributeError):
+    with contextlib.suppress(ValueError):
         found = _read(path, parse, notes)
     if found is None and path.is_file():
         _note(notes, f"{path.name} is empty or cut; it is left out")
@@ -158,19 +162,13 @@ def _whole(path: Path, parse: Callable[[Path], _Read], notes: list[str]) -> _Rea
 
 
 def _columns(
-    metrics: Mapping[int, Mapping[str, Any]],
+    metrics: Mapping[int, Mapping[str, float]],
 ) -> tuple[np.ndarray, dict[str, np.ndarray]]:
     steps = np.array(sorted(metrics), dtype=np.int64)
     values: dict[str, np.ndarray] = {}
     for row, step in enumerate(steps.tolist()):
-        for name, value in _numbers(metrics[step]):
+        for name, value in metrics[step].items():
             if name not in values:
                 values[name] = np.full(steps.size, math.nan)
             values[name][row] = value
     return steps, values
-
-
-def _numbers(metrics: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
-    for name, value in metrics.items():
-        with contextlib.suppress(TypeError, ValueError, OverflowError):
-            yield name, float(value)

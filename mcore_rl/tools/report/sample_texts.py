@@ -7,18 +7,17 @@ those that are shown are parsed. Pure.
 from __future__ import annotations
 
 import contextlib
-import json
-import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from mcore_rl.common.readers import InvalidData, finite_number, parse_json
 from mcore_rl.tools.report.texts import clean
 
 NUM_STEPS_SHOWN = 8
-_STEP = re.compile(rb'\{"step": ?(\d+)\b')
+_STEP = re.compile(rb'\{"step": ?(\d{1,15})\b')
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,8 +82,8 @@ def _places(path: Path) -> dict[int, tuple[int, int]]:
 def _parsed(lines: Sequence[bytes], step: int) -> list[dict[str, Any]]:
     found = []
     for line in lines:
-        with contextlib.suppress(ValueError, RecursionError):
-            value = json.loads(line.decode("utf-8", errors="replace"))
+        with contextlib.suppress(InvalidData):
+            value = parse_json(line.decode("utf-8", errors="replace"))
             if isinstance(value, dict) and value.get("step") == step:
                 found.append(value)
     return found
@@ -92,7 +91,7 @@ def _parsed(lines: Sequence[bytes], step: int) -> list[dict[str, Any]]:
 
 def _of_step(step: int, lines: Sequence[dict[str, Any]]) -> StepSamples:
     def reward(line: dict[str, Any]) -> float:
-        value = _number(line.get("reward"))
+        value = finite_number(line.get("reward"))
         return float("-inf") if value is None else value
 
     best, worst = max(lines, key=reward), min(lines, key=reward)
@@ -116,13 +115,9 @@ def _sample(line: dict[str, Any]) -> Sample:
         prompt=clean(line.get("prompt", "")),
         response=clean(line.get("response", "")),
         answer=clean(line.get("answer", "")),
-        reward=_number(line.get("reward")),
+        reward=finite_number(line.get("reward")),
         parts=tuple((clean(name), clean(value)) for name, value in parts.items())
         if isinstance(parts, dict) and len(parts) > 1
         else (),
         note="; ".join(notes),
     )
-
-
-def _number(value: Any) -> float | None:
-    return float(value) if isinstance(value, (int, float)) and math.isfinite(value) else None

@@ -32,7 +32,7 @@ from rich.table import Table
 
 from mcore_rl.common import objects
 from mcore_rl.common.errors import UsageError
-from mcore_rl.common.run_output import log_file, setup_logging
+from mcore_rl.common.run_output import log_file, patient_stdout, setup_logging
 from mcore_rl.data.prompts import load_prompts
 from mcore_rl.flags.roles import ACTOR
 from mcore_rl.hybrid_engine.plan.moves import TensorInfo
@@ -231,7 +231,7 @@ def show(result: Verification, job: Job) -> None:
     means, largest = differences(result.megatron_log_probs, result.vllm_log_probs)
     for row, token_ids in enumerate(result.token_ids):
         table.add_row(str(row), str(len(token_ids)), f"{largest[row]:.4f}", f"{means[row]:.4f}")
-    console = Console()
+    console = Console(file=patient_stdout())
     console.print(table)
     verdict = "equal, bit for bit" if result.stored_equal else "DIFFERENT"
     lines = {

@@ -1,17 +1,109 @@
-"""Where what a rank says goes: our own messages to the console, Megatron's output to a file."""
+"""Where the output of a rank goes: our messages to the console, Megatron's output to a file.
+
+What is only displayed must never end a run: a log file on a full disk, a pipe whose reader has
+ended and a terminal that is gone take nothing, and training continues without them.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import logging
 import os
+import sys
 from collections.abc import Iterator
-from typing import TextIO
+from typing import Any, TextIO, cast
+
+logger = logging.getLogger(__name__)
+
+
+class PatientStream:
+    """A text stream whose `write` and `flush` never raise what the operating system reports.
+
+    After the first failure its descriptor is /dev/null. So Python's own flush at the end of the
+    process does not turn exit code 0 into 120, and libraries that write to the descriptor do not
+    fail either. The failure is logged once, which puts it into run.log. Everything else is the
+    wrapped stream's.
+    """
+
+    def __init__(self, stream: TextIO, name: str) -> None:
+        self._stream, self._name = stream, name
+
+    def write(self, text: str) -> int:
+        """Write `text`, or drop it; returns its length."""
+        with self._patiently():
+            self._stream.write(text)
+        return len(text)
+
+    def writelines(self, lines: Any) -> None:
+        """Write the texts in turn."""
+        for line in lines:
+            self.write(line)
+
+    def flush(self) -> None:
+        """Flush, or drop what is buffered."""
+        with self._patiently():
+            self._stream.flush()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    @contextlib.contextmanager
+    def _patiently(self) -> Iterator[None]:
+        try:
+            yield
+        except UnicodeError:
+            raise  # a ValueError, but a fault of the text
+        except (OSError, ValueError) as error:  # ValueError: the stream is closed
+            self._discard()
+            logger.warning(
+                "%s cannot be written (%s); the run continues without it", self._name, error
+            )
+
+    def _discard(self) -> None:
+        nothing = os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC)
+        try:
+            with contextlib.suppress(OSError, ValueError):  # a stream without a descriptor
+                os.dup2(nothing, self._stream.fileno())
+                return
+        finally:
+            os.close(nothing)
+        self._stream = open(os.devnull, "w", encoding="utf-8")
+
+
+def patient(stream: TextIO | None, name: str) -> TextIO:
+    """`stream` as one that never raises. None, where the descriptor was closed, discards."""
+    if isinstance(stream, PatientStream):
+        return cast(TextIO, stream)
+    return cast(TextIO, PatientStream(stream or open(os.devnull, "w", encoding="utf-8"), name))
+
+
+def patient_stdout() -> TextIO:
+    """Standard output as a stream that never raises."""
+    return patient(sys.stdout, "standard output")
+
+
+def patient_stderr() -> TextIO:
+    """Standard error as a stream that never raises."""
+    return patient(sys.stderr, "standard error")
+
+
+def keep_output_from_raising() -> None:
+    """Make sys.stdout and sys.stderr patient, for the print of any library too. Idempotent."""
+    for descriptor in range(3):
+        try:
+            os.fstat(descriptor)
+        except OSError:  # closed: the next file to be opened would be taken for it
+            os.open(os.devnull, os.O_RDWR)
+    sys.stdout, sys.stderr = patient_stdout(), patient_stderr()
 
 
 def setup_logging(*, quiet: bool = False) -> None:
-    """mcore_rl speaks on rank 0, unless `quiet`; every rank's warnings are heard; Megatron's
-    chatter is not."""
+    """Set up the loggers of this rank.
+
+    mcore_rl speaks on rank 0, unless `quiet`; the warnings of every rank are heard; Megatron's
+    chatter is not. Output that cannot be written raises nothing from here on.
+    """
+    keep_output_from_raising()
     speaks = not quiet and int(os.environ.get("RANK", 0)) == 0
     logging.basicConfig(format="%(message)s", level=logging.WARNING, force=True)
     for handler in logging.getLogger().handlers:
@@ -26,5 +118,9 @@ def log_file() -> Iterator[TextIO]:
     """Where what Megatron prints goes: the file MCORE_RL_MEGATRON_LOG names (".rankN" appended)."""
     name = os.environ.get("MCORE_RL_MEGATRON_LOG")
     path = f"{name}.rank{os.environ.get('RANK', 0)}" if name else os.devnull
-    with open(path, "w", encoding="utf-8") as log:
-        yield log
+    with open(path, "w", encoding="utf-8") as file:
+        log = patient(file, path)
+        try:
+            yield log
+        finally:
+            log.flush()  # or closing raises for what is buffered

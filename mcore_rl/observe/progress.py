@@ -1,11 +1,11 @@
 """What a run shows on rank 0: a bar with the numbers that matter, and a last table.
 
-On a terminal a live bar, elsewhere (a log file, CI) one line a step.
+On a terminal a live bar, elsewhere (a log file, CI) one line a step. Nothing here raises for an
+output that cannot be written.
 """
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -13,6 +13,8 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
+
+from mcore_rl.common.run_output import patient_stdout
 
 _VALUES = ("first", "last", "best")
 _FIELDS = "reward {reward} · accuracy {accuracy} · {tokens} tok/s · reshard {reshard}"
@@ -26,9 +28,9 @@ class RunProgress:
         self._num_steps, self._first_step = num_steps, first_step
         self._started = time.perf_counter()
         self._accuracy = "-"
-        self.console = Console(stderr=False)
+        self.console = Console(file=patient_stdout())
         self._bar: Progress | None = None
-        if enabled and sys.stdout.isatty():
+        if enabled and self.console.is_terminal:
             self._bar = Progress(
                 TextColumn("steps done"),
                 MofNCompleteColumn(),
@@ -60,7 +62,7 @@ class RunProgress:
         left = (time.perf_counter() - self._started) / done * (self._num_steps - step - 1)
         # On stdout, as the bar and the table are; what loggers say goes to stderr and run.log.
         counts = f"step {step} ({step + 1}/{self._num_steps})"
-        print(f"{counts} · {text} · {left:.0f} s left", flush=True)
+        self._show_line(f"{counts} · {text} · {left:.0f} s left")
 
     def close(self) -> None:
         """End the live bar, if there is one. May be called again."""
@@ -85,8 +87,11 @@ class RunProgress:
             )
         self.console.print(table)
         for name, value in facts.items():
-            # Commands must survive being copied: no wrapping, no markup.
-            self.console.print(f"{name}: {value}", soft_wrap=True, markup=False, highlight=False)
+            self._show_line(f"{name}: {value}")
+
+    def _show_line(self, line: str) -> None:
+        # Commands must survive being copied: no wrapping, no markup.
+        self.console.print(line, soft_wrap=True, markup=False, highlight=False)
 
 
 def reshard_share(metrics: Mapping[str, float]) -> float:

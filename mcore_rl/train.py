@@ -1,5 +1,6 @@
 """The story of a run. Start it with the launcher: `python -m mcore_rl.launch ... -m mcore_rl.train
-<Megatron and --rl-* flags>`; torchrun and Slurm do as well.
+<Megatron and --rl-* flags>`, one launcher a node; torchrun does as well, and so does whatever sets
+RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT.
 
 prompts ─► engine (rollout mode) ─► rewards ─► log-probs, values ─► advantages ─► updates
                ▲                                                                     │

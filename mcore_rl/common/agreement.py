@@ -1,6 +1,6 @@
 """Ranks agree on a failure before anyone leaves, so that none waits for a dead one.
 
-Before Megatron runs there are no process groups, only torchrun's (or Slurm's) rendezvous store;
+Before Megatron runs there are no process groups, only the launcher's rendezvous store;
 that is enough to exchange one sentence a rank.
 """
 
@@ -11,7 +11,6 @@ import json
 import os
 import signal
 import socket
-import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -20,6 +19,7 @@ from pathlib import Path
 from typing import NoReturn, TypeVar
 
 from mcore_rl.common.errors import UsageError
+from mcore_rl.common.run_output import patient_stderr, patient_stdout
 
 T = TypeVar("T")
 
@@ -29,22 +29,38 @@ EXIT_ALARM = os.EX_TEMPFAIL  # 75: ended by --rl-on-alarm stop, with everything 
 # Set by `mcore_rl.launch`, which says what ranks leave in their error files, for all below it.
 LAUNCHER = "MCORE_RL_LAUNCHER"
 COMMAND = "MCORE_RL_COMMAND"  # what the user has started it by
+# Variables that say how many tasks a command was started as, and what starts them.
+_TASK_COUNTS = {
+    "SLURM_STEP_NUM_TASKS": "srun",
+    "OMPI_COMM_WORLD_SIZE": "mpirun",
+    "PMI_SIZE": "mpiexec",
+    "MV2_COMM_WORLD_SIZE": "mpirun",
+    "JSM_NAMESPACE_SIZE": "jsrun",
+    "FLUX_JOB_SIZE": "flux run",
+}
 
 
 def open_store():
     """The rendezvous store of this job, or None in a single process started without a launcher.
 
-    A launcher that sets RANK without the rest ends this process with exit code 2: without a store
-    there is nobody to agree with, and all ranks miss the same variables.
+    Ends this process with exit code 2 where a launcher sets some of RANK, WORLD_SIZE, MASTER_ADDR
+    and MASTER_PORT without the others, or starts several tasks without any of them: without a store
+    there is nobody to agree with, and all ranks lack the same variables.
     """
-    if "RANK" not in os.environ:
+    present = [name for name in ("RANK", "WORLD_SIZE") if os.environ.get(name)]
+    if not present or (present == ["WORLD_SIZE"] and os.environ["WORLD_SIZE"].strip() == "1"):
+        try:
+            check_num_tasks(1)
+        except UsageError as error:
+            leave_with(error)
         return None
-    missing = [n for n in ("WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if not os.environ.get(n)]
+    needed = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    missing = [name for name in needed if not os.environ.get(name)]
     if missing:
         leave_with(
             UsageError(
-                f"the environment has RANK but lacks {' and '.join(missing)}",
-                remedy="start with torchrun, or set what it sets",
+                f"the environment has {' and '.join(present)} but lacks {' and '.join(missing)}",
+                remedy="start with mcore_rl.launch or torchrun, or set what they set",
             )
         )
     from torch.distributed.rendezvous import rendezvous
@@ -58,6 +74,25 @@ def open_store():
         leave_with(error)
     store, _, _ = next(iter(rendezvous("env://", timeout=timedelta(minutes=10))))
     return store
+
+
+def check_num_tasks(most: int) -> None:
+    """Raises UsageError if srun, mpirun or the like runs this command as more than `most` tasks.
+
+    Such tasks know nothing of each other: each would be a run of its own.
+    """
+    for name, program in _TASK_COUNTS.items():
+        count = os.environ.get(name, "").strip()
+        if count.isdecimal() and int(count) > most:
+            raise UsageError(
+                f"says that {program} starts this command as {count} tasks, but only {most} "
+                f"{'belongs' if most == 1 else 'belong'} to one run",
+                flag=f"{name} {count}",
+                remedy="start one `python -m mcore_rl.launch --nnodes NODES --nproc-per-node "
+                "DEVICES ...` a node (srun --ntasks-per-node=1), set RANK, WORLD_SIZE, LOCAL_RANK, "
+                f"MASTER_ADDR and MASTER_PORT for each task, or unset {name} if these are to be "
+                "independent runs",
+            )
 
 
 def agreed(check: Callable[[], T], store, *, stage: str) -> T:
@@ -170,8 +205,8 @@ def leave_together(exit_code: int) -> NoReturn:
     from mcore_rl.common import objects
 
     objects.barrier()
-    sys.stdout.flush()
-    sys.stderr.flush()
+    patient_stdout().flush()
+    patient_stderr().flush()
     os._exit(exit_code)
 
 
@@ -204,11 +239,11 @@ def leave_reason(reason: str) -> bool:
 def print_error(sentence: str) -> None:
     """Print a sentence as all entry points do."""
     # By no logger: it must be on stderr however the calling program has set up its logging.
-    print(f"mcore_rl: error: {sentence}", file=sys.stderr, flush=True)
+    print(f"mcore_rl: error: {sentence}", file=patient_stderr(), flush=True)
 
 
 def _leave() -> NoReturn:
-    sys.stdout.flush()
+    patient_stdout().flush()
     # At once and without destructors: other libraries' exit handlers may wait for other ranks.
     os._exit(EXIT_USAGE)
 

@@ -1,0 +1,60 @@
+"""Commands that srun or mpirun starts several times: one run or none, never one for each task."""
+
+from __future__ import annotations
+
+import pytest
+
+from mcore_rl.common.agreement import check_num_tasks, open_store
+from mcore_rl.common.errors import UsageError
+
+NAMES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "SLURM_STEP_NUM_TASKS", "PMI_SIZE")
+
+
+@pytest.fixture(autouse=True)
+def no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in NAMES:
+        monkeypatch.delenv(name, raising=False)
+    # What ends the process.
+    monkeypatch.setattr("mcore_rl.common.agreement.leave_with", _raise)
+
+
+def _raise(error: UsageError) -> None:
+    raise error
+
+
+@pytest.mark.parametrize("name", ["SLURM_STEP_NUM_TASKS", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE"])
+def test_several_tasks_without_ranks_are_refused(name: str, monkeypatch) -> None:
+    monkeypatch.setenv(name, "2")
+    with pytest.raises(UsageError) as caught:
+        open_store()
+    assert caught.value.flag == f"{name} 2"
+    assert "mcore_rl.launch" in caught.value.remedy and name in caught.value.remedy
+
+
+@pytest.mark.parametrize("count", ["1", "", "many"])
+def test_one_task_is_a_run_of_one_process(count: str, monkeypatch) -> None:
+    monkeypatch.setenv("SLURM_STEP_NUM_TASKS", count)
+    monkeypatch.setenv("SLURM_NTASKS", "8")  # of the allocation, within which this was started
+    assert open_store() is None
+
+
+@pytest.mark.parametrize(
+    ("given", "lacks"),
+    [
+        ({"RANK": "0"}, "WORLD_SIZE and MASTER_ADDR and MASTER_PORT"),
+        ({"WORLD_SIZE": "8", "MASTER_ADDR": "a", "MASTER_PORT": "1"}, "RANK"),
+        ({"RANK": "0", "WORLD_SIZE": "8", "MASTER_ADDR": "a"}, "MASTER_PORT"),
+    ],
+)
+def test_half_of_what_a_launcher_sets_is_refused(given, lacks: str, monkeypatch) -> None:
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(UsageError, match=f"lacks {lacks}$|lacks {lacks};"):
+        open_store()
+
+
+def test_a_launcher_on_each_node_is_counted(monkeypatch) -> None:
+    monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "2")
+    check_num_tasks(2)
+    with pytest.raises(UsageError):
+        check_num_tasks(1)

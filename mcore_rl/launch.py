@@ -31,6 +31,7 @@ import re
 import shlex
 import shutil
 import signal
+import stat
 import subprocess
 import sys
 import tempfile
@@ -53,11 +54,14 @@ from mcore_rl.common.agreement import (
     EXIT_FAILED,
     EXIT_USAGE,
     LAUNCHER,
+    check_num_tasks,
     print_error,
 )
 from mcore_rl.common.companions import Companions, Ended, store_client
 from mcore_rl.common.errors import CORRECT, UsageError
+from mcore_rl.common.kills import describe_kills, memory_kills, noted_stage
 from mcore_rl.common.loopback import stay_on_loopback
+from mcore_rl.common.run_output import keep_output_from_raising
 from mcore_rl.flags.parser import HELP_RL
 from mcore_rl.patches.registry import apply_patch
 from mcore_rl.patches.torch import ranks_end_with_launcher
@@ -93,6 +97,7 @@ def main(tokens: Sequence[str] | None = None) -> int:
     For the end of a program: afterwards this process ignores the signals that would end it.
     """
     given = sys.argv[1:] if tokens is None else list(tokens)
+    keep_output_from_raising()
     if HELP_RL in given:
         return _print_help(given)
     args = torchrun.parse_args(given)
@@ -103,6 +108,7 @@ def main(tokens: Sequence[str] | None = None) -> int:
         # The name of a single machine need not resolve to an address that it can reach itself by.
         args.local_addr = args.local_addr or "127.0.0.1"
     try:
+        check_num_tasks(torchrun.parse_min_max_nnodes(args.nnodes)[1])
         _check_port(args)
         stay_on_loopback(_meeting_place(args))
         apply_patch(ranks_end_with_launcher.PATCH)
@@ -217,7 +223,7 @@ class _Ending:
 
 def _run(args: argparse.Namespace, companions: Companions | None) -> _Ending:
     try:
-        return _run_ranks(args)
+        return _run_ranks(args, memory_kills())
     except SignalException as stopped:
         if companions is not None and companions.failed is not None:
             return _ending_elsewhere(companions.failed)
@@ -229,12 +235,12 @@ def _run(args: argparse.Namespace, companions: Companions | None) -> _Ending:
         _end_leftovers()
 
 
-def _run_ranks(args: argparse.Namespace) -> _Ending:
+def _run_ranks(args: argparse.Namespace, kills_before: Mapping[str, int]) -> _Ending:
     try:
         torchrun.run(args)
         return _Ending(0)
     except ChildFailedError as error:
-        return _ending_of_failure(error)
+        return _ending_of_failure(error, kills_before)
     except DistNetworkError as error:
         if not (sentence := _port_not_free(args, str(error))):
             raise
@@ -253,13 +259,14 @@ def _ending_elsewhere(ended: Ended) -> _Ending:
     return _Ending(ended.exit_code, f"mcore_rl: error: {what}{why}")
 
 
-def _ending_of_failure(error: ChildFailedError) -> _Ending:
+def _ending_of_failure(error: ChildFailedError, kills_before: Mapping[str, int]) -> _Ending:
     in_time = sorted(error.failures.values(), key=lambda failure: failure.timestamp)
     code = exit_code([failure.exitcode for failure in in_time])
     if code == EXIT_ALARM:  # rank 0 has said why
         return _Ending(code)
     if code != EXIT_USAGE:
-        return _Ending(code, error.format_msg() + _last_line(error), with_log=True)
+        last = _of_kills(error, kills_before) or _last_line(error)
+        return _Ending(code, error.format_msg() + last, with_log=True)
     for rank, reason in _reasons(error):
         if error.failures[rank].exitcode == EXIT_USAGE:
             return _Ending(code, f"mcore_rl: error: {reason}")
@@ -267,6 +274,16 @@ def _ending_of_failure(error: ChildFailedError) -> _Ending:
     return _Ending(
         code, f"mcore_rl: error: rank {rank} ended with exit code {code}; see what it printed"
     )
+
+
+def _of_kills(error: ChildFailedError, kills_before: Mapping[str, int]) -> str:
+    """Below torchrun's table, which ranks were killed and whether memory ran out; or nothing."""
+    folder, stages = os.environ["TMPDIR"], {}
+    for rank, failure in sorted(error.failures.items()):
+        if failure.exitcode == -signal.SIGKILL:
+            stages[rank] = noted_stage(folder, failure.pid)
+    said = describe_kills(stages, kills_before, memory_kills())
+    return said and f"\nmcore_rl: error: {said}"
 
 
 def _last_line(error: ChildFailedError) -> str:
@@ -450,13 +467,23 @@ def _owned(folder: Path) -> Iterator[None]:
 
 
 def _remove_leftovers(where: Path) -> None:
-    """Remove the temporary folders of launchers that were killed: of this user, on this machine."""
+    """Remove the temporary folders of launchers that were killed: of this user, on this machine.
+
+    Others write to the temporary folder too: nothing is opened before it is known to be in a folder
+    of this user's, and what is opened there is neither followed nor waited for.
+    """
+    flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     for folder in where.glob(f"{_PREFIX}*"):
-        with contextlib.suppress(OSError), (folder / _OWNER).open(encoding="utf-8") as file:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            # On a file system of the network a lock may be known to one machine alone.
-            if folder.lstat().st_uid == os.geteuid() and file.read() == _boot():
-                shutil.rmtree(folder, ignore_errors=True)
+        with contextlib.suppress(OSError):
+            status = folder.lstat()
+            if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid():
+                continue
+            with open(os.open(folder / _OWNER, flags), "rb") as file:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                is_file = stat.S_ISREG(os.fstat(file.fileno()).st_mode)
+                # On a file system of the network a lock may be known to one machine alone.
+                if is_file and file.read(len(_boot()) + 1) == _boot().encode():
+                    shutil.rmtree(folder, ignore_errors=True)
 
 
 def _boot() -> str:

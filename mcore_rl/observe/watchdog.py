@@ -23,6 +23,8 @@ from datetime import timedelta
 from types import FrameType
 from typing import Any
 
+from mcore_rl.common.kills import note_stage
+
 EXIT_STUCK = 1
 _POLL_SECONDS = 0.2
 # From one look at whether another rank has run out of time to the next, and what answers may take.
@@ -43,7 +45,7 @@ class Report:
 
 
 class StageWatchdog:
-    """Watches the stages of this rank. `limit_seconds` 0 watches nothing."""
+    """Notes the stages of this rank, and watches their time unless `limit_seconds` is 0."""
 
     def __init__(
         self,
@@ -69,17 +71,15 @@ class StageWatchdog:
 
     def enter(self, stage: str) -> None:
         """A stage begins, maybe within another."""
-        if self._limit > 0:
-            with self._lock:
-                self._stages.append(stage)
-                self._begin()
+        with self._lock:
+            self._stages.append(stage)
+            self._begin()
 
     def leave(self) -> None:
         """The innermost stage has ended; the one around it gets its time anew."""
-        if self._limit > 0:
-            with self._lock:
-                self._stages.pop()
-                self._begin()
+        with self._lock:
+            self._stages.pop()
+            self._begin()
 
     def close(self) -> None:
         """Watch nothing from now on. Idempotent."""
@@ -88,7 +88,10 @@ class StageWatchdog:
             faulthandler.cancel_dump_traceback_later()
 
     def _begin(self) -> None:
+        note_stage(self._stages[-1] if self._stages else "between stages")
         self._since = time.monotonic()
+        if not self._limit > 0:
+            return
         if not self._stages:
             faulthandler.cancel_dump_traceback_later()
             return

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 from mcore_rl.batching.accounting import describe
+from mcore_rl.common.kills import note_stage
 from mcore_rl.data.prompts import PromptDataset
 from mcore_rl.hybrid_engine.memory.offload import Offloader, kinds_at_start, offload_kinds
 from mcore_rl.hybrid_engine.proof.canary import NUM_PROMPTS, Canary
@@ -100,6 +101,7 @@ def build(
     `model_provider` is a fork's own, `log` is where Megatron's output goes.
     """
     started = time.perf_counter()
+    note_stage("building the models")
     config = job.config
     prompts, eval_prompts = load_prompt_files(config, trust_remote_code=job.args.trust_remote_code)
     point = find_resume_point(
@@ -119,6 +121,7 @@ def build(
     offloader = build_offloader(job, state, critic)
     canary = build_canary(job, state, prompts)
     logger.info("the model is built; vLLM is imported and its engines are started")
+    note_stage("starting the engines")
     with offloader.everything_away():
         engine = VLLMEngine(engine_config(job))
         manager = build_manager(job, shards, engine, canary=canary, offloader=offloader)

@@ -17,6 +17,7 @@ from mcore_rl.batching.rows import MicroBatching
 from mcore_rl.common import objects
 from mcore_rl.common.agreement import agreed_in_world
 from mcore_rl.common.errors import UsageError
+from mcore_rl.common.kills import note_stage
 from mcore_rl.flags.roles import CRITIC, REWARD
 from mcore_rl.job.batches import micro_batching_of_args
 from mcore_rl.megatron import adapter as megatron_adapter
@@ -180,6 +181,7 @@ def serve_role(
     """Be a rank of a role that is not the actor's, until the actor ends the run. Collective over
     the role's ranks. `model_provider` is a fork's own, for a critic."""
     title, build = _ROLES[job.world.role]
+    note_stage(f"serving as {title}")
     bridge, mesh = job.world.bridges[job.world.role], job.world.meshes[job.world.role]
     serve(title, bridge, mesh, functools.partial(build, job, model_provider, log=log))
 

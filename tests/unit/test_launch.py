@@ -17,6 +17,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from mcore_rl.common.kills import THE_GROUP, THE_MACHINE, describe_kills, memory_kills
 from mcore_rl.launch import exit_code
 from tests.rank_pool import free_port
 
@@ -490,3 +491,154 @@ def test_ranks_end_with_a_killed_launch_by_themselves(launcher: Launcher) -> Non
     assert left.is_dir()
     assert other.run("here('done')", 1) == (0, "")
     assert list(launcher.temporary.iterdir()) == [foreign]
+
+
+def test_launch_says_that_no_memory_counter_rose_for_a_rank_that_was_killed(
+    launcher: Launcher,
+) -> None:
+    process = launcher.start(
+        """
+        from mcore_rl.common.kills import note_stage
+        note_stage("checkpoint")
+        all_here("up")
+        if rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(600)
+        """,
+        2,
+    )
+    _, err = process.communicate(timeout=120)
+    assert process.returncode == 128 + signal.SIGKILL
+    last = err.splitlines()[-1]
+    assert "rank 1 (in stage checkpoint)" in last
+    assert "no out-of-memory counter rose" in last
+
+
+@pytest.fixture
+def small_group() -> Iterator[Path]:
+    """A control group of 1 GiB (cgroup v1 or v2), for processes that enter it by themselves."""
+    base = next(
+        (path for path in map(Path, ("/sys/fs/cgroup/memory", "/sys/fs/cgroup")) if path.is_dir()),
+        None,
+    )
+    group = (base or Path("/nowhere")) / f"mcore_rl_test_{os.getpid()}"
+    try:
+        group.mkdir()
+        limits = [group / name for name in ("memory.limit_in_bytes", "memory.max")]
+        next(limit for limit in limits if limit.exists()).write_text(str(1 << 30))
+    except (OSError, StopIteration):
+        pytest.skip("no control group of memory can be made here (root and a writable cgroup)")
+    yield group
+    for _ in range(100):  # until the last process has left it
+        try:
+            group.rmdir()
+            return
+        except OSError:
+            time.sleep(0.1)
+
+
+def test_launch_says_that_memory_ran_out(launcher: Launcher, small_group: Path) -> None:
+    process = launcher.start(
+        f"""
+        from mcore_rl.common.kills import note_stage
+        note_stage("checkpoint")
+        if rank == 1:
+            Path("{small_group}/cgroup.procs").write_text(str(os.getpid()))
+            held = [b"x" * (1 << 20) for _ in range(4096)]
+        time.sleep(600)
+        """,
+        2,
+    )
+    _, err = process.communicate(timeout=120)
+    assert process.returncode == 128 + signal.SIGKILL
+    last = err.splitlines()[-1]
+    assert "rank 1 (in stage checkpoint)" in last
+    assert "memory ran out" in last and "mcore-rl plan" in last
+
+
+@pytest.mark.parametrize(
+    ("files", "expected"),
+    [
+        (  # version 2, seen from the machine
+            {
+                "proc/self/cgroup": "0::/slurm/job_7\n",
+                "sys/fs/cgroup/slurm/job_7/memory.events": "low 0\noom 3\noom_kill 2\n",
+                "proc/vmstat": "nr_free_pages 7\noom_kill 5\n",
+            },
+            {THE_GROUP: 2, THE_MACHINE: 5},
+        ),
+        (  # version 2, in a container: the path is the one outside
+            {
+                "proc/self/cgroup": "0::/docker/abc\n",
+                "sys/fs/cgroup/memory.events": "oom_kill 1\n",
+                "proc/vmstat": "oom_kill 5\n",
+            },
+            {THE_GROUP: 1, THE_MACHINE: 5},
+        ),
+        (  # version 1, beside an empty version 2
+            {
+                "proc/self/cgroup": "4:memory:/job\n3:cpu,cpuacct:/\n0::/\n",
+                "sys/fs/cgroup/memory/job/memory.oom_control": "under_oom 0\noom_kill 4\n",
+            },
+            {THE_GROUP: 4},
+        ),
+        ({}, {}),
+        ({"proc/vmstat": "oom_kill many\n", "proc/self/cgroup": "7:cpu:/\n"}, {}),
+    ],
+)
+def test_memory_kills_are_read_where_the_kernel_counts_them(
+    files: dict[str, str], expected: dict[str, int], tmp_path: Path
+) -> None:
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    assert memory_kills(tmp_path) == expected
+
+
+def test_kills_are_described_by_the_counter_that_rose() -> None:
+    before, after = {THE_GROUP: 1, THE_MACHINE: 5}, {THE_GROUP: 2, THE_MACHINE: 7}
+    assert f"{THE_GROUP} rose by 1" in describe_kills({3: "train"}, before, after)
+    assert f"{THE_MACHINE} rose by 2" in describe_kills({}, before, {**after, THE_GROUP: 1})
+    assert "no out-of-memory counter" in describe_kills({3: ""}, before, before)
+    assert describe_kills({3: ""}, {}, {}) == "SIGKILL ended rank 3"
+    assert describe_kills({}, before, before) == describe_kills({}, {}, {}) == ""
+
+
+@pytest.mark.parametrize("what", ["pipe", "lock is a pipe", "lock is a link", "lock is a device"])
+def test_launch_is_not_held_up_by_what_others_put_into_the_temporary_folder(
+    launcher: Launcher, what: str, tmp_path: Path
+) -> None:
+    other = launcher.temporary / "mcore_rl_other"
+    if what == "pipe":
+        os.mkfifo(other)
+    else:
+        other.mkdir()
+        lock = other / "launcher.lock"
+        if what == "lock is a pipe":
+            os.mkfifo(lock)
+        else:
+            lock.symlink_to("/dev/zero" if what == "lock is a device" else tmp_path / "victim")
+    (tmp_path / "victim").write_text(Path("/proc/sys/kernel/random/boot_id").read_text())
+    process = launcher.start("here('ran')", 1)
+    _, err = process.communicate(timeout=120)
+    assert (process.returncode, err) == (0, "")
+    assert other.exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "count", "flags"),
+    [
+        ("SLURM_STEP_NUM_TASKS", "8", ()),
+        ("SLURM_STEP_NUM_TASKS", "16", ("--nnodes", "2")),
+        ("OMPI_COMM_WORLD_SIZE", "2", ()),
+    ],
+)
+def test_launch_refuses_to_be_started_more_often_than_there_are_nodes(
+    launcher: Launcher, monkeypatch: pytest.MonkeyPatch, name: str, count: str, flags: Sequence[str]
+) -> None:
+    monkeypatch.setenv(name, count)
+    process = launcher.start("here('ran')", 1, *flags)
+    _, err = process.communicate(timeout=120)
+    assert process.returncode == 2
+    assert f"{name} {count}" in err and "--ntasks-per-node=1" in err
+    assert not list(launcher.folder.glob("ran.*"))

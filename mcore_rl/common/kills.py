@@ -1,0 +1,99 @@
+"""What is known of a rank that was killed: the stage it was in, and whether memory ran out.
+
+A rank notes its stage in a file of the launcher's temporary folder; nothing survives SIGKILL but
+what the kernel has. The launcher compares the out-of-memory counters of the kernel and of its own
+control group with those at its start.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+from mcore_rl.common.agreement import LAUNCHER
+
+_NOTE_BYTES = 120
+_note: tuple[int, int] | None = None  # process id, descriptor of its note
+THE_GROUP, THE_MACHINE = "this job's control group", "this machine"
+
+
+def note_stage(stage: str) -> None:
+    """Note that this process is in `stage`, for a launcher that finds it killed. Raises nothing."""
+    global _note
+    if LAUNCHER not in os.environ:
+        return
+    with contextlib.suppress(OSError):
+        if _note is None or _note[0] != os.getpid():  # a fork has its own
+            flags = os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+            _note = os.getpid(), os.open(_note_of(os.environ["TMPDIR"], os.getpid()), flags, 0o600)
+        os.pwrite(_note[1], stage.encode()[:_NOTE_BYTES].ljust(_NOTE_BYTES), 0)
+
+
+def noted_stage(folder: str | Path, pid: int) -> str:
+    """What process `pid`, whose temporary folder was `folder`, has noted last; "" for nothing."""
+    with contextlib.suppress(OSError):
+        return _note_of(folder, pid).read_bytes().decode(errors="replace").strip()
+    return ""
+
+
+def _note_of(folder: str | Path, pid: int) -> Path:
+    return Path(folder) / f"stage.{pid}"
+
+
+def memory_kills(root: Path = Path("/")) -> dict[str, int]:
+    """How many processes the out-of-memory killer has ended so far, where the kernel says so.
+
+    `THE_GROUP` counts this process's control group (v2: with those below it), `THE_MACHINE` all.
+    """
+    places = {THE_MACHINE: [root / "proc/vmstat"], THE_GROUP: []}
+    with contextlib.suppress(OSError):
+        for line in (root / "proc/self/cgroup").read_text(encoding="utf-8").splitlines():
+            number, controllers, path = line.split(":", 2)
+            v2, name = number == "0", "memory.events" if number == "0" else "memory.oom_control"
+            if v2 or "memory" in controllers.split(","):
+                base = root / "sys/fs/cgroup" / ("" if v2 else "memory")
+                # Inside a container the group's own folder may be the root of what is mounted.
+                places[THE_GROUP] += [base / path.strip("/") / name, base / name]
+    found = {}
+    for whose, files in places.items():
+        for file in files:
+            count = _count(file)
+            if count is not None:
+                found[whose] = count
+                break
+    return found
+
+
+def _count(file: Path) -> int | None:
+    with contextlib.suppress(OSError, ValueError):
+        for line in file.read_text(encoding="utf-8").splitlines():
+            name, _, value = line.partition(" ")
+            if name == "oom_kill":
+                return int(value)
+    return None
+
+
+def describe_kills(
+    stages: Mapping[int, str], before: Mapping[str, int], after: Mapping[str, int]
+) -> str:
+    """A sentence about ranks that SIGKILL ended, rank -> stage, and about memory that ran out.
+
+    `before` and `after` are counters of `memory_kills`. "" where neither has happened.
+    """
+    ranks = ", ".join(
+        f"rank {n}{f' (in stage {stage})' if stage else ''}" for n, stage in stages.items()
+    )
+    who = f"SIGKILL ended {ranks}" if stages else "a process of this run was killed"
+    for whose in (THE_GROUP, THE_MACHINE):
+        risen = after.get(whose, 0) - before.get(whose, 0)
+        if whose in before and risen > 0:
+            return (
+                f"{who}: memory ran out, since the out-of-memory counter of {whose} rose by "
+                f"{risen}; compare the host memory that `mcore-rl plan` prints with what is there, "
+                "and take fewer ranks a machine, a larger machine or a larger limit"
+            )
+    if not stages:
+        return ""
+    return f"{who}{'; no out-of-memory counter rose: something else sent it' if before else ''}"

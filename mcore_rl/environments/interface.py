@@ -124,6 +124,7 @@ class EnvironmentSpec:
     memory_gib: float = 4.0  # of each process; 0 is no limit
     imports: tuple[str, ...] = field(default=())  # files to run before the name is resolved
     environment_names: tuple[str, ...] = ()  # variables that it gets besides the harmless ones
+    sandbox_accept: tuple[str, ...] = ()  # protections that python_sandbox may lack
     max_open: int = 256  # processes at one time
     max_turns: int = 8
     max_turn_tokens: int | None = None  # None: what is left of the response

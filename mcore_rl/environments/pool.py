@@ -88,6 +88,7 @@ class EnvironmentPool:
         memory_gib: float = 0.0,
         imports: Sequence[str] = (),
         environment_names: Sequence[str] = (),
+        sandbox_accept: Sequence[str] = (),
         max_open: int = 256,
     ) -> None:
         if not timeout_seconds > 0 or not math.isfinite(timeout_seconds):
@@ -98,6 +99,7 @@ class EnvironmentPool:
         # The working directory may be another one when processes start.
         self._imports = tuple(os.path.abspath(path) for path in imports)
         self._environment_names, self._max_open = tuple(environment_names), max_open
+        self._sandbox_accept = tuple(sandbox_accept)
         self.failure_counts: Counter[str] = Counter()
         self._num_started = 0
         self._episodes: dict[int, _Episode] = {}  # in the order of their tickets
@@ -117,6 +119,7 @@ class EnvironmentPool:
             memory_gib=spec.memory_gib,
             imports=spec.imports,
             environment_names=spec.environment_names,
+            sandbox_accept=spec.sandbox_accept,
             max_open=spec.max_open,
         )
 
@@ -431,6 +434,7 @@ class EnvironmentPool:
             memory_bytes=int(self._memory_gib * 2**30),
             timeout_seconds=self._timeout_seconds,
             environment_names=self._environment_names,
+            sandbox_accept=self._sandbox_accept,
         )
 
     def _replace_zygote(self, broken: ZygoteProcess) -> None:
@@ -490,4 +494,4 @@ def check_environment(spec: EnvironmentSpec) -> None:
     else:
         resolve_environment(spec.name, spec.imports)
     if spec.name == PYTHON_SANDBOX:
-        check_sandbox(f"{FLAG} {spec.name}")
+        check_sandbox(f"{FLAG} {spec.name}", spec.sandbox_accept)

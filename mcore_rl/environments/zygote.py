@@ -26,6 +26,8 @@ from mcore_rl.common.errors import UsageError
 from mcore_rl.common.spawning import forbid_runs
 from mcore_rl.environments.episode import adopt_orphans, hand_over, run_episode
 from mcore_rl.environments.interface import resolve_environment
+from mcore_rl.isolation.client import start_supervisor
+from mcore_rl.rewards.functions import PYTHON_SANDBOX
 from mcore_rl.rewards.worker import (
     die_with_parent,
     drop_privileges,
@@ -43,16 +45,21 @@ def run_zygote(
     imports: Sequence[str],
     memory_bytes: int,
     timeout_seconds: float,
+    sandbox_accept: Sequence[str],
 ) -> None:
     """Serve the trainer at the other end of `control`, a socket that keeps messages apart."""
     forbid_runs()
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     die_with_parent()  # while it imports
+    of_sandbox = set()
+    if spec == PYTHON_SANDBOX:
+        # Now, as what starts from here on can make no namespaces.
+        of_sandbox.add(start_supervisor(sandbox_accept).fileno())
     limit_memory(memory_bytes)
     write_no_core()
     drop_privileges()
     see_no_other_process()
-    ours = _open_descriptors()
+    ours = _open_descriptors() - of_sandbox
     told: dict[str, Any] = {"ready": True}
     environment: type = object
     try:

@@ -40,6 +40,7 @@ class ZygoteProcess:
         memory_bytes: int,
         timeout_seconds: float,
         environment_names: Sequence[str],
+        sandbox_accept: Sequence[str] = (),
     ) -> None:
         self._spec = spec
         self.control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -47,7 +48,10 @@ class ZygoteProcess:
         with theirs:
             self._process = WorkerContext(environment_names).Process(
                 target=run_zygote,
-                args=(theirs, spec, tuple(imports), memory_bytes, timeout_seconds),
+                args=(
+                    *(theirs, spec, tuple(imports)),
+                    *(memory_bytes, timeout_seconds, tuple(sandbox_accept)),
+                ),
                 name="environments",
                 daemon=True,  # ends with a trainer that closes nothing
             )

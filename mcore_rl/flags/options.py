@@ -52,9 +52,7 @@ class RLConfig:
         "--rl-reward-weights=-1,1)",
     )
     reward_workers: int = param(1, "reward processes per engine", above=0)
-    reward_timeout_seconds: float = param(
-        10.0, "a sample whose reward takes longer is left out", above=0
-    )
+    reward_timeout_seconds: float = param(10.0, "seconds that a sample's reward has", above=0)
     reward_memory_gib: float = param(
         4.0,
         "memory of a reward process, in GiB; a sample that needs more is left out; 0: no limit",
@@ -62,9 +60,10 @@ class RLConfig:
         advice="0 is no limit",
     )
     reward_env: str | None = param(
-        None,
-        "environment variables that reward processes get, with commas; they see no others but PATH "
-        "and the like (docs/using/security.md)",
+        None, "environment variables that reward processes get, with commas, besides PATH etc."
+    )
+    sandbox_accept: str | None = param(
+        None, "what python_sandbox may leave unprotected, with commas (docs/using/security.md)"
     )
     reward_url: str | None = param(None, "endpoint of reward http (docs/using/rewards.md)")
     reward_http_batch: int = param(16, "samples per request to it", least=1)

@@ -52,7 +52,8 @@ class RewardPool(Scorer):
     and of the environment what `process` names and `environment_names`, and are killed when this
     process ends, however it ends. Linux kills them also when the thread ends in which the first
     sample was sent (by `finished`, `wait`, `outcomes`); what is sent next then starts new ones.
-    Each may have `memory_gib` GiB; 0 is no limit.
+    Each may have `memory_gib` GiB; 0 is no limit. `sandbox_accept` are protections that
+    `python_sandbox` may lack (`isolation.levels.PROTECTIONS`).
 
     `specs` are what `resolve_reward` takes, `imports` what `import_file` does; call these before
     building anything, for their errors. All functions share the workers: each of them scores any
@@ -73,6 +74,7 @@ class RewardPool(Scorer):
         imports: Sequence[str] = (),
         memory_gib: float = 0.0,
         environment_names: Sequence[str] = (),
+        sandbox_accept: Sequence[str] = (),
         wake: threading.Event | None = None,
     ) -> None:
         if not specs or len(set(specs)) < len(specs):
@@ -90,6 +92,7 @@ class RewardPool(Scorer):
         self._imports = tuple(os.path.abspath(path) for path in imports)
         self._memory_gib = memory_gib
         self._environment_names = tuple(environment_names)
+        self._sandbox_accept = tuple(sandbox_accept)
         self._lanes = Lanes(specs, num_workers)
         self._sent: OrderedDict[Future[_Scored], Batch] = OrderedDict()
         self._landed: SimpleQueue[Future[_Scored]] = SimpleQueue()
@@ -231,7 +234,12 @@ class RewardPool(Scorer):
         return ProcessPool(
             max_workers=self._num_workers,
             initializer=start_worker,
-            initargs=(self.names, self._imports, int(self._memory_gib * 2**30)),
+            initargs=(
+                self.names,
+                self._imports,
+                int(self._memory_gib * 2**30),
+                self._sandbox_accept,
+            ),
             context=WorkerContext(self._environment_names),
         )
 

@@ -1,22 +1,22 @@
 """Runs a policy's Python in a process that can do little: a reward, and a tool of environments.
 
-The process has an empty folder, no network, no other processes, memory and seconds that are
-limited, and of the files nothing but Python's own; see `sandbox_inside`, which runs in it.
+The process has an empty folder, no network, no other processes, memory, disk and seconds that are
+limited, and of the files nothing but Python's own; see `isolation`, which confines it, and
+`sandbox_inside`, which runs in it.
 Processes of rewards and environments import this module: nothing heavy is imported here.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
+import logging
 import os
 import re
 import secrets
 import selectors
 import signal
-import subprocess
-import sys
-import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -24,13 +24,17 @@ from pathlib import Path
 from typing import Any
 
 from mcore_rl.common.errors import UsageError
+from mcore_rl.isolation.client import Supervisor, start_supervisor
+from mcore_rl.isolation.levels import Level
 
 CODE_SECONDS = 5.0
 MEMORY_BYTES = 1 << 30
+DISK_BYTES = 64 << 20  # of all files together
 MAX_OUTPUT_CHARACTERS = 4000
 _MAX_KEPT_BYTES = 1 << 16  # of standard output and of standard error, each
 _MAX_ANSWER_BYTES = 1 << 20
 _LEAVE_SECONDS = 1.0  # from its last answer to its end
+_log = logging.getLogger(__name__)
 _INSIDE = Path(__file__).with_name("sandbox_inside.py")
 
 _BLOCK = re.compile(r"```[ \t]*(?:python|py)?[ \t]*\r?\n(?P<code>.*?)```", re.DOTALL)
@@ -96,28 +100,39 @@ def run_python(
     *,
     timeout_seconds: float = CODE_SECONDS,
     memory_bytes: int = MEMORY_BYTES,
+    by: Supervisor | None = None,
 ) -> Ran:
     """Run `code` in a new process and then, with what it has defined, each of `tests`.
 
     Blocks for `timeout_seconds` at most, and a little. A test passes if it raises nothing and is
-    not skipped. RuntimeError: this machine cannot keep code from the network, and nothing was run.
+    not skipped. `by` starts and confines the process; by default the supervisor of this process.
+    RuntimeError: this machine cannot confine code as it has to be, and nothing was run.
     """
-    with tempfile.TemporaryDirectory(prefix="mcore_rl_sandbox_") as folder:
-        return _Process(folder, code, tests, memory_bytes).until(
-            time.monotonic() + timeout_seconds, f"it took longer than {timeout_seconds:g} s"
-        )
+    by = by or start_supervisor()
+    by.level()  # the first call waits for the supervisor's start
+    return _Process(by, code, tests, timeout_seconds, memory_bytes).until(
+        time.monotonic() + timeout_seconds, f"it took longer than {timeout_seconds:g} s"
+    )
 
 
-def check_sandbox(flag: str) -> None:
-    """Raises UsageError, of `flag`, if code cannot be kept from the network here."""
+def check_sandbox(flag: str, accepted: Sequence[str] = ()) -> Level:
+    """How code is confined here, which is logged once.
+
+    `accepted` are protections that may be missing (`--rl-sandbox-accept`). Raises UsageError, of
+    `flag`, if another one is, or if code cannot be run.
+    """
     try:
-        ran = run_python("", ["assert True"], timeout_seconds=60.0)
+        with Supervisor(accepted=accepted) as by:
+            level = by.level()
+            ran = run_python("", ["assert True"], timeout_seconds=60.0, by=by)
     except RuntimeError as error:
         raise UsageError(
             f"cannot be used here: {error}",
             flag=flag,
-            remedy="run on Linux for x86_64 or aarch64 where seccomp is allowed, or have code run "
-            "elsewhere, behind --rl-reward http",
+            remedy="run on Linux for x86_64 or aarch64 with bubblewrap installed and user "
+            "namespaces allowed, or with Landlock (docs/using/security.md); or have code run "
+            "elsewhere, behind --rl-reward http; or name with --rl-sandbox-accept what may stay "
+            "unprotected",
         ) from error
     if not ran.all_passed:
         raise UsageError(
@@ -125,15 +140,35 @@ def check_sandbox(flag: str) -> None:
             flag=flag,
             remedy="make `python -I` work",
         )
+    _log_once(describe(level))
+    return level
+
+
+@functools.cache
+def _log_once(text: str) -> None:
+    _log.info("python_sandbox: %s", text)
+
+
+def describe(level: Level) -> str:
+    """The level and what it lacks, for a log line."""
+    lacks = f"; not protected: {', '.join(sorted(level.lacks))}" if level.lacks else ""
+    return f"code is confined by {level.name}{lacks}"
 
 
 class _Process:
     """One run, from its start to its end."""
 
-    def __init__(self, folder: str, code: str, tests: Sequence[str], memory_bytes: int) -> None:
+    def __init__(
+        self,
+        by: Supervisor,
+        code: str,
+        tests: Sequence[str],
+        timeout_seconds: float,
+        memory_bytes: int,
+    ) -> None:
         # Which tests have passed is told with what the code could not know when it ran.
         self._keys = [secrets.token_hex(16) for _ in tests]
-        self._to_send = _line({"code": code, "memory_bytes": memory_bytes})
+        self._to_send = _line({"code": code})
         self._tests = b"".join(
             _line({"code": test, "number": number, "key": key})
             for number, (test, key) in enumerate(zip(tests, self._keys, strict=True))
@@ -143,14 +178,12 @@ class _Process:
         requests, self._requests = os.pipe()
         self._answers, answers = os.pipe()
         try:
-            self._process = subprocess.Popen(
-                [sys.executable, "-I", "-B", str(_INSIDE), str(requests), str(answers)],
-                cwd=folder,
-                env={"PATH": os.defpath, "HOME": folder, "LANG": "C.UTF-8"},
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                pass_fds=(requests, answers),
+            self._process = by.start(
+                _INSIDE,
+                (requests, answers),
+                seconds=timeout_seconds + _LEAVE_SECONDS,
+                memory_bytes=memory_bytes,
+                disk_bytes=DISK_BYTES,
             )
         except BaseException:
             os.close(self._requests)
@@ -164,7 +197,6 @@ class _Process:
     def until(self, deadline: float, too_long: str) -> Ran:
         """Read what it says until it ends, or end it at the deadline."""
         process, why = self._process, ""
-        assert process.stdout is not None and process.stderr is not None
         with selectors.DefaultSelector() as selector:
             selector.register(process.stdout, selectors.EVENT_READ, "stdout")
             selector.register(process.stderr, selectors.EVENT_READ, "stderr")
@@ -176,12 +208,10 @@ class _Process:
                     for key, _ in selector.select(max(0.0, left_seconds)):
                         self._serve(selector, key)
                     why = too_long if left_seconds <= 0 else ""
-                if not why:
-                    with contextlib.suppress(subprocess.TimeoutExpired):
-                        process.wait(_LEAVE_SECONDS)
+                if not why and process.wait(_LEAVE_SECONDS):
+                    why = process.why
             finally:
-                process.kill()
-                process.wait()
+                process.end()
                 for name in ("stdout", "stderr"):  # what it has left there; nobody else writes
                     stream = getattr(process, name)
                     os.set_blocking(stream.fileno(), False)

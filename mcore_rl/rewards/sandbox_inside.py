@@ -2,9 +2,9 @@
 
     python -I sandbox_inside.py DESCRIPTOR_OF_REQUESTS DESCRIPTOR_OF_ANSWERS
 
-It gives up what the code must not have: connections, other processes, writing and reading outside
-its folder, memory beyond the limit. Then it runs the code, and tests behind it. It is run as a
-file, where this package may not be found: it imports the standard library alone.
+`isolation.confine` has confined it before. It gives up connections and other processes once more,
+then runs the code, and tests behind it. It is run as a file, where this package may not be found:
+it imports the standard library alone.
 """
 
 from __future__ import annotations
@@ -14,18 +14,14 @@ import ctypes
 import json
 import os
 import platform
-import resource
 import struct
 import sys
-import sysconfig
 import traceback
 from typing import BinaryIO
 
-_CLONE_NEWUSER, _CLONE_NEWNET = 0x10000000, 0x40000000  # linux/sched.h
-_CLONE_THREAD = 0x00010000
-_PR_SET_PDEATHSIG, _PR_SET_NO_NEW_PRIVS, _PR_SET_SECCOMP = 1, 38, 22
+_CLONE_THREAD = 0x00010000  # linux/sched.h
+_PR_SET_NO_NEW_PRIVS, _PR_SET_SECCOMP = 38, 22
 _SECCOMP_MODE_FILTER = 2
-_SIGKILL = 9
 
 # linux/audit.h, and asm/unistd.h: socket, clone, fork, vfork, and those that both have.
 _MACHINES = {
@@ -36,14 +32,6 @@ _IO_URING_SETUP, _CLONE3 = 425, 435
 _ERRNO_EACCES, _ERRNO_ENOSYS, _ERRNO_EAGAIN = 13, 38, 11
 _X32_BIT = 0x40000000
 
-_LANDLOCK_CREATE_RULESET, _LANDLOCK_ADD_RULE, _LANDLOCK_RESTRICT_SELF = 444, 445, 446
-_LANDLOCK_RULE_PATH_BENEATH = 1
-_LANDLOCK_READ = 1 << 0 | 1 << 2 | 1 << 3  # execute, read files, read folders
-_LANDLOCK_ALL = {1: (1 << 13) - 1, 2: (1 << 14) - 1, 3: (1 << 15) - 1}  # by the kernel's version
-_READABLE = ("/usr", "/lib", "/lib64", "/bin", "/etc/ld.so.cache", "/etc/localtime", "/dev")
-_WRITABLE_DEVICE = "/dev/null"
-_MAX_FILE_BYTES = 64 << 20
-
 
 def main(requests: BinaryIO, answers: BinaryIO) -> None:
     """Serve one run: limits, code and tests."""
@@ -52,7 +40,7 @@ def main(requests: BinaryIO, answers: BinaryIO) -> None:
         answers.write(json.dumps(fields).encode() + b"\n")
 
     first = json.loads(requests.readline())
-    fault = _give_up(first["memory_bytes"], os.getcwd())
+    fault = _give_up()
     tell(fault=fault)
     if fault is None:
         names: dict[str, object] = {"__name__": "__main__"}
@@ -85,25 +73,16 @@ def _runs(code: str, name: str, names: dict[str, object]) -> bool:
 # What it gives up -----------------------------------------------------------------------------
 
 
-def _give_up(memory_bytes: int, folder: str) -> str | None:
-    """Why the code cannot be kept from what it must not have; None if it is."""
+def _give_up() -> str | None:
+    """Why the code cannot be kept from the network and from starting processes; None if it is.
+
+    `isolation.confine` has confined this process before. What is refused here is refused whoever
+    starts this program, with errors that Python knows how to tell.
+    """
     if sys.platform != "linux":
         return "it is not Linux"
     libc = ctypes.CDLL(None, use_errno=True)
-    libc.prctl(_PR_SET_PDEATHSIG, _SIGKILL, 0, 0, 0)
     libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
-    for kind, limit in (
-        (resource.RLIMIT_CORE, 0),
-        (resource.RLIMIT_FSIZE, _MAX_FILE_BYTES),
-        (resource.RLIMIT_DATA, memory_bytes),
-        (resource.RLIMIT_AS, memory_bytes + (4 << 30)),
-    ):
-        hard = resource.getrlimit(kind)[1]
-        limit = limit if hard == resource.RLIM_INFINITY else min(limit, hard)
-        resource.setrlimit(kind, (limit, limit))
-    _stay_in(libc, folder)
-    # In a network of its own as well, where the system lets it have one.
-    libc.unshare(_CLONE_NEWUSER | _CLONE_NEWNET)
     return _open_nothing(libc)
 
 
@@ -146,38 +125,6 @@ def _filter(architecture: int, refused: dict[int, int], clone: int) -> bytes:
         (give, 0, 0, allow),
     ]
     return b"".join(struct.pack("=HBBI", *line) for line in lines)
-
-
-def _stay_in(libc: ctypes.CDLL, folder: str) -> None:
-    """Write nowhere but in `folder`, and read nothing else but Python and the system's libraries:
-    by Landlock, where the kernel has it."""
-    version = libc.syscall(_LANDLOCK_CREATE_RULESET, None, ctypes.c_size_t(0), 1)
-    if version < 1:
-        return
-    handled = _LANDLOCK_ALL[min(version, 3)]
-    rules = struct.pack("=Q", handled)
-    ruleset = libc.syscall(_LANDLOCK_CREATE_RULESET, ctypes.c_char_p(rules), ctypes.c_size_t(8), 0)
-    if ruleset < 0:
-        return
-    prefixes = {sys.prefix, sys.base_prefix, sys.exec_prefix, *sysconfig.get_paths().values()}
-    for path in (*sorted(prefixes), *_READABLE):
-        _allow(libc, ruleset, path, handled & _LANDLOCK_READ)
-    _allow(libc, ruleset, _WRITABLE_DEVICE, handled & (1 << 1 | 1 << 2))
-    _allow(libc, ruleset, folder, handled)
-    libc.syscall(_LANDLOCK_RESTRICT_SELF, ruleset, 0)
-    os.close(ruleset)
-
-
-def _allow(libc: ctypes.CDLL, ruleset: int, path: str, access: int) -> None:
-    try:
-        descriptor = os.open(path, os.O_PATH | os.O_CLOEXEC)
-    except OSError:
-        return  # there is no such place
-    if not os.path.isdir(path):
-        access &= ~(1 << 3)  # to read a folder
-    rule = struct.pack("=Qi", access, descriptor)
-    libc.syscall(_LANDLOCK_ADD_RULE, ruleset, _LANDLOCK_RULE_PATH_BENEATH, ctypes.c_char_p(rule), 0)
-    os.close(descriptor)
 
 
 if __name__ == "__main__":

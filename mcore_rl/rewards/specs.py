@@ -15,6 +15,7 @@ from urllib.parse import SplitResult, urlsplit
 
 from mcore_rl.algorithms.registry import import_user_file
 from mcore_rl.common.errors import UsageError
+from mcore_rl.isolation.levels import parse_accepted
 from mcore_rl.rewards.functions import (
     NO_FUNCTIONS,
     PYTHON_SANDBOX,
@@ -57,6 +58,7 @@ class RewardSpec:
     servers: tuple[ServerSpec, ...] = ()  # of the names in SERVED_REWARDS
     memory_gib: float = 0.0  # of each worker process; 0 is no limit
     environment_names: tuple[str, ...] = ()  # variables that workers get besides the harmless ones
+    sandbox_accept: tuple[str, ...] = ()  # protections that python_sandbox may lack
 
     def weight(self, name: str) -> float:
         """Of a reward; 0 for one that is not asked for."""
@@ -84,6 +86,7 @@ def parse_rewards(
     http_retries: int = 3,
     memory_gib: float = 0.0,
     environment_names: str | None = None,
+    sandbox_accept: str | None = None,
 ) -> RewardSpec:
     """The flags' values as a `RewardSpec`; raises UsageError for what cannot work.
 
@@ -117,6 +120,7 @@ def parse_rewards(
         servers=tuple(servers),
         memory_gib=memory_gib,
         environment_names=parse_environment_names(environment_names, "--rl-reward-env"),
+        sandbox_accept=parse_accepted(sandbox_accept, "--rl-sandbox-accept"),
     )
     if spec.environment_names and not spec.functions:
         raise UsageError(
@@ -142,7 +146,7 @@ def check_rewards(spec: RewardSpec) -> None:
     if PYTHON_SANDBOX in spec.functions:
         from mcore_rl.rewards.sandbox import check_sandbox
 
-        check_sandbox(f"--rl-reward {','.join(spec.names)}")
+        check_sandbox(f"--rl-reward {','.join(spec.names)}", spec.sandbox_accept)
     in_modules = [name for name in spec.functions if ":" in name]
     for name in spec.functions:
         if name not in in_modules:

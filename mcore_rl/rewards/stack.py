@@ -43,6 +43,7 @@ class RewardStack(Scorer):
                 imports=spec.imports,
                 memory_gib=spec.memory_gib,
                 environment_names=spec.environment_names,
+                sandbox_accept=spec.sandbox_accept,
                 wake=wake,
             )
             self._parts.append(pool)

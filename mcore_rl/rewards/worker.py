@@ -28,7 +28,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple, SupportsFloat
 from mcore_rl.algorithms.registry import import_user_file
 from mcore_rl.common.errors import UsageError
 from mcore_rl.common.spawning import forbid_runs
-from mcore_rl.rewards.functions import RewardFunction, resolve_reward, shortened, takes_row
+from mcore_rl.rewards.functions import (
+    PYTHON_SANDBOX,
+    RewardFunction,
+    resolve_reward,
+    shortened,
+    takes_row,
+)
 
 # What libraries map beyond what they use: code, and what allocators and thread pools reserve.
 _ADDRESS_SPACE_MARGIN_BYTES = 16 << 30
@@ -146,7 +152,12 @@ class Outcome(NamedTuple):
         return f"{self.kind}: {self.detail}" if self.detail else self.kind
 
 
-def start_worker(specs: Sequence[str], imports: Sequence[str], memory_bytes: int = 0) -> None:
+def start_worker(
+    specs: Sequence[str],
+    imports: Sequence[str],
+    memory_bytes: int = 0,
+    sandbox_accept: Sequence[str] = (),
+) -> None:
     """First thing that runs in a worker: gives up what it must not have, before the user's code.
 
     `memory_bytes` is the limit of its memory, 0 for none. What `process` has not given it needs no
@@ -158,6 +169,10 @@ def start_worker(specs: Sequence[str], imports: Sequence[str], memory_bytes: int
     # and a handler in Python would wait for the C code that the reward may be hanging in.
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     die_with_parent()
+    if PYTHON_SANDBOX in specs:
+        from mcore_rl.isolation.client import start_supervisor  # processes, which most do without
+
+        start_supervisor(sandbox_accept)  # what starts from here on can make no namespaces
     limit_memory(memory_bytes)
     write_no_core()
     drop_privileges()

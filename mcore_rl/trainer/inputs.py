@@ -21,6 +21,7 @@ from mcore_rl.environments.conversation import ConversationTokens
 from mcore_rl.environments.interface import EnvironmentSpec
 from mcore_rl.environments.pool import check_environment
 from mcore_rl.flags.options import RLConfig
+from mcore_rl.isolation.levels import parse_accepted
 from mcore_rl.job.spec import JobSpec
 from mcore_rl.rewards.specs import (
     RewardSpec,
@@ -107,6 +108,7 @@ def environment_spec(config: RLConfig) -> EnvironmentSpec | None:
         memory_gib=config.environment_memory_gib,
         imports=config.import_,
         environment_names=parse_environment_names(config.environment_env, "--rl-environment-env"),
+        sandbox_accept=parse_accepted(config.sandbox_accept, "--rl-sandbox-accept"),
         max_open=config.max_environments,
         max_turns=config.max_turns,
         max_turn_tokens=config.max_turn_tokens,
@@ -148,4 +150,5 @@ def reward_spec(config: RLConfig) -> RewardSpec:
         http_retries=config.reward_http_retries,
         memory_gib=config.reward_memory_gib,
         environment_names=config.reward_env,
+        sandbox_accept=config.sandbox_accept,
     )

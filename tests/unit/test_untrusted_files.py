@@ -176,6 +176,10 @@ ALLOWED = {
         "exec",
     ): "code of the policy's, in a process that can do little: what the sandbox is for",
     (
+        "mcore_rl/isolation/confine.py",
+        "exec",
+    ): "a program of ours, in the process that it is to run in",
+    (
         "mcore_rl/tools/doctor/reward_trial.py",
         "pickle.load",
     ): "a request of the process that started it",

@@ -28,7 +28,7 @@ from mcore_rl.flags.options import RLConfig
 from mcore_rl.job.value_models import Folder
 from mcore_rl.patches.torch.loopback_stores import is_loopback
 from mcore_rl.rewards.functions import PYTHON_SANDBOX, SERVED_REWARDS
-from mcore_rl.rewards.sandbox import check_sandbox
+from mcore_rl.rewards.sandbox import check_sandbox, describe
 from mcore_rl.rewards.specs import RewardSpec
 from mcore_rl.tools.doctor.finding import REWARD, Finding, green, red, refusal, yellow
 from mcore_rl.trainer.inputs import environment_spec, reward_spec
@@ -99,7 +99,11 @@ def _tried(spec: RewardSpec, prompts: Sequence[Prompt]) -> list[Finding]:
         outcomes = trial.answer["outcomes"].get(name)
         if outcomes is not None:
             has_answers = len(samples) > len(prompts)
-            findings.append(_judged(name, outcomes, spec.timeout_seconds, has_answers=has_answers))
+            judged = _judged(name, outcomes, spec.timeout_seconds, has_answers=has_answers)
+            if name == PYTHON_SANDBOX:
+                level = check_sandbox(f"--rl-reward {name}", spec.sandbox_accept)
+                judged = dataclasses.replace(judged, found=f"{judged.found}; {describe(level)}")
+            findings.append(judged)
         elif name in spec.functions:
             findings.append(green(REWARD, f"{name} can be imported"))
     return findings
@@ -109,13 +113,15 @@ def _environment(config: RLConfig, prompts: Sequence[Prompt]) -> list[Finding]:
     """Whether that of the flags starts with a few prompts, in processes of its own."""
     if config.environment is None:
         return []
+    confined = ""
     try:
         spec = environment_spec(config)
         assert spec is not None
         with EnvironmentPool.of(spec) as pool:
             pool.check()  # of --rl-import too, whose files are not run here
             if spec.name == PYTHON_SANDBOX:
-                check_sandbox(f"--rl-environment {spec.name}")
+                level = check_sandbox(f"--rl-environment {spec.name}", spec.sandbox_accept)
+                confined = f"; {describe(level)}"
             tickets = {pool.start(prompt, 0) for prompt in prompts}
             until = time.monotonic() + _MOST_SECONDS
             failed: list[Failed] = []
@@ -133,7 +139,8 @@ def _environment(config: RLConfig, prompts: Sequence[Prompt]) -> list[Finding]:
     if tickets:
         what = f"environment {spec.name} has not started within {_MOST_SECONDS:g} s"
         return [yellow(REWARD, what, "make sure that it needs no longer than its timeout")]
-    return [green(REWARD, f"environment {spec.name} starts with {len(prompts)} prompt(s)")]
+    what = f"environment {spec.name} starts with {len(prompts)} prompt(s){confined}"
+    return [green(REWARD, what)]
 
 
 def _judged(

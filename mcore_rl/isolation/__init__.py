@@ -1,0 +1,1 @@
+"""Runs a program that nobody trusts, confined and supervised: see `client.Supervisor`."""

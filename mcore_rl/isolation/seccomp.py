@@ -1,0 +1,195 @@
+"""The system calls that untrusted code may make, as a filter of classic BPF; pure.
+
+The filter is an allow list: whatever it does not name fails with EPERM, what a later kernel adds
+too. Calls that could reach another process (signals, limits, owners of descriptors) are allowed for
+the process itself alone. Calls that take memory which no limit counts are refused.
+"""
+
+from __future__ import annotations
+
+import errno
+import struct
+from collections.abc import Iterable
+
+MACHINES = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}  # AUDIT_ARCH_* of linux/audit.h
+
+# NAME:NUMBER on x86_64:NUMBER on aarch64, of asm/unistd.h; - where there is no such call.
+_ANY_ARGUMENTS = """
+read:0:63 write:1:64 readv:19:65 writev:20:66 pread64:17:67 pwrite64:18:68 preadv:295:69
+pwritev:296:70 lseek:8:62 close:3:57 close_range:436:436 creat:85:- stat:4:- fstat:5:80 lstat:6:-
+newfstatat:262:79 statx:332:291 access:21:- faccessat:269:48 faccessat2:439:439 readlink:89:-
+readlinkat:267:78 getdents:78:- getdents64:217:61 getcwd:79:17 chdir:80:49 fchdir:81:50 mkdir:83:-
+mkdirat:258:34 rmdir:84:- unlink:87:- unlinkat:263:35 rename:82:- renameat:264:38
+renameat2:316:276 link:86:- linkat:265:37 symlink:88:- symlinkat:266:36 ftruncate:77:46
+fallocate:285:47 fsync:74:82 fdatasync:75:83 dup:32:23 dup2:33:- dup3:292:24 pipe:22:- pipe2:293:59
+flock:73:32 poll:7:- ppoll:271:73 select:23:- pselect6:270:72 epoll_create:213:-
+epoll_create1:291:20 epoll_ctl:233:21 epoll_wait:232:- epoll_pwait:281:22 epoll_pwait2:441:441
+eventfd2:290:19 umask:95:166 fadvise64:221:223 sendfile:40:71 copy_file_range:326:285 statfs:137:43
+fstatfs:138:44 munmap:11:215 mprotect:10:226 mremap:25:216 madvise:28:233 brk:12:214 mincore:27:232
+msync:26:227 membarrier:324:283 rseq:334:293 set_robust_list:273:99 futex:202:98
+futex_waitv:449:449 set_tid_address:218:96 arch_prctl:158:- exit:60:93 exit_group:231:94
+sched_yield:24:124 sched_getaffinity:204:123 sched_getparam:143:121 sched_getscheduler:145:120
+sched_get_priority_max:146:125 sched_get_priority_min:147:126 nanosleep:35:101
+clock_nanosleep:230:115 clock_gettime:228:113 clock_getres:229:114 gettimeofday:96:169 time:201:-
+times:100:153 getrusage:98:165 getpid:39:172 gettid:186:178 getppid:110:173 getuid:102:174
+geteuid:107:175 getgid:104:176 getegid:108:177 getresuid:118:148 getresgid:120:150
+getgroups:115:158 getpgid:121:155 getpgrp:111:- getsid:124:156 getpriority:140:141 getrlimit:97:163
+uname:63:160 sysinfo:99:179 getrandom:318:278 getcpu:309:168 rt_sigaction:13:134
+rt_sigprocmask:14:135 rt_sigreturn:15:139 rt_sigpending:127:136 rt_sigsuspend:130:133
+rt_sigtimedwait:128:137 sigaltstack:131:132 restart_syscall:219:128 pause:34:- alarm:37:-
+setitimer:38:103 getitimer:36:102 wait4:61:260 waitid:247:95 recvfrom:45:207 shutdown:48:210
+getsockopt:55:209 getsockname:51:204 getpeername:52:205
+"""
+# Landlock does not govern what these change, so they need a file system of the code's own.
+_OF_FILES = """
+chmod:90:- fchmod:91:52 fchmodat:268:53 utimensat:280:88 utime:132:- utimes:235:- futimesat:261:-
+truncate:76:45
+"""
+# So that a program takes another way instead of giving up.
+_OTHER_ERRORS = {
+    errno.ENOSYS: "clone3:435:435 openat2:437:437 io_uring_setup:425:425 memfd_create:319:279",
+    errno.ENOTSUP: "getxattr:191:8 lgetxattr:192:9 fgetxattr:193:10 listxattr:194:11 "
+    "llistxattr:195:12 flistxattr:196:13",
+}
+_WITH_CONDITIONS = dict(
+    open="open:2:-",
+    openat="openat:257:56",
+    mmap="mmap:9:222",
+    clone="clone:56:220",
+    fcntl="fcntl:72:25",
+    ioctl="ioctl:16:29",
+    kill="kill:62:129",
+    tgkill="tgkill:234:131",
+    prlimit64="prlimit64:302:261",
+    prctl="prctl:157:167",
+    socketpair="socketpair:53:199",
+    sendto="sendto:44:206",
+)
+
+OWN_PID = 0x7FFFFFFE  # above any that Linux gives
+
+_CLONE_THREAD, _CLONE_NEW_ANYTHING = 0x00010000, 0x7E020000
+_O_ACCMODE, _O_TRUNC = 0o3, 0o1000
+_MAP_SHARED, _MAP_ANONYMOUS, _MAP_GROWSDOWN, _MAP_HUGETLB = 0x1, 0x20, 0x100, 0x40000
+_AF_UNIX = 1
+# Without F_SETOWN and F_SETSIG, which have the kernel signal others, and F_SETPIPE_SZ.
+_FCNTL_COMMANDS = (0, 1, 2, 3, 4, 5, 6, 7, 36, 37, 38, 1030)
+# TCGETS, TIOCGWINSZ, FIONREAD, FIONBIO, FIOCLEX, FIONCLEX
+_IOCTL_REQUESTS = (0x5401, 0x5413, 0x541B, 0x5421, 0x5451, 0x5450)
+# PR_SET_NAME, PR_GET_NAME, PR_SET_NO_NEW_PRIVS, PR_SET_SECCOMP, PR_SET_VMA
+_PRCTL_OPTIONS = (15, 16, 38, 22, 0x53564D41)
+
+# Classic BPF over struct seccomp_data.
+_LOAD, _AND, _EQUAL, _BIT_SET, _AT_LEAST, _GIVE = 0x20, 0x54, 0x15, 0x45, 0x35, 0x06
+_ALLOW, _KILL_PROCESS, _ERRNO = 0x7FFF0000, 0x80000000, 0x00050000
+_NUMBER_AT, _ARCHITECTURE_AT, _ARGUMENTS_AT = 0, 4, 16
+_X32_BIT = 0x40000000
+_Line = tuple[int, int, int, int]
+
+
+def allow_list(machine: str, *, own_files: bool) -> bytes:
+    """The filter for `machine`, a key of `MACHINES`, with `OWN_PID` for the number of the process.
+
+    `own_files`: the process reaches no file but those in a file system of its own and such that are
+    mounted read-only, so that it may change times and modes.
+    """
+    lines: list[_Line] = [
+        (_LOAD, 0, 0, _ARCHITECTURE_AT),
+        (_EQUAL, 1, 0, MACHINES[machine]),
+        (_GIVE, 0, 0, _KILL_PROCESS),
+        (_LOAD, 0, 0, _NUMBER_AT),
+        (_AT_LEAST, 0, 1, _X32_BIT),
+        (_GIVE, 0, 0, _KILL_PROCESS),
+    ]
+    for number in _numbers(_ANY_ARGUMENTS + (_OF_FILES if own_files else ""), machine):
+        lines += _if_number(number, [(_GIVE, 0, 0, _ALLOW)])
+    for error, calls in _OTHER_ERRORS.items():
+        for number in _numbers(calls, machine):
+            lines += _if_number(number, [(_GIVE, 0, 0, _ERRNO | error)])
+    for name, call in _WITH_CONDITIONS.items():
+        for number in _numbers(call, machine):
+            lines += _if_number(number, _conditions(name))
+    lines.append((_GIVE, 0, 0, _ERRNO | errno.EPERM))
+    return b"".join(struct.pack("=HBBI", *line) for line in lines)
+
+
+def _numbers(calls: str, machine: str) -> list[int]:
+    column = 1 + list(MACHINES).index(machine)
+    numbers = [call.split(":")[column] for call in calls.split()]
+    return [int(number) for number in numbers if number != "-"]
+
+
+def _if_number(number: int, lines: list[_Line]) -> list[_Line]:
+    """`lines`, which end the filter, for one system call."""
+    return [(_EQUAL, 0, len(lines), number), *lines]
+
+
+def _conditions(name: str) -> list[_Line]:
+    """What decides on a call by its arguments. Pointers cannot be followed by a filter."""
+    if name in ("open", "openat"):  # to truncate a file by O_RDONLY | O_TRUNC needs no right
+        flags = _low(1 if name == "open" else 2)
+        truncates = [(_AND, 0, 0, _O_ACCMODE | _O_TRUNC), (_EQUAL, 0, 1, _O_TRUNC)]
+        return [flags, *truncates, _refuse(errno.EACCES), (_GIVE, 0, 0, _ALLOW)]
+    if name == "mmap":  # memory that RLIMIT_DATA does not count
+        return [
+            _low(3),
+            (_BIT_SET, 0, 1, _MAP_GROWSDOWN | _MAP_HUGETLB),
+            _refuse(errno.ENOMEM),
+            (_AND, 0, 0, _MAP_SHARED | _MAP_ANONYMOUS),
+            (_EQUAL, 0, 1, _MAP_SHARED | _MAP_ANONYMOUS),
+            _refuse(errno.ENOMEM),
+            (_GIVE, 0, 0, _ALLOW),
+        ]
+    if name == "clone":  # threads, and no process
+        return [
+            _low(0),
+            (_BIT_SET, 1, 0, _CLONE_THREAD),
+            _refuse(errno.EAGAIN),
+            (_BIT_SET, 0, 1, _CLONE_NEW_ANYTHING),
+            _refuse(errno.EPERM),
+            (_GIVE, 0, 0, _ALLOW),
+        ]
+    if name == "prlimit64":  # to read the limits of this process
+        return [*_unless_null(2), *_one_of(0, (0, OWN_PID))]
+    if name == "sendto":  # to the other end of a pair, and to no address
+        return [*_unless_null(4), (_GIVE, 0, 0, _ALLOW)]
+    return _one_of(
+        1 if name in ("fcntl", "ioctl") else 0,
+        {
+            "fcntl": _FCNTL_COMMANDS,
+            "ioctl": _IOCTL_REQUESTS,
+            "prctl": _PRCTL_OPTIONS,
+            "kill": (OWN_PID,),
+            "tgkill": (OWN_PID,),
+            "socketpair": (_AF_UNIX,),
+        }[name],
+    )
+
+
+def _low(argument: int) -> _Line:
+    return (_LOAD, 0, 0, _ARGUMENTS_AT + 8 * argument)
+
+
+def _refuse(error: int) -> _Line:
+    return (_GIVE, 0, 0, _ERRNO | error)
+
+
+def _one_of(argument: int, values: Iterable[int]) -> list[_Line]:
+    """Allow these values of an argument that is an int to the kernel, and no others."""
+    lines = [_low(argument)]
+    for value in values:
+        lines += [(_EQUAL, 0, 1, value), (_GIVE, 0, 0, _ALLOW)]
+    return [*lines, _refuse(errno.EPERM)]
+
+
+def _unless_null(argument: int) -> list[_Line]:
+    """Refuse a pointer that is not NULL; both halves count."""
+    low, high = _low(argument), (_LOAD, 0, 0, _ARGUMENTS_AT + 8 * argument + 4)
+    return [
+        low,
+        (_EQUAL, 1, 0, 0),
+        _refuse(errno.EPERM),
+        high,
+        (_EQUAL, 1, 0, 0),
+        _refuse(errno.EPERM),
+    ]

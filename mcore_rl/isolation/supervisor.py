@@ -1,0 +1,307 @@
+"""The process that starts confined programs and ends them; `client.Supervisor` starts it.
+
+    python -I -B supervisor.py ROOT DESCRIPTOR_OF_CONTROL LEVEL[,LEVEL]
+
+It is started before a worker gives up what it takes to make namespaces, in a session of its own,
+where no confined code can see or signal it. For each request it forks a keeper, which
+
+    client ──control──► supervisor ──fork──► keeper ──► bwrap ──► PID 1 ──► code
+       └──────────────connection───────────────┘  (or, without bwrap: keeper ──► code)
+
+lets the code run until it ends, its time is over, it has written too much, or the client closes the
+connection or is gone; then kills all that stems from it, waits for that, removes its folder, and
+answers. If a keeper is killed the kernel kills what it has started.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import json
+import os
+import selectors
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+MAX_MESSAGE_BYTES = 1 << 16
+MAX_REQUEST_DESCRIPTORS = 16
+_PARENT_SECONDS = 2.0  # between two looks whether the client's process is there
+_WATCH_SECONDS = 0.05
+_PROBE_SECONDS = 60.0
+MAX_ENTRIES = 4096  # files and folders in the working folder
+MAX_THREADS = 128
+_PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
+_CONFINE = str(Path(__file__).with_name("confine.py"))
+
+
+def main(control: socket.socket, names: Sequence[str]) -> None:
+    """Serve requests until the client's process has ended or closed its side."""
+    parent = os.getppid()
+    for number in (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):
+        signal.signal(number, signal.SIG_IGN)
+    level, faults = best_level(names)
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody asks what became of a keeper
+    control.settimeout(_PARENT_SECONDS)
+    while os.getppid() == parent:
+        try:
+            message, descriptors, _, _ = socket.recv_fds(
+                control, MAX_MESSAGE_BYTES, MAX_REQUEST_DESCRIPTORS
+            )
+        except TimeoutError:
+            continue
+        if not message:
+            return
+        with socket.socket(fileno=descriptors[0]) as connection:
+            request = json.loads(message)
+            if "program" not in request:
+                connection.send(json.dumps({"level": level, "faults": faults}).encode())
+            elif os.fork() == 0:
+                control.close()
+                _serve(connection, level, request, descriptors[1:])
+        for descriptor in descriptors[1:]:
+            os.close(descriptor)
+
+
+def best_level(names: Sequence[str]) -> tuple[str | None, dict[str, str]]:
+    """The first of these levels by which a program runs here, and why those before do not."""
+    faults: dict[str, str] = {}
+    for name in names:
+        try:
+            _probe(name)
+            return name, faults
+        except (OSError, RuntimeError, subprocess.SubprocessError) as error:
+            faults[name] = str(error)
+    return None, faults
+
+
+def _probe(name: str) -> None:
+    from mcore_rl.isolation.confine import CONFINED
+
+    with open(os.devnull) as stdin, tempfile.TemporaryFile() as told:
+        streams = (stdin.fileno(), told.fileno(), told.fileno())
+        run = _Run(name, None, (), streams, memory_bytes=1 << 30, disk_bytes=1 << 20)
+        try:
+            code = run.process.wait(_PROBE_SECONDS)
+        finally:
+            run.end()
+        told.seek(0)
+        lines = told.read().decode(errors="replace").strip().splitlines() or [""]
+    if code != 0 or lines[-1] != CONFINED:
+        raise RuntimeError(lines[-1] or f"it ended with exit code {code}")
+
+
+def _serve(
+    connection: socket.socket, level: str | None, request: dict[str, Any], given: Sequence[int]
+) -> None:
+    """What a keeper does; never returns."""
+    try:
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+        assert level is not None, "the client has asked"
+        deadline = time.monotonic() + request["seconds"]
+        run = _Run(
+            level,
+            request["program"],
+            tuple(given[2:]),
+            (-1, given[0], given[1]),
+            memory_bytes=request["memory_bytes"],
+            disk_bytes=request["disk_bytes"],
+        )
+        try:
+            for descriptor in given:
+                os.close(descriptor)
+            why = run.watch(connection, deadline)
+        finally:
+            run.end()
+        told = {"code": run.process.returncode, "why": why}
+        with contextlib.suppress(OSError):  # the client is gone
+            connection.send(json.dumps(told).encode())
+        os._exit(0)
+    finally:
+        traceback.print_exc()
+        os._exit(1)
+
+
+class _Run:
+    """One confined program, from its start to the end of all that stems from it."""
+
+    def __init__(
+        self,
+        level: str,
+        program: str | None,
+        descriptors: tuple[int, ...],
+        streams: tuple[int, int, int],
+        *,
+        memory_bytes: int,
+        disk_bytes: int,
+    ) -> None:
+        from mcore_rl.isolation import levels
+
+        self._disk_bytes = disk_bytes
+        self._is_apart = level == levels.BUBBLEWRAP
+        self._folder = None if self._is_apart else tempfile.mkdtemp(prefix="mcore_rl_sandbox_")
+        self._info, info = os.pipe()
+        try:
+            settings = levels.settings(
+                level,
+                folder=self._folder,
+                parent=os.getpid(),
+                descriptors=descriptors,
+                memory_bytes=memory_bytes,
+                disk_bytes=disk_bytes,
+            )
+            command = [sys.executable, "-I", "-B", _CONFINE, json.dumps(settings)]
+            command += [] if program is None else [program, *map(str, descriptors)]
+            mine = dict(os.environ)  # with the mark by which the launcher's guard finds processes
+            if self._is_apart:
+                programs = (_CONFINE,) if program is None else (_CONFINE, program)
+                command = levels.bubblewrap_command(programs, disk_bytes, info) + command
+            self.process = subprocess.Popen(
+                command,
+                cwd=self._folder,
+                env=mine if self._is_apart else levels.environment(self._folder),
+                stdin=subprocess.DEVNULL if streams[0] < 0 else streams[0],
+                stdout=streams[1],
+                stderr=streams[2],
+                pass_fds=(*descriptors, info) if self._is_apart else descriptors,
+                start_new_session=True,
+            )
+        except BaseException:
+            self._remove_folder()
+            os.close(self._info)
+            raise
+        finally:
+            os.close(info)
+        self._inner: int | None = None  # the first process of the namespace
+
+    def watch(self, connection: socket.socket, deadline: float) -> str:
+        """Return when the program has ended (empty text), or why it has to be."""
+        wakes, waker = socket.socketpair()
+        waker.setblocking(False)
+        with wakes, waker, selectors.DefaultSelector() as selector:
+            signal.set_wakeup_fd(waker.fileno(), warn_on_full_buffer=False)
+            signal.signal(signal.SIGCHLD, lambda *_: None)
+            selector.register(connection, selectors.EVENT_READ)
+            selector.register(wakes, selectors.EVENT_READ)
+            if self._is_apart:
+                selector.register(self._info, selectors.EVENT_READ)
+            try:
+                return self._watch(selector, connection, deadline)
+            finally:
+                signal.set_wakeup_fd(-1)
+
+    def _watch(
+        self, selector: selectors.BaseSelector, connection: socket.socket, deadline: float
+    ) -> str:
+        next_look = time.monotonic() + _WATCH_SECONDS
+        while self.process.poll() is None:
+            left_seconds = deadline - time.monotonic()
+            if left_seconds <= 0:
+                return "its time is over"
+            found = selector.select(min(left_seconds, _WATCH_SECONDS))
+            ready = {key.fileobj for key, _ in found}
+            if connection in ready:
+                return "nobody waits for it"
+            if self._info in ready:
+                self._hear_of_inner()
+                selector.unregister(self._info)
+            if time.monotonic() >= next_look:
+                if why := self._excess():
+                    return why
+                next_look = time.monotonic() + _WATCH_SECONDS
+        return ""
+
+    def _hear_of_inner(self) -> None:
+        with contextlib.suppress(ValueError, LookupError):  # it has failed
+            self._inner = int(json.loads(os.read(self._info, 1 << 12))["child-pid"])
+
+    def _excess(self) -> str:
+        """What the program has too much of; empty if nothing."""
+        with contextlib.suppress(OSError):  # it has just ended
+            code = self._inner_code() if self._is_apart else self.process.pid
+            if code is not None and len(os.listdir(f"/proc/{code}/task")) > MAX_THREADS:
+                return f"it had more than {MAX_THREADS} threads"
+        if self._used_bytes_and_entries_exceed():
+            return (
+                f"its folder held more than {self._disk_bytes >> 20} MiB or {MAX_ENTRIES} entries"
+            )
+        return ""
+
+    def _inner_code(self) -> int | None:
+        """The process that runs the code, below the first of its namespace."""
+        if self._inner is None:
+            return None
+        children = Path(f"/proc/{self._inner}/task/{self._inner}/children").read_text().split()
+        return int(children[0]) if children else None
+
+    def _used_bytes_and_entries_exceed(self) -> bool:
+        from mcore_rl.isolation import levels
+
+        if self._folder is not None:
+            return _exceeds(self._folder, self._disk_bytes)
+        if self._inner is None:
+            return False
+        try:
+            used = os.statvfs(levels.folder_seen_from_outside(self._inner))
+        except OSError:
+            return False  # it has just ended
+        used_bytes = (used.f_blocks - used.f_bfree) * used.f_frsize
+        entries = used.f_files - used.f_ffree
+        return used_bytes > self._disk_bytes + (1 << 20) or entries > MAX_ENTRIES
+
+    def end(self) -> None:
+        """Kill all that stems from the program, wait for its end and remove what it has written."""
+        os.close(self._info)
+        self.process.kill()
+        self.process.wait()
+        # What has lost its parent is this process's, the first process of a namespace among it; the
+        # kernel kills that with bwrap, and ends it after all others in the namespace.
+        with contextlib.suppress(ChildProcessError):
+            while True:
+                os.waitpid(-1, 0)
+        self._remove_folder()
+
+    def _remove_folder(self) -> None:
+        if self._folder is None:
+            return
+        shutil.rmtree(self._folder, ignore_errors=True)  # follows no link
+        if os.path.lexists(self._folder):  # folders that are too deep for it, or without rights
+            for command in (["chmod", "-R", "u+rwx"], ["rm", "-rf"]):
+                subprocess.run([*command, "--", self._folder], stderr=subprocess.DEVNULL)
+
+
+def _exceeds(folder: str, most_bytes: int) -> bool:
+    """Whether what lies below a folder is more than it may; a link counts as itself."""
+    num_bytes = num_entries = 0
+    for entry in _entries(folder):
+        num_entries += 1
+        with contextlib.suppress(OSError):  # it has just been removed
+            found = entry.stat(follow_symlinks=False)
+            num_bytes += 512 * found.st_blocks
+        if num_bytes > most_bytes + (1 << 20) or num_entries > MAX_ENTRIES:
+            return True
+    return False
+
+
+def _entries(folder: str) -> Iterator[os.DirEntry[str]]:
+    folders = [folder]
+    while folders:
+        with contextlib.suppress(OSError), os.scandir(folders.pop()) as found:
+            for entry in found:
+                yield entry
+                if entry.is_dir(follow_symlinks=False):
+                    folders.append(entry.path)
+
+
+if __name__ == "__main__":
+    sys.path.append(sys.argv[1])  # this package's, which need not be installed
+    main(socket.socket(fileno=int(sys.argv[2])), sys.argv[3].split(","))

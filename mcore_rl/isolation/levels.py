@@ -46,7 +46,6 @@ class Level:
     """One way to confine a program."""
 
     name: str
-    needs: str
     lacks: frozenset[str]  # of PROTECTIONS
     remarks: str = ""
 
@@ -54,19 +53,14 @@ class Level:
 LEVELS = {
     level.name: level
     for level in (
-        Level(
-            BUBBLEWRAP,
-            "bwrap (package bubblewrap) and user namespaces",
-            frozenset(),
-        ),
+        Level(BUBBLEWRAP, frozenset()),
         Level(
             LANDLOCK,
-            "Landlock (Linux 5.13 and later)",
             frozenset(),
-            "names, sizes and times of files can be looked up; what is written is measured 20 "
-            "times a second",
+            "it can learn names, sizes and times of files, and write more than it may for some "
+            "hundredths of a second",
         ),
-        Level(SECCOMP, "seccomp", frozenset({"files", "memory", "disk"})),
+        Level(SECCOMP, frozenset({"files", "memory", "disk"})),
     )
 }
 

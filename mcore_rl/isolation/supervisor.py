@@ -19,10 +19,12 @@ import contextlib
 import ctypes
 import json
 import os
+import re
 import selectors
 import shutil
 import signal
 import socket
+import stat
 import subprocess
 import sys
 import tempfile
@@ -181,6 +183,7 @@ class _Run:
             raise
         finally:
             os.close(info)
+        self._told = b""  # by bwrap
         self._inner: int | None = None  # the first process of the namespace
 
     def watch(self, connection: socket.socket, deadline: float) -> str:
@@ -211,8 +214,7 @@ class _Run:
             ready = {key.fileobj for key, _ in found}
             if connection in ready:
                 return "nobody waits for it"
-            if self._info in ready:
-                self._hear_of_inner()
+            if self._info in ready and self._hears_of_inner():
                 selector.unregister(self._info)
             if time.monotonic() >= next_look:
                 if why := self._excess():
@@ -220,9 +222,13 @@ class _Run:
                 next_look = time.monotonic() + _WATCH_SECONDS
         return ""
 
-    def _hear_of_inner(self) -> None:
-        with contextlib.suppress(ValueError, LookupError):  # it has failed
-            self._inner = int(json.loads(os.read(self._info, 1 << 12))["child-pid"])
+    def _hears_of_inner(self) -> bool:
+        """Whether bwrap has told all that it tells, which it writes piece by piece."""
+        data = os.read(self._info, 1 << 12)
+        self._told += data
+        if found := re.search(rb'"child-pid":\s*(\d+)\s*[,}]', self._told):
+            self._inner = int(found[1])
+        return not data or self._inner is not None
 
     def _excess(self) -> str:
         """What the program has too much of; empty if nothing."""
@@ -247,7 +253,7 @@ class _Run:
         from mcore_rl.isolation import levels
 
         if self._folder is not None:
-            return _exceeds(self._folder, self._disk_bytes)
+            return _exceeds(self._folder, self.process.pid, self._disk_bytes)
         if self._inner is None:
             return False
         try:
@@ -279,27 +285,46 @@ class _Run:
                 subprocess.run([*command, "--", self._folder], stderr=subprocess.DEVNULL)
 
 
-def _exceeds(folder: str, most_bytes: int) -> bool:
-    """Whether what lies below a folder is more than it may; a link counts as itself."""
+def _exceeds(folder: str, pid: int, most_bytes: int) -> bool:
+    """Whether a process has written more below `folder` than it may, removed files included.
+
+    What cannot be measured (a path that is too long, a folder that cannot be listed, a removed file
+    that is mapped) counts as too much. A link counts as itself.
+    """
     num_bytes = num_entries = 0
-    for entry in _entries(folder):
-        num_entries += 1
-        with contextlib.suppress(OSError):  # it has just been removed
-            found = entry.stat(follow_symlinks=False)
+    try:
+        for found in (*_removed(pid), *_entries(folder)):
+            num_entries += 1
             num_bytes += 512 * found.st_blocks
-        if num_bytes > most_bytes + (1 << 20) or num_entries > MAX_ENTRIES:
-            return True
-    return False
+            if num_bytes > most_bytes + (1 << 20) or num_entries > MAX_ENTRIES:
+                return True
+        maps = Path(f"/proc/{pid}/maps").read_bytes()
+        return re.search(re.escape(os.fsencode(folder)) + rb".*\(deleted\)$", maps, re.M) is not None
+    except (FileNotFoundError, ProcessLookupError):
+        return False  # it has just ended
+    except OSError:
+        return True
 
 
-def _entries(folder: str) -> Iterator[os.DirEntry[str]]:
+def _entries(folder: str) -> Iterator[os.stat_result]:
     folders = [folder]
     while folders:
-        with contextlib.suppress(OSError), os.scandir(folders.pop()) as found:
-            for entry in found:
-                yield entry
-                if entry.is_dir(follow_symlinks=False):
-                    folders.append(entry.path)
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError):  # it has just been removed
+            with os.scandir(folders.pop()) as entries:
+                for entry in entries:
+                    with contextlib.suppress(FileNotFoundError):
+                        yield entry.stat(follow_symlinks=False)
+                        if entry.is_dir(follow_symlinks=False):
+                            folders.append(entry.path)
+
+
+def _removed(pid: int) -> Iterator[os.stat_result]:
+    """Files that are open and have no name any more."""
+    for name in os.listdir(f"/proc/{pid}/fd"):
+        with contextlib.suppress(FileNotFoundError):  # closed meanwhile
+            found = os.stat(f"/proc/{pid}/fd/{name}")
+            if stat.S_ISREG(found.st_mode) and found.st_nlink == 0:
+                yield found
 
 
 if __name__ == "__main__":

@@ -151,8 +151,10 @@ def _log_once(text: str) -> None:
 
 def describe(level: Level) -> str:
     """The level and what it lacks, for a log line."""
-    lacks = f"; not protected: {', '.join(sorted(level.lacks))}" if level.lacks else ""
-    return f"code is confined by {level.name}{lacks}"
+    told = [f"code is confined by {level.name}"]
+    if level.lacks:
+        told.append(f"not protected: {', '.join(sorted(level.lacks))}")
+    return "; ".join([*told, level.remarks] if level.remarks else told)
 
 
 class _Process:

@@ -1,0 +1,274 @@
+"""What code tries in the sandbox: name -> snippet, which raises if it is held back.
+
+They run one after the other in one process, in a namespace of its own each. `host` has what is
+there outside; `call` makes a system call by its number on x86_64.
+"""
+
+from __future__ import annotations
+
+PRELUDE = """
+import ctypes, errno, json, mmap, os, resource, signal, socket, struct, sys, threading, time
+
+host = HOST
+libc = ctypes.CDLL(None, use_errno=True)
+libc.syscall.restype = ctypes.c_long
+
+
+def call(number, *arguments):
+    values = [ctypes.c_long(a) if isinstance(a, int) else a for a in arguments]
+    found = libc.syscall(ctypes.c_long(number), *values)
+    if found == -1:
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+    return found
+
+
+def run(attacks):
+    found = {}
+    names = dict(globals())
+    for name, code in attacks.items():
+        try:
+            exec(code, dict(names))
+            found[name] = [True, ""]
+        except BaseException as error:
+            found[name] = [False, f"{type(error).__name__}: {error}"]
+    print(json.dumps(found))
+"""
+
+ATTACKS = {
+    # signals, and other ways to hurt a process
+    "kill": "os.kill(host['pid'], 9)",
+    "kill: the parent": "os.kill(os.getppid(), 9)",
+    "kill: the trainer": "os.kill(host['parent'], 0)",
+    "kill: all": "os.kill(-1, 9)",
+    "kill: its group": "os.kill(0, 18)",
+    "kill: the first process": "os.kill(1, 9)",
+    "killpg": "os.killpg(os.getpgid(host['pid']), 9)",
+    "tgkill": "call(234, host['pid'], host['pid'], 9)",
+    "tkill": "call(200, host['pid'], 9)",
+    "sigqueue": "call(129, host['pid'], 9, ctypes.create_string_buffer(128))",
+    "pidfd_open": "os.pidfd_open(host['pid'])",
+    "pidfd_send_signal": "call(424, 3, 9, None, 0)",
+    "kill by the owner of a descriptor": (
+        "import fcntl\n"
+        "r, w = os.pipe()\n"
+        "fcntl.fcntl(r, 10, 9)\n"  # F_SETSIG
+        "fcntl.fcntl(r, fcntl.F_SETOWN, host['pid'])\n"
+        "fcntl.fcntl(r, fcntl.F_SETFL, os.O_ASYNC)\n"
+        "os.write(w, b'x')"
+    ),
+    "kill by the owner of a socket": (
+        "import fcntl, struct\n"
+        "a, b = socket.socketpair()\n"
+        "fcntl.ioctl(a, 0x8901, struct.pack('i', host['pid']))"  # FIOSETOWN
+    ),
+    "kill by a timer": "call(222, 0, ctypes.create_string_buffer(64), ctypes.create_string_buffer(8))",
+    "ptrace": "call(101, 16, host['pid'], 0, 0)",
+    "ptrace: be traced": "call(101, 0, 0, 0, 0)",
+    "process_vm_readv": "call(310, host['pid'], None, 0, None, 0, 0)",
+    "process_vm_writev": "call(311, host['pid'], None, 0, None, 0, 0)",
+    "process_madvise": "call(440, 3, None, 0, 21, 0)",
+    "kcmp": "call(312, host['pid'], os.getpid(), 0, 0, 0)",
+    "prlimit": "resource.prlimit(host['pid'], resource.RLIMIT_CPU, (1, 1))",
+    "prlimit: look": "resource.prlimit(host['pid'], resource.RLIMIT_CPU)",
+    "setrlimit": "resource.setrlimit(resource.RLIMIT_CORE, (1 << 20, 1 << 20))",
+    "setpriority": "os.setpriority(os.PRIO_PROCESS, host['pid'], 19)",
+    "setpriority: the user": "os.setpriority(os.PRIO_USER, 0, 19)",
+    "ioprio_set": "call(251, 3, os.getuid(), 3 << 13)",
+    "sched_setaffinity": "os.sched_setaffinity(host['pid'], {0})",
+    "sched_setscheduler": "os.sched_setscheduler(host['pid'], os.SCHED_IDLE, os.sched_param(0))",
+    "sched_setattr": "call(314, host['pid'], ctypes.create_string_buffer(64), 0)",
+    "oom_score_adj": "open(f\"/proc/{host['pid']}/oom_score_adj\", 'w').write('1000')",
+    "migrate_pages": "call(256, host['pid'], 0, None, None)",
+    # lifetime
+    "parent-death signal": "assert libc.prctl(1, 0, 0, 0, 0) == 0",
+    "subreaper": "assert libc.prctl(36, 1, 0, 0, 0) == 0",
+    "setsid": "os.setsid()",
+    "setpgid": "os.setpgid(0, 0)",
+    "fork": "os.fork() or os._exit(0)",
+    "vfork": "call(58)",
+    "clone": "call(56, 17, 0, 0, 0, 0)",
+    "clone of a namespace by a thread": "call(56, 0x10000 | 0x800 | 0x100 | 0x20000, 0, 0, 0, 0)",
+    "clone3": "call(435, ctypes.create_string_buffer(struct.pack('<8Q', 0, 0, 0, 0, 17, 0, 0, 0)), 64)",
+    "posix_spawn": "os.posix_spawn(sys.executable, [sys.executable, '-c', ''], {})",
+    "exec": "os.execv(sys.executable, [sys.executable, '-c', 'pass'])",
+    "execveat": "call(322, -100, b'/bin/true', None, None, 0)",
+    "subprocess": "import subprocess; subprocess.run([sys.executable, '-c', ''])",
+    # files
+    "read a file": "open(host['secret']).read()",
+    "write a file": "open(host['secret'], 'w')",
+    "append to a file": "open(host['secret'], 'a').write('x')",
+    "truncate": "os.truncate(host['secret'], 0)",
+    "truncate by open": "os.close(os.open(host['secret'], os.O_RDONLY | os.O_TRUNC))",
+    "unlink": "os.unlink(host['secret'])",
+    "rename out": "os.rename(host['secret'], 'mine')",
+    "rename in": "open('mine', 'w'); os.rename('mine', host['folder'] + '/new')",
+    "hard link": "os.link(host['secret'], 'link')",
+    "hard link of Python": "os.link(os.__file__, 'link'); open('link', 'a').write('#')",
+    "symbolic link": "os.symlink(host['secret'], 'symbolic'); open('symbolic').read()",
+    "symbolic link outside": "os.symlink('/', host['folder'] + '/new')",
+    "make a file": "open(host['folder'] + '/new', 'w')",
+    "make a folder": "os.mkdir(host['folder'] + '/new')",
+    "chmod": "os.chmod(host['secret'], 0o777)",
+    "chmod of Python": "os.chmod(os.__file__, 0o777)",
+    "chown": "os.chown(host['secret'], 1000, 1000)",
+    "utime": "os.utime(host['secret'], (0, 0))",
+    "setxattr": "os.setxattr(host['secret'], 'user.x', b'x')",
+    "getxattr": "os.getxattr(host['secret'], 'user.x')",
+    "list a folder": "os.listdir(host['folder'])",
+    "list the home": "assert os.listdir('/root') == [] or os.listdir('/home')",
+    "the project": "open(host['project'] + '/pyproject.toml').read()",
+    "ssh keys": "os.listdir(os.path.expanduser('~root/.ssh'))",
+    "passwords": "open('/etc/passwd').read()",
+    "openat2": "call(437, -100, host['secret'].encode(), ctypes.create_string_buffer(24), 24)",
+    "open by handle": "call(304, -100, ctypes.create_string_buffer(128), 0)",
+    "name to handle": "call(303, -100, b'/', ctypes.create_string_buffer(128), ctypes.create_string_buffer(8), 0)",
+    "write Python": "open(os.__file__, 'a').write('#')",
+    "write into site-packages": "open(os.path.dirname(os.__file__) + '/mine.py', 'w')",
+    "write into /": "open('/mine', 'w')",
+    "write into /tmp": "open('/tmp/mine', 'w')",
+    "root of /proc": "open('/proc/self/root' + host['secret']).read()",
+    "root of the first process": "open('/proc/1/root' + host['secret']).read()",
+    "cwd of the trainer": "os.listdir(f\"/proc/{host['parent']}/cwd\")",
+    "environment of the trainer": "open(f\"/proc/{host['parent']}/environ\").read()",
+    "memory of the trainer": "open(f\"/proc/{host['parent']}/mem\", 'rb')",
+    "command line of others": "open('/proc/1/cmdline').read()",
+    "list processes": "os.listdir('/proc')",
+    "/sys": "os.listdir('/sys')",
+    "/run": "os.listdir('/run')",
+    "sysrq": "open('/proc/sysrq-trigger', 'w')",
+    "core pattern": "open('/proc/sys/kernel/core_pattern', 'w')",
+    "cgroup release_agent": "open('/sys/fs/cgroup/memory/release_agent', 'w')",
+    "cgroup procs": "open('/sys/fs/cgroup/unified/cgroup.procs', 'w')",
+    "/dev/shm": "open(host['shm']).read()",
+    "/dev/shm: write": "open('/dev/shm/mine', 'w')",
+    "list /dev/shm": "os.listdir('/dev/shm')",
+    "terminals": "os.listdir('/dev/pts')",
+    "a terminal": "open('/dev/tty')",
+    "a new terminal": "os.openpty()",
+    "/dev/mem": "open('/dev/mem', 'rb')",
+    "/dev/zero": "open('/dev/zero', 'rb')",
+    "/dev/fuse": "open('/dev/fuse', 'rb')",
+    "disks": "open('/dev/vda', 'rb').read(1)",
+    "mknod of a disk": "os.mknod('disk', 0o60600, os.makedev(254, 0)); open('disk', 'rb')",
+    "fifo": "os.mkfifo('fifo')",
+    "chroot": "os.chroot('.')",
+    "pivot_root": "call(155, b'.', b'.')",
+    "mount": "call(165, b'none', b'.', b'tmpfs', 0, None)",
+    "umount": "call(166, b'/sandbox', 2)",
+    "open_tree": "call(428, -100, b'/', 1)",
+    "fsopen": "call(430, b'tmpfs', 0)",
+    "unshare: user": "call(272, 0x10000000)",
+    "unshare: mounts": "call(272, 0x20000)",
+    "setns": "call(308, 0, 0)",
+    "swapon": "call(167, b'x', 0)",
+    "quotactl": "call(179, 0, None, 0, None)",
+    "fanotify": "call(300, 0, 0)",
+    "inotify": "call(294, 0)",
+    "lookup_dcookie": "call(212, 0, None, 0)",
+    # descriptors
+    "descriptors of others": (
+        "found = []\n"
+        "for fd in range(3, 1024):\n"
+        "    try: mode = os.fstat(fd).st_mode\n"
+        "    except OSError: continue\n"
+        "    import stat\n"
+        "    if not stat.S_ISFIFO(mode): found.append((fd, oct(mode)))\n"
+        "assert found"
+    ),
+    "pidfd_getfd": "call(438, 3, 0, 0)",
+    "write into the terminal": "import fcntl; fcntl.ioctl(0, 0x5412, b'x')",  # TIOCSTI
+    "paste into the terminal": "import fcntl; fcntl.ioctl(0, 0x541C, b'\\x03')",  # TIOCLINUX
+    "pass descriptors": (
+        "a, b = socket.socketpair()\n"
+        "socket.send_fds(a, [b'x'], [0])"
+    ),
+    # network and other ways out
+    "tcp": "socket.socket()",
+    "udp": "socket.socket(socket.AF_INET, socket.SOCK_DGRAM)",
+    "ipv6": "socket.socket(socket.AF_INET6)",
+    "raw": "socket.socket(socket.AF_INET, socket.SOCK_RAW, 1)",
+    "netlink": "socket.socket(socket.AF_NETLINK, socket.SOCK_RAW)",
+    "packet": "socket.socket(socket.AF_PACKET, socket.SOCK_RAW)",
+    "vsock": "socket.socket(socket.AF_VSOCK)",
+    "bluetooth": "socket.socket(31, socket.SOCK_RAW)",
+    "alg": "socket.socket(socket.AF_ALG, socket.SOCK_SEQPACKET)",
+    "unix": "socket.socket(socket.AF_UNIX).connect(host['path'])",
+    "abstract": "socket.socket(socket.AF_UNIX).connect(host['abstract'])",
+    "connect a pair": (
+        "a, b = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM); a.connect(host['path'])"
+    ),
+    "send from a pair": (
+        "a, b = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM); a.sendto(b'x', host['path'])"
+    ),
+    "send from a pair to an abstract name": (
+        "a, b = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)\n"
+        "a.sendto(b'x', host['abstract'])"
+    ),
+    "sendmsg": (
+        "a, b = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)\n"
+        "a.sendmsg([b'x'], [], 0, host['abstract'])"
+    ),
+    "bind a pair": "a, b = socket.socketpair(); a.bind('bound')",
+    "listen on a pair": "a, b = socket.socketpair(); a.listen()",
+    "pair of another kind": "call(53, 30, 1, 0, ctypes.create_string_buffer(8))",  # AF_TIPC
+    "io_uring": "call(425, 8, ctypes.create_string_buffer(256))",
+    # memory that no limit counts
+    "memfd_create": "os.memfd_create('m')",
+    "memfd_secret": "call(447, 0)",
+    "shared memory": "mmap.mmap(-1, 4096)",
+    "shared memory, validated": (
+        "libc.mmap.restype = ctypes.c_long\n"
+        "assert libc.mmap(None, ctypes.c_size_t(4096), 3, 0x23, -1, ctypes.c_long(0)) != -1"
+    ),
+    "growing memory": "mmap.mmap(-1, 4096, flags=0x122)",
+    "huge pages": "mmap.mmap(-1, 2 << 20, flags=0x40022)",
+    "private memory": "bytearray(2 << 30)",
+    "memory by brk": "assert libc.sbrk(ctypes.c_long(2 << 30)) != -1",
+    "remapped memory": (
+        "m = mmap.mmap(-1, 4096, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)\n"
+        "m.resize(2 << 30)"
+    ),
+    "protected memory": (
+        "libc.mmap.restype = ctypes.c_void_p\n"
+        "p = libc.mmap(None, ctypes.c_size_t(2 << 30), 0, 0x22, -1, ctypes.c_long(0))\n"
+        "assert libc.mprotect(ctypes.c_void_p(p), ctypes.c_size_t(2 << 30), 3) == 0"
+    ),
+    "shmget": "call(29, 0, 4096, 0o1600)",
+    "shm_open": "from multiprocessing import shared_memory as s; s.SharedMemory(create=True, size=9)",
+    "msgget": "call(68, 0, 0o1600)",
+    "semget": "call(64, 0, 1, 0o1600)",
+    "mq_open": "call(240, b'm', 0o102, 0o600, None)",
+    "a pipe that is large": "import fcntl; r, w = os.pipe(); fcntl.fcntl(w, 1031, 1 << 20)",
+    "many descriptors": "held = [os.pipe() for _ in range(200)]",
+    "vmsplice": "call(278, 1, None, 0, 0)",
+    "mlockall": "call(151, 3)",
+    "add_key": "call(248, b'user', b'k', b'x', 1, -3)",
+    "request_key": "call(249, b'user', b'k', None, -3)",
+    "keyctl": "call(250, 0, -3, 0)",
+    # the kernel
+    "userfaultfd": "call(323, 1)",
+    "bpf": "call(321, 0, ctypes.create_string_buffer(128), 128)",
+    "perf_event_open": "call(298, ctypes.create_string_buffer(128), 0, -1, -1, 0)",
+    "seccomp": "call(317, 1, 8, None)",
+    "landlock": "call(444, None, 0, 1)",
+    "personality": "call(135, 0x40000)",
+    "modify_ldt": "call(154, 0, None, 0)",
+    "iopl": "call(172, 3)",
+    "init_module": "call(175, None, 0, b'')",
+    "finit_module": "call(313, 0, b'', 0)",
+    "kexec_load": "call(246, 0, 0, None, 0)",
+    "reboot": "call(169, 0xfee1dead, 672274793, 0, None)",
+    "syslog": "call(103, 3, ctypes.create_string_buffer(16), 16)",
+    "sethostname": "socket.sethostname('mine')",
+    "settimeofday": "call(164, None, None)",
+    "adjtimex": "call(159, ctypes.create_string_buffer(208))",
+    "acct": "call(163, None)",
+    "setuid": "os.setuid(12345)",
+    "setgroups": "os.setgroups([0])",
+    "capset": "call(126, ctypes.create_string_buffer(struct.pack('Ii', 0x20080522, 0)), None)",
+    "nice": "os.nice(-1)",
+    "a core dump": (
+        "assert resource.getrlimit(resource.RLIMIT_CORE)[1] > 0"
+    ),
+    "a call that is not there yet": "call(700)",
+}

@@ -51,15 +51,15 @@ def run_zygote(
     forbid_runs()
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     die_with_parent()  # while it imports
-    of_sandbox = set()
-    if spec == PYTHON_SANDBOX:
-        # Now, as what starts from here on can make no namespaces.
-        of_sandbox.add(start_supervisor(sandbox_accept).fileno())
+    # Now, as what starts from here on can make no namespaces.
+    supervisor = start_supervisor(sandbox_accept) if spec == PYTHON_SANDBOX else None
     limit_memory(memory_bytes)
     write_no_core()
     drop_privileges()
     see_no_other_process()
-    ours = _open_descriptors() - of_sandbox
+    ours = _open_descriptors()
+    if supervisor is not None:
+        ours.discard(supervisor.fileno())  # episodes have code run by it
     told: dict[str, Any] = {"ready": True}
     environment: type = object
     try:
@@ -70,7 +70,8 @@ def run_zygote(
 
     gc.collect()
     gc.freeze()  # so that forks share what is there
-    zygote = _Zygote(control, environment, timeout_seconds, ours)
+    helpers = set() if supervisor is None else {supervisor.pid}
+    zygote = _Zygote(control, environment, timeout_seconds, ours, helpers)
     try:
         zygote.tell(told)
         zygote.serve()
@@ -90,13 +91,19 @@ def _open_descriptors() -> set[int]:
 
 class _Zygote:
     def __init__(
-        self, control: socket.socket, environment: type, timeout_seconds: float, ours: set[int]
+        self,
+        control: socket.socket,
+        environment: type,
+        timeout_seconds: float,
+        ours: set[int],
+        helpers: set[int],
     ) -> None:
         self._control, self._environment = control, environment
         self._timeout_seconds = timeout_seconds
         self._episodes: dict[int, int] = {}  # process -> ticket
         self._spares: deque[tuple[int, socket.socket]] = deque()  # processes that wait for one
         self._most_episodes = 0  # at a time, since there were none
+        self._helpers = helpers  # processes that serve all episodes
         self._parent = os.getppid()
         self._pid = os.getpid()
         adopt_orphans()
@@ -225,7 +232,8 @@ class _Zygote:
 
     def _kill_orphans(self) -> None:
         """Children that were not forked here have lost the episode that they stem from."""
-        for pid in _children() - self._episodes.keys() - {pid for pid, _ in self._spares}:
+        known = self._episodes.keys() | self._helpers | {pid for pid, _ in self._spares}
+        for pid in _children() - known:
             _kill(pid)
 
     def _forget_spare(self, ended: int) -> None:

@@ -100,6 +100,11 @@ class Supervisor:
         self._lock = threading.Lock()
         self._level: Level | None = None
 
+    @property
+    def pid(self) -> int:
+        """The number of its process."""
+        return self._process.pid
+
     def fileno(self) -> int:
         """The descriptor that forks of this process need in order to use it."""
         return self._control.fileno()

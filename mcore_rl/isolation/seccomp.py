@@ -14,7 +14,7 @@ from collections.abc import Iterable
 MACHINES = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}  # AUDIT_ARCH_* of linux/audit.h
 
 # NAME:NUMBER on x86_64:NUMBER on aarch64, of asm/unistd.h; - where there is no such call.
-_ANY_ARGUMENTS = """
+ANY_ARGUMENTS = """
 read:0:63 write:1:64 readv:19:65 writev:20:66 pread64:17:67 pwrite64:18:68 preadv:295:69
 pwritev:296:70 lseek:8:62 close:3:57 creat:85:- stat:4:- fstat:5:80 lstat:6:-
 newfstatat:262:79 statx:332:291 access:21:- faccessat:269:48 faccessat2:439:439 readlink:89:-
@@ -42,18 +42,18 @@ getsockopt:55:209 getsockname:51:204 getpeername:52:205
 """
 # Landlock does not govern what these change, and fallocate takes a disk faster than it is watched:
 # they need a file system of the code's own.
-_OF_FILES = """
+OF_FILES = """
 chmod:90:- fchmod:91:52 fchmodat:268:53 utimensat:280:88 utime:132:- utimes:235:- futimesat:261:-
 truncate:76:45
 fallocate:285:47
 """
 # So that a program takes another way instead of giving up.
-_OTHER_ERRORS = {
+OTHER_ERRORS = {
     errno.ENOSYS: "clone3:435:435 openat2:437:437 io_uring_setup:425:425 memfd_create:319:279",
     errno.ENOTSUP: "getxattr:191:8 lgetxattr:192:9 fgetxattr:193:10 listxattr:194:11 "
     "llistxattr:195:12 flistxattr:196:13",
 }
-_WITH_CONDITIONS = dict(
+WITH_CONDITIONS = dict(
     open="open:2:-",
     openat="openat:257:56",
     close_range="close_range:436:436",
@@ -106,12 +106,12 @@ def allow_list(machine: str, *, own_files: bool) -> bytes:
         (_AT_LEAST, 0, 1, _X32_BIT),
         (_GIVE, 0, 0, _KILL_PROCESS),
     ]
-    for number in _numbers(_ANY_ARGUMENTS + (_OF_FILES if own_files else ""), machine):
+    for number in _numbers(ANY_ARGUMENTS + (OF_FILES if own_files else ""), machine):
         lines += _if_number(number, [(_GIVE, 0, 0, _ALLOW)])
-    for error, calls in _OTHER_ERRORS.items():
+    for error, calls in OTHER_ERRORS.items():
         for number in _numbers(calls, machine):
             lines += _if_number(number, [(_GIVE, 0, 0, _ERRNO | error)])
-    for name, call in _WITH_CONDITIONS.items():
+    for name, call in WITH_CONDITIONS.items():
         for number in _numbers(call, machine):
             lines += _if_number(number, _conditions(name))
     lines.append((_GIVE, 0, 0, _ERRNO | errno.EPERM))

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import errno
 import json
 import os
 import re
@@ -41,6 +42,7 @@ _WATCH_SECONDS = 0.05
 _PROBE_SECONDS = 60.0
 MAX_ENTRIES = 4096  # files and folders in the working folder
 MAX_THREADS = 128
+_MAX_DEPTH = 64
 _PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
 _CONFINE = str(Path(__file__).with_name("confine.py"))
 
@@ -95,6 +97,7 @@ def _probe(name: str) -> None:
             code = run.process.wait(_PROBE_SECONDS)
         finally:
             run.end()
+            run.remove_folder()
         told.seek(0)
         lines = told.read().decode(errors="replace").strip().splitlines() or [""]
     if code != 0 or lines[-1] != CONFINED:
@@ -124,9 +127,12 @@ def _serve(
             why = run.watch(connection, deadline)
         finally:
             run.end()
+        if not why:
+            run.remove_folder()
         told = {"code": run.process.returncode, "why": why}
         with contextlib.suppress(OSError):  # the client is gone
             connection.send(json.dumps(told).encode())
+        run.remove_folder()  # which may take a while, after what it had too much of
         os._exit(0)
     finally:
         traceback.print_exc()
@@ -178,7 +184,7 @@ class _Run:
                 start_new_session=True,
             )
         except BaseException:
-            self._remove_folder()
+            self.remove_folder()
             os.close(self._info)
             raise
         finally:
@@ -212,8 +218,8 @@ class _Run:
                 return "its time is over"
             found = selector.select(min(left_seconds, _WATCH_SECONDS))
             ready = {key.fileobj for key, _ in found}
-            if connection in ready:
-                return "nobody waits for it"
+            if connection in ready:  # nobody waits for it any more
+                return ""
             if self._info in ready and self._hears_of_inner():
                 selector.unregister(self._info)
             if time.monotonic() >= next_look:
@@ -265,7 +271,7 @@ class _Run:
         return used_bytes > self._disk_bytes + (1 << 20) or entries > MAX_ENTRIES
 
     def end(self) -> None:
-        """Kill all that stems from the program, wait for its end and remove what it has written."""
+        """Kill all that stems from the program, and wait for its end."""
         os.close(self._info)
         self.process.kill()
         self.process.wait()
@@ -274,12 +280,13 @@ class _Run:
         with contextlib.suppress(ChildProcessError):
             while True:
                 os.waitpid(-1, 0)
-        self._remove_folder()
 
-    def _remove_folder(self) -> None:
-        if self._folder is None:
+    def remove_folder(self) -> None:
+        """Remove what the program has written, if it is there."""
+        if self._folder is None or not os.path.lexists(self._folder):
             return
-        shutil.rmtree(self._folder, ignore_errors=True)  # follows no link
+        with contextlib.suppress(RecursionError):
+            shutil.rmtree(self._folder, ignore_errors=True)  # follows no link
         if os.path.lexists(self._folder):  # folders that are too deep for it, or without rights
             for command in (["chmod", "-R", "u+rwx"], ["rm", "-rf"]):
                 subprocess.run([*command, "--", self._folder], stderr=subprocess.DEVNULL)
@@ -288,7 +295,7 @@ class _Run:
 def _exceeds(folder: str, pid: int, most_bytes: int) -> bool:
     """Whether a process has written more below `folder` than it may, removed files included.
 
-    What cannot be measured (a path that is too long, a folder that cannot be listed, a removed file
+    What cannot be measured (a path that is too deep, a folder that cannot be listed, a removed file
     that is mapped) counts as too much. A link counts as itself.
     """
     num_bytes = num_entries = 0
@@ -299,7 +306,9 @@ def _exceeds(folder: str, pid: int, most_bytes: int) -> bool:
             if num_bytes > most_bytes + (1 << 20) or num_entries > MAX_ENTRIES:
                 return True
         maps = Path(f"/proc/{pid}/maps").read_bytes()
-        return re.search(re.escape(os.fsencode(folder)) + rb".*\(deleted\)$", maps, re.M) is not None
+        return (
+            re.search(re.escape(os.fsencode(folder)) + rb".*\(deleted\)$", maps, re.M) is not None
+        )
     except (FileNotFoundError, ProcessLookupError):
         return False  # it has just ended
     except OSError:
@@ -307,15 +316,18 @@ def _exceeds(folder: str, pid: int, most_bytes: int) -> bool:
 
 
 def _entries(folder: str) -> Iterator[os.stat_result]:
-    folders = [folder]
+    folders = [(folder, 0)]
     while folders:
+        path, depth = folders.pop()
+        if depth > _MAX_DEPTH:
+            raise OSError(errno.ELOOP, "too deep to be measured", path)
         with contextlib.suppress(FileNotFoundError, NotADirectoryError):  # it has just been removed
-            with os.scandir(folders.pop()) as entries:
+            with os.scandir(path) as entries:
                 for entry in entries:
                     with contextlib.suppress(FileNotFoundError):
                         yield entry.stat(follow_symlinks=False)
                         if entry.is_dir(follow_symlinks=False):
-                            folders.append(entry.path)
+                            folders.append((entry.path, depth + 1))
 
 
 def _removed(pid: int) -> Iterator[os.stat_result]:

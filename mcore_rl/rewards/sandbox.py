@@ -210,10 +210,11 @@ class _Process:
                     for key, _ in selector.select(max(0.0, left_seconds)):
                         self._serve(selector, key)
                     why = too_long if left_seconds <= 0 else ""
-                if not why and process.wait(_LEAVE_SECONDS):
-                    why = process.why
+                if not why:
+                    process.wait(_LEAVE_SECONDS)
             finally:
                 process.end()
+                why = why or process.why
                 for name in ("stdout", "stderr"):  # what it has left there; nobody else writes
                     stream = getattr(process, name)
                     os.set_blocking(stream.fileno(), False)

@@ -2,26 +2,60 @@
 
 from __future__ import annotations
 
+import json
 import os
+import platform
+import re
+import resource
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
+import psutil
 import pytest
 
+from mcore_rl.common import guard
 from mcore_rl.common.errors import UsageError
+from mcore_rl.isolation import seccomp
+from mcore_rl.isolation.client import Supervisor, Unprotected
+from mcore_rl.isolation.levels import BUBBLEWRAP, LANDLOCK, LEVELS, SECCOMP
 from mcore_rl.rewards import sandbox, sandbox_inside
 from mcore_rl.rewards.functions import resolve_reward
 from mcore_rl.rewards.sandbox import Ran, code_in, report_of, run_python
 from mcore_rl.rewards.specs import check_rewards, parse_rewards
 from mcore_rl.rewards.worker import score_sample
+from tests.unit.sandbox_attacks import ATTACKS, FILES, HOGS, PRELUDE
 
 PATIENT_SECONDS = 60.0
+ROOT = Path(__file__).parents[2]
 
 
-def ran(code: str, *tests: str, seconds: float = PATIENT_SECONDS, **options: int) -> Ran:
+@pytest.fixture(scope="module", params=[BUBBLEWRAP, LANDLOCK])
+def by(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Supervisor]:
+    """A supervisor for each level that protects all; it makes its folders in `by.folder`."""
+    folder = tmp_path_factory.mktemp("folders")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TMPDIR", str(folder))
+        supervisor = Supervisor(levels=[request.param])
+    with supervisor:
+        try:
+            supervisor.level()
+        except Unprotected as error:
+            if request.param == BUBBLEWRAP and os.environ.get("CI"):
+                raise
+            pytest.skip(str(error))
+        supervisor.folder = folder
+        yield supervisor
+
+
+def ran(code: str, *tests: str, seconds: float = PATIENT_SECONDS, **options: Any) -> Ran:
     return run_python(code, tests, timeout_seconds=seconds, **options)
 
 
@@ -86,35 +120,20 @@ def test_it_connects_to_nothing(listening):
     )
 
 
-def test_its_filter_counts_where_it_has_no_network_namespace(listening, tmp_path):
-    """And either of the two alone is enough."""
-    code = CONNECTS.format(port=listening)
+def test_its_own_filter_counts_whoever_starts_it(listening):
     program = (
-        "import ctypes, sys\n"
+        "import ctypes\n"
         "from mcore_rl.rewards import sandbox_inside as inside\n"
         "libc = ctypes.CDLL(None, use_errno=True)\n"
         "libc.prctl(38, 1, 0, 0, 0)\n"
-        "{cut}\n"
-        "try:\n    {code}\n"
+        "assert inside._open_nothing(libc) is None\n"
+        f"try:\n    {CONNECTS.format(port=listening)}\n"
         "except OSError as error: print(type(error).__name__)\n"
     )
-    for cut in (
-        "assert inside._open_nothing(libc) is None",
-        "libc.unshare(inside._CLONE_NEWUSER | inside._CLONE_NEWNET)",
-    ):
-        process = subprocess.run(
-            [sys.executable, "-c", program.format(cut=cut, code=code)],
-            stdout=subprocess.PIPE,
-            text=True,
-            cwd=Path(__file__).parents[2],
-        )
-        if "unshare" in cut and not has_namespaces():
-            continue
-        assert process.stdout.split() in (["PermissionError"], ["OSError"]), cut
-
-
-def has_namespaces() -> bool:
-    return subprocess.run(["unshare", "-Urn", "true"], stderr=subprocess.DEVNULL).returncode == 0
+    process = subprocess.run(
+        [sys.executable, "-c", program], stdout=subprocess.PIPE, text=True, cwd=ROOT
+    )
+    assert process.stdout.split() == ["PermissionError"]
 
 
 @pytest.mark.parametrize(
@@ -135,22 +154,191 @@ def test_it_is_kept_from(code, error):
     assert raised(ran(code)).startswith(error)
 
 
-def has_landlock() -> bool:
-    import ctypes
-
-    return ctypes.CDLL(None).syscall(444, None, ctypes.c_size_t(0), 1) >= 1
+# Attacks ------------------------------------------------------------------------------------------
 
 
-@pytest.mark.skipif(not has_landlock(), reason="the kernel has no Landlock")
-def test_it_reads_and_writes_no_file_of_the_user(tmp_path):
-    secret = tmp_path / "secret"
-    secret.write_text("hush")
-    for deed in (f"open({str(secret)!r})", f"open({str(secret)!r}, 'w')"):
-        assert raised(ran(deed)).startswith("PermissionError")
-    for deed in ("unlink", "rmdir", "mkdir", "listdir"):
-        assert raised(ran(f"import os; os.{deed}({str(tmp_path / 'secret')!r})")).endswith("'")
-    assert raised(ran("open('/proc/1/environ').read()")).startswith("PermissionError")
-    assert secret.read_text() == "hush"
+@pytest.fixture(scope="module")
+def host(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]:
+    """What is there outside: a process, files, sockets, shared memory."""
+    folder = tmp_path_factory.mktemp("host")
+    (folder / "secret").write_text("hush")
+    victim = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    with (
+        victim,
+        tempfile.NamedTemporaryFile("w", dir="/dev/shm") as shared,
+        socket.socket(socket.AF_UNIX) as abstract,
+        socket.socket(socket.AF_UNIX) as named,
+    ):
+        shared.write("hush")
+        shared.flush()
+        abstract.bind("")  # the kernel chooses
+        # A path that is short enough, whatever the name of the folder is.
+        descriptor = os.open(folder, os.O_PATH)
+        named.bind(f"/proc/self/fd/{descriptor}/socket")
+        os.close(descriptor)
+        for server in (abstract, named):
+            server.listen()
+        yield {
+            "pid": victim.pid,
+            "parent": os.getpid(),
+            "folder": str(folder),
+            "secret": str(folder / "secret"),
+            "path": str(folder / "socket"),
+            "shm": shared.name,
+            "abstract": abstract.getsockname().decode(),
+            "project": str(ROOT),
+        }
+        victim.kill()
+
+
+def those_that_succeed(
+    attacks: dict[str, str], host: dict[str, Any], by: Supervisor | None
+) -> set[str]:
+    """Of attacks that are tried one after the other; without a supervisor, in a plain process."""
+    if platform.machine() != "x86_64":
+        attacks = {name: code for name, code in attacks.items() if "call(" not in code}
+    code = f"{PRELUDE.replace('HOST', repr(host))}\nrun({attacks!r})"
+    if by is None:
+        command = [sys.executable, "-c", code]
+        return set(json.loads(subprocess.run(command, stdout=subprocess.PIPE, check=True).stdout))
+    found = ran(code, by=by)
+    assert found.ended, found
+    return set(json.loads(found.stdout))
+
+
+@pytest.mark.parametrize("protection", ATTACKS)
+def test_attacks_are_held_back(by, host, protection):
+    victim = psutil.Process(host["pid"])
+
+    def state() -> tuple[object, ...]:
+        limits = resource.prlimit(victim.pid, resource.RLIMIT_CPU)
+        lives = victim.status() not in (psutil.STATUS_STOPPED, psutil.STATUS_ZOMBIE)
+        found = lives, victim.nice(), tuple(victim.cpu_affinity()), limits
+        folder = Path(host["folder"])
+        return *found, sorted(os.listdir(folder)), (folder / "secret").read_text()
+
+    before = state()
+    assert those_that_succeed(ATTACKS[protection], host, by) == set()
+    assert state() == before and before[0]
+
+
+def test_attacks_succeed_where_nothing_is_confined(host, tmp_path):
+    """Else the test above could not fail."""
+    harmless = {
+        **{"signals": ["kill: the trainer", "pidfd_open", "prlimit: look"]},
+        **{
+            "lifetime": ["subreaper"],
+            "files": ["read a file", "list a folder", "/dev/shm"],
+        },
+        **{"network": ["tcp", "unix", "abstract", "netlink"], "kernel": ["personality"]},
+        **{"memory": ["memfd_create", "shared memory", "private memory", "many descriptors"]},
+    }
+    for protection, names in harmless.items():
+        attacks = {name: ATTACKS[protection][name] for name in names}
+        expected = set(names)
+        if platform.machine() != "x86_64":
+            expected = {name for name in names if "call(" not in attacks[name]}
+        assert those_that_succeed(attacks, host, None) == expected
+
+
+@pytest.mark.parametrize("name", HOGS)
+def test_code_that_takes_too_much_is_ended(by, tmp_path, monkeypatch, name):
+    found = ran(HOGS[name], "pass", by=by, seconds=PATIENT_SECONDS)
+    assert not found.all_passed and "took longer" not in found.why
+    assert (
+        "its folder held" in found.why
+        or "threads" in found.why
+        or "exit code" in found.why
+        or (found.stderr.strip().endswith("[Errno 28] No space left on device"))
+    )
+    written_mib = [int(line) for line in found.stdout.split()]
+    assert max(written_mib, default=0) < 1000
+
+
+def test_a_folder_is_removed_whatever_is_in_it(by, tmp_path):
+    (tmp_path / "file").write_text("mine")
+    code = (
+        f"import os\nos.symlink({str(tmp_path)!r}, 'link'); os.mkdir('closed', 0)\n"
+        "for _ in range(50): os.mkdir('d'); os.chdir('d')"
+    )
+    assert ran(code, "pass", by=by).all_passed
+    assert os.listdir(by.folder) == []
+    assert (tmp_path / "file").read_text() == "mine"
+
+
+def test_a_virtual_environment_in_a_project_does_not_open_the_project(by, tmp_path):
+    """Nor does the project's code, which the sandbox is made of."""
+    level = by.level().name
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(tmp_path)], check=True)
+    (tmp_path / ".env").write_text("hush")
+    paths = [str(ROOT), *(path for path in sys.path if path.endswith("site-packages"))]
+    (packages,) = tmp_path.glob("lib/python*/site-packages")
+    (packages / "project.pth").write_text("\n".join(paths))
+    code = "import os, sys; print(sys.prefix); print(open(os.path.join(sys.prefix, '.env')).read())"
+    program = (
+        "from mcore_rl.isolation.client import Supervisor\n"
+        "from mcore_rl.rewards.sandbox import run_python\n"
+        f"with Supervisor(levels=[{level!r}]) as by:\n"
+        f"    print(run_python({code!r}, timeout_seconds=60, by=by))\n"
+    )
+    process = subprocess.run(
+        [str(tmp_path / "bin" / "python"), "-c", program], stdout=subprocess.PIPE, text=True
+    )
+    assert str(tmp_path) in process.stdout and "Error" in process.stdout
+    assert "hush" not in process.stdout
+
+
+# Its end ------------------------------------------------------------------------------------------
+
+RUNS = """
+import sys
+from mcore_rl.isolation.client import Supervisor
+from mcore_rl.rewards.sandbox import run_python
+
+code = (
+    "import signal, threading, time; signal.pthread_sigmask(0, range(1, 65))\\n"
+    "threading.Thread(target=time.sleep, args=(600,)).start(); time.sleep(600)"
+)
+with Supervisor(levels=[sys.argv[1]]) as by:
+    print(run_python(code, timeout_seconds=600, memory_bytes=int(sys.argv[2]), by=by).why)
+"""
+
+
+@pytest.mark.parametrize("killed", ["client", "keeper", "by its mark"])
+def test_all_ends_with(by, killed):
+    level, memory_bytes = by.level().name, (1 << 30) + 4096 * (os.getpid() + hash(killed) % 1000)
+    mark = f"MCORE_RL_LAUNCHER=sandbox-{os.getpid()}-{level}"
+    environment = os.environ | {"TMPDIR": str(by.folder)} | dict([mark.split("=")])
+    command = [sys.executable, "-c", RUNS, level, str(memory_bytes)]
+    with subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE) as client:
+        code: list[psutil.Process] = []
+        while not any(each.num_threads() > 1 for each in code):  # it has begun to wait
+            assert client.poll() is None
+            code = with_text(f'"memory_bytes": {memory_bytes}')
+        (supervisor,) = psutil.Process(client.pid).children()
+        (keeper,) = supervisor.children()
+        everything = [*code, *supervisor.children(recursive=True), supervisor]
+        if killed == "client":
+            client.kill()
+        elif killed == "keeper":
+            keeper.kill()
+        else:
+            guard.end(mark)
+        _, left = psutil.wait_procs(everything, timeout=PATIENT_SECONDS)
+        assert left == []
+        client.kill()
+
+
+def with_text(text: str) -> list[psutil.Process]:
+    """Processes whose command has `text`."""
+    found = []
+    for process in psutil.process_iter():
+        try:
+            if any(text in part for part in process.cmdline()):
+                found.append(process)
+        except psutil.Error:  # it has ended
+            pass
+    return found
 
 
 def test_it_takes_no_longer_than_it_may():
@@ -198,6 +386,76 @@ def test_a_machine_that_cannot_cut_the_network_refuses_by_name(monkeypatch, tmp_
         UsageError, match="^--rl-reward gsm8k,python_sandbox cannot be used here: .*; run on Linux"
     ):
         check_rewards(parse_rewards("gsm8k,python_sandbox"))
+
+
+def test_what_is_not_protected_has_to_be_accepted():
+    with Supervisor(levels=[SECCOMP]) as by, pytest.raises(Unprotected, match="disk, files, mem"):
+        by.level()
+    with Supervisor(levels=[SECCOMP], accepted=["files"]) as by, pytest.raises(Unprotected) as told:
+        ran("pass", by=by)
+    assert "files" not in str(told.value).split("cannot be protected")[0]
+    accepted = sorted(LEVELS[SECCOMP].lacks)
+    with Supervisor(levels=[SECCOMP], accepted=accepted) as by:
+        assert ran("pass", "assert True", by=by).all_passed
+        assert raised(ran("import os; os.kill(1, 0)", by=by)).startswith("PermissionError")
+
+
+def test_a_level_lacks_what_it_says(host):
+    reads = {name: FILES[name] for name in ("read a file", "list a folder", "/dev/shm")}
+    with Supervisor(levels=[SECCOMP], accepted=sorted(LEVELS[SECCOMP].lacks)) as by:
+        assert those_that_succeed(reads, host, by) == set(reads)
+
+
+# A machine without Landlock, and without bubblewrap: its calls are not there, nor is it in PATH.
+OLD_MACHINE = """
+import ctypes, os, platform, struct, sys
+from mcore_rl.common.errors import UsageError
+from mcore_rl.rewards import sandbox_inside as inside
+from mcore_rl.rewards.specs import check_rewards, parse_rewards
+
+libc = ctypes.CDLL(None, use_errno=True)
+libc.prctl(38, 1, 0, 0, 0)
+architecture = inside._MACHINES[platform.machine()][0]
+program = inside._filter(architecture, dict.fromkeys(range(444, 447), 38), 0xFFFFFFFF)
+lines = ctypes.create_string_buffer(program, len(program))
+header = struct.pack("=HxxxxxxQ", len(program) // 8, ctypes.addressof(lines))
+assert libc.prctl(22, 2, ctypes.c_char_p(header), 0, 0) == 0
+os.environ["PATH"] = ""
+try:
+    check_rewards(parse_rewards("python_sandbox", sandbox_accept=sys.argv[1]))
+except UsageError as error:
+    print(error)
+"""
+
+
+def test_a_machine_that_protects_no_files_is_refused_by_name():
+    def told(accepted: str) -> str:
+        command = [sys.executable, "-c", OLD_MACHINE, accepted]
+        return subprocess.run(
+            command, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True
+        ).stdout
+
+    refused = told("network")
+    assert refused.startswith("--rl-reward python_sandbox cannot be used here: disk, files, memory")
+    assert "bubblewrap" in refused and "--rl-sandbox-accept" in refused
+    assert told("files,memory,disk") == ""
+
+
+def test_a_protection_that_is_not_there_cannot_be_accepted():
+    with pytest.raises(UsageError, match="^--rl-sandbox-accept file .*files"):
+        parse_rewards("python_sandbox", sandbox_accept="memory,file")
+
+
+def test_the_numbers_of_calls_are_those_of_the_kernels_headers():
+    folder = Path("/usr/include")
+    found = [*folder.glob("*/asm/unistd_64.h"), *folder.glob("asm/unistd_64.h")]
+    if platform.machine() != "x86_64" or not found:
+        pytest.skip("there are no such headers")
+    numbers = dict(re.findall(r"#define __NR_(\w+) (\d+)", found[0].read_text()))
+    calls = [seccomp.ANY_ARGUMENTS, seccomp.OF_FILES, *seccomp.OTHER_ERRORS.values()]
+    for call in " ".join([*calls, *seccomp.WITH_CONDITIONS.values()]).split():
+        name, number, _ = call.split(":")
+        assert numbers.get(name, number) == number, name
 
 
 # As a reward -------------------------------------------------------------------------------------

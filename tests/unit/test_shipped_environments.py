@@ -17,6 +17,8 @@ from mcore_rl.environments.calculator import CALL_REWARD, Calculator, evaluated
 from mcore_rl.environments.interface import EnvironmentPrompt, Response, StepResult
 from mcore_rl.environments.pool import EnvironmentPool
 from mcore_rl.environments.python_sandbox import PythonSandbox
+from mcore_rl.isolation.client import Supervisor
+from mcore_rl.isolation.levels import BUBBLEWRAP
 from mcore_rl.environments.tools import ToolEnvironment
 from mcore_rl.environments.wire import Event, Started, Stepped
 from mcore_rl.rewards.pool import RewardPool
@@ -148,6 +150,10 @@ def test_as_a_tool_without_tests():
 def test_the_sandbox_runs_within_the_processes_of_environments_and_of_rewards(tmp_path):
     """Which have given up what it gives up once more."""
     right = "```python\ndef f(x): return x + 1\n```"
+    # As well as it can be here, in processes that cannot make namespaces themselves.
+    with Supervisor() as supervisor:
+        is_apart = supervisor.level().name == BUBBLEWRAP
+    right += f"\n{right[:-3]}import os; assert (os.getcwd() == '/sandbox') == {is_apart}\n```"
     connects = "```python\nimport socket; socket.socket()\n```"
     row = Prompt(0, "write f", ["assert f(1) == 2"], np.zeros(0, np.int32))
     limits = {"timeout_seconds": PATIENT_SECONDS, "memory_gib": 2.0}

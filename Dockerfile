@@ -12,9 +12,10 @@
 FROM ubuntu:24.04
 
 # A compiler and Python's headers: Triton and FlashInfer compile kernels while a run starts.
+# bubblewrap confines code of python_sandbox where the container may make user namespaces.
 RUN apt-get update \
     && DEBIAN_FRONTEND=noninteractive apt-get install --yes --no-install-recommends \
-        build-essential ca-certificates git python3.12 python3.12-dev python3.12-venv \
+        bubblewrap build-essential ca-certificates git python3.12 python3.12-dev python3.12-venv \
     && rm -rf /var/lib/apt/lists/*
 
 WORKDIR /opt/mcore_rl

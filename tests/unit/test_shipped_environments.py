@@ -17,10 +17,10 @@ from mcore_rl.environments.calculator import CALL_REWARD, Calculator, evaluated
 from mcore_rl.environments.interface import EnvironmentPrompt, Response, StepResult
 from mcore_rl.environments.pool import EnvironmentPool
 from mcore_rl.environments.python_sandbox import PythonSandbox
-from mcore_rl.isolation.client import Supervisor
-from mcore_rl.isolation.levels import BUBBLEWRAP
 from mcore_rl.environments.tools import ToolEnvironment
 from mcore_rl.environments.wire import Event, Started, Stepped
+from mcore_rl.isolation.client import Supervisor
+from mcore_rl.isolation.levels import BUBBLEWRAP
 from mcore_rl.rewards.pool import RewardPool
 from tests.conftest import load_script
 

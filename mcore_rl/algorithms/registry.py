@@ -20,7 +20,6 @@ file too, and one that holds rewards alone stays light.
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import hashlib
 import importlib
 import importlib.util
@@ -28,9 +27,11 @@ import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from mcore_rl.common.errors import UsageError
+from mcore_rl.common.near_names import did_you_mean
 from mcore_rl.common.parameters import Parameters, parameters_of
 
 if TYPE_CHECKING:
@@ -161,35 +162,35 @@ def owners_by_kind() -> dict[str, dict[str, Parameters]]:
 def unknown_name(flag: str, name: str, kind: str, known: Iterable[str]) -> UsageError:
     """The error for a name that nothing has, with the nearest of those that exist."""
     names = sorted(known)
-    nearest = difflib.get_close_matches(name, names, n=1)
-    hint = f" (did you mean {nearest[0]}?)" if nearest else ""
     return UsageError(
-        f"is no {kind}{hint}", flag=f"{flag} {name}", remedy=f"choose one of {', '.join(names)}"
+        f"is not a known {kind}{did_you_mean(name, names)}",
+        flag=f"{flag} {name}",
+        remedy=f"choose one of {', '.join(names)}",
     )
 
 
-def import_user_file(path: str) -> None:
-    """Runs the Python file at `path`, whose decorators register what it holds (`--rl-import`).
+def import_user_file(path: str, flag: str = "") -> ModuleType:
+    """Runs the Python file at `path`, whose decorators register what it holds; returns its module.
 
     A file that was imported before, by whatever spelling of its path, is not run again. Its folder
-    is not put on `sys.path`.
+    is not put on `sys.path`. `flag` names it, with its value, in errors; default: `--rl-import`.
 
     UsageError: the file is missing, is no .py file, or raises, which registering a name that is
     taken does as well.
     """
-    file = Path(path).resolve()
+    file, flag = Path(path).resolve(), flag or f"--rl-import {path}"
     if file in _IMPORTED:
-        return
+        return sys.modules[_IMPORTED[file]]
     if file.suffix != ".py":
         raise UsageError(
             "is not a .py file",
-            flag=f"--rl-import {path}",
+            flag=flag,
             remedy="name the Python file that holds your functions",
         )
     if not file.is_file():
         raise UsageError(
             f"does not exist, seen from the working directory {Path.cwd()}",
-            flag=f"--rl-import {path}",
+            flag=flag,
             remedy="correct the path",
         )
     # Two files called rewards.py are two modules.
@@ -200,10 +201,11 @@ def import_user_file(path: str) -> None:
     except (Exception, SystemExit) as error:  # whatever the user's file raises is theirs to see
         raise UsageError(
             f"cannot be used, because running it raised {type(error).__name__}: {error}",
-            flag=f"--rl-import {path}",
+            flag=flag,
             remedy=f"make `python {path}` work",
         ) from error
     _IMPORTED[file] = module_name
+    return sys.modules[module_name]
 
 
 def _run(file: Path, module_name: str) -> None:

@@ -32,7 +32,8 @@ from typing import Any
 
 from mcore_rl.algorithms.registry import import_user_file
 from mcore_rl.common.errors import UsageError
-from mcore_rl.rewards.functions import find_in_module, nearest_of
+from mcore_rl.common.near_names import did_you_mean
+from mcore_rl.rewards.functions import find_in_module
 
 Message = Mapping[str, str]  # "role", "content", and what else the chat template reads
 Text = str | Sequence[Message] | Sequence[int]  # as it is, as messages, or as token ids
@@ -131,14 +132,15 @@ class EnvironmentSpec:
 
 
 def resolve_environment(spec: str, imports: Sequence[str] = ()) -> type:
-    """The class that `spec` names: a shipped one, one of `imports`, `package.module:Class`.
+    """The class that `spec` names: a shipped one, one of `imports`, `package.module:Class` or
+    `path/file.py:Class`.
 
     Runs the files `imports`. Raises UsageError for a name that means nothing, a module that is
     missing or raises on import, and a class that cannot be made or has no `start` and `step`.
     """
     for path in imports:
         import_user_file(path)
-    module_name, colon, attribute = spec.partition(":")
+    module_name, colon, attribute = spec.rpartition(":")
     if colon:
         found = find_in_module(module_name, attribute, f"{FLAG} {spec}")
     else:
@@ -148,10 +150,10 @@ def resolve_environment(spec: str, imports: Sequence[str] = ()) -> type:
         if found is None:
             known = sorted({*_SHIPPED, *_BY_NAME})
             raise UsageError(
-                f"is not an environment{nearest_of(spec, known)}",
+                f"is not an environment{did_you_mean(spec, known)}",
                 flag=f"{FLAG} {spec}",
                 remedy=f"there are {', '.join(known)}, and your own is given as "
-                "package.module:Class",
+                "package.module:Class or ./file.py:Class",
             )
     _check_class(found, spec)
     assert isinstance(found, type)

@@ -43,8 +43,8 @@ class RLConfig:
     reward: str | None = param(
         None,
         "exact_match, arithmetic, gsm8k, python_sandbox, http, pooling, model, environment, "
-        "package.module:function or one of --rl-import; several with commas; default: exact_match, "
-        "with --rl-environment environment",
+        "package.module:function, ./file.py:function or one of --rl-import; several with commas; "
+        "default: exact_match, with --rl-environment environment",
     )
     reward_weights: str | None = param(
         None,
@@ -94,8 +94,8 @@ class RLConfig:
 
     environment: str | None = param(
         None,
-        "what answers the model between turns: calculator, python_sandbox, package.module:Class or "
-        "one of --rl-import (docs/using/environments.md)",
+        "what answers the model between turns: calculator, python_sandbox, package.module:Class, "
+        "./file.py:Class or one of --rl-import (docs/using/environments.md)",
     )
     environment_timeout: float = param(
         30.0,

@@ -5,8 +5,8 @@ async and does so when it is awaited. `prompt` and `answer` are the columns of t
 `response` is the text that the policy wrote. `answer` is a text, unless the file has a list or an
 object there. One that takes `row` as well gets all columns of the row, in a dict of its own.
 
-A user's own function is named as `package.module:function`, or by the name under which a file of
-`--rl-import` registers it:
+A user's own function is named as `package.module:function` or `path/file.py:function`, or by the
+name under which a file of `--rl-import` registers it:
 
     from mcore_rl.api import reward
 
@@ -20,7 +20,6 @@ nothing else: it must stay free of torch, Megatron, vLLM and numpy, and so must 
 
 from __future__ import annotations
 
-import difflib
 import importlib
 import inspect
 import operator
@@ -32,7 +31,9 @@ from decimal import Decimal
 from types import ModuleType
 from typing import Any
 
+from mcore_rl.algorithms.registry import import_user_file
 from mcore_rl.common.errors import UsageError
+from mcore_rl.common.near_names import did_you_mean
 
 RewardFunction = Callable[..., float]
 
@@ -162,20 +163,22 @@ def _ascii_minus(text: str) -> str:
 
 
 def resolve_reward(spec: str, flag: str = "--rl-reward") -> RewardFunction:
-    """The function that `spec` names: a built-in name, or `package.module:function`.
+    """The function that `spec` names: a built-in name, `package.module:function` or
+    `path/file.py:function`.
 
-    Modules are looked for on `sys.path` and then in the working directory, which is added to it.
-    Raises UsageError for an unknown name, a module that is missing or raises on import, a missing
-    attribute, and anything that cannot be called with `prompt`, `response` and `answer`.
+    Modules are looked for as by `find_in_module`. Raises UsageError for an unknown name, a module
+    that is missing or raises on import, a missing attribute, and anything that cannot be called
+    with `prompt`, `response` and `answer`.
     """
-    module_name, colon, attribute = spec.partition(":")
+    module_name, colon, attribute = spec.rpartition(":")
     if not colon:
         if spec not in _BY_NAME:
             raise UsageError(
-                f"is no built-in reward{nearest_of(spec, list(_BY_NAME))}",
+                f"is no built-in reward{did_you_mean(spec, _BY_NAME)}",
                 flag=f"{flag} {spec}",
                 remedy=f"the built-in ones are {', '.join(_names(built_in=True))}, "
-                f"{_imported_names()}and your own is given as package.module:function",
+                f"{_imported_names()}and your own is given as package.module:function or "
+                "./file.py:function",
             )
         _check_callable(_BY_NAME[spec], spec, flag)
         return _BY_NAME[spec]
@@ -187,9 +190,10 @@ def resolve_reward(spec: str, flag: str = "--rl-reward") -> RewardFunction:
 def find_in_module(module_name: str, attribute: str, flag: str) -> Any:
     """What a module of the user's calls so, `a.b` being `b` of its `a`.
 
-    Modules are looked for on `sys.path` and then in the working directory, which is added to it.
-    Raises UsageError, of `flag` with its value, if there is no such module or attribute, or if
-    importing raises.
+    Modules are looked for on `sys.path` and then in the working directory, which is added to it. A
+    name that ends with `.py` or has a `/` is the path of a file, which is run as by
+    `import_user_file`. Raises UsageError, of `flag` with its value, if there is no such module or
+    attribute, or if importing raises.
     """
     module = _import_module(module_name, flag)
     try:
@@ -197,13 +201,15 @@ def find_in_module(module_name: str, attribute: str, flag: str) -> Any:
     except AttributeError as error:
         raise UsageError(
             f"cannot be used, because module {module_name} has no attribute "
-            f"{attribute!r}{nearest_of(attribute, list(vars(module)))}",
+            f"{attribute!r}{did_you_mean(attribute, vars(module))}",
             flag=flag,
             remedy="name one that exists",
         ) from error
 
 
 def _import_module(module_name: str, flag: str) -> ModuleType:
+    if module_name.endswith(".py") or os.sep in module_name:
+        return import_user_file(os.path.expanduser(module_name), flag)
     if os.getcwd() not in sys.path and "" not in sys.path:
         sys.path.append(os.getcwd())
     try:
@@ -272,12 +278,6 @@ def _names(*, built_in: bool) -> list[str]:
 def _imported_names() -> str:
     names = _names(built_in=False)
     return f"those of --rl-import are {', '.join(names)}, " if names else ""
-
-
-def nearest_of(name: str, names: list[str]) -> str:
-    """What of `names` may have been meant, in brackets, or nothing."""
-    nearest = difflib.get_close_matches(name, names, n=1)
-    return f" (did you mean {nearest[0]}?)" if nearest else ""
 
 
 def shortened(text: str) -> str:

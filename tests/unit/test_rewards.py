@@ -217,9 +217,31 @@ def test_resolve_reward_finds_a_module_in_the_working_directory(tmp_path, monkey
     assert resolve_reward("reward_in_cwd:f")(prompt="", response="", answer="") == 1
 
 
+def test_resolve_reward_finds_a_function_in_a_file(tmp_path, monkeypatch):
+    """By any spelling of its path, once."""
+    folder = tmp_path / "of rewards"
+    folder.mkdir()
+    (folder / "score.py").write_text(
+        "def f(prompt, response, answer): return 1\n"
+        "class Scorer:\n    @staticmethod\n    def f(prompt, response, answer): return 2\n"
+    )
+    monkeypatch.chdir(folder)
+    before = list(sys.path)
+    found = resolve_reward("./score.py:f")
+    assert found(prompt="", response="", answer="") == 1
+    for spec in ("score.py:f", f"{folder}/score.py:f", "../of rewards/score.py:f"):
+        assert resolve_reward(spec) is found
+    assert resolve_reward("score.py:Scorer.f")(prompt="", response="", answer="") == 2
+    assert sys.path == before
+    with RewardPool("./score.py:f", num_workers=1, timeout_seconds=20.0) as pool:
+        pool.check()
+
+
 @pytest.mark.parametrize(
     ("spec", "message"),
     [
+        ("./no_such_file.py:f", "does not exist, seen from the working directory"),
+        ("./rewards_of_a_user:f", "is not a .py file"),
         ("gms8k", r"--reward gms8k is no built-in reward \(did you mean gsm8k\?\).*package.module"),
         ("no_such_module_here:f", "there is no module 'no_such_module_here'"),
         ("rewards_of_a_user.sub:f", "there is no module|rewards_of_a_user.sub"),

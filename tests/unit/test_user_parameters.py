@@ -133,7 +133,7 @@ def test_parameters_of_ones_own_reach_the_loss_and_the_estimator(mine: str) -> N
         ("--rl-decay-steps 0", "--rl-decay-steps 0 is not 1 or more; choose for example 3"),
         ("--rl-decay-steps x", "--rl-decay-steps: invalid int value: 'x'; see --help"),
         ("--rl-spo-shape flat", "--rl-spo-shape: invalid choice: 'flat'"),
-        ("--rl-spo-wide 1", "unknown flag --rl-spo-wide; did you mean '--rl-spo-width'?"),
+        ("--rl-spo-widht 1", "unknown flag --rl-spo-widht; did you mean '--rl-spo-width'?"),
         (
             "--rl-policy-loss ppo_clip --rl-spo-width 1",
             "--rl-spo-width 1.0 has no effect, because --rl-policy-loss ppo_clip does not read it; "

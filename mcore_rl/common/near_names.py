@@ -1,0 +1,77 @@
+"""The known name that an unknown one is a slip of.
+
+A suggestion that means something else is worse than none: who is offered `--rl-eval-temperature`
+for `--rl-train-temperature` may take it. So names are compared word by word. Words may be in
+another order or run together, be a plural, and have a wrong letter or two; but a word that any
+known name has is a word of its own, and never a slip of another (`min` and `max`, `mode` and
+`model`), and no word may be missing or be there in addition (`no`, `critic`).
+
+Worker processes import this module, so it needs the standard library alone.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+
+
+def nearest_name(name: str, known: Iterable[str]) -> str | None:
+    """The one of `known` that `name` is a slip of; None where there is none, or several alike."""
+    others = sorted({*known} - {name})
+    words = {word for other in others for word in _words(other)}
+    slips = {other: slips for other in others if (slips := _slips(name, other, words)) is not None}
+    nearest = [other for other, count in slips.items() if count == min(slips.values())]
+    return nearest[0] if len(nearest) == 1 else None
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """ " (did you mean X?)", or nothing."""
+    nearest = nearest_name(name, known)
+    return f" (did you mean {nearest}?)" if nearest else ""
+
+
+def _slips(name: str, other: str, known_words: set[str]) -> int | None:
+    """How many slips lead from `other` to `name`; None where it is more than slips."""
+    ours, theirs = _words(name), _words(other)
+    if "".join(ours) == "".join(theirs):
+        return 1
+    for word in [word for word in ours if word in theirs]:
+        ours.remove(word)
+        theirs.remove(word)
+    if len(ours) != len(theirs):
+        return None
+    slips = 0 if ours else 1  # the order alone
+    for word, meant in zip(ours, theirs, strict=True):
+        if word.removesuffix("s") == meant.removesuffix("s"):
+            slips += 1
+            continue
+        distance = _distance(word, meant)
+        # One slip, and two in a word of eight letters; no other number.
+        most = 1 if max(len(word), len(meant)) < 8 else 2
+        is_short = max(len(word), len(meant)) < 3
+        if is_short or distance > most or word in known_words or _digits(word) != _digits(meant):
+            return None
+        slips += distance
+    return slips
+
+
+def _words(name: str) -> list[str]:
+    return [word for word in re.split(r"[^a-z0-9]+", name.lower()) if word]
+
+
+def _digits(word: str) -> str:
+    return re.sub("[^0-9]", "", word)
+
+
+def _distance(a: str, b: str) -> int:
+    """Letters to insert, remove, replace or swap with their neighbour."""
+    rows = [list(range(len(b) + 1))]
+    for i, x in enumerate(a, 1):
+        row = [i]
+        for j, y in enumerate(b, 1):
+            cost = min(rows[-1][j] + 1, row[-1] + 1, rows[-1][j - 1] + (x != y))
+            if i > 1 and j > 1 and x == b[j - 2] and a[i - 2] == y:
+                cost = min(cost, rows[-2][j - 2] + 1)
+            row.append(cost)
+        rows.append(row)
+    return rows[-1][-1]

@@ -17,8 +17,10 @@ class Fields:
 
     def __init__(self, values: Mapping[str, Any], path: Path, flag: str) -> None:
         self._values, self._path, self._flag = values, path, flag
+        self.read: set[str] = set()  # names that were asked for
 
     def __getitem__(self, name: str) -> Any:
+        self.read.add(name)
         if self._values.get(name) is None:
             raise self._missing(name)
         return self._values[name]
@@ -37,6 +39,7 @@ class Fields:
                 raise self._missing(name)
 
     def get(self, name: str, default: Any = None) -> Any:
+        self.read.add(name)
         value = self._values.get(name)
         return default if value is None else value
 

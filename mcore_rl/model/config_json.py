@@ -25,6 +25,7 @@ from mcore_rl.model.quantization import (
     quantization_method,
 )
 from mcore_rl.model.rope import YARN_WITHOUT_FLAG, read_rope
+from mcore_rl.model.vllm_fields import unmapped_field
 
 ARCHITECTURES = tuple(FAMILIES)
 CLAMPED_AT = 7.0  # both halves of gpt-oss's SwiGLU; vLLM knows no other value
@@ -186,7 +187,7 @@ def model_shape(
     num_layers = fields.count("num_hidden_layers")
     num_heads = fields.count("num_attention_heads")
     latent = _latent_attention(fields) if family.latent_attention else None
-    return ModelShape(
+    shape = ModelShape(
         architecture=family.model_type,
         num_layers=num_layers,
         hidden_size=fields.count("hidden_size"),
@@ -212,6 +213,9 @@ def model_shape(
         sliding_window=_sliding_window(fields, num_layers) if family.alternates_windows else None,
         clamps_glu=family.clamps_glu,
     )
+    if name := unmapped_field(values, family.class_name, fields.read):
+        raise fields.refuse(f"{name} (vLLM would compute it, Megatron would not)")
+    return shape
 
 
 def _sliding_window(fields: Fields, num_layers: int) -> int:

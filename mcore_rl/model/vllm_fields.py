@@ -1,0 +1,103 @@
+"""Fields of config.json that vLLM reads and mcore_rl does not map: one that is set is refused.
+
+vLLM would compute what the field asks for, and Megatron would not. The tables were made by reading
+vLLM's sources for attributes of the configuration; tests/unit/test_vllm_fields.py does so again and
+names what another version reads in addition.
+
+This module is pure: it imports neither Megatron nor vLLM nor torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Any
+
+# Read by vLLM's own code around the models, whatever the model is.
+OF_ALL_MODELS = frozenset(
+    """
+    _dsv4_vl_inner attention_chunk_size attention_head_dim attn_config attn_logit_softcapping
+    attn_type_list backbone_hidden_size block_configs chunk_size compress_ratios compression_config
+    dual_chunk_attention_config embedding_size encoder encoder_config engram_layer_ids hc_count
+    hc_mult hidden_size_per_head index_head_dim index_kpool index_n_heads index_topk
+    indexer_n_heads is_causal is_heterogeneous is_mm_prefix_lm language_config layer_types
+    layers_block_type llm_config mamba_chunk_size
+    mamba_ssm_cache_dtype mamba_ssm_dtype max_source_positions mm_prefix_clamp_sliding_window
+    mm_prefix_span_leading_pad_modulus multi_query new_decoder_architecture num_kv_shared_layers
+    original_max_position_embeddings per_layer_config ple_layer_ids position_embedding_type
+    rswa_window sliding_window text_config thinker_config transf_decoder use_bidirectional_attention
+    vision_config vision_max_n_token vision_n_layers
+    """.split()
+)
+_OF_DEEPSEEK = (
+    "index_skip_topk_offset index_topk_freq index_topk_pattern indexer_rope_interleave "
+    "llama_4_scaling moe_router_dtype"
+)
+# Read by a model's own class, by the name of the class.
+OF_CLASS: Mapping[str, frozenset[str]] = {
+    name: frozenset(fields.split())
+    for name, fields in {
+        "DeepseekV2ForCausalLM": _OF_DEEPSEEK,
+        "DeepseekV3ForCausalLM": _OF_DEEPSEEK,
+        "Glm4MoeLiteForCausalLM": _OF_DEEPSEEK,
+        "LlamaForCausalLM": "bias logit_scale qkv_bias",
+        "Qwen2ForCausalLM": "qk_norm",
+        "Qwen3ForCausalLM": "qk_norm",
+        "Qwen3MoeForCausalLM": "shared_expert_intermediate_size",
+    }.items()
+}
+# Read by vLLM, and nothing that the model computes depends on it.
+HARMLESS: Mapping[str, str] = {
+    "methods of the configuration, and fields that vLLM makes by itself": """
+        get get_text_config items to_dict update model method max_model_len
+        quantization_config_dict_json quantization_config_file name_or_path
+    """,
+    "dtypes, lengths and files, which engines here are told": """
+        architectures dtype model_max_length quantization_config
+    """,
+    "of pooling models, and engines here generate": """
+        classifier_from_token is_decoder is_matryoshka matryoshka_dimensions num_labels pooling
+        use_pad_token use_sep_token
+    """,
+    "of drafters with a config.json of their own": """
+        block_size candidate_block_size candidate_topk_blocks canvas_length dflash_config
+        draft_vocab_size dspark_block_size dspark_draft_topk dspark_noise_token_id
+        dspark_target_layer_ids eagle_aux_hidden_state_layer_ids eagle_config
+        index_share_for_mtp_iteration mask_token_id mtp_config mtp_layer_types mtp_num_experts
+        mtp_num_experts_per_tok mtp_num_hidden_layers n_predict num_lookahead_tokens num_mtp_modules
+        pard_token ptd_token_id sample_from_anchor target_layer_count target_layer_ids
+    """,
+    "read beside another field, which decides": """
+        kv_lora_rank max_window_layers num_layers qk_nope_head_dim qk_rope_head_dim topk_group
+        v_head_dim
+    """,
+}
+HARMLESS_NAMES = frozenset(" ".join(HARMLESS.values()).split())
+# What vLLM does without the field, too; besides, of any field: null, false, 0 and what is empty.
+_AS_WITHOUT: Mapping[str, tuple[Any, ...]] = {
+    "is_causal": (True,),
+    "logit_scale": (1,),
+    "moe_router_dtype": ("float32",),  # as routers are here
+    "position_embedding_type": ("absolute", "rope"),
+}
+
+
+def unmapped_field(
+    values: Mapping[str, Any], class_name: str, mapped: Collection[str]
+) -> str | None:
+    """A field of a parsed config.json that changes what vLLM's class computes, and is none of
+    `mapped`, those that were read of it; None: there is none."""
+    read = OF_ALL_MODELS | OF_CLASS.get(class_name, frozenset())
+    return next(
+        (name for name in values if name in read - {*mapped} and _changes(name, values)), None
+    )
+
+
+def _changes(name: str, values: Mapping[str, Any]) -> bool:
+    value = values[name]
+    if not value and not (name == "is_causal" and value is False):
+        return False
+    if name == "layer_types":
+        return value != ["full_attention"] * len(value)
+    if name == "sliding_window" and str(values.get("model_type")).startswith("qwen"):
+        return False  # transformers drops it without use_sliding_window, which is read
+    return value not in _AS_WITHOUT.get(name, ())

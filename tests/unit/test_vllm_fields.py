@@ -1,0 +1,124 @@
+"""Fields of config.json that vLLM reads and mcore_rl does not map."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mcore_rl.common.errors import UsageError
+from mcore_rl.model.config_fields import Fields
+from mcore_rl.model.config_json import model_shape
+from mcore_rl.model.families import FAMILIES
+from mcore_rl.model.vllm_fields import HARMLESS_NAMES, OF_ALL_MODELS, OF_CLASS
+from tests.model_shapes import CONFIGS
+from tests.vllm_reads import read_by_class, read_of_all_models
+
+PUBLISHED = {path.stem: json.loads(path.read_text()) for path in sorted(CONFIGS.glob("*.json"))}
+# Read where vLLM has no latent attention, and of DeepSeek-V2's class in GLM's.
+_NOT_BY_LATENT_ATTENTION = {"head_dim", "num_key_value_heads", "use_qk_norm"}
+
+
+def mapped(model_type: str, monkeypatch: pytest.MonkeyPatch) -> set[str]:
+    """Fields that are read of the published files of a family."""
+    found: set[str] = set()
+
+    def keep(self: Fields, *arguments: Any) -> None:
+        init(self, *arguments)
+        self.read = found
+
+    init = Fields.__init__
+    with monkeypatch.context() as patched:
+        patched.setattr(Fields, "__init__", keep)
+        for values in PUBLISHED.values():
+            if values["model_type"] == model_type:
+                model_shape(values, Path("config.json"), for_planning=True)
+    assert found, f"no published config.json of {model_type}"
+    return found
+
+
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_every_field_that_vllm_reads_is_mapped_or_in_a_table(
+    model_type: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A version of vLLM that reads others is named here, field by field."""
+    family = FAMILIES[model_type]
+    known = HARMLESS_NAMES | OF_ALL_MODELS | OF_CLASS.get(family.class_name, frozenset())
+    known |= mapped(model_type, monkeypatch)
+    if family.latent_attention:
+        known |= _NOT_BY_LATENT_ATTENTION
+    assert read_by_class(family.class_name) | read_of_all_models() <= known
+
+
+def test_tables_name_what_vllm_reads_alone() -> None:
+    classes = {family.class_name for family in FAMILIES.values()}
+    read = read_of_all_models()
+    assert read >= OF_ALL_MODELS
+    for name, fields in OF_CLASS.items():
+        assert name in classes
+        assert read_by_class(name) >= fields, name
+    assert HARMLESS_NAMES & OF_ALL_MODELS == set()
+
+
+def shape_of(name: str, **fields: Any) -> object:
+    return model_shape({**PUBLISHED[name], **fields}, Path("config.json"), for_planning=True)
+
+
+@pytest.mark.parametrize(
+    ("name", "field", "value"),
+    [
+        ("qwen2.5-7b", "dual_chunk_attention_config", {"chunk_size": 1024}),
+        ("qwen2.5-7b", "qk_norm", True),
+        ("qwen2.5-7b", "is_causal", False),
+        ("qwen2.5-7b", "layer_types", ["full_attention", "sliding_attention"] * 14),
+        ("qwen3-30b-a3b", "dual_chunk_attention_config", {"chunk_size": 1024}),
+        ("qwen3-30b-a3b", "shared_expert_intermediate_size", 768),
+        ("qwen3-0.6b", "text_config", {"hidden_size": 1024}),
+        ("llama-3.2-1b", "sliding_window", 4096),
+        ("llama-3.2-1b", "logit_scale", 0.25),
+        ("llama-3.2-1b", "qkv_bias", True),
+        ("llama-3.2-1b", "attn_logit_softcapping", 30.0),
+        ("deepseek-v3", "index_topk", 2048),
+        ("deepseek-v3", "moe_router_dtype", "bfloat16"),
+        ("deepseek-v2-lite", "llama_4_scaling", {"beta": 0.1}),
+        ("glm-4.7-flash", "index_topk_freq", 4),
+        ("mixtral-8x7b", "attention_chunk_size", 8192),
+    ],
+)
+def test_field_that_vllm_alone_computes_is_refused_by_name(
+    name: str, field: str, value: Any
+) -> None:
+    with pytest.raises(UsageError, match=rf"asks for {field} .*not supported") as refusal:
+        shape_of(name, **{field: value})
+    assert refusal.value.remedy
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_values_that_change_nothing_are_accepted(name: str) -> None:
+    expected = shape_of(name)
+    layers = PUBLISHED[name]["num_hidden_layers"]
+    plain = {"layer_types": ["full_attention"] * layers}
+    plain = plain if PUBLISHED[name]["model_type"] != "gpt_oss" else {}
+    assert expected == shape_of(
+        name,
+        **plain,
+        is_causal=True,
+        dual_chunk_attention_config=None,
+        attn_logit_softcapping=None,
+        text_config={},
+        use_bidirectional_attention=False,
+        logit_scale=1.0,
+        moe_router_dtype="float32",
+        num_labels=2,
+        is_decoder=True,
+        chunk_size_feed_forward=64,
+        architectures=["AnyForCausalLM"],
+        auto_map={"AutoConfig": "configuration.Config"},
+        aux_loss_alpha=0.001,
+        seq_aux=True,
+        ep_size=1,
+        num_mtp_modules=3,
+        mtp_transformer_layers=1,
+    )

@@ -15,7 +15,7 @@ from mcore_rl.common.errors import UsageError
 from mcore_rl.common.platform import Platform
 from mcore_rl.flags.allocator import check_allocator
 from mcore_rl.flags.classes import check_critic_rate, notes
-from mcore_rl.flags.derived import DerivedFlags, derive_flags
+from mcore_rl.flags.derived import DerivedFlags, derive_flags, effective_of, for_megatron
 from mcore_rl.flags.fsdp import check_fsdp
 from mcore_rl.flags.given import given_values
 from mcore_rl.flags.options import RLConfig, config_from
@@ -138,7 +138,7 @@ def _derived(
 def _values(
     derived: DerivedFlags, given: Mapping[str, Any], parser: argparse.ArgumentParser
 ) -> dict[str, Any]:
-    return {**given_values(derived.tokens, parser), **given}
+    return {**given_values(derived.tokens, parser), **effective_of(given, derived.unread)}
 
 
 def _roles(world_size: int, config: RLConfig) -> Roles:
@@ -196,8 +196,10 @@ def _rollout(
     return check_rollout(config, shape, layout, layers, has_cuda=platform.cuda)
 
 
-def _tokens_of_megatron(derived: DerivedFlags, tokens: tuple[str, ...]) -> tuple[str, ...]:
-    return (*derived.tokens, *tokens)
+def _tokens_of_megatron(
+    derived: DerivedFlags, tokens: tuple[str, ...], parser: argparse.ArgumentParser
+) -> tuple[str, ...]:
+    return for_megatron(derived, tokens, parser)
 
 
 def _accepted(
@@ -280,9 +282,13 @@ def _spec(
         rollout_layout=rollout,
         derived=derived,
         tokens=all_tokens,
-        flags=reading.flags_of({**given_values(derived.tokens, parser), **given}, parser),
+        flags=reading.flags_of(
+            {**given_values(derived.tokens, parser), **effective_of(given, derived.unread)},
+            parser,
+        ),
         notes=(
-            *notes(given, megatron_adapter.make_parser()),  # none of a fork's flags
+            # None of a fork's flags.
+            *notes(given, megatron_adapter.make_parser(), unread=derived.unread),
             *note_on_experts(config, Placement(shape, layout, layers, rollout)),
             *device,
         ),
@@ -314,6 +320,8 @@ def _of_role(role: ValueRole, key: str, read_folder: Callable[..., Any]) -> list
         check(laid_out, models.lay_out, "typed", "layout", "layers", reads=(_LAYOUT,)),
         check(laid_out, models.lay_out_in_fork, "args"),
         check(f"{key}_batches", models.check_value_batches, "batches", reads=(_BATCH,)),
+        check(f"{key}_balancing", models.check_value_balancing, "balancing"),
+        check(f"{key}_biases", models.check_value_biases, "biases", asks=FILES),
         check(f"{key}_accepted", models.check_value_accepted, "accepted", asks=MACHINE),
         check(key, _value_model),
     ]

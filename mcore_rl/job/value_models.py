@@ -18,12 +18,13 @@ from typing import Any
 from mcore_rl.common.errors import UsageError
 from mcore_rl.common.parameters import flag_of
 from mcore_rl.common.platform import Platform
-from mcore_rl.flags.derived import derive_flags
+from mcore_rl.flags.derived import derive_flags, effective_of, for_megatron
 from mcore_rl.flags.given import given_values
 from mcore_rl.flags.options import RLConfig
 from mcore_rl.flags.parser import ExtraArgs
 from mcore_rl.flags.roles import CRITIC, DEGREE_FLAGS, REWARD, Roles
 from mcore_rl.hybrid_engine.plan.moves import TensorInfo
+from mcore_rl.job import preflight
 from mcore_rl.job.layout import check_batches, check_layout, check_stages
 from mcore_rl.job.reading import ReadShape
 from mcore_rl.job.validation import check_megatron_accepts
@@ -222,10 +223,12 @@ def lay_out(
     changed = {**given, **given_values(own, parser)}
     with said_of(role):
         derived = derive_flags(own_shape, config, changed, parser=parser, platform=platform)
-        values = {**given_values(derived.tokens, parser), **changed}
+        values = {**given_values(derived.tokens, parser), **effective_of(changed, derived.unread)}
         layout = check_layout(own_shape, values, len(roles.ranks(role.key)))
         layers = check_stages(own_shape, layout.pp_size, values)
-    return LaidOut(own_shape, layout, layers, values, (*derived.tokens, *tokens, *own))
+    return LaidOut(
+        own_shape, layout, layers, values, for_megatron(derived, [*tokens, *own], parser)
+    )
 
 
 def lay_out_in_fork(
@@ -258,6 +261,23 @@ def check_value_batches(role: ValueRole, config: RLConfig, own_laid_out: LaidOut
     if own_laid_out is not None and role.learns:
         with said_of(role):
             check_batches(config, own_laid_out.layout, own_laid_out.values)
+
+
+def check_value_balancing(role: ValueRole, config: RLConfig, own_laid_out: LaidOut | None) -> None:
+    """What evens out the load of its own experts, as for those of the actor, where it learns."""
+    if own_laid_out is None or not role.learns:
+        return
+    with said_of(role):
+        preflight.check_balancing(config, own_laid_out.values)
+
+
+def check_value_biases(
+    role: ValueRole, own_folder: Folder | None, own_laid_out: LaidOut | None
+) -> None:
+    """Biases that updates of it move are float32 in its folder, as for the actor."""
+    if own_folder is not None and own_laid_out is not None and role.learns:
+        with said_of(role):
+            preflight.check_biases(own_folder.checkpoint, own_laid_out.shape, own_laid_out.values)
 
 
 def check_value_accepted(

@@ -11,8 +11,10 @@ import shutil
 from pathlib import Path
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.distributed.checkpoint import save as torch_save
 
 from mcore_rl.common.errors import UsageError
 from mcore_rl.trainer.resume import folders
@@ -180,6 +182,18 @@ def test_what_is_named_to_load_must_have_something(tmp_path: Path) -> None:
     folders.saving_folder(load).mkdir(exist_ok=True)
     place.rename(folders.saving_folder(load) / place.name)  # killed before the last rename
     check_load(load)
+
+
+def test_mtp_layers_to_train_must_be_in_the_checkpoint(tmp_path: Path) -> None:
+    held = {3: "decoder.layers.0.weight", 4: "mtp.layers.0.weight"}
+    for step, name in held.items():
+        place = tmp_path / folders.iteration_name(step)
+        torch_save({name: torch.zeros(1)}, checkpoint_id=place, no_dist=True)
+        folders.check_mtp(tmp_path, step, None)
+    folders.check_mtp(tmp_path, 4, 1)
+    with pytest.raises(UsageError, match="the checkpoint of step 3 in --load") as refusal:
+        folders.check_mtp(tmp_path, 3, 1)
+    assert refusal.value.flag == "--mtp-num-layers 1" and "drop it" in refusal.value.remedy
 
 
 def test_a_run_does_not_save_below_another_ones_steps(tmp_path: Path) -> None:

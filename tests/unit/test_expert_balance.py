@@ -6,7 +6,11 @@ import pytest
 import torch
 
 from mcore_rl.common.errors import UsageError
+from mcore_rl.common.platform import WITHOUT_CUDA
+from mcore_rl.job.checks import FILES, MACHINE
+from mcore_rl.job.resolver import facts_of_tokens, resolve
 from mcore_rl.megatron import adapter as megatron_adapter
+from mcore_rl.model.config_json import read_model_shape
 from mcore_rl.moe.balance import (
     asked,
     balances,
@@ -15,6 +19,7 @@ from mcore_rl.moe.balance import (
     losses,
     moves_biases,
 )
+from tests.model_shapes import CONFIGS
 
 BIASES = {"num_experts": 8, "moe_router_enable_expert_bias": True}
 
@@ -118,3 +123,23 @@ def test_padding_counts_in_no_experts_load(num_experts: int) -> None:
     with torch.no_grad():
         router._apply_expert_bias(chosen)
     assert router.local_tokens_per_expert.tolist() == [7.0, 0.0, 2.0, 0.0][:num_experts]
+
+
+@pytest.mark.parametrize("critic", ["qwen3-30b-a3b", "qwen3-0.6b"])
+def test_balancing_of_the_critics_own_experts_is_checked(critic: str) -> None:
+    """The actor is dense, so that nothing of it balances."""
+    names = {"hf_checkpoint": "qwen3-0.6b", "critic_init": critic}
+    facts = facts_of_tokens(
+        "--rl-hf-checkpoint actor --rl-critic-init critic --rl-algorithm ppo "
+        "--moe-router-load-balancing-type seq_aux_loss --moe-aux-loss-coeff 0.01 "
+        "--rl-max-tokens-per-microbatch 2048".split(),
+        platform=WITHOUT_CUDA,
+        world_size=1,
+    )
+    facts["read_shape"] = lambda config, field: read_model_shape(CONFIGS / f"{names[field]}.json")
+    told: list[UsageError] = []
+    resolve(facts, leaves_out=[FILES, MACHINE], refused=lambda check, error: told.append(error))
+    found = [(error.of, error.flag) for error in told]
+    has_experts = critic == "qwen3-30b-a3b"
+    expected = ("the critic", "--moe-router-load-balancing-type seq_aux_loss")
+    assert found == [expected] * has_experts

@@ -97,6 +97,10 @@ def _check_load(values: Mapping[str, Any], config: RLConfig) -> tuple[list[Findi
     findings, step = _newest_undamaged(places, steps, load)
     if step is None:
         return findings, None
+    try:
+        folders.check_mtp(load, step, values.get("mtp_num_layers"))
+    except UsageError as error:
+        return [*findings, refusal(CHECKPOINT, error)], None
     if values.get("finetune"):
         what = f"--finetune takes only the weights of step {step} of --load {load}"
         findings.append(green(CHECKPOINT, f"{what}: steps and prompts count from 0"))

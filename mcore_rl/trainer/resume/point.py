@@ -76,6 +76,7 @@ def find_resume_point(
         folders.check_beginning(save, load, step, asked=args.ckpt_step, finetune=args.finetune)
         if load is None or step is None:
             return None
+        folders.check_mtp(load, step, args.mtp_num_layers)
         args.ckpt_step = step
         if args.finetune:
             return None

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import argparse
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 from mcore_rl.common.errors import CORRECT, UsageError
@@ -153,8 +153,14 @@ def given_to_fork(args: argparse.Namespace, parser: argparse.ArgumentParser) -> 
     }
 
 
-def notes(given: Mapping[str, Any], parser: argparse.ArgumentParser) -> tuple[str, ...]:
-    """A line of the given flags that have no effect in RL, and one of those nobody has looked at.
+def notes(
+    given: Mapping[str, Any],
+    parser: argparse.ArgumentParser,
+    *,
+    unread: Collection[str] = frozenset(),
+) -> tuple[str, ...]:
+    """A line of the given flags that have no effect in RL, one of those `unread` by this model, and
+    one of those nobody has looked at.
 
     `parser` is Megatron's, whatever version is installed, with or without ours.
     """
@@ -166,6 +172,8 @@ def notes(given: Mapping[str, Any], parser: argparse.ArgumentParser) -> tuple[st
         if kind == "without effect" and (named := [d for d in given if d in dests & flags.keys()]):
             found.append(f"{', '.join(flags[dest] for dest in named)} ({reason})")
     lines = [f"without effect in RL: {'; '.join(found)}"] if found else []
+    if named := [flags[dest] for dest in given if dest in unread]:
+        lines.append(f"without effect on this model: {', '.join(named)}")
     if unknown := [flags[dest] for dest in given if dest in flags and dest not in known]:
         lines.append(f"not known to mcore_rl, left to Megatron: {', '.join(unknown)}")
     return tuple(lines)

@@ -1,7 +1,8 @@
 """Megatron flags that nobody should have to type: derived from the checkpoint and the machine.
 
 Three kinds, and what happens when a user gives one of them:
-- architecture, from config.json: a different value is an error that names both;
+- architecture, from config.json: a different value is an error that names both, unless the model
+  does not depend on it;
 - what Megatron needs where CUDA, Transformer Engine or Apex are missing, and where its own defaults
   do not fit the model: likewise, there is no other value that works;
 - defaults that suit RL: the user's value wins.
@@ -11,7 +12,7 @@ from __future__ import annotations
 
 import argparse
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,9 +20,10 @@ from mcore_rl.batching.rows import chunks_of_sample, round_up
 from mcore_rl.common.errors import UsageError
 from mcore_rl.common.platform import Platform
 from mcore_rl.flags.classes import check_derived_count
-from mcore_rl.flags.given import flag_names, given_values
-from mcore_rl.flags.megatron_flags import ARCHITECTURE
+from mcore_rl.flags.given import FlagNames, given_values, without_flags
+from mcore_rl.flags.megatron_flags import ARCHITECTURE, WITHOUT_EFFECT_DESTS
 from mcore_rl.flags.options import RLConfig
+from mcore_rl.flags.unread import unread_by
 from mcore_rl.model.config_json import ModelShape, megatron_flags
 
 # Megatron's local layers, with those of `patches/megatron/local_layers.py` among them. Of the
@@ -62,11 +64,12 @@ _RECOMPUTED_BY_TRANSFORMER_ENGINE = ("layernorm", "mla_up_proj", "moe_act")
 
 @dataclass(frozen=True, slots=True)
 class DerivedFlags:
-    """Tokens to put before the user's, by kind."""
+    """Tokens to put before the user's, by kind, and which of the user's are then left out."""
 
     architecture: tuple[str, ...]
     machine: tuple[str, ...]
     defaults: tuple[str, ...]
+    unread: frozenset[str] = frozenset()  # destinations: given, and nothing to this model
 
     @property
     def tokens(self) -> list[str]:
@@ -88,7 +91,7 @@ def derive_flags(
     """
     architecture = megatron_flags(shape)
     machine = machine_flags(shape, platform)
-    names = flag_names(parser)
+    names = FlagNames(parser)
     if "yarn" in architecture and not shape.latent and "yarn_beta_fast" not in names:
         raise UsageError(
             f"asks for {shape.architecture}'s yarn of grouped attention, for which this Megatron "
@@ -97,12 +100,18 @@ def derive_flags(
             remedy="install megatron-core 0.19 or newer",
         )
     wanted = given_values(architecture, parser)
+    unread = frozenset(
+        dest
+        for dest in unread_by(shape, given)
+        if dest not in wanted or not _equal(dest, given[dest], wanted[dest])
+    )
+    given = effective_of(given, unread)
     _refuse_contradictions(wanted, given, names, "config.json")
     for dest in [d for d in given if d in ARCHITECTURE and d not in wanted]:
         if given[dest] != parser.get_default(dest):  # scripts like to spell out defaults
             raise UsageError(
                 "contradicts config.json, which has no such part",
-                flag=_shown(dest, given[dest], names),
+                flag=names.shown(dest, given[dest]),
                 remedy="drop the flag",
             )
     for source, tokens in machine.items():
@@ -126,7 +135,22 @@ def derive_flags(
     check_derived_count(given, defaults)
     kept = {dest: value for dest, value in defaults.items() if dest not in given}
     on_machine = [token for tokens in machine.values() for token in tokens]
-    return DerivedFlags(tuple(architecture), tuple(on_machine), tuple(_as_tokens(kept, names)))
+    as_tokens = tuple(_as_tokens(kept, names))
+    return DerivedFlags(tuple(architecture), tuple(on_machine), as_tokens, unread)
+
+
+def effective_of(given: Mapping[str, Any], unread: Collection[str] = frozenset()) -> dict[str, Any]:
+    """Those of the flags `given`, by destination, that are not named as without effect."""
+    without = WITHOUT_EFFECT_DESTS.union(unread)
+    return {dest: value for dest, value in given.items() if dest not in without}
+
+
+def for_megatron(
+    derived: DerivedFlags, tokens: Sequence[str], parser: argparse.ArgumentParser
+) -> tuple[str, ...]:
+    """What Megatron parses: what is derived, then those of the user's `tokens` with an effect."""
+    without = WITHOUT_EFFECT_DESTS | derived.unread
+    return (*derived.tokens, *without_flags(tokens, parser, without))
 
 
 def machine_flags(shape: ModelShape, platform: Platform) -> dict[str, list[str]]:
@@ -158,7 +182,7 @@ def check_fits_machine(
     UsageError: one asks for what is not here, or, with CUDA, one of `machine_flags` is missing,
     without which layers that are built much later raise.
     """
-    _refuse_what_is_not_here(given, flag_names(parser), platform)
+    _refuse_what_is_not_here(given, FlagNames(parser), platform)
     _refuse_what_sinks_lack(shape, given, platform)
     for source, tokens in machine_flags(shape, platform).items() if platform.cuda else ():
         for dest, value in given_values(tokens, parser).items():
@@ -171,14 +195,14 @@ def check_fits_machine(
 
 
 def _refuse_what_is_not_here(
-    given: Mapping[str, Any], names: Mapping[str, str], platform: Platform
+    given: Mapping[str, Any], names: FlagNames, platform: Platform
 ) -> None:
     """Flags whose kernels or layers cannot be had on this machine."""
     if not platform.cuda:
         for dest in [dest for dest in given if given[dest] in _NEEDS_CUDA.get(dest, ())]:
             raise UsageError(
                 "needs CUDA, which this machine lacks",
-                flag=_shown(dest, given[dest], names),
+                flag=names.shown(dest, given[dest]),
                 remedy="drop it",
             )
     if platform.transformer_engine is not None:
@@ -193,7 +217,7 @@ def _refuse_what_is_not_here(
     for dest in [dest for dest in given if given[dest] and dest in _NEEDS_TRANSFORMER_ENGINE]:
         raise UsageError(
             "needs Transformer Engine, which cannot be imported here",
-            flag=_shown(dest, given[dest], names),
+            flag=names.shown(dest, given[dest]),
             remedy="drop it",
         )
     for module in given.get("recompute_modules") or ():
@@ -221,14 +245,14 @@ def _refuse_what_sinks_lack(
 
 
 def _refuse_contradictions(
-    wanted: Mapping[str, Any], given: Mapping[str, Any], names: Mapping[str, str], source: str
+    wanted: Mapping[str, Any], given: Mapping[str, Any], names: FlagNames, source: str
 ) -> None:
     for dest, value in given.items():
         if dest in wanted and not _equal(dest, value, wanted[dest]):
-            needed = _shown(dest, wanted[dest], names)
+            needed = names.shown(dest, wanted[dest])
             raise UsageError(
                 f"contradicts {source}, which needs {needed}",
-                flag=_shown(dest, value, names),
+                flag=names.shown(dest, value),
                 remedy="drop the flag, it is derived",
             )
 
@@ -239,19 +263,20 @@ def _equal(dest: str, value: Any, wanted: Any) -> bool:
     return value == wanted
 
 
-def _shown(dest: str, value: Any, names: Mapping[str, str]) -> str:
-    """As on a command line; a switch is its name alone."""
-    return names[dest] if isinstance(value, bool) else f"{names[dest]} {value}"
-
-
 def _refuse_other_precision(config: RLConfig, given: Mapping[str, Any]) -> None:
     """The engine's dtype follows --rl-precision, so Megatron's flags may only repeat it."""
     for dest in ("bf16", "fp16"):
-        if given.get(dest) and config.precision != dest:
+        if dest in given and given[dest] != (config.precision == dest):
+            if given[dest]:
+                flag, other = f"--{dest}", dest
+            elif config.precision == dest:
+                flag, other = f"--no-{dest}", "fp32"
+            else:
+                continue
             raise UsageError(
                 f"contradicts --rl-precision {config.precision}",
-                flag=f"--{dest}",
-                remedy=f"drop --{dest} or give --rl-precision {dest}",
+                flag=flag,
+                remedy=f"drop {flag} or give --rl-precision {other}",
             )
 
 
@@ -295,7 +320,7 @@ def _defaults(
         tokens.append("--mtp-detach-heads")
     if given.get("save"):
         tokens += ["--save-interval", str(config.num_steps)]  # once, at the end
-    if config.precision != "fp32" and not given.keys() & {"bf16", "fp16"}:
+    if config.precision != "fp32":
         tokens.append(f"--{config.precision}")
     if not given.get("use_checkpoint_opt_param_scheduler"):
         # A continued run has more steps than the checkpoint knew of; the command line counts.
@@ -345,7 +370,7 @@ def _vocabulary_multiple(given: Mapping[str, Any]) -> int:
     return 64 // math.gcd(64, given.get("tensor_model_parallel_size", 1))
 
 
-def _as_tokens(values: Mapping[str, Any], names: Mapping[str, str]) -> list[str]:
+def _as_tokens(values: Mapping[str, Any], names: FlagNames) -> list[str]:
     tokens: list[str] = []
     for dest, value in values.items():
         if isinstance(value, bool):

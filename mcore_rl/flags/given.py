@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import argparse
-import difflib
+import datetime
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from mcore_rl.algorithms.registry import import_user_file
 from mcore_rl.common.errors import UsageError
+from mcore_rl.common.near_names import nearest_name
+from mcore_rl.common.readers import InvalidData, parse_yaml
+from mcore_rl.flags.megatron_flags import WITHOUT_EFFECT_DESTS
 
 
 def expand_config(
@@ -24,10 +25,11 @@ def expand_config(
 ) -> list[str]:
     """Replace every `--rl-config FILE` by the flags in the files, put before all others.
 
-    Keys are flag names, with or without the leading dashes, with `-` or `_`. Where several files
-    have a key the last one counts, so that `false` or an empty value takes back what an earlier one
-    said. Raises UsageError for a missing file, what is not a mapping, and an unknown key (naming
-    the nearest known one). With `refused`, what is wrong in a file is told to it and left out.
+    Keys are flag names, with or without the leading dashes, with `-` or `_`. `false` switches a
+    switch off, also one that is derived; an empty value is as if the key were not there. Where
+    several files have a key the last one counts. Raises UsageError for a file that cannot be read
+    as a mapping of flags, and for an unknown key (naming the nearest known one). With `refused`,
+    what is wrong in a file is told to it and left out.
     """
 
     finder = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
@@ -73,7 +75,7 @@ def _read_config(
     parser: argparse.ArgumentParser,
     refused: Callable[[UsageError], None] | None,
 ) -> dict[str, list[str]]:
-    """One file of `--rl-config`: the flag of each key under its first name, and its tokens."""
+    """One file of `--rl-config`: destination -> the tokens of its flag."""
 
     def refuse(error: UsageError) -> None:
         if refused is None:
@@ -92,23 +94,24 @@ def _read_config(
         except UsageError as error:
             refuse(error)
             continue
-        flags[action.option_strings[0]] = tokens
+        flags.pop(action.dest, None)
+        flags[action.dest] = tokens
     return flags
 
 
 def _mapping_in(path: Path) -> dict[Any, Any]:
     try:
-        values = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
+        values = parse_yaml(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
         raise UsageError(
             f"cannot be read: {reason}", flag=f"--rl-config {path}", remedy="correct the path"
         ) from error
-    except yaml.YAMLError as error:
-        reason = " ".join(str(error).split())
+    except InvalidData as error:
         raise UsageError(
-            f"is not valid YAML: {reason}", flag=f"--rl-config {path}", remedy="correct it there"
+            f"is not valid YAML: {error}", flag=f"--rl-config {path}", remedy="correct it there"
         ) from error
+    values = {} if values is None else values
     if not isinstance(values, dict):
         raise UsageError(
             "must hold 'flag: value' lines, not a list or a text",
@@ -136,23 +139,80 @@ def _tokens_of(
         raise UsageError(
             "cannot name another file", flag=f"--rl-config {path}", remedy="give the flag twice"
         )
-    if action.nargs == 0:
-        if not isinstance(value, bool):
-            raise UsageError(
-                f": '{key}' is a switch",
-                flag=f"--rl-config {path}",
-                remedy="its value is true or false",
-            )
-        if isinstance(action, argparse.BooleanOptionalAction) and not value:
-            return action, [option for option in action.option_strings if option != flag]
-        return action, [flag] if value else []
     if value is None or value == []:
         return action, []
-    if isinstance(value, list) and not action.nargs:
-        return action, [flag, str(value).replace(" ", "")]  # as Megatron's patterns are written
-    if not action.nargs and str(value).startswith("-"):  # not to be taken for a flag
-        return action, [f"{flag}={value}"]
-    return action, [flag, *(str(v) for v in (value if isinstance(value, list) else [value]))]
+    if action.nargs == 0 and not isinstance(value, bool):
+        raise UsageError(
+            f": '{key}' is a switch",
+            flag=f"--rl-config {path}",
+            remedy="its value is true or false",
+        )
+    try:
+        return action, _tokens_of_value(action, flag, value, parser)
+    except InvalidData as error:
+        raise UsageError(
+            f": '{key}' {error}", flag=f"--rl-config {path}", remedy="correct it there"
+        ) from error
+
+
+def _tokens_of_value(
+    action: argparse.Action, flag: str, value: Any, parser: argparse.ArgumentParser
+) -> list[str]:
+    """InvalidData: a value that `action` cannot have."""
+    if action.nargs == 0:
+        assert isinstance(value, bool), "the caller has looked"
+        off = flag if value else _option_of(parser, action.dest, flag)
+        return [] if off is None else [off]
+    if isinstance(value, list) and action.nargs:
+        return [flag, *(_text_of(entry) for entry in value)]
+    text = _text_of(value) if not isinstance(value, list) else _pattern_of(value)
+    # Not to be taken for a flag.
+    return [f"{flag}={text}"] if text.startswith("-") and not action.nargs else [flag, text]
+
+
+def _text_of(value: Any) -> str:
+    """As it is written on a command line."""
+    if isinstance(value, bool):
+        return "on" if value else "off"  # which YAML reads as a bool
+    if not isinstance(value, str | int | float | datetime.date):
+        kind = "nothing" if value is None else f"a {type(value).__name__}"
+        raise InvalidData(f"has {kind} where a text or a number belongs")
+    try:
+        text = str(value)
+        text.encode()
+    except ValueError:  # an integer of thousands of digits, half a character
+        text = "\0"
+    if "\0" in text:
+        raise InvalidData("has a text or a number that no command line can hold")
+    return text
+
+
+def _pattern_of(value: list[Any]) -> str:
+    """A list as Megatron's flags for patterns have it: "[0,1,1]"."""
+    parts = []
+    for entry in value:
+        if isinstance(entry, list):
+            parts.append(_pattern_of(entry))
+        else:
+            text = _text_of(entry)
+            parts.append(repr(text) if isinstance(entry, str) else text)
+    return f"[{','.join(parts)}]"
+
+
+def _option_of(parser: argparse.ArgumentParser, dest: str, against: str) -> str | None:
+    """The switch that undoes `against`, a switch of `dest`; None: there is none."""
+    undone = parser._option_string_actions[against]
+    if isinstance(undone, argparse.BooleanOptionalAction):
+        off = against.startswith("--no-")
+        return next(o for o in undone.option_strings if o.startswith("--no-") != off)
+    return next(
+        (
+            action.option_strings[0]
+            for action in parser._actions
+            if action.dest == dest and action.nargs == 0 and action.const != undone.const
+        ),
+        None,
+    )
 
 
 def as_config(tokens: Sequence[str], parser: argparse.ArgumentParser) -> dict[str, Any]:
@@ -161,20 +221,59 @@ def as_config(tokens: Sequence[str], parser: argparse.ArgumentParser) -> dict[st
     Such a file, given in the place of these tokens, is read as they are. `tokens` have been read by
     `parser` before, `--rl-config` is expanded in them.
     """
-    recorder = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     config: dict[str, Any] = {}
+    for action, option, values in _occurrences(tokens, parser):
+        key = option.lstrip("-")
+        texts: Any = [_typed(text) for text in values]
+        if isinstance(action, argparse.BooleanOptionalAction):
+            on = action.option_strings[0]
+            key, texts = on.lstrip("-"), option == on
+        elif isinstance(action, Negation):
+            key, texts = action.undone.lstrip("-"), False
+        elif action.nargs == 0:
+            texts = True
+        elif isinstance(action, argparse._ExtendAction):
+            texts = config.get(key, []) + texts
+        elif not action.nargs:
+            (texts,) = texts
+        config.pop(key, None)  # the last one counts, and stands where it was said
+        config[key] = texts
+    return config
+
+
+def without_flags(
+    tokens: Sequence[str], parser: argparse.ArgumentParser, dests: Collection[str]
+) -> tuple[str, ...]:
+    """`tokens`, which `parser` has read before, without the flags of `dests`."""
+    kept: list[str] = []
+    for action, option, values in _occurrences(tokens, parser):
+        if action.dest in dests:
+            continue
+        if values and values[0].startswith("-") and not action.nargs:
+            kept.append(f"{option}={values[0]}")
+        else:
+            kept += [option, *values]
+    return tuple(kept)
+
+
+def _occurrences(
+    tokens: Sequence[str], parser: argparse.ArgumentParser
+) -> list[tuple[argparse.Action, str, list[str]]]:
+    """Each flag of `tokens` in order: its action in `parser`, as it stands there, its values."""
+    recorder = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    found: list[tuple[argparse.Action, str, list[str]]] = []
     for action in parser._actions:
         if action.option_strings and not isinstance(action, argparse._HelpAction):
             recorder.add_argument(
                 *action.option_strings,
-                dest="config",
+                dest="found",
                 action=_Recorded,
                 nargs=action.nargs,
                 metavar="VALUE",
                 flag=action,
             )
-    recorder.parse_args(list(tokens), argparse.Namespace(config=config))
-    return config
+    recorder.parse_args(list(tokens), argparse.Namespace(found=found))
+    return found
 
 
 class _Recorded(argparse.Action):
@@ -192,17 +291,8 @@ class _Recorded(argparse.Action):
         option: str | None = None,
     ) -> None:
         assert option is not None, "a flag is an option"
-        config, key = namespace.config, option.lstrip("-")
-        texts = [_typed(text) for text in values] if isinstance(values, list) else _typed(values)
-        if isinstance(self._flag, argparse.BooleanOptionalAction):
-            on = self._flag.option_strings[0]
-            key, texts = on.lstrip("-"), option == on
-        elif self.nargs == 0:
-            texts = True
-        elif isinstance(self._flag, argparse._ExtendAction):
-            texts = config.get(key, []) + texts
-        config.pop(key, None)  # the last one counts, and stands where it was said
-        config[key] = texts
+        texts = [str(value) for value in values] if isinstance(values, list) else [values]
+        namespace.found.append((self._flag, option, texts))
 
 
 def _typed(text: str) -> int | float | str:
@@ -217,9 +307,35 @@ def _typed(text: str) -> int | float | str:
     return text
 
 
+class Negation(argparse._StoreConstAction):
+    """The form that undoes a switch of the parser."""
+
+    def __init__(self, *, undone: str, **options: Any) -> None:
+        super().__init__(default=argparse.SUPPRESS, help=argparse.SUPPRESS, **options)
+        self.undone = undone
+
+
+def add_negations(parser: argparse.ArgumentParser, group: argparse._ArgumentGroup) -> None:
+    """Give each switch that nothing undoes the form that does: `--no-X`, and `--X` for `--no-X`.
+
+    What is on by default, Megatron's or ours, can then be off. They go to `group`, and are not
+    listed by --help. A name that has another meaning stays as it is.
+    """
+    for action in list(parser._actions):
+        if not isinstance(action, argparse._StoreTrueAction | argparse._StoreFalseAction):
+            continue
+        flag = action.option_strings[0]
+        negation = f"--{flag[5:]}" if flag.startswith("--no-") else f"--no-{flag[2:]}"
+        if negation in parser._option_string_actions or _option_of(parser, action.dest, flag):
+            continue
+        group.add_argument(
+            negation, action=Negation, dest=action.dest, const=not action.const, undone=flag
+        )
+
+
 def _suggestion(flag: str, parser: argparse.ArgumentParser) -> str:
-    near = difflib.get_close_matches(flag, list(parser._option_string_actions), n=1, cutoff=0.6)
-    return f"did you mean '{near[0]}'?" if near else "see --help for the known flags"
+    near = nearest_name(flag, parser._option_string_actions)
+    return f"did you mean '{near}'?" if near else "see --help for the known flags"
 
 
 def given_values(tokens: Sequence[str], parser: argparse.ArgumentParser) -> dict[str, Any]:
@@ -232,6 +348,8 @@ def given_values(tokens: Sequence[str], parser: argparse.ArgumentParser) -> dict
 
     for action in parser._actions:
         action.required = False
+        if action.dest in WITHOUT_EFFECT_DESTS:  # nobody reads what it says
+            action.choices = None
         if action.type is not None and not isinstance(action.type, _Conversion):
             action.type = _Conversion(action.type)
     values, unknown = parse_known(parser, tokens, _Given())
@@ -293,10 +411,20 @@ class _Conversion:
             raise argparse.ArgumentTypeError(f"invalid {kind}: {text!r}") from None
 
 
-def flag_names(parser: argparse.ArgumentParser) -> dict[str, str]:
+class FlagNames(dict[str, str]):
     """dest -> the flag that sets it, to speak of values in the user's words."""
-    names: dict[str, str] = {}
-    for action in parser._actions:
-        if action.option_strings:
-            names.setdefault(action.dest, action.option_strings[-1])
-    return names
+
+    def __init__(self, parser: argparse.ArgumentParser) -> None:
+        super().__init__()
+        self._switches: dict[tuple[str, Any], str] = {}
+        for action in parser._actions:
+            if action.option_strings:
+                self.setdefault(action.dest, action.option_strings[-1])
+            if action.nargs == 0:
+                self._switches.setdefault((action.dest, action.const), action.option_strings[0])
+
+    def shown(self, dest: str, value: Any) -> str:
+        """As on a command line; a switch is its name alone."""
+        if isinstance(value, bool):
+            return self._switches.get((dest, value), self[dest])
+        return f"{self[dest]} {value}"

@@ -134,7 +134,7 @@ ARCHITECTURE = frozenset(
     ffn_hidden_size glu_linear_offset group_query_attention heterogeneous_layers_config_encoded_json
     heterogeneous_layers_config_path hidden_size hybrid_layer_pattern hybrid_override_pattern
     kv_channels kv_lora_rank layernorm_epsilon layernorm_zero_centered_gamma linear_attention_freq
-    max_position_embeddings moe_apply_probs_on_input moe_ffn_hidden_size moe_latent_size
+    moe_apply_probs_on_input moe_ffn_hidden_size moe_latent_size
     moe_layer_freq moe_mlp_glu_interleave_size moe_router_enable_expert_bias moe_router_group_topk
     moe_router_num_groups moe_router_pre_softmax moe_router_score_function moe_router_topk
     moe_router_topk_scaling_factor moe_shared_expert_gate moe_shared_expert_glu_interleave_size
@@ -150,7 +150,8 @@ ARCHITECTURE = frozenset(
     """.split()
 )
 
-# What is said of one that is given, and the flags of ours to look at.
+# What is said of one that is given, and the flags of ours to look at. They are taken out of what
+# Megatron parses: with them it would open files, ask the Hub and check lengths for nothing.
 WITHOUT_EFFECT: Mapping[str, str] = {
     "prompts are --rl-prompts": """
         data_path train_data_path valid_data_path test_data_path data_args_path
@@ -165,7 +166,7 @@ WITHOUT_EFFECT: Mapping[str, str] = {
         fim_pad_token fim_eod_token
     """,
     "lengths are --rl-max-prompt-tokens and --rl-max-response-tokens": """
-        seq_length decoder_seq_length
+        seq_length decoder_seq_length max_position_embeddings
     """,
     "evaluation is --rl-eval-prompts and --rl-eval-interval": """
         eval_iters eval_interval start_eval_at_iter eval_global_batch_size eval_micro_batch_size
@@ -309,6 +310,8 @@ WITHOUT_EFFECT: Mapping[str, str] = {
         dist_ckpt_format_deprecated ckpt_fully_parallel_save_deprecated disable_msc_deprecated
     """,
 }
+
+WITHOUT_EFFECT_DESTS = frozenset(" ".join(WITHOUT_EFFECT.values()).split())
 
 _COUNTS_STEPS = Refusal(
     "counts another way than RL", "set --rl-num-steps and the batch by --rl-num-* flags"
@@ -477,6 +480,7 @@ SET_BY_VALIDATION = frozenset(
     async_strategy cuda_graph_scope_deprecated dataloader_type encoder_num_layers encoder_seq_length
     eval_global_batch_size eval_micro_batch_size expert_tensor_parallel_num_weight_shards
     inference_cuda_graph_scope mamba_inference_conv_states_dtype mamba_inference_ssm_states_dtype
-    mamba_training_ssm_states_dtype seq_length split tensor_parallel_num_weight_shards
+    mamba_training_ssm_states_dtype max_position_embeddings seq_length split
+    tensor_parallel_num_weight_shards
     """.split()
 )

@@ -8,6 +8,7 @@ from typing import Any
 
 from mcore_rl.common.errors import CORRECT, UsageError
 from mcore_rl.common.parameters import flag_of, parameters_of
+from mcore_rl.flags.given import add_negations
 from mcore_rl.flags.megatron_flags import SHARED_RL
 from mcore_rl.flags.options import RLConfig, flags
 
@@ -56,20 +57,29 @@ def add_rl_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         "--rl-config",
         dest="rl_config",
         default=None,
-        help="YAML file of flags; given several times, the later file wins, key by key",
+        help="YAML file of flags; given several times, the later file wins, key by key; false "
+        "switches off what is on by default, as --no-X does for every switch X",
     )
     return parser
 
 
 def with_rl_args(extra_args: ExtraArgs | None) -> ExtraArgs:
-    """What adds a fork's flags to Megatron's parser, and ours unless the fork has added them."""
+    """What adds a fork's flags to Megatron's parser, ours unless the fork has added them, and the
+    forms that undo switches, for which the parser must have all others."""
 
     def add(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         parser = parser if extra_args is None else extra_args(parser) or parser
-        has_ours = any(group.title == GROUP for group in parser._action_groups)
-        return parser if has_ours else add_rl_args(parser)
+        groups = {group.title: group for group in parser._action_groups}
+        if GROUP not in groups:
+            add_rl_args(parser)
+            groups = {group.title: group for group in parser._action_groups}
+        add_negations(parser, groups[GROUP])
+        return parser
 
     return add
+
+
+all_args: ExtraArgs = with_rl_args(None)
 
 
 def check_bounds(config: RLConfig) -> None:

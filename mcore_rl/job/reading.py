@@ -13,9 +13,9 @@ from mcore_rl.common.parameters import flag_of
 from mcore_rl.common.platform import Platform
 from mcore_rl.flags.classes import check_no_megatron_rl_flag, given_to_fork
 from mcore_rl.flags.derived import DerivedFlags, check_fits_machine
-from mcore_rl.flags.given import expand_config, flag_names, given_values, import_given_files
+from mcore_rl.flags.given import FlagNames, expand_config, given_values, import_given_files
 from mcore_rl.flags.options import RLConfig, frozen
-from mcore_rl.flags.parser import ExtraArgs, add_rl_args
+from mcore_rl.flags.parser import ExtraArgs, all_args
 from mcore_rl.flags.roles import DEGREE_FLAGS
 from mcore_rl.megatron import adapter as megatron_adapter
 from mcore_rl.megatron.hf_checkpoint import HFCheckpoint, open_checkpoint
@@ -31,7 +31,7 @@ _OUTSIDE = "needs the command line, and arguments were parsed outside of mcore_r
 _BY_US = "start by mcore_rl.initialize"
 
 
-def make_parser(extra_args: ExtraArgs = add_rl_args) -> argparse.ArgumentParser:
+def make_parser(extra_args: ExtraArgs = all_args) -> argparse.ArgumentParser:
     """Megatron's parser with the `--rl-*` flags and a fork's, able to print its help."""
     parser = megatron_adapter.make_parser(extra_args)
     for action in parser._actions:
@@ -130,7 +130,7 @@ def accepted_in_fork(args: argparse.Namespace) -> None:
 
 def flags_of(values: Mapping[str, Any], parser: argparse.ArgumentParser) -> dict[str, str]:
     """Values by the flags that set them, to be shown and compared."""
-    names = flag_names(parser)
+    names = FlagNames(parser)
     return {names.get(dest, dest): str(value) for dest, value in values.items()}
 
 

@@ -23,7 +23,7 @@ from mcore_rl.common.errors import UsageError
 from mcore_rl.common.platform import Platform
 from mcore_rl.flags.given import import_given_files
 from mcore_rl.flags.pages import help_text
-from mcore_rl.flags.parser import HELP_RL, ExtraArgs, add_rl_args
+from mcore_rl.flags.parser import HELP_RL, ExtraArgs, all_args
 from mcore_rl.job.checks import CHECKS, Check
 from mcore_rl.job.preflight import check_versions
 from mcore_rl.job.reading import make_parser, read_shape_of
@@ -66,7 +66,7 @@ def facts_of_tokens(
     platform: Platform,
     world_size: int,
     scores_only: bool = False,
-    extra_args: ExtraArgs = add_rl_args,
+    extra_args: ExtraArgs = all_args,
     device_bytes: Callable[[], int] | None = None,
 ) -> Facts:
     """What the checks of a command line begin with; see `resolve_tokens`."""
@@ -86,7 +86,7 @@ def resolve_tokens(
     *,
     platform: Platform,
     scores_only: bool = False,
-    extra_args: ExtraArgs = add_rl_args,
+    extra_args: ExtraArgs = all_args,
     device_bytes: Callable[[], int] | None = None,
 ) -> JobSpec:
     """The job of a command line, and of everything that it names but the prompts.
@@ -132,7 +132,7 @@ def resolve_args(
     """
     facts: Facts = {
         "args": args,
-        "extra_args": add_rl_args,
+        "extra_args": all_args,
         "platform": platform,
         "world_size": args.world_size,
         "scores_only": False,

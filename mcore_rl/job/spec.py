@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from mcore_rl.flags.derived import DerivedFlags
 from mcore_rl.flags.options import RLConfig
-from mcore_rl.flags.parser import ExtraArgs, add_rl_args
+from mcore_rl.flags.parser import ExtraArgs, all_args
 from mcore_rl.flags.roles import Roles
 from mcore_rl.megatron.hf_checkpoint import HFCheckpoint
 from mcore_rl.model.config_json import ModelShape
@@ -24,7 +24,7 @@ class ValueModelSpec:
     layout: TrainLayout
     layers: PipelineLayers
     tokens: tuple[str, ...] | None  # for Megatron's parser; None: the actor's arguments, changed
-    extra_args: ExtraArgs = add_rl_args  # of that parser
+    extra_args: ExtraArgs = all_args  # of that parser
 
 
 @dataclass(frozen=True, slots=True)

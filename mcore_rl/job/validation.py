@@ -11,7 +11,7 @@ import warnings
 from collections.abc import Iterator, Sequence
 
 from mcore_rl.common.errors import UsageError
-from mcore_rl.flags.parser import ExtraArgs, add_rl_args
+from mcore_rl.flags.parser import ExtraArgs, all_args
 from mcore_rl.megatron import adapter as megatron_adapter
 from mcore_rl.model.config_json import ModelShape
 
@@ -36,7 +36,7 @@ def check_megatron_accepts(
     shape: ModelShape,
     *,
     world_size: int | None = None,
-    extra_args: ExtraArgs = add_rl_args,
+    extra_args: ExtraArgs = all_args,
 ) -> None:
     """Run Megatron's own validation, and make its tokenizer and the configuration of its models.
 

@@ -21,7 +21,7 @@ from mcore_rl.common.agreement import agreed, check_alike, from_rank, open_store
 from mcore_rl.common.platform import Platform, find_platform
 from mcore_rl.flags.given import as_config
 from mcore_rl.flags.options import RLConfig
-from mcore_rl.flags.parser import ExtraArgs, add_rl_args
+from mcore_rl.flags.parser import ExtraArgs, all_args
 from mcore_rl.flags.roles import ACTOR, CRITIC, REWARD, Roles, describe_ranks
 from mcore_rl.job.reading import make_parser
 from mcore_rl.job.resolver import resolve_args, resolve_tokens
@@ -66,7 +66,7 @@ def start(
     program: str = "mcore_rl.train",
     writes: bool = False,
     scores_only: bool = False,
-    extra_args: ExtraArgs = add_rl_args,
+    extra_args: ExtraArgs = all_args,
     megatron_options: Mapping[str, Any] | None = None,
 ) -> Job:
     """Check the command line on all ranks and start Megatron. Collective.

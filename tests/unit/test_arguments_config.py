@@ -11,7 +11,7 @@ import yaml
 from mcore_rl.common.errors import UsageError
 from mcore_rl.flags.given import as_config, expand_config, given_values
 from mcore_rl.flags.options import RLConfig
-from mcore_rl.flags.parser import add_rl_args
+from mcore_rl.flags.parser import add_rl_args, with_rl_args
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -118,6 +118,50 @@ def test_later_config_wins_between_flags_that_undo_each_other(tmp_path: Path) ->
     assert values("--rl-config", first, "--rl-config", second) == {"fusion": True}
 
 
+def full_parser() -> argparse.ArgumentParser:
+    """The same with the forms that undo switches, as a run has it."""
+    return with_rl_args(lambda parser: None)(make_parser())
+
+
+@pytest.mark.parametrize(
+    ("files", "tokens", "expected"),
+    [
+        (["sequence-parallel: false"], "", {"sequence_parallel": False}),
+        (["sequence-parallel: true", "sequence_parallel: false"], "", {"sequence_parallel": False}),
+        (["sequence-parallel: false", "sequence-parallel: true"], "", {"sequence_parallel": True}),
+        (["sequence-parallel: false", "sequence-parallel:"], "", {}),
+        (["sequence-parallel: false", "sequence-parallel: null"], "", {}),
+        (["sequence-parallel: false"], "--sequence-parallel", {"sequence_parallel": True}),
+        (["sequence-parallel: true"], "--no-sequence-parallel", {"sequence_parallel": False}),
+        (["no-sequence-parallel: true"], "", {"sequence_parallel": False}),
+        (["no-sequence-parallel: false"], "", {"sequence_parallel": True}),
+        (["no-fusion: false"], "", {"fusion": True}),
+        (["fusion: false"], "", {"fusion": False}),
+        (["no-fusion: true", "fusion: true"], "", {"fusion": True}),
+        (["profile: false"], "--profile", {"profile": True}),
+        (["no-profile: false"], "", {"profile": True}),
+        (["rl-reshard-delta: true"], "--no-rl-reshard-delta", {"rl_reshard_delta": False}),
+        # YAML reads these words as bools.
+        (["rl-attest: off"], "", {"rl_attest": "off"}),
+        (["rl-share-prompts: on"], "", {"rl_share_prompts": "on"}),
+    ],
+)
+def test_switch_that_is_off_in_a_file_is_off(
+    tmp_path: Path, files: list[str], tokens: str, expected: dict[str, object]
+) -> None:
+    given = [
+        token
+        for number, text in enumerate(files)
+        for token in ("--rl-config", write(tmp_path, f"{number}.yaml", text))
+    ]
+    parser = full_parser()
+    expanded = expand_config([*given, *tokens.split()], parser)
+    assert given_values(expanded, parser) == expected
+    # What is recorded of it is read as the same.
+    recorded = write(tmp_path, "recorded.yaml", yaml.safe_dump(as_config(expanded, parser)))
+    assert given_values(expand_config(["--rl-config", recorded], parser), parser) == expected
+
+
 @pytest.mark.parametrize(
     ("text", "sentence"),
     [
@@ -125,6 +169,15 @@ def test_later_config_wins_between_flags_that_undo_each_other(tmp_path: Path) ->
         ("sequence-parallel: 1", "'sequence-parallel' is a switch; its value is true or false"),
         ("- lr", "must hold 'flag: value' lines, not a list or a text"),
         ("a: [", "is not valid YAML: "),
+        ("[" * 20_000, "is not valid YAML: is nested deeper than "),
+        ("a: &a [*a]", "is not valid YAML: "),
+        ("lr: !!python/name:os.system", "is not valid YAML: "),
+        ("rl-prompts: {a: 1}", "'rl-prompts' has a dict where a text or a number belongs"),
+        ("betas: [0.9, [0.95]]", "'betas' has a list where a text or a number belongs"),
+        ("betas: [0.9, null]", "'betas' has nothing where a text or a number belongs"),
+        ("rl-num-steps: 0x" + "f" * 9000, "'rl-num-steps' has a text or a number that no"),
+        (r'rl-prompts: "a\0b"', "'rl-prompts' has a text or a number that no command line can"),
+        (r'rl-prompts: "\ud800"', "that no command line can hold"),
         ("rl-config: other.yaml", "cannot name another file; give the flag twice"),
         (b"\xff\xfe\x00", "cannot be read: it is not UTF-8 text"),
     ],

@@ -282,19 +282,14 @@ MEGATRON = [
     ),
     Case(
         "model_configuration",
-        ["Megatron refuses these flags", "moe_expert_capacity_factor must be set", "or drop"],
-        more="--moe-pad-expert-input-to-capacity",
+        ["Megatron refuses these flags", "Embeddings are shared", "or drop"],
+        more="--fp8-output-proj",
     ),
     Case(
         "a_row_for_a_sample",
         ["--moe-router-load-balancing-type seq_aux_loss", "packs several into one", "drop one"],
         more="--moe-router-load-balancing-type seq_aux_loss --moe-aux-loss-coeff 0.01 "
         "--rl-max-tokens-per-microbatch 256 --micro-batch-size 1",
-    ),
-    Case(
-        "tokenizer",
-        ["Megatron refuses these flags (Tokenizer path must be specified.)", "change or drop"],
-        more="--tokenizer-type HuggingFaceTokenizer",
     ),
     Case(
         "vllm_version",

@@ -18,11 +18,13 @@ from mcore_rl.flags.derived import (
     _NEEDS_CUDA,
     DerivedFlags,
     derive_flags,
+    for_megatron,
 )
-from mcore_rl.flags.given import given_values
-from mcore_rl.flags.megatron_flags import ARCHITECTURE
+from mcore_rl.flags.given import expand_config, given_values
+from mcore_rl.flags.megatron_flags import ARCHITECTURE, WITHOUT_EFFECT_DESTS
 from mcore_rl.flags.options import RLConfig
 from mcore_rl.flags.parser import add_rl_args
+from mcore_rl.job.reading import make_parser
 from mcore_rl.job.validation import check_megatron_accepts
 from mcore_rl.megatron import adapter as megatron_adapter
 from mcore_rl.model.config_json import ModelShape, settings_without_flag
@@ -30,9 +32,13 @@ from tests.unit.test_hf_config import (
     DEEPSEEK_V2,
     DEEPSEEK_V2_LITE,
     DEEPSEEK_V3,
+    GLM4_AIR,
     GPT_OSS,
+    KIMI_K2,
     LLAMA_1B,
+    MINIMAX_M2,
     MIXTRAL,
+    OLMOE,
     QWEN2_7B,
     QWEN3_30B_A3B,
     QWEN3_600M,
@@ -40,6 +46,7 @@ from tests.unit.test_hf_config import (
     read,
 )
 
+MOONLIGHT, GLM_FLASH = TRAINABLE["moonlight-16b-a3b"], TRAINABLE["glm-4.7-flash"]
 WHOLE = Platform(cuda=True, transformer_engine=(2, 20, 2), fused_weight_gradients=True)
 WITHOUT_APEX = dataclasses.replace(WHOLE, fused_weight_gradients=False)
 WITHOUT_ENGINE = dataclasses.replace(WHOLE, transformer_engine=None)
@@ -345,7 +352,7 @@ def test_defaults_yield_to_the_user(
 ) -> None:
     tokens = (
         "--lr 3e-4 --micro-batch-size 2 --clip-grad 0.5 --moe-router-load-balancing-type aux_loss "
-        "--expert-tensor-parallel-size 2 --seq-length 64"
+        "--expert-tensor-parallel-size 2"
     )
     before = given_values(derive(shapes[DEEPSEEK_V3], "", parser).defaults, parser)
     derived = derive(shapes[DEEPSEEK_V3], tokens, parser)
@@ -353,6 +360,106 @@ def test_defaults_yield_to_the_user(
     left = given_values(derived.defaults, parser)
     assert left == {dest: value for dest, value in before.items() if dest not in given}
     assert values_of(derived, tokens, parser).items() >= given.items()
+
+
+@pytest.mark.parametrize("platform", [WITHOUT_CUDA, WHOLE])
+@pytest.mark.parametrize("text", [DEEPSEEK_V3, QWEN3_30B_A3B, QWEN3_600M])
+def test_every_derived_switch_is_off_or_refused_where_a_file_says_so(
+    text: str, platform: Platform, shapes: dict[str, ModelShape], tmp_path: Path
+) -> None:
+    parser = make_parser()
+    tokens = "--tensor-model-parallel-size 2 --save folder"
+    derived = derive(shapes[text], tokens, parser, platform=platform)
+    options = parser._option_string_actions
+    switches = [token for token in derived.tokens if token in options]
+    switches = [
+        flag
+        for flag in switches
+        if options[flag].nargs == 0 and options[flag].dest not in WITHOUT_EFFECT_DESTS
+    ]
+    refused = set()
+    for flag in switches:
+        (tmp_path / "off.yaml").write_text(f"{flag[2:]}: false")
+        expanded = expand_config(["--rl-config", str(tmp_path / "off.yaml")], parser)
+        assert given_values(expanded, parser) == {
+            options[flag].dest: not options[flag].const  # type: ignore[operator]
+        }
+        try:
+            found = derive(
+                shapes[text], f"{tokens} {' '.join(expanded)}", parser, platform=platform
+            )
+        except UsageError as error:
+            assert error.flag == expanded[0] and error.remedy
+            refused.add(flag)
+        else:
+            assert flag not in found.tokens
+    assert refused >= {*derived.architecture, *derived.machine} & {*switches}
+    assert {"--dist-ckpt-optim-fully-reshardable", "--sequence-parallel"} <= {*switches} - refused
+
+
+@pytest.mark.parametrize(
+    ("text", "tokens"),
+    [
+        # Flag lists that launch scripts share between models.
+        (DEEPSEEK_V3, "--moe-router-pre-softmax --kv-channels 128 --mscale 1 --mscale-all-dim 1"),
+        (DEEPSEEK_V3, "--group-query-attention --num-query-groups 128"),
+        (DEEPSEEK_V2_LITE, "--kv-channels 16 --moe-router-topk-scaling-factor 1.0"),
+        (
+            MOONLIGHT,
+            "--moe-router-pre-softmax --moe-router-num-groups 1 --moe-router-group-topk 1 "
+            "--rotary-scaling-factor 1 --mscale 1.0 --mscale-all-dim 1.0 --kv-channels 64",
+        ),
+        (
+            KIMI_K2,
+            "--moe-router-pre-softmax --moe-router-num-groups 1 --moe-router-group-topk 1 "
+            "--kv-channels 64",
+        ),
+        (GLM4_AIR, "--moe-router-pre-softmax"),
+        (GLM_FLASH, "--kv-channels 192 --add-qkv-bias --moe-router-pre-softmax"),
+        (MINIMAX_M2, "--moe-router-pre-softmax --ffn-hidden-size 12288"),
+        (MIXTRAL, "--moe-router-topk-scaling-factor 1.0"),
+        (QWEN3_30B_A3B, "--ffn-hidden-size 768 --rotary-seq-len-interpolation-factor 1"),
+        (OLMOE, "--group-query-attention --num-query-groups 16"),
+        (LLAMA_1B, "--use-rope-scaling --rotary-scaling-factor 32.0 --rope-type rope"),
+        (QWEN3_600M, "--moe-router-topk 8 --moe-ffn-hidden-size 768 --rope-scaling-factor 8.0"),
+        (QWEN3_600M, "--kv-lora-rank 512 --yarn-beta-fast 32 --window-attn-skip-freq 2"),
+    ],
+)
+def test_flags_that_the_model_does_not_read_change_nothing(
+    text: str, tokens: str, shapes: dict[str, ModelShape], parser: argparse.ArgumentParser
+) -> None:
+    alone, found = derive(shapes[text], "", parser), derive(shapes[text], tokens, parser)
+    assert found.tokens == alone.tokens
+    for_it = for_megatron(found, tokens.split(), parser)
+    assert given_values(for_it, parser) == given_values(alone.tokens, parser)
+
+
+@pytest.mark.parametrize(
+    ("text", "tokens"),
+    [
+        (QWEN3_30B_A3B, "--moe-router-pre-softmax"),
+        (QWEN3_600M, "--kv-channels 64"),
+        (QWEN3_600M, "--use-rope-scaling --rope-scaling-factor 8"),
+        (QWEN3_600M, "--ffn-hidden-size 768"),
+        (DEEPSEEK_V3, "--moe-router-num-groups 1"),
+        (DEEPSEEK_V3, "--ffn-hidden-size 2048"),
+        (DEEPSEEK_V3, "--num-query-groups 8"),
+        (DEEPSEEK_V3, "--rotary-scaling-factor 32"),
+        (MOONLIGHT, "--rotary-scaling-factor 40"),
+        (MOONLIGHT, "--mscale-all-dim 1.0"),
+        (MOONLIGHT, "--moe-router-num-groups 8 --moe-router-group-topk 4"),
+        (MIXTRAL, "--moe-router-topk-scaling-factor 2.5"),
+        (OLMOE, "--num-query-groups 4"),
+        (LLAMA_1B, "--rope-scaling-factor 8.0"),
+        (LLAMA_1B, "--add-qkv-bias"),
+    ],
+)
+def test_flags_that_the_model_reads_contradict_it(
+    text: str, tokens: str, shapes: dict[str, ModelShape], parser: argparse.ArgumentParser
+) -> None:
+    with pytest.raises(UsageError, match="contradicts config.json") as refusal:
+        derive(shapes[text], tokens, parser)
+    assert refusal.value.flag.split()[0] in tokens and refusal.value.remedy.startswith("drop")
 
 
 def test_folder_of_checkpoints_brings_an_interval(

@@ -12,14 +12,20 @@ from typing import Any
 import pytest
 
 from mcore_rl.common.errors import UsageError
+from mcore_rl.common.platform import WITHOUT_CUDA
 from mcore_rl.flags import classes as flag_classes
 from mcore_rl.flags import megatron_flags
 from mcore_rl.flags.given import given_values
 from mcore_rl.flags.options import RLConfig
 from mcore_rl.flags.parser import add_rl_args
 from mcore_rl.job import preflight
+from mcore_rl.job.checks import FILES, MACHINE
+from mcore_rl.job.reading import make_parser
+from mcore_rl.job.resolver import facts_of_tokens, resolve
+from mcore_rl.job.validation import check_megatron_accepts
 from mcore_rl.megatron import adapter as megatron_adapter
 from mcore_rl.megatron.version import check_megatron
+from tests.model_shapes import CONFIGS
 
 ROOT = Path(__file__).parents[2]
 # What a launch script of Megatron must give.
@@ -107,6 +113,48 @@ def test_given_flags_without_effect_are_one_line(parser: argparse.ArgumentParser
         "--rl-prompts); --eval-iters, --eval-interval (evaluation is --rl-eval-prompts and "
         "--rl-eval-interval); --log-interval (every step has its line in metrics.jsonl)"
     )
+
+
+HOSTILE = {
+    "tokenizer_type": "HuggingFaceTokenizer",
+    "tokenizer_model": "no-such-organisation/no-such-model",
+    "vocab_file": "/no/such/vocab.json",
+    "merge_file": "/no/such/merges.txt",
+    "data_path": "/no/such/data",
+    "seq_length": "1000003",
+    "max_position_embeddings": "7",
+    "decoder_seq_length": "3",
+    "split": "nonsense",
+    "dataloader_type": "of-another-version",
+}
+
+
+def test_flags_without_effect_reach_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each with a value that Megatron would trip over, all of them together."""
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    parser = make_parser()
+    (tmp_path / "config.json").write_text((CONFIGS / "qwen3-0.6b.json").read_text())
+
+    def resolved(tokens: list[str]) -> dict[str, Any]:
+        typed = ["--rl-hf-checkpoint", str(tmp_path), *tokens]
+        facts = facts_of_tokens(typed, platform=WITHOUT_CUDA, world_size=1)
+        return resolve({**facts, "parser": parser}, leaves_out=[FILES, MACHINE])
+
+    alone = resolved([])
+    everything: list[str] = []
+    for action in parser._actions:
+        if action.dest not in megatron_flags.WITHOUT_EFFECT_DESTS or action.nargs == 0:
+            continue
+        kind = getattr(action.type, "convert", action.type)
+        text = HOSTILE.get(action.dest) or ("/no" if kind in (None, str) else "1000003")
+        everything += [action.option_strings[0], text]
+    found = resolved(everything)
+    assert found["all_tokens"] == alone["all_tokens"]
+    assert found["values"] == alone["values"]
+    (note,) = flag_classes.notes(found["given"], parser)
+    assert all(flag in note for flag in everything[::2])
+    # What is left is what Megatron's own validation takes.
+    check_megatron_accepts(found["all_tokens"], found["shape"], world_size=1)
 
 
 def test_a_flag_of_another_megatron_is_named(parser: argparse.ArgumentParser) -> None:

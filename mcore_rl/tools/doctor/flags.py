@@ -17,7 +17,7 @@ from typing import Any
 from mcore_rl.common.errors import UsageError
 from mcore_rl.common.platform import Platform
 from mcore_rl.flags.classes import notes
-from mcore_rl.flags.given import expand_config, flag_names, import_given_files
+from mcore_rl.flags.given import FlagNames, expand_config, import_given_files
 from mcore_rl.flags.megatron_flags import SHARED_RL
 from mcore_rl.flags.options import RLConfig, flags
 from mcore_rl.job.checks import Check
@@ -111,7 +111,7 @@ def read_job(
         facts = reader.resolved(world_size, platform)
     more = [
         *_given_twice(tokens, parser),
-        *_without_effect(facts.get("given", {}), parser, platform.cuda),
+        *_without_effect(facts, parser, platform.cuda),
         *_from_environment(environment, world_size),
     ]
     found = [*reader.findings, *more]
@@ -202,7 +202,7 @@ def _given_twice(tokens: Sequence[str], parser: argparse.ArgumentParser) -> list
     flags = [known.get(token.split("=")[0]) for token in tokens if token.startswith("--")]
     added_up = ("rl_config", "rl_import_")
     times = Counter(a.dest for a in flags if a is not None and a.dest not in added_up)
-    names = flag_names(parser)
+    names = FlagNames(parser)
     return [
         yellow(FLAGS, f"{names[dest]} is given {count} times, and the last one counts", "drop one")
         for dest, count in times.items()
@@ -211,13 +211,15 @@ def _given_twice(tokens: Sequence[str], parser: argparse.ArgumentParser) -> list
 
 
 def _without_effect(
-    given: Mapping[str, Any], parser: argparse.ArgumentParser, has_cuda: bool
+    facts: Mapping[str, Any], parser: argparse.ArgumentParser, has_cuda: bool
 ) -> list[Finding]:
+    given = facts.get("given", {})
+    unread = facts["derived"].unread if "derived" in facts else frozenset()
     here = "with a GPU" if has_cuda else "without a GPU"
-    names = flag_names(parser)
+    names = FlagNames(parser)
     said = [
         yellow(FLAGS, line, "drop them, or read docs/using/megatron_flags.md")
-        for line in notes(given, parser)
+        for line in notes(given, parser, unread=unread)
     ]
     return said + [
         yellow(FLAGS, f"{names[dest]} has no effect on a machine {here}: it {why}", "drop it here")

@@ -1,0 +1,85 @@
+"""Flags of the architecture that cannot change what a given model computes.
+
+Launch scripts give some flags for whole groups of models: `--moe-router-pre-softmax` for routers by
+a sigmoid, `--kv-channels` for latent attention, a single group of experts. config.json has no such
+part, and yet nothing contradicts it. Which code of Megatron reads a flag was looked up in 0.19.2.
+
+This module is pure: it imports neither Megatron nor vLLM nor torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from mcore_rl.flags.megatron_flags import ARCHITECTURE
+from mcore_rl.model.config_json import ModelShape
+
+# Read by latent attention alone (MLATransformerConfig).
+_OF_LATENT = frozenset(
+    "kv_lora_rank q_lora_rank qk_head_dim qk_pos_emb_head_dim v_head_dim rope_type mscale "
+    "mscale_all_dim".split()
+)
+# Read where --position-embedding-type is yarn; with latent attention Megatron has no flag for them.
+_OF_YARN = frozenset(
+    "yarn_beta_fast yarn_beta_slow yarn_original_max_position_embeddings "
+    "yarn_correction_range_round_to_int".split()
+)
+_OF_EXPERTS = frozenset(name for name in ARCHITECTURE if name.startswith("moe_"))
+
+
+def unread_by(shape: ModelShape, given: Mapping[str, Any]) -> frozenset[str]:
+    """Those of the flags `given`, by destination, whose values this model does not depend on."""
+    return frozenset(
+        dest for dest in given if dest in ARCHITECTURE and _is_unread(dest, shape, given)
+    )
+
+
+def _is_unread(dest: str, shape: ModelShape, given: Mapping[str, Any]) -> bool:
+    value = given[dest]
+    if dest in _OF_EXPERTS:
+        return _is_unread_by_router(dest, value, shape)
+    if dest == "ffn_hidden_size":  # of dense layers
+        return all(shape.is_moe_layer)
+    if dest == "window_attn_skip_freq":
+        return shape.sliding_window is None and given.get("window_size") is None
+    if dest == "rope_scaling_factor":
+        return shape.rope["rope_type"] != "llama3" and not given.get("use_rope_scaling")
+    if dest == "rotary_seq_len_interpolation_factor":
+        return bool(value == 1)
+    has_yarn = shape.rope["rope_type"] == "yarn"
+    if dest in _OF_YARN:
+        return bool(shape.latent) or not has_yarn
+    if shape.latent:
+        return _is_unread_by_latent_attention(dest, shape, given)
+    if dest in ("num_query_groups", "group_query_attention"):  # one group a head
+        every_head = given.get("num_query_groups") == shape.num_heads
+        return shape.num_kv_heads == shape.num_heads and every_head
+    return dest in _OF_LATENT or (dest == "rotary_scaling_factor" and not has_yarn)
+
+
+def _is_unread_by_latent_attention(dest: str, shape: ModelShape, given: Mapping[str, Any]) -> bool:
+    if dest in ("kv_channels", "add_qkv_bias"):
+        return True
+    if dest in ("num_query_groups", "group_query_attention"):
+        return bool(given.get("num_query_groups") == shape.num_heads)
+    if shape.rope["rope_type"] == "yarn":
+        return False
+    # A factor of 1 leaves positions and the scale of the scores as they are, whatever mscale is.
+    is_one = given.get("rotary_scaling_factor") == 1
+    return dest == "mscale" or (dest in ("rotary_scaling_factor", "mscale_all_dim") and is_one)
+
+
+def _is_unread_by_router(dest: str, value: Any, shape: ModelShape) -> bool:
+    experts = shape.experts
+    if experts is None:
+        return True
+    if dest == "moe_router_pre_softmax":
+        return experts.score_function != "softmax"
+    if dest in ("moe_router_num_groups", "moe_router_group_topk"):
+        return experts.num_groups is None and value == 1
+    if dest == "moe_router_topk_scaling_factor":
+        return experts.scaling_factor == 1 and value == 1
+    if dest == "moe_shared_expert_intermediate_size":
+        return not experts.shared_hidden_size and value == 0
+    return False

@@ -282,7 +282,7 @@ MEGATRON = [
     ),
     Case(
         "model_configuration",
-        ["Megatron refuses these flags", "Embeddings are shared", "or drop"],
+        ["Megatron refuses these flags", "fp8_output_proj must be used together", "or drop"],
         more="--fp8-output-proj",
     ),
     Case(

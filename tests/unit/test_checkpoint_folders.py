@@ -18,6 +18,7 @@ from torch.distributed.checkpoint import save as torch_save
 
 from mcore_rl.common.errors import UsageError
 from mcore_rl.trainer.resume import folders
+from mcore_rl.trainer.resume.trainer_state import check_mtp
 
 FILES = {"__0_0.distcp": b"weights" * 100, ".metadata": b"m", "trainer/.metadata": b"t" * 7}
 
@@ -189,10 +190,10 @@ def test_mtp_layers_to_train_must_be_in_the_checkpoint(tmp_path: Path) -> None:
     for step, name in held.items():
         place = tmp_path / folders.iteration_name(step)
         torch_save({name: torch.zeros(1)}, checkpoint_id=place, no_dist=True)
-        folders.check_mtp(tmp_path, step, None)
-    folders.check_mtp(tmp_path, 4, 1)
+        check_mtp(tmp_path, step, None)
+    check_mtp(tmp_path, 4, 1)
     with pytest.raises(UsageError, match="the checkpoint of step 3 in --load") as refusal:
-        folders.check_mtp(tmp_path, 3, 1)
+        check_mtp(tmp_path, 3, 1)
     assert refusal.value.flag == "--mtp-num-layers 1" and "drop it" in refusal.value.remedy
 
 

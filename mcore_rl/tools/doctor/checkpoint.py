@@ -16,6 +16,7 @@ from mcore_rl.model.config_json import ModelShape
 from mcore_rl.model.quantization import FP8, MXFP4
 from mcore_rl.tools.doctor.finding import CHECKPOINT, Finding, green, plural, red, refusal, yellow
 from mcore_rl.trainer.resume import folders
+from mcore_rl.trainer.resume.trainer_state import check_mtp
 
 # Of a checkpoint so much is hashed; of all files the sizes are compared.
 _HASHED_BYTES = 4 << 30
@@ -98,7 +99,7 @@ def _check_load(values: Mapping[str, Any], config: RLConfig) -> tuple[list[Findi
     if step is None:
         return findings, None
     try:
-        folders.check_mtp(load, step, values.get("mtp_num_layers"))
+        check_mtp(load, step, values.get("mtp_num_layers"))
     except UsageError as error:
         return [*findings, refusal(CHECKPOINT, error)], None
     if values.get("finetune"):

@@ -352,20 +352,3 @@ def _sync(path: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
-
-
-def check_mtp(load: Path, step: int, num_layers: int | None) -> None:
-    """UsageError: MTP layers are to be trained, and the checkpoint of `step` has none."""
-    place = load / iteration_name(step)
-    if not num_layers or not (place / ".metadata").is_file():
-        return
-    from torch.distributed.checkpoint import FileSystemReader
-
-    names = FileSystemReader(place).read_metadata().state_dict_metadata
-    if not any("mtp.layers." in name for name in names):
-        raise UsageError(
-            f"trains multi-token-prediction layers, which the checkpoint of step {step} in --load "
-            f"{load} does not have",
-            flag=f"--mtp-num-layers {num_layers}",
-            remedy="drop it, as when that run began, or begin a new run with it",
-        )

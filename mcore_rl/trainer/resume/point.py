@@ -19,7 +19,13 @@ from mcore_rl.megatron.hf_checkpoint import HFCheckpoint, fingerprint
 from mcore_rl.megatron.rng import RngState
 from mcore_rl.trainer.resume import folders
 from mcore_rl.trainer.resume.choice import choose
-from mcore_rl.trainer.resume.trainer_state import LOADED, TRAINER, TrainerState, load_trainer_state
+from mcore_rl.trainer.resume.trainer_state import (
+    LOADED,
+    TRAINER,
+    TrainerState,
+    check_mtp,
+    load_trainer_state,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -76,7 +82,7 @@ def find_resume_point(
         folders.check_beginning(save, load, step, asked=args.ckpt_step, finetune=args.finetune)
         if load is None or step is None:
             return None
-        folders.check_mtp(load, step, args.mtp_num_layers)
+        check_mtp(load, step, args.mtp_num_layers)
         args.ckpt_step = step
         if args.finetune:
             return None

@@ -21,6 +21,7 @@ from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint import load as load_checkpoint
 
 from mcore_rl.common import objects
+from mcore_rl.common.errors import UsageError
 from mcore_rl.megatron import saving as megatron_checkpoint
 from mcore_rl.megatron.rng import RngState
 from mcore_rl.trainer.resume.folders import iteration_name
@@ -115,3 +116,18 @@ def _content(row: torch.Tensor) -> bytes:
     stored = row.numpy().astype(np.uint8).tobytes()
     length = int.from_bytes(stored[:_LENGTH_BYTES], "little")
     return stored[_LENGTH_BYTES : _LENGTH_BYTES + length]
+
+
+def check_mtp(load: Path, step: int, num_layers: int | None) -> None:
+    """UsageError: MTP layers are to be trained, and the checkpoint of `step` has none."""
+    place = load / iteration_name(step)
+    if not num_layers or not (place / ".metadata").is_file():
+        return
+    names = FileSystemReader(place).read_metadata().state_dict_metadata
+    if not any("mtp.layers." in name for name in names):
+        raise UsageError(
+            f"trains multi-token-prediction layers, which the checkpoint of step {step} in --load "
+            f"{load} does not have",
+            flag=f"--mtp-num-layers {num_layers}",
+            remedy="drop it, as when that run began, or begin a new run with it",
+        )

@@ -5,9 +5,10 @@ Symptom: `--load` of a folder that somebody else has made runs whatever that som
 Cause: torch.distributed.checkpoint reads the first by `pickle.load` and the second by
 `torch.load(weights_only=False)`. Megatron reads checkpoints by both.
 Why safe: what Megatron and torch save consists of few classes, each of which only holds values; the
-first is read by an unpickler that knows those of metadata, the second by torch's own for weights
-with the classes that Megatron registers there. Any other is refused by a sentence that names file
-and class, before it is looked up. Saving is as it was.
+first is read by `metadata_unpickler`, which restricts classes, operations, sizes and values, the
+second by torch's own unpickler for weights with the classes that Megatron registers there. Any
+other is refused by a sentence that names file and class, before it is looked up. Saving is as it
+was.
 Upstream: as described, as of torch 2.13.0 and megatron-core 0.19.2.
 Drop when: `FileSystemReader.read_metadata` and `DefaultLoadPlanner.load_bytes` refuse what is code.
 Versions: torch 2.13.0; 2.8 to 2.12, which is not tried, where both places look as they do there.
@@ -15,12 +16,15 @@ Versions: torch 2.13.0; 2.8 to 2.12, which is not tried, where both places look 
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import functools
 import io
 import logging
 import pickle
-from collections.abc import Callable
+import zipfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any, BinaryIO
 
 from packaging.specifiers import SpecifierSet
@@ -29,62 +33,10 @@ from mcore_rl.common.errors import UsageError
 from mcore_rl.patches.registry import Patch, require, require_parameters
 
 _CHECKPOINT = "torch.distributed.checkpoint"
-# What `.metadata` of torch's and Megatron's savers is made of, beside torch's dtypes.
-METADATA_CLASSES = {
-    ("torch", "Size"),
-    ("torch", "device"),
-    ("torch.serialization", "_get_layout"),  # strided and the like, by name
-    ("pathlib", "PosixPath"),
-    ("pathlib", "PurePosixPath"),
-    ("collections", "OrderedDict"),
-    ("builtins", "set"),
-    ("builtins", "frozenset"),
-    *(
-        (f"{_CHECKPOINT}.metadata", name)
-        for name in (
-            *("Metadata", "MetadataIndex", "StorageMeta", "TensorProperties"),
-            *("TensorStorageMetadata", "BytesStorageMetadata", "ChunkStorageMetadata"),
-            "_MEM_FORMAT_ENCODING",
-        )
-    ),
-    *((f"{_CHECKPOINT}.filesystem", name) for name in ("_StorageInfo", "_StoragePrefix")),
-    *(
-        (f"{_CHECKPOINT}.planner", name)
-        for name in (
-            "SavePlan",
-            "WriteItem",
-            "WriteItemType",
-            "TensorWriteData",
-            "BytesIOWriteData",
-        )
-    ),
-}
-
-
-class _MetadataUnpickler(pickle.Unpickler):
-    def __init__(self, file: BinaryIO) -> None:
-        super().__init__(file)
-        self._name = getattr(file, "name", ".metadata")
-
-    def find_class(self, module: str, name: str) -> Any:
-        import torch
-
-        if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
-            return getattr(torch, name)
-        if (module, name) == ("builtins", "getattr"):
-            return self._member  # how Python before 3.11.4 stores a member of an enum
-        if (module, name) not in METADATA_CLASSES:
-            raise _refusal(str(self._name), f"{module}.{name}")
-        return super().find_class(module, name)
-
-    def _member(self, owner: Any, name: str) -> enum.Enum:
-        if not (isinstance(owner, enum.EnumMeta) and name in owner.__members__):
-            raise _refusal(str(self._name), "builtins.getattr")
-        return owner.__members__[name]
 
 
 class _MetadataPickle:
-    """The module pickle, whose `load` knows the classes of metadata only."""
+    """The module pickle, whose `load` only reads metadata."""
 
     def __init__(self) -> None:
         # torch makes a text of what is raised while it reads metadata, and goes on.
@@ -94,31 +46,108 @@ class _MetadataPickle:
         return getattr(pickle, name)
 
     def load(self, file: BinaryIO) -> Any:
+        """The metadata in `file`; UsageError for anything else."""
+        from mcore_rl.patches.torch import metadata_unpickler as unpickler
+
+        name = str(getattr(file, "name", ".metadata"))
         try:
-            return _MetadataUnpickler(file).load()
+            content = file.read(unpickler.MAX_BYTES + 1)
+            if len(content) > unpickler.MAX_BYTES:
+                raise unpickler.ForbiddenContent(f"more than {unpickler.MAX_BYTES} bytes")
+            found = unpickler.MetadataUnpickler(content).load()
+            _check_files(found, Path(name).parent if Path(name).is_file() else None)
+            return found
         except UsageError as error:
             self.refusal = error
-            raise
-        except Exception as error:  # pickle raises anything on bytes that are none of its own
+        except unpickler.ForbiddenContent as error:
+            self.refusal = _refusal(name, str(error))
+        except Exception as error:  # an unpickler raises anything on bytes that are not a pickle
             self.refusal = UsageError(
-                f"{getattr(file, 'name', '.metadata')} is no metadata of a checkpoint "
-                f"({type(error).__name__}: {error})",
+                f"{name} is not the metadata of a checkpoint ({type(error).__name__}: {error})",
                 remedy="restore the file, or load another checkpoint",
             )
-            raise self.refusal from error
+        raise self.refusal
+
+
+def _check_files(found: Any, folder: Path | None) -> None:
+    """UsageError if a file of the checkpoint is missing or shorter than its metadata says."""
+    ends: dict[str, int] = {}
+    for info in (found.storage_data or {}).values():
+        end = info.offset + info.length
+        ends[info.relative_path] = max(end, ends.get(info.relative_path, 0))
+    for name, end in sorted(ends.items()) if folder is not None else ():
+        path = Path(folder, name)  # type: ignore[arg-type]
+        size = path.stat().st_size if path.is_file() else -1
+        if size < end:
+            raise UsageError(
+                f"{path} is {'missing' if size < 0 else f'cut short: {size} bytes'}, and "
+                f"{folder}/.metadata names {end} bytes of it",
+                remedy="restore the file, or load another checkpoint",
+            )
 
 
 def load_object(stored: io.BytesIO | str, name: str) -> Any:
     """What torch.save has stored, if it is tensors, plain values and Megatron's safe classes.
 
-    Raises UsageError with `name` and the class if there is any other.
+    Raises UsageError with `name` and the class if there is any other, or if the bytes are not what
+    torch.save writes. The members of enums, which all of the process share, stay as they are.
     """
     import torch
 
+    with _enums_unchanged(name):
+        try:
+            _require_uncompressed(stored)
+            return torch.load(stored, map_location="cpu", weights_only=True)
+        except pickle.UnpicklingError as error:
+            raise _refusal(name, _class_in(str(error))) from error
+        except Exception as error:
+            raise UsageError(
+                f"{name} cannot be read ({type(error).__name__}: {error})",
+                remedy="restore the file, or load another checkpoint",
+            ) from error
+
+
+@contextlib.contextmanager
+def _enums_unchanged(name: str) -> Iterator[None]:
+    """Refuse, and undo, a change of a member of an enum.
+
+    torch's unpickler gives a state to any instance of a class that it knows, and members are some.
+    """
+    import torch
+
+    before = [
+        (member, type(member), dict(vars(member)))
+        for known in torch.serialization.get_safe_globals()
+        if isinstance(known, enum.EnumMeta)
+        for member in known.__members__.values()
+    ]
     try:
-        return torch.load(stored, map_location="cpu", weights_only=True)
-    except pickle.UnpicklingError as error:
-        raise _refusal(name, _class_in(str(error))) from error
+        yield
+    finally:
+        changed = False
+        for member, kind, state in before:
+            if type(member) is not kind or vars(member) != state:
+                object.__setattr__(member, "__class__", kind)
+                vars(member).clear()
+                vars(member).update(state)
+                changed = True
+        if changed:
+            raise _refusal(name, "a state for a member of an enum")
+
+
+def _require_uncompressed(stored: io.BytesIO | str) -> None:
+    """torch.save compresses nothing: a compressed entry may expand to any size."""
+    try:
+        with zipfile.ZipFile(stored) as archive:
+            entries = archive.infolist()
+    except zipfile.BadZipFile:
+        return  # torch reads its older format, or says what is wrong
+    finally:
+        if isinstance(stored, io.BytesIO):
+            stored.seek(0)
+    compressed = [each.filename for each in entries if each.compress_type != zipfile.ZIP_STORED]
+    if compressed:
+        raise pickle.UnpicklingError(f"the compressed entry {compressed[0]!r}")
 
 
 def _class_in(message: str) -> str:
@@ -127,9 +156,9 @@ def _class_in(message: str) -> str:
     return rest.split()[0] if found else message.partition("\n")[0]
 
 
-def _refusal(place: str, class_name: str) -> UsageError:
+def _refusal(place: str, what: str) -> UsageError:
     return UsageError(
-        f"{place} holds {class_name}, which is no part of a checkpoint and may be code that would "
+        f"{place} holds {what}, which is not part of a checkpoint and may be code that would "
         "run when it is read",
         remedy="get the checkpoint from whom you trust, or save it without that",
     )

@@ -64,7 +64,7 @@ def test_code_in_metadata_is_not_run(ranks: RankPool, tmp_path: Path, marker: Pa
     assert marker.exists(), "the attack would work on torch itself"
     marker.unlink()
     error = load(ranks, folder)["error"]
-    assert error.startswith(f"{path} holds builtins.exec, which is no part of a checkpoint")
+    assert error.startswith(f"{path} holds builtins.exec, which is not part of a checkpoint")
     assert not marker.exists()
 
 
@@ -72,7 +72,7 @@ def test_metadata_that_is_none_is_a_sentence(ranks: RankPool, tmp_path: Path) ->
     save(ranks, tmp_path / "saved")
     path = tmp_path / "saved" / ".metadata"
     path.write_bytes(b"<html>not found</html>")
-    assert load(ranks, tmp_path / "saved")["error"].startswith(f"{path} is no metadata of a check")
+    assert load(ranks, tmp_path / "saved")["error"].startswith(f"{path} is not the metadata of a check")
 
 
 @pytest.mark.parametrize("environment", [{}, {FORCE: "1"}], ids=["as it is", "switched off"])
@@ -87,7 +87,7 @@ def test_code_in_the_common_state_is_not_run(
     assert marker.exists(), "the attack would work without a guard"
     marker.unlink()
     error = load(ranks, folder, **environment)["error"]
-    assert error.startswith(f"{path} holds exec, which is no part of a checkpoint")
+    assert error.startswith(f"{path} holds exec, which is not part of a checkpoint")
     assert not marker.exists()
 
 

@@ -82,7 +82,7 @@ def test_code_is_run_where_it_is_asked_for_and_out_of_a_checkpoint_never(
     codes, said = run("train", *load)
     assert codes == {2} and ".metadata: " in said, said[-6000:]  # its digest has changed
     reseal(place, ".metadata")
-    attack = [f"{place / '.metadata'} holds builtins.exec, which is no part of a checkpoint"]
+    attack = [f"{place / '.metadata'} holds builtins.exec, which is not part of a checkpoint"]
     refused(run("train", *load), attack)
     pickle.loads((place / ".metadata").read_bytes())
     assert marker.exists(), "the attack would work on torch itself"

@@ -10,6 +10,17 @@ from pathlib import Path
 from typing import Any
 
 from mcore_rl.common.errors import UsageError
+from mcore_rl.common.readers import integer_within
+
+# Some ten times what the largest published models have: what is made of these is enumerated, and
+# another number would keep a start busy for hours.
+_MOST = {
+    "num_hidden_layers": 2000,
+    "num_nextn_predict_layers": 100,
+    **dict.fromkeys(("n_routed_experts", "num_experts", "num_local_experts"), 10_000),
+    "vocab_size": 10_000_000,
+}
+_MOST_ELSEWHERE = 1 << 31  # positions; widths are compared with the weights
 
 
 class Fields:
@@ -44,16 +55,18 @@ class Fields:
         return default if value is None else value
 
     def count(self, name: str, default: int | None = None, *, least: int = 1) -> int:
-        """An integer of at least `least`; needed unless there is a default."""
+        """An integer from `least` to the bound of this field; needed unless there is a default."""
         value = self[name] if default is None else self.get(name, default)
-        if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        most = _MOST.get(name, _MOST_ELSEWHERE)
+        count = integer_within(value, least, most)
+        if count is None:
             raise UsageError(
-                f": {self._path} has {name} {value!r}, which must be an integer of at least "
-                f"{least}",
+                f": {self._path} has {name} {repr(value)[:60]}, which must be an integer from "
+                f"{least} to {most}",
                 flag=self._flag,
                 remedy="use the config.json that was published with the checkpoint",
             )
-        return value
+        return count
 
     def refuse(self, what: str, remedy: str = "choose another checkpoint") -> UsageError:
         return UsageError(

@@ -28,6 +28,7 @@ from mcore_rl.model.rope import YARN_WITHOUT_FLAG, read_rope
 from mcore_rl.model.vllm_fields import unmapped_field
 
 ARCHITECTURES = tuple(FAMILIES)
+_MOST_EXPERTS = 500_000  # of all layers; each has a name of its own, and Kimi-K2 has 23,424
 CLAMPED_AT = 7.0  # both halves of gpt-oss's SwiGLU; vLLM knows no other value
 
 
@@ -187,6 +188,9 @@ def model_shape(
     num_layers = fields.count("num_hidden_layers")
     num_heads = fields.count("num_attention_heads")
     latent = _latent_attention(fields) if family.latent_attention else None
+    experts = _experts(fields, family.router) if family.router else None
+    if experts is not None and num_layers * experts.num_experts > _MOST_EXPERTS:
+        raise fields.refuse(f"{experts.num_experts} experts in each of {num_layers} layers")
     shape = ModelShape(
         architecture=family.model_type,
         num_layers=num_layers,
@@ -197,7 +201,7 @@ def model_shape(
         num_kv_heads=num_heads if latent else fields.count("num_key_value_heads", num_heads),
         head_dim=_head_dim(fields, num_heads, latent),
         latent=latent,
-        experts=_experts(fields, family.router) if family.router else None,
+        experts=experts,
         is_moe_layer=_moe_layers(fields, family, num_layers),
         qk_norm=_switch(fields, family.qk_norm),
         qkv_bias=_switch(fields, family.qkv_bias),

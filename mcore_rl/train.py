@@ -217,6 +217,7 @@ class Run:
                 self.job.checkpoint,
                 Path(config.export_hf),
                 as_float8=config.export_dtype == FLOAT8,
+                apart_from=(config.directory, self._saver.folder),
             )
         tensorboard = self.job.args.tensorboard_dir
         facts = run_facts(config.directory, self._saver.folder, config.export_hf, tensorboard)

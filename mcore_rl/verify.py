@@ -113,10 +113,10 @@ def compare_loads(job: Job, state: TrainState, shards: ModelShards) -> Verificat
     offloader = build_offloader(job, state)
     with contextlib.ExitStack() as at_the_end:
         with offloader.everything_away():
-            is_quantized = job.shape.quantization is not None
-            engine = VLLMEngine(engine_config(job, load_format="dummy" if is_quantized else "auto"))
+            by_us = job.shape.quantization is not None or not job.checkpoint.is_all_that_vllm_reads
+            engine = VLLMEngine(engine_config(job, load_format="dummy" if by_us else "auto"))
             at_the_end.callback(engine.close)
-            if is_quantized:
+            if by_us:
                 engine.reload(_whole_tensors(engine, job))
             expected = stored_digests(engine)
             manager = build_manager(job, shards, engine, offloader=offloader)
@@ -177,9 +177,7 @@ def overwrite_with_zeros(engine: VLLMEngine, job: Job, expected: Mapping[str, st
 
 def _served(engine: VLLMEngine, job: Job) -> Iterator[tuple[str, TensorInfo]]:
     """The checkpoint's tensors that an engine takes, those of its drafter among them."""
-    for name, info in job.checkpoint.tensors.items():
-        if not (job.shape.tied_embeddings and name == "lm_head.weight"):
-            yield name, info
+    yield from job.checkpoint.tensors.items()
     if engine.drafter is not None:
         for name, info in job.checkpoint.mtp.items():
             if not is_mtp_copy(name):
@@ -187,7 +185,8 @@ def _served(engine: VLLMEngine, job: Job) -> Iterator[tuple[str, TensorInfo]]:
 
 
 def _whole_tensors(engine: VLLMEngine, job: Job) -> Iterator[tuple[str, torch.Tensor]]:
-    """What FP8 blocks stand for, for vLLM's own loaders, one whole tensor after the other."""
+    """What the folder holds or its FP8 blocks stand for, one whole tensor after the other, for
+    vLLM's own loaders."""
     for name, _ in _served(engine, job):
         yield name, read_tensor(job.checkpoint, name)
 

@@ -1,6 +1,6 @@
 """The folder of a good run, and changes that spoil it; for test_bad_input*.py.
 
-The model is a checkpoint with the few tensors whose shapes are compared with its config.json.
+The model is a checkpoint of zeros.
 """
 
 from __future__ import annotations
@@ -14,6 +14,9 @@ import torch
 from safetensors.torch import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
+
+from mcore_rl.model.config_json import model_shape
+from mcore_rl.model.tensors import checkpoint_tensors
 
 DEEPSEEK: dict[str, Any] = {
     "model_type": "deepseek_v3",
@@ -73,18 +76,12 @@ def make_good_folder(here: Path) -> None:
 
 
 def save_weights(checkpoint: Path, config: dict[str, Any]) -> None:
-    """Two shards with the few tensors whose shapes are compared with config.json."""
-    hidden, num_layers = config["hidden_size"], config["num_hidden_layers"]
-    shards: dict[str, dict[str, torch.Tensor]] = {
-        FIRST: {"model.embed_tokens.weight": torch.zeros(config["vocab_size"], hidden)},
-        SECOND: {"lm_head.weight": torch.zeros(config["vocab_size"], hidden)},
-    }
-    for layer in range(num_layers):
-        mlp, width = f"model.layers.{layer}.mlp.", config["intermediate_size"]
-        if layer >= config.get("first_k_dense_replace", num_layers):
-            mlp += f"experts.{config['n_routed_experts'] - 1}."
-            width = config["moe_intermediate_size"]
-        shards[FIRST][f"{mlp}gate_proj.weight"] = torch.zeros(width, hidden)
+    """Two shards with all tensors of the model, the head in the second."""
+    shape = model_shape(config, checkpoint / "config.json")
+    shards: dict[str, dict[str, torch.Tensor]] = {FIRST: {}, SECOND: {}}
+    for name, spec in checkpoint_tensors(shape):
+        shard = SECOND if name == "lm_head.weight" else FIRST
+        shards[shard][name] = torch.zeros(spec.shape, dtype=getattr(torch, spec.dtype))
     for name, tensors in shards.items():
         save_file(tensors, checkpoint / name)
     weight_map = {tensor: name for name, tensors in shards.items() for tensor in tensors}

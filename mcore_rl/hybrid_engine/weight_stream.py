@@ -252,10 +252,7 @@ def _near(layout: TrainLayout, ranks_per_node: int) -> Neighbourhoods:
 
 
 def _served(tensors: Mapping[str, TensorInfo], shards: ModelShards) -> dict[str, TensorInfo]:
-    """The tensors that travel: all that training holds, on whichever rank.
-
-    A checkpoint of tied embeddings may hold a copy of the embedding as lm_head; training has one.
-    """
+    """The tensors that travel: all that training holds, on whichever rank."""
     trained = set().union(*objects.all_gather(shards.tensors()))
     return {name: info for name, info in tensors.items() if name in trained}
 

@@ -18,9 +18,8 @@ from mcore_rl.flags.options import RLConfig, frozen
 from mcore_rl.flags.parser import ExtraArgs, all_args
 from mcore_rl.flags.roles import DEGREE_FLAGS
 from mcore_rl.megatron import adapter as megatron_adapter
-from mcore_rl.megatron.hf_checkpoint import HFCheckpoint, open_checkpoint
+from mcore_rl.megatron.hf_checkpoint import HFCheckpoint, check_tensors, open_checkpoint
 from mcore_rl.model.config_json import ModelShape, megatron_flags, read_model_shape
-from mcore_rl.model.families import family_of
 
 # A model's shape, of the folder that a field of RLConfig names.
 ReadShape = Callable[[RLConfig, str], ModelShape]
@@ -156,30 +155,5 @@ def read_checkpoint(config: RLConfig, shape: ModelShape) -> HFCheckpoint:
     assert config.hf_checkpoint is not None, "its config.json was read"
     folder = Path(config.hf_checkpoint)
     checkpoint = open_checkpoint(folder, shape)
-    for tensor, expected in _landmarks(shape):
-        info = checkpoint.tensors.get(tensor)
-        if info is None or info.shape != expected:
-            held = f"has {tensor} of shape {list(info.shape)}" if info else f"lacks {tensor}"
-            raise UsageError(
-                f"{held}, but its config.json describes one of shape {list(expected)}: they are of "
-                "two models",
-                flag=f"--rl-hf-checkpoint {folder}",
-                remedy="copy the checkpoint again",
-            )
+    check_tensors(checkpoint, shape, flag="--rl-hf-checkpoint")
     return checkpoint
-
-
-def _landmarks(shape: ModelShape) -> list[tuple[str, tuple[int, ...]]]:
-    """A few tensors that tell by their shapes whether weights and config.json belong together."""
-    hidden = shape.hidden_size
-    tensors = [("model.embed_tokens.weight", (shape.vocab_size, hidden))]
-    if not shape.tied_embeddings:
-        tensors.append(("lm_head.weight", (shape.vocab_size, hidden)))
-    for layer, is_moe in enumerate(shape.is_moe_layer):
-        gate, width = "mlp.gate_proj.weight", shape.ffn_hidden_size
-        if is_moe and shape.experts:
-            names = family_of(shape.architecture).names
-            gate = names.expert.format(expert=shape.experts.num_experts - 1) + names.gate
-            width = shape.experts.hidden_size
-        tensors.append((f"model.layers.{layer}.{gate}", (width, hidden)))
-    return tensors

@@ -46,3 +46,13 @@ class JobSpec:
     critic: ValueModelSpec | None
     reward_model: ValueModelSpec | None
     trust_remote_code: bool
+
+    @property
+    def checkpoints(self) -> dict[str, HFCheckpoint]:
+        """What is read of Hugging Face folders, by the flag that names the folder."""
+        found = {"--rl-hf-checkpoint": self.checkpoint}
+        if self.critic is not None and self.config.critic_init is not None:
+            found["--rl-critic-init"] = self.critic.checkpoint
+        if self.reward_model is not None:
+            found["--rl-reward-model"] = self.reward_model.checkpoint
+        return found

@@ -28,7 +28,7 @@ from mcore_rl.job import preflight
 from mcore_rl.job.layout import check_batches, check_layout, check_stages
 from mcore_rl.job.reading import ReadShape
 from mcore_rl.job.validation import check_megatron_accepts
-from mcore_rl.megatron.hf_checkpoint import HFCheckpoint, open_checkpoint
+from mcore_rl.megatron.hf_checkpoint import HFCheckpoint, check_tensors, open_checkpoint
 from mcore_rl.model.config_json import ModelShape
 from mcore_rl.model.layout import PipelineLayers, TrainLayout
 from mcore_rl.rewards.functions import REWARD_MODEL
@@ -190,7 +190,9 @@ def _folder(role: ValueRole, own_shape: ModelShape, checkpoint: HFCheckpoint) ->
         )
     tensors = {t: info for t, info in checkpoint.tensors.items() if t != "lm_head.weight"}
     tensors.setdefault(HEAD, TensorInfo((1, own_shape.hidden_size), "float32", 4))
-    return Folder(own_shape, dataclasses.replace(checkpoint, tensors=tensors), head is not None)
+    without_lm_head = dataclasses.replace(checkpoint, tensors=tensors)
+    check_tensors(without_lm_head, own_shape, flag=flag_of(role.init))
+    return Folder(own_shape, without_lm_head, head is not None)
 
 
 def check_value_positions(role: ValueRole, config: RLConfig, own_shape: ModelShape | None) -> None:

@@ -19,25 +19,31 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 
 from mcore_rl.common import objects
 from mcore_rl.common.errors import UsageError
 from mcore_rl.hybrid_engine.plan.moves import TensorInfo
-from mcore_rl.megatron import float8
+from mcore_rl.megatron import float8, hf_files
 from mcore_rl.megatron import stacked_experts as stacked
+from mcore_rl.megatron.hf_files import Copy
 from mcore_rl.megatron.shards import ModelShards
 from mcore_rl.model.boxes import Box, full_box
 from mcore_rl.model.config_json import ModelShape
 from mcore_rl.model.families import family_of
 from mcore_rl.model.quantization import FP8, MXFP4
-from mcore_rl.model.tensors import copied_by_mtp, is_mtp_tensor
+from mcore_rl.model.tensors import (
+    checkpoint_tensors,
+    copied_by_mtp,
+    is_mtp_tensor,
+)
 from mcore_rl.model.weight_map import layer_order
 
 logger = logging.getLogger(__name__)
 
-INDEX = "model.safetensors.index.json"
-_SINGLE = "model.safetensors"
+EMBEDDING = "model.embed_tokens.weight"
+# How names end under which folders of tied embeddings repeat the embedding as the head.
+_HEADS = (["lm_head", "weight"], ["embed_out", "weight"], ["output", "weight"])
 _BLOCK_BYTES, _NUM_BLOCKS = 4096, 4
 _DIGESTS = 1 << 256
 _DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
@@ -63,6 +69,8 @@ class HFCheckpoint:
     stack: stacked.Stack = field(default_factory=lambda: stacked.Stack({}, {}))
     # Of trained MTP layers, tensors that repeat one of the model proper -> which.
     copies: Mapping[str, str] = field(default_factory=dict)
+    # What the folder has twice, and nobody reads.
+    repeated: tuple[Copy, ...] = ()
 
     @property
     def everything(self) -> dict[str, TensorInfo]:
@@ -79,7 +87,18 @@ class HFCheckpoint:
             tensors=self.tensors | {t: i for t, i in trained.items() if t not in copies},
             mtp={t: info for t, info in self.mtp.items() if t not in trained},
             copies=copies,
+            repeated=(
+                *self.repeated,
+                *(Copy(t, self.files[t], of, self.files[of]) for t, of in copies.items()),
+            ),
         )
+
+    @property
+    def is_all_that_vllm_reads(self) -> bool:
+        """Whether vLLM's loader, which reads all safetensors files of a folder without an index,
+        finds no other tensors there."""
+        others = {path.name for path in self.folder.glob("*.safetensors")}
+        return (self.folder / hf_files.INDEX).is_file() or others <= set(self.files.values())
 
     @property
     def stored_bytes(self) -> int:
@@ -96,18 +115,36 @@ class HFCheckpoint:
 def open_checkpoint(
     folder: Path, shape: ModelShape, *, flag: str = "--rl-hf-checkpoint"
 ) -> HFCheckpoint:
-    """Read the headers of all safetensors files of `folder`.
+    """Read the headers of the safetensors files of `folder`.
+
+    With an index these are the files that it names, else `model.safetensors`. Tensors that no file
+    of the index is said to hold count if the model has them. What the folder has twice is in
+    `repeated`, for `hf_files.check_copies`.
 
     Raises UsageError naming the file that is missing, cut short or not safetensors, the dtype that
     cannot be trained, or the scales that a quantised weight lacks.
     """
     folder = Path(folder)
-    files = _file_of_each_tensor(folder, flag)
     dtypes = _DTYPES | _OF_QUANTIZED.get(shape.quantization or "", {})
-    found: dict[str, TensorInfo] = {}
-    for name in sorted(set(files.values())):
-        wanted = [tensor for tensor, file in files.items() if file == name]
-        found.update(_read_header(folder / name, wanted, dtypes, flag))
+    try:
+        needed = {tensor for tensor, _ in checkpoint_tensors(shape)}
+        places = hf_files.places(folder, needed, flag)
+        found: dict[str, TensorInfo] = {}
+        by_file: dict[str, list[str]] = {}
+        for tensor, (name, *_) in places.items():
+            by_file.setdefault(name, []).append(tensor)
+        for name, tensors in sorted(by_file.items()):
+            found.update(hf_files.read_header(folder / name, tensors, dtypes, flag))
+    except OSError as error:
+        raise UsageError(
+            f"cannot be read ({error})", flag=f"{flag} {folder}", remedy="correct its permissions"
+        ) from error
+    files = {tensor: names[0] for tensor, names in places.items()}
+    repeated = [
+        Copy(tensor, name, tensor, first)
+        for tensor, (first, *others) in places.items()
+        for name in others
+    ]
     scales: dict[str, TensorInfo] = {}
     if shape.quantization == FP8:
         found, scales = float8.split_scales(found, folder, flag)
@@ -118,76 +155,48 @@ def open_checkpoint(
         of_file = {tensor: part.file_name for tensor, part in stack.parts.items()}
         files |= {tensor: files[name] for tensor, name in of_file.items()}
     mtp = {t: info for t, info in found.items() if is_mtp_tensor(t, shape.num_layers)}
+    tied = _tied_heads(shape, found)
     tensors = {
         tensor: info
         for tensor, info in found.items()
-        if tensor not in mtp and not tensor.endswith("inv_freq")  # a position table is no weight
+        if tensor not in mtp
+        and tensor not in tied
+        and not tensor.endswith("inv_freq")  # a position table is no weight
     }
-    return HFCheckpoint(folder, files, tensors, mtp, scales, stack)
+    for head in tied:
+        repeated.append(Copy(head, files[head], EMBEDDING, files[EMBEDDING]))
+        if head in scales and EMBEDDING in scales:
+            names = float8.scales_of(head), float8.scales_of(EMBEDDING)
+            repeated.append(Copy(names[0], files[names[0]], names[1], files[names[1]]))
+        scales.pop(head, None)
+    return HFCheckpoint(folder, files, tensors, mtp, scales, stack, repeated=tuple(repeated))
 
 
-def _file_of_each_tensor(folder: Path, flag: str) -> dict[str, str]:
-    index = folder / INDEX
-    if index.is_file():
-        try:
-            files = dict(json.loads(index.read_text(encoding="utf-8"))["weight_map"])
-        except (ValueError, KeyError, TypeError, RecursionError) as error:  # nested too deep
-            raise UsageError(
-                f": {index} is not a safetensors index",
-                flag=flag,
-                remedy="copy the checkpoint again",
-            ) from error
-        missing = sorted({name for name in files.values() if not (folder / name).is_file()})
-        if missing:
-            raise UsageError(
-                f": {folder / missing[0]} is missing but named in {INDEX}",
-                flag=flag,
-                remedy="copy the checkpoint again",
+def _tied_heads(shape: ModelShape, found: Mapping[str, TensorInfo]) -> list[str]:
+    """Tensors by which a folder of tied embeddings repeats the embedding."""
+    if not shape.tied_embeddings or EMBEDDING not in found:
+        return []
+    return [t for t in found if t.split(".")[-2:] in _HEADS and t.count(".") <= 2]
+
+
+def check_tensors(checkpoint: HFCheckpoint, shape: ModelShape, *, flag: str) -> None:
+    """Raise UsageError unless the tensors and their shapes are those of `shape`."""
+    expected = {name: spec.shape for name, spec in checkpoint_tensors(shape)}
+    for tensor in layer_order({**expected, **checkpoint.tensors}):
+        info = checkpoint.tensors.get(tensor)
+        has = f"has {tensor} of shape {list(info.shape)}" if info else f"lacks {tensor}"
+        if tensor not in expected:
+            what = f"{has}, which has no place in the model that its config.json describes"
+            remedy = "give the checkpoint of a supported model, or remove the tensor from its files"
+        elif info is None or info.shape != expected[tensor]:
+            what = (
+                f"{has}, but its config.json describes one of shape {list(expected[tensor])}: they "
+                "are of two models"
             )
-        return files
-    single = folder / _SINGLE
-    if not single.is_file():
-        raise UsageError(
-            f"has neither {_SINGLE} nor {INDEX}",
-            flag=f"{flag} {folder}",
-            remedy="convert its weights to safetensors",
-        )
-    with _opened(single, flag) as file:
-        return dict.fromkeys(file.keys(), _SINGLE)
-
-
-def _opened(path: Path, flag: str) -> safe_open:
-    try:
-        # safetensors compares the header with the file's length, so a shard cut short fails here.
-        return safe_open(path, framework="pt")
-    except (SafetensorError, OSError) as error:
-        raise UsageError(
-            f": {path} is corrupt or cut short ({error})", flag=flag, remedy="copy this file again"
-        ) from error
-
-
-def _read_header(
-    path: Path, tensors: Sequence[str], dtypes: Mapping[str, torch.dtype], flag: str
-) -> Iterator[tuple[str, TensorInfo]]:
-    with _opened(path, flag) as file:
-        held = set(file.keys())
-        for tensor in tensors:
-            if tensor not in held:
-                raise UsageError(
-                    f": {path} lacks {tensor}, which {INDEX} puts there",
-                    flag=flag,
-                    remedy="copy the checkpoint again",
-                )
-            view = file.get_slice(tensor)
-            dtype = dtypes.get(view.get_dtype())
-            if dtype is None:
-                raise UsageError(
-                    f": {tensor} in {path} has dtype {view.get_dtype()}",
-                    flag=flag,
-                    remedy=f"supported are {', '.join(dtypes)}: dequantise the checkpoint first",
-                )
-            name = str(dtype).removeprefix("torch.")
-            yield tensor, TensorInfo(tuple(view.get_shape()), name, dtype.itemsize)
+            remedy = "copy the checkpoint again"
+        else:
+            continue
+        raise UsageError(what, flag=f"{flag} {checkpoint.folder}", remedy=remedy)
 
 
 def fingerprint(checkpoint: HFCheckpoint) -> str:

@@ -7,10 +7,11 @@ of the tensors in it, and no rank holds the whole model.
 from __future__ import annotations
 
 import json
+import logging
 import os
 import shutil
 import stat
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from pathlib import Path
 
 import torch
@@ -22,7 +23,8 @@ from mcore_rl.common import objects
 from mcore_rl.hybrid_engine.plan.moves import TensorInfo, make_plan
 from mcore_rl.hybrid_engine.transfer.transfer import Transfer
 from mcore_rl.megatron import float8
-from mcore_rl.megatron.hf_checkpoint import INDEX, HFCheckpoint, read_tensor
+from mcore_rl.megatron.hf_checkpoint import HFCheckpoint, read_tensor
+from mcore_rl.megatron.hf_files import INDEX, other_files
 from mcore_rl.megatron.shards import ModelShards
 from mcore_rl.model.boxes import Box, extent, full_box
 from mcore_rl.model.config_json import read_config_json
@@ -31,12 +33,10 @@ from mcore_rl.model.quantization import POWERS_OF_TWO, QUANTIZATION
 from mcore_rl.model.tensors import is_mtp_tensor
 from mcore_rl.model.weight_map import layer_order
 
+logger = logging.getLogger(__name__)
+
 # In what `export` writes: only a folder that has it may be replaced.
 EXPORT_MARKER = "mcore_rl_export.json"
-_COPIED = (
-    "config.json generation_config.json tokenizer.json tokenizer_config.json tokenizer.model "
-    "special_tokens_map.json chat_template.jinja vocab.json merges.txt added_tokens.json"
-).split()
 
 
 def export(
@@ -47,19 +47,23 @@ def export(
     as_float8: bool = False,
     max_file_bytes: int = 5 << 30,
     bucket_bytes: int = 512 << 20,
+    apart_from: Collection[Path] = (),
 ) -> None:
     """Write the current weights as a Hugging Face folder that `transformers` loads. Collective.
 
     Names, shapes and dtypes are those of `checkpoint`, the folder the run started from, as are
-    config.json and the tokenizer. MTP layers that are not trained are copied bit for bit; what
-    trained ones repeat of embedding and head is these as they are now; where the source has no
-    such layers, config.json's count of them is set to 0. config.json also says what the
-    source left to defaults that are not vLLM's. Weights that the source has in FP8 blocks are
-    written in bfloat16, and config.json without its quantization_config; `as_float8`, they are FP8
-    blocks again, and config.json says so: a writer reads the source's bytes of its tensors, keeps
-    those of each block whose values are the source's still, bit for bit, and quantises the others
-    (see `float8.quantise`). So what was not trained is exported as it was published, bytes and
-    scales. Experts that the source stacks are stacked again, those of MXFP4 in bfloat16.
+    config.json and all other files that are not weights (`other_files`, which leaves out the
+    folders `apart_from`); a warning names those that could not be copied. What the folder has
+    twice, such as a head beside tied embeddings, is written once. MTP layers that are not trained
+    are copied bit for bit; what trained ones repeat of embedding and head is these as they are now;
+    where the source has no such layers, config.json's count of them is set to 0. config.json also
+    says what the source left to defaults that are not vLLM's. Weights that the source has in FP8
+    blocks are written in bfloat16, and config.json without its quantization_config; `as_float8`,
+    they are FP8 blocks again, and config.json says so: a writer reads the source's bytes of its
+    tensors, keeps those of each block whose values are the source's still, bit for bit, and
+    quantises the others (see `float8.quantise`). So what was not trained is exported as it was
+    published, bytes and scales. Experts that the source stacks are stacked again, those of MXFP4 in
+    bfloat16.
 
     Files are written by ranks in turn, each holding one file's tensors at a time; `target` appears
     only when it is complete, with EXPORT_MARKER in it, and takes the place of what was there. If it
@@ -105,6 +109,7 @@ def export(
         transfer.close()
     objects.barrier()  # every file is complete before the folder takes its name
     if rank == 0:
+        _copy_others(checkpoint.folder, partial, {target, partial, *apart_from})
         _write_rest(checkpoint, partial, parts, names, as_float8=as_float8)
         shutil.rmtree(target, ignore_errors=True)
         partial.rename(target)
@@ -245,6 +250,24 @@ def _quantiser(
     return written
 
 
+def _copy_others(source: Path, folder: Path, apart_from: Collection[Path]) -> None:
+    """Copy what is not weights. The weights are written by now: a file that cannot be copied is
+    named in a warning, and config.json alone ends the export."""
+    shutil.copyfile(source / "config.json", folder / "config.json")
+    found = other_files(source, apart_from=apart_from)
+    left_out = list(found.left_out)
+    for name in found.files:
+        if name in ("config.json", EXPORT_MARKER):
+            continue
+        try:
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(source / name, folder / name)
+        except OSError as error:
+            left_out.append(f"{name} ({error.strerror})")
+    if left_out:
+        logger.warning("the export lacks these files of %s: %s", source, ", ".join(left_out))
+
+
 def _write_rest(
     checkpoint: HFCheckpoint,
     folder: Path,
@@ -253,9 +276,6 @@ def _write_rest(
     *,
     as_float8: bool,
 ) -> None:
-    for name in _COPIED:
-        if (checkpoint.folder / name).is_file():
-            shutil.copyfile(checkpoint.folder / name, folder / name)
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     changes = left_to_defaults(config)
     num_layers = config.get("num_hidden_layers", 0)

@@ -205,8 +205,9 @@ def is_mtp_tensor(name: str, num_layers: int) -> bool:
     """Whether a tensor is of a multi-token-prediction layer: numbered after the last decoder layer,
     or under a name of its own."""
     parts = name.split(".")
-    if parts[:2] == ["model", "layers"]:
-        return int(parts[2]) >= num_layers
+    if parts[:2] == ["model", "layers"] and len(parts) > 2:
+        # A folder names its tensors as it likes; of a number so long that it is none, the digits.
+        return parts[2].isdecimal() and (len(parts[2]) > 9 or int(parts[2]) >= num_layers)
     return parts[0] == "mtp"
 
 

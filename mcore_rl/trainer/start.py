@@ -28,6 +28,7 @@ from mcore_rl.job.resolver import resolve_args, resolve_tokens
 from mcore_rl.job.spec import JobSpec, ValueModelSpec
 from mcore_rl.megatron import adapter as megatron_adapter
 from mcore_rl.megatron.hf_checkpoint import HFCheckpoint
+from mcore_rl.megatron.hf_files import check_copies
 from mcore_rl.model.config_json import ModelShape, settings_without_flag
 from mcore_rl.model.layout import PipelineLayers, RolloutLayout, TrainLayout
 from mcore_rl.observe import own_folders
@@ -90,6 +91,7 @@ def start(
         )
         if also_check is not None:
             also_check(checked)
+        _check_copies(checked)
         return checked
 
     checked = agreed(check, store, stage="input")
@@ -128,6 +130,7 @@ def job_from_args(
         checked = resolve_args(args, platform=find_platform(), device_bytes=_device_bytes)
         if also_check is not None:
             also_check(checked)
+        _check_copies(checked)
         return checked
 
     store = dist.distributed_c10d._get_default_store() if dist.get_world_size() > 1 else None
@@ -137,6 +140,15 @@ def job_from_args(
     if dist.get_rank() == 0:
         _say_notes(checked)
     return _job(args, checked, enter_role(checked.roles, store), {})
+
+
+def _check_copies(spec: JobSpec) -> None:
+    """`check_copies` of all folders; each rank of the job compares its share."""
+    rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    for flag, checkpoint in spec.checkpoints.items():
+        check_copies(
+            checkpoint.folder, checkpoint.repeated, part=rank, num_parts=world_size, flag=flag
+        )
 
 
 def _facts(spec: JobSpec) -> dict[str, str]:

@@ -72,7 +72,9 @@ def test_metadata_that_is_none_is_a_sentence(ranks: RankPool, tmp_path: Path) ->
     save(ranks, tmp_path / "saved")
     path = tmp_path / "saved" / ".metadata"
     path.write_bytes(b"<html>not found</html>")
-    assert load(ranks, tmp_path / "saved")["error"].startswith(f"{path} is not the metadata of a check")
+    assert load(ranks, tmp_path / "saved")["error"].startswith(
+        f"{path} is not the metadata of a check"
+    )
 
 
 @pytest.mark.parametrize("environment", [{}, {FORCE: "1"}], ids=["as it is", "switched off"])

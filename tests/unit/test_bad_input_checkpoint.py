@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from tests.bad_input_cases import Case, assert_refused, table
-from tests.bad_input_folder import FIRST, INDEX, SECOND, Change, config, remove, write
+from tests.bad_input_folder import FIRST, INDEX, SECOND, Change, config, model, remove, write
 
 
 def truncate(name: str) -> Change:
@@ -25,6 +25,9 @@ def without_embedding(here: Path) -> None:
     index = json.loads((here / "checkpoint" / INDEX).read_text())
     del index["weight_map"]["model.embed_tokens.weight"]
     (here / "checkpoint" / INDEX).write_text(json.dumps(index))
+    tensors = load_file(here / "checkpoint" / FIRST)
+    del tensors["model.embed_tokens.weight"]
+    save_file(tensors, here / "checkpoint" / FIRST)
 
 
 def in_float8(here: Path) -> None:
@@ -231,7 +234,7 @@ CHECKPOINT = [
     Case(
         "latent_that_cpu_engines_lack",
         ["kv_lora_rank 256 with qk_rope_head_dim 64", "without a GPU", "512 and 64", "use"],
-        change=config(kv_lora_rank=256),
+        change=model(kv_lora_rank=256),
     ),
 ]
 

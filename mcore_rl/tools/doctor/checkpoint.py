@@ -12,6 +12,7 @@ from mcore_rl.common.byte_sizes import shown_bytes
 from mcore_rl.common.errors import UsageError
 from mcore_rl.flags.options import RLConfig
 from mcore_rl.megatron.hf_checkpoint import HFCheckpoint
+from mcore_rl.megatron.hf_files import check_copies
 from mcore_rl.model.config_json import ModelShape
 from mcore_rl.model.quantization import FP8, MXFP4
 from mcore_rl.tools.doctor.finding import CHECKPOINT, Finding, green, plural, red, refusal, yellow
@@ -28,7 +29,8 @@ def num_parameters(checkpoint: HFCheckpoint) -> int:
 
 
 def check_hf_folder(shape: ModelShape, checkpoint: HFCheckpoint) -> list[Finding]:
-    """What was read of a folder that the start accepts."""
+    """What was read of a folder that the start accepts, and what it holds twice compared."""
+    check_copies(checkpoint.folder, checkpoint.repeated)
     quantized = {FP8: "FP8 blocks", MXFP4: "MXFP4"}.get(shape.quantization or "")
     blocks = f" of {quantized}, read as bfloat16," if quantized else ""
     files = plural(len(set(checkpoint.files.values())), "file")

@@ -158,6 +158,7 @@ class _Examination:
         if self._read is None or self._read.config is None:
             return
         self._look(finding.CHECKPOINT, self._checkpoint)
+        self._look(finding.CHECKPOINT, self._copies)
         if self._read.batch_is_right:
             self._look(finding.BATCHES, self._batches)
             self._look(finding.PLAN, self._plan)
@@ -186,6 +187,17 @@ class _Examination:
             found += check_hf_folder(read.shape, read.checkpoint)
         of_load, self._resumed = check_load(read.values, read.config)
         return [*found, *of_load]
+
+    def _copies(self) -> list[Finding]:
+        """What folders of other models hold twice; the actor's was compared."""
+        from mcore_rl.megatron.hf_files import check_copies
+
+        spec = self._read.spec if self._read else None
+        others = dict(spec.checkpoints) if spec else {}
+        others.pop("--rl-hf-checkpoint", None)
+        for flag, checkpoint in others.items():
+            check_copies(checkpoint.folder, checkpoint.repeated, flag=flag)
+        return []
 
     def _batches(self) -> list[Finding]:
         from mcore_rl.tools.doctor.plan import check_batches
@@ -259,7 +271,7 @@ class _Examination:
         config, values = read.config, read.values
         others["the run directory"] = config.directory
         saves, host = None, []
-        if self._outcome is not None:
+        if self._outcome is not None and read.checkpoint is not None:
             saves = self._saves(config.num_steps, values, config.directory)
             host = [self._host_memory()]
         return [*space.check_disk(saves, others), *host]

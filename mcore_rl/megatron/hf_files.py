@@ -1,0 +1,254 @@
+"""Which files of a Hugging Face folder hold which tensors, what they hold twice, and the others.
+
+Training and the doctor both read a folder through here, headers only. Folders are published with
+tensors in excess: a head beside tied embeddings, `model.safetensors` beside shards, one tensor in
+two shards. One of them is read; `check_copies` compares it with the others. Files that neither
+are `model.safetensors` nor named by its index, such as `consolidated.safetensors`, are ignored.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import re
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from mcore_rl.common.errors import UsageError
+from mcore_rl.common.readers import InvalidData, parse_json, plain_file_name
+from mcore_rl.hybrid_engine.plan.moves import TensorInfo
+from mcore_rl.model.tensors import is_mtp_copy
+
+INDEX = "model.safetensors.index.json"
+_SINGLE = "model.safetensors"
+_LFS_POINTER = b"version https://git-lfs.github.com"
+# Of weights, in whatever format, and of checkpoints.
+_WEIGHTS = frozenset(
+    ".safetensors .pt .pth .ckpt .gguf .ggml .h5 .msgpack .onnx .ot .tflite .npz .distcp "
+    ".metadata".split()
+)
+_WEIGHTS_OF_TORCH = re.compile(r"(pytorch_|adapter_)?(model|optimizer|consolidated)\b.*\.bin")
+_INDEXES = (".safetensors.index.json", ".bin.index.json")
+_MAX_OTHER_BYTES = 512 << 20
+_COMPARED_NUMBERS = 4 << 20  # at a time, of either copy
+
+
+@dataclass(frozen=True, slots=True)
+class Copy:
+    """A tensor that a file has beside the one that is read: the same, or what it repeats."""
+
+    tensor: str
+    file: str
+    of: str
+    of_file: str
+
+
+def places(folder: Path, needed: Collection[str], flag: str) -> dict[str, list[str]]:
+    """The files that hold each tensor, the one to read first.
+
+    Of tensors that the index does not name, those in `needed` are taken. Raises UsageError, or
+    OSError for a file that may not be read.
+    """
+    if not (folder / INDEX).is_file():
+        if not (folder / _SINGLE).is_file():
+            raise UsageError(
+                f"has neither {_SINGLE} nor {INDEX}",
+                flag=f"{flag} {folder}",
+                remedy="convert its weights to safetensors",
+            )
+        with opened(folder / _SINGLE, flag) as file:
+            return {tensor: [_SINGLE] for tensor in file.keys()}
+    of_index = _read_index(folder / INDEX, flag)
+    found = {tensor: [name] for tensor, name in of_index.items()}
+    for name in sorted(set(of_index.values())):
+        if not (folder / name).is_file():
+            raise UsageError(
+                f": {folder / name} is missing but named in {INDEX}",
+                flag=flag,
+                remedy="copy the checkpoint again",
+            )
+        with opened(folder / name, flag) as file:
+            for tensor in file.keys():
+                if tensor not in found and tensor in needed:
+                    found[tensor] = [name]
+                elif tensor in found and name not in found[tensor]:
+                    found[tensor].append(name)
+    if (folder / _SINGLE).is_file() and _SINGLE not in of_index.values():
+        _add_single(folder, found, flag)
+    return found
+
+
+def _add_single(folder: Path, found: dict[str, list[str]], flag: str) -> None:
+    """Add `model.safetensors` beside an index of other files: transformers reads the former, vLLM
+    the latter."""
+    with opened(folder / _SINGLE, flag) as file:
+        held = set(file.keys())
+    if held != found.keys():
+        odd = sorted(held ^ found.keys())[0]
+        raise UsageError(
+            f"has both {_SINGLE} and {INDEX}, and {odd} is in one of them alone",
+            flag=f"{flag} {folder}",
+            remedy="remove the one that is not meant",
+        )
+    for names in found.values():
+        if _SINGLE not in names:
+            names.append(_SINGLE)
+
+
+def _read_index(path: Path, flag: str) -> dict[str, str]:
+    """Tensor -> name of its file, as an index says."""
+    try:
+        read = parse_json(path.read_bytes())
+        weight_map = read.get("weight_map") if isinstance(read, dict) else None
+        if not isinstance(weight_map, dict) or not weight_map:
+            raise InvalidData("has no weight_map")
+        return {tensor: plain_file_name(name) for tensor, name in weight_map.items()}
+    except InvalidData as error:
+        raise UsageError(
+            f": {path} is not a safetensors index ({error})",
+            flag=flag,
+            remedy="copy the checkpoint again",
+        ) from error
+
+
+def opened(path: Path, flag: str) -> safe_open:
+    try:
+        # safetensors compares the header with the file's length, so a shard cut short fails here.
+        return safe_open(path, framework="pt")
+    except (SafetensorError, OSError) as error:
+        remedy = "copy this file again"
+        with contextlib.suppress(OSError), path.open("rb") as file:
+            if file.read(len(_LFS_POINTER)) == _LFS_POINTER:
+                remedy = "it is a pointer of Git LFS: fetch the files by git lfs pull"
+        raise UsageError(
+            f": {path} is corrupt or cut short ({error})", flag=flag, remedy=remedy
+        ) from error
+
+
+def read_header(
+    path: Path, tensors: Sequence[str], dtypes: Mapping[str, torch.dtype], flag: str
+) -> Iterator[tuple[str, TensorInfo]]:
+    with opened(path, flag) as file:
+        held = set(file.keys())
+        for tensor in tensors:
+            if tensor not in held:
+                raise UsageError(
+                    f": {path} lacks {tensor}, which {INDEX} puts there",
+                    flag=flag,
+                    remedy="copy the checkpoint again",
+                )
+            view = file.get_slice(tensor)
+            dtype = dtypes.get(view.get_dtype())
+            if dtype is None:
+                raise UsageError(
+                    f": {tensor} in {path} has dtype {view.get_dtype()}",
+                    flag=flag,
+                    remedy=f"supported are {', '.join(dtypes)}: dequantise the checkpoint first",
+                )
+            name = str(dtype).removeprefix("torch.")
+            yield tensor, TensorInfo(tuple(view.get_shape()), name, dtype.itemsize)
+
+
+def check_copies(
+    folder: Path,
+    copies: Sequence[Copy],
+    *,
+    part: int = 0,
+    num_parts: int = 1,
+    flag: str = "--rl-hf-checkpoint",
+) -> None:
+    """Raise UsageError unless each of `copies` is what it repeats, bit for bit.
+
+    Of `num_parts` readers, number `part` compares its share of the rows, a few MiB at a time.
+    """
+    for copy in copies:
+        with contextlib.ExitStack() as files:
+            one, other = (
+                files.enter_context(opened(folder / name, flag)).get_slice(tensor)
+                for tensor, name in ((copy.tensor, copy.file), (copy.of, copy.of_file))
+            )
+            alike = one.get_shape() == other.get_shape() and one.get_dtype() == other.get_dtype()
+            if alike and all(
+                torch.equal(one[rows].view(torch.uint8), other[rows].view(torch.uint8))
+                for rows in _row_blocks(one.get_shape(), part, num_parts)
+            ):
+                continue
+        held = f" of {copy.file}" if copy.tensor == copy.of else ""
+        remedy = "remove the one that is not meant from the files"
+        if copy.tensor != copy.of and not is_mtp_copy(copy.tensor):
+            remedy += ", or set tie_word_embeddings to false in its config.json"
+        raise UsageError(
+            f"has {copy.tensor}{held}, which differs from {copy.of} of {copy.of_file} and should "
+            "repeat it",
+            flag=f"{flag} {folder}",
+            remedy=remedy,
+        )
+
+
+def _row_blocks(shape: Sequence[int], part: int, num_parts: int) -> Iterator[Any]:
+    """What cuts the share of a reader out of a tensor, in blocks of about _COMPARED_NUMBERS."""
+    if not shape or 0 in shape:
+        if part == 0:
+            yield ...
+        return
+    start, stop = (shape[0] * n // num_parts for n in (part, part + 1))
+    step = max(1, _COMPARED_NUMBERS // math.prod(shape[1:]))
+    yield from (slice(row, min(row + step, stop)) for row in range(start, stop, step))
+
+
+@dataclass(frozen=True, slots=True)
+class OtherFiles:
+    """What a folder holds beside its weights."""
+
+    files: tuple[str, ...]  # relative to the folder, to be copied
+    left_out: tuple[str, ...]  # "NAME (why)"
+
+
+def other_files(folder: Path, *, apart_from: Collection[Path] = ()) -> OtherFiles:
+    """The regular files of `folder` and its sub-folders that are neither weights nor their indexes.
+
+    A tokenizer's code names its files as it likes, so no list of names would do. Hidden files, the
+    folders `apart_from`, and sub-folders with weights or checkpoints of their own are left out.
+    A link is followed to a file in the folder itself, in the Hub's cache that the folder is part
+    of, or beside the file that config.json is a link to. Elsewhere a downloaded link could lead to
+    a file that must not be published.
+    """
+    root = folder.resolve()
+    homes = {root, (folder / "config.json").resolve().parent}
+    if root.parent.name == "snapshots":
+        homes.add(root.parent.parent / "blobs")
+    apart = {path.resolve() for path in apart_from}
+    files: list[str] = []
+    left_out: list[str] = []
+    waiting = [folder]
+    while waiting:
+        for path in sorted(waiting.pop().iterdir()):
+            name = path.relative_to(folder).as_posix()
+            if path.name.startswith(".") or path.resolve() in apart or _is_weights(path):
+                continue
+            target = path.resolve()
+            if path.is_symlink() and not any(target.is_relative_to(home) for home in homes):
+                left_out.append(f"{name} (a link to another place)")
+            elif path.is_dir() and not path.is_symlink():
+                if any(map(_is_weights, path.rglob("*"))):
+                    left_out.append(f"{name} (a folder with weights of its own)")
+                else:
+                    waiting.append(path)
+            elif not target.is_file():
+                left_out.append(f"{name} (not a file)")
+            elif target.stat().st_size > _MAX_OTHER_BYTES:
+                left_out.append(f"{name} (more than {_MAX_OTHER_BYTES >> 20} MiB)")
+            else:
+                files.append(name)
+    return OtherFiles(tuple(files), tuple(left_out))
+
+
+def _is_weights(path: Path) -> bool:
+    name = path.name
+    is_torch = _WEIGHTS_OF_TORCH.fullmatch(name) is not None
+    return path.suffix.lower() in _WEIGHTS or name.endswith(_INDEXES) or is_torch

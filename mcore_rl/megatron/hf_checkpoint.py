@@ -182,9 +182,9 @@ def _tied_heads(shape: ModelShape, found: Mapping[str, TensorInfo]) -> list[str]
 def check_tensors(checkpoint: HFCheckpoint, shape: ModelShape, *, flag: str) -> None:
     """Raise UsageError unless the tensors and their shapes are those of `shape`."""
     expected = {name: spec.shape for name, spec in checkpoint_tensors(shape)}
-    for tensor in layer_order({**expected, **checkpoint.tensors}):
+    for tensor in (*expected, *sorted(checkpoint.tensors.keys() - expected.keys())):
         info = checkpoint.tensors.get(tensor)
-        has = f"has {tensor} of shape {list(info.shape)}" if info else f"lacks {tensor}"
+        has = f"has {tensor[:200]} of shape {list(info.shape)}" if info else f"lacks {tensor}"
         if tensor not in expected:
             what = f"{has}, which has no place in the model that its config.json describes"
             remedy = "give the checkpoint of a supported model, or remove the tensor from its files"

@@ -206,8 +206,8 @@ def is_mtp_tensor(name: str, num_layers: int) -> bool:
     or under a name of its own."""
     parts = name.split(".")
     if parts[:2] == ["model", "layers"] and len(parts) > 2:
-        # A folder names its tensors as it likes; of a number so long that it is none, the digits.
-        return parts[2].isdecimal() and (len(parts[2]) > 9 or int(parts[2]) >= num_layers)
+        is_number = parts[2].isdecimal() and len(parts[2]) < 10  # folders name tensors as they like
+        return is_number and int(parts[2]) >= num_layers
     return parts[0] == "mtp"
 
 

@@ -439,7 +439,7 @@ def layer_order(tensors: Iterable[str]) -> list[str]:
     """
 
     def key(name: str) -> tuple[int, int, int, str]:
-        numbers = [int(n) for n in re.findall(r"\d+", name)]
+        numbers = [int(n) for n in re.findall(r"\d{1,9}", name)]
         if name.startswith("model.layers."):
             expert = numbers[1] if ".experts." in name and len(numbers) > 1 else -1
             return (1, numbers[0], expert, name)

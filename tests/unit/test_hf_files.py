@@ -1,0 +1,269 @@
+"""What of a Hugging Face folder is read: its index, what it holds twice, and its other files."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from mcore_rl.common.errors import UsageError
+from mcore_rl.megatron.hf_checkpoint import HFCheckpoint, check_tensors, open_checkpoint
+from mcore_rl.megatron.hf_files import INDEX, check_copies, other_files
+from mcore_rl.model.config_json import model_shape
+from mcore_rl.model.tensors import checkpoint_tensors
+from mcore_rl.tools.doctor.checkpoint import check_hf_folder
+from tests.bad_input_folder import DEEPSEEK, QWEN3
+
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+FLAG = "--rl-hf-checkpoint"
+Tensors = dict[str, torch.Tensor]
+TIED = QWEN3 | {"tie_word_embeddings": True}
+
+
+def tensors_of(config: dict[str, Any]) -> Tensors:
+    shape = model_shape(config, Path("config.json"))
+    torch.manual_seed(0)
+    return {
+        name: torch.randn(spec.shape).to(getattr(torch, spec.dtype))
+        for name, spec in checkpoint_tensors(shape)
+    }
+
+
+def write(folder: Path, config: dict[str, Any], *files: Tensors, index: bool = True) -> None:
+    """Each of `files` as a shard; in the index, the first that holds a tensor counts."""
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config))
+    names = [f"shard-{n}.safetensors" for n in range(len(files))]
+    if not index:
+        names = ["model.safetensors"]
+    weight_map: dict[str, str] = {}
+    for name, tensors in zip(names, files, strict=True):
+        save_file(tensors, folder / name)
+        weight_map = {tensor: name for tensor in tensors} | weight_map
+    if index:
+        (folder / INDEX).write_text(json.dumps({"weight_map": weight_map}))
+
+
+def read(folder: Path, config: dict[str, Any], num_parts: int = 3) -> HFCheckpoint:
+    """As the ranks of a start read it, and then as the doctor does."""
+    shape = model_shape(config, folder / "config.json")
+    checkpoint = open_checkpoint(folder, shape)
+    check_tensors(checkpoint, shape, flag=FLAG)
+    refusals = []
+    for part in range(num_parts):
+        try:
+            check_copies(folder, checkpoint.repeated, part=part, num_parts=num_parts)
+        except UsageError as error:
+            refusals.append(str(error))
+    if refusals:
+        with pytest.raises(UsageError) as found:
+            check_hf_folder(shape, checkpoint)
+        assert str(found.value) == refusals[0] and len(set(refusals)) == 1
+        raise found.value
+    assert [finding.level for finding in check_hf_folder(shape, checkpoint)] == ["green"]
+    return checkpoint
+
+
+@pytest.mark.parametrize("name", [HEAD, "model.lm_head.weight", "embed_out.weight"])
+@pytest.mark.parametrize("index", [True, False])
+def test_a_head_that_repeats_tied_embeddings_is_read_once(
+    tmp_path: Path, name: str, index: bool
+) -> None:
+    tensors = tensors_of(TIED)
+    write(tmp_path, TIED, tensors | {name: tensors[EMBEDDING].clone()}, index=index)
+    found = read(tmp_path, TIED)
+    assert found.tensors.keys() == found.everything.keys() == tensors.keys()
+
+
+@pytest.mark.parametrize("row", [0, 150, 299])
+def test_a_head_that_differs_from_tied_embeddings_is_named(tmp_path: Path, row: int) -> None:
+    tensors = tensors_of(TIED)
+    head = tensors[EMBEDDING].clone()
+    head[row, 31] += 1
+    write(tmp_path, TIED, tensors | {HEAD: head})
+    with pytest.raises(UsageError, match=f"{FLAG} .*{HEAD}, .*{EMBEDDING}.*tie_word_embeddings"):
+        read(tmp_path, TIED)
+
+
+def test_a_head_of_another_dtype_than_tied_embeddings_is_named(tmp_path: Path) -> None:
+    tensors = tensors_of(TIED)
+    write(tmp_path, TIED, tensors | {HEAD: tensors[EMBEDDING].float()})
+    with pytest.raises(UsageError, match=f"{HEAD}, which differs"):
+        read(tmp_path, TIED)
+
+
+def test_a_tensor_in_two_shards_is_read_once_if_they_agree(tmp_path: Path) -> None:
+    tensors = tensors_of(QWEN3)
+    norm = {"model.norm.weight": tensors.pop("model.norm.weight")}
+    write(tmp_path, QWEN3, tensors, norm | {HEAD: tensors[HEAD].clone()})
+    assert read(tmp_path, QWEN3).files[HEAD] == "shard-0.safetensors"
+    write(tmp_path, QWEN3, tensors, norm | {HEAD: tensors[HEAD] + 1})
+    with pytest.raises(UsageError, match=f"{HEAD} of shard-1.safetensors, .* of shard-0.*remove"):
+        read(tmp_path, QWEN3)
+
+
+def test_a_single_file_beside_shards_must_hold_the_same(tmp_path: Path) -> None:
+    tensors = tensors_of(QWEN3)
+    write(tmp_path, QWEN3, tensors)
+    save_file(tensors, tmp_path / "model.safetensors")
+    assert set(read(tmp_path, QWEN3).files.values()) == {"shard-0.safetensors"}
+    save_file(tensors | {HEAD: tensors[HEAD] + 1}, tmp_path / "model.safetensors")
+    with pytest.raises(UsageError, match=f"{HEAD} of model.safetensors, which differs"):
+        read(tmp_path, QWEN3)
+    save_file({HEAD: tensors[HEAD]}, tmp_path / "model.safetensors")
+    with pytest.raises(UsageError, match=f"has both model.safetensors and {INDEX}.*remove"):
+        read(tmp_path, QWEN3)
+
+
+@pytest.mark.parametrize("index", [True, False])
+def test_files_of_other_formats_are_not_read(tmp_path: Path, index: bool) -> None:
+    tensors = tensors_of(QWEN3)
+    write(tmp_path, QWEN3, tensors, index=index)
+    save_file(
+        {"layers.0.attention.wq.weight": torch.ones(1)}, tmp_path / "consolidated.safetensors"
+    )
+    (tmp_path / "original").mkdir()
+    (tmp_path / "original" / "consolidated.00.pth").write_bytes(b"weights")
+    found = read(tmp_path, QWEN3)
+    assert found.tensors.keys() == tensors.keys()
+    # Without an index vLLM's own loader would read that file as well.
+    assert found.is_all_that_vllm_reads == index
+
+
+def test_position_tables_are_not_weights(tmp_path: Path) -> None:
+    tensors = tensors_of(QWEN3)
+    table = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4)}
+    write(tmp_path, QWEN3, tensors | table)
+    assert read(tmp_path, QWEN3).tensors.keys() == tensors.keys()
+
+
+def test_a_tensor_that_the_index_does_not_name_is_read_if_the_model_has_it(tmp_path: Path) -> None:
+    tensors = tensors_of(QWEN3)
+    write(tmp_path, QWEN3, tensors | {"of.another": torch.ones(1)})
+    index = json.loads((tmp_path / INDEX).read_text())
+    del index["weight_map"][HEAD], index["weight_map"]["of.another"]
+    (tmp_path / INDEX).write_text(json.dumps(index))
+    assert read(tmp_path, QWEN3).tensors.keys() == tensors.keys()
+
+
+@pytest.mark.parametrize("config", [QWEN3, DEEPSEEK], ids=["dense", "moe"])
+def test_every_tensor_that_is_missing_odd_or_in_excess_is_named(
+    tmp_path: Path, config: dict[str, Any]
+) -> None:
+    tensors = tensors_of(config)
+    for name in tensors:
+        write(tmp_path, config, {n: t for n, t in tensors.items() if n != name})
+        with pytest.raises(UsageError, match=f"lacks {name},.*copy"):
+            read(tmp_path, config)
+    last = list(tensors)[-1]
+    write(tmp_path, config, tensors | {last: tensors[last][..., None]})
+    with pytest.raises(UsageError, match=f"has {last} of shape .*describes"):
+        read(tmp_path, config)
+    for name in (
+        "of.another",
+        "model.layers.x.weight",
+        "model.layers",
+        "model.layers." + "9" * 5000,
+    ):
+        write(tmp_path, config, tensors | {name: torch.ones(1)})
+        with pytest.raises(UsageError, match=f"has {name[:200]} of shape .*no place.*remove"):
+            read(tmp_path, config)
+
+
+def test_copies_in_trained_mtp_layers_must_repeat_the_model(tmp_path: Path) -> None:
+    tensors = tensors_of(DEEPSEEK)
+    copy = "model.layers.2.embed_tokens.weight"
+    shape = model_shape(DEEPSEEK, tmp_path / "config.json")
+    for change in (0, 1):
+        write(tmp_path, DEEPSEEK, tensors | {copy: tensors[EMBEDDING] + change})
+        carried = open_checkpoint(tmp_path, shape)
+        assert copy in carried.mtp and not carried.repeated  # carried as it is
+        trained = carried.with_mtp_trained(shape, 1)
+        if not change:
+            check_copies(tmp_path, trained.repeated)
+            continue
+        with pytest.raises(UsageError, match=f"{copy}, which differs from {EMBEDDING}"):
+            check_copies(tmp_path, trained.repeated)
+
+
+INDEXES = {
+    "null": {"weight_map": {EMBEDDING: None}},
+    "a number": {"weight_map": {EMBEDDING: 5}},
+    "a list": {"weight_map": {EMBEDDING: ["a"]}},
+    "a long name": {"weight_map": {EMBEDDING: "x" * 5000}},
+    "a parent": {"weight_map": {EMBEDDING: "../model.safetensors"}},
+    "an absolute name": {"weight_map": {EMBEDDING: "/etc/passwd"}},
+    "a folder": {"weight_map": {EMBEDDING: "."}},
+    "a NUL": {"weight_map": {EMBEDDING: "a\0b"}},
+    "no names": {"weight_map": {}},
+    "a list of names": {"weight_map": [EMBEDDING]},
+    "a text": {"weight_map": "model.safetensors"},
+    "nothing": {},
+    "a list alone": [],
+    "a number alone": 5,
+}
+
+
+@pytest.mark.parametrize("content", INDEXES.values(), ids=INDEXES)
+def test_an_index_of_other_values_is_a_sentence(tmp_path: Path, content: object) -> None:
+    write(tmp_path, QWEN3, {})
+    (tmp_path / INDEX).write_text(json.dumps(content))
+    with pytest.raises(UsageError, match=f"{FLAG}: .*{INDEX} is not a safetensors index.*copy"):
+        read(tmp_path, QWEN3)
+
+
+def test_a_pointer_of_git_lfs_is_told_as_such(tmp_path: Path) -> None:
+    write(tmp_path, QWEN3, tensors_of(QWEN3), index=False)
+    pointer = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 12345\n"
+    (tmp_path / "model.safetensors").write_text(pointer)
+    with pytest.raises(UsageError, match="model.safetensors is corrupt.*git lfs pull"):
+        read(tmp_path, QWEN3)
+
+
+def test_all_files_but_weights_belong_to_a_folder(tmp_path: Path) -> None:
+    kept = [
+        *("config.json", "LICENSE", "tokenization_bytes.py", "bytes.model", "qwen.tiktoken"),
+        *("vocab.bin", "additional_chat_templates/tools.jinja", "a/b/c.json"),
+    ]
+    dropped = [
+        *("model.safetensors", INDEX, "pytorch_model.bin", "pytorch_model-00001-of-2.bin"),
+        *("pytorch_model.bin.index.json", "model.gguf", ".gitattributes", ".cache/x.json"),
+        *("original/consolidated.00.pth", "original/tokenizer.model", "run/metrics.jsonl"),
+    ]
+    for name in (*kept, *dropped):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("x")
+    found = other_files(tmp_path, apart_from=[tmp_path / "run"])
+    assert sorted(found.files) == sorted(kept)
+    assert found.left_out == ("original (a folder with weights of its own)",)
+
+
+def test_links_of_the_hubs_cache_are_followed_and_others_are_not(tmp_path: Path) -> None:
+    snapshot, blobs = tmp_path / "models--a--b/snapshots/1234", tmp_path / "models--a--b/blobs"
+    snapshot.mkdir(parents=True)
+    blobs.mkdir()
+    (blobs / "5678").write_text("{}")
+    (tmp_path / "secret").write_text("x")
+    for name in ("config.json", "tokenizer.json"):
+        (snapshot / name).symlink_to("../../blobs/5678")
+    (snapshot / "notes.txt").symlink_to(tmp_path / "secret")
+    (snapshot / "gone.txt").symlink_to("../../blobs/nothing")
+    (snapshot / "round").symlink_to(".")
+    found = other_files(snapshot)
+    assert found.files == ("config.json", "tokenizer.json")
+    assert [text.split()[0] for text in found.left_out] == ["gone.txt", "notes.txt", "round"]
+
+
+def test_links_to_one_other_folder_are_followed(tmp_path: Path) -> None:
+    """A user's own tree of links to a model that lies elsewhere."""
+    model, folder = tmp_path / "model", tmp_path / "mine"
+    model.mkdir()
+    folder.mkdir()
+    for name in ("config.json", "bytes.model"):
+        (model / name).write_text("{}")
+        (folder / name).symlink_to(model / name)
+    assert other_files(folder).files == ("bytes.model", "config.json")

@@ -3,6 +3,7 @@ that a run's stages are those that others change."""
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import json
 import runpy
@@ -16,11 +17,12 @@ import pytest
 import torch
 
 from mcore_rl import train
+from mcore_rl.common.errors import UsageError
 from mcore_rl.observe.stage_timers import StageTimers
 from mcore_rl.trainer import saver as saver_module
 from mcore_rl.trainer import start as start_module
 from mcore_rl.trainer.resume import folders
-from mcore_rl.trainer.resume.point import lost_reference
+from mcore_rl.trainer.resume.point import lost_reference, misplaced_optimizer
 from mcore_rl.trainer.resume.trainer_state import LOADED, TrainerState, _state
 from mcore_rl.trainer.saver import RunSaver
 from tests.unit.test_checkpoint_folders import save
@@ -111,6 +113,66 @@ def test_a_checkpoint_of_before_the_note_is_read_and_one_of_another_kind_is_not(
     del facts["weight_version"]
     with pytest.raises(RuntimeError, match="another version .* \\['weight_version'\\] less"):
         _state(row_of(facts), Path("there"))
+
+
+@pytest.mark.parametrize(
+    ("fact", "value"),
+    [
+        *(("step", value) for value in ("3", True, None, 0.5)),
+        *(("layout", value) for value in (None, 3, ["TP1"])),
+        *(("kl_controller", value) for value in (None, [], {"a": "b"}, {"a": float("nan")})),
+        ("padded_buckets", 1),
+    ],
+)
+def test_a_state_of_other_types_is_a_sentence(fact: str, value: object) -> None:
+    facts = dataclasses.asdict(TrainerState(3, "TP1")) | {fact: value}
+    with pytest.raises(UsageError, match=f"there does not hold .*{fact}.*load another"):
+        _state(row_of(facts), Path("there"))
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"[]", b"5", b"[" * 100_000, b"\xff"])
+def test_a_state_that_is_not_one_is_a_sentence(content: bytes) -> None:
+    stored = len(content).to_bytes(8, "little") + content
+    row = torch.from_numpy(np.frombuffer(stored, dtype=np.uint8).copy())
+    with pytest.raises(UsageError, match="there does not hold the state of a trainer"):
+        _state(row, Path("there"))
+
+
+def resumed_with(**changes: object) -> argparse.Namespace:
+    values = {
+        "no_load_optim": None,
+        "use_distributed_optimizer": True,
+        "dist_ckpt_optim_fully_reshardable": True,
+        "untie_embeddings_and_output_weights": True,
+        "mtp_num_layers": None,
+        "overlap_grad_reduce": False,
+    }
+    return argparse.Namespace(**values | changes)
+
+
+PP2 = TrainerState(3, "TP1 x CP1 x DP1 x PP2, experts ETP1 x EP1 x EDP1")
+PP1 = dataclasses.replace(PP2, layout=PP2.layout.replace("PP2", "PP1"))
+
+
+@pytest.mark.parametrize(
+    ("state", "changes", "is_affected"),
+    [
+        (PP2, {}, False),
+        (PP2, {"untie_embeddings_and_output_weights": False}, True),
+        (PP2, {"mtp_num_layers": 1}, True),
+        (PP1, {"mtp_num_layers": 1}, False),
+        (PP1, {"overlap_grad_reduce": True}, True),
+        (PP1, {"overlap_grad_reduce": True, "no_load_optim": True}, False),
+        (PP1, {"overlap_grad_reduce": True, "use_distributed_optimizer": False}, False),
+        (PP2, {"mtp_num_layers": 1, "dist_ckpt_optim_fully_reshardable": False}, False),
+        (dataclasses.replace(PP2, padded_buckets=True), {"mtp_num_layers": 1}, False),
+    ],
+)
+def test_states_of_the_optimizer_from_before_the_repair_are_warned_of_where_they_may_be_wrong(
+    state: TrainerState, changes: dict[str, object], is_affected: bool
+) -> None:
+    found = misplaced_optimizer(state, resumed_with(**changes))
+    assert bool(found) == is_affected and ("--no-load-optim" in found) == is_affected
 
 
 @pytest.mark.filterwarnings("ignore:.*found in sys.modules:RuntimeWarning")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import logging
+import re
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -88,6 +89,8 @@ def find_resume_point(
             return None
         folder = load / folders.iteration_name(step)
         state, rng = load_trainer_state(folder / TRAINER)
+        if (warning := misplaced_optimizer(state, args)) and dist.get_rank() == 0:
+            logger.warning("[Resume] %s: %s", folder, warning)
         # First, as it is collective: what comes after may fail on some ranks alone.
         if config.recipe.needs_reference and not (folder / REFERENCE).is_dir():
             now = fingerprint(checkpoint)
@@ -107,6 +110,28 @@ def find_resume_point(
 
     store = dist.distributed_c10d._get_default_store() if dist.get_world_size() > 1 else None
     return agreed(find, store, stage="resume")
+
+
+def misplaced_optimizer(state: TrainerState, args: argparse.Namespace) -> str:
+    """Why the optimizer's states may be those of other parameters, and the remedy; "" if they are
+    not.
+
+    Before patches/megatron/padded_buckets, a fully reshardable checkpoint had them at wrong places
+    where gradients lie in several buckets: with --overlap-grad-reduce, and where two pipeline
+    stages share an embedding. What the checkpoint does not say of its run is taken from `args`.
+    """
+    if state.padded_buckets or args.no_load_optim:
+        return ""
+    if not (args.use_distributed_optimizer and args.dist_ckpt_optim_fully_reshardable):
+        return ""
+    stages = re.search(r"\bPP(\d+)", state.layout)
+    is_shared = not args.untie_embeddings_and_output_weights or args.mtp_num_layers
+    if not args.overlap_grad_reduce and not (is_shared and stages and int(stages[1]) > 1):
+        return ""
+    return (
+        "an earlier version of mcore_rl wrote it, and may have put states of the optimizer at the "
+        "places of other parameters; give --no-load-optim to begin with new ones"
+    )
 
 
 def lost_reference(state: TrainerState, now: str, folder: Path) -> str:

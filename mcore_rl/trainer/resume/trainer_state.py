@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -22,6 +24,7 @@ from torch.distributed.checkpoint import load as load_checkpoint
 
 from mcore_rl.common import objects
 from mcore_rl.common.errors import UsageError
+from mcore_rl.common.readers import InvalidData, finite_number, parse_json
 from mcore_rl.megatron import saving as megatron_checkpoint
 from mcore_rl.megatron.rng import RngState
 from mcore_rl.trainer.resume.folders import iteration_name
@@ -31,7 +34,8 @@ _FACTS, _RNG = "facts", "random_states"
 _LENGTH_BYTES = 8
 LOADED = "loaded"
 # What checkpoints of earlier versions may lack.
-_LATER_FACTS = {"began_with"}
+_LATER_FACTS = {"began_with", "padded_buckets"}
+_MOST_FACT_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +53,9 @@ class TrainerState:
     # Fingerprint of the Hugging Face weights that the run began with, LOADED for a Megatron
     # checkpoint's; "": an earlier version did not note it.
     began_with: str = ""
+    # Whether the optimizer's states were written with patches/megatron/padded_buckets. False: by an
+    # earlier version, so that they may be those of other parameters.
+    padded_buckets: bool = False
 
 
 def save_trainer_state(state: TrainerState, rng: RngState, folder: Path) -> None:
@@ -71,7 +78,8 @@ def trainer_writer(state: TrainerState) -> Callable[[Path], None]:
 def load_trainer_state(folder: Path) -> tuple[TrainerState, RngState | None]:
     """The state, and this rank's generators if as many ranks wrote it as read it. Collective.
 
-    Raises RuntimeError for a state that another version of mcore_rl has written.
+    Raises RuntimeError for a state that another version of mcore_rl has written, UsageError for
+    content that is not a state.
     """
     rows = megatron_checkpoint.load_tensors(folder)
     state = _state(rows[_FACTS][0], folder)
@@ -88,20 +96,42 @@ def read_trainer_state(folder: Path) -> TrainerState:
     """
     reader = FileSystemReader(folder)
     size = reader.read_metadata().state_dict_metadata[_FACTS].size
+    if math.prod(size) > _MOST_FACT_BYTES * size[0]:
+        raise _not_facts(folder, f"it has {math.prod(size)} bytes")
     rows = {_FACTS: torch.empty(size, dtype=torch.uint8)}
     load_checkpoint(rows, storage_reader=reader, no_dist=True)
     return _state(rows[_FACTS][0], folder)
 
 
 def _state(row: torch.Tensor, folder: Path) -> TrainerState:
-    facts = json.loads(_content(row))
+    try:
+        facts = parse_json(_content(row))
+    except InvalidData as error:
+        raise _not_facts(folder, str(error)) from error
+    if not isinstance(facts, dict):
+        raise _not_facts(folder, f"it is a {type(facts).__name__}")
     known = {entry.name for entry in dataclasses.fields(TrainerState)}
     if facts.keys() | _LATER_FACTS != known:
         raise RuntimeError(
             f"{folder} is of another version of mcore_rl: it has {sorted(facts.keys() - known)} "
             f"more and {sorted(known - facts.keys() - _LATER_FACTS)} less than is known here"
         )
+    for name, value in facts.items():
+        kind = {"int": int, "str": str, "bool": bool}.get(str(TrainerState.__annotations__[name]))
+        if type(value) is not kind if kind else not _is_mapping_of_numbers(value):
+            raise _not_facts(folder, f"{name} is {repr(value)[:60]}")
     return TrainerState(**facts)
+
+
+def _is_mapping_of_numbers(value: Any) -> bool:
+    return isinstance(value, dict) and all(finite_number(n) is not None for n in value.values())
+
+
+def _not_facts(folder: Path, why: str) -> UsageError:
+    return UsageError(
+        f"{folder} does not hold the state of a trainer ({why})",
+        remedy="load another checkpoint",
+    )
 
 
 def _row(content: bytes) -> torch.Tensor:

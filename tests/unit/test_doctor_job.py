@@ -9,7 +9,7 @@ import os
 import shutil
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import SimpleNamespace
@@ -28,6 +28,7 @@ from mcore_rl.megatron.rng import RngState
 from mcore_rl.rewards.specs import parse_rewards
 from mcore_rl.tools.doctor import reward as reward_checks
 from mcore_rl.tools.doctor.checkpoint import check_load
+from mcore_rl.tools.doctor.examination import Request, _Examination
 from mcore_rl.tools.doctor.finding import Finding
 from mcore_rl.tools.doctor.flags import ReadJob, read_job, taken_flags
 from mcore_rl.tools.doctor.plan import (
@@ -49,7 +50,7 @@ from mcore_rl.trainer.resume.trainer_state import (
     save_trainer_state,
 )
 from tests.bad_input_cases import Case, tokens_of
-from tests.bad_input_folder import INDEX, SECOND, make_good_folder
+from tests.bad_input_folder import FIRST, INDEX, SECOND, make_good_folder
 from tests.untrusted import need_code_of_tokenizer
 
 GB = 10**9
@@ -705,3 +706,88 @@ def test_a_server_is_asked_once(
     (found,) = check_reward(config, FEW, None)
     assert found.level == "red" and "HTTP status 503" in found.found
     assert _Server.requests == 1
+
+
+# ---------------------------------------------------------------------- folders that lack something
+
+
+def keep(*names: str) -> Callable[[Path], None]:
+    """Remove all files of the model but these."""
+
+    def change(model: Path) -> None:
+        for path in model.iterdir():
+            if path.name not in names:
+                path.unlink()
+
+    return change
+
+
+def replaced(name: str, content: bytes) -> Callable[[Path], None]:
+    return lambda model: (model / name).write_bytes(content) and None
+
+
+def as_a_file(model: Path) -> None:
+    shutil.rmtree(model)
+    model.write_text("a file")
+
+
+def dangling(model: Path) -> None:
+    (model / FIRST).unlink()
+    (model / FIRST).symlink_to(model / "nowhere")
+
+
+def of_pickles(model: Path) -> None:
+    keep("config.json", "tokenizer.json", "tokenizer_config.json")(model)
+    (model / "pytorch_model.bin").write_bytes(b"pickle")
+
+
+def in_place_of_a_file(name: str) -> Callable[[Path], None]:
+    def change(model: Path) -> None:
+        (model / name).unlink()
+        (model / name).mkdir()
+
+    return change
+
+
+POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 12345\n"
+INCOMPLETE = {
+    "only config.json": keep("config.json"),
+    "only a tokenizer": keep("tokenizer.json", "tokenizer_config.json"),
+    "nothing": keep(),
+    "no folder": shutil.rmtree,
+    "a file": as_a_file,
+    "an index without files": keep("config.json", "tokenizer.json", INDEX),
+    "a shard missing": lambda model: (model / SECOND).unlink(),
+    "a shard without bytes": replaced(SECOND, b""),
+    "a shard that is a pointer": replaced(SECOND, POINTER),
+    "a shard that is a folder": in_place_of_a_file(SECOND),
+    "a shard that leads nowhere": dangling,
+    "an index without bytes": replaced(INDEX, b""),
+    "an index that is a pointer": replaced(INDEX, POINTER),
+    "pickles": of_pickles,
+    "a config without bytes": replaced("config.json", b""),
+    "a config that is a pointer": replaced("config.json", POINTER),
+    "a config that is a folder": in_place_of_a_file("config.json"),
+}
+
+
+@pytest.mark.parametrize(
+    ("spoil", "with_prompts"),
+    [*((spoil, True) for spoil in INCOMPLETE.values()), (INCOMPLETE["only config.json"], False)],
+    ids=[*INCOMPLETE, "only config.json, no prompts"],
+)
+def test_a_folder_that_lacks_something_is_a_finding_and_no_check_fails(
+    here: Path, monkeypatch: pytest.MonkeyPatch, spoil: Callable[[Path], None], with_prompts: bool
+) -> None:
+    spoil(here / "checkpoint")
+    flags = {} if with_prompts else {"--rl-prompts": None}
+    tokens = tokens_of(Case("case", [], flags=flags), here)
+    monkeypatch.setattr(_Examination, "installation", lambda self: None)
+    examination = _Examination(Request(tuple(tokens), world_size=2))
+    examination._megatron_can_start = True
+    examination.job()
+    examination._look("space", examination._space)
+    found = [finding.found for finding in examination.findings if finding.level == "red"]
+    assert any("checkpoint" in each for each in found), found
+    said = " ".join(finding.found for finding in examination.findings)
+    assert "this check fails itself" not in said and "all complete" not in said

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -146,5 +145,4 @@ def _newest_undamaged(
 
 def _parts(place: Path, step: int) -> int:
     """In how many parts a checkpoint must be read so that one of them takes seconds."""
-    record = json.loads((place / folders.iteration_name(step) / folders.COMPLETE).read_text())
-    return max(1, math.ceil(sum(record["bytes"].values()) / _HASHED_BYTES))
+    return max(1, math.ceil(folders.recorded_bytes(place, step) / _HASHED_BYTES))

@@ -27,6 +27,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mcore_rl.common.errors import UsageError
+from mcore_rl.common.readers import InvalidData, integer_within, parse_json, plain_file_name
 
 SAVING = "saving"
 TRACKER = "latest_checkpointed_iteration.txt"
@@ -287,7 +288,9 @@ def damage(folder: Path, step: int, *, rank: int = 0, world_size: int = 1) -> li
         return [Damage(place / COMPLETE, "it is not there or cannot be read")]
     sizes, found = record, []
     try:
-        expected = json.loads((place / INTEGRITY).read_text(encoding="utf-8"))["files"]
+        expected = parse_json((place / INTEGRITY).read_bytes())["files"]
+        if not isinstance(expected, dict):
+            raise InvalidData("files is not an object")
     except (OSError, ValueError, KeyError, TypeError) as error:
         return [Damage(place / INTEGRITY, f"it cannot be read ({error})")]
     for name, size in sizes.items():
@@ -310,13 +313,24 @@ def damage(folder: Path, step: int, *, rank: int = 0, world_size: int = 1) -> li
     return found
 
 
+def recorded_bytes(folder: Path, step: int) -> int:
+    """Of all files of a complete checkpoint, as they were written."""
+    return sum((_record(folder / iteration_name(step), step) or {}).values())
+
+
 def _record(place: Path, step: int) -> dict[str, int] | None:
-    """The bytes of each file of a complete checkpoint."""
+    """The bytes of each file of a complete checkpoint, all of them below its folder."""
     try:
-        record = json.loads((place / COMPLETE).read_text(encoding="utf-8"))
+        record = parse_json((place / COMPLETE).read_bytes())
         if record["format"] != _FORMAT or record["step"] != step:
             return None
-        return {str(name): int(size) for name, size in record["bytes"].items()}
+        sizes = record["bytes"]
+        is_right = all(
+            integer_within(size, 0, 1 << 62) is not None
+            and all(map(plain_file_name, name.split("/")))
+            for name, size in sizes.items()
+        )
+        return sizes if is_right else None
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
 

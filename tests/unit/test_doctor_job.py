@@ -771,6 +771,7 @@ INCOMPLETE = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("spoil", "with_prompts"),
     [*((spoil, True) for spoil in INCOMPLETE.values()), (INCOMPLETE["only config.json"], False)],

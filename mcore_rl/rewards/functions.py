@@ -281,7 +281,8 @@ def _imported_names() -> str:
 
 
 def shortened(text: str) -> str:
-    """`text`, cut to what a message has room for."""
-    if len(text) <= _MAX_DETAIL_CHARACTERS:
-        return text
-    return text[:_MAX_DETAIL_CHARACTERS] + " ..."
+    """`text`, cut to what a message has room for, without halves of surrogate pairs, which neither
+    logs nor files can hold."""
+    is_short = len(text) <= _MAX_DETAIL_CHARACTERS
+    shown = text if is_short else text[:_MAX_DETAIL_CHARACTERS] + " ..."
+    return shown.encode(errors="replace").decode()

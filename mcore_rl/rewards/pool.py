@@ -20,6 +20,7 @@ from pebble import ProcessExpired, ProcessPool
 
 from mcore_rl.batching.types import Rollout, ScoredRollout
 from mcore_rl.common.errors import UsageError
+from mcore_rl.rewards.answers import WorkerFault
 from mcore_rl.rewards.lanes import Batch, Lanes
 from mcore_rl.rewards.parts import weighed
 from mcore_rl.rewards.process import WorkerContext
@@ -46,6 +47,9 @@ _TIMEOUT_IN_COMPANY_SECONDS = 1.0
 
 class RewardPool(Scorer):
     """Processes that score samples, each sample and function within a time of its own.
+
+    What a function does wrong costs its sample, also where it writes into the pipe of its process
+    (`answers`).
 
     Not collective: every rank that scores has its own pool. Workers start when the first sample is
     sent, import only `worker`, what that needs and the user's modules, inherit the standard streams
@@ -99,6 +103,7 @@ class RewardPool(Scorer):
         self._oldest_sent: tuple[Future[_Scored] | None, float] = (None, 0.0)  # and since when
         self._pool = self._new_pool()
         self._broken: str | None = None
+        self._resolved: set[str] = set()  # functions that have scored a sample
         self._ending: tuple[ThreadPoolExecutor, Future[None]] | None = None
         self._fruitful, self._num_fruitless_starts = False, 0
 
@@ -121,8 +126,9 @@ class RewardPool(Scorer):
         try:
             # A task's own time begins when a worker takes it, after the imports.
             asked.result(timeout=_WORKER_START_SECONDS)
-        except (RuntimeError, ProcessExpired, TimeoutError) as error:
-            reason = str(error) if isinstance(error, RuntimeError) else type(error).__name__
+        except (RuntimeError, WorkerFault, ProcessExpired, TimeoutError) as error:
+            is_told = isinstance(error, (RuntimeError, WorkerFault))
+            reason = self._why_broken(error) if is_told else type(error).__name__
             raise UsageError(
                 "cannot be used, because the process that imported it ended or gave no answer "
                 f"within {_WORKER_START_SECONDS:g} s ({reason})",
@@ -192,16 +198,22 @@ class RewardPool(Scorer):
             if isinstance(error, RuntimeError):
                 # A worker died that had no sample (the kernel is short of memory, say): pebble then
                 # gives up all samples, and some of their futures never end.
-                self._broken = self._broken or str(error)
+                self._broken = self._broken or self._why_broken(error)
                 continue
             del self._sent[future]
             self._lanes.back(batch)
             wanted = [ticket for ticket in batch.samples if ticket in self._open]
             if not wanted:
                 continue
-            if len(batch) > 1 and isinstance(error, (TimeoutError, ProcessExpired)):
+            if isinstance(error, UsageError) and batch.spec not in self._resolved:
+                raise error
+            if len(batch) > 1 and error is not None:
                 self._lanes.put_back(batch, wanted, alone=True)
+                # A fault breaks the pool, and has brought it nearer to the sample that is at fault.
+                self._fruitful = self._fruitful or isinstance(error, WorkerFault)
                 continue
+            if error is None:
+                self._resolved.add(batch.spec)
             found, seconds = self._outcomes(future)
             for ticket, outcome in zip(batch.samples, found, strict=True):
                 self._found(ticket, batch.spec, outcome)
@@ -212,6 +224,10 @@ class RewardPool(Scorer):
         limit = f"no value within {self._timeout_seconds:g} s"
         try:
             return future.result()
+        except WorkerFault as fault:
+            outcome = Outcome(0.0, fault.kind, fault.detail)
+        except UsageError as error:  # of a function that was there before
+            outcome = Outcome(0.0, "failed in its worker", str(error))
         except TimeoutError:
             outcome = Outcome(0.0, "timed out", f"{limit}, or its process exited with code 0")
         except ProcessExpired as error:
@@ -223,6 +239,10 @@ class RewardPool(Scorer):
                 outcome = Outcome(0.0, "ended its process", f"exit code {error.exitcode}")
         return [outcome], math.inf
 
+    def _why_broken(self, error: BaseException) -> str:
+        answers = self._context.answers
+        return (answers.fault if answers is not None else None) or str(error)
+
     def _memory_limit(self) -> str:
         if self._memory_gib == 0:
             return "the machine has no more"
@@ -231,6 +251,7 @@ class RewardPool(Scorer):
     # The pool, and the next one -------------------------------------------------------------------
 
     def _new_pool(self) -> ProcessPool:
+        self._context = WorkerContext(self._environment_names)
         return ProcessPool(
             max_workers=self._num_workers,
             initializer=start_worker,
@@ -240,12 +261,14 @@ class RewardPool(Scorer):
                 int(self._memory_gib * 2**30),
                 self._sandbox_accept,
             ),
-            context=WorkerContext(self._environment_names),
+            context=self._context,
         )
 
     def _notice_a_stall(self) -> None:
         """Samples are taken in the order in which they were sent, so the oldest is always with a
         worker, or will be when one has started, or has finished a batch before."""
+        if self._context.answers is not None:
+            self._context.answers.check_clocks()
         oldest, since = next(iter(self._sent), None), time.monotonic()
         if oldest is not self._oldest_sent[0]:
             self._oldest_sent = (oldest, since)

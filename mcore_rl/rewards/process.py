@@ -2,7 +2,7 @@
 
 A reward meets text that nobody has read before and may be code that few have. It gets a process
 that is new (exec, so nothing of the trainer's memory is in it), an environment of a few names, no
-file descriptor but the standard streams and its pipes, and its answers are JSON.
+file descriptor but the standard streams and its pipes (`answers`).
 """
 
 from __future__ import annotations
@@ -11,23 +11,16 @@ import contextlib
 import fnmatch
 import functools
 import io
-import json
-import math
 import os
 import signal
 import subprocess
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from multiprocessing import popen_spawn_posix, reduction, spawn, util
-from multiprocessing.connection import Connection
 from multiprocessing.context import SpawnContext, SpawnProcess, set_spawning_popen
 from typing import Any
 
-from pebble.common.types import Result, ResultStatus
-from pebble.pool.process import Acknowledgement, TaskProblem, TaskResult
-
-from mcore_rl.common.errors import UsageError
 from mcore_rl.common.spawning import main_script_left_out
-from mcore_rl.rewards.worker import Outcome
+from mcore_rl.rewards.answers import AnswerEnd, Answers, TaskReader, TaskWriter
 
 # What Python, the dynamic linker and numerical libraries read; nothing in it is a secret.
 _PASSED_ON = (
@@ -76,12 +69,16 @@ class WorkerContext(SpawnContext):
         super().__init__()
         process = functools.partial(WorkerProcess, environment_names=tuple(environment_names))
         self.Process = process  # type: ignore[assignment, misc]
+        self.answers: Answers | None = None  # once there are pipes
 
-    def Pipe(self, duplex: bool = True) -> tuple[AnswerReader, Connection]:
-        """A pipe of one direction: for tasks, or for answers, which are JSON."""
+    def Pipe(self, duplex: bool = True) -> tuple[Any, Any]:
+        """Ends to read and to write: of the tasks at the first call, then of the answers."""
         assert not duplex, "workers are talked to by pipes of one direction"
+        if self.answers is not None:
+            return self.answers, AnswerEnd(self.answers)
+        self.answers = Answers()
         reader, writer = os.pipe()
-        return AnswerReader(reader, writable=False), TaskWriter(writer, readable=False)
+        return TaskReader(reader, writable=False), TaskWriter(writer, self.answers)
 
 
 class WorkerPopen(popen_spawn_posix.Popen):
@@ -93,7 +90,13 @@ class WorkerPopen(popen_spawn_posix.Popen):
 
     def __init__(self, process_obj: SpawnProcess, environment: Mapping[str, str]) -> None:
         self._environment = dict(environment)
+        self._given: list[int] = []
         super().__init__(process_obj)
+
+    def give(self, descriptor: int) -> Any:
+        """While the process is pickled: it gets this descriptor, which is closed here then."""
+        self._given.append(descriptor)
+        return reduction.DupFd(descriptor)
 
     def _launch(self, process_obj: SpawnProcess) -> None:
         preparation = spawn.get_preparation_data(process_obj.name)
@@ -120,8 +123,8 @@ class WorkerPopen(popen_spawn_posix.Popen):
                 start_new_session=True,
             )
         finally:
-            os.close(child_reader)
-            os.close(child_end)
+            for descriptor in (child_reader, child_end, *self._given):
+                os.close(descriptor)
         self.pid = self._process.pid
         with open(writer, "wb", closefd=False) as pipe:
             pipe.write(message.getbuffer())
@@ -142,87 +145,3 @@ class WorkerPopen(popen_spawn_posix.Popen):
                     os.killpg(self.pid, signal.SIGKILL)
             self.returncode = self._process.wait()
         return self.returncode
-
-
-class TaskWriter(Connection):
-    """Sends tasks to workers. What a worker gets of the same class sends answers."""
-
-    def __reduce__(self) -> tuple[Callable[..., Connection], tuple[Any, ...]]:
-        return _connection, (AnswerWriter, reduction.DupFd(self.fileno()), False, True)
-
-
-class AnswerWriter(Connection):
-    """A worker's end: sends what pebble sends as JSON."""
-
-    def send(self, obj: Any) -> None:
-        """TypeError, which pebble answers, for what a task must not return."""
-        self.send_bytes(json.dumps(_as_json(obj)).encode())
-
-
-class AnswerReader(Connection):
-    """Reads what workers send, as data: a reward can write into the pipe of its process as well."""
-
-    def recv(self) -> Any:
-        """The next message; OSError if it is none of a worker, by which the pool breaks."""
-        message = self.recv_bytes()
-        try:
-            return _as_message(json.loads(message))
-        except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-            raise OSError(f"a worker sent what is no answer ({error})") from error
-
-    def __reduce__(self) -> tuple[Callable[..., Connection], tuple[Any, ...]]:
-        # In the worker it reads tasks: functions and their arguments, pickled by the trainer.
-        return _connection, (Connection, reduction.DupFd(self.fileno()), True, False)
-
-
-def _connection(
-    kind: type[Connection], duplicate: Any, readable: bool, writable: bool
-) -> Connection:
-    return kind(duplicate.detach(), readable=readable, writable=writable)
-
-
-def _as_json(message: Acknowledgement | TaskResult | TaskProblem) -> dict[str, Any]:
-    if isinstance(message, Acknowledgement):
-        return {"worker": message.worker, "task": message.task}
-    if isinstance(message, TaskResult) and message.result.status is ResultStatus.SUCCESS:
-        return {"task": message.task, "value": message.result.value}
-    # pebble wraps what a task has raised.
-    error = message.result.value.exception if isinstance(message, TaskResult) else message.error
-    told = {"task": message.task, "error": type(error).__name__, "text": str(error)}
-    if isinstance(error, UsageError):
-        told |= {"text": error.found, "flag": error.flag, "remedy": error.remedy}
-    return told
-
-
-def _as_message(fields: Any) -> Acknowledgement | TaskResult:
-    """ValueError and the like for anything but what `_as_json` makes."""
-    task = _whole(fields["task"])
-    if "worker" in fields:
-        return Acknowledgement(_whole(fields["worker"]), task)
-    if "error" not in fields:
-        return TaskResult(task, Result(ResultStatus.SUCCESS, _value(fields["value"])))
-    name, text = str(fields["error"]), str(fields["text"])
-    error: Exception = RuntimeError(f"{name}: {text}")
-    if name == UsageError.__name__:
-        error = UsageError(text, flag=str(fields["flag"]), remedy=str(fields["remedy"]))
-    return TaskResult(task, Result(ResultStatus.FAILURE, error))
-
-
-def _value(value: Any) -> tuple[list[Outcome], float] | None:
-    """Of `score_samples`; what else runs in workers returns nothing."""
-    if value is None:
-        return None
-    outcomes, seconds = value
-    return [_outcome(*parts) for parts in outcomes], float(seconds)
-
-
-def _outcome(reward: Any, kind: Any, detail: Any) -> Outcome:
-    if not math.isfinite(reward):
-        raise ValueError(f"a reward of {reward}")
-    return Outcome(float(reward), None if kind is None else str(kind), str(detail))
-
-
-def _whole(number: Any) -> int:
-    if not isinstance(number, int):
-        raise TypeError(f"{number!r} is no whole number")
-    return number

@@ -23,12 +23,16 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
+from mcore_rl.common.readers import InvalidData, integer_within, parse_json
+
 logger = logging.getLogger(__name__)
 
 _KEY = "mcore_rl/companions"
 _JOIN_SECONDS = 3600  # machines of a job may start long after each other
 _TIE_SECONDS = 60
-_MOST_BYTES = 1 << 16
+_MOST_NODES = 1 << 20
+_MOST_BYTES = 1 << 16  # of a message, with the end of its line
+_ADMIT_SECONDS = 60.0  # for the secret, from whoever connects
 # A machine that vanishes is known to be gone after a minute: idle, then three questions.
 _KEEP_ALIVE = {
     socket.TCP_KEEPIDLE: 30,
@@ -65,6 +69,7 @@ class Companions:
     ) -> None:
         self.failed: Ended | None = None
         self._node, self._address, self._connect = node, address, connect
+        self._num_nodes = num_nodes
         self._missing = num_nodes - 1 if node == 0 else 1
         self._complete = threading.Event()
         self._on_failure = on_failure
@@ -114,12 +119,26 @@ class Companions:
     def _admit(self, connection: socket.socket, secret: str) -> None:
         """One that knows the secret is heard from now on; others are sent away."""
         _keep_alive(connection)
-        with contextlib.suppress(OSError, ValueError, TypeError), connection:
+        with contextlib.suppress(OSError), connection:
+            connection.settimeout(_ADMIT_SECONDS)
             lines = _lines(connection)
-            found, node, host = next(lines, (None, -1, ""))
-            if secrets.compare_digest(str(found), secret):
+            gone = self._introduced(next(lines, None), secret)
+            if gone is not None:
                 _send(connection, ["admitted"])
-                self._hear(connection, lines, Ended(int(node), str(host), None))
+                connection.settimeout(None)
+                self._hear(connection, lines, gone)
+
+    def _introduced(self, said: Any, secret: str) -> Ended | None:
+        """Who has connected, as if it had broken off; None: not a launcher of this job."""
+        if not isinstance(said, list) or len(said) != 3:
+            return None
+        found, node, host = said
+        if not isinstance(found, str) or not isinstance(host, str):
+            return None
+        if not secrets.compare_digest(found.encode(errors="replace"), secret.encode()):
+            return None
+        node = integer_within(node, 1, self._num_nodes - 1)
+        return None if node is None else Ended(node, _shown(host), None)
 
     def _join(self) -> None:
         port, secret = json.loads(self._connect().get(_KEY))
@@ -141,9 +160,9 @@ class Companions:
         if failed is not None:  # before this one came
             self._tell([connection], failed)
         said = None
-        with contextlib.suppress(OSError, ValueError):
+        with contextlib.suppress(OSError):
             said = next(lines, None)
-        ended = gone if said is None else Ended(*said)
+        ended = _ended(said) or gone  # what makes no sense tells nothing but that it is gone
         with self._lock:
             del self._tied[connection]
             if self._has_ended or self.failed is not None or ended.exit_code == 0:
@@ -192,7 +211,25 @@ def _send(connection: socket.socket, values: list[Any]) -> None:
 
 
 def _lines(connection: socket.socket) -> Iterator[Any]:
-    """What is sent, line by line, to the end."""
-    with connection.makefile("rb") as file:
+    """What is sent, line by line, to the end, or to the first line that is no JSON."""
+    with connection.makefile("rb") as file, contextlib.suppress(InvalidData):
         while line := file.readline(_MOST_BYTES):
-            yield json.loads(line)
+            yield parse_json(line)
+
+
+def _ended(said: Any) -> Ended | None:
+    """What `Companions._tell` sends, or None."""
+    if not isinstance(said, list) or len(said) != 4:
+        return None
+    node, host, exit_code, sentence = said
+    texts = isinstance(host, str) and isinstance(sentence, str)
+    if integer_within(node, 0, _MOST_NODES) is None or not texts:
+        return None
+    if exit_code is not None and integer_within(exit_code, -255, 255) is None:
+        return None
+    return Ended(node, _shown(host), exit_code, _shown(sentence))
+
+
+def _shown(text: str) -> str:
+    """What a log can hold of it."""
+    return text.encode(errors="replace").decode()

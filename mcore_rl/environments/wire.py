@@ -7,11 +7,11 @@ into its socket; the trainer takes nothing that is not checked here.
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from mcore_rl.common.readers import integer_within, parse_json
 from mcore_rl.rewards.functions import shortened
 from mcore_rl.rewards.worker import Outcome
 
@@ -21,6 +21,8 @@ LENGTH_BYTES = 4
 
 TOO_MUCH = "answered too much"
 NO_ANSWER = "wrote what is no answer"
+
+_LARGEST_REWARD = 3.4e38  # of a turn's reward, which training keeps in float32
 
 Plain = str | list[dict[str, str]] | list[int]  # a text, messages or token ids
 
@@ -144,7 +146,7 @@ def _reward(value: Any) -> float:
     if isinstance(value, str) or not hasattr(value, "__float__"):
         raise NonsenseError(f"returned reward of type {type(value).__name__}", detail)
     number = float(value)
-    if not math.isfinite(number):
+    if not abs(number) <= _LARGEST_REWARD:
         raise NonsenseError(f"returned reward {number}", detail)
     return number
 
@@ -155,9 +157,9 @@ def _reward(value: Any) -> float:
 def event_of(message: bytes, turn: int) -> Event:
     """The answer to request number `turn`; what is none is a failure."""
     try:
-        fields = json.loads(message)
-        if fields["turn"] != turn:
-            raise ValueError(f"it is of turn {fields['turn']}, not {turn}")
+        fields = parse_json(message)
+        if integer_within(fields["turn"], turn, turn) is None:
+            raise ValueError(f"it is not of turn {turn}")
         if "failed" in fields:
             kind, detail = fields["failed"]
             return Failed(shortened(_text(kind)), shortened(_text(detail)))
@@ -168,14 +170,14 @@ def event_of(message: bytes, turn: int) -> Event:
         return Stepped(text, reward, done)
     except NonsenseError as error:
         return error.failed
-    except (ValueError, LookupError, TypeError, ArithmeticError, RecursionError) as error:
+    except (ValueError, LookupError, TypeError, ArithmeticError) as error:
         return Failed(NO_ANSWER, shortened(f"{type(error).__name__}: {error}"))
 
 
 def _text(value: object) -> str:
     if not isinstance(value, str):
         raise TypeError(f"a {type(value).__name__} where a text belongs")
-    return _unicode(value)
+    return value
 
 
 class Reader:

@@ -15,8 +15,10 @@ import socket
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 from mcore_rl.common.errors import UsageError
+from mcore_rl.common.readers import InvalidData, integer_within, parse_json
 from mcore_rl.environments.interface import FLAG
 from mcore_rl.environments.zygote import MAX_CONTROL_BYTES, run_zygote
 from mcore_rl.rewards.functions import shortened
@@ -126,29 +128,36 @@ class ZygoteProcess:
 
     def _understood(self, message: bytes) -> Iterator[tuple[int, Ended | None]]:
         try:
-            fields = json.loads(message)
-            if "refused" in fields:
-                found, flag, remedy = map(str, fields["refused"])
-                raise UsageError(found, flag=flag, remedy=remedy)
-            if "ready" in fields:
-                self._is_ready, self._since = True, time.monotonic()
+            fields = parse_json(message)
+            if not self._is_ready:  # its first message, of which there is one
+                self._begun(fields)
             elif "forked" in fields:
-                ticket = int(fields["forked"])
+                ticket = _integer(fields["forked"])
                 if self._asked.pop(ticket, None) is not None:
                     self._there.add(ticket)
                     yield ticket, None
             else:
-                ticket = int(fields["ended"])
-                ended = int(fields["code"]) if "code" in fields else str(fields["reason"])
+                ticket = _integer(fields["ended"])
+                ended = _integer(fields["code"]) if "code" in fields else _text(fields["reason"])
                 if ticket in self:
                     self._there.discard(ticket)
                     self._asked.pop(ticket, None)
                     self._killed.pop(ticket, None)
                     yield ticket, ended
-        except UsageError:
-            raise
-        except (ValueError, TypeError, LookupError) as error:
+        except (InvalidData, TypeError, LookupError) as error:
             self._break(f"it has told what makes no sense ({type(error).__name__})")
+
+    def _begun(self, fields: Any) -> None:
+        """Whether it could import what it needs; UsageError if not."""
+        if "refused" in fields:
+            refused = [_text(each) for each in fields["refused"]]
+            if len(refused) != 3:
+                raise InvalidData("a refusal has a reason, a flag and a remedy")
+            found, flag, remedy = refused
+            raise UsageError(found, flag=flag, remedy=remedy)
+        if fields["ready"] is not True:
+            raise InvalidData("it is neither ready nor refused")
+        self._is_ready, self._since = True, time.monotonic()
 
     def _check_clocks(self) -> None:
         now = time.monotonic()
@@ -198,3 +207,16 @@ class ZygoteProcess:
                 os.kill(self._process.pid, signal.SIGKILL)
         self._process.join()
         self._process.close()
+
+
+def _integer(value: Any) -> int:
+    found = integer_within(value, -(1 << 63), (1 << 63) - 1)
+    if found is None:
+        raise InvalidData("a ticket or an exit code is an integer")
+    return found
+
+
+def _text(value: Any) -> str:
+    if not isinstance(value, str):
+        raise InvalidData("a reason is a text")
+    return shortened(value)

@@ -11,7 +11,7 @@ and expects one finite number for each sample, in the same order:
 A server fails in many ways: it is not there, hangs, answers with an error or with nonsense. That
 costs the samples that were asked about, never the run. Only what may pass is tried again: a broken
 connection, a timeout, and the statuses 429 and 5xx. Nothing but the configured address is ever
-asked: redirects are not followed, and proxies, cookies and .netrc are not used.
+asked (`common.http`).
 
 The reward `pooling` is a reward model behind vLLM's own server.
 
@@ -44,6 +44,8 @@ from typing import Any
 import aiohttp
 
 from mcore_rl.batching.types import Rollout
+from mcore_rl.common.http import HTTPFailure, client_session, request
+from mcore_rl.common.readers import InvalidData, finite_number, parse_json
 from mcore_rl.rewards.specs import ServerSpec, header_of
 from mcore_rl.rewards.worker import Outcome
 
@@ -55,9 +57,9 @@ _SHAPE = "the answer must be"
 class Dialect:
     """How samples become a request's JSON, and the answer's JSON one entry for each sample.
 
-    `entries` raises KeyError, TypeError, IndexError or ValueError if the answer has another form
-    than `form`, which is told to the user. An entry that is no finite number costs its own sample
-    only.
+    `entries` raises LookupError, TypeError, AttributeError or ValueError if the answer has another
+    form than `form`, which is told to the user. An entry that is not a finite number costs its own
+    sample only.
     """
 
     form: str
@@ -99,7 +101,12 @@ def _texts(rollouts: Sequence[Rollout]) -> dict[str, Any]:
 
 
 def _scores(answer: Any) -> list[Any]:
-    return [_score(entry["data"]) for entry in answer["data"]]
+    entries = answer["data"]
+    if not isinstance(entries, list):
+        raise TypeError("not a list")
+    if any(entry.get("index", at) != at for at, entry in enumerate(entries)):
+        raise ValueError("in another order than the samples")
+    return [_score(entry["data"]) for entry in entries]
 
 
 def _score(data: Any) -> Any:
@@ -117,15 +124,6 @@ POOLING_DIALECT = Dialect(
     _scores,
     max_answer_bytes=1 << 24,  # a number for each token
 )
-
-
-class _Failed(Exception):
-    """An attempt failed. Holds nothing that the server wrote: it may repeat the secret header."""
-
-    def __init__(self, kind: str, detail: str = "", *, may_pass: bool = False) -> None:
-        super().__init__(kind, detail)
-        self.outcome = Outcome(0.0, kind, detail)
-        self.may_pass = may_pass
 
 
 class ServerReward:
@@ -171,15 +169,7 @@ class ServerReward:
                     tell(self.name, list(batch), outcomes)
 
         async with (
-            aiohttp.ClientSession(
-                trust_env=False,
-                cookie_jar=aiohttp.DummyCookieJar(),
-                # A small answer may unpack to a huge one: packed ones are neither wanted nor read.
-                auto_decompress=False,
-                headers={"Accept-Encoding": "identity", **self._header},
-                timeout=aiohttp.ClientTimeout(total=None, sock_connect=None),
-                connector=aiohttp.TCPConnector(limit=self._server.concurrency),
-            ) as session,
+            client_session(self._header, concurrency=self._server.concurrency) as session,
             asyncio.TaskGroup() as tasks,
         ):
             for _ in range(self._server.concurrency):
@@ -192,10 +182,17 @@ class ServerReward:
             if attempt > 0:
                 await asyncio.sleep(self._backoff_seconds(attempt))
             try:
-                text = await self._attempt(session, body)
+                text = await request(
+                    session,
+                    "POST",
+                    self._server.url,
+                    body=body,
+                    timeout_seconds=self._timeout_seconds,
+                    max_answer_bytes=self._dialect.max_answer_bytes,
+                )
                 return self._understood(text, len(batch))
-            except _Failed as failed:
-                outcome = failed.outcome
+            except HTTPFailure as failed:
+                outcome = Outcome(0.0, failed.kind, failed.detail)
                 if not failed.may_pass:
                     break
         return [outcome] * len(batch)
@@ -204,72 +201,28 @@ class ServerReward:
         longest = min(_FIRST_BACKOFF_SECONDS * 2.0 ** min(attempt - 1, 32), self._timeout_seconds)
         return longest * self._random.uniform(0.5, 1.0)
 
-    async def _attempt(self, session: aiohttp.ClientSession, body: bytes) -> bytes:
-        try:
-            async with (
-                asyncio.timeout(self._timeout_seconds),
-                session.post(
-                    self._server.url,
-                    data=body,
-                    headers={"Content-Type": "application/json"},
-                    allow_redirects=False,
-                ) as response,
-            ):
-                self._check_status(response.status)
-                return await self._read(response)
-        except TimeoutError:
-            limit = f"no answer within {self._timeout_seconds:g} s"
-            raise _Failed("timed out", limit, may_pass=True) from None
-        except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError) as error:
-            raise _Failed("connection failed", _text_of(error), may_pass=True) from None
-        except aiohttp.ClientError as error:
-            raise _Failed("request failed", type(error).__name__) from None
-
-    def _check_status(self, status: int) -> None:
-        if 300 <= status < 400:
-            raise _Failed(f"HTTP status {status}", "redirects are not followed; give the new URL")
-        if not 200 <= status < 300:
-            raise _Failed(f"HTTP status {status}", may_pass=status == 429 or status >= 500)
-
-    async def _read(self, response: aiohttp.ClientResponse) -> bytes:
-        text = bytearray()
-        async for chunk in response.content.iter_any():
-            text += chunk
-            if len(text) > self._dialect.max_answer_bytes:
-                response.close()  # else the rest might be read to keep the connection
-                limit = f"more than {self._dialect.max_answer_bytes} bytes"
-                raise _Failed("answer too long", limit)
-        return bytes(text)
-
     def _understood(self, text: bytes, num_samples: int) -> list[Outcome]:
         form = f"{_SHAPE} {self._dialect.form}"
         try:
-            answer = json.loads(text)
-        except (ValueError, RecursionError):  # UnicodeDecodeError is a ValueError
-            raise _Failed("answer is not JSON", form) from None
+            answer = parse_json(text)
+        except InvalidData:
+            raise HTTPFailure("answer is not JSON", form) from None
         try:
             entries = self._dialect.entries(answer)
-        except (KeyError, TypeError, IndexError, ValueError):
-            raise _Failed("answer has another form", form) from None
+        except (LookupError, TypeError, AttributeError, ValueError):
+            raise HTTPFailure("answer has another form", form) from None
         if len(entries) != num_samples:
             detail = f"{len(entries)} for {num_samples} samples; {form}, one for each sample"
-            raise _Failed("answer has a wrong number of rewards", detail)
+            raise HTTPFailure("answer has a wrong number of rewards", detail)
         return [_number(entry) for entry in entries]
 
 
 def _number(entry: Any) -> Outcome:
-    if isinstance(entry, bool) or not isinstance(entry, (int, float)):
-        return Outcome(0.0, f"returned {type(entry).__name__}", "a reward is a finite number")
-    try:
-        value = float(entry)
-    except OverflowError:  # an integer of hundreds of digits
-        value = math.inf
-    if not math.isfinite(value):
-        return Outcome(0.0, f"returned {value}", "a reward is a finite number")
-    return Outcome(value)
-
-
-def _text_of(error: aiohttp.ClientError) -> str:
-    """What the operating system said, where it was the one to speak."""
-    reason = error.strerror if isinstance(error, OSError) else None
-    return f"{type(error).__name__}, {reason}" if reason else type(error).__name__
+    value = finite_number(entry)
+    if value is not None:
+        return Outcome(value)
+    kind = f"returned {type(entry).__name__}"
+    if isinstance(entry, int | float) and not isinstance(entry, bool):
+        # An integer of hundreds of digits counts as inf.
+        kind = f"returned {entry if isinstance(entry, float) else math.inf}"
+    return Outcome(0.0, kind, "a reward is a finite number")

@@ -11,9 +11,10 @@ import os
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from urllib.parse import SplitResult, urlsplit
+from urllib.parse import SplitResult
 
 from mcore_rl.algorithms.registry import import_user_file
+from mcore_rl.common.addresses import checked_url, header_from
 from mcore_rl.common.errors import UsageError
 from mcore_rl.isolation.levels import parse_accepted
 from mcore_rl.rewards.functions import (
@@ -22,9 +23,6 @@ from mcore_rl.rewards.functions import (
     resolve_reward,
 )
 
-_HEADER = re.compile(
-    r"(?P<name>[!#$%&'*+.^_`|~0-9A-Za-z-]+):[ \t]*(?P<value>[\x21-\x7e][\x20-\x7e]*)"
-)
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _HTTP_HEADER_FLAG = "--rl-reward-http-header-env"
 _POOLING_HEADER_FLAG = "--rl-reward-pooling-header-env"
@@ -98,14 +96,14 @@ def parse_rewards(
     servers = []
     if _wants_server("http", names, "--rl-reward-url", url, header_env, _HTTP_HEADER_FLAG):
         assert url is not None
-        address = _checked_url(url, "--rl-reward-url").geturl()
+        address = checked_url(url, "--rl-reward-url").geturl()
         servers.append(
             ServerSpec("http", address, header_env, _HTTP_HEADER_FLAG, http_batch, **attempts)
         )
     flag = "--rl-reward-pooling-url"
     if _wants_server("pooling", names, flag, pooling_url, pooling_header_env, _POOLING_HEADER_FLAG):
         assert pooling_url is not None
-        address = _pooling_route(_checked_url(pooling_url, flag)).geturl()
+        address = _pooling_route(checked_url(pooling_url, flag)).geturl()
         # One text a request: vLLM forms batches by itself, and refuses a request as a whole if one
         # of its texts is longer than the reward model takes.
         servers.append(
@@ -182,25 +180,7 @@ def header_of(server: ServerSpec) -> dict[str, str]:
     It may be a secret: no message of ours has any of it. Raises UsageError if the variable is not
     set or holds something else.
     """
-    if server.header_env is None:
-        return {}
-    flag, variable = server.header_flag, server.header_env
-    text = os.environ.get(variable)
-    if text is None:
-        raise UsageError(
-            "names an environment variable that is not set",
-            flag=f"{flag} {variable}",
-            remedy="export it as 'Header: value'",
-        )
-    match = _HEADER.fullmatch(text.strip())
-    if match is None:
-        raise UsageError(
-            "names an environment variable whose value is not of the form 'Header: value' in one "
-            "line of printable ASCII",
-            flag=f"{flag} {variable}",
-            remedy="correct the value, which is not shown here",
-        )
-    return {match["name"]: match["value"]}
+    return header_from(server.header_env, server.header_flag)
 
 
 def _check_names(names: tuple[str, ...], rewards: str) -> None:
@@ -295,33 +275,6 @@ def _wants_server(
             remedy="put the header into a variable and give its name",
         )
     return True
-
-
-def _checked_url(url: str, flag: str) -> SplitResult:
-    if "?" in url or "#" in url:  # also in one that is not valid and would be shown
-        raise UsageError(
-            "has a query or fragment (from ? or # on), which files of the run would keep",
-            flag=flag,
-            remedy="leave it out and put a key into a header, by an environment variable",
-        )
-    try:
-        parts = urlsplit(url)
-        has_password = parts.username is not None or parts.password is not None
-        (parts.hostname or "").rstrip(".").encode("idna")  # a name that DNS cannot hold raises
-        valid = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
-    except ValueError:  # also a port that is no number, and brackets that do not match
-        valid = has_password = False
-    if has_password or (not valid and "@" in url):
-        raise UsageError(
-            "has a user or password in it, which everybody on the machine can read there",
-            flag=flag,
-            remedy="leave it out and put an Authorization header into an environment variable",
-        )
-    if not valid or any(character.isspace() for character in url):
-        raise UsageError(
-            "is no http:// or https:// address", flag=f"{flag} {url}", remedy="give one with a host"
-        )
-    return parts
 
 
 def _pooling_route(parts: SplitResult) -> SplitResult:

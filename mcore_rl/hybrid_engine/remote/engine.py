@@ -4,7 +4,7 @@ A vLLM started with `--weight-transfer-config '{"backend": "mcore_rl"}'` makes o
 `MegatronWeightTransferEngine` in each of its workers. It joins the trainer's ranks in a world of
 their own, learns from the model's loaders what this worker needs, and then receives exactly those
 slices at each update; no rank on either side ever gathers a tensor. The trainer's side, which
-drives all of it, is `weight_transfer_trainer`.
+drives all of it, is `trainer`.
 
 What vLLM calls, in this order: `init_transfer_engine` once per connection; `start_weight_update`,
 `update_weights`, `finish_weight_update` for each update. All of it blocks the worker; generation
@@ -45,10 +45,11 @@ def register() -> None:
         WeightTransferTrainerFactory,
     )
 
-    here = __name__
+    # By name: the trainer's module imports Megatron, which a server does not have.
+    trainer = f"{__package__}.trainer"
     for factory, module, name in (
-        (WeightTransferEngineFactory, here, "MegatronWeightTransferEngine"),
-        (WeightTransferTrainerFactory, f"{here}_trainer", "MegatronTrainerWeightTransferEngine"),
+        (WeightTransferEngineFactory, __name__, "MegatronWeightTransferEngine"),
+        (WeightTransferTrainerFactory, trainer, "MegatronTrainerWeightTransferEngine"),
     ):
         if BACKEND not in factory._registry:  # vLLM may load plugins several times
             factory.register_engine(BACKEND, module, name)

@@ -2,10 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
 from typing import Any, Protocol
 
 from vllm.distributed.weight_transfer.base import VLLMWeightSyncClient
 from vllm.distributed.weight_transfer.clients import HTTPVLLMWeightSyncClient
+
+from mcore_rl.common.addresses import checked_url, header_from
+from mcore_rl.common.http import HTTPFailure, client_session, request
+from mcore_rl.common.readers import InvalidData, integer_within, parse_json
+
+_MOST_WORKERS = 1 << 20
+_MAX_ANSWER_BYTES = 1 << 20
+_SHOWN_CHARACTERS = 500
 
 
 class EngineClient(VLLMWeightSyncClient, Protocol):
@@ -31,40 +41,89 @@ class EngineClient(VLLMWeightSyncClient, Protocol):
 class HTTPEngineClient(HTTPVLLMWeightSyncClient):
     """A `vllm serve` with VLLM_SERVER_DEV_MODE=1, which opens the routes used here.
 
-    `timeout` bounds each call, in seconds, and must be longer than an update takes. A refused call
-    raises RuntimeError with what the server said.
+    `timeout` bounds each call in seconds, from connecting to the last byte of the answer, and must
+    be longer than an update takes. `header_env` names an environment variable that holds a header
+    to send ("Authorization: Bearer ..."). Nothing but `base_url` is ever asked (`common.http`).
+    UsageError for an address or a variable that cannot be used. A call that fails raises
+    RuntimeError; with what the server said, unless a header is sent, which it might repeat.
     """
 
-    def _post(
-        self, path: str, json: dict[str, Any] | None = None, params: dict[str, Any] | None = None
+    def __init__(
+        self, base_url: str, timeout: float = 360.0, *, header_env: str | None = None
     ) -> None:
-        self._request("POST", path, json=json, params=params)
+        checked_url(base_url, "HTTPEngineClient base_url")
+        super().__init__(base_url, timeout)
+        self._header = header_from(header_env, "HTTPEngineClient header_env")
 
-    def _request(self, method: str, path: str, **options: Any) -> Any:
-        import requests
+    def _post(
+        self, path: str, json: dict[str, Any] | None = None, params: dict[str, str] | None = None
+    ) -> None:
+        self._request("POST", path, json, params)
 
-        url = f"{self.base_url}/{path}"
+    def _get(self, path: str, field: str) -> Any:
+        """One field of an answer in JSON."""
+        answer = self._request("GET", path)
         try:
-            response = requests.request(method, url, timeout=self.timeout, **options)
-        except requests.RequestException as error:
-            raise RuntimeError(f"{method} {url} failed: {error}") from error
-        if not response.ok:
-            raise RuntimeError(f"{method} {url} gave {response.status_code}: {response.text}")
-        return response.json()
+            fields = parse_json(answer)
+        except InvalidData as error:
+            raise self._failed("GET", path, "gave what is not JSON", answer) from error
+        if not isinstance(fields, dict) or field not in fields:
+            raise self._failed("GET", path, f"gave no {field}", answer)
+        return fields[field]
+
+    def _request(
+        self,
+        method: str,
+        path: str,
+        fields: dict[str, Any] | None = None,
+        params: dict[str, str] | None = None,
+    ) -> bytes:
+        async def asked() -> bytes:
+            async with client_session(self._header) as session:
+                return await request(
+                    session,
+                    method,
+                    f"{self.base_url}/{path}",
+                    timeout_seconds=self.timeout,
+                    max_answer_bytes=_MAX_ANSWER_BYTES,
+                    body=None if fields is None else json.dumps(fields).encode(),
+                    params=params,
+                    keeps_refusal=True,
+                )
+
+        try:
+            return asyncio.run(asked())
+        except HTTPFailure as failure:
+            raise self._failed(method, path, f"failed: {failure}", failure.answer) from None
+
+    def _failed(self, method: str, path: str, how: str, answer: bytes) -> RuntimeError:
+        # On one line: it goes into logs, which others read line by line.
+        said = " ".join(answer.decode(errors="replace").split())
+        said = "".join(each if each.isprintable() else "?" for each in said)
+        if self._header or not said:
+            said = ""
+        elif len(said) > _SHOWN_CHARACTERS:
+            said = said[:_SHOWN_CHARACTERS] + " ..."
+        shown = f": {said}" if said else ""
+        return RuntimeError(f"{method} {self.base_url}/{path} {how}{shown}")
 
     def num_workers(self) -> int:
-        return int(self._request("GET", "get_world_size")["world_size"])
+        found = integer_within(self._get("get_world_size", "world_size"), 1, _MOST_WORKERS)
+        if found is None:
+            raise self._failed("GET", "get_world_size", "gave no number of workers", b"")
+        return found
 
     def weight_version(self) -> str:
         """The version of the last finished update; "default" before the first."""
-        return str(self._request("GET", "weight_info")["weight_version"])
+        return str(self._get("weight_info", "weight_version"))
 
     def pause(self, mode: str) -> None:
         # Without clear_cache, prompts seen before would be answered from the old weights' cache.
         self._post("pause", params={"mode": mode, "clear_cache": "true"})
 
     def is_paused(self) -> bool:
-        return bool(self._request("GET", "is_paused")["is_paused"])
+        """Whether it holds requests back."""
+        return self._get("is_paused", "is_paused") is True
 
     def resume(self) -> None:
         self._post("resume")

@@ -5,8 +5,8 @@
     trainer.send_weights("17")     pause -> start -> every slice to who needs it -> finish -> resume
 
 All of it is collective over the trainer's ranks. Rank 0 also hosts the store in which everybody
-meets, and calls the vLLM servers; the others only send. See `weight_transfer` for the other side,
-and `weight_transfer_session` for what both do together.
+meets, and calls the vLLM servers; the others only send. See `engine` for the other side, and
+`session` for what both do together.
 """
 
 from __future__ import annotations

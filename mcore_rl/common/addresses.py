@@ -1,0 +1,71 @@
+"""Addresses of HTTP servers that the user gives, and the header that an environment variable holds.
+
+Needs the standard library alone.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from urllib.parse import SplitResult, urlsplit
+
+from mcore_rl.common.errors import UsageError
+
+_HEADER = re.compile(
+    r"(?P<name>[!#$%&'*+.^_`|~0-9A-Za-z-]+):[ \t]*(?P<value>[\x21-\x7e][\x20-\x7e]*)"
+)
+
+
+def checked_url(url: str, flag: str) -> SplitResult:
+    """The parts of an http or https address; UsageError for any other, and for one that holds a
+    password, a query or a fragment, which files of the run would keep."""
+    if "?" in url or "#" in url:  # also in one that is not valid and would be shown
+        raise UsageError(
+            "has a query or fragment (from ? or # on), which files of the run would keep",
+            flag=flag,
+            remedy="leave it out and put a key into a header, by an environment variable",
+        )
+    try:
+        parts = urlsplit(url)
+        has_password = parts.username is not None or parts.password is not None
+        (parts.hostname or "").rstrip(".").encode("idna")  # a name that DNS cannot hold raises
+        valid = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:  # also a port that is no number, and brackets that do not match
+        valid = has_password = False
+    if has_password or (not valid and "@" in url):
+        raise UsageError(
+            "has a user or password in it, which everybody on the machine can read there",
+            flag=flag,
+            remedy="leave it out and put an Authorization header into an environment variable",
+        )
+    if not valid or any(character.isspace() for character in url):
+        raise UsageError(
+            "is no http:// or https:// address", flag=f"{flag} {url}", remedy="give one with a host"
+        )
+    return parts
+
+
+def header_from(variable: str | None, flag: str) -> dict[str, str]:
+    """The header that an environment variable holds as `Header: value`; empty for None.
+
+    It may be a secret: no message of ours has any of it. Raises UsageError if the variable is not
+    set or holds something else.
+    """
+    if variable is None:
+        return {}
+    text = os.environ.get(variable)
+    if text is None:
+        raise UsageError(
+            "names an environment variable that is not set",
+            flag=f"{flag} {variable}",
+            remedy="export it as 'Header: value'",
+        )
+    match = _HEADER.fullmatch(text.strip())
+    if match is None:
+        raise UsageError(
+            "names an environment variable whose value is not of the form 'Header: value' in one "
+            "line of printable ASCII",
+            flag=f"{flag} {variable}",
+            remedy="correct the value, which is not shown here",
+        )
+    return {match["name"]: match["value"]}

@@ -123,6 +123,9 @@ class Block:
     def finished(self, completion: Completion) -> None:
         self.completions[completion.number] = completion
 
+    def dropped(self, request: Request, num_tokens: int) -> None:
+        raise AssertionError("nothing is dropped")
+
     def between_steps(self, num_running: int, step_seconds: float) -> None:
         pass
 

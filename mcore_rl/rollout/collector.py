@@ -10,7 +10,6 @@ A sample whose reward failed has none: it counts in no comparison, and nothing i
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -88,8 +87,11 @@ class Collector:
         kept: list[SampleTable] = []
         useless: list[SampleTable] = []
         most = wanted * (1 + recipe.max_refills)
-        while len(kept) < wanted and self.position - self._step_began_at < most:
-            again = Wanted(wanted - len(kept), wanted - len(kept), most)
+        refills = 0
+        while len(kept) < wanted and (left := most - (self.position - self._step_began_at)) > 0:
+            missing = wanted - len(kept)
+            again = Wanted(missing, min(missing, left), left)
+            refills += again.started if kept or useless else 0
             if self._workers.compares:  # while others are sampled, so that this is done once
                 again = Wanted.of(wanted, max_refills=recipe.max_refills, oversample=at_a_time)
             # Else training is not called back early: whether others follow is not known then.
@@ -100,18 +102,16 @@ class Collector:
                 break  # or every reward fails, which more of them would not mend
         missing = max(0, wanted - len(kept))
         groups = kept + useless[:missing]
-        self._tally.dropped += len(useless) - missing
+        for group in useless[missing:]:
+            self._tally.dropped += 1
+            self._tally.left_samples += len(group)
+            self._tally.left_tokens += int(group.response_lengths.sum())
         metrics = {
-            "rollout/refills": self._num_refills(wanted, at_a_time) / wanted,
+            "rollout/refills": (refills + self._tally.refills) / wanted,
             "rollout/uninformative_share": missing / wanted,
             "rollout/dropped_samples": float(self._tally.dropped * recipe.num_samples_per_prompt),
         }
         return self._collected(SampleTable.joined(groups), weight_version, metrics)
-
-    def _num_refills(self, wanted: int, at_a_time: float) -> int:
-        """Draws of the step beyond those that it makes in any case."""
-        tally = self._tally
-        return tally.before - tally.stale + tally.started - math.ceil(wanted * at_a_time)
 
     def save(self, folder: Path) -> None:
         """Write what decides the next steps beside the position. Collective by its caller."""
@@ -217,7 +217,8 @@ class Collector:
 
 
 def _of_first_finished(table: SampleTable, tally: Tally) -> dict[str, float]:
-    """How many groups a step took of those it had begun, and how much shorter they are.
+    """How many groups a step has begun and dropped, and how much longer than all responses in hand
+    those are that it took, in tokens.
 
     What was left had not come to its end, so that the difference in length is the least that it
     may be: in the mean of all that was begun a response left counts as long as it was then.

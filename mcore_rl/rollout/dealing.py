@@ -12,8 +12,10 @@ what kernels make of batches of another size; where that must not differ either,
 in turn.
 
 Where more groups are started than a step takes, it takes those that finish first: they are counted
-as they do. Which these are depends on the speed of the engines, too, as it does of rewards when a
-group is replaced; where it must not, each TP group takes its share of them.
+as they do. Groups that must end in the step are taken before these, unless they are compared and do
+not differ: then their places are open again. Which groups finish first depends on the speed of the
+engines, too, as it does of rewards when a group is replaced; where it must not, each TP group takes
+its share of them.
 
 This module is pure: it imports neither Megatron nor vLLM nor torch.distributed.
 """
@@ -55,6 +57,7 @@ class Wanted:
     compares: bool = False  # a group without a difference is replaced by another
     takes_first: bool = False  # what has not finished when enough have is not waited for
     pending: int = 0  # groups of earlier steps that are sampled, too
+    reserved: int = 0  # of these, those that must end in the step, and have places of their own
 
     @classmethod
     def of(cls, groups: int, *, max_refills: int | None = None, oversample: float = 1.0) -> Wanted:
@@ -75,7 +78,7 @@ class Wanted:
 
     def beside(self, *, pending: int, reserved: int) -> Wanted:
         """What is left to be drawn beside so many groups that have been, and of places, as so many
-        of them are taken for certain."""
+        of them must end in the step."""
         return dataclasses.replace(
             self,
             groups=max(0, self.groups - reserved),
@@ -83,6 +86,7 @@ class Wanted:
             most=max(0, self.most - pending),
             takes_first=True,
             pending=pending,
+            reserved=reserved,
         )
 
 
@@ -109,6 +113,7 @@ class Deal:
         self._first, self._stride = numbering
         self.last = -1  # the highest that was given here
         self.num_given = 0
+        self.num_refills = 0  # of these, beyond what is drawn in any case
         self.is_over = False  # no more will be given here
 
     @property
@@ -127,27 +132,66 @@ class Deal:
         if self._next < self._allowed():
             draw, self._next = self._next, None
             self.num_given += 1
+            self.num_refills += draw >= self._wanted.started
             self.last = self._first + draw * self._stride
             return self.last
         self.is_over = self._is_decided(self._next)
         return None
 
-    def finished(self, *, differs: bool = True, is_valid: bool = True) -> bool:
+    def finished(
+        self, *, differs: bool = True, is_valid: bool = True, is_reserved: bool = False
+    ) -> int:
         """A group has all its responses, and where groups are compared all its rewards; whether one
-        of them is other than the others, and whether there is any. Returns whether the step takes
-        it; if it does not differ, to fill up with."""
-        if not self._wanted.compares and not self._wanted.takes_first:
-            return True  # nothing depends on how many have
+        of them is other than the others, and whether there is any. Returns its rank: the step takes
+        it if that is at most `places`, once nothing `is_undecided`. One that does not differ has
+        rank 0, to fill up with, and so has a reserved one."""
+        wanted = self._wanted
+        if is_reserved and not wanted.compares:
+            return 0
+        if not wanted.compares and not wanted.takes_first:
+            return 0  # nothing depends on how many have
         if is_valid:
             self._add("valid", 1)
-        if self._wanted.compares and not differs:
+        if wanted.compares and not differs:
             self._add("useless", 1)
-            return True
-        return self._add("kept", 1) <= self._wanted.groups
+            if is_reserved:
+                self._add(
+                    "released", 1
+                )  # before "settled", so that `has_enough` is never too early
+        if is_reserved:
+            self._add("settled", 1)
+        if is_reserved or (wanted.compares and not differs):
+            return 0
+        return self._add("kept", 1)
+
+    @property
+    def places(self) -> int:
+        """For groups that are not reserved, as far as is known."""
+        wanted = self._wanted
+        if not wanted.compares or not wanted.reserved:
+            return wanted.groups
+        return wanted.groups + self._add("released", 0)
+
+    @property
+    def is_undecided(self) -> bool:
+        """Whether a reserved group, here or elsewhere, may still give up its place."""
+        return self._num_unsettled() > 0 and not self._add("failed", 0)
 
     def has_enough(self) -> bool:
-        """Whether all groups that are wanted have finished: what still runs comes too late."""
-        return self._add("kept", 0) >= self._wanted.groups
+        """Whether all groups that are wanted have finished, whatever becomes of reserved ones: what
+        else still runs comes too late."""
+        unsettled = self._num_unsettled()
+        return self._add("kept", 0) >= self.places + unsettled
+
+    def fail(self) -> None:
+        """The step has failed here: nobody waits for what this TP group had in hand."""
+        self._add("failed", 1)
+
+    def _num_unsettled(self) -> int:
+        wanted = self._wanted
+        if not wanted.compares or not wanted.reserved:
+            return 0
+        return wanted.reserved - self._add("settled", 0)
 
     def _following(self) -> int:
         mine, num_turns = self._turn
@@ -165,6 +209,8 @@ class Deal:
         """Whether a draw that is not allowed will never be."""
         wanted = self._wanted
         if not wanted.compares or draw >= wanted.most or self.has_enough():
+            return True
+        if self._add("failed", 0):
             return True
         in_hand = wanted.started + wanted.pending
         return self._add("useless", 0) >= in_hand and not self._add("valid", 0)

@@ -121,7 +121,8 @@ class RolloutWorkers:
         if shares:
             wanted = wanted.share(group, num_groups)
             counters, numbering, num_groups = LocalCounters(), (group, num_groups), 1
-        stale, reserved, most_pending = 0, frozenset[int](), 0
+        reserved, most_pending = frozenset[int](), 0
+        stale: Sequence[OpenGroup] = ()
         pending: Sequence[OpenGroup] = ()
         if plan.keeps:
             self._pending_before = self.pending
@@ -152,7 +153,7 @@ class RolloutWorkers:
             differs=differs,
             pending=pending,
             reserved=reserved,
-            num_stale=stale,
+            stale=stale,
             waits=shares and differs is not None,
             conversations=self._conversations,
         )
@@ -166,18 +167,13 @@ class RolloutWorkers:
         in_turn = min(room // size, share // num_groups) - most_pending
         return min(max(0, in_turn), wanted.started // num_groups)
 
-    def _drop_stale(self, plan: GroupPlan) -> int:
-        """Forget pending groups that are too old to go on; how many."""
-        if self._config.stale_rollouts != "drop":
-            return 0
-        kept = [
-            group
-            for group in self.pending
-            if self._age(plan, group) <= self._config.staleness_limit
-        ]
-        num_stale = len(self.pending) - len(kept)
-        self.pending = kept
-        return num_stale
+    def _drop_stale(self, plan: GroupPlan) -> list[OpenGroup]:
+        """Forget pending groups that are too old to go on, and return them. Where groups end in the
+        step in which they reach the limit (`finish`), that are those for which it had no place."""
+        limit = self._config.staleness_limit
+        stale = [group for group in self.pending if self._age(plan, group) > limit]
+        self.pending = [group for group in self.pending if self._age(plan, group) <= limit]
+        return stale
 
     def _beside_pending(
         self, plan: GroupPlan, wanted: Wanted, *, alone: bool

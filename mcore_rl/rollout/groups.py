@@ -110,8 +110,8 @@ class Tally:
     """What one TP group, or all of them, have done in a step."""
 
     num_draws: int = 0  # of the step, counted from its first
-    before: int = 0  # groups that were pending before the step
     started: int = 0
+    refills: int = 0  # of these, in the place of groups that do not differ
     stale: int = 0  # of those before, dropped at once for their age
     dropped: int = 0  # these and others
     pending: int = 0
@@ -143,16 +143,16 @@ class Groups:
         at_once: int,
         pending: Sequence[OpenGroup] = (),
         reserved: frozenset[int] = frozenset(),
-        num_stale: int = 0,
+        stale: Sequence[OpenGroup] = (),
         waits: bool = False,
         conversations: Conversations | None = None,
     ) -> None:
         """`prompt_of` gives the prompt of a draw of the run, on every rank. `deal`, `rewards` and
         `conversations` are there on the first rank of a TP group. `differs` says of a group what
         the deal wants to know; None: nothing. `at_once` responses are sampled at a time. Of
-        `pending` the draws in `reserved` are sampled to their end and taken; `num_stale` others
-        have been dropped. `waits`: no step of the engine before all that has ended is rewarded, so
-        that the rewards' speed decides nothing."""
+        `pending` the draws in `reserved` are sampled to their end and taken, if they differ where
+        groups are compared; the `stale` others have been dropped. `waits`: no step of the engine
+        before all that has ended is rewarded, so that the rewards' speed decides nothing."""
         self.plan = plan
         self._engine, self._prompt_of = engine, cache(prompt_of)
         self._deal, self._rewards, self._differs = deal, rewards, differs
@@ -160,9 +160,13 @@ class Groups:
         self._conversations = conversations
         self.open = {group.draw: group for group in pending}
         self.error: Exception | None = None
-        self._tally = Tally(before=len(pending) + num_stale, stale=num_stale)
+        self._tally = Tally(
+            stale=len(stale),
+            left_samples=len(stale) * plan.num_samples,
+            left_tokens=sum(group.num_tokens(plan.num_samples) for group in stale),
+        )
         self._tickets: dict[int, int] = {}  # of the rewards -> request
-        self._taken: set[int] = set()
+        self._ranks: dict[int, int] = {}  # of groups that have finished, by draw
         self._running: set[int] = set()
         self._starting: set[int] = set()  # whose environment is being made
         self._queue: deque[Request] = deque()
@@ -175,10 +179,10 @@ class Groups:
     def orders(self, num_running: int) -> Orders:
         """What waits, and more groups, as many as the engine has room for; once the step has enough
         groups, that the others end."""
+        assert self._deal is not None, "not the first rank of its TP group"
         if self.error is not None:
             self._leave(self._numbers())
             return Orders(drop=tuple(self._running))
-        assert self._deal is not None, "not the first rank of its TP group"
         submit: list[Request] = []
         room = self._at_once - num_running
         while len(submit) < room and self._queue:
@@ -194,6 +198,7 @@ class Groups:
         self._running |= {each.number for each in submit}
         stopped = tuple(sorted(unneeded & self._running))
         more = bool(self._queue) or self._num_conversations > 0 or not self._deal.is_over
+        more = more or self._deal.is_undecided
         if self.plan.keeps:
             return Orders(tuple(submit), end=stopped, more=more)
         self._running -= set(stopped)
@@ -221,6 +226,17 @@ class Groups:
             text = self._engine.text_of(completion.token_ids)
             self._conversations.turn(completion, rollout, text)
 
+    def dropped(self, request: Request, num_tokens: int) -> None:
+        """What it had is counted, though nothing is learnt from it."""
+        self._tally.generated_tokens += num_tokens
+        if self._deal is None or self.plan.is_greedy(request.number):
+            return
+        draw, index = divmod(request.number, self.plan.size)
+        so_far = self._so_far(self.open[draw], index)
+        # What was observed counts as part of the response, as in those that ended.
+        prompt_and_response = len(so_far.prompt.token_ids) + len(so_far.response_token_ids)
+        self._tally.left_tokens += len(request.token_ids) - prompt_and_response + num_tokens
+
     def between_steps(self, num_running: int = 0, step_seconds: float = 0.0) -> None:
         """Takes what is rewarded, and has the rest go on; on the first rank."""
         if self._rewards is None or self.error is not None:
@@ -231,8 +247,8 @@ class Groups:
             self._converse(num_running, step_seconds)
             for ticket, outcomes in sorted(self._rewards.finished(), key=itemgetter(0)):
                 self._rewarded(self._tickets.pop(ticket), outcomes)
-        except Exception as error:  # told to all ranks, which raise together
-            self.error = error
+        except Exception as error:
+            self._fail(error)
 
     # After it
 
@@ -242,22 +258,22 @@ class Groups:
             if self._rewards is not None and self.error is None:
                 self._rewards.wait()
         except Exception as error:
-            self.error = error
+            self._fail(error)
         self.between_steps()
 
     def verdict(self) -> Verdict:
         """After `wait`, on the first rank."""
         if self.error is not None:
             return Verdict()
-        others = sorted(self.open.keys() - self._taken)
+        others = sorted(self.open.keys() - self._taken())
         turns = {
             (draw, index): rollout.turn_rewards
-            for draw in self._taken
+            for draw in self._taken()
             for index, rollout in enumerate(self.open[draw].rollouts)
             if rollout is not None and rollout.turn_rewards
         }
         pending = tuple(others) if self.plan.keeps else ()
-        return Verdict(tuple(sorted(self._taken)), pending, turns)
+        return Verdict(tuple(sorted(self._taken())), pending, turns)
 
     def parted(self, verdict: Verdict) -> tuple[list[OpenGroup], list[OpenGroup]]:
         """The groups that are taken, and those that are pending; on all ranks."""
@@ -276,18 +292,26 @@ class Groups:
     def tally(self) -> Tally:
         """Of this TP group; on the first rank, after `wait`."""
         assert self._deal is not None
-        left = [group for draw, group in self.open.items() if draw not in self._taken]
+        taken = self._taken()
+        left = [group for draw, group in self.open.items() if draw not in taken]
+        left_tokens = sum(group.num_tokens(self.plan.num_samples) for group in left)
         return replace(
             self._tally,
-            num_draws=self._deal.last + 1,
             started=self._deal.num_given,
+            refills=self._deal.num_refills,
             dropped=self._tally.stale + (0 if self.plan.keeps else len(left)),
             pending=len(left) if self.plan.keeps else 0,
-            left_samples=len(left) * self.plan.num_samples,
-            left_tokens=sum(group.num_tokens(self.plan.num_samples) for group in left),
+            left_samples=self._tally.left_samples + len(left) * self.plan.num_samples,
+            left_tokens=self._tally.left_tokens + left_tokens,
         )
 
     # Inside; on the first rank
+
+    def _fail(self, error: Exception) -> None:
+        """It is told to all ranks once they have sampled, and they raise together."""
+        self.error = error
+        if self._deal is not None:
+            self._deal.fail()
 
     def _go_on(self, pending: Sequence[OpenGroup]) -> None:
         """With what earlier steps have left: what must end in this one before the rest."""
@@ -310,6 +334,9 @@ class Groups:
     def _begin(self, draw: int) -> list[Request]:
         """The requests of a new group; where it has environments first, they come later."""
         group = self.open[draw] = OpenGroup.new(draw, self.plan.size)
+        # Not the count of draws: the last that is dealt need not be the last of the file.
+        num_draws = draw - self.plan.first_draw + 1
+        self._tally.num_draws = max(self._tally.num_draws, num_draws)
         begun = [self._so_far(group, index) for index in range(self.plan.size)]
         if self._conversations is None:
             return [self.plan.request(draw, so_far) for so_far in begun]
@@ -409,6 +436,12 @@ class Groups:
 
     def _take(self, group: OpenGroup, *, differs: bool = True, is_valid: bool = True) -> None:
         assert self._deal is not None
-        is_certain = group.draw in self._reserved
-        if is_certain or self._deal.finished(differs=differs, is_valid=is_valid):
-            self._taken.add(group.draw)
+        self._ranks[group.draw] = self._deal.finished(
+            differs=differs, is_valid=is_valid, is_reserved=group.draw in self._reserved
+        )
+
+    def _taken(self) -> set[int]:
+        """Draws that the step takes; after `wait`, when no place is open any more."""
+        assert self._deal is not None
+        places = self._deal.places
+        return {draw for draw, rank in self._ranks.items() if rank <= places}

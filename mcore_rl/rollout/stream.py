@@ -43,6 +43,10 @@ class Conductor(Protocol):
     def finished(self, completion: Completion) -> None:
         """A request has ended; on all ranks of the TP group, in the same order."""
 
+    def dropped(self, request: Request, num_tokens: int) -> None:
+        """A request has been forgotten, as ordered, with so many tokens that it had generated; on
+        all ranks of the TP group."""
+
     def between_steps(self, num_running: int, step_seconds: float) -> None:
         """Whatever is to go on while the engine generates; on the first rank. Waits for nothing
         that comes more slowly than the engine samples: a token for each that runs, in a step."""
@@ -72,7 +76,8 @@ def run_stream(
                 for request in orders.submit:
                     generation.submit(request)
                 generation.end_soon(orders.end)
-                generation.drop(orders.drop)
+                for request, num_tokens in generation.drop(orders.drop):
+                    conductor.dropped(request, num_tokens)
             if when_few_are_left is not None and not orders.more and generation.num_running <= few:
                 traced.close()
                 with record_function("prefetch"):

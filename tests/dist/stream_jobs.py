@@ -49,6 +49,7 @@ class Trickle:
         self._left, self._at_once = len(requests), at_once
         self._end, self._drop = end, drop
         self.completions: list[Completion] = []
+        self.dropped_lengths: dict[int, int] = {}
 
     def orders(self, num_running: int) -> Orders:
         submit = tuple(itertools.islice(self._waiting, max(self._at_once - num_running, 0)))
@@ -60,6 +61,9 @@ class Trickle:
 
     def finished(self, completion: Completion) -> None:
         self.completions.append(completion)
+
+    def dropped(self, request: Request, num_tokens: int) -> None:
+        self.dropped_lengths[request.number] = num_tokens
 
     def between_steps(self, num_running: int, step_seconds: float) -> None:
         """Nothing."""
@@ -107,6 +111,7 @@ def streamed(checkpoint: str, dtype: str, tp_size: int) -> dict[str, Any]:
         engine.seed_sampling(len(found))  # of no effect: each request has a seed
         run_stream(engine, trickle)
         found[name] = as_json(trickle.completions)
+    found["dropped"] = trickle.dropped_lengths
     found["faulty"] = faulty(engine, some)
     trickle = Trickle(some, 100)
     run_stream(engine, trickle)

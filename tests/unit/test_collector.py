@@ -99,7 +99,10 @@ class ScriptedWorkers:
         table = SampleTable.of(self.scored[first:], numbers=numbers, draws=draws)
         plan = self.calls[-1]["plan"]
         tally = Tally(
-            num_draws=deal.last + 1, started=len(found), generated_tokens=len(found) * plan.size
+            num_draws=deal.last + 1,
+            started=len(found),
+            refills=deal.num_refills,
+            generated_tokens=len(found) * plan.size,
         )
         return table, tally
 

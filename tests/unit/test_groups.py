@@ -62,9 +62,9 @@ class ScriptedEngine:
         self.drop([each for each in numbers if not self.running[each][1]])
         self.ending |= set(numbers) & self.running.keys()
 
-    def drop(self, numbers: Sequence[int]) -> None:
-        for number in numbers:
-            self.running.pop(number, None)
+    def drop(self, numbers: Sequence[int]) -> list[tuple[Request, int]]:
+        dropped = [self.running.pop(number) for number in numbers if number in self.running]
+        return [(request, len(tokens)) for request, tokens in dropped]
 
     def step(self) -> list[Completion]:
         found = []

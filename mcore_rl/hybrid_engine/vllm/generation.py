@@ -10,7 +10,7 @@ Shape legend: p tokens that are given, r tokens that are sampled.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -127,23 +127,33 @@ class Generation:
         By its length, so that all that is told of an ended request is told of these: to abort one
         leaves no experts behind. One that has no token yet is forgotten and never completed.
         """
-        wanted = {str(number) for number in numbers}
-        scheduler = self._engine.engine_core.engine_core.scheduler
         not_begun = []
-        for internal, state in self._engine.output_processor.request_states.items():
-            if state.external_req_id in wanted:
-                request = scheduler.requests[internal]
-                if request.num_output_tokens == 0:
-                    not_begun.append(int(state.external_req_id))
-                request.max_tokens = min(request.max_tokens, request.num_output_tokens + 1)
+        for number, request in self._in_scheduler(numbers):
+            if request.num_output_tokens == 0:
+                not_begun.append(number)
+            request.max_tokens = min(request.max_tokens, request.num_output_tokens + 1)
         self.drop(not_begun)
 
-    def drop(self, numbers: Sequence[int] | None = None) -> None:
-        """Forget these, or all, with what they have generated."""
+    def drop(self, numbers: Sequence[int] | None = None) -> list[tuple[Request, int]]:
+        """Forget these, or all, with what they have generated; returns each with the number of
+        these tokens. Unknown numbers are ignored."""
         dropped = set(self._running if numbers is None else numbers) & set(self._running)
+        generated = {n: each.num_output_tokens for n, each in self._in_scheduler(dropped)}
         self._engine.abort_request([str(number) for number in sorted(dropped)])
-        for number in dropped:
-            del self._running[number]
+        return [(self._running.pop(number), generated.get(number, 0)) for number in sorted(dropped)]
+
+    def _in_scheduler(self, numbers: Collection[int]) -> list[tuple[int, Any]]:
+        """vLLM's own of these requests."""
+        if not numbers:
+            return []
+        wanted = {str(number) for number in numbers}
+        requests = self._engine.engine_core.engine_core.scheduler.requests
+        states = self._engine.output_processor.request_states
+        return [
+            (int(state.external_req_id), requests[internal])
+            for internal, state in states.items()
+            if state.external_req_id in wanted and internal in requests
+        ]
 
     def _completed(self, output: Any) -> Completion:
         request = self._running.pop(int(output.request_id))

@@ -1,0 +1,468 @@
+"""A step's counters and limits in all combinations of options, beside a slow, obvious reference.
+
+Engines are threads here, with the real collector, workers, deal and groups; tokens and rewards come
+from a script. What each engine did is written down, and the reference counts it again from that.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from mcore_rl.batching.table import SampleTable
+from mcore_rl.batching.types import Prompt, Rollout, ScoredRollout
+from mcore_rl.flags.options import RLConfig
+from mcore_rl.hybrid_engine.vllm.generation import Completion
+from mcore_rl.model.layout import RolloutLayout, TrainLayout
+from mcore_rl.observe.stage_timers import StageTimers
+from mcore_rl.rewards.functions import REWARD_MODEL
+from mcore_rl.rewards.parts import weighed
+from mcore_rl.rewards.specs import RewardSpec
+from mcore_rl.rewards.worker import Outcome
+from mcore_rl.rollout import engines as engines_module
+from mcore_rl.rollout import keeper as keeper_module
+from mcore_rl.rollout.collector import Collected, Collector
+from mcore_rl.rollout.dealing import LocalCounters
+from mcore_rl.rollout.engines import RolloutWorkers
+from mcore_rl.rollout.keeper import SampleKeeper
+from tests import hostile
+from tests.unit.test_collector import prompts
+from tests.unit.test_groups import ScriptedEngine, number_of
+
+_PATIENT_SECONDS = 120.0
+_MOST_LOOKS = 60_000
+
+
+@dataclass(frozen=True)
+class Options:
+    """Of a run; one that no flags allow is not made by `options`."""
+
+    num_engines: int = 1
+    groups: int = 4
+    num_samples: int = 2
+    oversample: float | None = None
+    partial: bool = False
+    max_staleness: int = 2
+    stale_rollouts: str = "finish"
+    dynamic: bool = False
+    max_refills: int = 2
+    deterministic: bool = False
+    algorithm: str = "grpo"
+    reward_model: bool = False
+    teaches: float = 0.6  # share of groups with a difference
+    fails: float = 0.0  # share of samples without a reward
+    seed: int = 0
+    lengths: tuple[int, ...] = ()  # of the first samples; else drawn
+
+    @property
+    def config(self) -> RLConfig:
+        given: dict[str, Any] = {
+            "num_prompts_per_step": self.groups,
+            "algorithm": self.algorithm,
+            "num_samples_per_prompt": self.num_samples,
+            "deterministic": self.deterministic,
+            "partial_rollouts": self.partial,
+        }
+        if self.oversample is not None:
+            given["oversample"] = self.oversample
+        if self.partial:
+            given |= {
+                "max_staleness": self.max_staleness,
+                "stale_rollouts": self.stale_rollouts,
+            }
+        if self.dynamic:
+            given |= {"dynamic_sampling": True, "max_refills": self.max_refills}
+        return RLConfig.of(**given)
+
+    @property
+    def size(self) -> int:
+        return self.num_samples + (self.algorithm == "remax")
+
+    def length_of(self, number: int) -> int:
+        if number < len(self.lengths):
+            return self.lengths[number]
+        return random.Random(f"{self.seed} length {number}").randint(1, 14)
+
+    def outcome(self, number: int) -> Outcome:
+        draw, index = divmod(number, self.size)
+        if random.Random(f"{self.seed} fails {number}").random() < self.fails:
+            return Outcome(0.0, "timed out")
+        return Outcome(float(index) if self.teaches_at(draw) else 1.0)
+
+    def teaches_at(self, draw: int) -> bool:
+        return random.Random(f"{self.seed} teaches {draw}").random() < self.teaches
+
+    def differs(self, draw: int) -> bool:
+        numbers = range(draw * self.size, draw * self.size + self.num_samples)
+        found = {each.reward for each in map(self.outcome, numbers) if each.kind is None}
+        return len(found) > 1
+
+
+@st.composite
+def options(draw: st.DrawFn) -> Options:
+    partial, dynamic = draw(st.booleans()), draw(st.booleans())
+    oversample = draw(st.sampled_from([1.2, 1.5, 2.0] if partial else [None, 1.0, 1.5, 2.5]))
+    alone = not partial and (oversample or 1.0) == 1.0
+    return Options(
+        num_engines=draw(st.integers(1, 3)),
+        groups=draw(st.integers(1, 6)),
+        num_samples=draw(st.integers(2, 3)),
+        oversample=oversample,
+        partial=partial,
+        max_staleness=draw(st.integers(1, 3)),
+        stale_rollouts=draw(st.sampled_from(["finish", "drop"])),
+        dynamic=dynamic,
+        max_refills=draw(st.integers(0, 3)),
+        deterministic=draw(st.booleans()),
+        algorithm=draw(st.sampled_from(["grpo", "remax", "reinforce_pp"])),
+        reward_model=dynamic and alone and draw(st.booleans()),
+        teaches=draw(st.sampled_from([0.0, 0.3, 0.6, 1.0])),
+        fails=draw(st.sampled_from([0.0, 0.0, 0.3, 1.0])),
+        seed=draw(st.integers(0, 10_000)),
+    )
+
+
+class TracedEngine(ScriptedEngine):
+    """Writes down how long each response is, and how many tokens were made."""
+
+    def __init__(self, options: Options) -> None:
+        super().__init__(options.length_of)
+        self.length: dict[int, int] = {}
+        self.num_tokens = self.num_looks = 0
+
+    def step(self) -> list[Completion]:
+        running = dict(self.running)
+        self.num_tokens += len(running)
+        found = super().step()
+        for number, (request, tokens) in running.items():
+            self.length[number] = len(request.token_ids) - 1 + len(tokens)
+        return found
+
+    def any_rank(self, here: bool) -> bool:
+        self.num_looks += 1
+        assert self.num_looks < _MOST_LOOKS, "it waits for what does not come"
+        return here
+
+
+class ScriptedStack:
+    """In the place of a `RewardStack`: outcomes come in any order."""
+
+    def __init__(self, options: Options) -> None:
+        self._options, self._random = options, random.Random(options.seed)
+        self._name = REWARD_MODEL if options.reward_model else "scripted"
+        self._open: list[tuple[int, Rollout]] = []
+        self.settled: list[int] = []  # numbers, in the order in which they came
+        self._is_waiting = False
+
+    def begin(self, rollout: Rollout) -> int:
+        self._open.append((len(self._open) + len(self.settled), rollout))
+        return self._open[-1][0]
+
+    def finished(self) -> list[tuple[int, dict[str, Outcome]]]:
+        share, self._is_waiting = (2.0 if self._is_waiting else 0.4), False
+        ready = [each for each in self._open if self._random.random() < share]
+        self._open = [each for each in self._open if each not in ready]
+        self.settled += [number_of(rollout) for _, rollout in ready]
+        outcomes = {} if self._options.reward_model else {"scripted": self._options.outcome}
+        return [
+            (ticket, {name: give(number_of(rollout)) for name, give in outcomes.items()})
+            for ticket, rollout in ready
+        ]
+
+    def wait(self) -> None:
+        self._is_waiting = True
+
+    def weigh(self, rollouts: Sequence[Rollout], outcomes: Any) -> list[ScoredRollout]:
+        return weighed(rollouts, outcomes, {self._name: 1.0})
+
+
+class World:
+    """Ranks as threads, each an engine of one rank."""
+
+    def __init__(self, size: int) -> None:
+        self._here, self._told = threading.local(), [None] * size
+        self._barrier = threading.Barrier(size, timeout=_PATIENT_SECONDS)
+        self.rank = 0  # while ranks are made, one after the other
+        self._pool = ThreadPoolExecutor(size)
+        self._size = size
+
+    def all_gather(self, mine: Any) -> list[Any]:
+        self._told[self._here.rank] = mine
+        self._barrier.wait()
+        found = list(self._told)
+        self._barrier.wait()
+        return found
+
+    def on_all(self, work: Callable[[int], Any]) -> list[Any]:
+        def on_one(rank: int) -> Any:
+            self._here.rank = rank
+            try:
+                return work(rank)
+            except BaseException:
+                self._barrier.abort()
+                raise
+
+        asked = [self._pool.submit(on_one, rank) for rank in range(self._size)]
+        return [each.result() for each in asked]
+
+    def close(self) -> None:
+        self._pool.shutdown()
+
+
+class SharedCounters(LocalCounters):
+    def __init__(self) -> None:
+        super().__init__()
+        self._lock = threading.Lock()
+
+    def add(self, key: str, amount: int) -> int:
+        with self._lock:
+            return super().add(key, amount)
+
+
+class _Collector(Collector):
+    """Notes which draws are begun: their prompts are looked up then."""
+
+    asked: list[int]
+
+    def _prompt_of(self, draw: int) -> Prompt:
+        self.asked.append(draw)
+        return super()._prompt_of(draw)
+
+
+@dataclass
+class Run:
+    """Steps of a run, and what is known of all that was sampled."""
+
+    options: Options
+    version: int = 0
+    position: int = 0  # of the step's first draw
+    taken: list[int] = field(default_factory=list)  # draws, over all steps
+    dropped: set[int] = field(default_factory=set)
+    asked: list[int] = field(default_factory=list)  # draws, as their prompts were looked up
+
+    def __enter__(self) -> Run:
+        size = self.options.num_engines
+        self.world = World(size)
+        with pytest.MonkeyPatch.context() as patch:
+            store = SharedCounters()
+            fake = SimpleNamespace(
+                get_rank=lambda: self.world.rank,
+                PrefixStore=lambda prefix, store: store,
+                distributed_c10d=SimpleNamespace(_get_default_store=lambda: store),
+            )
+            patch.setattr(engines_module, "dist", fake)
+            patch.setattr(keeper_module, "dist", fake)
+            made = [self._made(rank) for rank in range(size)]
+        self.engines, self.stacks, self.workers, self.collectors = zip(*made, strict=True)
+        self._patch = pytest.MonkeyPatch()
+        gathering = SimpleNamespace(all_gather=self.world.all_gather)
+        self._patch.setattr(engines_module, "objects", gathering)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._patch.undo()
+        self.world.close()
+
+    def _made(self, rank: int) -> tuple[Any, ...]:
+        self.world.rank = rank
+        size, options = self.options.num_engines, self.options
+        layout = RolloutLayout(size, 1, expert_parallel=False)
+        keeper = SampleKeeper(TrainLayout(size), layout, [[[]]])
+        engine, stack = TracedEngine(options), ScriptedStack(options)
+        name = REWARD_MODEL if options.reward_model else "scripted"
+        spec = RewardSpec((name,), (1.0,), num_workers=1, timeout_seconds=1.0)
+        model = self._reward_model if options.reward_model else None
+        workers = RolloutWorkers(engine, layout, options.config, spec, keeper, model)  # type: ignore[arg-type]
+        workers._rewards = stack  # type: ignore[assignment]
+        collector = _Collector(
+            workers,
+            prompts(),  # type: ignore[arg-type]
+            options.config,
+            seed=options.seed,
+            timers=StageTimers(),
+            position=0,
+            keeper=keeper,
+        )
+        collector.asked = self.asked
+        return engine, stack, workers, collector
+
+    def _reward_model(self, keeper: SampleKeeper, table: SampleTable) -> list[Outcome]:
+        # A table does not say which response a row is: neighbours of a draw stand in their order.
+        seen: dict[int, int] = {}
+        found = []
+        for draw in table.draws.tolist():
+            index = seen[draw] = seen.get(draw, -1) + 1
+            found.append(self.options.outcome(draw * self.options.size + index))
+        return found
+
+    def pending(self) -> set[int]:
+        return {group.draw for workers in self.workers for group in workers.pending}
+
+    def begun(self) -> set[int]:
+        """Draws that were given to any engine, sampled or not."""
+        return set(self.asked)
+
+    def length(self, draw: int, index: int) -> int:
+        number = draw * self.options.size + index
+        return max(engine.length.get(number, 0) for engine in self.engines)
+
+    def step(self) -> Collected:
+        """One step, checked against the reference."""
+        self.version += 1
+        before, known = self.pending(), self.begun()
+        tokens = sum(engine.num_tokens for engine in self.engines)
+        ages, self.position = self._ages(before), self.collectors[0].position
+        told = self.world.on_all(
+            lambda rank: self.collectors[rank].collect(self.version, lambda: None)
+        )
+        collected = told[0]
+        for other in told[1:]:
+            assert other.metrics == collected.metrics
+            assert (other.table.draws == collected.table.draws).all()
+        made = sum(engine.num_tokens for engine in self.engines) - tokens
+        assert collected.num_generated_tokens == made
+        started = self.begun() - known - before
+        self._check(collected, before, started, ages)
+        return collected
+
+    def _ages(self, draws: set[int]) -> dict[int, int]:
+        groups = [group for workers in self.workers for group in workers.pending]
+        return {g.draw: self.version - (g.oldest_version or self.version) for g in groups}
+
+    def _check(
+        self, collected: Collected, before: set[int], started: set[int], ages: dict[int, int]
+    ) -> None:
+        options, metrics, table = self.options, collected.metrics, collected.table
+        wanted, num = options.groups, options.num_samples
+        taken = list(dict.fromkeys(table.draws.tolist()))
+        pending, hand = self.pending(), before | started
+        # Each sample is settled once.
+        assert len(taken) == wanted and len(table) == wanted * num
+        assert not set(taken) & (set(self.taken) | self.dropped | pending)
+        assert set(taken) <= hand and pending <= hand
+        for draw in taken:
+            rows = np.flatnonzero(table.draws == draw)
+            expected = [options.length_of(draw * options.size + index) for index in range(num)]
+            assert table.response_lengths[rows].tolist() == expected
+        dropped = hand - set(taken) - pending
+        self.taken += taken
+        self.dropped |= dropped
+        stale = {draw for draw in before if ages[draw] > options.max_staleness}
+        assert stale <= dropped
+        self._check_metrics(metrics, table, hand, taken, dropped, started, pending)
+        if options.partial:
+            assert dropped <= stale or options.dynamic
+            assert (self.version - table.oldest_versions <= options.max_staleness).all()
+        if options.dynamic:
+            self._check_refills(metrics, taken, started, before - stale)
+
+    def _check_metrics(
+        self,
+        metrics: dict[str, float],
+        table: SampleTable,
+        hand: set[int],
+        taken: list[int],
+        dropped: set[int],
+        started: set[int],
+        pending: set[int],
+    ) -> None:
+        options, num = self.options, self.options.num_samples
+        if options.dynamic:
+            assert metrics["rollout/dropped_samples"] == len(dropped) * num
+        if options.partial:
+            assert metrics["rollout/pending_groups"] == len(pending)
+            ages = self.version - table.oldest_versions
+            assert metrics["rollout/staleness_max"] == ages.max()
+            assert metrics["rollout/staleness_mean"] == pytest.approx(ages.mean())
+        if options.config.groups_at_a_time > 1.0:
+            assert metrics["rollout/started_groups"] == len(started)
+            assert metrics["rollout/dropped_groups"] == len(dropped)
+            every = [self.length(draw, index) for draw in hand for index in range(num)]
+            found = [self.length(draw, index) for draw in taken for index in range(num)]
+            bias = sum(found) / len(found) - sum(every) / len(every)
+            assert metrics["rollout/length_bias_tokens"] == pytest.approx(bias, abs=1e-9)
+
+    def _check_refills(
+        self, metrics: dict[str, float], taken: list[int], started: set[int], before: set[int]
+    ) -> None:
+        options, wanted = self.options, self.options.groups
+        first = math.ceil(wanted * options.config.groups_at_a_time)
+        most = first + wanted * options.max_refills
+        useless = [draw for draw in taken if not options.differs(draw)]
+        assert metrics["rollout/uninformative_share"] == len(useless) / wanted
+        refills = metrics["rollout/refills"] * wanted
+        assert 0 <= refills <= wanted * options.max_refills + 1e-9
+        if not options.deterministic or options.num_engines == 1:
+            in_hand = len(before) + len(started)
+            planned = self.position + max(0, first - len(before))
+            if not options.reward_model:  # whose rounds are numbered on
+                assert refills == pytest.approx(sum(draw >= planned for draw in started))
+            else:
+                assert refills == pytest.approx(len(started) - wanted)
+            assert in_hand <= max(most, len(before))
+            # Places are filled up only where nothing more may be drawn, or every reward fails.
+            valid = options.fails < 1.0 and any(
+                options.outcome(draw * options.size + index).kind is None
+                for draw in before | started
+                for index in range(options.num_samples)
+            )
+            assert not useless or in_hand >= most or not valid
+
+
+def test_with_oversampling_alone_dropped_responses_count_as_long_as_they_were() -> None:
+    """The first two of four are taken, at 4 and 6 tokens; the others have 6 by then."""
+    alone = Options(
+        groups=2, num_samples=1, oversample=2.0, algorithm="reinforce_pp", lengths=(4, 6, 20, 30)
+    )
+    with Run(alone) as run:
+        collected = run.step()
+    assert collected.metrics["rollout/length_bias_tokens"] == -0.5
+    assert collected.num_generated_tokens == 4 + 6 + 6 + 6
+
+
+def test_a_group_at_its_age_limit_that_does_not_differ_is_replaced_while_refills_remain() -> None:
+    limit = Options(partial=True, dynamic=True, max_staleness=1, max_refills=10, teaches=0.4)
+    for seed in range(6):
+        with Run(Options(**{**vars(limit), "seed": seed, "num_engines": 1 + seed % 2})) as run:
+            for _ in range(6):
+                assert run.step().metrics["rollout/uninformative_share"] == 0.0
+
+
+@pytest.mark.parametrize("max_refills", [0, 1, 2])
+def test_rounds_of_a_reward_model_keep_to_what_is_left_of_the_refills(max_refills: int) -> None:
+    for seed in range(8):
+        with Run(
+            Options(
+                groups=5,
+                dynamic=True,
+                reward_model=True,
+                max_refills=max_refills,
+                teaches=0.3,
+                seed=seed,
+            )
+        ) as run:
+            assert run.step().metrics["rollout/refills"] <= max_refills
+
+
+@settings(hostile.BOUNDED, max_examples=120)
+@given(options())
+@example(Options(num_engines=2, oversample=2.5, dynamic=True, teaches=0.0, fails=1.0))
+@example(Options(num_engines=3, partial=True, dynamic=True, deterministic=True, groups=5))
+def test_counters_and_limits_are_those_of_what_the_engines_did(options: Options) -> None:
+    with Run(options) as run:
+        for _ in range(4):
+            run.step()
+        settled = [number for stack in run.stacks for number in stack.settled]
+        assert len(settled) == len(set(settled))
+        assert {draw * run.options.size for draw in run.taken} <= set(settled)

@@ -1,0 +1,352 @@
+"""Environments that say anything at all: each sample is settled once, and every token counted.
+
+No process is started: the zygote is this process, at the other end of the sockets of the real pool.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import socket
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mcore_rl.batching.types import Prompt
+from mcore_rl.common.errors import UsageError
+from mcore_rl.environments import wire, zygote_process
+from mcore_rl.environments.conversation import ConversationTokens
+from mcore_rl.environments.interface import EnvironmentSpec, Response
+from mcore_rl.environments.pool import EnvironmentPool
+from mcore_rl.environments.wire import Event, Failed, Started, Stepped, event_of
+from mcore_rl.hybrid_engine.vllm.generation import Completion, Sampling
+from mcore_rl.rollout.conversations import Conversations
+from mcore_rl.rollout.dealing import Deal, LocalCounters, Wanted
+from mcore_rl.rollout.groups import GroupPlan, Groups
+from mcore_rl.rollout.stream import run_stream
+from tests import hostile
+from tests.unit.test_conversation import chatml
+from tests.unit.test_conversations import NoRewards, TurnEngine
+
+MAX_TOKENS, MAX_PROMPT_TOKENS, SIZE = 30, 8, 2
+STARTED = {"turn": 0, "value": [None]}
+STEPPED = {"turn": 1, "value": ["sum 1", 0.5, False]}
+ENDED = {"ended": 0, "code": 1}
+ENDS = b""  # in the place of an answer: the process ends
+PROMPT = Prompt(0, "add", "", np.array([5], np.int32))
+
+
+def good(turn: int) -> bytes:
+    """An answer that fits; the third ends the episode."""
+    value = [None] if turn == 0 else [f"sum {turn}", 0.25 * turn, turn == 3]
+    return json.dumps({"turn": turn, "value": value}).encode()
+
+
+class FakeProcess:
+    """In the place of a zygote's process, and of all of its episodes.
+
+    `answers` are what episodes say, one after the other; when there are none left, what fits.
+    `control` is said to the trainer between them.
+    """
+
+    def __init__(self, theirs: socket.socket, answers: Iterator[bytes], control: Iterator[bytes]):
+        self._theirs, self._answers, self._says = theirs, answers, control
+        self._episodes: dict[int, tuple[socket.socket, wire.Reader]] = {}
+        self.exitcode: int | None = None
+        self.pid = None
+
+    def start(self) -> None:
+        self._control = self._theirs.dup()
+        self._control.setblocking(False)
+        self._tell({"ready": True})
+
+    def act(self) -> None:
+        """Whatever is to be done now."""
+        if self.exitcode is not None:
+            return
+        with contextlib.suppress(BlockingIOError, OSError):
+            while message := socket.recv_fds(self._control, 1 << 16, 1):
+                if not message[0]:
+                    break
+                self._obey(json.loads(message[0]), message[1])
+        for ticket in list(self._episodes):
+            self._serve(ticket)
+        said = next(self._says, None)
+        if said:
+            self._send(said[: 1 << 15])
+
+    def _obey(self, order: dict[str, Any], descriptors: list[int]) -> None:
+        if "fork" in order:
+            connection = socket.socket(fileno=descriptors[0])
+            connection.setblocking(False)
+            self._episodes[order["fork"]] = connection, wire.Reader(wire.MAX_REQUEST_BYTES)
+            self._tell({"forked": order["fork"]})
+        for ticket in order.get("kill", ()):
+            self._end(ticket, -9)
+
+    def _serve(self, ticket: int) -> None:
+        connection, reader = self._episodes[ticket]
+        with contextlib.suppress(BlockingIOError, ConnectionResetError):
+            data = connection.recv(1 << 16)
+            if not data:
+                self._end(ticket, 0)
+                return
+            reader.add(data)
+        while (message := reader.next()) is not None:
+            asked = json.loads(message)
+            if not {"prompt", "response"} & asked.keys():
+                self._end(ticket, 0)
+                return
+            answer = next(self._answers, None)
+            answer = good(asked["turn"]) if answer is None else answer
+            if answer == ENDS or len(answer) > 1 << 15:
+                self._end(ticket, 3)
+                return
+            with contextlib.suppress(OSError):
+                connection.sendall(len(answer).to_bytes(4, "big") + answer)
+
+    def _end(self, ticket: int, code: int) -> None:
+        if ticket in self._episodes:
+            self._episodes.pop(ticket)[0].close()
+        self._tell({"ended": ticket, "code": code})
+
+    def _tell(self, fields: dict[str, Any]) -> None:
+        self._send(json.dumps(fields).encode())
+
+    def _send(self, message: bytes) -> None:
+        with contextlib.suppress(OSError):  # the trainer has hung up
+            self._control.send(message or b" ")
+
+    def terminate(self) -> None:
+        self.exitcode = 0
+        for connection, _ in self._episodes.values():
+            connection.close()
+        self._control.close()
+
+    def join(self) -> None:
+        """Nothing runs."""
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+
+@contextmanager
+def zygotes(answers: Sequence[bytes], control: Sequence[bytes]) -> Iterator[list[FakeProcess]]:
+    """Those that are started meanwhile; all say what is left to be said."""
+    made: list[FakeProcess] = []
+    says, tells = iter(answers), iter(control)
+
+    class Context:
+        def __init__(self, *_: object) -> None:
+            pass
+
+        def Process(self, target: object, args: tuple[Any, ...], **_: object) -> FakeProcess:
+            made.append(FakeProcess(args[0], says, tells))
+            return made[-1]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(zygote_process, "WorkerContext", Context)
+        yield made
+
+
+def answers() -> st.SearchStrategy[list[bytes]]:
+    """What episodes say: what fits, what nearly does, anything, nothing more."""
+    fitting = st.sampled_from([good(turn) for turn in range(4)])
+    one = fitting | hostile.messages(STARTED) | hostile.messages(STEPPED) | st.just(ENDS)
+    return st.lists(one, max_size=25)
+
+
+@hostile.BOUNDED
+@given(hostile.messages(STARTED), hostile.messages(STEPPED))
+def test_any_answer_is_an_event_that_training_can_use(first, second):
+    for turn, message in ((0, first), (1, second)):
+        event = event_of(message, turn)
+        if isinstance(event, Failed):
+            event.failure.encode()
+        elif isinstance(event, Stepped):
+            assert turn == 1 and np.isfinite(np.float32(event.reward))
+            assert event.observation is not None or event.done
+        else:
+            assert turn == 0 and isinstance(event, Started)
+
+
+@hostile.BOUNDED
+@given(hostile.messages(STARTED), hostile.messages(STEPPED), st.booleans())
+def test_any_observation_is_token_ids_of_the_vocabulary_or_a_failure(first, second, is_chat):
+    tokenizer = chatml()
+    ends = [tokenizer.eos_token_id]
+    tokens = ConversationTokens(tokenizer, use_chat_template=is_chat, ends=ends, vocabulary=200)
+    begun, stepped = event_of(first, 0), event_of(second, 1)
+    found = []
+    if isinstance(begun, Started):
+        found.append(tokens.first(PROMPT.token_ids, begun.prompt))
+        assert not isinstance(found[0], np.ndarray) or len(found[0])
+    if isinstance(stepped, Stepped) and not stepped.done:
+        found.append(tokens.observed(np.array([3, ends[0]], np.int32), stepped.observation))
+    for ids in found:
+        if isinstance(ids, Failed):
+            ids.failure.encode()
+        else:
+            assert ids.dtype == np.int32 and ((ids >= 0) & (ids < 200)).all()
+
+
+@hostile.BOUNDED
+@given(answers(), st.lists(hostile.messages(ENDED) | st.just(b""), max_size=10))
+def test_every_question_to_an_environment_has_one_answer(said, control):
+    response = Response(text="a", token_ids=(1,), turn=1, finish_reason="stop")
+    with zygotes(said, control) as made, EnvironmentPool("a:B", timeout_seconds=60) as pool:
+        open_ones = {pool.start(PROMPT, seed) for seed in range(4)}
+        asked = set(open_ones)
+        try:
+            for _ in range(300):
+                for ticket, event in pool.finished():
+                    asked.remove(ticket)  # KeyError: it has not been asked anything
+                    if isinstance(event, Failed) or (isinstance(event, Stepped) and event.done):
+                        open_ones.remove(ticket)
+                    else:
+                        pool.step(ticket, response)
+                        asked.add(ticket)
+                for each in made:
+                    each.act()
+                if not open_ones:
+                    break
+            assert not open_ones and pool.num_open == 0
+            pool.finished()
+        except RuntimeError as error:
+            assert "were started 3 times" in str(error)
+
+
+@pytest.mark.parametrize(
+    "said", [b'{"ended": 1e999}', b"[" * 5000, b'{"ended": 0, "code": 1e999}', b'{"ready": true}']
+)
+def test_a_zygote_that_makes_no_sense_is_replaced(said):
+    with zygotes([], [said]) as made, EnvironmentPool("a:B", timeout_seconds=60) as pool:
+        lost = {pool.start(PROMPT, 0), pool.start(PROMPT, 1)}
+        assert {ticket for ticket, _ in events(pool, made)} == lost
+        again = pool.start(PROMPT, 2)
+        assert events(pool, made) == [(again, Started(None))] and len(made) == 2
+
+
+def events(pool: EnvironmentPool, made: list[FakeProcess]) -> list[tuple[int, Event]]:
+    """All that come."""
+    found = []
+    for _ in range(20):
+        found += pool.finished()
+        for each in made:
+            each.act()
+    return found
+
+
+def test_a_refusal_counts_only_as_the_first_message(monkeypatch):
+    refused = json.dumps({"refused": ["cannot be found", "--rl-environment", "do so"]}).encode()
+    with zygotes([], [refused]) as made, EnvironmentPool("a:B", timeout_seconds=60) as pool:
+        pool.start(PROMPT, 0)
+        assert events(pool, made)  # raises nothing
+    monkeypatch.setattr(FakeProcess, "_tell", lambda self, fields: self._send(refused))
+    with zygotes([], []), EnvironmentPool("a:B", timeout_seconds=60) as pool:
+        pool.start(PROMPT, 0)
+        with pytest.raises(UsageError):
+            pool.finished()
+
+
+class CountingEngine(TurnEngine):
+    """Has environments act between its steps, and counts tokens."""
+
+    def __init__(self, made: list[FakeProcess]) -> None:
+        super().__init__()
+        self._made = made
+        self.num_tokens = self.num_looks = 0
+        self.length: dict[int, int] = {}  # of responses, what was observed included
+        self._prompt_lengths: dict[int, int] = {}
+
+    def step(self) -> list[Completion]:
+        running = dict(self.running)
+        self.num_tokens += len(running)
+        found = super().step()
+        for number, (request, tokens) in running.items():
+            prompt = self._prompt_lengths.setdefault(number, len(request.token_ids))
+            self.length[number] = len(request.token_ids) + len(tokens) - prompt
+        return found
+
+    def any_rank(self, here: bool) -> bool:
+        self.num_looks += 1
+        assert self.num_looks < 3000, "it waits for what does not come"
+        for each in self._made:
+            each.act()
+        return here
+
+
+class Words:
+    """A tokenizer of which any text has some ids."""
+
+    chat_template = None
+
+    def __call__(self, text: str, add_special_tokens: bool = True) -> dict[str, list[int]]:
+        return {"input_ids": [9000 + len(word) for word in text.split()]}
+
+
+@settings(hostile.BOUNDED, max_examples=80)
+@given(
+    said=answers(),
+    oversample=st.sampled_from([1.0, 2.0]),
+    compares=st.booleans(),
+    with_greedy=st.booleans(),
+)
+def test_conversations_are_settled_once_and_their_tokens_counted(
+    said, oversample, compares, with_greedy
+):
+    spec = EnvironmentSpec("a:B", timeout_seconds=60.0, memory_gib=1.0, max_turns=4)
+    tokens = ConversationTokens(Words(), use_chat_template=False, ends=(), vocabulary=10_000)
+    limits = {"max_prompt_tokens": MAX_PROMPT_TOKENS, "max_tokens": MAX_TOKENS}
+    wanted = Wanted.of(2, max_refills=1 if compares else None, oversample=oversample)
+    plan = GroupPlan(SIZE, Sampling(), MAX_TOKENS, 5, 0, 1, with_greedy=with_greedy, converses=True)
+    with zygotes(said, []) as made:
+        conversations = Conversations(spec, tokens, **limits)
+        engine, rewards = CountingEngine(made), _Rewards()
+        groups = Groups(
+            engine,  # type: ignore[arg-type]
+            plan,
+            lambda draw: Prompt(draw, "add", "", np.array([draw], np.int32)),
+            deal=Deal(wanted, LocalCounters(), "step"),
+            rewards=rewards,  # type: ignore[arg-type]
+            differs=_differs if compares else None,
+            at_once=6,
+            conversations=conversations,
+        )
+        run_stream(engine, groups)  # type: ignore[arg-type]
+        groups.wait()
+        assert groups.error is None and conversations.num_open == 0
+        conversations.close()
+    taken, _ = groups.parted(groups.verdict())
+    tally = groups.tally()
+    assert tally.generated_tokens == engine.num_tokens
+    settled = [(each.prompt.index, each.sample_index) for each in rewards.begun]
+    assert len(settled) == len(set(settled))
+    names = {group.draw for group in taken}
+    assert {(draw, index) for draw in names for index in range(plan.size)} <= set(settled)
+    left = [draw for draw in groups.open if draw not in names]
+    assert tally.left_samples == SIZE * len(left)
+    numbers = [draw * plan.size + index for draw in left for index in range(SIZE)]
+    assert tally.left_tokens == sum(engine.length.get(number, 0) for number in numbers)
+    for group in taken:
+        for index, rollout in enumerate(group.rollouts):
+            assert len(rollout.response_token_ids) <= MAX_TOKENS
+            length = engine.length.get(group.draw * plan.size + index, 0)
+            assert len(rollout.response_token_ids) == length
+            assert np.isfinite(sum(turn.reward for turn in rollout.turn_rewards))
+
+
+class _Rewards(NoRewards):
+    def weigh(self, rollouts: Any, outcomes: Any) -> Any:
+        from mcore_rl.rewards.parts import weighed
+
+        return weighed(rollouts, outcomes, {"environment": 1.0})
+
+
+def _differs(scored: Any) -> bool:
+    return len({each.reward for each in scored if each.is_valid}) > 1

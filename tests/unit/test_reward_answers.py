@@ -21,9 +21,12 @@ from pebble.pool.process import Acknowledgement, TaskResult
 
 from mcore_rl.batching.types import Prompt, Rollout
 from mcore_rl.common.errors import UsageError
+from mcore_rl.common.http import HTTPFailure
 from mcore_rl.rewards import answers as answers_module
 from mcore_rl.rewards.answers import Answers, WorkerFault
+from mcore_rl.rewards.http import PLAIN_DIALECT, POOLING_DIALECT, Dialect, ServerReward
 from mcore_rl.rewards.pool import RewardPool
+from mcore_rl.rewards.specs import ServerSpec
 from mcore_rl.rewards.worker import Outcome
 from tests import hostile
 
@@ -242,6 +245,38 @@ def test_a_reward_that_forges_messages_costs_its_samples_and_no_others(tmp_path,
         scored = pool.score(rollouts(*(text for bad in FORGED for text in (bad, "good"))))
     assert [each.failure is None for each in scored] == [False, True] * len(FORGED)
     assert all(each.reward == 1.0 for each in scored[1::2])
+
+
+SERVED = {
+    PLAIN_DIALECT: {"rewards": [1.0, 0.5]},
+    POOLING_DIALECT: {"data": [{"index": 0, "data": [1.0]}, {"index": 1, "data": [[0.1], [2.0]]}]},
+}
+
+
+def understood(dialect: Dialect, answer: bytes) -> list[Outcome]:
+    """What a server's answer about two samples is taken for."""
+    server = ServerSpec("http", "http://127.0.0.1:1", None, "", 2, 1, 0)
+    return ServerReward(server, dialect, timeout_seconds=1.0)._understood(answer, 2)
+
+
+@hostile.BOUNDED
+@given(st.data())
+def test_any_answer_of_a_server_is_an_outcome_for_each_sample_or_a_failure(data):
+    dialect = data.draw(st.sampled_from(list(SERVED)))
+    try:
+        outcomes = understood(dialect, data.draw(hostile.messages(SERVED[dialect])))
+    except HTTPFailure as failure:
+        assert failure.kind.startswith("answer") and not failure.may_pass
+        return
+    assert len(outcomes) == 2 and all(np.isfinite(each.reward) for each in outcomes)
+
+
+def test_scores_in_another_order_than_the_samples_are_refused():
+    entries = SERVED[POOLING_DIALECT]["data"]
+    in_order = json.dumps({"data": entries}).encode()
+    assert understood(POOLING_DIALECT, in_order) == [Outcome(1.0), Outcome(2.0)]
+    with pytest.raises(HTTPFailure, match="another form"):
+        understood(POOLING_DIALECT, json.dumps({"data": entries[::-1]}).encode())
 
 
 def test_the_pickle_would_change_the_class():

@@ -2,6 +2,7 @@
 
 import json
 import math
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -16,6 +17,7 @@ from mcore_rl.common.readers import (
     parse_yaml,
     plain_file_name,
 )
+from tests import hostile
 
 _JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
@@ -29,14 +31,27 @@ def test_json_is_read_as_written(value):
     assert json.dumps(parse_json(json.dumps(value))) == json.dumps(value)
 
 
-@given(st.binary(max_size=200) | st.text(max_size=200))
-def test_anything_is_a_value_or_invalid(data):
+@hostile.BOUNDED
+@given(hostile.messages({"prompt": "2+3=", "answer": [5, {"a": None}]}), hostile.texts())
+def test_json_and_yaml_are_values_within_bounds_or_invalid(data, text):
     for parse in (parse_json, parse_yaml):
-        text = data if isinstance(data, str) or parse is parse_json else data.decode("latin-1")
-        try:
-            parse(text)
-        except InvalidData:
-            pass
+        for document in (data.decode(errors="replace"), text):
+            try:
+                json.dumps(parse(document), default=str)  # a RecursionError where it is too deep
+            except InvalidData as error:
+                assert str(error)
+
+
+@hostile.BOUNDED
+@given(hostile.values())
+def test_readers_of_values_give_their_type_or_nothing(value):
+    number, integer = finite_number(value), integer_within(value, 0, 100)
+    assert number is None or (type(number) is float and math.isfinite(number))
+    assert integer is None or (type(integer) is int and 0 <= integer <= 100)
+    try:
+        assert Path(plain_file_name(value)).name == value
+    except InvalidData as error:
+        assert str(error)
 
 
 @pytest.mark.parametrize("open_, close", [("[", "]"), ('{"a":', "}")])

@@ -149,6 +149,9 @@ class RewardPool(Scorer):
 
     def _advance(self) -> None:
         self._take_landed()
+        if self._broken is None and self._context.answers is not None:
+            # What is sent to a pool that is about to break would never come back.
+            self._broken = self._context.answers.fault
         if self._broken is None:
             self._notice_a_stall()
         if self._broken is None:

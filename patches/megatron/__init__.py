@@ -14,6 +14,7 @@ from mcore_rl.patches.megatron import (
     expert_optimizer,
     fsdp_checkpoint,
     fsdp_on_cpu,
+    fsdp_single_rank_groups,
     groups_by_best_expert,
     late_wandb,
     local_layers,
@@ -35,6 +36,7 @@ PATCHES = (
     cpu_torch.PATCH,
     late_wandb.PATCH,  # before anything else imports Megatron
     dataset_helpers.PATCH,
+    fsdp_single_rank_groups.PATCH,  # before the next, which changes a function that it looks at
     fsdp_on_cpu.PATCH,
     local_layers.PATCH,
     biased_experts.PATCH,

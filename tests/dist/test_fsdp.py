@@ -24,6 +24,7 @@ TOLERANCE = 1e-5
 RATES = ("--adam-eps", "1.0", "--lr", "0.1")
 OVERLAP = ("--overlap-grad-reduce", "--overlap-param-gather")
 TP2, EP2 = ("--tensor-model-parallel-size", "2"), ("--expert-model-parallel-size", "2")
+CP2, ETP2 = ("--context-parallel-size", "2"), ("--expert-tensor-parallel-size", "2")
 ALL_AWAY = ("--rl-offload", "parameters,gradients,optimizer")
 FULL_RECOMPUTE = (
     *("--recompute-granularity", "full"),
@@ -63,6 +64,13 @@ CASES = {
     "params tp2 dp2": Case("optim_grads_params", 4, TP2),
     "params dp4 ep2": Case("optim_grads_params", 4, EP2),
     "params tp2 dp2 ep2": Case("optim_grads_params", 4, (*TP2, *EP2), OVERLAP),
+    # Sharding groups of one rank: of experts, and of everything.
+    "params dp2 ep2": Case("optim_grads_params", 2, EP2),
+    "grads dp2 ep2": Case("optim_grads", 2, EP2),
+    "optim dp2 ep2": Case("optim", 2, EP2),
+    "params dp2 etp2": Case("optim_grads_params", 2, ETP2),
+    "grads cp2 ep2": Case("optim_grads", 2, (*CP2, *EP2)),
+    "params tp2": Case("optim_grads_params", 2, TP2),
     "params dp2 dense tied": Case("optim_grads_params", model=DENSE_AND_TIED),
     # Rows of one element: biases and sinks. With TP it is refused.
     "params dp4 ep2 gpt-oss": Case("optim_grads_params", 4, EP2, model=(("arch", "gpt_oss"),)),

@@ -66,6 +66,12 @@ def check_fsdp(
             remedy="unset it, or set it to 8",
         )
     is_fused = platform.cuda and values.get("gradient_accumulation_fusion", True)
+    if is_fused and strategy == "optim":
+        raise UsageError(
+            "keeps only the last micro-batch's gradients when kernels add them up",
+            flag=f"--data-parallel-sharding-strategy {strategy}",
+            remedy="add --no-gradient-accumulation-fusion or choose another strategy",
+        )
     if is_fused and (platform.transformer_engine or (0,)) < (2, 10):
         raise UsageError(
             "adds up gradients in the kernels of Transformer Engine 2.10 or later only",
@@ -90,9 +96,25 @@ def _check_layout(values: Mapping[str, Any]) -> None:
             flag=f"--tensor-model-parallel-size {tp_size}",
             remedy="drop one of the two",
         )
+    etp_size = values.get("expert_tensor_parallel_size") or tp_size
+    expert_ranks = etp_size * values.get("expert_model_parallel_size", 1)
+    averages = values.get("ddp_average_in_collective") and values.get("num_experts")
+    if averages and expert_ranks != tp_size:
+        raise UsageError(
+            f"with {_FLAG} averages the gradients of experts over their replicas, not over all "
+            "data-parallel ranks",
+            flag="--ddp-average-in-collective",
+            remedy="drop one of the two",
+        )
     if (instances := values.get("num_distributed_optimizer_instances", 1)) > 1:
         raise UsageError(
             f"is not supported with {_FLAG}",
             flag=f"--num-distributed-optimizer-instances {instances}",
             remedy="it must be 1",
+        )
+    if (outer := values.get("outer_dp_sharding_strategy", "no_shard")) != "no_shard":
+        raise UsageError(
+            f"shards over several optimizer instances, which are not supported with {_FLAG}",
+            flag=f"--outer-dp-sharding-strategy {outer}",
+            remedy="drop it",
         )

@@ -18,6 +18,7 @@ GOOD = {
     "ckpt_format": "fsdp_dtensor",
     "gradient_accumulation_fusion": False,
 }
+AVERAGING = {"ddp_average_in_collective": True, "num_experts": 8}
 QUEUES = {"CUDA_DEVICE_MAX_CONNECTIONS": "8"}
 
 
@@ -53,9 +54,25 @@ def test_nothing_is_asked_without_the_flag() -> None:
             {"num_distributed_optimizer_instances": 2},
             ["--num-distributed-optimizer-instances 2", "must be 1"],
         ),
+        (
+            {"outer_dp_sharding_strategy": "optim"},
+            ["--outer-dp-sharding-strategy optim", "drop it"],
+        ),
         ({"fp8_param_gather": True}, ["--fp8-param-gather", "float8", "drop one"]),
         ({"fp4_param_gather": True}, ["--fp4-param-gather", "4 bits", "drop one"]),
         ({"optimizer_cpu_offload": True}, ["--optimizer-cpu-offload", "drop one"]),
+        (
+            {**AVERAGING, "expert_model_parallel_size": 2},
+            ["--ddp-average-in-collective", "experts", "drop one"],
+        ),
+        (
+            {**AVERAGING, "tensor_model_parallel_size": 2, "expert_tensor_parallel_size": 1},
+            ["--ddp-average-in-collective", "experts", "drop one"],
+        ),
+        (
+            {"gradient_accumulation_fusion": True, "data_parallel_sharding_strategy": "optim"},
+            ["--data-parallel-sharding-strategy optim", "add --no-gradient-accumulation-fusion"],
+        ),
         (
             {"gradient_accumulation_fusion": True},
             ["Transformer Engine 2.10", "add --no-gradient-accumulation-fusion"],
@@ -84,6 +101,19 @@ def test_one_queue_is_refused(environment: dict[str, str]) -> None:
 @pytest.mark.parametrize("version", [(2, 10), (3, 0, 1)])
 def test_fusion_is_taken_with_a_new_transformer_engine(version: tuple[int, ...]) -> None:
     check({"gradient_accumulation_fusion": True}, transformer_engine=version)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {**AVERAGING, "expert_tensor_parallel_size": 1},
+        {**AVERAGING, "tensor_model_parallel_size": 2},
+        {"ddp_average_in_collective": True, "tensor_model_parallel_size": 2},
+    ],
+    ids=["experts as replicated as the rest", "experts split by TP", "no experts"],
+)
+def test_averaging_is_taken_where_it_divides_all_gradients_alike(changes: dict[str, Any]) -> None:
+    check(changes)
 
 
 def test_fusion_is_megatrons_default() -> None:

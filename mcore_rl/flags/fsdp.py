@@ -24,12 +24,7 @@ _CLASHES = {
 }
 
 
-def check_fsdp(
-    values: Mapping[str, Any],
-    environment: Mapping[str, str],
-    *,
-    platform: Platform,
-) -> None:
+def check_fsdp(values: Mapping[str, Any]) -> None:
     """Raise UsageError for flags that do not go with, or are missing beside, Megatron-FSDP.
 
     `values` are Megatron's, by destination, those that are given or all of them.
@@ -58,6 +53,17 @@ def check_fsdp(
         if values.get(dest):
             flag = f"--{dest.replace('_', '-')}"
             raise UsageError(f"{reason} with {_FLAG}", flag=flag, remedy="drop one of the two")
+
+
+def check_fsdp_machine(
+    values: Mapping[str, Any],
+    environment: Mapping[str, str],
+    *,
+    platform: Platform,
+) -> None:
+    """Raise UsageError for what Megatron-FSDP cannot do on this machine; `values` as above."""
+    if not values.get("use_megatron_fsdp"):
+        return
     if environment.get("CUDA_DEVICE_MAX_CONNECTIONS", "1") == "1":
         raise UsageError(
             "needs more than one queue to the device, and the environment has "
@@ -66,10 +72,10 @@ def check_fsdp(
             remedy="unset it, or set it to 8",
         )
     is_fused = platform.cuda and values.get("gradient_accumulation_fusion", True)
-    if is_fused and strategy == "optim":
+    if is_fused and values.get("data_parallel_sharding_strategy") == "optim":
         raise UsageError(
             "keeps only the last micro-batch's gradients when kernels add them up",
-            flag=f"--data-parallel-sharding-strategy {strategy}",
+            flag="--data-parallel-sharding-strategy optim",
             remedy="add --no-gradient-accumulation-fusion or choose another strategy",
         )
     if is_fused and (platform.transformer_engine or (0,)) < (2, 10):

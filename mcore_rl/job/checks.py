@@ -16,7 +16,7 @@ from mcore_rl.common.platform import Platform
 from mcore_rl.flags.allocator import check_allocator
 from mcore_rl.flags.classes import check_critic_rate, notes
 from mcore_rl.flags.derived import DerivedFlags, derive_flags, effective_of, for_megatron
-from mcore_rl.flags.fsdp import check_fsdp
+from mcore_rl.flags.fsdp import check_fsdp, check_fsdp_machine
 from mcore_rl.flags.given import given_values
 from mcore_rl.flags.options import RLConfig, config_from
 from mcore_rl.flags.packages import check_wandb
@@ -160,8 +160,8 @@ def _queues(values: Mapping[str, Any]) -> None:
         megatron_adapter.allow_many_queues()
 
 
-def _fsdp(values: Mapping[str, Any], platform: Platform) -> None:
-    check_fsdp(values, os.environ, platform=platform)
+def _fsdp_machine(values: Mapping[str, Any], platform: Platform) -> None:
+    check_fsdp_machine(values, os.environ, platform=platform)
 
 
 def _kv_after_update(config: RLConfig, platform: Platform) -> None:
@@ -367,7 +367,8 @@ _CHECKS: tuple[Check, ...] = (
     _check("critic_rate", _critic_rate),
     _check("allocator", _allocator, asks=MACHINE),
     _check("queues", _queues, "typed", asks=MACHINE),
-    _check("fsdp", _fsdp, asks=MACHINE),
+    _check("fsdp", check_fsdp),
+    _check("fsdp_machine", _fsdp_machine, "fsdp", asks=MACHINE),
     _check("offload", _offload),
     _check("layout", _layout, reads=(_LAYOUT,)),
     _check("layers", _layers, reads=(_LAYOUT,)),

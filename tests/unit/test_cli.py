@@ -219,6 +219,11 @@ def _config(tmp_path: Path, **changes: Any) -> str:
         ({}, "--rl-rollout-tp-size 16 --rl-rollout-ep-size 8", "is no multiple of the engine's TP"),
         ({}, "--rl-rollout-tp-size 3", "--rl-rollout-tp-size 3 does not divide the world of 256"),
         ({}, "--rl-reshard-bucket-mb 0", "--rl-reshard-bucket-mb 0 must be greater than 0"),
+        (
+            {},
+            "--use-megatron-fsdp --pipeline-model-parallel-size 4",
+            "--pipeline-model-parallel-size 4 does not go with --use-megatron-fsdp",
+        ),
         ({}, "--num-layers 60", "--num-layers 60 contradicts config.json"),
         ({}, "--optimizer soap", "--optimizer soap is not known to the planner"),
         ({}, "--tensor-model-parallel-sise 8", "unknown flag --tensor-model-parallel-sise"),

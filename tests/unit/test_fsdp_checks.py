@@ -9,7 +9,7 @@ import pytest
 
 from mcore_rl.common.errors import UsageError
 from mcore_rl.common.platform import WITHOUT_CUDA, Platform
-from mcore_rl.flags.fsdp import check_fsdp
+from mcore_rl.flags.fsdp import check_fsdp, check_fsdp_machine
 from mcore_rl.megatron import adapter as megatron_adapter
 
 GOOD = {
@@ -23,7 +23,9 @@ QUEUES = {"CUDA_DEVICE_MAX_CONNECTIONS": "8"}
 
 
 def check(changes: dict[str, Any], environment: dict[str, str] = QUEUES, **options: Any) -> None:
-    check_fsdp({**GOOD, **changes}, environment, platform=Platform(cuda=True, **options))
+    values = {**GOOD, **changes}
+    check_fsdp(values)
+    check_fsdp_machine(values, environment, platform=Platform(cuda=True, **options))
 
 
 @pytest.mark.parametrize("strategy", ["optim", "optim_grads", "optim_grads_params"])
@@ -32,8 +34,9 @@ def test_sharding_strategies_are_taken(strategy: str) -> None:
 
 
 def test_nothing_is_asked_without_the_flag() -> None:
-    check_fsdp({}, {}, platform=Platform(cuda=True))
-    check_fsdp({"data_parallel_sharding_strategy": "optim_grads_params"}, {}, platform=WITHOUT_CUDA)
+    check_fsdp({})
+    check_fsdp({"data_parallel_sharding_strategy": "optim_grads_params"})
+    check_fsdp_machine({}, {}, platform=Platform(cuda=True))
 
 
 @pytest.mark.parametrize(
@@ -89,7 +92,7 @@ def test_flags_that_do_not_go_together_are_named(changes: dict[str, Any], parts:
 
 def test_a_missing_strategy_is_megatrons_default() -> None:
     values = {name: value for name, value in GOOD.items() if "strategy" not in name}
-    check_fsdp(values, QUEUES, platform=WITHOUT_CUDA)
+    check_fsdp(values)
 
 
 @pytest.mark.parametrize("environment", [{}, {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}])
@@ -119,8 +122,8 @@ def test_averaging_is_taken_where_it_divides_all_gradients_alike(changes: dict[s
 def test_fusion_is_megatrons_default() -> None:
     values = {name: value for name, value in GOOD.items() if "fusion" not in name}
     with pytest.raises(UsageError, match="--no-gradient-accumulation-fusion"):
-        check_fsdp(values, QUEUES, platform=Platform(cuda=True, transformer_engine=(2, 9)))
-    check_fsdp(values, QUEUES, platform=WITHOUT_CUDA)  # there the flag is derived
+        check_fsdp_machine(values, QUEUES, platform=Platform(cuda=True, transformer_engine=(2, 9)))
+    check_fsdp_machine(values, QUEUES, platform=WITHOUT_CUDA)  # there the flag is derived
 
 
 def test_copies_have_queues_of_their_own_unless_the_user_says_how_many(

@@ -303,14 +303,25 @@ def checkpoint(checkpoint_factory: Callable[..., Path]) -> Path:
 def learn(
     checkpoint: Path, ranks: RankPool, tmp_path_factory: pytest.TempPathFactory
 ) -> Callable[[Case], Outcome]:
-    return lambda case: learnt(case, checkpoint, ranks, tmp_path_factory.mktemp("learnt"))
+    return lambda case: learnt(
+        case.flags(checkpoint), case.num_processes, ranks, tmp_path_factory.mktemp("learnt")
+    )
 
 
-def learnt(case: Case, checkpoint: Path, ranks: RankPool, target: Path) -> Outcome:
+def learnt(
+    flags: list[str],
+    num_processes: int,
+    ranks: RankPool,
+    target: Path,
+    *,
+    num_steps: int = 2,
+    environment: dict[str, str] | None = None,
+) -> Outcome:
     results = ranks.run(
         "tests.dist.invariance_jobs:learn",
-        world_size=case.num_processes,
-        arguments={"flags": case.flags(checkpoint), "target": str(target)},
+        world_size=num_processes,
+        arguments={"flags": flags, "target": str(target), "num_steps": num_steps},
+        environment=environment,
     )
     assert all(result == results[0] for result in results), "ranks disagree"
     weights = {
@@ -391,25 +402,6 @@ def test_update_is_that_of_one_process(
     assert case.shares_prompts or not outcome.found["sharing"]
     assert not case.shares_prompts or case.dp_size == 4 or outcome.found["sharing"] >= 4
     assert case.dispatcher != ALL_GATHER or outcome.found["uneven"] > 0
-    assert differences.loss <= TOLERANCE
-    assert differences.grad_norm <= TOLERANCE
-    assert differences.weight <= TOLERANCE, differences.weight_name
-
-
-# Norms over the heads of all ranks and heads that are rotated in part; a gate of the shared expert;
-# sinks, windows, and biases of everything.
-@pytest.mark.parametrize("arch", ["minimax_m2", "qwen2_moe", "gpt_oss"])
-def test_update_of_another_family_is_that_of_one_process(
-    arch: str, checkpoint_factory: Callable[..., Path], ranks: RankPool, tmp_path: Path
-) -> None:
-    outcome, expected = (
-        learnt(case, checkpoint_factory(arch), ranks, tmp_path / str(case.num_processes))
-        for case in (
-            Case("grpo", 2, "1", 2, 2, 1, 1, PACKED, "full", False),
-            Case("grpo", 1, "1", 1, 1, 1, 1, "1", "none", False),
-        )
-    )
-    differences = differences_of(outcome, expected)
     assert differences.loss <= TOLERANCE
     assert differences.grad_norm <= TOLERANCE
     assert differences.weight <= TOLERANCE, differences.weight_name

@@ -1,0 +1,119 @@
+"""The updates of every supported family are those of one process, in every kind of split.
+
+`test_invariance.py` varies everything else, with one family. Here each family makes a step of two
+updates in each split, and its losses, gradient norms and weights are compared with those of one
+process. The largest differences are written to build/family_invariance.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from mcore_rl.model.families import FAMILIES
+from tests.conftest import load_script
+from tests.dist.test_fsdp import ENVIRONMENT, fsdp
+from tests.dist.test_invariance import COMMON_FLAGS, TOLERANCE, Outcome, differences_of, learnt
+from tests.rank_pool import ROOT, RankPool
+
+pytestmark = [pytest.mark.timeout(400), pytest.mark.slow]
+
+TABLE = ROOT / "build" / "family_invariance.md"
+FLAGS = (
+    *COMMON_FLAGS,
+    *("--rl-num-prompts-per-step", "4"),  # 4 samples an update
+    *("--micro-batch-size", "1"),
+    *("--rl-algorithm", "grpo"),
+    *("--rl-kl-coef", "0.05"),
+    *("--rl-entropy-coef", "0.01"),
+)
+TP2 = ("--tensor-model-parallel-size", "2")
+PP2 = ("--pipeline-model-parallel-size", "2")
+CP2 = ("--context-parallel-size", "2")
+EP2 = ("--expert-model-parallel-size", "2")
+FSDP = fsdp("optim_grads_params")
+# All of two processes; DP is what is left.
+OF_ALL = {"TP2": TP2, "PP2": PP2, "CP2": CP2}
+OF_DENSE = {**OF_ALL, "DP2": (), "DP2 FSDP": FSDP}
+OF_EXPERTS = {**OF_ALL, "TP2 EP2": (*TP2, *EP2), "DP2 EP2": EP2, "DP2 EP2 FSDP": (*EP2, *FSDP)}
+
+ARCHS: tuple[str, ...] = load_script("make_tiny_deepseek").ARCHS
+SPLITS = {
+    arch: OF_DENSE if arch in FAMILIES and FAMILIES[arch].router is None else OF_EXPERTS
+    for arch in ARCHS
+}
+
+
+@pytest.fixture(scope="module")
+def learn(
+    checkpoint_factory: Callable[..., Path],
+    ranks: RankPool,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Callable[..., Outcome]:
+    def learn(arch: str, num_processes: int, *flags: str) -> Outcome:
+        return learnt(
+            ["--rl-hf-checkpoint", str(checkpoint_factory(arch)), *FLAGS, *flags],
+            num_processes,
+            ranks,
+            tmp_path_factory.mktemp("learnt"),
+            num_steps=1,
+            environment=ENVIRONMENT if "--use-megatron-fsdp" in flags else None,
+        )
+
+    return learn
+
+
+@pytest.fixture(scope="module")
+def reference_of(learn: Callable[..., Outcome]) -> Callable[[str], Outcome]:
+    """What one process makes of a family; of the last one that was asked for."""
+    made: dict[str, Outcome] = {}
+
+    def reference_of(arch: str) -> Outcome:
+        if arch not in made:
+            made.clear()
+            made[arch] = learn(arch, 1)
+        return made[arch]
+
+    return reference_of
+
+
+@pytest.fixture(scope="module")
+def rows() -> Iterator[list[str]]:
+    rows = [
+        f"Largest differences to one process, in float32; allowed is {TOLERANCE:.0e}.",
+        "",
+        "| model | split | loss | gradient norm | weights |",
+        "|---|---|---|---|---|",
+    ]
+    yield rows
+    TABLE.parent.mkdir(exist_ok=True)
+    TABLE.write_text("\n".join(rows) + "\n")
+
+
+@pytest.mark.parametrize(
+    ("arch", "split"),
+    [
+        pytest.param(arch, split, id=f"{arch} {split}")
+        for arch, splits in SPLITS.items()
+        for split in splits
+    ],
+)
+def test_update_is_that_of_one_process(
+    arch: str,
+    split: str,
+    learn: Callable[..., Outcome],
+    reference_of: Callable[[str], Outcome],
+    rows: list[str],
+) -> None:
+    found = differences_of(learn(arch, 2, *SPLITS[arch][split]), reference_of(arch))
+    measured = (found.loss, found.grad_norm, found.weight)
+    rows.append(f"| {arch} | {split} | {' | '.join(f'{value:.1e}' for value in measured)} |")
+    assert found.loss <= TOLERANCE
+    assert found.grad_norm <= TOLERANCE
+    assert found.weight <= TOLERANCE, found.weight_name
+
+
+def test_every_family_is_there() -> None:
+    assert set(ARCHS) >= FAMILIES.keys()

@@ -80,6 +80,20 @@ def remember_sources() -> None:
     inspect.getsource = lambda thing: of_class(thing) if isinstance(thing, type) else read(thing)
 
 
+def remember_help() -> None:
+    """Have Megatron find the help of its flags, in the source of their class, once as well."""
+    from megatron.training.argument_utils import ArgumentGroupFactory
+
+    find, found = ArgumentGroupFactory._get_field_docstrings, {}
+
+    def find_once(factory: Any, of_class: type) -> dict[str, str]:
+        if of_class not in found:
+            found[of_class] = find(factory, of_class)
+        return found[of_class]
+
+    ArgumentGroupFactory._get_field_docstrings = find_once
+
+
 def free_port() -> int:
     """Below the ports that Linux gives to whoever asks for any: of those, one that is free now may
     be another program's by the time that it is used."""
@@ -205,6 +219,7 @@ def _serve() -> None:
         for module in IMPORTED_BY_ENGINES:
             importlib.import_module(module)
     remember_sources()
+    remember_help()
     adapter.make_parser(add_rl_args)
     # Children would walk through, and thereby copy, all that was imported.
     gc.collect()

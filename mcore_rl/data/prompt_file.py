@@ -6,7 +6,7 @@ import json
 import math
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
@@ -15,21 +15,38 @@ import pyarrow.parquet as pq
 
 from mcore_rl.batching.types import Answer
 from mcore_rl.common.errors import UsageError
+from mcore_rl.common.readers import MAX_DEPTH, InvalidData, finite_number, parse_json
+from mcore_rl.data.messages import (
+    MEDIA_COLUMNS,
+    Message,
+    RejectedRow,
+    checked_kwargs,
+    checked_messages,
+    checked_tools,
+    function_of,
+    text_of,
+    without_nulls,
+)
+from mcore_rl.data.tokenizer_process import ChatTemplate
 
 _ROWS_PER_BATCH = 4096
 _JSON_SUFFIXES = (".jsonl", ".json")
+_BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+_NOT_READ = object()  # in place of a value of bytes
+_TOOLS, _DOCUMENTS, _KWARGS = "tools", "documents", "chat_template_kwargs"  # columns
 
 
 @dataclass(frozen=True, slots=True)
 class PromptSource:
     """A file of prompts and how it is read.
 
-    `prompt_column` holds a string or a list of {role, content} messages; `answer_column` a string,
-    a list, an object, or an integer or finite float, which becomes a string. `a.b` is field `b` of
-    column `a`, unless there is a column of that name. With `use_chat_template` a string is one
-    user message; without it, it goes to the model as it stands. Longer prompts than
-    `max_prompt_tokens` are dropped. `trust_remote_code` lets the checkpoint's folder bring code of
-    its own for its tokenizer, which then runs.
+    `prompt_column` holds a string or a list of messages; `answer_column` a string, a list, an
+    object, or an integer or finite float, which becomes a string. `a.b` is field `b` of column
+    `a`, unless there is a column of that name. With `use_chat_template` a string is one user
+    message, and `template` says which template is used; the columns `tools`, `documents` and
+    `chat_template_kwargs` go to it as well. Without it, a string goes to the model as it stands.
+    Longer prompts than `max_prompt_tokens` are dropped. `trust_remote_code` lets the checkpoint's
+    folder bring code of its own for its tokenizer, which then runs.
     """
 
     path: Path
@@ -38,22 +55,41 @@ class PromptSource:
     answer_column: str = "answer"
     use_chat_template: bool = True
     trust_remote_code: bool = False
+    template: ChatTemplate = field(default_factory=ChatTemplate)
 
 
 class PromptRow(NamedTuple):
     """A checked row. `place` says where it stands, for messages: "line 3"."""
 
     place: str
-    prompt: str | list[dict[str, str]]
+    prompt: str | list[Message]
     answer: Answer
     columns: dict[str, Any]
+    tools: list[dict[str, Any]] | None = None
+    documents: list[dict[str, Any]] | None = None
+    kwargs: dict[str, Any] | None = None  # of the chat template, for this row
+    media: tuple[str, ...] = ()  # columns of images and the like, which the model does not get
 
     @property
     def text(self) -> str:
         """What `Prompt.text` is: the column's string, or the messages' contents in turn."""
         if isinstance(self.prompt, str):
             return self.prompt
-        return "\n\n".join(message["content"] for message in self.prompt)
+        return "\n\n".join(filter(None, map(text_of, self.prompt)))
+
+    def request(self, *, use_chat_template: bool) -> dict[str, Any]:
+        """What the tokenizer's process gets of it."""
+        if not use_chat_template:
+            return {"text": self.prompt}
+        messages = self.prompt
+        if isinstance(messages, str):
+            messages = [{"role": "user", "content": messages}]
+        return {
+            "messages": _plain(messages),
+            "tools": _plain(self.tools),
+            "documents": _plain(self.documents),
+            "kwargs": _plain(self.kwargs),
+        }
 
     def as_json(self) -> str:
         """All columns, for rewards."""
@@ -109,12 +145,7 @@ def read_rows(source: PromptSource, flag: str) -> Iterator[PromptRow]:
                     remedy="name one that all rows have",
                 ) from None
         prompt, answer = found
-        yield PromptRow(
-            place,
-            _checked_prompt(prompt, source, flag, place),
-            _checked_answer(answer, source, flag, place),
-            fields,
-        )
+        yield _checked_row(prompt, answer, fields, source, flag, place)
     if place is None:
         raise UsageError(
             "holds no rows", flag=f"{flag} {source.path}", remedy="write one prompt a line"
@@ -162,19 +193,17 @@ def _read_json_lines(source: PromptSource, flag: str) -> Iterator[tuple[str, dic
                 continue
             place = f"line {number}"
             try:
-                fields = json.loads(line.decode("utf-8-sig" if number == 1 else "utf-8"))
-                is_whole = b"\\ud" not in line.lower() or _is_unicode(fields)
-            # Of the JSON and of the UTF-8; of JSON that is nested too deep.
-            except (ValueError, RecursionError) as error:
+                fields = parse_json(line.removeprefix(_BYTE_ORDER_MARK) if number == 1 else line)
+            except InvalidData as error:
                 raise UsageError(
                     f", {place}, is not valid JSON ({error})",
                     flag=f"{flag} {source.path}",
                     remedy="each line must be one JSON object in UTF-8",
                 ) from error
-            if not is_whole:
+            if b"\\ud" in line.lower() and not _is_unicode(fields):
                 _refuse(source, flag, place, "holds half a surrogate pair", "write whole ones")
             if not isinstance(fields, dict):
-                _refuse(source, flag, place, "is no JSON object", "write {...} with the columns")
+                _refuse(source, flag, place, "is not a JSON object", "write {...} with the columns")
             yield place, fields
 
 
@@ -196,19 +225,38 @@ def _read_parquet(source: PromptSource, flag: str) -> Iterator[tuple[str, dict[s
             }
             if not wanted.issubset(schema.names):
                 yield "its schema", dict.fromkeys(schema.names)
+            for column in schema:
+                _check_depth(column, source, flag)
             # Without images and the like, which are most of such a file.
             columns = [f.name for f in schema if f.name in wanted or not _is_bytes(f.type)]
+            media = {name: _NOT_READ for name in MEDIA_COLUMNS if name in schema.names}
             number = 0
             for batch in file.iter_batches(batch_size=_ROWS_PER_BATCH, columns=columns):
-                for fields in batch.to_pylist():
+                for fields in batch.to_pylist(maps_as_pydicts="lossy"):
                     number += 1
-                    yield f"row {number}", fields
+                    yield f"row {number}", media | fields
     except (pa.ArrowException, UnicodeDecodeError, OSError) as error:
         raise UsageError(
             f"cannot be read as Parquet ({error})",
             flag=f"{flag} {source.path}",
             remedy="write it again",
         ) from error
+
+
+def _check_depth(column: pa.Field, source: PromptSource, flag: str) -> None:
+    """UsageError for a column that is nested deeper than JSON may be."""
+    waiting = [(column.type, 1)]
+    while waiting:
+        kind, depth = waiting.pop()
+        if depth > MAX_DEPTH:
+            _refuse(
+                source,
+                flag,
+                f"column {column.name!r}",
+                f"is nested deeper than {MAX_DEPTH} levels",
+                "write it flatter",
+            )
+        waiting += [(kind.field(n).type, depth + 1) for n in range(kind.num_fields)]
 
 
 def _is_bytes(kind: pa.DataType) -> bool:
@@ -219,45 +267,80 @@ def _is_bytes(kind: pa.DataType) -> bool:
     return bool(pa.types.is_binary(kind) or pa.types.is_large_binary(kind))
 
 
-def _checked_prompt(
-    value: Any, source: PromptSource, flag: str, place: str
-) -> str | list[dict[str, str]]:
+def _checked_row(
+    prompt: Any, answer: Any, fields: dict[str, Any], source: PromptSource, flag: str, place: str
+) -> PromptRow:
+    checked_answer = _checked_answer(answer, source, flag, place)
+    media = tuple(name for name in MEDIA_COLUMNS if fields.get(name))
+    columns = {name: value for name, value in fields.items() if value is not _NOT_READ}
+    is_parquet = source.path.suffix == ".parquet"
+    try:
+        messages = _checked_prompt(prompt, source, is_parquet=is_parquet)
+        for_template = [
+            without_nulls(fields.get(name)) if is_parquet else fields.get(name)
+            for name in (_TOOLS, _DOCUMENTS, _KWARGS)
+        ]
+        tools = checked_tools(for_template[0], _TOOLS)
+        kwargs = checked_kwargs(for_template[2], f"column {_KWARGS!r}")
+        if not source.use_chat_template:
+            _refuse_without_template(messages, tools, kwargs)
+            return PromptRow(place, messages, checked_answer, columns, media=media)
+        # A column of this name may be for the reward alone.
+        documents = for_template[1]
+        is_theirs = isinstance(documents, list) and all(isinstance(d, dict) for d in documents)
+        return PromptRow(
+            place,
+            messages,
+            checked_answer,
+            columns,
+            tools,
+            documents if is_theirs and documents else None,
+            kwargs,
+            media,
+        )
+    except RejectedRow as error:
+        _refuse(source, flag, place, error.problem, error.remedy)
+
+
+def _checked_prompt(value: Any, source: PromptSource, *, is_parquet: bool) -> str | list[Message]:
     column = f"column {source.prompt_column!r} is"
     if isinstance(value, str):
         if not value.strip():
-            _refuse(source, flag, place, f"{column} blank", "write a prompt or remove the row")
+            raise RejectedRow(f"{column} blank", "write a prompt or remove the row")
         return value
-    if not isinstance(value, list) or not value or not all(map(_is_message, value)):
-        _refuse(
-            source,
-            flag,
-            place,
-            f"{column} {_kind(value)}",
-            "write a string or a list of {role, content} messages, all strings",
-        )
-    if not source.use_chat_template:
-        _refuse(
-            source,
-            flag,
-            place,
-            f"{column} a list of messages, which need the chat template",
-            "leave out --rl-no-chat-template or write a string",
-        )
-    return [{"role": message["role"], "content": message["content"]} for message in value]
+    if not isinstance(value, list) or not value or not isinstance(value[0], dict):
+        raise RejectedRow(f"{column} {_kind(value)}", "write a string or a list of messages")
+    return checked_messages(list(map(_without_nulls_inside, value)) if is_parquet else value)
 
 
-def _is_message(value: Any) -> bool:
-    return isinstance(value, dict) and all(
-        isinstance(value.get(key), str) for key in ("role", "content")
-    )
+def _without_nulls_inside(message: Any) -> Any:
+    """A message of Parquet, whose own fields `checked_messages` looks after."""
+    if not isinstance(message, dict):
+        return message
+    return {name: without_nulls(value) for name, value in message.items()}
+
+
+def _refuse_without_template(
+    messages: str | list[Message], tools: list[dict[str, Any]] | None, kwargs: dict[str, Any]
+) -> None:
+    """RejectedRow for what only a chat template could bring to the model."""
+    remedy = "leave out --rl-no-chat-template or write a string with all of it"
+    if not isinstance(messages, str):
+        raise RejectedRow("its prompt is a list of messages, which need the chat template", remedy)
+    names = [str(function_of(tool).get("name")) for tool in tools or ()]
+    if not all(name in messages for name in names):
+        raise RejectedRow("it has tools, which need the chat template", remedy)
+    if kwargs:
+        raise RejectedRow(f"it has {_KWARGS}, which need the chat template", remedy)
 
 
 def _checked_answer(value: Any, source: PromptSource, flag: str, place: str) -> Answer:
     if isinstance(value, list | dict):
         plain: list[Any] | dict[str, Any] = _plain(value)
         return plain
-    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    if isinstance(value, str) or (is_number and math.isfinite(value)):
+    # An integer may have more digits than a float can hold.
+    is_integer = isinstance(value, int) and not isinstance(value, bool)
+    if isinstance(value, str) or is_integer or finite_number(value) is not None:
         return str(value)
     column = f"column {source.answer_column!r} is {_kind(value)}"
     _refuse(source, flag, place, column, "write a string, a finite number, a list or an object")

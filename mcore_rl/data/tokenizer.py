@@ -228,15 +228,21 @@ def register_families() -> None:
     model_type is DeepSeek-V3's under another name. Without this even its tokenizer cannot be
     loaded, since transformers wants to understand config.json first. vLLM does the same for itself.
     """
-    from transformers import AutoConfig
+    for family in FAMILIES.values():
+        register_model_type(family.model_type, family.class_name)
+
+
+def register_model_type(model_type: str, class_name: str) -> None:
+    """Make a `model_type` known, with the configuration of the model `class_name`."""
+    import transformers
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-    for family in FAMILIES.values():
-        if family.model_type in CONFIG_MAPPING:
-            continue
-        config_class = model_class(family.model_type).config_class
-        known = type(config_class.__name__, (config_class,), {"model_type": family.model_type})
-        AutoConfig.register(family.model_type, known)
+    if model_type in CONFIG_MAPPING:
+        return
+    # By its name: without torch the model's own class is not there to be asked.
+    config_class = getattr(transformers, class_name.replace("ForCausalLM", "Config"))
+    known = type(config_class.__name__, (config_class,), {"model_type": model_type})
+    transformers.AutoConfig.register(model_type, known)
 
 
 def model_class(model_type: str) -> type:

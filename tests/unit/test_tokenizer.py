@@ -12,7 +12,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from mcore_rl.data.prompt_file import PromptSource
 from mcore_rl.data.prompts import load_prompts
-from mcore_rl.data.tokenizer import characters_per_token, missing_end
+from mcore_rl.data.tokenizer import TooLong, characters_per_token, missing_end
 from tests.unit.test_data import save_tokenizer, write_lines
 
 
@@ -46,40 +46,50 @@ def test_characters_of_a_token_are_bounded_where_none_can_be_lost(tokenizer_dir,
     assert characters_per_token(words) == 0
 
 
+# As one word, or as many: only of the words' tokenizer the former says nothing.
+HUGE = {"bytes": "9" * 300_000, "words": "add 3 " * 50_000}
+
+
 @pytest.mark.parametrize("kind", ["bytes", "words"])
-def test_huge_text_is_left_out_without_being_tokenised(
-    kind, tokenizer_dir, tmp_path, monkeypatch, caplog
+def test_huge_text_is_known_to_be_too_long_without_being_tokenised(
+    kind, tokenizer_dir, tmp_path, monkeypatch
 ):
-    """Counted as the others that are too long; and what fits in the end is tokenised after all."""
     folder = tokenizer_dir if kind == "bytes" else save_words_tokenizer(tmp_path / "words")
+    tokenizer = AutoTokenizer.from_pretrained(folder)
     given: list[int] = []
     call = PreTrainedTokenizerFast.__call__
 
-    def noted(self, texts, *args, **options):
-        given.append(sum(map(len, [texts] if isinstance(texts, str) else texts)))
-        return call(self, texts, *args, **options)
+    def noted(self, text, *args, **options):
+        given.append(len(text))
+        return call(self, text, *args, **options)
 
     monkeypatch.setattr(PreTrainedTokenizerFast, "__call__", noted)
-    # As one word, or as many: only of the words' tokenizer the former says nothing.
-    huge = "9" * 300_000 if kind == "bytes" else "add 3 " * 50_000
+    too_long = TooLong(tokenizer, 6)
+    assert [bool(too_long.least_tokens(text)) for text in ("add 3", HUGE[kind])] == [False, True]
+    assert sum(given) < 100_000
+    assert not TooLong(tokenizer, 300_001).least_tokens(HUGE[kind])
+
+
+@pytest.mark.parametrize("kind", ["bytes", "words"])
+def test_huge_text_is_left_out_as_others_that_are_too_long(kind, tokenizer_dir, tmp_path, caplog):
+    """And what fits in the end is tokenised after all."""
+    folder = tokenizer_dir if kind == "bytes" else save_words_tokenizer(tmp_path / "words")
+    huge = HUGE[kind]
     rows = [{"prompt": text, "answer": "1"} for text in ("add 3", huge, "3", "add 3 " * 3)]
     path = write_lines(tmp_path / "p.jsonl", rows)
-    prompts = load_prompts(
-        PromptSource(path, 6, use_chat_template=False), folder, cache_dir=tmp_path
-    )
+    few = PromptSource(path, 6, use_chat_template=False)
+    prompts = load_prompts(few, folder, cache_dir=tmp_path)
     assert [prompt.index for prompt in prompts] == ([0, 2] if kind == "bytes" else [0, 2, 3])
     assert prompts.num_too_long == (2 if kind == "bytes" else 1)
     assert f"{prompts.num_too_long} of 4 prompts are longer than 6 tokens" in caplog.text
-    assert 0 < sum(given) < 100_000
     (cached,) = (tmp_path / "prompts").glob("*.arrow")
     assert cached.stat().st_size < 20_000
-    limit = 300_001
-    all_of_them = PromptSource(path, limit, use_chat_template=False)
+    all_of_them = PromptSource(path, 300_001, use_chat_template=False)
     assert load_prompts(all_of_them, folder, cache_dir=tmp_path)[1].text == huge
-    given.clear()
-    for again in (limit, 6):  # what is whole is right for both
-        load_prompts(PromptSource(path, again, use_chat_template=False), folder, cache_dir=tmp_path)
-    assert not given
+    # What is whole is right for both, and the same prompts have the same fingerprint.
+    size = cached.stat().st_size
+    again = load_prompts(few, folder, cache_dir=tmp_path)
+    assert again.fingerprint == prompts.fingerprint and cached.stat().st_size == size
 
 
 def test_missing_end_of_sequence_is_told(tokenizer_dir, tmp_path):

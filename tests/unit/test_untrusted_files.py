@@ -79,7 +79,8 @@ def test_code_of_a_tokenizer_is_run_if_asked_for(folder, marker, tmp_path, monke
     with (folder / "evil.py").open("a") as file:
         file.write("# changed\n")
     changed = load_prompts(source, folder, cache_dir=tmp_path)
-    assert changed.fingerprint != trusted.fingerprint and marker.exists()
+    # Run again, though what it makes is the same.
+    assert changed.fingerprint == trusted.fingerprint and marker.exists()
 
 
 def test_trust_in_a_folder_without_code_changes_nothing(folder, tmp_path):

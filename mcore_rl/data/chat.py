@@ -1,0 +1,404 @@
+"""A tokenizer with the chat template that a run uses: what it renders, and what it leaves out.
+
+Runs in the process of `tokenizer_process`, since both come with a downloaded folder. A template
+says nothing of what it does not read, so every kind of field is rendered once more with another
+value: if nothing changes, the template leaves it out. Afterwards a row needs no second rendering
+as long as its texts are found in the first.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from datetime import date as Date
+from datetime import datetime
+from typing import Any
+
+from mcore_rl.data.messages import (
+    CALL_FIELDS,
+    LINK_FIELDS,
+    REASONING_FIELDS,
+    Message,
+    RejectedRow,
+    continues,
+    function_of,
+    text_of,
+    variants,
+)
+
+_MARK = "MCORERLMARK"
+_DATE = "strftime_now"  # the function by which a template asks for the date
+_LONGEST_REASON = 200  # characters
+
+
+class ChatTokenizer:
+    """Renders conversations and encodes texts. Whatever a template raises is a RejectedRow."""
+
+    def __init__(
+        self,
+        tokenizer: Any,
+        *,
+        template: str | None = None,
+        kwargs: Mapping[str, Any] | None = None,
+        date: str | None = None,
+    ) -> None:
+        """`template` is the text of one that replaces the tokenizer's, `kwargs` its arguments.
+        `date` (ISO) is the day that it is told; None: today."""
+        self.tokenizer, self._template = tokenizer, template
+        self._kwargs = dict(kwargs or {})
+        day = Date.today() if date is None else Date.fromisoformat(date)
+        # At midnight: a template that asks for the hour renders the same all day.
+        self._now = datetime.combine(day, datetime.min.time())
+        self._read: set[tuple[Any, ...]] = set()  # kinds of fields that the template does not drop
+        self._openers: tuple[str, ...] | None = None
+        self._added: tuple[list[int], list[int]] | None = None
+
+    @property
+    def template(self) -> str | None:
+        """The text of the template in use, of the default one if there are several."""
+        if self._template is not None:
+            return self._template
+        own = self.tokenizer.chat_template
+        return own.get("default") if isinstance(own, dict) else own
+
+    def reads(self, name: str) -> bool:
+        """Whether the template has an argument of this name, as far as can be told."""
+        own = type(self.tokenizer).apply_chat_template.__module__.startswith("transformers.")
+        return not own or bool(re.search(rf"\b{re.escape(name)}\b", self.template or ""))
+
+    def render(
+        self,
+        messages: Sequence[Message],
+        *,
+        opens_turn: bool = True,
+        continues_turn: bool = False,
+        **given: Any,
+    ) -> str:
+        """The text of a conversation. `opens_turn`: with what begins the assistant's next turn;
+        `continues_turn`: up to the last text instead. `given` may have tools, documents, kwargs.
+        """
+        options = {**self._kwargs, **(given.get("kwargs") or {})}
+        # A tokenizer of code may take no more arguments than it needs.
+        options |= {name: given[name] for name in ("tools", "documents") if given.get(name)}
+        if self._template is not None:
+            options["chat_template"] = self._template
+        if continues_turn:
+            options["continue_final_message"] = True
+        if _DATE in (self.template or ""):
+            options[_DATE] = self._now.strftime
+        try:
+            return str(
+                self.tokenizer.apply_chat_template(
+                    list(messages),
+                    tokenize=False,
+                    add_generation_prompt=opens_turn and not continues_turn,
+                    **options,
+                )
+            )
+        except Exception as error:  # a template may raise whatever Python does
+            reason = str(error).strip().partition("\n")[0][:_LONGEST_REASON]
+            raise RejectedRow(
+                f"the chat template refuses the messages ({reason or type(error).__name__})",
+                "correct the row or pass --rl-no-chat-template",
+            ) from error
+
+    def prompt(self, row: Mapping[str, Any]) -> tuple[str, list[str]]:
+        """The text of a row of prompts, and the names of what the template leaves out of it.
+
+        `row` has the messages, and may have tools, documents and kwargs. RejectedRow: the template
+        refuses it, or leaves out what the model should have read.
+        """
+        self._refuse_rendered(row["messages"][0])
+        for name in row.get("kwargs") or ():
+            if not self.reads(name):
+                raise RejectedRow(
+                    f"the chat template does not read the argument {name!r}",
+                    "correct its name or remove it",
+                )
+        refusal: RejectedRow | None = None
+        for messages in variants(row["messages"]):
+            try:
+                return self._verified(messages, row)
+            except RejectedRow as error:
+                refusal = refusal or error
+        assert refusal is not None, "there is always the row as it is"
+        raise refusal
+
+    def encode(self, texts: Sequence[str], *, special: bool) -> list[list[int]]:
+        """Token ids of texts. `special`: with the tokens that the tokenizer puts around a text,
+        where the text does not have them itself."""
+        if not texts:
+            return []
+        found: list[list[int]] = self.tokenizer(list(texts), add_special_tokens=False)["input_ids"]
+        if not special:
+            return found
+        before, behind = self._added_tokens()
+        begins, ends = map(self._text_of_tokens, (before, behind))
+        return [
+            [
+                *(() if begins and text.lstrip().startswith(begins) else before),
+                *ids,
+                *(() if ends and text.rstrip().endswith(ends) else behind),
+            ]
+            for text, ids in zip(texts, found, strict=True)
+        ]
+
+    # ------------------------------------------------------------------------- special tokens
+
+    def _added_tokens(self) -> tuple[list[int], list[int]]:
+        """What the tokenizer puts before and behind a text."""
+        if self._added is None:
+            text = "a"
+            bare = list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
+            whole = list(self.tokenizer(text, add_special_tokens=True)["input_ids"])
+            at = next(
+                (n for n in range(len(whole)) if whole[n : n + len(bare)] == bare), len(whole)
+            )
+            self._added = (whole[:at], whole[at + len(bare) :])
+        return self._added
+
+    def _text_of_tokens(self, ids: list[int]) -> str:
+        return "".join(self.tokenizer.convert_ids_to_tokens(ids))
+
+    def _refuse_rendered(self, first: Message) -> None:
+        """A text that begins as the template's would get all of it a second time."""
+        if self._openers is None:
+            self._openers = tuple(self._find_openers())
+        text = text_of(first).lstrip()
+        for opener in self._openers:
+            if text.startswith(opener):
+                raise RejectedRow(
+                    f"the text begins with {opener!r}, as one that is rendered already",
+                    "pass --rl-no-chat-template, or write the text without the template's tokens",
+                )
+
+    def _find_openers(self) -> Iterator[str]:
+        """The special tokens that the template may begin with."""
+        special = {str(token) for token in self.tokenizer.all_special_tokens}
+        added = getattr(self.tokenizer, "added_tokens_decoder", {})
+        special |= {str(token.content) for token in added.values() if token.special}
+        begins = [str(self.tokenizer.bos_token or "")]
+        try:
+            begins.append(self.render([{"role": "user", "content": _MARK}]).partition(_MARK)[0])
+        except RejectedRow:
+            pass
+        for token in sorted(special):
+            if token and any(each.lstrip().startswith(token) for each in begins):
+                yield token
+
+    # -------------------------------------------------------------- what the template leaves out
+
+    def _verified(self, messages: list[Message], row: Mapping[str, Any]) -> tuple[str, list[str]]:
+        def render(changed: list[Message], **others: Any) -> str:
+            return self.render(
+                changed, continues_turn=continues(messages), **{**row_parts(row), **others}
+            )
+
+        text = render(messages)
+        left_out: list[str] = []
+        for number, message in enumerate(messages):
+            self._refuse_disfigured(message, number, text, messages, render)
+            for field in message:
+                if field in ("role", *LINK_FIELDS) or self._reaches(
+                    messages, number, field, text, render
+                ):
+                    continue
+                self._refuse_if_needed(field, number, message)
+                left_out.append(f"{field} of {message['role']} messages")
+        for name in ("tools", "documents"):
+            entries = row.get(name)
+            if entries and not self._shows_entries(name, entries, text, messages, render):
+                if name == "tools":
+                    raise RejectedRow(
+                        "the chat template leaves out its tools",
+                        "use a template that reads them (--rl-chat-template), or rename the column",
+                    )
+                left_out.append(name)
+        return text, sorted(set(left_out))
+
+    def _reaches(
+        self,
+        messages: list[Message],
+        number: int,
+        field: str,
+        text: str,
+        render: Callable[..., str],
+    ) -> bool:
+        """Whether the template reads this field of this message."""
+        message = messages[number]
+        parts = list(_parts(message, field))
+        last = len(messages) - 1
+        asked = max((n for n in range(last + 1) if messages[n]["role"] == "user"), default=-1)
+        kind = (message["role"], field, tuple(message), len(parts) > 1, number > asked)
+        if kind in self._read and all(_is_shown(part, text) for part in parts):
+            return True
+        for index in range(len(parts)):
+            changed = copy.deepcopy(messages)
+            _mark(changed[number], field, index)
+            if not _differs(text, render, changed):
+                return False
+        self._read.add(kind)
+        return True
+
+    def _refuse_if_needed(self, field: str, number: int, message: Message) -> None:
+        """RejectedRow unless the field may be left out: reasoning of a turn by a template that
+        reads it elsewhere, links, and what is not for the model."""
+        template = self.template or ""
+        if field in REASONING_FIELDS:
+            if field in template:
+                return
+            known = [name for name in REASONING_FIELDS if name in template]
+            remedy = f"call it {known[0]}" if known else "put it into the content, or remove it"
+        elif field == "content" or field in CALL_FIELDS:
+            if field == "content" and not text_of(message).strip():
+                return
+            remedy = "use a template that reads it (--rl-chat-template), or remove the row"
+        else:
+            return
+        raise RejectedRow(
+            f"the chat template leaves out the {field} of message {number + 1} "
+            f"(role {message['role']})",
+            remedy,
+        )
+
+    def _refuse_disfigured(
+        self,
+        message: Message,
+        number: int,
+        text: str,
+        messages: list[Message],
+        render: Callable[..., str],
+    ) -> None:
+        """RejectedRow for a value that the template writes as Python does, or escapes twice."""
+        for value in _not_texts(message):
+            if isinstance(value, str):
+                is_wrong = json.dumps(value, ensure_ascii=False) in text
+            else:
+                is_wrong = repr(value) in text and repr(value) != json.dumps(value)
+            if is_wrong:
+                raise RejectedRow(
+                    f"the chat template cannot write a {type(value).__name__} of message "
+                    f"{number + 1} (role {message['role']})",
+                    "write a text, or use a template that can (--rl-chat-template)",
+                )
+        if "content" in message and message["content"] is None and "None" in text:
+            changed = copy.deepcopy(messages)
+            changed[number]["content"] = ""
+            if render(changed).count("None") < text.count("None"):
+                raise RejectedRow(
+                    f"the chat template writes the null of message {number + 1} as None",
+                    'write "" in its place',
+                )
+
+    def _shows_entries(
+        self,
+        name: str,
+        entries: Sequence[Mapping[str, Any]],
+        text: str,
+        messages: list[Message],
+        render: Callable[..., str],
+    ) -> bool:
+        """Whether each tool or document is there."""
+        for index, entry in enumerate(entries):
+            changed = copy.deepcopy(list(entries))
+            inner = function_of(changed[index])
+            named = inner.get("name")
+            if isinstance(named, str) and (name, len(entries)) in self._read and named in text:
+                continue
+            _mark_all(inner if isinstance(named, str) else entry, ("name",) if named else None)
+            if not _differs(text, render, messages, **{name: changed}):
+                return False
+        self._read.add((name, len(entries)))
+        return True
+
+
+def row_parts(row: Mapping[str, Any]) -> dict[str, Any]:
+    """What a row gives to the template beside messages."""
+    return {name: row.get(name) for name in ("tools", "documents", "kwargs")}
+
+
+def _differs(text: str, render: Callable[..., str], *changed: Any, **others: Any) -> bool:
+    try:
+        return render(*changed, **others) != text
+    except RejectedRow:  # what it checks it reads
+        return True
+
+
+def _parts(message: Message, field: str) -> Iterator[Any]:
+    """The values of a field that a template could leave out by themselves."""
+    value = message[field]
+    if field == "tool_calls":
+        for call in value:
+            function = function_of(call)
+            yield function["name"]
+            if function.get("arguments") not in (None, "", {}):
+                yield function["arguments"]
+    elif isinstance(value, list):
+        yield from value
+    elif value not in (None, ""):
+        yield value
+
+
+def _mark(message: Message, field: str, index: int) -> None:
+    """Change part number `index` of `_parts`, in place."""
+    value = message[field]
+    if field == "tool_calls":
+        count = 0
+        for call in value:
+            function: Any = function_of(call)
+            for name in ("name", "arguments"):
+                if name == "arguments" and function.get(name) in (None, "", {}):
+                    continue
+                if count == index:
+                    function[name] = _marked(function[name])
+                count += 1
+    elif isinstance(value, list):
+        part = value[index]
+        is_text = isinstance(part, dict) and isinstance(part.get("text"), str)
+        value[index] = {**part, "text": part["text"] + _MARK} if is_text else _marked(part)
+    else:
+        message[field] = _marked(value)
+
+
+def _marked(value: Any) -> Any:
+    if isinstance(value, str):
+        return value + _MARK
+    if isinstance(value, dict):
+        return {name: _marked(each) for name, each in value.items()} | {_MARK: _MARK}
+    if isinstance(value, list):
+        return [*map(_marked, value), _MARK]
+    return _MARK
+
+
+def _mark_all(entry: Any, names: Sequence[str] | None) -> None:
+    for name in names or list(entry):
+        entry[name] = _marked(entry[name])
+
+
+def _is_shown(value: Any, text: str) -> bool:
+    """Whether all texts and numbers of a value are in the text, as they are or as JSON has them."""
+    if isinstance(value, dict):
+        if value.get("type") == "text" and "text" in value:
+            return _is_shown(value["text"], text)
+        return all(_is_shown(each, text) for each in value.values())
+    if isinstance(value, list):
+        return all(_is_shown(each, text) for each in value)
+    if isinstance(value, str):
+        bare = value.strip()
+        return bare in text or json.dumps(bare, ensure_ascii=False)[1:-1] in text
+    return json.dumps(value) in text
+
+
+def _not_texts(message: Message) -> Iterator[Any]:
+    """Values of a message that have several forms."""
+    content = message.get("content")
+    if isinstance(content, list):
+        yield from content
+    elif isinstance(content, dict):
+        yield content
+    for call in message.get("tool_calls", ()):
+        arguments = function_of(call).get("arguments")
+        if isinstance(arguments, dict) or (isinstance(arguments, str) and arguments[:1] == "{"):
+            yield arguments

@@ -1,0 +1,228 @@
+"""Chat messages, tools and template arguments of a row: checked, and made uniform.
+
+What a row holds for the chat template goes there as it is, or the row is rejected. Only what means
+the same is made uniform: a field that is null or an empty list is a field that is not there, as in
+OpenAI's API, and Parquet writes every field of a struct into all of them.
+
+This module is pure; the process of the tokenizer imports it, so it must stay cheap.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NoReturn
+
+from mcore_rl.common.readers import InvalidData, parse_json
+
+Message = dict[str, Any]
+
+# Fields of a message that hold what the model has thought; which one is read is up to a template.
+REASONING_FIELDS = ("reasoning_content", "reasoning", "thinking")
+# Fields that link a result to its call, or describe a call; templates pair them by their order.
+LINK_FIELDS = ("tool_call_id",)
+CALL_FIELDS = ("tool_calls", "function_call")
+# Columns of a row that only a multimodal model could be given.
+MEDIA_COLUMNS = ("image", "images", "video", "videos", "audio", "audios")
+_TOOL_ROLES = ("tool", "function", "ipython", "observation")
+# Arguments of a template that are not a user's to set.
+_RESERVED = frozenset(
+    "messages conversation tools documents add_generation_prompt continue_final_message "
+    "chat_template tokenize return_dict return_tensors return_assistant_tokens_mask padding "
+    "truncation max_length tokenizer_kwargs strftime_now raise_exception self".split()
+)
+
+
+class RejectedRow(ValueError):
+    """What is wrong with a row's prompt, and what to do about it."""
+
+    def __init__(self, problem: str, remedy: str) -> None:
+        super().__init__(f"{problem}; {remedy}")
+        self.problem, self.remedy = problem, remedy
+
+
+def checked_messages(value: Sequence[Any]) -> list[Message]:
+    """The messages without fields that are null. Raises RejectedRow."""
+    messages = [_checked_message(message, number) for number, message in enumerate(value, start=1)]
+    if continues(messages):
+        last = messages[-1]
+        if any(last.get(field) for field in CALL_FIELDS) or not text_of(last).strip():
+            raise RejectedRow(
+                f"message {len(messages)}, the last one, is the assistant's and has no text that "
+                "could be continued",
+                "end with what the assistant is to answer, or with the beginning of its answer",
+            )
+    return messages
+
+
+def continues(messages: Sequence[Message]) -> bool:
+    """Whether the model goes on with the last message instead of beginning one."""
+    return messages[-1]["role"] == "assistant"
+
+
+def text_of(message: Message) -> str:
+    """The text of a message's content; "" if there is none."""
+    content = message.get("content")
+    if isinstance(content, str):
+        return content
+    if isinstance(content, list) and all(map(_is_text_part, content)):
+        return "".join(part["text"] for part in content)
+    return "" if content is None else json.dumps(content, ensure_ascii=False, default=str)
+
+
+def checked_tools(value: Any, column: str) -> list[dict[str, Any]] | None:
+    """Tools or documents of a row: a list of objects, or its JSON; None without one."""
+    value = _of_json(value, column)
+    if not value:
+        return None
+    if not isinstance(value, list) or not all(isinstance(each, dict) for each in value):
+        raise RejectedRow(
+            f"column {column!r} is not a list of objects",
+            "write what the chat template reads as its tools, or rename the column",
+        )
+    return value
+
+
+def checked_kwargs(value: Any, where: str) -> dict[str, Any]:
+    """Arguments for the chat template: an object, or its JSON."""
+    value = _of_json(value, where)
+    if value is None:
+        return {}
+    if not isinstance(value, dict):
+        raise RejectedRow(f"{where} is not an object", 'write {"name": value}')
+    for name in value:
+        if name in _RESERVED or not name.isidentifier():
+            raise RejectedRow(f"{where} sets {name!r}, which is not the user's to set", "drop it")
+    return value
+
+
+def _of_json(value: Any, where: str) -> Any:
+    if not isinstance(value, str):
+        return value
+    if not value.strip():
+        return None
+    try:
+        return parse_json(value)
+    except InvalidData as error:
+        raise RejectedRow(f"{where} is not valid JSON ({error})", "write JSON") from error
+
+
+def without_nulls(value: Any) -> Any:
+    """Without the fields that Parquet has put into every struct, at any depth."""
+    if isinstance(value, dict):
+        return {name: without_nulls(each) for name, each in value.items() if each is not None}
+    return [without_nulls(each) for each in value] if isinstance(value, list) else value
+
+
+def variants(messages: list[Message]) -> Iterator[list[Message]]:
+    """The messages as they are, then in forms that mean the same.
+
+    Templates differ in whether arguments of calls are an object or its JSON, and in what stands for
+    the content of a message that only calls: null, an empty text, or nothing.
+    """
+    seen: list[list[Message]] = []
+    for content, other in itertools.product((..., None, ""), (False, True)):
+        found = [_variant(message, content, other) for message in messages]
+        if found not in seen:
+            seen.append(found)
+            yield found
+
+
+def _variant(message: Message, content: Any, other: bool) -> Message:
+    if not any(field in message for field in CALL_FIELDS):
+        return message
+    found = dict(message)
+    if content is not ... and not message.get("content"):
+        found["content"] = content
+    if other and "tool_calls" in message:
+        found["tool_calls"] = [_other_arguments(call) for call in message["tool_calls"]]
+    return found
+
+
+def _other_arguments(call: dict[str, Any]) -> dict[str, Any]:
+    """A call with its arguments as an object if they are JSON, and the other way round."""
+    function = function_of(call)
+    arguments = function.get("arguments")
+    if isinstance(arguments, dict):
+        arguments = json.dumps(arguments, ensure_ascii=False)
+    elif isinstance(arguments, str):
+        try:
+            parsed = parse_json(arguments)
+        except InvalidData:
+            return call
+        if not isinstance(parsed, dict):
+            return call
+        arguments = parsed
+    else:
+        return call
+    changed = {**function, "arguments": arguments}
+    return {**call, "function": changed} if "function" in call else changed
+
+
+def function_of(call: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Name and arguments of a call, or name and schema of a tool: in `function`, or not nested."""
+    inner = call.get("function")
+    return inner if isinstance(inner, dict) else call
+
+
+def _checked_message(message: Any, number: int) -> Message:
+    if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+        _reject(number, "is not an object with a role", "write {role, content}")
+    found = {name: each for name, each in message.items() if each is not None and each != []}
+    if "tool_calls" in found:
+        _check_calls(found["tool_calls"], number)
+    for field in (*REASONING_FIELDS, "name", "tool_call_id"):
+        if field in found and not isinstance(found[field], str):
+            _reject(number, f"has a {field} that is not a text", "write a text")
+    if message.get("content") is not None:
+        found["content"] = _checked_content(message["content"], message["role"], number)
+    elif any(found.get(field) for field in (*CALL_FIELDS, *REASONING_FIELDS)):
+        if "content" in message:
+            found["content"] = None
+    else:
+        _reject(number, "has no content", "write a text; null goes beside tool_calls alone")
+    return found
+
+
+def _check_calls(calls: Any, number: int) -> None:
+    is_list = isinstance(calls, list) and all(isinstance(each, dict) for each in calls)
+    if not is_list or not all(isinstance(function_of(c).get("name"), str) for c in calls):
+        _reject(
+            number,
+            "has tool_calls that are not a list of calls",
+            'write [{"type": "function", "function": {"name": ..., "arguments": ...}}]',
+        )
+
+
+def _checked_content(content: Any, role: str, number: int) -> Any:
+    if isinstance(content, str):
+        return content
+    if isinstance(content, list):
+        for part in content:
+            kind = part.get("type") if isinstance(part, dict) else None
+            if isinstance(kind, str) and kind != "text":
+                _reject(
+                    number,
+                    f"has a part of type {kind!r}, and only texts can be given to the model",
+                    "remove the row, or describe the part by a text",
+                )
+        if content and all(map(_is_text_part, content)):
+            return [without_nulls(part) for part in content]
+    if role in _TOOL_ROLES and isinstance(content, dict | list):
+        return content
+    _reject(
+        number,
+        f"has a content of type {type(content).__name__}",
+        'write a text, or parts {"type": "text", "text": ...}',
+    )
+
+
+def _is_text_part(part: Any) -> bool:
+    return (
+        isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str)
+    )
+
+
+def _reject(number: int, problem: str, remedy: str) -> NoReturn:
+    raise RejectedRow(f"message {number} {problem}", remedy)

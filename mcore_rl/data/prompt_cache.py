@@ -1,0 +1,304 @@
+"""The cache of tokenised prompts: an Arrow file per file of prompts and way to tokenise it.
+
+It holds every row of the file, so that `max_prompt_tokens` only selects from it; but of texts far
+too long it has no tokens, and is made anew for a limit that they might meet. Its name is a hash of
+all that decides its content: the file's bytes, the tokenizer's files (and its code, where that is
+run), the columns, the chat template with its arguments, the versions of the libraries that render
+and tokenise, and the date if the template may ask for it. Each row has a digest of what was made of
+it, from which a run's fingerprint is computed: what is compared is the outcome, not the inputs.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import json
+import logging
+import tempfile
+import uuid
+from collections.abc import Iterable, Iterator
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+from filelock import FileLock
+
+from mcore_rl.common.errors import UsageError
+from mcore_rl.data.prompt_file import PromptRow, PromptSource, read_rows
+from mcore_rl.data.tokenizer import brings_code
+from mcore_rl.data.tokenizer_process import (
+    ChatTemplate,
+    ProcessEnded,
+    RowRejected,
+    TokenizerProcess,
+)
+
+logger = logging.getLogger(__name__)
+
+_FORMAT = 3
+_ROWS_PER_BATCH = 4096
+_CHARACTERS_PER_BATCH = 1 << 20  # for which a tokenizer takes 200 MB
+_DIGEST_BYTES = 16
+SCHEMA = pa.schema(
+    {
+        "text": pa.large_string(),
+        "answer": pa.large_string(),  # JSON
+        "row": pa.large_string(),  # JSON
+        "token_ids": pa.large_list(pa.int32()),
+        "num_tokens": pa.int32(),
+        "max_token_id": pa.int32(),
+        # Too long for sure: it has no tokens and no text here, and num_tokens or more in the file.
+        "is_cut": pa.bool_(),
+        "left_out": pa.list_(pa.string()),  # of the row, by the chat template
+        "digest": pa.binary(_DIGEST_BYTES),  # of text, answer, row and tokens
+    }
+)
+# Whatever renders, tokenises or reads a tokenizer's files.
+_LIBRARIES = ("transformers", "tokenizers", "jinja2", "sentencepiece", "tiktoken", "protobuf")
+_WEIGHTS = frozenset(
+    ".safetensors .bin .pt .pth .gguf .h5 .msgpack .onnx .ot .npz .ckpt .md .png .jpg .pdf".split()
+)
+_MAY_HOLD_TEMPLATES = ("tokenizer_config.json", "chat_template.json")
+_ASKS_FOR_DATE = b"strftime_now"
+
+
+def tokenizer_process(
+    folder: Path, template: ChatTemplate, *, use_template: bool, trust_remote_code: bool
+) -> TokenizerProcess:
+    """The process for a folder's tokenizer as its files are now. Raises UsageError for a template's
+    file that cannot be read."""
+    hashes = list(_tokenizer_hashes(folder, runs_code=trust_remote_code))
+    return TokenizerProcess(
+        folder,
+        version=_sha256_of(*hashes),
+        trust_remote_code=trust_remote_code and brings_code(folder),
+        use_template=use_template,
+        template=template,
+    )
+
+
+def tokenised_table(
+    source: PromptSource, tokenizer_dir: Path, folder: Path, *, flag: str, write_cache: bool
+) -> pa.Table:
+    """The table of `SCHEMA` for a file of prompts: mapped from the cache in `folder`, or made."""
+    path = folder / f"{_content_key(source, tokenizer_dir)}.arrow"
+    table = _map_table(path, source.max_prompt_tokens)
+    if table is not None:
+        return table
+    if write_cache:
+        return _tokenise_once(source, tokenizer_dir, path, flag)
+    return _tokenise_aside(source, tokenizer_dir, flag)
+
+
+def _tokenise_once(source: PromptSource, tokenizer_dir: Path, path: Path, flag: str) -> pa.Table:
+    """Writes the cache file unless another process of this node just did; returns it mapped."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with FileLock(path.with_suffix(".lock")):
+            table = _map_table(path, source.max_prompt_tokens)
+            if table is None:
+                _write_table(source, tokenizer_dir, path, flag)
+                table = _map_table(path, source.max_prompt_tokens)
+    except OSError as error:
+        logger.warning(
+            "the cache %s cannot be used (%s); prompts are tokenised into a temporary file, by "
+            "each process and at each start",
+            path.parent,
+            error,
+        )
+        return _tokenise_aside(source, tokenizer_dir, flag)
+    return _readable(table, path)
+
+
+def _tokenise_aside(source: PromptSource, tokenizer_dir: Path, flag: str) -> pa.Table:
+    """The same in a temporary file of this process."""
+    with tempfile.TemporaryDirectory(prefix="mcore_rl_") as folder:
+        path = Path(folder) / "prompts.arrow"
+        _write_table(source, tokenizer_dir, path, flag)
+        # Stays mapped when the folder goes.
+        return _readable(_map_table(path, source.max_prompt_tokens), path)
+
+
+def _readable(table: pa.Table | None, path: Path) -> pa.Table:
+    if table is None:
+        raise RuntimeError(f"the prompt cache {path} cannot be read right after it was written")
+    return table
+
+
+def _map_table(path: Path, max_prompt_tokens: int) -> pa.Table | None:
+    """None if there is no such file, or none that is whole and right for that limit."""
+    try:
+        table = pa.ipc.open_file(pa.memory_map(str(path))).read_all()
+    except (pa.ArrowInvalid, OSError):
+        return None
+    if table.schema != SCHEMA:
+        return None
+    is_cut, num_tokens = (table.column(name).to_numpy() for name in ("is_cut", "num_tokens"))
+    return None if (num_tokens[is_cut] <= max_prompt_tokens).any() else table
+
+
+def _write_table(source: PromptSource, tokenizer_dir: Path, path: Path, flag: str) -> None:
+    """Tokenises the file; the result appears at `path` whole or not at all."""
+    process = tokenizer_process(
+        tokenizer_dir,
+        source.template,
+        use_template=source.use_chat_template,
+        trust_remote_code=source.trust_remote_code,
+    )
+    process.open()
+    unfinished = path.with_name(f"{uuid.uuid4().hex}.tmp")  # other nodes may be writing theirs
+    try:
+        with pa.OSFile(str(unfinished), "wb") as file, pa.ipc.new_file(file, SCHEMA) as writer:
+            for batch in _batches(read_rows(source, flag)):
+                writer.write_batch(_tokenised(batch, process, source, flag))
+        unfinished.replace(path)
+    finally:
+        unfinished.unlink(missing_ok=True)
+
+
+def _batches(rows: Iterable[PromptRow]) -> Iterator[list[PromptRow]]:
+    """Of so many rows, or so many characters, as are tokenised at one time."""
+    batch: list[PromptRow] = []
+    characters = 0
+    for row in rows:
+        characters += len(row.text)
+        if batch and (len(batch) == _ROWS_PER_BATCH or characters > _CHARACTERS_PER_BATCH):
+            yield batch
+            batch, characters = [], len(row.text)
+        batch.append(row)
+    if batch:
+        yield batch
+
+
+def _tokenised(
+    rows: list[PromptRow], process: TokenizerProcess, source: PromptSource, flag: str
+) -> pa.RecordBatch:
+    try:
+        found = process.tokenise(
+            [row.request(use_chat_template=source.use_chat_template) for row in rows],
+            limit=source.max_prompt_tokens,
+            special=not source.use_chat_template,
+        )
+    except (RowRejected, ProcessEnded) as error:
+        if error.row is None and len(rows) > 1 and isinstance(error, ProcessEnded):
+            # It was at all of them together: by itself the one at fault can be named.
+            return pa.concat_batches([_tokenised([row], process, source, flag) for row in rows])
+        raise _refusal(error, rows, process, source, flag) from error
+    columns = [
+        [*_columns(row, *made, source.max_prompt_tokens)]
+        for row, made in zip(rows, found, strict=True)
+    ]
+    arrays = [
+        pa.array(column, kind.type)
+        for column, kind in zip(zip(*columns, strict=True), SCHEMA, strict=True)
+    ]
+    return pa.record_batch(arrays, schema=SCHEMA)
+
+
+def _columns(
+    row: PromptRow, ids: list[int], least: int, left_out: list[str], limit: int
+) -> Iterator[Any]:
+    """The values of `SCHEMA` for a row; `least` as of `TokenizerProcess.tokenise`."""
+    cut = least > 0
+    texts = ["", "", ""] if cut else [row.text, json.dumps(row.answer), row.as_json()]
+    yield from texts
+    yield ids
+    yield least or len(ids)
+    yield max(ids, default=-1)
+    yield cut
+    yield [*left_out, *row.media]
+    content = json.dumps([*texts, ids]).encode()
+    yield hashlib.blake2b(content, digest_size=_DIGEST_BYTES).digest()
+
+
+def _refusal(
+    error: RowRejected | ProcessEnded,
+    rows: list[PromptRow],
+    process: TokenizerProcess,
+    source: PromptSource,
+    flag: str,
+) -> UsageError:
+    if error.row is None and len(rows) == 1:
+        place = rows[0].place
+    elif error.row is None:
+        place = f"{rows[0].place} to {rows[-1].place}"
+    else:
+        place = rows[error.row].place
+    if isinstance(error, ProcessEnded):
+        what = "chat template" if error.row is not None else "tokenizer"
+        problem, remedy = f"the {what} of {process.folder} cannot be run ({error.why})", ""
+    else:
+        problem, remedy = error.problem, error.remedy
+    return UsageError(
+        f", {place}: {problem}",
+        flag=f"{flag} {source.path}",
+        remedy=remedy or f"correct the row, or use another tokenizer than that of {process.folder}",
+    )
+
+
+# The cache's name ---------------------------------------------------------------------------------
+
+
+def _content_key(source: PromptSource, tokenizer_dir: Path) -> str:
+    runs_code = source.trust_remote_code and brings_code(tokenizer_dir)
+    template = source.template
+    uses = source.use_chat_template
+    # Contents rather than times: a copied or touched file is the same, a rewritten one never.
+    return _sha256_of(
+        _FORMAT,
+        _sha256_of_file(source.path),
+        source.path.suffix,
+        source.prompt_column,
+        source.answer_column,
+        uses,
+        *((template.text() or template.chosen, template.kwargs) if uses else ()),
+        _date_of(source, tokenizer_dir),
+        *map(_version, _LIBRARIES),
+        # Code may tokenise otherwise, and no cache may hide that it is needed.
+        *_tokenizer_hashes(tokenizer_dir, runs_code=runs_code),
+    )
+
+
+def _date_of(source: PromptSource, folder: Path) -> str | None:
+    """The date that templates are told, if one that may be used asks for it, as its text tells."""
+    if not source.use_chat_template:
+        return None
+    text = source.template.text()
+    texts = (
+        path.read_bytes()
+        for path in _tokenizer_files(folder, runs_code=source.trust_remote_code)
+        if path.suffix in (".jinja", ".py") or path.name in _MAY_HOLD_TEMPLATES
+    )
+    asks = any(_ASKS_FOR_DATE in each for each in (texts if text is None else (text.encode(),)))
+    return (source.template.date or date.today().isoformat()) if asks else None
+
+
+def _version(library: str) -> str | None:
+    try:
+        return importlib.metadata.version(library)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _tokenizer_files(folder: Path, *, runs_code: bool) -> Iterator[Path]:
+    """All but weights, since code may name its vocabulary as it likes; and templates by name."""
+    for path in sorted([*folder.iterdir(), *folder.glob("additional_chat_templates/*.jinja")]):
+        is_index = path.name.endswith(".index.json")  # of weights; says nothing about tokens
+        is_code = path.suffix == ".py" and not runs_code
+        if path.suffix not in _WEIGHTS and not is_index and not is_code and path.is_file():
+            yield path
+
+
+def _tokenizer_hashes(folder: Path, *, runs_code: bool) -> Iterator[str]:
+    for path in _tokenizer_files(folder, runs_code=runs_code):
+        yield f"{path.relative_to(folder)} {_sha256_of_file(path)}"
+
+
+def _sha256_of_file(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _sha256_of(*parts: object) -> str:
+    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()

@@ -1,0 +1,235 @@
+"""What the process of a tokenizer runs: requests come by a socket, one answer each, as JSON.
+
+A tokenizer and its chat template come with a downloaded folder. They may loop, allocate what they
+like, or abort the process they are in, so they get this one: limited in memory and in the time of
+each step. torch stays out unless the folder's own code may need it: it would take most of the time
+of the start.
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+import resource
+import signal
+import socket
+import struct
+import sys
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+MEMORY_BYTES = 4 << 30
+OPEN_SECONDS = 180.0
+ROW_SECONDS = 10.0  # of the processor; then the row is rejected
+ROW_WALL_SECONDS = 40.0  # for code that does not return to Python; then the process ends
+_ENCODE_SECONDS = 60.0
+_CHARACTERS_PER_SECOND = 10_000  # of the slowest tokenizer, on a busy machine
+_KEPT = 4  # tokenizers
+LENGTH = struct.Struct(">Q")  # before each message, its bytes
+PLACE = struct.Struct(">q")  # of the row that is rendered, -1 for none
+_REASON_CHARACTERS = 200
+
+Request = Mapping[str, Any]
+
+
+class _Slow(RuntimeError):
+    """A step took too long, in code that Python could interrupt."""
+
+
+class _Worker:
+    def __init__(self, connection: socket.socket, place: mmap.mmap) -> None:
+        self._connection, self._place = connection, place
+        self._chats: OrderedDict[str, Any] = OrderedDict()
+
+    def serve(self) -> None:
+        """Until the other end is closed."""
+        while (request := self._next()) is not None:
+            answer = self._answer(request)
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            message = json.dumps(answer).encode()
+            self._connection.sendall(LENGTH.pack(len(message)) + message)
+
+    def _next(self) -> dict[str, Any] | None:
+        size = self._received(LENGTH.size)
+        if size is None:
+            return None
+        message = self._received(*LENGTH.unpack(size))
+        return None if message is None else json.loads(message)
+
+    def _received(self, size: int) -> bytes | None:
+        found = bytearray()
+        while len(found) < size:
+            data = self._connection.recv(min(size - len(found), 1 << 20))
+            if not data:
+                return None
+            found += data
+        return bytes(found)
+
+    def _answer(self, request: Request) -> dict[str, Any]:
+        from mcore_rl.common.errors import UsageError
+        from mcore_rl.data.messages import RejectedRow
+
+        self._at(-1)
+        signal.setitimer(signal.ITIMER_REAL, OPEN_SECONDS)
+        try:
+            chat = self._chat(request["settings"])
+            operation: Callable[[Any, Request], Any] = getattr(self, request["operation"])
+            return {"value": operation(chat, request)}
+        except UsageError as error:
+            return {"refused": [error.found, error.flag, error.remedy]}
+        except RejectedRow as error:
+            return {"rejected": [self._row(), error.problem, error.remedy]}
+        except Exception as error:  # whatever tokenizers and templates raise
+            reason = str(error).strip().partition("\n")[0][:_REASON_CHARACTERS]
+            reason = f"{type(error).__name__}: {reason}" if reason else type(error).__name__
+            return {"rejected": [self._row(), f"the tokenizer fails on it ({reason})", ""]}
+
+    # ------------------------------------------------------------------------------- operations
+
+    def open(self, chat: Any, request: Request) -> dict[str, Any]:
+        """What others need to know of the tokenizer."""
+        tokenizer = chat.tokenizer
+        return {"eos_token_id": tokenizer.eos_token_id, "has_template": chat.template is not None}
+
+    def tokenise(self, chat: Any, request: Request) -> list[Any]:
+        """Of each row its token ids, so many that it has at least (0: those), what is left out."""
+        from mcore_rl.data.tokenizer import TooLong
+
+        rows, left_out = request["rows"], []
+        texts: list[str] = []
+        for number, row in enumerate(rows):
+            self._begin_row(number)
+            text, missing = (row["text"], []) if "text" in row else chat.prompt(row)
+            text.encode()  # UnicodeEncodeError: half a surrogate pair, which tokenizers abort at
+            texts.append(text)
+            left_out.append(missing)
+        self._end_rows()
+        self._begin_encoding(sum(map(len, texts)))
+        too_long = TooLong(chat.tokenizer, request["limit"])
+        least = [too_long.least_tokens(text) for text in texts]
+        # A chat template writes its own special tokens.
+        encoded = chat.encode(
+            [text for text, cut in zip(texts, least, strict=True) if not cut],
+            special=request["special"],
+        )
+        ids = iter(encoded)
+        return [
+            [[] if cut else next(ids), cut, missing]
+            for cut, missing in zip(least, left_out, strict=True)
+        ]
+
+    def render(self, chat: Any, request: Request) -> str:
+        """The text of a conversation, as `ChatTokenizer.render`."""
+        self._begin_row(0)
+        try:
+            text: str = chat.render(request["messages"], **request["options"])
+            text.encode()
+            return text
+        finally:
+            self._end_rows()
+
+    def encode(self, chat: Any, request: Request) -> list[int]:
+        """The token ids of a text."""
+        self._begin_encoding(len(request["text"]))
+        found: list[int] = chat.encode([request["text"]], special=request["special"])[0]
+        return found
+
+    # ------------------------------------------------------------------------------------ limits
+
+    def _begin_row(self, number: int) -> None:
+        self._at(number)
+        signal.setitimer(signal.ITIMER_REAL, ROW_WALL_SECONDS)
+        # Again every second, in case that the first was caught by what it interrupted.
+        signal.setitimer(signal.ITIMER_VIRTUAL, ROW_SECONDS, 1.0)
+
+    def _end_rows(self) -> None:
+        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+        self._at(-1)
+
+    def _begin_encoding(self, num_characters: int) -> None:
+        seconds = _ENCODE_SECONDS + num_characters / _CHARACTERS_PER_SECOND
+        signal.setitimer(signal.ITIMER_REAL, seconds)
+
+    def _at(self, number: int) -> None:
+        PLACE.pack_into(self._place, 0, number)
+
+    def _row(self) -> int:
+        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+        return int(PLACE.unpack_from(self._place)[0])
+
+    def _chat(self, settings: Mapping[str, Any]) -> Any:
+        key = json.dumps(settings, sort_keys=True)
+        if key not in self._chats:
+            self._chats[key] = _opened(settings)
+            if len(self._chats) > _KEPT:
+                self._chats.popitem(last=False)
+        self._chats.move_to_end(key)
+        return self._chats[key]
+
+
+def _opened(settings: Mapping[str, Any]) -> Any:
+    from mcore_rl.common.errors import UsageError
+    from mcore_rl.data.chat import ChatTokenizer
+    from mcore_rl.data.tokenizer import load_tokenizer, register_model_type
+
+    for model_type, class_name in settings["model_types"].items():
+        register_model_type(model_type, class_name)
+    tokenizer = load_tokenizer(
+        Path(settings["folder"]),
+        trust_remote_code=settings["trust_remote_code"],
+        needs_template=settings["use_template"] and settings["template"] is None,
+    )
+    template = settings["template"]
+    own = tokenizer.chat_template
+    if settings["use_template"] and isinstance(own, dict) or settings["template_name"]:
+        names = own if isinstance(own, dict) else {} if own is None else {"default": own}
+        name = settings["template_name"] or "default"
+        if template is None and name not in names:
+            given = settings["template_name"]
+            raise UsageError(
+                "is neither a file nor a template of the tokenizer"
+                if given
+                else f"is needed, since the tokenizer of {settings['folder']} has no default one",
+                flag=f"--rl-chat-template {given}" if given else "--rl-chat-template",
+                remedy=f"give one of {', '.join(sorted(names)) or 'your own files (.jinja)'}",
+            )
+        template = template or names[name]
+    chat = ChatTokenizer(
+        tokenizer, template=template, kwargs=settings["kwargs"], date=settings["date"]
+    )
+    unknown = [name for name in settings["kwargs"] if not chat.reads(name)]
+    if settings["use_template"] and unknown:
+        raise UsageError(
+            f"sets {unknown[0]!r}, which the chat template does not read",
+            flag="--rl-chat-template-kwargs",
+            remedy="correct the name or drop it",
+        )
+    return chat
+
+
+def _interrupt(number: int, frame: object) -> None:
+    raise _Slow(f"it takes longer than {ROW_SECONDS:g} s")
+
+
+def main() -> None:
+    """Serve the socket and note rows in the file whose descriptors are the arguments."""
+    trusts_code, connection, place = map(int, sys.argv[1:])
+    if not trusts_code:
+        sys.modules["torch"] = None  # type: ignore[assignment]  # to transformers it is not there
+    import transformers.models.auto.tokenization_auto  # noqa: F401  before the limits
+
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    _, hard = resource.getrlimit(resource.RLIMIT_DATA)
+    limit = MEMORY_BYTES if hard == resource.RLIM_INFINITY else min(MEMORY_BYTES, hard)
+    resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
+    signal.signal(signal.SIGVTALRM, _interrupt)
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)  # ends the process, also in code of C or Rust
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the trainer's to handle; it closes the socket
+    with socket.socket(fileno=connection) as link, mmap.mmap(place, PLACE.size) as shared:
+        _Worker(link, shared).serve()
+
+
+if __name__ == "__main__":
+    main()

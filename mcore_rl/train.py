@@ -107,7 +107,7 @@ class Run:
             return None
         plan = GroupPlan(
             num_samples=1,
-            sampling=Sampling(config.eval_temperature),
+            sampling=Sampling(config.eval_temperature, stop=config.stop),
             max_tokens=config.max_response_tokens,
             seed=seed_of(self.job.args.seed, "evaluation", step),
             first_draw=0,

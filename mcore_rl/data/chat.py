@@ -131,7 +131,10 @@ class ChatTokenizer:
         where the text does not have them itself."""
         if not texts:
             return []
-        found: list[list[int]] = self.tokenizer(list(texts), add_special_tokens=False)["input_ids"]
+        if len(texts) == 1:
+            found = [list(self.tokenizer(texts[0], add_special_tokens=False)["input_ids"])]
+        else:
+            found = self.tokenizer(list(texts), add_special_tokens=False)["input_ids"]
         if not special:
             return found
         before, behind = self._added_tokens()
@@ -144,6 +147,12 @@ class ChatTokenizer:
             ]
             for text, ids in zip(texts, found, strict=True)
         ]
+
+    def is_special(self, token: int) -> bool:
+        """Whether it is one of the tokenizer's special tokens."""
+        added = getattr(self.tokenizer, "added_tokens_decoder", {})
+        known = added.get(token)
+        return token in self.tokenizer.all_special_ids or bool(known is not None and known.special)
 
     # ------------------------------------------------------------------------- special tokens
 
@@ -232,7 +241,7 @@ class ChatTokenizer:
         last = len(messages) - 1
         asked = max((n for n in range(last + 1) if messages[n]["role"] == "user"), default=-1)
         kind = (message["role"], field, tuple(message), len(parts) > 1, number > asked)
-        if kind in self._read and all(_is_shown(part, text) for part in parts):
+        if kind in self._read and all(is_shown(part, text) for part in parts):
             return True
         for index in range(len(parts)):
             changed = copy.deepcopy(messages)
@@ -377,14 +386,14 @@ def _mark_all(entry: Any, names: Sequence[str] | None) -> None:
         entry[name] = _marked(entry[name])
 
 
-def _is_shown(value: Any, text: str) -> bool:
+def is_shown(value: Any, text: str) -> bool:
     """Whether all texts and numbers of a value are in the text, as they are or as JSON has them."""
     if isinstance(value, dict):
         if value.get("type") == "text" and "text" in value:
-            return _is_shown(value["text"], text)
-        return all(_is_shown(each, text) for each in value.values())
+            return is_shown(value["text"], text)
+        return all(is_shown(each, text) for each in value.values())
     if isinstance(value, list):
-        return all(_is_shown(each, text) for each in value)
+        return all(is_shown(each, text) for each in value)
     if isinstance(value, str):
         bare = value.strip()
         return bare in text or json.dumps(bare, ensure_ascii=False)[1:-1] in text

@@ -119,15 +119,21 @@ class TokenizerProcess:
             "model_types": {each.model_type: each.class_name for each in FAMILIES.values()},
         }
 
-    def open(self) -> dict[str, Any]:
-        """`eos_token_id`, and whether it `has_template`."""
+    def open(self) -> None:
+        """Load the tokenizer, and raise UsageError if that fails in whatever way."""
         try:
-            found: dict[str, Any] = self._ask("open")
+            self._ask("open")
         except (ProcessEnded, RejectedRow) as error:
-            raise self.unusable(error) from error
+            raise self._unusable(error) from error
+
+    @property
+    def eos_token_id(self) -> int | None:
+        """The tokenizer's end of sequence. Raises UsageError as `open`."""
+        self.open()
+        found: int | None = self._ask("eos_token_id")
         return found
 
-    def unusable(self, error: Exception) -> UsageError:
+    def _unusable(self, error: Exception) -> UsageError:
         """The sentence for a tokenizer that fails by itself."""
         return UsageError(
             f"holds a tokenizer that cannot be used ({error})",
@@ -150,10 +156,14 @@ class TokenizerProcess:
         """`ChatTokenizer.render`."""
         return str(self._ask("render", messages=list(messages), options=options))
 
-    def encode(self, text: str, *, special: bool = False) -> list[int]:
-        """The token ids of a text; see `ChatTokenizer.encode`."""
-        found: list[int] = self._ask("encode", text=text, special=special)
+    def encode(self, texts: Sequence[str], *, special: bool) -> list[list[int]]:
+        """`ChatTokenizer.encode`."""
+        found: list[list[int]] = self._ask("encode", texts=list(texts), special=special)
         return found
+
+    def is_special(self, token: int) -> bool:
+        """`ChatTokenizer.is_special`."""
+        return bool(self._ask("is_special", token=token))
 
     def _ask(self, operation: str, **fields: Any) -> Any:
         request = {"operation": operation, "settings": self._settings, **fields}

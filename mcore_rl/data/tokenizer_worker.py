@@ -88,10 +88,17 @@ class _Worker:
 
     # ------------------------------------------------------------------------------- operations
 
-    def open(self, chat: Any, request: Request) -> dict[str, Any]:
-        """What others need to know of the tokenizer."""
-        tokenizer = chat.tokenizer
-        return {"eos_token_id": tokenizer.eos_token_id, "has_template": chat.template is not None}
+    def open(self, chat: Any, request: Request) -> None:
+        """Nothing more than to have the tokenizer loaded."""
+
+    def eos_token_id(self, chat: Any, request: Request) -> int | None:
+        """The tokenizer's end of sequence."""
+        found: int | None = chat.tokenizer.eos_token_id
+        return found
+
+    def is_special(self, chat: Any, request: Request) -> bool:
+        """`ChatTokenizer.is_special`."""
+        return bool(chat.is_special(request["token"]))
 
     def tokenise(self, chat: Any, request: Request) -> list[Any]:
         """Of each row its token ids, so many that it has at least (0: those), what is left out."""
@@ -130,10 +137,10 @@ class _Worker:
         finally:
             self._end_rows()
 
-    def encode(self, chat: Any, request: Request) -> list[int]:
-        """The token ids of a text."""
-        self._begin_encoding(len(request["text"]))
-        found: list[int] = chat.encode([request["text"]], special=request["special"])[0]
+    def encode(self, chat: Any, request: Request) -> list[list[int]]:
+        """The token ids of texts, as `ChatTokenizer.encode`."""
+        self._begin_encoding(sum(map(len, request["texts"])))
+        found: list[list[int]] = chat.encode(request["texts"], special=request["special"])
         return found
 
     # ------------------------------------------------------------------------------------ limits

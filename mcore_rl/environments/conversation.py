@@ -12,22 +12,38 @@ environment says is tokenised, by itself, and put behind the ids that are there:
   messages behind an assistant's turn; of the tokens that end the turn the model has written its own
   end of sequence, unless it was cut by its length: then they are part of what it reads;
 - token ids as they are.
+
+Templates differ in how a turn ends. Most write an end of sequence behind it. Some write another
+token once messages follow (gpt-oss: <|end|> for <|return|>), and some none, as the first token of
+the next message ends the turn (GLM: <|user|>). Templates without the roles `tool` or `system` get
+these messages as a user's.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import logging
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from mcore_rl.common.errors import UsageError
+from mcore_rl.data.chat import ChatTokenizer, is_shown
+from mcore_rl.data.messages import RejectedRow
+from mcore_rl.data.tokenizer_process import ProcessEnded, TokenizerProcess
 from mcore_rl.environments.wire import Failed
 from mcore_rl.rewards.functions import shortened
 
+logger = logging.getLogger(__name__)
+
 _ASKED, _ANSWERED = "question", "MCORERLANSWER"  # contents in the small conversation
+_CALLED = "MCORERLCALL"  # ends the arguments of a call in it
 _USER = {"role": "user", "content": _ASKED}
 _ASSISTANT = {"role": "assistant", "content": _ANSWERED}
+_REFUSED = "returned messages that the chat template refuses"
+_LEFT_OUT = "returned messages that the chat template leaves out"
+
+Messages = Sequence[Mapping[str, Any]]
 
 
 class ConversationTokens:
@@ -48,10 +64,15 @@ class ConversationTokens:
         vocabulary: int | None = None,
         place: str = "",
     ) -> None:
-        """`place` is where the tokenizer lies, for messages."""
-        self._tokenizer, self._ends = tokenizer, frozenset(ends)
+        """`tokenizer` has a process of its own, or is one of transformers; `place` is where it
+        lies, for messages."""
+        in_process = isinstance(tokenizer, TokenizerProcess | ChatTokenizer)
+        self._chat = tokenizer if in_process else ChatTokenizer(tokenizer)
+        self._ends = frozenset(ends)
         self._vocabulary = vocabulary
         self._use_chat_template = use_chat_template
+        self._num_ending = 0  # tokens that a template puts behind a turn, the end included
+        self._has_told: set[str] = set()
         if use_chat_template:
             self._check_template(place)
 
@@ -66,7 +87,7 @@ class ConversationTokens:
         if isinstance(told, str):
             found = self._encoded(told, special=True)  # as a prompt of the file
         elif _is_messages(told):
-            text = self._rendered(list(told))
+            text = self._first_text(told)
             found = text if isinstance(text, Failed) else self._encoded(text)
         else:
             found = list(told)
@@ -81,40 +102,73 @@ class ConversationTokens:
             return self._checked(self._encoded(observation))
         if not _is_messages(observation):
             return self._checked(list(observation))
-        text = self._rendered([_USER, _ASSISTANT, *observation])
-        if isinstance(text, Failed):
-            return text
-        _, found, behind = text.partition(_ANSWERED)
-        if not found:
-            return Failed("returned messages that the chat template leaves out", "")
-        token_ids = self._encoded(behind)
-        if len(generated) and int(generated[-1]) in self._ends:
-            token_ids = token_ids[self._num_ending(token_ids) :]
-        return self._checked(token_ids)
+        last = int(generated[-1]) if len(generated) else None
+        failed: Failed | None = None
+        for messages, begins in _forms_behind_a_turn(observation):
+            text = self._rendered(messages)
+            if isinstance(text, Failed):
+                failed = failed or text
+                continue
+            _, found, behind = text.rpartition(begins)
+            if not found or not _all_shown(messages[2:], behind):
+                failed = failed or Failed(_LEFT_OUT, "")
+                continue
+            self._tell_if_changed(observation, messages[2:])
+            ids = self._encoded(behind)
+            if isinstance(ids, Failed):
+                return ids
+            if begins == _CALLED:  # the model has written the call, up to its end
+                ids = ids[next((n for n, each in enumerate(ids) if each in self._ends), 0) :]
+                return self._checked(ids[1:] if last in self._ends else ids)
+            return self._checked(ids[self._num_written(ids, last) :])
+        assert failed is not None, "there is always one form"
+        return failed
 
-    def _num_ending(self, token_ids: Sequence[int]) -> int:
-        """Tokens up to the end of the assistant's turn, that end included."""
-        for index, token in enumerate(token_ids):
-            if token in self._ends:
-                return index + 1
-        return 0
+    def _num_written(self, ids: Sequence[int], last: int | None) -> int:
+        """Of tokens behind a turn, so many the model has written itself if `last` is its last."""
+        if last not in self._ends:
+            return 0
+        if self._num_ending:
+            return self._num_ending
+        return int(bool(ids) and ids[0] == last)
 
-    def _encoded(self, text: str, *, special: bool = False) -> list[int]:
-        return list(self._tokenizer(text, add_special_tokens=special)["input_ids"])
+    def _first_text(self, messages: Messages) -> str | Failed:
+        failed: Failed | None = None
+        for form in _forms_of_a_start(messages):
+            text = self._rendered(form)
+            if isinstance(text, str) and _all_shown(form, text):
+                self._tell_if_changed(messages, form)
+                return text
+            failed = failed or (text if isinstance(text, Failed) else Failed(_LEFT_OUT, ""))
+        assert failed is not None, "there is always one form"
+        return failed
 
-    def _rendered(self, messages: list[Any]) -> str | Failed:
-        from jinja2 import TemplateError
+    def _tell_if_changed(self, given: Messages, used: Messages) -> None:
+        roles = ", ".join(dict.fromkeys(str(each["role"]) for each in given))
+        if list(given) != list(used) and roles not in self._has_told:
+            self._has_told.add(roles)
+            logger.warning(
+                "the chat template has no form for what the environment says (roles %s): the model "
+                "reads it as a user's message",
+                roles,
+            )
 
-        if self._tokenizer.chat_template is None or not self._use_chat_template:
+    def _encoded(self, text: str, *, special: bool = False) -> list[int] | Failed:
+        try:
+            return list(self._chat.encode([text], special=special)[0])
+        except (RejectedRow, ProcessEnded) as error:
+            return Failed("returned what cannot be tokenised", shortened(str(error)))
+
+    def _rendered(self, messages: Messages, *, opens_turn: bool = True) -> str | Failed:
+        if not self._use_chat_template:
             return Failed("returned messages", "no chat template is used that gives them a form")
         try:
-            return str(
-                self._tokenizer.apply_chat_template(
-                    [dict(each) for each in messages], tokenize=False, add_generation_prompt=True
-                )
-            )
-        except (TemplateError, TypeError, ValueError, LookupError) as error:
-            return Failed("returned messages that the chat template refuses", shortened(str(error)))
+            return str(self._chat.render([dict(each) for each in messages], opens_turn=opens_turn))
+        except RejectedRow as error:
+            reason = error.problem.partition("(")[2].removesuffix(")") or error.problem
+            return Failed(_REFUSED, shortened(reason))
+        except ProcessEnded as error:
+            return Failed(_REFUSED, shortened(error.why))
 
     def _checked(self, token_ids: Sequence[int] | Failed) -> np.ndarray | Failed:
         if isinstance(token_ids, Failed):
@@ -136,8 +190,8 @@ class ConversationTokens:
             raise UsageError(
                 f"has a chat template that cannot carry several turns: {fault}",
                 flag=f"--rl-hf-checkpoint {place}".strip(),
-                remedy="give another one in its folder, or pass --rl-no-chat-template and have the "
-                "environment return texts or token ids",
+                remedy="give another one by --rl-chat-template, or pass --rl-no-chat-template and "
+                "have the environment return texts or token ids",
             )
 
     def _fault(self) -> str | None:
@@ -145,10 +199,11 @@ class ConversationTokens:
         short, long = [_USER, _ASSISTANT], [_USER, _ASSISTANT, next_turn]
         first, text = self._rendered([_USER]), self._rendered(long)
         again = self._rendered([*long, _ASSISTANT, next_turn])
-        for each in (first, text, again):
+        ended = self._rendered(short, opens_turn=False)
+        for each in (first, text, again, ended):
             if isinstance(each, Failed):
                 return f"it refuses a conversation of user and assistant in turn ({each.detail})"
-        assert isinstance(text, str) and isinstance(again, str) and isinstance(first, str)
+        assert isinstance(text, str) and isinstance(again, str) and isinstance(ended, str)
         before, found, behind = text.partition(_ANSWERED)
         if not found or _ANSWERED in behind or again.count(_ANSWERED) != 2:
             return "it does not keep what the assistant has said before"
@@ -157,23 +212,63 @@ class ConversationTokens:
             return "what it puts behind a turn depends on those before"
         if not again.startswith(text[: len(before) + len(_ANSWERED)]):
             return "it changes earlier turns once others follow"
-        ended = self._without_prompt(short)
-        tail = ended.rpartition(_ANSWERED)[2]
+        return self._ending_fault(ended.rpartition(_ANSWERED)[2], behind)
+
+    def _ending_fault(self, tail: str, behind: str) -> str | None:
+        """Finds `_num_ending` from what stands behind a turn that is the last one, and behind one
+        that others follow; or why there is none."""
+        in_tail, in_history = self._encoded(tail), self._encoded(behind)
+        if isinstance(in_tail, Failed) or isinstance(in_history, Failed):
+            return "its texts cannot be tokenised"
+        self._num_ending = next((n for n, t in enumerate(in_tail, 1) if t in self._ends), 0)
+        if behind.startswith(tail) and self._num_ending:
+            return None
+        is_replaced = len(in_tail) == self._num_ending == 1 and self._is_special(in_history[0])
+        is_ended_by_next = not tail.strip() and in_history[:1] and in_history[0] in self._ends
+        if is_replaced or is_ended_by_next:
+            return None
         if not behind.startswith(tail):
             return "it ends a turn otherwise once others follow"
-        if not self._num_ending(self._encoded(tail)):
-            return (
-                "it does not end an assistant's turn by a token at which the engine ends a "
-                f"response ({', '.join(map(str, sorted(self._ends))) or 'there is none'})"
-            )
-        return None
-
-    def _without_prompt(self, messages: Sequence[Any]) -> str:
-        return str(
-            self._tokenizer.apply_chat_template(
-                list(messages), tokenize=False, add_generation_prompt=False
-            )
+        return (
+            "it does not end an assistant's turn by a token at which the engine ends a "
+            f"response ({', '.join(map(str, sorted(self._ends))) or 'there is none'})"
         )
+
+    def _is_special(self, token: int) -> bool:
+        return bool(self._chat.is_special(token))
+
+
+def _forms_behind_a_turn(observation: Messages) -> Iterator[tuple[Messages, str]]:
+    """Small conversations with what is observed behind a turn, and the text that ends the turn:
+    as it is, behind a call of the tool where a template wants to have seen one, and by a user."""
+    yield [_USER, _ASSISTANT, *observation], _ANSWERED
+    named = next((each for each in observation if each["role"] == "tool"), None)
+    if named is not None:
+        function = {"name": named.get("name", "tool"), "arguments": {"argument": _CALLED}}
+        link = named.get("tool_call_id", "call00000")
+        call = {"id": link, "type": "function", "function": function}
+        calling = {"role": "assistant", "content": "", "tool_calls": [call]}
+        yield [_USER, calling, *observation], _CALLED
+    if any(each["role"] != "user" for each in observation):
+        yield [_USER, _ASSISTANT, _as_users(observation)], _ANSWERED
+
+
+def _forms_of_a_start(messages: Messages) -> Iterator[Messages]:
+    """As they are; and what the system says at the head of the user's message."""
+    yield messages
+    num_system = next((n for n, m in enumerate(messages) if m["role"] != "system"), len(messages))
+    if num_system and messages[num_system : num_system + 1]:
+        if messages[num_system]["role"] == "user":
+            head = messages[: num_system + 1]
+            yield [_as_users(head), *messages[num_system + 1 :]]
+
+
+def _as_users(messages: Messages) -> Mapping[str, Any]:
+    return {"role": "user", "content": "\n\n".join(str(each["content"]) for each in messages)}
+
+
+def _all_shown(messages: Messages, text: str) -> bool:
+    return all(is_shown(each["content"], text) for each in messages)
 
 
 def _is_messages(told: Any) -> bool:

@@ -37,6 +37,9 @@ class RLConfig:
     prompt_column: str = param("prompt", "column that holds the prompt (text or chat messages)")
     answer_column: str = param("answer", "column that holds what the reward compares with")
     no_chat_template: bool = param(False, "give prompts to the model as they stand in the file")
+    chat_template: str | None = param(None, "one of the tokenizer's templates, or a .jinja file")
+    chat_template_kwargs: str = param("{}", "arguments of the chat template, a JSON object")
+    stop: tuple[str, ...] = param((), "text that ends a response; several may be given")
     max_prompt_tokens: int = param(512, "longer prompts are dropped, and counted", above=0)
     max_response_tokens: int = param(512, "generation stops after this many tokens", above=0)
     cache_dir: str | None = param(None, "folder for tokenised prompts")
@@ -72,9 +75,7 @@ class RLConfig:
     reward_http_header_env: str | None = param(
         None, "environment variable that holds a header for it, 'Name: value'"
     )
-    reward_pooling_url: str | None = param(
-        None, "a vLLM server with a reward model, for reward pooling"
-    )
+    reward_pooling_url: str | None = param(None, "vLLM server with a reward model, for pooling")
     reward_pooling_header_env: str | None = param(
         None, "environment variable that holds a header for that server"
     )
@@ -148,9 +149,7 @@ class RLConfig:
     )
     num_steps: int = param(100, "rollout-and-update steps", above=0)
     num_prompts_per_step: int = param(16, "prompts drawn per step", above=0)
-    num_mini_batches: int = param(
-        1, "parts of a step's samples, one optimizer update each", above=0
-    )
+    num_mini_batches: int = param(1, "parts of a step's samples, an update each", above=0)
     num_epochs: int = param(1, "how often a step's samples are learnt from", above=0)
     temperature: float = param(
         1.0, "sampling temperature; log-probs are of the tempered policy", above=0

@@ -165,6 +165,7 @@ class Collector:
                 temperature=config.temperature,
                 top_p=1.0 if config.top_p is None else config.top_p,
                 top_k=config.top_k or -1,
+                stop=config.stop,
             ),
             max_tokens=config.max_response_tokens,
             seed=self._seed,

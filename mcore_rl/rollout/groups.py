@@ -82,10 +82,13 @@ class GroupPlan:
                 [so_far.prompt.token_ids, so_far.response_token_ids, observed], dtype=np.int32
             ),
             max_tokens=left if self.max_turn_tokens is None else min(left, self.max_turn_tokens),
-            sampling=self.sampling if is_sample else Sampling(temperature=0.0),
+            sampling=self.sampling
+            if is_sample
+            else Sampling(temperature=0.0, stop=self.sampling.stop),
             seed=seed_of(seed, "after", num_tokens) if num_tokens else seed,
             with_routes=self.with_routes and is_sample,
             cache_name=self._cache_name(so_far) if self.keeps_kv else "",
+            num_own=0 if len(observed) else _num_generated_last(so_far),
         )
 
     def _cache_name(self, so_far: Rollout) -> str:
@@ -93,6 +96,14 @@ class GroupPlan:
         and nothing that begins finds those of earlier weights."""
         oldest = so_far.oldest_version if len(so_far.response_token_ids) else self.weight_version
         return f"version {oldest}"
+
+
+def _num_generated_last(rollout: Rollout) -> int:
+    """Tokens at the end of a response that were sampled."""
+    if rollout.is_generated is None:
+        return len(rollout.response_token_ids)
+    others = np.flatnonzero(~rollout.is_generated)
+    return len(rollout.is_generated) - (int(others[-1]) + 1 if len(others) else 0)
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,9 @@ import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from datetime import date
 from functools import partial
+from pathlib import Path
 from typing import Any, TextIO
 
 import torch
@@ -19,7 +21,11 @@ import torch.distributed as dist
 
 from mcore_rl.batching.accounting import describe
 from mcore_rl.common.kills import note_stage
+from mcore_rl.common import objects
+from mcore_rl.common.agreement import agreed_in_world
+from mcore_rl.common.errors import UsageError
 from mcore_rl.data.prompts import PromptDataset
+from mcore_rl.flags.options import RLConfig
 from mcore_rl.hybrid_engine.memory.offload import Offloader, kinds_at_start, offload_kinds
 from mcore_rl.hybrid_engine.proof.canary import NUM_PROMPTS, Canary
 from mcore_rl.hybrid_engine.sharding_manager import MegatronVLLMShardingManager
@@ -61,7 +67,7 @@ from mcore_rl.trainer.models import (
 )
 from mcore_rl.trainer.recorder import RunRecorder
 from mcore_rl.trainer.resume.point import ROLLOUT, ResumePoint, find_resume_point
-from mcore_rl.trainer.resume.trainer_state import LOADED
+from mcore_rl.trainer.resume.trainer_state import LOADED, date_of_checkpoints
 from mcore_rl.trainer.roles.remote import Here, Role
 from mcore_rl.trainer.roles.reward_model import ModelReward
 from mcore_rl.trainer.saver import RunSaver
@@ -103,7 +109,11 @@ def build(
     started = time.perf_counter()
     note_stage("building the models")
     config = job.config
-    prompts, eval_prompts = load_prompt_files(config, trust_remote_code=job.args.trust_remote_code)
+    day = _date(job)
+    prompts, eval_prompts = load_prompt_files(
+        config, trust_remote_code=job.args.trust_remote_code, date=day
+    )
+    _require_same_prompts(prompts, config)
     point = find_resume_point(
         job.args,
         config,
@@ -136,7 +146,7 @@ def build(
         reward_spec(config),
         keeper,
         asked,
-        None if config.environment is None else partial(_conversations, job),
+        None if config.environment is None else partial(_conversations, job, day),
     )
     position = state.iteration * config.num_prompts_per_step
     if point is not None:
@@ -164,6 +174,7 @@ def build(
         timers=timers,
         has_loaded=point is not None,
         began_with=began_with,
+        day=day,
         log=log,
     )
     _say_sizes(job, learner, critic)
@@ -191,17 +202,41 @@ def build(
     )
 
 
-def _conversations(job: Job) -> Conversations:
+def _conversations(job: Job, day: str) -> Conversations:
     """The environments of a TP group's samples, on its first rank."""
     config, spec = job.config, environment_spec(job.config)
     assert spec is not None
     return Conversations(
         spec,
-        conversation_tokens(config, trust_remote_code=job.args.trust_remote_code),
+        conversation_tokens(config, trust_remote_code=job.args.trust_remote_code, date=day),
         max_prompt_tokens=config.max_prompt_tokens,
         max_tokens=config.max_response_tokens,
         waits=config.deterministic,
     )
+
+
+def _date(job: Job) -> str:
+    """The day that chat templates are told, the same on all ranks: that of the run's first start,
+    so that a run that goes on draws the same prompts. Collective."""
+    goes_on = job.args.load is not None and not job.args.finetune
+    known = date_of_checkpoints(Path(job.args.load)) if goes_on else None
+    found: str = objects.broadcast(known or date.today().isoformat())
+    return found
+
+
+def _require_same_prompts(prompts: PromptDataset, config: RLConfig) -> None:
+    """A user's mistake on all ranks if machines have made different prompts. Collective."""
+    fingerprints = set(objects.all_gather(prompts.fingerprint))
+
+    def check() -> None:
+        if len(fingerprints) > 1:
+            raise UsageError(
+                "gives other prompts on some machines (files, tokenizers or libraries differ)",
+                flag=f"--rl-prompts {config.prompts}",
+                remedy="give all machines the same",
+            )
+
+    agreed_in_world(check)
 
 
 def _began_with(job: Job, point: ResumePoint | None) -> str:

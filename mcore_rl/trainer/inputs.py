@@ -7,15 +7,17 @@ import os
 from pathlib import Path
 
 from mcore_rl.common.errors import UsageError
+from mcore_rl.data.messages import RejectedRow, checked_kwargs
+from mcore_rl.data.prompt_cache import tokenizer_process
 from mcore_rl.data.prompt_file import PromptSource
 from mcore_rl.data.prompts import PromptDataset, load_prompts
 from mcore_rl.data.tokenizer import (
     HOW_TO_END,
-    load_tokenizer,
     missing_end,
     response_ends,
     vocabulary_size,
 )
+from mcore_rl.data.tokenizer_process import ChatTemplate
 from mcore_rl.data.user_prompts import prompts_path
 from mcore_rl.environments.conversation import ConversationTokens
 from mcore_rl.environments.interface import EnvironmentSpec
@@ -29,6 +31,7 @@ from mcore_rl.rewards.specs import (
     parse_environment_names,
     parse_rewards,
 )
+from mcore_rl.trainer.resume.trainer_state import date_of_checkpoints
 
 logger = logging.getLogger(__name__)
 
@@ -36,12 +39,16 @@ logger = logging.getLogger(__name__)
 def check_data(checked: JobSpec) -> None:
     """What training needs beyond a valid command line: readable prompts and a reward."""
     trusts = checked.trust_remote_code
-    load_prompt_files(checked.config, trust_remote_code=trusts)
+    if "" in checked.config.stop:
+        raise UsageError("is empty", flag="--rl-stop ''", remedy="give the text to stop at")
+    load = checked.flags.get("--load")
+    day = None if load is None else date_of_checkpoints(Path(load))
+    load_prompt_files(checked.config, trust_remote_code=trusts, date=day)
     check_rewards(reward_spec(checked.config))
     environment = environment_spec(checked.config)
     if environment is not None:
         check_environment(environment)
-        conversation_tokens(checked.config, trust_remote_code=trusts)
+        conversation_tokens(checked.config, trust_remote_code=trusts, date=day)
     if int(os.environ.get("RANK", 0)) != 0:
         return
     fault = missing_end(checked.checkpoint.folder, trust_remote_code=trusts)
@@ -54,7 +61,25 @@ def check_data(checked: JobSpec) -> None:
         )
 
 
-def prompt_source(config: RLConfig, path: str, *, trust_remote_code: bool = False) -> PromptSource:
+def chat_template(config: RLConfig, date: str | None = None) -> ChatTemplate:
+    """Which chat template the flags name; `date` as of `ChatTemplate`. Raises UsageError."""
+    flag = f"--rl-chat-template-kwargs {config.chat_template_kwargs}"
+    try:
+        kwargs = checked_kwargs(config.chat_template_kwargs, "it")
+    except RejectedRow as error:
+        raise UsageError(f": {error.problem}", flag=flag, remedy=error.remedy) from error
+    if config.no_chat_template and (kwargs or config.chat_template is not None):
+        raise UsageError(
+            "has no effect with --rl-no-chat-template",
+            flag=flag if kwargs else f"--rl-chat-template {config.chat_template}",
+            remedy="drop one of them",
+        )
+    return ChatTemplate(config.chat_template, kwargs, date)
+
+
+def prompt_source(
+    config: RLConfig, path: str, *, trust_remote_code: bool = False, date: str | None = None
+) -> PromptSource:
     """How the flags say a prompts file, or a source of --rl-import, is to be read."""
     return PromptSource(
         path=prompts_path(path, config.cache_dir),
@@ -63,15 +88,17 @@ def prompt_source(config: RLConfig, path: str, *, trust_remote_code: bool = Fals
         use_chat_template=not config.no_chat_template,
         max_prompt_tokens=config.max_prompt_tokens,
         trust_remote_code=trust_remote_code,
+        template=chat_template(config, date),
     )
 
 
 def load_prompt_files(
-    config: RLConfig, *, trust_remote_code: bool = False
+    config: RLConfig, *, trust_remote_code: bool = False, date: str | None = None
 ) -> tuple[PromptDataset, PromptDataset | None]:
     """Training and held-out prompts, from the cache if they were tokenised before.
 
-    `trust_remote_code` is Megatron's --trust-remote-code.
+    `trust_remote_code` is Megatron's --trust-remote-code, `date` the day (ISO) that chat templates
+    are told; None: today.
     """
     if config.prompts is None:
         raise UsageError(
@@ -87,7 +114,7 @@ def load_prompt_files(
             None
             if path is None
             else load_prompts(
-                prompt_source(config, path, trust_remote_code=trust_remote_code),
+                prompt_source(config, path, trust_remote_code=trust_remote_code, date=date),
                 config.hf_checkpoint,
                 cache_dir=config.cache_dir,
                 flag=flag,
@@ -115,19 +142,24 @@ def environment_spec(config: RLConfig) -> EnvironmentSpec | None:
     )
 
 
-def conversation_tokens(config: RLConfig, *, trust_remote_code: bool) -> ConversationTokens:
+def conversation_tokens(
+    config: RLConfig, *, trust_remote_code: bool, date: str | None = None
+) -> ConversationTokens:
     """How what environments say becomes tokens of this model. Raises UsageError for a chat template
     that cannot carry several turns."""
     assert config.hf_checkpoint is not None, "checked before"
     folder = Path(config.hf_checkpoint)
     uses_template = not config.no_chat_template
-    tokenizer = load_tokenizer(
-        folder, trust_remote_code=trust_remote_code, needs_template=uses_template
+    process = tokenizer_process(
+        folder,
+        chat_template(config, date),
+        use_template=uses_template,
+        trust_remote_code=trust_remote_code,
     )
     return ConversationTokens(
-        tokenizer,
+        process,
         use_chat_template=uses_template,
-        ends=response_ends(folder, tokenizer),
+        ends=response_ends(folder, process),
         vocabulary=vocabulary_size(folder),
         place=config.hf_checkpoint,
     )

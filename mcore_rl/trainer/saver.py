@@ -47,16 +47,17 @@ class RunSaver:
         timers: StageTimers,
         has_loaded: bool,
         began_with: str,
+        day: str,
         log: TextIO | None,
     ) -> None:
         """`has_loaded`: the step that `state` is at lies on the disk already. `began_with` is that
-        of `TrainerState`."""
+        of `TrainerState`, `day` its `date`."""
         self.folder = folders.checkpoint_folder(job.args.save, job.config.directory)
         self._job, self._state, self._timers, self._log = job, state, timers, log
         self._learner, self._manager, self._collector = learner, manager, collector
         self._prompts, self._eval_prompts = prompts, eval_prompts
         self._saved_at = state.iteration if has_loaded else -1
-        self._began_with = began_with
+        self._began_with, self._day = began_with, day
 
     def save_if_due(self, step: int) -> None:
         """After every `--save-interval` steps; `step` is the last one, counted from 0."""
@@ -119,6 +120,7 @@ class RunSaver:
             reference_version=0 if reference is None else reference.version,
             began_with=self._began_with,
             padded_buckets=True,
+            date=self._day,
         )
 
 

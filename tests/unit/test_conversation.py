@@ -143,16 +143,30 @@ def test_what_start_returns_stands_in_the_place_of_the_prompt(tokenizer):
 
 def test_messages_that_cannot_be_put_into_form_are_failures(tiny):
     tokenizer = load_tokenizer(tiny, trust_remote_code=False, needs_template=True)
-    refused = tokens_of(tokenizer).observed(array([2]), TOOL)
-    assert isinstance(refused, Failed)
-    assert refused.failure == (
-        "returned messages that the chat template refuses: unknown role: tool"
-    )
-    assert not isinstance(tokens_of(chatml()).observed(array([2]), TOOL), Failed)
     plain = tokens_of(tokenizer, use_chat_template=False)
     for found in (plain.observed(array([2]), [USER]), plain.first(array([2]), [USER])):
         assert isinstance(found, Failed)
         assert found.failure == "returned messages: no chat template is used that gives them a form"
+    refuses = tokens_of(
+        chatml("{% if 'no' in messages[-1].content %}{{ 1 // 0 }}{% endif %}" + CHATML)
+    )
+    refused = refuses.observed(array([2]), [{"role": "user", "content": "no"}])
+    assert isinstance(refused, Failed)
+    assert refused.failure.startswith("returned messages that the chat template refuses: ")
+
+
+def test_roles_that_the_template_lacks_are_read_as_a_users_message(tiny, caplog):
+    """The tiny template raises at a tool's message, as those of Llama 2 and Mixtral do."""
+    tokenizer = load_tokenizer(tiny, trust_remote_code=False, needs_template=True)
+    conversation = tokens_of(tokenizer)
+    said = [{"role": "user", "content": "3\n\nand?"}]
+    turn = array([5, tokenizer.eos_token_id])
+    assert conversation.observed(turn, TOOL).tolist() == conversation.observed(turn, said).tolist()
+    conversation.observed(turn, TOOL)
+    assert len([m for m in caplog.messages if "roles tool, user" in m]) == 1
+    native = tokens_of(chatml())
+    end = native.observed(array([1]), TOOL)
+    assert "tool" in chatml().decode(end) and "roles" not in "".join(caplog.messages[1:])
 
 
 OTHER_TEMPLATES = {

@@ -52,6 +52,7 @@ def saver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunSaver:
         timers=StageTimers(),
         has_loaded=False,
         began_with="",
+        day="2026-01-01",
         log=None,
         **nothing,
     )

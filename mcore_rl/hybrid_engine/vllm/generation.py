@@ -19,6 +19,8 @@ import numpy as np
 from mcore_rl.moe.routing import RoutedLayers, Routes
 from mcore_rl.moe.routing_capture import routes_of
 
+_BYTES_PER_CHARACTER = 4  # at most, and at least one of them in each token
+
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
@@ -28,6 +30,8 @@ class Sampling:
     top_p: float = 1.0
     top_k: int = -1  # -1: all
     ignore_eos: bool = False
+    # Texts that end a response with the token that completes one, which is kept.
+    stop: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +46,7 @@ class Request:
     with_routes: bool = False
     # Keys and values are shared with none but those of the same name; "": with all without one.
     cache_name: str = ""
+    num_own: int = 0  # of the last of `token_ids`, that were sampled as a part of the same turn
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +58,7 @@ class Completion:
     # [r] float32, of the distribution that was sampled from, after temperature, top-p and top-k; at
     # temperature 0 of the untempered one.
     log_probs: np.ndarray
-    finish_reason: str  # "stop" or "length"
+    finish_reason: str  # "stop" (end of sequence or one of `Sampling.stop`) or "length"
     routes: Routes | None = None  # of p + r - 1 tokens; the last is sampled and not computed
     failure: str | None = None  # why nothing can be learnt from it
 
@@ -110,12 +115,29 @@ class Generation:
                 ignore_eos=sampling.ignore_eos,
                 logprobs=0,  # of the sampled token only
                 flat_logprobs=True,  # lists of numbers, in place of two objects for every token
-                detokenize=False,  # vLLM's, token by token, keeps back unfinished characters
+                # Token by token and so for stop strings alone; those may be special tokens.
+                detokenize=bool(sampling.stop),
+                stop=list(sampling.stop) or None,
+                include_stop_str_in_output=True,
+                skip_special_tokens=not sampling.stop,
                 output_kind=RequestOutputKind.FINAL_ONLY,
                 skip_clone=True,  # it is this request's alone
             ),
         )
         self._running[request.number] = request
+        if sampling.stop and request.num_own:
+            self._remember_own(request)
+
+    def _remember_own(self, request: Request) -> None:
+        """Have a stop string found that began in an earlier part of the response."""
+        longest = max(map(len, request.sampling.stop))
+        num_tokens = min(request.num_own, _BYTES_PER_CHARACTER * longest)
+        tail = request.token_ids[-num_tokens:].tolist()
+        text = self._engine.get_tokenizer().decode(tail, skip_special_tokens=False)
+        processor = self._engine.output_processor
+        for internal in processor.external_req_ids[str(request.number)]:
+            # What it has of the text is searched, and read by nobody else.
+            processor.request_states[internal].detokenizer.output_text = text
 
     def step(self) -> list[Completion]:
         """One step of the engine; what ends with it, in an order that all ranks share."""

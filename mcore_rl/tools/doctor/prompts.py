@@ -16,7 +16,11 @@ from mcore_rl.data.tokenizer import HOW_TO_END, missing_end
 from mcore_rl.flags.options import RLConfig
 from mcore_rl.tools.doctor.finding import PROMPTS, Finding, green, plural, red, refusal, yellow
 from mcore_rl.trainer.inputs import prompt_source
-from mcore_rl.trainer.resume.trainer_state import TRAINER, read_trainer_state
+from mcore_rl.trainer.resume.trainer_state import (
+    TRAINER,
+    date_of_checkpoints,
+    read_trainer_state,
+)
 
 _FEW = 2
 
@@ -31,11 +35,16 @@ def check_prompts(
         remedy = "give a JSONL or Parquet file of prompts"
         return [red(PROMPTS, "--rl-prompts is missing", remedy)], []
     findings: list[Finding] = []
-    source = prompt_source(config, config.prompts, trust_remote_code=trust_remote_code)
+    day = None if resumed is None else date_of_checkpoints(resumed.parent)
+    options = {"trust_remote_code": trust_remote_code, "date": day}
+    try:
+        source = prompt_source(config, config.prompts, **options)
+    except UsageError as error:
+        return [refusal(PROMPTS, error)], []
     train = _read(config, source, "--rl-prompts", findings)
     held_out = None
     if config.eval_prompts is not None:
-        source = prompt_source(config, config.eval_prompts, trust_remote_code=trust_remote_code)
+        source = prompt_source(config, config.eval_prompts, **options)
         held_out = _read(config, source, "--rl-eval-prompts", findings)
     if train is None:
         return findings, []
@@ -89,6 +98,10 @@ def _of_file(prompts: PromptDataset, config: RLConfig, flag: str) -> list[Findin
         what = f"{flag}: {plural(prompts.num_too_long, 'prompt')} longer than "
         what += f"--rl-max-prompt-tokens {config.max_prompt_tokens} will be left out"
         findings.append(yellow(PROMPTS, what, "raise it, or take them out of the file"))
+    for name, (count, first) in prompts.left_out.items():
+        what = f"{flag}: the model is not given {name}, in {plural(count, 'row')}, row {first + 1} "
+        remedy = "take it out of the file, or use another --rl-chat-template"
+        findings.append(yellow(PROMPTS, what + "first", remedy))
     if empty := sum(not row.answer_text.strip() for row in rows):
         what = f"{flag}: {plural(empty, 'prompt')} without an answer"
         findings.append(yellow(PROMPTS, what, "fill it in unless the reward does without"))
@@ -114,8 +127,14 @@ def _overlap(train: list[Prompt], held_out: PromptDataset) -> list[Finding]:
 
 
 def _same_as_before(train: PromptDataset, config: RLConfig, resumed: Path) -> Finding:
-    if read_trainer_state(resumed / TRAINER).prompts == train.fingerprint:
+    are_same = train.are_those_of(read_trainer_state(resumed / TRAINER).prompts)
+    if are_same:
         return green(PROMPTS, f"the prompts are those of {resumed}")
+    if are_same is None:
+        what = (
+            f"whether the prompts are those of {resumed} is not known: an earlier version wrote it"
+        )
+        return yellow(PROMPTS, what, "make sure that they are")
     what = f"the prompts are others than those that {resumed} has drawn from"
     if config.on_changed_prompts == "stop":
         remedy = "bring them back, or begin with the new ones by --rl-on-changed-prompts restart"

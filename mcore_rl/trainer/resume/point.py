@@ -105,7 +105,7 @@ def find_resume_point(
             folder,
             _with_known_prompts(state, config, prompts, eval_prompts),
             _of_same_layout(state, rng, layout, args),
-            same_prompts=state.prompts == prompts.fingerprint,
+            same_prompts=prompts.are_those_of(state.prompts) is not False,
         )
 
     store = dist.distributed_c10d._get_default_store() if dist.get_world_size() > 1 else None
@@ -191,18 +191,25 @@ def _with_known_prompts(
     prompts: PromptDataset,
     eval_prompts: PromptDataset | None,
 ) -> TrainerState:
-    if eval_prompts is not None and state.eval_prompts not in ("", eval_prompts.fingerprint):
+    if eval_prompts is not None and eval_prompts.are_those_of(state.eval_prompts) is False:
         logger.warning(
             "[Resume] --rl-eval-prompts are others than before step %d: accuracies before and "
             "after it do not compare",
             state.step,
         )
-    if state.prompts == prompts.fingerprint:
+    are_same = prompts.are_those_of(state.prompts)
+    if are_same is None:
+        logger.warning(
+            "[Resume] an earlier version of mcore_rl wrote the checkpoint and noted which files "
+            "the prompts are made from, not their tokens: whether they are the same is not known"
+        )
+    if are_same is not False:
         return state
     if config.on_changed_prompts == "stop":
         raise UsageError(
             f"are others than those that the checkpoint of step {state.step} has drawn from (the "
-            "file, the tokenizer or --rl-max-prompt-tokens has changed)",
+            "file, the tokenizer, the chat template, a library or --rl-max-prompt-tokens has "
+            "changed)",
             flag=f"--rl-prompts {config.prompts}",
             remedy="bring them back, or begin with the first of the new ones by "
             "--rl-on-changed-prompts restart",

@@ -6,6 +6,7 @@ saved. What is stored is numbers: nothing of it is unpickled when it is read.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import math
@@ -27,14 +28,14 @@ from mcore_rl.common.errors import UsageError
 from mcore_rl.common.readers import InvalidData, finite_number, parse_json
 from mcore_rl.megatron import saving as megatron_checkpoint
 from mcore_rl.megatron.rng import RngState
-from mcore_rl.trainer.resume.folders import iteration_name
+from mcore_rl.trainer.resume.folders import complete_steps, iteration_name
 
 TRAINER = "trainer"  # the folder, in that of a checkpoint
 _FACTS, _RNG = "facts", "random_states"
 _LENGTH_BYTES = 8
 LOADED = "loaded"
 # What checkpoints of earlier versions may lack.
-_LATER_FACTS = {"began_with", "padded_buckets"}
+_LATER_FACTS = {"began_with", "date", "padded_buckets"}
 _MOST_FACT_BYTES = 1 << 20
 
 
@@ -56,6 +57,7 @@ class TrainerState:
     # Whether the optimizer's states were written with patches/megatron/padded_buckets. False: by an
     # earlier version, so that they may be those of other parameters.
     padded_buckets: bool = False
+    date: str = ""  # ISO, the day that chat templates are told; "": as `began_with`
 
 
 def save_trainer_state(state: TrainerState, rng: RngState, folder: Path) -> None:
@@ -101,6 +103,18 @@ def read_trainer_state(folder: Path) -> TrainerState:
     rows = {_FACTS: torch.empty(size, dtype=torch.uint8)}
     load_checkpoint(rows, storage_reader=reader, no_dist=True)
     return _state(rows[_FACTS][0], folder)
+
+
+def date_of_checkpoints(folder: Path) -> str | None:
+    """The day that chat templates were told by the run whose checkpoints these are; None if none
+    of them notes it. Not collective.
+
+    All checkpoints of a run note the same: it is that of its first start.
+    """
+    for step in complete_steps(folder):
+        with contextlib.suppress(Exception):  # a damaged one is told of where it is chosen
+            return read_trainer_state(folder / iteration_name(step) / TRAINER).date or None
+    return None
 
 
 def _state(row: torch.Tensor, folder: Path) -> TrainerState:

@@ -30,6 +30,7 @@ from mcore_rl.data.messages import (
 
 _MARK = "MCORERLMARK"
 _DATE = "strftime_now"  # the function by which a template asks for the date
+_LEAVES_OUT = "the chat template leaves out"
 _LONGEST_REASON = 200  # characters
 
 
@@ -122,7 +123,9 @@ class ChatTokenizer:
             try:
                 return self._verified(messages, row)
             except RejectedRow as error:
-                refusal = refusal or error
+                # Of several the one that says what is lost, if there is one.
+                if refusal is None or _says_loss(error) and not _says_loss(refusal):
+                    refusal = error
         assert refusal is not None, "there is always the row as it is"
         raise refusal
 
@@ -221,7 +224,7 @@ class ChatTokenizer:
             if entries and not self._shows_entries(name, entries, text, messages, render):
                 if name == "tools":
                     raise RejectedRow(
-                        "the chat template leaves out its tools",
+                        f"{_LEAVES_OUT} its tools",
                         "use a template that reads them (--rl-chat-template), or rename the column",
                     )
                 left_out.append(name)
@@ -256,9 +259,9 @@ class ChatTokenizer:
         reads it elsewhere, links, and what is not for the model."""
         template = self.template or ""
         if field in REASONING_FIELDS:
-            if field in template:
+            known = [name for name in REASONING_FIELDS if re.search(rf"\b{name}\b", template)]
+            if field in known:
                 return
-            known = [name for name in REASONING_FIELDS if name in template]
             remedy = f"call it {known[0]}" if known else "put it into the content, or remove it"
         elif field == "content" or field in CALL_FIELDS:
             if field == "content" and not text_of(message).strip():
@@ -267,8 +270,7 @@ class ChatTokenizer:
         else:
             return
         raise RejectedRow(
-            f"the chat template leaves out the {field} of message {number + 1} "
-            f"(role {message['role']})",
+            f"{_LEAVES_OUT} the {field} of message {number + 1} (role {message['role']})",
             remedy,
         )
 
@@ -323,6 +325,10 @@ class ChatTokenizer:
         return True
 
 
+def _says_loss(error: RejectedRow) -> bool:
+    return error.problem.startswith(_LEAVES_OUT)
+
+
 def row_parts(row: Mapping[str, Any]) -> dict[str, Any]:
     """What a row gives to the template beside messages."""
     return {name: row.get(name) for name in ("tools", "documents", "kwargs")}
@@ -375,9 +381,9 @@ def _marked(value: Any) -> Any:
     if isinstance(value, str):
         return value + _MARK
     if isinstance(value, dict):
-        return {name: _marked(each) for name, each in value.items()} | {_MARK: _MARK}
+        return {name: _marked(each) for name, each in value.items()}
     if isinstance(value, list):
-        return [*map(_marked, value), _MARK]
+        return list(map(_marked, value))
     return _MARK
 
 

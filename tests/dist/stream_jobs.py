@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -112,6 +113,7 @@ def streamed(checkpoint: str, dtype: str, tp_size: int) -> dict[str, Any]:
         run_stream(engine, trickle)
         found[name] = as_json(trickle.completions)
     found["dropped"] = trickle.dropped_lengths
+    found["stopped"] = stopped(engine, some)
     found["faulty"] = faulty(engine, some)
     trickle = Trickle(some, 100)
     run_stream(engine, trickle)
@@ -119,6 +121,47 @@ def streamed(checkpoint: str, dtype: str, tp_size: int) -> dict[str, Any]:
     engine.close()
     dist.destroy_process_group()
     return found
+
+
+def stopped(engine: VLLMEngine, some: Sequence[Request]) -> dict[str, Any]:
+    """Greedy responses as far as a text of their own: at once, and in two parts between which that
+    text is cut; and the slow way to find where they should end."""
+
+    def run(all_requests: Sequence[Request]) -> list[dict[str, Any]]:
+        trickle = Trickle(all_requests, 100)
+        run_stream(engine, trickle)
+        return as_json(trickle.completions)
+
+    def text(ids: Sequence[int]) -> str:
+        return engine.tokenizer.decode(ids, skip_special_tokens=False)
+
+    greedy = [replace(each, sampling=Sampling(temperature=0.0)) for each in some]
+    whole = [each["tokens"] for each in run(greedy)]
+    at_once, in_parts, expected, first_parts = [], [], [], []
+    for request, ids in zip(greedy, whole, strict=True):
+        stop = text(ids)[3:7]
+        if len(stop) < 4 or text(ids).find(stop) < 3:
+            continue
+        ends = [n for n in range(1, len(ids) + 1) if stop in text(ids[:n])]
+        had = ends[0] - 1
+        sampling = Sampling(temperature=0.0, stop=("never seen", stop))
+        at_once.append(replace(request, sampling=sampling))
+        in_parts.append(
+            replace(
+                at_once[-1],
+                token_ids=np.concatenate([request.token_ids, ids[:had]], dtype=np.int32),
+                max_tokens=request.max_tokens - had,
+                num_own=had,
+            )
+        )
+        expected.append(ids[: ends[0]])
+        first_parts.append(ids[:had])
+    return {
+        "expected": expected,
+        "first parts": first_parts,
+        "at once": run(at_once),
+        "second parts": run(in_parts),
+    }
 
 
 class Faulty(Trickle):

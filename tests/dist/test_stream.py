@@ -86,3 +86,18 @@ def test_a_fault_in_the_middle_leaves_no_request_behind(found: dict[str, Any]) -
     sink, twice = found["faulty"]
     assert sink == "'a sink that fails'"
     assert twice == "a request of number 0 runs already"
+
+
+def test_a_response_ends_with_the_token_that_completes_a_stop_string(found: dict[str, Any]) -> None:
+    """Also where an earlier part of the response has begun that string."""
+    stopped = found["stopped"]
+    assert len(stopped["expected"]) > 4
+    assert [each["tokens"] for each in stopped["at once"]] == stopped["expected"]
+    assert all(map(len, stopped["first parts"]))
+    joined = [
+        [*first, *second["tokens"]]
+        for first, second in zip(stopped["first parts"], stopped["second parts"], strict=True)
+    ]
+    assert joined == stopped["expected"]
+    for each in (*stopped["at once"], *stopped["second parts"]):
+        assert each["finish_reason"] == "stop" and len(each["log_probs"]) == len(each["tokens"])

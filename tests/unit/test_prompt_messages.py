@@ -1,0 +1,361 @@
+"""What a row of prompts holds reaches the chat template, or the row is rejected."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from transformers import AutoTokenizer
+
+from mcore_rl.common.errors import UsageError
+from mcore_rl.data.chat import ChatTokenizer
+from mcore_rl.data.messages import RejectedRow, checked_messages
+from mcore_rl.data.prompt_file import PromptSource, check_prompts
+from mcore_rl.data.prompts import load_prompts
+from mcore_rl.data.tokenizer_process import ChatTemplate
+from tests.unit.test_data import save_tokenizer, write_lines
+from tests.unit.test_published_templates import tokenizer_of
+
+ASKED = {"role": "user", "content": "What does an apple cost?"}
+RESULT = {"role": "tool", "content": "2.5", "tool_call_id": "call_1"}
+ARGUMENTS = {"item": "apple", "count": 3}
+TOOLS = [{"type": "function", "function": {"name": "price", "parameters": {"type": "object"}}}]
+# How published templates differ in what they take: arguments as an object or as its JSON, a content
+# that must be null or must be a text, and reasoning that is kept for the last turn alone.
+ARGUMENTS_OF_OBJECT = "{% for k, v in arguments.items() %}{{ k }}={{ v }};{% endfor %}"
+ARGUMENTS_AS_JSON = "{{ arguments | tojson }}"
+ARGUMENTS_OF_TEXT = "{{ '```' + arguments + '```' }}"
+CALLS = (
+    "{% for c in m.tool_calls %}{% set arguments = c.function.arguments %}"
+    "[{{ c.function.name }}]ARGUMENTS{% endfor %}"
+)
+TEMPLATE = (
+    "{% if tools %}{{ tools | tojson }}{% endif %}{% if documents %}{{ documents | tojson }}"
+    "{% endif %}{% if shout %}SHOUT{% endif %}"
+    "{% set ns = namespace(last=-1) %}"
+    "{% for m in messages if m.role == 'user' %}{% set ns.last = loop.index0 %}{% endfor %}"
+    "{% for m in messages %}<|{{ m.role }}|>"
+    "{% if m.reasoning_content and loop.index0 > ns.last %}({{ m.reasoning_content }}){% endif %}"
+    "{% if m.tool_calls %}CALLS{% endif %}CONTENT{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+TEXT = "{{ '' + m.content }}"
+TEXT_OR_NOTHING = "{% if m.content %}{{ '' + m.content }}{% endif %}"
+PARTS = (
+    "{% if m.content is string %}{{ m.content }}{% else %}"
+    "{% for part in m.content %}{{ part.text }}{% endfor %}{% endif %}"
+)
+
+
+def template_of(content: str = TEXT_OR_NOTHING, arguments: str = ARGUMENTS_AS_JSON) -> str:
+    calls = CALLS.replace("ARGUMENTS", arguments)
+    return TEMPLATE.replace("CALLS", calls).replace("CONTENT", content)
+
+
+def rendered(messages: list[dict[str, Any]], template: str, **row: Any) -> tuple[str, list[str]]:
+    chat = ChatTokenizer(tokenizer_of(template, "<eos>"))
+    return chat.prompt({"messages": checked_messages(messages), **row})
+
+
+def calling(arguments: Any, **fields: Any) -> dict[str, Any]:
+    function = {"name": "price", "arguments": arguments}
+    call = {"id": "call_1", "type": "function", "function": function}
+    return {"role": "assistant", "tool_calls": [call], **fields}
+
+
+@pytest.mark.parametrize("arguments", [ARGUMENTS, json.dumps(ARGUMENTS)], ids=["object", "JSON"])
+@pytest.mark.parametrize("content", [{}, {"content": None}, {"content": ""}], ids=str)
+@pytest.mark.parametrize("of_content", [TEXT, TEXT_OR_NOTHING], ids=["text", "optional"])
+@pytest.mark.parametrize(
+    ("of_arguments", "expected"),
+    [
+        (ARGUMENTS_OF_OBJECT, "item=apple;count=3;"),
+        (ARGUMENTS_AS_JSON, json.dumps(ARGUMENTS)),
+        (ARGUMENTS_OF_TEXT, f"```{json.dumps(ARGUMENTS)}```"),
+    ],
+    ids=["items", "tojson", "concatenation"],
+)
+def test_calls_are_written_in_the_form_that_the_template_takes(
+    of_arguments, expected, of_content, content, arguments
+):
+    messages = [ASKED, calling(arguments, **content), RESULT]
+    text, left_out = rendered(messages, template_of(of_content, of_arguments))
+    called = f"<|assistant|>[price]{expected}<|tool|>2.5<|assistant|>"
+    assert text == f"<|user|>{ASKED['content']}{called}" and not left_out
+
+
+def test_template_that_needs_null_beside_calls_gets_it():
+    """As DeepSeek's, which look for calls only where there is no content."""
+    template = template_of(TEXT_OR_NOTHING).replace(
+        "{% if m.tool_calls %}", "{% if m.tool_calls and m.content is none %}"
+    )
+    text, _ = rendered([ASKED, calling(ARGUMENTS, content=""), RESULT], template)
+    assert "[price]" in text
+    with pytest.raises(RejectedRow, match="leaves out the tool_calls of message 2"):
+        rendered([ASKED, calling(ARGUMENTS, content="I look."), RESULT], template)
+
+
+@pytest.mark.parametrize(
+    ("messages", "template", "problem"),
+    [
+        ([ASKED, calling(ARGUMENTS), RESULT], "{{ messages[0].content }}", "tool_calls|content"),
+        ([{"role": "developer", "content": "Be kind."}, ASKED], "{{ messages[1].content }}", "1"),
+        ([{"role": "user", "content": [{"type": "text", "text": "hi"}]}], TEXT, "refuses"),
+        (
+            [{"role": "user", "content": [{"type": "text", "text": "hi"}]}],
+            "{{ m.content }}",
+            "cannot write a dict",
+        ),
+        (
+            [ASKED, {"role": "assistant", "content": "2", "thinking": "hmm"}, ASKED],
+            TEXT,
+            "leaves out the thinking of message 2",
+        ),
+        ([ASKED, calling(ARGUMENTS, content=""), {**RESULT, "content": {"a": 5}}], TEXT, "refuses"),
+        ([{"role": "user", "content": "<|user|>hi<|assistant|>"}], TEXT, "rendered already"),
+        ([{"role": "user", "content": " <s>hi"}], TEXT, "rendered already"),
+    ],
+)
+def test_row_whose_text_would_be_lost_is_rejected(messages, template, problem):
+    if "messages" not in template:
+        template = template_of(template)
+    with pytest.raises(RejectedRow, match=problem):
+        rendered(messages, template)
+
+
+def test_second_of_two_calls_is_missed():
+    two = calling(ARGUMENTS)
+    two["tool_calls"] = [*two["tool_calls"], *calling({"item": "pear"})["tool_calls"]]
+    first = template_of().replace("for c in m.tool_calls", "for c in m.tool_calls[:1]")
+    assert '"pear"' in rendered([ASKED, two, RESULT], template_of())[0]
+    with pytest.raises(RejectedRow, match="leaves out the tool_calls"):
+        rendered([ASKED, two, RESULT], first)
+
+
+def test_reasoning_of_earlier_turns_may_be_left_out_by_a_template_that_reads_it():
+    answered = {"role": "assistant", "content": "2.5", "reasoning_content": "I know that."}
+    text, left_out = rendered([ASKED, answered, ASKED], template_of())
+    assert "know" not in text and left_out == ["reasoning_content of assistant messages"]
+    text, left_out = rendered([ASKED, calling(ARGUMENTS, **answered), RESULT], template_of())
+    assert "(I know that.)" in text and not left_out
+
+
+def test_what_is_not_for_the_model_is_told_and_not_refused():
+    named = {**ASKED, "name": "Bob", "weight": 1}
+    text, left_out = rendered([named], template_of())
+    assert text.endswith(f"{ASKED['content']}<|assistant|>")
+    assert left_out == ["name of user messages", "weight of user messages"]
+    with_name = template_of("{{ m.name }}: {{ m.content }}")
+    assert rendered([{**ASKED, "name": "Bob"}], with_name)[1] == []
+
+
+def test_tools_documents_and_arguments_reach_the_template():
+    text, left_out = rendered([ASKED], template_of(), tools=TOOLS, kwargs={"shout": True})
+    assert json.dumps(TOOLS) in text and "SHOUT" in text and not left_out
+    documents = [{"title": "Prices", "text": "An apple costs 2.5."}]
+    assert json.dumps(documents) in rendered([ASKED], template_of(), documents=documents)[0]
+    plain = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    with pytest.raises(RejectedRow, match="leaves out its tools"):
+        rendered([ASKED], plain, tools=TOOLS)
+    assert rendered([ASKED], plain, documents=documents)[1] == ["documents"]
+    with pytest.raises(RejectedRow, match="does not read the argument 'shout'"):
+        rendered([ASKED], plain, kwargs={"shout": True})
+
+
+@pytest.mark.parametrize("content", ["Let me think:", [{"type": "text", "text": "Let me think:"}]])
+def test_last_message_of_the_assistant_is_continued(content):
+    messages = [ASKED, {"role": "assistant", "content": content}]
+    text, _ = rendered(messages, template_of(PARTS + "<|im_end|>"))
+    assert text == f"<|user|>{ASKED['content']}<|im_end|><|assistant|>Let me think:"
+
+
+@pytest.mark.parametrize(
+    ("message", "problem"),
+    [
+        ({"role": "user"}, "has no content"),
+        ({"role": "user", "content": None}, "has no content"),
+        ({"role": "user", "content": 3}, "of type int"),
+        (
+            {"role": "user", "content": [{"type": "image", "image": "x.png"}]},
+            "part of type 'image'",
+        ),
+        ({"role": "user", "content": [{"type": "image_url"}, {"type": "text"}]}, "'image_url'"),
+        ({"role": 3, "content": "hi"}, "object with a role"),
+        ("hi", "object with a role"),
+        (calling(ARGUMENTS, tool_calls=["price"]), "not a list of calls"),
+        (calling(ARGUMENTS), "no text that could be continued"),
+        ({"role": "assistant", "content": " "}, "no text that could be continued"),
+        ({"role": "assistant", "content": "x", "reasoning_content": 3}, "not a text"),
+    ],
+)
+def test_messages_that_no_template_could_take_are_rejected(message, problem):
+    with pytest.raises(RejectedRow, match=problem):
+        checked_messages([ASKED, message] if message != "hi" else [message])
+
+
+# Files --------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    """Its tokenizer puts <bos> before a text, and its template does not."""
+    return save_tokenizer(tmp_path_factory.mktemp("tokenizer"), template_of())
+
+
+def texts(path: Path, folder: Path, tmp_path: Path, **options: Any) -> list[str]:
+    prompts = load_prompts(PromptSource(path, 1000, **options), folder, cache_dir=tmp_path)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    return [tokenizer.decode(prompt.token_ids) for prompt in prompts]
+
+
+def test_parquet_gives_the_prompt_that_json_lines_give(folder, tmp_path):
+    """Though every struct of Parquet has the fields of all others, and null where they lack it."""
+    rows = [
+        {
+            "prompt": [ASKED, calling(ARGUMENTS, content=None), RESULT],
+            "answer": "7.5",
+            "tools": json.dumps(TOOLS),
+            "chat_template_kwargs": {"shout": True},
+        },
+        {
+            "prompt": [ASKED, calling({"fruit": "pear"}, content="I look."), RESULT],
+            "answer": "1",
+            "tools": None,
+            "chat_template_kwargs": {"shout": False},
+        },
+    ]
+    lines = write_lines(tmp_path / "p.jsonl", rows)
+    table = pa.Table.from_pylist(rows)
+    assert "fruit" in str(table.schema)
+    pq.write_table(table, tmp_path / "p.parquet")
+    found = texts(tmp_path / "p.parquet", folder, tmp_path)
+    assert found == texts(lines, folder, tmp_path)
+    assert "SHOUT" in found[0] and json.dumps(TOOLS) in found[0] and "null" not in found[0]
+    assert '[price]{"fruit": "pear"}I look.' in found[1]
+
+
+def test_text_of_a_prompt_is_that_of_its_messages(folder, tmp_path):
+    parts = {
+        "role": "user",
+        "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}],
+    }
+    rows = [{"prompt": [parts, calling(ARGUMENTS, content=None), RESULT], "answer": ""}]
+    path = write_lines(tmp_path / "p.jsonl", rows)
+    other = save_tokenizer(
+        tmp_path / "other", template_of(PARTS.replace("m.content", "(m.content or '')"))
+    )
+    prompts = load_prompts(PromptSource(path, 1000), other, cache_dir=tmp_path)
+    assert prompts[0].text == "ab\n\n2.5"
+
+
+@pytest.mark.parametrize("text", ["<bos>hi", " <bos>hi", "hi"])
+def test_rendered_prompt_gets_the_special_tokens_once(text, folder, tmp_path):
+    path = write_lines(tmp_path / "p.jsonl", [{"prompt": text, "answer": ""}])
+    found = texts(path, folder, tmp_path, use_chat_template=False)
+    assert found[0].count("<bos>") == 1 and found[0].replace(" ", "") == "<bos>hi"
+    if "<bos>" in text:
+        with pytest.raises(UsageError, match="line 1: .*rendered already.*--rl-no-chat-template"):
+            texts(path, folder, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("columns", "problem"),
+    [
+        ({"tools": TOOLS}, "has tools, which need the chat template"),
+        ({"chat_template_kwargs": {"shout": True}}, "which need the chat template"),
+        ({"tools": "price"}, "not valid JSON"),
+        ({"tools": ["price"]}, "not a list of objects"),
+        ({"chat_template_kwargs": {"messages": []}}, "sets 'messages'"),
+    ],
+)
+def test_columns_that_cannot_reach_the_model_are_refused_by_row(columns, problem, tmp_path):
+    rows = [{"prompt": "hi", "answer": ""}, {"prompt": "hi", "answer": "", **columns}]
+    path = write_lines(tmp_path / "p.jsonl", rows)
+    with pytest.raises(UsageError, match=f"line 2: .*{problem}"):
+        check_prompts(PromptSource(path, 100, use_chat_template=False))
+
+
+def test_columns_of_images_are_told_of(folder, tmp_path, caplog):
+    rows = [{"prompt": "hi", "answer": ""}, {"prompt": "ho", "answer": "", "images": ["a.png"]}]
+    path = write_lines(tmp_path / "p.jsonl", rows)
+    for _ in range(2):  # and again, though the cache has them
+        caplog.clear()
+        texts(path, folder, tmp_path)
+        assert ["is not given images, in 1 rows (row 2" in m for m in caplog.messages] == [True]
+
+
+@pytest.mark.parametrize("digits", [5, 400, 4000])
+def test_integer_is_an_answer_however_many_digits_it_has(digits, folder, tmp_path):
+    path = tmp_path / "p.jsonl"
+    path.write_text(f'{{"prompt": "hi", "answer": -{"9" * digits}}}\n')
+    prompts = load_prompts(PromptSource(path, 100), folder, cache_dir=tmp_path)
+    assert prompts[0].answer == "-" + "9" * digits
+
+
+def test_deep_nesting_is_told_with_its_place(tmp_path):
+    deep = "[" * 900 + "]" * 900
+    path = tmp_path / "p.jsonl"
+    for column in ("answer", "prompt", "more"):
+        row = {"prompt": '"hi"', "answer": '"1"', "more": "0", column: deep}
+        path.write_text("{" + ", ".join(f'"{k}": {v}' for k, v in row.items()) + "}\n")
+        with pytest.raises(UsageError, match="line 1, .*deeper than"):
+            check_prompts(PromptSource(path, 100))
+    kind = pa.int64()
+    for _ in range(200):
+        kind = pa.list_(kind)
+    more = pa.array([None], kind)
+    table = pa.Table.from_pylist([{"prompt": "hi", "answer": "1"}]).append_column("more", more)
+    pq.write_table(table, tmp_path / "p.parquet")
+    with pytest.raises(UsageError, match=r"p.parquet.*'more'.*deeper than|cannot be read"):
+        check_prompts(PromptSource(tmp_path / "p.parquet", 100))
+
+
+# Which template -----------------------------------------------------------------------------------
+
+
+def test_template_is_chosen_by_name_or_file(folder, tmp_path):
+    several = save_tokenizer(tmp_path / "several", "D {{ messages[0].content }}")
+    (several / "additional_chat_templates").mkdir()
+    named = several / "additional_chat_templates" / "loud.jinja"
+    named.write_text("L {{ messages[0].content }}{{ mark }}")
+    own = tmp_path / "own.jinja"
+    own.write_text("O {{ messages[0].content }}")
+    path = write_lines(tmp_path / "p.jsonl", [{"prompt": "hi", "answer": ""}])
+
+    def found(chosen: str | None, **kwargs: Any) -> list[str]:
+        return texts(path, several, tmp_path, template=ChatTemplate(chosen, kwargs))
+
+    assert (found(None), found("loud"), found(str(own))) == (["D hi"], ["L hi"], ["O hi"])
+    assert found("loud", mark="!") == ["L hi!"]
+    named.write_text("M {{ messages[0].content }}")
+    assert found("loud") == ["M hi"]
+    with pytest.raises(UsageError, match="--rl-chat-template quiet .*; give one of default, loud"):
+        found("quiet")
+    with pytest.raises(UsageError, match="--rl-chat-template .*missing.jinja cannot be read"):
+        found(str(tmp_path / "missing.jinja"))
+    with pytest.raises(UsageError, match="--rl-chat-template-kwargs .*'mrak'.*does not read"):
+        found("loud", mrak="!")
+
+
+def test_date_is_an_input_of_a_template_that_asks_for_it(tmp_path):
+    dated = save_tokenizer(
+        tmp_path / "dated", "{{ strftime_now('%d %b %Y') }} {{ messages[0].content }}"
+    )
+    plain = save_tokenizer(tmp_path / "plain", "{{ messages[0].content }}")
+    path = write_lines(tmp_path / "p.jsonl", [{"prompt": "hi", "answer": ""}])
+
+    def load(folder: Path, day: str | None) -> tuple[str, str]:
+        source = PromptSource(path, 100, template=ChatTemplate(date=day))
+        prompts = load_prompts(source, folder, cache_dir=tmp_path / "cache")
+        text = AutoTokenizer.from_pretrained(folder).decode(prompts[0].token_ids)
+        return text, prompts.fingerprint
+
+    one, other = load(dated, "2026-01-02"), load(dated, "2026-01-03")
+    assert one[0] == "02 Jan 2026 hi" and other[0] == "03 Jan 2026 hi" and one[1] != other[1]
+    assert load(dated, "2026-01-02") == one
+    assert load(plain, "2026-01-02") == load(plain, "2026-01-03")
+    assert len(list((tmp_path / "cache" / "prompts").glob("*.arrow"))) == 3

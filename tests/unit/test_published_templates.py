@@ -1,0 +1,179 @@
+"""Shapes of the published chat templates of supported families: conversations of environments.
+
+Each template here has the behaviour of a published one in which they differ, and no more of it: how
+a turn ends, which roles there are, and what a tool's result must follow.
+"""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from mcore_rl.data.chat import ChatTokenizer
+from mcore_rl.environments.conversation import ConversationTokens
+
+SPECIAL = (
+    "<|start|> <|end|> <|return|> <|call|> <|message|> <|channel|> <|user|> <|assistant|> "
+    "<|observation|> <|endoftext|> <|im_start|> <|im_end|> <s> </s> <eos>"
+).split()
+GPT_OSS = """{{ '<|start|>system<|message|>Current date: ' + strftime_now('%Y-%m-%d') + '<|end|>' }}
+{%- set ns = namespace(called='') %}
+{%- for m in messages %}
+{%- if m.role == 'assistant' and m.tool_calls %}
+{%- set ns.called = m.tool_calls[0].function.name %}
+{{- '<|start|>assistant to=functions.' + ns.called + '<|channel|>commentary<|message|>' }}
+{{- m.tool_calls[0].function.arguments | tojson + '<|call|>' }}
+{%- elif m.role == 'assistant' %}
+{{- '<|start|>assistant<|channel|>final<|message|>' + m.content }}
+{{- '<|return|>' if loop.last and not add_generation_prompt else '<|end|>' }}
+{%- elif m.role == 'tool' %}
+{%- if not ns.called %}{{ raise_exception('no previous call') }}{% endif %}
+{{- '<|start|>functions.' + ns.called + ' to=assistant<|channel|>commentary<|message|>' }}
+{{- m.content | tojson + '<|end|>' }}
+{%- else %}
+{{- '<|start|>' + m.role + '<|message|>' + m.content + '<|end|>' }}
+{%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ '<|start|>assistant' }}{% endif %}"""
+GLM = """{%- for m in messages %}
+{%- if m.role == 'assistant' %}{{ '<|assistant|>\\n<think></think>\\n' + m.content.strip() }}
+XX
+{%- else %}{{ '<|' + m.role + '|>\\n' + m.content }}
+{%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}<|assistant|>{% endif %}"""
+MIXTRAL = """{{ bos_token }}
+{%- for m in messages %}
+{%- if (m.role == 'user') != (loop.index0 % 2 == 0) %}{{ raise_exception('must alternate') }}
+{%- endif %}
+{%- if m.role == 'user' %}{{ '[INST] ' + m.content + ' [/INST]' }}
+{%- else %}{{ ' ' + m.content + eos_token }}
+{%- endif %}
+{%- endfor %}"""
+DEEPSEEK = """{%- set ns = namespace(system='', tool=false) %}
+{%- for m in messages if m.role == 'system' %}
+{%- set ns.system = ns.system + m.content %}
+{%- endfor %}
+{{- bos_token + ns.system }}
+{%- for m in messages %}
+{%- if m.role == 'user' %}{{ '<|user|>' + m.content }}{% set ns.tool = false %}
+{%- elif m.role == 'assistant' %}{{ '<|assistant|>' + m.content.split('</think>')[-1] + eos_token }}
+{%- elif m.role == 'tool' %}{{ '<output>' + m.content + '</output>' }}{% set ns.tool = true %}
+{%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt and not ns.tool %}<|assistant|>{% endif %}"""
+OLMOE = """{{ bos_token }}
+{%- for m in messages %}
+{%- if m.role == 'assistant' %}{{ '<|assistant|>\\n' + m.content + eos_token }}
+{%- if not loop.last %}{{ '\\n' }}{% endif %}
+{%- elif m.role in ('user', 'system') %}{{ '<|user|>\\n' + m.content + '\\n' }}
+{%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}<|assistant|>\n{% endif %}"""
+QWEN3 = """{%- set ns = namespace(last=-1) %}
+{%- for m in messages if m.role == 'user' %}{% set ns.last = loop.index0 %}{% endfor %}
+{%- for m in messages %}
+{%- if m.role == 'assistant' %}{{ '<|im_start|>assistant\\n' }}
+{%- if loop.index0 > ns.last %}{{ '<think>\\n\\n</think>\\n\\n' }}{% endif %}
+{{- m.content + '<|im_end|>\\n' }}
+{%- elif m.role == 'tool' %}
+{{- '<|im_start|>user\\n<tool_response>\\n' + m.content + '\\n</tool_response><|im_end|>\\n' }}
+{%- else %}{{ '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>\\n' }}
+{%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"""
+
+
+def tokenizer_of(template: str, eos: str) -> PreTrainedTokenizerFast:
+    """A token for each character, and the special ones."""
+    alphabet = [*SPECIAL, *map(chr, range(32, 127)), "\n"]
+    vocab = {token: index for index, token in enumerate(alphabet)}
+    backend = Tokenizer(models.BPE(vocab=vocab, merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.Split("\n", "isolated")
+    backend.decoder = decoders.Fuse()
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=backend,
+        bos_token="<s>",
+        eos_token=eos,
+        additional_special_tokens=[token for token in SPECIAL if token not in ("<s>", eos)],
+        clean_up_tokenization_spaces=False,
+    )
+    tokenizer.chat_template = template
+    return tokenizer
+
+
+USER, SYSTEM = {"role": "user", "content": "and 5?"}, {"role": "system", "content": "Be brief."}
+TOOL = {"role": "tool", "content": "2.5", "name": "price"}
+AS_JSON = json.dumps("2.5")
+# Template, the ends that the engine knows (the first is the tokenizer's), then for a turn that
+# ended by a token and what was observed, the text that follows.
+CASES = {
+    "gpt_oss, a user": (
+        (GPT_OSS, "<|return|> <|endoftext|> <|call|>", "<|return|>", USER),
+        "<|start|>user<|message|>and 5?<|end|><|start|>assistant",
+    ),
+    "gpt_oss, cut": (
+        (GPT_OSS, "<|return|> <|endoftext|> <|call|>", "", USER),
+        "<|end|><|start|>user<|message|>and 5?<|end|><|start|>assistant",
+    ),
+    "gpt_oss, a tool": (
+        (GPT_OSS, "<|return|> <|endoftext|> <|call|>", "<|call|>", TOOL),
+        f"<|start|>functions.price to=assistant<|channel|>commentary<|message|>{AS_JSON}<|end|>"
+        "<|start|>assistant",
+    ),
+    "glm, a user": (
+        (GLM, "<|endoftext|> <|user|> <|observation|>", "<|user|>", USER),
+        "\nand 5?<|assistant|>",
+    ),
+    "glm, a tool": (
+        (GLM, "<|endoftext|> <|user|> <|observation|>", "<|observation|>", TOOL),
+        "\n<tool_response>2.5</tool_response><|assistant|>",
+    ),
+    "glm, another end": (
+        (GLM, "<|endoftext|> <|user|> <|observation|>", "<|endoftext|>", USER),
+        "<|user|>\nand 5?<|assistant|>",
+    ),
+    "glm, cut": (
+        (GLM, "<|endoftext|> <|user|> <|observation|>", "", USER),
+        "<|user|>\nand 5?<|assistant|>",
+    ),
+    "mixtral, a user": ((MIXTRAL, "</s>", "</s>", USER), "[INST] and 5? [/INST]"),
+    "mixtral, a tool": ((MIXTRAL, "</s>", "</s>", TOOL), "[INST] 2.5 [/INST]"),
+    "deepseek, a tool": ((DEEPSEEK, "</s>", "</s>", TOOL), "<output>2.5</output>"),
+    "deepseek, the system": ((DEEPSEEK, "</s>", "</s>", SYSTEM), "<|user|>Be brief.<|assistant|>"),
+    "olmoe, a tool": ((OLMOE, "<eos>", "<eos>", TOOL), "\n<|user|>\n2.5\n<|assistant|>\n"),
+    "qwen3, a tool": (
+        (QWEN3, "<|im_end|>", "<|im_end|>", TOOL),
+        "\n<|im_start|>user\n<tool_response>\n2.5\n</tool_response><|im_end|>\n"
+        "<|im_start|>assistant\n",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_what_is_observed_follows_a_turn_as_the_template_has_it(case):
+    (template, ends, end, message), expected = CASES[case]
+    eos, *others = ends.split()
+    tokenizer = tokenizer_of(template, eos)
+    conversation = ConversationTokens(
+        ChatTokenizer(tokenizer, date="2026-01-02"),
+        use_chat_template=True,
+        ends=tokenizer.convert_tokens_to_ids([eos, *others]),
+    )
+    generated = tokenizer.encode("7" + end, add_special_tokens=False)
+    observed = conversation.observed(np.asarray(generated, np.int32), [message])
+    assert isinstance(observed, np.ndarray), observed
+    assert tokenizer.decode(observed) == expected
+
+
+def test_what_the_system_says_first_goes_to_the_user_where_there_is_no_system():
+    tokenizer = tokenizer_of(MIXTRAL, "</s>")
+    conversation = ConversationTokens(
+        tokenizer, use_chat_template=True, ends=[tokenizer.eos_token_id]
+    )
+    first = conversation.first(np.zeros(1, np.int32), [SYSTEM, USER])
+    assert tokenizer.decode(first) == "<s>[INST] Be brief.\n\nand 5? [/INST]"

@@ -1,0 +1,93 @@
+"""A template or a tokenizer that takes what it likes costs one sentence, and never the run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from tokenizers import normalizers
+from transformers import AutoTokenizer
+
+from mcore_rl.common.errors import UsageError
+from mcore_rl.data.prompt_cache import tokenizer_process
+from mcore_rl.data.prompt_file import PromptSource
+from mcore_rl.data.prompts import load_prompts
+from mcore_rl.data.tokenizer_process import ChatTemplate
+from mcore_rl.environments.conversation import ConversationTokens
+from mcore_rl.environments.wire import Failed
+from tests.unit.test_data import save_tokenizer, write_lines
+
+# It takes 10 s of the processor until it is ended.
+LOOPS = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
+# Does its worst for a prompt that says so, which need not be the first.
+BOMBS = {
+    "range": "{% for i in range(10**9) %}{% endfor %}",
+    "recursion": "{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}",
+    "surrogate": "{{ '\\ud800' }}",
+    "division": "{{ 1 // 0 }}",
+    "memory": "{{ messages[0].content * 10**10 }}",
+    "grows": "{% for i in range(9999) %}{% for j in range(999) %}{{ 'x' * 9999 }}{% endfor %}"
+    "{% endfor %}",
+}
+
+
+def template_of(bomb: str) -> str:
+    chat = "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<eos>\n{% endfor %}"
+    asked = "{% if 'go' in messages[-1].content %}" + bomb + "{% endif %}"
+    return asked + chat + "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+
+
+def rows(tmp_path: Path, *texts: str) -> PromptSource:
+    lines = [{"prompt": text, "answer": ""} for text in texts]
+    return PromptSource(write_lines(tmp_path / "p.jsonl", lines), 100)
+
+
+@pytest.mark.parametrize(
+    "bomb", [*BOMBS.values(), pytest.param(LOOPS, marks=pytest.mark.slow)], ids=[*BOMBS, "loops"]
+)
+def test_template_that_takes_too_much_is_told_with_its_row(bomb, tmp_path):
+    folder = save_tokenizer(tmp_path / "model", template_of(bomb))
+    source = rows(tmp_path, "hi", "ho", "go")
+    with pytest.raises(UsageError, match=r"p.jsonl, line 3: .*; "):
+        load_prompts(source, folder, cache_dir=tmp_path)
+    # What comes next is served.
+    assert len(load_prompts(rows(tmp_path, "hi", "ho"), folder, cache_dir=tmp_path)) == 2
+
+
+def test_tokenizer_that_aborts_its_process_is_told_with_the_row(tmp_path):
+    """A text of 1 character becomes one of 10^10."""
+    folder = save_tokenizer(tmp_path / "model", template_of(""))
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    swell = [normalizers.Replace(a, b * 100_000) for a, b in (("z", "y"), ("y", "x"))]
+    tokenizer.backend_tokenizer.normalizer = normalizers.Sequence(swell)
+    tokenizer.save_pretrained(folder)
+    with pytest.raises(UsageError, match=f"line 2: the tokenizer of {folder} cannot be run"):
+        load_prompts(rows(tmp_path, "hi", "z", "ho"), folder, cache_dir=tmp_path)
+
+
+def test_tokenizer_that_cannot_be_loaded_is_the_folders_fault(tmp_path):
+    folder = save_tokenizer(tmp_path / "model", template_of(""))
+    (folder / "tokenizer.json").write_text("[" * 100_000)
+    with pytest.raises(UsageError, match=f"--rl-hf-checkpoint {folder} "):
+        load_prompts(rows(tmp_path, "hi"), folder, cache_dir=tmp_path)
+
+
+def test_what_an_environment_says_costs_its_sample_alone(tmp_path):
+    folder = save_tokenizer(tmp_path / "model", template_of(BOMBS["memory"]))
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer.add_special_tokens({"eos_token": "<eos>"})
+    tokenizer.save_pretrained(folder)
+    process = tokenizer_process(folder, ChatTemplate(), use_template=True, trust_remote_code=False)
+    end = process.eos_token_id
+    assert end == tokenizer.eos_token_id
+    conversation = ConversationTokens(process, use_chat_template=True, ends=[end])
+    turn = np.array([5, end], np.int32)
+
+    def observed(text: str) -> Any:
+        return conversation.observed(turn, [{"role": "user", "content": text}])
+
+    failed = observed("go")
+    assert isinstance(failed, Failed) and "the chat template refuses" in failed.failure
+    assert tokenizer.decode(observed("hi")) == "\n<|user|>hi<eos>\n<|assistant|>"

@@ -20,10 +20,10 @@ import torch
 import torch.distributed as dist
 
 from mcore_rl.batching.accounting import describe
-from mcore_rl.common.kills import note_stage
 from mcore_rl.common import objects
 from mcore_rl.common.agreement import agreed_in_world
 from mcore_rl.common.errors import UsageError
+from mcore_rl.common.kills import note_stage
 from mcore_rl.data.prompts import PromptDataset
 from mcore_rl.flags.options import RLConfig
 from mcore_rl.hybrid_engine.memory.offload import Offloader, kinds_at_start, offload_kinds

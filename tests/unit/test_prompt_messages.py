@@ -28,6 +28,7 @@ TOOLS = [{"type": "function", "function": {"name": "price", "parameters": {"type
 # that must be null or must be a text, and reasoning that is kept for the last turn alone.
 ARGUMENTS_OF_OBJECT = "{% for k, v in arguments.items() %}{{ k }}={{ v }};{% endfor %}"
 ARGUMENTS_AS_JSON = "{{ arguments | tojson }}"
+ARGUMENTS_IF_OBJECT = "{% if arguments is mapping %}{{ arguments | tojson }}{% endif %}"
 ARGUMENTS_OF_TEXT = "{{ '```' + arguments + '```' }}"
 CALLS = (
     "{% for c in m.tool_calls %}{% set arguments = c.function.arguments %}"
@@ -75,9 +76,10 @@ def calling(arguments: Any, **fields: Any) -> dict[str, Any]:
     [
         (ARGUMENTS_OF_OBJECT, "item=apple;count=3;"),
         (ARGUMENTS_AS_JSON, json.dumps(ARGUMENTS)),
+        (ARGUMENTS_IF_OBJECT, json.dumps(ARGUMENTS)),
         (ARGUMENTS_OF_TEXT, f"```{json.dumps(ARGUMENTS)}```"),
     ],
-    ids=["items", "tojson", "concatenation"],
+    ids=["items", "tojson", "mapping", "concatenation"],
 )
 def test_calls_are_written_in_the_form_that_the_template_takes(
     of_arguments, expected, of_content, content, arguments

@@ -41,7 +41,8 @@ GPT_OSS = """{{ '<|start|>system<|message|>Current date: ' + strftime_now('%Y-%m
 {%- if add_generation_prompt %}{{ '<|start|>assistant' }}{% endif %}"""
 GLM = """{%- for m in messages %}
 {%- if m.role == 'assistant' %}{{ '<|assistant|>\\n<think></think>\\n' + m.content.strip() }}
-XX
+{%- elif m.role == 'tool' %}
+{{- '<|observation|>\\n<tool_response>' + m.content + '</tool_response>' }}
 {%- else %}{{ '<|' + m.role + '|>\\n' + m.content }}
 {%- endif %}
 {%- endfor %}
@@ -74,6 +75,22 @@ OLMOE = """{{ bos_token }}
 {%- endif %}
 {%- endfor %}
 {%- if add_generation_prompt %}<|assistant|>\n{% endif %}"""
+MINIMAX = """{%- set ns = namespace(called=none) %}
+{%- for m in messages %}
+{%- if m.role == 'assistant' %}{{ ']ai\\n' + (m.content or '') }}
+{%- set ns.called = none %}
+{%- for c in m.tool_calls or [] %}{% set ns.called = c.function.name %}
+{{- '<invoke ' + c.function.name + '>' }}
+{%- if c.function.arguments is mapping %}{{ c.function.arguments | tojson }}{% endif %}
+{{- '</invoke>' }}
+{%- endfor %}{{ eos_token + '\\n' }}
+{%- elif m.role == 'tool' %}
+{%- if ns.called is none %}{{ raise_exception('no previous call') }}{% endif %}
+{{- ']tool\\n<response>' + m.content + '</response>' + eos_token + '\\n' }}
+{%- elif m.role == 'user' %}{{ ']user\\n' + m.content + eos_token + '\\n' }}
+{%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ ']ai\\n<think>\\n' }}{% endif %}"""
 QWEN3 = """{%- set ns = namespace(last=-1) %}
 {%- for m in messages if m.role == 'user' %}{% set ns.last = loop.index0 %}{% endfor %}
 {%- for m in messages %}
@@ -146,6 +163,14 @@ CASES = {
     "deepseek, a tool": ((DEEPSEEK, "</s>", "</s>", TOOL), "<output>2.5</output>"),
     "deepseek, the system": ((DEEPSEEK, "</s>", "</s>", SYSTEM), "<|user|>Be brief.<|assistant|>"),
     "olmoe, a tool": ((OLMOE, "<eos>", "<eos>", TOOL), "\n<|user|>\n2.5\n<|assistant|>\n"),
+    "minimax, a tool": (
+        (MINIMAX, "<eos>", "<eos>", TOOL),
+        "\n]tool\n<response>2.5</response><eos>\n]ai\n<think>\n",
+    ),
+    "minimax, a tool after a cut call": (
+        (MINIMAX, "<eos>", "", TOOL),
+        "<eos>\n]tool\n<response>2.5</response><eos>\n]ai\n<think>\n",
+    ),
     "qwen3, a tool": (
         (QWEN3, "<|im_end|>", "<|im_end|>", TOOL),
         "\n<|im_start|>user\n<tool_response>\n2.5\n</tool_response><|im_end|>\n"

@@ -46,6 +46,7 @@ from mcore_rl.trainer.inputs import check_data
 from mcore_rl.trainer.resume import folders
 from mcore_rl.trainer.resume.trainer_state import (
     TrainerState,
+    date_of_checkpoints,
     read_trainer_state,
     save_trainer_state,
 )
@@ -448,7 +449,8 @@ def test_prompts_must_be_those_that_the_checkpoint_has_drawn_from(here: Path) ->
     fingerprint = load_prompts(
         prompt_source(config, config.prompts), config.hf_checkpoint, write_cache=False
     ).fingerprint
-    for name, of_prompts in (("same", fingerprint), ("other", "0" * 64)):
+    fingerprints = {"same": fingerprint, "other": f"tokens:{'0' * 64}", "earlier": "0" * 64}
+    for name, of_prompts in fingerprints.items():
         state = TrainerState(3, "TP1", prompts=of_prompts)
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
         try:
@@ -463,6 +465,29 @@ def test_prompts_must_be_those_that_the_checkpoint_has_drawn_from(here: Path) ->
     assert last("same").found == f"the prompts are those of {here}/same"
     assert last("other").level == "red" and "restart" in last("other").remedy
     assert last("other", on_changed_prompts="restart").level == "yellow"
+    # What an earlier version noted says nothing of tokens.
+    assert last("earlier").level == "yellow" and "not known" in last("earlier").found
+
+
+def test_day_of_a_runs_start_is_what_its_checkpoints_tell(tmp_path: Path) -> None:
+    def save(folder: Path, step: int, day: str) -> None:
+        place = folders.saving_folder(folder) / folders.iteration_name(step)
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        try:
+            state = TrainerState(step, "TP1", date=day)
+            save_trainer_state(state, RngState.capture(), place / "trainer")
+        finally:
+            dist.destroy_process_group()
+        folders.complete(folder, step, folders.sealed(place, folders.files_of(place)))
+
+    assert date_of_checkpoints(tmp_path / "nothing") is None
+    save(tmp_path / "run", 3, "2026-01-02")
+    save(tmp_path / "run", 5, "2026-01-02")
+    save(tmp_path / "earlier", 3, "")  # by a version that did not note it
+    assert date_of_checkpoints(tmp_path / "run") == "2026-01-02"
+    assert date_of_checkpoints(tmp_path / "earlier") is None
+    shutil.rmtree(tmp_path / "run" / folders.iteration_name(5) / "trainer")
+    assert date_of_checkpoints(tmp_path / "run") == "2026-01-02"
 
 
 # ----------------------------------------------------------------------------------------- reward

@@ -129,6 +129,27 @@ VALUES = [
         more="--tensor-model-paralel-size 2",
     ),
     Case(
+        "template_arguments_that_are_no_json",
+        ["--rl-chat-template-kwargs enable_thinking: it is not valid JSON", "; write JSON"],
+        more="--rl-chat-template-kwargs enable_thinking",
+    ),
+    Case(
+        "template_argument_without_effect",
+        ["--rl-chat-template-kwargs sets 'thinkng', which the chat template does not read"],
+        more='--rl-chat-template-kwargs {"thinkng":true}',
+    ),
+    Case(
+        "template_that_is_not_there",
+        ["--rl-chat-template nowhere is neither a file nor a template of the", "give one of"],
+        more="--rl-chat-template nowhere",
+    ),
+    Case(
+        "template_that_is_not_used",
+        ["--rl-chat-template own.jinja has no effect with --rl-no-chat-template; drop one"],
+        more="--rl-no-chat-template --rl-chat-template own.jinja",
+    ),
+    Case("stop_at_nothing", ["--rl-stop '' is empty; give the text"], more="--rl-stop="),
+    Case(
         "stray_word",
         ["'2' belongs to no flag", "check the command line"],
         more="--rl-no-chat-template 2",

@@ -254,10 +254,9 @@ def _worker(trusts_code: bool) -> _Worker:
 
 @atexit.register
 def close_all() -> None:
-    """End the processes that this one has started."""
-    for (pid, _), worker in _workers.items():
-        if pid == os.getpid():
-            worker.close()
+    """End the processes that this one has started; a later request starts another."""
+    for key in [key for key in _workers if key[0] == os.getpid()]:
+        _workers.pop(key).close()
 
 
 def _why(code: int) -> str:

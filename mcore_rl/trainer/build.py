@@ -25,6 +25,7 @@ from mcore_rl.common.agreement import agreed_in_world
 from mcore_rl.common.errors import UsageError
 from mcore_rl.common.kills import note_stage
 from mcore_rl.data.prompts import PromptDataset
+from mcore_rl.data.tokenizer_process import close_all
 from mcore_rl.flags.options import RLConfig
 from mcore_rl.hybrid_engine.memory.offload import Offloader, kinds_at_start, offload_kinds
 from mcore_rl.hybrid_engine.proof.canary import NUM_PROMPTS, Canary
@@ -114,6 +115,7 @@ def build(
         config, trust_remote_code=job.args.trust_remote_code, date=day
     )
     _require_same_prompts(prompts, config)
+    close_all()  # of the tokenizer: prompts have their tokens, and environments start another
     point = find_resume_point(
         job.args,
         config,

@@ -143,7 +143,8 @@ def _is_mapping_of_numbers(value: Any) -> bool:
 
 def _not_facts(folder: Path, why: str) -> UsageError:
     return UsageError(
-        f"{folder} does not hold the state of a trainer ({why})",
+        f": {folder} does not hold the state of a trainer ({why})",
+        flag="--load",
         remedy="load another checkpoint",
     )
 

@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file, save_file
+from transformers import AutoTokenizer
 
 from mcore_rl.common.errors import UsageError
 from mcore_rl.flags.options import RLConfig
@@ -149,6 +150,47 @@ def test_a_weight_that_is_not_finite_is_named_as_it_is_read(
         match=rf"^model.norm.weight in {tmp_path}/w.safetensors holds {value} at \[2, 5\], .*copy",
     ):
         load_into_megatron(checkpoint, Reader(((2, 4), (3, 6))))
+
+
+TOKENIZER = """
+from transformers import PreTrainedTokenizer
+class Letters(PreTrainedTokenizer):
+    vocab_files_names = {"vocab_file": "letters.model"}
+    def __init__(self, vocab_file=None, **options):
+        self.letters = open(vocab_file).read()
+        super().__init__(**options)
+    @property
+    def vocab_size(self): return len(self.letters)
+    def get_vocab(self): return {c: i for i, c in enumerate(self.letters)}
+    def _tokenize(self, text, **options): return list(text)
+    def _convert_token_to_id(self, token): return self.letters.index(token)
+    def _convert_id_to_token(self, index): return self.letters[index]
+"""
+
+
+def test_a_tokenizer_of_code_is_loaded_from_an_export(
+    alone: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("HF_MODULES_CACHE", str(tmp_path / "modules"))
+    source, target = tmp_path / "source", tmp_path / "exported"
+    (source / "additional_chat_templates").mkdir(parents=True)
+    (source / "additional_chat_templates" / "tools.jinja").write_text("{{ messages }}")
+    (source / "tokenization_letters.py").write_text(TOKENIZER)
+    (source / "letters.model").write_text("xabc")
+    auto_map = {"AutoTokenizer": ["tokenization_letters.Letters", None]}
+    tokenizer = {"tokenizer_class": "Letters", "auto_map": auto_map}
+    (source / "tokenizer_config.json").write_text(json.dumps(tokenizer))
+    (source / "secret").symlink_to("/etc/hostname")
+    (source / "config.json").write_text(json.dumps({"model_type": "qwen3"}))
+    (source / EXPORT_MARKER).write_text("of an earlier export")
+    tensors = {"model.embed_tokens.weight": TensorInfo((2, 3), "float32", 4)}
+    export(WholeModel(), HFCheckpoint(source, {}, tensors), target)  # type: ignore[arg-type]
+    shutil.rmtree(source)
+    loaded = AutoTokenizer.from_pretrained(target, trust_remote_code=True)
+    assert loaded("cab")["input_ids"] == [3, 1, 2]
+    assert (target / "additional_chat_templates" / "tools.jinja").is_file()
+    assert not (target / "secret").exists() and "secret" in caplog.text
+    assert json.loads((target / EXPORT_MARKER).read_text()) == {"exported_from": str(source)}
 
 
 def test_a_run_that_goes_on_replaces_an_export_and_nothing_else(

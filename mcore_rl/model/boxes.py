@@ -60,6 +60,33 @@ def relative(inner: Box, outer: Box) -> Box:
     )
 
 
+def boxes_of_flat_range(shape: Sequence[int], start: int, stop: int) -> list[Box]:
+    """Elements start to stop of a tensor of `shape`, in row-major order, as boxes.
+
+    The boxes are in that order, disjoint, not empty and each contiguous in memory. There are at
+    most 2 len(shape) - 1 of them. The range must lie in the tensor.
+    """
+    assert 0 <= start <= stop <= math.prod(shape), f"{start}:{stop} reaches outside {shape}"
+    if not shape:
+        return [()] if start < stop else []
+    rest = shape[1:]
+    row = math.prod(rest)
+    found: list[Box] = []
+    at = start
+    while at < stop:
+        index, inside = divmod(at, row)
+        if inside == 0 and at + row <= stop:
+            whole = (index, stop // row)
+            found.append((whole, *full_box(rest)))
+            at = whole[1] * row
+        else:
+            end = min(stop, (index + 1) * row)
+            part = boxes_of_flat_range(rest, inside, inside + end - at)
+            found += [((index, index + 1), *box) for box in part]
+            at = end
+    return found
+
+
 def subtract(box: Box, hole: Box) -> list[Box]:
     """Disjoint boxes that together are `box` without `hole`; at most two per dimension."""
     shared = intersect(box, hole)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import subprocess
 import sys
@@ -105,6 +106,19 @@ def test_cover_fault_names_the_place(pieces, words):
     fault = bx.cover_fault(((0, 4),), pieces)
     assert fault is not None
     assert re.search(words, fault)
+
+
+@settings(deadline=None)
+@given(st.lists(st.integers(1, 5), min_size=0, max_size=4), st.data())
+def test_a_flat_range_is_its_boxes_in_order(shape, data):
+    numbers = np.arange(math.prod(shape)).reshape(shape)
+    stop = data.draw(st.integers(0, numbers.size))
+    start = data.draw(st.integers(0, stop))
+    boxes = bx.boxes_of_flat_range(shape, start, stop)
+    found = [numbers[tuple(slice(*ends) for ends in box)] for box in boxes]
+    assert [n for part in found for n in part.flatten()] == list(range(start, stop))
+    assert all(part.flags.c_contiguous and part.size for part in found)
+    assert len(boxes) <= max(1, 2 * len(shape) - 1)
 
 
 def test_a_scalar_has_one_element():

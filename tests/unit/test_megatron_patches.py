@@ -181,12 +181,3 @@ def test_megatron_on_cpu(case: str) -> None:
         [sys.executable, "-c", CASES[case]], capture_output=True, text=True, timeout=500
     )
     assert run.returncode == 0, run.stderr[-3000:]
-
-
-def test_states_are_put_where_their_parameters_lie_in_a_padded_buffer() -> None:
-    """Two buckets of 3 and 4 elements, each padded to a multiple of 4."""
-    from mcore_rl.patches.megatron.padded_buckets import spread
-
-    states = torch.arange(1.0, 8.0)
-    assert spread(states, [0, 4], [3, 4], 8).tolist() == [1, 2, 3, 0, 4, 5, 6, 7]
-    assert spread(states, [0], [7], 8) is states

@@ -1,0 +1,249 @@
+"""The distributed optimizer is saved and loaded in pieces, without gathering it.
+
+Symptom: saving with `--dist-ckpt-optim-fully-reshardable` needs several times the memory of the
+whole optimizer on every data-parallel rank: a model of 0.6 billion parameters is killed in 24 GiB.
+Loading allocates the whole optimizer on every rank as well. Where gradients lie in several padded
+buckets, Megatron also reads the states of some parameters from the wrong places, and says nothing.
+
+Cause: `sharded_param_state_fully_reshardable` gathers the state of all ranks on each of them,
+because a checkpoint names states by parameter, and a rank's share begins and ends within one.
+
+Why safe: names, global shapes and content of the checkpoint stay as they are. Only its chunks are
+others: a rank's share of a parameter is a few boxes of it, which PyTorch's format stores and
+reads like any others, and Megatron leaves their check to PyTorch (`axis_fragmentations=None`). So
+older checkpoints load here, and those written here load in an unpatched Megatron, in any layout.
+Loading writes into the optimizer's own tensors.
+
+Upstream: `fully_sharded_model_space` did the same with flattened ranges, which were removed.
+
+Drop when: the fully reshardable format needs no more memory than a rank's share.
+
+Versions: megatron-core 0.17 to 0.20.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from mcore_rl.model.boxes import (
+    Box,
+    boxes_of_flat_range,
+    extent,
+    full_box,
+    intersect,
+    relative,
+    volume,
+)
+from mcore_rl.patches.registry import Patch, require_parameters
+
+if TYPE_CHECKING:
+    import torch
+
+# Of one piece, in elements: what a writer or a reader copies at one time, 64 MiB in float32.
+LARGEST_PIECE = 1 << 24
+
+
+def needed() -> bool:
+    """Whether this Megatron has the format."""
+    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+
+    return hasattr(DistributedOptimizer, "sharded_param_state_fully_reshardable")
+
+
+def apply() -> None:
+    """Replace both directions of the format."""
+    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer as Optimizer
+
+    require_parameters(
+        Optimizer.sharded_param_state_fully_reshardable,
+        "self",
+        "model_sharded_state_dict",
+        "is_loading",
+        "metadata",
+    )
+    require_parameters(Optimizer.load_parameter_state_from_fully_reshardable, "self", "state_dict")
+    require_parameters(Optimizer._get_main_param_and_optimizer_states, "self", "model_param")
+    require_parameters(
+        Optimizer._set_main_param_and_optimizer_states, "self", "model_param", "tensors"
+    )
+    Optimizer.sharded_param_state_fully_reshardable = _state_in_pieces
+    Optimizer.load_parameter_state_from_fully_reshardable = _load_state
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """A ShardedTensor as which a parameter is saved, whole or in part, and its box in the parameter
+    of this rank."""
+
+    sharded: Any  # without data
+    box: Box
+
+
+@dataclass(frozen=True, slots=True)
+class _Share:
+    """Elements of a parameter of this rank, in row-major order."""
+
+    shape: tuple[int, ...]
+    parts: list[_Part]
+    start: int
+    stop: int
+
+
+def _state_in_pieces(
+    self: Any,
+    model_sharded_state_dict: Any,
+    is_loading: bool = False,
+    metadata: dict[str, Any] | None = None,
+) -> dict[int, dict[str, Any]]:
+    """Of each parameter of which this rank has a share, its states by name. Not collective."""
+    from megatron.core.dist_checkpointing.dict_utils import nested_values
+    from megatron.core.dist_checkpointing.utils import extract_sharded_tensors_and_factories
+
+    found, _ = extract_sharded_tensors_and_factories(model_sharded_state_dict)
+    saved_as = {sharded.data: sharded for sharded in nested_values(found)}
+    states: dict[int, dict[str, Any]] = {}
+    for number, (parameter, start, stop) in enumerate(_shares(self)):
+        sharded = saved_as[parameter]
+        # (PP, TP, DP): each data-parallel rank saves its own share.
+        replica = (*sharded.replica_id[:2], self.distributed_optimizer_instance_id)
+        share = _Share(tuple(parameter.shape), _parts(sharded), start, stop)
+        states[number] = {
+            name: _factory(f"optimizer.state.{name}", sharded.key, state, share, replica)
+            for name, state in _flat_states(self, parameter, stop - start, is_loading)
+        }
+    return states
+
+
+def _load_state(self: Any, state_dict: dict[int, dict[str, torch.Tensor]]) -> None:
+    """Take what `_state_in_pieces` asked for; most often it lies in its place already."""
+    import torch
+
+    with torch.no_grad():
+        for number, (parameter, _, _) in enumerate(_shares(self)):
+            self._set_main_param_and_optimizer_states(
+                parameter, {"step": None, **state_dict[number]}
+            )
+    sync = getattr(self.optimizer, "_sync_hdo_state_to_sub_optimizers", None)
+    if sync is not None:  # of --optimizer-cpu-offload
+        sync()
+
+
+def _shares(optimizer: Any) -> Iterator[tuple[Any, int, int]]:
+    """Each parameter of which this rank has a share, and which of its elements."""
+    for ranges_by_dtype in optimizer.gbuf_ranges:
+        for buckets in ranges_by_dtype.values():
+            for bucket in buckets:
+                for parameter, ranges in bucket["param_map"].items():
+                    yield parameter, ranges["param"].start, ranges["param"].end
+
+
+def _flat_states(
+    optimizer: Any, parameter: Any, size: int, is_loading: bool
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """The states of a share by name, `[size]` each: "param", "exp_avg", "exp_avg_sq", ..."""
+    # Of such an optimizer they are made anew, in float32.
+    are_copies = optimizer.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8
+    states = optimizer._get_main_param_and_optimizer_states(parameter)
+    for name, state in states.items():
+        if state.numel() != size or name == "step":  # which parameter groups have
+            continue
+        flat = state.detach().view(-1)
+        yield name, flat.cpu() if are_copies and not is_loading else flat
+
+
+def _factory(
+    prefix: str, key: str, state: torch.Tensor, share: _Share, replica: tuple[int, ...]
+) -> Any:
+    """What builds the pieces of a state `[stop - start]`, and brings them together when read."""
+    from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory
+
+    def build(_key: str, data: torch.Tensor, replica_id: Any, _flattened: Any) -> list[Any]:
+        return list(_pieces(prefix, data, share, replica_id))
+
+    def merge(read: list[torch.Tensor]) -> torch.Tensor:
+        for piece, source in zip(_pieces(prefix, state, share, replica), read, strict=True):
+            if piece.data.data_ptr() != source.data_ptr():
+                piece.data.copy_(source.view(piece.data.shape))
+        return state
+
+    return ShardedTensorFactory(f"{prefix}.{key}", state, build, merge, replica)
+
+
+def _pieces(prefix: str, state: torch.Tensor, share: _Share, replica: Any) -> Iterator[Any]:
+    """ShardedTensors that together are `state`, in order; each a view of it."""
+    at = 0
+    for begin in range(share.start, share.stop, LARGEST_PIECE):
+        end = min(share.stop, begin + LARGEST_PIECE)
+        for box in boxes_of_flat_range(share.shape, begin, end):
+            values = state[at : at + volume(box)].view(extent(box))
+            at += volume(box)
+            for part in share.parts:
+                shared = intersect(box, part.box)
+                if shared is not None:
+                    inside = tuple(slice(*ends) for ends in relative(shared, box))
+                    yield _piece(prefix, values[inside], part, shared, replica)
+
+
+def _piece(prefix: str, values: torch.Tensor, part: _Part, box: Box, replica: Any) -> Any:
+    whole = part.sharded
+    ahead = whole.prepend_axis_num  # axes, such as that of layers, that the parameter lacks
+    corner = (start for start, _ in relative(box, part.box))
+    offsets = zip(whole.global_offset[ahead:], corner, strict=True)
+    data = values.reshape((1,) * ahead + tuple(values.shape))
+    return replace(
+        whole,
+        key=f"{prefix}.{whole.key}",
+        data=data,
+        dtype=data.dtype,
+        local_shape=tuple(data.shape),
+        global_offset=(*whole.global_offset[:ahead], *(a + b for a, b in offsets)),
+        axis_fragmentations=None,
+        prepend_axis_num=0,
+        replica_id=replica,
+    )
+
+
+def _parts(sharded: Any) -> list[_Part]:
+    """As what a parameter is saved: itself, or slices of it, such as gate and up of a fused MLP."""
+    import torch
+    from megatron.core.dist_checkpointing.dict_utils import nested_values
+    from megatron.core.dist_checkpointing.mapping import ShardedTensor
+
+    shape = tuple(sharded.data.shape)
+    if isinstance(sharded, ShardedTensor):
+        return [_Part(sharded.without_data(), full_box(shape))]
+    # Where slices lie is seen by those of a tensor that has places and no data.
+    stand_in = torch.empty(shape, device="meta", dtype=sharded.data.dtype)
+    built = sharded.build_fn(sharded.key, stand_in, sharded.replica_id, None)
+    parts = [
+        _Part(part.without_data(), _box_in(stand_in, part.data)) for part in nested_values([built])
+    ]
+    if sum(volume(part.box) for part in parts) != stand_in.numel():
+        raise RuntimeError(
+            f"Megatron saves {sharded.key} as something else than slices of it: its optimizer "
+            "states cannot be saved in pieces"
+        )
+    return parts
+
+
+def _box_in(whole: torch.Tensor, part: torch.Tensor) -> Box:
+    """The box of a view; of what is no slice of `whole` one without elements."""
+    is_slice = part._base is whole and part.stride() == whole.stride()
+    if not is_slice:
+        return tuple((0, 0) for _ in whole.shape)
+    box, rest = [], part.storage_offset()
+    for size, stride in zip(part.shape, whole.stride(), strict=True):
+        first, rest = divmod(rest, stride)
+        box.append((first, first + size))
+    return tuple(box)
+
+
+PATCH = Patch(
+    name="megatron.optimizer_in_pieces",
+    package="megatron-core",
+    reason="saving and loading the distributed optimizer needs no more than a rank's share of it",
+    needed=needed,
+    apply=apply,
+)

@@ -1,0 +1,82 @@
+"""What a rank does in `test_optimizer_saving.py`; run by `tests.rank_pool`."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import hashlib
+import importlib.util
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from mcore_rl.batching.train_batches import split_mini_batches
+from mcore_rl.megatron import adapter as megatron_adapter
+from mcore_rl.megatron import saving as megatron_checkpoint
+from tests.dist.jobs import rank_batch, started
+from tests.live_bytes import LiveBytes
+
+
+def learn_and_save(flags: list[str], target: str) -> dict[str, Any]:
+    """An update, then a checkpoint in `ours`, and one in `megatrons` by the format's own code.
+
+    Of each the bytes of tensors that this rank made for it at most; and what the optimizer holds.
+    """
+    job, actor, _ = started(flags)
+    actor.update(split_mini_batches(rank_batch(job))[0])
+    found: dict[str, Any] = {"optimizer": _digests(actor.state), "bytes": _num_bytes(actor.state)}
+    for name, patched in (("ours", contextlib.nullcontext()), ("megatrons", _unpatched())):
+        gc.collect()
+        with patched, open("/dev/null", "w") as log, megatron_adapter.megatron_output_to(log):
+            with LiveBytes() as live:
+                megatron_checkpoint.save_checkpoint(job.args, actor.state, 1, Path(target) / name)
+        found[f"{name} peak"] = live.peak_bytes
+    dist.destroy_process_group()
+    return found
+
+
+def load(flags: list[str]) -> dict[str, Any]:
+    """What the optimizer holds after `--load`, and the most bytes of tensors while it was read."""
+    with LiveBytes() as live:
+        _, actor, _ = started(flags)
+        gc.collect()
+        held = live.live_bytes
+    found = {"optimizer": _digests(actor.state), "beyond": live.peak_bytes - held}
+    dist.destroy_process_group()
+    return found
+
+
+@contextlib.contextmanager
+def _unpatched() -> Iterator[None]:
+    """Saving as Megatron does it by itself."""
+    import megatron.core.optimizer.distrib_optimizer as patched
+
+    assert patched.__file__ is not None
+    spec = importlib.util.spec_from_file_location(f"{patched.__name__}_again", patched.__file__)
+    assert spec is not None and spec.loader is not None
+    again = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(again)
+    optimizer, name = patched.DistributedOptimizer, "sharded_param_state_fully_reshardable"
+    ours = getattr(optimizer, name)
+    setattr(optimizer, name, getattr(again.DistributedOptimizer, name))
+    try:
+        yield
+    finally:
+        setattr(optimizer, name, ours)
+
+
+def _tensors(state: megatron_adapter.TrainState) -> list[tuple[str, Any]]:
+    return megatron_adapter.train_tensors(state)["optimizer"]
+
+
+def _digests(state: megatron_adapter.TrainState) -> dict[str, str]:
+    return {
+        name: hashlib.sha256(tensor.detach().contiguous().numpy().tobytes()).hexdigest()
+        for name, tensor in _tensors(state)
+    }
+
+
+def _num_bytes(state: megatron_adapter.TrainState) -> int:
+    return sum(tensor.nbytes for _, tensor in _tensors(state))

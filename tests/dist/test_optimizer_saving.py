@@ -1,0 +1,109 @@
+"""The optimizer is saved and loaded by shares, without gathering it, and with the same content."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint import load as load_checkpoint
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+from tests.dist.layouts import job_flags
+from tests.rank_pool import RankPool
+
+pytestmark = [pytest.mark.timeout(400), pytest.mark.slow]
+
+LAYOUTS = {  # split, ranks
+    "DP1": ("tp1_pp1_ep1", 1),
+    "DP2": ("tp1_pp1_ep1", 2),
+    "DP4": ("tp1_pp1_ep1", 4),
+    "DP4 EP2": ("tp1_pp1_ep2", 4),
+    "TP2 PP2 EP2": ("tp2_pp2_ep2", 4),
+}
+
+
+@dataclass(frozen=True)
+class Saved:
+    """Of one layout."""
+
+    folder: Path
+    flags: list[str]
+    ranks: list[dict[str, Any]]
+
+
+@pytest.fixture(scope="module")
+def saved(
+    checkpoint_factory: Callable[..., Path], ranks: RankPool, tmp_path_factory: Any
+) -> Callable[[str], Saved]:
+    made: dict[str, Saved] = {}
+
+    def save(layout: str) -> Saved:
+        if layout not in made:
+            split, world_size = LAYOUTS[layout]
+            flags = job_flags(checkpoint_factory("deepseek_v3"), split, micro_batch_size=1)
+            flags[flags.index("fp32")] = "bf16"
+            folder = tmp_path_factory.mktemp("saved")
+            results = ranks.run(
+                "tests.dist.saving_jobs:learn_and_save",
+                world_size=world_size,
+                arguments={"flags": flags, "target": str(folder)},
+            )
+            made[layout] = Saved(folder, flags, results)
+        return made[layout]
+
+    return save
+
+
+def tensors_in(folder: Path) -> dict[str, torch.Tensor]:
+    """All tensors of a checkpoint."""
+    reader = FileSystemReader(folder / "iter_0000001")
+    found = {
+        name: torch.empty(entry.size, dtype=entry.properties.dtype)
+        for name, entry in reader.read_metadata().state_dict_metadata.items()
+        if isinstance(entry, TensorStorageMetadata)
+    }
+    load_checkpoint(found, storage_reader=reader, no_dist=True)
+    return found
+
+
+@pytest.mark.parametrize("layout", ["DP1", "DP4 EP2", "TP2 PP2 EP2"])
+def test_the_content_is_that_of_megatrons_own_code(
+    layout: str, saved: Callable[[str], Saved]
+) -> None:
+    ours, megatrons = (tensors_in(saved(layout).folder / name) for name in ("ours", "megatrons"))
+    assert ours.keys() == megatrons.keys()
+    assert any(name.startswith("optimizer.state.exp_avg_sq.") for name in ours)
+    for name, tensor in megatrons.items():
+        assert ours[name].dtype == tensor.dtype and torch.equal(ours[name], tensor), name
+
+
+def test_memory_to_save_does_not_grow_with_data_parallelism(
+    saved: Callable[[str], Saved],
+) -> None:
+    whole = saved("DP1").ranks[0]["bytes"]
+    for layout in ("DP1", "DP2", "DP4"):
+        for found in saved(layout).ranks:
+            assert found["ours peak"] < whole / 4
+            assert found["megatrons peak"] > whole  # it gathers all of it on every rank
+
+
+@pytest.mark.parametrize("written", ["ours", "megatrons"])
+@pytest.mark.parametrize("layout", ["DP4 EP2", "TP2 PP2 EP2"])
+def test_loading_brings_back_every_bit_and_takes_no_second_copy(
+    layout: str, written: str, saved: Callable[[str], Saved], ranks: RankPool
+) -> None:
+    """Of checkpoints of earlier versions as well, which Megatron's own code wrote."""
+    before = saved(layout)
+    results = ranks.run(
+        "tests.dist.saving_jobs:load",
+        world_size=LAYOUTS[layout][1],
+        arguments={"flags": [*before.flags, "--load", str(before.folder / written)]},
+    )
+    for rank, (found, expected) in enumerate(zip(results, before.ranks, strict=True)):
+        assert found["optimizer"] == expected["optimizer"] != {}, rank
+        assert found["beyond"] < expected["bytes"], rank

@@ -313,7 +313,8 @@ def _defaults(
         "--use-distributed-optimizer",
     ]
     if not given.get("use_megatron_fsdp"):  # whose format is
-        # A run goes on in whatever layout is free; else the optimizer is bound to its TP and PP.
+        # A run resumes in whatever layout is free; otherwise the optimizer is bound to its TP and
+        # PP. Memory is no reason against it: mcore_rl.patches.megatron.optimizer_in_pieces.
         tokens.append("--dist-ckpt-optim-fully-reshardable")
     if given.get("mtp_num_layers") and has_detached_mtp:
         # What they learn is their own: neither gradients nor clipping of the policy feel it.

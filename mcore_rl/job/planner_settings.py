@@ -96,9 +96,10 @@ def train_settings(
             if values.get("optimizer_cpu_offload")
             else 0.0
         ),
-        whole_in_checkpoints=bool(
+        saved_in_pieces=bool(
             values.get("dist_ckpt_optim_fully_reshardable")
             and values.get("use_distributed_optimizer")
+            and not values.get("use_precision_aware_optimizer")
         ),
         exact=_exact(values),
     )

@@ -6,19 +6,22 @@ This module is pure: it imports neither Megatron nor vLLM nor torch.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from mcore_rl.model.tensors import embedding_specs, head_specs, layer_specs
 from mcore_rl.moe.routing import RoutedLayers
 from mcore_rl.planner.models import ACTOR, TrainedModel, optimizer_bytes, stage_state
+from mcore_rl.planner.parameters import vocabulary_rows
 from mcore_rl.planner.phases import Bytes, Case, DeviceMemory, States, device_memory
 
 # Of a sampled token: its id and its log-prob, with which goes whether it was generated.
 SAMPLED_TOKEN_BYTES = 8
 SENT_TOKEN_BYTES = SAMPLED_TOKEN_BYTES + 1
-# Of Megatron's "fully reshardable" optimizer, while it is written: what was gathered, and what the
-# writer has taken of it; counted on CPU at 2.3 to 2.8.
-WHOLE_COPIES = 3
+# Of the optimizer's states a checkpoint is written and read in pieces of at most so many bytes, see
+# mcore_rl.patches.megatron.optimizer_in_pieces.
+PIECE_BYTES = 64 << 20
+# Tensors that a writer holds a copy of at one time: the one being written, and the next.
+WRITTEN_AT_ONCE = 2
 # As `checkpoint.export` cuts its files; a rank holds one at a time.
 EXPORTED_FILE_BYTES = 5 << 30
 
@@ -86,7 +89,7 @@ def routed_bytes(case: Case, kv_cache_tokens: int) -> dict[str, int]:
     }
 
 
-def _exported_file_bytes(case: Case) -> int:
+def exported_file_bytes(case: Case) -> int:
     shape = case.shape
     of_kind = {
         is_moe: sum(spec.num_bytes for spec in layer_specs(shape, is_moe=is_moe))
@@ -150,16 +153,27 @@ def _host_of_rank(
             found["drafter's weights"] = carried
             found["samples"] = sampled_bytes(case)
             found.update(routed)
-            found["file being exported"] = _exported_file_bytes(case) if engine.exports else 0
-        # Through host memory, one model after the other: this rank's share of the larger one.
-        checkpoint = max(checkpoint, weights + _optimizer_in_checkpoints(model))
+            found["file being exported"] = exported_file_bytes(case) if engine.exports else 0
+        # One model after the other.
+        checkpoint = max(checkpoint, checkpoint_copies_bytes(model))
     found["checkpoint being written"] = checkpoint if engine.saves_checkpoints else 0
     return found
 
 
-def _optimizer_in_checkpoints(model: TrainedModel) -> int:
-    """What a rank has of the optimizer while a checkpoint is written; reading takes less."""
-    if not model.training.whole_in_checkpoints:
-        return max(optimizer_bytes(model))
-    alone = replace(model.training, distributed_optimizer=False)
-    return WHOLE_COPIES * max(optimizer_bytes(replace(model, training=alone)))
+def checkpoint_copies_bytes(model: TrainedModel) -> int:
+    """Host memory that a rank needs beside the state while a checkpoint is written or read."""
+    elements = _largest_tensor(model)
+    tensor = elements * model.training.weight_bytes
+    if model.training.saved_in_pieces:
+        return WRITTEN_AT_ONCE * max(tensor, min(PIECE_BYTES, elements * 4))
+    # Whole buffers of the distributed optimizer, or states that are made for it in float32.
+    return WRITTEN_AT_ONCE * tensor + max(optimizer_bytes(model))
+
+
+def _largest_tensor(model: TrainedModel) -> int:
+    """Elements of a rank's largest weight; gate and up of an MLP are one."""
+    shape, tp_size = model.shape, model.train.tp_size
+    rows = max(
+        vocabulary_rows(shape, tp_size, model.training), 2 * shape.ffn_hidden_size // tp_size
+    )
+    return rows * shape.hidden_size

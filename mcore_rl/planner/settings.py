@@ -84,9 +84,9 @@ class TrainSettings(ActivationSettings):
     distributed_optimizer: bool
     optimizer_instances: int  # --num-distributed-optimizer-instances: copies of the sharded state
     optimizer_host_share: float  # of the optimizer's state, what --optimizer-cpu-offload moves
-    # Megatron's checkpoints of the "fully reshardable" kind: every rank holds the optimizer's state
-    # of all that it has parameters of, on the host, while one is written or read.
-    whole_in_checkpoints: bool = False
+    # Checkpoints are written and read in pieces of a few MB: those of the distributed optimizer
+    # that --dist-ckpt-optim-fully-reshardable names by parameter.
+    saved_in_pieces: bool = False
     # What is held in fact, byte by byte: a run is refused for these alone.
     exact: frozenset[str] = frozenset({"weights", "gradients", "optimizer"})
 

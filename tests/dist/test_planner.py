@@ -165,7 +165,7 @@ def test_every_phase_holds_what_is_planned(
         files = memory.host_bytes["file being exported"] // world_size
         bucket = memory.phase(EXPORT).parts["bucket"]
         assert found["export"]["peak"] <= bucket + files + SMALL_BYTES, rank
-        # On the host, where a checkpoint is written and read through it.
+        # A checkpoint is written and read tensor by tensor, in pieces of some.
         checkpoint = memory.host_bytes["checkpoint being written"] // world_size
-        assert 0.5 * checkpoint <= found["save"]["peak"] <= checkpoint + SMALL_BYTES, rank
+        assert 0.2 * checkpoint <= found["save"]["peak"] <= checkpoint + SMALL_BYTES, rank
         assert after_load[rank]["resume"]["peak"] - loaded <= checkpoint, rank

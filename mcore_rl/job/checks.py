@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from mcore_rl.common.errors import UsageError
+from mcore_rl.common.machine_memory import MachineMemory
 from mcore_rl.common.platform import Platform
 from mcore_rl.flags.allocator import check_allocator
 from mcore_rl.flags.classes import check_critic_rate, notes
@@ -26,7 +27,8 @@ from mcore_rl.hybrid_engine.memory.offload import offload_kinds
 from mcore_rl.hybrid_engine.plan.placement import Placement
 from mcore_rl.job import preflight, reading, value_models
 from mcore_rl.job.batches import check_lengths
-from mcore_rl.job.device import case_of_run, check_device, training_of
+from mcore_rl.job.device import case_of_run, check_device, resident_of, training_of
+from mcore_rl.job.host import check_host
 from mcore_rl.job.layout import (
     check_batches,
     check_layout,
@@ -47,11 +49,14 @@ from mcore_rl.model.speculation import (
     check_drafter_weights,
     parse_speculation,
 )
+from mcore_rl.planner.memory import memory_of
 from mcore_rl.planner.models import TrainedModel
 
 # Facts that nobody checks; `typed` or `args`.
 INITIAL = frozenset(
-    "typed args extra_args platform world_size scores_only device_bytes read_shape".split()
+    """
+    typed args extra_args platform world_size scores_only device_bytes host_memory read_shape
+    """.split()
 )
 # Kinds of checks, by what they ask beside the flags and config.json.
 FILES, MACHINE = "files", "machine"
@@ -235,10 +240,11 @@ def _device(
     roles: Roles,
     platform: Platform,
     device_bytes: Callable[[], int] | None,
+    host_memory: Callable[[], MachineMemory] | None,
     scores_only: bool,
 ) -> tuple[str, ...]:
-    """What may not fit the device, a line each."""
-    if device_bytes is None or not platform.cuda:
+    """What may not fit the device or the host, a line each."""
+    if device_bytes is None and host_memory is None:
         return ()
     critic = None
     if critic_laid_out is not None:
@@ -252,8 +258,22 @@ def _device(
             ranks=roles.critic,
         )
     model = (shape, layout, layers)
-    case = case_of_run(config, values, model, rollout, critic, device_bytes=device_bytes())
-    return () if case is None else check_device(case, scores_only=scores_only)
+    has_device = platform.cuda and device_bytes is not None
+    size = device_bytes() if platform.cuda and device_bytes is not None else None
+    case = case_of_run(config, values, model, rollout, critic, device_bytes=size)
+    if case is None:
+        return ()
+    lines = check_device(case, scores_only=scores_only) if has_device else ()
+    if host_memory is not None and has_device == platform.cuda and not scores_only:
+        resident = resident_of(case)
+        lines += check_host(
+            case,
+            host_memory(),
+            resident,
+            memory=memory_of(case, resident) if has_device else None,
+            kv_cache_bytes=int(config.rollout_kv_cache_gib * (1 << 30)),
+        )
+    return lines
 
 
 def _spec(

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from mcore_rl.common.byte_sizes import shown_bytes
 from mcore_rl.common.errors import UsageError
@@ -40,6 +41,14 @@ _SCORING = (BUILD, START, CANARY, FIRST_SWITCH, ROLLOUT)
 _WITHOUT_LIMIT = 1 << 60
 
 
+def resident_of(case: Case) -> npt.NDArray[np.int64]:
+    """`[ranks]`: what each rank holds for rollout."""
+    placement = Placement(case.shape, case.train, case.layers, case.rollout)
+    resident = np.empty(case.train.world_size, dtype=np.int64)
+    resident[list(case.rollout.rank_map) or slice(None)] = placement.resident_bytes
+    return resident
+
+
 def check_device(case: Case, *, scores_only: bool = False) -> tuple[str, ...]:
     """Refuse a case of which a phase cannot fit `case.machine.gpu_bytes`; what may not fit, in a
     line each.
@@ -47,9 +56,7 @@ def check_device(case: Case, *, scores_only: bool = False) -> tuple[str, ...]:
     UsageError names the phase, what it holds on its fullest rank, what is lacking and what would
     change it.
     """
-    placement = Placement(case.shape, case.train, case.layers, case.rollout)
-    resident = np.empty(case.train.world_size, dtype=np.int64)
-    resident[list(case.rollout.rank_map) or slice(None)] = placement.resident_bytes
+    resident = resident_of(case)
     memory = memory_of(case, resident)
     phases = {p.name: p for p in memory.phases if not scores_only or p.name in _SCORING}
     for problem in problems_of(case, memory, resident, 0, surely=True):
@@ -98,10 +105,11 @@ def case_of_run(
     rollout: RolloutLayout,
     critic: TrainedModel | None,
     *,
-    device_bytes: int,
+    device_bytes: int | None,
 ) -> Case | None:
-    """The case of a run on devices of that size. `values` are Megatron's flags by destination,
-    before Megatron validated them. None where the planner does not know the optimizer."""
+    """The case of a run on devices of that size (None: without any). `values` are Megatron's flags
+    by destination, before Megatron validated them. None where the planner does not know the
+    optimizer."""
     if not is_known_optimizer(values):
         return None
     shape, train, layers = model
@@ -117,13 +125,13 @@ def case_of_run(
             values,
             shape,
             rollout,
-            offloaded=offload_kinds(config.offload, values, has_cuda=True),
+            offloaded=offload_kinds(config.offload, values, has_cuda=device_bytes is not None),
             away_at_start=kinds_at_start(values),
             batched_tokens=BATCHED_TOKENS,
         ),
         machine=Machine(
             ranks_per_node=ranks_per_node(config, train.world_size),
-            gpu_bytes=device_bytes,
+            gpu_bytes=_WITHOUT_LIMIT if device_bytes is None else device_bytes,
             reserved_bytes=int(GPU_RESERVED_GB * GB),
             communicator_bytes=int(COMMUNICATOR_MB * MB),
             host_bytes=_WITHOUT_LIMIT,

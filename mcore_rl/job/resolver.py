@@ -20,6 +20,7 @@ from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 from mcore_rl.common.errors import UsageError
+from mcore_rl.common.machine_memory import MachineMemory
 from mcore_rl.common.platform import Platform
 from mcore_rl.flags.given import import_given_files
 from mcore_rl.flags.pages import help_text
@@ -68,6 +69,7 @@ def facts_of_tokens(
     scores_only: bool = False,
     extra_args: ExtraArgs = all_args,
     device_bytes: Callable[[], int] | None = None,
+    host_memory: Callable[[], MachineMemory] | None = None,
 ) -> Facts:
     """What the checks of a command line begin with; see `resolve_tokens`."""
     return {
@@ -77,6 +79,7 @@ def facts_of_tokens(
         "world_size": world_size,
         "scores_only": scores_only,
         "device_bytes": device_bytes,
+        "host_memory": host_memory,
         "read_shape": read_shape_of,
     }
 
@@ -88,6 +91,7 @@ def resolve_tokens(
     scores_only: bool = False,
     extra_args: ExtraArgs = all_args,
     device_bytes: Callable[[], int] | None = None,
+    host_memory: Callable[[], MachineMemory] | None = None,
 ) -> JobSpec:
     """The job of a command line, and of everything that it names but the prompts.
 
@@ -95,7 +99,8 @@ def resolve_tokens(
     the one token left that vLLM generates whenever it scores. `extra_args` adds all flags that are
     not Megatron's own, ours among them. With `--help` or `--help-rl` it leaves with SystemExit,
     after rank 0 has printed the flags. `device_bytes`, which tells how large this rank's device is,
-    is asked where there is CUDA, and late: the environment may be changed for it before.
+    is asked where there is CUDA, and late: the environment may be changed for it before; so is
+    `host_memory`, which tells of this machine's host memory, everywhere.
     """
     is_first = int(os.environ.get("RANK", 0)) == 0
     if HELP_RL in tokens:
@@ -116,6 +121,7 @@ def resolve_tokens(
         scores_only=scores_only,
         extra_args=extra_args,
         device_bytes=device_bytes,
+        host_memory=host_memory,
     )
     return _spec(resolve(facts))
 
@@ -125,6 +131,7 @@ def resolve_args(
     *,
     platform: Platform,
     device_bytes: Callable[[], int] | None = None,
+    host_memory: Callable[[], MachineMemory] | None = None,
 ) -> JobSpec:
     """The job of the arguments that a fork has parsed with Megatron's parser.
 
@@ -137,6 +144,7 @@ def resolve_args(
         "world_size": args.world_size,
         "scores_only": False,
         "device_bytes": device_bytes,
+        "host_memory": host_memory,
         "read_shape": read_shape_of,
     }
     return _spec(resolve(facts))

@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 from mcore_rl.common import objects
 from mcore_rl.common.agreement import agreed, check_alike, from_rank, open_store
+from mcore_rl.common.machine_memory import machine_memory
 from mcore_rl.common.platform import Platform, find_platform
 from mcore_rl.flags.given import as_config
 from mcore_rl.flags.options import RLConfig
@@ -88,6 +89,7 @@ def start(
             scores_only=scores_only,
             extra_args=extra_args,
             device_bytes=_device_bytes,
+            host_memory=machine_memory,
         )
         if also_check is not None:
             also_check(checked)
@@ -127,7 +129,12 @@ def job_from_args(
     """
 
     def check() -> JobSpec:
-        checked = resolve_args(args, platform=find_platform(), device_bytes=_device_bytes)
+        checked = resolve_args(
+            args,
+            platform=find_platform(),
+            device_bytes=_device_bytes,
+            host_memory=machine_memory,
+        )
         if also_check is not None:
             also_check(checked)
         _check_copies(checked)

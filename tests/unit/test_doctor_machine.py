@@ -20,9 +20,11 @@ import pytest
 from packaging.requirements import Requirement
 
 from mcore_rl.common.errors import UsageError
+from mcore_rl.common.machine_memory import MachineMemory
 from mcore_rl.flags import allocator
 from mcore_rl.patches import registry
 from mcore_rl.patches.registry import Patch, require
+from mcore_rl.planner.host import HostPhase
 from mcore_rl.tools.doctor import gpus, network, patches, space, versions
 from mcore_rl.tools.doctor.command import as_json
 from mcore_rl.tools.doctor.finding import FLAGS, Finding, green, red, refusal, yellow
@@ -401,11 +403,16 @@ def test_disk_must_hold_one_checkpoint_and_should_hold_all(tmp_path: Path) -> No
 
 
 def test_host_memory_is_compared_with_what_is_free() -> None:
-    def of(available: int) -> Finding:
-        return space.check_host_memory(9 * GB, available, what_for="models", ranks=4)
+    phase = HostPhase("train", {"weights": 7 * GB, "activations": 2 * GB}, exact_bytes=7 * GB)
 
-    assert of(10 * GB).level == "green"
-    assert of(8 * GB).level == "red" and "4 ranks here need some 9.00 GB" in of(8 * GB).found
+    def of(limit: int, available: int) -> Finding:
+        machine = MachineMemory(limit * GB, available * GB, "the machine's memory")
+        return space.check_host_memory(phase, machine, ranks=4)
+
+    assert of(20, 10).level == "green"
+    assert of(20, 8).level == "yellow"  # other programs may end
+    assert of(8, 8).level == "yellow"  # by a formula
+    assert of(6, 6).level == "red" and "4 ranks here need some 9.00 GB" in of(6, 6).found
 
 
 # ---------------------------------------------------------------------------------------- network

@@ -14,9 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import psutil
-
 from mcore_rl.common.errors import UsageError
+from mcore_rl.common.machine_memory import machine_memory
 from mcore_rl.tools.doctor import finding, network, space, versions
 from mcore_rl.tools.doctor import network as ports
 from mcore_rl.tools.doctor import space as limits
@@ -213,7 +212,7 @@ class _Examination:
         if total is None:
             total, source = self._gpus.smallest_bytes, "found here"
         memory = DeviceMemory(total, request.gpu_reserved_bytes, source)
-        host = request.host_memory_bytes or psutil.virtual_memory().total
+        host = request.host_memory_bytes or machine_memory().limit_bytes
         assert self._read is not None
         made = make_plan(self._read, request.world_size or 1, memory, host)
         if isinstance(made, Finding):
@@ -292,17 +291,12 @@ class _Examination:
         return space.Saves(folder, size, space.num_kept(num_steps, interval, retain))
 
     def _host_memory(self) -> Finding:
-        from mcore_rl.tools.doctor.plan import host_needs
+        from mcore_rl.tools.doctor.plan import fullest_on_host
 
         assert self._read is not None and self._outcome is not None
         ranks, has_cuda = self._local_ranks, self._platform.cuda
-        needed = host_needs(self._read, self._outcome, local_ranks=ranks, has_cuda=has_cuda)
-        return space.check_host_memory(
-            needed,
-            psutil.virtual_memory().available,
-            what_for="offload and checkpoints" if has_cuda else "models, KV cache, processes",
-            ranks=ranks,
-        )
+        phase = fullest_on_host(self._read, self._outcome, local_ranks=ranks, has_cuda=has_cuda)
+        return space.check_host_memory(phase, machine_memory(), ranks=ranks)
 
     def _use(self, ranks: int) -> network.NetworkUse:
         from mcore_rl.tools.doctor.network import NetworkUse

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from mcore_rl.batching.accounting import describe
 from mcore_rl.common.byte_sizes import shown_bytes
 from mcore_rl.common.errors import UsageError
 from mcore_rl.job.batches import accounting_of, micro_batching_of
+from mcore_rl.job.host import host_needs
 from mcore_rl.planner.advice import Problem
+from mcore_rl.planner.host import HostPhase
 from mcore_rl.planner.phases import ROLLOUT, START
 from mcore_rl.planner.settings import GB
 from mcore_rl.tools.doctor.finding import BATCHES, PLAN, Finding, green, red, refusal, yellow
@@ -18,8 +20,6 @@ from mcore_rl.tools.plan.command_line import read_command_line
 from mcore_rl.tools.plan.outcome import Outcome, plan_case
 
 _GIB = 1 << 30
-# Of a rank's process before there is a model: the interpreter with torch, Megatron and vLLM.
-_PROCESS_BYTES = 1 * GB
 _MOST_REMEDIES = 3
 
 
@@ -113,15 +113,20 @@ def _problem(outcome: Outcome, problem: Problem, size: str) -> Finding:
     return level(PLAN, found, "; or ".join(ways) if ways else more)
 
 
-def host_needs(job: ReadJob, outcome: Outcome, *, local_ranks: int, has_cuda: bool) -> int:
-    """Bytes of host memory on this machine: on CPU the models, the engine and the processes
-    themselves, with GPUs what the planner says."""
-    if has_cuda:
-        return outcome.memory.host_total_bytes
+def fullest_on_host(
+    job: ReadJob, outcome: Outcome, *, local_ranks: int, has_cuda: bool
+) -> HostPhase:
+    """The phase that needs most host memory on this machine."""
     assert job.config is not None
-    fullest = max(p.total_bytes for p in outcome.memory.phases if p.name not in (START, ROLLOUT))
-    engine = int(outcome.traffic.resident.max() + job.config.rollout_kv_cache_gib * _GIB)
-    return local_ranks * (_PROCESS_BYTES + fullest + engine)
+    case = outcome.case
+    case = replace(case, machine=replace(case.machine, ranks_per_node=local_ranks))
+    phase, _ = host_needs(
+        case,
+        outcome.traffic.resident,
+        memory=outcome.memory if has_cuda else None,
+        kv_cache_bytes=int(job.config.rollout_kv_cache_gib * _GIB),
+    )
+    return phase
 
 
 def checkpoint_bytes(outcome: Outcome, sizes: Sequence[int]) -> int:

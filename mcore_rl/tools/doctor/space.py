@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mcore_rl.common.byte_sizes import shown_bytes
+from mcore_rl.common.machine_memory import MachineMemory
+from mcore_rl.planner.host import HostPhase
 from mcore_rl.tools.doctor.finding import (
     LIMITS,
     SHARED_MEMORY,
@@ -88,17 +90,21 @@ def _checkpoints(saves: Saves, left: int) -> Finding:
     return green(SPACE, what)
 
 
-def check_host_memory(
-    needed_bytes: int, available_bytes: int, *, what_for: str, ranks: int
-) -> Finding:
-    """An estimate against what is free now, on this machine."""
+def check_host_memory(phase: HostPhase, machine: MachineMemory, *, ranks: int) -> Finding:
+    """The plan's fullest phase against this machine: red only where exact parts exceed its limit,
+    as a start refuses."""
+    needed = phase.total_bytes
+    parts = ", ".join(f"{part} {shown_bytes(size)}" for part, size in phase.parts.items())
     found = (
-        f"{plural(ranks, 'rank')} here need some {shown_bytes(needed_bytes)} of host memory "
-        f"({what_for}), and {shown_bytes(available_bytes)} are free"
+        f"{plural(ranks, 'rank')} here need some {shown_bytes(needed)} of host memory in phase "
+        f"{phase.name} ({parts}); {machine.source} is {shown_bytes(machine.limit_bytes)}, of which "
+        f"{shown_bytes(machine.available_bytes)} are free"
     )
-    if needed_bytes <= available_bytes:
+    if needed <= machine.available_bytes:
         return green(SPACE, found)
-    return red(SPACE, found, "end other programs, take fewer ranks here, or a machine with more")
+    if phase.exact_bytes > machine.limit_bytes:
+        return red(SPACE, found, "take fewer ranks here, or a machine with more")
+    return yellow(SPACE, found, "end other programs, take fewer ranks here, or a machine with more")
 
 
 # Of a rank: libraries, the checkpoint's files, the engine; and a socket to each other rank in the

@@ -1,0 +1,101 @@
+"""How much host memory this process and those beside it may use: of the machine, or of a cgroup.
+
+This module is pure: it imports neither Megatron nor vLLM nor torch.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+_V1_UNLIMITED = 1 << 62  # version 1 writes a limit of pages near 2^63 where there is none
+
+
+@dataclass(frozen=True, slots=True)
+class MachineMemory:
+    """Bytes of host memory: a hard limit, and what is free of it at this moment.
+
+    `source` says what limits: "the machine's memory", or a cgroup by its folder.
+    """
+
+    limit_bytes: int
+    available_bytes: int
+    source: str
+
+
+def machine_memory(root: Path = Path("/")) -> MachineMemory:
+    """The tightest limit of the machine and of all cgroups that this process is in.
+
+    `root` is where /proc and /sys lie. Memory that the kernel can take back, such as that of
+    files, counts as available.
+    """
+    meminfo = (root / "proc/meminfo").read_text()
+    total, available = (_kilobytes(meminfo, name) for name in ("MemTotal", "MemAvailable"))
+    found = MachineMemory(total, available, "the machine's memory")
+    for folder in _cgroups(root):
+        limit = _limit(folder)
+        if limit is None:
+            continue
+        available = min(found.available_bytes, max(0, limit - _used(folder)))
+        if limit < found.limit_bytes:
+            found = MachineMemory(limit, available, f"the limit of cgroup {folder}")
+        else:
+            found = MachineMemory(found.limit_bytes, available, found.source)
+    return found
+
+
+def _kilobytes(text: str, name: str) -> int:
+    match = re.search(rf"^{name}:\s+(\d+) kB", text, re.MULTILINE)
+    assert match is not None, f"/proc/meminfo has no {name}"
+    return int(match[1]) << 10
+
+
+def _cgroups(root: Path) -> Iterator[Path]:
+    """Folders of the memory controller, of this process and all above it. In a container the path
+    may be that of the host, of which only the topmost folder is there."""
+    try:
+        lines = (root / "proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        return
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if controllers and "memory" not in controllers.split(","):
+            continue
+        mounted = root / "sys/fs/cgroup" / ("memory" if controllers else "")
+        names = [name for name in path.split("/") if name not in ("", "..")]
+        for depth in range(len(names), -1, -1):
+            folder = mounted.joinpath(*names[:depth])
+            if folder.is_dir():
+                yield folder
+
+
+def _limit(folder: Path) -> int | None:
+    for name in ("memory.max", "memory.limit_in_bytes"):
+        found = _number(folder / name)
+        if found is not None and found < _V1_UNLIMITED:
+            return found
+    return None
+
+
+def _used(folder: Path) -> int:
+    used = _number(folder / "memory.current")
+    if used is None:
+        used = _number(folder / "memory.usage_in_bytes") or 0
+    try:
+        stat = (folder / "memory.stat").read_text()
+    except OSError:
+        return used
+    counts = dict(line.split(" ", 1) for line in stat.splitlines())
+    # Version 1 counts those of the groups below it under another name.
+    files = counts.get("total_inactive_file", counts.get("inactive_file", "0"))
+    return used - int(files)
+
+
+def _number(file: Path) -> int | None:
+    try:
+        text = file.read_text().strip()
+    except OSError:
+        return None
+    return int(text) if text.isdigit() else None  # "max" is no limit

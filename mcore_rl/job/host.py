@@ -1,0 +1,85 @@
+"""Whether a run fits the host memory of its machines; refused before a model is built if it cannot.
+
+With GPUs that is what the planner lists as a node's host memory, without them all phases of a run.
+Refused is what does not fit the limit of the machine, or of its cgroup, by parts alone whose size
+is exact. What may not fit by formula, or is not free at this moment, is warned of: other programs
+may end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+import numpy.typing as npt
+
+from mcore_rl.common.byte_sizes import shown_bytes
+from mcore_rl.common.errors import UsageError
+from mcore_rl.common.machine_memory import MachineMemory
+from mcore_rl.planner.host import HostPhase, host_phases
+from mcore_rl.planner.memory import Memory
+from mcore_rl.planner.phases import Case
+
+# Of a node's host memory beside GPUs, what is exact and there at the same time.
+_HELD_TOGETHER = ("offloaded", "optimizer of", "reference policy")
+_WITH_GPUS = "take fewer ranks on a machine, or drop kinds from --rl-offload"
+_WITHOUT = (
+    "take fewer ranks on a machine, a smaller --rl-rollout-kv-cache-gib, or machines with more"
+)
+
+
+def check_host(
+    case: Case,
+    machine: MachineMemory,
+    resident: npt.NDArray[np.int64],
+    *,
+    memory: Memory | None,
+    kv_cache_bytes: int,
+) -> tuple[str, ...]:
+    """What may not fit, in a line. `memory` is the plan on GPUs, None without them.
+
+    UsageError names the phase, what a node would hold in it, and the limit.
+    """
+    fullest, remedy = host_needs(case, resident, memory=memory, kv_cache_bytes=kv_cache_bytes)
+    ranks = min(case.machine.ranks_per_node, case.train.world_size)
+    if fullest.exact_bytes > machine.limit_bytes:
+        raise UsageError(
+            f"phase {fullest.name} does not fit the host memory: {ranks} ranks of a machine would "
+            f"hold {_listed(fullest.parts)}, {shown_bytes(fullest.exact_bytes)} at least, and "
+            f"{machine.source} is {shown_bytes(machine.limit_bytes)}",
+            remedy=remedy,
+        )
+    needed = f"phase {fullest.name} needs some {shown_bytes(fullest.total_bytes)} of host memory"
+    if fullest.total_bytes > machine.limit_bytes:
+        return (
+            f"{needed} for the {ranks} ranks of a machine, by the planner's estimate, and "
+            f"{machine.source} is {shown_bytes(machine.limit_bytes)}: {remedy}",
+        )
+    if fullest.total_bytes > machine.available_bytes:
+        return (
+            f"{needed} for the {ranks} ranks of a machine, and only "
+            f"{shown_bytes(machine.available_bytes)} of {shown_bytes(machine.limit_bytes)} are "
+            "free now: end other programs, or the kernel may end a rank",
+        )
+    return ()
+
+
+def host_needs(
+    case: Case,
+    resident: npt.NDArray[np.int64],
+    *,
+    memory: Memory | None,
+    kv_cache_bytes: int,
+) -> tuple[HostPhase, str]:
+    """The phase in which a node needs most host memory, and what would lessen that."""
+    if memory is None:
+        phases = host_phases(case, resident, kv_cache_bytes=kv_cache_bytes)
+        return max(phases, key=lambda phase: phase.total_bytes), _WITHOUT
+    exact = sum(
+        size for part, size in memory.host_bytes.items() if any(k in part for k in _HELD_TOGETHER)
+    )
+    return HostPhase("rollout", memory.host_bytes, exact), _WITH_GPUS
+
+
+def _listed(parts: Mapping[str, int]) -> str:
+    return ", ".join(f"{part} {shown_bytes(size)}" for part, size in parts.items())

@@ -1,0 +1,147 @@
+"""Host memory of a node without GPUs, phase by phase: models and engines live there, too.
+
+    build, resume      Megatron's models, as on a device
+    start              the engine's weights and KV cache come on top, and stay
+    log-probs, train   a pass, as on a device
+    save               the state, and copies of what is being written
+    export             the state, and the file that is being written
+
+Nothing leaves for rollout without a GPU. Processes themselves count as well: the interpreter with
+torch, Megatron and vLLM. This module is pure: it imports neither Megatron nor vLLM nor torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from mcore_rl.planner.activations import log_prob_activation_bytes, train_activation_bytes
+from mcore_rl.planner.memory import checkpoint_copies_bytes, exported_file_bytes
+from mcore_rl.planner.models import ACTOR, TrainedModel, stage_state
+from mcore_rl.planner.phases import (
+    BUCKETS,
+    BUILD,
+    EXPORT,
+    FIRST_SWITCH,
+    HAND_OVER,
+    LOG_PROBS,
+    RESUME,
+    ROLLOUT,
+    START,
+    TRAIN,
+    TRAIN_CRITIC,
+    VALUES,
+    Case,
+    part_name,
+)
+
+Bytes = npt.NDArray[np.int64]
+
+SAVE = "save"
+PROCESS_BYTES = 10**9  # of a rank before there is a model
+# Parts whose size is exact: what these alone need is needed for sure.
+EXACT = frozenset({"rollout weights", "KV cache"})
+
+
+@dataclass(frozen=True, slots=True)
+class HostPhase:
+    """A phase on the node that holds most: part -> bytes of all its ranks together."""
+
+    name: str
+    parts: Mapping[str, int]
+    exact_bytes: int  # of the parts whose size is exact
+
+    @property
+    def total_bytes(self) -> int:
+        return sum(self.parts.values())
+
+
+def host_phases(case: Case, resident: Bytes, *, kv_cache_bytes: int) -> tuple[HostPhase, ...]:
+    """All phases of a case without GPUs, in the order of a run.
+
+    `resident` `[ranks]` is what each rank holds for rollout, `kv_cache_bytes` what its engine takes
+    for the KV cache.
+    """
+    return tuple(_Planning(case, resident, kv_cache_bytes).phases())
+
+
+class _Planning:
+    def __init__(self, case: Case, resident: Bytes, kv_cache_bytes: int) -> None:
+        self._case = case
+        self._world_size = len(resident)
+        self._engine = {
+            "rollout weights": resident,
+            "KV cache": np.full_like(resident, kv_cache_bytes),
+        }
+        if case.engine.keeps_reference:
+            weights = [held["weights"] for held in stage_state(case.actor)]
+            self._engine["reference policy"] = case.actor.of_ranks(weights)
+
+    def phases(self) -> list[HostPhase]:
+        case = self._case
+        loads = case.engine.loads_checkpoint
+        first = self._state(with_moments=loads)
+        whole = self._state(with_moments=True)
+        bucket = self._everywhere("bucket", BUCKETS * case.engine.bucket_bytes)
+        found = [
+            self._phase(RESUME if loads else BUILD, first),
+            self._phase(START, first, self._engine),
+            self._phase(FIRST_SWITCH, first, self._engine, bucket),
+            self._phase(ROLLOUT, whole, self._engine),
+        ]
+        for model in case.models:
+            settings = (model.shape, model.train, model.layers, model.training)
+            for name, used in (
+                (LOG_PROBS, log_prob_activation_bytes(*settings)),
+                (TRAIN, train_activation_bytes(*settings)),
+            ):
+                if model.name != ACTOR:
+                    name = VALUES if name == LOG_PROBS else TRAIN_CRITIC
+                activations = {"activations": self._of_ranks(model, used)}
+                found.append(self._phase(name, whole, self._engine, activations))
+        copies = max(checkpoint_copies_bytes(model) for model in case.models)
+        found.append(self._phase(HAND_OVER, whole, self._engine, bucket))
+        found.append(self._phase(SAVE, whole, self._engine, self._everywhere("copies", copies)))
+        if case.engine.exports:
+            file = self._everywhere("file being exported", exported_file_bytes(case))
+            found.append(self._phase(EXPORT, whole, self._engine, bucket, file))
+        return found
+
+    def _state(self, *, with_moments: bool) -> dict[str, Bytes]:
+        return {
+            part_name(model, part): self._of_ranks(model, [held[part] for held in states])
+            for model in self._case.models
+            for states in [stage_state(model, with_moments=with_moments)]
+            for part in states[0]
+        }
+
+    def _of_ranks(self, model: TrainedModel, of_stages: list[int]) -> Bytes:
+        """`[world]`, of a model that may be on some ranks alone."""
+        found = np.zeros(self._world_size, dtype=np.int64)
+        sizes = model.of_ranks(of_stages)
+        found[list(model.ranks) if model.ranks else slice(len(sizes))] = sizes
+        return found
+
+    def _everywhere(self, part: str, num_bytes: int) -> dict[str, Bytes]:
+        return {part: np.full(self._world_size, num_bytes, dtype=np.int64)}
+
+    def _phase(self, name: str, *parts: Mapping[str, Bytes]) -> HostPhase:
+        every = {
+            k: v
+            for held in (self._everywhere("processes", PROCESS_BYTES), *parts)
+            for k, v in held.items()
+        }
+        per_node = self._case.machine.ranks_per_node
+        nodes = range(0, self._world_size, per_node)
+        totals = [sum(int(v[n : n + per_node].sum()) for v in every.values()) for n in nodes]
+        at = nodes[int(np.argmax(totals))]
+        held = {part: int(v[at : at + per_node].sum()) for part, v in every.items()}
+        exact = EXACT | {part_name(m, p) for m in self._case.models for p in m.training.exact}
+        return HostPhase(
+            name,
+            {part: size for part, size in held.items() if size},
+            sum(size for part, size in held.items() if part in exact),
+        )

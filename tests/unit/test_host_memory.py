@@ -1,0 +1,90 @@
+"""What surely exceeds a machine's host memory is refused at the start; what may is warned of."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+
+from mcore_rl.common.errors import UsageError
+from mcore_rl.common.machine_memory import MachineMemory
+from mcore_rl.job.device import resident_of
+from mcore_rl.job.host import check_host
+from mcore_rl.model.layout import RolloutLayout, TrainLayout
+from mcore_rl.planner.host import SAVE, HostPhase, host_phases
+from mcore_rl.planner.memory import memory_of
+from mcore_rl.planner.models import optimizer_bytes, stage_state
+from mcore_rl.planner.phases import BUILD, RESUME, TRAIN, Case
+from mcore_rl.planner.settings import GB
+from tests.unit.test_planner import MACHINE, case_of
+
+KV_CACHE = 2 * GB
+
+
+def qwen(dp_size: int = 1, **changes: Any) -> Case:
+    """Qwen3-0.6B on `dp_size` ranks of one machine."""
+    rollout = RolloutLayout(dp_size, 1, False)
+    machine = dataclasses.replace(MACHINE, ranks_per_node=8)
+    case = case_of("qwen3-0.6b", TrainLayout(dp_size), rollout, machine, **changes)
+    training = dataclasses.replace(case.training, saved_in_pieces=True)
+    return dataclasses.replace(case, training=training)
+
+
+def phases_of(case: Case) -> dict[str, HostPhase]:
+    found = host_phases(case, resident_of(case), kv_cache_bytes=KV_CACHE)
+    return {phase.name: phase for phase in found}
+
+
+def checked(case: Case, *, limit: int, available: int, on_gpus: bool = False) -> tuple[str, ...]:
+    resident = resident_of(case)
+    memory = memory_of(case, resident) if on_gpus else None
+    machine = MachineMemory(limit, available, "the machine's memory")
+    return check_host(case, machine, resident, memory=memory, kv_cache_bytes=KV_CACHE)
+
+
+def test_a_node_holds_models_and_engines_of_all_its_ranks() -> None:
+    found = phases_of(qwen(4))
+    state = stage_state(qwen(4).actor)[0]
+    for name in (TRAIN, SAVE):
+        assert {part: found[name].parts[part] for part in state} == {
+            part: 4 * size for part, size in state.items()
+        }
+        assert found[name].parts["KV cache"] == 4 * KV_CACHE
+        assert found[name].exact_bytes < found[name].total_bytes
+    assert "KV cache" not in found[BUILD].parts
+    moments = qwen(4).training.moment_bytes
+    assert found[TRAIN].parts["optimizer"] - found[BUILD].parts["optimizer"] > moments
+    assert RESUME in phases_of(qwen(loads_checkpoint=True))
+
+
+def test_saving_takes_no_more_with_more_data_parallel_ranks() -> None:
+    copies = [phases_of(qwen(size))[SAVE].parts["copies"] // size for size in (1, 2, 8)]
+    assert len(set(copies)) == 1 and copies[0] < GB < min(optimizer_bytes(qwen().actor))
+
+
+def test_what_surely_does_not_fit_is_refused_with_figures_and_a_remedy() -> None:
+    case = qwen(2)
+    fullest = max(phases_of(case).values(), key=lambda phase: phase.total_bytes)
+    assert not checked(case, limit=2 * fullest.total_bytes, available=2 * fullest.total_bytes)
+    (line,) = checked(case, limit=fullest.exact_bytes, available=fullest.exact_bytes)
+    assert f"phase {fullest.name}" in line and "estimate" in line
+    (line,) = checked(case, limit=2 * fullest.total_bytes, available=GB)
+    assert "free now" in line
+    with pytest.raises(UsageError) as refused:
+        checked(case, limit=fullest.exact_bytes - 1, available=0)
+    said = str(refused.value)
+    assert f"phase {fullest.name} does not fit" in said and "optimizer " in said
+    assert "--rl-rollout-kv-cache-gib" in refused.value.remedy
+
+
+def test_on_gpus_what_leaves_them_is_held_against_the_host() -> None:
+    case = qwen(2, offloaded=frozenset({"optimizer", "parameters"}), saves_checkpoints=True)
+    state = stage_state(case.actor)[0]
+    offloaded = 2 * (state["optimizer"] + state["weights"])
+    assert not checked(case, limit=1000 * GB, available=1000 * GB, on_gpus=True)
+    with pytest.raises(UsageError) as refused:
+        checked(case, limit=offloaded - 1, available=0, on_gpus=True)
+    assert "--rl-offload" in refused.value.remedy
+    # What is not exact refuses nobody.
+    assert checked(case, limit=offloaded, available=offloaded, on_gpus=True)

@@ -1,0 +1,67 @@
+"""The limit that counts is the tightest of the machine and of every cgroup of the process."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from mcore_rl.common.machine_memory import machine_memory
+
+GIB = 1 << 30
+
+
+def machine(root: Path, cgroup: str = "", files: dict[str, str] | None = None) -> Path:
+    """A tree with 64 GiB, of which 48 are available, and these files below /sys/fs/cgroup."""
+    (root / "proc/self").mkdir(parents=True)
+    (root / "proc/meminfo").write_text(
+        f"MemTotal: {64 * GIB >> 10} kB\nMemFree: 1 kB\nMemAvailable: {48 * GIB >> 10} kB\n"
+    )
+    if cgroup:
+        (root / "proc/self/cgroup").write_text(cgroup)
+    for name, content in (files or {}).items():
+        file = root / "sys/fs/cgroup" / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(content)
+    return root
+
+
+V2 = {
+    "job/memory.max": f"{32 * GIB}\n",
+    "job/memory.current": f"{20 * GIB}\n",
+    "job/memory.stat": f"anon 5\ninactive_file {8 * GIB}\n",
+    "job/step/memory.max": "max\n",
+}
+V1 = {
+    "memory/memory.limit_in_bytes": "9223372036854771712\n",
+    "memory/job/memory.limit_in_bytes": f"{16 * GIB}\n",
+    "memory/job/memory.usage_in_bytes": f"{4 * GIB}\n",
+    "memory/job/memory.stat": f"inactive_file 7\ntotal_inactive_file {GIB}\n",
+}
+
+
+@pytest.mark.parametrize(
+    ("cgroup", "files", "limit", "available", "named"),
+    [
+        ("", {}, 64, 48, "machine"),
+        ("0::/\n", {"memory.max": "max\n"}, 64, 48, "machine"),
+        ("0::/job/step\n", V2, 32, 20, "cgroup/job"),
+        ("4:cpu,cpuacct:/x\n3:memory:/job\n0::/\n", V1, 16, 13, "memory/job"),
+        # In a container the path is the host's, and the topmost folder is its own.
+        ("0::/kubepods/pod1\n", {"memory.max": f"{8 * GIB}"}, 8, 8, "cgroup"),
+        # Looser than the machine.
+        ("0::/\n", {"memory.max": f"{128 * GIB}"}, 64, 48, "machine"),
+    ],
+)
+def test_the_tightest_limit_counts(
+    cgroup: str, files: dict[str, str], limit: int, available: int, named: str, tmp_path: Path
+) -> None:
+    found = machine_memory(machine(tmp_path, cgroup, files))
+    assert found.limit_bytes == limit * GIB
+    assert found.available_bytes // GIB == available
+    assert named in found.source
+
+
+def test_this_machine_has_memory() -> None:
+    found = machine_memory()
+    assert 0 < found.available_bytes <= found.limit_bytes

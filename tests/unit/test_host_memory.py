@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from mcore_rl.common.errors import UsageError
 from mcore_rl.common.machine_memory import MachineMemory
+from mcore_rl.common.platform import WITHOUT_CUDA
 from mcore_rl.job.device import resident_of
 from mcore_rl.job.host import check_host
+from mcore_rl.job.resolver import resolve_tokens
 from mcore_rl.model.layout import RolloutLayout, TrainLayout
 from mcore_rl.planner.host import SAVE, HostPhase, host_phases
 from mcore_rl.planner.memory import memory_of
@@ -88,3 +92,25 @@ def test_on_gpus_what_leaves_them_is_held_against_the_host() -> None:
     assert "--rl-offload" in refused.value.remedy
     # What is not exact refuses nobody.
     assert checked(case, limit=offloaded, available=offloaded, on_gpus=True)
+
+
+def test_a_command_line_is_held_against_the_memory_of_the_machine(
+    checkpoint_factory: Callable[..., Path], tmp_path: Path
+) -> None:
+    tokens = [
+        *("--rl-hf-checkpoint", str(checkpoint_factory()), "--rl-prompts", "prompts.jsonl"),
+        *("--rl-reward", "length", "--rl-run-dir", str(tmp_path)),
+        *("--rl-max-prompt-tokens", "8", "--rl-max-response-tokens", "8"),
+        *("--rl-num-prompts-per-step", "4", "--rl-num-samples-per-prompt", "4"),
+        *("--rl-rollout-kv-cache-gib", "3"),
+    ]
+
+    def notes(limit: int, available: int) -> str:
+        machine = MachineMemory(limit, available, "the machine's memory")
+        spec = resolve_tokens(tokens, platform=WITHOUT_CUDA, host_memory=lambda: machine)
+        return "\n".join(spec.notes)
+
+    assert "host memory" not in notes(100 * GB, 100 * GB)
+    assert "free now" in notes(100 * GB, GB)
+    with pytest.raises(UsageError, match="KV cache 3.22 GB"):
+        notes(3 * GB, 3 * GB)

@@ -1,0 +1,213 @@
+"""Runs of models of real sizes on this machine: seconds and host memory of each phase.
+
+    python benchmarks/real_size.py --case dense --folder DIR
+
+A random model is made in DIR, trained for a step, saved and exported; a second run resumes after
+the first step, and must end with the same weights. Printed are seconds, the peak in GB and the
+plan's, by phase. `tests/real_size` asserts what this measures. Needs about 20 GB of host memory
+and 40 GB of disk.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+ROOT = Path(__file__).resolve().parent.parent
+ENVIRONMENT = {
+    **{"OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1", "CUDA_DEVICE_MAX_CONNECTIONS": "1"},
+    **{"VLLM_CPU_OMP_THREADS_BIND": "nobind", "TOKENIZERS_PARALLELISM": "false"},
+    "HF_HUB_OFFLINE": "1",
+}
+SAMPLING_SECONDS = 0.05
+
+
+@dataclass(frozen=True)
+class RealSize:
+    """A model and how it is run."""
+
+    arch: str
+    overrides: Mapping[str, Any]  # of config.json
+    num_ranks: int
+    flags: str
+
+
+CASES = {
+    # Qwen3-0.6B.
+    "dense": RealSize(
+        "qwen3",
+        dict(
+            hidden_size=1024, num_hidden_layers=28, num_attention_heads=16, num_key_value_heads=8,
+            head_dim=128, intermediate_size=3072, vocab_size=151936, tie_word_embeddings=True,
+        ),
+        1,
+        "",
+    ),
+    # The same with fewer layers and rows, for a look at the phases within 10 GB.
+    "small": RealSize(
+        "qwen3",
+        dict(
+            hidden_size=1024, num_hidden_layers=8, num_attention_heads=16, num_key_value_heads=8,
+            head_dim=128, intermediate_size=3072, vocab_size=32768, tie_word_embeddings=True,
+        ),
+        1,
+        "",
+    ),
+    # DeepSeek-V3 with fewer and narrower layers: 0.55 billion parameters.
+    "moe": RealSize(
+        "deepseek_v3",
+        dict(
+            hidden_size=1024, num_hidden_layers=6, num_attention_heads=8, intermediate_size=3072,
+            moe_intermediate_size=512, n_routed_experts=32, num_experts_per_tok=4,
+            q_lora_rank=512, vocab_size=129280,
+        ),
+        2,
+        "--pipeline-model-parallel-size 2 --rl-routing-replay r3",
+    ),
+}  # fmt: skip
+KV_CACHE_GIB = 0.5
+COMMON = (
+    "--rl-reward arithmetic --rl-max-prompt-tokens 24 --rl-max-response-tokens 8 "
+    "--rl-num-prompts-per-step 4 --rl-num-samples-per-prompt 2 --rl-eval-interval 0 "
+    "--micro-batch-size 1 --rl-entropy-coef 0.01 --lr 1e-5 "
+    "--rl-num-steps 2 --save-interval 1 --rl-deterministic --rl-canary-tolerance 1 "
+    "--rl-attest full"
+)
+
+
+@dataclass
+class Measured:
+    """Of a run: phases in their order, each with its seconds, and bytes at its highest.
+
+    Bytes are anonymous and shared memory of all processes of the run together.
+    """
+
+    seconds: dict[str, float] = field(default_factory=dict)
+    peak_bytes: dict[str, int] = field(default_factory=dict)
+
+
+def make_checkpoint(case: RealSize, folder: Path) -> Path:
+    """A random checkpoint with the tiny task's prompts and tokenizer."""
+    file = ROOT / "scripts" / "make_tiny_deepseek.py"
+    spec = importlib.util.spec_from_file_location("make_tiny_deepseek", file)
+    assert spec is not None and spec.loader is not None
+    script = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(script)
+    return script.make_checkpoint(folder, arch=case.arch, size="micro", overrides=case.overrides)
+
+
+def flags_of(case: RealSize, checkpoint: Path, run_dir: Path) -> list[str]:
+    """The command line of a run."""
+    prompts = checkpoint / "prompts"
+    return [
+        *("--rl-hf-checkpoint", str(checkpoint), "--rl-prompts", str(prompts / "train.jsonl")),
+        *("--rl-run-dir", str(run_dir), "--rl-export-hf", str(run_dir / "exported")),
+        *("--rl-rollout-kv-cache-gib", str(KV_CACHE_GIB)),
+        *COMMON.split(),
+        *case.flags.split(),
+    ]
+
+
+def run(case: RealSize, flags: list[str], phases: Path) -> Measured:
+    """Run to the end, and measure. RuntimeError: it failed."""
+    phases.unlink(missing_ok=True)
+    command = [sys.executable, "-m", "mcore_rl.launch", "--nproc-per-node", str(case.num_ranks)]
+    command += ["-m", "mcore_rl.train", *flags]
+    command += ["--rl-import", str(Path(__file__).with_name("real_size_phases.py"))]
+    environment = {**os.environ, **ENVIRONMENT, "MCORE_RL_PHASES": str(phases)}
+    process = subprocess.Popen(command, env=environment, cwd=ROOT)
+    samples: list[tuple[float, int]] = []
+    thread = threading.Thread(target=_sample, args=(process.pid, samples), daemon=True)
+    thread.start()
+    if code := process.wait():
+        raise RuntimeError(f"the run ended with {code}")
+    thread.join()
+    return _by_phase(phases, samples)
+
+
+def _sample(pid: int, samples: list[tuple[float, int]]) -> None:
+    """Until the process is gone."""
+    while psutil.pid_exists(pid):
+        try:
+            root = psutil.Process(pid)
+            found = [_held_bytes(p.pid) for p in (root, *root.children(recursive=True))]
+        except psutil.NoSuchProcess:
+            return
+        samples.append((time.time(), sum(found)))
+        time.sleep(SAMPLING_SECONDS)
+
+
+def _held_bytes(pid: int) -> int:
+    """Without files, which the kernel can drop."""
+    try:
+        text = Path(f"/proc/{pid}/status").read_text()
+    except OSError:
+        return 0
+    lines = dict(line.split(":", 1) for line in text.splitlines())
+    return sum(int(lines.get(name, "0 kB").split()[0]) << 10 for name in ("RssAnon", "RssShmem"))
+
+
+def _by_phase(phases: Path, samples: list[tuple[float, int]]) -> Measured:
+    found = Measured()
+    lines = [json.loads(line) for line in phases.read_text().splitlines()]
+    for line in sorted(lines, key=lambda line: line["begin"]):
+        name, begin, end = line["phase"], line["begin"], line["end"]
+        inside = [held for at, held in samples if begin <= at <= end]
+        if line["rank"] == 0:
+            found.seconds[name] = found.seconds.get(name, 0.0) + end - begin
+        found.peak_bytes[name] = max([found.peak_bytes.get(name, 0), *inside])
+    return found
+
+
+def planned_bytes(case: RealSize, flags: list[str]) -> dict[str, int]:
+    """The plan of each phase, for the same flags."""
+    from mcore_rl.planner.host import host_phases
+    from mcore_rl.tools.plan.command_line import read_command_line
+    from mcore_rl.tools.plan.outcome import plan_case
+
+    outcome = plan_case(read_command_line([*flags, "--world-size", str(case.num_ranks)]).case)
+    phases = host_phases(
+        outcome.case, outcome.traffic.resident, kv_cache_bytes=int(KV_CACHE_GIB * (1 << 30))
+    )
+    return {phase.name: phase.total_bytes for phase in phases}
+
+
+def exported(run_dir: Path) -> dict[str, str]:
+    """Digests of the exported weights."""
+    files = sorted((run_dir / "exported").glob("*.safetensors"))
+    return {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in files}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--case", choices=CASES, required=True)
+    parser.add_argument("--folder", type=Path, required=True)
+    options = parser.parse_args()
+    case, folder = CASES[options.case], options.folder
+    checkpoint = make_checkpoint(case, folder / options.case)
+    first, again = folder / f"{options.case}-run", folder / f"{options.case}-resumed"
+    load = ("--load", str(first / "checkpoints"), "--ckpt-step", "1")
+    for run_dir, more in ((first, ()), (again, load)):
+        flags = [*flags_of(case, checkpoint, run_dir), *more]
+        found, planned = run(case, flags, folder / "phases.jsonl"), planned_bytes(case, flags)
+        for phase, seconds in found.seconds.items():
+            sizes = f"{found.peak_bytes[phase] / 1e9:.2f} | {planned.get(phase, 0) / 1e9:.2f}"
+            print(f"{run_dir.name} | {phase} | {seconds:.1f} | {sizes}", flush=True)
+    assert exported(first) == exported(again) != {}, "the resumed run ended with other weights"
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,59 @@
+"""Imported by `--rl-import`: notes when each phase of a run begins and ends.
+
+Each rank appends a JSON object a line to MCORE_RL_PHASES: `phase` by its name in a plan, `rank`,
+`begin` and `end` in seconds of the clock.
+"""
+
+import functools
+import json
+import multiprocessing
+import os
+import time
+from pathlib import Path
+
+
+def noted(target, name, phase_of):
+    """Have calls of a function, or method, noted as the phase that `phase_of` names."""
+    function = getattr(target, name)
+
+    @functools.wraps(function)
+    def call(*args, **kwargs):
+        begin = time.time()
+        try:
+            return function(*args, **kwargs)
+        finally:
+            line = {"phase": phase_of(), "rank": int(os.environ["RANK"])}
+            with Path(os.environ["MCORE_RL_PHASES"]).open("a") as file:
+                file.write(json.dumps(line | {"begin": begin, "end": time.time()}) + "\n")
+
+    setattr(target, name, call)
+
+
+def note_phases():
+    import sys
+
+    from mcore_rl import train
+    from mcore_rl.hybrid_engine.proof.canary import Canary
+    from mcore_rl.hybrid_engine.sharding_manager import MegatronVLLMShardingManager
+    from mcore_rl.hybrid_engine.vllm.engine import VLLMEngine
+    from mcore_rl.megatron import adapter
+    from mcore_rl.trainer.saver import RunSaver
+
+    switches = iter(["first switch"])
+    build = "resume" if "--load" in sys.argv else "build"
+    for target, name, phase in (
+        (adapter, "setup", build),
+        (VLLMEngine, "__init__", "start"),
+        (Canary, "score", "canary"),
+        (train.Run, "collect", "rollout"),
+        (train.Run, "with_log_probs", "log-probs"),
+        (train.Run, "update", "train"),
+        (RunSaver, "save", "save"),
+        (train, "export", "export"),
+    ):
+        noted(target, name, lambda phase=phase: phase)
+    noted(MegatronVLLMShardingManager, "__enter__", lambda: next(switches, "hand-over"))
+
+
+if multiprocessing.parent_process() is None and "RANK" in os.environ:  # not in rewards' workers
+    note_phases()

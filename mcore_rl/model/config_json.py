@@ -9,13 +9,13 @@ This module is pure: it imports neither Megatron nor vLLM nor torch.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from mcore_rl.common.errors import UsageError
+from mcore_rl.common.readers import InvalidData, parse_json
 from mcore_rl.model.config_fields import Fields
 from mcore_rl.model.families import FAMILIES, MISSING, Family, Router
 from mcore_rl.model.quantization import (
@@ -111,15 +111,9 @@ class ModelShape:
 def read_config_json(folder: Path, *, flag: str = "--rl-hf-checkpoint") -> dict[str, Any]:
     """The parsed config.json of a checkpoint folder; raises UsageError if there is none to read."""
     path = Path(folder) / "config.json"
-    if not Path(folder).is_dir():
-        raise UsageError(
-            "is not a directory",
-            flag=f"{flag} {folder}",
-            remedy="give the folder of a Hugging Face checkpoint",
-        )
     if not path.is_file():
         raise UsageError(
-            "has no config.json",
+            "has no config.json" if Path(folder).is_dir() else "is not a directory",
             flag=f"{flag} {folder}",
             remedy="give the folder of a Hugging Face checkpoint",
         )
@@ -128,8 +122,8 @@ def read_config_json(folder: Path, *, flag: str = "--rl-hf-checkpoint") -> dict[
 
 def _read_json_object(path: Path, flag: str) -> dict[str, Any]:
     try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, OSError, RecursionError) as error:  # the last: nested too deep
+        values = parse_json(path.read_bytes())
+    except (InvalidData, OSError) as error:
         raise UsageError(
             f": {path} cannot be read as JSON ({error})",
             flag=flag,
@@ -137,7 +131,7 @@ def _read_json_object(path: Path, flag: str) -> dict[str, Any]:
         ) from error
     if not isinstance(values, dict):
         raise UsageError(
-            f": {path} holds no JSON object", flag=flag, remedy="use the published config.json"
+            f": {path} is not a JSON object", flag=flag, remedy="use the published config.json"
         )
     return values
 

@@ -276,11 +276,4 @@ def _host(case: Case) -> Iterator[tuple[str, Case]]:
     if now.keeps_reference:
         yield "--rl-kl-coef 0", replace(case, engine=replace(now, keeps_reference=False))
     if now.offloaded:
-        none = replace(case, engine=replace(now, offloaded=frozenset()))
-        yield "--rl-offload none", none
-    if now.saves_checkpoints and case.training.whole_in_checkpoints:
-        tied = _changed(case, lambda settings: replace(settings, whole_in_checkpoints=False))
-        yield "--no-dist-ckpt-optim-fully-reshardable", tied
-        if now.offloaded:
-            both = replace(tied, engine=none.engine)
-            yield "--no-dist-ckpt-optim-fully-reshardable --rl-offload none", both
+        yield "--rl-offload none", replace(case, engine=replace(now, offloaded=frozenset()))

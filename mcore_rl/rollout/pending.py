@@ -16,6 +16,7 @@ from safetensors import safe_open
 from safetensors.numpy import save_file
 
 from mcore_rl.batching.types import Prompt, Rollout
+from mcore_rl.common.readers import parse_json
 from mcore_rl.moe.routing import Routes
 from mcore_rl.rewards.worker import Outcome
 from mcore_rl.rollout.segments import OpenGroup
@@ -75,7 +76,7 @@ def _read(file: Path, prompt_of: Callable[[int], Prompt]) -> list[OpenGroup]:
     found = []
     with safe_open(file, framework="numpy") as tensors:
         names = set(tensors.keys())
-        for facts in json.loads(tensors.metadata()["groups"]):
+        for facts in parse_json(tensors.metadata()["groups"]):
             prompt = prompt_of(facts["draw"])
             rollouts: list[Rollout | None] = []
             for index, sample in enumerate(facts["samples"]):

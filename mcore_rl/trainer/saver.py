@@ -119,7 +119,7 @@ class RunSaver:
             kl_controller=self._learner.kl_controller.state_dict(),
             reference_version=0 if reference is None else reference.version,
             began_with=self._began_with,
-            padded_buckets=True,
+            optimizer_by_parameter=True,
             date=self._day,
         )
 

@@ -89,7 +89,7 @@ CHECKPOINT = [
     ),
     Case(
         "config_not_an_object",
-        ["{here}/checkpoint/config.json holds no JSON object", "use the published"],
+        ["{here}/checkpoint/config.json is not a JSON object", "use the published"],
         change=write("checkpoint/config.json", "[]"),
     ),
     Case(

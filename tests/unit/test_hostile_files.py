@@ -25,9 +25,6 @@ INDEX_FIELDS = {"metadata": {"total_size": 8}, "weight_map": {"a": "model.safete
 SHAPE = small_shape()
 FEW = settings(hostile.BOUNDED, max_examples=100)
 
-# Whose readers change on other branches: drop the mark once they are here.
-elsewhere = pytest.mark.xfail(raises=(RecursionError, AttributeError, TypeError), strict=False)
-
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -46,7 +43,6 @@ def test_prompts_are_counted_or_refused(folder, lines):
         str(error).encode()
 
 
-@elsewhere
 @FEW
 @given(st.lists(hostile.messages(LINE), max_size=4))
 def test_metrics_are_read_past_lines_that_make_no_sense(folder, lines):
@@ -57,7 +53,6 @@ def test_metrics_are_read_past_lines_that_make_no_sense(folder, lines):
     assert all(type(step) is int and isinstance(found[step], dict) for step in found)
 
 
-@elsewhere
 @FEW
 @given(hostile.messages(INDEX_FIELDS))
 def test_an_index_names_files_of_its_folder_or_is_refused(folder, data):

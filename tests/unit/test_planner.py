@@ -527,17 +527,6 @@ def test_every_remedy_lessens_what_is_lacking(phase: str) -> None:
     assert left == sorted(left) and left[-1] < problem.lacking_bytes
 
 
-def test_host_memory_of_checkpoints_that_are_free_of_a_layout_is_told() -> None:
-    train, rollout = TrainLayout(8, tp_size=2, pp_size=2), RolloutLayout(8, 2, False)
-    small = dataclasses.replace(MACHINE, host_bytes=GB)
-    off = "--no-dist-ckpt-optim-fully-reshardable"
-    for whole in (True, False):
-        settings = {"whole_in_checkpoints": whole, "saves_checkpoints": True}
-        case = case_of("llama-3.1-8b", train, rollout, small, **settings)
-        problem = next(p for p in plan_case(case).problems if p.where == HOST)
-        assert any(off in remedy.flags for remedy in problem.remedies) == whole
-
-
 def test_a_share_that_is_too_large_at_the_start_is_told_with_one_that_fits() -> None:
     train, rollout = TrainLayout(8, tp_size=2, pp_size=4), RolloutLayout(8, 2, False)
     make: Callable[..., Case] = functools.partial(

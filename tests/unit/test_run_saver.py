@@ -122,7 +122,7 @@ def test_a_checkpoint_of_before_the_note_is_read_and_one_of_another_kind_is_not(
         *(("step", value) for value in ("3", True, None, 0.5)),
         *(("layout", value) for value in (None, 3, ["TP1"])),
         *(("kl_controller", value) for value in (None, [], {"a": "b"}, {"a": float("nan")})),
-        ("padded_buckets", 1),
+        ("optimizer_by_parameter", 1),
     ],
 )
 def test_a_state_of_other_types_is_a_sentence(fact: str, value: object) -> None:
@@ -166,7 +166,7 @@ PP1 = dataclasses.replace(PP2, layout=PP2.layout.replace("PP2", "PP1"))
         (PP1, {"overlap_grad_reduce": True, "no_load_optim": True}, False),
         (PP1, {"overlap_grad_reduce": True, "use_distributed_optimizer": False}, False),
         (PP2, {"mtp_num_layers": 1, "dist_ckpt_optim_fully_reshardable": False}, False),
-        (dataclasses.replace(PP2, padded_buckets=True), {"mtp_num_layers": 1}, False),
+        (dataclasses.replace(PP2, optimizer_by_parameter=True), {"mtp_num_layers": 1}, False),
     ],
 )
 def test_states_of_the_optimizer_from_before_the_repair_are_warned_of_where_they_may_be_wrong(

@@ -116,11 +116,10 @@ def misplaced_optimizer(state: TrainerState, args: argparse.Namespace) -> str:
     """Why the optimizer's states may be those of other parameters, and the remedy; "" if they are
     not.
 
-    Before patches/megatron/padded_buckets, a fully reshardable checkpoint had them at wrong places
-    where gradients lie in several buckets: with --overlap-grad-reduce, and where two pipeline
+    Earlier versions wrote a fully reshardable checkpoint with them at wrong places where gradients lie in several buckets: with --overlap-grad-reduce, and where two pipeline
     stages share an embedding. What the checkpoint does not say of its run is taken from `args`.
     """
-    if state.padded_buckets or args.no_load_optim:
+    if state.optimizer_by_parameter or args.no_load_optim:
         return ""
     if not (args.use_distributed_optimizer and args.dist_ckpt_optim_fully_reshardable):
         return ""

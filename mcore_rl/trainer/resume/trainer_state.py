@@ -35,7 +35,7 @@ _FACTS, _RNG = "facts", "random_states"
 _LENGTH_BYTES = 8
 LOADED = "loaded"
 # What checkpoints of earlier versions may lack.
-_LATER_FACTS = {"began_with", "date", "padded_buckets"}
+_LATER_FACTS = {"began_with", "date", "optimizer_by_parameter"}
 _MOST_FACT_BYTES = 1 << 20
 
 
@@ -54,9 +54,9 @@ class TrainerState:
     # Fingerprint of the Hugging Face weights that the run began with, LOADED for a Megatron
     # checkpoint's; "": an earlier version did not note it.
     began_with: str = ""
-    # Whether the optimizer's states were written with patches/megatron/padded_buckets. False: by an
-    # earlier version, so that they may be those of other parameters.
-    padded_buckets: bool = False
+    # Whether the optimizer's states were written by parameter, as patches/megatron/
+    # optimizer_in_pieces does. False: by an earlier version, maybe at places of other parameters.
+    optimizer_by_parameter: bool = False
     date: str = ""  # ISO, the day that chat templates are told; "": as `began_with`
 
 

@@ -116,8 +116,9 @@ def misplaced_optimizer(state: TrainerState, args: argparse.Namespace) -> str:
     """Why the optimizer's states may be those of other parameters, and the remedy; "" if they are
     not.
 
-    Earlier versions wrote a fully reshardable checkpoint with them at wrong places where gradients lie in several buckets: with --overlap-grad-reduce, and where two pipeline
-    stages share an embedding. What the checkpoint does not say of its run is taken from `args`.
+    Earlier versions wrote a fully reshardable checkpoint with them at wrong places where gradients
+    lie in several buckets: with --overlap-grad-reduce, and where two pipeline stages share an
+    embedding. What the checkpoint does not say of its run is taken from `args`.
     """
     if state.optimizer_by_parameter or args.no_load_optim:
         return ""

@@ -132,6 +132,19 @@ def test_updates_are_those_of_plain_data_parallelism(name: str, learn: Callable)
     assert max(float((after[t] - before[t]).abs().max()) for t in before) > 100 * TOLERANCE
 
 
+def test_a_rank_alone_adds_gradients_up_once_where_they_travel_in_another_type(
+    learn: Callable,
+) -> None:
+    """In bfloat16, whose rounding is all that may be seen; each rank has 4 micro-batches."""
+    case = CASES["params tp2"]
+    expected, _ = learn(case)
+    in_bf16 = ("--megatron-fsdp-grad-comm-dtype", "bf16")
+    found, _ = learn(case, *fsdp(case.strategy), *in_bf16)
+    for mine, other in zip(found, expected, strict=True):
+        for update, plain in zip(mine["updates"], other["updates"], strict=True):
+            assert update["grad_norm"] == pytest.approx(plain["grad_norm"], rel=1e-2)
+
+
 def test_overlap_changes_nothing_in_plain_data_parallelism(learn: Callable) -> None:
     """Several micro-batches, whose gradients are sent once."""
     (plain, reference), (overlapped, target) = (

@@ -26,7 +26,7 @@ import operator
 import os
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from decimal import Decimal
 from types import ModuleType
 from typing import Any
@@ -127,22 +127,25 @@ def gsm8k(*, prompt: str, response: str, answer: Any) -> float:
 
 
 @reward(PYTHON_SANDBOX)
-def python_sandbox(*, prompt: str, response: str, answer: Any) -> float:
+def python_sandbox(
+    *, prompt: str, response: str, answer: Any, row: Mapping[str, Any] | None = None
+) -> float:
     """1 if the response's last block of Python passes the tests that the answer holds, else 0.
 
-    The answer is a text of assertions, or a list of them; without any it raises ValueError. Code
-    and tests together have five seconds, or what `--rl-reward-timeout-seconds` leaves of them, in
-    a process without network (`rewards.sandbox`).
+    The forms of tests are those of `rewards.code_tests`; `row` completes them. Raises ValueError
+    for an answer without tests and for tests that no code could fail. Code and tests together have
+    five seconds, or what `--rl-reward-timeout-seconds` leaves of them, in a process without network
+    (`rewards.sandbox`).
     """
-    from mcore_rl.rewards import sandbox  # processes, which other rewards do without
+    from mcore_rl.rewards import code_tests, sandbox  # processes, which other rewards do without
 
-    tests = sandbox.tests_in(answer)
-    if not tests:
-        raise ValueError("the answer holds no test")
+    suite = code_tests.suite_of(answer, prompt=prompt, row=row)
     code = sandbox.code_in(response)
     if code is None:
         return 0.0
-    return float(sandbox.run_python(code, tests, timeout_seconds=sandbox.seconds_left()).all_passed)
+    seconds = sandbox.seconds_left()
+    ran = sandbox.run_python(code, suite, timeout_seconds=seconds, stops_early=True)
+    return float(ran.all_passed)
 
 
 def _as_number(answer: Any) -> Decimal:

@@ -21,23 +21,28 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from mcore_rl.common.errors import UsageError
+from mcore_rl.common.readers import InvalidData, parse_json
 from mcore_rl.isolation.client import Supervisor, start_supervisor
 from mcore_rl.isolation.levels import Level
+from mcore_rl.rewards.code_tests import Suite, texts
+from mcore_rl.rewards.grading import Grading, Reply, Request
 
 CODE_SECONDS = 5.0
 MEMORY_BYTES = 1 << 30
 DISK_BYTES = 64 << 20  # of all files together
 MAX_OUTPUT_CHARACTERS = 4000
-_MAX_KEPT_BYTES = 1 << 16  # of standard output and of standard error, each
-_MAX_ANSWER_BYTES = 1 << 20
+_MAX_ANSWER_BYTES = 4 << 20
+_MAX_KEPT_BYTES = {"stdout": 16 << 20, "stderr": 1 << 16, "answers": _MAX_ANSWER_BYTES + 2}
+_MAX_PIPE_BYTES = 1 << 20  # that a process may have in a pipe
+_READ_BYTES = 1 << 16
 _LEAVE_SECONDS = 1.0  # from its last answer to its end
 _log = logging.getLogger(__name__)
 _INSIDE = Path(__file__).with_name("sandbox_inside.py")
 
-_BLOCK = re.compile(r"```[ \t]*(?:python|py)?[ \t]*\r?\n(?P<code>.*?)```", re.DOTALL)
+_PYTHON_TAG = re.compile(r"(?:i?python|py)[0-9.]*", re.IGNORECASE)
+_MAX_FENCE_INDENT = 3  # of a closing fence beyond that of the opening one, as in CommonMark
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,22 +58,77 @@ class Ran:
     @property
     def all_passed(self) -> bool:
         """Whether it ran, and every test with it."""
-        return self.ended and all(self.passed)
+        return self.ended and not self.why and all(self.passed)
+
+
+@dataclass(frozen=True, slots=True)
+class _Fence:
+    """The opening of a block of code in Markdown."""
+
+    mark: str  # "```", or more of the same, or "~~~"
+    indent: int
+    is_python: bool  # by its tag, or because it has none
 
 
 def code_in(text: str) -> str | None:
-    """The last block of Python in a text of Markdown; None without one."""
-    blocks = _BLOCK.findall(text)
-    return str(blocks[-1]) if blocks else None
+    """The last closed block of Python in a text of Markdown; None without one.
+
+    A block is fenced by three or more backticks, which may follow text on their line, or tildes,
+    which may not. Its tag is `python`, `py`, `python3` or the like, in any case, or missing. Reads
+    each line once, so the time is linear in the length of the text, whatever a policy writes.
+    """
+    found: str | None = None
+    fence: _Fence | None = None
+    lines: list[str] = []
+    for line in text.split("\n"):
+        if fence is None:
+            fence, lines = _opening(line), []
+            continue
+        rest = _after_closing(line, fence)
+        if rest is None:
+            blanks = len(line) - len(line.lstrip(" "))
+            lines.append(line[min(blanks, fence.indent) :] + "\n")
+            continue
+        before = line[: line.find(fence.mark)]
+        if fence.is_python:
+            found = "".join(lines) + before.rstrip() if before.strip() else "".join(lines)
+        # A tag after it begins the next block: the fence between the two was forgotten.
+        fence, lines = (_opening(line), []) if rest.strip() else (None, [])
+    return found
 
 
-def tests_in(answer: Any) -> list[str]:
-    """The tests that a prompt's answer holds: one text, or a list of texts; empty ones are none.
-    ValueError for anything else."""
-    tests = answer if isinstance(answer, list) else [answer]
-    if not all(isinstance(each, str) for each in tests):
-        raise ValueError("the answer is not a text of tests, nor a list of such")
-    return [each for each in tests if each.strip()]
+def _opening(line: str) -> _Fence | None:
+    """The fence that a line ends in, with its tag; None for a line that opens no block."""
+    start = line.lstrip(" \t")
+    if start.startswith("~~~"):
+        character, at = "~", len(line) - len(start)
+    else:
+        character, at = "`", line.find("```")
+    if at < 0:
+        return None
+    tag = line[at:].lstrip(character)
+    if character in tag:
+        return None  # inline code
+    words = tag.split(None, 1)
+    return _Fence(
+        mark=character * (len(line) - at - len(tag)),
+        indent=0 if line[:at].strip() else at,
+        is_python=not words or _PYTHON_TAG.fullmatch(words[0].strip("{.}")) is not None,
+    )
+
+
+def _after_closing(line: str, fence: _Fence) -> str | None:
+    """What follows the closing fence on a line; None for a line that closes nothing.
+
+    The fence begins its line, or ends one of code.
+    """
+    start = line.lstrip(" ")
+    if start.startswith(fence.mark) and len(line) - len(start) <= fence.indent + _MAX_FENCE_INDENT:
+        return start.lstrip(fence.mark[0])
+    end = line.rstrip()
+    if end.endswith(fence.mark) and "`" in fence.mark and "`" not in end.rstrip("`"):
+        return "" if end.strip("` ") else None
+    return None
 
 
 def seconds_left() -> float:
@@ -96,22 +156,36 @@ def _cut(text: str) -> str:
 
 def run_python(
     code: str,
-    tests: Sequence[str] = (),
+    tests: Suite | Sequence[str] = (),
     *,
     timeout_seconds: float = CODE_SECONDS,
     memory_bytes: int = MEMORY_BYTES,
+    stops_early: bool = False,
     by: Supervisor | None = None,
 ) -> Ran:
-    """Run `code` in a new process and then, with what it has defined, each of `tests`.
+    """Run `code` in a new process, and grade it by `tests`: a suite, or texts of Python.
 
-    Blocks for `timeout_seconds` at most, and a little. A test passes if it raises nothing and is
-    not skipped. `by` starts and confines the process; by default the supervisor of this process.
+    Blocks for `timeout_seconds` at most, and a little. With `stops_early` nothing more is run once
+    a test has failed. `by` starts and confines processes, by default this process's supervisor.
     RuntimeError: this machine cannot confine code as it has to be, and nothing was run.
     """
     by = by or start_supervisor()
     by.level()  # the first call waits for the supervisor's start
-    return _Process(by, code, tests, timeout_seconds, memory_bytes).until(
-        time.monotonic() + timeout_seconds, f"it took longer than {timeout_seconds:g} s"
+    suite = tests if isinstance(tests, Suite) else texts(tests)
+    grading = Grading(code, suite, stops_early=stops_early)
+    deadline = time.monotonic() + timeout_seconds
+    exchange = _Exchange(grading)
+    # A program may end its process, and the next one then needs another.
+    while exchange.is_open:
+        _Process(by, deadline, memory_bytes).until(
+            deadline, f"it took longer than {timeout_seconds:g} s", exchange
+        )
+    return Ran(
+        grading.stdout,
+        grading.stderr,
+        grading.has_ended,
+        tuple(grading.passed),
+        exchange.why or grading.why,
     )
 
 
@@ -157,33 +231,70 @@ def describe(level: Level) -> str:
     return "; ".join([*told, level.remarks] if level.remarks else told)
 
 
-class _Process:
-    """One run, from its start to its end."""
+class _Exchange:
+    """What is said to the processes of one run: a request at a time, each with a token of its own.
 
-    def __init__(
-        self,
-        by: Supervisor,
-        code: str,
-        tests: Sequence[str],
-        timeout_seconds: float,
-        memory_bytes: int,
-    ) -> None:
-        # Which tests have passed is told with what the code could not know when it ran.
-        self._keys = [secrets.token_hex(16) for _ in tests]
-        self._to_send = _line({"code": code})
-        self._tests = b"".join(
-            _line({"code": test, "number": number, "key": key})
-            for number, (test, key) in enumerate(zip(tests, self._keys, strict=True))
-        )
+    An answer must have the token of the request that it follows. So none can be written before the
+    request was read, and nothing but an answer can be written at all.
+    """
+
+    def __init__(self, grading: Grading) -> None:
+        self._grading = grading
+        self._dialogue = grading.dialogue()
+        self._request: Request | None = next(self._dialogue, None)
+        self._token = ""
+        self.why = ""  # it was cut short
+
+    @property
+    def is_open(self) -> bool:
+        """Whether there is more to ask for."""
+        return self._request is not None and not self.why
+
+    def request(self) -> bytes:
+        """The line of the next request."""
+        assert self._request is not None
+        self._token = secrets.token_hex(8)
+        return _line({**self._request, "token": self._token})
+
+    def answered(self, line: bytes, stdout: str, stderr: str) -> None:
+        """Take the answer to the last request, with what was written meanwhile."""
+        try:
+            fields = parse_json(line)
+        except InvalidData:
+            fields = None
+        if not isinstance(fields, dict) or fields.get("token") != self._token:
+            return self.forged()
+        self._send(Reply(fields, stdout, stderr))
+
+    def ended(self, exit_code: int, stdout: str, stderr: str) -> None:
+        """Take that the process has ended instead."""
+        self._send(Reply({}, stdout, stderr, exit_code))
+
+    def forged(self) -> None:
+        """The process wrote what it was not asked for: nothing that it said counts."""
+        self._grading.passed = [False] * len(self._grading.passed)
+        self.why = "its process wrote answers of its own"
+
+    def _send(self, reply: Reply) -> None:
+        try:
+            self._request = self._dialogue.send(reply)
+        except StopIteration:
+            self._request = None
+
+
+class _Process:
+    """One process, from its start to its end."""
+
+    def __init__(self, by: Supervisor, deadline: float, memory_bytes: int) -> None:
+        self._to_send = b""  # it speaks first
         self._kept = {name: bytearray() for name in ("stdout", "stderr", "answers")}
-        self._ran = False
         requests, self._requests = os.pipe()
         self._answers, answers = os.pipe()
         try:
             self._process = by.start(
                 _INSIDE,
                 (requests, answers),
-                seconds=timeout_seconds + _LEAVE_SECONDS,
+                seconds=max(0.1, deadline - time.monotonic()) + _LEAVE_SECONDS,
                 memory_bytes=memory_bytes,
                 disk_bytes=DISK_BYTES,
             )
@@ -196,34 +307,56 @@ class _Process:
             os.close(answers)
         os.set_blocking(self._requests, False)
 
-    def until(self, deadline: float, too_long: str) -> Ran:
-        """Read what it says until it ends, or end it at the deadline."""
-        process, why = self._process, ""
+    def until(self, deadline: float, too_long: str, exchange: _Exchange) -> None:
+        """Carry requests and answers until there is nothing more to ask for, the process has ended,
+        or the deadline, at which it is ended."""
+        process = self._process
+        for stream in (process.stdout, process.stderr):
+            os.set_blocking(stream.fileno(), False)
+        has_started = False
         with selectors.DefaultSelector() as selector:
             selector.register(process.stdout, selectors.EVENT_READ, "stdout")
             selector.register(process.stderr, selectors.EVENT_READ, "stderr")
             selector.register(self._answers, selectors.EVENT_READ, "answers")
-            selector.register(self._requests, selectors.EVENT_WRITE, None)
             try:
-                while self._answers in selector.get_map() and not why:
+                while exchange.is_open and self._answers in selector.get_map():
                     left_seconds = deadline - time.monotonic()
-                    for key, _ in selector.select(max(0.0, left_seconds)):
+                    if left_seconds <= 0:
+                        exchange.why = too_long
+                        break
+                    for key, _ in selector.select(left_seconds):
                         self._serve(selector, key)
-                    why = too_long if left_seconds <= 0 else ""
-                if not why:
+                    line, newline, more = bytes(self._kept["answers"]).partition(b"\n")
+                    if not newline:
+                        if len(line) > _MAX_ANSWER_BYTES:
+                            exchange.forged()
+                        continue
+                    if more:
+                        exchange.forged()
+                        break
+                    self._kept["answers"].clear()
+                    if not has_started:
+                        has_started = True
+                        _check_fault(line)
+                    else:
+                        exchange.answered(line, *self._written())
+                    if exchange.is_open:
+                        self._to_send = exchange.request()
+                        selector.register(self._requests, selectors.EVENT_WRITE, None)
+                if exchange.is_open:  # it has closed its answers, or ended
                     process.wait(_LEAVE_SECONDS)
             finally:
                 process.end()
-                why = why or process.why
-                for name in ("stdout", "stderr"):  # what it has left there; nobody else writes
-                    stream = getattr(process, name)
-                    os.set_blocking(stream.fileno(), False)
-                    while stream in selector.get_map() and (data := stream.read(1 << 16)):
-                        self._keep(name, data)
+                written = self._written()
+                for stream in (process.stdout, process.stderr):
                     stream.close()
                 os.close(self._answers)
                 os.close(self._requests)
-        return self._told(why)
+        if exchange.is_open:
+            exit_code = -signal.SIGKILL if process.returncode is None else process.returncode
+            if process.why or not has_started:
+                exchange.why = process.why or f"its process ended with exit code {exit_code}"
+            exchange.ended(exit_code, *written)
 
     def _serve(self, selector: selectors.BaseSelector, key: selectors.SelectorKey) -> None:
         if key.data is None:
@@ -236,39 +369,35 @@ class _Process:
             if not self._to_send:
                 selector.unregister(key.fileobj)
             return
-        data = os.read(key.fd, 1 << 16)
-        self._keep(key.data, data)
-        if not data:
+        if not self._read(key.data, key.fd):
             selector.unregister(key.fileobj)
-        elif key.data == "answers" and not self._ran and b'"ran": true' in self._kept["answers"]:
-            self._ran = True
-            self._to_send = self._tests + _line({"end": True})
-            selector.register(self._requests, selectors.EVENT_WRITE, None)
 
-    def _keep(self, name: str, data: bytes) -> None:
-        room = _MAX_ANSWER_BYTES if name == "answers" else _MAX_KEPT_BYTES
-        self._kept[name] += data[: max(0, room - len(self._kept[name]))]
+    def _written(self) -> tuple[str, str]:
+        """Standard output and error since the last call; what was written before an answer is in
+        its pipe by the time that the answer is here."""
+        for stream, name in ((self._process.stdout, "stdout"), (self._process.stderr, "stderr")):
+            with contextlib.suppress(BlockingIOError):
+                for _ in range(_MAX_PIPE_BYTES // _READ_BYTES):  # a thread of it may go on writing
+                    if not self._read(name, stream.fileno()):
+                        break
+        found = tuple(self._kept[name].decode(errors="replace") for name in ("stdout", "stderr"))
+        self._kept["stdout"].clear()
+        self._kept["stderr"].clear()
+        return found[0], found[1]
 
-    def _told(self, why: str) -> Ran:
-        answers: dict[str, object] = {}
-        passed: dict[int, bool] = {}
-        for line in bytes(self._kept["answers"]).splitlines():
-            with contextlib.suppress(ValueError, TypeError, LookupError):  # the code's own
-                fields = json.loads(line)
-                number = fields.get("test")
-                if number is None:
-                    answers = {**fields, **answers}
-                elif fields["key"] == self._keys[number]:
-                    passed[number] = fields["passed"] is True
-        if (fault := answers.get("fault")) is not None:
-            raise RuntimeError(f"code cannot be kept from the network: {fault}")
-        if answers.get("over") is not True:
-            why = why or f"its process ended with exit code {self._process.returncode}"
-        stdout, stderr = (
-            bytes(self._kept[name]).decode(errors="replace") for name in ("stdout", "stderr")
-        )
-        results = tuple(passed.get(number, False) for number in range(len(self._keys)))
-        return Ran(stdout, stderr, answers.get("ran") is True, results, why)
+    def _read(self, name: str, descriptor: int) -> bool:
+        """Keep what is there; False at its end."""
+        data = os.read(descriptor, _READ_BYTES)
+        room = _MAX_KEPT_BYTES[name] - len(self._kept[name])
+        self._kept[name] += data[: max(0, room)]
+        return bool(data)
+
+
+def _check_fault(line: bytes) -> None:
+    """RuntimeError for a process that could not give up what it must."""
+    fault = parse_json(line)["fault"]  # written before any code ran
+    if fault is not None:
+        raise RuntimeError(f"code cannot be kept from the network: {fault}")
 
 
 def _line(fields: dict[str, object]) -> bytes:

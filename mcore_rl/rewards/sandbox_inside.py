@@ -3,21 +3,28 @@
     python -I sandbox_inside.py DESCRIPTOR_OF_REQUESTS DESCRIPTOR_OF_ANSWERS
 
 `isolation.confine` has confined it before. It gives up connections and other processes once more,
-then runs the code, and tests behind it. It is run as a file, where this package may not be found:
-it imports the standard library alone.
+then does what it is asked for: runs the code, and what the tests need of it. It is run as a file,
+where this package may not be found: it imports the standard library alone. The code can read and
+change all that is here, so nothing here is a secret: no expected value, and not which request is a
+test and which a probe (see `grading`).
 """
 
 from __future__ import annotations
 
+import atexit
+import builtins
 import contextlib
 import ctypes
+import io
 import json
 import os
 import platform
 import struct
 import sys
+import threading
 import traceback
-from typing import BinaryIO
+import types
+from typing import Any, BinaryIO
 
 _CLONE_THREAD = 0x00010000  # linux/sched.h
 _PR_SET_NO_NEW_PRIVS, _PR_SET_SECCOMP = 38, 22
@@ -32,42 +39,222 @@ _IO_URING_SETUP, _CLONE3 = 425, 435
 _ERRNO_EACCES, _ERRNO_ENOSYS, _ERRNO_EAGAIN = 13, 38, 11
 _X32_BIT = 0x40000000
 
+_VALUE = "_value_of_an_expression"
+_EQUAL = "_are_equal_as_plain_data"  # what `assertions` writes for ==
+_MAX_TOLD = 1 << 16  # characters of a traceback
+_MAX_DEPTH = 50  # of containers; below what `common.readers` takes
+_MAX_INT = 1 << 4096  # beyond that, Python writes and reads no decimals
 
-def main(requests: BinaryIO, answers: BinaryIO) -> None:
-    """Serve one run: limits, code and tests."""
 
-    def tell(**fields: object) -> None:
-        answers.write(json.dumps(fields).encode() + b"\n")
+def main(requests: BinaryIO, answers: int) -> None:
+    """Serve one process: say that it is confined, then answer each request in turn.
 
-    first = json.loads(requests.readline())
+    Requests and answers are JSON, one a line. The first line has the `fault` that keeps it from
+    being confined, or null. Each request has a `token`, which its answer has too, and one of
+
+        run, name[, before][, stdin]   run a program in a new module; with `stdin`, as a whole one
+        do                             run statements in that module
+        value[, keep]                  evaluate an expression there, and keep the value by a name
+        call, arguments                call what an expression is
+
+    and is answered by `ended`, `error` (a traceback), and `value` for the latter two.
+    """
     fault = _give_up()
-    tell(fault=fault)
+    os.write(answers, json.dumps({"fault": fault}).encode() + b"\n")
     if fault is None:
-        names: dict[str, object] = {"__name__": "__main__"}
-        ran = _runs(first["code"], "<code>", names)
-        tell(ran=ran)
-        # Not here before: what the code can do to be told right, it does without the tests.
-        while ran and "end" not in (test := json.loads(requests.readline())):
-            passed = _runs(test["code"], "<test>", names)
-            tell(test=test["number"], passed=passed, key=test["key"])
-    tell(over=True)
+        _serve(requests, answers)
     os._exit(0)  # whatever threads there are
 
 
-def _runs(code: str, name: str, names: dict[str, object]) -> bool:
-    """Whether it runs to its end; what it raises is written to standard error."""
-    try:
-        exec(compile(code, name, "exec"), names)
-        return True
-    except BaseException as error:
-        with contextlib.suppress(BaseException):
-            frames = error.__traceback__.tb_next if error.__traceback__ else None
-            traceback.print_exception(type(error), error, frames)
-        return False
-    finally:
-        for stream in (sys.stdout, sys.stderr):
+def _serve(requests: BinaryIO, answers: int) -> None:
+    # The code may replace whatever it finds by name: what is used after it ran is bound before.
+    read, loads, write = requests.readline, json.loads, os.write
+    encode = json.JSONEncoder().encode
+    clear_trace, clear_profile = sys.settrace, sys.setprofile
+    originals, names_of_builtins = dict(vars(builtins)), vars(builtins)
+    program = Program()
+    while line := read():
+        request = loads(line)
+        clear_trace(None)
+        clear_profile(None)
+        names_of_builtins.update(originals)
+        answer = encode({**program.answer(request), "token": request["token"]}).encode() + b"\n"
+        while answer:
+            answer = answer[write(answers, answer) :]
+
+
+class Program:
+    """The code, and the module that it runs in."""
+
+    def __init__(self) -> None:
+        self._names: dict[str, Any] = {}
+        self._data = _PlainData()
+        self._streams: list[io.TextIOWrapper] = []
+        self._stdout = os.dup(1)
+        self._folder = os.open(".", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+
+    def answer(self, request: dict[str, Any]) -> dict[str, Any]:
+        """Do what is asked for; what the code raises is in the answer."""
+        try:
+            if "run" in request:
+                self._run(request)
+            elif "do" in request:
+                self._execute(request["do"], "<test>")
+            else:
+                return {"ended": True, "value": self._data.as_json(self._value(request))}
+            return {"ended": True}
+        except BaseException as error:
+            return {"ended": False, "error": self._told(error)}
+        finally:
+            self._flush()
+
+    def _run(self, request: dict[str, Any]) -> None:
+        module = types.ModuleType(request["name"])
+        self._names = vars(module)
+        # By the names that its own imports, dataclasses and tests may look for.
+        sys.modules[request["name"]] = sys.modules["solution"] = module
+        if request.get("before"):
+            self._execute(request["before"], "<before>")
+        if "stdin" not in request:
+            return self._execute(request["run"], "<code>")
+        self._connect(request["stdin"], f"stdin_{request['token']}")
+        try:
+            self._execute(request["run"], "<code>")
+        except SystemExit as left:
+            if left.code not in (None, 0):
+                raise
+        for thread in threading.enumerate():
+            if thread is not threading.main_thread() and not thread.daemon:
+                thread.join()
+        atexit._run_exitfuncs()
+
+    def _connect(self, text: str, name: str) -> None:
+        """Standard input is `text`, and standard output the pipe, by number and by name."""
+        # A file of the folder, as memory that is a file may be refused; gone before the code runs.
+        flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+        file = os.open(name, flags, 0o600, dir_fd=self._folder)
+        os.unlink(name, dir_fd=self._folder)
+        data = text.encode(errors="surrogatepass")
+        while data:
+            data = data[os.write(file, data) :]
+        os.lseek(file, 0, os.SEEK_SET)
+        if file != 0:  # which the program before may have closed
+            os.dup2(file, 0)
+            os.close(file)
+        os.dup2(self._stdout, 1)
+        stdin = open(0, encoding="utf-8", closefd=False)
+        stdout = open(1, "w", encoding="utf-8", closefd=False)
+        sys.stdin = sys.__stdin__ = stdin  # type: ignore[misc]
+        sys.stdout = sys.__stdout__ = stdout  # type: ignore[misc]
+        self._streams = [stdout]
+
+    def _value(self, request: dict[str, Any]) -> Any:
+        if "call" in request:
+            self._execute(f"{_VALUE} = (\n{request['call']}\n)", "<test>")
+            return self._names.pop(_VALUE)(*request["arguments"])
+        self._execute(f"{_VALUE} = (\n{request['value']}\n)", "<test>")
+        value = self._names.pop(_VALUE)
+        if "keep" in request:
+            self._names[request["keep"]] = value
+        return value
+
+    def _execute(self, source: str, name: str, *, exec: Any = exec, compile: Any = compile) -> None:
+        self._names[_EQUAL] = self._data.are_equal
+        exec(compile(source, name, "exec"), self._names)
+
+    def _told(self, error: BaseException, *, format: Any = traceback.format_exception) -> str:
+        """Its traceback, without the frames of this file."""
+        try:
+            trace = error.__traceback__
+            while trace and trace.tb_frame.f_code.co_filename == __file__:
+                trace = trace.tb_next
+            return "".join(format(type(error), error, trace))[:_MAX_TOLD]
+        except BaseException:
+            return ""
+
+    def _flush(self) -> None:
+        for stream in (sys.stdout, sys.stderr, *self._streams):
             with contextlib.suppress(BaseException):
                 stream.flush()
+
+
+class _PlainData:
+    """Takes values for the plain data that they are, whatever classes of the code's say of them."""
+
+    def as_json(self, value: Any) -> Any:
+        """What `grading.decoded` reads; `opaque`, with its truth, for what is not plain data."""
+        try:
+            return self._tagged(self._copy(value, 0))
+        except (_NotPlain, TypeError, RecursionError):
+            return {"opaque": bool(value)}
+
+    def are_equal(self, left: Any, right: Any) -> bool:
+        """Whether two values are equal as plain data; only if neither is, by what they say."""
+        copies = []
+        for value in (left, right):
+            with contextlib.suppress(_NotPlain, TypeError, RecursionError):
+                copies.append(self._copy(value, 0))
+        if not copies:
+            return bool(left == right)
+        return len(copies) == 2 and bool(copies[0] == copies[1])
+
+    def _copy(self, value: Any, depth: int) -> Any:
+        if value is None or value is True or value is False:
+            return value
+        if depth > _MAX_DEPTH:
+            raise _NotPlain
+        inner = depth + 1
+        if isinstance(value, int):
+            return int.__index__(value)
+        if isinstance(value, float):
+            return float.__float__(value)
+        if isinstance(value, str):
+            return str.__str__(value)
+        if isinstance(value, list):
+            return [self._copy(each, inner) for each in list.__iter__(value)]
+        if isinstance(value, tuple):
+            return tuple([self._copy(each, inner) for each in tuple.__iter__(value)])
+        if isinstance(value, set):
+            return frozenset([self._copy(each, inner) for each in set.__iter__(value)])
+        if isinstance(value, frozenset):
+            return frozenset([self._copy(each, inner) for each in frozenset.__iter__(value)])
+        if isinstance(value, dict):
+            pairs = dict.items(value)
+            return {self._copy(k, inner): self._copy(v, inner) for k, v in pairs}
+        if isinstance(value, bytes | bytearray):
+            return bytes(value)
+        name = f"{type(value).__module__}.{type(value).__name__}"
+        if name in ("builtins.complex", "fractions.Fraction", "decimal.Decimal"):
+            return value
+        if name.startswith("numpy.") and hasattr(value, "tolist"):
+            return self._copy(value.tolist(), inner)
+        raise _NotPlain
+
+    def _tagged(self, value: Any) -> Any:
+        """JSON of what `_copy` returns."""
+        if isinstance(value, int) and not -_MAX_INT < value < _MAX_INT:
+            return {"int": hex(value)}
+        if isinstance(value, list):
+            return [self._tagged(each) for each in value]
+        if isinstance(value, tuple):
+            return {"tuple": [self._tagged(each) for each in value]}
+        if isinstance(value, frozenset):
+            return {"set": [self._tagged(each) for each in value]}
+        if isinstance(value, dict):
+            return {"dict": [[self._tagged(k), self._tagged(v)] for k, v in value.items()]}
+        if isinstance(value, bytes):
+            return {"bytes": value.hex()}
+        if isinstance(value, complex):
+            return {"complex": [value.real, value.imag]}
+        if value is None or isinstance(value, bool | int | float | str):
+            return value
+        if type(value).__name__ == "Fraction":
+            return {"fraction": [value.numerator, value.denominator]}
+        return {"decimal": str(value)}
+
+
+class _NotPlain(Exception):
+    """A value of which only its own process can say what it is equal to."""
 
 
 # What it gives up -----------------------------------------------------------------------------
@@ -128,5 +315,5 @@ def _filter(architecture: int, refused: dict[int, int], clone: int) -> bytes:
 
 
 if __name__ == "__main__":
-    with open(int(sys.argv[1]), "rb") as _requests, open(int(sys.argv[2]), "wb", 0) as _answers:
-        main(_requests, _answers)
+    with open(int(sys.argv[1]), "rb") as _requests:
+        main(_requests, int(sys.argv[2]))

@@ -25,6 +25,8 @@ from mcore_rl.environments.pool import check_environment
 from mcore_rl.flags.options import RLConfig
 from mcore_rl.isolation.levels import parse_accepted
 from mcore_rl.job.spec import JobSpec
+from mcore_rl.rewards.code_rows import check_code_rows
+from mcore_rl.rewards.functions import PYTHON_SANDBOX
 from mcore_rl.rewards.specs import (
     RewardSpec,
     check_rewards,
@@ -43,8 +45,9 @@ def check_data(checked: JobSpec) -> None:
         raise UsageError("is empty", flag="--rl-stop ''", remedy="give the text to stop at")
     load = checked.flags.get("--load")
     day = None if load is None else date_of_checkpoints(Path(load))
-    load_prompt_files(checked.config, trust_remote_code=trusts, date=day)
+    train, held_out = load_prompt_files(checked.config, trust_remote_code=trusts, date=day)
     check_rewards(reward_spec(checked.config))
+    check_code_tests(checked.config, train, held_out)
     environment = environment_spec(checked.config)
     if environment is not None:
         check_environment(environment)
@@ -59,6 +62,24 @@ def check_data(checked: JobSpec) -> None:
             checked.config.max_response_tokens,
             HOW_TO_END,
         )
+
+
+def check_code_tests(
+    config: RLConfig, train: PromptDataset, held_out: PromptDataset | None
+) -> None:
+    """Raise UsageError for answers that are not tests, where `python_sandbox` grades by them."""
+    is_reward = PYTHON_SANDBOX in [name.strip() for name in config.rewards.split(",")]
+    if not is_reward and config.environment != PYTHON_SANDBOX:
+        return
+    if int(os.environ.get("LOCAL_RANK", 0)) != 0:  # the others of a node read the same rows
+        return
+    accepted = parse_accepted(config.sandbox_accept, "--rl-sandbox-accept")
+    for prompts, flag in (
+        (train, f"--rl-prompts {config.prompts}"),
+        (held_out, f"--rl-eval-prompts {config.eval_prompts}"),
+    ):
+        if prompts is not None:
+            check_code_rows(prompts, flag, may_be_blank=not is_reward, accepted=accepted)
 
 
 def chat_template(config: RLConfig, date: str | None = None) -> ChatTemplate:

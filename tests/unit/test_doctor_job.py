@@ -22,6 +22,7 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 
 from mcore_rl.batching.types import Prompt
+from mcore_rl.common.errors import UsageError
 from mcore_rl.common.platform import WITHOUT_CUDA
 from mcore_rl.flags.options import RLConfig
 from mcore_rl.megatron.rng import RngState
@@ -397,6 +398,27 @@ def test_long_empty_and_repeated_prompts_are_counted(here: Path) -> None:
     assert [prompt.answer for prompt in few] == ["2", "3"]
 
 
+@pytest.mark.parametrize(
+    "changes", [{"reward": "python_sandbox"}, {"reward": None, "environment": "python_sandbox"}]
+)
+def test_rows_whose_tests_check_nothing_are_red_by_their_number(
+    here: Path, changes: dict[str, Any]
+) -> None:
+    lines = [
+        json.dumps({"prompt": "1+1=", "answer": answer})
+        for answer in ("assert f(1) == 2", "assert True", "5")
+    ]
+    (here / "prompts.jsonl").write_text("\n".join(lines))
+    (red,) = found_of(check_prompts(config_of(here, **changes))[0], "red")
+    assert red.startswith(f"--rl-prompts {here / 'prompts.jsonl'}, row 2: ")
+    assert "(1 more such rows: 3)" in red
+    config = config_of(here, **changes, prompts=str(here / "eval.jsonl"))
+    held_out = dataclasses.replace(config, eval_prompts=str(here / "prompts.jsonl"))
+    checked = SimpleNamespace(config=held_out, trust_remote_code=False)
+    with pytest.raises(UsageError, match="row 1: the answer asserts nothing"):
+        check_data(checked)  # type: ignore[arg-type]
+
+
 def test_of_prompts_without_an_answer_a_few_are_taken(here: Path) -> None:
     (here / "prompts.jsonl").write_text('{"prompt": "1+1=", "answer": ""}\n' * 3)
     found, few = check_prompts(config_of(here))
@@ -670,9 +692,61 @@ def test_an_environment_is_started_with_a_few_prompts(tmp_path: Path) -> None:
     config = config_of(tmp_path, reward=None, environment="pickey", import_=imported)
     (unknown,) = check_reward(config, few, None)
     assert unknown.level == "red" and "is not an environment (did you mean picky?)" in unknown.found
-    (sandbox,) = check_reward(config_of(tmp_path, reward="python_sandbox"), few, None)
-    assert sandbox.level == "green"
-    assert sandbox.found.startswith("python_sandbox runs; code is confined by ")
+
+
+def test_a_sandbox_whose_tests_check_something_is_green(tmp_path: Path) -> None:
+    config = config_of(tmp_path, reward="python_sandbox")
+    good = json.dumps({"inputs": ["1"], "outputs": ["2"]})
+    (found,) = check_reward(config, prompts(("2?", good), ("3?", "assert f(1) == 3")), None)
+    assert found.level == "green"
+    assert found.found.startswith("python_sandbox runs; code is confined by ")
+
+
+@pytest.mark.parametrize(
+    ("answer", "words"),
+    [
+        ("5", "asserts nothing"),
+        ("def check(candidate):\n    assert candidate(1)", "no entry_point"),
+        ("assert f(1) is None", "pays code whose functions return None"),
+        ("assert len([1]) == 1 or f", "pays empty code"),
+    ],
+)
+def test_a_sandbox_whose_tests_check_nothing_is_red(
+    tmp_path: Path, answer: str, words: str
+) -> None:
+    config = config_of(tmp_path, reward="python_sandbox")
+    (found,) = check_reward(config, prompts(("a prompt", answer)), None)
+    assert found.level == "red" and words in found.found
+    assert "--rl-answer-column" in found.remedy
+
+
+def test_a_reward_that_pays_for_nothing_is_yellow(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(
+        "from mcore_rl.api import reward\n"
+        "@reward('within')\n"
+        "def within(*, prompt, response, answer):\n"
+        "    return float(response.strip() in answer)\n"
+        "@reward('any_answer')\n"
+        "def any_answer(*, prompt, response, answer):\n"
+        "    return float(response in ('5', '9'))\n"
+        "@reward('shy')\n"
+        "def shy(*, prompt, response, answer):\n"
+        "    return {answer: 1.0, '': 0.25}.get(response, 0.0)\n"
+        "@reward('below_zero')\n"
+        "def below_zero(*, prompt, response, answer):\n"
+        "    return 1.0 if response == answer else -0.5\n"
+    )
+    config = config_of(
+        tmp_path,
+        reward="within,any_answer,shy,below_zero",
+        import_=(str(tmp_path / "mine.py"),),
+    )
+    within, any_answer, shy, below_zero = check_reward(config, FEW, None)
+    assert [each.level for each in (within, any_answer, shy)] == ["yellow"] * 3
+    assert "it pays 1 for an empty response and 1 for a blank one" in within.found
+    assert "it pays 1 for another prompt's answer" in any_answer.found
+    assert "it pays 0.25 for an empty response" in shy.found
+    assert below_zero.level == "green"
 
 
 def test_a_trial_leaves_no_process(tmp_path: Path) -> None:

@@ -193,6 +193,14 @@ def test_numeric_rewards_refuse_an_answer_without_a_number(function, answer):
         call(function, "7", answer)
 
 
+@pytest.mark.parametrize("noise", ["1,", "1,111", "-", "$", ".1", "1.", "\\", "#", " ", "\r", "x"])
+def test_numeric_rewards_read_long_responses(noise):
+    """None of these makes the search for numbers go back further than a number is long."""
+    response = f"{noise * 20_000} so it is 7"
+    for function in (arithmetic, gsm8k):
+        assert (call(function, response, "7"), call(function, response, "8")) == (1.0, 0.0)
+
+
 @pytest.mark.skipif(not GSM8K_TRAIN.exists(), reason=f"there is no {GSM8K_TRAIN}")
 def test_gsm8k_pays_every_published_answer_and_no_other():
     answers = [json.loads(line)["answer"] for line in GSM8K_TRAIN.open()]

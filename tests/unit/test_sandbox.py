@@ -469,6 +469,45 @@ def test_the_last_block_of_python_is_what_counts():
     assert code_in("a = 1") is None and code_in("```python\na = 1") is None
 
 
+@pytest.mark.parametrize(
+    ("text", "code"),
+    [
+        ("``` \t python \t\nx\n```", "x\n"),
+        ("```Python3\nx\n```", "x\n"),
+        ("```PY\nx\n```", "x\n"),
+        ("```python3.11 title=a.py\nx\n```", "x\n"),
+        ("```{python}\nx\n```", "x\n"),
+        ("~~~python\nx\n~~~", "x\n"),
+        ("```python\r\nx\r\n```\r\n", "x\r\n"),
+        ("```python\n```", ""),
+        ("so: ```python\nx\n```", "x\n"),
+        ("```python\nx```", "x"),
+        ("with ```x``` and\n```py\ny\n```", "y\n"),
+        ("1. one\n   ```py\n   if x:\n     y\n   ```", "if x:\n  y\n"),
+        ("````py\ns = '''\n```\n'''\n````", "s = '''\n```\n'''\n"),
+        ("```py\nx\n```python\ny\n```", "y\n"),
+        ("```py\nf('''\n    ```\n''')\n```", "f('''\n    ```\n''')\n"),
+        ("```cpp\nx\n```", None),
+        ("```pythonic\nx\n```", None),
+        ("```python\nx\n~~~", None),
+        ("~~~python\nx\n```", None),
+    ],
+)
+def test_blocks_are_fenced_as_people_write_them(text: str, code: str | None):
+    assert code_in(text) == code
+
+
+def test_blocks_are_found_in_texts_of_any_size():
+    """Each line is read once: a search that goes back would take hours for these."""
+    many = 300_000
+    for noise in ("```" + " " * many + "x", "\t\r" * many, "`x`\r" * many, "``` ```\r" * many):
+        assert code_in(noise) is None
+        assert code_in(f"```python\nx = 1\n```\n{noise}") == "x = 1\n"
+    assert code_in("```python\n" * 10_000) == ""
+    body = f"{' ' * many}\n{'x' * many}\n"
+    assert code_in(f"```python\n{body}```") == body
+
+
 def test_as_a_reward():
     reward = resolve_reward("python_sandbox")
     right, wrong = "```python\ndef f(): return 1\n```", "```python\ndef f(): return 2\n```"
@@ -486,7 +525,7 @@ def test_its_time_ends_before_that_of_the_reward():
     hangs = "```python\nwhile True: pass\n```"
     old = signal.getsignal(signal.SIGALRM)
     try:
-        outcome = score_sample("python_sandbox", "", hangs, "pass", timeout_seconds=3.0)
+        outcome = score_sample("python_sandbox", "", hangs, "assert x", timeout_seconds=3.0)
     finally:
         signal.signal(signal.SIGALRM, old)
     assert (outcome.reward, outcome.kind) == (0.0, None)

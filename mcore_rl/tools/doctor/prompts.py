@@ -15,7 +15,7 @@ from mcore_rl.data.prompts import PromptDataset, load_prompts
 from mcore_rl.data.tokenizer import HOW_TO_END, missing_end
 from mcore_rl.flags.options import RLConfig
 from mcore_rl.tools.doctor.finding import PROMPTS, Finding, green, plural, red, refusal, yellow
-from mcore_rl.trainer.inputs import prompt_source
+from mcore_rl.trainer.inputs import check_code_tests, prompt_source
 from mcore_rl.trainer.resume.trainer_state import (
     TRAINER,
     date_of_checkpoints,
@@ -57,6 +57,7 @@ def check_prompts(
         findings.append(yellow(PROMPTS, what, "give more, or lower --rl-num-prompts-per-step"))
     if held_out is not None:
         findings += _overlap(rows, held_out)
+    findings += _code_tests(config, train, held_out)
     if resumed is not None and (resumed / TRAINER).is_dir():
         findings.append(_same_as_before(train, config, resumed))
     return findings, _few(rows)
@@ -113,6 +114,18 @@ def _of_file(prompts: PromptDataset, config: RLConfig, flag: str) -> list[Findin
             what += f", {contradicting:,} with another answer"
         findings.append(yellow(PROMPTS, what, "remove them unless they are meant to count twice"))
     return findings
+
+
+def _code_tests(
+    config: RLConfig, train: PromptDataset, held_out: PromptDataset | None
+) -> list[Finding]:
+    try:
+        check_code_tests(config, train, held_out)
+    except UsageError as error:
+        return [refusal(PROMPTS, error)]
+    except RuntimeError:  # code cannot be run here, which the check of the reward tells
+        return []
+    return []
 
 
 def _overlap(train: list[Prompt], held_out: PromptDataset) -> list[Finding]:

@@ -27,6 +27,8 @@ from mcore_rl.environments.wire import Failed
 from mcore_rl.flags.options import RLConfig
 from mcore_rl.job.value_models import Folder
 from mcore_rl.patches.torch.loopback_stores import is_loopback
+from mcore_rl.rewards.code_rows import nothings
+from mcore_rl.rewards.code_tests import suite_of
 from mcore_rl.rewards.functions import PYTHON_SANDBOX, SERVED_REWARDS
 from mcore_rl.rewards.sandbox import check_sandbox, describe
 from mcore_rl.rewards.specs import RewardSpec
@@ -38,7 +40,11 @@ _EXACT = ("exact_match", "arithmetic", "gsm8k")
 _MOST_SECONDS = 20.0  # for one sample
 _START_SECONDS = 60.0  # for the process and its worker to import what they need
 _MOST_SHOWN = 200
+_OTHERS = "another prompt's answer"
 _TIMED_OUT = "timed out"  # as the kind of a failure, of functions and of servers
+
+
+Sample = tuple[Prompt, str]  # and a response
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,15 +88,78 @@ def asks_loopback(config: RLConfig) -> bool:
     return False
 
 
+@dataclass(frozen=True, slots=True)
+class _Samples:
+    """What a reward is tried on; the same samples for all rewards of a job."""
+
+    rights: list[Sample]  # the prompts' own answers
+    wrongs: list[Sample]  # something else, for each prompt
+    unworthy: dict[str, Sample]  # what should be worth nothing, by what it is
+    idle: dict[str, list[Sample]]  # code that does nothing, by what it is, where code is run
+
+    @classmethod
+    def of(cls, prompts: Sequence[Prompt], spec: RewardSpec) -> _Samples:
+        """Samples for a few prompts."""
+        rights = [(each, each.answer_text) for each in prompts if each.answer_text.strip()]
+        wrongs = [(each, f"{each.answer_text.rstrip()}7") for each in prompts]
+        unworthy = {}
+        if prompts:
+            unworthy = {"an empty response": (prompts[0], ""), "a blank one": (prompts[0], " \n")}
+            others = [text for _, text in rights if text.strip() != prompts[0].answer_text.strip()]
+            if others:
+                unworthy[_OTHERS] = (prompts[0], others[0])
+        idle: dict[str, list[Sample]] = {}
+        if PYTHON_SANDBOX in spec.functions:
+            for prompt in prompts:
+                for what, code in nothings(_names_of(prompt)).items():
+                    idle.setdefault(what, []).append((prompt, f"```python\n{code}```"))
+        return cls(rights, wrongs, unworthy, idle)
+
+    @property
+    def answers(self) -> list[Sample]:
+        """The right and the wrong ones."""
+        return [*self.rights, *self.wrongs]
+
+    @property
+    def worthless(self) -> list[Sample]:
+        """What should be worth nothing."""
+        idle = [sample for samples in self.idle.values() for sample in samples]
+        return [*self.unworthy.values(), *idle]
+
+
+@dataclass(frozen=True, slots=True)
+class _Outcomes:
+    """What a reward has made of `_Samples`: [reward, kind of failure, failure] of each."""
+
+    rights: list[Any]
+    wrongs: list[Any]
+    unworthy: dict[str, Any]
+    idle: dict[str, list[Any]]
+
+    @classmethod
+    def of(cls, samples: _Samples, outcomes: Sequence[Any]) -> _Outcomes:
+        """`outcomes` are those of the answers, and of the worthless if no answer has failed."""
+        missing = len(samples.answers) + len(samples.worthless) - len(outcomes)
+        left = iter([*outcomes, *([0.0, "not tried", "it was not tried"] for _ in range(missing))])
+        return cls(
+            [next(left) for _ in samples.rights],
+            [next(left) for _ in samples.wrongs],
+            {what: next(left) for what in samples.unworthy},
+            {what: [next(left) for _ in each] for what, each in samples.idle.items()},
+        )
+
+
+def _names_of(prompt: Prompt) -> frozenset[str]:
+    """What the tests of a prompt take from the code; nothing where its answer is not tests."""
+    with contextlib.suppress(ValueError):
+        suite = suite_of(prompt.answer, prompt=prompt.text, row=json.loads(prompt.row))
+        return suite.names
+    return frozenset()
+
+
 def _tried(spec: RewardSpec, prompts: Sequence[Prompt]) -> list[Finding]:
-    samples = []
-    for prompt in prompts:
-        # The answer itself, and one that is not it, number or text.
-        right = prompt.answer_text
-        if right.strip():
-            samples.append((prompt, right))
-        samples.append((prompt, f"{right.rstrip()}7"))
-    trial = run_trial(spec, samples)
+    samples = _Samples.of(prompts, spec)
+    trial = run_trial(spec, samples.answers, samples.worthless)
     findings = _output(trial)
     if refused := trial.answer.get("refused"):
         error = UsageError(refused["found"], flag=refused["flag"], remedy=refused["remedy"])
@@ -98,8 +167,8 @@ def _tried(spec: RewardSpec, prompts: Sequence[Prompt]) -> list[Finding]:
     for name in (*spec.functions, *(server.name for server in spec.servers)):
         outcomes = trial.answer["outcomes"].get(name)
         if outcomes is not None:
-            has_answers = len(samples) > len(prompts)
-            judged = _judged(name, outcomes, spec.timeout_seconds, has_answers=has_answers)
+            sorted_out = _Outcomes.of(samples, outcomes)
+            judged = _judged(name, sorted_out, spec.timeout_seconds)
             if name == PYTHON_SANDBOX:
                 level = check_sandbox(f"--rl-reward {name}", spec.sandbox_accept)
                 judged = dataclasses.replace(judged, found=f"{judged.found}; {describe(level)}")
@@ -143,10 +212,10 @@ def _environment(config: RLConfig, prompts: Sequence[Prompt]) -> list[Finding]:
     return [green(REWARD, what)]
 
 
-def _judged(
-    name: str, outcomes: Sequence[Sequence[Any]], timeout_seconds: float, *, has_answers: bool
-) -> Finding:
-    """Outcomes of right and wrong answers in turn; without answers, of any responses."""
+def _judged(name: str, found: _Outcomes, timeout_seconds: float) -> Finding:
+    """What one reward's outcomes say of it."""
+    # Only of what training may give to it as well: an answer, right or wrong.
+    outcomes = [*found.rights, *found.wrongs]
     failures = [failure for _, _, failure in outcomes if failure is not None]
     if failures and timeout_seconds > _MOST_SECONDS and _only_timeouts(outcomes):
         what = (
@@ -158,24 +227,63 @@ def _judged(
         what = (
             f"{name} gives no value for {len(failures)} of {len(outcomes)} samples: {failures[0]}"
         )
-        if name in SERVED_REWARDS:
-            return red(REWARD, what, "start the server, or correct its address and its answer")
-        if not has_answers:
-            return red(REWARD, what, "correct the function, or fill in the answers that it needs")
-        return red(REWARD, what, "correct the function: it is given the prompt's own answer here")
-    rewards = [reward for reward, _, _ in outcomes]
-    if not has_answers:
-        return green(REWARD, f"{name} gives {_shown(rewards)} where prompts have no answer")
-    right, wrong = rewards[::2], rewards[1::2]
-    what = f"{name} gives {_shown(right)} to the prompts' own answers and {_shown(wrong)} to others"
+        return red(REWARD, what, _remedy_of_failures(name, has_answers=bool(found.rights)))
+    right, wrong = ([reward for reward, _, _ in each] for each in (found.rights, found.wrongs))
     if name == PYTHON_SANDBOX:  # its answers are tests, and no code
-        return green(REWARD, f"{name} runs")
-    if all(r > w for r, w in zip(right, wrong, strict=True)):
-        return green(REWARD, what)
-    if name in _EXACT:
-        remedy = "look at --rl-answer-column and at the form of its answers"
-        return red(REWARD, what, remedy)
-    return yellow(REWARD, what, "make sure that this is meant")
+        return _judged_sandbox(found)
+    if not right:
+        return green(REWARD, f"{name} gives {_shown(wrong)} where prompts have no answer")
+    what = f"{name} gives {_shown(right)} to the prompts' own answers and {_shown(wrong)} to others"
+    if not all(r > w for r, w in zip(right, wrong, strict=True)):
+        if name in _EXACT:
+            remedy = "look at --rl-answer-column and at the form of its answers"
+            return red(REWARD, what, remedy)
+        return yellow(REWARD, what, "make sure that this is meant")
+    if paid := _paid_for_nothing(name, found, right):
+        return yellow(
+            REWARD,
+            f"{what}; it pays {paid}",
+            "make sure that this is meant, as it may be for a reward of length or form: a policy "
+            "finds what is paid for nothing",
+        )
+    return green(REWARD, what)
+
+
+def _judged_sandbox(found: _Outcomes) -> Finding:
+    idle = [(what, outcome) for what, each in found.idle.items() for outcome in each]
+    if paid := [what for what, (reward, _, _) in idle if reward > 0]:
+        what = f"{PYTHON_SANDBOX} pays {paid[0]}: tests that it passes check nothing"
+        return red(REWARD, what, "correct the answers (--rl-answer-column) or remove such rows")
+    if failures := [failure for _, (_, _, failure) in idle if failure is not None]:
+        what = f"{PYTHON_SANDBOX} gives no value to code that does nothing: {failures[0]}"
+        return red(REWARD, what, _remedy_of_failures(PYTHON_SANDBOX, has_answers=True))
+    return green(REWARD, f"{PYTHON_SANDBOX} runs")
+
+
+def _remedy_of_failures(name: str, *, has_answers: bool) -> str:
+    if name in SERVED_REWARDS:
+        return "start the server, or correct its address and its answer"
+    if name == PYTHON_SANDBOX:
+        return "look at --rl-answer-column: its answers must be tests (docs/using/rewards.md)"
+    if not has_answers:
+        return "correct the function, or fill in the answers that it needs"
+    return "correct the function: it is given the prompt's own answer here"
+
+
+def _paid_for_nothing(name: str, found: _Outcomes, right: Sequence[float]) -> str:
+    """What is paid for responses that should be worth nothing, in words; empty if nothing is.
+
+    Without content anything above 0 counts, where 0 means something: a score of `pooling` has no
+    zero. Another prompt's answer may share something with the right one: it counts if it is worth
+    as much.
+    """
+    paid = []
+    for what, (reward, _, failure) in found.unworthy.items():
+        least = right[0] if name == "pooling" or what == _OTHERS else 0.0
+        is_paid = reward >= right[0] or reward > least
+        if failure is None and is_paid:
+            paid.append(f"{reward:g} for {what}")
+    return " and ".join(paid)
 
 
 def _only_timeouts(outcomes: Sequence[Sequence[Any]]) -> bool:
@@ -195,12 +303,12 @@ def _output(trial: Trial) -> list[Finding]:
     return [green(REWARD, f"what is asked for prints: {printed}")]
 
 
-def run_trial(spec: RewardSpec, samples: Sequence[tuple[Prompt, str]]) -> Trial:
+def run_trial(spec: RewardSpec, samples: Sequence[Sample], more: Sequence[Sample] = ()) -> Trial:
     """Start a process for the trial, and end it with everything that it has started."""
     seconds = min(spec.timeout_seconds, _MOST_SECONDS)
     once = tuple(dataclasses.replace(server, retries=0) for server in spec.servers)
     spec = dataclasses.replace(spec, num_workers=1, timeout_seconds=seconds, servers=once)
-    limit = _START_SECONDS + seconds * max(1, len(samples)) * len(spec.names)
+    limit = _START_SECONDS + seconds * max(1, len(samples) + len(more)) * len(spec.names)
     read_end, write_end = os.pipe()
     with tempfile.TemporaryFile() as printed, os.fdopen(read_end, "rb") as answers:
         process = subprocess.Popen(
@@ -213,7 +321,7 @@ def run_trial(spec: RewardSpec, samples: Sequence[tuple[Prompt, str]]) -> Trial:
         )
         os.close(write_end)
         try:
-            process.communicate(pickle.dumps((spec, list(samples))), timeout=limit)
+            process.communicate(pickle.dumps((spec, list(samples), list(more))), timeout=limit)
             answer = answers.read()
         except subprocess.TimeoutExpired:
             answer = _refused(f"no end within {limit:g} s", remedy="mend what hangs")

@@ -2,13 +2,15 @@
 
     python -m mcore_rl.tools.doctor.reward_trial FILE_DESCRIPTOR < pickled request
 
-The request is a pickled (RewardSpec, samples), each sample (Prompt, response), from the process
-that started this one. The answer, JSON, goes to the file descriptor; standard output and error
-are the reward's. It imports neither torch nor Megatron nor vLLM.
+The request is a pickled (RewardSpec, samples, more samples), each sample (Prompt, response), from
+the process that started this one. A function that fails on the first is not tried on more, of which
+nothing that it prints is kept. The answer, JSON, goes to the file descriptor; standard output and
+error are the reward's. It imports neither torch nor Megatron nor vLLM.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import logging
 import os
@@ -30,30 +32,50 @@ Sample = tuple[Prompt, str]
 def main() -> None:
     """Score what standard input holds."""
     logging.disable(logging.CRITICAL)  # what fails is in the answer
-    spec, samples = pickle.load(sys.stdin.buffer)
-    answer = json.dumps(_trial(spec, samples)).encode()
+    spec, samples, more = pickle.load(sys.stdin.buffer)
+    answer = json.dumps(_trial(spec, samples, more)).encode()
     with os.fdopen(int(sys.argv[1]), "wb") as out:
         out.write(answer)
 
 
-def _trial(spec: RewardSpec, samples: Sequence[Sample]) -> dict[str, Any]:
+def _trial(spec: RewardSpec, samples: Sequence[Sample], more: Sequence[Sample]) -> dict[str, Any]:
     """{"refused": fields of a UsageError}, or {"outcomes": {name: [[reward, kind, failure], ...]}},
     the last two null where there is a reward."""
+    servers = [server.name for server in spec.servers]
     try:
         check_rewards(spec)
         if not samples:
             return {"outcomes": {}}
-        with RewardStack(spec) as stack:
-            found = stack.outcomes([_rollout(sample) for sample in samples])
+        found = _outcomes(spec, servers, [*samples, *more])  # in one request, if they fit
+        found |= _outcomes(spec, spec.functions, samples)
+        silent = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(silent, 1)
+        os.dup2(silent, 2)
+        working = [n for n in spec.functions if all(kind is None for _, kind, _ in found[n])]
+        for name, outcomes in _outcomes(spec, working, more).items():
+            found[name] += outcomes
     except UsageError as error:
         return {"refused": {"found": error.found, "flag": error.flag, "remedy": error.remedy}}
     except RuntimeError as error:  # workers that die at once
         return {"refused": {"found": str(error), "flag": "", "remedy": "correct what it imports"}}
-    outcomes = {
+    return {"outcomes": found}
+
+
+def _outcomes(
+    spec: RewardSpec, names: Sequence[str], samples: Sequence[Sample]
+) -> dict[str, list[list[Any]]]:
+    """What some of the rewards make of samples."""
+    if not names or not samples:
+        return {}
+    servers = tuple(server for server in spec.servers if server.name in names)
+    weights = (1.0,) * len(names)
+    some = dataclasses.replace(spec, names=tuple(names), weights=weights, servers=servers)
+    with RewardStack(some) as stack:
+        found = stack.outcomes([_rollout(sample) for sample in samples])
+    return {
         name: [[each.reward, each.kind, each.failure] for each in outcomes]
         for name, outcomes in found.items()
     }
-    return {"outcomes": outcomes}
 
 
 def _rollout(sample: Sample) -> Rollout:

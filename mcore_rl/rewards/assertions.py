@@ -1,0 +1,336 @@
+"""Python tests, split so that what can be compared is compared outside the process that is tested.
+
+`assert f(1) == 2` becomes a `Check`: the policy's process evaluates `f(1)`, which is all that it is
+told, and the comparison with 2 is made here on plain data. So neither an object that is equal to
+everything nor a patched interpreter passes. Statements that cannot be split, such as a loop with an
+assertion, become a `Do`: they run as they are in that process.
+
+Pure: nothing of what is read here runs here.
+"""
+
+from __future__ import annotations
+
+import ast
+import copy
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+_MAX_CONSTANT = 1 << 20  # elements, characters or bits that a constant expression may make
+
+EQUAL = "_are_equal_as_plain_data"  # a function that `sandbox_inside` defines
+_EQUAL_METHODS = (
+    "assertEqual assertListEqual assertTupleEqual assertDictEqual assertSetEqual "
+    "assertSequenceEqual"
+).split()
+
+Evaluate = Callable[[Sequence[Any]], Any]  # from the values of a check's leaves
+
+
+class Incomparable(Exception):
+    """Two values of the process that only it can compare: leaves `left` and `right`."""
+
+    def __init__(self, left: int, right: int, operator: str) -> None:
+        super().__init__(operator)
+        self.left, self.right, self.operator = left, right, operator
+
+
+class Opaque:
+    """A value of the process that is not plain data; only its truth is known here."""
+
+    def __init__(self, truth: bool) -> None:
+        self._truth = truth
+
+    def __bool__(self) -> bool:
+        return self._truth
+
+
+@dataclass(frozen=True, slots=True)
+class Do:
+    """Statements to run; the step fails if they raise."""
+
+    source: str
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """An assertion: the sources of what the process evaluates, and what is made of the values.
+
+    `assert abs(f(1) - 2.5) < 0.1` has the leaf `f(1)`. `holds` may raise whatever Python would,
+    and `Incomparable`.
+    """
+
+    leaves: tuple[str, ...]
+    holds: Evaluate
+
+
+Step = Do | Check
+
+
+def parsed(source: str) -> ast.Module:
+    """The syntax tree of a text of Python. Raises ValueError for anything else."""
+    try:
+        return ast.parse(source)
+    except SyntaxError as error:
+        raise ValueError(f"is not Python ({error.msg}, line {error.lineno})") from error
+    except (ValueError, RecursionError, MemoryError) as error:
+        raise ValueError(f"is not Python ({error})") from error
+
+
+def steps_of(module: ast.Module) -> list[Step]:
+    """The steps that run a text of tests, in its order."""
+    steps: list[Step] = []
+    waiting: list[ast.stmt] = []
+
+    def flush() -> None:
+        if waiting:
+            steps.append(Do(_source(ast.Module(list(waiting), []))))
+            waiting.clear()
+
+    for statement in module.body:
+        if not isinstance(statement, ast.Assert):
+            waiting.append(statement)
+            continue
+        flush()
+        steps += [check_of(part) for part in _conjuncts(statement.test)]
+    flush()
+    return steps
+
+
+def _conjuncts(test: ast.expr) -> list[ast.expr]:
+    if isinstance(test, ast.BoolOp) and isinstance(test.op, ast.And):
+        return [part for value in test.values for part in _conjuncts(value)]
+    return [test]
+
+
+def check_of(test: ast.expr) -> Check:
+    """The check that an assertion's expression is."""
+    leaves: list[str] = []
+    return Check(holds=_plan(test, leaves), leaves=tuple(leaves))
+
+
+# What is evaluated there -------------------------------------------------------------------------
+
+
+def _source(node: ast.AST) -> str:
+    """The source of what runs in the process, where `==` compares plain data by its value: an
+    object that is equal to everything is not."""
+    return ast.unparse(ast.fix_missing_locations(_ByValue().visit(copy.deepcopy(node))))
+
+
+class _ByValue(ast.NodeTransformer):
+    """Rewrites == and != where only their truth counts, so that it may be a bool."""
+
+    def visit_Assert(self, node: ast.Assert) -> ast.AST:
+        node.test = self._truth(node.test)
+        return self.generic_visit(node)
+
+    def visit_If(self, node: ast.If) -> ast.AST:
+        node.test = self._truth(node.test)
+        return self.generic_visit(node)
+
+    def visit_Call(self, node: ast.Call) -> ast.AST:
+        match node:
+            case ast.Call(ast.Name("all" | "any"), [ast.GeneratorExp() | ast.ListComp() as each]):
+                each.elt = self._truth(each.elt)
+            case ast.Call(ast.Attribute(attr=name) as method, [left, right, *message]) if (
+                name in _EQUAL_METHODS
+            ):
+                method.attr = "assertTrue"
+                node.args = [_call_of_equal(left, right), *message]
+        return self.generic_visit(node)
+
+    def _truth(self, node: ast.expr) -> ast.expr:
+        match node:
+            case ast.BoolOp(operator, values):
+                return ast.BoolOp(operator, [self._truth(value) for value in values])
+            case ast.UnaryOp(ast.Not(), operand):
+                return ast.UnaryOp(ast.Not(), self._truth(operand))
+            case ast.Compare(left, [ast.Eq()], [right]):
+                return _call_of_equal(left, right)
+            case ast.Compare(left, [ast.NotEq()], [right]):
+                return ast.UnaryOp(ast.Not(), _call_of_equal(left, right))
+        return node
+
+
+def _call_of_equal(left: ast.expr, right: ast.expr) -> ast.Call:
+    return ast.Call(ast.Name(EQUAL, ast.Load()), [left, right], [])
+
+
+# What is evaluated here --------------------------------------------------------------------------
+
+_COMPARE: dict[type[ast.cmpop], tuple[str, Callable[[Any, Any], Any]]] = {
+    ast.Eq: ("==", lambda a, b: a == b),
+    ast.NotEq: ("!=", lambda a, b: a != b),
+    ast.Lt: ("<", lambda a, b: a < b),
+    ast.LtE: ("<=", lambda a, b: a <= b),
+    ast.Gt: (">", lambda a, b: a > b),
+    ast.GtE: (">=", lambda a, b: a >= b),
+    ast.Is: ("is", lambda a, b: a is b),
+    ast.IsNot: ("is not", lambda a, b: a is not b),
+    ast.In: ("in", lambda a, b: a in b),
+    ast.NotIn: ("not in", lambda a, b: a not in b),
+}
+
+
+def _plan(node: ast.expr, leaves: list[str]) -> Evaluate:
+    """How `node` is evaluated from the values of `leaves`, to which its own are added."""
+    found, value = constant(node)
+    if found:
+        return lambda _: value
+    match node:
+        case ast.UnaryOp(ast.Not(), operand):
+            inner = _plan(operand, leaves)
+            return lambda values: not inner(values)
+        case ast.Compare(left, [operator], [right]):
+            compared = _compared(left, operator, right, leaves)
+            return compared if compared is not None else _leaf(node, leaves)
+        case _:
+            return _tolerance(node, leaves) or _leaf(node, leaves)
+
+
+def _leaf(node: ast.expr, leaves: list[str]) -> Evaluate:
+    position = len(leaves)
+    leaves.append(_source(node))
+    return lambda values: values[position]
+
+
+def _compared(
+    left: ast.expr, operator: ast.cmpop, right: ast.expr, leaves: list[str]
+) -> Evaluate | None:
+    """None for an identity that depends on more than None, True and False."""
+    name, compare = _COMPARE[type(operator)]
+    if isinstance(operator, ast.Is | ast.IsNot) and not any(map(_is_singleton, (left, right))):
+        return None
+    first, second = len(leaves), len(leaves) + 1
+    of_left, of_right = _plan(left, leaves), _plan(right, leaves)
+
+    def compared(values: Sequence[Any]) -> Any:
+        a, b = of_left(values), of_right(values)
+        # Of two objects of the policy's own classes only its process knows whether they are equal;
+        # against plain data nothing of its own counts.
+        if isinstance(a, Opaque) and isinstance(b, Opaque):
+            raise Incomparable(first, second, name)
+        return compare(a, b)
+
+    return compared
+
+
+def _is_singleton(node: ast.expr) -> bool:
+    return isinstance(node, ast.Constant) and (node.value is None or isinstance(node.value, bool))
+
+
+def _tolerance(node: ast.expr, leaves: list[str]) -> Evaluate | None:
+    """Of `abs(f(1) - 2.5)`, `round(f(1), 2)`, `math.isclose(f(1), 2.5)` and what they are made of,
+    which would show the process what it should have returned."""
+    match node:
+        case ast.BinOp(left, ast.Sub() | ast.Div() as operator, right) if (
+            constant(left)[0] or constant(right)[0]
+        ):
+            of_left, of_right = _plan(left, leaves), _plan(right, leaves)
+            if isinstance(operator, ast.Sub):
+                return lambda values: _plain(of_left(values)) - _plain(of_right(values))
+            return lambda values: _number(of_left(values)) / _number(of_right(values))
+        case ast.Call(ast.Name("abs"), [ast.BinOp() as inner], []):
+            difference = _tolerance(inner, leaves)
+            return None if difference is None else lambda values: abs(difference(values))
+        case ast.Call(function, [left, right], keywords) if ast.unparse(function) in (
+            "math.isclose",
+            "isclose",
+        ) and (constant(left)[0] or constant(right)[0]):
+            options = {each.arg: constant(each.value) for each in keywords}
+            if None in options or not all(found for found, _ in options.values()):
+                return None
+            named = {str(name): value for name, (_, value) in options.items()}
+            of_left, of_right = _plan(left, leaves), _plan(right, leaves)
+            return lambda values: math.isclose(of_left(values), of_right(values), **named)
+        case _:
+            return None
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, set | frozenset):
+        return value
+    return _number(value)
+
+
+def _number(value: Any) -> Any:
+    if not isinstance(value, int | float | complex):
+        raise TypeError(f"{type(value).__name__} is not a number")
+    return value
+
+
+def constant(node: ast.expr) -> tuple[bool, Any]:
+    """Whether an expression is one of plain data alone, and its value."""
+    try:
+        return True, _folded(node)
+    except (ValueError, TypeError, ArithmeticError, RecursionError, MemoryError, SyntaxError):
+        return False, None
+
+
+def _folded(node: ast.expr) -> Any:
+    """The value of literals, of sums and products of them, and of containers made of them.
+
+    Raises one of the exceptions of `constant` for anything else, or for a value that is too large.
+    """
+    match node:
+        case ast.BinOp(left, operator, right):
+            return _arithmetic(operator, _folded(left), _folded(right))
+        case ast.UnaryOp(ast.Not(), operand):
+            return not _folded(operand)
+        case ast.UnaryOp(ast.USub(), operand):
+            return -_folded(operand)
+        case ast.List(elements) | ast.Tuple(elements) | ast.Set(elements):
+            kind = {ast.List: list, ast.Tuple: tuple, ast.Set: set}[type(node)]
+            return kind(map(_folded, elements))
+        case ast.Compare(left, [operator], [right]):
+            return _COMPARE[type(operator)][1](_folded(left), _folded(right))
+        case ast.Dict(keys, values) if None not in keys:
+            return {
+                _folded(key): _folded(value)
+                for key, value in zip(keys, values, strict=True)
+                if key is not None
+            }
+        case ast.Call(ast.Name("float"), [ast.Constant(str() as text)], []):
+            return float(text)
+        case ast.Call(ast.Name("set" | "frozenset" | "tuple" | "list" as name), arguments, []):
+            kinds: dict[str, Any] = {"set": set, "frozenset": frozenset, "tuple": tuple}
+            return kinds.get(name, list)(*map(_folded, arguments))
+        case _:
+            return ast.literal_eval(node)
+
+
+def _arithmetic(operator: ast.operator, left: Any, right: Any) -> Any:
+    if isinstance(operator, ast.Mult) and not _are_numbers(left, right):
+        sequence, count = (left, right) if isinstance(right, int) else (right, left)
+        if len(sequence) * count > _MAX_CONSTANT:
+            raise ValueError("it is too large")
+        return sequence * count
+    if isinstance(operator, ast.Pow):
+        if not isinstance(left, int | float) or not isinstance(right, int | float):
+            raise TypeError("it is not a number")
+        if isinstance(left, int) and abs(left).bit_length() * abs(right) > _MAX_CONSTANT:
+            raise ValueError("it is too large")
+        return left**right
+    if isinstance(operator, ast.Add):
+        return left + right
+    if not _are_numbers(left, right):
+        raise TypeError("it is not a number")
+    match operator:
+        case ast.Sub():
+            return left - right
+        case ast.Mult():
+            return left * right
+        case ast.Div():
+            return left / right
+        case ast.FloorDiv():
+            return left // right
+        case ast.Mod():
+            return left % right
+        case _:
+            raise ValueError("it is no sum and no product")
+
+
+def _are_numbers(*values: Any) -> bool:
+    return all(isinstance(value, int | float | complex) for value in values)

@@ -1,0 +1,100 @@
+"""Checks the tests of a file of prompts before a run starts: each by reading, a few by running."""
+
+from __future__ import annotations
+
+import builtins
+import itertools
+import json
+from collections.abc import Iterator, Sequence
+from typing import Any, Protocol
+
+from mcore_rl.common.errors import UsageError
+from mcore_rl.isolation.client import Supervisor
+from mcore_rl.rewards.code_tests import Suite, is_blank, suite_of
+from mcore_rl.rewards.sandbox import run_python
+
+NUM_RUN = 4  # rows of a file whose tests are run on code that does nothing
+_MOST_NAMED = 10
+_REMEDY = (
+    "correct or remove these rows; the forms of tests are in docs/using/rewards.md, and "
+    "--rl-answer-column names their column"
+)
+
+
+class CodePrompt(Protocol):
+    """What is needed of a `batching.types.Prompt`."""
+
+    index: int  # row in the file
+    text: str
+    row: str  # JSON of all columns
+
+    answer: Any
+
+
+def check_code_rows(
+    rows: Sequence[CodePrompt],
+    flag: str,
+    *,
+    may_be_blank: bool = False,
+    accepted: Sequence[str] = (),
+) -> None:
+    """Raise UsageError, of `flag`, for rows whose tests cannot be read or cannot fail.
+
+    All rows are read. The tests of `NUM_RUN` of them, spread over the file, are run on code that
+    does nothing, which must not pass. `may_be_blank` says that an empty answer means no tests,
+    `accepted` which protections the sandbox may lack.
+    """
+    faults: dict[int, str] = {}
+    num_read = 0
+    for row in _with_tests(rows, may_be_blank):
+        num_read += 1
+        try:
+            _suite(row)
+        except ValueError as error:
+            faults[row.index] = str(error)
+    if not faults:
+        every = max(1, -(-num_read // NUM_RUN))
+        with Supervisor(accepted=accepted) as by:
+            for row in itertools.islice(_with_tests(rows, may_be_blank), 0, None, every):
+                if passing := passing_nothing(_suite(row), by=by):
+                    faults[row.index] = f"{passing} passes the tests of the answer"
+    if not faults:
+        return
+    first, *others = faults
+    more = ""
+    if others:
+        named = ", ".join(str(index + 1) for index in others[:_MOST_NAMED])
+        dots = ", ..." if len(others) > _MOST_NAMED else ""
+        more = f" ({len(others):,} more such rows: {named}{dots})"
+    raise UsageError(f", row {first + 1}: {faults[first]}{more}", flag=flag, remedy=_REMEDY)
+
+
+def _with_tests(rows: Sequence[CodePrompt], may_be_blank: bool) -> Iterator[CodePrompt]:
+    for position in range(len(rows)):
+        if not (may_be_blank and is_blank(rows[position].answer)):
+            yield rows[position]
+
+
+def _suite(row: CodePrompt) -> Suite:
+    return suite_of(row.answer, prompt=row.text, row=json.loads(row.row))
+
+
+def passing_nothing(suite: Suite, *, by: Supervisor | None = None) -> str | None:
+    """Which code that does nothing passes a suite, in words; None if none does, as it should be.
+
+    `by` starts its processes. Takes some tenths of a second. RuntimeError: code cannot be run here.
+    """
+    for what, code in nothings(suite.names).items():
+        if run_python(code, suite, stops_early=True, by=by).all_passed:
+            return what
+    return None
+
+
+def nothings(names: frozenset[str]) -> dict[str, str]:
+    """Code that does nothing: none at all, and functions of these names that return None."""
+    codes = {"empty code": "pass\n"}
+    if names := names - vars(builtins).keys():  # tests use these for what they are
+        codes["code whose functions return None"] = "".join(
+            f"def {name}(*_, **__): pass\n" for name in sorted(names)
+        )
+    return codes

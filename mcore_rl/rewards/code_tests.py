@@ -1,0 +1,342 @@
+"""The tests that a prompt's answer holds, in the forms in which data sets publish them.
+
+    {"inputs": ["1 2\\n"], "outputs": ["3\\n"]}                       programs: APPS, TACO, PRIME
+    {"fn_name": "add", "inputs": [[1, 2]], "outputs": [3]}           functions: APPS, TACO
+    [{"input": "1\\n2", "output": "3", "testtype": "functional"}]     LiveCodeBench, DeepCoder
+    {"test": "def check(candidate): ...", "entry_point": "add"}      HumanEval, LeetCodeDataset
+    {"test_list": ["assert add(1, 2) == 3"], "test_setup_code": ""}  MBPP
+    "assert add(1, 2) == 3", or a list of such texts; unittest and pytest too
+
+Each may be JSON text, or the list or object itself. What the answer leaves out (`entry_point`,
+`fn_name`, `test_setup_code`, `test_imports`) is taken from the row's columns of that name. This
+module is pure: it reads tests and runs none.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+from mcore_rl.common.readers import InvalidData, parse_json
+from mcore_rl.rewards.assertions import Step, steps_of
+from mcore_rl.rewards.code_texts import can_fail, free_names, runnable
+
+_TEXTS = ("test", "tests", "test_code", "functional", "pytest")  # keys of a text of tests
+_LISTS = ("test_list", "challenge_test_list", "assert_case")  # keys of a list of such
+_PAIRS = (("inputs", "outputs"), ("input", "output"))
+_IMPORTS = """
+import bisect, collections, functools, heapq, itertools, math, operator, random, re, string
+from bisect import *
+from collections import *
+from functools import *
+from heapq import *
+from itertools import *
+from math import ceil, comb, cos, exp, floor, gcd, inf, isqrt, lcm, log, log2, pi, sin, sqrt
+from typing import *
+"""
+_DEFINITION = re.compile(r"^(?:async )?def[ \t]+([A-Za-z_]\w*)[ \t]*\(", re.MULTILINE)
+_MAX_NESTED_TEXTS = 3  # JSON text within JSON text
+
+
+@dataclass(frozen=True, slots=True)
+class Program:
+    """The code as a program: what it reads, and what it is to print."""
+
+    stdin: str
+    expected: str
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One call of a function, and the plain data that it is to return."""
+
+    function: str  # an expression
+    arguments: tuple[Any, ...]
+    expected: Any
+    may_be_wrapped: bool = False  # `[3]` also expects 3, as in APPS
+
+
+@dataclass(frozen=True, slots=True)
+class Text:
+    """Python that runs behind the code and raises if that is wrong."""
+
+    module: ast.Module
+
+    @property
+    def steps(self) -> list[Step]:
+        """Its statements, and its assertions one by one."""
+        return steps_of(self.module)
+
+
+Test = Program | Call | Text
+
+
+@dataclass(frozen=True, slots=True)
+class Suite:
+    """The tests of one prompt, e.g. Suite((Program("1 2\\n", "3\\n"),))."""
+
+    tests: tuple[Test, ...] = ()
+    imports: str = ""  # runs before the code
+    setup: str = ""  # runs between the code and the tests
+    names: frozenset[str] = frozenset()  # what the tests take from the code, as far as known
+
+
+def is_blank(answer: Any) -> bool:
+    """Whether an answer is empty: no test, on purpose or not."""
+    return not answer or (isinstance(answer, str) and not answer.strip())
+
+
+def texts(tests: Sequence[str]) -> Suite:
+    """Texts of Python as they are, whether or not they can fail."""
+    return Suite(tuple(Text(_parsed_or_as_it_is(each)) for each in tests))
+
+
+def _parsed_or_as_it_is(text: str) -> ast.Module:
+    try:
+        return runnable(text, None)
+    except ValueError as error:  # it fails where it runs
+        return ast.parse(f"raise SyntaxError({str(error)!r})")
+
+
+def suite_of(answer: Any, *, prompt: str = "", row: Mapping[str, Any] | None = None) -> Suite:
+    """The tests of an answer.
+
+    `prompt` and `row` say what the answer leaves out. Raises InvalidData, a ValueError, for an
+    answer of no known form and for tests that no code could fail.
+    """
+    reader = _Reader(prompt, dict(row or {}))
+    try:
+        reader.read(answer)
+        return reader.suite()
+    except ValueError as error:
+        raise InvalidData(f"the answer {error}") from error
+
+
+class _Reader:
+    """Collects the tests of an answer."""
+
+    def __init__(self, prompt: str, row: dict[str, Any]) -> None:
+        self._prompt = prompt
+        self._row = row
+        self._tests: list[Test] = []
+        self._setup: list[str] = []
+        self._names: set[str] = set()
+
+    def suite(self) -> Suite:
+        """What was read."""
+        if not self._tests:
+            _refuse("holds no test")
+        if all(isinstance(t, Program) and not t.expected.split() for t in self._tests):
+            _refuse("expects no output of any program")
+        if all(isinstance(t, Call) and t.expected in (None, [None]) for t in self._tests):
+            _refuse("expects no result of any call")
+        return Suite(
+            tests=tuple(self._tests),
+            imports=_IMPORTS if any(isinstance(t, Call) for t in self._tests) else "",
+            setup="\n".join(self._setup),
+            names=frozenset(self._names),
+        )
+
+    def read(self, value: Any, nested: int = 0) -> None:
+        """Add the tests of an answer, or of a part of it."""
+        if isinstance(value, str):
+            self._read_text(value, nested)
+        elif isinstance(value, dict):
+            self._read_object(value)
+        elif isinstance(value, list) and value:
+            self._read_list(value, nested)
+        else:
+            _refuse("holds no test" if value == [] else f"is of type {type(value).__name__}")
+
+    def _read_text(self, text: str, nested: int) -> None:
+        if text.lstrip()[:1] in ("{", "[", '"') and nested < _MAX_NESTED_TEXTS:
+            try:
+                value = parse_json(text)
+            except InvalidData:
+                value = None  # Python that begins with a display or a docstring
+            if isinstance(value, dict | list | str) and value:
+                return self.read(value, nested + 1)
+        self._setup += self._given("test_imports") if "test_list" in self._row else []
+        self._setup += self._given("test_setup_code") if "test_list" in self._row else []
+        self._add_text(text, self._entry_point({}))
+
+    def _read_list(self, values: list[Any], nested: int) -> None:
+        if all(isinstance(value, str) for value in values):
+            if any(value.lstrip()[:1] == "{" for value in values):
+                for value in values:
+                    self._read_text(value, nested)
+                return
+            fixtures = "test_list" in self._row
+            setup = [*self._given("test_imports"), *self._given("test_setup_code")]
+            self._add_texts(values, setup if fixtures else [])
+        elif all(isinstance(value, dict) for value in values):
+            for value in values:
+                self._read_object(value)
+        else:
+            _refuse("is a list of neither texts nor objects")
+
+    def _read_object(self, fields: dict[str, Any]) -> None:
+        for inputs, outputs in _PAIRS:
+            if inputs in fields and outputs in fields:
+                return self._read_pairs(fields, fields[inputs], fields[outputs])
+            if inputs in fields or outputs in fields:
+                missing = outputs if inputs in fields else inputs
+                _refuse(f"has no {missing!r}")
+        setup = [*_texts(fields, "test_imports"), *_texts(fields, "test_setup_code")]
+        setup += _texts(fields, "import_prefix")
+        for key in _LISTS:
+            if _texts(fields, key):
+                self._add_texts(_texts(fields, key), setup)
+        for key in _TEXTS:
+            if isinstance(fields.get(key), str) and fields[key].strip():
+                self._setup += setup
+                self._add_text(fields[key], self._entry_point(fields))
+            elif isinstance(fields.get(key), list | dict) and fields[key]:
+                self.read(fields[key])
+        if not self._tests:
+            known = "inputs and outputs, test and entry_point, or test_list"
+            _refuse(f"is an object with {', '.join(map(repr, fields)) or 'nothing'}, not {known}")
+
+    # Texts ----------------------------------------------------------------------------------------
+
+    def _add_texts(self, sources: Sequence[str], setup: Sequence[str]) -> None:
+        """A list of tests, each one of its own; they must be able to fail taken together."""
+        self._setup += setup
+        present = [source for source in sources if source.strip()]
+        if not present:
+            _refuse("holds no test")
+        for source in present:
+            self._add_text(source, self._entry_point({}), alone=False)
+        whole = runnable("\n".join([*self._setup, *present]), self._entry_point({}))
+        self._check(whole, free_names(whole))
+
+    def _add_text(self, source: str, entry_point: str | None, *, alone: bool = True) -> None:
+        module = runnable(source, entry_point)
+        names = free_names(module)
+        if alone:
+            self._check(module, names)
+        self._names |= names
+        self._tests.append(Text(module))
+
+    @staticmethod
+    def _check(module: ast.Module, names: frozenset[str]) -> None:
+        if not can_fail(module):
+            _refuse("asserts nothing that code could fail")
+        if not names:
+            _refuse("uses nothing that code could define")
+
+    def _entry_point(self, fields: Mapping[str, Any]) -> str | None:
+        """What `check(candidate)` is given: an expression such as `f` or `Solution().f`."""
+        named = fields.get("entry_point") or self._row.get("entry_point")
+        if named is None:
+            defined = [n for n in _DEFINITION.findall(self._prompt) if n != "check"]
+            named = defined[-1] if defined else None
+        return None if named is None else _checked_function(named)
+
+    def _given(self, column: str) -> list[str]:
+        return _texts(self._row, column)
+
+    # Pairs ----------------------------------------------------------------------------------------
+
+    def _read_pairs(self, fields: dict[str, Any], inputs: Any, outputs: Any) -> None:
+        kind = str(fields.get("testtype") or fields.get("type") or "")
+        name = self._function(fields)
+        is_call = name is not None and kind not in ("stdin", "stdin_stdout")
+        if kind in ("functional", "function_call") and name is None:
+            _refuse(f"has a test of type {kind!r}, but no 'fn_name' says of which function")
+        is_one = bool(kind) or not (isinstance(inputs, list) and isinstance(outputs, list))
+        if is_one:
+            inputs, outputs = [inputs], [outputs]
+        if len(inputs) != len(outputs):
+            _refuse(f"has {len(inputs)} inputs, but {len(outputs)} outputs")
+        for given, expected in zip(inputs, outputs, strict=True):
+            if is_call:
+                assert name is not None
+                self._tests.append(
+                    _call(name, given, expected, may_be_wrapped=kind != "functional")
+                )
+                self._names.add(name.partition(".")[0].partition("(")[0])
+            else:
+                self._tests.append(Program(_lines(given, "input"), _lines(expected, "output")))
+
+    def _function(self, fields: Mapping[str, Any]) -> str | None:
+        for place in (fields, self._row):
+            metadata = place.get("metadata")
+            if isinstance(metadata, str) and metadata.lstrip().startswith("{"):
+                try:
+                    metadata = parse_json(metadata)
+                except InvalidData:
+                    metadata = None
+            inner = metadata.get("func_name") if isinstance(metadata, dict) else None
+            if name := place.get("fn_name") or place.get("func_name") or inner:
+                return _checked_function(name)
+        return None
+
+
+def _call(name: str, given: Any, expected: Any, *, may_be_wrapped: bool) -> Call:
+    """Arguments are a list, an object of a single one, or text with the JSON of one a line."""
+    if isinstance(given, str):
+        lines = [line for line in given.split("\n") if line.strip()]
+        try:
+            given = [parse_json(line) for line in lines]
+        except InvalidData as error:
+            _refuse(f"has arguments that are not JSON, one a line ({error})")
+        expected, may_be_wrapped = _parsed(expected), False
+    elif not may_be_wrapped:
+        expected = _parsed(expected)
+    arguments = given if isinstance(given, list) else [given]
+    function = name if "." in name else f"({name} if {name!r} in globals() else Solution().{name})"
+    return Call(function, tuple(map(_with_integer_keys, arguments)), expected, may_be_wrapped)
+
+
+def _parsed(text: Any) -> Any:
+    try:
+        return parse_json(text) if isinstance(text, str) else text
+    except InvalidData:
+        return text
+
+
+def _with_integer_keys(value: Any) -> Any:
+    """An argument as it was before JSON made texts of its keys, as graders of APPS take it."""
+    if isinstance(value, dict) and value and all(re.fullmatch("-?[0-9]{1,18}", k) for k in value):
+        return {int(key): entry for key, entry in value.items()}
+    return value
+
+
+def _lines(value: Any, what: str) -> str:
+    """The text of an input or output: a text, or a list of lines."""
+    if isinstance(value, list) and all(isinstance(each, str | int | float) for each in value):
+        return "\n".join(str(each).removesuffix("\n") for each in value) + "\n"
+    if isinstance(value, str | int | float) and not isinstance(value, bool):
+        return str(value)
+    _refuse(f"has an {what} of type {type(value).__name__}, and no 'fn_name'")
+
+
+def _checked_function(name: Any) -> str:
+    """`f`, `a.f` or `Solution().f`."""
+    try:
+        node = ast.parse(str(name).strip(), mode="eval").body
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        node = ast.Constant(None)
+    source = ast.unparse(node)
+    while isinstance(node, ast.Attribute | ast.Call):
+        if isinstance(node, ast.Call) and (node.args or node.keywords):
+            break
+        node = node.value if isinstance(node, ast.Attribute) else node.func
+    if not isinstance(node, ast.Name):
+        _refuse(f"names {str(name)[:60]!r}, which is not a function")
+    return source
+
+
+def _texts(fields: Mapping[str, Any], key: str) -> list[str]:
+    """The texts of a field that holds one, several or none."""
+    value = fields.get(key)
+    values = value if isinstance(value, list) else [value]
+    return [each for each in values if isinstance(each, str) and each.strip()]
+
+
+def _refuse(found: str) -> NoReturn:
+    raise InvalidData(found)

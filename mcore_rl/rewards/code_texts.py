@@ -1,0 +1,326 @@
+"""Texts of tests, made into ones that run by themselves, and whether they can fail.
+
+Functions that a test runner would have called are called: `check(candidate)` of HumanEval, `test_*`
+of pytest, the methods of a `unittest.TestCase`. Pure: nothing of what is read here runs here.
+"""
+
+from __future__ import annotations
+
+import ast
+import builtins
+from collections.abc import Iterable, Sequence
+
+from mcore_rl.rewards.assertions import constant, parsed
+
+FunctionNode = ast.FunctionDef | ast.AsyncFunctionDef
+
+_RUNNERS = ("unittest.main", "pytest.main")
+_EXITS = ("exit", "quit", "sys.exit", "os._exit", "os.abort")
+_MUST_RAISE = ("raises", "assertRaises", "assertRaisesRegex")
+# Builtins that a policy's function is not called by, and that find nothing that it has defined.
+_HELPERS = frozenset(
+    "abs all any bool dict enumerate float int isinstance len list map print range repr round set "
+    "sorted str tuple type zip".split()
+)
+_RUN_CASES = """
+import unittest as _unittest
+_found = _unittest.TestResult()
+for _case in ({names},):
+    _unittest.defaultTestLoader.loadTestsFromTestCase(_case).run(_found)
+for _, _what in (*_found.failures, *_found.errors):
+    print(_what)
+assert _found.testsRun and _found.wasSuccessful()
+"""
+
+
+def runnable(source: str, entry_point: str | None) -> ast.Module:
+    """The tests of a text, with calls of all that nobody calls in it.
+
+    `entry_point` is the expression for what a `check(candidate)` is given. Raises ValueError for
+    what is not Python, for a `check` without an entry point and for tests that need pytest.
+    """
+    module = parsed(source)
+    body = [part for statement in module.body for part in _without_runner(statement)]
+    if not any(isinstance(each, FunctionNode | ast.ClassDef) for each in body):
+        return ast.Module(body, [])
+    called = {each.id for each in _loaded(body)}
+    for function in [each for each in body if isinstance(each, ast.FunctionDef)]:
+        if function.name in called:
+            continue
+        required = _required(function)
+        if function.name == "check" or required == ["candidate"]:
+            if len(required) != 1:
+                raise ValueError(f"has a function {function.name} that nobody calls")
+            if entry_point is None:
+                raise ValueError(
+                    f"defines {function.name}({required[0]}), but no entry_point says what to give "
+                    "to it"
+                )
+            body += parsed(f"{function.name}({entry_point})").body
+        elif function.name.startswith("test"):
+            if required or function.decorator_list:
+                raise ValueError(f"has a test {function.name} that only pytest can call")
+            body += parsed(f"{function.name}()").body
+    cases = [each for each in body if isinstance(each, ast.ClassDef) and each.name not in called]
+    body += _calls_of_classes(cases)
+    return ast.Module(_inlined(body), [])
+
+
+def _without_runner(statement: ast.stmt) -> list[ast.stmt]:
+    """A statement without `unittest.main()`; what stands under `__name__ == "__main__"` itself."""
+    if isinstance(statement, ast.If) and ast.unparse(statement.test) in (
+        "__name__ == '__main__'",
+        "'__main__' == __name__",
+    ):
+        return [part for inner in statement.body for part in _without_runner(inner)]
+    if isinstance(statement, ast.Expr):
+        names = {ast.unparse(e.func) for e in ast.walk(statement) if isinstance(e, ast.Call)}
+        if names & set(_RUNNERS):
+            return []
+    return [statement]
+
+
+def _required(function: FunctionNode) -> list[str]:
+    """The parameters without a default."""
+    given = function.args
+    positional = [*given.posonlyargs, *given.args]
+    without = positional[: len(positional) - len(given.defaults)]
+    named = [a for a, d in zip(given.kwonlyargs, given.kw_defaults, strict=True) if d is None]
+    return [each.arg for each in (*without, *named)]
+
+
+def _calls_of_classes(classes: Sequence[ast.ClassDef]) -> list[ast.stmt]:
+    calls, cases = [], []
+    for each in classes:
+        if any(ast.unparse(base).rpartition(".")[2] == "TestCase" for base in each.bases):
+            cases.append(each.name)
+        elif each.name.startswith("Test"):
+            names = [f.name for f in each.body if isinstance(f, ast.FunctionDef)]
+            before = "_case.setup_method()\n" if "setup_method" in names else ""
+            calls += [
+                f"_case = {each.name}()\n{before}_case.{name}()"
+                for name in names
+                if name.startswith("test")
+            ]
+    if cases:
+        calls.append(_RUN_CASES.format(names=", ".join(cases)))
+    return [statement for call in calls for statement in parsed(call).body]
+
+
+def _loaded(nodes: Iterable[ast.AST]) -> list[ast.Name]:
+    return [
+        each
+        for node in nodes
+        for each in ast.walk(node)
+        if isinstance(each, ast.Name) and isinstance(each.ctx, ast.Load)
+    ]
+
+
+def _inlined(body: list[ast.stmt]) -> list[ast.stmt]:
+    """With the bodies of functions that are called once, in the place of that call, so that their
+    assertions can be split."""
+    uses = [each.id for each in _loaded(body)]
+    functions = {
+        each.name: each
+        for each in body
+        if isinstance(each, ast.FunctionDef) and uses.count(each.name) == 1 and _is_simple(each)
+    }
+    inlined: list[ast.stmt] = []
+    gone = set()
+    for statement in body:
+        match statement:
+            case ast.Expr(ast.Call(ast.Name(name), arguments, [])) if name in functions:
+                parameters = [each.arg for each in functions[name].args.args]
+                if len(parameters) == len(arguments) and not any(
+                    isinstance(each, ast.Starred) for each in arguments
+                ):
+                    gone.add(name)
+                    inlined += [
+                        ast.Assign([ast.Name(parameter, ast.Store())], argument, lineno=1)
+                        for parameter, argument in zip(parameters, arguments, strict=True)
+                    ]
+                    inlined += functions[name].body
+                    continue
+        inlined.append(statement)
+    left = [
+        each for each in inlined if not (isinstance(each, ast.FunctionDef) and each.name in gone)
+    ]
+    return [ast.fix_missing_locations(statement) for statement in left]
+
+
+def _is_simple(function: ast.FunctionDef) -> bool:
+    """Whether its body means the same at the level of a module."""
+    given = function.args
+    if given.posonlyargs or given.kwonlyargs or given.vararg or given.kwarg or given.defaults:
+        return False
+    if function.decorator_list:
+        return False
+    kinds = (ast.Return, ast.Yield, ast.YieldFrom, ast.Await, ast.Global, ast.Nonlocal)
+    names = {"locals", "globals", "vars", "super"}
+    return not any(
+        isinstance(each, kinds) or (isinstance(each, ast.Name) and each.id in names)
+        for statement in function.body
+        for each in ast.walk(statement)
+    )
+
+
+# Whether it can fail -----------------------------------------------------------------------------
+
+
+def free_names(module: ast.Module) -> frozenset[str]:
+    """What the tests take from the code: names that they use and do not define, and `solution`
+    where they import that."""
+    bound: set[str] = set()
+    loaded: set[str] = set()
+    for node in ast.walk(module):
+        match node:
+            case ast.Name(name, ast.Load()):
+                loaded.add(name)
+            case ast.Name(name) | ast.arg(name):
+                bound.add(name)
+            case ast.FunctionDef(name) | ast.AsyncFunctionDef(name) | ast.ClassDef(name):
+                bound.add(name)
+            case ast.ImportFrom("solution", names):
+                loaded |= {"solution", *(each.name for each in names)}
+            case ast.Import(names) | ast.ImportFrom(_, names):
+                bound |= {each.asname or each.name.partition(".")[0] for each in names}
+            case ast.ExceptHandler(_, str() as name):
+                bound.add(name)
+    return frozenset(loaded - bound - _HELPERS - _ERRORS - {"__name__", "__file__"})
+
+
+_ERRORS = frozenset(
+    name
+    for name, value in vars(builtins).items()
+    if isinstance(value, type) and issubclass(value, BaseException)
+)
+
+
+def can_fail(module: ast.Module) -> bool:
+    """Whether running the tests could raise what says that the code is wrong."""
+    defined: dict[str, FunctionNode | ast.ClassDef] = {
+        each.name: each
+        for each in ast.walk(module)
+        if isinstance(each, FunctionNode | ast.ClassDef)
+    }
+    return _Scan(defined).any_fails(module.body)
+
+
+class _Scan:
+    """Looks for an assertion or the like along the statements that are reached."""
+
+    def __init__(self, defined: dict[str, FunctionNode | ast.ClassDef]) -> None:
+        self._defined = defined
+        self._seen: set[str] = set()
+
+    def any_fails(self, statements: Sequence[ast.stmt]) -> bool:
+        for statement in statements:
+            if self._fails(statement):
+                return True
+            if isinstance(statement, ast.Return | ast.Continue | ast.Break):
+                return False
+        return False
+
+    def _fails(self, statement: ast.stmt) -> bool:
+        match statement:
+            case ast.Assert(test):
+                return not _is_always(test, True)
+            case ast.Raise():
+                return True
+            case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.ClassDef():
+                return False  # unless it is called
+            case ast.If(test, body, orelse):
+                taken = [] if _is_always(test, False) else body
+                other = [] if _is_always(test, True) else orelse
+                return self._calls(test) or self.any_fails(taken) or self.any_fails(other)
+            case ast.While(test, body, orelse):
+                taken = [] if _is_always(test, False) else body
+                return self._calls(test) or self.any_fails(taken) or self.any_fails(orelse)
+            case ast.For(_, iterated, body, orelse) | ast.AsyncFor(_, iterated, body, orelse):
+                return self._calls(iterated) or self.any_fails([*body]) or self.any_fails(orelse)
+            case ast.With(items, body) | ast.AsyncWith(items, body):
+                contexts = [item.context_expr for item in items]
+                if any(_last_name(each) == "suppress" for each in contexts):
+                    return False
+                return any(map(self._calls, contexts)) or self.any_fails(body)
+            case ast.Try(body, handlers, orelse, final) | ast.TryStar(
+                body, handlers, orelse, final
+            ):
+                is_lost = any(map(_swallows, handlers))
+                handled = any(self.any_fails(handler.body) for handler in handlers)
+                inner = not is_lost and self.any_fails(body)
+                return inner or handled or self.any_fails(orelse) or self.any_fails(final)
+            case _:
+                return self._calls(statement)
+
+    def _calls(self, node: ast.AST) -> bool:
+        """Whether something that it calls, or hands on to be called, fails."""
+        for each in ast.walk(node):
+            if isinstance(each, ast.Call):
+                name, last = ast.unparse(each.func), _last_name(each)
+                if name in _EXITS or last in _MUST_RAISE or last == "fail":
+                    return True
+                if last.startswith("assert") and last not in self._defined:
+                    return True
+            elif isinstance(each, ast.Name) and each.id in self._defined:
+                if each.id not in self._seen:
+                    self._seen.add(each.id)
+                    if self._body_fails(self._defined[each.id]):
+                        return True
+        return False
+
+    def _body_fails(self, definition: FunctionNode | ast.ClassDef) -> bool:
+        if not isinstance(definition, ast.ClassDef):
+            return self.any_fails(definition.body)
+        methods = [each for each in definition.body if isinstance(each, FunctionNode)]
+        return any(self.any_fails(method.body) for method in methods)
+
+
+def _last_name(node: ast.AST) -> str:
+    function = node.func if isinstance(node, ast.Call) else node
+    return ast.unparse(function).rpartition(".")[2]
+
+
+def _swallows(handler: ast.ExceptHandler) -> bool:
+    """Whether a failed assertion ends there: what it does not raise again is lost."""
+    if any(isinstance(each, ast.Raise | ast.Assert) for s in handler.body for each in ast.walk(s)):
+        return False
+    if any(_last_name(e) in ("exit", "_exit", "fail") for s in handler.body for e in _calls_in(s)):
+        return False
+    if handler.type is None:
+        return True
+    kinds = handler.type.elts if isinstance(handler.type, ast.Tuple) else [handler.type]
+    lost = ("AssertionError", "Exception", "BaseException")
+    return any(_last_name(kind) in lost for kind in kinds)
+
+
+def _calls_in(statement: ast.stmt) -> list[ast.Call]:
+    return [each for each in ast.walk(statement) if isinstance(each, ast.Call)]
+
+
+def _is_always(test: ast.expr, truth: bool) -> bool:
+    """Whether an expression has this truth whatever the code does."""
+    match test:
+        case ast.UnaryOp(ast.Not(), operand):
+            return _is_always(operand, not truth)
+        case ast.BoolOp(operator, values):
+            some = isinstance(operator, ast.Or) == truth
+            return (any if some else all)(_is_always(value, truth) for value in values)
+        case ast.NamedExpr(_, value):
+            return _is_always(value, truth)
+        case ast.Tuple(elements) | ast.List(elements) | ast.Set(elements) if elements:
+            return truth
+        case ast.GeneratorExp() | ast.Lambda():
+            return truth
+        case ast.JoinedStr(values) if any(isinstance(e, ast.Constant) for e in values):
+            return truth
+        case ast.Dict(keys) if keys:
+            return truth
+        case ast.Compare(left, [ast.Eq() | ast.Is() | ast.LtE() | ast.GtE()], [right]) if ast.dump(
+            left
+        ) == ast.dump(right):
+            return truth
+        case ast.Compare(ast.Name("__name__"), [ast.NotEq()], [ast.Constant("__main__")]):
+            return not truth
+    found, value = constant(test)
+    return found and bool(value) == truth

@@ -262,8 +262,9 @@ def test_a_folder_is_removed_whatever_is_in_it(by, tmp_path):
         f"import os\nos.symlink({str(tmp_path)!r}, 'link'); os.mkdir('closed', 0)\n"
         "for _ in range(50): os.mkdir('d'); os.chdir('d')"
     )
+    before = {*os.listdir(by.folder)}  # of runs that had too much, which go a little later
     assert ran(code, "pass", by=by).all_passed
-    assert os.listdir(by.folder) == []
+    assert {*os.listdir(by.folder)} <= before
     assert (tmp_path / "file").read_text() == "mine"
 
 

@@ -235,6 +235,7 @@ class MetadataUnpickler(pickle._Unpickler):  # type: ignore[name-defined, misc]
         file = io.BytesIO(content)
         super().__init__(file)
         self._num_bytes = len(content)
+        self._is_pickle = content.startswith(pickle.PROTO)
         # Not through the frames of protocol 4: they serve files that are read piece by piece.
         self.read, self.readline = file.read, file.readline
 
@@ -247,6 +248,8 @@ class MetadataUnpickler(pickle._Unpickler):  # type: ignore[name-defined, misc]
         self.metastack: list[list[Any]] = []
         self.stack: list[Any] = []
         self.append = self.stack.append
+        if not self._is_pickle:
+            raise ValueError("not a pickle of protocol 2 or later")
         read, handlers = self.read, self.dispatch
         with _without_garbage_collection():
             while True:

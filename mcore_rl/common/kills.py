@@ -8,11 +8,13 @@ control group with those at its start.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 from collections.abc import Mapping
 from pathlib import Path
 
 from mcore_rl.common.agreement import LAUNCHER
+from mcore_rl.common.machine_memory import control_groups
 
 _NOTE_BYTES = 120
 _note: tuple[int, int] | None = None  # process id, descriptor of its note
@@ -47,15 +49,12 @@ def memory_kills(root: Path = Path("/")) -> dict[str, int]:
 
     `THE_GROUP` counts this process's control group (v2: with those below it), `THE_MACHINE` all.
     """
-    places = {THE_MACHINE: [root / "proc/vmstat"], THE_GROUP: []}
-    with contextlib.suppress(OSError):
-        for line in (root / "proc/self/cgroup").read_text(encoding="utf-8").splitlines():
-            number, controllers, path = line.split(":", 2)
-            v2, name = number == "0", "memory.events" if number == "0" else "memory.oom_control"
-            if v2 or "memory" in controllers.split(","):
-                base = root / "sys/fs/cgroup" / ("" if v2 else "memory")
-                # Inside a container the group's own folder may be the root of what is mounted.
-                places[THE_GROUP] += [base / path.strip("/") / name, base / name]
+    groups = itertools.islice(control_groups(root), 1)  # the innermost one that is there
+    names = ("memory.events", "memory.oom_control")  # of version 2 and 1
+    places = {
+        THE_MACHINE: [root / "proc/vmstat"],
+        THE_GROUP: [group / name for group in groups for name in names],
+    }
     found = {}
     for whose, files in places.items():
         for file in files:

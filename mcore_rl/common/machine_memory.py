@@ -34,7 +34,7 @@ def machine_memory(root: Path = Path("/")) -> MachineMemory:
     meminfo = (root / "proc/meminfo").read_text()
     total, available = (_kilobytes(meminfo, name) for name in ("MemTotal", "MemAvailable"))
     found = MachineMemory(total, available, "the machine's memory")
-    for folder in _cgroups(root):
+    for folder in control_groups(root):
         limit = _limit(folder)
         if limit is None:
             continue
@@ -52,9 +52,11 @@ def _kilobytes(text: str, name: str) -> int:
     return int(match[1]) << 10
 
 
-def _cgroups(root: Path) -> Iterator[Path]:
-    """Folders of the memory controller, of this process and all above it. In a container the path
-    may be that of the host, of which only the topmost folder is there."""
+def control_groups(root: Path = Path("/")) -> Iterator[Path]:
+    """Folders of the memory controller: of this process's control group, then of those above it.
+
+    In a container the path may be that of the host, of which only the topmost folder is there.
+    """
     try:
         lines = (root / "proc/self/cgroup").read_text().splitlines()
     except OSError:

@@ -139,11 +139,14 @@ def stopped(engine: VLLMEngine, some: Sequence[Request]) -> dict[str, Any]:
     whole = [each["tokens"] for each in run(greedy)]
     at_once, in_parts, expected, first_parts = [], [], [], []
     for request, ids in zip(greedy, whole, strict=True):
-        stop = text(ids)[3:7]
-        if len(stop) < 4 or text(ids).find(stop) < 3:
+        if len(ids) < 7:
             continue
+        middle = len(text(ids[:4]))
+        stop = text(ids[:7])[middle - 2 : middle + 2]  # of two tokens or more
         ends = [n for n in range(1, len(ids) + 1) if stop in text(ids[:n])]
         had = ends[0] - 1
+        if had < 2 or "\ufffd" in stop:
+            continue
         sampling = Sampling(temperature=0.0, stop=("never seen", stop))
         at_once.append(replace(request, sampling=sampling))
         in_parts.append(

@@ -379,7 +379,9 @@ def test_responses_that_cannot_end_are_yellow_and_warned_of_at_the_start(
     fault = f"no end of sequence is known: {here}/checkpoint/config.json has no eos_token_id"
     assert yellow.startswith(fault) and yellow.endswith("every response will be cut")
     checkpoint = SimpleNamespace(folder=here / "checkpoint")
-    checked: Any = SimpleNamespace(config=config, checkpoint=checkpoint, trust_remote_code=False)
+    checked: Any = SimpleNamespace(
+        config=config, checkpoint=checkpoint, trust_remote_code=False, flags={}
+    )
     check_data(checked)
     (warning,) = caplog.messages
     assert warning.startswith(fault) and '"eos_token_id": 2' in warning
@@ -414,7 +416,7 @@ def test_rows_whose_tests_check_nothing_are_red_by_their_number(
     assert "(1 more such rows: 3)" in red
     config = config_of(here, **changes, prompts=str(here / "eval.jsonl"))
     held_out = dataclasses.replace(config, eval_prompts=str(here / "prompts.jsonl"))
-    checked = SimpleNamespace(config=held_out, trust_remote_code=False)
+    checked = SimpleNamespace(config=held_out, trust_remote_code=False, flags={})
     with pytest.raises(UsageError, match="row 1: the answer asserts nothing"):
         check_data(checked)  # type: ignore[arg-type]
 

@@ -20,6 +20,7 @@ from rich.table import Table
 from rich.text import Text
 
 from mcore_rl.common.errors import CORRECT, UsageError
+from mcore_rl.data.tokenizer_process import close_all
 from mcore_rl.planner.settings import GB, GPU_RESERVED_GB
 from mcore_rl.tools.doctor.examination import Request, examine
 from mcore_rl.tools.doctor.finding import Finding, Level, counts
@@ -39,6 +40,7 @@ def main(options: argparse.Namespace, others: Sequence[str]) -> int:
     started = time.perf_counter()
     with _quiet():
         findings = examine(request)
+    close_all()  # the process of the tokenizer
     seconds = time.perf_counter() - started
     if options.json:
         print(json.dumps(as_json(findings, seconds), indent=2))

@@ -1,7 +1,9 @@
 """Host memory of a node without GPUs, phase by phase: models and engines live there, too.
 
     build, resume      Megatron's models, as on a device
-    start              the engine's weights and KV cache come on top, and stay
+    start              the engine's weights and KV cache come on top, and stay; vLLM's linear layers
+                       keep a packed copy of their weights
+    first switch       the bucket comes on top; the allocator keeps what it took for it
     log-probs, train   a pass, as on a device
     save               the state, and copies of what is being written
     export             the state, and the file that is being written
@@ -19,8 +21,13 @@ import numpy as np
 import numpy.typing as npt
 
 from mcore_rl.planner.activations import log_prob_activation_bytes, train_activation_bytes
-from mcore_rl.planner.memory import checkpoint_copies_bytes, exported_file_bytes
+from mcore_rl.planner.memory import (
+    checkpoint_copies_bytes,
+    exported_file_bytes,
+    largest_tensor,
+)
 from mcore_rl.planner.models import ACTOR, TrainedModel, stage_state
+from mcore_rl.planner.parameters import vocabulary_rows
 from mcore_rl.planner.phases import (
     BUCKETS,
     BUILD,
@@ -41,7 +48,10 @@ from mcore_rl.planner.phases import (
 Bytes = npt.NDArray[np.int64]
 
 SAVE = "save"
-PROCESS_BYTES = 10**9  # of a rank before there is a model
+# Of a rank before there is a model, without files; measured by benchmarks/real_size.py.
+PROCESS_BYTES = 7 * 10**8
+# Temporaries of PyTorch's AdamW, which updates one parameter after the other, in float32.
+UPDATE_COPIES = 2
 # Parts whose size is exact: what these alone need is needed for sure.
 EXACT = frozenset({"rollout weights", "KV cache"})
 
@@ -72,8 +82,11 @@ class _Planning:
     def __init__(self, case: Case, resident: Bytes, kv_cache_bytes: int) -> None:
         self._case = case
         self._world_size = len(resident)
+        rows = vocabulary_rows(case.shape, case.rollout.tp_size, case.training)
+        embedding = rows * case.shape.hidden_size * case.training.weight_bytes
         self._engine = {
             "rollout weights": resident,
+            "packed rollout weights": np.maximum(0, resident - embedding),
             "KV cache": np.full_like(resident, kv_cache_bytes),
         }
         if case.engine.keeps_reference:
@@ -90,7 +103,7 @@ class _Planning:
             self._phase(RESUME if loads else BUILD, first),
             self._phase(START, first, self._engine),
             self._phase(FIRST_SWITCH, first, self._engine, bucket),
-            self._phase(ROLLOUT, whole, self._engine),
+            self._phase(ROLLOUT, whole, self._engine, bucket),
         ]
         for model in case.models:
             settings = (model.shape, model.train, model.layers, model.training)
@@ -101,10 +114,14 @@ class _Planning:
                 if model.name != ACTOR:
                     name = VALUES if name == LOG_PROBS else TRAIN_CRITIC
                 activations = {"activations": self._of_ranks(model, used)}
-                found.append(self._phase(name, whole, self._engine, activations))
+                if name in (TRAIN, TRAIN_CRITIC):
+                    update = UPDATE_COPIES * 4 * largest_tensor(model)
+                    activations |= self._everywhere("update", update)
+                found.append(self._phase(name, whole, self._engine, bucket, activations))
         copies = max(checkpoint_copies_bytes(model) for model in case.models)
         found.append(self._phase(HAND_OVER, whole, self._engine, bucket))
-        found.append(self._phase(SAVE, whole, self._engine, self._everywhere("copies", copies)))
+        written = self._everywhere("copies", copies)
+        found.append(self._phase(SAVE, whole, self._engine, bucket, written))
         if case.engine.exports:
             file = self._everywhere("file being exported", exported_file_bytes(case))
             found.append(self._phase(EXPORT, whole, self._engine, bucket, file))

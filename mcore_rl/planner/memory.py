@@ -5,10 +5,11 @@ This module is pure: it imports neither Megatron nor vLLM nor torch.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from mcore_rl.model.tensors import embedding_specs, head_specs, layer_specs
+from mcore_rl.model.tensors import Cut, embedding_specs, head_specs, layer_specs
 from mcore_rl.moe.routing import RoutedLayers
 from mcore_rl.planner.models import ACTOR, TrainedModel, optimizer_bytes, stage_state
 from mcore_rl.planner.parameters import vocabulary_rows
@@ -20,8 +21,6 @@ SENT_TOKEN_BYTES = SAMPLED_TOKEN_BYTES + 1
 # Of the optimizer's states a checkpoint is written and read in pieces of at most so many bytes, see
 # mcore_rl.patches.megatron.optimizer_in_pieces.
 PIECE_BYTES = 64 << 20
-# Tensors that a writer holds a copy of at one time: the one being written, and the next.
-WRITTEN_AT_ONCE = 2
 # As `checkpoint.export` cuts its files; a rank holds one at a time.
 EXPORTED_FILE_BYTES = 5 << 30
 
@@ -162,18 +161,26 @@ def _host_of_rank(
 
 def checkpoint_copies_bytes(model: TrainedModel) -> int:
     """Host memory that a rank needs beside the state while a checkpoint is written or read."""
-    elements = _largest_tensor(model)
+    elements = largest_tensor(model)
     tensor = elements * model.training.weight_bytes
     if model.training.saved_in_pieces:
-        return WRITTEN_AT_ONCE * max(tensor, min(PIECE_BYTES, elements * 4))
+        return max(tensor, min(PIECE_BYTES, elements * 4))
     # Whole buffers of the distributed optimizer, or states that are made for it in float32.
-    return WRITTEN_AT_ONCE * tensor + max(optimizer_bytes(model))
+    return tensor + max(optimizer_bytes(model))
 
 
-def _largest_tensor(model: TrainedModel) -> int:
-    """Elements of a rank's largest weight; gate and up of an MLP are one."""
+def largest_tensor(model: TrainedModel) -> int:
+    """Elements of a rank's largest weight, at most; gate and up of an MLP, and Q, K and V of
+    attention, are one."""
     shape, tp_size = model.shape, model.train.tp_size
-    rows = max(
-        vocabulary_rows(shape, tp_size, model.training), 2 * shape.ffn_hidden_size // tp_size
-    )
-    return rows * shape.hidden_size
+    sizes = [vocabulary_rows(shape, tp_size, model.training) * shape.hidden_size]
+    for is_moe in set(shape.is_moe_layer):
+        for spec in layer_specs(shape, is_moe=is_moe):
+            ranks = model.train.etp_size if spec.num_experts else tp_size
+            fused = 1 if spec.cut is Cut.COLUMNS or shape.latent else 3
+            if "gate_proj" in spec.name or "up_proj" in spec.name:
+                fused = 2
+            if spec.cut is Cut.REPLICATED:
+                ranks = fused = 1
+            sizes.append(fused * math.prod(spec.shape) // ranks)
+    return max(sizes)

@@ -7,8 +7,9 @@ nothing but hold a queue.
 Cause: Megatron writes by `FileSystemWriterAsync`, synchronously as well. It first takes all tensors
 to the host, and on CPU clones those that are views, as weights are of their buffer.
 
-Why safe: files and their content are the same. PyTorch's own writer, from which Megatron's is
-derived, gets the same tensors and the same planner, and copies one tensor at a time.
+Why safe: files and their content are the same. PyTorch's own function, from which Megatron's is
+derived, gets the same tensors and the same planner, and each is written by PyTorch's `_write_item`
+before the next is copied. (PyTorch's own loop keeps the last copy of each name to the end.)
 `--async-save` is refused here, `--enable-msc` too.
 
 Upstream: no issue known.
@@ -20,10 +21,15 @@ Versions: megatron-core 0.17 to 0.20.
 
 from __future__ import annotations
 
+import functools
+import os
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from mcore_rl.patches.registry import Patch, require_parameters
+
+if TYPE_CHECKING:
+    import torch
 
 
 def needed() -> bool:
@@ -34,6 +40,7 @@ def needed() -> bool:
 def apply() -> None:
     """Replace the synchronous save of the `torch_dist` format."""
     from megatron.core.dist_checkpointing.strategies import torch as strategies
+    from torch.distributed.checkpoint import filesystem
 
     require_parameters(
         strategies.TorchDistSaveShardedStrategy.save, "self", "sharded_state_dict", "checkpoint_dir"
@@ -50,6 +57,10 @@ def apply() -> None:
         "sharded_state_dict",
         "keep_only_main_replica",
     )
+    require_parameters(
+        filesystem._write_item,
+        *("transforms", "stream", "data", "write_item", "storage_key", "serialization_format"),
+    )
     strategies.TorchDistSaveShardedStrategy.save = _save
 
 
@@ -61,15 +72,53 @@ def _save(self: Any, sharded_state_dict: dict[str, Any], checkpoint_dir: str | P
     by_key, _, _ = strategies._replace_state_dict_keys_with_sharded_keys(
         sharded_state_dict, self.keep_only_main_replica
     )
+    writer = checkpoint.FileSystemWriter(checkpoint_dir)
+    writer.write_data = functools.partial(_write, writer)
     checkpoint.save(
         strategies.mcore_to_pyt_state_dict(by_key, False),
-        storage_writer=checkpoint.FileSystemWriter(checkpoint_dir),
+        storage_writer=writer,
         planner=strategies.MCoreSavePlanner(
             dedup_replicated_tensors=not self.keep_only_main_replica,
             flatten_state_dict=False,
             flatten_sharded_tensors=False,
         ),
     )
+
+
+def _write(writer: Any, plan: Any, planner: Any) -> Any:
+    """`FileSystemWriter.write_data`, which keeps a copy of each tensor until all are written."""
+    import torch
+    from torch.distributed.checkpoint.filesystem import DEFAULT_SUFFIX, _write_item
+    from torch.distributed.checkpoint.planner import WriteItemType
+
+    written: torch.futures.Future[list[Any]] = torch.futures.Future()
+    if not plan.items:
+        written.set_result([])
+        return written
+    name = f"{plan.storage_data.prefix}0{DEFAULT_SUFFIX}"
+    results = []
+    with (Path(writer.path) / name).open("wb") as stream:
+        for item in plan.items:
+            data = planner.resolve_data(item)
+            if item.type != WriteItemType.BYTE_IO:
+                data = _on_host(data)
+            kind = writer.serialization_format
+            results.append(_write_item(writer.transforms, stream, data, item, name, kind))
+            del data  # before the next is copied
+        stream.flush()
+        os.fsync(stream.fileno())
+    written.set_result(results)
+    return written
+
+
+def _on_host(tensor: torch.Tensor) -> torch.Tensor:
+    """As it is stored: on the host, alone in its storage, and not quantized."""
+    tensor = tensor.detach()
+    if tensor.is_cuda and "dequantize" in type(tensor).__dict__:  # Transformer Engine's
+        tensor = tensor.dequantize()
+    tensor = tensor.cpu()
+    is_view = tensor.untyped_storage().size() != tensor.nbytes
+    return tensor.clone() if is_view else tensor
 
 
 PATCH = Patch(

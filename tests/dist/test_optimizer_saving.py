@@ -88,7 +88,7 @@ def test_memory_to_save_does_not_grow_with_data_parallelism(
     whole = saved("DP1").ranks[0]["bytes"]
     for layout in ("DP1", "DP2", "DP4"):
         for found in saved(layout).ranks:
-            assert found["ours peak"] < whole / 4
+            assert found["ours peak"] < whole / 12  # less than a copy of the weights is a sixth
             assert found["megatrons peak"] > whole  # it gathers all of it on every rank
 
 

@@ -168,4 +168,5 @@ def test_every_phase_holds_what_is_planned(
         # A checkpoint is written and read tensor by tensor, in pieces of some.
         checkpoint = memory.host_bytes["checkpoint being written"] // world_size
         assert 0.2 * checkpoint <= found["save"]["peak"] <= checkpoint + SMALL_BYTES, rank
-        assert after_load[rank]["resume"]["peak"] - loaded <= checkpoint, rank
+        # A reader has the tensor that it has read before, too.
+        assert after_load[rank]["resume"]["peak"] - loaded <= 2 * checkpoint + SMALL_BYTES, rank

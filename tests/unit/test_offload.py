@@ -306,6 +306,24 @@ def test_flag_refuses_what_megatron_has_pinned_down_and_auto_leaves_it() -> None
         offload_kinds("optimizer", captured, has_cuda=True)
 
 
+def test_what_was_read_back_is_freed_while_the_rest_is_read() -> None:
+    """Without a GPU the host would hold all of training's state twice for a moment."""
+    buffer = HostBuffer(pinned=False, chunk_bytes=64)
+    buffer.reserve(160)
+    chunks = [piece for piece in buffer.pieces(0, 160)]
+    chunks[1].fill_(7)
+
+    def held() -> list[int]:
+        return [chunk.untyped_storage().nbytes() for chunk in chunks]
+
+    buffer.release_before(63)
+    assert held() == [64, 64, 32]
+    buffer.release_before(100)
+    assert held() == [0, 64, 32] and (chunks[1] == 7).all()
+    buffer.release_before(160)
+    assert held() == [0, 0, 0]
+
+
 def test_everything_leaves_for_an_engines_start_whatever_the_flag_says() -> None:
     training = Training()
     before = training.copies()

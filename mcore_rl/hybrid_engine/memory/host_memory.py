@@ -44,6 +44,15 @@ class HostBuffer:
                 yield chunk[low:high]
             offset += len(chunk)
 
+    def release_before(self, end: int) -> None:
+        """Free chunks that lie wholly before `end`, unless they are page-locked; they may not be
+        read again."""
+        offset = 0
+        for chunk in () if self._pinned else self._chunks:
+            offset += len(chunk)
+            if offset <= end:
+                chunk.untyped_storage().resize_(0)
+
     def release(self) -> None:
         """Free the memory, unless it is page-locked."""
         if not self._pinned:

@@ -379,6 +379,8 @@ class Offloader:
                 segment.storage.resize_(segment.num_bytes)
                 self._copy(segment, to_host=False)
                 segment.is_back = True
+                if segment.start is not None:  # host and device are the same memory here
+                    self._host[segment.kind].release_before(segment.start + segment.num_bytes)
             return
         # Memory belongs to the stream it was allocated on, and may have been freed by kernels
         # there that still run: hence allocate here, let the copies wait, and wait in `onload`.

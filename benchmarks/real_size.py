@@ -90,7 +90,7 @@ COMMON = (
 
 @dataclass
 class Measured:
-    """Of a run: phases in their order, each with its seconds, and bytes at its highest.
+    """The phases of a run in order, each with its seconds and peak bytes.
 
     Bytes are anonymous and shared memory of all processes of the run together.
     """

@@ -15,7 +15,7 @@ from typing import Any
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 
-# The same examples in every run; a busy machine is no failure.
+# The same examples in every run; a busy machine is not a failure.
 BOUNDED = settings(
     derandomize=True,
     deadline=None,

@@ -16,7 +16,7 @@ _SHARED = ("interfaces", "interfaces_base", "utils", "registry", "adapters")
 
 @functools.cache
 def vllm_folder() -> Path:
-    """Of the installed package, which is not imported for it."""
+    """The fields that the installed package reads, found without importing it."""
     spec = importlib.util.find_spec("vllm")
     assert spec is not None and spec.origin is not None
     return Path(spec.origin).parent

@@ -30,7 +30,7 @@ def checked_url(url: str, flag: str) -> SplitResult:
         has_password = parts.username is not None or parts.password is not None
         (parts.hostname or "").rstrip(".").encode("idna")  # a name that DNS cannot hold raises
         valid = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
-    except ValueError:  # also a port that is no number, and brackets that do not match
+    except ValueError:  # also a port that is not a number, and brackets that do not match
         valid = has_password = False
     if has_password or (not valid and "@" in url):
         raise UsageError(

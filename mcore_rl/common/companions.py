@@ -211,7 +211,7 @@ def _send(connection: socket.socket, values: list[Any]) -> None:
 
 
 def _lines(connection: socket.socket) -> Iterator[Any]:
-    """What is sent, line by line, to the end, or to the first line that is no JSON."""
+    """What is sent, line by line, to the end, or to the first line that is not JSON."""
     with connection.makefile("rb") as file, contextlib.suppress(InvalidData):
         while line := file.readline(_MOST_BYTES):
             yield parse_json(line)

@@ -127,7 +127,7 @@ def _readable(table: pa.Table | None, path: Path) -> pa.Table:
 
 
 def _map_table(path: Path, max_prompt_tokens: int) -> pa.Table | None:
-    """None if there is no such file, or none that is whole and right for that limit."""
+    """The mapped table; None if the file is missing, incomplete or made for another limit."""
     try:
         table = pa.ipc.open_file(pa.memory_map(str(path))).read_all()
     except (pa.ArrowInvalid, OSError):
@@ -158,7 +158,7 @@ def _write_table(source: PromptSource, tokenizer_dir: Path, path: Path, flag: st
 
 
 def _batches(rows: Iterable[PromptRow]) -> Iterator[list[PromptRow]]:
-    """Of so many rows, or so many characters, as are tokenised at one time."""
+    """Batches of as many rows or characters as are tokenised at a time."""
     batch: list[PromptRow] = []
     characters = 0
     for row in rows:

@@ -52,7 +52,7 @@ class PromptDataset:
         digests = table.column("digest").take(pa.array(self._rows)).to_pylist()
         content = hashlib.sha256(b"".join([self._rows.tobytes(), *digests]))
         self.fingerprint = _BY_CONTENT + content.hexdigest()
-        """Of the prompts with their tokens; equal means the same prompts, whatever made them."""
+        """Digest of the prompts with their tokens; equal means the same prompts."""
 
     def __len__(self) -> int:
         return len(self._rows)

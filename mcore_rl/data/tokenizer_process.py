@@ -144,7 +144,7 @@ class TokenizerProcess:
     def tokenise(
         self, rows: Sequence[Mapping[str, Any]], *, limit: int, special: bool
     ) -> list[tuple[list[int], int, list[str]]]:
-        """Of each row its token ids; 0, or how many it has at least where these are more than
+        """Each row's token ids; 0, or how many it has at least where these are more than
         `limit` for sure and it was not tokenised; and the names of what the template leaves out.
 
         A row is {"text": ...}, or {"messages": ...} with what else the template gets.

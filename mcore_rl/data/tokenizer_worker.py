@@ -101,7 +101,7 @@ class _Worker:
         return bool(chat.is_special(request["token"]))
 
     def tokenise(self, chat: Any, request: Request) -> list[Any]:
-        """Of each row its token ids, so many that it has at least (0: those), what is left out."""
+        """Each row's token ids, how many it has at least (0: those), and what is left out."""
         from mcore_rl.data.tokenizer import TooLong
 
         rows, left_out = request["rows"], []

@@ -125,7 +125,7 @@ class ConversationTokens:
         return failed
 
     def _num_written(self, ids: Sequence[int], last: int | None) -> int:
-        """Of tokens behind a turn, so many the model has written itself if `last` is its last."""
+        """How many tokens behind a turn the model wrote itself, if `last` is its last token."""
         if last not in self._ends:
             return 0
         if self._num_ending:

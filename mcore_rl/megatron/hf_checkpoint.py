@@ -161,7 +161,7 @@ def open_checkpoint(
         for tensor, info in found.items()
         if tensor not in mtp
         and tensor not in tied
-        and not tensor.endswith("inv_freq")  # a position table is no weight
+        and not tensor.endswith("inv_freq")  # a position table is not a weight
     }
     for head in tied:
         repeated.append(Copy(head, files[head], EMBEDDING, files[EMBEDDING]))

@@ -97,7 +97,7 @@ def _state_in_pieces(
     is_loading: bool = False,
     metadata: dict[str, Any] | None = None,
 ) -> dict[int, dict[str, Any]]:
-    """Of each parameter of which this rank has a share, its states by name. Not collective."""
+    """The states, by name, of each parameter of which this rank has a share. Not collective."""
     from megatron.core.dist_checkpointing.dict_utils import nested_values
     from megatron.core.dist_checkpointing.utils import extract_sharded_tensors_and_factories
 
@@ -229,7 +229,7 @@ def _parts(sharded: Any) -> list[_Part]:
 
 
 def _box_in(whole: torch.Tensor, part: torch.Tensor) -> Box:
-    """The box of a view; of what is no slice of `whole` one without elements."""
+    """The box of a view; an empty one for what is not a slice of `whole`."""
     is_slice = part._base is whole and part.stride() == whole.stride()
     if not is_slice:
         return tuple((0, 0) for _ in whole.shape)

@@ -29,7 +29,7 @@ LAYOUTS = {  # split, ranks
 
 @dataclass(frozen=True)
 class Saved:
-    """Of one layout."""
+    """The files of one layout."""
 
     folder: Path
     flags: list[str]
@@ -97,7 +97,7 @@ def test_memory_to_save_does_not_grow_with_data_parallelism(
 def test_loading_brings_back_every_bit_and_takes_no_second_copy(
     layout: str, written: str, saved: Callable[[str], Saved], ranks: RankPool
 ) -> None:
-    """Of checkpoints of earlier versions as well, which Megatron's own code wrote."""
+    """Also for checkpoints of earlier versions, which Megatron's own code wrote."""
     before = saved(layout)
     results = ranks.run(
         "tests.dist.saving_jobs:load",

@@ -83,7 +83,7 @@ def busy_worker() -> Any:
 
 
 def kinds(found: list[Any]) -> list[str]:
-    """Of each message its class, or that of what a task has failed with."""
+    """The class of each message, or of what a task has failed with."""
     return [
         type(
             each.result.value

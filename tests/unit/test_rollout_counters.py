@@ -46,7 +46,7 @@ _MOST_LOOKS = 60_000
 
 @dataclass(frozen=True)
 class Options:
-    """Of a run; one that no flags allow is not made by `options`."""
+    """The options of a run; `options` makes none that no flags allow."""
 
     num_engines: int = 1
     groups: int = 4

@@ -195,7 +195,7 @@ def host(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]:
 def those_that_succeed(
     attacks: dict[str, str], host: dict[str, Any], by: Supervisor | None
 ) -> set[str]:
-    """Of attacks that are tried one after the other; without a supervisor, in a plain process."""
+    """Attacks that succeed, tried in turn; without a supervisor, in a plain process."""
     if platform.machine() != "x86_64":
         attacks = {name: code for name, code in attacks.items() if "call(" not in code}
     code = f"{PRELUDE.replace('HOST', repr(host))}\nrun({attacks!r})"

@@ -314,7 +314,7 @@ def damage(folder: Path, step: int, *, rank: int = 0, world_size: int = 1) -> li
 
 
 def recorded_bytes(folder: Path, step: int) -> int:
-    """Of all files of a complete checkpoint, as they were written."""
+    """Digests of all files of a complete checkpoint, as they were written."""
     return sum((_record(folder / iteration_name(step), step) or {}).values())
 
 

@@ -14,7 +14,7 @@ torch, Megatron and vLLM. This module is pure: it imports neither Megatron nor v
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -81,17 +81,21 @@ def host_phases(case: Case, resident: Bytes, *, kv_cache_bytes: int) -> tuple[Ho
 class _Planning:
     def __init__(self, case: Case, resident: Bytes, kv_cache_bytes: int) -> None:
         self._case = case
-        self._world_size = len(resident)
+        # Models with ranks of their own have numbers of the whole world; the actor has the others.
+        apart = {rank for model in case.models for rank in model.ranks}
+        self._world_size = max([len(resident) + len(apart), *(rank + 1 for rank in apart)])
+        others = [rank for rank in range(self._world_size) if rank not in apart]
+        self._actor = others[: len(resident)]
         rows = vocabulary_rows(case.shape, case.rollout.tp_size, case.training)
         embedding = rows * case.shape.hidden_size * case.training.weight_bytes
         self._engine = {
-            "rollout weights": resident,
-            "packed rollout weights": np.maximum(0, resident - embedding),
-            "KV cache": np.full_like(resident, kv_cache_bytes),
+            "rollout weights": self._on(self._actor, resident),
+            "packed rollout weights": self._on(self._actor, np.maximum(0, resident - embedding)),
+            "KV cache": self._on(self._actor, np.full_like(resident, kv_cache_bytes)),
         }
         if case.engine.keeps_reference:
             weights = [held["weights"] for held in stage_state(case.actor)]
-            self._engine["reference policy"] = case.actor.of_ranks(weights)
+            self._engine["reference policy"] = self._of_ranks(case.actor, weights)
 
     def phases(self) -> list[HostPhase]:
         case = self._case
@@ -136,10 +140,13 @@ class _Planning:
         }
 
     def _of_ranks(self, model: TrainedModel, of_stages: list[int]) -> Bytes:
-        """`[world]`, of a model that may be on some ranks alone."""
+        """`[world]`, for a model that may have ranks of its own."""
+        return self._on(model.ranks or self._actor, model.of_ranks(of_stages))
+
+    def _on(self, ranks: Sequence[int], sizes: Bytes) -> Bytes:
+        """`[world]`: `sizes` on these ranks, 0 on the others."""
         found = np.zeros(self._world_size, dtype=np.int64)
-        sizes = model.of_ranks(of_stages)
-        found[list(model.ranks) if model.ranks else slice(len(sizes))] = sizes
+        found[list(ranks)] = sizes
         return found
 
     def _everywhere(self, part: str, num_bytes: int) -> dict[str, Bytes]:

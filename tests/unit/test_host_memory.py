@@ -16,10 +16,10 @@ from mcore_rl.job.device import resident_of
 from mcore_rl.job.host import check_host
 from mcore_rl.job.resolver import resolve_tokens
 from mcore_rl.model.layout import RolloutLayout, TrainLayout
-from mcore_rl.planner.host import SAVE, HostPhase, host_phases
+from mcore_rl.planner.host import PROCESS_BYTES, SAVE, HostPhase, host_phases
 from mcore_rl.planner.memory import memory_of
-from mcore_rl.planner.models import optimizer_bytes, stage_state
-from mcore_rl.planner.phases import BUILD, RESUME, TRAIN, Case
+from mcore_rl.planner.models import CRITIC, optimizer_bytes, stage_state
+from mcore_rl.planner.phases import BUILD, RESUME, TRAIN, Case, part_name
 from mcore_rl.planner.settings import GB
 from tests.unit.test_planner import MACHINE, case_of
 
@@ -60,6 +60,17 @@ def test_a_node_holds_models_and_engines_of_all_its_ranks() -> None:
     moments = qwen(4).training.moment_bytes
     assert found[TRAIN].parts["optimizer"] - found[BUILD].parts["optimizer"] > moments
     assert RESUME in phases_of(qwen(loads_checkpoint=True))
+
+
+@pytest.mark.parametrize("ranks", [(2, 3), (0, 1), (0, 3)])
+def test_a_critic_on_ranks_of_its_own_is_counted_beside_the_actor(ranks: tuple[int, ...]) -> None:
+    case = qwen(2)
+    critic = dataclasses.replace(case.actor, name=CRITIC, ranks=ranks)
+    phase = phases_of(dataclasses.replace(case, critic=critic))[TRAIN]
+    weights = stage_state(case.actor)[0]["weights"]
+    assert phase.parts["weights"] == phase.parts[part_name(critic, "weights")] == 2 * weights
+    assert phase.parts["KV cache"] == 2 * KV_CACHE
+    assert phase.parts["processes"] == 4 * PROCESS_BYTES
 
 
 def test_saving_takes_no_more_with_more_data_parallel_ranks() -> None:

@@ -75,7 +75,16 @@ def _natural(value: Any) -> bool:
 
 
 def _size(value: Any) -> bool:
-    return type(value) is torch.Size and all(number >= 0 for number in value)
+    return type(value) in (torch.Size, tuple) and _are_counts(value)
+
+
+def _place(value: object) -> bool:
+    # Megatron-FSDP writes where its uneven shards lie as lists.
+    return type(value) in (torch.Size, tuple, list) and _are_counts(value)
+
+
+def _are_counts(numbers: Any) -> bool:
+    return all(type(number) is int and number >= 0 for number in numbers)
 
 
 def _optionally(check: Check) -> Check:
@@ -120,7 +129,7 @@ _FIELDS: dict[type, dict[str, Check]] = {
         "chunks": _each(_of(metadata.ChunkStorageMetadata), list),
     },
     metadata.BytesStorageMetadata: {},
-    metadata.ChunkStorageMetadata: {"offsets": _size, "sizes": _size},
+    metadata.ChunkStorageMetadata: {"offsets": _place, "sizes": _place},
     metadata.MetadataIndex: {
         "fqn": _of(str),
         "offset": _optionally(_size),

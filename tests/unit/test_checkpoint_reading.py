@@ -228,6 +228,18 @@ def _objects(value: Any) -> list[Any]:
     return [value, *(found for each in inner for found in _objects(each))]
 
 
+@pytest.mark.parametrize("kind", [torch.Size, tuple, list])
+def test_places_of_chunks_are_sizes_tuples_or_lists(kind: type) -> None:
+    """Megatron-FSDP writes lists."""
+    stored = sound()
+    chunk = stored.state_dict_metadata["w"].chunks[0]
+    stored.state_dict_metadata["w"].chunks[0] = metadata.ChunkStorageMetadata(
+        kind(chunk.offsets), kind(chunk.sizes)
+    )
+    found = read(pickle.dumps(stored)).state_dict_metadata["w"].chunks[0]
+    assert list(found.offsets) == list(chunk.offsets)
+
+
 @pytest.mark.parametrize(
     ("offsets", "sizes"),
     [((1, 0), (2, 3)), ((0,), (1,)), ((0, -1), (1, 3)), ((0, 0), (2, 1 << 40))],

@@ -126,11 +126,14 @@ OTHERS_FLAGS = frozenset(
     (
         "--no-deps --ignore-requires-python --index-url --extra-index-url --error-unmatch --always"
         " --dirty --abbrev --gpus --ipc --ulimit --shm-size --privileged --security-opt"
-        " --ntasks-per-node --no-install-recommends --die-with-parent --size --logdir --strict"
+        " --ntasks-per-node --no-install-recommends --logdir --strict --die-with-parent --size"
+        " --unshare-all --unshare-user --new-session --cap-drop --hostname --info-fd --tmpfs"
+        " --remount-ro --chdir --clearenv --ro-bind --dev-bind --setenv --symlink"
         " --help --version"
     ).split()
 )
-MADE_UP = {"--all", "--rl-my-width", "--kl_ctl"}  # run_tests.sh; an example in text; OpenRLHF's
+# Of run_tests.sh, of examples in texts, and of OpenRLHF.
+MADE_UP = {"--all", "--rl-my-width", "--rl-train-temperature", "--kl_ctl"}
 
 
 def declared_in(files: list[Path]) -> set[str]:
@@ -147,6 +150,9 @@ def declared_in(files: list[Path]) -> set[str]:
 def known_flags() -> set[str]:
     parser = megatron_adapter.make_parser(add_rl_args)
     known = {*parser._option_string_actions, HELP_RL}
+    for name, action in parser._option_string_actions.items():
+        if action.nargs == 0:  # a switch, which has a form that undoes it
+            known.add(f"--{name[5:]}" if name.startswith("--no-") else f"--no-{name[2:]}")
     known |= set(torchrun.get_args_parser()._option_string_actions)
     for name in _COMMANDS:
         command = argparse.ArgumentParser()

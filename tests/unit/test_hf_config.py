@@ -526,7 +526,7 @@ def test_config_is_refused_in_one_sentence(
 
 def test_config_that_is_nested_too_deep_is_refused(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("[" * 100_000)
-    with pytest.raises(UsageError, match="config.json cannot be read as JSON .*recursion depth"):
+    with pytest.raises(UsageError, match="config.json cannot be read as JSON .*nested deeper"):
         read_model_shape(tmp_path)
 
 

@@ -45,7 +45,8 @@ def apply() -> None:
     from megatron.core.transformer.moe.experts import SequentialMLP
 
     for name in _SUMS:
-        require(hasattr(layers, name), layers.__name__, f"has no {name}")
+        where = "megatron.core.tensor_parallel.layers"
+        require(hasattr(layers, name), where, f"has no {name}")
         setattr(layers, name, _over_several(getattr(layers, name)))
 
     build = SequentialMLP.__init__

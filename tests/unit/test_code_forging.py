@@ -12,6 +12,9 @@ from mcore_rl.rewards.grading import Grading, Reply
 from mcore_rl.rewards.sandbox import run_python
 
 PATIENT_SECONDS = 60.0
+# These never end: a pass would come at once.
+ENDLESS = {"a trace that skips lines", "its pipes, at once", "its pipes, flooded"}
+ENDLESS_SECONDS = 5.0
 # An assertion that is compared outside, one that is not, and a runner of its own.
 TESTS = [
     "assert f(1) == 2",
@@ -110,7 +113,8 @@ FORGERIES = {
 
 @pytest.mark.parametrize("name", FORGERIES)
 def test_no_forged_code_passes_assertions(name: str) -> None:
-    found = run_python(FORGERIES[name], TESTS, timeout_seconds=PATIENT_SECONDS)
+    seconds = ENDLESS_SECONDS if name in ENDLESS else PATIENT_SECONDS
+    found = run_python(FORGERIES[name], TESTS, timeout_seconds=seconds)
     assert not any(found.passed) and not found.all_passed, found
 
 

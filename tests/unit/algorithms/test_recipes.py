@@ -175,9 +175,9 @@ def test_a_target_makes_the_coefficient_adaptive() -> None:
 @pytest.mark.parametrize(
     "name, given, message",
     [
-        ("grop", {}, r"--rl-algorithm grop is no algorithm \(did you mean grpo\?\)"),
-        ("grpo", {"advantage": "gea"}, r"--rl-advantage gea is no .*did you mean gae\?"),
-        ("grpo", {"policy_loss": "gsop"}, r"--rl-policy-loss gsop is no .*did you mean gspo\?"),
+        ("grop", {}, r"--rl-algorithm grop is not a known algorithm \(did you mean grpo\?\)"),
+        ("grpo", {"advantage": "gea"}, r"--rl-advantage gea is not .*did you mean gae\?"),
+        ("grpo", {"policy_loss": "gsop"}, r"--rl-policy-loss gsop is not .*did you mean gspo\?"),
         ("grpo", {"loss_aggregation": "mean"}, "--rl-loss-aggregation mean is unknown"),
         ("grpo", {"mismatch_correction": "tis"}, "--rl-mismatch-correction tis is unknown"),
         ("grpo", {"critic_lr": 1e-5}, "--rl-critic-lr 1e-05 has no effect.* grpo uses no critic"),

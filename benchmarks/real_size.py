@@ -174,13 +174,17 @@ def _by_phase(phases: Path, samples: list[tuple[float, int]]) -> Measured:
 
 def planned_bytes(case: RealSize, flags: list[str]) -> dict[str, int]:
     """The plan of each phase, for the same flags."""
+    from mcore_rl.patches.torch.narrow_products import slow_dtypes
     from mcore_rl.planner.host import host_phases
     from mcore_rl.tools.plan.command_line import read_command_line
     from mcore_rl.tools.plan.outcome import plan_case
 
     outcome = plan_case(read_command_line([*flags, "--world-size", str(case.num_ranks)]).case)
     phases = host_phases(
-        outcome.case, outcome.traffic.resident, kv_cache_bytes=int(KV_CACHE_GIB * (1 << 30))
+        outcome.case,
+        outcome.traffic.resident,
+        kv_cache_bytes=int(KV_CACHE_GIB * (1 << 30)),
+        widens=bool(slow_dtypes()),
     )
     return {phase.name: phase.total_bytes for phase in phases}
 

@@ -28,7 +28,7 @@ from mcore_rl.hybrid_engine.plan.placement import Placement
 from mcore_rl.job import preflight, reading, value_models
 from mcore_rl.job.batches import check_lengths
 from mcore_rl.job.device import case_of_run, check_device, resident_of, training_of
-from mcore_rl.job.host import check_host
+from mcore_rl.job.host import check_host, has_slow_products
 from mcore_rl.job.layout import (
     check_batches,
     check_layout,
@@ -272,6 +272,7 @@ def _device(
             resident,
             memory=memory_of(case, resident) if has_device else None,
             kv_cache_bytes=int(config.rollout_kv_cache_gib * (1 << 30)),
+            widens=has_slow_products(config.precision),
         )
     return lines
 

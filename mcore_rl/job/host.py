@@ -35,12 +35,15 @@ def check_host(
     *,
     memory: Memory | None,
     kv_cache_bytes: int,
+    widens: bool,
 ) -> tuple[str, ...]:
     """What may not fit, in a line. `memory` is the plan on GPUs, None without them.
 
     UsageError names the phase, what a node would hold in it, and the limit.
     """
-    fullest, remedy = host_needs(case, resident, memory=memory, kv_cache_bytes=kv_cache_bytes)
+    fullest, remedy = host_needs(
+        case, resident, memory=memory, kv_cache_bytes=kv_cache_bytes, widens=widens
+    )
     ranks = min(case.machine.ranks_per_node, case.train.world_size)
     if fullest.exact_bytes > machine.limit_bytes:
         raise UsageError(
@@ -70,15 +73,26 @@ def host_needs(
     *,
     memory: Memory | None,
     kv_cache_bytes: int,
+    widens: bool,
 ) -> tuple[HostPhase, str]:
-    """The phase in which a node needs most host memory, and what would lessen that."""
+    """The phase in which a node needs most host memory, and what would lessen that. `widens`: see
+    `host_phases`."""
     if memory is None:
-        phases = host_phases(case, resident, kv_cache_bytes=kv_cache_bytes)
+        phases = host_phases(case, resident, kv_cache_bytes=kv_cache_bytes, widens=widens)
         return max(phases, key=lambda phase: phase.total_bytes), _WITHOUT
     exact = sum(
         size for part, size in memory.host_bytes.items() if any(k in part for k in _HELD_TOGETHER)
     )
     return HostPhase("rollout", memory.host_bytes, exact), _WITH_GPUS
+
+
+def has_slow_products(precision: str) -> bool:
+    """Whether this CPU lacks matrix products for weights of `precision` (bf16, fp16 or fp32)."""
+    import torch
+
+    from mcore_rl.patches.torch.narrow_products import slow_dtypes
+
+    return {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision) in slow_dtypes()
 
 
 def _listed(parts: Mapping[str, int]) -> str:

@@ -1,9 +1,10 @@
 """Host memory of a node without GPUs, phase by phase: models and engines live there, too.
 
     build, resume      Megatron's models, as on a device
-    start              the engine's weights and KV cache come on top, and stay; vLLM's linear layers
-                       keep a packed copy of their weights
-    first switch       the bucket comes on top; the allocator keeps what it took for it
+    start              the engine's weights and KV cache come on top, and stay; what of training is
+                       away meanwhile is released
+    first switch       the bucket comes on top; on a CPU without 16-bit matrix products the canary's
+                       pass leaves a float32 copy of the engine's linear weights
     log-probs, train   a pass, as on a device
     save               the state, and copies of what is being written
     export             the state, and the file that is being written
@@ -27,7 +28,7 @@ from mcore_rl.planner.memory import (
     largest_tensor,
 )
 from mcore_rl.planner.models import ACTOR, TrainedModel, stage_state
-from mcore_rl.planner.parameters import vocabulary_rows
+from mcore_rl.planner.parameters import widened_bytes
 from mcore_rl.planner.phases import (
     BUCKETS,
     BUILD,
@@ -50,8 +51,8 @@ Bytes = npt.NDArray[np.int64]
 SAVE = "save"
 # Of a rank before there is a model, without files; measured by benchmarks/real_size.py.
 PROCESS_BYTES = 7 * 10**8
-# Temporaries of PyTorch's AdamW, which updates one parameter after the other, in float32.
-UPDATE_COPIES = 2
+# Of the largest weight's gradient: in float32 as it was computed, and in 16 bits.
+GRADIENT_BYTES = 6
 # Parts whose size is exact: what these alone need is needed for sure.
 EXACT = frozenset({"rollout weights", "KV cache"})
 
@@ -69,28 +70,30 @@ class HostPhase:
         return sum(self.parts.values())
 
 
-def host_phases(case: Case, resident: Bytes, *, kv_cache_bytes: int) -> tuple[HostPhase, ...]:
+def host_phases(
+    case: Case, resident: Bytes, *, kv_cache_bytes: int, widens: bool
+) -> tuple[HostPhase, ...]:
     """All phases of a case without GPUs, in the order of a run.
 
     `resident` `[ranks]` is what each rank holds for rollout, `kv_cache_bytes` what its engine takes
-    for the KV cache.
+    for the KV cache. `widens` tells whether the CPU lacks matrix products for 16-bit weights, see
+    `patches/vllm/wide_linear.py`.
     """
-    return tuple(_Planning(case, resident, kv_cache_bytes).phases())
+    return tuple(_Planning(case, resident, kv_cache_bytes, widens=widens).phases())
 
 
 class _Planning:
-    def __init__(self, case: Case, resident: Bytes, kv_cache_bytes: int) -> None:
+    def __init__(self, case: Case, resident: Bytes, kv_cache_bytes: int, *, widens: bool) -> None:
         self._case = case
         # Models with ranks of their own have numbers of the whole world; the actor has the others.
         apart = {rank for model in case.models for rank in model.ranks}
         self._world_size = max([len(resident) + len(apart), *(rank + 1 for rank in apart)])
         others = [rank for rank in range(self._world_size) if rank not in apart]
         self._actor = others[: len(resident)]
-        rows = vocabulary_rows(case.shape, case.rollout.tp_size, case.training)
-        embedding = rows * case.shape.hidden_size * case.training.weight_bytes
+        wide = widened_bytes(case.shape, case.rollout) if widens else 0
+        self._widened = {"widened weights": self._on(self._actor, np.full_like(resident, wide))}
         self._engine = {
             "rollout weights": self._on(self._actor, resident),
-            "packed rollout weights": self._on(self._actor, np.maximum(0, resident - embedding)),
             "KV cache": self._on(self._actor, np.full_like(resident, kv_cache_bytes)),
         }
         if case.engine.keeps_reference:
@@ -103,11 +106,13 @@ class _Planning:
         first = self._state(with_moments=loads)
         whole = self._state(with_moments=True)
         bucket = self._everywhere("bucket", BUCKETS * case.engine.bucket_bytes)
+        starting = {part: first[part] for part in first if part not in self._away_at_start}
+        held = {**self._engine, **self._widened}
         found = [
             self._phase(RESUME if loads else BUILD, first),
-            self._phase(START, first, self._engine),
-            self._phase(FIRST_SWITCH, first, self._engine, bucket),
-            self._phase(ROLLOUT, whole, self._engine, bucket),
+            self._phase(START, starting, self._engine),
+            self._phase(FIRST_SWITCH, first, held, bucket),
+            self._phase(ROLLOUT, whole, held),
         ]
         for model in case.models:
             settings = (model.shape, model.train, model.layers, model.training)
@@ -119,17 +124,28 @@ class _Planning:
                     name = VALUES if name == LOG_PROBS else TRAIN_CRITIC
                 activations = {"activations": self._of_ranks(model, used)}
                 if name in (TRAIN, TRAIN_CRITIC):
-                    update = UPDATE_COPIES * 4 * largest_tensor(model)
-                    activations |= self._everywhere("update", update)
-                found.append(self._phase(name, whole, self._engine, bucket, activations))
+                    gradient = GRADIENT_BYTES * largest_tensor(model)
+                    activations |= self._everywhere("largest gradient", gradient)
+                found.append(self._phase(name, whole, held, activations))
         copies = max(checkpoint_copies_bytes(model) for model in case.models)
-        found.append(self._phase(HAND_OVER, whole, self._engine, bucket))
+        found.append(self._phase(HAND_OVER, whole, held, bucket))
         written = self._everywhere("copies", copies)
-        found.append(self._phase(SAVE, whole, self._engine, bucket, written))
+        found.append(self._phase(SAVE, whole, held, written))
         if case.engine.exports:
             file = self._everywhere("file being exported", exported_file_bytes(case))
-            found.append(self._phase(EXPORT, whole, self._engine, bucket, file))
+            found.append(self._phase(EXPORT, whole, held, file))
         return found
+
+    @property
+    def _away_at_start(self) -> set[str]:
+        kinds = {"weights": "parameters"}
+        return {
+            part_name(model, part)
+            for model in self._case.models
+            if model.ranks == ()
+            for part in stage_state(model)[0]
+            if kinds.get(part, part) in self._case.engine.away_at_start
+        }
 
     def _state(self, *, with_moments: bool) -> dict[str, Bytes]:
         return {

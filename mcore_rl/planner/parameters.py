@@ -109,6 +109,29 @@ def optimizer_parameters(
     return dense + math.ceil(parameters.experts * copies / train.edp_size)
 
 
+def widened_bytes(shape: ModelShape, rollout: RolloutLayout) -> int:
+    """What a rank of the engine keeps on a CPU without 16-bit matrix products: its linear weights
+    once more, in float32. Experts and the projection that latent attention absorbs have no copy."""
+    head = embedding_specs(shape) if shape.tied_embeddings else head_specs(shape)
+    of_kind = {
+        is_moe: _widened(layer_specs(shape, is_moe=is_moe), rollout)
+        for is_moe in set(shape.is_moe_layer)
+    }
+    return 4 * (_widened(head, rollout) + sum(of_kind[is_moe] for is_moe in shape.is_moe_layer))
+
+
+def _widened(specs: Iterable[TensorSpec], rollout: RolloutLayout) -> int:
+    elements = 0
+    for spec in specs:
+        if spec.num_experts or len(spec.shape) != 2 or "kv_b_proj" in spec.name:
+            continue
+        whole = spec.cut is Cut.REPLICATED or (
+            spec.is_shared_expert and rollout.has_whole_shared_experts
+        )
+        elements += math.prod(spec.shape) // (1 if whole else rollout.tp_size)
+    return elements
+
+
 def kv_bytes_per_token(
     shape: ModelShape, tp_size: int, itemsize: int = 2, *, drafter_layers: int = 0
 ) -> int:

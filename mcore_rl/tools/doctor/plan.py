@@ -9,7 +9,7 @@ from mcore_rl.batching.accounting import describe
 from mcore_rl.common.byte_sizes import shown_bytes
 from mcore_rl.common.errors import UsageError
 from mcore_rl.job.batches import accounting_of, micro_batching_of
-from mcore_rl.job.host import host_needs
+from mcore_rl.job.host import has_slow_products, host_needs
 from mcore_rl.planner.advice import Problem
 from mcore_rl.planner.host import HostPhase
 from mcore_rl.planner.phases import ROLLOUT, START
@@ -125,6 +125,7 @@ def fullest_on_host(
         outcome.traffic.resident,
         memory=outcome.memory if has_cuda else None,
         kv_cache_bytes=int(job.config.rollout_kv_cache_gib * _GIB),
+        widens=has_slow_products(job.config.precision),
     )
     return phase
 

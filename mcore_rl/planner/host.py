@@ -1,8 +1,8 @@
 """Host memory of a node without GPUs, phase by phase: models and engines live there, too.
 
     build, resume      Megatron's models, as on a device
-    start              the engine's weights and KV cache come on top, and stay; what of training is
-                       away meanwhile is released
+    start              the engine's weights and KV cache come on top, and stay; gradients, which
+                       are away meanwhile, are released
     first switch       the bucket comes on top; on a CPU without 16-bit matrix products the canary's
                        pass leaves a float32 copy of the engine's linear weights
     log-probs, train   a pass, as on a device
@@ -106,7 +106,7 @@ class _Planning:
         first = self._state(with_moments=loads)
         whole = self._state(with_moments=True)
         bucket = self._everywhere("bucket", BUCKETS * case.engine.bucket_bytes)
-        starting = {part: first[part] for part in first if part not in self._away_at_start}
+        starting = {part: first[part] for part in first if part not in self._released_at_start}
         held = {**self._engine, **self._widened}
         found = [
             self._phase(RESUME if loads else BUILD, first),
@@ -137,15 +137,12 @@ class _Planning:
         return found
 
     @property
-    def _away_at_start(self) -> set[str]:
-        kinds = {"weights": "parameters"}
-        return {
-            part_name(model, part)
-            for model in self._case.models
-            if model.ranks == ()
-            for part in stage_state(model)[0]
-            if kinds.get(part, part) in self._case.engine.away_at_start
-        }
+    def _released_at_start(self) -> set[str]:
+        """Gradients that are dropped; what else leaves goes to host memory, where it is already."""
+        engine = self._case.engine
+        if "gradients" not in engine.away_at_start or engine.keeps_gradients:
+            return set()
+        return {part_name(model, "gradients") for model in self._case.models if not model.ranks}
 
     def _state(self, *, with_moments: bool) -> dict[str, Bytes]:
         return {

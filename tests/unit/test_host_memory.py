@@ -71,6 +71,7 @@ def test_a_cpu_without_16_bit_products_keeps_a_float32_copy_of_linear_weights() 
     layer = 1024 * (16 + 8 + 8 + 16) * 128 + 3 * 1024 * 3072  # attention, feed-forward
     assert found[TRAIN]["widened weights"] == 2 * 4 * (28 * layer + 151936 * 1024)
     assert "widened weights" not in found[START]  # nothing was multiplied yet
+    assert "gradients" not in found[START]
     assert "widened weights" not in phases_of(case)[TRAIN].parts
 
 

@@ -7,7 +7,7 @@
                        pass leaves a float32 copy of the engine's linear weights
     log-probs, train   a pass, as on a device
     save               the state, and copies of what is being written
-    export             the state, and the file that is being written
+    export             the state without widened weights, and the file that is being written
 
 Nothing leaves for rollout without a GPU. Processes themselves count as well: the interpreter with
 torch, Megatron and vLLM. This module is pure: it imports neither Megatron nor vLLM nor torch.
@@ -105,7 +105,8 @@ class _Planning:
         loads = case.engine.loads_checkpoint
         first = self._state(with_moments=loads)
         whole = self._state(with_moments=True)
-        bucket = self._everywhere("bucket", BUCKETS * case.engine.bucket_bytes)
+        travels = case.train.world_size > 1  # one rank reads its own slices in place
+        bucket = self._everywhere("bucket", BUCKETS * case.engine.bucket_bytes * travels)
         starting = {part: first[part] for part in first if part not in self._released_at_start}
         held = {**self._engine, **self._widened}
         found = [
@@ -133,7 +134,8 @@ class _Planning:
         found.append(self._phase(SAVE, whole, held, written))
         if case.engine.exports:
             file = self._everywhere("file being exported", exported_file_bytes(case))
-            found.append(self._phase(EXPORT, whole, held, file))
+            # The last hand-over drops the widened weights, and nothing is generated after it.
+            found.append(self._phase(EXPORT, whole, self._engine, file))
         return found
 
     @property

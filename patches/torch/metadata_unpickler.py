@@ -217,6 +217,7 @@ _CALLS: dict[tuple[str, str], Callable[..., Any]] = {
     ("pathlib", "PurePosixPath"): _path(PurePosixPath),
     ("collections", "OrderedDict"): _ordered,
     ("builtins", "getattr"): _member,
+    ("__builtin__", "getattr"): _member,  # as protocol 2 names it
 }
 _CLASSES: dict[tuple[str, str], type] = {
     (kind.__module__, kind.__name__): kind for kind in (*_FIELDS, *_ENUMS)

@@ -174,7 +174,7 @@ def _by_phase(phases: Path, samples: list[tuple[float, int]]) -> Measured:
 
 def planned_bytes(case: RealSize, flags: list[str]) -> dict[str, int]:
     """The plan of each phase, for the same flags."""
-    from mcore_rl.patches.torch.narrow_products import slow_dtypes
+    from mcore_rl.job.host import has_slow_products
     from mcore_rl.planner.host import host_phases
     from mcore_rl.tools.plan.command_line import read_command_line
     from mcore_rl.tools.plan.outcome import plan_case
@@ -184,7 +184,7 @@ def planned_bytes(case: RealSize, flags: list[str]) -> dict[str, int]:
         outcome.case,
         outcome.traffic.resident,
         kv_cache_bytes=int(KV_CACHE_GIB * (1 << 30)),
-        widens=bool(slow_dtypes()),
+        widens=has_slow_products("bf16"),
     )
     return {phase.name: phase.total_bytes for phase in phases}
 

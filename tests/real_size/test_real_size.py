@@ -80,7 +80,7 @@ def test_the_hand_over_is_proven(ran: Ran, tmp_path: Path) -> None:
 
 
 @pytest.mark.xfail(
-    reason="the C library's heap keeps freed temporaries: up to 16 % above the plan", strict=False
+    reason="the C library's heap keeps freed temporaries: up to 18 % above the plan", strict=False
 )
 @pytest.mark.parametrize("name", ["first", "resumed"])
 def test_memory_is_as_planned_in_every_phase(name: str, ran: Ran) -> None:

@@ -53,6 +53,8 @@ SAVE = "save"
 PROCESS_BYTES = 7 * 10**8
 # Of the largest weight's gradient: in float32 as it was computed, and in 16 bits.
 GRADIENT_BYTES = 6
+# Of the largest weight, two float32 temporaries of PyTorch's AdamW, when activations are gone.
+UPDATE_BYTES = 8
 # Parts whose size is exact: what these alone need is needed for sure.
 EXACT = frozenset({"rollout weights", "KV cache"})
 
@@ -125,8 +127,9 @@ class _Planning:
                     name = VALUES if name == LOG_PROBS else TRAIN_CRITIC
                 activations = {"activations": self._of_ranks(model, used)}
                 if name in (TRAIN, TRAIN_CRITIC):
-                    gradient = GRADIENT_BYTES * largest_tensor(model)
-                    activations |= self._everywhere("largest gradient", gradient)
+                    largest = largest_tensor(model)
+                    update = max(GRADIENT_BYTES * largest, UPDATE_BYTES * largest - min(used))
+                    activations |= self._everywhere("largest gradient or update", update)
                 found.append(self._phase(name, whole, held, activations))
         copies = max(checkpoint_copies_bytes(model) for model in case.models)
         found.append(self._phase(HAND_OVER, whole, held, bucket))

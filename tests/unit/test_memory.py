@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import subprocess
 import sys
 import threading
@@ -78,6 +79,18 @@ def test_device_memory_is_what_the_driver_has_given_out(monkeypatch: pytest.Monk
     memory.give_back_cached()
     assert memory.device_bytes() == 6 * MIB
     assert highest_bytes()[1] == 79 * MIB, "before anything was given back"
+
+
+@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "malloc_trim"), reason="not glibc's heap")
+def test_freed_tensors_between_kept_ones_are_returned_to_the_kernel() -> None:
+    """The heap cannot shrink past a tensor that is kept, and keeps what was freed before it."""
+    tensors = [torch.ones(64 << 10, dtype=torch.uint8) for _ in range(2048)]
+    kept = tensors[::2]
+    tensors.clear()
+    before = host_bytes("RssAnon")
+    memory.give_back_cached()
+    assert before - host_bytes("RssAnon") > 48 * MIB, "of 64 MiB"
+    assert len(kept) == 1024
 
 
 def test_footprint_sees_memory_files_threads_and_segments(tmp_path: Path) -> None:

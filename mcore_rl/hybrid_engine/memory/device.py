@@ -36,14 +36,18 @@ def device_bytes() -> int:
 
 
 def give_back_cached() -> None:
-    """Return to the driver what PyTorch's allocator keeps for later.
+    """Return freed memory that allocators keep for later: PyTorch's to the driver, C's to Linux.
 
     vLLM takes the memory of its weights and its KV cache from the driver, at its start and whenever
-    it wakes: before each of these this is called. Without CUDA nothing is kept.
+    it wakes: before each of these this is called. glibc's heap keeps freed tensors of up to 32 MiB,
+    over a gigabyte of a model of 0.6 billion parameters.
     """
     device_bytes()  # at its highest just before
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
+    libc = ctypes.CDLL(None)
+    if hasattr(libc, "malloc_trim"):  # other C libraries return pages by themselves
+        libc.malloc_trim(0)
 
 
 _highest = [0, 0]  # of the host and of the device, as far as it was noted
@@ -111,13 +115,10 @@ class Footprint:
         """
         gc.collect()
         give_back_cached()
-        libc = ctypes.CDLL(None)
-        if hasattr(libc, "malloc_trim"):  # glibc's; other libraries give pages back by themselves
-            libc.malloc_trim(0)
         mapped = Path("/proc/self/maps").read_text()
         return cls(
             resident_bytes=host_bytes("RssAnon"),
-            heap_bytes=_heap_bytes(libc),
+            heap_bytes=_heap_bytes(),
             device_bytes=device_bytes(),
             open_files=len(os.listdir("/proc/self/fd")),
             threads=len(os.listdir("/proc/self/task")),
@@ -136,7 +137,8 @@ class _MallInfo(ctypes.Structure):
     ]
 
 
-def _heap_bytes(libc: ctypes.CDLL) -> int:
+def _heap_bytes() -> int:
+    libc = ctypes.CDLL(None)
     if not hasattr(libc, "mallinfo2"):
         return 0
     libc.mallinfo2.restype = _MallInfo

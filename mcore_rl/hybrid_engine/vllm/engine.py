@@ -329,6 +329,7 @@ class VLLMEngine:
         if self._asleep:
             raise RuntimeError(f"the engine already sleeps ({', '.join(sorted(self._asleep))})")
         self._free(keep_weights)
+        give_back_cached()
         self._asleep = {"weights", "kv_cache"}
         self._weights_complete &= keep_weights
 

@@ -40,7 +40,9 @@ def checked_url(url: str, flag: str) -> SplitResult:
         )
     if not valid or any(character.isspace() for character in url):
         raise UsageError(
-            "is no http:// or https:// address", flag=f"{flag} {url}", remedy="give one with a host"
+            "is not an http:// or https:// address",
+            flag=f"{flag} {url}",
+            remedy="give one with a host",
         )
     return parts
 

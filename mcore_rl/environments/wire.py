@@ -20,7 +20,7 @@ MAX_REQUEST_BYTES = 1 << 30
 LENGTH_BYTES = 4
 
 TOO_MUCH = "answered too much"
-NO_ANSWER = "wrote what is no answer"
+NO_ANSWER = "wrote an invalid answer"
 
 _LARGEST_REWARD = 3.4e38  # of a turn's reward, which training keeps in float32
 

@@ -1,1 +1,1 @@
-"""Runs a program that nobody trusts, confined and supervised: see `client.Supervisor`."""
+"""Runs an untrusted program, confined and supervised: see `client.Supervisor`."""

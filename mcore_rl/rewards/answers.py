@@ -126,11 +126,11 @@ class Answers:
             return None
         except InvalidData as error:
             detail = shortened(str(error))
-            self.fault = f"a worker sent what is no answer ({detail})"
+            self.fault = f"a worker sent an invalid answer ({detail})"
             self._ring()
             if pipe.task is None:
                 raise OSError(self.fault) from error
-            fault = WorkerFault("wrote what is no answer", detail)
+            fault = WorkerFault("wrote an invalid answer", detail)
             return TaskResult(pipe.task, Result(ResultStatus.FAILURE, fault))
 
     def _fitting(self, pipe: _Pipe, message: Message) -> Message:

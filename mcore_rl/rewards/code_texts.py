@@ -34,7 +34,7 @@ assert _found.testsRun and _found.wasSuccessful()
 
 
 def runnable(source: str, entry_point: str | None) -> ast.Module:
-    """The tests of a text, with calls of all that nobody calls in it.
+    """The tests of a text, with calls of the functions that it never calls.
 
     `entry_point` is the expression for what a `check(candidate)` is given. Raises ValueError for
     what is not Python, for a `check` without an entry point and for tests that need pytest.
@@ -50,7 +50,7 @@ def runnable(source: str, entry_point: str | None) -> ast.Module:
         required = _required(function)
         if function.name == "check" or required == ["candidate"]:
             if len(required) != 1:
-                raise ValueError(f"has a function {function.name} that nobody calls")
+                raise ValueError(f"has a function {function.name} that is never called")
             if entry_point is None:
                 raise ValueError(
                     f"defines {function.name}({required[0]}), but no entry_point says what to give "

@@ -235,7 +235,7 @@ def test_what_a_reward_writes_into_its_pipe_is_not_run_and_costs_its_sample(fold
     with RewardPool("a_spy:spy", num_workers=1, timeout_seconds=3) as pool:
         found, others = pool.score(rollouts("pickle", "nothing"))
     assert not marker.exists()
-    assert found.failure is not None and found.failure.startswith("wrote what is no answer")
+    assert found.failure is not None and found.failure.startswith("wrote an invalid answer")
     assert others.failure is None
 
 

@@ -3,8 +3,9 @@
     build, resume      Megatron's models, as on a device
     start              the engine's weights and KV cache come on top, and stay; gradients, which
                        are away meanwhile, are released
-    first switch       the bucket comes on top; on a CPU without 16-bit matrix products the canary's
-                       pass leaves a float32 copy of the engine's linear weights
+    first switch       the bucket comes on top; on a CPU without 16-bit matrix products the first
+                       pass, the canary's or the rollout's, leaves a float32 copy of the engine's
+                       linear weights
     log-probs, train   a pass, as on a device
     save               the state, and copies of what is being written
     export             the state without widened weights, and the file that is being written
@@ -114,7 +115,8 @@ class _Planning:
         found = [
             self._phase(RESUME if loads else BUILD, first),
             self._phase(START, starting, self._engine),
-            self._phase(FIRST_SWITCH, first, held, bucket),
+            # A resumed run has no canary in its first switch, and so no widened weights yet.
+            self._phase(FIRST_SWITCH, first, self._engine if loads else held, bucket),
             self._phase(ROLLOUT, whole, held),
         ]
         for model in case.models:

@@ -168,7 +168,8 @@ def _by_phase(phases: Path, samples: list[tuple[float, int]]) -> Measured:
         inside = [held for at, held in samples if begin <= at <= end]
         if line["rank"] == 0:
             found.seconds[name] = found.seconds.get(name, 0.0) + end - begin
-        found.peak_bytes[name] = max([found.peak_bytes.get(name, 0), *inside])
+        if inside:  # a phase may be shorter than the time between two samples
+            found.peak_bytes[name] = max([found.peak_bytes.get(name, 0), *inside])
     return found
 
 
@@ -208,8 +209,9 @@ def main() -> None:
         flags = [*flags_of(case, checkpoint, run_dir), *more]
         found, planned = run(case, flags, folder / "phases.jsonl"), planned_bytes(case, flags)
         for phase, seconds in found.seconds.items():
-            sizes = f"{found.peak_bytes[phase] / 1e9:.2f} | {planned.get(phase, 0) / 1e9:.2f}"
-            print(f"{run_dir.name} | {phase} | {seconds:.1f} | {sizes}", flush=True)
+            peaks = (found.peak_bytes.get(phase, 0), planned.get(phase, 0))
+            gigabytes = " | ".join(f"{peak / 1e9:.2f}" for peak in peaks)
+            print(f"{run_dir.name} | {phase} | {seconds:.1f} | {gigabytes}", flush=True)
     assert exported(first) == exported(again) != {}, "the resumed run ended with other weights"
 
 

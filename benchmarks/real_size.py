@@ -183,7 +183,6 @@ def planned_bytes(case: RealSize, flags: list[str]) -> dict[str, int]:
     outcome = plan_case(read_command_line([*flags, "--world-size", str(case.num_ranks)]).case)
     phases = host_phases(
         outcome.case,
-        outcome.traffic.resident,
         kv_cache_bytes=int(KV_CACHE_GIB * (1 << 30)),
         widens=has_slow_products("bf16"),
     )

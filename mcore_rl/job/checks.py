@@ -27,7 +27,7 @@ from mcore_rl.hybrid_engine.memory.offload import offload_kinds
 from mcore_rl.hybrid_engine.plan.placement import Placement
 from mcore_rl.job import preflight, reading, value_models
 from mcore_rl.job.batches import check_lengths
-from mcore_rl.job.device import case_of_run, check_device, resident_of, training_of
+from mcore_rl.job.device import case_of_run, check_device, training_of
 from mcore_rl.job.host import check_host, has_slow_products
 from mcore_rl.job.layout import (
     check_batches,
@@ -49,7 +49,7 @@ from mcore_rl.model.speculation import (
     check_drafter_weights,
     parse_speculation,
 )
-from mcore_rl.planner.memory import memory_of
+from mcore_rl.planner.memory import memory_of, resident_of
 from mcore_rl.planner.models import TrainedModel
 
 # Facts that nobody checks; `typed` or `args`.
@@ -265,12 +265,10 @@ def _device(
         return ()
     lines = check_device(case, scores_only=scores_only) if has_device else ()
     if host_memory is not None and has_device == platform.cuda and not scores_only:
-        resident = resident_of(case)
         lines += check_host(
             case,
             host_memory(),
-            resident,
-            memory=memory_of(case, resident) if has_device else None,
+            memory=memory_of(case, resident_of(case)) if has_device else None,
             kv_cache_bytes=int(config.rollout_kv_cache_gib * (1 << 30)),
             widens=has_slow_products(config.precision),
         )

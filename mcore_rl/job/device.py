@@ -9,20 +9,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
-
 from mcore_rl.common.byte_sizes import shown_bytes
 from mcore_rl.common.errors import UsageError
 from mcore_rl.flags.options import RLConfig
 from mcore_rl.hybrid_engine.memory.offload import kinds_at_start, offload_kinds
-from mcore_rl.hybrid_engine.plan.placement import Placement
 from mcore_rl.job.layout import ranks_per_node
 from mcore_rl.job.planner_settings import engine_settings, is_known_optimizer, train_settings
 from mcore_rl.model.config_json import ModelShape
 from mcore_rl.model.layout import PipelineLayers, RolloutLayout, TrainLayout
 from mcore_rl.planner.advice import Problem, problems_of
-from mcore_rl.planner.memory import memory_of
+from mcore_rl.planner.memory import memory_of, resident_of
 from mcore_rl.planner.models import TrainedModel
 from mcore_rl.planner.phases import BUILD, CANARY, FIRST_SWITCH, NCCL, ROLLOUT, START, Case, Phase
 from mcore_rl.planner.settings import (
@@ -39,14 +35,6 @@ _MOST_REMEDIES = 3
 # Of mcore_rl.verify, which updates nothing.
 _SCORING = (BUILD, START, CANARY, FIRST_SWITCH, ROLLOUT)
 _WITHOUT_LIMIT = 1 << 60
-
-
-def resident_of(case: Case) -> npt.NDArray[np.int64]:
-    """`[ranks]`: what each rank holds for rollout."""
-    placement = Placement(case.shape, case.train, case.layers, case.rollout)
-    resident = np.empty(case.train.world_size, dtype=np.int64)
-    resident[list(case.rollout.rank_map) or slice(None)] = placement.resident_bytes
-    return resident
 
 
 def check_device(case: Case, *, scores_only: bool = False) -> tuple[str, ...]:

@@ -10,9 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-import numpy as np
-import numpy.typing as npt
-
 from mcore_rl.common.byte_sizes import shown_bytes
 from mcore_rl.common.errors import UsageError
 from mcore_rl.common.machine_memory import MachineMemory
@@ -31,7 +28,6 @@ _WITHOUT = (
 def check_host(
     case: Case,
     machine: MachineMemory,
-    resident: npt.NDArray[np.int64],
     *,
     memory: Memory | None,
     kv_cache_bytes: int,
@@ -41,9 +37,7 @@ def check_host(
 
     UsageError names the phase, what a node would hold in it, and the limit.
     """
-    fullest, remedy = host_needs(
-        case, resident, memory=memory, kv_cache_bytes=kv_cache_bytes, widens=widens
-    )
+    fullest, remedy = host_needs(case, memory=memory, kv_cache_bytes=kv_cache_bytes, widens=widens)
     ranks = min(case.machine.ranks_per_node, case.train.world_size)
     if fullest.exact_bytes > machine.limit_bytes:
         raise UsageError(
@@ -69,7 +63,6 @@ def check_host(
 
 def host_needs(
     case: Case,
-    resident: npt.NDArray[np.int64],
     *,
     memory: Memory | None,
     kv_cache_bytes: int,
@@ -78,7 +71,7 @@ def host_needs(
     """The phase in which a node needs most host memory, and what would lessen that. `widens`: see
     `host_phases`."""
     if memory is None:
-        phases = host_phases(case, resident, kv_cache_bytes=kv_cache_bytes, widens=widens)
+        phases = host_phases(case, kv_cache_bytes=kv_cache_bytes, widens=widens)
         return max(phases, key=lambda phase: phase.total_bytes), _WITHOUT
     exact = sum(
         size for part, size in memory.host_bytes.items() if any(k in part for k in _HELD_TOGETHER)

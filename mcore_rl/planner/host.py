@@ -3,9 +3,9 @@
     build, resume      Megatron's models, as on a device
     start              the engine's weights and KV cache come on top, and stay; gradients, which
                        are away meanwhile, are released
-    first switch       the bucket comes on top; on a CPU without 16-bit matrix products the first
-                       pass, the canary's or the rollout's, leaves a float32 copy of the engine's
-                       linear weights
+    first switch       what is received comes on top, and goes; on a CPU without 16-bit matrix
+                       products the first pass, the canary's or the rollout's, leaves a float32
+                       copy of the engine's linear weights
     log-probs, train   a pass, as on a device
     save               the state, and copies of what is being written
     export             the state without widened weights, and the file that is being written
@@ -27,6 +27,8 @@ from mcore_rl.planner.memory import (
     checkpoint_copies_bytes,
     exported_file_bytes,
     largest_tensor,
+    received_of,
+    resident_of,
 )
 from mcore_rl.planner.models import ACTOR, TrainedModel, stage_state
 from mcore_rl.planner.parameters import widened_bytes
@@ -73,26 +75,29 @@ class HostPhase:
         return sum(self.parts.values())
 
 
-def host_phases(
-    case: Case, resident: Bytes, *, kv_cache_bytes: int, widens: bool
-) -> tuple[HostPhase, ...]:
+def host_phases(case: Case, *, kv_cache_bytes: int, widens: bool) -> tuple[HostPhase, ...]:
     """All phases of a case without GPUs, in the order of a run.
 
-    `resident` `[ranks]` is what each rank holds for rollout, `kv_cache_bytes` what its engine takes
-    for the KV cache. `widens` tells whether the CPU lacks matrix products for 16-bit weights, see
-    `patches/vllm/wide_linear.py`.
+    `kv_cache_bytes` is what the engine of a rank takes for the KV cache. `widens` tells whether the
+    CPU lacks matrix products for 16-bit weights, see `patches/vllm/wide_linear.py`.
     """
-    return tuple(_Planning(case, resident, kv_cache_bytes, widens=widens).phases())
+    return tuple(_Planning(case, kv_cache_bytes, widens=widens).phases())
 
 
 class _Planning:
-    def __init__(self, case: Case, resident: Bytes, kv_cache_bytes: int, *, widens: bool) -> None:
+    def __init__(self, case: Case, kv_cache_bytes: int, *, widens: bool) -> None:
         self._case = case
+        resident, received = resident_of(case), received_of(case)
         # Models with ranks of their own have numbers of the whole world; the actor has the others.
         apart = {rank for model in case.models for rank in model.ranks}
         self._world_size = max([len(resident) + len(apart), *(rank + 1 for rank in apart)])
         others = [rank for rank in range(self._world_size) if rank not in apart]
         self._actor = others[: len(resident)]
+        self._bucket = {
+            "bucket": self._on(
+                self._actor, np.minimum(BUCKETS * case.engine.bucket_bytes, received)
+            )
+        }
         wide = widened_bytes(case.shape, case.rollout) if widens else 0
         self._widened = {"widened weights": self._on(self._actor, np.full_like(resident, wide))}
         self._engine = {
@@ -108,15 +113,12 @@ class _Planning:
         loads = case.engine.loads_checkpoint
         first = self._state(with_moments=loads)
         whole = self._state(with_moments=True)
-        travels = case.train.world_size > 1  # one rank reads its own slices in place
-        bucket = self._everywhere("bucket", BUCKETS * case.engine.bucket_bytes * travels)
         starting = {part: first[part] for part in first if part not in self._released_at_start}
         held = {**self._engine, **self._widened}
         found = [
             self._phase(RESUME if loads else BUILD, first),
             self._phase(START, starting, self._engine),
-            # A resumed run has no canary in its first switch, and so no widened weights yet.
-            self._phase(FIRST_SWITCH, first, self._engine if loads else held, bucket),
+            self._first_switch(first),
             self._phase(ROLLOUT, whole, held),
         ]
         for model in case.models:
@@ -134,7 +136,7 @@ class _Planning:
                     activations |= self._everywhere("largest gradient or update", update)
                 found.append(self._phase(name, whole, held, activations))
         copies = max(checkpoint_copies_bytes(model) for model in case.models)
-        found.append(self._phase(HAND_OVER, whole, held, bucket))
+        found.append(self._phase(HAND_OVER, whole, held, self._bucket))
         written = self._everywhere("copies", copies)
         found.append(self._phase(SAVE, whole, held, written))
         if case.engine.exports:
@@ -142,6 +144,14 @@ class _Planning:
             # The last hand-over drops the widened weights, and nothing is generated after it.
             found.append(self._phase(EXPORT, whole, self._engine, file))
         return found
+
+    def _first_switch(self, state: dict[str, Bytes]) -> HostPhase:
+        """The transfer, or the canary after it, which widens weights; a resumed run has none."""
+        transfer = self._phase(FIRST_SWITCH, state, self._engine, self._bucket)
+        if self._case.engine.loads_checkpoint:
+            return transfer
+        canary = self._phase(FIRST_SWITCH, state, self._engine, self._widened)
+        return max(transfer, canary, key=lambda phase: phase.total_bytes)
 
     @property
     def _released_at_start(self) -> set[str]:

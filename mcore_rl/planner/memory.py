@@ -9,6 +9,9 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+import numpy as np
+
+from mcore_rl.hybrid_engine.plan.placement import Placement
 from mcore_rl.model.tensors import Cut, embedding_specs, head_specs, layer_specs
 from mcore_rl.moe.routing import RoutedLayers
 from mcore_rl.planner.models import ACTOR, TrainedModel, optimizer_bytes, stage_state
@@ -34,6 +37,20 @@ class Memory(DeviceMemory):
     @property
     def host_total_bytes(self) -> int:
         return sum(self.host_bytes.values())
+
+
+def resident_of(case: Case) -> Bytes:
+    """`[ranks]`: what each rank needs for rollout."""
+    placement = Placement(case.shape, case.train, case.layers, case.rollout)
+    resident = np.empty(case.train.world_size, dtype=np.int64)
+    resident[list(case.rollout.rank_map) or slice(None)] = placement.resident_bytes
+    return resident
+
+
+def received_of(case: Case) -> Bytes:
+    """`[ranks]`: what of it each rank receives in a hand-over; the rest is read in place."""
+    placement = Placement(case.shape, case.train, case.layers, case.rollout)
+    return placement.received_bytes(case.rollout.rank_map or range(case.train.world_size))
 
 
 def memory_of(case: Case, resident_bytes: Bytes, traffic_bytes: int = 0) -> Memory:

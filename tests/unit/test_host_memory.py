@@ -12,14 +12,13 @@ import pytest
 from mcore_rl.common.errors import UsageError
 from mcore_rl.common.machine_memory import MachineMemory
 from mcore_rl.common.platform import WITHOUT_CUDA
-from mcore_rl.job.device import resident_of
 from mcore_rl.job.host import check_host
 from mcore_rl.job.resolver import resolve_tokens
 from mcore_rl.model.layout import RolloutLayout, TrainLayout
 from mcore_rl.planner.host import PROCESS_BYTES, SAVE, HostPhase, host_phases
-from mcore_rl.planner.memory import memory_of
+from mcore_rl.planner.memory import memory_of, received_of, resident_of
 from mcore_rl.planner.models import CRITIC, optimizer_bytes, stage_state
-from mcore_rl.planner.phases import BUILD, RESUME, START, TRAIN, Case, part_name
+from mcore_rl.planner.phases import BUILD, FIRST_SWITCH, RESUME, START, TRAIN, Case, part_name
 from mcore_rl.planner.settings import GB
 from tests.unit.test_planner import MACHINE, case_of
 
@@ -36,15 +35,14 @@ def qwen(dp_size: int = 1, **changes: Any) -> Case:
 
 
 def phases_of(case: Case) -> dict[str, HostPhase]:
-    found = host_phases(case, resident_of(case), kv_cache_bytes=KV_CACHE, widens=False)
+    found = host_phases(case, kv_cache_bytes=KV_CACHE, widens=False)
     return {phase.name: phase for phase in found}
 
 
 def checked(case: Case, *, limit: int, available: int, on_gpus: bool = False) -> tuple[str, ...]:
-    resident = resident_of(case)
-    memory = memory_of(case, resident) if on_gpus else None
+    memory = memory_of(case, resident_of(case)) if on_gpus else None
     machine = MachineMemory(limit, available, "the machine's memory")
-    return check_host(case, machine, resident, memory=memory, kv_cache_bytes=KV_CACHE, widens=False)
+    return check_host(case, machine, memory=memory, kv_cache_bytes=KV_CACHE, widens=False)
 
 
 def test_a_node_holds_models_and_engines_of_all_its_ranks() -> None:
@@ -65,14 +63,33 @@ def test_a_node_holds_models_and_engines_of_all_its_ranks() -> None:
 def test_a_cpu_without_16_bit_products_keeps_a_float32_copy_of_linear_weights() -> None:
     case = qwen(2)
     found = {
-        phase.name: phase.parts
-        for phase in host_phases(case, resident_of(case), kv_cache_bytes=KV_CACHE, widens=True)
+        phase.name: phase.parts for phase in host_phases(case, kv_cache_bytes=KV_CACHE, widens=True)
     }
     layer = 1024 * (16 + 8 + 8 + 16) * 128 + 3 * 1024 * 3072  # attention, feed-forward
     assert found[TRAIN]["widened weights"] == 2 * 4 * (28 * layer + 151936 * 1024)
     assert "widened weights" not in found[START]  # nothing was multiplied yet
     assert "gradients" not in found[START]
     assert "widened weights" not in phases_of(case)[TRAIN].parts
+
+
+def test_a_first_switch_holds_what_is_received_or_the_widened_weights_of_the_canary() -> None:
+    large = {"bucket_bytes": 1 << 40}
+    replicas = phases_of(qwen(2, **large))  # each has all that it needs
+    assert "bucket" not in replicas[FIRST_SWITCH].parts
+    train, rollout = TrainLayout(2, pp_size=2), RolloutLayout(2, 1, False)
+    stages = case_of("qwen3-0.6b", train, rollout, MACHINE, **large)
+    received = int(received_of(stages).sum())
+    assert 0 < received < sum(resident_of(stages))
+    assert phases_of(stages)[FIRST_SWITCH].parts["bucket"] == received
+
+    def first_switch(case: Case) -> HostPhase:
+        found = host_phases(case, kv_cache_bytes=KV_CACHE, widens=True)
+        return next(phase for phase in found if phase.name == FIRST_SWITCH)
+
+    assert "widened weights" in first_switch(stages).parts
+    assert "bucket" not in first_switch(stages).parts
+    resumed = case_of("qwen3-0.6b", train, rollout, MACHINE, loads_checkpoint=True, **large)
+    assert first_switch(resumed).parts["bucket"] == received
 
 
 @pytest.mark.parametrize("ranks", [(2, 3), (0, 1), (0, 3)])

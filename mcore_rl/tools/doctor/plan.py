@@ -122,7 +122,6 @@ def fullest_on_host(
     case = replace(case, machine=replace(case.machine, ranks_per_node=local_ranks))
     phase, _ = host_needs(
         case,
-        outcome.traffic.resident,
         memory=outcome.memory if has_cuda else None,
         kv_cache_bytes=int(job.config.rollout_kv_cache_gib * _GIB),
         widens=has_slow_products(job.config.precision),

@@ -189,6 +189,15 @@ def planned_bytes(case: RealSize, flags: list[str]) -> dict[str, int]:
     return {phase.name: phase.total_bytes for phase in phases}
 
 
+def rows(run: str, found: Measured, planned: Mapping[str, int]) -> list[str]:
+    """Lines of a table: run, phase, seconds, peak and planned GB."""
+    return [
+        f"| {run} | {phase} | {seconds:.1f} | {found.peak_bytes.get(phase, 0) / 1e9:.2f} | "
+        f"{planned.get(phase, 0) / 1e9:.2f} |"
+        for phase, seconds in found.seconds.items()
+    ]
+
+
 def exported(run_dir: Path) -> dict[str, str]:
     """Digests of the exported weights."""
     files = sorted((run_dir / "exported").glob("*.safetensors"))
@@ -207,10 +216,7 @@ def main() -> None:
     for run_dir, more in ((first, ()), (again, load)):
         flags = [*flags_of(case, checkpoint, run_dir), *more]
         found, planned = run(case, flags, folder / "phases.jsonl"), planned_bytes(case, flags)
-        for phase, seconds in found.seconds.items():
-            peaks = (found.peak_bytes.get(phase, 0), planned.get(phase, 0))
-            gigabytes = " | ".join(f"{peak / 1e9:.2f}" for peak in peaks)
-            print(f"{run_dir.name} | {phase} | {seconds:.1f} | {gigabytes}", flush=True)
+        print(*rows(run_dir.name, found, planned), sep="\n", flush=True)
     assert exported(first) == exported(again) != {}, "the resumed run ended with other weights"
 
 

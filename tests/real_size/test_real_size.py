@@ -26,6 +26,7 @@ from benchmarks.real_size import (
     flags_of,
     make_checkpoint,
     planned_bytes,
+    rows,
     run,
 )
 
@@ -53,11 +54,15 @@ def ran(request: Any, tmp_path_factory: Any) -> Ran:
     checkpoint = make_checkpoint(case, folder / "checkpoint")
     first, resumed = folder / "first", folder / "resumed"
     load = ["--load", str(first / "checkpoints"), "--ckpt-step", "1"]
-    measured, planned = {}, {}
+    measured, planned, lines = {}, {}, []
     for name, run_dir, more in (("first", first, []), ("resumed", resumed, load)):
         flags = [*flags_of(case, checkpoint, run_dir), *more]
         measured[name] = run(case, flags, folder / "phases.jsonl")
         planned[name] = planned_bytes(case, flags)
+        lines += rows(f"{request.param}, {name}", measured[name], planned[name])
+    table = ROOT / "build" / f"real_size_{request.param}.md"
+    table.parent.mkdir(exist_ok=True)
+    table.write_text("\n".join(lines) + "\n")
     return Ran(case, checkpoint, first, resumed, measured, planned)
 
 

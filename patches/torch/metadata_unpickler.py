@@ -182,6 +182,17 @@ def _member(owner: Any, name: Any) -> enum.Enum:
     raise ForbiddenContent("builtins.getattr")
 
 
+def _numbered(kind: type[enum.Enum]) -> Callable[[Any], enum.Enum]:
+    """How pickle stores a member of an enum."""
+
+    def make(value: Any) -> enum.Enum:
+        if type(value) is not int:  # the hash of a nested tuple may not end
+            raise ForbiddenContent(f"{kind.__name__} of another value than an integer")
+        return kind(value)
+
+    return make
+
+
 def _torch_size(numbers: Any = ()) -> torch.Size:
     is_size = type(numbers) in (tuple, list) and len(numbers) <= _MAX_DIMENSIONS
     if not is_size or not all(type(number) is int for number in numbers):
@@ -199,7 +210,8 @@ def _path(kind: type[PurePosixPath]) -> Callable[..., PurePosixPath]:
 
 
 def _layout(name: Any) -> torch.layout:
-    found = getattr(torch, str(name).removeprefix("torch."), None)
+    # vars(): getattr of torch imports modules by name.
+    found = vars(torch).get(name.removeprefix("torch.")) if type(name) is str else None
     if not isinstance(found, torch.layout):
         raise ForbiddenContent("torch.serialization._get_layout of an unknown layout")
     return found
@@ -224,7 +236,8 @@ _CLASSES: dict[tuple[str, str], type] = {
 }
 # By identity: a value of the pickle may have a hash that does not end.
 _KINDS = {id(kind) for kind in _FIELDS}
-_CALLABLE = {id(function) for function in (*_CALLS.values(), *_ENUMS)}
+_MEMBERS = {id(kind): _numbered(kind) for kind in _ENUMS}
+_CALLABLE = {id(function): function for function in _CALLS.values()} | _MEMBERS
 _OPCODES = (
     "PROTO FRAME STOP MARK NONE NEWTRUE NEWFALSE BININT BININT1 BININT2 LONG1 "
     "BINFLOAT BINUNICODE SHORT_BINUNICODE EMPTY_TUPLE TUPLE TUPLE1 TUPLE2 TUPLE3 EMPTY_LIST "
@@ -280,7 +293,7 @@ class MetadataUnpickler(pickle._Unpickler):  # type: ignore[name-defined, misc]
         return found
 
     def find_class(self, module: str, name: str) -> Any:
-        if module == "torch" and isinstance(found := getattr(torch, name, None), torch.dtype):
+        if module == "torch" and isinstance(found := vars(torch).get(name), torch.dtype):
             return found
         found = _CLASSES.get((module, name)) or _CALLS.get((module, name))
         if found is None:
@@ -326,7 +339,7 @@ class MetadataUnpickler(pickle._Unpickler):  # type: ignore[name-defined, misc]
         arguments, function = self.stack.pop(), self.stack[-1]
         if type(arguments) is not tuple or id(function) not in _CALLABLE:
             raise ForbiddenContent(f"a call of {_named(function)}")
-        self.stack[-1] = function(*arguments)
+        self.stack[-1] = _CALLABLE[id(function)](*arguments)
 
     def load_build(self) -> None:
         state, target = self.stack.pop(), self.stack[-1]

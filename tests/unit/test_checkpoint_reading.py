@@ -6,6 +6,7 @@ import enum
 import io
 import pathlib
 import pickle
+import sys
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -178,9 +179,21 @@ def test_references_that_repeat_each_other_are_read_in_linear_time() -> None:
         b"h" + bytes([n]) + b"h" + bytes([n]) + b"\x86\x94" for n in range(60)
     )
     key = b"}" + nested + b"Ns"
-    for attack in (nested, key, b"}" + short("w") + nested + b"s"):
+    calls = [
+        nested + function + b"h" + bytes([60]) + b"\x85R"
+        for function in (MEMBER, LAYOUT, SIZE, PATH, name("collections", "OrderedDict"))
+    ]
+    for attack in (nested, key, b"}" + short("w") + nested + b"s", *calls):
         with pytest.raises(UsageError):
             read(b"\x80\x04" + attack + b".")
+
+
+def test_names_of_torch_import_nothing() -> None:
+    before = set(sys.modules)
+    for attack in (name("torch", "onnx"), LAYOUT + short("torch.onnx") + b"\x85R"):
+        with pytest.raises(UsageError):
+            read(b"\x80\x04" + attack + b".")
+    assert "torch.onnx" in before or "torch.onnx" not in sys.modules
 
 
 WRONG_VALUES = {

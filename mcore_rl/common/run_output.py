@@ -19,10 +19,10 @@ logger = logging.getLogger(__name__)
 class PatientStream:
     """A text stream whose `write` and `flush` never raise what the operating system reports.
 
-    After the first failure its descriptor is /dev/null. So Python's own flush at the end of the
-    process does not turn exit code 0 into 120, and libraries that write to the descriptor do not
-    fail either. The failure is logged once, which puts it into run.log. Everything else is the
-    wrapped stream's.
+    Characters that the encoding lacks are escaped. After the first failure its descriptor is
+    /dev/null. So Python's own flush at the end of the process does not turn exit code 0 into 120,
+    and libraries that write to the descriptor do not fail either. The failure is logged once, which
+    puts it into run.log. Everything else is the wrapped stream's.
     """
 
     def __init__(self, stream: TextIO, name: str) -> None:
@@ -31,7 +31,11 @@ class PatientStream:
     def write(self, text: str) -> int:
         """Write `text`, or drop it; returns its length."""
         with self._patiently():
-            self._stream.write(text)
+            try:
+                self._stream.write(text)
+            except UnicodeEncodeError:  # nothing of it was written
+                encoding = self._stream.encoding
+                self._stream.write(text.encode(encoding, "backslashreplace").decode(encoding))
         return len(text)
 
     def writelines(self, lines: Any) -> None:
@@ -51,8 +55,6 @@ class PatientStream:
     def _patiently(self) -> Iterator[None]:
         try:
             yield
-        except UnicodeError:
-            raise  # a ValueError, but a fault of the text
         except (OSError, ValueError) as error:  # ValueError: the stream is closed
             self._discard()
             logger.warning(
@@ -94,6 +96,9 @@ def keep_output_from_raising() -> None:
             os.fstat(descriptor)
         except OSError:  # closed: the next file to be opened would be taken for it
             os.open(os.devnull, os.O_RDWR)
+    for descriptor in (1, 2):  # a pipe that is full for a moment is waited for
+        with contextlib.suppress(OSError):
+            os.set_blocking(descriptor, True)
     sys.stdout, sys.stderr = patient_stdout(), patient_stderr()
 
 

@@ -89,6 +89,16 @@ def test_a_run_goes_on_with_streams_that_are_closed(tmp_path: Path) -> None:
     assert (tmp_path / "log").read_text() == "the run ends\n"
 
 
+def test_characters_that_the_encoding_lacks_are_escaped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONIOENCODING", "ascii:strict")
+    output = (tmp_path / "output").open("wb")
+    assert run(SHOWS, tmp_path / "log", stdout=os.dup(output.fileno())) == 0
+    assert b"step 2 (3/3) \\xb7 reward" in (tmp_path / "output").read_bytes()
+    assert (tmp_path / "log").read_text() == "the run ends\n"
+
+
 @pytest.mark.parametrize("broken", [full_disk, reader_gone])
 def test_a_mistake_has_its_exit_code_where_it_cannot_be_said(
     broken: Callable[[], int], tmp_path: Path

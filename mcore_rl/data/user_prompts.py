@@ -15,9 +15,11 @@ imported here.
 
 from __future__ import annotations
 
+import atexit
 import hashlib
 import json
 import os
+import shutil
 import tempfile
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -73,12 +75,14 @@ def prompts_path(named: str, cache_dir: str | None, flag: str = "--rl-prompts") 
     try:
         return _written(cache.expanduser() / "made_prompts" / file, data)
     except OSError:  # a cache that cannot be written to
-        return _written(Path(tempfile.gettempdir()) / "mcore_rl_prompts" / file, data)
+        folder = tempfile.mkdtemp(prefix="mcore_rl_prompts_")  # others write to the one above it
+        atexit.register(shutil.rmtree, folder, ignore_errors=True)
+        return _written(Path(folder) / file, data)
 
 
 def _written(target: Path, data: bytes) -> Path:
     """`target` with `data` in it: complete or absent, whoever else writes the same."""
-    if not target.is_file():
+    if not target.is_file() or target.read_bytes() != data:
         target.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile(dir=target.parent, delete=False) as part:
             part.write(data)

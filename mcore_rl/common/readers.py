@@ -48,9 +48,25 @@ def parse_yaml(text: str, *, max_depth: int = MAX_DEPTH) -> Any:
     """The value of one YAML document of plain data; None for an empty one.
 
     Raises InvalidData for anything else than YAML's plain types, for documents nested deeper than
-    `max_depth`, and for aliases that expand to more than `MAX_YAML_VALUES` values or to themselves.
+    `max_depth`, for a key that a mapping has twice, and for aliases and merges (`<<`) that expand
+    to more than `MAX_YAML_VALUES` values or to themselves.
     """
     import yaml
+
+    class Loader(yaml.SafeLoader):
+        def compose_mapping_node(self, anchor: Any) -> Any:
+            node = super().compose_mapping_node(anchor)
+            seen: set[str] = set()
+            for key, _ in node.value:
+                if isinstance(key, yaml.ScalarNode) and key.value in seen:
+                    raise InvalidData(f"has the key {key.value[:60]!r} twice")
+                seen |= {key.value} if isinstance(key, yaml.ScalarNode) else set()
+            return node
+
+        def flatten_mapping(self, node: Any) -> None:
+            super().flatten_mapping(node)
+            if len(node.value) > MAX_YAML_VALUES:
+                raise InvalidData(f"has more than {MAX_YAML_VALUES} values, aliases expanded")
 
     depth = 0
     try:
@@ -60,7 +76,7 @@ def parse_yaml(text: str, *, max_depth: int = MAX_DEPTH) -> Any:
             depth -= isinstance(event, yaml.CollectionEndEvent)
             if depth > max_depth:
                 raise InvalidData(f"is nested deeper than {max_depth} levels")
-        value = yaml.safe_load(text)
+        value = yaml.load(text, Loader=Loader)
     except yaml.YAMLError as error:
         raise InvalidData(" ".join(str(error).split())) from error
     # Of a date, a number or a key that is none, and of an alias within what it names.

@@ -88,12 +88,17 @@ def _read_config(
         refuse(error)
         return {}
     flags: dict[str, list[str]] = {}
+    seen: list[argparse.Action] = []
     for key, value in values.items():
         try:
             action, tokens = _tokens_of(str(key), value, parser, path)
         except UsageError as error:
             refuse(error)
             continue
+        if action in seen:
+            problem = f": '{key}' sets a flag that another key of the file sets"
+            refuse(UsageError(problem, flag=f"--rl-config {path}", remedy="remove one of them"))
+        seen.append(action)
         flags.pop(action.dest, None)
         flags[action.dest] = tokens
     return flags

@@ -118,6 +118,14 @@ def test_later_config_wins_between_flags_that_undo_each_other(tmp_path: Path) ->
     assert values("--rl-config", first, "--rl-config", second) == {"fusion": True}
 
 
+@pytest.mark.parametrize(
+    "text", ["lr: 1.0\nlr: 2.0", "lr: 1.0\n--lr: 2.0", "mbs: 2\nmicro_batch_size: 4"]
+)
+def test_a_flag_that_a_file_sets_twice_is_refused(tmp_path: Path, text: str) -> None:
+    with pytest.raises(UsageError, match="twice|another key"):
+        values("--rl-config", write(tmp_path, "a.yaml", text))
+
+
 def full_parser() -> argparse.ArgumentParser:
     """The same with the forms that undo switches, as a run has it."""
     return with_rl_args(lambda parser: None)(make_parser())

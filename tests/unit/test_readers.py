@@ -87,6 +87,8 @@ def test_json_that_is_cut_or_too_long_is_refused(text):
         "1" * 5000,
         "? {a: 1}\n: b",
         "a: b: c",
+        "a: 1\nb: 2\na: 3",
+        "a: {b: 1, 'b': 2}",
         "a\0b",
     ],
 )
@@ -103,6 +105,14 @@ def test_yaml_aliases_are_counted_as_they_expand():
         == parse_yaml(lines[0] + "\n" + lines[1] + "\n" + lines[2])["a2"]
     )
     with pytest.raises(InvalidData, match="aliases"):
+        parse_yaml("\n".join(lines))
+
+
+def test_yaml_merges_are_counted_as_they_expand():
+    assert parse_yaml("a: &a {x: 1}\nb: {<<: *a, x: 2, y: 3}")["b"] == {"x": 2, "y": 3}
+    lines = ["a0: &a0 {x: 1, y: 2}"]
+    lines += [f"a{n}: &a{n} {{<<: [{', '.join([f'*a{n - 1}'] * 9)}]}}" for n in range(1, 30)]
+    with pytest.raises(InvalidData, match="values"):
         parse_yaml("\n".join(lines))
 
 

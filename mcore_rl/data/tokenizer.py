@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from mcore_rl.common.errors import UsageError
+from mcore_rl.common.readers import integer_within, parse_json
 from mcore_rl.model.families import FAMILIES
 
 # Texts up to this length are tokenised whole, 13 MB of memory; of longer ones a first piece.
@@ -24,6 +25,7 @@ _KEEPING_NORMALIZERS = {"Prepend", "ByteLevel"}
 _UNICODE_NORMALIZERS = {"NFC", "NFD", "NFKC", "NFKD"}
 _KEEPING_PRE_TOKENIZERS = {"ByteLevel", "Metaspace", "Digits"}
 _NUM_BYTES = 256
+_MAX_TOKEN = (1 << 31) - 1
 
 
 def load_tokenizer(folder: Path, *, trust_remote_code: bool, needs_template: bool) -> Any:
@@ -71,12 +73,13 @@ def brings_code(folder: Path) -> bool:
 def vocabulary_size(folder: Path) -> int | None:
     """That of the model, by config.json; None where it says nothing."""
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-        return int(_settings(folder, "config.json")["vocab_size"])
+        return integer_within(_settings(folder, "config.json")["vocab_size"], 1, _MAX_TOKEN)
     return None
 
 
 def _settings(folder: Path, name: str) -> Mapping[str, Any]:
-    return json.loads((folder / name).read_text(encoding="utf-8"))
+    """OSError or ValueError for what cannot be read as JSON."""
+    return parse_json((folder / name).read_bytes())
 
 
 # The end of a response ----------------------------------------------------------------------------
@@ -123,7 +126,8 @@ def _named_ends(folder: Path) -> tuple[str, list[int]]:
     found: Any = None
     with contextlib.suppress(OSError, ValueError, AttributeError):
         found = _settings(folder, named).get("eos_token_id")
-    return named, [t for t in (found if isinstance(found, list) else [found]) if isinstance(t, int)]
+    ends = found if isinstance(found, list) else [found]
+    return named, [t for t in ends if integer_within(t, 0, _MAX_TOKEN) is not None]
 
 
 HOW_TO_END = 'name the token in generation_config.json, as "eos_token_id": 2'

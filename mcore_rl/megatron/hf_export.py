@@ -276,7 +276,7 @@ def _write_rest(
     *,
     as_float8: bool,
 ) -> None:
-    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    config = read_config_json(folder)
     changes = left_to_defaults(config)
     num_layers = config.get("num_hidden_layers", 0)
     has_mtp = any(is_mtp_tensor(t, num_layers) for t in checkpoint.everything)

@@ -12,7 +12,14 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from mcore_rl.data.prompt_file import PromptSource
 from mcore_rl.data.prompts import load_prompts
-from mcore_rl.data.tokenizer import TooLong, characters_per_token, missing_end
+from mcore_rl.data.tokenizer import (
+    TooLong,
+    _named_ends,
+    brings_code,
+    characters_per_token,
+    missing_end,
+    vocabulary_size,
+)
 from tests.unit.test_data import save_tokenizer, write_lines
 
 
@@ -119,3 +126,13 @@ def test_missing_end_of_sequence_is_told(tokenizer_dir, tmp_path):
     assert fault() is None
     write("config.json", vocab_size=200)
     assert "is token 258, which" in str(fault())
+
+
+@pytest.mark.parametrize("name", ["generation_config.json", "tokenizer_config.json"])
+def test_settings_of_a_folder_that_are_no_settings_are_passed_over(name, tmp_path):
+    for text in ("[" * 100_000, "5", '{"eos_token_id": [true, -1, 1e999, 1' + "0" * 400 + "]}"):
+        (tmp_path / name).write_text(text)
+        assert not brings_code(tmp_path)
+        assert _named_ends(tmp_path)[1] == []
+    (tmp_path / "config.json").write_text('{"vocab_size": 1e999}')
+    assert vocabulary_size(tmp_path) is None

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from mcore_rl.common.errors import UsageError
-from mcore_rl.common.readers import integer_within
+from mcore_rl.common.readers import finite_number, integer_within
 
 # Some ten times what the largest published models have: what is made of these is enumerated, and
 # another number would keep a start busy for hours.
@@ -60,13 +60,29 @@ class Fields:
         most = _MOST.get(name, _MOST_ELSEWHERE)
         count = integer_within(value, least, most)
         if count is None:
-            raise UsageError(
-                f": {self._path} has {name} {repr(value)[:60]}, which must be an integer from "
-                f"{least} to {most}",
-                flag=self._flag,
-                remedy="use the config.json that was published with the checkpoint",
-            )
+            raise self.senseless(name, value, f"an integer from {least} to {most}")
         return count
+
+    def number(self, name: str, default: float | None = None) -> float:
+        """A finite number; needed unless there is a default."""
+        value = self[name] if default is None else self.get(name, default)
+        if finite_number(value) is None:
+            raise self.senseless(name, value, "a finite number")
+        return float(value)
+
+    def switch(self, name: str) -> bool:
+        """true or false; false unless it is there."""
+        value = self.get(name, False)
+        if not isinstance(value, bool):
+            raise self.senseless(name, value, "true or false")
+        return value
+
+    def senseless(self, name: str, value: Any, constraint: str) -> UsageError:
+        return UsageError(
+            f": {self._path} has {name} {repr(value)[:60]}, which must be {constraint}",
+            flag=self._flag,
+            remedy="use the config.json that was published with the checkpoint",
+        )
 
     def refuse(self, what: str, remedy: str = "choose another checkpoint") -> UsageError:
         return UsageError(

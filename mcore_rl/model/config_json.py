@@ -164,6 +164,12 @@ def model_shape(
 ) -> ModelShape:
     """`read_model_shape` for a config.json that is parsed already; `path` is for the messages."""
     fields = Fields(values, path, flag)
+    if not isinstance(fields["model_type"], str):
+        raise fields.senseless("model_type", fields["model_type"], "a text")
+    types = fields.get("layer_types", [])
+    if not isinstance(types, list):
+        raise fields.senseless("layer_types", types, "a list")
+    fields.read.discard("layer_types")  # only its type was looked at
     family = FAMILIES.get(fields["model_type"])
     if family is None:
         missing = MISSING.get(fields["model_type"])
@@ -199,8 +205,8 @@ def model_shape(
         is_moe_layer=_moe_layers(fields, family, num_layers),
         qk_norm=_switch(fields, family.qk_norm),
         qkv_bias=_switch(fields, family.qkv_bias),
-        tied_embeddings=bool(fields.get("tie_word_embeddings", False)),
-        norm_epsilon=fields["rms_norm_eps"],
+        tied_embeddings=fields.switch("tie_word_embeddings"),
+        norm_epsilon=fields.number("rms_norm_eps"),
         rope=read_rope(fields, family),
         max_positions=fields.count("max_position_embeddings"),
         num_mtp_layers=fields.count("num_nextn_predict_layers", 0, least=0),
@@ -234,7 +240,7 @@ def _head_dim(fields: Fields, num_heads: int, latent: LatentAttention | None) ->
 
 def _switch(fields: Fields, of_family: bool | str) -> bool:
     """What is so in the whole family, or what the field of this name says."""
-    return bool(fields.get(of_family, False)) if isinstance(of_family, str) else of_family
+    return fields.switch(of_family) if isinstance(of_family, str) else of_family
 
 
 def _refuse_features(fields: Fields, family: Family) -> None:
@@ -271,7 +277,7 @@ def _latent_attention(fields: Fields) -> LatentAttention:
 
 
 def _experts(fields: Fields, router: Router) -> Experts:
-    normalize = router.always_normalizes or bool(fields.get("norm_topk_prob", False))
+    normalize = router.always_normalizes or fields.switch("norm_topk_prob")
     topk, hidden_size = fields.count("num_experts_per_tok"), fields.count(router.expert_size)
     method, is_sigmoid = "", router.score_function == "sigmoid"
     if router.methods:
@@ -289,7 +295,7 @@ def _experts(fields: Fields, router: Router) -> Experts:
         score_function=router.score_function,
         has_bias=is_sigmoid,
         normalize_topk=normalize,
-        scaling_factor=float(fields.get("routed_scaling_factor", 1.0)) if method else 1.0,
+        scaling_factor=fields.number("routed_scaling_factor", 1.0) if method else 1.0,
         num_groups=num_groups,
         topk_groups=topk_groups,
         has_shared_gate=router.gated_shared_size is not None,
@@ -355,7 +361,9 @@ def _moe_layers(fields: Fields, family: Family, num_layers: int) -> tuple[bool, 
     first = _first_with_experts(fields, family.router, num_layers)
     frequency = fields.count("moe_layer_freq", 1)
     step = fields.count("decoder_sparse_step", 1)
-    dense = set(fields.get("mlp_only_layers", []))
+    dense = fields.get("mlp_only_layers", [])
+    if not isinstance(dense, list):
+        raise fields.senseless("mlp_only_layers", dense, "a list")
     return tuple(
         i >= first and i % frequency == 0 and (i + 1) % step == 0 and i not in dense
         for i in range(num_layers)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from mcore_rl.common.readers import finite_number
 from mcore_rl.model.config_fields import Fields
 from mcore_rl.model.families import Family
 
@@ -47,6 +48,8 @@ def read_rope(fields: Fields, family: Family) -> dict[str, Any]:
         fields["rope_scaling"]  # without any, there is no telling what transformers would take
     theta = given.pop("rope_theta", fields.get("rope_theta", family.default_rope_theta))
     theta = fields["rope_theta"] if theta is None else theta
+    if finite_number(theta) is None:
+        raise fields.senseless("rope_theta", theta, "a finite number")
     if theta != int(theta):
         raise fields.refuse(f"rope_theta {theta} (Megatron's --rotary-base is an integer)")
     of_heads = rope_type == "yarn" and not family.latent_attention
@@ -78,7 +81,11 @@ def _partial_rotary_factor(
     """The share of a head that is rotated, taken out of `given`; nothing if that is all of it."""
     outside = fields.get("partial_rotary_factor", family.partial_rotary_factor)
     said = given.pop("partial_rotary_factor", outside)
-    share = float(fields.count("rotary_dim") / fields.count("head_dim") if said is None else said)
+    share = finite_number(
+        fields.count("rotary_dim") / fields.count("head_dim") if said is None else said
+    )
+    if share is None:
+        raise fields.senseless("partial_rotary_factor", said, "a finite number")
     if share == 1.0:
         return {}
     if family.partial_rotary_factor == 1.0:

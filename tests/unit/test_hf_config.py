@@ -15,6 +15,7 @@ from mcore_rl.data.tokenizer import model_class, register_families
 from mcore_rl.model.config_json import (
     ModelShape,
     megatron_flags,
+    model_shape,
     read_config_json,
     read_model_shape,
     settings_without_flag,
@@ -522,6 +523,26 @@ def test_config_is_refused_in_one_sentence(
     sentence = str(caught.value)
     assert sentence.startswith(f"--rl-hf-checkpoint: {tmp_path}/config.json ")
     assert "; " in sentence and "\n" not in sentence
+
+
+ODD = (None, True, "x", "false", -1, 1.5, float("nan"), float("inf"), 10**400, [], [[1]], {"a": 1})
+
+
+@pytest.mark.parametrize("text", TRAINABLE.values(), ids=TRAINABLE)
+def test_any_field_of_another_type_is_read_or_refused(text: str, tmp_path: Path) -> None:
+    base = json.loads(text)
+    more = ("layer_types", "mlp_only_layers", "partial_rotary_factor", "quantization_config")
+    for name in (*base, *more, "rope_scaling", "rope_theta", "tie_word_embeddings"):
+        for value in ODD:
+            try:
+                megatron_flags(model_shape({**base, name: value}, tmp_path / "config.json"))
+            except UsageError as error:
+                assert len(str(error)) < 1000
+
+
+def test_a_switch_is_true_or_false(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="tie_word_embeddings 'false', which must be true or"):
+        read(tmp_path, QWEN3_600M, tie_word_embeddings="false")
 
 
 def test_config_that_is_nested_too_deep_is_refused(tmp_path: Path) -> None:

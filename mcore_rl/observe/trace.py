@@ -63,12 +63,12 @@ def stage(name: str) -> Iterator[None]:
         return
     with tracer.span(name, is_stage=True):
         if name in _WITHOUT_KERNELS:
-            _record_kernels(False)
+            tracer.record_kernels(False)
         try:
             yield
         finally:
             if name in _WITHOUT_KERNELS:
-                _record_kernels(True)
+                tracer.record_kernels(True)
 
 
 def step_ended() -> None:
@@ -159,6 +159,13 @@ class Tracer:
         with record_function(name):
             yield
             _synchronize()
+
+    def record_kernels(self, wanted: bool) -> None:
+        """Switch the recording of CUDA kernels on or off while a step is traced."""
+        is_tracing = self._num_skipped <= self._num_ended and not self._over
+        if self._profile is not None and is_tracing and torch.cuda.is_available():
+            with self._surviving():
+                self._profile.toggle_collection_dynamic(wanted, [ProfilerActivity.CUDA])
 
     def handover_started(self, direction: str) -> None:
         """For `on_reshard_start` of the sharding manager; a direction is "train_to_rollout"."""
@@ -310,13 +317,6 @@ def _spans_alone() -> Iterator[None]:
         yield
     finally:
         autograd_profiler._enable_profiler = original
-
-
-def _record_kernels(wanted: bool) -> None:
-    """From here on; nothing without CUDA, and where no step is being traced."""
-    if torch.cuda.is_available() and autograd_profiler._is_profiler_enabled:
-        with contextlib.suppress(Exception):
-            autograd_profiler._toggle_collection_dynamic(wanted, {ProfilerActivity.CUDA})
 
 
 def _synchronize() -> None:

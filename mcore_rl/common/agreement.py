@@ -63,6 +63,13 @@ def open_store():
                 remedy="start with mcore_rl.launch or torchrun, or set what they set",
             )
         )
+    # torchrun's launchers are the tasks, of which GROUP_WORLD_SIZE belong to this run; without
+    # torchrun the ranks are.
+    count = os.environ.get("GROUP_WORLD_SIZE") or os.environ["WORLD_SIZE"]
+    try:
+        check_num_tasks(int(count) if count.isdecimal() else 1)
+    except UsageError as error:
+        leave_with(error)
     from torch.distributed.rendezvous import rendezvous
 
     # It imports torch, which a sentence does without.

@@ -7,7 +7,10 @@ import pytest
 from mcore_rl.common.agreement import check_num_tasks, open_store
 from mcore_rl.common.errors import UsageError
 
-NAMES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "SLURM_STEP_NUM_TASKS", "PMI_SIZE")
+NAMES = (
+    *("RANK", "WORLD_SIZE", "GROUP_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
+    *("SLURM_STEP_NUM_TASKS", "PMI_SIZE"),
+)
 
 
 @pytest.fixture(autouse=True)
@@ -50,6 +53,19 @@ def test_half_of_what_a_launcher_sets_is_refused(given, lacks: str, monkeypatch)
     for name, value in given.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(UsageError, match=f"lacks {lacks}$|lacks {lacks};"):
+        open_store()
+
+
+@pytest.mark.parametrize(
+    "given", [{"WORLD_SIZE": "8", "GROUP_WORLD_SIZE": "1"}, {"WORLD_SIZE": "1"}]
+)
+def test_tasks_of_which_each_is_a_run_with_ranks_are_refused(given, monkeypatch) -> None:
+    """srun of two nodes, and torchrun that knows of one."""
+    given |= {"RANK": "0", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "2")
+    with pytest.raises(UsageError, match="SLURM_STEP_NUM_TASKS 2 says that srun"):
         open_store()
 
 

@@ -33,7 +33,8 @@ _WEIGHTS = frozenset(
     ".metadata".split()
 )
 _WEIGHTS_OF_TORCH = re.compile(r"(pytorch_|adapter_)?(model|optimizer|consolidated)\b.*\.bin")
-_INDEXES = (".safetensors.index.json", ".bin.index.json")
+# With the last of them transformers would load an adapter's base model, not the export.
+_INDEXES = (".safetensors.index.json", ".bin.index.json", "adapter_config.json")
 _MAX_OTHER_BYTES = 512 << 20
 _COMPARED_NUMBERS = 4 << 20  # at a time, of either copy
 

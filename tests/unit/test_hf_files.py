@@ -231,7 +231,13 @@ def test_all_files_but_weights_belong_to_a_folder(tmp_path: Path) -> None:
     ]
     dropped = [
         *("model.safetensors", INDEX, "pytorch_model.bin", "pytorch_model-00001-of-2.bin"),
-        *("pytorch_model.bin.index.json", "model.gguf", ".gitattributes", ".cache/x.json"),
+        *(
+            "adapter_config.json",
+            "pytorch_model.bin.index.json",
+            "model.gguf",
+            ".gitattributes",
+            ".cache/x.json",
+        ),
         *("original/consolidated.00.pth", "original/tokenizer.model", "run/metrics.jsonl"),
     ]
     for name in (*kept, *dropped):

@@ -20,7 +20,7 @@ from typing import Any
 _MAX_CONSTANT = 1 << 20  # elements, characters or bits that a constant expression may make
 
 EQUAL = "_are_equal_as_plain_data"  # a function that `sandbox_inside` defines
-_EQUAL_METHODS = (
+EQUAL_METHODS = (
     "assertEqual assertListEqual assertTupleEqual assertDictEqual assertSetEqual "
     "assertSequenceEqual"
 ).split()
@@ -135,7 +135,7 @@ class _ByValue(ast.NodeTransformer):
             case ast.Call(ast.Name("all" | "any"), [ast.GeneratorExp() | ast.ListComp() as each]):
                 each.elt = self._truth(each.elt)
             case ast.Call(ast.Attribute(attr=name) as method, [left, right, *message]) if (
-                name in _EQUAL_METHODS
+                name in EQUAL_METHODS
             ):
                 method.attr = "assertTrue"
                 node.args = [_call_of_equal(left, right), *message]

@@ -24,7 +24,13 @@ from mcore_rl.common.readers import InvalidData, parse_json
 from mcore_rl.rewards.assertions import Step, steps_of
 from mcore_rl.rewards.code_texts import can_fail, free_names, runnable
 
-_TEXTS = ("test", "tests", "test_code", "functional", "pytest")  # keys of a text of tests
+# Keys of a text of tests, or of what an answer may be.
+_TEXTS = (
+    *("test", "tests", "test_code", "functional", "pytest", "unittest", "test_cases"),
+    *("public_test_cases", "private_test_cases"),  # LiveCodeBench
+    *("public_tests", "private_tests", "generated_tests", "input_output"),
+)
+_FUNCTION_KEYS = ("fn_name", "func_name", "metadata", "entry_point")
 _LISTS = ("test_list", "challenge_test_list", "assert_case")  # keys of a list of such
 _PAIRS = (("inputs", "outputs"), ("input", "output"))
 _IMPORTS = """
@@ -181,21 +187,28 @@ class _Reader:
     def _read_object(self, fields: dict[str, Any]) -> None:
         for inputs, outputs in _PAIRS:
             if inputs in fields and outputs in fields:
-                return self._read_pairs(fields, fields[inputs], fields[outputs])
+                is_plural = inputs == "inputs"
+                pairs = [fields[inputs], fields[outputs]]
+                if is_plural:
+                    pairs = list(map(_container, pairs))
+                return self._read_pairs(fields, *pairs, is_plural=is_plural)
             if inputs in fields or outputs in fields:
                 missing = outputs if inputs in fields else inputs
                 _refuse(f"has no {missing!r}")
         setup = [*_texts(fields, "test_imports"), *_texts(fields, "test_setup_code")]
         setup += _texts(fields, "import_prefix")
         for key in _LISTS:
-            if _texts(fields, key):
-                self._add_texts(_texts(fields, key), setup)
+            if values := _texts({key: _container(fields.get(key))}, key):
+                self._add_texts(values, setup)
+        self._row |= {key: fields[key] for key in _FUNCTION_KEYS if fields.get(key)}
         for key in _TEXTS:
-            if isinstance(fields.get(key), str) and fields[key].strip():
+            value = _container(fields.get(key))
+            if isinstance(value, str | list | dict) and not is_blank(value):
                 self._setup += setup
-                self._add_text(fields[key], self._entry_point(fields))
-            elif isinstance(fields.get(key), list | dict) and fields[key]:
-                self.read(fields[key])
+                if isinstance(value, str):
+                    self._add_text(value, self._entry_point(fields))
+                else:
+                    self.read(value)
         if not self._tests:
             known = "inputs and outputs, test and entry_point, or test_list"
             _refuse(f"is an object with {', '.join(map(repr, fields)) or 'nothing'}, not {known}")
@@ -241,14 +254,16 @@ class _Reader:
 
     # Pairs ----------------------------------------------------------------------------------------
 
-    def _read_pairs(self, fields: dict[str, Any], inputs: Any, outputs: Any) -> None:
+    def _read_pairs(
+        self, fields: dict[str, Any], inputs: Any, outputs: Any, *, is_plural: bool
+    ) -> None:
         kind = str(fields.get("testtype") or fields.get("type") or "")
         name = self._function(fields)
         is_call = name is not None and kind not in ("stdin", "stdin_stdout")
         if kind in ("functional", "function_call") and name is None:
             _refuse(f"has a test of type {kind!r}, but no 'fn_name' says of which function")
-        is_one = bool(kind) or not (isinstance(inputs, list) and isinstance(outputs, list))
-        if is_one:
+        are_lists = isinstance(inputs, list) and isinstance(outputs, list)
+        if not are_lists or (kind and not is_plural):
             inputs, outputs = [inputs], [outputs]
         if len(inputs) != len(outputs):
             _refuse(f"has {len(inputs)} inputs, but {len(outputs)} outputs")
@@ -297,6 +312,12 @@ def _parsed(text: Any) -> Any:
         return parse_json(text) if isinstance(text, str) else text
     except InvalidData:
         return text
+
+
+def _container(value: Any) -> Any:
+    """The list or object that a text is the JSON of; any other value as it is."""
+    found = _parsed(value) if isinstance(value, str) and value.lstrip()[:1] in ("[", "{") else value
+    return found if isinstance(found, list | dict) else value
 
 
 def _with_integer_keys(value: Any) -> Any:

@@ -8,28 +8,36 @@ from __future__ import annotations
 
 import ast
 import builtins
+import copy
+from collections import Counter
 from collections.abc import Iterable, Sequence
 
-from mcore_rl.rewards.assertions import constant, parsed
+from mcore_rl.rewards.assertions import EQUAL_METHODS, constant, parsed
 
 FunctionNode = ast.FunctionDef | ast.AsyncFunctionDef
 
 _RUNNERS = ("unittest.main", "pytest.main")
 _EXITS = ("exit", "quit", "sys.exit", "os._exit", "os.abort")
+# Methods of a class that are called without being named, in lower case.
+_CALLED_METHODS = ("test", "setup", "teardown", "__")
 _MUST_RAISE = ("raises", "assertRaises", "assertRaisesRegex")
 # Builtins that a policy's function is not called by, and that find nothing that it has defined.
 _HELPERS = frozenset(
     "abs all any bool dict enumerate float int isinstance len list map print range repr round set "
     "sorted str tuple type zip".split()
 )
-_RUN_CASES = """
+_CASES_PASSED = (
+    "_found.testsRun > len(_found.skipped) + len(_found.expectedFailures) "
+    "and _found.wasSuccessful()"
+)
+_RUN_CASES = f"""
 import unittest as _unittest
 _found = _unittest.TestResult()
-for _case in ({names},):
+for _case in ({{names}},):
     _unittest.defaultTestLoader.loadTestsFromTestCase(_case).run(_found)
 for _, _what in (*_found.failures, *_found.errors):
     print(_what)
-assert _found.testsRun and _found.wasSuccessful()
+assert {_CASES_PASSED}
 """
 
 
@@ -61,8 +69,7 @@ def runnable(source: str, entry_point: str | None) -> ast.Module:
             if required or function.decorator_list:
                 raise ValueError(f"has a test {function.name} that only pytest can call")
             body += parsed(f"{function.name}()").body
-    cases = [each for each in body if isinstance(each, ast.ClassDef) and each.name not in called]
-    body += _calls_of_classes(cases)
+    body += _calls_of_classes([each for each in body if isinstance(each, ast.ClassDef)], called)
     return ast.Module(_inlined(body), [])
 
 
@@ -89,19 +96,27 @@ def _required(function: FunctionNode) -> list[str]:
     return [each.arg for each in (*without, *named)]
 
 
-def _calls_of_classes(classes: Sequence[ast.ClassDef]) -> list[ast.stmt]:
-    calls, cases = [], []
+def _calls_of_classes(classes: Sequence[ast.ClassDef], called: set[str]) -> list[ast.stmt]:
+    calls: list[str] = []
+    cases: list[str] = []
     for each in classes:
-        if any(ast.unparse(base).rpartition(".")[2] == "TestCase" for base in each.bases):
+        bases = [_last_name(base) for base in each.bases]
+        if any(base.endswith("TestCase") or base in cases for base in bases):
             cases.append(each.name)
-        elif each.name.startswith("Test"):
-            names = [f.name for f in each.body if isinstance(f, ast.FunctionDef)]
-            before = "_case.setup_method()\n" if "setup_method" in names else ""
-            calls += [
-                f"_case = {each.name}()\n{before}_case.{name}()"
-                for name in names
-                if name.startswith("test")
-            ]
+        elif each.name.startswith("Test") and each.name not in called:
+            methods = [f for f in each.body if isinstance(f, ast.FunctionDef)]
+            before = "".join(
+                f"_case.{f.name}({'None' if len(_required(f)) > 1 else ''})\n"
+                for name in ("setup_class", "setup_method")
+                for f in methods
+                if f.name == name
+            )
+            for test in methods:
+                if not test.name.startswith("test"):
+                    continue
+                if len(_required(test)) > 1 or test.decorator_list:
+                    raise ValueError(f"has a test {test.name} that only pytest can call")
+                calls.append(f"_case = {each.name}()\n{before}_case.{test.name}()")
     if cases:
         calls.append(_RUN_CASES.format(names=", ".join(cases)))
     return [statement for call in calls for statement in parsed(call).body]
@@ -198,12 +213,38 @@ _ERRORS = frozenset(
 
 def can_fail(module: ast.Module) -> bool:
     """Whether running the tests could raise what says that the code is wrong."""
+    module = _with_constants(module)
     defined: dict[str, FunctionNode | ast.ClassDef] = {
         each.name: each
         for each in ast.walk(module)
         if isinstance(each, FunctionNode | ast.ClassDef)
     }
     return _Scan(defined).any_fails(module.body)
+
+
+def _with_constants(module: ast.Module) -> ast.Module:
+    """With the values of names that only ever have one: a plain constant, or an empty container
+    that nothing but loops uses, so nothing fills it."""
+    nodes = list(ast.walk(module))
+    names = [each for each in nodes if isinstance(each, ast.Name)]
+    bound = Counter(each.id for each in names if not isinstance(each.ctx, ast.Load))
+    bound.update(each.arg for each in nodes if isinstance(each, ast.arg))
+    uses = Counter(each.id for each in _loaded([module]))
+    loops = [n.iter for n in nodes if isinstance(n, ast.For | ast.AsyncFor | ast.comprehension)]
+    in_loops = Counter(each.id for each in _loaded(loops))
+    known: dict[str, ast.expr] = {}
+    for node in nodes:
+        match node:
+            case ast.Assign([ast.Name(name)], value) if bound[name] == 1:
+                fixed = isinstance(value, ast.Constant)
+                if fixed or (_is_empty(value) and uses[name] == in_loops[name]):
+                    known[name] = value
+
+    class Replaced(ast.NodeTransformer):
+        def visit_Name(self, node: ast.Name) -> ast.expr:
+            return known.get(node.id, node) if isinstance(node.ctx, ast.Load) else node
+
+    return Replaced().visit(copy.deepcopy(module)) if known else module
 
 
 class _Scan:
@@ -223,8 +264,12 @@ class _Scan:
 
     def _fails(self, statement: ast.stmt) -> bool:
         match statement:
+            case ast.Assert(test) if ast.unparse(test) == _CASES_PASSED:
+                return False  # the methods of the cases have been scanned
             case ast.Assert(test):
                 return not _is_always(test, True)
+            case ast.Expr(ast.Call(ast.Name(name))) if _is_deferred(self._defined.get(name)):
+                return False  # a coroutine or generator that nothing runs
             case ast.Raise():
                 return True
             case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.ClassDef():
@@ -237,7 +282,8 @@ class _Scan:
                 taken = [] if _is_always(test, False) else body
                 return self._calls(test) or self.any_fails(taken) or self.any_fails(orelse)
             case ast.For(_, iterated, body, orelse) | ast.AsyncFor(_, iterated, body, orelse):
-                return self._calls(iterated) or self.any_fails([*body]) or self.any_fails(orelse)
+                taken = [] if _is_empty(iterated) else body
+                return self._calls(iterated) or self.any_fails(taken) or self.any_fails(orelse)
             case ast.With(items, body) | ast.AsyncWith(items, body):
                 contexts = [item.context_expr for item in items]
                 if any(_last_name(each) == "suppress" for each in contexts):
@@ -246,7 +292,8 @@ class _Scan:
             case ast.Try(body, handlers, orelse, final) | ast.TryStar(
                 body, handlers, orelse, final
             ):
-                is_lost = any(map(_swallows, handlers))
+                leaves = any(isinstance(e, ast.Return | ast.Break | ast.Continue) for e in final)
+                is_lost = leaves or any(map(_swallows, handlers))
                 handled = any(self.any_fails(handler.body) for handler in handlers)
                 inner = not is_lost and self.any_fails(body)
                 return inner or handled or self.any_fails(orelse) or self.any_fails(final)
@@ -261,19 +308,73 @@ class _Scan:
                 if name in _EXITS or last in _MUST_RAISE or last == "fail":
                     return True
                 if last.startswith("assert") and last not in self._defined:
-                    return True
-            elif isinstance(each, ast.Name) and each.id in self._defined:
-                if each.id not in self._seen:
-                    self._seen.add(each.id)
-                    if self._body_fails(self._defined[each.id]):
+                    if not _is_always(_asserted(last, each.args), True):
+                        return True
+            elif isinstance(each, ast.Name | ast.Attribute):
+                used = each.id if isinstance(each, ast.Name) else each.attr
+                if used in self._defined and used not in self._seen:
+                    self._seen.add(used)
+                    if self._body_fails(self._defined[used]):
                         return True
         return False
 
     def _body_fails(self, definition: FunctionNode | ast.ClassDef) -> bool:
         if not isinstance(definition, ast.ClassDef):
             return self.any_fails(definition.body)
+        if _is_skipped(definition):
+            return False
+        # unittest.IsolatedAsyncioTestCase awaits its methods; a base of one's own may be one.
+        awaits = any(_last_name(base) != "TestCase" for base in definition.bases)
         methods = [each for each in definition.body if isinstance(each, FunctionNode)]
-        return any(self.any_fails(method.body) for method in methods)
+        return any(map(self._calls, definition.bases)) or any(
+            self.any_fails(method.body)
+            for method in methods
+            if method.name.lower().startswith(_CALLED_METHODS)
+            and not _is_skipped(method)
+            and (awaits or not _is_deferred(method))
+        )
+
+
+def _is_skipped(definition: FunctionNode | ast.ClassDef) -> bool:
+    """Whether a runner leaves it out, or is content if it fails."""
+    names = [_last_name(each) for each in definition.decorator_list]
+    return any(name in ("skip", "expectedFailure") for name in names)
+
+
+def _is_deferred(definition: ast.stmt | None) -> bool:
+    """Whether a call alone does not run its body."""
+    return isinstance(definition, ast.AsyncFunctionDef) or (
+        isinstance(definition, ast.FunctionDef)
+        and any(isinstance(each, ast.Yield | ast.YieldFrom) for each in ast.walk(definition))
+    )
+
+
+def _asserted(method: str, arguments: Sequence[ast.expr]) -> ast.expr:
+    """What a method of `unittest.TestCase` says of its arguments, where it could be a constant."""
+    match method, arguments:
+        case "assertTrue", [test, *_]:
+            return test
+        case "assertFalse", [test, *_]:
+            return ast.UnaryOp(ast.Not(), test)
+        case name, [left, right, *_] if name in EQUAL_METHODS:
+            return ast.Compare(left, [ast.Eq()], [right])
+    return ast.Name(method, ast.Load())
+
+
+def _is_empty(iterated: ast.expr) -> bool:
+    """Whether a loop over it has no iteration, whatever the code does."""
+    match iterated:
+        case ast.List([]) | ast.Tuple([]) | ast.Dict([]) | ast.Constant("" | b""):
+            return True
+        case ast.Call(ast.Name("zip"), arguments):
+            return any(map(_is_empty, arguments))
+        case ast.Call(ast.Name("range"), [ast.Constant(int() as stop)]):
+            return stop <= 0
+        case ast.Call(
+            ast.Name("enumerate" | "list" | "reversed" | "sorted" | "tuple"), [inner, *_]
+        ) | ast.Call(ast.Attribute(inner, "items" | "keys" | "values"), []):
+            return _is_empty(inner)
+    return False
 
 
 def _last_name(node: ast.AST) -> str:
@@ -311,6 +412,10 @@ def _is_always(test: ast.expr, truth: bool) -> bool:
         case ast.Tuple(elements) | ast.List(elements) | ast.Set(elements) if elements:
             return truth
         case ast.GeneratorExp() | ast.Lambda():
+            return truth
+        case ast.Call(
+            ast.Name("all"), [ast.GeneratorExp(_, [first, *_]) | ast.ListComp(_, [first, *_])]
+        ) if _is_empty(first.iter):
             return truth
         case ast.JoinedStr(values) if any(isinstance(e, ast.Constant) for e in values):
             return truth

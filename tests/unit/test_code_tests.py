@@ -30,6 +30,19 @@ UNITTEST = (
     "    def test_add(self):\n        self.assertEqual(add(self.one, 2), 3)\n"
     "if __name__ == '__main__':\n    unittest.main()\n"
 )
+UNITTEST_OF_BASE = (
+    "import unittest\n"
+    "class Base(unittest.IsolatedAsyncioTestCase):\n"
+    "    def verify(self, a, b, c):\n        assert add(a, b) == c\n"
+    "class TestAdd(Base):\n"
+    "    async def test_add(self):\n        self.verify(1, 2, 3)\n"
+)
+
+
+def case_of(method: str) -> str:
+    """A unittest.TestCase with one method."""
+    lines = "\n".join("    " + line for line in method.split("\n"))
+    return f"import unittest\nclass T(unittest.TestCase):\n{lines}\nunittest.main()"
 
 
 def leaves_of(suite: Suite) -> list[tuple[str, ...]]:
@@ -108,6 +121,51 @@ FORMS: list[tuple[str, Any, dict[str, Any], str]] = [
     ),
     ("under __main__", "if __name__ == '__main__':\n    assert add(1, 2) == 3", {}, ADD),
     ("a loop", "for a in range(3):\n    assert add(a, 1) == a + 1", {}, ADD),
+    ("pairs as JSON texts", {key: json.dumps(PAIRS[key]) for key in PAIRS}, {}, SUM),
+    ("pairs with a type", {**PAIRS, "type": "stdin_stdout"}, {}, SUM),
+    ("tests as JSON text", {"tests": json.dumps(["assert add(1, 2) == 3"])}, {}, ADD),
+    ("test_list as JSON text", {"test_list": json.dumps(["assert add(1, 2) == 3"])}, {}, ADD),
+    ("test_cases", {"test_cases": [{"input": "1 2", "output": "3"}]}, {}, SUM),
+    (
+        "LiveCodeBench's rows",
+        {"public_test_cases": json.dumps(FUNCTIONAL), "metadata": '{"func_name": "add"}'},
+        {},
+        METHOD,
+    ),
+    (
+        "CodeContests",
+        {
+            "public_tests": {"input": ["1 2"], "output": ["3"]},
+            "private_tests": {"input": [], "output": []},
+        },
+        {},
+        SUM,
+    ),
+    ("unittest with a base of its own", UNITTEST_OF_BASE, {}, ADD),
+    (
+        "unittest, run by its text runner",
+        UNITTEST.replace("unittest.main()", "unittest.TextTestRunner().run(SUITE)").replace(
+            "SUITE", "unittest.defaultTestLoader.loadTestsFromTestCase(TestAdd)"
+        ),
+        {},
+        ADD,
+    ),
+    (
+        "pytest's setup",
+        "class TestAdd:\n"
+        "    @classmethod\n    def setup_class(cls):\n        cls.one = 1\n"
+        "    def setup_method(self, method):\n        self.two = self.one + 1\n"
+        "    def test_it(self):\n        assert add(self.one, self.two) == 3",
+        {},
+        ADD,
+    ),
+    (
+        "lists and flags that are filled",
+        "cases, ok = [], True\nfound = []\ncases.append((1, 2, 3))\n"
+        "for a, b, c in cases:\n    found.append(add(a, b) == c)\nassert all(found)",
+        {},
+        ADD,
+    ),
     ("exit codes", "if add(1, 2) != 3:\n    raise SystemExit(1)", {}, ADD),
 ]
 WRONG = {
@@ -186,6 +244,26 @@ def test_a_function_to_check_is_the_last_that_the_prompt_defines() -> None:
         {"test": CHECK, "entry_point": "__import__('os').abort(1)"},
         "import pytest\n@pytest.mark.parametrize('a', [1])\ndef test_f(a):\n    assert f(a) == 2",
         "import unittest\nclass T(unittest.TestCase):\n    pass\nunittest.main()",
+        case_of("def test_f(self):\n    f(1)"),
+        case_of("def test_f(self):\n    self.assertTrue('f(1)', f(1))"),
+        case_of("def test_f(self):\n    f(1)\n    self.assertEqual(1, 1)"),
+        case_of("def check_f(self):\n    self.assertEqual(f(1), 2)"),
+        case_of("async def test_f(self):\n    self.assertEqual(f(1), 2)"),
+        case_of("@unittest.skip('slow')\ndef test_f(self):\n    self.assertEqual(f(1), 2)"),
+        case_of("@unittest.expectedFailure\ndef test_f(self):\n    self.assertEqual(f(1), 2)"),
+        "class TestF:\n    def helper(self):\n        assert f(1) == 2\n"
+        "    def test_f(self):\n        f(1)",
+        "class TestF:\n    @pytest.mark.skip\n    def test_f(self):\n        assert f(1) == 2",
+        "for a, b in []:\n    assert f(a) == b",
+        "inputs = []\nresults = []\nfor a, b in zip(inputs, results):\n    assert f(a) == b",
+        "for a in range(0):\n    assert f(a) == 2",
+        "assert all(f(a) == b for a, b in [])",
+        "ok = True\nf(1)\nassert ok",
+        "def t():\n    try:\n        assert f(1) == 2\n    finally:\n        return\nt()",
+        "def t():\n    yield\n    assert f(1) == 2\nt()",
+        "async def t():\n    assert f(1) == 2\nt()",
+        {"inputs": "[]", "outputs": "[]"},
+        {"inputs": '["1", "2"]', "outputs": '["1"]'},
         {"test_list": [], "test_setup_code": "x = 1"},
         {"inputs": [], "outputs": []},
         {"inputs": ["1"], "outputs": []},

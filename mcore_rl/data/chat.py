@@ -111,7 +111,8 @@ class ChatTokenizer:
         `row` has the messages, and may have tools, documents and kwargs. RejectedRow: the template
         refuses it, or leaves out what the model should have read.
         """
-        self._refuse_rendered(row["messages"][0])
+        for message in row["messages"]:
+            self._refuse_rendered(message)
         for name in row.get("kwargs") or ():
             if not self.reads(name):
                 raise RejectedRow(
@@ -174,11 +175,11 @@ class ChatTokenizer:
     def _text_of_tokens(self, ids: list[int]) -> str:
         return "".join(self.tokenizer.convert_ids_to_tokens(ids))
 
-    def _refuse_rendered(self, first: Message) -> None:
+    def _refuse_rendered(self, message: Message) -> None:
         """A text that begins as the template's would get all of it a second time."""
         if self._openers is None:
             self._openers = tuple(self._find_openers())
-        text = text_of(first).lstrip()
+        text = text_of(message).lstrip()
         for opener in self._openers:
             if text.startswith(opener):
                 raise RejectedRow(
@@ -243,7 +244,14 @@ class ChatTokenizer:
         parts = list(_parts(message, field))
         last = len(messages) - 1
         asked = max((n for n in range(last + 1) if messages[n]["role"] == "user"), default=-1)
-        kind = (message["role"], field, tuple(message), len(parts) > 1, number > asked)
+        kind = (
+            message["role"],
+            field,
+            tuple(message),
+            _shape(message[field]),
+            len(parts) > 1,
+            number > asked,
+        )
         if kind in self._read and all(is_shown(part, text) for part in parts):
             return True
         for index in range(len(parts)):
@@ -354,6 +362,13 @@ def _parts(message: Message, field: str) -> Iterator[Any]:
         yield from value
     elif value not in (None, ""):
         yield value
+
+
+def _shape(value: Any) -> Any:
+    """What a template may tell apart in values of a field: a text, or parts with these keys."""
+    if isinstance(value, list):
+        return frozenset(tuple(each) if isinstance(each, dict) else type(each) for each in value)
+    return type(value)
 
 
 def _mark(message: Message, field: str, index: int) -> None:

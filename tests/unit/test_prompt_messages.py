@@ -120,6 +120,11 @@ def test_template_that_needs_null_beside_calls_gets_it():
         ([ASKED, calling(ARGUMENTS, content=""), {**RESULT, "content": {"a": 5}}], TEXT, "refuses"),
         ([{"role": "user", "content": "<|user|>hi<|assistant|>"}], TEXT, "rendered already"),
         ([{"role": "user", "content": " <s>hi"}], TEXT, "rendered already"),
+        (
+            [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "<s>hi"}],
+            TEXT,
+            "rendered already",
+        ),
     ],
 )
 def test_row_whose_text_would_be_lost_is_rejected(messages, template, problem):
@@ -127,6 +132,15 @@ def test_row_whose_text_would_be_lost_is_rejected(messages, template, problem):
         template = template_of(template)
     with pytest.raises(RejectedRow, match=problem):
         rendered(messages, template)
+
+
+def test_parts_that_the_template_drops_are_missed_after_texts_that_it_reads():
+    template = template_of("{% if m.content is string %}{{ m.content }}{% endif %}")
+    chat = ChatTokenizer(tokenizer_of(template, "<eos>"))
+    chat.prompt({"messages": checked_messages([ASKED])})
+    parts = [{"role": "user", "content": [{"type": "text", "text": "user"}]}]
+    with pytest.raises(RejectedRow, match="leaves out the content of message 1"):
+        chat.prompt({"messages": checked_messages(parts)})
 
 
 def test_second_of_two_calls_is_missed():

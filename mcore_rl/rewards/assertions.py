@@ -63,6 +63,7 @@ class Check:
 
     leaves: tuple[str, ...]
     holds: Evaluate
+    is_truth: bool = False  # it is the truth of its only leaf, as in `assert all(...)`
 
 
 Step = Do | Check
@@ -107,7 +108,8 @@ def _conjuncts(test: ast.expr) -> list[ast.expr]:
 def check_of(test: ast.expr) -> Check:
     """The check that an assertion's expression is."""
     leaves: list[str] = []
-    return Check(holds=_plan(test, leaves), leaves=tuple(leaves))
+    holds = _plan(test, leaves)
+    return Check(tuple(leaves), holds, is_truth=leaves == [_source(test)])
 
 
 # What is evaluated there -------------------------------------------------------------------------

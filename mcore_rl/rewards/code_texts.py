@@ -12,7 +12,7 @@ import copy
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
-from mcore_rl.rewards.assertions import EQUAL_METHODS, constant, parsed
+from mcore_rl.rewards.assertions import EQUAL, EQUAL_METHODS, Do, constant, parsed, steps_of
 
 FunctionNode = ast.FunctionDef | ast.AsyncFunctionDef
 
@@ -177,6 +177,48 @@ def _is_simple(function: ast.FunctionDef) -> bool:
         for statement in function.body
         for each in ast.walk(statement)
     )
+
+
+# Without the code --------------------------------------------------------------------------------
+
+
+def stubbed_steps(modules: Sequence[ast.Module], setup: str) -> list[str]:
+    """What the tests run in the process, with a stub in the place of all that is the code's.
+
+    It tells no expected value that the tests themselves do not tell there. A loop that the stub
+    might not end, and what ends the process, is left out.
+    """
+    before = [Do(setup)] if setup else []
+    steps = [*before, *(step for module in modules for step in steps_of(module))]
+    sources = []
+    for step in steps:
+        if isinstance(step, Do):
+            sources.append(step.source)
+            continue
+        sources += [f"assert {leaf}" if step.is_truth else leaf for leaf in step.leaves]
+    whole = parsed("\n".join(sources))
+    stub = _Stub(free_names(whole))
+    return [
+        ast.unparse(ast.fix_missing_locations(stub.visit(module)))
+        for module in map(parsed, sources)
+        if not any(isinstance(each, ast.While) or _ends(each) for each in ast.walk(module))
+    ]
+
+
+def _ends(node: ast.AST) -> bool:
+    return isinstance(node, ast.Call) and _last_name(node) in ("_exit", "abort")
+
+
+class _Stub(ast.NodeTransformer):
+    """Puts a function that returns an object, equal to nothing, in the place of names."""
+
+    def __init__(self, names: frozenset[str]) -> None:
+        self._names = names - {EQUAL}
+
+    def visit_Name(self, node: ast.Name) -> ast.AST:
+        if node.id not in self._names or not isinstance(node.ctx, ast.Load):
+            return node
+        return ast.parse("(lambda *_, **__: object())", mode="eval").body
 
 
 # Whether it can fail -----------------------------------------------------------------------------

@@ -4,7 +4,8 @@ The process (`sandbox_inside`) runs the code and is never believed: it gets inpu
 returns is compared here, with expected values that it does not have. Only of a step that has to
 run there as a whole (`assertions.Do`, or an assertion whose expression is one call) does it say
 itself whether it has passed. Between such steps are probes, at random places, whose right answer
-is known here: statements that must raise, and expressions of random numbers. A process that
+is known here: statements that must raise, expressions of random numbers, and the tests with a stub
+in the place of the code: what fails before the code runs must fail after it too. A process that
 answers one of them wrongly has passed nothing.
 
 Pure: `Grading.dialogue` yields requests and is sent replies; who carries them is `sandbox`.
@@ -14,7 +15,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from decimal import Decimal
 from fractions import Fraction
@@ -23,10 +24,15 @@ from typing import Any
 from mcore_rl.common.readers import InvalidData, finite_number
 from mcore_rl.rewards.assertions import EQUAL, Check, Do, Incomparable, Opaque, Step
 from mcore_rl.rewards.code_tests import Call, Program, Suite, Text
+from mcore_rl.rewards.code_texts import stubbed_steps
 
+_MAX_DECIMAL = 1 << 4096  # beyond that, Python writes no decimals
 _TOLERANCE = 1e-6  # of floats: relative above 1, absolute below
 _MAX_KEPT = 1 << 16  # characters of standard output and of standard error, each
 _LEAF = "_leaf_{}_of_an_assertion"
+_MAX_STUBBED = 64  # steps
+_SPACE, _SPACE_BEFORE, _SPACE_OF_STUBS = 0, 1, 2  # of tests, of stubs before the code and after
+_NOT_THERE = ("NameError", "UnboundLocalError", "ImportError", "ModuleNotFoundError", "SyntaxError")
 _RAISED = 'Traceback (most recent call last):\n  File "<test>", line 1, in <module>\n'
 
 Request = dict[str, Any]
@@ -82,6 +88,7 @@ class Grading:
 
     def _graded(self) -> Generator[Request, Reply, None]:
         tests = self._suite.tests
+        stubbed = yield from self._stubbed_steps()
         if not tests or not all(isinstance(test, Program) for test in tests):
             name = "solution" if any(isinstance(test, Call) for test in tests) else "__main__"
             reply = yield from self._asked(
@@ -95,7 +102,7 @@ class Grading:
             if not reply.has_ended:
                 return
         failed: set[int] = set()
-        for position, step in self._plan():
+        for position, step in self._plan(stubbed):
             if position is None:
                 if not (yield from step(self)):
                     self.passed = [False] * len(tests)
@@ -114,7 +121,25 @@ class Grading:
 
     # What is asked --------------------------------------------------------------------------------
 
-    def _plan(self) -> list[tuple[int | None, Callable[[Grading], Dialogue]]]:
+    def _stubbed_steps(self) -> Generator[Request, Reply, list[tuple[str, bool]]]:
+        """Steps with a stub in the place of the code, while no code has run; and whether each must
+        fail later too. A module or a name that is not there yet says nothing."""
+        texts = [test for test in self._suite.tests if isinstance(test, Text)]
+        found: list[tuple[str, bool]] = []
+        for source in stubbed_steps([test.module for test in texts], self._suite.setup)[
+            :_MAX_STUBBED
+        ]:
+            reply = yield {"do": source, "space": _SPACE_BEFORE}
+            if reply.exit_code is not None:
+                raise ProcessEnded(f"its process ended with exit code {reply.exit_code}")
+            told = _text(reply.fields.get("error")) + reply.stdout
+            is_known = not any(name in told for name in _NOT_THERE)
+            found.append((source, is_known and reply.fields.get("ended") is False))
+        return found
+
+    def _plan(
+        self, stubbed: Sequence[tuple[str, bool]]
+    ) -> list[tuple[int | None, Callable[[Grading], Dialogue]]]:
         """The steps of all tests in order, with probes at random places among them."""
         planned: list[tuple[int | None, Callable[[Grading], Dialogue]]] = []
         believed: list[Step] = []
@@ -127,6 +152,11 @@ class Grading:
                 planned.append((position, _test(test)))
         for probe in _probes(believed, self._random) if believed else ():
             planned.insert(self._random.randint(0, len(planned)), (None, probe))
+        at = 0
+        for source, must_fail in stubbed:
+            at = self._random.randint(at, len(planned))
+            planned.insert(at, (None, _stub(source, must_fail)))
+            at += 1
         return planned
 
     def _asked(self, request: Request) -> Generator[Request, Reply, Reply]:
@@ -162,16 +192,16 @@ class Grading:
             value = yield from self._value(
                 {"call": test.function, "arguments": list(test.arguments)}
             )
-        except InvalidData:
+            if same_result(value, test.expected):
+                return True
+            is_wrapped = isinstance(test.expected, list) and len(test.expected) == 1
+            return test.may_be_wrapped and is_wrapped and same_result(value, test.expected[0])
+        except (InvalidData, ArithmeticError):  # a Decimal that cannot be compared
             return False
-        if same_result(value, test.expected):
-            return True
-        is_wrapped = isinstance(test.expected, list) and len(test.expected) == 1
-        return test.may_be_wrapped and is_wrapped and same_result(value, test.expected[0])
 
     def does(self, step: Do) -> Dialogue:
         """Whether statements raise nothing."""
-        reply = yield from self._asked({"do": step.source})
+        reply = yield from self._asked({"do": step.source, "space": _SPACE})
         return reply.has_ended
 
     def holds(self, step: Check) -> Dialogue:
@@ -179,7 +209,7 @@ class Grading:
         values = []
         try:
             for number, leaf in enumerate(step.leaves):
-                request = {"value": leaf, "keep": _LEAF.format(number)}
+                request = {"value": leaf, "keep": _LEAF.format(number), "space": _SPACE}
                 values.append((yield from self._value(request)))
         except InvalidData:
             return False
@@ -187,8 +217,9 @@ class Grading:
             held = bool(step.holds(values))
         except Incomparable as pair:
             left, right = _LEAF.format(pair.left), _LEAF.format(pair.right)
+            request = {"value": f"{left} {pair.operator} {right}", "space": _SPACE}
             try:
-                held = bool((yield from self._value({"value": f"{left} {pair.operator} {right}"})))
+                held = bool((yield from self._value(request)))
             except InvalidData:
                 return False
         except (TypeError, ValueError, ArithmeticError, LookupError, RecursionError) as error:
@@ -204,7 +235,7 @@ class Grading:
         if reply.exit_code is not None:
             raise ProcessEnded(f"its process ended with exit code {reply.exit_code}")
         if "do" in request:
-            return reply.fields.get("ended") is right
+            return right is None or reply.fields.get("ended") is right
         try:
             value = decoded(reply.fields.get("value"))
         except InvalidData:
@@ -222,6 +253,11 @@ def _step(step: Step) -> Callable[[Grading], Dialogue]:
     if isinstance(step, Do):
         return lambda grading: grading.does(step)
     return lambda grading: grading.holds(step)
+
+
+def _stub(source: str, must_fail: bool) -> Callable[[Grading], Dialogue]:
+    request = {"do": source, "space": _SPACE_OF_STUBS}
+    return lambda grading: grading.probes(request, False if must_fail else None)
 
 
 def _probes(steps: list[Step], chance: random.Random) -> list[Callable[[Grading], Dialogue]]:
@@ -273,7 +309,9 @@ def decoded(value: Any) -> Any:
             case "complex":
                 return complex(*inner)
             case "fraction":
-                return Fraction(*inner)
+                numerator, denominator = inner
+                # Of a text it would compute 10 ** 999999999.
+                return Fraction(numerator + 0, denominator + 0)
             case "decimal":
                 return Decimal(inner)
             case "opaque":
@@ -315,7 +353,7 @@ def same_result(value: Any, expected: Any) -> bool:
     """Whether a function has returned what JSON says it should.
 
     A tuple is a list, keys of an object are texts, and a float may differ by 1e-6, of its size if
-    that is more than 1.
+    that is more than 1 and a float is expected.
     """
     if isinstance(value, list | tuple):
         return (
@@ -327,19 +365,21 @@ def same_result(value: Any, expected: Any) -> bool:
         if not isinstance(expected, dict):
             return False
         named = {_key(key): entry for key, entry in value.items()}
-        return named.keys() == expected.keys() and all(
-            same_result(entry, expected[key]) for key, entry in named.items()
-        )
+        is_same = len(named) == len(value) and named.keys() == expected.keys()
+        return is_same and all(same_result(entry, expected[key]) for key, entry in named.items())
     if isinstance(value, float) or isinstance(expected, float):
         a, b = finite_number(value), finite_number(expected)
-        return _is_close(a, b) if a is not None and b is not None else value == expected
+        if a is None or b is None:
+            return bool(value == expected)
+        # Of an int the size does not count: 500000.5 is not 500000.
+        return _is_close(a, b) if isinstance(expected, float) else abs(a - b) <= _TOLERANCE
     return not isinstance(value, Opaque) and bool(value == expected)
 
 
 def _key(key: Any) -> str:
     if key is None or isinstance(key, bool):
         return {None: "null", True: "true", False: "false"}[key]
-    return str(key)
+    return hex(key) if isinstance(key, int) and abs(key) >= _MAX_DECIMAL else str(key)
 
 
 def _is_close(a: float, b: float) -> bool:

@@ -53,8 +53,8 @@ def main(requests: BinaryIO, answers: int) -> None:
     being confined, or null. Each request has a `token`, which its answer has too, and one of
 
         run, name[, before][, stdin]   run a program in a new module; with `stdin`, as a whole one
-        do                             run statements in that module
-        value[, keep]                  evaluate an expression there, and keep the value by a name
+        do[, space]                    run statements in that module, or among names of their own
+        value[, keep][, space]         evaluate an expression there, and keep the value by a name
         call, arguments                call what an expression is
 
     and is answered by `ended`, `error` (a traceback), and `value` for the latter two.
@@ -88,6 +88,9 @@ class Program:
 
     def __init__(self) -> None:
         self._names: dict[str, Any] = {}
+        # Names of tests, by the number of their space, and those of the module as they were taken
+        # over: the code finds no expected value among its own.
+        self._spaces: dict[int, tuple[dict[str, Any], dict[str, Any]]] = {}
         self._data = _PlainData()
         self._streams: list[io.TextIOWrapper] = []
         self._stdout = os.dup(1)
@@ -99,7 +102,7 @@ class Program:
             if "run" in request:
                 self._run(request)
             elif "do" in request:
-                self._execute(request["do"], "<test>")
+                self._execute(request["do"], "<test>", self._space(request))
             else:
                 return {"ended": True, "value": self._data.as_json(self._value(request))}
             return {"ended": True}
@@ -114,12 +117,12 @@ class Program:
         # By the names that its own imports, dataclasses and tests may look for.
         sys.modules[request["name"]] = sys.modules["solution"] = module
         if request.get("before"):
-            self._execute(request["before"], "<before>")
+            self._execute(request["before"], "<before>", self._names)
         if "stdin" not in request:
-            return self._execute(request["run"], "<code>")
+            return self._execute(request["run"], "<code>", self._names)
         self._connect(request["stdin"], f"stdin_{request['token']}")
         try:
-            self._execute(request["run"], "<code>")
+            self._execute(request["run"], "<code>", self._names)
         except SystemExit as left:
             if left.code not in (None, 0):
                 raise
@@ -149,18 +152,37 @@ class Program:
         self._streams = [stdout]
 
     def _value(self, request: dict[str, Any]) -> Any:
+        names = self._space(request)
         if "call" in request:
-            self._execute(f"{_VALUE} = (\n{request['call']}\n)", "<test>")
-            return self._names.pop(_VALUE)(*request["arguments"])
-        self._execute(f"{_VALUE} = (\n{request['value']}\n)", "<test>")
-        value = self._names.pop(_VALUE)
+            self._execute(f"{_VALUE} = (\n{request['call']}\n)", "<test>", names)
+            return names.pop(_VALUE)(*request["arguments"])
+        self._execute(f"{_VALUE} = (\n{request['value']}\n)", "<test>", names)
+        value = names.pop(_VALUE)
         if "keep" in request:
-            self._names[request["keep"]] = value
+            names[request["keep"]] = value
         return value
 
-    def _execute(self, source: str, name: str, *, exec: Any = exec, compile: Any = compile) -> None:
-        self._names[_EQUAL] = self._data.are_equal
-        exec(compile(source, name, "exec"), self._names)
+    def _space(self, request: dict[str, Any]) -> dict[str, Any]:
+        if "space" not in request:
+            return self._names
+        names, taken_over = self._spaces.setdefault(request["space"], ({}, {}))
+        for name, value in self._names.items():
+            if names.get(name) is taken_over.get(name):  # the tests have not changed it
+                names[name] = value
+        taken_over.update(self._names)
+        return names
+
+    def _execute(
+        self,
+        source: str,
+        name: str,
+        names: dict[str, Any],
+        *,
+        exec: Any = exec,
+        compile: Any = compile,
+    ) -> None:
+        names[_EQUAL] = self._data.are_equal
+        exec(compile(source, name, "exec"), names)
 
     def _told(self, error: BaseException, *, format: Any = traceback.format_exception) -> str:
         """Its traceback, without the frames of this file."""

@@ -111,6 +111,83 @@ FORGERIES = {
 }
 
 
+TABLE = "for a, b in [(1, 2), (2, 3)]:\n    assert f(a) == b"
+UNITTEST = TESTS[2]
+# One that passes, and what shadows or patches that which its test is made of.
+OF_ONE_TEST = {
+    "a name of the test's": (TABLE, "def f(x): return b"),
+    "an expected value by its name": (
+        "wanted = 2\nassert f(1) == wanted",
+        "def f(x): return wanted",
+    ),
+    "the comparison, by the module": (
+        TABLE,
+        "def f(x):\n    globals()['_are_equal_as_plain_data'] = lambda *a: True\n    return 2",
+    ),
+    "range": ("for a in range(5):\n    assert f(a) == a + 1", f"range = lambda *a: (){F}"),
+    "zip": ("for a, b in zip([1], [2]):\n    assert f(a) == b", f"zip = lambda *a: (){F}"),
+    "all": (TESTS[3], f"all = lambda *a: True{F}"),
+    "isinstance": ("assert isinstance(f(1), str)", f"isinstance = lambda *a: True{F}"),
+    "len": ("assert len(f(1)) == 2", f"len = lambda *a: 2{F}"),
+    "assertTrue": (UNITTEST, f"import unittest\nunittest.TestCase.assertTrue = lambda *a: None{F}"),
+    "wasSuccessful": (
+        UNITTEST,
+        f"import unittest\nunittest.TestResult.wasSuccessful = lambda *a: True{F}",
+    ),
+    "numpy": (
+        "import numpy as np\nassert np.allclose(f(1), 2)",
+        f"import numpy\nnumpy.allclose = lambda *a, **k: True{F}",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", OF_ONE_TEST)
+def test_nothing_that_a_test_is_made_of_can_be_replaced(name: str) -> None:
+    test, code = OF_ONE_TEST[name]
+    assert not run_python(code, [test], timeout_seconds=PATIENT_SECONDS).all_passed
+    right = "def f(x): return str(x)" if name == "isinstance" else "def f(x): return x + 1"
+    right = "def f(x): return [x, x]" if name == "len" else right
+    assert run_python(right, [test], timeout_seconds=PATIENT_SECONDS).all_passed
+
+
+RIGHT = {
+    "a parameter by the name of the code": (
+        "def f(x): return x + 1",
+        "def run(f):\n    assert all(f(a) == a + 1 for a in (1, 2))\nrun(f)",
+    ),
+    "the code as a module": ("def f(x): return x + 1", "from solution import f\nassert f(1) == 2"),
+    "a loop until it ends": (
+        "def f(x): return x - 1",
+        "x = 5\nwhile f(x):\n    x = f(x)\nassert x == 1",
+    ),
+    "a function by the name of a builtin": ("def sum(a, b): return a * b", "assert sum(2, 3) == 6"),
+    "a counter of the code's": (
+        "n = 0\ndef f():\n    global n\n    n += 1",
+        "f()\nassert n == 1\nf()\nassert n == 2",
+    ),
+    "a module that it imports": ("import math\ndef f(x): return x", "assert math.isclose(f(1), 1)"),
+    "what must be raised": (
+        "def f(x): raise ValueError",
+        "try:\n    f(1)\nexcept ValueError:\n    pass\nelse:\n    assert False",
+    ),
+    "a test that ends its process": (
+        "def f(x): return x + 1",
+        "import os\nif f(1) != 2:\n    os._exit(1)\nassert f(2) == 3",
+    ),
+    "a class": (
+        "class A:\n    def __init__(self): self.x = []\n    def add(self, x): self.x.append(x)",
+        "a = A()\na.add(1)\nassert a.x == [1]\na.add(2)\nassert len(a.x) == 2",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", RIGHT)
+def test_tests_without_the_code_hinder_no_right_code(name: str) -> None:
+    code, test = RIGHT[name]
+    found = run_python(code, [test], timeout_seconds=PATIENT_SECONDS)
+    assert found.all_passed, found
+
+
 @pytest.mark.parametrize("name", FORGERIES)
 def test_no_forged_code_passes_assertions(name: str) -> None:
     seconds = ENDLESS_SECONDS if name in ENDLESS else PATIENT_SECONDS
@@ -142,6 +219,25 @@ def test_right_code_passes_them_all() -> None:
     assert run_python(right, suite_of(CALLS), timeout_seconds=PATIENT_SECONDS).all_passed
     program = "print(int(input()) + 1)"
     assert run_python(program, suite_of(PROGRAMS), timeout_seconds=PATIENT_SECONDS).all_passed
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [
+        ({"decimal": "sNaN"}, 3),
+        ({"fraction": ["1e99999999"]}, 3),
+        ({"fraction": ["1e99999999", 1]}, 3),
+        ({"dict": [[{"int": hex(1 << 20_000)}, 1]]}, {"a": 1}),
+        ({"dict": [[1, 0], ["1", 2]]}, {"1": 2}),
+        (500_000.5, 500_000),
+        ({"opaque": True}, True),
+    ],
+)
+def test_no_value_of_its_own_kind_is_what_a_call_should_return(value: Any, expected: Any) -> None:
+    for of_call in (expected, [expected]):  # APPS wraps them
+        grading = Grading("", suite_of({"fn_name": "f", "inputs": [[1]], "outputs": [of_call]}))
+        list(asked(grading, lambda request: {"ended": True, "value": value}))
+        assert grading.passed == [False]
 
 
 # What is asked, without a process -----------------------------------------------------------------

@@ -170,16 +170,27 @@ def _tokens_of_value(
         return [] if off is None else [off]
     if isinstance(value, list) and action.nargs:
         return [flag, *(_text_of(entry) for entry in value)]
+    if isinstance(value, bool):
+        value = _word_of(value, action)
     text = _text_of(value) if not isinstance(value, list) else _pattern_of(value)
     # Not to be taken for a flag.
     return [f"{flag}={text}"] if text.startswith("-") and not action.nargs else [flag, text]
 
 
+def _word_of(value: bool, action: argparse.Action) -> str:
+    """`on` or `off`, which YAML reads as a bool, of a flag that has this word as a value."""
+    word = "on" if value else "off"
+    if word not in (*(action.choices or ()), action.default):
+        raise InvalidData(
+            f"is not a switch and cannot be {str(value).lower()}: leave the key out for its "
+            "default, or put a text in quotes"
+        )
+    return word
+
+
 def _text_of(value: Any) -> str:
     """As it is written on a command line."""
-    if isinstance(value, bool):
-        return "on" if value else "off"  # which YAML reads as a bool
-    if not isinstance(value, str | int | float | datetime.date):
+    if isinstance(value, bool) or not isinstance(value, str | int | float | datetime.date):
         kind = "nothing" if value is None else f"a {type(value).__name__}"
         raise InvalidData(f"has {kind} where a text or a number belongs")
     try:

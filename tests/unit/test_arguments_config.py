@@ -152,6 +152,8 @@ def full_parser() -> argparse.ArgumentParser:
         # YAML reads these words as bools.
         (["rl-attest: off"], "", {"rl_attest": "off"}),
         (["rl-share-prompts: on"], "", {"rl_share_prompts": "on"}),
+        (["rl-speculate: no"], "", {"rl_speculate": "off"}),
+        (["rl-run-dir: 'off'"], "", {"rl_run_dir": "off"}),
     ],
 )
 def test_switch_that_is_off_in_a_file_is_off(
@@ -183,6 +185,11 @@ def test_switch_that_is_off_in_a_file_is_off(
         ("rl-prompts: {a: 1}", "'rl-prompts' has a dict where a text or a number belongs"),
         ("betas: [0.9, [0.95]]", "'betas' has a list where a text or a number belongs"),
         ("betas: [0.9, null]", "'betas' has nothing where a text or a number belongs"),
+        ("rl-export-hf: false", "'rl-export-hf' is not a switch and cannot be false: leave"),
+        ("rl-run-dir: no", "'rl-run-dir' is not a switch and cannot be false: leave"),
+        ("lr: true", "'lr' is not a switch and cannot be true: leave"),
+        ("rl-share-prompts: [off]", "'rl-share-prompts' has a bool where a text"),
+        ("rl-import: [a.py, off]", "'rl-import' has a bool where a text or a number belongs"),
         ("rl-num-steps: 0x" + "f" * 9000, "'rl-num-steps' has a text or a number that no"),
         (r'rl-prompts: "a\0b"', "'rl-prompts' has a text or a number that no command line can"),
         (r'rl-prompts: "\ud800"', "that no command line can hold"),

@@ -44,8 +44,8 @@ def open_store():
     """The rendezvous store of this job, or None in a single process started without a launcher.
 
     Ends this process with exit code 2 where a launcher sets some of RANK, WORLD_SIZE, MASTER_ADDR
-    and MASTER_PORT without the others, or starts several tasks without any of them: without a store
-    there is nobody to agree with, and all ranks lack the same variables.
+    and MASTER_PORT without the others, to no numbers, or starts more tasks than belong to one run:
+    without a store there is nobody to agree with, and all ranks have the same variables.
     """
     present = [name for name in ("RANK", "WORLD_SIZE") if os.environ.get(name)]
     if not present or (present == ["WORLD_SIZE"] and os.environ["WORLD_SIZE"].strip() == "1"):
@@ -63,11 +63,10 @@ def open_store():
                 remedy="start with mcore_rl.launch or torchrun, or set what they set",
             )
         )
-    # torchrun's launchers are the tasks, of which GROUP_WORLD_SIZE belong to this run; without
-    # torchrun the ranks are.
-    count = os.environ.get("GROUP_WORLD_SIZE") or os.environ["WORLD_SIZE"]
     try:
-        check_num_tasks(int(count) if count.isdecimal() else 1)
+        _check_numbers()
+        # With torchrun its agents are the tasks, without it the ranks are.
+        check_num_tasks(int(os.environ.get("GROUP_WORLD_SIZE") or os.environ["WORLD_SIZE"]))
     except UsageError as error:
         leave_with(error)
     from torch.distributed.rendezvous import rendezvous
@@ -81,6 +80,22 @@ def open_store():
         leave_with(error)
     store, _, _ = next(iter(rendezvous("env://", timeout=timedelta(minutes=10))))
     return store
+
+
+def _check_numbers() -> None:
+    """UsageError for a variable that is not a number, or a rank that the world does not have."""
+    remedy = "start with mcore_rl.launch or torchrun, or set what they set"
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "GROUP_WORLD_SIZE", "MASTER_PORT"):
+        text = os.environ.get(name) or "0"
+        if not text.strip().isdecimal():
+            raise UsageError("is not a number", flag=f"{name} '{text}'", remedy=remedy)
+    rank, world_size = os.environ["RANK"], os.environ["WORLD_SIZE"]
+    if int(rank) >= int(world_size):
+        raise UsageError(
+            f"is not below WORLD_SIZE {world_size}: ranks count from 0",
+            flag=f"RANK {rank}",
+            remedy=remedy,
+        )
 
 
 def check_num_tasks(most: int) -> None:
@@ -226,7 +241,13 @@ def _tell(sentence: str) -> None:
     """
     if leave_reason(sentence) and LAUNCHER in os.environ:
         return
-    if int(os.environ.get("RANK", 0)) == 0:
+    rank, world_size = (os.environ.get(name, "") for name in ("RANK", "WORLD_SIZE"))
+    # Rank 0 prints for all; what is not a rank of this world has nobody to print for it.
+    if (
+        not rank.isdecimal()
+        or int(rank) == 0
+        or (world_size.isdecimal() and int(rank) >= int(world_size))
+    ):
         print_error(sentence)
 
 

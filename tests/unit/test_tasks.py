@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from mcore_rl.common.agreement import check_num_tasks, open_store
+from mcore_rl.common.agreement import _tell, check_num_tasks, open_store
 from mcore_rl.common.errors import UsageError
 
 NAMES = (
-    *("RANK", "WORLD_SIZE", "GROUP_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
+    *("RANK", "WORLD_SIZE", "LOCAL_RANK", "GROUP_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
     *("SLURM_STEP_NUM_TASKS", "PMI_SIZE"),
 )
+COMPLETE = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
 
 
 @pytest.fixture(autouse=True)
@@ -67,6 +68,35 @@ def test_tasks_of_which_each_is_a_run_with_ranks_are_refused(given, monkeypatch)
     monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "2")
     with pytest.raises(UsageError, match="SLURM_STEP_NUM_TASKS 2 says that srun"):
         open_store()
+
+
+@pytest.mark.parametrize(
+    ("given", "flag"),
+    [
+        ({"RANK": "first"}, "RANK 'first'"),
+        ({"MASTER_PORT": "http"}, "MASTER_PORT 'http'"),
+        ({"LOCAL_RANK": "-1"}, "LOCAL_RANK '-1'"),
+        ({"RANK": "2"}, "RANK 2"),
+        ({"WORLD_SIZE": "1", "SLURM_STEP_NUM_TASKS": "8"}, "SLURM_STEP_NUM_TASKS 8"),
+        # `srun -n 2 torchrun --nproc-per-node 2`, which would be two runs.
+        ({"GROUP_WORLD_SIZE": "1", "SLURM_STEP_NUM_TASKS": "2"}, "SLURM_STEP_NUM_TASKS 2"),
+    ],
+)
+def test_ranks_that_make_no_world_are_refused(given, flag: str, monkeypatch) -> None:
+    for name, value in (COMPLETE | given).items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(UsageError) as caught:
+        open_store()
+    assert caught.value.flag == flag and "mcore_rl.launch" in caught.value.remedy
+
+
+@pytest.mark.parametrize(("rank", "is_told"), [("", True), ("x", True), ("1", False), ("2", True)])
+def test_a_rank_of_no_world_tells_its_mistake(rank: str, is_told: bool, monkeypatch, capfd) -> None:
+    monkeypatch.delenv("TORCHELASTIC_ERROR_FILE", raising=False)
+    monkeypatch.setenv("RANK", rank)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    _tell("a mistake")
+    assert ("a mistake" in capfd.readouterr().err) == is_told
 
 
 def test_a_launcher_on_each_node_is_counted(monkeypatch) -> None:

@@ -58,6 +58,22 @@ FUNCTIONAL = [{"input": "1\n2", "output": "3", "testtype": "functional"}]
 # Name, answer, columns of the row, code that is right.
 FORMS: list[tuple[str, Any, dict[str, Any], str]] = [
     ("APPS and TACO, a program", PAIRS, {}, SUM),
+    (
+        "MBPP, a module that only the tests import",
+        ["import math\nassert add(1, 2) == 3", "assert add(2, 2) == 4"],
+        {},
+        "def add(a, b):\n    return math.floor(a + b)\n",
+    ),
+    (
+        "LeetCode, imports before the code",
+        {
+            "import_prefix": "from typing import *",
+            "test": CHECK,
+            "entry_point": "Solution().add",
+        },
+        {},
+        METHOD,
+    ),
     ("as JSON text", json.dumps(PAIRS), {}, SUM),
     ("as JSON text of JSON text", json.dumps(json.dumps(PAIRS)), {}, SUM),
     ("lists of lines", {"inputs": [["1 2"]], "outputs": [["3"]]}, {}, SUM),

@@ -22,6 +22,7 @@ from mcore_rl.data.messages import (
     REASONING_FIELDS,
     Message,
     RejectedRow,
+    check_order_of_results,
     continues,
     function_of,
     text_of,
@@ -210,6 +211,10 @@ class ChatTokenizer:
             )
 
         text = render(messages)
+        if continues(messages):
+            _refuse_second_thought(text_of(messages[-1]).strip(), text)
+        if not re.search(rf"\b{LINK_FIELDS[0]}\b", self.template or ""):
+            check_order_of_results(messages)
         left_out: list[str] = []
         for number, message in enumerate(messages):
             self._refuse_disfigured(message, number, text, messages, render)
@@ -250,6 +255,7 @@ class ChatTokenizer:
             tuple(message),
             _shape(message[field]),
             len(parts) > 1,
+            number == 0,
             number > asked,
         )
         if kind in self._read and all(is_shown(part, text) for part in parts):
@@ -331,6 +337,17 @@ class ChatTokenizer:
                 return False
         self._read.add((name, len(entries)))
         return True
+
+
+def _refuse_second_thought(begun: str, text: str) -> None:
+    """RejectedRow where the template closes an empty thought before the one that is begun."""
+    before = text.rstrip().removesuffix(begun).rstrip()
+    if begun.startswith("<think>") and before.endswith(("<think>", "</think>")):
+        raise RejectedRow(
+            "the chat template writes a <think> of its own before that of the last message",
+            "use a template that does not (--rl-chat-template), or render the prompt yourself and "
+            "pass --rl-no-chat-template",
+        )
 
 
 def _says_loss(error: RejectedRow) -> bool:

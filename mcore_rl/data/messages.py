@@ -166,6 +166,23 @@ def function_of(call: Mapping[str, Any]) -> Mapping[str, Any]:
     return inner if isinstance(inner, dict) else call
 
 
+def check_order_of_results(messages: Sequence[Message]) -> None:
+    """RejectedRow for results in another order than their calls, by which templates that leave out
+    the ids pair them."""
+    waiting: list[Any] = []
+    for number, message in enumerate(messages, start=1):
+        if calls := message.get("tool_calls"):
+            waiting = [call.get("id") for call in calls]
+        elif (found := message.get("tool_call_id")) in waiting:
+            if found != waiting.pop(0):
+                _reject(
+                    number,
+                    f"answers call {found!r} before an earlier one, and the chat template leaves "
+                    "out the ids",
+                    "write results in the order of their calls",
+                )
+
+
 def _checked_message(message: Any, number: int) -> Message:
     if not isinstance(message, dict) or not isinstance(message.get("role"), str):
         _reject(number, "is not an object with a role", "write {role, content}")

@@ -143,6 +143,32 @@ def test_parts_that_the_template_drops_are_missed_after_texts_that_it_reads():
         chat.prompt({"messages": checked_messages(parts)})
 
 
+def test_later_system_message_that_repeats_the_first_is_missed():
+    template = template_of("{% if loop.first or m.role != 'system' %}{{ m.content }}{% endif %}")
+    system = {"role": "system", "content": "Be brief."}
+    with pytest.raises(RejectedRow, match="leaves out the content of message 3"):
+        rendered([system, ASKED, system, ASKED], template)
+
+
+def test_results_in_another_order_than_their_calls_need_their_ids():
+    two = calling(ARGUMENTS)
+    two["tool_calls"] = [*two["tool_calls"], {**two["tool_calls"][0], "id": "call_2"}]
+    messages = [ASKED, two, {**RESULT, "tool_call_id": "call_2"}, RESULT]
+    with pytest.raises(RejectedRow, match="message 3 answers call 'call_2' before"):
+        rendered(messages, template_of())
+    assert rendered([ASKED, two, *reversed(messages[2:])], template_of())
+    assert rendered(messages, template_of("{{ m.tool_call_id }}{{ m.content }}"))
+
+
+def test_thought_that_a_template_opens_itself_is_not_begun_twice():
+    """As Qwen3's, which writes an empty thought before the last answer."""
+    empty = "{% if m.role == 'assistant' %}<think>\n\n</think>\n\n{% endif %}{{ m.content }}"
+    messages = [ASKED, {"role": "assistant", "content": "<think>\nLet me"}]
+    with pytest.raises(RejectedRow, match="a <think> of its own"):
+        rendered(messages, template_of(empty))
+    assert rendered(messages, template_of())[0].endswith("<|assistant|><think>\nLet me")
+
+
 def test_second_of_two_calls_is_missed():
     two = calling(ARGUMENTS)
     two["tool_calls"] = [*two["tool_calls"], *calling({"item": "pear"})["tool_calls"]]

@@ -57,8 +57,10 @@ SCHEMA = pa.schema(
 # Whatever renders, tokenises or reads a tokenizer's files.
 _LIBRARIES = ("transformers", "tokenizers", "jinja2", "sentencepiece", "tiktoken", "protobuf")
 _WEIGHTS = frozenset(
-    ".safetensors .bin .pt .pth .gguf .h5 .msgpack .onnx .ot .npz .ckpt .md .png .jpg .pdf".split()
+    ".safetensors .pt .pth .gguf .h5 .msgpack .onnx .ot .npz .ckpt .distcp .md .png .jpg .pdf "
+    ".pyc".split()
 )
+_WEIGHTS_OF_TORCH = ("pytorch_model", "adapter_model", "model", "optimizer", "consolidated")
 _MAY_HOLD_TEMPLATES = ("tokenizer_config.json", "chat_template.json")
 _ASKS_FOR_DATE = b"strftime_now"
 
@@ -282,11 +284,17 @@ def _version(library: str) -> str | None:
 
 
 def _tokenizer_files(folder: Path, *, runs_code: bool) -> Iterator[Path]:
-    """All but weights, since code may name its vocabulary as it likes; and templates by name."""
-    for path in sorted([*folder.iterdir(), *folder.glob("additional_chat_templates/*.jinja")]):
+    """All but weights, since code may name its vocabulary as it likes, in sub-folders too; and
+    templates by name."""
+    templates = folder.glob("additional_chat_templates/*.jinja")
+    for path in sorted(folder.rglob("*") if runs_code else [*folder.iterdir(), *templates]):
+        is_hidden = any(part.startswith(".") for part in path.relative_to(folder).parts)
+        is_weights = path.suffix in _WEIGHTS or (
+            path.suffix == ".bin" and path.name.startswith(_WEIGHTS_OF_TORCH)
+        )
         is_index = path.name.endswith(".index.json")  # of weights; says nothing about tokens
         is_code = path.suffix == ".py" and not runs_code
-        if path.suffix not in _WEIGHTS and not is_index and not is_code and path.is_file():
+        if not (is_hidden or is_weights or is_index or is_code) and path.is_file():
             yield path
 
 

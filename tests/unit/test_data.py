@@ -22,6 +22,7 @@ from tokenizers.processors import TemplateProcessing
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from mcore_rl.common.errors import UsageError
+from mcore_rl.data.prompt_cache import _content_key
 from mcore_rl.data.prompt_file import PromptSource, check_prompts
 from mcore_rl.data.prompts import load_prompts, prompt_indices_for_step
 
@@ -339,6 +340,22 @@ def test_load_prompts_tokenises_in_one_process_and_maps_in_others(tokenizer_dir,
     expected = [here.fingerprint, [p.token_ids.tolist() for p in here]]
     assert [result[1:] for result in first + second] == [expected] * 8
     assert len(list((tmp_path / "cache/prompts").glob("*.arrow"))) == 1
+
+
+def test_cache_follows_what_the_code_of_a_tokenizer_reads(tmp_path):
+    """A vocabulary in a sub-folder, in whatever format, and a module of a package."""
+    folder = save_tokenizer(tmp_path / "tokenizer", TEMPLATE)
+    config = folder / "tokenizer_config.json"
+    auto_map = {"AutoTokenizer": [None, "code.Tokenizer"]}
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"auto_map": auto_map}))
+    source = PromptSource(write_lines(tmp_path / "p.jsonl", ROWS), 100, trust_remote_code=True)
+    keys = {_content_key(source, folder)}
+    for name in ("assets/words/vocab.txt", "impl/split.py", "vocab.bin"):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        for text in ("a b", "a c"):
+            (folder / name).write_text(text)
+            keys.add(_content_key(source, folder))
+    assert len(keys) == 7
 
 
 def test_fingerprint_and_cache_follow_all_that_decides_the_tokens(tokenizer_dir, tmp_path):

@@ -26,6 +26,7 @@ _SIGKILL = 9
 _CAPABILITY_VERSION_3 = 0x20080522  # linux/capability.h
 _MAX_DESCRIPTORS = 128
 _MAX_STACK_BYTES = 64 << 20
+_MAX_PENDING_SIGNALS = 64  # the kernel counts those of all processes of a user together
 # What libraries map and never touch. Shared memory, which it would leave room for, is refused.
 _ADDRESS_SPACE_MARGIN_BYTES = 4 << 30
 
@@ -88,6 +89,7 @@ def limit(memory_bytes: int, disk_bytes: int) -> None:
         (resource.RLIMIT_AS, memory_bytes + _ADDRESS_SPACE_MARGIN_BYTES),
         (resource.RLIMIT_STACK, _MAX_STACK_BYTES),
         (resource.RLIMIT_NOFILE, _MAX_DESCRIPTORS),
+        (resource.RLIMIT_SIGPENDING, _MAX_PENDING_SIGNALS),
     ):
         soft, hard = (
             most if there == resource.RLIM_INFINITY else min(most, there)

@@ -43,6 +43,8 @@ _PROBE_SECONDS = 60.0
 MAX_ENTRIES = 4096  # files and folders in the working folder
 MAX_THREADS = 128
 _MAX_DEPTH = 64
+_MAX_MAPS_BYTES = 4 << 20  # of /proc/PID/maps
+_STOP_SECONDS = 1.0
 _PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
 _CONFINE = str(Path(__file__).with_name("confine.py"))
 
@@ -204,12 +206,16 @@ class _Run:
             if self._is_apart:
                 selector.register(self._info, selectors.EVENT_READ)
             try:
-                return self._watch(selector, connection, deadline)
+                return self._watch(selector, connection, wakes, deadline)
             finally:
                 signal.set_wakeup_fd(-1)
 
     def _watch(
-        self, selector: selectors.BaseSelector, connection: socket.socket, deadline: float
+        self,
+        selector: selectors.BaseSelector,
+        connection: socket.socket,
+        wakes: socket.socket,
+        deadline: float,
     ) -> str:
         next_look = time.monotonic() + _WATCH_SECONDS
         while self.process.poll() is None:
@@ -220,6 +226,8 @@ class _Run:
             ready = {key.fileobj for key, _ in found}
             if connection in ready:  # nobody waits for it any more
                 return ""
+            if wakes in ready:
+                wakes.recv(1 << 12)
             if self._info in ready and self._hears_of_inner():
                 selector.unregister(self._info)
             if time.monotonic() >= next_look:
@@ -259,7 +267,7 @@ class _Run:
         from mcore_rl.isolation import levels
 
         if self._folder is not None:
-            return _exceeds(self._folder, self.process.pid, self._disk_bytes)
+            return _stopped_exceeds(self._folder, self.process.pid, self._disk_bytes)
         if self._inner is None:
             return False
         try:
@@ -292,22 +300,44 @@ class _Run:
                 subprocess.run([*command, "--", self._folder], stderr=subprocess.DEVNULL)
 
 
+def _stopped_exceeds(folder: str, pid: int, most_bytes: int) -> bool:
+    """`_exceeds`, of a child that is stopped meanwhile, so that it moves no file out of sight.
+
+    One that keeps itself from being stopped counts as having too much.
+    """
+    deadline = time.monotonic() + _STOP_SECONDS
+    options = os.WSTOPPED | os.WEXITED | os.WNOWAIT | os.WNOHANG
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        while (state := os.waitid(os.P_PID, pid, options)) is None:
+            if time.monotonic() > deadline:
+                return True
+            time.sleep(0.0005)
+        return state.si_code == os.CLD_STOPPED and _exceeds(folder, pid, most_bytes)
+    finally:
+        os.kill(pid, signal.SIGCONT)
+
+
 def _exceeds(folder: str, pid: int, most_bytes: int) -> bool:
     """Whether a process has written more below `folder` than it may, removed files included.
 
     What cannot be measured (a path that is too deep, a folder that cannot be listed, a removed file
-    that is mapped) counts as too much. A link counts as itself.
+    that is mapped, too many mappings) counts as too much. A link counts as itself.
     """
     num_bytes = num_entries = 0
     try:
-        for found in (*_removed(pid), *_entries(folder)):
+        # All threads share descriptors and memory, but a first one that has left has neither.
+        thread = f"/proc/{pid}/task/{os.listdir(f'/proc/{pid}/task')[-1]}"
+        for found in (*_removed(thread), *_entries(folder)):
             num_entries += 1
             num_bytes += 512 * found.st_blocks
             if num_bytes > most_bytes + (1 << 20) or num_entries > MAX_ENTRIES:
                 return True
-        maps = Path(f"/proc/{pid}/maps").read_bytes()
-        return (
-            re.search(re.escape(os.fsencode(folder)) + rb".*\(deleted\)$", maps, re.M) is not None
+        with open(f"{thread}/maps", "rb") as file:
+            maps = file.read(_MAX_MAPS_BYTES)
+        return len(maps) == _MAX_MAPS_BYTES or any(
+            line.endswith(b"(deleted)") and os.fsencode(folder) in line
+            for line in maps.splitlines()
         )
     except (FileNotFoundError, ProcessLookupError):
         return False  # it has just ended
@@ -330,11 +360,11 @@ def _entries(folder: str) -> Iterator[os.stat_result]:
                             folders.append((entry.path, depth + 1))
 
 
-def _removed(pid: int) -> Iterator[os.stat_result]:
-    """Files that are open and have no name any more."""
-    for name in os.listdir(f"/proc/{pid}/fd"):
+def _removed(thread: str) -> Iterator[os.stat_result]:
+    """Files that are open and have no name any more; `thread` is a folder of /proc."""
+    for name in os.listdir(f"{thread}/fd"):
         with contextlib.suppress(FileNotFoundError):  # closed meanwhile
-            found = os.stat(f"/proc/{pid}/fd/{name}")
+            found = os.stat(f"{thread}/fd/{name}")
             if stat.S_ISREG(found.st_mode) and found.st_nlink == 0:
                 yield found
 

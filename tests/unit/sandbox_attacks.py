@@ -80,6 +80,13 @@ SIGNALS = {
     "sched_setattr": "call(314, host['pid'], ctypes.create_string_buffer(64), 0)",
     "oom_score_adj": "open(f\"/proc/{host['pid']}/oom_score_adj\", 'w').write('1000')",
     "migrate_pages": "call(256, host['pid'], 0, None, None)",
+    "all signals that its user may have pending": (
+        "signal.pthread_sigmask(0, [40])\n"
+        "for _ in range(1000): os.kill(os.getpid(), 40)\n"
+        "num = 0\n"
+        "while signal.sigtimedwait([40], 0): num += 1\n"
+        "assert num > 100"
+    ),
 }
 
 LIFETIME = {
@@ -104,6 +111,10 @@ FILES = {
     "append to a file": "open(host['secret'], 'a').write('x')",
     "truncate": "os.truncate(host['secret'], 0)",
     "truncate by open": "os.close(os.open(host['secret'], os.O_RDONLY | os.O_TRUNC))",
+    "truncate by open without access": (
+        "open('mine', 'w').write('x'); os.close(os.open('mine', 3 | os.O_TRUNC))"
+    ),
+    "open without access": "os.close(os.open(host['secret'], 3))",
     "unlink": "os.unlink(host['secret'])",
     "rename out": "os.rename(host['secret'], 'mine')",
     "rename in": "open('mine', 'w'); os.rename('mine', host['folder'] + '/new')",
@@ -238,6 +249,12 @@ MEMORY = {
     "remapped memory": (
         "m = mmap.mmap(-1, 4096, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)\nm.resize(2 << 30)"
     ),
+    "memory by a page of the stack": (
+        "libc.mremap.restype = ctypes.c_long\n"
+        "page = ctypes.c_void_p.in_dll(libc, '__libc_stack_end').value - 81920 & ~4095\n"
+        "assert libc.mremap(ctypes.c_void_p(page), ctypes.c_size_t(4096),"
+        " ctypes.c_size_t(2 << 30), 1) != -1"
+    ),
     "protected memory": (
         "libc.mmap.restype = ctypes.c_void_p\n"
         "p = libc.mmap(None, ctypes.c_size_t(2 << 30), 0, 0x22, -1, ctypes.c_long(0))\n"
@@ -312,6 +329,38 @@ HOGS = {
         + _EACH
         + _WRITE
         + _TOLD
+    ),
+    "bytes of removed files, its first thread gone": (
+        "import ctypes, os, threading, time\n"
+        "def go():\n"
+        "    held = []\n"
+        "    for number in range(24):\n"
+        "        file = open('f', 'wb', 0); os.unlink('f'); held.append(file)\n"
+        "        for _ in range(20): file.write(bytes(1 << 20))\n"
+        "        time.sleep(0.1); print((number + 1) * 20, flush=True)\n"
+        "    time.sleep(600)\n"
+        "threading.Thread(target=go).start()\n"
+        "ctypes.CDLL(None).syscall(60 if os.uname().machine == 'x86_64' else 93, 0)"
+    ),
+    # Reading a folder changes its access time: what is not read yet then moves to what is.
+    "bytes of files that move while they are counted": (
+        "import os, sys, threading, time\n"
+        "sys.setswitchinterval(1e-5); os.mkdir('A'); os.mkdir('B')\n"
+        "last, first = os.listdir(); os.mkdir(f'{last}/d')\n"
+        "for number in range(1500): open(f'{first}/{number}', 'w').close()\n"
+        "def move():\n"
+        "    while True:\n"
+        "        open(f'{first}/t', 'w').close(); os.unlink(f'{first}/t')\n"
+        "        old = os.stat(first).st_atime_ns\n"
+        "        while os.stat(first).st_atime_ns == old: pass\n"
+        "        os.rename(f'{last}/d', 'd'); time.sleep(0.02); os.rename('d', f'{last}/d')\n"
+        "threading.Thread(target=move).start()\n"
+        "d = os.open(f'{last}/d', os.O_RDONLY)\n"
+        "for number in range(48):\n"
+        "    file = os.open(str(number), os.O_WRONLY | os.O_CREAT, dir_fd=d)\n"
+        "    for _ in range(5): os.write(file, bytes(1 << 20))\n"
+        "    os.close(file); time.sleep(0.03); print((number + 1) * 5, flush=True)\n"
+        "time.sleep(600)"
     ),
     "files": "import itertools\nfor n in itertools.count(): open(str(n), 'w').close()",
     "folders": "import os\nwhile True: os.mkdir('d'); os.chdir('d')",

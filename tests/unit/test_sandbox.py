@@ -226,13 +226,33 @@ def test_attacks_are_held_back(by, host, protection):
 def test_attacks_succeed_where_nothing_is_confined(host, tmp_path):
     """Else the test above could not fail."""
     harmless = {
-        **{"signals": ["kill: the trainer", "pidfd_open", "prlimit: look"]},
+        **{
+            "signals": [
+                "kill: the trainer",
+                "pidfd_open",
+                "prlimit: look",
+                "all signals that its user may have pending",
+            ]
+        },
         **{
             "lifetime": ["subreaper"],
-            "files": ["read a file", "list a folder", "/dev/shm"],
+            "files": [
+                "read a file",
+                "list a folder",
+                "/dev/shm",
+                "open without access",
+            ],
         },
         **{"network": ["tcp", "unix", "abstract", "netlink"], "kernel": ["personality"]},
-        **{"memory": ["memfd_create", "shared memory", "private memory", "many descriptors"]},
+        **{
+            "memory": [
+                "memfd_create",
+                "shared memory",
+                "private memory",
+                "many descriptors",
+                "memory by a page of the stack",
+            ]
+        },
     }
     for protection, names in harmless.items():
         attacks = {name: ATTACKS[protection][name] for name in names}
@@ -254,6 +274,21 @@ def test_code_that_takes_too_much_is_ended(by, tmp_path, monkeypatch, name):
     )
     written_mib = [int(line) for line in found.stdout.split()]
     assert max(written_mib, default=0) < 1000
+
+
+def test_mappings_that_take_long_to_list_do_not_hold_its_supervisor_up(by):
+    """Their names repeat that of the folder, which is looked for in them."""
+    if by.level().name != LANDLOCK:
+        pytest.skip("what it has mapped is not looked at")
+    code = (
+        "import ctypes, os, time\n"
+        "name = '/'.join(['tmp', os.path.basename(os.getcwd())] * 20); os.makedirs(name)\n"
+        "file = open(f'{name}/x', 'w+b'); file.truncate(4096); map = ctypes.CDLL(None).mmap\n"
+        "for n in range(60_000): map(None, ctypes.c_size_t(4096), 1 + 2 * (n % 2), 2,"
+        " file.fileno(), ctypes.c_long(0))\n"
+        "time.sleep(600)"
+    )
+    assert "its folder held" in ran(code, by=by).why
 
 
 def test_a_folder_is_removed_whatever_is_in_it(by, tmp_path):

@@ -28,8 +28,9 @@ def checked_url(url: str, flag: str) -> SplitResult:
     try:
         parts = urlsplit(url)
         has_password = parts.username is not None or parts.password is not None
-        (parts.hostname or "").rstrip(".").encode("idna")  # a name that DNS cannot hold raises
-        valid = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+        host = (parts.hostname or "").rstrip(".")
+        host.encode("idna")  # a name that DNS cannot hold raises
+        valid = parts.scheme in ("http", "https") and bool(host) and parts.port != 0
     except ValueError:  # also a port that is not a number, and brackets that do not match
         valid = has_password = False
     if has_password or (not valid and "@" in url):
@@ -38,7 +39,7 @@ def checked_url(url: str, flag: str) -> SplitResult:
             flag=flag,
             remedy="leave it out and put an Authorization header into an environment variable",
         )
-    if not valid or any(character.isspace() for character in url):
+    if not valid or not url.isprintable() or any(character.isspace() for character in url):
         raise UsageError(
             "is not an http:// or https:// address",
             flag=f"{flag} {url}",

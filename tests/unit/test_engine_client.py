@@ -158,6 +158,8 @@ def test_a_header_comes_from_a_variable_and_stands_in_no_message(server, monkeyp
     ("url", "variable", "flag"),
     [
         ("ftp://engine", None, "base_url"),
+        ("http://.", None, "base_url"),
+        ("http://eng\x00ine", None, "base_url"),
         ("http://user:word@engine", None, "base_url"),
         ("http://engine:8000/?key=1", None, "base_url"),
         ("http://engine", "NOT_SET_ANYWHERE", "header_env NOT_SET_ANYWHERE"),

@@ -131,7 +131,9 @@ class RolloutWorkers:
             wanted, reserved, most_pending = self._beside_pending(plan, wanted, alone=shares)
         in_turn = self._in_turn(wanted, plan.size, num_groups, most_pending)
         share = math.ceil((wanted.pending + wanted.started) / num_groups)
-        at_once = min(self._engine.config.max_num_seqs, max(share, len(pending)) * plan.size)
+        # A group without a share asks the deal once as well, which ends its stream.
+        num_groups_at_once = max(1, share, len(pending))
+        at_once = min(self._engine.config.max_num_seqs, num_groups_at_once * plan.size)
         if order_of is not None and not shares:  # else each deals by a numbering of its own
             plan = dataclasses.replace(plan, order=order_of(wanted.started))
         groups = Groups(

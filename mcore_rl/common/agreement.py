@@ -43,9 +43,9 @@ _TASK_COUNTS = {
 def open_store():
     """The rendezvous store of this job, or None in a single process started without a launcher.
 
-    Ends this process with exit code 2 where a launcher sets some of RANK, WORLD_SIZE, MASTER_ADDR
-    and MASTER_PORT without the others, to no numbers, or starts more tasks than belong to one run:
-    without a store there is nobody to agree with, and all ranks have the same variables.
+    Ends this process with exit code 2 if a launcher sets only some of RANK, WORLD_SIZE, MASTER_ADDR
+    and MASTER_PORT, sets one to an invalid number, or starts more tasks than belong to one run.
+    Without a store the ranks cannot agree, but all of them have the same variables.
     """
     present = [name for name in ("RANK", "WORLD_SIZE") if os.environ.get(name)]
     if not present or (present == ["WORLD_SIZE"] and os.environ["WORLD_SIZE"].strip() == "1"):
@@ -83,7 +83,7 @@ def open_store():
 
 
 def _check_numbers() -> None:
-    """UsageError for a variable that is not a number, or a rank that the world does not have."""
+    """UsageError for a variable that is not a number, or a rank outside the world."""
     remedy = "start with mcore_rl.launch or torchrun, or set what they set"
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "GROUP_WORLD_SIZE", "MASTER_PORT"):
         text = os.environ.get(name) or "0"
@@ -242,7 +242,7 @@ def _tell(sentence: str) -> None:
     if leave_reason(sentence) and LAUNCHER in os.environ:
         return
     rank, world_size = (os.environ.get(name, "") for name in ("RANK", "WORLD_SIZE"))
-    # Rank 0 prints for all; what is not a rank of this world has nobody to print for it.
+    # Rank 0 prints for all; a process with an invalid rank prints for itself.
     if (
         not rank.isdecimal()
         or int(rank) == 0

@@ -40,17 +40,21 @@ class Memory(DeviceMemory):
 
 
 def resident_of(case: Case) -> Bytes:
-    """`[ranks]`: what each rank needs for rollout."""
-    placement = Placement(case.shape, case.train, case.layers, case.rollout)
+    """`[ranks]`: bytes that each rank holds for rollout."""
+    placement = _placement_of(case)
     resident = np.empty(case.train.world_size, dtype=np.int64)
     resident[list(case.rollout.rank_map) or slice(None)] = placement.resident_bytes
     return resident
 
 
 def received_of(case: Case) -> Bytes:
-    """`[ranks]`: what of it each rank receives in a hand-over; the rest is read in place."""
-    placement = Placement(case.shape, case.train, case.layers, case.rollout)
+    """`[ranks]`: bytes that each rank receives in a hand-over; it reads the rest in place."""
+    placement = _placement_of(case)
     return placement.received_bytes(case.rollout.rank_map or range(case.train.world_size))
+
+
+def _placement_of(case: Case) -> Placement:
+    return Placement(case.shape, case.train, case.layers, case.rollout)
 
 
 def memory_of(case: Case, resident_bytes: Bytes, traffic_bytes: int = 0) -> Memory:

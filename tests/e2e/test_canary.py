@@ -50,7 +50,7 @@ def test_a_repetition_reads_the_parameters_while_the_kv_cache_sleeps(results: li
         assert result["repeated"] == result["good_again"] == result["good"]
         first = ["give back", "allocate weights", "reload", "give back", "allocate kv_cache"]
         assert result["events"]["good"] == result["events"]["good_again"] == first
-        assert result["events"]["repeated"] == [*first, "sleep", *first]
+        assert result["events"]["repeated"] == [*first, "sleep", "give back", *first]
 
 
 def test_training_finds_its_state_after_either(results: list[dict]) -> None:

@@ -119,6 +119,13 @@ def pool(user_module):
         yield pool
 
 
+@pytest.fixture(scope="module")
+def patient_pool(user_module):
+    """For answers that end by themselves: a busy machine must not turn one into a time-out."""
+    with RewardPool("rewards_of_a_user:score", num_workers=2, timeout_seconds=60.0) as pool:
+        yield pool
+
+
 # The built-in functions ---------------------------------------------------------------------------
 
 
@@ -309,7 +316,10 @@ def test_score_keeps_order_and_texts(pool):
         ("async none", "returned NoneType: a reward is a finite number"),
     ],
 )
-def test_score_costs_one_sample_when_its_reward_fails(pool, caplog, answer, failure):
+def test_score_costs_one_sample_when_its_reward_fails(
+    pool, patient_pool, caplog, answer, failure
+):
+    pool = pool if "within 1 s" in failure else patient_pool
     kind = failure.partition(":")[0]
     num_before = pool.failure_counts[kind]
     is_known = num_before > 0

@@ -115,7 +115,7 @@ def options(draw: st.DrawFn) -> Options:
     oversample = draw(st.sampled_from([1.2, 1.5, 2.0] if partial else [None, 1.0, 1.5, 2.5]))
     alone = not partial and (oversample or 1.0) == 1.0
     return Options(
-        num_engines=draw(st.integers(1, 3)),
+        num_engines=draw(st.integers(1, 4)),
         groups=draw(st.integers(1, 6)),
         num_samples=draw(st.integers(2, 3)),
         oversample=oversample,
@@ -459,6 +459,7 @@ def test_rounds_of_a_reward_model_keep_to_what_is_left_of_the_refills(max_refill
 @given(options())
 @example(Options(num_engines=2, oversample=2.5, dynamic=True, teaches=0.0, fails=1.0))
 @example(Options(num_engines=3, partial=True, dynamic=True, deterministic=True, groups=5))
+@example(Options(num_engines=4, groups=1, oversample=1.9, deterministic=True, seed=16))
 def test_counters_and_limits_are_those_of_what_the_engines_did(options: Options) -> None:
     with Run(options) as run:
         for _ in range(4):

@@ -13,8 +13,8 @@ This module is pure: it imports neither Megatron nor vLLM nor torch.distributed.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -132,6 +132,25 @@ class ScoredRollout:
         if self.failure is None and self.baseline is not None:
             return self.baseline.failure
         return self.failure
+
+
+def with_baselines(scored: Sequence[ScoredRollout], num_samples: int) -> list[ScoredRollout]:
+    """The first `num_samples` with the greedy responses that follow as their baselines, then these.
+
+    Samples and greedy responses are in the same order of groups. Without greedy responses the
+    samples are returned as they are.
+    """
+    samples, greedy = list(scored[:num_samples]), list(scored[num_samples:])
+    if not greedy:
+        return samples
+    size = len(samples) // len(greedy)
+    baselines = [
+        Baseline(each.reward, len(each.rollout.response_token_ids), each.why_not_valid)
+        for each in greedy
+    ]
+    return [
+        replace(sample, baseline=baselines[index // size]) for index, sample in enumerate(samples)
+    ] + greedy
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,7 @@ import numpy as np
 import torch.distributed as dist
 
 from mcore_rl.batching.table import SampleTable
-from mcore_rl.batching.types import Baseline, Prompt, Rollout, ScoredRollout
+from mcore_rl.batching.types import Prompt, Rollout, ScoredRollout, with_baselines
 from mcore_rl.common import objects
 from mcore_rl.flags.options import RLConfig
 from mcore_rl.hybrid_engine.vllm.drafter import DraftCounts
@@ -290,7 +290,7 @@ class RolloutWorkers:
             seconds, waited = 0.0, lambda seconds: None
         if self._scores and error is None:
             weighed = self._rewards.weigh(rollouts, outcomes)
-            self._keeper.rewarded(first, _with_baselines(weighed, num_samples))
+            self._keeper.rewarded(first, with_baselines(weighed, num_samples))
         mine = self._keeper.table(first, draws[:num_samples])
         return self._exchanged(mine, error, seconds, tally, waited)
 
@@ -321,19 +321,3 @@ class RolloutWorkers:
         self._rewards.close()
         if self._conversations is not None:
             self._conversations.close()
-
-
-def _with_baselines(scored: Sequence[ScoredRollout], num_samples: int) -> list[ScoredRollout]:
-    """So many samples, with the greedy responses behind them as what they are compared with."""
-    samples, greedy = list(scored[:num_samples]), list(scored[num_samples:])
-    if not greedy:
-        return samples
-    size = len(samples) // len(greedy)
-    baselines = [
-        Baseline(each.reward, len(each.rollout.response_token_ids), each.why_not_valid)
-        for each in greedy
-    ]
-    return [
-        dataclasses.replace(sample, baseline=baselines[index // size])
-        for index, sample in enumerate(samples)
-    ] + greedy

@@ -16,7 +16,14 @@ from operator import itemgetter
 
 import numpy as np
 
-from mcore_rl.batching.types import UNFINISHED, Prompt, Rollout, ScoredRollout, TurnReward
+from mcore_rl.batching.types import (
+    UNFINISHED,
+    Prompt,
+    Rollout,
+    ScoredRollout,
+    TurnReward,
+    with_baselines,
+)
 from mcore_rl.hybrid_engine.vllm.engine import VLLMEngine
 from mcore_rl.hybrid_engine.vllm.generation import Completion, Request, Sampling, seed_of
 from mcore_rl.rewards.functions import ENVIRONMENT
@@ -433,12 +440,12 @@ class Groups:
 
     def _compare(self, group: OpenGroup) -> None:
         assert self._rewards is not None and self._differs is not None
-        samples = range(self.plan.num_samples)
-        rollouts = [rollout for rollout in group.rollouts if rollout is not None]
-        scored = self._rewards.weigh(
-            rollouts[: self.plan.num_samples],
-            {name: [group.outcomes[n][name] for n in samples] for name in group.outcomes[0]},
+        num_samples, responses = self.plan.num_samples, range(self.plan.size)
+        weighed = self._rewards.weigh(
+            [rollout for rollout in group.rollouts if rollout is not None],
+            {name: [group.outcomes[n][name] for n in responses] for name in group.outcomes[0]},
         )
+        scored = with_baselines(weighed, num_samples)[:num_samples]
         self._take(
             group,
             differs=self._differs(scored),

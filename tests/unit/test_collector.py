@@ -10,14 +10,13 @@ import numpy as np
 import pytest
 
 from mcore_rl.batching.table import SampleTable
-from mcore_rl.batching.types import Baseline, Prompt, Rollout, ScoredRollout
+from mcore_rl.batching.types import Baseline, Prompt, Rollout, ScoredRollout, with_baselines
 from mcore_rl.data.prompts import prompt_indices
 from mcore_rl.flags.options import RLConfig
 from mcore_rl.hybrid_engine.vllm.generation import Request, Sampling
 from mcore_rl.observe.stage_timers import StageTimers
 from mcore_rl.rollout.collector import Collected, Collector
 from mcore_rl.rollout.dealing import Deal, LocalCounters, Wanted
-from mcore_rl.rollout.engines import _with_baselines
 from mcore_rl.rollout.groups import GroupPlan, Tally
 from mcore_rl.rollout.segments import begun
 from mcore_rl.trainer.step_metrics import rollout_metrics
@@ -66,7 +65,7 @@ class ScriptedWorkers:
                 self._scored(self._rollout(prompt, number, plan.is_greedy(number)), prompt.index)
                 for number in range(plan.size)
             ]
-            groups.append(_with_baselines(both, plan.num_samples)[: plan.num_samples])
+            groups.append(with_baselines(both, plan.num_samples)[: plan.num_samples])
             if differs is not None:
                 is_valid = any(sample.is_valid for sample in groups[-1])
                 deal.finished(differs=differs(groups[-1]), is_valid=is_valid)

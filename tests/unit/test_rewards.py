@@ -316,9 +316,7 @@ def test_score_keeps_order_and_texts(pool):
         ("async none", "returned NoneType: a reward is a finite number"),
     ],
 )
-def test_score_costs_one_sample_when_its_reward_fails(
-    pool, patient_pool, caplog, answer, failure
-):
+def test_score_costs_one_sample_when_its_reward_fails(pool, patient_pool, caplog, answer, failure):
     pool = pool if "within 1 s" in failure else patient_pool
     kind = failure.partition(":")[0]
     num_before = pool.failure_counts[kind]

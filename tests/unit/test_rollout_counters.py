@@ -104,9 +104,14 @@ class Options:
         return random.Random(f"{self.seed} teaches {draw}").random() < self.teaches
 
     def differs(self, draw: int) -> bool:
-        numbers = range(draw * self.size, draw * self.size + self.num_samples)
-        found = {each.reward for each in map(self.outcome, numbers) if each.kind is None}
-        return len(found) > 1
+        return len(self.rewards(draw)) > 1
+
+    def rewards(self, draw: int) -> set[float]:
+        """The different rewards that can be learned from: none without that of a baseline."""
+        found = [self.outcome(draw * self.size + index) for index in range(self.size)]
+        if any(each.kind is not None for each in found[self.num_samples :]):
+            return set()
+        return {each.reward for each in found[: self.num_samples] if each.kind is None}
 
 
 @st.composite
@@ -412,11 +417,7 @@ class Run:
                 assert refills == pytest.approx(len(started) - wanted)
             assert in_hand <= max(most, len(before))
             # Places are filled up only where nothing more may be drawn, or every reward fails.
-            valid = options.fails < 1.0 and any(
-                options.outcome(draw * options.size + index).kind is None
-                for draw in before | started
-                for index in range(options.num_samples)
-            )
+            valid = any(options.rewards(draw) for draw in before | started)
             assert not useless or in_hand >= most or not valid
 
 

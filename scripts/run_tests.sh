@@ -31,7 +31,7 @@ export VLLM_CPU_KVCACHE_SPACE=1 VLLM_CPU_OMP_THREADS_BIND=nobind
 
 # Two tests at a time: most keep one core busy, or wait for each other's ranks.
 # In the order of collection, so that whole runs come first.
-two=(--numprocesses 2 --dist loadfile --no-loadscope-reorder)
+two=(--numprocesses 2 --dist loadfile --no-loadscope-reorder --durations 40 --durations-min 20)
 failed=()
 
 check() { # name, command

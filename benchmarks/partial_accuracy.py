@@ -1,4 +1,4 @@
-"""What is learnt from partial rollouts beside whole ones, in a hundred steps of lengths with tails.
+"""What partial and whole rollouts learn in a hundred steps of lengths with tails.
 
     python benchmarks/partial_accuracy.py [--markdown FILE] [--steps 100] [--seeds 2]
 
@@ -161,7 +161,7 @@ def section(runs: Mapping[str, Sequence[Run]], facts: Mapping[str, str], num_ste
         way: statistics.fmean(each.tokens_per_second for each in found)
         for way, found in runs.items()
     }
-    lines = [BEGIN, "# What is learnt from partial rollouts", "", _INTRODUCTION, ""]
+    lines = [BEGIN, "# What is learned from partial rollouts", "", _INTRODUCTION, ""]
     lines += [f"- {name}: {value}" for name, value in facts.items()]
     lines += [
         "",
@@ -195,7 +195,7 @@ with a mean of {WORKLOAD.mean_response_tokens:g} tokens at first, cut at
 {WORKLOAD.num_samples_per_prompt} samples a step, two engines, AdamW at {WORKLOAD.learning_rate:g},
 `--rl-mismatch-correction token_tis` in both ways, which take turns. `partial`:
 `--rl-partial-rollouts` as it is by default. Accuracy is greedy, on {WORKLOAD.num_eval_prompts}
-held-out prompts, and both ways have learnt from as many samples. Noise is two standard errors of
+held-out prompts, and both ways have learned from as many samples. Noise is two standard errors of
 the difference, of prompts or of runs, whichever are more apart. The reward does not see the tail,
 so that lengths drift at random in either way, and seconds are not to be compared."""
 

@@ -43,8 +43,8 @@ def main(tokens: Sequence[str] | None = None) -> int:
 
 
 def _end_at_once(code: int) -> NoReturn:
-    """Of a command that has closed all that it opened: Python would look through all that torch and
-    Megatron are made of, and free it piece by piece, for a quarter of the command's time."""
+    """End a command that has closed everything it opened. Python would look through all that torch
+    and Megatron are made of, and free it piece by piece, for a quarter of the command's time."""
     with contextlib.suppress(BrokenPipeError):  # whoever reads it has read enough
         sys.stdout.flush()
         sys.stderr.flush()

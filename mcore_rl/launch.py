@@ -140,7 +140,7 @@ def main(tokens: Sequence[str] | None = None) -> int:
 
 
 def _print_help(tokens: Sequence[str]) -> int:
-    """Of our flags and those of `--rl-import`, for which no rank is needed."""
+    """Print help on our flags and those of `--rl-import`; no rank is needed for it."""
     from mcore_rl.flags.given import import_given_files
     from mcore_rl.flags.pages import help_text  # the algorithms, which a launcher does without
 
@@ -196,7 +196,7 @@ def exit_code(codes: Collection[int]) -> int:
     """The exit code of a run whose failed ranks ended with `codes`, in order of time.
 
     Negative codes are signals. Ranks that ended by themselves decide, not those that torchrun ended
-    because of them: the first code that is no user's mistake, else 2. Where all were ended by
+    because of them: the first code other than 2, else 2. Where all were ended by
     signals it is 128 + the signal, of SIGKILL before SIGTERM: torchrun sends SIGTERM first.
     """
     decisive = [code for code in codes if code not in _SENT_BY_TORCHRUN]

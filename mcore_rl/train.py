@@ -128,7 +128,7 @@ class Run:
 
     def require_rewards(self, step: int, collected: Collected) -> None:
         """Raises RunStopped on all ranks, once what was learnt before is saved, if no sample of the
-        step can be learnt from because its reward failed."""
+        step can be learned from because its reward failed."""
         why_not_valid = collected.table.why_not_valid
         if None in why_not_valid:
             return

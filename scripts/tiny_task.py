@@ -57,7 +57,7 @@ NEWTON_SCHULZ_STEPS = 4
 PROMPT_LOSS_WEIGHT = 0.1
 SECONDS_BETWEEN_LINES = 5
 
-# What the tokenizer's merges are learnt from: the words of arithmetic problems.
+# What the tokenizer's merges are learned from: the words of arithmetic problems.
 _CORPUS = """
 The sum of the numbers is how many? Add the first and the second, then take away the third.
 There are seven apples in the basket and she buys five more at the market, so she has twelve.

@@ -37,7 +37,7 @@ P = TypeVar("P", bound=Parameters)  # an estimator's own
 
 @dataclass(frozen=True, slots=True)
 class Discount(Parameters):
-    """Of estimators that look at when a reward came."""
+    """Parameters of estimators that depend on the position of a reward."""
 
     gamma: float = param(
         1.0,
@@ -65,7 +65,7 @@ def advantages_of_valid(
     here = valid[inputs.rows]
     samples = torch.from_numpy(here).to(inputs.lengths.device)
     tokens = samples.repeat_interleave(inputs.lengths)
-    assert not inputs.loss_mask[~tokens].any(), "a sample without a reward is learnt from"
+    assert not inputs.loss_mask[~tokens].any(), "a sample without a reward is learned from"
     found = estimator(
         dataclasses.replace(
             inputs,

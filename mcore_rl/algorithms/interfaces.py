@@ -28,7 +28,7 @@ class AdvantageInputs:
 
     A penalty such as the KL is part of both `scores` (summed over the response) and `token_rewards`
     (where it arose): estimators read one or the other. Masked positions of `[t]` tensors may hold
-    anything, nan and inf included. A token that is no loss token is passed over: the next token
+    anything, nan and inf included. Tokens outside the loss mask are skipped: the next token
     after it is its sample's next loss token.
     """
 

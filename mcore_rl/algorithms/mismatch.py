@@ -38,7 +38,7 @@ MismatchCorrection = Literal[
 
 @dataclass(frozen=True, slots=True)
 class Cap(Parameters):
-    """Of the corrections that truncate."""
+    """Parameters of the corrections that truncate."""
 
     mismatch_cap: float = param(
         2.0,
@@ -50,7 +50,7 @@ class Cap(Parameters):
 
 @dataclass(frozen=True, slots=True)
 class Band(Parameters):
-    """Of the corrections that leave out what is outside; 0 <= low < high."""
+    """Parameters of the corrections that mask tokens outside a band; 0 <= low < high."""
 
     mismatch_low: float = param(0.5, "least ratio that the others keep")
     mismatch_high: float = param(5.0, "and the largest")

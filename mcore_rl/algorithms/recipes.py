@@ -207,7 +207,7 @@ class Algorithm(Recipe):
         return ValueLossConfig(self.value_clip_eps, self.aggregation(max_response_tokens))
 
     def kl_controller(self) -> KLController:
-        """Of the KL in the reward; one that stays at 0 where there is none."""
+        """The controller of the KL in the reward; constant 0 without such a KL."""
         coef = self.kl_coef if self.kl_place == "reward" else 0.0
         if self.kl_target is None:
             return FixedKL(coef)

@@ -1,7 +1,7 @@
 """What a run is made of, in numbers: prompts, sequences, mini-batches, micro-batches, updates.
 
     prompts x samples = sequences of a step
-    sequences / mini-batches, each learnt from once an epoch: one optimizer step each
+    sequences / mini-batches, each learned from once an epoch: one optimizer step each
     a rank's share of a mini-batch, cut into micro-batches
 
 This module is pure: it imports neither Megatron nor vLLM nor torch.distributed.
@@ -40,7 +40,7 @@ class ModelAccounting:
 
     @property
     def sequences_per_rank(self) -> float:
-        """Of a mini-batch; a mean where packing deals them out by their cost."""
+        """Sequences of a mini-batch per rank; a mean if packing distributes them by cost."""
         return self.sequences_per_mini_batch / self.dp_size
 
 

@@ -52,7 +52,7 @@ def positions_on_cp_rank(
 def samples_on_cp_rank(
     bounds: torch.Tensor, share: int, *, cp_size: int, cp_rank: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Of `positions_on_cp_rank`: where in the row its sample begins, and the position in there."""
+    """For `positions_on_cp_rank`: the start of each sample in the row, and the position in it."""
     lengths = bounds.diff() // cp_size  # on each rank
     of_samples = torch.stack([bounds[:-1], bounds[:-1] // cp_size, lengths // 2])
     starts, mine, half = of_samples.repeat_interleave(lengths, dim=1, output_size=share).long()

@@ -44,7 +44,7 @@ def obstacle(values: Mapping[str, Any], max_tokens: int) -> str:
 
 
 def _balancing(values: Mapping[str, Any]) -> str:
-    """Of experts: what learns from how many tokens each of them got."""
+    """The balancing of experts that depends on the number of tokens that each received."""
     coefficients = values.get("moe_aux_loss_coeff") or 0.0
     coefficients = coefficients if isinstance(coefficients, list) else [coefficients]
     if any(coefficients):

@@ -50,7 +50,7 @@ class SampleTable:
 
     @property
     def valid(self) -> np.ndarray:
-        """`[n]` bool: whether it can be learnt from."""
+        """`[n]` bool: whether it can be learned from."""
         return np.array([why is None for why in self.why_not_valid], dtype=np.bool_)
 
     @property
@@ -68,7 +68,8 @@ class SampleTable:
         numbers: Sequence[int] | None = None,
         draws: Sequence[int] | None = None,
     ) -> SampleTable:
-        """Of samples that are here, kept by `home` as `numbers` (default: in their order)."""
+        """A table of samples on this rank, kept by `home` as `numbers` (default: in their
+        order)."""
         rollouts = [sample.rollout for sample in scored]
         count = range(len(scored))
         baselines = [sample.baseline for sample in scored]
@@ -116,7 +117,7 @@ class SampleTable:
         draws: np.ndarray | None = None,
         valid: np.ndarray | None = None,
     ) -> SampleTable:
-        """Of samples of which nothing else is known, or of interest; all valid by default."""
+        """A table of samples of which only the lengths are known; all valid by default."""
         count = len(prompt_lengths)
         nothing = np.zeros(count, dtype=np.int64)
         yes, no = np.ones(count, dtype=np.bool_), np.zeros(count, dtype=np.bool_)
@@ -137,7 +138,7 @@ class SampleTable:
             baseline_lengths=nothing,
             has_baseline=yes,
             oldest_versions=nothing,
-            why_not_valid=tuple(None if each else "not to be learnt from" for each in valid),
+            why_not_valid=tuple(None if each else "not to be learned from" for each in valid),
         )
 
     def take(self, rows: Sequence[int] | np.ndarray) -> SampleTable:

@@ -73,7 +73,7 @@ class Rollout:
     finish_reason: str  # "stop", "length", or UNFINISHED
     weight_version: int  # the newest that it was sampled with
     routes: Routes | None = None  # the experts it was sampled with; all ranks of its engine have it
-    failure: str | None = None  # why nothing can be learnt from it, whatever its reward
+    failure: str | None = None  # why nothing can be learned from it, whatever its reward
     is_generated: np.ndarray | None = None  # [r] bool; None: all of it
     weight_versions: np.ndarray | None = None  # [r] int32, of each token; None: all the same
     turn_rewards: tuple[TurnReward, ...] = ()
@@ -121,7 +121,7 @@ class ScoredRollout:
 
     @property
     def is_valid(self) -> bool:
-        """Whether it can be learnt from: it has a reward, and what that is compared with."""
+        """Whether it can be learned from: it has a reward, and what that is compared with."""
         return self.why_not_valid is None
 
     @property

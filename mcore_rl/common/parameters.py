@@ -119,7 +119,7 @@ class Parameter:
 
 
 def flag_of(field_name: str) -> str:
-    """num_steps -> --rl-num-steps; import_, which is no name in Python, -> --rl-import."""
+    """num_steps -> --rl-num-steps; import_, a Python keyword, -> --rl-import."""
     return "--rl-" + field_name.rstrip("_").replace("_", "-")
 
 

@@ -153,7 +153,7 @@ def read_rows(source: PromptSource, flag: str) -> Iterator[PromptRow]:
 
 
 def _value_of(fields: dict[str, Any], column: str) -> Any:
-    """Of a column, or of `a.b` in it; KeyError where there is none."""
+    """The value of a column, or of `a.b` in it. KeyError if it is missing."""
     if column in fields:
         return fields[column]
     value: Any = fields

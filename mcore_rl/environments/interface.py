@@ -14,7 +14,7 @@
             return StepResult([{"role": "user", "content": more}])
 
 It is named as `package.module:Class`, or, with `class Guess(Environment, name="guess")`, by that
-name of a file of `--rl-import`. A class that is no subclass will do if it has `start` and `step`.
+name of a file of `--rl-import`. A class that is not a subclass works if it has `start` and `step`.
 
 Processes of environments import this module: it must stay free of torch, Megatron, vLLM and numpy,
 and so must whatever it imports.
@@ -122,7 +122,7 @@ class EnvironmentSpec:
 
     name: str
     timeout_seconds: float  # of each call
-    memory_gib: float = 4.0  # of each process; 0 is no limit
+    memory_gib: float = 4.0  # of each process; 0: unlimited
     imports: tuple[str, ...] = field(default=())  # files to run before the name is resolved
     environment_names: tuple[str, ...] = ()  # variables that it gets besides the harmless ones
     sandbox_accept: tuple[str, ...] = ()  # protections that python_sandbox may lack
@@ -164,7 +164,7 @@ def _check_class(found: object, spec: str) -> None:
     flag = f"{FLAG} {spec}"
     if not isinstance(found, type):
         raise UsageError(
-            f"is of type {type(found).__name__}, and no class", flag=flag, remedy="name a class"
+            f"is of type {type(found).__name__}, not a class", flag=flag, remedy="name a class"
         )
     step = getattr(found, "step", None)
     missing = [name for name in ("start", "step") if not callable(getattr(found, name, None))]

@@ -111,7 +111,7 @@ def _is_method(tool: Callable[..., Any]) -> bool:
 
 
 def _schema(hint: Any) -> dict[str, Any]:
-    """Of a parameter's type; what JSON schema has no word for is left open."""
+    """The JSON schema of a parameter's type; unconstrained where JSON schema has no equivalent."""
     origin, inner = typing.get_origin(hint), typing.get_args(hint)
     if origin is typing.Literal:
         return {"enum": list(inner)}

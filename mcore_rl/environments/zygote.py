@@ -267,7 +267,7 @@ def _next_ended() -> int | None:
 
 
 def _children() -> set[int]:
-    """Of this process; empty where the kernel does not list them."""
+    """The children of this process; empty if the kernel does not list them."""
     pid = os.getpid()
     with contextlib.suppress(OSError), open(f"/proc/{pid}/task/{pid}/children") as file:
         return set(map(int, file.read().split()))

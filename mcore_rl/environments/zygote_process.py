@@ -145,7 +145,7 @@ class ZygoteProcess:
                     self._killed.pop(ticket, None)
                     yield ticket, ended
         except (InvalidData, TypeError, LookupError) as error:
-            self._break(f"it has told what makes no sense ({type(error).__name__})")
+            self._break(f"it sent a malformed message ({type(error).__name__})")
 
     def _begun(self, fields: Any) -> None:
         """Whether it could import what it needs; UsageError if not."""

@@ -232,7 +232,7 @@ def _refuse_what_is_not_here(
 def _refuse_what_sinks_lack(
     shape: ModelShape, given: Mapping[str, Any], platform: Platform
 ) -> None:
-    """Of attention: Transformer Engine finds no kernel, when the first batch is there."""
+    """Refuse attention without a kernel in Transformer Engine, which only the first batch shows."""
     cp_size = given.get("context_parallel_size") or 1
     has_kernel = platform.transformer_engine is None or given.get("cp_comm_type") == ["a2a"]
     if shape.attention_sinks and cp_size > 1 and not has_kernel:
@@ -314,7 +314,7 @@ def _defaults(
     ]
     if not given.get("use_megatron_fsdp"):  # whose format is
         # A run resumes in whatever layout is free; otherwise the optimizer is bound to its TP and
-        # PP. Memory is no reason against it: mcore_rl.patches.megatron.optimizer_in_pieces.
+        # PP. Memory is not a reason against it: mcore_rl.patches.megatron.optimizer_in_pieces.
         tokens.append("--dist-ckpt-optim-fully-reshardable")
     if given.get("mtp_num_layers") and has_detached_mtp:
         # What they learn is their own: neither gradients nor clipping of the policy feel it.
@@ -327,7 +327,7 @@ def _defaults(
         # A continued run has more steps than the checkpoint knew of; the command line counts.
         tokens.append("--override-opt_param-scheduler")
     if given.get("tensor_model_parallel_size", 1) > 1:
-        # MoE with TP needs it, and it is no loss for dense models.
+        # MoE with TP needs it, and dense models lose nothing by it.
         tokens.append("--sequence-parallel")
     if shape.experts:
         tokens += [
@@ -347,8 +347,8 @@ def _defaults(
 
 
 def num_updates(config: RLConfig, *, of_critic: bool) -> int:
-    """Of the actor or the critic in a whole run: what Megatron's schedules of learning rate and
-    weight decay count as iterations. The actor has none while the critic warms up."""
+    """Updates of the actor or the critic in a whole run: what Megatron's schedules of learning rate
+    and weight decay count as iterations. The actor has none while the critic warms up."""
     waits = 0 if of_critic else config.critic_warmup_steps or 0
     # 1 for a run that is all warm-up: Megatron's scheduler refuses 0.
     return max(1, (config.num_steps - waits) * config.num_mini_batches * config.num_epochs)

@@ -198,7 +198,7 @@ WITHOUT_EFFECT: Mapping[str, str] = {
         inprocess_active_world_size inprocess_empty_cuda_cache enable_ft_package calc_ft_timeouts
         ft_num_warmup_iters
     """,
-    "who is stuck tells --rl-stage-timeout-seconds": """
+    "--rl-stage-timeout-seconds reports stuck ranks": """
         log_straggler straggler_ctrlr_port straggler_minmax_count disable_straggler_on_startup
         run_workload_inspector_server distributed_timeout_seconds_after_init
     """,

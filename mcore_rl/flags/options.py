@@ -26,6 +26,11 @@ _MAX_STALENESS = 4
 _OVERSAMPLE_PARTIAL = 1.5
 
 
+def _degree(name: str, model: str) -> Any:
+    help = f"{name} size of the {model}; default: the actor's"
+    return param(None, help, least=1, advice="drop it for the actor's")
+
+
 @dataclass(frozen=True, slots=True)
 class RLConfig:
     """Everything mcore_rl is told beyond Megatron's own arguments. One field, one flag."""
@@ -35,104 +40,116 @@ class RLConfig:
     prompts: str | None = param(None, "JSONL or Parquet file of training prompts")
     eval_prompts: str | None = param(None, "JSONL or Parquet file of held-out prompts")
     prompt_column: str = param("prompt", "column that holds the prompt (text or chat messages)")
-    answer_column: str = param("answer", "column that holds what the reward compares with")
-    no_chat_template: bool = param(False, "give prompts to the model as they stand in the file")
-    chat_template: str | None = param(None, "one of the tokenizer's templates, or a .jinja file")
+    answer_column: str = param("answer", "column that holds the reference answer for the reward")
+    no_chat_template: bool = param(
+        False, "use prompts as they are in the file, without a chat template"
+    )
+    chat_template: str | None = param(
+        None, "name of one of the tokenizer's chat templates, or a .jinja file"
+    )
     chat_template_kwargs: str = param("{}", "arguments of the chat template, a JSON object")
-    stop: tuple[str, ...] = param((), "text that ends a response; several may be given")
-    max_prompt_tokens: int = param(512, "longer prompts are dropped, and counted", above=0)
-    max_response_tokens: int = param(512, "generation stops after this many tokens", above=0)
-    cache_dir: str | None = param(None, "folder for tokenised prompts")
+    stop: tuple[str, ...] = param((), "text that ends a response; can be repeated")
+    max_prompt_tokens: int = param(512, "drop and count prompts that are longer", above=0)
+    max_response_tokens: int = param(
+        512, "maximum number of generated tokens per response", above=0
+    )
+    cache_dir: str | None = param(None, "folder that caches tokenized prompts")
     reward: str | None = param(
         None,
         "exact_match, arithmetic, gsm8k, python_sandbox, http, pooling, model, environment, "
-        "package.module:function, ./file.py:function or one of --rl-import; several with commas; "
-        "default: exact_match, with --rl-environment environment",
+        "package.module:function, ./file.py:function or one of --rl-import; separate several by "
+        "commas; default: exact_match, or environment with --rl-environment",
     )
     reward_weights: str | None = param(
         None,
-        "a weight for each reward, with commas; default 1 (a negative first one needs a =: "
-        "--rl-reward-weights=-1,1)",
+        "one weight per reward, separated by commas; default: 1 each (write a negative first "
+        "weight with =: --rl-reward-weights=-1,1)",
     )
     reward_workers: int = param(1, "reward processes per engine", above=0)
-    reward_timeout_seconds: float = param(10.0, "seconds that a sample's reward has", above=0)
+    reward_timeout_seconds: float = param(
+        10.0, "time limit for the reward of a sample, in seconds", above=0
+    )
     reward_memory_gib: float = param(
         4.0,
-        "memory of a reward process, in GiB; a sample that needs more is left out; 0: no limit",
+        "memory limit of a reward process, in GiB; a sample that exceeds it has no reward; 0 "
+        "disables the limit",
         least=0,
-        advice="0 is no limit",
+        advice="0 disables the limit",
     )
     reward_env: str | None = param(
-        None, "environment variables that reward processes get, with commas, besides PATH etc."
+        None, "environment variables passed to reward processes besides PATH etc., comma-separated"
     )
     sandbox_accept: str | None = param(
-        None, "what python_sandbox may leave unprotected, with commas (docs/using/security.md)"
+        None, "protections that python_sandbox may lack, comma-separated (docs/using/security.md)"
     )
     reward_url: str | None = param(None, "endpoint of reward http (docs/using/rewards.md)")
-    reward_http_batch: int = param(16, "samples per request to it", least=1)
-    reward_http_concurrency: int = param(8, "requests at a time, per scoring rank", least=1)
-    reward_http_retries: int = param(3, "further attempts after timeouts, 429 and 5xx", least=0)
-    reward_http_header_env: str | None = param(
-        None, "environment variable that holds a header for it, 'Name: value'"
+    reward_http_batch: int = param(16, "samples per request of reward http", least=1)
+    reward_http_concurrency: int = param(
+        8, "concurrent requests of reward http per scoring rank", least=1
     )
-    reward_pooling_url: str | None = param(None, "vLLM server with a reward model, for pooling")
+    reward_http_retries: int = param(
+        3, "retries of reward http after timeouts, 429 and 5xx", least=0
+    )
+    reward_http_header_env: str | None = param(
+        None, "environment variable with a header for reward http, 'Name: value'"
+    )
+    reward_pooling_url: str | None = param(
+        None, "vLLM server with a reward model, for reward pooling"
+    )
     reward_pooling_header_env: str | None = param(
-        None, "environment variable that holds a header for that server"
+        None, "environment variable with a header for that server"
     )
     reward_model: str | None = param(
-        None, "Hugging Face folder with a score head, for reward model, run by Megatron"
+        None, "Hugging Face folder with a score head, for reward model; Megatron runs it"
     )
-    reward_tp_size: int | None = param(
-        None, "TP of the model; default: the actor's", least=1, advice="drop it for the actor's"
-    )
-    reward_pp_size: int | None = param(
-        None, "PP of the model; default: the actor's", least=1, advice="drop it for the actor's"
-    )
-    reward_ep_size: int | None = param(
-        None, "EP of the model; default: the actor's", least=1, advice="drop it for the actor's"
-    )
-    reward_ranks: str | None = param(None, "ranks of the model's own, like 6-7")
+    reward_tp_size: int | None = _degree("TP", "reward model")
+    reward_pp_size: int | None = _degree("PP", "reward model")
+    reward_ep_size: int | None = _degree("EP", "reward model")
+    reward_ranks: str | None = param(None, "ranks that only run the reward model, for example 6-7")
 
     environment: str | None = param(
         None,
-        "what answers the model between turns: calculator, python_sandbox, package.module:Class, "
-        "./file.py:Class or one of --rl-import (docs/using/environments.md)",
+        "environment that answers the model between turns: calculator, python_sandbox, "
+        "package.module:Class, ./file.py:Class or one of --rl-import (docs/using/environments.md)",
     )
     environment_timeout: float = param(
         30.0,
-        "seconds of each of its calls; a sample whose environment takes longer is lost",
+        "time limit of each environment call, in seconds; a sample that exceeds it fails",
         above=0,
     )
     environment_memory_gib: float = param(
         4.0,
-        "memory of an environment's process, in GiB; a sample that needs more is lost; 0: no limit",
+        "memory limit of an environment process, in GiB; a sample that exceeds it fails; 0 "
+        "disables the limit",
         least=0,
-        advice="0 is no limit",
+        advice="0 disables the limit",
     )
     environment_env: str | None = param(
         None,
-        "environment variables that its processes get, with commas, besides PATH and the like",
+        "environment variables passed to environment processes besides PATH etc., comma-separated",
     )
     max_environments: int = param(
-        256, "environments, a process each, at one time per TP group of an engine", least=1
+        256, "concurrent environment processes per TP group of an engine", least=1
     )
-    max_turns: int = param(8, "turns of the model, after which its sample ends", least=1)
+    max_turns: int = param(8, "maximum number of model turns per sample", least=1)
     max_turn_tokens: int | None = param(
         None,
-        "tokens of one turn; default: what is left of --rl-max-response-tokens, which turns and "
-        "observations share",
+        "maximum number of tokens per turn; default: what is left of --rl-max-response-tokens, "
+        "which turns and observations share",
         least=1,
     )
 
-    precision: str = param("bf16", "of parameters in training", choices=("bf16", "fp16", "fp32"))
+    precision: str = param(
+        "bf16", "precision of the trained parameters", choices=("bf16", "fp16", "fp32")
+    )
     no_moe_grouped_gemm: bool = param(
         False,
-        "each expert its own layers, where Transformer Engine would compute all of them together",
+        "run each expert separately instead of Transformer Engine's grouped GEMM",
     )
     routing_replay: str = param(
         "off",
-        "experts that training uses: its routers' own choice; r2: in updates those of the scoring "
-        "pass before; r3: in both those that the engine sampled with",
+        "experts that training uses: off: those its routers choose; r2: updates reuse those of the "
+        "scoring pass; r3: scoring and updates reuse those of the engine",
         choices=("off", "r2", "r3"),
     )
 
@@ -144,248 +161,258 @@ class RLConfig:
     )
     import_: tuple[str, ...] = param(
         (),
-        "your own .py file of estimators, losses, rewards and so on (mcore_rl.api), whose flags "
-        "join these; several may be given",
+        "Python file with your estimators, losses, rewards and so on (mcore_rl.api) and their "
+        "flags; can be repeated",
     )
-    num_steps: int = param(100, "rollout-and-update steps", above=0)
-    num_prompts_per_step: int = param(16, "prompts drawn per step", above=0)
-    num_mini_batches: int = param(1, "parts of a step's samples, an update each", above=0)
-    num_epochs: int = param(1, "how often a step's samples are learnt from", above=0)
+    num_steps: int = param(100, "number of steps (rollout and update)", above=0)
+    num_prompts_per_step: int = param(16, "prompts per step", above=0)
+    num_mini_batches: int = param(1, "mini-batches per step, one optimizer update each", above=0)
+    num_epochs: int = param(1, "optimizer passes over a step's samples", above=0)
     temperature: float = param(
-        1.0, "sampling temperature; log-probs are of the tempered policy", above=0
+        1.0, "sampling temperature; log-probs are those of the tempered policy", above=0
     )
     top_p: float | None = param(
         None,
-        "sample from the likeliest tokens of this mass",
+        "sample from the most likely tokens with this probability mass",
         above=0,
         most=1,
         advice="give 1 to sample all tokens",
     )
-    top_k: int | None = param(None, "sample from so many likeliest tokens; 0: from all", least=0)
+    top_k: int | None = param(
+        None, "sample from this many most likely tokens; 0: from all", least=0
+    )
     critic_init: str | None = param(
-        None, "Hugging Face folder of the critic, a reward model's say; default: the actor's"
+        None, "Hugging Face folder that initializes the critic; default: the actor's"
     )
     critic_lr: float | None = param(None, "learning rate of the critic; default: --lr", least=0)
-    critic_clip_grad: float | None = param(None, "gradient norm; default: --clip-grad", least=0)
+    critic_clip_grad: float | None = param(
+        None, "gradient norm of the critic; default: --clip-grad", least=0
+    )
     critic_warmup_steps: int | None = param(
-        None, "steps at first that train the critic alone", least=0
+        None, "initial steps that train only the critic", least=0
     )
-    critic_tp_size: int | None = param(
-        None, "TP of the critic; default: the actor's", least=1, advice="drop it for the actor's"
-    )
-    critic_pp_size: int | None = param(
-        None, "PP of the critic; default: the actor's", least=1, advice="drop it for the actor's"
-    )
-    critic_ep_size: int | None = param(
-        None, "EP of the critic; default: the actor's", least=1, advice="drop it for the actor's"
-    )
+    critic_tp_size: int | None = _degree("TP", "critic")
+    critic_pp_size: int | None = _degree("PP", "critic")
+    critic_ep_size: int | None = _degree("EP", "critic")
     critic_ranks: str | None = param(
-        None, "ranks of the critic's own, like 4-7, which train while the actor's do"
+        None, "ranks that only train the critic, beside the actor's, for example 4-7"
     )
     reference_refresh_interval: int = param(
-        0, "steps from one renewal of the reference policy to the next; 0 keeps the first", least=0
+        0, "steps between refreshes of the reference policy; 0 keeps the initial one", least=0
     )
     on_nonfinite_grad: str = param(
-        "stop", "what a non-finite gradient does to the run", choices=("stop", "skip")
+        "stop",
+        "stop the run at a non-finite gradient, or skip the update",
+        choices=("stop", "skip"),
     )
     load_or_start: bool = param(
-        False, "begin where nothing is saved in --load yet, as a job that is started again needs it"
+        False, "start from --rl-hf-checkpoint if --load has no checkpoint yet, for restarted jobs"
     )
     on_changed_prompts: str = param(
         "stop",
-        "what --load does if --rl-prompts are others than the checkpoint's; restart begins with "
-        "the first of them",
+        "what a resume does if --rl-prompts differ from the checkpoint's; restart begins at the "
+        "first prompt",
         choices=("stop", "restart"),
     )
 
     # evaluation
-    eval_interval: int = param(20, "steps between evaluations; 0 evaluates never", least=0)
+    eval_interval: int = param(20, "steps between evaluations; 0 disables evaluation", least=0)
     num_eval_prompts: int = param(128, "held-out prompts per evaluation", above=0)
-    eval_temperature: float = param(0.0, "0 is greedy", least=0)
+    eval_temperature: float = param(
+        0.0, "sampling temperature of evaluations; 0 is greedy", least=0
+    )
 
     # rollout engine and hand-over
     deterministic: bool = param(
         False,
-        "deal prompts to engines in turn and not as they have room: two runs then compute the same "
-        "in the same batches",
+        "assign prompts to engines in a fixed order instead of by free capacity, so that two runs "
+        "compute the same batches",
     )
     rollout_tp_size: int = param(
-        0, "TP size of a vLLM engine; 0 takes --tensor-model-parallel-size", least=0
+        0, "TP size of a vLLM engine; 0: --tensor-model-parallel-size", least=0
     )
     rollout_ep_size: int = param(
         0,
-        "EP size of a vLLM engine: TP size x its data-parallel ranks; 0 keeps "
-        "--expert-model-parallel-size where the engine can, and else takes the TP size",
+        "EP size of a vLLM engine: TP size x its data-parallel ranks; 0: "
+        "--expert-model-parallel-size if the engine supports it, else the TP size",
         least=0,
     )
     rollout_no_expert_parallel: bool = param(False, "split experts over TP instead of keeping EP")
     rollout_all2all_backend: str = param(
-        "", "vLLM's all-to-all backend where experts span data-parallel ranks; empty: its default"
+        "", "vLLM's all-to-all backend if experts span data-parallel ranks; empty: vLLM's default"
     )
-    rollout_max_num_seqs: int = param(128, "sequences in flight per engine", above=0)
-    rollout_kv_cache_gib: float = param(1.0, "KV cache per CPU rank", above=0)
+    rollout_max_num_seqs: int = param(
+        128, "maximum number of concurrent sequences per engine", above=0
+    )
+    rollout_kv_cache_gib: float = param(1.0, "KV cache per CPU rank, in GiB", above=0)
     rollout_gpu_memory_utilization: float = param(
         0.5,
-        "share of a GPU that vLLM may take",
+        "share of GPU memory for vLLM",
         above=0,
         most=1,
         advice="it is a share of the GPU's memory",
     )
-    rollout_enforce_eager: bool = param(False, "no CUDA graphs in vLLM (always so on CPU)")
-    speculate: str = param("off", "tokens that engines draft and then verify: mtp:N, ngram:N, off")
+    rollout_enforce_eager: bool = param(False, "disable CUDA graphs in vLLM (always on CPU)")
+    speculate: str = param("off", "speculative decoding: mtp:N, ngram:N (N draft tokens), or off")
     oversample: float | None = param(
         None,
-        "groups that are sampled at a time, for each that a step takes: it takes those that finish "
-        "first; default: 1, with --rl-partial-rollouts 1.5",
+        "groups sampled per group that a step trains on; a step takes those that finish first; "
+        "default: 1, or 1.5 with --rl-partial-rollouts",
         least=1,
-        advice="1 starts those that it takes",
+        advice="1 disables oversampling",
     )
     partial_rollouts: bool = param(
         False,
-        "end a step's generation when its groups are there; what is unfinished goes on in later "
-        "steps, from its tokens",
+        "end a step's generation once its groups are complete; unfinished responses continue in "
+        "later steps",
     )
     max_staleness: int | None = param(
         None,
-        "with --rl-partial-rollouts, versions of the weights between a sample's oldest token and "
-        "the step that learns from it; default: 4",
+        "with --rl-partial-rollouts, maximum number of weight versions between a sample's oldest "
+        "token and the step that trains on it; default: 4",
         least=0,
-        advice="0 lets every response end in the step that began it",
+        advice="0 finishes every response in the step that started it",
     )
     stale_rollouts: str = param(
         "finish",
-        "groups that would get older: they end in this step, or are dropped",
+        "groups that would exceed --rl-max-staleness: finish them in this step, or drop them",
         choices=("finish", "drop"),
     )
     kv_after_update: str = param(
         "recompute",
-        "keys and values of responses that go on after an update: computed anew by its weights, or "
-        "kept, where engines have them still: without a GPU",
+        "KV cache of responses that continue after an update: recompute it with the new weights, "
+        "or keep it (without a GPU only)",
         choices=("recompute", "keep"),
     )
     ranks_per_node: int = param(
         0,
-        "processes on one machine, which engines' TP groups do not leave; 0 asks the launcher",
+        "ranks per machine, which TP groups of engines do not cross; 0: as the launcher reports",
         least=0,
     )
-    reshard_bucket_mb: int = param(512, "bytes in flight during a hand-over, in MiB", above=0)
+    reshard_bucket_mb: int = param(512, "bucket size of a weight sync, in MiB", above=0)
     offload: str = param(
         "auto",
-        "what training keeps in host memory during rollout: gradients (or grads), optimizer, "
-        "parameters (or params), with commas; none; or auto: gradients and optimizer with a GPU. "
-        "Without one copies lie in the same memory and save nothing",
+        "training state offloaded to host memory during rollout: gradients (or grads), optimizer, "
+        "parameters (or params), comma-separated; none; auto: gradients and optimizer with a GPU, "
+        "nothing without one",
     )
     offload_keep_gradients: bool = param(
-        False, "copy gradients when they are offloaded, instead of zeroing them afterwards"
+        False, "preserve gradients when they are offloaded, instead of zeroing them"
     )
     reshard_dtype: str = param(
         "checkpoint",
-        "dtype in which weights travel, a cast at the source; checkpoint: fp16 with --rl-precision "
-        "fp16, else that of the checkpoint",
+        "dtype of weights in a weight sync, cast by the sender; checkpoint: fp16 with "
+        "--rl-precision fp16, else the dtype of the checkpoint",
         choices=("checkpoint", "bf16", "fp16"),
     )
-    reshard_delta: bool = param(False, "send only blocks that changed since the last hand-over")
+    reshard_delta: bool = param(
+        False, "send only the blocks that changed since the last weight sync"
+    )
     reshard_full_interval: int = param(
-        20, "with --rl-reshard-delta, hand-overs from one full transfer to the next", above=0
+        20, "with --rl-reshard-delta, weight syncs between full transfers", above=0
     )
 
     attest: str = param(
         "sample",
-        "how much of a hand-over is proved to have arrived: every element, one row of 32 (other "
-        "rows each time), or nothing",
+        "how much of each weight sync is verified: full: every element; sample: one row of 32, "
+        "different rows each time; off: nothing",
         choices=("full", "sample", "off"),
     )
     canary_interval: int = param(
         50,
-        "hand-overs from one comparison of both sides' log-probs to the next; 0 compares never",
+        "weight syncs between comparisons of engine and actor log-probs; 0 disables them",
         least=0,
     )
     canary_tolerance: float = param(
         0.3,
-        "how far these may be apart: the mean |difference| over a prompt's tokens, in nats, beyond "
-        "which the hand-over is repeated and then the run stops; 0 compares and never stops",
+        "maximum mean |difference| of these log-probs over a prompt's tokens, in nats; above it "
+        "the weight sync is repeated, then the run stops; 0 only reports",
         least=0,
     )
 
     stage_timeout_seconds: float = param(
         3600.0,
-        "a stage that takes longer ends the run, and says what each rank does; 0 waits",
+        "time limit of a stage, in seconds; the run ends with a report of each rank; 0 disables it",
         least=0,
     )
 
     # health; a threshold of 0 switches its alarm off
     on_alarm: str = param(
         "warn",
-        "what an alarm does: a warning, or a checkpoint and the end of the run (exit code 75)",
+        "what an alarm does: warn, or save a checkpoint and stop the run (exit code 75)",
         choices=("warn", "stop"),
     )
     alarm_window: int = param(
-        10, "steps that an alarm looks at", least=2, advice="one step is no trend"
+        10, "steps that an alarm considers", least=2, advice="one step is not a trend"
     )
     alarm_reward_std: float = param(
-        1e-3, "alarm if the standard deviation of rewards is lower", least=0
+        1e-3, "alarm if the standard deviation of rewards is below this", least=0
     )
-    alarm_kl: float = param(1.0, "alarm if the KL to the reference is higher", least=0)
+    alarm_kl: float = param(1.0, "alarm if the KL to the reference is above this", least=0)
     alarm_entropy: float = param(
-        0.1, "alarm if the entropy is below this share of the first", least=0
+        0.1, "alarm if the entropy is below this share of its first value", least=0
     )
     alarm_response_tokens: float = param(
-        3.0, "alarm if responses get longer or shorter by more than this factor", least=0
+        3.0, "alarm if response length changes by more than this factor", least=0
     )
-    alarm_clip_fraction: float = param(0.5, "alarm if a larger share of tokens is clipped", least=0)
-    alarm_mismatch: float = param(0.1, "alarm if kl/rollout_actor is higher", least=0)
+    alarm_clip_fraction: float = param(
+        0.5, "alarm if the share of clipped tokens is above this", least=0
+    )
+    alarm_mismatch: float = param(0.1, "alarm if kl/rollout_actor is above this", least=0)
     alarm_grad_norm: float = param(
-        10.0, "alarm if the gradient norm is so many times the median of the last steps", least=0
+        10.0, "alarm if the gradient norm is this many times the median of the last steps", least=0
     )
     alarm_host_growth_mib: float = param(
-        64.0, "alarm if a rank's host memory grows more a step", least=0
+        64.0, "alarm if a rank's host memory grows by more than this per step, in MiB", least=0
     )
-    alarm_device_growth_mib: float = param(64.0, "the same of device memory", least=0)
+    alarm_device_growth_mib: float = param(
+        64.0, "alarm if a rank's device memory grows by more than this per step, in MiB", least=0
+    )
     alarm_expert_imbalance: float = param(
-        0.0, "alarm if an expert gets more than so many times the mean of its layer", least=0
+        0.0, "alarm if an expert gets more than this many times the mean load of its layer", least=0
     )
     alarm_unused_experts: float = param(
-        0.5, "alarm if in a layer a larger share of experts gets no token", least=0
+        0.5, "alarm if the share of experts without a token in a layer is above this", least=0
     )
     alarm_tokens_per_second: float = param(
-        0.5, "alarm if rollout is slower than this share of the first steps' speed", least=0
+        0.5, "alarm if rollout is slower than this share of its initial speed", least=0
     )
 
     # what was given of the algorithm: parts and their parameters, which they declare themselves
     parts: Mapping[str, Any] = field(default_factory=dict)
 
     # run directory and output
-    run_dir: str | None = param(None, "where metrics, samples and checkpoints go")
+    run_dir: str | None = param(None, "directory of metrics, samples and checkpoints")
     run_name: str = param(
-        "run", "begins the name of the default run directory, runs/<name>-<date>-<time>.<n>"
+        "run", "prefix of the default run directory, runs/<name>-<date>-<time>.<n>"
     )
-    num_logged_rollouts: int = param(8, "sampled texts per step in rollouts.jsonl", least=0)
-    export_hf: str | None = param(None, "write the trained policy as a Hugging Face folder")
+    num_logged_rollouts: int = param(8, "samples per step in rollouts.jsonl", least=0)
+    export_hf: str | None = param(None, "Hugging Face folder to export the trained policy to")
     export_dtype: str = param(
         "auto",
-        "auto: that of --rl-hf-checkpoint, bfloat16 for its FP8 blocks; fp8: such blocks again, "
-        "with the published bytes of each one that training left alone",
+        "dtype of the export; auto: that of --rl-hf-checkpoint, with bfloat16 for FP8 blocks; fp8: "
+        "FP8 blocks, unchanged where training did not change them",
         choices=("auto", FLOAT8),
     )
     max_tokens_per_microbatch: int = param(
         0,
-        "pack samples without padding into rows of at most this many tokens, balanced over ranks; "
-        "0 pads --micro-batch-size samples to one length",
+        "pack samples without padding into micro-batches of at most this many tokens, balanced "
+        "over ranks; 0: pad --micro-batch-size samples to one length",
         least=0,
     )
     share_prompts: str = param(
         "auto",
-        "compute a prompt once for its samples in a packed row; auto: where that changes nothing",
+        "compute a prompt once for its samples in a packed row; auto: if results do not change",
         choices=("auto", "on", "off"),
     )
     trace: int = param(
         0,
-        "trace so many steps, after the first: files for ui.perfetto.dev and a table of where the "
-        "time goes, in the run directory's trace/",
+        "trace this many steps after the first one: files for ui.perfetto.dev and a table of times "
+        "in the run directory's trace/",
         least=0,
     )
-    log_prob_chunk_tokens: int = param(1024, "tokens whose logits exist at one time", above=0)
-    verify_out: str | None = param(None, "JSON file of mcore_rl.verify")
+    log_prob_chunk_tokens: int = param(1024, "tokens whose logits are computed at a time", above=0)
+    verify_out: str | None = param(None, "JSON file for the result of mcore_rl.verify")
 
     @classmethod
     def of(cls, **values: Any) -> RLConfig:

@@ -118,7 +118,7 @@ def flags_page() -> str:
 
 
 def parameter_table() -> str:
-    """Of docs/using/algorithms.md: what estimators, losses and corrections can be told."""
+    """The table in docs/using/algorithms.md: parameters of estimators, losses and corrections."""
     lines = ["| parameter | default of | values | |", "| --- | --- | --- | --- |"]
     for p in flags().values():
         if of := default_of(p, with_owner=True):

@@ -36,7 +36,7 @@ class Roles:
         return tuple(rank for rank in range(self.world_size) if rank not in others)
 
     def ranks(self, role: str) -> tuple[int, ...]:
-        """Of a role, those of the actor where it has none of its own."""
+        """The ranks of a role; those of the actor if it has none of its own."""
         own = {ACTOR: self.actor, CRITIC: self.critic, REWARD: self.reward}[role]
         return own or self.actor
 
@@ -52,7 +52,7 @@ class Roles:
 def parse_roles(world_size: int, critic: str | None = None, reward: str | None = None) -> Roles:
     """The roles of `--rl-critic-ranks` and `--rl-reward-ranks`: ranges like "4-7" or "4-5,8".
 
-    UsageError: text that is no range, ranks that the world does not have, ranks with two roles,
+    UsageError: text that is not a range, ranks that the world does not have, ranks with two roles,
     and no rank left for the actor.
     """
     flags = {"--rl-critic-ranks": critic, "--rl-reward-ranks": reward}

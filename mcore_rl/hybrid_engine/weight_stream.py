@@ -159,7 +159,7 @@ class WeightStream:
 
     @property
     def hidden_share(self) -> float:
-        """Of the time in which something was on its way, that in which this rank did not wait."""
+        """Share of the transfer time during which this rank did not wait."""
         return self._transfer.stats.hidden_share
 
     @property

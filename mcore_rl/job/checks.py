@@ -178,7 +178,7 @@ def _offload(config: RLConfig, values: Mapping[str, Any], platform: Platform) ->
 
 
 def _layout(shape: ModelShape, values: Mapping[str, Any], roles: Roles) -> TrainLayout:
-    """Of the actor's ranks; the error says so where others are of other roles."""
+    """The layout of the actor's ranks; the error names them if other ranks have other roles."""
     try:
         return check_layout(shape, values, len(roles.actor))
     except UsageError as error:

@@ -244,7 +244,7 @@ def check_rollout(
         )
     if config.rollout_all2all_backend not in ("", *ALL2ALL_BACKENDS):
         raise UsageError(
-            "is none that vLLM has",
+            "is not a vLLM all-to-all backend",
             flag=f"--rl-rollout-all2all-backend {config.rollout_all2all_backend}",
             remedy=f"choose one of {', '.join(ALL2ALL_BACKENDS)}, or leave the flag out",
         )
@@ -314,8 +314,8 @@ def _engine_dp_size(
         )
     if ep_size % tp_size:
         raise UsageError(
-            f"is no multiple of the engine's TP size {tp_size} (EP = TP x data-parallel ranks of "
-            "the engine)",
+            f"is not a multiple of the engine's TP size {tp_size} (EP = TP x data-parallel ranks "
+            "of the engine)",
             flag=flag,
             remedy="change it or --rl-rollout-tp-size",
         )
@@ -357,7 +357,7 @@ def _rank_map(rollout: RolloutLayout) -> Sequence[int]:
 
 
 def ranks_per_node(config: RLConfig, world_size: int) -> int:
-    """Of `--rl-ranks-per-node`, else what the launcher says, else 8; at most the world."""
+    """`--rl-ranks-per-node`, else what the launcher says, else 8; at most the world size."""
     launched = os.environ.get("LOCAL_WORLD_SIZE")
     found = config.ranks_per_node or (int(launched) if launched else _USUAL_RANKS_PER_NODE)
     return min(found, world_size)

@@ -28,7 +28,7 @@ from mcore_rl.planner.settings import ActivationSettings, Recompute
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class RecomputeSaving:
-    """Of activation recomputation, on the pipeline stage where it saves most of a micro-batch."""
+    """What activation recomputation saves, on the pipeline stage where it saves most."""
 
     stage: int
     kept_bytes: int  # of one micro-batch, from its forward to its backward pass

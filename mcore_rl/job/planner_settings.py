@@ -165,7 +165,7 @@ def engine_settings(
 
 
 def recompute(values: Mapping[str, Any]) -> Recompute:
-    """Of Megatron's --recompute-* flags."""
+    """What Megatron's --recompute-* flags ask for."""
     granularity = values.get("recompute_granularity")
     if values.get("recompute_activations"):
         granularity = "selective"
@@ -179,7 +179,7 @@ def recompute(values: Mapping[str, Any]) -> Recompute:
 
 
 def _gradient_bytes(config: RLConfig, values: Mapping[str, Any]) -> int:
-    """Of Megatron's gradient buffers."""
+    """Bytes of an element of Megatron's gradient buffers."""
     if values.get("accumulate_allreduce_grads_in_fp32") or config.precision == "fp32":
         return 4
     if config.precision == "fp16":
@@ -189,7 +189,7 @@ def _gradient_bytes(config: RLConfig, values: Mapping[str, Any]) -> int:
 
 
 def _main_bytes(config: RLConfig, values: Mapping[str, Any]) -> int:
-    """Of the main parameter; a float32 parameter is its own."""
+    """Bytes of an element of the main parameter; a float32 parameter is its own."""
     if config.precision == "fp32":
         return 0
     precise = bool(values.get("use_precision_aware_optimizer"))
@@ -197,7 +197,7 @@ def _main_bytes(config: RLConfig, values: Mapping[str, Any]) -> int:
 
 
 def _moment_bytes(values: Mapping[str, Any]) -> list[int]:
-    """Of each moment."""
+    """Bytes of an element of each moment."""
     name = values.get("optimizer", "adam")
     if name not in _MOMENTS:
         raise UsageError(

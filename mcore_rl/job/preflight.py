@@ -103,16 +103,16 @@ def _check_first_finished(config: RLConfig) -> None:
         )
     if config.keeps_unfinished and config.environment is not None:
         raise UsageError(
-            f"cannot be with --rl-environment {config.environment}, whose processes a checkpoint "
-            "does not have, so that a conversation could not go on in a later step",
+            f"cannot be combined with --rl-environment {config.environment}: a checkpoint does "
+            "not hold its processes, so a conversation cannot continue in a later step",
             flag="--rl-partial-rollouts",
             remedy="drop one of the two; --rl-oversample alone may stay",
         )
     if at_a_time > 1.0 and config.recipe.dynamic_sampling and config.reward_model:
         raise UsageError(
-            "cannot be with --rl-dynamic-sampling and --rl-reward-model: a reward model scores "
-            "when all engines are done, so that no group can be found to teach nothing while "
-            "others are sampled",
+            "cannot be combined with --rl-dynamic-sampling and --rl-reward-model: a "
+            "reward model scores when all engines are done, too late to replace a group without "
+            "reward differences",
             flag=flag,
             remedy="drop one of the three",
         )

@@ -50,7 +50,7 @@ def tokens_of(typed: Sequence[str], parser: argparse.ArgumentParser) -> list[str
 
 
 def no_tokens(args: argparse.Namespace) -> tuple[str, ...]:
-    """Of a fork: its own parser has read them."""
+    """No tokens: a fork's own parser has read them."""
     return ()
 
 
@@ -134,7 +134,7 @@ def flags_of(values: Mapping[str, Any], parser: argparse.ArgumentParser) -> dict
 
 
 def read_shape_of(config: RLConfig, field: str) -> ModelShape:
-    """Of config.json in a checkpoint's folder."""
+    """The shape in config.json of a checkpoint's folder."""
     folder = getattr(config, field)
     if folder is None:
         raise UsageError(
@@ -146,7 +146,7 @@ def read_shape_of(config: RLConfig, field: str) -> ModelShape:
 
 
 def read_actor_shape(config: RLConfig, read_shape: ReadShape) -> ModelShape:
-    """Of the model that is trained."""
+    """The shape of the model that is trained."""
     return read_shape(config, "hf_checkpoint")
 
 

@@ -64,7 +64,7 @@ def check_megatron_accepts(
     except (AssertionError, ValueError, RuntimeError, ImportError, OSError, SystemExit) as error:
         raise UsageError(
             f"Megatron refuses these flags ({_reason(error, printed.getvalue())})",
-            remedy="change or drop what it speaks of",
+            remedy="change or drop the flag it names",
         ) from error
     finally:
         sys.argv = saved

@@ -1,6 +1,6 @@
 """Tensors of the checkpoint that engines need and nothing trains: the drafter's, of MTP layers.
 
-They are no parameters, so no rank of Megatron holds them. Each rank reads the slices that its own
+They are not parameters, so no rank of Megatron holds them. Each rank reads the slices that its own
 engine needs, once, and keeps them in host memory: at a hand-over they are where they are wanted,
 and none of them travels. Several engines have several copies, as they have of their weights.
 """

@@ -44,8 +44,8 @@ def grid(shape: tuple[int, ...]) -> tuple[int, ...]:
 def split_scales(
     found: Mapping[str, TensorInfo], folder: Path, flag: str
 ) -> tuple[dict[str, TensorInfo], dict[str, TensorInfo]]:
-    """Of all tensors of a folder of FP8 blocks: weights, float8 ones as the bfloat16 they stand
-    for, and weight -> its factors.
+    """Split the tensors of a folder of FP8 blocks into weights, with float8 ones as the bfloat16
+    they stand for, and the factors by weight.
 
     Raises UsageError for factors that are missing, of another shape or dtype, or of no weight.
     """

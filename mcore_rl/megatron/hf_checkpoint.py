@@ -102,7 +102,7 @@ class HFCheckpoint:
 
     @property
     def stored_bytes(self) -> int:
-        """Of all its tensors, as they lie in the files."""
+        """Bytes of all its tensors, as stored in the files."""
         return sum(info.num_bytes for info in self.stack.stored.values()) + sum(
             math.prod(info.shape) + self.float8[name].num_bytes
             if name in self.float8
@@ -200,7 +200,8 @@ def check_tensors(checkpoint: HFCheckpoint, shape: ModelShape, *, flag: str) -> 
 
 
 def fingerprint(checkpoint: HFCheckpoint) -> str:
-    """Of names, shapes, dtypes and weights, however these are divided into files. Collective.
+    """A fingerprint of names, shapes, dtypes and weights, however these are divided into files.
+    Collective.
 
     Of each tensor a few blocks are read, by one of the ranks: training changes all of them, and a
     folder of a terabyte is done in seconds.

@@ -61,7 +61,7 @@ class CheckedOptimizer:
         config.finalize_model_grads_func = finish_and_keep
 
     def _skipped(self) -> UpdateResult:
-        """Of an update that leaves everything as it was."""
+        """The result of a skipped update."""
         biases = expert_biases(self._state.chunks)
         for bias, before in zip(biases, self._biases_before, strict=True):
             bias.copy_(before)

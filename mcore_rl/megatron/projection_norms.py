@@ -86,7 +86,7 @@ def _over_ranks(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
 
 
 class QueryNorm(ProjectionNorm):
-    """Of `--num-attention-heads` heads."""
+    """The norm of `--num-attention-heads` query heads."""
 
     @staticmethod
     def _num_heads(config: Any) -> int:
@@ -94,7 +94,7 @@ class QueryNorm(ProjectionNorm):
 
 
 class KeyNorm(ProjectionNorm):
-    """Of `--num-query-groups` heads."""
+    """The norm of `--num-query-groups` key heads."""
 
     @staticmethod
     def _num_heads(config: Any) -> int:

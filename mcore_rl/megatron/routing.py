@@ -59,7 +59,7 @@ class RouterLayout:
         return padding if chunk.pre_process else self._of_this_rank(padding.t()).t()
 
     def _of_this_rank(self, of_rows: torch.Tensor) -> torch.Tensor:
-        """Of `[s, b]` what sequence parallelism gives this rank."""
+        """This rank's part of `[s, b]` under sequence parallelism."""
         if self.tp_group is None:
             return of_rows
         return of_rows.chunk(self.tp_group.size())[self.tp_group.rank()]

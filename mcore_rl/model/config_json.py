@@ -223,7 +223,7 @@ def model_shape(
 
 
 def _sliding_window(fields: Fields, num_layers: int) -> int:
-    """Of every other layer."""
+    """The sliding window of every other layer."""
     types = ["full_attention" if i % 2 else "sliding_attention" for i in range(num_layers)]
     if fields.get("layer_types", types) != types:
         raise fields.refuse(
@@ -303,7 +303,7 @@ def _experts(fields: Fields, router: Router) -> Experts:
 
 
 def _shared_size(fields: Fields, router: Router, hidden_size: int) -> int:
-    """Of all shared experts together; `hidden_size` is that of a routed one."""
+    """The hidden size of all shared experts together; `hidden_size` is that of a routed one."""
     if router.gated_shared_size:
         return fields.count(router.gated_shared_size)
     return fields.count("n_shared_experts", 0, least=0) * hidden_size if router.methods else 0
@@ -455,7 +455,7 @@ def megatron_flags(shape: ModelShape) -> list[str]:
 
 
 def _add_yarn(add: Any, rope: Mapping[str, Any]) -> None:
-    """Of grouped attention."""
+    """Add the YaRN settings of grouped attention."""
     add("--rotary-scaling-factor", rope["factor"])
     add("--yarn-original-max-position-embeddings", rope["original_max_position_embeddings"])
     add("--yarn-beta-fast", rope["beta_fast"])

@@ -101,7 +101,7 @@ class TrainLayout:
         return rank // (self.tp_size * self.cp_size) % self.dp_size
 
     def dp_ranks(self) -> tuple[tuple[int, ...], ...]:
-        """Of each data-parallel rank those of TP, CP and PP, which learn from the same samples."""
+        """For each data-parallel rank, its TP, CP and PP ranks, which train on the same samples."""
         found: list[list[int]] = [[] for _ in range(self.dp_size)]
         for rank in range(self.world_size):
             found[self.dp_rank(rank)].append(rank)
@@ -255,7 +255,7 @@ class RolloutLayout:
             )
         if self.rank_map and sorted(self.rank_map) != list(range(self.world_size)):
             raise RuntimeError(
-                f"the rank map {self.rank_map} is no permutation of {self.world_size} ranks"
+                f"the rank map {self.rank_map} is not a permutation of {self.world_size} ranks"
             )
 
     @property

@@ -29,7 +29,7 @@ _FP8_BLOCKS: dict[str, tuple[Any, ...]] = {
 
 
 def quantization_method(values: Mapping[str, Any]) -> str | None:
-    """Of a parsed config.json: its quant_method, None without quantised weights."""
+    """The quant_method of a parsed config.json; None without quantised weights."""
     given = values.get(QUANTIZATION)
     return str(_settings(given).get("quant_method") or "an unnamed method") if given else None
 

@@ -74,7 +74,7 @@ def check_drafter(speculation: Speculation | None, shape: ModelShape) -> None:
         )
     if speculation.num_tokens > count and speculation.num_tokens % count:
         raise UsageError(
-            f"is no multiple of the {count} multi-token-prediction layers, which vLLM runs in turn",
+            f"is not a multiple of the {count} multi-token-prediction layers that vLLM repeats",
             flag=flag,
             remedy=f"give {MTP}:{count}, or a multiple",
         )

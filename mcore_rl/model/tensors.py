@@ -36,7 +36,7 @@ class TensorSpec:
     """A checkpoint tensor of a layer, or one such tensor per routed expert.
 
     `name` follows the layer's prefix, with `{expert}` for an expert's number; `shape` is that of
-    one tensor, `num_experts` is 0 for what is no routed expert.
+    one tensor, `num_experts` is 0 for tensors that are not routed experts.
     """
 
     name: str
@@ -48,7 +48,7 @@ class TensorSpec:
 
     @property
     def num_bytes(self) -> int:
-        """Of all its experts."""
+        """Bytes of all its experts."""
         itemsize = 4 if self.dtype == "float32" else 2
         return math.prod(self.shape) * max(1, self.num_experts) * itemsize
 

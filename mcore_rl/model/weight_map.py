@@ -151,7 +151,7 @@ def _gate_and_up(p: _Parameter, gate: str, up: str) -> list[Piece]:
 
 
 def _gated(prefix: str) -> _Rule:
-    """`_gate_and_up` of a feed-forward network that is no routed expert."""
+    """`_gate_and_up` of a feed-forward network that is not a routed expert."""
 
     def rule(p: _Parameter, shape: ModelShape) -> list[Piece]:
         return _gate_and_up(p, f"{prefix}gate_proj.weight", f"{prefix}up_proj.weight")

@@ -49,7 +49,7 @@ class ExpertLoad:
     def _count(
         self, router: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]
     ) -> None:
-        # What goes forward without gradients is no update, or comes again for its backward pass.
+        # A forward without gradients is not part of an update, or is repeated for its backward.
         if not (router.training and torch.is_grad_enabled()):
             return
         _, chosen = output  # [tokens, experts] bool
@@ -60,7 +60,7 @@ class ExpertLoad:
         self._counts[row] += chosen.sum(dim=0)
 
     def metrics(self) -> dict[str, float]:
-        """Of what was counted since the last call. Collective over the world.
+        """Metrics of what was counted since the last call. Collective over the world.
 
         `moe/imbalance`: how many times the mean of its layer the busiest expert gets, in the worst
         layer; `moe/unused_experts`: the share of experts without a token, `moe/most_unused_experts`
@@ -77,7 +77,7 @@ class ExpertLoad:
         return metrics | self._disagreement()
 
     def _used(self, counts: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Of all ranks, for the layers that have been used, and which these are: of the others
+        """Counts of all ranks for the layers that have been used, and these layers: of the others
         nothing was learnt."""
         total = counts.clone()
         dist.all_reduce(total)

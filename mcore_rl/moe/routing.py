@@ -42,7 +42,7 @@ class RoutedLayers:
 
     @property
     def bytes_a_token(self) -> int:
-        """Of its choices, and one that says whether they are known."""
+        """Bytes of a token's choices, and one that says whether they are known."""
         return len(self.layers) * self.topk * self.dtype.itemsize + 1
 
 

@@ -114,7 +114,7 @@ def traced_steps(
 
 
 def _category(name: str, kind: str, stages: Collection[str]) -> str | None:
-    """Of an event; None for what others annotate, and kernels that compute."""
+    """The category of an event; None for foreign annotations and compute kernels."""
     if kind == "kernel":  # NCCL's own, as an annotation on the host tells only of its launch
         return COMMUNICATION if name.startswith("nccl") else None
     if kind != "user_annotation":

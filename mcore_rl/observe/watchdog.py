@@ -95,7 +95,7 @@ class StageWatchdog:
         if not self._stages:
             faulthandler.cancel_dump_traceback_later()
             return
-        with contextlib.suppress(ValueError, OSError):  # a stderr that is no file
+        with contextlib.suppress(ValueError, OSError):  # a stderr that is not a file
             faulthandler.dump_traceback_later(self._limit + _BACKSTOP_SECONDS, exit=True)
 
     def _watch(self) -> None:
@@ -166,7 +166,7 @@ def describe(reports: Mapping[int, Report], world_size: int, limit_seconds: floa
         together.setdefault((report.stage, *report.stack), []).append(rank)
     lines = [
         f"mcore_rl: error: a stage took longer than --rl-stage-timeout-seconds {limit_seconds:g}; "
-        "raise it if that is no fault"
+        "raise it if the stage is expected to take this long"
     ]
     if silent := [rank for rank in range(world_size) if rank not in reports]:
         lines.append(f"{_ranks(silent)} gave no answer: ended, stopped, or deep in other code")

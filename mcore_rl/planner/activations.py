@@ -109,7 +109,7 @@ def _expert_terms(
 
 @dataclass(frozen=True, slots=True)
 class _LayerBytes:
-    """Of one layer and one micro-batch."""
+    """Activation bytes of one layer and one micro-batch."""
 
     input: float  # what full recomputation keeps
     saved: float  # with selective recomputation, or none
@@ -138,7 +138,7 @@ def micro_batches_in_flight(
     """How many micro-batches' activations of all its layers a stage holds at most.
 
     1F1B: as many as there are stages from here to the last. Interleaved, stages hold chunks of
-    layers, so that this is no whole number.
+    layers, so this need not be an integer.
     """
     if pp_size == 1:
         return 1.0
@@ -151,7 +151,8 @@ def micro_batches_in_flight(
 def train_activation_bytes(
     shape: ModelShape, train: TrainLayout, layers: PipelineLayers, settings: ActivationSettings
 ) -> list[int]:
-    """Of a rank of each stage at its peak: what is kept, and what the layer in work needs besides.
+    """Bytes on a rank of each stage at its peak: what is kept, and what the layer in work needs
+    besides.
 
     In work is one group of recomputed layers, and the gradients of one layer, at most as many bytes
     as the layer keeps.
@@ -238,8 +239,8 @@ def head_bytes(
 def logits_bytes(
     shape: ModelShape, train: TrainLayout, settings: ActivationSettings, chunk_tokens: int
 ) -> float:
-    """Of at most `chunk_tokens` tokens of a micro-batch, over a rank's part of the vocabulary:
-    twice in float32."""
+    """Bytes for at most `chunk_tokens` tokens of a micro-batch, over a rank's part of the
+    vocabulary: twice in float32."""
     tokens = min(chunk_tokens, settings.micro_batch_tokens / train.cp_size)
     rows = vocabulary_rows(shape, train.tp_size, settings)
     return tokens * rows * 2 * _FLOAT32
@@ -275,7 +276,8 @@ def _layer_sizes(
 def log_prob_activation_bytes(
     shape: ModelShape, train: TrainLayout, layers: PipelineLayers, settings: ActivationSettings
 ) -> list[int]:
-    """Of a rank of each stage in the forward pass alone: one layer in work, on the last the head.
+    """Bytes on a rank of each stage in the forward pass alone: one layer in work, on the last the
+    head.
 
     One layer's set is what it would keep for a backward pass; here it is freed as it goes.
     """
@@ -292,7 +294,7 @@ def log_prob_activation_bytes(
 def engine_activation_bytes(
     shape: ModelShape, rollout: RolloutLayout, settings: EngineSettings
 ) -> int:
-    """Of a rank of the engine at its peak: a layer at work on a full batch, and the logits.
+    """Bytes on a rank of the engine at its peak: a layer at work on a full batch, and the logits.
 
     Experts compute on what all data-parallel ranks of the engine have, in two workspaces with a row
     for every token and chosen expert, wherever that expert lies. The sampler has the logits of

@@ -80,7 +80,8 @@ class Traffic:
         return np.array([len(of_rank.peers) for of_rank in self.connections])
 
     def seconds(self, machine: Machine) -> float:
-        """Of the slowest rank, at full rates, both directions and both kinds of links at a time."""
+        """Seconds of the slowest rank at full rates, in both directions and on both kinds of
+        link."""
         own = np.maximum(self.received_own_node, self.sent_own_node) / machine.own_node_rate
         other = np.maximum(self.received_other_nodes, self.sent_other_nodes)
         return float(np.maximum(own, other / machine.other_nodes_rate).max())

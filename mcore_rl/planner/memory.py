@@ -120,8 +120,8 @@ def exported_file_bytes(case: Case) -> int:
 
 
 def _host(case: Case, traffic_bytes: int, routed: Mapping[str, int]) -> dict[str, int]:
-    """Of a node whose ranks are all on the fullest stage of each model; where models have ranks of
-    their own, of a node with those that take more."""
+    """Host bytes of a node whose ranks are all on the fullest stage of each model; where models
+    have ranks of their own, of a node with those that take more."""
     states = {model.name: stage_state(model) for model in case.models}
     sharing: dict[tuple[int, ...], list[TrainedModel]] = {}
     for model in case.models:

@@ -73,7 +73,7 @@ def stage_state(model: TrainedModel, *, with_moments: bool = True) -> list[dict[
 
 
 def optimizer_bytes(model: TrainedModel, *, with_moments: bool = True) -> list[int]:
-    """Of a rank of each stage, on the device and on the host together."""
+    """Bytes on a rank of each stage, on device and host together."""
     training = model.training
     per_parameter = training.optimizer_bytes - (0 if with_moments else training.moment_bytes)
     return [

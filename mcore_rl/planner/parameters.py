@@ -50,8 +50,8 @@ def vocabulary_rows(shape: ModelShape, tp_size: int, settings: ActivationSetting
 def stage_parameters(
     shape: ModelShape, train: TrainLayout, layers: PipelineLayers, settings: TrainSettings
 ) -> list[StageParameters]:
-    """Of every stage. The router's bias is no parameter. MTP layers that are trained lie on the
-    last stage, with a copy of the embedding."""
+    """Parameters of every stage. The router's bias is not a parameter. MTP layers that are trained
+    lie on the last stage, with a copy of the embedding."""
     rows = vocabulary_rows(shape, train.tp_size, settings)
     last = len(layers) - 1
     embedding, head = embedding_specs(shape), head_specs(shape)

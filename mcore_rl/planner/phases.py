@@ -293,8 +293,8 @@ class _Planning:
         }
 
     def _phase(self, name: str, parts: Parts, model: TrainedModel, *, share: int = 0) -> Phase:
-        """Of the rank that holds most, among those of `model`, whose stages count. `share` of the
-        device is taken for the engine whole."""
+        """The phase of the rank that holds most, among those of `model`, whose stages count.
+        `share` of the device is taken for the engine whole."""
         machine = self._case.machine
         if self._nccl:
             parts[NCCL] = np.full(model.train.world_size, self._nccl, dtype=np.int64)

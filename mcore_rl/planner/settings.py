@@ -54,12 +54,13 @@ class ActivationSettings:
 
     @property
     def micro_batch_tokens(self) -> int:
-        """Of the largest micro-batch, over all context-parallel ranks."""
+        """Tokens of the largest micro-batch, over all context-parallel ranks."""
         return self.packed_tokens or self.micro_batch_size * self.positions
 
     def micro_batches_of(self, samples: int, dp_size: int, multiple_of: int = 1) -> int:
-        """Of a mini-batch of `samples`, on each data-parallel rank, all samples being full length;
-        packed, their number is rounded up to `multiple_of`. As in `mcore_rl.batching.accounting`.
+        """Micro-batches of a mini-batch of `samples`, on each data-parallel rank, all samples being
+        full length; packed, their number is rounded up to `multiple_of`. As in
+        `mcore_rl.batching.accounting`.
         """
         if not self.packed_tokens:
             return samples // dp_size // self.micro_batch_size

@@ -300,7 +300,7 @@ def _as_message(fields: Any) -> Message:
 
 
 def _value(value: Any) -> tuple[list[Outcome], float] | None:
-    """Of `score_samples`; what else runs in workers returns nothing."""
+    """The value of `score_samples`; other calls in workers return nothing."""
     if value is None:
         return None
     if not isinstance(value, list) or len(value) != 2 or not isinstance(value[0], list):

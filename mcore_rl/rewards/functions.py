@@ -177,7 +177,7 @@ def resolve_reward(spec: str, flag: str = "--rl-reward") -> RewardFunction:
     if not colon:
         if spec not in _BY_NAME:
             raise UsageError(
-                f"is no built-in reward{did_you_mean(spec, _BY_NAME)}",
+                f"is not a built-in reward{did_you_mean(spec, _BY_NAME)}",
                 flag=f"{flag} {spec}",
                 remedy=f"the built-in ones are {', '.join(_names(built_in=True))}, "
                 f"{_imported_names()}and your own is given as package.module:function or "

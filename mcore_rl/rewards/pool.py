@@ -56,7 +56,7 @@ class RewardPool(Scorer):
     and of the environment what `process` names and `environment_names`, and are killed when this
     process ends, however it ends. Linux kills them also when the thread ends in which the first
     sample was sent (by `finished`, `wait`, `outcomes`); what is sent next then starts new ones.
-    Each may have `memory_gib` GiB; 0 is no limit. `sandbox_accept` are protections that
+    Each may have `memory_gib` GiB; 0 means unlimited. `sandbox_accept` are protections that
     `python_sandbox` may lack (`isolation.levels.PROTECTIONS`).
 
     `specs` are what `resolve_reward` takes, `imports` what `import_file` does; call these before

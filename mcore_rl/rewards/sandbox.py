@@ -132,7 +132,7 @@ def _after_closing(line: str, fence: _Fence) -> str | None:
 
 
 def seconds_left() -> float:
-    """Of the time that a reward or an environment has, what its code may take."""
+    """Seconds that the code may take, of the time that a reward or an environment has."""
     left_seconds = signal.getitimer(signal.ITIMER_REAL)[0]
     return max(0.1, min(CODE_SECONDS, left_seconds - 1.0)) if left_seconds else CODE_SECONDS
 

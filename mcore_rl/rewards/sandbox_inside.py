@@ -313,7 +313,7 @@ def _open_nothing(libc: ctypes.CDLL) -> str | None:
 
 
 def _filter(architecture: int, refused: dict[int, int], clone: int) -> bytes:
-    """Of classic BPF: a call by its number to what becomes of it."""
+    """A classic BPF program that maps a call's number to its result."""
     load, equal, bit_set, at_least, give = 0x20, 0x15, 0x45, 0x35, 0x06
     allow, kill, deny = 0x7FFF0000, 0x80000000, 0x00050000
     lines = [

@@ -54,12 +54,12 @@ class RewardSpec:
     timeout_seconds: float
     imports: tuple[str, ...] = ()  # files to run before names are resolved
     servers: tuple[ServerSpec, ...] = ()  # of the names in SERVED_REWARDS
-    memory_gib: float = 0.0  # of each worker process; 0 is no limit
+    memory_gib: float = 0.0  # of each worker process; 0: unlimited
     environment_names: tuple[str, ...] = ()  # variables that workers get besides the harmless ones
     sandbox_accept: tuple[str, ...] = ()  # protections that python_sandbox may lack
 
     def weight(self, name: str) -> float:
-        """Of a reward; 0 for one that is not asked for."""
+        """The weight of a reward; 0 if it is not asked for."""
         return dict(zip(self.names, self.weights, strict=True)).get(name, 0.0)
 
     @property

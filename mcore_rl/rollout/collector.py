@@ -5,7 +5,7 @@ in reward, as otherwise no response is better than another. A step draws as many
 missing, again and again but no more often than `--rl-max-refills`; what is missing then is filled
 up with prompts that teach nothing, so that a step always has the same number of samples.
 
-A sample whose reward failed has none: it counts in no comparison, and nothing is learnt from it.
+A sample whose reward failed has none: it counts in no comparison, and nothing is learned from it.
 """
 
 from __future__ import annotations
@@ -210,7 +210,7 @@ class Collector:
         return tuple(np.argsort(-lengths, kind="stable").tolist())
 
     def _prompt_of(self, draw: int) -> Prompt:
-        """Of a draw of the run."""
+        """The prompt of a draw of the run."""
         return self._prompts[int(self._places(draw, 1)[0])]
 
     def _places(self, draw: int, count: int) -> np.ndarray:

@@ -37,7 +37,7 @@ class Counters(Protocol):
 
 
 class LocalCounters:
-    """Of one who deals with nobody."""
+    """Counters of a single engine."""
 
     def __init__(self) -> None:
         self._counts: Counter[str] = Counter()

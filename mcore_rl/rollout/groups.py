@@ -245,7 +245,7 @@ class Groups:
             self._conversations.turn(completion, rollout, text)
 
     def dropped(self, request: Request, num_tokens: int) -> None:
-        """What it had is counted, though nothing is learnt from it."""
+        """What it had is counted, though nothing is learned from it."""
         self._tally.generated_tokens += num_tokens
         if self._deal is None or self.plan.is_greedy(request.number):
             return
@@ -308,7 +308,7 @@ class Groups:
         )
 
     def tally(self) -> Tally:
-        """Of this TP group; on the first rank, after `wait`."""
+        """The counts of this TP group; on its first rank, after `wait`."""
         assert self._deal is not None
         taken = self._taken()
         left = [group for draw, group in self.open.items() if draw not in taken]
@@ -414,7 +414,7 @@ class Groups:
         return unneeded
 
     def _numbers(self, draws: Iterable[int] | None = None) -> set[int]:
-        """Of all responses to these draws, or to all that are open."""
+        """Request numbers of all responses to these draws; default: to all open ones."""
         size = self.plan.size
         chosen = self.open if draws is None else draws
         return {draw * size + index for draw in chosen for index in range(size)}

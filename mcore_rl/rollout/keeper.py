@@ -103,7 +103,7 @@ class SampleKeeper:
         return self._load
 
     def digest(self) -> bytes:
-        """Of all that is kept; the same on the ranks of an engine's TP group."""
+        """A digest of all that is kept; equal on the ranks of an engine's TP group."""
         found = hashlib.blake2b(digest_size=16)
         for number, sample in enumerate(self._kept):
             found.update(number.to_bytes(8, "little"))
@@ -156,7 +156,7 @@ class SampleKeeper:
         return found
 
     def parcel(self, table: SampleTable, wanted: Shares) -> Parcel:
-        """The tokens of samples for ranks, of whatever world, that are no part of the actor: the
+        """The tokens of samples for ranks, of whatever world, outside the actor: the
         rows of `tokens_to_rows`. Local."""
         sampled = self._sampled(table)
         numbers = table.numbers[sampled.of(self._rank)].tolist()

@@ -120,7 +120,7 @@ class OpenGroup:
         )
 
     def num_tokens(self, num_samples: int) -> int:
-        """Of the first so many responses, so far."""
+        """Tokens of the first `num_samples` responses so far."""
         begun = (each for each in self.rollouts[:num_samples] if each is not None)
         return sum(len(each.response_token_ids) for each in begun)
 

@@ -175,7 +175,7 @@ def _facts(spec: JobSpec) -> dict[str, str]:
 
 
 def _device_bytes() -> int:
-    """Of the device that Megatron will take for this rank, as vLLM asks for it."""
+    """Total bytes of the device that Megatron will use for this rank."""
     import torch
 
     device = int(os.environ.get("LOCAL_RANK", 0)) % torch.cuda.device_count()

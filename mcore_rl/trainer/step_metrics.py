@@ -43,8 +43,8 @@ def rollout_metrics(table: SampleTable) -> dict[str, float]:
 
 
 def update_metrics(updates: Sequence[UpdateStats]) -> dict[str, float]:
-    """Of the actor over a step's updates: means over all loss tokens, the mean gradient norm,
-    skipped ones; nothing without an update."""
+    """The actor's metrics over a step's updates: means over all loss tokens, the mean gradient
+    norm, skipped ones; nothing without an update."""
     if not updates:
         return {}
     total = functools.reduce(operator.add, (update.sums for update in updates))
@@ -79,7 +79,7 @@ def mismatch_metrics(sums: MismatchSums) -> dict[str, float]:
 
 
 def value_metrics(updates: Sequence[ValueUpdateStats]) -> dict[str, float]:
-    """Of the critic over a step's updates, as `update_metrics`."""
+    """The critic's metrics over a step's updates, as `update_metrics`."""
     if not updates:
         return {}
     total = functools.reduce(operator.add, (update.sums for update in updates))

@@ -1,4 +1,4 @@
-"""The bias behind an expert (gpt-oss), in training, where experts are no grouped layer.
+"""The bias behind an expert (gpt-oss), in training, where experts are not a grouped layer.
 
 Symptom: without Transformer Engine the first forward pass with gradients raises "Output 0 of
 _ReduceFromModelParallelRegion is a view and is being modified inplace"; with TP and without EP it

@@ -278,7 +278,7 @@ def _causal(query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
 
 
 def _last_visible(mask: torch.Tensor, window: int) -> torch.Tensor:
-    """Of a mask in which a query sees all keys up to its own, the last `window` of them."""
+    """A mask in which a query sees the last `window` keys up to its own."""
     place = torch.arange(mask.shape[-1], device=mask.device)
     return mask & (place >= mask.sum(-1, keepdim=True) - window)
 

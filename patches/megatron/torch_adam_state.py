@@ -15,7 +15,7 @@ in float32 are views of the model's, and of the three ways to load them one forb
 
 Why safe: an AdamW without state gets what it would give itself at its first step: zero moments and
 step 0. A state that exists is left alone. Without parameters the step that is read stands for
-nothing. A step is no part of the buffers that are loaded, so none is taken from there.
+nothing. A step is not part of the buffers that are loaded, so none is taken from there.
 
 Upstream: no issue known; with Apex or Transformer Engine the branch is never taken.
 
@@ -76,7 +76,7 @@ def apply() -> None:
     @torch.no_grad()
     def set_states_but_step(self, model_param, tensors):
         if isinstance(self.optimizer, (torch.optim.Adam, torch.optim.AdamW)):
-            tensors = {**tensors, "step": None}  # what is no tensor is passed over
+            tensors = {**tensors, "step": None}  # values that are not tensors are skipped
         set_states(self, model_param, tensors)
 
     DistributedOptimizer.state_dict = state_dict_of_initialised

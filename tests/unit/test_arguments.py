@@ -267,7 +267,7 @@ def test_a_temperature_is_what_vllm_samples_at_or_refused(flag: str) -> None:
         ("reward_http_retries", -1, "must be at least 0"),
         ("reward_memory_gib", float("nan"), "must be at least 0"),
         ("alarm_kl", -1.0, "must be at least 0"),
-        ("alarm_window", 1, "must be at least 2; one step is no trend"),
+        ("alarm_window", 1, "must be at least 2; one step is not a trend"),
         ("rollout_gpu_memory_utilization", 1.5, "must be at most 1; it is a share of the GPU"),
         ("top_p", 0.0, "must be greater than 0; give 1 to sample all tokens"),
         ("top_p", 1.5, "must be at most 1; give 1 to sample all tokens"),

@@ -124,7 +124,11 @@ PROMPTS = [
 REWARD = [
     Case(
         "unknown",
-        ["--rl-reward arithmetics is no built-in reward", "did you mean arithmetic?", "given as"],
+        [
+            "--rl-reward arithmetics is not a built-in reward",
+            "did you mean arithmetic?",
+            "given as",
+        ],
         flags={"--rl-reward": "arithmetics"},
     ),
     Case(

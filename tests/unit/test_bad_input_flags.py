@@ -105,7 +105,10 @@ FIRST_FINISHED = [
     ),
     Case(
         "conversations_that_go_on",
-        ["--rl-partial-rollouts cannot be with --rl-environment calculator", "drop one of the two"],
+        [
+            "--rl-partial-rollouts cannot be combined with --rl-environment calculator",
+            "drop one of the two",
+        ],
         more="--rl-partial-rollouts --rl-environment calculator",
     ),
     Case(
@@ -267,7 +270,7 @@ MEGATRON = [
     ),
     Case(
         "alarm_of_one_step",
-        ["--rl-alarm-window 1 must be at least 2", "one step is no trend"],
+        ["--rl-alarm-window 1 must be at least 2", "one step is not a trend"],
         more="--rl-alarm-window 1",
     ),
     Case(
@@ -277,7 +280,7 @@ MEGATRON = [
     ),
     Case(
         "reward_memory",
-        ["--rl-reward-memory-gib -1.0 must be at least 0", "0 is no limit"],
+        ["--rl-reward-memory-gib -1.0 must be at least 0", "0 disables the limit"],
         more="--rl-reward-memory-gib -1",
     ),
     Case(

@@ -103,7 +103,7 @@ LAYOUT = [
     ),
     Case(
         "ep_of_rollout_is_no_multiple_of_tp",
-        ["--rl-rollout-ep-size 3 is no multiple of the engine's TP size 2", "change"],
+        ["--rl-rollout-ep-size 3 is not a multiple of the engine's TP size 2", "change"],
         more="--rl-rollout-ep-size 3",
     ),
     Case(

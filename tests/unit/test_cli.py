@@ -216,7 +216,11 @@ def _config(tmp_path: Path, **changes: Any) -> str:
             "--expert-model-parallel-size 64 x --pipeline-model-parallel-size 8 = 512",
         ),
         ({}, "--pipeline-model-parallel-size 8", "does not divide the 61 layers"),
-        ({}, "--rl-rollout-tp-size 16 --rl-rollout-ep-size 8", "is no multiple of the engine's TP"),
+        (
+            {},
+            "--rl-rollout-tp-size 16 --rl-rollout-ep-size 8",
+            "is not a multiple of the engine's TP",
+        ),
         ({}, "--rl-rollout-tp-size 3", "--rl-rollout-tp-size 3 does not divide the world of 256"),
         ({}, "--rl-reshard-bucket-mb 0", "--rl-reshard-bucket-mb 0 must be greater than 0"),
         (

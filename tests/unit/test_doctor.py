@@ -112,7 +112,7 @@ def test_independent_mistakes_are_all_told_and_the_exit_code_is_1(spoilt: tuple)
     assert "--tensor-model-parallel-size 3" in reds["flags"]
     assert "lacks in line 17" in reds["prompts"]
     assert "nowhere:fn cannot be imported" in reds["reward"]
-    assert reds["ports"] == "MASTER_PORT=65536 is no port"
+    assert reds["ports"] == "MASTER_PORT=65536 is not a port"
     assert found["counts"]["red"] == 4 and code == 1
     assert all(each["remedy"] for each in found["findings"] if each["level"] != "green")
 
@@ -171,7 +171,10 @@ def test_a_check_that_fails_itself_is_red_and_ends_nothing(monkeypatch: pytest.M
         (["--", "--lr", "1"], "--world-size is missing"),
         (["--world-size", "0"], "--world-size 0 must be greater than 0"),
         (["--world-size", "two"], "invalid int value: 'two'"),
-        (["--world-size", "2", "--jason", "--", "--lr", "1"], "--jason is no flag of the doctor"),
+        (
+            ["--world-size", "2", "--jason", "--", "--lr", "1"],
+            "--jason is not a flag of the doctor",
+        ),
         (["--world-size", "2", "--", "--help"], "see -m mcore_rl.train --help"),
         (["--gpu-memory-gb", "-1"], "--gpu-memory-gb -1.0 must be greater than 0"),
         (["--gpu-reserved-gb", "-1"], "--gpu-reserved-gb -1.0 must be at least 0"),

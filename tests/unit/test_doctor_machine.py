@@ -285,7 +285,7 @@ def test_taken_port_is_red_where_it_was_chosen(tmp_path: Path, taken_port: int) 
     elsewhere = {**chosen, "MASTER_ADDR": "node-7.invalid"}
     assert "red" not in levels(network.check_ports(elsewhere, local_ranks=4, proc=proc))
     assert (
-        "is no port"
+        "is not a port"
         in the_one(
             network.check_ports({"MASTER_PORT": "http"}, local_ranks=4, proc=proc), "red"
         ).found
@@ -596,7 +596,7 @@ def test_a_collective_must_not_give_up_before_a_stage(sys_root: Callable[..., Pa
     unwatched = replace(stage, timeout_minutes=10, stage_timeout_seconds=0)
     assert levels(check(root, {}, unwatched)) == {"green"}
     heartbeat = {"TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC": "10m"}
-    assert "is no number of seconds" in the_one(check(root, heartbeat), "red").found
+    assert "is not a number of seconds" in the_one(check(root, heartbeat), "red").found
 
 
 def test_expandable_segments_are_red_where_the_installed_vllm_refuses_them(

@@ -731,7 +731,7 @@ class Wide(Good):
         ("calculater", r"is not an environment \(did you mean calculator\?\); there are calc"),
         ("no_such_module:World", "there is no module 'no_such_module'"),
         (f"{__name__}:Goood", "has no attribute 'Goood'"),
-        (f"{__name__}:prompt", "is of type function, and no class; name a class"),
+        (f"{__name__}:prompt", "is of type function, not a class; name a class"),
         (f"{__name__}:NoStep", "has no method step; give it start"),
         (f"{__name__}:Narrow", "has step.self., which is called with one argument"),
         (f"{__name__}:Wide", "has __init__.self, size., which is called with no arg"),

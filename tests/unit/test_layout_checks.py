@@ -53,7 +53,7 @@ def laid_out(world_size: int, *, ep_size: int, has_cuda: bool, **given: Any) -> 
     [
         (12, {"ranks_per_node": 8}, r"--rl-ranks-per-node 8 does not divide the world of 12"),
         (12, {"ranks_per_node": 6}, r"--rl-rollout-tp-size 4 neither divides .* 6 ranks of a node"),
-        (16, {"rollout_ep_size": 6}, r"--rl-rollout-ep-size 6 is no multiple .* TP size 4"),
+        (16, {"rollout_ep_size": 6}, r"--rl-rollout-ep-size 6 is not a multiple .* TP size 4"),
         (
             16,
             {"rollout_ep_size": 12},
@@ -67,7 +67,7 @@ def laid_out(world_size: int, *, ep_size: int, has_cuda: bool, **given: Any) -> 
         (
             16,
             {"rollout_all2all_backend": "deepep"},
-            r"--rl-rollout-all2all-backend deepep is none that vLLM has; choose one of allgather_",
+            r"deepep is not a vLLM all-to-all backend; choose one of allgather_",
         ),
     ],
 )

@@ -169,7 +169,7 @@ def test_check_rewards_asks_for_variable_function_and_file(monkeypatch, tmp_path
     monkeypatch.delenv("REWARD_HEADER", raising=False)
     with pytest.raises(UsageError, match="REWARD_HEADER names an environment variable that is not"):
         check_rewards(parse_rewards("http", url=URL, header_env="REWARD_HEADER"))
-    with pytest.raises(UsageError, match=r"--rl-reward gms8k is no built-in reward"):
+    with pytest.raises(UsageError, match=r"--rl-reward gms8k is not a built-in reward"):
         check_rewards(parse_rewards("exact_match,gms8k"))
     with pytest.raises(UsageError, match="--rl-import .*absent.py"):
         check_rewards(parse_rewards("exact_match", imports=[str(tmp_path / "absent.py")]))

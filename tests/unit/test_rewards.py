@@ -257,7 +257,10 @@ def test_resolve_reward_finds_a_function_in_a_file(tmp_path, monkeypatch):
     [
         ("./no_such_file.py:f", "does not exist, seen from the working directory"),
         ("./rewards_of_a_user:f", "is not a .py file"),
-        ("gms8k", r"--reward gms8k is no built-in reward \(did you mean gsm8k\?\).*package.module"),
+        (
+            "gms8k",
+            r"--reward gms8k is not a built-in reward \(did you mean gsm8k\?\).*package.module",
+        ),
         ("no_such_module_here:f", "there is no module 'no_such_module_here'"),
         ("rewards_of_a_user.sub:f", "there is no module|rewards_of_a_user.sub"),
         ("broken_rewards:f", "importing 'broken_rewards' raised OSError: no licence file"),

@@ -47,7 +47,7 @@ def test_anything_else_is_refused_with_what_may_be_said(text: str) -> None:
     ("shape", "speculation", "reason"),
     [
         (dataclasses.replace(V3, num_mtp_layers=0), MTP, "config.json has none"),
-        (dataclasses.replace(V3, num_mtp_layers=2), Speculation("mtp", 3), "is no multiple of"),
+        (dataclasses.replace(V3, num_mtp_layers=2), Speculation("mtp", 3), "is not a multiple of"),
         (
             dataclasses.replace(V3, architecture="kimi_k2"),
             MTP,

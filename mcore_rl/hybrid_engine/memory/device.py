@@ -100,7 +100,7 @@ class PeakMemory:
 class Footprint:
     """What this process holds of everything that a leak would eat up."""
 
-    resident_bytes: int  # without mapped files: code that is touched late is no leak
+    resident_bytes: int  # without mapped files: code that is touched late is not a leak
     heap_bytes: int  # malloc's, in use: the resident set without its free pieces; glibc only
     device_bytes: int  # given out by the driver, without what PyTorch keeps for later
     open_files: int

@@ -108,7 +108,7 @@ def offload_kinds(
     for kind in sorted(wanted):
         if kind not in KINDS:
             raise UsageError(
-                f"names {kind!r}, which is none of {', '.join(sorted(KINDS))}",
+                f"names {kind!r}, which is not one of {', '.join(sorted(KINDS))}",
                 flag=f"{flag} {text}",
                 remedy="give some of these separated by commas, or auto, or none",
             )

@@ -199,7 +199,7 @@ class Connections:
 def connections(
     trees: Iterable[Tree], known: Collection[frozenset[int]], world_size: int
 ) -> list[Connections]:
-    """Of each rank: the `known` groups that `trees` use; peers by all legs that are in none."""
+    """For each rank: the `known` groups that `trees` use, and the peers of legs outside them."""
     groups: list[set[frozenset[int]]] = [set() for _ in range(world_size)]
     peers: list[set[int]] = [set() for _ in range(world_size)]
     everyone = frozenset(range(world_size))

@@ -16,7 +16,7 @@ number, which is not 0 modulo 2^64: one changed element is never missed. Several
 with a probability of 2^-32 or so at most, because 32 random bits of the weights remain above the
 highest bit of a half; that goes for exchanged rows, columns or tensors and for shifted slices, too.
 (Without d it would be twice as fast and blind to pairs of changed signs, since 2^63 times any odd
-number is the same.) It is no protection against an adversary.
+number is the same.) It does not protect against an adversary.
 
 Cost on a CPU, per core, of bfloat16: 6.7 GB/s from the cache, 4.8 GB/s of a model while four
 processes share two cores; a call costs 13 us, and three times that where other code ran before it.

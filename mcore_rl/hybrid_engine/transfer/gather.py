@@ -2,7 +2,7 @@
 
 For each checkpoint tensor in layer order, whoever holds a part of it broadcasts it to the whole
 world, every rank puts the tensor together, and those whose engine reads it load it. There is no
-plan, no group and no cache, and nothing is learnt from an earlier hand-over: this is what remains
+plan, no group and no cache, and nothing is learned from an earlier hand-over: this is what remains
 when the other path delivered something else than was sent, and what benchmarks compare with.
 
 It costs about the whole model received on every rank. Transients are one bucket and, on the ranks

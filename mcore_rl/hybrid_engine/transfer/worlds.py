@@ -229,7 +229,7 @@ def _register(
 ) -> None:
     """Make `group` known to torch.distributed's functions, with `ranks` of the world -> its own.
 
-    torch has no public function for a group that is no part of the default one.
+    torch has no public function for a group outside the default one.
     """
     from torch._C._distributed_c10d import _register_process_group
 

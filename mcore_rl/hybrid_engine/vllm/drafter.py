@@ -33,7 +33,7 @@ class DraftedReloader(Reloader):
         self._num_layers = vllm_config.model_config.hf_text_config.num_hidden_layers
 
     def learn_needs(self, tensor_metadata: Metadata) -> Needs:
-        """Of both; a tensor is needed by one of them."""
+        """The needs of model and drafter; a tensor is needed by one of them."""
         of_drafter = {n: m for n, m in tensor_metadata.items() if self._is_drafters(n)}
         of_model = {n: m for n, m in tensor_metadata.items() if n not in of_drafter}
         return self._alone.learn_needs(of_model) | self._drafter.learn_needs(of_drafter)

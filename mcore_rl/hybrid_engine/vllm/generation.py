@@ -60,11 +60,11 @@ class Completion:
     log_probs: np.ndarray
     finish_reason: str  # "stop" (end of sequence or one of `Sampling.stop`) or "length"
     routes: Routes | None = None  # of p + r - 1 tokens; the last is sampled and not computed
-    failure: str | None = None  # why nothing can be learnt from it
+    failure: str | None = None  # why nothing can be learned from it
 
     @property
     def number(self) -> int:
-        """Of the request."""
+        """Number of the request."""
         return self.request.number
 
     @property

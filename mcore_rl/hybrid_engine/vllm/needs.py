@@ -1,4 +1,4 @@
-"""What a vLLM rank needs of every checkpoint tensor, learnt from vLLM's own loaders.
+"""What a vLLM rank needs of every checkpoint tensor, learned from vLLM's own loaders.
 
 Which slice of which tensor a rank stores depends on the model, on TP and EP, on padding and on how
 vLLM fuses weights. Instead of writing that down a second time, the model's own `load_weights` is
@@ -255,7 +255,7 @@ def _storage(tensor: torch.Tensor) -> int:
 
 
 def _box_of(view: torch.Tensor, base: torch.Tensor) -> Box | None:
-    """Which box of the contiguous `base` its `view` is; None if it is no box."""
+    """Which box of the contiguous `base` its `view` is; None if it is not a box."""
     if not base.is_contiguous():
         return None
     sizes = [1] * base.dim()

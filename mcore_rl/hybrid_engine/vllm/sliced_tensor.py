@@ -346,7 +346,7 @@ def _refuse_writes(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
         raise RuntimeError(f"{func} writes into {out!r}, which lends the trainer's weights")
 
 
-# What follows an operation returns the view it makes, or None where it is no view of a box.
+# What follows an operation returns the view it makes, or None where it is not a view of a box.
 _View = SlicedTensor | None
 _Views = list[SlicedTensor] | None
 

@@ -74,7 +74,7 @@ def _request(options: argparse.Namespace, others: Sequence[str]) -> Request:
     if "--" in job:
         if stray := job[: job.index("--")]:
             raise UsageError(
-                "{flag} is no flag of the doctor",
+                "{flag} is not a flag of the doctor",
                 flag=stray[0],
                 remedy="put the job's flags behind --",
             )

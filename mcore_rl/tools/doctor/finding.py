@@ -58,7 +58,7 @@ class Finding:
     remedy: str = ""
 
     def __post_init__(self) -> None:
-        assert self.area in AREAS, f"{self.area} is no area"
+        assert self.area in AREAS, f"{self.area} is not an area"
         assert bool(self.remedy) == (self.level != "green"), f"{self.level}, {self.remedy!r}"
 
 

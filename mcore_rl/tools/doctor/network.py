@@ -167,7 +167,7 @@ def _timeouts(environment: Mapping[str, str], use: NetworkUse) -> Iterator[Findi
         yield yellow(NETWORK, what, f"drop the first, which is then {stage / 60 + 10:g}")
     heartbeat = environment.get("TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC")
     if use.has_gpu and heartbeat is not None and not heartbeat.isdecimal():
-        what = f"TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC={heartbeat} is no number of seconds"
+        what = f"TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC={heartbeat} is not a number of seconds"
         yield red(NETWORK, what, "unset it, or set it to 600")
 
 
@@ -179,7 +179,7 @@ def _threads(
     if text is None:
         yield green(NETWORK, "OMP_NUM_THREADS is not set: the launcher takes 1")
     elif not text.isdecimal() or int(text) < 1:
-        yield yellow(NETWORK, f"OMP_NUM_THREADS={text} is no number", "set it to 1 or more, or not")
+        yield yellow(NETWORK, f"OMP_NUM_THREADS={text} is not a number", "set it to 1 or more")
     elif int(text) > 1 and int(text) * use.local_ranks > cores:
         ranks = plural(use.local_ranks, "rank")
         what = f"OMP_NUM_THREADS={text} on {ranks} are more threads than {plural(cores, 'core')}"
@@ -323,7 +323,7 @@ def check_ports(
 def _rendezvous(environment: Mapping[str, str]) -> Finding:
     text = environment.get("MASTER_PORT")
     if text is not None and not (text.isdecimal() and 0 < int(text) < 1 << 16):
-        return red(PORTS, f"MASTER_PORT={text} is no port", "set it to a number up to 65535")
+        return red(PORTS, f"MASTER_PORT={text} is not a port", "set it to a number up to 65535")
     port = int(text) if text is not None else _DEFAULT_PORT
     address = environment.get("MASTER_ADDR")
     here = (socket.gethostname(), socket.getfqdn())

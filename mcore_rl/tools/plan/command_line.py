@@ -235,7 +235,7 @@ def _check_options(options: argparse.Namespace) -> None:
 
 
 def _read_shape(named: str | None, config: RLConfig, field: str) -> ModelShape:
-    """Of a config.json alone; that of the actor by the planner's own flag, if `named`."""
+    """The shape in a config.json; the actor's is named by the planner's own flag if `named`."""
     flag, source = flag_of(field), getattr(config, field)
     if field == "hf_checkpoint" and (named is not None or source is None):
         flag, source = "--hf-config", named
@@ -299,7 +299,7 @@ def _group(facts: Mapping[str, Any], train: TrainLayout, layers: PipelineLayers)
 
 
 def _least_prompts(facts: Mapping[str, Any]) -> int:
-    """Of a step, not below the default, so that data-parallel ranks can share them."""
+    """Prompts of a step that data-parallel ranks can share, at least the default."""
     config: RLConfig = facts["config"]
     shares = [
         train.dp_size * _group(facts, train, layers) for train, layers in _models(facts).values()

@@ -51,7 +51,7 @@ class Rates:
 
 @dataclass(frozen=True, slots=True)
 class Seconds:
-    """Of one step, what depends on the layout."""
+    """The seconds of one step that depend on the layout."""
 
     compute: float
     communication: float
@@ -202,7 +202,7 @@ def _training(case: Case, train: TrainLayout, stages: Stages, mini_batch: int) -
 
 
 def _resident(case: Case, rollout: RolloutLayout) -> int:
-    """Of the fullest slot."""
+    """Resident bytes of the fullest slot."""
     return Placement(case.shape, case.train, case.layers, rollout).most_resident_bytes
 
 

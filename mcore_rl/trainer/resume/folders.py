@@ -135,7 +135,8 @@ def check_load(
 
 
 def _has_checkpoint(load: Path, asked: int | None) -> bool:
-    """Of ours, a save that was killed when it was complete included, or of Megatron's own."""
+    """Whether there is a checkpoint of ours (complete, even if its save was killed) or of
+    Megatron."""
     if complete_steps(load) or complete_steps(saving_folder(load)):
         return True
     if asked is not None:  # which needs no tracker
@@ -235,7 +236,7 @@ def recover(folder: Path) -> list[int]:
     """Finish saves that a kill has ended once they were complete; returns the steps that were in
     `saving` still. One process.
 
-    The tracker then names the newest: without one, or with one that is no number, Megatron takes
+    The tracker then names the newest: without one, or with one that is not a number, Megatron takes
     the folder for empty, or leaves.
     """
     found = []

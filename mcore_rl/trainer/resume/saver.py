@@ -18,7 +18,7 @@ from mcore_rl.common import objects
 from mcore_rl.trainer.resume import folders
 
 Writer = Callable[[Path], None]
-# What a disk says; a connection that another rank has dropped is no reason to look at it.
+# What a disk says; a connection that another rank has dropped is not a reason to look at it.
 _OF_DISKS = frozenset(
     {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.EFBIG, errno.ESTALE}
     | {errno.EACCES, errno.EPERM, errno.ENOENT, errno.ENOTDIR}

@@ -130,7 +130,7 @@ class ModelReward:
         return self._role.call("scores", tokens=keeper.parcel(table, wanted))["scores"].numpy()
 
     def outcomes(self, keeper: SampleKeeper, table: SampleTable) -> list[Outcome]:
-        """In their order; a score that is no number costs that sample its reward."""
+        """In their order; a sample whose score is not a finite number has no reward."""
         found = [
             Outcome(score)
             if math.isfinite(score)

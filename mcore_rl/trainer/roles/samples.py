@@ -29,7 +29,7 @@ from mcore_rl.moe.routing import RoutedLayers, joined
 def table_to_tensors(table: SampleTable) -> dict[str, torch.Tensor]:
     """What a role is told of all samples: `[n]` int64 `prompt` and `response`, how many tokens are
     which, `draws`, of which those of one prompt have the same, and `valid`, 1 for what can be
-    learnt from."""
+    learned from."""
     return {
         "prompt": torch.from_numpy(table.prompt_lengths),
         "response": torch.from_numpy(table.response_lengths),

@@ -141,7 +141,7 @@ def test_rank_map_gives_slots_to_ranks() -> None:
     assert [rollout.engine_index(rank) for rank in range(4)] == [0, 1, 0, 1]
     assert [rollout.tp_rank(rank) for rank in range(4)] == [0, 0, 1, 1]
     assert rollout.ep_rank(2) == 1
-    with pytest.raises(RuntimeError, match="no permutation"):
+    with pytest.raises(RuntimeError, match="not a permutation"):
         RolloutLayout(4, tp_size=2, expert_parallel=True, rank_map=(0, 2, 1, 1))
 
 

@@ -18,7 +18,7 @@ echo "$(basename "$0") $*" >> "$CALLS"
 case "$(basename "$0") $*" in *"$FAILS"*) exit 3;; esac
 """
 CHECKS = ["setup", "ruff check .", "ruff format --check .", "mypy "]
-TWO = "--numprocesses 2 --dist loadfile --no-loadscope-reorder"
+TWO = "--numprocesses 2 --dist loadfile --no-loadscope-reorder --durations 40 --durations-min 20"
 
 
 def run_tests(folder: Path, *arguments: str, fails: str = "nothing") -> tuple[int, str, list[str]]:

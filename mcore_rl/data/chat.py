@@ -33,6 +33,7 @@ _MARK = "MCORERLMARK"
 _DATE = "strftime_now"  # the function by which a template asks for the date
 _LEAVES_OUT = "the chat template leaves out"
 _LONGEST_REASON = 200  # characters
+_NOT_WORDS = re.compile(r"[^\w\s]")
 
 
 class ChatTokenizer:
@@ -54,7 +55,7 @@ class ChatTokenizer:
         # At midnight: a template that asks for the hour renders the same all day.
         self._now = datetime.combine(day, datetime.min.time())
         self._read: set[tuple[Any, ...]] = set()  # kinds of fields that the template does not drop
-        self._openers: tuple[str, ...] | None = None
+        self._frames: dict[re.Pattern[str], str] | None = None  # of texts that are rendered
         self._added: tuple[list[int], list[int]] | None = None
 
     @property
@@ -177,30 +178,45 @@ class ChatTokenizer:
         return "".join(self.tokenizer.convert_ids_to_tokens(ids))
 
     def _refuse_rendered(self, message: Message) -> None:
-        """A text that begins as the template's would get all of it a second time."""
-        if self._openers is None:
-            self._openers = tuple(self._find_openers())
-        text = text_of(message).lstrip()
-        for opener in self._openers:
-            if text.startswith(opener):
+        """A text that has what the template writes around one would get all of it a second time."""
+        if self._frames is None:
+            self._frames = {re.compile(it, re.DOTALL): what for it, what in self._find_frames()}
+        text = text_of(message).strip() + "\n"
+        for frame, what in self._frames.items():
+            if frame.match(text):
                 raise RejectedRow(
-                    f"the text begins with {opener!r}, as one that is rendered already",
+                    f"the text {what}, as one that is rendered already",
                     "pass --rl-no-chat-template, or write the text without the template's tokens",
                 )
 
-    def _find_openers(self) -> Iterator[str]:
-        """The special tokens that the template may begin with."""
+    def _find_frames(self) -> Iterator[tuple[str, str]]:
+        """Patterns of texts that are rendered, and what such a text does: it begins with a special
+        token, or has the first lines around a message that remain without special tokens."""
         special = {str(token) for token in self.tokenizer.all_special_tokens}
         added = getattr(self.tokenizer, "added_tokens_decoder", {})
         special |= {str(token.content) for token in added.values() if token.special}
-        begins = [str(self.tokenizer.bos_token or "")]
-        try:
-            begins.append(self.render([{"role": "user", "content": _MARK}]).partition(_MARK)[0])
-        except RejectedRow:
-            pass
-        for token in sorted(special):
-            if token and any(each.lstrip().startswith(token) for each in begins):
-                yield token
+        tokens = re.compile("|".join(map(re.escape, sorted(special - {""})[::-1])) or r"(?!)")
+        around = [(str(self.tokenizer.bos_token or ""), "")]
+        for roles in (["user"], ["system", "user"]):
+            try:
+                text = self.render([{"role": role, "content": _MARK} for role in roles])
+            except RejectedRow:
+                continue
+            *before, behind = text.split(_MARK)
+            around += [(each, behind) for each in before]
+        for before, behind in around:
+            if token := tokens.match(before.lstrip()):
+                yield re.escape(token[0]), f"begins with {token[0]!r}"
+            opener = re.sub(r"(?<=\n).*", "", tokens.sub("", before).lstrip(), flags=re.DOTALL)
+            closer = tokens.sub("", behind).rstrip()
+            if _NOT_WORDS.search(opener):
+                yield re.escape(opener.rstrip()), f"begins with {opener.rstrip()!r}"
+            elif opener and closer:  # a text of the user's may begin with a word
+                line = re.match(r"\s*[^\n]*", closer)[0]  # type: ignore[index]
+                what = f"begins with {opener.rstrip()!r} and has {line.strip()!r}"
+                yield f"{re.escape(opener)}.*{re.escape(line)}\\n", what
+            elif _NOT_WORDS.search(closer):
+                yield rf".*{re.escape(closer)}\s*\Z", f"ends with {closer.strip()!r}"
 
     # -------------------------------------------------------------- what the template leaves out
 

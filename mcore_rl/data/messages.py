@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NoReturn
 
@@ -25,6 +26,11 @@ LINK_FIELDS = ("tool_call_id",)
 CALL_FIELDS = ("tool_calls", "function_call")
 # Columns of a row that only a multimodal model could be given.
 MEDIA_COLUMNS = ("image", "images", "video", "videos", "audio", "audios")
+# A list of messages, as JSON or as Python writes it. Whatever else is in quotes is text.
+MESSAGES_IN_TEXT = re.compile(
+    r"""\s*\[\s*\{(?=.*["']role["']\s*:)(?=.*["'](content|tool_calls)["']\s*:).*\}\s*\]\s*""",
+    re.DOTALL,
+)
 _TOOL_ROLES = ("tool", "function", "ipython", "observation")
 # Arguments of a template that are not a user's to set.
 _RESERVED = frozenset(
@@ -73,7 +79,7 @@ def text_of(message: Message) -> str:
 
 def checked_tools(value: Any, column: str) -> list[dict[str, Any]] | None:
     """Tools or documents of a row: a list of objects, or its JSON; None without one."""
-    value = _of_json(value, column)
+    value = of_json(value, column)
     if not value:
         return None
     if not isinstance(value, list) or not all(isinstance(each, dict) for each in value):
@@ -86,7 +92,7 @@ def checked_tools(value: Any, column: str) -> list[dict[str, Any]] | None:
 
 def checked_kwargs(value: Any, where: str) -> dict[str, Any]:
     """Arguments for the chat template: an object, or its JSON."""
-    value = _of_json(value, where)
+    value = of_json(value, where)
     if value is None:
         return {}
     if not isinstance(value, dict):
@@ -97,7 +103,8 @@ def checked_kwargs(value: Any, where: str) -> dict[str, Any]:
     return value
 
 
-def _of_json(value: Any, where: str) -> Any:
+def of_json(value: Any, where: str) -> Any:
+    """The value of a text, as others than texts are; None for a blank one. Raises RejectedRow."""
     if not isinstance(value, str):
         return value
     if not value.strip():

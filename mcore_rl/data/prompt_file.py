@@ -18,12 +18,14 @@ from mcore_rl.common.errors import UsageError
 from mcore_rl.common.readers import MAX_DEPTH, InvalidData, finite_number, parse_json
 from mcore_rl.data.messages import (
     MEDIA_COLUMNS,
+    MESSAGES_IN_TEXT,
     Message,
     RejectedRow,
     checked_kwargs,
     checked_messages,
     checked_tools,
     function_of,
+    of_json,
     text_of,
     without_nulls,
 )
@@ -40,9 +42,9 @@ _TOOLS, _DOCUMENTS, _KWARGS = "tools", "documents", "chat_template_kwargs"  # co
 class PromptSource:
     """A file of prompts and how it is read.
 
-    `prompt_column` holds a string or a list of messages; `answer_column` a string, a list, an
-    object, or an integer or finite float, which becomes a string. `a.b` is field `b` of column
-    `a`, unless there is a column of that name. With `use_chat_template` a string is one user
+    `prompt_column` holds a string, or a list of messages or its JSON; `answer_column` a string, a
+    list, an object, or an integer or finite float, which becomes a string. `a.b` is field `b` of
+    column `a`, unless there is a column of that name. With `use_chat_template` a string is one user
     message, and `template` says which template is used; the columns `tools`, `documents` and
     `chat_template_kwargs` go to it as well. Without it, a string goes to the model as it stands.
     Longer prompts than `max_prompt_tokens` are dropped. `trust_remote_code` lets the checkpoint's
@@ -307,7 +309,9 @@ def _checked_prompt(value: Any, source: PromptSource, *, is_parquet: bool) -> st
     if isinstance(value, str):
         if not value.strip():
             raise RejectedRow(f"{column} blank", "write a prompt or remove the row")
-        return value
+        if not MESSAGES_IN_TEXT.fullmatch(value):
+            return value
+        value = of_json(value, f"column {source.prompt_column!r}, which looks like messages,")
     if not isinstance(value, list) or not value or not isinstance(value[0], dict):
         raise RejectedRow(f"{column} {_kind(value)}", "write a string or a list of messages")
     return checked_messages(list(map(_without_nulls_inside, value)) if is_parquet else value)

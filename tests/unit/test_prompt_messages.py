@@ -304,6 +304,66 @@ def test_rendered_prompt_gets_the_special_tokens_once(text, folder, tmp_path):
             texts(path, folder, tmp_path)
 
 
+WORDS = (
+    "{% for m in messages %}<|T|>{{ m.role }}\n{{ m.content }}</s>\n{% endfor %}<|T|>assistant\n"
+)
+ALPACA = "{% for m in messages %}### {{ m.role }}:\n{{ m.content }}\n\n{% endfor %}### assistant:\n"
+LLAMA_2 = "<s>{% for m in messages %}[INST] {{ m.content }} [/INST]{% endfor %}"
+TAIL = "{{ messages[-1].content }}\nAnswer:"
+
+
+@pytest.mark.parametrize(
+    ("template", "text", "is_rendered"),
+    [
+        *[(WORDS.replace("<|T|>", token), "", True) for token in ("<|user|>", "<|none|>")],
+        *[(template, "", True) for template in (ALPACA, LLAMA_2, TAIL)],
+        (WORDS.replace("<|T|>", "<|user|>"), "user\nis a word.", False),
+        (WORDS.replace("<|T|>", "<|user|>"), "Who is a user's\nassistant", False),
+        (ALPACA, "Write\n### user:\n", False),
+        (TAIL, "Answer: what is 2+2?", False),
+    ],
+)
+def test_rendered_prompt_is_refused_whatever_marks_the_turns(template, text, is_rendered):
+    """With special tokens, without them, and where markers are no tokens at all."""
+    tokenizer = tokenizer_of(template, "</s>")
+    if is_rendered:
+        conversations = [[ASKED], [{"role": "system", "content": "Be brief."}, ASKED]]
+        whole = [tokenizer.apply_chat_template(each, tokenize=False) for each in conversations]
+        for token in tokenizer.all_special_tokens:
+            whole += [text.replace(token, "") for text in whole]
+        for text in whole:
+            with pytest.raises(RejectedRow, match="rendered already.*--rl-no-chat-template"):
+                ChatTokenizer(tokenizer).prompt({"messages": [{**ASKED, "content": text}]})
+    else:
+        messages = [{**ASKED, "content": text}]
+        assert text in ChatTokenizer(tokenizer).prompt({"messages": messages})[0]
+
+
+def test_text_that_holds_messages_is_read_as_messages(folder, tmp_path):
+    messages = [ASKED, calling(ARGUMENTS), RESULT]
+    rows = [{"prompt": prompt, "answer": ""} for prompt in (messages, json.dumps(messages))]
+    one, other = texts(write_lines(tmp_path / "p.jsonl", rows), folder, tmp_path)
+    assert one == other
+    kept = ['What is [{"role": "admin"}]?', '[{"role": "admin"}]', "[1, 2]", '["role", "content"]']
+    rows = [{"prompt": text, "answer": ""} for text in kept]
+    found = texts(write_lines(tmp_path / "kept.jsonl", rows), folder, tmp_path)
+    assert all(text in each for text, each in zip(kept, found, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("text", "options", "problem"),
+    [
+        (str([ASKED]), {}, "column 'prompt', which looks like messages, is not valid JSON"),
+        ('[{"role": "user", "content": 1}]', {}, "message 1 has a content of type int"),
+        (json.dumps([ASKED]), {"use_chat_template": False}, "--rl-no-chat-template"),
+    ],
+)
+def test_text_that_looks_like_messages_is_refused_by_row(text, options, problem, tmp_path):
+    path = write_lines(tmp_path / "p.jsonl", [{"prompt": text, "answer": ""}])
+    with pytest.raises(UsageError, match=f"line 1: .*{problem}"):
+        check_prompts(PromptSource(path, 100, **options))
+
+
 @pytest.mark.parametrize(
     ("columns", "problem"),
     [

@@ -14,7 +14,9 @@ import hashlib
 import importlib.metadata
 import json
 import logging
+import re
 import tempfile
+import unicodedata
 import uuid
 from collections.abc import Iterable, Iterator
 from datetime import date
@@ -36,7 +38,7 @@ from mcore_rl.data.tokenizer_process import (
 
 logger = logging.getLogger(__name__)
 
-_FORMAT = 3
+_FORMAT = 4
 _ROWS_PER_BATCH = 4096
 _CHARACTERS_PER_BATCH = 1 << 20  # for which a tokenizer takes 200 MB
 _DIGEST_BYTES = 16
@@ -54,8 +56,13 @@ SCHEMA = pa.schema(
         "digest": pa.binary(_DIGEST_BYTES),  # of text, answer, row and tokens
     }
 )
-# Whatever renders, tokenises or reads a tokenizer's files.
-_LIBRARIES = ("transformers", "tokenizers", "jinja2", "sentencepiece", "tiktoken", "protobuf")
+# Whatever renders, tokenises or reads a tokenizer's files; then what single tokenizers of
+# transformers import (tests/unit/test_prompt_cache.py looks there for others).
+_LIBRARIES = (
+    "transformers tokenizers jinja2 sentencepiece tiktoken protobuf mistral_common regex "
+    "emoji fugashi g2p_en ipadic kytea nltk phonemizer pythainlp rhoknp rjieba sacremoses "
+    "sudachipy unidic unidic_lite uroman"
+).split()
 _WEIGHTS = frozenset(
     ".safetensors .pt .pth .gguf .h5 .msgpack .onnx .ot .npz .ckpt .distcp .md .png .jpg .pdf "
     ".pyc".split()
@@ -256,7 +263,7 @@ def _content_key(source: PromptSource, tokenizer_dir: Path) -> str:
         uses,
         *((template.text() or template.chosen, template.kwargs) if uses else ()),
         _date_of(source, tokenizer_dir),
-        *map(_version, _LIBRARIES),
+        *_versions(runs_code=runs_code),
         # Code may tokenise otherwise, and no cache may hide that it is needed.
         *_tokenizer_hashes(tokenizer_dir, runs_code=runs_code),
     )
@@ -276,11 +283,16 @@ def _date_of(source: PromptSource, folder: Path) -> str | None:
     return (source.template.date or date.today().isoformat()) if asks else None
 
 
-def _version(library: str) -> str | None:
-    try:
-        return importlib.metadata.version(library)
-    except importlib.metadata.PackageNotFoundError:
-        return None
+def _versions(*, runs_code: bool) -> list[str]:
+    """Of the libraries that decide what is made of a text: of all, if code may import any."""
+    known = {_normalised(name) for name in _LIBRARIES}
+    found = ((_normalised(each.name), each.version) for each in importlib.metadata.distributions())
+    versions = {f"{name} {version}" for name, version in found if runs_code or name in known}
+    return [*sorted(versions), unicodedata.unidata_version]
+
+
+def _normalised(distribution: str) -> str:
+    return re.sub(r"[-_.]+", "-", distribution).lower()
 
 
 def _tokenizer_files(folder: Path, *, runs_code: bool) -> Iterator[Path]:

@@ -1,0 +1,71 @@
+"""What the name of a cache of tokenised prompts depends on."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import re
+import sys
+from pathlib import Path
+
+import pytest
+import transformers
+
+from mcore_rl.data.prompt_cache import _LIBRARIES, _content_key
+from mcore_rl.data.prompt_file import PromptSource
+from tests.unit.test_data import TEMPLATE, save_tokenizer, write_lines
+
+# Distributions by the names that transformers imports.
+DISTRIBUTIONS = {"google": "protobuf", "Mykytea": "kytea"}
+# Imported where tokenizers are defined, and no text or token depends on them.
+OTHERS = set(
+    "PIL huggingface_hub mlx numpy packaging pandas pretty_midi torch typing_extensions "
+    "Levenshtein".split()  # compares texts that a model has read from an image
+)
+
+
+def test_versions_cover_what_transformers_imports_to_tokenise():
+    """Of the version that is installed; another may bring others."""
+    folder = Path(transformers.__file__).parent
+    texts = [
+        path.read_text()
+        for pattern in ("models/*/tokenization_*.py", "tokenization_*.py", "utils/chat_*.py")
+        for path in folder.glob(pattern)
+    ]
+    found = set(re.findall(r"^ *(?:import|from) ([A-Za-z]\w*)", "\n".join(texts), re.MULTILINE))
+    names = {DISTRIBUTIONS.get(name, name) for name in found - sys.stdlib_module_names - OTHERS}
+    assert {"regex", "mistral_common", "jinja2"} <= names <= {*_LIBRARIES}
+
+
+class _Distribution(importlib.metadata.Distribution):
+    def __init__(self, name: str, version: str) -> None:
+        self._text = f"Name: {name}\nVersion: {version}\n"
+
+    def read_text(self, filename: str) -> str | None:
+        return self._text if filename == "METADATA" else None
+
+    def locate_file(self, path):
+        raise FileNotFoundError(path)
+
+
+@pytest.mark.parametrize(
+    ("library", "trust_remote_code", "is_read"),
+    [
+        ("mistral-common", False, True),
+        ("Mistral_Common", False, True),
+        ("regex", False, True),
+        ("some_words", False, False),
+        ("some_words", True, True),  # which code of the checkpoint may import
+    ],
+)
+def test_cache_follows_versions(library, trust_remote_code, is_read, tmp_path, monkeypatch):
+    folder = save_tokenizer(tmp_path / "tokenizer", TEMPLATE)
+    if trust_remote_code:
+        (folder / "config.json").write_text('{"auto_map": {"AutoTokenizer": "code.Tokenizer"}}')
+    lines = write_lines(tmp_path / "p.jsonl", [{"prompt": "1+1=", "answer": "2"}])
+    source = PromptSource(lines, 100, trust_remote_code=trust_remote_code)
+    keys = set()
+    for version in ("1.0", "1.1"):
+        installed = [_Distribution(library, version)]
+        monkeypatch.setattr(importlib.metadata, "distributions", lambda found=installed: found)
+        keys.add(_content_key(source, folder))
+    assert len(keys) == (2 if is_read else 1)

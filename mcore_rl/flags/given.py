@@ -169,12 +169,19 @@ def _tokens_of_value(
         off = flag if value else _option_of(parser, action.dest, flag)
         return [] if off is None else [off]
     if isinstance(value, list) and action.nargs:
-        return [flag, *(_text_of(entry) for entry in value)]
+        return _written(action, flag, list(map(_text_of, value)))
     if isinstance(value, bool):
         value = _word_of(value, action)
     text = _text_of(value) if not isinstance(value, list) else _pattern_of(value)
-    # Not to be taken for a flag.
-    return [f"{flag}={text}"] if text.startswith("-") and not action.nargs else [flag, text]
+    return _written(action, flag, [text])
+
+
+def _written(action: argparse.Action, flag: str, texts: list[str]) -> list[str]:
+    """The tokens of a flag and its values, none of which may be taken for a flag."""
+    each_alone = len(texts) == 1 or isinstance(action, argparse._ExtendAction)
+    if each_alone and any(text.startswith("-") for text in texts):
+        return [f"{flag}={text}" for text in texts]
+    return [flag, *texts]
 
 
 def _word_of(value: bool, action: argparse.Action) -> str:
@@ -263,12 +270,8 @@ def without_flags(
     """`tokens`, which `parser` has read before, without the flags of `dests`."""
     kept: list[str] = []
     for action, option, values in _occurrences(tokens, parser):
-        if action.dest in dests:
-            continue
-        if values and values[0].startswith("-") and not action.nargs:
-            kept.append(f"{option}={values[0]}")
-        else:
-            kept += [option, *values]
+        if action.dest not in dests:
+            kept += _written(action, option, values)
     return tuple(kept)
 
 
@@ -341,12 +344,16 @@ def add_negations(parser: argparse.ArgumentParser, group: argparse._ArgumentGrou
         if not isinstance(action, argparse._StoreTrueAction | argparse._StoreFalseAction):
             continue
         flag = action.option_strings[0]
-        negation = f"--{flag[5:]}" if flag.startswith("--no-") else f"--no-{flag[2:]}"
+        negation = _inverse(flag)
         if negation in parser._option_string_actions or _option_of(parser, action.dest, flag):
             continue
         group.add_argument(
             negation, action=Negation, dest=action.dest, const=not action.const, undone=flag
         )
+
+
+def _inverse(flag: str) -> str:
+    return f"--{flag[5:]}" if flag.startswith("--no-") else f"--no-{flag[2:]}"
 
 
 def _suggestion(flag: str, parser: argparse.ArgumentParser) -> str:
@@ -395,6 +402,9 @@ def parse_known(
     def refuse(message: str) -> None:
         raise UsageError(message, remedy=remedy)
 
+    for flag, is_given, value in (token.partition("=") for token in tokens):
+        if is_given and value == "--" and flag in parser._option_string_actions:
+            raise UsageError("is --, which argparse drops", flag=flag, remedy="give another text")
     # Of the flag that a value does not fit it then raises an error that names it by itself.
     parser.exit_on_error = False
     parser.error = refuse  # type: ignore[assignment, method-assign]

@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from mcore_rl.common.errors import UsageError
-from mcore_rl.flags.given import as_config, expand_config, given_values
+from mcore_rl.flags.given import as_config, expand_config, given_values, without_flags
 from mcore_rl.flags.options import RLConfig
 from mcore_rl.flags.parser import add_rl_args, with_rl_args
 
@@ -222,6 +222,7 @@ def test_config_is_refused_when_it_is_missing(tmp_path: Path) -> None:
         "--lr 5e-4 --mbs 4 --sequence-parallel --no-fusion --no-profile --betas 0.9 .95",
         "--lr=-1e-3 --lr 1e-5 --no-fusion --fusion --profile --override-opt_param-scheduler",
         "--rl-import a.py b.py --rl-import c.py --rl-reward-weights=-1,1 --rl-num-steps 007",
+        "--rl-stop=--- --rl-stop a b --rl-stop=-c --rl-stop=--rl-stop --betas -0.9 0.95",
         "--rl-reward null --rl-run-name 1_0 --rl-prompts true --rl-reward-env 12:30:00",
     ],
 )
@@ -229,6 +230,13 @@ def test_what_was_given_is_a_config_that_gives_it_again(tokens: str, tmp_path: P
     found = as_config(tokens.split(), make_parser())
     file = write(tmp_path, "given.yaml", yaml.safe_dump(found, sort_keys=False))
     assert values("--rl-config", file) == values(*tokens.split())
+    assert values(*without_flags(tokens.split(), make_parser(), ())) == values(*tokens.split())
+
+
+@pytest.mark.parametrize("flag", ["--rl-stop", "--rl-prompts", "--betas", "--rl-config"])
+def test_value_that_argparse_drops_is_refused(flag: str) -> None:
+    with pytest.raises(UsageError, match=f"{flag} is --, which argparse drops; give another"):
+        values(f"{flag}=--")
 
 
 def test_values_are_written_as_one_would_write_them() -> None:

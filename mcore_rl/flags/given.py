@@ -152,6 +152,10 @@ def _tokens_of(
             flag=f"--rl-config {path}",
             remedy="its value is true or false",
         )
+    # Megatron has kept some switches as words without effect, beside the form that undoes them.
+    inverse = flags.get(_inverse(flag))
+    if inverse and action.dest in WITHOUT_EFFECT_DESTS and inverse.dest not in WITHOUT_EFFECT_DESTS:
+        return inverse, [flag if value else _inverse(flag)]
     try:
         return action, _tokens_of_value(action, flag, value, parser)
     except InvalidData as error:

@@ -15,7 +15,7 @@ from mcore_rl.common.errors import UsageError
 from mcore_rl.common.platform import WITHOUT_CUDA
 from mcore_rl.flags import classes as flag_classes
 from mcore_rl.flags import megatron_flags
-from mcore_rl.flags.given import given_values
+from mcore_rl.flags.given import expand_config, given_values
 from mcore_rl.flags.options import RLConfig
 from mcore_rl.flags.parser import add_rl_args
 from mcore_rl.job import preflight
@@ -58,6 +58,32 @@ def test_every_flag_is_in_one_table_and_no_other_is(parser: argparse.ArgumentPar
     assert {dest for dest, count in times.items() if count > 1} == set(), "in two tables"
     assert megatron_flags.REFUSED_VALUES.keys() <= known
     assert known >= megatron_flags.SET_BY_VALIDATION
+
+
+def test_switch_that_is_false_in_a_file_is_off_whatever_its_other_spelling(tmp_path: Path) -> None:
+    """Also a switch that Megatron has kept as a word without effect, beside the form that it reads
+    (--ckpt-fully-parallel-save): what differs from the defaults is what the inverse form gives."""
+    parser = make_parser()
+    file = tmp_path / "flags.yaml"
+
+    def changed(key: str, value: bool) -> dict[str, Any]:
+        file.write_text(f"{key}: {str(value).lower()}")
+        given = given_values(expand_config(["--rl-config", str(file)], parser), parser)
+        return {
+            dest: value
+            for dest, value in given.items()
+            if dest not in megatron_flags.WITHOUT_EFFECT_DESTS
+            and bool(value) != bool(parser.get_default(dest))
+        }
+
+    options = parser._option_string_actions
+    for option, action in options.items():
+        inverse = "--no-" + option[2:]
+        if option.startswith("--") and action.nargs == 0 and inverse in options:
+            key = option[2:]
+            assert changed(key, False) == changed(f"no-{key}", True), option
+            assert changed(key, True) == changed(f"no-{key}", False), option
+    assert changed("ckpt_fully_parallel_save", False) == {"ckpt_fully_parallel_save": False}
 
 
 def test_no_name_is_twice_in_a_table() -> None:

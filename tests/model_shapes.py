@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from mcore_rl.data.tokenizer import model_class
-from mcore_rl.model.config_json import Experts, LatentAttention, ModelShape, read_model_shape
+from mcore_rl.model.config_json import LatentAttention, ModelShape, read_model_shape
+from mcore_rl.model.experts import Experts
 from mcore_rl.planner.settings import GB, Machine
 
 CONFIGS = Path(__file__).parent / "data" / "configs"

@@ -17,7 +17,8 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from mcore_rl.model.config_json import Experts, LatentAttention, ModelShape
+from mcore_rl.model.config_json import LatentAttention, ModelShape
+from mcore_rl.model.experts import Experts
 from mcore_rl.model.layout import PipelineLayers, RolloutLayout, TrainLayout
 from mcore_rl.planner.parameters import vocabulary_rows
 from mcore_rl.planner.settings import ActivationSettings, EngineSettings

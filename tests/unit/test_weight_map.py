@@ -8,7 +8,8 @@ from dataclasses import replace
 import pytest
 
 from mcore_rl.model.boxes import cover_fault, extent, full_box
-from mcore_rl.model.config_json import Experts, LatentAttention, ModelShape
+from mcore_rl.model.config_json import LatentAttention, ModelShape
+from mcore_rl.model.experts import Experts
 from mcore_rl.model.weight_map import ShardCoordinates, layer_order, map_parameter
 
 DEEPSEEK = ModelShape(

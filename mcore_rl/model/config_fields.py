@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from mcore_rl.common.errors import UsageError
+from mcore_rl.common.parameters import Bounds
 from mcore_rl.common.readers import finite_number, integer_within
 
 # Some ten times what the largest published models have: what is made of these is enumerated, and
@@ -26,9 +27,14 @@ _MOST_ELSEWHERE = 1 << 31  # positions; widths are compared with the weights
 class Fields:
     """Reads fields of config.json; a missing or senseless one is an error that names it."""
 
-    def __init__(self, values: Mapping[str, Any], path: Path, flag: str) -> None:
-        self._values, self._path, self._flag = values, path, flag
+    def __init__(self, values: Mapping[str, Any], path: Path, flag: str, inside: str = "") -> None:
+        """`inside`: the field, and a dot, of which `values` is the object; for messages."""
+        self._values, self._path, self._flag, self._inside = values, path, flag, inside
         self.read: set[str] = set()  # names that were asked for
+
+    def within(self, name: str, values: Mapping[str, Any]) -> Fields:
+        """The fields of the object that field `name` holds."""
+        return Fields(values, self._path, self._flag, f"{self._inside}{name}.")
 
     def __getitem__(self, name: str) -> Any:
         self.read.add(name)
@@ -38,7 +44,7 @@ class Fields:
 
     def _missing(self, name: str) -> UsageError:
         return UsageError(
-            f": {self._path} has no field '{name}', which its architecture needs",
+            f": {self._path} has no field '{self._inside}{name}', which its architecture needs",
             flag=self._flag,
             remedy="use the config.json that was published with the checkpoint",
         )
@@ -63,12 +69,13 @@ class Fields:
             raise self.senseless(name, value, f"an integer from {least} to {most}")
         return count
 
-    def number(self, name: str, default: float | None = None) -> float:
-        """A finite number; needed unless there is a default."""
+    def number(self, name: str, default: float | None = None, *, bounds: Bounds) -> float:
+        """A finite number within `bounds`; needed unless there is a default."""
         value = self[name] if default is None else self.get(name, default)
-        if finite_number(value) is None:
-            raise self.senseless(name, value, "a finite number")
-        return float(value)
+        found = finite_number(value)
+        if found is None or not bounds.hold(found):
+            raise self.senseless(name, value, bounds.number(float))
+        return found
 
     def switch(self, name: str) -> bool:
         """true or false; false unless it is there."""
@@ -78,8 +85,9 @@ class Fields:
         return value
 
     def senseless(self, name: str, value: Any, constraint: str) -> UsageError:
+        what = f"{self._inside}{name} {repr(value)[:60]}"
         return UsageError(
-            f": {self._path} has {name} {repr(value)[:60]}, which must be {constraint}",
+            f": {self._path} has {what}, which must be {constraint}",
             flag=self._flag,
             remedy="use the config.json that was published with the checkpoint",
         )

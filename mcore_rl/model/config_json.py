@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from mcore_rl.common.errors import UsageError
+from mcore_rl.common.parameters import Bounds
 from mcore_rl.common.readers import InvalidData, parse_json
 from mcore_rl.model.config_fields import Fields
 from mcore_rl.model.experts import Experts, moe_layers, read_experts
@@ -184,7 +185,7 @@ def model_shape(
         qk_norm=_switch(fields, family.qk_norm),
         qkv_bias=_switch(fields, family.qkv_bias),
         tied_embeddings=fields.switch("tie_word_embeddings"),
-        norm_epsilon=fields.number("rms_norm_eps"),
+        norm_epsilon=fields.number("rms_norm_eps", bounds=Bounds(above=0, below=1)),
         rope=read_rope(fields, family),
         max_positions=fields.count("max_position_embeddings"),
         num_mtp_layers=fields.count("num_nextn_predict_layers", 0, least=0),

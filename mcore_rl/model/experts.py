@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from mcore_rl.common.parameters import Bounds
 from mcore_rl.model.config_fields import Fields
 from mcore_rl.model.families import Family, Router
 
@@ -54,7 +55,9 @@ def read_experts(fields: Fields, router: Router) -> Experts:
         score_function=router.score_function,
         has_bias=is_sigmoid,
         normalize_topk=normalize,
-        scaling_factor=fields.number("routed_scaling_factor", 1.0) if method else 1.0,
+        scaling_factor=(
+            fields.number("routed_scaling_factor", 1.0, bounds=Bounds(above=0)) if method else 1.0
+        ),
         num_groups=num_groups,
         topk_groups=topk_groups,
         has_shared_gate=router.gated_shared_size is not None,

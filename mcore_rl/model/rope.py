@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from mcore_rl.common.parameters import Bounds
 from mcore_rl.common.readers import finite_number
 from mcore_rl.model.config_fields import Fields
 from mcore_rl.model.families import Family
@@ -30,6 +31,13 @@ _ROPE_FIELDS = {
     "llama3": frozenset({"factor", *_LLAMA3_FIXED}),
     "yarn": frozenset({"factor", "mscale", "mscale_all_dim", *YARN_WITHOUT_FLAG}),
 }
+# Of the numbers that are not counts. Megatron and vLLM take logarithms and quotients of them.
+_BOUNDS = {
+    "factor": Bounds(least=1),
+    **dict.fromkeys(("beta_fast", "beta_slow"), Bounds(above=0)),
+    **dict.fromkeys(("low_freq_factor", "high_freq_factor"), Bounds(above=0)),
+    **dict.fromkeys(("mscale", "mscale_all_dim"), Bounds(least=0)),
+}
 
 
 def read_rope(fields: Fields, family: Family) -> dict[str, Any]:
@@ -38,18 +46,19 @@ def read_rope(fields: Fields, family: Family) -> dict[str, Any]:
     UsageError: a type, or a value, that the family or Megatron does not have.
     """
     # transformers 5 writes rope_parameters, earlier versions rope_theta and rope_scaling.
-    given = fields.get("rope_parameters") or fields.get("rope_scaling") or {}
+    where = "rope_parameters" if fields.get("rope_parameters") else "rope_scaling"
+    given = fields.get(where) or {}
     if not isinstance(given, dict):
         raise fields.refuse(f"rope scaling {given!r}")
     given = {name: value for name, value in given.items() if value is not None}
+    inside = fields.within(where, dict(given))
     rope_type = given.pop("type", None)
     rope_type = given.pop("rope_type", rope_type) or "default"
     if not given and "default" not in family.rope_types:
         fields["rope_scaling"]  # without any, there is no telling what transformers would take
-    theta = given.pop("rope_theta", fields.get("rope_theta", family.default_rope_theta))
-    theta = fields["rope_theta"] if theta is None else theta
-    if finite_number(theta) is None:
-        raise fields.senseless("rope_theta", theta, "a finite number")
+    theta = (inside if given.pop("rope_theta", None) is not None else fields).number(
+        "rope_theta", family.default_rope_theta, bounds=Bounds(above=1)
+    )
     if theta != int(theta):
         raise fields.refuse(f"rope_theta {theta} (Megatron's --rotary-base is an integer)")
     of_heads = rope_type == "yarn" and not family.latent_attention
@@ -68,11 +77,21 @@ def read_rope(fields: Fields, family: Family) -> dict[str, Any]:
     for name in _YARN_SPELT_OUT if of_heads else ():
         if name not in given:
             raise fields.refuse(f"yarn rope scaling without {name}")
+    for name in given:
+        if name in _BOUNDS:
+            inside.number(name, bounds=_BOUNDS[name])
+        elif name == "truncate":
+            inside.switch(name)
+        else:
+            inside.count(name)
+    fast, slow = (given.get(name, YARN_WITHOUT_FLAG[name]) for name in ("beta_fast", "beta_slow"))
+    if slow > fast:
+        raise inside.senseless("beta_slow", slow, f"at most beta_fast, which is {fast}")
     if rope_type == "llama3":
         for name, value in _LLAMA3_FIXED.items():
             if given.get(name, value) != value:
                 raise fields.refuse(f"llama3 rope with {name} {given[name]} (Megatron has {value})")
-    return {"rope_type": rope_type, "rope_theta": float(theta), **given, **share}
+    return {"rope_type": rope_type, "rope_theta": theta, **given, **share}
 
 
 def _partial_rotary_factor(
@@ -84,8 +103,11 @@ def _partial_rotary_factor(
     share = finite_number(
         fields.count("rotary_dim") / fields.count("head_dim") if said is None else said
     )
-    if share is None:
-        raise fields.senseless("partial_rotary_factor", said, "a finite number")
+    bounds = Bounds(above=0, most=1)
+    if share is None or not bounds.hold(share):
+        raise fields.senseless(
+            "partial_rotary_factor", share if said is None else said, bounds.number(float)
+        )
     if share == 1.0:
         return {}
     if family.partial_rotary_factor == 1.0:

@@ -33,7 +33,7 @@ from typing import Any
 from mcore_rl.algorithms.registry import import_user_file
 from mcore_rl.common.errors import UsageError
 from mcore_rl.common.near_names import did_you_mean
-from mcore_rl.rewards.functions import find_in_module
+from mcore_rl.rewards.functions import find_in_module, meant_own
 
 Message = Mapping[str, str]  # "role", "content", and what else the chat template reads
 Text = str | Sequence[Message] | Sequence[int]  # as it is, as messages, or as token ids
@@ -140,9 +140,8 @@ def resolve_environment(spec: str, imports: Sequence[str] = ()) -> type:
     """
     for path in imports:
         import_user_file(path)
-    module_name, colon, attribute = spec.rpartition(":")
-    if colon:
-        found = find_in_module(module_name, attribute, f"{FLAG} {spec}")
+    if ":" in spec:
+        found = find_in_module(spec, f"{FLAG} {spec}")
     else:
         if spec in _SHIPPED:
             importlib.import_module(_SHIPPED[spec])
@@ -150,7 +149,7 @@ def resolve_environment(spec: str, imports: Sequence[str] = ()) -> type:
         if found is None:
             known = sorted({*_SHIPPED, *_BY_NAME})
             raise UsageError(
-                f"is not an environment{did_you_mean(spec, known)}",
+                f"is not an environment{did_you_mean(spec, known) or meant_own(spec)}",
                 flag=f"{FLAG} {spec}",
                 remedy=f"there are {', '.join(known)}, and your own is given as "
                 "package.module:Class or ./file.py:Class",

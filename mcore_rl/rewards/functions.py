@@ -169,15 +169,14 @@ def resolve_reward(spec: str, flag: str = "--rl-reward") -> RewardFunction:
     """The function that `spec` names: a built-in name, `package.module:function` or
     `path/file.py:function`.
 
-    Modules are looked for as by `find_in_module`. Raises UsageError for an unknown name, a module
-    that is missing or raises on import, a missing attribute, and anything that cannot be called
-    with `prompt`, `response` and `answer`.
+    What has a colon is looked for as by `find_in_module`. Raises UsageError for an unknown name, a
+    module that is missing or raises on import, a missing attribute, and anything that cannot be
+    called with `prompt`, `response` and `answer`.
     """
-    module_name, colon, attribute = spec.rpartition(":")
-    if not colon:
+    if ":" not in spec:
         if spec not in _BY_NAME:
             raise UsageError(
-                f"is not a built-in reward{did_you_mean(spec, _BY_NAME)}",
+                f"is not a built-in reward{did_you_mean(spec, _BY_NAME) or meant_own(spec)}",
                 flag=f"{flag} {spec}",
                 remedy=f"the built-in ones are {', '.join(_names(built_in=True))}, "
                 f"{_imported_names()}and your own is given as package.module:function or "
@@ -185,19 +184,43 @@ def resolve_reward(spec: str, flag: str = "--rl-reward") -> RewardFunction:
             )
         _check_callable(_BY_NAME[spec], spec, flag)
         return _BY_NAME[spec]
-    function: RewardFunction = find_in_module(module_name, attribute, f"{flag} {spec}")
+    function: RewardFunction = find_in_module(spec, f"{flag} {spec}")
     _check_callable(function, spec, flag)
     return function
 
 
-def find_in_module(module_name: str, attribute: str, flag: str) -> Any:
-    """What a module of the user's calls so, `a.b` being `b` of its `a`.
+def meant_own(spec: str) -> str:
+    """ " (did you mean X?)" for a name without a colon that a module, or a file, may have in it."""
+    in_file = re.fullmatch(r"(.+\.py)\W*(\w*)", spec)
+    in_module = re.fullmatch(r"(.*\w)\.(\w+)", spec)
+    if not in_file and not in_module:
+        return ""
+    place, name = (in_file or in_module).groups()  # type: ignore[union-attr]
+    if not in_file and os.sep in place:
+        place += ".py"
+    return f" (did you mean {place}:{name or 'NAME'}?)"
+
+
+def without_variants(spec: str) -> str:
+    """`spec` with the colon as it is documented: neither two of them nor blanks around it."""
+    return re.sub(r"\s*::?\s*", ":", spec.strip())
+
+
+def find_in_module(spec: str, flag: str) -> Any:
+    """What a module of the user's calls so: `package.module:a.b` is `b` of its `a`.
 
     Modules are looked for on `sys.path` and then in the working directory, which is added to it. A
-    name that ends with `.py` or has a `/` is the path of a file, which is run as by
-    `import_user_file`. Raises UsageError, of `flag` with its value, if there is no such module or
-    attribute, or if importing raises.
+    name that ends with `.py` or has a `/` is the path of a file, of which `.py` may be left out,
+    and which is run as by `import_user_file`. Raises UsageError, of `flag` with its value, if there
+    is no such module or attribute, or if importing raises.
     """
+    module_name, _, attribute = without_variants(spec).rpartition(":")
+    if not module_name or not attribute:
+        raise UsageError(
+            f"has nothing {'behind' if module_name else 'before'} its colon",
+            flag=flag,
+            remedy="write package.module:NAME or ./file.py:NAME",
+        )
     module = _import_module(module_name, flag)
     try:
         return operator.attrgetter(attribute)(module)
@@ -212,7 +235,8 @@ def find_in_module(module_name: str, attribute: str, flag: str) -> Any:
 
 def _import_module(module_name: str, flag: str) -> ModuleType:
     if module_name.endswith(".py") or os.sep in module_name:
-        return import_user_file(os.path.expanduser(module_name), flag)
+        path = os.path.expanduser(module_name)
+        return import_user_file(f"{path}.py" if os.path.isfile(f"{path}.py") else path, flag)
     if os.getcwd() not in sys.path and "" not in sys.path:
         sys.path.append(os.getcwd())
     try:

@@ -21,6 +21,7 @@ from mcore_rl.rewards.functions import (
     NO_FUNCTIONS,
     PYTHON_SANDBOX,
     resolve_reward,
+    without_variants,
 )
 
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
@@ -90,7 +91,7 @@ def parse_rewards(
 
     Numbers are within the bounds of their flags (`mcore_rl.flags.options`).
     """
-    names = tuple(name.strip() for name in rewards.split(","))
+    names = tuple(map(without_variants, rewards.split(",")))
     _check_names(names, rewards)
     attempts = {"concurrency": http_concurrency, "retries": http_retries}
     servers = []

@@ -729,6 +729,8 @@ class Wide(Good):
     ("spec", "says"),
     [
         ("calculater", r"is not an environment \(did you mean calculator\?\); there are calc"),
+        ("worlds.py", r"is not an environment \(did you mean worlds.py:NAME\?\); there are calc"),
+        ("my.worlds.World", r"is not an environment \(did you mean my.worlds:World\?\)"),
         ("no_such_module:World", "there is no module 'no_such_module'"),
         (f"{__name__}:Goood", "has no attribute 'Goood'"),
         (f"{__name__}:prompt", "is of type function, not a class; name a class"),

@@ -29,6 +29,13 @@ def test_parse_rewards_aligns_names_and_weights():
     assert [(s.name, s.url, s.batch_samples) for s in spec.servers] == [("http", URL, 7)]
 
 
+def test_parse_rewards_spells_a_function_in_one_way():
+    found = parse_rewards("./a b.py::f, my.pkg : g").names
+    assert found == ("./a b.py:f", "my.pkg:g")
+    with pytest.raises(UsageError, match="has a:f twice"):
+        parse_rewards("a:f,a::f")
+
+
 def test_parse_rewards_gives_every_reward_the_weight_1():
     assert parse_rewards("gsm8k,exact_match").weights == (1.0, 1.0)
 

@@ -244,7 +244,10 @@ def test_resolve_reward_finds_a_function_in_a_file(tmp_path, monkeypatch):
     before = list(sys.path)
     found = resolve_reward("./score.py:f")
     assert found(prompt="", response="", answer="") == 1
-    for spec in ("score.py:f", f"{folder}/score.py:f", "../of rewards/score.py:f"):
+    for spec in (
+        *("score.py:f", f"{folder}/score.py:f", "../of rewards/score.py:f"),
+        *("score.py::f", "./score:f", " ./score.py : f ", "../of rewards/score::f"),
+    ):
         assert resolve_reward(spec) is found
     assert resolve_reward("score.py:Scorer.f")(prompt="", response="", answer="") == 2
     assert sys.path == before
@@ -265,8 +268,13 @@ def test_resolve_reward_finds_a_function_in_a_file(tmp_path, monkeypatch):
         ("rewards_of_a_user.sub:f", "there is no module|rewards_of_a_user.sub"),
         ("broken_rewards:f", "importing 'broken_rewards' raised OSError: no licence file"),
         ("rewards_of_a_user:scor", r"no attribute 'scor' \(did you mean score\?\)"),
-        ("rewards_of_a_user:", "no attribute ''"),
-        (":score", "importing '' raised ValueError"),
+        ("rewards_of_a_user:", "has nothing behind its colon; write package.module:NAME or"),
+        (":score", "has nothing before its colon; write package.module:NAME or"),
+        ("rewards_of_a_user.score", r"did you mean rewards_of_a_user:score\?"),
+        ("of/a/user.score", r"did you mean of/a/user.py:score\?"),
+        ("of/a/user.py", r"did you mean of/a/user.py:NAME\?"),
+        ("user.py.score", r"did you mean user.py:score\?"),
+        ("user.py#score", r"did you mean user.py:score\?"),
         ("rewards_of_a_user:USER", "no attribute 'USER'"),
         ("os:sep", "--reward os:sep is of type str, which cannot be called"),
         ("os.path:join", r"has the parameters .* but is called as fn\(prompt="),

@@ -57,10 +57,18 @@ def places(folder: Path, needed: Collection[str], flag: str) -> dict[str, list[s
     """
     if not (folder / INDEX).is_file():
         if not (folder / _SINGLE).is_file():
+            # Names of another format's files, and of weights that only add to others.
+            others = sorted(
+                path.name
+                for path in folder.glob("*.safetensors")
+                if not path.name.startswith(("consolidated", "adapter"))
+            )
             raise UsageError(
-                f"has neither {_SINGLE} nor {INDEX}",
+                f"has neither {_SINGLE} nor {INDEX}" + (f", but {others[0]}" if others else ""),
                 flag=f"{flag} {folder}",
-                remedy="convert its weights to safetensors",
+                remedy=f"copy {INDEX}, which names the shards, from where they were published"
+                if others
+                else "convert its weights to safetensors",
             )
         with opened(folder / _SINGLE, flag) as file:
             return {tensor: [_SINGLE] for tensor in file.keys()}

@@ -212,8 +212,8 @@ CHECKPOINT = [
         change=write("checkpoint/" + FIRST, b"\xff" * 100),
     ),
     Case(
-        "without_weights",
-        ["{here}/checkpoint has neither model.safetensors nor " + INDEX, "convert"],
+        "without_index",
+        ["{here}/checkpoint has neither model.safetensors nor " + INDEX, "copy " + INDEX],
         change=remove("checkpoint/" + INDEX),
     ),
     Case(

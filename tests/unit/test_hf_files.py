@@ -216,6 +216,23 @@ def test_an_index_of_other_values_is_a_sentence(tmp_path: Path, content: object)
         read(tmp_path, QWEN3)
 
 
+@pytest.mark.parametrize(
+    ("files", "says"),
+    [
+        (["model-00001-of-00002.safetensors"], f"{INDEX}, but model-0.*; copy {INDEX}, which"),
+        (["a.safetensors", "b.safetensors"], f"{INDEX}, but a.safetensors; copy {INDEX}, which"),
+        (["consolidated.safetensors", "adapter_model.safetensors"], f"{INDEX}; convert its weigh"),
+        (["pytorch_model.bin"], f"{INDEX}; convert its weights"),
+    ],
+)
+def test_shards_without_an_index_need_the_index(tmp_path: Path, files: list[str], says: str):
+    (tmp_path / "config.json").write_text(json.dumps(QWEN3))
+    for name in files:
+        save_file(tensors_of(QWEN3), tmp_path / name)
+    with pytest.raises(UsageError, match=f"^{FLAG} {tmp_path} has neither .* nor {says}"):
+        read(tmp_path, QWEN3)
+
+
 def test_a_pointer_of_git_lfs_is_told_as_such(tmp_path: Path) -> None:
     write(tmp_path, QWEN3, tensors_of(QWEN3), index=False)
     pointer = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 12345\n"

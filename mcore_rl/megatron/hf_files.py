@@ -9,6 +9,7 @@ are `model.safetensors` nor named by its index, such as `consolidated.safetensor
 from __future__ import annotations
 
 import contextlib
+import json
 import math
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -128,8 +129,10 @@ def _read_index(path: Path, flag: str) -> dict[str, str]:
 def opened(path: Path, flag: str) -> safe_open:
     try:
         # safetensors compares the header with the file's length, so a shard cut short fails here.
-        return safe_open(path, framework="pt")
-    except (SafetensorError, OSError) as error:
+        found = safe_open(path, framework="pt")
+        _check_no_key_twice(path)
+        return found
+    except (SafetensorError, InvalidData, OSError) as error:
         remedy = "copy this file again"
         with contextlib.suppress(OSError), path.open("rb") as file:
             if file.read(len(_LFS_POINTER)) == _LFS_POINTER:
@@ -137,6 +140,20 @@ def opened(path: Path, flag: str) -> safe_open:
         raise UsageError(
             f": {path} is corrupt or cut short ({error})", flag=flag, remedy=remedy
         ) from error
+
+
+def _check_no_key_twice(path: Path) -> None:
+    """InvalidData: two tensors of a header, which safetensors has read, have one name. It takes the
+    last one, and other readers may take the first."""
+
+    def once(pairs: list[tuple[str, Any]]) -> None:
+        names = [name for name, _ in pairs]
+        if len(set(names)) < len(names):
+            twice = next(name for name in names if names.count(name) > 1)
+            raise InvalidData(f"its header has {twice[:200]} twice")
+
+    with path.open("rb") as file:
+        json.loads(file.read(int.from_bytes(file.read(8), "little")), object_pairs_hook=once)
 
 
 def read_header(

@@ -233,6 +233,36 @@ def test_shards_without_an_index_need_the_index(tmp_path: Path, files: list[str]
         read(tmp_path, QWEN3)
 
 
+ENTRY = b'{"dtype":"F32","shape":[2],"data_offsets":[0,8]}'
+
+
+@pytest.mark.parametrize(
+    ("header", "length", "says"),
+    [
+        (b'{"a":' + ENTRY + b"}", 1 << 20, "invalid header length"),
+        (b'{"a":' + ENTRY + b"}", (1 << 64) - 1, "header too large"),
+        (b'{"a":' + ENTRY + b"}", 3, "invalid JSON"),
+        (b"[" * 100_000, None, "invalid JSON"),
+        (b"not JSON at all", None, "invalid JSON"),
+        (b"\xff{}", None, "invalid UTF-8"),
+        (b'{"a":' + ENTRY + b',"a":' + ENTRY + b"}", None, "its header has a twice"),
+        (b'{"a":' + ENTRY + b',"\\u0061":' + ENTRY + b"}", None, "its header has a twice"),
+        (b'{"a":' + ENTRY + b',"b":' + ENTRY + b"}", None, "invalid offset"),
+    ],
+)
+def test_a_header_whose_framing_is_wrong_is_a_sentence(
+    tmp_path: Path, header: bytes, length: int | None, says: str
+) -> None:
+    file = tmp_path / "model.safetensors"
+    size = len(header) if length is None else length
+    file.write_bytes(size.to_bytes(8, "little") + header + bytes(8))
+    with pytest.raises(UsageError, match=says) as caught:
+        read(tmp_path, QWEN3)
+    sentence = str(caught.value)
+    assert sentence.startswith(f"{FLAG}: {file} is corrupt or cut short (") and "\n" not in sentence
+    assert sentence.endswith("; copy this file again")
+
+
 def test_a_pointer_of_git_lfs_is_told_as_such(tmp_path: Path) -> None:
     write(tmp_path, QWEN3, tensors_of(QWEN3), index=False)
     pointer = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 12345\n"

@@ -56,6 +56,13 @@ class UsageError(ValueError):
         return f"{self.fault}; {self.remedy}" if self.remedy else self.fault
 
 
+def not_held(place: object, what: str, why: object) -> UsageError:
+    """A file, or a folder, of a checkpoint that does not hold `what` it should."""
+    return UsageError(
+        f": {place} does not hold {what} ({why})", flag="--load", remedy="load another checkpoint"
+    )
+
+
 class CommandParser(argparse.ArgumentParser):
     """Takes no abbreviated flags; its errors are UsageErrors of one sentence."""
 

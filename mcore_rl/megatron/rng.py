@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from mcore_rl.common.readers import InvalidData
 from mcore_rl.megatron import adapter as megatron_adapter
 
 _PYTHON_VERSION = 3  # of random.getstate()
@@ -78,7 +79,16 @@ class RngState:
 
     @classmethod
     def from_tensors(cls, tensors: Mapping[str, torch.Tensor]) -> RngState:
-        """The snapshot that `to_tensors` was of."""
+        """The snapshot that `to_tensors` was of. InvalidData: it could not be restored."""
+        try:
+            found = cls._of_tensors(tensors)
+            found._check(tensors)
+        except (LookupError, OverflowError, RuntimeError, TypeError, ValueError) as error:
+            raise InvalidData(f"{type(error).__name__}: {error}") from error
+        return found
+
+    @classmethod
+    def _of_tensors(cls, tensors: Mapping[str, torch.Tensor]) -> RngState:
         prefix = "tracker/"
         devices = [f"device/{index}" for index in range(len(tensors))]
         gauss = tensors.get("python/gauss")
@@ -104,3 +114,26 @@ class RngState:
                 tensors["numpy/cached"].item(),
             ),
         )
+
+    def _check(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Raise what `restore` would, in other generators; ValueError for what it would not see.
+        `tensors` are those that this was made of."""
+        again = self.to_tensors()
+        for name in again.keys() | tensors.keys():
+            if name not in again or name not in tensors:
+                raise ValueError(f"there is {name} too much, or too little")
+            if again[name].dtype != tensors[name].dtype or not again[name].equal(tensors[name]):
+                raise ValueError(f"{name} is not as it is written")
+        if not 0 <= self.numpy[2] <= len(self.numpy[1]):  # numpy would read beyond its words
+            raise ValueError(f"numpy's position is {self.numpy[2]}")
+        torch.Generator().set_state(self.cpu)
+        random.Random().setstate(self.python)
+        np.random.RandomState().set_state(self.numpy)
+        for name, value in tensors.items():
+            if value.dim() != 1:
+                raise ValueError(f"{name} is {tuple(value.shape)}")
+        now = RngState.capture()
+        sizes = {state.shape for state in (*now.devices, *now.tracker.values())}
+        for state in (*self.devices, *self.tracker.values()):
+            if state.dtype != torch.uint8 or sizes and state.shape not in sizes:
+                raise ValueError(f"a device's state is {tuple(state.shape)} of {state.dtype}")

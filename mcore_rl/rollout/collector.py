@@ -16,11 +16,13 @@ from pathlib import Path
 
 import numpy as np
 import torch.distributed as dist
+from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
 
 from mcore_rl.algorithms.estimators import select_informative_groups
 from mcore_rl.batching.table import SampleTable
 from mcore_rl.batching.types import Prompt, ScoredRollout
+from mcore_rl.common.errors import not_held
 from mcore_rl.data.prompts import PromptDataset, prompt_indices
 from mcore_rl.flags.options import RLConfig
 from mcore_rl.hybrid_engine.vllm.generation import Sampling
@@ -121,10 +123,11 @@ class Collector:
             save_file({"lengths": self.lengths}, folder / _LENGTHS)
 
     def restore(self, folder: Path) -> None:
-        """Go on from what a run over the same prompts has saved. Local."""
+        """Go on from what a run over the same prompts has saved. Local. UsageError: a file holds
+        something else."""
         if not folder.is_dir():
             return  # an earlier version wrote the checkpoint
-        self.lengths[:] = load_file(folder / _LENGTHS)["lengths"]
+        self.lengths[:] = lengths_in(folder / _LENGTHS, len(self.lengths))
         recipe = self._recipe
         num_responses = recipe.num_samples_per_prompt + recipe.needs_greedy_baseline
         self._workers.load_pending(folder, self._prompt_of, num_responses)
@@ -215,6 +218,18 @@ class Collector:
 
     def _places(self, draw: int, count: int) -> np.ndarray:
         return prompt_indices(len(self._prompts), start=draw, count=count, seed=self._seed)
+
+
+def lengths_in(path: Path, num_rows: int) -> np.ndarray:
+    """`[num_rows]` int32, as `Collector.save` writes them; -1 is not known. Raises UsageError."""
+    what = f"lengths of responses to {num_rows} prompts"
+    try:
+        found = load_file(path)["lengths"]
+    except (SafetensorError, LookupError, OSError) as error:
+        raise not_held(path, what, f"{type(error).__name__}: {error}") from error
+    if found.dtype != np.int32 or found.shape != (num_rows,) or (found < -1).any():
+        raise not_held(path, what, f"it has {found.shape} of {found.dtype}, or negative ones")
+    return found
 
 
 def _of_first_finished(table: SampleTable, tally: Tally) -> dict[str, float]:

@@ -12,11 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from mcore_rl.batching.types import Prompt, Rollout
-from mcore_rl.common.readers import parse_json
+from mcore_rl.common.errors import not_held
+from mcore_rl.common.readers import integer_within, number, parse_json
 from mcore_rl.moe.routing import Routes
 from mcore_rl.rewards.worker import Outcome
 from mcore_rl.rollout.segments import OpenGroup
@@ -25,6 +26,11 @@ _NAME = "group_{:05d}.safetensors"
 _ARRAYS = ("response_token_ids", "rollout_log_probs", "is_generated", "weight_versions")
 _ALL_ARRAYS = (*_ARRAYS, "routes", "routes_known", "prompt_token_ids")
 _FACTS = ("text", "finish_reason", "weight_version", "failure")
+_DTYPES = dict.fromkeys(("response_token_ids", "prompt_token_ids", "weight_versions"), np.int32) | {
+    "rollout_log_probs": np.float32,
+    "is_generated": np.bool_,
+}
+_MOST_COUNTED = 1 << 53
 
 
 def write_groups(groups: Sequence[OpenGroup], folder: Path, tp_group: int) -> None:
@@ -55,7 +61,8 @@ def read_groups(
     """Those that a TP group goes on with: its own, or where there were more or fewer TP groups, its
     share of all, dealt out in the order of their draws.
 
-    `prompt_of` gives the prompt of a draw. Every rank of a TP group reads the same.
+    `prompt_of` gives the prompt of a draw. Every rank of a TP group reads the same. UsageError: a
+    file holds something else.
     """
     files = sorted(folder.glob("group_*.safetensors"))
     if len(files) == num_tp_groups:
@@ -73,36 +80,77 @@ def _arrays_of(rollout: Rollout) -> dict[str, np.ndarray]:
 
 
 def _read(file: Path, prompt_of: Callable[[int], Prompt]) -> list[OpenGroup]:
-    found = []
-    with safe_open(file, framework="numpy") as tensors:
-        names = set(tensors.keys())
-        for facts in parse_json(tensors.metadata()["groups"]):
-            prompt = prompt_of(facts["draw"])
-            rollouts: list[Rollout | None] = []
-            for index, sample in enumerate(facts["samples"]):
-                if sample is None:
-                    rollouts.append(None)
-                    continue
-                place = f"{facts['draw']}/{index}/"
-                arrays = {
-                    name: tensors.get_tensor(place + name)
-                    for name in _ALL_ARRAYS
-                    if place + name in names
-                }
-                rollouts.append(_rollout(prompt, index, sample, arrays))
-            outcomes = {
-                int(index): {name: Outcome(*each) for name, each in by.items()}
-                for index, by in facts["outcomes"].items()
-            }
-            found.append(OpenGroup(facts["draw"], rollouts, outcomes))
-    return found
+    try:
+        with safe_open(file, framework="numpy") as tensors:
+            names = set(tensors.keys())
+            return [
+                _group(facts, prompt_of, names, tensors.get_tensor)
+                for facts in parse_json(tensors.metadata()["groups"])
+            ]
+    except (
+        *(SafetensorError, AttributeError, LookupError),
+        *(OSError, OverflowError, TypeError, ValueError),
+    ) as error:
+        why = f"{type(error).__name__}: {error}"
+        raise not_held(file, "unfinished groups of samples", why) from error
+
+
+def _group(
+    facts: dict[str, Any],
+    prompt_of: Callable[[int], Prompt],
+    names: set[str],
+    array_of: Callable[[str], np.ndarray],
+) -> OpenGroup:
+    prompt = prompt_of(_counted(facts["draw"]))
+    rollouts: list[Rollout | None] = []
+    for index, sample in enumerate(facts["samples"]):
+        if sample is None:
+            rollouts.append(None)
+            continue
+        place = f"{facts['draw']}/{index}/"
+        arrays = {name: array_of(place + name) for name in _ALL_ARRAYS if place + name in names}
+        rollouts.append(_rollout(prompt, index, sample, arrays))
+    outcomes = {
+        int(index): {name: _outcome(*each) for name, each in by.items()}
+        for index, by in facts["outcomes"].items()
+    }
+    if not outcomes.keys() <= set(range(len(rollouts))):
+        raise ValueError("outcomes are of samples that the group does not have")
+    return OpenGroup(facts["draw"], rollouts, outcomes)
+
+
+def _counted(value: Any) -> int:
+    if integer_within(value, 0, _MOST_COUNTED) is None:
+        raise ValueError(f"{repr(value)[:60]} is not a number of a draw or a version")
+    return int(value)
+
+
+def _outcome(reward: Any, kind: Any, detail: Any) -> Outcome:
+    is_text = isinstance(kind, str | None) and isinstance(detail, str)
+    if number(reward) is None or not is_text:
+        raise ValueError(f"{repr([reward, kind, detail])[:60]} is not an outcome of a reward")
+    return Outcome(reward, kind, detail)
 
 
 def _rollout(
     prompt: Prompt, index: int, facts: dict[str, Any], arrays: dict[str, np.ndarray]
 ) -> Rollout:
+    _counted(facts["weight_version"])
+    if not all(isinstance(facts[name], str) for name in ("text", "finish_reason")) or not (
+        isinstance(facts["failure"], str | None) and facts.keys() == {*_FACTS}
+    ):
+        raise ValueError(f"sample {index} is not described as one")
+    num_tokens = {name: len(arrays["response_token_ids"]) for name in _ARRAYS}
+    num_tokens["prompt_token_ids"] = len(arrays["prompt_token_ids"])
+    for name, array in arrays.items():
+        of = (array.dtype, array.shape)
+        if name in num_tokens and of != (np.dtype(_DTYPES[name]), (num_tokens[name],)):
+            raise ValueError(f"{name} of sample {index} is {array.shape} of {array.dtype}")
     prompt = dataclasses.replace(prompt, token_ids=arrays.pop("prompt_token_ids"))
     routes = None
     if "routes" in arrays:
         routes = Routes(arrays.pop("routes"), arrays.pop("routes_known"))
+        shape = (len(routes.ids),)
+        if (routes.ids.ndim, routes.known.dtype, routes.known.shape) != (3, np.bool_, shape):
+            raise ValueError(f"the experts of sample {index} are {routes.ids.shape}")
     return Rollout(prompt=prompt, sample_index=index, routes=routes, **facts, **arrays)

@@ -163,7 +163,7 @@ def build(
         keeper=keeper,
     )
     if point is not None and point.same_prompts:
-        collector.restore(point.folder / ROLLOUT)
+        agreed_in_world(partial(collector.restore, point.folder / ROLLOUT))
     recorder = _recorder(job, state, shards.device, timers, learner, keeper)
     saver = RunSaver(
         job,

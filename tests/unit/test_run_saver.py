@@ -6,6 +6,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import random
 import runpy
 from argparse import Namespace
 from pathlib import Path
@@ -14,16 +15,24 @@ from typing import Any
 
 import numpy as np
 import pytest
+import safetensors.torch
 import torch
 
 from mcore_rl import train
 from mcore_rl.common.errors import UsageError
+from mcore_rl.megatron.rng import RngState
 from mcore_rl.observe.stage_timers import StageTimers
 from mcore_rl.trainer import saver as saver_module
 from mcore_rl.trainer import start as start_module
 from mcore_rl.trainer.resume import folders
 from mcore_rl.trainer.resume.point import lost_reference, misplaced_optimizer
-from mcore_rl.trainer.resume.trainer_state import LOADED, TrainerState, _state
+from mcore_rl.trainer.resume.trainer_state import (
+    LOADED,
+    TrainerState,
+    _random_states,
+    _rows_of,
+    _state,
+)
 from mcore_rl.trainer.saver import RunSaver
 from tests.unit.test_checkpoint_folders import save
 
@@ -119,7 +128,8 @@ def test_a_checkpoint_of_before_the_note_is_read_and_one_of_another_kind_is_not(
 @pytest.mark.parametrize(
     ("fact", "value"),
     [
-        *(("step", value) for value in ("3", True, None, 0.5)),
+        *(("step", value) for value in ("3", True, None, 0.5, -1, 10**30)),
+        *(("date", value) for value in ("tomorrow", "2026-13-01", "20260101")),
         *(("layout", value) for value in (None, 3, ["TP1"])),
         *(("kl_controller", value) for value in (None, [], {"a": "b"}, {"a": float("nan")})),
         ("optimizer_by_parameter", 1),
@@ -137,6 +147,68 @@ def test_a_state_that_is_not_one_is_a_sentence(content: bytes) -> None:
     row = torch.from_numpy(np.frombuffer(stored, dtype=np.uint8).copy())
     with pytest.raises(UsageError, match="there does not hold the state of a trainer"):
         _state(row, Path("there"))
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [
+        {},
+        {"facts": torch.zeros(8, dtype=torch.uint8)},
+        {"facts": torch.zeros(0, 8, dtype=torch.uint8)},
+        {"facts": torch.zeros(1, 8)},
+    ],
+)
+def test_rows_of_another_form_are_a_sentence(rows: dict[str, torch.Tensor]) -> None:
+    with pytest.raises(UsageError, match="there does not hold the state of a trainer .*facts"):
+        _rows_of(rows, "facts", Path("there"))
+
+
+def mutated_states() -> dict[str, dict[str, torch.Tensor]]:
+    """The generators of this process, each time with one thing changed."""
+    sound = RngState.capture().to_tensors()
+    position = sound["numpy/position"]
+    changes: dict[str, dict[str, torch.Tensor | None]] = {
+        # Python's has a second number of a pair at times only.
+        **{f"no {name}": {name: None} for name in sound if name != "python/gauss"},
+        **{f"short {name}": {name: value[:-1]} for name, value in sound.items()},
+        **{f"wide {name}": {name: value[None]} for name, value in sound.items()},
+        **{f"other dtype of {name}": {name: value.half()} for name, value in sound.items()},
+        "zeros": {"cpu": torch.zeros_like(sound["cpu"])},
+        "more": {"unknown": torch.zeros(1)},
+        "beyond": {"numpy/position": position + torch.tensor([10**6, 0])},
+        "before": {"numpy/position": position - torch.tensor([10**6, 0])},
+        "negative words": {"python/words": -sound["python/words"] - 1},
+        "large words": {"numpy/keys": sound["numpy/keys"] + (1 << 32)},
+        "device": {"device/0": torch.zeros(7)},
+        "tracker": {"tracker/model-parallel-rng": torch.zeros(2, 2, dtype=torch.uint8)},
+    }
+    return {
+        what: {name: value for name, value in (sound | change).items() if value is not None}
+        for what, change in changes.items()
+    }
+
+
+def test_random_states_that_could_not_be_restored_are_a_sentence() -> None:
+    def row(blob: bytes) -> torch.Tensor:
+        stored = bytearray(len(blob).to_bytes(8, "little") + blob)
+        return torch.frombuffer(stored, dtype=torch.uint8)
+
+    random.gauss(0, 1)
+    sound = RngState.capture().to_tensors()
+    before = {name: value.clone() for name, value in sound.items()}
+    found = _random_states(row(safetensors.torch.save(sound)), Path("there"))
+    found.restore()
+    says = "there does not hold random states .*load another checkpoint, or give --no-load-rng"
+    for what, tensors in mutated_states().items():
+        with pytest.raises(UsageError, match=says):
+            _random_states(row(safetensors.torch.save(tensors)), Path("there"))
+            pytest.fail(what)
+    for blob in (b"", b"{}", bytes(100), safetensors.torch.save(sound)[:-3]):
+        with pytest.raises(UsageError, match="does not hold random states"):
+            _random_states(row(blob), Path("there"))
+    # To look is not to draw, nor to restore.
+    after = RngState.capture().to_tensors()
+    assert all(before[name].equal(after[name]) for name in before)
 
 
 def resumed_with(**changes: object) -> argparse.Namespace:

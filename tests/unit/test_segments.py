@@ -7,12 +7,16 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from safetensors import safe_open
+from safetensors.numpy import save_file
 
 from mcore_rl.batching.table import SampleTokens
 from mcore_rl.batching.types import Prompt, Rollout, ScoredRollout
+from mcore_rl.common.errors import UsageError
 from mcore_rl.hybrid_engine.vllm.generation import Completion, Request, Sampling
 from mcore_rl.moe.routing import Routes
 from mcore_rl.rewards.worker import Outcome
+from mcore_rl.rollout.collector import lengths_in
 from mcore_rl.rollout.pending import read_groups, write_groups
 from mcore_rl.rollout.segments import OpenGroup, begun, extended, is_finished
 
@@ -110,3 +114,91 @@ def test_a_checkpoint_has_all_that_goes_on(tmp_path: Path, num_tp_groups: int) -
     assert [[plain(each) for each in part] for part in found] == [
         [plain(each) for each in part] for part in expected
     ]
+
+
+def written(folder: Path) -> tuple[Path, dict[str, np.ndarray], str]:
+    write_groups(groups()[:1], folder, 0)
+    file = folder / "group_00000.safetensors"
+    with safe_open(file, framework="numpy") as tensors:
+        arrays = {name: tensors.get_tensor(name) for name in tensors.keys()}
+        return file, arrays, tensors.metadata()["groups"]
+
+
+def read_again(file: Path) -> list[OpenGroup]:
+    return read_groups(file.parent, {7: PROMPT}.__getitem__, tp_group=0, num_tp_groups=1)
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        *[('"draw": 7', f'"draw": {value}') for value in ("-7", "true", '"7"', "9" * 30, "8")],
+        *[('"draw"', '"drawn"'), ('"samples": [', '"samples": 5, "other": [')],
+        *[('"text": "1 and 2"', f'"text": {value}') for value in ("null", "5", "[]")],
+        *[('"weight_version": 4', f'"weight_version": {value}') for value in ("-1", "0.5", '"4"')],
+        *[('"failure": null', f'"failure": {value}') for value in ("5", '"", "more": 1')],
+        *[("[0.1, null", f"[{value}, null") for value in ('"0.1"', "null", "true")],
+        *[('"0": {', '"9": {'), ('"0": {', '"x": {'), ('"outcomes": {', '"outcomes": [], "x": {')],
+        *[("[{", "[" * 100 + "{"), ("[{", "{"), ("}]", "")],
+    ],
+)
+def test_groups_of_other_values_are_a_sentence(tmp_path: Path, old: str, new: str) -> None:
+    file, arrays, facts = written(tmp_path)
+    assert old in facts
+    save_file(arrays, file, {"groups": facts.replace(old, new)})
+    with pytest.raises(UsageError, match=f"--load: {file} does not hold unfinished.*load another"):
+        read_again(file)
+
+
+@pytest.mark.parametrize("change", ["missing", "longer", "wider", "other"])
+@pytest.mark.parametrize(
+    "name", ["response_token_ids", "rollout_log_probs", "is_generated", "prompt_token_ids"]
+)
+def test_groups_of_other_arrays_are_a_sentence(tmp_path: Path, name: str, change: str) -> None:
+    file, arrays, facts = written(tmp_path)
+    array = arrays.pop(f"7/0/{name}")
+    if change == "missing" and name == "is_generated":
+        return  # all of it is
+    changed = {
+        "longer": np.append(array, array[:1]).astype(array.dtype),
+        "wider": array[None],
+        "other": array.astype(np.float64),
+    }
+    if change == "longer" and name == "prompt_token_ids":
+        return  # any number of tokens is a prompt
+    if change != "missing":
+        arrays[f"7/0/{name}"] = changed[change]
+    save_file(arrays, file, {"groups": facts})
+    with pytest.raises(UsageError, match=f"{file} does not hold unfinished groups of samples"):
+        read_again(file)
+
+
+@pytest.mark.parametrize("size", [0, 7, 100, -1])
+def test_groups_that_are_cut_short_are_a_sentence(tmp_path: Path, size: int) -> None:
+    file, _, _ = written(tmp_path)
+    file.write_bytes(file.read_bytes()[:size])
+    with pytest.raises(UsageError, match=f"{file} does not hold unfinished groups of samples"):
+        read_again(file)
+
+
+@pytest.mark.parametrize(
+    "arrays",
+    [
+        {"other": np.zeros(3, np.int32)},
+        {"lengths": np.zeros(4, np.int32)},
+        {"lengths": np.zeros((3, 1), np.int32)},
+        {"lengths": np.zeros(3, np.float32)},
+        {"lengths": np.full(3, -2, np.int32)},
+        b"",
+        None,
+    ],
+)
+def test_lengths_of_another_form_are_a_sentence(tmp_path: Path, arrays: object) -> None:
+    file = tmp_path / "lengths.safetensors"
+    if isinstance(arrays, dict):
+        save_file(arrays, file)
+    elif isinstance(arrays, bytes):
+        file.write_bytes(arrays)
+    with pytest.raises(UsageError, match=f"--load: {file} does not hold lengths .*load another"):
+        lengths_in(file, 3)
+    save_file({"lengths": np.array([-1, 0, 5], np.int32)}, file)
+    assert lengths_in(file, 3).tolist() == [-1, 0, 5]

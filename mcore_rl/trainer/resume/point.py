@@ -88,7 +88,7 @@ def find_resume_point(
         if args.finetune:
             return None
         folder = load / folders.iteration_name(step)
-        state, rng = load_trainer_state(folder / TRAINER)
+        state, rng = load_trainer_state(folder / TRAINER, with_rng=not args.no_load_rng)
         if (warning := misplaced_optimizer(state, args)) and dist.get_rank() == 0:
             logger.warning("[Resume] %s: %s", folder, warning)
         # First, as it is collective: what comes after may fail on some ranks alone.

@@ -12,20 +12,22 @@ import json
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from datetime import date as Date
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
+from safetensors import SafetensorError
 from safetensors.torch import load as load_safetensors
 from safetensors.torch import save as save_safetensors
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint import load as load_checkpoint
 
 from mcore_rl.common import objects
-from mcore_rl.common.errors import UsageError
-from mcore_rl.common.readers import InvalidData, finite_number, parse_json
+from mcore_rl.common.errors import UsageError, not_held
+from mcore_rl.common.readers import InvalidData, finite_number, integer_within, parse_json
 from mcore_rl.megatron import saving as megatron_checkpoint
 from mcore_rl.megatron.rng import RngState
 from mcore_rl.trainer.resume.folders import complete_steps, iteration_name
@@ -37,6 +39,8 @@ LOADED = "loaded"
 # What checkpoints of earlier versions may lack.
 _LATER_FACTS = {"began_with", "date", "optimizer_by_parameter"}
 _MOST_FACT_BYTES = 1 << 20
+_MOST_COUNTED = 1 << 53
+_STATE = "the state of a trainer"
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,18 +81,39 @@ def trainer_writer(state: TrainerState) -> Callable[[Path], None]:
     return write
 
 
-def load_trainer_state(folder: Path) -> tuple[TrainerState, RngState | None]:
+def load_trainer_state(
+    folder: Path, *, with_rng: bool = True
+) -> tuple[TrainerState, RngState | None]:
     """The state, and this rank's generators if as many ranks wrote it as read it. Collective.
 
-    Raises RuntimeError for a state that another version of mcore_rl has written, UsageError for
-    content that is not a state.
+    `with_rng`: without, the generators are not looked at. Raises RuntimeError for a state that
+    another version of mcore_rl has written, UsageError for content that is not a state, or none of
+    generators, which one rank alone may find.
     """
     rows = megatron_checkpoint.load_tensors(folder)
-    state = _state(rows[_FACTS][0], folder)
-    rng = None
-    if len(rows[_RNG]) == dist.get_world_size():
-        rng = RngState.from_tensors(load_safetensors(_content(rows[_RNG][dist.get_rank()])))
-    return state, rng
+    state = _state(_rows_of(rows, _FACTS, folder)[0], folder)
+    if not with_rng:
+        return state, None
+    states = _rows_of(rows, _RNG, folder)
+    is_ours = len(states) == dist.get_world_size()
+    return state, _random_states(states[dist.get_rank()], folder) if is_ours else None
+
+
+def _rows_of(rows: Mapping[str, torch.Tensor], name: str, folder: Path) -> torch.Tensor:
+    """`[ranks, bytes]` uint8."""
+    found = rows.get(name)
+    if found is None or found.dim() != 2 or not len(found) or found.dtype != torch.uint8:
+        raise not_held(folder, _STATE, f"it has no rows of bytes called {name}")
+    return found
+
+
+def _random_states(row: torch.Tensor, folder: Path) -> RngState:
+    try:
+        return RngState.from_tensors(load_safetensors(_content(row)))
+    except (SafetensorError, LookupError, ValueError) as error:
+        refusal = not_held(folder, "random states of this rank", error)
+        refusal.remedy += ", or give --no-load-rng to begin with new ones"
+        raise refusal from error
 
 
 def read_trainer_state(folder: Path) -> TrainerState:
@@ -97,9 +122,11 @@ def read_trainer_state(folder: Path) -> TrainerState:
     Raises RuntimeError as `load_trainer_state`.
     """
     reader = FileSystemReader(folder)
-    size = reader.read_metadata().state_dict_metadata[_FACTS].size
+    size = getattr(reader.read_metadata().state_dict_metadata.get(_FACTS), "size", ())
+    if len(size) != 2 or not size[0]:
+        raise not_held(folder, _STATE, f"it has no rows of bytes called {_FACTS}")
     if math.prod(size) > _MOST_FACT_BYTES * size[0]:
-        raise _not_facts(folder, f"it has {math.prod(size)} bytes")
+        raise not_held(folder, _STATE, f"it has {math.prod(size)} bytes")
     rows = {_FACTS: torch.empty(size, dtype=torch.uint8)}
     load_checkpoint(rows, storage_reader=reader, no_dist=True)
     return _state(rows[_FACTS][0], folder)
@@ -121,9 +148,9 @@ def _state(row: torch.Tensor, folder: Path) -> TrainerState:
     try:
         facts = parse_json(_content(row))
     except InvalidData as error:
-        raise _not_facts(folder, str(error)) from error
+        raise not_held(folder, _STATE, str(error)) from error
     if not isinstance(facts, dict):
-        raise _not_facts(folder, f"it is a {type(facts).__name__}")
+        raise not_held(folder, _STATE, f"it is a {type(facts).__name__}")
     known = {entry.name for entry in dataclasses.fields(TrainerState)}
     if facts.keys() | _LATER_FACTS != known:
         raise RuntimeError(
@@ -131,9 +158,10 @@ def _state(row: torch.Tensor, folder: Path) -> TrainerState:
             f"more and {sorted(known - facts.keys() - _LATER_FACTS)} less than is known here"
         )
     for name, value in facts.items():
-        kind = {"int": int, "str": str, "bool": bool}.get(str(TrainerState.__annotations__[name]))
-        if type(value) is not kind if kind else not _is_mapping_of_numbers(value):
-            raise _not_facts(folder, f"{name} is {repr(value)[:60]}")
+        if not _IS_FACT[str(TrainerState.__annotations__[name])](value) or (
+            name == "date" and value and not _is_date(value)
+        ):
+            raise not_held(folder, _STATE, f"{name} is {repr(value)[:60]}")
     return TrainerState(**facts)
 
 
@@ -141,12 +169,18 @@ def _is_mapping_of_numbers(value: Any) -> bool:
     return isinstance(value, dict) and all(finite_number(n) is not None for n in value.values())
 
 
-def _not_facts(folder: Path, why: str) -> UsageError:
-    return UsageError(
-        f": {folder} does not hold the state of a trainer ({why})",
-        flag="--load",
-        remedy="load another checkpoint",
-    )
+_IS_FACT: Mapping[str, Callable[[Any], bool]] = {
+    "int": lambda value: integer_within(value, 0, _MOST_COUNTED) is not None,
+    "str": lambda value: isinstance(value, str),
+    "bool": lambda value: isinstance(value, bool),
+    "Mapping[str, float]": _is_mapping_of_numbers,
+}
+
+
+def _is_date(value: str) -> bool:
+    with contextlib.suppress(ValueError):
+        return Date.fromisoformat(value).isoformat() == value
+    return False
 
 
 def _row(content: bytes) -> torch.Tensor:

@@ -164,7 +164,7 @@ class Critic:
             return
         trainer = Path(args.load) / iteration_name(args.ckpt_step) / TRAINER
         if trainer.is_dir():  # not where Megatron has written the checkpoint
-            state, rng = load_trainer_state(trainer)
+            state, rng = agreed_in_world(lambda: load_trainer_state(trainer))
             if rng is not None and state.layout == self.layout.describe():
                 rng.restore()
 

@@ -22,6 +22,7 @@ WORKDIR /opt/mcore_rl
 
 COPY setup.py pyproject.toml README.md LICENSE ./
 COPY scripts/setup_env.sh scripts/requirements-cuda.txt scripts/requirements-te.txt scripts/
+COPY scripts/setup_env scripts/setup_env
 COPY mcore_rl mcore_rl
 COPY patches patches
 
@@ -29,7 +30,7 @@ COPY patches patches
 # minutes of one core; MAX_JOBS bounds how many files are compiled at a time.
 ARG MAX_JOBS=4
 RUN MCORE_RL_STACK=cuda MAX_JOBS=$MAX_JOBS bash scripts/setup_env.sh \
-    && rm -rf .cache /root/.cache/pip
+    && rm -rf .cache /root/.cache/pip /root/.cache/uv
 
 COPY scripts scripts
 COPY examples examples

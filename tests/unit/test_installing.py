@@ -142,5 +142,9 @@ def test_dockerfile_sets_up_the_cuda_stack_from_what_it_has_copied() -> None:
     there = " ".join(rest for word, rest in found[:at] if word == "COPY")
     script = (ROOT / "scripts" / "setup_env.sh").read_text()
     for file in ("scripts/requirements-cuda.txt", "scripts/requirements-te.txt", "setup.py"):
-        assert file in there and Path(file).name.replace("cuda", "$stack") in script
+        assert (
+            file in there
+            and "scripts/setup_env " in there
+            and Path(file).name.replace("cuda", "$stack") in script
+        )
     assert "folder=.venv-cuda" in script and "/.venv-cuda/bin" in dict(found)["ENV"]

@@ -1,0 +1,57 @@
+"""Holds the environment that runs it against a file of pins, or against all that must work in it.
+
+    python -I check.py requirements-cpu.txt cpu|cuda pins|all
+
+Isolated (-I), mcore_rl is found because it is installed, not because of where this runs.
+"""
+
+# ruff: noqa: F401
+import sys
+from importlib.metadata import PackageNotFoundError, entry_points, version
+from importlib.util import find_spec
+
+from packaging.requirements import Requirement
+
+requirements, stack, extent = sys.argv[1:]
+if sys.version_info[:2] not in ((3, 11), (3, 12)):
+    sys.exit("Python " + sys.version.split()[0] + " is neither 3.11 nor 3.12")
+for line in open(requirements, encoding="utf-8"):
+    text = line.split("#")[0].strip()
+    if not text:
+        continue
+    pin = Requirement(text)
+    if pin.marker and not pin.marker.evaluate():
+        continue
+    try:
+        found = version(pin.name)
+    except PackageNotFoundError:
+        sys.exit(f"{pin.name} is not installed")
+    if found not in pin.specifier:
+        sys.exit(f"{pin} is pinned and {found} is installed")
+if stack == "cpu":
+    for name in ("torchvision", "torchaudio", "torchcodec"):
+        if find_spec(name):
+            sys.exit(f"{name} is installed, with which vLLM cannot be imported")
+if extent == "all":
+    import torch
+
+    if stack == "cpu" and torch.version.cuda:
+        sys.exit(f"torch {torch.__version__} is a CUDA build")
+    if stack == "cuda" and not torch.version.cuda:
+        sys.exit(f"torch {torch.__version__} is not a CUDA build")
+    if find_spec("megatron.training") is None:
+        sys.exit("megatron-core " + version("megatron-core") + " came without megatron.training")
+    if find_spec("mcore_rl") is None:
+        sys.exit("mcore_rl is not installed")
+    if "mcore_rl" not in entry_points(group="vllm.general_plugins").names:
+        sys.exit("mcore_rl is not registered as a vLLM plugin")
+    if stack == "cpu":
+        # Before Megatron, which it repairs. The bytecode of what ranks import is compiled here,
+        # once, and not by all of them at their first start.
+        import mcore_rl.train  # isort: skip
+        import megatron.training.training
+        import vllm.entrypoints.llm
+        import vllm.model_executor.models.deepseek_v2
+        import vllm.v1.worker.cpu_worker
+    import megatron.core
+    import vllm

@@ -21,15 +21,13 @@ import pytest
 from mcore_rl.cli import main
 from mcore_rl.observe.alarms import RULES
 from mcore_rl.observe.stage_timers import STAGES
-from mcore_rl.tools.report.charts import charts_of
+from mcore_rl.tools.report.charts import MAX_POINTS, charts_of
 from mcore_rl.tools.report.command import read_runs
-from mcore_rl.tools.report.figures import headlines
 from mcore_rl.tools.report.panels import SECTIONS
-from mcore_rl.tools.report.tables import metric_rows, settings_of
-from mcore_rl.tools.report.thinning import MAX_POINTS
+from mcore_rl.tools.report.tables import headlines, metric_rows, settings_of
 from tests.report_runs import step_metrics, write_hostile_run, write_run
 
-PANELS = {panel.key: panel for section in SECTIONS for panel in section.panels}
+PANELS = {panel.title: panel for section in SECTIONS for panel in section.panels}
 
 
 class Page(html.parser.HTMLParser):
@@ -43,6 +41,9 @@ class Page(html.parser.HTMLParser):
         self._script: str | None = None
         self.feed(text)
         self.text = " ".join(" ".join(self.shown).split())
+        titles = [str(a["aria-label"]) for _, a in self.elements if a.get("class") == "chart"]
+        figures = json.loads(self.raw["figures"])
+        self.charts: dict[str, Any] = dict(zip(titles, figures, strict=True))
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         self.elements.append((tag, dict(attrs)))
@@ -82,33 +83,60 @@ def page(folder: Path) -> Page:
 
 
 def test_all_that_a_run_measures_is_drawn_and_in_the_table(page: Page) -> None:
-    figures = json.loads(page.raw["figures"])
-    drawn = [attrs["data-figure"] for _, attrs in page.elements if "data-figure" in attrs]
-    assert sorted(drawn) == sorted(figures)
-    asked = "reward accuracy kl entropy mismatch lengths stages throughput handover-bytes "
-    asked += "host-memory device-memory grad-norm value-loss imbalance alarms"
-    constant = {"handover-bytes", "host-memory", "device-memory"}
-    assert set(asked.split()) - constant <= set(drawn) and not constant & set(drawn)
+    constant = {"Bytes received, against the lower bound", "Clipped and skipped", "Learning rate"}
+    constant |= {"Host memory of the largest rank", "Device memory of the largest rank"}
+    asked = {"Reward", "Held-out accuracy", "KL to the reference", "Entropy", "Stages of a step"}
+    asked |= {"Mismatch of engine and actor", "Length of responses", "Throughput", "Gradient norm"}
+    asked |= {"Value loss", "Load of the busiest expert", "Alarms that last"}
+    assert asked <= page.charts.keys() <= PANELS.keys() - constant
     assert "not drawn" in page.text and "memory/host_bytes 52.0 GB" in page.text
-    assert "clip_fraction 0.04" in page.text and "skipped_updates" not in drawn
+    assert "clip_fraction 0.04" in page.text and "skipped_updates" not in page.text
     for name in step_metrics(0, 60, random.Random(0)):
         assert name in page.text
     assert "Without a value yet" not in page.text
 
 
+def test_every_panel_draws_its_metrics_with_their_labels(tmp_path: Path) -> None:
+    parts = {name.replace("*", "7"): "7" for p in PANELS.values() for name in p.series}
+    rng = random.Random(0)
+    with (tmp_path / "metrics.jsonl").open("w") as file:
+        for step in range(3):
+            metrics = {name: rng.random() for name in parts} | {"time/step_seconds": 20.0 + step}
+            file.write(json.dumps({"step": step, **metrics}) + "\n")
+    charts = report(tmp_path).charts
+    assert list(charts) == list(PANELS)
+    for title, panel in PANELS.items():
+        data = charts[title]["data"]
+        if panel.kind == "map":
+            assert data[0]["y"] == ["7"]
+        else:
+            drawn = {trace["name"] for trace in data if trace.get("showlegend", True)}
+            assert drawn == {label or "7" for label in panel.series.values()}, title
+
+
+@pytest.mark.parametrize(
+    "metrics", [{"reward/std": 0.5}, {"moe/imbalance/layer_x": 2.0, "moe/imbalance/layer_1": 1.5}]
+)
+def test_page_is_made_of_metrics_that_no_run_writes_alone(
+    tmp_path: Path, metrics: dict[str, float]
+) -> None:
+    (tmp_path / "metrics.jsonl").write_text(json.dumps({"step": 0, **metrics}) + "\n")
+    assert all(name in report(tmp_path).text for name in metrics)
+
+
 def test_headlines_say_what_the_numbers_are(folder: Path) -> None:
-    found = {line.title: line.figures[0] for line in headlines(read_runs([folder]))}
-    assert found["Steps"].value == "60 of 60" and found["Steps"].beneath == "finished"
+    found = {title: line[0] for title, line in headlines(read_runs([folder])).items()}
+    assert found["Steps"] == ("60 of 60", "finished", "good")
     assert found["Held-out accuracy"].value == "30.0 % → 81.0 %"
-    assert found["Hand-over a step"].value == "41.1 GB"
-    assert found["Hand-over a step"].beneath == "1.00 x the lower bound; 60 of 60 attested"
-    assert found["Alarms"].beneath == "1 lasting; entropy"
+    beneath = "1.00 x the lower bound; 60 of 60 attested"
+    assert found["Hand-over a step"] == ("41.1 GB", beneath, "good")
+    assert found["Alarms"] == ("1", "1 lasting; entropy", "bad")
     assert found["Memory"].value == "71.0 GB"
 
 
 def test_first_last_and_best_are_those_of_the_metrics(folder: Path) -> None:
     [run] = read_runs([folder])
-    rows = {row.metric: row.cells for row in metric_rows([run])}
+    rows = {row.name: row.cells for row in metric_rows([run])}
     values = run.series("reward/mean")[1]
     first, last, best = rows["reward/mean"]
     assert (first, last) == (f"{values[0]:.4g}", f"{values[-1]:.4g}")
@@ -119,11 +147,10 @@ def test_first_last_and_best_are_those_of_the_metrics(folder: Path) -> None:
 
 
 def test_stages_are_stacked_once_each_and_together_are_the_step(folder: Path) -> None:
-    names = [name for name, _ in PANELS["stages"].metrics]
-    assert {f"time/{stage}_seconds" for stage in STAGES} <= set(names)
-    assert len(names) == len(set(names))
+    names = {f"time/{stage}_seconds" for stage in STAGES}
+    assert names <= PANELS["Stages of a step"].series.keys()
     [run] = read_runs([folder])
-    [chart] = charts_of(PANELS["stages"], [run])
+    [chart] = charts_of(PANELS["Stages of a step"], [run])
     stacked = np.sum([trace.y for trace in chart.figure.data], axis=0)
     np.testing.assert_allclose(stacked, run.series("time/step_seconds")[1], rtol=1e-5)
     other = next(trace for trace in chart.figure.data if trace.name == "other")
@@ -132,7 +159,7 @@ def test_stages_are_stacked_once_each_and_together_are_the_step(folder: Path) ->
 
 def test_a_map_has_a_row_a_layer_in_their_order(folder: Path, other: Path) -> None:
     runs = read_runs([folder, other])
-    charts = charts_of(PANELS["disagreement-by-layer"], runs)
+    charts = charts_of(PANELS["Choices that differ, by layer"], runs)
     assert [chart.run for chart in charts] == [run.name for run in runs]
     for chart, run in zip(charts, runs, strict=True):
         [map_] = chart.figure.data
@@ -140,58 +167,48 @@ def test_a_map_has_a_row_a_layer_in_their_order(folder: Path, other: Path) -> No
         for row, layer in zip(map_.z, map_.y, strict=True):
             expected = run.series(f"moe/routing_disagreement/layer_{layer}")[1]
             np.testing.assert_allclose(row, expected, rtol=1e-6)
-    assert len({chart.figure.data[0].zmax for chart in charts}) == 1
-    assert charts_of(PANELS["rollout_imbalance-by-layer"], runs) == []
+    assert len({chart.figure.layout.coloraxis.cmax for chart in charts}) == 1
+    assert charts_of(PANELS["Busiest expert in rollout, by layer"], runs) == []
 
 
 def test_an_alarm_is_marked_on_the_chart_of_its_metric(folder: Path) -> None:
-    drawn = {name for panel in PANELS.values() for name, _ in panel.metrics}
+    drawn = {name for panel in PANELS.values() for name in panel.series}
     assert {rule.metric for rule in RULES} <= drawn
     [run] = read_runs([folder])
-    [chart] = charts_of(PANELS["entropy"], [run])
+    [chart] = charts_of(PANELS["Entropy"], [run])
     [mark] = [trace for trace in chart.figure.data if trace.name == "alarm"]
     assert mark.x == (30,) and mark.y == (pytest.approx(run.values["entropy"][30]),)
     assert "lower --lr" in mark.text[0].replace("<br>", " ")
-    assert not charts_of(PANELS["kl"], [run])[0].has_marks
+    [other] = charts_of(PANELS["KL to the reference"], [run])
+    assert "alarm" not in {trace.name for trace in other.figure.data}
 
 
 def test_comparison_has_both_runs_and_what_differs_first(folder: Path, other: Path, tmp_path: Path):
     page = report(folder, other, "-o", tmp_path / "both.html")
     assert not (other / "report.html").exists()
-    figures = json.loads(page.raw["figures"])
-    shown = [trace["name"] for trace in figures["kl"]["data"] if trace.get("showlegend", True)]
-    assert shown == ["first", "second"]
-    heights = [figures[f"stages-{run}"]["layout"]["yaxis"]["range"] for run in (0, 1)]
-    assert heights[0] == heights[1]
-    differing, alike = settings_of(read_runs([folder, other]))
-    assert [row.name for row in differing.rows] == ["--rl-kl-coef", "lr"]
-    assert differing.rows[0].cells == ("0.01", "0.05")
-    assert "--rl-num-steps" in {row.name for row in alike.rows}
+    lines = page.charts["KL to the reference"]["data"]
+    assert [t["name"] for t in lines if t.get("showlegend", True)] == ["first", "second"]
+    stages = [page.charts[f"Stages of a step, {run}"]["layout"] for run in ("first", "second")]
+    assert stages[0]["yaxis"]["range"] == stages[1]["yaxis"]["range"]
+    settings = settings_of(read_runs([folder, other]))
+    differing, _ = settings["What differs"]
+    assert [row.name for row in differing] == ["--rl-kl-coef", "lr"]
+    assert differing[0].cells == ("0.01", "0.05")
+    assert "--rl-num-steps" in {row.name for row in settings["What is alike"][0]}
     assert page.text.index("What differs") < page.text.index("What is alike")
 
 
-def plot_height(figure: dict[str, Any]) -> int:
-    layout = figure["layout"]
-    return layout["height"] - layout["margin"]["t"] - layout["margin"]["b"]
-
-
-def test_legend_of_a_comparison_takes_nothing_from_the_plot(folder: Path, tmp_path: Path) -> None:
-    """Two runs and several metrics: many entries, with the long names of folders."""
-    long = tmp_path / ("a-run-with-everything-in-its-name-" * 4)
-    other = write_run(long / "lr-1e-6-and-kl-0.001-and-seed-1234-second-try", num_steps=60, seed=3)
-    alone = json.loads(report(folder).raw["figures"])
-    both = json.loads(report(folder, other, "-o", tmp_path / "both.html").raw["figures"])
-    for key in ("throughput", "kl", "grad-norm", "value-loss"):
-        assert plot_height(both[key]) == plot_height(alone[key]) == plot_height(alone["kl"])
-    assert both["throughput"]["layout"]["height"] > both["kl"]["layout"]["height"]
-    names = [trace["name"] for trace in both["throughput"]["data"]]
+def test_long_names_of_runs_are_cut_in_legends(folder: Path, tmp_path: Path) -> None:
+    other = write_run(tmp_path / "a-run-with-everything-in-its-name-second-try", num_steps=2)
+    page = report(folder, other, "-o", tmp_path / "both.html")
+    names = [trace["name"] for trace in page.charts["Throughput"]["data"]]
     assert max(map(len, names)) < 60 and any(name.endswith("second-try") for name in names)
 
 
 def test_noisy_curves_are_smoothed_over_their_points(folder: Path) -> None:
     [run] = read_runs([folder])
     steps, values = run.series("entropy")
-    [chart] = charts_of(PANELS["entropy"], [run])
+    [chart] = charts_of(PANELS["Entropy"], [run])
     points, line = chart.figure.data[:2]
     np.testing.assert_allclose(points.y, values, rtol=1e-6)
     assert points.opacity < 0.5 and points.showlegend is False and line.name == "entropy"
@@ -201,7 +218,7 @@ def test_noisy_curves_are_smoothed_over_their_points(folder: Path) -> None:
         expected.append(total / norm)
     np.testing.assert_allclose(line.y, expected, rtol=1e-6)
     assert list(line.x) == list(steps) and np.diff(line.y).std() < np.diff(values).std() / 2
-    [accuracy] = charts_of(PANELS["accuracy"], [run])  # measured seldom: as it is
+    [accuracy] = charts_of(PANELS["Held-out accuracy"], [run])  # measured seldom: as it is
     assert len(accuracy.figure.data) == 1
 
 
@@ -221,9 +238,9 @@ def test_page_begins_with_model_data_and_command(tmp_path: Path) -> None:
 
 
 def test_settings_that_are_no_defaults_come_first(folder: Path) -> None:
-    ours, theirs = settings_of(read_runs([folder]))
-    assert [row.name for row in ours.rows[: ours.num_first]] == ["--rl-num-steps", "--rl-kl-coef"]
-    assert [row.name for row in theirs.rows] == ["lr", "tensor_model_parallel_size"]
+    (ours, defaults), (_, theirs) = settings_of(read_runs([folder])).values()
+    assert [row.name for row in ours] == ["--rl-num-steps", "--rl-kl-coef"] and len(defaults) > 50
+    assert [row.name for row in theirs] == ["lr", "tensor_model_parallel_size"]
 
 
 def test_page_needs_nothing_beside_itself(page: Page) -> None:
@@ -244,7 +261,7 @@ def test_texts_of_a_run_stay_texts(tmp_path: Path) -> None:
     assert not [a for _, a in page.elements if any(name.startswith("on") for name in a)]
     assert "<script>window.hacked" in page.text and "{{ 7 * 7 }}" in page.text
     assert "\u2400" in page.text and "\x00" not in page.text
-    names = [t.get("name", "") for f in json.loads(page.raw["figures"]).values() for t in f["data"]]
+    names = [trace.get("name", "") for chart in page.charts.values() for trace in chart["data"]]
     assert names and not any("<" in name for name in names)
 
 
@@ -256,7 +273,7 @@ def test_page_of_a_run_that_has_just_begun_says_what_is_missing(
     page = report(tmp_path)
     for said in ("metrics.jsonl has no step yet", "config.yaml is not there", "Read in part."):
         assert said in page.text
-    assert json.loads(page.raw["figures"]) == {}
+    assert page.charts == {}
 
 
 def test_page_of_5000_steps_takes_seconds_and_stays_small(tmp_path: Path) -> None:

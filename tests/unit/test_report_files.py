@@ -14,14 +14,12 @@ from mcore_rl.common.errors import UsageError
 from mcore_rl.observe.run_directory import RunConfig, RunDirectory
 from mcore_rl.rewards.parts import FailureLog
 from mcore_rl.rewards.worker import Outcome
+from mcore_rl.tools.report.charts import MAX_POINTS, thin_line, thin_means
 from mcore_rl.tools.report.command import read_runs
-from mcore_rl.tools.report.figures import headlines
 from mcore_rl.tools.report.page import render
-from mcore_rl.tools.report.run_events import read_events
-from mcore_rl.tools.report.run_files import Run, read_run
-from mcore_rl.tools.report.sample_texts import read_samples
+from mcore_rl.tools.report.run_files import Run, read_events, read_run, read_samples
+from mcore_rl.tools.report.tables import Headline, headlines
 from mcore_rl.tools.report.texts import clean
-from mcore_rl.tools.report.thinning import thin_line, thin_means
 from tests.report_runs import scored, write_run
 
 
@@ -42,9 +40,13 @@ def read(folder: Path) -> Run:
     return read_run(folder, name=folder.name)
 
 
+def steps_headline(run: Run) -> Headline:
+    return headlines([run])["Steps"][0]
+
+
 def test_everything_of_a_finished_run_is_read(folder: Path) -> None:
     run = read(folder)
-    assert run.notes == () and run.is_finished and run.num_steps_done == 40
+    assert run.notes == () and steps_headline(run) == ("40 of 40", "finished", "good")
     steps, accuracy = run.series("eval/accuracy")
     assert steps.tolist() == [0, 15, 30, 40] and accuracy[-1] == 0.81
     assert run.config["rl_kl_coef"] == 0.01 and run.summary["train_layout"] == "TP8 x PP8"
@@ -55,13 +57,13 @@ def test_everything_of_a_finished_run_is_read(folder: Path) -> None:
 
 def test_a_run_that_is_going_on_lacks_what_is_not_written_yet(tmp_path: Path) -> None:
     run = read(write_run(tmp_path / "run", num_steps=7, asked=50, finish=False))
-    assert not run.is_finished and (run.num_steps_done, run.num_steps_asked) == (7, 50)
+    assert steps_headline(run)[0] == "7 of 50" and "going on" in steps_headline(run).beneath
     assert len(run.notes) == 1 and "summary.json is not there" in run.notes[0]
 
 
 def test_an_old_summary_does_not_make_a_longer_run_a_finished_one(tmp_path: Path) -> None:
     run = read(write_run(tmp_path / "run", num_steps=20, asked=50))
-    assert run.summary and not run.is_finished
+    assert run.summary and "going on" in steps_headline(run).beneath
 
 
 @pytest.mark.parametrize("size", [0, 20, -30])
@@ -83,7 +85,7 @@ def test_a_file_that_is_cut_is_read_as_far_as_it_goes(
     run = read(here)
     if says and not (name == "rollouts.jsonl" and size == 0):
         assert any(says in note for note in run.notes), run.notes
-    assert run.num_steps_done == (40 if name != "metrics.jsonl" or size < 0 else 0)
+    assert run.series("reward/mean")[0].size == (40 if name != "metrics.jsonl" or size < 0 else 0)
     whole = read(folder)
     for part in ("config", "summary", "samples", "events"):
         others = {"config.yaml": "config", "summary.json": "summary"}
@@ -177,8 +179,8 @@ def test_a_run_that_is_not_finished_says_why(tmp_path: Path, lines: list[str], s
     (tmp_path / "metrics.jsonl").write_text('{"step": 20, "reward/mean": 0.5}\n')
     with (tmp_path / "run.log").open("w") as log:
         log.writelines(f"2026-01-02 03:04:05,678 {line}\n" for line in lines)
-    figure = headlines([read(tmp_path)])[0].figures[0]
-    assert figure.value == "1 of 50" and figure.beneath.startswith(says)
+    found = steps_headline(read(tmp_path))
+    assert found.value == "1 of 50" and found.beneath.startswith(says)
 
 
 # ---------------------------------------------------------------------------------------- samples
@@ -231,12 +233,12 @@ def test_thinned_lines_keep_spikes_ends_and_only_points_that_were_there() -> Non
     steps = np.arange(10_000)
     values = np.random.default_rng(0).random(10_000)
     values[777], values[7_777] = 50.0, -50.0
-    few_steps, few = thin_line(steps, values, 800)
-    assert few_steps.size <= 800 and (np.diff(few_steps) > 0).all()
+    few_steps, few = thin_line(steps, values)
+    assert few_steps.size <= MAX_POINTS and (np.diff(few_steps) > 0).all()
     assert (values[few_steps] == few).all()
     assert few.max() == 50.0 and few.min() == -50.0
     assert (few_steps[0], few_steps[-1]) == (0, 9_999)
-    assert thin_line(steps[:800], values[:800], 800)[0].size == 800
+    assert thin_line(steps[:MAX_POINTS], values[:MAX_POINTS])[0].size == MAX_POINTS
 
 
 def test_thinned_means_keep_the_sum() -> None:
@@ -277,5 +279,5 @@ def test_a_page_is_made_of_a_run_beside_a_damaged_line(
     with (run / file).open("a", encoding="utf-8") as end:
         end.write(damage + "\n")
     [found] = read_runs([run])
-    assert found.num_steps_done == 40
+    assert steps_headline(found).value.startswith("40")
     assert "</html>" in render([found])

@@ -1,432 +1,293 @@
-"""From panels and runs to plotly's figures. Pure.
+"""Draw panels as plotly figures. Pure.
 
-A figure's colours that depend on the colour scheme are set where it is drawn, by the page.
+The page sets the colors that depend on the color scheme when it draws a figure.
 """
 
 from __future__ import annotations
 
 import html
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
 from plotly import graph_objects
 
 from mcore_rl.observe.alarms import RULES
-from mcore_rl.tools.report.panels import BAND, MAP, NUMBER, SHARE, STACK, Panel
+from mcore_rl.tools.report.panels import SECTIONS, Panel
 from mcore_rl.tools.report.run_files import Run
-from mcore_rl.tools.report.texts import axis_unit
-from mcore_rl.tools.report.thinning import (
-    MAX_BARS,
-    MAX_POINTS,
-    SMOOTHED_FROM,
-    smoothed,
-    thin_line,
-    thin_means,
-)
+from mcore_rl.tools.report.texts import clean, shown
 
-# Each has a contrast of 3 and more on the white and on the dark ground.
-COLOURS = (
-    "#3d7fd6",
-    "#d9731a",
-    "#22976b",
-    "#b059c4",
-    "#d94f5c",
-    "#12919e",
-    "#8f7a2d",
-    "#7a83e0",
-    "#c2558d",
-    "#6f8a2b",
-    "#8a8f98",
-)
-_OTHER_COLOUR = "#8a8f98"
-HEIGHT = 290
-_STACK_HEIGHT = 370
-_BAND_FILL = "rgba(61, 127, 214, 0.18)", "rgba(217, 115, 26, 0.18)"
+# Each has a contrast of at least 3 on the light and on the dark background.
+COLORS = (
+    "#3d7fd6", "#d9731a", "#22976b", "#b059c4", "#d94f5c", "#12919e", "#8f7a2d", "#7a83e0",
+    "#c2558d", "#6f8a2b", "#8a8f98",
+)  # fmt: skip
+_BAND_COLORS = ("rgba(61, 127, 214, 0.18)", "rgba(217, 115, 26, 0.18)")  # the first two, pale
+# For the first and the second run. A lower bound that is met would hide behind what meets it.
 _DASHES, _BOUND_DASHES = ("solid", "dot"), ("dash", "dashdot")
-_METRIC_OF_ALARM = {
-    rule.field.removeprefix("alarm_").replace("_", "-"): rule.metric for rule in RULES
-}
-# Points that a line is drawn without, but not a pair of them far apart.
+MAX_POINTS, MAX_BARS = 800, 200  # a chart is about 500 pixels wide
+SMOOTHED_FROM = 20  # points of a line
 _MARKERS_UP_TO = 40
-# Pixels: of a line of the legend, of its entries, and of the plot above it.
-_LEGEND_LINE, _ENTRY, _LETTER, _WIDTH = 19, 44, 6, 420
 _LONGEST_NAME = 28
+_METRIC_OF_ALARM = {r.field.removeprefix("alarm_").replace("_", "-"): r.metric for r in RULES}
+_LAYOUT: Mapping[str, Any] = {
+    "template": "none", "height": 290, "font": {"size": 12},
+    "margin": {"l": 54, "r": 12, "t": 26, "b": 40},  # the bar of buttons is at the top
+    **dict.fromkeys(("paper_bgcolor", "plot_bgcolor", "modebar_bgcolor"), "rgba(0,0,0,0)"),
+    "hovermode": "x unified", "barmode": "stack", "bargap": 0,
+    "legend": {"orientation": "h", "x": 0, "y": -0.16, "yanchor": "top", "font": {"size": 11}},
+    "legend_traceorder": "normal",
+    "xaxis": {"zeroline": False, "tickformat": ",d"},
+    "yaxis": {"automargin": True, "exponentformat": "none", "separatethousands": True},
+}  # fmt: skip
+_Y_AXES: Mapping[str, Mapping[str, Any]] = {
+    "number": {},
+    "share": {"tickformat": ".2~%"},
+    "bytes": {"tickformat": ".4~s", "ticksuffix": "B", "rangemode": "tozero"},
+    "seconds": {"ticksuffix": " s", "rangemode": "tozero"},
+}
 
 
 @dataclass(frozen=True, slots=True)
 class Chart:
-    """A figure, and the panel it is of; `run` is the one it shows where it does not show all."""
+    """A figure of a panel. `run` names the run that it shows if it does not show all."""
 
-    key: str
     panel: Panel
     figure: graph_objects.Figure
     run: str = ""
-    has_marks: bool = False  # of alarms
 
 
 def charts_of(panel: Panel, runs: Sequence[Run]) -> list[Chart]:
-    """The charts of a panel: one, or one for each run where they stack; none without a value."""
-    with_values = [run for run in runs if _is_measured(panel, run)]
-    if not with_values:
+    """The charts of a panel: one, or one per run for "stack" and "map"; none without a value."""
+    metrics = metrics_of(panel, runs)
+    if not (panel.expected or any(run.series(m)[1].any() for run in runs for m in metrics)):
         return []
-    if panel.kind == STACK:
-        highest = max(float(_stacked(panel, run)[1].sum(axis=0).max()) for run in with_values)
-        return [
-            Chart(
-                f"{panel.key}-{number}" if len(runs) > 1 else panel.key,
-                panel,
-                _stack(panel, run, highest),
-                run=run.name if len(runs) > 1 else "",
-            )
-            for number, run in enumerate(runs)
-            if run in with_values
-        ]
-    if panel.kind == MAP:
-        rows = {run.name: _rows(panel, run) for run in with_values}
-        highest = max(float(values.max()) for _, _, values in rows.values())
-        return [
-            Chart(
-                f"{panel.key}-{number}" if len(runs) > 1 else panel.key,
-                panel,
-                _map(panel, *rows[run.name], highest),
-                run=run.name if len(runs) > 1 else "",
-            )
-            for number, run in enumerate(runs)
-            if run in with_values
-        ]
-    figure = _empty(panel)
-    if panel.kind == BAND:
-        for number, run in enumerate(runs):
-            _add_band(figure, panel, run, number, named=len(runs) > 1)
-        divisor = 1.0
-        drawn_at = {metric: panel.metrics[0][0] for metric, _ in panel.metrics}
+    if panel.kind in ("lines", "band"):
+        traces = list(_lines(panel, metrics, runs))
+        return [Chart(panel, _figure(panel, traces))] if traces else []
+    draw = _stack if panel.kind == "stack" else _map
+    drawn = {run.name: traces for run in runs if (traces := list(draw(panel, metrics, run)))}
+    figures = {name: _figure(panel, traces) for name, traces in drawn.items()}
+    # The same height, or color, is the same value in the charts of two runs.
+    if panel.kind == "stack":
+        tops = [float(sum(trace.y for trace in traces).max()) for traces in drawn.values()]
+        more: dict[str, Any] = {"yaxis_range": [0, 1.05 * max(tops, default=0)], "height": 370}
     else:
-        metrics = [
-            (metric, label)
-            for metric, label in metrics_of(panel, runs)
-            if any(run.series(metric)[1].size for run in runs)
-            and (constant(metric, runs) is None or _has_alarm(metric, runs))
-        ]
-        if not metrics:
-            return []
-        divisor, unit = _axis(panel, metrics, runs)
-        figure.update_yaxes(title_text=unit)
-        smooth = panel.unit in (NUMBER, SHARE) and not panel.exact
-        _add_lines(figure, metrics, runs, divisor, smooth=smooth)
-        drawn_at = {metric: metric for metric, _ in metrics}
-    _range_of_constant(figure)
-    has_marks = False
-    for run in runs:
-        has_marks |= _add_alarms(figure, drawn_at, run, divisor, in_legend=not has_marks)
-    _make_room_for_legend(figure)
-    return [Chart(panel.key, panel, figure, has_marks=has_marks)]
+        tops = [float(trace.z.max()) for traces in drawn.values() for trace in traces]
+        more = {"coloraxis_cmax": max([1e-6, *tops])}
+    return [
+        Chart(panel, figure.update_layout(more), name if len(runs) > 1 else "")
+        for name, figure in figures.items()
+    ]
 
 
-def constant(metric: str, runs: Sequence[Run]) -> float | None:
-    """The value that a metric has at every step of every run, of which one has several steps."""
-    found = [values for run in runs if (values := run.series(metric)[1]).size]
-    if not found or max(values.size for values in found) == 1:
-        return None
-    values = np.concatenate(found)
-    return float(values[0]) if values.min() == values.max() else None
+def metrics_of(panel: Panel, runs: Sequence[Run]) -> dict[str, str]:
+    """The metrics of a panel that have a value, with their labels.
 
-
-def _has_alarm(metric: str, runs: Sequence[Run]) -> bool:
-    return any(_METRIC_OF_ALARM.get(e.alarm or "") == metric for run in runs for e in run.events)
-
-
-def _make_room_for_legend(figure: graph_objects.Figure) -> None:
-    """Below a plot that stays as high as one without: plotly would take the room from it."""
-    names = [trace.name for trace in figure.data if trace.showlegend is not False]
-    if len(names) == 1:
-        figure.update_layout(showlegend=False)
-        return
-    lines, left = 1, _WIDTH
-    for name in names:
-        width = _ENTRY + _LETTER * len(html.unescape(name))
-        if width > left and left < _WIDTH:
-            lines, left = lines + 1, _WIDTH
-        left -= width
-    room = _LEGEND_LINE * lines
-    layout = figure.layout
-    figure.update_layout(height=layout.height + room, margin_b=layout.margin.b + room)
-
-
-def metrics_of(panel: Panel, runs: Sequence[Run]) -> list[tuple[str, str]]:
-    """The metrics a panel draws, with their labels; those it knows by a pattern among them."""
-    found = list(panel.metrics)
-    if panel.rest:
-        first, last = panel.rest.split("*")
-        names = sorted({name for run in runs for name in run.values})
+    A metric that matches a pattern is labelled with what stands for the asterisk.
+    """
+    names = sorted({name for run in runs for name in run.values if run.series(name)[1].size})
+    found = {}
+    for metric, label in panel.series.items():
+        first, _, last = metric.partition("*")
         for name in names:
-            if fnmatchcase(name, panel.rest):
-                found.append((name, name.removeprefix(first).removesuffix(last)))
+            if fnmatchcase(name, metric):
+                found[name] = label or name.removeprefix(first).removesuffix(last)
     return found
 
 
-def _is_measured(panel: Panel, run: Run) -> bool:
-    if panel.kind == STACK and not run.series(panel.total)[1].size:
-        return False
-    for metric, _ in metrics_of(panel, [run]):
-        values = run.series(metric)[1]
-        if values.size and not (panel.optional and not values.any()):
-            return True
-    return False
+def constant(metric: str, runs: Sequence[Run]) -> float | None:
+    """The value that a metric has at all steps of all runs, if a run has several steps."""
+    found = [run.series(metric)[1] for run in runs]
+    values = np.concatenate(found)
+    if max(map(len, found)) < 2 or values.min() != values.max():
+        return None
+    return float(values[0])
 
 
-def _empty(panel: Panel, axis_title: str = "") -> graph_objects.Figure:
-    figure = graph_objects.Figure()
-    figure.update_layout(
-        template="none",
-        # The bar of buttons has the top for itself.
-        margin={"l": 54, "r": 12, "t": 26, "b": 40},
-        height=HEIGHT,
-        hovermode="x unified",
-        showlegend=True,
-        legend={"orientation": "h", "x": 0, "y": -0.16, "yanchor": "top", "font": {"size": 11}},
-        modebar={"bgcolor": "rgba(0,0,0,0)"},
-        paper_bgcolor="rgba(0,0,0,0)",
-        plot_bgcolor="rgba(0,0,0,0)",
-        font={"size": 12},
-        xaxis={"zeroline": False, "tickformat": ",d"},
-        yaxis={
-            "title": {"text": axis_title, "standoff": 6},
-            "automargin": True,
-            "exponentformat": "none",
-            "separatethousands": True,
-        },
-    )
-    if panel.from_zero or panel.kind == STACK:
-        figure.update_yaxes(rangemode="tozero")
-    if panel.unit == SHARE:
-        figure.update_yaxes(tickformat=".2~%")
+def remarks_on(runs: Sequence[Run]) -> str:
+    """What to know of the charts: what they smooth and thin, and which metrics they leave out."""
+    longest = max(run.steps.size for run in runs)
+    said, constants, missing = [], {}, []
+    if longest >= SMOOTHED_FROM:
+        said.append("Lines are moving averages, with what was measured behind them, pale.")
+    if longest > MAX_POINTS:
+        said.append(
+            f"Of {longest:,} steps lines show {MAX_POINTS} points, the lowest and highest of each "
+            "run of neighbours, and bands their means."
+        )
+    if longest > MAX_BARS:
+        said.append(f"Bars of stages are means over {-(-longest // MAX_BARS)} steps or fewer.")
+    for panel in (panel for section in SECTIONS for panel in section.panels):
+        metrics = metrics_of(panel, runs)
+        if panel.expected and not metrics:
+            missing.append(panel.title)
+        for metric in metrics if panel.kind == "lines" else ():
+            value = constant(metric, runs)
+            if value is not None and (value or panel.expected):
+                constants[metric] = f"{clean(metric)} {shown(metric, value)}"
+    if constants:
+        said.append(f"The same throughout, and not drawn: {', '.join(constants.values())}.")
+    if missing:
+        said.append(f"Without a value yet: {', '.join(missing)}.")
+    return " ".join(said)
+
+
+def _figure(panel: Panel, traces: Sequence[Any]) -> graph_objects.Figure:
+    figure = graph_objects.Figure(traces, _LAYOUT).update_yaxes(_Y_AXES[panel.unit])
+    figure.update_layout(showlegend=sum(t.showlegend is not False for t in traces) > 1)
+    if panel.kind == "map":
+        form, low = (".2%", 0) if panel.unit == "share" else (".2f", 1)
+        bar = {"thickness": 12, "tickformat": form}
+        figure.update_coloraxes(colorscale="Viridis", cmin=low, colorbar=bar)
+        figure.update_layout(hovermode="closest", showlegend=False, yaxis_title_text="layer")
+        figure.update_yaxes(type="category", autorange="reversed", tickformat="")
+        hover = f"layer %{{y}}, step %{{x}}: %{{z:{form}}}<extra></extra>"
+        figure.update_traces(coloraxis="coloraxis", hovertemplate=hover)
+    elif panel.kind != "stack":
+        values = np.concatenate([trace.y for trace in traces])
+        # Plotly would draw a line of 1e-4 between -1 and 1.
+        if panel.from_zero or values.min() == values.max():
+            figure.update_yaxes(rangemode="tozero")
     return figure
 
 
-def _add_lines(
-    figure: graph_objects.Figure,
-    metrics: Sequence[tuple[str, str]],
-    runs: Sequence[Run],
-    divisor: float,
-    *,
-    smooth: bool,
-) -> None:
-    """One metric has a colour for each run; several have a colour each, and dashes for the
-    second run. What is smoothed has its points behind it, pale."""
+def _lines(panel: Panel, metrics: Mapping[str, str], runs: Sequence[Run]) -> Iterator[Any]:
+    """Lines, bands behind them, and marks where an alarm was raised.
+
+    One metric has a color per run; several have a color each, and dashes for the second run.
+    """
+    raised = {_METRIC_OF_ALARM.get(e.alarm or "") for run in runs for e in run.events}
+    drawn = {m: metrics[m] for m in metrics if m in raised or constant(m, runs) is None}
+    if panel.kind == "band":
+        drawn = {m: metrics[m] for m in list(panel.series)[:1] if m in metrics}
+    is_only, is_alone = len(drawn) == 1, len(runs) == 1
+    marks = []
     for number, run in enumerate(runs):
-        for place, (metric, label) in enumerate(metrics):
+        # The end of a long name tells more: it is of a path.
+        end = run.name if len(run.name) <= _LONGEST_NAME else f"…{run.name[-_LONGEST_NAME:]}"
+        for place, (metric, label) in enumerate(drawn.items()):
             steps, values = run.series(metric)
             if not steps.size:
                 continue
-            one = len(metrics) == 1
-            # A lower bound that is met would hide behind what meets it.
+            # Plotly takes names as HTML.
+            name = html.escape(label if is_alone else end if is_only else f"{label}, {end}")
+            if panel.kind == "band":
+                yield from _band(panel, run, name, _BAND_COLORS[number], showlegend=is_alone)
+            color = COLORS[(number if is_only else place) % len(COLORS)]
             dashes = _BOUND_DASHES if "lower_bound" in metric else _DASHES
-            _add_curve(
-                figure,
-                steps,
-                values / divisor,
-                name=_name(run, label, runs, one),
-                colour=COLOURS[(number if one else place) % len(COLOURS)],
-                dash=dashes[0 if one else number],
-                smooth=smooth,
-            )
-
-
-def _add_curve(
-    figure: graph_objects.Figure,
-    steps: np.ndarray,
-    values: np.ndarray,
-    *,
-    name: str,
-    colour: str,
-    dash: str = "solid",
-    smooth: bool,
-    group: str | None = None,
-) -> None:
-    """The values, or a moving average over them and the values behind it."""
-    smooth &= steps.size >= SMOOTHED_FROM
-    mode = "lines+markers" if steps.size <= _MARKERS_UP_TO else "lines"
-    if smooth:
-        x, y = thin_line(steps, values)
-        figure.add_scatter(
-            x=x.astype(np.int32),
-            y=y.astype(np.float32),
-            name=f"{name}, as measured",
-            mode=mode,
-            marker={"size": 4},
-            line={"color": colour, "width": 1},
-            opacity=0.35,
-            legendgroup=group or name,
-            showlegend=False,
+            dash = dashes[0 if is_only else number]
+            style = {"name": name, "line_color": color, "line_dash": dash}
+            smooth = panel.unit in ("number", "share") and not panel.exact
+            yield from _curve(steps, values, smooth and steps.size >= SMOOTHED_FROM, style)
+            at = dict(zip(steps.tolist(), values.tolist(), strict=True))
+            metrics_of_line = panel.series if panel.kind == "band" else (metric,)
+            for event in run.events:
+                is_here = _METRIC_OF_ALARM.get(event.alarm or "") in metrics_of_line
+                if is_here and event.step in at:
+                    text = "<br>".join(map(html.escape, textwrap.wrap(event.text, 60)))
+                    marks.append((event.step, at[event.step], text))
+    if marks:
+        x, y, texts = zip(*marks, strict=True)
+        marker = {"symbol": "x", "size": 10, "color": "#d92d3a"}
+        hover = "%{text}<extra>alarm</extra>"
+        yield graph_objects.Scatter(
+            x=x, y=y, text=texts, mode="markers", name="alarm", marker=marker, hovertemplate=hover
         )
-    x, y = thin_line(steps, smoothed(values) if smooth else values)
-    figure.add_scatter(
-        x=x.astype(np.int32),
-        y=y.astype(np.float32),
-        name=name,
-        mode="lines" if smooth else mode,
-        marker={"size": 5},
-        line={"color": colour, "dash": dash, "width": 1.8},
-        legendgroup=group or name,
-    )
 
 
-def _range_of_constant(figure: graph_objects.Figure) -> None:
-    """An axis that begins or ends at 0, where plotly would draw 1e-4 between -1 and 1."""
-    values = np.concatenate([trace.y for trace in figure.data])
-    if values.min() == values.max():
-        value = float(values[0])
-        figure.update_yaxes(range=[min(0.0, 2 * value), max(0.0, 2 * value) or float(value == 0)])
+def _curve(
+    steps: np.ndarray, values: np.ndarray, smooth: bool, style: Mapping[str, Any]
+) -> Iterator[Any]:
+    """The values, or their moving average and the values behind it, pale."""
+    style = {**style, "legendgroup": style["name"], "line_width": 1.8, "marker_size": 5}
+    style["mode"] = "lines+markers" if steps.size <= _MARKERS_UP_TO else "lines"
+    if smooth:
+        pale = {"name": f"{style['name']}, as measured", "opacity": 0.35, "showlegend": False}
+        pale |= {"line_width": 1, "line_dash": "solid", "marker_size": 4}
+        yield graph_objects.Scatter({**_points(*thin_line(steps, values)), **style, **pale})
+        values, style["mode"] = smoothed(values), "lines"
+    yield graph_objects.Scatter({**_points(*thin_line(steps, values)), **style})
 
 
-def _name(run: Run, label: str, runs: Sequence[Run], only_metric: bool) -> str:
-    if len(runs) == 1:
-        return html.escape(label)
-    name = run.name
-    if len(name) > _LONGEST_NAME:  # whose end tells more: it is of a path
-        name = f"…{name[-_LONGEST_NAME:]}"
-    return html.escape(name if only_metric else f"{label}, {name}")
+def _band(panel: Panel, run: Run, name: str, color: str, *, showlegend: bool) -> Iterator[Any]:
+    """The two edges of the band; the second one fills it."""
+    mean, std = panel.series
+    steps = run.series(mean)[0]
+    means, stds = _rows(run, [mean, std], steps)
+    steps, edges = thin_means(steps, np.stack([means - stds, means + stds]), MAX_POINTS)
+    style: dict[str, Any] = {"mode": "lines", "line_width": 0, "hoverinfo": "skip"}
+    style |= {"name": panel.series[std], "legendgroup": name}
+    yield graph_objects.Scatter({**_points(steps, edges[0]), **style, "showlegend": False})
+    style |= {"fill": "tonexty", "fillcolor": color, "showlegend": showlegend}
+    yield graph_objects.Scatter({**_points(steps, edges[1]), **style})
 
 
-def _axis(
-    panel: Panel, metrics: Sequence[tuple[str, str]], runs: Sequence[Run]
-) -> tuple[float, str]:
-    highest = [run.series(name)[1].max(initial=0.0) for run in runs for name, _ in metrics]
-    return axis_unit(panel.unit, max(highest))
-
-
-def _add_band(
-    figure: graph_objects.Figure, panel: Panel, run: Run, number: int, *, named: bool
-) -> None:
-    (mean_name, label), (std_name, band_label) = panel.metrics
-    measured, exact = run.series(mean_name)
-    if not measured.size:
+def _stack(panel: Panel, metrics: Mapping[str, str], run: Run) -> Iterator[Any]:
+    steps = run.series(list(panel.series)[-1])[0]
+    if not steps.size:
         return
-    steps, means = measured, exact
-    every = run.values.get(std_name, np.zeros(run.steps.size))
-    stds = np.nan_to_num(every[np.isin(run.steps, steps)])
-    steps, (means, stds) = thin_means(steps, np.stack([means, stds]), MAX_POINTS)
-    steps, colour = steps.astype(np.int32), COLOURS[number]
-    name = _name(run, label, [run, run] if named else [run], True)
-    edges = {"mode": "lines", "line": {"width": 0}, "hoverinfo": "skip", "legendgroup": name}
-    low, high = ((means + sign * stds).astype(np.float32) for sign in (-1, 1))
-    figure.add_scatter(x=steps, y=low, showlegend=False, **edges)
-    figure.add_scatter(
-        x=steps,
-        y=high,
-        fill="tonexty",
-        fillcolor=_BAND_FILL[number],
-        name=band_label,
-        showlegend=not named,
-        **edges,
-    )
-    _add_curve(figure, measured, exact, name=name, colour=colour, smooth=True, group=name)
+    rows = _rows(run, panel.series, steps)
+    rows[-1] = np.maximum(0.0, rows[-1] - rows[:-1].sum(axis=0))
+    steps, rows = thin_means(steps, rows, MAX_BARS)
+    for label, row, color in zip(panel.series.values(), rows, COLORS, strict=True):
+        if row.any():
+            marker = {"color": color, "line": {"width": 0}}
+            yield graph_objects.Bar(_points(steps, row), name=label, marker=marker)
 
 
-def _stacked(panel: Panel, run: Run) -> tuple[np.ndarray, np.ndarray]:
-    """Steps, and `[k + 1, n]` seconds of the k stages and of what the total has beyond them."""
-    steps, total = run.series(panel.total)
-    rows = np.isin(run.steps, steps)
-    nothing = np.zeros(run.steps.size)
-    stages = [np.nan_to_num(run.values.get(name, nothing)[rows]) for name, _ in panel.metrics]
-    if not stages or not steps.size:
-        return steps, np.zeros((len(panel.metrics) + 1, steps.size))
-    other = np.maximum(0.0, total - np.sum(stages, axis=0))
-    return thin_means(steps, np.stack([*stages, other]), MAX_BARS)
+def _map(panel: Panel, metrics: Mapping[str, str], run: Run) -> Iterator[Any]:
+    # Layer 2 comes before layer 10.
+    labels = {m: html.escape(metrics[m]) for m in sorted(metrics, key=lambda m: (len(m), m))}
+    labels = {m: label for m, label in labels.items() if run.series(m)[1].size}
+    if labels:
+        steps = np.unique(np.concatenate([run.series(metric)[0] for metric in labels]))
+        steps, rows = thin_means(steps, _rows(run, labels, steps), MAX_BARS)
+        x = steps.astype(np.int32)
+        yield graph_objects.Heatmap(x=x, y=list(labels.values()), z=rows.astype(np.float32))
 
 
-def _stack(panel: Panel, run: Run, highest: float) -> graph_objects.Figure:
-    steps, columns = _stacked(panel, run)
-    divisor, unit = axis_unit(panel.unit, highest)
-    figure = _empty(panel, unit)
-    labels = [*(label for _, label in panel.metrics), "other"]
-    for place, (label, seconds) in enumerate(zip(labels, columns, strict=True)):
-        if seconds.any():
-            figure.add_bar(
-                x=steps.astype(np.int32),
-                y=(seconds / divisor).astype(np.float32),
-                name=label,
-                marker={
-                    "color": _OTHER_COLOUR if label == "other" else COLOURS[place % len(COLOURS)],
-                    "line": {"width": 0},
-                },
-            )
-    figure.update_layout(
-        barmode="stack", bargap=0.0, height=_STACK_HEIGHT, legend_traceorder="normal"
-    )
-    # Of two runs beside each other the same height is the same time.
-    figure.update_yaxes(range=[0, 1.05 * highest / divisor])
-    return figure
+def _rows(run: Run, metrics: Iterable[str], steps: np.ndarray) -> np.ndarray:
+    """`[k, n]` values of k metrics at n steps; 0 where a metric has none."""
+    nothing, at = np.zeros(run.steps.size), np.isin(run.steps, steps)
+    found = np.stack([run.values.get(metric, nothing)[at] for metric in metrics])
+    return np.where(np.isfinite(found), found, 0.0)
 
 
-def _rows(panel: Panel, run: Run) -> tuple[list[str], np.ndarray, np.ndarray]:
-    """Labels, steps, and `[k, n]` values of a map."""
-    metrics = sorted(metrics_of(panel, [run]), key=lambda metric: int(metric[1]))
-    steps = run.series(metrics[0][0])[0]
-    every = [np.nan_to_num(run.values[name][np.isin(run.steps, steps)]) for name, _ in metrics]
-    steps, values = thin_means(steps, np.stack(every), MAX_BARS)
-    return [label for _, label in metrics], steps, values
+def _points(steps: np.ndarray, values: np.ndarray) -> dict[str, np.ndarray]:
+    """Half the bytes that the page would take otherwise."""
+    return {"x": steps.astype(np.int32), "y": values.astype(np.float32)}
 
 
-def _map(
-    panel: Panel, labels: Sequence[str], steps: np.ndarray, values: np.ndarray, highest: float
-) -> graph_objects.Figure:
-    """A row a layer, a colour a value; of two runs beside each other the same is as much."""
-    figure = _empty(panel)
-    form = ".2%" if panel.unit == SHARE else ".2f"
-    figure.add_heatmap(
-        x=steps.astype(np.int32),
-        y=[html.escape(label) for label in labels],
-        z=values.astype(np.float32),
-        zmin=0.0 if panel.unit == SHARE else 1.0,
-        zmax=max(highest, 1e-6),
-        colorscale="Viridis",
-        colorbar={"thickness": 12, "tickformat": form},
-        hovertemplate=f"layer %{{y}}, step %{{x}}: %{{z:{form}}}<extra></extra>",
-    )
-    figure.update_layout(hovermode="closest", showlegend=False)
-    figure.update_yaxes(title_text="layer", type="category", autorange="reversed", tickformat="")
-    return figure
+def smoothed(values: np.ndarray) -> np.ndarray:
+    """The moving average that TensorBoard draws: exponential, without a bias towards 0."""
+    weight = 1 - 2 / (min(max(values.size // 10, 5), 50) + 1)
+    totals = [*accumulate(values.tolist(), lambda total, value: weight * total + value)]
+    return np.array(totals) * (1 - weight) / (1 - weight ** np.arange(1, values.size + 1))
 
 
-def _add_alarms(
-    figure: graph_objects.Figure,
-    drawn_at: Mapping[str, str],
-    run: Run,
-    divisor: float,
-    *,
-    in_legend: bool,
-) -> bool:
-    """A mark where an alarm was raised, on the line that its metric is drawn at."""
-    marks: list[tuple[int, float, str]] = []
-    for event in run.events:
-        metric = drawn_at.get(_METRIC_OF_ALARM.get(event.alarm or "", ""))
-        if metric is None:
-            continue
-        steps, values = run.series(metric)
-        at = np.flatnonzero(steps == event.step)
-        if at.size:
-            text = "<br>".join(html.escape(part) for part in textwrap.wrap(event.text, 60))
-            marks.append((int(steps[at[0]]), float(values[at[0]]) / divisor, text))
-    if not marks:
-        return False
-    figure.add_scatter(
-        x=[step for step, _, _ in marks],
-        y=[value for _, value, _ in marks],
-        text=[text for _, _, text in marks],
-        mode="markers",
-        name="alarm",
-        showlegend=in_legend,
-        hovertemplate="%{text}<extra>alarm</extra>",
-        marker={"symbol": "x", "size": 10, "color": "#d92d3a"},
-    )
-    return True
+def thin_line(steps: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """At most MAX_POINTS of the points: the first, the last, and the lowest and the highest of each
+    run of neighbors, so that no spike is lost."""
+    if steps.size <= MAX_POINTS:
+        return steps, values
+    kept = {0, steps.size - 1}
+    for part in np.array_split(np.arange(steps.size), MAX_POINTS // 2 - 1):
+        kept |= {int(part[values[part].argmin()]), int(part[values[part].argmax()])}
+    rows = sorted(kept)
+    return steps[rows], values[rows]
 
 
-def as_json(charts: Sequence[Chart]) -> dict[str, dict[str, Any]]:
-    """Plotly's data and layout of each chart, by key, as its JSON encoder wants them."""
-    return {chart.key: chart.figure.to_plotly_json() for chart in charts}
+def thin_means(
+    steps: np.ndarray, rows: np.ndarray, max_points: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """The means of `rows`, `[k, n]`, over each run of neighbors, at the first step of each."""
+    if steps.size <= max_points:
+        return steps, rows
+    parts = np.array_split(np.arange(steps.size), max_points)
+    means = np.stack([rows[:, part].mean(axis=1) for part in parts], axis=1)
+    return steps[[part[0] for part in parts]], means

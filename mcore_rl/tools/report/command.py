@@ -30,11 +30,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 def main(options: argparse.Namespace, others: Sequence[str]) -> int:
     """The whole command; returns 0. Raises UsageError."""
     if others:
-        raise UsageError(
-            "unrecognized arguments: {flag}",
-            flag=" ".join(others),
-            remedy="see mcore-rl report --help",
-        )
+        remedy = "see mcore-rl report --help"
+        raise UsageError("unrecognized arguments: {flag}", flag=" ".join(others), remedy=remedy)
     folders = [Path(options.run_dir)]
     if options.other_run_dir is not None:
         folders.append(Path(options.other_run_dir))

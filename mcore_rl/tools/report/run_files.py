@@ -1,4 +1,4 @@
-"""A run directory as it is found: finished, still being written, or left by a run that was killed.
+"""Read a run directory as it is: finished, still being written, or left by a run that was killed.
 
 What is missing, empty or cut is noted, and the rest is read. Pure.
 """
@@ -7,8 +7,11 @@ from __future__ import annotations
 
 import contextlib
 import math
+import re
+import textwrap
+from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
 from typing import Any, TypeVar
@@ -16,29 +19,84 @@ from typing import Any, TypeVar
 import numpy as np
 
 from mcore_rl.common.errors import UsageError
-from mcore_rl.common.readers import InvalidData, parse_json
+from mcore_rl.common.readers import InvalidData, finite_number, parse_json
 from mcore_rl.observe.run_directory import RunConfig, damage_note, read_config, read_metrics
-from mcore_rl.tools.report.run_events import Event, read_events
-from mcore_rl.tools.report.sample_texts import StepSamples, read_samples
+from mcore_rl.tools.report.texts import clean
 
 _Read = TypeVar("_Read")
 
-
-# What a run writes, and what is said where one of the files is not there.
+# The files of a run, and what is said where one does not exist.
 _ABSENT = {
     "metrics.jsonl": "metrics.jsonl is not there",
-    "rollouts.jsonl": "rollouts.jsonl is not there: no sample texts",
-    "run.log": "run.log is not there: no alarms and events but the metric health/alarms",
     "config.yaml": "config.yaml is not there: no configuration",
     "summary.json": "summary.json is not there: a run writes it at its end (versions, layouts)",
+    "rollouts.jsonl": "rollouts.jsonl is not there: no sample texts",
+    "run.log": "run.log is not there: no alarms and events but the metric health/alarms",
 }
+# Time, first line and further lines of a message.
+_TIME = r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d"
+_MESSAGE = re.compile(rf"^({_TIME}),\d+ (.*)((?:\n(?!{_TIME},\d+ ).*)*)", re.MULTILINE)
+_ALARM = re.compile(r"\[Health\] step (\d{1,15}), ([a-z-]+): (.*)", re.DOTALL)
+# What the message of an event holds -> its kind.
+_EVENTS = {
+    "[Health]": "alarm",
+    "[Resume]": "resume",
+    "[Canary]": "canary",
+    "the run ended early": "end",
+    "gets no further points": "files",
+    "its lines wait until they can be written": "files",
+    "can be written again": "files",
+    "attested=no": "hand-over",
+}
+_MAX_OF_KIND = 200
+_MAX_LINES = 60  # of a message
+NUM_STEPS_SHOWN = 8  # of rollouts.jsonl
+_STEP = re.compile(rb'\{"step": ?(\d{1,15})\b')
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """A message of run.log. `step` and `alarm` are those of a `[Health]` line that raises one.
+
+    Example: `Event("2026-01-02 03:04:05", "alarm", "the entropy is 0.08", "", 30, "entropy")`
+    """
+
+    time: str  # as in the log
+    kind: str
+    text: str
+    details: str = ""  # the further lines, of a traceback
+    step: int | None = None
+    alarm: str | None = None  # as in its flag, --rl-alarm-<alarm>
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """A response and what it earned. Texts hold nothing that could not be written as UTF-8."""
+
+    prompt: str
+    response: str
+    answer: str
+    reward: float | None
+    parts: tuple[tuple[str, str], ...]
+    note: str  # why it ended where it did, or got no reward; "" if all is as usual
+
+
+@dataclass(frozen=True, slots=True)
+class StepSamples:
+    """The best sample of a step and, if it earned less, the worst."""
+
+    step: int
+    weight_version: str
+    num_logged: int
+    best: Sample
+    worst: Sample | None
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
     """What the files of a run say.
 
-    `values` has an array for each metric, aligned with `steps`, NaN where a step lacks it. The
+    `values` has an array per metric, aligned with `steps`, NaN where a step lacks it. The
     evaluation after the last step has a step of its own, with nothing else.
     """
 
@@ -55,61 +113,39 @@ class Run:
     last_written: datetime | None
 
     def series(self, metric: str) -> tuple[np.ndarray, np.ndarray]:
-        """Steps and values of the steps that have a finite one."""
-        values = self.values.get(metric)
-        if values is None:
-            return self.steps[:0], np.empty(0)
+        """Steps and values of the steps that have a finite value."""
+        values = self.values.get(metric, np.full(self.steps.size, math.nan))
         there = np.isfinite(values)
         return self.steps[there], values[there]
 
-    @property
-    def num_steps_done(self) -> int:
-        """Steps that were trained; the last evaluation is none of them."""
-        return int(np.isfinite(self.values.get("reward/mean", np.empty(0))).sum())
-
-    @property
-    def num_steps_asked(self) -> int | None:
-        """`--rl-num-steps`, where the configuration is there."""
-        asked = self.config.get("rl_num_steps", self.config.get("num_steps"))  # of an older run
-        return asked if isinstance(asked, int) else None
-
-    @property
-    def is_finished(self) -> bool:
-        """The last step is done; a summary alone may be that of a shorter run in the folder."""
-        asked, trained = self.num_steps_asked, self.series("reward/mean")[0]
-        return asked is not None and trained.size > 0 and int(trained[-1]) >= asked - 1
-
 
 def read_run(folder: Path, *, name: str) -> Run:
-    """All of a run directory. Raises UsageError if `folder` is none."""
+    """All of a run directory. Raises UsageError if `folder` is not one."""
     if not any((folder / file).is_file() for file in ("metrics.jsonl", "config.yaml")):
-        what = (
-            "is not a folder" if not folder.is_dir() else "has no metrics.jsonl and no config.yaml"
-        )
-        raise UsageError(
-            what,
-            flag=f"RUN_DIR {folder}",
-            remedy="name the folder (--rl-run-dir) of a run that has begun",
-        )
+        empty = "has no metrics.jsonl and no config.yaml"
+        found = empty if folder.is_dir() else "is not a folder"
+        remedy = "name the folder (--rl-run-dir) of a run that has begun"
+        raise UsageError(found, flag=f"RUN_DIR {folder}", remedy=remedy)
     notes: list[str] = []
     damaged: list[int] = []
     metrics = _read(folder / "metrics.jsonl", lambda path: read_metrics(path, damaged), notes)
     if damaged:
-        _note(notes, damage_note("metrics.jsonl", damaged))
+        notes.append(damage_note("metrics.jsonl", damaged))
     if metrics == {}:
-        _note(notes, "metrics.jsonl has no step yet: no curve can be drawn")
-    steps, values = _columns(metrics or {})
-    config = _whole(folder / "config.yaml", read_config, notes) or RunConfig()
+        notes.append("metrics.jsonl has no step yet: no curve can be drawn")
+    metrics = dict(sorted((metrics or {}).items()))
+    names = dict.fromkeys(name for found in metrics.values() for name in found)
+    config = _read(folder / "config.yaml", read_config, notes) or RunConfig()
     files = [file for name in _ABSENT if (file := folder / name).is_file()]
     last_written = max((file.stat().st_mtime for file in files), default=None)
     return Run(
         folder=folder,
         name=name,
-        steps=steps,
-        values=values,
+        steps=np.array(list(metrics), dtype=np.int64),
+        values={n: np.array([m.get(n, math.nan) for m in metrics.values()]) for n in names},
         config=config.resolved,
         about=config.about,
-        summary=_whole(folder / "summary.json", _parse_json, notes) or {},
+        summary=_read(folder / "summary.json", _read_mapping, notes) or {},
         samples=_read(folder / "rollouts.jsonl", read_samples, notes) or (),
         events=_read(folder / "run.log", read_events, notes) or (),
         notes=tuple(notes),
@@ -117,58 +153,121 @@ def read_run(folder: Path, *, name: str) -> Run:
     )
 
 
-def _note(notes: list[str], sentence: str) -> None:
-    if sentence not in notes:
-        notes.append(sentence)
-
-
 def _read(path: Path, parse: Callable[[Path], _Read], notes: list[str]) -> _Read | None:
-    """What `parse` makes of a file; None and a note where it is not there or not readable."""
+    """What `parse` makes of a file; None and a note if it does not exist or cannot be read."""
     if not path.is_file():
-        _note(notes, _ABSENT[path.name])
+        notes.append(_ABSENT[path.name])
         return None
     try:
         found = parse(path)
-        if path.suffix == ".jsonl" and _last_byte(path) not in (b"", b"\n"):
-            _note(notes, f"{path.name} ends in a line that is not finished; it is left out")
-        return found
+        with path.open("rb") as file:
+            file.seek(max(0, file.seek(0, 2) - 1))
+            is_cut = file.read(1) not in (b"", b"\n")
     except OSError as error:
-        _note(notes, f"{path.name} cannot be read ({error.strerror})")
+        notes.append(f"{path.name} cannot be read ({error.strerror})")
         return None
+    except ValueError:
+        notes.append(f"{path.name} is empty or cut; it is left out")
+        return None
+    if is_cut and path.suffix == ".jsonl":
+        notes.append(f"{path.name} ends in a line that is not finished; it is left out")
+    return found
 
 
-def _last_byte(path: Path) -> bytes:
-    with path.open("rb") as file:
-        size = file.seek(0, 2)
-        file.seek(max(0, size - 1))
-        return file.read(1)
-
-
-def _parse_json(path: Path) -> dict[str, Any]:
+def _read_mapping(path: Path) -> dict[str, Any]:
     found = parse_json(path.read_text(encoding="utf-8", errors="replace"))
     if not isinstance(found, dict):
         raise InvalidData(f"{path} is not a mapping")
     return found
 
 
-def _whole(path: Path, parse: Callable[[Path], _Read], notes: list[str]) -> _Read | None:
-    """The same for a file that is worth nothing if it is half written."""
-    found = None
-    with contextlib.suppress(ValueError):
-        found = _read(path, parse, notes)
-    if found is None and path.is_file():
-        _note(notes, f"{path.name} is empty or cut; it is left out")
-    return found
+def read_events(path: Path) -> tuple[Event, ...]:
+    """The messages worth showing, in their order; of each kind the first 200.
+
+    Hand-overs that were not attested are one event, the first, if others were attested.
+    """
+    text = path.read_text(encoding="utf-8", errors="replace")
+    events: list[Event] = []
+    counts: Counter[str] = Counter()
+    for time, first, further in (found.groups() for found in _MESSAGE.finditer(text)):
+        kind = next((kind for mark, kind in _EVENTS.items() if mark in first), None)
+        if kind is None or first.startswith("reward "):  # its failures may quote a response
+            continue
+        counts[kind] += 1
+        if counts[kind] > (1 if kind == "hand-over" else _MAX_OF_KIND):
+            continue
+        # run.log indents the further lines.
+        details = textwrap.dedent("\n".join(further.strip("\n").split("\n")[:_MAX_LINES]))
+        event = Event(time, kind, clean(first), clean(details))
+        if kind == "alarm" and (raised := _ALARM.match(event.text)):
+            event = replace(event, text=raised[3], step=int(raised[1]), alarm=raised[2])
+        events.append(event)
+    return tuple(e for e in events if e.kind != "hand-over" or "attested=yes" in text)
 
 
-def _columns(
-    metrics: Mapping[int, Mapping[str, float]],
-) -> tuple[np.ndarray, dict[str, np.ndarray]]:
-    steps = np.array(sorted(metrics), dtype=np.int64)
-    values: dict[str, np.ndarray] = {}
-    for row, step in enumerate(steps.tolist()):
-        for name, value in metrics[step].items():
-            if name not in values:
-                values[name] = np.full(steps.size, math.nan)
-            values[name][row] = value
-    return steps, values
+def read_samples(path: Path, num_steps: int = NUM_STEPS_SHOWN) -> tuple[StepSamples, ...]:
+    """The samples of up to `num_steps` steps, the first and the last among them, without lines that
+    are cut. Of a step that was done twice, with others in between, the later samples count.
+
+    The file of a long run has gigabytes, so only the lines of the steps that are shown are parsed.
+    """
+    places: dict[int, tuple[int, int]] = {}  # step -> begin and end of its last lines, in bytes
+    before, position = -1, 0
+    found = []
+    with path.open("rb") as file:
+        for line in file:
+            if match := _STEP.match(line):
+                step = int(match[1])
+                begin = places[step][0] if step == before else position
+                places[step] = (begin, position + len(line))
+                before = step
+            position += len(line)
+        steps, last = sorted(places), len(places) - 1
+        if len(steps) > num_steps:
+            steps = [steps[round(i * last / (num_steps - 1))] for i in range(num_steps)]
+        for step in steps:
+            begin, end = places[step]
+            file.seek(begin)
+            values = [_parsed(line) for line in file.read(end - begin).splitlines()]
+            if lines := [value for value in values if value.get("step") == step]:
+                found.append(_of_step(step, lines))
+    return tuple(found)
+
+
+def _parsed(line: bytes) -> dict[str, Any]:
+    with contextlib.suppress(InvalidData):
+        value = parse_json(line.decode("utf-8", errors="replace"))
+        return value if isinstance(value, dict) else {}
+    return {}
+
+
+def _of_step(step: int, lines: list[dict[str, Any]]) -> StepSamples:
+    def reward(line: dict[str, Any]) -> float:
+        value = finite_number(line.get("reward"))
+        return float("-inf") if value is None else value
+
+    best, worst = max(lines, key=reward), min(lines, key=reward)
+    return StepSamples(
+        step=step,
+        weight_version=clean(lines[0].get("weight_version", "?")),
+        num_logged=len(lines),
+        best=_sample(best),
+        worst=_sample(worst) if reward(worst) < reward(best) else None,
+    )
+
+
+def _sample(line: dict[str, Any]) -> Sample:
+    notes = [f"the reward failed: {clean(line['failure'])}"] if line.get("failure") else []
+    if line.get("finish_reason") == "length":
+        notes.append("cut at --rl-max-response-tokens")
+    parts = line.get("parts")
+    return Sample(
+        prompt=clean(line.get("prompt", "")),
+        response=clean(line.get("response", "")),
+        answer=clean(line.get("answer", "")),
+        reward=finite_number(line.get("reward")),
+        parts=tuple((clean(name), clean(value)) for name, value in parts.items())
+        if isinstance(parts, dict) and len(parts) > 1
+        else (),
+        note="; ".join(notes),
+    )

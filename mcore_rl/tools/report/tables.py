@@ -1,10 +1,12 @@
-"""The page's tables: metrics by first, last and best, configuration, versions. Pure."""
+"""The numbers of the page: headlines, metrics, configuration, versions. Pure."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
+
+import numpy as np
 
 from mcore_rl.common.parameters import flag_of, parameters_of
 from mcore_rl.flags.megatron_flags import OWN_RL
@@ -13,182 +15,266 @@ from mcore_rl.observe.run_directory import HIGHEST_IS_BEST, LOWEST_IS_BEST
 from mcore_rl.tools.report.run_files import Run
 from mcore_rl.tools.report.texts import clean, shown
 
-_FIRST = ("reward/mean", "eval/accuracy", "kl/ref", "entropy", "kl/rollout_actor", "grad_norm")
+_MAIN = ("reward/mean", "eval/accuracy", "kl/ref", "entropy", "kl/rollout_actor", "grad_norm")
 _NOTHING = object()
+GOOD, BAD = "good", "bad"
+_LAST_STEPS = 10
+_NOT_FACTS = ("metrics", "versions", "num_steps")  # of a summary
 
 
 @dataclass(frozen=True, slots=True)
-class MetricRow:
-    """`cells` are first, last, best of each run in turn."""
+class Row:
+    """A row of a table: a name and its cells, "–" where a run has no value.
 
-    metric: str
-    cells: tuple[str, ...]
-    is_main: bool
-
-
-@dataclass(frozen=True, slots=True)
-class SettingRow:
-    """A value for each run; `mark` says why the row stands where it does."""
+    Example: `Row("--rl-kl-coef", ("0.01", "0.05"), "differs")`
+    """
 
     name: str
-    cells: tuple[str, ...]
-    mark: str = ""  # "differs", "given" (not the default), or ""
+    cells: tuple[str, ...]  # one per run; of a metric first, last and best
+    mark: str = ""  # "differs" between runs, "given" (not the default), "main", or ""
 
 
-@dataclass(frozen=True, slots=True)
-class Settings:
-    """Rows of a table, and how many of them stand above the fold."""
-
-    title: str
-    rows: tuple[SettingRow, ...]
-    num_first: int
-
-
-def metric_rows(runs: Sequence[Run]) -> list[MetricRow]:
+def metric_rows(runs: Sequence[Run]) -> list[Row]:
     """All metrics that a run has values of, the main ones first."""
-    names = {name for run in runs for name in run.values if run.series(name)[1].size}
-    ordered = [name for name in _FIRST if name in names]
-    rows = []
-    for name in (*ordered, *sorted(names - set(ordered))):
-        cells: list[str] = []
-        for run in runs:
-            steps, values = run.series(name)
-            if not values.size:
-                cells += ["–"] * 3
-                continue
-            best = "–"
-            if name in HIGHEST_IS_BEST or name in LOWEST_IS_BEST:
-                place = int(values.argmax() if name in HIGHEST_IS_BEST else values.argmin())
-                best = f"{shown(name, values[place])} @ {steps[place]}"
-            cells += [shown(name, values[0]), shown(name, values[-1]), best]
-        rows.append(MetricRow(name, tuple(cells), name in ordered))
-    return rows
+    names = sorted({name for run in runs for name in run.values if run.series(name)[1].size})
+    main = [name for name in _MAIN if name in names]
+    return [
+        Row(name, tuple(c for run in runs for c in _first_last_best(name, run)), mark)
+        for names, mark in ((main, "main"), ([n for n in names if n not in main], ""))
+        for name in names
+    ]
 
 
-def settings_of(runs: Sequence[Run]) -> list[Settings]:
-    """The configuration: what differs between two runs, or from the defaults, comes first."""
+def _first_last_best(name: str, run: Run) -> tuple[str, str, str]:
+    steps, values = run.series(name)
+    if not values.size:
+        return "–", "–", "–"
+    best = "–"
+    if name in HIGHEST_IS_BEST or name in LOWEST_IS_BEST:
+        place = int(values.argmax() if name in HIGHEST_IS_BEST else values.argmin())
+        best = f"{shown(name, values[place])} @ {steps[place]}"
+    return shown(name, values[0]), shown(name, values[-1]), best
+
+
+def settings_of(runs: Sequence[Run]) -> dict[str, tuple[list[Row], list[Row]]]:
+    """The configuration: title -> rows above and below the fold.
+
+    What differs between two runs, or from the defaults, is above.
+    """
     configs = [dict(run.config) for run in runs]
     if not any(configs):
-        return []
-    ours: list[SettingRow] = []
+        return {}
     defaults = {parameter.name: parameter.default for parameter in parameters_of(RLConfig)}
-    defaults["reward"] = RLConfig().rewards  # which other flags decide where it is not given
-    # Those of an algorithm's parts, a user's own too: to ask for their declarations needs torch.
+    defaults["reward"] = RLConfig().rewards  # other flags decide it where it is not given
+    # The flags of an algorithm's parts, also of a user's own: their declarations need torch.
     named = {name[3:] for config in configs for name in config if name.startswith("rl_")}
     parts = named - defaults.keys() - {name.removeprefix("rl_") for name in OWN_RL} - {"config"}
+    ours = []
     for name in (*defaults, *sorted(parts)):
         values = [_taken(config, name) for config in configs]
         if any(value is not _NOTHING for value in values):
-            ours.append(_row(flag_of(name), values, defaults.get(name), of_rl=True))
+            ours.append(_row(flag_of(name), values, defaults.get(name)))
     names = sorted({name for config in configs for name in config})
-    theirs = [
-        _row(name, [config.get(name, _NOTHING) for config in configs], None, of_rl=False)
-        for name in names
-    ]
-    rows = [*ours, *theirs]
+    theirs = [_row(name, [config.get(name, _NOTHING) for config in configs]) for name in names]
     if len(runs) == 1:
-        return [_sorted("--rl-* flags", ours, "given"), _sorted("Megatron's arguments", theirs, "")]
-    differing = [row for row in rows if row.mark == "differs"]
-    alike = [row for row in rows if row.mark != "differs"]
-    return [
-        Settings("What differs", tuple(differing), len(differing)),
-        _sorted("What is alike", alike, "given"),
-    ]
+        return {"--rl-* flags": _split(ours, "given"), "Megatron's arguments": ([], theirs)}
+    differing, alike = _split([*ours, *theirs], "differs")
+    return {"What differs": (differing, []), "What is alike": _split(alike, "given")}
 
 
 def _taken(config: dict[str, Any], field: str) -> Any:
-    """The value of a flag of ours, which config.yaml has under two names; both are gone then."""
-    values = [config.pop(name, _NOTHING) for name in (field, f"rl_{field}")]
-    return values[0] if values[0] is not _NOTHING else values[1]
+    """The value of a flag of ours, which config.yaml has under two names; removes both."""
+    older, value = config.pop(field, _NOTHING), config.pop(f"rl_{field}", _NOTHING)
+    return value if older is _NOTHING else older
 
 
-def _row(name: str, values: Sequence[Any], default: Any, *, of_rl: bool) -> SettingRow:
+def _split(rows: Sequence[Row], mark: str) -> tuple[list[Row], list[Row]]:
+    return [r for r in rows if r.mark == mark], [r for r in rows if r.mark != mark]
+
+
+def _row(name: str, values: Sequence[Any], default: Any = _NOTHING) -> Row:
     cells = tuple("–" if value is _NOTHING else clean(value) for value in values)
-    mark = ""
-    if len(set(cells)) > 1:
-        mark = "differs"
-    elif of_rl and frozen(values[0]) != default:
-        mark = "given"
-    return SettingRow(name, cells, mark)
+    is_given = default is not _NOTHING and frozen(values[0]) != default
+    return Row(clean(name), cells, "differs" if len(set(cells)) > 1 else "given" * is_given)
 
 
-def _sorted(title: str, rows: Sequence[SettingRow], first: str) -> Settings:
-    above = [row for row in rows if first and row.mark == first]
-    below = [row for row in rows if not (first and row.mark == first)]
-    return Settings(title, (*above, *below), len(above))
-
-
-def subjects_of(runs: Sequence[Run]) -> list[SettingRow]:
+def subjects_of(runs: Sequence[Run]) -> list[Row]:
     """What was trained, on what, and by which command: where a reader begins."""
-    rows = []
-    for name, of_run in (
-        ("model", _model),
-        ("data", _data),
-        ("algorithm", lambda run: _ours(run, "algorithm")),
-        ("reward", lambda run: _ours(run, "reward")),
-        ("command", lambda run: clean(run.about.get("command", "–"))),
-        ("ranks", lambda run: clean(run.about.get("ranks", "–"))),
-    ):
-        cells = tuple(of_run(run) for run in runs)
-        if any(cell != "–" for cell in cells):
-            rows.append(SettingRow(name, cells, "differs" if len(set(cells)) > 1 else ""))
-    return rows
+    rows = [_row(name, [of_run(run) for run in runs]) for name, of_run in _SUBJECTS.items()]
+    return [row for row in rows if set(row.cells) != {"–"}]
 
 
-def _ours(run: Run, field: str) -> str:
+def _flag(run: Run, field: str) -> Any:
     value = run.config.get(f"rl_{field}", run.config.get(field))
-    return "–" if value is None else clean(value)
+    return "–" if value is None else value
 
 
 def _model(run: Run) -> str:
-    sizes = [
-        f"{run.config[name]} {what}"
-        for name, what in (
-            ("num_layers", "layers"),
-            ("hidden_size", "hidden"),
-            ("num_experts", "experts"),
-        )
-        if isinstance(run.config.get(name), int)
-    ]
-    folder = _ours(run, "hf_checkpoint")
-    return f"{folder} ({', '.join(sizes)})" if sizes else folder
+    sizes = {"num_layers": "layers", "hidden_size": "hidden", "num_experts": "experts"}
+    found = [f"{run.config[n]} {s}" for n, s in sizes.items() if isinstance(run.config.get(n), int)]
+    folder = clean(_flag(run, "hf_checkpoint"))
+    return f"{folder} ({', '.join(found)})" if found else folder
 
 
 def _data(run: Run) -> str:
-    train, held_out = _ours(run, "prompts"), _ours(run, "eval_prompts")
+    train, held_out = clean(_flag(run, "prompts")), clean(_flag(run, "eval_prompts"))
     return train if held_out == "–" else f"{train}, held out: {held_out}"
 
 
-def facts_of(runs: Sequence[Run]) -> list[SettingRow]:
+_SUBJECTS: Mapping[str, Callable[[Run], Any]] = {
+    "model": _model,
+    "data": _data,
+    "algorithm": lambda run: _flag(run, "algorithm"),
+    "reward": lambda run: _flag(run, "reward"),
+    "command": lambda run: run.about.get("command", "–"),
+    "ranks": lambda run: run.about.get("ranks", "–"),
+}
+
+
+def facts_of(runs: Sequence[Run]) -> list[Row]:
     """Folders, layouts and versions, as the summaries have them."""
+    when = [f"{run.last_written:%Y-%m-%d %H:%M:%S}" if run.last_written else "–" for run in runs]
     rows = [
-        SettingRow("folder", tuple(clean(str(run.folder)) for run in runs)),
-        SettingRow("last written", tuple(_when(run) for run in runs)),
+        Row("folder", tuple(clean(str(run.folder)) for run in runs)),
+        Row("last written", tuple(when)),
     ]
-    keys = [
-        key
-        for key in dict.fromkeys(key for run in runs for key in run.summary)
-        if key not in ("metrics", "versions", "num_steps")
-    ]
-    for key in keys:
-        rows.append(_fact(key.replace("_", " "), [run.summary.get(key) for run in runs]))
-    versions = [
-        {**_mapping(run.about.get("versions")), **_mapping(run.summary.get("versions"))}
-        for run in runs
-    ]
-    for package in dict.fromkeys(name for found in versions for name in found):
-        rows.append(_fact(package, [found.get(package) for found in versions]))
+    facts = [{k: v for k, v in run.summary.items() if k not in _NOT_FACTS} for run in runs]
+    versions = [_versions(run) for run in runs]
+    for table, separator in ((facts, " "), (versions, "_")):
+        for name in dict.fromkeys(name for found in table for name in found):
+            values = [found.get(name) for found in table]
+            values = [_NOTHING if value is None else value for value in values]
+            rows.append(_row(name.replace("_", separator), values))
     return rows
 
 
-def _fact(name: str, values: Sequence[Any]) -> SettingRow:
-    cells = tuple("–" if value is None else clean(value) for value in values)
-    return SettingRow(clean(name), cells, "differs" if len(set(cells)) > 1 else "")
+def _versions(run: Run) -> dict[str, Any]:
+    both = (run.about.get("versions"), run.summary.get("versions"))
+    return {name: v for found in both if isinstance(found, dict) for name, v in found.items()}
 
 
-def _mapping(value: Any) -> Mapping[str, Any]:
-    return value if isinstance(value, dict) else {}
+class Headline(NamedTuple):
+    """A value, what is said beneath it, and whether it is good or bad news ("" neither).
+
+    Example: `Headline("41.1 GB", "1.00 x the lower bound; 60 of 60 attested", "good")`
+    """
+
+    value: str
+    beneath: str = ""
+    mood: str = ""
 
 
-def _when(run: Run) -> str:
-    return run.last_written.strftime("%Y-%m-%d %H:%M:%S") if run.last_written else "–"
+def headlines(runs: Sequence[Run]) -> dict[str, list[Headline]]:
+    """Title -> a headline per run; without those that no run has a value for."""
+    found = {}
+    for title, (metrics, of_run) in _HEADLINES.items():
+        of_runs = []
+        for run in runs:
+            values = [run.series(metric)[1] for metric in metrics]
+            of_runs.append(of_run(run, *values) if all(v.size for v in values) else None)
+        if any(of_runs):
+            found[title] = [headline or Headline("–") for headline in of_runs]
+    return found
+
+
+def _steps(run: Run) -> Headline:
+    done = run.series("reward/mean")[0]  # the evaluation after the last step has none
+    asked = run.config.get("rl_num_steps", run.config.get("num_steps"))  # of an older run
+    asked = asked if isinstance(asked, int) else 0
+    value = f"{done.size:,} of {asked:,}" if asked else f"{done.size:,}"
+    # A summary is no sign: it may be that of a shorter run in the folder.
+    if asked and done.size and done[-1] >= asked - 1:
+        return Headline(value, "finished", GOOD)
+    for event in reversed(run.events):
+        if event.kind == "resume":  # what ended the run before is over
+            break
+        if event.kind == "end":
+            return Headline(value, "ended early, see the events", BAD)
+        if "stopped after step" in event.text:
+            return Headline(value, "stopped by an alarm", BAD)
+    return Headline(value, "still going on, or ended before its last step")
+
+
+def _climb(metric: str) -> Callable[[Run, np.ndarray], Headline]:
+    def headline(run: Run, values: np.ndarray) -> Headline:
+        best = int(values.argmax())
+        beneath = f"best {shown(metric, values[best])} at step {run.series(metric)[0][best]}"
+        if values.size > _LAST_STEPS:
+            mean = shown(metric, values[-_LAST_STEPS:].mean())
+            beneath += f"; mean of the last {_LAST_STEPS} {mean}"
+        return Headline(f"{shown(metric, values[0])} → {shown(metric, values[-1])}", beneath)
+
+    return headline
+
+
+def _alarms(run: Run) -> Headline | None:
+    lasting = run.series("health/alarms")[1]
+    raised = [event.alarm for event in run.events if event.alarm]
+    if not raised and not lasting.any():
+        return Headline("none", "all thresholds held", GOOD) if lasting.size else None
+    last = int(lasting[-1]) if lasting.size else 0
+    names = f"; {', '.join(dict.fromkeys(raised))}" if raised else ""
+    return Headline(f"{len(raised) or int(lasting.max())}", f"{last} lasting{names}", BAD)
+
+
+def _kl(run: Run, values: np.ndarray) -> Headline:
+    if not values.any():
+        return Headline("0", "no KL is taken, or the policy has not moved")
+    return Headline(shown("", values[-1]), f"highest {shown('', values.max())}")
+
+
+def _mismatch(run: Run, values: np.ndarray) -> Headline:
+    beneath = f"KL, median; highest {shown('', values.max())}"
+    return Headline(shown("", float(np.median(values))), beneath)
+
+
+def _step_time(run: Run, seconds: np.ndarray) -> Headline | None:
+    if not seconds.any():
+        return None
+    shares = sorted(
+        (run.series(name)[1].sum() / seconds.sum(), name[len("time/") :].removesuffix("_seconds"))
+        for name in run.values
+        if name.startswith("time/") and name != "time/step_seconds"
+    )
+    longest = [f"{stage.replace('_', ' ')} {share:.0%}" for share, stage in shares[:-4:-1]]
+    return Headline(shown("_seconds", float(np.median(seconds))), ", ".join(longest))
+
+
+def _throughput(run: Run, rollout: np.ndarray, train: np.ndarray) -> Headline:
+    beneath = f"rollout, median; training {np.median(train):,.0f}"
+    return Headline(f"{np.median(rollout):,.0f} tok/s", beneath)
+
+
+def _handover(run: Run, received: np.ndarray) -> Headline:
+    bound = run.series("reshard/lower_bound_bytes_max")[1].sum()
+    attested = run.series("reshard/attested")[1] > 0
+    beneath = f"{attested.sum():,} of {attested.size:,} attested"
+    if bound:
+        beneath = f"{received.sum() / bound:.2f} x the lower bound; {beneath}"
+    mood = GOOD if attested.size and attested.all() else ""
+    return Headline(shown("bytes", float(np.median(received))), beneath, mood)
+
+
+def _memory(run: Run, host: np.ndarray) -> Headline:
+    device, most = run.series("memory/device_peak_bytes")[1], shown("bytes", host.max())
+    if device.any():
+        return Headline(shown("bytes", device.max()), f"device, peak; host {most}")
+    return Headline(most, "host, peak of the largest rank")
+
+
+# Title -> the metrics that a headline needs, whose values follow the run, and what makes it.
+_HEADLINES: Mapping[str, tuple[tuple[str, ...], Callable[..., Headline | None]]] = {
+    "Steps": ((), _steps),
+    "Reward": (("reward/mean",), _climb("reward/mean")),
+    "Held-out accuracy": (("eval/accuracy",), _climb("eval/accuracy")),
+    "Alarms": ((), _alarms),
+    "KL to the reference": (("kl/ref",), _kl),
+    "Engine against actor": (("kl/rollout_actor",), _mismatch),
+    "A step, median": (("time/step_seconds",), _step_time),
+    "Throughput": (
+        ("throughput/rollout_tokens_per_second", "throughput/train_tokens_per_second"),
+        _throughput,
+    ),
+    "Hand-over a step": (("reshard/received_bytes_max",), _handover),
+    "Memory": (("memory/host_peak_bytes",), _memory),
+}

@@ -51,11 +51,18 @@
       displaylogo: false,
       modeBarButtons: [["zoom2d", "pan2d", "resetScale2d", "toImage"]],
     };
-    for (const chart of charts) {
-      const { data, layout } = figures[chart.dataset.figure];
+    for (const [place, chart] of charts.entries()) {
+      const { data, layout } = figures[place];
       /* On a small screen a finger that drags wants to scroll. */
       if (!wide.matches) layout.dragmode = false;
       await Plotly.newPlot(chart, data, put(layout, scheme()), config);
+      /* A legend takes its room below the plot, not from it. */
+      const room = chart.querySelector(".legend")?.getBoundingClientRect().height;
+      if (room)
+        await Plotly.relayout(chart, {
+          height: layout.height + room,
+          "margin.b": layout.margin.b + room,
+        });
       /* A long page stays usable meanwhile. */
       await new Promise((resume) => setTimeout(resume, 0));
     }

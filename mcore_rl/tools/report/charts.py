@@ -70,7 +70,7 @@ def charts_of(panel: Panel, runs: Sequence[Run]) -> list[Chart]:
         traces = list(_lines(panel, metrics, runs))
         return [Chart(panel, _figure(panel, traces))] if traces else []
     draw = _stack if panel.kind == "stack" else _map
-    drawn = {run.name: traces for run in runs if (traces := list(draw(panel, metrics, run)))}
+    drawn = {run.name: traces for run in runs if (traces := list(draw(panel, run)))}
     figures = {name: _figure(panel, traces) for name, traces in drawn.items()}
     # The same height, or color, is the same value in the charts of two runs.
     if panel.kind == "stack":
@@ -227,10 +227,8 @@ def _band(panel: Panel, run: Run, name: str, color: str, *, showlegend: bool) ->
     yield graph_objects.Scatter({**_points(steps, edges[1]), **style})
 
 
-def _stack(panel: Panel, metrics: Mapping[str, str], run: Run) -> Iterator[Any]:
+def _stack(panel: Panel, run: Run) -> Iterator[Any]:
     steps = run.series(list(panel.series)[-1])[0]
-    if not steps.size:
-        return
     rows = _rows(run, panel.series, steps)
     rows[-1] = np.maximum(0.0, rows[-1] - rows[:-1].sum(axis=0))
     steps, rows = thin_means(steps, rows, MAX_BARS)
@@ -240,15 +238,14 @@ def _stack(panel: Panel, metrics: Mapping[str, str], run: Run) -> Iterator[Any]:
             yield graph_objects.Bar(_points(steps, row), name=label, marker=marker)
 
 
-def _map(panel: Panel, metrics: Mapping[str, str], run: Run) -> Iterator[Any]:
-    # Layer 2 comes before layer 10.
-    labels = {m: html.escape(metrics[m]) for m in sorted(metrics, key=lambda m: (len(m), m))}
-    labels = {m: label for m, label in labels.items() if run.series(m)[1].size}
+def _map(panel: Panel, run: Run) -> Iterator[Any]:
+    labels = metrics_of(panel, [run])
     if labels:
-        steps = np.unique(np.concatenate([run.series(metric)[0] for metric in labels]))
-        steps, rows = thin_means(steps, _rows(run, labels, steps), MAX_BARS)
-        x = steps.astype(np.int32)
-        yield graph_objects.Heatmap(x=x, y=list(labels.values()), z=rows.astype(np.float32))
+        metrics = sorted(labels, key=lambda metric: (len(metric), metric))  # layer 2 before 10
+        steps = np.unique(np.concatenate([run.series(metric)[0] for metric in metrics]))
+        steps, rows = thin_means(steps, _rows(run, metrics, steps), MAX_BARS)
+        x, y = steps.astype(np.int32), [html.escape(labels[metric]) for metric in metrics]
+        yield graph_objects.Heatmap(x=x, y=y, z=rows.astype(np.float32))
 
 
 def _rows(run: Run, metrics: Iterable[str], steps: np.ndarray) -> np.ndarray:
@@ -282,12 +279,10 @@ def thin_line(steps: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, np.nda
     return steps[rows], values[rows]
 
 
-def thin_means(
-    steps: np.ndarray, rows: np.ndarray, max_points: int
-) -> tuple[np.ndarray, np.ndarray]:
-    """The means of `rows`, `[k, n]`, over each run of neighbors, at the first step of each."""
-    if steps.size <= max_points:
+def thin_means(steps: np.ndarray, rows: np.ndarray, most: int) -> tuple[np.ndarray, np.ndarray]:
+    """The means of `rows`, `[k, n]`, over `most` runs of neighbors, at the first step of each."""
+    if steps.size <= most:
         return steps, rows
-    parts = np.array_split(np.arange(steps.size), max_points)
+    parts = np.array_split(np.arange(steps.size), most)
     means = np.stack([rows[:, part].mean(axis=1) for part in parts], axis=1)
     return steps[[part[0] for part in parts]], means

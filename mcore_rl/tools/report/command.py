@@ -18,13 +18,10 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "Write a run directory, finished or still being written, as one HTML page that loads "
         "nothing; or compare two."
     )
-    parser.add_argument("run_dir", metavar="RUN_DIR", help="--rl-run-dir of a run")
-    parser.add_argument(
-        "other_run_dir", metavar="OTHER_RUN_DIR", nargs="?", help="another, to compare with"
-    )
-    parser.add_argument(
-        "-o", "--output", metavar="FILE", help="the page (default: RUN_DIR/report.html)"
-    )
+    add, page = parser.add_argument, "the page (default: RUN_DIR/report.html)"
+    add("run_dir", metavar="RUN_DIR", help="--rl-run-dir of a run")
+    add("other_run_dir", metavar="OTHER_RUN_DIR", nargs="?", help="another, to compare with")
+    add("-o", "--output", metavar="FILE", help=page)
 
 
 def main(options: argparse.Namespace, others: Sequence[str]) -> int:
@@ -32,26 +29,19 @@ def main(options: argparse.Namespace, others: Sequence[str]) -> int:
     if others:
         remedy = "see mcore-rl report --help"
         raise UsageError("unrecognized arguments: {flag}", flag=" ".join(others), remedy=remedy)
-    folders = [Path(options.run_dir)]
-    if options.other_run_dir is not None:
-        folders.append(Path(options.other_run_dir))
-        if folders[0].resolve() == folders[1].resolve():
-            raise UsageError(
-                f"are both {folders[0].resolve()}",
-                flag="RUN_DIR and OTHER_RUN_DIR",
-                remedy="name another run to compare with, or only one",
-            )
+    folders = [Path(path) for path in (options.run_dir, options.other_run_dir) if path is not None]
+    if len({folder.resolve() for folder in folders}) < len(folders):
+        both, remedy = "RUN_DIR and OTHER_RUN_DIR", "name another run to compare with, or only one"
+        raise UsageError(f"are both {folders[0].resolve()}", flag=both, remedy=remedy)
     target = Path(options.output) if options.output else folders[0] / "report.html"
     runs = read_runs(folders)
     page = render(runs).encode("utf-8", errors="replace")
     try:
         target.write_bytes(page)
     except OSError as error:
-        raise UsageError(
-            f"cannot be written ({error.strerror})",
-            flag=f"--output {target}",
-            remedy="name another file",
-        ) from error
+        found = f"cannot be written ({error.strerror})"
+        remedy = "name another file"
+        raise UsageError(found, flag=f"--output {target}", remedy=remedy) from error
     for run in runs:
         for note in run.notes:
             print(f"{run.name}: {note}")

@@ -31,13 +31,13 @@ _FOLDED_FROM, _FOLDED_LINES = 400, 8  # characters and lines of a text above its
 _TEMPLATES = Path(__file__).with_name("templates")
 
 
+@np.errstate(all="ignore")  # metrics may be beyond what a curve can show
 def render(runs: Sequence[Run]) -> str:
     """The page of one run, or of two beside each other."""
-    with np.errstate(all="ignore"):  # metrics may be beyond what a curve can show
-        sections = [
-            (section, [chart for panel in section.panels for chart in charts_of(panel, runs)])
-            for section in SECTIONS
-        ]
+    sections = [
+        (section, [chart for panel in section.panels for chart in charts_of(panel, runs)])
+        for section in SECTIONS
+    ]
     figures = [chart.figure.to_plotly_json() for _, charts in sections for chart in charts]
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(_TEMPLATES),

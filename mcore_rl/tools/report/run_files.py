@@ -110,7 +110,7 @@ class Run:
     samples: tuple[StepSamples, ...]
     events: tuple[Event, ...]
     notes: tuple[str, ...]  # sentences about what could not be read
-    last_written: datetime | None
+    last_written: datetime
 
     def series(self, metric: str) -> tuple[np.ndarray, np.ndarray]:
         """Steps and values of the steps that have a finite value."""
@@ -136,8 +136,7 @@ def read_run(folder: Path, *, name: str) -> Run:
     metrics = dict(sorted((metrics or {}).items()))
     names = dict.fromkeys(name for found in metrics.values() for name in found)
     config = _read(folder / "config.yaml", read_config, notes) or RunConfig()
-    files = [file for name in _ABSENT if (file := folder / name).is_file()]
-    last_written = max((file.stat().st_mtime for file in files), default=None)
+    times = [file.stat().st_mtime for name in _ABSENT if (file := folder / name).is_file()]
     return Run(
         folder=folder,
         name=name,
@@ -149,7 +148,7 @@ def read_run(folder: Path, *, name: str) -> Run:
         samples=_read(folder / "rollouts.jsonl", read_samples, notes) or (),
         events=_read(folder / "run.log", read_events, notes) or (),
         notes=tuple(notes),
-        last_written=None if last_written is None else datetime.fromtimestamp(last_written),
+        last_written=datetime.fromtimestamp(max(times)),
     )
 
 

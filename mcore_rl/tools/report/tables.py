@@ -133,10 +133,9 @@ _SUBJECTS: Mapping[str, Callable[[Run], Any]] = {
 
 def facts_of(runs: Sequence[Run]) -> list[Row]:
     """Folders, layouts and versions, as the summaries have them."""
-    when = [f"{run.last_written:%Y-%m-%d %H:%M:%S}" if run.last_written else "–" for run in runs]
     rows = [
         Row("folder", tuple(clean(str(run.folder)) for run in runs)),
-        Row("last written", tuple(when)),
+        Row("last written", tuple(f"{run.last_written:%Y-%m-%d %H:%M:%S}" for run in runs)),
     ]
     facts = [{k: v for k, v in run.summary.items() if k not in _NOT_FACTS} for run in runs]
     versions = [_versions(run) for run in runs]

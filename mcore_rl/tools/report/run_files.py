@@ -50,6 +50,7 @@ _EVENTS = {
 }
 _MAX_OF_KIND = 200
 _MAX_LINES = 60  # of a message
+_MOST_CHARACTERS = 1 << 27  # of run.log: months of a run
 NUM_STEPS_SHOWN = 8  # of rollouts.jsonl
 _STEP = re.compile(rb'\{"step": ?(\d{1,15})\b')
 
@@ -185,7 +186,8 @@ def read_events(path: Path) -> tuple[Event, ...]:
 
     Hand-overs that were not attested are one event, the first, if others were attested.
     """
-    text = path.read_text(encoding="utf-8", errors="replace")
+    with path.open(encoding="utf-8", errors="replace") as file:
+        text = file.read(_MOST_CHARACTERS)
     events: list[Event] = []
     counts: Counter[str] = Counter()
     for time, first, further in (found.groups() for found in _MESSAGE.finditer(text)):

@@ -13,36 +13,49 @@ from __future__ import annotations
 import ast
 import copy
 import math
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 _MAX_CONSTANT = 1 << 20  # elements, characters or bits that a constant expression may make
 
-EQUAL = "_are_equal_as_plain_data"  # a function that `sandbox_inside` defines
+# Functions that `plain_values` defines.
+EQUAL, COMPARED, COMPUTED = "_are_equal_as_plain_data", "_compared", "_computed"
+SETTLED, CALLED = "_settled", "_called"
+LEAF = "_leaf_{}_of_an_assertion"  # the name of a leaf's value, by its position
+DEFINED_INSIDE = frozenset((EQUAL, COMPARED, COMPUTED, SETTLED, CALLED))
 EQUAL_METHODS = (
     "assertEqual assertListEqual assertTupleEqual assertDictEqual assertSetEqual "
     "assertSequenceEqual"
 ).split()
+_COMPARING_METHODS = {
+    **{"assertIn": "in", "assertNotIn": "not in", "assertNotEqual": "!=", "assertGreater": ">"},
+    **{"assertGreaterEqual": ">=", "assertLess": "<", "assertLessEqual": "<="},
+}
+# Other functions that compare two values: of numpy, operator, unittest, and methods of containers.
+_COMPARING = re.compile(
+    r"assert(?!Is|Raises|Has|Warns|Logs|True|False|_called|_any_call|_has_calls|_awaited).*"
+    r"|is_?close|allclose|array_equal|array_equiv|subtract|sub|eq|ne|[lg][te]|contains|count|index"
+    r"|countOf|indexOf|remove|issubset|issuperset|isdisjoint|equals"
+)
 
 Evaluate = Callable[[Sequence[Any]], Any]  # from the values of a check's leaves
 
 
 class Incomparable(Exception):
-    """Two values of the process that only it can compare: leaves `left` and `right`."""
-
-    def __init__(self, left: int, right: int, operator: str) -> None:
-        super().__init__(operator)
-        self.left, self.right, self.operator = left, right, operator
+    """Two values of the process that only it can compare, by the expression that is its text."""
 
 
 class Opaque:
-    """A value of the process that is not plain data; only its truth is known here."""
+    """A value of the process that is not plain data; only its truth, if any, is known here."""
 
-    def __init__(self, truth: bool) -> None:
+    def __init__(self, truth: object) -> None:
         self._truth = truth
 
     def __bool__(self) -> bool:
+        if not isinstance(self._truth, bool):
+            raise TypeError("it has no truth")
         return self._truth
 
 
@@ -122,7 +135,8 @@ def _source(node: ast.AST) -> str:
 
 
 class _ByValue(ast.NodeTransformer):
-    """Rewrites == and != where only their truth counts, so that it may be a bool."""
+    """Rewrites what could ask an object of the code's what it is equal to: comparisons, operators,
+    and calls. Of == and != where only their truth counts, arrays are compared as lists too."""
 
     def visit_Assert(self, node: ast.Assert) -> ast.AST:
         node.test = self._truth(node.test)
@@ -133,7 +147,12 @@ class _ByValue(ast.NodeTransformer):
         return self.generic_visit(node)
 
     def visit_Call(self, node: ast.Call) -> ast.AST:
+        if isinstance(node.func, ast.Attribute) and node.func.attr in EQUAL_METHODS:
+            node.args += [each.value for each in node.keywords if each.arg not in (None, "msg")]
+            node.keywords = [each for each in node.keywords if each.arg in (None, "msg")]
         match node:
+            case ast.Call(ast.Name(name)) if name in DEFINED_INSIDE or name == "super":
+                return self.generic_visit(node)
             case ast.Call(ast.Name("all" | "any"), [ast.GeneratorExp() | ast.ListComp() as each]):
                 each.elt = self._truth(each.elt)
             case ast.Call(ast.Attribute(attr=name) as method, [left, right, *message]) if (
@@ -141,7 +160,48 @@ class _ByValue(ast.NodeTransformer):
             ):
                 method.attr = "assertTrue"
                 node.args = [_call_of_equal(left, right), *message]
-        return self.generic_visit(node)
+            case ast.Call(ast.Attribute(attr=name) as method, [left, right, *message]) if (
+                name in _COMPARING_METHODS
+            ):
+                method.attr = "assertTrue"
+                compared = [left, ast.Constant(_COMPARING_METHODS[name]), right]
+                node.args = [_call(COMPARED, *compared), *message]
+            case ast.Call(ast.Name(name) | ast.Attribute(attr=name) as function) if (
+                _COMPARING.fullmatch(name)
+            ):
+                node.args.insert(0, function)
+                node.func = ast.Name(CALLED, ast.Load())
+                return self.generic_visit(node)
+        maker = [ast.Name(node.func.id, ast.Load())] if isinstance(node.func, ast.Name) else []
+        return _call(SETTLED, self.generic_visit(node), *maker)
+
+    def visit_Expr(self, node: ast.Expr) -> ast.AST:
+        node.value = self.visit(node.value)
+        match node.value:
+            case ast.Call(ast.Name(name), [inner, *_]) if name == SETTLED:
+                node.value = inner  # nobody sees its result
+        return node
+
+    def visit_Compare(self, node: ast.Compare) -> ast.AST:
+        self.generic_visit(node)
+        if any(isinstance(each, ast.Is | ast.IsNot) for each in node.ops):
+            return node
+        compared = [node.left]
+        for operator, right in zip(node.ops, node.comparators, strict=True):
+            compared += [ast.Constant(_COMPARE[type(operator)][0]), right]
+        return _call(COMPARED, *compared)
+
+    def visit_BinOp(self, node: ast.BinOp) -> ast.AST:
+        self.generic_visit(node)
+        if constant(node)[0]:
+            return node
+        return _call(COMPUTED, node.left, ast.Constant(_SIGNS[type(node.op)]), node.right)
+
+    def visit_JoinedStr(self, node: ast.JoinedStr) -> ast.AST:
+        return node  # its quotes do not nest
+
+    def visit_MatchValue(self, node: ast.MatchValue) -> ast.AST:
+        return node
 
     def _truth(self, node: ast.expr) -> ast.expr:
         match node:
@@ -156,8 +216,19 @@ class _ByValue(ast.NodeTransformer):
         return node
 
 
+_SIGNS: dict[type[ast.operator], str] = {
+    **{ast.Add: "+", ast.Sub: "-", ast.Mult: "*", ast.Div: "/", ast.FloorDiv: "//", ast.Mod: "%"},
+    **{ast.Pow: "**", ast.MatMult: "@", ast.LShift: "<<", ast.RShift: ">>"},
+    **{ast.BitAnd: "&", ast.BitOr: "|", ast.BitXor: "^"},
+}
+
+
+def _call(name: str, *arguments: ast.AST) -> ast.Call:
+    return ast.Call(ast.Name(name, ast.Load()), list(arguments), [])  # type: ignore[arg-type]
+
+
 def _call_of_equal(left: ast.expr, right: ast.expr) -> ast.Call:
-    return ast.Call(ast.Name(EQUAL, ast.Load()), [left, right], [])
+    return _call(EQUAL, left, right)
 
 
 # What is evaluated here --------------------------------------------------------------------------
@@ -205,15 +276,24 @@ def _compared(
     name, compare = _COMPARE[type(operator)]
     if isinstance(operator, ast.Is | ast.IsNot) and not any(map(_is_singleton, (left, right))):
         return None
-    first, second = len(leaves), len(leaves) + 1
-    of_left, of_right = _plan(left, leaves), _plan(right, leaves)
+    sources, plans = [], []
+    for node in (left, right):
+        position = len(leaves)
+        plans.append(_plan(node, leaves))
+        is_leaf = leaves[position:] == [_source(node)]
+        sources.append(LEAF.format(position) if is_leaf else "")
+    if constant(left)[0] and isinstance(operator, ast.In | ast.NotIn):
+        sources[0] = ast.unparse(left)
+    shown = f"{COMPARED}({sources[0]}, {name!r}, {sources[1]})"
+    if isinstance(operator, ast.Eq | ast.NotEq):
+        shown = f"{'not ' * (name == '!=')}{EQUAL}({', '.join(sources)})"
 
     def compared(values: Sequence[Any]) -> Any:
-        a, b = of_left(values), of_right(values)
-        # Of two objects of the policy's own classes only its process knows whether they are equal;
-        # against plain data nothing of its own counts.
-        if isinstance(a, Opaque) and isinstance(b, Opaque):
-            raise Incomparable(first, second, name)
+        a, b = (plan(values) for plan in plans)
+        # Of objects that are not plain data only its process knows what they are equal to; against
+        # plain data that it does not have nothing of its own counts.
+        if all(sources) and (isinstance(a, Opaque) or isinstance(b, Opaque)) and name[:2] != "is":
+            raise Incomparable(shown)
         return compare(a, b)
 
     return compared

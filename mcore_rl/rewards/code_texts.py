@@ -12,7 +12,14 @@ import copy
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
-from mcore_rl.rewards.assertions import EQUAL, EQUAL_METHODS, Do, constant, parsed, steps_of
+from mcore_rl.rewards.assertions import (
+    DEFINED_INSIDE,
+    EQUAL_METHODS,
+    Do,
+    constant,
+    parsed,
+    steps_of,
+)
 
 FunctionNode = ast.FunctionDef | ast.AsyncFunctionDef
 
@@ -213,7 +220,7 @@ class _Stub(ast.NodeTransformer):
     """Puts a function that returns an object, equal to nothing, in the place of names."""
 
     def __init__(self, names: frozenset[str]) -> None:
-        self._names = names - {EQUAL}
+        self._names = names - DEFINED_INSIDE
 
     def visit_Name(self, node: ast.Name) -> ast.AST:
         if node.id not in self._names or not isinstance(node.ctx, ast.Load):
@@ -326,6 +333,8 @@ class _Scan:
             case ast.For(_, iterated, body, orelse) | ast.AsyncFor(_, iterated, body, orelse):
                 taken = [] if _is_empty(iterated) else body
                 return self._calls(iterated) or self.any_fails(taken) or self.any_fails(orelse)
+            case ast.Match(subject, cases):
+                return self._calls(subject) or any(self.any_fails(each.body) for each in cases)
             case ast.With(items, body) | ast.AsyncWith(items, body):
                 contexts = [item.context_expr for item in items]
                 if any(_last_name(each) == "suppress" for each in contexts):

@@ -22,14 +22,13 @@ from fractions import Fraction
 from typing import Any
 
 from mcore_rl.common.readers import InvalidData, finite_number
-from mcore_rl.rewards.assertions import EQUAL, Check, Do, Incomparable, Opaque, Step
+from mcore_rl.rewards.assertions import EQUAL, LEAF, Check, Do, Incomparable, Opaque, Step
 from mcore_rl.rewards.code_tests import Call, Program, Suite, Text
 from mcore_rl.rewards.code_texts import stubbed_steps
 
 _MAX_DECIMAL = 1 << 4096  # beyond that, Python writes no decimals
 _TOLERANCE = 1e-6  # of floats: relative above 1, absolute below
 _MAX_KEPT = 1 << 16  # characters of standard output and of standard error, each
-_LEAF = "_leaf_{}_of_an_assertion"
 _MAX_STUBBED = 64  # steps
 _SPACE, _SPACE_BEFORE, _SPACE_OF_STUBS = 0, 1, 2  # of tests, of stubs before the code and after
 _NOT_THERE = ("NameError", "UnboundLocalError", "ImportError", "ModuleNotFoundError", "SyntaxError")
@@ -209,15 +208,14 @@ class Grading:
         values = []
         try:
             for number, leaf in enumerate(step.leaves):
-                request = {"value": leaf, "keep": _LEAF.format(number), "space": _SPACE}
+                request = {"value": leaf, "keep": LEAF.format(number), "space": _SPACE}
                 values.append((yield from self._value(request)))
         except InvalidData:
             return False
         try:
             held = bool(step.holds(values))
         except Incomparable as pair:
-            left, right = _LEAF.format(pair.left), _LEAF.format(pair.right)
-            request = {"value": f"{left} {pair.operator} {right}", "space": _SPACE}
+            request = {"value": str(pair), "space": _SPACE}
             try:
                 held = bool((yield from self._value(request)))
             except InvalidData:
@@ -309,13 +307,13 @@ def decoded(value: Any) -> Any:
             case "complex":
                 return complex(*inner)
             case "fraction":
-                numerator, denominator = inner
+                numerator, denominator = map(decoded, inner)
                 # Of a text it would compute 10 ** 999999999.
                 return Fraction(numerator + 0, denominator + 0)
             case "decimal":
                 return Decimal(inner)
             case "opaque":
-                return Opaque(inner is True)
+                return Opaque(inner)
     except (TypeError, ValueError, ArithmeticError) as error:
         raise InvalidData(str(error)) from error
     raise InvalidData("is no value")

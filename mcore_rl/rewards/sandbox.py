@@ -2,7 +2,7 @@
 
 The process has an empty folder, no network, no other processes, memory, disk and seconds that are
 limited, and of the files nothing but Python's own; see `isolation`, which confines it, and
-`sandbox_inside`, which runs in it.
+`sandbox_inside` and `plain_values`, which run in it.
 Processes of rewards and environments import this module: nothing heavy is imported here.
 """
 
@@ -40,6 +40,7 @@ _READ_BYTES = 1 << 16
 _LEAVE_SECONDS = 1.0  # from its last answer to its end
 _log = logging.getLogger(__name__)
 _INSIDE = Path(__file__).with_name("sandbox_inside.py")
+_VALUES = Path(__file__).with_name("plain_values.py").read_text(encoding="utf-8")
 
 _PYTHON_TAG = re.compile(r"(?:i?python|py)[0-9.]*", re.IGNORECASE)
 _MAX_FENCE_INDENT = 3  # of a closing fence beyond that of the opening one, as in CommonMark
@@ -338,10 +339,11 @@ class _Process:
                     if not has_started:
                         has_started = True
                         _check_fault(line)
+                        self._to_send = json.dumps(_VALUES).encode() + b"\n"
                     else:
                         exchange.answered(line, *self._written())
                     if exchange.is_open:
-                        self._to_send = exchange.request()
+                        self._to_send += exchange.request()
                         selector.register(self._requests, selectors.EVENT_WRITE, None)
                 if exchange.is_open:  # it has closed its answers, or ended
                     process.wait(_LEAVE_SECONDS)

@@ -40,17 +40,15 @@ _ERRNO_EACCES, _ERRNO_ENOSYS, _ERRNO_EAGAIN = 13, 38, 11
 _X32_BIT = 0x40000000
 
 _VALUE = "_value_of_an_expression"
-_EQUAL = "_are_equal_as_plain_data"  # what `assertions` writes for ==
 _MAX_TOLD = 1 << 16  # characters of a traceback
-_MAX_DEPTH = 50  # of containers; below what `common.readers` takes
-_MAX_INT = 1 << 4096  # beyond that, Python writes and reads no decimals
 
 
 def main(requests: BinaryIO, answers: int) -> None:
     """Serve one process: say that it is confined, then answer each request in turn.
 
-    Requests and answers are JSON, one a line. The first line has the `fault` that keeps it from
-    being confined, or null. Each request has a `token`, which its answer has too, and one of
+    Requests and answers are JSON, one a line. The first answer has the `fault` that keeps it from
+    being confined, or null, and the first request is the text of `plain_values`. Each
+    further one has a `token`, which its answer has too, and one of
 
         run, name[, before][, stdin]   run a program in a new module; with `stdin`, as a whole one
         do[, space]                    run statements in that module, or among names of their own
@@ -72,7 +70,9 @@ def _serve(requests: BinaryIO, answers: int) -> None:
     encode = json.JSONEncoder().encode
     clear_trace, clear_profile = sys.settrace, sys.setprofile
     originals, names_of_builtins = dict(vars(builtins)), vars(builtins)
-    program = Program()
+    module = types.ModuleType("plain_values")
+    exec(compile(loads(read()), module.__name__, "exec"), vars(module))
+    program = Program(module.PlainValues())
     while line := read():
         request = loads(line)
         clear_trace(None)
@@ -86,12 +86,13 @@ def _serve(requests: BinaryIO, answers: int) -> None:
 class Program:
     """The code, and the module that it runs in."""
 
-    def __init__(self) -> None:
+    def __init__(self, values: Any) -> None:
+        """`values` is a `plain_values.PlainValues`."""
         self._names: dict[str, Any] = {}
         # Names of tests, by the number of their space, and those of the module as they were taken
         # over: the code finds no expected value among its own.
         self._spaces: dict[int, tuple[dict[str, Any], dict[str, Any]]] = {}
-        self._data = _PlainData()
+        self._values = values
         self._streams: list[io.TextIOWrapper] = []
         self._stdout = os.dup(1)
         self._folder = os.open(".", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -104,7 +105,7 @@ class Program:
             elif "do" in request:
                 self._execute(request["do"], "<test>", self._space(request))
             else:
-                return {"ended": True, "value": self._data.as_json(self._value(request))}
+                return {"ended": True, "value": self._values.as_json(self._value(request))}
             return {"ended": True}
         except BaseException as error:
             return {"ended": False, "error": self._told(error)}
@@ -181,7 +182,8 @@ class Program:
         exec: Any = exec,
         compile: Any = compile,
     ) -> None:
-        names[_EQUAL] = self._data.are_equal
+        self._values.module = self._names
+        names.update(self._values.defined)
         exec(compile(source, name, "exec"), names)
 
     def _told(self, error: BaseException, *, format: Any = traceback.format_exception) -> str:
@@ -198,85 +200,6 @@ class Program:
         for stream in (sys.stdout, sys.stderr, *self._streams):
             with contextlib.suppress(BaseException):
                 stream.flush()
-
-
-class _PlainData:
-    """Takes values for the plain data that they are, whatever classes of the code's say of them."""
-
-    def as_json(self, value: Any) -> Any:
-        """What `grading.decoded` reads; `opaque`, with its truth, for what is not plain data."""
-        try:
-            return self._tagged(self._copy(value, 0))
-        except (_NotPlain, TypeError, RecursionError):
-            return {"opaque": bool(value)}
-
-    def are_equal(self, left: Any, right: Any) -> bool:
-        """Whether two values are equal as plain data; only if neither is, by what they say."""
-        copies = []
-        for value in (left, right):
-            with contextlib.suppress(_NotPlain, TypeError, RecursionError):
-                copies.append(self._copy(value, 0))
-        if not copies:
-            return bool(left == right)
-        return len(copies) == 2 and bool(copies[0] == copies[1])
-
-    def _copy(self, value: Any, depth: int) -> Any:
-        if value is None or value is True or value is False:
-            return value
-        if depth > _MAX_DEPTH:
-            raise _NotPlain
-        inner = depth + 1
-        if isinstance(value, int):
-            return int.__index__(value)
-        if isinstance(value, float):
-            return float.__float__(value)
-        if isinstance(value, str):
-            return str.__str__(value)
-        if isinstance(value, list):
-            return [self._copy(each, inner) for each in list.__iter__(value)]
-        if isinstance(value, tuple):
-            return tuple([self._copy(each, inner) for each in tuple.__iter__(value)])
-        if isinstance(value, set):
-            return frozenset([self._copy(each, inner) for each in set.__iter__(value)])
-        if isinstance(value, frozenset):
-            return frozenset([self._copy(each, inner) for each in frozenset.__iter__(value)])
-        if isinstance(value, dict):
-            pairs = dict.items(value)
-            return {self._copy(k, inner): self._copy(v, inner) for k, v in pairs}
-        if isinstance(value, bytes | bytearray):
-            return bytes(value)
-        name = f"{type(value).__module__}.{type(value).__name__}"
-        if name in ("builtins.complex", "fractions.Fraction", "decimal.Decimal"):
-            return value
-        if name.startswith("numpy.") and hasattr(value, "tolist"):
-            return self._copy(value.tolist(), inner)
-        raise _NotPlain
-
-    def _tagged(self, value: Any) -> Any:
-        """JSON of what `_copy` returns."""
-        if isinstance(value, int) and not -_MAX_INT < value < _MAX_INT:
-            return {"int": hex(value)}
-        if isinstance(value, list):
-            return [self._tagged(each) for each in value]
-        if isinstance(value, tuple):
-            return {"tuple": [self._tagged(each) for each in value]}
-        if isinstance(value, frozenset):
-            return {"set": [self._tagged(each) for each in value]}
-        if isinstance(value, dict):
-            return {"dict": [[self._tagged(k), self._tagged(v)] for k, v in value.items()]}
-        if isinstance(value, bytes):
-            return {"bytes": value.hex()}
-        if isinstance(value, complex):
-            return {"complex": [value.real, value.imag]}
-        if value is None or isinstance(value, bool | int | float | str):
-            return value
-        if type(value).__name__ == "Fraction":
-            return {"fraction": [value.numerator, value.denominator]}
-        return {"decimal": str(value)}
-
-
-class _NotPlain(Exception):
-    """A value of which only its own process can say what it is equal to."""
 
 
 # What it gives up -----------------------------------------------------------------------------

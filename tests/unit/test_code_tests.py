@@ -206,7 +206,7 @@ def test_public_forms_pay_right_code_and_no_other(
 
 def test_a_function_to_check_is_the_last_that_the_prompt_defines() -> None:
     prompt = "def helper():\n    pass\n\ndef add(a, b):\n    '''Their sum.'''\n"
-    assert leaves_of(suite_of(CHECK, prompt=prompt))[0] == ("candidate(1, 2)",)
+    assert leaves_of(suite_of(CHECK, prompt=prompt))[0] == ("_settled(candidate(1, 2), candidate)",)
     assert suite_of(CHECK, prompt=prompt).names == {"add"}
 
 
@@ -335,10 +335,10 @@ def test_the_process_is_asked_for_what_was_expected_in_no_assertion_that_can_be_
         "assert f(9) == g(9)\n"
     )
     assert leaves_of(suite) == [
-        *[(f"f({number})",) for number in range(1, 7)],
-        ("set(f(7))",),
-        ("f(8)",),
-        ("f(9)", "g(9)"),
+        *[(f"_settled(f({number}), f)",) for number in range(1, 7)],
+        ("_settled(set(_settled(f(7), f)), set)",),
+        ("_settled(f(8), f)",),
+        ("_settled(f(9), f)", "_settled(g(9), g)"),
     ]
     (text,) = suite_of("for a in (1, 2):\n    assert f(a) == 3").tests
     assert isinstance(text, Text)

@@ -1,0 +1,289 @@
+"""Objects that say of themselves that they are right, and right code whose objects must say so."""
+
+from __future__ import annotations
+
+import pytest
+
+from mcore_rl.rewards.code_tests import suite_of
+from mcore_rl.rewards.sandbox import run_python
+
+PATIENT_SECONDS = 60.0
+SAYS_YES = (
+    "    def __eq__(s, o): return True\n"
+    "    __le__ = __lt__ = __ge__ = __gt__ = __contains__ = __eq__\n"
+    "    def __ne__(s, o): return False\n    def __hash__(s): return 0\n"
+    "    def __sub__(s, o): return 0.0\n    __rsub__ = __add__ = __abs__ = __sub__\n"
+    "    startswith = issuperset = __array_function__ = lambda *a, **k: True\n"
+)
+
+
+def forged(base: str, value: str = "", metaclass: str = "type") -> str:
+    """Code whose function returns an object of a class that agrees to everything."""
+    return (
+        f"class E({base}, metaclass={metaclass}):\n{SAYS_YES}def f(*_): return E({value})\n"
+        "def g(*_): return [f(), f()]\n"
+    )
+
+
+FORGERIES = {
+    "an object": forged("object"),
+    "an int": forged("int"),
+    "a float": forged("float"),
+    "a text": forged("str", "'a'"),
+    "a list": forged("list", "[0]"),
+    "a set": forged("set", "[0]"),
+    "a dict": forged("dict"),
+    "a date": "import datetime\n" + forged("datetime.date", "1, 1, 1"),
+    "a Decimal": "import decimal\n" + forged("decimal.Decimal"),
+    "an array": "import numpy\n" + forged("numpy.ndarray", "2"),
+    "a metaclass": f"class M(type):\n{SAYS_YES}class E(metaclass=M): pass\n"
+    "def f(*_): return E\ndef g(*_): return [E, E]\n",
+    "a class made by type()": "E = type('E', (), {'__eq__': lambda s, o: True})\n"
+    "def f(*_): return E()\ndef g(*_): return [E(), E()]\n",
+    "a class of another module by its name": forged("object").replace(
+        "def f", "E.__module__, E.__qualname__ = 'fractions', 'Fraction'\ndef f", 1
+    ),
+    "a class that says that it is int": "class E:\n    __class__ = property(lambda s: int)\n"
+    f"{SAYS_YES}def f(*_): return E()\ndef g(*_): return [E(), E()]\n",
+    "the function itself": f"class f:\n    def __init__(s, *_): pass\n{SAYS_YES}g = f\n",
+    "the function itself, an int": "class f(int):\n    def __new__(c, *_): return int.__new__(c)\n"
+    f"{SAYS_YES}g = f\n",
+    "mock.ANY": "from unittest.mock import ANY\ndef f(*_): return ANY\n"
+    "def g(*_): return [ANY, ANY]\n",
+    "a MagicMock": "from unittest.mock import MagicMock\nE = MagicMock()\n"
+    "E.__eq__.return_value = True\ndef f(*_): return E\ndef g(*_): return [E, E]\n",
+    "approx": "import pytest\ndef f(*_): return pytest.approx(0, abs=float('inf'))\n"
+    "def g(*_): return [f(), f()]\n",
+    "a patched Fraction": "import fractions\nfractions.Fraction.__eq__ = lambda s, o: True\n"
+    "def f(*_): return fractions.Fraction(1)\ndef g(*_): return [f(), f()]\n",
+}
+RIGHT = "def f(a): return a + 1\ndef g(*_): return [2.0, 3.0]\n"
+# What is compared in a loop, of `f(a)` and `b`.
+LOOPED = [
+    "assert f(a) == b or f(a) == 9",
+    "assert f(a) in [b]",
+    "assert b in [f(a)]",
+    "assert {'x': f(a)} == {'x': b}",
+    "assert abs(f(a) - b) < 1e-6",
+    "assert abs(b - f(a)) < 1e-6",
+    "assert b <= f(a) <= b",
+    "found = f(a)\n    same = found == b\n    assert same",
+    "assert not f(a) != b",
+    "assert [each for each in [f(a)] if each == b]",
+    "assert math.isclose(f(a), b)",
+    "assert operator.eq(f(a), b)",
+    "assert [b].count(f(a)) == 1",
+    "assert np.allclose(f(a), b)",
+    "np.testing.assert_allclose(f(a), b)",
+    "assert np.abs(np.array([f(a)]) - np.array([b])).max() < 1e-6",
+    "assert f(a) == pytest.approx(b)",
+    "assert list(map(f, [a])) == [b]",
+    "assert len({f(a), b}) == 1",
+    "match f(a):\n        case 2 | 3:\n            assert f(a) == b\n"
+    "        case _:\n            raise OSError",
+    "assert np.allclose(g(a), [2.0, 3.0])",
+    "for x, y in zip(g(a), [2.0, 3.0], strict=True):\n        assert x == y",
+    "assert any([f(a) == b])",
+    "assert same(f(a), b)",
+]
+IMPORTS = (
+    "import math, operator\nimport numpy as np\nimport pytest\ndef same(x, y): return x == y\n"
+)
+METHODS = [
+    "assertEqual(f(1), 2)",
+    "assertEqual(f(1), 2, msg='no')",
+    "assertEqual(first=f(1), second=2)",
+    "assertIn(f(1), [2])",
+    "assertListEqual([f(1)], [2])",
+    "assertAlmostEqual(f(1), 2, places=3)",
+    "assertCountEqual([f(1)], [2])",
+    "assertTrue(f(1) == 2)",
+    "assertGreaterEqual(f(1), 2); self.assertLessEqual(f(1), 2)",
+]
+ASSERTED = ["assert f(1) == 2 or f(1) == 9", "assert f(1) == pytest.approx(2.0)"]
+TESTS = [
+    *(f"{IMPORTS}for a, b in [(1, 2), (2, 3)]:\n    {each}" for each in LOOPED),
+    *(
+        "import unittest\nclass T(unittest.TestCase):\n    def test_f(self):\n"
+        f"        self.{each}\n"
+        for each in METHODS
+    ),
+    *(f"{IMPORTS}{each}" for each in ASSERTED),
+]
+# The helpers of HumanEval+ and MBPP+.
+PLUS = """
+import numpy as np
+def is_floats(x):
+    if isinstance(x, float):
+        return True
+    if isinstance(x, (list, tuple)):
+        return all(isinstance(i, float) for i in x)
+    return False
+def assertion(out, exp, atol):
+    exact_match = out == exp
+    if atol == 0 and is_floats(exp):
+        atol = 1e-6
+    if not exact_match and atol != 0:
+        assert np.allclose(out, exp, rtol=1e-07, atol=atol)
+    else:
+        assert exact_match
+for i, (inp, exp) in enumerate(zip([[1], [2]], RESULTS)):
+    assertion(f(*inp), exp, 0)
+"""
+TESTS += [PLUS.replace("RESULTS", each) for each in ("[2, 3]", "[2.0, 3.0]")]
+
+
+def passed(code: str, tests: list[str]) -> list[str]:
+    """Those of `tests` that code passes."""
+    found = run_python(code, suite_of(tests), timeout_seconds=PATIENT_SECONDS)
+    assert found.ended and not found.why, found
+    return [test for test, held in zip(tests, found.passed, strict=True) if held]
+
+
+@pytest.mark.parametrize("name", FORGERIES)
+def test_no_object_is_right_because_it_says_so(name: str) -> None:
+    assert passed(FORGERIES[name], TESTS) == []
+
+
+def test_right_code_passes_the_same_tests() -> None:
+    assert passed(RIGHT, TESTS) == TESTS
+
+
+PYTHON = "from collections import *\nfrom datetime import *\nfrom decimal import Decimal\n"
+PYTHON += "from fractions import Fraction\nfrom array import array\nfrom pathlib import Path\n"
+VALUES = [
+    *("date(2020, 1, 1)", "datetime(2020, 1, 1)", "timedelta(1)", "deque([1])", "range(3)"),
+    *("Fraction(1, 3)", "Decimal('1.5')", "{1, 2}", "OrderedDict(a=1)", "Counter('aab')"),
+    *("complex(1, 2)", "bytearray(b'a')", "array('i', [1])", "Path('a')", "{'a': 1}.keys()"),
+    *("Fraction(10**5000, 3)", "[date(2020, 1, 1)]", "{1: {2: (3,)}}", "{'a': 1}.items()"),
+]
+
+
+def test_values_of_python_are_equal_to_their_like_alone() -> None:
+    tests = [
+        f"{PYTHON}{test}"
+        for value in VALUES
+        for test in (f"assert f() == {value}", f"for each in [{value}]:\n    assert f() == each")
+    ]
+    for forgery in ("an object", "a list", "mock.ANY", "a patched Fraction"):
+        assert passed(FORGERIES[forgery], tests) == []
+    for number, value in enumerate(VALUES):
+        own = tests[2 * number : 2 * number + 2]
+        assert passed(f"{PYTHON}def f(): return {value}\n", tests) == own
+
+
+VECTOR = """
+class Vec:
+    def __init__(self, x, y): self.x, self.y = x, y
+    def __eq__(self, o): return isinstance(o, Vec) and (self.x, self.y) == (o.x, o.y)
+    def __add__(self, o): return Vec(self.x + o.x, self.y + o.y)
+    def __sub__(self, o): return Vec(self.x - o.x, self.y - o.y)
+    def __mul__(self, k): return Vec(self.x * k, self.y * k)
+    def __matmul__(self, o): return self.x * o.x + self.y * o.y
+    def __abs__(self): return (self @ self) ** 0.5
+    def __lt__(self, o): return abs(self) < abs(o)
+    def __contains__(self, value): return value in (self.x, self.y)
+    def __iter__(self): return iter((self.x, self.y))
+    def __len__(self): return 2
+    def __getitem__(self, i): return (self.x, self.y)[i]
+    def __repr__(self): return f"Vec({self.x}, {self.y})"
+def f(x): return Vec(x, x)
+"""
+VECTOR_TESTS = [
+    "Vec(1, 2) + Vec(3, 4) == Vec(4, 6)",
+    "Vec(1, 2) * 3 == Vec(3, 6)",
+    "abs(Vec(3, 4) - Vec(0, 0)) == 5",
+    "Vec(1, 2) @ Vec(3, 4) == 11",
+    "Vec(1, 2) != Vec(2, 1) and Vec(1, 2) != 5",
+    "list(Vec(1, 2)) == [1, 2] and len(Vec(1, 2)) == 2 and Vec(1, 2)[0] == 1",
+    "sorted([Vec(3, 4), Vec(1, 1)]) == [Vec(1, 1), Vec(3, 4)]",
+    "1 in Vec(1, 2) and 5 not in Vec(1, 2)",
+    "Vec(1, 2) in [Vec(1, 2)] and [Vec(1, 2)].count(Vec(1, 2)) == 1",
+    "'%s' % Vec(1, 2) == f'{Vec(1, 2)}' == 'Vec(1, 2)'",
+    "f(2) == Vec(2, 2) and {'a': f(1)} == {'a': Vec(1, 1)}",
+]
+OBJECTS = {
+    "a vector": (VECTOR, [f"assert {each}" for each in VECTOR_TESTS]),
+    "a vector in a loop": (
+        VECTOR,
+        [f"for _ in 'x':\n    assert {each}" for each in VECTOR_TESTS],
+    ),
+    "a dataclass": (
+        "from dataclasses import dataclass\n@dataclass(order=True)\nclass P:\n    x: int\n"
+        "def f(x): return P(x)\n",
+        ["assert f(1) == P(1)", "for a in (1, 2):\n    assert f(a) == P(a) and P(0) < f(a)"],
+    ),
+    "a named tuple": (
+        "from collections import namedtuple\nP = namedtuple('P', 'x count')\n"
+        "def f(x): return P(x, 2)\n",
+        ["for a in (1, 2):\n    assert f(a) == (a, 2) == P(a, 2) and f(a).count == 2"],
+    ),
+    "enumerations": (
+        "import enum\nclass C(enum.IntEnum):\n    RED = 1\ndef f(x): return C(x)\n",
+        ["for _ in 'x':\n    assert f(1) == 1 == C.RED and f(1).name == 'RED' and f(1) + 1 == 2"],
+    ),
+    "a trie": (
+        "class T:\n    def __init__(self): self.words = set()\n"
+        "    def add(self, word): self.words.add(word); return self\n"
+        "    def __contains__(self, word): return word in self.words\n",
+        ["t = T()\nt.add('a')\nassert 'a' in t\nassert 'b' not in t"],
+    ),
+    "a dict with methods": (
+        "class Cache(dict):\n    def __getitem__(self, key): return dict.__getitem__(self, key)\n"
+        "    def __missing__(self, key): return None\n    size = 2\n",
+        [
+            "c = Cache()\nc['a'] = 1\nassert c['a'] == 1 and 'a' in c\n"
+            "assert c == {'a': 1} and c.size == 2"
+        ],
+    ),
+    "nodes of the tests": (
+        "def f(node):\n    last = None\n    while node:\n"
+        "        node.next, last, node = last, node, node.next\n    return last\n",
+        [
+            "class Node:\n    def __init__(self, value, next=None):\n"
+            "        self.value, self.next = value, next\n"
+            "    def __eq__(self, other):\n        return self.value == other.value\n"
+            "assert f(Node(1, Node(2))).value == 2\nassert f(Node(1, Node(2))).next == Node(1)\n"
+            "for _ in 'x':\n    assert f(Node(1, Node(2))) == Node(2)"
+        ],
+    ),
+    "arrays": (
+        "import numpy as np\ndef f(x): return np.array([x, x])\n",
+        [
+            "import numpy as np\nfor _ in 'x':\n    assert (f(2) == np.array([2, 2])).all()\n"
+            "    assert not (f(2) < 2).any() and f(2) == [2, 2] and f(2) @ f(2) == 8\n"
+            "    np.testing.assert_array_equal(f(2), [2, 2])",
+            "import numpy as np\nassert (f(2) == [2, 2]).all()\nassert np.allclose(f(2), 2)",
+        ],
+    ),
+    "generators": (
+        "def f(n):\n    for i in range(n):\n        yield i\n",
+        ["g = f(2)\nassert next(g) == 0 and list(g) == [1]\nassert list(f(2)) == [0, 1]"],
+    ),
+    "closures": (
+        "def f(a): return lambda b: a + b\n",
+        ["add = f(1)\nassert add(1) == 2\nassert list(map(f(2), [1])) == [3]"],
+    ),
+    "symbols": (
+        "def f(x): return x + x\n",
+        ["import sympy\nx = sympy.Symbol('x')\nassert f(x) == 2 * x\nassert f(x) - 2 * x == 0"],
+    ),
+    "a mock of the tests": (
+        "def f(): return {'id': 5, 'x': 1}\n",
+        ["from unittest.mock import ANY\nassert f() == {'id': ANY, 'x': 1}"],
+    ),
+    "an argument that is changed": (
+        "def f(x): x.sort(); return x\n",
+        ["x = [2, 1]\ny = f(x)\nassert y is x\nassert x == [1, 2]"],
+    ),
+    "coroutines": (
+        "async def f(x): return x + 1\n",
+        ["import asyncio\nasync def main():\n    assert await f(1) == 2\nasyncio.run(main())"],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", OBJECTS)
+def test_objects_of_right_code_are_what_they_say(name: str) -> None:
+    code, tests = OBJECTS[name]
+    assert passed(code, tests) == tests

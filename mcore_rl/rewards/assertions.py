@@ -16,6 +16,8 @@ import math
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from decimal import Decimal
+from fractions import Fraction
 from typing import Any
 
 _MAX_CONSTANT = 1 << 20  # elements, characters or bits that a constant expression may make
@@ -338,7 +340,7 @@ def _plain(value: Any) -> Any:
 
 
 def _number(value: Any) -> Any:
-    if not isinstance(value, int | float | complex):
+    if not isinstance(value, int | float | complex | Fraction | Decimal):
         raise TypeError(f"{type(value).__name__} is not a number")
     return value
 

@@ -45,6 +45,7 @@ from math import ceil, comb, cos, exp, floor, gcd, inf, isqrt, lcm, log, log2, p
 from typing import *
 """
 _DEFINITION = re.compile(r"^(?:async )?def[ \t]+([A-Za-z_]\w*)[ \t]*\(", re.MULTILINE)
+_INTEGER = re.compile("0|-?[1-9][0-9]{0,17}")  # "01" would collide with "1"
 _MAX_NESTED_TEXTS = 3  # JSON text within JSON text
 
 
@@ -333,7 +334,7 @@ def _container(value: Any) -> Any:
 
 def _with_integer_keys(value: Any) -> Any:
     """An argument as it was before JSON made texts of its keys, as graders of APPS take it."""
-    if isinstance(value, dict) and value and all(re.fullmatch("-?[0-9]{1,18}", k) for k in value):
+    if isinstance(value, dict) and value and all(map(_INTEGER.fullmatch, value)):
         return {int(key): entry for key, entry in value.items()}
     return value
 

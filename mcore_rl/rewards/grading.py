@@ -13,9 +13,11 @@ Pure: `Grading.dialogue` yields requests and is sent replies; who carries them i
 
 from __future__ import annotations
 
+import io
+import itertools
 import math
 import random
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
 from decimal import Decimal
 from fractions import Fraction
@@ -188,9 +190,14 @@ class Grading:
     def calls(self, test: Call) -> Dialogue:
         """Whether a function returns what it should."""
         try:
-            value = yield from self._value(
-                {"call": test.function, "arguments": list(test.arguments)}
-            )
+            request = {"call": test.function, "arguments": list(test.arguments)}
+            # JSON would make texts of them.
+            request["integer_keys"] = [
+                position
+                for position, each in enumerate(test.arguments)
+                if isinstance(each, dict) and all(isinstance(key, int) for key in each)
+            ]
+            value = yield from self._value(request)
             if same_result(value, test.expected):
                 return True
             is_wrapped = isinstance(test.expected, list) and len(test.expected) == 1
@@ -326,14 +333,17 @@ def same_output(printed: str, expected: str) -> bool:
     that is expected to be a number with a point or an exponent may differ by 1e-6, of its size if
     that is more than 1.
     """
-    got, wanted = _words(printed), _words(expected)
-    return len(got) == len(wanted) and all(
-        len(a) == len(b) and all(map(_same_word, a, b)) for a, b in zip(got, wanted, strict=True)
-    )
+    lines = itertools.zip_longest(_lines(printed), _lines(expected), fillvalue="")
+    return all(a == b or _same_line(a.split(), b.split()) for a, b in lines)
 
 
-def _words(text: str) -> list[list[str]]:
-    return [words for line in text.split("\n") if (words := line.split())]
+def _lines(text: str) -> Iterator[str]:
+    """Those that are not blank, one at a time: there may be millions."""
+    return filter(str.strip, io.StringIO(text, newline="\n"))
+
+
+def _same_line(printed: list[str], expected: list[str]) -> bool:
+    return len(printed) == len(expected) and all(map(_same_word, printed, expected))
 
 
 def _same_word(printed: str, expected: str) -> bool:

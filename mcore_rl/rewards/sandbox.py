@@ -382,7 +382,7 @@ class _Process:
                 for _ in range(_MAX_PIPE_BYTES // _READ_BYTES):  # a thread of it may go on writing
                     if not self._read(name, stream.fileno()):
                         break
-        found = tuple(self._kept[name].decode(errors="replace") for name in ("stdout", "stderr"))
+        found = tuple(_decoded(self._kept[name]) for name in ("stdout", "stderr"))
         self._kept["stdout"].clear()
         self._kept["stderr"].clear()
         return found[0], found[1]
@@ -393,6 +393,14 @@ class _Process:
         room = _MAX_KEPT_BYTES[name] - len(self._kept[name])
         self._kept[name] += data[: max(0, room)]
         return bool(data)
+
+
+def _decoded(data: bytearray) -> str:
+    """With lone surrogates as the process wrote them, or else U+FFFD for what is not UTF-8."""
+    try:
+        return data.decode(errors="surrogatepass")
+    except UnicodeDecodeError:
+        return data.decode(errors="replace")
 
 
 def _check_fault(line: bytes) -> None:

@@ -40,6 +40,7 @@ _ERRNO_EACCES, _ERRNO_ENOSYS, _ERRNO_EAGAIN = 13, 38, 11
 _X32_BIT = 0x40000000
 
 _VALUE = "_value_of_an_expression"
+_MAX_DIGITS = 50_000  # of an int that is read or printed, as LiveCodeBench allows
 _MAX_TOLD = 1 << 16  # characters of a traceback
 
 
@@ -53,10 +54,12 @@ def main(requests: BinaryIO, answers: int) -> None:
         run, name[, before][, stdin]   run a program in a new module; with `stdin`, as a whole one
         do[, space]                    run statements in that module, or among names of their own
         value[, keep][, space]         evaluate an expression there, and keep the value by a name
-        call, arguments                call what an expression is
+        call, arguments, integer_keys  call what an expression is; keys of dicts at the latter
+                                       positions are integers
 
     and is answered by `ended`, `error` (a traceback), and `value` for the latter two.
     """
+    sys.set_int_max_str_digits(_MAX_DIGITS)
     fault = _give_up()
     os.write(answers, json.dumps({"fault": fault}).encode() + b"\n")
     if fault is None:
@@ -146,8 +149,8 @@ class Program:
             os.dup2(file, 0)
             os.close(file)
         os.dup2(self._stdout, 1)
-        stdin = open(0, encoding="utf-8", closefd=False)
-        stdout = open(1, "w", encoding="utf-8", closefd=False)
+        stdin = open(0, encoding="utf-8", errors="surrogatepass", closefd=False)
+        stdout = open(1, "w", encoding="utf-8", errors="surrogatepass", closefd=False)
         sys.stdin = sys.__stdin__ = stdin  # type: ignore[misc]
         sys.stdout = sys.__stdout__ = stdout  # type: ignore[misc]
         self._streams = [stdout]
@@ -156,7 +159,10 @@ class Program:
         names = self._space(request)
         if "call" in request:
             self._execute(f"{_VALUE} = (\n{request['call']}\n)", "<test>", names)
-            return names.pop(_VALUE)(*request["arguments"])
+            arguments = request["arguments"]
+            for position in request["integer_keys"]:
+                arguments[position] = {int(k): each for k, each in arguments[position].items()}
+            return names.pop(_VALUE)(*arguments)
         self._execute(f"{_VALUE} = (\n{request['value']}\n)", "<test>", names)
         value = names.pop(_VALUE)
         if "keep" in request:

@@ -13,7 +13,6 @@ from mcore_rl.rewards.assertions import Check, Do
 from mcore_rl.rewards.code_rows import check_code_rows
 from mcore_rl.rewards.code_tests import Call, Program, Suite, Text, is_blank, suite_of
 from mcore_rl.rewards.functions import python_sandbox
-from mcore_rl.rewards.grading import same_output, same_result
 from mcore_rl.rewards.sandbox import run_python
 
 PATIENT_SECONDS = 60.0
@@ -357,53 +356,6 @@ def test_pairs_are_programs_and_calls_as_they_are_written() -> None:
 
 
 @pytest.mark.parametrize(
-    ("printed", "expected", "is_same"),
-    [
-        ("3", "3\n", True),
-        (" 1  2 \r\n\n3\n", "1 2\n3", True),
-        ("1 2 3", "1 2\n3", False),
-        ("3.0", "3", False),
-        ("0.3333333", "0.33333333", True),
-        ("0.334", "0.333", False),
-        ("1e3", "1000.0", True),
-        ("nan", "1.0", False),
-        ("yes", "YES", False),
-        ("", "1", False),
-        ("1\n2", "1", False),
-        ("e", "E", False),
-    ],
-)
-def test_outputs_are_compared_by_the_words_of_their_lines(
-    printed: str, expected: str, is_same: bool
-) -> None:
-    assert same_output(printed, expected) is is_same
-
-
-@pytest.mark.parametrize(
-    ("value", "expected", "is_same"),
-    [
-        ((1, 2), [1, 2], True),
-        ([1, (2, 3)], [1, [2, 3]], True),
-        ({1: (2,)}, {"1": [2]}, True),
-        (0.1 + 0.2, 0.3, True),
-        (3, 3.0, True),
-        (3, 4, False),
-        ("3", 3, False),
-        (frozenset([1]), [1], False),
-        (None, None, True),
-        (None, 0, False),
-        (float("nan"), 1.0, False),
-        ([1], [1, 2], False),
-        ({1: 2}, [1], False),
-    ],
-)
-def test_results_are_compared_as_json_can_say_them(
-    value: object, expected: object, is_same: bool
-) -> None:
-    assert same_result(value, expected) is is_same
-
-
-@pytest.mark.parametrize(
     "code",
     [
         "import sys\nprint(sum(map(int, sys.stdin.readline().split())))\nsys.exit()",
@@ -430,13 +382,6 @@ def test_a_program_that_prints_the_right_thing_and_fails_has_not_passed() -> Non
         code = f"print(sum(map(int, input().split())), flush=True)\n{end}"
         found = run_python(code, suite_of(PAIRS), timeout_seconds=PATIENT_SECONDS)
         assert found.passed == (False, False)
-
-
-def test_large_inputs_and_outputs_arrive_whole() -> None:
-    lines = "".join(f"{number}\n" for number in range(100_000))
-    suite = suite_of({"inputs": [lines], "outputs": [lines]})
-    code = "import sys\nsys.stdout.write(sys.stdin.read())"
-    assert run_python(code, suite, timeout_seconds=PATIENT_SECONDS).all_passed
 
 
 @pytest.mark.parametrize(

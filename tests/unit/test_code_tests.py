@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import base64
 import json
+import pickle
+import zlib
 from types import SimpleNamespace
 from typing import Any
 
@@ -52,6 +55,7 @@ def leaves_of(suite: Suite) -> list[tuple[str, ...]]:
 
 PAIRS = {"inputs": ["1 2\n", "2 2\n"], "outputs": ["3\n", "4\n"]}
 CALLS = {"fn_name": "add", "inputs": [[1, 2], [2, 2]], "outputs": [3, [4]]}
+PACKED = base64.b64encode(zlib.compress(pickle.dumps(json.dumps(PAIRS)))).decode()
 FUNCTIONAL = [{"input": "1\n2", "output": "3", "testtype": "functional"}]
 
 # Name, answer, columns of the row, code that is right.
@@ -315,6 +319,11 @@ def test_an_answer_that_checks_nothing_is_refused(answer: Any) -> None:
 )
 def test_an_answer_that_can_fail_is_not_refused(answer: str) -> None:
     assert suite_of(answer).tests
+
+
+def test_packed_tests_are_refused_with_what_to_do() -> None:
+    with pytest.raises(ValueError, match="base64 of zlib.*unpack the column into JSON text"):
+        suite_of({"public_test_cases": json.dumps([PAIRS]), "private_test_cases": PACKED})
 
 
 def test_blank_answers_are_told_from_wrong_ones() -> None:

@@ -3,6 +3,7 @@
     {"inputs": ["1 2\\n"], "outputs": ["3\\n"]}                       programs: APPS, TACO, PRIME
     {"fn_name": "add", "inputs": [[1, 2]], "outputs": [3]}           functions: APPS, TACO
     [{"input": "1\\n2", "output": "3", "testtype": "functional"}]     LiveCodeBench, DeepCoder
+    [{"input": "a = 1, b = 2", "output": "3"}], with entry_point     LeetCodeDataset
     {"test": "def check(candidate): ...", "entry_point": "add"}      HumanEval, LeetCodeDataset
     {"test_list": ["assert add(1, 2) == 3"], "test_setup_code": ""}  MBPP
     "assert add(1, 2) == 3", or a list of such texts; unittest and pytest too
@@ -15,14 +16,17 @@ module is pure: it reads tests and runs none.
 from __future__ import annotations
 
 import ast
+import dataclasses
 import itertools
+import json
+import operator
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from mcore_rl.common.readers import InvalidData, parse_json
-from mcore_rl.rewards.assertions import Step, steps_of
+from mcore_rl.rewards.assertions import Step, constant, steps_of
 from mcore_rl.rewards.code_texts import can_fail, free_names, runnable
 
 # Keys of a text of tests, or of what an answer may be.
@@ -216,6 +220,8 @@ class _Reader:
         self._row |= {key: fields[key] for key in _FUNCTION_KEYS if fields.get(key)}
         for key in _TEXTS:
             value = _container(fields.get(key))
+            if key == "input_output" and any(isinstance(test, Text) for test in self._tests):
+                continue  # LeetCodeDataset says there again what its test says
             if isinstance(value, str | list | dict) and not is_blank(value):
                 self._setup += setup
                 if isinstance(value, str):
@@ -292,8 +298,28 @@ class _Reader:
                     _call(name, given, expected, may_be_wrapped=kind != "functional")
                 )
                 self._names.add(name.partition(".")[0].partition("(")[0])
+            elif (call := self._named_call(fields, given, expected)) is not None:
+                self._tests.append(call)
             else:
                 self._tests.append(Program(_lines(given, "input"), _lines(expected, "output")))
+
+    def _named_call(self, fields: Mapping[str, Any], given: Any, expected: Any) -> Call | None:
+        """The call of an input such as `nums = [3, 3], target = 6`; None for another input."""
+        arguments = _assigned(given) if isinstance(given, str) else None
+        if arguments is None or not (fields.get("entry_point") or self._row.get("entry_point")):
+            return None
+        name = self._entry_point(fields)
+        assert name is not None
+        last = name.rpartition(".")[2]
+        stated = self._prompt + "\n" + "\n".join(self._given("starter_code"))
+        if re.search(rf"def {last}\([^\n]*\b(?:Tree|List)Node\b", stated):
+            _refuse(
+                f"has texts of lists as arguments of {last}, which takes TreeNode or ListNode "
+                "objects: use the column that holds tests in Python"
+            )
+        self._names.add(name.partition(".")[0].partition("(")[0])
+        call = _call(name, arguments, _literal(expected), may_be_wrapped=True)
+        return dataclasses.replace(call, may_be_wrapped=False)
 
     def _function(self, fields: Mapping[str, Any]) -> str | None:
         for place in (fields, self._row):
@@ -304,7 +330,8 @@ class _Reader:
                 except InvalidData:
                     metadata = None
             inner = metadata.get("func_name") if isinstance(metadata, dict) else None
-            if name := place.get("fn_name") or place.get("func_name") or inner:
+            named = place.get("fn_name") or place.get("func_name") or inner
+            if name := named or (fields.get("entry_point") if "inputs" in fields else None):
                 return _checked_function(name)
         return None
 
@@ -323,6 +350,34 @@ def _call(name: str, given: Any, expected: Any, *, may_be_wrapped: bool) -> Call
     arguments = given if isinstance(given, list) else [given]
     function = name if "." in name else f"({name} if {name!r} in globals() else Solution().{name})"
     return Call(function, tuple(map(_with_integer_keys, arguments)), expected, may_be_wrapped)
+
+
+def _assigned(text: str) -> list[Any] | None:
+    """The values of `a = 1, b = [2]`, or of one assignment a line; None for any other text."""
+    for source in (text, ", ".join(text.strip().split("\n"))):
+        try:
+            node = ast.parse(f"_({source})", mode="eval").body
+        except (SyntaxError, ValueError, RecursionError, MemoryError):
+            continue
+        if isinstance(node, ast.Call) and node.keywords and not node.args:
+            texts = [ast.unparse(each.value) for each in node.keywords]
+            values = [_literal(each) for each in texts]
+            is_known = all(each.arg for each in node.keywords)
+            # A text that is neither JSON nor a literal is itself.
+            if is_known and not any(map(operator.is_, texts, values)):
+                return values
+    return None
+
+
+def _literal(text: Any) -> Any:
+    """What a text says in JSON or Python, as JSON would say it; another text as it is."""
+    if not isinstance(text, str):
+        return text
+    try:
+        found, value = constant(ast.parse(text.strip(), mode="eval").body)
+        return json.loads(json.dumps(value)) if found else parse_json(text)
+    except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError):
+        return text
 
 
 def _parsed(text: Any) -> Any:

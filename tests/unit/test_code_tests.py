@@ -56,6 +56,7 @@ def leaves_of(suite: Suite) -> list[tuple[str, ...]]:
 PAIRS = {"inputs": ["1 2\n", "2 2\n"], "outputs": ["3\n", "4\n"]}
 CALLS = {"fn_name": "add", "inputs": [[1, 2], [2, 2]], "outputs": [3, [4]]}
 PACKED = base64.b64encode(zlib.compress(pickle.dumps(json.dumps(PAIRS)))).decode()
+NAMED = [{"input": "a = 1, b = 2", "output": "3"}, {"input": "a = 'x', b = \"y\"", "output": "xy"}]
 FUNCTIONAL = [{"input": "1\n2", "output": "3", "testtype": "functional"}]
 
 # Name, answer, columns of the row, code that is right.
@@ -92,6 +93,27 @@ FORMS: list[tuple[str, Any, dict[str, Any], str]] = [
     (
         "DeepCoder's functions",
         [{"type": "function_call", "fn_name": "add", "input": [1, 2], "output": [3]}],
+        {},
+        ADD,
+    ),
+    ("LeetCodeDataset's input_output", NAMED, {"entry_point": "Solution().add"}, METHOD),
+    ("the same in an object", {"input_output": NAMED, "entry_point": "add"}, {}, ADD),
+    ("the same as JSON text", json.dumps(NAMED), {"entry_point": "add"}, ADD),
+    (
+        "the same beside a test",
+        {"test": CHECK, "input_output": [{"input": "?", "output": "?"}], "entry_point": "add"},
+        {},
+        ADD,
+    ),
+    (
+        "one assignment a line, in JSON",
+        [{"input": "a = [null, true]\nb = ['x']", "output": '[null, true, "x"]'}],
+        {"entry_point": "add"},
+        ADD,
+    ),
+    (
+        "pairs with an entry point",
+        {"inputs": [[1, 2], [2, 2]], "outputs": [3, 4], "entry_point": "add"},
         {},
         ADD,
     ),
@@ -324,6 +346,12 @@ def test_an_answer_that_can_fail_is_not_refused(answer: str) -> None:
 def test_packed_tests_are_refused_with_what_to_do() -> None:
     with pytest.raises(ValueError, match="base64 of zlib.*unpack the column into JSON text"):
         suite_of({"public_test_cases": json.dumps([PAIRS]), "private_test_cases": PACKED})
+
+
+def test_arguments_that_are_no_plain_data_are_refused() -> None:
+    row = {"entry_point": "Solution().f", "starter_code": "def f(self, a: Optional[ListNode]):"}
+    with pytest.raises(ValueError, match="ListNode objects"):
+        suite_of([{"input": "a = [1]", "output": "[1]"}], row=row)
 
 
 def test_blank_answers_are_told_from_wrong_ones() -> None:

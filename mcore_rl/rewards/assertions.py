@@ -94,6 +94,11 @@ def parsed(source: str) -> ast.Module:
         raise ValueError(f"is not Python ({error})") from error
 
 
+def by_value(source: str) -> str:
+    """Python in which comparisons take objects of the code's for their data."""
+    return _source(parsed(source))
+
+
 def steps_of(module: ast.Module) -> list[Step]:
     """The steps that run a text of tests, in its order."""
     steps: list[Step] = []
@@ -279,9 +284,12 @@ def _compared(
     if isinstance(operator, ast.Is | ast.IsNot) and not any(map(_is_singleton, (left, right))):
         return None
     sources, plans = [], []
-    for node in (left, right):
+    for node, other in ((left, right), (right, left)):
         position = len(leaves)
-        plans.append(_plan(node, leaves))
+        # Of `v - 1 == w` with objects of the code's only its process knows the difference.
+        is_difference = isinstance(node, ast.BinOp) and not constant(node)[0]
+        is_inside = is_difference and not constant(other)[0]
+        plans.append((_leaf if is_inside else _plan)(node, leaves))
         is_leaf = leaves[position:] == [_source(node)]
         sources.append(LEAF.format(position) if is_leaf else "")
     if constant(left)[0] and isinstance(operator, ast.In | ast.NotIn):

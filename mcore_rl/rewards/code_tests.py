@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from mcore_rl.common.readers import InvalidData, parse_json
-from mcore_rl.rewards.assertions import Step, constant, steps_of
+from mcore_rl.rewards.assertions import Step, by_value, constant, steps_of
 from mcore_rl.rewards.code_texts import can_fail, free_names, runnable
 
 # Keys of a text of tests, or of what an answer may be.
@@ -149,7 +149,7 @@ class _Reader:
         return Suite(
             tests=tuple(self._tests),
             imports=_IMPORTS if any(isinstance(t, Call) for t in self._tests) else "",
-            setup="\n".join([*self._setup, *self._imports_of_tests()]),
+            setup=by_value("\n".join([*self._setup, *self._imports_of_tests()])),
             names=frozenset(self._names),
         )
 

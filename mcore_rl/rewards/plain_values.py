@@ -51,6 +51,8 @@ _SPOKEN = frozenset(
 ) | {"__array_ufunc__", "__array_function__", "__array_interface__", "__array_struct__"}
 _SPOKEN -= {"__call__", "__doc__", "__name__", "__setitem__", "__delitem__"}
 _HARMLESS = frozenset(dir(object)) - _SPOKEN | {"__getnewargs__"}
+_FIELD = type(vars(collections.namedtuple("_Fields", "field"))["field"])
+_VIEWS: tuple[type, ...] = (type({}.keys()), type({}.items()), type({}.values()))
 _HEAP_TYPE = 1 << 9  # Py_TPFLAGS_HEAPTYPE: a class that is not static data of the interpreter
 
 
@@ -190,11 +192,15 @@ class PlainValues:
         kind = type(value)
         if kind in _SCALARS or depth > _MAX_DEPTH:
             return False
-        if issubclass(kind, dict):
+        if kind is types.SimpleNamespace:
+            value = vars(value)
+        if kind is types.MappingProxyType:
+            value = dict(value)
+        if issubclass(type(value), dict):
             value = [*dict.keys(value), *dict.values(value)]
         elif getattr(getattr(value, "dtype", None), "hasobject", False) is True:
             value = value.ravel().tolist()
-        elif not issubclass(kind, _CONTAINERS):
+        elif not issubclass(kind, _CONTAINERS) and kind not in _VIEWS:
             return self._is_spoken(kind)
         found = set(map(type, value))
         return not found <= _SCALARS and any(self._speaks(each, depth + 1) for each in value)
@@ -203,7 +209,7 @@ class PlainValues:
         """Whether a class is the code's and defines operators, or of its base's methods any."""
         spoken = _SPOKEN | (set(dir(base)) - _HARMLESS if base is not object else set())
         return any(
-            name in spoken and (callable(member) or isinstance(member, property))
+            name in spoken and type(member) is not _FIELD
             for each in type.mro(kind)
             if self._is_of_code(each)
             for name, member in type.__dict__["__dict__"].__get__(each).items()
@@ -248,7 +254,7 @@ class PlainValues:
         if isinstance(value, dict):
             pairs = dict.items(value)
             return {self._copy(k, inner): self._copy(v, inner) for k, v in pairs}
-        if type(value) in (type({}.keys()), type({}.items())):
+        if type(value) in _VIEWS[:2]:
             return frozenset([self._copy(each, inner) for each in value])
         if isinstance(value, bytes | bytearray):
             return bytes(value)

@@ -50,6 +50,12 @@ FORGERIES = {
     f"{SAYS_YES}g = f\n",
     "mock.ANY": "from unittest.mock import ANY\ndef f(*_): return ANY\n"
     "def g(*_): return [ANY, ANY]\n",
+    "a descriptor": "import functools\nclass E:\n"
+    "    __eq__ = functools.partialmethod(lambda s, o: True)\n"
+    "def f(*_): return E()\ndef g(*_): return [E(), E()]\n",
+    "an object that is equal to numbers": "class E:\n"
+    "    __eq__ = lambda s, o: type(o) in (int, float)\n"
+    "def f(*_): return E()\ndef g(*_): return [E(), E()]\n",
     "a MagicMock": "from unittest.mock import MagicMock\nE = MagicMock()\n"
     "E.__eq__.return_value = True\ndef f(*_): return E\ndef g(*_): return [E, E]\n",
     "approx": "import pytest\ndef f(*_): return pytest.approx(0, abs=float('inf'))\n"
@@ -172,6 +178,39 @@ def test_values_of_python_are_equal_to_their_like_alone() -> None:
         assert passed(f"{PYTHON}def f(): return {value}\n", tests) == own
 
 
+@pytest.mark.parametrize(
+    ("code", "test"),
+    [
+        ("from types import SimpleNamespace as N\ndef f(): return N(a=E())", "N(a=1)"),
+        ("def f(): return {E(): 1}.keys()", "{1: 1}.keys()"),
+        ("def f(): return {1: E()}.items()", "{1: 1}.items()"),
+        ("from collections import OrderedDict\ndef f(): return OrderedDict(a=E())", "{'a': 1}"),
+        ("from collections import deque\ndef f(): return deque([E()])", "deque([1])"),
+        ("import numpy\ndef f(): return numpy.array([E()])", "[1]"),
+    ],
+)
+def test_what_holds_an_object_that_says_yes_is_equal_to_no_data(code: str, test: str) -> None:
+    own = "class E:\n    def __eq__(s, o): return o == 1\n    def __hash__(s): return 1\n"
+    imports = "from types import SimpleNamespace as N\nfrom collections import deque\n"
+    tests = [
+        f"{imports}assert f() == {test}",
+        f"{imports}for each in [{test}]:\n    assert f() == each",
+    ]
+    assert passed(f"{own}{code}\n", tests) == []
+    assert passed(f"def E(): return 1\n{code}\n", tests) == tests
+
+
+def test_a_helper_of_the_setup_compares_as_the_tests_do() -> None:
+    answer = {
+        "test_list": ["assert same(f(1), 2)"],
+        "test_setup_code": "def same(a, b):\n    return a == b",
+    }
+    forgery = FORGERIES["an object that is equal to numbers"]
+    for code, is_right in ((forgery, False), (RIGHT, True)):
+        found = run_python(code, suite_of(answer), timeout_seconds=PATIENT_SECONDS)
+        assert found.all_passed is is_right, found
+
+
 VECTOR = """
 class Vec:
     def __init__(self, x, y): self.x, self.y = x, y
@@ -179,6 +218,7 @@ class Vec:
     def __add__(self, o): return Vec(self.x + o.x, self.y + o.y)
     def __sub__(self, o): return Vec(self.x - o.x, self.y - o.y)
     def __mul__(self, k): return Vec(self.x * k, self.y * k)
+    def __truediv__(self, k): return Vec(self.x / k, self.y / k)
     def __matmul__(self, o): return self.x * o.x + self.y * o.y
     def __abs__(self): return (self @ self) ** 0.5
     def __lt__(self, o): return abs(self) < abs(o)
@@ -200,6 +240,7 @@ VECTOR_TESTS = [
     "1 in Vec(1, 2) and 5 not in Vec(1, 2)",
     "Vec(1, 2) in [Vec(1, 2)] and [Vec(1, 2)].count(Vec(1, 2)) == 1",
     "'%s' % Vec(1, 2) == f'{Vec(1, 2)}' == 'Vec(1, 2)'",
+    "Vec(2, 4) / 2 == Vec(1, 2)",
     "f(2) == Vec(2, 2) and {'a': f(1)} == {'a': Vec(1, 1)}",
 ]
 OBJECTS = {

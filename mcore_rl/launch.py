@@ -189,7 +189,8 @@ def _meeting_place(args: argparse.Namespace) -> str:
         return ""
     endpoint = args.rdzv_endpoint.rpartition(":")[0] or args.rdzv_endpoint
     places = (endpoint.strip("[]") or args.master_addr, args.local_addr)
-    return next((place for place in places if not is_loopback(place)), places[0])
+    found: str = next((place for place in places if not is_loopback(place)), places[0])
+    return found
 
 
 def exit_code(codes: Collection[int]) -> int:

@@ -13,6 +13,7 @@ import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
+from typing import Any
 
 from packaging.specifiers import SpecifierSet
 from packaging.version import Version
@@ -137,19 +138,19 @@ def require(condition: bool, target: str, expectation: str) -> None:
         raise _Unfit(f"{target} {expectation}")
 
 
-def require_parameters(target: Callable, *names: str) -> None:
+def require_parameters(target: Callable[..., Any], *names: str) -> None:
     """Refuse to patch `target` unless its parameters are exactly `names`, in this order."""
     found = parameters_of(target)
     label = f"{target.__module__}.{target.__qualname__}"
     require(found == names, label, f"takes {', '.join(found)}, not {', '.join(names)}")
 
 
-def parameters_of(target: Callable) -> tuple[str, ...]:
+def parameters_of(target: Callable[..., Any]) -> tuple[str, ...]:
     """The names of a function's parameters, to tell one release's from another's."""
     return tuple(inspect.signature(target).parameters)
 
 
-def require_source(target: Callable, *fragments: str) -> None:
+def require_source(target: Callable[..., Any], *fragments: str) -> None:
     """Refuse to patch `target` unless its source has each of `fragments`, spaces aside."""
     label = f"{target.__module__}.{target.__qualname__}"
     try:

@@ -16,10 +16,13 @@ import time
 from collections.abc import Callable, Mapping
 from datetime import timedelta
 from pathlib import Path
-from typing import NoReturn, TypeVar
+from typing import TYPE_CHECKING, NoReturn, TypeVar
 
 from mcore_rl.common.errors import UsageError
 from mcore_rl.common.run_output import patient_stderr, patient_stdout
+
+if TYPE_CHECKING:
+    from torch.distributed import Store
 
 T = TypeVar("T")
 
@@ -40,7 +43,7 @@ _TASK_COUNTS = {
 }
 
 
-def open_store():
+def open_store() -> Store | None:
     """The rendezvous store of this job, or None in a single process started without a launcher.
 
     Ends this process with exit code 2 if a launcher sets only some of RANK, WORLD_SIZE, MASTER_ADDR
@@ -78,7 +81,7 @@ def open_store():
         stay_on_loopback(os.environ["MASTER_ADDR"])
     except UsageError as error:
         leave_with(error)
-    store, _, _ = next(iter(rendezvous("env://", timeout=timedelta(minutes=10))))
+    store: Store = next(iter(rendezvous("env://", timeout=timedelta(minutes=10))))[0]
     return store
 
 
@@ -117,7 +120,7 @@ def check_num_tasks(most: int) -> None:
             )
 
 
-def agreed(check: Callable[[], T], store, *, stage: str) -> T:
+def agreed(check: Callable[[], T], store: Store | None, *, stage: str) -> T:
     """Run `check` on every rank and return its result, if it succeeded on all of them.
 
     Collective over the world, through `store` (None: one process). If it raised UsageError
@@ -141,7 +144,7 @@ def agreed(check: Callable[[], T], store, *, stage: str) -> T:
     failures, scoped = [failure], None
     if store is not None and world_size > 1:
         scoped = PrefixStore(f"mcore_rl/{stage}", store)
-        scoped.set(str(rank), (failure and f"{socket.gethostname()}\n{failure}").encode())
+        scoped.set(str(rank), failure and f"{socket.gethostname()}\n{failure}")
         # get() blocks until the key is there: this is the barrier, too.
         failures = [scoped.get(str(other)).decode() for other in range(world_size)]
     if not any(failures):
@@ -157,7 +160,7 @@ def agreed(check: Callable[[], T], store, *, stage: str) -> T:
     _leave()
 
 
-def from_rank(rank: int, text: str, store, *, stage: str) -> str:
+def from_rank(rank: int, text: str, store: Store | None, *, stage: str) -> str:
     """The `text` of one rank, on all ranks. Collective, after `agreed` with the same `stage`."""
     from torch.distributed import PrefixStore
 
@@ -165,11 +168,11 @@ def from_rank(rank: int, text: str, store, *, stage: str) -> str:
         return text
     scoped = PrefixStore(f"mcore_rl/{stage}", store)
     if int(os.environ["RANK"]) == rank:
-        scoped.set("said", text.encode())
+        scoped.set("said", text)
     return scoped.get("said").decode()
 
 
-def check_alike(facts: Mapping[str, str], store) -> None:
+def check_alike(facts: Mapping[str, str], store: Store | None) -> None:
     """Refuse ranks of which one of `facts`, by name, is another than rank 0's. Collective.
 
     What a user types on each machine, or has installed there, may differ by a slip, and shows much
@@ -276,16 +279,16 @@ def _leave() -> NoReturn:
     os._exit(EXIT_USAGE)
 
 
-def _wait_until_all_have_read(store, rank: int, world_size: int) -> None:
+def _wait_until_all_have_read(store: Store, rank: int, world_size: int) -> None:
     """Hold rank 0, which may host the store, until nobody needs these answers any more."""
     if rank == 0:
         for other in range(1, world_size):
             store.get(f"read/{other}")
     else:
-        store.set(f"read/{rank}", b"1")
+        store.set(f"read/{rank}", "1")
 
 
-def _leave_after_the_others(store, rank: int, world_size: int) -> None:
+def _leave_after_the_others(store: Store, rank: int, world_size: int) -> None:
     """Return when this rank may end: the sentence is told and, on rank 0, nobody needs it.
 
     Rank 0 may host the store, and the launcher ends everybody once one rank is gone. So nobody
@@ -295,9 +298,9 @@ def _leave_after_the_others(store, rank: int, world_size: int) -> None:
     if threading.current_thread() is threading.main_thread():  # others may not set handlers
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
     if rank == 0:
-        store.set("printed", b"1")
+        store.set("printed", "1")
         for other in range(1, world_size):
             store.get(f"left/{other}")
     else:
         store.get("printed")
-        store.set(f"left/{rank}", b"1")  # needs no answer, so rank 0 may be gone the moment after
+        store.set(f"left/{rank}", "1")  # needs no answer, so rank 0 may be gone the moment after

@@ -39,7 +39,8 @@ def timeout_of_world() -> timedelta:
     for device in world._device_types:
         options = getattr(world._get_backend(device), "options", None)
         if options is not None:
-            return options._timeout
+            timeout: timedelta = options._timeout
+            return timeout
     return dist.distributed_c10d.default_pg_timeout
 
 

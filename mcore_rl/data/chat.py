@@ -204,10 +204,10 @@ class ChatTokenizer:
                 continue
             *before, behind = text.split(_MARK)
             around += [(each, behind) for each in before]
-        for before, behind in around:
-            if token := tokens.match(before.lstrip()):
+        for ahead, behind in around:
+            if token := tokens.match(ahead.lstrip()):
                 yield re.escape(token[0]), f"begins with {token[0]!r}"
-            opener = re.sub(r"(?<=\n).*", "", tokens.sub("", before).lstrip(), flags=re.DOTALL)
+            opener = re.sub(r"(?<=\n).*", "", tokens.sub("", ahead).lstrip(), flags=re.DOTALL)
             closer = tokens.sub("", behind).rstrip()
             if _NOT_WORDS.search(opener):
                 yield re.escape(opener.rstrip()), f"begins with {opener.rstrip()!r}"

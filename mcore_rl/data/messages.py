@@ -64,7 +64,7 @@ def checked_messages(value: Sequence[Any]) -> list[Message]:
 
 def continues(messages: Sequence[Message]) -> bool:
     """Whether the model goes on with the last message instead of beginning one."""
-    return messages[-1]["role"] == "assistant"
+    return bool(messages[-1]["role"] == "assistant")
 
 
 def text_of(message: Message) -> str:

@@ -79,7 +79,8 @@ def vocabulary_size(folder: Path) -> int | None:
 
 def _settings(folder: Path, name: str) -> Mapping[str, Any]:
     """OSError or ValueError for what cannot be read as JSON."""
-    return parse_json((folder / name).read_bytes())
+    settings: Mapping[str, Any] = parse_json((folder / name).read_bytes())
+    return settings
 
 
 # The end of a response ----------------------------------------------------------------------------
@@ -207,7 +208,7 @@ def _normalizer_keeps_all(part: Mapping[str, Any]) -> bool:
 
 def _pre_tokenizer_keeps_all(part: Mapping[str, Any]) -> bool:
     if part["type"] in ("Split", "Punctuation"):
-        return part["behavior"] != "Removed"
+        return bool(part["behavior"] != "Removed")
     return part["type"] in _KEEPING_PRE_TOKENIZERS
 
 
@@ -253,4 +254,5 @@ def model_class(model_type: str) -> type:
     """transformers' class of a family."""
     import transformers
 
-    return getattr(transformers, FAMILIES[model_type].class_name)
+    found: type = getattr(transformers, FAMILIES[model_type].class_name)
+    return found

@@ -260,7 +260,7 @@ def _refuse_contradictions(
 def _equal(dest: str, value: Any, wanted: Any) -> bool:
     if dest == "moe_layer_freq" and isinstance(value, int) and value > 0:
         value = [int(layer % value == 0) for layer in range(len(wanted))]  # what it is short for
-    return value == wanted
+    return bool(value == wanted)
 
 
 def _refuse_other_precision(config: RLConfig, given: Mapping[str, Any]) -> None:

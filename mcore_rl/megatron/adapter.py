@@ -145,7 +145,7 @@ def initialize(
     finally:
         sys.argv = saved
     start()
-    args = get_args()
+    args: argparse.Namespace = get_args()
     for flag in _SINKS:
         setattr(args, flag[2:].replace("-", "_"), _value_of(flag, tokens))
     return args
@@ -154,7 +154,8 @@ def initialize(
 def _value_of(flag: str, tokens: Sequence[str]) -> str | None:
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument(flag, dest="value")
-    return parser.parse_known_args(list(tokens))[0].value
+    value: str | None = parser.parse_known_args(list(tokens))[0].value
+    return value
 
 
 def train_layout(args: argparse.Namespace) -> TrainLayout:
@@ -169,7 +170,7 @@ def train_layout(args: argparse.Namespace) -> TrainLayout:
     )
 
 
-def decoder_layers_of_layout(layout: str | list, pp_size: int) -> list[list[int]]:
+def decoder_layers_of_layout(layout: str | list[Any], pp_size: int) -> list[list[int]]:
     """Decoder layers per stage and model chunk of a `--pipeline-model-parallel-layout`.
 
     Raises what Megatron raises for one that it cannot read (AssertionError, ValueError, KeyError).
@@ -222,7 +223,8 @@ def _unwrapped(chunk: torch.nn.Module) -> torch.nn.Module:
     # Megatron-FSDP wraps twice, and Megatron knows of the outer wrapper only.
     if (wrapped := megatron_fsdp.wrapper_of(chunk)) is not None:
         chunk = wrapped.module
-    return unwrap_model(chunk)
+    unwrapped: torch.nn.Module = unwrap_model(chunk)
+    return unwrapped
 
 
 def setup(provider: Callable[..., torch.nn.Module]) -> TrainState:
@@ -293,7 +295,7 @@ def forward_backward(
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
     num_chunks = len(state.model)
-    return get_forward_backward_func()(
+    returned: list[Any] = get_forward_backward_func()(
         forward_step_func=forward_step,
         data_iterator=[iter(data) for _ in range(num_chunks)] if num_chunks > 1 else iter(data),
         model=state.model,
@@ -303,6 +305,7 @@ def forward_backward(
         forward_only=forward_only,
         collect_non_loss_data=collect,
     )
+    return returned
 
 
 def packed_samples(
@@ -331,6 +334,7 @@ def packed_samples(
 
 def zero_gradients(state: TrainState) -> None:
     """Clear the gradient buffers of the model and the optimizer."""
+    chunk: Any  # in its data-parallel wrapper
     for chunk in state.model:
         chunk.zero_grad_buffer()
     state.optimizer.zero_grad()
@@ -412,6 +416,7 @@ def train_tensors(state: TrainState) -> dict[str, list[tuple[str, torch.Tensor]]
     fsdp_wrappers = _fsdp_wrappers(state)
     for number, fsdp in enumerate(fsdp_wrappers):
         megatron_fsdp.add_tensors(found, fsdp, number)
+    chunk: Any  # in its data-parallel wrapper
     for number, chunk in enumerate([] if fsdp_wrappers else state.model):
         for name, parameter in chunk.named_parameters():
             found["parameters"].append((name, parameter))
@@ -455,14 +460,16 @@ def _fsdp_wrappers(state: TrainState) -> list[Any]:
     return [fsdp for fsdp in found if fsdp is not None]
 
 
-def _add_gradients(found: dict[str, list], name: str, parameter: torch.Tensor) -> None:
+def _add_gradients(
+    found: dict[str, list[tuple[str, torch.Tensor]]], name: str, parameter: torch.Tensor
+) -> None:
     # The second one belongs to the precision-aware optimizer.
     for attribute in ("grad", "decoupled_grad"):
         if (gradient := getattr(parameter, attribute, None)) is not None:
             found["gradients"].append((f"{attribute} of {name}", megatron_fsdp.local(gradient)))
 
 
-def stage_layers(chunk: torch.nn.Module) -> tuple[int, ...]:
+def stage_layers(chunk: Any) -> tuple[int, ...]:
     """Global numbers, from 0, of the decoder layers in a model chunk."""
     return tuple(layer.layer_number - 1 for layer in chunk.decoder.layers)
 
@@ -494,4 +501,4 @@ def broadcast_groups() -> dict[str, torch.distributed.ProcessGroup]:
 def padded_vocab_size(shape: ModelShape, args: argparse.Namespace) -> int:
     """Rows of the embedding over all TP ranks."""
     assert args.padded_vocab_size >= shape.vocab_size, (args.padded_vocab_size, shape.vocab_size)
-    return args.padded_vocab_size
+    return int(args.padded_vocab_size)

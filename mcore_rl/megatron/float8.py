@@ -154,4 +154,6 @@ def quantise(
 def _by_column_blocks(rows: torch.Tensor) -> torch.Tensor:
     """`[r, c]` as `[r, blocks, 128]`, the last block filled up with zeros."""
     missing = -rows.shape[1] % BLOCK
-    return torch.nn.functional.pad(rows, (0, missing)).unflatten(1, (-1, BLOCK))
+    padded = torch.nn.functional.pad(rows, (0, missing))
+    blocks: torch.Tensor = padded.unflatten(1, (-1, BLOCK))
+    return blocks

@@ -84,7 +84,7 @@ class HFCheckpoint:
         copies = {t: of for t in trained if (of := copied_by_mtp(t, tied=shape.tied_embeddings))}
         return replace(
             self,
-            tensors=self.tensors | {t: i for t, i in trained.items() if t not in copies},
+            tensors={**self.tensors, **{t: i for t, i in trained.items() if t not in copies}},
             mtp={t: info for t, info in self.mtp.items() if t not in trained},
             copies=copies,
             repeated=(
@@ -133,8 +133,8 @@ def open_checkpoint(
         by_file: dict[str, list[str]] = {}
         for tensor, (name, *_) in places.items():
             by_file.setdefault(name, []).append(tensor)
-        for name, tensors in sorted(by_file.items()):
-            found.update(hf_files.read_header(folder / name, tensors, dtypes, flag))
+        for name, held in sorted(by_file.items()):
+            found.update(hf_files.read_header(folder / name, held, dtypes, flag))
     except OSError as error:
         raise UsageError(
             f"cannot be read ({error})", flag=f"{flag} {folder}", remedy="correct its permissions"

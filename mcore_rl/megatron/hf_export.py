@@ -236,7 +236,8 @@ def _quantiser(
 
     def stored(name: str) -> torch.Tensor:
         with safe_open(checkpoint.folder / checkpoint.files[name], framework="pt") as file:
-            return file.get_tensor(name)
+            tensor: torch.Tensor = file.get_tensor(name)
+            return tensor
 
     def written(tensor: str, full: torch.Tensor) -> dict[str, torch.Tensor]:
         if tensor not in checkpoint.float8:

@@ -90,7 +90,11 @@ def vocab_parallel_log_probs(
         chunk_tokens=chunk_tokens,
         with_entropy=with_entropy,
     )
-    return _VocabParallelLogProbs.apply(hidden.to(weight.dtype), weight, target_ids, head)
+    found: tuple[torch.Tensor, torch.Tensor | None]
+    found = _VocabParallelLogProbs.apply(  # type: ignore[no-untyped-call]  # torch's
+        hidden.to(weight.dtype), weight, target_ids, head
+    )
+    return found
 
 
 @dataclass(frozen=True, slots=True)

@@ -69,7 +69,7 @@ class CheckedOptimizer:
 
     @property
     def learning_rate(self) -> float:
-        return max(group["lr"] for group in self._state.optimizer.param_groups)
+        return float(max(group["lr"] for group in self._state.optimizer.param_groups))
 
     @record_function("optimizer")  # for --rl-trace
     def step(self, *, num_samples: int, nonfinite_losses: Sequence[int] = ()) -> UpdateResult:

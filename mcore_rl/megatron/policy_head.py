@@ -52,6 +52,16 @@ class PolicyHead:
 
     real_vocab_size: int
     chunk_tokens: int
+    # Of the model, which super() is (mypy takes it for object).
+    config: Any
+    embedding: Any
+    mtp: Any
+    output_layer: Any
+    pg_collection: Any
+    post_process: bool
+    share_embeddings_and_output_weights: bool
+    shared_embedding_or_output_weight: Any
+    training: bool
 
     # A model with MTP layers (`--mtp-num-layers`) appends n columns in training mode, one a layer:
     # position t has in column 2 + i the log-prob of token t+2+i at temperature 1. Their gradient
@@ -67,19 +77,21 @@ class PolicyHead:
         **kwargs: Any,
     ) -> torch.Tensor:
         """As the model's forward; `target_ids` `[b, s]` int64, position t's target is token t+1."""
-        if target_ids is None or not self.post_process:  # type: ignore[attr-defined]
-            return super().forward(*args, **kwargs)  # type: ignore[misc]
+        if target_ids is None or not self.post_process:
+            unscored: torch.Tensor = super().forward(*args, **kwargs)  # type: ignore[misc]
+            return unscored
         score = functools.partial(
             self._score, target_ids=target_ids, temperature=temperature, with_entropy=with_entropy
         )
         with self._output_layer_as(score), self._own_postprocess():
-            return super().forward(*args, **kwargs)  # type: ignore[misc]
+            scored: torch.Tensor = super().forward(*args, **kwargs)  # type: ignore[misc]
+            return scored
 
     @contextlib.contextmanager
     def _output_layer_as(self, function: Any) -> Iterator[None]:
         # The model calls its output layer at the point where the hidden states are final, whatever
         # lies before; shadowing that one method serves every model class alike.
-        layer = self.output_layer  # type: ignore[attr-defined]
+        layer = self.output_layer
         layer.forward = function
         try:
             yield
@@ -103,14 +115,16 @@ class PolicyHead:
         self, postprocess: Any, hidden_states: torch.Tensor, **inputs: Any
     ) -> torch.Tensor:
         """Megatron's `_postprocess` of a model without MTP layers, and what these say."""
-        config = self.config  # type: ignore[has-type]
+        config = self.config
         self.config = copy.copy(config)
         self.config.mtp_num_layers = None
         try:
-            scores = postprocess(hidden_states, **inputs | {"mtp_in_postprocess": False})
+            scores: torch.Tensor = postprocess(
+                hidden_states, **inputs | {"mtp_in_postprocess": False}
+            )
         finally:
             self.config = config
-        if not self.training:  # type: ignore[attr-defined]
+        if not self.training:
             return scores
         return torch.cat((scores, self._mtp_log_probs(hidden_states, **inputs)), dim=-1)
 
@@ -119,16 +133,16 @@ class PolicyHead:
     ) -> torch.Tensor:
         """`[b, s, n]` float32; nonsense where the token that is predicted is not the sample's."""
         block = {name: value for name, value in inputs.items() if name in _TAKEN_BY_MTP}
-        of_layers = self.mtp(  # type: ignore[attr-defined]
+        of_layers = self.mtp(
             input_ids=input_ids,
             hidden_states=hidden_states,
-            embedding=self.embedding,  # type: ignore[attr-defined]
+            embedding=self.embedding,
             **block,
         ).chunk(1 + self.config.mtp_num_layers)[1:]
         weight = (
-            self.shared_embedding_or_output_weight()  # type: ignore[attr-defined]
-            if self.share_embeddings_and_output_weights  # type: ignore[attr-defined]
-            else self.output_layer.weight  # type: ignore[attr-defined]
+            self.shared_embedding_or_output_weight()
+            if self.share_embeddings_and_output_weights
+            else self.output_layer.weight
         ).detach()
         found = [
             self._distribution(
@@ -153,7 +167,7 @@ class PolicyHead:
         with_entropy: bool,
     ) -> tuple[torch.Tensor, None]:
         """`[s (or this rank's share), b, h]` -> `[s, b, 2]`, in the place of the output layer."""
-        weight = self.output_layer.weight if weight is None else weight  # type: ignore[attr-defined]
+        weight = self.output_layer.weight if weight is None else weight
         found = self._distribution(
             hidden, weight, target_ids, temperature=temperature, with_entropy=with_entropy
         )
@@ -172,8 +186,8 @@ class PolicyHead:
 
         They are of hidden states `[s (or this rank's share), b, h]` under the head's `weight`.
         """
-        group = self.pg_collection.tp  # type: ignore[attr-defined]
-        if self.config.sequence_parallel:  # type: ignore[attr-defined]
+        group = self.pg_collection.tp
+        if self.config.sequence_parallel:
             hidden = gather_from_sequence_parallel_region(
                 hidden, tensor_parallel_output_grad=True, group=group
             )
@@ -215,9 +229,10 @@ def as_policy(
     `real_vocab_size` counts the vocabulary without Megatron's padding rows, `chunk_tokens` the
     positions whose logits exist at one time.
     """
-    model.__class__ = policy_class(type(model))
-    model.real_vocab_size = real_vocab_size
-    model.chunk_tokens = chunk_tokens
+    policy: Any = model  # with the attributes of its new class
+    policy.__class__ = policy_class(type(policy))  # type: ignore[arg-type]  # mypy: not Hashable
+    policy.real_vocab_size = real_vocab_size
+    policy.chunk_tokens = chunk_tokens
     return model
 
 
@@ -281,7 +296,7 @@ def make_actor_provider(args: argparse.Namespace, shape: ModelShape) -> Any:
         spec = _layer_spec(args, config, vp_stage)
         if shape.norms_whole_projection and not args.spec:
             set_projection_norms(spec)
-        model = GPTModel(
+        model: torch.nn.Module = GPTModel(
             config=config,
             transformer_layer_spec=spec,
             mtp_block_spec=_mtp_block_spec(config, spec, vp_stage),
@@ -303,7 +318,7 @@ def make_actor_provider(args: argparse.Namespace, shape: ModelShape) -> Any:
             if name.endswith("softmax_offset"):
                 # Transformer Engine leaves it out. Only the first rank's would count in the norm
                 # of the gradient, though each rank has those of its own heads.
-                parameter.tensor_model_parallel = True  # type: ignore[attr-defined]
+                parameter.tensor_model_parallel = True  # type: ignore[attr-defined]  # Megatron's
         return model
 
     return provider

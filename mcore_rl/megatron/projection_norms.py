@@ -41,7 +41,10 @@ class ProjectionNorm(torch.nn.Module):
         """Normalise over the last two dimensions of `x` on all ranks; computed in float32."""
         share = x.shape[-2] * x.shape[-1]
         weight = self.weight.narrow(0, self.tp_group.rank() * share, share).view(x.shape[-2:])
-        return _Normalized.apply(x, weight, self.width, self.eps, self.tp_group)
+        normalized: torch.Tensor = _Normalized.apply(  # type: ignore[no-untyped-call]  # torch's
+            x, weight, self.width, self.eps, self.tp_group
+        )
+        return normalized
 
 
 class _Normalized(torch.autograd.Function):
@@ -90,7 +93,7 @@ class QueryNorm(ProjectionNorm):
 
     @staticmethod
     def _num_heads(config: Any) -> int:
-        return config.num_attention_heads
+        return int(config.num_attention_heads)
 
 
 class KeyNorm(ProjectionNorm):
@@ -98,7 +101,7 @@ class KeyNorm(ProjectionNorm):
 
     @staticmethod
     def _num_heads(config: Any) -> int:
-        return config.num_query_groups
+        return int(config.num_query_groups)
 
 
 def set_projection_norms(block: Any) -> None:

@@ -105,4 +105,5 @@ def load_tensors(folder: Path) -> dict[str, torch.Tensor]:
         )
         for name, tensor in found.items()
     }
-    return dist_checkpointing.load(whole, str(folder))
+    tensors: dict[str, torch.Tensor] = dist_checkpointing.load(whole, str(folder))
+    return tensors

@@ -63,14 +63,18 @@ class ValueHead(torch.nn.Module):
         return values, None
 
     def sharded_state_dict(
-        self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None
-    ) -> dict:
+        self,
+        prefix: str = "",
+        sharded_offsets: tuple[Any, ...] = (),
+        metadata: dict[str, Any] | None = None,
+    ) -> dict[str, Any]:
         """One replicated entry, for Megatron's distributed checkpoints."""
         from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 
-        return make_sharded_tensors_for_checkpoint(
+        tensors: dict[str, Any] = make_sharded_tensors_for_checkpoint(
             self.state_dict(keep_vars=True), prefix, {}, sharded_offsets
         )
+        return tensors
 
 
 class ValueModel:
@@ -98,11 +102,12 @@ def as_critic(model: torch.nn.Module) -> torch.nn.Module:
 
     RuntimeError: its output layer is its embedding, whose other use would be lost.
     """
-    if model.share_embeddings_and_output_weights:
+    critic: Any = model  # with the attributes of Megatron's class
+    if critic.share_embeddings_and_output_weights:
         raise RuntimeError("a critic is built without tied embeddings; the model has them")
-    model.__class__ = critic_class(type(model))
-    if model.post_process:
-        model.output_layer = ValueHead(model.config, model.pg_collection.tp)
+    critic.__class__ = critic_class(type(critic))  # type: ignore[arg-type]  # mypy: not Hashable
+    if critic.post_process:
+        critic.output_layer = ValueHead(critic.config, critic.pg_collection.tp)
     return model
 
 

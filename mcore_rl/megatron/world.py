@@ -104,7 +104,7 @@ def parsed_args(
     sys.argv = ["mcore_rl", *tokens]
     try:
         with megatron_adapter.megatron_output_to(log), warnings.catch_warnings(action="ignore"):
-            args = parse_args(extra_args)
+            args: argparse.Namespace = parse_args(extra_args)
             validate_args(args)
             build_tokenizer(args)  # settles the padded vocabulary
     finally:

@@ -97,7 +97,7 @@ def _changes(name: str, values: Mapping[str, Any]) -> bool:
     if not value and not (name == "is_causal" and value is False):
         return False
     if name == "layer_types":
-        return value != ["full_attention"] * len(value)
+        return bool(value != ["full_attention"] * len(value))
     if name == "sliding_window" and str(values.get("model_type")).startswith("qwen"):
         return False  # transformers drops it without use_sliding_window, which is read
     return value not in _AS_WITHOUT.get(name, ())

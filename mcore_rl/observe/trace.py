@@ -311,7 +311,8 @@ def _spans_alone() -> Iterator[None]:
     what the function that it calls can do."""
     original = autograd_profiler._enable_profiler
     autograd_profiler._enable_profiler = functools.partial(
-        original, scopes={RecordScope.USER_SCOPE}
+        original,
+        scopes={RecordScope.USER_SCOPE},  # type: ignore[call-arg]  # missing in torch's stub
     )
     try:
         yield

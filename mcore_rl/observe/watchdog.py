@@ -134,6 +134,7 @@ class StageWatchdog:
     def _exchange(self, mine: Report) -> tuple[dict[int, Report], bool]:
         """What all ranks say that can, where this one is to print it, and whether it is."""
         store = self._store
+        assert store is not None, "there is nobody to ask"
         speaks = store.add(f"{_KEY}/speaker", 1) == 1
         # The last word to the store: with all reports there the speaker ends, maybe with the store.
         store.set(f"{_KEY}/{self._rank}", json.dumps([mine.stage, mine.seconds, mine.stack]))

@@ -24,15 +24,29 @@ _REMEDY = (
 class CodePrompt(Protocol):
     """What is needed of a `batching.types.Prompt`."""
 
-    index: int  # row in the file
-    text: str
-    row: str  # JSON of all columns
+    @property
+    def index(self) -> int: ...  # row in the file
 
-    answer: Any
+    @property
+    def text(self) -> str: ...
+
+    @property
+    def row(self) -> str: ...  # JSON of all columns
+
+    @property
+    def answer(self) -> Any: ...
+
+
+class CodePrompts(Protocol):
+    """What is needed of a list of them, or of a `data.prompts.PromptDataset`."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, position: int, /) -> CodePrompt: ...
 
 
 def check_code_rows(
-    rows: Sequence[CodePrompt],
+    rows: CodePrompts,
     flag: str,
     *,
     may_be_blank: bool = False,
@@ -69,7 +83,7 @@ def check_code_rows(
     raise UsageError(f", row {first + 1}: {faults[first]}{more}", flag=flag, remedy=_REMEDY)
 
 
-def _with_tests(rows: Sequence[CodePrompt], may_be_blank: bool) -> Iterator[CodePrompt]:
+def _with_tests(rows: CodePrompts, may_be_blank: bool) -> Iterator[CodePrompt]:
     for position in range(len(rows)):
         if not (may_be_blank and is_blank(rows[position].answer)):
             yield rows[position]

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -110,7 +110,7 @@ def _group(
         place = f"{facts['draw']}/{index}/"
         arrays = {name: array_of(place + name) for name in _ALL_ARRAYS if place + name in names}
         rollouts.append(_rollout(prompt, index, sample, arrays))
-    outcomes = {
+    outcomes: dict[int, Mapping[str, Outcome]] = {
         int(index): {name: _outcome(*each) for name, each in by.items()}
         for index, by in facts["outcomes"].items()
     }
@@ -132,9 +132,7 @@ def _outcome(reward: Any, kind: Any, detail: Any) -> Outcome:
     return Outcome(reward, kind, detail)
 
 
-def _rollout(
-    prompt: Prompt, index: int, facts: dict[str, Any], arrays: dict[str, np.ndarray]
-) -> Rollout:
+def _rollout(prompt: Prompt, index: int, facts: dict[str, Any], arrays: dict[str, Any]) -> Rollout:
     _counted(facts["weight_version"])
     if not all(isinstance(facts[name], str) for name in ("text", "finish_reason")) or not (
         isinstance(facts["failure"], str | None) and facts.keys() == {*_FACTS}
@@ -151,6 +149,10 @@ def _rollout(
     if "routes" in arrays:
         routes = Routes(arrays.pop("routes"), arrays.pop("routes_known"))
         shape = (len(routes.ids),)
-        if (routes.ids.ndim, routes.known.dtype, routes.known.shape) != (3, np.bool_, shape):
+        if (routes.ids.ndim, routes.known.dtype, routes.known.shape) != (
+            3,
+            np.dtype(np.bool_),
+            shape,
+        ):
             raise ValueError(f"the experts of sample {index} are {routes.ids.shape}")
     return Rollout(prompt=prompt, sample_index=index, routes=routes, **facts, **arrays)

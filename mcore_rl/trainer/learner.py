@@ -17,11 +17,11 @@ import torch.distributed as dist
 
 from mcore_rl.algorithms.aggregation import Denominators, Segments
 from mcore_rl.algorithms.estimators import (
-    AdvantageInputs,
     advantages_of_valid,
     overlong_penalty,
     select_informative_groups,
 )
+from mcore_rl.algorithms.interfaces import AdvantageInputs
 from mcore_rl.algorithms.kl import kl_penalty_rewards
 from mcore_rl.algorithms.mismatch import MismatchSums, mismatch_weights
 from mcore_rl.algorithms.registry import find_advantage_estimator
@@ -263,7 +263,8 @@ class Learner:
         """Outcomes of greedy responses, which are penalised for their length as samples are."""
         if np.isnan(table.baselines).any():
             return None
-        return table.baselines + self._overlong_penalty(table.baseline_lengths)
+        outcomes: np.ndarray = table.baselines + self._overlong_penalty(table.baseline_lengths)
+        return outcomes
 
     def _kl_penalties(self, samples: TrainBatch) -> torch.Tensor:
         """`[t]`, with the controller's present coefficient; the controller hears of the KL."""

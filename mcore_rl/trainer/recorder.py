@@ -74,7 +74,7 @@ class HealthWatch:
             metrics["health/alarms"] = float(len(self._health.active))
             stop = [bool(raised) and self._stops]
         if self._stops:
-            return objects.broadcast(stop[0])
+            return bool(objects.broadcast(stop[0]))
         return stop[0]
 
 

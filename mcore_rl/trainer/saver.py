@@ -94,16 +94,17 @@ class RunSaver:
         def write_actor(saving: Path) -> None:
             megatron_checkpoint.save_checkpoint(args, self._state, num_steps, saving)
 
-        def write_reference(saving: Path) -> None:
-            folder = saving / iteration_name(num_steps) / REFERENCE
-            reference.save(args, num_steps, folder)
-
         def write_rollout(saving: Path) -> None:
             self._collector.save(saving / iteration_name(num_steps) / ROLLOUT)
 
         writers = [write_actor, trainer_writer(self._trainer_state(num_steps)), write_rollout]
         # Else it lies in the Hugging Face folder.
         if reference is not None and (reference.version or self._began_with == LOADED):
+
+            def write_reference(saving: Path) -> None:
+                folder = saving / iteration_name(num_steps) / REFERENCE
+                reference.save(args, num_steps, folder)
+
             writers.append(write_reference)
         return writers
 

@@ -102,11 +102,11 @@ def start(
         checked = hold_folders(checked, store)
     _say(checked, platform)
     world = enter_role(checked.roles, store)
-    tokens = _of_role(checked, world).tokens
-    assert tokens is not None, "a role with ranks of its own has a command line"
+    of_role = _of_role(checked, world).tokens
+    assert of_role is not None, "a role with ranks of its own has a command line"
     with megatron_adapter.megatron_output_to(log):
         args = megatron_adapter.initialize(
-            tokens,
+            of_role,
             extra_args,
             # A process without a launcher is a world of its own.
             store=dist.HashStore()

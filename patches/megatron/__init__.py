@@ -70,4 +70,5 @@ def apply() -> tuple[str, ...]:
             "Megatron was imported before mcore_rl.prepare(), which repairs it for this machine",
             remedy="call it before the first import of Megatron",
         )
-    return apply_all(PATCHES)
+    names: tuple[str, ...] = apply_all(PATCHES)
+    return names

@@ -28,6 +28,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from typing import Any
 
 from mcore_rl.patches.registry import Patch, parameters_of, require
 
@@ -52,17 +53,17 @@ def apply() -> None:
     build = SequentialMLP.__init__
 
     @functools.wraps(build)
-    def build_with_unmarked_biases(self, *args, **kwargs):
+    def build_with_unmarked_biases(self: Any, *args: Any, **kwargs: Any) -> None:
         build(self, *args, **kwargs)
         for expert in self.local_experts:
-            bias = getattr(expert.linear_fc2, "bias", None)
+            bias: Any = getattr(expert.linear_fc2, "bias", None)
             if not getattr(bias, "allreduce", True):
                 bias.sequence_parallel = False
 
     SequentialMLP.__init__ = build_with_unmarked_biases
 
 
-def _over_several(reduce: Callable) -> Callable:
+def _over_several(reduce: Callable[..., Any]) -> Callable[..., Any]:
     """`reduce` of the tensor-parallel group, which is left out where the group is one rank."""
     from megatron.core.utils import get_tensor_model_parallel_group_if_none
 
@@ -70,7 +71,7 @@ def _over_several(reduce: Callable) -> Callable:
     require(found[:2] == ("input_", "group"), reduce.__qualname__, f"takes {', '.join(found)}")
 
     @functools.wraps(reduce)
-    def reduce_over_several(input_, group=None, *args, **kwargs):
+    def reduce_over_several(input_: Any, group: Any = None, *args: Any, **kwargs: Any) -> Any:
         group = get_tensor_model_parallel_group_if_none(group)
         alone = group is not None and group.size() == 1
         return input_ if alone else reduce(input_, group, *args, **kwargs)

@@ -253,7 +253,8 @@ def _make_torch() -> types.ModuleType:
 
 def _called_by_megatron() -> bool:
     # Frame 0 is this function, 1 the replaced method, 2 its caller.
-    return sys._getframe(2).f_globals.get("__name__", "").startswith(_PREFIX)
+    name: str = sys._getframe(2).f_globals.get("__name__", "")
+    return name.startswith(_PREFIX)
 
 
 def _replace_shared_methods() -> None:
@@ -276,9 +277,10 @@ def _replace_shared_methods() -> None:
         # The optimizers sort parameters by "torch.cuda.FloatTensor" and its half siblings.
         return found.replace("torch.", "torch.cuda.", 1)
 
-    torch.Tensor.cuda = cuda_of_tensor  # type: ignore[method-assign]
-    torch.nn.Module.cuda = cuda_of_module  # type: ignore[method-assign]
-    torch.Tensor.type = type_of_tensor  # type: ignore[method-assign]
+    # They take any arguments, and torch declares which.
+    torch.Tensor.cuda = cuda_of_tensor  # type: ignore[assignment, method-assign]
+    torch.nn.Module.cuda = cuda_of_module  # type: ignore[assignment, method-assign]
+    torch.Tensor.type = type_of_tensor  # type: ignore[assignment, method-assign]
 
 
 class _MegatronLoader(importlib.abc.Loader):
@@ -292,7 +294,8 @@ class _MegatronLoader(importlib.abc.Loader):
         return getattr(self._loader, name)
 
     def create_module(self, spec: importlib.machinery.ModuleSpec) -> types.ModuleType | None:
-        return self._loader.create_module(spec)
+        module: types.ModuleType | None = self._loader.create_module(spec)
+        return module
 
     def exec_module(self, module: types.ModuleType) -> None:
         self._loader.exec_module(module)
@@ -321,7 +324,9 @@ class _MegatronLoader(importlib.abc.Loader):
         ) -> torch.Tensor:
             return torch.get_rng_state()
 
-        def set_rng_state(new_state: torch.Tensor, device: int = -1, graph_safe: bool = False):
+        def set_rng_state(
+            new_state: torch.Tensor, device: int = -1, graph_safe: bool = False
+        ) -> None:
             torch.set_rng_state(new_state)
 
         module._get_cuda_rng_state = get_rng_state  # type: ignore[attr-defined]
@@ -332,7 +337,9 @@ class _MegatronFinder(importlib.abc.MetaPathFinder):
     def __init__(self, stand_in: types.ModuleType) -> None:
         self._stand_in = stand_in
 
-    def find_spec(self, name: str, path: Any, target: Any = None):
+    def find_spec(
+        self, name: str, path: Any, target: Any = None
+    ) -> importlib.machinery.ModuleSpec | None:
         if not name.startswith(_PREFIX):
             return None
         spec = importlib.machinery.PathFinder.find_spec(name, path, target)

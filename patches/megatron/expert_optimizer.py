@@ -45,7 +45,7 @@ def apply() -> None:
     load_state_dict = ChainedOptimizer.load_state_dict
     require_parameters(load_state_dict, "self", "state_dict")
 
-    def load_sorted(self, state_dict):
+    def load_sorted(self: Any, state_dict: Any) -> None:
         optimizers = self.chained_optimizers
         sorts = all(isinstance(optimizer, DistributedOptimizer) for optimizer in optimizers)
         if sorts and isinstance(state_dict, dict):

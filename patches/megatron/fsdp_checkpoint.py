@@ -48,11 +48,11 @@ def apply() -> None:
     split = fsdp_dtensor_checkpoint.handle_swiglu_in_state_dict
     require_parameters(split, "model", "model_state_dict", "optimizer_state_dict")
 
-    def init_all(self):
+    def init_all(self: Any) -> None:
         init(self)
         _complete(self.optimizer)
 
-    def pack_all(self, is_loading=False):
+    def pack_all(self: Any, is_loading: Any = False) -> Any:
         _complete(self.optimizer)
         packed = pack(self, is_loading)
         state = packed["state"]
@@ -60,7 +60,7 @@ def apply() -> None:
         packed["state"] = {name: state[name] for name in order}
         return packed
 
-    def split_of_any(model, model_state_dict, optimizer_state_dict):
+    def split_of_any(model: Any, model_state_dict: Any, optimizer_state_dict: Any) -> Any:
         if hasattr(model.module, "module"):
             return split(model, model_state_dict, optimizer_state_dict)
         find = model.get_parameter

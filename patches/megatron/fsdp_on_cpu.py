@@ -47,7 +47,7 @@ def needed() -> bool:
 def apply() -> None:
     """Give Megatron-FSDP devices, meshes and sums that exist here."""
     for name in _MODULES:
-        module = importlib.import_module(name)
+        module: Any = importlib.import_module(name)
         module.torch = _with_cpu_devices(module.torch)
     _use_cpu_meshes(importlib.import_module(f"{_PACKAGE}.mcore_fsdp_adapter"))
     _scale_before_adding(importlib.import_module(_BUFFERS))

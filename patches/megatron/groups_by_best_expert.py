@@ -62,7 +62,8 @@ def topk_of_best_groups(
     is_open = torch.zeros(by_group.shape[:-1], dtype=torch.bool, device=scores.device)
     is_open.scatter_(1, groups, True)
     allowed = by_group.masked_fill(~is_open.unsqueeze(-1), float("-inf")).flatten(1)
-    return allowed.topk(topk, dim=-1)
+    best: tuple[torch.Tensor, torch.Tensor] = allowed.topk(topk, dim=-1)
+    return best
 
 
 def needed() -> bool:
@@ -84,7 +85,9 @@ def apply() -> None:
     # The probabilities by which the routing that is under way chooses, if its model is like V2.
     by_best: list[torch.Tensor] = []
 
-    def limited_by_best(scores, topk, num_tokens, num_experts, num_groups, group_topk):
+    def limited_by_best(
+        scores: Any, topk: Any, num_tokens: Any, num_experts: Any, num_groups: Any, group_topk: Any
+    ) -> Any:
         if not by_best:
             return limited(scores, topk, num_tokens, num_experts, num_groups, group_topk)
         _, chosen = topk_of_best_groups(by_best[-1], topk, num_groups, group_topk)

@@ -109,14 +109,20 @@ class SDPACoreAttention(torch.nn.Module):
         tensor_parallel.set_tensor_model_parallel_attributes(self.softmax_offset, True, 0, 1)
 
     def sharded_state_dict(
-        self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None
-    ) -> dict:
+        self,
+        prefix: str = "",
+        sharded_offsets: tuple[Any, ...] = (),
+        metadata: dict[str, Any] | None = None,
+    ) -> dict[str, Any]:
         """The offsets as upstream's core attention stores them."""
         from megatron.core.transformer.dot_product_attention import DotProductAttention
 
         if self.softmax_offset is None:
             return {}
-        return DotProductAttention.sharded_state_dict(self, prefix, sharded_offsets, metadata)
+        stored: dict[str, Any] = DotProductAttention.sharded_state_dict(
+            self, prefix, sharded_offsets, metadata
+        )
+        return stored
 
     def forward(
         self,
@@ -168,17 +174,11 @@ class SDPACoreAttention(torch.nn.Module):
         found = []
         for batch in batches:
             shape = batch.queries.shape
-            context = self._attended(
-                *(
-                    x.index_select(0, places.flatten()).unflatten(0, places.shape).transpose(1, 2)
-                    for x, places in (
-                        (query, batch.queries),
-                        (key, batch.keys),
-                        (value, batch.keys),
-                    )
-                ),
-                batch.visible,
+            queries, keys, values = (
+                x.index_select(0, places.flatten()).unflatten(0, places.shape).transpose(1, 2)
+                for x, places in ((query, batch.queries), (key, batch.keys), (value, batch.keys))
             )
+            context = self._attended(queries, keys, values, batch.visible)
             found.append(context.transpose(1, 2).reshape(shape.numel(), *context.shape[1::2]))
         # Of padding nothing is taken.
         taken = torch.cat([batch.is_query.flatten() for batch in batches]).nonzero().flatten()
@@ -212,7 +212,8 @@ class SDPACoreAttention(torch.nn.Module):
 
     def _attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         mask = self._mask(len(query), len(key), query.device)
-        context = self._attended(*(x.permute(1, 2, 0, 3) for x in (query, key, value)), mask)
+        query, key, value = (x.permute(1, 2, 0, 3) for x in (query, key, value))
+        context = self._attended(query, key, value, mask)
         return context.permute(2, 0, 1, 3)
 
     def _attended(
@@ -338,14 +339,18 @@ class DuplicatedLinear(torch.nn.Module):
         return F.linear(x, self.weight), None
 
     def sharded_state_dict(
-        self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None
-    ) -> dict:
+        self,
+        prefix: str = "",
+        sharded_offsets: tuple[Any, ...] = (),
+        metadata: dict[str, Any] | None = None,
+    ) -> dict[str, Any]:
         """One replicated entry, for Megatron's distributed checkpoints."""
         from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 
-        return make_sharded_tensors_for_checkpoint(
+        tensors: dict[str, Any] = make_sharded_tensors_for_checkpoint(
             self.state_dict(keep_vars=True), prefix, {}, sharded_offsets
         )
+        return tensors
 
 
 def needed() -> bool:
@@ -366,7 +371,7 @@ def apply() -> None:
     )
     require_source(moe_utils.RouterGatingLinearFunction.forward, "if te_general_gemm is not None")
     is_new = importlib.util.find_spec("megatron.core.models.hybrid") is not None
-    stack = importlib.import_module(
+    stack: Any = importlib.import_module(
         "megatron.core.models.hybrid.hybrid_block" if is_new else "megatron.core.ssm.mamba_block"
     )
     require(hasattr(stack, "TENorm"), stack.__name__, "has no TENorm")
@@ -392,7 +397,9 @@ def _replace_norm() -> None:
         *("persist_layer_norm", "zero_centered_gamma", "normalization"),
     )
 
-    def make_norm(cls, config, hidden_size, eps=1e-5, *unused, **by_name):
+    def make_norm(
+        cls: Any, config: Any, hidden_size: Any, eps: Any = 1e-5, *unused: Any, **by_name: Any
+    ) -> Any:
         if config.normalization == "RMSNorm" and not config.layernorm_zero_centered_gamma:
             return LocalRMSNorm(config, hidden_size, eps)
         return make(cls, config, hidden_size, eps, *unused, **by_name)
@@ -410,7 +417,7 @@ def _replace_core_attention() -> None:
         *("attention_dropout", "softmax_scale", "cp_comm_type", "pg_collection"),
     )
 
-    def make_attention(cls, *args, **kwargs):
+    def make_attention(cls: Any, *args: Any, **kwargs: Any) -> Any:
         # Of another class than `cls`, so that its __init__ is not called. A fork's own subclass is
         # left as it is.
         if cls is DotProductAttention and kwargs.get("attn_mask_type") is AttnMaskType.causal:
@@ -426,7 +433,7 @@ def _replicate_down_projections() -> None:
     make = gpt_layer_specs.get_gpt_layer_local_submodules
 
     @functools.wraps(make)
-    def make_submodules(*args, **kwargs):
+    def make_submodules(*args: Any, **kwargs: Any) -> Any:
         layer = make(*args, **kwargs)
         attention = layer.self_attention.submodules
         for name in ("linear_q_down_proj", "linear_kv_down_proj"):
@@ -444,7 +451,7 @@ def _allow_direct_query() -> None:
     initialize = QKNormConfigResolver.__init__
     require_parameters(initialize, "self", "config", "submodules")
 
-    def initialize_without_query_latent(self, config, submodules):
+    def initialize_without_query_latent(self: Any, config: Any, submodules: Any) -> None:
         initialize(self, config, submodules)
         # The local spec norms a query latent that such a model does not have.
         if config.q_lora_rank is None and submodules.q_layernorm is self.qk_norm_impl:

@@ -21,6 +21,7 @@ Versions: megatron-core 0.17 to 0.20.
 from __future__ import annotations
 
 import importlib.util
+from typing import Any
 
 from mcore_rl.patches.registry import Patch, require_parameters, require_source
 
@@ -47,7 +48,7 @@ def apply() -> None:
     require_parameters(resolve, "self", "module_spec", "module_name")
     require_source(resolve, "self.fused_norm_linear_impl")
 
-    def resolve_but_direct_query(self, module_spec, module_name):
+    def resolve_but_direct_query(self: Any, module_spec: Any, module_name: Any) -> Any:
         if module_name == "linear_q_proj":
             return self.submodules.linear_q_proj or self.linear_impl
         return resolve(self, module_spec, module_name)

@@ -233,7 +233,7 @@ def _box_in(whole: torch.Tensor, part: torch.Tensor) -> Box:
     is_slice = part._base is whole and part.stride() == whole.stride()
     if not is_slice:
         return tuple((0, 0) for _ in whole.shape)
-    box, rest = [], part.storage_offset()
+    box, rest = [], int(part.storage_offset())
     for size, stride in zip(part.shape, whole.stride(), strict=True):
         first, rest = divmod(rest, stride)
         box.append((first, first + size))

@@ -23,6 +23,8 @@ Versions: megatron-core 0.17 to 0.20.
 
 from __future__ import annotations
 
+from typing import Any
+
 from mcore_rl.patches.registry import Patch, parameters_of, require, require_parameters
 
 _PLACE = ("t", "cu_seqlens", "freqs", "rotary_interleaved")
@@ -66,7 +68,9 @@ def apply() -> None:
     )
     require_parameters(rotate, *_KNOWN[found])
 
-    def all_at_once(t, cu_seqlens, freqs, *args, cp_group=None, **kwargs):
+    def all_at_once(
+        t: Any, cu_seqlens: Any, freqs: Any, *args: Any, cp_group: Any = None, **kwargs: Any
+    ) -> Any:
         num_tokens = t.shape[0]
         cp_size = 1 if cp_group is None else cp_group.size()
         if cp_group is None or freqs.shape[0] == num_tokens * cp_size:

@@ -73,7 +73,9 @@ def _save(self: Any, sharded_state_dict: dict[str, Any], checkpoint_dir: str | P
         sharded_state_dict, self.keep_only_main_replica
     )
     writer = checkpoint.FileSystemWriter(checkpoint_dir)
-    writer.write_data = functools.partial(_write, writer)
+    writer.write_data = functools.partial(  # type: ignore[method-assign]  # of this one alone
+        _write, writer
+    )
     checkpoint.save(
         strategies.mcore_to_pyt_state_dict(by_key, False),
         storage_writer=writer,

@@ -48,7 +48,7 @@ def apply() -> None:
     state_dict = DistributedOptimizer.state_dict
     require_parameters(state_dict, "self")
 
-    def state_dict_of_initialised(self):
+    def state_dict_of_initialised(self: Any) -> Any:
         if isinstance(self.optimizer, (torch.optim.Adam, torch.optim.AdamW)):
             for group in self.optimizer.param_groups:
                 for parameter in group["params"]:
@@ -67,14 +67,14 @@ def apply() -> None:
     set_states = DistributedOptimizer._set_main_param_and_optimizer_states
     require_parameters(set_states, "self", "model_param", "tensors")
 
-    def load_with_steps_of_their_own(self, state_dict):
+    def load_with_steps_of_their_own(self: Any, state_dict: Any) -> None:
         load_state_dict(self, state_dict)
         if isinstance(self.optimizer, (torch.optim.Adam, torch.optim.AdamW)):
             for state in self.optimizer.state.values():
                 state["step"] = state["step"].clone()
 
     @torch.no_grad()
-    def set_states_but_step(self, model_param, tensors):
+    def set_states_but_step(self: Any, model_param: Any, tensors: Any) -> None:
         if isinstance(self.optimizer, (torch.optim.Adam, torch.optim.AdamW)):
             tensors = {**tensors, "step": None}  # values that are not tensors are skipped
         set_states(self, model_param, tensors)

@@ -23,6 +23,7 @@ Versions: megatron-core 0.17 to 0.20.
 from __future__ import annotations
 
 import math
+from typing import Any
 
 from mcore_rl.patches.registry import Patch, require_parameters, require_source
 
@@ -44,7 +45,7 @@ def apply() -> None:
     require_source(dispatch, "self.routing_map, group=self.tp_ep_group")
     require_source(MoEAllGatherTokenDispatcher.dispatch_preprocess, "self.hidden_shape =")
 
-    def dispatch_equally_many(self, hidden_states, probs):
+    def dispatch_equally_many(self: Any, hidden_states: Any, probs: Any) -> Any:
         if self.tp_size > 1 or self.ep_size > 1:
             most = torch.tensor([len(hidden_states)], device=hidden_states.device)
             torch.distributed.all_reduce(
@@ -57,7 +58,7 @@ def apply() -> None:
                 )
         return dispatch(self, hidden_states, probs)
 
-    def combine_own(self, hidden_states):
+    def combine_own(self: Any, hidden_states: Any) -> Any:
         return combine(self, hidden_states)[: math.prod(self.hidden_shape[:-1])]
 
     MoEAllGatherTokenDispatcher.token_dispatch = dispatch_equally_many

@@ -42,7 +42,7 @@ def apply() -> None:
     from mcore_rl.batching.rows import chunks_of_sample, round_up
 
     fill, look_up = YarnRotaryEmbedding._set_cos_sin_cache, YarnRotaryEmbedding.get_cached_cos_sin
-    parameters = ("self", "seq_len", "offset", "dtype", "packed_seq")
+    parameters: tuple[str, ...] = ("self", "seq_len", "offset", "dtype", "packed_seq")
     if "cp_group" in parameters_of(fill):  # from 0.20 on
         parameters = (*parameters, "cp_group", "mscale")
     require_parameters(fill, *parameters)
@@ -52,15 +52,29 @@ def apply() -> None:
         group = embedding.cp_group if cp_group is None else cp_group
         return 1 if packed_seq or group is None else chunks_of_sample(group.size())
 
-    def fill_with_whole_chunks(self, seq_len, offset, dtype, packed_seq=False, *more, **named):
+    def fill_with_whole_chunks(
+        self: Any,
+        seq_len: Any,
+        offset: Any,
+        dtype: Any,
+        packed_seq: Any = False,
+        *more: Any,
+        **named: Any,
+    ) -> None:
         length = round_up(seq_len, chunks(self, packed_seq, *more, **named))
         fill(self, length, offset, dtype, packed_seq, *more, **named)
 
     default = torch.get_default_dtype()
 
     def look_up_of_this_length(
-        self, seq_len, offset=0, dtype=default, packed_seq=False, *more, **named
-    ):
+        self: Any,
+        seq_len: Any,
+        offset: Any = 0,
+        dtype: Any = default,
+        packed_seq: Any = False,
+        *more: Any,
+        **named: Any,
+    ) -> Any:
         is_cut = chunks(self, packed_seq, *more, **named) > 1
         if is_cut and seq_len != getattr(self, "max_seq_len_cached", None):
             fill_with_whole_chunks(self, seq_len, offset, dtype, packed_seq, *more, **named)

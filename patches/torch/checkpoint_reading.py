@@ -115,7 +115,7 @@ def _enums_unchanged(name: str) -> Iterator[None]:
     """
     import torch
 
-    before = [
+    before = [  # type: ignore[var-annotated]  # members of any enum
         (member, type(member), dict(vars(member)))
         for known in torch.serialization.get_safe_globals()
         if isinstance(known, enum.EnumMeta)
@@ -203,7 +203,7 @@ def apply() -> None:
 
     require(filesystem.pickle is pickle, f"{_CHECKPOINT}.filesystem", "imports no pickle")
     require_parameters(DefaultLoadPlanner.load_bytes, "self", "read_item", "value")
-    loader = getattr(state_dict_loader, "_load_state_dict", None)
+    loader: Any = getattr(state_dict_loader, "_load_state_dict", None)
     require(callable(loader), f"{_CHECKPOINT}.state_dict_loader", "loads by another function")
     set_element = default_planner.set_element
 
@@ -216,8 +216,8 @@ def apply() -> None:
             self.state_dict[name] = found
 
     reading = _MetadataPickle()
-    filesystem.pickle = reading
-    DefaultLoadPlanner.load_bytes = load_bytes
+    filesystem.pickle = reading  # type: ignore[assignment]  # in the place of the module
+    DefaultLoadPlanner.load_bytes = load_bytes  # type: ignore[method-assign]  # replaced
     state_dict_loader._load_state_dict = _told_to_the_user(loader, reading)
 
 

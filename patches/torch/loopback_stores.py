@@ -66,7 +66,7 @@ def apply() -> None:
     make = TCPStore.__init__
     known = all(name in (make.__doc__ or "") for name in (*_PARAMETERS, _LISTENING))
     require(known, "torch.distributed.TCPStore", f"takes no {_LISTENING}")
-    TCPStore.__init__ = _bound_to_loopback(make)
+    TCPStore.__init__ = _bound_to_loopback(make)  # type: ignore[method-assign]  # replaced
 
 
 def _bound_to_loopback(make: Callable[..., None]) -> Callable[..., None]:

@@ -23,7 +23,7 @@ import gc
 import io
 import pickle
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import PosixPath, PurePosixPath
 from typing import Any
 
@@ -178,7 +178,8 @@ _ENUMS: tuple[type[enum.Enum], ...] = (planner.WriteItemType, metadata._MEM_FORM
 def _member(owner: Any, name: Any) -> enum.Enum:
     """How Python before 3.11.4 stores a member of an enum."""
     if owner in _ENUMS and type(name) is str and name in owner.__members__:
-        return owner.__members__[name]
+        member: enum.Enum = owner.__members__[name]
+        return member
     raise ForbiddenContent("builtins.getattr")
 
 
@@ -217,7 +218,7 @@ def _layout(name: Any) -> torch.layout:
     return found
 
 
-def _ordered() -> OrderedDict:
+def _ordered() -> OrderedDict[Any, Any]:
     return OrderedDict()
 
 
@@ -246,11 +247,15 @@ _OPCODES = (
 ).split()
 
 
-class MetadataUnpickler(pickle._Unpickler):  # type: ignore[name-defined, misc]
+class MetadataUnpickler(pickle._Unpickler):
     """Reads one pickle from `content`; see the module for what it accepts."""
 
+    # Of the base class, in Python's source and not in its stub.
+    memo: dict[int, Any]
+    pop_mark: Callable[[], list[Any]]
+
     dispatch = {
-        code: pickle._Unpickler.dispatch[code]  # type: ignore[attr-defined]
+        code: pickle._Unpickler.dispatch[code]
         for code in (getattr(pickle, name)[0] for name in _OPCODES)
     }
 
@@ -273,7 +278,8 @@ class MetadataUnpickler(pickle._Unpickler):  # type: ignore[name-defined, misc]
         self.append = self.stack.append
         if not self._is_pickle:
             raise ValueError("not a pickle of protocol 2 or later")
-        read, handlers = self.read, self.dispatch
+        read = self.read
+        handlers: Mapping[int, Callable[[Any], None]] = self.dispatch
         with _without_garbage_collection():
             while True:
                 (code,) = read(1)
@@ -312,7 +318,7 @@ class MetadataUnpickler(pickle._Unpickler):  # type: ignore[name-defined, misc]
     def load_mark(self) -> None:
         if len(self.metastack) >= _MAX_MARKS:
             raise ForbiddenContent(f"values nested deeper than {_MAX_MARKS} levels")
-        super().load_mark()
+        super().load_mark()  # type: ignore[misc]  # not in the stub of the base class
 
     def load_memoize(self) -> None:
         self._remember(len(self.memo))
@@ -442,7 +448,7 @@ def _check_chunks(found: metadata.Metadata, num_bytes: int) -> None:
     """ForbiddenContent unless every chunk lies within its tensor."""
     num_chunks = 0
     for name, tensor in found.state_dict_metadata.items():
-        if type(tensor) is metadata.BytesStorageMetadata:
+        if isinstance(tensor, metadata.BytesStorageMetadata):
             continue
         num_chunks += len(tensor.chunks)
         if num_chunks > num_bytes:  # each is written somewhere

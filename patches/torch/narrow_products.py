@@ -108,7 +108,8 @@ def _widened_into(
 
     def widened(*args: Any, out: torch.Tensor, **kwargs: Any) -> torch.Tensor:
         if args[0].dtype not in slow:
-            return kernel(*args, out=out, **kwargs)
+            narrow: torch.Tensor = kernel(*args, out=out, **kwargs)
+            return narrow
         found = operator(*_wide(args, args[0].dtype), **kwargs)
         if out.shape != found.shape:
             out.resize_(found.shape)

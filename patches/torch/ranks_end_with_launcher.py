@@ -52,12 +52,13 @@ def apply() -> None:
         if os.getppid() != launcher:  # it ended before the call above
             os._exit(1)
 
-    def start(*args: Any, **kwargs: Any) -> subprocess.Popen:
+    def start(*args: Any, **kwargs: Any) -> Any:
         for call in before_a_rank:
             call()
-        return subprocess.Popen(*args, preexec_fn=tie, **kwargs)
+        # mypy knows no overload for any arguments.
+        return subprocess.Popen(*args, preexec_fn=tie, **kwargs)  # type: ignore[call-overload]
 
-    subprocess_handler.Popen = start
+    subprocess_handler.Popen = start  # type: ignore[assignment, misc]  # in the place of the class
 
 
 PATCH = Patch(

@@ -64,7 +64,7 @@ def apply() -> None:
         "no longer reads response_mqs",
     )
 
-    def collective_rpc_with_all_answers(self, *args, **kwargs):
+    def collective_rpc_with_all_answers(self: Any, *args: Any, **kwargs: Any) -> Any:
         queues = self.response_mqs
         self.response_mqs = _Answers(queues)  # the call keeps what it finds here
         try:

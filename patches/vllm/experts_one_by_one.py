@@ -59,7 +59,9 @@ def apply() -> None:
     )
     require_source(GptOssModel._load_weights_other, "if self._try_load_streamed_expert(name, ")
 
-    def load_part(cls, name, loaded_weight, params_dict, loaded_params):
+    def load_part(
+        cls: Any, name: Any, loaded_weight: Any, params_dict: Any, loaded_params: Any
+    ) -> Any:
         match = _PART.fullmatch(name)
         if match is None and not name.endswith(".attn.sinks"):
             return upstream(name, loaded_weight, params_dict, loaded_params)
@@ -85,8 +87,14 @@ def apply() -> None:
         return True
 
     def write_part(
-        self, param, loaded_weight, weight_name, shard_id, expert_id, return_success=False
-    ):
+        self: Any,
+        param: Any,
+        loaded_weight: Any,
+        weight_name: Any,
+        shard_id: Any,
+        expert_id: Any,
+        return_success: Any = False,
+    ) -> Any:
         if shard_id not in _SHARDS:
             return write(
                 self, param, loaded_weight, weight_name, shard_id, expert_id, return_success
@@ -99,7 +107,7 @@ def apply() -> None:
         return True if return_success else None
 
     @functools.wraps(load)
-    def load_weights(self, weights):
+    def load_weights(self: Any, weights: Any) -> Any:
         if getattr(self.config, "quantization_config", ...) is None:
             del self.config.quantization_config
         return load(self, weights)

@@ -13,6 +13,7 @@ Versions: any whose `_get_original_loader` asks for a name; seen with 0.32.0, fo
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 from mcore_rl.patches.registry import Patch, require_parameters
 from mcore_rl.patches.vllm.platform import PACKAGES
@@ -33,10 +34,10 @@ def apply() -> None:
     find = layerwise._get_weight_loader
     require_parameters(find, "tensor")
 
-    def find_with_name(tensor):
-        loader = find(tensor)
+    def find_with_name(tensor: Any) -> Any:
+        loader: Any = find(tensor)
         if isinstance(loader, functools.partial) and not hasattr(loader, "__name__"):
-            loader.__name__ = "partial"
+            loader.__name__ = "partial"  # type: ignore[attr-defined]  # it takes any attribute
         return loader
 
     layerwise._get_weight_loader = find_with_name

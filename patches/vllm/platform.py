@@ -15,7 +15,7 @@ def runs_on_cpu() -> bool:
     """Whether vLLM's platform in this process is the CPU."""
     from vllm.platforms import current_platform
 
-    return current_platform.is_cpu()
+    return bool(current_platform.is_cpu())
 
 
 def is_known() -> bool:

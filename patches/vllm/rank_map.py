@@ -66,7 +66,7 @@ def apply() -> None:
         "no longer makes all its groups by init_model_parallel_group",
     )
 
-    def init_group_of_positions(group_ranks, *args, **kwargs):
+    def init_group_of_positions(group_ranks: Any, *args: Any, **kwargs: Any) -> Any:
         if _rank_map is None:
             return init(group_ranks, *args, **kwargs)
         ranks = [[_rank_map[position] for position in group] for group in group_ranks]
@@ -87,7 +87,8 @@ def ranks_in_given_order(*, by_argument: bool | None = None) -> Iterator[None]:
     import torch.distributed as dist
     from torch.distributed import distributed_c10d
 
-    new_group = dist.new_group
+    module: Any = distributed_c10d  # gets a name that it does not have
+    new_group: Any = dist.new_group  # may have an argument that this release lacks
     if by_argument is None:
         by_argument = "sort_ranks" in inspect.signature(new_group).parameters
 
@@ -95,11 +96,11 @@ def ranks_in_given_order(*, by_argument: bool | None = None) -> Iterator[None]:
         if by_argument:
             return new_group(*args, **kwargs, sort_ranks=False)
         # It sorts nothing else; a name is looked up in its module first.
-        distributed_c10d.sorted = list
+        module.sorted = list
         try:
             return new_group(*args, **kwargs)
         finally:
-            del distributed_c10d.sorted
+            del module.sorted
 
     dist.new_group = new_group_in_order
     try:

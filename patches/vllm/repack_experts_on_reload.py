@@ -33,7 +33,7 @@ def apply() -> None:
     setup_kernel = UnquantizedFusedMoEMethod._setup_kernel
     require_parameters(setup_kernel, "self", "layer", "w13", "w2")
 
-    def setup_kernel_and_pack(self, layer, w13, w2):
+    def setup_kernel_and_pack(self: Any, layer: Any, w13: Any, w2: Any) -> None:
         is_weight_update = self.moe_kernel is not None
         setup_kernel(self, layer, w13, w2)
         if is_weight_update:
@@ -42,7 +42,7 @@ def apply() -> None:
     UnquantizedFusedMoEMethod._setup_kernel = setup_kernel_and_pack
 
 
-def _pack(kernel: Any, layer: torch.nn.Module) -> None:
+def _pack(kernel: Any, layer: Any) -> None:
     """Pack the weights of `layer` for `kernel`, in place where their shapes allow it."""
     whole = {key: p for key, p in layer._parameters.items() if key.startswith(("w13_", "w2_"))}
     for expert in range(layer.w13_weight.shape[0]):

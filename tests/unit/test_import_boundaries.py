@@ -1,8 +1,8 @@
 """The pure modules stay pure, and `import mcore_rl` stays light.
 
-Which modules are pure is read from the list in pyproject.toml that mypy checks; those whose file is
-not there are left out. What an import loads is seen in a fresh process. torch imports
-torch.distributed by itself, so that one is looked for in the source, along the imports of mcore_rl.
+Which modules are pure is read from docs/developing/map.md: all of a package, but for those that the
+map excepts. What an import loads is seen in a fresh process. torch imports torch.distributed by
+itself, so that one is looked for in the source, along the imports of mcore_rl.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import ast
 import json
 import subprocess
 import sys
-import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -40,15 +39,39 @@ def source_of(module: str, root: Path = ROOT) -> Path | None:
     return None
 
 
+def lines_of_map(title: str) -> list[str]:
+    """The block of lines under a heading of the map."""
+    text = (ROOT / "docs" / "developing" / "map.md").read_text()
+    block = text.split(f"## {title}\n")[1].split("\n## ")[0]
+    return [line for line in block.splitlines() if line.startswith("    ")]
+
+
+def names_in(line: str) -> list[str]:
+    return [name.strip() for name in line.split(",") if name.strip()]
+
+
+def module_of(file: Path) -> str:
+    return ".".join(file.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+
+
+def modules_of(name: str) -> list[str]:
+    """A module, or all modules of a package, itself included."""
+    file = source_of(name)
+    assert file is not None, f"the map names {name}, which is not there"
+    if file.name != "__init__.py":
+        return [name]
+    return sorted(module_of(found) for found in file.parent.rglob("*.py"))
+
+
 def pure_modules() -> list[str]:
-    settings = tomllib.loads((ROOT / "pyproject.toml").read_text())
-    checked = [
-        override["module"]
-        for override in settings["tool"]["mypy"]["overrides"]
-        if override.get("ignore_errors") is False
-    ]
-    assert len(checked) == 1, "one list of pure modules in pyproject.toml"
-    return [module for module in checked[0] if source_of(module)]
+    found: list[str] = []
+    for line in lines_of_map("Pure modules"):
+        rooms, _, impure = line.partition(" except ")
+        modules = [module for room in names_in(rooms) for module in modules_of(f"mcore_rl.{room}")]
+        excepted = {f"mcore_rl.{rooms.strip()}.{name}" for name in names_in(impure)}
+        assert excepted <= set(modules), f"the map excepts {excepted - set(modules)}"
+        found += [module for module in modules if module not in excepted]
+    return found
 
 
 def loaded_by(*modules: str) -> dict[str, list[str]]:
@@ -103,10 +126,7 @@ def names_used(source: str, package: str, with_functions: bool = True) -> Iterat
 
 def floors() -> list[set[str]]:
     """The rooms that the map names, the highest floor first."""
-    text = (ROOT / "docs" / "developing" / "map.md").read_text()
-    block = text.split("## Which room may import which")[1].split("\n## ")[0]
-    lines = [line for line in block.splitlines() if line.startswith("    ")]
-    return [{room.strip() for room in line.split(",")} for line in lines]
+    return [set(names_in(line)) for line in lines_of_map("Which room may import which")]
 
 
 def room_of(module: str) -> str:
@@ -122,7 +142,7 @@ def room_of(module: str) -> str:
 def arrows_between_rooms() -> set[tuple[str, str]]:
     found = set()
     for file in (ROOT / "mcore_rl").rglob("*.py"):
-        module = ".".join(file.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+        module = module_of(file)
         package = module if file.name == "__init__.py" else module.rpartition(".")[0]
         for name in names_used(file.read_text(), package):
             parts = name.split(".")
@@ -174,8 +194,11 @@ def loaded_by_pure_modules() -> dict[str, list[str]]:
     return loaded_by(*pure_modules())
 
 
-def test_pure_modules_are_listed() -> None:
-    assert "mcore_rl.batching.types" in pure_modules()
+def test_pure_modules_are_those_of_the_map() -> None:
+    found = pure_modules()
+    assert len(found) == len(set(found)) > 150
+    assert {"mcore_rl.batching.types", "mcore_rl.common", "mcore_rl.common.errors"} <= set(found)
+    assert "mcore_rl.common.agreement" not in found
 
 
 @pytest.mark.parametrize("module", pure_modules())

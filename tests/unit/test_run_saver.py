@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 import safetensors.torch
 import torch
+from torch.distributed.checkpoint import save as save_checkpoint
 
 from mcore_rl import train
 from mcore_rl.common.errors import UsageError
@@ -32,6 +33,7 @@ from mcore_rl.trainer.resume.trainer_state import (
     _random_states,
     _rows_of,
     _state,
+    read_trainer_state,
 )
 from mcore_rl.trainer.saver import RunSaver
 from tests.unit.test_checkpoint_folders import save
@@ -147,6 +149,25 @@ def test_a_state_that_is_not_one_is_a_sentence(content: bytes) -> None:
     row = torch.from_numpy(np.frombuffer(stored, dtype=np.uint8).copy())
     with pytest.raises(UsageError, match="there does not hold the state of a trainer"):
         _state(row, Path("there"))
+
+
+@pytest.mark.parametrize(
+    "stored",
+    [
+        {"facts": b"{}"},
+        {"facts": torch.zeros((), dtype=torch.uint8)},
+        {"facts": torch.zeros(8, dtype=torch.uint8)},
+        {"facts": torch.zeros((0, 8), dtype=torch.uint8)},
+        {"random_states": torch.zeros((1, 8), dtype=torch.uint8)},
+    ],
+    ids=["an object", "a number", "one row", "no rows", "nothing"],
+)
+def test_a_checkpoint_whose_facts_are_not_rows_is_a_sentence(
+    stored: dict[str, Any], tmp_path: Path
+) -> None:
+    save_checkpoint(stored, checkpoint_id=tmp_path, no_dist=True)
+    with pytest.raises(UsageError, match=r"does not hold the state of a trainer .*facts"):
+        read_trainer_state(tmp_path)
 
 
 @pytest.mark.parametrize(

@@ -143,4 +143,4 @@ def _heap_bytes() -> int:
         return 0
     libc.mallinfo2.restype = _MallInfo
     info = libc.mallinfo2()
-    return info.uordblks + info.hblkhd  # from the heaps, and mapped one by one
+    return int(info.uordblks + info.hblkhd)  # from the heaps, and mapped one by one

@@ -256,7 +256,7 @@ class Attestor:
 
     def _part(self, cell: Cell, box: Box, within: Box | None = None) -> _Part:
         info = self._tensors[cell.tensor]
-        at = ()
+        at: tuple[tuple[slice, ...], ...] = ()
         if within is not None and within != box:
             at = (tuple(slice(*ends) for ends in relative(box, within)),)
         place = Place(box, info.shape, info.itemsize)

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from numpy.typing import ArrayLike
 
 from mcore_rl.batching.train_batches import batch_of_tokens
 from mcore_rl.batching.types import TrainBatch
@@ -119,7 +120,7 @@ def megatron_log_probs(
 
 
 def differences(
-    ours: Sequence[np.ndarray], theirs: Sequence[np.ndarray]
+    ours: Sequence[ArrayLike], theirs: Sequence[ArrayLike]
 ) -> tuple[list[float], list[float]]:
     """(mean, largest) |difference| of each prompt's log-probs."""
     apart = [np.abs(np.asarray(a) - np.asarray(b)) for a, b in zip(ours, theirs, strict=True)]

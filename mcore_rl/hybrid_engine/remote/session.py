@@ -109,8 +109,8 @@ class Session:
         self._require_same([said["protocol"] for said in everyone], "version of the protocol")
         described = [said["described"] for said in everyone if said["described"] is not None]
         self._require_same(described, "list of tensors")
-        holdings = [_boxes(said["have"]) for said in everyone]
-        held = set().union(*(boxes for boxes in holdings))
+        holdings: list[Holdings] = [_boxes(said["have"]) for said in everyone]
+        held = set[str]().union(*(boxes for boxes in holdings))
         infos = {
             name: TensorInfo(tuple(shape), dtype, itemsize)
             for name, (shape, dtype, itemsize) in everyone[0]["tensors"].items()

@@ -135,7 +135,9 @@ class MegatronTrainerWeightTransferEngine(TrainerWeightTransferEngine[MegatronTr
         By default that is the number of the call.
         """
         self._num_calls += 1
-        return self._together(lambda: self._send(weight_version or str(self._num_calls)))
+        version = weight_version or str(self._num_calls)
+        report: UpdateReport = self._together(lambda: self._send(version))
+        return report
 
     def shutdown(self) -> None:
         """Close the connection. Not collective; the servers and their weights stay."""

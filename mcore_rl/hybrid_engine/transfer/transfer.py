@@ -14,7 +14,7 @@ Bytes are counted where they are sent, on this rank.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Iterator, Mapping
 from functools import cached_property
 
 import torch
@@ -104,7 +104,7 @@ class Transfer:
 
     def stream(
         self, read: ReadSlice, *, partial: bool = False, keep: bool = True
-    ) -> Iterator[tuple[str, Pieces]]:
+    ) -> Generator[tuple[str, Pieces], None, None]:
         """Yield (tensor, what this rank received of it), in the plan's order. Collective.
 
         `read(tensor, box)` gives the values of a box that this rank holds, in the tensor's dtype.
@@ -144,7 +144,7 @@ class Transfer:
         buckets: Iterator[tuple[int, dict[str, Pieces]]],
         partial: bool,
         keep: bool,
-    ) -> Iterator[tuple[str, Pieces]]:
+    ) -> Generator[tuple[str, Pieces], None, None]:
         waiting: dict[str, Pieces] = {}
         waiting_bytes = 0
         try:

@@ -17,12 +17,15 @@ import uuid
 import zlib
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import torch
 import torch.distributed as dist
 
 from mcore_rl.common import objects
+
+if TYPE_CHECKING:
+    from torch.distributed.distributed_c10d import GroupName
 
 _FAILURE = "failure"
 _POLL_SECONDS = (0.002, 0.25)  # first and longest pause between two looks into the store
@@ -107,7 +110,7 @@ class JoinedWorld:
         self._num_groups += 1
         if self.rank not in ranks:
             return dist.GroupMember.NON_GROUP_MEMBER
-        name = f"mcore_rl_{self._name}_{self._num_groups}"
+        name = cast("GroupName", f"mcore_rl_{self._name}_{self._num_groups}")
         prefix = dist.PrefixStore(f"group/{self._num_groups}", self._store)
         try:
             group = _make_backend(
@@ -220,12 +223,19 @@ def _make_backend(
     from vllm.platforms import current_platform
 
     if backend == "gloo":
-        return init_gloo_process_group(store, rank, size, timeout)
-    return current_platform.stateless_init_device_torch_dist_pg(backend, store, rank, size, timeout)
+        group: dist.ProcessGroup = init_gloo_process_group(store, rank, size, timeout)
+    else:
+        make = current_platform.stateless_init_device_torch_dist_pg
+        group = make(backend, store, rank, size, timeout)
+    return group
 
 
 def _register(
-    group: dist.ProcessGroup, name: str, backend: str, store: dist.Store, ranks: dict[int, int]
+    group: dist.ProcessGroup,
+    name: GroupName,
+    backend: str,
+    store: dist.Store,
+    ranks: dict[int, int],
 ) -> None:
     """Make `group` known to torch.distributed's functions, with `ranks` of the world -> its own.
 

@@ -87,7 +87,9 @@ class DraftRecord:
         self._counts = DraftCounts()
         make_stats = scheduler.make_spec_decoding_stats
 
-        def counted(stats: Any, num_draft_tokens: int, num_accepted_tokens: int, *a: Any, **k: Any):
+        def counted(
+            stats: Any, num_draft_tokens: int, num_accepted_tokens: int, *a: Any, **k: Any
+        ) -> Any:
             if num_draft_tokens:
                 self._counts += DraftCounts(1, num_draft_tokens, num_accepted_tokens)
             return make_stats(stats, num_draft_tokens, num_accepted_tokens, *a, **k)

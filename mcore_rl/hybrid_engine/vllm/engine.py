@@ -82,12 +82,12 @@ class VLLMEngine:
     @property
     def tp_rank(self) -> int:
         """Within the engine's data-parallel rank: which tensor-parallel shard."""
-        return self._groups.get_tensor_model_parallel_rank()
+        return int(self._groups.get_tensor_model_parallel_rank())
 
     @property
     def dp_rank(self) -> int:
         """Within the engine: which of its data-parallel ranks."""
-        return self._groups.get_dp_group().rank_in_group
+        return int(self._groups.get_dp_group().rank_in_group)
 
     @property
     def ep_size(self) -> int:
@@ -107,12 +107,13 @@ class VLLMEngine:
     @property
     def num_engines(self) -> int:
         """How many engines the world is filled with."""
-        return self._groups.get_world_group().world_size // self.config.slots_per_engine
+        return int(self._groups.get_world_group().world_size) // self.config.slots_per_engine
 
     @property
     def model(self) -> torch.nn.Module:
         """vLLM's model of this rank."""
-        return self._worker.model_runner.get_model()
+        model: torch.nn.Module = self._worker.model_runner.get_model()
+        return model
 
     @property
     def drafter(self) -> torch.nn.Module | None:
@@ -386,7 +387,7 @@ class VLLMEngine:
     @property
     def _has_expert_parallel(self) -> bool:
         config = self._vllm_config
-        return config.parallel_config.enable_expert_parallel and config.model_config.is_moe
+        return bool(config.parallel_config.enable_expert_parallel and config.model_config.is_moe)
 
     @property
     def _engine_group(self) -> Any:
@@ -435,10 +436,11 @@ class VLLMEngine:
                 )
 
 
-def _packed_weight(module: torch.nn.Module) -> torch.Tensor:
+def _packed_weight(module: Any) -> torch.Tensor:
     """`[o, i]`, the weight a linear layer computes with: identity @ w.T is exact in any dtype."""
     from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
     loaded_as = get_layerwise_info(module).restore_metadata[0]["weight"]
     identity = torch.eye(loaded_as.shape[1], dtype=loaded_as.dtype)
-    return module.cpu_linear(identity, module.weight, None).t()
+    weight: torch.Tensor = module.cpu_linear(identity, module.weight, None).t()
+    return weight

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import wraps
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 import torch
 
@@ -16,6 +16,9 @@ from mcore_rl.hybrid_engine.vllm.needs import (
     loadable_parameters,
     loader_of,
 )
+
+if TYPE_CHECKING:
+    from mcore_rl.hybrid_engine.vllm.needs import LoadableParameter
 
 
 class Layers:
@@ -100,6 +103,7 @@ class Layers:
             if not layer.done and any(id(p) in fresh for p in layer.live.values()):
                 layer.open_unloaded()
                 layer.finish()
+        module: Any  # with the methods of its class in vLLM
         for module in self._model.modules():
             if is_deferred_attention_layer(module):
                 module.process_weights_after_loading(dtype)
@@ -109,8 +113,11 @@ class _Layer:
     """One module with parameters of its own."""
 
     def __init__(self, name: str, module: torch.nn.Module, expected: int | None) -> None:
-        self.name, self.module = name, module
-        self.live = {key: p for key, p in module._parameters.items() if p is not None}
+        self.name = name
+        self.module: Any = module  # with the attributes of its class in vLLM
+        self.live: dict[str, torch.Tensor] = {
+            key: p for key, p in module._parameters.items() if p is not None
+        }
         self._saved = dict(module._parameters)
         self.stand_ins = loadable_parameters(module)
         self.loaders = {key: loader_of(stand_in) for key, stand_in in self.stand_ins.items()}
@@ -119,9 +126,9 @@ class _Layer:
             self.expected = sum(_loadable_elements(t) for t in self.stand_ins.values())
         self.loaded = 0
         self.done = False
-        self._targets: dict[str, torch.Tensor] = {}
+        self._targets: dict[str, LoadableParameter] = {}
 
-    def open(self) -> dict[str, torch.Tensor]:
+    def open(self) -> dict[str, LoadableParameter]:
         """The tensors that loaders write into: the live memory where its format is theirs."""
         if not self._targets:
             if "cpu_linear" in vars(self.module):
@@ -146,7 +153,7 @@ class _Layer:
                 )
             self._targets[key] = target
 
-    def _live_target(self, key: str) -> torch.Tensor | None:
+    def _live_target(self, key: str) -> LoadableParameter | None:
         """The live memory as a parameter that can be loaded; None if its format is another."""
         stand_in, live = self.stand_ins[key], self.live.get(key)
         if live is None or live.device.type != self._device.type:
@@ -159,24 +166,26 @@ class _Layer:
             return None
         return self._like_stand_in(live.data, key)
 
-    def _new_target(self, key: str) -> torch.Tensor:
+    def _new_target(self, key: str) -> LoadableParameter:
         stand_in = self.stand_ins[key]
         memory = torch.empty_strided(
             stand_in.shape, stand_in.stride(), dtype=stand_in.dtype, device=self._device
         )
         return self._like_stand_in(memory, key)
 
-    def _like_stand_in(self, memory: torch.Tensor, key: str) -> torch.Tensor:
+    def _like_stand_in(self, memory: torch.Tensor, key: str) -> LoadableParameter:
         memory.__class__ = self.stand_ins[key].__class__
         memory.__dict__ = self.stand_ins[key].__dict__.copy()
-        memory.weight_loader = self.loaders[key]
-        return memory
+        loadable = cast("LoadableParameter", memory)
+        loadable.weight_loader = self.loaders[key]
+        return loadable
 
     @property
     def _device(self) -> torch.device:
         from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
-        return get_layerwise_info(self.module).restore_device
+        device: torch.device = get_layerwise_info(self.module).restore_device
+        return device
 
     def finish(self) -> None:
         """Have vLLM process what was loaded, and copy the result to where vLLM expects it."""
@@ -220,7 +229,7 @@ def _copy_back(processed: dict[str, torch.Tensor | None], live: Mapping[str, tor
 def _loadable_elements(parameter: torch.Tensor) -> int:
     from vllm.model_executor.model_loader.reload.utils import get_tensor_load_numel
 
-    return get_tensor_load_numel(parameter)
+    return int(get_tensor_load_numel(parameter))
 
 
 def _pass_over(*args: Any, **kwargs: Any) -> None:

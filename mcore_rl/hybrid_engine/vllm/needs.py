@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import wraps
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -27,6 +27,14 @@ Metadata = Mapping[str, tuple[tuple[int, ...], torch.dtype]]  # checkpoint tenso
 Needs = dict[str, tuple[Box, ...]]
 Loader = Callable[..., Any]
 _aten = torch.ops.aten
+
+
+if TYPE_CHECKING:
+
+    class LoadableParameter(torch.nn.Parameter):
+        """A parameter as vLLM loads it: the attribute is set on the tensor."""
+
+        weight_loader: Loader
 
 
 class Loadable(Protocol):
@@ -107,7 +115,7 @@ class _Notes:
         return load
 
 
-def _load_stand_ins(model: torch.nn.Module, tensor_metadata: Metadata, notes: _Notes) -> None:
+def _load_stand_ins(model: Any, tensor_metadata: Metadata, notes: _Notes) -> None:
     at = "the first tensor"
 
     def stand_ins() -> Iterator[tuple[str, torch.Tensor]]:
@@ -172,7 +180,7 @@ def _on_meta(
                 mine.update(real)
 
 
-def loadable_parameters(module: torch.nn.Module) -> dict[str, torch.Tensor]:
+def loadable_parameters(module: torch.nn.Module) -> dict[str, LoadableParameter]:
     """Meta tensors for a module's own parameters, as they are when a checkpoint is loaded.
 
     vLLM notes their shapes, classes and attributes when it builds a model, for its layerwise
@@ -202,17 +210,24 @@ def loader_of(parameter: torch.Tensor) -> Loader:
     """The function that loads a parameter, without the wrapper of vLLM's layerwise reload."""
     from vllm.model_executor.model_loader.reload.layerwise import _get_original_loader
 
-    return _get_original_loader(parameter)
+    loader: Loader = _get_original_loader(parameter)
+    return loader
 
 
 class WriteRecorder(TorchDispatchMode):
     """Notes which parts of which meta tensors are written."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]  # torch annotates it nowhere
         self._written: dict[int, list[torch.Tensor]] = defaultdict(list)
 
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
         if func in (_aten.copy_.default, _aten.fill_.Scalar, _aten.zero_.default):
             if args[0].is_meta:
                 self._written[_storage(args[0])].append(args[0].detach())
@@ -251,7 +266,7 @@ def _require_filled(parameters: list[_Parameter], writes: WriteRecorder) -> None
 
 
 def _storage(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage()._cdata
+    return int(tensor.untyped_storage()._cdata)
 
 
 def _box_of(view: torch.Tensor, base: torch.Tensor) -> Box | None:
@@ -267,7 +282,7 @@ def _box_of(view: torch.Tensor, base: torch.Tensor) -> Box | None:
         except StopIteration:
             return None
         sizes[dim] = size
-    box, rest = [], view.storage_offset() - base.storage_offset()
+    box, rest = [], int(view.storage_offset() - base.storage_offset())
     for size, stride, limit in zip(sizes, base.stride(), base.shape, strict=True):
         start, rest = divmod(rest, max(stride, 1))
         if start + size > limit:

@@ -56,8 +56,8 @@ class Reloader:
         self._learnt: Learnt | None = None
 
     @property
-    def model(self) -> torch.nn.Module:
-        """The model that is reloaded, while it lives."""
+    def model(self) -> Any:
+        """The model that is reloaded, while it lives; with the methods of its class in vLLM."""
         model = self._model()
         assert model is not None, "the model was closed"
         return model

@@ -231,15 +231,16 @@ class SlicedTensor(torch.Tensor):
                 data = data.unsqueeze(position)
         return data
 
-    def __repr__(self) -> str:
+    def __repr__(self) -> str:  # type: ignore[override]  # without contents to print, as torch's has
         source = self._source
         return f"SlicedTensor({source.name}{show(self._box)} of {list(source.shape)}, {self.dtype})"
 
-    # Views go through __torch_dispatch__; __torch_function__ would wrap plain results again.
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    # Views go through __torch_dispatch__; __torch_function__ would wrap plain results again. Both
+    # have in torch's stub the types of the functions that switch them off.
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @classmethod
-    def __torch_dispatch__(
+    def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
@@ -417,12 +418,14 @@ def _split(view: SlicedTensor, size: int, dim: int = 0) -> _Views:
 def _split_sizes(view: SlicedTensor, sizes: Sequence[int], dim: int = 0) -> _Views:
     starts = [sum(sizes[:i]) for i in range(len(sizes))]
     parts = [view._with_range(dim, at, n) for at, n in zip(starts, sizes, strict=True)]
-    return None if any(part is None for part in parts) else parts
+    found = [part for part in parts if part is not None]
+    return found if len(found) == len(parts) else None
 
 
 def _unbind(view: SlicedTensor, dim: int = 0) -> _Views:
     parts = [_select(view, dim, index) for index in range(view.shape[dim])]
-    return None if any(part is None for part in parts) else parts
+    found = [part for part in parts if part is not None]
+    return found if len(found) == len(parts) else None
 
 
 _FOLLOWED: dict[Any, Callable[..., Any]] = {

@@ -140,7 +140,7 @@ def on_cuda() -> bool:
     """Whether vLLM's platform in this process is CUDA."""
     from vllm.platforms import current_platform
 
-    return current_platform.is_cuda()
+    return bool(current_platform.is_cuda())
 
 
 @contextmanager

@@ -12,7 +12,7 @@ import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from mcore_rl.common.errors import UsageError
 from mcore_rl.common.machine_memory import machine_memory
@@ -275,7 +275,7 @@ class _Examination:
             host = [self._host_memory()]
         return [*space.check_disk(saves, others), *host]
 
-    def _saves(self, num_steps: int, values: Mapping[str, object], directory: Path) -> space.Saves:
+    def _saves(self, num_steps: int, values: Mapping[str, Any], directory: Path) -> space.Saves:
         from mcore_rl.tools.doctor.checkpoint import num_parameters
         from mcore_rl.tools.doctor.plan import checkpoint_bytes
 

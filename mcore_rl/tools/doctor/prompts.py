@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
 from pathlib import Path
 
@@ -36,15 +37,17 @@ def check_prompts(
         return [red(PROMPTS, "--rl-prompts is missing", remedy)], []
     findings: list[Finding] = []
     day = None if resumed is None else date_of_checkpoints(resumed.parent)
-    options = {"trust_remote_code": trust_remote_code, "date": day}
+    open_source = functools.partial(
+        prompt_source, config, trust_remote_code=trust_remote_code, date=day
+    )
     try:
-        source = prompt_source(config, config.prompts, **options)
+        source = open_source(config.prompts)
     except UsageError as error:
         return [refusal(PROMPTS, error)], []
     train = _read(config, source, "--rl-prompts", findings)
     held_out = None
     if config.eval_prompts is not None:
-        source = prompt_source(config, config.eval_prompts, **options)
+        source = open_source(config.eval_prompts)
         held_out = _read(config, source, "--rl-eval-prompts", findings)
     if train is None:
         return findings, []

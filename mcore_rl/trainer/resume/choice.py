@@ -35,7 +35,7 @@ def choose(folder: Path, *, beside: Sequence[Path] = (), step: int | None = None
         for place in places:
             _recover(place)
         found = [_common_steps(places)]
-    steps = objects.broadcast(found[0])
+    steps: list[int] = objects.broadcast(found[0])
     if step is not None and steps:
         if step not in steps:
             raise UsageError(

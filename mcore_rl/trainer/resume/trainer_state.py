@@ -10,7 +10,7 @@ import contextlib
 import dataclasses
 import json
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import date as Date
 from pathlib import Path
@@ -119,10 +119,12 @@ def _random_states(row: torch.Tensor, folder: Path) -> RngState:
 def read_trainer_state(folder: Path) -> TrainerState:
     """The state alone. Not collective: no process group is needed.
 
-    Raises RuntimeError as `load_trainer_state`.
+    Raises as `load_trainer_state`.
     """
     reader = FileSystemReader(folder)
-    size = getattr(reader.read_metadata().state_dict_metadata.get(_FACTS), "size", ())
+    size: Sequence[int] = getattr(
+        reader.read_metadata().state_dict_metadata.get(_FACTS), "size", ()
+    )
     if len(size) != 2 or not size[0]:
         raise not_held(folder, _STATE, f"it has no rows of bytes called {_FACTS}")
     if math.prod(size) > _MOST_FACT_BYTES * size[0]:

@@ -209,7 +209,8 @@ class Mesh:
         """`rank` is that on its side: near is the actor's."""
         self._num_near, self._num_ranks = num_near_ranks, num_near_ranks + num_far_ranks
         self._rank = rank if is_near else num_near_ranks + rank
-        self._group = dist.ProcessGroupGloo(store, self._rank, self._num_ranks, _PATIENCE)
+        # Any: torch's stub leaves out its operations.
+        self._group: Any = dist.ProcessGroupGloo(store, self._rank, self._num_ranks, _PATIENCE)
 
     def carried(self, parcel: Parcel, *, to_role: bool) -> torch.Tensor:
         """What this rank gets of a parcel of the other side; nothing on those that it is from."""
@@ -249,7 +250,8 @@ class Bridge:
     def __init__(self, store: dist.Store, *, place: int, num_far_ranks: int) -> None:
         """`place` is 0 for the actor's end, else 1 + the rank within the role."""
         self._place = place
-        self._group = dist.ProcessGroupGloo(store, place, 1 + num_far_ranks, _PATIENCE)
+        # Any: torch's stub leaves out its operations.
+        self._group: Any = dist.ProcessGroupGloo(store, place, 1 + num_far_ranks, _PATIENCE)
 
     def tell(self, message: Message) -> None:
         """From the actor to all ranks of the role."""

@@ -127,7 +127,9 @@ class ModelReward:
         if not len(table):
             return np.empty(0)
         wanted = self._role.call("divide", **table_to_tensors(table))["wanted"]
-        return self._role.call("scores", tokens=keeper.parcel(table, wanted))["scores"].numpy()
+        answer = self._role.call("scores", tokens=keeper.parcel(table, wanted))
+        scores: np.ndarray = answer["scores"].numpy()
+        return scores
 
     def outcomes(self, keeper: SampleKeeper, table: SampleTable) -> list[Outcome]:
         """In their order; a sample whose score is not a finite number has no reward."""

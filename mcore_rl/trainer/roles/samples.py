@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -152,7 +153,7 @@ def _found_later(
     moved = []
     for each in batch.later:
         parts = np.split(known.of(each.sample_ids.numpy()), ends, axis=1)
-        found = {
+        found: dict[str, Any] = {
             name: torch.from_numpy(
                 np.ascontiguousarray(part)
                 .view(value.dtype)

@@ -1,2 +1,2 @@
-"""What a model is, without Megatron or vLLM: its family, its config.json, the layouts of its ranks,
-the tensors of its checkpoint, and where each lies in Megatron's parameters."""
+"""Description of a model without Megatron or vLLM: family, config.json, layouts of ranks,
+checkpoint tensors, and the place of each tensor in Megatron's parameters."""

@@ -1,8 +1,8 @@
-"""Arithmetic of boxes: axis-aligned ranges of a tensor's elements.
+"""Arithmetic on boxes: axis-aligned ranges of a tensor's elements.
 
-A box gives a half-open range (start, stop) per dimension, in the coordinates of the full tensor. A
-scalar's only box is `()`, of volume 1. Weight maps, needs and transfer plans are all written in
-boxes, so that "nothing twice, nothing missing" is a question of integers.
+A box is a half-open range (start, stop) per dimension, in the coordinates of the full tensor. The
+only box of a scalar is `()`, with volume 1. Weight maps, needs and transfer plans consist of boxes,
+so "each element exactly once" can be checked with integers.
 
 This module is pure: integers in, integers out.
 """
@@ -16,22 +16,22 @@ Box = tuple[tuple[int, int], ...]
 
 
 def full_box(shape: Sequence[int]) -> Box:
-    """The box of a whole tensor of `shape`."""
+    """Return the box of a complete tensor of `shape`."""
     return tuple((0, n) for n in shape)
 
 
 def extent(box: Box) -> tuple[int, ...]:
-    """The shape of what `box` cuts out."""
+    """Return the shape of the slice that `box` selects."""
     return tuple(stop - start for start, stop in box)
 
 
 def volume(box: Box) -> int:
-    """The number of elements in `box`."""
+    """Return the number of elements in `box`."""
     return math.prod(stop - start for start, stop in box)
 
 
 def intersect(a: Box, b: Box) -> Box | None:
-    """What `a` and `b` share, or None where that is nothing."""
+    """Return the intersection of `a` and `b`, or None if it is empty."""
     parts = []
     for (a_start, a_stop), (b_start, b_stop) in zip(a, b, strict=True):
         start, stop = max(a_start, b_start), min(a_stop, b_stop)
@@ -42,7 +42,7 @@ def intersect(a: Box, b: Box) -> Box | None:
 
 
 def contains(outer: Box, inner: Box) -> bool:
-    """Whether every element of `inner` lies in `outer`."""
+    """Return whether every element of `inner` lies in `outer`."""
     if volume(inner) == 0:
         return True
     return all(
@@ -52,7 +52,7 @@ def contains(outer: Box, inner: Box) -> bool:
 
 
 def relative(inner: Box, outer: Box) -> Box:
-    """`inner` in coordinates that count from the corner of `outer`, which must contain it."""
+    """Return `inner` in coordinates relative to the corner of `outer`, which must contain it."""
     assert contains(outer, inner), f"{show(inner)} does not lie in {show(outer)}"
     return tuple(
         (start - origin, stop - origin)
@@ -61,10 +61,10 @@ def relative(inner: Box, outer: Box) -> Box:
 
 
 def boxes_of_flat_range(shape: Sequence[int], start: int, stop: int) -> list[Box]:
-    """Elements start to stop of a tensor of `shape`, in row-major order, as boxes.
+    """Return elements start to stop of a tensor of `shape`, in row-major order, as boxes.
 
-    The boxes are in that order, disjoint, not empty and each contiguous in memory. There are at
-    most 2 len(shape) - 1 of them. The range must lie in the tensor.
+    The boxes are in that order, disjoint and not empty, and each is contiguous in memory. There are
+    at most 2 len(shape) - 1 boxes. The range must lie in the tensor.
     """
     assert 0 <= start <= stop <= math.prod(shape), f"{start}:{stop} reaches outside {shape}"
     if not shape:
@@ -88,7 +88,7 @@ def boxes_of_flat_range(shape: Sequence[int], start: int, stop: int) -> list[Box
 
 
 def subtract(box: Box, hole: Box) -> list[Box]:
-    """Disjoint boxes that together are `box` without `hole`; at most two per dimension."""
+    """Return `box` without `hole` as disjoint boxes, at most two per dimension."""
     shared = intersect(box, hole)
     if shared is None:
         return [box] if volume(box) else []
@@ -104,7 +104,7 @@ def subtract(box: Box, hole: Box) -> list[Box]:
 
 
 def uncovered(box: Box, covers: Iterable[Box]) -> list[Box]:
-    """Disjoint boxes that together are the part of `box` that lies in none of `covers`."""
+    """Return the part of `box` that is outside all `covers`, as disjoint boxes."""
     rest = [box] if volume(box) else []
     for cover in covers:
         rest = [part for piece in rest for part in subtract(piece, cover)]
@@ -112,7 +112,7 @@ def uncovered(box: Box, covers: Iterable[Box]) -> list[Box]:
 
 
 def disjoint(boxes: Iterable[Box]) -> tuple[Box, ...]:
-    """The union of `boxes`, as sorted disjoint boxes of which no two join to a larger box."""
+    """Return the union of `boxes` as sorted disjoint boxes; no two of them form a larger box."""
     parts: list[Box] = []
     for box in sorted(set(boxes), key=lambda b: (-volume(b), b)):
         parts.extend(uncovered(box, parts))
@@ -133,7 +133,7 @@ def disjoint(boxes: Iterable[Box]) -> tuple[Box, ...]:
 
 
 def _join(a: Box, b: Box) -> Box | None:
-    """The box that two disjoint neighbours make up, or None where they make up none."""
+    """Return the union of two disjoint boxes if it is a box, else None."""
     differing = [dim for dim, (x, y) in enumerate(zip(a, b, strict=True)) if x != y]
     if len(differing) != 1:
         return None
@@ -145,7 +145,7 @@ def _join(a: Box, b: Box) -> Box | None:
 
 
 def cover_fault(box: Box, pieces: Sequence[Box]) -> str | None:
-    """What keeps `pieces` from covering `box` exactly once, in words; None where they do."""
+    """Return why `pieces` do not cover `box` exactly once, as text; None if they do."""
     for piece in pieces:
         if not contains(box, piece):
             return f"{show(piece)} reaches outside {show(box)}"
@@ -164,7 +164,7 @@ def cover_fault(box: Box, pieces: Sequence[Box]) -> str | None:
 
 
 def show(box: Box) -> str:
-    """`box` as one would slice it: "[0:4, 2:3]"."""
+    """Return `box` in slice notation: "[0:4, 2:3]"."""
     return "[" + ", ".join(f"{start}:{stop}" for start, stop in box) + "]"
 
 

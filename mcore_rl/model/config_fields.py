@@ -1,4 +1,4 @@
-"""Fields of a config.json, read one by one, with an error that names the one at fault.
+"""Reader for the fields of a config.json; an error names the field at fault.
 
 This module is pure: it imports neither Megatron nor vLLM nor torch.
 """
@@ -13,8 +13,8 @@ from mcore_rl.common.errors import UsageError
 from mcore_rl.common.parameters import Bounds
 from mcore_rl.common.readers import finite_number, integer_within
 
-# Some ten times what the largest published models have: what is made of these is enumerated, and
-# another number would keep a start busy for hours.
+# About ten times the values of the largest published models. Layers, experts and the like are
+# enumerated, so a much larger number would delay the start by hours.
 _MOST = {
     "num_hidden_layers": 2000,
     "num_nextn_predict_layers": 100,
@@ -25,15 +25,15 @@ _MOST_ELSEWHERE = 1 << 31  # positions; widths are compared with the weights
 
 
 class Fields:
-    """Reads fields of config.json; a missing or senseless one is an error that names it."""
+    """Reader for fields of config.json; raises an error that names a missing or invalid field."""
 
     def __init__(self, values: Mapping[str, Any], path: Path, flag: str, inside: str = "") -> None:
-        """`inside`: the field, and a dot, of which `values` is the object; for messages."""
+        """`inside`: the field that holds `values`, with a dot appended; for messages."""
         self._values, self._path, self._flag, self._inside = values, path, flag, inside
-        self.read: set[str] = set()  # names that were asked for
+        self.read: set[str] = set()  # names of the fields read
 
     def within(self, name: str, values: Mapping[str, Any]) -> Fields:
-        """The fields of the object that field `name` holds."""
+        """Return a reader for `values`, the object in field `name`."""
         return Fields(values, self._path, self._flag, f"{self._inside}{name}.")
 
     def __getitem__(self, name: str) -> Any:
@@ -50,7 +50,7 @@ class Fields:
         )
 
     def check_spelt_out(self, names: Iterable[str]) -> None:
-        """Each of `names` must be there, null or not."""
+        """Raise UsageError unless each of `names` is present, null or not."""
         for name in names:
             if name not in self._values:
                 raise self._missing(name)
@@ -61,7 +61,7 @@ class Fields:
         return default if value is None else value
 
     def count(self, name: str, default: int | None = None, *, least: int = 1) -> int:
-        """An integer from `least` to the bound of this field; needed unless there is a default."""
+        """Return an integer from `least` to the field's bound; required unless a default exists."""
         value = self[name] if default is None else self.get(name, default)
         most = _MOST.get(name, _MOST_ELSEWHERE)
         count = integer_within(value, least, most)
@@ -70,7 +70,7 @@ class Fields:
         return count
 
     def number(self, name: str, default: float | None = None, *, bounds: Bounds) -> float:
-        """A finite number within `bounds`; needed unless there is a default."""
+        """Return a finite number within `bounds`; required unless a default exists."""
         value = self[name] if default is None else self.get(name, default)
         found = finite_number(value)
         if found is None or not bounds.hold(found):
@@ -78,7 +78,7 @@ class Fields:
         return found
 
     def switch(self, name: str) -> bool:
-        """true or false; false unless it is there."""
+        """Return true or false; a missing field is false."""
         value = self.get(name, False)
         if not isinstance(value, bool):
             raise self.senseless(name, value, "true or false")

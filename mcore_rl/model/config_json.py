@@ -1,8 +1,8 @@
-"""A Hugging Face config.json, read into the shape of a model and into Megatron's flags.
+"""Conversion of a Hugging Face config.json into a model shape and into Megatron's flags.
 
-`ModelShape` is what the rest of the package knows of an architecture; `megatron_flags` says the
-same in Megatron's own words. Both are derived from config.json alone, so that nobody types an
-architecture twice.
+`ModelShape` describes an architecture to the rest of the package; `megatron_flags` expresses it as
+Megatron flags. Both are derived from config.json alone, so that nobody specifies an architecture
+twice.
 
 This module is pure: it imports neither Megatron nor vLLM nor torch.
 """
@@ -30,8 +30,8 @@ from mcore_rl.model.rope import YARN_WITHOUT_FLAG, read_rope
 from mcore_rl.model.vllm_fields import unmapped_field
 
 ARCHITECTURES = tuple(FAMILIES)
-_MOST_EXPERTS = 500_000  # of all layers; each has a name of its own, and Kimi-K2 has 23,424
-CLAMPED_AT = 7.0  # both halves of gpt-oss's SwiGLU; vLLM knows no other value
+_MOST_EXPERTS = 500_000  # in all layers; each has its own name; Kimi-K2 has 23,424
+CLAMPED_AT = 7.0  # both halves of gpt-oss's SwiGLU; the only value that vLLM supports
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +47,7 @@ class LatentAttention:
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
-    """What a checkpoint's tensors look like, whoever holds them."""
+    """Sizes and features that determine a checkpoint's tensors, independent of their layout."""
 
     architecture: str
     num_layers: int
@@ -64,18 +64,18 @@ class ModelShape:
     qkv_bias: bool
     tied_embeddings: bool
     norm_epsilon: float
-    rope: Mapping[str, Any]  # normalised: rope_type, rope_theta and what the type needs
+    rope: Mapping[str, Any]  # normalised: rope_type, rope_theta and the fields the type needs
     max_positions: int
-    # Beside num_layers. They are neither trained nor sampled from, and no part of what is compared:
-    # transformers drops them, and says that there is one where config.json is silent.
+    # In addition to num_layers. They are neither trained nor sampled from, and are not compared:
+    # transformers drops them, and reports one where config.json has no such field.
     num_mtp_layers: int = field(compare=False)
-    # How the checkpoint's weights are quantised, if so; the shape is that of what they stand for.
+    # Quantisation method of the checkpoint's weights; shapes are those of the dequantised weights.
     quantization: str | None = field(default=None, compare=False)
-    # The norms of queries and keys are over all heads at once, not over each.
+    # The norms of queries and keys run over all heads together, not over each head.
     norms_whole_projection: bool = False
-    linear_biases: bool = False  # of every linear layer, the experts' and the router's included
+    linear_biases: bool = False  # in every linear layer, including experts and router
     attention_sinks: bool = False
-    # How many positions, its own included, a token sees in every other layer, the first included.
+    # Positions that a token sees, its own included, in every other layer from the first.
     sliding_window: int | None = None
     clamps_glu: bool = False  # gpt-oss's SwiGLU
     # `score.weight` `[1, h]` instead of `lm_head.weight`: a critic, or a reward model.
@@ -83,12 +83,12 @@ class ModelShape:
 
     @property
     def moe_layers(self) -> tuple[int, ...]:
-        """Global numbers, from 0, of the layers with experts."""
+        """Global numbers (from 0) of the layers with experts."""
         return tuple(layer for layer, is_moe in enumerate(self.is_moe_layer) if is_moe)
 
 
 def read_config_json(folder: Path, *, flag: str = "--rl-hf-checkpoint") -> dict[str, Any]:
-    """The parsed config.json of a checkpoint folder; raises UsageError if there is none to read."""
+    """Parse the config.json of a checkpoint folder; raise UsageError if it cannot be read."""
     path = Path(folder) / "config.json"
     if not path.is_file():
         raise UsageError(
@@ -120,10 +120,10 @@ def read_model_shape(
 ) -> ModelShape:
     """Read the config.json in the folder `source`, or the file `source` itself.
 
-    Raises UsageError for a missing folder, file or field, a family that is not supported, and
-    features of a supported one that are not (biases, other activations). Weights in FP8 blocks are
-    read as the bfloat16 they stand for, and `quantization` says what was published; other quantised
-    weights are refused, unless only `for_planning`.
+    Raises UsageError for a missing folder, file or field, an unsupported family, and unsupported
+    features of a supported family (biases, other activations). Weights in FP8 blocks are described
+    as the bfloat16 weights they represent, and `quantization` names the published method. Other
+    quantised weights are refused, except with `for_planning`.
     """
     source = Path(source)
     if source.is_file():
@@ -141,14 +141,14 @@ def model_shape(
     flag: str = "--rl-hf-checkpoint",
     for_planning: bool = False,
 ) -> ModelShape:
-    """`read_model_shape` for a config.json that is parsed already; `path` is for the messages."""
+    """Do `read_model_shape` for a parsed config.json; `path` is for messages."""
     fields = Fields(values, path, flag)
     if not isinstance(fields["model_type"], str):
         raise fields.senseless("model_type", fields["model_type"], "a text")
     types = fields.get("layer_types", [])
     if not isinstance(types, list):
         raise fields.senseless("layer_types", types, "a list")
-    fields.read.discard("layer_types")  # only its type was looked at
+    fields.read.discard("layer_types")  # only its type was checked
     family = FAMILIES.get(fields["model_type"])
     if family is None:
         missing = MISSING.get(fields["model_type"])
@@ -202,7 +202,7 @@ def model_shape(
 
 
 def _sliding_window(fields: Fields, num_layers: int) -> int:
-    """The sliding window of every other layer."""
+    """Return the sliding window of every other layer."""
     types = ["full_attention" if i % 2 else "sliding_attention" for i in range(num_layers)]
     if fields.get("layer_types", types) != types:
         raise fields.refuse(
@@ -212,18 +212,18 @@ def _sliding_window(fields: Fields, num_layers: int) -> int:
 
 
 def _head_dim(fields: Fields, num_heads: int, latent: LatentAttention | None) -> int:
-    """In latent attention it means nothing, and transformers writes a number of its own there."""
+    """Return head_dim; ignore the field in latent attention, where transformers writes another."""
     from_width = fields.count("hidden_size") // num_heads
     return from_width if latent else fields.count("head_dim", from_width)
 
 
 def _switch(fields: Fields, of_family: bool | str) -> bool:
-    """What is so in the whole family, or what the field of this name says."""
+    """Return the family's fixed value, or read the field that it names."""
     return fields.switch(of_family) if isinstance(of_family, str) else of_family
 
 
 def _refuse_features(fields: Fields, family: Family) -> None:
-    """What is left of config.json's switches must be off."""
+    """Raise UsageError for a feature that config.json enables and the family does not support."""
     if fields.get("hidden_act", "silu") != "silu":
         raise fields.refuse(f"the activation '{fields['hidden_act']}'")
     for name in ("attention_bias", "mlp_bias"):
@@ -256,9 +256,9 @@ def _latent_attention(fields: Fields) -> LatentAttention:
 
 
 def settings_without_flag(shape: ModelShape) -> dict[str, Any]:
-    """What `shape` asks of Megatron's TransformerConfig that none of its flags says.
+    """Return the settings of Megatron's TransformerConfig that `shape` needs and no flag sets.
 
-    To be set on Megatron's parsed arguments, from which it fills its configuration by name.
+    Set them on Megatron's parsed arguments, from which it fills its configuration by name.
     """
     if shape.latent is None or shape.rope["rope_type"] != "yarn":
         return {}
@@ -266,7 +266,7 @@ def settings_without_flag(shape: ModelShape) -> dict[str, Any]:
 
 
 def megatron_flags(shape: ModelShape) -> list[str]:
-    """The architecture of `shape` as Megatron command-line tokens."""
+    """Return the architecture of `shape` as Megatron command-line tokens."""
     tokens: list[str] = []
 
     def add(flag: str, *values: Any) -> None:
@@ -301,7 +301,7 @@ def megatron_flags(shape: ModelShape) -> list[str]:
         add("--untie-embeddings-and-output-weights")
     if shape.latent:
         _add_latent_attention(add, shape.latent, shape.rope)
-        if shape.hidden_size % shape.num_heads:  # which Megatron asserts, though it means nothing
+        if shape.hidden_size % shape.num_heads:  # Megatron asserts this, though MLA ignores it
             add("--kv-channels", shape.head_dim)
     else:
         add("--kv-channels", shape.head_dim)
@@ -311,7 +311,7 @@ def megatron_flags(shape: ModelShape) -> list[str]:
     if shape.attention_sinks:
         add("--softmax-type", "learnable")
     if shape.sliding_window:
-        add("--window-size", f"{shape.sliding_window - 1},0")  # positions before and behind
+        add("--window-size", f"{shape.sliding_window - 1},0")  # positions before and after
         add("--window-attn-skip-freq", 2)
     if shape.rope["rope_type"] == "llama3":
         add("--use-rope-scaling")
@@ -360,8 +360,8 @@ def _add_experts(add: Any, experts: Experts, is_moe_layer: tuple[bool, ...]) -> 
     if experts.has_shared_gate:
         add("--moe-shared-expert-gate")
     add("--moe-router-score-function", experts.score_function)
-    # DeepSeek-V2 and Qwen3 without normalisation weigh by the softmax over all experts; with it,
-    # the softmax over the chosen ones is the same thing, and that is Megatron's other order.
+    # Without normalisation, DeepSeek-V2 and Qwen3 weigh by the softmax over all experts. With it,
+    # the result equals the softmax over the chosen experts, which is Megatron's default order.
     if experts.score_function == "softmax" and not experts.normalize_topk:
         add("--moe-router-pre-softmax")
     if experts.has_bias:

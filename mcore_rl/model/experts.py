@@ -1,4 +1,4 @@
-"""The experts of a model and the layers that have some, read from a config.json.
+"""Experts of a model and the layers that have them, read from a config.json.
 
 This module is pure: it imports neither Megatron nor vLLM nor torch.
 """
@@ -18,8 +18,8 @@ class Experts:
 
     num_experts: int
     topk: int
-    hidden_size: int  # of one routed expert
-    shared_hidden_size: int | None  # of all shared experts together
+    hidden_size: int  # one routed expert
+    shared_hidden_size: int | None  # all shared experts together
     score_function: str  # "sigmoid" or "softmax"
     has_bias: bool  # auxiliary-loss-free balancing, arXiv 2408.15664
     normalize_topk: bool
@@ -30,13 +30,13 @@ class Experts:
 
     @property
     def ranks_groups_by_best(self) -> bool:
-        """Whether a group of experts counts as much as its best one (DeepSeek-V2), or as its two
-        best together (V3)."""
+        """Whether a group of experts is ranked by its best expert (DeepSeek-V2) instead of the sum
+        of its two best (V3)."""
         return self.num_groups is not None and self.score_function == "softmax"
 
 
 def read_experts(fields: Fields, router: Router) -> Experts:
-    """The experts that config.json describes, in the words of its family's router."""
+    """Read the experts from config.json, using the field names of the family's router."""
     normalize = router.always_normalizes or fields.switch("norm_topk_prob")
     topk, hidden_size = fields.count("num_experts_per_tok"), fields.count(router.expert_size)
     method, is_sigmoid = "", router.score_function == "sigmoid"
@@ -65,14 +65,14 @@ def read_experts(fields: Fields, router: Router) -> Experts:
 
 
 def _shared_size(fields: Fields, router: Router, hidden_size: int) -> int:
-    """The hidden size of all shared experts together; `hidden_size` is that of a routed one."""
+    """Return the hidden size of all shared experts together; `hidden_size` is per routed expert."""
     if router.gated_shared_size:
         return fields.count(router.gated_shared_size)
     return fields.count("n_shared_experts", 0, least=0) * hidden_size if router.methods else 0
 
 
 def _num_experts(fields: Fields, router: Router) -> int:
-    """Under the name that was published, or the one that transformers 5 saves."""
+    """Return the number of experts, from the published field or the one transformers 5 saves."""
     published, saved = router.num_experts, router.also_called
     if saved is None or fields.get(saved) is None:
         return fields.count(published)
@@ -86,7 +86,7 @@ def _num_experts(fields: Fields, router: Router) -> int:
 
 
 def _routing_method(fields: Fields, router: Router) -> str:
-    """DeepSeek's topk_method, where it and scoring_func are those of the family."""
+    """Return DeepSeek's topk_method; refuse it or scoring_func if the family has another."""
     of_family = f"with model_type '{fields['model_type']}'"
     scoring = fields.get("scoring_func", router.score_function)
     if scoring != router.score_function:
@@ -98,15 +98,15 @@ def _routing_method(fields: Fields, router: Router) -> str:
 
 
 def _expert_groups(fields: Fields, method: str, topk: int) -> tuple[int | None, int | None]:
-    """Number of groups and how many of them a token may use; None without group-limited routing."""
+    """Return the number of groups and the groups a token may use; None without group limits."""
     num_groups = fields.count("n_group", 1 if method != "group_limited_greedy" else None)
     if num_groups == 1:
         return None, None
     if method == "greedy":
         raise fields.refuse(f"n_group {num_groups} with topk_method 'greedy'")
     topk_groups = fields.count("topk_group")
-    # A group is ranked by its best experts: DeepSeek-V3 adds two of them, Megatron
-    # topk // topk_group. V2 takes the best one, which a patch of ours makes Megatron do.
+    # A group is ranked by its best experts: DeepSeek-V3 adds the best two, Megatron the best
+    # topk // topk_group. V2 takes the best one; one of our patches makes Megatron do so, too.
     added = topk // topk_groups
     if method == "noaux_tc" and added != 2:
         raise fields.refuse(
@@ -117,8 +117,9 @@ def _expert_groups(fields: Fields, method: str, topk: int) -> tuple[int | None, 
 
 
 def moe_layers(fields: Fields, family: Family, num_layers: int) -> tuple[bool, ...]:
-    """Whether each layer has experts. A family has some of these fields; where one is left out, it
-    keeps no layer dense."""
+    """Return for each layer whether it has experts.
+
+    A family has some of these fields; a missing field keeps no layer dense."""
     if family.router is None:
         return (False,) * num_layers
     first = _first_with_experts(fields, family.router, num_layers)
@@ -134,10 +135,10 @@ def moe_layers(fields: Fields, family: Family, num_layers: int) -> tuple[bool, .
 
 
 def _first_with_experts(fields: Fields, router: Router, num_layers: int) -> int:
-    """How many layers at the front are dense."""
+    """Return the number of dense layers at the front."""
     types = fields.get(router.layer_types) if router.layer_types else None
     if types is None:
-        # transformers keeps one layer dense where it is silent of the types.
+        # Without the types transformers keeps one layer dense.
         return fields.count("first_k_dense_replace", None if router.layer_types else 0, least=0)
     types = list(types) if isinstance(types, list) else [types]
     first = fields.count("first_k_dense_replace", types.count("dense"), least=0)

@@ -1,8 +1,8 @@
-"""The families of models that are supported: what sets one apart, a short table each.
+"""Supported model families: one short table each, with the properties that distinguish it.
 
-`hf_config` reads a config.json by its family's table, `weight_map` and `checkpoint_tensors` take
-the names of its tensors from there, and nothing else knows a family by name.
-docs/using/families.md says how to add one.
+`config_json` reads a config.json by its family's table, and `weight_map` and `tensors` take tensor
+names from it. Nothing else refers to a family by name. docs/using/families.md describes how to add
+one.
 
 This module is pure: it imports neither Megatron nor vLLM nor torch.
 """
@@ -16,26 +16,26 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class Router:
-    """Where config.json tells of the routed experts, and what a family leaves unsaid there."""
+    """Fields of config.json that describe the routed experts, and what a family leaves implicit."""
 
     num_experts: str  # name of the field
-    also_called: str | None = None  # by transformers 5, which saves that field under this name
+    also_called: str | None = None  # name under which transformers 5 saves the field
     expert_size: str = "moe_intermediate_size"  # name of the field
     score_function: str = "softmax"  # or "sigmoid", with a bias per expert (arXiv 2408.15664)
-    always_normalizes: bool = False  # otherwise norm_topk_prob says whether weights add up to 1
-    # DeepSeek's: values of topk_method, the usual one first. With any, config.json also speaks of
-    # groups, of a scaling factor and of shared experts; without, nobody reads those fields.
+    always_normalizes: bool = False  # otherwise norm_topk_prob decides whether weights sum to 1
+    # DeepSeek's values of topk_method, the usual one first. If there are any, config.json also
+    # describes groups, a scaling factor and shared experts; otherwise nobody reads those fields.
     methods: tuple[str, ...] = ()
-    # Name of the field with the size of a shared expert that has a gate of its own.
+    # Name of the field with the size of a shared expert that has its own gate.
     gated_shared_size: str | None = None
-    # Name of a field that says of each layer whether it is dense, for transformers. vLLM goes by
+    # Name of the field that tells transformers for each layer whether it is dense. vLLM uses
     # first_k_dense_replace.
     layer_types: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class TensorNames:
-    """How the checkpoint calls a layer's experts, after `model.layers.N.`; the rest is common."""
+    """Names of a layer's expert tensors, after `model.layers.N.`; other names are common to all."""
 
     block: str = "mlp."
     gate: str = "gate_proj.weight"
@@ -47,17 +47,17 @@ class TensorNames:
 
     @property
     def router(self) -> str:
-        """The weight that scores the experts."""
+        """Weight of the layer that scores the experts."""
         return f"{self.block}{self.scorer}weight"
 
     @property
     def scorer_bias(self) -> str:
-        """The bias of the layer that scores the experts, where linear layers have some."""
+        """Bias of the layer that scores the experts, where linear layers have biases."""
         return f"{self.block}{self.scorer}bias"
 
     @property
     def router_bias(self) -> str:
-        """The bias that is added to the scores only to choose experts by."""
+        """Bias added to the scores only for choosing experts."""
         return f"{self.block}{self.bias}"
 
     @property
@@ -72,12 +72,12 @@ class TensorNames:
 
     @property
     def shared_gate(self) -> str:
-        """The weight of the gate that the shared expert's output goes through."""
+        """Weight of the gate on the shared expert's output."""
         return f"{self.block}shared_expert_gate.weight"
 
 
 def bias_of(weight: str) -> str:
-    """The name of the bias beside a linear layer's weight."""
+    """Return the name of the bias that belongs to a linear layer's weight."""
     return weight.removesuffix("weight") + "bias"
 
 
@@ -87,37 +87,37 @@ class Family:
 
     model_type: str
     class_name: str  # in transformers and in vLLM; the `architectures` of config.json
-    # Fields that must be spelt out, if only as null: where one is left out, transformers fills in
-    # the values of a published model, vLLM sometimes others, and we neither. transformers writes
-    # all of them; what it does not write has one value in a family (`Router.methods`).
+    # Fields that must be present, null or not. For a missing field transformers fills in the value
+    # of a published model and vLLM sometimes another; mcore_rl refuses it. transformers writes all
+    # these fields; fields that it does not write have one value per family (`Router.methods`).
     spelt_out: tuple[str, ...] = ()
-    also_refused: tuple[str, ...] = ()  # fields that no checkpoint supported here sets
-    # Fields of which a host knows one value alone, whatever config.json says.
+    also_refused: tuple[str, ...] = ()  # fields that no supported checkpoint sets
+    # Fields for which a host uses one fixed value, whatever config.json contains.
     fixed: Mapping[str, Any] = field(default_factory=dict)
     latent_attention: bool = False
-    # Of the heads, or of the latents where attention is latent. For this and for the biases: True,
-    # False, or the field of config.json that says which.
+    # Norms of the heads, or of the latents with latent attention. This and the biases are True,
+    # False, or the name of the config.json field that decides.
     qk_norm: bool | str = False
     qkv_bias: bool | str = False
-    norms_whole_projection: bool = False  # with qk_norm: over all heads at once
-    # Of every linear layer: those of attention, the router, the experts.
+    norms_whole_projection: bool = False  # with qk_norm: over all heads together
+    # In every linear layer: attention, router, experts.
     linear_biases: bool = False
-    attention_sinks: bool = False  # a logit of each head that takes a share of its attention
-    # Every other layer, the first one included, sees the last sliding_window positions alone.
+    attention_sinks: bool = False  # a logit per head that takes a share of its attention
+    # Every other layer, from the first, sees only the last sliding_window positions.
     alternates_windows: bool = False
-    # SwiGLU of gpt-oss: both halves are clamped, a gain in the sigmoid, one more on the other half.
+    # gpt-oss's SwiGLU: both halves clamped, a gain in the sigmoid, 1 added to the other half.
     clamps_glu: bool = False
-    # All experts of a layer are in one tensor of the folder, their gates and up-projections row by
-    # row in turn; `names` are then those that mcore_rl has for what lies in it.
+    # One tensor of the folder holds all experts of a layer, with rows of gate and up-projection
+    # alternating; `names` are then mcore_rl's names for its parts.
     stacked_experts: bool = False
     router: Router | None = None
     names: TensorNames = field(default_factory=TensorNames)
     rope_types: tuple[str, ...] = ("default",)
-    default_rope_theta: float | None = 10000.0  # None: must be spelt out
-    # Of each head, where config.json is silent; with 1 it must not say otherwise. None: it must be
-    # spelt out, there or as rotary_dim, the number of elements.
+    default_rope_theta: float | None = 10000.0  # None: config.json must contain it
+    # Share of each head; the default if config.json has no value. With 1 no other value is allowed.
+    # None: config.json must contain it, or rotary_dim, the number of elements.
     partial_rotary_factor: float | None = 1.0
-    has_drafter: bool = False  # vLLM drafts with the MTP layers of such a checkpoint
+    has_drafter: bool = False  # vLLM can draft with the checkpoint's MTP layers
 
 
 _V3_SPELT_OUT = tuple(
@@ -128,7 +128,7 @@ _V3_ROUTER = Router("n_routed_experts", score_function="sigmoid", methods=("noau
 
 
 _PUBLISHED = (
-    Family(  # and Moonlight, which calls itself so
+    Family(  # and Moonlight, which uses this model_type
         model_type="deepseek_v3",
         class_name="DeepseekV3ForCausalLM",
         spelt_out=_V3_SPELT_OUT,
@@ -156,7 +156,7 @@ _PUBLISHED = (
         router=_V3_ROUTER,
         rope_types=("default", "yarn"),
     ),
-    Family(  # GLM-4.5, 4.6 and 4.7; Air has no norms of heads
+    Family(  # GLM-4.5, 4.6 and 4.7; Air has no head norms
         model_type="glm4_moe",
         class_name="Glm4MoeForCausalLM",
         spelt_out=(
@@ -176,7 +176,7 @@ _PUBLISHED = (
         qk_norm=True,
         router=Router("num_experts", also_called="num_local_experts"),
     ),
-    Family(  # GLM-4.7-Flash, of GLM-4.5 the experts alone
+    Family(  # GLM-4.7-Flash; only the experts are GLM-4.5's
         model_type="glm4_moe_lite",
         class_name="Glm4MoeLiteForCausalLM",
         spelt_out=(
@@ -214,7 +214,7 @@ _PUBLISHED = (
         model_type="qwen2_moe",
         class_name="Qwen2MoeForCausalLM",
         spelt_out=("num_key_value_heads",),
-        fixed={"qkv_bias": True},  # of vLLM
+        fixed={"qkv_bias": True},  # in vLLM
         qkv_bias=True,
         router=Router("num_experts", gated_shared_size="shared_expert_intermediate_size"),
         names=TensorNames(shared="shared_expert."),
@@ -232,7 +232,7 @@ _PUBLISHED = (
         model_type="gpt_oss",
         class_name="GptOssForCausalLM",
         spelt_out=("num_key_value_heads", "head_dim", "sliding_window"),
-        # Of vLLM; the first one of transformers' class, too.
+        # Fixed in vLLM; the first also in transformers' class.
         fixed={
             "attention_bias": True,
             "rms_norm_eps": 1e-5,
@@ -255,7 +255,7 @@ _PUBLISHED = (
         model_type="mixtral",
         class_name="MixtralForCausalLM",
         spelt_out=("num_key_value_heads",),
-        also_refused=("sliding_window",),  # there is no use_sliding_window beside it
+        also_refused=("sliding_window",),  # Mixtral has no use_sliding_window
         router=Router("num_local_experts", expert_size="intermediate_size", always_normalizes=True),
         names=TensorNames(
             block="block_sparse_moe.", gate="w1.weight", up="w3.weight", down="w2.weight"
@@ -291,7 +291,7 @@ _NO_SPARSE_ATTENTION = (
     "sparse attention (DSA): Megatron makes it with Transformer Engine alone, and vLLM's CPU build "
     "has none"
 )
-# model_type -> what of it is missing in which host, so that nothing of it can be shown here.
+# model_type -> the component that a host lacks, so that nothing can be tested here.
 MISSING: Mapping[str, str] = {
     **dict.fromkeys(("qwen3_next", "qwen3_5_moe", "qwen3_5_moe_text"), _NO_DELTA_NET),
     **dict.fromkeys(("deepseek_v32", "glm_moe_dsa"), _NO_SPARSE_ATTENTION),
@@ -299,10 +299,10 @@ MISSING: Mapping[str, str] = {
 
 
 def family(table: Family) -> Family:
-    """Make a family of the user's own known, by its `model_type`. ValueError: there is one.
+    """Register a user's family by its `model_type`; raise ValueError if that one exists.
 
-    docs/using/families.md says what the table must tell; the tests that hold ours are worth running
-    for it: a wrong table is a wrong model.
+    docs/using/families.md describes the table. Run the tests of the built-in families on it, too: a
+    wrong table gives a wrong model.
     """
     if table.model_type in FAMILIES:
         raise ValueError(f"there is a family {table.model_type!r} already")
@@ -311,16 +311,16 @@ def family(table: Family) -> Family:
 
 
 def family_of(architecture: str) -> Family:
-    """The family of a `ModelShape.architecture`, which is a key of `FAMILIES` by construction."""
+    """Return the family of a `ModelShape.architecture`, always a key of `FAMILIES`."""
     return FAMILIES[architecture]
 
 
 def left_to_defaults(values: Mapping[str, Any]) -> dict[str, Any]:
-    """What a parsed config.json leaves unsaid and vLLM must be told.
+    """Return the fields that a parsed config.json omits and vLLM needs.
 
-    transformers has no field for what all models of a family have in common, and does not write it;
-    vLLM, one class for all DeepSeeks, would take DeepSeek-V2's router for V3's, or no groups for
-    an error, and MiniMax-M2 without a bias of its router.
+    transformers has no field for a property that all models of a family share, and does not write
+    it. Without them vLLM, with one class for all DeepSeek models, would take DeepSeek-V2's router
+    for V3's or fail on missing groups, and would load MiniMax-M2 without the router's bias.
     """
     family = FAMILIES.get(values.get("model_type", ""))
     router = family.router if family else None

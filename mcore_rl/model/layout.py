@@ -1,13 +1,13 @@
-"""Who sits where: the parallel degrees of training and rollout, and the ranks they give.
+"""Parallel degrees of training and rollout, and the ranks that follow from them.
 
-Pure integers: neither Megatron nor vLLM nor torch is imported. Degrees multiply as in Megatron:
+This module is pure: no import of Megatron, vLLM or torch. Degrees multiply as in Megatron:
 
     world = tp x cp x dp x pp          (dense part, innermost first: tp, cp, dp, pp)
     world = etp x ep x edp x pp        (experts, innermost first: etp, ep, edp, pp)
 
-and rollout engines of `tp x dp` slots each fill the world. Which rank plays which slot is the rank
-map; under the identity slots are filled in rank order. PP is outermost in Megatron and absent in
-rollout, so the ranks of one pipeline stage become whole engines: PP becomes extra DP.
+and rollout engines of `tp x dp` slots each fill the world. The rank map assigns ranks to slots; the
+identity fills slots in rank order. PP is outermost in Megatron and absent in rollout, so the ranks
+of one pipeline stage form complete engines: PP becomes additional DP.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from itertools import accumulate
 
 from mcore_rl.common.errors import UsageError
 
-# The all-to-all backends of vLLM 0.32.0 with which experts do not work on token shards of
-# their TP group, so that shared experts are split over TP like any dense layer. "moonep" is another
-# one, but its experts' weights cannot be exchanged (see NOT_RELOADABLE).
+# The all-to-all backends of vLLM 0.32.0 with which experts do not work on token shards of their TP
+# group, so that shared experts are split over TP like any dense layer. "moonep" is another, but its
+# experts' weights cannot be replaced (see NOT_RELOADABLE).
 SPLITS_SHARED_EXPERTS = ("flashinfer_all2allv", "flashinfer_nvlink_two_sided")
-# Those that vLLM takes from its users, but the one below.
+# Backends that vLLM accepts from users, except NOT_RELOADABLE.
 ALL2ALL_BACKENDS = (
     "allgather_reducescatter",
     "deepep_high_throughput",
@@ -34,16 +34,16 @@ ALL2ALL_BACKENDS = (
     "mori_low_latency",
     "nixl_ep",
 )
-# The one with which vLLM puts experts into memory that a checkpoint cannot be loaded into again.
+# With this backend vLLM puts experts into memory into which no second checkpoint can be loaded.
 NOT_RELOADABLE = "moonep"
 
-# stage -> model chunk (one without virtual stages) -> global numbers of its decoder layers, from 0
+# stage -> model chunk (one without virtual stages) -> global numbers (from 0) of its decoder layers
 PipelineLayers = tuple[tuple[tuple[int, ...], ...], ...]
 
 
 @dataclass(frozen=True, slots=True)
 class TrainLayout:
-    """Megatron's degrees. `dp_size` and `edp_size` follow from the world size."""
+    """Megatron's parallel degrees; `dp_size` and `edp_size` follow from the world size."""
 
     world_size: int
     tp_size: int = 1
@@ -101,7 +101,7 @@ class TrainLayout:
         return rank // (self.tp_size * self.cp_size) % self.dp_size
 
     def dp_ranks(self) -> tuple[tuple[int, ...], ...]:
-        """For each data-parallel rank, its TP, CP and PP ranks, which train on the same samples."""
+        """Return the TP, CP and PP ranks of each data-parallel rank, which train on its samples."""
         found: list[list[int]] = [[] for _ in range(self.dp_size)]
         for rank in range(self.world_size):
             found[self.dp_rank(rank)].append(rank)
@@ -114,15 +114,15 @@ class TrainLayout:
         return rank // self.etp_size % self.ep_size
 
     def pp_group(self, rank: int) -> tuple[int, ...]:
-        """The ranks that hold the other stages of `rank`'s pipeline, `rank` included."""
+        """Return the ranks that hold the stages of `rank`'s pipeline, `rank` included."""
         first = rank % self.ranks_per_stage
         return tuple(first + stage * self.ranks_per_stage for stage in range(self.pp_size))
 
     def groups(self) -> dict[str, tuple[tuple[int, ...], ...]]:
-        """Megatron's process groups in which weights may be broadcast, all ranks of the world.
+        """Return Megatron's process groups that can broadcast weights, over all ranks of the world.
 
-        By name: `pp`, `ep`, `dp` (with CP), `tp`. What joins machines comes before what lies within
-        one.
+        The names are `pp`, `ep`, `dp` (with CP), `tp`: groups across machines come before groups
+        within one.
         """
         tp, etp, stage = self.tp_size, self.etp_size, self.ranks_per_stage
         first = range(0, self.world_size, stage)  # of each stage
@@ -140,7 +140,7 @@ class TrainLayout:
         }
 
     def describe(self) -> str:
-        """TP2 x PP2 x DP1, EP2 x ETP1 x EDP1."""
+        """Return for example "TP2 x CP1 x DP1 x PP2, experts ETP1 x EP2 x EDP1"."""
         return (
             f"TP{self.tp_size} x CP{self.cp_size} x DP{self.dp_size} x PP{self.pp_size}, "
             f"experts ETP{self.etp_size} x EP{self.ep_size} x EDP{self.edp_size}"
@@ -157,12 +157,12 @@ def pipeline_layers(
     embedding_counts: bool = False,
     loss_counts: bool = False,
 ) -> PipelineLayers:
-    """Which decoder layers each stage and model chunk holds, as Megatron cuts them.
+    """Return the decoder layers of each stage and model chunk, split as Megatron does.
 
-    `first` and `last` are the layers of an uneven first or last stage
-    (`--decoder-first-pipeline-num-layers`, `--decoder-last-...`); with `embedding_counts` and
-    `loss_counts` (`--account-for-*-in-pipeline-split`) the embedding and the loss each take the
-    place of one layer. Raises UsageError where the layers do not divide.
+    `first` and `last` are the layer counts of an uneven first or last stage
+    (`--decoder-first-pipeline-num-layers`, `--decoder-last-...`). With `embedding_counts` and
+    `loss_counts` (`--account-for-*-in-pipeline-split`) the embedding and the loss each count as one
+    layer. Raises UsageError if the layers cannot be divided evenly.
     """
     per_stage = _layers_per_stage(
         num_layers + embedding_counts + loss_counts, pp_size, first=first, last=last
@@ -182,9 +182,9 @@ def pipeline_layers(
 
 
 def layers_of_chunks(counts: Sequence[Sequence[int]]) -> PipelineLayers:
-    """The layers of each stage and chunk, given how many each has.
+    """Return the layers of each stage and chunk, given the number of layers of each.
 
-    Chunks take them in turn: the first chunk of every stage, then the second of every stage.
+    Layers go to the first chunk of every stage, then to the second chunk of every stage, and so on.
     """
     pp_size, vp_size = len(counts), len(counts[0])
     in_turn = [counts[stage][chunk] for chunk in range(vp_size) for stage in range(pp_size)]
@@ -217,12 +217,12 @@ def _layers_per_stage(
 
 @dataclass(frozen=True, slots=True)
 class RolloutLayout:
-    """vLLM's degrees: engines of `tp_size` x `dp_size` slots, experts whole (EP) or split (TP).
+    """vLLM's degrees: engines of `tp_size` x `dp_size` slots, experts complete (EP) or split (TP).
 
-    Slots are vLLM's positions, in its order: engine, then DP rank, then TP rank, innermost. With
-    `expert_parallel` experts spread over all slots of an engine, so that EP = `tp_size` x
-    `dp_size`; without it engines have `dp_size` 1. `rank_map[slot]` is the torch rank that plays a
-    slot, empty the identity. `all2all_backend` is vLLM's, empty its default.
+    Slots are vLLM's positions, in its order: engine, then DP rank, then TP rank (innermost). With
+    `expert_parallel` experts are distributed over all slots of an engine, so that EP = `tp_size` x
+    `dp_size`; without it `dp_size` is 1. `rank_map[slot]` is the torch rank at a slot; empty means
+    the identity. `all2all_backend` is vLLM's; empty means its default.
     """
 
     world_size: int
@@ -272,10 +272,10 @@ class RolloutLayout:
 
     @property
     def has_whole_shared_experts(self) -> bool:
-        """Whether vLLM keeps shared experts whole on every TP rank.
+        """Whether vLLM replicates shared experts on every TP rank.
 
-        It does where experts span data-parallel ranks and TP is above 1: each TP rank then takes a
-        shard of the tokens through the whole MoE layer (vLLM's use_sequence_parallel_moe).
+        It does so if experts span data-parallel ranks and TP is above 1: each TP rank then runs the
+        complete MoE layer on a shard of the tokens (vLLM's use_sequence_parallel_moe).
         """
         spans = self.expert_parallel and self.tp_size > 1 and self.dp_size > 1
         return spans and self.all2all_backend not in SPLITS_SHARED_EXPERTS
@@ -285,11 +285,11 @@ class RolloutLayout:
         return self.rank_map in ((), tuple(range(self.world_size)))
 
     def rank(self, slot: int) -> int:
-        """The torch rank that plays a slot."""
+        """Return the torch rank at a slot."""
         return self.rank_map[slot] if self.rank_map else slot
 
     def slot(self, rank: int) -> int:
-        """The slot that a torch rank plays."""
+        """Return the slot of a torch rank."""
         return self.rank_map.index(rank) if self.rank_map else rank
 
     @property
@@ -297,19 +297,19 @@ class RolloutLayout:
         return self.world_size // self.tp_size
 
     def tp_group_index(self, rank: int) -> int:
-        """Which TP group of the world a rank is in, by slots; prompts are dealt out by it."""
+        """Return the index of a rank's TP group, in slot order; prompts are assigned by it."""
         return self.slot(rank) // self.tp_size
 
     def engine_index(self, rank: int) -> int:
         return self.slot(rank) // self.slots_per_engine
 
     def engine_ranks(self, engine: int) -> tuple[int, ...]:
-        """The torch ranks of an engine, in the order of their slots."""
+        """Return the torch ranks of an engine in slot order."""
         first = engine * self.slots_per_engine
         return tuple(self.rank(first + i) for i in range(self.slots_per_engine))
 
     def dp_rank(self, rank: int) -> int:
-        """Within the engine."""
+        """Return the data-parallel rank within the engine."""
         return self.slot(rank) // self.tp_size % self.dp_size
 
     def tp_rank(self, rank: int) -> int:
@@ -319,7 +319,7 @@ class RolloutLayout:
         return self.slot(rank) % self.slots_per_engine if self.expert_parallel else 0
 
     def describe(self) -> str:
-        """2 engines of TP2, EP2."""
+        """Return for example "2 engines of TP2, EP2"."""
         dp = f" x DP{self.dp_size}" if self.dp_size > 1 else ""
         mapped = "" if self.is_identity else f", ranks {_ranges(self.rank_map)}"
         return f"{self.num_engines} engines of TP{self.tp_size}{dp}, EP{self.ep_size}{mapped}"

@@ -1,5 +1,4 @@
-"""How config.json says that weights are quantised: FP8 blocks and gpt-oss's MXFP4 are known, the
-rest is refused.
+"""Quantisation that config.json describes: FP8 blocks and gpt-oss's MXFP4; others are refused.
 
 This module is pure: it imports neither Megatron nor vLLM nor torch.
 """
@@ -18,7 +17,7 @@ GIVE_FP8_BLOCKS = (
 )
 GIVE_MXFP4 = "give the checkpoint as it was published (quant_method mxfp4), or in bfloat16"
 
-# What its fields may be; where one is left out, it is as the first says, or None: refused.
+# Allowed values per field. A missing field takes the first value; None: the field is required.
 _FP8_BLOCKS: dict[str, tuple[Any, ...]] = {
     "quant_method": (None, FP8),
     "weight_block_size": (None, [128, 128]),
@@ -29,15 +28,16 @@ _FP8_BLOCKS: dict[str, tuple[Any, ...]] = {
 
 
 def quantization_method(values: Mapping[str, Any]) -> str | None:
-    """The quant_method of a parsed config.json; None without quantised weights."""
+    """Return the quant_method of a parsed config.json; None without quantised weights."""
     given = values.get(QUANTIZATION)
     return str(_settings(given).get("quant_method") or "an unnamed method") if given else None
 
 
 def not_readable(values: Mapping[str, Any], *, stacked_experts: bool) -> str | None:
-    """Which quantisation a parsed config.json describes that is not read, in words; None: one that
-    is, or none at all. FP8 blocks of 128 x 128 are, as DeepSeek-V3 and Kimi-K2 are published; where
-    experts are stacked, as of gpt-oss, MXFP4 is in their place."""
+    """Describe the quantisation of a parsed config.json if it is not supported, else return None.
+
+    FP8 blocks of 128 x 128 are supported (as published for DeepSeek-V3 and Kimi-K2); with stacked
+    experts (gpt-oss), MXFP4 is supported instead."""
     given = values.get(QUANTIZATION)
     if not given:
         return None

@@ -12,26 +12,26 @@ from mcore_rl.common.readers import finite_number
 from mcore_rl.model.config_fields import Fields
 from mcore_rl.model.families import Family
 
-# What Megatron's --use-rope-scaling leaves to no flag.
+# Values that Megatron's --use-rope-scaling fixes and no flag sets.
 _LLAMA3_FIXED = {
     "low_freq_factor": 1.0,
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 8192,
 }
-# What Megatron's latent attention reads of its configuration and no flag sets, with its defaults.
+# Settings that Megatron's latent attention reads and no flag sets, with its defaults.
 YARN_WITHOUT_FLAG = {
     "beta_fast": 32,
     "beta_slow": 1,
     "original_max_position_embeddings": 4096,
 }
-# Yarn of grouped attention: vLLM reads each, and lets no other factor of attention be given.
+# YaRN of grouped attention: vLLM reads each field; no other attention factor can be given.
 _YARN_SPELT_OUT = ("factor", *YARN_WITHOUT_FLAG)
 _ROPE_FIELDS = {
     "default": frozenset[str](),
     "llama3": frozenset({"factor", *_LLAMA3_FIXED}),
     "yarn": frozenset({"factor", "mscale", "mscale_all_dim", *YARN_WITHOUT_FLAG}),
 }
-# Of the numbers that are not counts. Megatron and vLLM take logarithms and quotients of them.
+# Bounds of the numbers that are not counts. Megatron and vLLM take their logarithms and quotients.
 _BOUNDS = {
     "factor": Bounds(least=1),
     **dict.fromkeys(("beta_fast", "beta_slow"), Bounds(above=0)),
@@ -41,9 +41,9 @@ _BOUNDS = {
 
 
 def read_rope(fields: Fields, family: Family) -> dict[str, Any]:
-    """rope_type, rope_theta, what the type needs, and partial_rotary_factor if it is not 1.
+    """Read rope_type, rope_theta, the type's fields, and partial_rotary_factor if it is not 1.
 
-    UsageError: a type, or a value, that the family or Megatron does not have.
+    Raises UsageError for a type or a value that the family or Megatron does not support.
     """
     # transformers 5 writes rope_parameters, earlier versions rope_theta and rope_scaling.
     where = "rope_parameters" if fields.get("rope_parameters") else "rope_scaling"
@@ -55,7 +55,7 @@ def read_rope(fields: Fields, family: Family) -> dict[str, Any]:
     rope_type = given.pop("type", None)
     rope_type = given.pop("rope_type", rope_type) or "default"
     if not given and "default" not in family.rope_types:
-        fields["rope_scaling"]  # without any, there is no telling what transformers would take
+        fields["rope_scaling"]  # raises: transformers would choose a default of its own
     theta = (inside if given.pop("rope_theta", None) is not None else fields).number(
         "rope_theta", family.default_rope_theta, bounds=Bounds(above=1)
     )
@@ -97,7 +97,7 @@ def read_rope(fields: Fields, family: Family) -> dict[str, Any]:
 def _partial_rotary_factor(
     fields: Fields, family: Family, given: dict[str, Any]
 ) -> dict[str, float]:
-    """The share of a head that is rotated, taken out of `given`; nothing if that is all of it."""
+    """Remove the rotated share of a head from `given` and return it; return {} if it is 1."""
     outside = fields.get("partial_rotary_factor", family.partial_rotary_factor)
     said = given.pop("partial_rotary_factor", outside)
     share = finite_number(

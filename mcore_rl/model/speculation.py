@@ -1,7 +1,7 @@
-"""What drafts tokens for an engine to verify, several at a time: `--rl-speculate`.
+"""Speculative decoding (`--rl-speculate`): a drafter proposes tokens, the engine verifies them.
 
-Sampling stays exact, whatever drafts: a draft is accepted with the probability that makes what
-comes out the model's own distribution (arXiv 2211.17192). A bad drafter costs time, nothing else.
+Sampling stays exact with any drafter: drafts are accepted with the probability that preserves the
+model's own distribution (arXiv 2211.17192). A bad drafter only costs time.
 
 This module is pure: it imports neither Megatron nor vLLM nor torch.
 """
@@ -24,9 +24,9 @@ _FLAG = "--rl-speculate"
 
 @dataclass(frozen=True, slots=True)
 class Speculation:
-    """Who drafts how many tokens a step of the engine."""
+    """Drafting method and number of drafted tokens per engine step."""
 
-    method: str  # MTP: the checkpoint's own layers; NGRAM: what followed in the text before
+    method: str  # MTP: the checkpoint's own layers; NGRAM: the continuation earlier in the text
     num_tokens: int
 
     def __str__(self) -> str:
@@ -34,12 +34,12 @@ class Speculation:
 
     @property
     def has_drafter(self) -> bool:
-        """Whether the engine holds weights beside the model's."""
+        """Whether the engine holds weights in addition to the model's."""
         return self.method == MTP
 
 
 def parse_speculation(text: str) -> Speculation | None:
-    """`off`, `mtp:N` or `ngram:N`; UsageError for anything else."""
+    """Parse `off`, `mtp:N` or `ngram:N`; raise UsageError for anything else."""
     if text == OFF:
         return None
     match = re.fullmatch(rf"({MTP}|{NGRAM}):(\d+)", text)
@@ -53,7 +53,7 @@ def parse_speculation(text: str) -> Speculation | None:
 
 
 def check_drafter(speculation: Speculation | None, shape: ModelShape) -> None:
-    """Refuse a drafter that vLLM does not have for the model that config.json describes."""
+    """Refuse a drafter that vLLM does not have for the model of config.json."""
     if speculation is None or not speculation.has_drafter:
         return
     flag, count = f"{_FLAG} {speculation}", shape.num_mtp_layers
@@ -86,7 +86,7 @@ def check_drafter_weights(
     held: Mapping[str, tuple[int, ...]],
     folder: str,
 ) -> None:
-    """Refuse a checkpoint whose MTP layers, of the shapes `held`, are not those of config.json."""
+    """Refuse a checkpoint whose MTP tensors (shapes in `held`) do not match config.json."""
     if speculation is None or not speculation.has_drafter:
         return
     for name, spec in mtp_tensors(shape):

@@ -1,8 +1,8 @@
-"""Which tensors a Hugging Face checkpoint has, and how training and rollout cut each of them.
+"""Table of a Hugging Face checkpoint's tensors and their cuts in training and rollout.
 
-One table for all families, from `ModelShape` alone: what is known before any weight is read or any
-process started. The planner and the rank map are made of it. The hand-over itself is not: there the
-holdings come from the live Megatron parameters and the needs from vLLM's own loaders, and a test
+One table serves all families. It needs only `ModelShape`, so it is available before any weight is
+read or any process starts. The planner and the rank map use it. The hand-over does not: its
+holdings come from the live Megatron parameters and its needs from vLLM's own loaders; a test
 compares both with this table.
 
 This module is pure: it imports neither Megatron nor vLLM nor torch.
@@ -22,21 +22,21 @@ _VLLM_VOCABULARY_MULTIPLE = 64
 
 
 class Cut(Enum):
-    """How tensor parallelism cuts a checkpoint tensor, on both sides alike."""
+    """Tensor-parallel cut of a checkpoint tensor, the same in training and rollout."""
 
     REPLICATED = "replicated"
     ROWS = "rows"  # Megatron's column-parallel layers
     COLUMNS = "columns"  # Megatron's row-parallel layers
-    KV_ROWS = "kv_rows"  # rows, by key/value heads; vLLM copies heads where ranks outnumber them
+    KV_ROWS = "kv_rows"  # rows by key/value heads; vLLM copies heads if there are more ranks
     VOCABULARY = "vocabulary"  # rows of the padded vocabulary
 
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
-    """A checkpoint tensor of a layer, or one such tensor per routed expert.
+    """Checkpoint tensor of a layer, or one such tensor per routed expert.
 
-    `name` follows the layer's prefix, with `{expert}` for an expert's number; `shape` is that of
-    one tensor, `num_experts` is 0 for tensors that are not routed experts.
+    `name` follows the layer's prefix, with `{expert}` for an expert's number. `shape` describes one
+    tensor. `num_experts` is 0 for tensors that are not routed experts.
     """
 
     name: str
@@ -48,19 +48,19 @@ class TensorSpec:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all its experts."""
+        """Total bytes, over all experts."""
         itemsize = 4 if self.dtype == "float32" else 2
         return math.prod(self.shape) * max(1, self.num_experts) * itemsize
 
 
 def embedding_specs(shape: ModelShape) -> list[TensorSpec]:
-    """What lies before the layers; with tied embeddings it is the head's, too."""
+    """Return the tensors before the layers; tied embeddings also serve as the head."""
     vocabulary = (shape.vocab_size, shape.hidden_size)
     return [TensorSpec("model.embed_tokens.weight", vocabulary, Cut.VOCABULARY)]
 
 
 def head_specs(shape: ModelShape) -> list[TensorSpec]:
-    """What lies behind the layers."""
+    """Return the tensors after the layers."""
     specs = [TensorSpec("model.norm.weight", (shape.hidden_size,), Cut.REPLICATED)]
     if shape.value_head:
         specs.append(TensorSpec("score.weight", (1, shape.hidden_size), Cut.REPLICATED))
@@ -71,7 +71,7 @@ def head_specs(shape: ModelShape) -> list[TensorSpec]:
 
 
 def layer_specs(shape: ModelShape, *, is_moe: bool) -> list[TensorSpec]:
-    """The tensors of one decoder layer."""
+    """Return the tensors of one decoder layer."""
     hidden = (shape.hidden_size,)
     attention = (
         _latent_attention(shape, shape.latent) if shape.latent else _grouped_attention(shape)
@@ -116,7 +116,7 @@ def _grouped_attention(shape: ModelShape) -> list[TensorSpec]:
 
 
 def _latent_attention(shape: ModelShape, latent: LatentAttention) -> list[TensorSpec]:
-    """Multi-head latent attention; its down-projections are replicated on both sides."""
+    """Return the tensors of latent attention; down-projections are replicated on both sides."""
     hidden, heads, rank = shape.hidden_size, shape.num_heads, latent.q_lora_rank
     query = latent.qk_nope_head_dim + latent.qk_rope_head_dim
     compressed = latent.kv_lora_rank
@@ -184,7 +184,7 @@ def _experts(shape: ModelShape) -> list[TensorSpec]:
 
 
 def checkpoint_tensors(shape: ModelShape) -> Iterator[tuple[str, TensorSpec]]:
-    """(full name, spec) of every tensor of the model proper; MTP layers are left out."""
+    """Yield (full name, spec) of every tensor of the model, without MTP layers."""
     for spec in (*embedding_specs(shape), *head_specs(shape)):
         yield spec.name, spec
     for layer, is_moe in enumerate(shape.is_moe_layer):
@@ -193,8 +193,8 @@ def checkpoint_tensors(shape: ModelShape) -> Iterator[tuple[str, TensorSpec]]:
                 yield f"model.layers.{layer}.{spec.name.format(expert=expert)}", spec
 
 
-# How names end under which an MTP layer has copies of what the model proper holds; engines share
-# that with their drafters and read no copy.
+# Suffixes of an MTP layer's copies of the model's tensors, and the originals. Engines share the
+# originals with their drafters and do not read the copies.
 _MTP_COPIES = {
     "embed_tokens.weight": "model.embed_tokens.weight",
     "shared_head.head.weight": "lm_head.weight",
@@ -202,29 +202,29 @@ _MTP_COPIES = {
 
 
 def is_mtp_tensor(name: str, num_layers: int) -> bool:
-    """Whether a tensor is of a multi-token-prediction layer: numbered after the last decoder layer,
-    or under a name of its own."""
+    """Return whether a tensor belongs to a multi-token-prediction layer: its layer number follows
+    the last decoder layer, or its name begins with "mtp"."""
     parts = name.split(".")
     if parts[:2] == ["model", "layers"] and len(parts) > 2:
-        is_number = parts[2].isdecimal() and len(parts[2]) < 10  # folders name tensors as they like
+        is_number = parts[2].isdecimal() and len(parts[2]) < 10  # names in a folder are arbitrary
         return is_number and int(parts[2]) >= num_layers
     return parts[0] == "mtp"
 
 
 def is_mtp_copy(name: str) -> bool:
-    """Whether a tensor of an MTP layer is a copy of the embedding or of the head."""
+    """Return whether a tensor of an MTP layer is a copy of the embedding or the head."""
     return name.endswith(tuple(_MTP_COPIES))
 
 
 def copied_by_mtp(name: str, *, tied: bool) -> str | None:
-    """What a tensor of an MTP layer is a copy of; None: it is none."""
+    """Return the name of the tensor that an MTP layer's tensor copies; None if not a copy."""
     found = next((whole for end, whole in _MTP_COPIES.items() if name.endswith(end)), None)
     return "model.embed_tokens.weight" if found and tied else found
 
 
 def mtp_layer_specs(shape: ModelShape) -> list[TensorSpec]:
-    """The tensors of one multi-token-prediction layer (arXiv 2412.19437, section 2.2) but for its
-    copies of embedding and head: a decoder layer as the last one, and what leads into it."""
+    """Return the tensors of one MTP layer (arXiv 2412.19437, section 2.2), without its copies of
+    embedding and head: those of the last decoder layer, and the norms and projection around it."""
     width = shape.hidden_size
     norms = ("enorm.weight", "hnorm.weight", "shared_head.norm.weight")
     return [
@@ -237,7 +237,7 @@ def mtp_layer_specs(shape: ModelShape) -> list[TensorSpec]:
 def mtp_tensors(
     shape: ModelShape, num_layers: int | None = None
 ) -> Iterator[tuple[str, TensorSpec]]:
-    """(full name, spec) of every tensor of the MTP layers, or the first `num_layers` of them,
+    """Yield (full name, spec) of every tensor of the MTP layers, or of the first `num_layers`,
     without copies of embedding and head."""
     count = shape.num_mtp_layers if num_layers is None else num_layers
     for layer in range(shape.num_layers, shape.num_layers + count):
@@ -247,16 +247,16 @@ def mtp_tensors(
 
 
 def trained_vocabulary_rows(vocab_size: int, tp_size: int) -> int:
-    """Rows of the padded vocabulary on a Megatron rank, under the padding that is derived for it.
+    """Return the rows of the padded vocabulary on a Megatron rank.
 
-    It is padded to a multiple of 64 and of TP, so that it is cut where vLLM cuts it.
+    The vocabulary is padded to a multiple of 64 and of TP, so that it is cut where vLLM cuts it.
     """
     multiple = math.lcm(_VLLM_VOCABULARY_MULTIPLE, tp_size)
     return math.ceil(vocab_size / multiple) * multiple // tp_size
 
 
 def served_vocabulary_rows(vocab_size: int, tp_size: int) -> int:
-    """Rows of the padded vocabulary on a vLLM rank."""
+    """Return the rows of the padded vocabulary on a vLLM rank."""
     multiple = _VLLM_VOCABULARY_MULTIPLE
     return math.ceil(vocab_size / multiple) * multiple // tp_size
 
@@ -264,9 +264,9 @@ def served_vocabulary_rows(vocab_size: int, tp_size: int) -> int:
 def cut_range(
     spec: TensorSpec, rank: int, size: int, *, kv_heads: int, vocabulary_rows: int
 ) -> tuple[int, int, int] | None:
-    """(dimension, start, stop) of what rank `rank` of a group of `size` has; None: all of it.
+    """Return (dimension, start, stop) of the part on `rank` in a group of `size`; None: all of it.
 
-    Uneven sizes are refused before (`job.layout`); here they are a bug.
+    `job.layout` refuses uneven sizes earlier; here they are a bug.
     """
     if spec.cut is Cut.REPLICATED or size == 1:
         return None
@@ -282,7 +282,7 @@ def cut_range(
 
 
 def active_parameters(shape: ModelShape) -> int:
-    """Parameters that a token passes through, without the embedding."""
+    """Return the number of parameters that a token passes through, without the embedding."""
     total = sum(math.prod(spec.shape) for spec in head_specs(shape))
     if shape.tied_embeddings:
         total += shape.vocab_size * shape.hidden_size

@@ -1,8 +1,8 @@
-"""Fields of config.json that vLLM reads and mcore_rl does not map: one that is set is refused.
+"""Fields of config.json that vLLM reads and mcore_rl does not map; a set field is refused.
 
-vLLM would compute what the field asks for, and Megatron would not. The tables were made by reading
-vLLM's sources for attributes of the configuration; tests/unit/test_vllm_fields.py does so again and
-names what another version reads in addition.
+vLLM would apply such a field, and Megatron would not. The tables list the configuration attributes
+that appear in vLLM's sources; tests/unit/test_vllm_fields.py repeats the search and names the
+fields that another version reads in addition.
 
 This module is pure: it imports neither Megatron nor vLLM nor torch.
 """
@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import Any
 
-# Read by vLLM's own code around the models, whatever the model is.
+# Read by vLLM's own code around the models, for every model.
 OF_ALL_MODELS = frozenset(
     """
     _dsv4_vl_inner attention_chunk_size attention_head_dim attn_config attn_logit_softcapping
@@ -32,7 +32,7 @@ _OF_DEEPSEEK = (
     "index_skip_topk_offset index_topk_freq index_topk_pattern indexer_rope_interleave "
     "llama_4_scaling moe_router_dtype"
 )
-# Read by a model's own class, by the name of the class.
+# Read by a model's class: class name -> fields.
 OF_CLASS: Mapping[str, frozenset[str]] = {
     name: frozenset(fields.split())
     for name, fields in {
@@ -45,7 +45,7 @@ OF_CLASS: Mapping[str, frozenset[str]] = {
         "Qwen3MoeForCausalLM": "shared_expert_intermediate_size",
     }.items()
 }
-# Read by vLLM, and nothing that the model computes depends on it.
+# Read by vLLM without effect on the model's computation: reason -> fields.
 HARMLESS: Mapping[str, str] = {
     "methods of the configuration, and fields that vLLM makes by itself": """
         get get_text_config items to_dict update model method max_model_len
@@ -72,11 +72,11 @@ HARMLESS: Mapping[str, str] = {
     """,
 }
 HARMLESS_NAMES = frozenset(" ".join(HARMLESS.values()).split())
-# What vLLM does without the field, too; besides, of any field: null, false, 0 and what is empty.
+# Values that equal vLLM's default, in addition to null, false, 0 and empty values of any field.
 _AS_WITHOUT: Mapping[str, tuple[Any, ...]] = {
     "is_causal": (True,),
     "logit_scale": (1,),
-    "moe_router_dtype": ("float32",),  # as routers are here
+    "moe_router_dtype": ("float32",),  # mcore_rl's routers use it
     "position_embedding_type": ("absolute", "rope"),
 }
 
@@ -84,8 +84,8 @@ _AS_WITHOUT: Mapping[str, tuple[Any, ...]] = {
 def unmapped_field(
     values: Mapping[str, Any], class_name: str, mapped: Collection[str]
 ) -> str | None:
-    """A field of a parsed config.json that changes what vLLM's class computes, and is none of
-    `mapped`, those that were read of it; None: there is none."""
+    """Return a field of a parsed config.json that changes the computation of vLLM's class and is
+    not in `mapped`, the fields already read; None if no field does."""
     read = OF_ALL_MODELS | OF_CLASS.get(class_name, frozenset())
     return next(
         (name for name in values if name in read - {*mapped} and _changes(name, values)), None
@@ -99,5 +99,5 @@ def _changes(name: str, values: Mapping[str, Any]) -> bool:
     if name == "layer_types":
         return bool(value != ["full_attention"] * len(value))
     if name == "sliding_window" and str(values.get("model_type")).startswith("qwen"):
-        return False  # transformers drops it without use_sliding_window, which is read
+        return False  # transformers drops it without use_sliding_window, which mcore_rl reads
     return value not in _AS_WITHOUT.get(name, ())

@@ -1,20 +1,20 @@
-"""Which slice of which Hugging Face tensor lies where in a Megatron parameter shard.
+"""Map from slices of Hugging Face tensors to places in a Megatron parameter shard.
 
-A parameter of one rank is described by pieces: a box of a checkpoint tensor equals a box of the
-local parameter. Read forwards, the pieces load a checkpoint into Megatron; read backwards, they
-export one; intersected with what a vLLM rank needs, they are the hand-over's source.
+Pieces describe a parameter of one rank: a box of a checkpoint tensor equals a box of the local
+parameter. Pieces are used forwards to load a checkpoint into Megatron and backwards to export one.
+Their intersections with the needs of a vLLM rank are the source of the hand-over.
 
-Megatron's names are those of both of its spec families: local layers, and Transformer Engine with
-its norms fused into the following linear layer and its grouped experts. The checkpoint's are common
-to all families of models but for those of the experts, which `families` tells.
+The rules know the Megatron names of both spec families: local layers, and Transformer Engine with
+grouped experts and with norms fused into the following linear layer. Checkpoint names are common to
+all model families, except for the experts' names, which `families` defines.
 
-Of a parameter that Megatron-FSDP shards over data parallelism a rank holds some rows only: those of
-a layer lie in one flat bucket, of which each data-parallel rank has an equal stretch that begins
-and ends where a row of every parameter does. What is cut here is the part of the description that
-lies in the rank's rows: the hand-over sends each row from where it is, and nothing is gathered.
+With Megatron-FSDP, which shards parameters over data parallelism, a rank holds only some rows. The
+parameters of a layer lie in one flat bucket. Each data-parallel rank has an equal part of it, which
+begins and ends at a row boundary. The pieces are cut to the rank's rows: the hand-over sends each
+row from its owner and gathers nothing.
 
-This module is pure: names, shapes and integers go in, boxes come out. A parameter that no rule
-knows is an error that names it.
+This module is pure: names, shapes and integers go in, boxes come out. A parameter without a rule
+raises an error that names it.
 
 Shape legend: o output rows of a weight, i input columns, v vocabulary, h hidden.
 """
@@ -34,7 +34,7 @@ from mcore_rl.model.layout import TrainLayout
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """`checkpoint_tensor[checkpoint_box]` is `parameter[local_box]`; both boxes have one shape."""
+    """Equal boxes: `checkpoint_tensor[checkpoint_box]` is `parameter[local_box]`, of one shape."""
 
     tensor: str
     checkpoint_box: Box
@@ -43,7 +43,7 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class ShardCoordinates:
-    """Where a model chunk sits: its share of every split dimension, and its layers."""
+    """Position of a model chunk: its share of every split dimension, and its layers."""
 
     tp_rank: int
     tp_size: int
@@ -51,7 +51,7 @@ class ShardCoordinates:
     ep_size: int
     etp_rank: int
     etp_size: int
-    layers: tuple[int, ...]  # global number of each local decoder layer, counted from 0
+    layers: tuple[int, ...]  # global number (from 0) of each local decoder layer
 
     @classmethod
     def of(cls, layout: TrainLayout, rank: int, layers: tuple[int, ...]) -> ShardCoordinates:
@@ -68,12 +68,12 @@ class ShardCoordinates:
 
 @dataclass(frozen=True, slots=True)
 class _Parameter:
-    """One local parameter on its way through a rule."""
+    """Local parameter, as passed to a rule."""
 
     name: str
     shape: tuple[int, ...]
     layer: str  # "model.layers.7." or "" outside the decoder layers
-    rank: int  # in the group this parameter is split over: TP, or ETP for routed experts
+    rank: int  # in the group that splits this parameter: TP, or ETP for routed experts
     size: int
     expert: int | None  # global number
 
@@ -82,7 +82,7 @@ _Rule = Callable[[_Parameter, ModelShape], list[Piece]]
 
 
 def _rows(tensor: str, shape: Sequence[int], start: int, local_start: int, count: int) -> Piece:
-    """`count` rows from `start` of the checkpoint are those from `local_start` of the parameter."""
+    """Map `count` checkpoint rows from `start` to parameter rows from `local_start`."""
     rest = full_box(shape[1:])
     return Piece(
         tensor,
@@ -92,7 +92,7 @@ def _rows(tensor: str, shape: Sequence[int], start: int, local_start: int, count
 
 
 def _replicated(name: str) -> _Rule:
-    """Nothing is split: every rank holds all of it."""
+    """Return a rule for a replicated tensor: every rank holds all of it."""
 
     def rule(p: _Parameter, shape: ModelShape) -> list[Piece]:
         box = full_box(p.shape)
@@ -102,7 +102,7 @@ def _replicated(name: str) -> _Rule:
 
 
 def _column(name: str) -> _Rule:
-    """Rows are split: rank r holds rows r*o .. (r+1)*o of the checkpoint."""
+    """Return a rule for split rows: rank r holds rows r*o .. (r+1)*o of the checkpoint."""
 
     def rule(p: _Parameter, shape: ModelShape) -> list[Piece]:
         return [_rows(p.layer + name, p.shape, p.rank * p.shape[0], 0, p.shape[0])]
@@ -111,7 +111,7 @@ def _column(name: str) -> _Rule:
 
 
 def _row(name: str) -> _Rule:
-    """Columns are split: rank r holds columns r*i .. (r+1)*i of the checkpoint."""
+    """Return a rule for split columns: rank r holds columns r*i .. (r+1)*i of the checkpoint."""
 
     def rule(p: _Parameter, shape: ModelShape) -> list[Piece]:
         out, width = p.shape
@@ -122,10 +122,9 @@ def _row(name: str) -> _Rule:
 
 
 def _stacked(*parts: tuple[str, Callable[[ModelShape], int]]) -> _Rule:
-    """Tensors on top of each other, `(name, rows)`: all of each, or this rank's rows of each."""
+    """Return a rule for stacked tensors `(name, rows)`: all rows, or this rank's rows, of each."""
 
     def rule(p: _Parameter, shape: ModelShape) -> list[Piece]:
-        """Down the stack: from which rows of each tensor, to which rows of the parameter."""
         sizes = [rows(shape) for _, rows in parts]
         is_whole = p.shape[0] == sum(sizes)
         pieces, local = [], 0
@@ -141,7 +140,7 @@ def _stacked(*parts: tuple[str, Callable[[ModelShape], int]]) -> _Rule:
 
 
 def _gate_and_up(p: _Parameter, gate: str, up: str) -> list[Piece]:
-    """SwiGLU's first layer: this rank's rows of the gate, then its rows of the up-projection."""
+    """Map SwiGLU's first layer: this rank's gate rows, then its up-projection rows."""
     half = p.shape[0] // 2
     first = p.rank * half
     return [
@@ -151,7 +150,7 @@ def _gate_and_up(p: _Parameter, gate: str, up: str) -> list[Piece]:
 
 
 def _gated(prefix: str) -> _Rule:
-    """`_gate_and_up` of a feed-forward network that is not a routed expert."""
+    """Return `_gate_and_up` for a feed-forward network that is not a routed expert."""
 
     def rule(p: _Parameter, shape: ModelShape) -> list[Piece]:
         return _gate_and_up(p, f"{prefix}gate_proj.weight", f"{prefix}up_proj.weight")
@@ -186,15 +185,14 @@ def _expert_down_bias(p: _Parameter, shape: ModelShape) -> list[Piece]:
 
 
 def _of_family(rule: Callable[[str], _Rule], name: Callable[[TensorNames], str]) -> _Rule:
-    """`rule` for a tensor whose name depends on the family."""
+    """Return `rule` for a tensor whose name depends on the family."""
     return lambda p, shape: rule(name(_names(shape)))(p, shape)
 
 
 def _qkv(kind: str) -> _Rule:
-    """Megatron interleaves by key/value group: [its query heads, its key, its value] per group."""
+    """Return a rule for Megatron's interleaving: [query heads, key, value] per key/value group."""
 
     def rule(p: _Parameter, shape: ModelShape) -> list[Piece]:
-        """This rank's groups one after the other: query heads, then key, then value."""
         head = shape.head_dim
         queries = shape.num_heads // shape.num_kv_heads * head
         groups = shape.num_kv_heads // p.size
@@ -215,8 +213,8 @@ def _qkv(kind: str) -> _Rule:
 
 
 def _norm_of_heads(name: str, heads: str) -> _Rule:
-    """Every rank holds all of it. Of another width it is another model's, as a fork's spec may make
-    it: a norm of each head where the checkpoint has one over all of them."""
+    """Return a rule for query and key norms, which are replicated. It raises for another width: a
+    fork's spec may norm each head where the checkpoint norms all heads together."""
 
     def rule(p: _Parameter, shape: ModelShape) -> list[Piece]:
         width = shape.head_dim * (getattr(shape, heads) if shape.norms_whole_projection else 1)
@@ -231,7 +229,7 @@ def _norm_of_heads(name: str, heads: str) -> _Rule:
 
 
 def _vocabulary(name: str) -> _Rule:
-    """Rows of the padded vocabulary are split; padding rows have no counterpart."""
+    """Return a rule for split rows of the padded vocabulary; padding rows have no counterpart."""
 
     def rule(p: _Parameter, shape: ModelShape) -> list[Piece]:
         rows = p.shape[0]
@@ -274,7 +272,7 @@ _TOP_RULES: Mapping[str, _Rule] = {
     "output_layer.weight": _output_layer,
 }
 
-# Within `decoder.layers.N.`; the norms stand under two names each, local and fused.
+# Within `decoder.layers.N.`; each norm has two names, local and fused.
 _COMMON_RULES: Mapping[str, _Rule] = {
     "input_layernorm.weight": _INPUT_NORM,
     "pre_mlp_layernorm.weight": _MLP_NORM,
@@ -352,7 +350,7 @@ _SHARED_GATE_RULES: Mapping[str, _Rule] = {
 
 
 def _layer_rules(shape: ModelShape) -> Iterator[Mapping[str, _Rule]]:
-    """The tables of what a layer of this shape may consist of, and of nothing else."""
+    """Yield exactly the rule tables that apply to a layer of this shape."""
     yield _COMMON_RULES
     if shape.latent:
         yield _LATENT_ATTENTION_RULES
@@ -379,7 +377,7 @@ def _layer_rules(shape: ModelShape) -> Iterator[Mapping[str, _Rule]]:
             yield _SHARED_GATE_RULES
 
 
-# Within `mtp.layers.N.`, beside `mtp_model_layer.`, which is a decoder layer.
+# Within `mtp.layers.N.`, in addition to `mtp_model_layer.`, which is a decoder layer.
 _MTP_RULES: Mapping[str, _Rule] = {
     "enorm.weight": _replicated("enorm.weight"),
     "hnorm.weight": _replicated("hnorm.weight"),
@@ -389,13 +387,13 @@ _MTP_RULES: Mapping[str, _Rule] = {
 
 _MTP_LAYER = re.compile(r"mtp\.layers\.(\d+)\.(?:mtp_model_layer\.)?(.+)")
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
-# An expert is a module of its own, or one weight of Transformer Engine's grouped layer.
+# An expert is a separate module, or one weight of Transformer Engine's grouped layer.
 _LOCAL_EXPERT = re.compile(r"mlp\.experts\.local_experts\.(\d+)\.(linear_fc[12]\.(?:weight|bias))")
 _GROUPED_EXPERT = re.compile(r"mlp\.experts\.(linear_fc[12]\.(?:weight|bias))(\d+)")
 
 
 def _split_expert(rest: str) -> tuple[str, int | None]:
-    """The rule's name and the local expert's number, of either way Megatron names experts."""
+    """Return the rule's name and the local expert's number, for both of Megatron's namings."""
     if match := _LOCAL_EXPERT.fullmatch(rest):
         return f"mlp.experts.N.{match[2]}", int(match[1])
     if match := _GROUPED_EXPERT.fullmatch(rest):
@@ -406,10 +404,10 @@ def _split_expert(rest: str) -> tuple[str, int | None]:
 def map_parameter(
     name: str, local_shape: Sequence[int], shape: ModelShape, at: ShardCoordinates
 ) -> tuple[Piece, ...]:
-    """The pieces of one parameter (or persistent buffer) of one model chunk.
+    """Return the pieces of one parameter (or persistent buffer) of one model chunk.
 
     `name` is Megatron's, without the wrappers' `module.`; `local_shape` is this rank's. Raises
-    RuntimeError for a name that no rule knows or that a model of this shape has no part for.
+    RuntimeError for a name without a rule, or without a place in a model of this shape.
     """
     rule, layer, expert = _TOP_RULES.get(name), "", None
     decoder, mtp = _LAYER.fullmatch(name), _MTP_LAYER.fullmatch(name)
@@ -432,10 +430,10 @@ def map_parameter(
 
 
 def layer_order(tensors: Iterable[str]) -> list[str]:
-    """Checkpoint tensors in the order in which a model uses them: embedding, layers, norm, head.
+    """Sort checkpoint tensors in the order of use: embedding, layers, norm, head.
 
-    vLLM keeps what its loaders were given until a layer is complete, so that a layer's tensors must
-    come together. Experts are ordered by number.
+    vLLM keeps the tensors passed to its loaders until a layer is complete, so the tensors of a
+    layer must come together. Experts are ordered by number.
     """
 
     def key(name: str) -> tuple[int, int, int, str]:
@@ -449,9 +447,9 @@ def layer_order(tensors: Iterable[str]) -> list[str]:
 
 
 def rows_of_flat_range(name: str, shape: Sequence[int], start: int, stop: int) -> tuple[int, int]:
-    """The rows that are elements `start` to `stop` of a parameter of `shape`, counted row by row.
+    """Return the rows that hold elements `start` to `stop` (row-major) of a parameter of `shape`.
 
-    An empty range is no rows. Raises RuntimeError naming the parameter if the range cuts a row.
+    An empty range gives (0, 0). Raises RuntimeError naming the parameter if the range cuts a row.
     """
     if start == stop:
         return (0, 0)
@@ -465,16 +463,16 @@ def rows_of_flat_range(name: str, shape: Sequence[int], start: int, stop: int) -
 
 
 def box_of_rows(shape: Sequence[int], first_row: int, num_rows: int) -> Box:
-    """`num_rows` rows from `first_row` of a parameter of `shape`."""
+    """Return the box of `num_rows` rows from `first_row` of a parameter of `shape`."""
     if not shape:
         return ()
     return ((first_row, first_row + num_rows), *full_box(shape[1:]))
 
 
 def pieces_within(pieces: Iterable[Piece], held: Box) -> Iterator[Piece]:
-    """What of `pieces` lies in the box `held` of the parameter.
+    """Yield the parts of `pieces` in the box `held` of the parameter.
 
-    Local boxes count from the corner of `held`; what lies outside is left out.
+    Local boxes are relative to the corner of `held`; parts outside are dropped.
     """
     for piece in pieces:
         shared = intersect(piece.local_box, held)

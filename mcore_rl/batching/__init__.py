@@ -1,8 +1,7 @@
-"""From scored rollouts to the rows that a model eats.
+"""Conversion of scored rollouts into the rows of a model.
 
-`dealing` decides which samples go to which data-parallel rank and micro-batch;
-`train_batches` makes the tensors of a rank, `rows` those of a micro-batch, cut over context
-parallelism, in which prompts may be shared (`shared_prompts`).
-`attention_batches` says which of a row's samples attention takes at once, and `accounting` prints
-what a step comes to.
+`dealing` assigns samples to data-parallel ranks and micro-batches. `train_batches` builds the
+tensors of a rank, `rows` those of a micro-batch: they are cut over context parallelism and may
+share prompts (`shared_prompts`). `attention_batches` groups a row's samples for attention, and
+`accounting` prints the counts of a step.
 """

@@ -1,7 +1,7 @@
-"""What a run is made of, in numbers: prompts, sequences, mini-batches, micro-batches, updates.
+"""Counts of a run: prompts, sequences, mini-batches, micro-batches, optimizer steps.
 
     prompts x samples = sequences of a step
-    sequences / mini-batches, each learned from once an epoch: one optimizer step each
+    sequences / mini-batches: one optimizer step per mini-batch and epoch
     a rank's share of a mini-batch, cut into micro-batches
 
 This module is pure: it imports neither Megatron nor vLLM nor torch.distributed.
@@ -17,22 +17,22 @@ from mcore_rl.batching.rows import MicroBatching, chunks_of_sample, round_up
 
 @dataclass(frozen=True, slots=True)
 class ModelAccounting:
-    """What one model, actor or critic, makes of a step in its own layout.
+    """Counts of one step for one model, actor or critic, in its own layout.
 
-    Micro-batches are of one pass over one mini-batch on one data-parallel rank. Without packing
-    their number is known. Packed, it follows from the lengths: no fewer than `least`, and `full`
-    where every sequence has all tokens that it may have.
+    Micro-batches are counted per pass over one mini-batch on one data-parallel rank. Without
+    packing their number is fixed. With packing it depends on the lengths: at least `least`, and
+    `full` if every sequence has the maximum length.
     """
 
     dp_size: int
-    max_tokens: int  # of a packed micro-batch; 0: padded
-    shares_prompts: bool  # packed samples of one prompt have its tokens once
-    micro_batch_size: int  # sequences of a padded one
+    max_tokens: int  # per packed micro-batch; 0: padded
+    shares_prompts: bool  # packed samples of one prompt share its tokens
+    micro_batch_size: int  # sequences per padded micro-batch
     sequences_per_mini_batch: int
     least_micro_batches: int
     full_micro_batches: int
     optimizer_steps_per_step: int
-    optimizer_steps: int  # in the whole run
+    optimizer_steps: int  # in the complete run
 
     @property
     def packed(self) -> bool:
@@ -40,13 +40,13 @@ class ModelAccounting:
 
     @property
     def sequences_per_rank(self) -> float:
-        """Sequences of a mini-batch per rank; a mean if packing distributes them by cost."""
+        """Sequences of a mini-batch per rank; the mean if packing distributes them by cost."""
         return self.sequences_per_mini_batch / self.dp_size
 
 
 @dataclass(frozen=True, slots=True)
 class BatchAccounting:
-    """The numbers of a step and of the run."""
+    """Counts of a step and of the run."""
 
     prompts_per_step: int
     samples_per_prompt: int
@@ -54,10 +54,10 @@ class BatchAccounting:
     max_sequence_tokens: int  # prompt and response
     num_mini_batches: int
     num_epochs: int
-    num_steps: int  # of the whole run, from its beginning
-    sequences: int  # in the whole run
-    max_draws: int  # of prompts in a step, the first one included; 1 without dynamic sampling
-    critic_warmup_steps: int  # in which the actor has no optimizer step
+    num_steps: int  # in the complete run
+    sequences: int  # in the complete run
+    max_draws: int  # draws of prompts per step, including the first; 1 without dynamic sampling
+    critic_warmup_steps: int  # steps in which the actor has no optimizer step
     actor: ModelAccounting
     critic: ModelAccounting | None
 
@@ -75,7 +75,7 @@ def batch_accounting(
     critic_warmup_steps: int = 0,
     max_draws: int = 1,
 ) -> BatchAccounting:
-    """The numbers of a run; `actor` and `critic` are data-parallel size and micro-batching."""
+    """Return the counts of a run; `actor`, `critic`: data-parallel size and micro-batching."""
     sequences = num_prompts * samples_per_prompt
     assert sequences % num_mini_batches == 0, (
         f"{sequences} sequences do not divide into {num_mini_batches} mini-batches"
@@ -116,20 +116,20 @@ def batch_accounting(
 def _micro_batches(
     mini_batch: int, dp_size: int, batching: MicroBatching, max_sequence_tokens: int
 ) -> tuple[int, int]:
-    """Micro-batches of a rank: (at least, with all sequences as long as they may be)."""
+    """Return a rank's micro-batches: (the least, with all sequences at full length)."""
     if not batching.packed:
         each = dp_size * batching.micro_batch_size
         assert mini_batch % each == 0, f"{mini_batch} sequences do not divide into {each}"
         return mini_batch // each, mini_batch // each
     in_row = round_up(max_sequence_tokens, chunks_of_sample(batching.cp_size))
-    together = max(batching.max_tokens // in_row, 1)  # full ones in a micro-batch
-    most = math.ceil(mini_batch / dp_size)  # sequences of a rank
+    together = max(batching.max_tokens // in_row, 1)  # full sequences per micro-batch
+    most = math.ceil(mini_batch / dp_size)  # sequences per rank
     multiple = batching.count_multiple_of
     return multiple, math.ceil(math.ceil(most / together) / multiple) * multiple
 
 
 def describe(accounting: BatchAccounting) -> list[str]:
-    """The numbers as lines of text."""
+    """Return the counts as lines of text."""
     a = accounting
     parts = f"{a.num_mini_batches} {_plural('mini-batch', a.num_mini_batches)}"
     first = (

@@ -1,8 +1,8 @@
-"""Packed samples of similar lengths, put side by side so that one call attends to many of them.
+"""Batches of packed samples with similar lengths, so that one attention call handles many.
 
-A kernel that is called for every sample of a packed row spends more time on being called than on a
-short sample; padding all samples to the longest would waste as much where lengths differ. So the
-segments of a row are sorted by their lengths and cut into batches in which padding is bounded.
+One kernel call per sample of a packed row costs more in call overhead than in work on short
+samples; padding all samples to the longest wastes as much if lengths differ. The segments of a row
+are therefore sorted by length and cut into batches with bounded padding.
 
 Shape legend: k segments of a row, b of a batch, q and s the most queries and keys in it.
 This module is pure: it imports neither Megatron nor vLLM nor torch.distributed.
@@ -16,29 +16,30 @@ import torch
 
 from mcore_rl.batching.rows import prefix_lengths
 
-# A batch's segments have at least this share of the queries and keys of its longest, or are
-# shorter by no more than so many.
+# A segment of a batch has at least LEAST_SHARE of the queries and keys of the longest segment, or
+# is at most MOST_PADDING shorter.
 LEAST_SHARE, MOST_PADDING = 0.8, 8
-# Booleans of a mask, of which kernels make floats; beyond, prompts' queries are computed again.
+# Most elements of a bool mask, which kernels convert to float; for more, prompts' queries are
+# recomputed.
 MOST_OF_A_MASK = 2**22
 
 
 @dataclass(frozen=True, slots=True)
 class SegmentBatch:
-    """Where the queries and keys of some segments are in a row; padding is anywhere in the row."""
+    """Places of some segments' queries and keys in a row; padding may point anywhere in it."""
 
     queries: torch.Tensor  # [b, q] int64
-    is_query: torch.Tensor  # [b, q] bool, False for padding and for what another batch computes
+    is_query: torch.Tensor  # [b, q] bool, False for padding and queries of another batch
     keys: torch.Tensor  # [b, s] int64
     visible: torch.Tensor | None  # [b, 1, q, s] bool; None: q = s, and keys up to the query's own
-    is_whole_row: bool = False  # one segment that is all of the row
+    is_whole_row: bool = False  # one segment that fills the row
 
 
 def similar_segments(bounds: torch.Tensor, prefix_of: torch.Tensor | None) -> list[SegmentBatch]:
-    """Every position of the row is a query of exactly one batch.
+    """Return the batches of a row; every position is a query of exactly one batch.
 
-    Segments begin at `bounds` `[k + 1]`; `prefix_of` `[k]` names the segment that goes before each,
-    itself if there is none. A query sees that one whole, and its own up to itself.
+    Segments begin at `bounds` `[k + 1]`; `prefix_of` `[k]` is the segment before each, or itself. A
+    query sees all of that segment, and its own segment up to itself.
     """
     starts, lengths = bounds[:-1].long(), bounds.diff().long()
     if prefix_of is None:
@@ -55,7 +56,7 @@ def similar_segments(bounds: torch.Tensor, prefix_of: torch.Tensor | None) -> li
 
 
 def _similar(lengths: list[int], before: list[int], device: torch.device) -> list[torch.Tensor]:
-    """Segments in groups; none of no length."""
+    """Return groups of similar segments, without empty segments."""
     keys = [own + prefix for own, prefix in zip(lengths, before, strict=True)]
     order = [i for i in range(len(keys)) if lengths[i] > 0]
     order.sort(key=lambda i: (lengths[i], keys[i]), reverse=True)
@@ -85,11 +86,11 @@ def _batch(
         before_starts[:, None] + place,
         (starts - before)[:, None] + place,
     )
-    # Behind the last key of a segment there may be no row any more. No query sees it.
+    # Places after a segment's last key may lie outside the row. No query sees them.
     keys = torch.where(place < (before + lengths)[:, None], keys, 0)
     num_queries = int(lengths.max())
     with_mask = bool(before.any()) and len(starts) * num_queries * num_keys <= MOST_OF_A_MASK
-    if not with_mask:  # the prompt's queries as well, as the causal mask needs no memory
+    if not with_mask:  # includes the prompt's queries; the causal mask needs no memory
         own = (place >= before[:, None]) & (place < (before + lengths)[:, None])
         return SegmentBatch(keys, own, keys, None)
     query = torch.arange(num_queries, device=starts.device)

@@ -1,10 +1,10 @@
-"""Which samples of a step go to which data-parallel rank, mini-batch and micro-batch.
+"""Assignment of a step's samples to mini-batches, data-parallel ranks and micro-batches.
 
-A step's samples are cut into mini-batches, the samples of each dealt out to the data-parallel
-ranks, and those of a rank to micro-batches. `orders_of_epochs` shuffles them for the first cut,
-from what no layout changes, so that an update learns from the same samples in every one.
-`plan_step` decides the rest from lengths alone and gives every rank as many micro-batches as any
-other: ranks with different numbers would wait for each other forever.
+A step's samples are cut into mini-batches. The samples of a mini-batch are assigned to
+data-parallel ranks, and those of a rank to micro-batches. `orders_of_epochs` shuffles the samples
+for the first cut independently of the layout, so that an update trains on the same samples in every
+layout. `plan_step` decides the rest from lengths alone and gives all ranks equally many
+micro-batches: ranks with different numbers would deadlock.
 
 Shape legend: n samples of the step, in g groups; e epochs.
 This module is pure: it imports neither Megatron nor vLLM nor torch.distributed.
@@ -27,34 +27,34 @@ from mcore_rl.model.tensors import active_parameters
 
 
 def partition(costs: Sequence[float] | np.ndarray, num_bins: int) -> list[np.ndarray]:
-    """`num_bins` arrays of indices into `costs`, each ascending, of sums that are nearly equal.
+    """Return `num_bins` ascending arrays of indices into `costs`, with nearly equal sums.
 
     Karmarkar and Karp's largest differencing method for k bins ("The differencing method of set
-    partitioning", UCB/CSD 82/113, 1982): every number starts as a partition of its own, of one full
-    and k - 1 empty bins; the two partitions whose sums are furthest apart are joined again and
-    again, the fullest bin of one with the emptiest of the other.
+    partitioning", UCB/CSD 82/113, 1982): every number starts as a separate partition of one full
+    and k - 1 empty bins. Repeatedly, the two partitions with the largest differences of sums are
+    joined, the fullest bin of one with the emptiest of the other.
 
-    Every index is in exactly one bin; bins are empty where there are fewer numbers than bins. The
-    same numbers give the same bins, on every rank.
+    Every index is in exactly one bin; with fewer numbers than bins, some are empty. The same
+    numbers give the same bins on every rank.
     """
     return _by_bin(bins_of(costs, num_bins), num_bins)
 
 
 def _by_bin(bins: np.ndarray, num_bins: int) -> list[np.ndarray]:
-    """Indices of each bin, ascending, given the bin of each index."""
+    """Return the indices of each bin, ascending, given the bin of each index."""
     order = np.argsort(bins, kind="stable")
     return np.split(order, np.searchsorted(bins[order], np.arange(1, num_bins)))
 
 
 def bins_of(costs: Sequence[float] | np.ndarray, num_bins: int) -> np.ndarray:
-    """`[n]` int64: the bin of each of n numbers, as `partition` says."""
+    """Return `[n]` int64: the bin of each of n numbers in `partition`."""
     costs = np.asarray(costs, dtype=np.float64)
     assert num_bins >= 1, f"{num_bins} bins"
     count, found = len(costs), np.full(len(costs), num_bins - 1)
     if num_bins == 1:
         return found
     joins = _joins(costs.tolist(), num_bins)
-    # From the last join back to the first: in which bin of the result each of its own is.
+    # Partition -> the result's bin for each of its bins, from the last join back to the first.
     places = {count + len(joins) - 1: np.arange(num_bins)}
     for number in range(len(joins) - 1, -1, -1):
         one, other, order = joins[number]
@@ -75,11 +75,11 @@ def bins_of(costs: Sequence[float] | np.ndarray, num_bins: int) -> np.ndarray:
 
 
 def _joins(costs: Sequence[float], num_bins: int) -> list[tuple[int, int, int | np.ndarray]]:
-    """Which two partitions are joined, one time after the other, and where their bins are then.
+    """Return the joins in order, as (one, other, order of the joined bins).
 
-    The first `len(costs)` partitions are those of one number, the next is that of the first join.
-    The order is that of the sums of both: of which place, before they are sorted, the first is, and
-    so on. Where the other one is a number, which joins the emptiest bin: to which place that moves.
+    Partitions 0 .. `len(costs)` - 1 hold one number each; join i makes partition `len(costs)` + i.
+    The order sorts the joined bins by sum: for each bin, its place before sorting. If `other` is a
+    single number, it joins the emptiest bin, and the order is the place that this bin moves to.
     """
     count, joins = len(costs), list[tuple[int, int, int | np.ndarray]]()
     # Ties are broken by age, so that arrays are never compared.
@@ -97,8 +97,8 @@ def _joins(costs: Sequence[float], num_bins: int) -> list[tuple[int, int, int | 
     order: int | np.ndarray
     while len(heap) > 1:
         (_, one), (_, other) = heapq.heappop(heap), heap[0]
-        joined = sums(one)  # they ascend
-        if other < count:  # so it nearly always is with many bins
+        joined = sums(one)  # ascending
+        if other < count:  # nearly always so with many bins
             total = joined[0] + costs[other]
             order = int(joined[1:].searchsorted(total))
             joined[:order] = joined[1 : order + 1]
@@ -115,15 +115,15 @@ def _joins(costs: Sequence[float], num_bins: int) -> list[tuple[int, int, int | 
 
 @dataclass(frozen=True, slots=True)
 class SampleFlops:
-    """Floating-point operations of a forward pass over one sample, of its length."""
+    """Floating-point operations of a forward pass over one sample, by its length."""
 
     per_token: float  # matrix products with weights
-    per_token_pair: float  # attention, of which a causal mask needs half of all pairs
+    per_token_pair: float  # attention; a causal mask needs half of all pairs
 
     @classmethod
     def of(cls, shape: ModelShape) -> SampleFlops:
-        """Twice the parameters that a token meets; two products of a query with each earlier key,
-        one with its value."""
+        """Return the costs of `shape`: two operations per active parameter and token, and the
+        products of attention per query and earlier key."""
         if shape.latent is not None:
             width = shape.latent.qk_nope_head_dim + shape.latent.qk_rope_head_dim
             width += shape.latent.v_head_dim
@@ -137,16 +137,16 @@ class SampleFlops:
         return lengths * self.per_token + lengths**2 * self.per_token_pair
 
 
-# Samples of one prompt are dealt out together, but no more of them than a data-parallel rank, and a
-# micro-batch, has room for this many times: fewer and larger pieces are hard to balance.
+# Samples of one prompt are assigned in pieces, so small that a data-parallel rank, and a
+# micro-batch, has room for this many: fewer and larger pieces are hard to balance.
 PIECES = 2
 
 
 @dataclass(frozen=True, slots=True)
 class Prompts:
-    """Which samples of a step have one prompt, and how long it is."""
+    """Prompts of a step's samples and their lengths."""
 
-    ids: np.ndarray  # [n] int64, the same for consecutive samples of one prompt, else different
+    ids: np.ndarray  # [n] int64, equal for consecutive samples of one prompt, else different
     lengths: np.ndarray  # [n] int64, tokens of the sample's prompt
 
     @classmethod
@@ -158,7 +158,7 @@ class Prompts:
 
     @classmethod
     def all_different(cls, num_samples: int) -> Prompts:
-        """Samples that share nothing."""
+        """Return prompts for samples that share nothing."""
         return cls(ids=np.arange(num_samples), lengths=np.zeros(num_samples, dtype=np.int64))
 
 
@@ -174,20 +174,20 @@ def orders_of_epochs(
     seed: int,
     step: int,
 ) -> np.ndarray:
-    """`[e, n]` int64: the step's samples in the order in which each epoch divides them into
-    mini-batches, by (seed, step, epoch) alone: a resume needs no state, and ranks agree.
+    """Return `[e, n]` int64: the order in which each epoch divides the step's samples into
+    mini-batches. It depends only on (seed, step, epoch): a resume needs no state, and ranks agree.
 
-    `teaches` `[g]` says which groups have a gradient. Groups are shuffled whole, as samples of one
-    prompt can share its tokens, and those that teach nothing are spread evenly over the order: of
-    equal parts of whole groups none has two more of them than another. A single mini-batch has all
-    samples whatever the order, so that they keep theirs.
+    `teaches` `[g]` marks the groups with a gradient. Groups are shuffled as units, as samples of
+    one prompt can share its tokens. Groups without a gradient are spread evenly: their numbers in
+    equal parts of complete groups differ by at most one. With a single mini-batch, which has all
+    samples in any order, the order is unchanged.
     """
     teaching = np.asarray(teaches, dtype=np.bool_)
     orders = np.tile(np.arange(len(teaching) * samples_per_group), (num_epochs, 1))
     if num_mini_batches == 1 or not len(teaching):
         return orders
     for epoch in range(num_epochs):
-        # Raw bits, which numpy keeps for ever, unlike what `permutation` makes of them.
+        # numpy guarantees the raw bits across versions, but not the results of `permutation`.
         raw = PCG64(SeedSequence([seed, step, epoch])).random_raw(len(teaching) + 1)
         groups = _spread(np.argsort(raw[1:]), teaching, int(raw[0] % len(teaching)))
         orders[epoch] = orders[epoch].reshape(len(teaching), samples_per_group)[groups].ravel()
@@ -195,8 +195,8 @@ def orders_of_epochs(
 
 
 def _spread(groups: np.ndarray, teaching: np.ndarray, first: int) -> np.ndarray:
-    """`groups` with those that teach nothing at equal distances; `first` / their number is where
-    they begin. Each kind keeps its order."""
+    """Return `groups` with those without a gradient at equal distances, the first at `first` /
+    their number. Each kind keeps its order."""
     idle = groups[~teaching[groups]]
     if not len(idle):
         return groups
@@ -216,19 +216,19 @@ def plan_step(
     prompts: Prompts | None = None,
     order: np.ndarray | None = None,
 ) -> list[Cuts]:
-    """What each data-parallel rank trains on, in which mini-batch and micro-batch.
+    """Return for each data-parallel rank its samples by mini-batch and micro-batch.
 
     `lengths` `[n]` are prompt plus response tokens of the step's samples. Mini-batch k is the k-th
-    of `num_mini_batches` equal parts of `order` `[n]` (default: as they are), consecutive ones in
-    it. Every sample is dealt out exactly once;
-    all ranks have equally many micro-batches in a mini-batch, a multiple of `count_multiple_of`.
+    of `num_mini_batches` equal, consecutive parts of `order` `[n]` (default: unchanged). Every
+    sample is assigned exactly once. All ranks have equally many micro-batches in a mini-batch, a
+    multiple of `count_multiple_of`.
 
-    Packed, ranks and then micro-batches are balanced by cost (Karmarkar-Karp, see `balance`); there
-    are as few micro-batches as the token budget allows, and some are empty where there are fewer
-    samples than that. The budget counts samples as context parallelism
-    pads them; one that is longer is a RuntimeError naming it. Where prompts are shared, `prompts`
-    says by whom, and samples of one prompt stay together as far as budget and balance allow.
-    Padded, samples are dealt out like cards, and their number must divide.
+    Packed: ranks, then micro-batches are balanced by cost (Karmarkar-Karp, see `partition`). There
+    are as few micro-batches as the token budget allows; some are empty if there are fewer samples.
+    The budget counts samples as padded for context parallelism; a longer sample raises a
+    RuntimeError that names it. If prompts are shared, `prompts` describes them, and samples of one
+    prompt stay together as far as budget and balance allow.
+    Padded: samples are assigned round-robin, and their number must be divisible.
     """
     lengths = np.asarray(lengths, dtype=np.int64)
     if not batching.share_prompts or prompts is None:
@@ -252,8 +252,8 @@ def plan_step(
 def division_of(
     epochs: Sequence[Sequence[Cuts]], lengths: np.ndarray, ranks: Sequence[tuple[int, ...]]
 ) -> Division:
-    """Who has which samples by the plans of all epochs, each one of `plan_step`; `ranks` are those
-    of each data-parallel rank, which have the same samples."""
+    """Return the division of samples under the plans of all epochs, each made by `plan_step`;
+    `ranks` are the ranks of each data-parallel rank, which have the same samples."""
     of_epochs = [[samples_of(cuts) for cuts in plan] for plan in epochs]
     every = []
     for of_rank in zip(*of_epochs, strict=True):
@@ -265,7 +265,7 @@ def division_of(
 
 
 def samples_of(cuts: Cuts) -> np.ndarray:
-    """One after the other."""
+    """Return the samples of `cuts`, one after the other."""
     found = [sample for mini_batch in cuts for part in mini_batch for sample in part]
     return np.array(found, dtype=np.int64)
 
@@ -299,7 +299,7 @@ def _deal_packed(
             f"sample {too_long[0]} has {tokens} tokens{padded}, more than the "
             f"{batching.max_tokens} of --rl-max-tokens-per-microbatch"
         )
-    together = np.maximum(prompts.lengths[samples] - 1, 0)  # what a piece has once
+    together = np.maximum(prompts.lengths[samples] - 1, 0)  # shared tokens, once per piece
     costs_together = np.asarray(batching.cost(together), dtype=np.float64)
     own = in_row[samples] - together
     own_costs = np.asarray(batching.cost(lengths[samples]), dtype=np.float64) - costs_together
@@ -324,7 +324,7 @@ def _deal_packed(
             mine = of_rank[rank]
             bins = bins_of(costs[mine], count)
             if np.bincount(bins, tokens[mine]).max(initial=0) > batching.max_tokens:
-                # Whom so few do not suffice is likely the one to refuse a few more, too.
+                # If `count` is too small for this rank, the next one likely is, too: try it first.
                 ranks.remove(rank)
                 ranks.insert(0, rank)
                 count += batching.count_multiple_of
@@ -338,7 +338,7 @@ def _deal_packed(
 
 @dataclass(frozen=True, slots=True)
 class _Amounts:
-    """Costs or tokens of samples: of each by itself, of what it shares, and the most of a piece."""
+    """Costs or tokens of samples: own, shared (`together`), and the most per piece."""
 
     own: np.ndarray
     together: np.ndarray
@@ -346,8 +346,8 @@ class _Amounts:
 
 
 def _piece_starts(prompt_ids: np.ndarray, *amounts: _Amounts) -> np.ndarray:
-    """Where runs of samples begin that are dealt out as one: a prompt's samples, or, as `amounts`
-    limit them, parts of these."""
+    """Return the starts of runs of samples that are assigned together: the samples of a prompt, or
+    parts of them within the limits of `amounts`."""
     starts = [0]
     sums = [of.together[0] + of.own[0] for of in amounts]
     for i in range(1, len(prompt_ids)):

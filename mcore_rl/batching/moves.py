@@ -1,9 +1,9 @@
-"""What of a step's samples lies where, and what moves to where it is wanted: rank to rank, once.
+"""Placement of a step's samples, and their moves between ranks; each sample moves once.
 
-Two sides may divide the same samples in their own ways: engines, the actor, a critic. Each side
-consists of places, and a place of ranks that all have the same: those of TP, CP and PP. Which rank
-sends what to which follows from both divisions alone, so that sender and receiver need not ask
-each other, and no rank ever has more than its own samples.
+Engines, the actor and a critic each divide the same samples in their own way. Such a side consists
+of places; a place is a set of TP, CP and PP ranks with the same samples. Both divisions determine
+which rank sends which samples to which rank, so sender and receiver need no negotiation, and no
+rank ever holds more than its own samples.
 
 Shape legend: n samples of the step; t tokens of a place's samples, one sample after the other.
 This module is pure: it imports neither Megatron nor vLLM nor torch.distributed.
@@ -16,8 +16,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-# Bytes between ranks: (for each rank, how many will come from each) -> what came from each.
-# Collective over all of them.
+# Exchange of bytes: (bytes for each rank, number of bytes from each) -> bytes from each rank.
+# Collective over all ranks.
 Exchange = Callable[[Sequence[np.ndarray], Sequence[int]], Sequence[np.ndarray]]
 
 _NOTHING = np.empty(0, dtype=np.int64)
@@ -25,48 +25,49 @@ _NOTHING = np.empty(0, dtype=np.int64)
 
 @dataclass(frozen=True, slots=True)
 class Shares:
-    """Which samples each place has, or wants, and which ranks a place is."""
+    """Samples that each place has or needs, and the ranks of each place."""
 
-    samples: tuple[np.ndarray, ...]  # int64, of each place, in its order, each once
-    ranks: tuple[tuple[int, ...], ...]  # of each place; a rank is of one place at most
+    samples: tuple[np.ndarray, ...]  # int64, per place, in its order, each sample once
+    ranks: tuple[tuple[int, ...], ...]  # per place; a rank belongs to at most one place
 
     def place(self, rank: int) -> int | None:
-        """Which place a rank is of; None: another side's."""
+        """Return the place of a rank; None if it belongs to another side."""
         return next((at for at, ranks in enumerate(self.ranks) if rank in ranks), None)
 
     def of(self, rank: int) -> np.ndarray:
-        """The samples of a rank."""
+        """Return the samples of a rank."""
         at = self.place(rank)
         return _NOTHING if at is None else self.samples[at]
 
     def counted_from(self, first: int) -> Shares:
-        """The same where rank 0 is called `first`."""
+        """Return the same shares with ranks that count from `first`."""
         ranks = tuple(tuple(first + rank for rank in place) for place in self.ranks)
         return Shares(self.samples, ranks)
 
 
 @dataclass(frozen=True, slots=True)
 class Division:
-    """How a side divides a step's samples among its ranks, in all epochs."""
+    """Division of a step's samples among the ranks of a side, in all epochs."""
 
     lengths: np.ndarray  # [n] int64, tokens
-    first: Shares  # of the first epoch, in the order of a rank's batch
-    every: Shares  # of any epoch: those of the first, and behind them what later ones bring
+    first: Shares  # in the first epoch, in the order of a rank's batch
+    every: Shares  # in any epoch: the samples of the first, then those that later epochs add
 
 
 @dataclass(frozen=True, slots=True)
 class Moves:
-    """A rank's part in a move: which samples go to which rank, and which come from which, in the
-    order of the place that wants them. Ranks without any are left out."""
+    """A rank's part in a move: samples by destination and by source, in the order of the place that
+    needs them. Ranks without samples are omitted."""
 
     outgoing: dict[int, np.ndarray]
     incoming: dict[int, np.ndarray]
 
     @classmethod
     def of(cls, rank: int, num_samples: int, source: Shares, target: Shares) -> Moves:
-        """Every rank of `target` gets what its place wants, each sample from one rank of those in
-        `source` that have it: itself if it is one, else they take turns. What nobody has does not
-        come: an assertion."""
+        """Return the moves of `rank` that give every rank of `target` the samples of its place.
+
+        A sample comes from one of the ranks in `source` that have it: from the receiver itself if
+        possible, else the ranks take turns. AssertionError if no rank has it."""
         owner = np.full(num_samples, -1)
         for place, samples in enumerate(source.samples):
             owner[samples] = place
@@ -91,7 +92,7 @@ class Moves:
 
 
 def _sender(source: Shares, of: int, target: Shares, place: int, receiver: int) -> int:
-    """Which rank of the source's place `of` sends to a rank of the target's `place`."""
+    """Return the rank of the source's place `of` that sends to a rank of the target's `place`."""
     ranks = source.ranks[of]
     if receiver in ranks:
         return receiver
@@ -100,10 +101,10 @@ def _sender(source: Shares, of: int, target: Shares, place: int, receiver: int) 
 
 @dataclass(frozen=True, slots=True)
 class Parcel:
-    """One row for every token, on its way from those who have it to those who want it.
+    """Rows, one per token, to be moved from the ranks of `source` to the ranks of `target`.
 
-    The same on all ranks of both sides, but for `rows`: what this rank has of `source`, sample
-    after sample in its order, and no row on a rank that is not of the source.
+    All ranks of both sides have the same values, except `rows`: this rank's part of `source`,
+    sample after sample in its order, and empty on ranks outside the source.
     """
 
     lengths: np.ndarray  # [n] int64, tokens of each sample
@@ -112,9 +113,9 @@ class Parcel:
     rows: np.ndarray  # [t, ...]
 
     def moved(self, rank: int, num_ranks: int, exchange: Exchange) -> np.ndarray:
-        """`[t, ...]`: what this rank wants, sample after sample in its order of `target`.
+        """Return `[t, ...]`: this rank's rows of `target`, sample after sample in its order.
 
-        Collective over `num_ranks` ranks, those of both sides.
+        Collective over the `num_ranks` ranks of both sides.
         """
         moves = Moves.of(rank, len(self.lengths), self.source, self.target)
         here = SampleRows(self.source.of(rank), self.lengths, self.rows)
@@ -141,10 +142,10 @@ class Parcel:
 
 
 class SampleRows:
-    """Rows of samples' tokens, one sample after the other, by the number of the sample."""
+    """Rows of samples' tokens, one sample after the other, accessed by sample number."""
 
     def __init__(self, samples: np.ndarray, lengths: np.ndarray, rows: np.ndarray) -> None:
-        """`lengths` `[n]` are of all samples of the step, `samples` those that `rows` are of."""
+        """`lengths` `[n]`: of all samples of the step; `samples`: the samples in `rows`."""
         ends = lengths[samples].cumsum()
         assert len(rows) == (ends[-1] if len(ends) else 0), (
             f"{len(rows)} rows of {ends[-1:].sum()} tokens"
@@ -154,16 +155,16 @@ class SampleRows:
         self._at = dict(zip(samples.tolist(), zip(starts, ends.tolist(), strict=True), strict=True))
 
     def __getitem__(self, sample: int) -> np.ndarray:
-        """`[s, ...]`, a view: those of one sample of s tokens."""
+        """Return the rows `[s, ...]` of one sample of s tokens, as a view."""
         start, end = self._at[sample]
         return self.rows[start:end]
 
     def of(self, samples: np.ndarray) -> np.ndarray:
-        """Those of some, in this order."""
+        """Return the rows of `samples`, in this order."""
         return np.concatenate([self.rows[:0], *(self[sample] for sample in samples.tolist())])
 
     def put(self, samples: np.ndarray, rows: np.ndarray) -> None:
-        """Replace those of some by `rows`, which are in this order."""
+        """Replace the rows of `samples` by `rows`, in this order."""
         end = 0
         for sample in samples.tolist():
             start, stop = self._at[sample]

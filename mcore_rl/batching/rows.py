@@ -1,16 +1,16 @@
-"""A micro-batch as the rows of a model: all its samples packed into one, with the lengths that keep
-attention inside each, or one padded row a sample.
+"""Layout of a micro-batch as rows of a model: one packed row with lengths that keep attention
+within each sample, or one padded row per sample.
 
-With `share_prompts` consecutive samples of a packed micro-batch that have one prompt share its
-tokens: a group of n samples after a prompt of p tokens takes p - 1 + sum(1 + response) positions
-instead of sum(p + response), and attention lets each sample see the shared ones before its own. The
-prompt's last token stays with each sample, as it scores the first token of a response. (Prefix
-sharing, as in "Prefix Grouper", arXiv 2506.05433.)
+With `share_prompts` consecutive samples of one prompt in a packed micro-batch share its tokens. A
+group of n samples after a prompt of p tokens then takes p - 1 + sum(1 + response) positions instead
+of sum(p + response), and each sample attends to the shared tokens before its own. Each sample keeps
+the prompt's last token, which scores the first token of its response. (Prefix sharing, as in
+"Prefix Grouper", arXiv 2506.05433.)
 
 Context parallelism cuts every sample of a packed row, and every padded row, into twice as many
-equal chunks as there are ranks; rank i takes chunk i from the front and chunk i from the back, so
-that a causal mask gives all of them the same work. It is the order in which Megatron cuts its own
-batches, and the only one that Transformer Engine's attention knows.
+equal chunks as there are ranks. Rank i takes chunk i from the front and chunk i from the back, so
+that all ranks have the same work under a causal mask. Megatron cuts its own batches in this order,
+and Transformer Engine's attention supports no other.
 
 Shape legend: b samples of a micro-batch, t their tokens, one sample after the other; s positions of
 a row, on all context-parallel ranks; k segments of a packed row.
@@ -33,17 +33,17 @@ _Number = TypeVar("_Number", int, np.ndarray, torch.Tensor)
 
 
 def chunks_of_sample(cp_size: int) -> int:
-    """How many equal chunks context parallelism cuts a sample into; what its length divides by."""
+    """Return the number of equal chunks per sample, which must divide its padded length."""
     return 2 * cp_size if cp_size > 1 else 1
 
 
 def positions_on_cp_rank(
     bounds: torch.Tensor, share: int, *, cp_size: int, cp_rank: int
 ) -> torch.Tensor:
-    """`[share]` int64, the positions of a row that a context-parallel rank takes, ascending.
+    """Return `[share]` int64, a context-parallel rank's positions of a row, ascending.
 
     The row's samples begin at `bounds` `[k + 1]`, from 0 to `share` x `cp_size`; their lengths
-    are multiples of `chunks_of_sample`. Any device; nothing waits for it.
+    are multiples of `chunks_of_sample`. Works on any device, without synchronising.
     """
     starts, inside = samples_on_cp_rank(bounds, share, cp_size=cp_size, cp_rank=cp_rank)
     return starts + inside
@@ -52,27 +52,27 @@ def positions_on_cp_rank(
 def samples_on_cp_rank(
     bounds: torch.Tensor, share: int, *, cp_size: int, cp_rank: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """For `positions_on_cp_rank`: the start of each sample in the row, and the position in it."""
+    """Return `positions_on_cp_rank` in two parts: the sample's start, the place in the sample."""
     lengths = bounds.diff() // cp_size  # on each rank
     of_samples = torch.stack([bounds[:-1], bounds[:-1] // cp_size, lengths // 2])
     starts, mine, half = of_samples.repeat_interleave(lengths, dim=1, output_size=share).long()
     nth = torch.arange(share, device=bounds.device) - mine
-    # Half of them are chunk i from the front, the others chunk i from the back.
+    # The first half is chunk i from the front, the second chunk i from the back.
     skipped = torch.where(nth < half, cp_rank, 2 * (cp_size - 1) - cp_rank)
     return starts, nth + half * skipped
 
 
 def round_up(number: _Number, multiple_of: int) -> _Number:
-    """The next multiple, of each number."""
+    """Round up to a multiple, elementwise."""
     return -(-number // multiple_of) * multiple_of
 
 
 @dataclass(frozen=True, slots=True)
 class MicroBatching:
-    """How samples become micro-batches.
+    """Division of samples into micro-batches.
 
-    With `max_tokens` > 0 samples are packed into one row a micro-batch, of at most so many tokens;
-    else a micro-batch is `micro_batch_size` padded rows of one sample each.
+    With `max_tokens` > 0 samples are packed into one row per micro-batch, of at most `max_tokens`
+    tokens. Otherwise a micro-batch is `micro_batch_size` padded rows of one sample each.
     """
 
     max_tokens: int = 0  # --rl-max-tokens-per-microbatch
@@ -82,11 +82,11 @@ class MicroBatching:
     cp_size: int = 1
     # Megatron's pipeline sends buffers of one shape, so all rows of a rank have the longest length.
     same_length: bool = False
-    # The interleaved schedule takes micro-batches by the pipeline's size.
+    # The interleaved schedule needs a multiple of the pipeline size.
     count_multiple_of: int = 1
     # Packed and without context parallelism: a prompt is computed once for its samples in a row.
     share_prompts: bool = False  # --rl-share-prompts
-    # What a sample costs, of its length; equal costs balance data-parallel ranks.
+    # Cost of samples as a function of their lengths; equal costs balance data-parallel ranks.
     cost: Callable[[np.ndarray], np.ndarray] = np.asarray
 
     @property
@@ -95,52 +95,52 @@ class MicroBatching:
 
     @property
     def row_multiple(self) -> int:
-        """What the length of every row is a multiple of."""
+        """Divisor of the length of every row."""
         return math.lcm(self.multiple_of, chunks_of_sample(self.cp_size))
 
 
-# Megatron hands the bounds of a row on to attention and rotation, and nothing else of it, so that
-# what goes before each segment travels with them.
+# Megatron passes only the bounds of a row to attention and rotation, so the prefix of each segment
+# is attached to them.
 _PREFIXES = "_mcore_rl_prefix_of"
 
 
 def set_prefixes(bounds: torch.Tensor, prefix_of: torch.Tensor) -> None:
-    """Note on the bounds of a packed row `[k + 1]` which segment goes before each `[k]`."""
+    """Attach to the bounds `[k + 1]` of a packed row the segment before each segment `[k]`."""
     setattr(bounds, _PREFIXES, prefix_of)
 
 
 def prefixes_of(bounds: torch.Tensor) -> torch.Tensor | None:
-    """What was noted; None where the samples of a row share nothing."""
+    """Return the attached prefixes; None if the samples of a row share nothing."""
     return getattr(bounds, _PREFIXES, None)
 
 
 def prefix_lengths(bounds: torch.Tensor, prefix_of: torch.Tensor) -> torch.Tensor:
-    """`[k]`: tokens of the shared prompt before each of the segments that begin at `bounds`."""
+    """Return `[k]`: tokens of the shared prompt before each segment of `bounds`."""
     alone = prefix_of == torch.arange(len(prefix_of), device=prefix_of.device)
     return bounds.diff()[prefix_of].masked_fill(alone, 0)
 
 
 @dataclass(frozen=True, slots=True)
 class ModelRows:
-    """A micro-batch as a model takes it on one context-parallel rank, and where its tokens are."""
+    """Model inputs of a micro-batch on one context-parallel rank, and the places of its tokens."""
 
-    token_ids: torch.Tensor  # [rows, s / cp_size] int64, padded with 0 behind tokens that count
+    token_ids: torch.Tensor  # [rows, s / cp_size] int64, padded with 0 after real tokens
     position_ids: torch.Tensor  # [rows, s / cp_size] int64, from 0 in every sample
     target_ids: torch.Tensor  # [rows, s / cp_size] int64, next tokens; the last of a sample: masked
-    # [k + 1] int32, where the samples of the whole packed row begin, with the padding that each
-    # has, that of the row being one more; None where each row is one sample. A prompt that samples
-    # share is one more, too, and what is left of each has an entry of its own.
+    # [k + 1] int32, starts of the samples, padding included, in the complete packed row; the row's
+    # padding is one more entry, a shared prompt is another, and the rest of each of its samples has
+    # its own. None where each row is one sample.
     cu_seqlens: torch.Tensor | None
     longest: int  # positions of the longest sample, on all context-parallel ranks
-    # [t] int64, of the tokens in the rows of all context-parallel ranks, rank after rank, flattened
+    # [t] int64, places of the tokens in the flattened rows of all context-parallel ranks, in order
     places: torch.Tensor
-    # [k] int64, for each of those k the one that goes before it, a shared prompt; itself: none.
-    # None where nothing is shared.
+    # [k] int64, the segment (a shared prompt) before each of the k segments, or itself.
+    # None if nothing is shared.
     prefix_of: torch.Tensor | None = None
 
 
 def row_length(micro_batches: Sequence[TrainBatch], batching: MicroBatching) -> int | None:
-    """The length that all rows of these micro-batches have, or None if each has its own."""
+    """Return the common row length of these micro-batches, or None if each has its own."""
     if not batching.same_length:
         return None
     return max(_needed(micro_batch, batching) for micro_batch in micro_batches)
@@ -156,12 +156,12 @@ def _needed(micro_batch: TrainBatch, batching: MicroBatching) -> int:
 
 @dataclass(frozen=True, slots=True)
 class _Segments:
-    """What a packed row consists of: samples, or shared prompts and what is left of samples."""
+    """Segments of a packed row: samples, or shared prompts and the rests of their samples."""
 
-    lengths: torch.Tensor  # [k] int64, with what context parallelism pads them by
+    lengths: torch.Tensor  # [k] int64, padded for context parallelism
     prefix_of: torch.Tensor  # [k] int64, the segment before it, or itself
     own: torch.Tensor  # [b] int64, the segment of each sample
-    shared: torch.Tensor  # [b] int64, tokens of it that are in the segment before
+    shared: torch.Tensor  # [b] int64, its tokens in the segment before
 
 
 def _segments(micro_batch: TrainBatch, batching: MicroBatching) -> _Segments:
@@ -191,14 +191,14 @@ def _segments(micro_batch: TrainBatch, batching: MicroBatching) -> _Segments:
 
 
 def _samples_of_prompts(micro_batch: TrainBatch, batching: MicroBatching) -> list[tuple[int, int]]:
-    """(first, last + 1) of consecutive samples that share their prompt, or of single ones."""
+    """Return (first, last + 1) of consecutive samples that share a prompt, or of single samples."""
     runs: list[tuple[int, int]] = []
     last_prompt = b""
     ends = micro_batch.lengths.cumsum(0)
     starts = (ends - micro_batch.lengths).tolist()
     for sample, length in enumerate(micro_batch.prompt_lengths.tolist()):
         prompt = micro_batch.token_ids[starts[sample] : starts[sample] + length].numpy().tobytes()
-        # A prompt of one token is what each sample keeps.
+        # Each sample keeps the last token, so a prompt of one token cannot be shared.
         if batching.share_prompts and length > 1 and prompt == last_prompt:
             runs[-1] = (runs[-1][0], sample + 1)
         else:
@@ -210,16 +210,16 @@ def _samples_of_prompts(micro_batch: TrainBatch, batching: MicroBatching) -> lis
 def lay_out(
     micro_batch: TrainBatch, batching: MicroBatching, length: int | None, cp_rank: int = 0
 ) -> ModelRows:
-    """The rows of a micro-batch, of `length` positions or as many as it needs, and of these the
-    part of a context-parallel rank.
+    """Return a context-parallel rank's part of a micro-batch's rows, which have `length` positions
+    or as many as needed.
 
-    Because of the causal mask padding on the right changes no earlier position, and all of it is
-    masked. Packed, the padding of the row is a sample of its own, while what context parallelism
-    adds to a sample is its end.
+    Padding on the right does not affect earlier positions because of the causal mask, and is
+    masked. In a packed row, the row's padding is a separate sample; context parallelism pads the
+    end of each sample.
     """
     length = _needed(micro_batch, batching) if length is None else length
     lengths = micro_batch.lengths
-    places = _counted(lengths)  # in each sample, and then in the whole rows
+    places = _counted(lengths)  # in each sample, and later in the complete rows
     prefix_of = None
     if batching.packed:
         segments = _segments(micro_batch, batching)
@@ -231,7 +231,7 @@ def lay_out(
             starts[before].repeat_interleave(lengths),
             (starts[segments.own] - segments.shared).repeat_interleave(lengths),
         )
-        offsets = torch.zeros_like(starts)  # positions in its sample that a segment begins at
+        offsets = torch.zeros_like(starts)  # where each segment begins in its sample
         if segments.shared.any():
             prefix_of = torch.arange(len(starts))
             prefix_of[: len(segments.prefix_of)] = segments.prefix_of
@@ -252,7 +252,7 @@ def lay_out(
             for rank in range(batching.cp_size)
         ]
     )
-    # A position of a row is the n-th of those on all context-parallel ranks.
+    # nth: index of a row's position in the order over all context-parallel ranks.
     nth = order.flatten().argsort()[places % length]
     mine = order[cp_rank]
     return ModelRows(
@@ -267,18 +267,18 @@ def lay_out(
 
 
 def tokens_in_rows(rows: ModelRows, num_tokens: int, cp_rank: int = 0) -> torch.Tensor:
-    """`[rows, s / cp_size]` int64: which of a micro-batch's `num_tokens` tokens, one sample after
-    the other, a position holds; -1 for padding. Of a prompt that samples share: the first one's."""
+    """Return `[rows, s / cp_size]` int64: each position's index into the micro-batch's `num_tokens`
+    tokens, one sample after the other; -1 for padding. A shared prompt has its first sample's."""
     num_here, places = rows.token_ids.numel(), rows.places.numpy()
     first, here = cp_rank * num_here, np.full(num_here, -1)
     mine = (places >= first) & (places < first + num_here)
-    # Of several assignments to one place numpy keeps the last.
+    # numpy keeps the last of several assignments to one place.
     here[places[mine][::-1] - first] = np.arange(num_tokens)[mine][::-1]
     return torch.from_numpy(here).view(rows.token_ids.shape)
 
 
 def _bounds(lengths: torch.Tensor, length: int) -> torch.Tensor:
-    """`[k + 1]`: where samples begin in a row of `length` positions, and its padding behind."""
+    """Return `[k + 1]`: starts of the samples and the padding in a row of `length` positions."""
     ends = lengths.cumsum(0).tolist()
     if not ends or ends[-1] < length:
         ends.append(length)
@@ -286,6 +286,6 @@ def _bounds(lengths: torch.Tensor, length: int) -> torch.Tensor:
 
 
 def _counted(lengths: torch.Tensor, first: torch.Tensor | int = 0) -> torch.Tensor:
-    """`first`, `first` + 1, ... in each of some pieces that lie one after the other."""
+    """Return `first`, `first` + 1, ... for each of consecutive pieces of `lengths`."""
     starts = lengths.cumsum(0) - lengths - first
     return torch.arange(int(lengths.sum())) - starts.repeat_interleave(lengths)

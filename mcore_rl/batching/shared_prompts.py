@@ -1,7 +1,7 @@
-"""Whether the samples of a prompt may share its tokens in training, and if not, what is against it.
+"""Conditions under which the samples of a prompt may share its tokens in training.
 
-Sharing (see `rows`) changes no number but by the order of sums, as long as every token's
-computation depends on the tokens before it alone, and attention can be told what those are.
+Sharing (see `rows`) changes results only by the order of sums, if every token's computation
+depends only on the tokens before it, and attention accepts which tokens those are.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from mcore_rl.common.errors import UsageError
 
 FLAG = "--rl-share-prompts"
 
-# By destination: what it would make of a token that stands for several.
+# Destination -> why the setting would treat a shared token wrongly.
 _COUNTS_TOKENS = {
     "moe_z_loss_coeff": "is a mean over tokens",
     "moe_expert_capacity_factor": "drops tokens by their number",
@@ -23,9 +23,9 @@ _COUNTS_TOKENS = {
 
 
 def obstacle(values: Mapping[str, Any], max_tokens: int) -> str:
-    """What is against sharing, in words that begin with a flag; "" for nothing.
+    """Return why prompts cannot be shared, as text that begins with a flag; "" if they can.
 
-    `values` are Megatron's, by destination, those that are given or all of them; `max_tokens` is
+    `values` are Megatron's arguments by destination, all or only those given; `max_tokens` is
     --rl-max-tokens-per-microbatch.
     """
     if not max_tokens:
@@ -44,7 +44,7 @@ def obstacle(values: Mapping[str, Any], max_tokens: int) -> str:
 
 
 def _balancing(values: Mapping[str, Any]) -> str:
-    """The balancing of experts that depends on the number of tokens that each received."""
+    """Return the flag of expert balancing that depends on token counts, with its reason."""
     coefficients = values.get("moe_aux_loss_coeff") or 0.0
     coefficients = coefficients if isinstance(coefficients, list) else [coefficients]
     if any(coefficients):
@@ -57,7 +57,7 @@ def _balancing(values: Mapping[str, Any]) -> str:
 
 
 def shares_prompts(choice: str, values: Mapping[str, Any], max_tokens: int) -> bool:
-    """What `--rl-share-prompts` comes to; UsageError where "on" is not possible."""
+    """Resolve `--rl-share-prompts`; raise UsageError if "on" is not possible."""
     against = obstacle(values, max_tokens)
     if choice == "on" and against:
         raise UsageError(

@@ -1,7 +1,7 @@
-"""What every rank knows of a step's samples: some numbers each, and none of their tokens.
+"""Table of a step's samples on every rank: a few numbers per sample, without tokens.
 
-With these all ranks compare rewards and divide the samples alike. The tokens, and what belongs to
-each of them, stay on the ranks that sampled until it is known who learns from them
+From it all ranks compare rewards and divide the samples in the same way. Tokens and their data stay
+on the ranks that sampled them until it is known which ranks train on them
 (`mcore_rl.rollout.keeper`).
 
 Shape legend: n samples of the step; r rewards; t tokens of one sample, prompt and response.
@@ -22,26 +22,26 @@ from mcore_rl.moe.routing import Routes
 
 @dataclass(frozen=True, slots=True)
 class SampleTable:
-    """A step's samples, the same on all ranks: the responses to one prompt stand together.
+    """A step's samples, the same on all ranks; responses to one prompt are adjacent.
 
-    Arrays are `[n]` where nothing else is said.
+    Arrays are `[n]` unless stated otherwise.
     """
 
-    homes: np.ndarray  # int64, first rank of those that sampled it and keep it
-    numbers: np.ndarray  # int64, which of what they keep it is
-    draws: np.ndarray  # int64, which draw of a prompt it answers; that of neighbours differs else
+    homes: np.ndarray  # int64, first of the ranks that sampled it and keep it
+    numbers: np.ndarray  # int64, its index among the samples that they keep
+    draws: np.ndarray  # int64, number of its prompt's draw; differs between adjacent groups
     prompts: np.ndarray  # int64, `Prompt.index`
     prompt_lengths: np.ndarray  # int64, tokens
     response_lengths: np.ndarray  # int64, tokens
-    generated_lengths: np.ndarray  # int64, of these the tokens that the model generated
-    is_cut: np.ndarray  # bool, ended by its length
-    rewards: np.ndarray  # float64, without a meaning where there is none
+    generated_lengths: np.ndarray  # int64, response tokens that the model generated
+    is_cut: np.ndarray  # bool, truncated at the maximum length
+    rewards: np.ndarray  # float64, undefined without a reward
     has_reward: np.ndarray  # bool
-    has_failed: np.ndarray  # bool, the sample itself
-    baselines: np.ndarray  # float64, reward of the greedy response; nan: not asked for
-    baseline_lengths: np.ndarray  # int64, its tokens
-    has_baseline: np.ndarray  # bool, False where the greedy response has no reward
-    oldest_versions: np.ndarray  # int64, of the weights that its oldest token was sampled with
+    has_failed: np.ndarray  # bool, the sample itself failed
+    baselines: np.ndarray  # float64, reward of the greedy response; nan: not requested
+    baseline_lengths: np.ndarray  # int64, tokens of the greedy response
+    has_baseline: np.ndarray  # bool, False if the greedy response has no reward
+    oldest_versions: np.ndarray  # int64, version of the weights that sampled its oldest token
     why_not_valid: tuple[str | None, ...]  # `ScoredRollout.why_not_valid`
     parts: Mapping[str, np.ndarray] = field(default_factory=dict)  # unweighted; nan: failed
 
@@ -50,7 +50,7 @@ class SampleTable:
 
     @property
     def valid(self) -> np.ndarray:
-        """`[n]` bool: whether it can be learned from."""
+        """`[n]` bool: whether the sample can be trained on."""
         return np.array([why is None for why in self.why_not_valid], dtype=np.bool_)
 
     @property
@@ -68,8 +68,8 @@ class SampleTable:
         numbers: Sequence[int] | None = None,
         draws: Sequence[int] | None = None,
     ) -> SampleTable:
-        """A table of samples on this rank, kept by `home` as `numbers` (default: in their
-        order)."""
+        """Build the table of this rank's samples, kept by `home` as `numbers` (default: 0, 1,
+        ...)."""
         rollouts = [sample.rollout for sample in scored]
         count = range(len(scored))
         baselines = [sample.baseline for sample in scored]
@@ -117,7 +117,7 @@ class SampleTable:
         draws: np.ndarray | None = None,
         valid: np.ndarray | None = None,
     ) -> SampleTable:
-        """A table of samples of which only the lengths are known; all valid by default."""
+        """Build a table from lengths alone; samples are valid by default."""
         count = len(prompt_lengths)
         nothing = np.zeros(count, dtype=np.int64)
         yes, no = np.ones(count, dtype=np.bool_), np.zeros(count, dtype=np.bool_)
@@ -142,7 +142,7 @@ class SampleTable:
         )
 
     def take(self, rows: Sequence[int] | np.ndarray) -> SampleTable:
-        """These rows, in this order."""
+        """Return these rows, in this order."""
         rows = np.asarray(rows, dtype=np.int64)
         found: dict[str, object] = {}
         for each in dataclasses.fields(self):
@@ -155,7 +155,7 @@ class SampleTable:
 
     @classmethod
     def joined(cls, tables: Sequence[SampleTable]) -> SampleTable:
-        """One after the other; at least one."""
+        """Concatenate at least one table."""
         found: dict[str, object] = {}
         for each in dataclasses.fields(cls):
             if each.name not in ("why_not_valid", "parts"):
@@ -171,18 +171,18 @@ class SampleTable:
 
 @dataclass(frozen=True, slots=True)
 class SampleTokens:
-    """The tokens of one sample, prompt and response, and what belongs to each."""
+    """Tokens of one sample, prompt and response, with their data."""
 
     token_ids: np.ndarray  # [t] int32
-    is_generated: np.ndarray  # [t] bool; the others are of the prompt
-    log_probs: np.ndarray  # [t] float32, as sampled; 0 where nothing was
+    is_generated: np.ndarray  # [t] bool; False for tokens of the prompt and of environments
+    log_probs: np.ndarray  # [t] float32, as sampled; 0 for tokens that were not sampled
     routes: Routes | None = None  # of all tokens but the last
     turn_rewards: np.ndarray | None = None  # [t] float32, at the last token of a turn; else 0
 
     @classmethod
     def of(cls, sample: ScoredRollout) -> SampleTokens:
-        """RuntimeError: the prompt is empty (the first response token would have nothing to be
-        scored by), or a response and its log-probs differ in length."""
+        """Return the tokens of `sample`; raise RuntimeError if the prompt is empty (no position
+        scores the first response token) or if response and log-probs differ in length."""
         rollout = sample.rollout
         num_prompt, num_response = len(rollout.prompt.token_ids), len(rollout.response_token_ids)
         name = f"prompt {rollout.prompt.index}, sample {rollout.sample_index}"
@@ -212,8 +212,8 @@ class SampleTokens:
 
 
 def tokens_to_rows(samples: Sequence[SampleTokens]) -> np.ndarray:
-    """`[t, 5]` uint8 of samples, one after the other: the token and whether it was generated. To
-    who reads what was said, and not how."""
+    """Return `[t, 5]` uint8 of samples, one after the other: token, and whether it was generated.
+    For readers that do not need log-probs."""
     ids = np.concatenate([np.empty(0, np.int32), *(each.token_ids for each in samples)])
     rows = np.empty((len(ids), 5), dtype=np.uint8)
     rows[:, :4] = ids.view(np.uint8).reshape(-1, 4)
@@ -222,7 +222,7 @@ def tokens_to_rows(samples: Sequence[SampleTokens]) -> np.ndarray:
 
 
 def rows_to_tokens(rows: np.ndarray, lengths: np.ndarray) -> list[SampleTokens]:
-    """The samples of such rows, of these lengths, without log-probs."""
+    """Convert such rows back to samples of these lengths, without log-probs."""
     ends = lengths.cumsum()[:-1]
     ids = np.split(np.ascontiguousarray(rows[:, :4]).view(np.int32)[:, 0], ends)
     generated = np.split(rows[:, 4] != 0, ends)

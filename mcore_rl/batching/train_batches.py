@@ -1,4 +1,4 @@
-"""The tensors that a rank learns from, one sample after the other, and parts of them.
+"""Training tensors of a rank, one sample after the other, and their parts.
 
 Shape legend: n samples of the step, b samples of a rank or micro-batch, t their tokens.
 This module is pure: it imports neither Megatron nor vLLM nor torch.distributed.
@@ -20,12 +20,11 @@ from mcore_rl.batching.types import TrainBatch
 def build_train_batch(
     table: SampleTable, tokens: Mapping[int, SampleTokens], cuts: Cuts
 ) -> TrainBatch:
-    """One rank's samples on the CPU, in the order of `cuts`, without what log-probs bring.
+    """Build one rank's batch on the CPU, in the order of `cuts`, without log-probs of models.
 
-    `table` is of all samples of the step, of which `tokens` has those in `cuts`. A response of r
-    tokens after a prompt of p is scored by positions p-1 .. p+r-2. An empty response has no loss
-    token, nor has a sample that is not valid, as its reward failed: it is scored, and not learnt
-    from.
+    `table` contains all samples of the step, `tokens` those in `cuts`. A response of r tokens after
+    a prompt of p is scored by positions p-1 .. p+r-2. An empty response has no loss token. Neither
+    has an invalid sample (its reward failed): it is scored, but not trained on.
     """
     rows = [row for mini_batch in cuts for micro_batch in mini_batch for row in micro_batch]
     lengths = table.lengths[rows] if rows else np.empty(0, dtype=np.int64)
@@ -60,9 +59,9 @@ def build_train_batch(
 def batch_of_tokens(
     token_ids: Sequence[Sequence[int]], *, count_multiple_of: int = 1
 ) -> TrainBatch:
-    """Sequences to be scored, each in a micro-batch of its own, all positions in the loss mask.
+    """Build a batch of sequences to score, one per micro-batch; the loss mask has all positions.
 
-    The last one is repeated until there is a multiple of `count_multiple_of` micro-batches.
+    The last sequence is repeated up to a multiple of `count_multiple_of` micro-batches.
     """
     sequences = [*token_ids, *[token_ids[-1]] * (-len(token_ids) % count_multiple_of)]
     lengths = torch.tensor([len(ids) for ids in sequences])
@@ -79,7 +78,7 @@ def batch_of_tokens(
 
 
 def split_mini_batches(batch: TrainBatch) -> list[TrainBatch]:
-    """The parts of a batch that one optimizer step each learns from; the tensors are views."""
+    """Split a batch into its mini-batches, one per optimizer step; tensors are views."""
     ends = np.cumsum([sum(sizes) for sizes in batch.cuts])
     return [
         _slice(batch, int(end) - sum(sizes), int(end), (sizes,))
@@ -88,7 +87,7 @@ def split_mini_batches(batch: TrainBatch) -> list[TrainBatch]:
 
 
 def split_micro_batches(batch: TrainBatch) -> list[TrainBatch]:
-    """The parts of a batch that go through the model at one time; the tensors are views."""
+    """Split a batch into its micro-batches, one per forward pass; tensors are views."""
     sizes = [size for mini_batch in batch.cuts for size in mini_batch]
     ends = np.cumsum(sizes)
     return [
@@ -98,7 +97,7 @@ def split_micro_batches(batch: TrainBatch) -> list[TrainBatch]:
 
 
 def take(batch: TrainBatch, cuts: Cuts) -> TrainBatch:
-    """The samples of `cuts`, by their place in `batch`, in this order and cut like this."""
+    """Return the samples of `cuts` (places in `batch`), in this order and with these cuts."""
     rows = [row for mini_batch in cuts for micro_batch in mini_batch for row in micro_batch]
     starts = (batch.lengths.cumsum(0) - batch.lengths).tolist()
     pieces = [

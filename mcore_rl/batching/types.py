@@ -1,11 +1,11 @@
-"""What each stage of a step hands to the next: one frozen dataclass a stage.
+"""Data between the stages of a step: one frozen dataclass per stage.
 
 Shape legend: n samples of the step, b samples of a rank, t tokens of these (prompt and response,
 one sample after the other), p prompt tokens, r response tokens.
 
-Alignment: everything per token in `TrainBatch` is aligned to the position that *scores* it.
-Position j of a sample speaks of its token j+1; its last position speaks of nothing and is masked.
-Megatron's labels are aligned the same way.
+Alignment: per-token data in `TrainBatch` is aligned to the position that *scores* the token.
+Position j of a sample describes its token j+1; its last position describes none and is masked.
+Megatron's labels are aligned in the same way.
 
 This module is pure: it imports neither Megatron nor vLLM nor torch.distributed.
 """
@@ -23,14 +23,14 @@ import torch
 from mcore_rl.batching.moves import Division, Parcel
 from mcore_rl.moe.routing import Routes
 
-UNFINISHED = "unfinished"  # of a response that goes on in a later step
+UNFINISHED = "unfinished"  # finish_reason of a response that continues in a later step
 
-Answer = str | list[Any] | dict[str, Any]  # of JSON
+Answer = str | list[Any] | dict[str, Any]  # from JSON
 
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """One row of the prompts file, tokenised.
+    """Tokenised row of the prompts file.
 
     `index` is the row in the file and stays the same across epochs, ranks and resumes.
     """
@@ -39,11 +39,11 @@ class Prompt:
     text: str
     answer: Answer
     token_ids: np.ndarray  # [p] int32
-    row: str = "{}"  # all columns, as JSON; only who gives rewards has it
+    row: str = "{}"  # all columns, as JSON; only on ranks that compute rewards
 
     @property
     def answer_text(self) -> str:
-        """A text that should be right: the first of a list of answers, the JSON of an object."""
+        """Answer as text: the first of a list of answers, the JSON of an object."""
         answer = self.answer
         if isinstance(answer, list) and answer and isinstance(answer[0], str):
             return answer[0]
@@ -51,50 +51,50 @@ class Prompt:
 
 
 class TurnReward(NamedTuple):
-    """What an environment has paid for a turn."""
+    """Reward of an environment for a turn."""
 
-    end: int  # tokens of the response up to the end of the turn, which was generated
+    end: int  # response tokens up to the end of the turn, which was generated
     reward: float
 
 
 @dataclass(frozen=True, slots=True)
 class Rollout:
-    """One sampled response, as the engine returned it, at once or in parts.
+    """Sampled response, as the engine returned it, at once or in parts.
 
-    Parts may have been sampled by weights of several versions, and between them may stand tokens
-    that nobody sampled: what an environment has answered.
+    Parts may come from weights of several versions. Between parts there may be tokens that were not
+    sampled: the answers of an environment.
     """
 
     prompt: Prompt
     sample_index: int  # 0 .. samples per prompt - 1
-    text: str  # of what was generated
-    response_token_ids: np.ndarray  # [r] int32, the end-of-sequence token included if it was drawn
-    rollout_log_probs: np.ndarray  # [r] float32, of the distribution that was sampled from
+    text: str  # generated text
+    response_token_ids: np.ndarray  # [r] int32, including the end-of-sequence token if sampled
+    rollout_log_probs: np.ndarray  # [r] float32, under the distribution that was sampled from
     finish_reason: str  # "stop", "length", or UNFINISHED
-    weight_version: int  # the newest that it was sampled with
-    routes: Routes | None = None  # the experts it was sampled with; all ranks of its engine have it
-    failure: str | None = None  # why nothing can be learned from it, whatever its reward
-    is_generated: np.ndarray | None = None  # [r] bool; None: all of it
+    weight_version: int  # newest version that sampled it
+    routes: Routes | None = None  # experts used in sampling; on all ranks of its engine
+    failure: str | None = None  # why it cannot be trained on, independent of its reward
+    is_generated: np.ndarray | None = None  # [r] bool; None: all tokens
     weight_versions: np.ndarray | None = None  # [r] int32, of each token; None: all the same
     turn_rewards: tuple[TurnReward, ...] = ()
 
     @property
     def num_generated(self) -> int:
-        """Tokens of the response that the model generated."""
+        """Number of response tokens that the model generated."""
         if self.is_generated is None:
             return len(self.response_token_ids)
         return int(self.is_generated.sum())
 
     @property
     def token_versions(self) -> np.ndarray:
-        """`[r]` int32, of the weights that each token was sampled with."""
+        """`[r]` int32: version of the weights that sampled each token."""
         if self.weight_versions is not None:
             return self.weight_versions
         return np.full(len(self.response_token_ids), self.weight_version, dtype=np.int32)
 
     @property
     def oldest_version(self) -> int:
-        """The oldest weights that a token of it was sampled with."""
+        """Oldest version of the weights that sampled a token of it."""
         if self.weight_versions is None or not len(self.weight_versions):
             return self.weight_version
         return int(self.weight_versions.min())
@@ -102,31 +102,31 @@ class Rollout:
 
 @dataclass(frozen=True, slots=True)
 class Baseline:
-    """The greedy response to a prompt, as its samples are compared with it."""
+    """Greedy response to a prompt, with which its samples are compared."""
 
     reward: float
-    num_tokens: int  # of the response
+    num_tokens: int  # in the response
     failure: str | None = None  # as in `ScoredRollout`
 
 
 @dataclass(frozen=True, slots=True)
 class ScoredRollout:
-    """A rollout and what its reward function made of it."""
+    """Rollout with its reward."""
 
     rollout: Rollout
     reward: float
-    failure: str | None = None  # why the reward function gave no value; `reward` then means nothing
+    failure: str | None = None  # why there is no reward; `reward` is then undefined
     parts: Mapping[str, float] = field(default_factory=dict)  # reward name -> unweighted value
-    baseline: Baseline | None = None  # where the estimator asks for it
+    baseline: Baseline | None = None  # if the estimator requests it
 
     @property
     def is_valid(self) -> bool:
-        """Whether it can be learned from: it has a reward, and what that is compared with."""
+        """Whether it can be trained on: it has a reward, and a baseline if one is needed."""
         return self.why_not_valid is None
 
     @property
     def why_not_valid(self) -> str | None:
-        """What failed: the sample, its reward, that of the greedy response; None if nothing did."""
+        """Failure of the sample, its reward or the greedy response's reward; None if valid."""
         if self.rollout.failure is not None:
             return self.rollout.failure
         if self.failure is None and self.baseline is not None:
@@ -135,10 +135,10 @@ class ScoredRollout:
 
 
 def with_baselines(scored: Sequence[ScoredRollout], num_samples: int) -> list[ScoredRollout]:
-    """The first `num_samples` with the greedy responses that follow as their baselines, then these.
+    """Set the greedy responses after the first `num_samples` as baselines of these samples.
 
-    Samples and greedy responses are in the same order of groups. Without greedy responses the
-    samples are returned as they are.
+    Samples and greedy responses are in the same order of groups, in the result, too. Without greedy
+    responses the samples are returned unchanged.
     """
     samples, greedy = list(scored[:num_samples]), list(scored[num_samples:])
     if not greedy:
@@ -158,20 +158,20 @@ class TrainBatch:
     """Samples of one data-parallel rank, one after the other, without padding; the same on all its
     TP, CP and PP ranks.
 
-    All `[t]` tensors but `token_ids` and `routes` are in scoring alignment (see the module's
-    docstring) and on the CPU. `cuts` says how the samples are divided: one entry per mini-batch
-    (optimizer step), each with the number of samples in each of its micro-batches, in order. The
-    number of micro-batches in a mini-batch is the same on every data-parallel rank; a micro-batch
-    may be empty. `mcore_rl.batching.dealing` makes the cuts.
+    All `[t]` tensors except `token_ids` and `routes` are in scoring alignment (see the module's
+    docstring) and on the CPU. `cuts` has one entry per mini-batch (optimizer step): the number of
+    samples in each of its micro-batches, in order. The number of micro-batches in a mini-batch is
+    the same on every data-parallel rank; a micro-batch may be empty. `mcore_rl.batching.dealing`
+    makes the cuts.
 
-    Where mini-batches are divided anew for every epoch, `later` has this rank's samples of the
-    epochs after the first, which may be others: without what the stages before the update bring.
+    If every epoch divides mini-batches anew, `later` has this rank's samples of the later epochs,
+    which may be others, without the results of the stages before the update.
     """
 
     token_ids: torch.Tensor  # [t] int64
     lengths: torch.Tensor  # [b] int64, tokens of each sample, prompt and response
-    prompt_lengths: torch.Tensor  # [b] int64, of these the prompt's; 0: it is nobody's
-    sample_ids: torch.Tensor  # [b] int64, which samples of the step these are
+    prompt_lengths: torch.Tensor  # [b] int64, tokens of the prompt; 0: no prompt
+    sample_ids: torch.Tensor  # [b] int64, indices of the samples in the step
     loss_mask: torch.Tensor  # [t] bool, True where the next token of a valid sample is generated
     rollout_log_probs: torch.Tensor  # [t] float32, 0 where masked
     cuts: tuple[tuple[int, ...], ...]
@@ -179,13 +179,13 @@ class TrainBatch:
     old_log_probs: torch.Tensor | None = None  # [t] float32, actor before the update
     ref_log_probs: torch.Tensor | None = None  # [t] float32, reference actor
     values: torch.Tensor | None = None  # [t] float32, critic before the update
-    returns: torch.Tensor | None = None  # [t] float32, what the critic learns
+    returns: torch.Tensor | None = None  # [t] float32, targets of the critic
     weights: torch.Tensor | None = None  # [t] float32, correction of the train/engine mismatch
-    # Experts that training is to use for the token itself, of the layers on this pipeline stage
-    # that have some, in ascending order; uint8 or int16. None: the router chooses.
+    # Experts for the token itself, in the MoE layers of this pipeline stage in ascending order;
+    # uint8 or int16. None: the router chooses.
     routes: torch.Tensor | None = None  # [t, m, k]
-    routes_known: torch.Tensor | None = None  # [t] bool; where False, the router chooses
-    turn_rewards: torch.Tensor | None = None  # [t] float32, what an environment has paid there
+    routes_known: torch.Tensor | None = None  # [t] bool; if False, the router chooses
+    turn_rewards: torch.Tensor | None = None  # [t] float32, rewards of an environment
     later: tuple[TrainBatch, ...] = ()
 
     @property
@@ -199,18 +199,17 @@ class TrainBatch:
 
 @dataclass(frozen=True, slots=True)
 class StepBatch:
-    """A step's samples as this rank's part of the actor has them, and what a critic gets of
-    them."""
+    """A step's samples for this rank's part of the actor, and the critic's share of them."""
 
     actor: TrainBatch
     division: Division  # of the step's samples among the actor's ranks
-    for_critic: Parcel | None  # its tokens; None: no critic
+    for_critic: Parcel | None  # the critic's tokens; None: no critic
     metrics: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
 class StepStats:
-    """What a step reports: metric name -> value, by the names in the run directory's contract."""
+    """Metrics of a step: name -> value, with the names in the run directory's contract."""
 
     step: int
     metrics: Mapping[str, float] = field(default_factory=dict)

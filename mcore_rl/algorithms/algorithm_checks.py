@@ -1,6 +1,6 @@
-"""Which parts of an algorithm cannot go together. One sentence per error: flag, value, why, remedy.
+"""Checks for parts that cannot be combined; each error is one sentence: flag, value, why, remedy.
 
-`parts` is what the algorithm would be, `given` the part of it that the user set by flag.
+`parts` are all parts of the algorithm, `given` those that the user set by flag.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def check_parts(
     estimator: RegisteredEstimator,
     owners: Mapping[str, Mapping[str, Parameters]],
 ) -> None:
-    """UsageError with the first thing that is wrong. `owners`: see `recipes.parts_by_flag`."""
+    """Raise UsageError for the first problem. `owners`: see `recipes.parts_by_flag`."""
     for problem in (
         *_critic_problems(given, estimator),
         *_unread_flags(parts, given, owners),
@@ -51,7 +51,7 @@ def _unread_flags(
     given: Mapping[str, Any],
     owners: Mapping[str, Mapping[str, Parameters]],
 ) -> Iterator[UsageError]:
-    """Parameters of an estimator, loss or correction that was not chosen."""
+    """Yield an error for each parameter of an estimator, loss or correction that is not chosen."""
     for chooser, known in owners.items():
         chosen = parts[field_of(chooser)]
         for key in given:
@@ -69,7 +69,7 @@ def _unread_flags(
                 continue
             always = key == "whiten_advantages" and chosen.startswith("reinforce_pp")
             why = "always whitens" if always else "does not read it"
-            # Of several the one with most parameters: gae, ppo_clip.
+            # Suggest the reader with most parameters: gae, ppo_clip.
             other = max(readers, key=lambda name: len(parameters_of(type(known[name]))))
             yield UsageError(
                 f"has no effect, because {chooser} {chosen} {why}",

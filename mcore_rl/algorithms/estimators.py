@@ -1,4 +1,4 @@
-"""Advantages from outcomes: how much better a response was than what it is compared with.
+"""Advantage estimators: how much better the outcome of a response is than a baseline.
 
     grpo                   (r_i - mean(r)) / (std(r) + eps)           arXiv 2402.03300, 4.1.2
     dr_grpo                 r_i - mean(r)                             arXiv 2503.20783
@@ -9,7 +9,7 @@
     reinforce_pp_baseline   whitened r_i - mean(r)                    arXiv 2501.03262
     gae                     sum over k of (gamma lambda)^k delta      arXiv 1506.02438, eq. 16
 
-Also what happens to outcomes before: the overlong penalty, and which groups can teach.
+Also the preceding stages: the overlong penalty, and the selection of groups with a gradient.
 
 mean, std and sums run over the group, the responses to one prompt; r is the outcome of a sample.
 Shape legend: see `mcore_rl.algorithms`.
@@ -32,7 +32,7 @@ from mcore_rl.algorithms.registry import advantage_estimator
 from mcore_rl.common.errors import UsageError
 from mcore_rl.common.parameters import Parameters, param
 
-P = TypeVar("P", bound=Parameters)  # an estimator's own
+P = TypeVar("P", bound=Parameters)  # parameters of an estimator
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,10 +54,10 @@ def advantages_of_valid(
     config: P,
     valid: np.ndarray,
 ) -> AdvantageOutputs:
-    """What `estimator` says as if samples that are not `valid` `[n]` did not exist; theirs is 0.
+    """Apply `estimator` to the samples that are `valid` `[n]`; the others get advantage 0.
 
-    No mean, deviation, baseline or whitening has a sample whose reward failed, whatever the
-    estimator. Their tokens must not be in `inputs.loss_mask`. Collective as the estimator is.
+    With any estimator, a sample whose reward failed enters no mean, deviation, baseline or
+    whitening. Its tokens must not be in `inputs.loss_mask`. Collective if the estimator is.
     """
     if valid.all():
         return estimator(inputs, config)
@@ -97,11 +97,11 @@ EPS = 1e-6  # added to a standard deviation before dividing by it
 
 @advantage_estimator("grpo", compares_group=True)
 def grpo(inputs: AdvantageInputs, config: Parameters) -> AdvantageOutputs:
-    """GRPO: (r - mean) / (std + eps) for all tokens of a response.
+    """Return GRPO's advantages: (r - mean) / (std + eps) for all tokens of a response.
 
-    The standard deviation is that of a sample (divisor n - 1), as in the code that the authors of
-    Dr. GRPO published for both forms; the GRPO paper writes only "std" and came without code. A
-    group of equal outcomes, a group of one included, gets exactly 0.
+    std is the sample standard deviation (divisor n - 1), as in the code that the authors of
+    Dr. GRPO published for both forms; the GRPO paper only writes "std" and has no code. A group of
+    equal outcomes, including a group of one, gets exactly 0.
     """
 
     def normalised(scores: np.ndarray, lengths: np.ndarray) -> np.ndarray:
@@ -114,9 +114,9 @@ def grpo(inputs: AdvantageInputs, config: Parameters) -> AdvantageOutputs:
 
 @advantage_estimator("dr_grpo", compares_group=True)
 def dr_grpo(inputs: AdvantageInputs, config: Parameters) -> AdvantageOutputs:
-    """Dr. GRPO: r - mean.
+    """Return Dr. GRPO's advantages: r - mean.
 
-    Without GRPO's division, which favours prompts that are almost always or almost never solved. A
+    It omits GRPO's division, which favours prompts that are almost always or almost never solved. A
     group of equal outcomes gets exactly 0.
     """
 
@@ -128,10 +128,10 @@ def dr_grpo(inputs: AdvantageInputs, config: Parameters) -> AdvantageOutputs:
 
 @advantage_estimator("rloo", compares_group=True)
 def rloo(inputs: AdvantageInputs, config: Parameters) -> AdvantageOutputs:
-    """RLOO: r minus the mean of the group's other n - 1 outcomes, = (r - mean) * n / (n - 1).
+    """Return RLOO's advantages: r minus the mean of the other n - 1, = (r - mean) * n / (n - 1).
 
-    A group of equal outcomes gets exactly 0, and so does a group of one, which has nothing to be
-    compared with.
+    A group of equal outcomes gets exactly 0, and so does a group of one, which has no outcomes to
+    compare with.
     """
 
     def against_the_others(scores: np.ndarray, lengths: np.ndarray) -> np.ndarray:
@@ -143,12 +143,12 @@ def rloo(inputs: AdvantageInputs, config: Parameters) -> AdvantageOutputs:
 
 @advantage_estimator("opo", compares_group=True)
 def opo(inputs: AdvantageInputs, config: Parameters) -> AdvantageOutputs:
-    """OPO: r - sum(length * r) / sum(length).
+    """Return OPO's advantages: r - sum(length * r) / sum(length).
 
-    The baseline of least variance if the gradients of a response's tokens are orthogonal and of
-    equal norm (the paper's assumption): the squared gradient of a response then grows with its
-    length. A group of equal outcomes gets exactly 0; one whose responses are all empty has no
-    tokens to train, and is compared with the plain mean.
+    This baseline has the least variance if the gradients of a response's tokens are orthogonal and
+    of equal norm (the paper's assumption): the squared gradient of a response then grows with its
+    length. A group of equal outcomes gets exactly 0. A group of empty responses, which has no
+    tokens to train on, is compared with the plain mean.
     """
 
     def against_weighted_mean(scores: np.ndarray, lengths: np.ndarray) -> np.ndarray:
@@ -160,9 +160,9 @@ def opo(inputs: AdvantageInputs, config: Parameters) -> AdvantageOutputs:
 
 @advantage_estimator("remax", needs_greedy_baseline=True)
 def remax(inputs: AdvantageInputs, config: Parameters) -> AdvantageOutputs:
-    """ReMax: the undiscounted return to go minus the reward of the prompt's greedy response.
+    """Return ReMax's advantages: undiscounted return to go - reward of the greedy response.
 
-    RuntimeError: no baselines.
+    Raises RuntimeError without baselines.
     """
     if inputs.baselines is None:
         raise RuntimeError(
@@ -176,7 +176,7 @@ def remax(inputs: AdvantageInputs, config: Parameters) -> AdvantageOutputs:
 
 @advantage_estimator("reinforce_pp", Discount())
 def reinforce_pp(inputs: AdvantageInputs, config: Discount) -> AdvantageOutputs:
-    """REINFORCE++: token returns to go, discounted by gamma, whitened over the global batch."""
+    """Return REINFORCE++'s advantages: discounted returns to go, whitened over the global batch."""
     segments = Segments.of(inputs.lengths, inputs.loss_mask)
     returns = returns_to_go(inputs, segments, config.gamma)
     return AdvantageOutputs(whiten(returns, inputs))
@@ -184,10 +184,10 @@ def reinforce_pp(inputs: AdvantageInputs, config: Discount) -> AdvantageOutputs:
 
 @advantage_estimator("reinforce_pp_baseline", compares_group=True)
 def reinforce_pp_baseline(inputs: AdvantageInputs, config: Parameters) -> AdvantageOutputs:
-    """REINFORCE++ with baseline: r - mean of the group, whitened over the global batch's tokens.
+    """Return r - mean of the group, whitened over the global batch (REINFORCE++ with baseline).
 
-    A group of equal outcomes starts at exactly 0; whitening then moves all tokens by the same mean,
-    which is 0 unless longer responses tend to be better or worse.
+    A group of equal outcomes starts at exactly 0. Whitening then shifts all tokens by the same
+    mean, which is 0 unless longer responses tend to be better or worse.
     """
 
     def centred(scores: np.ndarray, lengths: np.ndarray) -> np.ndarray:
@@ -199,7 +199,7 @@ def reinforce_pp_baseline(inputs: AdvantageInputs, config: Parameters) -> Advant
 
 
 def returns_to_go(inputs: AdvantageInputs, segments: Segments, gamma: float) -> torch.Tensor:
-    """`[t]` float64: this and all later token rewards of the sample, discounted; 0 where masked."""
+    """Return `[t]` float64: discounted sum of this and later token rewards; 0 where masked."""
     rewards = inputs.token_rewards[inputs.loss_mask].double()
     returns = torch.zeros_like(inputs.token_rewards, dtype=torch.float64)
     returns[inputs.loss_mask] = discounted_sums_to_go(rewards, segments.tokens_left(), gamma)
@@ -207,26 +207,26 @@ def returns_to_go(inputs: AdvantageInputs, segments: Segments, gamma: float) -> 
 
 
 def whiten(values: torch.Tensor, inputs: AdvantageInputs) -> torch.Tensor:
-    """(values - mean) / (std + eps) over all loss tokens of all ranks, `[t]` float32.
+    """Return (values - mean) / (std + eps) over all loss tokens of all ranks, `[t]` float32.
 
-    The variance's divisor is the number of tokens n, as in the code of the authors of REINFORCE++
-    (the papers write only "std"): it also holds for one token, and differs from n - 1 by a factor
-    of 1 + 1 / 2n. Values that differ by no more than float64's rounding get exactly 0. Collective:
-    calls `inputs.global_sum` twice.
+    The variance's divisor is the number of tokens n, as in the code of REINFORCE++'s authors (the
+    papers only write "std"): it is defined for one token, too, and changes std by a factor of
+    1 + 1 / 2n relative to n - 1. Values that differ only by float64 rounding get exactly 0.
+    Collective: calls `inputs.global_sum` twice.
     """
     values = masked(inputs.loss_mask, values.double())
     count = inputs.loss_mask.sum().double()
     total = inputs.global_sum(torch.stack((count, values.sum(), values.abs().sum())))
     num_tokens = total[0].clamp(min=1.0)
     centred = masked(inputs.loss_mask, values - total[1] / num_tokens)
-    # From the centred values: mean of squares minus square of mean loses its digits.
+    # From centred values, as mean of squares minus square of mean would lose digits.
     std = (inputs.global_sum(centred.square().sum()) / num_tokens).sqrt()
-    all_equal = std <= 1e-12 * total[2] / num_tokens  # false for nan, which is to be seen
+    all_equal = std <= 1e-12 * total[2] / num_tokens  # false for nan, which stays visible
     return torch.where(all_equal, torch.zeros_like(centred), centred / (std + EPS)).float()
 
 
 def finite_scores(scores: np.ndarray, group_ids: np.ndarray) -> np.ndarray:
-    """`scores` as float64. RuntimeError: one is not finite (failed rewards are left out before)."""
+    """Return `scores`, which exclude failed rewards, as float64; RuntimeError if not finite."""
     values = np.asarray(scores, dtype=np.float64)
     assert values.ndim == 1 and values.shape == np.shape(group_ids), (
         f"scores {values.shape} and group_ids {np.shape(group_ids)} must both be [n]"
@@ -240,7 +240,7 @@ def finite_scores(scores: np.ndarray, group_ids: np.ndarray) -> np.ndarray:
 
 
 def members_by_group(group_ids: np.ndarray) -> list[np.ndarray]:
-    """The samples of each group, groups by rising id and samples in order; none without samples."""
+    """Return the samples of each group in order, groups by ascending id; no group is empty."""
     if not len(group_ids):
         return []
     order = np.argsort(group_ids, kind="stable")
@@ -251,24 +251,24 @@ def members_by_group(group_ids: np.ndarray) -> list[np.ndarray]:
 def _by_group(
     inputs: AdvantageInputs, compare: Callable[[np.ndarray, np.ndarray], np.ndarray]
 ) -> np.ndarray:
-    """`[n]` float64: `compare(scores, response lengths)` of every group, 0 for equal scores.
+    """Return `[n]` float64: `compare(scores, response lengths)` per group, 0 for equal scores.
 
-    `compare` must round its sums once (math.fsum): the order of the samples then leaves no trace.
+    `compare` must round its sums once (math.fsum), so that the order of samples has no effect.
     """
     scores = finite_scores(inputs.scores, inputs.group_ids)
     lengths = np.asarray(inputs.response_lengths, dtype=np.float64)
     advantages = np.zeros_like(scores)
     for members in members_by_group(inputs.group_ids):
         group = scores[members]
-        # The mean of equal numbers need not equal them in floating point (three times 0.1), and
-        # that residue divided by eps would no longer be small.
+        # In floating point the mean of equal numbers may differ from them (three times 0.1), and
+        # the difference divided by eps would not be small.
         if group.min() != group.max():
             advantages[members] = compare(group, lengths[members])
     return advantages
 
 
 def _of_rows(per_sample: np.ndarray, inputs: AdvantageInputs) -> torch.Tensor:
-    """`[n]` -> `[b]` float64 on the device of the tokens."""
+    """Convert `[n]` to `[b]` float64 on the device of the tokens."""
     return torch.from_numpy(per_sample[inputs.rows]).to(inputs.loss_mask.device)
 
 
@@ -282,7 +282,7 @@ def _per_response(
 
 @dataclass(frozen=True, slots=True)
 class GAE(Discount):
-    """What generalised advantage estimation is told."""
+    """Parameters of generalised advantage estimation."""
 
     gae_lambda: float = param(
         0.95,
@@ -296,19 +296,19 @@ class GAE(Discount):
 
 @advantage_estimator("gae", GAE(), needs_critic=True)
 def gae(inputs: AdvantageInputs, config: GAE) -> AdvantageOutputs:
-    """Generalised advantage estimation (Schulman et al., arXiv 1506.02438, eq. 16), with a critic.
+    """Return the advantages of GAE (Schulman et al., arXiv 1506.02438, eq. 16), with a critic.
 
-        delta_j = r_j + gamma V_{j+1} - V_j            V beyond the last token is 0: responses end
+        delta_j = r_j + gamma V_{j+1} - V_j            V after the last token is 0: responses end
         A_j     = sum over k >= 0 of (gamma lambda)^k delta_{j+k}
-        R_j     = A_j + V_j                            what the critic learns
+        R_j     = A_j + V_j                            target of the critic
 
-    The paper neither whitens nor fixes a divisor; whitening is from PPO's implementations. All is
-    in float64 up to the end.
+    The paper neither whitens nor specifies a divisor; whitening comes from PPO's implementations.
+    Intermediate results are float64.
 
-    `inputs.values` at position j is the critic's value before token j+1, the one that j scores.
+    `inputs.values` at position j is the critic's value before token j+1, the token that j scores.
     `config.whiten_advantages` whitens the advantages over the global batch, never the returns.
 
-    RuntimeError: no values.
+    Raises RuntimeError without values.
     """
     if inputs.values is None:
         raise RuntimeError("gae needs the critic's values, but there are none")
@@ -332,7 +332,7 @@ def _scattered(loss_tokens: torch.Tensor, inputs: AdvantageInputs) -> torch.Tens
 
 
 def check_overlong_buffer(buffer_tokens: int, max_response_tokens: int) -> None:
-    """UsageError: the buffer is not within the response budget. 0 turns the penalty off."""
+    """Raise UsageError if the buffer exceeds the response budget; 0 disables the penalty."""
     if not 0 <= buffer_tokens <= max_response_tokens:
         raise UsageError(
             f"is not between 0 and --rl-max-response-tokens {max_response_tokens}",
@@ -345,15 +345,15 @@ def check_overlong_buffer(buffer_tokens: int, max_response_tokens: int) -> None:
 def overlong_penalty(
     response_lengths: np.ndarray, *, buffer_tokens: int, max_response_tokens: int
 ) -> np.ndarray:
-    """DAPO's soft overlong punishment, `[n]` float64 in [-1, 0], to be added to the scores.
+    """Return DAPO's soft overlong punishment, `[n]` float64 in [-1, 0], to be added to the scores.
 
         0                                    length <= max - buffer
         (max - buffer - length) / buffer     up to max
         -1                                   beyond
 
-    (arXiv 2503.14476, eq. 13.) A response that was cut at the budget gets -1.
+    (arXiv 2503.14476, eq. 13.) A response truncated at the budget gets -1.
 
-    response_lengths: `[n]` int64, generated tokens. A buffer of 0 gives no penalty at all.
+    response_lengths: `[n]` int64, generated tokens. A buffer of 0 disables the penalty.
     """
     check_overlong_buffer(buffer_tokens, max_response_tokens)
     lengths = np.asarray(response_lengths, dtype=np.float64)
@@ -364,14 +364,14 @@ def overlong_penalty(
 
 
 def select_informative_groups(scores: np.ndarray, group_ids: np.ndarray) -> np.ndarray:
-    """`[k]`, rising: ids of the groups whose scores are not all equal.
+    """Return `[k]`, ascending: ids of the groups whose scores are not all equal.
 
-    Only these have an advantage other than 0; dynamic sampling (arXiv 2503.14476, section 3.2)
-    draws prompts again until there are enough of them. The paper asks for an accuracy strictly
-    between 0 and 1, which for rewards of 0 and 1 is the same.
+    Only these have nonzero advantages; dynamic sampling (arXiv 2503.14476, section 3.2) draws
+    prompts again until there are enough of them. The paper requires an accuracy strictly between 0
+    and 1, which is the same for rewards of 0 and 1.
 
-    scores: `[n]` finite, before any penalty for length (a penalty makes equal outcomes unequal);
-    group_ids: `[n]`. RuntimeError: a score is not finite.
+    scores: `[n]` finite, before any length penalty (a penalty makes equal outcomes unequal);
+    group_ids: `[n]`. Raises RuntimeError if a score is not finite.
     """
     values, groups = finite_scores(scores, group_ids), np.asarray(group_ids)
     informative = [

@@ -1,4 +1,4 @@
-"""The KL to the reference policy: its estimates, its place in the reward, and its coefficient."""
+"""KL to the reference policy: estimators, penalty in the reward, and control of its coefficient."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from mcore_rl.common.parameters import Parameters, param
 
 KLEstimator = Literal["k1", "k2", "k3"]
 
-# exp(20) = 4.9e8: far beyond any ratio that a healthy step meets, and far enough below the largest
-# float32 (exp(88.7)) for products with advantages and sums over a mini-batch to stay finite.
+# exp(20) = 4.9e8 is far above any ratio of a healthy step, and far enough below the largest float32
+# (exp(88.7)) that products with advantages and sums over a mini-batch stay finite.
 MAX_LOG_RATIO = 20.0
 
 
 @dataclass(frozen=True, slots=True)
 class KLParameters(Parameters):
-    """What the user says of the KL to the reference policy; None leaves it to the recipe."""
+    """User's settings of the KL to the reference policy; None takes the recipe's value."""
 
     kl_coef: float | None = param(
         None,
@@ -49,25 +49,25 @@ class KLParameters(Parameters):
 def kl_estimate(
     log_probs: torch.Tensor, other_log_probs: torch.Tensor, estimator: KLEstimator
 ) -> torch.Tensor:
-    """Estimates KL(p || q) token by token, from tokens that were sampled from p.
+    """Estimate KL(p || q) per token, from tokens sampled from p.
 
-    `log_probs` is log p and `other_log_probs` log q of the sampled tokens, any equal shapes; the
-    result has that shape. With r = log q - log p (Schulman, "Approximating KL Divergence",
-    joschu.net/blog/kl-approx.html), and with the gradient that flows into log p when the estimate
-    is used as a loss, as GRPO does:
+    `log_probs` is log p and `other_log_probs` log q of the sampled tokens, with any equal shapes;
+    the result has the same shape. r is log q - log p (Schulman, "Approximating KL Divergence",
+    joschu.net/blog/kl-approx.html). The gradient is with respect to log p when the estimate is used
+    as a loss, as in GRPO:
 
         k1  -r              unbiased, may be negative     gradient 1: as a loss its expectation is
-                                                          zero, so it adds noise and no pull
-        k2  r^2 / 2         biased, low variance          gradient -r: in expectation that of
-                                                          KL(p || q)
+                                                          zero, so it only adds noise
+        k2  r^2 / 2         biased, low variance          gradient -r: in expectation the gradient
+                                                          of KL(p || q)
         k3  exp(r) - 1 - r  unbiased, never negative      gradient 1 - exp(r): in expectation that
                                                           of KL(q || p), equal to first order in r
 
-    As a metric, `kl/rollout_actor` is the token mean of k3 with p the engine (it drew the tokens)
-    and q the actor: `kl_estimate(rollout_log_probs, log_probs, "k3")` estimates
+    The metric `kl/rollout_actor` is the token mean of k3, where p is the engine (which sampled the
+    tokens) and q the actor: `kl_estimate(rollout_log_probs, log_probs, "k3")` estimates
     KL(rollout || actor).
 
-    k3 takes r above MAX_LOG_RATIO as that, without gradient.
+    k3 clamps r to at most MAX_LOG_RATIO, without gradient.
     """
     log_ratio = other_log_probs - log_probs
     if estimator == "k1":
@@ -76,7 +76,7 @@ def kl_estimate(
         return 0.5 * log_ratio.square()
     if estimator == "k3":
         bounded = log_ratio.clamp(max=MAX_LOG_RATIO)
-        # expm1: between equal policies r is about 1e-3, and exp(r) - 1 would lose half its digits.
+        # expm1, as r is about 1e-3 for equal policies: exp(r) - 1 would lose half its digits.
         return torch.expm1(bounded) - bounded
     raise AssertionError(f"unknown KL estimator {estimator!r}")
 
@@ -90,9 +90,9 @@ def kl_penalty_rewards(
     coef: float,
     estimator: KLEstimator = "k1",
 ) -> torch.Tensor:
-    """`[t]` float32: -coef * KL(old || ref) at every loss token, 0 where masked.
+    """Return `[t]` float32: -coef * KL(old || ref) at every loss token, 0 where masked.
 
-    A reward is not differentiated, so here k1, the unbiased one, does pull (Ziegler et al.,
+    A reward is not differentiated, so the unbiased k1 is effective here (Ziegler et al.,
     arXiv 1909.08593, eq. 2). Masked positions may hold anything.
     """
     old, ref = masked(loss_mask, old_log_probs), masked(loss_mask, ref_log_probs)
@@ -100,58 +100,58 @@ def kl_penalty_rewards(
 
 
 class KLController(Protocol):
-    """Who decides the coefficient of the KL in the reward."""
+    """Controller of the coefficient of the KL in the reward."""
 
     @property
     def coef(self) -> float:
-        """What the next step multiplies the KL with."""
+        """Coefficient of the KL in the next step."""
         ...
 
     def update(self, kl: float, num_samples: int) -> None:
-        """After a step: its KL per token, mean over all loss tokens, and its samples."""
+        """Update after a step with its KL per token (mean over all loss tokens) and its samples."""
         ...
 
     def state_dict(self) -> dict[str, float]:
-        """What a checkpoint must hold."""
+        """Return the state for a checkpoint."""
         ...
 
     def load_state_dict(self, state: Mapping[str, float]) -> None:
-        """Goes on from there. A state of the other kind of controller leaves the flag's value."""
+        """Restore a state; a state of the other kind of controller keeps the flag's value."""
         ...
 
 
 @dataclass(slots=True)
 class FixedKL:
-    """A coefficient that stays; after a resume too it is the flag's, so there is no state."""
+    """Constant coefficient, without state: it is the flag's after a resume, too."""
 
     coef: float
 
     def update(self, kl: float, num_samples: int) -> None:
-        """Nothing to do."""
+        """Do nothing."""
 
     def state_dict(self) -> dict[str, float]:
         return {}
 
     def load_state_dict(self, state: Mapping[str, float]) -> None:
-        """Nothing to load."""
+        """Do nothing."""
 
 
 @dataclass(slots=True)
 class AdaptiveKL:
-    """Keeps the KL near a target (Ziegler et al., arXiv 1909.08593, section 2.2).
+    """Adaptive coefficient that keeps the KL near a target (arXiv 1909.08593, section 2.2).
 
         coef *= 1 + clip(kl / target - 1, -0.2, 0.2) * min(num_samples / horizon, 1)
 
-    The paper writes a constant 0.1 in place of num_samples / horizon; its code has the latter,
-    which makes the speed independent of how many samples a step has. Without the bound of 1 a step
-    of more than five horizons could turn the coefficient negative. A non-finite KL changes nothing.
-    `target` is per token, as the KL is; the paper's is per response. UsageError: a coefficient of
-    0.
+    The paper has a constant 0.1 in place of num_samples / horizon; its code has the latter, which
+    makes the speed independent of the number of samples per step. Without the bound of 1, a step of
+    more than five horizons could make the coefficient negative. A non-finite KL has no effect.
+    `target` is per token, like the KL; the paper's is per response. A coefficient of 0 raises
+    UsageError.
     """
 
-    coef: float  # where it starts
+    coef: float  # initial value
     target: float  # nats per token
-    horizon: float = 10_000.0  # samples after which a constant error shows in full
+    horizon: float = 10_000.0  # samples after which a constant error has its full effect
     _max_error: float = field(default=0.2, init=False, repr=False)
 
     def __post_init__(self) -> None:

@@ -1,19 +1,19 @@
-"""Corrections for tokens that the engine drew from another distribution than the trainer sees.
+"""Corrections for the difference between the engine's sampling distribution and the trainer's.
 
-Trainer and engine hold the same weights and still disagree a little (kernels, dtypes, the engine's
-quantisation), so the policy that sampled is not the policy before the update. With
+Trainer and engine hold the same weights but differ slightly (kernels, dtypes, the engine's
+quantisation), so the sampling policy is not the policy before the update. With
 rho = exp(old_log_probs - rollout_log_probs) per token:
 
     none                  1
     token_tis             min(rho, cap)                              truncated importance sampling
-    sequence_tis          min(product of the response's rho, cap)    the same, of whole responses
+    sequence_tis          min(product of the response's rho, cap)    the same, per response
     icepop                rho if it is in [low, high], else 0             Ring-1T, arXiv 2510.18855
     geometric_rejection   1 if the geometric mean of the response's rho is in [low, high], else 0
     product_rejection     1 if their product is, else 0
 
-(Yao et al., "Your efficient RL framework secretly brings you off-policy RL training", 2025, for
-truncation.) The weights multiply the surrogate. The denominators of the loss stay those of all
-generated tokens: a token of weight 0 counts as one that teaches nothing.
+(For truncation: Yao et al., "Your efficient RL framework secretly brings you off-policy RL
+training", 2025.) The weights multiply the surrogate. The denominators of the loss still count all
+generated tokens: a token of weight 0 counts, but contributes no gradient.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class Band(Parameters):
             )
 
 
-# A mean over a response lies much closer to 1 than a token's ratio or a product.
+# A mean over a response is much closer to 1 than a token's ratio or a product.
 CORRECTIONS: Mapping[str, Parameters] = {
     "none": Parameters(),
     "token_tis": Cap(),
@@ -78,7 +78,7 @@ CORRECTIONS: Mapping[str, Parameters] = {
 
 @dataclass(frozen=True, slots=True)
 class MismatchConfig:
-    """A correction and its parameters."""
+    """Correction and its parameters."""
 
     correction: MismatchCorrection = "none"
     parameters: Parameters = Parameters()
@@ -86,21 +86,21 @@ class MismatchConfig:
 
 @dataclass(frozen=True, slots=True)
 class MismatchSums(TokenSums):
-    """Sums over loss tokens, 0-dim float64. Add up over ranks (`stacked`), then `metrics`."""
+    """Sums over loss tokens, 0-dim float64; add over ranks (`stacked`), then call `metrics`."""
 
     num_tokens: torch.Tensor
-    masked: torch.Tensor  # tokens that the correction gave weight 0
-    truncated: torch.Tensor  # tokens whose weight was lowered to the cap
+    masked: torch.Tensor  # tokens to which the correction gave weight 0
+    truncated: torch.Tensor  # tokens with weight lowered to the cap
     weight: torch.Tensor
     weight_squared: torch.Tensor
     kl: torch.Tensor  # k3 of KL(engine || actor)
     difference: torch.Tensor  # |log-prob of the engine - log-prob of the actor|
 
     def metrics(self) -> dict[str, float]:
-        """Shares and means over the tokens that were summed; all 0 if there were none.
+        """Return shares and means over the summed tokens; all 0 without tokens.
 
-        effective_sample_size is (sum w)^2 / (n sum w^2): 1 where all weights are equal, and 1 / n
-        where one token has all the weight.
+        effective_sample_size is (sum w)^2 / (n sum w^2): 1 if all weights are equal, and 1 / n if
+        one token has all the weight.
         """
         num_tokens = max(float(self.num_tokens), 1.0)
         squared = float(self.weight_squared)
@@ -118,7 +118,7 @@ class MismatchSums(TokenSums):
 
 @dataclass(frozen=True, slots=True)
 class Mismatch:
-    weights: torch.Tensor  # [t] float32, detached; 1 where masked and where nothing is corrected
+    weights: torch.Tensor  # [t] float32, detached; 1 where masked or not corrected
     sums: MismatchSums
 
 
@@ -130,11 +130,11 @@ def mismatch_weights(
     lengths: torch.Tensor,
     config: MismatchConfig,
 ) -> Mismatch:
-    """The weights of this call's samples, see the module's docstring.
+    """Return the weights of this call's samples, see the module's docstring.
 
     old_log_probs, rollout_log_probs: `[t]` float32, nats, of trainer and engine under the same
-    weights; masked positions may hold anything. Samples are whole. A nan in a loss token shows in
-    its weight, or as a rejected sample in `sums.masked`.
+    weights; masked positions may hold anything. Samples are complete. A nan in a loss token appears
+    in its weight, or as a rejected sample in `sums.masked`.
     """
     old, rollout = masked(loss_mask, old_log_probs), masked(loss_mask, rollout_log_probs)
     segments = Segments.of(lengths, loss_mask)

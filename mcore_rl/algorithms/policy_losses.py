@@ -1,13 +1,12 @@
-"""Policy losses by a token's own ratio (ppo_clip, cispo, sapo, policy_gradient) and by a whole
-response's (gspo, gmpo).
+"""Policy losses with a ratio per token (ppo_clip, cispo, sapo, policy_gradient) or per response
+(gspo, gmpo).
 
-All are losses per token, unreduced; `total_loss` weighs and adds them up. r is the ratio
+All losses are per token and unreduced; `total_loss` weights and sums them. r is the ratio
 exp(log_probs - old_log_probs), A the advantage.
 
-The papers of gspo and gmpo average over responses, J = mean over i of J_i: seq_mean_token_mean.
-Written as a loss per token they are right under every aggregation: with J_i at each of its tokens,
-the other modes weigh whole responses by their length (token_mean), or by length / constant, and
-nothing else.
+The papers of gspo and gmpo average over responses, J = mean over i of J_i: seq_mean_token_mean. As
+losses per token, with J_i at each token, they are correct under every aggregation: the other modes
+only weight responses by their length (token_mean), or by length / constant.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from mcore_rl.common.parameters import Parameters, param
 
 @dataclass(frozen=True, slots=True)
 class Clip(Parameters):
-    """The range that ratios count in; each loss says its own defaults."""
+    """Clip range of ratios; each loss has its own defaults."""
 
     clip_eps_lower: float = param(
         0.2,
@@ -45,7 +44,7 @@ class Clip(Parameters):
 
 @dataclass(frozen=True, slots=True)
 class DualClip(Clip):
-    """`Clip`, and a bound where it has none."""
+    """`Clip` with an additional bound for negative advantages."""
 
     dual_clip: float | None = param(
         None,
@@ -58,22 +57,22 @@ class DualClip(Clip):
 
 @dataclass(frozen=True, slots=True)
 class PolicyLossConfig:
-    """What the policy's loss is made of: the surrogate, and the terms that join it."""
+    """Terms of the policy's loss: the surrogate, KL and entropy."""
 
     policy_loss: str = "ppo_clip"  # a name in the registry
-    parameters: Parameters = field(default_factory=DualClip)  # its own
+    parameters: Parameters = field(default_factory=DualClip)  # of that policy loss
     aggregation: Aggregation = field(default_factory=Aggregation)
-    kl_coef: float = 0.0  # of the KL to the reference policy, in the loss
+    kl_coef: float = 0.0  # weight of the KL to the reference policy in the loss
     kl_estimator: KLEstimator = "k3"
     entropy_coef: float = 0.0
 
 
 def bounded_ratio(log_ratio: torch.Tensor) -> torch.Tensor:
-    """exp(log_ratio), with log-ratios above MAX_LOG_RATIO taken as that, without gradient.
+    """Return exp(log_ratio); log-ratios are clamped to at most MAX_LOG_RATIO, without gradient.
 
-    Where a loss clips, this only ever touches tokens of negative advantage (those of positive
-    advantage are clipped long before). There it bounds what one token, 5e8 times as likely as when
-    it was sampled, can do to an update.
+    In a loss that clips, this only affects tokens with a negative advantage (others are clipped
+    long before). It bounds the effect on an update of one token that is 5e8 times as likely as when
+    it was sampled.
     """
     return log_ratio.clamp(max=MAX_LOG_RATIO).exp()
 
@@ -84,9 +83,9 @@ _STEEPNESS = "it is the steepness of a gate, so choose for example 1"
 def clipped_objective(
     ratio: torch.Tensor, advantages: torch.Tensor, config: DualClip
 ) -> TokenLosses:
-    """-min(ratio A, clip(ratio, 1 - clip_eps_lower, 1 + clip_eps_upper) A), with dual clipping.
+    """Return -min(ratio A, clip(ratio, 1 - clip_eps_lower, 1 + clip_eps_upper) A), dual-clipped.
 
-    The gradient is zero where a ratio has moved past its bound in the direction of its advantage.
+    The gradient is zero for a ratio that has passed its bound in the direction of its advantage.
     """
     low, high = 1.0 - config.clip_eps_lower, 1.0 + config.clip_eps_upper
     objective = torch.minimum(ratio * advantages, ratio.clamp(low, high) * advantages)
@@ -95,32 +94,32 @@ def clipped_objective(
         bad = advantages < 0
         floor = config.dual_clip * advantages
         objective = torch.where(bad, torch.maximum(objective, floor), objective)
-        # A bound below 1 + clip_eps_upper is fine: bad tokens have no other one above.
+        # A bound below 1 + clip_eps_upper is valid: bad tokens have no other upper bound.
         clipped_upper = clipped_upper | (bad & (ratio > config.dual_clip))
     return TokenLosses(-objective, (advantages < 0) & (ratio < low), clipped_upper)
 
 
 @policy_loss("ppo_clip", DualClip())
 def ppo_clip(inputs: PolicyLossInputs, config: DualClip) -> TokenLosses:
-    """PPO's pessimistic objective (arXiv 1707.06347, eq. 7), as in GRPO (arXiv 2402.03300, eq. 3).
+    """Return PPO's pessimistic loss (arXiv 1707.06347, eq. 7), also GRPO's (2402.03300, eq. 3).
 
     A `clip_eps_upper` above the lower one is DAPO's clip-higher (arXiv 2503.14476, eq. 10). With
-    `dual_clip` c a token of negative advantage counts at most c A (arXiv 1912.09729, eq. 5): its
-    gradient ends where the ratio exceeds c, which `clipped_upper` counts too. Papers combine this
-    loss with token_mean (DAPO), seq_mean_token_mean (GRPO) and constant (Dr. GRPO).
+    `dual_clip` c a token with a negative advantage counts at most c A (arXiv 1912.09729, eq. 5):
+    its gradient is zero if the ratio exceeds c, which `clipped_upper` counts, too. Papers combine
+    this loss with token_mean (DAPO), seq_mean_token_mean (GRPO) and constant (Dr. GRPO).
     """
     ratio = bounded_ratio(inputs.log_probs - inputs.old_log_probs)
     return clipped_objective(ratio, inputs.advantages, config)
 
 
-# The paper does not say its upper bound: 5 is that of ScaleRL, arXiv 2510.13786.
+# The paper does not state its upper bound; 5 is from ScaleRL, arXiv 2510.13786.
 @policy_loss("cispo", Clip(clip_eps_lower=1.0, clip_eps_upper=4.0))
 def cispo(inputs: PolicyLossInputs, config: Clip) -> TokenLosses:
-    """CISPO (MiniMax-M1, arXiv 2506.13585, eq. 4): -stop_gradient(clip(r)) A log_prob.
+    """Return CISPO's loss (MiniMax-M1, 2506.13585, eq. 4): -stop_gradient(clip(r)) A log_prob.
 
-    The weight is clipped and not the update, so every token keeps its gradient; those counted as
-    clipped are the ones whose weight the bound lowered or raised. The paper leaves out the lower
-    bound, which `clip_eps_lower` 1 does, and divides by all tokens: token_mean.
+    It clips the weight instead of the update, so every token keeps its gradient. Tokens count as
+    clipped if the bound lowered or raised their weight. The paper has no lower bound
+    (`clip_eps_lower` 1), and divides by all tokens (token_mean).
     """
     low, high = 1.0 - config.clip_eps_lower, 1.0 + config.clip_eps_upper
     ratio = bounded_ratio(inputs.log_probs - inputs.old_log_probs).detach()
@@ -130,7 +129,7 @@ def cispo(inputs: PolicyLossInputs, config: Clip) -> TokenLosses:
 
 @dataclass(frozen=True, slots=True)
 class Gate(Parameters):
-    """How steep SAPO's gate is."""
+    """Steepness of SAPO's gate."""
 
     sapo_temperature_positive: float = param(
         1.0, "of SAPO's gate, for good tokens", above=0, advice=_STEEPNESS
@@ -140,13 +139,13 @@ class Gate(Parameters):
 
 @policy_loss("sapo", Gate())
 def sapo(inputs: PolicyLossInputs, config: Gate) -> TokenLosses:
-    """Soft adaptive policy optimisation (arXiv 2511.20347): -gate(r) A.
+    """Return the loss of soft adaptive policy optimisation (arXiv 2511.20347): -gate(r) A.
 
         gate(r) = 4 / tau * sigmoid(tau (r - 1))
 
-    The gate's slope is 1 at r = 1 and falls smoothly to either side, sooner with a larger
-    temperature tau; tokens of positive advantage have their own. No token is clipped. The paper
-    uses seq_mean_token_mean.
+    The gate's slope is 1 at r = 1 and falls smoothly on either side, faster with a larger
+    temperature tau. Tokens with a positive advantage have a separate tau. No token is clipped. The
+    paper uses seq_mean_token_mean.
     """
     ratio = bounded_ratio(inputs.log_probs - inputs.old_log_probs)
     tau = torch.full_like(ratio, config.sapo_temperature_negative).masked_fill(
@@ -159,10 +158,10 @@ def sapo(inputs: PolicyLossInputs, config: Gate) -> TokenLosses:
 
 @policy_loss("policy_gradient")
 def policy_gradient(inputs: PolicyLossInputs, config: Parameters) -> TokenLosses:
-    """REINFORCE: -A log_prob.
+    """Return REINFORCE's loss: -A log_prob.
 
-    Right for one update per step. In later mini-batches the policy is no longer the one that drew
-    the tokens, and nothing here corrects or bounds that.
+    It is correct for one update per step. In later mini-batches the policy differs from the one
+    that sampled the tokens, and this loss neither corrects nor bounds the difference.
     """
     none = torch.zeros_like(inputs.loss_mask)
     return TokenLosses(-inputs.advantages * inputs.log_probs, none, none)
@@ -170,15 +169,15 @@ def policy_gradient(inputs: PolicyLossInputs, config: Parameters) -> TokenLosses
 
 @policy_loss("gspo", DualClip(clip_eps_lower=3e-4, clip_eps_upper=4e-4))
 def gspo(inputs: PolicyLossInputs, config: DualClip) -> TokenLosses:
-    """GSPO (arXiv 2507.18071, eq. 5 and 7): PPO's objective with one ratio per response.
+    """Return GSPO's loss (arXiv 2507.18071, eq. 5 and 7): PPO's with one ratio per response.
 
         s = exp(mean over the response of log_prob - old_log_prob)
 
     In the form of GSPO-token (eq. 13 and 14), each token has the value s and the gradient of its
-    own log-prob, s_j = stop_gradient(s) * p_j / stop_gradient(p_j). With one advantage for all
-    tokens of a response the mean over them has value and gradient of -min(s A, clip(s) A); with one
-    per token it is the paper's token variant. Clip ranges are far smaller than PPO's (the paper's
-    are 3e-4 and 4e-4), since s is a mean. Responses are clipped whole.
+    own log-prob, s_j = stop_gradient(s) * p_j / stop_gradient(p_j). With one advantage per response
+    the mean over its tokens has the value and gradient of -min(s A, clip(s) A); with one per token
+    it is the paper's token variant. Clip ranges are far smaller than PPO's (3e-4 and 4e-4 in the
+    paper), since s is a mean. All tokens of a response are clipped together.
     """
     segments = Segments.of(inputs.lengths, inputs.loss_mask)
     mean = segments.mean((inputs.log_probs - inputs.old_log_probs).detach())
@@ -189,14 +188,14 @@ def gspo(inputs: PolicyLossInputs, config: DualClip) -> TokenLosses:
 
 @policy_loss("gmpo", Clip(clip_eps_lower=0.4, clip_eps_upper=0.4))
 def gmpo(inputs: PolicyLossInputs, config: Clip) -> TokenLosses:
-    """GMPO (arXiv 2507.20673, eq. 4): the geometric mean of ratios that are clipped token by token.
+    """Return GMPO's loss (arXiv 2507.20673, eq. 4): the geometric mean of token-clipped ratios.
 
         -A exp(mean over the response of l)
         l = min(log_ratio, clip_eps_upper) for A > 0, max(log_ratio, -clip_eps_lower) for A < 0
 
-    The bounds are on the log-ratio, as the paper's exp(-0.4) and exp(0.4). A clipped token has no
-    gradient, and its ratio still counts in the mean of the others. With one advantage per token,
-    which the paper does not have, the mean ratio multiplies each.
+    The bounds apply to the log-ratio, as the paper's exp(-0.4) and exp(0.4). A clipped token has no
+    gradient, but its ratio counts in the mean. With one advantage per token, which the paper does
+    not cover, the mean ratio multiplies each advantage.
     """
     segments = Segments.of(inputs.lengths, inputs.loss_mask)
     log_ratio = inputs.log_probs - inputs.old_log_probs

@@ -1,7 +1,7 @@
-"""Named recipes, and how the parts that a user set by flag join one.
+"""Named recipes, and their combination with the parts that a user sets by flag.
 
-A recipe is a default for every part. `resolve_algorithm` puts what the user set in its place and
-refuses what cannot go together or would have no effect.
+A recipe has a default for every part. `resolve_algorithm` replaces the parts that the user set, and
+refuses combinations that are invalid or settings without effect.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ DEFAULT_KL_REWARD_COEF = 0.01
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recipe(Parameters):
-    """Defaults of one published algorithm. Every part can be replaced by the flag of its name.
+    """Defaults of one published algorithm; the flag of its name replaces any part.
 
-    Estimator, loss and correction have parameters of their own, with defaults of their own;
-    `parameters` holds what the recipe wants otherwise, as dapo its upper clip range.
+    Estimator, loss and correction have their own parameters with their own defaults; `parameters`
+    holds the recipe's deviations from these, for example dapo's upper clip range.
     """
 
     advantage: str = param(
@@ -61,7 +61,7 @@ class Recipe(Parameters):
         "--rl-max-response-tokens",
     )
     kl_place: KLPlace = "none"
-    kl_coef: float = 0.0  # wherever the KL is
+    kl_coef: float = 0.0  # at the KL's place
     kl_estimator: KLEstimator = "k3"
     entropy_coef: float = param(
         0.0,
@@ -95,14 +95,14 @@ class Recipe(Parameters):
     overlong_buffer_tokens: int | None = param(
         None, "last tokens of the response budget over which a penalty of up to 1 grows"
     )
-    overlong_buffer_share: float = 0.0  # of the response budget, unless the tokens are given
+    overlong_buffer_share: float = 0.0  # of the response budget, if the tokens are not given
 
 
-# Coefficients of the KL are the papers' or, where a paper has none, those of its authors' code. The
-# recipes without KL are those whose papers leave it out, and grpo: the mean over all tokens without
-# KL is how it is run on verifiable rewards; --rl-loss-aggregation seq_mean_token_mean --rl-kl-coef
-# 0.04 is its paper's form. The papers of rloo, remax and opo update once per step and do not clip;
-# in a first update clipping changes nothing, and later ones need it.
+# KL coefficients are from the papers or, if a paper has none, from its authors' code. Recipes have
+# no KL if their papers have none. grpo has none either: on verifiable rewards it is used with the
+# mean over all tokens and without KL; its paper's form is --rl-loss-aggregation seq_mean_token_mean
+# --rl-kl-coef 0.04. The papers of rloo, remax and opo update once per step and do not clip; in a
+# first update clipping has no effect, and later updates need it.
 RECIPES: dict[str, Recipe] = {
     # arXiv 1707.06347, with the KL in the reward as InstructGPT (arXiv 2203.02155)
     "ppo": Recipe(
@@ -158,7 +158,7 @@ RECIPES: dict[str, Recipe] = {
 
 
 def recipe(name: str, parts: Recipe) -> Recipe:
-    """Make `parts` known to --rl-algorithm by `name`. ValueError: the name is taken."""
+    """Register `parts` for --rl-algorithm under `name`; raise ValueError if the name is taken."""
     if name in RECIPES:
         raise ValueError(f"two algorithms are called {name!r}; rename one")
     RECIPES[name] = parts
@@ -167,18 +167,18 @@ def recipe(name: str, parts: Recipe) -> Recipe:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Algorithm(Recipe):
-    """What a run does: a recipe after flags have replaced its parts, and the parameters of these.
-    Made by `resolve_algorithm`.
+    """Algorithm of a run: a recipe with the parts replaced by flags, and the parts' parameters.
+    `resolve_algorithm` creates it.
 
-    Two parts follow from --rl-max-response-tokens unless they are set, so that number is a
-    parameter where it is needed.
+    If not set, two parts follow from --rl-max-response-tokens, which is therefore an argument of
+    the methods that need it.
     """
 
     name: str
     advantage_config: Parameters
     policy_loss_parameters: Parameters
     mismatch_config: MismatchConfig
-    kl_target: float | None  # None: the coefficient stays
+    kl_target: float | None  # None: the coefficient is constant
     kl_horizon: float
     needs_critic: bool
     needs_greedy_baseline: bool
@@ -207,14 +207,14 @@ class Algorithm(Recipe):
         return ValueLossConfig(self.value_clip_eps, self.aggregation(max_response_tokens))
 
     def kl_controller(self) -> KLController:
-        """The controller of the KL in the reward; constant 0 without such a KL."""
+        """Return the controller of the KL in the reward; constant 0 without such a KL."""
         coef = self.kl_coef if self.kl_place == "reward" else 0.0
         if self.kl_target is None:
             return FixedKL(coef)
         return AdaptiveKL(coef, self.kl_target, self.kl_horizon)
 
     def overlong_buffer(self, max_response_tokens: int) -> int:
-        """Tokens; 0 without the penalty. UsageError: more than the response budget."""
+        """Return tokens, 0 without the penalty; raise UsageError above the response budget."""
         buffer = self.overlong_buffer_tokens
         if buffer is None:
             buffer = int(self.overlong_buffer_share * max_response_tokens)
@@ -223,10 +223,10 @@ class Algorithm(Recipe):
 
 
 def declared_parameters() -> dict[str, Parameter]:
-    """Every parameter of an algorithm by name: those that all have, then those of each part that is
-    known by now, a user's own included.
+    """Return every parameter of an algorithm by name: the common ones, then those of each part
+    registered so far, including a user's own.
 
-    UsageError: two parts declare one name with different contents.
+    Raises UsageError if two parts declare one name differently.
     """
     found = {p.name: p for kind in (Recipe, KLParameters) for p in parameters_of(kind)}
     for flag, owners in parts_by_flag().items():
@@ -245,7 +245,7 @@ def declared_parameters() -> dict[str, Parameter]:
 def _resolved_kl(
     recipe: Recipe, kl: KLParameters
 ) -> tuple[Literal["none", "loss", "reward"], float, KLEstimator]:
-    """Where the KL goes, its coefficient and estimator. UsageError: two places."""
+    """Return the KL's place, coefficient and estimator; raise UsageError for two places."""
     wants_loss = bool(kl.kl_coef)
     if wants_loss and (kl.kl_in_reward or kl.kl_reward_coef):
         other = "--rl-kl-in-reward"
@@ -272,7 +272,7 @@ def _resolved_kl(
         coef = recipe.kl_coef if recipe.kl_place == place else default
     if coef == 0 and not (to_reward and kl.kl_target is not None):
         return "none", 0.0, kl.kl_estimator or recipe.kl_estimator
-    # A recipe's estimator suits its own place: k1 in a loss pulls nowhere.
+    # A recipe's estimator only suits the recipe's place: k1 in a loss has no expected gradient.
     usual: KLEstimator = "k1" if to_reward else "k3"
     if recipe.kl_place == place:
         usual = recipe.kl_estimator
@@ -280,16 +280,15 @@ def _resolved_kl(
 
 
 def resolve_algorithm(name: str, given: Mapping[str, Any]) -> Algorithm:
-    """The recipe `name` with the parts in `given`, which holds only what the user set.
+    """Return the recipe `name` with the parts in `given`, which holds only the user's settings.
 
-    Keys are flags without --rl- and with underscores: those of `declared_parameters`, and besides
-    them top_p, top_k and any that begins with critic_, which are looked at and not kept.
+    Keys are flags without --rl- and with underscores: those of `declared_parameters`, and also
+    top_p, top_k and keys that begin with critic_, which are checked but not kept.
 
-    The KL has one place. A user who puts it into the loss or the reward takes it out of the
-    recipe's place.
+    The KL has one place. Putting it into the loss or the reward removes it from the recipe's place.
 
-    UsageError, one sentence: an unknown name; a value out of range; parts that cannot go together;
-    a flag that would have no effect. AssertionError: a key that is none of the above.
+    Raises UsageError, one sentence, for an unknown name, a value out of range, parts that cannot be
+    combined, and a flag without effect. Raises AssertionError for any other key.
     """
     if name not in RECIPES:
         raise unknown_name("--rl-algorithm", name, "algorithm", RECIPES)
@@ -313,7 +312,7 @@ def resolve_algorithm(name: str, given: Mapping[str, Any]) -> Algorithm:
     check_parts(parts, given, kl, estimator, parts_by_flag())
 
     def parameters(part: str, defaults: Parameters) -> Parameters:
-        """A clip range suits one loss: the recipe's is not for what replaces the recipe's loss."""
+        """Return a part's parameters; the recipe's values only apply to the recipe's own part."""
         wanted = recipe.parameters if parts[part] == getattr(recipe, part) else {}
         return with_values(defaults, {**wanted, **given})
 
@@ -331,11 +330,11 @@ def resolve_algorithm(name: str, given: Mapping[str, Any]) -> Algorithm:
         needs_greedy_baseline=estimator.needs_greedy_baseline,
         **parts,
     )
-    algorithm.aggregation(max_response_tokens=1)  # these two check what they are made of
+    algorithm.aggregation(max_response_tokens=1)  # these two check their parameters
     algorithm.kl_controller()
     return algorithm
 
 
 def parts_by_flag() -> dict[str, dict[str, Parameters]]:
-    """By the flag that chooses a part: the parameters of each that can be chosen."""
+    """Return, by the flag that selects a part, the parameters of each choice."""
     return {**owners_by_kind(), "--rl-mismatch-correction": dict(CORRECTIONS)}

@@ -1,6 +1,6 @@
-"""Advantage estimators and policy losses by name, a user's own included.
+"""Registry of advantage estimators and policy losses by name, including a user's own.
 
-A new one is one function and a decorator in a file that `--rl-import` names:
+To add one, write a function with a decorator in a file that `--rl-import` names:
 
     from mcore_rl.api import Parameters, PolicyLossInputs, TokenLosses, param, policy_loss
 
@@ -11,10 +11,10 @@ A new one is one function and a decorator in a file that `--rl-import` names:
     @policy_loss("mine", Width())
     def mine(inputs: PolicyLossInputs, config: Width) -> TokenLosses: ...
 
-The object beside the name is all there is to say of a parameter, see `mcore_rl.common.parameters`:
-the flag `--rl-my-width`, its check and its default come from it. This module imports
-torch only once an estimator or loss is registered or looked up: reward processes read the user's
-file too, and one that holds rewards alone stays light.
+The object after the name fully defines the parameters (see `mcore_rl.common.parameters`): the flag
+`--rl-my-width`, its check and its default come from it. This module imports torch only when an
+estimator or loss is registered or looked up: reward processes read the user's file, too, and a file
+with rewards only should load quickly.
 """
 
 from __future__ import annotations
@@ -42,17 +42,17 @@ if TYPE_CHECKING:
         TokenLosses,
     )
 
-P = TypeVar("P", bound=Parameters)  # a function's own
+P = TypeVar("P", bound=Parameters)  # parameters of a function
 _NOTHING_TO_SET = Parameters()
 
 
 @dataclass(frozen=True, slots=True)
 class RegisteredEstimator:
-    """An estimator and what it needs of the run."""
+    """Estimator and its requirements on the run."""
 
     name: str
     function: Callable[[AdvantageInputs, Any], AdvantageOutputs]
-    parameters: Parameters = _NOTHING_TO_SET  # its own, at their defaults
+    parameters: Parameters = _NOTHING_TO_SET  # its parameters, at their defaults
     needs_critic: bool = False  # reads `values`
     needs_greedy_baseline: bool = False  # reads `baselines`
     compares_group: bool = False  # one sample per prompt would always get advantage 0
@@ -60,11 +60,11 @@ class RegisteredEstimator:
 
 @dataclass(frozen=True, slots=True)
 class RegisteredPolicyLoss:
-    """A policy loss and its parameters."""
+    """Policy loss and its parameters."""
 
     name: str
     function: Callable[[PolicyLossInputs, Any], TokenLosses]
-    parameters: Parameters = _NOTHING_TO_SET  # its own, at their defaults
+    parameters: Parameters = _NOTHING_TO_SET  # its parameters, at their defaults
 
 
 _BUILT_IN = (
@@ -84,11 +84,11 @@ def advantage_estimator(
     needs_greedy_baseline: bool = False,
     compares_group: bool = False,
 ) -> Callable[[Callable[[AdvantageInputs, P], AdvantageOutputs]], Any]:
-    """Decorator that makes `function(inputs, parameters) -> AdvantageOutputs` known by `name`.
+    """Register the decorated `function(inputs, parameters) -> AdvantageOutputs` under `name`.
 
-    `parameters` holds the defaults of the function's own; it is called with what the user made of
-    them. What it needs of the run is said here, see `RegisteredEstimator`. ValueError: the name is
-    taken.
+    `parameters` holds the defaults of the function's parameters; the function gets the user's
+    values. The other arguments state its requirements, see `RegisteredEstimator`. Raises ValueError
+    if the name is taken.
     """
 
     def register(function: Callable[[AdvantageInputs, P], AdvantageOutputs]) -> Any:
@@ -106,9 +106,9 @@ def policy_loss(
     name: str,
     parameters: P = _NOTHING_TO_SET,  # type: ignore[assignment]
 ) -> Callable[[Callable[[PolicyLossInputs, P], TokenLosses]], Any]:
-    """Decorator that makes `function(inputs, parameters) -> TokenLosses` known by `name`.
+    """Register the decorated `function(inputs, parameters) -> TokenLosses` under `name`.
 
-    `parameters`: see `advantage_estimator`. ValueError: the name is taken.
+    `parameters`: see `advantage_estimator`. Raises ValueError if the name is taken.
     """
 
     def register(function: Callable[[PolicyLossInputs, P], TokenLosses]) -> Any:
@@ -121,7 +121,7 @@ def policy_loss(
 
 
 def _check_declaration(name: str, parameters: object) -> None:
-    """What a dataclass would not notice. TypeError."""
+    """Raise TypeError for mistakes that a dataclass does not detect."""
     if not isinstance(parameters, Parameters):
         raise TypeError(f"parameters of {name!r} are {parameters!r}, not an object of Parameters")
     kind = type(parameters)
@@ -131,7 +131,7 @@ def _check_declaration(name: str, parameters: object) -> None:
 
 
 def find_advantage_estimator(name: str) -> RegisteredEstimator:
-    """UsageError, with the nearest name, if there is none of that name."""
+    """Return the estimator; raise UsageError, with the nearest name, if it does not exist."""
     _load_built_in()
     if name not in _ESTIMATORS:
         raise unknown_name("--rl-advantage", name, "advantage estimator", _ESTIMATORS)
@@ -139,7 +139,7 @@ def find_advantage_estimator(name: str) -> RegisteredEstimator:
 
 
 def find_policy_loss(name: str) -> RegisteredPolicyLoss:
-    """UsageError, with the nearest name, if there is none of that name."""
+    """Return the policy loss; raise UsageError, with the nearest name, if it does not exist."""
     _load_built_in()
     if name not in _POLICY_LOSSES:
         raise unknown_name("--rl-policy-loss", name, "policy loss", _POLICY_LOSSES)
@@ -147,7 +147,7 @@ def find_policy_loss(name: str) -> RegisteredPolicyLoss:
 
 
 def owners_by_kind() -> dict[str, dict[str, Parameters]]:
-    """By flag, whose parameters there are: the estimators and losses that are known by now."""
+    """Return, by flag, the parameters of the estimators and losses registered so far."""
     _load_built_in()
     tables: dict[str, Mapping[str, RegisteredEstimator | RegisteredPolicyLoss]] = {
         "--rl-advantage": _ESTIMATORS,
@@ -160,7 +160,7 @@ def owners_by_kind() -> dict[str, dict[str, Parameters]]:
 
 
 def unknown_name(flag: str, name: str, kind: str, known: Iterable[str]) -> UsageError:
-    """The error for a name that nothing has, with the nearest of those that exist."""
+    """Return the error for an unknown name, with the nearest known name."""
     names = sorted(known)
     return UsageError(
         f"is not a known {kind}{did_you_mean(name, names)}",
@@ -170,13 +170,13 @@ def unknown_name(flag: str, name: str, kind: str, known: Iterable[str]) -> Usage
 
 
 def import_user_file(path: str, flag: str = "") -> ModuleType:
-    """Runs the Python file at `path`, whose decorators register what it holds; returns its module.
+    """Run the Python file at `path`, whose decorators register its functions; return its module.
 
-    A file that was imported before, by whatever spelling of its path, is not run again. Its folder
-    is not put on `sys.path`. `flag` names it, with its value, in errors; default: `--rl-import`.
+    A file that was imported before, under any spelling of its path, is not run again. Its folder is
+    not added to `sys.path`. `flag` names it, with its value, in errors; default: `--rl-import`.
 
-    UsageError: the file is missing, is no .py file, or raises, which registering a name that is
-    taken does as well.
+    Raises UsageError if the file is missing, is not a .py file, or raises; registering a name that
+    is taken raises, too.
     """
     file, flag = Path(path).resolve(), flag or f"--rl-import {path}"
     if file in _IMPORTED:
@@ -193,12 +193,12 @@ def import_user_file(path: str, flag: str = "") -> ModuleType:
             flag=flag,
             remedy="correct the path",
         )
-    # Two files called rewards.py are two modules.
+    # Two files named rewards.py are two modules.
     digest = hashlib.sha256(str(file).encode()).hexdigest()[:8]
     module_name = f"mcore_rl_import_{file.stem}_{digest}"
     try:
         _run(file, module_name)
-    except (Exception, SystemExit) as error:  # whatever the user's file raises is theirs to see
+    except (Exception, SystemExit) as error:  # the user sees whatever their file raises
         raise UsageError(
             f"cannot be used, because running it raised {type(error).__name__}: {error}",
             flag=flag,
@@ -212,7 +212,7 @@ def _run(file: Path, module_name: str) -> None:
     spec = importlib.util.spec_from_file_location(module_name, file)
     assert spec is not None and spec.loader is not None, f"no loader for {file}"
     module = importlib.util.module_from_spec(spec)
-    sys.modules[module_name] = module  # dataclasses and pickle look a class's module up there
+    sys.modules[module_name] = module  # dataclasses and pickle look up a class's module there
     try:
         spec.loader.exec_module(module)
     except BaseException:
@@ -228,7 +228,7 @@ def _load_built_in() -> None:
 def _refuse_second(
     name: str, kind: str, known: Mapping[str, object], function: Callable[..., object]
 ) -> None:
-    # A user's function meets the built-in names even if nothing has looked one up so far.
+    # Check a user's function against the built-in names even if none has been looked up so far.
     if function.__module__ not in _BUILT_IN:
         _load_built_in()
     if name in known:

@@ -1,11 +1,11 @@
-"""The policy's loss: surrogate, KL and entropy, weighed and added up, and the sums for metrics.
+"""Total policy loss: weighted sum of surrogate, KL and entropy, and the sums for metrics.
 
     loss = sum over tokens of weight * [ correction * surrogate + kl_coef * kl
                                          - entropy_coef * entropy ]
 
-The weights are those of `aggregation`, from denominators of the *global* mini-batch. They are
-passed in and nothing else is averaged, so the losses (and gradients) of any split into
-micro-batches and ranks add up to those of the whole.
+`aggregation` computes the weights from denominators of the *global* mini-batch, which are passed
+in. Nothing else is averaged, so the losses (and gradients) of any split into micro-batches and
+ranks sum to those of the mini-batch.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from mcore_rl.algorithms.registry import find_policy_loss
 class PolicyLossSums(TokenSums):
     """Sums over loss tokens, each a detached 0-dim tensor of the loss's dtype.
 
-    Add them up over micro-batches, then over data-parallel ranks (`stacked` makes that one
-    collective), and divide by `num_tokens` once. They are token sums whatever the aggregation.
+    Add over micro-batches, then over data-parallel ranks (`stacked`: one collective), and divide by
+    `num_tokens` once. They are token sums for every aggregation.
     """
 
     num_tokens: torch.Tensor
-    policy_loss: torch.Tensor  # the surrogate alone, without KL and entropy terms, as corrected
+    policy_loss: torch.Tensor  # the corrected surrogate, without KL and entropy terms
     kl: torch.Tensor  # to the reference policy, by the configured estimator; 0 without a reference
     entropy: torch.Tensor
     ratio: torch.Tensor  # exp(log_probs - old_log_probs)
@@ -57,25 +57,26 @@ def policy_loss_total(
     denominators: Denominators,
     config: PolicyLossConfig,
 ) -> PolicyLossOutput:
-    """The loss of some whole samples, by the policy loss and aggregation that `config` names.
+    """Return the loss of complete samples, with the policy loss and aggregation of `config`.
 
-    log_probs, entropy: `[t]` float32, of the policy as it is now; gradients flow through these.
+    log_probs, entropy: `[t]` float32, of the current policy; gradients flow through these.
     old_log_probs: `[t]` float32, of the policy before this step's first update.
     advantages: `[t]` float32.
-    loss_mask: `[t]` bool. Masked positions may hold anything, nan and inf included: they add
+    loss_mask: `[t]` bool. Masked positions may hold anything, including nan and inf: they add
         nothing to loss, gradient or sums.
     lengths: `[b]` int64, tokens per sample.
     ref_log_probs: `[t]` float32, of the reference policy; required if `config.kl_coef` > 0.
-        Without a coefficient it is only measured.
-    weights: `[t]` float32, the correction of `mismatch`: multiplies the surrogate alone, and is
-        detached.
+        Without a coefficient the KL is only measured.
+    weights: `[t]` float32, the correction of `mismatch`, detached; it only multiplies the
+        surrogate.
 
-    RuntimeError: `kl_coef` > 0 without `ref_log_probs`. UsageError: an unknown policy loss.
+    Raises RuntimeError for `kl_coef` > 0 without `ref_log_probs`, and UsageError for an unknown
+    policy loss.
     """
     if ref_log_probs is None and config.kl_coef > 0:
         raise RuntimeError(f"kl_coef is {config.kl_coef} but there are no ref_log_probs")
-    # Garbage is replaced before any arithmetic, and not only after: the gradient of
-    # where(mask, f(x), 0) at a nan x is 0 * nan.
+    # Mask before any arithmetic, not only after: the gradient of where(mask, f(x), 0) at a nan x is
+    # 0 * nan.
     log_probs, entropy, old_log_probs, advantages = (
         masked(loss_mask, values) for values in (log_probs, entropy, old_log_probs, advantages)
     )
@@ -88,8 +89,8 @@ def policy_loss_total(
     if ref_log_probs is not None:
         kl = kl_estimate(log_probs, masked(loss_mask, ref_log_probs), config.kl_estimator)
     per_token = surrogate
-    # A term without a coefficient is left out and not multiplied by 0, so that its gradient, which
-    # costs another pass over the vocabulary for the entropy, is not computed at all.
+    # Omit a term without a coefficient instead of multiplying by 0, so that its gradient is not
+    # computed; the entropy's costs another pass over the vocabulary.
     if config.kl_coef > 0:
         per_token = per_token + config.kl_coef * kl
     if config.entropy_coef > 0:

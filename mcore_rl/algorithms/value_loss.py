@@ -1,4 +1,4 @@
-"""The critic's loss, and how much of the returns it explains."""
+"""Value loss of the critic, and the explained variance of the returns."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from mcore_rl.algorithms.aggregation import (
 
 @dataclass(frozen=True, slots=True)
 class ValueLossConfig:
-    """What the critic's loss is made of."""
+    """Settings of the critic's loss."""
 
-    clip_eps: float | None = 0.2  # how far values count; None, inf: any distance
+    clip_eps: float | None = 0.2  # clip range of values; None, inf: unlimited
     aggregation: Aggregation = field(default_factory=Aggregation)
 
 
@@ -30,7 +30,7 @@ class ValueLossSums(TokenSums):
     """Sums over loss tokens, each a detached 0-dim float64 tensor.
 
     float64, because `explained_variance` subtracts the square of a mean from a mean of squares. Add
-    them up over micro-batches, then over data-parallel ranks (`stacked`: one collective).
+    over micro-batches, then over data-parallel ranks (`stacked`: one collective).
     """
 
     num_tokens: torch.Tensor
@@ -40,7 +40,7 @@ class ValueLossSums(TokenSums):
     returns_squared: torch.Tensor
     errors: torch.Tensor  # returns - values
     errors_squared: torch.Tensor
-    clipped: torch.Tensor  # tokens whose loss is that of the clipped value: no gradient
+    clipped: torch.Tensor  # tokens with the loss of the clipped value: no gradient
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,13 +59,13 @@ def value_loss(
     denominators: Denominators,
     config: ValueLossConfig,
 ) -> ValueLossOutput:
-    """0.5 max((V - R)^2, (clip(V, V_old - clip_eps, V_old + clip_eps) - R)^2), aggregated.
+    """Aggregate 0.5 max((V - R)^2, (clip(V, V_old - clip_eps, V_old + clip_eps) - R)^2).
 
-    The pessimistic form of PPO's published code (the paper, arXiv 1707.06347, does not clip
-    values): no gradient where a value has already moved by more than clip_eps towards R.
+    This is the pessimistic form of PPO's published code (the paper, arXiv 1707.06347, does not clip
+    values): a value that has moved by more than clip_eps towards R has no gradient.
 
-    values, old_values, returns: `[t]` float32; gradients flow through `values` alone. Masked
-    positions may hold anything. `denominators` and aggregation are those of the policy loss.
+    values, old_values, returns: `[t]` float32; gradients flow only through `values`. Masked
+    positions may hold anything. Denominators and aggregation are the same as for the policy loss.
     """
     values, old_values, returns = (
         masked(loss_mask, tensor) for tensor in (values, old_values.detach(), returns.detach())
@@ -87,9 +87,9 @@ def value_loss(
 
 
 def explained_variance(sums: ValueLossSums) -> float:
-    """1 - var(R - V) / var(R) over all loss tokens: 1 is perfect, 0 a constant, below 0 worse.
+    """Return 1 - var(R - V) / var(R) over all loss tokens: 1 is perfect, 0 a constant, < 0 worse.
 
-    nan if the returns do not vary, as there is nothing to explain.
+    The result is nan if the returns do not vary.
     """
     num_tokens = float(sums.num_tokens)
     if num_tokens == 0:
@@ -99,7 +99,7 @@ def explained_variance(sums: ValueLossSums) -> float:
         return float(squares) / num_tokens - (float(total) / num_tokens) ** 2
 
     returns = variance(sums.returns, sums.returns_squared)
-    # What float64 leaves of a variance that is 0.
+    # A variance of 0, up to float64 rounding.
     if returns <= 1e-12 * float(sums.returns_squared) / num_tokens:
         return math.nan
     return 1.0 - variance(sums.errors, sums.errors_squared) / returns

@@ -1,9 +1,9 @@
-"""Everything that a user's own file imports: one name for each thing that can be added to a run.
+"""Public API for users' files: one name for each kind of extension of a run.
 
     from mcore_rl.api import Parameters, PolicyLossInputs, TokenLosses, param, policy_loss
 
-A file that `--rl-import` names is run before the flags are read; what its decorators register is
-chosen by a flag, and the parameters it declares are flags themselves:
+A file that `--rl-import` names runs before the flags are parsed. Flags select what its decorators
+register, and the parameters it declares become flags:
 
 | to add | by | chosen with |
 | --- | --- | --- |
@@ -11,14 +11,14 @@ chosen by a flag, and the parameters it declares are flags themselves:
 | a policy loss | `@policy_loss("name", Own())` | `--rl-policy-loss` |
 | an advantage estimator | `@advantage("name", Own())` | `--rl-advantage` |
 | an algorithm of such parts | `recipe("name", Recipe(...))` | `--rl-algorithm` |
-| prompts that are made, not read | `@prompts("name")` | `--rl-prompts`, `--rl-eval-prompts` |
+| generated prompts | `@prompts("name")` | `--rl-prompts`, `--rl-eval-prompts` |
 | a metric | `@metric("name")` | always recorded, as `user/name` |
-| an environment of several turns | `class Own(Environment, name="name")` | `--rl-environment` |
-| a family of models | `family(Family(...))` | `model_type` in config.json |
+| an environment with several turns | `class Own(Environment, name="name")` | `--rl-environment` |
+| a model family | `family(Family(...))` | `model_type` in config.json |
 
-These names and their signatures are the contract: they change with the first number of the version
-alone, and a test holds them. Importing this module imports neither torch nor Megatron nor vLLM; a
-name is imported when it is asked for, and what only losses need does not burden a file of rewards.
+These names and their signatures are the contract: they only change with the major version, and a
+test checks them. Importing this module imports neither torch nor Megatron nor vLLM. Names are
+imported on first use, so a file of rewards does not load what only losses need.
 """
 
 from __future__ import annotations
@@ -110,14 +110,14 @@ _MODULES = {
     "mcore_rl.observe.user_metrics": ("metric",),
     "mcore_rl.rewards.functions": ("reward",),
 }
-_CALLED = {"advantage": "advantage_estimator"}  # there
+_CALLED = {"advantage": "advantage_estimator"}  # name here -> name in its module
 
 
 def __getattr__(name: str) -> Any:
     for module, names in _MODULES.items():
         if name in names:
             value = getattr(importlib.import_module(module), _CALLED.get(name, name))
-            globals()[name] = value  # asked for once
+            globals()[name] = value  # looked up once
             return value
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 

@@ -1,4 +1,4 @@
-"""What a user's environment of several turns imports.
+"""Names for a user's environment with several turns.
 
     from mcore_rl.api.environment import Environment, EnvironmentPrompt, Response, StepResult
 

@@ -1,1 +1,1 @@
-"""What concerns experts alone: their choice in rollout, replayed in training, and their load."""
+"""Mixture of experts: choices in rollout, their replay in training, and expert load."""

@@ -1,12 +1,12 @@
-"""Even use of experts while RL learns: Megatron's balancing, and what of it can be had here.
+"""Balanced use of experts during RL: Megatron's balancing methods and their limits here.
 
-Biases (arXiv 2408.15664, DeepSeek-V3): every update moves an expert's bias, by which routers
-choose, up by --moe-router-bias-update-rate if it got fewer tokens of the mini-batch than the mean
-of its layer, down if more. Auxiliary losses (arXiv 2101.03961) add, for f the share of choices and
-P the mean score of an expert, coefficient x experts x sum(f P): of a micro-batch (`aux_loss`), a
-sample (`seq_aux_loss`), or with f of the update so far (`global_aux_loss`); the mean over all
-micro-batches counts. In each every token of a sample votes, of prompt and response alike, for its
-expert has to compute it; padding does not.
+Biases (arXiv 2408.15664, DeepSeek-V3): routers add an expert's bias to its score when they choose.
+Every update raises the bias by --moe-router-bias-update-rate if the expert got fewer tokens of the
+mini-batch than the mean of its layer, and lowers it if more. Auxiliary losses (arXiv 2101.03961)
+add coefficient x experts x sum(f P), with f the share of choices and P the mean score of an expert:
+per micro-batch (`aux_loss`), per sample (`seq_aux_loss`), or with f of the update so far
+(`global_aux_loss`), averaged over all micro-batches. All methods count every token of prompt and
+response, since an expert has to compute it, but no padding.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _NO_BALANCING = f"drop it, or give {_BIAS} 0 and {_TYPE} none"
 
 
 def losses(values: Mapping[str, Any]) -> tuple[str, ...]:
-    """The auxiliary losses that have an effect. `values` are Megatron's, by destination."""
+    """Return the auxiliary losses in effect; `values` are Megatron's, by destination."""
     if not values.get("num_experts"):
         return ()
     kinds, coefficients = (
@@ -41,7 +41,7 @@ def losses(values: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def moves_biases(values: Mapping[str, Any]) -> bool:
-    """Whether updates move the biases of experts."""
+    """Return whether updates move the biases of experts."""
     return bool(
         values.get("num_experts")
         and values.get("moe_router_enable_expert_bias")
@@ -50,7 +50,7 @@ def moves_biases(values: Mapping[str, Any]) -> bool:
 
 
 def in_the_way_of_padding(values: Mapping[str, Any]) -> str:
-    """The flag with which routers are not told of padding, or ""."""
+    """Return the flag that keeps the padding mask from routers, or ""."""
     if values.get("enable_cuda_graph") or values.get("external_cuda_graph"):
         return "--enable-cuda-graph"
     graphs = values.get("cuda_graph_impl") or "none"
@@ -58,19 +58,19 @@ def in_the_way_of_padding(values: Mapping[str, Any]) -> str:
 
 
 def balances(values: Mapping[str, Any]) -> bool:
-    """Whether anything does, for which routers must be told of padding."""
+    """Return whether any balancing is active, so that routers need the padding mask."""
     return bool(losses(values)) or moves_biases(values)
 
 
 def check_balancing(values: Mapping[str, Any], max_tokens: int) -> None:
-    """UsageError where what is asked for would count padding, or something else than samples.
+    """Raise UsageError if the requested balancing would count padding, or not count per sample.
 
     `max_tokens` is --rl-max-tokens-per-microbatch.
     """
     if not balances(values):
         return
     layers = values.get("mtp_num_layers")
-    # Megatron's MTP layers cannot be told of padding under sequence parallelism.
+    # Megatron's MTP layers get no padding mask under sequence parallelism.
     if against := f"--mtp-num-layers {layers}" if layers else in_the_way_of_padding(values):
         raise UsageError(
             f"counts padding in the load of experts, which {asked(values)} evens out",
@@ -96,15 +96,15 @@ def check_balancing(values: Mapping[str, Any], max_tokens: int) -> None:
 
 
 def asked(values: Mapping[str, Any]) -> str:
-    """The flag that balances, as on a command line."""
+    """Return the flag that enables balancing, as on a command line."""
     if kinds := losses(values):
         return f"{_TYPE} {kinds[0]}"
     return f"{_BIAS} {values.get('moe_router_bias_update_rate', 1e-3)}"
 
 
 def check_bias_dtypes(values: Mapping[str, Any], dtypes: Mapping[str, str], folder: Any) -> None:
-    """Biases that updates move must be of float32 in the checkpoint, whose `dtypes` by tensor are
-    those of the hand-over and of exports; UsageError if they are not."""
+    """Raise UsageError if updates move biases that are not float32 in the checkpoint; hand-over and
+    exports use its `dtypes` (by tensor)."""
     if not moves_biases(values):
         return
     for tensor, dtype in dtypes.items():
@@ -118,7 +118,7 @@ def check_bias_dtypes(values: Mapping[str, Any], dtypes: Mapping[str, str], fold
 
 
 def expert_biases(chunks: Sequence[torch.nn.Module]) -> list[torch.Tensor]:
-    """The biases `[e]` float32 of the routers in model chunks on this rank, where they stay."""
+    """Return the biases `[e]` float32 of the routers in this rank's model chunks, not copied."""
     found: list[torch.Tensor] = []
     module: Any  # with the attributes of Megatron's router, where it is one
     for chunk in chunks:

@@ -1,6 +1,6 @@
-"""How evenly a step uses the experts of each layer, and how far trainer and engine agree on them.
+"""Metrics of expert load per layer, and of agreement between trainer and engine on experts.
 
-Shape legend: m layers with experts, of the whole model; e experts.
+Shape legend: m layers with experts, of the complete model; e experts.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from mcore_rl.moe.routing_replay import RoutingReplay
 
 
 class ExpertLoad:
-    """Counts the tokens that each expert is chosen for in updates.
+    """Counter of the tokens per expert in updates.
 
-    Hooks on the routers of this rank's layers. A token counts once, however often it is computed;
-    padding counts where routers are not told of it (see `balance`).
+    It hooks the routers of this rank's layers. A token counts once, even if recomputed; padding
+    counts if routers get no padding mask (see `balance`).
     """
 
     def __init__(
@@ -31,8 +31,8 @@ class ExpertLoad:
         replay: RoutingReplay | None = None,
         of_rollout: Callable[[], np.ndarray] | None = None,
     ) -> None:
-        """`routed` is of the whole model; `replay` has counted what given choices differ in,
-        `of_rollout` gives `[m, e]`, this rank's part of how often the engines chose an expert."""
+        """`routed` covers the complete model; `replay` counts differing choices; `of_rollout`
+        returns `[m, e]`, this rank's part of the engines' choices per expert."""
         self._routed, self._replay, self._of_rollout = routed, replay, of_rollout
         self._device = next(chunks[0].parameters()).device
         self._counts = self._zeros(routed.num_experts)
@@ -49,7 +49,7 @@ class ExpertLoad:
     def _count(
         self, router: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]
     ) -> None:
-        # A forward without gradients is not part of an update, or is repeated for its backward.
+        # A forward pass without gradients is not part of an update, or is repeated for backward.
         if not (router.training and torch.is_grad_enabled()):
             return
         _, chosen = output  # [tokens, experts] bool
@@ -60,14 +60,14 @@ class ExpertLoad:
         self._counts[row] += chosen.sum(dim=0)
 
     def metrics(self) -> dict[str, float]:
-        """Metrics of what was counted since the last call. Collective over the world.
+        """Return the metrics of the counts since the last call. Collective over the world.
 
-        `moe/imbalance`: how many times the mean of its layer the busiest expert gets, in the worst
-        layer; `moe/unused_experts`: the share of experts without a token, `moe/most_unused_experts`
-        in the worst layer; `moe/rollout_imbalance`: the first in rollout;
-        `moe/routing_disagreement`: the share of the engine's choices that the trainer's routers,
-        asked for the same tokens with the same weights, do not make. All of each layer, too, as
-        `.../layer_3`.
+        `moe/imbalance`: load of the busiest expert relative to its layer's mean, in the worst
+        layer; `moe/unused_experts`: share of experts without a token; `moe/most_unused_experts`:
+        the same in the worst layer; `moe/rollout_imbalance`: imbalance in rollout;
+        `moe/routing_disagreement`: share of the engine's choices that the trainer's routers do not
+        make for the same tokens with the same weights. Each also exists per layer, as
+        `.../layer_3`, except `moe/most_unused_experts`.
         """
         metrics = self._imbalance("moe/imbalance", self._counts) | self._unused()
         self._counts.zero_()
@@ -77,8 +77,8 @@ class ExpertLoad:
         return metrics | self._disagreement()
 
     def _used(self, counts: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Counts of all ranks for the layers that have been used, and these layers: of the others
-        nothing was learnt."""
+        """Return the counts of all ranks for layers with tokens, and the mask of these layers;
+        other layers have no metrics."""
         total = counts.clone()
         dist.all_reduce(total)
         is_used = total.sum(dim=1) > 0

@@ -1,12 +1,12 @@
-"""Which experts a router chose for each token: how choices are kept, joined and compared.
+"""A router's choices of experts per token: storage, concatenation and comparison.
 
-R2 and R3 (rollout routing replay, arXiv 2510.11370): what a policy is trained on was computed by
-some experts; if the router of the trainer, a little apart in rounding, chooses others, then the
-ratio of the two log-probs compares two different models. R3 replays in training what the engine
-chose, R2 what the trainer itself chose when it scored the samples.
+R2 and R3 (rollout routing replay, arXiv 2510.11370): the experts that computed a sample may differ
+from the experts that the trainer's router chooses, because of rounding. The ratio of the two
+log-probs then compares two different models. R3 replays in training the choices of the engine, R2
+those of the trainer when it scored the samples.
 
 Shape legend: n tokens of one sample that went through the engine; m layers with experts, in
-ascending order; k choices a token; e experts.
+ascending order; k choices per token; e experts.
 This module is pure: it imports neither Megatron nor vLLM nor torch.distributed.
 """
 
@@ -24,56 +24,56 @@ OFF, R2, R3 = "off", "r2", "r3"  # values of --rl-routing-replay
 
 @dataclass(frozen=True, slots=True)
 class RoutedLayers:
-    """What choices there are: by how many experts of which layers, of a model or a part of it."""
+    """Layers with experts and their number of experts, in a model or a part of it."""
 
-    layers: tuple[int, ...]  # global numbers from 0, ascending: those with experts
+    layers: tuple[int, ...]  # global numbers (from 0) of the layers with experts, ascending
     topk: int
     num_experts: int
 
     @property
     def dtype(self) -> np.dtype:
-        """The smallest in which experts have a number and that torch has all operations of."""
+        """Smallest dtype that holds expert numbers and has all torch operations."""
         return np.dtype(np.uint8 if self.num_experts <= 256 else np.int16)
 
     @property
     def torch_dtype(self) -> torch.dtype:
-        """The same, as torch calls it."""
+        """The same as a torch dtype."""
         return torch.uint8 if self.num_experts <= 256 else torch.int16
 
     @property
     def bytes_a_token(self) -> int:
-        """Bytes of a token's choices, and one that says whether they are known."""
+        """Bytes of a token's choices, and one byte for whether they are known."""
         return len(self.layers) * self.topk * self.dtype.itemsize + 1
 
 
 @dataclass(frozen=True, slots=True)
 class Routes:
-    """The choices for one sample, of all layers with experts.
+    """Choices for one sample in all layers with experts.
 
-    The last token of a response is sampled and never goes through the engine, so that of a prompt
-    of p tokens and a response of r there are n = p + r - 1. Of some the choices may be lacking.
+    The last token of a response is sampled but never goes through the engine, so a prompt of p
+    tokens and a response of r have n = p + r - 1. Some tokens may have no known choices.
     """
 
     ids: np.ndarray  # [n, m, k] of `RoutedLayers.dtype`
-    known: np.ndarray  # [n] bool; where False, `ids` means nothing
+    known: np.ndarray  # [n] bool; if False, `ids` is undefined
 
     @property
     def num_bytes(self) -> int:
         return self.ids.nbytes + self.known.nbytes
 
     def digest(self) -> bytes:
-        """Equal for equal choices in equal order."""
+        """Return a digest that is equal for equal choices in equal order."""
         found = hashlib.blake2b(np.packbits(self.known).tobytes(), digest_size=16)
         found.update(np.ascontiguousarray(self.ids).view(np.uint8).data)
         return found.digest()
 
 
-_COUNTED_TOKENS = 1024  # of a sample, spread over it: what counts is a share, and choices are many
+_COUNTED_TOKENS = 1024  # per sample, spread evenly: enough to measure shares
 
 
 def load_of(routes: Routes, num_experts: int) -> np.ndarray:
-    """`[m, e]` int64: how often each expert of each layer is chosen, of a long sample for every
-    second, third... token."""
+    """Return `[m, e]` int64: how often each expert of each layer is chosen; for a long sample, in
+    every second, third... token."""
     every = -(-len(routes.ids) // _COUNTED_TOKENS) or 1
     chosen = routes.ids[::every][routes.known[::every]]
     num_layers = chosen.shape[1]
@@ -84,9 +84,9 @@ def load_of(routes: Routes, num_experts: int) -> np.ndarray:
 def joined(
     routes: Sequence[Routes | None], lengths: Sequence[int], of: RoutedLayers
 ) -> tuple[np.ndarray, np.ndarray]:
-    """`[t, m, k]` and `[t]` bool: the choices for samples of `lengths` tokens, one after the other.
+    """Return `[t, m, k]` and `[t]` bool: choices for consecutive samples of `lengths` tokens.
 
-    A sample's last token has none, nor has any of a sample without routes.
+    A sample's last token, and every token of a sample without routes, has unknown choices.
     """
     total = int(sum(lengths))
     ids = np.zeros((total, len(of.layers), of.topk), dtype=of.dtype)

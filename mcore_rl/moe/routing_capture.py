@@ -1,15 +1,14 @@
-"""Which experts vLLM chose for each token of a response, prompt tokens included.
+"""Capture of vLLM's choices of experts for each token of prompt and response.
 
-On CUDA vLLM tells by itself (`enable_return_routed_experts`): a worker keeps choices by the hash of
-KV blocks, so that those of a prefix that was in the cache are there, too. That is of its model
-runner V2, which needs Triton. On CPU the same comes of `SlotCapture`: choices are kept by KV slot,
-where they live exactly as long as the keys and values that were computed with them. A hit in the
-prefix cache, a request that was preempted and computed again, a prompt in chunks, a token that
-speculation took back: whatever is in a slot last is what the response was computed from.
+On CUDA vLLM returns them itself (`enable_return_routed_experts`): a worker keeps choices by the
+hash of KV blocks, so it has them for a cached prefix, too. This needs its model runner V2, which
+needs Triton. On CPU `SlotCapture` keeps choices by KV slot, exactly as long as the keys and values
+that were computed with them. With prefix-cache hits, preempted and recomputed requests, chunked
+prefill and rejected drafts, the last choices in a slot are those that computed the response.
 
-Both hand the choices on in `CompletionOutput.routed_experts`.
+Both return the choices in `CompletionOutput.routed_experts`.
 
-Shape legend: n tokens of a request; l decoder layers, m of them with experts; k choices a token.
+Shape legend: n tokens of a request; l decoder layers, m of them with experts; k choices per token.
 """
 
 from __future__ import annotations
@@ -25,9 +24,9 @@ _UNKNOWN = -1
 
 
 class SlotCapture:
-    """Keeps the choices of every KV slot of this rank's worker, and reads a request's when it ends.
+    """Store of the choices per KV slot of this rank's worker; read for a request when it ends.
 
-    For model runner V1, in which the scheduler, the worker and we are one process.
+    For model runner V1, with scheduler and worker in this process.
     """
 
     def __init__(self, llm: Any) -> None:
@@ -46,12 +45,12 @@ class SlotCapture:
         self._watch(llm.llm_engine.engine_core.engine_core.scheduler)
 
     def capture(self, layer_id: int, topk_ids: torch.Tensor) -> None:
-        """Called by each router in a forward pass, with `[tokens, k]` experts."""
+        """Store `[tokens, k]` experts; every router calls this in a forward pass."""
         from vllm.forward_context import get_forward_context
 
         mapping = get_forward_context().slot_mapping
         slots = mapping.get(self._layer_name) if isinstance(mapping, dict) else None
-        if slots is None:  # a run that measures memory or warms up: there is no cache yet
+        if slots is None:  # a memory-profiling or warm-up run, without a cache
             return
         if len(slots) != len(topk_ids):
             raise RuntimeError(
@@ -66,7 +65,7 @@ class SlotCapture:
         self._layers[layer_id][slots] = topk_ids.to(torch.int16)
 
     def _watch(self, scheduler: Any) -> None:
-        """Read a request's slots before its blocks go to others, and send them with its output."""
+        """Read a request's slots before its blocks are reused, and attach them to its output."""
         free, update = scheduler._free_request, scheduler.update_from_output
 
         def free_request(request: Any, *args: Any, **kwargs: Any) -> Any:
@@ -82,11 +81,11 @@ class SlotCapture:
             self._ended.clear()
             return outputs
 
-        scheduler._free_request = free_request  # of this scheduler, over its class's
+        scheduler._free_request = free_request  # on this instance only
         scheduler.update_from_output = update_from_output
 
     def _read(self, scheduler: Any, request: Any) -> np.ndarray:
-        """`[n, l, k]` int16, of all tokens but the last, which has not been computed."""
+        """Return `[n, l, k]` int16 for all tokens except the last, which has not been computed."""
         num_tokens = max(request.num_tokens - 1, 0)
         blocks = scheduler.kv_cache_manager.get_block_ids(request.request_id)[self._group]
         starts = torch.tensor(blocks, dtype=torch.int64) * self._block_size
@@ -98,17 +97,17 @@ class SlotCapture:
         return found.numpy()
 
     def forget(self) -> None:
-        """The KV cache is empty: what its slots hold belongs to nobody."""
+        """Drop all choices; call it when the KV cache has been emptied."""
         self._layers.clear()
 
 
 def _group_of_all_tokens(kv_cache_config: Any) -> tuple[int, int]:
-    """Number and block size of a group of layers that keep every token of a request."""
+    """Return index and block size of a group of layers that keep every token of a request."""
     from vllm.v1.kv_cache_interface import FullAttentionSpec
 
     for number, group in enumerate(kv_cache_config.kv_cache_groups):
         spec = group.kv_cache_spec
-        several = getattr(spec, "kv_cache_specs", None)  # layers of several sizes, in one group
+        several = getattr(spec, "kv_cache_specs", None)  # layers of several sizes in one group
         specs = [spec] if several is None else several.values()
         if all(isinstance(each, FullAttentionSpec) for each in specs):
             return number, spec.block_size
@@ -116,10 +115,10 @@ def _group_of_all_tokens(kv_cache_config: Any) -> tuple[int, int]:
 
 
 def routes_of(told: np.ndarray | None, of: RoutedLayers, num_tokens: int) -> Routes | str:
-    """What `CompletionOutput.routed_experts` says of a response of which `num_tokens` were
-    computed, its prompt's included; or what is wrong with it.
+    """Convert `CompletionOutput.routed_experts` of a response with `num_tokens` computed tokens,
+    prompt included, to routes; return a text that describes the problem if it is invalid.
 
-    A token of which a layer is lacking counts as unknown, and so does one that nothing is told of.
+    A token without choices, or without those of one layer, counts as unknown.
     """
     if told is None:
         told = np.empty((0, of.layers[-1] + 1, of.topk), dtype=of.dtype)

@@ -1,19 +1,19 @@
-"""Training with experts that were chosen before: Megatron's routers on this rank, told what to use.
+"""Routing replay in training: Megatron's routers on this rank use experts that were chosen before.
 
-The router still computes its scores, and what the experts return is weighted by those, with
-gradient; only which experts these are is given. A token without a given choice keeps the router's.
+Only the choice of experts is given. The router still computes its scores, which weight the experts'
+outputs and have a gradient. A token without a given choice keeps the router's.
 
-Choices are bound to the forward pass of a micro-batch. Recomputation runs a router once more, in
-the backward pass, when other micro-batches have gone forward since: it then gets what its forward
-pass had, first in, first out, as schedules go backward in the order in which they went forward.
-That it is a recomputation shows where it happens, outside of any micro-batch's forward pass.
+Choices are bound to the forward pass of a micro-batch. Recomputation runs a router again in the
+backward pass, when other micro-batches may have gone forward since. It then gets the choices of its
+forward pass, first in, first out, as schedules run backward in the order of forward passes. A call
+outside any micro-batch's forward pass is a recomputation.
 
-Megatron asks `router.router_replay` for the top k; what is put there is told by layer, so that the
-router of an MTP layer, which counts from layer 1 again, is never meant.
+Megatron calls `router.router_replay` for the top k. The replay objects are set by layer, so the
+router of an MTP layer, which counts from layer 1 again, gets none.
 
 Shape legend: t tokens of a rank's samples; n positions of a micro-batch's rows on this TP and CP
 rank, in Megatron's order (`[s, b]` flattened); m layers with experts on this rank, ascending; k
-choices a token; e experts.
+choices per token; e experts.
 """
 
 from __future__ import annotations
@@ -33,22 +33,22 @@ TopK = tuple[torch.Tensor, torch.Tensor]  # [n, k] scores and experts
 
 @dataclass(frozen=True, slots=True)
 class Choices:
-    """Those of a micro-batch, on the device."""
+    """Choices for a micro-batch, on the device."""
 
     ids: torch.Tensor  # [n, m, k]
     known: torch.Tensor  # [n] bool
 
 
 class RoutingReplay:
-    """The routers of a model's decoder layers on this rank. Local, but for the counts' readers.
+    """Replay for the routers of this rank's decoder layers; only reading counts is collective.
 
-    Outside of its contexts routers choose for themselves.
+    Outside its contexts routers make their own choices.
     """
 
     def __init__(self, chunks: Sequence[torch.nn.Module], routed: RoutedLayers) -> None:
-        """`chunks` are model chunks without wrappers, `routed` is of the whole model.
+        """`chunks` are model chunks without wrappers; `routed` covers the complete model.
 
-        RuntimeError: this Megatron's routers ask nobody.
+        Raises RuntimeError if this Megatron's routers do not support replay.
         """
         routers: dict[int, Any] = {}
         for chunk in chunks:
@@ -63,7 +63,7 @@ class RoutingReplay:
         self.counts = True  # whether given choices are compared with the routers' own
         self._kept: list[deque[Choices]] = [deque() for _ in layers]
         device = next(chunks[0].parameters()).device
-        # By column: choices that differ from the router's own, and choices that were compared.
+        # Per column: choices that differ from the router's own, and choices that were compared.
         self.differing = torch.zeros(len(layers), dtype=torch.float64, device=device)
         self.compared = torch.zeros(len(layers), dtype=torch.float64, device=device)
         for column, layer in enumerate(layers):
@@ -73,9 +73,9 @@ class RoutingReplay:
 
     @contextmanager
     def pass_over_samples(self, *, goes_back: bool) -> Iterator[None]:
-        """Around all micro-batches of a forward pass, or of one that `goes_back` for gradients.
+        """Wrap all micro-batches of a forward pass; with `goes_back`, gradients are computed, too.
 
-        RuntimeError at the end if a backward pass has not asked for what was kept for it.
+        Raises RuntimeError at the end if a backward pass has not used all choices kept for it.
         """
         self._goes_back = goes_back
         try:
@@ -89,7 +89,7 @@ class RoutingReplay:
 
     @contextmanager
     def using(self, choices: Choices | None) -> Iterator[None]:
-        """Around a model's forward pass of one micro-batch, on any of its chunks."""
+        """Wrap a model's forward pass of one micro-batch, on any of its chunks."""
         self._now = choices
         try:
             yield
@@ -98,7 +98,7 @@ class RoutingReplay:
 
     @contextmanager
     def recording(self, into: dict[int, torch.Tensor]) -> Iterator[None]:
-        """Likewise; routers choose, and `into` gets the `[n, k]` of each column."""
+        """Wrap such a forward pass; routers choose, and `into` gets the `[n, k]` of each column."""
         self._recorded = [None] * len(self._kept)
         try:
             yield
@@ -107,7 +107,7 @@ class RoutingReplay:
             self._recorded = None
 
     def choose(self, column: int, scores: torch.Tensor, own: Callable[[], TopK]) -> TopK:
-        """For Megatron's router: `own` is what it would choose by its `scores` `[n, e]`."""
+        """Return top k for Megatron's router; `own` computes its own from `scores` `[n, e]`."""
         if self._recorded is not None:
             values, ids = own()
             self._recorded[column] = ids
@@ -123,7 +123,7 @@ class RoutingReplay:
                 differs = (ids[:, :, None] != chosen[:, None, :]).all(dim=-1)
                 self.differing[column] += differs.sum()
                 self.compared[column] += choices.known.sum() * ids.shape[1]
-        # In the order of scores, as the router's own: what is added up is then the same, too.
+        # In the order of scores, like the router's own, so that sums have the same order.
         values, order = scores.gather(1, ids).sort(dim=1, descending=True)
         return values, ids.gather(1, order)
 
@@ -138,13 +138,13 @@ class RoutingReplay:
                     "pass, and what it chose in the forward pass was not kept"
                 )
             return kept.popleft()
-        if self._goes_back and not torch.is_grad_enabled():  # so that it will run again
+        if self._goes_back and not torch.is_grad_enabled():  # it will be recomputed
             kept.append(self._now)
         return self._now
 
 
 class _Asked:
-    """What a router finds under `router_replay`, in the place of Megatron's RouterReplay."""
+    """Object at a router's `router_replay`, in place of Megatron's RouterReplay."""
 
     def __init__(self, replay: RoutingReplay, column: int) -> None:
         self._replay, self._column = replay, column
@@ -168,8 +168,8 @@ class _Asked:
 
 
 def obstacle(values: Mapping[str, Any]) -> str:
-    """What of Megatron's flags goes around the routers' question or its answer, in words that begin
-    with the flag; "" for nothing. `values` are by destination."""
+    """Return which of Megatron's flags bypasses the replay, as text that begins with the flag; ""
+    for none. `values` are by destination."""
     if values.get("moe_router_fusion"):
         return "--moe-router-fusion chooses experts in a kernel of its own"
     if values.get("enable_cuda_graph") or values.get("external_cuda_graph"):

@@ -1,1 +1,1 @@
-"""Prompts: files of them, in which order they are drawn, and the tokenizer."""
+"""Prompts: their files, the order of draws, and the tokenizer."""

@@ -1,9 +1,9 @@
-"""A tokenizer with the chat template that a run uses: what it renders, and what it leaves out.
+"""Tokenizer with a run's chat template: rendering, and detection of fields that it omits.
 
-Runs in the process of `tokenizer_process`, since both come with a downloaded folder. A template
-says nothing of what it does not read, so every kind of field is rendered once more with another
-value: if nothing changes, the template leaves it out. Afterwards a row needs no second rendering
-as long as its texts are found in the first.
+It runs in the process of `tokenizer_process`, since both come with a downloaded folder. A template
+does not report fields that it ignores, so every kind of field is rendered once more with another
+value: if nothing changes, the template omits it. Later rows need no second rendering if their texts
+are found in the first.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ from mcore_rl.data.messages import (
 )
 
 _MARK = "MCORERLMARK"
-_DATE = "strftime_now"  # the function by which a template asks for the date
+_DATE = "strftime_now"  # the function that a template calls for the date
 _LEAVES_OUT = "the chat template leaves out"
 _LONGEST_REASON = 200  # characters
 _NOT_WORDS = re.compile(r"[^\w\s]")
 
 
 class ChatTokenizer:
-    """Renders conversations and encodes texts. Whatever a template raises is a RejectedRow."""
+    """Renderer of conversations and encoder of texts; a template's errors become RejectedRow."""
 
     def __init__(
         self,
@@ -47,27 +47,28 @@ class ChatTokenizer:
         kwargs: Mapping[str, Any] | None = None,
         date: str | None = None,
     ) -> None:
-        """`template` is the text of one that replaces the tokenizer's, `kwargs` its arguments.
-        `date` (ISO) is the day that it is told; None: today."""
+        """Set up `tokenizer`; the text `template` replaces its template.
+
+        `kwargs` are the template's arguments, `date` (ISO) the date that it gets (None: today)."""
         self.tokenizer, self._template = tokenizer, template
         self._kwargs = dict(kwargs or {})
         day = Date.today() if date is None else Date.fromisoformat(date)
-        # At midnight: a template that asks for the hour renders the same all day.
+        # Midnight, so that a template that asks for the hour renders the same all day.
         self._now = datetime.combine(day, datetime.min.time())
-        self._read: set[tuple[Any, ...]] = set()  # kinds of fields that the template does not drop
-        self._frames: dict[re.Pattern[str], str] | None = None  # of texts that are rendered
+        self._read: set[tuple[Any, ...]] = set()  # kinds of fields that the template reads
+        self._frames: dict[re.Pattern[str], str] | None = None  # patterns of rendered texts
         self._added: tuple[list[int], list[int]] | None = None
 
     @property
     def template(self) -> str | None:
-        """The text of the template in use, of the default one if there are several."""
+        """Text of the template in use; the default one if there are several."""
         if self._template is not None:
             return self._template
         own = self.tokenizer.chat_template
         return own.get("default") if isinstance(own, dict) else own
 
     def reads(self, name: str) -> bool:
-        """Whether the template has an argument of this name, as far as can be told."""
+        """Return whether the template has an argument of this name, as far as can be determined."""
         own = type(self.tokenizer).apply_chat_template.__module__.startswith("transformers.")
         return not own or bool(re.search(rf"\b{re.escape(name)}\b", self.template or ""))
 
@@ -79,11 +80,12 @@ class ChatTokenizer:
         continues_turn: bool = False,
         **given: Any,
     ) -> str:
-        """The text of a conversation. `opens_turn`: with what begins the assistant's next turn;
-        `continues_turn`: up to the last text instead. `given` may have tools, documents, kwargs.
+        """Return the text of a conversation; `given` may have tools, documents and kwargs.
+
+        `opens_turn` adds the start of the assistant's turn; `continues_turn` ends at the last text.
         """
         options = {**self._kwargs, **(given.get("kwargs") or {})}
-        # A tokenizer of code may take no more arguments than it needs.
+        # A tokenizer with its own code may only accept the arguments that it needs.
         options |= {name: given[name] for name in ("tools", "documents") if given.get(name)}
         if self._template is not None:
             options["chat_template"] = self._template
@@ -100,7 +102,7 @@ class ChatTokenizer:
                     **options,
                 )
             )
-        except Exception as error:  # a template may raise whatever Python does
+        except Exception as error:  # a template may raise any Python exception
             reason = str(error).strip().partition("\n")[0][:_LONGEST_REASON]
             raise RejectedRow(
                 f"the chat template refuses the messages ({reason or type(error).__name__})",
@@ -108,10 +110,10 @@ class ChatTokenizer:
             ) from error
 
     def prompt(self, row: Mapping[str, Any]) -> tuple[str, list[str]]:
-        """The text of a row of prompts, and the names of what the template leaves out of it.
+        """Return the text of a prompts row, and the names of fields that the template omits.
 
-        `row` has the messages, and may have tools, documents and kwargs. RejectedRow: the template
-        refuses it, or leaves out what the model should have read.
+        `row` has the messages, and may have tools, documents and kwargs. Raises RejectedRow if the
+        template refuses it, or omits content that the model needs.
         """
         for message in row["messages"]:
             self._refuse_rendered(message)
@@ -126,15 +128,14 @@ class ChatTokenizer:
             try:
                 return self._verified(messages, row)
             except RejectedRow as error:
-                # Of several the one that says what is lost, if there is one.
+                # Prefer the error that names an omitted field.
                 if refusal is None or _says_loss(error) and not _says_loss(refusal):
                     refusal = error
         assert refusal is not None, "there is always the row as it is"
         raise refusal
 
     def encode(self, texts: Sequence[str], *, special: bool) -> list[list[int]]:
-        """Token ids of texts. `special`: with the tokens that the tokenizer puts around a text,
-        where the text does not have them itself."""
+        """Return token ids of texts; `special` adds the tokenizer's own where a text lacks them."""
         if not texts:
             return []
         if len(texts) == 1:
@@ -155,7 +156,7 @@ class ChatTokenizer:
         ]
 
     def is_special(self, token: int) -> bool:
-        """Whether it is one of the tokenizer's special tokens."""
+        """Return whether it is one of the tokenizer's special tokens."""
         added = getattr(self.tokenizer, "added_tokens_decoder", {})
         known = added.get(token)
         return token in self.tokenizer.all_special_ids or bool(known is not None and known.special)
@@ -163,7 +164,7 @@ class ChatTokenizer:
     # ------------------------------------------------------------------------- special tokens
 
     def _added_tokens(self) -> tuple[list[int], list[int]]:
-        """What the tokenizer puts before and behind a text."""
+        """Return the tokens that the tokenizer puts before and after a text."""
         if self._added is None:
             text = "a"
             bare = list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
@@ -178,7 +179,7 @@ class ChatTokenizer:
         return "".join(self.tokenizer.convert_ids_to_tokens(ids))
 
     def _refuse_rendered(self, message: Message) -> None:
-        """A text that has what the template writes around one would get all of it a second time."""
+        """Raise RejectedRow for a text that is rendered already: it would be rendered twice."""
         if self._frames is None:
             self._frames = {re.compile(it, re.DOTALL): what for it, what in self._find_frames()}
         text = text_of(message).strip() + "\n"
@@ -190,8 +191,10 @@ class ChatTokenizer:
                 )
 
     def _find_frames(self) -> Iterator[tuple[str, str]]:
-        """Patterns of texts that are rendered, and what such a text does: it begins with a special
-        token, or has the first lines around a message that remain without special tokens."""
+        """Yield patterns of rendered texts, each with a description of such a text.
+
+        A text begins with a special token, or has the template's first lines around a message,
+        without special tokens."""
         special = {str(token) for token in self.tokenizer.all_special_tokens}
         added = getattr(self.tokenizer, "added_tokens_decoder", {})
         special |= {str(token.content) for token in added.values() if token.special}
@@ -211,14 +214,14 @@ class ChatTokenizer:
             closer = tokens.sub("", behind).rstrip()
             if _NOT_WORDS.search(opener):
                 yield re.escape(opener.rstrip()), f"begins with {opener.rstrip()!r}"
-            elif opener and closer:  # a text of the user's may begin with a word
+            elif opener and closer:  # both, as a user's text may begin with a word
                 line = re.match(r"\s*[^\n]*", closer)[0]  # type: ignore[index]
                 what = f"begins with {opener.rstrip()!r} and has {line.strip()!r}"
                 yield f"{re.escape(opener)}.*{re.escape(line)}\\n", what
             elif _NOT_WORDS.search(closer):
                 yield rf".*{re.escape(closer)}\s*\Z", f"ends with {closer.strip()!r}"
 
-    # -------------------------------------------------------------- what the template leaves out
+    # ------------------------------------------------------------- fields that the template omits
 
     def _verified(self, messages: list[Message], row: Mapping[str, Any]) -> tuple[str, list[str]]:
         def render(changed: list[Message], **others: Any) -> str:
@@ -260,7 +263,7 @@ class ChatTokenizer:
         text: str,
         render: Callable[..., str],
     ) -> bool:
-        """Whether the template reads this field of this message."""
+        """Return whether the template reads this field of this message."""
         message = messages[number]
         parts = list(_parts(message, field))
         last = len(messages) - 1
@@ -285,8 +288,7 @@ class ChatTokenizer:
         return True
 
     def _refuse_if_needed(self, field: str, number: int, message: Message) -> None:
-        """RejectedRow unless the field may be left out: reasoning of a turn by a template that
-        reads it elsewhere, links, and what is not for the model."""
+        """Raise RejectedRow for omitted content or calls, and reasoning that is read nowhere."""
         template = self.template or ""
         if field in REASONING_FIELDS:
             known = [name for name in REASONING_FIELDS if re.search(rf"\b{name}\b", template)]
@@ -312,7 +314,7 @@ class ChatTokenizer:
         messages: list[Message],
         render: Callable[..., str],
     ) -> None:
-        """RejectedRow for a value that the template writes as Python does, or escapes twice."""
+        """Raise RejectedRow for values that the template writes as Python does or escapes twice."""
         for value in _not_texts(message):
             if isinstance(value, str):
                 is_wrong = json.dumps(value, ensure_ascii=False) in text
@@ -341,7 +343,7 @@ class ChatTokenizer:
         messages: list[Message],
         render: Callable[..., str],
     ) -> bool:
-        """Whether each tool or document is there."""
+        """Return whether the template reads each tool or document."""
         for index, entry in enumerate(entries):
             changed = copy.deepcopy(list(entries))
             inner = function_of(changed[index])
@@ -356,7 +358,7 @@ class ChatTokenizer:
 
 
 def _refuse_second_thought(begun: str, text: str) -> None:
-    """RejectedRow where the template closes an empty thought before the one that is begun."""
+    """Raise RejectedRow if the template writes its own <think> before that of the last message."""
     before = text.rstrip().removesuffix(begun).rstrip()
     if begun.startswith("<think>") and before.endswith(("<think>", "</think>")):
         raise RejectedRow(
@@ -371,19 +373,19 @@ def _says_loss(error: RejectedRow) -> bool:
 
 
 def row_parts(row: Mapping[str, Any]) -> dict[str, Any]:
-    """What a row gives to the template beside messages."""
+    """Return a row's inputs to the template in addition to messages."""
     return {name: row.get(name) for name in ("tools", "documents", "kwargs")}
 
 
 def _differs(text: str, render: Callable[..., str], *changed: Any, **others: Any) -> bool:
     try:
         return render(*changed, **others) != text
-    except RejectedRow:  # what it checks it reads
+    except RejectedRow:  # the template checks the field, so it reads it
         return True
 
 
 def _parts(message: Message, field: str) -> Iterator[Any]:
-    """The values of a field that a template could leave out by themselves."""
+    """Yield the values of a field that a template could omit separately."""
     value = message[field]
     if field == "tool_calls":
         for call in value:
@@ -398,14 +400,14 @@ def _parts(message: Message, field: str) -> Iterator[Any]:
 
 
 def _shape(value: Any) -> Any:
-    """What a template may tell apart in values of a field: a text, or parts with these keys."""
+    """Return the type of a field's value as a template may distinguish it, with keys of parts."""
     if isinstance(value, list):
         return frozenset(tuple(each) if isinstance(each, dict) else type(each) for each in value)
     return type(value)
 
 
 def _mark(message: Message, field: str, index: int) -> None:
-    """Change part number `index` of `_parts`, in place."""
+    """Change part `index` of `_parts` in place."""
     value = message[field]
     if field == "tool_calls":
         count = 0
@@ -441,7 +443,7 @@ def _mark_all(entry: Any, names: Sequence[str] | None) -> None:
 
 
 def is_shown(value: Any, text: str) -> bool:
-    """Whether all texts and numbers of a value are in the text, as they are or as JSON has them."""
+    """Return whether the text has all texts and numbers of a value, verbatim or as JSON."""
     if isinstance(value, dict):
         if value.get("type") == "text" and "text" in value:
             return is_shown(value["text"], text)
@@ -455,7 +457,7 @@ def is_shown(value: Any, text: str) -> bool:
 
 
 def _not_texts(message: Message) -> Iterator[Any]:
-    """Values of a message that have several forms."""
+    """Yield the values of a message that can be written in several forms."""
     content = message.get("content")
     if isinstance(content, list):
         yield from content

@@ -1,10 +1,10 @@
-"""Chat messages, tools and template arguments of a row: checked, and made uniform.
+"""Checks and normalisation of a row's chat messages, tools and template arguments.
 
-What a row holds for the chat template goes there as it is, or the row is rejected. Only what means
-the same is made uniform: a field that is null or an empty list is a field that is not there, as in
-OpenAI's API, and Parquet writes every field of a struct into all of them.
+A row's fields go to the chat template unchanged, or the row is rejected. Only equivalent forms are
+normalised: a field that is null or an empty list counts as missing, as in OpenAI's API; Parquet
+writes every field of a struct into all of its values.
 
-This module is pure; the process of the tokenizer imports it, so it must stay cheap.
+This module is pure; the tokenizer's process imports it, so it must stay cheap.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ from mcore_rl.common.readers import InvalidData, parse_json
 
 Message = dict[str, Any]
 
-# Fields of a message that hold what the model has thought; which one is read is up to a template.
+# Fields of a message that hold the model's reasoning; each template reads its own.
 REASONING_FIELDS = ("reasoning_content", "reasoning", "thinking")
-# Fields that link a result to its call, or describe a call; templates pair them by their order.
+# Fields that link a result to its call, or describe a call; templates pair them by order.
 LINK_FIELDS = ("tool_call_id",)
 CALL_FIELDS = ("tool_calls", "function_call")
-# Columns of a row that only a multimodal model could be given.
+# Columns of a row that only a multimodal model can use.
 MEDIA_COLUMNS = ("image", "images", "video", "videos", "audio", "audios")
-# A list of messages, as JSON or as Python writes it. Whatever else is in quotes is text.
+# A list of messages, as JSON or as a Python literal. Other strings are texts.
 MESSAGES_IN_TEXT = re.compile(
     r"""\s*\[\s*\{(?=.*["']role["']\s*:)(?=.*["'](content|tool_calls)["']\s*:).*\}\s*\]\s*""",
     re.DOTALL,
 )
 _TOOL_ROLES = ("tool", "function", "ipython", "observation")
-# Arguments of a template that are not a user's to set.
+# Template arguments that a user may not set.
 _RESERVED = frozenset(
     "messages conversation tools documents add_generation_prompt continue_final_message "
     "chat_template tokenize return_dict return_tensors return_assistant_tokens_mask padding "
@@ -41,7 +41,7 @@ _RESERVED = frozenset(
 
 
 class RejectedRow(ValueError):
-    """What is wrong with a row's prompt, and what to do about it."""
+    """Problem of a row's prompt and its remedy."""
 
     def __init__(self, problem: str, remedy: str) -> None:
         super().__init__(f"{problem}; {remedy}")
@@ -49,7 +49,7 @@ class RejectedRow(ValueError):
 
 
 def checked_messages(value: Sequence[Any]) -> list[Message]:
-    """The messages without fields that are null. Raises RejectedRow."""
+    """Return the messages without null fields; raise RejectedRow for invalid ones."""
     messages = [_checked_message(message, number) for number, message in enumerate(value, start=1)]
     if continues(messages):
         last = messages[-1]
@@ -63,12 +63,12 @@ def checked_messages(value: Sequence[Any]) -> list[Message]:
 
 
 def continues(messages: Sequence[Message]) -> bool:
-    """Whether the model goes on with the last message instead of beginning one."""
+    """Return whether the model continues the last message instead of starting a new one."""
     return bool(messages[-1]["role"] == "assistant")
 
 
 def text_of(message: Message) -> str:
-    """The text of a message's content; "" if there is none."""
+    """Return the text of a message's content; "" without content."""
     content = message.get("content")
     if isinstance(content, str):
         return content
@@ -78,7 +78,7 @@ def text_of(message: Message) -> str:
 
 
 def checked_tools(value: Any, column: str) -> list[dict[str, Any]] | None:
-    """Tools or documents of a row: a list of objects, or its JSON; None without one."""
+    """Return a row's tools or documents, given as a list of objects or its JSON; None if empty."""
     value = of_json(value, column)
     if not value:
         return None
@@ -91,7 +91,7 @@ def checked_tools(value: Any, column: str) -> list[dict[str, Any]] | None:
 
 
 def checked_kwargs(value: Any, where: str) -> dict[str, Any]:
-    """Arguments for the chat template: an object, or its JSON."""
+    """Return arguments for the chat template, given as an object or its JSON."""
     value = of_json(value, where)
     if value is None:
         return {}
@@ -104,7 +104,7 @@ def checked_kwargs(value: Any, where: str) -> dict[str, Any]:
 
 
 def of_json(value: Any, where: str) -> Any:
-    """The value of a text, as others than texts are; None for a blank one. Raises RejectedRow."""
+    """Parse a text as JSON, None if blank; return other values unchanged. Raises RejectedRow."""
     if not isinstance(value, str):
         return value
     if not value.strip():
@@ -116,17 +116,17 @@ def of_json(value: Any, where: str) -> Any:
 
 
 def without_nulls(value: Any) -> Any:
-    """Without the fields that Parquet has put into every struct, at any depth."""
+    """Remove null fields, which Parquet puts into every struct, at any depth."""
     if isinstance(value, dict):
         return {name: without_nulls(each) for name, each in value.items() if each is not None}
     return [without_nulls(each) for each in value] if isinstance(value, list) else value
 
 
 def variants(messages: list[Message]) -> Iterator[list[Message]]:
-    """The messages as they are, then in forms that mean the same.
+    """Yield the messages unchanged, then in equivalent forms.
 
-    Templates differ in whether arguments of calls are an object or its JSON, and in what stands for
-    the content of a message that only calls: null, an empty text, or nothing.
+    Templates expect call arguments as an object or as its JSON, and the content of a message with
+    calls only as null, an empty text or a missing field.
     """
     seen: list[list[Message]] = []
     for content, other in itertools.product((..., None, ""), (False, True)):
@@ -148,7 +148,7 @@ def _variant(message: Message, content: Any, other: bool) -> Message:
 
 
 def _other_arguments(call: dict[str, Any]) -> dict[str, Any]:
-    """A call with its arguments as an object if they are JSON, and the other way round."""
+    """Return a call with its arguments converted from JSON to an object or vice versa."""
     function = function_of(call)
     arguments = function.get("arguments")
     if isinstance(arguments, dict):
@@ -168,14 +168,15 @@ def _other_arguments(call: dict[str, Any]) -> dict[str, Any]:
 
 
 def function_of(call: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Name and arguments of a call, or name and schema of a tool: in `function`, or not nested."""
+    """Return the object with a call's or tool's name: its `function`, or itself if not nested."""
     inner = call.get("function")
     return inner if isinstance(inner, dict) else call
 
 
 def check_order_of_results(messages: Sequence[Message]) -> None:
-    """RejectedRow for results in another order than their calls, by which templates that leave out
-    the ids pair them."""
+    """Raise RejectedRow for results in another order than their calls.
+
+    Templates that omit the ids pair them by order."""
     waiting: list[Any] = []
     for number, message in enumerate(messages, start=1):
         if calls := message.get("tool_calls"):

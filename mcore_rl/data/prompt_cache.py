@@ -1,11 +1,11 @@
-"""The cache of tokenised prompts: an Arrow file per file of prompts and way to tokenise it.
+"""Cache of tokenised prompts: one Arrow file per prompts file and tokenisation settings.
 
-It holds every row of the file, so that `max_prompt_tokens` only selects from it; but of texts far
-too long it has no tokens, and is made anew for a limit that they might meet. Its name is a hash of
-all that decides its content: the file's bytes, the tokenizer's files (and its code, where that is
-run), the columns, the chat template with its arguments, the versions of the libraries that render
-and tokenise, and the date if the template may ask for it. Each row has a digest of what was made of
-it, from which a run's fingerprint is computed: what is compared is the outcome, not the inputs.
+It holds every row of the file, and `max_prompt_tokens` selects from it. For texts that are far too
+long it has no tokens; it is rebuilt for a limit that they might meet. Its name is a hash of
+everything that determines its content: the file's bytes, the tokenizer's files (and its code, if it
+runs), the columns, the chat template with its arguments, the versions of the libraries that render
+and tokenise, and the date if the template may ask for it. Each row has a digest of its results, and
+these give a run's fingerprint: results are compared, not inputs.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ logger = logging.getLogger(__name__)
 
 _FORMAT = 4
 _ROWS_PER_BATCH = 4096
-_CHARACTERS_PER_BATCH = 1 << 20  # for which a tokenizer takes 200 MB
+_CHARACTERS_PER_BATCH = 1 << 20  # a tokenizer takes 200 MB for these
 _DIGEST_BYTES = 16
 SCHEMA = pa.schema(
     {
@@ -50,14 +50,14 @@ SCHEMA = pa.schema(
         "token_ids": pa.large_list(pa.int32()),
         "num_tokens": pa.int32(),
         "max_token_id": pa.int32(),
-        # Too long for sure: it has no tokens and no text here, and num_tokens or more in the file.
+        # Certainly too long: tokens and text are not stored, and num_tokens is a lower bound.
         "is_cut": pa.bool_(),
-        "left_out": pa.list_(pa.string()),  # of the row, by the chat template
+        "left_out": pa.list_(pa.string()),  # fields that the model does not get
         "digest": pa.binary(_DIGEST_BYTES),  # of text, answer, row and tokens
     }
 )
-# Whatever renders, tokenises or reads a tokenizer's files; then what single tokenizers of
-# transformers import (tests/unit/test_prompt_cache.py looks there for others).
+# Libraries that render, tokenise or read a tokenizer's files; then those that some tokenizers of
+# transformers import (tests/unit/test_prompt_cache.py searches it for others).
 _LIBRARIES = (
     "transformers tokenizers jinja2 sentencepiece tiktoken protobuf mistral_common regex "
     "emoji fugashi g2p_en ipadic kytea nltk phonemizer pythainlp rhoknp rjieba sacremoses "
@@ -75,8 +75,9 @@ _ASKS_FOR_DATE = b"strftime_now"
 def tokenizer_process(
     folder: Path, template: ChatTemplate, *, use_template: bool, trust_remote_code: bool
 ) -> TokenizerProcess:
-    """The process for a folder's tokenizer as its files are now. Raises UsageError for a template's
-    file that cannot be read."""
+    """Return the process for a folder's tokenizer in the current version of its files.
+
+    Raises UsageError for a template file that cannot be read."""
     hashes = list(_tokenizer_hashes(folder, runs_code=trust_remote_code))
     return TokenizerProcess(
         folder,
@@ -90,7 +91,7 @@ def tokenizer_process(
 def tokenised_table(
     source: PromptSource, tokenizer_dir: Path, folder: Path, *, flag: str, write_cache: bool
 ) -> pa.Table:
-    """The table of `SCHEMA` for a file of prompts: mapped from the cache in `folder`, or made."""
+    """Return the table (`SCHEMA`) of a prompts file: mapped from the cache in `folder`, or new."""
     path = folder / f"{_content_key(source, tokenizer_dir)}.arrow"
     table = _map_table(path, source.max_prompt_tokens)
     if table is not None:
@@ -101,7 +102,7 @@ def tokenised_table(
 
 
 def _tokenise_once(source: PromptSource, tokenizer_dir: Path, path: Path, flag: str) -> pa.Table:
-    """Writes the cache file unless another process of this node just did; returns it mapped."""
+    """Write the cache file unless another process of this node just did; return it mapped."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with FileLock(path.with_suffix(".lock")):
@@ -121,11 +122,11 @@ def _tokenise_once(source: PromptSource, tokenizer_dir: Path, path: Path, flag: 
 
 
 def _tokenise_aside(source: PromptSource, tokenizer_dir: Path, flag: str) -> pa.Table:
-    """The same in a temporary file of this process."""
+    """Tokenise into a temporary file of this process; return it mapped."""
     with tempfile.TemporaryDirectory(prefix="mcore_rl_") as folder:
         path = Path(folder) / "prompts.arrow"
         _write_table(source, tokenizer_dir, path, flag)
-        # Stays mapped when the folder goes.
+        # Stays mapped after the folder is removed.
         return _readable(_map_table(path, source.max_prompt_tokens), path)
 
 
@@ -136,7 +137,7 @@ def _readable(table: pa.Table | None, path: Path) -> pa.Table:
 
 
 def _map_table(path: Path, max_prompt_tokens: int) -> pa.Table | None:
-    """The mapped table; None if the file is missing, incomplete or made for another limit."""
+    """Return the mapped table; None if the file is missing, incomplete or for another limit."""
     try:
         table = pa.ipc.open_file(pa.memory_map(str(path))).read_all()
     except (pa.ArrowInvalid, OSError):
@@ -148,7 +149,7 @@ def _map_table(path: Path, max_prompt_tokens: int) -> pa.Table | None:
 
 
 def _write_table(source: PromptSource, tokenizer_dir: Path, path: Path, flag: str) -> None:
-    """Tokenises the file; the result appears at `path` whole or not at all."""
+    """Tokenise the file; the result appears at `path` complete or not at all."""
     process = tokenizer_process(
         tokenizer_dir,
         source.template,
@@ -156,7 +157,7 @@ def _write_table(source: PromptSource, tokenizer_dir: Path, path: Path, flag: st
         trust_remote_code=source.trust_remote_code,
     )
     process.open()
-    unfinished = path.with_name(f"{uuid.uuid4().hex}.tmp")  # other nodes may be writing theirs
+    unfinished = path.with_name(f"{uuid.uuid4().hex}.tmp")  # unique, as other nodes may write, too
     try:
         with pa.OSFile(str(unfinished), "wb") as file, pa.ipc.new_file(file, SCHEMA) as writer:
             for batch in _batches(read_rows(source, flag)):
@@ -167,7 +168,7 @@ def _write_table(source: PromptSource, tokenizer_dir: Path, path: Path, flag: st
 
 
 def _batches(rows: Iterable[PromptRow]) -> Iterator[list[PromptRow]]:
-    """Batches of as many rows or characters as are tokenised at a time."""
+    """Yield batches of rows, limited in rows and characters per tokenisation."""
     batch: list[PromptRow] = []
     characters = 0
     for row in rows:
@@ -191,7 +192,7 @@ def _tokenised(
         )
     except (RowRejected, ProcessEnded) as error:
         if error.row is None and len(rows) > 1 and isinstance(error, ProcessEnded):
-            # It was at all of them together: by itself the one at fault can be named.
+            # It failed on the batch as a unit: retry row by row to find the one at fault.
             return pa.concat_batches([_tokenised([row], process, source, flag) for row in rows])
         raise _refusal(error, rows, process, source, flag) from error
     columns = [
@@ -208,7 +209,7 @@ def _tokenised(
 def _columns(
     row: PromptRow, ids: list[int], least: int, left_out: list[str], limit: int
 ) -> Iterator[Any]:
-    """The values of `SCHEMA` for a row; `least` as of `TokenizerProcess.tokenise`."""
+    """Yield the values of `SCHEMA` for a row; `least`: see `TokenizerProcess.tokenise`."""
     cut = least > 0
     texts = ["", "", ""] if cut else [row.text, json.dumps(row.answer), row.as_json()]
     yield from texts
@@ -253,7 +254,7 @@ def _content_key(source: PromptSource, tokenizer_dir: Path) -> str:
     runs_code = source.trust_remote_code and brings_code(tokenizer_dir)
     template = source.template
     uses = source.use_chat_template
-    # Contents rather than times: a copied or touched file is the same, a rewritten one never.
+    # Contents rather than times: a copied or touched file is the same, a changed one is not.
     return _sha256_of(
         _FORMAT,
         _sha256_of_file(source.path),
@@ -264,13 +265,13 @@ def _content_key(source: PromptSource, tokenizer_dir: Path) -> str:
         *((template.text() or template.chosen, template.kwargs) if uses else ()),
         _date_of(source, tokenizer_dir),
         *_versions(runs_code=runs_code),
-        # Code may tokenise otherwise, and no cache may hide that it is needed.
+        # Code may change the tokens, and a cache must not hide that the code is needed.
         *_tokenizer_hashes(tokenizer_dir, runs_code=runs_code),
     )
 
 
 def _date_of(source: PromptSource, folder: Path) -> str | None:
-    """The date that templates are told, if one that may be used asks for it, as its text tells."""
+    """Return the date given to templates, if the text of one that may be used asks for it."""
     if not source.use_chat_template:
         return None
     text = source.template.text()
@@ -284,7 +285,7 @@ def _date_of(source: PromptSource, folder: Path) -> str | None:
 
 
 def _versions(*, runs_code: bool) -> list[str]:
-    """Of the libraries that decide what is made of a text: of all, if code may import any."""
+    """Return the versions of libraries that affect results; of all, if code may import any."""
     known = {_normalised(name) for name in _LIBRARIES}
     found = ((_normalised(each.name), each.version) for each in importlib.metadata.distributions())
     versions = {f"{name} {version}" for name, version in found if runs_code or name in known}
@@ -296,15 +297,16 @@ def _normalised(distribution: str) -> str:
 
 
 def _tokenizer_files(folder: Path, *, runs_code: bool) -> Iterator[Path]:
-    """All but weights, since code may name its vocabulary as it likes, in sub-folders too; and
-    templates by name."""
+    """Yield all files except weights, and named templates.
+
+    With code, sub-folders are included, since code may give its vocabulary any name."""
     templates = folder.glob("additional_chat_templates/*.jinja")
     for path in sorted(folder.rglob("*") if runs_code else [*folder.iterdir(), *templates]):
         is_hidden = any(part.startswith(".") for part in path.relative_to(folder).parts)
         is_weights = path.suffix in _WEIGHTS or (
             path.suffix == ".bin" and path.name.startswith(_WEIGHTS_OF_TORCH)
         )
-        is_index = path.name.endswith(".index.json")  # of weights; says nothing about tokens
+        is_index = path.name.endswith(".index.json")  # of weights; does not affect tokens
         is_code = path.suffix == ".py" and not runs_code
         if not (is_hidden or is_weights or is_index or is_code) and path.is_file():
             yield path

@@ -1,4 +1,4 @@
-"""A file of prompts, read and checked row by row: JSON Lines or Parquet."""
+"""Reader of prompts files (JSON Lines or Parquet), which checks every row."""
 
 from __future__ import annotations
 
@@ -34,21 +34,21 @@ from mcore_rl.data.tokenizer_process import ChatTemplate
 _ROWS_PER_BATCH = 4096
 _JSON_SUFFIXES = (".jsonl", ".json")
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
-_NOT_READ = object()  # in place of a value of bytes
+_NOT_READ = object()  # placeholder for a value of bytes
 _TOOLS, _DOCUMENTS, _KWARGS = "tools", "documents", "chat_template_kwargs"  # columns
 
 
 @dataclass(frozen=True, slots=True)
 class PromptSource:
-    """A file of prompts and how it is read.
+    """Prompts file and the settings for reading it.
 
     `prompt_column` holds a string, or a list of messages or its JSON; `answer_column` a string, a
     list, an object, or an integer or finite float, which becomes a string. `a.b` is field `b` of
-    column `a`, unless there is a column of that name. With `use_chat_template` a string is one user
-    message, and `template` says which template is used; the columns `tools`, `documents` and
-    `chat_template_kwargs` go to it as well. Without it, a string goes to the model as it stands.
-    Longer prompts than `max_prompt_tokens` are dropped. `trust_remote_code` lets the checkpoint's
-    folder bring code of its own for its tokenizer, which then runs.
+    column `a`, unless a column has that name. With `use_chat_template` a string is one user
+    message, and `template` selects the template, which also gets the columns `tools`, `documents`
+    and `chat_template_kwargs`. Without it, a string goes to the model unchanged. Prompts longer
+    than `max_prompt_tokens` are dropped. `trust_remote_code` allows the tokenizer code in the
+    checkpoint's folder to run.
     """
 
     path: Path
@@ -61,7 +61,7 @@ class PromptSource:
 
 
 class PromptRow(NamedTuple):
-    """A checked row. `place` says where it stands, for messages: "line 3"."""
+    """Checked row; `place` is its location for messages: "line 3"."""
 
     place: str
     prompt: str | list[Message]
@@ -69,18 +69,18 @@ class PromptRow(NamedTuple):
     columns: dict[str, Any]
     tools: list[dict[str, Any]] | None = None
     documents: list[dict[str, Any]] | None = None
-    kwargs: dict[str, Any] | None = None  # of the chat template, for this row
-    media: tuple[str, ...] = ()  # columns of images and the like, which the model does not get
+    kwargs: dict[str, Any] | None = None  # for the chat template, for this row
+    media: tuple[str, ...] = ()  # columns with images and the like, which the model does not get
 
     @property
     def text(self) -> str:
-        """What `Prompt.text` is: the column's string, or the messages' contents in turn."""
+        """Value of `Prompt.text`: the column's string, or the messages' contents in order."""
         if isinstance(self.prompt, str):
             return self.prompt
         return "\n\n".join(filter(None, map(text_of, self.prompt)))
 
     def request(self, *, use_chat_template: bool) -> dict[str, Any]:
-        """What the tokenizer's process gets of it."""
+        """Return the row's request to the tokenizer's process."""
         if not use_chat_template:
             return {"text": self.prompt}
         messages = self.prompt
@@ -94,15 +94,15 @@ class PromptRow(NamedTuple):
         }
 
     def as_json(self) -> str:
-        """All columns, for rewards."""
+        """Return all columns as JSON, for rewards."""
         return json.dumps(_plain(self.columns), ensure_ascii=False)
 
 
 def check_prompts(source: PromptSource, flag: str = "--rl-prompts") -> int:
-    """Reads the whole file without a tokenizer; returns its number of rows.
+    """Read the complete file without a tokenizer; return its number of rows.
 
-    Not collective. Raises UsageError for a file that is missing, empty, of another suffix or
-    unreadable, for a broken line (with its number), a missing column and a value of a wrong type.
+    Not collective. Raises UsageError for a file that is missing, empty, unreadable or has another
+    suffix, for a broken line (with its number), a missing column and a value of a wrong type.
     """
     return sum(1 for _ in read_rows(source, flag))
 
@@ -155,7 +155,7 @@ def read_rows(source: PromptSource, flag: str) -> Iterator[PromptRow]:
 
 
 def _value_of(fields: dict[str, Any], column: str) -> Any:
-    """The value of a column, or of `a.b` in it. KeyError if it is missing."""
+    """Return the value of a column, or of `a.b`; raise KeyError if it is missing."""
     if column in fields:
         return fields[column]
     value: Any = fields
@@ -167,7 +167,7 @@ def _value_of(fields: dict[str, Any], column: str) -> Any:
 
 
 def _names(fields: dict[str, Any]) -> str:
-    """The columns of a row, and what an object among them has."""
+    """Return the columns of a row, and the fields of objects among them."""
     names = []
     for name, value in fields.items():
         names += [
@@ -178,7 +178,7 @@ def _names(fields: dict[str, Any]) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """What JSON can hold: a date by its text, bytes and a number that is not finite as null."""
+    """Convert to JSON values: a date to its text, bytes and non-finite numbers to null."""
     if isinstance(value, dict):
         return {str(name): _plain(entry) for name, entry in value.items()}
     if isinstance(value, (list, tuple)):
@@ -229,7 +229,7 @@ def _read_parquet(source: PromptSource, flag: str) -> Iterator[tuple[str, dict[s
                 yield "its schema", dict.fromkeys(schema.names)
             for column in schema:
                 _check_depth(column, source, flag)
-            # Without images and the like, which are most of such a file.
+            # Without images and the like, which make up most of such a file.
             columns = [f.name for f in schema if f.name in wanted or not _is_bytes(f.type)]
             media = {name: _NOT_READ for name in MEDIA_COLUMNS if name in schema.names}
             number = 0
@@ -246,7 +246,7 @@ def _read_parquet(source: PromptSource, flag: str) -> Iterator[tuple[str, dict[s
 
 
 def _check_depth(column: pa.Field, source: PromptSource, flag: str) -> None:
-    """UsageError for a column that is nested deeper than JSON may be."""
+    """Raise UsageError for a column nested deeper than JSON may be."""
     waiting = [(column.type, 1)]
     while waiting:
         kind, depth = waiting.pop()
@@ -287,7 +287,7 @@ def _checked_row(
         if not source.use_chat_template:
             _refuse_without_template(messages, tools, kwargs)
             return PromptRow(place, messages, checked_answer, columns, media=media)
-        # A column of this name may be for the reward alone.
+        # A column of this name may be only for the reward.
         documents = for_template[1]
         is_theirs = isinstance(documents, list) and all(isinstance(d, dict) for d in documents)
         return PromptRow(
@@ -318,7 +318,7 @@ def _checked_prompt(value: Any, source: PromptSource, *, is_parquet: bool) -> st
 
 
 def _without_nulls_inside(message: Any) -> Any:
-    """A message of Parquet, whose own fields `checked_messages` looks after."""
+    """Drop nulls inside a Parquet message's fields; `checked_messages` handles the fields."""
     if not isinstance(message, dict):
         return message
     return {name: without_nulls(value) for name, value in message.items()}
@@ -327,7 +327,7 @@ def _without_nulls_inside(message: Any) -> Any:
 def _refuse_without_template(
     messages: str | list[Message], tools: list[dict[str, Any]] | None, kwargs: dict[str, Any]
 ) -> None:
-    """RejectedRow for what only a chat template could bring to the model."""
+    """Raise RejectedRow for parts that only a chat template can give to the model."""
     remedy = "leave out --rl-no-chat-template or write a string with all of it"
     if not isinstance(messages, str):
         raise RejectedRow("its prompt is a list of messages, which need the chat template", remedy)
@@ -342,7 +342,7 @@ def _checked_answer(value: Any, source: PromptSource, flag: str, place: str) -> 
     if isinstance(value, list | dict):
         plain: list[Any] | dict[str, Any] = _plain(value)
         return plain
-    # An integer may have more digits than a float can hold.
+    # An integer may exceed the range of float.
     is_integer = isinstance(value, int) and not isinstance(value, bool)
     if isinstance(value, str) or is_integer or finite_number(value) is not None:
         return str(value)

@@ -1,8 +1,8 @@
-"""Prompts: read by `prompt_file`, tokenised once, then mapped into memory from a cache.
+"""Dataset of prompts: read by `prompt_file`, tokenised once, mapped into memory from a cache.
 
 file -> checked rows -> chat template -> tokens -> Arrow IPC file, mapped by all processes of a node
 
-See `prompt_cache` for what the cache holds and when it is made anew.
+See `prompt_cache` for the cache's content and when it is rebuilt.
 """
 
 from __future__ import annotations
@@ -27,20 +27,20 @@ from mcore_rl.data.tokenizer import vocabulary_size
 logger = logging.getLogger(__name__)
 
 _OF_A_PROMPT = ("text", "answer", "token_ids", "row")
-_BY_CONTENT = "tokens:"  # begins a fingerprint of what was made
+_BY_CONTENT = "tokens:"  # prefix of a fingerprint of the tokens
 
 
 class PromptDataset:
-    """The prompts of a file that fit the limit, in file order, mapped into memory.
+    """Prompts of a file within the token limit, in file order, mapped into memory.
 
-    `prompts[i]` costs some 10 us and holds nothing but that row. `Prompt.index` is the row in the
-    file (blank lines do not count), which differs from `i` once a longer prompt was dropped.
-    `Prompt.text` is the column as it stands in the file (messages: their contents, a blank line
-    between); `Prompt.token_ids` is what the model gets, chat template and special tokens included.
+    `prompts[i]` takes about 10 us and only holds that row. `Prompt.index` is the row in the file
+    (blank lines do not count), which differs from `i` after a longer prompt was dropped.
+    `Prompt.text` is the column's value in the file (messages: their contents, separated by blank
+    lines); `Prompt.token_ids` is the model's input, including chat template and special tokens.
     """
 
     def __init__(self, table: pa.Table, max_prompt_tokens: int) -> None:
-        """`table` has `prompt_cache.SCHEMA` and one row per row of the file."""
+        """Select prompts from `table` (`prompt_cache.SCHEMA`), with one row per row of the file."""
         num_tokens = table.column("num_tokens").to_numpy()
         self._columns = [table.column(name) for name in _OF_A_PROMPT]
         self._rows = np.flatnonzero(num_tokens <= max_prompt_tokens)
@@ -48,38 +48,39 @@ class PromptDataset:
         self.min_tokens = int(num_tokens.min())
         self._max_token_ids = table.column("max_token_id").to_numpy()
         self.left_out = _counted(table.column("left_out"))
-        """What the template left out: name -> rows of the file, and the first of them (from 0)."""
+        """Omitted fields: name -> number of rows of the file, and the first of them (from 0)."""
         digests = table.column("digest").take(pa.array(self._rows)).to_pylist()
         content = hashlib.sha256(b"".join([self._rows.tobytes(), *digests]))
         self.fingerprint = _BY_CONTENT + content.hexdigest()
-        """Digest of the prompts with their tokens; equal means the same prompts."""
+        """Digest of the prompts with their tokens; equal for the same prompts."""
 
     def __len__(self) -> int:
         return len(self._rows)
 
     def beyond(self, vocabulary: int) -> tuple[int, int] | None:
-        """Row in the file and token of the first prompt with one that is not below `vocabulary`."""
+        """Return row and token of the first prompt with a token that is not below `vocabulary`."""
         largest = self._max_token_ids[self._rows]
         for position in np.flatnonzero(largest >= vocabulary)[:1]:
             return int(self._rows[position]), int(largest[position])
         return None
 
     def are_those_of(self, fingerprint: str) -> bool | None:
-        """Whether a checkpoint that noted `fingerprint` has drawn from these prompts; None if an
-        earlier version noted it, of the files and not of the tokens."""
+        """Return whether a checkpoint with `fingerprint` has drawn from these prompts.
+
+        None: it is from an earlier version, which recorded files instead of tokens."""
         if not fingerprint.startswith(_BY_CONTENT):
             return None
         return fingerprint == self.fingerprint
 
     @property
     def rows(self) -> np.ndarray:
-        """`[prompts]` int64: which row of the file each is."""
+        """`[prompts]` int64: row in the file of each prompt."""
         return self._rows
 
     def __getitem__(self, position: int) -> Prompt:
         row = int(self._rows[position])
         text, answer, token_ids, columns = (column[row] for column in self._columns)
-        # A copy, because torch wants memory that may be written to.
+        # A copy, because torch needs writable memory.
         ids = token_ids.values.to_numpy().copy()
         return Prompt(row, text.as_py(), json.loads(answer.as_py()), ids, columns.as_py())
 
@@ -92,17 +93,17 @@ def load_prompts(
     flag: str = "--rl-prompts",
     write_cache: bool = True,
 ) -> PromptDataset:
-    """Maps the tokenised prompts, after tokenising them where the cache has none yet.
+    """Map the tokenised prompts into memory; tokenise them first if the cache lacks them.
 
-    Any number of processes may call it at once: one of a node tokenises, the others wait for its
-    file. `cache_dir` is $XDG_CACHE_HOME/mcore_rl or ~/.cache/mcore_rl unless given; one that cannot
-    be written to is reported in the log and replaced by a temporary file; without `write_cache` it
-    is only read, and that file is taken at once. The tokenizer runs in a process of its own.
+    Any number of processes may call it at once: one per node tokenises, the others wait for its
+    file. `cache_dir` defaults to $XDG_CACHE_HOME/mcore_rl or ~/.cache/mcore_rl. If it cannot be
+    written to, the log reports this and a temporary file replaces it. Without `write_cache` it is
+    only read, and a temporary file is used directly. The tokenizer runs in a separate process.
 
-    Raises UsageError for all that `check_prompts` raises it for, for a row that the chat template
-    refuses or leaves out, for a folder without a tokenizer or with one that takes too much time or
-    memory, a tokenizer without the chat template asked for, one whose tokens the model does not
-    have, and a limit that no prompt meets.
+    Raises UsageError for the errors of `check_prompts`, a row that the chat template refuses or
+    whose content it omits, a folder without a tokenizer or with one that takes too much time or
+    memory, a tokenizer without the requested chat template, one whose tokens the model lacks, and a
+    limit that no prompt meets.
     """
     check_path(source, flag)
     folder = (Path(cache_dir) if cache_dir is not None else _default_cache_dir()) / "prompts"
@@ -154,11 +155,11 @@ def load_prompts(
 
 
 def prompt_indices_for_step(num_rows: int, *, step: int, num_prompts: int, seed: int) -> np.ndarray:
-    """Positions, `[num_prompts]` int64, of the prompts that step `step` (from 0) draws.
+    """Return positions, `[num_prompts]` int64, of the prompts that step `step` (from 0) draws.
 
-    A function of its arguments alone, so that a resumed run needs no state and every rank draws the
-    same. Every `num_rows` draws from the start visit each row once, in an order given by
-    (seed, epoch). A step may lie across the end of an epoch.
+    The result depends only on the arguments, so a resumed run needs no state and every rank draws
+    the same. Every `num_rows` draws from the start visit each row once, in an order given by
+    (seed, epoch). A step may span the end of an epoch.
     """
     if num_rows < 1 or num_prompts < 1 or step < 0 or seed < 0:
         raise ValueError(f"cannot draw: {num_rows=}, {num_prompts=}, {step=}, {seed=}")
@@ -166,7 +167,7 @@ def prompt_indices_for_step(num_rows: int, *, step: int, num_prompts: int, seed:
 
 
 def prompt_indices(num_rows: int, *, start: int, count: int, seed: int) -> np.ndarray:
-    """Positions, `[count]` int64, of draws number `start` and on; see `prompt_indices_for_step`."""
+    """Return positions, `[count]` int64, of draws from `start`; see `prompt_indices_for_step`."""
     stop = start + count
     pieces = []
     while start < stop:
@@ -178,9 +179,9 @@ def prompt_indices(num_rows: int, *, start: int, count: int, seed: int) -> np.nd
 
 @lru_cache(maxsize=4)  # this epoch and the next, for training and for evaluation
 def _permutation(num_rows: int, seed: int, epoch: int) -> np.ndarray:
-    # Sorts raw bits: numpy keeps those of a bit generator for ever, but not `permutation`'s.
+    # Sort raw bits: numpy guarantees a bit generator's bits across versions, not `permutation`.
     raw = PCG64(SeedSequence([seed, epoch])).random_raw(num_rows)
-    return np.argsort(raw)  # 64 bits are as good as never equal, so any kind of sort agrees
+    return np.argsort(raw)  # 64 bits are practically never equal, so every sort agrees
 
 
 def _counted(left_out: pa.ChunkedArray) -> dict[str, tuple[int, int]]:

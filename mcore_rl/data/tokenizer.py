@@ -1,7 +1,7 @@
-"""The tokenizer in a checkpoint's folder: loaded, and asked what a run must know of it.
+"""Loading of a checkpoint's tokenizer, and checks of it.
 
-That is whether responses can end, and whether a text is too long, told before all of it is
-tokenised: a tokenizer takes some 200 bytes of memory for each character of a text.
+The checks find out whether responses can end, and whether a text is too long before all of it is
+tokenised: a tokenizer takes about 200 bytes of memory per character of a text.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from mcore_rl.common.errors import UsageError
 from mcore_rl.common.readers import integer_within, parse_json
 from mcore_rl.model.families import FAMILIES
 
-# Texts up to this length are tokenised whole, 13 MB of memory; of longer ones a first piece.
+# Texts up to this length are tokenised at once (13 MB of memory), longer ones by a first piece.
 _LONG_CHARACTERS = 1 << 16
 _PIECE_CHARACTERS_PER_TOKEN = 16
-# So many code points become one at most where Unicode is composed.
+# Most code points that Unicode composition merges into one.
 _COMPOSED_AT_MOST = 4
 _KEEPING_NORMALIZERS = {"Prepend", "ByteLevel"}
 _UNICODE_NORMALIZERS = {"NFC", "NFD", "NFKC", "NFKD"}
@@ -29,8 +29,9 @@ _MAX_TOKEN = (1 << 31) - 1
 
 
 def load_tokenizer(folder: Path, *, trust_remote_code: bool, needs_template: bool) -> Any:
-    """transformers' tokenizer. Raises UsageError if there is none, none without code of its own
-    that is not trusted, or no chat template where one is needed."""
+    """Return transformers' tokenizer.
+
+    Raises UsageError if it is missing, needs untrusted code, or lacks a required chat template."""
     from transformers import AutoTokenizer
 
     register_families()
@@ -38,10 +39,10 @@ def load_tokenizer(folder: Path, *, trust_remote_code: bool, needs_template: boo
         tokenizer = AutoTokenizer.from_pretrained(
             str(folder),
             local_files_only=True,
-            # Said aloud: transformers would ask on stdin, and take a y that lies there.
+            # Explicit, as transformers would otherwise ask on stdin and accept a y found there.
             trust_remote_code=trust_remote_code,
         )
-    except Exception as error:  # `tokenizers` raises nothing more special for a broken file
+    except Exception as error:  # `tokenizers` raises no specific exception for a broken file
         if not trust_remote_code and brings_code(folder):
             raise UsageError(
                 "holds a tokenizer with code of its own, which is not run unasked",
@@ -63,7 +64,7 @@ def load_tokenizer(folder: Path, *, trust_remote_code: bool, needs_template: boo
 
 
 def brings_code(folder: Path) -> bool:
-    """Whether the folder names a class of its own for its tokenizer."""
+    """Return whether the folder names its own class for its tokenizer."""
     for name in ("tokenizer_config.json", "config.json"):
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
             return "AutoTokenizer" in _settings(folder, name)["auto_map"]
@@ -71,14 +72,14 @@ def brings_code(folder: Path) -> bool:
 
 
 def vocabulary_size(folder: Path) -> int | None:
-    """That of the model, by config.json; None where it says nothing."""
+    """Return the model's vocab_size in config.json; None if it has none."""
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
         return integer_within(_settings(folder, "config.json")["vocab_size"], 1, _MAX_TOKEN)
     return None
 
 
 def _settings(folder: Path, name: str) -> Mapping[str, Any]:
-    """OSError or ValueError for what cannot be read as JSON."""
+    """Parse a JSON file of the folder; raise OSError or ValueError if that fails."""
     settings: Mapping[str, Any] = parse_json((folder / name).read_bytes())
     return settings
 
@@ -87,10 +88,10 @@ def _settings(folder: Path, name: str) -> Mapping[str, Any]:
 
 
 def missing_end(folder: Path, *, trust_remote_code: bool) -> str | None:
-    """What is wrong if no response can end by itself, as a sentence without its remedy.
+    """Return a sentence without remedy if no response can end by itself, else None.
 
-    vLLM ends a response at the tokenizer's end of sequence, and at those of generation_config.json
-    or, without that file, of config.json. The tokenizer is loaded only where neither names one.
+    vLLM ends a response at the tokenizer's end of sequence, and at those in generation_config.json
+    or, without that file, in config.json. The tokenizer is only loaded if none of these is usable.
     """
     size = vocabulary_size(folder)
     named, ids = _named_ends(folder)
@@ -114,13 +115,13 @@ def missing_end(folder: Path, *, trust_remote_code: bool) -> str | None:
 
 
 def response_ends(folder: Path, tokenizer: Any) -> tuple[int, ...]:
-    """The tokens at which vLLM ends a response; `tokenizer` is that of the folder."""
+    """Return the tokens at which vLLM ends a response; `tokenizer` is the folder's."""
     own = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
     return tuple(sorted({*_named_ends(folder)[1], *own}))
 
 
 def _named_ends(folder: Path) -> tuple[str, list[int]]:
-    """The file that may name ends of sequence, and those that it names."""
+    """Return the file that may name ends of sequence, and the ends that it names."""
     named = "generation_config.json"
     if not (folder / named).is_file():
         named = "config.json"
@@ -138,14 +139,14 @@ HOW_TO_END = 'name the token in generation_config.json, as "eos_token_id": 2'
 
 
 class TooLong:
-    """Which texts have more than `limit` tokens for sure, told without tokenising all of them."""
+    """Detector of texts that certainly have more than `limit` tokens, without tokenising them."""
 
     def __init__(self, tokenizer: Any, limit: int) -> None:
         self._tokenizer, self._limit = tokenizer, limit
         self._asked, self._per_token = False, 0
 
     def least_tokens(self, text: str) -> int:
-        """So many tokens or more `text` has, above the limit; 0 if it has to be tokenised."""
+        """Return a lower bound of `text`'s tokens if above the limit; 0: it must be tokenised."""
         if len(text) <= _LONG_CHARACTERS:
             return 0
         if not self._asked:
@@ -156,7 +157,7 @@ class TooLong:
         return least if least > self._limit else 0
 
     def _of_first_piece(self, text: str) -> int:
-        """Up to a blank, at which tokenizers cut before they look any closer."""
+        """Count the tokens of a first piece up to a blank, at which tokenizers pre-tokenise."""
         end = max(_LONG_CHARACTERS, _PIECE_CHARACTERS_PER_TOKEN * self._limit)
         if end >= len(text):
             return 0
@@ -167,10 +168,10 @@ class TooLong:
 
 
 def characters_per_token(tokenizer: Any) -> int:
-    """No token stands for more characters of a text than this; 0 if nothing is sure.
+    """Return the most characters of a text that one token can represent; 0 if unknown.
 
-    Sure are tokenizers that lose no character on the way: which neither drop nor replace by
-    something shorter, and have a token for every byte.
+    It is known for tokenizers that lose no characters: they neither drop characters nor replace
+    them by shorter text, and have a token for every byte.
     """
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
@@ -229,29 +230,29 @@ def _has_every_byte(model: Mapping[str, Any], parts: list[Mapping[str, Any]]) ->
 def register_families() -> None:
     """Register the configuration of each family that transformers lacks. Idempotent, cheap.
 
-    Kimi-K2 publishes code beside its weights instead of being a part of transformers; its
-    model_type is DeepSeek-V3's under another name. Without this even its tokenizer cannot be
-    loaded, since transformers wants to understand config.json first. vLLM does the same for itself.
+    Kimi-K2 publishes code with its weights and is not part of transformers; its model_type is
+    another name for DeepSeek-V3's. Without registration even its tokenizer cannot be loaded, since
+    transformers parses config.json first. vLLM does the same for itself.
     """
     for family in FAMILIES.values():
         register_model_type(family.model_type, family.class_name)
 
 
 def register_model_type(model_type: str, class_name: str) -> None:
-    """Make a `model_type` known, with the configuration of the model `class_name`."""
+    """Register a `model_type` with the configuration of the model `class_name`."""
     import transformers
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     if model_type in CONFIG_MAPPING:
         return
-    # By its name: without torch the model's own class is not there to be asked.
+    # By name, because without torch the model's class is not available.
     config_class = getattr(transformers, class_name.replace("ForCausalLM", "Config"))
     known = type(config_class.__name__, (config_class,), {"model_type": model_type})
     transformers.AutoConfig.register(model_type, known)
 
 
 def model_class(model_type: str) -> type:
-    """transformers' class of a family."""
+    """Return transformers' class of a family."""
     import transformers
 
     found: type = getattr(transformers, FAMILIES[model_type].class_name)

@@ -1,11 +1,11 @@
-"""A folder's tokenizer and chat template, in a process of their own with limits.
+"""Client of the separate, limited process that runs a folder's tokenizer and chat template.
 
     trainer ── request ──► process: loads, renders, tokenises, within memory and time
-            ◄── answer ── token ids, a text, or why not
-            ◄── (ends) ── it ran out of time or memory, or was aborted: one sentence, not a hang
+            ◄── answer ── token ids, a text, or an error
+            ◄── (ends) ── it ran out of time or memory, or aborted: one sentence, not a hang
 
-The process is started at the first request, serves all that follow, and ends with this one. If it
-ended itself, the next request starts another.
+The first request starts the process. It serves all later requests and ends with this process. If it
+ends earlier, the next request starts another.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ _RUN = "from mcore_rl.data.tokenizer_worker import main; main()"
 
 @dataclass(frozen=True, slots=True)
 class ChatTemplate:
-    """Which chat template is used, and how.
+    """Chat template and its arguments.
 
-    `chosen` is one of the tokenizer's templates by name, or a file; None is the default one.
-    `kwargs` are its arguments. `date` (ISO) is the day that it is told; None: today.
+    `chosen` is the name of one of the tokenizer's templates, or a file; None is the default one.
+    `kwargs` are its arguments. `date` (ISO) is the date that it gets; None: today.
     """
 
     chosen: str | None = None
@@ -49,13 +49,13 @@ class ChatTemplate:
 
     @property
     def is_file(self) -> bool:
-        """Whether `chosen` is a file and not a name."""
+        """Whether `chosen` is a file instead of a name."""
         return self.chosen is not None and (
             self.chosen.endswith(".jinja") or os.sep in self.chosen or Path(self.chosen).is_file()
         )
 
     def text(self) -> str | None:
-        """The file's content; None for a template of the tokenizer. Raises UsageError."""
+        """Return the file's content; None for a template of the tokenizer. Raises UsageError."""
         if not self.is_file:
             return None
         assert self.chosen is not None
@@ -71,7 +71,7 @@ class ChatTemplate:
 
 
 class ProcessEnded(RuntimeError):
-    """The process has ended instead of answering. `row` is what it was at, None if not known."""
+    """End of the process before it answered; `row` is its current row, None if unknown."""
 
     def __init__(self, why: str, row: int | None) -> None:
         super().__init__(why)
@@ -79,7 +79,7 @@ class ProcessEnded(RuntimeError):
 
 
 class RowRejected(RejectedRow):
-    """A `RejectedRow` of a request of several; `row` is None if all of them are meant."""
+    """`RejectedRow` for a request with several rows; `row` is None if it concerns all."""
 
     def __init__(self, problem: str, remedy: str, row: int | None) -> None:
         super().__init__(problem, remedy)
@@ -87,10 +87,10 @@ class RowRejected(RejectedRow):
 
 
 class TokenizerProcess:
-    """The tokenizer of a folder, with the interface of `ChatTokenizer` where that is needed.
+    """Tokenizer of a folder, with the needed part of `ChatTokenizer`'s interface.
 
-    All methods raise UsageError for a folder without a usable tokenizer, RowRejected for what it
-    refuses, and ProcessEnded where it took its process with it.
+    All methods raise UsageError for a folder without a usable tokenizer, RowRejected for rejected
+    input, and ProcessEnded if the process ended.
     """
 
     def __init__(
@@ -102,7 +102,7 @@ class TokenizerProcess:
         use_template: bool = True,
         template: ChatTemplate | None = None,
     ) -> None:
-        """`version` is another one whenever the folder's files are."""
+        """Store the settings; `version` changes with the folder's files."""
         template = template or ChatTemplate()
         text = template.text() if use_template else None
         self.folder = str(folder)
@@ -120,7 +120,7 @@ class TokenizerProcess:
         }
 
     def open(self) -> None:
-        """Load the tokenizer, and raise UsageError if that fails in whatever way."""
+        """Load the tokenizer; raise UsageError for any failure."""
         try:
             self._ask("open")
         except (ProcessEnded, RejectedRow) as error:
@@ -128,13 +128,13 @@ class TokenizerProcess:
 
     @property
     def eos_token_id(self) -> int | None:
-        """The tokenizer's end of sequence. Raises UsageError as `open`."""
+        """The tokenizer's end of sequence; raises UsageError like `open`."""
         self.open()
         found: int | None = self._ask("eos_token_id")
         return found
 
     def _unusable(self, error: Exception) -> UsageError:
-        """The sentence for a tokenizer that fails by itself."""
+        """Return the error for a tokenizer that fails without a row at fault."""
         return UsageError(
             f"holds a tokenizer that cannot be used ({error})",
             flag=f"--rl-hf-checkpoint {self.folder}",
@@ -144,25 +144,25 @@ class TokenizerProcess:
     def tokenise(
         self, rows: Sequence[Mapping[str, Any]], *, limit: int, special: bool
     ) -> list[tuple[list[int], int, list[str]]]:
-        """Each row's token ids; 0, or how many it has at least where these are more than
-        `limit` for sure and it was not tokenised; and the names of what the template leaves out.
+        """Return per row: token ids, a lower bound of their number, and the omitted fields.
 
-        A row is {"text": ...}, or {"messages": ...} with what else the template gets.
+        The bound is 0, unless the row certainly exceeds `limit` and was therefore not tokenised.
+        A row is {"text": ...}, or {"messages": ...} with the template's other inputs.
         """
         found = self._ask("tokenise", rows=list(rows), limit=limit, special=special)
         return [(ids, least, names) for ids, least, names in found]
 
     def render(self, messages: Sequence[Message], **options: Any) -> str:
-        """`ChatTokenizer.render`."""
+        """Call `ChatTokenizer.render`."""
         return str(self._ask("render", messages=list(messages), options=options))
 
     def encode(self, texts: Sequence[str], *, special: bool) -> list[list[int]]:
-        """`ChatTokenizer.encode`."""
+        """Call `ChatTokenizer.encode`."""
         found: list[list[int]] = self._ask("encode", texts=list(texts), special=special)
         return found
 
     def is_special(self, token: int) -> bool:
-        """`ChatTokenizer.is_special`."""
+        """Call `ChatTokenizer.is_special`."""
         return bool(self._ask("is_special", token=token))
 
     def _ask(self, operation: str, **fields: Any) -> Any:
@@ -179,7 +179,7 @@ class TokenizerProcess:
 
 
 class _Worker:
-    """One process, started. It ends itself when the socket is closed."""
+    """Started process; it ends itself when the socket closes."""
 
     def __init__(self, trusts_code: bool) -> None:
         self._socket, theirs = socket.socketpair()
@@ -189,7 +189,7 @@ class _Worker:
             self._place = mmap.mmap(place.fileno(), PLACE.size)
             handed = (theirs.fileno(), place.fileno())
             self.process = subprocess.Popen(
-                # -P: what it may import is what this process may, and no more.
+                # -P: it may import exactly what this process may.
                 [sys.executable, "-P", "-c", _RUN, str(int(trusts_code)), *map(str, handed)],
                 env=os.environ
                 | {
@@ -198,7 +198,7 @@ class _Worker:
                 },
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,  # what Rust prints of a panic is in the exit code
+                stderr=subprocess.DEVNULL,  # a Rust panic also shows in the exit code
                 pass_fds=handed,
             )
 
@@ -207,7 +207,7 @@ class _Worker:
         return self.process.poll() is None
 
     def ask(self, message: bytes) -> dict[str, Any]:
-        """The answer to a request. Raises ProcessEnded."""
+        """Return the answer to a request; raise ProcessEnded if the process ends first."""
         try:
             self._socket.sendall(LENGTH.pack(len(message)) + message)
             size = LENGTH.unpack(self._received(LENGTH.size))[0]
@@ -217,7 +217,7 @@ class _Worker:
             why = _why(self.process.wait())
             self.close()
             raise ProcessEnded(why, None if row < 0 else row) from error
-        except BaseException:  # KeyboardInterrupt: the answer would be taken for that of the next
+        except BaseException:  # KeyboardInterrupt: the next request would get this one's answer
             self.close()
             raise
         return answer
@@ -232,7 +232,7 @@ class _Worker:
         return bytes(found)
 
     def close(self) -> None:
-        """End it."""
+        """End the process."""
         self._socket.close()
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.process.wait(_END_SECONDS)
@@ -241,7 +241,7 @@ class _Worker:
 
 
 _lock = threading.Lock()
-# By the process that started it, as a fork must not use its parent's, and whether it runs code.
+# Keys: process that started it (a fork must not use its parent's), and whether it runs code.
 _workers: dict[tuple[int, bool], _Worker] = {}
 
 
@@ -254,7 +254,7 @@ def _worker(trusts_code: bool) -> _Worker:
 
 @atexit.register
 def close_all() -> None:
-    """End the processes that this one has started; a later request starts another."""
+    """End the processes that this process started; a later request starts another."""
     for key in [key for key in _workers if key[0] == os.getpid()]:
         _workers.pop(key).close()
 

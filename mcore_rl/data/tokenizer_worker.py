@@ -1,9 +1,9 @@
-"""What the process of a tokenizer runs: requests come by a socket, one answer each, as JSON.
+"""Main program of a tokenizer's process: it answers JSON requests from a socket.
 
-A tokenizer and its chat template come with a downloaded folder. They may loop, allocate what they
-like, or abort the process they are in, so they get this one: limited in memory and in the time of
-each step. torch stays out unless the folder's own code may need it: it would take most of the time
-of the start.
+A tokenizer and its chat template come with a downloaded folder. They may loop, allocate any amount
+of memory, or abort their process. They therefore run in this process, with limits on memory and on
+the time of each step. torch is not imported unless the folder's own code may need it: it would take
+most of the start-up time.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ from typing import Any
 
 MEMORY_BYTES = 4 << 30
 OPEN_SECONDS = 180.0
-ROW_SECONDS = 10.0  # of the processor; then the row is rejected
-ROW_WALL_SECONDS = 40.0  # for code that does not return to Python; then the process ends
+ROW_SECONDS = 10.0  # CPU time, after which the row is rejected
+ROW_WALL_SECONDS = 40.0  # wall time, for code that does not return to Python; then the process ends
 _ENCODE_SECONDS = 60.0
-_CHARACTERS_PER_SECOND = 10_000  # of the slowest tokenizer, on a busy machine
+_CHARACTERS_PER_SECOND = 10_000  # for the slowest tokenizer on a busy machine
 _KEPT = 4  # tokenizers
-LENGTH = struct.Struct(">Q")  # before each message, its bytes
-PLACE = struct.Struct(">q")  # of the row that is rendered, -1 for none
+LENGTH = struct.Struct(">Q")  # size in bytes, before each message
+PLACE = struct.Struct(">q")  # index of the row being rendered, -1 for none
 _REASON_CHARACTERS = 200
 
 Request = Mapping[str, Any]
 
 
 class _Slow(RuntimeError):
-    """A step took too long, in code that Python could interrupt."""
+    """Timeout of a step in code that Python can interrupt."""
 
 
 class _Worker:
@@ -44,7 +44,7 @@ class _Worker:
         self._chats: OrderedDict[str, Any] = OrderedDict()
 
     def serve(self) -> None:
-        """Until the other end is closed."""
+        """Serve requests until the other end closes the socket."""
         while (request := self._next()) is not None:
             answer = self._answer(request)
             signal.setitimer(signal.ITIMER_REAL, 0)
@@ -89,19 +89,19 @@ class _Worker:
     # ------------------------------------------------------------------------------- operations
 
     def open(self, chat: Any, request: Request) -> None:
-        """Nothing more than to have the tokenizer loaded."""
+        """Do nothing; the tokenizer is loaded by now."""
 
     def eos_token_id(self, chat: Any, request: Request) -> int | None:
-        """The tokenizer's end of sequence."""
+        """Return the tokenizer's end of sequence."""
         found: int | None = chat.tokenizer.eos_token_id
         return found
 
     def is_special(self, chat: Any, request: Request) -> bool:
-        """`ChatTokenizer.is_special`."""
+        """Call `ChatTokenizer.is_special`."""
         return bool(chat.is_special(request["token"]))
 
     def tokenise(self, chat: Any, request: Request) -> list[Any]:
-        """Each row's token ids, how many it has at least (0: those), and what is left out."""
+        """Return the rows of `TokenizerProcess.tokenise`: ids, lower bound or 0, omitted fields."""
         from mcore_rl.data.tokenizer import TooLong
 
         rows, left_out = request["rows"], []
@@ -109,7 +109,7 @@ class _Worker:
         for number, row in enumerate(rows):
             self._begin_row(number)
             text, missing = (row["text"], []) if "text" in row else chat.prompt(row)
-            text.encode()  # UnicodeEncodeError: half a surrogate pair, which tokenizers abort at
+            text.encode()  # UnicodeEncodeError for half a surrogate pair, which aborts tokenizers
             texts.append(text)
             left_out.append(missing)
         self._end_rows()
@@ -128,7 +128,7 @@ class _Worker:
         ]
 
     def render(self, chat: Any, request: Request) -> str:
-        """The text of a conversation, as `ChatTokenizer.render`."""
+        """Return the text of a conversation, see `ChatTokenizer.render`."""
         self._begin_row(0)
         try:
             text: str = chat.render(request["messages"], **request["options"])
@@ -138,7 +138,7 @@ class _Worker:
             self._end_rows()
 
     def encode(self, chat: Any, request: Request) -> list[list[int]]:
-        """The token ids of texts, as `ChatTokenizer.encode`."""
+        """Return the token ids of texts, see `ChatTokenizer.encode`."""
         self._begin_encoding(sum(map(len, request["texts"])))
         found: list[list[int]] = chat.encode(request["texts"], special=request["special"])
         return found
@@ -148,7 +148,7 @@ class _Worker:
     def _begin_row(self, number: int) -> None:
         self._at(number)
         signal.setitimer(signal.ITIMER_REAL, ROW_WALL_SECONDS)
-        # Again every second, in case that the first was caught by what it interrupted.
+        # Repeated every second, in case the interrupted code catches the first exception.
         signal.setitimer(signal.ITIMER_VIRTUAL, ROW_SECONDS, 1.0)
 
     def _end_rows(self) -> None:
@@ -221,10 +221,10 @@ def _interrupt(number: int, frame: object) -> None:
 
 
 def main() -> None:
-    """Serve the socket and note rows in the file whose descriptors are the arguments."""
+    """Serve the socket and record rows in the file; the arguments are their descriptors."""
     trusts_code, connection, place = map(int, sys.argv[1:])
     if not trusts_code:
-        sys.modules["torch"] = None  # type: ignore[assignment]  # to transformers it is not there
+        sys.modules["torch"] = None  # type: ignore[assignment]  # transformers then finds no torch
     import transformers.models.auto.tokenization_auto  # noqa: F401  before the limits
 
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
@@ -233,7 +233,7 @@ def main() -> None:
     resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
     signal.signal(signal.SIGVTALRM, _interrupt)
     signal.signal(signal.SIGALRM, signal.SIG_DFL)  # ends the process, also in code of C or Rust
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the trainer's to handle; it closes the socket
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the trainer handles it and closes the socket
     with socket.socket(fileno=connection) as link, mmap.mmap(place, PLACE.size) as shared:
         _Worker(link, shared).serve()
 

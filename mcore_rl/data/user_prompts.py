@@ -1,4 +1,4 @@
-"""Prompts of a user's own making: a function that yields rows, chosen by its name.
+"""User-defined sources of prompts: functions that yield rows, selected by name.
 
     from mcore_rl.api import prompts
 
@@ -7,10 +7,9 @@
         for a in range(1000):
             yield {"prompt": f"{a} + 1 =", "answer": a + 1}
 
-stands in a file of `--rl-import`, and `--rl-prompts sums` trains on it. The rows become a file of
-the cache, named by their content, and from there on all is as with a file of one's own: what is
-checked, tokenised, drawn and resumed. Reward processes run the user's file, too: nothing heavy is
-imported here.
+is part of a file of `--rl-import`, and `--rl-prompts sums` trains on it. The rows are written to a
+file in the cache, named by their content, which is then checked, tokenised, drawn and resumed like
+any prompts file. Reward processes run the user's file, too, so this module imports nothing heavy.
 """
 
 from __future__ import annotations
@@ -33,10 +32,10 @@ _SOURCES: dict[str, RowsFunction] = {}
 
 
 def prompts(name: str) -> Callable[[RowsFunction], RowsFunction]:
-    """Decorator: make the rows of `function()` known to --rl-prompts and --rl-eval-prompts.
+    """Register the decorated function as `name` for --rl-prompts and --rl-eval-prompts.
 
-    A row has the columns of a prompts file. Every process of a run calls the function, once, and
-    must get the same rows; they end. ValueError: the name is taken, or looks like a path.
+    It yields rows with the columns of a prompts file. Every process of a run calls it once and must
+    get the same, finitely many rows. Raises ValueError if the name is taken, or not an identifier.
     """
 
     def register(function: RowsFunction) -> RowsFunction:
@@ -51,15 +50,15 @@ def prompts(name: str) -> Callable[[RowsFunction], RowsFunction]:
 
 
 def prompts_path(named: str, cache_dir: str | None, flag: str = "--rl-prompts") -> Path:
-    """The file of prompts that a flag names: a path, or a source whose rows are written now.
+    """Return the prompts file that a flag names: a path, or a source whose rows are written now.
 
-    UsageError: the source raises, gives no row, or one that JSON cannot hold.
+    Raises UsageError if the source raises, yields no row, or yields one that JSON cannot hold.
     """
     if named not in _SOURCES:
         return Path(named)
     try:
         lines = [json.dumps(dict(row), ensure_ascii=False) for row in _SOURCES[named]()]
-    except Exception as error:  # whatever the user's function raises is theirs to see
+    except Exception as error:  # the user sees whatever their function raises
         raise UsageError(
             f"cannot be used, because its function raised {type(error).__name__}: {error}",
             flag=f"{flag} {named}",
@@ -75,13 +74,13 @@ def prompts_path(named: str, cache_dir: str | None, flag: str = "--rl-prompts") 
     try:
         return _written(cache.expanduser() / "made_prompts" / file, data)
     except OSError:  # a cache that cannot be written to
-        folder = tempfile.mkdtemp(prefix="mcore_rl_prompts_")  # others write to the one above it
+        folder = tempfile.mkdtemp(prefix="mcore_rl_prompts_")  # private, as its parent is shared
         atexit.register(shutil.rmtree, folder, ignore_errors=True)
         return _written(Path(folder) / file, data)
 
 
 def _written(target: Path, data: bytes) -> Path:
-    """`target` with `data` in it: complete or absent, whoever else writes the same."""
+    """Write `data` to `target` atomically, also if others write the same; return `target`."""
     if not target.is_file() or target.read_bytes() != data:
         target.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile(dir=target.parent, delete=False) as part:

@@ -9,7 +9,7 @@
 T is the number of loss tokens, N the number of samples with at least one loss token, in the
 *global* mini-batch, over all micro-batches and data-parallel ranks; length is the number of a
 sample's loss tokens. Nothing else is averaged, so the losses and gradients of any split into
-micro-batches and ranks sum to those of the mini-batch, if samples are not split.
+micro-batches and ranks sum to the mini-batch's, if samples are not split.
 
 Also the underlying sums, means and scans over consecutive samples in a `[t]` tensor.
 Shape legend: b samples, t tokens (see `mcore_rl.algorithms`).
@@ -99,8 +99,7 @@ def discounted_sums_to_go(
 class TokenSums:
     """Base of a frozen dataclass whose fields are all 0-dim tensors of one dtype.
 
-    Add parts over micro-batches with `+`, and over data-parallel ranks with `stacked`, which needs
-    one collective.
+    Add over micro-batches with `+`, and over data-parallel ranks by one collective on `stacked`.
     """
 
     __slots__ = ()

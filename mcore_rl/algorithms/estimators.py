@@ -130,8 +130,7 @@ def dr_grpo(inputs: AdvantageInputs, config: Parameters) -> AdvantageOutputs:
 def rloo(inputs: AdvantageInputs, config: Parameters) -> AdvantageOutputs:
     """Return RLOO's advantages: r minus the mean of the other n - 1, = (r - mean) * n / (n - 1).
 
-    A group of equal outcomes gets exactly 0, and so does a group of one, which has no outcomes to
-    compare with.
+    A group of equal outcomes gets exactly 0, and so does a group of one.
     """
 
     def against_the_others(scores: np.ndarray, lengths: np.ndarray) -> np.ndarray:

@@ -53,8 +53,7 @@ def kl_estimate(
 
     `log_probs` is log p and `other_log_probs` log q of the sampled tokens, with any equal shapes;
     the result has the same shape. r is log q - log p (Schulman, "Approximating KL Divergence",
-    joschu.net/blog/kl-approx.html). The gradient is with respect to log p when the estimate is used
-    as a loss, as in GRPO:
+    joschu.net/blog/kl-approx.html). Gradients are with respect to log p, for a loss as in GRPO:
 
         k1  -r              unbiased, may be negative     gradient 1: as a loss its expectation is
                                                           zero, so it only adds noise
@@ -63,9 +62,8 @@ def kl_estimate(
         k3  exp(r) - 1 - r  unbiased, never negative      gradient 1 - exp(r): in expectation that
                                                           of KL(q || p), equal to first order in r
 
-    The metric `kl/rollout_actor` is the token mean of k3, where p is the engine (which sampled the
-    tokens) and q the actor: `kl_estimate(rollout_log_probs, log_probs, "k3")` estimates
-    KL(rollout || actor).
+    The metric `kl/rollout_actor` is the token mean of k3, with p the engine, which sampled, and q
+    the actor: `kl_estimate(rollout_log_probs, log_probs, "k3")` estimates KL(rollout || actor).
 
     k3 clamps r to at most MAX_LOG_RATIO, without gradient.
     """
@@ -145,8 +143,7 @@ class AdaptiveKL:
     The paper has a constant 0.1 in place of num_samples / horizon; its code has the latter, which
     makes the speed independent of the number of samples per step. Without the bound of 1, a step of
     more than five horizons could make the coefficient negative. A non-finite KL has no effect.
-    `target` is per token, like the KL; the paper's is per response. A coefficient of 0 raises
-    UsageError.
+    `target` is per token, like the KL; the paper's is per response. `coef` 0 raises UsageError.
     """
 
     coef: float  # initial value

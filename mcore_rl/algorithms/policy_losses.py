@@ -1,5 +1,4 @@
-"""Policy losses with a ratio per token (ppo_clip, cispo, sapo, policy_gradient) or per response
-(gspo, gmpo).
+"""Policy losses with a ratio per token or per response (gspo, gmpo).
 
 All losses are per token and unreduced; `total_loss` weights and sums them. r is the ratio
 exp(log_probs - old_log_probs), A the advantage.
@@ -71,8 +70,7 @@ def bounded_ratio(log_ratio: torch.Tensor) -> torch.Tensor:
     """Return exp(log_ratio); log-ratios are clamped to at most MAX_LOG_RATIO, without gradient.
 
     In a loss that clips, this only affects tokens with a negative advantage (others are clipped
-    long before). It bounds the effect on an update of one token that is 5e8 times as likely as when
-    it was sampled.
+    long before). It bounds the effect of one token that has become 5e8 times as likely.
     """
     return log_ratio.clamp(max=MAX_LOG_RATIO).exp()
 

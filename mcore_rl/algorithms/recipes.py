@@ -223,9 +223,9 @@ class Algorithm(Recipe):
 
 
 def declared_parameters() -> dict[str, Parameter]:
-    """Return every parameter of an algorithm by name: the common ones, then those of each part
-    registered so far, including a user's own.
+    """Return every parameter of an algorithm by name: common ones, then each registered part's.
 
+    This includes the parts of users that are registered so far.
     Raises UsageError if two parts declare one name differently.
     """
     found = {p.name: p for kind in (Recipe, KLParameters) for p in parameters_of(kind)}
@@ -282,7 +282,7 @@ def _resolved_kl(
 def resolve_algorithm(name: str, given: Mapping[str, Any]) -> Algorithm:
     """Return the recipe `name` with the parts in `given`, which holds only the user's settings.
 
-    Keys are flags without --rl- and with underscores: those of `declared_parameters`, and also
+    Keys are flags without --rl- and with underscores: the names in `declared_parameters`, and also
     top_p, top_k and keys that begin with critic_, which are checked but not kept.
 
     The KL has one place. Putting it into the loss or the reward removes it from the recipe's place.

@@ -86,9 +86,8 @@ def advantage_estimator(
 ) -> Callable[[Callable[[AdvantageInputs, P], AdvantageOutputs]], Any]:
     """Register the decorated `function(inputs, parameters) -> AdvantageOutputs` under `name`.
 
-    `parameters` holds the defaults of the function's parameters; the function gets the user's
-    values. The other arguments state its requirements, see `RegisteredEstimator`. Raises ValueError
-    if the name is taken.
+    `parameters` holds the defaults; the function gets the user's values. The other arguments are
+    its requirements, see `RegisteredEstimator`. Raises ValueError if the name is taken.
     """
 
     def register(function: Callable[[AdvantageInputs, P], AdvantageOutputs]) -> Any:
@@ -175,8 +174,7 @@ def import_user_file(path: str, flag: str = "") -> ModuleType:
     A file that was imported before, under any spelling of its path, is not run again. Its folder is
     not added to `sys.path`. `flag` names it, with its value, in errors; default: `--rl-import`.
 
-    Raises UsageError if the file is missing, is not a .py file, or raises; registering a name that
-    is taken raises, too.
+    Raises UsageError if the file is missing, not a .py file, or raises (also if a name is taken).
     """
     file, flag = Path(path).resolve(), flag or f"--rl-import {path}"
     if file in _IMPORTED:

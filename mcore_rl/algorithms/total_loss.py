@@ -5,7 +5,7 @@
 
 `aggregation` computes the weights from denominators of the *global* mini-batch, which are passed
 in. Nothing else is averaged, so the losses (and gradients) of any split into micro-batches and
-ranks sum to those of the mini-batch.
+ranks sum to the mini-batch's.
 """
 
 from __future__ import annotations
@@ -67,11 +67,9 @@ def policy_loss_total(
     lengths: `[b]` int64, tokens per sample.
     ref_log_probs: `[t]` float32, of the reference policy; required if `config.kl_coef` > 0.
         Without a coefficient the KL is only measured.
-    weights: `[t]` float32, the correction of `mismatch`, detached; it only multiplies the
-        surrogate.
+    weights: `[t]` float32, the correction of `mismatch`, detached; only multiplies the surrogate.
 
-    Raises RuntimeError for `kl_coef` > 0 without `ref_log_probs`, and UsageError for an unknown
-    policy loss.
+    Raises RuntimeError for `kl_coef` > 0 without `ref_log_probs`, UsageError for an unknown loss.
     """
     if ref_log_probs is None and config.kl_coef > 0:
         raise RuntimeError(f"kl_coef is {config.kl_coef} but there are no ref_log_probs")

@@ -19,8 +19,7 @@ from mcore_rl.batching.rows import prefix_lengths
 # A segment of a batch has at least LEAST_SHARE of the queries and keys of the longest segment, or
 # is at most MOST_PADDING shorter.
 LEAST_SHARE, MOST_PADDING = 0.8, 8
-# Most elements of a bool mask, which kernels convert to float; for more, prompts' queries are
-# recomputed.
+# Most elements of a bool mask, which kernels make float; for more, prompt queries are recomputed.
 MOST_OF_A_MASK = 2**22
 
 

@@ -1,7 +1,7 @@
 """Assignment of a step's samples to mini-batches, data-parallel ranks and micro-batches.
 
 A step's samples are cut into mini-batches. The samples of a mini-batch are assigned to
-data-parallel ranks, and those of a rank to micro-batches. `orders_of_epochs` shuffles the samples
+data-parallel ranks, and a rank's samples to micro-batches. `orders_of_epochs` shuffles the samples
 for the first cut independently of the layout, so that an update trains on the same samples in every
 layout. `plan_step` decides the rest from lengths alone and gives all ranks equally many
 micro-batches: ranks with different numbers would deadlock.
@@ -122,8 +122,9 @@ class SampleFlops:
 
     @classmethod
     def of(cls, shape: ModelShape) -> SampleFlops:
-        """Return the costs of `shape`: two operations per active parameter and token, and the
-        products of attention per query and earlier key."""
+        """Count two operations per active parameter and token, and attention's two products.
+
+        These are a query with each earlier key, and its weight with the key's value."""
         if shape.latent is not None:
             width = shape.latent.qk_nope_head_dim + shape.latent.qk_rope_head_dim
             width += shape.latent.v_head_dim
@@ -174,13 +175,12 @@ def orders_of_epochs(
     seed: int,
     step: int,
 ) -> np.ndarray:
-    """Return `[e, n]` int64: the order in which each epoch divides the step's samples into
-    mini-batches. It depends only on (seed, step, epoch): a resume needs no state, and ranks agree.
+    """Return `[e, n]` int64: the order of samples that each epoch cuts into mini-batches.
 
-    `teaches` `[g]` marks the groups with a gradient. Groups are shuffled as units, as samples of
-    one prompt can share its tokens. Groups without a gradient are spread evenly: their numbers in
-    equal parts of complete groups differ by at most one. With a single mini-batch, which has all
-    samples in any order, the order is unchanged.
+    It depends only on (seed, step, epoch): a resume needs no state, and ranks agree. `teaches`
+    `[g]` marks the groups with a gradient. Groups are shuffled as units, as samples of one prompt
+    can share its tokens. Groups without a gradient are spread evenly: their numbers in equal parts
+    of complete groups differ by at most one. A single mini-batch keeps the order of samples.
     """
     teaching = np.asarray(teaches, dtype=np.bool_)
     orders = np.tile(np.arange(len(teaching) * samples_per_group), (num_epochs, 1))
@@ -195,8 +195,9 @@ def orders_of_epochs(
 
 
 def _spread(groups: np.ndarray, teaching: np.ndarray, first: int) -> np.ndarray:
-    """Return `groups` with those without a gradient at equal distances, the first at `first` /
-    their number. Each kind keeps its order."""
+    """Spread the groups without a gradient evenly over `groups`, from `first` / their number.
+
+    Each kind keeps its order."""
     idle = groups[~teaching[groups]]
     if not len(idle):
         return groups
@@ -252,7 +253,8 @@ def plan_step(
 def division_of(
     epochs: Sequence[Sequence[Cuts]], lengths: np.ndarray, ranks: Sequence[tuple[int, ...]]
 ) -> Division:
-    """Return the division of samples under the plans of all epochs, each made by `plan_step`;
+    """Return the division of samples under the plans of all epochs, each made by `plan_step`.
+
     `ranks` are the ranks of each data-parallel rank, which have the same samples."""
     of_epochs = [[samples_of(cuts) for cuts in plan] for plan in epochs]
     every = []
@@ -346,8 +348,9 @@ class _Amounts:
 
 
 def _piece_starts(prompt_ids: np.ndarray, *amounts: _Amounts) -> np.ndarray:
-    """Return the starts of runs of samples that are assigned together: the samples of a prompt, or
-    parts of them within the limits of `amounts`."""
+    """Return the starts of runs of samples that are assigned together.
+
+    A run has the samples of a prompt, or a part of them within the limits of `amounts`."""
     starts = [0]
     sums = [of.together[0] + of.own[0] for of in amounts]
     for i in range(1, len(prompt_ids)):

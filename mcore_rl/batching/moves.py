@@ -56,8 +56,9 @@ class Division:
 
 @dataclass(frozen=True, slots=True)
 class Moves:
-    """A rank's part in a move: samples by destination and by source, in the order of the place that
-    needs them. Ranks without samples are omitted."""
+    """A rank's part in a move: samples by destination and by source.
+
+    They are in the order of the receiving place. Ranks without samples are omitted."""
 
     outgoing: dict[int, np.ndarray]
     incoming: dict[int, np.ndarray]
@@ -145,7 +146,7 @@ class SampleRows:
     """Rows of samples' tokens, one sample after the other, accessed by sample number."""
 
     def __init__(self, samples: np.ndarray, lengths: np.ndarray, rows: np.ndarray) -> None:
-        """`lengths` `[n]`: of all samples of the step; `samples`: the samples in `rows`."""
+        """Index `rows`, which contain `samples`; `lengths` `[n]` covers all samples of the step."""
         ends = lengths[samples].cumsum()
         assert len(rows) == (ends[-1] if len(ends) else 0), (
             f"{len(rows)} rows of {ends[-1:].sum()} tokens"

@@ -1,5 +1,6 @@
-"""Layout of a micro-batch as rows of a model: one packed row with lengths that keep attention
-within each sample, or one padded row per sample.
+"""Layout of a micro-batch as rows of a model: one packed row, or one padded row per sample.
+
+The lengths of the samples in a packed row keep attention within each sample.
 
 With `share_prompts` consecutive samples of one prompt in a packed micro-batch share its tokens. A
 group of n samples after a prompt of p tokens then takes p - 1 + sum(1 + response) positions instead
@@ -210,12 +211,11 @@ def _samples_of_prompts(micro_batch: TrainBatch, batching: MicroBatching) -> lis
 def lay_out(
     micro_batch: TrainBatch, batching: MicroBatching, length: int | None, cp_rank: int = 0
 ) -> ModelRows:
-    """Return a context-parallel rank's part of a micro-batch's rows, which have `length` positions
-    or as many as needed.
+    """Return a context-parallel rank's part of a micro-batch's rows.
 
-    Padding on the right does not affect earlier positions because of the causal mask, and is
-    masked. In a packed row, the row's padding is a separate sample; context parallelism pads the
-    end of each sample.
+    Rows have `length` positions, or as many as needed. Padding on the right does not affect earlier
+    positions because of the causal mask, and is masked. In a packed row, the row's padding is a
+    separate sample; context parallelism pads the end of each sample.
     """
     length = _needed(micro_batch, batching) if length is None else length
     lengths = micro_batch.lengths
@@ -267,8 +267,10 @@ def lay_out(
 
 
 def tokens_in_rows(rows: ModelRows, num_tokens: int, cp_rank: int = 0) -> torch.Tensor:
-    """Return `[rows, s / cp_size]` int64: each position's index into the micro-batch's `num_tokens`
-    tokens, one sample after the other; -1 for padding. A shared prompt has its first sample's."""
+    """Return `[rows, s / cp_size]` int64: the token index of each position; -1 for padding.
+
+    Indices count the micro-batch's `num_tokens` tokens, one sample after the other; a shared prompt
+    has those of its first sample."""
     num_here, places = rows.token_ids.numel(), rows.places.numpy()
     first, here = cp_rank * num_here, np.full(num_here, -1)
     mine = (places >= first) & (places < first + num_here)

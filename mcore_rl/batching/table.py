@@ -68,8 +68,7 @@ class SampleTable:
         numbers: Sequence[int] | None = None,
         draws: Sequence[int] | None = None,
     ) -> SampleTable:
-        """Build the table of this rank's samples, kept by `home` as `numbers` (default: 0, 1,
-        ...)."""
+        """Build the table of samples that `home` keeps as `numbers` (default: 0, 1, ...)."""
         rollouts = [sample.rollout for sample in scored]
         count = range(len(scored))
         baselines = [sample.baseline for sample in scored]
@@ -181,8 +180,10 @@ class SampleTokens:
 
     @classmethod
     def of(cls, sample: ScoredRollout) -> SampleTokens:
-        """Return the tokens of `sample`; raise RuntimeError if the prompt is empty (no position
-        scores the first response token) or if response and log-probs differ in length."""
+        """Return the tokens of `sample`.
+
+        Raises RuntimeError if the prompt is empty (no position scores the first response token) or
+        if response and log-probs differ in length."""
         rollout = sample.rollout
         num_prompt, num_response = len(rollout.prompt.token_ids), len(rollout.response_token_ids)
         name = f"prompt {rollout.prompt.index}, sample {rollout.sample_index}"

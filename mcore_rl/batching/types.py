@@ -155,14 +155,13 @@ def with_baselines(scored: Sequence[ScoredRollout], num_samples: int) -> list[Sc
 
 @dataclass(frozen=True, slots=True)
 class TrainBatch:
-    """Samples of one data-parallel rank, one after the other, without padding; the same on all its
-    TP, CP and PP ranks.
+    """Samples of one data-parallel rank, one after the other, without padding.
 
-    All `[t]` tensors except `token_ids` and `routes` are in scoring alignment (see the module's
-    docstring) and on the CPU. `cuts` has one entry per mini-batch (optimizer step): the number of
+    The batch is the same on all its TP, CP and PP ranks. All `[t]` tensors except `token_ids` and
+    `routes` are in scoring alignment (see the module's docstring) and on the CPU. `cuts`, made by
+    `mcore_rl.batching.dealing`, has one entry per mini-batch (optimizer step): the number of
     samples in each of its micro-batches, in order. The number of micro-batches in a mini-batch is
-    the same on every data-parallel rank; a micro-batch may be empty. `mcore_rl.batching.dealing`
-    makes the cuts.
+    the same on every data-parallel rank; a micro-batch may be empty.
 
     If every epoch divides mini-batches anew, `later` has this rank's samples of the later epochs,
     which may be others, without the results of the stages before the update.

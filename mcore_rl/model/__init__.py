@@ -1,2 +1,3 @@
-"""Description of a model without Megatron or vLLM: family, config.json, layouts of ranks,
-checkpoint tensors, and the place of each tensor in Megatron's parameters."""
+"""Description of a model, without Megatron or vLLM.
+
+It covers family, config.json, layouts of ranks, checkpoint tensors, and their place in Megatron."""

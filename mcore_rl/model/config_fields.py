@@ -28,7 +28,7 @@ class Fields:
     """Reader for fields of config.json; raises an error that names a missing or invalid field."""
 
     def __init__(self, values: Mapping[str, Any], path: Path, flag: str, inside: str = "") -> None:
-        """`inside`: the field that holds `values`, with a dot appended; for messages."""
+        """Read from `values`; `inside` is the field that holds it, plus a dot, for messages."""
         self._values, self._path, self._flag, self._inside = values, path, flag, inside
         self.read: set[str] = set()  # names of the fields read
 

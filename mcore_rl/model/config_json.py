@@ -1,8 +1,7 @@
 """Conversion of a Hugging Face config.json into a model shape and into Megatron's flags.
 
 `ModelShape` describes an architecture to the rest of the package; `megatron_flags` expresses it as
-Megatron flags. Both are derived from config.json alone, so that nobody specifies an architecture
-twice.
+Megatron flags. Both are derived from config.json alone, so an architecture is specified once.
 
 This module is pure: it imports neither Megatron nor vLLM nor torch.
 """
@@ -69,7 +68,7 @@ class ModelShape:
     # In addition to num_layers. They are neither trained nor sampled from, and are not compared:
     # transformers drops them, and reports one where config.json has no such field.
     num_mtp_layers: int = field(compare=False)
-    # Quantisation method of the checkpoint's weights; shapes are those of the dequantised weights.
+    # Quantisation method of the checkpoint's weights; all sizes describe dequantised weights.
     quantization: str | None = field(default=None, compare=False)
     # The norms of queries and keys run over all heads together, not over each head.
     norms_whole_projection: bool = False

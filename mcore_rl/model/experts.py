@@ -30,8 +30,7 @@ class Experts:
 
     @property
     def ranks_groups_by_best(self) -> bool:
-        """Whether a group of experts is ranked by its best expert (DeepSeek-V2) instead of the sum
-        of its two best (V3)."""
+        """Whether a group is ranked by its best expert (DeepSeek-V2), not by its best two (V3)."""
         return self.num_groups is not None and self.score_function == "softmax"
 
 
@@ -117,9 +116,7 @@ def _expert_groups(fields: Fields, method: str, topk: int) -> tuple[int | None, 
 
 
 def moe_layers(fields: Fields, family: Family, num_layers: int) -> tuple[bool, ...]:
-    """Return for each layer whether it has experts.
-
-    A family has some of these fields; a missing field keeps no layer dense."""
+    """Return for each layer whether it has experts; a missing field keeps no layer dense."""
     if family.router is None:
         return (False,) * num_layers
     first = _first_with_experts(fields, family.router, num_layers)

@@ -1,8 +1,7 @@
 """Supported model families: one short table each, with the properties that distinguish it.
 
 `config_json` reads a config.json by its family's table, and `weight_map` and `tensors` take tensor
-names from it. Nothing else refers to a family by name. docs/using/families.md describes how to add
-one.
+names from it. Nothing else refers to a family by name. To add one, see docs/using/families.md.
 
 This module is pure: it imports neither Megatron nor vLLM nor torch.
 """

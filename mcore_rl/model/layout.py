@@ -121,8 +121,7 @@ class TrainLayout:
     def groups(self) -> dict[str, tuple[tuple[int, ...], ...]]:
         """Return Megatron's process groups that can broadcast weights, over all ranks of the world.
 
-        The names are `pp`, `ep`, `dp` (with CP), `tp`: groups across machines come before groups
-        within one.
+        Names: `pp`, `ep`, `dp` (with CP), `tp`. Groups that span machines come first.
         """
         tp, etp, stage = self.tp_size, self.etp_size, self.ranks_per_stage
         first = range(0, self.world_size, stage)  # of each stage

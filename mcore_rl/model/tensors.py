@@ -202,8 +202,9 @@ _MTP_COPIES = {
 
 
 def is_mtp_tensor(name: str, num_layers: int) -> bool:
-    """Return whether a tensor belongs to a multi-token-prediction layer: its layer number follows
-    the last decoder layer, or its name begins with "mtp"."""
+    """Return whether a tensor belongs to a multi-token-prediction layer.
+
+    Its number follows the last decoder layer's, or its name begins with "mtp"."""
     parts = name.split(".")
     if parts[:2] == ["model", "layers"] and len(parts) > 2:
         is_number = parts[2].isdecimal() and len(parts[2]) < 10  # names in a folder are arbitrary
@@ -223,8 +224,10 @@ def copied_by_mtp(name: str, *, tied: bool) -> str | None:
 
 
 def mtp_layer_specs(shape: ModelShape) -> list[TensorSpec]:
-    """Return the tensors of one MTP layer (arXiv 2412.19437, section 2.2), without its copies of
-    embedding and head: those of the last decoder layer, and the norms and projection around it."""
+    """Return the tensors of one multi-token-prediction layer (arXiv 2412.19437, section 2.2).
+
+    It has the tensors of the last decoder layer, three norms and a projection. Its copies of
+    embedding and head are omitted."""
     width = shape.hidden_size
     norms = ("enorm.weight", "hnorm.weight", "shared_head.norm.weight")
     return [
@@ -237,8 +240,9 @@ def mtp_layer_specs(shape: ModelShape) -> list[TensorSpec]:
 def mtp_tensors(
     shape: ModelShape, num_layers: int | None = None
 ) -> Iterator[tuple[str, TensorSpec]]:
-    """Yield (full name, spec) of every tensor of the MTP layers, or of the first `num_layers`,
-    without copies of embedding and head."""
+    """Yield (full name, spec) of the MTP layers' tensors, without copies of embedding and head.
+
+    `num_layers` limits the layers; None: all."""
     count = shape.num_mtp_layers if num_layers is None else num_layers
     for layer in range(shape.num_layers, shape.num_layers + count):
         for spec in mtp_layer_specs(shape):

@@ -84,8 +84,7 @@ _AS_WITHOUT: Mapping[str, tuple[Any, ...]] = {
 def unmapped_field(
     values: Mapping[str, Any], class_name: str, mapped: Collection[str]
 ) -> str | None:
-    """Return a field of a parsed config.json that changes the computation of vLLM's class and is
-    not in `mapped`, the fields already read; None if no field does."""
+    """Return a field that changes what vLLM's class computes and is not in `mapped`, or None."""
     read = OF_ALL_MODELS | OF_CLASS.get(class_name, frozenset())
     return next(
         (name for name in values if name in read - {*mapped} and _changes(name, values)), None

@@ -213,8 +213,9 @@ def _qkv(kind: str) -> _Rule:
 
 
 def _norm_of_heads(name: str, heads: str) -> _Rule:
-    """Return a rule for query and key norms, which are replicated. It raises for another width: a
-    fork's spec may norm each head where the checkpoint norms all heads together."""
+    """Return a rule for query and key norms, which are replicated.
+
+    It raises for another width: a fork's spec may norm each head instead of all heads together."""
 
     def rule(p: _Parameter, shape: ModelShape) -> list[Piece]:
         width = shape.head_dim * (getattr(shape, heads) if shape.norms_whole_projection else 1)

@@ -103,8 +103,9 @@ def asked(values: Mapping[str, Any]) -> str:
 
 
 def check_bias_dtypes(values: Mapping[str, Any], dtypes: Mapping[str, str], folder: Any) -> None:
-    """Raise UsageError if updates move biases that are not float32 in the checkpoint; hand-over and
-    exports use its `dtypes` (by tensor)."""
+    """Raise UsageError if updates move biases that are not float32 in the checkpoint.
+
+    Hand-over and exports use the checkpoint's `dtypes` (by tensor)."""
     if not moves_biases(values):
         return
     for tensor, dtype in dtypes.items():

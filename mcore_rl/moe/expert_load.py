@@ -31,8 +31,10 @@ class ExpertLoad:
         replay: RoutingReplay | None = None,
         of_rollout: Callable[[], np.ndarray] | None = None,
     ) -> None:
-        """`routed` covers the complete model; `replay` counts differing choices; `of_rollout`
-        returns `[m, e]`, this rank's part of the engines' choices per expert."""
+        """Hook the routers of `chunks`; `routed` covers the complete model.
+
+        `replay` counts differing choices. `of_rollout` returns `[m, e]`, this rank's part of the
+        engines' choices per expert."""
         self._routed, self._replay, self._of_rollout = routed, replay, of_rollout
         self._device = next(chunks[0].parameters()).device
         self._counts = self._zeros(routed.num_experts)
@@ -77,8 +79,7 @@ class ExpertLoad:
         return metrics | self._disagreement()
 
     def _used(self, counts: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the counts of all ranks for layers with tokens, and the mask of these layers;
-        other layers have no metrics."""
+        """Return all ranks' counts for layers with tokens, and the mask of these layers."""
         total = counts.clone()
         dist.all_reduce(total)
         is_used = total.sum(dim=1) > 0

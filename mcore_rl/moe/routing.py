@@ -2,8 +2,8 @@
 
 R2 and R3 (rollout routing replay, arXiv 2510.11370): the experts that computed a sample may differ
 from the experts that the trainer's router chooses, because of rounding. The ratio of the two
-log-probs then compares two different models. R3 replays in training the choices of the engine, R2
-those of the trainer when it scored the samples.
+log-probs then compares two different models. R3 replays the engine's choices in training, R2 the
+trainer's own choices from when it scored the samples.
 
 Shape legend: n tokens of one sample that went through the engine; m layers with experts, in
 ascending order; k choices per token; e experts.
@@ -72,8 +72,7 @@ _COUNTED_TOKENS = 1024  # per sample, spread evenly: enough to measure shares
 
 
 def load_of(routes: Routes, num_experts: int) -> np.ndarray:
-    """Return `[m, e]` int64: how often each expert of each layer is chosen; for a long sample, in
-    every second, third... token."""
+    """Return `[m, e]` int64: how often each expert is chosen; long samples are subsampled."""
     every = -(-len(routes.ids) // _COUNTED_TOKENS) or 1
     chosen = routes.ids[::every][routes.known[::every]]
     num_layers = chosen.shape[1]

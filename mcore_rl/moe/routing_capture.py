@@ -115,10 +115,10 @@ def _group_of_all_tokens(kv_cache_config: Any) -> tuple[int, int]:
 
 
 def routes_of(told: np.ndarray | None, of: RoutedLayers, num_tokens: int) -> Routes | str:
-    """Convert `CompletionOutput.routed_experts` of a response with `num_tokens` computed tokens,
-    prompt included, to routes; return a text that describes the problem if it is invalid.
+    """Convert `CompletionOutput.routed_experts` to routes; return the problem if it is invalid.
 
-    A token without choices, or without those of one layer, counts as unknown.
+    `num_tokens` counts the computed tokens of prompt and response. A token that lacks choices in
+    any layer counts as unknown.
     """
     if told is None:
         told = np.empty((0, of.layers[-1] + 1, of.topk), dtype=of.dtype)

@@ -46,7 +46,7 @@ class RoutingReplay:
     """
 
     def __init__(self, chunks: Sequence[torch.nn.Module], routed: RoutedLayers) -> None:
-        """`chunks` are model chunks without wrappers; `routed` covers the complete model.
+        """Attach to the routers of `chunks` (without wrappers); `routed` covers the complete model.
 
         Raises RuntimeError if this Megatron's routers do not support replay.
         """
@@ -168,8 +168,9 @@ class _Asked:
 
 
 def obstacle(values: Mapping[str, Any]) -> str:
-    """Return which of Megatron's flags bypasses the replay, as text that begins with the flag; ""
-    for none. `values` are by destination."""
+    """Return why a flag bypasses the replay, as text that begins with the flag, or "".
+
+    `values` are Megatron's arguments by destination."""
     if values.get("moe_router_fusion"):
         return "--moe-router-fusion chooses experts in a kernel of its own"
     if values.get("enable_cuda_graph") or values.get("external_cuda_graph"):

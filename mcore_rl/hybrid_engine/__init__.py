@@ -1,4 +1,4 @@
-"""One process, two engines: Megatron's shards and a vLLM worker, and the hand-over between them.
+"""One process, two engines: Megatron's shards, a vLLM worker, and the hand-over between them.
 
-Importing this package imports neither torch nor Megatron nor vLLM; its modules do, by themselves.
+Importing this package imports neither torch nor Megatron nor vLLM; importing its modules does.
 """

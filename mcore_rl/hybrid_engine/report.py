@@ -1,4 +1,4 @@
-"""What one direction of a switch did, and the line that is logged of it."""
+"""The report of one direction of a switch, and the lines logged for it."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ TO_ROLLOUT, TO_TRAIN = "train_to_rollout", "rollout_to_train"
 
 @dataclass(frozen=True, slots=True)
 class ReshardReport:
-    """One direction of one switch, as this rank saw it. Bytes are of this rank.
+    """One direction of one switch, as measured on this rank. Bytes are this rank's.
 
-    What is said of bytes and of proof belongs to the hand-over, that is to TO_ROLLOUT.
+    The fields on bytes and attestation describe the hand-over: they are set for TO_ROLLOUT only.
     """
 
     direction: str  # TO_ROLLOUT or TO_TRAIN
     weight_version: int
     duration_seconds: float
     received_bytes: int = 0  # counted at the calls
-    lower_bound_bytes: int = 0  # the least, over all placements
+    lower_bound_bytes: int = 0  # the minimum over all placements
     saved_bytes: int = 0  # by a narrower dtype and by sending changes only
-    hidden_share: float = 0.0  # of the time that transfers took, during which the engine loaded
-    peak_extra_bytes: int = 0  # of the process, above where it stood before
+    hidden_share: float = 0.0  # share of the transfer time during which the engine was loading
+    peak_extra_bytes: int = 0  # the process's peak above its memory before the switch
     num_tensors: int = 0
-    attested: bool = False  # proved to have arrived; a hand-over that is not raises
-    attest_seconds: float = 0.0  # of this rank's hashing
-    repeated: bool = False  # by the plain gather, whose bytes are in `received_bytes` too
-    # What of training is away during rollout; nothing without an offloader.
+    attested: bool = False  # all slices arrived unchanged; a failed attestation raises
+    attest_seconds: float = 0.0  # time this rank spent hashing
+    repeated: bool = False  # by the plain gather, whose bytes `received_bytes` includes
+    # Training state that is offloaded during rollout; empty without an offloader.
     offloaded: OffloadStats = field(default_factory=OffloadStats)
 
 
@@ -38,7 +38,7 @@ Hook = Callable[[ReshardReport], None]
 
 
 def log_reshard(report: ReshardReport, share_of_step: float | None = None) -> str:
-    """The `[Reshard]` line of a report."""
+    """Return the `[Reshard]` line of a report."""
     parts = [f"direction={report.direction}", f"duration={report.duration_seconds:.3f}s"]
     if report.direction == TO_ROLLOUT:
         parts += [
@@ -57,9 +57,9 @@ def log_reshard(report: ReshardReport, share_of_step: float | None = None) -> st
 
 
 def offload_line(stats: OffloadStats) -> str | None:
-    """The `[Offload]` line of a switch, of this rank; None if nothing was to be taken off.
+    """Return this rank's `[Offload]` line of a switch, or None if nothing was to be offloaded.
 
-    Says plainly where a host copy saves nothing.
+    The line states where a host copy saves nothing.
     """
     kinds = [kind for kind in KINDS if kind in stats.moved]
     if not kinds:
@@ -88,16 +88,16 @@ def _what_became(moved: int, dropped: int, saved: int) -> str:
 
 
 class OffloadLog:
-    """Says what offload saved, once: after the first switch to rollout, and again when it changes.
+    """Log of what offload saved: once after the first switch to rollout, then when it changes.
 
-    It does after the first update, which makes the optimizer's moments.
+    It changes after the first update, which creates the optimizer's moments.
     """
 
     def __init__(self) -> None:
         self._said: str | None = None
 
     def line(self, report: ReshardReport) -> str | None:
-        """The line of `report` if there is something new to say, else None."""
+        """Return the line of `report` if it is new, else None."""
         line = offload_line(report.offloaded) if report.direction == TO_ROLLOUT else None
         if line is None or line == self._said:
             return None

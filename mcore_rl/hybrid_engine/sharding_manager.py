@@ -2,15 +2,15 @@
 
     enter  train -> rollout: save the training RNG, offload gradients and optimizer state, wake the
            engine's weight memory, move exactly the slices that this rank's vLLM shard needs and
-           does not hold, prove that they arrived, offload the parameters, wake the KV cache, seed
+           does not hold, attest that they arrived, offload the parameters, wake the KV cache, seed
            the rollout RNG
     exit   rollout -> train: free the engine's memory, bring back what was offloaded, restore the
            training RNG bit for bit
 
-Pipeline parallelism becomes extra data parallelism: the ranks of one stage, as many engines as fit,
-each receive the other stages' slices. Experts stay on their EP rank. Under equal TP and EP every
-message therefore stays inside a PP group, which is found by planning over slices and not by rule:
-other layouts give other moves through the same code.
+Pipeline parallelism becomes extra data parallelism: the ranks of a stage form as many engines as
+fit, and each rank receives the other stages' slices. Experts stay on their EP rank. With equal TP
+and EP every message therefore stays inside a PP group. This follows from planning over slices and
+is not a rule of its own: the same code plans other layouts.
 """
 
 from __future__ import annotations
@@ -56,12 +56,12 @@ __all__ = [
 
 
 class MegatronVLLMShardingManager:
-    """Hands the weights of a Megatron model to the vLLM engines in the same processes.
+    """Hand-over of a Megatron model's weights to the vLLM engines in the same processes.
 
-    Constructing, entering and leaving are collective over the world. Constructing it reads none of
-    the weights and puts the engine to sleep. Re-entering without leaving is an error.
-    `weight_version` counts the hand-overs, the first is 1. `on_reshard_start` and `on_reshard_end`
-    are lists of functions called on this rank before and after either direction.
+    Constructing, entering and leaving are collective over the world. The constructor reads no
+    weights and puts the engine to sleep. Entering twice without leaving raises RuntimeError.
+    `weight_version` counts the hand-overs from 1. `on_reshard_start` and `on_reshard_end` list
+    functions that this rank calls before and after each direction.
     """
 
     def __init__(
@@ -122,13 +122,13 @@ class MegatronVLLMShardingManager:
         self.on_reshard_end: list[Hook] = []
 
     def _before_repetition(self) -> None:
-        """The parameters are read once more, and nothing is built on what arrived before."""
+        """Bring the parameters back to be read again, and discard the base of the next delta."""
         self.stream.invalidate()
         if self._offloader is not None and "parameters" in self._offloader.away:
             self._offloader.onload("parameters")
 
     def _offload_parameters(self) -> None:
-        """After a hand-over, which reads them, and before the KV cache wakes."""
+        """Offload the parameters: after a hand-over reads them, before the KV cache wakes."""
         if self._offloader is not None:
             self._offloader.offload("parameters")
 
@@ -155,9 +155,9 @@ class MegatronVLLMShardingManager:
         self._proof.score_canary(self.weight_version)  # while the parameters are in place
         started = time.perf_counter()
         with contextlib.ExitStack() as undo:
-            # A hand-over that fails must not leave training without its state.
+            # A failed hand-over must not leave training without its state.
             undo.callback(self._bring_training_back)
-            if self._offloader is not None:  # before the engine wants the memory
+            if self._offloader is not None:  # before the engine allocates
                 self._offloader.offload("gradients", "optimizer")
             with PeakMemory() as peak:
                 self._proof.begin(self.weight_version, self.stream.read)
@@ -180,7 +180,7 @@ class MegatronVLLMShardingManager:
             lower_bound_bytes=self.stream.lower_bound_bytes,
             peak_extra_bytes=peak.extra_bytes,
             num_tensors=sum(bool(boxes) for boxes in self.stream.need.values()),
-            attested=attestation is not None,  # not to be proved raises
+            attested=attestation is not None,  # a failed attestation raises
             attest_seconds=0.0 if attestation is None else attestation.seconds,
             repeated=self._proof.repeated,
             offloaded=self._offloaded(),
@@ -195,7 +195,7 @@ class MegatronVLLMShardingManager:
         except Exception as error:
             if failed is None:
                 raise
-            # What failed is told, and not that its requests keep the engine from sleeping.
+            # Report the first failure, not that its requests keep the engine from sleeping.
             logger.debug("rank %d: after a failure in rollout mode: %s", self._rank, error)
 
     def _leave(self) -> None:
@@ -213,10 +213,10 @@ class MegatronVLLMShardingManager:
     def prefetch(self) -> int:
         """Begin to bring back what training had offloaded; see `Offloader.prefetch`.
 
-        In rollout mode, when few responses are still being generated. Local to this rank.
+        Called in rollout mode, when few responses are still being generated. Local to this rank.
         """
         if self._offloader is None or not self._offloader.away:
-            return 0  # nothing was to go
+            return 0
         return self._offloader.prefetch()
 
     def _offloaded(self) -> OffloadStats:
@@ -232,7 +232,7 @@ class MegatronVLLMShardingManager:
         self._rng = None
 
     def _seed_rollout(self) -> None:
-        """All ranks of a TP group draw the same tokens, different groups and versions others."""
+        """Seed sampling by TP group and weight version: the ranks of a group draw equal tokens."""
         group = self._rollout.tp_group_index(self._rank)
         entropy = [self._seed, self.weight_version, group]
         seed = int(np.random.SeedSequence(entropy).generate_state(1)[0])

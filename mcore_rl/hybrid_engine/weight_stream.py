@@ -1,8 +1,8 @@
-"""The weights of this rank's engine, as they come: what lies here, and what other ranks send.
+"""The stream of the weights of this rank's engine: its own slices, and those other ranks send.
 
-Joins the pure parts: what Megatron holds (`model_shards`), what the engine needs (`needs`), the
-plan between them and the transfer that carries it out. Everything but the weights themselves is
-worked out once, from the two layouts.
+This module joins what Megatron holds (`megatron.shards`), what the engine needs (`vllm.needs`), the
+plan between them, and the transfer that executes it. Everything except the weights themselves is
+computed once, from the two layouts.
 """
 
 from __future__ import annotations
@@ -34,19 +34,19 @@ from mcore_rl.model.weight_map import layer_order
 
 @dataclass(frozen=True, slots=True)
 class Holdings:
-    """`have[rank]` and `need[rank]`: checkpoint tensor -> boxes. Equal ones are one object."""
+    """`have[rank]` and `need[rank]`: checkpoint tensor -> boxes. Equal mappings are one object."""
 
     have: tuple[Boxes, ...]
     need: tuple[Boxes, ...]
 
     def lower_bound_bytes(self, rank: int, tensors: Mapping[str, TensorInfo]) -> int:
-        """The least that `rank` could receive, whichever rank's place in rollout it took."""
+        """Return the minimum that `rank` must receive, over all ranks' places in rollout."""
         places = {id(need): need for need in self.need}
         return min(missing_bytes(tensors, self.have[rank], need) for need in places.values())
 
 
 def exchange(have: Mapping[str, Sequence[Box]], need: Mapping[str, Sequence[Box]]) -> Holdings:
-    """Tell all ranks what this one has and needs. Collective over the world."""
+    """Exchange with all ranks what each has and needs. Collective over the world."""
     mine = tuple(
         {name: tuple(some) for name, some in boxes.items() if some} for boxes in (have, need)
     )
@@ -63,7 +63,7 @@ def exchange(have: Mapping[str, Sequence[Box]], need: Mapping[str, Sequence[Box]
 
 
 def missing_bytes(tensors: Mapping[str, TensorInfo], have: Boxes, need: Boxes) -> int:
-    """What is needed and not held."""
+    """Return the number of bytes that are needed and not held."""
     return sum(
         volume(part) * tensors[name].itemsize
         for name, boxes in need.items()
@@ -72,8 +72,8 @@ def missing_bytes(tensors: Mapping[str, TensorInfo], have: Boxes, need: Boxes) -
     )
 
 
-# Of what the busiest rank sends and receives, what is in flight at most: less than all of it, so
-# that something is left to load while the rest travels.
+# The largest share in flight of what the busiest rank sends and receives. It is below 1 so that a
+# rank loads one part while the rest travels.
 _SHARE_IN_FLIGHT = 1 / 4
 _LEAST_BUCKET_BYTES = 2 << 20
 
@@ -81,11 +81,11 @@ _LEAST_BUCKET_BYTES = 2 << 20
 class WeightStream:
     """One plan, streamed once per hand-over. Constructing and streaming are collective.
 
-    `tensors` are the checkpoint's; those travel that training holds, on whichever rank, in `dtype`
-    ("checkpoint", "bf16" or "fp16"). Those of MTP layers come after all others; where nothing
-    trains them, they are `carried` for a drafter and come from the rank itself. With `delta` only
-    what changed travels, and everything every `full_every` times. `bucket_bytes` caps what is in
-    flight; `ranks_per_node` consecutive ranks are near each other.
+    `tensors` are the checkpoint's. Those that training holds on any rank travel, in `dtype`
+    ("checkpoint", "bf16" or "fp16"). MTP layers come last; if they are not trained, they are
+    `carried` for a drafter, and each rank reads its own. With `delta` only changes travel, and
+    everything every `full_every` times. `bucket_bytes` caps what is in flight; `ranks_per_node`
+    consecutive ranks are near each other.
     """
 
     def __init__(
@@ -112,7 +112,7 @@ class WeightStream:
         if carried is not None:
             carried.hold(self.need)
         self.holdings = exchange({name: self._boxes(name) for name in self.tensors}, self.need)
-        # Of what is carried nobody needs copies of what the model has.
+        # A drafter's copies of tensors that the model has are carried, too, but no rank needs them.
         also = {n: i for n, i in also.items() if any(n in need for need in self.holdings.need)}
         self.tensors = {n: i for n, i in self.tensors.items() if n in served or n in also}
         drafters = {n for n in self.tensors if is_mtp_tensor(n, shards.shape.num_layers)}
@@ -144,17 +144,17 @@ class WeightStream:
 
     @property
     def received_bytes(self) -> int:
-        """In the last hand-over, counted at the calls."""
+        """Bytes received in the last hand-over, counted at the calls."""
         return self._transfer.stats.received_bytes
 
     @property
     def saved_bytes(self) -> int:
-        """In the last hand-over, by the dtype and by sending changes only."""
+        """Bytes saved in the last hand-over by a narrower dtype and by sending changes only."""
         return self._transfer.stats.saved_bytes + self._saved_by_dtype
 
     @property
     def connections(self) -> Connections:
-        """Megatron's groups that this rank has used so far, and its peers point to point."""
+        """Megatron's groups that this rank has used so far, and its point-to-point peers."""
         return self._transfer.connections
 
     @property
@@ -164,19 +164,19 @@ class WeightStream:
 
     @property
     def ranks_spoken_to(self) -> frozenset[int]:
-        """Those this rank exchanged anything with in the last hand-over."""
+        """The ranks with which this rank exchanged data in the last hand-over."""
         return frozenset(self._transfer.stats.ranks_spoken_to)
 
     def invalidate(self) -> None:
-        """What the engine has is not to be built upon: next time everything travels."""
+        """Discard the base of the next delta: everything travels the next time."""
         self._transfer.invalidate()
 
     def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """(checkpoint name, stand-in of full shape with some of this rank's slices), by layer.
+        """Yield (checkpoint name, stand-in of full shape with some of this rank's slices) by layer.
 
-        Collective; must be exhausted. Only tensors of which this rank needs anything are given, one
-        after the other, each in one or more parts: what lies here already, then what each bucket
-        brings. A part is valid until the next one is asked for.
+        Collective; must be exhausted. Yields only tensors that this rank needs, one after the
+        other, each in one or more parts: the slices held here, then those of each bucket. A part is
+        valid until the next one is requested.
         """
         with contextlib.closing(
             self._transfer.stream(self.read, partial=True, keep=False)
@@ -192,7 +192,7 @@ class WeightStream:
             assert ahead is None, f"{ahead[0]} arrived out of order"
 
     def _own_pieces(self, name: str) -> list[tuple[Box, torch.Tensor]]:
-        """What this rank needs and holds already, each element once."""
+        """Return what this rank needs and holds already, each element once."""
         found: list[tuple[Box, torch.Tensor]] = []
         for needed in self.need[name]:
             for held in self._boxes(name):
@@ -206,7 +206,7 @@ class WeightStream:
         return SlicedTensor(name, info.shape, getattr(torch, info.dtype), pieces)
 
     def read(self, name: str, box: Box, at: Any = ...) -> torch.Tensor:
-        """A slice of the weights that this rank has, or what `at` cuts out of it, as it travels."""
+        """Return a slice that this rank holds, or its part `at`, in the dtype it travels in."""
         dtype = getattr(torch, self.tensors[name].dtype)
         if self._is_carried(name):
             assert self._carried is not None
@@ -214,7 +214,7 @@ class WeightStream:
         return self._shards.read(name, box, at).to(dtype)
 
     def _boxes(self, name: str) -> tuple[Box, ...]:
-        """What this rank has of a tensor."""
+        """Return the boxes of a tensor that this rank holds."""
         if self._is_carried(name):
             assert self._carried is not None
             return self._carried.boxes(name)
@@ -225,7 +225,7 @@ class WeightStream:
 
 
 def _enough_to_overlap(plan: Plan, world_size: int) -> int:
-    """Bytes of a bucket with which a small model, too, travels while it is loaded."""
+    """Return the bucket's bytes with which even a small model's transfer overlaps its loading."""
     busy = [0] * world_size
     for move in plan.moves:
         for rank in (move.source, *move.receivers):
@@ -234,7 +234,7 @@ def _enough_to_overlap(plan: Plan, world_size: int) -> int:
 
 
 def _groups(layout: TrainLayout) -> dict[frozenset[int], Any]:
-    """Megatron's groups by their ranks; what stands for those of other ranks means nothing."""
+    """Return Megatron's groups by their ranks; entries for other ranks' groups are placeholders."""
     mine = megatron_adapter.broadcast_groups()
     found: dict[frozenset[int], Any] = {}
     for name, sets in layout.groups().items():
@@ -252,7 +252,7 @@ def _near(layout: TrainLayout, ranks_per_node: int) -> Neighbourhoods:
 
 
 def _served(tensors: Mapping[str, TensorInfo], shards: ModelShards) -> dict[str, TensorInfo]:
-    """The tensors that travel: all that training holds, on whichever rank."""
+    """Return the tensors that travel: those that training holds on any rank."""
     trained = set().union(*objects.all_gather(shards.tensors()))
     return {name: info for name, info in tensors.items() if name in trained}
 
@@ -260,10 +260,10 @@ def _served(tensors: Mapping[str, TensorInfo], shards: ModelShards) -> dict[str,
 def travelling_as(
     tensors: Mapping[str, TensorInfo], dtype: str, shape: ModelShape
 ) -> dict[str, TensorInfo]:
-    """`tensors` with the dtype in which they travel: "checkpoint", "bf16" or "fp16".
+    """Return `tensors` with the dtype in which they travel: "checkpoint", "bf16" or "fp16".
 
-    What engines keep in float32 travels as it is: a router's bias decides between experts by
-    differences that a narrower dtype loses.
+    Tensors that engines keep in float32 keep their dtype: a router's bias decides between experts
+    by differences that a narrower dtype loses.
     """
     if dtype == "checkpoint":
         return dict(tensors)

@@ -1,1 +1,1 @@
-"""What moves from which rank to which: pure planning."""
+"""Pure planning of what moves from which rank to which."""

@@ -1,12 +1,12 @@
-"""How a plan is cut into messages that fit into a bucket: the same rounds on every rank.
+"""Planner of rounds of messages that fit into a bucket: the same rounds on every rank.
 
 A bucket holds what one rank has in flight in one round: what it sends and what it receives. Moves
-are cut along any dimension until their parts are small against it, parts of one round that go along
-the same tree become one message, and every move is given the first round in which all its ranks
-have room. A rank that takes no part in a round skips it, so groups of ranks
-that share no move fill their buckets independently.
+are cut along any dimension into parts much smaller than a bucket. The parts of a round that travel
+along the same tree form one message. Every move takes the first round in which all its ranks have
+room. A rank skips rounds that it takes no part in, so groups of ranks that share no move fill their
+buckets independently.
 
-Pure: integers in, dataclasses out. Bytes are of the tensors as they travel.
+Pure: integers in, dataclasses out. Bytes are those of the tensors as they travel.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from mcore_rl.hybrid_engine.plan.moves import Plan, TensorInfo
 from mcore_rl.hybrid_engine.plan.trees import Tree
 from mcore_rl.model.boxes import Box, volume
 
-SIZE_BYTES = 8  # the size that goes ahead of a message in delta mode, an int64
+SIZE_BYTES = 8  # the int64 size that travels ahead of a message in delta mode
 CHUNK_BYTES = 1 << 20  # delta mode compares and encodes a message in chunks of this many bytes
-# A part is at most this share of a bucket: larger ones leave more of a bucket empty when the next
-# part no longer fits, and a source that converts its data needs this much besides.
+# A part is at most 1 / this of a bucket. Larger parts leave more of a bucket empty when the next
+# part does not fit; a source that converts its data also needs one part of extra memory.
 _PARTS_PER_BUCKET = 4
 PREPARE, POST = "prepare", "post"  # a rank's steps on a bucket, see `steps`
 
@@ -39,7 +39,7 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """What goes along one tree in one round; parts without gaps, each aligned."""
+    """The data that one tree carries in one round: parts without gaps, each aligned."""
 
     tree: Tree
     parts: tuple[Part, ...]
@@ -52,42 +52,42 @@ class Message:
 
 @dataclass(frozen=True, slots=True)
 class Frame:
-    """What a message of some bytes takes up in a bucket: `front`, then its content, padded.
+    """The space of a message in a bucket: its front, then its content, padded.
 
-    `alignment` is the largest element of the plan. In delta mode the front has room for the
-    message's size and for the table of its chunks; the last byte of either ends where the content
-    begins. Without delta there is no front.
+    `alignment` is the plan's largest element in bytes. In delta mode the front has room for the
+    message's size and the table of its chunks, and the table ends where the content begins. Without
+    delta the front is empty.
     """
 
     alignment: int
     with_delta: bool
 
     def front_bytes(self, num_bytes: int) -> int:
-        """What lies ahead of the content of a message of `num_bytes`."""
+        """Return the bytes ahead of the content of a message of `num_bytes`."""
         if not self.with_delta:
             return 0
         return _round_up(SIZE_BYTES + table_bytes(num_bytes), self.alignment)
 
     def total_bytes(self, num_bytes: int) -> int:
-        """What a message of `num_bytes` takes up."""
+        """Return the bytes that a message of `num_bytes` takes up."""
         return self.front_bytes(num_bytes) + _round_up(num_bytes, self.alignment)
 
 
 def table_bytes(num_bytes: int) -> int:
-    """A byte for each chunk of a message of `num_bytes`, padded to words of 8."""
+    """Return the table's size: a byte per chunk of a message of `num_bytes`, padded to 8."""
     return _round_up(-(-num_bytes // CHUNK_BYTES), 8)
 
 
 def frame_of(itemsizes: Mapping[str, int], *, with_delta: bool) -> Frame:
-    """The frame for tensors with elements of `itemsizes` bytes (tensor -> bytes)."""
+    """Return the frame for tensors with elements of `itemsizes` bytes (tensor -> bytes)."""
     largest = max(itemsizes.values(), default=1)
     return Frame(max(largest, 8) if with_delta else largest, with_delta)
 
 
 def slot_bytes(bucket_bytes: int, num_slots: int, frame: Frame) -> int:
-    """The share of `bucket_bytes` of each of `num_slots` buffers in rotation.
+    """Return the share of `bucket_bytes` of each of `num_slots` rotating buffers.
 
-    UsageError where it does not hold the smallest message, one element.
+    Raises UsageError if it does not hold the smallest message, one element.
     """
     share = bucket_bytes // num_slots
     smallest = frame.total_bytes(frame.alignment)
@@ -109,20 +109,20 @@ def make_rounds(
     frame: Frame,
     rank: int | None = None,
 ) -> dict[int, list[Message]]:
-    """Round -> its messages, in the order in which all ranks take them.
+    """Return round -> messages, in the order in which all ranks process them.
 
     On every rank and in every round, the messages that it sends or receives take up at most
     `slot_bytes` (in `frame`), and the rounds of a rank's moves do not decrease along the plan. With
-    `rank`, only the messages of that rank are returned; the numbers of the rounds are the same.
+    `rank`, only that rank's messages are returned; the round numbers do not change.
     """
     assert frame.total_bytes(frame.alignment) <= slot_bytes, "see `slot_bytes`"
     part_bytes = max(frame.alignment, slot_bytes // _PARTS_PER_BUCKET)
     current: dict[int, int] = {}  # rank -> the round it is in
     used: dict[int, int] = {}  # rank -> its bytes in that round
-    sizes: dict[tuple[int, int], int] = {}  # (round, tree) -> content so far
+    sizes: dict[tuple[int, int], int] = {}  # (round, tree) -> bytes of content so far
     parts: dict[tuple[int, int], list[tuple[str, Box, int]]] = {}
     trees: dict[Tree, int] = {}  # -> its number
-    numbers: dict[int, int] = {}  # the same by object, to compare few of them
+    numbers: dict[int, int] = {}  # the same by object id, to hash few trees
     for move in plan.moves:
         if id(move.tree) not in numbers:
             numbers[id(move.tree)] = trees.setdefault(move.tree, len(trees))
@@ -160,7 +160,7 @@ def _message(
     content: list[tuple[str, Box, int]],
     itemsizes: Mapping[str, int],
 ) -> Message:
-    """Larger elements first, so that every part is aligned without gaps."""
+    """Build a message, larger elements first, so that every part is aligned without gaps."""
     parts: list[Part] = []
     offset = 0
     for tensor, box, num_bytes in sorted(content, key=lambda item: -itemsizes[item[0]]):
@@ -170,10 +170,10 @@ def _message(
 
 
 def cut(box: Box, max_elements: int) -> Iterator[Box]:
-    """`box` in boxes of at most `max_elements`, in row-major order; nothing where it is empty.
+    """Cut `box` into boxes of at most `max_elements`, in row-major order; none if it is empty.
 
-    Whole rows as long as one fits, else within a row along the next dimension, and so on, in parts
-    as even as the dimension allows.
+    Boxes are complete rows if one fits. Otherwise a row is cut along the next dimension, and so on,
+    in parts as even as the dimension allows.
     """
     size = volume(box)
     if size == 0:
@@ -194,8 +194,8 @@ def cut(box: Box, max_elements: int) -> Iterator[Box]:
 class Placed:
     """A message of this rank and its place in a buffer, in bytes from the buffer's start.
 
-    The content lies at `content`. In delta mode an encoded message starts at `encoded`, so that its
-    table ends where the content begins, and its size lies at `start`.
+    The content starts at `content`. In delta mode an encoded message starts at `encoded`, so that
+    its table ends where the content begins, and its size is at `start`.
     """
 
     number: int  # among all messages of this rank
@@ -206,13 +206,13 @@ class Placed:
     end: int
 
     def region(self, num_bytes: int) -> slice:
-        """Where the message lies when it travels with `num_bytes`."""
+        """Return where in the buffer the message lies when it travels with `num_bytes`."""
         first = self.content if num_bytes == self.message.num_bytes else self.encoded
         return slice(first, first + num_bytes)
 
 
 def place(rounds: Mapping[int, Sequence[Message]], frame: Frame) -> list[list[Placed]]:
-    """The messages of each of a rank's buckets, one behind the other."""
+    """Place the messages of each of a rank's buckets one behind the other."""
     buckets: list[list[Placed]] = []
     number = 0
     for messages in rounds.values():
@@ -228,11 +228,11 @@ def place(rounds: Mapping[int, Sequence[Message]], frame: Frame) -> list[list[Pl
 
 
 def steps(round_numbers: Sequence[int], *, ahead: int) -> list[tuple[str, int]]:
-    """The order of a rank's steps on its buckets, which are those of `round_numbers`.
+    """Return the order of a rank's steps on its buckets, one per round of `round_numbers`.
 
-    A round's messages start after the sizes of the next `ahead` rounds. The order is by number of
-    the round and not by bucket, since a rank that skips rounds must start what it shares with
-    another in the order in which that one does.
+    A round's messages start after the sizes of the next `ahead` rounds. Steps are ordered by round
+    number, not by bucket: a rank that skips rounds must start the messages it shares with another
+    rank in that rank's order.
     """
     timed = [
         item
@@ -244,19 +244,19 @@ def steps(round_numbers: Sequence[int], *, ahead: int) -> list[tuple[str, int]]:
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """What one rank does in a transfer, and how what it receives is delivered."""
+    """One rank's part in a transfer, and the order in which received tensors are delivered."""
 
     buckets: list[list[Placed]]
     steps: list[tuple[str, int]]
-    last_bucket: dict[str, int]  # tensor -> the bucket of its last piece, where it receives any
+    last_bucket: dict[str, int]  # tensor -> the bucket of the last piece that the rank receives
     position: dict[str, int]  # tensor -> its place in the plan
-    planned_bytes: int  # that it receives
+    planned_bytes: int  # bytes that the rank receives
 
 
 def make_route(
     plan: Plan, tensors: Mapping[str, TensorInfo], rank: int, share: int, frame: Frame
 ) -> Route:
-    """The route of `rank` through `plan` with buffers of `share` bytes."""
+    """Return the route of `rank` through `plan` with buffers of `share` bytes."""
     position = {move.tensor: i for i, move in reversed(list(enumerate(plan.moves)))}
     itemsizes = {name: tensors[name].itemsize for name in position}
     rounds = make_rounds(plan, itemsizes, slot_bytes=share, frame=frame, rank=rank)

@@ -1,11 +1,11 @@
-"""Cells: how a tensor is cut so that whatever any rank holds or needs is made of whole parts.
+"""Cells: a cut of each tensor such that every held or needed box consists of complete parts.
 
-The edges of all held and all needed boxes of a tensor draw a grid; its squares are the cells. A
-cell lies in each box entirely or not at all. Hashes of cells at the source can therefore be
-compared with those of whatever arrives somewhere, without knowing how it got there.
+The edges of all held and all needed boxes of a tensor form a grid; its squares are the cells. A box
+contains a cell completely or not at all. Hashes of cells at the source can therefore be compared
+with hashes where the cells arrive, whatever way they took.
 
-Each cell that is needed is attested by one of its holders, so that every element counts once in the
-whole world, and all ranks have about equal work.
+One of its holders attests each needed cell, so that every element counts once in the world. All
+ranks have about equal work.
 
 Pure: boxes in, dataclasses out, the same on every rank.
 """
@@ -36,10 +36,10 @@ class Cell:
 def make_cells(
     tensors: Mapping[str, TensorInfo], have: Sequence[Boxes], need: Sequence[Boxes]
 ) -> dict[str, tuple[Cell, ...]]:
-    """The cells of each tensor that any rank needs, disjoint, covering every needed element once.
+    """Return the cells of each tensor that any rank needs; they cover each needed element once.
 
     `have[rank]` and `need[rank]` are that rank's boxes. Pure, and the same on every rank. Raises
-    RuntimeError naming the rank, tensor and slice that nobody holds.
+    RuntimeError naming the rank, tensor and slice that no rank holds.
     """
     held: dict[str, dict[Box, list[int]]] = defaultdict(lambda: defaultdict(list))
     needed: dict[str, dict[Box, int]] = defaultdict(dict)  # box -> a rank that needs it
@@ -65,7 +65,7 @@ def make_cells(
 
 
 def _by_identity(by_rank: Sequence[Boxes]) -> Iterator[tuple[Boxes, list[int]]]:
-    """What ranks have in common as one object is looked at once (see `holdings.exchange`)."""
+    """Yield each distinct mapping and the ranks that share it (see `weight_stream.exchange`)."""
     ranks: dict[int, list[int]] = defaultdict(list)
     for rank, boxes in enumerate(by_rank):
         ranks[id(boxes)].append(rank)
@@ -76,7 +76,7 @@ def _by_identity(by_rank: Sequence[Boxes]) -> Iterator[tuple[Boxes, list[int]]]:
 def _refined(
     tensor: str, held: Mapping[Box, list[int]], needed: Mapping[Box, int]
 ) -> Iterator[tuple[Box, set[int]]]:
-    """(box, holders) of every cell that is needed, on the grid that all boxes' edges draw."""
+    """Yield (box, holders) of every needed cell, on the grid that all boxes' edges form."""
     dims = len(next(iter(needed)))
     edges = [sorted({edge for box in (*held, *needed) for edge in box[dim]}) for dim in range(dims)]
     holders: dict[tuple[int, ...], set[int]] = defaultdict(set)
@@ -92,7 +92,7 @@ def _refined(
 
 
 def _squares(box: Box, edges: Sequence[Sequence[int]]) -> Iterator[tuple[int, ...]]:
-    """Where on the grid the parts of `box` lie."""
+    """Return the grid positions of the squares of `box`."""
     ranges = (
         range(bisect_left(edges[dim], start), bisect_left(edges[dim], stop))
         for dim, (start, stop) in enumerate(box)

@@ -1,12 +1,12 @@
-"""From who has what and who needs what to moves: the same list on every rank.
+"""Planner of moves from holdings and needs: the same list on every rank.
 
 Pure: holdings and needs are boxes of checkpoint tensors, the result is a dataclass. Every needed
 element is covered exactly once, either by a move or by the receiver itself.
 
-Where a slice lies on several ranks, a receiver takes it from the nearest: first those of its own
-pipeline in its own node, then its node, then its pipeline, then anywhere; those that have received
-it pass it on (see `trees`). Among equally near holders the one that has the least to send so far is
-taken.
+If several ranks hold a slice, a receiver takes it from the nearest: first from its own pipeline in
+its own node, then from its node, its pipeline, and any rank. Ranks that have received the slice
+pass it on (see `trees`). Among equally near holders, the one with the least to send so far is
+chosen.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from mcore_rl.model.boxes import Box, intersect, show, subtract, uncovered, volu
 
 Boxes = Mapping[str, Sequence[Box]]  # tensor -> disjoint boxes
 _MANY_BOXES = 16
-_WAYS = 4  # from some holders to some receivers: more balance better, and take more messages
+_WAYS = 4  # forests per set of holders and receivers: more balance better but take more messages
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +42,7 @@ class TensorInfo:
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """One box of one tensor on its way from a rank that holds it to all that get it from there."""
+    """One box of one tensor that travels from a rank that holds it along a tree of receivers."""
 
     tensor: str
     box: Box
@@ -68,7 +68,7 @@ class Plan:
         return sum(m.num_bytes for m in self.moves if rank in m.receivers)
 
     def sent_bytes(self, rank: int) -> int:
-        """What it passes on included; a broadcast counts once."""
+        """Return the bytes that `rank` sends or passes on; a broadcast counts once."""
         return sum(m.num_bytes * m.tree.sends(rank) for m in self.moves)
 
 
@@ -85,15 +85,15 @@ def make_plan(
     """Plan the moves of all ranks.
 
     `have[rank]` and `need[rank]` are that rank's boxes; `order` names the tensors in the order in
-    which they travel. Ranks may share one mapping object, which saves work. `near` is None where
-    all ranks are equally near, `groups` where there is none to broadcast in. `load` is what each
-    rank has to send besides, to which is added. Raises RuntimeError naming the tensor, rank and box
-    that nobody holds.
+    which they travel. Ranks may share one mapping object, which saves work. `near` is None if all
+    ranks are equally near, `groups` if there are no groups to broadcast in. `load` holds the bytes
+    that each rank already has to send; the plan's are added to it. Raises RuntimeError naming the
+    tensor, rank and box that no rank holds.
     """
     near, known_groups = near or Neighbourhoods.alike(len(have)), groups or KnownGroups()
     groups_of_ranks = _by_object(have, need)
     load = [0] * len(have) if load is None else load
-    # Most tensors of a stage have the same holders and receivers, and take the same ways in turn.
+    # Most tensors of a stage share holders and receivers, and take the same forests in turn.
     known: dict[tuple[tuple[int, ...], tuple[int, ...]], deque[Forest]] = {}
     moves: list[Move] = []
     for tensor in order:
@@ -126,7 +126,7 @@ def make_plan(
 def _by_object(
     have: Sequence[Boxes], need: Sequence[Boxes]
 ) -> list[tuple[tuple[Boxes, Boxes], list[int]]]:
-    """Ranks that have and need the same, as far as the caller gave them the same objects."""
+    """Group the ranks whose holdings and needs are the same objects."""
     ranks: dict[tuple[int, int], list[int]] = defaultdict(list)
     for rank, (held, needed) in enumerate(zip(have, need, strict=True)):
         ranks[id(held), id(needed)].append(rank)
@@ -136,7 +136,7 @@ def _by_object(
 def _cut_by_holder(
     tensor: str, missing: Mapping[Box, Sequence[int]], holders: Mapping[Box, Sequence[int]]
 ) -> dict[tuple[Box, Box], list[int]]:
-    """(part, held box it lies in) -> receivers: each missing box, cut where its holders change."""
+    """Cut missing boxes where holders change: (part, held box around it) -> receivers."""
     wanted: dict[tuple[Box, Box], list[int]] = defaultdict(list)
     held_boxes = sorted(holders)
     ranges = np.array(held_boxes, dtype=np.int64)  # [boxes, dimensions, 2]
@@ -158,10 +158,10 @@ def _cut_by_holder(
 def _best_overlap(
     box: Box, held_boxes: Sequence[Box], ranges: npt.NDArray[np.int64]
 ) -> tuple[Box, Box | None]:
-    """The held box that overlaps `box` most, and the overlap; the first of equals.
+    """Return the held box that overlaps `box` most, and the overlap; the first of equals.
 
-    `ranges` are the held boxes as an array. Where there are many, as experts make them on thousands
-    of ranks, they are compared there.
+    `ranges` are the held boxes as an array, which is used if there are many: experts on thousands
+    of ranks.
     """
     if len(held_boxes) > _MANY_BOXES and box:
         mine = np.array(box, dtype=np.int64)

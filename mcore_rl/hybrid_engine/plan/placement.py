@@ -1,15 +1,15 @@
-"""Which rank should play which rollout slot, and what it then has to receive.
+"""Placement of ranks in rollout slots, and the bytes that each rank then has to receive.
 
-A rank that changes from training to rollout keeps what its slot needs and it holds already, so that
-the placement decides how much must move. Where TP' < TP, for instance, consecutive ranks would form
-a wrong engine: ranks 0 and 1 of TP4 hold the first half of every matrix, and both belong where the
-first half is needed (HybridFlow, arXiv 2409.19256, section 5.3: generation groups at regular
-intervals). `choose_rank_map` solves it for any two layouts as an assignment problem.
+A rank that switches from training to rollout keeps what it holds and its slot needs, so the
+placement decides how much must move. If TP' < TP, for example, consecutive ranks should not form an
+engine: ranks 0 and 1 of TP4 hold the first half of every matrix, and both belong where the first
+half is needed (HybridFlow, arXiv 2409.19256, section 5.3: generation groups at regular intervals).
+`choose_rank_map` solves this for any two layouts as an assignment problem.
 
-Tensors are taken together here: those of one kind, over all layers of a stage that have it and all
+Tensors are fused here: all tensors of one kind, over the layers of a stage that have it and all
 experts, are one fused tensor `[layers, experts, *shape]`, since every rank holds the same slice of
-each. Of a fused tensor there are few different slices, and what two of them share is computed once,
-not for every pair of ranks. That is what makes 4,096 ranks and 47,000 tensors a matter of seconds.
+each. A fused tensor has few distinct slices, and the overlap of two slices is computed once, not
+for every pair of ranks. 4,096 ranks and 47,000 tensors therefore take seconds.
 
 This module is pure: it imports neither Megatron nor vLLM nor torch.
 """
@@ -51,22 +51,22 @@ class FusedTensor:
 
     name: str
     spec: TensorSpec
-    stages: tuple[int, ...]  # one; first and last for a tied embedding
+    stages: tuple[int, ...]  # one stage; first and last for a tied embedding
     num_layers: int
 
     @property
     def info(self) -> TensorInfo:
-        """As one tensor `[layers, experts, *shape]`."""
+        """The `TensorInfo` of the fused tensor `[layers, experts, *shape]`."""
         itemsize = 4 if self.spec.dtype == "float32" else 2
         shape = (self.num_layers, max(1, self.spec.num_experts), *self.spec.shape)
         return TensorInfo(shape, self.spec.dtype, itemsize)
 
 
 class Placement:
-    """The two layouts of a model and what each position holds or needs, as boxes of fused tensors.
+    """The two layouts of a model, and the boxes of fused tensors that ranks hold and slots need.
 
     The holdings of a rank depend only on its `train_class`, the needs of a slot only on its
-    `slot_class`, and there are far fewer of those than ranks.
+    `slot_class`; there are far fewer classes than ranks.
     """
 
     def __init__(
@@ -154,7 +154,7 @@ class Placement:
         cut: tuple[int, int],
         vocabulary_rows: int,
     ) -> tuple[Box, ...]:
-        """The box that is cut out, the same object for all that have it; none if it is empty."""
+        """Return the box that is cut out, one object per distinct box; none if it is empty."""
         spec = tensor.spec
         key = (tensor.name, expert if spec.num_experts else None, cut, vocabulary_rows)
         found = self._boxes.get(key)
@@ -187,21 +187,21 @@ class Placement:
 
     @cached_property
     def resident_bytes(self) -> Bytes:
-        """`[slots]` int64: what a slot needs, W' in the formulas."""
+        """`[slots]` int64: bytes that each slot needs, W' in the formulas."""
         of = {at: self._bytes(boxes) for at, boxes in self.needed.items()}
         return np.array([of[at] for at in self.slot_class], dtype=np.int64)
 
     @property
     def most_resident_bytes(self) -> int:
-        """The largest of `resident_bytes`, from the first slot alone.
+        """The largest of `resident_bytes`, computed for the first slot only.
 
-        Slots differ in the padding of the vocabulary only, which the last ones have.
+        Slots differ only in the padding of the vocabulary, which the last slots have.
         """
         return self._bytes(dict(self._needed(0, 0)))
 
     @cached_property
     def trained_bytes(self) -> Bytes:
-        """`[ranks]` int64: what a rank holds in training, in the checkpoint's dtype."""
+        """`[ranks]` int64: bytes that each rank holds in training, in the checkpoint's dtype."""
         of = {at: self._bytes(boxes) for at, boxes in self.held.items()}
         return np.array([of[at] for at in self.train_class], dtype=np.int64)
 
@@ -211,20 +211,20 @@ class Placement:
         )
 
     def missing_bytes(self, ranks: Sequence[int], slots: Sequence[int]) -> Bytes:
-        """`[ranks, slots]` int64: what each rank must receive to play each slot."""
+        """Return `[ranks, slots]` int64: bytes that each rank must receive to take each slot."""
         table, of_rank, of_slot = self._missing
         found: Bytes = table[np.ix_(of_rank[list(ranks)], of_slot[list(slots)])]
         return found
 
     @cached_property
     def lower_bound_bytes(self) -> Bytes:
-        """`[ranks]` int64: the least that a rank could receive, whichever slot it played."""
+        """`[ranks]` int64: the minimum bytes that each rank must receive, over all slots."""
         table, of_rank, _ = self._missing
         bounds: Bytes = table.min(axis=1)[of_rank]
         return bounds
 
     def received_bytes(self, rank_map: Sequence[int]) -> Bytes:
-        """`[ranks]` int64: what each rank receives under slot -> rank."""
+        """Return `[ranks]` int64: bytes that each rank receives, for `rank_map` (slot -> rank)."""
         table, of_rank, of_slot = self._missing
         ranks = np.asarray(rank_map)
         received = np.empty(len(ranks), dtype=np.int64)
@@ -233,7 +233,7 @@ class Placement:
 
     @cached_property
     def _missing(self) -> tuple[Bytes, _Numbers, _Numbers]:
-        """`[train classes, slot classes]`, the class of each rank, the class of each slot."""
+        """Missing bytes `[train classes, slot classes]`, each rank's class, each slot's class."""
         whole = np.array([self._bytes(boxes) for boxes in self.needed.values()], dtype=np.int64)
         table = np.repeat(whole[None], len(self.held), axis=0)
         held, needed = _by_tensor(self.held), _by_tensor(self.needed)
@@ -252,15 +252,15 @@ class Placement:
 
 @dataclass(frozen=True, slots=True)
 class _Slices:
-    """The different boxes of a fused tensor on one side, and the classes that have one."""
+    """The distinct boxes of a fused tensor on one side, and the classes that have one."""
 
     boxes: Bytes  # `[boxes, dimensions, 2]`
     classes: _Numbers  # ascending
-    numbers: _Numbers  # which box each of `classes` has
+    numbers: _Numbers  # the box of each of `classes`
 
 
 def _by_tensor(classes: Mapping[_Class, Mapping[str, Sequence[Box]]]) -> dict[str, _Slices]:
-    """The slices of every tensor of which some class has any."""
+    """Return the slices of every tensor that some class has."""
     boxes: dict[str, dict[Box, int]] = defaultdict(dict)
     having: dict[str, list[tuple[int, int]]] = defaultdict(list)
     for i, of in enumerate(classes.values()):
@@ -274,7 +274,7 @@ def _by_tensor(classes: Mapping[_Class, Mapping[str, Sequence[Box]]]) -> dict[st
 
 
 def _shared_elements(held: Bytes, needed: Bytes) -> Bytes:
-    """`[held boxes, needed boxes]` int64: how many elements each two of them share."""
+    """Return `[held boxes, needed boxes]` int64: the number of elements that each pair shares."""
     shared = np.ones((len(held), len(needed)), dtype=np.int64)
     for dim in range(held.shape[1]):
         stops = np.minimum.outer(held[:, dim, 1], needed[:, dim, 1])
@@ -299,21 +299,21 @@ def _fused(shape: ModelShape, layers: PipelineLayers) -> Iterator[FusedTensor]:
 
 
 def choose_rank_map(placement: Placement, *, ranks_per_node: int) -> tuple[int, ...]:
-    """slot -> rank, such that as little as possible must be received in all.
+    """Return slot -> rank such that the ranks receive as few bytes as possible in total.
 
-    The TP' ranks of a slot group stay inside a node, or fill whole nodes where TP' is larger. The
-    identity is taken where nothing is better. Deterministic. Raises RuntimeError where the world
-    does not divide into nodes and groups.
+    The TP' ranks of a slot group stay inside a node, or fill complete nodes if TP' is larger. The
+    identity is returned unless another map is better. Deterministic. Raises RuntimeError if the
+    world does not divide into nodes and groups.
 
-    Exact where every rank can have a slot for which it need receive only its lower bound, and where
-    a node holds one TP' group; otherwise groups are given to nodes by the best that each group
-    could do there by itself, then ranks to slots within each node.
+    Exact if every rank can take a slot for which it receives only its lower bound, and if a node
+    holds one TP' group. Otherwise groups are assigned to nodes by the best that each group could
+    achieve there alone, then ranks to slots within each node.
     """
     rollout, world = placement.rollout, placement.train.world_size
     identity = tuple(range(world))
     if np.array_equal(placement.received_bytes(identity), placement.lower_bound_bytes):
         return identity
-    size = max(min(ranks_per_node, world), rollout.tp_size)  # of what holds whole TP' groups
+    size = max(min(ranks_per_node, world), rollout.tp_size)  # ranks that hold complete TP' groups
     if world % size or size % rollout.tp_size:
         raise RuntimeError(
             f"groups of {rollout.tp_size} ranks do not fill nodes of {ranks_per_node} in a world "
@@ -335,7 +335,7 @@ def choose_rank_map(placement: Placement, *, ranks_per_node: int) -> tuple[int, 
 def _groups_to_nodes(
     placement: Placement, nodes: Sequence[range], groups: Sequence[range]
 ) -> list[list[int]]:
-    """The slots of each node: whole TP' groups, as many as fit."""
+    """Return the slots of each node: as many complete TP' groups as fit."""
     per_node = len(groups) // len(nodes)
     if placement.rollout.dp_size == 1:  # all groups need the same
         found = [groups[i * per_node : (i + 1) * per_node] for i in range(len(nodes))]
@@ -356,29 +356,29 @@ def _groups_to_nodes(
 
 
 def _alike(classes: Sequence[_Class], parts: Sequence[range]) -> tuple[list[range], list[int]]:
-    """The first of all parts whose positions are of the same classes; which one each part is as."""
+    """Return the first of the parts with the same classes, and the number of each part's first."""
     numbers: dict[tuple[_Class, ...], int] = {}
     of_part = [numbers.setdefault(tuple(classes[i] for i in part), len(numbers)) for part in parts]
     return [parts[of_part.index(number)] for number in range(len(numbers))], of_part
 
 
 def _assignment(costs: npt.NDArray[Any]) -> tuple[_Numbers, _Numbers]:
-    """The rows and columns of the cheapest one."""
-    from scipy.optimize import linear_sum_assignment  # late: the identity mostly needs none
+    """Return the rows and columns of the cheapest assignment."""
+    from scipy.optimize import linear_sum_assignment  # late: the identity usually returns first
 
     rows, columns = linear_sum_assignment(costs)
     return rows, columns
 
 
 def _least(costs: npt.NDArray[np.float64]) -> float:
-    """The sum of the best assignment."""
+    """Return the cost of the cheapest assignment."""
     return float(costs[_assignment(costs)].sum())
 
 
 def _costs(
     placement: Placement, ranks: Sequence[int], slots: Sequence[int]
 ) -> npt.NDArray[np.float64]:
-    """`[ranks, slots]` bytes to receive; a trifle more away from the identity, to break ties."""
+    """Return `[ranks, slots]` bytes to receive, plus 0.25 off the identity to break ties."""
     away = np.not_equal.outer(np.asarray(ranks), np.asarray(slots))
     costs: npt.NDArray[np.float64] = placement.missing_bytes(ranks, slots) + 0.25 * away
     return costs
@@ -389,7 +389,7 @@ def _total(placement: Placement, rank_map: Sequence[int]) -> int:
 
 
 def with_rank_map(placement: Placement, *, ranks_per_node: int) -> RolloutLayout:
-    """The rollout layout under the best rank map."""
+    """Return the rollout layout with the best rank map."""
     return replace(
         placement.rollout, rank_map=choose_rank_map(placement, ranks_per_node=ranks_per_node)
     )

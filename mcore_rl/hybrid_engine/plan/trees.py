@@ -1,13 +1,13 @@
-"""The way of a slice from the ranks that hold it to all that need it.
+"""Trees along which a slice travels from the ranks that hold it to all that need it.
 
-Process groups are costly on a device, and so are peers, so there is no group for each set of ranks
-that happens to need the same. A slice travels in hops, and a rank that has received it passes it
-on: by broadcast where a process group that exists anyway (Megatron's) is made of one rank that has
-the slice and ranks that all still need it, else point to point. Nobody receives a slice twice or
-without needing it, whoever passes it on.
+Process groups and peers cost device memory, so ranks that need the same slice do not get a group of
+their own. A slice travels in hops, and a rank that has received it passes it on. It does so by
+broadcast if one of Megatron's existing process groups consists of one rank that has the slice and
+ranks that all still need it, else point to point. No rank receives a slice twice or without needing
+it, whoever passes it on.
 
-For DeepSeek-V3 whose engines keep shared experts whole, a TP rank's part of them goes to the other
-stages in the PP groups first, and each of these ranks then gives it to its TP group, within a node.
+Example: DeepSeek-V3's engines keep shared experts unsharded. A TP rank's part of them first travels
+to the other stages in the PP groups; each of these ranks then sends it to its TP group, in a node.
 
 This module is pure: it imports neither Megatron nor vLLM nor torch.
 """
@@ -23,7 +23,7 @@ from functools import cached_property
 
 @dataclass(frozen=True, slots=True)
 class Leg:
-    """`sender` passes a slice on: to one rank, or by broadcast to all others of a known group."""
+    """A send of a slice by `sender`: to one rank, or by broadcast to the rest of a known group."""
 
     sender: int
     receivers: tuple[int, ...]
@@ -35,7 +35,7 @@ class Leg:
 
 @dataclass(frozen=True, slots=True)
 class Tree:
-    """From `source` to all `receivers` (ascending), each of which one leg reaches.
+    """The legs from `source` to all `receivers` (ascending); one leg reaches each receiver.
 
     A leg starts from a rank that has the slice: the source, or one that an earlier hop reached.
     """
@@ -53,22 +53,22 @@ class Tree:
         return (leg for hop in self.hops for leg in hop)
 
     def sends(self, rank: int) -> int:
-        """How often `rank` sends the slice; a broadcast counts once."""
+        """Return how often `rank` sends the slice; a broadcast counts once."""
         return sum(leg.sender == rank for leg in self.legs)
 
 
 def direct(source: int, receivers: Sequence[int]) -> Tree:
-    """From `source` to each of `receivers` point to point, at once."""
+    """Return the tree of one hop from `source` to each of `receivers`, point to point."""
     ranks = tuple(sorted(receivers))
     return Tree(source, ranks, (tuple(Leg(source, (rank,)) for rank in ranks),))
 
 
 @dataclass(frozen=True, slots=True)
 class Neighbourhoods:
-    """Which ranks are near each other: equal numbers, one per rank.
+    """Nodes and pipelines of the ranks, a number per rank: equal numbers are near each other.
 
-    Ranks of a node share its links; ranks of a pipeline (a PP group) hold the same part of every
-    layer, each of other layers.
+    Ranks of a node share its links. Ranks of a pipeline (a PP group) hold the same shard, each of
+    different layers.
     """
 
     node: tuple[int, ...]
@@ -76,12 +76,12 @@ class Neighbourhoods:
 
     @classmethod
     def alike(cls, world_size: int) -> Neighbourhoods:
-        """No rank is nearer than another."""
+        """Return neighbourhoods in which all ranks are equally near."""
         return cls((0,) * world_size, (0,) * world_size)
 
 
 class KnownGroups:
-    """Process groups that exist, in families that each divide the ranks; earlier ones go first."""
+    """Existing process groups, in families that each partition the ranks; earlier ones go first."""
 
     def __init__(self, families: Iterable[Sequence[Sequence[int]]] = ()) -> None:
         self._of_rank = [
@@ -98,10 +98,10 @@ class KnownGroups:
 
 
 class Forest:
-    """Grows the trees that bring one slice from its holders to its receivers.
+    """The trees that bring one slice from its holders to its receivers.
 
-    `load` is what each rank has to send so far: of several that are equally near and free, the one
-    with less is taken. `has_choice` says whether that may have decided anything.
+    `load` holds the bytes that each rank has to send so far: among ranks that are equally near and
+    free, the one with the least is chosen. `has_choice` is whether the load may have mattered.
     """
 
     def __init__(
@@ -126,11 +126,11 @@ class Forest:
 
     @cached_property
     def trees(self) -> list[Tree]:
-        """By source."""
+        """The trees, ordered by source."""
         return [_tree(root, legs) for root, legs in sorted(self._legs.items())]
 
     def _broadcast(self, family: Mapping[int, frozenset[int]]) -> None:
-        """In all groups of one rank that has the slice and others that all need it."""
+        """Broadcast in each group of one rank that has the slice and others that all need it."""
         for rank in sorted(self._free_at):
             group = family.get(rank)
             if group is None or not self._waiting:
@@ -148,10 +148,10 @@ class Forest:
         self._waiting.difference_update(receivers)
 
     def _pass_on(self) -> None:
-        """To the rest from the nearest that has the slice and is free first, one by one.
+        """Send to the remaining ranks, each from the nearest rank that has the slice and is free.
 
-        So what one rank has reaches n more in log2(n) hops, and nobody sends much more often than
-        the others.
+        A slice of one rank thus reaches n more in log2(n) hops, and no rank sends much more often
+        than the others.
         """
         free: dict[tuple[int, int], list[tuple[int, int, int]]] = defaultdict(list)
 
@@ -163,7 +163,7 @@ class Forest:
         self.has_choice = len(self._free_at) + len(self._waiting) > 2
         for rank in self._free_at:
             offer(rank)
-        # Who gets it early passes it on often: those who have less to send.
+        # Ranks with less to send go first, since early receivers pass the slice on more often.
         for rank in sorted(self._waiting, key=lambda rank: (self._load[rank], rank)):
             entries = next(free[place] for place in self._places(rank) if free[place])
             while entries[0][0] != self._free_at[entries[0][2]]:
@@ -174,7 +174,7 @@ class Forest:
             offer(rank)
 
     def _places(self, rank: int) -> tuple[tuple[int, int], ...]:
-        """Where `rank` is, the nearest first: pipeline in the node, node, pipeline, anywhere."""
+        """Return the places of `rank`, nearest first: node and pipeline, node, pipeline, world."""
         node, pipeline = self._near.node[rank], self._near.pipeline[rank]
         return (node, pipeline), (node, -1), (-1, pipeline), (-1, -1)
 
@@ -190,20 +190,20 @@ def _tree(root: int, legs: Sequence[tuple[int, Leg]]) -> Tree:
 
 @dataclass(frozen=True, slots=True)
 class Connections:
-    """What a rank's part in some trees takes on its device."""
+    """The groups and peers that a rank's part in some trees needs on its device."""
 
-    groups: frozenset[frozenset[int]]  # known ones, for broadcasts or, of all ranks, for the rest
-    peers: frozenset[int]  # ranks with which it speaks point to point
+    groups: frozenset[frozenset[int]]  # known groups: for broadcasts, or of all ranks for the rest
+    peers: frozenset[int]  # point-to-point peers
 
 
 def connections(
     trees: Iterable[Tree], known: Collection[frozenset[int]], world_size: int
 ) -> list[Connections]:
-    """For each rank: the `known` groups that `trees` use, and the peers of legs outside them."""
+    """Return each rank's connections: `known` groups that `trees` use, and peers outside them."""
     groups: list[set[frozenset[int]]] = [set() for _ in range(world_size)]
     peers: list[set[int]] = [set() for _ in range(world_size)]
     everyone = frozenset(range(world_size))
-    different = {id(tree): tree for tree in trees}.values()  # most are one object many times over
+    different = {id(tree): tree for tree in trees}.values()  # few objects occur many times
     for leg in {leg for tree in different for leg in tree.legs}:
         ranks = leg.ranks
         for rank in ranks:

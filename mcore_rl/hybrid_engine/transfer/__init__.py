@@ -1,1 +1,1 @@
-"""Moving what a plan says: buckets on the wire, changes alone, a plain gather."""
+"""Execution of a plan: buckets on the wire, delta encoding, a plain gather."""

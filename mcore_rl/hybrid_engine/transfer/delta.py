@@ -1,21 +1,21 @@
-"""What changed in a message since the last version, exactly, in few bytes.
+"""Lossless encoding of a message as its changes since the last version.
 
-Both ends keep the bytes of the last version. The source compares in words of 8 bytes and describes
-the changes chunk by chunk; for each chunk it takes the form of the fewest bytes:
+Both ends keep the bytes of the last version. The source compares in words of 8 bytes and encodes
+the changes chunk by chunk, each chunk in the form that needs the fewest bytes:
 
     UNCHANGED            nothing
-    BLOCKS_8, _64, _512  a bit per block of so many bytes, then the blocks that changed
+    BLOCKS_8, _64, _512  a bit per block of 8, 64 or 512 bytes, then the blocks that changed
     RAW                  the chunk
 
-An encoded message is a byte per chunk that names its form (padded to 8), then the chunks in turn;
-a message without any change is 0 bytes. Small blocks serve updates that touch single elements: a
-step of 1e-6 changes 4 in a hundred bfloat16 weights of a scale of 0.02, which in blocks of 8 bytes
-come to 17 % of the bytes, in blocks of 64 to 75 %, in larger ones to all. Large blocks serve rows:
-one in twenty comes to 6.5 % in blocks of 8 and to 5.0 % in blocks of 512. A frozen parameter costs
-one comparison at nearly the speed of memory.
+An encoded message is a byte per chunk that names its form (padded to 8), then the chunks in order;
+an unchanged message has 0 bytes. Small blocks suit updates of single elements: a step of 1e-6
+changes 4 % of bfloat16 weights of scale 0.02, which are 17 % of the bytes in blocks of 8 bytes,
+75 % in blocks of 64 and all in larger ones. Large blocks suit changes of rows: one row in twenty is
+6.5 % of the bytes in blocks of 8 and 5.0 % in blocks of 512. A frozen parameter costs one
+comparison at nearly memory speed.
 
-Tensors in and out, on the host or on a device, where the comparison and the encoding run: nothing
-but sizes and tables of forms crosses to the host. Nothing here talks to other ranks.
+Tensors may be on the host or on a device; comparison and encoding run there, and only sizes and
+tables of forms are copied to the host. This module does not communicate with other ranks.
 """
 
 from __future__ import annotations
@@ -25,29 +25,28 @@ import torch
 from mcore_rl.hybrid_engine.plan.buckets import CHUNK_BYTES, table_bytes
 
 UNCHANGED, RAW = 0, 255
-_BLOCKS = {1: 8, 2: 64, 3: 512}  # form -> bytes of a block; each eight of the one before
+_BLOCKS = {1: 8, 2: 64, 3: 512}  # form -> bytes of a block; each is 8 blocks of the one before
 _WORD = 8
-# Chunks that are compared together: on the host what fits into caches, else so that calls are few.
+# Chunks compared in one call: on the host they must fit into caches, on devices calls must be few.
 _AT_ONCE = {"cpu": 1}
 _AT_ONCE_ELSEWHERE = 16
-# Eight bytes of 0 or 1, times this, have these as the bits of their highest byte, the first one
-# highest.
+# Multiplied by this, a word of eight bytes of 0 or 1 has them as the bits of its highest byte, the
+# first one highest.
 _GATHER_BITS = 0x8040201008040201 - (1 << 64)
 
 
 def padded_bytes(num_bytes: int) -> int:
-    """The size of the buffers for a message of `num_bytes`: whole words."""
+    """Return the buffer size for a message of `num_bytes`: a multiple of 8."""
     return -(-num_bytes // _WORD) * _WORD
 
 
 def encode(buffer: torch.Tensor, last: torch.Tensor, num_bytes: int) -> int:
     """Replace a message in `buffer` by its difference from `last`; `last` becomes the message.
 
-    Both are uint8 `[n]` on one device. `buffer` holds `table_bytes(num_bytes)` bytes of room and
-    then the message, padded with zeros to whole words; `last` has the same padded size. Returns the
-    bytes of the encoded message, which start at the start of `buffer`: 0 where nothing changed.
-    Where encoding would not save anything it returns `num_bytes`, and the message itself lies where
-    it lay.
+    Both are uint8 `[n]` on one device. `buffer` holds `table_bytes(num_bytes)` free bytes and then
+    the message, padded with zeros to words of 8 bytes; `last` has the same padded size. Returns the
+    size in bytes of the encoded message, which begins at the start of `buffer`; 0 if nothing
+    changed. If encoding saves nothing, it returns `num_bytes` and leaves the message in place.
     """
     table = table_bytes(num_bytes)
     content = buffer[table:]
@@ -58,8 +57,8 @@ def encode(buffer: torch.Tensor, last: torch.Tensor, num_bytes: int) -> int:
     end = table
     for new, old in zip(_groups(content), _groups(last), strict=True):
         masks, found = _cheapest(new, old)
-        # From here on the chunks are read from the copy: what is written now may lie over them. It
-        # never reaches the next group, since no form is larger than the chunk.
+        # Read the chunks from the copy, since the output may overwrite them. It never reaches the
+        # next group, since no form is larger than its chunk.
         old.copy_(new)
         for row, (form, count) in enumerate(found):
             forms.append(form)
@@ -73,10 +72,10 @@ def encode(buffer: torch.Tensor, last: torch.Tensor, num_bytes: int) -> int:
 
 
 def decode(payload: torch.Tensor, last: torch.Tensor, num_bytes: int) -> int:
-    """Apply an encoded message of `num_bytes` to `last`; returns its bytes that are weights.
+    """Apply an encoded message of `num_bytes` to `last`; return the number of its weight bytes.
 
-    Both are uint8 `[n]` on one device. Raises RuntimeError where `payload` is not what `encode`
-    makes of a message of this size.
+    Both are uint8 `[n]` on one device. Raises RuntimeError if `payload` is not an encoded message
+    of this size.
     """
     table = table_bytes(num_bytes)
     at, weights = table, 0
@@ -106,7 +105,7 @@ def decode(payload: torch.Tensor, last: torch.Tensor, num_bytes: int) -> int:
 
 
 def _groups(data: torch.Tensor) -> list[torch.Tensor]:
-    """Views `[chunks, words]` int64 of whole chunks, some at a time, and of what is left over."""
+    """Return views `[chunks, words]` int64 of groups of full chunks, and of the remainder."""
     words = data.view(torch.int64)
     per_chunk = CHUNK_BYTES // _WORD
     whole = len(words) // per_chunk
@@ -119,9 +118,9 @@ def _groups(data: torch.Tensor) -> list[torch.Tensor]:
 def _cheapest(
     new: torch.Tensor, old: torch.Tensor
 ) -> tuple[dict[int, torch.Tensor], list[tuple[int, int]]]:
-    """Form -> the blocks that changed, `[chunks, blocks]`; of each chunk (form, changed blocks).
+    """Return form -> mask of changed blocks, `[chunks, blocks]`, and each chunk's smallest form.
 
-    The form is the one that describes the chunk in the fewest bytes.
+    The latter is (form, number of changed blocks) of every chunk.
     """
     mask = new != old
     num_words = mask.shape[1]
@@ -133,7 +132,7 @@ def _cheapest(
     for form, block in _BLOCKS.items():
         if block > _WORD:
             if mask.shape[1] % 8:
-                break  # a chunk at the end of a message that is not made of such blocks
+                break  # the last chunk of a message is not a multiple of this block
             mask = mask.unflatten(1, (-1, 8)).any(2)
         masks[form] = mask
         count = mask.sum(1)
@@ -155,7 +154,7 @@ def _write(
     row: int,
     count: int,
 ) -> int:
-    """Write `chunk`, int64 words, in `form` to `buffer` from `at`; returns where it ends."""
+    """Write `chunk`, int64 words, in `form` to `buffer` from `at`; return where it ends."""
     if form == UNCHANGED:
         return at
     if form == RAW:
@@ -166,7 +165,7 @@ def _write(
     buffer[at : at + len(bits)] = bits
     at += len(bits)
     block = _BLOCKS[form]
-    # Of a known number, so that the device need not be waited for.
+    # The known count avoids waiting for the device.
     places = torch.nonzero_static(masks[form][row], size=count).squeeze(1)
     size = count * block
     target = _blocks(buffer[at : at + size], block)
@@ -175,12 +174,12 @@ def _write(
 
 
 def _blocks(data: torch.Tensor, block: int) -> torch.Tensor:
-    """uint8 `[n]` as int64 `[blocks, words of a block]`."""
+    """Return uint8 `[n]` as int64 `[blocks, words of a block]`."""
     return data.view(torch.int64).view(-1, block // _WORD)
 
 
 def _packed(mask: torch.Tensor) -> torch.Tensor:
-    """`[blocks]` bool as bits, uint8 `[_bitmap_bytes]`, the first block in the highest bit."""
+    """Pack `[blocks]` bool as bits, uint8 `[_bitmap_bytes]`, the first block in the highest bit."""
     padded = mask.new_zeros(8 * _bitmap_bytes(len(mask)))
     padded[: len(mask)] = mask
     eights = padded.view(torch.uint8).view(torch.int64)
@@ -188,11 +187,11 @@ def _packed(mask: torch.Tensor) -> torch.Tensor:
 
 
 def _unpacked(bits: torch.Tensor) -> torch.Tensor:
-    """The bits of uint8 `[n]`, bool `[8 n]`, the highest of each first."""
+    """Unpack the bits of uint8 `[n]`, bool `[8 n]`, the highest bit of each byte first."""
     shifts = torch.arange(7, -1, -1, dtype=torch.uint8, device=bits.device)
     return ((bits[:, None] >> shifts) & 1).view(-1).bool()
 
 
 def _bitmap_bytes(num_blocks: int) -> int:
-    """A bit per block, padded to words so that everything stays aligned."""
+    """Return the size of a bit per block, padded to 8 bytes to keep the blocks aligned."""
     return -(-num_blocks // 64) * 8

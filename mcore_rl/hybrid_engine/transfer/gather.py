@@ -1,12 +1,12 @@
-"""The plain way to feed an engine: every tensor, whole, to everybody.
+"""The plain gather: every complete tensor to every rank.
 
-For each checkpoint tensor in layer order, whoever holds a part of it broadcasts it to the whole
-world, every rank puts the tensor together, and those whose engine reads it load it. There is no
-plan, no group and no cache, and nothing is learned from an earlier hand-over: this is what remains
-when the other path delivered something else than was sent, and what benchmarks compare with.
+For each checkpoint tensor in layer order, the ranks that hold a part of it broadcast it to the
+world; ranks whose engine reads the tensor assemble and load it. This path has no plan, no groups
+and no cache, and keeps nothing from earlier hand-overs. It is the fallback when the other path did
+not deliver what was sent, and the baseline of benchmarks.
 
-It costs about the whole model received on every rank. Transients are one bucket and, on the ranks
-that load it, the whole tensors of a layer: vLLM keeps what it is given until a layer is complete.
+Every rank receives about the full model. Transient memory is one bucket and, on ranks that load
+them, the full tensors of a layer: vLLM keeps what it is given until a layer is complete.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from mcore_rl.model.boxes import Box, extent, full_box, show, uncovered, volume
 
 
 class GatherPath:
-    """Feeds whole tensors to the engines. Constructing it is not collective.
+    """A source of complete tensors for the engines. Constructing it is not collective.
 
-    `order` names the tensors in the order in which they travel; `have[rank]` are the boxes of that
-    rank; `wanted` the tensors that this rank's engine reads. No message is larger than
-    `bucket_bytes`, unless a single element is. `device` is where tensors are put together.
+    `order` names the tensors in the order in which they travel; `have[rank]` are that rank's boxes;
+    `wanted` are the tensors that this rank's engine reads. A message is at most `bucket_bytes`, or
+    one element if that is larger. Tensors are assembled on `device`.
     """
 
     def __init__(
@@ -47,11 +47,11 @@ class GatherPath:
         self.num_calls = 0
 
     def weights(self, read: ReadSlice) -> Iterator[tuple[str, torch.Tensor]]:
-        """(name, whole tensor) of what this rank wants. Collective over the world; exhaust it.
+        """Yield (name, complete tensor), if wanted. Collective over the world; exhaust it.
 
         `read(tensor, box)` serves a box that this rank holds, in the tensor's dtype. Raises
-        RuntimeError, on all ranks, for a slice that nobody holds. Where `read` fails, zeros travel
-        in its place so that nobody hangs, and its error is raised here at the end.
+        RuntimeError, on all ranks, for a slice that no rank holds. If `read` fails, zeros travel
+        instead so that no rank hangs, and its error is raised on this rank at the end.
         """
         self.received_bytes = self.num_calls = 0
         fault: RuntimeError | None = None
@@ -79,9 +79,9 @@ class GatherPath:
             raise fault
 
     def _parts(self, name: str) -> list[tuple[int, Box]]:
-        """Disjoint (rank, box) that make up the tensor: of every part the lowest rank that has it.
+        """Return disjoint (rank, box) that cover the tensor, each from the lowest rank that has it.
 
-        The same on all ranks.
+        The result is the same on all ranks.
         """
         whole = full_box(self._tensors[name].shape)
         parts: list[tuple[int, Box]] = []
@@ -95,7 +95,7 @@ class GatherPath:
         raise RuntimeError(f"no rank holds {name}{show(missing[0])}")
 
     def _broadcast(self, data: torch.Tensor, source: int) -> None:
-        # As bytes: gloo does not know every dtype.
+        # As bytes: gloo does not support every dtype.
         dist.broadcast(data.view(-1).view(torch.uint8), src=source)
         self.num_calls += 1
         if source != self._rank:

@@ -1,4 +1,4 @@
-"""One run of a transfer: pack, send, unpack, bucket after bucket. Internal to `transfer`.
+"""One run of a transfer: pack, send and unpack, bucket after bucket. Internal to `transfer`.
 
     prepare(i)   read and pack what this rank sends in bucket i; with delta, compare it with the
                  last version and send the sizes of its messages ahead
@@ -23,77 +23,77 @@ from mcore_rl.hybrid_engine.transfer.wire import Call, CudaFlight, Flight, Wire,
 from mcore_rl.model.boxes import Box, extent, show
 
 Pieces = list[tuple[Box, torch.Tensor]]
-_CHUNK_BYTES = 1 << 30  # of page-locked memory, at one time
+_CHUNK_BYTES = 1 << 30  # page-locked memory per allocation
 ReadSlice = Callable[[str, Box], torch.Tensor]
 
 
 @dataclass(slots=True)
 class TransferStats:
-    """What this rank did in one `stream`: bytes, calls and seconds.
+    """Bytes, calls and seconds of one `stream` on this rank.
 
-    Not counted: a number of 4 bytes in which the ranks agree at the end, with delta also before.
+    Not counted: the 4-byte all-reduce at the end of a run and, with delta, at its start.
     """
 
-    received_bytes: int = 0  # all that came, headers included
-    sent_bytes: int = 0  # likewise, and all that is passed on; a broadcast counts once
-    header_bytes: int = 0  # of the received: sizes, tables and bitmaps of delta mode
-    saved_bytes: int = 0  # what the plan has this rank receive, less what it received
-    largest_bucket_bytes: int = 0  # in the fullest of the rotating buffers
+    received_bytes: int = 0  # headers included
+    sent_bytes: int = 0  # headers and passed-on messages included; a broadcast counts once
+    header_bytes: int = 0  # part of `received_bytes`: sizes, tables and bitmaps of delta mode
+    saved_bytes: int = 0  # planned minus received bytes
+    largest_bucket_bytes: int = 0  # used in the fullest of the rotating buffers
     buffer_bytes: int = 0  # all rotating buffers together
-    waiting_bytes: int = 0  # the most that waited in copies for the last piece of its tensor
+    waiting_bytes: int = 0  # peak of the copies that waited for the last piece of their tensor
     num_calls: int = 0  # messages and sizes, each once
     num_buckets: int = 0
     is_full: bool = True  # False: only changes travelled
-    in_flight_seconds: float = 0.0  # at least one message of this rank was on its way
-    wait_seconds: float = 0.0  # the caller had to wait for messages
+    in_flight_seconds: float = 0.0  # time with at least one message of this rank in flight
+    wait_seconds: float = 0.0  # time the caller waited for messages
     pack_seconds: float = 0.0  # reading, packing and comparing what is sent
     ranks_spoken_to: set[int] = field(default_factory=set)
 
     @property
     def hidden_share(self) -> float:
-        """The share of the time in flight for which the caller did not wait, 0 to 1."""
+        """The share, 0 to 1, of the time in flight during which the caller did not wait."""
         if self.in_flight_seconds == 0:
             return 1.0
         return min(1.0, max(0.0, 1 - self.wait_seconds / self.in_flight_seconds))
 
 
 class Copies:
-    """The last version of every message of this rank, in host memory, and whether it is to be had.
+    """The last version of every message of this rank, in host memory, and whether it is valid.
 
-    Each is kept padded to whole words. Where messages are on a device the memory is page-locked,
-    and copies go there and back without the host waiting, in the order of the device's stream.
+    Messages are padded to words of 8 bytes. If messages are on a device, the memory is page-locked,
+    and copies run in the order of the device's stream without the host waiting.
     """
 
     def __init__(self, full_every: int, device: torch.device) -> None:
         self.full_every, self.device = full_every, device
         self._chunk, self._used = torch.empty(0, dtype=torch.uint8), 0
         self._known = self._invalidated = False
-        self._runs = 0  # since everything travelled, that run included
+        self._runs = 0  # since the last full run, including it
         self._kept: dict[int, torch.Tensor] = {}
 
     def invalidate(self) -> None:
-        """Count the copies as lost, also if the run that is under way ends well."""
+        """Mark the copies invalid, even if the current run succeeds."""
         self._known, self._invalidated = False, True
 
     def begin(self) -> bool:
-        """Whether this rank wants everything. Until `end`, the copies count as lost."""
+        """Return whether this rank needs a full run. The copies are invalid until `end`."""
         wanted = not self._known or self._runs >= self.full_every
         self._known = self._invalidated = False
         return wanted
 
     def end(self, *, was_full: bool) -> None:
-        """The run ended well on all ranks."""
+        """Mark the copies valid: the run succeeded on all ranks."""
         self._known = not self._invalidated
         self._runs = 1 if was_full else self._runs + 1
 
     def store(self, number: int, content: torch.Tensor) -> None:
-        """Remember a whole message, padded."""
+        """Keep a complete message, padded."""
         if number not in self._kept:
             self._kept[number] = self._allocated(len(content))
         self._kept[number].copy_(content, non_blocking=True)
 
     def last(self, number: int) -> torch.Tensor:
-        """The version before, where messages are. What is changed of it needs `store`."""
+        """Return the last version on the messages' device. Keep changes to it with `store`."""
         return self._kept[number].to(self.device, non_blocking=True)
 
     def _allocated(self, num_bytes: int) -> torch.Tensor:
@@ -108,7 +108,7 @@ class Copies:
 
 
 class Run:
-    """What one `stream` needs while it lasts. `arrivals` is the run itself."""
+    """The state of one `stream`. `arrivals` executes the run."""
 
     def __init__(
         self,
@@ -134,9 +134,9 @@ class Run:
         self._fault: str | None = None  # the first read that failed
 
     def arrivals(self) -> Iterator[tuple[int, dict[str, Pieces]]]:
-        """(bucket, what it brought to this rank), the data valid until the next is asked for.
+        """Yield (bucket, the pieces that this rank received in it), valid until the next item.
 
-        Collective; RuntimeError on all ranks at the end if one could not read what it had to send.
+        Collective. Raises RuntimeError on all ranks at the end if one could not read what it sends.
         """
         if self._copies is not None:
             self._full = self._wire.any(self._copies.begin())
@@ -145,7 +145,7 @@ class Run:
         try:
             self._advance(0, post=True)
             for bucket in range(len(self._buckets)):
-                # Packing the next overlaps with this one's travel.
+                # Packing the next bucket overlaps with this one's messages.
                 self._advance(bucket + 1, post=False)
                 self._wait(POST, bucket)
                 self._advance(bucket + 1, post=True)
@@ -155,7 +155,7 @@ class Run:
         self._end()
 
     def _advance(self, bucket: int, *, post: bool) -> None:
-        """Take the steps up to the posting of `bucket`, and with `post` that one too."""
+        """Take the steps up to the posting of `bucket`; with `post`, including it."""
         while self._steps:
             what, at = self._steps[-1]
             if what == PREPARE:
@@ -166,7 +166,7 @@ class Run:
                 return
             self._steps.pop()
             if (what, at) == (POST, bucket):
-                return  # what comes next needs the buffer that the caller is given now
+                return  # the next step needs the buffer that the caller now gets
 
     def _end(self) -> None:
         if self._wire.any(self._fault is not None):
@@ -182,7 +182,7 @@ class Run:
         return self._buffers[bucket % len(self._buffers)]
 
     def _prepare(self, bucket: int) -> None:
-        """Pack what this rank sends; with delta, find what changed and send the sizes ahead."""
+        """Pack what this rank sends; with delta, encode the changes and send the sizes ahead."""
         started = time.perf_counter()
         buffer = self._buffer(bucket)
         for placed in self._buckets[bucket]:
@@ -206,7 +206,7 @@ class Run:
 
     @torch.no_grad()
     def _pack(self, placed: Placed, buffer: torch.Tensor) -> None:
-        """One copy per part, from where it lies into the buffer."""
+        """Copy each part once, from its source into the buffer."""
         content = buffer[placed.content : placed.end]
         content[placed.message.num_bytes :].zero_()
         for part in placed.message.parts:
@@ -219,18 +219,18 @@ class Run:
                         f"{list(target.shape)} of {target.dtype}"
                     )
                 target.copy_(data)
-            except Exception as error:  # the others must not hang: told to all at the end
+            except Exception as error:  # other ranks must not hang: `_end` reports it to all
                 target.zero_()
                 self._fault = self._fault or f"{part.tensor}{show(part.box)}: {error}"
 
     def _view(self, content: torch.Tensor, part: Part) -> torch.Tensor:
-        """A part of a message as the tensor that it is."""
+        """Return a part of a message as a tensor of its dtype and shape."""
         dtype = getattr(torch, self._tensors[part.tensor].dtype)
         data = content[part.offset : part.offset + part.num_bytes]
         return data.view(dtype).view(extent(part.box))
 
     def _compare(self, placed: Placed, buffer: torch.Tensor, copies: Copies) -> int:
-        """Take note of the version that is sent; the bytes the message travels with."""
+        """Keep the version that is sent; return the bytes that the message travels with."""
         num_bytes = placed.message.num_bytes
         end = placed.content + padded_bytes(num_bytes)
         if self._full:
@@ -243,7 +243,7 @@ class Run:
         return size
 
     def _post(self, bucket: int) -> None:
-        """Start the messages, as soon as their sizes are known."""
+        """Start the messages once their sizes are known."""
         buffer = self._buffer(bucket)
         if not self._full:
             self._wait(PREPARE, bucket)
@@ -288,14 +288,14 @@ class Run:
     def _wait(self, what: str, bucket: int) -> None:
         flight = self._flights.pop((what, bucket), None)
         if flight is None:
-            return  # nothing changed
+            return  # no message of this bucket changed
         started = time.perf_counter()
         flight.wait()
         self._stats.wait_seconds += time.perf_counter() - started
         self._intervals.append(flight.interval())
 
     def _unpack(self, bucket: int) -> dict[str, Pieces]:
-        """What the bucket brought: views of it, or on the host of the copies of delta mode."""
+        """Return the received pieces: views of the bucket, or on the host of delta's copies."""
         arrived: dict[str, Pieces] = {}
         buffer = self._buffer(bucket)
         for placed in self._buckets[bucket]:
@@ -309,7 +309,7 @@ class Run:
         return arrived
 
     def _updated(self, placed: Placed, buffer: torch.Tensor, copies: Copies) -> torch.Tensor:
-        """Bring the copy of a message up to date; its content where the caller wants it."""
+        """Update the copy of a message; return its content on the messages' device."""
         size, num_bytes = self._sizes[placed.number], placed.message.num_bytes
         content = buffer[placed.content : placed.content + padded_bytes(num_bytes)]
         if size == num_bytes:
@@ -321,5 +321,5 @@ class Run:
             weights = decode(buffer[placed.region(size)], last, num_bytes)
             self._stats.header_bytes += size - weights
             copies.store(placed.number, last)
-        # On the host this is the copy itself; elsewhere it is one more, which the buffer replaces.
+        # On the host `last` is the copy itself; on a device it is temporary, so copy to the buffer.
         return last if content.device.type == "cpu" else content.copy_(last)

@@ -1,15 +1,15 @@
-"""Executes a plan over torch.distributed, bucket by bucket, while the caller works.
+"""Execution of a plan over torch.distributed, bucket by bucket, while the caller works.
 
 The plan is cut into rounds of messages (see `buckets`), the same on all ranks; a rank takes part in
-some of them. Buffers rotate: while the caller works on one bucket the next travels in another, and
-together they are never larger than `bucket_bytes`, whatever the largest tensor. With `delta` only
-what changed since the last version travels (see `delta`), for which a third buffer rotates: the
-sizes of messages go ahead by one bucket more, so that nobody waits for them.
+some of them. Buffers rotate: while the caller works on one bucket, the next travels in another.
+Together they never exceed `bucket_bytes`, whatever the largest tensor. With `delta` only changes
+since the last version travel (see `delta`). A third buffer then rotates, because the sizes of
+messages travel one bucket further ahead, so that no rank waits for them.
 
-All ranks start their messages in one order (`buckets.steps`), and none waits for one before it
-has started those that come earlier; why that cannot deadlock is said in `wire.Wire`.
+All ranks start their messages in one order (`buckets.steps`), and a rank waits for a message only
+after it has started all earlier ones. `wire.Wire` explains why this cannot deadlock.
 
-Bytes are counted where they are sent, on this rank.
+Bytes are counted on this rank, at the calls.
 """
 
 from __future__ import annotations
@@ -33,18 +33,18 @@ class Transfer:
     """One plan, ready to run any number of times.
 
     Constructing it is collective (it may create a process group), and so are `stream` and `close`.
-    The plan's ranks are those of `world`, by default the job's. `groups` maps sets of ranks to
-    existing process groups over them, the same sets on all ranks; the plan may have broadcasts in
-    these only. `device` is where messages are built: with the CPU they travel over gloo,
-    whatever the job's backend is. `bucket_bytes` caps what this rank has in flight, all buffers
-    together; UsageError where it does not hold a single element in each. `keep_buffers` keeps the
-    buffers between runs instead of freeing them for training.
+    The plan's ranks are ranks of `world`, by default the job's. `groups` maps sets of ranks to
+    existing process groups over them, the same sets on all ranks; the plan may broadcast only in
+    these. Messages are built on `device`; on the CPU they travel over gloo, whatever the job's
+    backend is. `bucket_bytes` caps what this rank has in flight, all buffers together; UsageError
+    if a buffer does not hold one element. `keep_buffers` keeps the buffers between runs instead of
+    freeing them for training.
 
-    With `delta`, a message of which nothing changed costs 8 bytes, and what did change arrives bit
-    for bit. Each rank then holds, in host memory, a copy of all it sends and all it receives; where
-    messages are built on a device they are compared there, each with its copy brought beside it.
-    Everything travels in the first run, in every `full_every`th after a full one, after
-    `invalidate`, and after a run that did not end well on every rank.
+    With `delta`, an unchanged message costs 8 bytes, and changes arrive bit for bit. Each rank then
+    keeps a copy of all it sends and receives in host memory. Messages that are built on a device
+    are compared there; each one's copy is brought to the device for it. Everything travels in the
+    first run, in every `full_every`th run after a full one, after `invalidate`, and after a run
+    that failed on any rank.
     """
 
     def __init__(
@@ -79,12 +79,12 @@ class Transfer:
 
     @cached_property
     def _route(self) -> Route:
-        """What this rank does, worked out before the first run."""
+        """This rank's part in the plan, computed before the first run."""
         return make_route(self._plan, self._tensors, self._rank, self._share, self._frame)
 
     @property
     def connections(self) -> Connections:
-        """The given groups that this rank has used so far, and its peers point to point."""
+        """The given groups that this rank has used so far, and its point-to-point peers."""
         return self._wire.connections
 
     def close(self) -> None:
@@ -95,9 +95,9 @@ class Transfer:
             self._copies = Copies(self._copies.full_every, self._device)
 
     def invalidate(self) -> None:
-        """What this rank holds of the last version is lost: next time all travels. Not collective.
+        """Discard this rank's copies: the next run transfers everything. Not collective.
 
-        Without delta nothing is held, and this does nothing.
+        Has no effect without delta.
         """
         if self._copies is not None:
             self._copies.invalidate()
@@ -105,21 +105,21 @@ class Transfer:
     def stream(
         self, read: ReadSlice, *, partial: bool = False, keep: bool = True
     ) -> Generator[tuple[str, Pieces], None, None]:
-        """Yield (tensor, what this rank received of it), in the plan's order. Collective.
+        """Yield (tensor, pieces of it that this rank received), in the plan's order. Collective.
 
-        `read(tensor, box)` gives the values of a box that this rank holds, in the tensor's dtype.
-        Tensors of which this rank receives nothing are not yielded.
+        `read(tensor, box)` returns the values of a box that this rank holds, in the tensor's dtype.
+        Tensors that this rank does not receive are not yielded.
 
-        With `keep` the data are the caller's own. Without, they are valid until it asks for the
-        next item, and must not be written to. A tensor is yielded when its last piece is here;
-        pieces that came in earlier buckets are copied to wait for it. With `partial` it is yielded
-        once for every bucket that brought some of it, each time with those pieces alone. So nothing
-        beyond the bucket is ever held with `partial` and without `keep`.
+        With `keep` the caller owns the data. Without, they are valid until it requests the next
+        item, and must not be written to. A tensor is yielded when its last piece has arrived;
+        pieces from earlier buckets are copied to wait for it. With `partial` it is yielded once for
+        every bucket that contains pieces of it, each time with only those pieces. With `partial`
+        and without `keep`, nothing beyond the bucket is held.
 
-        The other ranks wait for what this one sends. A caller that gives up before the end closes
-        the iterator, or calls `drain`: either takes part in the rest and drops it. Where `read`
-        fails, the rest still travels, with zeros in the place of what could not be read, and then
-        RuntimeError is raised on all ranks.
+        The other ranks wait for what this one sends. A caller that stops early must close the
+        iterator or call `drain`: both take part in the rest and discard it. If `read` fails, the
+        rest still travels, with zeros for what could not be read, and then RuntimeError is raised
+        on all ranks.
         """
         if self._running is not None:
             raise RuntimeError(
@@ -131,9 +131,9 @@ class Transfer:
         return self._deliver(self._running, partial, keep)
 
     def drain(self) -> None:
-        """Take part in what is left of a run that was not exhausted, and drop it.
+        """Take part in the rest of a run that was not exhausted, and discard it.
 
-        Does nothing after a run that was.
+        Has no effect after a run that was exhausted.
         """
         if self._running is not None:
             for _ in self._running:
@@ -163,12 +163,12 @@ class Transfer:
                     waiting_bytes -= _num_bytes(before)
                     yield tensor, [*before, *pieces]
                     if self._running is not buckets:
-                        return  # drained: the buffers hold something else now
+                        return  # drained: the buffers have been reused
         finally:
             self.drain()
 
     def _arrivals(self, read: ReadSlice) -> Iterator[tuple[int, dict[str, Pieces]]]:
-        """`Run.arrivals` with the buffers it needs."""
+        """Execute `Run.arrivals` with its buffers."""
         run = Run(
             rank=self._rank,
             buckets=self._route.buckets,
@@ -189,7 +189,7 @@ class Transfer:
                 self._buffers.clear()
 
     def _allocated(self) -> list[torch.Tensor]:
-        """The rotating buffers, each as large as the fullest bucket that it will hold."""
+        """Return the rotating buffers, each as large as the fullest bucket that it will hold."""
         if not self._buffers:
             sizes = [bucket[-1].end for bucket in self._route.buckets]
             for first in range(self._num_buffers):

@@ -1,13 +1,13 @@
-"""Sends the messages of a bucket along their trees, and says when they were on their way.
+"""The wire: sends the messages of a bucket along their trees, and measures when they travelled.
 
-A leg whose ranks are a group that the caller has goes by broadcast in that group; all others go
-point to point, those of a hop as one batch, in one group of all ranks, which is made if there are
-any. So a wire adds one group, or none.
+If a leg's ranks are one of the caller's groups, it is a broadcast in that group. All other legs are
+point to point, one batch per hop, in one group of all ranks, which is created only if there are
+such legs. A wire therefore adds one group or none.
 
-On the host (gloo) a thread starts the messages hop by hop and waits for them, so that a rank passes
-on what it has received, and their end is known, also while the caller is busy. On CUDA they follow
-each other on a stream of their own, and events tell when. **The CUDA part was not run: it is
-written from PyTorch's documentation of streams, events and NCCL groups.**
+On the host (gloo) a thread starts the messages hop by hop and waits for them. A rank thus passes on
+what it has received while the caller is busy, and the end of the messages is known. On CUDA they
+follow each other on a separate stream, and events record the times. **The CUDA part was not run: it
+is written from PyTorch's documentation of streams, events and NCCL groups.**
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ Groups = Mapping[frozenset[int], dist.ProcessGroup]
 
 
 class Flight:
-    """Messages on their way. `wait` returns when all have arrived or left, or raises their error.
+    """Messages in flight. `wait` returns when all have arrived or left, or raises their error.
 
-    `interval` is when they set out and when they were through, in seconds of one clock, once `wait`
-    has returned.
+    Once `wait` has returned, `interval` is the start and the end of the messages, in seconds of one
+    clock.
     """
 
     def __init__(self, hops: Sequence[Callable[[], Iterable[dist.Work]]]) -> None:
@@ -44,42 +44,42 @@ class Flight:
         self._start = self._end = 0.0
 
     def run(self) -> None:
-        """Start the hops one after the other, in the thread that stands by, and take the time."""
+        """Start the hops one after the other, in the wire's thread, and measure the time."""
         self._start = time.perf_counter()
         try:
             for start in self._hops:
                 for work in list(start()):
                     work.wait()
-        except Exception as error:  # raised again by `wait`, which else never returned
+        except Exception as error:  # `wait` raises it; without this it would never return
             self._error = error
-        self._hops = ()  # which hold process groups
+        self._hops = ()  # they hold process groups
         self._end = time.perf_counter()
         self._done.set()
 
     def wait(self) -> None:
-        """Block until all messages are through; raises what broke one."""
+        """Block until all messages are complete; raise the error of one that failed."""
         self._done.wait()
         if self._error is not None:
             raise self._error
 
     def interval(self) -> tuple[float, float]:
-        """(start, end) in seconds of `time.perf_counter`, after `wait`."""
+        """Return (start, end) in seconds of `time.perf_counter`; valid after `wait`."""
         return self._start, self._end
 
 
 class CudaFlight:
-    """As `Flight`, on the device. Not run, see above."""
+    """A `Flight` on the device. Not run, see above."""
 
     def __init__(self, origin: Any, start: Any, end: Any) -> None:
         self._origin, self._start, self._end = origin, start, end
 
     def wait(self) -> None:
-        """Block the host until all messages are through."""
-        # The host waits: what it launches next on its own stream then finds the data in place.
+        """Block the host until all messages are complete."""
+        # Kernels that the host launches next on its own stream then find the data in place.
         self._end.synchronize()
 
     def interval(self) -> tuple[float, float]:
-        """(start, end) in seconds since the wire was made, after `wait`."""
+        """Return (start, end) in seconds since the wire was created; valid after `wait`."""
         return (
             self._origin.elapsed_time(self._start) / 1e3,
             self._origin.elapsed_time(self._end) / 1e3,
@@ -88,7 +88,7 @@ class CudaFlight:
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One message and its bytes on this rank, uint8 `[n]`: what to send, or where to receive."""
+    """One message and its bytes on this rank, uint8 `[n]`, to be sent or received into."""
 
     tree: Tree
     data: torch.Tensor
@@ -96,29 +96,29 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """What this rank does of a tree."""
+    """This rank's part in a tree."""
 
-    hops: tuple[tuple[Leg, ...], ...]  # its legs; as many as the tree has
-    num_sends: int  # a broadcast is one
+    hops: tuple[tuple[Leg, ...], ...]  # its legs in each of the tree's hops
+    num_sends: int  # a broadcast counts once
     partners: frozenset[int]  # ranks that it sends to or receives from
 
 
 class Wire:
     """The groups that some trees need over the ranks of `world`, and messages along these trees.
 
-    Constructing is collective over the world: the keys of `groups`, the groups that exist already,
-    must be the same on all ranks, and so must `trees`. A leg to several ranks must be one of these
-    groups. `num_groups` is how many were made, the same everywhere: one for what goes point to
-    point, or none.
+    Constructing is collective over the world: `trees` and the keys of `groups`, which exist
+    already, must be the same on all ranks. The ranks of a leg to several receivers must be one of
+    these groups. `num_groups` is the number of groups created, the same on all ranks: one for
+    point-to-point legs, or none.
 
-    Deadlock freedom: messages have one common order, and within those that are started together
-    come first the first legs of all, broadcasts in the order of the messages and then all that goes
-    point to point at once; then the second legs; and so on. All ranks start the legs they take part
-    in in that order, and wait before starting one for none but earlier ones. So the earliest
-    unfinished leg has been started by all its ranks, or will be, and ends; by induction all do. A
-    leg comes after the one that brought its sender the message, since that is one of an earlier
-    hop. On CUDA each leg runs after the earlier ones of its rank, whatever their groups, so that
-    communicators never wait for each other crosswise.
+    Deadlock freedom: messages have one common order. Among messages that are started together, the
+    first legs of all come first: broadcasts in the order of the messages, then all point-to-point
+    legs at once. Then come the second legs, and so on. All ranks start their legs in this order,
+    and before they start a leg they wait only for earlier ones. The earliest unfinished leg has
+    therefore been started by all its ranks, or will be, and ends; by induction all legs end. A leg
+    comes after the one that brought its sender the message, which belongs to an earlier hop. On
+    CUDA each leg runs after its rank's earlier legs, whatever their groups, so communicators never
+    wait for each other in a cycle.
     """
 
     def __init__(
@@ -153,11 +153,11 @@ class Wire:
             self._everyone = self._world.new_group(sorted(everyone))
             self._own.append(self._everyone)
         if self._stream is not None:
-            # Point-to-point calls among some ranks must not be the first on their group.
+            # A group's first call must not be a point-to-point call among some of its ranks.
             dist.all_reduce(torch.zeros(1, device=self._device), group=self._everyone)
 
     def share(self, tree: Tree) -> Share:
-        """What this rank does of `tree`."""
+        """Return this rank's part in `tree`."""
         found = self._shares.get(tree)
         if found is None:
             rank = self._world.rank
@@ -171,19 +171,19 @@ class Wire:
 
     @property
     def connections(self) -> Connections:
-        """What this rank has used so far, counted at the calls."""
+        """The groups and peers that this rank has used so far, counted at the calls."""
         return Connections(frozenset(self._used), frozenset(self._peers))
 
     def any(self, here: bool) -> bool:
-        """Whether it is so on any rank. Collective over the world."""
+        """Return whether `here` is true on any rank. Collective over the world."""
         return objects.on_any(here, self._world.control)
 
     def exchange(self, text: str) -> list[str]:
-        """Each rank's text. Collective over the world."""
+        """Return the text of each rank. Collective over the world."""
         return objects.all_gather(text, self._world.control)
 
     def close(self) -> None:
-        """Free the groups that were made. Collective."""
+        """Free the groups that this wire created. Collective."""
         self.rest()
         for group in self._own:
             if group is not dist.GroupMember.NON_GROUP_MEMBER:
@@ -191,15 +191,15 @@ class Wire:
         self._own.clear()
 
     def rest(self) -> None:
-        """End the waiting thread until there is something to send again."""
+        """End the thread; `start` begins a new one."""
         if self._waiter is not None:
             self._waiter.put(None)
             self._waiter = None
 
     def start(self, calls: Sequence[Call]) -> Flight | CudaFlight:
-        """Send and receive these; the data belong to the flight until its `wait` returns.
+        """Send and receive `calls`; the data belong to the flight until its `wait` returns.
 
-        All ranks of a message call this with the message in the same place of the common order.
+        All ranks of a message must pass it at the same place of the common order.
         """
         num_hops = max(len(call.tree.hops) for call in calls)
         hops = [partial(self._works, calls, hop) for hop in range(num_hops)]
@@ -214,8 +214,7 @@ class Wire:
 
     def _start_cuda(self, hops: Sequence[Callable[[], Iterable[dist.Work]]]) -> CudaFlight:
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        # What the caller has launched so far fills what is sent, or still reads what will be
-        # overwritten.
+        # The caller's launched kernels fill the data to send, or still read what is overwritten.
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
             start.record()
@@ -226,7 +225,7 @@ class Wire:
         return CudaFlight(self._origin, start, end)
 
     def _works(self, calls: Sequence[Call], hop: int) -> Iterator[dist.Work]:
-        """Start one hop: broadcasts in the order of `calls`, then what goes point to point."""
+        """Start one hop: broadcasts in the order of `calls`, then the point-to-point batch."""
         batch: list[dist.P2POp] = []
         for call in calls:
             hops = self.share(call.tree).hops
@@ -253,14 +252,14 @@ class Wire:
 
 
 def _stand_by(flights: queue.SimpleQueue[Flight | None]) -> None:
-    """What the waiting thread does; None ends it."""
+    """Run the flights of the queue until it yields None: the body of the wire's thread."""
     while (flight := flights.get()) is not None:
         flight.run()
-        del flight  # whose calls hold process groups
+        del flight  # its calls hold process groups
 
 
 def covered_seconds(intervals: Iterable[tuple[float, float]]) -> float:
-    """How long at least one of `intervals` was running."""
+    """Return how long at least one of `intervals` was running."""
     total, until = 0.0, float("-inf")
     for start, end in sorted(intervals):
         total += max(0.0, end - max(start, until))

@@ -1,11 +1,11 @@
-"""Sets of processes with ranks of their own, over which a plan can be carried out.
+"""Worlds: sets of processes with their own ranks, over which a plan can be executed.
 
-A transfer inside a training job runs over that job's default process group. One between a trainer
-and engines that run elsewhere runs over a world that joins both: each side has a default process
-group already, so this one is made beside it, from a TCP store that trainer rank 0 hosts.
+A transfer inside a training job runs over that job's default process group. A transfer between a
+trainer and engines elsewhere runs over a world that joins both. Each side already has a default
+process group, so this world is an additional one, made from a TCP store on trainer rank 0.
 
-What is done once per connection or update goes through the store and never waits for a process
-that has given up: a rank that fails says why in the store, and all who wait there hear it.
+Messages once per connection or update go through the store and never wait for a process that has
+given up: a rank that fails writes the reason to the store, and all ranks that wait there read it.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import GroupName
 
 _FAILURE = "failure"
-_POLL_SECONDS = (0.002, 0.25)  # first and longest pause between two looks into the store
+_POLL_SECONDS = (0.002, 0.25)  # first and longest pause between two polls of the store
 
 
 class World(Protocol):
-    """Ranks 0 to `size - 1`, of which this process is `rank`.
+    """Ranks 0 to `size - 1`; this process is `rank`.
 
-    `control` is a gloo group of all of them, for what is said beside the weights.
+    `control` is a gloo group of all ranks, for messages other than weights.
     """
 
     rank: int
@@ -42,17 +42,17 @@ class World(Protocol):
     control: Any
 
     def new_group(self, ranks: Sequence[int]) -> Any:
-        """A process group over `ranks`, in whose calls `src` and `dst` are ranks of this world.
+        """Create a process group over `ranks`; its calls' `src` and `dst` are ranks of this world.
 
-        Called by all ranks of the world in the same order. Those outside get
+        All ranks of the world call it in the same order. Ranks outside the group get
         `GroupMember.NON_GROUP_MEMBER`. `dist.destroy_process_group` frees it.
         """
         ...
 
 
 class DefaultWorld:
-    """The ranks of this job. Its groups are for tensors on `device`: gloo's, or those of the job's
-    own backend."""
+    """The ranks of this job. Groups are for tensors on `device`: gloo on the CPU, else the job's
+    backend."""
 
     def __init__(self, device: torch.device) -> None:
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
@@ -60,26 +60,25 @@ class DefaultWorld:
         self.control = objects.start()
 
     def new_group(self, ranks: Sequence[int]) -> Any:
-        # torch's default is 30 minutes over gloo and 10 over NCCL, whatever the world's own is.
+        # torch's default is 30 minutes for gloo and 10 for NCCL, whatever the world's timeout is.
         timeout = objects.timeout_of_world()
         return dist.new_group(sorted(ranks), timeout=timeout, backend=self._backend)
 
 
 class PeerFailure(RuntimeError):
-    """Another rank of a joined world failed, or the connection to it broke; the text says which."""
+    """Failure of another rank of a joined world, or of the connection to it; the text names it."""
 
 
 class JoinedWorld:
-    """Processes of several jobs, met in a store, beside the default process groups they have.
+    """Processes of several jobs that meet in a store, in addition to their default process groups.
 
-    Constructing it is collective: `size` processes with the same `store` and `name`. `backend` is
-    that of the groups of `new_group`, "gloo" or "nccl"; what is said in `exchange` travels by gloo
-    always. No wait is longer than `timeout_seconds`. `check`, which may be set later too, is called
-    while this rank waits in `meet`; what it raises fails the world. After a failure nothing but
-    `close` is possible.
+    Constructing it is collective over `size` processes with the same `store` and `name`. `backend`
+    is that of the groups of `new_group`, "gloo" or "nccl"; `exchange` always uses gloo. No wait is
+    longer than `timeout_seconds`. `check`, which may also be set later, is called while this rank
+    waits in `meet`; an exception from it fails the world. After a failure only `close` is possible.
 
-    What is said is JSON. The network between the processes must be trusted all the same, as
-    torch.distributed always asks: whoever reaches the store can send weights.
+    Messages are JSON. The network between the processes must still be trusted, as torch.distributed
+    always requires: any process that reaches the store can send weights.
     """
 
     def __init__(
@@ -124,9 +123,9 @@ class JoinedWorld:
         return group
 
     def meet(self, message: Any = None) -> list[Any]:
-        """Wait for all ranks; everyone gets what each has said, in rank order. For short messages.
+        """Wait for all ranks; return their messages in rank order. For short messages.
 
-        Raises PeerFailure, on all ranks, if one called `fail` or did not come in time.
+        Raises PeerFailure, on all ranks, if one called `fail` or did not arrive in time.
         """
         self._num_meetings += 1
         at = f"meeting/{self._num_meetings}"
@@ -144,7 +143,7 @@ class JoinedWorld:
                     raise self._failure(f"rank {waiting[0]} did not come within {seconds:g} s")
                 time.sleep(pause)
                 pause = min(2 * pause, longest)
-            # All came here, so all have read what was said the last time.
+            # All ranks are here, so all have read the messages of the last meeting.
             self._store.delete_key(f"meeting/{self._num_meetings - 1}/{self.rank}")
             return [json.loads(self._store.get(f"{at}/{r}")) for r in range(self.size)]
         except dist.DistError as error:
@@ -153,11 +152,11 @@ class JoinedWorld:
     def _require_hope(self) -> None:
         try:
             self.check()
-        except Exception as error:  # whatever it is, the others must hear of it
+        except Exception as error:  # of any type: it must be reported to the other ranks
             raise self._failure(str(error)) from error
 
     def exchange(self, message: Any) -> list[Any]:
-        """`meet`, for messages of any size."""
+        """Exchange messages of any size, else like `meet`."""
         data = zlib.compress(json.dumps(message).encode(), 1)
         sizes = self.meet(len(data))
         mine = torch.zeros(max(sizes), dtype=torch.uint8)
@@ -173,12 +172,12 @@ class JoinedWorld:
         ]
 
     def fail(self, reason: str) -> str:
-        """Tell all ranks that this one gives up; returns what failed first, here or elsewhere.
+        """Report to all ranks that this one gives up; return the first failure of any rank.
 
-        Not collective. Closes this rank's connections, at which calls of others end with an error.
+        Not collective. Closes this rank's connections, which ends other ranks' calls with an error.
         """
         told = f"rank {self.rank}: {reason}"
-        with contextlib.suppress(Exception):  # the store may be gone, which is then the failure
+        with contextlib.suppress(Exception):  # the store may be gone
             told = self._store.compare_set(_FAILURE, "", told).decode()
         self.close()
         return told
@@ -192,12 +191,12 @@ class JoinedWorld:
             if group in dist.distributed_c10d._world.pg_map:
                 dist.destroy_process_group(group)
         self._groups.clear()
-        # The sockets close when the last reference goes, here or with what was made of a group.
+        # The sockets close with the last reference, here or in objects made from a group.
         self.control = None
 
 
 def host_store(address: str, port: int, timeout_seconds: float) -> dist.TCPStore:
-    """A store that this process hosts for as long as it is kept; `port` 0 takes a free one."""
+    """Host a store in this process while the object lives; `port` 0 takes a free port."""
     timeout = timedelta(seconds=timeout_seconds)
     return dist.TCPStore(
         address, port, is_master=True, wait_for_workers=False, timeout=timeout, multi_tenant=True
@@ -205,20 +204,20 @@ def host_store(address: str, port: int, timeout_seconds: float) -> dist.TCPStore
 
 
 def reach_store(address: str, port: int, timeout_seconds: float) -> dist.TCPStore:
-    """The store that another process hosts. Raises RuntimeError if it does not answer in time."""
+    """Connect to another process's store. Raises RuntimeError if it does not answer in time."""
     timeout = timedelta(seconds=timeout_seconds)
     return dist.TCPStore(address, port, is_master=False, wait_for_workers=False, timeout=timeout)
 
 
 def new_name() -> str:
-    """A name for a joined world that no other has."""
+    """Return a unique name for a joined world."""
     return uuid.uuid4().hex[:12]
 
 
 def _make_backend(
     backend: str, store: dist.Store, rank: int, size: int, timeout: timedelta
 ) -> dist.ProcessGroup:
-    # vLLM's, which does the same for its own groups across jobs and follows torch's versions.
+    # vLLM creates its own groups across jobs in the same way, and follows torch's versions.
     from vllm.distributed.utils import init_gloo_process_group
     from vllm.platforms import current_platform
 
@@ -237,7 +236,7 @@ def _register(
     store: dist.Store,
     ranks: dict[int, int],
 ) -> None:
-    """Make `group` known to torch.distributed's functions, with `ranks` of the world -> its own.
+    """Register `group` with torch.distributed's functions; `ranks` maps world ranks to its own.
 
     torch has no public function for a group outside the default one.
     """

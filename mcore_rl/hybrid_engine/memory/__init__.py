@@ -1,1 +1,1 @@
-"""What leaves the device and comes back, and where it stays meanwhile."""
+"""Offload of device memory to the host and back, and measured memory."""

@@ -1,8 +1,8 @@
-"""Measured memory of this process: what it peaks at, and what it holds, on the host and the device.
+"""Measured memory of this process, current and peak, on the host and the device.
 
-"The device" is this process's CUDA device, 0 bytes without one. What is in use there is asked of
-the driver: PyTorch's allocator counts the memory of a sleeping engine, which is not there, and does
-not know that of communicators, graphs and libraries, which is.
+"The device" is this process's CUDA device; without one, its memory is 0 bytes. The driver reports
+what is in use there: PyTorch's allocator counts a sleeping engine's memory, which has been freed,
+and does not know the memory of communicators, graphs and libraries.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ _STATUS = Path("/proc/self/status")
 
 
 def host_bytes(field: str = "VmRSS") -> int:
-    """Resident bytes: now (`VmRSS`), now without files (`RssAnon`), or at the highest (`VmHWM`)."""
+    """Return resident bytes: current (`VmRSS`), without files (`RssAnon`), or peak (`VmHWM`)."""
     match = re.search(rf"^{field}:\s+(\d+) kB", _STATUS.read_text(), re.MULTILINE)
     assert match is not None, f"{_STATUS} has no {field}"
     return int(match[1]) << 10
 
 
 def device_bytes() -> int:
-    """What the driver has given out of this process's device, to whomever; noted for the peak."""
+    """Return the bytes in use on this process's device, by any process; updates the peak."""
     if not torch.cuda.is_available():
         return 0
     free, total = torch.cuda.mem_get_info()
@@ -38,11 +38,11 @@ def device_bytes() -> int:
 def give_back_cached() -> None:
     """Return freed memory that allocators keep for later: PyTorch's to the driver, C's to Linux.
 
-    vLLM takes the memory of its weights and its KV cache from the driver, at its start and whenever
-    it wakes: before each of these this is called. glibc's heap keeps freed tensors of up to 32 MiB,
-    over a gigabyte of a model of 0.6 billion parameters.
+    Call it before vLLM starts or wakes, when it takes the memory of its weights and KV cache from
+    the driver. glibc's heap keeps freed tensors of up to 32 MiB: over 1 GB for a model of 0.6
+    billion parameters.
     """
-    device_bytes()  # at its highest just before
+    device_bytes()  # records the peak
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
     libc = ctypes.CDLL(None)
@@ -50,7 +50,7 @@ def give_back_cached() -> None:
         libc.malloc_trim(0)
 
 
-_highest = [0, 0]  # of the host and of the device, as far as it was noted
+_highest = [0, 0]  # peak bytes of the host and of the device, as far as recorded
 
 
 def _note(host: int, device: int) -> None:
@@ -58,28 +58,28 @@ def _note(host: int, device: int) -> None:
 
 
 def highest_bytes() -> tuple[int, int]:
-    """(host, device) at their highest since the process began, in spite of any `PeakMemory`.
+    """Return the (host, device) peaks since the process began; `PeakMemory` does not reset them.
 
-    On the host the resident set, on the device what the driver had given out, which it keeps no
-    record of: PyTorch's allocator keeps what it has until `give_back_cached`, and a stage's peak is
-    there until then, so that it is seen before each of these, and here.
+    The host's peak is the resident set's. The driver keeps no record of the device's, so it is
+    sampled here and before each `give_back_cached`: until then PyTorch's allocator keeps what it
+    has allocated, and a stage's peak can still be measured.
     """
     _note(host_bytes("VmHWM"), device_bytes())
     return _highest[0], _highest[1]
 
 
 class PeakMemory:
-    """Measures the peak within a `with` block, above where the process stood at its start.
+    """The peak memory of a `with` block, above the process's memory at its start.
 
-    On CUDA the peak of what PyTorch's allocator has given out, which an engine that wakes up does
-    not change; without it the resident set's, whose high-water mark Linux resets on request. Nested
-    use would reset the outer one's mark.
+    With CUDA it is the peak of PyTorch's allocations, which a waking engine does not change.
+    Without CUDA it is the resident set's, whose high-water mark Linux resets on request. Do not
+    nest: an inner block resets the outer one's mark.
     """
 
     extra_bytes = 0
 
     def __enter__(self) -> PeakMemory:
-        highest_bytes()  # remembered, for the mark is lost now
+        highest_bytes()  # records the peak before the mark is reset
         if torch.cuda.is_available():
             torch.cuda.reset_peak_memory_stats()
             self._before = torch.cuda.memory_allocated()
@@ -98,20 +98,20 @@ class PeakMemory:
 
 @dataclass(frozen=True, slots=True)
 class Footprint:
-    """What this process holds of everything that a leak would eat up."""
+    """This process's use of each resource that a leak would exhaust."""
 
-    resident_bytes: int  # without mapped files: code that is touched late is not a leak
-    heap_bytes: int  # malloc's, in use: the resident set without its free pieces; glibc only
-    device_bytes: int  # given out by the driver, without what PyTorch keeps for later
+    resident_bytes: int  # without mapped files: code that is first used late is not a leak
+    heap_bytes: int  # malloc's memory in use, without free blocks; glibc only, else 0
+    device_bytes: int  # in use according to the driver, without what PyTorch keeps for later
     open_files: int
     threads: int
     shared_memory: int  # segments in /dev/shm that this process has mapped
 
     @classmethod
     def now(cls) -> Footprint:
-        """Measured after unreachable objects and free pages were given back, and no earlier.
+        """Measure after freeing unreachable objects and free pages.
 
-        Otherwise the resident set would count what the collector or malloc have not got round to.
+        Otherwise the resident set would include what the collector or malloc has yet to free.
         """
         gc.collect()
         give_back_cached()
@@ -143,4 +143,4 @@ def _heap_bytes() -> int:
         return 0
     libc.mallinfo2.restype = _MallInfo
     info = libc.mallinfo2()
-    return int(info.uordblks + info.hblkhd)  # from the heaps, and mapped one by one
+    return int(info.uordblks + info.hblkhd)  # in heaps, and in separate mappings

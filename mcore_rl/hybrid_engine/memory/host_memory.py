@@ -1,6 +1,6 @@
-"""Host memory for what training keeps off the device: page-locked, allocated once, used again.
+"""Host memory for what training keeps off the device: page-locked, allocated once, reused.
 
-`HostBuffer` is the memory, `HostCopy` a second set of values for tensors that stay where they are.
+`HostBuffer` is the memory, `HostCopy` a second set of values for tensors that stay in place.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ import torch
 
 
 class HostBuffer:
-    """Host memory for one kind, in chunks that a bucket of the host allocator holds exactly.
+    """Host memory for one kind, in chunks that fill a bucket of the host allocator exactly.
 
-    torch rounds page-locked memory up to a power of two: one piece of 65 GiB would take 128. Chunks
-    are powers of two but for the last one, and a storage may run over the border of two.
+    torch rounds page-locked memory up to a power of two: one allocation of 65 GiB would take 128.
+    All chunks but the last are powers of two, and a storage may span two chunks.
     """
 
     def __init__(self, pinned: bool, chunk_bytes: int) -> None:
@@ -28,7 +28,7 @@ class HostBuffer:
         return sum(len(chunk) for chunk in self._chunks)
 
     def reserve(self, num_bytes: int) -> None:
-        """Have room for at least `num_bytes`. What was allocated before a failure is kept."""
+        """Allocate room for at least `num_bytes`. Chunks allocated before a failure are kept."""
         while (missing := num_bytes - self.num_bytes) > 0:
             size = min(missing, self._chunk_bytes)
             if self._pinned:
@@ -36,7 +36,7 @@ class HostBuffer:
             self._chunks.append(torch.empty(size, dtype=torch.uint8, pin_memory=self._pinned))
 
     def pieces(self, start: int, num_bytes: int) -> Iterator[torch.Tensor]:
-        """`[n]` uint8 views that together are the bytes from `start`."""
+        """Yield `[n]` uint8 views that together are `num_bytes` bytes from `start`."""
         offset = 0
         for chunk in self._chunks:
             low, high = max(start - offset, 0), min(start + num_bytes - offset, len(chunk))
@@ -45,7 +45,7 @@ class HostBuffer:
             offset += len(chunk)
 
     def release_before(self, end: int) -> None:
-        """Free chunks that lie wholly before `end`, unless they are page-locked; they may not be
+        """Free chunks that end at or before `end`, unless they are page-locked. They must not be
         read again."""
         offset = 0
         for chunk in () if self._pinned else self._chunks:
@@ -60,14 +60,14 @@ class HostBuffer:
 
 
 class HostCopy:
-    """Other values of some tensors, kept on the host, that theirs can be exchanged with in place.
+    """A second set of values of some tensors, kept on the host, to be exchanged in place.
 
-    For tensors on CUDA the memory is page-locked and the copies run on a stream of their own: what
-    the caller has put on his stream before is waited for, and what he puts there next sees the
-    result, without the host waiting for either. Nothing is allocated after the first copy but, on
-    the device and during an exchange, `bucket_bytes` at most, less if no tensor is as large.
+    For tensors on CUDA the memory is page-locked and the copies run on a separate stream. They wait
+    for the caller's earlier work on its stream, and its later work sees the result; the host waits
+    for neither. After the first copy nothing is allocated, except at most `bucket_bytes` on the
+    device during an exchange (less if all tensors are smaller).
 
-    RuntimeError: a tensor whose elements do not lie one after the other.
+    Raises RuntimeError for a tensor that is not contiguous.
     """
 
     def __init__(
@@ -88,17 +88,17 @@ class HostCopy:
 
     @property
     def host_bytes(self) -> int:
-        """Host memory that is held, with what page-locked pieces are rounded up by."""
+        """Host memory held, including the rounding of page-locked chunks."""
         return self._host.num_bytes
 
     def take(self) -> None:
-        """Keep the values that the tensors have now, in place of those that were kept."""
+        """Keep the tensors' current values instead of those kept so far."""
         with self._beside():
             for values, kept in self._pieces():
                 kept.copy_(values, non_blocking=True)
 
     def exchange(self) -> None:
-        """Give the tensors the values kept here, and keep theirs."""
+        """Swap the tensors' values with those kept here."""
         with self._beside():
             bucket = torch.empty(self._bucket_bytes, dtype=torch.uint8, device=self._device)
             for values, kept in self._pieces():
@@ -108,7 +108,7 @@ class HostCopy:
                 kept.copy_(now, non_blocking=True)
 
     def _pieces(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """`[n]` uint8 views of tensors and of what is kept for them, n at most a bucket."""
+        """Yield `[n]` uint8 views of the tensors and of their kept values, n at most a bucket."""
         start = 0
         for tensor in self._tensors:
             whole = _bytes_in_place(tensor)
@@ -121,7 +121,7 @@ class HostCopy:
 
     @contextmanager
     def _beside(self) -> Iterator[None]:
-        """In which copies run on the stream of their own, between what is on the caller's."""
+        """Run copies on the separate stream, ordered with the work on the caller's stream."""
         if self._stream is None:
             yield
             return

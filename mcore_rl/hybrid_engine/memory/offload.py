@@ -1,26 +1,25 @@
-"""What training holds on the device, moved to host memory while rollout runs, and back bit for bit.
+"""Offload of training's device memory to the host while rollout runs, and back bit for bit.
 
-Storages are emptied and refilled in place, never replaced: a parameter that is a view of a buffer,
-a `main_grad`, a tied weight, a main parameter that some other object points to, all stay what they
-were and are valid again after `onload`. In between they may not be touched: where one is read torch
-raises, where one is written the process dies.
+Storages are emptied and refilled in place, never replaced. Views of a buffer, a `main_grad`, tied
+weights, and main parameters that another object references all keep their identity and are valid
+again after `onload`. They must not be touched in between: reading one raises in torch, writing one
+kills the process.
 
-Megatron's own helpers do not serve. That of the optimizer replaces `p.data`, which tears a float32
-parameter out of its buffer, copies through pageable memory and cannot begin early; that of the
-gradients can only forget them.
+Megatron's own helpers do not suffice. The optimizer's replaces `p.data`, which detaches a float32
+parameter from its buffer, copies through pageable memory and cannot begin early. The gradients'
+can only drop them.
 
-    kind         what it is                                      while away
+    kind         content                                         while away
     parameters   the model's                                     host copy
     optimizer    float32 main parameters, moments                host copy
     gradients    data-parallel buffers and the optimizer's       nothing (zero afterwards), or a
                  copies                                          host copy with `keep_gradients`
 
-While engines start, all of it leaves, whatever the flag says: vLLM wants its share of the device
-free then. What cannot leave stays and is named.
+While engines start, all kinds are offloaded, whatever the flag says, because vLLM needs its share
+of the device free then. Tensors that cannot be offloaded stay and are logged.
 
-On a machine without CUDA the device is host memory, too. The same code runs there, so that tests
-exercise it, but a copy saves nothing: only forgotten gradients do, and `OffloadStats.saved`
-counts nothing else.
+Without CUDA the device is host memory, too. The same code runs there, so that tests exercise it,
+but a copy saves nothing: only dropped gradients do, and `OffloadStats.saved` counts only these.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ from mcore_rl.hybrid_engine.memory.host_memory import HostBuffer
 
 logger = logging.getLogger(__name__)
 
-# Of storages shared between kinds the first one owns: what must be kept is never forgotten with a
+# The first kind owns a storage that several share, so that kept data are never dropped with a
 # gradient. Also the order of the way back: log-probs need the parameters, the update the rest.
 KINDS = ("parameters", "optimizer", "gradients")
 SHORT_NAMES = {"params": "parameters", "grads": "gradients"}  # on the command line
@@ -48,7 +47,7 @@ SHORT_NAMES = {"params": "parameters", "grads": "gradients"}  # on the command l
 Tensors = Mapping[str, Iterable[tuple[str, torch.Tensor]]]  # kind -> (name, tensor)
 
 
-# Megatron's flags that hold on to addresses, by destination: the kinds concerned, and why.
+# Megatron's flags that fix addresses, by destination: the kinds concerned, and the reason.
 _GRAPHS = (frozenset(KINDS), "captures the addresses of all that training holds in CUDA graphs")
 _REGISTERED = (frozenset({"gradients", "parameters"}), "registers these buffers with NCCL")
 _QUANTISED = (frozenset({"parameters"}), "keeps parameters in a form that cannot be emptied")
@@ -61,11 +60,11 @@ _CLASHES: dict[str, tuple[frozenset[str], str]] = {
     "fp8_param_gather": _QUANTISED,
     "fp4_param_gather": _QUANTISED,
 }
-_FLAGS = {"nccl_ub": "use-nccl-ub"}  # where it is not the destination's name
+_FLAGS = {"nccl_ub": "use-nccl-ub"}  # flags whose name differs from the destination's
 
 
 def _forbidden(values: Mapping[str, Any]) -> dict[str, str]:
-    """kind -> the destination of the flag in `values` that holds on to it."""
+    """Return kind -> the destination of the flag in `values` that fixes its addresses."""
     return {
         kind: dest
         for dest, (kinds, _) in _CLASHES.items()
@@ -75,11 +74,10 @@ def _forbidden(values: Mapping[str, Any]) -> dict[str, str]:
 
 
 def kinds_at_start(values: Mapping[str, Any]) -> frozenset[str]:
-    """The kinds that leave the device while engines start, with Megatron's flags `values`, by
-    destination; the others take their memory then, too.
+    """Return the kinds that leave the device while engines start; the others keep their memory.
 
-    Not those that a flag pins down from the beginning. Graphs are captured in the first update,
-    after the engines' start.
+    `values` are Megatron's flags by destination. Kinds whose addresses a flag fixes from the
+    beginning stay. Graphs are captured in the first update, after the engines have started.
     """
     captured_later = {dest for dest, clash in _CLASHES.items() if clash is _GRAPHS}
     begun = {dest: value for dest, value in values.items() if dest not in captured_later}
@@ -89,12 +87,11 @@ def kinds_at_start(values: Mapping[str, Any]) -> frozenset[str]:
 def offload_kinds(
     text: str, values: Mapping[str, Any], *, has_cuda: bool, flag: str = "--rl-offload"
 ) -> frozenset[str]:
-    """The kinds that a flag's value asks for: "auto", "none", or some of KINDS with commas.
+    """Return the kinds that a flag's value selects: "auto", "none", or some of KINDS with commas.
 
-    SHORT_NAMES mean the same as the whole names.
-    "auto" is what pays off: gradients and optimizer where there is a GPU, nothing where there is
-    none, and nothing that Megatron's flags (`values`, by destination) do not allow. Raises
-    UsageError for an unknown kind, and for one that is asked for and not allowed.
+    SHORT_NAMES are aliases. "auto" selects gradients and optimizer with a GPU and nothing without
+    one, except kinds that Megatron's flags (`values`, by destination) do not allow. Raises
+    UsageError for an unknown kind, and for one that is named and not allowed.
     """
     forbidden = {
         kind: f"--{_FLAGS.get(dest, dest.replace('_', '-'))}, which {_CLASHES[dest][1]}"
@@ -123,15 +120,15 @@ def offload_kinds(
 
 @dataclass(slots=True)
 class OffloadStats:
-    """One way there and back, as this rank saw it: bytes of each kind that was taken off.
+    """One offload and its way back on this rank: bytes of each kind that was taken off.
 
-    A kind whose tensors take no memory yet, as moments before the first update, has 0 bytes.
+    A kind whose tensors are not allocated yet, such as moments before the first update, has 0.
     """
 
     moved: dict[str, int] = field(default_factory=dict)  # copied to the host
     dropped: dict[str, int] = field(default_factory=dict)  # gradients that were not kept
-    saved: dict[str, int] = field(default_factory=dict)  # less memory in use in between
-    prefetched_bytes: int = 0  # of those moved, brought back by `prefetch`
+    saved: dict[str, int] = field(default_factory=dict)  # memory freed in between
+    prefetched_bytes: int = 0  # part of the moved bytes that `prefetch` brought back
 
     @property
     def moved_bytes(self) -> int:
@@ -146,7 +143,7 @@ class OffloadStats:
         return sum(self.saved.values())
 
     def of(self, kinds: frozenset[str]) -> OffloadStats:
-        """A copy of what it says of `kinds`; `prefetched_bytes`, which no kind owns, is 0."""
+        """Return the stats of `kinds`; `prefetched_bytes`, which is not kept by kind, is 0."""
 
         def chosen(found: Mapping[str, int]) -> dict[str, int]:
             return {kind: size for kind, size in found.items() if kind in kinds}
@@ -154,7 +151,7 @@ class OffloadStats:
         return OffloadStats(chosen(self.moved), chosen(self.dropped), chosen(self.saved))
 
     def note(self, kind: str, *, moved: int, dropped: int, saved: int) -> None:
-        """Bytes of `kind` that were taken off; the last time counts, if it came back in between."""
+        """Set the bytes of `kind` that were taken off; a later offload replaces an earlier one."""
         self.moved[kind], self.dropped[kind], self.saved[kind] = moved, dropped, saved
 
 
@@ -163,7 +160,7 @@ class _Segment:
     """One storage that is away."""
 
     kind: str
-    name: str  # of a tensor in it
+    name: str  # of one of its tensors
     storage: torch.UntypedStorage
     num_bytes: int
     start: int | None  # in the kind's host buffer; None: not kept
@@ -176,17 +173,17 @@ class _Segment:
 
 
 class Offloader:
-    """Takes `what` (some of KINDS) off the device and brings it back. Local to this rank.
+    """Offload of `what` (some of KINDS) from the device to the host and back. Local to this rank.
 
-    `at_start` are the kinds that leave it while engines start (`kinds_at_start`).
+    `at_start` are the kinds that leave the device while engines start (`kinds_at_start`).
 
-    `find` is asked before each way out, because an optimizer makes its state at its first step.
-    Tensors that are not on `device` stay where they are (some optimizers keep theirs on the host).
-    With `pin`, host memory is page-locked on CUDA and kept from one switch to the next, because
-    locking is slow; without, and without CUDA, it is freed on the way back.
+    `find` is called before each offload, because an optimizer creates its state in its first step.
+    Tensors that are not on `device` stay in place (some optimizers keep theirs on the host). With
+    `pin`, host memory is page-locked on CUDA and kept from one switch to the next, because locking
+    is slow. Without `pin` or CUDA, it is freed on the way back.
 
-    RuntimeError: offloading a kind that is away, coming back when nothing is, a tensor whose
-    storage cannot be emptied, a storage that somebody refilled in between.
+    Raises RuntimeError for offloading a kind that is away, bringing back when nothing is away, a
+    tensor whose storage cannot be emptied, and a storage that was refilled in between.
     """
 
     def __init__(
@@ -206,7 +203,7 @@ class Offloader:
         self._find, self._device = find, device
         self._on_cuda = device.type == "cuda"
         self._kept = set(KINDS) if keep_gradients else set(KINDS) - {"gradients"}
-        # What leaves but once is not worth page-locking: that takes longer than the copy.
+        # Page-locking takes longer than a copy: not worth it for kinds that leave only once.
         pinned = what if pin and self._on_cuda else frozenset()
         self._host = {kind: HostBuffer(kind in pinned, chunk_bytes) for kind in KINDS}
         self._away: dict[str, list[_Segment]] = {}
@@ -214,18 +211,18 @@ class Offloader:
 
     @property
     def away(self) -> frozenset[str]:
-        """The kinds that are not, or not all, on the device."""
+        """The kinds that are not, or not completely, on the device."""
         return frozenset(self._away)
 
     @property
     def host_bytes(self) -> int:
-        """Host memory held for copies just now."""
+        """Host memory currently held for copies."""
         return sum(buffer.num_bytes for buffer in self._host.values())
 
     def offload(self, *kinds: str) -> None:
-        """Take those of `kinds` (default: all) that are in `what` off the device.
+        """Take the kinds of `what` among `kinds` (default: all) off the device.
 
-        Waits for the device. If host memory cannot be had, everything stays as it is.
+        Waits for the device. If host memory cannot be allocated, nothing changes.
         """
         wanted = [kind for kind in KINDS if kind in self.what and kind in (kinds or KINDS)]
         if again := self._away.keys() & set(wanted):
@@ -234,25 +231,25 @@ class Offloader:
 
     @contextmanager
     def everything_away(self) -> Iterator[None]:
-        """In which all that can leave is off the device: all of `at_start`, whatever `what` is.
+        """Offload all of `at_start` for the duration of the context, whatever `what` is.
 
-        For the start of an engine, which wants its share of the device free. A tensor whose storage
-        cannot be emptied stays; how much that is stands in the log. Everything is back afterwards,
-        bit for bit but for gradients that are not kept; after a failure as far as it fits.
+        For the start of an engine, which needs its share of the device free. Tensors whose storage
+        cannot be emptied stay, and their size is logged. Afterwards everything is back bit for bit,
+        except gradients that are not kept; after a failure, as much as fits.
         """
         if self._away:
             raise RuntimeError(f"{_rank()}{', '.join(sorted(self._away))} are offloaded already")
         wanted = [kind for kind in KINDS if kind in self._at_start]
         stays: dict[str, int] = {}
         self._take_off(wanted, self._segments(wanted, stays))
-        give_back_cached()  # of what was used and freed before
+        give_back_cached()
         self._say(stays)
         try:
             yield
         except BaseException:
             try:
                 self._come_back()
-            except Exception:  # what failed first is told
+            except Exception:  # the first failure is raised
                 logger.debug("%straining's state did not come back", _rank(), exc_info=True)
             raise
         self._come_back()
@@ -286,10 +283,10 @@ class Offloader:
         self._away.update({kind: [s for s in segments if s.kind == kind] for kind in wanted})
         for segment in segments:
             self._copy(segment, to_host=True)
-            if not self._on_cuda:  # at once, so that nothing is there twice
+            if not self._on_cuda:  # at once: the copy lies in the same memory
                 segment.storage.resize_(0)
         if self._on_cuda and segments:
-            torch.cuda.current_stream(self._device).synchronize()  # the copies have arrived
+            torch.cuda.current_stream(self._device).synchronize()  # wait for the copies
             for segment in segments:
                 segment.storage.resize_(0)
             give_back_cached()
@@ -298,17 +295,17 @@ class Offloader:
     def prefetch(self, reserve_bytes: int = 1 << 30) -> int:
         """Begin to bring back what fits, while the last responses are being generated.
 
-        On CUDA the copies run on a stream of their own beside the engine's kernels, as many as
-        leave `reserve_bytes` of the device free; elsewhere all is copied before this returns.
-        Returns the bytes under way. May be called again, when more has become free; the rest
-        follows with `onload`, and not before that may anything be touched.
+        On CUDA the copies run on a separate stream, concurrently with the engine's kernels, as many
+        as leave `reserve_bytes` of the device free. Without CUDA everything is copied before this
+        returns. Returns the bytes being copied. May be called again when more memory is free;
+        `onload` brings back the rest, and nothing may be touched before that.
         """
         self._require_away("prefetch")
         free = torch.cuda.mem_get_info(self._device)[0] - reserve_bytes if self._on_cuda else None
         fitting = []
         for segment in self._missing():
             if segment.start is None:
-                continue  # zeros need no time
+                continue  # `onload` fills in zeros
             if free is not None:
                 free -= segment.num_bytes
                 if free < 0:
@@ -320,7 +317,7 @@ class Offloader:
         return num_bytes
 
     def onload(self, *kinds: str) -> None:
-        """Bring `kinds` (default: all) back; what the caller puts on its stream next sees them."""
+        """Bring `kinds` (default: all) back; later work on the caller's stream sees them."""
         self._require_away("onload")
         coming = [kind for kind in KINDS if kind in self._away and kind in (kinds or KINDS)]
         self._bring_back([s for s in self._missing() if s.kind in coming])
@@ -339,10 +336,10 @@ class Offloader:
             yield from (s for s in self._away.get(kind, ()) if not s.is_back)
 
     def _segments(self, kinds: list[str], stays: dict[str, int] | None = None) -> list[_Segment]:
-        """The storages of `kinds`, each once, with their places in host memory.
+        """Return the storages of `kinds`, each once, with their places in host memory.
 
-        Those that cannot be emptied go to `stays`, by name, with their bytes; without it they are
-        an error.
+        Storages that cannot be emptied are added to `stays` (name -> bytes); without `stays` they
+        raise RuntimeError.
         """
         seen = {s.storage._cdata for segments in self._away.values() for s in segments}
         ends = dict.fromkeys(KINDS, 0)
@@ -382,14 +379,14 @@ class Offloader:
                 if segment.start is not None:  # host and device are the same memory here
                     self._host[segment.kind].release_before(segment.start + segment.num_bytes)
             return
-        # Memory belongs to the stream it was allocated on, and may have been freed by kernels
-        # there that still run: hence allocate here, let the copies wait, and wait in `onload`.
+        # Memory belongs to the stream it was allocated on, and kernels there may still use it:
+        # allocate on the caller's stream, let the copies wait for it, and wait in `onload`.
         try:
             for segment in segments:
                 segment.storage.resize_(segment.num_bytes)
         except torch.OutOfMemoryError:
             for segment in segments:
-                segment.storage.resize_(0)  # still away, all of them: the caller may try again
+                segment.storage.resize_(0)  # all are still away: the caller may try again
             raise
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
@@ -424,7 +421,7 @@ def _bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
 
 
 def _why_not_plain(name: str, tensor: torch.Tensor) -> str | None:
-    """Why a tensor's storage cannot be emptied; None if it can."""
+    """Return why a tensor's storage cannot be emptied, or None if it can."""
     if type(tensor.detach()) is not torch.Tensor:
         return (
             f"{name} is a {type(tensor).__name__}, expected a plain tensor: quantised weights keep "

@@ -1,1 +1,1 @@
-"""That the engine holds the right weights: attestation and canaries."""
+"""Proof that the engine holds the right weights: attestation and canaries."""

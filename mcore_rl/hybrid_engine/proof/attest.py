@@ -1,17 +1,17 @@
-"""Proof that what vLLM's loaders wrote is what Megatron held, element by element.
+"""Attestation: proof that vLLM's loaders wrote what Megatron held, element by element.
 
-Before the bytes move, every rank hashes slices of its own parameters, as they will be served; while
-vLLM loads, every rank hashes what its loaders have written, in its place, right after they did. One
-all-reduce brings both together. How the bytes travelled plays no part: neither plan nor transport
-is trusted, so the same check serves a plan, a stale plan and the plain gather.
+Before the bytes move, every rank hashes slices of its own parameters, as they will be served. While
+vLLM loads, every rank hashes what its loaders wrote, in place, right after they wrote it. One
+all-reduce compares both. The check does not trust the plan or the transport: it is the same for a
+plan, a stale plan and the plain gather.
 
-The unit of comparison is the cell (see `cells`): what a rank needs is made of cells, and so is what
-another holds, so a difference is narrowed down to those who hold the cell. Each cell is hashed by
-one of its holders; replicas that have drifted apart are found by that, too.
+The unit of comparison is the cell (see `cells`). Needs and holdings consist of cells, so a
+difference is narrowed down to the ranks that hold the cell. One holder hashes each cell; this also
+detects replicas that have diverged.
 
-What is not proved: that the weight map names the right tensors (the checkpoint round trip is tested
-for that), that a loader chose the right place, and what vLLM makes of its parameters afterwards
-(on CPU its kernels keep packed copies behind closures). These are what canaries are for.
+Not proved: that the weight map names the right tensors (the checkpoint round trip tests that), that
+a loader chose the right place, and vLLM's later processing of its parameters (on CPU its kernels
+keep packed copies behind closures). Canaries cover these.
 """
 
 from __future__ import annotations
@@ -35,15 +35,15 @@ from mcore_rl.hybrid_engine.proof.slice_hash import HostBits, Place, Sample, hos
 from mcore_rl.model.boxes import Box, contains, intersect, relative, show, volume
 
 FULL, SAMPLE, OFF = "full", "sample", "off"
-SAMPLE_PERIOD = 32  # in mode sample every row is hashed once in so many versions
-_READ_BYTES = 16 << 20  # at a time: what is served in another dtype is converted for it
+SAMPLE_PERIOD = 32  # versions in which mode SAMPLE hashes every row once
+_READ_BYTES = 16 << 20  # per read: slices served in another dtype are converted
 _SAMPLES_AT_ONCE = 64
-_SHOWN = 20  # mismatches that a rank tells the others of
+_SHOWN = 20  # mismatches that a rank reports to the others
 
 
 class ReadSlice(Protocol):
-    """Serves what a rank holds: the values of `box` of a tensor, or what the index `at` cuts out
-    of them, of which alone more is made than a view."""
+    """Reader of what a rank holds: the values of `box` of a tensor, or the index `at` into them.
+    Only what `at` selects is copied or converted."""
 
     def __call__(self, tensor: str, box: Box, at: Any = ..., /) -> torch.Tensor: ...
 
@@ -54,9 +54,9 @@ class Mismatch:
 
     tensor: str
     box: Box
-    source_ranks: tuple[int, ...]  # all that hold it, first the one whose copy was hashed
+    source_ranks: tuple[int, ...]  # its holders, first the one whose copy was hashed
     destination_rank: int
-    problem: str  # "differs" or what is missing
+    problem: str  # "differs", or the number of elements that were not loaded
 
     def __str__(self) -> str:
         holders = ", ".join(map(str, self.source_ranks))
@@ -67,16 +67,16 @@ class Mismatch:
 
 @dataclass(frozen=True, slots=True)
 class Attestation:
-    """The verdict on one hand-over, the same on all ranks but for the last two fields."""
+    """The result of attesting one hand-over, the same on all ranks except the last two fields."""
 
     mode: str  # FULL or SAMPLE
     weight_version: int
     mismatches: tuple[Mismatch, ...]  # at most 20 of every rank
     num_mismatches: int
-    faults: tuple[str, ...]  # "rank R: what it raised"
-    num_cells: int  # of all tensors that are served
-    hashed_bytes: int  # on this rank, both sides; what sampling leaves out is not counted
-    seconds: float  # on this rank, without waiting for others; on CUDA: of launching
+    faults: tuple[str, ...]  # "rank R: the error it raised"
+    num_cells: int  # of all served tensors
+    hashed_bytes: int  # on this rank, both sides, without rows that sampling skips
+    seconds: float  # on this rank, without waiting for others; on CUDA: launching only
 
     @property
     def ok(self) -> bool:
@@ -92,15 +92,15 @@ class Attestation:
 
 
 class Attestor:
-    """Attests the hand-overs of one layout on this rank.
+    """Attestor of one layout's hand-overs on this rank.
 
         attestor.begin(version, read)                    hash what this rank attests
         engine.reload(weights, attestor.note)            hash what the loaders took
         attestor.finish(fault)                           compare: collective over the world
 
-    `have` and `need` are the boxes of all ranks, as they are exchanged for planning. `device` is
-    where the collective's tensor is made. `mode` FULL hashes every element, SAMPLE one row of 32
-    (see `slice_hash.Sample`); that every needed element was read is checked in both.
+    `have` and `need` are the boxes of all ranks, as they are exchanged for planning. The
+    collective's tensor is on `device`. `mode` FULL hashes every element, SAMPLE one row of 32 (see
+    `slice_hash.Sample`); both check that every needed element was read.
     """
 
     def __init__(
@@ -144,8 +144,8 @@ class Attestor:
     def begin(self, weight_version: int, read: ReadSlice) -> None:
         """Hash the cells that this rank attests, as `read` serves them, and begin to exchange them.
 
-        Collective over the world, and not waited for. A slice that cannot be read is a fault that
-        `finish` tells of.
+        Collective over the world, but does not wait. `finish` reports a slice that cannot be read
+        as a fault.
         """
         self._version = weight_version
         self._salts.clear()
@@ -163,15 +163,15 @@ class Attestor:
         self._expected = _Sums(self._source.sums(self._num_cells, self._device))
 
     def repeat(self) -> None:
-        """Begin again with the same version: what was loaded until now is forgotten."""
+        """Restart with the same version, and discard the hashes of what was loaded so far."""
         self._arrived = _Tally()
         self._samples.clear()
 
     def note(self, tensor: str, box: Box, data: torch.Tensor) -> None:
-        """Hash what a loader took of a tensor: `on_write` of `VLLMEngine.reload`.
+        """Hash what a loader took of a tensor: the `on_write` of `VLLMEngine.reload`.
 
-        `data` is what stands where the loader put it, or, where it computed with the tensor, what
-        it was given.
+        `data` is what the loader stored, in place; if the loader computed with the tensor, it is
+        the loader's input.
         """
         with self._arrived.timed():
             parts = self._parts_of.get((tensor, box))
@@ -189,9 +189,10 @@ class Attestor:
                 self._hash_samples()
 
     def _hash_samples(self) -> None:
-        """Those of which `note` took copies.
+        """Hash the samples that `note` copied.
 
-        Many at once: between the loaders' copies, which fill all caches, each takes thrice as long.
+        Many in one call: between the loaders' copies, which fill all caches, each would take three
+        times as long.
         """
         for part, key, rows, bits in self._samples:
             self._arrived.add(part, part.place.hash_bits(bits, key, rows), len(rows))
@@ -200,7 +201,7 @@ class Attestor:
     def finish(self, fault: str | None = None) -> Attestation:
         """Compare on all ranks. Collective over the world.
 
-        `fault` is what this rank's hand-over raised, if it did.
+        `fault` is the error of this rank's hand-over, if it raised one.
         """
         assert self._expected is not None, "begin comes first"
         expected = self._expected.over_all_ranks()
@@ -225,7 +226,7 @@ class Attestor:
         )
 
     def _mismatches(self, expected: np.ndarray) -> list[Mismatch]:
-        """What this rank needs and did not get as it was held."""
+        """Return the cells that this rank needs and that did not arrive unchanged."""
         found = self._arrived.sums(self._num_cells, self._device).cpu().numpy()
         mismatches = []
         for cell in itertools.chain.from_iterable(self._needed.values()):
@@ -241,7 +242,7 @@ class Attestor:
         return mismatches
 
     def _salt(self, tensor: str) -> tuple[int, Sample | None]:
-        """What this version's hashes of a tensor depend on beside its elements."""
+        """Return the key and sample of a tensor's hashes in this version."""
         if tensor not in self._salts:
             sample = None
             if self.mode == SAMPLE:
@@ -250,7 +251,7 @@ class Attestor:
         return self._salts[tensor]
 
     def _parts(self, tensor: str, box: Box) -> list[_Part]:
-        """What of the cells that this rank needs lies in `box`."""
+        """Return the parts of needed cells that lie in `box`."""
         shared = ((cell, intersect(cell.box, box)) for cell in self._needed.get(tensor, ()))
         return [self._part(cell, part, box) for cell, part in shared if part is not None]
 
@@ -267,26 +268,26 @@ class Attestor:
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """A part of a cell that is hashed at once."""
+    """A part of a cell that is hashed in one call."""
 
     tensor: str
     number: int  # of the cell
     box: Box
-    at: tuple[tuple[slice, ...], ...]  # what cuts it out of what is given, if anything does
+    at: tuple[tuple[slice, ...], ...]  # the index of the part in the given data; empty: all of it
     place: Place
     num_elements: int
-    row_bytes: int  # of one index along the last dimension but one
+    row_bytes: int  # bytes per index along the last dimension but one
 
 
 class _Sums:
-    """`[cells]` int64 of this rank, on their way to be added up over all ranks."""
+    """`[cells]` int64 of this rank, while they are summed over all ranks."""
 
     def __init__(self, mine: torch.Tensor) -> None:
         self._sums = mine
         self._work = dist.all_reduce(mine, async_op=True)  # int64 wraps around, as the hashes do
 
     def over_all_ranks(self) -> np.ndarray:
-        """Waits for them, the first time."""
+        """Return the sums over all ranks; wait for them the first time."""
         if self._work is not None:
             self._work.wait()
             self._work = None
@@ -294,11 +295,11 @@ class _Sums:
 
 
 class _Tally:
-    """Hashes and numbers of elements, by cell."""
+    """Hashes and element counts, by cell."""
 
     def __init__(self) -> None:
         self._sums: dict[int, int] = defaultdict(int)
-        self._elsewhere: list[tuple[int, torch.Tensor]] = []  # not waited for until they are summed
+        self._elsewhere: list[tuple[int, torch.Tensor]] = []  # on the device, until `sums`
         self.elements: dict[int, int] = defaultdict(int)
         self.num_bytes = 0
         self.seconds = 0.0
@@ -312,7 +313,7 @@ class _Tally:
         self.num_bytes += num_rows * part.row_bytes
 
     def sums(self, num_cells: int, device: torch.device) -> torch.Tensor:
-        """`[cells]` int64 on `device`, the sum of each cell's hashes modulo 2^64."""
+        """Return `[cells]` int64 on `device`, the sum of each cell's hashes modulo 2^64."""
         on_host = np.zeros(num_cells, dtype=np.uint64)
         for number, total in self._sums.items():
             on_host[number] = total % (1 << 64)
@@ -327,7 +328,7 @@ class _Tally:
 
 
 class _Timed:
-    """Adds the time of a `with` block to a tally."""
+    """A `with` block whose time is added to a tally."""
 
     def __init__(self, tally: _Tally) -> None:
         self._tally = tally

@@ -1,11 +1,11 @@
-"""Canaries: a few prompts that Megatron and vLLM must score alike, with the same weights.
+"""Canaries: a few prompts that Megatron and vLLM must score equally, with the same weights.
 
-They see what no hash of weights can: what vLLM made of a tensor after reading it, a weight map that
-names the wrong tensor, a kernel that computes something else. And they are blunt: both sides round
-in their own order, and where a router's scores are close they choose different experts. So they
-follow the first hand-over and then every so many, and what is compared is a mean over tokens. How
-far right weights are apart depends on the model (docs/using/never_lose_a_run.md); what is measured
-stands in the log, whether or not it is within the tolerance.
+They detect what no hash of weights can: errors in vLLM's processing of a tensor after reading it, a
+weight map that names the wrong tensor, a kernel that computes something else. They are coarse: both
+sides round in different orders, and choose different experts where a router's scores are close.
+They therefore run after the first hand-over and then at an interval, and compare a mean over
+tokens. The difference with correct weights depends on the model
+(docs/using/never_lose_a_run.md); it is logged whether or not it is within the tolerance.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ MAX_TOKENS = 64
 
 @dataclass(frozen=True, slots=True)
 class CanaryResult:
-    """How far apart both sides' log-probs are, by prompt, on the worst engine; on all ranks."""
+    """Differences of both sides' log-probs by prompt, on the worst engine; equal on all ranks."""
 
     weight_version: int
     mean_abs_differences: tuple[float, ...]
     max_abs_differences: tuple[float, ...]
-    tolerance: float  # of the means, in nats; 0: none
+    tolerance: float  # of the means, in nats; 0: unlimited
 
     @property
     def ok(self) -> bool:
-        """Whether every prompt's mean is within the tolerance; nan never is."""
+        """Whether every prompt's mean is within the tolerance; False for a nan."""
         tolerance = self.tolerance or float("inf")
         return all(mean <= tolerance for mean in self.mean_abs_differences)
 
@@ -53,14 +53,13 @@ class CanaryResult:
 
 
 class Canary:
-    """Scores prompts on both sides of a hand-over.
+    """Canary prompts that both sides of a hand-over score.
 
-    `tolerance` is that of the mean |difference| of a prompt's log-probs, in nats; with 0 nothing
-    but a nan is too far apart.
-    `log_probs` is Megatron's scoring, untempered (see `megatron_log_probs`, also for
-    `micro_batch_size` and `multiple_of`). `prompts` are token ids, the same on all ranks. Both
-    methods are collective over the world: `score` while Megatron's parameters are in place, that
-    is before rollout mode, and `compare` once the engine can generate.
+    `tolerance` limits the mean |difference| of a prompt's log-probs, in nats; with 0 only a nan
+    exceeds it. `log_probs` is Megatron's scoring without temperature (see `megatron_log_probs`,
+    also for `count_multiple_of`). `prompts` are token ids, the same on all ranks. Call `score`
+    while Megatron's parameters are in place, that is before rollout mode, and `compare` once the
+    engine can generate; both are collective over the world.
     """
 
     def __init__(
@@ -76,24 +75,24 @@ class Canary:
         self._log_probs = log_probs
         self._count_multiple_of = count_multiple_of
         self._prompts = [[int(t) for t in ids[:MAX_TOKENS]] for ids in prompts[:NUM_PROMPTS]]
-        self._prompts = [ids for ids in self._prompts if len(ids) > 1]  # the first has no score
+        self._prompts = [ids for ids in self._prompts if len(ids) > 1]  # token 0 has no score
         if not self._prompts:
             raise RuntimeError("canaries were given no prompt of two tokens or more")
         self._interval, self._tolerance = interval, tolerance
         self._megatron: list[np.ndarray] = []
 
     def due(self, weight_version: int) -> bool:
-        """After the first hand-over and every `interval`th from there."""
+        """Return whether canaries run: after the first hand-over and every `interval`th from it."""
         return (weight_version - 1) % self._interval == 0
 
     def score(self) -> None:
-        """Score the prompts by Megatron, for the next `compare`."""
+        """Score the prompts with Megatron, for the next `compare`."""
         self._megatron = megatron_log_probs(
             self._log_probs, self._prompts, count_multiple_of=self._count_multiple_of
         )
 
     def compare(self, engine: VLLMEngine, weight_version: int) -> CanaryResult:
-        """Score the prompts by every engine and compare with the last `score`."""
+        """Score the prompts with every engine, and compare with the last `score`."""
         assert self._megatron, "compare before score"
         means, largest = differences(self._megatron, engine.prompt_log_probs(self._prompts))
         everywhere = objects.all_gather((means, largest))
@@ -108,25 +107,26 @@ class Canary:
 def megatron_log_probs(
     log_probs: LogProbs, token_ids: Sequence[Sequence[int]], *, count_multiple_of: int = 1
 ) -> list[np.ndarray]:
-    """Every prompt scored by Megatron, each in a micro-batch of its own, of which there must be a
-    multiple of `count_multiple_of`; the same prompts on every DP rank.
+    """Score every prompt with Megatron, each in its own micro-batch.
 
-    `log_probs` is `Actor.log_probs`. Per prompt `[s - 1]` float32, entry i scores token i + 1.
+    All DP ranks give the same prompts. The last one is repeated up to a multiple of
+    `count_multiple_of` micro-batches. `log_probs` is `Actor.log_probs`. Returns per prompt
+    `[s - 1]` float32, entry i scores token i + 1.
     """
     batch = batch_of_tokens(token_ids, count_multiple_of=count_multiple_of)
     of_prompts = log_probs(batch).split(batch.lengths.tolist())
-    # The last position of a prompt scores nothing, and what fills up the count is left out.
+    # Drop each prompt's last position, which scores no token, and the repetitions.
     return [scores[:-1].numpy() for scores in of_prompts[: len(token_ids)]]
 
 
 def differences(
     ours: Sequence[ArrayLike], theirs: Sequence[ArrayLike]
 ) -> tuple[list[float], list[float]]:
-    """(mean, largest) |difference| of each prompt's log-probs."""
+    """Return the means and the maxima of |difference| of each prompt's log-probs."""
     apart = [np.abs(np.asarray(a) - np.asarray(b)) for a, b in zip(ours, theirs, strict=True)]
     return [float(d.mean()) for d in apart], [float(d.max()) for d in apart]
 
 
 def _worst(by_rank: Sequence[Sequence[float]]) -> tuple[float, ...]:
-    """The largest of each prompt; nan counts as larger than anything."""
+    """Return each prompt's maximum over the ranks; a nan is the largest."""
     return tuple(float(value) for value in np.max(np.array(by_rank), axis=0))

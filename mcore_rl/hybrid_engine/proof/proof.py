@@ -1,10 +1,10 @@
-"""A hand-over with proof: attest what arrived, repeat it plainly if need be, else stop the run.
+"""A hand-over with proof: attest what arrived, repeat it by the plain gather once, or stop the run.
 
     plan ─► attest ─ ok ─► KV cache ─► canary ─ ok ─► roll out
               │                          │
-              └─────► plain gather ◄─────┘   once; what fails then stops the run
+              └─────► plain gather ◄─────┘   once; a second failure stops the run
 
-All verdicts are the same on all ranks, and so is what follows from them.
+All ranks reach the same result and take the same path.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ Weights = Iterable[tuple[str, torch.Tensor]]
 
 
 class Proof:
-    """Reloads an engine and proves it. All methods are collective over the world.
+    """Reload of an engine with proof. All methods are collective over the world.
 
-    Without an attestor nothing is hashed, and what goes wrong is raised as it is. `on_repeat` is
-    called on all ranks before a hand-over is repeated: what the other path remembers of the last
-    version is not to be built upon. `on_repeated` is called afterwards where canaries asked for it:
-    as after the first time nothing is read any more, and the KV cache wakes next.
+    Without an attestor nothing is hashed, and errors are raised unchanged. `on_repeat` is called on
+    all ranks before a hand-over is repeated: the other path's copies of the last version must not
+    be used again. `on_repeated` is called after a repetition that canaries caused: as after the
+    first hand-over, no parameter is read any more, and the KV cache wakes next.
     """
 
     def __init__(
@@ -56,21 +56,21 @@ class Proof:
         return self._repeated
 
     def score_canary(self, weight_version: int) -> None:
-        """Megatron's side of the canaries, if they are due; before rollout mode."""
+        """Score the canaries by Megatron, if they are due; before rollout mode."""
         if self._canary is not None and self._canary.due(weight_version):
             self._canary.score()
 
     def begin(self, weight_version: int, read: ReadSlice) -> None:
-        """Hash what this rank attests, as `read` serves it; before anything is handed over."""
+        """Hash what this rank attests, as `read` serves it; before the hand-over."""
         self._version, self._repeated = weight_version, False
         if self._attestor is not None:
             self._attestor.begin(weight_version, read)
 
     def reload(self, weights: Weights, read: ReadSlice) -> Attestation | None:
-        """Load `weights`; where they are not proved, load what `read` serves by the plain gather.
+        """Load `weights`; if they fail attestation, load what `read` serves by the plain gather.
 
-        Returns the verdict on what the engine has now. Raises RuntimeError, on all ranks, if that
-        is not what Megatron holds.
+        Returns the attestation of the weights that the engine has now. Raises RuntimeError, on all
+        ranks, if they are not Megatron's.
         """
         attestation = self._load(weights)
         if attestation is not None and not attestation.ok:
@@ -80,13 +80,13 @@ class Proof:
     def check_canary(self, read: ReadSlice) -> CanaryResult | None:
         """Compare both sides' scores if canaries are due, in rollout mode; as strict as `reload`.
 
-        Returns None where none are due.
+        Returns None if no canaries are due.
         """
         if self._canary is None or not self._canary.due(self._version):
             return None
         result = self._compared(self._canary)
         if not result.ok and not self._repeated:
-            # The KV cache may have the memory of what is read.
+            # The KV cache may occupy the memory of the parameters that are read.
             self._engine.sleep()
             self._engine.wake_weights()
             self._repeat(str(result), read)
@@ -126,7 +126,7 @@ class Proof:
         fault: str | None = None
         try:
             self._engine.reload(weights, self._attestor.note)
-        except Exception as error:  # whatever it is, all ranks must hear of it
+        except Exception as error:  # of any type: it must be reported to all ranks
             logger.debug("a hand-over failed on this rank", exc_info=True)
             fault = str(error) or repr(error)
         return self._attestor.finish(fault)

@@ -1,1 +1,1 @@
-"""Engines in processes of their own, by vLLM's weight transfer."""
+"""Engines in other processes, updated through vLLM's weight transfer."""

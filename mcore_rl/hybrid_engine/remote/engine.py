@@ -1,14 +1,14 @@
 """Engines in other processes, updated shard to shard: the side of the vLLM worker.
 
-A vLLM started with `--weight-transfer-config '{"backend": "mcore_rl"}'` makes one
-`MegatronWeightTransferEngine` in each of its workers. It joins the trainer's ranks in a world of
-their own, learns from the model's loaders what this worker needs, and then receives exactly those
-slices at each update; no rank on either side ever gathers a tensor. The trainer's side, which
-drives all of it, is `trainer`.
+A vLLM started with `--weight-transfer-config '{"backend": "mcore_rl"}'` creates one
+`MegatronWeightTransferEngine` in each of its workers. The engine joins the trainer's ranks in a
+separate world, learns from the model's loaders what this worker needs, and then receives exactly
+these slices at each update. No rank on either side ever gathers a tensor. The trainer's side, which
+drives the updates, is `trainer`.
 
-What vLLM calls, in this order: `init_transfer_engine` once per connection; `start_weight_update`,
-`update_weights`, `finish_weight_update` for each update. All of it blocks the worker; generation
-should be paused, which is up to the caller of those functions.
+vLLM calls, in this order: `init_transfer_engine` once per connection; `start_weight_update`,
+`update_weights`, `finish_weight_update` for each update. All of these block the worker. Their
+caller should pause generation.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ BACKEND = "mcore_rl"
 
 
 def register() -> None:
-    """Make the backend known to vLLM, on both sides; an entry point in `vllm.general_plugins`."""
+    """Register the backend with vLLM, on both sides; an entry point in `vllm.general_plugins`."""
     from vllm.distributed.weight_transfer.factory import (
         WeightTransferEngineFactory,
         WeightTransferTrainerFactory,
@@ -57,10 +57,10 @@ def register() -> None:
 
 @dataclass
 class MegatronInitInfo(WeightTransferInitInfo):
-    """Where and how to join the trainer; made by the trainer, the same for all workers of a vLLM.
+    """Address and parameters of the trainer's world; the same for all workers of a vLLM.
 
-    Worker w of this vLLM, counted over its data parallel replicas too, has rank `rank_offset + w`
-    of `world_size`.
+    The trainer creates it. Worker w of this vLLM, counted over its data-parallel replicas, has rank
+    `rank_offset + w` of `world_size`.
     """
 
     master_address: str
@@ -68,14 +68,14 @@ class MegatronInitInfo(WeightTransferInitInfo):
     world_name: str
     rank_offset: int
     world_size: int
-    group_backend: str  # "gloo" or "nccl", of the groups over which weights travel
+    group_backend: str  # "gloo" or "nccl", for the groups that carry weights
     bucket_bytes: int
     timeout_seconds: float
 
 
 @dataclass
 class MegatronUpdateInfo(WeightTransferUpdateInfo):
-    """Which update this is; a worker refuses one that was planned for another layout."""
+    """Identity of an update; a worker refuses one that was planned for another layout."""
 
     plan_id: str
     weight_version: str
@@ -85,10 +85,10 @@ class MegatronWeightTransferEngine(WeightTransferEngine[MegatronInitInfo, Megatr
     """This worker's end of the connection to a Megatron trainer.
 
     `init_transfer_engine` and `update_weights` are collective over the trainer's ranks and all
-    workers, and return within the timeout. Both raise RuntimeError saying which rank failed first,
-    here or elsewhere. After a failed update this worker's model has some layers of the old and some
-    of the new version: keep the vLLM paused until an update succeeds. After a lost connection the
-    trainer has to connect again.
+    workers, and return within the timeout. Both raise RuntimeError naming the rank that failed
+    first, here or elsewhere. After a failed update this worker's model has some layers of the old
+    and some of the new version: keep the vLLM paused until an update succeeds. After a lost
+    connection the trainer must connect again.
     """
 
     init_info_cls = MegatronInitInfo
@@ -96,7 +96,7 @@ class MegatronWeightTransferEngine(WeightTransferEngine[MegatronInitInfo, Megatr
     supports_draft_weight_update = False
 
     _session: Session | None = None
-    _loaded: str | None = None  # the version that `update_weights` brought
+    _loaded: str | None = None  # the version that `update_weights` loaded
     last_report: UpdateReport | None = None
 
     def init_transfer_engine(self, init_info: MegatronInitInfo) -> None:
@@ -148,7 +148,7 @@ class MegatronWeightTransferEngine(WeightTransferEngine[MegatronInitInfo, Megatr
         return Reloader(self.model, self.vllm_config)
 
     def start_weight_update(self) -> None:
-        """Begin an update. RuntimeError if no trainer is connected."""
+        """Begin an update. Raises RuntimeError if no trainer is connected."""
         if self._session is None:
             raise RuntimeError(
                 "mcore_rl: no trainer is connected; call init_weight_transfer_engine first"
@@ -156,7 +156,7 @@ class MegatronWeightTransferEngine(WeightTransferEngine[MegatronInitInfo, Megatr
         self._loaded = None
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
-        """`receive_weights` of the request's JSON; the device is done with it on return."""
+        """Call `receive_weights` with the request's JSON; the device has finished on return."""
         self.receive_weights(self.parse_update_info(update_info))
         if self.device.type != "cpu":
             torch.accelerator.synchronize()
@@ -177,16 +177,16 @@ class MegatronWeightTransferEngine(WeightTransferEngine[MegatronInitInfo, Megatr
         self._loaded, self.last_report = report.weight_version, report
 
     def finish_weight_update(self) -> None:
-        """End an update. RuntimeError if `update_weights` has not succeeded since it began."""
+        """End an update. Raises RuntimeError if `update_weights` did not succeed in it."""
         if self._loaded is None:
             raise RuntimeError("mcore_rl: finish_weight_update, but no update succeeded before it")
         logger.info("mcore_rl: weight version %s is loaded", self._loaded)
         self._loaded = None
 
     def _load(self, arriving: Iterator[tuple[str, Pieces]]) -> None:
-        """Write the arriving slices into the model, each before the next is asked for.
+        """Write the arriving slices into the model, each before the next is requested.
 
-        Raises RuntimeError naming the tensor that was missing or not loaded in full.
+        Raises RuntimeError naming a tensor that is missing or not loaded completely.
         """
         self._reloader.load(self._stand_ins(arriving))
 
@@ -199,7 +199,7 @@ class MegatronWeightTransferEngine(WeightTransferEngine[MegatronInitInfo, Megatr
             yield name, SlicedTensor(name, info.shape, getattr(torch, info.dtype), pieces)
 
     def shutdown(self) -> None:
-        """Let go of the trainer; the model stays as it is. May be called again."""
+        """Disconnect from the trainer; the model does not change. May be called again."""
         if self._session is not None:
             self._session.close()
         self._session = None

@@ -1,4 +1,4 @@
-"""A vLLM server as the trainer drives it: the weight update calls, and pausing around them."""
+"""Clients with which the trainer drives a vLLM server: weight updates, and pausing around them."""
 
 from __future__ import annotations
 
@@ -19,33 +19,33 @@ _SHOWN_CHARACTERS = 500
 
 
 class EngineClient(VLLMWeightSyncClient, Protocol):
-    """vLLM's protocol, and what a trainer needs besides. All calls block until done, or raise."""
+    """vLLM's protocol plus a trainer's other calls. All calls block until done, or raise."""
 
     def num_workers(self) -> int:
-        """How many worker processes this vLLM has, over all its data parallel replicas."""
+        """Return the number of this vLLM's worker processes, over all data-parallel replicas."""
         ...
 
     def pause(self, mode: str) -> None:
-        """Stop generating and drop the KV cache. `mode` says what happens to running requests:
+        """Stop generating and drop the KV cache. `mode` determines the fate of running requests:
 
-        "keep" holds them until `resume`, which computes their KV cache anew with the new weights
-        and goes on; "wait" lets them finish first; "abort" ends them.
+        "keep" holds them until `resume`, which recomputes their KV cache with the new weights and
+        continues; "wait" lets them finish first; "abort" ends them.
         """
         ...
 
     def resume(self) -> None:
-        """Generate again."""
+        """Continue generating."""
         ...
 
 
 class HTTPEngineClient(HTTPVLLMWeightSyncClient):
-    """A `vllm serve` with VLLM_SERVER_DEV_MODE=1, which opens the routes used here.
+    """Client of a `vllm serve` with VLLM_SERVER_DEV_MODE=1, which opens the routes used here.
 
     `timeout` bounds each call in seconds, from connecting to the last byte of the answer, and must
     be longer than an update takes. `header_env` names an environment variable that holds a header
-    to send ("Authorization: Bearer ..."). Nothing but `base_url` is ever asked (`common.http`).
-    UsageError for an address or a variable that cannot be used. A call that fails raises
-    RuntimeError; with what the server said, unless a header is sent, which it might repeat.
+    to send ("Authorization: Bearer ..."). Requests go only to `base_url` (`common.http`). Raises
+    UsageError for an unusable address or variable. A call that fails raises RuntimeError with the
+    server's answer, unless a header is sent, which the answer might repeat.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class HTTPEngineClient(HTTPVLLMWeightSyncClient):
         self._request("POST", path, json, params)
 
     def _get(self, path: str, field: str) -> Any:
-        """One field of an answer in JSON."""
+        """Return one field of a JSON answer."""
         answer = self._request("GET", path)
         try:
             fields = parse_json(answer)
@@ -97,7 +97,7 @@ class HTTPEngineClient(HTTPVLLMWeightSyncClient):
             raise self._failed(method, path, f"failed: {failure}", failure.answer) from None
 
     def _failed(self, method: str, path: str, how: str, answer: bytes) -> RuntimeError:
-        # On one line: it goes into logs, which others read line by line.
+        # On one line, because logs are read line by line.
         said = " ".join(answer.decode(errors="replace").split())
         said = "".join(each if each.isprintable() else "?" for each in said)
         if self._header or not said:
@@ -114,15 +114,15 @@ class HTTPEngineClient(HTTPVLLMWeightSyncClient):
         return found
 
     def weight_version(self) -> str:
-        """The version of the last finished update; "default" before the first."""
+        """Return the version of the last finished update; "default" before the first."""
         return str(self._get("weight_info", "weight_version"))
 
     def pause(self, mode: str) -> None:
-        # Without clear_cache, prompts seen before would be answered from the old weights' cache.
+        # Without clear_cache, known prompts would be answered from the old weights' cache.
         self._post("pause", params={"mode": mode, "clear_cache": "true"})
 
     def is_paused(self) -> bool:
-        """Whether it holds requests back."""
+        """Return whether the server holds requests back."""
         return self._get("is_paused", "is_paused") is True
 
     def resume(self) -> None:

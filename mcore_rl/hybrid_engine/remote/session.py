@@ -1,15 +1,15 @@
-"""What trainer ranks and engine workers do together: agree on a plan, and carry it out.
+"""Session of trainer ranks and engine workers: they agree on a plan, and execute it.
 
-Both sides run this code, in one joined world: trainer ranks first, engine workers after them. The
-trainers say what they hold, the workers what their loaders read, everybody makes the same plan, and
-an update is a start on which all agree, the stream of slices, and an end on which all agree.
+Both sides run this code in one joined world: trainer ranks first, then engine workers. Trainers
+report what they hold, workers what their loaders read, and every rank makes the same plan. In an
+update all ranks agree on the start, stream the slices, and agree on the end.
 
     Session(...)   hello and holdings -> needs -> plan -> are all plans the same?
     update(...)    same plan, same version? -> slices -> did everyone succeed?
 
-Failures are told before anyone leaves. A rank whose own work fails (a loader, a read) keeps taking
-part until the end of the stream, and all hear of it then. Only a lost connection ends a stream
-early; then a rank closes its own connections, at which the other ranks' calls end too.
+Failures are reported before any rank leaves. A rank whose own work fails (a loader, a read) takes
+part until the end of the stream and then reports the failure to all. Only a lost connection ends a
+stream early: the rank then closes its own connections, which ends the other ranks' calls, too.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from mcore_rl.hybrid_engine.transfer.worlds import JoinedWorld, PeerFailure
 from mcore_rl.model.boxes import Box, show, volume
 from mcore_rl.model.weight_map import layer_order
 
-PROTOCOL = 2  # of what is said in a session; raise it with every change
+PROTOCOL = 2  # version of a session's messages; raise it with every change
 Holdings = Mapping[str, Sequence[Box]]
 LearnNeeds = Callable[[Mapping[str, TensorInfo]], Holdings]
 Load = Callable[[Iterator[tuple[str, Pieces]]], None]
@@ -39,23 +39,23 @@ Load = Callable[[Iterator[tuple[str, Pieces]]], None]
 
 @dataclass(frozen=True, slots=True)
 class UpdateReport:
-    """One update as all ranks of the joined world saw it, by rank: trainers, then workers."""
+    """One update, by rank of the joined world: trainers, then workers."""
 
     weight_version: str
     sent_bytes: tuple[int, ...]  # counted at the calls
     received_bytes: tuple[int, ...]  # counted at the calls
-    needed_bytes: tuple[int, ...]  # what each rank's loaders read: the lower bound
+    needed_bytes: tuple[int, ...]  # read by each rank's loaders: the lower bound
 
 
 class Session:
-    """A plan agreed in a joined world. Constructing it and `update` are collective over that world.
+    """A plan agreed in a joined world. The constructor and `update` are collective over the world.
 
     Trainers give `tensors`, the same on each, and `have`, the boxes this rank holds; workers give
-    `learn`, which tells from the tensors that exist what this rank needs of them.
+    `learn`, which returns what this rank needs of the tensors that exist.
 
-    Raises RuntimeError on all ranks naming the one at fault, if a worker's model does not fit the
-    tensors, if the ranks do not speak the same protocol, describe other tensors or arrive at other
-    plans, or if nobody holds what a worker needs.
+    Raises RuntimeError on all ranks, naming the one at fault, if a worker's model does not fit the
+    tensors, if the ranks' protocols, tensors or plans differ, or if no rank holds what a worker
+    needs.
     """
 
     def __init__(
@@ -97,7 +97,7 @@ class Session:
     def _holdings(
         self, tensors: Mapping[str, TensorInfo] | None, have: Holdings | None
     ) -> tuple[list[Holdings], dict[str, TensorInfo], Neighbourhoods]:
-        """What each rank holds, the tensors of which any rank holds something, and who is near."""
+        """Return each rank's holdings, the tensors that any rank holds, and the neighbourhoods."""
         mine = {
             "protocol": PROTOCOL,
             "tensors": _described(tensors or {}) if self._world.rank == 0 else None,
@@ -133,9 +133,8 @@ class Session:
         """Move the weights once. Collective; all ranks give the same version and plan.
 
         Trainers give `read`, workers `load`, which takes (tensor, some of its pieces) in the order
-        of the layers; the pieces are valid until it asks for more. Raises RuntimeError on all
-        ranks, naming the first that failed; PeerFailure, which is one, if the connection is lost
-        with it.
+        of the layers; pieces are valid until it requests the next item. Raises RuntimeError on all
+        ranks, naming the first that failed, or its subclass PeerFailure if the connection is lost.
         """
         self._updates += 1
         mine = [self.plan_id, plan_id, weight_version, self._updates]
@@ -150,7 +149,7 @@ class Session:
         return UpdateReport(weight_version, sent, received, self._needed_bytes)
 
     def _move(self, read: ReadSlice | None, load: Load | None) -> tuple[int, int]:
-        """Take part in the stream to its end; (sent, received) bytes. Raises what failed here."""
+        """Take part in the stream to its end; return (sent, received) bytes. Raises what failed."""
         assert self._transfer is not None, "the session is closed"
         fault: Exception | None = None
         arriving = self._arriving(read or _no_source)
@@ -159,7 +158,7 @@ class Session:
                 load(arriving)
         except PeerFailure:
             raise
-        except Exception as error:  # told to the others after the stream
+        except Exception as error:  # reported to the other ranks after the stream
             fault = error
         for _ in arriving:
             pass
@@ -168,29 +167,29 @@ class Session:
         return self._transfer.stats.sent_bytes, self._transfer.stats.received_bytes
 
     def _arriving(self, read: ReadSlice) -> Iterator[tuple[str, Pieces]]:
-        """The transfer's stream; whatever goes wrong in it ends the connection."""
+        """Yield the transfer's stream; an error in it ends the connection."""
         assert self._transfer is not None
         try:
             yield from self._transfer.stream(read, partial=True, keep=False)
-        except Exception as error:  # told to the others by `fail`, and raised here
+        except Exception as error:  # `fail` reports it to the other ranks
             self._transfer = None
-            # The frames of the calls that failed hold the process groups, which keep the
-            # connections open on which the other ranks wait.
+            # The frames of the failed calls hold the process groups, which keep open the
+            # connections that the other ranks wait on.
             traceback.clear_frames(error.__traceback__)
-            what = str(error).split(". This is typically")[0]  # gloo guesses on
+            what = str(error).split(". This is typically")[0]  # without gloo's guesses
             raise PeerFailure(self._world.fail(f"the transfer broke: {what}")) from None
 
     def _agree(self, work: Callable[[], Any], *, say: Callable[[Any], Any]) -> list[Any]:
-        """Run `work` here; (what `say` makes of the result, the result or None) of each rank.
+        """Run `work` here; return (`say` of the result, the result or None) for each rank.
 
-        The result itself is there for this rank only. Raises on all ranks if `work` did on one.
+        Only this rank's entry has the result itself. Raises on all ranks if `work` raises on one.
         """
         result, fault = None, None
         try:
             result = work()
         except PeerFailure:
             raise
-        except Exception as error:  # whatever it is, the others must hear of it
+        except Exception as error:  # of any type: it must be reported to the other ranks
             result, fault = None, error
         mine = {"fault": None if fault is None else str(fault) or repr(fault)}
         everyone = self._world.exchange({**mine, "said": say(result) if fault is None else None})
@@ -212,7 +211,7 @@ class Session:
         return said[0]
 
     def close(self) -> None:
-        """Let go of the transfer and the connections. Not collective."""
+        """Release the transfer and close the connections. Not collective."""
         self._transfer = None
         self._world.close()
 
@@ -226,7 +225,7 @@ def _described(tensors: Mapping[str, TensorInfo]) -> dict[str, list[Any]]:
 
 
 def _boxes(said: Mapping[str, Any]) -> dict[str, tuple[Box, ...]]:
-    """Boxes out of JSON, which knows no tuples."""
+    """Convert boxes from JSON, which has no tuples."""
     return {
         name: tuple(tuple((start, stop) for start, stop in box) for box in boxes)
         for name, boxes in said.items()

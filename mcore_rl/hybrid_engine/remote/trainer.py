@@ -4,9 +4,9 @@
     trainer.connect()              once, and again after a failure
     trainer.send_weights("17")     pause -> start -> every slice to who needs it -> finish -> resume
 
-All of it is collective over the trainer's ranks. Rank 0 also hosts the store in which everybody
-meets, and calls the vLLM servers; the others only send. See `engine` for the other side, and
-`session` for what both do together.
+All calls are collective over the trainer's ranks. Rank 0 also hosts the store in which all ranks
+meet, and calls the vLLM servers; the other ranks only send. See `engine` for the other side, and
+`session` for the common part.
 """
 
 from __future__ import annotations
@@ -45,12 +45,12 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class MegatronTrainerInitInfo(TrainerInitInfo):
-    """How the trainer is reached and what it sends in; `rank` is that of `dist.get_rank()`.
+    """The trainer's address and transport; `rank` is `dist.get_rank()`.
 
-    `master_address` must reach trainer rank 0 from every worker; by default that is its host name.
-    `master_port` 0 takes a free one. `bucket_bytes` bounds what is in flight on a rank. No wait is
-    longer than `timeout_seconds`. `pause_mode` is one of `EngineClient.pause`; None leaves pausing
-    and the prefix cache to the caller.
+    `master_address` must reach trainer rank 0 from every worker; the default is its host name.
+    `master_port` 0 takes a free port. `bucket_bytes` bounds what is in flight on a rank. No wait is
+    longer than `timeout_seconds`. `pause_mode` is a mode of `EngineClient.pause`; None leaves
+    pausing and the prefix cache to the caller.
     """
 
     backend: ClassVar[str] = BACKEND
@@ -64,16 +64,16 @@ class MegatronTrainerInitInfo(TrainerInitInfo):
 
 
 class ShardSource(WeightSource):
-    """The trainer's weights as they lie: no tensor is whole anywhere, and none is made whole.
+    """The trainer's weights as shards: no tensor is ever gathered.
 
-    `shards` is this rank's, `tensors` are those of the checkpoint, alike on all ranks.
+    `shards` is this rank's; `tensors` are the checkpoint's, the same on all ranks.
     """
 
     def __init__(self, shards: ModelShards, tensors: dict[str, TensorInfo]) -> None:
         self.shards, self.tensors = shards, tensors
 
     def metadata(self) -> list[ParamMeta]:
-        """Names, dtypes and whole shapes of the checkpoint's tensors."""
+        """Return names, dtypes and full shapes of the checkpoint's tensors."""
         return [
             ParamMeta(name, getattr(torch, info.dtype), info.shape)
             for name, info in self.tensors.items()
@@ -86,10 +86,10 @@ class ShardSource(WeightSource):
 class MegatronTrainerWeightTransferEngine(TrainerWeightTransferEngine[MegatronTrainerInitInfo]):
     """This trainer rank's end of the connection to one or several vLLM servers.
 
-    All methods but `shutdown` are collective over the trainer's default process group, and are
-    over within the timeout. A failure, on whatever rank or worker, raises RuntimeError with the
-    same text on all trainer ranks; the connection is then closed, the servers stay paused, and
-    `connect` starts anew.
+    All methods except `shutdown` are collective over the trainer's default process group, and end
+    within the timeout. A failure on any rank or worker raises RuntimeError with the same text on
+    all trainer ranks. The connection is then closed, the servers stay paused, and `connect` must be
+    called again.
     """
 
     init_info_cls = MegatronTrainerInitInfo
@@ -117,7 +117,7 @@ class MegatronTrainerWeightTransferEngine(TrainerWeightTransferEngine[MegatronTr
         client: VLLMWeightSyncClient,
         source: WeightSource | None = None,
     ) -> Self:
-        """For vLLM's `WeightTransferTrainerFactory`: one server, connected."""
+        """Connect to one server; the constructor of vLLM's `WeightTransferTrainerFactory`."""
         if not isinstance(source, ShardSource):
             raise ValueError(f"the backend {BACKEND} sends shards: give a ShardSource as source")
         trainer = cls(init_info, source=source, engines=[client])
@@ -125,14 +125,14 @@ class MegatronTrainerWeightTransferEngine(TrainerWeightTransferEngine[MegatronTr
         return trainer
 
     def connect(self) -> None:
-        """Join the workers of all servers, agree on the plan, and be ready to send."""
+        """Join the workers of all servers in a world, and agree on the plan."""
         self.shutdown()
         self._together(self._connect)
 
     def send_weights(self, weight_version: str | None = None) -> UpdateReport:
-        """Bring the current weights to all servers, which then report `weight_version`.
+        """Send the current weights to all servers, which then report `weight_version`.
 
-        By default that is the number of the call.
+        The default is the number of the call.
         """
         self._num_calls += 1
         version = weight_version or str(self._num_calls)
@@ -140,7 +140,7 @@ class MegatronTrainerWeightTransferEngine(TrainerWeightTransferEngine[MegatronTr
         return report
 
     def shutdown(self) -> None:
-        """Close the connection. Not collective; the servers and their weights stay."""
+        """Close the connection. Not collective; the servers keep running with their weights."""
         if self._session is not None:
             self._session.close()
         if self._world is not None:
@@ -149,11 +149,11 @@ class MegatronTrainerWeightTransferEngine(TrainerWeightTransferEngine[MegatronTr
         self._calls = []
 
     def _together(self, work: Callable[[], Any]) -> Any:
-        """`work` on all trainer ranks; its result, or the first failure on all of them."""
+        """Run `work` on all trainer ranks; return its result, or raise the first failure on all."""
         result, fault = None, None
         try:
             result = work()
-        except Exception as error:  # whatever it is, workers and trainer ranks must hear of it
+        except Exception as error:  # of any type: workers and trainer ranks must receive it
             if self._world is not None:
                 self._world.fail(str(error))
             self.shutdown()
@@ -201,15 +201,16 @@ class MegatronTrainerWeightTransferEngine(TrainerWeightTransferEngine[MegatronTr
         self._wait_for_calls()
 
     def _invite(self, num_trainers: int) -> tuple[int, str, int] | str:
-        """Host the store and call all servers to it: (port, name, size) of the world, or why not.
+        """Host the store and call all servers to it; return the world's (port, name, size).
 
-        Only on rank 0. The calls return when the workers are connected; they are waited for later.
+        Returns the error's text if that fails. Only on rank 0. The calls return when the workers
+        are connected; `_wait_for_calls` waits for them.
         """
         info = self._info
         try:
             workers = [engine.num_workers() for engine in self._engines]
             self._store = host_store(info.master_address, info.master_port, info.timeout_seconds)
-        except Exception as error:  # of a client of any make; told to all ranks by `_connect`
+        except Exception as error:  # clients may raise any; `_connect` reports it to all ranks
             return str(error)
         name, size = new_name(), num_trainers + sum(workers)
         offset = num_trainers
@@ -253,7 +254,7 @@ class MegatronTrainerWeightTransferEngine(TrainerWeightTransferEngine[MegatronTr
         return report
 
     def _call(self, method: str, arguments: Sequence[dict[str, Any]]) -> None:
-        """Begin a call that returns when the workers have done their part of what follows here."""
+        """Begin a call that returns when the workers have done their part in the next steps."""
         pool = ThreadPoolExecutor(len(self._engines), thread_name_prefix="mcore_rl_engine")
         self._calls = [
             pool.submit(getattr(engine, method), argument)
@@ -262,7 +263,7 @@ class MegatronTrainerWeightTransferEngine(TrainerWeightTransferEngine[MegatronTr
         pool.shutdown(wait=False)
 
     def _check_calls(self) -> None:
-        """Raise what a call of `_call` raised; looked at while waiting for the workers."""
+        """Raise the error of a call of `_call`; checked while waiting for the workers."""
         for call in self._calls:
             if call.done():
                 call.result()

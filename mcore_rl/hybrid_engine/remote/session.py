@@ -149,7 +149,7 @@ class Session:
         return UpdateReport(weight_version, sent, received, self._needed_bytes)
 
     def _move(self, read: ReadSlice | None, load: Load | None) -> tuple[int, int]:
-        """Take part in the stream to its end; return (sent, received) bytes. Raises what failed."""
+        """Take part in the stream to its end; return (sent, received) bytes, or raise the error."""
         assert self._transfer is not None, "the session is closed"
         fault: Exception | None = None
         arriving = self._arriving(read or _no_source)

@@ -1,1 +1,1 @@
-"""vLLM: its engine in this process, what its model needs, and loading into it in place."""
+"""vLLM: its engine in this process, its model's needs, and in-place loading of weights."""

@@ -1,8 +1,8 @@
-"""What an engine with `--rl-speculate` has beside its model: a drafter's weights, and its record.
+"""Speculative decoding with `--rl-speculate`: the drafter's weights, and counts of drafts.
 
-vLLM's drafter of MTP layers is a second model, built and loaded beside the first, which uses the
-first one's embedding and head as its own. So both are reloaded from one stream of tensors: the
-model's first, then the drafter's, and of these no copy of what the two share.
+vLLM's drafter of MTP layers is a second model, built and loaded next to the first. It uses the
+first model's embedding and head. Both are therefore reloaded from one stream of tensors: first the
+model's, then the drafter's, without the drafter's copies of shared tensors.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from mcore_rl.model.tensors import is_mtp_tensor
 
 
 class DraftedReloader(Reloader):
-    """Reloads a model and the drafter beside it, as one.
+    """Reloader of a model and its drafter together.
 
     In a stream of weights the drafter's tensors come after all of the model's.
     """
@@ -33,20 +33,20 @@ class DraftedReloader(Reloader):
         self._num_layers = vllm_config.model_config.hf_text_config.num_hidden_layers
 
     def learn_needs(self, tensor_metadata: Metadata) -> Needs:
-        """The needs of model and drafter; a tensor is needed by one of them."""
+        """Return the needs of model and drafter; only one of them needs a given tensor."""
         of_drafter = {n: m for n, m in tensor_metadata.items() if self._is_drafters(n)}
         of_model = {n: m for n, m in tensor_metadata.items() if n not in of_drafter}
         return self._alone.learn_needs(of_model) | self._drafter.learn_needs(of_drafter)
 
     def load(self, weights: Weights, on_write: WriteObserver | None = None) -> list[str]:
-        """Replace all weights of both; the names of those not needed here are returned."""
+        """Replace all weights of both; return the names of tensors not needed here."""
         arriving = iter(weights)
         ahead: list[tuple[str, torch.Tensor]] = []
 
         def of_model() -> Iterator[tuple[str, torch.Tensor]]:
             for item in arriving:
                 if self._is_drafters(item[0]):
-                    ahead.append(item)  # valid until the next one is asked for
+                    ahead.append(item)  # valid until the next one is requested
                     return
                 yield item
 
@@ -59,9 +59,9 @@ class DraftedReloader(Reloader):
 
 @dataclass(frozen=True, slots=True)
 class DraftCounts:
-    """What became of drafts: over some time, on one engine or on several."""
+    """Counts of drafts over some time, on one engine or several."""
 
-    num_steps: int = 0  # of a sequence, in which a draft was verified
+    num_steps: int = 0  # steps of a sequence in which a draft was verified
     num_drafted: int = 0  # tokens
     num_accepted: int = 0
 
@@ -73,7 +73,7 @@ class DraftCounts:
         )
 
     def metrics(self) -> dict[str, float]:
-        """0 where nothing was drafted."""
+        """Return the ratios as metrics; 0 if nothing was drafted."""
         return {
             "rollout/draft_acceptance": self.num_accepted / max(1, self.num_drafted),
             "rollout/accepted_tokens_per_step": self.num_accepted / max(1, self.num_steps),
@@ -81,7 +81,7 @@ class DraftCounts:
 
 
 class DraftRecord:
-    """Counts drafts where vLLM's scheduler would, which does so only if it is to log as well."""
+    """Counter of drafts where vLLM's scheduler counts them, which it does only if it also logs."""
 
     def __init__(self, scheduler: Any) -> None:
         self._counts = DraftCounts()
@@ -94,9 +94,9 @@ class DraftRecord:
                 self._counts += DraftCounts(1, num_draft_tokens, num_accepted_tokens)
             return make_stats(stats, num_draft_tokens, num_accepted_tokens, *a, **k)
 
-        scheduler.make_spec_decoding_stats = counted  # of this scheduler, over its class's
+        scheduler.make_spec_decoding_stats = counted  # shadows the class's method
 
     def take(self) -> DraftCounts:
-        """What was counted since the last call."""
+        """Return and reset the counts since the last call."""
         taken, self._counts = self._counts, DraftCounts()
         return taken

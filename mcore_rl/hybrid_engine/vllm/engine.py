@@ -1,12 +1,12 @@
-"""A vLLM engine inside the training processes: one worker per process, no process of its own.
+"""A vLLM engine inside the training processes: one worker in each, and no other processes.
 
-vLLM's external launcher takes the torch.distributed world as it is and fills it with engines of
-`tp_size` ranks each, in rank order. All ranks of one engine must make the same calls with the same
-arguments in the same order; different engines need not agree on anything but `close`.
+vLLM's external launcher uses the existing torch.distributed world and fills it with engines of
+`tp_size` x `dp_size` ranks each, in the order of slots. All ranks of one engine must make the same
+calls with the same arguments in the same order; different engines need to agree only on `close`.
 
-What upstream leaves open is closed here: weights are either all new or the engine refuses to
-generate, a tensor without a place or a parameter without a tensor is an error, and starting or
-closing an engine disturbs neither the process's random state nor its process group.
+This module adds guarantees that vLLM does not give: the engine refuses to generate unless all its
+weights are new, a tensor without a place or a parameter without a tensor is an error, and starting
+or closing an engine changes neither the process's random state nor its process group.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ _DRAFTER = "drafter."
 
 
 class VLLMEngine:
-    """This process's rank of an engine. Constructing it is collective over the whole world.
+    """This process's rank of an engine. Constructing it is collective over the world.
 
-    torch.distributed must be initialised; random states and the world stay as they are. Raises
-    UsageError on a version of vLLM that a repair in `mcore_rl.patches` does not know, and where
-    `tp_size` does not divide the world.
+    torch.distributed must be initialised; random states and the world do not change. Raises
+    UsageError for a version of vLLM that a patch in `mcore_rl.patches` does not know, and if
+    `tp_size` x `dp_size` does not divide the world.
     """
 
     def __init__(self, config: EngineConfig) -> None:
@@ -72,41 +72,41 @@ class VLLMEngine:
             return Reloader(self.model, self._vllm_config)
         return DraftedReloader(self.model, self.drafter, self._vllm_config)
 
-    # Where this process sits
+    # Position of this process
 
     @property
     def slot(self) -> int:
-        """vLLM's position that this rank plays: engine, then DP rank, then TP rank, innermost."""
+        """This rank's position in vLLM: engine, then DP rank, then TP rank, innermost."""
         return self.config.slot(dist.get_rank())
 
     @property
     def tp_rank(self) -> int:
-        """Within the engine's data-parallel rank: which tensor-parallel shard."""
+        """The tensor-parallel rank, within the engine's data-parallel rank."""
         return int(self._groups.get_tensor_model_parallel_rank())
 
     @property
     def dp_rank(self) -> int:
-        """Within the engine: which of its data-parallel ranks."""
+        """The data-parallel rank within the engine."""
         return int(self._groups.get_dp_group().rank_in_group)
 
     @property
     def ep_size(self) -> int:
-        """Over how many ranks of the engine whole experts are dealt out; 1 if they are not."""
+        """The number of the engine's ranks that unsharded experts are spread over; 1 without EP."""
         return self._groups.get_ep_group().world_size if self._has_expert_parallel else 1
 
     @property
     def ep_rank(self) -> int:
-        """Which of these ranks this one is; 0 if experts are not dealt out."""
+        """This rank among the `ep_size` ranks; 0 without EP."""
         return self._groups.get_ep_group().rank_in_group if self._has_expert_parallel else 0
 
     @property
     def engine_index(self) -> int:
-        """Which engine of the world this rank belongs to, counted in the order of slots."""
+        """The number of this rank's engine in the world, in the order of slots."""
         return self.slot // self.config.slots_per_engine
 
     @property
     def num_engines(self) -> int:
-        """How many engines the world is filled with."""
+        """The number of engines in the world."""
         return int(self._groups.get_world_group().world_size) // self.config.slots_per_engine
 
     @property
@@ -117,7 +117,7 @@ class VLLMEngine:
 
     @property
     def drafter(self) -> torch.nn.Module | None:
-        """vLLM's second model of this rank, which drafts; None without one that has weights."""
+        """vLLM's drafter on this rank, a second model; None without a drafter that has weights."""
         speculation = self.config.speculation
         if speculation is None or not speculation.has_drafter:
             return None
@@ -126,7 +126,7 @@ class VLLMEngine:
 
     @property
     def tokenizer(self) -> Any:
-        """The Hugging Face tokenizer with which texts are decoded."""
+        """The Hugging Face tokenizer that decodes texts."""
         return self._llm.get_tokenizer()
 
     # Generation
@@ -134,7 +134,7 @@ class VLLMEngine:
     def seed_sampling(self, seed: int) -> None:
         """Seed every generator vLLM samples from: torch's (CPU and device), numpy's, Python's.
 
-        Ranks of one engine must use one seed; engines with different seeds draw different tokens.
+        Ranks of one engine must use one seed; engines with different seeds sample different tokens.
         """
         from vllm.utils.torch_utils import set_random_seed
 
@@ -156,12 +156,12 @@ class VLLMEngine:
     ) -> list[Rollout]:
         """Sample `num_samples` responses to each prompt, in the order of the prompts.
 
-        Of given prompts all at once; `generation` takes requests one by one. With `seed` each
-        response has a random stream of its own, from that and its place here; without, all draw
-        from the process's.
+        All prompts are submitted at once; `generation` takes requests one by one. With `seed` each
+        response has its own random stream, derived from the seed and its number here; without, all
+        use the process's stream.
 
-        `with_routes` tells of the experts that were chosen, in an engine with `routed_layers`; a
-        response that vLLM tells of in another shape than the model's has a `failure` instead.
+        `with_routes` returns the chosen experts, in an engine with `routed_layers`; if vLLM reports
+        them in another shape than the model's, the response has a `failure` instead.
         """
         self.require_ready()
         self._require_room(prompts, max_tokens)
@@ -187,7 +187,7 @@ class VLLMEngine:
 
     @contextmanager
     def generation(self) -> Iterator[Generation]:
-        """In which requests may come and go; those that are left at its end are dropped."""
+        """Open a context for adding and removing requests; those left at its end are dropped."""
         self.require_ready()
         generation = Generation(self._llm.llm_engine, self.config.routed_layers)
         try:
@@ -196,9 +196,10 @@ class VLLMEngine:
             generation.drop()
 
     def any_rank(self, here: bool) -> bool:
-        """Whether it is so on any data-parallel rank of the engine, which step together.
+        """Return whether `here` is true on any data-parallel rank of the engine.
 
-        Asked before each step: where it is so elsewhere alone, the next step here is an empty one.
+        These ranks step together, so call it before each step: if it is true only on other ranks,
+        the next step here is empty.
         """
         engine = self._llm.llm_engine
         if engine.dp_group is None:
@@ -207,18 +208,18 @@ class VLLMEngine:
         return found
 
     def of_first_rank(self, mine: Any) -> Any:
-        """What the first rank of this TP group gives, on all of its ranks."""
+        """Broadcast `mine` from the first rank of this TP group to all its ranks."""
         return self._groups.get_tp_group().broadcast_object(mine)
 
     def text_of(self, token_ids: np.ndarray) -> str:
-        """As rewards get it, without special tokens."""
+        """Decode a response for its rewards, without special tokens."""
         found: str = self.tokenizer.decode(token_ids.tolist(), skip_special_tokens=True)
         return found
 
     def rollout(
         self, prompt: Prompt, sample_index: int, completion: Completion, weight_version: int
     ) -> Rollout:
-        """A request's completion as the response to a prompt."""
+        """Return a request's completion as the response to a prompt."""
         return Rollout(
             prompt=prompt,
             sample_index=sample_index,
@@ -232,11 +233,11 @@ class VLLMEngine:
         )
 
     def take_draft_counts(self) -> DraftCounts:
-        """What became of drafts since the last call, of this rank's data-parallel rank."""
+        """Return this data-parallel rank's draft counts since the last call."""
         return DraftCounts() if self._drafts is None else self._drafts.take()
 
     def prompt_log_probs(self, token_ids: Sequence[Sequence[int]]) -> list[np.ndarray]:
-        """Score given sequences: per sequence `[s - 1]` float32, entry i scores token i + 1."""
+        """Score sequences: returns per sequence `[s - 1]` float32, entry i scores token i + 1."""
         from vllm import SamplingParams
 
         self.require_ready()
@@ -259,11 +260,11 @@ class VLLMEngine:
     # Weights
 
     def loading_context(self) -> AbstractContextManager[None]:
-        """In which the model's `load_weights` may be called."""
+        """Return the context in which the model's `load_weights` may be called."""
         return self._reloader.loading_context()
 
     def learn_needs(self, tensor_metadata: Metadata) -> Needs:
-        """`needs.learn_needs`, remembered: `reload` then knows when a layer has all its weights."""
+        """Call and cache `needs.learn_needs`; `reload` then knows when a layer is complete."""
         return self._reloader.learn_needs(tensor_metadata)
 
     def reload(
@@ -271,16 +272,16 @@ class VLLMEngine:
         weights: Iterable[tuple[str, torch.Tensor]],
         on_write: WriteObserver | None = None,
     ) -> None:
-        """Replace all weights by checkpoint tensors, whole ones or `SlicedTensor`s, in place.
+        """Replace all weights in place by checkpoint tensors, full ones or `SlicedTensor`s.
 
-        What this rank needs must come, each element once; what it does not need may be left out.
-        Any order will do; ordered by layer the memory held at a time is least. A tensor may come in
-        several items of its name, and each item is read before the next is asked for and not kept.
-        `weights` is exhausted even on failure, so that it may be collective. Collective over the
-        engine's ranks. `on_write` hears of all that was written, see `Reloader.load`.
+        `weights` must contain each element that this rank needs once, and may omit the rest. Any
+        order works; ordering by layer needs the least memory. A tensor may come in several items of
+        its name. Each item is read before the next is requested, and is not kept. `weights` is
+        exhausted even on failure, so it may be collective. Collective over the engine's ranks.
+        `on_write` is called for everything written, see `Reloader.load`.
 
-        Raises RuntimeError, on all ranks of the engine, naming the tensor that has no place in the
-        model, comes twice, is missing or was not loaded in full, or the parameter that remains
+        Raises RuntimeError, on all ranks of the engine, naming a tensor that has no place in the
+        model, comes twice, is missing or was not loaded completely, or a parameter that remains
         unfilled. The engine then refuses to generate until a reload succeeds.
         """
         self._require_weights("reload")
@@ -291,16 +292,16 @@ class VLLMEngine:
         self._weights_complete = True
 
     def stored_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Everything this rank stores of the weights, for comparison bit by bit.
+        """Yield (name, tensor) of all weights that this rank stores, for comparison bit by bit.
 
-        Parameters and buffers under their names, and on CPU, where linear layers compute with
-        packed copies that nothing else reaches, what each of them makes of the identity matrix:
-        exactly the weight it computes with. A drafter's are called "drafter." and so on, what it
-        shares with the model included. The tensors are vLLM's own, or views of them: copy what must
-        survive the next reload.
+        Yields parameters and buffers under their names. On CPU, linear layers compute with packed
+        copies that nothing else can access; for these it yields the layer's output for the identity
+        matrix, which is exactly the weight it computes with. A drafter's names begin with
+        "drafter.", and include what it shares with the model. The tensors are vLLM's own, or views
+        of them: copy what must survive the next reload.
 
-        RuntimeError while the weights sleep: there is no memory behind them then, and on CUDA the
-        process could do nothing more after reading it.
+        Raises RuntimeError while the weights sleep: their memory is not mapped then, and on CUDA
+        the process could not continue after reading it.
         """
         self._require_weights("stored_tensors")
         return self._stored_tensors()
@@ -313,7 +314,7 @@ class VLLMEngine:
                 *model.named_parameters(remove_duplicate=False),
                 *model.named_buffers(remove_duplicate=False),
             ):
-                if tensor.numel():  # of a weight that is packed elsewhere nothing is left here
+                if tensor.numel():  # a weight that is packed elsewhere is empty here
                     yield prefix + name, tensor.detach()
             for name, module in model.named_modules():
                 if hasattr(module, "cpu_linear"):
@@ -322,10 +323,10 @@ class VLLMEngine:
     # Sleep
 
     def sleep(self, *, keep_weights: bool = False) -> None:
-        """Free the KV cache and the weights; with `keep_weights` those move to host memory.
+        """Free the KV cache and the weights; with `keep_weights` the weights move to host memory.
 
-        Without, `reload` must follow `wake_weights`. On CPU, where vLLM cannot sleep, nothing is
-        freed, but the same order of calls is asked for, and what sleeps may not be read.
+        Without it, `reload` must follow `wake_weights`. On CPU, where vLLM cannot sleep, nothing is
+        freed, but the same order of calls is required, and sleeping memory must not be read.
         """
         if self._asleep:
             raise RuntimeError(f"the engine already sleeps ({', '.join(sorted(self._asleep))})")
@@ -345,7 +346,7 @@ class VLLMEngine:
     def _wake(self, what: str) -> None:
         if what not in self._asleep:
             raise RuntimeError(f"{what} does not sleep")
-        give_back_cached()  # versions of vLLM that do so by themselves do not promise it
+        give_back_cached()  # some versions of vLLM also do it, but none documents it
         self._allocate(what)
         self._asleep.remove(what)
 
@@ -362,7 +363,7 @@ class VLLMEngine:
     def close(self) -> None:
         """Free the engine and vLLM's process groups; the world and everything else stays.
 
-        Collective over the world. Closing twice is allowed; anything else afterwards is not.
+        Collective over the world. After closing, only `close` may be called again.
         """
         if self._llm is None:
             return
@@ -372,11 +373,11 @@ class VLLMEngine:
         core.scheduler.shutdown()
         self._groups.destroy_model_parallel()
         self._llm = None
-        gc.unfreeze()  # vLLM froze all that was alive when it started
+        gc.unfreeze()  # vLLM froze all objects that were alive when it started
         gc.collect()
         give_back_cached()
 
-    # Inside
+    # Internals
 
     @property
     def _groups(self) -> Any:
@@ -391,7 +392,7 @@ class VLLMEngine:
 
     @property
     def _engine_group(self) -> Any:
-        """All ranks of the engine. Only of experts does a data-parallel rank hold but a part."""
+        """The ranks that share a model: the engine's if experts span DP ranks, else a TP group."""
         groups = self._groups
         spread = self.config.dp_size > 1 and self._vllm_config.model_config.is_moe
         return groups.get_ep_group() if spread else groups.get_tp_group()
@@ -405,7 +406,7 @@ class VLLMEngine:
         return self._llm.llm_engine.model_executor.driver_worker.worker
 
     def _drop_kv_cache(self) -> bool:
-        """Forget what was computed with the weights so far; False if a request still runs."""
+        """Drop what the old weights computed; return False if a request is still running."""
         if self.config.keeps_kv:
             return not self._llm.llm_engine.has_unfinished_requests()
         if not self._llm.reset_prefix_cache():
@@ -419,7 +420,7 @@ class VLLMEngine:
             raise RuntimeError(f"{call} while the weights sleep; call wake_weights first")
 
     def require_ready(self) -> None:
-        """RuntimeError unless it is awake and has a complete set of weights."""
+        """Raise RuntimeError unless the engine is awake and has a complete set of weights."""
         if self._asleep:
             raise RuntimeError(f"the engine sleeps ({', '.join(sorted(self._asleep))}); wake it")
         if not self._weights_complete:
@@ -437,7 +438,7 @@ class VLLMEngine:
 
 
 def _packed_weight(module: Any) -> torch.Tensor:
-    """`[o, i]`, the weight a linear layer computes with: identity @ w.T is exact in any dtype."""
+    """Return `[o, i]`, a linear layer's effective weight: identity @ w.T is exact in any dtype."""
     from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
     loaded_as = get_layerwise_info(module).restore_metadata[0]["weight"]

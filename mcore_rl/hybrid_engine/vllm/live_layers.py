@@ -1,4 +1,4 @@
-"""A vLLM model's modules while their weights are exchanged in place (see `reload`)."""
+"""A vLLM model's modules while their weights are replaced in place (see `reload`)."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ if TYPE_CHECKING:
 class Layers:
     """The model's modules while they are loaded, with stand-ins for their parameters.
 
-    The stand-ins are meta tensors: the model's `load_weights` looks all of them up before the first
-    tensor comes. Their loaders exchange them for what is really written. `elements_read()` counts
-    what all loaders have read so far; `learnt` is None where needs are not known yet. What comes
-    for modules that are `lent` by another model is passed over.
+    The stand-ins are meta tensors: the model's `load_weights` looks up all of them before the first
+    tensor arrives. Their loaders replace them by the tensors that are really written.
+    `elements_read()` returns the number of elements that all loaders have read so far; `learnt` is
+    None if needs are not yet known. Tensors for modules `lent` by another model are skipped.
     """
 
     def __init__(
@@ -50,14 +50,14 @@ class Layers:
                 layer.module._parameters[key] = stand_in
 
     def _through(self, layer: _Layer, key: str) -> Loader:
-        """The loader of `layer`'s parameter `key`, writing into what that really is."""
+        """Return the loader of `layer`'s parameter `key`, writing into the real target."""
         stand_in, loader = layer.stand_ins[key], layer.loaders[key]
 
         @wraps(loader)
         def load(*args: Any, **kwargs: Any) -> Any:
             """Load into the target instead of the stand-in; the last element finishes the layer."""
             if layer.done:
-                with WriteRecorder() as writes:  # foreign experts come here too, and write nothing
+                with WriteRecorder() as writes:  # other ranks' experts come here, but write nothing
                     result = loader(*args, **kwargs)
                 if writes.wrote:
                     raise RuntimeError(f"{layer.name} was complete before all of it had come")
@@ -77,7 +77,7 @@ class Layers:
 
     @contextmanager
     def put_back_at_the_end(self) -> Iterator[None]:
-        """In which the stand-ins are loaded: whatever happens, no module is left with one."""
+        """Remove all stand-ins from the modules at the end of the context, even on failure."""
         try:
             yield
         finally:
@@ -86,20 +86,20 @@ class Layers:
                 layer.drop()
 
     def put_back(self) -> None:
-        """Give every module its own parameters again."""
+        """Restore every module's own parameters."""
         for layer in self._layers:
             layer.put_back()
 
     def finish(self, dtype: torch.dtype) -> None:
-        """Process what is not processed yet. All that is needed must have been loaded."""
+        """Process the remaining layers. All needed tensors must have been loaded."""
         from vllm.model_executor.layers.attention import is_deferred_attention_layer
 
         for layer in self._layers:
-            if layer.loaded and not layer.done:  # padded, or loaded before needs were learnt
+            if layer.loaded and not layer.done:  # padded, or loaded before needs were learned
                 layer.finish()
         fresh = {id(p) for layer in self._layers if layer.done for p in layer.live.values()}
         for layer in self._layers:
-            # Of tied weights one module's are loaded, and each may keep a packed copy.
+            # Only one of several tied modules is loaded, but each may keep a packed copy.
             if not layer.done and any(id(p) in fresh for p in layer.live.values()):
                 layer.open_unloaded()
                 layer.finish()
@@ -110,7 +110,7 @@ class Layers:
 
 
 class _Layer:
-    """One module with parameters of its own."""
+    """One module with its own parameters."""
 
     def __init__(self, name: str, module: torch.nn.Module, expected: int | None) -> None:
         self.name = name
@@ -129,7 +129,7 @@ class _Layer:
         self._targets: dict[str, LoadableParameter] = {}
 
     def open(self) -> dict[str, LoadableParameter]:
-        """The tensors that loaders write into: the live memory where its format is theirs."""
+        """Return the tensors that loaders write into: the live memory if its format fits."""
         if not self._targets:
             if "cpu_linear" in vars(self.module):
                 self.module.cpu_linear = _without_weights(self.name)  # frees the packed copy
@@ -139,11 +139,11 @@ class _Layer:
                     target = self._new_target(key)
                 self._targets[key] = target
                 if _loadable_elements(stand_in) < stand_in.numel():
-                    target.data.zero_()  # what is padding stays so, whatever kernels permute
+                    target.data.zero_()  # padding must be zero, whatever kernels permute
         return self._targets
 
     def open_unloaded(self) -> None:
-        """`open`, where what another module's loaders wrote into shared memory is all there is."""
+        """Use live memory that another module's loaders wrote as this layer's targets."""
         for key in self.stand_ins:
             target = self._live_target(key)
             if target is None:
@@ -154,7 +154,7 @@ class _Layer:
             self._targets[key] = target
 
     def _live_target(self, key: str) -> LoadableParameter | None:
-        """The live memory as a parameter that can be loaded; None if its format is another."""
+        """Return the live memory as a loadable parameter; None if its format differs."""
         stand_in, live = self.stand_ins[key], self.live.get(key)
         if live is None or live.device.type != self._device.type:
             return None
@@ -188,13 +188,13 @@ class _Layer:
         return device
 
     def finish(self) -> None:
-        """Have vLLM process what was loaded, and copy the result to where vLLM expects it."""
+        """Let vLLM process the loaded weights, and copy the result to where vLLM expects it."""
         from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
 
         module = self.module
         module._parameters.update(self._targets)
         buffers = dict(module._buffers)
-        # Set by quantisation methods that must not run twice on one set of weights.
+        # Quantisation methods set it so that they do not run twice on one set of weights.
         vars(module).pop("_already_called_process_weights_after_loading", None)
         method = getattr(module, "quant_method", None)
         if isinstance(method, QuantizeMethodBase):
@@ -208,17 +208,17 @@ class _Layer:
         self.put_back()
 
     def put_back(self) -> None:
-        """Give the module its own parameters again."""
+        """Restore the module's own parameters."""
         self.module._parameters.clear()
         self.module._parameters.update(self._saved)
 
     def drop(self) -> None:
-        """Let go of what was loaded."""
+        """Release the loaded tensors."""
         self._targets.clear()
 
 
 def _copy_back(processed: dict[str, torch.Tensor | None], live: Mapping[str, torch.Tensor]) -> None:
-    """Copy what is not in its live memory there, and put the live tensors back one by one."""
+    """Copy processed tensors into their live memory, and put the live tensors back one by one."""
     for key, tensor in live.items():
         found = processed.get(key)
         if found is not None and found is not tensor:
@@ -233,7 +233,7 @@ def _loadable_elements(parameter: torch.Tensor) -> int:
 
 
 def _pass_over(*args: Any, **kwargs: Any) -> None:
-    """The loader of what is loaded elsewhere."""
+    """Load nothing: another model's reload loads this parameter."""
 
 
 def _without_weights(name: str) -> Loader:

@@ -1,8 +1,8 @@
 """vLLM's model of this rank, built and loaded, but never run.
 
-For layouts that vLLM cannot run on a platform but that must be shown to be loaded right: on CPU,
-experts over its own data-parallel ranks. And for whoever wants what a layout needs and stores, not
-text: it starts in a second, because there is no KV cache, no scheduler and no profiling run.
+It tests the loading of layouts that vLLM cannot run on a platform: on CPU, experts over its own
+data-parallel ranks. It also serves callers that need a layout's needs and stored weights but no
+text: it starts in a second, without a KV cache, a scheduler and a profiling run.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from mcore_rl.hybrid_engine.vllm.start import on_cuda, start_executor
 
 
 class VLLMModelOnly(VLLMEngine):
-    """A `VLLMEngine` that learns needs, reloads, sleeps and shows what it stores, as any other.
+    """A `VLLMEngine` that does not generate: it learns needs, reloads, sleeps and shows weights.
 
-    It is vLLM's own worker, built by vLLM's own executor in its own groups. It takes every layout;
-    asked to generate it raises RuntimeError. Constructing and closing are collective over the
-    world; close one before the next is made.
+    It is vLLM's own worker, built by vLLM's own executor in its own groups. It supports every
+    layout; methods that generate raise RuntimeError. Constructing and closing are collective over
+    the world; close one before creating the next.
     """
 
     def _start(self) -> None:
-        gc.freeze()  # vLLM collects garbage twice, and walking all imported modules takes long
+        gc.freeze()  # vLLM collects garbage twice, which is slow with all imported modules
         self._executor = start_executor(self.config)
 
     @property
@@ -43,7 +43,7 @@ class VLLMModelOnly(VLLMEngine):
         self._refuse()
 
     def _free(self, keep_weights: bool) -> None:
-        pass  # what nothing runs takes memory for as long as it is there
+        pass  # the model keeps its memory until `close`
 
     def _allocate(self, what: str) -> None:
         pass
@@ -53,7 +53,7 @@ class VLLMModelOnly(VLLMEngine):
         if self._executor is None:
             return
         if on_cuda():
-            # On CPU a worker that never ran has nothing to shut down, and looking costs a second.
+            # On CPU a worker that never ran has nothing to shut down, and trying takes a second.
             self._executor.shutdown()
         self._groups.destroy_model_parallel()
         self._executor = None

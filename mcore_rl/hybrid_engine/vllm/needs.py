@@ -1,11 +1,11 @@
-"""What a vLLM rank needs of every checkpoint tensor, learned from vLLM's own loaders.
+"""A vLLM rank's needs: the slices of checkpoint tensors that vLLM's own loaders read.
 
-Which slice of which tensor a rank stores depends on the model, on TP and EP, on padding and on how
-vLLM fuses weights. Instead of writing that down a second time, the model's own `load_weights` is
-run on stand-ins that hold no data and note what is read, with the model's parameters exchanged for
-meta tensors. Nothing is loaded and nothing of the model changes.
+The slices that a rank stores depend on the model, on TP and EP, on padding and on vLLM's fusion of
+weights. This module does not repeat these rules. It replaces the model's parameters by meta tensors
+and runs the model's own `load_weights` on stand-ins that hold no data and record what is read.
+Nothing is loaded, and the model does not change.
 
-The same run shows whether the checkpoint fills every parameter, which no warning of vLLM does.
+The same run checks that the checkpoint fills every parameter, which vLLM does not warn about.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 
 class Loadable(Protocol):
-    """What holds a vLLM model: a VLLMEngine, a Reloader."""
+    """An owner of a vLLM model: a VLLMEngine, a Reloader."""
 
     @property
     def model(self) -> torch.nn.Module: ...
@@ -48,22 +48,22 @@ class Loadable(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Learnt:
-    """What one rank's loaders do with a checkpoint."""
+    """A record of one rank's loaders on a checkpoint."""
 
     needs: Needs  # disjoint, sorted boxes; empty for tensors that this rank does not need
-    elements: Mapping[str, int]  # module -> how many elements its parameters' loaders read
-    computed: frozenset[str]  # tensors that are not only cut and copied: they must come whole
+    elements: Mapping[str, int]  # module -> number of elements that its parameters' loaders read
+    computed: frozenset[str]  # tensors that loaders compute with: they need all slices at once
 
 
 def learn_needs(engine: Loadable, tensor_metadata: Metadata) -> Needs:
-    """The boxes of each checkpoint tensor that this rank of `engine` reads: disjoint, sorted.
+    """Return the boxes that this rank of `engine` reads of each tensor: disjoint, sorted.
 
-    Tensors this rank does not need map to an empty tuple. Not collective; the order of
-    `tensor_metadata` does not matter, its names are those of the Hugging Face checkpoint. Covers
-    unquantised checkpoints (one tensor per weight, in a floating dtype).
+    Tensors that this rank does not need map to an empty tuple. Not collective. `tensor_metadata`
+    uses the Hugging Face checkpoint's names, in any order. Supports unquantised checkpoints (one
+    tensor per weight, in a floating dtype).
 
-    Raises RuntimeError naming the tensor if the model has no place for one, and naming the
-    parameter and the part of it if the tensors together leave one unfilled.
+    Raises RuntimeError naming a tensor that has no place in the model, or a parameter, and the part
+    of it, that the tensors leave unfilled.
     """
     return learn(engine, tensor_metadata).needs
 
@@ -71,7 +71,7 @@ def learn_needs(engine: Loadable, tensor_metadata: Metadata) -> Needs:
 def learn(
     engine: Loadable, tensor_metadata: Metadata, *, lent: frozenset[str] = frozenset()
 ) -> Learnt:
-    """`learn_needs` with all that was seen. Modules `lent` by another model need nothing."""
+    """Return the full record of `learn_needs`. Modules `lent` by another model need nothing."""
     notes = _Notes(lent)
     with engine.loading_context(), _on_meta(engine.model, notes.inside) as parameters:
         with WriteRecorder() as writes:
@@ -85,7 +85,7 @@ def learn(
 
 
 class _Notes:
-    """What the loaders read, and for which module; for those that are `lent` nothing counts."""
+    """The loaders' reads by tensor and module; reads for `lent` modules do not count."""
 
     def __init__(self, lent: frozenset[str]) -> None:
         self._lent = lent
@@ -102,7 +102,7 @@ class _Notes:
             self.elements[self._module] += volume(box)
 
     def inside(self, module: str, loader: Loader) -> Loader:
-        """`loader`, such that what it reads counts for `module`."""
+        """Wrap `loader` so that its reads count for `module`."""
 
         @wraps(loader)
         def load(*args: Any, **kwargs: Any) -> Any:
@@ -136,10 +136,10 @@ def _load_stand_ins(model: Any, tensor_metadata: Metadata, notes: _Notes) -> Non
 
 
 class _Parameter:
-    """A parameter in the shape in which it is loaded, under all names it has (tied weights)."""
+    """A parameter in the shape in which it is loaded, under all its names (tied weights)."""
 
     def __init__(self) -> None:
-        self.modules: set[str] = set()  # that have it
+        self.modules: set[str] = set()  # modules that have the parameter
         self.stand_ins: dict[str, torch.Tensor] = {}  # name -> meta tensor
 
 
@@ -147,9 +147,9 @@ class _Parameter:
 def _on_meta(
     model: torch.nn.Module, wrap: Callable[[str, Loader], Loader]
 ) -> Iterator[list[_Parameter]]:
-    """Exchange the model's parameters for meta tensors of the shapes in which they are loaded.
+    """Replace the model's parameters by meta tensors of the shapes in which they are loaded.
 
-    Their loaders are `wrap(module name, loader)`. Yields the parameters; puts all back at the end.
+    Their loaders are `wrap(module name, loader)`. Yields the parameters; restores all at the end.
     """
     modules = dict(model.named_modules())
     live = {name: dict(module._parameters) for name, module in modules.items()}
@@ -181,11 +181,11 @@ def _on_meta(
 
 
 def loadable_parameters(module: torch.nn.Module) -> dict[str, LoadableParameter]:
-    """Meta tensors for a module's own parameters, as they are when a checkpoint is loaded.
+    """Return meta tensors for a module's own parameters, as they are when a checkpoint is loaded.
 
-    vLLM notes their shapes, classes and attributes when it builds a model, for its layerwise
-    reload; afterwards kernels may keep weights in other shapes, and in parameters of their own that
-    no checkpoint has.
+    vLLM records their shapes, classes and attributes when it builds a model, for its layerwise
+    reload. Later, kernels may keep weights in other shapes, and in additional parameters that no
+    checkpoint has.
     """
     from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
     from vllm.model_executor.model_loader.reload.meta import (
@@ -197,7 +197,7 @@ def loadable_parameters(module: torch.nn.Module) -> dict[str, LoadableParameter]
 
     built = get_layerwise_info(module).restore_metadata[0]
     skipped = SKIP_TENSORS if type(module).__name__ not in SKIP_MODULES else module._parameters
-    # Of those that vLLM leaves out when it notes shapes, the present one has the right shape.
+    # Parameters that vLLM does not record still have the shape in which they are loaded.
     now = {key: tensor for key, tensor in module._parameters.items() if tensor is not None}
     tensors = {key: tensor for key, tensor in built.items() if key not in SKIP_TENSORS}
     tensors |= {key: tensor for key, tensor in now.items() if key in skipped}
@@ -207,7 +207,7 @@ def loadable_parameters(module: torch.nn.Module) -> dict[str, LoadableParameter]
 
 
 def loader_of(parameter: torch.Tensor) -> Loader:
-    """The function that loads a parameter, without the wrapper of vLLM's layerwise reload."""
+    """Return a parameter's loader without the wrapper of vLLM's layerwise reload."""
     from vllm.model_executor.model_loader.reload.layerwise import _get_original_loader
 
     loader: Loader = _get_original_loader(parameter)
@@ -215,7 +215,7 @@ def loader_of(parameter: torch.Tensor) -> Loader:
 
 
 class WriteRecorder(TorchDispatchMode):
-    """Notes which parts of which meta tensors are written."""
+    """Recorder of the parts of meta tensors that are written."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch annotates it nowhere
@@ -235,11 +235,11 @@ class WriteRecorder(TorchDispatchMode):
 
     @property
     def wrote(self) -> bool:
-        """Whether anything was written, be it zeros."""
+        """Whether anything was written, even zeros."""
         return bool(self._written)
 
     def missing(self, tensor: torch.Tensor) -> str | None:
-        """What of `tensor` was not written, in words; None if nothing is missing."""
+        """Describe the parts of `tensor` that were not written; None if nothing is missing."""
         views = self._written[_storage(tensor)]
         boxes = [_box_of(view, tensor) for view in views]
         known = [box for box in boxes if box is not None]
@@ -257,7 +257,7 @@ class WriteRecorder(TorchDispatchMode):
 def _require_filled(parameters: list[_Parameter], writes: WriteRecorder) -> None:
     for parameter in parameters:
         missing = {name: writes.missing(t) for name, t in parameter.stand_ins.items()}
-        if all(missing.values()):  # of tied names, one is enough
+        if all(missing.values()):  # tied names: one is enough
             name, found = next(iter(missing.items()))
             raise RuntimeError(
                 f"the checkpoint does not fill vLLM's parameter {name}: it got {found}; a tensor "
@@ -270,7 +270,7 @@ def _storage(tensor: torch.Tensor) -> int:
 
 
 def _box_of(view: torch.Tensor, base: torch.Tensor) -> Box | None:
-    """Which box of the contiguous `base` its `view` is; None if it is not a box."""
+    """Return the box of the contiguous `base` that `view` shows; None if it is not a box."""
     if not base.is_contiguous():
         return None
     sizes = [1] * base.dim()

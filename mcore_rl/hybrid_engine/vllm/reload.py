@@ -1,17 +1,17 @@
-"""Reloads a vLLM model in place, slice by slice: what arrives is written at once, nothing is kept.
+"""In-place reload of a vLLM model, slice by slice: slices are written on arrival and not kept.
 
 vLLM's own layerwise reload keeps all it is given until a layer is complete, builds a second set of
-the layer's parameters, loads into that and copies. Here the model's own loaders run on each tensor
-as it arrives, and write into the memory of the live parameters, where vLLM keeps those in the shape
-in which they are loaded. That is all of them on CUDA without quantisation, so that nothing is held
-beside the model but the slice itself. Where it keeps them otherwise (packed, on CPU), parameters of
-that layer are made in the shape of the checkpoint, by the first tensor, and live until the last one
-has come: at most a second copy of one layer's parameters, as long as tensors come layer by layer.
+the layer's parameters, loads into it and copies. Here the model's own loaders run on each tensor as
+it arrives. They write into the memory of the live parameters if vLLM keeps these in the shape in
+which they are loaded. On CUDA without quantisation these are all parameters, so memory holds only
+the slice in addition to the model. If vLLM keeps them otherwise (packed, on CPU), the layer's first
+tensor creates parameters in the checkpoint's shape, which live until its last tensor has arrived:
+at most a second copy of one layer's parameters, as long as tensors arrive layer by layer.
 
-A layer is complete when its loaders have read as many elements as they did when needs were learnt.
-Then vLLM's own post-processing runs on it (packing, permuting) and the result is copied to where
-vLLM's kernels and CUDA graphs expect it. Attention layers, which derive weights from those of
-others, come last.
+A layer is complete when its loaders have read as many elements as when needs were learned. vLLM's
+own post-processing then runs on it (packing, permuting), and the result is copied to where vLLM's
+kernels and CUDA graphs expect it. Attention layers, which derive weights from other layers, are
+processed last.
 """
 
 from __future__ import annotations
@@ -32,22 +32,22 @@ from mcore_rl.hybrid_engine.vllm.sliced_tensor import Pieces, SlicedTensor, Writ
 from mcore_rl.model.boxes import Box, intersect, relative, show, uncovered, volume
 
 Weights = Iterable[tuple[str, torch.Tensor]]
-# vLLM's kernels of unquantised experts that tests have reloaded; its others keep weights elsewhere.
+# vLLM's kernels of unquantised experts that tests have reloaded; others store weights differently.
 _RELOADABLE = ("TRITON", "BATCHED_TRITON", "FLASHINFER_CUTLASS", "FLASHINFER_TRTLLM", "CPU")
 
 
 class Reloader:
-    """Reloads one vLLM model, again and again. Holds the model weakly.
+    """Reloader of one vLLM model, for any number of reloads. Holds the model weakly.
 
-    `vllm_config` is the one that the model was built with. Nothing of an engine is used, so it
-    serves whoever has a model: an engine, a worker, a model that nothing runs. Raises UsageError if
-    a layer's kernel keeps weights in a way that is not known to be reloadable.
+    `vllm_config` is the model's configuration. A reloader needs no engine, so it also works in a
+    worker or for a model that does not run. Raises UsageError if a layer's kernel is not known to
+    be reloadable.
     """
 
     def __init__(
         self, model: torch.nn.Module, vllm_config: Any, *, beside: torch.nn.Module | None = None
     ) -> None:
-        """`beside` is another model, whose modules in this one that other one's reload loads."""
+        """`beside` is another model; its own reload loads the modules that this one shares."""
         _require_reloadable(model)
         self._model, self._config = weakref.ref(model), vllm_config
         others = set() if beside is None else set(map(id, beside.modules()))
@@ -57,59 +57,59 @@ class Reloader:
 
     @property
     def model(self) -> Any:
-        """The model that is reloaded, while it lives; with the methods of its class in vLLM."""
+        """The reloaded model while it lives, with the methods of its class in vLLM."""
         model = self._model()
         assert model is not None, "the model was closed"
         return model
 
     @contextmanager
     def loading_context(self) -> Iterator[None]:
-        """In which the model's `load_weights` may be called."""
+        """Open the context in which the model's `load_weights` may be called."""
         from vllm.config import set_current_vllm_config
 
         with set_current_vllm_config(self._config), torch.no_grad():
             yield
 
     def learn_needs(self, tensor_metadata: Metadata) -> Needs:
-        """`needs.learn_needs`, remembered for `load`. Not collective."""
+        """Call `needs.learn_needs`, and cache the result for `load`. Not collective."""
         if self._learnt is None or self._metadata != dict(tensor_metadata):
             self._learnt = learn(self, tensor_metadata, lent=self._lent)
             self._metadata = dict(tensor_metadata)
         return self._learnt.needs
 
     def reload(self, weights: Weights, group: Any, on_write: WriteObserver | None = None) -> None:
-        """`load`, agreed upon by vLLM's `group`. Collective over it; exhausts `weights`.
+        """Run `load` with agreement in vLLM's `group`. Collective over it; exhausts `weights`.
 
-        Raises RuntimeError on all ranks of the group if `load` raises on one, and names tensors
-        that no rank of the group has a place for.
+        Raises RuntimeError on all ranks of the group if `load` raises on one, or if no rank has a
+        place for a tensor, which it names.
         """
         remaining = iter(weights)
         fault: Exception | None = None
         unread: list[str] = []
         try:
             unread = self.load(remaining, on_write)
-        except Exception as error:  # whatever it is, the other ranks must hear of it first
+        except Exception as error:  # of any type: it must be reported to the other ranks first
             fault = error
-            # The stream may be collective, and may fail in its turn: the first fault is told.
+            # The stream may be collective, and may fail, too: the first error is reported.
             with suppress(Exception):
                 for _ in remaining:
                     pass
         _agree(group, fault, unread)
 
     def load(self, weights: Weights, on_write: WriteObserver | None = None) -> list[str]:
-        """Replace all weights by `weights`; the names of those not needed here are returned.
+        """Replace all weights by `weights`; return the names of tensors not needed here.
 
-        Not collective. Items are checkpoint tensors, whole ones or `SlicedTensor`s. What this rank
-        needs must come once, what it does not need may be left out. Any order will do; by layer the
-        memory held is least. A tensor may come in several items of its name, each with other
-        elements. Each item is read before the next is asked for, and not afterwards.
+        Not collective. Items are checkpoint tensors, full ones or `SlicedTensor`s. `weights` must
+        contain each element that this rank needs once, and may omit the rest. Any order works;
+        ordering by layer needs the least memory. A tensor may come in several items of its name,
+        each with different elements. Each item is read before the next is requested, not later.
 
-        `on_write(name, box, data)` hears of every element of the checkpoint that was written, once
-        (see SlicedTensor), also where two parameters hold it.
+        `on_write(name, box, data)` is called once for every checkpoint element that was written
+        (see SlicedTensor), even if two parameters hold it.
 
-        Raises RuntimeError naming the tensor that has no place in the model, comes twice, is
-        missing or not loaded in full, or the parameter that remains unfilled. The model then has a
-        mixture of weights, or none, and must not run until a `load` succeeds.
+        Raises RuntimeError naming a tensor that has no place in the model, comes twice, is missing
+        or not loaded completely, or a parameter that remains unfilled. The model then has a mixture
+        of weights, or none, and must not run until a `load` succeeds.
         """
         arrivals = _Arrivals(self._learnt, self._metadata, on_write)
         with self.loading_context():
@@ -134,13 +134,13 @@ class Reloader:
         offered = noted()
         try:
             self.model.load_weights(offered)
-            for _ in offered:  # what it left, so that it is missed
+            for _ in offered:  # register what the loader left: it is then reported as not loaded
                 pass
         except (ValueError, LookupError, AttributeError, AssertionError) as error:
             raise RuntimeError(f"vLLM's loader failed at {at}: {error}") from error
 
     def _needs_of(self, metadata: Metadata) -> Needs:
-        """The needs, learnt anew if a tensor came of which, or of whose shape, nothing is known."""
+        """Return the needs; learn them again if a tensor or its shape is unknown."""
         if self._learnt is None or not _agrees(metadata, self._metadata):
             missing = [] if self._learnt is None else _never_came(self._learnt.needs, metadata)
             if missing:
@@ -150,7 +150,7 @@ class Reloader:
 
 
 def _require_reloadable(model: torch.nn.Module) -> None:
-    """Refuse kernels of experts whose weights nobody has seen exchanged in place."""
+    """Raise UsageError for expert kernels that are not known to reload in place."""
     for name, module in model.named_modules():
         backend = getattr(getattr(module, "quant_method", None), "unquantized_backend", None)
         if backend is not None and backend.name not in _RELOADABLE:
@@ -189,7 +189,7 @@ def _require_complete(needs: Needs, arrivals: _Arrivals) -> None:
 
 
 class _Arrivals:
-    """The tensors that come, as stand-ins for the loaders, and what became of them."""
+    """The arriving tensors as stand-ins for the loaders, and a record of what was read."""
 
     def __init__(
         self, learnt: Learnt | None, known: Metadata, on_write: WriteObserver | None
@@ -202,7 +202,7 @@ class _Arrivals:
         self._held: dict[str, list[tuple[Box, torch.Tensor]]] = defaultdict(list)
 
     def of(self, weights: Weights) -> Iterator[tuple[str, torch.Tensor]]:
-        """`weights`, each such that it is read now or never."""
+        """Yield `weights` as stand-ins that can be read only until the next one is requested."""
         for name, tensor in weights:
             self._register(name, tensor)
             if self._must_wait(name, pieces_of(tensor)):
@@ -229,7 +229,7 @@ class _Arrivals:
         self.given[name].extend(boxes)
 
     def _must_wait(self, name: str, pieces: Pieces) -> bool:
-        """Whether a loader computes with this tensor, and not all that it needs has come."""
+        """Return whether a loader computes with this tensor, and some needed slices are missing."""
         learnt = self._learnt
         if learnt is None or self._known.get(name) != self.metadata[name]:
             return False
@@ -241,21 +241,21 @@ class _Arrivals:
         return waits
 
     def count(self) -> int:
-        """How many elements the loaders have read so far."""
+        """Return the number of elements that the loaders have read so far."""
         return self._elements_read
 
     def _note(self, name: str, box: Box, data: torch.Tensor) -> None:
         self._elements_read += volume(box)
         if self._on_write is not None:
             for part in uncovered(box, self.read[name]):
-                whole = part == box  # as almost always
+                whole = part == box  # the usual case
                 at = ... if whole else tuple(slice(*ends) for ends in relative(part, box))
                 self._on_write(name, part, data if whole else data[at])
         self.read[name].append(box)
 
 
 def _agree(group: Any, fault: Exception | None, unread: list[str]) -> None:
-    """Raise on all ranks of `group` if one failed or if a tensor has no place on any."""
+    """Raise on all ranks of `group` if one failed, or if no rank has a place for a tensor."""
     mine = (None if fault is None else str(fault), unread)
     all_results = objects.all_gather(mine, group=group.cpu_group)
     if fault is not None:

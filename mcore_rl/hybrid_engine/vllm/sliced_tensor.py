@@ -1,13 +1,13 @@
-"""A checkpoint tensor of which this rank holds only slices, for loaders that expect all of it.
+"""A checkpoint tensor with only this rank's slices, for loaders that expect the full tensor.
 
-vLLM's weight loaders take whole checkpoint tensors and cut out what their rank stores. A
-`SlicedTensor` has the full tensor's shape and dtype, follows the cutting (slice, narrow, select,
-chunk, transpose, ...) as arithmetic on boxes, and hands out data only when a loader finally reads:
-from the pieces it holds, or not at all. So no rank ever needs a full tensor, and a read outside the
-pieces is an error instead of a wrong weight.
+vLLM's weight loaders take full checkpoint tensors and cut out what their rank stores. A
+`SlicedTensor` has the full tensor's shape and dtype, tracks the cutting (slice, narrow, select,
+chunk, transpose, ...) as arithmetic on boxes, and returns data only when a loader finally reads it:
+from its pieces, or not at all. Thus no rank ever needs a full tensor, and a read outside the pieces
+is an error instead of a wrong weight.
 
-A loader ends with `parameter_view.copy_(tensor_view)`. That goes from each piece straight to its
-place, without putting the pieces together first, so a tensor may also come in several parts.
+A loader ends with `parameter_view.copy_(tensor_view)`, which copies each piece directly to its
+place without assembling the pieces first. A tensor may therefore also come in several parts.
 
 The same class without data records what a loader would read (see `needs`).
 """
@@ -42,7 +42,7 @@ _aten = torch.ops.aten
 
 @dataclass(slots=True, eq=False)
 class _Source:
-    """The checkpoint tensor behind all views of it; `pieces` is None where only reads are noted."""
+    """The checkpoint tensor behind all its views; `pieces` is None if reads are only recorded."""
 
     name: str
     shape: tuple[int, ...]
@@ -51,7 +51,7 @@ class _Source:
     on_read: ReadObserver | None = None
     on_write: WriteObserver | None = None
     on_compute: Callable[[str], None] | None = None
-    partial: bool = False  # a copy takes what is held and leaves the rest for another part
+    partial: bool = False  # a copy writes what is held and leaves the rest to another part
     released: bool = False
     device: torch.device = torch.device("cpu")
 
@@ -60,7 +60,7 @@ class _Source:
             self.device = self.pieces[0][1].device
 
     def read(self, box: Box) -> torch.Tensor:
-        """The elements of `box`: a view where one piece holds them all, else put together."""
+        """Return the elements of `box`: a view if one piece holds them all, else a copy."""
         self.require(box)
         if volume(box) == 0:
             return torch.empty(extent(box), dtype=self.dtype, device=self.device)
@@ -84,7 +84,7 @@ class _Source:
         return result
 
     def parts_of(self, box: Box) -> Iterator[tuple[Box, torch.Tensor]]:
-        """Disjoint parts of `box`, each with its data: what is held of it, each element once."""
+        """Yield the held part of `box` as disjoint (box, data), each element once."""
         rest = [box]
         for held, data in self.pieces or ():
             for part in rest:
@@ -120,25 +120,25 @@ class _Source:
 class SlicedTensor(torch.Tensor):
     """Stand-in for the checkpoint tensor `name` of `shape` and `dtype`, made of `pieces`.
 
-    `pieces` are (box, tensor) pairs: the tensor has the box's extent and holds those elements. They
+    `pieces` are (box, tensor) pairs; the tensor has the box's extent and holds its elements. Pieces
     may overlap, need not cover the tensor, and must stay unchanged until `release` is called, or
-    for as long as the stand-in or a view of it lives. Reading what no piece holds raises
-    RuntimeError; so does writing.
+    while the stand-in or a view of it lives. Reading elements that no piece holds raises
+    RuntimeError, as does writing.
 
-    `on_read(name, box)` is called whenever data is handed out, for each piece of which something
-    is copied. `on_write(name, box, data)` is called likewise, after a copy with the elements that
-    stand in its target now, of the box's extent; the piece's own where the copy changes the dtype.
-    A copy into a meta tensor, by which vLLM's layerwise reload counts elements, hands out none.
+    `on_read(name, box)` is called whenever data is returned, for each piece that is copied from.
+    `on_write(name, box, data)` is called likewise. After a copy, `data` are the elements now in the
+    target, of the box's extent, or the piece's own if the copy changes the dtype. A copy into a
+    meta tensor, with which vLLM's layerwise reload counts elements, returns no data.
 
-    `SlicedTensor.recording` has no pieces: any box may be read, `on_read` hears of each, and the
-    data are meta tensors.
+    `SlicedTensor.recording` has no pieces: any box may be read, `on_read` is called for each, and
+    the data are meta tensors.
     """
 
     _source: _Source
-    _box: Box  # what this view shows of the source
+    _box: Box  # the box of the source that this view shows
     _dims: tuple[
         int | None, ...
-    ]  # dimension of the source behind each of the view's; None: unsqueezed
+    ]  # the source's dimension behind each of the view's; None: unsqueezed
 
     @staticmethod
     def __new__(
@@ -172,9 +172,9 @@ class SlicedTensor(torch.Tensor):
         on_read: ReadObserver,
         on_compute: Callable[[str], None] | None = None,
     ) -> SlicedTensor:
-        """A stand-in that holds no data and tells `on_read` what is read of it.
+        """Return a stand-in without data that calls `on_read` for what is read.
 
-        `on_compute(name)` is called where a loader does more with it than cut and copy.
+        `on_compute(name)` is called if a loader does more with it than cut and copy.
         """
         shape = tuple(shape)
         source = _Source(name, shape, dtype, None, on_read, on_compute=on_compute)
@@ -190,10 +190,10 @@ class SlicedTensor(torch.Tensor):
         on_write: WriteObserver | None = None,
         partial: bool = False,
     ) -> SlicedTensor:
-        """`tensor`, whole or already a SlicedTensor, such that the observers hear of its reads.
+        """Wrap `tensor`, full or already a SlicedTensor, so that the observers are called.
 
-        Those that it has already hear of them too. With `partial` a copy takes what is held and
-        leaves the rest of its target as it is.
+        Its existing observers are called, too. With `partial` a copy writes what is held and leaves
+        the rest of its target unchanged.
         """
         view = cls(name, tensor.shape, tensor.dtype, pieces_of(tensor))
         source = view._source
@@ -204,7 +204,7 @@ class SlicedTensor(torch.Tensor):
         return view
 
     def release(self) -> None:
-        """Let go of the pieces; reading afterwards raises RuntimeError."""
+        """Release the pieces; reading afterwards raises RuntimeError."""
         self._source.pieces, self._source.released = (), True
 
     @classmethod
@@ -220,7 +220,7 @@ class SlicedTensor(torch.Tensor):
         return view
 
     def _read(self) -> torch.Tensor:
-        """This view's elements as a plain tensor."""
+        """Return this view's elements as a plain tensor."""
         data = self._source.read(self._box)
         kept = [dim for dim in self._dims if dim is not None]
         dropped = [dim for dim in range(data.dim()) if dim not in kept]  # of extent 1: selected
@@ -235,8 +235,8 @@ class SlicedTensor(torch.Tensor):
         source = self._source
         return f"SlicedTensor({source.name}{show(self._box)} of {list(source.shape)}, {self.dtype})"
 
-    # Views go through __torch_dispatch__; __torch_function__ would wrap plain results again. Both
-    # have in torch's stub the types of the functions that switch them off.
+    # Views use __torch_dispatch__; __torch_function__ would wrap plain results again. torch's stub
+    # gives both the types of the functions that disable them.
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @classmethod
@@ -259,7 +259,7 @@ class SlicedTensor(torch.Tensor):
         return func(*tree_map(prepare, args), **tree_map(prepare, kwargs))
 
     def _count(self) -> None:
-        """What a copy into a meta tensor does: fail early, but hand out nothing."""
+        """Check or record a copy into a meta tensor, without returning data."""
         source = self._source
         if source.pieces is not None:
             source.require(self._box)
@@ -267,7 +267,7 @@ class SlicedTensor(torch.Tensor):
             source.on_read(source.name, self._box)
 
     def _copy_into(self, target: torch.Tensor) -> None:
-        """Copy what is held to its place in `target`, a plain tensor of this view's shape."""
+        """Copy the held pieces to their places in `target`, a plain tensor of this view's shape."""
         source = self._source
         if source.released or not source.partial:
             source.require(self._box)
@@ -278,7 +278,7 @@ class SlicedTensor(torch.Tensor):
                 source.tell(box, stored if stored.dtype == data.dtype else data)
 
     def _place_of(self, box: Box, target: torch.Tensor) -> torch.Tensor:
-        """The part of `target` that takes `box`, as a view with the source's dimensions."""
+        """Return the part of `target` for `box`, as a view with the source's dimensions."""
         cut = relative(box, self._box)
         index = [0 if dim is None else slice(*cut[dim]) for dim in self._dims]
         kept = [dim for dim in self._dims if dim is not None]
@@ -289,7 +289,7 @@ class SlicedTensor(torch.Tensor):
         return part
 
     def _with_range(self, dim: int, start: int, length: int) -> SlicedTensor | None:
-        """This view with `length` elements from `start` along its dimension `dim`."""
+        """Return this view with `length` elements from `start` along its dimension `dim`."""
         of_source = self._dims[dim]
         if of_source is None:
             return _same(self) if (start, length) == (0, 1) else None
@@ -300,7 +300,7 @@ class SlicedTensor(torch.Tensor):
 
 
 def pieces_of(tensor: torch.Tensor) -> Pieces:
-    """What is held of a checkpoint tensor: the pieces of a SlicedTensor, or all of it."""
+    """Return the pieces of a SlicedTensor, or all of a plain tensor as one piece."""
     if not isinstance(tensor, SlicedTensor):
         return [(full_box(tensor.shape), tensor)]
     pieces = tensor._source.pieces
@@ -309,7 +309,7 @@ def pieces_of(tensor: torch.Tensor) -> Pieces:
 
 
 def _both(first: Any, second: Any) -> Any:
-    """A function that calls both, of which either may be None."""
+    """Return a function that calls both; either may be None."""
     if first is None or second is None:
         return first or second
 
@@ -329,7 +329,7 @@ def _plain(value: Any) -> Any:
 
 
 def _contiguous(value: Any) -> Any:
-    # Not `contiguous`: `as_strided` also looks at the storage around a view.
+    # Not `contiguous`: `as_strided` also uses the storage around a view.
     return value._read().clone(memory_format=torch.contiguous_format) if _is_ours(value) else value
 
 
@@ -347,7 +347,7 @@ def _refuse_writes(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
         raise RuntimeError(f"{func} writes into {out!r}, which lends the trainer's weights")
 
 
-# What follows an operation returns the view it makes, or None where it is not a view of a box.
+# These functions return the view that an operation makes, or None if it is not a view of a box.
 _View = SlicedTensor | None
 _Views = list[SlicedTensor] | None
 

@@ -1,6 +1,6 @@
-"""How an engine is started: its configuration, and what vLLM must find and must not disturb.
+"""Start of an engine: its configuration, vLLM's environment, and the process state to preserve.
 
-Nothing here is imported from vLLM before the environment it reads is set.
+This module imports vLLM only after setting the environment that vLLM reads.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ from mcore_rl.model.speculation import MTP, NGRAM, Speculation
 from mcore_rl.moe.routing import RoutedLayers
 
 _DEFAULT_CPU_KV_CACHE_BYTES = 1 << 30
-# An n-gram drafter goes on as the text did after the last tokens stood there before: the longest
-# stretch of so many tokens.
+# An n-gram drafter continues as the text did after an earlier occurrence of its last tokens: the
+# longest suffix within these lengths.
 _FEWEST_ALIKE, _MOST_ALIKE = 2, 4
 
-# These warn on every reload, of rotary tables that no checkpoint holds and of parameters that are
-# computed from others. `reload` finds out for itself what was loaded.
+# These warn on every reload about rotary tables, which no checkpoint contains, and about parameters
+# computed from others. `reload` checks by itself what was loaded.
 _RELOAD_LOGGERS = (
     "vllm.model_executor.model_loader.reload.layerwise",
     "vllm.model_executor.model_loader.reload.inplace",
@@ -46,23 +46,22 @@ _RELOAD_LOGGERS = (
 
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
-    """What an engine is started with.
+    """The configuration of an engine.
 
-    `load_format` is "dummy" (weights come by `reload`) or "auto" (from `model_dir`, where files of
-    safetensors are all that is read). A folder of quantised weights is served as the model of
-    `dtype` that they stand for, and has to be "dummy". `trust_remote_code` lets code in that folder
-    run.
-    `kv_cache_bytes` is per rank; None leaves it to `gpu_memory_utilization`, a share of the device,
-    on GPUs, and to VLLM_CPU_KVCACHE_SPACE or 1 GiB on CPU.
+    `load_format` is "dummy" (`reload` brings the weights) or "auto" (from `model_dir`, reading only
+    safetensors files). A folder of quantised weights is served as the dequantised model in `dtype`,
+    and requires "dummy". `trust_remote_code` allows code in that folder to run. `kv_cache_bytes` is
+    per rank; None leaves it to `gpu_memory_utilization`, a share of the device, on GPUs, and to
+    VLLM_CPU_KVCACHE_SPACE or 1 GiB on CPU.
 
-    With `keeps_kv`, for engines that never sleep, keys and values outlive a `reload`: what must not
-    be shared across it has a `Request.cache_name` of its own.
+    With `keeps_kv`, for engines that never sleep, keys and values survive a `reload`; requests that
+    must not share them across it need a different `Request.cache_name`.
 
     vLLM's positions are called slots: engine, then its data-parallel rank, then TP rank, innermost.
     An engine has `tp_size` x `dp_size` slots, and with expert parallelism experts spread over all
-    of them. `rank_map[slot]` is the rank of the torch.distributed world that plays a slot; None, or
-    an empty one, is the identity. With `ranks_per_node`, consecutive ranks, the ranks of a TP group
-    must be in one node.
+    of them. `rank_map[slot]` is the rank of the torch.distributed world in a slot; None or empty is
+    the identity. With `ranks_per_node`, consecutive ranks, the ranks of a TP group must be in one
+    node.
     """
 
     model_dir: Path
@@ -71,7 +70,7 @@ class EngineConfig:
     rank_map: tuple[int, ...] | None = None
     ranks_per_node: int | None = None
     enable_expert_parallel: bool = False
-    all2all_backend: str = ""  # of experts over data-parallel ranks; empty: vLLM's default
+    all2all_backend: str = ""  # for experts over data-parallel ranks; empty: vLLM's default
     dtype: str = "bfloat16"
     max_model_len: int | None = None
     max_num_seqs: int = 256
@@ -85,8 +84,8 @@ class EngineConfig:
     speculation: Speculation | None = None
     load_format: str = "dummy"
     trust_remote_code: bool = False
-    timeout_seconds: int | None = None  # of its collectives; None: torch's
-    routed_layers: RoutedLayers | None = None  # whose choices of experts `generate` can tell
+    timeout_seconds: int | None = None  # of the engine's collectives; None: torch's default
+    routed_layers: RoutedLayers | None = None  # layers whose chosen experts `generate` can return
     verbose: bool = False
 
     @property
@@ -94,26 +93,26 @@ class EngineConfig:
         return self.tp_size * self.dp_size
 
     def slot(self, rank: int) -> int:
-        """The slot that a rank of the world plays."""
+        """Return the slot of a rank of the world."""
         return self.rank_map.index(rank) if self.rank_map else rank
 
 
 def start_llm(config: EngineConfig) -> Any:
     """Start vLLM's `LLM` for this process's rank. Collective over the world.
 
-    The random states of torch, numpy and Python stay as they are, though vLLM seeds all of them.
+    The random states of torch, numpy and Python do not change, though vLLM seeds all of them.
     """
     is_new = "vllm" not in sys.modules
     with nothing_collected(), _starting(config):
         from vllm import LLM
 
         if is_new:
-            gc.freeze()  # vLLM collects by itself, and need not walk over all that imports made
+            gc.freeze()  # vLLM collects garbage, and must not walk over all imported objects
         _require_runnable(config)
         llm = LLM(str(config.model_dir), **_arguments(config))
-    # Its client's finalizer, which garbage collection would run too, destroys the default process
-    # group, and that is the training's. VLLMEngine.close frees what is the engine's. Older versions
-    # have none.
+    # The client's finalizer, which garbage collection would also run, destroys the default process
+    # group, which belongs to training. VLLMEngine.close frees the engine's own groups. Older
+    # versions have no finalizer.
     finalizer = getattr(llm.llm_engine.engine_core, "_finalizer", None)
     if finalizer is not None:
         finalizer.detach()
@@ -121,10 +120,10 @@ def start_llm(config: EngineConfig) -> Any:
 
 
 def start_executor(config: EngineConfig) -> Any:
-    """Start vLLM's executor alone: its worker with the model, which nothing can run yet.
+    """Start only vLLM's executor: its worker with the model, which cannot generate.
 
-    Without a KV cache, a scheduler and a profiling run, and therefore in layouts too in which vLLM
-    cannot run on this platform. Collective over the world; random states stay as they are.
+    It has no KV cache and no scheduler and does no profiling run, so it also starts in layouts that
+    vLLM cannot run on this platform. Collective over the world; random states do not change.
     """
     with _starting(config):
         from vllm.engine.arg_utils import EngineArgs
@@ -137,7 +136,7 @@ def start_executor(config: EngineConfig) -> Any:
 
 
 def on_cuda() -> bool:
-    """Whether vLLM's platform in this process is CUDA."""
+    """Return whether vLLM's platform in this process is CUDA."""
     from vllm.platforms import current_platform
 
     return bool(current_platform.is_cuda())
@@ -145,7 +144,7 @@ def on_cuda() -> bool:
 
 @contextmanager
 def _starting(config: EngineConfig) -> Iterator[None]:
-    """In which vLLM starts: with our environment and patches, and with the process left alone."""
+    """Set up our environment and patches while vLLM starts, and preserve the process's state."""
     require_placement(config)
     _prepare_environment(config)
     from mcore_rl.patches.vllm import rank_map, register
@@ -161,7 +160,7 @@ def _starting(config: EngineConfig) -> Iterator[None]:
 
 
 def require_placement(config: EngineConfig) -> None:
-    """Refuse sizes and a rank map that this world cannot have."""
+    """Raise UsageError for sizes or a rank map that do not fit this world."""
     if not dist.is_initialized():
         raise RuntimeError("torch.distributed is not initialised; the engine uses its world")
     world_size, tp_size = dist.get_world_size(), config.tp_size
@@ -209,10 +208,10 @@ def _require_runnable(config: EngineConfig) -> None:
 
 @contextmanager
 def _slot_as_rank(config: EngineConfig) -> Iterator[None]:
-    """In which RANK, from which vLLM derives its data-parallel rank, says what it expects to find.
+    """Set RANK while vLLM starts to the value from which it derives its data-parallel rank.
 
-    It divides RANK by the TP size and wants to get a data-parallel rank, so that it counts within
-    one engine; nothing but names of files and traces comes from it otherwise.
+    vLLM divides RANK by the TP size to get the data-parallel rank, so RANK must count within one
+    engine. Otherwise vLLM uses it only in names of files and traces.
     """
     if config.dp_size == 1 and not config.rank_map:
         yield
@@ -227,7 +226,7 @@ def _slot_as_rank(config: EngineConfig) -> Iterator[None]:
 
 
 def _prepare_environment(config: EngineConfig) -> None:
-    """Set what vLLM reads from the environment when it is imported and when an engine starts."""
+    """Set the variables that vLLM reads when it is imported and when an engine starts."""
     if os.environ.get("VLLM_ENABLE_V1_MULTIPROCESSING", "0") != "0":
         raise UsageError(
             "puts the engine into a process of its own, but it must share its weights' process",
@@ -237,7 +236,7 @@ def _prepare_environment(config: EngineConfig) -> None:
     rank = str(dist.get_rank())
     defaults = {
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-        # Without verbose vLLM's messages go the way of all others, by the levels set at the start.
+        # Without verbose, vLLM's messages use the job's logging and the levels set at the start.
         "VLLM_CONFIGURE_LOGGING": "1" if config.verbose else "0",
         "VLLM_NO_USAGE_STATS": "1",
         "RANK": rank,
@@ -246,10 +245,10 @@ def _prepare_environment(config: EngineConfig) -> None:
     if not torch.cuda.is_available():
         defaults["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"  # several ranks share the cores
         if config.enforce_eager:
-            # Some of vLLM's functions are compiled even so: C++, half a minute at the first token.
+            # vLLM still compiles some functions to C++: half a minute at the first token.
             defaults["TORCHDYNAMO_DISABLE"] = "1"
     if "numba" not in sys.modules:
-        # vLLM finds n-grams with one of its threads; the others take turns with torch's.
+        # vLLM finds n-grams with one numba thread; more would compete with torch's threads.
         defaults["NUMBA_NUM_THREADS"] = "1"
     for name, value in defaults.items():
         os.environ.setdefault(name, value)
@@ -258,12 +257,12 @@ def _prepare_environment(config: EngineConfig) -> None:
 
 
 def _arguments(config: EngineConfig) -> dict[str, Any]:
-    """What vLLM's engine is asked for, but for the model."""
+    """Return the arguments of vLLM's engine, except the model."""
     config_json = read_config_json(config.model_dir)
     overrides = left_to_defaults(config_json)
     if config_json.get(QUANTIZATION) is not None:
-        # The hand-over brings what FP8 blocks stand for, which is what is trained. vLLM's own
-        # loader would take the blocks for weights.
+        # The hand-over brings dequantised weights, since these are trained. vLLM's own loader would
+        # take FP8 blocks for weights.
         if config.load_format != "dummy":
             raise RuntimeError(f"{config.model_dir} is quantised: start with dummy weights, reload")
         overrides[QUANTIZATION] = None
@@ -271,12 +270,13 @@ def _arguments(config: EngineConfig) -> dict[str, Any]:
     kv_cache_bytes = config.kv_cache_bytes
     if on_cuda():
         options["enable_sleep_mode"] = True
-        # Scheduled one step ahead, a data-parallel rank ends in a step without tokens. Model runner
-        # V2, the default, leaves it without the collective in which the others wait, and theirs
-        # then meets another one: gloo aborts at the end of the first generation.
+        # With scheduling one step ahead, a data-parallel rank ends in a step without tokens. Model
+        # runner V2, the default, leaves this step without the collective in which the other ranks
+        # wait. Their collective then meets a different one: gloo aborts at the end of the first
+        # generation.
         options["async_scheduling"] = config.dp_size == 1
         if config.dtype == "float16":
-            # Else vLLM chooses TRTLLM's experts on Blackwell, which take bfloat16 only.
+            # Otherwise vLLM chooses TRTLLM's experts on Blackwell, which support only bfloat16.
             options["moe_backend"] = "triton"
         if config.routed_layers is not None:
             options["enable_return_routed_experts"] = True
@@ -284,7 +284,7 @@ def _arguments(config: EngineConfig) -> dict[str, Any]:
         if kv_cache_bytes is None and not os.environ.get("VLLM_CPU_KVCACHE_SPACE"):
             kv_cache_bytes = _DEFAULT_CPU_KV_CACHE_BYTES
         if "kv_lora_rank" in config_json:
-            # The AMX one packs kv_b_proj and throws the weight away: no reload.
+            # The AMX backend packs kv_b_proj and drops the weight, which prevents a reload.
             options["attention_backend"] = "CPU_MLA"
     if config.speculation is not None:
         options |= _speculative(config.speculation, options)
@@ -295,7 +295,7 @@ def _arguments(config: EngineConfig) -> dict[str, Any]:
     if config.timeout_seconds is not None:
         from vllm.engine.arg_utils import EngineArgs
 
-        known = {spec.name for spec in dataclasses.fields(EngineArgs)}  # an older vLLM lacks them
+        known = {spec.name for spec in dataclasses.fields(EngineArgs)}  # older versions lack them
         names = ("distributed_timeout_seconds", "cpu_distributed_timeout_seconds")
         options |= {name: config.timeout_seconds for name in names if name in known}
     return dict(
@@ -311,7 +311,7 @@ def _arguments(config: EngineConfig) -> dict[str, Any]:
         enable_prefix_caching=config.enable_prefix_caching,
         enforce_eager=config.enforce_eager,
         seed=config.seed,
-        # vLLM's own "auto" goes on to pickled weights where there is no safetensors file.
+        # vLLM's own "auto" falls back to pickled weights if there is no safetensors file.
         load_format="safetensors" if config.load_format == "auto" else config.load_format,
         trust_remote_code=config.trust_remote_code,
         logprobs_mode="processed_logprobs",
@@ -321,8 +321,8 @@ def _arguments(config: EngineConfig) -> dict[str, Any]:
 
 
 def _max_model_len(config: EngineConfig, config_json: Mapping[str, Any]) -> int | None:
-    """With room behind the longest sequence for drafts that are verified and for those that come
-    next: without, vLLM drafts for no sequence of a step in which one is nearly as long."""
+    """Return the model length with room for two drafts after the longest sequence: without it, vLLM
+    skips drafting for all sequences of a step if one of them is nearly that long."""
     length = config.max_model_len
     if length is None or config.speculation is None:
         return length
@@ -331,7 +331,7 @@ def _max_model_len(config: EngineConfig, config_json: Mapping[str, Any]) -> int 
 
 
 def _speculative(speculation: Speculation, options: Mapping[str, Any]) -> dict[str, Any]:
-    """What is asked for otherwise, or besides `options`, with somebody who drafts."""
+    """Return the options that speculative decoding adds to `options` or changes."""
     drafter: dict[str, Any] = {
         "method": speculation.method,
         "num_speculative_tokens": speculation.num_tokens,
@@ -340,9 +340,9 @@ def _speculative(speculation: Speculation, options: Mapping[str, Any]) -> dict[s
     if speculation.method == NGRAM:
         drafter |= {"prompt_lookup_min": _FEWEST_ALIKE, "prompt_lookup_max": _MOST_ALIKE}
         if options.get("async_scheduling"):
-            changes["async_scheduling"] = False  # drafts are made of tokens that are known
+            changes["async_scheduling"] = False  # n-gram drafts need known tokens
     if speculation.method == MTP:
-        # Of the model's options the drafter takes these from nowhere but here.
+        # The drafter does not inherit these options from the model.
         if "attention_backend" in options:
             drafter["attention_backend"] = options["attention_backend"]
         changes["hf_overrides"] = functools.partial(_with_fields, options["hf_overrides"])
@@ -350,17 +350,17 @@ def _speculative(speculation: Speculation, options: Mapping[str, Any]) -> dict[s
 
 
 def _with_fields(fields: Mapping[str, Any], config: Any) -> Any:
-    """What `hf_overrides` does as a mapping, for the drafter's configuration as well."""
+    """Apply `hf_overrides` like the mapping, but also to the drafter's configuration."""
     config.update(fields)
     return config
 
 
 @contextmanager
 def _start_up_logging(verbose: bool) -> Iterator[None]:
-    """Without `verbose`, errors only while the engine starts, and warnings afterwards.
+    """Without `verbose`, log only errors while the engine starts, and warnings afterwards.
 
-    What vLLM warns of at a start is the consequence of how it is started here: eager, in process,
-    without Triton on CPU, with threads left alone.
+    vLLM's warnings at the start follow from how it is started here: eager, in process, without
+    Triton on CPU, with threads not bound.
     """
     if verbose:
         yield

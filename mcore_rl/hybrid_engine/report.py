@@ -25,7 +25,7 @@ class ReshardReport:
     lower_bound_bytes: int = 0  # the minimum over all placements
     saved_bytes: int = 0  # by a narrower dtype and by sending changes only
     hidden_share: float = 0.0  # share of the transfer time during which the engine was loading
-    peak_extra_bytes: int = 0  # the process's peak above its memory before the switch
+    peak_extra_bytes: int = 0  # the process's peak above its level before the hand-over
     num_tensors: int = 0
     attested: bool = False  # all slices arrived unchanged; a failed attestation raises
     attest_seconds: float = 0.0  # time this rank spent hashing

@@ -305,9 +305,9 @@ def choose_rank_map(placement: Placement, *, ranks_per_node: int) -> tuple[int, 
     identity is returned unless another map is better. Deterministic. Raises RuntimeError if the
     world does not divide into nodes and groups.
 
-    Exact if every rank can take a slot for which it receives only its lower bound, and if a node
-    holds one TP' group. Otherwise groups are assigned to nodes by the best that each group could
-    achieve there alone, then ranks to slots within each node.
+    Exact in two cases: every rank can take a slot for which it receives only its lower bound, or a
+    node holds one TP' group. Otherwise groups are assigned to nodes by the best that each group
+    could achieve there alone, then ranks to slots within each node.
     """
     rollout, world = placement.rollout, placement.train.world_size
     identity = tuple(range(world))

@@ -1,7 +1,7 @@
 """Trees along which a slice travels from the ranks that hold it to all that need it.
 
-Process groups and peers cost device memory, so ranks that need the same slice do not get a group of
-their own. A slice travels in hops, and a rank that has received it passes it on. It does so by
+Process groups and peers are costly on a device, so ranks that need the same slice do not get their
+own group. A slice travels in hops, and a rank that has received it passes it on. It does so by
 broadcast if one of Megatron's existing process groups consists of one rank that has the slice and
 ranks that all still need it, else point to point. No rank receives a slice twice or without needing
 it, whoever passes it on.
@@ -148,10 +148,10 @@ class Forest:
         self._waiting.difference_update(receivers)
 
     def _pass_on(self) -> None:
-        """Send to the remaining ranks, each from the nearest rank that has the slice and is free.
+        """Send to the remaining ranks one by one, each from the nearest rank that has the slice.
 
-        A slice of one rank thus reaches n more in log2(n) hops, and no rank sends much more often
-        than the others.
+        Among equally near ranks, the one that is free first sends. A slice of one rank thus reaches
+        n more in log2(n) hops, and no rank sends much more often than the others.
         """
         free: dict[tuple[int, int], list[tuple[int, int, int]]] = defaultdict(list)
 

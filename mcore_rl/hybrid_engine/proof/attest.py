@@ -50,7 +50,7 @@ class ReadSlice(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Mismatch:
-    """A slice that did not arrive as it was held."""
+    """A slice that changed or was not loaded."""
 
     tensor: str
     box: Box

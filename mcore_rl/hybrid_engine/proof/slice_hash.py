@@ -196,7 +196,7 @@ class Place:
         bits = data.detach().reshape(-1, self._columns).view(_BITS_OF[self._itemsize])
         if self._before or self._after:
             bits = torch.nn.functional.pad(bits, (self._before, self._after))
-        in_lanes = (bits.stride(0), bits.storage_offset())  # whole lanes, for the view
+        in_lanes = (bits.stride(0), bits.storage_offset())  # complete lanes, for the view
         aligned = not any(n % self._per_lane for n in in_lanes) and bits.stride(1) == 1
         if not aligned or bits.data_ptr() % LANE_BYTES:
             bits = bits.clone(memory_format=torch.contiguous_format)

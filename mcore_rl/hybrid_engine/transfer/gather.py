@@ -47,7 +47,7 @@ class GatherPath:
         self.num_calls = 0
 
     def weights(self, read: ReadSlice) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield (name, complete tensor), if wanted. Collective over the world; exhaust it.
+        """Yield (name, complete tensor) of `wanted`. Collective over the world; exhaust it.
 
         `read(tensor, box)` serves a box that this rank holds, in the tensor's dtype. Raises
         RuntimeError, on all ranks, for a slice that no rank holds. If `read` fails, zeros travel

@@ -115,7 +115,7 @@ class Generation:
                 ignore_eos=sampling.ignore_eos,
                 logprobs=0,  # of the sampled token only
                 flat_logprobs=True,  # lists of numbers instead of two objects per token
-                # Detokenizing every token is only needed for stop strings, maybe special tokens.
+                # Works token by token, so only for stop strings; these may be special tokens.
                 detokenize=bool(sampling.stop),
                 stop=list(sampling.stop) or None,
                 include_stop_str_in_output=True,

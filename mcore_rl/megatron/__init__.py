@@ -1,1 +1,1 @@
-"""Megatron-core as we use it: its arguments, models, optimizer, passes and checkpoints."""
+"""The interface to Megatron-core: arguments, models, optimizer, passes and checkpoints."""

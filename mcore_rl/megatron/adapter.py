@@ -1,8 +1,8 @@
-"""The only module that knows which Megatron runs: its parser, its start, its model and optimizer.
+"""The adapter to the installed Megatron: its parser, start, model and optimizer.
 
-Everything here calls `megatron.training` (0.17 to 0.20, what differs is said where it matters);
-nothing is copied from it. Importing this module applies the patches that Megatron needs on this
-machine, so import it before any `megatron.*`. Which one that is says `megatron_version`.
+This module handles the differences between releases (0.17 to 0.20); comments mark them. It calls
+`megatron.training` and copies nothing from it. Importing it applies the patches that Megatron needs
+on this machine, so import it before any `megatron.*`. `version` finds the release.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ from mcore_rl.model.layout import TrainLayout
 from mcore_rl.moe.balance import expert_biases
 from mcore_rl.patches import megatron as megatron_patches
 
-# Without CUDA Megatron says several times that it has no Apex and no Transformer Engine; the flags
-# that follow from this are printed once instead.
+# Without CUDA Megatron warns repeatedly that Apex and Transformer Engine are missing. The resulting
+# flags are printed once instead.
 warnings.filterwarnings("ignore", message=".*(Apex|[Tt]ransformer[ _-][Ee]ngine).*")
-# Said by every expert under ETP1, and by a model nobody asked for.
+# The first comes from every expert under ETP1, the second from a model that is not used.
 warnings.filterwarnings("ignore", message=".*sequence_parallel. is set to .True., but tensor model")
 warnings.filterwarnings("ignore", message="MimoModelConfig is experimental")
-# Names that torch 2.13 renamed and Megatron uses.
+# Megatron uses names that torch 2.13 renamed.
 warnings.filterwarnings(
     "ignore", message=".*(reduce_scatter_tensor|all_gather_into_tensor). is deprecated"
 )
@@ -46,30 +46,30 @@ warnings.filterwarnings(
 _QUEUES = "CUDA_DEVICE_MAX_CONNECTIONS"
 _COPY_QUEUES = "CUDA_DEVICE_MAX_COPY_CONNECTIONS"
 _SINKS = ("--wandb-project", "--tensorboard-dir")
-_chosen_here: set[str] = set()  # variables that the user has not set
+_chosen_here: set[str] = set()  # environment variables set here, not by the user
 
 
 def prepare() -> None:
-    """Check the version and apply the patches this machine needs. Idempotent.
+    """Check the version and apply the patches that this machine needs. Idempotent.
 
-    UsageError: the version is not supported, Transformer Engine is broken, or Megatron was imported
-    before the first call.
+    Raises UsageError if the version is not supported, Transformer Engine is broken, or Megatron was
+    imported before the first call.
     """
     check_megatron()
     find_platform()
-    # Megatron requires it for TP overlap on CUDA and asserts it everywhere.
+    # Megatron needs this for TP overlap on CUDA, and asserts it everywhere.
     if _QUEUES not in os.environ:
         os.environ[_QUEUES] = "1"
         _chosen_here.add(_QUEUES)
-    # That is for the order of kernels. What an offload brings back would stand in the same queue
-    # before the engine's kernels; from compute capability 8.0 on copies can have their own.
+    # One queue orders the kernels, but copies from an offload would then delay the engine's
+    # kernels. From compute capability 8.0 on, copies can have queues of their own.
     os.environ.setdefault(_COPY_QUEUES, "8")
     megatron_patches.apply()
 
 
 def allow_many_queues() -> None:
-    """For Megatron-FSDP, which asserts the opposite: unless the user has said how many queues to
-    the device there are. Before CUDA starts."""
+    """Allow several queues to the device, as Megatron-FSDP asserts, unless the user has set their
+    number. Call it before CUDA starts."""
     if _QUEUES in _chosen_here:
         os.environ[_QUEUES] = "8"
 
@@ -78,8 +78,8 @@ def _prepare_on_import() -> None:
     try:
         prepare()
     except UsageError as error:
-        # This is imported before an entry point of ours has a line to catch it in; a fork that
-        # imports us gets the exception.
+        # The import precedes any handler in our entry points, so they exit here. A fork that
+        # imports this module gets the exception.
         spec = sys.modules["__main__"].__spec__
         if spec is not None and spec.name.startswith("mcore_rl."):
             leave_with(error)
@@ -92,7 +92,7 @@ _prepare_on_import()
 def make_parser(
     extra_args: Callable[[argparse.ArgumentParser], Any] | None = None,
 ) -> argparse.ArgumentParser:
-    """Megatron's own argument parser, `extra_args` added."""
+    """Return Megatron's argument parser with `extra_args` added."""
     from megatron.training.arguments import add_megatron_arguments
 
     parser = argparse.ArgumentParser(description="mcore_rl on Megatron-LM", allow_abbrev=False)
@@ -104,7 +104,7 @@ def make_parser(
 
 @contextlib.contextmanager
 def megatron_output_to(log: TextIO | None) -> Iterator[None]:
-    """Send what Megatron prints to a log file: its hundreds of lines would bury the run's own."""
+    """Redirect Megatron's output to a log file: its hundreds of lines would bury the run's own."""
     if log is None:
         yield
         return
@@ -123,8 +123,8 @@ def initialize(
 ) -> argparse.Namespace:
     """Parse `tokens` with Megatron's parser, validate, and start torch.distributed and the groups.
 
-    Collective. `store` is the rendezvous store if one is open already, `options` are further ones
-    of `initialize_megatron`. Returns Megatron's args.
+    Collective. `store` is the rendezvous store if one is already open; `options` are passed to
+    `initialize_megatron`. Returns Megatron's args.
     """
     from megatron.training import arguments
     from megatron.training.global_vars import get_args
@@ -134,13 +134,13 @@ def initialize(
         initialize_megatron, allow_no_cuda=not torch.cuda.is_available(), store=store, **options
     )
     saved = sys.argv
-    # Megatron would start Weights & Biases and TensorBoard on the last rank, and let a failure of
-    # the former end the job; the run directory does so on rank 0. The last one of a flag counts.
+    # Megatron would start Weights & Biases and TensorBoard on the last rank, and end the job if the
+    # former fails. The run directory starts them on rank 0. A flag's last value counts.
     sys.argv = [program, *tokens, *(text for flag in _SINKS for text in (flag, ""))]
     try:
         if hasattr(arguments, "parse_and_validate_args"):
             arguments.parse_and_validate_args(extra_args_provider=extra_args)
-        else:  # up to 0.17 the start validates
+        else:  # up to 0.17 `initialize_megatron` validates
             start = functools.partial(start, parsed_args=arguments.parse_args(extra_args))
     finally:
         sys.argv = saved
@@ -159,7 +159,7 @@ def _value_of(flag: str, tokens: Sequence[str]) -> str | None:
 
 
 def train_layout(args: argparse.Namespace) -> TrainLayout:
-    """The parallel degrees in Megatron's args."""
+    """Return the parallel degrees in Megatron's args."""
     return TrainLayout(
         world_size=args.world_size,
         tp_size=args.tensor_model_parallel_size,
@@ -171,10 +171,9 @@ def train_layout(args: argparse.Namespace) -> TrainLayout:
 
 
 def decoder_layers_of_layout(layout: str | list[Any], pp_size: int) -> list[list[int]]:
-    """Decoder layers per stage and model chunk of a `--pipeline-model-parallel-layout`.
+    """Count the decoder layers per stage and chunk of a `--pipeline-model-parallel-layout`.
 
-    Raises what Megatron raises for one that it cannot read (AssertionError, ValueError, KeyError).
-    """
+    Raises Megatron's errors for an invalid one (AssertionError, ValueError, KeyError)."""
     prepare()
     from megatron.core.transformer import pipeline_parallel_layer_layout as layouts
     from megatron.core.transformer.enums import LayerType
@@ -184,7 +183,7 @@ def decoder_layers_of_layout(layout: str | list[Any], pp_size: int) -> list[list
 
 
 def block_spec(config: Any, vp_stage: int | None) -> Any:
-    """The decoder layers of this stage: Transformer Engine's where it is installed, else local."""
+    """Return the spec of this stage's decoder layers, from Transformer Engine if it is used."""
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 
     return get_gpt_decoder_block_spec(
@@ -196,7 +195,7 @@ def block_spec(config: Any, vp_stage: int | None) -> Any:
 
 
 def transformer_config(args: argparse.Namespace) -> Any:
-    """Megatron's TransformerConfig for these args."""
+    """Return Megatron's TransformerConfig for these args."""
     from megatron.training.arguments import core_transformer_config_from_args
 
     return core_transformer_config_from_args(args)
@@ -204,7 +203,7 @@ def transformer_config(args: argparse.Namespace) -> Any:
 
 @dataclass(slots=True)
 class TrainState:
-    """What Megatron trains: model chunks (one, or one per virtual stage), optimizer, scheduler."""
+    """Megatron's training state: model chunks (one per virtual stage), optimizer, scheduler."""
 
     model: list[torch.nn.Module]
     optimizer: Any
@@ -220,7 +219,7 @@ class TrainState:
 def _unwrapped(chunk: torch.nn.Module) -> torch.nn.Module:
     from megatron.core.utils import unwrap_model
 
-    # Megatron-FSDP wraps twice, and Megatron knows of the outer wrapper only.
+    # Megatron-FSDP wraps twice, and `unwrap_model` removes the outer wrapper only.
     if (wrapped := megatron_fsdp.wrapper_of(chunk)) is not None:
         chunk = wrapped.module
     unwrapped: torch.nn.Module = unwrap_model(chunk)
@@ -228,22 +227,20 @@ def _unwrapped(chunk: torch.nn.Module) -> torch.nn.Module:
 
 
 def setup(provider: Callable[..., torch.nn.Module]) -> TrainState:
-    """Build model, optimizer and scheduler through Megatron; load `--load`. Collective.
-
-    A checkpoint that holds code instead of data ends every rank with exit code 2.
-    """
+    """Build model, optimizer and scheduler through Megatron, and load `--load`. Collective.
+    If a checkpoint contains code instead of data, every rank exits with code 2."""
     from megatron.core.distributed import finalize_model_grads
     from megatron.core.enums import ModelType
     from megatron.core.utils import get_model_config
     from megatron.training.global_vars import get_args
     from megatron.training.training import setup_model_and_optimizer
 
-    # That check asserts that Megatron's own training loop runs, and ends the process without naming
-    # the parameter; `mcore_rl.megatron.optimizer` does it before each update.
+    # Megatron's check assumes its own training loop, and ends the process without naming the
+    # parameter. `mcore_rl.megatron.optimizer` checks before each update instead.
     args = get_args()
     args.check_for_nan_in_loss_and_grad = False
     try:
-        # By name: 0.18 changed the order.
+        # By keyword: 0.18 changed the order.
         model, optimizer, scheduler = setup_model_and_optimizer(
             model_type=ModelType.encoder_or_decoder, model_provider_func=provider
         )
@@ -253,8 +250,8 @@ def setup(provider: Callable[..., torch.nn.Module]) -> TrainState:
     config.finalize_model_grads_func = finalize_model_grads
     config.timers = None  # stages are timed outside
     if optimizer is not None and args.overlap_grad_reduce:
-        # It marks an update's last micro-batch. Else Megatron goes by the number that the first
-        # update had, which changes with packing, and Megatron-FSDP never adds anything up.
+        # It marks an update's last micro-batch. Otherwise Megatron uses the first update's number
+        # of micro-batches, which changes with packing, and Megatron-FSDP never reduces gradients.
         no_sync = [chunk.no_sync for chunk in model]
         config.no_sync_func = no_sync[0] if len(no_sync) == 1 else no_sync
     if optimizer is not None:
@@ -263,7 +260,7 @@ def setup(provider: Callable[..., torch.nn.Module]) -> TrainState:
 
 
 def setup_without_optimizer(provider: Callable[..., torch.nn.Module]) -> TrainState:
-    """Build a model through Megatron that is only ever evaluated. Collective."""
+    """Build a model through Megatron for evaluation only. Collective."""
     from megatron.core.enums import ModelType
     from megatron.core.utils import get_model_config
     from megatron.training.training import get_model
@@ -287,10 +284,10 @@ def forward_backward(
 ) -> list[Any]:
     """Run Megatron's pipeline schedule over the micro-batches in `data`. Collective.
 
-    `seq_length` is that of whole rows, which the schedule divides by CP and TP.
+    `seq_length` is the length of full rows; the schedule divides it by CP and TP.
 
-    Returns one entry a micro-batch on the last pipeline stage (what the loss function returned
-    beside the loss, or its non-loss data with `collect`), an empty list elsewhere.
+    Returns one entry per micro-batch on the last pipeline stage (the loss function's second return
+    value, or its non-loss data with `collect`), and an empty list elsewhere.
     """
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
@@ -311,11 +308,11 @@ def forward_backward(
 def packed_samples(
     cu_seqlens: torch.Tensor | None, longest: int, prefix_of: torch.Tensor | None = None
 ) -> Any:
-    """What tells Megatron's attention where the samples of a packed row begin; None for None.
+    """Return Megatron's `PackedSeqParams` for a packed row; None if `cu_seqlens` is None.
 
-    `cu_seqlens` `[k + 1]` int32, from 0 to the length of the row; `longest` of the samples. Both
-    are of the whole row under context parallelism, and count what samples are padded by.
-    `prefix_of` as in `ModelRows`, for the layers of `patches/megatron` only.
+    `cu_seqlens` is `[k + 1]` int32, from 0 to the length of the row; `longest` is the length of the
+    longest sample. Under context parallelism both describe the full row. Both include the samples'
+    padding. `prefix_of` is as in `ModelRows`, for the layers of `patches/megatron` only.
     """
     if cu_seqlens is None:
         return None
@@ -341,21 +338,20 @@ def zero_gradients(state: TrainState) -> None:
 
 
 def weights(state: TrainState) -> list[torch.Tensor]:
-    """This rank's parameters and biases of experts, where they stay: of sharded ones the rows that
-    are here. Whoever writes them calls `weights_written` before the next forward.
-    """
+    """Return this rank's parameters and expert biases, not copied; of sharded ones the local rows.
+    After writing to them, call `weights_written` before the next forward."""
     parameters = [weight.data for chunk in state.chunks for weight in local_weights(chunk)]
     return parameters + expert_biases(state.chunks)
 
 
 def weights_written(state: TrainState) -> None:
-    """Make the next forward compute with parameters that were written from outside."""
+    """Make the next forward use parameters that were written from outside Megatron."""
     for fsdp in _fsdp_wrappers(state):
         megatron_fsdp.forget_gathered(fsdp)
 
 
 def reload_main_params(state: TrainState) -> None:
-    """Make the optimizer's float32 copies follow parameters that were written from outside."""
+    """Copy parameters that were written from outside Megatron to the optimizer's float32 copies."""
     weights_written(state)
     if fsdp_wrappers := _fsdp_wrappers(state):
         for fsdp in fsdp_wrappers:
@@ -372,41 +368,41 @@ def finish_param_sync(args: argparse.Namespace, state: TrainState) -> None:
     elif args.overlap_param_gather:
         from megatron.training.training import force_param_sync
 
-        # Up to 0.18 there is no optimizer that gathers by itself.
+        # Up to 0.18 no optimizer gathers parameters itself.
         gathers = "optimizer" in inspect.signature(force_param_sync).parameters
         force_param_sync(state.model, **({"optimizer": state.optimizer} if gathers else {}))
 
 
 def rng_tracker_states() -> dict[str, torch.Tensor]:
-    """Copies of the states of Megatron's RNG tracker."""
+    """Return copies of the states of Megatron's RNG tracker."""
     from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
     return {
-        # With CUDA graphs or Transformer Engine's tracker a state is a generator.
+        # With CUDA graphs or Transformer Engine's tracker, a state is a generator.
         name: state.get_state() if isinstance(state, torch.Generator) else state.clone()
         for name, state in get_cuda_rng_tracker().get_states().items()
     }
 
 
 def set_rng_tracker_states(states: Mapping[str, torch.Tensor]) -> None:
-    """Put back what `rng_tracker_states` returned."""
+    """Restore the states that `rng_tracker_states` returned."""
     from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
     now = get_cuda_rng_tracker().get_states()
     for name, state in states.items():
         if isinstance(generator := now.get(name), torch.Generator):
-            generator.set_state(state)  # captured graphs point to it
+            generator.set_state(state)  # captured graphs refer to this generator
         else:
             now[name] = state.clone()
     get_cuda_rng_tracker().set_states(now)
 
 
 def train_tensors(state: TrainState) -> dict[str, list[tuple[str, torch.Tensor]]]:
-    """What training keeps in memory between two updates: kind -> (name, tensor), all of this rank.
+    """Return this rank's training tensors that persist between updates: kind -> (name, tensor).
 
-    `parameters`, `gradients` (the data-parallel buffers, and what the optimizer made of them) and
-    `optimizer` (main parameters, moments). Tensors may share storages, within a kind (all
-    parameters in one buffer) and across (the main parameters of a float32 run are the parameters).
+    The kinds are `parameters`, `gradients` (data-parallel buffers, and the optimizer's gradients)
+    and `optimizer` (main parameters, moments). Tensors may share storage, within a kind (all
+    parameters in one buffer) and across kinds (a float32 run's main parameters are the parameters).
     """
     found: dict[str, list[tuple[str, torch.Tensor]]] = {
         "parameters": [],
@@ -429,7 +425,7 @@ def train_tensors(state: TrainState) -> dict[str, list[tuple[str, torch.Tensor]]
         if optimizer is None or optimizer.is_stub_optimizer:  # nothing to train on this rank
             continue
         parameters = [p for group in optimizer.optimizer.param_groups for p in group["params"]]
-        # --optimizer-cpu-offload keeps what it leaves on the device apart, with its gradients.
+        # --optimizer-cpu-offload keeps what stays on the device separately, with its gradients.
         parameters += getattr(optimizer.optimizer, "param_to_fp32_param", {}).values()
         for index, parameter in enumerate(parameters):
             name = f"main parameter {index} of optimizer {number}"
@@ -445,7 +441,7 @@ def train_tensors(state: TrainState) -> dict[str, list[tuple[str, torch.Tensor]]
 
 
 def finished_gradients(state: TrainState) -> Iterator[tuple[str, torch.Tensor]]:
-    """Name and gradient of each parameter, added up over data parallelism; this rank's part."""
+    """Yield each parameter's name and this rank's part of its gradient, reduced over DP."""
     for chunk in state.chunks:
         for name, parameter in chunk.named_parameters():
             for attribute in ("main_grad", "grad", "decoupled_grad"):
@@ -455,7 +451,7 @@ def finished_gradients(state: TrainState) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _fsdp_wrappers(state: TrainState) -> list[Any]:
-    """The MegatronFSDP of each model chunk; none without Megatron-FSDP."""
+    """Return the MegatronFSDP of each model chunk; an empty list without Megatron-FSDP."""
     found = [megatron_fsdp.wrapper_of(chunk) for chunk in state.model]
     return [fsdp for fsdp in found if fsdp is not None]
 
@@ -463,19 +459,19 @@ def _fsdp_wrappers(state: TrainState) -> list[Any]:
 def _add_gradients(
     found: dict[str, list[tuple[str, torch.Tensor]]], name: str, parameter: torch.Tensor
 ) -> None:
-    # The second one belongs to the precision-aware optimizer.
+    # The precision-aware optimizer uses `decoupled_grad`.
     for attribute in ("grad", "decoupled_grad"):
         if (gradient := getattr(parameter, attribute, None)) is not None:
             found["gradients"].append((f"{attribute} of {name}", megatron_fsdp.local(gradient)))
 
 
 def stage_layers(chunk: Any) -> tuple[int, ...]:
-    """Global numbers, from 0, of the decoder layers in a model chunk."""
+    """Return the global numbers, from 0, of the decoder layers in a model chunk."""
     return tuple(layer.layer_number - 1 for layer in chunk.decoder.layers)
 
 
 def model_parallel_groups() -> dict[str, torch.distributed.ProcessGroup]:
-    """The process groups mcore_rl speaks over: `tp`, `pp`, `cp`, `dp` (without CP)."""
+    """Return the process groups that mcore_rl uses: `tp`, `pp`, `cp`, `dp` (without CP)."""
     from megatron.core import parallel_state
 
     return {
@@ -487,7 +483,7 @@ def model_parallel_groups() -> dict[str, torch.distributed.ProcessGroup]:
 
 
 def broadcast_groups() -> dict[str, torch.distributed.ProcessGroup]:
-    """This rank's groups of `TrainLayout.groups`, by the same names."""
+    """Return this rank's groups of `TrainLayout.groups`, by the same names."""
     from megatron.core import parallel_state
 
     return {
@@ -499,6 +495,6 @@ def broadcast_groups() -> dict[str, torch.distributed.ProcessGroup]:
 
 
 def padded_vocab_size(shape: ModelShape, args: argparse.Namespace) -> int:
-    """Rows of the embedding over all TP ranks."""
+    """Return the number of embedding rows over all TP ranks."""
     assert args.padded_vocab_size >= shape.vocab_size, (args.padded_vocab_size, shape.vocab_size)
     return int(args.padded_vocab_size)

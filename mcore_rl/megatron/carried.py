@@ -1,8 +1,8 @@
-"""Tensors of the checkpoint that engines need and nothing trains: the drafter's, of MTP layers.
+"""Checkpoint tensors that engines need but nothing trains: the drafter's MTP layers.
 
-They are not parameters, so no rank of Megatron holds them. Each rank reads the slices that its own
-engine needs, once, and keeps them in host memory: at a hand-over they are where they are wanted,
-and none of them travels. Several engines have several copies, as they have of their weights.
+They are not parameters, so no Megatron rank holds them. Each rank reads the slices that its own
+engine needs, once, and keeps them in host memory. At a hand-over they are local and do not travel.
+Each engine has its own copy, as it has of its weights.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from mcore_rl.model.boxes import Box, contains, relative, show
 
 
 class CarriedTensors:
-    """This rank's slices of a checkpoint's MTP layers; served as `ModelShards` serves its own."""
+    """This rank's slices of a checkpoint's MTP layers, with the interface of `ModelShards`."""
 
     def __init__(self, checkpoint: HFCheckpoint) -> None:
         self._checkpoint = checkpoint
@@ -26,16 +26,16 @@ class CarriedTensors:
 
     @property
     def tensors(self) -> Mapping[str, TensorInfo]:
-        """All that may be needed."""
+        """All tensors that may be needed."""
         return self._checkpoint.mtp
 
     @property
     def num_bytes(self) -> int:
-        """Held here, in host memory."""
+        """Bytes held by this rank, in host memory."""
         return sum(data.nbytes for held in self._held.values() for _, data in held)
 
     def hold(self, needs: Mapping[str, Sequence[Box]]) -> None:
-        """Read the boxes that `needs` names of these tensors, in place of what was held. Not
+        """Read the boxes of these tensors that `needs` names, and drop those held before. Not
         collective. Raises UsageError for values that are not finite."""
         self._held = {
             name: list(zip(boxes, read_boxes(self._checkpoint, name, boxes), strict=True))
@@ -44,12 +44,12 @@ class CarriedTensors:
         }
 
     def boxes(self, tensor: str) -> tuple[Box, ...]:
-        """The boxes of `tensor` that are held here."""
+        """Return the boxes of `tensor` that this rank holds."""
         return tuple(box for box, _ in self._held.get(tensor, ()))
 
     def read(self, tensor: str, box: Box, at: Any = ...) -> torch.Tensor:
-        """The values of `box`, which must lie in one held box, or what `at` cuts out of them; in
-        host memory."""
+        """Return the values of `box`, which must lie in one held box, or those that `at` selects;
+        in host memory."""
         for held, data in self._held.get(tensor, ()):
             if contains(held, box):
                 cut = data[tuple(slice(start, stop) for start, stop in relative(box, held))]

@@ -1,14 +1,14 @@
-"""FP8 blocks: weights as DeepSeek-V3, R1 and Kimi-K2 publish them.
+"""FP8 blocks: the weight format of DeepSeek-V3, R1 and Kimi-K2.
 
-A weight `[r, c]` is float8_e4m3fn, and each block of 128 x 128 of it has a float32 factor in
+A weight `[r, c]` is float8_e4m3fn, and each of its blocks of 128 x 128 has a float32 factor in
 `<weight>_scale_inv` `[ceil(r / 128), ceil(c / 128)]`. Its values are float32(weight) x factor,
-rounded to bfloat16: DeepSeek's own `weight_dequant`. A box of a weight needs the factors of the
-blocks that it touches and no others, also where it cuts them.
+rounded to bfloat16, as in DeepSeek's `weight_dequant`. A box of a weight needs the factors of the
+blocks that it touches, even in part.
 
-The way back is that of vLLM and DeepGEMM (`per_block_cast_to_fp8`): factor = largest |value| of a
-block / 448. It does not find the published factor again, since the largest value of a block need
-not have been 448; so an export keeps the published bytes of each block that still has the values
-they stand for, and quantises the others.
+Quantisation follows vLLM and DeepGEMM (`per_block_cast_to_fp8`): factor = largest |value| of a
+block / 448. This does not reproduce the published factor, because a block's largest value need not
+have been 448. An export therefore keeps the published bytes of each block whose values are
+unchanged, and quantises the others.
 """
 
 from __future__ import annotations
@@ -27,27 +27,27 @@ from mcore_rl.model.boxes import Box
 BLOCK = 128
 FLOAT8 = "float8_e4m3fn"
 _LARGEST = 448.0
-_LEAST_AMAX = 1e-4  # of a block, as in vLLM: zeros need a factor, too
+_LEAST_AMAX = 1e-4  # of a block, as in vLLM: a block of zeros needs a factor, too
 _SCALE_DTYPES = ("float32", "bfloat16")
 
 
 def scales_of(weight: str) -> str:
-    """The name of a weight's factors."""
+    """Return the name of a weight's factors."""
     return f"{weight}_scale_inv"
 
 
 def grid(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """How many blocks each dimension has."""
+    """Return the number of blocks in each dimension."""
     return tuple(math.ceil(size / BLOCK) for size in shape)
 
 
 def split_scales(
     found: Mapping[str, TensorInfo], folder: Path, flag: str
 ) -> tuple[dict[str, TensorInfo], dict[str, TensorInfo]]:
-    """Split the tensors of a folder of FP8 blocks into weights, with float8 ones as the bfloat16
-    they stand for, and the factors by weight.
+    """Split the tensors of a folder with FP8 blocks into weights and the factors by weight.
 
-    Raises UsageError for factors that are missing, of another shape or dtype, or of no weight.
+    The float8 weights have dtype bfloat16 in the result. Raises UsageError for factors that are
+    missing, have another shape or dtype, or belong to no weight.
     """
 
     def refuse(what: str, remedy: str = "copy the checkpoint again") -> UsageError:
@@ -91,23 +91,23 @@ def split_scales(
 
 
 def blocks_of(box: Box) -> Box:
-    """The box of the factors of a weight's `box`."""
+    """Return the box of the factors that a weight's `box` needs."""
     return tuple((start // BLOCK, -(-stop // BLOCK)) for start, stop in box)
 
 
 def dequantise(weight: torch.Tensor, scales: torch.Tensor, box: Box) -> torch.Tensor:
-    """Values of `box` in bfloat16; `weight` is that box alone, `scales` that of `blocks_of`."""
+    """Return the bfloat16 values of `box`; `weight` is that box, `scales` is `blocks_of(box)`."""
     rows, columns = (list(_spans(start, stop)) for start, stop in box)
     widths = torch.tensor([stop - start for start, stop in columns])
     factors = scales.float().repeat_interleave(widths, dim=1)
     values = torch.empty(weight.shape, dtype=torch.bfloat16)
-    for row, (start, stop) in enumerate(rows):  # else all of it would be there in float32
+    for row, (start, stop) in enumerate(rows):  # avoids a float32 copy of the full box
         values[start:stop] = weight[start:stop].float() * factors[row]
     return values
 
 
 def _spans(start: int, stop: int) -> Iterator[tuple[int, int]]:
-    """The parts of a range that lie in one block each, counted from its start."""
+    """Split a range at block boundaries; the parts count from its start."""
     cuts = [start, *range((start // BLOCK + 1) * BLOCK, stop, BLOCK), stop]
     for first, last in zip(cuts, cuts[1:], strict=False):
         yield first - start, last - start
@@ -120,10 +120,11 @@ def quantise(
     *,
     powers_of_two: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """A whole weight of `values` in bfloat16, as FP8 blocks; and its factors, in their dtype.
+    """Quantise a full bfloat16 weight to FP8 blocks, and return it and its factors.
 
-    `weight` and `scales` are what was published: a block whose values are still those, bit for
-    bit, keeps both. `powers_of_two`: factors are rounded up to such (scale_fmt ue8m0).
+    `weight` and `scales` are the published ones: a block whose values are unchanged, bit for bit,
+    keeps both. Factors have the dtype of `scales`; `powers_of_two` rounds them up (scale_fmt
+    ue8m0).
     """
     new_weight, new_scales = weight.clone(), scales.clone()
     num_columns = values.shape[1]
@@ -152,7 +153,7 @@ def quantise(
 
 
 def _by_column_blocks(rows: torch.Tensor) -> torch.Tensor:
-    """`[r, c]` as `[r, blocks, 128]`, the last block filled up with zeros."""
+    """Reshape `[r, c]` to `[r, blocks, 128]`, with the last block zero-padded."""
     missing = -rows.shape[1] % BLOCK
     padded = torch.nn.functional.pad(rows, (0, missing))
     blocks: torch.Tensor = padded.unflatten(1, (-1, BLOCK))

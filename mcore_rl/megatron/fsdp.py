@@ -1,20 +1,19 @@
-"""What Megatron-FSDP keeps where: its weights, their float32 copies, its gradients.
+"""Access to Megatron-FSDP's buffers: weights, their float32 copies, gradients.
 
-Under `--use-megatron-fsdp` the parameters of a model are not where `named_parameters` says. In
-turns they are the gathered ones, whose memory comes and goes with each layer, and DTensors of the
-optimizer's float32 copies. What lasts are the flat buffers of `ParamAndGradBuffer`, one set for
-each group of parameters:
+Under `--use-megatron-fsdp` `named_parameters` does not return a model's persistent parameters. It
+returns either the gathered ones, whose memory is allocated and freed with each layer, or DTensors
+of the optimizer's float32 copies. Only the flat buffers of `ParamAndGradBuffer` persist, one set
+per parameter group:
 
-    buffer               holds                     whole on every data-parallel rank with
-    model_weight_buffer  what the model computes   no_shard (which has none), optim, optim_grads
-                         with
+    buffer               holds                     full on every data-parallel rank with
+    model_weight_buffer  weights for computation   no_shard (has none), optim, optim_grads
     main_weight_buffer   the optimizer's copies    no_shard
     main_grad_buffer     gradients                 no_shard, optim
 
-With `optim_grads_params` a rank holds of every parameter the rows that its stretch of the buffer
-has. Everything here reads and writes the buffers; nothing is gathered.
+With `optim_grads_params` a rank holds the rows of each parameter that lie in its range of the
+buffer. This module reads and writes the buffers and gathers nothing.
 
-Like `megatron_adapter`, which calls it, this module knows Megatron; it was run with 0.19.2.
+Like `adapter`, which calls it, it depends on Megatron's internals; it was run with 0.19.2.
 """
 
 from __future__ import annotations
@@ -28,16 +27,16 @@ import torch
 
 from mcore_rl.model.weight_map import rows_of_flat_range
 
-# Said at the end of each backward pass, of layers that were fetched ahead; it waits for them.
+# Megatron-FSDP warns of prefetched layers at the end of each backward pass, then waits for them.
 warnings.filterwarnings("ignore", message="There are still pending all-gather tasks")
 
 
 @dataclass(frozen=True, slots=True)
 class LocalWeight:
-    """Some or all rows of one of a model chunk's parameters, in the memory where they stay.
+    """Some or all rows of a parameter of a model chunk, in their persistent memory.
 
     `name` and `shape` are the parameter's own on this tensor- and expert-parallel rank. `data` is
-    `[rows, *shape[1:]]` and a view: rows from `first_row`.
+    `[rows, *shape[1:]]`, a view of the rows from `first_row`.
     """
 
     name: str
@@ -47,13 +46,13 @@ class LocalWeight:
 
 
 def wrapper_of(chunk: torch.nn.Module) -> Any | None:
-    """The MegatronFSDP that a model chunk is in, or None."""
+    """Return the MegatronFSDP that wraps a model chunk, or None."""
     parameter = next(chunk.parameters(), None)
     return getattr(parameter, "_megatron_fsdp_model", None)
 
 
 def local_weights(chunk: torch.nn.Module) -> Iterator[LocalWeight]:
-    """What this rank holds of the parameters of a model chunk, with or without Megatron-FSDP."""
+    """Yield this rank's part of each parameter of a model chunk, with or without Megatron-FSDP."""
     fsdp = wrapper_of(chunk)
     if fsdp is None:
         for name, parameter in chunk.named_parameters():
@@ -79,7 +78,7 @@ def local_weights(chunk: torch.nn.Module) -> Iterator[LocalWeight]:
 
 @torch.no_grad()
 def copy_weights_to_main_weights(fsdp: Any) -> None:
-    """Let the optimizer's copies follow the weights, as Megatron does the other way round."""
+    """Copy the weights to the optimizer's copies; Megatron itself copies the other way."""
     for group in fsdp.param_and_grad_buffer.parameter_groups:
         main, weights = group.main_weight_buffer, group.model_weight_buffer
         if main is None:
@@ -94,10 +93,10 @@ def copy_weights_to_main_weights(fsdp: Any) -> None:
 
 
 def forget_gathered(fsdp: Any) -> None:
-    """Wait for what is being gathered, and give it up: the next forward gathers anew.
+    """Wait for pending all-gathers and free their results, so that the next forward gathers anew.
 
-    After this nobody computes with weights older than those in the buffers, and of the layers that
-    are sharded no whole one is in memory. Not collective, as long as all ranks began the same.
+    Afterwards no computation uses weights older than those in the buffers, and no sharded layer is
+    in memory in full. Not collective, if all ranks started the same all-gathers.
     """
     pipeline = fsdp.all_gather_pipeline
     for bucket, is_backward in list(pipeline.param_gather_event_map):
@@ -106,17 +105,17 @@ def forget_gathered(fsdp: Any) -> None:
 
 
 def finish_param_sync(fsdp: Any) -> None:
-    """Wait until what this rank holds of the weights is of the last update. Collective."""
+    """Wait until this rank's part of the weights holds the last update. Collective."""
     if fsdp.data_parallel_sharding_strategy in ("optim", "optim_grads"):
-        # The weights are whole on every rank, and an update changed a part of them on each.
+        # Every rank has the full weights, but an update changed only a part of them on each.
         fsdp.start_param_sync(force_sync=True)
     forget_gathered(fsdp)
 
 
 def add_tensors(found: dict[str, list[tuple[str, torch.Tensor]]], fsdp: Any, number: int) -> None:
-    """Add what model chunk `number` keeps in memory to what `megatron_adapter.train_tensors` finds.
+    """Add the tensors that model chunk `number` keeps in memory to `adapter.train_tensors`' result.
 
-    The optimizer's parameters and their gradients are left to it.
+    `train_tensors` itself adds the optimizer's parameters and their gradients.
     """
     for index, group in enumerate(fsdp.param_and_grad_buffer.parameter_groups):
         for kind, buffer in (
@@ -127,11 +126,11 @@ def add_tensors(found: dict[str, list[tuple[str, torch.Tensor]]], fsdp: Any, num
             if (flat := getattr(group, buffer)) is not None:
                 name = f"{buffer} of parameter group {index} of model chunk {number}"
                 found[kind].append((name, flat.data))
-    # Those that are in no buffer: with no_shard all; with optim_grads_params what stays gathered,
-    # of embedding and head, the others being empty.
+    # Parameters outside the buffers: all with no_shard; with optim_grads_params the gathered
+    # embedding and head (the others are empty).
     found["parameters"] += [(name, p.data) for name, p in fsdp.raw_param.items()]
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
-    """This rank's part of a DTensor; any other tensor as it is."""
+    """Return this rank's part of a DTensor, and any other tensor unchanged."""
     return getattr(tensor, "_local_tensor", tensor)

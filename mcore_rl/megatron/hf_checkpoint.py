@@ -1,8 +1,8 @@
-"""Hugging Face checkpoints, read straight into Megatron shards; `hf_export` writes them back.
+"""Hugging Face checkpoints, read directly into Megatron shards; `hf_export` writes them back.
 
 Every rank opens the safetensors files it needs and reads only its own slices; nothing is sent
-between ranks. What lies there in FP8 blocks (see `float8`) is bfloat16 to everybody else, and what
-it stacks (see `stacked_experts`) is tensors of each expert.
+between ranks. To callers, FP8 blocks (see `float8`) are bfloat16 weights, and stacked experts (see
+`stacked_experts`) are one set of tensors per expert.
 """
 
 from __future__ import annotations
@@ -42,43 +42,43 @@ from mcore_rl.model.weight_map import layer_order
 logger = logging.getLogger(__name__)
 
 EMBEDDING = "model.embed_tokens.weight"
-# How names end under which folders of tied embeddings repeat the embedding as the head.
+# Last parts of the names under which a folder with tied embeddings repeats the embedding.
 _HEADS = (["lm_head", "weight"], ["embed_out", "weight"], ["output", "weight"])
 _BLOCK_BYTES, _NUM_BLOCKS = 4096, 4
 _DIGESTS = 1 << 256
 _DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
-# Where config.json describes FP8 blocks or MXFP4.
+# Further dtypes where config.json describes FP8 blocks or MXFP4.
 _OF_QUANTIZED = {FP8: {"F8_E4M3": torch.float8_e4m3fn}, MXFP4: {"U8": torch.uint8}}
 
 
 @dataclass(frozen=True, slots=True)
 class HFCheckpoint:
-    """The tensors of a checkpoint folder: where each lies, its shape and its dtype.
+    """The tensors of a checkpoint folder: file, shape and dtype of each.
 
-    Weights in FP8 blocks have the dtype of what they stand for, bfloat16.
+    Weights in FP8 blocks have dtype bfloat16 here.
     """
 
     folder: Path
     files: Mapping[str, str]  # tensor -> file name
     tensors: Mapping[str, TensorInfo]  # of the model proper: no MTP layers, no position tables
-    # Of multi-token-prediction layers that are not trained: whoever wants them reads them here.
+    # Tensors of multi-token-prediction layers that are not trained.
     mtp: Mapping[str, TensorInfo] = field(default_factory=dict)
-    # Weight in blocks, of either -> its scales.
+    # Weight in FP8 blocks, of `tensors` or `mtp` -> its scales.
     float8: Mapping[str, TensorInfo] = field(default_factory=dict)
-    # Where tensors of experts are that the folder has by layer. `files` knows both of their names.
+    # Locations of experts' tensors that the folder stacks by layer. `files` has both names.
     stack: stacked.Stack = field(default_factory=lambda: stacked.Stack({}, {}))
-    # Of trained MTP layers, tensors that repeat one of the model proper -> which.
+    # Tensor of a trained MTP layer -> the tensor of the model proper that it repeats.
     copies: Mapping[str, str] = field(default_factory=dict)
-    # What the folder has twice, and nobody reads.
+    # Duplicates in the folder, which are not read.
     repeated: tuple[Copy, ...] = ()
 
     @property
     def everything(self) -> dict[str, TensorInfo]:
-        """Its tensors, those of multi-token-prediction layers included."""
+        """All tensors, including those of multi-token-prediction layers."""
         return {**self.tensors, **self.mtp, **{c: self.tensors[t] for c, t in self.copies.items()}}
 
     def with_mtp_trained(self, shape: ModelShape, num_layers: int) -> HFCheckpoint:
-        """The first `num_layers` MTP layers as a part of the model proper."""
+        """Return a copy with the first `num_layers` MTP layers as part of the model proper."""
         end = shape.num_layers + num_layers
         trained = {t: info for t, info in self.mtp.items() if not is_mtp_tensor(t, end)}
         copies = {t: of for t in trained if (of := copied_by_mtp(t, tied=shape.tied_embeddings))}
@@ -95,14 +95,14 @@ class HFCheckpoint:
 
     @property
     def is_all_that_vllm_reads(self) -> bool:
-        """Whether vLLM's loader, which reads all safetensors files of a folder without an index,
-        finds no other tensors there."""
+        """Whether vLLM's loader finds no other tensors in the folder: without an index it reads all
+        safetensors files."""
         others = {path.name for path in self.folder.glob("*.safetensors")}
         return (self.folder / hf_files.INDEX).is_file() or others <= set(self.files.values())
 
     @property
     def stored_bytes(self) -> int:
-        """Bytes of all its tensors, as stored in the files."""
+        """Size of all tensors in bytes, as stored in the files."""
         return sum(info.num_bytes for info in self.stack.stored.values()) + sum(
             math.prod(info.shape) + self.float8[name].num_bytes
             if name in self.float8
@@ -117,12 +117,12 @@ def open_checkpoint(
 ) -> HFCheckpoint:
     """Read the headers of the safetensors files of `folder`.
 
-    With an index these are the files that it names, else `model.safetensors`. Tensors that no file
-    of the index is said to hold count if the model has them. What the folder has twice is in
+    With an index these are the files that it names, otherwise `model.safetensors`. Tensors in these
+    files that the index does not name are included if the model has them. Duplicates are in
     `repeated`, for `hf_files.check_copies`.
 
-    Raises UsageError naming the file that is missing, cut short or not safetensors, the dtype that
-    cannot be trained, or the scales that a quantised weight lacks.
+    Raises UsageError naming a file that is missing, truncated or not safetensors, a dtype that
+    cannot be trained, or missing scales of a quantised weight.
     """
     folder = Path(folder)
     dtypes = _DTYPES | _OF_QUANTIZED.get(shape.quantization or "", {})
@@ -173,14 +173,14 @@ def open_checkpoint(
 
 
 def _tied_heads(shape: ModelShape, found: Mapping[str, TensorInfo]) -> list[str]:
-    """Tensors by which a folder of tied embeddings repeats the embedding."""
+    """Return the tensors that repeat the embedding in a folder with tied embeddings."""
     if not shape.tied_embeddings or EMBEDDING not in found:
         return []
     return [t for t in found if t.split(".")[-2:] in _HEADS and t.count(".") <= 2]
 
 
 def check_tensors(checkpoint: HFCheckpoint, shape: ModelShape, *, flag: str) -> None:
-    """Raise UsageError unless the tensors and their shapes are those of `shape`."""
+    """Raise UsageError unless the tensors and their shapes match `shape`."""
     expected = {name: spec.shape for name, spec in checkpoint_tensors(shape)}
     for tensor in (*expected, *sorted(checkpoint.tensors.keys() - expected.keys())):
         info = checkpoint.tensors.get(tensor)
@@ -200,11 +200,11 @@ def check_tensors(checkpoint: HFCheckpoint, shape: ModelShape, *, flag: str) -> 
 
 
 def fingerprint(checkpoint: HFCheckpoint) -> str:
-    """A fingerprint of names, shapes, dtypes and weights, however these are divided into files.
-    Collective.
+    """Return a fingerprint of names, shapes, dtypes and weights, independent of their division into
+    files. Collective.
 
-    Of each tensor a few blocks are read, by one of the ranks: training changes all of them, and a
-    folder of a terabyte is done in seconds.
+    One rank reads a few blocks of each tensor. This suffices, since training changes all blocks,
+    and takes seconds for a folder of a terabyte.
     """
     rank, world_size = dist.get_rank(), dist.get_world_size()
     of_file: dict[str, list[str]] = {}
@@ -225,7 +225,7 @@ def fingerprint(checkpoint: HFCheckpoint) -> str:
 
 
 def _digests(path: Path, tensors: Sequence[str]) -> Iterator[bytes]:
-    """SHA-256 of each tensor's entry in the header, and of blocks from its beginning to its end."""
+    """Yield the SHA-256 of each tensor's header entry and of blocks spread over its data."""
     with open(path, "rb") as file:
         header_bytes = int.from_bytes(file.read(8), "little")
         header = json.loads(file.read(header_bytes))
@@ -244,12 +244,11 @@ def _digests(path: Path, tensors: Sequence[str]) -> Iterator[bytes]:
 def load_into_megatron(
     checkpoint: HFCheckpoint, shards: ModelShards, *, absent: frozenset[str] = frozenset()
 ) -> int:
-    """Fill every parameter and persistent buffer of this rank; returns the bytes read.
+    """Fill every parameter and persistent buffer of this rank, and return the bytes read.
 
-    Tensors in `absent` are not in the folder, and stay as the model was made.
-    Not collective. Raises UsageError naming a tensor that the checkpoint lacks, has in another
-    shape, or with values that are not finite where this rank reads it; RuntimeError for a tensor
-    that no parameter of any rank takes (through `check_complete`).
+    Tensors in `absent` are not in the folder and keep their initial values. Not collective. Raises
+    UsageError naming a tensor that is missing, has too small a shape, or has non-finite values
+    where this rank reads it. `check_complete` finds tensors that no rank takes.
     """
     num_bytes = 0
     for tensor in layer_order(t for t in shards.tensors() if t not in absent):
@@ -278,7 +277,7 @@ def load_into_megatron(
 
 
 def read_boxes(checkpoint: HFCheckpoint, tensor: str, boxes: Sequence[Box]) -> list[torch.Tensor]:
-    """Slices of a tensor, each of memory of its own. UsageError: one that is not finite."""
+    """Read slices of a tensor, each into its own memory. UsageError: a value is not finite."""
     found = []
     with _reading(checkpoint, tensor) as read:
         for box in boxes:
@@ -289,7 +288,7 @@ def read_boxes(checkpoint: HFCheckpoint, tensor: str, boxes: Sequence[Box]) -> l
 
 
 def read_tensor(checkpoint: HFCheckpoint, tensor: str) -> torch.Tensor:
-    """A whole tensor in the dtype of its TensorInfo."""
+    """Read a full tensor in the dtype of its TensorInfo."""
     with _reading(checkpoint, tensor) as read:
         return read(full_box(checkpoint.everything[tensor].shape))[0]
 
@@ -298,7 +297,7 @@ def read_tensor(checkpoint: HFCheckpoint, tensor: str) -> torch.Tensor:
 def _reading(
     checkpoint: HFCheckpoint, tensor: str
 ) -> Iterator[Callable[[Box], tuple[torch.Tensor, int]]]:
-    """With the files of a tensor open: what gives a box of it, and the bytes read for that."""
+    """Open the files of a tensor; yield a function from a box to its data and the bytes read."""
     with contextlib.ExitStack() as files:
 
         @functools.cache
@@ -325,7 +324,7 @@ def _reading(
 
 
 def _require_finite(data: torch.Tensor, box: Box, tensor: str, path: Path) -> None:
-    """Nothing would find fault with such a weight before its first losses or samples."""
+    """Raise UsageError for a non-finite weight, which only losses or samples would reveal later."""
     finite = torch.isfinite(data)
     if finite.all():
         return

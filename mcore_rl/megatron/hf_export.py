@@ -1,7 +1,7 @@
-"""Hugging Face checkpoints, written from Megatron shards.
+"""Export of Megatron shards to Hugging Face checkpoints.
 
 It uses the hand-over's transfer: each output file has one writing rank, which receives the slices
-of the tensors in it, and no rank holds the whole model.
+of the file's tensors. No rank holds the full model.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from mcore_rl.model.weight_map import layer_order
 
 logger = logging.getLogger(__name__)
 
-# In what `export` writes: only a folder that has it may be replaced.
+# `export` writes this file; only a folder that has it may be replaced.
 EXPORT_MARKER = "mcore_rl_export.json"
 
 
@@ -51,23 +51,23 @@ def export(
 ) -> None:
     """Write the current weights as a Hugging Face folder that `transformers` loads. Collective.
 
-    Names, shapes and dtypes are those of `checkpoint`, the folder the run started from, as are
-    config.json and all other files that are not weights (`other_files`, which leaves out the
-    folders `apart_from`); a warning names those that could not be copied. What the folder has
-    twice, such as a head beside tied embeddings, is written once. MTP layers that are not trained
-    are copied bit for bit; what trained ones repeat of embedding and head is these as they are now;
-    where the source has no such layers, config.json's count of them is set to 0. config.json also
-    says what the source left to defaults that are not vLLM's. Weights that the source has in FP8
-    blocks are written in bfloat16, and config.json without its quantization_config; `as_float8`,
-    they are FP8 blocks again, and config.json says so: a writer reads the source's bytes of its
-    tensors, keeps those of each block whose values are the source's still, bit for bit, and
-    quantises the others (see `float8.quantise`). So what was not trained is exported as it was
-    published, bytes and scales. Experts that the source stacks are stacked again, those of MXFP4 in
+    Names, shapes, dtypes, config.json and all other files that are not weights come from
+    `checkpoint`, the folder the run started from. `other_files` chooses the latter, without the
+    folders `apart_from`; a warning names those that could not be copied. Duplicates, such as a head
+    next to tied embeddings, are written once. MTP layers that are not trained are copied bit for
+    bit; trained ones repeat the current embedding and head. If the source has no such layers,
+    config.json's count of them is set to 0. config.json also states values that the source left to
+    defaults if vLLM's differ. Experts that the source stacks are stacked again, MXFP4 ones in
     bfloat16.
 
-    Files are written by ranks in turn, each holding one file's tensors at a time; `target` appears
-    only when it is complete, with EXPORT_MARKER in it, and takes the place of what was there. If it
-    is a symbolic link, it stays one.
+    FP8 blocks of the source are written in bfloat16, and config.json without quantization_config.
+    With `as_float8` they are FP8 blocks again: a writer reads the source's bytes, keeps each block
+    whose values are unchanged, bit for bit, and quantises the others (see `float8.quantise`).
+    Untrained weights are therefore exported as published, bytes and scales.
+
+    Ranks write the files in turn, and hold one file's tensors each. `target` appears only when it
+    is complete, with EXPORT_MARKER in it, and replaces the previous folder. If it is a symbolic
+    link, it stays one.
     """
     target = Path(os.path.realpath(target))
     partial = target.with_name(target.name + ".partial")
@@ -85,7 +85,7 @@ def export(
         turn = parts[first : first + world_size]
         need: list[dict[str, list[Box]]] = [{} for _ in range(world_size)]
         for writer, tensors in enumerate(turn):
-            # What MTP layers repeat of the model is what has become of it.
+            # Copies in trained MTP layers get the model's current values.
             trained = [copies.get(t, t) for t in tensors if t not in checkpoint.mtp]
             need[writer] = {t: [full_box(checkpoint.tensors[t].shape)] for t in trained}
         plan = make_plan(
@@ -94,8 +94,8 @@ def export(
             have=have,
             need=need,
         )
-        # On the host, where the files are written from: a writer has every rank as its peer, which
-        # on a device takes more than the weights of a turn.
+        # On the host, where files are written: a writer has every rank as its peer, whose buffers
+        # on a device take more memory than a turn's weights.
         transfer = Transfer(plan, checkpoint.tensors, bucket_bytes=bucket_bytes, device="cpu")
         mine = turn[rank] if rank < len(turn) else []
         filled = _received(transfer, shards, checkpoint, mine, need[rank], written)
@@ -124,7 +124,7 @@ def _received(
     need: Iterable[str],
     written: Callable[[str, torch.Tensor, dict[str, torch.Tensor]], None],
 ) -> dict[str, torch.Tensor]:
-    """What this rank's file has of trained tensors: those it needs, and `mine` that repeat them."""
+    """Receive this rank's trained tensors: `need`, and the tensors of `mine` that repeat them."""
     names_of: dict[str, list[str]] = {}
     for tensor in mine:
         names_of.setdefault(checkpoint.copies.get(tensor, tensor), []).append(tensor)
@@ -140,7 +140,7 @@ def _received(
         if tensor in left:
             del left[tensor]
             write(tensor, pieces)
-    for tensor in left:  # nothing of it had to travel
+    for tensor in left:  # this rank already has all of it
         write(tensor, [])
     return filled
 
@@ -148,7 +148,7 @@ def _received(
 def _as_published(
     checkpoint: HFCheckpoint, tensor: str, *, as_float8: bool
 ) -> dict[str, torch.Tensor]:
-    """A tensor that nothing has changed, with its scales if it has some and keeps them."""
+    """Read an unchanged tensor, and its scales if it stays in FP8 blocks."""
     if not as_float8 or tensor not in checkpoint.float8:
         return {tensor: read_tensor(checkpoint, tensor)}
     found = {}
@@ -159,8 +159,8 @@ def _as_published(
 
 
 def _set_usual_mode(path: Path) -> None:
-    """Give a file the permissions that new files have: safetensors writes for the owner alone."""
-    # To ask for the umask one has to set it, for all threads.
+    """Give a file the usual permissions: safetensors writes files for the owner only."""
+    # Reading the umask would require setting it, for all threads.
     beside = path.with_name(path.name + ".mode")
     beside.touch()
     path.chmod(stat.S_IMODE(beside.stat().st_mode))
@@ -168,7 +168,7 @@ def _set_usual_mode(path: Path) -> None:
 
 
 def _split_by_size(checkpoint: HFCheckpoint, limit: int) -> list[list[str]]:
-    """The tensors of each file; those that are stacked in one are in one file."""
+    """Assign tensors to files; those of one stack share a file."""
     together: dict[str, list[str]] = {}
     for tensor in layer_order(checkpoint.everything):
         together.setdefault(_written_as(checkpoint, tensor), []).append(tensor)
@@ -185,7 +185,7 @@ def _split_by_size(checkpoint: HFCheckpoint, limit: int) -> list[list[str]]:
 
 
 def _written_as(checkpoint: HFCheckpoint, tensor: str) -> str:
-    """The name of what holds a tensor in an export."""
+    """Return the name under which an export has a tensor, or its stack."""
     part = checkpoint.stack.parts.get(tensor)
     return tensor if part is None else part.stored
 
@@ -211,7 +211,7 @@ def _assemble(
 def _writing(
     checkpoint: HFCheckpoint, *, as_float8: bool
 ) -> Callable[[str, torch.Tensor, dict[str, torch.Tensor]], None]:
-    """What puts a whole tensor among those of a file: as it is, quantised, or into its stack."""
+    """Return a function that adds a full tensor to a file: as is, quantised, or into its stack."""
     quantised = _quantiser(checkpoint) if as_float8 else lambda tensor, full: {tensor: full}
     stacks = checkpoint.stack.as_bfloat16
 
@@ -230,7 +230,7 @@ def _writing(
 def _quantiser(
     checkpoint: HFCheckpoint,
 ) -> Callable[[str, torch.Tensor], dict[str, torch.Tensor]]:
-    """What makes of a whole tensor the one or two that are written, as the source has it."""
+    """Return a function from a full tensor to the one or two that are written, as in the source."""
     quantization = read_config_json(checkpoint.folder)[QUANTIZATION]
     powers_of_two = quantization.get("scale_fmt") == POWERS_OF_TWO
 
@@ -252,8 +252,8 @@ def _quantiser(
 
 
 def _copy_others(source: Path, folder: Path, apart_from: Collection[Path]) -> None:
-    """Copy what is not weights. The weights are written by now: a file that cannot be copied is
-    named in a warning, and config.json alone ends the export."""
+    """Copy the files that are not weights. The weights are written by now, so only a failure to
+    copy config.json ends the export; a warning names the others."""
     shutil.copyfile(source / "config.json", folder / "config.json")
     found = other_files(source, apart_from=apart_from)
     left_out = list(found.left_out)

@@ -1,9 +1,9 @@
-"""Which files of a Hugging Face folder hold which tensors, what they hold twice, and the others.
+"""The files of a Hugging Face folder: tensors and duplicates in them, and files without weights.
 
-Training and the doctor both read a folder through here, headers only. Folders are published with
-tensors in excess: a head beside tied embeddings, `model.safetensors` beside shards, one tensor in
-two shards. One of them is read; `check_copies` compares it with the others. Files that neither
-are `model.safetensors` nor named by its index, such as `consolidated.safetensors`, are ignored.
+Training and the doctor both read a folder's headers with this module. Published folders contain
+duplicates: a head next to tied embeddings, `model.safetensors` next to shards, one tensor in two
+shards. One of them is read; `check_copies` compares it with the others. Files other than
+`model.safetensors` that its index does not name, such as `consolidated.safetensors`, are ignored.
 """
 
 from __future__ import annotations
@@ -28,21 +28,21 @@ from mcore_rl.model.tensors import is_mtp_copy
 INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
 _LFS_POINTER = b"version https://git-lfs.github.com"
-# Of weights, in whatever format, and of checkpoints.
+# Suffixes of weights, in any format, and of checkpoints.
 _WEIGHTS = frozenset(
     ".safetensors .pt .pth .ckpt .gguf .ggml .h5 .msgpack .onnx .ot .tflite .npz .distcp "
     ".metadata".split()
 )
 _WEIGHTS_OF_TORCH = re.compile(r"(pytorch_|adapter_)?(model|optimizer|consolidated)\b.*\.bin")
-# With the last of them transformers would load an adapter's base model, not the export.
+# With an adapter_config.json transformers would load an adapter's base model, not the export.
 _INDEXES = (".safetensors.index.json", ".bin.index.json", "adapter_config.json")
 _MAX_OTHER_BYTES = 512 << 20
-_COMPARED_NUMBERS = 4 << 20  # at a time, of either copy
+_COMPARED_NUMBERS = 4 << 20  # elements of each copy per comparison
 
 
 @dataclass(frozen=True, slots=True)
 class Copy:
-    """A tensor that a file has beside the one that is read: the same, or what it repeats."""
+    """A duplicate: `tensor` of `file` must equal `of` of `of_file`, which is read."""
 
     tensor: str
     file: str
@@ -51,14 +51,14 @@ class Copy:
 
 
 def places(folder: Path, needed: Collection[str], flag: str) -> dict[str, list[str]]:
-    """The files that hold each tensor, the one to read first.
+    """Return the files that hold each tensor, the one to read first.
 
-    Of tensors that the index does not name, those in `needed` are taken. Raises UsageError, or
+    Tensors that the index does not name are included if they are in `needed`. Raises UsageError, or
     OSError for a file that may not be read.
     """
     if not (folder / INDEX).is_file():
         if not (folder / _SINGLE).is_file():
-            # Names of another format's files, and of weights that only add to others.
+            # "consolidated" marks another format, "adapter" weights that only add to others.
             others = sorted(
                 path.name
                 for path in folder.glob("*.safetensors")
@@ -94,7 +94,7 @@ def places(folder: Path, needed: Collection[str], flag: str) -> dict[str, list[s
 
 
 def _add_single(folder: Path, found: dict[str, list[str]], flag: str) -> None:
-    """Add `model.safetensors` beside an index of other files: transformers reads the former, vLLM
+    """Add `model.safetensors` next to an index of other files: transformers reads the former, vLLM
     the latter."""
     with opened(folder / _SINGLE, flag) as file:
         held = set(file.keys())
@@ -111,7 +111,7 @@ def _add_single(folder: Path, found: dict[str, list[str]], flag: str) -> None:
 
 
 def _read_index(path: Path, flag: str) -> dict[str, str]:
-    """Tensor -> name of its file, as an index says."""
+    """Read an index: tensor -> name of its file."""
     try:
         read = parse_json(path.read_bytes())
         weight_map = read.get("weight_map") if isinstance(read, dict) else None
@@ -128,7 +128,7 @@ def _read_index(path: Path, flag: str) -> dict[str, str]:
 
 def opened(path: Path, flag: str) -> safe_open:
     try:
-        # safetensors compares the header with the file's length, so a shard cut short fails here.
+        # safetensors compares the header with the file's length: a truncated shard fails here.
         found = safe_open(path, framework="pt")
         _check_no_key_twice(path)
         return found
@@ -143,8 +143,8 @@ def opened(path: Path, flag: str) -> safe_open:
 
 
 def _check_no_key_twice(path: Path) -> None:
-    """InvalidData: two tensors of a header, which safetensors has read, have one name. It takes the
-    last one, and other readers may take the first."""
+    """Raise InvalidData if a header has a name twice: safetensors takes the last one, and other
+    readers may take the first."""
 
     def once(pairs: list[tuple[str, Any]]) -> None:
         names = [name for name, _ in pairs]
@@ -188,9 +188,9 @@ def check_copies(
     num_parts: int = 1,
     flag: str = "--rl-hf-checkpoint",
 ) -> None:
-    """Raise UsageError unless each of `copies` is what it repeats, bit for bit.
+    """Raise UsageError unless each of `copies` equals the tensor it repeats, bit for bit.
 
-    Of `num_parts` readers, number `part` compares its share of the rows, a few MiB at a time.
+    Reader `part` of `num_parts` compares its share of the rows, in blocks of a few MiB.
     """
     for copy in copies:
         with contextlib.ExitStack() as files:
@@ -217,7 +217,7 @@ def check_copies(
 
 
 def _row_blocks(shape: Sequence[int], part: int, num_parts: int) -> Iterator[Any]:
-    """What cuts the share of a reader out of a tensor, in blocks of about _COMPARED_NUMBERS."""
+    """Yield indices of a reader's share of a tensor, in blocks of about _COMPARED_NUMBERS."""
     if not shape or 0 in shape:
         if part == 0:
             yield ...
@@ -229,20 +229,20 @@ def _row_blocks(shape: Sequence[int], part: int, num_parts: int) -> Iterator[Any
 
 @dataclass(frozen=True, slots=True)
 class OtherFiles:
-    """What a folder holds beside its weights."""
+    """The files of a folder that are not weights."""
 
     files: tuple[str, ...]  # relative to the folder, to be copied
     left_out: tuple[str, ...]  # "NAME (why)"
 
 
 def other_files(folder: Path, *, apart_from: Collection[Path] = ()) -> OtherFiles:
-    """The regular files of `folder` and its sub-folders that are neither weights nor their indexes.
+    """Find the regular files of `folder` and its sub-folders except weights and their indexes.
 
-    A tokenizer's code names its files as it likes, so no list of names would do. Hidden files, the
-    folders `apart_from`, and sub-folders with weights or checkpoints of their own are left out.
-    A link is followed to a file in the folder itself, in the Hub's cache that the folder is part
-    of, or beside the file that config.json is a link to. Elsewhere a downloaded link could lead to
-    a file that must not be published.
+    A tokenizer's code may use any file names, so a list of names would not suffice. Hidden files,
+    the folders `apart_from`, and sub-folders with weights or checkpoints are left out. A link is
+    followed only to a file in the folder itself, in the Hub cache that contains the folder, or in
+    the folder of the file that config.json links to: a downloaded link to another place could lead
+    to a file that must not be published.
     """
     root = folder.resolve()
     homes = {root, (folder / "config.json").resolve().parent}

@@ -1,4 +1,4 @@
-"""Log-probs and entropy straight from hidden states, without ever holding `[t, v]` logits.
+"""Log-probs and entropy computed from hidden states, without storing `[t, v]` logits.
 
 Shape legend: t tokens (any flattening of samples and positions), h hidden, v vocabulary. Under
 tensor parallelism each rank of the group holds `[v/tp, h]` of the output weight.
@@ -8,9 +8,9 @@ With logits z = hidden @ weight^T / T, log-normaliser Z = log sum_v exp(z_v), p 
     log_prob = z_target - Z            d log_prob / dz = onehot(target) - p
     entropy  = Z - sum_v p_v z_v       d entropy  / dz = -p * (z - Z + entropy)
 
-Tokens are worked off in chunks. Forward keeps a few numbers per token; backward computes each
-chunk's logits again. The matmul runs in the parameters' dtype and everything after it in float32,
-as in the engine that sampled the tokens, so that both sides round at the same places.
+Tokens are processed in chunks. Forward keeps a few numbers per token; backward recomputes each
+chunk's logits. The matmul runs in the parameters' dtype and everything after it in float32, as in
+the engine that sampled the tokens, so that both sides round in the same places.
 """
 
 from __future__ import annotations
@@ -39,33 +39,33 @@ def vocab_parallel_log_probs(
     chunk_tokens: int = 1024,
     with_entropy: bool = True,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Log-prob of each target, and entropy of the distribution it was drawn from; each `[t]`.
+    """Return the log-prob of each target and the entropy of its distribution, each `[t]`.
 
-    Collective over `tp_group` in forward (two all-reduces of `[2, t]`, whatever the chunk size) and
-    not in backward. `tp_group=None` means that `weight` is the whole vocabulary.
+    Collective over `tp_group` in forward (two all-reduces of `[2, t]`, for any chunk size), but not
+    in backward. With `tp_group=None`, `weight` covers the full vocabulary.
 
     hidden: `[t, h]`, the same on all ranks of the group (gathered, under sequence parallelism).
     weight: `[v/tp, h]`, this rank's rows: tokens vocab_start .. vocab_start + v/tp - 1.
     target_ids: `[t]` int64, the same on all ranks.
-    vocab_size: of the tokenizer. Rows beyond it are there to make the vocabulary divisible; they
-        have probability exactly 0, and a target among them (or negative) the log-prob -inf.
+    vocab_size: of the tokenizer. Rows beyond it pad the vocabulary to a divisible size. Their
+        probability is exactly 0; a target among them, or a negative one, has log-prob -inf.
     temperature: the distribution is softmax(logits / temperature), the one that was sampled from.
-    chunk_tokens: bounds the transients to two float32 `[chunk_tokens, v/tp]`; the gradient of
-        `weight` needs one float32 `[v/tp, h]` besides.
-    with_entropy: False leaves it out, and returns None in its place.
+    chunk_tokens: bounds the transients to two float32 `[chunk_tokens, v/tp]`. The gradient of
+        `weight` needs one float32 `[v/tp, h]` in addition.
+    with_entropy: False skips the entropy and returns None instead.
 
     Returns float32, the same on all ranks, for any parameter dtype up to float32 (float64 for
     float64 inputs).
 
-    The gradient of `hidden` is this rank's PARTIAL sum, over its own rows only: what produced
-    `hidden` must add it up over the group in its own backward, as Megatron's
+    The gradient of `hidden` is this rank's PARTIAL sum, over its own rows only. The producer of
+    `hidden` must sum it over the group in its own backward, as Megatron's
     `copy_to_tensor_model_parallel_region` (all-reduce) and
     `gather_from_sequence_parallel_region(tensor_parallel_output_grad=True)` (reduce-scatter) do.
-    The gradient of `weight` is complete, summed over chunks in float32 before it takes the dtype
-    of the weight. A gradient nobody asked for is not computed, and neither is the half of the
-    formula that belongs to an output nobody used.
+    The gradient of `weight` is complete, summed over chunks in float32 and then cast to the
+    weight's dtype. Gradients that are not required are not computed, nor are the terms of an
+    unused output.
 
-    UsageError: the temperature is not a positive number.
+    Raises UsageError if the temperature is not a positive number.
     """
     if not 0.0 < temperature < math.inf:
         raise UsageError(
@@ -99,37 +99,37 @@ def vocab_parallel_log_probs(
 
 @dataclass(frozen=True, slots=True)
 class _Head:
-    """The output layer of this rank, but for its tensors."""
+    """The settings of this rank's output layer, without its tensors."""
 
     vocab_start: int
-    num_rows: int  # of the weight, those that stand for a token; padding is cut off, not masked
+    num_rows: int  # rows of the weight that stand for a token; padding is cut off, not masked
     tp_group: dist.ProcessGroup | None
     temperature: float
     chunk_tokens: int
     with_entropy: bool
 
     def chunks(self, num_tokens: int) -> Iterator[slice]:
-        """Slices that cover the tokens, each of which is worked off at once."""
-        # A shard of nothing but padding has nothing to add.
+        """Yield slices of the tokens, one per chunk."""
+        # A shard with only padding contributes nothing.
         if self.num_rows:
-            # Of equal length: a short last one might take another kernel, and round otherwise.
+            # Of equal length: a short last one might use another kernel, which rounds differently.
             count = math.ceil(num_tokens / self.chunk_tokens)
             for i in range(count):
                 yield slice(i * num_tokens // count, (i + 1) * num_tokens // count)
 
     def logits(self, hidden: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-        """`[chunk, num_rows]` float32, scaled by the temperature; the caller may overwrite it."""
+        """Return `[chunk, num_rows]` float32, over the temperature; the caller may overwrite it."""
         logits = (hidden @ rows.t()).to(_compute_dtype(rows))
         return logits if self.temperature == 1.0 else logits.div_(self.temperature)
 
     def locate(self, target_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Whether each target is a row of this rank, and which (0 where it is not)."""
+        """Return whether each target is a row of this rank, and the row (0 if it is not)."""
         row = target_ids - self.vocab_start
         is_mine = (row >= 0) & (row < self.num_rows)
         return is_mine, torch.where(is_mine, row, 0)
 
     def all_reduce(self, stats: torch.Tensor, op: dist.ReduceOp.RedOpType) -> None:
-        """Reduce `stats` over the group in place; nothing to do without a group or tokens."""
+        """Reduce `stats` over the group in place; a no-op without a group or tokens."""
         if self.tp_group is not None and stats.numel():
             dist.all_reduce(stats, op=op, group=self.tp_group)
 
@@ -143,11 +143,11 @@ class _VocabParallelLogProbs(torch.autograd.Function):
         target_ids: torch.Tensor,
         head: _Head,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """(log-probs, entropy or None), each `[t]`. Collective over the head's group."""
+        """Return (log-probs, entropy or None), each `[t]`. Collective over the head's group."""
         maximum, target_logit, sum_exp, sum_exp_z = _shard_statistics(
             hidden, weight, target_ids, head
         )
-        # Every rank summed relative to its own maximum, which is why the chunks need no collective.
+        # Every rank sums relative to its own maximum, so the chunks need no collective.
         extremes = torch.stack([maximum, target_logit])
         head.all_reduce(extremes, dist.ReduceOp.MAX)
         global_maximum, target_logit = extremes.unbind()
@@ -163,8 +163,8 @@ class _VocabParallelLogProbs(torch.autograd.Function):
         entropy = log_sum_exp - sum_exp_z / sum_exp if head.with_entropy else None
         ctx.head = head
         ctx.set_materialize_grads(False)
-        # Maximum and log-sum stay apart: their float32 sum would drop the digits of the latter when
-        # logits are large.
+        # Maximum and log-sum are kept separately: with large logits their float32 sum would lose
+        # the digits of the latter.
         ctx.save_for_backward(hidden, weight, target_ids, global_maximum, log_sum_exp, entropy)
         return log_probs, entropy
 
@@ -173,7 +173,7 @@ class _VocabParallelLogProbs(torch.autograd.Function):
     def backward(
         ctx: Any, grad_log_probs: torch.Tensor | None, grad_entropy: torch.Tensor | None
     ) -> tuple[torch.Tensor | None, torch.Tensor | None, None, None]:
-        """Gradients of `hidden` (partial over the group) and `weight`, where asked for."""
+        """Return the gradients of `hidden` (partial over the group) and `weight`, if required."""
         hidden, weight, target_ids, maximum, log_sum_exp, entropy = ctx.saved_tensors
         head: _Head = ctx.head
         needs_hidden, needs_weight = ctx.needs_input_grad[:2]
@@ -206,10 +206,10 @@ class _VocabParallelLogProbs(torch.autograd.Function):
 def _shard_statistics(
     hidden: torch.Tensor, weight: torch.Tensor, target_ids: torch.Tensor, head: _Head
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Over this rank's rows, each `[t]`: max z, z of the target, sum e, sum e * (z - max z).
+    """Return, over this rank's rows, `[t]` each: max z, target's z, sum e, sum e * (z - max z).
 
-    e = exp(z - max z). The target's z is -inf where another rank holds it, as is max z where this
-    one holds no row at all.
+    e = exp(z - max z). The target's z is -inf if another rank holds it; max z is -inf if this rank
+    holds no row.
     """
     maximum = hidden.new_full(hidden.shape[:1], -math.inf, dtype=_compute_dtype(weight))
     target_logit = maximum.clone()
@@ -236,7 +236,7 @@ def _grad_logits(
     grad_entropy: torch.Tensor | None,
     entropy: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Gradient with respect to a chunk's scaled logits, `[chunk, num_rows]`; overwrites `log_p`."""
+    """Return the gradient of a chunk's scaled logits, `[chunk, num_rows]`; overwrites `log_p`."""
     if grad_entropy is None or entropy is None:
         grad = log_p.exp_().mul_(-grad_log_probs[:, None])
     else:
@@ -248,7 +248,7 @@ def _grad_logits(
 
 
 def _add_product(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
-    """total += a @ b, where `total` may be of a wider dtype."""
+    """Compute total += a @ b, where `total` may have a wider dtype."""
     if total.dtype == a.dtype:
         total.addmm_(a, b)
     else:

@@ -1,7 +1,7 @@
-"""Megatron's optimizer, with an eye on its gradients.
+"""Megatron's optimizer with a check of losses and gradients.
 
-A non-finite loss or gradient is found before the update, named (parameter and rank) and agreed on
-by all ranks; the run then stops or skips the update, as asked.
+A non-finite loss or gradient is found before the update, on which all ranks agree, and reported
+with parameter and rank. The run then stops or skips the update, as configured.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class UpdateResult:
-    """What one optimizer step did."""
+    """The result of one optimizer step."""
 
     grad_norm: float  # before clipping, over all ranks; nan if the update was skipped
     skipped: bool
 
 
 class CheckedOptimizer:
-    """Wraps the optimizer and scheduler in a `TrainState`; `name` is the model's, for messages.
+    """A wrapper of a `TrainState`'s optimizer and scheduler; `name` is the model's, for messages.
 
-    `on_nonfinite_grad` is "stop" (RuntimeError on every rank) or "skip" (parameters, biases of
-    experts, optimizer state and scheduler stay as they are).
+    `on_nonfinite_grad` is "stop" (RuntimeError on every rank) or "skip" (parameters, expert biases,
+    optimizer state and scheduler do not change).
     """
 
     def __init__(
@@ -47,8 +47,8 @@ class CheckedOptimizer:
         self._keep_biases()
 
     def _keep_biases(self) -> None:
-        """Have the biases of experts kept as they are before an update: Megatron moves them where
-        it finishes gradients, before anything is known of these."""
+        """Save the expert biases before each update: Megatron changes them when it finishes the
+        gradients, before these are checked."""
         from megatron.core.utils import get_model_config
 
         config = get_model_config(self._state.model[0])
@@ -61,7 +61,7 @@ class CheckedOptimizer:
         config.finalize_model_grads_func = finish_and_keep
 
     def _skipped(self) -> UpdateResult:
-        """The result of a skipped update."""
+        """Restore the expert biases, and return the result of a skipped update."""
         biases = expert_biases(self._state.chunks)
         for bias, before in zip(biases, self._biases_before, strict=True):
             bias.copy_(before)
@@ -75,13 +75,13 @@ class CheckedOptimizer:
     def step(self, *, num_samples: int, nonfinite_losses: Sequence[int] = ()) -> UpdateResult:
         """Update the parameters from the finished gradients. Collective over all ranks.
 
-        `num_samples` is what Megatron's scheduler counts in: samples of the global mini-batch.
-        `nonfinite_losses` are the ranks whose part of the loss is not finite: in the message they
-        stand before the gradients, which data parallelism has spread to others.
+        `num_samples` is the number of samples in the global mini-batch, the unit of Megatron's
+        scheduler. `nonfinite_losses` are the ranks whose part of the loss is not finite; messages
+        name them before the gradients, which data parallelism has spread to other ranks.
         """
         culprits = self._nonfinite_gradients()
         if culprits and not nonfinite_losses and self._scale_may_fall():
-            # The step changes nothing but the scale, as Megatron's scaler finds its own.
+            # The step only lowers the scale: Megatron's scaler finds the overflow, too.
             self._state.optimizer.step()
             logger.info("%s: gradients overflow in fp16, the loss scale falls", self._name)
             return self._skipped()
@@ -104,8 +104,8 @@ class CheckedOptimizer:
         return UpdateResult(float("nan") if grad_norm is None else float(grad_norm), skipped=False)
 
     def _scale_may_fall(self) -> bool:
-        """Whether the loss is scaled, and gradients may be finite with less of it. Scales begin at
-        2^32 (--initial-loss-scale), far above what float16 can hold."""
+        """Return whether a lower loss scale may make the gradients finite. Scales start at 2^32
+        (--initial-loss-scale), far above the range of float16."""
         from megatron.core.optimizer.grad_scaler import DynamicGradScaler
 
         whole = self._state.optimizer
@@ -117,10 +117,10 @@ class CheckedOptimizer:
         )
 
     def _nonfinite_gradients(self) -> list[str]:
-        """ "rank R: parameter" of every rank's first non-finite gradient; the same on all ranks."""
+        """Return "rank R: parameter" of each rank's first non-finite gradient, on all ranks."""
         gradients = dict(megatron_adapter.finished_gradients(self._state))
-        # Most often all are finite, which one number per gradient tells at once; a sum that is not
-        # may have overflowed.
+        # Usually all are finite, which one sum per gradient shows quickly. A sum that is not finite
+        # may have overflowed, so each gradient is then checked.
         sums = [gradient.sum(dtype=torch.float64) for gradient in gradients.values()]
         mine = None
         if sums and not torch.isfinite(torch.stack(sums)).all():

@@ -1,8 +1,8 @@
-"""The policy: Megatron's model, returning per-token log-probs and entropy instead of logits.
+"""The policy: a Megatron model that returns per-token log-probs and entropy instead of logits.
 
-`PolicyHead` is the part that mcore_rl adds. It goes before any Megatron language model that ends in
-an `output_layer` (`GPTModel`, `HybridModel`), as a base class or, for a model that a fork has
-built, through `as_policy`. Parameters, their names and the checkpoint format stay Megatron's.
+mcore_rl adds `PolicyHead` to a Megatron language model that ends in an `output_layer` (`GPTModel`,
+`HybridModel`): as the first base class or, for a model that a fork has built, through `as_policy`.
+Parameters, their names and the checkpoint format stay Megatron's.
 
 Shape legend: b samples, s positions (of this context-parallel rank), h hidden, v vocabulary
 (padded, over all TP ranks).
@@ -33,26 +33,25 @@ from mcore_rl.megatron.log_probs import vocab_parallel_log_probs
 from mcore_rl.megatron.projection_norms import set_projection_norms
 from mcore_rl.model.config_json import ModelShape
 
-# Of what Megatron hands to `_postprocess`, by name.
+# Keyword arguments of Megatron's `_postprocess` that MTP layers take.
 _TAKEN_BY_MTP = frozenset(
     "position_ids attention_mask rotary_pos_emb rotary_pos_cos rotary_pos_sin packed_seq_params "
-    "sequence_len_offset".split()  # and no padding_mask, which it would shift on each TP rank alone
+    "sequence_len_offset".split()  # not padding_mask, which each TP rank would shift on its own
 )
 
 
 class PolicyHead:
-    """Mixin before a Megatron language model class.
+    """Mixin to place before a Megatron language model class.
 
     `forward(..., target_ids=...)` returns, on the last pipeline stage, `[b, s, 2]` float32: the
-    log-prob of each target and the entropy of its distribution, both of the softmax over the real
-    vocabulary of logits / temperature. Elsewhere, and without `target_ids`, it is Megatron's own
-    forward. The logits of at most `chunk_tokens` positions exist at one time, in the forward and in
-    the backward pass.
+    log-prob of each target and the entropy of its distribution, softmax(logits / temperature) over
+    the real vocabulary. On other stages, and without `target_ids`, it is Megatron's own forward.
+    Forward and backward hold the logits of at most `chunk_tokens` positions at once.
     """
 
     real_vocab_size: int
     chunk_tokens: int
-    # Of the model, which super() is (mypy takes it for object).
+    # Attributes of the model, which is super() (mypy takes it for object).
     config: Any
     embedding: Any
     mtp: Any
@@ -63,10 +62,10 @@ class PolicyHead:
     shared_embedding_or_output_weight: Any
     training: bool
 
-    # A model with MTP layers (`--mtp-num-layers`) appends n columns in training mode, one a layer:
-    # position t has in column 2 + i the log-prob of token t+2+i at temperature 1. Their gradient
-    # reaches the MTP layers alone: hidden states and embedding are detached by Megatron
-    # (`--mtp-detach-heads`), the head's weight here. In evaluation MTP layers do not run.
+    # In training a model with n MTP layers (`--mtp-num-layers`) appends n columns: column 2 + i of
+    # position t is the log-prob of token t+2+i at temperature 1. Their gradient reaches only the
+    # MTP layers: Megatron detaches hidden states and embedding (`--mtp-detach-heads`), this class
+    # the head's weight. In evaluation MTP layers do not run.
 
     def forward(
         self,
@@ -76,7 +75,7 @@ class PolicyHead:
         with_entropy: bool = True,
         **kwargs: Any,
     ) -> torch.Tensor:
-        """As the model's forward; `target_ids` `[b, s]` int64, position t's target is token t+1."""
+        """Run the model; `target_ids` is `[b, s]` int64, position t's target is token t+1."""
         if target_ids is None or not self.post_process:
             unscored: torch.Tensor = super().forward(*args, **kwargs)  # type: ignore[misc]
             return unscored
@@ -89,8 +88,8 @@ class PolicyHead:
 
     @contextlib.contextmanager
     def _output_layer_as(self, function: Any) -> Iterator[None]:
-        # The model calls its output layer at the point where the hidden states are final, whatever
-        # lies before; shadowing that one method serves every model class alike.
+        # Every model class calls its output layer once the hidden states are final, so shadowing
+        # that one method serves all of them.
         layer = self.output_layer
         layer.forward = function
         try:
@@ -100,7 +99,7 @@ class PolicyHead:
 
     @contextlib.contextmanager
     def _own_postprocess(self) -> Iterator[None]:
-        # Megatron's runs MTP layers in evaluation, too, and divides their loss by the tokens of a
+        # Megatron's also runs MTP layers in evaluation, and divides their loss by the tokens of a
         # micro-batch, so that it would depend on the split.
         if not getattr(self, "mtp_process", False):
             yield
@@ -114,7 +113,7 @@ class PolicyHead:
     def _postprocess_with_mtp(
         self, postprocess: Any, hidden_states: torch.Tensor, **inputs: Any
     ) -> torch.Tensor:
-        """Megatron's `_postprocess` of a model without MTP layers, and what these say."""
+        """Run Megatron's `_postprocess` as without MTP layers, and append their log-probs."""
         config = self.config
         self.config = copy.copy(config)
         self.config.mtp_num_layers = None
@@ -131,7 +130,7 @@ class PolicyHead:
     def _mtp_log_probs(
         self, hidden_states: torch.Tensor, *, input_ids: torch.Tensor, **inputs: Any
     ) -> torch.Tensor:
-        """`[b, s, n]` float32; nonsense where the token that is predicted is not the sample's."""
+        """Return `[b, s, n]` float32, undefined where the predicted token is beyond the sample."""
         block = {name: value for name, value in inputs.items() if name in _TAKEN_BY_MTP}
         of_layers = self.mtp(
             input_ids=input_ids,
@@ -166,7 +165,7 @@ class PolicyHead:
         temperature: float,
         with_entropy: bool,
     ) -> tuple[torch.Tensor, None]:
-        """`[s (or this rank's share), b, h]` -> `[s, b, 2]`, in the place of the output layer."""
+        """Replace the output layer: `[s (or this rank's share), b, h]` -> `[s, b, 2]`."""
         weight = self.output_layer.weight if weight is None else weight
         found = self._distribution(
             hidden, weight, target_ids, temperature=temperature, with_entropy=with_entropy
@@ -182,9 +181,9 @@ class PolicyHead:
         temperature: float,
         with_entropy: bool,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Log-probs of `target_ids` `[b, s]` and entropies (0 without), each `[s, b]`.
+        """Return log-probs of `target_ids` `[b, s]` and entropies (0 without), each `[s, b]`.
 
-        They are of hidden states `[s (or this rank's share), b, h]` under the head's `weight`.
+        `hidden` is `[s (or this rank's share), b, h]`, `weight` the head's.
         """
         group = self.pg_collection.tp
         if self.config.sequence_parallel:
@@ -215,7 +214,7 @@ class GPTActor(PolicyHead, GPTModel):
 
 @functools.cache
 def policy_class(base: type) -> type:
-    """`base` with `PolicyHead` before it: GPTActor for GPTModel, a new class for any other."""
+    """Return `base` with `PolicyHead` before it: GPTActor for GPTModel, else a new class."""
     if issubclass(base, PolicyHead):
         return base
     return GPTActor if base is GPTModel else type(f"{base.__name__}Actor", (PolicyHead, base), {})
@@ -224,10 +223,10 @@ def policy_class(base: type) -> type:
 def as_policy(
     model: torch.nn.Module, *, real_vocab_size: int, chunk_tokens: int
 ) -> torch.nn.Module:
-    """Turn a built Megatron language model into a policy, in place; returns the model.
+    """Turn a built Megatron language model into a policy, in place, and return it.
 
-    `real_vocab_size` counts the vocabulary without Megatron's padding rows, `chunk_tokens` the
-    positions whose logits exist at one time.
+    `real_vocab_size` is the vocabulary's size without Megatron's padding rows, `chunk_tokens` the
+    number of positions whose logits exist at once.
     """
     policy: Any = model  # with the attributes of its new class
     policy.__class__ = policy_class(type(policy))  # type: ignore[arg-type]  # mypy: not Hashable
@@ -237,10 +236,10 @@ def as_policy(
 
 
 def named_spec(spec: Sequence[str]) -> Any:
-    """What `--spec MODULE NAME` names: a layer spec, a block's, or a function that makes one.
+    """Import the object of `--spec MODULE NAME`: a layer or block spec, or a function making one.
 
-    UsageError: it is not two names, cannot be imported, or is a function and Megatron has no
-    configuration to call it with.
+    Raises UsageError if there are not two names, the import fails, or it is a function and this
+    Megatron lacks the configuration to call it with.
     """
     flag = f"--spec {' '.join(spec)}"
     if len(spec) != 2:
@@ -249,7 +248,7 @@ def named_spec(spec: Sequence[str]) -> Any:
         )
     try:
         named = getattr(importlib.import_module(spec[0]), spec[1])
-    except Exception as error:  # whatever the module raises is its author's to see
+    except Exception as error:  # the module may raise anything
         raise UsageError(
             f"cannot be imported ({type(error).__name__}: {error})",
             flag=flag,
@@ -268,7 +267,7 @@ def named_spec(spec: Sequence[str]) -> Any:
 
 
 def _layer_spec(args: argparse.Namespace, config: Any, vp_stage: int | None) -> Any:
-    """That of `--spec`, taken as Megatron's own builder of GPT models takes it, or the default."""
+    """Return the spec of `--spec`, used as Megatron's GPT builder uses it, or the default."""
     if not args.spec:
         return megatron_adapter.block_spec(config, vp_stage)
     spec = named_spec(args.spec)
@@ -283,7 +282,7 @@ def _layer_spec(args: argparse.Namespace, config: Any, vp_stage: int | None) -> 
 
 
 def make_actor_provider(args: argparse.Namespace, shape: ModelShape) -> Any:
-    """Megatron's `model_provider` for a checkpoint of this shape."""
+    """Return Megatron's `model_provider` for a checkpoint of this shape."""
 
     def provider(
         pre_process: bool = True,
@@ -316,8 +315,8 @@ def make_actor_provider(args: argparse.Namespace, shape: ModelShape) -> Any:
         )
         for name, parameter in model.named_parameters():
             if name.endswith("softmax_offset"):
-                # Transformer Engine leaves it out. Only the first rank's would count in the norm
-                # of the gradient, though each rank has those of its own heads.
+                # Transformer Engine does not set it. Without it only the first rank's gradient
+                # would count in the norm, though each rank has its own heads.
                 parameter.tensor_model_parallel = True  # type: ignore[attr-defined]  # Megatron's
         return model
 
@@ -325,7 +324,7 @@ def make_actor_provider(args: argparse.Namespace, shape: ModelShape) -> Any:
 
 
 def make_policy_provider(provider: Any, *, real_vocab_size: int, chunk_tokens: int) -> Any:
-    """Wrap any Megatron `model_provider` so that what it builds is a policy."""
+    """Wrap a Megatron `model_provider` so that it builds a policy."""
 
     @functools.wraps(provider)
     def policy_provider(*args: Any, **kwargs: Any) -> torch.nn.Module:
@@ -337,9 +336,9 @@ def make_policy_provider(provider: Any, *, real_vocab_size: int, chunk_tokens: i
 
 
 def _mtp_block_spec(config: Any, decoder_spec: Any, vp_stage: int | None) -> Any:
-    """The MTP layers of this stage, made as its last decoder layer is; None where there are none.
+    """Return the spec of this stage's MTP layers, made like its last decoder layer, or None.
 
-    `decoder_spec` is that of `megatron_adapter.block_spec`.
+    `decoder_spec` comes from `megatron_adapter.block_spec`.
     """
     if not config.mtp_num_layers:
         return None

@@ -1,7 +1,7 @@
-"""Norms of queries and keys over all heads at once, where Megatron's are of one head each.
+"""Norms of queries and keys over all heads; Megatron's normalise each head separately.
 
-OLMoE and MiniMax-M2 normalise the whole projection, which tensor parallelism cuts by heads. Neither
-of Megatron's families of layers has such a part; ours stands in the place of both norms.
+OLMoE and MiniMax-M2 normalise the full projection, which tensor parallelism splits by heads.
+Neither of Megatron's layer implementations has such a norm; this module replaces both norms.
 
 Shape legend: s positions, b samples, n heads of this rank, N of all TP ranks, d head size.
 """
@@ -18,14 +18,14 @@ from megatron.core import parallel_state
 class ProjectionNorm(torch.nn.Module):
     """RMSNorm (arXiv 1910.07467) over all heads of all TP ranks: `[s, b, n, d]` -> the same.
 
-    Collective over TP, forward and backward: one number a token. `weight` `[N * d]` is replicated,
-    so that loading, the hand-over and checkpoints treat it as any norm; a rank uses its heads' part
-    and its gradient is zero elsewhere. Megatron adds these gradients up over TP, as it does for
-    the norms that all heads share: it goes by the name that they have in the attention layer.
+    Collective over TP in forward and backward: one number per token. `weight` `[N * d]` is
+    replicated, so that loading, the hand-over and checkpoints treat it like any norm. A rank uses
+    its heads' part; its gradient is zero elsewhere. Megatron sums these gradients over TP, as for
+    norms that all heads share: it selects them by their name in the attention layer.
     """
 
     def __init__(self, hidden_size: int, config: Any, eps: float) -> None:
-        """`hidden_size` is that of one head."""
+        """`hidden_size` is the size of one head."""
         super().__init__()
         self.tp_group = parallel_state.get_tensor_model_parallel_group()
         self.width = self._num_heads(config) * hidden_size
@@ -38,7 +38,7 @@ class ProjectionNorm(torch.nn.Module):
         raise NotImplementedError
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Normalise over the last two dimensions of `x` on all ranks; computed in float32."""
+        """Normalise over the last two dimensions of `x` on all ranks, in float32."""
         share = x.shape[-2] * x.shape[-1]
         weight = self.weight.narrow(0, self.tp_group.rank() * share, share).view(x.shape[-2:])
         normalized: torch.Tensor = _Normalized.apply(  # type: ignore[no-untyped-call]  # torch's
@@ -48,10 +48,10 @@ class ProjectionNorm(torch.nn.Module):
 
 
 class _Normalized(torch.autograd.Function):
-    """x r w with r = (sum of x^2 / width + eps)^(-1/2), the sum over all ranks of `group`.
+    """The function x r w, r = (sum of x^2 / width + eps)^(-1/2), summed over all ranks of `group`.
 
-    Keeps `x` as it came, and r. With g the gradient of the result, that of x is
-    r g w - r^3 x (sum of g w x) / width, with a sum over all ranks, too.
+    It saves `x` in its own dtype, and r. With g the gradient of the result, the gradient of x is
+    r g w - r^3 x (sum of g w x) / width, also summed over all ranks.
     """
 
     @staticmethod
@@ -81,7 +81,7 @@ class _Normalized(torch.autograd.Function):
 
 
 def _over_ranks(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """The sum over the heads of all ranks, `[s, b, n, d]` -> `[s, b, 1, 1]`."""
+    """Sum over the heads of all ranks, `[s, b, n, d]` -> `[s, b, 1, 1]`."""
     total = x.sum((-2, -1), keepdim=True)
     if group.size() > 1:
         dist.all_reduce(total, group=group)
@@ -105,7 +105,7 @@ class KeyNorm(ProjectionNorm):
 
 
 def set_projection_norms(block: Any) -> None:
-    """Have the attention of a decoder block's spec be made with these norms."""
+    """Use these norms for the attention in a decoder block's spec."""
     for layer in block.layer_specs:
         attention = layer.submodules.self_attention.submodules
         attention.q_layernorm, attention.k_layernorm = QueryNorm, KeyNorm

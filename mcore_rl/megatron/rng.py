@@ -1,8 +1,8 @@
-"""Every generator that training draws from, saved before rollout and restored bit for bit after;
-and put into a checkpoint, as tensors.
+"""The random state of training, saved before rollout and restored bit for bit afterwards, and its
+form in checkpoints.
 
-Rollout seeds and advances the same generators (torch's on the host and on the devices, Python's,
-numpy's), so that without this the engine's work would decide the dropout of the next update.
+Rollout seeds and advances the same generators (torch's on host and devices, Python's, numpy's).
+Without this module the engine's work would determine the dropout of the next update.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ _NUMPY_NAME = "MT19937"
 
 @dataclass(frozen=True, slots=True)
 class RngState:
-    """A snapshot. Local to this rank; it may be restored more than once."""
+    """A snapshot of this rank's generators; it may be restored more than once."""
 
     cpu: torch.Tensor
-    devices: tuple[torch.Tensor, ...]  # one a visible CUDA device, none without CUDA
+    devices: tuple[torch.Tensor, ...]  # one per visible CUDA device, empty without CUDA
     tracker: Mapping[str, torch.Tensor]  # Megatron's
     python: Any
     numpy: Any
 
     @classmethod
     def capture(cls) -> RngState:
-        """Copy all states. Nothing is drawn."""
+        """Copy all states, without drawing numbers."""
         return cls(
             cpu=torch.get_rng_state(),
-            # A device's generator lives on the host: this starts no context on other devices.
+            # A device's generator is on the host: this creates no context on other devices.
             devices=tuple(torch.cuda.get_rng_state_all() if torch.cuda.is_available() else ()),
             tracker=megatron_adapter.rng_tracker_states(),
             python=random.getstate(),
@@ -45,7 +45,7 @@ class RngState:
         )
 
     def restore(self) -> None:
-        """Put all states back. Generators that exist since the capture only are left alone."""
+        """Restore all states. Generators created after the capture are not changed."""
         torch.set_rng_state(self.cpu)
         for index, state in enumerate(self.devices):
             torch.cuda.set_rng_state(state, index)
@@ -54,7 +54,7 @@ class RngState:
         np.random.set_state(self.numpy)
 
     def to_tensors(self) -> dict[str, torch.Tensor]:
-        """The states as CPU tensors of integers and float64, which need no pickle to be stored."""
+        """Convert to CPU tensors of integers and float64, which can be stored without pickle."""
         version, words, gauss = self.python
         name, keys, position, has_gauss, cached = self.numpy
         if (version, name) != (_PYTHON_VERSION, _NUMPY_NAME):
@@ -79,7 +79,7 @@ class RngState:
 
     @classmethod
     def from_tensors(cls, tensors: Mapping[str, torch.Tensor]) -> RngState:
-        """The snapshot that `to_tensors` was of. InvalidData: it could not be restored."""
+        """Invert `to_tensors`. Raises InvalidData if the snapshot could not be restored."""
         try:
             found = cls._of_tensors(tensors)
             found._check(tensors)
@@ -116,15 +116,15 @@ class RngState:
         )
 
     def _check(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Raise what `restore` would, in other generators; ValueError for what it would not see.
-        `tensors` are those that this was made of."""
+        """Raise the errors of `restore`, using other generators, and ValueError for faults that it
+        would not notice. `tensors` are the source of this snapshot."""
         again = self.to_tensors()
         for name in again.keys() | tensors.keys():
             if name not in again or name not in tensors:
                 raise ValueError(f"there is {name} too much, or too little")
             if again[name].dtype != tensors[name].dtype or not again[name].equal(tensors[name]):
                 raise ValueError(f"{name} is not as it is written")
-        if not 0 <= self.numpy[2] <= len(self.numpy[1]):  # numpy would read beyond its words
+        if not 0 <= self.numpy[2] <= len(self.numpy[1]):  # numpy would read out of bounds
             raise ValueError(f"numpy's position is {self.numpy[2]}")
         torch.Generator().set_state(self.cpu)
         random.Random().setstate(self.python)

@@ -1,10 +1,10 @@
-"""Choices of experts by token, as Megatron's routers on this rank have the tokens, and back.
+"""Expert choices: conversion between token order and the order of this rank's routers.
 
-A router gets `[s, b, h]` of its rank: the rows of this context-parallel rank, of whose positions
-sequence parallelism gives each TP rank an equal part, in order.
+A router gets its rank's `[s, b, h]`: the rows of this context-parallel rank. Sequence parallelism
+gives each TP rank an equal part of their positions, in order.
 
 Shape legend: t tokens of a micro-batch, one sample after the other; n positions of a rank's router
-on this micro-batch; m layers with experts on this pipeline stage; k choices a token.
+on this micro-batch; m layers with experts on this pipeline stage; k choices per token.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from mcore_rl.moe.routing_replay import Choices
 
 @dataclass(frozen=True, slots=True)
 class RouterLayout:
-    """How the positions of a micro-batch's rows are spread over the ranks of a stage."""
+    """The distribution of a micro-batch's row positions over the ranks of a stage."""
 
-    tp_group: dist.ProcessGroup | None  # where sequence parallelism divides positions, else None
+    tp_group: dist.ProcessGroup | None  # None without sequence parallelism
     cp_group: dist.ProcessGroup
     device: torch.device
 
@@ -40,32 +40,32 @@ class RouterLayout:
         groups: Mapping[str, dist.ProcessGroup],
         device: torch.device,
     ) -> RouterLayout:
-        """That of Megatron's `args`; `groups` as `model_parallel_groups`."""
+        """Return the layout for Megatron's `args`; `groups` as from `model_parallel_groups`."""
         return cls(groups["tp"] if args.sequence_parallel else None, groups["cp"], device)
 
     def positions(self, rows: ModelRows, num_tokens: int) -> torch.Tensor:
-        """`[n]` int64 on the CPU: the token that each position of this rank holds; -1: padding."""
+        """Return `[n]` int64 on the CPU: the token at each position of this rank; -1: padding."""
         return self._of_this_rank(
             tokens_in_rows(rows, num_tokens, self.cp_group.rank()).t()
         ).flatten()
 
     def padding(self, rows: ModelRows, num_tokens: int) -> torch.Tensor:
-        """`[b, s / cp_size]` bool on the device: where the rows of this CP rank hold no token."""
+        """Return `[b, s / cp_size]` bool on the device: the padding in this CP rank's rows."""
         return (tokens_in_rows(rows, num_tokens, self.cp_group.rank()) < 0).to(self.device)
 
     def padding_for(self, chunk: torch.nn.Module, padding: torch.Tensor) -> torch.Tensor:
-        """`padding` as a model chunk takes it: Megatron divides it where it divides embeddings, and
-        hands it on as it is in later stages, whose hidden states are divided already."""
+        """Return `padding` in the form that a model chunk takes: Megatron splits it with the
+        embeddings, but not in later stages, whose hidden states are already split."""
         return padding if chunk.pre_process else self._of_this_rank(padding.t()).t()
 
     def _of_this_rank(self, of_rows: torch.Tensor) -> torch.Tensor:
-        """This rank's part of `[s, b]` under sequence parallelism."""
+        """Return this rank's part of `[s, b]` under sequence parallelism."""
         if self.tp_group is None:
             return of_rows
         return of_rows.chunk(self.tp_group.size())[self.tp_group.rank()]
 
     def choices(self, micro_batch: TrainBatch, positions: torch.Tensor) -> Choices:
-        """What the micro-batch's `routes` say of this rank's `positions`, on the device."""
+        """Return the micro-batch's `routes` at this rank's `positions`, on the device."""
         assert micro_batch.routes is not None and micro_batch.routes_known is not None
         here = positions.clamp(min=0)
         known = (positions >= 0) & micro_batch.routes_known[here]
@@ -74,13 +74,13 @@ class RouterLayout:
     def gathered(
         self, recorded: Mapping[int, torch.Tensor], rows: ModelRows, routed: RoutedLayers
     ) -> torch.Tensor:
-        """`[t, m, k]` on the CPU, of what the routers of all TP and CP ranks have chosen.
+        """Gather the choices of all TP and CP ranks' routers, `[t, m, k]` on the CPU.
 
-        `recorded` has the `[n, k]` of this rank for each of the m layers. Collective over the TP
-        and the CP group.
+        `recorded` has this rank's `[n, k]` for each of the m layers. Collective over the TP and the
+        CP group.
         """
         mine = torch.stack([recorded[column] for column in range(len(routed.layers))], dim=1)
-        # As bytes: NCCL knows no integers of two.
+        # As bytes: NCCL has no two-byte integers.
         whole = mine.to(routed.torch_dtype).contiguous().view(torch.uint8)  # [n, m, bytes]
         if self.tp_group is not None:
             whole = _all_gathered(whole, self.tp_group).flatten(0, 1)
@@ -91,8 +91,8 @@ class RouterLayout:
 
 
 def tells_padding(args: argparse.Namespace, chunks: Sequence[torch.nn.Module]) -> bool:
-    """Whether routers of these model chunks are told of padding: there are some, and nothing is in
-    the way. UsageError where balancing needs it and a fork's model takes no `padding_mask`."""
+    """Return whether to pass padding to the routers of these model chunks: they exist, and no flag
+    prevents it. UsageError: balancing needs it, but a fork's model takes no `padding_mask`."""
     values = vars(args)
     if not values.get("num_experts") or in_the_way_of_padding(values):
         return False
@@ -107,7 +107,7 @@ def tells_padding(args: argparse.Namespace, chunks: Sequence[torch.nn.Module]) -
 
 
 def _takes_padding(model: type) -> bool:
-    # A mixin's forward takes anything and asks the next class.
+    # A mixin's forward takes any arguments and calls the next class.
     forwards = [vars(each)["forward"] for each in model.__mro__ if "forward" in vars(each)]
     return any("padding_mask" in inspect.signature(each).parameters for each in forwards)
 

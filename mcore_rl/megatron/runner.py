@@ -1,11 +1,11 @@
-"""Batches of samples through a Megatron model: its pipeline schedule, its losses, its gradients.
+"""The runner of Megatron models: pipeline schedule, losses and gradients for batches of samples.
 
-Used by every model that mcore_rl runs, actor and critic alike. The loss is normalised outside, by
-numbers of the global mini-batch, so that neither the parallel layout nor the micro-batches change
-it; what the schedule and data parallelism divide by is undone here, in one place.
+Every model of mcore_rl, actor and critic, uses it. The loss is normalised by the caller, with
+counts of the global mini-batch, so that neither the parallel layout nor the micro-batches change
+it. This module undoes the divisions by the schedule and data parallelism.
 
-Context parallelism ends here, too: a model returns its part of every sample, and what all ranks
-returned is put together, so that every loss sees whole samples, on every rank the same.
+It also hides context parallelism: a model returns its part of every sample, and the parts of all
+ranks are joined, so that every loss sees complete samples, the same on every rank.
 
 Shape legend: t tokens of a rank's samples, one sample after the other; k numbers per token; s
 positions of a row, on all context-parallel ranks.
@@ -35,18 +35,18 @@ from mcore_rl.megatron.routing import RouterLayout, tells_padding
 from mcore_rl.model.layout import TrainLayout
 from mcore_rl.moe.routing_replay import RoutingReplay
 
-# What a model takes beside tokens and positions, of the rows of a micro-batch.
+# A micro-batch's rows -> the model's keyword arguments in addition to tokens and positions.
 ModelKeywords = Callable[[ModelRows], Mapping[str, Any]]
-# (what the model returned for the tokens `[t, k]`, the micro-batch on the device) -> (this call's
-# share of the global loss, sums to report `[m]`).
+# (model outputs for the tokens `[t, k]`, micro-batch on the device) -> (this call's share of the
+# global loss, sums to report `[m]`).
 TokenLoss = Callable[[torch.Tensor, TrainBatch], tuple[torch.Tensor, torch.Tensor]]
 
 
 @dataclass(frozen=True, slots=True)
 class LossSums:
-    """What the losses of a global mini-batch add up to; the same on all ranks."""
+    """The summed losses of a global mini-batch; the same on all ranks."""
 
-    sums: torch.Tensor  # `[m]` float64 on the CPU: what the loss reports
+    sums: torch.Tensor  # `[m]` float64 on the CPU: the loss's sums to report
     nonfinite_ranks: tuple[int, ...]  # whose part of the loss is not finite
 
 
@@ -56,16 +56,16 @@ class _Work:
 
     samples: TrainBatch  # without routes
     rows: ModelRows
-    # What routers choose, where it is given or recorded.
+    # The routers' choices, if they are given or recorded.
     routed: TrainBatch | None = None  # the samples with their routes, on the CPU
     positions: torch.Tensor | None = None  # of these samples' tokens, see `RouterLayout`
     recorded: dict[int, torch.Tensor] | None = None
-    # [rows, s / cp_size] bool, positions that hold no token, for models whose routers are told.
+    # [rows, s / cp_size] bool, True at padding, for models that pass it to their routers.
     padding: torch.Tensor | None = None
 
 
 class ModelRunner:
-    """Runs a model on this rank's pipeline stage and shard.
+    """A model on this rank's pipeline stage and shard.
 
     All methods are collective over the model-parallel ranks (and, through the gradients, over DP).
     """
@@ -79,7 +79,7 @@ class ModelRunner:
         keywords: ModelKeywords = lambda rows: {},
         replay: RoutingReplay | None = None,
     ) -> None:
-        """`replay` has the model's routers, where batches may have `routes`."""
+        """`replay` has the model's routers, for batches that may have `routes`."""
         self._args, self._replay = args, replay
         self.state = state
         self._layout = layout
@@ -97,16 +97,15 @@ class ModelRunner:
 
     @torch.no_grad()
     def evaluate(self, batch: TrainBatch, num_outputs: int) -> torch.Tensor:
-        """What the model says of every token, `[t, num_outputs]` float32 on the CPU, on every rank
-        of TP, CP and PP. Without dropout and without gradients.
-        """
+        """Return the model's output for every token, `[t, num_outputs]` float32 on the CPU, on
+        every rank of TP, CP and PP. Dropout and gradients are off."""
         return self._evaluated(batch, num_outputs)[0]
 
     @torch.no_grad()
     def evaluate_recording(
         self, batch: TrainBatch, num_outputs: int
     ) -> tuple[torch.Tensor, TrainBatch]:
-        """As `evaluate`, and the batch with the `routes` that this stage's routers have chosen."""
+        """Evaluate; also return the batch with the `routes` that this stage's routers chose."""
         assert self._replay is not None
         found, done = self._evaluated(batch, num_outputs, records=True)
         routed = self._replay.routed
@@ -139,21 +138,21 @@ class ModelRunner:
         return found.cpu(), work
 
     def accumulate_gradients(self, batch: TrainBatch, loss: TokenLoss, num_sums: int) -> LossSums:
-        """Forward and backward of one mini-batch, of which `batch` is this rank's part.
+        """Run forward and backward over one mini-batch; `batch` is this rank's part of it.
 
-        Gradients are finished (added up over DP and all) when it returns. `num_sums` is how many
-        the loss reports.
+        On return the gradients are finished, including the reduction over DP. `num_sums` is the
+        number of sums that the loss reports.
         """
         num_micro_batches = sum(len(sizes) for sizes in batch.cuts)
-        # The schedule divides by the number of micro-batches and DDP averages over DP; the loss is
-        # this sample's share of the global mean already, so both are undone here. Of CP nothing is
-        # left to undo: DDP averages over its ranks, too, each of which has the gradients of its own
-        # positions, and the schedule multiplies by their number.
+        # The schedule divides by the number of micro-batches and DDP averages over DP. The loss is
+        # already a share of the global mean, so both are undone here. CP needs no correction: DDP
+        # also averages over CP ranks, each with its own positions' gradients, and the schedule
+        # multiplies by their number.
         scale = num_micro_batches * self._layout.dp_size
         megatron_adapter.zero_gradients(self.state)
         scaled = functools.partial(_scaled, loss, scale)
         collected = self._run(self._work(batch), scaled, forward_only=False)
-        # Some sums are of squares, whose variance float32 would lose.
+        # Some sums are sums of squares; float32 would lose their variance.
         mine = torch.zeros(1 + num_sums, dtype=torch.float64, device=self.device)
         first = self._layout.tp_rank(self._rank) == 0 and self.groups["cp"].rank() == 0
         if self._is_last_stage and first:
@@ -167,21 +166,21 @@ class ModelRunner:
         return LossSums(total[1:], tuple(r for r, is_so in enumerate(nonfinite) if is_so))
 
     def global_sum(self, values: torch.Tensor) -> torch.Tensor:
-        """Numbers of every data-parallel rank's part, added up; on the CPU."""
+        """Sum values over the data-parallel ranks; returns them on the CPU."""
         total = values.to(self.device, copy=True)
         dist.all_reduce(total, group=self.groups["dp"])
         return total.cpu()
 
     def denominators(self, batch: TrainBatch) -> Denominators:
-        """What losses of a mini-batch are divided by; a mini-batch without any loss token is not
-        divided by 0."""
+        """Return the divisors of a mini-batch's losses; they are at least 1, which matters for a
+        mini-batch without loss tokens."""
         counts = Segments.of(batch.lengths, batch.loss_mask).counts
         mine = torch.tensor([counts.sum(), (counts > 0).sum()], dtype=torch.float64)
         num_tokens, num_samples = self.global_sum(mine).clamp(min=1.0).tolist()
         return Denominators(num_tokens, num_samples)
 
     def num_samples(self, batch: TrainBatch) -> int:
-        """Samples of the global mini-batch."""
+        """Return the number of samples in the global mini-batch."""
         return int(self.global_sum(torch.tensor([float(batch.num_samples)])))
 
     def _work(self, batch: TrainBatch, *, records: bool = False) -> list[_Work]:
@@ -191,7 +190,7 @@ class ModelRunner:
         work = []
         for micro_batch in micro_batches:
             rows = lay_out(micro_batch, self._batching, length, cp_rank)
-            # Routes wait on the host until their micro-batch goes forward.
+            # Routes stay on the host until their micro-batch's forward pass.
             samples = dataclasses.replace(micro_batch, routes=None, routes_known=None)
             each = _Work(self._on_device(samples), self._on_device(rows))
             if self._tells_padding:
@@ -205,7 +204,7 @@ class ModelRunner:
 
     def _run(self, work: list[_Work], loss: Any, *, forward_only: bool) -> list[torch.Tensor]:
         def forward_step(data: Iterator[_Work], model: torch.nn.Module) -> tuple[Any, Any]:
-            """One micro-batch through this stage: its output, and what makes the loss of it."""
+            """Run one micro-batch through this stage; return its output and its loss function."""
             now = next(data)
             with self._routing(now):
                 output = model(
@@ -245,7 +244,7 @@ class ModelRunner:
         return self._replay.pass_over_samples(goes_back=goes_back)
 
     def _routing(self, now: _Work) -> contextlib.AbstractContextManager[None]:
-        """Around the forward pass of a micro-batch: whose choices its routers take."""
+        """Return a context for a micro-batch's forward pass that records or sets its routes."""
         if self._replay is None:
             return contextlib.nullcontext()
         if now.recorded is not None:
@@ -255,7 +254,7 @@ class ModelRunner:
         return self._replay.using(self._routers.choices(now.routed, now.positions))
 
     def _on_device(self, tensors: Any) -> Any:
-        """A dataclass of tensors with all of them on the device."""
+        """Copy a dataclass with its tensors on the device."""
         moved = {
             name: value.to(self.device) if isinstance(value, torch.Tensor) else value
             for name in type(tensors).__slots__
@@ -264,9 +263,9 @@ class ModelRunner:
         return type(tensors)(**moved)
 
     def _on_tokens(self, loss: Any, work: _Work, output: torch.Tensor, **kwargs: Any) -> Any:
-        """`loss` of `[t, k]`, without padding, given `[rows, s / cp_size, k]` of a model.
+        """Apply `loss` to `[t, k]` without padding, given a model's `[rows, s / cp_size, k]`.
 
-        Collective over CP, whose ranks all go on alike: each takes its own part of the gradient.
+        Collective over CP, whose ranks then compute the same: each takes its part of the gradient.
         """
         output = gather_from_sequence_parallel_region(
             output, tensor_parallel_output_grad=False, group=self.groups["cp"]

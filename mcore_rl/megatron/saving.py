@@ -1,4 +1,4 @@
-"""Megatron's own saving and loading: of the trained state, of weights alone, of plain tensors."""
+"""Saving and loading through Megatron: the training state, weights only, and plain tensors."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from mcore_rl.megatron import adapter as megatron_adapter
 
 
 def loads_checkpoint(args: argparse.Namespace) -> bool:
-    """Whether `setup` reads a checkpoint; with --finetune the iteration is 0 all the same."""
+    """Return whether `setup` reads a checkpoint; with --finetune it still starts at iteration 0."""
     from megatron.training.checkpointing import checkpoint_exists
 
-    named = args.load is not None and bool(args.ckpt_step)  # needs no tracker
+    named = args.load is not None and bool(args.ckpt_step)  # needs no tracker file
     return named or any(map(checkpoint_exists, (args.load, args.pretrained_checkpoint)))
 
 
@@ -29,7 +29,7 @@ def save_checkpoint(
     from megatron.training.checkpointing import save_checkpoint as save
 
     args.iteration = args.curr_iteration = iteration
-    # It looks in the arguments for the place, and for what to delete there.
+    # Megatron reads the folder, and what to delete in it, from the arguments.
     with _set(args, save=str(folder), save_retain_interval=None):
         save(iteration, state.model, state.optimizer, state.scheduler, 0)
     state.iteration = iteration
@@ -38,7 +38,7 @@ def save_checkpoint(
 def save_weights(
     args: argparse.Namespace, state: megatron_adapter.TrainState, iteration: int, folder: Path
 ) -> None:
-    """Write the weights alone as a Megatron checkpoint below `folder`. Collective."""
+    """Write only the weights as a Megatron checkpoint below `folder`. Collective."""
     from megatron.training.checkpointing import save_checkpoint as save
 
     alone = {"no_save_optim": True, "no_save_rng": True}
@@ -49,9 +49,9 @@ def save_weights(
 def load_weights(
     args: argparse.Namespace, state: megatron_adapter.TrainState, iteration: int, folder: Path
 ) -> None:
-    """Put the weights of a checkpoint into the model, in whatever layout. Collective.
+    """Load a checkpoint's weights, saved in any layout, into the model. Collective.
 
-    The optimizer knows nothing of them; see `megatron_adapter.reload_main_params`.
+    The optimizer's copies are not updated; see `megatron_adapter.reload_main_params`.
     """
     from megatron.training.checkpointing import load_checkpoint
 
@@ -63,7 +63,7 @@ def load_weights(
 
 @contextlib.contextmanager
 def _set(args: argparse.Namespace, **values: Any) -> Iterator[None]:
-    """Other values of arguments, while inside."""
+    """Set arguments temporarily."""
     before = {name: getattr(args, name) for name in values}
     vars(args).update(values)
     try:
@@ -73,9 +73,9 @@ def _set(args: argparse.Namespace, **values: Any) -> Iterator[None]:
 
 
 def save_tensors(tensors: Mapping[str, torch.Tensor], folder: Path) -> None:
-    """Write tensors of this rank as a distributed checkpoint: a row for each rank. Collective.
+    """Write this rank's tensors as a distributed checkpoint with one row per rank. Collective.
 
-    Of one name all ranks have the same shape and dtype.
+    A tensor has the same shape and dtype on all ranks.
     """
     from megatron.core import dist_checkpointing
 
@@ -93,7 +93,7 @@ def save_tensors(tensors: Mapping[str, torch.Tensor], folder: Path) -> None:
 
 
 def load_tensors(folder: Path) -> dict[str, torch.Tensor]:
-    """What `save_tensors` has written: of each name the rows of all ranks. Collective."""
+    """Load what `save_tensors` wrote: for each name, the rows of all ranks. Collective."""
     from megatron.core import dist_checkpointing
 
     found = dist_checkpointing.load_tensors_metadata(str(folder))

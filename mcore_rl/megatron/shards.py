@@ -1,7 +1,7 @@
 """A rank's share of the model, addressed by checkpoint tensor and box.
 
-Joins `weight_map` (pure) to the live parameters and buffers of the model chunks on this rank. Where
-Megatron-FSDP shards parameters over data parallelism, the share is the rows that lie here.
+It connects `weight_map` (pure) to the parameters and buffers of this rank's model chunks. If
+Megatron-FSDP shards parameters over data parallelism, the share is this rank's rows.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from mcore_rl.model.weight_map import ShardCoordinates, box_of_rows, map_paramet
 
 @dataclass(frozen=True, slots=True)
 class _Held:
-    """One piece: a box of a checkpoint tensor, and where it lies in the rows held here."""
+    """A box of a checkpoint tensor, and its location in the rows held by this rank."""
 
     box: Box
     name: str
@@ -33,11 +33,10 @@ class _Held:
 
 
 class ModelShards:
-    """Every slice of the checkpoint that this rank's model chunks hold.
+    """The slices of the checkpoint that this rank's model chunks hold.
 
-    `read` gives the checkpoint's dtype and `write` takes it, whatever the parameter's is: a
-    router's bias is float32 in both, a float32 run of a bfloat16 checkpoint rounds when it hands
-    over.
+    `read` returns and `write` takes the checkpoint's dtype, for any dtype of the parameter. A
+    router's bias is float32 in both; a float32 run of a bfloat16 checkpoint rounds at hand-over.
     """
 
     def __init__(
@@ -73,19 +72,19 @@ class ModelShards:
 
     @property
     def device(self) -> torch.device:
-        """Where the parameters are."""
+        """The device of the parameters."""
         return next(iter(self._held.values()))[0].parameter.device
 
     def tensors(self) -> tuple[str, ...]:
-        """The checkpoint tensors of which this rank holds anything."""
+        """Return the checkpoint tensors of which this rank holds any part."""
         return tuple(self._held)
 
     def boxes(self, tensor: str) -> tuple[Box, ...]:
-        """The distinct boxes of `tensor` on this rank (a tied embedding may lie here twice)."""
+        """Return the distinct boxes of `tensor` on this rank (which may hold a tied one twice)."""
         return tuple(dict.fromkeys(held.box for held in self._held.get(tensor, ())))
 
     def read(self, tensor: str, box: Box, at: Any = ...) -> torch.Tensor:
-        """The values of `box`, which must lie in one held box, in the checkpoint's dtype.
+        """Return the values of `box`, which must lie in one held box, in the checkpoint's dtype.
 
         `at` is an index into the box's elements, by default all of them.
         """
@@ -97,7 +96,7 @@ class ModelShards:
 
     @torch.no_grad()
     def write(self, tensor: str, box: Box, data: torch.Tensor) -> None:
-        """Set a held box, in every parameter that holds it, converting to the parameter's dtype."""
+        """Set a held box in every parameter that holds it, cast to the parameter's dtype."""
         for held in self._held[tensor]:
             if held.box == box:
                 _cut(held.parameter, held.local_box).copy_(data.view(extent(box)))
@@ -110,10 +109,10 @@ class ModelShards:
 
 
 def _weights(chunk: torch.nn.Module) -> Iterator[LocalWeight]:
-    """What is here of the parameters, and the persistent buffers."""
+    """Yield this rank's part of the parameters, and the persistent buffers."""
     yield from local_weights(chunk)
     for prefix, module in chunk.named_modules():
-        # Megatron keeps the routing bias in float32, and converts back lazily after bfloat16().
+        # Megatron keeps the routing bias in float32, but restores it only lazily after bfloat16().
         if hasattr(module, "_maintain_float32_expert_bias"):
             module._maintain_float32_expert_bias()
         for name, buffer in module._buffers.items():

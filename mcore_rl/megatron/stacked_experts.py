@@ -1,21 +1,21 @@
-"""Experts of a layer in one tensor, as gpt-oss is published: read and written expert by expert.
+"""Stacked experts: one tensor per layer, as in gpt-oss, read and written expert by expert.
 
-To everybody else an expert has tensors of its own, by the names of its family's table: a gate (w1),
-an up-projection (w3) and a down-projection (w2), each a weight `[out, in]` and a bias. In a folder,
-after `mlp.experts.`, they are parts of
+To callers an expert has its own tensors, named by its family's table: a gate (w1), an up-projection
+(w3) and a down-projection (w2), each a weight `[out, in]` and a bias. In a folder they are parts of
+these tensors, whose names follow `mlp.experts.`:
 
     gate_up_proj       [e, in, 2 x out]   and gate_up_proj_bias [e, 2 x out]: gate and up in turn
     down_proj          [e, in, out]       and down_proj_bias [e, out]
 
-or, where the weights are MXFP4 (`quantization_config` of `mxfp4`), in place of the weights, of
+MXFP4 weights (`quantization_config` of `mxfp4`) are parts of these instead:
 
     gate_up_proj_blocks [e, 2 x out, in / 32, 16] uint8 and _scales [e, 2 x out, in / 32] uint8
     down_proj_blocks    [e, out, in / 32, 16] uint8     and _scales [e, out, in / 32] uint8
 
-of which each byte is two numbers of four bits, the lower four first, and each 32 in a row share a
-power of two (OCP Microscaling Formats, version 1.0). They are read as the bfloat16 they stand for,
-which is exact. A box of an expert's tensor reads what it needs of one expert, and of gates the
-up-projections between them.
+Each byte holds two four-bit numbers, the lower four bits first, and 32 numbers in a row share a
+power of two (OCP Microscaling Formats, version 1.0). The conversion to bfloat16 is exact. A box of
+an expert's tensor reads only what it needs of one expert; a box of a gate also reads the
+interleaved up-projections.
 """
 
 from __future__ import annotations
@@ -35,32 +35,32 @@ from mcore_rl.model.families import TensorNames, bias_of
 BLOCKS, SCALES = "_blocks", "_scales"
 _BLOCK = 32  # numbers that share a scale
 _STACKED = re.compile(r"(.*\.experts\.)(gate_up_proj|down_proj)(_bias|_blocks|_scales)?")
-# Of the 16 numbers of four bits; scales are powers of two, from 2 ** -127.
+# The non-negative four-bit numbers; scales are powers of two, from 2 ** -127.
 _VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _SCALE_BIAS = 127
 
-# What a file holds of one of its tensors: `stored(name)[box]`.
+# (tensor of the folder, box) -> the stored values.
 Stored = Callable[[str, Box], torch.Tensor]
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Where an expert's tensor lies in the one of its layer."""
+    """The location of an expert's tensor in its layer's tensor."""
 
-    stored: str  # as it is called in bfloat16
+    stored: str  # name of the layer's tensor in bfloat16
     expert: int
-    first: int = 0  # of the rows that are this part's; 1 for up-projections
-    every: int = 1  # so many rows
+    first: int = 0  # first row of this part; 1 for up-projections
+    every: int = 1  # step between its rows
     is_bias: bool = False
     is_mxfp4: bool = False
 
     @property
     def file_name(self) -> str:
-        """What the folder has of it; of two tensors the larger one."""
+        """The tensor's name in the folder; for MXFP4, the name of its blocks."""
         return self.stored + BLOCKS if self.is_mxfp4 else self.stored
 
     def read(self, box: Box, stored: Stored) -> tuple[torch.Tensor, int]:
-        """The values of `box` of the expert's tensor, and the bytes read for them."""
+        """Return the values of `box` of the expert's tensor, and the bytes read for them."""
         start, stop = box[0]
         rows = (start * self.every, stop * self.every)
         mine = slice(self.first, None, self.every)
@@ -81,13 +81,13 @@ class Part:
         return cut, blocks.nbytes + scales.nbytes
 
     def write(self, whole: torch.Tensor, values: torch.Tensor) -> None:
-        """Put the expert's whole tensor into its layer's, of the shape in bfloat16."""
+        """Copy the expert's full tensor into its layer's, which has the bfloat16 shape."""
         mine = slice(self.first, None, self.every)
         whole[self.expert][..., mine].copy_(values if self.is_bias else values.t())
 
 
 def dequantise(blocks: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    """`[r, c * 32]` bfloat16 of `[r, c, 16]` bytes and `[r, c]` exponents."""
+    """Convert `[r, c, 16]` bytes and `[r, c]` exponents to `[r, c * 32]` bfloat16."""
     table = torch.tensor([*_VALUES, *(-value for value in _VALUES)], dtype=torch.bfloat16)
     numbers = torch.stack((blocks & 0xF, blocks >> 4), dim=-1).flatten(-2)
     exponents = scales.int() - _SCALE_BIAS
@@ -96,14 +96,14 @@ def dequantise(blocks: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Stack:
-    """What a folder has of stacked experts."""
+    """The stacked experts of a folder."""
 
-    parts: Mapping[str, Part]  # an expert's tensor -> where it is
-    stored: Mapping[str, TensorInfo]  # the tensors of the folder, as they lie there
+    parts: Mapping[str, Part]  # an expert's tensor -> its location
+    stored: Mapping[str, TensorInfo]  # the folder's tensors
 
     @property
     def as_bfloat16(self) -> dict[str, TensorInfo]:
-        """The tensors of layers that an export has."""
+        """The layers' tensors in an export."""
         found = {}
         for name, info in self.stored.items():
             if name.endswith(SCALES):
@@ -120,9 +120,9 @@ class Stack:
 def split_experts(
     found: Mapping[str, TensorInfo], names: TensorNames, folder: Path, flag: str
 ) -> tuple[dict[str, TensorInfo], Stack]:
-    """All tensors of a folder, those of layers' experts as each expert's own; and where these are.
+    """Split a folder's stacked tensors by expert; return all tensors and the stack.
 
-    Raises UsageError for one of another rank or dtype, or of MXFP4 without the other half.
+    Raises UsageError for a stacked one of another rank or dtype, or MXFP4 without its other half.
     """
     stored = {name: info for name, info in found.items() if _STACKED.fullmatch(name)}
     _require_whole(stored, folder, flag)
@@ -166,7 +166,7 @@ def _require_whole(stored: Mapping[str, TensorInfo], folder: Path, flag: str) ->
 def _parts_of(
     name: str, info: TensorInfo, names: TensorNames, *, is_mxfp4: bool
 ) -> Iterable[tuple[str, Part, tuple[int, ...]]]:
-    """Each expert's tensors in a layer's one, of the shape in bfloat16."""
+    """Yield name, location and shape of each expert's tensors in a layer's bfloat16 tensor."""
     match = _STACKED.fullmatch(name)
     assert match is not None
     is_bias = bool(match[3])

@@ -1,5 +1,4 @@
-"""The model of a critic or a reward model: Megatron's, with a number per token in the place of
-logits.
+"""The model of a critic or reward model: a Megatron model with one number per token, not logits.
 
 `ValueHead` takes the place of the output layer of any Megatron language model that has one
 (`GPTModel`, `HybridModel`). The rest of the model, its parameter names and its checkpoint format
@@ -33,9 +32,9 @@ from mcore_rl.model.config_json import ModelShape, settings_without_flag
 class ValueHead(torch.nn.Module):
     """A linear layer from hidden states to one number, in float32 and without a bias.
 
-    `weight` `[1, h]` is replicated over TP and starts at zero, so that every layout starts alike.
-    With sequence parallelism each TP rank computes its own positions; the mark on the weight makes
-    Megatron add up the partial gradients.
+    `weight` `[1, h]` is replicated over TP and starts at zero, the same for every layout. With
+    sequence parallelism each TP rank computes its own positions; the attribute on the weight makes
+    Megatron sum the partial gradients.
     """
 
     def __init__(self, config: Any, tp_group: torch.distributed.ProcessGroup) -> None:
@@ -53,10 +52,10 @@ class ValueHead(torch.nn.Module):
         weight: torch.Tensor | None = None,
         runtime_gather_output: bool | None = None,
     ) -> tuple[torch.Tensor, None]:
-        """`[s (or this rank's share), b, h]` -> `[s, b, 1]` float32, on every TP rank."""
+        """Map `[s (or this rank's share), b, h]` to `[s, b, 1]` float32, on every TP rank."""
         values = torch.nn.functional.linear(hidden.float(), self.weight.float())
         if self.sequence_parallel:
-            # All TP ranks go on alike from here, so each takes its own part of the gradient.
+            # All TP ranks compute the same from here, so each takes its own part of the gradient.
             values = gather_from_sequence_parallel_region(
                 values, tensor_parallel_output_grad=False, group=self._tp_group
             )
@@ -68,7 +67,7 @@ class ValueHead(torch.nn.Module):
         sharded_offsets: tuple[Any, ...] = (),
         metadata: dict[str, Any] | None = None,
     ) -> dict[str, Any]:
-        """One replicated entry, for Megatron's distributed checkpoints."""
+        """Return one replicated entry, for Megatron's distributed checkpoints."""
         from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 
         tensors: dict[str, Any] = make_sharded_tensors_for_checkpoint(
@@ -78,10 +77,10 @@ class ValueHead(torch.nn.Module):
 
 
 class ValueModel:
-    """Mixin before a Megatron language model class: its forward returns values.
+    """Mixin to place before a Megatron language model class: its forward returns values.
 
-    `[b, s, 1]` float32 on the last pipeline stage, Megatron's hidden states elsewhere. Position t's
-    value is that of the state before token t+1.
+    They are `[b, s, 1]` float32 on the last pipeline stage; other stages return Megatron's hidden
+    states. Position t has the value of the state before token t+1.
     """
 
 
@@ -91,16 +90,16 @@ class GPTCritic(ValueModel, GPTModel):
 
 @functools.cache
 def critic_class(base: type) -> type:
-    """`base` with `ValueModel` before it: GPTCritic for GPTModel, a new class for any other."""
+    """Return `base` with `ValueModel` before it: GPTCritic for GPTModel, else a new class."""
     if issubclass(base, ValueModel):
         return base
     return GPTCritic if base is GPTModel else type(f"{base.__name__}Critic", (ValueModel, base), {})
 
 
 def as_critic(model: torch.nn.Module) -> torch.nn.Module:
-    """Turn a built Megatron language model into a critic, in place; returns the model.
+    """Turn a built Megatron language model into a critic, in place, and return it.
 
-    RuntimeError: its output layer is its embedding, whose other use would be lost.
+    Raises RuntimeError if its output layer is its embedding, whose other use would be lost.
     """
     critic: Any = model  # with the attributes of Megatron's class
     if critic.share_embeddings_and_output_weights:
@@ -112,7 +111,7 @@ def as_critic(model: torch.nn.Module) -> torch.nn.Module:
 
 
 def make_critic_provider(provider: Any) -> Any:
-    """Wrap a Megatron `model_provider` so that what it builds is a critic."""
+    """Wrap a Megatron `model_provider` so that it builds a critic."""
 
     @functools.wraps(provider)
     def critic_provider(*args: Any, **kwargs: Any) -> torch.nn.Module:
@@ -130,10 +129,10 @@ def build_value_model(
     *,
     log: TextIO | None = None,
 ) -> tuple[MegatronWorld, adapter.TrainState, ModelShards]:
-    """The model in a world of its own, its weights not read yet. Collective.
+    """Build the model in its own world, without reading weights. Collective.
 
-    `args` are Megatron's for it, `setup` builds with or without an optimizer, `provider` is a
-    fork's own.
+    `args` are its Megatron arguments; `setup` builds it with or without an optimizer; `provider` is
+    a fork's own.
     """
     for name, value in settings_without_flag(shape).items():
         setattr(args, name, value)

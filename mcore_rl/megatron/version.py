@@ -1,7 +1,7 @@
-"""Which Megatron Python imports: its version, its commit, and whether it has what is called here.
+"""The Megatron that Python imports: version, commit, and a check for the functions called here.
 
-pip's record says what was installed. A fork or a checkout on Python's path is imported instead of
-it and leaves the record as it is, so the code that is found is asked, and none of it is run.
+pip's record describes only the installed package. A fork or a checkout on Python's path takes
+precedence without changing the record, so this module reads the code itself, without running it.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from pathlib import Path
 from mcore_rl.common.errors import UsageError
 
 PACKAGE = "megatron-core"
-# Those that were tried; a version beyond them is taken if its code looks as it must.
+# The versions that were tried. Others are accepted if their code has everything in `_CALLED`.
 OLDEST, NEWEST = "0.17.0", "0.20.0"
 _INSTALLED = "0.19.2"  # what scripts/setup_env.sh installs
 _VERSION_FILE = "megatron/core/package_info.py"
-# What is called of Megatron, by the file that has it: enough to tell a release that lacks some of
-# it from one that has it all. Functions that moved between releases are left out.
+# Functions of Megatron that mcore_rl calls, by file: enough to detect a release that lacks some of
+# them. Functions that moved between releases are left out.
 _CALLED = {
     "megatron/training/arguments.py": ("add_megatron_arguments", "parse_args", "validate_args"),
     "megatron/training/initialize.py": ("initialize_megatron",),
@@ -39,21 +39,21 @@ _CALLED = {
 
 @dataclass(frozen=True, slots=True)
 class MegatronSource:
-    """The Megatron that `import megatron.core` takes. `folder` is the one that `megatron` is in."""
+    """The Megatron that `import megatron.core` finds. `folder` contains `megatron`."""
 
     folder: Path
     version: str
 
     def commit(self) -> str | None:
-        """See `commit_of`."""
+        """Return its commit; see `commit_of`."""
         return commit_of(self.folder, _VERSION_FILE, PACKAGE)
 
 
 def commit_of(folder: Path, file: str, package: str) -> str | None:
-    """The commit of the checkout that has `file` of `folder`, "-dirty" appended if files differ
-    from it; else the one that pip installed `package` from, if `file` is of it; None where neither
-    is known. Runs git."""
-    # A virtual environment may lie in a checkout of something else.
+    """Return the commit of the checkout that has `file` of `folder`, with "-dirty" if files differ;
+    else the commit that pip installed `package` from, if `file` belongs to it; else None. Runs git.
+    """
+    # A virtual environment may lie in another project's checkout.
     if _git(folder, "ls-files", "--error-unmatch", file) is not None:
         return _git(folder, "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*")
     try:
@@ -68,8 +68,8 @@ def commit_of(folder: Path, file: str, package: str) -> str | None:
 
 
 def _git(folder: Path, *command: str) -> str | None:
-    """What git says of a folder; None if it is in no repository, or there is no git."""
-    # Containers run checkouts that belong to another user; what is imported is trusted anyway.
+    """Return git's output for a folder; None outside repositories and without git."""
+    # In containers a checkout may belong to another user; imported code is trusted anyway.
     git = ("git", "-C", str(folder), "-c", "safe.directory=*")
     try:
         run = subprocess.run([*git, *command], capture_output=True, text=True, timeout=60)
@@ -79,9 +79,9 @@ def _git(folder: Path, *command: str) -> str | None:
 
 
 def find_megatron() -> MegatronSource | None:
-    """The Megatron that Python imports, or has imported; None if there is none.
+    """Return the Megatron that Python imports, or has imported; None if it finds none.
 
-    Raises UsageError if it does not say which version it is.
+    Raises UsageError if it does not state its version.
     """
     try:
         spec = importlib.util.find_spec("megatron.core")
@@ -94,7 +94,7 @@ def find_megatron() -> MegatronSource | None:
 
 
 def check_megatron() -> MegatronSource:
-    """The Megatron that Python imports; UsageError if there is none or it lacks what is called."""
+    """Return the Megatron that Python imports; UsageError if it is missing or lacks a function."""
     source = find_megatron()
     if source is None:
         raise UsageError(
@@ -112,16 +112,16 @@ def check_megatron() -> MegatronSource:
 
 
 def _folder_of(spec: ModuleSpec) -> Path | None:
-    """The folder that `megatron` is in, of a package `megatron.<name>`; links are left as links."""
+    """Return the folder of `megatron`, given `megatron.<name>`; symbolic links are not resolved."""
     return None if spec.origin is None else Path(os.path.abspath(spec.origin)).parents[2]
 
 
 def _missing(folder: Path) -> list[str]:
-    """What is called and is not there: whole packages if nothing of them is, else names."""
+    """Return the missing modules and functions that mcore_rl calls."""
     spec = importlib.util.find_spec("megatron.training")
     training = None if spec is None else _folder_of(spec)
     if training != folder:
-        # `megatron` is a package of several folders: what one lacks is taken from the next.
+        # `megatron` is a namespace package: modules missing in one folder come from the next.
         other = f" (that in {training} belongs to another Megatron)" if training else ""
         return [f"megatron.training{other}"]
     found = []
@@ -140,9 +140,9 @@ def _missing(folder: Path) -> list[str]:
 
 
 def _stated_version(file: Path) -> str:
-    """The version that package_info.py states; what it adds when it runs is the commit's business.
+    """Return the version that package_info.py states, without what it appends when it runs.
 
-    Releases have MAJOR, MINOR, PATCH and PRE_RELEASE; a fork may write `__version__` at once.
+    Releases set MAJOR, MINOR, PATCH and PRE_RELEASE; a fork may set only `__version__`.
     """
     try:
         tree = ast.parse(file.read_text(encoding="utf-8"))

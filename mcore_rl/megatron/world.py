@@ -1,9 +1,8 @@
-"""A second model beside the actor: other parallel degrees, other arguments, the same processes.
+"""Worlds: a second model in the actor's processes, with its own parallel degrees and arguments.
 
-Megatron keeps its process groups and its arguments in module globals, and much of it reads them
-there. A `MegatronWorld` is one set of these; inside `with world:` Megatron sees that set, so that a
-critic is built, run, updated and saved by the same code as an actor, in a layout of its own.
-Belongs to `megatron_adapter`: it calls `megatron.training`.
+Megatron keeps its process groups and arguments in module globals. A `MegatronWorld` is one set of
+these. Inside `with world:` Megatron sees that set, so that the same code builds, runs, updates and
+saves a critic and an actor, each in its own layout. Like `adapter` it calls `megatron.training`.
 """
 
 from __future__ import annotations
@@ -19,12 +18,12 @@ from typing import Any, TextIO
 from mcore_rl.flags.parser import ExtraArgs
 from mcore_rl.megatron import adapter as megatron_adapter
 
-# The groups and their sizes; functions and imported modules are not written like this.
+# The names of groups and their sizes; functions and imported modules do not match.
 _GLOBAL = re.compile(r"_[A-Z][A-Z0-9_]*|_global_process_group_list")
 
 
 class MegatronWorld:
-    """Process groups and arguments that Megatron finds in its globals, inside `with world:`.
+    """The process groups and arguments in Megatron's globals inside `with world:`.
 
     Creating one is collective over all processes. Worlds do not nest.
     """
@@ -41,7 +40,7 @@ class MegatronWorld:
             return
         outside = _globals_of(parallel_state)
         try:
-            # Forgets the groups and leaves them as they are.
+            # This only resets the globals; the process groups stay.
             parallel_state.destroy_model_parallel()
             _initialize_groups(args)
             self._groups = _globals_of(parallel_state)
@@ -74,7 +73,7 @@ def _globals_of(module: Any) -> dict[str, Any]:
 
 
 def _initialize_groups(args: argparse.Namespace) -> None:
-    """What Megatron's own start does once torch.distributed runs."""
+    """Create the process groups as Megatron does once torch.distributed is initialized."""
     from megatron.training import global_vars, initialize
 
     outside = global_vars.get_args()
@@ -92,10 +91,10 @@ def parsed_args(
     *,
     log: TextIO | None = None,
 ) -> argparse.Namespace:
-    """Megatron's arguments for a command line of another model, validated by Megatron.
+    """Parse and validate another model's command line with Megatron.
 
-    `extra_args` adds all flags that are not Megatron's own.
-    The ranks are those of `like`. Raises what Megatron raises for flags that it refuses.
+    `extra_args` adds the flags that are not Megatron's. The ranks come from `like`. Megatron's
+    errors for invalid flags propagate.
     """
     from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
     from megatron.training.arguments import parse_args, validate_args
@@ -106,7 +105,7 @@ def parsed_args(
         with megatron_adapter.megatron_output_to(log), warnings.catch_warnings(action="ignore"):
             args: argparse.Namespace = parse_args(extra_args)
             validate_args(args)
-            build_tokenizer(args)  # settles the padded vocabulary
+            build_tokenizer(args)  # sets the padded vocabulary size
     finally:
         sys.argv = saved
     args.rank, args.local_rank = like.rank, like.local_rank
@@ -114,7 +113,7 @@ def parsed_args(
 
 
 def changed_args(args: argparse.Namespace, values: Mapping[str, Any]) -> argparse.Namespace:
-    """A copy of arguments with some values of its own, where no command line is known."""
+    """Copy arguments with some values changed, for models without a command line."""
     changed = copy.copy(args)
     for name, value in values.items():
         assert hasattr(changed, name), name

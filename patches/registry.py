@@ -1,7 +1,7 @@
-"""Apply a repair of an upstream package once, to the code that it is for, and say so.
+"""The registry of patches: it applies each once, to the code it was written for, and logs it.
 
-A repair reaches into code that is not ours, so it is never applied on trust: a version it does not
-name, or a target that does not look as the repair expects, is refused with the way out.
+A patch changes code that is not ours. An unknown version, or a target that does not look as the
+patch expects, is therefore refused, with a remedy.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ class Patch:
     """One repair of one package.
 
     `package` is the distribution's name, or several names under which the same code is published,
-    the usual one first. `versions` are the ones it was tried with: a specifier set ("==0.32.0",
-    ">=0.16,<0.20") or an explicit tuple. Local labels such as "+cpu" do not count. None: what the
-    code looks like decides alone, as of Megatron, which is forked more than it is released.
+    the usual one first. `versions` are the versions it was tried with: a specifier set ("==0.32.0",
+    ">=0.16,<0.20") or an explicit tuple. Local labels such as "+cpu" are ignored. With None only
+    the code's appearance counts, as for Megatron, which is forked more often than released.
 
-    `needed` tells whether this process has the defect at all (a CPU repair is not needed on a GPU,
-    nor one of code that a release does not have yet); where it says no, the version does not
-    matter. `apply` does the repair. Both raise UsageError, through `require_parameters`,
-    `require_source` or `require`, where the code looks like none that they know; without
-    `versions` a module or an attribute that is not there counts as such, too.
+    `needed` returns whether this process has the defect (a CPU repair is not needed on a GPU, nor
+    a repair of code that a release does not have yet); if not, the version is not checked. `apply`
+    does the repair. Both raise UsageError, through `require_parameters`, `require_source` or
+    `require`, if they do not know the code; without `versions`, a missing module or attribute also
+    counts as unknown code.
     """
 
     name: str
@@ -56,7 +56,7 @@ class Patch:
 
     @property
     def supported(self) -> str:
-        """The supported versions, as a person reads them."""
+        """The supported versions, as text for messages."""
         if self.versions is None:
             return f"one of {OLDEST} to {NEWEST}"
         if isinstance(self.versions, tuple):
@@ -73,10 +73,10 @@ class Patch:
 
 
 def apply_patch(patch: Patch) -> bool:
-    """Apply `patch` if this process needs it and has not got it; True if it was applied now.
+    """Apply `patch` if this process needs it and lacks it; return True if it was applied now.
 
-    Raises UsageError where the package is missing, its version is not one the patch names, or its
-    code looks different. A patch that raised is not counted as applied.
+    Raises UsageError if the package is missing, the patch does not name its version, or its code
+    looks different. A patch that raises does not count as applied.
     """
     if patch.name in _applied or not is_needed(patch):
         return False
@@ -95,18 +95,18 @@ def apply_patch(patch: Patch) -> bool:
 
 
 def is_needed(patch: Patch) -> bool:
-    """`patch.needed()`; UsageError where that cannot be told from the code."""
+    """Return `patch.needed()`; raises UsageError if the code does not show it."""
     with _naming(patch):
         return patch.needed()
 
 
 @contextlib.contextmanager
 def _naming(patch: Patch) -> Iterator[None]:
-    """Refuse code that looks like none that `patch` knows by one sentence with the patch's name."""
+    """Refuse code that `patch` does not know, in one sentence with the patch's name."""
     try:
         yield
     except (_Unfit, ImportError, AttributeError) as error:
-        # With versions, what is missing there is a fault of the patch.
+        # If versions are given, a missing name is a fault of the patch.
         if patch.versions is not None and not isinstance(error, _Unfit):
             raise
         package, version = installed(patch)
@@ -119,21 +119,21 @@ def _naming(patch: Patch) -> Iterator[None]:
 
 
 def apply_all(patches: Iterable[Patch]) -> tuple[str, ...]:
-    """Apply `patches` in order; the names of those that were applied now."""
+    """Apply `patches` in order, and return the names of those applied now."""
     return tuple([patch.name for patch in patches if apply_patch(patch)])
 
 
 def applied_patches() -> Mapping[str, str]:
-    """Name of every patch applied in this process -> the package and version it was applied to."""
+    """Return the patches applied in this process: name -> package and version."""
     return MappingProxyType(_applied)
 
 
 class _Unfit(UsageError):
-    """The code to be patched is none that the patch knows."""
+    """The patch does not know the code to be patched."""
 
 
 def require(condition: bool, target: str, expectation: str) -> None:
-    """Refuse to patch `target` unless `condition`: it is not what the patch was written for."""
+    """Refuse to patch `target` unless `condition` holds: the patch was written for other code."""
     if not condition:
         raise _Unfit(f"{target} {expectation}")
 
@@ -146,12 +146,12 @@ def require_parameters(target: Callable[..., Any], *names: str) -> None:
 
 
 def parameters_of(target: Callable[..., Any]) -> tuple[str, ...]:
-    """The names of a function's parameters, to tell one release's from another's."""
+    """Return the names of a function's parameters, which may differ between releases."""
     return tuple(inspect.signature(target).parameters)
 
 
 def require_source(target: Callable[..., Any], *fragments: str) -> None:
-    """Refuse to patch `target` unless its source has each of `fragments`, spaces aside."""
+    """Refuse to patch `target` unless its source has each of `fragments`, ignoring spaces."""
     label = f"{target.__module__}.{target.__qualname__}"
     try:
         source = "".join(inspect.getsource(target).split())
@@ -162,9 +162,9 @@ def require_source(target: Callable[..., Any], *fragments: str) -> None:
 
 
 def installed(patch: Patch) -> tuple[str, str]:
-    """Name and version of the package that `patch` is for; UsageError where there is none.
+    """Return name and version of the package that `patch` is for; UsageError if it is missing.
 
-    Megatron's version is that of the code which is imported.
+    For Megatron it is the version of the imported code.
     """
     for package in patch.packages:
         if package == MEGATRON:

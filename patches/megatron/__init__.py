@@ -1,4 +1,4 @@
-"""What Megatron needs to run on this machine; `apply` must precede the first `import megatron`."""
+"""Repairs of Megatron for this machine; `apply` must precede the first `import megatron`."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ from mcore_rl.patches.megatron import (
 from mcore_rl.patches.registry import applied_patches, apply_all
 from mcore_rl.patches.torch import checkpoint_reading, loopback_stores, narrow_products
 
-# In this order: later ones import Megatron, which must happen under the first three.
+# The order matters: later patches import Megatron, which requires the first three.
 PATCHES = (
     narrow_products.PATCH,
     typing_override.PATCH,
     cpu_torch.PATCH,
     late_wandb.PATCH,  # before anything else imports Megatron
     dataset_helpers.PATCH,
-    fsdp_single_rank_groups.PATCH,  # before the next, which changes a function that it looks at
+    fsdp_single_rank_groups.PATCH,  # before the next, which changes a function that it checks
     fsdp_on_cpu.PATCH,
     local_layers.PATCH,
     biased_experts.PATCH,
@@ -59,10 +59,10 @@ PATCHES = (
 
 
 def apply() -> tuple[str, ...]:
-    """Apply what is needed here; idempotent. Returns the names of the patches applied now.
+    """Apply the patches needed here; idempotent. Returns the names of the patches applied now.
 
-    UsageError if Megatron is imported already: what its modules have taken from torch, or from one
-    another, would stay as it was.
+    Raises UsageError if Megatron is already imported: names that its modules have imported from
+    torch, or from each other, would stay unpatched.
     """
     early = {"megatron.core", "megatron.training"} & sys.modules.keys()
     if early and not any(patch.name in applied_patches() for patch in PATCHES):

@@ -1,21 +1,20 @@
-"""The bias behind an expert (gpt-oss), in training, where experts are not a grouped layer.
+"""The output bias of an expert (gpt-oss) can be trained where experts are not a grouped layer.
 
 Symptom: without Transformer Engine the first forward pass with gradients raises "Output 0 of
 _ReduceFromModelParallelRegion is a view and is being modified inplace"; with TP and without EP it
-is _ReduceScatterToSequenceParallelRegion. Without gradients, as where log-probs are scored, nothing
-is raised. And with sequence parallelism each of these biases learns from the gradients of other
-experts', silently.
+names _ReduceScatterToSequenceParallelRegion. Without gradients, as in scoring log-probs, nothing is
+raised. With sequence parallelism each of these biases also gets other experts' gradients, silently.
 
-Cause: an expert adds its bias, times the token's weight, in place to what its second layer returns.
-That layer sums over expert tensor parallelism by an autograd function, or with sequence parallelism
-by one that also scatters the sum. With one rank either returns what it was given, and of that
-autograd makes a view that may not be written into. The layer also marks its bias as one of which
-each tensor-parallel rank has a part of the gradient, to be summed, though with experts that are not
-split over these ranks each of them has other experts, or other tokens.
+Cause: an expert adds its bias, times the token's weight, in place to the output of its second
+layer. That layer sums over expert tensor parallelism with an autograd function; with sequence
+parallelism the function also scatters the sum. With one rank either function returns its input, of
+which autograd makes a view that must not be modified. The layer also marks its bias so that its
+gradient is summed over tensor-parallel ranks, although these have other experts, or other tokens,
+when experts are not split over them.
 
-Why safe: where a group is one rank, either function is left out; forwards and backwards it does
-nothing there. With more ranks Megatron refuses experts with biases. The mark is taken from biases
-that are reduced over the data parallelism of experts, which is all that must be summed of them.
+Why safe: for a group of one rank both functions are skipped; forward and backward they do nothing
+there. With more ranks Megatron refuses experts with biases. The mark is removed from biases that
+are reduced over the experts' data parallelism, which is the only sum they need.
 
 Upstream: no issue known; Transformer Engine's grouped layers have neither.
 
@@ -36,12 +35,12 @@ _SUMS = ("reduce_from_tensor_model_parallel_region", "reduce_scatter_to_sequence
 
 
 def needed() -> bool:
-    """True wherever Megatron is; Transformer Engine's single experts have the mark, too."""
+    """Always True; Transformer Engine's single experts have the mark, too."""
     return True
 
 
 def apply() -> None:
-    """Have sums over one rank be what was to be summed, and no bias be summed with another's."""
+    """Skip sums over one rank, and do not sum the gradients of different biases."""
     from megatron.core.tensor_parallel import layers
     from megatron.core.transformer.moe.experts import SequentialMLP
 
@@ -64,7 +63,7 @@ def apply() -> None:
 
 
 def _over_several(reduce: Callable[..., Any]) -> Callable[..., Any]:
-    """`reduce` of the tensor-parallel group, which is left out where the group is one rank."""
+    """Wrap `reduce` over the tensor-parallel group so that a group of one rank skips it."""
     from megatron.core.utils import get_tensor_model_parallel_group_if_none
 
     found = parameters_of(reduce)

@@ -1,14 +1,14 @@
-"""A checkpoint's common.pt is read as data, and one that is none is refused by a sentence.
+"""A checkpoint's common.pt is read as data; one with code is refused with one sentence.
 
-Symptom: `common.pt` of an older checkpoint that somebody else has made may hold code. It is not
-run, as torch.load takes weights alone by default; but TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD, set for
-some other program's sake, makes it run, and without that the run ends in torch's advice to switch
-the check off.
+Symptom: `common.pt` of an older checkpoint from another person may contain code. By default it is
+not run, because torch.load reads only weights. But TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD, set for
+another program, makes it run; without that variable the run ends with torch's advice to disable the
+check.
 Cause: `load_common` leaves `weights_only` to torch's default.
-Why safe: the same file is read by the same function, with the default said aloud. Arguments, random
-states and whatever else Megatron saves are among the classes that it registers with torch.
+Why safe: the same function reads the same file, with the default made explicit. Arguments, random
+states and everything else that Megatron saves are among the classes that it registers with torch.
 Upstream: as described; from 0.19 on common.pt is only read, and no longer written.
-Drop when: Megatron says `weights_only=True` there, or reads no common.pt.
+Drop when: Megatron sets `weights_only=True` there, or reads no common.pt.
 Versions: megatron-core 0.17 to 0.20.
 """
 
@@ -25,7 +25,7 @@ def needed() -> bool:
 
 
 def apply() -> None:
-    """Replace `load_common` where it is and where it was imported by name."""
+    """Replace `load_common` in its module and where it was imported by name."""
     from megatron.core.dist_checkpointing import serialization
     from megatron.core.dist_checkpointing.strategies import common
     from megatron.core.msc_utils import MultiStorageClientFeature

@@ -1,16 +1,16 @@
-"""Give Megatron's modules, and nobody else, a `torch` whose `cuda` is the CPU.
+"""Megatron's modules, and no others, get a `torch` whose `cuda` is the CPU.
 
 Symptom: Megatron calls `torch.cuda.*`, `tensor.cuda()` and `device="cuda"` unconditionally, so on a
-machine without a GPU it dies in its first function.
+machine without a GPU it fails in its first function.
 
 Cause: it was written for one kind of device.
 
 Why safe: the process's own `torch` keeps its attributes. An import hook rebinds the module globals
 `torch`, `torch.cuda` and `torch.distributed` of modules named `megatron.*` to stand-ins that
-forward everything they do not replace. Three methods cannot be rebound per module, because they
-hang on tensors and modules that everybody shares: `Tensor.cuda`, `Module.cuda` and the
-argument-less `Tensor.type`. Those look at who calls and behave as before for everyone but
-Megatron. vLLM, inductor and transformers therefore still see a machine without CUDA.
+forward everything they do not replace. Three methods belong to shared classes and cannot be rebound
+per module: `Tensor.cuda`, `Module.cuda` and the argument-less `Tensor.type`. They check the caller,
+and change only for Megatron. vLLM, inductor and transformers therefore still see a machine without
+CUDA.
 
 Upstream: Megatron-LM runs single unit tests on CPU, not training; no issue proposes it.
 
@@ -46,7 +46,7 @@ _FACTORIES = (
 
 
 class CpuStream:
-    """A stream or event of a device that has one queue: everything on it is already ordered."""
+    """A stream or event of a device with one queue, on which everything is already ordered."""
 
     cuda_stream = 0
     device = torch.device("cpu")
@@ -61,7 +61,7 @@ class CpuStream:
         pass
 
     def record(self, *args: Any) -> None:
-        """Mark a point in the queue: nothing is pending on a CPU."""
+        """Do nothing: no work is pending on a CPU."""
 
     wait = wait_event = wait_stream = synchronize = record
 
@@ -76,7 +76,7 @@ class CpuStream:
 
 
 class _DeviceProperties:
-    """What Megatron reads of a device to size things; none of it decides a result."""
+    """Device properties that Megatron reads for sizing; they do not affect results."""
 
     name = "cpu"
     major, minor = 9, 0
@@ -85,7 +85,7 @@ class _DeviceProperties:
 
 
 def _forwarding_module(name: str, target: types.ModuleType) -> types.ModuleType:
-    """A module that answers with `target`'s attribute for everything not set on itself."""
+    """Return a module that forwards to `target` all attributes that it does not set."""
     module = types.ModuleType(name)
     module.__getattr__ = functools.partial(getattr, target)  # type: ignore[method-assign]
     return module
@@ -156,14 +156,14 @@ def _make_cuda() -> types.ModuleType:
 
 
 def _on_cpu(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """A tensor factory for which every CUDA device (an int too) is the CPU, unpinned."""
+    """Wrap a tensor factory so that every CUDA device (also an int) is the CPU, unpinned."""
 
     @functools.wraps(factory)
     def on_cpu(*args: Any, **kwargs: Any) -> torch.Tensor:
         device = kwargs.get("device")
         if device is not None and (isinstance(device, int) or str(device).startswith("cuda")):
             kwargs["device"] = "cpu"
-        kwargs.pop("pin_memory", None)  # needs a device that it is pinned for
+        kwargs.pop("pin_memory", None)  # pinning needs a device
         return factory(*args, **kwargs)
 
     return on_cpu
@@ -173,8 +173,8 @@ def _make_distributed() -> types.ModuleType:
     distributed = _forwarding_module("torch.distributed", torch.distributed)
 
     def as_list(sizes: Any) -> Any:
-        # Megatron keeps split sizes in tensors where no CUDA copy to the host is pending; gloo's
-        # binding takes lists only.
+        # Megatron keeps split sizes in tensors if no CUDA copy to the host is pending; gloo's
+        # binding takes only lists.
         return sizes.tolist() if torch.is_tensor(sizes) else sizes
 
     def all_to_all_single(
@@ -194,8 +194,8 @@ def _make_distributed() -> types.ModuleType:
     return distributed
 
 
-# NCCL takes pieces of different lengths, as tokens of experts that are split over ranks are; gloo
-# does not. Every rank knows all lengths, so all of them take the same branch.
+# NCCL takes pieces of different lengths, such as tokens of experts that are split over ranks; gloo
+# does not. Every rank knows all lengths, so all ranks take the same branch.
 
 
 def _all_gather(
@@ -228,13 +228,13 @@ def _reduce_scatter(
 
 
 def _length_of_uneven(pieces: list[torch.Tensor]) -> int | None:
-    """The longest piece's, None where all have the same."""
+    """Return the longest piece's length, or None if all have the same."""
     lengths = {len(piece) for piece in pieces}
     return max(lengths) if len(lengths) > 1 else None
 
 
 def _padded(piece: torch.Tensor, length: int) -> torch.Tensor:
-    """A copy with zeros behind it."""
+    """Return a copy padded with zeros to `length`."""
     whole = piece.new_zeros(length, *piece.shape[1:])
     whole[: len(piece)] = piece
     return whole
@@ -274,17 +274,17 @@ def _replace_shared_methods() -> None:
         found = tensor_type(self, *args, **kwargs)
         if args or kwargs or not _called_by_megatron():
             return found
-        # The optimizers sort parameters by "torch.cuda.FloatTensor" and its half siblings.
+        # The optimizers sort parameters by names such as "torch.cuda.FloatTensor".
         return found.replace("torch.", "torch.cuda.", 1)
 
-    # They take any arguments, and torch declares which.
+    # The replacements take any arguments; torch declares specific ones.
     torch.Tensor.cuda = cuda_of_tensor  # type: ignore[assignment, method-assign]
     torch.nn.Module.cuda = cuda_of_module  # type: ignore[assignment, method-assign]
     torch.Tensor.type = type_of_tensor  # type: ignore[assignment, method-assign]
 
 
 class _MegatronLoader(importlib.abc.Loader):
-    """Runs a Megatron module, then rebinds its `torch`, `torch.cuda` and `torch.distributed`."""
+    """A loader that runs a Megatron module, then rebinds its `torch` and the two submodules."""
 
     def __init__(self, loader: Any, stand_in: types.ModuleType) -> None:
         self._loader = loader
@@ -318,7 +318,7 @@ class _MegatronLoader(importlib.abc.Loader):
                     remedy=f"install megatron-core {OLDEST} to {NEWEST}, or train on a GPU",
                 )
 
-        # These two go around torch.cuda, straight to torch._C and its generators.
+        # These two bypass torch.cuda and use torch._C and its generators directly.
         def get_rng_state(
             device: Any = "cuda", clone: bool = False, graph_safe: bool = False
         ) -> torch.Tensor:
@@ -349,12 +349,12 @@ class _MegatronFinder(importlib.abc.MetaPathFinder):
 
 
 def needed() -> bool:
-    """True where there is no CUDA device: the patch must not exist on a machine with one."""
+    """Return whether CUDA is missing; the patch must not be applied on a machine with it."""
     return not torch.cuda.is_available()
 
 
 def apply() -> None:
-    """Install the import hook, for what is imported from now on."""
+    """Install the import hook for later imports."""
     _replace_shared_methods()
     sys.meta_path.insert(0, _MegatronFinder(_make_torch()))
 

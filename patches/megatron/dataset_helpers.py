@@ -1,14 +1,14 @@
-"""Let `initialize_megatron` go on without the compiled dataset index builder.
+"""`initialize_megatron` continues without the compiled dataset index builder.
 
 Symptom: `initialize_megatron` exits with "Failed to compile the C++ dataset helper functions".
 
 Cause: `megatron.core.datasets.utils.compile_helpers` runs `make` in a folder whose Makefile is part
-of the repository but not of the wheel; in a checkout of the repository that wants pybind11, a
-compiler, and a folder that it may write into.
+of the repository but not of the wheel. In a checkout of the repository this requires pybind11, a
+compiler, and a writable folder.
 
 Why safe: the helpers build the sample index of `.bin`/`.idx` corpora. Prompts of mcore_rl are not
-such a corpus, and nothing in RL calls the helpers. Pre-training compiles them as before, as it does
-not apply patches of mcore_rl.
+such a corpus, and nothing in RL calls the helpers. Pre-training still compiles them, because it
+does not apply patches of mcore_rl.
 
 Upstream: present in 0.17 to 0.19, and on main.
 
@@ -23,18 +23,18 @@ from mcore_rl.patches.registry import Patch, require_parameters
 
 
 def needed() -> bool:
-    """True wherever Megatron is."""
+    """Always True."""
     return True
 
 
 def apply() -> None:
-    """Replace `compile_helpers` by a function that has nothing to do."""
+    """Replace `compile_helpers` by a function that does nothing."""
     from megatron.core.datasets import utils
 
     require_parameters(utils.compile_helpers)
 
     def compile_helpers() -> None:
-        """The index builder is not used by mcore_rl, see the module's docstring."""
+        """Do nothing: mcore_rl does not use the index builder (see the module's docstring)."""
 
     utils.compile_helpers = compile_helpers
 

@@ -1,13 +1,13 @@
-"""Padding does not count in the load that moves the biases of experts.
+"""Padding does not count in the load that updates the expert biases.
 
-Symptom: with a padding mask the first forward pass in training of a model with biases of experts
-raises "The size of tensor a must match the size of tensor b"; with as many positions as experts
-nothing is raised, and the wrong choices are left out.
+Symptom: with a padding mask the first training forward pass of a model with expert biases raises
+"The size of tensor a must match the size of tensor b"; if there are as many positions as experts,
+nothing is raised, and the wrong choices are excluded.
 
 Cause: `TopKRouter._apply_expert_bias` combines choices of shape `[n, e]` with a mask of shape
-`[n]`, which torch lines up with the experts.
+`[n]`, whose dimension torch aligns with the experts.
 
-Why safe: the mask gets a dimension of size 1 before the same function sees it; without a mask
+Why safe: the mask gets a dimension of size 1 before the same function uses it; without a mask
 nothing changes.
 
 Upstream: NVIDIA/Megatron-LM issue 6111, repaired by pull request 6114.
@@ -32,7 +32,7 @@ _FAULT = "routing_map & (~padding_mask)\n"
 
 
 def needed() -> bool:
-    """Whether this Megatron's routers take a mask and combine it as it is."""
+    """Return whether this Megatron's routers take a mask and combine it without reshaping."""
     from megatron.core.transformer.moe.router import TopKRouter
 
     count = TopKRouter._apply_expert_bias
@@ -40,7 +40,7 @@ def needed() -> bool:
 
 
 def apply() -> None:
-    """Let the mask be of positions, whatever the expert."""
+    """Broadcast the mask over experts."""
     from megatron.core.transformer.moe.router import TopKRouter
 
     count = TopKRouter._apply_expert_bias

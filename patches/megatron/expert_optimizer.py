@@ -1,19 +1,19 @@
-"""A checkpoint of an MoE model is loaded under another expert parallelism, and by every stage.
+"""A checkpoint of an MoE model can be loaded under another expert parallelism, and by every stage.
 
-Symptom: `--load` under another EP dies with KeyError 'optimizer' (from EP2 to EP1) or with
-"Expected 2 entries in state dict" (from EP1 to EP2), `--dist-ckpt-optim-fully-reshardable` or not.
-Where the first pipeline stage has dense layers only, `--load` dies in `_synchronize_steps`
-("steps: [0.0, 2.0]"), in the same layout too.
+Symptom: `--load` under another EP fails with KeyError 'optimizer' (from EP2 to EP1) or "Expected 2
+entries in state dict" (from EP1 to EP2), with and without `--dist-ckpt-optim-fully-reshardable`. If
+the first pipeline stage has only dense layers, `--load` fails in `_synchronize_steps` ("steps:
+[0.0, 2.0]"), even in the same layout.
 
-Cause: with EP above 1 experts have an optimizer of their own beside the dense one, with EP1 they
-are in the same. Tensors of the fully reshardable format are named after parameters and find their
-place; the rest (parameter groups, kind of sharding) is stored by the number of the optimizer, as
-the first rank has it. If that rank's stage has no experts, their optimizer's step there is 0.
+Cause: with EP above 1 experts have their own optimizer in addition to the dense one; with EP1 they
+share one. Tensors of the fully reshardable format are named after parameters and are found; the
+rest (parameter groups, kind of sharding) is stored by optimizer number, as on the first rank. If
+that rank's stage has no experts, their optimizer's step there is 0.
 
-Why safe: where the stored optimizers are as many as there are, and their steps agree, Megatron's
-own function is called with what it would get. Else each optimizer gets the groups that are stored
-for parameters like its own (the same keys by which Megatron pairs them, but for whether they are
-experts), and all get the latest step: all optimizers of a model step together.
+Why safe: if the number of stored optimizers matches and their steps agree, Megatron's own function
+gets its usual arguments. Otherwise each optimizer gets the groups stored for parameters like its
+own (matched by Megatron's keys, except whether they are experts), and all get the latest step: all
+optimizers of a model step together.
 
 Upstream: no issue known.
 
@@ -33,12 +33,12 @@ _EXPERT = "is_expert_parallel"
 
 
 def needed() -> bool:
-    """Always."""
+    """Always True."""
     return True
 
 
 def apply() -> None:
-    """Sort what is stored of several optimizers, before Megatron hands it to them."""
+    """Sort the stored states of several optimizers before Megatron passes them on."""
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
     from megatron.core.optimizer.optimizer import ChainedOptimizer, param_group_identifier_keys
 
@@ -64,11 +64,11 @@ def sorted_by_optimizer(
     groups_of: Sequence[Sequence[Mapping[str, Any]]],
     identifiers: Sequence[str],
 ) -> dict[Any, Any]:
-    """What `ChainedOptimizer.load_state_dict` takes: the state of the only optimizer, or by number.
+    """Return `ChainedOptimizer.load_state_dict`'s argument: one state, or several by number.
 
-    `groups_of` are the parameter groups of each optimizer that loads, `identifiers` the keys that
-    tell them apart. A state dict of one optimizer has the keys "optimizer" and "param_state", of
-    several they are below a number; what was stored and what is loaded may differ in this.
+    `groups_of` are the parameter groups of each loading optimizer, `identifiers` the keys that
+    distinguish them. The state dict of one optimizer has the keys "optimizer" and "param_state";
+    for several they are below a number. The stored and the returned form may differ.
     """
     numbers = [key for key in state_dict if isinstance(key, int)]
     stored = [state_dict[number] for number in sorted(numbers)]
@@ -83,7 +83,7 @@ def sorted_by_optimizer(
     def like(group: Mapping[str, Any]) -> dict[str, Any]:
         keys = [key for key in identifiers if key != _EXPERT]
         alike = [other for other in groups if all(other.get(k) == group.get(k) for k in keys)]
-        # Of the same kind if there is one.
+        # Prefer groups of the same kind.
         alike.sort(key=lambda other: other.get(_EXPERT) != group.get(_EXPERT))
         found = {**(alike[0] if alike else group), _EXPERT: group.get(_EXPERT)}
         return found | ({"step": max(steps)} if steps else {})

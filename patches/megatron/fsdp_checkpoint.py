@@ -1,20 +1,20 @@
 """Megatron-FSDP can save and load a checkpoint with PyTorch's AdamW, and in float32.
 
-Symptom: with `--ckpt-format fsdp_dtensor` saving hangs as soon as some rank holds no row of some
-gated layer (a small expert lies on one rank as a whole); so does loading. In float32 both die with
-"has no attribute `module`".
+Symptom: with `--ckpt-format fsdp_dtensor` saving and loading hang if a rank holds no row of some
+gated layer (a small expert may lie on one rank). In float32 both fail with "has no attribute
+`module`".
 
-Cause: saving splits each gated layer's moments by a collective call, over the keys of the
-optimizer's state. A rank without rows has no gradient there, and AdamW makes no state for what has
-no gradient, where Transformer Engine's Adam makes one of no elements; so that ranks call for
-different layers. And the names under which the layers are looked up count on the wrapper that
+Cause: saving splits each gated layer's moments with a collective call, over the keys of the
+optimizer's state. A rank without rows has no gradient there, and AdamW creates no state for a
+parameter without gradient, while Transformer Engine's Adam creates an empty one. Ranks then call
+the collective for different layers. Also, the lookup of layers by name assumes the wrapper that
 half precision adds.
 
-Why safe: what AdamW lacks is of no elements; it gets the step that all parameters share. The order
-of the state becomes that of the parameters, which is the same on all ranks. Without the wrapper one
-"module." is left out of a name that cannot be found with it.
+Why safe: the added states are empty and get the step that all parameters share. The state gets the
+order of the parameters, which is the same on all ranks. Without the wrapper, one "module." is
+removed from names that cannot be found with it.
 
-Upstream: Megatron-LM issue 4910 and pull request 6573 are about ranks whose state differs, with
+Upstream: Megatron-LM issue 4910 and pull request 6573 concern ranks with different states, for
 other optimizers; nothing is merged.
 
 Drop when: `sharded_param_state_fsdp_dtensor` gives all ranks the same keys, and
@@ -32,12 +32,12 @@ from mcore_rl.patches.registry import Patch, require_parameters
 
 
 def needed() -> bool:
-    """True wherever Megatron-FSDP exists: float32 is a matter of flags."""
+    """Always True: flags choose Megatron-FSDP and float32."""
     return True
 
 
 def apply() -> None:
-    """Complete the optimizer's state, and look names up as the model has them."""
+    """Complete the optimizer's state, and look up the names that the model has."""
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
     from megatron.core.transformer import fsdp_dtensor_checkpoint
 
@@ -72,14 +72,14 @@ def apply() -> None:
 
     DistributedOptimizer._init_optimizer_states_with_dummy_values = init_all
     DistributedOptimizer.sharded_param_state_fsdp_dtensor = pack_all
-    # Megatron's training imports the function by name, perhaps it already has.
+    # Megatron's training may have imported the function by name already.
     importer = sys.modules.get("megatron.training.checkpointing")
     for module in filter(None, (fsdp_dtensor_checkpoint, importer)):
         module.handle_swiglu_in_state_dict = split_of_any
 
 
 def _complete(optimizer: Any) -> None:
-    """Give AdamW a state for the parameters of which this rank has nothing."""
+    """Give AdamW a state for parameters that this rank has no part of."""
     import torch
 
     if not isinstance(optimizer, (torch.optim.Adam, torch.optim.AdamW)) or not optimizer.state:

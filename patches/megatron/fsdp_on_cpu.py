@@ -1,14 +1,14 @@
 """Megatron-FSDP runs on a machine without CUDA, over gloo.
 
-Symptom: `--use-megatron-fsdp` dies where the model is wrapped ("Invalid device string:
+Symptom: `--use-megatron-fsdp` fails when the model is wrapped ("Invalid device string:
 'cuda:cpu'"), then at its device meshes, then at the first reduction of gradients ("Cannot use
 ReduceOp.PREMUL_SUM with Gloo").
 
-Cause: it spells out CUDA devices and meshes of type "cuda", and lets NCCL multiply while it adds.
+Cause: it hard-codes CUDA devices and meshes of type "cuda", and lets NCCL scale during a reduction.
 
-Why safe: a CUDA device or mesh becomes that of the CPU in Megatron-FSDP's own modules, as
-`cpu_torch` does for the rest of Megatron; nobody else's `torch` changes. Gradients are scaled
-before they are added up, which is what Megatron-FSDP itself does in bfloat16.
+Why safe: in Megatron-FSDP's own modules a CUDA device or mesh becomes the CPU's, as `cpu_torch`
+does for the rest of Megatron; `torch` does not change for other code. Gradients are scaled before
+the reduction, as Megatron-FSDP itself does in bfloat16.
 
 Upstream: no issue proposes it.
 
@@ -28,7 +28,7 @@ from mcore_rl.patches.registry import Patch, require, require_parameters
 
 _PACKAGE = "megatron.core.distributed.fsdp"
 _BUFFERS = f"{_PACKAGE}.src.megatron_fsdp.param_and_grad_buffer"
-# Those that name a device.
+# The modules that name a device.
 _MODULES = (
     f"{_PACKAGE}.mcore_fsdp_adapter",
     f"{_PACKAGE}.src.megatron_fsdp.megatron_fsdp",
@@ -38,7 +38,7 @@ _MODULES = (
 
 
 def needed() -> bool:
-    """True where there is no CUDA device."""
+    """Return whether there is no CUDA device."""
     import torch
 
     return not torch.cuda.is_available()
@@ -54,7 +54,7 @@ def apply() -> None:
 
 
 def _with_cpu_devices(torch: Any) -> types.ModuleType:
-    """`torch` for one module, of which `device("cuda:...")` is the CPU."""
+    """Return a `torch` for one module whose `device("cuda:...")` is the CPU."""
 
     def device(kind: Any, *index: Any) -> Any:
         return torch.device("cpu") if str(kind).startswith("cuda") else torch.device(kind, *index)
@@ -72,7 +72,7 @@ def _use_cpu_meshes(adapter: Any) -> None:
     def from_group(group: Any, *, device_type: str, **options: Any) -> Any:
         return mesh.from_group(group, device_type="cpu", **options)
 
-    # Nothing else of it is used there.
+    # The module uses nothing else of DeviceMesh.
     adapter.DeviceMesh = types.SimpleNamespace(from_group=from_group)
 
 

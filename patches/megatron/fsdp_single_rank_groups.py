@@ -1,27 +1,27 @@
-"""Megatron-FSDP adds up the micro-batches' gradients where a sharding group has one rank.
+"""Megatron-FSDP sums the micro-batches' gradients if a sharding group has one rank.
 
-Symptom: with `optim_grads` or `optim_grads_params` and two or more micro-batches an update, the
-gradients of parameters whose sharding group is a single rank are wrong, without a message: those of
-experts that have no replicas (EP x ETP = TP x CP x DP), and without data parallelism, those of all
-parameters once gradients travel in a data type of their own. Updates were off by up to 84 %.
+Symptom: with `optim_grads` or `optim_grads_params` and two or more micro-batches per update, the
+gradients of parameters whose sharding group is a single rank are wrong, without a message. These
+are experts without replicas (EP x ETP = TP x CP x DP) and, without data parallelism, all parameters
+if gradients are communicated in another data type. Updates were off by up to 84 %.
 
 Cause: these strategies reduce gradients after every micro-batch and add the result to this rank's
-shard. Where the group has one rank, Megatron-FSDP makes the gradient buffer an unsharded one, which
-accumulates gradients until they are reduced once an update, but reduces it after every micro-batch
-all the same: its whole content is divided by the number of data-parallel ranks each time, or, with
+shard. For a group of one rank Megatron-FSDP makes the gradient buffer unsharded. Such a buffer
+accumulates gradients until one reduction per update, but is still reduced after every micro-batch:
+its full content is divided by the number of data-parallel ranks each time, or, with
 `--megatron-fsdp-grad-comm-dtype`, added to itself.
 
-Why safe: the buffer becomes the sharded one that the strategy asks for, with one shard. Its size
-and indices are the same; each micro-batch's gradients go to a temporary bucket, are scaled there
-and added to the shard, as in any larger group. Larger groups and other strategies are left alone.
-The scaling comes before the reduction, as it does in bfloat16: upstream found that NCCL does not
-scale in a reduction over one rank.
+Why safe: the buffer becomes sharded, as the strategy requires, with one shard. Its size and indices
+are the same; each micro-batch's gradients go to a temporary bucket, are scaled there and added to
+the shard, as in any larger group. Larger groups and other strategies do not change. Scaling
+precedes the reduction, as in bfloat16: upstream found that NCCL does not scale in a reduction over
+one rank.
 
 Upstream: issue 6660 of Megatron-LM; its pull request 6773, which is in no release yet.
 
 Drop when: all supported releases have that pull request.
 
-Versions: megatron-core 0.17 to 0.20, until `gradient_reduce_preprocessing` knows a `group_size`.
+Versions: megatron-core 0.17 to 0.20, until `gradient_reduce_preprocessing` has a `group_size`.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ _REDUCE_EACH_MICRO_BATCH = ("optim_grads", "optim_grads_params")
 
 
 def needed() -> bool:
-    """True unless this Megatron has the repair."""
+    """Return whether this Megatron lacks the repair."""
     buffers = importlib.import_module(_BUFFERS)
     return "group_size" not in parameters_of(buffers.gradient_reduce_preprocessing)
 
 
 def apply() -> None:
-    """Let gradient buffers of one-rank groups be sharded, and scale before reducing."""
+    """Make gradient buffers of one-rank groups sharded, and scale before reducing."""
     buffers = importlib.import_module(_BUFFERS)
     make = buffers.ParamAndGradBuffer._init_each_parameter_group_buffers
     require_source(make, "is_grad_buffer_distributed and main_buf_dp_group.size() > 1")

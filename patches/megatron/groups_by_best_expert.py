@@ -1,16 +1,16 @@
 """Group-limited routing of DeepSeek-V2 ranks a group of experts by its best one.
 
-Symptom: the large DeepSeek-V2 (160 experts in 8 groups, 3 of them for a token, 6 experts) is routed
-to other groups than by transformers and vLLM; nothing warns, log-probs are off.
+Symptom: for the large DeepSeek-V2 (160 experts in 8 groups, 3 groups and 6 experts per token)
+Megatron chooses other groups than transformers and vLLM; nothing warns, log-probs are wrong.
 
 Cause: `group_limited_topk` ranks a group by the sum of its `topk // group_topk` best experts, 2 as
-in DeepSeek-V3, whatever the score function is. V2 (arXiv 2405.04434, section 2.2.2) takes the
-highest score in the group, and so do vLLM's and transformers' routers of softmax scores.
+in DeepSeek-V3, for any score function. V2 (arXiv 2405.04434, section 2.2.2) uses the highest score
+in the group, and so do vLLM's and transformers' routers for softmax scores.
 
-Why safe: only softmax scores without a bias and with groups are touched, which is V2's routing and
-no other published model's. While Megatron's own function routes them, the one that it asks for the
-best experts within groups is ours, so that weights, scaling and replay stay its own. The fused
-router asks nobody and is refused.
+Why safe: only softmax scores without a bias and with groups change, which only V2 uses among
+published models. Megatron's own function still routes them, but calls our function for the best
+experts within groups, so that weights, scaling and replay stay its own. The fused router does not
+call it and is refused.
 
 Upstream: the docstring names V2 as a use case; no issue known.
 
@@ -53,9 +53,9 @@ _CHOSEN_BEFORE = "precomputed_indices"  # from 0.19 on
 def topk_of_best_groups(
     scores: torch.Tensor, topk: int, num_groups: int, group_topk: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The `topk` best experts within the `group_topk` groups with the best single experts.
+    """Choose the `topk` best experts within the `group_topk` groups with the best single experts.
 
-    `scores` `[t, e]`; returns scores and numbers of the chosen, `[t, k]`.
+    `scores` is `[t, e]`; returns scores and numbers of the chosen experts, `[t, k]` each.
     """
     by_group = scores.unflatten(-1, (num_groups, -1))
     groups = by_group.amax(dim=-1).topk(group_topk, dim=-1, sorted=False).indices
@@ -67,12 +67,12 @@ def topk_of_best_groups(
 
 
 def needed() -> bool:
-    """True everywhere; it is a fault of the routing, not of the machine."""
+    """Always True; the fault does not depend on the machine."""
     return True
 
 
 def apply() -> None:
-    """Let softmax routers with groups choose within the groups that have the best experts."""
+    """Make softmax routers with groups choose within the groups that have the best experts."""
     from megatron.core.transformer.moe import moe_utils, router
 
     route, limited = router.topk_routing_with_score_function, moe_utils.group_limited_topk
@@ -82,7 +82,7 @@ def apply() -> None:
     require_parameters(
         limited, "scores", "topk", "num_tokens", "num_experts", "num_groups", "group_topk"
     )
-    # The probabilities by which the routing that is under way chooses, if its model is like V2.
+    # The probabilities used by the current call of `route`, if its model is like V2.
     by_best: list[torch.Tensor] = []
 
     def limited_by_best(
@@ -107,7 +107,7 @@ def apply() -> None:
                 "Transformer Engine's fused router ranks groups of experts by the sum of several; "
                 "drop --moe-router-fusion"
             )
-        # Softmax keeps the order, but ties of underflowing scores are broken as elsewhere.
+        # Softmax keeps the order, but breaks ties of underflowing scores as other routers do.
         by_best.append(torch.softmax(call["logits"], dim=-1, dtype=torch.float32))
         try:
             return route(**call)

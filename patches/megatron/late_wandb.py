@@ -1,11 +1,11 @@
-"""Leave Weights & Biases to the rank that writes there.
+"""Only the rank that logs to Weights & Biases imports wandb.
 
 Symptom: every rank spends a quarter of its start on importing wandb, with or without a project.
-Cause: `megatron.core` imports it (in `timers`, and its inference engine) to recognise a writer that
-is wandb itself, and for a log of its own.
-Why safe: nothing else of what is imported here uses it. `Timers.write` recognises the module as
-before, once something else has imported it; `megatron.training` imports it where there is a
-project. The inference engine, which RL does not use, logs as if wandb were not installed.
+Cause: `megatron.core` imports it (in `timers` and its inference engine) to recognise wandb as a
+writer, and for the engine's own log.
+Why safe: nothing else imported here uses it. `Timers.write` still recognises the module once
+something else has imported it; `megatron.training` imports it if a project is set. The inference
+engine, which RL does not use, logs as if wandb were not installed.
 Upstream: as described in 0.17 to 0.19, and on main.
 Drop when: `megatron.core.timers` imports wandb where it is used.
 Versions: megatron-core 0.17 to 0.20.
@@ -22,7 +22,7 @@ from mcore_rl.patches.registry import Patch, require_source
 
 
 class _Wandb:
-    """Equal to the module wandb, without importing it."""
+    """A stand-in that equals the module wandb, without importing it."""
 
     def __eq__(self, other: object) -> bool:
         return other is not None and other is sys.modules.get("wandb")
@@ -34,12 +34,12 @@ class _Wandb:
 
 
 def needed() -> bool:
-    """Where wandb is installed and nobody has imported it yet."""
+    """Return whether wandb is installed but not imported yet."""
     return "wandb" not in sys.modules and importlib.util.find_spec("wandb") is not None
 
 
 def apply() -> None:
-    """Import `megatron.core` as if there were no wandb, and give its timers one that comes late."""
+    """Import `megatron.core` as if wandb were not installed, and give its timers the stand-in."""
     sys.modules["wandb"] = None  # type: ignore[assignment]  # importing it is an ImportError
     try:
         from megatron.core import timers

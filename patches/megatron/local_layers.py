@@ -1,22 +1,21 @@
 """Layers that Megatron's local spec lacks without Transformer Engine.
 
-Symptom: with `--transformer-impl local`, DeepSeek's attention cannot be built at all
+Symptom: with `--transformer-impl local`, DeepSeek's attention cannot be built
 (`DotProductAttention` takes no `k_channels`/`v_channels`, and `isinstance(x, TELinear)` fails on
-None), sequence parallelism is refused by the norm, and the MLA down-projections are split over TP
-where Transformer Engine's are replicated. A query without a latent is refused, because the spec
-names a norm for one ("q_layernorm").
+None), the norm refuses sequence parallelism, and the MLA down-projections are split over TP where
+Transformer Engine's are replicated. A query without a latent is refused, because the spec names a
+norm for one ("q_layernorm").
 
-Cause: the local spec serves tests upstream; MLA, and MoE with TP, which needs sequence parallelism,
-are used with Transformer Engine only.
+Cause: upstream uses the local spec only for tests; MLA, and MoE with TP, which needs sequence
+parallelism, are used only with Transformer Engine.
 
-Why safe: whoever builds a model from the local spec, `--spec` and a fork's builder included, gets
-these layers in the place of `WrappedTorchNorm` and a causal `DotProductAttention`; a subclass of
-the latter, another mask and another norm stay upstream's. Three names in Megatron's modules that
-are None, missing or useless without Transformer Engine are bound
-(`multi_latent_attention.TELinear`, `moe_utils.te_general_gemm`, and the `TENorm` of `hybrid_block`,
-`mamba_block` before 0.18, which its stack names instead of asking its spec). Parameter names and
-shapes are those of the Transformer Engine spec (unfused), so that weights move the same way on CPU
-and GPU.
+Why safe: every model built from the local spec, also by `--spec` and a fork's builder, gets these
+layers instead of `WrappedTorchNorm` and a causal `DotProductAttention`; a subclass of the latter,
+another mask and another norm stay upstream's. Three names in Megatron's modules that are None,
+missing or useless without Transformer Engine are bound: `multi_latent_attention.TELinear`,
+`moe_utils.te_general_gemm`, and the `TENorm` of `hybrid_block` (before 0.18 `mamba_block`), which
+its stack uses regardless of its spec. Parameter names and shapes match the (unfused) Transformer
+Engine spec, so that weights move in the same way on CPU and GPU.
 
 Upstream: no issue; the local spec is documented as for testing.
 
@@ -47,24 +46,24 @@ from mcore_rl.patches.torch import narrow_products
 
 
 class SDPACoreAttention(torch.nn.Module):
-    """Core attention over `torch.nn.functional.scaled_dot_product_attention`.
+    """Core attention with `torch.nn.functional.scaled_dot_product_attention`.
 
     Takes query `[s, b, n, d]`, key `[s, b, g, d]`, value `[s, b, g, dv]` with dv != d allowed
     (MLA), and returns `[s, b, n * dv]`. Causal: padding must be on the right. With packed samples
-    (`packed_seq_params` of format thd) it takes `[t, n, d]`, `[t, g, d]`, `[t, g, dv]`, returns
-    `[t, n * dv]`, and no sample attends to another, but to a prompt that it shares with others
+    (`packed_seq_params` of format thd) it takes `[t, n, d]`, `[t, g, d]`, `[t, g, dv]` and returns
+    `[t, n * dv]`. A sample attends only to itself and to a prompt that it shares with others
     (`mcore_rl.batching.rows.prefixes_of`).
 
-    Packed samples are attended to in batches of similar lengths: one call costs more than the
+    Packed samples are computed in batches of similar lengths, because one call costs more than the
     attention of a short sample.
 
-    In layers with a window (--window-size, --window-attn-skip-freq) a query sees the last positions
-    alone. With --softmax-type learnable `softmax_offset` `[n]`, split over TP, is the score of a
-    key that every query of a head sees and whose value is 0 (the sinks of gpt-oss).
+    In layers with a window (--window-size, --window-attn-skip-freq) a query sees only the last
+    positions. With --softmax-type learnable, `softmax_offset` `[n]`, split over TP, is the score of
+    a key that every query of a head sees and whose value is 0 (the sinks of gpt-oss).
 
-    With context parallelism these are this rank's chunks of each sample (`rows`), while
-    `packed_seq_params` speak of whole rows. Collective over CP then: each rank gathers the keys and
-    values of the whole row, whatever `--cp-comm-type` says, and its backward pass keeps them.
+    With context parallelism the inputs are this rank's chunks of each sample (`rows`), while
+    `packed_seq_params` describe full rows. It is then collective over CP: each rank gathers the
+    keys and values of the full row, for any `--cp-comm-type`, and keeps them for backward.
     """
 
     def __init__(
@@ -105,7 +104,7 @@ class SDPACoreAttention(torch.nn.Module):
         self.softmax_offset = torch.nn.Parameter(torch.empty(num_heads, dtype=config.params_dtype))
         if config.perform_initialization:
             config.init_method(self.softmax_offset)
-        # Each rank has those of its heads, and all of them count in the norm of the gradient.
+        # Each rank has the offsets of its heads; all count in the norm of the gradient.
         tensor_parallel.set_tensor_model_parallel_attributes(self.softmax_offset, True, 0, 1)
 
     def sharded_state_dict(
@@ -114,7 +113,7 @@ class SDPACoreAttention(torch.nn.Module):
         sharded_offsets: tuple[Any, ...] = (),
         metadata: dict[str, Any] | None = None,
     ) -> dict[str, Any]:
-        """The offsets as upstream's core attention stores them."""
+        """Return the offsets as upstream's core attention stores them."""
         from megatron.core.transformer.dot_product_attention import DotProductAttention
 
         if self.softmax_offset is None:
@@ -134,7 +133,7 @@ class SDPACoreAttention(torch.nn.Module):
         attention_bias: torch.Tensor | None = None,
         packed_seq_params: Any = None,
     ) -> torch.Tensor:
-        """Causal attention; `attention_mask` must be None, the mask is implied."""
+        """Compute causal attention; `attention_mask` is ignored, the causal mask is implied."""
         if attention_bias is not None:
             raise RuntimeError("the CPU core attention takes no bias")
         if packed_seq_params is None:
@@ -149,10 +148,10 @@ class SDPACoreAttention(torch.nn.Module):
     def _attend_by_sample(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, bounds: torch.Tensor
     ) -> torch.Tensor:
-        """`[s, b, n, dv]`; samples begin at `bounds` of the whole row."""
+        """Return `[s, b, n, dv]`; samples begin at `bounds` of the full row."""
         if self.cp_group is not None:
             key, value = self._in_order_of_the_row(key, value, bounds)
-        # Split, and not sliced one by one: the gradient of every slice would be a whole row.
+        # Split instead of slicing: the gradient of every slice would be a full row.
         lengths = bounds.diff().tolist()
         queries = query.split([length // self.cp_size for length in lengths])
         samples = zip(queries, key.split(lengths), value.split(lengths), strict=True)
@@ -162,8 +161,7 @@ class SDPACoreAttention(torch.nn.Module):
     def _attend_in_batches(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, bounds: torch.Tensor
     ) -> torch.Tensor:
-        """`[t, n, dv]`; samples, or what is left of them behind a shared prompt, begin at
-        `bounds`."""
+        """Return `[t, n, dv]`; samples, or their parts after a shared prompt, begin at `bounds`."""
         prefixes, dtype = prefixes_of(bounds), query.dtype
         batches = similar_segments(bounds, prefixes)
         if prefixes is not None and dtype in self.widened:  # once, before prompts are repeated
@@ -180,7 +178,7 @@ class SDPACoreAttention(torch.nn.Module):
             )
             context = self._attended(queries, keys, values, batch.visible)
             found.append(context.transpose(1, 2).reshape(shape.numel(), *context.shape[1::2]))
-        # Of padding nothing is taken.
+        # Skip padding.
         taken = torch.cat([batch.is_query.flatten() for batch in batches]).nonzero().flatten()
         rows = torch.cat([batch.queries.flatten() for batch in batches])[taken]
         return torch.cat(found).index_select(0, taken[rows.argsort()]).to(dtype)
@@ -188,7 +186,7 @@ class SDPACoreAttention(torch.nn.Module):
     def _in_order_of_the_row(
         self, key: torch.Tensor, value: torch.Tensor, bounds: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values of all context-parallel ranks; their gradients come from all of them."""
+        """Gather keys and values of all CP ranks; their gradients are summed over these ranks."""
         from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 
         order = [self._positions(bounds, len(key), rank) for rank in range(self.cp_size)]
@@ -203,7 +201,7 @@ class SDPACoreAttention(torch.nn.Module):
         return positions_on_cp_rank(bounds, share, cp_size=self.cp_size, cp_rank=cp_rank)
 
     def _mask(self, num_queries: int, num_keys: int, device: torch.device) -> torch.Tensor | None:
-        """Which keys of a sample each query of this rank sees; None: all up to its own."""
+        """Return which keys of a sample this rank's queries see; None: all up to their own."""
         if self.cp_group is None:
             return None
         bounds = torch.tensor([0, num_keys], device=device)
@@ -223,21 +221,21 @@ class SDPACoreAttention(torch.nn.Module):
         value: torch.Tensor,
         mask: torch.Tensor | None,
     ) -> torch.Tensor:
-        """`[b, n, s, dv]` of `[b, n, s, d]`, `[b, g, s', d]`, `[b, g, s', dv]`; a mask of None is
-        the causal one."""
+        """Return `[b, n, s, dv]` for `[b, n, s, d]`, `[b, g, s', d]`, `[b, g, s', dv]`; a mask of
+        None means causal."""
         if self.window is not None:
             mask = _last_visible(_causal(query, key) if mask is None else mask, self.window)
         if self.softmax_offset is None:
             return self._by_sdpa(query, key, value, mask)
         mask = _causal(query, key) if mask is None else mask
-        # One more element of each head: the offset in queries, 0 in keys, and 1 in a key before
-        # them. So its score is the offset, and no probability need be kept for its gradient.
+        # Each head gets one more element: the offset in queries, 0 in keys, and 1 in an extra first
+        # key. Its score is then the offset, and its gradient needs no stored probabilities.
         scale = query.shape[-1] ** -0.5 if self.softmax_scale is None else self.softmax_scale
         offset = (self.softmax_offset.to(query.dtype) / scale).view(-1, 1, 1)
         query = torch.cat((query, offset.expand(*query.shape[:3], 1)), dim=-1)
         key = F.pad(key, (0, 1, 1, 0))
         key[:, :, 0, -1] = 1.0
-        value = F.pad(value, (0, 1, 1, 0))  # as wide as keys, which kernels want
+        value = F.pad(value, (0, 1, 1, 0))  # as wide as keys, which kernels require
         mask = F.pad(mask, (1, 0), value=True)
         return self._by_sdpa(query, key, value, mask, scale)[..., :-1]
 
@@ -262,7 +260,7 @@ class SDPACoreAttention(torch.nn.Module):
 
 
 def _window(config: Any, layer_number: int) -> int | None:
-    """How many positions, its own included, a query of this layer sees; None: all before it."""
+    """Return the number of positions that a query sees, with its own; None: no window."""
     from megatron.core.transformer.utils import is_layer_window_attention
 
     if not is_layer_window_attention(
@@ -279,16 +277,16 @@ def _causal(query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
 
 
 def _last_visible(mask: torch.Tensor, window: int) -> torch.Tensor:
-    """A mask in which a query sees the last `window` keys up to its own."""
+    """Return a mask in which a query sees only the last `window` of its keys in `mask`."""
     place = torch.arange(mask.shape[-1], device=mask.device)
     return mask & (place >= mask.sum(-1, keepdim=True) - window)
 
 
 class LocalRMSNorm(torch.nn.Module):
-    """RMSNorm (arXiv 1910.07467) whose weight takes part in sequence parallelism.
+    """RMSNorm (arXiv 1910.07467) that supports sequence parallelism.
 
-    `weight` `[hidden_size]` is replicated over TP. Under sequence parallelism each TP rank sees its
-    share of the positions; the mark on the weight makes Megatron sum the partial gradients.
+    `weight` `[hidden_size]` is replicated over TP. Under sequence parallelism each TP rank has its
+    share of the positions; the weight's attribute makes Megatron sum the partial gradients.
     """
 
     def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5, **unused: Any) -> None:
@@ -308,10 +306,10 @@ class LocalRMSNorm(torch.nn.Module):
 
 
 class DuplicatedLinear(torch.nn.Module):
-    """A linear layer replicated over TP, as Transformer Engine's `parallel_mode="duplicated"`.
+    """A linear layer replicated over TP, like Transformer Engine's `parallel_mode="duplicated"`.
 
-    `weight` `[out, in]`, no bias. The input is this rank's share of the positions under sequence
-    parallelism, and so is the output.
+    `weight` is `[out, in]`; it has no bias. Under sequence parallelism input and output are this
+    rank's share of the positions.
     """
 
     def __init__(
@@ -335,7 +333,7 @@ class DuplicatedLinear(torch.nn.Module):
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, None]:
-        """`[..., in]` -> `[..., out]`; the second value is Megatron's bias, always None."""
+        """Map `[..., in]` to `[..., out]`; the second value is Megatron's bias, always None."""
         return F.linear(x, self.weight), None
 
     def sharded_state_dict(
@@ -344,7 +342,7 @@ class DuplicatedLinear(torch.nn.Module):
         sharded_offsets: tuple[Any, ...] = (),
         metadata: dict[str, Any] | None = None,
     ) -> dict[str, Any]:
-        """One replicated entry, for Megatron's distributed checkpoints."""
+        """Return one replicated entry, for Megatron's distributed checkpoints."""
         from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 
         tensors: dict[str, Any] = make_sharded_tensors_for_checkpoint(
@@ -354,14 +352,14 @@ class DuplicatedLinear(torch.nn.Module):
 
 
 def needed() -> bool:
-    """True where Transformer Engine is absent."""
+    """Return whether Transformer Engine is missing."""
     from megatron.core.transformer import multi_latent_attention
 
     return not multi_latent_attention.HAVE_TE
 
 
 def apply() -> None:
-    """Have Megatron's local layers be made as these, and bind the names that it leaves empty."""
+    """Replace Megatron's local layers by these, and bind the names that it leaves empty."""
     from megatron.core.transformer import multi_latent_attention
     from megatron.core.transformer.moe import moe_utils
 
@@ -382,7 +380,7 @@ def apply() -> None:
     _replace_norm()
     _replace_core_attention()
     _replicate_down_projections()
-    # Up to 0.18 there is none, and a query latent that there is not is never normed.
+    # Up to 0.18 this module does not exist, and a missing query latent is not normed.
     if importlib.util.find_spec("megatron.core.transformer.mla_qk_norm_config") is not None:
         _allow_direct_query()
 
@@ -418,8 +416,8 @@ def _replace_core_attention() -> None:
     )
 
     def make_attention(cls: Any, *args: Any, **kwargs: Any) -> Any:
-        # Of another class than `cls`, so that its __init__ is not called. A fork's own subclass is
-        # left as it is.
+        # The class is not `cls`, so that its __init__ is not called. A fork's own subclass does not
+        # change.
         if cls is DotProductAttention and kwargs.get("attn_mask_type") is AttnMaskType.causal:
             return SDPACoreAttention(*args, **kwargs)
         return torch.nn.Module.__new__(cls)
@@ -453,7 +451,7 @@ def _allow_direct_query() -> None:
 
     def initialize_without_query_latent(self: Any, config: Any, submodules: Any) -> None:
         initialize(self, config, submodules)
-        # The local spec norms a query latent that such a model does not have.
+        # The local spec norms a query latent, which such a model lacks.
         if config.q_lora_rank is None and submodules.q_layernorm is self.qk_norm_impl:
             self.submodules = dataclasses.replace(submodules, q_layernorm=IdentityOp)
 

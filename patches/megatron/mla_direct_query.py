@@ -1,14 +1,13 @@
-"""No norm before a direct query projection in latent attention.
+"""A direct query projection in latent attention has no norm before it.
 
 Symptom: DeepSeek-V2-Lite (`q_lora_rank` null) with `--qk-layernorm`, which its key/value latent
-needs, cannot be built without Transformer Engine ("qk_layernorm requires TransformerEngine"); with
-it, the query projection gains a norm that the architecture does not have and its checkpoints do not
-hold.
+needs, cannot be built without Transformer Engine ("qk_layernorm requires TransformerEngine"). With
+it, the query projection gets a norm that neither the architecture nor its checkpoints have.
 
-Cause: `QKNormConfigResolver` norms both latents or none, and without a query latent it puts the
-norm in front of the projection of the hidden states, which are normalised already.
+Cause: `QKNormConfigResolver` norms both latents or none. Without a query latent it places the norm
+before the projection of the hidden states, which are already normalised.
 
-Why safe: only the case `q_lora_rank is None` changes, from a layer that no DeepSeek checkpoint fits
+Why safe: only the case `q_lora_rank is None` changes, from a layer that fits no DeepSeek checkpoint
 to the plain projection that the layer spec names.
 
 Upstream: introduced with the resolver in 0.19; earlier releases built the plain projection.
@@ -29,7 +28,7 @@ _RESOLVER = "megatron.core.transformer.mla_qk_norm_config"
 
 
 def needed() -> bool:
-    """True wherever the resolver exists; it is a fault of the model, not of the machine."""
+    """Return whether the resolver exists; the fault does not depend on the machine."""
     from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 
     if importlib.util.find_spec(_RESOLVER) is not None:
@@ -41,7 +40,7 @@ def needed() -> bool:
 
 
 def apply() -> None:
-    """Let a direct query projection be what the layer spec says."""
+    """Use the layer spec's projection for a direct query."""
     from megatron.core.transformer.mla_qk_norm_config import QKNormConfigResolver
 
     resolve = QKNormConfigResolver._mla_fused_linear_or_default

@@ -1,18 +1,18 @@
 """The distributed optimizer is saved and loaded in pieces, without gathering it.
 
 Symptom: saving with `--dist-ckpt-optim-fully-reshardable` needs several times the memory of the
-whole optimizer on every data-parallel rank: a model of 0.6 billion parameters is killed in 24 GiB.
-Loading allocates the whole optimizer on every rank as well. Where gradients lie in several padded
-buckets, Megatron also reads the states of some parameters from the wrong places, and says nothing.
+full optimizer on every data-parallel rank: a run with 0.6 billion parameters is killed in 24 GiB.
+Loading also allocates the full optimizer on every rank. With several padded gradient buckets
+Megatron also reads the states of some parameters from the wrong places, silently.
 
-Cause: `sharded_param_state_fully_reshardable` gathers the state of all ranks on each of them,
-because a checkpoint names states by parameter, and a rank's share begins and ends within one.
+Cause: `sharded_param_state_fully_reshardable` gathers the state of all ranks on each rank, because
+a checkpoint names states by parameter, and a rank's share begins and ends inside a parameter.
 
-Why safe: names, global shapes and content of the checkpoint stay as they are. Only its chunks are
-others: a rank's share of a parameter is a few boxes of it, which PyTorch's format stores and
-reads like any others, and Megatron leaves their check to PyTorch (`axis_fragmentations=None`). So
-older checkpoints load here, and those written here load in an unpatched Megatron, in any layout.
-Loading writes into the optimizer's own tensors.
+Why safe: names, global shapes and content of the checkpoint do not change. Only its chunks do: a
+rank's share of a parameter is a few boxes, which PyTorch's format stores and reads like any others;
+Megatron leaves their check to PyTorch (`axis_fragmentations=None`). Older checkpoints load here,
+and checkpoints written here load in an unpatched Megatron, in any layout. Loading writes into the
+optimizer's own tensors.
 
 Upstream: `fully_sharded_model_space` did the same with flattened ranges, which were removed.
 
@@ -41,19 +41,19 @@ from mcore_rl.patches.registry import Patch, require_parameters
 if TYPE_CHECKING:
     import torch
 
-# Of one piece, in elements: what a writer or a reader copies at one time, 64 MiB in float32.
+# Elements of one piece, which a writer or reader copies at once: 64 MiB in float32.
 LARGEST_PIECE = 1 << 24
 
 
 def needed() -> bool:
-    """Whether this Megatron has the format."""
+    """Return whether this Megatron has the format."""
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
     return hasattr(DistributedOptimizer, "sharded_param_state_fully_reshardable")
 
 
 def apply() -> None:
-    """Replace both directions of the format."""
+    """Replace saving and loading of the format."""
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer as Optimizer
 
     require_parameters(
@@ -74,8 +74,8 @@ def apply() -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """A ShardedTensor as which a parameter is saved, whole or in part, and its box in the parameter
-    of this rank."""
+    """A ShardedTensor that holds a parameter in full or in part, and its box in this rank's
+    parameter."""
 
     sharded: Any  # without data
     box: Box
@@ -83,7 +83,7 @@ class _Part:
 
 @dataclass(frozen=True, slots=True)
 class _Share:
-    """Elements of a parameter of this rank, in row-major order."""
+    """A range of elements of this rank's parameter, in row-major order."""
 
     shape: tuple[int, ...]
     parts: list[_Part]
@@ -97,7 +97,7 @@ def _state_in_pieces(
     is_loading: bool = False,
     metadata: dict[str, Any] | None = None,
 ) -> dict[int, dict[str, Any]]:
-    """The states, by name, of each parameter of which this rank has a share. Not collective."""
+    """Return the states, by name, of each parameter in this rank's share. Not collective."""
     from megatron.core.dist_checkpointing.dict_utils import nested_values
     from megatron.core.dist_checkpointing.utils import extract_sharded_tensors_and_factories
 
@@ -117,7 +117,7 @@ def _state_in_pieces(
 
 
 def _load_state(self: Any, state_dict: dict[int, dict[str, torch.Tensor]]) -> None:
-    """Take what `_state_in_pieces` asked for; most often it lies in its place already."""
+    """Set the states that `_state_in_pieces` requested; usually they are already in place."""
     import torch
 
     with torch.no_grad():
@@ -126,12 +126,12 @@ def _load_state(self: Any, state_dict: dict[int, dict[str, torch.Tensor]]) -> No
                 parameter, {"step": None, **state_dict[number]}
             )
     sync = getattr(self.optimizer, "_sync_hdo_state_to_sub_optimizers", None)
-    if sync is not None:  # of --optimizer-cpu-offload
+    if sync is not None:  # with --optimizer-cpu-offload
         sync()
 
 
 def _shares(optimizer: Any) -> Iterator[tuple[Any, int, int]]:
-    """Each parameter of which this rank has a share, and which of its elements."""
+    """Yield each parameter in this rank's share, with start and end of its elements."""
     for ranges_by_dtype in optimizer.gbuf_ranges:
         for buckets in ranges_by_dtype.values():
             for bucket in buckets:
@@ -142,12 +142,12 @@ def _shares(optimizer: Any) -> Iterator[tuple[Any, int, int]]:
 def _flat_states(
     optimizer: Any, parameter: Any, size: int, is_loading: bool
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """The states of a share by name, `[size]` each: "param", "exp_avg", "exp_avg_sq", ..."""
-    # Of such an optimizer they are made anew, in float32.
+    """Yield the states of a share by name, `[size]` each: "param", "exp_avg", "exp_avg_sq", ..."""
+    # The precision-aware optimizer returns new float32 copies.
     are_copies = optimizer.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8
     states = optimizer._get_main_param_and_optimizer_states(parameter)
     for name, state in states.items():
-        if state.numel() != size or name == "step":  # which parameter groups have
+        if state.numel() != size or name == "step":  # parameter groups have the step
             continue
         flat = state.detach().view(-1)
         yield name, flat.cpu() if are_copies and not is_loading else flat
@@ -156,7 +156,7 @@ def _flat_states(
 def _factory(
     prefix: str, key: str, state: torch.Tensor, share: _Share, replica: tuple[int, ...]
 ) -> Any:
-    """What builds the pieces of a state `[stop - start]`, and brings them together when read."""
+    """Return a factory that splits a state `[stop - start]` into pieces, and joins them on load."""
     from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory
 
     def build(_key: str, data: torch.Tensor, replica_id: Any, _flattened: Any) -> list[Any]:
@@ -172,7 +172,7 @@ def _factory(
 
 
 def _pieces(prefix: str, state: torch.Tensor, share: _Share, replica: Any) -> Iterator[Any]:
-    """ShardedTensors that together are `state`, in order; each a view of it."""
+    """Yield ShardedTensors that together are `state`, in order; each is a view of it."""
     at = 0
     for begin in range(share.start, share.stop, LARGEST_PIECE):
         end = min(share.stop, begin + LARGEST_PIECE)
@@ -188,7 +188,7 @@ def _pieces(prefix: str, state: torch.Tensor, share: _Share, replica: Any) -> It
 
 def _piece(prefix: str, values: torch.Tensor, part: _Part, box: Box, replica: Any) -> Any:
     whole = part.sharded
-    ahead = whole.prepend_axis_num  # axes, such as that of layers, that the parameter lacks
+    ahead = whole.prepend_axis_num  # axes that the parameter lacks, such as the layer axis
     corner = (start for start, _ in relative(box, part.box))
     offsets = zip(whole.global_offset[ahead:], corner, strict=True)
     data = values.reshape((1,) * ahead + tuple(values.shape))
@@ -206,7 +206,7 @@ def _piece(prefix: str, values: torch.Tensor, part: _Part, box: Box, replica: An
 
 
 def _parts(sharded: Any) -> list[_Part]:
-    """As what a parameter is saved: itself, or slices of it, such as gate and up of a fused MLP."""
+    """Return a parameter's saved parts: itself, or slices such as gate and up of a fused MLP."""
     import torch
     from megatron.core.dist_checkpointing.dict_utils import nested_values
     from megatron.core.dist_checkpointing.mapping import ShardedTensor
@@ -214,7 +214,7 @@ def _parts(sharded: Any) -> list[_Part]:
     shape = tuple(sharded.data.shape)
     if isinstance(sharded, ShardedTensor):
         return [_Part(sharded.without_data(), full_box(shape))]
-    # Where slices lie is seen by those of a tensor that has places and no data.
+    # Slices of a tensor without data show their locations.
     stand_in = torch.empty(shape, device="meta", dtype=sharded.data.dtype)
     built = sharded.build_fn(sharded.key, stand_in, sharded.replica_id, None)
     parts = [
@@ -229,7 +229,7 @@ def _parts(sharded: Any) -> list[_Part]:
 
 
 def _box_in(whole: torch.Tensor, part: torch.Tensor) -> Box:
-    """The box of a view; an empty one for what is not a slice of `whole`."""
+    """Return the box of a view; an empty one if it is not a slice of `whole`."""
     is_slice = part._base is whole and part.stride() == whole.stride()
     if not is_slice:
         return tuple((0, 0) for _ in whole.shape)

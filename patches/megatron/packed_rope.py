@@ -1,18 +1,18 @@
-"""Rotary embeddings of packed samples in one go.
+"""Rotary embeddings of packed samples are computed in one call.
 
-Symptom: the backward pass of a packed row takes longer the more samples are in it: 128 short ones
-in a row of 2,300 tokens take a third longer than in five rows. And samples that share a prompt,
-which is once in the row, would each begin at position 0.
+Symptom: the backward pass of a packed row takes longer the more samples it has: 128 short samples
+in one row of 2,300 tokens take a third longer than in five rows. Also, samples that share a prompt,
+which the row has once, would each begin at position 0.
 
-Cause: the unfused rotation, which latent attention always uses, goes sample by sample and copies
-each result into its place of one tensor. The gradient of every such copy is a clone of the whole
-row, so that the cost grows with tokens x samples; and reading the bounds waits for the device.
-Shared prompts are ours (`mcore_rl.batching.rows`), so upstream knows nothing of them.
+Cause: the unfused rotation, which latent attention always uses, loops over samples and copies each
+result into one tensor. The gradient of every such copy is a clone of the full row, so that the cost
+grows with tokens x samples; reading the bounds waits for the device. Shared prompts are a feature
+of mcore_rl (`mcore_rl.batching.rows`) that upstream does not have.
 
-Why safe: each token is rotated by the frequencies of its position in its sample, the same numbers
-as before, with context parallelism, too; only the loop is gone. Where the frequencies are those of
-the whole row, upstream's function is called. What is left of samples that share a prompt is rotated
-as what follows that prompt.
+Why safe: each token is rotated by the frequencies of its position in its sample, with the same
+numbers as before, also under context parallelism; only the loop is gone. If the frequencies are for
+the full row, upstream's function is called. The parts of samples after a shared prompt are rotated
+by the positions that follow the prompt.
 
 Upstream: 0.17 and 0.18 look frequencies up by sample, 0.19 has the loop, main rotates all at once.
 
@@ -28,8 +28,8 @@ from typing import Any
 from mcore_rl.patches.registry import Patch, parameters_of, require, require_parameters
 
 _PLACE = ("t", "cu_seqlens", "freqs", "rotary_interleaved")
-# Parameters of the rotation of packed samples -> of the rotation of one. What follows `freqs` is
-# handed on by name, so that it must mean the same in both.
+# Parameters of the rotation of packed samples -> of one sample. Parameters after `freqs` are passed
+# on by name, so they must have the same meaning in both.
 _KNOWN = {
     (*_PLACE, "multi_latent_attention", "mscale", "cp_group"): (
         *("t", "freqs", "rotary_interleaved", "multi_latent_attention", "mscale"),
@@ -49,12 +49,12 @@ _KNOWN = {
 
 
 def needed() -> bool:
-    """True wherever the unfused rotation exists."""
+    """Always True; every release has the unfused rotation."""
     return True
 
 
 def apply() -> None:
-    """Rotate by gathered frequencies."""
+    """Rotate all samples of a row by gathered frequencies."""
     from megatron.core.models.common.embeddings import rope_utils
 
     from mcore_rl.batching.rows import prefix_lengths, prefixes_of, samples_on_cp_rank
@@ -75,7 +75,7 @@ def apply() -> None:
         cp_size = 1 if cp_group is None else cp_group.size()
         if cp_group is None or freqs.shape[0] == num_tokens * cp_size:
             return upstream(t, cu_seqlens, freqs, *args, cp_group=cp_group, **kwargs)
-        kwargs.pop("max_seqlen", None)  # tells whether frequencies are those of the whole row
+        kwargs.pop("max_seqlen", None)  # only tells upstream whether freqs are for the full row
         _, positions = samples_on_cp_rank(
             cu_seqlens, num_tokens, cp_size=cp_size, cp_rank=cp_group.rank()
         )

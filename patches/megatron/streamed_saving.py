@@ -1,16 +1,16 @@
 """A checkpoint is written tensor by tensor.
 
-Symptom: while a checkpoint is written, a rank needs host memory for a copy of all that it writes:
-on CPU of every weight, on a GPU of weights and optimizer. A rank also starts a process that does
-nothing but hold a queue.
+Symptom: while a checkpoint is written, a rank needs host memory for a copy of everything it writes:
+on CPU of every weight, on a GPU of weights and optimizer. A rank also starts a process that only
+holds a queue.
 
-Cause: Megatron writes by `FileSystemWriterAsync`, synchronously as well. It first takes all tensors
-to the host, and on CPU clones those that are views, as weights are of their buffer.
+Cause: Megatron uses `FileSystemWriterAsync` even for synchronous saves. It first copies all tensors
+to the host, and on CPU clones views, such as weights in their buffer.
 
 Why safe: files and their content are the same. PyTorch's own function, from which Megatron's is
-derived, gets the same tensors and the same planner, and each is written by PyTorch's `_write_item`
+derived, gets the same tensors and the same planner. PyTorch's `_write_item` writes each tensor
 before the next is copied. (PyTorch's own loop keeps the last copy of each name to the end.)
-`--async-save` is refused here, `--enable-msc` too.
+mcore_rl refuses `--async-save` and `--enable-msc`.
 
 Upstream: no issue known.
 
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 
 def needed() -> bool:
-    """Always."""
+    """Always True."""
     return True
 
 
@@ -88,7 +88,7 @@ def _save(self: Any, sharded_state_dict: dict[str, Any], checkpoint_dir: str | P
 
 
 def _write(writer: Any, plan: Any, planner: Any) -> Any:
-    """`FileSystemWriter.write_data`, which keeps a copy of each tensor until all are written."""
+    """Replace `FileSystemWriter.write_data`, which keeps a copy of each tensor until the end."""
     import torch
     from torch.distributed.checkpoint.filesystem import DEFAULT_SUFFIX, _write_item
     from torch.distributed.checkpoint.planner import WriteItemType
@@ -114,7 +114,7 @@ def _write(writer: Any, plan: Any, planner: Any) -> Any:
 
 
 def _on_host(tensor: torch.Tensor) -> torch.Tensor:
-    """As it is stored: on the host, alone in its storage, and not quantized."""
+    """Convert a tensor for storage: on the host, alone in its storage, not quantized."""
     tensor = tensor.detach()
     if tensor.is_cuda and "dequantize" in type(tensor).__dict__:  # Transformer Engine's
         tensor = tensor.dequantize()

@@ -1,21 +1,21 @@
 """A checkpoint can be saved and loaded without Apex and Transformer Engine.
 
-Symptom: `--load` of a checkpoint with optimizer state dies in `DistributedOptimizer.state_dict`
-("assert len(steps) == 1", or KeyError 'step'); so does saving where a pipeline stage has no experts
-beside others that have. What is loaded has step 0, in one tensor that all parameters count up, so
-that training goes on otherwise than it would have; and in float32 loading dies ("a view of a leaf
-Variable that requires grad is being used in an in-place operation").
+Symptom: `--load` of a checkpoint with optimizer state fails in `DistributedOptimizer.state_dict`
+("assert len(steps) == 1", or KeyError 'step'); so does saving if one pipeline stage has no experts
+while others do. The loaded state has step 0, in one tensor that all parameters increment, so that a
+resumed run differs. In float32 loading fails ("a view of a leaf Variable that requires grad is
+being used in an in-place operation").
 
-Cause: loading first asks the new optimizer for its state, to know the shapes. PyTorch's AdamW has
-none before its first step, and Megatron's own initialiser of it leaves out `step`, which Apex's
-and Transformer Engine's Adam keep elsewhere. The optimizer of a stage's experts, where there are
-none, has no state at all to read the step of. The step that was read from the checkpoint is then
-overwritten by the new optimizer's own, which stands in the state of its parameters. Main parameters
-in float32 are views of the model's, and of the three ways to load them one forbids gradients.
+Cause: loading first requests the new optimizer's state, for its shapes. PyTorch's AdamW has none
+before its first step, and Megatron's initialiser omits `step`, which Apex's and Transformer
+Engine's Adam keep elsewhere. On a stage without experts, the experts' optimizer has no state to
+read the step from. The new optimizer's own step, in the state of its parameters, then overwrites
+the step read from the checkpoint. Main parameters in float32 are views of the model's, and one of
+the three ways to load them does not allow gradients.
 
-Why safe: an AdamW without state gets what it would give itself at its first step: zero moments and
-step 0. A state that exists is left alone. Without parameters the step that is read stands for
-nothing. A step is not part of the buffers that are loaded, so none is taken from there.
+Why safe: an AdamW without state gets its initial state: zero moments and step 0. An existing state
+is not changed. Without parameters the step has no effect. A step is not part of the loaded buffers,
+so none is taken from there.
 
 Upstream: no issue known; with Apex or Transformer Engine the branch is never taken.
 
@@ -34,14 +34,14 @@ from mcore_rl.patches.registry import Patch, require_parameters
 
 
 def needed() -> bool:
-    """True where Megatron falls back on PyTorch's AdamW."""
+    """Return whether Megatron falls back to PyTorch's AdamW."""
     from megatron.core.optimizer import distrib_optimizer
 
     return not distrib_optimizer.HAVE_APEX_OR_TE
 
 
 def apply() -> None:
-    """Initialise AdamW before its state is asked for, and keep the step that is loaded."""
+    """Initialise AdamW before its state is read, and keep the loaded step."""
     import torch
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
@@ -86,7 +86,7 @@ def apply() -> None:
 
 @contextlib.contextmanager
 def _showing_a_step(optimizer: Any) -> Iterator[None]:
-    """While inside, the state dict of an optimizer without parameters has a step to read."""
+    """Add a step to the state dict of an optimizer without parameters, temporarily."""
     import torch
 
     own = optimizer.state_dict

@@ -1,15 +1,15 @@
-"""Provide `typing.override` on Python 3.11.
+"""`typing.override` exists on Python 3.11.
 
 Symptom: `import megatron.training` fails on Python 3.11 with "cannot import name 'override' from
 'typing'".
 
-Cause: megatron-core 0.17 and later declare Python 3.12 and use this one name of it, in two files
+Cause: megatron-core 0.17 and later require Python 3.12 and use this one name from it, in two files
 under `megatron/training/models`.
 
 Why safe: `typing_extensions.override` is the same decorator, backported by the typing authors; a
-name is added, none is changed.
+name is added, and no name changes.
 
-Upstream: intended there, they ask for 3.12.
+Upstream: intended; Megatron requires 3.12.
 
 Drop when: Python 3.11 is no longer supported here.
 
@@ -27,7 +27,7 @@ from mcore_rl.patches.registry import Patch
 
 
 def needed() -> bool:
-    """True on Python 3.11, which lacks the name (`import mcore_rl` has added it already)."""
+    """Return whether this is Python 3.11, which lacks the name (`import mcore_rl` adds it)."""
     return sys.version_info < (3, 12)
 
 

@@ -1,17 +1,17 @@
-"""Experts whose tokens are gathered from ranks with different numbers of them.
+"""Tokens for experts can be gathered from ranks with different numbers of tokens.
 
 Symptom: with `--moe-token-dispatcher-type allgather`, Megatron's default, and experts spread over
-data-parallel ranks a run ends at its first micro-batch: gloo aborts the process ("48 vs 45"), NCCL
-waits for ever or reads what is not there.
+data-parallel ranks a run fails at its first micro-batch: gloo aborts the process ("48 vs 45"), NCCL
+hangs or reads out of bounds.
 
-Cause: `MoEAllGatherTokenDispatcher` takes it that all ranks whose tokens are gathered have equally
-many, as they have in pre-training. In RL a micro-batch is as long as its samples are.
+Cause: `MoEAllGatherTokenDispatcher` assumes that all ranks of a gather have the same number of
+tokens, as in pre-training. In RL the length of a micro-batch depends on its samples.
 
-Why safe: the ranks agree on the most tokens that any of them has, and each fills up to that number
-with tokens of zeros that are routed to no expert, and drops these again once the experts' outputs
-are back. No expert computes them, and no router, loss or count of tokens sees them. It is what
-Megatron's HybridEP does with `--moe-hybridep-pad-uneven-dispatch-inputs`. Ranks with equally many
-tokens send what upstream sends, after the exchange of one number a layer.
+Why safe: the ranks agree on the maximum number of tokens. Each pads to that number with zero
+tokens that are routed to no expert, and drops them once the experts' outputs are back. No expert
+computes them, and no router, loss or token count sees them. Megatron's HybridEP does the same with
+`--moe-hybridep-pad-uneven-dispatch-inputs`. Ranks with equal numbers of tokens send what upstream
+sends, after exchanging one number per layer.
 
 Upstream: no issue known; the other dispatchers exchange their numbers of tokens.
 
@@ -29,12 +29,12 @@ from mcore_rl.patches.registry import Patch, require_parameters, require_source
 
 
 def needed() -> bool:
-    """True everywhere; how many tokens a rank has is a matter of its samples."""
+    """Always True; a rank's number of tokens depends on its samples."""
     return True
 
 
 def apply() -> None:
-    """Fill up before tokens are gathered, and cut off after outputs are summed up."""
+    """Pad tokens before they are gathered, and drop the padding after outputs are summed."""
     import torch
     from megatron.core.transformer.moe.token_dispatcher import MoEAllGatherTokenDispatcher
 

@@ -1,21 +1,21 @@
-"""The cached YaRN rotation of padded rows under context parallelism.
+"""The cached YaRN rotation is right for padded rows under context parallelism.
 
 Symptom: with `--context-parallel-size`, latent attention, `--rope-type yarn` and padded rows the
-fused rotation, which is the default with Transformer Engine, turns most positions by the angle of
-another one, and nothing says so. Where 2 x CP does not divide the checkpoint's
-original_max_position_embeddings, such a model cannot be built, on any machine ("shape is invalid").
+fused rotation, the default with Transformer Engine, silently rotates most positions by the angle of
+another position. If 2 x CP does not divide the checkpoint's original_max_position_embeddings, such
+a model cannot be built, on any machine ("shape is invalid").
 
-Cause: sines and cosines are cached for the longest row so far, at first for
-original_max_position_embeddings, and of that this rank's two chunks are kept. A shorter row then
-gets their beginning, which is not its own two chunks. And that first row must come out even.
+Cause: sines and cosines are cached for the longest row so far, initially for
+original_max_position_embeddings, and only this rank's two chunks of that row are kept. A shorter
+row then gets the beginning of these, not its own two chunks. The initial row must divide evenly.
 
-Why safe: where the cache is cut, it is filled anew for every other length of a row; the numbers are
-those that it has for a row of just this length. The first row is rounded up to whole chunks, and is
-never used unless a row has its length. Without context parallelism, and for packed rows, whose
-cache is whole, upstream's functions get what they got before.
+Why safe: if the cache is cut into chunks, it is refilled whenever a row's length changes, with the
+values for a row of exactly this length. The initial row is rounded up to full chunks, and is only
+used for rows of its length. Without context parallelism, and for packed rows, whose cache is not
+cut, upstream's functions get the same arguments as before.
 
-Upstream: no issue known; trainings whose rows all have one length above
-original_max_position_embeddings do not meet it.
+Upstream: no issue known; it does not occur in training with rows of one length above
+original_max_position_embeddings.
 
 Drop when: `get_cached_cos_sin` cuts what it returns, and not what it keeps.
 
@@ -30,12 +30,12 @@ from mcore_rl.patches.registry import Patch, parameters_of, require_parameters
 
 
 def needed() -> bool:
-    """True wherever the cache exists; without the fused rotation it is filled all the same."""
+    """Always True; the cache is also filled without the fused rotation."""
     return True
 
 
 def apply() -> None:
-    """Keep sines and cosines of rows of one length where they are cut into chunks."""
+    """Cache sines and cosines for one row length if they are cut into chunks."""
     import torch
     from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import YarnRotaryEmbedding
 

@@ -1,1 +1,1 @@
-"""Repairs of torch itself, for whoever uses it here: Megatron's lists and vLLM's name them."""
+"""Repairs of torch itself; the lists of Megatron's and vLLM's patches name them."""

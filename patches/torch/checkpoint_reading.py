@@ -1,17 +1,16 @@
 """A distributed checkpoint is read as data: no code in it is run.
 
-Symptom: `--load` of a folder that somebody else has made runs whatever that somebody put into its
+Symptom: `--load` of a folder from another person runs any code that this person put into its
 `.metadata`, or into an object (a random state, Megatron's arguments) in one of its `.distcp` files.
-Cause: torch.distributed.checkpoint reads the first by `pickle.load` and the second by
-`torch.load(weights_only=False)`. Megatron reads checkpoints by both.
-Why safe: what Megatron and torch save consists of few classes, each of which only holds values; the
-first is read by `metadata_unpickler`, which restricts classes, operations, sizes and values, the
-second by torch's own unpickler for weights with the classes that Megatron registers there. Any
-other is refused by a sentence that names file and class, before it is looked up. Saving is as it
-was.
+Cause: torch.distributed.checkpoint reads the first with `pickle.load` and the second with
+`torch.load(weights_only=False)`. Megatron uses both to read checkpoints.
+Why safe: Megatron and torch save few classes, which only hold values. The first is read by
+`metadata_unpickler`, which restricts classes, operations, sizes and values; the second by torch's
+own unpickler for weights, with the classes that Megatron registers there. Any other class is
+refused before it is looked up, in a sentence that names file and class. Saving does not change.
 Upstream: as described, as of torch 2.13.0 and megatron-core 0.19.2.
-Drop when: `FileSystemReader.read_metadata` and `DefaultLoadPlanner.load_bytes` refuse what is code.
-Versions: torch 2.13.0; 2.8 to 2.12, which is not tried, where both places look as they do there.
+Drop when: `FileSystemReader.read_metadata` and `DefaultLoadPlanner.load_bytes` refuse code.
+Versions: torch 2.13.0; 2.8 to 2.12 are not tried, but both places look the same there.
 """
 
 from __future__ import annotations
@@ -36,17 +35,17 @@ _CHECKPOINT = "torch.distributed.checkpoint"
 
 
 class _MetadataPickle:
-    """The module pickle, whose `load` only reads metadata."""
+    """A stand-in for the module pickle whose `load` only reads metadata."""
 
     def __init__(self) -> None:
-        # torch makes a text of what is raised while it reads metadata, and goes on.
+        # torch turns an exception from reading metadata into text, and continues.
         self.refusal: UsageError | None = None
 
     def __getattr__(self, name: str) -> Any:
         return getattr(pickle, name)
 
     def load(self, file: BinaryIO) -> Any:
-        """The metadata in `file`; UsageError for anything else."""
+        """Return the metadata in `file`; UsageError for anything else."""
         from mcore_rl.patches.torch import metadata_unpickler as unpickler
 
         name = str(getattr(file, "name", ".metadata"))
@@ -70,7 +69,7 @@ class _MetadataPickle:
 
 
 def _check_files(found: Any, folder: Path | None) -> None:
-    """UsageError if a file of the checkpoint is missing or shorter than its metadata says."""
+    """Raise UsageError if a checkpoint file is missing or shorter than its metadata states."""
     ends: dict[str, int] = {}
     for info in (found.storage_data or {}).values():
         end = info.offset + info.length
@@ -87,10 +86,10 @@ def _check_files(found: Any, folder: Path | None) -> None:
 
 
 def load_object(stored: io.BytesIO | str, name: str) -> Any:
-    """What torch.save has stored, if it is tensors, plain values and Megatron's safe classes.
+    """Load an object stored by torch.save: tensors, plain values and Megatron's safe classes.
 
-    Raises UsageError with `name` and the class if there is any other, or if the bytes are not what
-    torch.save writes. The members of enums, which all of the process share, stay as they are.
+    Raises UsageError with `name` and the class for any other, or if the bytes are not from
+    torch.save. Members of enums, which the process shares, do not change.
     """
     import torch
 
@@ -111,7 +110,7 @@ def load_object(stored: io.BytesIO | str, name: str) -> Any:
 def _enums_unchanged(name: str) -> Iterator[None]:
     """Refuse, and undo, a change of a member of an enum.
 
-    torch's unpickler gives a state to any instance of a class that it knows, and members are some.
+    torch's unpickler may set the state of any instance of a known class, including members.
     """
     import torch
 
@@ -136,12 +135,12 @@ def _enums_unchanged(name: str) -> Iterator[None]:
 
 
 def _require_uncompressed(stored: io.BytesIO | str) -> None:
-    """torch.save compresses nothing: a compressed entry may expand to any size."""
+    """Refuse compressed entries: torch.save writes none, and they may expand to any size."""
     try:
         with zipfile.ZipFile(stored) as archive:
             entries = archive.infolist()
     except zipfile.BadZipFile:
-        return  # torch reads its older format, or says what is wrong
+        return  # torch reads its older format, or reports the error
     finally:
         if isinstance(stored, io.BytesIO):
             stored.seek(0)
@@ -151,7 +150,7 @@ def _require_uncompressed(stored: io.BytesIO | str) -> None:
 
 
 def _class_in(message: str) -> str:
-    """The class that torch's unpickler would not know, out of its advice of several lines."""
+    """Return the class that torch's unpickler refused, from its message of several lines."""
     _, found, rest = message.partition("GLOBAL ")
     return rest.split()[0] if found else message.partition("\n")[0]
 
@@ -165,12 +164,12 @@ def _refusal(place: str, what: str) -> UsageError:
 
 
 def _told_to_the_user(load: Callable[..., Any], reading: _MetadataPickle) -> Callable[..., Any]:
-    """`load`, which wraps the errors of all ranks in its own, with a refusal as it was raised."""
+    """Make `load`, which wraps the errors of all ranks in its own, raise a refusal unwrapped."""
     from torch.distributed.checkpoint import state_dict_loader
     from torch.distributed.checkpoint.api import CheckpointException
 
     def without_tracebacks(record: logging.LogRecord) -> bool:
-        """torch warns of metadata that it cannot read, and looks for others."""
+        """Filter torch's warnings of refused metadata; it then looks for other metadata."""
         return reading.refusal is None or record.exc_info is None
 
     @functools.wraps(load)
@@ -197,7 +196,7 @@ def needed() -> bool:
 
 
 def apply() -> None:
-    """Replace how metadata and objects are read."""
+    """Replace the functions that read metadata and objects."""
     from torch.distributed.checkpoint import default_planner, filesystem, state_dict_loader
     from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 

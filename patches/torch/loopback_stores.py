@@ -1,13 +1,12 @@
-"""A store that ranks reach on loopback listens there, and nowhere else.
+"""A store that ranks reach on loopback listens only there.
 
 Symptom: a run on one machine, whose ranks meet on 127.0.0.1, has ports open that every machine of
-the network can reach: torchrun's store, the ranks' own, those that are made for other groups. Who
-connects can read and change what ranks tell each other there.
-Cause: TCPStore binds to all addresses, whatever host it is given; that one only tells clients where
-to connect.
-Why safe: TCPStore takes a socket that already listens, which is what it is given, bound to the
-address that was asked for. Only for loopback; with any other host it is torch's own, as it is where
-the port is already taken, by a store of this process that is to be shared or by somebody else.
+the network can reach: torchrun's store, the ranks' own store, stores for other groups. Anyone who
+connects can read and change the values that ranks exchange there.
+Cause: TCPStore binds to all addresses for any host; the host only determines where clients connect.
+Why safe: TCPStore accepts a listening socket. It gets one bound to the requested address, only for
+loopback. With any other host torch's own socket is used, and also if the port is already taken, by
+a store of this process to be shared or by another process.
 Upstream: as described, as of torch 2.13.0.
 Drop when: TCPStore binds to the host that it is given.
 Versions: torch 2.13.0; 2.8 to 2.12, which is not tried, have the same parameter.
@@ -31,7 +30,7 @@ _LISTENING = "master_listen_fd"
 
 
 def is_loopback(host: str) -> bool:
-    """Whether `host` says by itself that it is this machine; a name is not looked up."""
+    """Return whether `host` is "localhost" or a loopback address; names are not looked up."""
     if host == "localhost":
         return True
     try:
@@ -41,7 +40,7 @@ def is_loopback(host: str) -> bool:
 
 
 def listening_socket(host: str, port: int) -> socket.socket | None:
-    """One that is bound to loopback alone; None if the port is taken. 0 takes a free one."""
+    """Return a socket bound only to `host`; None if the port is taken. 0 takes a free port."""
     address = "127.0.0.1" if host == "localhost" else host
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     listening = socket.socket(family, socket.SOCK_STREAM)
@@ -60,7 +59,7 @@ def needed() -> bool:
 
 
 def apply() -> None:
-    """Replace how a TCPStore is made, in place, as many modules have imported it by name."""
+    """Replace TCPStore's constructor in place, since many modules have imported it by name."""
     from torch.distributed import TCPStore
 
     make = TCPStore.__init__

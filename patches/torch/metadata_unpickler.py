@@ -1,15 +1,15 @@
 """An unpickler for the `.metadata` of a distributed checkpoint, as data of known types.
 
-The standard unpickler restricts which classes a pickle names, but not what it does with them: a
-state may be set on a class, and a memo index may allocate gigabytes. This one restricts both:
+The standard unpickler can restrict the classes that a pickle names, but not their use: a state may
+be set on a class, and a memo index may allocate gigabytes. This one restricts both:
 
-- opcodes: those that pickle's protocols 2 to 5 need for the types below;
-- objects: NEWOBJ and BUILD only make instances of torch's metadata dataclasses, each once, with
-  their own fields; REDUCE only calls what makes a size, a path, a layout or a member of an enum;
-- keys: strings, integers, tuples of them, and MetadataIndex;
+- opcodes: only those that pickle's protocols 2 to 5 need for the types below;
+- objects: NEWOBJ and BUILD only create instances of torch's metadata dataclasses, each once, with
+  their own fields; REDUCE only creates a size, a path, a layout, a dict or a member of an enum;
+- keys: strings, integers and MetadataIndex;
 - memory: the file, its memo, its stack and its nesting are bounded (`MAX_BYTES` and below);
-- values: every field has the type that torch gives it, offsets and sizes are not negative, chunks
-  lie within their tensor, and storage paths are plain names within the checkpoint's folder.
+- values: every field has torch's type, offsets and sizes are not negative, chunks lie within their
+  tensor, and storage paths are plain names within the checkpoint's folder.
 
 A file that violates one of these raises `ForbiddenContent` or another exception; nothing outside
 the returned object changes.
@@ -34,10 +34,10 @@ from mcore_rl.common.readers import plain_file_name
 
 # About a million chunks of tensors. Objects take up to 80 bytes for each byte of the file.
 MAX_BYTES = 256 << 20
-_MAX_STACK = 10_000  # pickle puts 1000 pairs on it at a time
+_MAX_STACK = 10_000  # pickle pushes up to 1000 pairs
 _MAX_MARKS = 64
 _LEAST_BYTES_PER_MEMO = 4  # torch's metadata has about 9
-_MAX_LONG_BYTES = 8  # larger numbers measure nothing, and their hashes could collide
+_MAX_LONG_BYTES = 8  # larger numbers are not sizes, and their hashes could collide
 _MAX_DIMENSIONS = 64
 
 Check = Callable[[Any], bool]
@@ -47,7 +47,7 @@ _PLAIN = (str, int, float, type(None))
 
 
 class ForbiddenContent(Exception):
-    """A pickle holds what metadata does not consist of; the message names it."""
+    """A pickle contains something that is not part of metadata; the message names it."""
 
 
 def _optional(*types: type) -> Check:
@@ -79,7 +79,7 @@ def _size(value: Any) -> bool:
 
 
 def _place(value: object) -> bool:
-    # Megatron-FSDP writes where its uneven shards lie as lists.
+    # Megatron-FSDP writes the locations of its uneven shards as lists.
     return type(value) in (torch.Size, tuple, list) and _are_counts(value)
 
 
@@ -95,14 +95,14 @@ def _plain(value: Any) -> bool:
     return type(value) in _PLAIN
 
 
-# Where an object of a state dict is: keys and indexes, by its name.
+# Location of an object in a state dict: keys and indexes, by its name.
 _planner_data = _optionally(_mapping(_of(str), _each(_of(str, int), tuple, list)))
-# What Megatron before 0.14 added: numbers by tensor and purpose.
+# Megatron before 0.14 added this: numbers by tensor and purpose.
 _mcore_data = _optionally(
     _mapping(_of(str), _mapping(_of(str), lambda v: _plain(v) or _each(_plain, tuple, list)(v)))
 )
 
-# The fields of each class, with what they may hold.
+# The fields of each class, with checks of their values.
 _FIELDS: dict[type, dict[str, Check]] = {
     metadata.Metadata: {
         "state_dict_metadata": _mapping(
@@ -135,7 +135,7 @@ _FIELDS: dict[type, dict[str, Check]] = {
         "offset": _optionally(_size),
         "index": _optionally(_natural),
     },
-    # As its own __setstate__ names them.
+    # The names in its own __setstate__.
     metadata.TensorProperties: {
         "dtype": _of(torch.dtype),
         "layout": _of(torch.layout),
@@ -171,12 +171,12 @@ _FIELDS: dict[type, dict[str, Check]] = {
 }
 _LACKING = object()
 _CONTAINERS = {dict, OrderedDict, list, tuple}
-_MAY_LACK = {"all_local_plans", "mcore_data", "modules"}  # by other versions of the writers
+_MAY_LACK = {"all_local_plans", "mcore_data", "modules"}  # some versions omit them
 _ENUMS: tuple[type[enum.Enum], ...] = (planner.WriteItemType, metadata._MEM_FORMAT_ENCODING)
 
 
 def _member(owner: Any, name: Any) -> enum.Enum:
-    """How Python before 3.11.4 stores a member of an enum."""
+    """Return a member of an enum, as Python before 3.11.4 stores it."""
     if owner in _ENUMS and type(name) is str and name in owner.__members__:
         member: enum.Enum = owner.__members__[name]
         return member
@@ -184,10 +184,10 @@ def _member(owner: Any, name: Any) -> enum.Enum:
 
 
 def _numbered(kind: type[enum.Enum]) -> Callable[[Any], enum.Enum]:
-    """How pickle stores a member of an enum."""
+    """Return a function from a value to a member of an enum, as pickle stores it."""
 
     def make(value: Any) -> enum.Enum:
-        if type(value) is not int:  # the hash of a nested tuple may not end
+        if type(value) is not int:  # hashing a nested tuple may not terminate
             raise ForbiddenContent(f"{kind.__name__} of another value than an integer")
         return kind(value)
 
@@ -211,7 +211,7 @@ def _path(kind: type[PurePosixPath]) -> Callable[..., PurePosixPath]:
 
 
 def _layout(name: Any) -> torch.layout:
-    # vars(): getattr of torch imports modules by name.
+    # vars(), because getattr of torch imports modules by name.
     found = vars(torch).get(name.removeprefix("torch.")) if type(name) is str else None
     if not isinstance(found, torch.layout):
         raise ForbiddenContent("torch.serialization._get_layout of an unknown layout")
@@ -222,7 +222,7 @@ def _ordered() -> OrderedDict[Any, Any]:
     return OrderedDict()
 
 
-# What may be called: a name in the pickle, and a function of ours that checks its arguments.
+# Allowed calls: name in the pickle -> function here that checks its arguments.
 _CALLS: dict[tuple[str, str], Callable[..., Any]] = {
     ("torch", "Size"): _torch_size,
     ("torch.serialization", "_get_layout"): _layout,
@@ -235,7 +235,7 @@ _CALLS: dict[tuple[str, str], Callable[..., Any]] = {
 _CLASSES: dict[tuple[str, str], type] = {
     (kind.__module__, kind.__name__): kind for kind in (*_FIELDS, *_ENUMS)
 }
-# By identity: a value of the pickle may have a hash that does not end.
+# By identity: hashing a value of the pickle may not terminate.
 _KINDS = {id(kind) for kind in _FIELDS}
 _MEMBERS = {id(kind): _numbered(kind) for kind in _ENUMS}
 _CALLABLE = {id(function): function for function in _CALLS.values()} | _MEMBERS
@@ -248,9 +248,9 @@ _OPCODES = (
 
 
 class MetadataUnpickler(pickle._Unpickler):
-    """Reads one pickle from `content`; see the module for what it accepts."""
+    """An unpickler of one pickle, `content`, with the module's restrictions."""
 
-    # Of the base class, in Python's source and not in its stub.
+    # Attributes of the base class that its stub lacks.
     memo: dict[int, Any]
     pop_mark: Callable[[], list[Any]]
 
@@ -264,14 +264,14 @@ class MetadataUnpickler(pickle._Unpickler):
         super().__init__(file)
         self._num_bytes = len(content)
         self._is_pickle = content.startswith(pickle.PROTO)
-        # Not through the frames of protocol 4: they serve files that are read piece by piece.
+        # Ignore the frames of protocol 4, which only help to read files in pieces.
         self.read, self.readline = file.read, file.readline
 
     def load(self) -> metadata.Metadata:
-        """The metadata.
+        """Return the metadata.
 
-        Raises ForbiddenContent for content that metadata does not have, and other exceptions for
-        bytes that are not a pickle.
+        Raises ForbiddenContent for content that is not metadata, and other exceptions for bytes
+        that are not a pickle.
         """
         self.metastack: list[list[Any]] = []
         self.stack: list[Any] = []
@@ -330,7 +330,7 @@ class MetadataUnpickler(pickle._Unpickler):
         self._remember(int.from_bytes(self.read(4), "little"))
 
     def _remember(self, index: int) -> None:
-        # A dict, in which a large index takes no more than a small one.
+        # A dict, in which a large index needs no more memory than a small one.
         if len(self.memo) * _LEAST_BYTES_PER_MEMO > self._num_bytes + 1000:
             raise ForbiddenContent("more references than its size allows")
         self.memo[index] = self.stack[-1]
@@ -387,7 +387,7 @@ class MetadataUnpickler(pickle._Unpickler):
         if type(found) not in (dict, OrderedDict):
             raise ForbiddenContent(f"entries of {_named(found)}")
         for key, value in zip(items[::2], items[1::2], strict=True):
-            if type(key) is metadata.MetadataIndex:  # its hash is of these, and must not change
+            if type(key) is metadata.MetadataIndex:  # they make its hash, which must not change
                 if type(key.fqn) is not str or not _optionally(_size)(key.offset):
                     raise ForbiddenContent("a MetadataIndex of other values than name and offset")
             elif type(key) not in (str, int):
@@ -400,13 +400,13 @@ class MetadataUnpickler(pickle._Unpickler):
 
 
 def _named(value: Any) -> str:
-    """A value in a message, without asking the value itself, which may be nested deep."""
+    """Describe a value for a message by its type only: it may be deeply nested."""
     return value.__name__ if isinstance(value, type) else f"a {type(value).__name__}"
 
 
 @contextlib.contextmanager
 def _without_garbage_collection() -> Iterator[None]:
-    """It would look at millions of new objects again and again, and find none to collect."""
+    """Disable collection, which would scan millions of new objects repeatedly and free none."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -417,10 +417,10 @@ def _without_garbage_collection() -> Iterator[None]:
 
 
 def _check_fields(found: metadata.Metadata) -> None:
-    """ForbiddenContent unless all fields of all objects have values of their types."""
+    """Raise ForbiddenContent unless all fields of all objects have values of their types."""
     waiting: list[Any] = [found]
     seen: set[int] = set()
-    right: set[tuple[int, Check]] = set()  # containers, which several objects may share
+    right: set[tuple[int, Check]] = set()  # checked containers, which objects may share
     while waiting:
         value = waiting.pop()
         kind = type(value)
@@ -445,13 +445,13 @@ def _check_fields(found: metadata.Metadata) -> None:
 
 
 def _check_chunks(found: metadata.Metadata, num_bytes: int) -> None:
-    """ForbiddenContent unless every chunk lies within its tensor."""
+    """Raise ForbiddenContent unless every chunk lies within its tensor."""
     num_chunks = 0
     for name, tensor in found.state_dict_metadata.items():
         if isinstance(tensor, metadata.BytesStorageMetadata):
             continue
         num_chunks += len(tensor.chunks)
-        if num_chunks > num_bytes:  # each is written somewhere
+        if num_chunks > num_bytes:  # each takes some bytes of the file
             raise ForbiddenContent("more chunks than its size allows")
         for chunk in tensor.chunks:
             within = len(chunk.offsets) == len(chunk.sizes) == len(tensor.size) and all(

@@ -1,13 +1,13 @@
-"""bf16 and fp16 matrix products on a CPU that has no instruction for them run in float32.
+"""bf16 and fp16 matrix products run in float32 on a CPU without instructions for them.
 
 Symptom: on an x86 CPU without AVX-512 (most laptops, servers up to Zen 3) a run is ten times as
-slow as in float32: torch multiplies bf16 matrices with about 1 GF/s a core, float32 with 80.
-Cause: oneDNN takes 16-bit products where the CPU has AVX-512 or AMX; without them torch falls back
-to loops that are not even vectorised. Its attention kernels on CPU call the same loops.
-Why safe: inputs are widened, which is exact, the product is summed in float32, as oneDNN does, and
-rounded once at the end. Nothing but these operators is touched, other dtypes and devices go to
-torch's own kernels, and autograd, which differentiates above this level, is not concerned. An
-operator costs 2 microseconds more.
+slow as in float32: torch multiplies bf16 matrices at about 1 GF/s per core, float32 at 80.
+Cause: oneDNN computes 16-bit products if the CPU has AVX-512 or AMX; without them torch falls back
+to loops that are not vectorised. Its attention kernels on CPU call the same loops.
+Why safe: inputs are widened, which is exact; the product is summed in float32, as in oneDNN, and
+rounded once at the end. Only these operators change. Other dtypes and devices use torch's own
+kernels, and autograd, which differentiates above this level, is not affected. An operator costs 2
+microseconds more.
 Upstream: as described, as of 2.13.0.
 Drop when: torch's own fallback is as fast as float32.
 Versions: torch 2.13.0.
@@ -29,12 +29,12 @@ ATTENTION = (
     "_scaled_dot_product_flash_attention_for_cpu_backward",
 )
 _ON_CPU = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
-# Registrations end with the object that made them.
+# Registrations last as long as this object.
 _library: torch.library.Library | None = None
 
 
 def slow_dtypes() -> frozenset[torch.dtype]:
-    """The 16-bit dtypes that this machine's CPU has no matrix products for."""
+    """Return the 16-bit dtypes for which this machine's CPU has no matrix products."""
     supported = {
         torch.bfloat16: torch.ops.mkldnn._is_mkldnn_bf16_supported,
         torch.float16: torch.ops.mkldnn._is_mkldnn_fp16_supported,
@@ -43,7 +43,7 @@ def slow_dtypes() -> frozenset[torch.dtype]:
 
 
 def widened_dtypes() -> frozenset[torch.dtype]:
-    """Those whose products are computed in float32 here: none where a GPU does the work."""
+    """Return the dtypes whose products are computed in float32; none if there is a GPU."""
     return frozenset() if torch.cuda.is_available() else slow_dtypes()
 
 
@@ -64,7 +64,7 @@ def apply() -> None:
 
 
 def _kernel(name: str) -> Callable[..., Any]:
-    """torch's own, whatever is registered later."""
+    """Return torch's own kernel, even after another is registered."""
     kernel = torch.library.get_kernel(f"aten::{name}", "CPU")
 
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -80,10 +80,9 @@ def _replace(library: torch.library.Library, name: str, function: Callable[..., 
 
 
 def _widened(kernel: Callable[..., Any], slow: frozenset[torch.dtype]) -> Callable[..., Any]:
-    """`kernel` in float32 for tensors of the `slow` dtypes; what has their dtype is returned in it.
+    """Run `kernel` in float32 for tensors of the `slow` dtypes, and cast results back.
 
-    What attention returns besides its output, as the log-sum-exp, is float32 in torch's kernel too,
-    and its gradients have the dtype of its inputs.
+    Attention's log-sum-exp stays float32, as in torch's kernel; its gradients get the input dtype.
     """
 
     def widened(*args: Any, **kwargs: Any) -> Any:
@@ -103,7 +102,7 @@ def _widened(kernel: Callable[..., Any], slow: frozenset[torch.dtype]) -> Callab
 def _widened_into(
     kernel: Callable[..., Any], name: str, slow: frozenset[torch.dtype]
 ) -> Callable[..., Any]:
-    """The same for an operator that writes its result into `out`."""
+    """Do the same for an operator that writes its result into `out`."""
     operator = getattr(torch.ops.aten, name).default
 
     def widened(*args: Any, out: torch.Tensor, **kwargs: Any) -> torch.Tensor:

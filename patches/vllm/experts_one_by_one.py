@@ -1,22 +1,21 @@
-"""What a model of gpt-oss lacks that is reloaded, beside a trainer.
+"""A gpt-oss model can be reloaded from a trainer, expert by expert and with its attention sinks.
 
-Symptom: a reload needs all experts of a layer in one tensor, transposed, and leaves the attention
-sinks as they were. Where a `quantization_config` is overridden by none, as of MXFP4 that comes
-dequantised, loading ends in "'NoneType' object is not subscriptable". And in a world of processes
-that the width of experts does not divide by, a model cannot be made.
+Symptom: a reload needs all experts of a layer in one tensor, transposed, and does not update the
+attention sinks. If `quantization_config` is overridden with None, as for MXFP4 that is already
+dequantised, loading ends with "'NoneType' object is not subscriptable". If the world size does not
+divide the width of experts, the model cannot be built.
 
-Cause: `GptOssModel` takes gates and up-projections row by row in turn, as they are published, or
-one expert's so; trainers have an expert's gate and up-projection apart. Both experts that are
-stacked and sinks are written without the parameter's loader, by which reloads learn what is read
-and write into what vLLM computes with. `load_weights` asks whether the configuration has the
-field, not whether it says anything. `MLPBlock` asserts that the width divides by torch's whole
-world, of which it makes no other use.
+Cause: `GptOssModel` takes gates and up-projections with alternating rows, as published, for all
+experts or one; trainers have an expert's gate and up-projection separately. Stacked experts and
+sinks are written without the parameter's loader, through which a reload records what was read and
+writes into the weights that vLLM uses. `load_weights` checks that the configuration has the field,
+not its value. `MLPBlock` asserts that torch's world size divides the width, and does not use it
+otherwise.
 
-Why safe: names that no checkpoint of gpt-oss has, `mlp.experts.N.w1`, `w2` and `w3` with `.weight`
-`[out, in]` and `.bias`, are written into the rows of the same parameters in which the published
-tensors put them; `sinks` are cut as before. All other names go upstream's way. A field that is
-None is taken away, which is how unquantised models have it. That a width divides by what really
-splits it is checked by the layers.
+Why safe: names that no gpt-oss checkpoint has, `mlp.experts.N.w1`, `w2` and `w3` with `.weight`
+`[out, in]` and `.bias`, are written into the same rows of the same parameters as the published
+tensors; `sinks` are split as before. Upstream handles all other names. A field that is None is
+removed, as in unquantised models. The layers check that the degree that splits a width divides it.
 
 Upstream: no issue; vLLM's own reload has the same gap where kernels keep weights elsewhere.
 
@@ -129,14 +128,14 @@ def _loader(parameter: Any) -> Any:
 
 
 def _write(expert: Any, loaded: Any, part: str, rank: int) -> None:
-    """This rank's share of an expert's gate (w1), up-projection (w3) or down-projection (w2)."""
+    """Write this rank's share of an expert's gate (w1), up- (w3) or down-projection (w2)."""
     if part == "w2" and expert.dim() == 1:
         expert[: len(loaded)].copy_(loaded)
-        if rank:  # it is added once
+        if rank:  # only one rank adds the bias
             expert.zero_()
         return
     rows = expert if part == "w2" else expert["w1 w3".split().index(part) :: 2]
-    dim = 1 if part == "w2" else 0  # that tensor parallelism cuts
+    dim = 1 if part == "w2" else 0  # the dimension that tensor parallelism splits
     size = rows.shape[dim]
     first = min(rank * size, loaded.shape[dim])
     share = loaded.narrow(dim, first, min(size, loaded.shape[dim] - first))

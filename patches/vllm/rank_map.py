@@ -1,15 +1,15 @@
-"""vLLM's groups follow a rank map: which rank plays which of vLLM's positions.
+"""vLLM's groups follow a rank map, which assigns a rank to each of vLLM's positions.
 
 Symptom: vLLM puts rank r of the torch.distributed world at position r of ExternalDP x DP x PP x TP,
-so that a TP group is always a run of consecutive ranks. Where training cuts the model otherwise,
-ranks then hold little of what their vLLM shard needs, and the hand-over moves more than it must.
-Cause: `initialize_model_parallel` lays out `arange(world_size)`; nothing can be given instead.
-Why safe: all groups are made by one function, `init_model_parallel_group`, which is given the
-positions of every group; here they are exchanged for the ranks that play them. All else in vLLM
-asks a group for its place, but for the data-parallel rank of the external launcher, which comes
-from RANK in the environment and is set by whoever starts the engine. torch orders the ranks of a
-new group by number, which would give a TP group (2, 0) its shards in the other order; it is told
-not to, and the order is checked afterwards. Without a rank map nothing changes.
+so that a TP group always consists of consecutive ranks. If training shards the model differently,
+ranks hold little of what their vLLM shard needs, and the hand-over moves more than necessary.
+Cause: `initialize_model_parallel` always uses `arange(world_size)`.
+Why safe: one function, `init_model_parallel_group`, creates all groups from their positions; here
+positions are replaced by the ranks assigned to them. All other code in vLLM asks a group for its
+place. The exception is the data-parallel rank of the external launcher, which comes from RANK in
+the environment; the code that starts the engine sets it. torch sorts the ranks of a new group by
+number, which would swap the shards of a TP group (2, 0); this is disabled, and the order is checked
+afterwards. Without a rank map nothing changes.
 Upstream: no rank map as of 0.33.0. `torch.distributed.new_group` takes `sort_ranks` from some
 version after 2.11 on.
 Drop when: vLLM takes the order of ranks as an argument.
@@ -31,10 +31,10 @@ _rank_map: tuple[int, ...] | None = None
 
 @contextmanager
 def in_use(ranks: Sequence[int] | None) -> Iterator[None]:
-    """In which vLLM builds its groups with `ranks[position]` at each position.
+    """Return a context in which vLLM builds its groups with `ranks[position]` at each position.
 
-    `ranks` must be a permutation of the world, the same on all ranks; None, nothing at all and the
-    identity leave vLLM as it is. Raises UsageError on a version of vLLM that is not known.
+    `ranks` must be a permutation of the world, the same on all ranks. With None, an empty sequence
+    or the identity vLLM does not change. Raises UsageError for an unknown version of vLLM.
     """
     global _rank_map
     if not ranks or list(ranks) == list(range(len(ranks))):
@@ -80,9 +80,9 @@ def apply() -> None:
 
 @contextmanager
 def ranks_in_given_order(*, by_argument: bool | None = None) -> Iterator[None]:
-    """In which `torch.distributed.new_group` keeps the order of the ranks it is given.
+    """Return a context in which `torch.distributed.new_group` keeps the given order of ranks.
 
-    `by_argument` says whether through its argument `sort_ranks`; by default where it has one.
+    `by_argument` selects its argument `sort_ranks`, by default if it exists.
     """
     import torch.distributed as dist
     from torch.distributed import distributed_c10d
@@ -95,7 +95,7 @@ def ranks_in_given_order(*, by_argument: bool | None = None) -> Iterator[None]:
     def new_group_in_order(*args: Any, **kwargs: Any) -> Any:
         if by_argument:
             return new_group(*args, **kwargs, sort_ranks=False)
-        # It sorts nothing else; a name is looked up in its module first.
+        # new_group sorts nothing else; the module's name shadows the builtin.
         module.sorted = list
         try:
             return new_group(*args, **kwargs)
@@ -110,7 +110,7 @@ def ranks_in_given_order(*, by_argument: bool | None = None) -> Iterator[None]:
 
 
 def _require_order(coordinator: Any) -> None:
-    """The process groups must number their ranks as vLLM does: collectives go by theirs."""
+    """Raise RuntimeError unless process groups, whose order collectives use, match vLLM's order."""
     import torch.distributed as dist
 
     for group in (coordinator.device_group, coordinator.cpu_group):

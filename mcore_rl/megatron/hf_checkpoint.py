@@ -95,8 +95,8 @@ class HFCheckpoint:
 
     @property
     def is_all_that_vllm_reads(self) -> bool:
-        """Whether vLLM's loader finds no other tensors in the folder: without an index it reads all
-        safetensors files."""
+        """Whether vLLM's loader finds no other tensors in the folder.
+        Without an index it reads all safetensors files."""
         others = {path.name for path in self.folder.glob("*.safetensors")}
         return (self.folder / hf_files.INDEX).is_file() or others <= set(self.files.values())
 
@@ -200,11 +200,10 @@ def check_tensors(checkpoint: HFCheckpoint, shape: ModelShape, *, flag: str) -> 
 
 
 def fingerprint(checkpoint: HFCheckpoint) -> str:
-    """Return a fingerprint of names, shapes, dtypes and weights, independent of their division into
-    files. Collective.
+    """Return a fingerprint of names, shapes, dtypes and weights. Collective.
 
-    One rank reads a few blocks of each tensor. This suffices, since training changes all blocks,
-    and takes seconds for a folder of a terabyte.
+    It does not depend on the division into files. One rank reads a few blocks of each tensor. This
+    suffices, since training changes all blocks, and takes seconds for a folder of a terabyte.
     """
     rank, world_size = dist.get_rank(), dist.get_world_size()
     of_file: dict[str, list[str]] = {}

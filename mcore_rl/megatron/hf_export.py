@@ -61,9 +61,9 @@ def export(
     bfloat16.
 
     FP8 blocks of the source are written in bfloat16, and config.json without quantization_config.
-    With `as_float8` they are FP8 blocks again: a writer reads the source's bytes, keeps each block
-    whose values are unchanged, bit for bit, and quantises the others (see `float8.quantise`).
-    Untrained weights are therefore exported as published, bytes and scales.
+    With `as_float8` both are kept: a writer reads the source's bytes, keeps each block whose values
+    are unchanged, bit for bit, and quantises the others (see `float8.quantise`). Untrained weights
+    are therefore exported as published, bytes and scales.
 
     Ranks write the files in turn, and hold one file's tensors each. `target` appears only when it
     is complete, with EXPORT_MARKER in it, and replaces the previous folder. If it is a symbolic
@@ -252,8 +252,8 @@ def _quantiser(
 
 
 def _copy_others(source: Path, folder: Path, apart_from: Collection[Path]) -> None:
-    """Copy the files that are not weights. The weights are written by now, so only a failure to
-    copy config.json ends the export; a warning names the others."""
+    """Copy the files that are not weights, and name those that cannot be copied in a warning.
+    The weights are written by now, so only a failure to copy config.json ends the export."""
     shutil.copyfile(source / "config.json", folder / "config.json")
     found = other_files(source, apart_from=apart_from)
     left_out = list(found.left_out)

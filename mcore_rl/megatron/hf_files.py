@@ -94,8 +94,8 @@ def places(folder: Path, needed: Collection[str], flag: str) -> dict[str, list[s
 
 
 def _add_single(folder: Path, found: dict[str, list[str]], flag: str) -> None:
-    """Add `model.safetensors` next to an index of other files: transformers reads the former, vLLM
-    the latter."""
+    """Add `model.safetensors` next to an index of other files.
+    transformers reads the former, vLLM the latter."""
     with opened(folder / _SINGLE, flag) as file:
         held = set(file.keys())
     if held != found.keys():
@@ -143,8 +143,8 @@ def opened(path: Path, flag: str) -> safe_open:
 
 
 def _check_no_key_twice(path: Path) -> None:
-    """Raise InvalidData if a header has a name twice: safetensors takes the last one, and other
-    readers may take the first."""
+    """Raise InvalidData if a header, which safetensors has read, has a name twice.
+    safetensors takes the last one, and other readers may take the first."""
 
     def once(pairs: list[tuple[str, Any]]) -> None:
         names = [name for name, _ in pairs]

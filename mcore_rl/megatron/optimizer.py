@@ -1,7 +1,7 @@
 """Megatron's optimizer with a check of losses and gradients.
 
-A non-finite loss or gradient is found before the update, on which all ranks agree, and reported
-with parameter and rank. The run then stops or skips the update, as configured.
+Before each update all ranks agree whether a loss or gradient is non-finite, and report its rank and
+parameter. The run then stops or skips the update, as configured.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ class CheckedOptimizer:
         self._keep_biases()
 
     def _keep_biases(self) -> None:
-        """Save the expert biases before each update: Megatron changes them when it finishes the
-        gradients, before these are checked."""
+        """Save the expert biases before each update.
+        Megatron changes them when it finishes the gradients, before these are checked."""
         from megatron.core.utils import get_model_config
 
         config = get_model_config(self._state.model[0])
@@ -104,8 +104,8 @@ class CheckedOptimizer:
         return UpdateResult(float("nan") if grad_norm is None else float(grad_norm), skipped=False)
 
     def _scale_may_fall(self) -> bool:
-        """Return whether a lower loss scale may make the gradients finite. Scales start at 2^32
-        (--initial-loss-scale), far above the range of float16."""
+        """Return whether a lower loss scale may make the gradients finite.
+        Scales start at 2^32 (--initial-loss-scale), far above the range of float16."""
         from megatron.core.optimizer.grad_scaler import DynamicGradScaler
 
         whole = self._state.optimizer

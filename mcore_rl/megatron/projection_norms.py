@@ -25,7 +25,7 @@ class ProjectionNorm(torch.nn.Module):
     """
 
     def __init__(self, hidden_size: int, config: Any, eps: float) -> None:
-        """`hidden_size` is the size of one head."""
+        """Create the norm; `hidden_size` is the size of one head."""
         super().__init__()
         self.tp_group = parallel_state.get_tensor_model_parallel_group()
         self.width = self._num_heads(config) * hidden_size

@@ -1,8 +1,8 @@
-"""The random state of training, saved before rollout and restored bit for bit afterwards, and its
-form in checkpoints.
+"""The random state of training, saved before rollout and restored bit for bit afterwards.
 
 Rollout seeds and advances the same generators (torch's on host and devices, Python's, numpy's).
-Without this module the engine's work would determine the dropout of the next update.
+Without this module the engine's work would determine the dropout of the next update. Checkpoints
+contain the state as tensors.
 """
 
 from __future__ import annotations
@@ -116,8 +116,8 @@ class RngState:
         )
 
     def _check(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Raise the errors of `restore`, using other generators, and ValueError for faults that it
-        would not notice. `tensors` are the source of this snapshot."""
+        """Try `restore` with other generators, and raise its errors; `tensors` are the source.
+        Raises ValueError for faults that `restore` would not notice."""
         again = self.to_tensors()
         for name in again.keys() | tensors.keys():
             if name not in again or name not in tensors:

@@ -40,7 +40,7 @@ class RouterLayout:
         groups: Mapping[str, dist.ProcessGroup],
         device: torch.device,
     ) -> RouterLayout:
-        """Return the layout for Megatron's `args`; `groups` as from `model_parallel_groups`."""
+        """Return the layout for Megatron's `args` and the groups of `model_parallel_groups`."""
         return cls(groups["tp"] if args.sequence_parallel else None, groups["cp"], device)
 
     def positions(self, rows: ModelRows, num_tokens: int) -> torch.Tensor:
@@ -54,8 +54,8 @@ class RouterLayout:
         return (tokens_in_rows(rows, num_tokens, self.cp_group.rank()) < 0).to(self.device)
 
     def padding_for(self, chunk: torch.nn.Module, padding: torch.Tensor) -> torch.Tensor:
-        """Return `padding` in the form that a model chunk takes: Megatron splits it with the
-        embeddings, but not in later stages, whose hidden states are already split."""
+        """Return `padding` in the form that a model chunk takes.
+        Megatron splits it with the embeddings; later stages, whose inputs are split, do not."""
         return padding if chunk.pre_process else self._of_this_rank(padding.t()).t()
 
     def _of_this_rank(self, of_rows: torch.Tensor) -> torch.Tensor:
@@ -91,8 +91,8 @@ class RouterLayout:
 
 
 def tells_padding(args: argparse.Namespace, chunks: Sequence[torch.nn.Module]) -> bool:
-    """Return whether to pass padding to the routers of these model chunks: they exist, and no flag
-    prevents it. UsageError: balancing needs it, but a fork's model takes no `padding_mask`."""
+    """Return whether padding can be passed to the routers of these model chunks, if they have any.
+    A flag may prevent it. UsageError: balancing needs it, but a model takes no `padding_mask`."""
     values = vars(args)
     if not values.get("num_experts") or in_the_way_of_padding(values):
         return False

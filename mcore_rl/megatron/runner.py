@@ -79,7 +79,7 @@ class ModelRunner:
         keywords: ModelKeywords = lambda rows: {},
         replay: RoutingReplay | None = None,
     ) -> None:
-        """`replay` has the model's routers, for batches that may have `routes`."""
+        """Create the runner; `replay` has the model's routers, for batches with `routes`."""
         self._args, self._replay = args, replay
         self.state = state
         self._layout = layout
@@ -97,8 +97,8 @@ class ModelRunner:
 
     @torch.no_grad()
     def evaluate(self, batch: TrainBatch, num_outputs: int) -> torch.Tensor:
-        """Return the model's output for every token, `[t, num_outputs]` float32 on the CPU, on
-        every rank of TP, CP and PP. Dropout and gradients are off."""
+        """Return the model's output for every token, without dropout and gradients.
+        It is `[t, num_outputs]` float32 on the CPU, on every rank of TP, CP and PP."""
         return self._evaluated(batch, num_outputs)[0]
 
     @torch.no_grad()
@@ -166,14 +166,14 @@ class ModelRunner:
         return LossSums(total[1:], tuple(r for r, is_so in enumerate(nonfinite) if is_so))
 
     def global_sum(self, values: torch.Tensor) -> torch.Tensor:
-        """Sum values over the data-parallel ranks; returns them on the CPU."""
+        """Sum values over the data-parallel ranks, and return them on the CPU."""
         total = values.to(self.device, copy=True)
         dist.all_reduce(total, group=self.groups["dp"])
         return total.cpu()
 
     def denominators(self, batch: TrainBatch) -> Denominators:
-        """Return the divisors of a mini-batch's losses; they are at least 1, which matters for a
-        mini-batch without loss tokens."""
+        """Return the divisors of a mini-batch's losses.
+        They are at least 1, also for a mini-batch without loss tokens."""
         counts = Segments.of(batch.lengths, batch.loss_mask).counts
         mine = torch.tensor([counts.sum(), (counts > 0).sum()], dtype=torch.float64)
         num_tokens, num_samples = self.global_sum(mine).clamp(min=1.0).tolist()

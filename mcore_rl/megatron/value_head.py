@@ -99,7 +99,7 @@ def critic_class(base: type) -> type:
 def as_critic(model: torch.nn.Module) -> torch.nn.Module:
     """Turn a built Megatron language model into a critic, in place, and return it.
 
-    Raises RuntimeError if its output layer is its embedding, whose other use would be lost.
+    Raises RuntimeError if embedding and output layer are tied: the other use would be lost.
     """
     critic: Any = model  # with the attributes of Megatron's class
     if critic.share_embeddings_and_output_weights:

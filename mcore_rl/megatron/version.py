@@ -50,9 +50,9 @@ class MegatronSource:
 
 
 def commit_of(folder: Path, file: str, package: str) -> str | None:
-    """Return the commit of the checkout that has `file` of `folder`, with "-dirty" if files differ;
-    else the commit that pip installed `package` from, if `file` belongs to it; else None. Runs git.
-    """
+    """Return the commit of the checkout that has `file` of `folder`, "-dirty" if files differ.
+    Otherwise it is the commit that pip installed `package` from, if `file` belongs to it, or None.
+    Runs git."""
     # A virtual environment may lie in another project's checkout.
     if _git(folder, "ls-files", "--error-unmatch", file) is not None:
         return _git(folder, "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*")

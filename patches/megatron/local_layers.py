@@ -221,8 +221,8 @@ class SDPACoreAttention(torch.nn.Module):
         value: torch.Tensor,
         mask: torch.Tensor | None,
     ) -> torch.Tensor:
-        """Return `[b, n, s, dv]` for `[b, n, s, d]`, `[b, g, s', d]`, `[b, g, s', dv]`; a mask of
-        None means causal."""
+        """Return `[b, n, s, dv]` for `[b, n, s, d]`, `[b, g, s', d]`, `[b, g, s', dv]`.
+        A mask of None means causal."""
         if self.window is not None:
             mask = _last_visible(_causal(query, key) if mask is None else mask, self.window)
         if self.softmax_offset is None:

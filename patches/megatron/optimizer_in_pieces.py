@@ -74,8 +74,7 @@ def apply() -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """A ShardedTensor that holds a parameter in full or in part, and its box in this rank's
-    parameter."""
+    """A ShardedTensor with all or a part of this rank's parameter, and its box there."""
 
     sharded: Any  # without data
     box: Box

@@ -47,7 +47,7 @@ _PLAIN = (str, int, float, type(None))
 
 
 class ForbiddenContent(Exception):
-    """A pickle contains something that is not part of metadata; the message names it."""
+    """The error for content that is not part of metadata; the message names it."""
 
 
 def _optional(*types: type) -> Check:

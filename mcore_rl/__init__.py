@@ -4,10 +4,10 @@ Importing the package imports neither torch nor Megatron nor vLLM. A script of a
 
     mcore_rl.prepare()                     before its first import of Megatron
     mcore_rl.initialize(extra_args)        checks, Megatron's flags, Megatron's start
-    mcore_rl.run(job, model_provider)      the whole run
-    mcore_rl.add_rl_args(parser)           the `--rl-*` flags, to parse and start by itself
+    mcore_rl.run(job, model_provider)      the complete run
+    mcore_rl.add_rl_args(parser)           the `--rl-*` flags, for a fork that parses them itself
 
-and the parts by their modules: `mcore_rl.algorithms.total_loss`,
+and imports the parts from their modules: `mcore_rl.algorithms.total_loss`,
 `mcore_rl.hybrid_engine.sharding_manager`, ...
 """
 
@@ -26,14 +26,14 @@ from mcore_rl.common.version import VERSION as __version__
 __all__ = ["__version__", "add_rl_args", "initialize", "prepare", "run"]
 
 if sys.version_info < (3, 12):
-    # Megatron imports it from there: `prepare`, where it was forgotten, is to be told by us.
+    # Megatron imports it from typing, and a forgotten `prepare` is for us to report.
     import typing_extensions
 
     typing.override = typing_extensions.override  # type: ignore[attr-defined]
 
 
 def prepare() -> None:
-    """Repair Megatron for this machine, before anything of it is imported; idempotent.
+    """Repair Megatron for this machine, before any of its modules is imported; idempotent.
 
     A Megatron that is not supported, or is imported already, ends the process with exit code 2 and
     one sentence.
@@ -47,7 +47,7 @@ def prepare() -> None:
 def initialize(
     extra_args: Callable[[argparse.ArgumentParser], Any] | None = None, **megatron_options: Any
 ) -> Any:
-    """Check the command line, derive Megatron's flags, start Megatron; returns the job for `run`,
+    """Check the command line, derive Megatron's flags, start Megatron and return the job for `run`;
     see `mcore_rl.train.initialize`."""
     refuse_run_in_run()
     with _mistakes_end_the_process():
@@ -56,7 +56,7 @@ def initialize(
 
 
 def run(job: Any, model_provider: Callable[..., Any] | None = None) -> None:
-    """Train, on an initialised Megatron, by the job of `initialize` or Megatron's arguments; see
+    """Train on an initialised Megatron, with the job of `initialize` or Megatron's arguments; see
     `mcore_rl.train.run`."""
     refuse_run_in_run()
     with _mistakes_end_the_process():
@@ -65,8 +65,8 @@ def run(job: Any, model_provider: Callable[..., Any] | None = None) -> None:
 
 
 def add_rl_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """Add the `--rl-*` flags to a parser, those of the command line's `--rl-import` files too; see
-    `mcore_rl.flags.parser.add_rl_args`."""
+    """Add the `--rl-*` flags to a parser, including those of the command line's `--rl-import`
+    files; see `mcore_rl.flags.parser.add_rl_args`."""
     from mcore_rl.flags.given import import_given_files
     from mcore_rl.flags.parser import add_rl_args as add
 
@@ -77,7 +77,7 @@ def add_rl_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
 
 @contextlib.contextmanager
 def _mistakes_end_the_process() -> Iterator[None]:
-    """For what every rank finds by itself."""
+    """End the process on a UsageError that every rank finds by itself."""
     from mcore_rl.common.agreement import leave_with
     from mcore_rl.common.errors import UsageError
 

@@ -1,9 +1,9 @@
-"""The program `mcore-rl`: what one does around a run. `mcore-rl plan` says how a job would fit,
-`mcore-rl doctor` whether it could start here, `mcore-rl report` what a run did.
+"""The program `mcore-rl`: `plan` predicts how a job fits, `doctor` checks whether it could start
+here, `report` shows what a run did.
 
-A run itself is started by torchrun with `-m mcore_rl.train`. Exit codes: 0 done, 1 the doctor has
-found something that must be mended, 2 a mistake that the caller can correct, told in one sentence
-on stderr.
+A run itself is started with `-m mcore_rl.train`, by `mcore_rl.launch` or torchrun. Exit codes: 0
+done, 1 the doctor has found something to fix, 2 a mistake that the caller can correct, reported in
+one sentence on stderr.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from typing import NoReturn
 from mcore_rl.common.errors import CommandParser, UsageError
 from mcore_rl.common.version import VERSION
 
-# Each is a module `mcore_rl.tools.<name>.command` with `add_flags(parser)`, which also says what
-# the command is, and `main(options, others)`, which returns the exit code.
+# Each is a module `mcore_rl.tools.<name>.command` with `add_flags(parser)`, which also describes
+# the command, and `main(options, others)`, which returns the exit code.
 _COMMANDS = {
     "plan": "what a job needs and moves, before there is one",
     "doctor": "an installation and a command line, checked before a GPU is taken",
@@ -29,7 +29,7 @@ _COMMANDS = {
 
 
 def main(tokens: Sequence[str] | None = None) -> int:
-    """Run one command; returns the exit code. Where this is the program, `plan` ends it."""
+    """Run one command and return the exit code. As a program, `plan` exits here."""
     is_program = tokens is None
     tokens = sys.argv[1:] if tokens is None else list(tokens)
     try:
@@ -43,9 +43,9 @@ def main(tokens: Sequence[str] | None = None) -> int:
 
 
 def _end_at_once(code: int) -> NoReturn:
-    """End a command that has closed everything it opened. Python would look through all that torch
-    and Megatron are made of, and free it piece by piece, for a quarter of the command's time."""
-    with contextlib.suppress(BrokenPipeError):  # whoever reads it has read enough
+    """Exit without Python's teardown, after a command that has closed everything it opened. Freeing
+    the objects of torch and Megatron would take a quarter of the command's time."""
+    with contextlib.suppress(BrokenPipeError):  # the reader of a pipe may stop early
         sys.stdout.flush()
         sys.stderr.flush()
     os._exit(code)
@@ -66,7 +66,7 @@ def _main(tokens: Sequence[str]) -> int:
     asked, module = next((token for token in tokens if not token.startswith("-")), ""), None
     for name, what in _COMMANDS.items():
         command = commands.add_parser(name, help=what)
-        if name == asked:  # only this one is imported: the planner and the doctor import torch
+        if name == asked:  # import only this one: the planner and the doctor import torch
             module = importlib.import_module(f"mcore_rl.tools.{name}.command")
             module.add_flags(command)
     if tokens[0] in ("-h", "--help"):
@@ -86,7 +86,7 @@ def _main(tokens: Sequence[str]) -> int:
 
 
 def versions() -> str:
-    """A line for each package; of Megatron the version of the code that Python imports."""
+    """Return one line per package; Megatron's version is that of the code that Python imports."""
     from mcore_rl.megatron.version import PACKAGE, find_megatron
 
     megatron = find_megatron()

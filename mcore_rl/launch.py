@@ -1,18 +1,18 @@
-"""torchrun whose exit code is that of the ranks: 2 for a user's mistake, told in one sentence.
+"""A torchrun that exits with the ranks' exit code: 2, with one sentence, for a user's mistake.
 
     python -m mcore_rl.launch <torchrun's flags> -m mcore_rl.train <Megatron and --rl-* flags>
 
 torchrun answers every failure with 1, a traceback of its own and a table. Here a user's mistake
-ends with the code of the ranks and with nothing beside one sentence, which any of them may have
-left (see `agreement`): the first one that leaves has the others ended before they could say it. Any
-other failure keeps the table, below which stands what the first failing rank left.
+ends with the ranks' exit code and nothing but one sentence, which any rank may have left (see
+`agreement`): torchrun ends the others after the first exit, before they can report it. Any other
+failure keeps the table, followed by what the first failing rank left.
 
-A signal that ends this process ends the ranks by SIGTERM, whichever it was: on SIGINT each would
+A signal that ends this process, whichever it is, ends the ranks by SIGTERM: on SIGINT each would
 unwind its stack, and wait there for the others. What does not end within `SHUTDOWN_SECONDS` is
-killed; a second signal shortens that. Nothing that the ranks started outlives this process, and
-nothing that they put into the temporary folder, which is one of their own. Where this process
-itself is killed the kernel kills the ranks, and `guard` what they have started, and removes the
-folder; so does the next launcher, should the guard be gone as well.
+killed; a second signal shortens that. No process that the ranks started outlives this one, and
+nothing is left in their temporary folder, which belongs to this run alone. If this process itself
+is killed, the kernel kills the ranks, and `guard` ends what they have started and removes the
+folder; the next launcher does so if the guard is gone as well.
 
 On several machines one launcher's failure, or its disappearance, ends the ranks of all others with
 the same exit code and a sentence that names the machine: see `companions`.
@@ -71,13 +71,13 @@ logger = logging.getLogger(__name__)
 
 SHUTDOWN_SECONDS = 10
 _LEFTOVER_SECONDS = 3
-# For multiprocessing's trackers, which remove a dead rank's shared memory and then end: at once,
+# For multiprocessing's trackers, which remove a dead rank's shared memory and then end; at once,
 # unless the machine is busy.
 _TRACKER_SECONDS = 20
 _PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
-# Besides SIGTERM, which torchrun may handle.
+# In addition to SIGTERM, which torchrun may handle.
 _OTHER_ENDING_SIGNALS = (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
-# Worth reading when a rank failed, and noise when a user's mistake or a signal ended the run.
+# Shown when a rank failed; noise when a user's mistake or a signal ended the run.
 _SHUTDOWN_LOGGERS = (
     "torch.distributed.elastic.multiprocessing.api",
     "torch.distributed.elastic.agent.server.api",
@@ -87,25 +87,25 @@ _LONGEST_TEMPORARY_FOLDER = 50
 _GUARD = str(Path(__file__).parent / "common" / "guard.py")
 _PREFIX = "mcore_rl_"
 _OWNER = "launcher.lock"  # in the temporary folder, locked by the launcher while it lives
-# What torchrun ends the others with once one rank has failed; they say nothing about the failure.
+# torchrun sends them to the other ranks after a failure; they carry no information about it.
 _SENT_BY_TORCHRUN = (-signal.SIGKILL, -signal.SIGTERM)
 
 
 def main(tokens: Sequence[str] | None = None) -> int:
-    """Run torchrun on `tokens` (default: the command line) in this process; the exit code.
+    """Run torchrun on `tokens` (default: the command line) in this process; return the exit code.
 
-    For the end of a program: afterwards this process ignores the signals that would end it.
+    To be called at the end of a program: afterwards this process ignores the signals that end it.
     """
     given = sys.argv[1:] if tokens is None else list(tokens)
     keep_output_from_raising()
     if HELP_RL in given:
         return _print_help(given)
     args = torchrun.parse_args(given)
-    # torchrun sets it, too, but below a banner.
+    # torchrun would set it, too, but print a banner.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(SHUTDOWN_SECONDS))
     if torchrun.parse_min_max_nnodes(args.nnodes)[1] == 1:
-        # The name of a single machine need not resolve to an address that it can reach itself by.
+        # A single machine's name need not resolve to an address at which it can reach itself.
         args.local_addr = args.local_addr or "127.0.0.1"
     try:
         check_num_tasks(torchrun.parse_min_max_nnodes(args.nnodes)[1])
@@ -126,7 +126,7 @@ def main(tokens: Sequence[str] | None = None) -> int:
         _guarded(folder),
     ):
         if args.log_dir is None and args.redirects == "0" and args.tee == "0":
-            args.log_dir = folder  # torchrun's files, unless logs were asked for
+            args.log_dir = folder  # for torchrun's files, unless logs were requested
         ending = _run(args, companions)
         if companions is not None:
             companions.end(ending.exit_code, ending.sentence)
@@ -134,15 +134,15 @@ def main(tokens: Sequence[str] | None = None) -> int:
         for entry in entries:
             logging.getLogger(entry.name).handle(entry)
     if ending.message:
-        # By no logger: this is the program's answer to its user, without a level or a name.
+        # Not by a logger: this is the program's answer to its user, without a level or a name.
         print(ending.message, file=sys.stderr, flush=True)
     return ending.exit_code
 
 
 def _print_help(tokens: Sequence[str]) -> int:
-    """Print help on our flags and those of `--rl-import`; no rank is needed for it."""
+    """Print help on our flags and those of `--rl-import`, without ranks."""
     from mcore_rl.flags.given import import_given_files
-    from mcore_rl.flags.pages import help_text  # the algorithms, which a launcher does without
+    from mcore_rl.flags.pages import help_text  # imports the algorithms, which are not needed here
 
     try:
         import_given_files(tokens)
@@ -154,7 +154,7 @@ def _print_help(tokens: Sequence[str]) -> int:
 
 
 def _companions(args: argparse.Namespace) -> Companions | None:
-    """The tie to the launchers of other machines, where torchrun itself has none."""
+    """Connect to the launchers of other machines if torchrun itself does not."""
     num_nodes = torchrun.parse_min_max_nnodes(args.nnodes)[1]
     if args.rdzv_backend != "static" or num_nodes == 1:
         return None
@@ -181,9 +181,9 @@ def _check_port(args: argparse.Namespace) -> None:
 
 
 def _meeting_place(args: argparse.Namespace) -> str:
-    """The address by which torchrun's store is reached; the ranks' own is `local_addr`, if given.
+    """Return the address of torchrun's store or `local_addr`, the first that is not loopback.
 
-    On several machines that is for the user to say, and nothing here is about loopback.
+    Return "" on several machines, where the user chooses the addresses and loopback has no role.
     """
     if torchrun.parse_min_max_nnodes(args.nnodes)[1] != 1:
         return ""
@@ -194,11 +194,11 @@ def _meeting_place(args: argparse.Namespace) -> str:
 
 
 def exit_code(codes: Collection[int]) -> int:
-    """The exit code of a run whose failed ranks ended with `codes`, in order of time.
+    """Return the exit code of a run whose failed ranks ended with `codes`, in order of time.
 
     Negative codes are signals. Ranks that ended by themselves decide, not those that torchrun ended
-    because of them: the first code other than 2, else 2. Where all were ended by
-    signals it is 128 + the signal, of SIGKILL before SIGTERM: torchrun sends SIGTERM first.
+    as a consequence: the first code other than 2, else 2. If signals ended all of them, it is 128 +
+    the signal, with SIGKILL before SIGTERM, since torchrun sends SIGTERM first.
     """
     decisive = [code for code in codes if code not in _SENT_BY_TORCHRUN]
     if not decisive:
@@ -209,7 +209,7 @@ def exit_code(codes: Collection[int]) -> int:
 
 @dataclass(frozen=True, slots=True)
 class _Ending:
-    """How a run ended, and whether what torchrun logged about it is to be shown, too."""
+    """The end of a run: its exit code and message, and whether to show torchrun's log of it."""
 
     exit_code: int
     message: str = ""
@@ -217,7 +217,7 @@ class _Ending:
 
     @property
     def sentence(self) -> str:
-        """The last of the message, for the launchers of other machines."""
+        """The message's last line, for the launchers of other machines."""
         last = self.message.rpartition("\n")[2]
         return last.removeprefix("mcore_rl: ").removeprefix("error: ")
 
@@ -263,7 +263,7 @@ def _ending_elsewhere(ended: Ended) -> _Ending:
 def _ending_of_failure(error: ChildFailedError, kills_before: Mapping[str, int]) -> _Ending:
     in_time = sorted(error.failures.values(), key=lambda failure: failure.timestamp)
     code = exit_code([failure.exitcode for failure in in_time])
-    if code == EXIT_ALARM:  # rank 0 has said why
+    if code == EXIT_ALARM:  # rank 0 has reported the reason
         return _Ending(code)
     if code != EXIT_USAGE:
         last = _of_kills(error, kills_before) or _last_line(error)
@@ -278,7 +278,7 @@ def _ending_of_failure(error: ChildFailedError, kills_before: Mapping[str, int])
 
 
 def _of_kills(error: ChildFailedError, kills_before: Mapping[str, int]) -> str:
-    """Below torchrun's table, which ranks were killed and whether memory ran out; or nothing."""
+    """Return which ranks were killed and whether memory ran out, for below torchrun's table."""
     folder, stages = os.environ["TMPDIR"], {}
     for rank, failure in sorted(error.failures.items()):
         if failure.exitcode == -signal.SIGKILL:
@@ -288,15 +288,15 @@ def _of_kills(error: ChildFailedError, kills_before: Mapping[str, int]) -> str:
 
 
 def _last_line(error: ChildFailedError) -> str:
-    """Below torchrun's table, why the first rank failed; "" where only its own output tells."""
+    """Return why the first rank failed, for below torchrun's table; "" if its output shows it."""
     rank, first = error.get_first_failure()
-    if first.exitcode < 0 and not _reason(first):  # others then miss it, and say so
+    if first.exitcode < 0 and not _reason(first):  # others then miss it, and report that
         return f"\nmcore_rl: error: rank {rank}: {first.message}"
     return "".join(f"\nmcore_rl: error: rank {rank}: {text}" for rank, text in _reasons(error)[:1])
 
 
 def _reasons(error: ChildFailedError) -> list[tuple[int, str]]:
-    """What ranks left in their error files, in order of time, which torchrun knows by seconds."""
+    """Return the reasons that ranks left in their error files, by time in nanoseconds."""
     found = [
         (os.stat(failure.error_file).st_mtime_ns, rank, reason)
         for rank, failure in error.failures.items()
@@ -311,7 +311,7 @@ def _reason(failure: ProcessFailure) -> str:
 
 
 def _port_not_free(args: argparse.Namespace, error: str) -> str:
-    """The sentence on a port that cannot be listened on, "" if that is not what torch says."""
+    """Return the message on a port that cannot be listened on; "" for any other error."""
     found = {"EADDRINUSE": "is in use by another program", "EACCES": "is not for this user"}
     for name, what in found.items():
         if name in error:
@@ -324,7 +324,7 @@ def _port_not_free(args: argparse.Namespace, error: str) -> str:
 
 
 class _Stopped(SignalException):
-    """To torchrun, which sends `sigval` on, a SIGTERM; `number` is the signal that came."""
+    """The signal `number`, which torchrun, forwarding `sigval`, takes for a SIGTERM."""
 
     def __init__(self, number: signal.Signals) -> None:
         super().__init__(f"stopped by {number.name}", sigval=signal.SIGTERM)
@@ -332,7 +332,7 @@ class _Stopped(SignalException):
 
 
 def _handle_signals(args: argparse.Namespace) -> None:
-    """The signals that end the run are handled here, SIGTERM and what a user adds by torchrun."""
+    """Handle the ending signals here; torchrun keeps SIGTERM and those that a user adds."""
 
     def stop(number: int, frame: FrameType | None) -> NoReturn:
         raise _Stopped(signal.Signals(number))
@@ -345,7 +345,7 @@ def _handle_signals(args: argparse.Namespace) -> None:
 
 
 def _adopt_orphans() -> None:
-    """Make this process the parent of whatever loses its own below it, to be able to end it."""
+    """Make this process the parent of orphaned descendants, so that it can end them."""
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) != 0:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_CHILD_SUBREAPER) failed")
@@ -353,13 +353,13 @@ def _adopt_orphans() -> None:
 
 @contextlib.contextmanager
 def _guarded(folder: str) -> Iterator[None]:
-    """Have another process end what is left should this one, while inside, be killed."""
+    """Run a guard process, which ends what is left if this process is killed while inside."""
     guard = subprocess.Popen(
         [sys.executable, "-I", _GUARD, f"{LAUNCHER}={os.environ[LAUNCHER]}", folder],
         stdin=subprocess.PIPE,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
-        start_new_session=True,  # it is none of those whom a terminal's signals are for
+        start_new_session=True,  # a terminal's signals must not reach it
     )
     try:
         yield
@@ -369,11 +369,11 @@ def _guarded(folder: str) -> Iterator[None]:
 
 
 def _end_leftovers() -> None:
-    """Return when no process below this one is left; ranks are killed, others may end first.
+    """End all processes below this one: kill ranks, and give the others time to end by themselves.
 
-    Ranks are left where a second signal interrupted torchrun's waiting for them. The trackers of
-    ranks that have ended are children of this process by then, as ranks are, and must be waited
-    for: killed, they would leave the shared memory that they are about to remove.
+    Ranks are left if a second signal interrupted torchrun's waiting for them. The trackers of ended
+    ranks are children of this process by then, as ranks are. Wait for them: a killed one would
+    leave the shared memory that it is about to remove.
     """
     for number in (signal.SIGTERM, *_OTHER_ENDING_SIGNALS):
         signal.signal(number, signal.SIG_IGN)
@@ -393,7 +393,7 @@ def _end_leftovers() -> None:
 
 
 def _is_tracker(process: psutil.Process) -> bool:
-    """Whether `process` is multiprocessing's resource tracker, which ends when its users have."""
+    """Return whether `process` is multiprocessing's resource tracker, which outlives its users."""
     with contextlib.suppress(psutil.Error):
         return any("multiprocessing.resource_tracker" in part for part in process.cmdline())
     return False
@@ -401,7 +401,7 @@ def _is_tracker(process: psutil.Process) -> bool:
 
 @contextlib.contextmanager
 def _held_back(names: Sequence[str]) -> Iterator[list[logging.LogRecord]]:
-    """Collects what the loggers `names` would say."""
+    """Hold back and collect the records of the loggers `names`."""
     entries: list[logging.LogRecord] = []
 
     def hold(entry: logging.LogRecord) -> bool:
@@ -419,9 +419,9 @@ def _held_back(names: Sequence[str]) -> Iterator[list[logging.LogRecord]]:
 
 @contextlib.contextmanager
 def _temporary_folder() -> Iterator[str]:
-    """The ranks' TMPDIR, which is gone afterwards: a rank that is killed removes nothing itself.
+    """Create the ranks' TMPDIR and remove it afterwards: a killed rank removes nothing itself.
 
-    What is kept there from one run to the next stays where it was.
+    Caches that outlive a run stay where they were.
     """
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", _kernel_cache())
     where = tempfile.gettempdir()
@@ -445,7 +445,7 @@ def _temporary_folder() -> Iterator[str]:
 
 
 def _kernel_cache() -> str:
-    """Where torch keeps compiled kernels by default; to ask torch is a second of imports."""
+    """Return torch's default folder of compiled kernels; to ask torch costs a second of imports."""
     try:
         user = getpass.getuser()
     except (KeyError, OSError):
@@ -456,10 +456,10 @@ def _kernel_cache() -> str:
 
 @contextlib.contextmanager
 def _owned(folder: Path) -> Iterator[None]:
-    """Have other launchers see, while inside, that this process lives: a dead one holds no lock."""
+    """Show other launchers, while inside, that this process lives: a dead one holds no lock."""
     partial = folder / f"{_OWNER}.partial"
     with partial.open("w", encoding="utf-8") as file:
-        with contextlib.suppress(OSError):  # a file system without locks: it is never removed
+        with contextlib.suppress(OSError):  # without file locks the folder is never removed
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             file.write(_boot())
             file.flush()
@@ -468,10 +468,10 @@ def _owned(folder: Path) -> Iterator[None]:
 
 
 def _remove_leftovers(where: Path) -> None:
-    """Remove the temporary folders of launchers that were killed: of this user, on this machine.
+    """Remove the temporary folders of this user's killed launchers on this machine.
 
-    Others write to the temporary folder too: nothing is opened before it is known to be in a folder
-    of this user's, and what is opened there is neither followed nor waited for.
+    Other users write there, too: open nothing before it is known to be in a folder of this user,
+    and then neither follow links nor wait.
     """
     flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     for folder in where.glob(f"{_PREFIX}*"):
@@ -482,7 +482,7 @@ def _remove_leftovers(where: Path) -> None:
             with open(os.open(folder / _OWNER, flags), "rb") as file:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 is_file = stat.S_ISREG(os.fstat(file.fileno()).st_mode)
-                # On a file system of the network a lock may be known to one machine alone.
+                # On a network file system only one machine may know of a lock.
                 if is_file and file.read(len(_boot()) + 1) == _boot().encode():
                     shutil.rmtree(folder, ignore_errors=True)
 

@@ -1,6 +1,6 @@
-"""The story of a run. Start it with the launcher: `python -m mcore_rl.launch ... -m mcore_rl.train
-<Megatron and --rl-* flags>`, one launcher a node; torchrun does as well, and so does whatever sets
-RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT.
+"""The stages of a run. Start it with the launcher, once per node: `python -m mcore_rl.launch ... -m
+mcore_rl.train <Megatron and --rl-* flags>`. torchrun works as well, and so does whatever sets RANK,
+WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT.
 
 prompts ─► engine (rollout mode) ─► rewards ─► log-probs, values ─► advantages ─► updates
                ▲                                                                     │
@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, NoReturn, TextIO
 
 if __name__ == "__main__":
-    # Until the imports are done, which leave no garbage, and millions of objects to look at.
+    # The imports create millions of objects and no garbage: collect only after them.
     gc.disable()
 
 import numpy as np
@@ -52,18 +52,18 @@ logger = logging.getLogger(__name__)
 
 
 def train(run: Run) -> None:
-    """Run the steps that are left, evaluate the final policy, write what was asked for, and end
-    what would outlive the run.
+    """Run the remaining steps, evaluate the final policy, write the requested outputs, and end what
+    would outlive the run.
 
-    Collective. Raises what has ended it: RunStopped on all ranks as asked, anything else where it
-    was raised.
+    Collective. Raises what ended the run: RunStopped on all ranks if it was stopped on request,
+    anything else on the rank where it occurred.
     """
     try:
         _do_steps(run)
     except RunStopped:
         raise
     except BaseException as error:
-        # Said now: the launcher ends this process while others are still being torn down.
+        # Now, since the launcher ends this process while others are still being torn down.
         leave_reason(f"{type(error).__name__}: {error}".splitlines()[0])
         logger.exception("rank %s: the run ended early", os.environ.get("RANK", "0"))
         run.abandon()
@@ -74,7 +74,7 @@ def train(run: Run) -> None:
 
 def _do_steps(run: Run) -> None:
     for step in range(run.first_step, run.config.num_steps):
-        with run.manager as engine:  # the engines get the policy; leaving gives training back
+        with run.manager as engine:  # hands the weights to the engines; training is back on exit
             evaluation = run.sample_eval(step, engine.weight_version)
             collected = run.collect(engine.weight_version)
         run.require_rewards(step, collected)
@@ -83,12 +83,12 @@ def _do_steps(run: Run) -> None:
         batch = run.with_advantages(collected, batch)
         learnt = run.update(step, batch)
         run.record(step, collected, batch, learnt)
-        run.save_if_due(step)  # last: what is saved is not done again, so its line is there
+        run.save_if_due(step)  # last: a saved step is not repeated, so its metrics must exist
     run.finish()
 
 
 class Run:
-    """The stages of a run on this rank, each of which takes what the one before returned. All
+    """The stages of a run on this rank, each of which takes what the previous one returned. All
     methods but `abandon` are collective."""
 
     def __init__(self, job: Job, parts: Parts) -> None:
@@ -98,7 +98,7 @@ class Run:
         self._accuracy: float | None = None
 
     def sample_eval(self, step: int, weight_version: int) -> Groups | None:
-        """This engine's responses to held-out prompts, where an evaluation is due; in rollout
+        """Sample this engine's responses to held-out prompts if an evaluation is due; in rollout
         mode."""
         config, prompts = self.config, self.parts.eval_prompts
         interval = config.eval_interval
@@ -118,21 +118,21 @@ class Run:
             groups = self.parts.workers.sample(
                 plan, Wanted.of(count), prompts.__getitem__, key=f"evaluation {step}"
             )
-            groups.wait()  # the rewards' tickets of a step begin after those of an evaluation
-            objects.barrier()  # waiting for the slowest is time of the evaluation, not of rollout
+            groups.wait()  # a step's reward tickets begin after those of an evaluation
+            objects.barrier()  # the wait for stragglers counts as evaluation, not as rollout
         return groups
 
     def collect(self, weight_version: int) -> Collected:
-        """A step's samples with their rewards; in rollout mode."""
+        """Return a step's samples with their rewards; in rollout mode."""
         return self.parts.collector.collect(weight_version, self.manager.prefetch)
 
     def require_rewards(self, step: int, collected: Collected) -> None:
-        """Raises RunStopped on all ranks, once what was learnt before is saved, if no sample of the
-        step can be learned from because its reward failed."""
+        """Raise RunStopped on all ranks, after a checkpoint of the steps before, if the step has no
+        valid sample because rewards failed."""
         why_not_valid = collected.table.why_not_valid
         if None in why_not_valid:
             return
-        # What goes on from here does this step again, and draws the same.
+        # A resumed run repeats this step and draws the same prompts.
         self.parts.collector.undo()
         self.manager.weight_version -= 1
         saved = ""
@@ -151,7 +151,7 @@ class Run:
         raise RunStopped(EXIT_FAILED)
 
     def evaluate(self, step: int, groups: Groups | None) -> float | None:
-        """Held-out accuracy: the share of samples whose reward is at least 1."""
+        """Return the held-out accuracy: the share of samples whose reward is at least 1."""
         self._accuracy = None
         if groups is not None:
             with self._timers("eval"):
@@ -160,30 +160,30 @@ class Run:
         return self._accuracy
 
     def make_batch(self, step: int, collected: Collected) -> StepBatch:
-        """The samples as tensors, divided into mini-batches, ranks and micro-batches."""
+        """Return the samples as tensors, divided into mini-batches, ranks and micro-batches."""
         with self._timers("advantages"):
             return self._learner.make_batch(step, collected.table)
 
     def with_log_probs(self, batch: StepBatch) -> StepBatch:
-        """What actor, reference and critic say before the update."""
+        """Add the log-probs of actor and reference and the critic's values, before the update."""
         with self._timers("log_probs"):
             return self._learner.with_log_probs(batch)
 
     def with_advantages(self, collected: Collected, batch: StepBatch) -> StepBatch:
-        """What each token is worth."""
+        """Add the advantages."""
         with self._timers("advantages"):
             return self._learner.with_advantages(collected.table, batch)
 
     def update(self, step: int, batch: StepBatch) -> Learnt:
-        """One optimizer step per mini-batch and epoch."""
+        """Take one optimizer step per mini-batch and epoch."""
         with self._timers("train"):
             return self._learner.update(step, batch)
 
     def record(self, step: int, collected: Collected, batch: StepBatch, learnt: Learnt) -> None:
-        """Write the step's metrics and samples, and move the bar.
+        """Write the step's metrics and samples, and move the progress bar.
 
-        Raises RunStopped on all ranks, once all is saved, if an alarm is to end the run, or a flag
-        of Megatron before the last step.
+        Raises RunStopped on all ranks, after a checkpoint, if an alarm, or a flag of Megatron
+        before the last step, ends the run.
         """
         alarm = self.parts.recorder.record(step, collected, batch, learnt, self._accuracy)
         self.parts.tracer.report()
@@ -201,7 +201,7 @@ class Run:
         raise RunStopped(exit_code)
 
     def save_if_due(self, step: int) -> None:
-        """A checkpoint every `--save-interval` steps."""
+        """Save a checkpoint every `--save-interval` steps."""
         self._saver.save_if_due(step)
 
     def finish(self) -> None:
@@ -224,7 +224,7 @@ class Run:
         self.parts.recorder.finish(accuracy, facts)
 
     def abandon(self) -> None:
-        """Before `close`, when this rank has failed: it waits for no other one."""
+        """Prepare `close` on a rank that has failed: do not wait for any other."""
         for role in self.parts.roles:
             role.abandon()
 
@@ -240,14 +240,15 @@ class Run:
 
 
 def initialize(extra_args: ExtraArgs | None = None, **megatron_options: Any) -> Job:
-    """Check the command line of a fork's script, derive what it leaves out, and start Megatron.
+    """Check the command line of a fork's script, derive the flags it leaves out, and start
+    Megatron.
 
-    What `-m mcore_rl.train` does at its start, `--rl-config` included, with Megatron's own
-    `parse_and_validate_args` and `initialize_megatron`, which gets `megatron_options`.
-    `extra_args` is Megatron's `extra_args_provider`: a function that adds the fork's flags to the
-    parser and returns it. Collective; a user's mistake ends every rank with exit code 2. Megatron's
-    output goes where MCORE_RL_MEGATRON_LOG says. Returns the job for `run`; its `args` are
-    Megatron's, those of `get_args()`.
+    This is how `-m mcore_rl.train` starts, `--rl-config` included, with Megatron's own
+    `parse_and_validate_args` and `initialize_megatron`, which gets `megatron_options`. `extra_args`
+    is Megatron's `extra_args_provider`: a function that adds the fork's flags to the parser and
+    returns it. Collective; a user's mistake ends every rank with exit code 2. Megatron's output
+    goes where MCORE_RL_MEGATRON_LOG says. Returns the job for `run`; its `args` are Megatron's, as
+    `get_args()` returns them.
     """
     setup_logging()
     with log_file() as log:
@@ -263,14 +264,13 @@ def initialize(extra_args: ExtraArgs | None = None, **megatron_options: Any) -> 
 
 
 def run(job: Job | argparse.Namespace, model_provider: Callable[..., Any] | None = None) -> None:
-    """The whole run on an initialised Megatron, for a fork's script.
+    """Run everything on an initialised Megatron, for a fork's script.
 
-    `job` is what `initialize` returned, or Megatron's arguments, with the flags of
-    `mcore_rl.add_rl_args`, of a fork that has parsed them and started Megatron by itself.
-    `model_provider` is the fork's own (default: the model that config.json describes); actor and
-    critic are built by it, a reward model is what its own config.json describes. Collective. A
-    user's mistake ends every rank with exit code 2. Raises RunStopped, a SystemExit, on all ranks
-    if an alarm or a flag of Megatron ends the run early.
+    `job` is what `initialize` returned, or the arguments of a fork that started Megatron itself,
+    with the flags of `mcore_rl.add_rl_args`. `model_provider` is the fork's own and builds actor
+    and critic (default: the model that config.json describes); a reward model always follows its
+    own config.json. Collective. A user's mistake ends every rank with exit code 2. Raises
+    RunStopped, a SystemExit, on all ranks if an alarm or a flag of Megatron ends the run early.
     """
     setup_logging()
     if not isinstance(job, Job):
@@ -286,7 +286,7 @@ def _play_role(
         setup_logging(quiet=True)
         serve_role(job, model_provider, log=log)
         return
-    setup_logging()  # the actor's first rank may not be the job's
+    setup_logging()  # the actor's first rank may differ from the job's
     train(Run(job, build(job, model_provider, log=log)))
 
 
@@ -304,7 +304,7 @@ def main(tokens: list[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    # By its name: what --rl-import changes of this module is then what runs.
+    # Imported by name, so that the changes of --rl-import files to this module take effect.
     from mcore_rl.train import main as main_by_name
 
     gc.freeze()

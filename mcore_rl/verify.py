@@ -1,14 +1,14 @@
-"""Does the engine get the right weights? What to run before trusting a new checkpoint.
+"""Check that the engine gets the right weights; run it before you trust a new checkpoint.
 
     python -m mcore_rl.launch ... -m mcore_rl.verify <--rl-hf-checkpoint, --rl-prompts, degrees>
 
-Loads the checkpoint into Megatron, and into vLLM with vLLM's own loader (FP8 blocks dequantised on
-the way, a whole tensor at a time: engines are bfloat16 models); notes what vLLM stores and
-overwrites it with zeros; then Megatron hands over through the sharding manager. What vLLM stores
-must be the same, bit for bit, and both must score the same prompts alike. The two need fit on a
-device no more than in a run.
+It loads the checkpoint into Megatron, and into vLLM with vLLM's own loader (FP8 blocks are
+dequantised on the way, one complete tensor after another, since engines are bfloat16 models). It
+notes what vLLM stores and overwrites it with zeros; then Megatron hands over through the sharding
+manager. What vLLM stores must be the same, bit for bit, and both must give the same prompts similar
+log-probs. As in a run, the two models need not fit on a device together.
 
-Exit code 0 if what is stored is equal, 1 if not, 2 for bad input.
+Exit code 0 if the stored weights are equal, 1 if not, 2 for bad input.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ MAX_PROMPTS = 8
 
 @dataclass(frozen=True, slots=True)
 class Verification:
-    """What `--rl-verify-out` holds. Log-probs: entry i of a prompt scores its token i + 1."""
+    """The content of `--rl-verify-out`. Log-probs: entry i of a prompt scores its token i + 1."""
 
     token_ids: list[list[int]]
     megatron_log_probs: list[list[float]]
@@ -72,17 +72,17 @@ class Verification:
     num_tensors: int  # of the checkpoint that were handed over
     received_bytes_max: int  # by the rank that received most
     stored_equal: bool  # on every rank
-    differing: list[str]  # "rank R: name" of what vLLM stores otherwise
+    differing: list[str]  # "rank R: name" of stored tensors that differ
 
 
 def stored_digests(engine: VLLMEngine) -> dict[str, str]:
-    """sha256 of every tensor that vLLM stores on this rank, by name; of an engine whose weights are
-    awake."""
+    """Return the sha256 of every tensor that vLLM stores on this rank, by name; the engine's
+    weights must be awake."""
     return {name: _digest(tensor) for name, tensor in engine.stored_tensors()}
 
 
 def _digest(tensor: torch.Tensor) -> str:
-    # A copy on CPU as well: torch frees no memory that numpy has once seen.
+    # Copy on CPU, too: torch does not free memory that numpy has seen.
     content = tensor.detach().to("cpu", copy=True).contiguous()
     head = f"{content.dtype} {tuple(content.shape)} ".encode()
     return hashlib.sha256(
@@ -91,9 +91,9 @@ def _digest(tensor: torch.Tensor) -> str:
 
 
 def verify(job: Job, *, log: Any = None) -> Verification:
-    """Compare vLLM's own load with a hand-over from Megatron. Collective; the same on all ranks.
+    """Compare vLLM's own load with a hand-over from Megatron. Collective; same result on all ranks.
 
-    What raises is said by the rank where it does, at once: others may never notice.
+    A rank that raises logs it at once, since the others may never notice.
     """
     try:
         state, shards = build_actor(job, log=log)
@@ -105,10 +105,11 @@ def verify(job: Job, *, log: Any = None) -> Verification:
 
 
 def compare_loads(job: Job, state: TrainState, shards: ModelShards) -> Verification:
-    """The same with the actor built. Collective.
+    """Compare the loads, given the actor. Collective.
 
-    As in a run, actor and engine share a device by turns: the actor is away while an engine starts
-    and loads the checkpoint by vLLM's own loader, and the engine sleeps while the actor scores.
+    As in a run, actor and engine take turns on a device: the actor is offloaded while an engine
+    starts and loads the checkpoint by vLLM's own loader, and the engine sleeps while the actor
+    scores.
     """
     offloader = build_offloader(job, state)
     with contextlib.ExitStack() as at_the_end:
@@ -154,10 +155,10 @@ def _hand_over_and_compare(
 
 
 def overwrite_with_zeros(engine: VLLMEngine, job: Job, expected: Mapping[str, str]) -> None:
-    """Load zeros into a sleeping engine, and make sure that nothing of the first load is left.
+    """Load zeros into a sleeping engine, and check that nothing of the first load is left.
 
-    `expected` are the digests of that load; it sleeps again afterwards. Collective over the
-    engine's ranks.
+    `expected` holds the digests of that load; the engine sleeps again afterwards. Collective over
+    the engine's ranks.
     """
     engine.wake_weights()
     engine.reload(
@@ -176,7 +177,7 @@ def overwrite_with_zeros(engine: VLLMEngine, job: Job, expected: Mapping[str, st
 
 
 def _served(engine: VLLMEngine, job: Job) -> Iterator[tuple[str, TensorInfo]]:
-    """The checkpoint's tensors that an engine takes, those of its drafter among them."""
+    """Yield the checkpoint's tensors that an engine takes, including those of its drafter."""
     yield from job.checkpoint.tensors.items()
     if engine.drafter is not None:
         for name, info in job.checkpoint.mtp.items():
@@ -185,14 +186,13 @@ def _served(engine: VLLMEngine, job: Job) -> Iterator[tuple[str, TensorInfo]]:
 
 
 def _whole_tensors(engine: VLLMEngine, job: Job) -> Iterator[tuple[str, torch.Tensor]]:
-    """What the folder holds or its FP8 blocks stand for, one whole tensor after the other, for
-    vLLM's own loaders."""
+    """Yield complete tensors for vLLM's own loaders, with FP8 blocks dequantised."""
     for name, _ in _served(engine, job):
         yield name, read_tensor(job.checkpoint, name)
 
 
 def _differing(expected: Mapping[str, str], stored: Mapping[str, str]) -> list[str]:
-    """ "rank R: name" of what differs on any rank."""
+    """Return "rank R: name" of each tensor that differs on any rank."""
     names = sorted(expected.keys() | stored.keys())
     mine = [name for name in names if expected.get(name) != stored.get(name)]
     found = objects.all_gather(mine)
@@ -223,7 +223,7 @@ def _compare(
 
 
 def show(result: Verification, job: Job) -> None:
-    """Print the table."""
+    """Print the result as a table."""
     table = Table(title=f"Megatron and vLLM on {job.checkpoint.folder}")
     for column in ("prompt", "tokens", "max |difference|", "mean |difference|"):
         table.add_column(column, justify="right")
@@ -247,7 +247,7 @@ def show(result: Verification, job: Job) -> None:
 
 
 def check_prompts_given(checked: JobSpec) -> None:
-    """Verification needs prompts, and neither rewards nor a run directory."""
+    """Raise UsageError without readable prompts; neither rewards nor a run directory are needed."""
     if checked.config.prompts is None:
         raise UsageError(
             "is missing",
@@ -266,7 +266,7 @@ def check_prompts_given(checked: JobSpec) -> None:
 
 
 def start_verification(tokens: Sequence[str], *, log: Any = None) -> Job:
-    """`startup.start` for scoring prompts."""
+    """Call `mcore_rl.trainer.start.start` for scoring prompts."""
     return start(
         tokens,
         also_check=check_prompts_given,
@@ -277,13 +277,13 @@ def start_verification(tokens: Sequence[str], *, log: Any = None) -> Job:
 
 
 def main(tokens: list[str] | None = None) -> int:
-    """Entry point of `-m mcore_rl.verify`; returns the exit code."""
+    """Run `-m mcore_rl.verify` and return the exit code."""
     setup_logging()
     tokens = sys.argv[1:] if tokens is None else tokens
     with log_file() as log:
         job = start_verification(tokens, log=log)
         if job.world.role != ACTOR:
-            return 0  # what has ranks of its own has no part in this
+            return 0  # roles on ranks of their own take no part
         result = verify(job, log=log)
     if dist.get_rank() == 0:
         show(result, job)

@@ -1,1 +1,1 @@
-"""A run: how it starts, what it is built of, its learner, and what it records and saves."""
+"""A run: its start, its parts, its learner, and what it records and saves."""

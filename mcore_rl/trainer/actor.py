@@ -1,5 +1,4 @@
-"""The actor: Megatron's model as the policy in training. Log-probs before the update, and the
-update.
+"""The actor: Megatron's model as the policy in training, with its log-probs and its update.
 
 Shape legend: t tokens of a rank's samples. Tensors are in scoring alignment (see
 `mcore_rl.batching.types`).
@@ -31,20 +30,20 @@ from mcore_rl.moe.routing_replay import RoutingReplay
 
 @dataclass(frozen=True, slots=True)
 class UpdateStats:
-    """One optimizer step; the sums are over the global mini-batch and the same on all ranks."""
+    """The outcome of one optimizer step; sums are over the global mini-batch, same on all ranks."""
 
     sums: PolicyLossSums
     result: UpdateResult
-    mismatch: MismatchSums | None = None  # where the update itself scored the samples first
-    mtp: MTPSums | None = None  # where MTP layers are trained
+    mismatch: MismatchSums | None = None  # if the update itself scored the samples first
+    mtp: MTPSums | None = None  # if MTP layers are trained
 
 
 @dataclass(frozen=True, slots=True)
 class MTPSums:
-    """What MTP layers say of a global mini-batch."""
+    """The MTP layers' sums over a global mini-batch."""
 
     loss: float  # cross-entropies in nats, of all layers
-    num_tokens: float  # that these are of; a token counts once for each layer
+    num_tokens: float  # number of these terms; a token counts once for each layer
 
 
 class Actor:
@@ -62,7 +61,7 @@ class Actor:
         batching: MicroBatching,
         replay: RoutingReplay | None = None,
     ) -> None:
-        """`replay` has the model's routers, where batches may have `routes`."""
+        """`replay` replays batches' `routes` through the model's routers."""
         self._args, self._config = args, config
         self.state = state
         self._layout = layout
@@ -76,19 +75,19 @@ class Actor:
 
     @property
     def has_dropout(self) -> bool:
-        """Whether a forward pass in training is not that of scoring."""
+        """Whether a forward pass in training differs from one in scoring."""
         return bool(self._args.hidden_dropout or self._args.attention_dropout)
 
     def log_probs(self, batch: TrainBatch) -> torch.Tensor:
-        """Log-prob of every next token, `[t]` float32 on the CPU, on every rank of TP, CP and PP.
+        """Return every next token's log-prob, `[t]` float32 on the CPU, on all TP, CP and PP ranks.
 
         `batch` is this DP rank's.
         """
         return self.runner.evaluate(batch, num_outputs=2)[:, 0].contiguous()
 
     def scored(self, batch: TrainBatch) -> TrainBatch:
-        """The batch with `old_log_probs`, and with --rl-routing-replay r2 with the `routes` of this
-        forward pass."""
+        """Return the batch with `old_log_probs`, and with the `routes` of this forward pass under
+        --rl-routing-replay r2."""
         self._compare_routes(True)
         if self._config.routing_replay == R2:
             scores, batch = self.runner.evaluate_recording(batch, num_outputs=2)
@@ -96,18 +95,18 @@ class Actor:
         return dataclasses.replace(batch, old_log_probs=self.log_probs(batch))
 
     def _compare_routes(self, compares: bool) -> None:
-        """Given experts are compared with the routers' own before the first update of a step."""
+        """Compare given experts with the routers' own choices, before a step's first update."""
         if self.replay is not None:
             self.replay.counts = compares
 
     def update(self, batch: TrainBatch) -> UpdateStats:
-        """One optimizer step on one mini-batch, of which `batch` is this DP rank's part.
+        """Take one optimizer step on one mini-batch; `batch` is this DP rank's part of it.
 
         `batch` must have `advantages`, and `ref_log_probs` if there is a KL term. Without
-        `old_log_probs` the policy before the update is the one that this forward pass finds, as is
-        true of the first update after a rollout: log-probs and the mismatch's correction are then
-        taken from it. Raises RuntimeError on all ranks for a non-finite loss or gradient, unless
-        asked to skip it.
+        `old_log_probs` this forward pass also scores the policy before the update, which is correct
+        for the first update after a rollout: log-probs and the mismatch correction are taken from
+        it. Raises RuntimeError on all ranks for a non-finite loss or gradient, unless set to skip
+        it.
         """
         mtp_counts = self._mtp_counts(batch)
         loss = functools.partial(
@@ -131,7 +130,7 @@ class Actor:
         return UpdateStats(PolicyLossSums.from_stacked(sums), result, mismatch, mtp)
 
     def _mtp_counts(self, batch: TrainBatch) -> list[float]:
-        """How many tokens of the global mini-batch each MTP layer is trained on."""
+        """Return how many tokens of the global mini-batch each MTP layer is trained on."""
         num_layers = self._args.mtp_num_layers or 0
         masks = [predicted(batch.loss_mask, batch.lengths, 1 + i) for i in range(num_layers)]
         if not masks:
@@ -187,8 +186,8 @@ class Actor:
 
 
 def predicted(loss_mask: torch.Tensor, lengths: torch.Tensor, ahead: int) -> torch.Tensor:
-    """`[t]` bool: whether the token that lies `ahead` behind the one that a position scores is the
-    same sample's and counts."""
+    """Return `[t]` bool: whether the token `ahead` positions after a position's target belongs to
+    the same sample and counts."""
     sample_ids = Segments.of(lengths, loss_mask).sample_ids
     found = torch.zeros_like(loss_mask)
     stop = max(0, len(loss_mask) - ahead)
@@ -202,9 +201,9 @@ def mtp_cross_entropy(
     lengths: torch.Tensor,
     counts: Sequence[float],
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The loss of MTP layers (arXiv 2412.19437, eq. 24 and 25), and the sum of what it is made of.
+    """Return the loss of MTP layers (arXiv 2412.19437, eq. 24 and 25) and the sum of its terms.
 
-    `log_probs[i]` `[t]` is of the token at t+2+i, `counts[i]` how many of these count in the
+    `log_probs[i]` `[t]` scores the token at t+2+i; `counts[i]` is how many of these count in the
     global mini-batch. The loss is this call's share of the mean over layers of the means over
     tokens; the sum, float64 without gradient, is over tokens and layers.
     """

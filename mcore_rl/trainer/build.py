@@ -1,7 +1,7 @@
-"""From a job to everything that its run consists of on this rank: `build`.
+"""Building everything that a run consists of on this rank, from its job: `build`.
 
-`mcore_rl.trainer.models` builds what learns; here are the engine, the hand-over between the two,
-what watches over them, and the whole.
+`mcore_rl.trainer.models` builds what is trained; this module adds the engine, the hand-over between
+the two, and monitoring.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """What a run consists of on this rank; `mcore_rl.train.Run` has its stages."""
+    """The parts of a run on this rank; `mcore_rl.train.Run` has its stages."""
 
     first_step: int
     eval_prompts: PromptDataset | None
@@ -94,7 +94,7 @@ class Parts:
     timers: StageTimers
     watchdog: StageWatchdog
     tracer: Tracer
-    roles: tuple[Role, ...]  # critic and reward model, if there are any
+    roles: tuple[Role, ...]  # critic and reward model, if any
 
 
 def build(
@@ -105,7 +105,7 @@ def build(
 ) -> Parts:
     """Build actor, engine and the rest on this rank. Collective.
 
-    `model_provider` is a fork's own, `log` is where Megatron's output goes.
+    `model_provider` is a fork's own, `log` receives Megatron's output.
     """
     started = time.perf_counter()
     note_stage("building the models")
@@ -115,7 +115,7 @@ def build(
         config, trust_remote_code=job.args.trust_remote_code, date=day
     )
     _require_same_prompts(prompts, config)
-    close_all()  # of the tokenizer: prompts have their tokens, and environments start another
+    close_all()  # of the tokenizer: prompts are tokenised, and environments start another one
     point = find_resume_point(
         job.args,
         config,
@@ -184,7 +184,7 @@ def build(
     _listen(manager, watchdog, recorder, tracer)
     tracer.start()
     if point is not None and point.rng is not None:
-        point.rng.restore()  # at last: what is built before draws from them, too
+        point.rng.restore()  # last, since building the parts above uses the generators
     logger.info("model and engines ready after %.0f s", time.perf_counter() - started)
     return Parts(
         first_step=state.iteration,
@@ -205,7 +205,7 @@ def build(
 
 
 def _conversations(job: Job, day: str) -> Conversations:
-    """The environments of a TP group's samples, on its first rank."""
+    """Build the environments of a TP group's samples, on its first rank."""
     config, spec = job.config, environment_spec(job.config)
     assert spec is not None
     return Conversations(
@@ -218,8 +218,8 @@ def _conversations(job: Job, day: str) -> Conversations:
 
 
 def _date(job: Job) -> str:
-    """The day that chat templates are told, the same on all ranks: that of the run's first start,
-    so that a run that goes on draws the same prompts. Collective."""
+    """Return the date for chat templates, same on all ranks: that of the run's first start, so that
+    a resumed run draws the same prompts. Collective."""
     goes_on = job.args.load is not None and not job.args.finetune
     known = date_of_checkpoints(Path(job.args.load)) if goes_on else None
     found: str = objects.broadcast(known or date.today().isoformat())
@@ -227,7 +227,7 @@ def _date(job: Job) -> str:
 
 
 def _require_same_prompts(prompts: PromptDataset, config: RLConfig) -> None:
-    """A user's mistake on all ranks if machines have made different prompts. Collective."""
+    """Raise UsageError on all ranks if machines have made different prompts. Collective."""
     fingerprints = set(objects.all_gather(prompts.fingerprint))
 
     def check() -> None:
@@ -242,7 +242,7 @@ def _require_same_prompts(prompts: PromptDataset, config: RLConfig) -> None:
 
 
 def _began_with(job: Job, point: ResumePoint | None) -> str:
-    """`TrainerState.began_with` of the run. Collective."""
+    """Return the run's `TrainerState.began_with`. Collective."""
     if point is not None:
         return point.state.began_with
     if megatron_checkpoint.loads_checkpoint(job.args):
@@ -251,7 +251,7 @@ def _began_with(job: Job, point: ResumePoint | None) -> str:
 
 
 def _go_on_from(point: ResumePoint, manager: MegatronVLLMShardingManager, learner: Learner) -> int:
-    """Have both count on from what was saved; returns the position in the prompts."""
+    """Restore the counters of both from a checkpoint; return the position in the prompts."""
     manager.weight_version = point.state.weight_version
     learner.kl_controller.load_state_dict(dict(point.state.kl_controller))
     return point.state.sampler_position
@@ -314,7 +314,7 @@ def _listen(
     recorder: RunRecorder,
     tracer: Tracer,
 ) -> None:
-    """Have the others hear of every switch between the modes."""
+    """Notify the others of every switch between the modes."""
     manager.on_reshard_start += [
         lambda report: watchdog.enter(f"hand-over {report.direction}"),
         lambda report: tracer.handover_started(report.direction),
@@ -327,8 +327,8 @@ def _listen(
 
 
 def _say_sizes(job: Job, learner: Learner, critic: Role | None) -> None:
-    """How large the updates are, of a critic apart too, once that is there; and what flags save of
-    memory, of the models on these ranks."""
+    """Log the sizes of the updates (waits for a critic on ranks of its own) and the memory that
+    flags save for the models on these ranks."""
     accounting = accounting_of(
         job.config,
         actor=(job.train_layout.dp_size, micro_batching(job)),
@@ -345,7 +345,7 @@ def _say_sizes(job: Job, learner: Learner, critic: Role | None) -> None:
 
 
 def engine_config(job: Job, *, load_format: str = "dummy") -> EngineConfig:
-    """How the flags say the engines are to be started."""
+    """Return the engines' configuration, from the flags."""
     config = job.config
     on_cpu = not torch.cuda.is_available()
     return EngineConfig(
@@ -355,7 +355,7 @@ def engine_config(job: Job, *, load_format: str = "dummy") -> EngineConfig:
         rank_map=job.rollout_layout.rank_map,
         all2all_backend=job.rollout_layout.all2all_backend,
         enable_expert_parallel=job.rollout_layout.expert_parallel,
-        # A float32 actor samples in bfloat16, too: vLLM's CPU experts know nothing else.
+        # A float32 actor samples in bfloat16, too: vLLM's CPU experts support nothing else.
         dtype="float16" if config.precision == "fp16" else "bfloat16",
         max_model_len=config.max_prompt_tokens + config.max_response_tokens,
         max_num_seqs=config.rollout_max_num_seqs,
@@ -380,10 +380,10 @@ def build_manager(
     canary: Canary | None = None,
     offloader: Offloader | None = None,
 ) -> MegatronVLLMShardingManager:
-    """The sharding manager of a job; the engine sleeps from here on. Collective."""
+    """Build the sharding manager of a job; the engine sleeps from here on. Collective."""
     dtype = job.config.reshard_dtype
     if job.config.precision == "fp16" and dtype == "checkpoint":
-        dtype = "fp16"  # of actor and engines alike: the checkpoint's bf16 has three bits less
+        dtype = "fp16"  # of actor and engines: the checkpoint's bf16 has three bits less
     return MegatronVLLMShardingManager(
         shards,
         engine,
@@ -406,7 +406,7 @@ def build_manager(
 def build_offloader(
     job: Job, state: megatron_adapter.TrainState, critic: Role | None = None
 ) -> Offloader:
-    """What `--rl-offload` asks for, on this rank, of the actor and of a critic that is here."""
+    """Build the offloader of `--rl-offload` for the actor, and for a critic on these ranks."""
     has_cuda = torch.cuda.is_available()
     states = [state, critic.served.model.state] if isinstance(critic, Here) else [state]
 
@@ -429,12 +429,12 @@ def build_offloader(
 def build_canary(
     job: Job, state: megatron_adapter.TrainState, prompts: PromptDataset
 ) -> Canary | None:
-    """What `--rl-canary-interval` asks for, over the first of `prompts`."""
+    """Build the canary of `--rl-canary-interval`, over the first of `prompts`."""
     interval = job.config.canary_interval
     if interval == 0:
         return None
     rows = [prompts[row] for row in range(min(NUM_PROMPTS, len(prompts)))]
-    # vLLM scores prompts untempered, whatever temperature the policy samples at.
+    # vLLM scores prompts untempered, at any sampling temperature of the policy.
     untempered = dataclasses.replace(job.config, temperature=1.0)
     batching = micro_batching(job)
     return Canary(

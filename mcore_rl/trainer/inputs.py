@@ -1,4 +1,4 @@
-"""What the flags say that a run reads: prompts, and what rewards the responses."""
+"""A run's inputs, as the flags name them: prompts, and what rewards the responses."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ logger = logging.getLogger(__name__)
 
 
 def check_data(checked: JobSpec) -> None:
-    """What training needs beyond a valid command line: readable prompts and a reward."""
+    """Raise UsageError without readable prompts and a usable reward, which training needs."""
     trusts = checked.trust_remote_code
     if "" in checked.config.stop:
         raise UsageError("is empty", flag="--rl-stop ''", remedy="give the text to stop at")
@@ -67,11 +67,11 @@ def check_data(checked: JobSpec) -> None:
 def check_code_tests(
     config: RLConfig, train: PromptDataset, held_out: PromptDataset | None
 ) -> None:
-    """Raise UsageError for answers that are not tests, where `python_sandbox` grades by them."""
+    """Raise UsageError for answers that are not tests, if `python_sandbox` grades by them."""
     is_reward = PYTHON_SANDBOX in [name.strip() for name in config.rewards.split(",")]
     if not is_reward and config.environment != PYTHON_SANDBOX:
         return
-    if int(os.environ.get("LOCAL_RANK", 0)) != 0:  # the others of a node read the same rows
+    if int(os.environ.get("LOCAL_RANK", 0)) != 0:  # the other ranks of a node read the same rows
         return
     accepted = parse_accepted(config.sandbox_accept, "--rl-sandbox-accept")
     for prompts, flag in (
@@ -83,7 +83,7 @@ def check_code_tests(
 
 
 def chat_template(config: RLConfig, date: str | None = None) -> ChatTemplate:
-    """Which chat template the flags name; `date` as of `ChatTemplate`. Raises UsageError."""
+    """Return the chat template of the flags; `date` as in `ChatTemplate`. Raises UsageError."""
     flag = f"--rl-chat-template-kwargs {config.chat_template_kwargs}"
     try:
         kwargs = checked_kwargs(config.chat_template_kwargs, "it")
@@ -101,7 +101,7 @@ def chat_template(config: RLConfig, date: str | None = None) -> ChatTemplate:
 def prompt_source(
     config: RLConfig, path: str, *, trust_remote_code: bool = False, date: str | None = None
 ) -> PromptSource:
-    """How the flags say a prompts file, or a source of --rl-import, is to be read."""
+    """Return how to read a prompts file, or a source of --rl-import, according to the flags."""
     return PromptSource(
         path=prompts_path(path, config.cache_dir),
         prompt_column=config.prompt_column,
@@ -116,10 +116,10 @@ def prompt_source(
 def load_prompt_files(
     config: RLConfig, *, trust_remote_code: bool = False, date: str | None = None
 ) -> tuple[PromptDataset, PromptDataset | None]:
-    """Training and held-out prompts, from the cache if they were tokenised before.
+    """Return training and held-out prompts, from the cache if they were tokenised before.
 
-    `trust_remote_code` is Megatron's --trust-remote-code, `date` the day (ISO) that chat templates
-    are told; None: today.
+    `trust_remote_code` is Megatron's --trust-remote-code, `date` the date (ISO) for chat templates;
+    None: today.
     """
     if config.prompts is None:
         raise UsageError(
@@ -147,7 +147,7 @@ def load_prompt_files(
 
 
 def environment_spec(config: RLConfig) -> EnvironmentSpec | None:
-    """The environment that the flags name, if they name one."""
+    """Return the environment of the flags, if any."""
     if config.environment is None:
         return None
     return EnvironmentSpec(
@@ -166,8 +166,8 @@ def environment_spec(config: RLConfig) -> EnvironmentSpec | None:
 def conversation_tokens(
     config: RLConfig, *, trust_remote_code: bool, date: str | None = None
 ) -> ConversationTokens:
-    """How what environments say becomes tokens of this model. Raises UsageError for a chat template
-    that cannot carry several turns."""
+    """Return how environments' messages become tokens of this model. Raises UsageError for a chat
+    template that does not support several turns."""
     assert config.hf_checkpoint is not None, "checked before"
     folder = Path(config.hf_checkpoint)
     uses_template = not config.no_chat_template
@@ -187,7 +187,7 @@ def conversation_tokens(
 
 
 def reward_spec(config: RLConfig) -> RewardSpec:
-    """The rewards that the flags name, with their weights."""
+    """Return the rewards of the flags, with their weights."""
     return parse_rewards(
         config.rewards,
         config.reward_weights,

@@ -1,7 +1,7 @@
-"""What a step learns: from scored rollouts to log-probs, values, advantages and updates.
+"""The learning half of a step: from scored rollouts to log-probs, values, advantages and updates.
 
-The algorithm (`mcore_rl.algorithms`) says what each is; here they get their inputs, on whichever
-ranks these are, and the updates their order.
+`mcore_rl.algorithms` defines each of them; this module collects their inputs, from whichever ranks
+have them, and orders the updates.
 
 Shape legend: n samples of the step, b samples of this rank, t their tokens.
 """
@@ -48,9 +48,9 @@ from mcore_rl.trainer.step_metrics import mismatch_metrics
 
 @dataclass(frozen=True, slots=True)
 class Learnt:
-    """What the updates of a step did."""
+    """The outcomes of a step's updates."""
 
-    actor: list[UpdateStats]  # empty while the critic warms up
+    actor: list[UpdateStats]  # empty during the critic's warm-up
     critic: list[ValueUpdateStats]
 
 
@@ -70,19 +70,19 @@ class Learner:
         keeper: SampleKeeper,
         turn_weight: float = 1.0,
     ) -> None:
-        """`keeper` has the samples of a step, and their experts where training is to use them;
-        `turn_weight` is that of what environments pay in the reward."""
+        """`keeper` has a step's samples, with their experts if training uses them; `turn_weight` is
+        the weight in the reward of what environments pay."""
         self._turn_weight = turn_weight
         self._config, self._layout, self._batching, self._seed = config, layout, batching, seed
         self.recipe = config.recipe
         self.actor, self.critic = actor, critic
         self.reference, self.keeper = reference, keeper
         self.kl_controller = self.recipe.kl_controller()
-        self._kl_coef = self.kl_controller.coef  # of the present step; the controller's is the next
+        self._kl_coef = self.kl_controller.coef  # of this step; the controller has the next step's
         self._rank = dist.get_rank()
-        # With one update a step the policy before it is the one whose gradient is taken, so that
-        # scoring the samples first would do the same forward pass twice. A KL in the reward is
-        # needed before, and so is what a step without an update reports.
+        # With one update per step, the update's own forward pass runs the policy before it: scoring
+        # the samples first would repeat that pass. A KL in the reward needs log-probs earlier, and
+        # so do the metrics of a step without an update.
         self.scores_in_update = (
             config.num_mini_batches * config.num_epochs == 1
             and self.recipe.kl_place != "reward"
@@ -91,7 +91,7 @@ class Learner:
         )
 
     def make_batch(self, step: int, table: SampleTable) -> StepBatch:
-        """The samples as tensors, divided into mini-batches, ranks and micro-batches."""
+        """Return the samples as tensors, divided into mini-batches, ranks and micro-batches."""
         orders = orders_of_epochs(
             self._teaches(table),
             samples_per_group=self._config.samples_per_prompt,
@@ -121,14 +121,14 @@ class Learner:
         return StepBatch(batch, division, for_critic, metrics)
 
     def _replayed(self, batch: TrainBatch, num_tokens: int) -> dict[str, float]:
-        """The share of `num_tokens` tokens here that have their experts given, over all ranks."""
+        """Return the share of `num_tokens` tokens here whose experts are given, over all ranks."""
         assert batch.routes_known is not None
         counts = torch.tensor([float(batch.routes_known.sum()), float(num_tokens)])
         known, total = self.actor.runner.global_sum(counts.double()).tolist()
         return {"moe/replayed_share": known / max(total, 1.0)}
 
     def _teaches(self, table: SampleTable) -> np.ndarray:
-        """`[g]` bool: groups with a sample whose advantage is other than 0."""
+        """Return `[g]` bool: groups with a sample whose advantage is not 0."""
         group_ids, valid = self._group_ids(table), table.valid
         groups = np.unique(group_ids)
         if not find_advantage_estimator(self.recipe.advantage).compares_group:
@@ -140,13 +140,13 @@ class Learner:
         return np.arange(len(table)) // self._config.samples_per_prompt
 
     def with_log_probs(self, batch: StepBatch) -> StepBatch:
-        """Log-probs of the actor and the reference, values of the critic, before any update."""
+        """Add the log-probs of actor and reference and the critic's values, before any update."""
         samples = batch.actor
         values = None if self.critic is None else self.critic.begin_values(batch)
         if not self.scores_in_update:
             samples = self.actor.scored(samples)
         if self.reference is not None:
-            # It is another model, and chooses its experts itself.
+            # The reference is another model, which chooses its experts itself.
             unrouted = dataclasses.replace(batch.actor, routes=None, routes_known=None)
             with self.reference:
                 ref_log_probs = self.actor.log_probs(unrouted)
@@ -156,7 +156,7 @@ class Learner:
         return dataclasses.replace(batch, actor=samples)
 
     def with_advantages(self, table: SampleTable, batch: StepBatch) -> StepBatch:
-        """What each token is worth, what the critic is to learn, and the mismatch's correction."""
+        """Add each token's advantage, the critic's targets, and the mismatch correction."""
         samples, metrics = batch.actor, dict(batch.metrics)
         if samples.old_log_probs is not None:
             mismatch = mismatch_weights(
@@ -187,9 +187,9 @@ class Learner:
         return dataclasses.replace(batch, actor=samples, metrics=metrics)
 
     def _require_finite_advantages(self, samples: TrainBatch, inputs: AdvantageInputs) -> None:
-        """RuntimeError on all ranks, naming what each has first that is not finite.
+        """Raise RuntimeError on all ranks, naming the first non-finite tensor of each.
 
-        What an advantage is made of comes first: whitening spreads one NaN over all of them.
+        Inputs of the advantages come first: whitening spreads one NaN over all of them.
         """
         assert samples.advantages is not None
         total = self.actor.runner.global_sum((~torch.isfinite(samples.advantages)).sum()[None])
@@ -226,8 +226,8 @@ class Learner:
             by_sample[samples.sample_ids] = segments.sum(penalties.double())
         else:
             by_sample = None
-        # The outcome comes with the last token that was generated, which position length - 2
-        # scores; an empty response has none. What an environment paid comes with its turn.
+        # The outcome is the reward of the last generated token, which position length - 2 scores;
+        # an empty response has none. What an environment pays is a reward of its turn.
         ends = samples.lengths.cumsum(0) - 2
         answered = segments.counts > 0
         outcomes = torch.from_numpy(scores[rows]).float()
@@ -260,14 +260,14 @@ class Learner:
         )
 
     def _baselines(self, table: SampleTable) -> np.ndarray | None:
-        """Outcomes of greedy responses, which are penalised for their length as samples are."""
+        """Return outcomes of greedy responses, with the length penalty of samples."""
         if np.isnan(table.baselines).any():
             return None
         outcomes: np.ndarray = table.baselines + self._overlong_penalty(table.baseline_lengths)
         return outcomes
 
     def _kl_penalties(self, samples: TrainBatch) -> torch.Tensor:
-        """`[t]`, with the controller's present coefficient; the controller hears of the KL."""
+        """Return `[t]` penalties by the controller's present coefficient; update the controller."""
         assert samples.old_log_probs is not None and samples.ref_log_probs is not None
         kl = -kl_penalty_rewards(
             samples.old_log_probs,
@@ -304,7 +304,7 @@ class Learner:
         }
 
     def update(self, step: int, batch: StepBatch) -> Learnt:
-        """One optimizer step per mini-batch and epoch, of critic and actor."""
+        """Take one optimizer step per mini-batch and epoch, of critic and actor."""
         warming_up = step < (self._config.critic_warmup_steps or 0)
         end_update = None if self.critic is None else self.critic.begin_update(batch)
         of_actor = []
@@ -319,7 +319,7 @@ class Learner:
         return Learnt(of_actor, of_critic)
 
     def rates(self) -> dict[str, float]:
-        """Learning rates after the step, the coefficient of the KL in it, what the critic says."""
+        """Return learning rates after the step, the step's KL coefficient, the critic's metrics."""
         found = {"learning_rate": self.actor.optimizer.learning_rate}
         if self.critic is not None:
             found.update(self.critic.metrics())

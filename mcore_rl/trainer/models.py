@@ -1,7 +1,7 @@
-"""The models of a run, from its job: actor, reference, critic and reward model.
+"""The models of a run, built from its job: actor, reference, critic and reward model.
 
-Critic and reward model are roles (`mcore_rl.trainer.roles.remote`): on the actor's ranks or on
-ranks of their own, which one table says how to build.
+Critic and reward model are roles (`mcore_rl.trainer.roles.remote`), on the actor's ranks or on
+ranks of their own; one table maps each to its builder.
 """
 
 from __future__ import annotations
@@ -51,9 +51,9 @@ def build_actor(
 ) -> tuple[megatron_adapter.TrainState, ModelShards]:
     """Build the actor through Megatron and fill it from the Hugging Face checkpoint. Collective.
 
-    With `--load` naming a Megatron checkpoint (or `--pretrained-checkpoint`), its weights win and
+    If `--load` names a Megatron checkpoint (or with `--pretrained-checkpoint`), its weights win and
     the Hugging Face ones are not read. `model_provider` is a fork's own; without it the model
-    follows config.json. Weights that a user must mend end every rank with exit code 2.
+    follows config.json. Unusable weights end every rank with exit code 2.
     """
     if model_provider is not None and job.args.mtp_num_layers:
         raise UsageError(
@@ -89,10 +89,10 @@ def build_learner(
     log: TextIO | None = None,
     keeper: SampleKeeper | None = None,
 ) -> Learner:
-    """Actor, reference and critic of a job; the one who runs is the actor. Collective.
+    """Build actor, reference and critic of a job on the actor's ranks. Collective.
 
-    `critic` is that of `critic_role`, `point` is there if the run goes on from it, `keeper` is
-    that of `sample_keeper`, made here by default.
+    `critic` comes from `critic_role`; `point` is given if the run resumes; `keeper` comes from
+    `sample_keeper`, which is called by default.
     """
     batching = micro_batching(job)
     replay, routed = None, routed_layers(job.shape)
@@ -118,14 +118,14 @@ def build_learner(
 
 
 def routed_layers(shape: ModelShape) -> RoutedLayers | None:
-    """What choices of experts a model's routers make; None: it has none."""
+    """Return the layers, top-k and number of experts of a model's routers; None without experts."""
     if shape.experts is None:
         return None
     return RoutedLayers(shape.moe_layers, shape.experts.topk, shape.experts.num_experts)
 
 
 def sample_keeper(job: Job) -> SampleKeeper:
-    """What keeps a step's samples, with their experts if training is to use them."""
+    """Return the keeper of a step's samples, and of their experts if training uses them."""
     routed = routed_layers(job.shape) if job.config.routing_replay == R3 else None
     return SampleKeeper(
         job.train_layout,
@@ -143,9 +143,9 @@ def critic_role(
     iteration: int = 0,
     log: TextIO | None = None,
 ) -> Role | None:
-    """The critic as the actor's ranks ask it, if there is one. Collective.
+    """Build the critic, if there is one, as the actor's ranks call it. Collective.
 
-    `iteration` is the step that the actor is of, `model_provider` a fork's own.
+    `iteration` is the actor's step, `model_provider` a fork's own.
     """
     if job.critic is None:
         return None
@@ -153,7 +153,7 @@ def critic_role(
 
 
 def reward_role(job: Job, *, log: TextIO | None = None) -> Role | None:
-    """The reward model as the actor's ranks ask it, if there is one. Collective."""
+    """Build the reward model, if there is one, as the actor's ranks call it. Collective."""
     return None if job.reward_model is None else _role(job, REWARD, None, log=log)
 
 
@@ -165,7 +165,7 @@ def _role(
     log: TextIO | None,
     **how: Any,
 ) -> Role:
-    """Here or apart, as the flags say; `how` goes to what builds it."""
+    """Build a role here or on ranks of its own, as the flags say; `how` goes to its builder."""
     title, build = _ROLES[name]
     if job.roles.is_apart(name):
         return Apart(title, job.world.bridges.get(name), job.world.meshes[name], **how)
@@ -178,8 +178,8 @@ def serve_role(
     *,
     log: TextIO | None = None,
 ) -> None:
-    """Be a rank of a role that is not the actor's, until the actor ends the run. Collective over
-    the role's ranks. `model_provider` is a fork's own, for a critic."""
+    """Serve a role on ranks of its own until the actor ends the run. Collective over the role's
+    ranks. `model_provider` is a fork's own, for a critic."""
     title, build = _ROLES[job.world.role]
     note_stage(f"serving as {title}")
     bridge, mesh = job.world.bridges[job.world.role], job.world.meshes[job.world.role]
@@ -193,13 +193,13 @@ def _served_critic(
     iteration: int = 0,
     log: TextIO | None = None,
 ) -> ServedCritic:
-    """The critic on the ranks of this process's role. Collective."""
+    """Build the critic on the ranks of this process's role. Collective."""
     assert job.critic is not None
     is_apart = job.roles.is_apart(CRITIC)
     critic = build_critic(
         job.critic, job.config, job.args, model_provider, actor_iteration=iteration, log=log
     )
-    if is_apart:  # else the actor's are these
+    if is_apart:  # else these ranks restore the actor's
         critic.restore_random_states()
     return ServedCritic(critic, job.config, is_apart=is_apart, log=log)
 
@@ -210,13 +210,13 @@ def _served_reward_model(
     *,
     log: TextIO | None = None,
 ) -> RewardModel:
-    """That of `--rl-reward-model`, on the ranks of this process's role; its own config.json
-    describes it, whatever a fork provides. Collective."""
+    """Build the model of `--rl-reward-model` on the ranks of this process's role, by its own
+    config.json even in a fork. Collective."""
     assert job.reward_model is not None
     return build_reward_model(job.reward_model, job.config, job.args, log=log)
 
 
-# What a role is called, and what makes it, here or on ranks of its own.
+# A role's name in messages, and its builder, on either ranks.
 _ROLES: dict[str, tuple[str, Callable[..., Any]]] = {
     CRITIC: ("critic", _served_critic),
     REWARD: ("reward model", _served_reward_model),
@@ -224,5 +224,5 @@ _ROLES: dict[str, tuple[str, Callable[..., Any]]] = {
 
 
 def micro_batching(job: Job) -> MicroBatching:
-    """How the flags say samples become micro-batches."""
+    """Return how samples become micro-batches, from the flags."""
     return micro_batching_of_args(job.config, job.shape, job.train_layout, job.args)

@@ -1,4 +1,4 @@
-"""What a run says of itself: metrics, samples, alarms, the bar, the summary."""
+"""A run's records: metrics, samples, alarms, the progress bar, the summary."""
 
 from __future__ import annotations
 
@@ -44,11 +44,11 @@ _OF_THE_MACHINE = ("memory/", "throughput/")
 
 
 class HealthWatch:
-    """The alarms of a run. Metrics with clocks in them differ between ranks, so one decides."""
+    """The alarms of a run, decided on one rank, since metrics with clocks differ between ranks."""
 
     def __init__(self, config: RLConfig, earlier: Mapping[int, Mapping[str, float]] | None) -> None:
-        """`earlier` are the metrics of the steps before by their number, in order, on the first
-        rank, None on the others: a run that goes on goes on listening."""
+        """`earlier` maps earlier steps to their metrics, in order, on the first rank, None on the
+        others: a resumed run continues to watch them."""
         self._stops = config.on_alarm == "stop"
         self._health: Health | None = None
         if earlier is None:
@@ -60,12 +60,12 @@ class HealthWatch:
         }
         self._health = Health(thresholds, window=config.alarm_window)
         for step, metrics in earlier.items():
-            # What depends on the machine and the layout, which may be others now, begins anew.
+            # Metrics of the machine and the layout, which may have changed, start afresh.
             lasting = {k: v for k, v in metrics.items() if not k.startswith(_OF_THE_MACHINE)}
             self._health.observe(step, lasting)
 
     def observe(self, step: int, metrics: dict[str, float]) -> bool:
-        """Whether the run is to stop now. Collective; adds `health/alarms` on the first rank."""
+        """Return whether to stop now; add `health/alarms` on the first rank. Collective."""
         stop = [False]
         if self._health is not None:
             raised = self._health.observe(step, metrics)
@@ -79,7 +79,7 @@ class HealthWatch:
 
 
 class RunRecorder:
-    """Measures on all ranks, writes and speaks on the first."""
+    """The recorder of a run: measures on all ranks, writes and logs on the first."""
 
     def __init__(
         self,
@@ -93,8 +93,8 @@ class RunRecorder:
         expert_load: ExpertLoad | None,
         keeper: SampleKeeper,
     ) -> None:
-        """`rates` gives what schedules stand at, `device` is what the groups communicate from,
-        `keeper` has the step's samples."""
+        """`rates` returns the schedules' values, `device` is the device of the groups'
+        communication, `keeper` has the step's samples."""
         self._job, self._first_step, self._device = job, first_step, device
         self._timers, self._rates, self._expert_load = timers, rates, expert_load
         self._reward_names, self._keeper = reward_names, keeper
@@ -119,7 +119,7 @@ class RunRecorder:
         )
 
     def note_reshard(self, report: ReshardReport) -> None:
-        """Hears of every switch between the modes when it ends."""
+        """Note a switch between the modes; called at the end of each."""
         self._reshards[report.direction] = report
         name = "rollout" if report.direction == TO_ROLLOUT else "train"
         self._timers.add(f"reshard_to_{name}", report.duration_seconds)
@@ -134,8 +134,8 @@ class RunRecorder:
         learnt: Learnt,
         accuracy: float | None,
     ) -> bool:
-        """Write the step's metrics and samples, and move the bar; whether an alarm is to end the
-        run. Collective."""
+        """Write the step's metrics and samples, and move the progress bar; return whether an alarm
+        ends the run. Collective."""
         table = collected.table
         several = len(self._reward_names) > 1
         metrics = {
@@ -154,7 +154,7 @@ class RunRecorder:
             metrics.update(self._expert_load.metrics())
         stop = self._health.observe(step, metrics)
         logged = range(min(self._job.config.num_logged_rollouts, len(table)))
-        # A user's metric may ask for anything of a sample.
+        # A user's metric may read every sample.
         samples = self._keeper.on_first_rank(table, range(len(table)) if has_metrics() else logged)
         if self._directory is not None:
             self._write(self._directory, step, samples, metrics)
@@ -171,7 +171,7 @@ class RunRecorder:
         directory.write_rollouts(step, samples[: self._job.config.num_logged_rollouts])
         for report in self._reshards.values():
             share = report.duration_seconds / metrics["time/step_seconds"]
-            # Every switch is in run.log, the first one on the console too.
+            # Every switch is in run.log, the first one on the console, too.
             level = logging.INFO if step == self._first_step else logging.DEBUG
             logger.log(level, "%s", log_reshard(report, share))
         self._progress.update(step, metrics)
@@ -194,7 +194,7 @@ class RunRecorder:
         self._progress.show_summary(main, facts)
 
     def close(self) -> None:
-        """End the bar and close the files. Idempotent."""
+        """End the progress bar and close the files. Idempotent."""
         self._progress.close()
         if self._directory is not None:
             self._directory.close()
@@ -216,7 +216,7 @@ def _config(job: Job) -> RunConfig:
 
 
 def _versions() -> dict[str, str]:
-    """By package; of Megatron those of the code that is imported. Commits where there are some."""
+    """Return versions by package, with commits where known; Megatron's are of the imported code."""
     megatron = check_megatron()
     found = {MEGATRON: megatron.version, "mcore_rl": VERSION}
     if (commit := megatron.commit()) is not None:

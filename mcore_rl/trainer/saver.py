@@ -1,4 +1,4 @@
-"""When a run saves, and what: all that decides its next step; and when it ends early."""
+"""When a run saves, the state that determines its next step, and when it ends early."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ from mcore_rl.trainer.start import Job
 
 
 class RunSaver:
-    """Writes the checkpoints of a run. `save` and `save_if_due` are collective over the actor's
+    """The writer of a run's checkpoints. `save` and `save_if_due` are collective over the actor's
     ranks.
 
-    Megatron has parameters, optimizer and schedule; `TrainerState` the rest. A critic saves in a
+    Megatron saves parameters, optimizer and schedule, `TrainerState` the rest. A critic saves in a
     folder of its own.
     """
 
@@ -50,8 +50,8 @@ class RunSaver:
         day: str,
         log: TextIO | None,
     ) -> None:
-        """`has_loaded`: the step that `state` is at lies on the disk already. `began_with` is that
-        of `TrainerState`, `day` its `date`."""
+        """`has_loaded`: the step of `state` is saved already. `began_with` and `day` become
+        `TrainerState`'s `began_with` and `date`."""
         self.folder = folders.checkpoint_folder(job.args.save, job.config.directory)
         self._job, self._state, self._timers, self._log = job, state, timers, log
         self._learner, self._manager, self._collector = learner, manager, collector
@@ -60,16 +60,15 @@ class RunSaver:
         self._began_with, self._day = began_with, day
 
     def save_if_due(self, step: int) -> None:
-        """After every `--save-interval` steps; `step` is the last one, counted from 0."""
+        """Save after every `--save-interval` steps; `step` is the last one, counted from 0."""
         interval = self._job.args.save_interval
         if interval and (step + 1) % interval == 0:
             self.save(step + 1)
 
     def save(self, num_steps: int) -> None:
-        """As it is after `num_steps` steps, unless that has been saved.
+        """Save the state after `num_steps` steps, unless that has been saved.
 
-        A checkpoint of the actor is complete only after the critic's, without which it is of no
-        use.
+        The actor's checkpoint is completed after the critic's, without which it is of no use.
         """
         if self._saved_at == num_steps:
             return
@@ -82,7 +81,8 @@ class RunSaver:
         self._saved_at = num_steps
 
     def _prune(self, num_steps: int) -> None:
-        """Only now: until the actor's is complete, a step of which both are there is the last."""
+        """Prune only now: while the actor's is incomplete, an earlier step is the last with
+        both."""
         retain_interval = self._job.args.save_retain_interval
         if retain_interval and dist.get_rank() == 0:
             for folder in (self.folder, folders.critic_folder(self.folder)):
@@ -98,7 +98,7 @@ class RunSaver:
             self._collector.save(saving / iteration_name(num_steps) / ROLLOUT)
 
         writers = [write_actor, trainer_writer(self._trainer_state(num_steps)), write_rollout]
-        # Else it lies in the Hugging Face folder.
+        # Otherwise it is in the Hugging Face folder.
         if reference is not None and (reference.version or self._began_with == LOADED):
 
             def write_reference(saving: Path) -> None:
@@ -126,11 +126,11 @@ class RunSaver:
 
 
 def early_exit(args: argparse.Namespace, num_steps: int) -> str | None:
-    """Which of Megatron's flags ends the run after `num_steps` steps, in words. Collective.
+    """Return which of Megatron's flags ends the run after `num_steps` steps, in words. Collective.
 
     `--exit-signal-handler` (with `--exit-signal`), `--exit-duration-in-mins` and `--exit-interval`,
-    as in Megatron. The same on all ranks, as it is enough that one of them has reason to; minutes
-    are counted from the start of this process.
+    as in Megatron. The same on all ranks: one rank's reason is enough. Minutes are counted from the
+    start of this process.
     """
     from megatron.training.global_vars import get_signal_handler
 

@@ -1,5 +1,5 @@
-"""From a command line, or a fork's arguments, to a job: checked on all ranks, which agree before
-anyone leaves, with Megatron started."""
+"""The start of a run, from a command line or a fork's arguments: all ranks check and agree before
+any of them exits; then Megatron starts."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class Job:
     reward_model: ValueModelSpec | None
     roles: Roles
     world: RoleWorld
-    # Flag -> value as in a file of --rl-config; a fork that has parsed them by itself has none.
+    # Flag -> value as in a file of --rl-config; empty for a fork that parsed its arguments itself.
     given: Mapping[str, Any]
 
 
@@ -73,11 +73,11 @@ def start(
 ) -> Job:
     """Check the command line on all ranks and start Megatron. Collective.
 
-    `also_check` adds checks of an entry point's own, under the same agreement. What `writes` has
-    the run directory and the checkpoints' folder for itself from here on. With `scores_only` there
-    are no responses, and nothing has room for them. A user's mistake ends every rank with exit code
-    2. Megatron's own output goes to `log`. `extra_args` adds all flags that are not Megatron's own,
-    `megatron_options` are for its `initialize_megatron`.
+    `also_check` adds an entry point's own checks, under the same agreement. With `writes` the run
+    directory and the checkpoints' folder are reserved for this process from here on. With
+    `scores_only` there are no responses, and no space for them is required. A user's mistake ends
+    every rank with exit code 2. Megatron's own output goes to `log`. `extra_args` adds all flags
+    that are not Megatron's own, `megatron_options` are for its `initialize_megatron`.
     """
     store = open_store()
     platform = find_platform()
@@ -122,10 +122,10 @@ def start(
 def job_from_args(
     args: argparse.Namespace, *, also_check: Callable[[JobSpec], None] | None = None
 ) -> Job:
-    """The job of a fork that parsed the arguments and initialised Megatron itself. Collective.
+    """Return the job of a fork that parsed its arguments and initialised Megatron. Collective.
 
-    The same checks and the same agreement as in `start`; the architecture in `args` must be that of
-    the checkpoint's config.json.
+    The checks and the agreement are those of `start`; the architecture in `args` must match the
+    checkpoint's config.json.
     """
 
     def check() -> JobSpec:
@@ -150,7 +150,7 @@ def job_from_args(
 
 
 def _check_copies(spec: JobSpec) -> None:
-    """`check_copies` of all folders; each rank of the job compares its share."""
+    """Call `check_copies` on all folders; each rank of the job compares its share."""
     rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     for flag, checkpoint in spec.checkpoints.items():
         check_copies(
@@ -159,7 +159,7 @@ def _check_copies(spec: JobSpec) -> None:
 
 
 def _facts(spec: JobSpec) -> dict[str, str]:
-    """What must be the same on all ranks: flags but for paths, ranks of a node, packages."""
+    """Return what must be the same on all ranks: flags except paths, ranks per node, packages."""
     facts = {
         flag: value
         for flag, value in spec.flags.items()
@@ -175,7 +175,7 @@ def _facts(spec: JobSpec) -> dict[str, str]:
 
 
 def _device_bytes() -> int:
-    """Total bytes of the device that Megatron will use for this rank."""
+    """Return the total bytes of the device that Megatron will use for this rank."""
     import torch
 
     device = int(os.environ.get("LOCAL_RANK", 0)) % torch.cuda.device_count()
@@ -183,7 +183,7 @@ def _device_bytes() -> int:
 
 
 def hold_folders(checked: JobSpec, store: dist.Store | None) -> JobSpec:
-    """Have the run directory and the folder of checkpoints for this run alone. Collective.
+    """Reserve the run directory and the folder of checkpoints for this run. Collective.
 
     The actor's first rank, which writes there, holds them until its process ends. Without
     --rl-run-dir it makes a directory, which `config.run_dir` then names on all ranks. A folder that
@@ -212,7 +212,7 @@ def _job(
 ) -> Job:
     for name, value in settings_without_flag(_of_role(checked, world).shape).items():
         setattr(args, name, value)  # Megatron fills its model configuration from here, by name
-    args.rl_run_dir = checked.config.run_dir  # which may have been chosen since
+    args.rl_run_dir = checked.config.run_dir  # may have been chosen since
     objects.start()
     return Job(
         args=args,
@@ -231,7 +231,7 @@ def _job(
 
 
 def _of_role(checked: JobSpec, world: RoleWorld) -> JobSpec | ValueModelSpec:
-    """The model that this process's role is about."""
+    """Return the model of this process's role."""
     found = {ACTOR: checked, CRITIC: checked.critic, REWARD: checked.reward_model}[world.role]
     assert found is not None, f"ranks of a role without a model: {world.role}"
     return found
@@ -262,7 +262,7 @@ def _say_notes(checked: JobSpec) -> None:
 
 
 def _placement(checked: JobSpec) -> str:
-    """Who is where, in one line."""
+    """Return which ranks run which models, in one line."""
     roles = checked.roles
     here = [
         f"actor ({checked.train_layout.describe()})",

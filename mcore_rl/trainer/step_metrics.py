@@ -1,4 +1,4 @@
-"""The metrics of a step: rewards, losses, how far engine and actor are apart, times, memory."""
+"""The metrics of a step: rewards, losses, the mismatch of engine and actor, times, memory."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ from mcore_rl.trainer.roles.critic import ValueUpdateStats
 
 
 def rollout_metrics(table: SampleTable) -> dict[str, float]:
-    """Rewards and lengths of a step's samples, which are the same on all ranks.
+    """Return rewards and lengths of a step's samples, which are the same on all ranks.
 
-    Mean and deviation are of the rewards that did not fail, of which there is at least one.
+    Mean and deviation are over the rewards that did not fail, at least one.
     """
     rewards = table.rewards[table.has_reward]
     return {
@@ -43,8 +43,8 @@ def rollout_metrics(table: SampleTable) -> dict[str, float]:
 
 
 def update_metrics(updates: Sequence[UpdateStats]) -> dict[str, float]:
-    """The actor's metrics over a step's updates: means over all loss tokens, the mean gradient
-    norm, skipped ones; nothing without an update."""
+    """Return the actor's metrics over a step's updates: means over all loss tokens, the mean
+    gradient norm, the number of skipped updates; nothing without an update."""
     if not updates:
         return {}
     total = functools.reduce(operator.add, (update.sums for update in updates))
@@ -72,14 +72,14 @@ def _mtp_metrics(updates: Sequence[UpdateStats]) -> dict[str, float]:
 
 
 def mismatch_metrics(sums: MismatchSums) -> dict[str, float]:
-    """How far the engine is from the actor with the same weights, and what its correction did."""
+    """Return the mismatch of engine and actor with equal weights, and the correction's effect."""
     metrics = {f"mismatch/{name}": value for name, value in sums.metrics().items()}
     metrics["kl/rollout_actor"] = metrics.pop("mismatch/kl")
     return metrics
 
 
 def value_metrics(updates: Sequence[ValueUpdateStats]) -> dict[str, float]:
-    """The critic's metrics over a step's updates, as `update_metrics`."""
+    """Return the critic's metrics over a step's updates, as `update_metrics`."""
     if not updates:
         return {}
     total = functools.reduce(operator.add, (update.sums for update in updates))
@@ -98,13 +98,13 @@ def measured(
     timers: StageTimers,
     device: torch.device,
 ) -> dict[str, float]:
-    """Bytes and memory, the largest of all ranks; this rank's times, and all ranks' tokens by them.
+    """Return bytes and memory, the ranks' maxima; this rank's times; all ranks' tokens per second.
 
-    `report` is that of the step's hand-over, `device` what the groups communicate from. Ends the
-    step of `timers`. Collective over the world.
+    `report` is the step's hand-over, `device` that of the groups' communication. Ends the step of
+    `timers`. Collective over the world.
     """
     host_peak_bytes, device_peak_bytes = highest_bytes()
-    give_back_cached()  # as the next switch does; what is left would be a leak if it grew
+    give_back_cached()  # as the next switch does; if the rest grows, it is a leak
     rollout_seconds, train_seconds = timers["rollout"], timers["train"]
     names = (
         "reshard/received_bytes_max",

@@ -1,5 +1,5 @@
-"""Saving a run and going on with it: complete checkpoints only, and all that decides the next step.
+"""Saving and resuming a run: complete checkpoints only, with all that determines the next step.
 
-`folders` what is on disk (pure), `choice` which checkpoint a run goes on from, `trainer_state` what
-Megatron's checkpoint does not hold, `saver` puts a checkpoint together.
+`folders` checkpoints on disk (pure), `choice` which checkpoint a run resumes from, `point` the
+state there, `trainer_state` what Megatron's checkpoint does not hold, `saver` writes a checkpoint.
 """

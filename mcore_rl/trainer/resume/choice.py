@@ -1,4 +1,4 @@
-"""Which checkpoint a run goes on from: the newest that is complete and undamaged."""
+"""The choice of the checkpoint to resume from: the newest that is complete and undamaged."""
 
 from __future__ import annotations
 
@@ -18,15 +18,14 @@ logger = logging.getLogger(__name__)
 
 
 def choose(folder: Path, *, beside: Sequence[Path] = (), step: int | None = None) -> int | None:
-    """The step to go on from, None where there is no checkpoint of mcore_rl. Collective.
+    """Return the step to resume from, None without a checkpoint of mcore_rl. Collective.
 
     `folder` is `--load`; a step counts if the folders `beside` it (a critic's) have it, too, and
-    `step` is `--ckpt-step`, if given. Each file is read by one of the ranks and compared with its
-    digest. A damaged checkpoint is named in a warning, and the one before it is taken. Nothing is
-    deleted.
+    `step` is `--ckpt-step`, if given. Each file is read by one rank and compared with its digest. A
+    damaged checkpoint is named in a warning, and the previous one is taken. Nothing is deleted.
 
-    Raises UsageError on all ranks: what was asked for by `step` is not there or damaged, or every
-    checkpoint is.
+    Raises UsageError on all ranks if `step` is missing or damaged, or if every checkpoint is
+    damaged.
     """
     rank, world_size = dist.get_rank(), dist.get_world_size()
     places = [folder, *(place for place in beside if place.is_dir())]
@@ -71,7 +70,7 @@ def choose(folder: Path, *, beside: Sequence[Path] = (), step: int | None = None
 
 
 def _recover(place: Path) -> None:
-    """The other ranks wait: a folder that cannot be written to is taken as it is."""
+    """Finish killed saves, while other ranks wait; leave a read-only folder as it is."""
     try:
         for step in folders.recover(place):
             logger.info("[Resume] the save of step %d in %s was finished", step, place)
@@ -85,7 +84,7 @@ def _common_steps(places: Sequence[Path]) -> list[int]:
 
 
 def _damage(places: Sequence[Path], step: int, rank: int, world_size: int) -> list[Damage]:
-    """What any rank has found, the same on all."""
+    """Return the damage that any rank has found, the same on all."""
     mine = [
         damage
         for place in places

@@ -9,9 +9,9 @@
       saving/iter_0000050/                 being written, or left by a run that was killed
       latest_checkpointed_iteration.txt    Megatron's: the newest step
 
-`complete.json` is what makes a checkpoint: when it is written everything else is on the disk, and
-what follows are renames and the tracker, which `recover` does where a kill came before them.
-Without it a folder is nothing, and the checkpoints are as they were.
+`complete.json` makes a checkpoint complete: when it is written, everything else is on the disk.
+Renames and the tracker follow, which `recover` makes up for after a kill. A folder without it does
+not count, and the other checkpoints are unchanged.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _NAME = re.compile(r"iter_(\d{7,})")
 
 @dataclass(frozen=True, slots=True)
 class Damage:
-    """What is wrong with a file of a checkpoint."""
+    """The damage to a file of a checkpoint."""
 
     file: Path
     reason: str
@@ -50,32 +50,32 @@ class Damage:
 
 
 def iteration_name(step: int) -> str:
-    """Megatron's name of a checkpoint's folder."""
+    """Return Megatron's name of a checkpoint's folder."""
     return f"iter_{step:07d}"
 
 
 def step_of(place: Path) -> int:
-    """The step of a checkpoint's folder."""
+    """Return the step of a checkpoint's folder."""
     return int(place.name.removeprefix("iter_"))
 
 
 def checkpoint_folder(save: str | None, run_directory: Path) -> Path:
-    """Where a run saves: `--save`, or in its own directory."""
+    """Return where a run saves: `--save`, or in its own directory."""
     return Path(save) if save else run_directory / "checkpoints"
 
 
 def critic_folder(folder: Path) -> Path:
-    """Where the checkpoints of the critic are, below those of the actor."""
+    """Return the folder of the critic's checkpoints, below the actor's."""
     return folder / "critic"
 
 
 def saving_folder(folder: Path) -> Path:
-    """Where checkpoints of `folder` are written before they are complete."""
+    """Return where checkpoints of `folder` are written before they are complete."""
     return folder / SAVING
 
 
 def complete_steps(folder: Path) -> list[int]:
-    """Steps of the checkpoints that say they are complete, the newest first."""
+    """Return the steps of the checkpoints marked as complete, the newest first."""
     if not folder.is_dir():
         return []
     steps = []
@@ -87,7 +87,7 @@ def complete_steps(folder: Path) -> list[int]:
 
 
 def tracked_step(folder: Path) -> int | None:
-    """The step that Megatron would load, None where it finds none ("release" included)."""
+    """Return the step that Megatron would load, None if it finds none ("release" included)."""
     with contextlib.suppress(OSError, ValueError):
         return int((folder / TRACKER).read_text(encoding="utf-8"))
     return None
@@ -101,12 +101,12 @@ def check_load(
     may_begin: bool,
     exits: bool,
 ) -> None:
-    """Raises UsageError if there is nothing to go on from where a user names something.
+    """Raise UsageError if the user names a checkpoint and there is nothing to resume from.
 
     `load` is `--load`, `asked` `--ckpt-step`, `pretrained` `--pretrained-checkpoint`, which
-    Megatron takes where `load` has nothing; `may_begin` and `exits` say whether there are
-    `--rl-load-or-start` and `--exit-on-missing-checkpoint`. For one process, as another may be
-    putting the folder in order.
+    Megatron uses if `load` has nothing; `may_begin` and `exits` say whether `--rl-load-or-start`
+    and `--exit-on-missing-checkpoint` are given. For one process, since another may be recovering
+    the folder.
     """
     if load is not None and _has_checkpoint(load, asked):
         return
@@ -135,11 +135,11 @@ def check_load(
 
 
 def _has_checkpoint(load: Path, asked: int | None) -> bool:
-    """Whether there is a checkpoint of ours (complete, even if its save was killed) or of
+    """Return whether there is a checkpoint of ours (complete, even if its save was killed) or of
     Megatron."""
     if complete_steps(load) or complete_steps(saving_folder(load)):
         return True
-    if asked is not None:  # which needs no tracker
+    if asked is not None:  # needs no tracker
         return (load / iteration_name(asked)).is_dir()
     return (load / TRACKER).is_file()
 
@@ -153,24 +153,24 @@ def _emptiness(folder: Path) -> str:
 def check_beginning(
     save: Path, load: Path | None, chosen: int | None, *, asked: int | None, finetune: bool
 ) -> None:
-    """Raises UsageError if a run would begin below what lies in `save`.
+    """Raise UsageError if a run would begin below the steps in `save`.
 
-    `load` is `--load`, and `chosen` the step there that it goes on from, None if that has no
-    checkpoint of mcore_rl; `asked` is `--ckpt-step`.
+    `load` is `--load`, and `chosen` the step there to resume from, None if it has no checkpoint of
+    mcore_rl; `asked` is `--ckpt-step`.
     """
     if load is None or finetune:  # counts from 0
         refuse_to_fall_behind(save, 0)
     elif chosen is None:
-        refuse_to_fall_behind(save, tracked_step(load) or 0)  # of Megatron's own
+        refuse_to_fall_behind(save, tracked_step(load) or 0)  # Megatron's own
     elif asked is not None or save.resolve() != load.resolve():
         refuse_to_fall_behind(save, chosen)
-    # Else it is the newest: what comes after it is damaged, and gives way.
+    # Otherwise it is the newest: later ones are damaged, and are replaced.
 
 
 def refuse_to_fall_behind(save: Path, first_step: int) -> None:
-    """Raises UsageError if a run that begins at `first_step` would save below another's steps.
+    """Raise UsageError if a run that begins at `first_step` would save below another's steps.
 
-    The highest number counts as the newest, so that `--load` would go on from the other one later.
+    The highest number counts as the newest, so `--load` would later resume the other run.
     """
     later = [step for step in complete_steps(save) if step > first_step]
     if later:
@@ -183,18 +183,18 @@ def refuse_to_fall_behind(save: Path, first_step: int) -> None:
 
 
 def files_of(folder: Path) -> list[Path]:
-    """All files of a checkpoint but its own records, relative to it, in a fixed order."""
+    """Return all files of a checkpoint but its own records, relative to it, in a fixed order."""
     found = (path.relative_to(folder) for path in sorted(folder.rglob("*")) if path.is_file())
     return [path for path in found if path.as_posix() not in (COMPLETE, INTEGRITY)]
 
 
 def share(files: Sequence[Path], rank: int, world_size: int) -> list[Path]:
-    """The files that one of several readers takes."""
+    """Return the files that one of several readers takes."""
     return list(files[rank::world_size])
 
 
 def sealed(folder: Path, files: Sequence[Path]) -> dict[str, str]:
-    """SHA-256, in hexadecimal, of files of a checkpoint, which are on the disk afterwards."""
+    """Return the hexadecimal SHA-256 of files of a checkpoint, and flush them to the disk."""
     found = {}
     for file in files:
         found[file.as_posix()] = _sha256(folder / file)
@@ -203,11 +203,9 @@ def sealed(folder: Path, files: Sequence[Path]) -> dict[str, str]:
 
 
 def complete(folder: Path, step: int, digests: Mapping[str, str]) -> Path:
-    """Make what was written to `saving` a complete checkpoint; returns its folder. One process.
+    """Make what was written to `saving` a complete checkpoint; return its folder. One process.
 
-    `digests` are those of all its files, from `sealed`. A checkpoint of the same step gives way to
-    it.
-
+    `digests` are those of all its files, from `sealed`. A checkpoint of the same step is replaced.
     Raises RuntimeError if a file has no digest or does not exist.
     """
     written = saving_folder(folder) / iteration_name(step)
@@ -225,19 +223,19 @@ def complete(folder: Path, step: int, digests: Mapping[str, str]) -> Path:
 
 
 def prune(folder: Path, step: int, retain_interval: int) -> None:
-    """Delete the newest checkpoint before `step` unless that is one of every `retain_interval`, as
-    Megatron's --save-retain-interval does. One process, when all of `step` is complete."""
+    """Delete the newest checkpoint before `step` unless `retain_interval` divides its step, as
+    Megatron's --save-retain-interval does. One process, after all of `step` is complete."""
     before = max((found for found in complete_steps(folder) if found < step), default=0)
     if before % retain_interval:
         shutil.rmtree(folder / iteration_name(before), ignore_errors=True)
 
 
 def recover(folder: Path) -> list[int]:
-    """Finish saves that a kill has ended once they were complete; returns the steps that were in
-    `saving` still. One process.
+    """Finish complete saves that a kill has interrupted; return the steps that were still in
+    `saving`. One process.
 
-    The tracker then names the newest: without one, or with one that is not a number, Megatron takes
-    the folder for empty, or leaves.
+    The tracker then names the newest: without one, or if it is not a number, Megatron takes the
+    folder for empty, or exits.
     """
     found = []
     if saving_folder(folder).is_dir():
@@ -262,14 +260,14 @@ def _move_into_place(folder: Path, step: int) -> Path:
     written.rename(target)
     _sync(folder)
     shutil.rmtree(replaced, ignore_errors=True)
-    (saving_folder(folder) / TRACKER).unlink(missing_ok=True)  # Megatron has written one there
-    with contextlib.suppress(OSError):  # another step may lie there, from a killed run
+    (saving_folder(folder) / TRACKER).unlink(missing_ok=True)  # Megatron writes one there
+    with contextlib.suppress(OSError):  # a killed run may have left another step there
         saving_folder(folder).rmdir()
     return target
 
 
 def clear_saving(folder: Path) -> None:
-    """Remove what runs that were killed have left of checkpoints that are not complete."""
+    """Remove the incomplete checkpoints that killed runs have left."""
     saving = saving_folder(folder)
     for left in saving.iterdir() if saving.is_dir() else ():
         match = _NAME.fullmatch(left.name.removesuffix(_REPLACED))
@@ -279,9 +277,9 @@ def clear_saving(folder: Path) -> None:
 
 
 def damage(folder: Path, step: int, *, rank: int = 0, world_size: int = 1) -> list[Damage]:
-    """What is missing, cut short or changed of a complete checkpoint since it was written.
+    """Return what is missing, cut short or changed since a complete checkpoint was written.
 
-    Of all files the sizes are compared, and the digests of this reader's share.
+    Sizes are compared for all files, digests for this reader's share.
     """
     place = folder / iteration_name(step)
     record = _record(place, step)
@@ -315,12 +313,12 @@ def damage(folder: Path, step: int, *, rank: int = 0, world_size: int = 1) -> li
 
 
 def recorded_bytes(folder: Path, step: int) -> int:
-    """Digests of all files of a complete checkpoint, as they were written."""
+    """Return the total size in bytes of a complete checkpoint's files, as they were written."""
     return sum((_record(folder / iteration_name(step), step) or {}).values())
 
 
 def _record(place: Path, step: int) -> dict[str, int] | None:
-    """The bytes of each file of a complete checkpoint, all of them below its folder."""
+    """Return the bytes of each file of a complete checkpoint, all below its folder, else None."""
     try:
         record = parse_json((place / COMPLETE).read_bytes())
         if record["format"] != _FORMAT or record["step"] != step:
@@ -337,7 +335,7 @@ def _record(place: Path, step: int) -> dict[str, int] | None:
 
 
 def _folders_of(folder: Path) -> list[Path]:
-    """`folder` and all below it, the deepest first."""
+    """Return `folder` and all folders below it, the deepest first."""
     below = [path for path in folder.rglob("*") if path.is_dir()]
     return [*sorted(below, key=lambda path: len(path.parts), reverse=True), folder]
 
@@ -352,7 +350,7 @@ def _write(path: Path, content: Mapping[str, object]) -> None:
 
 
 def _write_text(path: Path, text: str) -> None:
-    """Replace a file so that it is never seen half written."""
+    """Replace a file atomically."""
     partial = path.with_name(path.name + ".partial")
     partial.write_text(text, encoding="utf-8")
     _sync(partial)
@@ -361,7 +359,7 @@ def _write_text(path: Path, text: str) -> None:
 
 
 def _sync(path: Path) -> None:
-    """Have a file, or the names in a folder, on the disk before what follows."""
+    """Flush a file, or the names in a folder, to the disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)

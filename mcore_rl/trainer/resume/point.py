@@ -1,4 +1,4 @@
-"""Where a run goes on: the checkpoint that was chosen, and what the trainer was at that time."""
+"""The point where a run resumes: the chosen checkpoint, and the trainer's state in it."""
 
 from __future__ import annotations
 
@@ -30,23 +30,23 @@ from mcore_rl.trainer.resume.trainer_state import (
 
 logger = logging.getLogger(__name__)
 
-ROLLOUT = "rollout"  # the folder of what rollouts go on with, in that of a checkpoint
-REFERENCE = "reference"  # the folder of the reference's weights, in that of a checkpoint
+ROLLOUT = "rollout"  # the folder in a checkpoint with the rollouts' state
+REFERENCE = "reference"  # the folder in a checkpoint with the reference's weights
 
 
 @dataclass(frozen=True, slots=True)
 class ResumePoint:
-    """A checkpoint of mcore_rl that a run goes on from."""
+    """A checkpoint of mcore_rl that a run resumes from."""
 
     folder: Path  # of the checkpoint
     state: TrainerState
-    rng: RngState | None  # of this rank; None where the ranks are others
-    same_prompts: bool = True  # as the run has drawn from so far
+    rng: RngState | None  # of this rank; None for another layout
+    same_prompts: bool = True  # as before the checkpoint
 
     @property
     def reference(self) -> Path | None:
-        """Where the weights of a reference are, as a checkpoint of its own; None: those of the
-        Hugging Face folder, which `find_resume_point` has compared."""
+        """The folder of a reference's weights, as a checkpoint of its own; None: they are those of
+        the Hugging Face folder, which `find_resume_point` has compared."""
         kept = self.folder / REFERENCE
         return kept if kept.is_dir() else None
 
@@ -60,14 +60,14 @@ def find_resume_point(
     prompts: PromptDataset,
     eval_prompts: PromptDataset | None,
 ) -> ResumePoint | None:
-    """What `--load` goes on from, None for a run that begins. Collective; before models are built.
+    """Return what `--load` resumes, None for a new run. Collective; before models are built.
 
-    `checkpoint` is that of `--rl-hf-checkpoint`: if the KL's reference is to come from there, it
-    must be what the run began with.
+    `checkpoint` is that of `--rl-hf-checkpoint`: if it provides the KL's reference, it must be the
+    one that the run began with.
 
-    `args.ckpt_step` then says the same to Megatron. A checkpoint that Megatron itself has written
-    is left to it. With `--finetune`, which counts from 0 again, the weights are all that is taken.
-    A user's mistake ends every rank with exit code 2.
+    Sets `args.ckpt_step`, so that Megatron loads the same. A checkpoint written by Megatron itself
+    is left to Megatron. `--finetune`, which counts from 0 again, takes the weights alone. A user's
+    mistake ends every rank with exit code 2.
     """
     save = folders.checkpoint_folder(args.save, config.directory)
 
@@ -91,7 +91,7 @@ def find_resume_point(
         state, rng = load_trainer_state(folder / TRAINER, with_rng=not args.no_load_rng)
         if (warning := misplaced_optimizer(state, args)) and dist.get_rank() == 0:
             logger.warning("[Resume] %s: %s", folder, warning)
-        # First, as it is collective: what comes after may fail on some ranks alone.
+        # First, since it is collective: the next checks may fail on some ranks alone.
         if config.recipe.needs_reference and not (folder / REFERENCE).is_dir():
             now = fingerprint(checkpoint)
             if reason := lost_reference(state, now, checkpoint.folder):
@@ -113,12 +113,11 @@ def find_resume_point(
 
 
 def misplaced_optimizer(state: TrainerState, args: argparse.Namespace) -> str:
-    """Why the optimizer's states may be those of other parameters, and the remedy; "" if they are
-    not.
+    """Return why the optimizer's states may belong to other parameters, and the remedy, or "".
 
-    Earlier versions wrote a fully reshardable checkpoint with them at wrong places where gradients
-    lie in several buckets: with --overlap-grad-reduce, and where two pipeline stages share an
-    embedding. What the checkpoint does not say of its run is taken from `args`.
+    Earlier versions wrote them to wrong places of a fully reshardable checkpoint if gradients are
+    in several buckets: with --overlap-grad-reduce, or if two pipeline stages share an embedding.
+    Facts of that run that the checkpoint lacks are taken from `args`.
     """
     if state.optimizer_by_parameter or args.no_load_optim:
         return ""
@@ -135,8 +134,8 @@ def misplaced_optimizer(state: TrainerState, args: argparse.Namespace) -> str:
 
 
 def lost_reference(state: TrainerState, now: str, folder: Path) -> str:
-    """Why the weights of `folder`, whose fingerprint is `now`, are not the reference of a run whose
-    checkpoint holds none, and what to do about it; "" if they are."""
+    """Return why the weights of `folder`, with fingerprint `now`, are not the reference of a run
+    whose checkpoint has none, and the remedy; "" if they are."""
     if state.began_with == now:
         return ""
     if state.began_with == LOADED:
@@ -156,7 +155,7 @@ def lost_reference(state: TrainerState, now: str, folder: Path) -> str:
 
 
 def _check_load(args: argparse.Namespace, config: RLConfig, load: Path | None) -> None:
-    """`folders.check_load`, by the first rank for all."""
+    """Call `folders.check_load` on the first rank for all."""
     refusal: UsageError | None = None
     if dist.get_rank() == 0:
         try:

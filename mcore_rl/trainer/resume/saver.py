@@ -1,4 +1,4 @@
-"""Puts a checkpoint together: what several writers write is complete at once, or not at all."""
+"""Writing a checkpoint: what several writers write is complete at once, or not at all."""
 
 from __future__ import annotations
 
@@ -18,25 +18,25 @@ from mcore_rl.common import objects
 from mcore_rl.trainer.resume import folders
 
 Writer = Callable[[Path], None]
-# What a disk says; a connection that another rank has dropped is not a reason to look at it.
+# Errors of a disk; a connection that another rank dropped is not a reason to probe it.
 _OF_DISKS = frozenset(
     {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.EFBIG, errno.ESTALE}
     | {errno.EACCES, errno.EPERM, errno.ENOENT, errno.ENOTDIR}
 )
-# What comes from another process or rank is a text.
+# Errors of other processes or ranks arrive as text.
 _ERRNO = re.compile(r"\[Errno (\d+)\] [^\n:]+")
 
 
 def write_checkpoint(folder: Path, step: int, writers: Sequence[Writer]) -> Path:
-    """Have each of `writers` write below the folder that it is given, and complete the checkpoint.
+    """Call `writers`, each with the folder to write below, and complete the checkpoint.
 
-    The first one is Megatron, which makes `iter_<step>` there; the others write into that. All are
-    collective, as this is. Every file is hashed by one of the ranks. Returns the checkpoint's
+    The first one is Megatron's, which makes `iter_<step>` there; the others write into it. This
+    call and all writers are collective. Every file is hashed by one rank. Returns the checkpoint's
     folder.
 
-    Raises RuntimeError on all ranks, with the folder and the reason, if the folder cannot be made,
-    or the files cannot be read or moved; on the ranks that notice if the disk fails a writer. What
-    else a writer raises is raised on its rank.
+    Raises RuntimeError with the folder and the reason: on all ranks if the folder cannot be made,
+    or files cannot be read or moved; on the ranks that notice if the disk fails a writer. Any other
+    error of a writer is raised on its rank.
     """
     rank, world_size = dist.get_rank(), dist.get_world_size()
     saving = folders.saving_folder(folder)
@@ -54,7 +54,7 @@ def write_checkpoint(folder: Path, step: int, writers: Sequence[Writer]) -> Path
         with _hearing_megatron() as heard:
             try:
                 write(saving)
-            except BaseException as error:  # as torch's own of a distributed checkpoint is
+            except BaseException as error:  # torch's error of a distributed checkpoint is one
                 if not (reason := _disk_reason(error, heard, saving)):
                     raise
                 raise RuntimeError(_not_written(folder, step, reason)) from error
@@ -74,7 +74,7 @@ def write_checkpoint(folder: Path, step: int, writers: Sequence[Writer]) -> Path
 
 
 def _not_written(folder: Path, step: int, reason: str) -> str:
-    """The line that a run ends with when the disk takes no checkpoint."""
+    """Return the message of a run that ends because the disk takes no checkpoint."""
     before = next(iter(folders.complete_steps(folder)), None)
     kept = "none was complete before"
     if before is not None:
@@ -83,10 +83,10 @@ def _not_written(folder: Path, step: int, reason: str) -> str:
 
 
 def _disk_reason(error: BaseException, heard: Sequence[str], folder: Path) -> str:
-    """ "[Errno 28] No space left on device", if that is behind `error`; "" if the disk is not.
+    """Return the disk's error behind `error`, as "[Errno 28] No space left on device", or "".
 
-    Megatron's writer logs it (`heard`) and raises no more than the type of what it has caught; a
-    rank whose own writer went well is told even less, and asks the disk.
+    Megatron's writer logs it (`heard`) and raises only the type of its cause. A rank whose own
+    writer succeeded knows even less, and probes the disk.
     """
     for text in (*map(str, _causes(error)), *heard):
         for found in _ERRNO.finditer(text):
@@ -103,7 +103,7 @@ def _disk_reason(error: BaseException, heard: Sequence[str], folder: Path) -> st
 
 
 class _Listener(logging.Handler):
-    """Keeps what is logged as an error."""
+    """A handler that keeps logged errors."""
 
     def __init__(self) -> None:
         super().__init__(logging.ERROR)
@@ -124,7 +124,7 @@ def _hearing_megatron() -> Iterator[list[str]]:
 
 
 def _causes(error: BaseException) -> Iterator[BaseException]:
-    """`error`, and what it was raised for or while handling."""
+    """Yield `error`, then its causes and contexts."""
     at: BaseException | None = error
     while at is not None:
         yield at
@@ -132,9 +132,9 @@ def _causes(error: BaseException) -> Iterator[BaseException]:
 
 
 def _everywhere(work: Callable[[], Any], told: Callable[[str], str]) -> list[Any]:
-    """What `work` returned on each rank; RuntimeError everywhere if it failed anywhere.
+    """Return `work`'s result on each rank; raise RuntimeError on all ranks if it failed on any.
 
-    `told` makes its text of the rank and the reason.
+    `told` makes the error's text from the rank and the reason.
     """
     outcome: tuple[Any, str] = (None, "")
     try:

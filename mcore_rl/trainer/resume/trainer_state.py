@@ -1,7 +1,7 @@
-"""What decides the next step beside models and optimizers, and what Megatron does not save of it.
+"""The state besides models and optimizers that determines the next step, and its storage.
 
-Megatron saves the random states of one rank for each pair of TP and PP ranks; here every rank's are
-saved. What is stored is numbers: nothing of it is unpickled when it is read.
+Megatron saves the random states of one rank per pair of TP and PP ranks; here every rank's are
+saved. The stored data are numbers: reading does not unpickle anything.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ from mcore_rl.megatron import saving as megatron_checkpoint
 from mcore_rl.megatron.rng import RngState
 from mcore_rl.trainer.resume.folders import complete_steps, iteration_name
 
-TRAINER = "trainer"  # the folder, in that of a checkpoint
+TRAINER = "trainer"  # the folder in a checkpoint
 _FACTS, _RNG = "facts", "random_states"
 _LENGTH_BYTES = 8
 LOADED = "loaded"
-# What checkpoints of earlier versions may lack.
+# Facts that checkpoints of earlier versions may lack.
 _LATER_FACTS = {"began_with", "date", "optimizer_by_parameter"}
 _MOST_FACT_BYTES = 1 << 20
 _MOST_COUNTED = 1 << 53
@@ -45,7 +45,7 @@ _STATE = "the state of a trainer"
 
 @dataclass(frozen=True, slots=True)
 class TrainerState:
-    """The same on all ranks. `None` and empty: not of this role, or not in use."""
+    """The trainer's state, the same on all ranks. `None` and empty: not of this role, or unused."""
 
     step: int  # updates so far, and the number of the next step
     layout: str  # `TrainLayout.describe()` of the ranks whose random states these are
@@ -54,14 +54,14 @@ class TrainerState:
     prompts: str = ""  # fingerprints of the prompts
     eval_prompts: str = ""
     kl_controller: Mapping[str, float] = field(default_factory=dict)
-    reference_version: int = 0  # the step whose policy the reference is, 0: where the run began
-    # Fingerprint of the Hugging Face weights that the run began with, LOADED for a Megatron
-    # checkpoint's; "": an earlier version did not note it.
+    reference_version: int = 0  # the step whose policy the reference is; 0: the run's start
+    # Fingerprint of the Hugging Face weights that the run began with, LOADED for those of a
+    # Megatron checkpoint; "": an earlier version did not record it.
     began_with: str = ""
     # Whether the optimizer's states were written by parameter, as patches/megatron/
     # optimizer_in_pieces does. False: by an earlier version, maybe at places of other parameters.
     optimizer_by_parameter: bool = False
-    date: str = ""  # ISO, the day that chat templates are told; "": as `began_with`
+    date: str = ""  # ISO, the date for chat templates; "": as `began_with`
 
 
 def save_trainer_state(state: TrainerState, rng: RngState, folder: Path) -> None:
@@ -72,7 +72,7 @@ def save_trainer_state(state: TrainerState, rng: RngState, folder: Path) -> None
 
 
 def trainer_writer(state: TrainerState) -> Callable[[Path], None]:
-    """What `write_checkpoint` calls for the state, and for the generators as they are then."""
+    """Return a writer for `write_checkpoint` of the state, and of the generators at that time."""
 
     def write(saving: Path) -> None:
         folder = saving / iteration_name(state.step) / TRAINER
@@ -84,11 +84,11 @@ def trainer_writer(state: TrainerState) -> Callable[[Path], None]:
 def load_trainer_state(
     folder: Path, *, with_rng: bool = True
 ) -> tuple[TrainerState, RngState | None]:
-    """The state, and this rank's generators if as many ranks wrote it as read it. Collective.
+    """Load the state, and this rank's generators if as many ranks wrote it as read it. Collective.
 
-    `with_rng`: without, the generators are not looked at. Raises RuntimeError for a state that
-    another version of mcore_rl has written, UsageError for content that is not a state, or none of
-    generators, which one rank alone may find.
+    Without `with_rng` the generators are not read. Raises RuntimeError for a state of another
+    version of mcore_rl, and UsageError for content that is not a state or not generators, the
+    latter possibly on one rank alone.
     """
     rows = megatron_checkpoint.load_tensors(folder)
     state = _state(_rows_of(rows, _FACTS, folder)[0], folder)
@@ -100,7 +100,7 @@ def load_trainer_state(
 
 
 def _rows_of(rows: Mapping[str, torch.Tensor], name: str, folder: Path) -> torch.Tensor:
-    """`[ranks, bytes]` uint8."""
+    """Return `[ranks, bytes]` uint8."""
     found = rows.get(name)
     if found is None or found.dim() != 2 or not len(found) or found.dtype != torch.uint8:
         raise not_held(folder, _STATE, f"it has no rows of bytes called {name}")
@@ -117,7 +117,7 @@ def _random_states(row: torch.Tensor, folder: Path) -> RngState:
 
 
 def read_trainer_state(folder: Path) -> TrainerState:
-    """The state alone. Not collective: no process group is needed.
+    """Read the state alone. Not collective: no process group is needed.
 
     Raises as `load_trainer_state`.
     """
@@ -135,13 +135,13 @@ def read_trainer_state(folder: Path) -> TrainerState:
 
 
 def date_of_checkpoints(folder: Path) -> str | None:
-    """The day that chat templates were told by the run whose checkpoints these are; None if none
-    of them notes it. Not collective.
+    """Return the chat templates' date in the run whose checkpoints these are, None if none of them
+    has it. Not collective.
 
-    All checkpoints of a run note the same: it is that of its first start.
+    All checkpoints of a run have the date of its first start.
     """
     for step in complete_steps(folder):
-        with contextlib.suppress(Exception):  # a damaged one is told of where it is chosen
+        with contextlib.suppress(Exception):  # damage is reported where a checkpoint is chosen
             return read_trainer_state(folder / iteration_name(step) / TRAINER).date or None
     return None
 
@@ -186,7 +186,7 @@ def _is_date(value: str) -> bool:
 
 
 def _row(content: bytes) -> torch.Tensor:
-    """Bytes after their number, as long as the longest rank's. Collective."""
+    """Return the bytes after their number, padded to the longest rank's. Collective."""
     stored = bytearray(len(content).to_bytes(_LENGTH_BYTES, "little") + content)
     row = torch.frombuffer(stored, dtype=torch.uint8)
     lengths = objects.all_gather(len(row))
@@ -200,7 +200,7 @@ def _content(row: torch.Tensor) -> bytes:
 
 
 def check_mtp(load: Path, step: int, num_layers: int | None) -> None:
-    """UsageError: MTP layers are to be trained, and the checkpoint of `step` has none."""
+    """Raise UsageError if MTP layers are to be trained and the checkpoint of `step` has none."""
     place = load / iteration_name(step)
     if not num_layers or not (place / ".metadata").is_file():
         return

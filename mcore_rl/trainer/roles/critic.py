@@ -1,11 +1,10 @@
-"""The critic: Megatron's model as a value function. Values before the update, and the update.
+"""The critic: Megatron's model as a value function, with values before the update and its update.
 
-`Critic` is the model on a rank, built by `build_critic`. It has a layout, an optimizer, a schedule
-and checkpoints of its own; all of that lives in its `MegatronWorld`, which every method enters.
-`ServedCritic` makes a role of it (see `remote`), and `StepCritic` asks that role on the
-actor's ranks. What crosses over is numbers of all samples, and of each sample its tokens and a
-value and a return for each of them, to the ranks that learn from it. On ranks of its own it scores
-while the actor does, and learns while the actor does.
+`Critic` is the model on a rank, built by `build_critic`. It has its own layout, optimizer, schedule
+and checkpoints, all in its `MegatronWorld`, which every method enters. `ServedCritic` makes it a
+role (see `remote`), and `StepCritic` calls that role on the actor's ranks. They exchange numbers of
+all samples, and each token, with a value and a return, for the ranks that train on its sample. On
+ranks of its own the critic scores while the actor scores, and trains while the actor trains.
 
 Shape legend: n samples of the step; t tokens of a rank's samples, in scoring alignment
 (`mcore_rl.batching.types`): position j's value is that of the state in which token j+1 is chosen.
@@ -69,20 +68,20 @@ from mcore_rl.trainer.roles.samples import (
 
 logger = logging.getLogger(__name__)
 
-# What batch accounting needs of a `MicroBatching`.
+# The fields of `MicroBatching` that batch accounting needs.
 _OF_BATCHING = ("max_tokens", "micro_batch_size", "count_multiple_of", "share_prompts")
 
 
 @dataclass(frozen=True, slots=True)
 class ValueUpdateStats:
-    """One optimizer step; the sums are over the global mini-batch and the same on all ranks."""
+    """The outcome of one optimizer step; sums are over the global mini-batch, same on all ranks."""
 
     sums: ValueLossSums
     result: UpdateResult
 
 
 class Critic:
-    """The value function on this rank's pipeline stage and TP shard, as its own layout has it.
+    """The value function on this rank's pipeline stage and TP shard, in its own layout.
 
     All methods are collective over the ranks of that layout, and called outside of its world.
     """
@@ -105,7 +104,7 @@ class Critic:
         )
 
     def values(self, batch: TrainBatch) -> torch.Tensor:
-        """Value of every position, `[t]` float32 on the CPU, on every rank of TP, CP and PP.
+        """Return the value of every position, `[t]` float32 on the CPU, on all TP, CP and PP ranks.
 
         `batch` is this rank's in the critic's layout.
         """
@@ -113,10 +112,10 @@ class Critic:
             return self.runner.evaluate(batch, num_outputs=1)[:, 0].contiguous()
 
     def update(self, batch: TrainBatch) -> ValueUpdateStats:
-        """One optimizer step on one mini-batch, of which `batch` is this DP rank's part.
+        """Take one optimizer step on one mini-batch; `batch` is this DP rank's part of it.
 
         `batch` must have `values` and `returns`. Raises RuntimeError on all ranks for a non-finite
-        loss or gradient, unless asked to skip it.
+        loss or gradient, unless set to skip it.
         """
         with self.world:
             loss = functools.partial(self._loss, denominators=self.runner.denominators(batch))
@@ -147,7 +146,7 @@ class Critic:
         return out.loss, out.sums.stacked()
 
     def save(self, num_steps: int, checkpoints: Path) -> None:
-        """Write a checkpoint, with its ranks' generators, beside the actor's."""
+        """Write a checkpoint, with the generators of its ranks, next to the actor's."""
         with self.world as world:
 
             def write_model(saving: Path) -> None:
@@ -158,12 +157,12 @@ class Critic:
             write_checkpoint(critic_folder(checkpoints), num_steps, writers)
 
     def restore_random_states(self) -> None:
-        """Those that the loaded checkpoint has of this rank, if it has any."""
+        """Restore this rank's random states from the loaded checkpoint, if it has any."""
         args = self.world.args
         if args.load is None or args.no_load_rng:
             return
         trainer = Path(args.load) / iteration_name(args.ckpt_step) / TRAINER
-        if trainer.is_dir():  # not where Megatron has written the checkpoint
+        if trainer.is_dir():  # false if Megatron wrote the checkpoint
             state, rng = agreed_in_world(lambda: load_trainer_state(trainer))
             if rng is not None and state.layout == self.layout.describe():
                 rng.restore()
@@ -181,7 +180,7 @@ def build_critic(
     """Build the critic through Megatron and fill it. Collective.
 
     A Megatron checkpoint below `--load`, in its folder `critic`, wins over the Hugging Face one.
-    RuntimeError: it is of another step than `actor_iteration`, that of the actor's.
+    Raises RuntimeError if its step differs from `actor_iteration`, the step of the actor's.
     """
     if spec.tokens is None:
         own = {"lr": config.critic_lr, "clip_grad": config.critic_clip_grad}
@@ -215,17 +214,17 @@ def build_critic(
 
 
 def _longer_schedule(config: RLConfig, actor_args: argparse.Namespace) -> dict[str, int]:
-    """The critic of a fork learns in the actor's steps and in those that warm it up."""
+    """Return a fork's critic's schedule: the actor's updates plus those of the warm-up."""
     more = num_updates(config, of_critic=True) - num_updates(config, of_critic=False)
     lengths = {name: getattr(actor_args, name) for name in ("train_iters", "lr_decay_iters")}
-    # Megatron has set the second to the first for the actor unless the user said otherwise.
+    # Megatron has set the second to the first for the actor unless the user set it.
     return {
         name: length + more for name, length in lengths.items() if length == lengths["train_iters"]
     }
 
 
 def _load_from_beside(args: argparse.Namespace, actor_iteration: int) -> None:
-    """Make `--load` and `--ckpt-step` those of the critic, or nothing."""
+    """Point `--load` and `--ckpt-step` to the critic's checkpoint, or unset them."""
     saved = critic_folder(Path(args.load)) if args.load else None
     args.load, args.ckpt_step = None, None
     if saved is None or not saved.is_dir() or not actor_iteration:
@@ -240,7 +239,7 @@ def _load_from_beside(args: argparse.Namespace, actor_iteration: int) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Step:
-    """What all of the critic's ranks know of a step."""
+    """The facts of a step that all of the critic's ranks know."""
 
     table: SampleTable
     epochs: list[list[Cuts]]
@@ -248,7 +247,7 @@ class _Step:
 
 
 class ServedCritic:
-    """The critic as a role: whole steps, told of by what the actor's ranks know of them.
+    """The critic as a role, called once per stage of a step with facts from the actor's ranks.
 
     All methods are collective over the ranks of its layout.
     """
@@ -256,22 +255,22 @@ class ServedCritic:
     def __init__(
         self, model: Critic, config: RLConfig, *, is_apart: bool, log: TextIO | None = None
     ) -> None:
-        """On ranks of its own (`is_apart`) it says what it takes of them."""
+        """On ranks of its own (`is_apart`) it reports the time and memory that it takes."""
         self.model, self._config, self._is_apart, self._log = model, config, is_apart, log
         self.batch: TrainBatch | None = None  # of the step, this rank's part
         self._step: _Step | None = None
         self._seconds: dict[str, float] = {}
 
     def facts(self) -> Values:
-        """How it divides samples."""
+        """Return how it divides samples."""
         batching = {name: getattr(self.model.batching, name) for name in _OF_BATCHING}
         return {"dp_size": self.model.layout.dp_size, "batching": batching}
 
     def divide(self, *, orders: torch.Tensor, **numbers: torch.Tensor) -> Values:
-        """A step begins: which rank gets which samples, in the `first` epoch and in `every` one.
+        """Begin a step; return which rank gets which samples, in the `first` and in `every` epoch.
 
-        `numbers` are those of `table_to_tensors`; by `orders` `[e, n]` actor and critic divide
-        the samples in each epoch.
+        `numbers` come from `table_to_tensors`; `orders` `[e, n]` is the order of samples in each
+        epoch, for actor and critic.
         """
         table = tensors_to_table(numbers)
         epochs = plan_epochs(
@@ -286,9 +285,9 @@ class ServedCritic:
         return {"first": division.first, "every": division.every}
 
     def values(self, *, tokens: torch.Tensor, asked_by: Shares) -> Values:
-        """Values of every token before any update, for the ranks that asked.
+        """Return the values of every token before any update, for the ranks that asked.
 
-        `tokens` `[t, 5]` are the rows of `tokens_to_rows`, of all samples that this rank gets.
+        `tokens` `[t, 5]` has the rows of `tokens_to_rows` for all samples that this rank gets.
         """
         started = time.perf_counter()
         assert self._step is not None, "tokens of no samples"
@@ -307,8 +306,8 @@ class ServedCritic:
         return {"values": Parcel(table.lengths, division.first, asked_by, values.numpy())}
 
     def update(self, *, returns: torch.Tensor) -> Values:
-        """Learn from `[t]` returns of this rank's samples; what each update did, and `critic/...`
-        metrics."""
+        """Train on `[t]` returns of this rank's samples; return each update's outcome, and
+        `critic/...` metrics."""
         assert self.batch is not None and self._step is not None, "returns of no samples"
         started = time.perf_counter()
         batch = dataclasses.replace(self.batch, returns=returns)
@@ -336,41 +335,41 @@ class ServedCritic:
         return found
 
     def save(self, *, num_steps: int, folder: str) -> None:
-        """Write a Megatron checkpoint beside the actor's."""
+        """Write a Megatron checkpoint next to the actor's."""
         with megatron_adapter.megatron_output_to(self._log):
             self.model.save(num_steps, Path(folder))
 
 
 class StepCritic:
-    """The critic as the actor's ranks ask it. All methods are collective over them."""
+    """The critic as the actor's ranks call it. All methods are collective over these ranks."""
 
     def __init__(self, role: Role) -> None:
         self.role = role
-        self._first: Shares | None = None  # its ranks' samples of the step, as it divides them
+        self._first: Shares | None = None  # its ranks' samples of the step, by its own division
         self._metrics: Mapping[str, float] = {}
 
     def facts(self) -> tuple[int, MicroBatching]:
-        """Its data-parallel size, and how it divides samples. Waits until it is built."""
+        """Return its data-parallel size and how it divides samples. Waits until it is built."""
         facts = self.role.call("facts")
         return facts["dp_size"], MicroBatching(**facts["batching"])
 
     def parcel(self, keeper: SampleKeeper, table: SampleTable, orders: np.ndarray) -> Parcel:
-        """Have it divide a step's samples by `orders` `[e, n]` of the epochs; their tokens, as its
-        ranks are to get them."""
+        """Have it divide a step's samples by the epochs' `orders` `[e, n]`; return their tokens,
+        for its ranks."""
         numbers = table_to_tensors(table)
         shares = self.role.call("divide", orders=torch.from_numpy(orders), **numbers)
         self._first = shares["first"]
         return keeper.parcel(table, shares["every"])
 
     def begin_values(self, batch: StepBatch) -> Callable[[], torch.Tensor]:
-        """Have the samples valued; what is returned waits for `[t]` of those in `batch.actor`."""
+        """Request values; the returned function waits for those of `batch.actor`, `[t]`."""
         asked_by = batch.division.first
         finish = self.role.begin("values", tokens=batch.for_critic, asked_by=asked_by)
         return lambda: finish()["values"]
 
     def begin_update(self, batch: StepBatch) -> Callable[[], list[ValueUpdateStats]]:
-        """Have it learn from the returns in `batch.actor`; what is returned waits for what the
-        updates did."""
+        """Request updates on the returns in `batch.actor`; the returned function waits for their
+        outcomes."""
         assert batch.actor.returns is not None and self._first is not None
         division = batch.division
         returns = batch.actor.returns.float().numpy()
@@ -389,9 +388,9 @@ class StepCritic:
         return end_update
 
     def metrics(self) -> Mapping[str, float]:
-        """`critic/...` of the last updates."""
+        """Return `critic/...` of the last updates."""
         return self._metrics
 
     def save(self, num_steps: int, checkpoints: Path) -> None:
-        """Write a Megatron checkpoint of it beside the actor's."""
+        """Write a Megatron checkpoint of it next to the actor's."""
         self.role.call("save", num_steps=num_steps, folder=str(checkpoints))

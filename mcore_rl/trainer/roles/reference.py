@@ -1,8 +1,8 @@
-"""The reference: the policy that the KL is taken to.
+"""The reference: the policy to which the KL is computed.
 
-It is not served as critic and reward model are (see `remote`), because it has no model: its weights
-take the place of the actor's for as long as the actor scores with them, so it is where the actor
-is, and is asked of the samples that this rank has.
+Unlike critic and reward model it is not served (see `remote`), because it has no model of its own:
+its weights replace the actor's while the actor scores with them. It is therefore on the actor's
+ranks and scores the samples of this rank.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from mcore_rl.trainer.resume.point import ResumePoint
 
 
 class ReferencePolicy:
-    """The policy as it was, kept on the host (`HostCopy`) in this rank's own shards.
+    """An earlier policy, kept on the host (`HostCopy`) in this rank's own shards.
 
     `with reference:` swaps its weights into the actor's model and back; no second model exists.
-    `version` is the step whose policy it is, 0 for the one that the run began with.
+    `version` is the step of that policy, 0 for the one that the run began with.
     """
 
     def __init__(self, state: megatron_adapter.TrainState) -> None:
@@ -32,7 +32,7 @@ class ReferencePolicy:
         self._weights = HostCopy(megatron_adapter.weights(state))
 
     def refresh(self, version: int) -> None:
-        """Take the actor as it is now, after `version` steps."""
+        """Copy the actor's present weights, after `version` steps."""
         self.version = version
         self._weights.take()
 
@@ -63,12 +63,12 @@ def build_reference(
     shards: ModelShards,
     log: TextIO | None = None,
 ) -> ReferencePolicy:
-    """The policy that the run began with, or a later one that it was saved with. Collective.
+    """Build the policy that the run began with, or a later one from a checkpoint. Collective.
 
-    `state` is the actor's, `point` is there if the run goes on from it.
+    `state` is the actor's; `point` is given if the run resumes.
     """
-    reference = ReferencePolicy(state)  # of a run that begins, whatever it was loaded from
-    if point is not None:  # the actor goes on from a later policy
+    reference = ReferencePolicy(state)  # of a new run, whatever it was loaded from
+    if point is not None:  # the actor resumes from a later policy
         reference.version = point.state.reference_version
         if point.reference is not None:
             with megatron_adapter.megatron_output_to(log):

@@ -1,16 +1,16 @@
-"""Roles, on the actor's ranks or on ranks of their own: the one way in which they are asked.
+"""Calls of roles, by one interface, whether on the actor's ranks or on ranks of their own.
 
 A role is any object. Its methods, called by name, take keyword arguments that are the same on all
 of the actor's ranks, and return a dict that is the same on all of the role's, or None. Arguments
-and answers are tensors on the CPU, `Shares` of samples, and what JSON can write: numbers for a
-sample, none for a token. What belongs to tokens goes as a `Parcel`, from those of its ranks that
-have them to those of the other side that want them, where it is a tensor of what that rank got; its
-shares name each side's ranks as the side itself does. `Here` calls the methods of an object in this
-process; `Apart` has `serve` call them on the ranks of the role. Who asks does not see which.
+and answers are tensors on the CPU, `Shares` of samples, and JSON values: numbers per sample, but
+nothing per token. Data per token travel as a `Parcel`, from the ranks of one side that have them to
+the ranks of the other that want them; there the argument is a tensor of what that rank got. Its
+shares name each side's ranks by that side's numbering. `Here` calls the methods of an object in
+this process; with `Apart`, `serve` calls them on the role's ranks. The caller sees no difference.
 
-The two sides of an `Apart` are worlds of their own, so what is between them belongs to neither
-world: the `Bridge`, over which the actor's first rank speaks, and the `Mesh` of all ranks, for
-parcels, are gloo groups by themselves, over host memory, made from the job's store.
+The two sides of an `Apart` are worlds of their own, so what connects them belongs to neither: the
+`Bridge`, over which the actor's first rank sends messages, and the `Mesh` of all ranks, for
+parcels, are separate gloo groups over host memory, made from the job's store.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ from mcore_rl.common.agreement import leave_reason
 
 logger = logging.getLogger(__name__)
 
-Values = Mapping[str, Any]  # tensors on the CPU, shares, parcels, and what JSON can write
+Values = Mapping[str, Any]  # tensors on the CPU, shares, parcels, and JSON values
 
-# A role waits for the next step as long as a rollout lasts. A side that dies is noticed at once:
+# A role waits for the next step as long as a rollout lasts. The end of a side is noticed at once:
 # its connections close, and the launcher ends the others.
 _PATIENCE = timedelta(days=7)
 _NEAR, _FAR = 0, 1  # the actor's first rank, and the role's
@@ -44,27 +44,27 @@ _CLOSE, _ANSWER, _FAILURE = "close", "answer", "failure"
 
 
 class Role(Protocol):
-    """A role as the actor's ranks ask it. All methods but `abandon` are collective over them."""
+    """A role as the actor's ranks call it. All methods but `abandon` are collective over these."""
 
     def begin(self, method: str, **arguments: Any) -> Callable[[], Values]:
-        """Have a method called. What is returned gives its answer, and waits for it.
+        """Start a call; the returned function waits for its answer.
 
-        A call begins after all before it have been answered. RuntimeError, on all ranks: the role
-        failed in this call or in one before.
+        Calls start in order, each after the answers to all before it. Raises RuntimeError on all
+        ranks if the role failed in this call or in an earlier one.
         """
 
     def call(self, method: str, **arguments: Any) -> Values:
-        """`begin`, and the answer."""
+        """Start a call and return its answer."""
 
     def close(self) -> None:
-        """Nothing is asked any more. Idempotent."""
+        """End the calls. Idempotent."""
 
     def abandon(self) -> None:
-        """This rank has failed, and `close` is to wait for nobody."""
+        """Make `close` wait for nobody, because this rank has failed."""
 
 
 class Here:
-    """A role of the actor's ranks: what is begun is done at once."""
+    """A role on the actor's ranks, which executes each call at once."""
 
     def __init__(self, served: Any) -> None:
         self.served = served
@@ -78,18 +78,18 @@ class Here:
         return _delivered(answer or {}, _within_world)
 
     def close(self) -> None:
-        """Nobody waits for a call."""
+        """Do nothing: nobody waits for a call."""
 
     def abandon(self) -> None:
-        """Nor is anybody waited for."""
+        """Do nothing: `close` does not wait."""
 
 
 class Apart:
-    """The actor's side of a role with ranks of its own; `serve` is the other."""
+    """The actor's side of a role with ranks of its own; `serve` is the other side."""
 
     def __init__(self, name: str, bridge: Bridge | None, mesh: Mesh, **how: Any) -> None:
-        """`bridge` on the actor's first rank only. The role's ranks begin to build it, as `how`
-        says, and nobody waits for that before the first call."""
+        """`bridge` is given on the actor's first rank only. The role's ranks begin to build the
+        role from `how`; the first call waits for that."""
         self._name, self._bridge, self._mesh = name, bridge, mesh
         self._answers: dict[int, Values] = {}
         self._num_begun = self._num_answered = 0
@@ -98,7 +98,7 @@ class Apart:
         self.begin("build", **how)
 
     def begin(self, method: str, **arguments: Any) -> Callable[[], Values]:
-        # The other side speaks only while this one listens: an answer is fetched first.
+        # The other side sends only while this one listens: fetch its answers first.
         self._hear_until(self._num_begun)
         number = self._num_begun
         self._num_begun += 1
@@ -121,15 +121,15 @@ class Apart:
             self._tell(Message(_CLOSE))
 
     def abandon(self) -> None:
-        """The role may be giving an answer that nobody hears any more, and hear nothing itself.
-        It learns of this rank's end by its connection, or from the launcher."""
+        """Send nothing: the role may be giving an answer that nobody receives, and receive nothing
+        itself. It notices this rank's end by its connection, or from the launcher."""
         self._is_closed = True
 
     def _tell(self, message: Message) -> None:
         if self._bridge is not None:
             try:
                 self._bridge.tell(message)
-            except RuntimeError as error:  # all of the actor's ranks raise it, where they hear
+            except RuntimeError as error:  # all of the actor's ranks raise it on the next answer
                 self._lost = str(error)
 
     def _hear_until(self, num_answered: int) -> None:
@@ -141,7 +141,7 @@ class Apart:
             self._num_answered += 1
 
     def _carry(self, values: Values, *, to_role: bool) -> Values:
-        """Collective over the ranks of both sides, where there is a parcel."""
+        """Move parcels. Collective over the ranks of both sides if there is one."""
         try:
             return _delivered(values, functools.partial(self._mesh.carried, to_role=to_role))
         except RuntimeError as error:
@@ -159,8 +159,8 @@ class Apart:
 def serve(name: str, bridge: Bridge, mesh: Mesh, build: Callable[..., Any]) -> None:
     """Be a rank of a role until the actor closes it. Collective over the role's ranks.
 
-    `build` makes the object whose methods are called, from what `Apart` was given. What it or a
-    method raises ends this rank, after the actor has been told.
+    `build` makes the object whose methods are called, from the arguments of `Apart`. An exception
+    in it or in a method ends this rank, after a message to the actor.
     """
     served: Any = None
     while (message := bridge.hear()).name != _CLOSE:
@@ -171,7 +171,7 @@ def serve(name: str, bridge: Bridge, mesh: Mesh, build: Callable[..., Any]) -> N
             else:
                 answer = getattr(served, message.name)(**values)
         except Exception as error:
-            # Said now: the launcher ends this process while others are still being torn down.
+            # Now, since the launcher ends this process while others are still being torn down.
             reason = f"{type(error).__name__}: {error}".splitlines()[0]
             leave_reason(f"the {name} failed: {reason}")
             logger.exception("rank %s of the %s failed", os.environ.get("RANK", "0"), name)
@@ -182,7 +182,7 @@ def serve(name: str, bridge: Bridge, mesh: Mesh, build: Callable[..., Any]) -> N
 
 
 def _delivered(values: Values, carry: Callable[[Parcel], torch.Tensor]) -> dict[str, Any]:
-    """`values` with what this rank gets of each parcel in its place."""
+    """Return `values` with each parcel replaced by what this rank gets of it."""
     return {
         name: carry(value) if isinstance(value, Parcel) else value for name, value in values.items()
     }
@@ -194,8 +194,8 @@ def _within_world(parcel: Parcel) -> torch.Tensor:
 
 
 class Mesh:
-    """What joins each of the actor's ranks with each of a role's. Creating one and all methods are
-    collective over them. RuntimeError: one of these processes is gone."""
+    """A group of all of the actor's ranks and all of a role's. Creating one and all methods are
+    collective over them. Raises RuntimeError if one of these processes is gone."""
 
     def __init__(
         self,
@@ -206,14 +206,14 @@ class Mesh:
         num_near_ranks: int,
         num_far_ranks: int,
     ) -> None:
-        """`rank` is that on its side: near is the actor's."""
+        """`rank` is the rank within its side: near is the actor's."""
         self._num_near, self._num_ranks = num_near_ranks, num_near_ranks + num_far_ranks
         self._rank = rank if is_near else num_near_ranks + rank
         # Any: torch's stub leaves out its operations.
         self._group: Any = dist.ProcessGroupGloo(store, self._rank, self._num_ranks, _PATIENCE)
 
     def carried(self, parcel: Parcel, *, to_role: bool) -> torch.Tensor:
-        """What this rank gets of a parcel of the other side; nothing on those that it is from."""
+        """Return what this rank gets of the other side's parcel; nothing on the sending side."""
         if to_role:
             bound = replace(parcel, target=parcel.target.counted_from(self._num_near))
         else:
@@ -223,7 +223,8 @@ class Mesh:
     def exchange(
         self, outgoing: Sequence[np.ndarray], incoming_bytes: Sequence[int]
     ) -> list[np.ndarray]:
-        """As `objects.exchange`, between the ranks of both sides, the actor's first."""
+        """Exchange bytes, as `objects.exchange`, between all ranks of both sides, the actor's
+        first."""
         sent = torch.from_numpy(np.concatenate(outgoing))
         received = torch.empty(sum(incoming_bytes), dtype=torch.uint8)
         splits = [len(each) for each in outgoing]
@@ -240,11 +241,11 @@ class Message:
 
 
 class Bridge:
-    """One end of it: that of the actor's first rank, or that of one of the role's ranks.
+    """One end of a bridge: the actor's first rank, or one of the role's ranks.
 
-    Creating one is collective over these processes. Messages of the actor reach all ranks of the
-    role; those back come from the role's first rank. RuntimeError: a process at another end is
-    gone.
+    Creating one is collective over these processes. The actor's messages reach all ranks of the
+    role; the role's first rank sends the answers. Raises RuntimeError if a process at another end
+    is gone.
     """
 
     def __init__(self, store: dist.Store, *, place: int, num_far_ranks: int) -> None:
@@ -254,24 +255,24 @@ class Bridge:
         self._group: Any = dist.ProcessGroupGloo(store, place, 1 + num_far_ranks, _PATIENCE)
 
     def tell(self, message: Message) -> None:
-        """From the actor to all ranks of the role."""
+        """Send from the actor to all ranks of the role."""
         assert self._place == _NEAR
         for part in _encoded(message):
             self._broadcast(part)
 
     def hear(self) -> Message:
-        """What the actor tells; on every rank of the role."""
+        """Receive the actor's message; on every rank of the role."""
         assert self._place != _NEAR
         return _decoded(self._broadcast)
 
     def answer(self, message: Message) -> None:
-        """From the role to the actor; on every rank of the role, of which the first one speaks."""
+        """Send from the role's first rank to the actor; called on every rank of the role."""
         if self._place == _FAR:
             for part in _encoded(message):
                 self._group.send([part], _NEAR, 0).wait()
 
     def hear_answer(self) -> Message:
-        """What the role answers; on the actor's first rank."""
+        """Receive the role's answer; on the actor's first rank."""
 
         def receive(part: torch.Tensor) -> None:
             self._group.recv([part], _FAR, 0).wait()
@@ -285,7 +286,7 @@ class Bridge:
 
 
 def _encoded(message: Message) -> list[torch.Tensor]:
-    """The length of a header, the header, the tensors."""
+    """Return the length of a header, the header, and the tensors."""
     tensors: list[torch.Tensor] = []
 
     def described(value: Any) -> list[Any]:
@@ -309,7 +310,7 @@ def _encoded(message: Message) -> list[torch.Tensor]:
 
 
 def _decoded(receive: Callable[[torch.Tensor], None]) -> Message:
-    """A message of which `receive` fills one tensor after the other; parcels have no rows."""
+    """Return a message whose tensors `receive` fills one after the other; parcels have no rows."""
     length = torch.zeros(1, dtype=torch.int64)
     receive(length)
     text = torch.empty(int(length), dtype=torch.uint8)
@@ -317,7 +318,7 @@ def _decoded(receive: Callable[[torch.Tensor], None]) -> Message:
     header = json.loads(text.numpy().tobytes())
 
     def received(kind: str, *how: Any) -> Any:
-        """In the order in which they were described."""
+        """Receive in the order of the descriptions."""
         if kind == "plain":
             return how[0]
         if kind == "shares":

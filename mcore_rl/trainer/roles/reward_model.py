@@ -1,9 +1,9 @@
 """A reward model on Megatron: a checkpoint with a score head, in a layout of its own.
 
-It reads the tokens that the policy read and wrote, so it must have the policy's vocabulary. The
-score of a sample is that of its last token, as in `transformers`' models for sequence
-classification with one label. `RewardModel` is the model on a rank, and a role
-(`mcore_rl.trainer.roles.remote`); `ModelReward` asks that role, as reward `model` among the others.
+It reads the tokens of prompts and responses, so it must have the policy's vocabulary. A sample's
+score is its last token's, as in `transformers`' models for sequence classification with one label.
+`RewardModel` is the model on a rank, and a role (`mcore_rl.trainer.roles.remote`); `ModelReward`
+calls that role, as reward `model` among the others.
 """
 
 from __future__ import annotations
@@ -42,27 +42,27 @@ logger = logging.getLogger(__name__)
 
 
 class RewardModel:
-    """The model on this rank's pipeline stage and TP shard, as its own layout has it."""
+    """The model on this rank's pipeline stage and TP shard, in its own layout."""
 
     def __init__(
         self, world: MegatronWorld, state: megatron_adapter.TrainState, batching: MicroBatching
     ) -> None:
         self.world, self._batching = world, batching
-        # Of the samples that are to be scored: the last one again and again where rows must divide.
+        # The samples to score; the last one is repeated if the number of rows must be divisible.
         self._num_samples = 0
         self._table = SampleTable.of_lengths(np.empty(0, np.int64), np.empty(0, np.int64))
-        self._rows = np.empty(0, dtype=np.int64)  # which samples those of the table are
+        self._rows = np.empty(0, dtype=np.int64)  # the sample of each row of the table
         self._plan: list[Cuts] = []
         self._wanted = Shares((), ())
         with world:
             self.runner = ModelRunner(world.args, state, world.layout, batching)
 
     def divide(self, **numbers: torch.Tensor) -> Values:
-        """Which rank gets which samples, one at least. `numbers` are those of `table_to_tensors`.
-        Like `scores` a call of the role, collective over the layout's ranks."""
+        """Return which rank gets which samples, at least one. `numbers` come from
+        `table_to_tensors`. Like `scores` a call of the role, collective over the layout's ranks."""
         table = tensors_to_table(numbers)
         self._num_samples, rows = len(table), np.arange(len(table))
-        if not self._batching.packed:  # rows must divide; what is said of the last ones is not used
+        if not self._batching.packed:  # rows must be divisible; scores of the repeats are unused
             each = self.world.layout.dp_size * self._batching.micro_batch_size
             missing = -len(table) % (each * self._batching.count_multiple_of)
             rows = np.concatenate([rows, np.full(missing, len(table) - 1)])
@@ -78,8 +78,8 @@ class RewardModel:
         return {"wanted": self._wanted}
 
     def scores(self, *, tokens: torch.Tensor) -> Values:
-        """`[n]` float64: what each sample's last token says. `tokens` `[t, 5]` are the rows of
-        `tokens_to_rows`, of the samples that this rank gets."""
+        """Return `[n]` float64, the value of each sample's last token. `tokens` `[t, 5]` has the
+        rows of `tokens_to_rows` for the samples that this rank gets."""
         rank = dist.get_rank()
         mine = self._wanted.of(rank)
         found = rows_to_tokens(tokens.numpy(), self._table.lengths[mine])
@@ -115,15 +115,14 @@ def build_reward_model(
 
 
 class ModelReward:
-    """Reward `model` among the others: what it made of each sample. All methods are collective over
-    the actor's ranks."""
+    """The reward `model` among the others. All methods are collective over the actor's ranks."""
 
     def __init__(self, role: Role) -> None:
         self._role = role
         self._log = FailureLog(REWARD_MODEL)
 
     def scores(self, keeper: SampleKeeper, table: SampleTable) -> np.ndarray:
-        """`[n]` float64, on every rank, of samples that `keeper` has."""
+        """Return `[n]` float64, on every rank, for samples in `keeper`."""
         if not len(table):
             return np.empty(0)
         wanted = self._role.call("divide", **table_to_tensors(table))["wanted"]
@@ -132,7 +131,7 @@ class ModelReward:
         return scores
 
     def outcomes(self, keeper: SampleKeeper, table: SampleTable) -> list[Outcome]:
-        """In their order; a sample whose score is not a finite number has no reward."""
+        """Return the outcomes in order; a sample whose score is not finite has no reward."""
         found = [
             Outcome(score)
             if math.isfinite(score)

@@ -1,9 +1,9 @@
 """A step's samples in the layouts of several models, each of which divides them in its own way.
 
-Roles are told of all samples by numbers. Tokens, and what is found of each, go rank to rank to
-those who learn from the sample (`mcore_rl.batching.moves`), from one layout to another, and in one
-layout from the first epoch to later ones.
-Shape legend: n samples of the step, t tokens of a rank's samples.
+Roles get numbers of all samples. Tokens, and results per token, go from rank to rank to those that
+train on the sample (`mcore_rl.batching.moves`): from one layout to another, and within a layout
+from the first epoch to later ones. Shape legend: n samples of the step, t tokens of a rank's
+samples.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from mcore_rl.moe.routing import RoutedLayers, joined
 
 
 def table_to_tensors(table: SampleTable) -> dict[str, torch.Tensor]:
-    """What a role is told of all samples: `[n]` int64 `prompt` and `response`, how many tokens are
-    which, `draws`, of which those of one prompt have the same, and `valid`, 1 for what can be
-    learned from."""
+    """Return the table as `[n]` int64 tensors for a role: `prompt` and `response` are numbers of
+    tokens, samples of one prompt have the same number in `draws`, `valid` is 1 for samples to train
+    on."""
     return {
         "prompt": torch.from_numpy(table.prompt_lengths),
         "response": torch.from_numpy(table.response_lengths),
@@ -40,7 +40,7 @@ def table_to_tensors(table: SampleTable) -> dict[str, torch.Tensor]:
 
 
 def tensors_to_table(tensors: Mapping[str, torch.Tensor]) -> SampleTable:
-    """The table again, without rewards."""
+    """Return the table of `table_to_tensors`, without rewards."""
     return SampleTable.of_lengths(
         tensors["prompt"].numpy(),
         tensors["response"].numpy(),
@@ -57,10 +57,10 @@ def plan_epochs(
     batching: MicroBatching,
     orders: np.ndarray | None = None,
 ) -> list[list[Cuts]]:
-    """By epoch and data-parallel rank, what of a step's samples it learns from.
+    """Return, by epoch and data-parallel rank, the cuts of a step's samples.
 
-    `orders` `[e, n]` are those of the epochs (default: one, as they are). With a single mini-batch
-    all epochs learn from the same one, so that there is one plan.
+    `orders` `[e, n]` is the order of samples in each epoch (default: one epoch, in their order).
+    With a single mini-batch all epochs train on the same one, so there is one plan.
     """
     prompts = Prompts.of(table)
     return [
@@ -82,8 +82,8 @@ def batch_by_plan(
     epochs: Sequence[Sequence[Cuts]],
     dp_rank: int,
 ) -> TrainBatch:
-    """What a data-parallel rank gets of a step's samples by `plan_epochs`; of these it has the
-    `tokens`."""
+    """Return a data-parallel rank's batch of a step's samples by `plan_epochs`; `tokens` has its
+    samples' tokens."""
     first, *later = (build_train_batch(table, tokens, plan[dp_rank]) for plan in epochs)
     return dataclasses.replace(first, later=tuple(later))
 
@@ -91,8 +91,8 @@ def batch_by_plan(
 def with_given_routes(
     batch: TrainBatch, tokens: Mapping[int, SampleTokens], of: RoutedLayers
 ) -> TrainBatch:
-    """A rank's batch, and those of later epochs, with the experts that samples were sampled with,
-    `of` the layers of its stage."""
+    """Return a rank's batch, and those of later epochs, with the experts of sampling for the layers
+    `of` its stage."""
 
     def routed(each: TrainBatch) -> TrainBatch:
         routes = [tokens[sample].routes for sample in each.sample_ids.tolist()]
@@ -107,11 +107,11 @@ def with_given_routes(
 def mini_batches(
     batch: TrainBatch, num_epochs: int, division: Division, group: dist.ProcessGroup
 ) -> Iterator[TrainBatch]:
-    """The mini-batches of a step, one optimizer update each, in order, as this rank has them.
+    """Yield the mini-batches of a step on this rank, in order, one optimizer update each.
 
-    Where an epoch deals samples out to other ranks, what the stages before have found of them goes
-    there first, from rank to rank: collective over the world. `group` is the data-parallel one of
-    the layout that `batch` and `division` are of.
+    If an epoch assigns samples to other ranks, the earlier stages' results go there first, from
+    rank to rank: collective over the world. `group` is the data-parallel group of the layout of
+    `batch` and `division`.
     """
     later = batch.later
     assert not later or len(later) == num_epochs - 1, f"{len(later)} later of {num_epochs} epochs"
@@ -122,16 +122,16 @@ def mini_batches(
 def _found_later(
     batch: TrainBatch, division: Division, group: dist.ProcessGroup
 ) -> tuple[TrainBatch, ...]:
-    """`batch.later` with what is known of the first epoch's tokens alone.
+    """Return `batch.later` with the fields that only the first epoch's tokens have so far.
 
-    A rank gets what it lacks from the one that had the sample first and has its place in TP, CP and
-    PP: of these, choices of experts are another stage's.
+    A rank gets them from the rank that had the sample first and has the same place in TP, CP and
+    PP, since the choices of experts differ between stages.
     """
     fields = {
         field.name: getattr(batch, field.name).numpy()
         for field in dataclasses.fields(batch)
-        # Or it is found for none of them, or made of the samples themselves, as rewards of turns
-        # are, which an empty batch has none of: all ranks are to move the same.
+        # Other fields are absent everywhere, or built from the samples, as turn rewards are, which
+        # an empty batch lacks: all ranks must move the same fields.
         if field.name != "turn_rewards"
         and isinstance(getattr(batch, field.name), torch.Tensor)
         and any(getattr(each, field.name) is None for each in batch.later)
@@ -139,7 +139,7 @@ def _found_later(
     if not fields:
         return batch.later
     columns = [value.reshape(len(value), math.prod(value.shape[1:])) for value in fields.values()]
-    # A row of bytes a token, one column beside the other.
+    # A row of bytes per token, with the fields as columns.
     rows = np.concatenate([np.ascontiguousarray(each).view(np.uint8) for each in columns], axis=1)
     ends = np.cumsum([each.shape[1] * each.itemsize for each in columns])[:-1]
     peers = tuple((rank,) for rank in dist.get_process_group_ranks(group))

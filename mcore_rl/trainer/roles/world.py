@@ -1,6 +1,6 @@
-"""A role's ranks as a world of their own, for torch.distributed, Megatron and vLLM alike.
+"""A role's ranks as a world of their own for torch.distributed, Megatron and vLLM.
 
-All three read RANK and WORLD_SIZE; from `enter_role` on these are those of the role.
+All three read RANK and WORLD_SIZE; after `enter_role` these are the role's.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from mcore_rl.trainer.roles.remote import Bridge, Mesh
 
 @dataclass(frozen=True, slots=True)
 class RoleWorld:
-    """What this process is in the job."""
+    """This process's place in the job."""
 
     role: str
     store: dist.Store | None  # of the role's world; None: a process without a launcher
-    # On the actor's first rank the way to each role that has ranks of its own; there the way back.
+    # The actor's first rank has an end to each role on ranks of its own, which have the other ends.
     bridges: dict[str, Bridge]
-    meshes: dict[str, Mesh]  # on all ranks of the actor, and there
+    meshes: dict[str, Mesh]  # on all ranks of the actor and of such a role
 
 
 def enter_role(roles: Roles, store: dist.Store | None) -> RoleWorld:

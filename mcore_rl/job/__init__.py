@@ -1,1 +1,1 @@
-"""What a command line asks for, checked before anything is built: see `resolver`."""
+"""The job of a command line, checked before anything is built: see `resolver`."""

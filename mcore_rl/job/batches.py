@@ -1,4 +1,4 @@
-"""How the flags divide samples: into micro-batches, sequences and updates."""
+"""The division of samples by the flags: into micro-batches, sequences and updates."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from mcore_rl.model.layout import TrainLayout
 def micro_batching_of_args(
     config: RLConfig, shape: ModelShape, layout: TrainLayout, args: argparse.Namespace
 ) -> MicroBatching:
-    """How samples become micro-batches of a model in its layout; `args` are Megatron's for it."""
+    """Return how samples become micro-batches of a model in its layout; `args` are Megatron's."""
     interleaved = args.virtual_pipeline_model_parallel_size is not None
     return micro_batching_of(config, shape, layout, vars(args), interleaved=interleaved)
 
@@ -32,8 +32,8 @@ def micro_batching_of(
     *,
     interleaved: bool,
 ) -> MicroBatching:
-    """The same, of Megatron's flags by destination, validated or not; `interleaved` says whether a
-    pipeline stage has several model chunks."""
+    """Return the same from Megatron's flags by destination, validated or not; `interleaved` says
+    whether a pipeline stage has several model chunks."""
     group = values.get("microbatch_group_size_per_vp_stage") or layout.pp_size
     return MicroBatching(
         max_tokens=config.max_tokens_per_microbatch,
@@ -55,8 +55,8 @@ def accounting_of(
     actor: tuple[int, MicroBatching],
     critic: tuple[int, MicroBatching] | None,
 ) -> BatchAccounting:
-    """The sequences, micro-batches and updates that the flags make, of the data-parallel sizes and
-    micro-batches of the models that learn."""
+    """Return the sequences, micro-batches and updates of the flags, given the data-parallel sizes
+    and micro-batches of the trained models."""
     recipe = config.recipe
     return batch_accounting(
         num_prompts=config.num_prompts_per_step,
@@ -75,7 +75,7 @@ def accounting_of(
 def check_lengths(
     config: RLConfig, shape: ModelShape, *, cp_size: int = 1, scores_only: bool = False
 ) -> None:
-    """The model must have positions for prompt and response, and a micro-batch room for both."""
+    """Raise UsageError if prompt and response exceed the model's positions or a micro-batch."""
     length = config.max_prompt_tokens + config.max_response_tokens
     second = f"--rl-max-response-tokens {config.max_response_tokens}"
     remedy = "one of them"

@@ -1,4 +1,4 @@
-"""The checks of a job, in the order of a start, and what each of them needs; see `resolver`."""
+"""The checks of a job, in the order of a start, with the facts that each needs; see `resolver`."""
 
 from __future__ import annotations
 
@@ -52,15 +52,15 @@ from mcore_rl.model.speculation import (
 from mcore_rl.planner.memory import memory_of, resident_of
 from mcore_rl.planner.models import TrainedModel
 
-# Facts that nobody checks; `typed` or `args`.
+# Facts without a check; either `typed` or `args`.
 INITIAL = frozenset(
     """
     typed args extra_args platform world_size scores_only device_bytes host_memory read_shape
     """.split()
 )
-# Kinds of checks, by what they ask beside the flags and config.json.
+# Kinds of checks, by what they need besides the flags and config.json.
 FILES, MACHINE = "files", "machine"
-# Flags, by destination, without which nothing can be said of layout, batch and lengths.
+# Flags, by destination, that the checks of layout, batch and lengths depend on.
 _LAYOUT = re.compile(
     r"parallel_size|pipeline|virtual|^rl_(rollout_|critic_|reward_)?(ranks|[te]p_)"
 )
@@ -70,19 +70,19 @@ _LENGTHS = re.compile(r"^rl_max_(prompt|response)_tokens|^rl_max_tokens|context_
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """One check: what it gives, by which function, and what it needs for that."""
+    """One check: the fact it gives, its function, and the facts it needs."""
 
-    gives: str  # the fact that its result is
+    gives: str  # the fact that its result becomes
     run: Callable[..., Any]
-    needs: Mapping[str, str]  # parameters of `run`, and the facts that they are
-    after: tuple[str, ...] = ()  # facts that must stand, too, or it would only repeat a refusal
+    needs: Mapping[str, str]  # parameters of `run` -> facts
+    after: tuple[str, ...] = ()  # facts that must exist, too, or it would only repeat a refusal
     asks: str = ""
-    # It looks at one flag after the other: without the one that it refuses, the rest may be right.
+    # It examines flags one by one: without the flag that it refuses, the rest may be right.
     alone: bool = False
     reads: tuple[re.Pattern[str], ...] = field(default=())
 
     def depends_on(self, dest: str) -> bool:
-        """Whether what it says is about this flag."""
+        """Return whether its result depends on this flag."""
         return any(pattern.search(dest) for pattern in self.reads)
 
 
@@ -160,7 +160,7 @@ def _allocator(platform: Platform) -> None:
 
 
 def _queues(values: Mapping[str, Any]) -> None:
-    """Before CUDA starts."""
+    """Allow many queues for FSDP, before CUDA starts."""
     if values.get("use_megatron_fsdp"):
         megatron_adapter.allow_many_queues()
 
@@ -178,7 +178,7 @@ def _offload(config: RLConfig, values: Mapping[str, Any], platform: Platform) ->
 
 
 def _layout(shape: ModelShape, values: Mapping[str, Any], roles: Roles) -> TrainLayout:
-    """The layout of the actor's ranks; the error names them if other ranks have other roles."""
+    """Return the actor's layout; the error names its ranks if other ranks have other roles."""
     try:
         return check_layout(shape, values, len(roles.actor))
     except UsageError as error:
@@ -243,7 +243,7 @@ def _device(
     host_memory: Callable[[], MachineMemory] | None,
     scores_only: bool,
 ) -> tuple[str, ...]:
-    """What may not fit the device or the host, a line each."""
+    """Return a line for each thing that may not fit the device or the host."""
     if device_bytes is None and host_memory is None:
         return ()
     critic = None
@@ -306,7 +306,7 @@ def _spec(
             parser,
         ),
         notes=(
-            # None of a fork's flags.
+            # Without a fork's flags.
             *notes(given, megatron_adapter.make_parser(), unread=derived.unread),
             *note_on_experts(config, Placement(shape, layout, layers, rollout)),
             *device,
@@ -322,7 +322,7 @@ def _spec(
 
 
 def _of_role(role: ValueRole, key: str, read_folder: Callable[..., Any]) -> list[Check]:
-    """The checks of a critic or a reward model, whose facts have its `key` for `own`."""
+    """Return the checks of a critic or a reward model; `key` replaces `own` in names of facts."""
 
     def check(gives: str, run: Callable[..., Any], *after: str, **kinds: Any) -> Check:
         bound = {"role": role} if "role" in inspect.signature(run).parameters else {}
@@ -346,7 +346,7 @@ def _of_role(role: ValueRole, key: str, read_folder: Callable[..., Any]) -> list
     ]
 
 
-# Those of one source only give no fact that another needs.
+# Facts of one source only, which no other check needs.
 _OF_ONE_SOURCE = ("imports", "typed_alone", "queues")
 _CHECKS: tuple[Check, ...] = (
     _check("versions", _versions, asks=MACHINE),
@@ -363,7 +363,7 @@ _CHECKS: tuple[Check, ...] = (
     _check("kv_after_update", _kv_after_update, alone=True),
     _check("switches", preflight.check_switches, alone=True),
     _check("typed_alone", reading.check_needs_no_command_line),
-    # What it names.
+    # What the flags name.
     _check("outputs", preflight.check_outputs, asks=FILES),
     _check("wandb", _wandb, asks=MACHINE),
     _check("shape", reading.read_actor_shape),
@@ -373,7 +373,7 @@ _CHECKS: tuple[Check, ...] = (
     _check("drafter", _drafter),
     _check("drafter_weights", _drafter_weights, "drafter", asks=FILES),
     _check("lengths", _lengths, reads=(_LENGTHS,)),
-    # All flags, and what they say together.
+    # All flags, and their combinations.
     _check("derived", _derived, "typed", alone=True),
     _check("derived", reading.derived_in_fork),
     _check("values", _values, "typed"),

@@ -1,7 +1,7 @@
-"""Whether a run fits its device: what surely does not is refused before a model is built.
+"""Whether a run fits its device: if it certainly does not, it is refused before a model is built.
 
-By the planner's own phases. Refused is what does not fit by parts alone whose size is exact, on a
-device of which nothing is reserved; what the planner's formulas and reserves add is warned of.
+The phases are the planner's. A run is refused if parts of exact size alone do not fit a device with
+nothing reserved; formulas and reserves of the planner only lead to warnings.
 """
 
 from __future__ import annotations
@@ -32,17 +32,16 @@ from mcore_rl.planner.settings import (
 )
 
 _MOST_REMEDIES = 3
-# Of mcore_rl.verify, which updates nothing.
+# Phases of mcore_rl.verify, which updates nothing.
 _SCORING = (BUILD, START, CANARY, FIRST_SWITCH, ROLLOUT)
 _WITHOUT_LIMIT = 1 << 60
 
 
 def check_device(case: Case, *, scores_only: bool = False) -> tuple[str, ...]:
-    """Refuse a case of which a phase cannot fit `case.machine.gpu_bytes`; what may not fit, in a
-    line each.
+    """Refuse a case with a phase that cannot fit `case.machine.gpu_bytes`; return a line for each
+    phase that may not fit.
 
-    UsageError names the phase, what it holds on its fullest rank, what is lacking and what would
-    change it.
+    UsageError names the phase, what it holds on its fullest rank, the missing bytes and remedies.
     """
     resident = resident_of(case)
     memory = memory_of(case, resident)
@@ -95,9 +94,9 @@ def case_of_run(
     *,
     device_bytes: int | None,
 ) -> Case | None:
-    """The case of a run on devices of that size (None: without any). `values` are Megatron's flags
-    by destination, before Megatron validated them. None where the planner does not know the
-    optimizer."""
+    """Return the case of a run on devices of that size (None: without devices). `values` are
+    Megatron's flags by destination, before Megatron validated them. Returns None if the planner
+    does not know the optimizer."""
     if not is_known_optimizer(values):
         return None
     shape, train, layers = model
@@ -132,6 +131,6 @@ def case_of_run(
 def training_of(
     config: RLConfig, values: Mapping[str, Any], train: TrainLayout, layers: PipelineLayers
 ) -> TrainSettings:
-    """How a model is trained, as the planner sees it."""
+    """Return the planner's settings for the training of a model."""
     multiple = values.get("make_vocab_size_divisible_by")
     return train_settings(config, values, train, layers, vocabulary_multiple=multiple)

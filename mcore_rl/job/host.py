@@ -1,9 +1,10 @@
-"""Whether a run fits the host memory of its machines; refused before a model is built if it cannot.
+"""Whether a run fits the host memory of its machines: if not, it is refused before a model is
+built.
 
-With GPUs that is what the planner lists as a node's host memory, without them all phases of a run.
-Refused is what does not fit the limit of the machine, or of its cgroup, by parts alone whose size
-is exact. What may not fit by formula, or is not free at this moment, is warned of: other programs
-may end.
+With GPUs, this is the planner's host memory of a node; without them, all phases of a run. A run is
+refused if parts of exact size alone exceed the limit of the machine or of its cgroup. If it may not
+fit by formula, or in the memory that is free at this moment, there is a warning: other programs may
+end.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from mcore_rl.planner.host import HostPhase, host_phases
 from mcore_rl.planner.memory import Memory
 from mcore_rl.planner.phases import Case
 
-# Of a node's host memory beside GPUs, what is exact and there at the same time.
+# Parts of a node's host memory, with GPUs, that are exact and exist at the same time.
 _HELD_TOGETHER = ("offloaded", "optimizer of", "reference policy")
 _WITH_GPUS = "take fewer ranks on a machine, or drop kinds from --rl-offload"
 _WITHOUT = (
@@ -33,7 +34,7 @@ def check_host(
     kv_cache_bytes: int,
     widens: bool,
 ) -> tuple[str, ...]:
-    """What may not fit, in a line. `memory` is the plan on GPUs, None without them.
+    """Return a line on what may not fit. `memory` is the plan on GPUs, None without them.
 
     UsageError names the phase, what a node would hold in it, and the limit.
     """
@@ -68,7 +69,7 @@ def host_needs(
     kv_cache_bytes: int,
     widens: bool,
 ) -> tuple[HostPhase, str]:
-    """The phase in which a node needs most host memory, and what would lessen that. `widens`: see
+    """Return the phase in which a node needs most host memory, and the remedy. `widens`: see
     `host_phases`."""
     if memory is None:
         phases = host_phases(case, kv_cache_bytes=kv_cache_bytes, widens=widens)
@@ -80,7 +81,7 @@ def host_needs(
 
 
 def has_slow_products(precision: str) -> bool:
-    """Whether this CPU lacks matrix products for weights of `precision` (bf16, fp16 or fp32)."""
+    """Return whether this CPU lacks matrix products for `precision` (bf16, fp16 or fp32)."""
     import torch
 
     from mcore_rl.patches.torch.narrow_products import slow_dtypes

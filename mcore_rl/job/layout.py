@@ -1,7 +1,7 @@
-"""The two layouts and the batch, checked against the world and the model, before anything starts.
+"""The two layouts and the batch, checked against the world and the model before anything starts.
 
-From the flags' values and config.json to `TrainLayout`, the layers of each stage and
-`RolloutLayout` with its rank map. Raises UsageError with one sentence.
+Flags and config.json become a `TrainLayout`, the layers of each stage, and a `RolloutLayout` with
+its rank map. Raises UsageError with one sentence.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from mcore_rl.model.layout import (
     pipeline_layers,
 )
 
-# The latent that vLLM's CPU attention is compiled for.
+# The latent sizes for which vLLM's CPU attention is compiled.
 CPU_LATENT = (512, 64)
-# Without a launcher's word: what most machines with GPUs have.
+# Unless the launcher reports it: the number on most machines with GPUs.
 _USUAL_RANKS_PER_NODE = 8
 
 _DEGREES = (
@@ -41,12 +41,12 @@ _DEGREES = (
 )
 # With one of these, stages may differ in their number of layers.
 _END_STAGES = ("decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers")
-# These take the place of a layer in their stage.
+# These count as a layer of their stage.
 _COUNTED = ("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split")
 
 
 def check_layout(shape: ModelShape, values: Mapping[str, Any], world_size: int) -> TrainLayout:
-    """Degrees against the world size and against the model's sizes."""
+    """Return the training layout, with degrees that fit the world size and the model."""
     for dest in _DEGREES:
         if values.get(dest) is not None and values[dest] < 1:
             flag = f"--{dest.replace('_', '-')} {values[dest]}"
@@ -85,10 +85,8 @@ def check_layout(shape: ModelShape, values: Mapping[str, Any], world_size: int) 
 
 
 def _check_dispatcher(values: Mapping[str, Any]) -> None:
-    """Ranks have different numbers of tokens, and a rank other ones in each micro-batch.
-
-    `alltoall` and DeepEP take that; `allgather` does by `patches/megatron/uneven_all_gather`.
-    """
+    """Refuse dispatchers that need equal numbers of tokens on all ranks or in all micro-batches.
+    `alltoall` and DeepEP do not; nor does `allgather`, by `patches/megatron/uneven_all_gather`."""
     if values.get("moe_token_dispatcher_type") != "flex":
         return
     flag = "--moe-flex-dispatcher-backend"
@@ -109,7 +107,7 @@ def _check_dispatcher(values: Mapping[str, Any]) -> None:
 
 
 def _split_over_tp(shape: ModelShape) -> dict[str, int]:
-    """What tensor parallelism splits evenly, by its name in config.json."""
+    """Return the sizes that tensor parallelism splits evenly, by their names in config.json."""
     sizes = {"num_attention_heads": shape.num_heads, "num_key_value_heads": shape.num_kv_heads}
     if not all(shape.is_moe_layer):
         sizes["intermediate_size"] = shape.ffn_hidden_size
@@ -132,7 +130,7 @@ def _check_divides(flag: str, degree: int, sizes: Mapping[str, int]) -> None:
 
 
 def check_stages(shape: ModelShape, pp_size: int, values: Mapping[str, Any]) -> PipelineLayers:
-    """The layers of every pipeline stage and model chunk."""
+    """Return the layers of every pipeline stage and model chunk."""
     flag = f"--pipeline-model-parallel-size {pp_size}"
     if pp_size > shape.num_layers:
         raise UsageError(
@@ -172,7 +170,7 @@ def check_stages(shape: ModelShape, pp_size: int, values: Mapping[str, Any]) -> 
 
 
 def _virtual_stages(num_layers: int, pp_size: int, values: Mapping[str, Any]) -> int:
-    """Model chunks of a stage; `num_layers` counts what takes the place of a layer."""
+    """Return a stage's number of model chunks; `num_layers` includes what counts as a layer."""
     per_rank = values.get("num_virtual_stages_per_pipeline_rank")
     per_chunk = values.get("num_layers_per_virtual_pipeline_stage")
     given = per_rank if per_rank is not None else per_chunk
@@ -202,7 +200,7 @@ def _virtual_stages(num_layers: int, pp_size: int, values: Mapping[str, Any]) ->
 
 
 def _custom_stages(layout: Any, shape: ModelShape, pp_size: int) -> PipelineLayers:
-    """The layers of `--pipeline-model-parallel-layout`, as Megatron reads it."""
+    """Return the layers of `--pipeline-model-parallel-layout`, as Megatron reads it."""
     from mcore_rl.megatron import adapter as megatron_adapter
 
     try:
@@ -231,10 +229,10 @@ def check_rollout(
     *,
     has_cuda: bool,
 ) -> RolloutLayout:
-    """The engines' layout with the best rank map, and what the engine cannot run.
+    """Return the engines' layout with the best rank map; refuse what the engine cannot run.
 
-    Without a word of the flags engines have Megatron's TP and EP, so that experts stay where they
-    are, wherever vLLM can; `note_on_experts` tells where it cannot.
+    By default engines have Megatron's TP and EP, so that experts stay where they are, where vLLM
+    supports that; `note_on_experts` reports where it does not.
     """
     if config.rollout_all2all_backend == NOT_RELOADABLE:
         raise UsageError(
@@ -263,7 +261,7 @@ def check_rollout(
         ),
     )
     sizes = _split_over_tp(shape)
-    # vLLM copies key/value heads where there are fewer of them than ranks.
+    # vLLM copies key/value heads if there are fewer of them than ranks.
     sizes["num_key_value_heads"] = max(shape.num_kv_heads, tp_size)
     if shape.experts and rollout.expert_parallel:
         flag = f"--rl-rollout-ep-size {rollout.ep_size}"
@@ -295,7 +293,7 @@ def check_rollout(
 def _engine_dp_size(
     config: RLConfig, shape: ModelShape, layout: TrainLayout, tp_size: int, *, has_cuda: bool
 ) -> int:
-    """Data-parallel ranks of an engine: over them and TP, experts are spread."""
+    """Return an engine's data-parallel ranks; experts are spread over these and TP."""
     ep_size = config.rollout_ep_size
     if not ep_size:
         may_spread = has_cuda and shape.experts and not config.rollout_no_expert_parallel
@@ -323,7 +321,7 @@ def _engine_dp_size(
 
 
 def note_on_experts(config: RLConfig, placement: Placement) -> list[str]:
-    """That engines take a smaller EP than Megatron's, why, and what a hand-over costs by that."""
+    """Report that engines have a smaller EP than Megatron, why, and what it costs a hand-over."""
     train, rollout = placement.train, placement.rollout
     chosen = config.rollout_ep_size or config.rollout_no_expert_parallel
     if chosen or placement.shape.experts is None or train.ep_size <= rollout.tp_size:
@@ -357,14 +355,14 @@ def _rank_map(rollout: RolloutLayout) -> Sequence[int]:
 
 
 def ranks_per_node(config: RLConfig, world_size: int) -> int:
-    """`--rl-ranks-per-node`, else what the launcher says, else 8; at most the world size."""
+    """Return `--rl-ranks-per-node`, else the launcher's number, else 8; at most the world size."""
     launched = os.environ.get("LOCAL_WORLD_SIZE")
     found = config.ranks_per_node or (int(launched) if launched else _USUAL_RANKS_PER_NODE)
     return min(found, world_size)
 
 
 def _check_node(config: RLConfig, rollout: RolloutLayout) -> None:
-    """A TP group of an engine lies in one node, or fills whole nodes."""
+    """Check that an engine's TP group is within one node, or fills several nodes completely."""
     per_node = ranks_per_node(config, rollout.world_size)
     if rollout.world_size % per_node:
         raise UsageError(
@@ -382,8 +380,8 @@ def _check_node(config: RLConfig, rollout: RolloutLayout) -> None:
 
 
 def check_batches(config: RLConfig, layout: TrainLayout, values: Mapping[str, Any]) -> None:
-    """Prompts x samples must divide into mini-batches, DP ranks and micro-batches, and these into
-    the groups that an interleaved schedule takes."""
+    """Check that prompts x samples divide into mini-batches, DP ranks and micro-batches, and these
+    into the groups of an interleaved schedule."""
     micro_batch_size = values["micro_batch_size"]
     if config.max_tokens_per_microbatch and micro_batch_size != 1:
         raise UsageError(
@@ -417,11 +415,11 @@ def check_batches(config: RLConfig, layout: TrainLayout, values: Mapping[str, An
 def _check_interleaving(
     config: RLConfig, layout: TrainLayout, values: Mapping[str, Any], num_micro_batches: int
 ) -> None:
-    """With virtual stages Megatron takes micro-batches in groups and dies of a group too small.
+    """Check Megatron's rule on groups of micro-batches with virtual stages, which would crash.
 
-    Its rule: groups are of PP micro-batches or more, there is a whole one, and what is left over is
-    nothing or PP at least. A mini-batch is one pass of `num_micro_batches`, the log-probs of a step
-    are one of all of its mini-batches. Packed, as many micro-batches are made as it takes.
+    Its rule: groups have PP micro-batches or more, at least one is complete, and the rest is empty
+    or at least PP. A mini-batch is one pass of `num_micro_batches`; the log-probs of a step are one
+    pass over all its mini-batches. With packing, as many micro-batches are made as needed.
     """
     pp_size = layout.pp_size
     if pp_size == 1 or _num_chunks(pp_size, values) == 1:
@@ -460,20 +458,20 @@ def _check_interleaving(
 
 
 def _num_chunks(pp_size: int, values: Mapping[str, Any]) -> int:
-    """Model chunks of a stage, of flags that `check_stages` has passed."""
+    """Return the model chunks of a stage, from flags that `check_stages` has passed."""
     if values.get("pipeline_model_parallel_layout"):
         from mcore_rl.megatron import adapter as megatron_adapter
 
         layout = values["pipeline_model_parallel_layout"]
         return len(megatron_adapter.decoder_layers_of_layout(layout, pp_size)[0])
-    num_layers = 0  # which counts where chunks are given by their size
+    num_layers = 0  # only needed for chunks given by their size
     if values.get("num_layers_per_virtual_pipeline_stage") is not None:
         num_layers = values["num_layers"] + sum(bool(values.get(dest)) for dest in _COUNTED)
     return _virtual_stages(num_layers, pp_size, values)
 
 
 def _virtual_flag(values: Mapping[str, Any]) -> str:
-    """The flag that asks for virtual stages."""
+    """Return the flag that sets virtual stages."""
     for dest in (
         "pipeline_model_parallel_layout",
         "num_virtual_stages_per_pipeline_rank",

@@ -1,7 +1,7 @@
-"""What a run says at its start that its flags save: activation recomputation, chunked log-probs.
+"""The memory that flags save, as a run reports it at its start: recomputation, chunked log-probs.
 
 Computed by the planner's formulas (`planner.activations`) from the model's shape, its layout and
-its batching; nothing is measured. They are those of fused kernels and evenly loaded experts:
+its batching; nothing is measured. The formulas assume fused kernels and evenly loaded experts:
 without a GPU layers keep more, and recomputation saves more.
 
 This module is pure: it imports neither Megatron nor vLLM nor torch.
@@ -28,12 +28,12 @@ from mcore_rl.planner.settings import ActivationSettings, Recompute
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class RecomputeSaving:
-    """What activation recomputation saves, on the pipeline stage where it saves most."""
+    """The saving by activation recomputation, on the pipeline stage where it is largest."""
 
     stage: int
     kept_bytes: int  # of one micro-batch, from its forward to its backward pass
     whole_bytes: int  # the same without recomputation
-    peak_bytes: int  # less at the peak of an update, all micro-batches in flight; may be negative
+    peak_bytes: int  # saved at an update's peak, all micro-batches in flight; may be negative
 
     @property
     def saved_bytes(self) -> int:
@@ -49,7 +49,7 @@ def memory_lines(
     *,
     name: str = "actor",
 ) -> list[str]:
-    """A line for each of the two that has an effect on this model.
+    """Return a line for each of the two that has an effect on this model.
 
     `values` are Megatron's arguments by destination, validated or not; `train` and `layers` are the
     layout of the model called `name`.
@@ -64,7 +64,7 @@ def memory_lines(
     lines = []
     if settings.recompute.granularity is not None:
         saving = recompute_saving(shape, train, layers, settings)
-        if saving.saved_bytes > 0:  # not of a dense model's experts
+        if saving.saved_bytes > 0:  # zero for the experts of a dense model
             lines.append(f"{name}: {_recompute_line(saving, settings)}")
     if not shape.value_head and settings.chunk_tokens < settings.micro_batch_tokens:
         lines.append(f"{name}: {_logits_line(shape, train, settings)}")
@@ -74,7 +74,7 @@ def memory_lines(
 def recompute_saving(
     shape: ModelShape, train: TrainLayout, layers: PipelineLayers, settings: ActivationSettings
 ) -> RecomputeSaving:
-    """What `settings.recompute` changes."""
+    """Return the effect of `settings.recompute`."""
     without = dataclasses.replace(settings, recompute=Recompute())
     kept = micro_batch_activation_bytes(shape, train, layers, settings)
     whole = micro_batch_activation_bytes(shape, train, layers, without)

@@ -1,7 +1,7 @@
-"""From the values of flags, Megatron's and ours, to what the formulas take as given.
+"""The settings of the planner's formulas, from the values of Megatron's flags and ours.
 
-The same for the planner, which parses a command line, and for a run, which has Megatron's arguments
-after Megatron validated them. This module is pure: it imports neither Megatron nor vLLM nor torch.
+They serve the planner, which parses a command line, and a run, which has Megatron's validated
+arguments. This module is pure: it imports neither Megatron nor vLLM nor torch.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from mcore_rl.planner.settings import (
 )
 
 _DTYPE_BYTES = {"fp32": 4, "fp16": 2, "bf16": 2, "fp8": 1}
-# Moments of each optimizer, of parameters that are matrices; others may have more.
+# Moments of each optimizer, for parameters that are matrices; others may have more.
 _MOMENTS = {"adam": 2, "sgd": 1, "lion": 1, "muon": 1, "dist_muon": 1, "adaptive_muon": 2}
 
 
@@ -39,8 +39,8 @@ def activation_settings(
     vocabulary_multiple: int | None = None,
     expert_load: float = 1.0,
 ) -> ActivationSettings:
-    """What decides how large activations are. `values` are Megatron's flags by destination, those
-    of the model in question; `train` and `layers` are its layout."""
+    """Return what determines the size of activations. `values` are the model's Megatron flags by
+    destination; `train` and `layers` are its layout."""
     positions = config.max_prompt_tokens + config.max_response_tokens
     settings = ActivationSettings(
         weight_bytes=4 if config.precision == "fp32" else 2,
@@ -72,8 +72,8 @@ def train_settings(
     vocabulary_multiple: int | None = None,
     expert_load: float = 1.0,
 ) -> TrainSettings:
-    """How training stores what it has, of flags that Megatron has not validated yet. UsageError:
-    an optimizer of unknown size."""
+    """Return how training stores its state, from flags before Megatron's validation. Raises
+    UsageError for an optimizer of unknown size."""
     activations = activation_settings(
         config,
         values,
@@ -106,14 +106,14 @@ def train_settings(
 
 
 def is_known_optimizer(values: Mapping[str, Any]) -> bool:
-    """Whether `train_settings` can tell how large its state is."""
+    """Return whether `train_settings` knows the size of the optimizer's state."""
     return values.get("optimizer", "adam") in _MOMENTS
 
 
 def _exact(values: Mapping[str, Any]) -> frozenset[str]:
-    """What of a rank's state is counted byte by byte, and no less is held in fact."""
+    """Return the parts of a rank's state that are counted byte by byte, as lower bounds."""
     if values.get("use_megatron_fsdp"):
-        return frozenset()  # the plan counts whole parameters
+        return frozenset()  # the plan counts complete parameters
     by_flag = {
         "weights": ("fp8_param_gather", "fp4_param_gather"),
         "optimizer": ("optimizer_cpu_offload", "use_precision_aware_optimizer"),
@@ -134,7 +134,7 @@ def engine_settings(
     away_at_start: frozenset[str],
     batched_tokens: int,
 ) -> EngineSettings:
-    """How a run uses memory beside training. `values` are Megatron's flags by destination;
+    """Return how a run uses memory besides training. `values` are Megatron's flags by destination;
     `offloaded` and `away_at_start` are kinds of `hybrid_engine.offload`."""
     length = config.max_prompt_tokens + config.max_response_tokens
     samples = math.ceil(config.num_prompts_per_step / rollout.num_tp_groups)
@@ -153,7 +153,7 @@ def engine_settings(
         away_at_start=away_at_start,
         keeps_gradients=config.offload_keep_gradients,
         keeps_reference=config.recipe.needs_reference,
-        saves_checkpoints=True,  # the last step's, where nothing else is asked for
+        saves_checkpoints=True,  # the last step's, by default
         loads_checkpoint=bool(values.get("load")) and not values.get("finetune"),
         exports=bool(config.export_hf),
         has_canary=config.canary_interval > 0,
@@ -165,7 +165,7 @@ def engine_settings(
 
 
 def recompute(values: Mapping[str, Any]) -> Recompute:
-    """What Megatron's --recompute-* flags ask for."""
+    """Return the settings of Megatron's --recompute-* flags."""
     granularity = values.get("recompute_granularity")
     if values.get("recompute_activations"):
         granularity = "selective"
@@ -179,7 +179,7 @@ def recompute(values: Mapping[str, Any]) -> Recompute:
 
 
 def _gradient_bytes(config: RLConfig, values: Mapping[str, Any]) -> int:
-    """Bytes of an element of Megatron's gradient buffers."""
+    """Return the bytes per element of Megatron's gradient buffers."""
     if values.get("accumulate_allreduce_grads_in_fp32") or config.precision == "fp32":
         return 4
     if config.precision == "fp16":
@@ -189,7 +189,7 @@ def _gradient_bytes(config: RLConfig, values: Mapping[str, Any]) -> int:
 
 
 def _main_bytes(config: RLConfig, values: Mapping[str, Any]) -> int:
-    """Bytes of an element of the main parameter; a float32 parameter is its own."""
+    """Return the bytes per element of main parameters; 0 for float32, which are their own."""
     if config.precision == "fp32":
         return 0
     precise = bool(values.get("use_precision_aware_optimizer"))
@@ -197,7 +197,7 @@ def _main_bytes(config: RLConfig, values: Mapping[str, Any]) -> int:
 
 
 def _moment_bytes(values: Mapping[str, Any]) -> list[int]:
-    """Bytes of an element of each moment."""
+    """Return the bytes per element of each moment."""
     name = values.get("optimizer", "adam")
     if name not in _MOMENTS:
         raise UsageError(

@@ -1,4 +1,4 @@
-"""Single checks of a start: each number, what is written at the end, Megatron's switches.
+"""Single checks of a start: numbers, outputs, Megatron's switches.
 
 Each raises UsageError. They read configuration and files only; `resolver` has the list of all.
 """
@@ -38,15 +38,15 @@ _OF_TURNS = (
 
 
 def check_versions() -> None:
-    """Megatron, torch and vLLM must be there, and they and what else is, in versions that fit."""
+    """Check that Megatron, torch, vLLM and other packages are installed in versions that fit."""
     check_megatron()
     check_packages()
 
 
 def check_ranges(config: RLConfig) -> None:
-    """Each number by itself, and the parts of the algorithm together."""
+    """Check each number by itself, and the parts of the algorithm together."""
     check_bounds(config)
-    for path in config.import_:  # where a fork has parsed by itself
+    for path in config.import_:  # for a fork that has parsed its arguments itself
         import_user_file(path)
     recipe = config.recipe
     recipe.overlong_buffer(config.max_response_tokens)
@@ -60,7 +60,7 @@ def check_ranges(config: RLConfig) -> None:
 
 
 def check_kv_after_update(config: RLConfig, *, has_cuda: bool) -> None:
-    """Keys and values are kept where somebody goes on with them and nobody needs the memory."""
+    """Check that kept keys and values are used, and that their memory is not needed."""
     if config.kv_after_update == "recompute":
         return
     flag = f"--rl-kv-after-update {config.kv_after_update}"
@@ -79,7 +79,7 @@ def check_kv_after_update(config: RLConfig, *, has_cuda: bool) -> None:
 
 
 def _check_first_finished(config: RLConfig) -> None:
-    """Steps that take the groups which finish first, and what becomes of the others."""
+    """Check steps that take the groups which finish first, and the use of the others."""
     at_a_time, staleness = config.groups_at_a_time, config.max_staleness
     flag = f"--rl-oversample {at_a_time:g}"
     if not config.partial_rollouts and staleness is not None:
@@ -119,7 +119,7 @@ def _check_first_finished(config: RLConfig) -> None:
 
 
 def check_environment_flags(config: RLConfig) -> None:
-    """`--rl-environment` and the flags of turns belong together, and its reward with it."""
+    """Check that `--rl-environment`, the flags of turns and its reward are given together."""
     rewards = [name.strip() for name in config.rewards.split(",")]
     if config.environment is None:
         if ENVIRONMENT in rewards:
@@ -147,8 +147,8 @@ def check_environment_flags(config: RLConfig) -> None:
 
 
 def check_outputs(config: RLConfig, given: Mapping[str, Any]) -> None:
-    """What a run writes at its end must not fail then, nor replace what is there."""
-    if int(os.environ.get("RANK", 0)) == 0:  # nobody else writes there
+    """Check that a run's final outputs can be written, and do not replace anything."""
+    if int(os.environ.get("RANK", 0)) == 0:  # no other rank writes there
         flag = f"--rl-run-dir {config.run_dir}" if config.run_dir else "--rl-run-name"
         _check_writable(config.directory, flag)
         for dest in ("wandb_save_dir", "tensorboard_dir"):
@@ -168,11 +168,11 @@ def check_outputs(config: RLConfig, given: Mapping[str, Any]) -> None:
 
 
 def _check_export(config: RLConfig, folder: str, *, goes_on: bool) -> None:
-    """The folder must be new or empty, unless an export may be replaced by the run's own."""
+    """Check that the folder is new or empty, or holds an export of this run."""
     target, flag = Path(os.path.realpath(folder)), f"--rl-export-hf {folder}"
     for name in ("hf_checkpoint", "critic_init", "reward_model"):
         source = getattr(config, name)
-        # What is replaced is deleted, with all that lies in it.
+        # Replacing deletes the folder with everything in it.
         if source is not None and Path(os.path.realpath(source)).is_relative_to(target):
             raise UsageError(
                 f"would replace {flag_of(name)} {source}, which the run reads",
@@ -186,7 +186,7 @@ def _check_export(config: RLConfig, folder: str, *, goes_on: bool) -> None:
             remedy="name a new folder in it",
         )
     is_empty = target.is_dir() and not any(target.iterdir())
-    # A run that goes on may have been killed after its export.
+    # A resumed run may have been killed after its export.
     again = goes_on and (target / EXPORT_MARKER).is_file()
     if os.path.lexists(target) and not is_empty and not again:
         raise UsageError(
@@ -198,7 +198,7 @@ def _check_export(config: RLConfig, folder: str, *, goes_on: bool) -> None:
 
 
 def check_export_dtype(config: RLConfig, checkpoint: HFCheckpoint) -> None:
-    """FP8 blocks are written where the checkpoint has them."""
+    """Check that the checkpoint has FP8 blocks, if they are to be written."""
     if config.export_dtype != FLOAT8:
         return
     flag = f"--rl-export-dtype {config.export_dtype}"
@@ -216,12 +216,12 @@ def check_export_dtype(config: RLConfig, checkpoint: HFCheckpoint) -> None:
 
 
 def _check_writable(folder: Path, flag: str) -> None:
-    """`folder` is one that can be written to, or can be made."""
+    """Check that `folder` can be written to, or can be made."""
     existing = folder.absolute()
     while not os.path.exists(existing):
         existing = existing.parent
     try:
-        # Tried rather than asked: root may do everything but on a read-only file system.
+        # Try it, since permissions do not apply to root, except on a read-only file system.
         with tempfile.TemporaryFile(dir=existing):
             pass
     except OSError as error:
@@ -233,7 +233,7 @@ def _check_writable(folder: Path, flag: str) -> None:
 
 
 def check_switches(given: Mapping[str, Any]) -> None:
-    """Megatron's flags that RL cannot honour, and numbers that nobody can, each by itself."""
+    """Check single flags of Megatron: those that RL cannot honour, and impossible numbers."""
     check_refused(given)
     check_numbers(given)
     for dest in ("seed", "save_interval"):
@@ -248,8 +248,8 @@ def check_switches(given: Mapping[str, Any]) -> None:
 
 
 def check_routing(config: RLConfig, shape: ModelShape, values: Mapping[str, Any]) -> None:
-    """Experts can be replayed where there are some, and where every choice goes through a router
-    that can be told."""
+    """Check that experts can be replayed: the model has some, and all choices go through routers
+    that accept given ones."""
     flag = f"--rl-routing-replay {config.routing_replay}"
     if config.routing_replay == OFF:
         return
@@ -264,12 +264,12 @@ def check_routing(config: RLConfig, shape: ModelShape, values: Mapping[str, Any]
 
 
 def check_balancing(config: RLConfig, values: Mapping[str, Any]) -> None:
-    """What keeps experts evenly used counts tokens of samples, and samples one by one."""
+    """Check that load balancing counts tokens of samples, and each sample by itself."""
     balance.check_balancing(values, config.max_tokens_per_microbatch)
 
 
 def check_biases(checkpoint: HFCheckpoint, shape: ModelShape, values: Mapping[str, Any]) -> None:
-    """Biases that updates move reach the engine as they are."""
+    """Check that biases that updates change reach the engine unchanged."""
     if shape.experts is None or not shape.experts.has_bias:
         return
     name = family_of(shape.architecture).names.router_bias
@@ -280,7 +280,7 @@ def check_biases(checkpoint: HFCheckpoint, shape: ModelShape, values: Mapping[st
 def check_mtp(
     config: RLConfig, shape: ModelShape, layers: PipelineLayers, values: Mapping[str, Any]
 ) -> None:
-    """MTP layers that are to be trained are there, and nothing that they cannot be beside."""
+    """Check that MTP layers to be trained exist, and that the other flags support it."""
     count = values.get("mtp_num_layers")
     if not count:
         return
@@ -306,7 +306,7 @@ def check_mtp(
 def check_mtp_weights(
     shape: ModelShape, checkpoint: HFCheckpoint, values: Mapping[str, Any]
 ) -> None:
-    """MTP layers that are to be trained are in the checkpoint."""
+    """Check that MTP layers to be trained are in the checkpoint."""
     count = values.get("mtp_num_layers") or 0
     for name, spec in mtp_tensors(shape, count):
         found = checkpoint.mtp.get(name)
@@ -325,7 +325,7 @@ def _cannot_train_mtp(reason: str, count: int) -> UsageError:
 
 
 def _against_mtp(config: RLConfig, layers: PipelineLayers, values: Mapping[str, Any]) -> str:
-    """What MTP layers cannot be trained beside, or ""."""
+    """Return what rules out the training of MTP layers, or ""."""
     if (cp_size := values.get("context_parallel_size") or 1) > 1:
         return f"--context-parallel-size {cp_size}, as tokens ahead lie on other ranks"
     if len(layers[-1]) > 1:
@@ -346,7 +346,7 @@ def _against_mtp(config: RLConfig, layers: PipelineLayers, values: Mapping[str, 
 
 
 def check_together(values: Mapping[str, Any]) -> None:
-    """Megatron's flags beside each other, those that are derived among them."""
+    """Check combinations of Megatron's flags, including derived ones."""
     check_order(values)
     backend = getattr(values.get("attention_backend"), "name", None)
     by_engine = values.get("transformer_impl") != "local"

@@ -1,4 +1,4 @@
-"""What the checks of a job look at: a command line, or the arguments that a fork has parsed."""
+"""The inputs of a job's checks: a command line, or the arguments that a fork has parsed."""
 
 from __future__ import annotations
 
@@ -21,48 +21,48 @@ from mcore_rl.megatron import adapter as megatron_adapter
 from mcore_rl.megatron.hf_checkpoint import HFCheckpoint, check_tensors, open_checkpoint
 from mcore_rl.model.config_json import ModelShape, megatron_flags, read_model_shape
 
-# A model's shape, of the folder that a field of RLConfig names.
+# Reads a model's shape from the folder that a field of RLConfig names.
 ReadShape = Callable[[RLConfig, str], ModelShape]
 
-# What Megatron's own validation replaces by something of another form.
+# Values that Megatron's own validation replaces by another form.
 _REWRITTEN = frozenset({"vocab_size", "moe_layer_freq", "max_position_embeddings", "kv_channels"})
 _OUTSIDE = "needs the command line, and arguments were parsed outside of mcore_rl"
 _BY_US = "start by mcore_rl.initialize"
 
 
 def make_parser(extra_args: ExtraArgs = all_args) -> argparse.ArgumentParser:
-    """Megatron's parser with the `--rl-*` flags and a fork's, able to print its help."""
+    """Return Megatron's parser with the `--rl-*` flags and a fork's, able to print its help."""
     parser = megatron_adapter.make_parser(extra_args)
     for action in parser._actions:
-        # One of Megatron's texts says "10%)", at which argparse raises.
+        # One of Megatron's help texts contains "10%)", which makes argparse raise.
         action.help = action.help and re.sub("%(?![%(])(?<!%%)", "%%", action.help)
     return parser
 
 
 def import_files(typed: Sequence[str]) -> None:
-    """Run those of `--rl-import`, which may bring flags; a fork's run with its own checks."""
+    """Import the files of `--rl-import`, which may add flags; a fork's are run by its checks."""
     import_given_files(typed)
 
 
 def tokens_of(typed: Sequence[str], parser: argparse.ArgumentParser) -> list[str]:
-    """With the flags of `--rl-config` files written out."""
+    """Return the tokens with `--rl-config` files expanded to flags."""
     return expand_config(typed, parser)
 
 
 def no_tokens(args: argparse.Namespace) -> tuple[str, ...]:
-    """No tokens: a fork's own parser has read them."""
+    """Return no tokens: a fork's own parser has read them."""
     return ()
 
 
 def given_in(tokens: Sequence[str], parser: argparse.ArgumentParser) -> dict[str, Any]:
-    """The flags that were given, by destination, none of them of Megatron's own RL."""
+    """Return the given flags by destination; refuse those of Megatron's own RL."""
     given = given_values(tokens, parser)
     check_no_megatron_rl_flag(given, parser)
     return given
 
 
 def given_in_fork(args: argparse.Namespace, parser: argparse.ArgumentParser) -> dict[str, Any]:
-    """What differs from Megatron's defaults and from ours."""
+    """Return what differs from Megatron's defaults and from ours."""
     given = given_to_fork(args, parser)
     check_no_megatron_rl_flag(given, parser)
     ours = {
@@ -74,7 +74,7 @@ def given_in_fork(args: argparse.Namespace, parser: argparse.ArgumentParser) -> 
 
 
 def check_needs_no_command_line(args: argparse.Namespace, config: RLConfig) -> None:
-    """Flags that say what Megatron's parser is to be told: a fork has asked its own already."""
+    """Refuse flags that change Megatron's command line, which a fork has parsed already."""
     if args.rl_config is not None:
         raise UsageError(
             f"{_OUTSIDE}, where it has no effect",
@@ -104,10 +104,10 @@ def derived_in_fork(
     parser: argparse.ArgumentParser,
     platform: Platform,
 ) -> DerivedFlags:
-    """None: nothing can be derived any more, so the architecture in `args`, and what the machine
-    wants, must be there."""
+    """Return no flags, since deriving is too late; check that `args` have the architecture and the
+    flags that the machine needs."""
     for dest, value in given_values(megatron_flags(shape), parser).items():
-        # validate_args rewrites some of these, so names are compared where values still tell.
+        # validate_args rewrites some of these: compare only destinations whose values are kept.
         if dest not in _REWRITTEN and getattr(args, dest) != value:
             raise UsageError(
                 f"the parsed {dest} is {getattr(args, dest)}, but config.json of "
@@ -119,22 +119,22 @@ def derived_in_fork(
 
 
 def values_in_fork(args: argparse.Namespace, derived: DerivedFlags) -> dict[str, Any]:
-    """All flags by destination."""
+    """Return all flags by destination."""
     return vars(args)
 
 
 def accepted_in_fork(args: argparse.Namespace) -> None:
-    """Megatron's own validation has made `args` what they are."""
+    """Check nothing: `args` have passed Megatron's own validation."""
 
 
 def flags_of(values: Mapping[str, Any], parser: argparse.ArgumentParser) -> dict[str, str]:
-    """Values by the flags that set them, to be shown and compared."""
+    """Return values by the flags that set them, for display and comparison."""
     names = FlagNames(parser)
     return {names.get(dest, dest): str(value) for dest, value in values.items()}
 
 
 def read_shape_of(config: RLConfig, field: str) -> ModelShape:
-    """The shape in config.json of a checkpoint's folder."""
+    """Read the shape from config.json of a checkpoint's folder."""
     folder = getattr(config, field)
     if folder is None:
         raise UsageError(
@@ -146,12 +146,12 @@ def read_shape_of(config: RLConfig, field: str) -> ModelShape:
 
 
 def read_actor_shape(config: RLConfig, read_shape: ReadShape) -> ModelShape:
-    """The shape of the model that is trained."""
+    """Read the shape of the trained model."""
     return read_shape(config, "hf_checkpoint")
 
 
 def read_checkpoint(config: RLConfig, shape: ModelShape) -> HFCheckpoint:
-    """The headers of the weights, which must be those of the model that config.json describes."""
+    """Read the headers of the weights and compare them with the model of config.json."""
     assert config.hf_checkpoint is not None, "its config.json was read"
     folder = Path(config.hf_checkpoint)
     checkpoint = open_checkpoint(folder, shape)

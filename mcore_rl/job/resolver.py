@@ -1,14 +1,14 @@
-"""One list of named checks, from a command line or a fork's arguments to one `JobSpec`.
+"""Resolving a command line or a fork's arguments to one `JobSpec`, by one list of named checks.
 
-A check takes facts, by the names of its parameters, and gives one: its result. So it runs once all
-that it needs is known, and is passed over where something of that was refused, or is not asked for.
-The start stops at the first refusal, the doctor collects all, the planner leaves out what needs
-files or a machine. What a fork has parsed enters as the fact `args` and passes the same list as
-what was `typed`.
+A check takes facts, named by its parameters, and gives one: its result. It runs once all facts that
+it needs are known, and is skipped if one of them was refused or is not requested. The start stops
+at the first refusal, the doctor collects all, and the planner leaves out what needs files or a
+machine. A fork's parsed arguments enter as the fact `args` and pass the same list as a command
+line, the fact `typed`.
 
-Each check raises UsageError. They read configuration and files only, so that the whole takes
-seconds, and `mcore_rl.common.agreement` makes all ranks fail together. What Megatron itself would
-refuse comes last: its own validation is run once beforehand.
+Each check raises UsageError. They read configuration and files only, so that all of them take
+seconds, and `mcore_rl.common.agreement` makes all ranks fail together. Megatron's own validation
+runs last, once, to find in advance what Megatron would refuse.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ def resolve(
     refused: Callable[[Check, UsageError], None] | None = None,
     unknown: Collection[str] = (),
 ) -> Facts:
-    """`facts` with all that the checks make of them.
+    """Return `facts` with the results of all checks.
 
-    `leaves_out` names kinds of checks, or single ones. With `refused`, which is told every refusal,
-    the checks go on to those that do not need what was refused. Nothing is said of what depends on
-    the flags `unknown`, by destination, as what was meant by them is not known.
+    `leaves_out` names kinds of checks, or single ones. With `refused`, which is called with every
+    refusal, the checks that do not need what was refused continue. Checks that depend on the flags
+    `unknown`, by destination, are skipped, since the meaning of these is not known.
     """
     facts = dict(facts)
     for check in CHECKS:
@@ -71,7 +71,7 @@ def facts_of_tokens(
     device_bytes: Callable[[], int] | None = None,
     host_memory: Callable[[], MachineMemory] | None = None,
 ) -> Facts:
-    """What the checks of a command line begin with; see `resolve_tokens`."""
+    """Return the initial facts of a command line; see `resolve_tokens`."""
     return {
         "typed": tuple(typed),
         "extra_args": extra_args,
@@ -93,14 +93,14 @@ def resolve_tokens(
     device_bytes: Callable[[], int] | None = None,
     host_memory: Callable[[], MachineMemory] | None = None,
 ) -> JobSpec:
-    """The job of a command line, and of everything that it names but the prompts.
+    """Return the job of a command line, and of everything that it names except the prompts.
 
-    With `scores_only`, prompts are scored and not answered: of --rl-max-response-tokens there is
-    the one token left that vLLM generates whenever it scores. `extra_args` adds all flags that are
-    not Megatron's own, ours among them. With `--help` or `--help-rl` it leaves with SystemExit,
-    after rank 0 has printed the flags. `device_bytes`, which tells how large this rank's device is,
-    is asked where there is CUDA, and late: the environment may be changed for it before; so is
-    `host_memory`, which tells of this machine's host memory, everywhere.
+    With `scores_only`, prompts are scored without responses: --rl-max-response-tokens is then 1,
+    the token that vLLM generates whenever it scores. `extra_args` adds all flags that are not
+    Megatron's own, including ours. `--help` and `--help-rl` exit with SystemExit, after rank 0 has
+    printed the flags. `device_bytes`, which returns the size of this rank's device, is called only
+    with CUDA, and late: the environment may be changed for CUDA before. `host_memory`, which
+    returns this machine's host memory, is called late, too, and everywhere.
     """
     is_first = int(os.environ.get("RANK", 0)) == 0
     if HELP_RL in tokens:
@@ -133,9 +133,9 @@ def resolve_args(
     device_bytes: Callable[[], int] | None = None,
     host_memory: Callable[[], MachineMemory] | None = None,
 ) -> JobSpec:
-    """The job of the arguments that a fork has parsed with Megatron's parser.
+    """Return the job of the arguments that a fork has parsed with Megatron's parser.
 
-    Nothing can be derived any more, so the architecture in `args` must be that of config.json.
+    It is too late to derive flags, so the architecture in `args` must match config.json.
     """
     facts: Facts = {
         "args": args,

@@ -1,4 +1,4 @@
-"""A job as its command line, or a fork's arguments, describe it once every check has passed."""
+"""The description of a job, from its command line or a fork's arguments, after every check."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from mcore_rl.model.layout import PipelineLayers, RolloutLayout, TrainLayout
 
 @dataclass(frozen=True, slots=True)
 class ValueModelSpec:
-    """A critic or a reward model: what it is made of, before Megatron starts."""
+    """The description of a critic or a reward model before Megatron starts."""
 
     shape: ModelShape  # with a value head
     checkpoint: HFCheckpoint  # without the head of a language model; with a value head, see below
-    has_head: bool  # whether the folder has one; else it starts at zero
+    has_head: bool  # whether the folder has a head; else it starts at zero
     layout: TrainLayout
     layers: PipelineLayers
     tokens: tuple[str, ...] | None  # for Megatron's parser; None: the actor's arguments, changed
@@ -29,7 +29,7 @@ class ValueModelSpec:
 
 @dataclass(frozen=True, slots=True)
 class JobSpec:
-    """What the run is made of, before Megatron starts."""
+    """The description of a run before Megatron starts."""
 
     config: RLConfig
     shape: ModelShape
@@ -40,8 +40,8 @@ class JobSpec:
     rollout_layout: RolloutLayout
     derived: DerivedFlags
     tokens: tuple[str, ...]  # for Megatron's parser: derived flags, then the user's; () of a fork
-    flags: Mapping[str, str]  # all that were given or derived, and their values
-    notes: tuple[str, ...]  # of flags that were given and do nothing, and of what may lack memory
+    flags: Mapping[str, str]  # all given or derived flags, with their values
+    notes: tuple[str, ...]  # on given flags without effect, and on memory that may be too small
     save: str | None  # Megatron's --save
     critic: ValueModelSpec | None
     reward_model: ValueModelSpec | None
@@ -49,7 +49,7 @@ class JobSpec:
 
     @property
     def checkpoints(self) -> dict[str, HFCheckpoint]:
-        """What is read of Hugging Face folders, by the flag that names the folder."""
+        """The Hugging Face checkpoints to read, by the flag that names the folder."""
         found = {"--rl-hf-checkpoint": self.checkpoint}
         if self.critic is not None and self.config.critic_init is not None:
             found["--rl-critic-init"] = self.critic.checkpoint

@@ -1,4 +1,4 @@
-"""What Megatron itself would refuse, found before it starts."""
+"""Finding what Megatron itself would refuse, before it starts."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from mcore_rl.model.config_json import ModelShape
 
 @contextlib.contextmanager
 def world_of_size(size: int) -> Iterator[None]:
-    """As the first rank of such a world, for what only looks at flags."""
+    """Pose as the first rank of such a world, for code that only looks at flags."""
     before = {name: os.environ.get(name) for name in ("RANK", "WORLD_SIZE")}
     os.environ.update(RANK="0", WORLD_SIZE=str(size))
     try:
@@ -38,12 +38,13 @@ def check_megatron_accepts(
     world_size: int | None = None,
     extra_args: ExtraArgs = all_args,
 ) -> None:
-    """Run Megatron's own validation, and make its tokenizer and the configuration of its models.
+    """Run Megatron's own validation; make its tokenizer and its models' configuration.
 
-    `world_size` counts the ranks of the model that the flags are of, without it they are those of
-    this process. `extra_args` adds all flags that are not Megatron's own.
-    Nothing of the result is kept: Megatron does the same again when it starts, where a refusal
-    would be an assertion's traceback on each rank.
+    `world_size` counts the ranks of the flags' model (default: those of this process). `extra_args`
+    adds all flags that are not Megatron's own.
+
+    The result is dropped: Megatron repeats this when it starts, where a refusal would be an
+    assertion's traceback on each rank.
     """
     from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
     from megatron.training.arguments import parse_args, validate_args
@@ -54,7 +55,7 @@ def check_megatron_accepts(
         with (
             world_of_size(world_size) if world_size else contextlib.nullcontext(),
             megatron_adapter.megatron_output_to(printed),
-            contextlib.redirect_stderr(printed),  # argparse's: a flag that a fork requires
+            contextlib.redirect_stderr(printed),  # argparse's errors, on flags that a fork requires
             warnings.catch_warnings(action="ignore"),
         ):
             args = parse_args(extra_args)
@@ -78,7 +79,7 @@ def check_megatron_accepts(
 
 
 def _reason(error: BaseException, printed: str) -> str:
-    """What Megatron said, or else printed before it left, or else the condition it asserted."""
+    """Return Megatron's message, else what it printed before it exited, else its assertion."""
     if isinstance(error, SystemExit):
         return next((line for line in reversed(printed.splitlines()) if line.strip()), repr(error))
     return str(error) or traceback.extract_tb(error.__traceback__)[-1].line or repr(error)

@@ -1,8 +1,8 @@
-"""The checks of what gives a number per token: a critic, a reward model.
+"""The checks of models with one number per token: a critic, a reward model.
 
-Megatron sees a command line of its own for such a model: the user's flags, and behind them those
-that the role changes. Everything that is checked of the actor is checked of it, by the same
-functions. In a fork, which has parsed its arguments, it is laid out as the actor is.
+Megatron gets a command line of its own for such a model: the user's flags, followed by those that
+the role changes. The checks of the actor apply to it as well, by the same functions. In a fork,
+which has parsed its arguments, it has the actor's layout.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ HEAD = "score.weight"
 
 @dataclass(frozen=True, slots=True)
 class ValueRole:
-    """How the flags speak of such a model."""
+    """The names of such a model in flags and messages."""
 
     key: str  # of Roles
     name: str  # in messages
@@ -48,7 +48,7 @@ class ValueRole:
     learns: bool
 
     def own_tokens(self, config: RLConfig) -> list[str]:
-        """Megatron's flags where the role has values of its own."""
+        """Return Megatron's flags for which the role has values of its own."""
         return [
             token
             for name, flag in self.megatron_flags.items()
@@ -81,7 +81,7 @@ REWARD_ROLE = ValueRole(
 
 @dataclass(frozen=True, slots=True)
 class Folder:
-    """The weights that it begins with."""
+    """The initial weights of the model."""
 
     shape: ModelShape
     checkpoint: HFCheckpoint  # see ValueModelSpec
@@ -90,24 +90,24 @@ class Folder:
 
 @dataclass(frozen=True, slots=True)
 class LaidOut:
-    """It in its layout."""
+    """The model in its layout."""
 
     shape: ModelShape
     layout: TrainLayout
     layers: PipelineLayers
-    values: Mapping[str, Any]  # Megatron's flags by destination, as it sees them
+    values: Mapping[str, Any]  # Megatron's flags by destination, for this model
     tokens: tuple[str, ...] | None  # None: of a fork
 
 
 def is_wanted(role: ValueRole, config: RLConfig) -> bool:
-    """Whether the job has such a model."""
+    """Return whether the job has such a model."""
     if role is CRITIC_ROLE:
         return config.recipe.needs_critic
     return config.reward_model is not None
 
 
 def check_reward_model_flags(config: RLConfig) -> None:
-    """`--rl-reward` and the flags of the model belong together."""
+    """Check that `--rl-reward` and the flags of the model are given together."""
     names = [name.strip() for name in config.rewards.split(",")]
     if REWARD_MODEL in names and config.reward_model is None:
         raise UsageError(
@@ -128,7 +128,7 @@ def check_reward_model_flags(config: RLConfig) -> None:
 def read_value_shape(
     role: ValueRole, config: RLConfig, shape: ModelShape, read_shape: ReadShape
 ) -> ModelShape | None:
-    """The model's, with a value head, of its own folder or the actor's; None where there is none.
+    """Read the shape, with a value head, from its own folder or the actor's; None if unwanted.
 
     `shape` is the actor's, whose vocabulary it must have.
     """
@@ -150,7 +150,7 @@ def read_critic_folder(
     checkpoint: HFCheckpoint,
     read_shape: ReadShape,
 ) -> Folder | None:
-    """The tensors of the critic's folder, or of the actor's `checkpoint`."""
+    """Read the tensors of the critic's folder, or of the actor's `checkpoint`."""
     if own_shape is None:
         return None
     if config.critic_init is not None:
@@ -161,7 +161,7 @@ def read_critic_folder(
 def read_reward_folder(
     config: RLConfig, own_shape: ModelShape | None, read_shape: ReadShape
 ) -> Folder | None:
-    """The tensors of the reward model's folder, which must have a head."""
+    """Read the tensors of the reward model's folder, which must have a head."""
     if own_shape is None:
         return None
     folder = _folder(REWARD_ROLE, own_shape, _opened(REWARD_ROLE, config, read_shape))
@@ -196,7 +196,7 @@ def _folder(role: ValueRole, own_shape: ModelShape, checkpoint: HFCheckpoint) ->
 
 
 def check_value_positions(role: ValueRole, config: RLConfig, own_shape: ModelShape | None) -> None:
-    """A whole sample must fit into a reward model; a critic's positions are the actor's."""
+    """Check that a complete sample fits a reward model; a critic's positions are the actor's."""
     longest = config.max_prompt_tokens + config.max_response_tokens
     if role is REWARD_ROLE and own_shape is not None and longest > own_shape.max_positions:
         raise UsageError(
@@ -218,7 +218,7 @@ def lay_out(
     roles: Roles,
     platform: Platform,
 ) -> LaidOut | None:
-    """By the user's flags, `given` and `tokens`, and the role's own behind them."""
+    """Lay the model out by the user's flags, `given` and `tokens`, and then the role's own."""
     if own_shape is None:
         return None
     own = role.own_tokens(config)
@@ -242,7 +242,7 @@ def lay_out_in_fork(
     layers: PipelineLayers,
     values: Mapping[str, Any],
 ) -> LaidOut | None:
-    """As the actor, of whose architecture it must be: a fork has parsed one set of arguments."""
+    """Lay the model out as the actor, of the same architecture: a fork has one set of arguments."""
     if own_shape is None:
         return None
     as_actor = dataclasses.replace(
@@ -259,14 +259,14 @@ def lay_out_in_fork(
 
 
 def check_value_batches(role: ValueRole, config: RLConfig, own_laid_out: LaidOut | None) -> None:
-    """As those of the actor, where it learns and has a layout of its own."""
+    """Check batches as for the actor, if the model is trained and has a layout of its own."""
     if own_laid_out is not None and role.learns:
         with said_of(role):
             check_batches(config, own_laid_out.layout, own_laid_out.values)
 
 
 def check_value_balancing(role: ValueRole, config: RLConfig, own_laid_out: LaidOut | None) -> None:
-    """What evens out the load of its own experts, as for those of the actor, where it learns."""
+    """Check the load balancing of its own experts as for the actor, if the model is trained."""
     if own_laid_out is None or not role.learns:
         return
     with said_of(role):
@@ -276,7 +276,7 @@ def check_value_balancing(role: ValueRole, config: RLConfig, own_laid_out: LaidO
 def check_value_biases(
     role: ValueRole, own_folder: Folder | None, own_laid_out: LaidOut | None
 ) -> None:
-    """Biases that updates of it move are float32 in its folder, as for the actor."""
+    """Check, as for the actor, that biases that its updates change are float32 in its folder."""
     if own_folder is not None and own_laid_out is not None and role.learns:
         with said_of(role):
             preflight.check_biases(own_folder.checkpoint, own_laid_out.shape, own_laid_out.values)
@@ -285,7 +285,7 @@ def check_value_biases(
 def check_value_accepted(
     role: ValueRole, own_laid_out: LaidOut | None, extra_args: ExtraArgs
 ) -> None:
-    """By Megatron's own validation; a fork's arguments have passed it."""
+    """Run Megatron's own validation; a fork's arguments have passed it."""
     if own_laid_out is not None and own_laid_out.tokens is not None:
         with said_of(role):
             check_megatron_accepts(
@@ -298,7 +298,7 @@ def check_value_accepted(
 
 @contextlib.contextmanager
 def said_of(role: ValueRole) -> Iterator[None]:
-    """What is refused in here is of the role's model, and says so."""
+    """Name the role's model in every UsageError raised inside."""
     try:
         yield
     except UsageError as error:

@@ -1,1 +1,1 @@
-"""The flags: our options, those given, those derived, and what of Megatron's has an effect."""
+"""The flags: our options, the given ones, the derived ones, and the effect of Megatron's."""

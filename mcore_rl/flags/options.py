@@ -1,9 +1,9 @@
-"""The `--rl-*` flags, and how they join Megatron's own arguments (`given_flags`: what is given).
+"""The `--rl-*` flags, next to Megatron's own arguments (`given`: the flags that are given).
 
-Every field of `RLConfig` is one flag, which has its name, type, default and help from there alone.
-Megatron's flags keep their meaning; those that a checkpoint's config.json decides are derived from
-it, and one that is given and contradicts it is an error. Precedence: the command line, then
-`--rl-config` (the later file first), then what is derived.
+Every field of `RLConfig` is one flag, and the only source of its name, type, default and help.
+Megatron's flags keep their meaning; those that a checkpoint's config.json determines are derived
+from it, and a given one that contradicts it is an error. Precedence: the command line, then
+`--rl-config` (the later file first), then derived values.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def _degree(name: str, model: str) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class RLConfig:
-    """Everything mcore_rl is told beyond Megatron's own arguments. One field, one flag."""
+    """The configuration of mcore_rl beyond Megatron's own arguments. One field, one flag."""
 
     # checkpoint, prompts, reward
     hf_checkpoint: str | None = param(None, "Hugging Face checkpoint folder to start from")
@@ -378,7 +378,7 @@ class RLConfig:
         0.5, "alarm if rollout is slower than this share of its initial speed", least=0
     )
 
-    # what was given of the algorithm: parts and their parameters, which they declare themselves
+    # given parts of the algorithm and their parameters, which the parts declare
     parts: Mapping[str, Any] = field(default_factory=dict)
 
     # run directory and output
@@ -416,7 +416,7 @@ class RLConfig:
 
     @classmethod
     def of(cls, **values: Any) -> RLConfig:
-        """The configuration of some flags, by names without --rl-, parts of the algorithm too."""
+        """Return the configuration of flags by names without --rl-, including the algorithm's."""
         own = {parameter.name for parameter in parameters_of(cls)}
         return cls(
             **{name: frozen(value) for name, value in values.items() if name in own},
@@ -425,21 +425,21 @@ class RLConfig:
 
     @classmethod
     def from_args(cls, args: argparse.Namespace) -> RLConfig:
-        """The `--rl-*` part of a parsed namespace; a missing attribute is a bug and raises."""
+        """Return the `--rl-*` part of a parsed namespace; raise for a missing attribute, a bug."""
         own = {p.name: getattr(args, f"rl_{p.name}") for p in parameters_of(cls)}
-        # A file that the parser did not know of may have brought some since.
+        # A file unknown to the parser may have added some since.
         parts = {name: getattr(args, f"rl_{name}", None) for name in flags().keys() - own.keys()}
         return cls.of(**own, **{k: v for k, v in parts.items() if v is not None})
 
     def as_dict(self) -> dict[str, Any]:
-        """Every flag by name, parts of the algorithm as they were given or None."""
+        """Return every flag by name, parts of the algorithm as given or None."""
         values = {name: self.parts.get(name) for name in flags()}
         own = {p.name: getattr(self, p.name) for p in parameters_of(RLConfig)}
         return values | own | {"reward": self.rewards}
 
     @property
     def recipe(self) -> Algorithm:
-        """The algorithm with the parts that were given; UsageError if they do not go together."""
+        """The algorithm with the given parts; UsageError if they cannot be combined."""
         own = (parameter.name for parameter in parameters_of(RLConfig))
         asked = [name for name in own if name in ("top_p", "top_k") or name.startswith("critic_")]
         of_run = {name: getattr(self, name) for name in asked}
@@ -448,7 +448,7 @@ class RLConfig:
 
     @property
     def rewards(self) -> str:
-        """The names of the rewards, with commas."""
+        """The names of the rewards, separated by commas."""
         if self.reward is not None:
             return self.reward
         return "exact_match" if self.environment is None else "environment"
@@ -463,7 +463,7 @@ class RLConfig:
 
     @property
     def keeps_unfinished(self) -> bool:
-        """Whether responses may go on in a later step than the one that began them."""
+        """Whether responses may continue in a later step than the one that began them."""
         return self.partial_rollouts and self.max_staleness != 0
 
     @property
@@ -473,38 +473,38 @@ class RLConfig:
 
     @property
     def staleness_limit(self) -> int:
-        """`max_staleness`, by default too."""
+        """`max_staleness` or its default."""
         return _MAX_STALENESS if self.max_staleness is None else self.max_staleness
 
     @property
     def groups_at_a_time(self) -> float:
-        """`oversample`, by default too."""
+        """`oversample` or its default."""
         if self.oversample is not None:
             return self.oversample
         return _OVERSAMPLE_PARTIAL if self.keeps_unfinished else 1.0
 
     @property
     def directory(self) -> Path:
-        """The run directory; before a run has its own what that would be called."""
+        """The run directory; before the run has one, the pattern of its name."""
         return Path(self.run_dir or f"runs/{self.run_name}-<date>-<time>.<n>")
 
 
 def frozen(value: Any) -> Any:
-    """What argparse collects in a list, as RLConfig holds it."""
+    """Return argparse's lists as tuples, as in RLConfig."""
     return tuple(value) if isinstance(value, list) else value
 
 
 @functools.cache
 def _recipe(name: str, given: tuple[tuple[str, Any], ...]) -> Algorithm:
-    from mcore_rl.algorithms.recipes import resolve_algorithm  # torch, which flags do without
+    from mcore_rl.algorithms.recipes import resolve_algorithm  # torch, which flags do not need
 
     return resolve_algorithm(name, dict(given))
 
 
 def flags() -> dict[str, Parameter]:
-    """Every `--rl-*` flag but --rl-config, by name: the run's, then those that the algorithms'
-    parts declare, a user's own among them. UsageError: a name that is declared twice."""
-    from mcore_rl.algorithms.recipes import declared_parameters  # torch
+    """Return every `--rl-*` flag but --rl-config, by name: the run's, then those of the algorithms'
+    parts, including a user's own. Raises UsageError for a name that is declared twice."""
+    from mcore_rl.algorithms.recipes import declared_parameters  # imports torch
 
     found = {parameter.name: parameter for parameter in parameters_of(RLConfig)}
     for name, parameter in declared_parameters().items():
@@ -520,6 +520,6 @@ def flags() -> dict[str, Parameter]:
 
 
 def config_from(given: Mapping[str, Any]) -> RLConfig:
-    """Our flags of those that were given, by destination; the others at their defaults."""
+    """Return our flags among the given ones, by destination; the others at their defaults."""
     ours = {name: given[f"rl_{name}"] for name in flags() if f"rl_{name}" in given}
     return RLConfig.of(**ours)

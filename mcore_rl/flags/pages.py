@@ -1,6 +1,6 @@
-"""What there is to read of our flags: `--help-rl`, flags.md and a table of algorithms.md.
+"""The documentation of our flags: `--help-rl`, flags.md and a table of algorithms.md.
 
-All from the declarations that the parser and the checks are made of.
+All are made from the declarations that the parser and the checks use.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ _GROUPS = {
 }
 _OF_PARTS = "Parts of the algorithm"
 _HOW = "python scripts/document_flags.py"
-# Between these two lines of docs/using/algorithms.md stands `parameter_table`.
+# `parameter_table` is between these two lines of docs/using/algorithms.md.
 BEGIN, END = "<!-- parameters: begin -->", "<!-- parameters: end -->"
 
 
 def by_group() -> dict[str, list[Parameter]]:
-    """The flags by title: groups of RLConfig, then what the algorithms' parts declare."""
+    """Return the flags by title: groups of RLConfig, then those of the algorithms' parts."""
     groups: dict[str, list[Parameter]] = {}
     title = ""
     for parameter in parameters_of(RLConfig):
@@ -46,7 +46,7 @@ def by_group() -> dict[str, list[Parameter]]:
 
 
 def default_of(parameter: Parameter, *, with_owner: bool = False) -> str:
-    """In words; of a parameter that several parts have, each value and whose it is."""
+    """Return the default in words; if parts differ in it, each value with its parts."""
     values: dict[str, list[str]] = {}
     for owners in parts_by_flag().values():
         for owner, parameters in owners.items():
@@ -59,14 +59,14 @@ def default_of(parameter: Parameter, *, with_owner: bool = False) -> str:
 
 
 def range_of(parameter: Parameter) -> str:
-    """What a value may be: choices, or an interval."""
+    """Return the allowed values: choices, or an interval."""
     if parameter.choices is not None:
         return ", ".join(parameter.choices)
     return parameter.bounds.interval()
 
 
 def help_text() -> str:
-    """Our flags alone, by group, with defaults and bounds."""
+    """Return help on our flags alone, by group, with defaults and bounds."""
     indent, width = " " * 6, min(shutil.get_terminal_size().columns, 100)
     lines = [
         "The flags of mcore_rl; all others are Megatron's (--help). --rl-config FILE: YAML of "
@@ -91,7 +91,7 @@ def help_text() -> str:
 
 
 def flags_page() -> str:
-    """docs/using/flags.md."""
+    """Return docs/using/flags.md."""
     lines = [
         "# All --rl-* flags",
         "",
@@ -118,7 +118,7 @@ def flags_page() -> str:
 
 
 def parameter_table() -> str:
-    """The table in docs/using/algorithms.md: parameters of estimators, losses and corrections."""
+    """Return the table of algorithms.md: parameters of estimators, losses and corrections."""
     lines = ["| parameter | default of | values | |", "| --- | --- | --- | --- |"]
     for p in flags().values():
         if of := default_of(p, with_owner=True):

@@ -1,4 +1,4 @@
-"""The `--rl-*` flags beside Megatron's own: how they join a parser, and what each number may be."""
+"""The parser of the `--rl-*` flags next to Megatron's own, and the bounds of their numbers."""
 
 from __future__ import annotations
 
@@ -12,26 +12,26 @@ from mcore_rl.flags.given import add_negations
 from mcore_rl.flags.megatron_flags import SHARED_RL
 from mcore_rl.flags.options import RLConfig, flags
 
-# What vLLM samples at as it is told (vllm/sampling_params.py).
+# vLLM samples at these temperatures as given (vllm/sampling_params.py).
 LEAST_TEMPERATURE, MOST_TEMPERATURE = 0.01, 2.0
 HELP_RL = "--help-rl"
-GROUP = "mcore_rl"  # the title that our flags stand under in a parser
+GROUP = "mcore_rl"  # title of our flags' group in a parser
 ExtraArgs = Callable[[argparse.ArgumentParser], Any]  # Megatron's `extra_args_provider`
 
 
 def add_rl_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """Add the `--rl-*` flags to a parser, Megatron's or a fork's; returns the parser.
+    """Add the `--rl-*` flags to a parser, Megatron's or a fork's; return the parser.
 
-    Raises UsageError if the parser already defines one of our flags: two meanings of one flag would
-    be worse than stopping. Names that Megatron uses for its own RL are avoided, but for switches
-    that mean the same.
+    Raises UsageError if the parser already defines one of our flags, since two meanings of one flag
+    would be worse than stopping. Names of Megatron's own RL are avoided, except for switches with
+    the same meaning.
     """
     taken = parser._option_string_actions
     group = parser.add_argument_group(title=GROUP)
     own = {parameter.name for parameter in parameters_of(RLConfig)}
     for name, parameter in flags().items():
         flag, kind = parameter.flag, parameter.kind
-        # A part of the algorithm that is not given is the recipe's.
+        # A part of the algorithm that is not given comes from the recipe.
         default = parameter.default if name in own else None
         if flag in taken and taken[flag].dest in SHARED_RL:
             continue
@@ -64,8 +64,8 @@ def add_rl_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
 
 
 def with_rl_args(extra_args: ExtraArgs | None) -> ExtraArgs:
-    """What adds a fork's flags to Megatron's parser, ours unless the fork has added them, and the
-    forms that undo switches, for which the parser must have all others."""
+    """Return a function that adds to Megatron's parser a fork's flags, ours unless the fork has
+    added them, and the forms that undo switches, for which the parser must have all others."""
 
     def add(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         parser = parser if extra_args is None else extra_args(parser) or parser
@@ -83,8 +83,8 @@ all_args: ExtraArgs = with_rl_args(None)
 
 
 def check_bounds(config: RLConfig) -> None:
-    """UsageError for the first number that is out of its bounds; an algorithm's parts check their
-    own when they are put together."""
+    """Raise UsageError for the first number out of its bounds; an algorithm's parts check their own
+    when they are combined."""
     for parameter in parameters_of(RLConfig):
         name, value, bounds = parameter.flag, getattr(config, parameter.name), parameter.bounds
         if value is not None and bounds and not bounds.hold(value):

@@ -1,7 +1,7 @@
-"""Which ranks act, criticise and reward: all of them in turn, or each role on ranks of its own.
+"""The ranks of actor, critic and reward model: all roles in turn, or each on ranks of its own.
 
-The ranks of a role are a world of their own: torch.distributed, Megatron and vLLM see nothing
-else there. This module is pure integers.
+The ranks of a role are a world of their own: torch.distributed, Megatron and vLLM see no other
+ranks there. This module is pure integers.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _RANGE = re.compile(r"(\d+)(?:-(\d+))?")
 
 @dataclass(frozen=True, slots=True)
 class Roles:
-    """Ranks of the whole world by role; a role without any is played by the actor's, in turn."""
+    """The world's ranks by role; the actor's ranks play a role without ranks, in turn."""
 
     world_size: int
     critic: tuple[int, ...] = ()
@@ -31,29 +31,29 @@ class Roles:
 
     @property
     def actor(self) -> tuple[int, ...]:
-        """The ranks of actor and engines: all that have no other role."""
+        """The ranks of actor and engines: all without another role."""
         others = {*self.critic, *self.reward}
         return tuple(rank for rank in range(self.world_size) if rank not in others)
 
     def ranks(self, role: str) -> tuple[int, ...]:
-        """The ranks of a role; those of the actor if it has none of its own."""
+        """Return the ranks of a role; the actor's if it has none of its own."""
         own = {ACTOR: self.actor, CRITIC: self.critic, REWARD: self.reward}[role]
         return own or self.actor
 
     def is_apart(self, role: str) -> bool:
-        """Whether a role has ranks of its own."""
+        """Return whether a role has ranks of its own."""
         return self.ranks(role) != self.actor
 
     def role_of(self, rank: int) -> str:
-        """The first role of a rank: what its process runs."""
+        """Return the first role of a rank: what its process runs."""
         return CRITIC if rank in self.critic else REWARD if rank in self.reward else ACTOR
 
 
 def parse_roles(world_size: int, critic: str | None = None, reward: str | None = None) -> Roles:
-    """The roles of `--rl-critic-ranks` and `--rl-reward-ranks`: ranges like "4-7" or "4-5,8".
+    """Parse `--rl-critic-ranks` and `--rl-reward-ranks`: ranges like "4-7" or "4-5,8".
 
-    UsageError: text that is not a range, ranks that the world does not have, ranks with two roles,
-    and no rank left for the actor.
+    Raises UsageError for text that is not a range, ranks outside the world, ranks with two roles,
+    and if no rank is left for the actor.
     """
     flags = {"--rl-critic-ranks": critic, "--rl-reward-ranks": reward}
     ranks = {

@@ -1,8 +1,8 @@
 """Flags of the architecture that cannot change what a given model computes.
 
-Launch scripts give some flags for whole groups of models: `--moe-router-pre-softmax` for routers by
-a sigmoid, `--kv-channels` for latent attention, a single group of experts. config.json has no such
-part, and yet nothing contradicts it. Which code of Megatron reads a flag was looked up in 0.19.2.
+Launch scripts give some flags for groups of models: `--moe-router-pre-softmax` for sigmoid routers,
+`--kv-channels` for latent attention, a single group of experts. config.json has no such part, but
+does not contradict it either. Where Megatron reads a flag was looked up in 0.19.2.
 
 This module is pure: it imports neither Megatron nor vLLM nor torch.
 """
@@ -20,7 +20,7 @@ _OF_LATENT = frozenset(
     "kv_lora_rank q_lora_rank qk_head_dim qk_pos_emb_head_dim v_head_dim rope_type mscale "
     "mscale_all_dim".split()
 )
-# Read where --position-embedding-type is yarn; with latent attention Megatron has no flag for them.
+# Read if --position-embedding-type is yarn; for latent attention Megatron has no flag for them.
 _OF_YARN = frozenset(
     "yarn_beta_fast yarn_beta_slow yarn_original_max_position_embeddings "
     "yarn_correction_range_round_to_int".split()
@@ -29,7 +29,7 @@ _OF_EXPERTS = frozenset(name for name in ARCHITECTURE if name.startswith("moe_")
 
 
 def unread_by(shape: ModelShape, given: Mapping[str, Any]) -> frozenset[str]:
-    """Those of the flags `given`, by destination, whose values this model does not depend on."""
+    """Return the flags of `given`, by destination, on whose values this model does not depend."""
     return frozenset(
         dest for dest in given if dest in ARCHITECTURE and _is_unread(dest, shape, given)
     )
@@ -52,7 +52,7 @@ def _is_unread(dest: str, shape: ModelShape, given: Mapping[str, Any]) -> bool:
         return bool(shape.latent) or not has_yarn
     if shape.latent:
         return _is_unread_by_latent_attention(dest, shape, given)
-    if dest in ("num_query_groups", "group_query_attention"):  # one group a head
+    if dest in ("num_query_groups", "group_query_attention"):  # one group per head
         every_head = given.get("num_query_groups") == shape.num_heads
         return shape.num_kv_heads == shape.num_heads and every_head
     return dest in _OF_LATENT or (dest == "rotary_scaling_factor" and not has_yarn)
@@ -65,7 +65,7 @@ def _is_unread_by_latent_attention(dest: str, shape: ModelShape, given: Mapping[
         return bool(given.get("num_query_groups") == shape.num_heads)
     if shape.rope["rope_type"] == "yarn":
         return False
-    # A factor of 1 leaves positions and the scale of the scores as they are, whatever mscale is.
+    # A factor of 1 leaves positions and the scale of the scores unchanged, for any mscale.
     is_one = given.get("rotary_scaling_factor") == 1
     return dest == "mscale" or (dest in ("rotary_scaling_factor", "mscale_all_dim") and is_one)
 

@@ -86,7 +86,7 @@ def _main(tokens: Sequence[str]) -> int:
 
 
 def versions() -> str:
-    """Return one line per package; Megatron's version is that of the code that Python imports."""
+    """Return one line per package; Megatron's version is the one that Python imports."""
     from mcore_rl.megatron.version import PACKAGE, find_megatron
 
     megatron = find_megatron()

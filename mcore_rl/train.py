@@ -52,8 +52,7 @@ logger = logging.getLogger(__name__)
 
 
 def train(run: Run) -> None:
-    """Run the remaining steps, evaluate the final policy, write the requested outputs, and end what
-    would outlive the run.
+    """Run the remaining steps, evaluate the final policy, write outputs, release all resources.
 
     Collective. Raises what ended the run: RunStopped on all ranks if it was stopped on request,
     anything else on the rank where it occurred.
@@ -98,8 +97,7 @@ class Run:
         self._accuracy: float | None = None
 
     def sample_eval(self, step: int, weight_version: int) -> Groups | None:
-        """Sample this engine's responses to held-out prompts if an evaluation is due; in rollout
-        mode."""
+        """Sample this engine's held-out prompts if an evaluation is due; in rollout mode."""
         config, prompts = self.config, self.parts.eval_prompts
         interval = config.eval_interval
         due = interval > 0 and (step % interval == 0 or step == config.num_steps)
@@ -240,8 +238,7 @@ class Run:
 
 
 def initialize(extra_args: ExtraArgs | None = None, **megatron_options: Any) -> Job:
-    """Check the command line of a fork's script, derive the flags it leaves out, and start
-    Megatron.
+    """Check a fork's command line, derive the flags it leaves out, and start Megatron.
 
     This is how `-m mcore_rl.train` starts, `--rl-config` included, with Megatron's own
     `parse_and_validate_args` and `initialize_megatron`, which gets `megatron_options`. `extra_args`
@@ -291,7 +288,7 @@ def _play_role(
 
 
 def main(tokens: list[str] | None = None) -> None:
-    """Entry point of `-m mcore_rl.train`."""
+    """Run `-m mcore_rl.train`."""
     setup_logging()
     tokens = sys.argv[1:] if tokens is None else tokens
     with log_file() as log:

@@ -76,7 +76,7 @@ class Verification:
 
 
 def stored_digests(engine: VLLMEngine) -> dict[str, str]:
-    """Return the sha256 of every tensor that vLLM stores on this rank, by name; the engine's
+    """Return the sha256 of every tensor that vLLM stores on this rank, by name. The engine's
     weights must be awake."""
     return {name: _digest(tensor) for name, tensor in engine.stored_tensors()}
 
@@ -177,7 +177,7 @@ def overwrite_with_zeros(engine: VLLMEngine, job: Job, expected: Mapping[str, st
 
 
 def _served(engine: VLLMEngine, job: Job) -> Iterator[tuple[str, TensorInfo]]:
-    """Yield the checkpoint's tensors that an engine takes, including those of its drafter."""
+    """Yield the checkpoint's tensors that an engine takes, including its drafter's."""
     yield from job.checkpoint.tensors.items()
     if engine.drafter is not None:
         for name, info in job.checkpoint.mtp.items():

@@ -159,10 +159,9 @@ def notes(
     *,
     unread: Collection[str] = frozenset(),
 ) -> tuple[str, ...]:
-    """Return a line on given flags without effect in RL, one on those `unread` by this model, and
-    one on unknown ones.
+    """Return a line each on given flags: without effect in RL, `unread` by this model, unknown.
 
-    `parser` is that of the installed version of Megatron, with or without our flags.
+    `parser` is the installed Megatron's, with or without our flags.
     """
     flags = {action.dest: action.option_strings[0] for action in _actions(parser)}
     known: set[str] = set()

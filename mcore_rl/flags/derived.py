@@ -26,9 +26,9 @@ from mcore_rl.flags.options import RLConfig
 from mcore_rl.flags.unread import unread_by
 from mcore_rl.model.config_json import ModelShape, megatron_flags
 
-# Megatron's local layers, including those of `patches/megatron/local_layers.py`. Of the default
-# fusions, they lack those of attention and norms. Rotation's needs Transformer Engine, except for
-# latent attention with YaRN, whose kernel does not support shared prompts.
+# Megatron's local layers, including `patches/megatron/local_layers.py`. They lack the default
+# fusions of attention and norms. The fusion of rotation needs Transformer Engine, except for latent
+# attention with YaRN, whose kernel does not support shared prompts.
 _LOCAL_FLAGS = (
     "--transformer-impl local --no-masked-softmax-fusion --no-rope-fusion --no-persist-layer-norm"
 ).split()
@@ -148,7 +148,7 @@ def effective_of(given: Mapping[str, Any], unread: Collection[str] = frozenset()
 def for_megatron(
     derived: DerivedFlags, tokens: Sequence[str], parser: argparse.ArgumentParser
 ) -> tuple[str, ...]:
-    """Return the tokens for Megatron: derived ones, then those of the user's with an effect."""
+    """Return the tokens for Megatron: derived ones, then the user's that have an effect."""
     without = WITHOUT_EFFECT_DESTS | derived.unread
     return (*derived.tokens, *without_flags(tokens, parser, without))
 
@@ -312,7 +312,7 @@ def _defaults(
         "--no-create-attention-mask-in-dataloader",
         "--use-distributed-optimizer",
     ]
-    if not given.get("use_megatron_fsdp"):  # else Megatron-FSDP's format is
+    if not given.get("use_megatron_fsdp"):  # else the format is reshardable already
         # A run resumes in any layout; otherwise the optimizer is bound to its TP and PP. Memory is
         # not a reason against it: mcore_rl.patches.megatron.optimizer_in_pieces.
         tokens.append("--dist-ckpt-optim-fully-reshardable")

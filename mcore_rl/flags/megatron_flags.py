@@ -358,7 +358,7 @@ OWN_RL = frozenset(
 # Flags of that loop with the same meaning here: one flag with two definitions.
 SHARED_RL = frozenset({"rl_partial_rollouts"})
 
-# Switches that RL cannot honour: a run would do something else than the flag says.
+# Switches that RL cannot honour: a run would not do what the flag says.
 REFUSED: Mapping[str, Refusal] = {
     "calculate_per_token_loss": Refusal("switches on another normalisation of the loss", "drop it"),
     "perform_rl_step": Refusal(

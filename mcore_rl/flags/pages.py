@@ -34,7 +34,7 @@ BEGIN, END = "<!-- parameters: begin -->", "<!-- parameters: end -->"
 
 
 def by_group() -> dict[str, list[Parameter]]:
-    """Return the flags by title: groups of RLConfig, then those of the algorithms' parts."""
+    """Return the flags by title: groups of RLConfig, then the algorithms' parts."""
     groups: dict[str, list[Parameter]] = {}
     title = ""
     for parameter in parameters_of(RLConfig):

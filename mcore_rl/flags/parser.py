@@ -83,8 +83,8 @@ all_args: ExtraArgs = with_rl_args(None)
 
 
 def check_bounds(config: RLConfig) -> None:
-    """Raise UsageError for the first number out of its bounds; an algorithm's parts check their own
-    when they are combined."""
+    """Raise UsageError for the first number out of its bounds; parts of the algorithm check their
+    own when they are combined."""
     for parameter in parameters_of(RLConfig):
         name, value, bounds = parameter.flag, getattr(config, parameter.name), parameter.bounds
         if value is not None and bounds and not bounds.hold(value):

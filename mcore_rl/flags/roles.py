@@ -101,7 +101,7 @@ def _parsed(flag: str, text: str, world_size: int) -> tuple[int, ...]:
 
 
 def describe_ranks(ranks: tuple[int, ...]) -> str:
-    """(0, 1, 2, 5) -> "ranks 0-2, 5"."""
+    """Describe ranks in words: (0, 1, 2, 5) -> "ranks 0-2, 5"."""
     parts: list[list[int]] = []
     for rank in ranks:
         if parts and parts[-1][-1] == rank - 1:

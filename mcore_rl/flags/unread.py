@@ -2,7 +2,7 @@
 
 Launch scripts give some flags for groups of models: `--moe-router-pre-softmax` for sigmoid routers,
 `--kv-channels` for latent attention, a single group of experts. config.json has no such part, but
-does not contradict it either. Where Megatron reads a flag was looked up in 0.19.2.
+does not contradict it either. The table follows the code of Megatron 0.19.2 that reads each flag.
 
 This module is pure: it imports neither Megatron nor vLLM nor torch.
 """

@@ -38,10 +38,10 @@ _WITHOUT_LIMIT = 1 << 60
 
 
 def check_device(case: Case, *, scores_only: bool = False) -> tuple[str, ...]:
-    """Refuse a case with a phase that cannot fit `case.machine.gpu_bytes`; return a line for each
-    phase that may not fit.
+    """Refuse a case with a phase that cannot fit `case.machine.gpu_bytes`.
 
-    UsageError names the phase, what it holds on its fullest rank, the missing bytes and remedies.
+    Returns a line for each phase that may not fit. UsageError names the phase, what it holds on its
+    fullest rank, the missing bytes and remedies.
     """
     resident = resident_of(case)
     memory = memory_of(case, resident)

@@ -1,10 +1,9 @@
-"""Whether a run fits the host memory of its machines: if not, it is refused before a model is
+"""Whether a run fits the host memory of its machines; if not, it is refused before models are
 built.
 
 With GPUs, this is the planner's host memory of a node; without them, all phases of a run. A run is
-refused if parts of exact size alone exceed the limit of the machine or of its cgroup. If it may not
-fit by formula, or in the memory that is free at this moment, there is a warning: other programs may
-end.
+refused if parts of exact size alone exceed the limit of the machine or of its cgroup. There is only
+a warning if it may not fit by formula, or in the memory that is free now: other programs may end.
 """
 
 from __future__ import annotations
@@ -69,7 +68,7 @@ def host_needs(
     kv_cache_bytes: int,
     widens: bool,
 ) -> tuple[HostPhase, str]:
-    """Return the phase in which a node needs most host memory, and the remedy. `widens`: see
+    """Return the phase with most host memory on a node, and the remedy. `widens`: see
     `host_phases`."""
     if memory is None:
         phases = host_phases(case, kv_cache_bytes=kv_cache_bytes, widens=widens)

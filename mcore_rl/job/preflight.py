@@ -79,7 +79,7 @@ def check_kv_after_update(config: RLConfig, *, has_cuda: bool) -> None:
 
 
 def _check_first_finished(config: RLConfig) -> None:
-    """Check steps that take the groups which finish first, and the use of the others."""
+    """Check the flags on groups that finish first in a step, and on the others."""
     at_a_time, staleness = config.groups_at_a_time, config.max_staleness
     flag = f"--rl-oversample {at_a_time:g}"
     if not config.partial_rollouts and staleness is not None:

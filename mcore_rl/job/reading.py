@@ -55,7 +55,7 @@ def no_tokens(args: argparse.Namespace) -> tuple[str, ...]:
 
 
 def given_in(tokens: Sequence[str], parser: argparse.ArgumentParser) -> dict[str, Any]:
-    """Return the given flags by destination; refuse those of Megatron's own RL."""
+    """Return the given flags by destination; refuse flags of Megatron's own RL."""
     given = given_values(tokens, parser)
     check_no_megatron_rl_flag(given, parser)
     return given

@@ -18,7 +18,7 @@ from mcore_rl.model.config_json import ModelShape
 
 @contextlib.contextmanager
 def world_of_size(size: int) -> Iterator[None]:
-    """Pose as the first rank of such a world, for code that only looks at flags."""
+    """Act as the first rank of such a world, for code that only reads flags."""
     before = {name: os.environ.get(name) for name in ("RANK", "WORLD_SIZE")}
     os.environ.update(RANK="0", WORLD_SIZE=str(size))
     try:
@@ -40,7 +40,7 @@ def check_megatron_accepts(
 ) -> None:
     """Run Megatron's own validation; make its tokenizer and its models' configuration.
 
-    `world_size` counts the ranks of the flags' model (default: those of this process). `extra_args`
+    `world_size` counts the ranks of the flags' model (default: this process's world). `extra_args`
     adds all flags that are not Megatron's own.
 
     The result is dropped: Megatron repeats this when it starts, where a refusal would be an

@@ -1,1 +1,1 @@
-"""A run: its start, its parts, its learner, and what it records and saves."""
+"""A run: its start, parts and learner, its records and checkpoints."""

@@ -61,7 +61,7 @@ class Actor:
         batching: MicroBatching,
         replay: RoutingReplay | None = None,
     ) -> None:
-        """`replay` replays batches' `routes` through the model's routers."""
+        """`replay` has the model's routers; it is needed if batches have `routes`."""
         self._args, self._config = args, config
         self.state = state
         self._layout = layout

@@ -1,7 +1,7 @@
 """Building everything that a run consists of on this rank, from its job: `build`.
 
-`mcore_rl.trainer.models` builds what is trained; this module adds the engine, the hand-over between
-the two, and monitoring.
+`mcore_rl.trainer.models` builds the trained models; this module adds the engine, the hand-over
+between both, and monitoring.
 """
 
 from __future__ import annotations
@@ -218,8 +218,8 @@ def _conversations(job: Job, day: str) -> Conversations:
 
 
 def _date(job: Job) -> str:
-    """Return the date for chat templates, same on all ranks: that of the run's first start, so that
-    a resumed run draws the same prompts. Collective."""
+    """Return the date for chat templates, same on all ranks: the date of the run's first start, so
+    that a resumed run draws the same prompts. Collective."""
     goes_on = job.args.load is not None and not job.args.finetune
     known = date_of_checkpoints(Path(job.args.load)) if goes_on else None
     found: str = objects.broadcast(known or date.today().isoformat())

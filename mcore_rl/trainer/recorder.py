@@ -93,8 +93,8 @@ class RunRecorder:
         expert_load: ExpertLoad | None,
         keeper: SampleKeeper,
     ) -> None:
-        """`rates` returns the schedules' values, `device` is the device of the groups'
-        communication, `keeper` has the step's samples."""
+        """`rates` returns the schedules' values, `device` is the groups' communication device,
+        `keeper` has the step's samples."""
         self._job, self._first_step, self._device = job, first_step, device
         self._timers, self._rates, self._expert_load = timers, rates, expert_load
         self._reward_names, self._keeper = reward_names, keeper
@@ -134,8 +134,8 @@ class RunRecorder:
         learnt: Learnt,
         accuracy: float | None,
     ) -> bool:
-        """Write the step's metrics and samples, and move the progress bar; return whether an alarm
-        ends the run. Collective."""
+        """Write the step's metrics and samples, and move the progress bar. Collective. Returns
+        whether an alarm ends the run."""
         table = collected.table
         several = len(self._reward_names) > 1
         metrics = {

@@ -27,11 +27,10 @@ from mcore_rl.trainer.start import Job
 
 
 class RunSaver:
-    """The writer of a run's checkpoints. `save` and `save_if_due` are collective over the actor's
-    ranks.
+    """The writer of a run's checkpoints.
 
-    Megatron saves parameters, optimizer and schedule, `TrainerState` the rest. A critic saves in a
-    folder of its own.
+    `save` and `save_if_due` are collective over the actor's ranks. Megatron saves parameters,
+    optimizer and schedule, `TrainerState` the rest. A critic saves in a folder of its own.
     """
 
     def __init__(
@@ -81,8 +80,7 @@ class RunSaver:
         self._saved_at = num_steps
 
     def _prune(self, num_steps: int) -> None:
-        """Prune only now: while the actor's is incomplete, an earlier step is the last with
-        both."""
+        """Prune only now: until the actor's is complete, an older step is the last with both."""
         retain_interval = self._job.args.save_retain_interval
         if retain_interval and dist.get_rank() == 0:
             for folder in (self.folder, folders.critic_folder(self.folder)):

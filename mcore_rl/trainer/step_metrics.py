@@ -100,7 +100,7 @@ def measured(
 ) -> dict[str, float]:
     """Return bytes and memory, the ranks' maxima; this rank's times; all ranks' tokens per second.
 
-    `report` is the step's hand-over, `device` that of the groups' communication. Ends the step of
+    `report` is the step's hand-over, `device` the groups' communication device. Ends the step of
     `timers`. Collective over the world.
     """
     host_peak_bytes, device_peak_bytes = highest_bytes()

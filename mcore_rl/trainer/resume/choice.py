@@ -70,7 +70,7 @@ def choose(folder: Path, *, beside: Sequence[Path] = (), step: int | None = None
 
 
 def _recover(place: Path) -> None:
-    """Finish killed saves, while other ranks wait; leave a read-only folder as it is."""
+    """Finish killed saves, without raising for a read-only folder, since other ranks wait."""
     try:
         for step in folders.recover(place):
             logger.info("[Resume] the save of step %d in %s was finished", step, place)

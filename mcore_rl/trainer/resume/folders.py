@@ -104,9 +104,8 @@ def check_load(
     """Raise UsageError if the user names a checkpoint and there is nothing to resume from.
 
     `load` is `--load`, `asked` `--ckpt-step`, `pretrained` `--pretrained-checkpoint`, which
-    Megatron uses if `load` has nothing; `may_begin` and `exits` say whether `--rl-load-or-start`
-    and `--exit-on-missing-checkpoint` are given. For one process, since another may be recovering
-    the folder.
+    Megatron uses if `load` has nothing; `may_begin` and `exits` are `--rl-load-or-start` and
+    `--exit-on-missing-checkpoint`. For one process, since another may be recovering the folder.
     """
     if load is not None and _has_checkpoint(load, asked):
         return
@@ -135,8 +134,8 @@ def check_load(
 
 
 def _has_checkpoint(load: Path, asked: int | None) -> bool:
-    """Return whether there is a checkpoint of ours (complete, even if its save was killed) or of
-    Megatron."""
+    """Return whether there is a checkpoint: Megatron's, or ours, even if a kill interrupted its
+    save."""
     if complete_steps(load) or complete_steps(saving_folder(load)):
         return True
     if asked is not None:  # needs no tracker
@@ -205,8 +204,8 @@ def sealed(folder: Path, files: Sequence[Path]) -> dict[str, str]:
 def complete(folder: Path, step: int, digests: Mapping[str, str]) -> Path:
     """Make what was written to `saving` a complete checkpoint; return its folder. One process.
 
-    `digests` are those of all its files, from `sealed`. A checkpoint of the same step is replaced.
-    Raises RuntimeError if a file has no digest or does not exist.
+    `digests`, from `sealed`, cover all its files. A checkpoint of the same step is replaced. Raises
+    RuntimeError if a file has no digest or does not exist.
     """
     written = saving_folder(folder) / iteration_name(step)
     missing = {file.as_posix() for file in files_of(written)} ^ digests.keys()
@@ -231,8 +230,7 @@ def prune(folder: Path, step: int, retain_interval: int) -> None:
 
 
 def recover(folder: Path) -> list[int]:
-    """Finish complete saves that a kill has interrupted; return the steps that were still in
-    `saving`. One process.
+    """Finish complete saves that a kill interrupted; return their steps. One process.
 
     The tracker then names the newest: without one, or if it is not a number, Megatron takes the
     folder for empty, or exits.

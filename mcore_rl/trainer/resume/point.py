@@ -45,8 +45,8 @@ class ResumePoint:
 
     @property
     def reference(self) -> Path | None:
-        """The folder of a reference's weights, as a checkpoint of its own; None: they are those of
-        the Hugging Face folder, which `find_resume_point` has compared."""
+        """The folder of a reference's weights, as a checkpoint of its own; None: the Hugging Face
+        folder has them, as `find_resume_point` has checked."""
         kept = self.folder / REFERENCE
         return kept if kept.is_dir() else None
 
@@ -62,8 +62,8 @@ def find_resume_point(
 ) -> ResumePoint | None:
     """Return what `--load` resumes, None for a new run. Collective; before models are built.
 
-    `checkpoint` is that of `--rl-hf-checkpoint`: if it provides the KL's reference, it must be the
-    one that the run began with.
+    `checkpoint` is `--rl-hf-checkpoint`: if it provides the KL's reference, it must be the one that
+    the run began with.
 
     Sets `args.ckpt_step`, so that Megatron loads the same. A checkpoint written by Megatron itself
     is left to Megatron. `--finetune`, which counts from 0 again, takes the weights alone. A user's

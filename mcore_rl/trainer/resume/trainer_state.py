@@ -55,8 +55,8 @@ class TrainerState:
     eval_prompts: str = ""
     kl_controller: Mapping[str, float] = field(default_factory=dict)
     reference_version: int = 0  # the step whose policy the reference is; 0: the run's start
-    # Fingerprint of the Hugging Face weights that the run began with, LOADED for those of a
-    # Megatron checkpoint; "": an earlier version did not record it.
+    # Fingerprint of the Hugging Face weights that the run began with, LOADED for a Megatron
+    # checkpoint; "": an earlier version did not record it.
     began_with: str = ""
     # Whether the optimizer's states were written by parameter, as patches/megatron/
     # optimizer_in_pieces does. False: by an earlier version, maybe at places of other parameters.
@@ -135,8 +135,7 @@ def read_trainer_state(folder: Path) -> TrainerState:
 
 
 def date_of_checkpoints(folder: Path) -> str | None:
-    """Return the chat templates' date in the run whose checkpoints these are, None if none of them
-    has it. Not collective.
+    """Return the chat templates' date in these checkpoints, None if none has it. Not collective.
 
     All checkpoints of a run have the date of its first start.
     """

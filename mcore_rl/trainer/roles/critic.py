@@ -3,8 +3,8 @@
 `Critic` is the model on a rank, built by `build_critic`. It has its own layout, optimizer, schedule
 and checkpoints, all in its `MegatronWorld`, which every method enters. `ServedCritic` makes it a
 role (see `remote`), and `StepCritic` calls that role on the actor's ranks. They exchange numbers of
-all samples, and each token, with a value and a return, for the ranks that train on its sample. On
-ranks of its own the critic scores while the actor scores, and trains while the actor trains.
+all samples; a sample's tokens, with a value and a return for each, go only to the ranks that train
+on it. On ranks of its own the critic scores and trains while the actor does.
 
 Shape legend: n samples of the step; t tokens of a rank's samples, in scoring alignment
 (`mcore_rl.batching.types`): position j's value is that of the state in which token j+1 is chosen.
@@ -214,7 +214,7 @@ def build_critic(
 
 
 def _longer_schedule(config: RLConfig, actor_args: argparse.Namespace) -> dict[str, int]:
-    """Return a fork's critic's schedule: the actor's updates plus those of the warm-up."""
+    """Return a fork's critic's schedule: the actor's updates plus the warm-up's."""
     more = num_updates(config, of_critic=True) - num_updates(config, of_critic=False)
     lengths = {name: getattr(actor_args, name) for name in ("train_iters", "lr_decay_iters")}
     # Megatron has set the second to the first for the actor unless the user set it.
@@ -306,7 +306,7 @@ class ServedCritic:
         return {"values": Parcel(table.lengths, division.first, asked_by, values.numpy())}
 
     def update(self, *, returns: torch.Tensor) -> Values:
-        """Train on `[t]` returns of this rank's samples; return each update's outcome, and
+        """Train on `[t]` returns of this rank's samples. Returns the outcome of each update, and
         `critic/...` metrics."""
         assert self.batch is not None and self._step is not None, "returns of no samples"
         started = time.perf_counter()
@@ -354,21 +354,21 @@ class StepCritic:
         return facts["dp_size"], MicroBatching(**facts["batching"])
 
     def parcel(self, keeper: SampleKeeper, table: SampleTable, orders: np.ndarray) -> Parcel:
-        """Have it divide a step's samples by the epochs' `orders` `[e, n]`; return their tokens,
-        for its ranks."""
+        """Make it divide a step's samples by the epochs' `orders` `[e, n]`. Returns their tokens,
+        to be sent to its ranks."""
         numbers = table_to_tensors(table)
         shares = self.role.call("divide", orders=torch.from_numpy(orders), **numbers)
         self._first = shares["first"]
         return keeper.parcel(table, shares["every"])
 
     def begin_values(self, batch: StepBatch) -> Callable[[], torch.Tensor]:
-        """Request values; the returned function waits for those of `batch.actor`, `[t]`."""
+        """Request values; the returned function waits for the `[t]` values of `batch.actor`."""
         asked_by = batch.division.first
         finish = self.role.begin("values", tokens=batch.for_critic, asked_by=asked_by)
         return lambda: finish()["values"]
 
     def begin_update(self, batch: StepBatch) -> Callable[[], list[ValueUpdateStats]]:
-        """Request updates on the returns in `batch.actor`; the returned function waits for their
+        """Request updates on `batch.actor`'s returns; the returned function waits for the
         outcomes."""
         assert batch.actor.returns is not None and self._first is not None
         division = batch.division

@@ -60,7 +60,7 @@ class Role(Protocol):
         """End the calls. Idempotent."""
 
     def abandon(self) -> None:
-        """Make `close` wait for nobody, because this rank has failed."""
+        """Make `close` wait for no other rank, because this one has failed."""
 
 
 class Here:
@@ -78,7 +78,7 @@ class Here:
         return _delivered(answer or {}, _within_world)
 
     def close(self) -> None:
-        """Do nothing: nobody waits for a call."""
+        """Do nothing: no other process waits for a call."""
 
     def abandon(self) -> None:
         """Do nothing: `close` does not wait."""
@@ -121,8 +121,8 @@ class Apart:
             self._tell(Message(_CLOSE))
 
     def abandon(self) -> None:
-        """Send nothing: the role may be giving an answer that nobody receives, and receive nothing
-        itself. It notices this rank's end by its connection, or from the launcher."""
+        """Send nothing: the role may be sending an answer that no rank receives, and receive
+        nothing itself. It notices this rank's end by its connection, or from the launcher."""
         self._is_closed = True
 
     def _tell(self, message: Message) -> None:
@@ -223,8 +223,7 @@ class Mesh:
     def exchange(
         self, outgoing: Sequence[np.ndarray], incoming_bytes: Sequence[int]
     ) -> list[np.ndarray]:
-        """Exchange bytes, as `objects.exchange`, between all ranks of both sides, the actor's
-        first."""
+        """Exchange bytes as `objects.exchange`, between both sides' ranks, the actor's first."""
         sent = torch.from_numpy(np.concatenate(outgoing))
         received = torch.empty(sum(incoming_bytes), dtype=torch.uint8)
         splits = [len(each) for each in outgoing]

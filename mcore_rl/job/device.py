@@ -1,4 +1,4 @@
-"""Whether a run fits its device: if it certainly does not, it is refused before a model is built.
+"""The check that a run fits its device, before a model is built.
 
 The phases are the planner's. A run is refused if parts of exact size alone do not fit a device with
 nothing reserved; formulas and reserves of the planner only lead to warnings.

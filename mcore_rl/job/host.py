@@ -1,5 +1,4 @@
-"""Whether a run fits the host memory of its machines; if not, it is refused before models are
-built.
+"""The check that a run fits the host memory of its machines, before a model is built.
 
 With GPUs, this is the planner's host memory of a node; without them, all phases of a run. A run is
 refused if parts of exact size alone exceed the limit of the machine or of its cgroup. There is only

@@ -415,7 +415,7 @@ def check_batches(config: RLConfig, layout: TrainLayout, values: Mapping[str, An
 def _check_interleaving(
     config: RLConfig, layout: TrainLayout, values: Mapping[str, Any], num_micro_batches: int
 ) -> None:
-    """Check Megatron's rule on groups of micro-batches with virtual stages, which would crash.
+    """Check the groups of micro-batches of virtual stages, where Megatron would crash otherwise.
 
     Its rule: groups have PP micro-batches or more, at least one is complete, and the rest is empty
     or at least PP. A mini-batch is one pass of `num_micro_batches`; the log-probs of a step are one
